@@ -1,0 +1,101 @@
+"""Every key that a config may set, with its default. All other configs override these.
+
+scripts/train --config=configs/default.py --workdir=runs/default
+"""
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+
+def get_config() -> ConfigDict:
+    """The default config: a tiny BERT classifier on WordNet glosses, data-parallel."""
+    config = ConfigDict()
+    config.seed = 0
+    config.task = "classification"  # classification, masked_lm, causal_lm
+    config.strategy = "data_parallel"  # single, data_parallel
+
+    config.mesh = mesh = ConfigDict()
+    mesh.data = -1  # replicas on the data axis; -1: all devices
+    mesh.virtual_cpu_devices = 0  # split the CPU into this many devices; 0: as XLA_FLAGS says, or one
+
+    config.data_parallel = ConfigDict()
+    config.data_parallel.implementation = "sharding"  # sharding (jit over a mesh), pmap
+
+    config.model = model = ConfigDict()
+    model.name = "bert"  # bert, gpt, resnet, mlp, or a module of yours: my_package.my_model
+    model.size = "tiny"  # bert: tiny mini small base large; gpt: tiny gpt2 gpt2_medium gpt2_large gpt2_xl; resnet: 18 50; mlp: tiny
+    model.init_from = ""  # a Hugging Face directory (config.json, safetensors, tokenizer); sets the sizes
+    # What follows overrides the size when it is set (None: as the size says).
+    model.num_layers = placeholder(int)
+    model.hidden_size = placeholder(int)
+    model.num_heads = placeholder(int)
+    model.num_kv_heads = placeholder(int)  # fewer than num_heads: grouped queries
+    model.mlp_size = placeholder(int)
+    model.vocab_size = placeholder(int)  # rows of the token embedding; None: the tokenizer's tokens
+    model.max_length = placeholder(int)  # learned positions; None: data.max_length
+    model.dropout = placeholder(float)
+    model.norm = placeholder(str)  # layernorm, rmsnorm
+    model.activation = placeholder(str)  # gelu, gelu_tanh, relu, swiglu
+    model.positions = placeholder(str)  # learned, rotary
+    model.pooling = placeholder(str)  # bert classification: cls, mean
+    # How it is computed; none of these changes the parameters.
+    model.dtype = "float32"  # of the computation: float32, bfloat16; weights stay float32
+    model.remat = "none"  # none; full: keep only layer inputs; dots: keep matrix products
+    model.scan_layers = True  # compile runs of equal layers once
+    model.attention = "auto"  # auto, xla, cudnn (bfloat16 on GPU)
+
+    config.data = data = ConfigDict()
+    data.source = "wordnet"  # wordnet, csv, tsv, jsonl, parquet, text, mnist, cifar10, synthetic
+    data.train = ""  # file (mnist, cifar10: directory); text: one file or a glob
+    data.validation = ""  # empty: split off from train by a hash of the example
+    data.test = ""  # empty: likewise
+    data.validation_fraction = 0.05
+    data.test_fraction = 0.1
+    data.text_columns = ("text",)  # one column, or two for sentence pairs
+    data.label_column = "label"
+    data.tokenizer = ""  # tokenizer.json or vocab.txt; empty: model.init_from's, or trained on the training split
+    data.vocab_size = 8192  # of a trained tokenizer
+    data.max_length = 64  # tokens; longer texts are cut; language models: the block length
+    data.length_buckets = (16, 32, 64, 128, 256, 512)  # texts are padded to the least of these that holds them
+    data.mask_fraction = 0.15  # masked_lm: positions to predict
+    data.augment = False  # images: random crop and flip
+    data.synthetic_examples = 4096
+    data.num_threads = 1  # of the loader
+    data.prefetch = 8  # batches made ahead
+
+    config.batch_size = 256  # global: over all devices and accumulation steps
+    config.num_epochs = 1.0
+    config.num_steps = 0  # where not 0, instead of num_epochs
+
+    config.optimizer = optimizer = ConfigDict()
+    optimizer.name = "adamw"  # adamw, lamb, sgd, adafactor, lion
+    optimizer.lr = 1e-3  # the peak
+    optimizer.schedule = "cosine"  # constant, cosine, linear: after the warm-up, down to final_lr
+    optimizer.warmup = 0.1  # fraction of the steps
+    optimizer.final_lr = 0.0  # as a fraction of lr
+    optimizer.weight_decay = 0.01  # on matrices only: never on biases, norms
+    optimizer.momentum = 0.9  # sgd
+    optimizer.b1 = 0.9  # adamw, lamb, lion
+    optimizer.b2 = 0.999  # adamw, lamb, lion
+    optimizer.eps = 1e-8  # adamw, lamb
+    optimizer.clip_norm = 1.0  # of the global gradient; 0: none
+    optimizer.accumulation_steps = 1  # microbatches a step, one after another
+    optimizer.nonfinite = "stop"  # on a loss or gradient that is not finite: stop the run; skip the step
+
+    config.eval = ConfigDict()
+    config.eval.every_steps = 0  # on the validation split; 0: at the end of every epoch
+    config.eval.batch_size = 0  # 0: batch_size
+
+    config.checkpoint = checkpoint = ConfigDict()
+    checkpoint.every_steps = 500  # 0: only at the end and on a signal
+    checkpoint.keep = 2  # the last ones
+    checkpoint.keep_best = True  # and the one of the best validation loss
+
+    config.log = log = ConfigDict()
+    log.every_steps = 20
+    log.tensorboard = True
+    log.peak_flops = 0.0  # of one device, for MFU; 0: from the table in jaxpar/flops.py
+
+    config.profile = (0, 0)  # trace the steps from first to last into workdir/profile
+    config.cache_dir = ""  # token arrays and compiled programs; empty: $JAXPAR_CACHE, or ~/.cache/jaxpar
+    return config

@@ -1,0 +1,25 @@
+"""BERT from scratch on WordNet glosses: which of 45 classes does a definition belong to?
+
+    scripts/train --config=configs/quickstart.py --workdir=runs/quickstart
+
+About 2 minutes on 2 CPU cores.
+"""
+
+from ml_collections import ConfigDict
+
+from jaxpar.config import default_config
+
+
+def get_config() -> ConfigDict:
+    """A 2-layer, 128-wide encoder, data-parallel over 2 virtual CPU devices or all GPUs."""
+    config = default_config()
+    config.mesh.virtual_cpu_devices = 2
+    config.model.pooling = "mean"
+    config.model.scan_layers = False
+    config.data.vocab_size = 16384
+    config.data.max_length = 48
+    config.data.length_buckets = (16, 24, 48)
+    config.num_epochs = 2.0
+    config.batch_size = 128
+    config.optimizer.lr = 1e-3
+    return config

@@ -1,0 +1,196 @@
+"""Checkpoints of the canonical state, by orbax: written in the background, whole or not at all.
+
+    workdir/checkpoints/STEP/state     the canonical state (jaxpar/state.py), a pytree of arrays
+    workdir/checkpoints/STEP/info      JSON: format, step, examples, data fingerprint, checksums
+    workdir/checkpoints/STEP/metrics   JSON: validation_loss, where it was measured at this step
+
+Orbax writes into a temporary folder and renames it last, so a killed process leaves no half
+checkpoint. Checksums of the arrays find what a disk or a copy did to one later. Nothing is
+deleted to read: a damaged checkpoint is set aside as STEP.damaged.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from ml_collections import ConfigDict
+from orbax.checkpoint.checkpoint_managers import preservation_policy
+
+from jaxpar import config as configs
+from jaxpar.errors import UserError
+from jaxpar.models.model import Params
+from jaxpar.state import Canonical
+
+FORMAT = 1
+
+
+class Checkpoint(NamedTuple):
+    """What a checkpoint holds, in host memory."""
+
+    step: int
+    tree: Canonical
+    info: dict[str, Any]
+
+
+class Saver:
+    """Writes checkpoints of one run and keeps the last `keep` and, if asked, the best."""
+
+    def __init__(self, directory: Path, *, keep: int, keep_best: bool):
+        """Args: keep: at least 1. keep_best: also the one of the least validation loss."""
+        policies: list[Any] = [preservation_policy.LatestN(keep)]
+        if keep_best:
+            policies.append(
+                preservation_policy.BestN(
+                    get_metric_fn=lambda metrics: -metrics["validation_loss"],
+                    n=1,
+                    keep_checkpoints_without_metrics=False,
+                )
+            )
+        self._directory = directory
+        self._manager = ocp.CheckpointManager(
+            directory.absolute(),
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
+                cleanup_tmp_directories=True,
+            ),
+        )
+
+    def save(self, tree: Canonical, info: dict[str, Any], validation_loss: float | None = None) -> None:
+        """Begins to write; returns when the arrays have been copied. A step that is there already is left as it is."""
+        step = int(tree["step"])
+        if step in self._manager.all_steps():
+            return
+        checksums = {name: int(value) for name, value in jax.device_get(_device_checksums(tree)).items()}
+        contents = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(tree),
+            info=ocp.args.JsonSave({"format": FORMAT, "step": step, **info, "checksums": checksums}),
+        )
+        metrics = None if validation_loss is None else {"validation_loss": validation_loss}
+        with _explained(self._directory, step):
+            self._manager.save(step, args=contents, metrics=metrics, force=True)
+
+    def wait(self) -> None:
+        """Returns when everything is on disk."""
+        with _explained(self._directory, None):
+            self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits, then ends the background threads."""
+        self.wait()
+        self._manager.close()
+
+
+class _explained:
+    """Turns a failed write (a full disk, say) into one line. The checkpoints before it are whole."""
+
+    def __init__(self, directory: Path, step: int | None):
+        self._directory, self._step = directory, step
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception):
+            whole = max(steps(self._directory), default=None)
+            left = f"the newest whole one is of step {whole}" if whole is not None else "there is none yet"
+            raise UserError(f"writing a checkpoint in {self._directory} failed: {_line(error)}; {left}") from error
+
+
+def steps(directory: Path) -> list[int]:
+    """The steps that `directory` has checkpoints of, in order."""
+    if not directory.is_dir():
+        return []
+    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
+
+
+def restore(directory: Path, like: Canonical | None, say: Callable[[str], None]) -> Checkpoint | None:
+    """The newest whole checkpoint, with NumPy leaves; None where the directory has none at all.
+
+    Args:
+      like: gives the structure, shapes and dtypes; leaves may be abstract. None: as they were saved.
+      say: is told of each damaged checkpoint, which is then set aside.
+
+    Raises:
+      UserError: all of them are damaged.
+    """
+    found = steps(directory)
+    for step in reversed(found):
+        path = directory / str(step)
+        try:
+            return read(path, like)
+        except Exception as error:  # whatever orbax and tensorstore raise on damaged files
+            aside = path.with_name(f"{step}.damaged")
+            say(f"checkpoint {path} is damaged ({_line(error)}); set aside as {aside.name}")
+            path.rename(aside)
+    if found:
+        raise UserError(f"no checkpoint in {directory} can be read: all of {found} are damaged; give a new --workdir")
+    return None
+
+
+def read(path: Path, like: Canonical | None = None) -> Checkpoint:
+    """The checkpoint in folder `path`. Raises ValueError, or what orbax raises, where it is damaged."""
+    info = json.loads((path / "info" / "metadata").read_text())
+    if info["format"] != FORMAT:
+        raise ValueError(f"format {info['format']}; this version reads {FORMAT}")
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        folder = (path / "state").absolute()
+        if like is None:
+            like = checkpointer.metadata(folder).item_metadata.tree
+        as_numpy = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype), like)
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), like)
+        tree = checkpointer.restore(folder, args=ocp.args.PyTreeRestore(shapes, restore_args=as_numpy))
+    for name, leaf in _named(tree).items():
+        if checksum(np, leaf) != info["checksums"][name]:
+            raise ValueError(f"the checksum of {name} is wrong")
+    for name, leaf in _named(shapes).items():
+        if _named(tree)[name].shape != leaf.shape:
+            raise ValueError(f"{name} has shape {_named(tree)[name].shape}, not {leaf.shape}")
+    return Checkpoint(info["step"], tree, info)
+
+
+def checksum(numpy: Any, x: Any) -> Any:
+    """A uint32 over the bits of an array: sum of element i's bits times 2i+1, mod 2^32.
+
+    A sum of integers does not depend on its order, so it is the same on any devices and in NumPy.
+    Each factor is odd, hence a unit: any single changed element is found.
+    """
+    bits = (
+        x.astype(numpy.uint32)
+        if x.dtype.kind in "iub"
+        else x.view({2: numpy.uint16, 4: numpy.uint32}[x.dtype.itemsize])
+    )
+    factors = 2 * numpy.arange(x.size, dtype=numpy.uint32) + numpy.uint32(1)
+    return numpy.sum(bits.reshape(-1).astype(numpy.uint32) * factors, dtype=numpy.uint32)
+
+
+@jax.jit
+def _device_checksums(tree: Canonical) -> dict[str, jax.Array]:
+    return {name: checksum(jnp, leaf) for name, leaf in _named(tree).items()}
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _line(error: Exception) -> str:
+    """The gist of an exception on one line."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) < 200 else text[:200] + "..."
+
+
+def restore_params(workdir: Path) -> tuple[ConfigDict, Params]:
+    """The config and the newest parameters, NumPy leaves, of the run in `workdir`.
+
+    Raises:
+      UserError: there is no run, or none of its checkpoints can be read.
+    """
+    config = configs.read(workdir)
+    found = restore(workdir / "checkpoints", None, say=print)
+    if found is None:
+        raise UserError(f"{workdir} holds no checkpoint yet")
+    return config, found.tree["params"]

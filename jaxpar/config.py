@@ -1,0 +1,207 @@
+"""Config files and the overrides of the command line; a mistake in either is told in one line.
+
+A config file defines `get_config(preset="")`, which takes `default_config()`, changes what it
+wants, and returns it. The default is locked: it declares every key there is.
+"""
+
+import ast
+import importlib.util
+import json
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jaxpar.errors import UserError, nearest
+
+# What a run may change when it resumes: where and how it computes, not what.
+CHANGEABLE = (
+    "strategy",
+    "mesh",
+    "data_parallel",
+    "eval",
+    "checkpoint",
+    "log",
+    "profile",
+    "cache_dir",
+    "data.num_threads",
+    "data.prefetch",
+    "model.attention",
+    "model.remat",
+    "model.scan_layers",
+    "optimizer.accumulation_steps",
+    "optimizer.nonfinite",
+)
+
+
+def config_folder() -> Path:
+    """The folder of the configs that come with jaxpar: in the wheel, or beside the package in a clone."""
+    package = Path(__file__).parent
+    return package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
+
+
+def default_config() -> ConfigDict:
+    """configs/default.py, locked: keys that it does not declare cannot be set."""
+    config = _import(config_folder() / "default.py").get_config()
+    return config.lock()
+
+
+def load(name: str) -> ConfigDict:
+    """The config of `PATH[:PRESET]`. The path may also name one that comes with jaxpar: configs/quickstart.py."""
+    path_name, _, preset = name.partition(":")
+    path = Path(path_name)
+    if not path.is_file():
+        shipped = {file.name: file for file in sorted(config_folder().glob("*.py"))}
+        path = shipped.get(path.name if path.suffix == ".py" else path.name + ".py", path)
+        if not path.is_file():
+            names = [f"configs/{file}" for file in shipped]
+            raise UserError(f"--config is {name!r}: no such file; there are {', '.join(names)}.{nearest(name, names)}")
+    try:
+        module = _import(path)
+        config = module.get_config(preset) if preset else module.get_config()
+    except UserError:
+        raise
+    except Exception as error:  # whatever a user's file may raise
+        raise UserError(_where(path, error)) from error
+    if not isinstance(config, ConfigDict):
+        raise UserError(f"{path}: get_config returned a {type(config).__name__}; it must return a ConfigDict")
+    return config.lock()
+
+
+def override(config: ConfigDict, arguments: Sequence[str]) -> None:
+    """Sets keys of `config`, in place, from arguments such as --config.optimizer.lr=1e-4.
+
+    Not by ml_collections.config_flags: that reads sys.argv only, and tells mistakes in other words.
+    """
+    known = keys(config)
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        name, equals, text = argument.partition("=")
+        negated = name.lstrip("-").startswith("noconfig.")
+        key = name.lstrip("-").removeprefix("no" if negated else "").removeprefix("config.")
+        if not name.lstrip("-").removeprefix("no").startswith("config."):
+            raise UserError(f"{argument!r} is not an argument; overrides are written --config.KEY=VALUE")
+        if key not in known:
+            inside = [leaf for leaf in known if leaf.startswith(key + ".")]
+            hint = f" It has the keys {', '.join(inside)}." if inside else nearest(key, known)
+            raise UserError(f"config.{key} does not exist.{hint}")
+        kind = _kind(config, key)
+        if not equals:
+            if kind is bool:
+                text = str(not negated)
+            elif not rest:
+                raise UserError(f"config.{key} has no value; it is written --config.{key}=VALUE")
+            else:
+                text = rest.pop(0)
+        config.update_from_flattened_dict({key: _parse(key, text, kind, known[key])})
+
+
+def _kind(config: ConfigDict, key: str) -> type:
+    """The type that the default config declares for `key`."""
+    parent, _, name = key.rpartition(".")
+    for part in parent.split(".") if parent else []:
+        config = config[part]
+    return config.get_type(name)
+
+
+def _parse(key: str, text: str, kind: type, now: Any) -> Any:
+    """`text` as a `kind`, for config key `key` whose value is `now`."""
+    if kind is str:
+        return text
+    if kind is bool and text.lower() in ("true", "false", "1", "0"):
+        return text.lower() in ("true", "1")
+    if now is not None and kind is not tuple and text == "None":
+        text = ""  # only keys that have no value may lose it
+    try:
+        value = ast.literal_eval(text)
+        if value is None or (kind is int and type(value) is int):
+            return value
+        if kind is float and type(value) in (int, float):
+            return float(value)
+        if kind is tuple:
+            value = tuple(value) if isinstance(value, tuple | list) else (value,)
+            if now and {type(item) for item in value} == {type(item) for item in now}:
+                return value
+    except (ValueError, SyntaxError):
+        if kind is tuple and now and type(now[0]) is str:
+            return tuple(text.strip("()").split(","))
+        if kind is float and text.lower() in ("inf", "nan"):
+            return float(text)
+    example = f", such as {now!r}" if now is not None else ""
+    names = {int: "an integer", float: "a number", bool: "true or false", tuple: "a tuple"}
+    raise UserError(f"config.{key} is {text!r}; it may be {names[kind]}{example}")
+
+
+def keys(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
+    """All leaves, by dotted key, in the order of their names."""
+    leaves: dict[str, Any] = {}
+    for name in sorted(config.keys()):
+        value = config[name]
+        leaves |= keys(value, f"{prefix}{name}.") if isinstance(value, ConfigDict) else {prefix + name: value}
+    return leaves
+
+
+def check_same_run(config: ConfigDict, workdir: Path) -> None:
+    """Raises UserError where the workdir holds a run that `config` does not continue."""
+    path = workdir / "config.json"
+    if not path.is_file():
+        return
+    try:
+        before = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); it can be written again from the config of the run") from error
+    now = json.loads(json.dumps(keys(config)))
+    changed = [
+        f"config.{key}: {before.get(key)!r} there, {now.get(key)!r} here"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and not _changeable(key)
+    ]
+    if changed:
+        raise UserError(f"--workdir={workdir} holds another run ({'; '.join(changed)}); give a new --workdir")
+
+
+def save(config: ConfigDict, workdir: Path) -> None:
+    """Writes the config as workdir/config.json: dotted keys and values."""
+    temporary = workdir / "config.json.tmp"
+    temporary.write_text(json.dumps(keys(config), indent=1) + "\n")
+    temporary.replace(workdir / "config.json")
+
+
+def read(workdir: Path) -> ConfigDict:
+    """The config of the run in `workdir`. Raises UserError where there is none."""
+    path = workdir / "config.json"
+    if not path.is_file():
+        raise UserError(f"{workdir} holds no run: {path} does not exist")
+    config = default_config()
+    with config.unlocked(), config.ignore_type():
+        for key, value in json.loads(path.read_text()).items():
+            config.update_from_flattened_dict({key: tuple(value) if isinstance(value, list) else value})
+    return config
+
+
+def _changeable(key: str) -> bool:
+    return any(key == name or key.startswith(name + ".") for name in CHANGEABLE)
+
+
+def _import(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"jaxpar_config_{path.stem}", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _where(path: Path, error: Exception) -> str:
+    """`file, line N: what is wrong` for an exception out of a config file."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+    text = str(error)
+    if "config is locked" in text:  # ml_collections lists all fields over several lines
+        key = text.split('"')[1]
+        known = keys(default_config())
+        text = f"config has no key {key!r}.{nearest(key, [name.rpartition('.')[2] for name in known])}"
+    place = f"{path}, line {line}" if line else str(path)
+    return f"{place}: {type(error).__name__}: {' '.join(text.split())}" if "no key" not in text else f"{place}: {text}"

@@ -1,0 +1,22 @@
+"""Data: from files to deterministic batches of NumPy arrays. No JAX in this package.
+
+`load` reads the sources, makes or opens the token arrays and gives a `Dataset`; `Batches` gives
+the global batch at step t as a function of (seed, t) alone, whole or in part (a host's rows).
+
+A batch is a dict. Dims: B examples (always batch_size rows), T positions, H W C of an image, D features.
+
+- inputs: int32 [B,T] tokens, uint8 [B,H,W,C] images or float32 [B,D] vectors
+- mask: bool [B,T], True at real tokens, padding on the right only (not with causal_lm: blocks are full)
+- segments: int32 [B,T], 1 in the second of two texts (with two text columns only)
+- labels: int32 [B] classes, or [B,T] tokens (masked_lm, causal_lm)
+- weights: float32, of the labels' shape: 0 at filler rows, padding and positions that are not predicted
+- index: int32 [B], the place of the row in the global batch
+"""
+
+from jaxpar.data.batches import Batches
+from jaxpar.data.cache import cache_dir
+from jaxpar.data.check import check
+from jaxpar.data.dataset import load
+from jaxpar.data.examples import DataInfo, Dataset, Split
+
+__all__ = ["Batches", "DataInfo", "Dataset", "Split", "cache_dir", "check", "load"]

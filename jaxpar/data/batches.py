@@ -1,0 +1,89 @@
+"""The global batch at step t as a function of (seed, t) alone, and the loader that makes batches ahead."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import SupportsIndex
+
+import numpy as np
+
+from jaxpar.data import plan
+from jaxpar.data.examples import Arrays, Split
+
+_EPOCHS_KEPT = 2  # at the turn of an epoch, loader threads work on both sides
+
+
+class Batches:
+    """The batches of a split, step by step, epoch after epoch.
+
+    Attributes:
+      steps_per_epoch: ceil(examples / batch_size); the last batch's missing rows have weight 0.
+      examples_per_epoch: each comes exactly once an epoch.
+    """
+
+    def __init__(self, split: Split, *, batch_size: int, seed: int, shuffle: bool):
+        """shuffle: for training, in random order, augmented; or else for evaluation, by length, every epoch alike."""
+        self._split = split
+        self._batch_size = batch_size
+        self._seed = seed
+        self._shuffle = shuffle
+        self._plans: dict[int, np.ndarray] = {}
+        self._lock = threading.Lock()
+        self._lengths_N = split.lengths_N
+        self.examples_per_epoch = len(split)
+        self.steps_per_epoch = -(-len(split) // batch_size)
+
+    def batch(self, step: int, rows: slice = slice(None)) -> Arrays:
+        """The batch of step `step` >= 0, or only these rows of it: a host's share. See jaxpar.data for the keys."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        examples_B = self._plan(epoch)[place]
+        is_real_B = examples_B >= 0
+        examples_B = np.where(is_real_B, examples_B, examples_B[0])  # a filler row repeats the first, at weight 0
+        drawn_at = step if self._shuffle else place
+        random = np.random.Generator(np.random.Philox(np.random.SeedSequence((self._seed, drawn_at, 1))))
+        batch = self._split.gather(examples_B, rows, random, training=self._shuffle)
+        is_real_R = is_real_B[rows]
+        batch["weights"] *= is_real_R.reshape(-1, *[1] * (batch["weights"].ndim - 1))
+        batch["index"] = np.arange(self._batch_size, dtype=np.int32)[rows]
+        return batch
+
+    def loader(
+        self, start: int, stop: int, *, rows: slice = slice(None), num_threads: int = 1, prefetch: int = 8
+    ) -> Iterator[Arrays]:
+        """The batches of steps [start, stop), in order, made ahead by `num_threads` threads (0: none)."""
+        import grain  # here: it takes half a second to import
+
+        if stop <= start:
+            return iter(())
+        options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch)
+        return iter(grain.MapDataset.source(_Steps(self, start, stop, rows)).to_iter_dataset(options))
+
+    def _plan(self, epoch: int) -> np.ndarray:
+        with self._lock:
+            key = epoch if self._shuffle else 0
+            if key not in self._plans:
+                self._plans[key] = self._make_plan(key)
+                for old in sorted(self._plans, key=lambda made: abs(made - key))[_EPOCHS_KEPT:]:
+                    del self._plans[old]
+            return self._plans[key]
+
+    def _make_plan(self, epoch: int) -> np.ndarray:
+        if self._shuffle:
+            return plan.shuffled(self._lengths_N, self.examples_per_epoch, self._batch_size, self._seed, epoch)
+        return plan.in_order(self._lengths_N, self.examples_per_epoch, self._batch_size)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """A random-access source for grain: item i is the batch of step start + i."""
+
+    batches: Batches
+    start: int
+    stop: int
+    rows: slice
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __getitem__(self, index: SupportsIndex) -> Arrays:
+        return self.batches.batch(self.start + int(index), self.rows)

@@ -1,0 +1,130 @@
+"""Checks the data keys of a config, and that the files are there, before anything is read."""
+
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from jaxpar.data import files, images, rows, synthetic, text
+from jaxpar.errors import UserError, check_choice
+
+TASKS = ("classification", "masked_lm", "causal_lm")
+TABLES = tuple(name for name in rows.READERS if name != "text")
+SOURCES = ("wordnet", *rows.READERS, *images.READERS, "synthetic")
+
+
+def check(config: ConfigDict) -> None:
+    """Raises UserError for the first key that cannot be."""
+    check_choice("task", config.task, TASKS)
+    check_choice("data.source", config.data.source, SOURCES)
+    _check_task(config)
+    _check_numbers(config)
+    _check_fractions(config)
+    _check_files(config)
+    if _is_text(config):
+        _check_text(config)
+
+
+def _is_text(config: ConfigDict) -> bool:
+    source = config.data.source
+    return source not in images.READERS and (source != "synthetic" or synthetic.kind(config) == "text")
+
+
+def _check_task(config: ConfigDict) -> None:
+    source = config.data.source
+    if config.task == "classification" and source == "text":
+        raise UserError("config.data.source is 'text', which has no labels; config.task may be causal_lm or masked_lm.")
+    if config.task != "classification" and not _is_text(config):
+        what = source if source in images.READERS else f"{source} data for the model {config.model.name}"
+        raise UserError(f"config.task is {config.task!r}, which needs text; with {what} it may be classification.")
+
+
+def _check_numbers(config: ConfigDict) -> None:
+    data = config.data
+    least = {"num_threads": 0, "prefetch": 1, "synthetic_examples": 2}
+    for key, bound in least.items():
+        if data[key] < bound:
+            raise UserError(f"config.data.{key} is {data[key]}; it must be at least {bound}.")
+    if config.seed < 0:
+        raise UserError(f"config.seed is {config.seed}; it must be at least 0.")
+
+
+def _check_fractions(config: ConfigDict) -> None:
+    data = config.data
+    for key in ("validation_fraction", "test_fraction"):
+        if not 0 <= data[key] < 1:
+            raise UserError(f"config.data.{key} is {data[key]}; it must be at least 0 and less than 1.")
+    if data.validation_fraction + data.test_fraction >= 1:
+        total = f"{data.validation_fraction} + {data.test_fraction}"
+        raise UserError(f"config.data.validation_fraction + test_fraction is {total}: nothing is left for training.")
+
+
+def _check_files(config: ConfigDict) -> None:
+    data = config.data
+    if data.source in ("wordnet", "synthetic"):
+        for key in ("train", "validation", "test"):
+            if data[key]:
+                other = ", ".join((*rows.READERS, *images.READERS))
+                raise UserError(
+                    f"config.data.{key} is set, but config.data.source is {data.source!r}; it may be {other}."
+                )
+        return
+    if not data.train:
+        raise UserError(f"config.data.train is empty; source {data.source!r} needs a path there.")
+    if data.source in images.READERS:
+        if not Path(data.train).expanduser().is_dir():
+            raise UserError(
+                f"config.data.train: {data.train} is not a directory; {data.source} needs that of its files."
+            )
+        if data.validation or data.test:
+            raise UserError(f"config.data.validation and test must be empty: {data.source} has a test file of its own.")
+        return
+    for key in ("train", "validation", "test"):
+        for path in files.find(f"data.{key}", data[key]) if data[key] else ():
+            _check_suffix(key, path, data.source)
+
+
+def _check_suffix(key: str, path: Path, source: str) -> None:
+    suffixes = [suffix.removeprefix(".") for suffix in path.suffixes if suffix not in (".gz", ".xz")]
+    kind = suffixes[-1].lower() if suffixes else ""
+    if kind in TABLES and kind != source:
+        raise UserError(
+            f"config.data.{key}: {path} is a {kind} file by its name, but config.data.source is {source!r}."
+        )
+    if source == "parquet" and kind != "parquet":
+        raise UserError(f"config.data.{key}: {path} does not end in .parquet, but config.data.source is 'parquet'.")
+
+
+def _check_text(config: ConfigDict) -> None:
+    data = config.data
+    buckets = tuple(data.length_buckets)
+    if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
+        raise UserError(f"config.data.length_buckets is {buckets}; it must be ascending lengths, at least one.")
+    least = 1 if config.task == "causal_lm" else 8
+    if data.max_length < least:
+        raise UserError(f"config.data.max_length is {data.max_length}; for {config.task} it must be at least {least}.")
+    longest = config.model.max_length
+    if longest is not None and data.max_length > longest:
+        raise UserError(f"config.data.max_length is {data.max_length}, more than config.model.max_length, {longest}.")
+    if data.vocab_size < 32:
+        raise UserError(f"config.data.vocab_size is {data.vocab_size}; it must be at least 32.")
+    if config.task == "masked_lm" and not 0 < data.mask_fraction < 1:
+        raise UserError(f"config.data.mask_fraction is {data.mask_fraction}; it must be between 0 and 1.")
+    _check_columns(config)
+    if config.data.source != "synthetic":
+        text.given_tokenizer(config)
+
+
+def _check_columns(config: ConfigDict) -> None:
+    columns = tuple(config.data.text_columns)
+    if len(columns) not in (1, 2) or len(set(columns)) < len(columns) or not all(columns):
+        raise UserError(f"config.data.text_columns is {columns}; it must name one column, or two different ones.")
+    if config.task == "causal_lm" and len(columns) == 2:
+        raise UserError(f"config.data.text_columns is {columns}; causal_lm takes one column.")
+    if len(columns) == 2 and config.data.source in ("wordnet", "text", "synthetic"):
+        raise UserError(
+            f"config.data.text_columns is {columns}; source {config.data.source!r} has one text an example."
+        )
+    if config.task == "classification" and config.data.label_column in columns:
+        raise UserError(f"config.data.label_column is {config.data.label_column!r}, one of text_columns.")
+    if config.task == "classification" and not config.data.label_column:
+        raise UserError("config.data.label_column is empty; classification needs the name of the label's column.")

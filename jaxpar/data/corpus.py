@@ -1,0 +1,105 @@
+"""Which rows of the user's files are in which split."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jaxpar.data import files
+from jaxpar.data.rows import Columns, Row, read
+from jaxpar.errors import UserError, nearest
+
+SPLITS = ("train", "validation", "test")
+WORDNET = Path(__file__).parent / "wordnet" / "glosses.tsv.xz"
+
+SplitRow = tuple[str, Row]
+
+
+class Corpus:
+    """The rows of all splits.
+
+    A split that has no file of its own is parted from the training file: a table's rows by the hash of their
+    text, so that no text is in two splits; plain text by place, the test's part last, the validation's before it.
+    """
+
+    def __init__(self, config: ConfigDict):
+        data = config.data
+        self._labelled = config.task == "classification"
+        self._source = "tsv" if data.source == "wordnet" else data.source
+        label = data.label_column if self._labelled else None
+        self._columns = Columns(("text",) if data.source == "wordnet" else tuple(data.text_columns), label)
+        self._files = {name: files.find(f"data.{name}", data[name]) for name in SPLITS if data[name]}
+        if data.source == "wordnet":
+            self._files = {"train": [WORDNET]}
+        self._validation = 0.0 if data.validation else float(data.validation_fraction)
+        self._test = 0.0 if data.test else float(data.test_fraction)
+
+    def facts(self) -> dict[str, Any]:
+        """All that determines the rows, contents of files by their hash."""
+        digests = {name: files.digest(paths) for name, paths in self._files.items()}
+        return {
+            "source": self._source,
+            "columns": self._columns,
+            "files": digests,
+            "validation": self._validation,
+            "test": self._test,
+        }
+
+    def rows(self) -> Iterator[SplitRow]:
+        """(split, row) of every row. Raises UserError on a label that the training file lacks."""
+        labels = set()
+        for name, paths in self._files.items():
+            rows = read(self._source, paths, self._columns)
+            if name == "train" and self._source == "text":
+                yield from parted(list(rows), self._validation, self._test)
+                continue
+            for row in rows:
+                if name == "train":
+                    labels.add(row.label)
+                elif row.label not in labels:
+                    seen = f"is not among the {len(labels)} of the training file.{nearest(row.label, labels)}"
+                    raise UserError(f"{row.place}: the label {row.label!r} {seen}")
+                yield name if name != "train" else split_of(row.texts, self._validation, self._test), row
+
+    def training_texts(self) -> Iterator[str]:
+        """All texts of the training split."""
+        return (text for split, row in self.rows() if split == "train" for text in row.texts)
+
+    def check_sizes(self, examples: dict[str, int], unit: str) -> None:
+        """Raises UserError where a split that is asked for has no example."""
+        for name, key in (("train", ""), ("validation", "validation_fraction"), ("test", "test_fraction")):
+            wanted = name in self._files or {"validation": self._validation, "test": self._test}[name] > 0
+            if wanted and not examples[name]:
+                there = ", ".join(f"{count} {split}" for split, count in examples.items())
+                remedy = "is too short" if name in self._files else f"got none: raise config.data.{key}, or set it to 0"
+                raise UserError(f"config.data: the {name} split {remedy}. There are ({unit}): {there}.")
+
+
+def split_of(texts: tuple[str, ...], validation: float, test: float) -> str:
+    """The split of a row, by the hash of its text alone."""
+    digest = hashlib.sha256("\0".join(texts).encode()).digest()
+    place = int.from_bytes(digest[:8], "big") / 2**64
+    return "test" if place < test else "validation" if place < test + validation else "train"
+
+
+def parted(rows: list[Row], validation: float, test: float) -> Iterator[SplitRow]:
+    """Documents, one after another, cut in three at the line ends that follow the fractions' places."""
+    total = sum(len(row.texts[0]) for row in rows)
+    bounds = (round(total * (1 - validation - test)), round(total * (1 - test)), total)
+    begin = 0
+    for row in rows:
+        text, start = row.texts[0], 0
+        for split, bound in zip(SPLITS, bounds, strict=True):
+            stop = _line_end(text, bound - begin)
+            if stop > start:
+                yield split, row._replace(texts=(text[start:stop],))
+                start = stop
+        begin += len(text)
+
+
+def _line_end(text: str, place: int) -> int:
+    if place <= 0 or place >= len(text):
+        return min(max(place, 0), len(text))
+    return text.find("\n", place - 1) + 1 or place

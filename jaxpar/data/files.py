@@ -1,0 +1,72 @@
+"""Finding, opening and fingerprinting the user's files, with every failure told in one line."""
+
+import difflib
+import glob
+import gzip
+import hashlib
+import lzma
+import os
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from jaxpar.errors import UserError
+
+DAMAGED = (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile)  # what reading a damaged .gz or .xz raises
+
+
+def find(key: str, pattern: str) -> list[Path]:
+    """The files that config key `key` names: one path, or a glob (sorted by name).
+
+    Raises UserError where there is none, or one is not a readable file.
+    """
+    pattern = os.path.expanduser(pattern)
+    paths = [Path(pattern)] if os.path.lexists(pattern) else sorted(map(Path, glob.glob(pattern, recursive=True)))
+    if not paths:
+        raise UserError(f"config.{key}: there is no file {pattern}.{_nearest_file(Path(pattern))}")
+    for path in paths:
+        if path.is_dir():
+            raise UserError(f"config.{key}: {path} is a directory; it may be a file, or a glob such as {path}/*.")
+        if not os.access(path, os.R_OK):
+            raise UserError(f"config.{key}: {path} cannot be read.")
+        if path.stat().st_size == 0:
+            raise UserError(f"config.{key}: {path} is empty.")
+    return paths
+
+
+def _nearest_file(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f" There is no directory {path.parent} either."
+    names = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1, cutoff=0.5)
+    return f" Did you mean {path.parent / names[0]}?" if names else ""
+
+
+def open_bytes(path: Path) -> BinaryIO:
+    """The file, decompressed where its name ends in .gz or .xz."""
+    if path.suffix == ".gz":
+        return cast(BinaryIO, gzip.open(path, "rb"))
+    if path.suffix == ".xz":
+        return cast(BinaryIO, lzma.open(path, "rb"))
+    return path.open("rb")
+
+
+def digest(paths: Iterable[Path]) -> str:
+    """SHA-256 over the contents of the files, in order."""
+    total = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            total.update(hashlib.file_digest(file, "sha256").digest())
+    return total.hexdigest()
+
+
+def invalid_utf8(path: Path) -> UserError:
+    """The error for a file that is not UTF-8: the line and the byte."""
+    with open_bytes(path) as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                place = f"{path}:{number}: byte {error.start + 1} of the line (0x{line[error.start]:02x})"
+                return UserError(f"{place} is not UTF-8. Convert the file: iconv -f latin1 -t utf-8.")
+    raise AssertionError(f"{path} is UTF-8")

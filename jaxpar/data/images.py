@@ -1,0 +1,181 @@
+"""MNIST and CIFAR-10 from their standard files, as published (plain or, MNIST's, with .gz)."""
+
+import hashlib
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from jaxpar.data import cache, files
+from jaxpar.data.examples import DataInfo, Dataset, Images
+from jaxpar.errors import UserError
+
+CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+
+class Labelled(NamedTuple):
+    """uint8 images [N,H,W,C] and int32 labels [N]."""
+
+    images_NHWC: np.ndarray
+    labels_N: np.ndarray
+
+
+def load(config: ConfigDict) -> Dataset:
+    """The data set in the directory config.data.train. The validation split is parted by the hash of the image."""
+    data = config.data
+    directory = Path(data.train).expanduser()
+    train, test, class_names = READERS[data.source](directory)
+    if train.images_NHWC.shape[1:] != test.images_NHWC.shape[1:]:
+        raise UserError(f"{directory}: training and test images differ in size.")
+    place_N = np.array([_place(image) for image in train.images_NHWC])
+    is_validation_N = place_N < data.validation_fraction
+    if data.validation_fraction > 0 and not 0 < is_validation_N.sum() < len(place_N):
+        raise UserError(f"config.data.validation_fraction leaves {is_validation_N.sum()} of {len(place_N)} images.")
+
+    def split(part: Labelled, chosen_N: np.ndarray, augment: bool) -> Images:
+        images_NHWC = part.images_NHWC[chosen_N]
+        return Images(images_NHWC, part.labels_N[chosen_N], shift=augment, flip=augment and data.source == "cifar10")
+
+    digests = [hashlib.sha256(array.tobytes()).hexdigest() for part in (train, test) for array in part]
+    facts = {
+        "source": data.source,
+        "digests": digests,
+        "validation": float(data.validation_fraction),
+        "augment": data.augment,
+    }
+    info = DataInfo("image", train.images_NHWC.shape[1:], len(class_names), class_names, 0, 0)
+    return Dataset(
+        info,
+        split(train, ~is_validation_N, data.augment),
+        split(train, is_validation_N, False) if is_validation_N.any() else None,
+        split(test, np.ones(len(test.labels_N), bool), False),
+        cache.fingerprint(facts),
+    )
+
+
+def _place(image_HWC: np.ndarray) -> float:
+    return int.from_bytes(hashlib.sha256(image_HWC.tobytes()).digest()[:8], "big") / 2**64
+
+
+def _read_mnist(directory: Path) -> tuple[Labelled, Labelled, tuple[str, ...]]:
+    """Yann LeCun's idx files: train-images-idx3-ubyte and so on; also as train-images.idx3-ubyte."""
+
+    def part(name: str) -> Labelled:
+        images_path = _one_of(directory, _idx_names(f"{name}-images", 3))
+        images_NHW = _read_idx(images_path, 3)
+        labels_path = _one_of(directory, _idx_names(f"{name}-labels", 1))
+        labels_N = _read_idx(labels_path, 1)
+        return _labelled(labels_path, images_NHW[..., None], labels_N)
+
+    return part("train"), part("t10k"), tuple(map(str, range(10)))
+
+
+def _idx_names(stem: str, rank: int) -> list[str]:
+    return [f"{stem}{sep}idx{rank}-ubyte{suffix}" for sep in "-." for suffix in ("", ".gz")]
+
+
+def _read_idx(path: Path, rank: int) -> np.ndarray:
+    """An idx file of uint8: 0, 0, 8 (uint8), rank, then the sizes as big-endian int32, then the data."""
+    content = _content(path)
+    if content[:4] != bytes((0, 0, 8, rank)):
+        raise UserError(f"{path}: wrong magic number {content[:4].hex()}; an idx file of bytes starts 0000080{rank}.")
+    start = 4 + 4 * rank
+    shape = np.frombuffer(content[4:start].ljust(4 * rank, b"\0"), ">i4")
+    expected = start + int(np.prod(shape, dtype=np.int64))
+    if len(content) != expected:
+        raise UserError(f"{path}: {len(content)} bytes, where its header says {expected}: truncated or damaged.")
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+
+
+def _read_cifar10(directory: Path) -> tuple[Labelled, Labelled, tuple[str, ...]]:
+    """The python version (data_batch_1 ...) or the binary version (data_batch_1.bin ...)."""
+    for inner, suffix, read in (
+        ("cifar-10-batches-py", "", _read_pickled),
+        ("cifar-10-batches-bin", ".bin", _read_records),
+    ):
+        for place in (directory, directory / inner):
+            if (place / f"data_batch_1{suffix}").exists():
+                parts = [read(_one_of(place, [f"data_batch_{number}{suffix}"])) for number in range(1, 6)]
+                train = Labelled(*map(np.concatenate, zip(*parts, strict=True)))
+                return train, read(_one_of(place, [f"test_batch{suffix}"])), CIFAR10_CLASSES
+    raise UserError(
+        f"config.data.train: {directory} has no data_batch_1 (python version) or data_batch_1.bin (binary)."
+    )
+
+
+def _read_records(path: Path) -> Labelled:
+    """Records of 1 + 3072 bytes: the label, then 32x32 red, green, blue."""
+    content = _content(path)
+    if not content or len(content) % 3073:
+        raise UserError(f"{path}: {len(content)} bytes; a CIFAR-10 file has 3073 an image: truncated or damaged.")
+    records = np.frombuffer(content, np.uint8).reshape(-1, 3073)
+    return _labelled(path, _planes(records[:, 1:]), records[:, 0])
+
+
+def _read_pickled(path: Path) -> Labelled:
+    """A pickled dict: b'data' uint8 [N,3072], b'labels' list. Nothing but arrays is unpickled."""
+    try:
+        with path.open("rb") as file:
+            content: Any = _ArraysOnly(file, encoding="bytes").load()
+        data, labels = np.asarray(content[b"data"]), np.asarray(content[b"labels"])
+        planes = _planes(data)
+    except Exception as error:  # a damaged pickle raises anything
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path} is not a CIFAR-10 batch of the python version, or truncated: {reason}") from None
+    return _labelled(path, planes, labels)
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Unpickles what NumPy arrays are made of: a pickle may name any function, and these files are downloads."""
+
+    def __init__(self, file: BinaryIO, *, encoding: str):
+        super().__init__(file, encoding=encoding)
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module.replace("_core", "core"), name) in {
+            ("numpy.core.multiarray", "_reconstruct"),
+            ("numpy.core.numeric", "_frombuffer"),
+            ("numpy", "ndarray"),
+            ("numpy", "dtype"),
+        }:
+            return super().find_class(module.replace("numpy.core", "numpy._core"), name)
+        if (module, name) == ("_codecs", "encode"):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
+
+
+def _planes(data_ND: np.ndarray) -> np.ndarray:
+    """[N, 3072], colour planes one after another -> [N,32,32,3]."""
+    return np.ascontiguousarray(data_ND.astype(np.uint8, copy=False).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
+
+
+def _labelled(path: Path, images_NHWC: np.ndarray, labels_N: np.ndarray) -> Labelled:
+    if len(images_NHWC) != len(labels_N) or not len(labels_N):
+        raise UserError(f"{path}: {len(labels_N)} labels for {len(images_NHWC)} images.")
+    if labels_N.min() < 0 or labels_N.max() > 9:
+        raise UserError(f"{path}: labels must be 0 to 9; there is {labels_N.max()}.")
+    return Labelled(images_NHWC, labels_N.astype(np.int32))
+
+
+def _one_of(directory: Path, names: list[str]) -> Path:
+    for name in names:
+        if (directory / name).is_file():
+            return directory / name
+    raise UserError(f"config.data.train: {directory} has no file {' or '.join(names)}.")
+
+
+def _content(path: Path) -> bytes:
+    try:
+        with files.open_bytes(path) as file:
+            return file.read()
+    except files.DAMAGED as error:
+        raise UserError(f"{path}: the compressed file is damaged ({error}).") from None
+
+
+READERS: dict[str, Callable[[Path], tuple[Labelled, Labelled, tuple[str, ...]]]] = {
+    "mnist": _read_mnist,
+    "cifar10": _read_cifar10,
+}

@@ -1,0 +1,186 @@
+"""Reads text examples from tables (csv, tsv, jsonl, parquet) and from plain text, one row at a time.
+
+Every reader is a generator of `Row`, so that a file need not fit in memory, and names the file
+and line of whatever is wrong in it.
+"""
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxpar.data.files import DAMAGED, invalid_utf8, open_bytes
+from jaxpar.errors import UserError, nearest
+
+
+class Columns(NamedTuple):
+    """Which columns to read: one or two of text, and that of the label (None: there are no labels)."""
+
+    texts: tuple[str, ...]
+    label: str | None
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """The texts' columns, then the label's."""
+        return self.texts if self.label is None else (*self.texts, self.label)
+
+
+class Row(NamedTuple):
+    """One example. `label` is '' where there are none. `line` counts from 1 (parquet: the row)."""
+
+    texts: tuple[str, ...]
+    label: str
+    file: Path
+    line: int
+
+    @property
+    def place(self) -> str:
+        """file:line, for messages."""
+        return f"{self.file}:{self.line}"
+
+
+def read(source: str, files: Sequence[Path], columns: Columns) -> Iterator[Row]:
+    """The rows of all files. `source`: a key of READERS. Raises UserError naming file and line."""
+    for path in files:
+        row = None
+        try:
+            for row in READERS[source](path, columns):
+                yield _valid(row, columns)
+        except UnicodeDecodeError:
+            raise invalid_utf8(path) from None
+        except DAMAGED as error:
+            raise UserError(f"{path}: the compressed file is damaged ({error}).") from None
+        if row is None:
+            raise UserError(f"{path} has no examples.")
+
+
+def _valid(row: Row, columns: Columns) -> Row:
+    if columns.label is not None and not row.label.strip():
+        raise UserError(f"{row.place}: the label (column {columns.label!r}) is empty.")
+    for text in row.texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"{row.place}: the text holds half a character ({error.reason}).") from None
+    return row
+
+
+def _read_csv(path: Path, columns: Columns) -> Iterator[Row]:
+    """RFC 4180: fields with commas, quotes or line ends are quoted, a quote is doubled. Blank lines are skipped."""
+    csv.field_size_limit(sys.maxsize)
+    with _open_text(path) as file:
+        reader = csv.reader(file, strict=True)
+        places, width, line = None, 0, 1
+        while True:
+            try:
+                fields = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                raise UserError(f"{path}:{line}: {error}: a quote opens here and does not close properly.") from None
+            if fields and places is None:
+                places, width = _places(path, fields, columns), len(fields)
+            elif fields and places is not None:
+                yield _row(path, line, fields, places, width, columns)
+            line = reader.line_num + 1
+
+
+def _read_tsv(path: Path, columns: Columns) -> Iterator[Row]:
+    """IANA text/tab-separated-values: a field holds no tab and no line end; a quote is a quote."""
+    with _open_text(path) as file:
+        header = next(file, "").rstrip("\r\n").split("\t")
+        places = _places(path, header, columns)
+        for number, text in enumerate(file, start=2):
+            if text.strip("\r\n"):
+                yield _row(path, number, text.rstrip("\r\n").split("\t"), places, len(header), columns)
+
+
+def _read_jsonl(path: Path, columns: Columns) -> Iterator[Row]:
+    """One JSON object a line; keys that are not asked for are ignored; blank lines are skipped."""
+    with _open_text(path) as file:
+        for number, text in enumerate(file, start=1):
+            if not text.strip():
+                continue
+            try:
+                record = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise UserError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}.") from None
+            if not isinstance(record, dict):
+                raise UserError(f"{path}:{number}: a line must be a JSON object, not {type(record).__name__}.")
+            places = _places(path, list(record), columns, number)
+            yield _typed_row(path, number, [list(record.values())[place] for place in places], columns)
+
+
+def _read_parquet(path: Path, columns: Columns) -> Iterator[Row]:
+    import pyarrow as pa  # here: it takes a third of a second to import
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            _places(path, file.schema_arrow.names, columns)
+            number = 0
+            for batch in file.iter_batches(columns=list(columns.all)):
+                for values in zip(*(batch.column(name).to_pylist() for name in columns.all), strict=True):
+                    number += 1
+                    yield _typed_row(path, number, values, columns)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path} is not a readable parquet file: {str(error).splitlines()[0]}") from None
+
+
+def _read_text(path: Path, columns: Columns) -> Iterator[Row]:
+    """The whole file is one document."""
+    with _open_text(path) as file:
+        text = file.read()
+    if text.strip():
+        yield Row((text,), "", path, 1)
+
+
+READERS: dict[str, Callable[[Path, Columns], Iterator[Row]]] = {
+    "csv": _read_csv,
+    "tsv": _read_tsv,
+    "jsonl": _read_jsonl,
+    "parquet": _read_parquet,
+    "text": _read_text,
+}
+
+
+def _open_text(path: Path) -> io.TextIOWrapper:
+    return io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="")
+
+
+def _places(path: Path, names: Sequence[str], columns: Columns, line: int = 1) -> list[int]:
+    """Where the columns asked for stand among `names`."""
+    for name in columns.all:
+        if name not in names:
+            key = "label_column" if name == columns.label else "text_columns"
+            there = ", ".join(map(repr, names))
+            found = f"{path}:{line} has no column {name!r}; it has {there}.{nearest(name, names)}"
+            raise UserError(f"{found} Set config.data.{key}.")
+        if list(names).count(name) > 1:
+            raise UserError(f"{path}:{line} has more than one column {name!r}.")
+    return [list(names).index(name) for name in columns.all]
+
+
+def _row(path: Path, line: int, fields: Sequence[str], places: Iterable[int], width: int, columns: Columns) -> Row:
+    if len(fields) != width:
+        raise UserError(f"{path}:{line}: {len(fields)} columns, where the header has {width}.")
+    values = [fields[place] for place in places]
+    texts = len(columns.texts)
+    return Row(tuple(values[:texts]), "".join(values[texts:]), path, line)
+
+
+def _typed_row(path: Path, line: int, values: Sequence[Any], columns: Columns) -> Row:
+    """A row of values that carry their type: texts are strings, labels strings or whole numbers."""
+    for name, value in zip(columns.all, values, strict=True):
+        is_label = name == columns.label
+        fits = isinstance(value, str) or (is_label and isinstance(value, int) and not isinstance(value, bool))
+        if is_label and value is None:
+            raise UserError(f"{path}:{line}: the label (column {name!r}) is empty.")
+        if not fits:
+            kinds = "a string or a whole number" if is_label else "a string"
+            raise UserError(f"{path}:{line}: column {name!r} must be {kinds}, not {value!r}.")
+    texts = len(columns.texts)
+    return Row(tuple(values[:texts]), "".join(map(str, values[texts:])), path, line)

@@ -1,0 +1,109 @@
+"""Made-up data that a model of each kind learns quickly: every task runs with no file at all.
+
+Dims: N examples, M tokens, K tokens of a block, H W C of an image, D features.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from jaxpar.data import cache
+from jaxpar.data.examples import Blocks, DataInfo, Dataset, Images, Masking, Split, Texts, Vectors
+from jaxpar.data.text import buckets_of
+
+NUM_CLASSES = 8
+_PAD, _CLS, _SEP, _MASK, _FIRST = 0, 2, 3, 4, 5  # as in a trained WordPiece vocabulary
+_USED = 256  # regular tokens that occur, where the vocabulary has as many
+_KINDS = {"resnet": "image", "mlp": "vector"}  # of data, by config.model.name; any other: text
+
+
+def kind(config: ConfigDict) -> str:
+    """text, image or vector."""
+    return _KINDS.get(config.model.name, "text")
+
+
+Make = tuple[DataInfo, Callable[[slice], Split]]
+
+
+def load(config: ConfigDict) -> Dataset:
+    """config.data.synthetic_examples examples, a function of config.seed, parted by the fractions."""
+    data = config.data
+    random = np.random.Generator(np.random.Philox(np.random.SeedSequence((config.seed, 2))))
+    total = data.synthetic_examples
+    sizes = [0, round(total * data.validation_fraction), round(total * data.test_fraction)]
+    sizes[0] = total - sum(sizes)
+    # One draw for all of them: the splits must share what there is to learn.
+    info, cut = {"image": _images, "vector": _vectors, "text": _texts}[kind(config)](config, random)
+    ends = np.cumsum(sizes).tolist()
+    train, validation, test = (
+        cut(slice(end - size, end)) if size else None for size, end in zip(sizes, ends, strict=True)
+    )
+    assert train is not None
+    facts = {"task": config.task, "kind": kind(config), "seed": config.seed, "sizes": sizes, "augment": data.augment}
+    facts |= {"vocab_size": data.vocab_size, "buckets": buckets_of(config), "mask_fraction": data.mask_fraction}
+    return Dataset(info, train, validation, test, cache.fingerprint(facts))
+
+
+def _texts(config: ConfigDict, random: np.random.Generator) -> Make:
+    """Chains in which a token all but gives the next; in those of class c every other token is c modulo NUM_CLASSES."""
+    data = config.data
+    total, longest = data.synthetic_examples, data.max_length
+    classes = NUM_CLASSES if config.task == "classification" else 0
+    info = DataInfo("text", (longest,), classes, tuple(map(str, range(classes))), data.vocab_size, _PAD)
+    chains_NK = _chains(random, total, longest + 1, min(_USED, data.vocab_size - _FIRST))
+    if config.task == "causal_lm":
+        blocks_NK = chains_NK.astype(np.int32)
+        return info, lambda rows: Blocks(blocks_NK[rows])
+    labels_N, masking = None, None
+    if config.task == "classification":
+        labels_N = random.integers(0, NUM_CLASSES, total, np.int32)
+        marked_NK = chains_NK - (chains_NK - _FIRST) % NUM_CLASSES + labels_N[:, None]
+        chains_NK = np.where(random.random(chains_NK.shape) < 0.5, marked_NK, chains_NK)
+    else:
+        is_special_V = np.arange(data.vocab_size) < _FIRST
+        masking = Masking(data.mask_fraction, _MASK, is_special_V)
+    lengths_N = random.integers(min(8, longest), longest + 1, total)
+    tokens_NT = chains_NK[:, :longest].astype(np.int32)
+    tokens_NT[:, 0] = _CLS
+    tokens_NT[np.arange(total), lengths_N - 1] = _SEP
+    tokens_M = tokens_NT[np.arange(longest) < lengths_N[:, None]]
+    offsets_N1 = np.concatenate([[0], np.cumsum(lengths_N)])
+    buckets = buckets_of(config)
+
+    def cut(rows: slice) -> Split:
+        labels_R = None if labels_N is None else labels_N[rows]
+        return Texts(tokens_M, offsets_N1[rows.start : rows.stop + 1], labels_R, None, buckets, _PAD, masking)
+
+    return info, cut
+
+
+def _chains(random: np.random.Generator, total: int, length: int, used: int) -> np.ndarray:
+    """[N,K]: after token x comes one of three tokens that x decides."""
+    used -= used % NUM_CLASSES
+    chains_NK = np.empty((total, length), np.int64)
+    chains_NK[:, 0] = random.integers(0, used, total)
+    steps_NK = random.integers(0, 3, (total, length))
+    for at in range(1, length):
+        chains_NK[:, at] = (5 * chains_NK[:, at - 1] + steps_NK[:, at]) % used
+    return chains_NK + _FIRST
+
+
+def _images(config: ConfigDict, random: np.random.Generator) -> Make:
+    """Each class is a pattern of 4x4 coloured squares, under noise."""
+    labels_N = random.integers(0, NUM_CLASSES, config.data.synthetic_examples, np.int32)
+    pattern_CHWC = random.integers(0, 128, (NUM_CLASSES, 4, 4, 3), np.uint8).repeat(8, 1).repeat(8, 2)
+    noise_NHWC = random.integers(0, 128, (len(labels_N), 32, 32, 3), np.uint8)
+    images_NHWC = pattern_CHWC[labels_N] + noise_NHWC
+    augment = config.data.augment
+    info = DataInfo("image", (32, 32, 3), NUM_CLASSES, tuple(map(str, range(NUM_CLASSES))), 0, 0)
+    return info, lambda rows: Images(images_NHWC[rows], labels_N[rows], shift=augment, flip=augment)
+
+
+def _vectors(config: ConfigDict, random: np.random.Generator) -> Make:
+    """Each class is a Gaussian about its own centre."""
+    labels_N = random.integers(0, NUM_CLASSES, config.data.synthetic_examples, np.int32)
+    centre_CD = random.standard_normal((NUM_CLASSES, 32), np.float32)
+    vectors_ND = centre_CD[labels_N] + random.standard_normal((len(labels_N), 32), np.float32)
+    info = DataInfo("vector", (32,), NUM_CLASSES, tuple(map(str, range(NUM_CLASSES))), 0, 0)
+    return info, lambda rows: Vectors(vectors_ND[rows], labels_N[rows])

@@ -1,0 +1,142 @@
+"""Text data sets: the rows of a corpus, their tokenizer, and the arrays that come of them."""
+
+import hashlib
+import os
+import uuid
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+from tokenizers import Tokenizer
+
+from jaxpar.data import cache, files, tokenizer, tokens
+from jaxpar.data.corpus import Corpus
+from jaxpar.data.examples import Blocks, DataInfo, Dataset, Masking, Split, Texts
+from jaxpar.errors import UserError
+
+_FORMAT = 1  # of the cached arrays: raise it whenever the code would make others of the same input
+
+
+def load(config: ConfigDict, workdir: Path) -> Dataset:
+    """The data set of a text source; its tokenizer is kept as workdir/tokenizer.json."""
+    corpus = Corpus(config)
+    facts = corpus.facts()
+    path, serialized = _tokenizer(config, workdir, corpus, facts)
+    made = Tokenizer.from_str(serialized)
+    facts |= {"format": _FORMAT, "task": config.task, "max_length": config.data.max_length}
+    facts["tokenizer"] = hashlib.sha256(serialized.encode()).hexdigest()
+    pad_id = 0 if config.task == "causal_lm" else tokenizer.special(made, tokenizer.PADDING, "padding", path)
+    masking = _masking(config, made, path)
+    make = partial(_write, config=config, corpus=corpus, made=made, path=path)
+    doing = f"Tokenizing {config.data.train or config.data.source}"
+    entry = cache.entry(cache.cache_dir(config) / "data", cache.fingerprint(facts), make, doing=doing)
+    corpus.check_sizes(entry.facts["examples"], "blocks" if config.task == "causal_lm" else "examples")
+    classes = tuple(entry.facts["classes"]) if config.task == "classification" else ()
+    if len(classes) == 1:
+        raise UserError(f"config.data.train has one class only, {classes[0]!r}; a classifier needs two or more.")
+    _keep(workdir, serialized)
+    size = tokenizer.vocab_size(made)
+    info = DataInfo("text", (config.data.max_length,), len(classes), classes, size, pad_id)
+    facts |= {"buckets": buckets_of(config), "mask_fraction": config.data.mask_fraction}
+    splits = {
+        name: _split(config, entry, name, pad_id, masking) if count else None
+        for name, count in entry.facts["examples"].items()
+    }
+    assert splits["train"] is not None
+    return Dataset(info, splits["train"], splits["validation"], splits["test"], cache.fingerprint(facts))
+
+
+def buckets_of(config: ConfigDict) -> tuple[int, ...]:
+    """The lengths that texts are padded to: those of length_buckets below max_length, and max_length."""
+    longest = config.data.max_length
+    return (*(length for length in config.data.length_buckets if length < longest), longest)
+
+
+def _masking(config: ConfigDict, made: Tokenizer, path: Path) -> Masking | None:
+    if config.task != "masked_lm":
+        return None
+    mask_id = tokenizer.special(made, tokenizer.MASK, "masking", path)
+    return Masking(config.data.mask_fraction, mask_id, tokenizer.specials_V(made))
+
+
+def _split(config: ConfigDict, entry: cache.Entry, name: str, pad_id: int, masking: Masking | None) -> Split:
+    if config.task == "causal_lm":
+        return Blocks(entry.array(f"{name}.blocks"))
+    labels_N = entry.array(f"{name}.labels") if config.task == "classification" else None
+    segments_M = entry.array(f"{name}.segments") if len(config.data.text_columns) == 2 else None
+    tokens_M, offsets_N1 = entry.array(f"{name}.tokens"), entry.array(f"{name}.offsets")
+    return Texts(tokens_M, offsets_N1, labels_N, segments_M, buckets_of(config), pad_id, masking)
+
+
+def _write(directory: Path, *, config: ConfigDict, corpus: Corpus, made: Tokenizer, path: Path) -> dict[str, Any]:
+    """Makes the cache entry: which arrays, the task and source decide."""
+    longest = config.data.max_length
+    if config.task == "causal_lm":
+        end = tokenizer.special(made, tokenizer.END_OF_TEXT, "the end of a text", path)
+        return tokens.write_blocks(directory, corpus.rows(), made, longest, end)
+    if config.data.source == "text":
+        ends = made.encode("").ids
+        if len(ends) != 2:
+            raise UserError(
+                f"{path} does not put a token before and one after a text ([CLS], [SEP]); masked_lm needs it."
+            )
+        return tokens.write_packed(directory, corpus.rows(), made, longest, (ends[0], ends[1]))
+    return tokens.write_examples(directory, corpus.rows(), made, longest)
+
+
+def _tokenizer(config: ConfigDict, workdir: Path, corpus: Corpus, facts: dict[str, Any]) -> tuple[Path, str]:
+    """Where the tokenizer lies (for messages) and the tokenizer as JSON: the given one, the workdir's, or a new one."""
+    kept = workdir / "tokenizer.json"
+    given = given_tokenizer(config)
+    if given is not None:
+        serialized = tokenizer.read(given)
+        if kept.exists() and tokenizer.read(kept) != serialized:
+            raise UserError(f"{kept} is not {given}: this workdir belongs to another run. Choose another --workdir.")
+        return given, serialized
+    size = config.data.vocab_size
+    if kept.exists():
+        serialized = tokenizer.read(kept)
+        found = tokenizer.vocab_size(Tokenizer.from_str(serialized))
+        if found > size:
+            raise UserError(f"{kept} has {found} tokens, config.data.vocab_size is {size}. Choose another --workdir.")
+        return kept, serialized
+    byte_level = config.task == "causal_lm"
+
+    def make(directory: Path) -> dict[str, Any]:
+        trained = tokenizer.train(corpus.training_texts, size, byte_level=byte_level)
+        (directory / "tokenizer.json").write_text(trained.to_str(), "utf-8")
+        return {}
+
+    name = cache.fingerprint({**facts, "format": _FORMAT, "vocab_size": size, "byte_level": byte_level})
+    doing = f"Training a tokenizer of up to {size} tokens"
+    trained = cache.entry(cache.cache_dir(config) / "tokenizers", name, make, doing=doing)
+    return kept, (trained.directory / "tokenizer.json").read_text("utf-8")
+
+
+def given_tokenizer(config: ConfigDict) -> Path | None:
+    """The tokenizer file that the config names: config.data.tokenizer, or the one in config.model.init_from."""
+    if config.data.tokenizer:
+        return files.find("data.tokenizer", config.data.tokenizer)[0]
+    if not config.model.init_from:
+        return None
+    directory = Path(config.model.init_from).expanduser()
+    for name in ("tokenizer.json", "vocab.txt"):
+        if (directory / name).is_file():
+            return directory / name
+    raise UserError(
+        f"config.model.init_from: {directory} has no tokenizer.json or vocab.txt. Set config.data.tokenizer."
+    )
+
+
+def _keep(workdir: Path, serialized: str) -> None:
+    """Writes workdir/tokenizer.json, whole or not at all, unless it is there."""
+    if (workdir / "tokenizer.json").exists():
+        return
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        temporary = workdir / f".tokenizer.{uuid.uuid4().hex}"
+        temporary.write_text(serialized, "utf-8")
+        os.replace(temporary, workdir / "tokenizer.json")
+    except OSError as error:
+        raise UserError(f"--workdir {workdir}: {error}.") from None

@@ -1,0 +1,150 @@
+"""Turns rows of text into the token arrays of the splits, once, as files of a cache entry.
+
+Files of split S: S.tokens.npy (all examples' tokens, one after another), S.offsets.npy (example i is
+tokens[offsets[i] : offsets[i + 1]]), S.labels.npy (classes), S.segments.npy (of text pairs; as tokens), or,
+for causal language models, S.blocks.npy [N, max_length + 1] alone.
+
+Dims: M tokens of a split, N examples, K tokens of a block, C classes.
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from jaxpar.data.corpus import SPLITS, SplitRow
+from jaxpar.data.tokenizer import vocab_size
+from jaxpar.errors import UserError
+
+Item = TypeVar("Item", bound=tuple[Any, ...])
+
+_CHUNK = 1 << 20  # characters that are tokenized at a time, by all cores
+_PIECE = 1 << 16  # a document longer than this is tokenized in runs of whole lines
+
+
+def write_examples(directory: Path, rows: Iterable[SplitRow], tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
+    """One example a row, with special tokens, cut to max_length.
+
+    Returns the names of the classes, in order, and the number of examples by split.
+    """
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(max_length)
+    parts = {name: _Part(tokenizer) for name in SPLITS}
+    seen: dict[str, int] = {}  # label -> number, in order of appearance
+    for chunk in _chunks((row.texts, split, row) for split, row in rows):
+        texts = [texts if len(texts) == 2 else texts[0] for texts, _, _ in chunk]
+        for (_, split, row), encoding in zip(chunk, tokenizer.encode_batch(texts), strict=True):
+            if not encoding.ids:
+                raise UserError(f"{row.place}: the text has no tokens.")
+            part = parts[split]
+            part.tokens.extend(encoding.ids)
+            part.offsets.append(len(part.tokens))
+            part.labels.append(seen.setdefault(row.label, len(seen)))
+            if len(row.texts) == 2:
+                part.segments.extend(encoding.type_ids)
+    classes = class_order(seen)
+    place = {label: number for number, label in enumerate(classes)}
+    number_C = np.array([place[label] for label in seen], np.int32)
+    for name, part in parts.items():
+        np.save(directory / f"{name}.tokens.npy", np.array(part.tokens))
+        np.save(directory / f"{name}.offsets.npy", np.array(part.offsets))
+        np.save(directory / f"{name}.labels.npy", number_C[np.array(part.labels, np.int32)])
+        np.save(directory / f"{name}.segments.npy", np.array(part.segments))
+    return {"classes": classes, "examples": {name: len(part.labels) for name, part in parts.items()}}
+
+
+def write_packed(
+    directory: Path, rows: Iterable[SplitRow], tokenizer: Tokenizer, max_length: int, ends: tuple[int, int]
+) -> dict[str, Any]:
+    """Documents, each followed by ends[1], cut into examples of max_length: ends[0], a run of tokens, ends[1].
+
+    The last one is shorter. For masked language models.
+    """
+    streams = _streams(rows, tokenizer, ends[1])
+    examples = {}
+    for name, tokens_M in streams.items():
+        body = max_length - 2
+        count = -(-len(tokens_M) // body)
+        tokens_NK = np.full((count, max_length), ends[1], tokens_M.dtype)
+        tokens_NK[:, 0] = ends[0]
+        padded = np.pad(tokens_M, (0, count * body - len(tokens_M)), constant_values=ends[1])
+        tokens_NK[:, 1:-1] = padded.reshape(count, body)
+        total = len(tokens_M) + 2 * count
+        np.save(directory / f"{name}.tokens.npy", tokens_NK.reshape(-1)[:total])
+        np.save(directory / f"{name}.offsets.npy", np.minimum(np.arange(count + 1) * max_length, total))
+        examples[name] = count
+    return {"classes": [], "examples": examples}
+
+
+def write_blocks(
+    directory: Path, rows: Iterable[SplitRow], tokenizer: Tokenizer, max_length: int, end_of_text: int
+) -> dict[str, Any]:
+    """Documents, each followed by end_of_text, cut into blocks of max_length + 1. The remainder is dropped."""
+    streams = _streams(rows, tokenizer, end_of_text)
+    examples = {}
+    for name, tokens_M in streams.items():
+        count = len(tokens_M) // (max_length + 1)
+        blocks_NK = tokens_M[: count * (max_length + 1)].reshape(count, max_length + 1)
+        np.save(directory / f"{name}.blocks.npy", blocks_NK)
+        examples[name] = count
+    return {"classes": [], "examples": examples}
+
+
+def class_order(labels: Iterable[str]) -> list[str]:
+    """The labels in the order of their numbers: by value where all are whole numbers, or else by name."""
+    labels = list(labels)
+    try:
+        return sorted(labels, key=lambda label: (int(label), label))
+    except ValueError:
+        return sorted(labels)
+
+
+class _Part:
+    """The growing arrays of one split: `array` holds a token in 2 or 4 bytes, where a list takes 8 and more."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokens = array("H" if vocab_size(tokenizer) <= 1 << 16 else "I")
+        self.offsets = array("q", [0])
+        self.segments = array("B")
+        self.labels = array("i")
+
+
+def _streams(rows: Iterable[SplitRow], tokenizer: Tokenizer, end: int) -> dict[str, np.ndarray]:
+    """The tokens of each split's documents, one after another, each followed by `end`."""
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    parts = {name: _Part(tokenizer) for name in SPLITS}
+    for chunk in _chunks(_pieces(rows)):
+        encodings = tokenizer.encode_batch([texts[0] for texts, _, _ in chunk], add_special_tokens=False)
+        for (_, split, is_last), encoding in zip(chunk, encodings, strict=True):
+            parts[split].tokens.extend(encoding.ids)
+            if is_last:
+                parts[split].tokens.append(end)
+    return {name: np.array(part.tokens) for name, part in parts.items()}
+
+
+def _pieces(rows: Iterable[SplitRow]) -> Iterator[tuple[tuple[str, ...], str, bool]]:
+    """(text, split, is it the document's last): long documents in runs of whole lines."""
+    for split, row in rows:
+        text, start = row.texts[0], 0
+        while start < len(text):
+            end = text.find("\n", start + _PIECE) + 1 or len(text)
+            yield (text[start:end],), split, end == len(text)
+            start = end
+
+
+def _chunks(items: Iterable[Item]) -> Iterator[list[Item]]:
+    """Runs of items whose texts (the first of each) have about _CHUNK characters together."""
+    chunk: list[Item] = []
+    size = 0
+    for item in items:
+        chunk.append(item)
+        size += sum(map(len, item[0]))
+        if size >= _CHUNK:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk

@@ -1,0 +1,25 @@
+"""Mistakes of the user, told in one line. `main` prints them and exits with code 2."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """What the user must mend: which key or file, what it was, what it may be."""
+
+
+class TrainingError(Exception):
+    """Training itself failed, at a step that the message names. `main` prints it and exits with code 1."""
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """` Did you mean 'x'?` for the choice most like `name`, or nothing."""
+    match = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
+    return f" Did you mean {match[0]!r}?" if match else ""
+
+
+def check_choice(key: str, value: str, choices: Iterable[str]) -> None:
+    """Raises UserError unless `value`, the value of config key `key`, is one of `choices`."""
+    choices = list(choices)
+    if value not in choices:
+        raise UserError(f"config.{key} is {value!r}; it may be {', '.join(choices)}.{nearest(str(value), choices)}")

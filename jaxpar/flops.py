@@ -1,0 +1,122 @@
+"""Counts the arithmetic that a model asks for, and knows how much a GPU can do: the two sides of MFU.
+
+What is counted: the multiplications and additions of matrix products, convolutions and attention,
+two for each pair, as the model's forward pass writes them; nothing for the rest, such as norms, activations and
+look-ups. A training step counts three forward passes: the backward one has two products for each. What
+rematerialisation repeats is not counted, nor what a kernel saves by skipping masked positions.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.extend import core
+
+# By words of `jax.Device.device_kind`, the first row that matches: peak FLOP/s of dense products with float32
+# sums: of bfloat16, and of float32 as XLA computes it by default (TF32 where the GPU has it). From
+# NVIDIA's data sheets; those of Ada, Hopper and Blackwell state the double, for sparse matrices.
+PEAK_FLOPS: tuple[tuple[str, float, float], ...] = (
+    ("B200", 2250e12, 1125e12),  # HGX B200: 36 and 18 PFLOP/s, sparse, of eight
+    ("H200 NVL", 835.5e12, 417.5e12),
+    ("H200", 989.5e12, 494.5e12),
+    ("GH200", 989.5e12, 494.5e12),
+    ("H100 NVL", 835.5e12, 417.5e12),
+    ("H100 PCIe", 756.5e12, 378e12),
+    ("H100", 989.5e12, 494.5e12),
+    ("A100", 312e12, 156e12),
+    ("L40S", 362e12, 183e12),
+    ("L4", 121e12, 60e12),
+    ("A6000", 154.8e12, 77.4e12),  # NVIDIA Ampere GA102 whitepaper, appendix
+    ("4090", 165.2e12, 82.6e12),  # NVIDIA Ada whitepaper, appendix A
+    ("3090", 71e12, 35.6e12),  # NVIDIA Ampere GA102 whitepaper, appendix A
+    # No bfloat16 in hardware: XLA computes in float32.
+    ("V100 PCIE", 14e12, 14e12),
+    ("V100", 15.7e12, 15.7e12),
+    ("T4", 8.1e12, 8.1e12),
+)
+
+
+def peak_flops(device_kind: str, dtype: str) -> float | None:
+    """FLOP/s that a device can reach in matrix products of `dtype` (float32, bfloat16); None where not known."""
+    words = set(device_kind.replace("-", " ").split())
+    for key, bfloat16, float32 in PEAK_FLOPS:
+        if words.issuperset(key.split()):
+            return {"bfloat16": bfloat16, "float32": float32}[dtype]
+    return None
+
+
+def forward_flops(function: Callable[..., Any], *args: Any) -> int:
+    """FLOP of one call of `function`, single-device code, counted on its jaxpr: nothing is computed.
+
+    Of the branches of a `cond` the dearest counts.
+
+    Args:
+      function: what to count.
+      *args: arrays, or `jax.ShapeDtypeStruct`s in their place.
+
+    Raises:
+      ValueError: a matrix product inside a `while_loop`, whose number of rounds is not known.
+    """
+    return _count(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def _count(jaxpr: core.Jaxpr) -> int:
+    return sum(_count_equation(equation) for equation in jaxpr.eqns)
+
+
+def _count_equation(equation: core.JaxprEqn) -> int:
+    name, params = equation.primitive.name, equation.params
+    if name in _PRODUCTS:
+        return _PRODUCTS[name](equation)
+    inner = [_count(jaxpr) for value in params.values() for jaxpr in _jaxprs(value)]
+    if name == "scan":
+        return params["length"] * sum(inner)
+    if name == "cond":
+        return max(inner)
+    if name == "while" and any(inner):
+        raise ValueError(
+            "a matrix product inside a while_loop cannot be counted: use scan, or fori_loop of fixed length"
+        )
+    return sum(inner)
+
+
+def _jaxprs(value: Any) -> Iterator[core.Jaxpr]:
+    """The jaxprs in one parameter of an equation: of jit, remat, custom_jvp, custom_vjp, scan, cond, while."""
+    if isinstance(value, core.ClosedJaxpr):
+        yield value.jaxpr
+    elif isinstance(value, core.Jaxpr):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _jaxprs(item)
+
+
+def _shape(variable: Any) -> tuple[int, ...]:
+    return variable.aval.shape
+
+
+def _matrix_product(equation: core.JaxprEqn) -> int:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    left, out = _shape(equation.invars[0]), _shape(equation.outvars[0])
+    return 2 * math.prod(out) * math.prod(left[dim] for dim in contracted)
+
+
+def _convolution(equation: core.JaxprEqn) -> int:
+    """Each output sums over the window and over the input channels of its group: the kernel without its out dim."""
+    kernel, out = _shape(equation.invars[1]), _shape(equation.outvars[0])
+    out_features = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
+    return 2 * math.prod(out) * math.prod(kernel) // out_features
+
+
+def _fused_attention(equation: core.JaxprEqn) -> int:
+    """CuDNN's kernel, one equation: query [B, T, H, K] by key [B, S, G, K], and the probabilities by the values."""
+    (B, T, H, K), S = _shape(equation.invars[0]), _shape(equation.invars[1])[1]
+    return 4 * B * T * S * H * K
+
+
+_PRODUCTS: dict[str, Callable[[core.JaxprEqn], int]] = {
+    "dot_general": _matrix_product,
+    "conv_general_dilated": _convolution,
+    "dot_product_attention_fwd_wrapper": _fused_attention,
+}

@@ -1,0 +1,30 @@
+"""Ctrl-C and SIGTERM as a request that the training loop heeds between two steps."""
+
+import signal
+from types import FrameType
+from typing import Any
+
+
+class Interrupt:
+    """Within `with`, the first SIGINT or SIGTERM sets `requested`; a second one acts as it would have before."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.requested: signal.Signals | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interrupt":
+        self._before = {number: signal.signal(number, self._request) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._restore()
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        self.requested = signal.Signals(number)
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,123 @@
+"""The binary: reads the flags, starts JAX, trains, and turns the outcome into an exit code.
+
+    scripts/train --config=configs/NAME.py[:PRESET] --workdir=DIR [--config.KEY=VALUE ...]
+
+Exit codes: 0 finished, or stopped by a signal with everything saved; 1 training failed;
+2 a mistake of the user's, told in one line.
+"""
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags, logging
+
+from jaxpar import config as configs
+from jaxpar.errors import TrainingError, UserError
+
+
+def run() -> None:
+    """The `jaxpar` command."""
+    sys.exit(main(sys.argv))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command line and returns the exit code."""
+    logging.set_verbosity(logging.ERROR)
+    try:
+        return _main(list(argv))
+    except UserError as error:
+        return _fail(str(error), 2)
+    except TrainingError as error:
+        return _fail(str(error), 1)
+    except KeyboardInterrupt:  # before the loop, which saves on Ctrl-C
+        return _fail("stopped before the first step; nothing to save", 0)
+
+
+def _main(argv: list[str]) -> int:
+    own, overrides = _split(argv[1:])
+    values = _flags()
+    try:
+        rest = values([argv[0], *own])[1:]
+    except flags.Error as error:
+        raise UserError(" ".join(str(error).split())) from error
+    if values.help:
+        print(__doc__)
+        print(f"Configs: {', '.join(f'configs/{file.name}' for file in sorted(configs.config_folder().glob('*.py')))}")
+        return 0
+    if rest:
+        raise UserError(f"{rest[0]!r} is not an argument; there are --config, --workdir and --config.KEY=VALUE")
+    for name in ("config", "workdir"):
+        if not values[name].value:
+            raise UserError(
+                f"--{name} is missing; for example --config=configs/quickstart.py --workdir=runs/quickstart"
+            )
+    config = configs.load(values.config)
+    configs.override(config, overrides)
+    return _train(config, Path(values.workdir), argv)
+
+
+def _flags() -> flags.FlagValues:
+    values = flags.FlagValues()
+    flags.DEFINE_string("config", None, "Config file, with a preset after a colon.", flag_values=values)
+    flags.DEFINE_string("workdir", None, "Where the run lives. A run that is there is continued.", flag_values=values)
+    flags.DEFINE_bool("help", False, "Show this help.", flag_values=values)
+    return values
+
+
+def _train(config: Any, workdir: Path, argv: list[str]) -> int:
+    # Imported late: JAX reads its settings from the config first, and --help needs none of it.
+    from jaxpar import data, mesh, train
+
+    mesh.start(config, data.cache_dir(config) / "xla")
+    try:
+        result = train.train(config, workdir)
+    except train.Stopped as stopped:
+        print(f"{stopped}\nresume    {_command(argv)}", flush=True)
+        return 0
+    print(_closing(result, workdir), flush=True)
+    return 0
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Separates --config.KEY[=VALUE] (and the VALUE that follows where there is no =) from the other flags."""
+    own: list[str] = []
+    overrides: list[str] = []
+    while arguments:
+        argument, *arguments = arguments
+        name = argument.lstrip("-")
+        if not argument.startswith("-") or not name.startswith(("config.", "noconfig.")):
+            own.append(argument)
+            continue
+        overrides.append(argument)
+        if "=" not in argument and arguments and not arguments[0].startswith("--"):
+            overrides.append(arguments[0])
+            arguments = arguments[1:]
+    return own, overrides
+
+
+def _command(argv: Sequence[str]) -> str:
+    """The command line that was given, as one can type it again."""
+    program = os.environ.get("JAXPAR_COMMAND", "python -m jaxpar.main" if argv[0].endswith(".py") else argv[0])
+    return " ".join([program, *map(shlex.quote, argv[1:])])
+
+
+def _closing(result: dict[str, Any], workdir: Path) -> str:
+    accuracy = f"test accuracy {result['test_accuracy']:.2%}" if "test_accuracy" in result else "finished"
+    return (
+        f"\n{accuracy} after {result['steps']:,} steps, {result['examples_per_second']:,.0f} examples/s\n"
+        f"results   {workdir}/result.json, metrics.jsonl, curves.png, checkpoints/, tensorboard/\n"
+        f"next      --config.strategy=single, --config.model.size=mini or --config.optimizer.lr=5e-4 with a new --workdir"
+    )
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"jaxpar: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    run()

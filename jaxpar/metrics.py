@@ -1,0 +1,164 @@
+"""What a run tells while it goes: a progress bar, metrics.jsonl, TensorBoard events, seconds by phase."""
+
+import contextlib
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import tensorboardX
+import tqdm
+
+
+class Phases:
+    """Seconds by phase of the run. Phases do not nest."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Counts the time inside the `with` towards phase `name`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start
+
+    def clock(self, *names: str) -> Callable[[], float]:
+        """A function that tells the seconds spent in phases `names` since it was last called."""
+        before = sum(self.seconds[name] for name in names)
+
+        def read() -> float:
+            nonlocal before
+            now = sum(self.seconds[name] for name in names)
+            seconds, before = now - before, now
+            return seconds
+
+        return read
+
+
+class Log:
+    """metrics.jsonl and TensorBoard events of one run.
+
+    A line of metrics.jsonl: {"step": int, "split": "train" | "validation" | "test", figures...}.
+    """
+
+    def __init__(self, workdir: Path, *, first_step: int, tensorboard: bool):
+        """Continues the files of an earlier process from `first_step`: what it wrote of later steps is dropped."""
+        self._workdir = workdir
+        path = workdir / "metrics.jsonl"
+        kept = [row for row in read(workdir) if row["step"] <= first_step and row["split"] != "test"]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        temporary.replace(path)
+        self._file = path.open("a")
+        self._board = None
+        if tensorboard:
+            self._board = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=first_step + 1)
+
+    def write(self, step: int, split: str, figures: dict[str, float]) -> None:
+        """Records the figures at the end of `step`."""
+        self._file.write(json.dumps({"step": step, "split": split, **figures}) + "\n")
+        self._file.flush()
+        if self._board:
+            for name, value in figures.items():
+                self._board.add_scalar(f"{split}/{name}", value, step)
+
+    def rows(self, split: str) -> list[dict[str, Any]]:
+        """What was recorded of `split` so far, earlier processes included."""
+        return [row for row in read(self._workdir) if row["split"] == split]
+
+    def close(self) -> None:
+        """Writes out what is buffered."""
+        self._file.close()
+        if self._board:
+            self._board.close()
+
+
+def read(workdir: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl; a last line that was cut off by a crash is left out."""
+    path = workdir / "metrics.jsonl"
+    lines = path.read_text().split("\n") if path.is_file() else [""]
+    return [json.loads(line) for line in lines[:-1]]
+
+
+class Progress:
+    """A live bar on a terminal; plain lines, one at each log interval, elsewhere."""
+
+    def __init__(self, start: int, total: int):
+        """From step `start` to step `total`."""
+        self._start, self._total = start, total
+        self._begin = time.perf_counter()
+        self._bar = None
+        if sys.stdout.isatty() and start < total:
+            self._bar = tqdm.tqdm(total=total, initial=start, unit="step", file=sys.stdout, dynamic_ncols=True)
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def advance(self, loss: float) -> None:
+        """One step more."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+            self._bar.update()
+
+    def log(self, step: int, figures: dict[str, float]) -> None:
+        """The figures of a log interval."""
+        if self._bar is not None:
+            return
+        left = (self._total - step) * (time.perf_counter() - self._begin) / (step - self._start)
+        shown = {name: figures[name] for name in ("loss", "accuracy") if name in figures}
+        words = "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
+        self.say(
+            f"step {step}/{self._total}  {words}  {figures['examples_per_second']:,.0f} examples/s  {_clock(left)} left"
+        )
+
+    def say(self, text: str) -> None:
+        """A line that the bar does not overwrite."""
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stdout)
+        else:
+            print(text, flush=True)
+
+
+class Trace:
+    """Within `with`, profiles the steps from `steps[0]` to `steps[1]` into workdir/profile, for TensorBoard or Perfetto."""
+
+    def __init__(self, steps: tuple[int, int], workdir: Path):
+        """Args: steps: first and last, counted from 1; (0, 0): none."""
+        self._first, self._last = steps
+        self._folder = workdir / "profile"
+        self._running = False
+
+    def __enter__(self) -> "Trace":
+        return self
+
+    def before(self, step: int) -> None:
+        """Begins or ends the trace as step `step` is about to be dispatched."""
+        if step == self._first:
+            jax.profiler.start_trace(str(self._folder))
+            self._running = True
+        elif self._running and step > self._last:
+            self._stop()
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._running:
+            self._stop()
+
+    def _stop(self) -> None:
+        jax.profiler.stop_trace()
+        self._running = False
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}" if minutes >= 60 else f"{minutes}:{seconds:02d}"

@@ -1,0 +1,70 @@
+"""Models by name: `build` finds the module, which makes the ordered sequence of layers."""
+
+import importlib
+from types import ModuleType
+
+from ml_collections import ConfigDict
+
+from jaxpar.data import DataInfo
+from jaxpar.errors import UserError, check_choice, nearest
+from jaxpar.models.model import REMAT_POLICIES, Batch, Context, Model, Params, Run, Tie
+
+__all__ = ["MODELS", "Batch", "Context", "Model", "Params", "Run", "Tie", "build", "check"]
+
+MODELS = ("bert", "gpt", "resnet", "mlp")
+DTYPES = ("float32", "bfloat16")
+
+
+def check(config: ConfigDict) -> None:
+    """Raises UserError for what is wrong with config.model whatever the data."""
+    check_choice("model.dtype", config.model.dtype, DTYPES)
+    check_choice("model.remat", config.model.remat, ("none", *REMAT_POLICIES))
+    check_choice("model.attention", config.model.attention, ("auto", "xla", "cudnn"))
+    _module(config.model.name)
+
+
+def build(config: ConfigDict, info: DataInfo) -> Model:
+    """The model that config.model and config.task say, for this data.
+
+    config.model.name is one of MODELS, or a module of the user's (with a dot in its name, on
+    PYTHONPATH): both have `build(config, info) -> Model`.
+
+    Raises:
+      UserError: an unknown name, or options that do not fit each other, the task or the data.
+    """
+    check(config)
+    name = config.model.name
+    model = _module(name).build(config, info)
+    if not isinstance(model, Model):
+        raise UserError(
+            f"config.model.name is {name!r}, whose build returned a {type(model).__name__}; "
+            "it must return a jaxpar.models.Model."
+        )
+    return model
+
+
+def _module(name: str) -> ModuleType:
+    if name in MODELS:
+        return importlib.import_module(f"jaxpar.models.{name}")
+    return _import_own(name)
+
+
+def _import_own(name: str) -> ModuleType:
+    if "." not in name:
+        raise UserError(
+            f"config.model.name is {name!r}; it may be {', '.join(MODELS)}, or a module of yours with a dot "
+            f"in its name, such as my_package.my_model.{nearest(name, MODELS)}"
+        )
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # A module that is there but imports a missing one is the user's bug: show where.
+        if error.name is None or not name.startswith(error.name):
+            raise
+        raise UserError(
+            f"config.model.name is {name!r}, but there is no module {error.name!r} on PYTHONPATH; "
+            f"it may be {', '.join(MODELS)}, or a module of yours."
+        ) from error
+    if not hasattr(module, "build"):
+        raise UserError(f"config.model.name is {name!r}, but {module.__file__} has no function build(config, info).")
+    return module

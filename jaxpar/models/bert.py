@@ -1,0 +1,106 @@
+"""BERT (Devlin et al. 2018): the encoder, for classification and masked language modelling.
+
+Array dims: B examples, T positions, D features, V vocabulary, C classes.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from ml_collections import ConfigDict
+
+from jaxpar.data import DataInfo
+from jaxpar.errors import check_choice
+from jaxpar.models.layers import (
+    ACTIVATIONS,
+    INIT_SCALE,
+    TIED_HEAD,
+    dropout,
+    linear,
+    norm,
+    normalize,
+    token_logits,
+    transformer,
+)
+from jaxpar.models.model import Context, Model
+from jaxpar.models.options import Spec, check_task, pick, transformer_spec
+
+# Google's: https://github.com/google-research/bert
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"num_layers": 2, "hidden_size": 128, "num_heads": 2},
+    "mini": {"num_layers": 4, "hidden_size": 256, "num_heads": 4},
+    "small": {"num_layers": 4, "hidden_size": 512, "num_heads": 8},
+    "base": {"num_layers": 12, "hidden_size": 768, "num_heads": 12},
+    "large": {"num_layers": 24, "hidden_size": 1024, "num_heads": 16},
+}
+DEFAULTS = {"mlp_size": None, "vocab_size": None, "max_length": None, "dropout": 0.1, "activation": "gelu"}
+FIXED = {"num_kv_heads": None, "norm": "layernorm", "positions": "learned"}
+NORM_EPS = 1e-12
+
+
+def build(config: ConfigDict, info: DataInfo) -> Model:
+    """The layers: embed, block_0 .. , head. The output: logits [B, C] or [B, T, V], float32."""
+    spec, pooling = decide(config, info)
+    if config.task == "masked_lm":
+        return transformer(config, spec, partial(MaskedLMHead, spec), TIED_HEAD)
+    return transformer(config, spec, partial(ClassifierHead, spec, pooling, info.num_classes))
+
+
+def decide(config: ConfigDict, info: DataInfo) -> tuple[Spec, str]:
+    """The numbers of the encoder, and how a classifier pools."""
+    check_task(config, info, tasks=("classification", "masked_lm"), kinds=("text",))
+    pooling = {"pooling": "cls"} if config.task == "classification" else {}
+    values = {"pooling": "", **pick(config, SIZES, {**DEFAULTS, **pooling})}
+    check_choice("model.activation", values["activation"], ("gelu", "gelu_tanh", "relu"))
+    if config.task == "classification":
+        check_choice("model.pooling", values["pooling"], ("cls", "mean"))
+    return transformer_spec(config, info, {**FIXED, **values}, norm_eps=NORM_EPS, causal=False), values["pooling"]
+
+
+class ClassifierHead(nnx.Module):
+    """Pools the text into one vector and classifies it.
+
+    cls: BERT's pooler, tanh of a linear map of the first token. mean: over the real tokens, no pooler.
+    """
+
+    def __init__(self, spec: Spec, pooling: str, num_classes: int, rngs: nnx.Rngs):
+        self.spec = spec
+        self.pooling = pooling
+        if pooling == "cls":
+            self.pooler = linear(spec.hidden_size, spec.hidden_size, spec, rngs)
+        self.classifier = linear(spec.hidden_size, num_classes, spec, rngs)
+
+    def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
+        """Hidden states to logits: [B, T, D] -> [B, C]."""
+        if self.pooling == "cls":
+            x_BD = jnp.tanh(self.pooler(x_BTD[:, 0]))
+        else:
+            x_BD = mean_over_mask(x_BTD, context.batch["mask"])
+        x_BD = dropout(x_BD, self.spec.dropout, context, 0)
+        return self.classifier(x_BD).astype(jnp.float32)
+
+
+def mean_over_mask(x_BTD: jax.Array, mask_BT: jax.Array) -> jax.Array:
+    """The mean over the positions where mask_BT is True, summed in float32; of filler rows: zero. [B, D] as x."""
+    weights_BT = mask_BT.astype(jnp.float32)
+    total_BD = jnp.einsum("btd,bt->bd", x_BTD.astype(jnp.float32), weights_BT)
+    return (total_BD / jnp.maximum(weights_BT.sum(axis=1, keepdims=True), 1)).astype(x_BTD.dtype)
+
+
+class MaskedLMHead(nnx.Module):
+    """BERT's transform, then the token embedding as the decoder, with a bias of its own."""
+
+    def __init__(self, spec: Spec, rngs: nnx.Rngs):
+        self.spec = spec
+        self.transform = linear(spec.hidden_size, spec.hidden_size, spec, rngs)
+        self.norm = norm(spec, rngs)
+        self.tokens = nnx.Param(INIT_SCALE * jax.random.normal(rngs.params(), (spec.vocab_size, spec.hidden_size)))
+        self.bias = nnx.Param(jnp.zeros(spec.vocab_size))
+
+    def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
+        """Hidden states to logits: [B, T, D] -> [B, T, V]."""
+        x_BTD = normalize(self.norm, ACTIVATIONS[self.spec.activation](self.transform(x_BTD)))
+        logits_BTV = token_logits(x_BTD, self.tokens[...])
+        return logits_BTV + self.bias[...][None, None, :]

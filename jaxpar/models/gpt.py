@@ -1,0 +1,100 @@
+"""GPT-2 (Radford et al. 2019), and with four options a Llama: for causal language modelling and classification.
+
+norm=rmsnorm, activation=swiglu, positions=rotary and num_kv_heads < num_heads make the blocks of
+Llama (Touvron et al. 2023); the head stays tied to the embedding.
+
+Array dims: B examples, T positions, D features, V vocabulary, C classes.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from ml_collections import ConfigDict
+
+from jaxpar.data import DataInfo
+from jaxpar.errors import check_choice
+from jaxpar.models.layers import (
+    ACTIVATIONS,
+    INIT_SCALE,
+    TIED_HEAD,
+    dropout,
+    linear,
+    norm,
+    normalize,
+    real_lengths,
+    token_logits,
+    transformer,
+)
+from jaxpar.models.model import Context, Model
+from jaxpar.models.options import Spec, check_task, pick, transformer_spec
+
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"num_layers": 2, "hidden_size": 128, "num_heads": 2},
+    "gpt2": {"num_layers": 12, "hidden_size": 768, "num_heads": 12},
+    "gpt2_medium": {"num_layers": 24, "hidden_size": 1024, "num_heads": 16},
+    "gpt2_large": {"num_layers": 36, "hidden_size": 1280, "num_heads": 20},
+    "gpt2_xl": {"num_layers": 48, "hidden_size": 1600, "num_heads": 25},
+}
+DEFAULTS = {
+    "num_kv_heads": None,
+    "mlp_size": None,
+    "vocab_size": None,
+    "max_length": None,
+    "dropout": 0.1,
+    "norm": "layernorm",
+    "activation": "gelu_tanh",
+    "positions": "learned",
+}
+NORM_EPS = 1e-5
+
+
+def build(config: ConfigDict, info: DataInfo) -> Model:
+    """The layers: embed, block_0 .. , head. The output: logits [B, T, V] or [B, C], float32."""
+    spec = decide(config, info)
+    if config.task == "causal_lm":
+        return transformer(config, spec, partial(CausalLMHead, spec), TIED_HEAD)
+    return transformer(config, spec, partial(ClassifierHead, spec, info.num_classes))
+
+
+def decide(config: ConfigDict, info: DataInfo) -> Spec:
+    """The numbers of the decoder."""
+    check_task(config, info, tasks=("causal_lm", "classification"), kinds=("text",))
+    values = pick(config, SIZES, DEFAULTS)
+    check_choice("model.norm", values["norm"], ("layernorm", "rmsnorm"))
+    check_choice("model.activation", values["activation"], ACTIVATIONS)
+    check_choice("model.positions", values["positions"], ("learned", "rotary"))
+    return transformer_spec(config, info, values, norm_eps=NORM_EPS, causal=True)
+
+
+class CausalLMHead(nnx.Module):
+    """The last norm, then the token embedding as the decoder."""
+
+    def __init__(self, spec: Spec, rngs: nnx.Rngs):
+        self.norm = norm(spec, rngs)
+        self.tokens = nnx.Param(INIT_SCALE * jax.random.normal(rngs.params(), (spec.vocab_size, spec.hidden_size)))
+
+    def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
+        """Hidden states to logits: [B, T, D] -> [B, T, V]."""
+        return token_logits(normalize(self.norm, x_BTD), self.tokens[...])
+
+
+class ClassifierHead(nnx.Module):
+    """The last norm, then a linear map, without bias, of the last real token: the one that has seen all others."""
+
+    def __init__(self, spec: Spec, num_classes: int, rngs: nnx.Rngs):
+        self.spec = spec
+        self.norm = norm(spec, rngs)
+        self.classifier = linear(spec.hidden_size, num_classes, spec, rngs, bias=False)
+
+    def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
+        """Hidden states to logits: [B, T, D] -> [B, C]."""
+        if "mask" in context.batch:
+            last_B = real_lengths(context.batch["mask"]) - 1
+            x_BD = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)[:, 0]
+        else:
+            x_BD = x_BTD[:, -1]
+        x_BD = dropout(normalize(self.norm, x_BD), self.spec.dropout, context, 0)
+        return self.classifier(x_BD).astype(jnp.float32)

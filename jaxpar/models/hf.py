@@ -1,0 +1,283 @@
+"""Pretrained weights in and trained ones out, as directories of Hugging Face `transformers`: BERT and GPT-2.
+
+A directory has config.json, model.safetensors (or several, with an index) and a tokenizer. Our
+arrays and theirs hold the same numbers, so the logits are the same to the rounding of float32.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from ml_collections import ConfigDict
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+
+from jaxpar.data import DataInfo
+from jaxpar.errors import UserError
+from jaxpar.models import bert, gpt, hf_tensors
+from jaxpar.models.model import Model, Params
+
+
+class Family(NamedTuple):
+    """How one model_type of config.json says what config.model says.
+
+    Attributes:
+      model: config.model.name.
+      keys: config.model key -> config.json key.
+      activations: value of config.model.activation -> theirs.
+      defaults: theirs, of keys that a config.json may leave out.
+      fixed: theirs, of keys that may have no other value.
+      prefix: of the tensors' names, in the classes with a head.
+      classes: task -> their class.
+      tensors: number of layers -> all tensors.
+    """
+
+    model: str
+    keys: dict[str, str]
+    activations: dict[str, str]
+    defaults: dict[str, Any]
+    fixed: dict[str, Any]
+    prefix: str
+    classes: dict[str, str]
+    tensors: Callable[[int], Any]
+
+
+FAMILIES = {
+    "bert": Family(
+        model="bert",
+        keys={
+            "num_layers": "num_hidden_layers",
+            "hidden_size": "hidden_size",
+            "num_heads": "num_attention_heads",
+            "mlp_size": "intermediate_size",
+            "vocab_size": "vocab_size",
+            "max_length": "max_position_embeddings",
+            "dropout": "hidden_dropout_prob",
+            "activation": "hidden_act",
+        },
+        activations={"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"},
+        defaults={"hidden_dropout_prob": 0.1, "hidden_act": "gelu"},
+        fixed={
+            "type_vocab_size": 2,
+            "layer_norm_eps": bert.NORM_EPS,
+            "position_embedding_type": "absolute",
+            "is_decoder": False,
+            "add_cross_attention": False,
+            "tie_word_embeddings": True,
+        },
+        prefix="bert.",
+        classes={"classification": "BertForSequenceClassification", "masked_lm": "BertForMaskedLM"},
+        tensors=hf_tensors.bert,
+    ),
+    "gpt2": Family(
+        model="gpt",
+        keys={
+            "num_layers": "n_layer",
+            "hidden_size": "n_embd",
+            "num_heads": "n_head",
+            "mlp_size": "n_inner",
+            "vocab_size": "vocab_size",
+            "max_length": "n_positions",
+            "dropout": "resid_pdrop",
+            "activation": "activation_function",
+        },
+        activations={"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"},
+        defaults={"n_inner": None, "resid_pdrop": 0.1, "activation_function": "gelu_new"},
+        fixed={
+            "layer_norm_epsilon": gpt.NORM_EPS,
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+            "tie_word_embeddings": True,
+        },
+        prefix="transformer.",
+        classes={"classification": "GPT2ForSequenceClassification", "causal_lm": "GPT2LMHeadModel"},
+        tensors=hf_tensors.gpt,
+    ),
+}
+
+
+# ---- in ----------------------------------------------------------------------------------------------
+
+
+def apply_directory(config: ConfigDict) -> None:
+    """Sets the sizes in config.model to those of the directory config.model.init_from.
+
+    Dropout stays as the config has it, where it has one.
+
+    Raises:
+      UserError: no such directory, a kind of model that we do not have, a size that the config sets otherwise.
+    """
+    path = Path(config.model.init_from) / "config.json"
+    family, theirs = _read_config(path)
+    if config.model.name != family.model:
+        raise UserError(
+            f"config.model.name is {config.model.name!r}, but {path} describes a {family.model!r} model; "
+            f"set config.model.name={family.model}."
+        )
+    for key, name in family.keys.items():
+        value = {**family.defaults, **theirs}[name]
+        if key == "activation":
+            value = {name: ours for ours, name in family.activations.items()}[value]
+        if config.model[key] is None:
+            config.model[key] = value
+        elif config.model[key] != value and key != "dropout":
+            raise UserError(
+                f"config.model.{key} is {config.model[key]!r}, but {path} has {name} {value!r}; "
+                f"leave out config.model.{key}."
+            )
+
+
+def _read_config(path: Path) -> tuple[Family, dict[str, Any]]:
+    """The family and the contents of a config.json that we can build exactly."""
+    if not path.parent.is_dir():
+        raise UserError(f"config.model.init_from is {str(path.parent)!r}; there is no such directory.")
+    if not path.is_file():
+        raise UserError(f"config.model.init_from is {str(path.parent)!r}, which has no config.json.")
+    try:
+        theirs = json.loads(path.read_text())
+        kind = theirs["model_type"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is not a config.json of a model: {error!r}.") from error
+    if kind not in FAMILIES:
+        raise UserError(f"{path} has model_type {kind!r}; config.model.init_from reads {', '.join(FAMILIES)}.")
+    family = FAMILIES[kind]
+    missing = [name for name in family.keys.values() if name not in theirs and name not in family.defaults]
+    if missing:
+        raise UserError(f"{path} lacks {', '.join(missing)}.")
+    accepted = {name: [value] for name, value in family.fixed.items()}
+    accepted[family.keys["activation"]] = list(family.activations.values())
+    for name, values in accepted.items():
+        if name in theirs and theirs[name] not in values:
+            raise UserError(f"{path} has {name} {theirs[name]!r}; config.model.init_from reads {values} only.")
+    return family, theirs
+
+
+def load_params(model: Model, params: Params, directory: Path, say: Callable[[str], None] = print) -> Params:
+    """Pretrained values in place of fresh ones: `params` with the arrays that the directory has, as NumPy.
+
+    Heads that the directory lacks, and a classifier of another number of classes, stay as in `params`.
+
+    Args:
+      model: built from a config that `apply_directory` has set.
+      params: fresh ones, for what the directory lacks.
+      directory: what config.model.init_from was.
+      say: is told in one line what was read and what stays fresh.
+
+    Raises:
+      UserError: a file is missing or damaged, a tensor is missing or has another shape.
+    """
+    family, _ = _read_config(directory / "config.json")
+    sources = hf_tensors.find(directory)
+    prefix = family.prefix if any(name.startswith(family.prefix) for name in sources) else ""
+    flat = flatten_dict(params, sep=".")
+    fresh = []
+    for tensor in family.tensors(len(model.layers) - 2):
+        if tensor.keys[0] not in flat:  # of the head of another task
+            continue
+        name = prefix * tensor.prefixed + tensor.name
+        if name not in sources and not tensor.head:
+            raise UserError(f"{directory} has no tensor {name}: its files are not those of its config.json.")
+        arrays = tensor.to_ours(hf_tensors.read(sources[name])) if name in sources else []
+        shapes = [(key, np.shape(flat[key]), array.shape) for key, array in zip(tensor.keys, arrays, strict=False)]
+        wrong = [f"{key} {there}, but the model has {here}" for key, here, there in shapes if here != there]
+        if not arrays or (wrong and tensor.keys[0].startswith("head.classifier")):
+            fresh.append(tensor.keys[0])
+        elif wrong:
+            raise UserError(f"{sources[name].path}: tensor {name} makes {'; '.join(wrong)}.")
+        else:
+            flat |= dict(zip(tensor.keys, arrays, strict=True))
+    say(f"init      from {directory}" + (f"; fresh: {', '.join(fresh)}" if fresh else ""))
+    return unflatten_dict(flat, sep=".")
+
+
+# ---- out ---------------------------------------------------------------------------------------------
+
+
+def save_directory(params: Params, config: ConfigDict, info: DataInfo, tokenizer: Path, directory: Path) -> None:
+    """Writes trained parameters as a directory that `transformers` loads by AutoModel... and AutoTokenizer.
+
+    Args:
+      params: canonical.
+      config: of the run.
+      info: of its data.
+      tokenizer: a tokenizer.json.
+      directory: a new one, or an empty one.
+
+    Raises:
+      UserError: `transformers` has no such model, or the directory holds something.
+    """
+    settings, family = _their_config(config, info)
+    if directory.exists() and any(directory.iterdir()):
+        raise UserError(f"{directory} is not empty; give a new directory.")
+    flat = flatten_dict(params, sep=".")
+    tensors, left = {}, set(flat)
+    for tensor in family.tensors(settings[family.keys["num_layers"]]):
+        if tensor.keys[0] in flat:
+            arrays = [np.asarray(flat[key], np.float32) for key in tensor.keys]
+            tensors[family.prefix * tensor.prefixed + tensor.name] = tensor.from_ours(arrays)
+            left -= set(tensor.keys)
+    assert not left, left
+    directory.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(tokenizer, directory / "tokenizer.json")
+    special = _special_tokens(Tokenizer.from_file(str(tokenizer)))
+    uses = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": info.input_shape[0]}
+    _write_json(directory / "tokenizer_config.json", {**uses, **{use: token for use, (token, _) in special.items()}})
+    ids = {f"{use}_id": index for use, (_, index) in special.items() if use in ("bos_token", "eos_token")}
+    _write_json(directory / "config.json", {**settings, **ids})
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def _their_config(config: ConfigDict, info: DataInfo) -> tuple[dict[str, Any], Family]:
+    families = {family.model: (kind, family) for kind, family in FAMILIES.items()}
+    if config.model.name not in families:
+        raise UserError(f"config.model.name is {config.model.name!r}; only {', '.join(families)} can be exported.")
+    kind, family = families[config.model.name]
+    if kind == "bert":
+        spec, pooling = bert.decide(config, info)
+        extras: dict[str, Any] = {"attention_probs_dropout_prob": 0.0}
+        differing = {"pooling": (pooling, "mean")}
+    else:
+        spec = gpt.decide(config, info)
+        extras = {"attn_pdrop": 0.0, "embd_pdrop": spec.dropout, "bos_token_id": None, "eos_token_id": None}
+        differing = {"norm": (spec.norm, "rmsnorm"), "positions": (spec.positions, "rotary")}
+        differing["activation"] = (spec.activation, "swiglu")
+        if spec.num_kv_heads != spec.num_heads:
+            raise UserError(f"config.model.num_kv_heads is {spec.num_kv_heads}, which {kind} of transformers has not.")
+    for key, (value, unknown) in differing.items():
+        if value == unknown:
+            raise UserError(f"config.model.{key} is {value!r}, which {kind} of transformers has not.")
+    values = {theirs: getattr(spec, ours) for ours, theirs in family.keys.items()}
+    values[family.keys["activation"]] = family.activations[spec.activation]
+    settings = {"architectures": [family.classes[config.task]], "model_type": kind, **values, **family.fixed, **extras}
+    if config.task == "classification":
+        settings["id2label"] = {str(index): name for index, name in enumerate(info.class_names)}
+        settings["label2id"] = {name: index for index, name in enumerate(info.class_names)}
+    # GPT-2's classifier finds the last token of a text by it.
+    settings["pad_token_id"] = info.pad_id if config.task != "causal_lm" else None
+    return settings, family
+
+
+def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[str, int]]:
+    """What tokenizer.json does not say: the use of each special token. Use -> token and its id."""
+    end = ("<|endoftext|>", "</s>", "<eos>")
+    names = {
+        "pad_token": ("[PAD]", "<pad>", "<|endoftext|>"),
+        "unk_token": ("[UNK]", "<unk>", "<|endoftext|>"),
+        "cls_token": ("[CLS]",),
+        "sep_token": ("[SEP]",),
+        "mask_token": ("[MASK]", "<mask>"),
+        "bos_token": end,
+        "eos_token": end,
+    }
+    vocabulary = tokenizer.get_vocab()
+    found = {use: [name for name in choices if name in vocabulary] for use, choices in names.items()}
+    return {use: (choices[0], vocabulary[choices[0]]) for use, choices in found.items() if choices}
+
+
+def _write_json(path: Path, contents: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(contents, indent=2) + "\n")

@@ -1,0 +1,141 @@
+"""The tensors of a Hugging Face directory: their names in `transformers` beside ours, and their files.
+
+The names are those of its classes BertForMaskedLM, BertForSequenceClassification, GPT2LMHeadModel and
+GPT2ForSequenceClassification; BertModel and GPT2Model have the same ones without the prefix.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from jaxpar.errors import UserError
+
+
+class Tensor(NamedTuple):
+    """One tensor of a file.
+
+    Attributes:
+      name: in the file, after the prefix where `prefixed`.
+      keys: our arrays; where there are several, the tensor is their concatenation along the last dim.
+      transposed: the file has [out, in] where we have [in, out].
+      prefixed: its name begins with the model's prefix, in the classes that have one.
+      head: belongs to a head that a file may lack.
+    """
+
+    name: str
+    keys: tuple[str, ...]
+    transposed: bool = False
+    prefixed: bool = True
+    head: bool = False
+
+    def to_ours(self, array: np.ndarray) -> list[np.ndarray]:
+        """Our arrays, one for each key, float32."""
+        array = np.ascontiguousarray(array.T if self.transposed else array, np.float32)
+        return np.split(array, len(self.keys), axis=-1)
+
+    def from_ours(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """The tensor of the file."""
+        array = np.concatenate(arrays, axis=-1) if len(arrays) > 1 else arrays[0]
+        return np.ascontiguousarray(array.T if self.transposed else array)
+
+
+def bert(num_layers: int) -> Iterator[Tensor]:
+    """All tensors of BERT and of its two heads. The decoder of the masked-LM head is the token embedding."""
+    for ours, theirs in (("tokens", "word"), ("positions", "position"), ("token_types", "token_type")):
+        yield Tensor(f"embeddings.{theirs}_embeddings.weight", (f"embed.{ours}",))
+    yield from _norm("embeddings.LayerNorm", "embed.norm")
+    for i in range(num_layers):
+        for name in ("query", "key", "value"):
+            yield from _linear(f"encoder.layer.{i}.attention.self.{name}", f"block_{i}.attention.{name}")
+        yield from _linear(f"encoder.layer.{i}.attention.output.dense", f"block_{i}.attention.out")
+        yield from _norm(f"encoder.layer.{i}.attention.output.LayerNorm", f"block_{i}.attention_norm")
+        yield from _linear(f"encoder.layer.{i}.intermediate.dense", f"block_{i}.mlp.up")
+        yield from _linear(f"encoder.layer.{i}.output.dense", f"block_{i}.mlp.down")
+        yield from _norm(f"encoder.layer.{i}.output.LayerNorm", f"block_{i}.mlp_norm")
+    heads = [
+        *_linear("pooler.dense", "head.pooler"),
+        *_linear("classifier", "head.classifier"),
+        *_linear("cls.predictions.transform.dense", "head.transform"),
+        *_norm("cls.predictions.transform.LayerNorm", "head.norm"),
+        Tensor("cls.predictions.bias", ("head.bias",)),
+    ]
+    for tensor in heads:
+        yield tensor._replace(prefixed=tensor.name.startswith("pooler"), head=True)
+
+
+def gpt(num_layers: int) -> Iterator[Tensor]:
+    """All tensors of GPT-2 and of its classifier. Its linear maps are "Conv1D": [in, out], as ours."""
+    yield Tensor("wte.weight", ("embed.tokens",))
+    yield Tensor("wpe.weight", ("embed.positions",))
+    for i in range(num_layers):
+        for part, suffix in (("weight", "kernel"), ("bias", "bias")):
+            block = f"block_{i}"
+            attention = tuple(f"{block}.attention.{name}.{suffix}" for name in ("query", "key", "value"))
+            yield Tensor(f"h.{i}.attn.c_attn.{part}", attention)
+            yield Tensor(f"h.{i}.attn.c_proj.{part}", (f"{block}.attention.out.{suffix}",))
+            yield Tensor(f"h.{i}.mlp.c_fc.{part}", (f"{block}.mlp.up.{suffix}",))
+            yield Tensor(f"h.{i}.mlp.c_proj.{part}", (f"{block}.mlp.down.{suffix}",))
+        yield from _norm(f"h.{i}.ln_1", f"block_{i}.attention_norm")
+        yield from _norm(f"h.{i}.ln_2", f"block_{i}.mlp_norm")
+    yield from _norm("ln_f", "head.norm")
+    yield Tensor("score.weight", ("head.classifier.kernel",), transposed=True, prefixed=False, head=True)
+
+
+def _linear(theirs: str, ours: str) -> Iterator[Tensor]:
+    yield Tensor(f"{theirs}.weight", (f"{ours}.kernel",), transposed=True)
+    yield Tensor(f"{theirs}.bias", (f"{ours}.bias",))
+
+
+def _norm(theirs: str, ours: str) -> Iterator[Tensor]:
+    yield Tensor(f"{theirs}.weight", (f"{ours}.scale",))
+    yield Tensor(f"{theirs}.bias", (f"{ours}.bias",))
+
+
+# ---- files -----------------------------------------------------------------------------------------
+
+
+class Source(NamedTuple):
+    """Where a tensor is."""
+
+    path: Path
+    name: str
+
+
+def find(directory: Path) -> dict[str, Source]:
+    """The tensors of a directory by today's names: files of before 2019 have gamma and beta in a LayerNorm.
+
+    Raises:
+      UserError: a file is missing or damaged.
+    """
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.is_file():
+        paths = [single]
+    elif index.is_file():
+        paths = sorted({directory / name for name in json.loads(index.read_text())["weight_map"].values()})
+    else:
+        pickled = (directory / "pytorch_model.bin").is_file()
+        hint = "; it has pytorch_model.bin, which save_pretrained of transformers rewrites" if pickled else ""
+        raise UserError(f"config.model.init_from is {str(directory)!r}, which has no model.safetensors{hint}.")
+    sources = {}
+    for path in paths:
+        for name in _reading(path, lambda file: list(file.keys())):
+            today = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+            sources[today] = Source(path, name)
+    return sources
+
+
+def read(source: Source) -> np.ndarray:
+    """The array. Raises UserError where the file is cut short."""
+    return _reading(source.path, lambda file: file.get_tensor(source.name))
+
+
+def _reading(path: Path, function: Callable[[Any], Any]) -> Any:
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return function(file)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is missing, cut short or no safetensors file: {error}.") from error

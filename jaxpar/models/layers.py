@@ -1,0 +1,208 @@
+"""What BERT, GPT and the Llama between their options are made of. Single-device code: no mesh, no axis names.
+
+Array dims: B examples, T positions, D features, F features inside the MLP, H query heads, G key and
+value heads, K features of a head, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from ml_collections import ConfigDict
+
+from jaxpar.models.model import Context, Model, Tie
+from jaxpar.models.options import Spec
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+    "swiglu": jax.nn.silu,  # of the gate
+}
+INIT_SCALE = 0.02  # standard deviation of fresh weights in BERT and GPT-2
+ROTARY_BASE = 10_000.0
+
+
+def dropout(x: jax.Array, rate: float, context: Context, site: int) -> jax.Array:
+    """Zeroes numbers of x [B, ...] with probability `rate` and scales the others up.
+
+    The mask of an example depends on its key and the site within the layer, on nothing else in the
+    batch. With JAX's partitionable random bits, number i is a function of (key, i), so what
+    position t draws does not depend on the padded length either.
+    """
+    if context.keys_B is None or rate == 0:
+        return x
+
+    def keep(key: jax.Array) -> jax.Array:
+        return jax.random.bernoulli(jax.random.fold_in(key, site), 1 - rate, x.shape[1:])
+
+    return jnp.where(jax.vmap(keep)(context.keys_B), x / (1 - rate), jnp.zeros_like(x))
+
+
+def linear(
+    num_in: int, num_out: int, spec: Spec, rngs: nnx.Rngs, *, scale: float = INIT_SCALE, bias: bool = True
+) -> nnx.Linear:
+    """A linear map as all of a transformer's: kernel [in, out] from a normal distribution, bias zero."""
+    return nnx.Linear(
+        num_in,
+        num_out,
+        use_bias=bias and spec.norm == "layernorm",
+        dtype=spec.dtype,
+        kernel_init=nnx.initializers.normal(scale),
+        rngs=rngs,
+    )
+
+
+def norm(spec: Spec, rngs: nnx.Rngs) -> nnx.Module:
+    """LayerNorm or RMSNorm over the features; to be called by `normalize`."""
+    if spec.norm == "rmsnorm":
+        return nnx.RMSNorm(spec.hidden_size, epsilon=spec.norm_eps, rngs=rngs)
+    return nnx.LayerNorm(spec.hidden_size, epsilon=spec.norm_eps, use_fast_variance=False, rngs=rngs)
+
+
+def normalize(norm: nnx.Module, x: jax.Array) -> jax.Array:
+    """Applies a norm in float32, whatever x is; the output is as x."""
+    return norm(x.astype(jnp.float32)).astype(x.dtype)
+
+
+def rotate(x_BTHK: jax.Array) -> jax.Array:
+    """Rotary positions (Su et al. 2021, section 3.4.2): pair (i, i + K/2) turns by t * base^(-2i/K), as in Llama."""
+    half = x_BTHK.shape[-1] // 2
+    frequencies_K = ROTARY_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles_TK = jnp.arange(x_BTHK.shape[1], dtype=jnp.float32)[:, None] * frequencies_K[None, :]
+    cos, sin = (jnp.cos(angles_TK)[None, :, None, :], jnp.sin(angles_TK)[None, :, None, :])
+    a, b = (x_BTHK[..., :half].astype(jnp.float32), x_BTHK[..., half:].astype(jnp.float32))
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHK.dtype)
+
+
+class Embed(nnx.Module):
+    """Token, position and segment embeddings. Its arrays are at the top of the layer, so that heads can share them."""
+
+    def __init__(self, spec: Spec, rngs: nnx.Rngs):
+        def table(rows: int) -> nnx.Param:
+            return nnx.Param(INIT_SCALE * jax.random.normal(rngs.params(), (rows, spec.hidden_size)))
+
+        self.spec = spec
+        self.tokens = table(spec.vocab_size)
+        if spec.positions == "learned":
+            self.positions = table(spec.max_length)
+        if spec.token_types:
+            self.token_types = table(spec.token_types)
+        if not spec.pre_norm:
+            self.norm = norm(spec, rngs)
+
+    def __call__(self, tokens_BT: jax.Array, context: Context) -> jax.Array:
+        """Tokens to vectors: [B, T] -> [B, T, D]."""
+        spec = self.spec
+        x_BTD = self.tokens[...][tokens_BT]
+        if spec.positions == "learned":
+            x_BTD += self.positions[...][None, : tokens_BT.shape[1]]
+        if spec.token_types:
+            segments_BT = context.batch["segments"] if "segments" in context.batch else jnp.zeros_like(tokens_BT)
+            x_BTD += self.token_types[...][segments_BT]
+        if not spec.pre_norm:
+            x_BTD = normalize(self.norm, x_BTD)
+        return dropout(x_BTD.astype(spec.dtype), spec.dropout, context, 0)
+
+
+class Attention(nnx.Module):
+    """Self-attention with H query heads that share G key and value heads (Ainslie et al. 2023; G = H: the usual).
+
+    No dropout on the attention probabilities: the fused kernels have none, and none is the common practice.
+    """
+
+    def __init__(self, spec: Spec, rngs: nnx.Rngs, *, out_scale: float):
+        self.spec = spec
+        width, kv_width = spec.hidden_size, spec.num_kv_heads * spec.head_dim
+        self.query = linear(width, width, spec, rngs)
+        self.key = linear(width, kv_width, spec, rngs)
+        self.value = linear(width, kv_width, spec, rngs)
+        self.out = linear(width, width, spec, rngs, scale=out_scale)
+
+    def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
+        """Each position's mixture of the others: [B, T, D] -> [B, T, D]."""
+        spec, (B, T, D) = self.spec, x_BTD.shape
+        q_BTHK = self.query(x_BTD).reshape(B, T, spec.num_heads, spec.head_dim)
+        k_BTGK = self.key(x_BTD).reshape(B, T, spec.num_kv_heads, spec.head_dim)
+        v_BTGK = self.value(x_BTD).reshape(B, T, spec.num_kv_heads, spec.head_dim)
+        if spec.positions == "rotary":
+            q_BTHK, k_BTGK = rotate(q_BTHK), rotate(k_BTGK)
+        lengths_B = None
+        # Padding is on the right, so a causal position never sees it.
+        if "mask" in context.batch and not spec.causal:
+            lengths_B = real_lengths(context.batch["mask"])
+        with jax.numpy_dtype_promotion("standard"):  # JAX's own code mixes bfloat16 and float32
+            y_BTHK = jax.nn.dot_product_attention(
+                q_BTHK,
+                k_BTGK,
+                v_BTGK,
+                is_causal=spec.causal,
+                key_value_seq_lengths=lengths_B,
+                implementation=spec.attention,
+            )
+        return self.out(y_BTHK.reshape(B, T, D))
+
+
+def real_lengths(mask_BT: jax.Array) -> jax.Array:
+    """Real tokens of each example; at least 1, so that filler rows give finite numbers. int32 [B]."""
+    return jnp.maximum(mask_BT.sum(axis=1, dtype=jnp.int32), 1)
+
+
+class MLP(nnx.Module):
+    """D -> F -> D. SwiGLU (Shazeer 2020): a third matrix, and silu(gate) * up inside."""
+
+    def __init__(self, spec: Spec, rngs: nnx.Rngs, *, out_scale: float):
+        self.spec = spec
+        self.up = linear(spec.hidden_size, spec.mlp_size, spec, rngs)
+        if spec.activation == "swiglu":
+            self.gate = linear(spec.hidden_size, spec.mlp_size, spec, rngs)
+        self.down = linear(spec.mlp_size, spec.hidden_size, spec, rngs, scale=out_scale)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """Position by position: [B, T, D] -> [B, T, D]."""
+        activation = ACTIVATIONS[self.spec.activation]
+        if self.spec.activation == "swiglu":
+            return self.down(activation(self.gate(x_BTD)) * self.up(x_BTD))
+        return self.down(activation(self.up(x_BTD)))
+
+
+class Block(nnx.Module):
+    """A transformer block: attention, then MLP, each with its residual and its norm."""
+
+    def __init__(self, spec: Spec, rngs: nnx.Rngs):
+        self.spec = spec
+        # GPT-2 (Radford et al. 2019, section 2.3): what is added to the residual starts smaller with depth.
+        out_scale = INIT_SCALE / math.sqrt(2 * spec.num_layers) if spec.pre_norm else INIT_SCALE
+        self.attention = Attention(spec, rngs, out_scale=out_scale)
+        self.attention_norm = norm(spec, rngs)
+        self.mlp = MLP(spec, rngs, out_scale=out_scale)
+        self.mlp_norm = norm(spec, rngs)
+
+    def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
+        """[B, T, D] -> [B, T, D]."""
+        rate = self.spec.dropout
+        if self.spec.pre_norm:
+            x_BTD += dropout(self.attention(normalize(self.attention_norm, x_BTD), context), rate, context, 0)
+            return x_BTD + dropout(self.mlp(normalize(self.mlp_norm, x_BTD)), rate, context, 1)
+        x_BTD = normalize(self.attention_norm, x_BTD + dropout(self.attention(x_BTD, context), rate, context, 0))
+        return normalize(self.mlp_norm, x_BTD + dropout(self.mlp(x_BTD), rate, context, 1))
+
+
+def token_logits(x_BTD: jax.Array, tokens_VD: jax.Array) -> jax.Array:
+    """The product of x and the token embedding: factors in x's dtype, sums in float32. [B, T, V]."""
+    return jnp.einsum("btd,vd->btv", x_BTD, tokens_VD.astype(x_BTD.dtype), preferred_element_type=jnp.float32)
+
+
+def transformer(
+    config: ConfigDict, spec: Spec, head: Callable[[nnx.Rngs], nnx.Module], ties: tuple[Tie, ...] = ()
+) -> Model:
+    """The layers embed, block_0 .. block_(num_layers - 1), head."""
+    makers: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {"embed": partial(Embed, spec)}
+    makers |= dict.fromkeys((f"block_{i}" for i in range(spec.num_layers)), partial(Block, spec))
+    return Model({**makers, "head": head}, ties=ties, scan=config.model.scan_layers, remat=config.model.remat)
+
+
+TIED_HEAD = (Tie("head", "tokens", "embed", "tokens"),)

@@ -1,0 +1,75 @@
+"""A plain multilayer perceptron on vectors or small images: the least model that trains.
+
+Array dims: B examples, D features, C classes.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from ml_collections import ConfigDict
+
+from jaxpar.data import DataInfo
+from jaxpar.errors import check_choice
+from jaxpar.models.layers import ACTIVATIONS, dropout
+from jaxpar.models.model import Context, Model
+from jaxpar.models.options import check_task, pick
+
+SIZES: dict[str, dict[str, Any]] = {"tiny": {"num_layers": 2, "hidden_size": 128}}
+DEFAULTS = {"dropout": 0.0, "activation": "relu"}
+
+
+def build(config: ConfigDict, info: DataInfo) -> Model:
+    """The layers: embed, block_0 .. block_(num_layers - 1), head. The output: logits [B, C], float32."""
+    check_task(config, info, tasks=("classification",), kinds=("vector", "image"))
+    values = pick(config, SIZES, DEFAULTS)
+    check_choice("model.activation", values["activation"], ("gelu", "gelu_tanh", "relu"))
+    hidden = partial(
+        Hidden,
+        width=values["hidden_size"],
+        activation=values["activation"],
+        dropout=values["dropout"],
+        dtype=jnp.dtype(config.model.dtype),
+    )
+    makers: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {"embed": partial(hidden, int(np.prod(info.input_shape)))}
+    names = (f"block_{i}" for i in range(values["num_layers"]))
+    makers |= dict.fromkeys(names, partial(hidden, values["hidden_size"]))
+    makers["head"] = partial(Head, values["hidden_size"], info.num_classes, jnp.dtype(config.model.dtype))
+    return Model(makers, scan=config.model.scan_layers, remat=config.model.remat)
+
+
+def unit_range(x: jax.Array, dtype: Any) -> jax.Array:
+    """Images, uint8, from 0..255 to -1..1; vectors as they are; both in `dtype`."""
+    if x.dtype == jnp.uint8:
+        return (x.astype(jnp.float32) / 127.5 - 1).astype(dtype)
+    return x.astype(dtype)
+
+
+class Hidden(nnx.Module):
+    """A linear map and an activation. The first one flattens what it reads."""
+
+    def __init__(self, num_in: int, rngs: nnx.Rngs, *, width: int, activation: str, dropout: float, dtype: Any):
+        self.activation = activation
+        self.rate = dropout
+        self.dtype = dtype
+        self.linear = nnx.Linear(num_in, width, dtype=dtype, kernel_init=nnx.initializers.he_normal(), rngs=rngs)
+
+    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+        """[B, ...] -> [B, D]."""
+        x_BD = unit_range(x, self.dtype).reshape(x.shape[0], -1)
+        return dropout(ACTIVATIONS[self.activation](self.linear(x_BD)), self.rate, context, 0)
+
+
+class Head(nnx.Module):
+    """A linear map to the classes."""
+
+    def __init__(self, num_in: int, num_classes: int, dtype: Any, rngs: nnx.Rngs):
+        self.classifier = nnx.Linear(num_in, num_classes, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x_BD: jax.Array, context: Context) -> jax.Array:
+        """[B, D] -> [B, C]."""
+        return self.classifier(x_BD).astype(jnp.float32)

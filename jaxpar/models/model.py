@@ -1,0 +1,184 @@
+"""A model is an ordered sequence of single-device layers.
+
+A layer is an `nnx.Module` called as `layer(x, context)`. It knows nothing of devices. The
+sequence is what every strategy partitions: a pipeline stage is a range of it. Parameters are
+a plain dict keyed by layer name, the canonical form: no strategy, and no scan over layers,
+shows in it.
+
+Array dims: B examples, T positions, D features.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+Params = dict[str, Any]  # layer name -> nested dict of arrays
+Batch = Mapping[str, jax.Array]  # see jaxpar.data for the keys
+
+REMAT_POLICIES: dict[str, Any] = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+class Context(NamedTuple):
+    """What a layer sees besides its input.
+
+    Attributes:
+      batch: the whole batch: a stage of a pipeline has it too, so masks need not travel.
+      keys_B: one dropout key an example, of this layer and step; None when evaluating.
+    """
+
+    batch: Batch
+    keys_B: jax.Array | None
+
+
+class Tie(NamedTuple):
+    """The array `name` of layer `layer` is the array `source_name` of layer `source`. Only the source is stored."""
+
+    layer: str
+    name: str
+    source: str
+    source_name: str
+
+
+class Run(NamedTuple):
+    """Consecutive layers of equal definition and shapes: layers[start:stop]. One scan can compute them."""
+
+    start: int
+    stop: int
+
+
+class Layer(NamedTuple):
+    """One layer: its name, its structure without arrays, and the shapes of its own parameters."""
+
+    name: str
+    graphdef: Any
+    shapes: dict[str, Any]
+
+
+class Model:
+    """Layers in order. `jaxpar.models.build` makes one from a config.
+
+    Attributes:
+      layers: in the order of computation.
+      ties: arrays that two layers share.
+      runs: the same layers, consecutive equal ones put together.
+    """
+
+    def __init__(
+        self,
+        makers: Mapping[str, Callable[[nnx.Rngs], nnx.Module]],
+        *,
+        ties: tuple[Tie, ...] = (),
+        scan: bool = False,
+        remat: str = "none",
+    ):
+        """Layers from their makers.
+
+        Args:
+          makers: layer name -> maker of the layer, in order. Equal layers had best have the same maker.
+          ties: arrays that two layers share.
+          scan: compute a run of equal layers by one `lax.scan`.
+          remat: none, full, dots: what the backward pass recomputes in each layer.
+        """
+        self._makers = dict(makers)
+        self._scan = scan
+        self._remat = remat
+        self.ties = ties
+        different = {id(make): make for make in self._makers.values()}
+        abstract = {key: _abstract(make) for key, make in different.items()}
+        self.layers = tuple(Layer(name, *abstract[id(make)]) for name, make in self._makers.items())
+        self.runs = tuple(self._find_runs())
+
+    @property
+    def shapes(self) -> Params:
+        """The shapes and dtypes of what `init` returns."""
+        tied = {(tie.layer, tie.name) for tie in self.ties}
+        return {
+            layer.name: {name: leaf for name, leaf in layer.shapes.items() if (layer.name, name) not in tied}
+            for layer in self.layers
+        }
+
+    def init(self, key: jax.Array) -> Params:
+        """Fresh parameters. Layer i draws from fold_in(key, i), so a layer's start depends on its place alone."""
+        params: Params = {}
+        # Layers in a row from one maker are made by one vmap: compiled once, and the same numbers.
+        for _, group in itertools.groupby(self._makers.items(), lambda item: id(item[1])):
+            names, makers = zip(*group, strict=True)
+            keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(len(params), len(params) + len(names)))
+            stacked = jax.vmap(partial(_fresh, makers[0]))(keys)
+            params |= {name: jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i, name in enumerate(names)}
+        for tie in self.ties:
+            del params[tie.layer][tie.name]
+        return params
+
+    def apply(self, params: Params, batch: Batch, keys_B: jax.Array | None = None) -> jax.Array:
+        """The output of the last layer. keys_B: one dropout key an example; None: no dropout."""
+        return self.apply_layers(params, batch["inputs"], batch, keys_B, 0, len(self.layers))
+
+    def apply_layers(
+        self, params: Params, x: jax.Array, batch: Batch, keys_B: jax.Array | None, start: int, stop: int
+    ) -> jax.Array:
+        """The output of layers[start:stop] for the input x of layer `start`. A pipeline stage is such a range."""
+        for run in self.runs:
+            first, last = max(run.start, start), min(run.stop, stop)
+            if last - first > 1 and self._scan:
+                x = self._scan_run(params, x, batch, keys_B, first, last)
+            else:
+                for index in range(first, last):
+                    layer = self.layers[index]
+                    x = self._call(layer.graphdef, self._own_and_tied(params, layer.name), x, batch, keys_B, index)
+        return x
+
+    def _scan_run(
+        self, params: Params, x: jax.Array, batch: Batch, keys_B: jax.Array | None, first: int, last: int
+    ) -> jax.Array:
+        layers = self.layers[first:last]
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[params[layer.name] for layer in layers])
+
+        def body(x: jax.Array, layer: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
+            weights, index = layer
+            return self._call(layers[0].graphdef, weights, x, batch, keys_B, index), None
+
+        return jax.lax.scan(body, x, (stacked, jnp.arange(first, last)))[0]
+
+    def _call(
+        self, graphdef: Any, weights: Any, x: jax.Array, batch: Batch, keys_B: jax.Array | None, index: Any
+    ) -> jax.Array:
+        def call(weights: Any, x: jax.Array) -> jax.Array:
+            keys = None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, index)
+            return nnx.merge(graphdef, weights)(x, Context(batch, keys))
+
+        if self._remat != "none":
+            call = jax.checkpoint(call, policy=REMAT_POLICIES[self._remat])
+        return call(weights, x)
+
+    def _own_and_tied(self, params: Params, name: str) -> dict[str, Any]:
+        tied = {tie.name: params[tie.source][tie.source_name] for tie in self.ties if tie.layer == name}
+        return {**params[name], **tied}
+
+    def _find_runs(self) -> Iterator[Run]:
+        tied = {tie.layer for tie in self.ties}
+        start = 0
+        for index in range(1, len(self.layers) + 1):
+            ended = index == len(self.layers) or self.layers[index][1:] != self.layers[start][1:]
+            if ended or self.layers[index].name in tied or self.layers[start].name in tied:
+                yield Run(start, index)
+                start = index
+
+
+def _fresh(make: Callable[[nnx.Rngs], nnx.Module], key: jax.Array) -> dict[str, Any]:
+    return nnx.to_pure_dict(nnx.state(make(nnx.Rngs(params=key))))
+
+
+def _abstract(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[Any, dict[str, Any]]:
+    """The structure and the parameter shapes of a layer, without making its arrays."""
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), nnx.to_pure_dict(state))
+    return graphdef, shapes

@@ -1,0 +1,133 @@
+"""ResNet (He et al. 2015) with group normalisation (Wu & He 2018), so that no statistics cross examples.
+
+ResNet-50 puts the stride into the 3x3 convolution ("v1.5"). Small images get the stem of the
+paper's CIFAR experiments (section 4.2): one 3x3 convolution, no pooling.
+
+Array dims: B examples, H height, W width, C channels (of logits: classes).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from ml_collections import ConfigDict
+
+from jaxpar.data import DataInfo
+from jaxpar.errors import UserError
+from jaxpar.models.layers import dropout, normalize
+from jaxpar.models.mlp import unit_range
+from jaxpar.models.model import Context, Model
+from jaxpar.models.options import check_task, pick
+
+# hidden_size: channels of the first stage; each later one has twice as many.
+SIZES: dict[str, dict[str, Any]] = {"18": {"hidden_size": 64}, "50": {"hidden_size": 64}}
+DEFAULTS = {"dropout": 0.0}
+BLOCKS = {"18": (2, 2, 2, 2), "50": (3, 4, 6, 3)}  # by stage
+GROUPS = 32
+SMALL_IMAGE = 64  # up to this height and width the stem keeps the resolution
+
+
+def build(config: ConfigDict, info: DataInfo) -> Model:
+    """The layers: stem, block_0 .. , head. The output: logits [B, C], float32."""
+    check_task(config, info, tasks=("classification",), kinds=("image",))
+    values = pick(config, SIZES, DEFAULTS)
+    width, dtype = values["hidden_size"], jnp.dtype(config.model.dtype)
+    if width % GROUPS:
+        raise UserError(
+            f"config.model.hidden_size is {width}; of a resnet it must be a multiple of {GROUPS}, its norm's groups."
+        )
+    height, image_width, channels = info.input_shape
+    small = max(height, image_width) <= SMALL_IMAGE
+    bottleneck = config.model.size == "50"
+    makers: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {"stem": partial(Stem, channels, width, small, dtype)}
+    num_in = width
+    for stage, count in enumerate(BLOCKS[config.model.size]):
+        inner = width * 2**stage
+        for index in range(count):
+            stride = 2 if stage and not index else 1
+            makers[f"block_{len(makers) - 1}"] = partial(Block, num_in, inner, stride, bottleneck, dtype)
+            num_in = 4 * inner if bottleneck else inner
+    makers["head"] = partial(Head, num_in, info.num_classes, values["dropout"], dtype)
+    return Model(makers, scan=config.model.scan_layers, remat=config.model.remat)
+
+
+def conv(num_in: int, num_out: int, size: int, stride: int, dtype: Any, rngs: nnx.Rngs) -> nnx.Conv:
+    """A square convolution, padded the same on both sides; He's initialisation for ReLU, by fan-out."""
+    return nnx.Conv(
+        num_in,
+        num_out,
+        (size, size),
+        strides=stride,
+        padding=[(size // 2, size // 2)] * 2,
+        use_bias=False,
+        dtype=dtype,
+        kernel_init=nnx.initializers.variance_scaling(2.0, "fan_out", "normal"),
+        rngs=rngs,
+    )
+
+
+def group_norm(channels: int, rngs: nnx.Rngs, *, scale: float = 1.0) -> nnx.GroupNorm:
+    """To be called by `normalize`. scale: its start."""
+    return nnx.GroupNorm(channels, num_groups=GROUPS, scale_init=nnx.initializers.constant(scale), rngs=rngs)
+
+
+class Stem(nnx.Module):
+    """Pixels 0..255 to the first channels: at the resolution of a small image, at a quarter of a large one's."""
+
+    def __init__(self, channels: int, width: int, small: bool, dtype: Any, rngs: nnx.Rngs):
+        self.small = small
+        self.dtype = dtype
+        self.conv = conv(channels, width, 3 if small else 7, 1 if small else 2, dtype, rngs)
+        self.norm = group_norm(width, rngs)
+
+    def __call__(self, pixels_BHWC: jax.Array, context: Context) -> jax.Array:
+        """Pixels, uint8 [B, H, W, C], to channels [B, H', W', C']."""
+        x_BHWC = jax.nn.relu(normalize(self.norm, self.conv(unit_range(pixels_BHWC, self.dtype))))
+        if self.small:
+            return x_BHWC
+        return nnx.max_pool(x_BHWC, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
+
+
+class Block(nnx.Module):
+    """A residual block: 3x3, 3x3; as a bottleneck 1x1, 3x3, 1x1 to four times the channels.
+
+    The last norm starts at zero, so that the block starts as the identity (Goyal et al. 2017, section 5.1).
+    """
+
+    def __init__(self, num_in: int, inner: int, stride: int, bottleneck: bool, dtype: Any, rngs: nnx.Rngs):
+        num_out = 4 * inner if bottleneck else inner
+        shapes = [(num_in, inner, 3, stride), (inner, inner, 3, 1)]
+        if bottleneck:
+            shapes = [(num_in, inner, 1, 1), (inner, inner, 3, stride), (inner, num_out, 1, 1)]
+        self.convs = nnx.List([conv(*shape, dtype, rngs) for shape in shapes])
+        last = len(shapes) - 1
+        self.norms = nnx.List([group_norm(shape[1], rngs, scale=float(i != last)) for i, shape in enumerate(shapes)])
+        self.projects = stride != 1 or num_in != num_out
+        if self.projects:
+            self.projection = conv(num_in, num_out, 1, stride, dtype, rngs)
+            self.projection_norm = group_norm(num_out, rngs)
+
+    def __call__(self, x_BHWC: jax.Array, context: Context) -> jax.Array:
+        """[B, H, W, C] -> [B, H / stride, W / stride, C']."""
+        y_BHWC = x_BHWC
+        for index, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
+            y_BHWC = normalize(norm, conv(jax.nn.relu(y_BHWC) if index else y_BHWC))
+        if self.projects:
+            x_BHWC = normalize(self.projection_norm, self.projection(x_BHWC))
+        return jax.nn.relu(x_BHWC + y_BHWC)
+
+
+class Head(nnx.Module):
+    """The mean over the image, then a linear map to the classes."""
+
+    def __init__(self, num_in: int, num_classes: int, rate: float, dtype: Any, rngs: nnx.Rngs):
+        self.rate = rate
+        self.classifier = nnx.Linear(num_in, num_classes, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x_BHWC: jax.Array, context: Context) -> jax.Array:
+        """[B, H, W, C] -> logits [B, classes]."""
+        x_BC = x_BHWC.astype(jnp.float32).mean(axis=(1, 2))
+        return self.classifier(dropout(x_BC, self.rate, context, 0)).astype(jnp.float32)

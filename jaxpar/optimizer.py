@@ -1,0 +1,86 @@
+"""Optimizer and learning-rate schedule from the config: names of optax, nothing of our own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from ml_collections import ConfigDict
+
+from jaxpar.errors import UserError, check_choice
+
+Schedule = Callable[[Any], Any]  # step -> learning rate
+
+
+def _adamw(o: ConfigDict, schedule: Schedule) -> optax.GradientTransformation:
+    return optax.adamw(schedule, o.b1, o.b2, o.eps, weight_decay=o.weight_decay, mask=decayed)
+
+
+def _lamb(o: ConfigDict, schedule: Schedule) -> optax.GradientTransformation:
+    return optax.lamb(schedule, o.b1, o.b2, o.eps, weight_decay=o.weight_decay, mask=decayed)
+
+
+def _sgd(o: ConfigDict, schedule: Schedule) -> optax.GradientTransformation:
+    decay = optax.add_decayed_weights(o.weight_decay, mask=decayed)
+    return optax.chain(decay, optax.sgd(schedule, o.momentum or None))
+
+
+def _adafactor(o: ConfigDict, schedule: Schedule) -> optax.GradientTransformation:
+    return optax.adafactor(schedule, weight_decay_rate=o.weight_decay or None, weight_decay_mask=decayed)
+
+
+def _lion(o: ConfigDict, schedule: Schedule) -> optax.GradientTransformation:
+    return optax.lion(schedule, o.b1, o.b2, weight_decay=o.weight_decay, mask=decayed)
+
+
+OPTIMIZERS = {"adamw": _adamw, "lamb": _lamb, "sgd": _sgd, "adafactor": _adafactor, "lion": _lion}
+SCHEDULES = ("constant", "cosine", "linear")
+
+
+def check(config: ConfigDict) -> None:
+    """Raises UserError for an optimizer setting that cannot work."""
+    o = config.optimizer
+    check_choice("optimizer.name", o.name, OPTIMIZERS)
+    check_choice("optimizer.schedule", o.schedule, SCHEDULES)
+    check_choice("optimizer.nonfinite", o.nonfinite, ("stop", "skip"))
+    for key in ("warmup", "final_lr", "b1", "b2", "momentum"):
+        if not 0 <= o[key] <= 1:
+            raise UserError(f"config.optimizer.{key} is {o[key]}; it may be 0 to 1")
+    for key in ("lr", "weight_decay", "eps", "clip_norm"):
+        if not o[key] >= 0:
+            raise UserError(f"config.optimizer.{key} is {o[key]}; it may be 0 or more")
+    if o.accumulation_steps < 1:
+        raise UserError(f"config.optimizer.accumulation_steps is {o.accumulation_steps}; it may be 1 or more")
+
+
+def build_schedule(config: ConfigDict, num_steps: int) -> Schedule:
+    """Learning rate by step: linear warm-up from 0, then as config.optimizer.schedule says until num_steps."""
+    o = config.optimizer
+    warmup_steps = int(o.warmup * num_steps)
+    rest = max(num_steps - warmup_steps, 1)
+    after = {
+        "constant": optax.constant_schedule(o.lr),
+        "cosine": optax.cosine_decay_schedule(o.lr, rest, alpha=o.final_lr),
+        "linear": optax.linear_schedule(o.lr, o.lr * o.final_lr, rest),
+    }[o.schedule]
+    if warmup_steps == 0:
+        return after
+    return optax.join_schedules([optax.linear_schedule(0.0, o.lr, warmup_steps), after], [warmup_steps])
+
+
+def build(config: ConfigDict, schedule: Schedule) -> optax.GradientTransformation:
+    """The optimizer, behind clipping by the global norm where config.optimizer.clip_norm is not 0."""
+    transform = OPTIMIZERS[config.optimizer.name](config.optimizer, schedule)
+    if config.optimizer.clip_norm == 0:
+        return transform
+    return optax.chain(optax.clip_by_global_norm(config.optimizer.clip_norm), transform)
+
+
+def decayed(params: Any) -> Any:
+    """True where weight decay applies: matrices and kernels, never biases, norm scales or other vectors."""
+
+    def is_decayed(path: tuple[Any, ...], leaf: Any) -> bool:
+        return jnp.ndim(leaf) > 1 and path[-1].key not in ("bias", "scale")
+
+    return jax.tree_util.tree_map_with_path(is_decayed, params)

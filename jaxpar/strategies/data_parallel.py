@@ -1,0 +1,129 @@
+"""`data_parallel`: every device holds all of the state and takes a share of each batch.
+
+By `sharding`: the step of one device is compiled for the whole mesh with the batch divided over
+`data` and the state replicated; XLA's partitioner then adds the gradients up. By `pmap`: the same
+step runs once a device and the sums over `data` are written out. Both equal `single`, because
+gradients are divided by the weight of the global batch, not of a replica's share.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
+
+from jaxpar import mesh as meshes
+from jaxpar import state as states
+from jaxpar import step as steps
+from jaxpar.errors import check_choice
+from jaxpar.mesh import DATA
+from jaxpar.state import State
+from jaxpar.step import Metrics, Problem
+from jaxpar.strategies.strategy import Description, Strategy
+from jaxpar.tasks import Sums
+
+IMPLEMENTATIONS = ("sharding", "pmap")
+
+
+def num_replicas(config: ConfigDict) -> int:
+    """Devices on the data axis. Raises UserError where there are not as many."""
+    check_choice("data_parallel.implementation", config.data_parallel.implementation, IMPLEMENTATIONS)
+    return meshes.num_replicas(config)
+
+
+def build(config: ConfigDict, problem: Problem) -> Strategy:
+    """The implementation that config.data_parallel.implementation names."""
+    mesh = meshes.build(num_replicas(config))
+    if config.data_parallel.implementation == "pmap":
+        return build_pmap(problem, mesh)
+    return build_sharding(problem, mesh)
+
+
+def build_sharding(problem: Problem, mesh: Mesh) -> Strategy:
+    """Data parallelism by jit over `mesh`: batch divided, state replicated."""
+    replicated = NamedSharding(mesh, PartitionSpec())
+    divided = NamedSharding(mesh, PartitionSpec(DATA))
+    like = jax.eval_shape(functools.partial(states.init, problem.model, problem.optimizer), jax.random.key(0))
+
+    def step(state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
+        grads, sums = steps.gradients(problem, state, batch, batch["weights"].sum())
+        return steps.update(problem, state, grads, sums)
+
+    def evaluate(state: State, batch: dict[str, jax.Array]) -> Sums:
+        return steps.evaluate(problem, state.params, batch)
+
+    def place(rows: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        return {key: jax.make_array_from_process_local_data(divided, value) for key, value in rows.items()}
+
+    return Strategy(
+        init=jax.jit(functools.partial(states.init, problem.model, problem.optimizer), out_shardings=replicated),
+        place=place,
+        step=jax.jit(step, donate_argnums=0, out_shardings=replicated),
+        evaluate=jax.jit(evaluate, out_shardings=replicated),
+        to_canonical=states.to_canonical,
+        from_canonical=lambda tree: jax.device_put(states.from_canonical(tree, like), replicated),
+        describe=lambda: describe(mesh, like, "one device" if mesh.size == 1 else "batch divided, state replicated"),
+    )
+
+
+def build_pmap(problem: Problem, mesh: Mesh) -> Strategy:
+    """Data parallelism by `jax.pmap`: arrays have a leading dim of the replicas."""
+    devices = list(mesh.devices.flat)
+    like = jax.eval_shape(functools.partial(states.init, problem.model, problem.optimizer), jax.random.key(0))
+
+    def step(state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
+        weight = jax.lax.psum(batch["weights"].sum(), DATA)
+        grads_unreduced, sums_unreduced = steps.gradients(problem, state, batch, weight)
+        grads, sums = jax.lax.psum((grads_unreduced, sums_unreduced), DATA)
+        return steps.update(problem, state, grads, sums)
+
+    def evaluate(state: State, batch: dict[str, jax.Array]) -> Sums:
+        return jax.lax.psum(steps.evaluate(problem, state.params, batch), DATA)
+
+    def first(tree: Any) -> Any:
+        """A replicated tree as its first replica's arrays."""
+        return jax.tree.map(lambda x: x.addressable_shards[0].data[0], tree)
+
+    mapped_step = jax.pmap(step, axis_name=DATA, devices=devices, donate_argnums=0)
+    mapped_evaluate = jax.pmap(evaluate, axis_name=DATA, devices=devices)
+
+    def place(rows: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        sharding = NamedSharding(mesh, PartitionSpec(DATA))
+        split = {key: value.reshape(len(devices), -1, *value.shape[1:]) for key, value in rows.items()}
+        return {key: jax.device_put(value, sharding) for key, value in split.items()}
+
+    def replicate(state: State) -> State:
+        sharding = NamedSharding(mesh, PartitionSpec(DATA))
+        stacked = jax.tree.map(lambda x: np.broadcast_to(np.asarray(x), (len(devices), *x.shape)), state)
+        return jax.device_put(stacked, sharding)
+
+    def mapped_step_with_first(state: State, batch: Any) -> tuple[State, Metrics]:
+        state, metrics = mapped_step(state, batch)
+        return state, first(metrics)
+
+    init = jax.jit(functools.partial(states.init, problem.model, problem.optimizer))
+    return Strategy(
+        init=lambda key: replicate(init(key)),
+        place=place,
+        step=mapped_step_with_first,
+        evaluate=lambda state, batch: first(mapped_evaluate(state, batch)),
+        to_canonical=lambda state: states.to_canonical(first(state)),
+        from_canonical=lambda tree: replicate(states.from_canonical(tree, like)),
+        describe=lambda: describe(mesh, like, "pmap: batch divided, state replicated"),
+    )
+
+
+def describe(mesh: Mesh, state: State, layout: str) -> Description:
+    """All of the state on each device; gradients by ring all-reduce: each sends 2(n-1)/n of their bytes."""
+    devices = tuple(mesh.devices.flat)
+    gradient_bytes = nbytes(state.params)
+    wire_bytes = 2 * (len(devices) - 1) * gradient_bytes // len(devices)
+    return Description(devices, layout, len(devices), gradient_bytes + nbytes(state.optimizer), wire_bytes)
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of the arrays of a tree, abstract or not."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

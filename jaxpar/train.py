@@ -1,0 +1,303 @@
+"""Training from a config to a result: build, restore, loop, save, report.
+
+Nothing here asks which strategy it runs. All that is on devices goes through the functions of
+`jaxpar.strategies.Strategy`; the arithmetic of a step is in jaxpar/step.py.
+"""
+
+import math
+import shutil
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from jaxpar import checkpoint, data, flops, mesh, metrics, models, optimizer, report, state, strategies, tasks
+from jaxpar import config as configs
+from jaxpar.errors import UserError
+from jaxpar.interrupt import Interrupt
+from jaxpar.meter import Meter
+from jaxpar.metrics import Progress
+from jaxpar.models import hf
+from jaxpar.step import Problem
+from jaxpar.strategies import Strategy
+
+
+class Stopped(Exception):
+    """The run was asked to stop, and did so with everything saved."""
+
+
+class Run(NamedTuple):
+    """Everything a run is made of, built from its config."""
+
+    config: ConfigDict
+    workdir: Path
+    dataset: data.Dataset
+    batches: data.Batches
+    problem: Problem
+    strategy: Strategy
+    schedule: optimizer.Schedule
+    num_steps: int
+    phases: metrics.Phases
+
+
+def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
+    """Trains as `config` says, continuing what `workdir` holds, and returns what it writes to result.json.
+
+    Raises:
+      UserError: a mistake in the config, the data or the workdir; nothing was compiled or lost.
+      Stopped: SIGTERM or Ctrl-C came; the state is saved.
+    """
+    phases = metrics.Phases()
+    with phases("setup"):
+        check(config, workdir)
+        run = build(config, workdir, phases)
+        print(describe(run), flush=True)
+        saver = checkpoint.Saver(
+            workdir / "checkpoints", keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
+        )
+    with phases("start"):
+        current, first_step = start(run)
+    log = metrics.Log(workdir, first_step=first_step, tensorboard=config.log.tensorboard)
+    try:
+        current = loop(run, current, first_step, saver, log)
+        result = finish(run, current, log)
+    finally:
+        log.close()
+        with phases("checkpoint"):
+            saver.close()
+    result["seconds"] = {name: round(seconds, 2) for name, seconds in phases.seconds.items()}
+    report.write_result(workdir, result)
+    return result
+
+
+# ---- build --------------------------------------------------------------------------------------
+
+
+def check(config: ConfigDict, workdir: Path) -> None:
+    """Raises UserError for whatever can be known to fail before data is read and programs are compiled."""
+    if config.model.init_from:
+        hf.apply_directory(config)
+    tasks.check(config.task)
+    models.check(config)
+    optimizer.check(config)
+    strategies.check(config)
+    data.check(config)
+    if config.checkpoint.keep < 1:
+        raise UserError(f"config.checkpoint.keep is {config.checkpoint.keep}; it may be 1 or more")
+    for key in ("eval.every_steps", "checkpoint.every_steps"):
+        section, _, name = key.partition(".")
+        if config[section][name] < 0:
+            raise UserError(f"config.{key} is {config[section][name]}; it may be 0 or more")
+    if config.log.every_steps < 1:
+        raise UserError(f"config.log.every_steps is {config.log.every_steps}; it may be 1 or more")
+    if config.num_steps < 0 or (config.num_steps == 0 and not config.num_epochs > 0):
+        raise UserError(
+            f"config.num_steps is {config.num_steps} and config.num_epochs {config.num_epochs}; one must be positive"
+        )
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        probe = workdir / ".write_test"
+        probe.write_bytes(b"jaxpar")
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"--workdir={workdir} cannot be written: {error.strerror}") from error
+    configs.check_same_run(config, workdir)
+
+
+def build(config: ConfigDict, workdir: Path, phases: metrics.Phases) -> Run:
+    """Data, model, optimizer and strategy."""
+    dataset = data.load(config, workdir)
+    batches = data.Batches(dataset.train, batch_size=config.batch_size, seed=config.seed, shuffle=True)
+    num_steps = config.num_steps or math.ceil(config.num_epochs * batches.steps_per_epoch)
+    schedule = optimizer.build_schedule(config, num_steps)
+    problem = Problem(
+        models.build(config, dataset.info), optimizer.build(config, schedule), config.optimizer.accumulation_steps
+    )
+    strategy = strategies.build(config, problem)
+    check_space(config, workdir, strategy)
+    configs.save(config, workdir)
+    return Run(config, workdir, dataset, batches, problem, strategy, schedule, num_steps, phases)
+
+
+def check_space(config: ConfigDict, workdir: Path, strategy: Strategy) -> None:
+    """Raises UserError where the disk cannot hold the checkpoints that are kept, and the one being written."""
+    number = config.checkpoint.keep + config.checkpoint.keep_best + 1
+    there = len(checkpoint.steps(workdir / "checkpoints"))
+    needed = max(number - there, 1) * strategy.describe().state_bytes
+    free = shutil.disk_usage(workdir).free
+    if needed > free:
+        raise UserError(
+            f"--workdir={workdir}: the disk has {free / 1e6:.0f} MB free, {number} checkpoints need "
+            f"{needed / 1e6:.0f} MB; free space or lower config.checkpoint.keep"
+        )
+
+
+def describe(run: Run) -> str:
+    """What will run, where, in a few lines."""
+    config, on, model = run.config, run.strategy.describe(), run.problem.model
+    kinds = ", ".join(sorted({device.device_kind for device in on.devices}))
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(model.shapes))
+    splits = zip(("training", "validation", "test"), run.dataset[1:4], strict=True)
+    sizes = ", ".join(f"{len(split) if split else 0:,} {name}" for name, split in splits)
+    lines = {
+        "platform": f"{jax.default_backend()}, {jax.device_count()} devices ({kinds}), jax {jax.__version__}",
+        "mesh": f"{mesh.DATA}={on.num_replicas}, {config.strategy}: {on.layout}",
+        "": f"{on.state_bytes / 1e6:.1f} MB of state on a device, {on.wire_bytes / 1e6:.1f} MB sent by it in a step",
+        "model": f"{config.model.name}, {len(model.layers)} layers, {parameters:,} parameters, {config.model.dtype}",
+        "data": f"{config.data.source}, {config.task}: {sizes} examples",
+        "run": f"{run.num_steps:,} steps of {config.batch_size} examples, in {run.workdir}",
+    }
+    return "\n".join(f"{name:9} {text}" for name, text in lines.items())
+
+
+# ---- restore ------------------------------------------------------------------------------------
+
+
+def start(run: Run) -> tuple[Any, int]:
+    """The strategy's state and the number of steps it has behind it: of the newest whole checkpoint, or a fresh one."""
+    like = jax.eval_shape(
+        lambda key: state.to_canonical(state.init(run.problem.model, run.problem.optimizer, key)), jax.random.key(0)
+    )
+    found = checkpoint.restore(run.workdir / "checkpoints", like, say=print)
+    if found is not None:
+        if found.info["data"] != run.dataset.fingerprint:
+            raise UserError(
+                f"the data changed since the checkpoint of step {found.step} in {run.workdir}; give a new --workdir"
+            )
+        print(f"resume    from step {found.step:,}", flush=True)
+        return run.strategy.from_canonical(found.tree), found.step
+    fresh = run.strategy.init(jax.random.key(run.config.seed))
+    if run.config.model.init_from:
+        tree = run.strategy.to_canonical(fresh)
+        tree["params"] = hf.load_params(run.problem.model, tree["params"], Path(run.config.model.init_from))
+        fresh = run.strategy.from_canonical(tree)
+    return fresh, 0
+
+
+# ---- loop ---------------------------------------------------------------------------------------
+
+
+def loop(run: Run, current: Any, first_step: int, saver: checkpoint.Saver, log: metrics.Log) -> Any:
+    """Steps first_step to num_steps. Two are in flight: the figures of one are read while the next computes."""
+    config, phases, total = run.config, run.phases, run.num_steps
+    every_eval = (config.eval.every_steps or run.batches.steps_per_epoch) if run.dataset.validation else 0
+    every = {"log": config.log.every_steps, "eval": every_eval, "save": config.checkpoint.every_steps}
+    best_loss = min((row["loss"] for row in log.rows("validation")), default=math.inf)
+    meter = build_meter(run)
+    clock = phases.clock("train", "input")
+    with (
+        Interrupt() as interrupt,
+        metrics.Trace(config.profile, run.workdir) as trace,
+        Progress(first_step, total) as bar,
+    ):
+        loader = load(run, run.batches, first_step, total)
+        for step in range(first_step + 1, total + 1):
+            trace.before(step)
+            with phases("input"):
+                rows = next(loader)
+            with phases("compile" if meter.is_new(rows) else "train"):
+                current, step_metrics = run.strategy.step(current, run.strategy.place(rows))
+            with phases("train"):
+                meter.add(step, rows, step_metrics)
+            bar.advance(meter.loss)
+
+            stop = interrupt.requested
+            due = {name for name, steps in every.items() if step == total or (steps and step % steps == 0)}
+            if not due and not stop:
+                continue
+            with phases("train"):
+                meter.read()  # so that nothing below is of a step that failed
+            if "log" in due:
+                figures = meter.figures(clock()) | {"learning_rate": float(run.schedule(step - 1))}
+                log.write(step, "train", figures)
+                bar.log(step, figures)
+            validation_loss = None
+            if "eval" in due and run.dataset.validation:
+                figures = evaluate(run, current, run.dataset.validation)
+                log.write(step, "validation", figures)
+                bar.say(f"step {step}/{total}  validation " + in_words(figures))
+                validation_loss = figures["loss"]
+            if "save" in due or stop or (validation_loss is not None and validation_loss < best_loss):
+                with phases("checkpoint"):
+                    saver.save(run.strategy.to_canonical(current), save_info(run, step), validation_loss)
+            best_loss = min(best_loss, math.inf if validation_loss is None else validation_loss)
+            if stop and step < total:
+                raise Stopped(f"{stop.name}: stopped after step {step} of {total}, saved in {run.workdir}")
+    return current
+
+
+def load(run: Run, batches: data.Batches, start: int, stop: int) -> Iterator[dict[str, np.ndarray]]:
+    """Batches start to stop, made in the background."""
+    return iter(batches.loader(start, stop, num_threads=run.config.data.num_threads, prefetch=run.config.data.prefetch))
+
+
+def build_meter(run: Run) -> Meter:
+    """The meter of this run's model on this run's devices."""
+    devices = run.strategy.describe().devices
+    peak = run.config.log.peak_flops or flops.peak_flops(devices[0].device_kind, run.config.model.dtype)
+    return Meter(
+        run.problem.model,
+        task=run.config.task,
+        peak_flops=peak * len(devices) if peak else None,
+        stop_if_nonfinite=run.config.optimizer.nonfinite == "stop",
+    )
+
+
+def save_info(run: Run, step: int) -> dict[str, Any]:
+    """What a checkpoint says besides its arrays."""
+    return {"data": run.dataset.fingerprint, "examples": examples_before(run, step)}
+
+
+def examples_before(run: Run, step: int) -> int:
+    """Examples of the first `step` batches. An epoch's last batch may hold fewer."""
+    epochs, rest = divmod(step, run.batches.steps_per_epoch)
+    return epochs * run.batches.examples_per_epoch + min(rest * run.config.batch_size, run.batches.examples_per_epoch)
+
+
+def evaluate(run: Run, current: Any, split: data.Split) -> dict[str, float]:
+    """The figures of all of `split`."""
+    size = run.config.eval.batch_size or run.config.batch_size
+    batches = data.Batches(split, batch_size=size, seed=run.config.seed, shuffle=False)
+    with run.phases("eval"):
+        loader = load(run, batches, 0, batches.steps_per_epoch)
+        sums = [run.strategy.evaluate(current, run.strategy.place(rows)) for rows in loader]
+        totals = np.asarray(jax.device_get(sums), np.float64).sum(axis=0)
+    return tasks.figures(run.config.task, *totals)
+
+
+# ---- report -------------------------------------------------------------------------------------
+
+
+def in_words(figures: dict[str, float]) -> str:
+    """`loss 0.1234  accuracy 0.5678`."""
+    return "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
+
+
+def finish(run: Run, current: Any, log: metrics.Log) -> dict[str, Any]:
+    """Evaluates on the test split, draws the curves and puts the result together."""
+    result: dict[str, Any] = {}
+    if run.dataset.test:
+        figures = evaluate(run, current, run.dataset.test)
+        log.write(run.num_steps, "test", figures)
+        print(f"test      {in_words(figures)}", flush=True)
+        result = {f"test_{name}": value for name, value in figures.items()}
+    trained = [row for row in log.rows("train") if "loss" in row]
+    rates = [row["examples_per_second"] for row in trained]
+    description = run.strategy.describe()
+    result |= {
+        "train_loss": trained[-1]["loss"] if trained else None,
+        "steps": run.num_steps,
+        "examples": examples_before(run, run.num_steps),
+        "examples_per_second": statistics.median(rates) if rates else None,
+        "strategy": run.config.strategy,
+        "devices": [str(device) for device in description.devices],
+        "device_kind": description.devices[0].device_kind,
+        "state_bytes": description.state_bytes,
+        "wire_bytes": description.wire_bytes,
+    }
+    report.draw_curves(run.workdir, f"{run.config.model.name} on {run.config.data.source}, {run.config.strategy}")
+    return result

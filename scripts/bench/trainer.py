@@ -1,0 +1,62 @@
+"""The trainer's whole loop / a bare loop over the same jitted step, and the time to the first step.
+
+    scripts/python scripts/bench/trainer.py [--config=configs/quickstart.py] [--config.KEY=VALUE ...]
+
+The whole loop loads, places, logs, draws progress, counts FLOPs and writes checkpoints as in any
+run (evaluation is left out: it is work of its own). The bare loop steps over the same batches,
+which lie on the devices already. Rounds of both alternate; the medians are compared.
+"""
+
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+
+from jaxpar import checkpoint, data, mesh, metrics, train
+from jaxpar import config as configs
+
+ROUNDS = 5
+STEPS = 100
+
+
+def main(arguments: list[str]) -> None:
+    """Prints the ratio."""
+    name = next((a.removeprefix("--config=") for a in arguments if a.startswith("--config=")), "configs/quickstart.py")
+    config = configs.load(name)
+    overrides = [a for a in arguments if not a.startswith("--config=")]
+    configs.override(config, [f"--config.num_steps={STEPS}", f"--config.checkpoint.every_steps={STEPS}", *overrides])
+    mesh.start(config, data.cache_dir(config) / "xla")
+    times: dict[str, list[float]] = {"bare": [], "whole": []}
+    with tempfile.TemporaryDirectory() as folder:
+        workdir = Path(folder)
+        train.check(config, workdir)
+        built = train.build(config, workdir, metrics.Phases())
+        run = built._replace(dataset=built.dataset._replace(validation=None))
+        batches = [run.strategy.place(run.batches.batch(step)) for step in range(STEPS)]
+        for number in range(ROUNDS + 1):
+            state = run.strategy.init(jax.random.key(0))
+            start = time.perf_counter()
+            for batch in batches:
+                state, step_metrics = run.strategy.step(state, batch)
+            jax.block_until_ready((state, step_metrics))
+            bare = time.perf_counter() - start
+            state = jax.block_until_ready(run.strategy.init(jax.random.key(0)))
+            saver = checkpoint.Saver(workdir / f"checkpoints{number}", keep=1, keep_best=False)
+            log = metrics.Log(workdir, first_step=0, tensorboard=True)
+            start = time.perf_counter()
+            jax.block_until_ready(train.loop(run, state, 0, saver, log))
+            whole = time.perf_counter() - start
+            saver.close()
+            log.close()
+            if number > 0:  # the first round compiles
+                times["bare"].append(bare)
+                times["whole"].append(whole)
+    ratio = statistics.median(times["whole"]) / statistics.median(times["bare"])
+    print(f"{name}: whole loop / bare loop over {STEPS} steps: {ratio:.3f} (medians of {ROUNDS} alternating rounds)")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

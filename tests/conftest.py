@@ -1,0 +1,33 @@
+"""Eight virtual CPU devices, strict JAX, and caches apart from the user's."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+NUM_DEVICES = 8
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Sets JAX up before any test module is imported. Compiled programs are kept between runs."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
+    jax.config.update("jax_compilation_cache_max_size", 2**30)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def pytest_sessionstart() -> None:
+    """Asserts the devices: a test that needs them must not pass without."""
+    assert jax.device_count() == NUM_DEVICES, jax.devices()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """$JAXPAR_CACHE: token arrays made by tests are the tests' own."""
+    path = tmp_path_factory.mktemp("jaxpar_cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXPAR_CACHE", str(path))
+        yield path

@@ -1,0 +1,246 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+from tokenizers import Tokenizer
+
+from jaxpar.data import Batches, DataInfo, Dataset, Split, load, tokenizer
+from jaxpar.errors import UserError
+
+from .conftest import WRITERS, reviews, write_csv
+
+POEM = "".join(f"the {i} green bottles, hanging on the wall\nand if one should fall\n\n" for i in range(200))
+
+
+@pytest.fixture
+def config(config: ConfigDict, tmp_path: Path) -> ConfigDict:
+    write_csv(tmp_path / "reviews.csv", reviews(400))
+    config.data.source, config.data.train = "csv", str(tmp_path / "reviews.csv")
+    return config
+
+
+def all_rows(split: Split | None) -> dict[str, np.ndarray]:
+    assert split is not None
+    return Batches(split, batch_size=len(split), seed=0, shuffle=False).batch(0)
+
+
+def equal(one: Dataset, other: Dataset) -> bool:
+    pairs = [(all_rows(getattr(one, name)), all_rows(getattr(other, name))) for name in ("train", "validation", "test")]
+    return one.info == other.info and all(np.array_equal(a[key], b[key]) for a, b in pairs for key in a)
+
+
+def test_classification(config: ConfigDict, tmp_path: Path) -> None:
+    dataset = load(config, tmp_path / "run")
+    made = Tokenizer.from_file(str(tmp_path / "run" / "tokenizer.json"))
+    assert dataset.info == DataInfo("text", (32,), 3, ("mixed", "neg", "pos"), made.get_vocab_size(), 0)
+    made.no_truncation()
+    label_of = {record["text"]: record["label"] for record in reviews(400)}
+    by_tokens = {tuple(made.encode(text).ids[:31]): label for text, label in label_of.items()}
+    found = 0
+    for split in (dataset.train, dataset.validation, dataset.test):
+        batch = all_rows(split)
+        for tokens_T, mask_T, label in zip(batch["inputs"], batch["mask"], batch["labels"], strict=True):
+            tokens = tuple(tokens_T[mask_T].tolist())
+            assert by_tokens[tokens[:31]] == dataset.info.class_names[label]
+            found += 1
+    assert found == 400
+
+
+def test_all_formats_give_the_same_data(config: ConfigDict, tmp_path: Path) -> None:
+    datasets = []
+    for source, write in WRITERS.items():
+        path = tmp_path / f"same.{source}"
+        write(path, reviews(400))
+        config.data.source, config.data.train = source, str(path)
+        datasets.append(load(config, tmp_path / source))
+    assert all(equal(dataset, datasets[0]) for dataset in datasets)
+    tokenizers = {(tmp_path / source / "tokenizer.json").read_bytes() for source in WRITERS}
+    assert len(tokenizers) == 1
+
+
+def test_the_second_load_reads_the_cache(
+    config: ConfigDict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = load(config, tmp_path / "one")
+    made = capsys.readouterr().out.splitlines()
+    assert [line.split(" (once")[0] for line in made] == [
+        "Training a tokenizer of up to 300 tokens",
+        f"Tokenizing {tmp_path}/reviews.csv",
+    ]
+    for workdir in ("one", "two"):  # with the workdir's tokenizer, and a fresh workdir
+        again = load(config, tmp_path / workdir)
+        assert again.fingerprint == first.fingerprint
+        assert equal(again, first)
+    assert capsys.readouterr().out == ""
+    assert (tmp_path / "one/tokenizer.json").read_bytes() == (tmp_path / "two/tokenizer.json").read_bytes()
+    arrays = next((tmp_path / "cache" / "data").iterdir())
+    content = (arrays / "train.tokens.npy").read_bytes()
+    (arrays / "train.tokens.npy").unlink()  # `first` has it mapped
+    (arrays / "train.tokens.npy").write_bytes(content[:1000])
+    repaired = load(config, tmp_path / "one")
+    assert "is damaged: making it anew" in capsys.readouterr().out
+    assert equal(repaired, first)
+
+
+def test_the_fingerprint_is_of_all_that_matters(config: ConfigDict, tmp_path: Path) -> None:
+    write_csv(tmp_path / "other.csv", reviews(401))
+    changes = [
+        {},
+        {"data.train": str(tmp_path / "other.csv")},
+        {"data.text_columns": ("id",)},
+        {"data.max_length": 16},
+        {"data.length_buckets": (8, 16)},
+        {"data.test_fraction": 0.2},
+        {"data.validation_fraction": 0.2},
+        {"data.vocab_size": 200},
+        {"task": "masked_lm"},
+    ]
+    seen = set()
+    for i, change in enumerate(changes):
+        changed = config.copy_and_resolve_references()
+        changed.update_from_flattened_dict(change)
+        seen.add(load(changed, tmp_path / str(i)).fingerprint)
+    assert len(seen) == len(changes)
+    config.data.prefetch, config.data.num_threads, config.batch_size = 3, 2, 7
+    assert load(config, tmp_path / "again").fingerprint in seen
+
+
+def test_the_tokenizer_sees_the_training_split_only(config: ConfigDict, tmp_path: Path) -> None:
+    write_csv(tmp_path / "test.csv", [{"id": "0", "text": "Ж", "label": "pos"}])
+    config.data.test = str(tmp_path / "test.csv")
+    load(config, tmp_path / "run")
+    vocab = Tokenizer.from_file(str(tmp_path / "run" / "tokenizer.json")).get_vocab()
+    assert "ж" not in vocab
+    assert "f" in vocab
+
+
+def test_a_given_tokenizer(config: ConfigDict, tmp_path: Path) -> None:
+    hub = tmp_path / "bert"
+    hub.mkdir()
+    words = [*tokenizer.WORDPIECE_SPECIALS, "good", "film", "##s", "plot", "of", "it"]
+    (hub / "vocab.txt").write_text("\n".join(words), "utf-8")
+    config.model.init_from = str(hub)
+    dataset = load(config, tmp_path / "run")
+    assert dataset.info.vocab_size == len(words)
+    kept = tmp_path / "run" / "tokenizer.json"
+    config.model.init_from = ""
+    config.data.tokenizer = str(kept)
+    assert equal(load(config, tmp_path / "other"), dataset)
+    config.data.tokenizer = str(hub / "vocab.txt")
+    assert equal(load(config, tmp_path / "run"), dataset)
+    (hub / "vocab.txt").write_text("\n".join([*words, "more"]), "utf-8")
+    with pytest.raises(UserError, match=r"run/tokenizer.json is not .*vocab.txt: this workdir belongs to another run"):
+        load(config, tmp_path / "run")
+    config.data.tokenizer, config.data.vocab_size = "", 200
+    kept.write_text(tokenizer.train(lambda: iter(POEM.split("\n")), 300, byte_level=True).to_str())
+    with pytest.raises(UserError, match=r"run/tokenizer.json has 300 tokens, config.data.vocab_size is 200"):
+        load(config, tmp_path / "run")
+
+
+def test_a_tokenizer_without_the_tokens_that_the_task_needs(config: ConfigDict, tmp_path: Path) -> None:
+    made = tokenizer.train(lambda: iter(POEM.split("\n")), 300, byte_level=True)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(made.to_str())
+    config.data.tokenizer = str(path)
+    assert load(config, tmp_path / "run").info.pad_id == made.token_to_id("<|endoftext|>")
+    config.task = "masked_lm"
+    with pytest.raises(UserError, match=r"tokenizer.json has no token for masking; it needs \[MASK\] or <mask>"):
+        load(config, tmp_path / "run2")
+    path.write_text(made.to_str().replace("<|endoftext|>", "<|finis|>"))
+    config.task = "classification"
+    with pytest.raises(UserError, match=r"tokenizer.json has no token for padding; it needs \[PAD\] or"):
+        load(config, tmp_path / "run3")
+    config.task = "causal_lm"
+    with pytest.raises(UserError, match=r"tokenizer.json has no token for the end of a text"):
+        load(config, tmp_path / "run4")
+    assert not any((tmp_path / f"run{i}").exists() for i in (2, 3, 4))
+
+
+@pytest.mark.parametrize("task", ["causal_lm", "masked_lm"])
+def test_plain_text(task: str, config: ConfigDict, tmp_path: Path) -> None:
+    path = tmp_path / "poem.txt"
+    path.write_text(POEM)
+    config.task, config.data.source, config.data.train = task, "text", str(path)
+    dataset = load(config, tmp_path / "run")
+    made = Tokenizer.from_file(str(tmp_path / "run" / "tokenizer.json"))
+    assert dataset.info == DataInfo("text", (32,), 0, (), made.get_vocab_size(), 0)
+    texts = [decoded(split, made, task) for split in (dataset.train, dataset.validation, dataset.test)]
+    starts = [0, round(0.85 * len(POEM)), round(0.9 * len(POEM))]
+    for start, text in zip(starts, texts, strict=True):
+        begin = 0 if start == 0 else POEM.index("\n", start - 1) + 1
+        expected = POEM[begin:] if task == "causal_lm" else " ".join(POEM[begin:].split())
+        assert len(text) > 200
+        assert expected.startswith(text.removesuffix("<|endoftext|>"))
+
+
+def decoded(split: Split | None, made: Tokenizer, task: str) -> str:
+    """The text of all examples of a language model, one after another as they stand."""
+    batch = all_rows(split)
+    if task == "causal_lm":
+        tokens = np.concatenate([batch["inputs"], batch["labels"][:, -1:]], axis=1)
+        assert batch["inputs"].shape[1] == 32
+        assert np.array_equal(batch["inputs"][:, 1:], batch["labels"][:, :-1])
+        return made.decode(tokens.ravel().tolist(), skip_special_tokens=False)
+    full = [
+        row for row in range(len(batch["mask"])) if batch["mask"][row].all()
+    ]  # but for the last, by length the first
+    assert len(full) >= len(batch["mask"]) - 1
+    return made.decode([token for row in full for token in batch["labels"][row, 1:-1]])
+
+
+def test_causal_lm_on_a_table_keeps_rows_apart(config: ConfigDict, tmp_path: Path) -> None:
+    config.task = "causal_lm"
+    dataset = load(config, tmp_path / "run")
+    made = Tokenizer.from_file(str(tmp_path / "run" / "tokenizer.json"))
+    texts = set(decoded(dataset.train, made, "causal_lm").split("<|endoftext|>")[1:-1])
+    assert texts <= {record["text"] for record in reviews(400)}
+    held_out = set(decoded(dataset.test, made, "causal_lm").split("<|endoftext|>")[1:-1])
+    assert len(held_out) > 5
+    assert not texts & held_out
+
+
+def test_two_text_columns(config: ConfigDict, tmp_path: Path) -> None:
+    config.data.text_columns = ("id", "text")
+    dataset = load(config, tmp_path / "run")
+    made = Tokenizer.from_file(str(tmp_path / "run" / "tokenizer.json"))
+    made.enable_truncation(32)
+    expected = {}
+    for record in reviews(400):
+        encoding = made.encode(record["id"], record["text"])
+        expected[tuple(encoding.ids)] = encoding.type_ids
+    batch = all_rows(dataset.train)
+    for tokens_T, mask_T, segments_T in zip(batch["inputs"], batch["mask"], batch["segments"], strict=True):
+        assert segments_T[mask_T].tolist() == expected[tuple(tokens_T[mask_T].tolist())]
+        assert not segments_T[~mask_T].any()
+
+
+def test_splits_that_come_out_empty(config: ConfigDict, tmp_path: Path) -> None:
+    write_csv(tmp_path / "few.csv", reviews(6))
+    config.data.train = str(tmp_path / "few.csv")
+    config.data.validation_fraction = 0.001
+    with pytest.raises(
+        UserError, match=r"the validation split got none: raise config.data.validation_fraction, or set it to 0"
+    ):
+        load(config, tmp_path / "run")
+    config.data.validation_fraction = config.data.test_fraction = 0.0
+    dataset = load(config, tmp_path / "run")
+    assert (len(dataset.train), dataset.validation, dataset.test) == (6, None, None)
+    (tmp_path / "a.txt").write_text("few words\n")
+    config.task, config.data.source, config.data.train = "causal_lm", "text", str(tmp_path / "a.txt")
+    with pytest.raises(UserError, match=r"the train split is too short"):
+        load(config, tmp_path / "run2")
+
+
+def test_one_class_only(config: ConfigDict, tmp_path: Path) -> None:
+    write_csv(tmp_path / "one.csv", [{**record, "label": "pos"} for record in reviews(100)])
+    config.data.train = str(tmp_path / "one.csv")
+    with pytest.raises(UserError, match=r"config.data.train has one class only, 'pos'"):
+        load(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_workdir_that_cannot_be_written(config: ConfigDict, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"--workdir .*file/run"):
+        load(config, tmp_path / "file" / "run")

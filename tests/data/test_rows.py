@@ -1,0 +1,153 @@
+import gzip
+import lzma
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jaxpar.data.rows import Columns, Row, read
+from jaxpar.errors import UserError
+
+from .conftest import WRITERS, reviews
+
+COLUMNS = Columns(("text",), "label")
+
+
+def rows(source: str, path: Path, columns: Columns = COLUMNS) -> list[Row]:
+    return list(read(source, [path], columns))
+
+
+@pytest.mark.parametrize("source", WRITERS)
+def test_all_formats_give_what_was_written(source: str, tmp_path: Path) -> None:
+    records = reviews(50)
+    path = tmp_path / f"reviews.{source}"
+    WRITERS[source](path, records)
+    found = rows(source, path)
+    assert [(row.texts, row.label) for row in found] == [((record["text"],), record["label"]) for record in records]
+    first = 1 if source in ("jsonl", "parquet") else 2  # after the header
+    assert [row.line for row in found] == list(range(first, 50 + first))
+    pairs = rows(source, path, Columns(("label", "text"), None))
+    assert pairs[7].texts == (records[7]["label"], records[7]["text"])
+    assert pairs[7].label == ""
+
+
+@pytest.mark.parametrize("source", ["csv", "tsv", "jsonl"])
+def test_compressed_files(source: str, tmp_path: Path) -> None:
+    path = tmp_path / f"reviews.{source}"
+    WRITERS[source](path, reviews(20))
+    packed = path.with_name(path.name + ".gz"), path.with_name(path.name + ".xz")
+    packed[0].write_bytes(gzip.compress(path.read_bytes()))
+    packed[1].write_bytes(lzma.compress(path.read_bytes()))
+    for other in packed:
+        assert [row[:2] for row in rows(source, other)] == [row[:2] for row in rows(source, path)]
+        other.write_bytes(other.read_bytes()[:-20])
+        with pytest.raises(UserError, match=f"{other.name}: the compressed file is damaged"):
+            rows(source, other)
+
+
+def test_csv_fields_over_several_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(
+        b'\xef\xbb\xbftext,label\r\n"one\r\ntwo ""quoted"", three",x\r\n\r\nfour,y\r\n' + b"z" * 200_000 + b",y\r\n"
+    )
+    found = rows("csv", path)
+    assert found[0] == Row(('one\r\ntwo "quoted", three',), "x", path, 2)
+    assert found[1] == Row(("four",), "y", path, 5)
+    assert len(found[2].texts[0]) == 200_000
+
+
+def test_tsv_quotes_are_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.tsv"
+    path.write_text('label\ttext\n1\t"Oh" he said, "\n2\tit\'s\n')
+    assert [row.texts[0] for row in rows("tsv", path)] == ['"Oh" he said, "', "it's"]
+
+
+def test_numeric_labels(tmp_path: Path) -> None:
+    jsonl, parquet = tmp_path / "a.jsonl", tmp_path / "a.parquet"
+    jsonl.write_text('{"text": "a", "label": 3}\n\n{"label": "3", "text": "b", "more": [1]}\n')
+    pq.write_table(pa.table({"text": pa.array(["a", "b"]).dictionary_encode(), "label": [3, 3]}), parquet)
+    assert [row.label for row in rows("jsonl", jsonl)] == ["3", "3"]
+    assert [(row.texts, row.label) for row in rows("parquet", parquet)] == [(("a",), "3"), (("b",), "3")]
+
+
+def test_a_text_file_is_one_document(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one\n\ntwo\n")
+    assert rows("text", path, Columns(("text",), None)) == [Row(("one\n\ntwo\n",), "", path, 1)]
+
+
+HEADER = "text,label\n"
+MISTAKES = {
+    "ragged.csv": (HEADER + "a,x\nb\n", r"ragged.csv:3: 1 columns, where the header has 2"),
+    "wide.csv": (HEADER + '"a\nb",x\nc,d,y\n', r"wide.csv:4: 3 columns, where the header has 2"),
+    "ragged.tsv": ("text\tlabel\na\tx\tz\n", r"ragged.tsv:2: 3 columns, where the header has 2"),
+    "header.csv": (HEADER, "header.csv has no examples"),
+    "header.tsv": ("text\tlabel\n", "header.tsv has no examples"),
+    "blank.jsonl": ("\n\n", "blank.jsonl has no examples"),
+    "blank.csv": ("\n\n", "blank.csv has no examples"),
+    "blank.txt": (" \n", "blank.txt has no examples"),
+    "unknown.csv": ("txt,label\na,x\n", r"unknown.csv:1 has no column 'text'; it has 'txt', 'label'. Did you "
+                    r"mean 'txt'\? Set config.data.text_columns"),
+    "nolabel.tsv": ("text\tLabel\na\tx\n", r"no column 'label'; it has 'text', 'Label'. Did you mean 'Label'\? "
+                    r"Set config.data.label_column"),
+    "twice.csv": ("text,label,text\na,x,b\n", "twice.csv:1 has more than one column 'text'"),
+    "unknown.jsonl": ('{"text": "a", "label": "x"}\n{"text": "b"}\n', "unknown.jsonl:2 has no column 'label'"),
+    "empty.csv": (HEADER + "a,x\nb,\n", r"empty.csv:3: the label \(column 'label'\) is empty"),
+    "empty.tsv": ("text\tlabel\na\t \n", r"empty.tsv:2: the label \(column 'label'\) is empty"),
+    "empty.jsonl": ('{"text": "a", "label": null}\n', r"empty.jsonl:1: the label \(column 'label'\) is empty"),
+    "quote.csv": (HEADER + 'a,x\n"b,x\nc,x\n', "quote.csv:3: .*a quote opens here"),
+    "quote2.csv": (HEADER + 'a,x\n"b" c,x\n', "quote2.csv:3: .*a quote opens here"),
+    "broken.jsonl": ('{"text": "a", "label": "x"}\n{"text": \n', "broken.jsonl:2: not JSON: Expecting value at column"),
+    "list.jsonl": ('["a", "x"]\n', "list.jsonl:1: a line must be a JSON object, not list"),
+    "number.jsonl": ('{"text": 1, "label": "x"}\n', "number.jsonl:1: column 'text' must be a string, not 1"),
+    "float.jsonl": ('{"text": "a", "label": 0.5}\n', "column 'label' must be a string or a whole number, not 0.5"),
+    "half.jsonl": ('{"text": "\\ud83d", "label": "x"}\n', "half.jsonl:1: the text holds half a character"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_name_file_and_line(name: str, tmp_path: Path) -> None:
+    content, message = MISTAKES[name]
+    path = tmp_path / name
+    path.write_text(content)
+    source = {"txt": "text"}.get(path.suffix[1:], path.suffix[1:])
+    with pytest.raises(UserError, match=message) as caught:
+        rows(source, path, Columns(("text",), None) if source == "text" else COLUMNS)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("source", ["csv", "tsv", "jsonl", "text"])
+def test_invalid_utf8_names_the_line(source: str, tmp_path: Path) -> None:
+    path = tmp_path / "latin"
+    good = {"csv": "text,label\n", "tsv": "text\tlabel\n", "jsonl": '{"text":"a","label":"x"}\n', "text": "one\n"}[
+        source
+    ]
+    more = {"csv": "a,x\n", "tsv": "a\tx\n", "jsonl": good, "text": "two\n"}[source] * 20_000
+    path.write_bytes((good + more).encode() + b"caf\xe9" + more.encode())
+    with pytest.raises(UserError, match=r"latin:20002: byte 4 of the line \(0xe9\) is not UTF-8") as caught:
+        rows(source, path)
+    assert "\n" not in str(caught.value)
+
+
+def test_parquet_mistakes(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+
+    def fails(message: str) -> None:
+        with pytest.raises(UserError, match=message) as caught:
+            rows("parquet", path)
+        assert "\n" not in str(caught.value)
+
+    path.write_text("text,label\na,x\n")
+    fails("a.parquet is not a readable parquet file")
+    WRITERS["parquet"](path, reviews(5))
+    path.write_bytes(path.read_bytes()[:-30])
+    fails("a.parquet is not a readable parquet file")
+    pq.write_table(pa.table({"txt": ["a"], "label": ["x"]}), path)
+    fails(r"has no column 'text'; it has 'txt', 'label'. Did you mean 'txt'\?")
+    pq.write_table(pa.table({"text": ["a", None], "label": ["x", "y"]}), path)
+    fails("a.parquet:2: column 'text' must be a string, not None")
+    pq.write_table(pa.table({"text": ["a", "b"], "label": ["x", None]}), path)
+    fails(r"a.parquet:2: the label \(column 'label'\) is empty")
+    pq.write_table(pa.table({"text": ["a"], "label": ["x"]}).slice(0, 0), path)
+    fails("a.parquet has no examples")

@@ -1,0 +1,83 @@
+"""Small models and batches for the tests of jaxpar.models."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from jaxpar.config import default_config
+from jaxpar.data import DataInfo
+from jaxpar.models import Model, build
+
+VOCAB, CLASSES, LENGTH, BATCH = 50, 5, 12, 4
+TEXT = DataInfo("text", (LENGTH,), CLASSES, tuple("abcde"), VOCAB, 0)
+IMAGE = DataInfo("image", (8, 8, 3), CLASSES, tuple("abcde"), 0, 0)
+VECTOR = DataInfo("vector", (6,), CLASSES, tuple("abcde"), 0, 0)
+
+SMALL: dict[str, dict[str, Any]] = {
+    "bert": {"size": "tiny", "num_layers": 3, "hidden_size": 16, "num_heads": 2},
+    "gpt": {"size": "tiny", "num_layers": 3, "hidden_size": 16, "num_heads": 2},
+    "resnet": {"size": "18", "hidden_size": 32},
+    "mlp": {"size": "tiny", "num_layers": 3, "hidden_size": 16},
+}
+LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "num_heads": 4, "num_kv_heads": 2}
+
+
+def small_config(name: str, task: str, **overrides: Any) -> ConfigDict:
+    """The default config with a small model."""
+    config = default_config()
+    config.task = task
+    config.model.name = name
+    config.model.update({**SMALL.get(name, {}), **overrides})
+    return config
+
+
+def info_of(name: str, task: str) -> DataInfo:
+    """What the small batches of `make_batch` are."""
+    info = {"resnet": IMAGE, "mlp": VECTOR}.get(name, TEXT)
+    return info if task == "classification" else info._replace(num_classes=0)
+
+
+def make_batch(name: str, task: str, *, seed: int = 0) -> dict[str, Any]:
+    """Random inputs; of a text that is not for causal_lm, examples of 12, 7, 1 and 10 real tokens."""
+    random = np.random.default_rng(seed)
+    if name == "resnet":
+        return {"inputs": random.integers(0, 256, (BATCH, 8, 8, 3), np.uint8)}
+    if name == "mlp":
+        return {"inputs": random.normal(size=(BATCH, 6)).astype(np.float32)}
+    batch: dict[str, Any] = {"inputs": random.integers(1, VOCAB, (BATCH, LENGTH), np.int32)}
+    if task != "causal_lm":
+        batch["mask"] = np.arange(LENGTH)[None, :] < np.array([12, 7, 1, 10])[:, None]
+        batch["inputs"] *= batch["mask"]
+    return batch
+
+
+def make_params(model: Model) -> Any:
+    """Random parameters, larger than fresh ones: among those, many mistakes would not show."""
+    random = np.random.default_rng(1)
+
+    def draw(path: Any, leaf: Any) -> np.ndarray:
+        start = 1.0 if path[-1].key == "scale" else 0.0
+        return (start + 0.2 * random.normal(size=leaf.shape)).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(model.init, jax.random.key(0)))
+
+
+def small(name: str, task: str, **overrides: Any) -> tuple[Model, Any, dict[str, Any]]:
+    """A small model, parameters and a batch for it. overrides: of config.model."""
+    model = build(small_config(name, task, **overrides), info_of(name, task))
+    return model, make_params(model), make_batch(name, task)
+
+
+def fast_jit(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A jit that spends little time on compiling."""
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def dropout_keys(step: int = 3) -> jax.Array:
+    """One key an example."""
+    key = jax.random.fold_in(jax.random.key(7), step)
+    return jnp.stack([jax.random.fold_in(key, i) for i in range(BATCH)])

@@ -1,0 +1,240 @@
+"""Pretrained weights: the logits and files of `transformers`, stored by scripts/make_hf_reference.py."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from jaxpar.data import DataInfo
+from jaxpar.errors import UserError
+from jaxpar.models import Model, build, hf
+from tests.models.small import LLAMA, fast_jit, make_params, small_config
+
+REFERENCE = Path(__file__).parent / "reference"
+NAMES = sorted(path.name for path in REFERENCE.iterdir())
+ANY = "bert_classification"
+
+
+def config_of(name: str, directory: Path | None = None, **overrides: Any) -> ConfigDict:
+    """The config that reads reference `name`."""
+    model, _, task = name.partition("_")
+    sizes = {"num_layers": None, "hidden_size": None, "num_heads": None, **overrides}
+    return small_config(model, task, init_from=str(directory or REFERENCE / name), **sizes)
+
+
+def info_of(config: ConfigDict, **overrides: Any) -> DataInfo:
+    classes = tuple("xyz") if config.task == "classification" else ()
+    return DataInfo("text", (10,), len(classes), classes, 40, 0)._replace(**overrides)
+
+
+def load(name: str, directory: Path | None = None, **overrides: Any) -> tuple[Model, Any, ConfigDict]:
+    config = config_of(name, directory, **overrides)
+    hf.apply_directory(config)
+    model = build(config, info_of(config))
+    fresh = make_params(model)
+    return model, hf.load_params(model, fresh, Path(config.model.init_from), say=lambda line: None), config
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of a reference, to be damaged."""
+    return Path(shutil.copytree(REFERENCE / ANY, tmp_path / ANY))
+
+
+def rewrite(path: Path, **changes: Any) -> None:
+    """Changes keys of a JSON file; None removes one."""
+    contents = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in contents.items() if value is not None}))
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(35))]
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+def test_references_are_complete() -> None:
+    assert NAMES == ["bert_classification", "bert_masked_lm", "gpt_causal_lm", "gpt_classification"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_equal_transformers(name: str) -> None:
+    model, params, _ = load(name)
+    example = load_file(REFERENCE / name / "example.safetensors")
+    expected = example.pop("logits")
+    example = {key: value if key == "mask" else value.astype(np.int32) for key, value in example.items()}
+    np.testing.assert_allclose(fast_jit(model.apply)(params, example), expected, atol=1e-5, rtol=0)
+    assert np.ptp(expected) > 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_export_equals_the_file_read(name: str, tmp_path: Path, tokenizer: Path) -> None:
+    _, params, config = load(name)
+    hf.save_directory(params, config, info_of(config), tokenizer, tmp_path / "out")
+    theirs = load_file(REFERENCE / name / "model.safetensors")
+    ours = load_file(tmp_path / "out" / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for key, array in theirs.items():
+        assert ours[key].dtype == np.float32
+        np.testing.assert_array_equal(ours[key], array)
+    before = json.loads((REFERENCE / name / "config.json").read_text())
+    after = json.loads((tmp_path / "out" / "config.json").read_text())
+    ignored = {"attn_pdrop", "attention_probs_dropout_prob", "n_inner"}  # we have no dropout there; None: 4 D
+    differing = {key for key in before.keys() & after.keys() - ignored if before[key] != after[key]}
+    assert differing <= {"id2label", "label2id", "pad_token_id", "bos_token_id", "eos_token_id"}
+    if config.task == "classification":
+        assert after["id2label"] == {"0": "x", "1": "y", "2": "z"} and after["label2id"] == {"x": 0, "y": 1, "z": 2}
+    uses = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert uses["pad_token"] == "[PAD]" and uses["mask_token"] == "[MASK]" and uses["model_max_length"] == 10
+    # What was written can be read again: the same arrays.
+    _, again, _ = load(name, tmp_path / "out")
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+
+
+def test_sizes_come_from_the_directory() -> None:
+    config = config_of(ANY, dropout=0.3)
+    hf.apply_directory(config)
+    found = {key: config.model[key] for key in ("num_layers", "hidden_size", "num_heads", "mlp_size", "vocab_size")}
+    assert found == {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "mlp_size": 48, "vocab_size": 40}
+    assert (config.model.max_length, config.model.activation, config.model.dropout) == (12, "gelu", 0.3)
+
+
+def test_encoder_without_heads_and_prefix(copy: Path) -> None:
+    """As BertModel saves it; the LayerNorm's arrays by the names of before 2019; bfloat16."""
+    weights = load_file(copy / "model.safetensors")
+    half = {}
+    for name, array in weights.items():
+        if not name.startswith("classifier"):
+            old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+            half[old.removeprefix("bert.")] = array.astype(ml_dtypes.bfloat16)
+    save_file(half, copy / "model.safetensors")
+    config = config_of(ANY, copy)
+    hf.apply_directory(config)
+    model = build(config, info_of(config, num_classes=7))
+    lines: list[str] = []
+    fresh = make_params(model)
+    params = hf.load_params(model, fresh, copy, say=lines.append)
+    assert "fresh: head.classifier.kernel, head.classifier.bias" in lines[0]
+    np.testing.assert_array_equal(params["head"]["classifier"]["kernel"], fresh["head"]["classifier"]["kernel"])
+    kernel = weights["bert.encoder.layer.1.attention.self.query.weight"].T.astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(params["block_1"]["attention"]["query"]["kernel"], kernel.astype(np.float32))
+    assert params["head"]["pooler"]["kernel"].dtype == np.float32
+    # A masked-LM head is not there either.
+    config = config_of("bert_masked_lm", copy)
+    hf.apply_directory(config)
+    model = build(config, info_of(config))
+    hf.load_params(model, make_params(model), copy, say=lines.append)
+    assert "fresh: head.transform.kernel" in lines[1] and "head.bias" in lines[1]
+
+
+def test_classifier_of_other_classes_stays_fresh() -> None:
+    config = config_of(ANY)
+    hf.apply_directory(config)
+    model = build(config, info_of(config, num_classes=7))
+    lines: list[str] = []
+    params = hf.load_params(model, make_params(model), REFERENCE / ANY, say=lines.append)
+    assert params["head"]["classifier"]["kernel"].shape == (16, 7)
+    assert lines[0].endswith("fresh: head.classifier.kernel, head.classifier.bias")
+
+
+def test_shards(copy: Path) -> None:
+    weights = load_file(copy / "model.safetensors")
+    (copy / "model.safetensors").unlink()
+    names = sorted(weights)
+    shards = {"model-1.safetensors": names[:20], "model-2.safetensors": names[20:]}
+    for file, keys in shards.items():
+        save_file({key: weights[key] for key in keys}, copy / file)
+    index = {"weight_map": {key: file for file, keys in shards.items() for key in keys}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    _, whole, _ = load(ANY)
+    _, sharded, _ = load(ANY, copy)
+    jax.tree.map(np.testing.assert_array_equal, sharded, whole)
+    (copy / "model-2.safetensors").unlink()
+    with pytest.raises(UserError, match=r"model-2.safetensors is missing"):
+        load(ANY, copy)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "roberta"}, ["config.json has model_type 'roberta'", "bert, gpt2"]),
+        ({"model_type": "gpt2", "n_layer": 2}, ["config.json lacks n_embd, n_head, n_positions"]),
+        ({"hidden_size": None}, ["config.json lacks hidden_size"]),
+        ({"hidden_act": "silu"}, ["hidden_act 'silu'", "gelu_new"]),
+        ({"type_vocab_size": 1}, ["type_vocab_size 1"]),
+        ({"layer_norm_eps": 1e-5}, ["layer_norm_eps 1e-05"]),
+        ({"num_hidden_layers": 3}, ["no tensor bert.encoder.layer.2.attention.self.query.weight"]),
+        ({"intermediate_size": 64}, ["model.safetensors: tensor bert.encoder.layer.0", "(16, 48)", "(16, 64)"]),
+    ],
+)
+def test_other_directories(copy: Path, changes: dict[str, Any], words: list[str]) -> None:
+    rewrite(copy / "config.json", **changes)
+    with pytest.raises(UserError) as caught:
+        load(ANY, copy)
+    for word in words:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_damaged_directories(copy: Path, tmp_path: Path) -> None:
+    file = copy / "model.safetensors"
+    contents = file.read_bytes()
+    for size in (4, 100, len(contents) - 4):
+        file.write_bytes(contents[:size])
+        with pytest.raises(UserError, match=r"model.safetensors is missing, cut short or no safetensors file"):
+            load(ANY, copy)
+    file.rename(copy / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"no model.safetensors; it has pytorch_model.bin"):
+        load(ANY, copy)
+    (copy / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config.json is not a config.json of a model"):
+        load(ANY, copy)
+    (copy / "config.json").unlink()
+    with pytest.raises(UserError, match=r"no config.json"):
+        load(ANY, copy)
+    with pytest.raises(UserError, match=r"no such directory"):
+        load(ANY, tmp_path / "nothing")
+
+
+def test_sizes_of_the_config_that_contradict() -> None:
+    with pytest.raises(UserError, match=r"config.model.num_layers is 4, but .*config.json has num_hidden_layers 2"):
+        load(ANY, num_layers=4)
+    with pytest.raises(UserError, match=r"config.model.name is 'gpt', but .*'bert' model; set config.model.name=bert"):
+        load("gpt_causal_lm", REFERENCE / ANY)
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "overrides", "words"),
+    [
+        ("bert", "classification", {"pooling": "mean"}, "config.model.pooling is 'mean'"),
+        ("gpt", "causal_lm", LLAMA, "config.model.num_kv_heads is 2"),
+        ("gpt", "causal_lm", {"activation": "swiglu"}, "config.model.activation is 'swiglu'"),
+        ("gpt", "causal_lm", {"positions": "rotary"}, "config.model.positions is 'rotary'"),
+        ("gpt", "causal_lm", {"norm": "rmsnorm"}, "config.model.norm is 'rmsnorm'"),
+        ("mlp", "classification", {}, "config.model.name is 'mlp'; only bert, gpt can be exported"),
+    ],
+)
+def test_what_transformers_has_not(
+    name: str, task: str, overrides: dict[str, Any], words: str, tmp_path: Path, tokenizer: Path
+) -> None:
+    config = small_config(name, task, **overrides)
+    with pytest.raises(UserError, match=words):
+        hf.save_directory({}, config, info_of(config), tokenizer, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_export_overwrites_nothing(tmp_path: Path, tokenizer: Path) -> None:
+    _, params, config = load(ANY)
+    with pytest.raises(UserError, match="is not empty"):
+        hf.save_directory(params, config, info_of(config), tokenizer, tmp_path)

@@ -1,0 +1,144 @@
+"""What holds of every model: how it is cut, scanned and recomputed does not change what it computes."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxpar.models import Context, Model, Run, Tie
+from tests.models.small import BATCH, CLASSES, LENGTH, LLAMA, VOCAB, dropout_keys, fast_jit, small
+
+EVERY: list[tuple[str, str, dict[str, Any]]] = [
+    ("bert", "classification", {}),
+    ("bert", "classification", {"pooling": "mean"}),
+    ("bert", "masked_lm", {}),
+    ("gpt", "causal_lm", {}),
+    ("gpt", "causal_lm", LLAMA),
+    ("gpt", "classification", {}),
+    ("resnet", "classification", {"size": "18"}),
+    ("resnet", "classification", {"size": "50"}),
+    ("mlp", "classification", {"dropout": 0.3}),
+]
+every = pytest.mark.parametrize(("name", "task", "overrides"), EVERY)
+
+
+@every
+def test_output_is_float32_logits(name: str, task: str, overrides: dict[str, Any]) -> None:
+    model, params, batch = small(name, task, dtype="bfloat16", **overrides)
+    output = jax.eval_shape(model.apply, params, batch, dropout_keys())
+    expected = (BATCH, CLASSES) if task == "classification" else (BATCH, LENGTH, VOCAB)
+    assert (output.shape, output.dtype) == (expected, jnp.float32)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
+
+
+@pytest.mark.parametrize(("name", "task", "overrides"), [EVERY[2], EVERY[4], EVERY[6], EVERY[8]])
+def test_partitions_equal_the_whole(name: str, task: str, overrides: dict[str, Any]) -> None:
+    model, params, batch = small(name, task, **overrides)
+    count = len(model.layers)
+
+    @fast_jit
+    def outputs(params: Any, keys_B: jax.Array) -> list[jax.Array]:
+        results = [model.apply(params, batch, keys_B)]
+        for cut in (1, count // 2):
+            x = model.apply_layers(params, batch["inputs"], batch, keys_B, 0, cut)
+            results.append(model.apply_layers(params, x, batch, keys_B, cut, count))
+        return results
+
+    whole, *parts = outputs(params, dropout_keys())
+    for part in parts:
+        np.testing.assert_allclose(part, whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "task", "overrides"), [EVERY[2], EVERY[4]])
+def test_scan_and_remat_change_nothing(name: str, task: str, overrides: dict[str, Any]) -> None:
+    results = []
+    for scan, remat in ((False, "none"), (True, "full"), (True, "dots")):
+        model, params, batch = small(name, task, scan_layers=scan, remat=remat, **overrides)
+
+        def loss(params: Any, keys_B: jax.Array, model: Model = model, batch: Any = batch) -> jax.Array:
+            return (model.apply(params, batch, keys_B) ** 2).mean()
+
+        results.append(fast_jit(jax.value_and_grad(loss))(params, dropout_keys()))
+    for other in results[1:]:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), other, results[0])
+
+
+def test_scan_compiles_a_run_once() -> None:
+    for scan, count in ((True, 1), (False, 3)):
+        model, params, batch = small("bert", "classification", scan_layers=scan)
+        # The only softmax is the attention's: its maximum is taken once in each block that is written out.
+        assert str(jax.make_jaxpr(model.apply)(params, batch)).count("reduce_max") == count
+
+
+def test_runs() -> None:
+    model, _, _ = small("bert", "masked_lm")
+    assert [layer.name for layer in model.layers] == ["embed", "block_0", "block_1", "block_2", "head"]
+    assert model.runs == (Run(0, 1), Run(1, 4), Run(4, 5))
+    # Stages of 3, 4, 6, 3 blocks; the first of each projects, so it is not equal to the others.
+    model, _, _ = small("resnet", "classification", size="50")
+    assert [run.stop - run.start for run in model.runs] == [1, 1, 2, 1, 3, 1, 5, 1, 2, 1]
+    model, _, _ = small("resnet", "classification", size="18")
+    assert [run.stop - run.start for run in model.runs] == [1, 2, 1, 1, 1, 1, 1, 1, 1]
+
+
+def test_tied_arrays_are_stored_once_and_get_both_gradients() -> None:
+    model, params, batch = small("gpt", "causal_lm")
+    assert "tokens" in params["embed"] and "tokens" not in params["head"]
+    gradient = fast_jit(jax.grad(lambda params: model.apply(params, batch)[..., 0].sum()))(params)["embed"]["tokens"]
+    unseen = np.setdiff1d(np.arange(1, VOCAB), batch["inputs"])
+    assert np.abs(gradient[0]).max() > 0  # token 0 is in no text: through the head alone
+    assert np.abs(gradient[unseen]).max() == 0
+    assert np.abs(gradient[batch["inputs"][0, 0]]).max() > 0  # through the embedding alone
+
+
+class Scale(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.scale = nnx.Param(jax.random.normal(rngs.params(), (3,)))
+
+    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+        return x * self.scale[...]
+
+
+def test_equal_layers_that_are_tied_are_no_run() -> None:
+    makers = dict.fromkeys("abcd", Scale)
+    assert Model(makers).runs == (Run(0, 4),)
+    model = Model(makers, ties=(Tie("b", "scale", "a", "scale"),), scan=True)
+    assert model.runs == (Run(0, 1), Run(1, 2), Run(2, 4))
+    params = model.init(jax.random.key(0))
+    a, c, d = (np.asarray(params[name]["scale"]) for name in "acd")
+    np.testing.assert_allclose(model.apply(params, {"inputs": jnp.ones(3)}), a * a * c * d, rtol=1e-6)
+
+
+def test_fresh_layers_depend_on_place_alone() -> None:
+    key = jax.random.key(0)
+    expected = [np.asarray(Scale(nnx.Rngs(params=jax.random.fold_in(key, i))).scale[...]) for i in range(4)]
+    assert not np.allclose(expected[0], expected[1])
+    # One maker for all, or one each: the same numbers.
+    for makers in (dict.fromkeys("abcd", Scale), {name: partial(Scale) for name in "abcd"}):
+        params = Model(makers).init(key)
+        np.testing.assert_array_equal([params[name]["scale"] for name in "abcd"], expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "overrides"), [EVERY[0], EVERY[2], EVERY[4], ("resnet", "classification", {"dropout": 0.2})]
+)
+def test_bfloat16_is_close_to_float32(name: str, task: str, overrides: dict[str, Any]) -> None:
+    full, params, batch = small(name, task, **overrides)
+    half, _, _ = small(name, task, dtype="bfloat16", **overrides)
+    exact = np.asarray(fast_jit(full.apply)(params, batch, dropout_keys()))
+    rounded = np.asarray(fast_jit(half.apply)(params, batch, dropout_keys()))
+    difference = np.abs(rounded - exact).max() / np.abs(exact).max()
+    assert 1e-6 < difference < 0.05
+
+
+def test_filler_rows_give_finite_numbers() -> None:
+    for task, overrides in (("classification", {"pooling": "mean"}), ("masked_lm", {})):
+        model, params, batch = small("bert", task, **overrides)
+        batch["mask"] = np.zeros_like(batch["mask"])
+        loss = fast_jit(jax.value_and_grad(lambda params, m=model, b=batch: m.apply(params, b).sum()))
+        value, gradient = loss(params)
+        assert np.isfinite(value) and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))

@@ -1,0 +1,105 @@
+"""Every synchronous strategy gives the training of `single` on the same global batches.
+
+A strategy that is missing from VARIANTS fails `test_every_strategy_is_here`.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar import models, optimizer, strategies
+from jaxpar.config import default_config, override
+from jaxpar.data import DataInfo
+from jaxpar.step import Problem
+
+NUM_STEPS = 20
+BATCH, LENGTH, VOCABULARY, CLASSES = 16, 12, 64, 5
+VARIANTS = {
+    "single": [],
+    "single, 4 microbatches": ["--config.optimizer.accumulation_steps=4"],
+    "data_parallel, 2 devices": ["--config.mesh.data=2"],
+    "data_parallel, 8 devices": ["--config.mesh.data=8"],
+    "data_parallel, 4 devices, 2 microbatches": ["--config.mesh.data=4", "--config.optimizer.accumulation_steps=2"],
+    "data_parallel, pmap, 2 devices": ["--config.mesh.data=2", "--config.data_parallel.implementation=pmap"],
+}
+INFO = DataInfo(
+    kind="text", input_shape=(LENGTH,), num_classes=CLASSES, class_names=tuple("abcde"), vocab_size=VOCABULARY, pad_id=0
+)
+
+
+class Outcome(NamedTuple):
+    """What a strategy's 20 steps gave, on the host."""
+
+    losses: list[float]
+    params: dict[str, np.ndarray]
+    evaluation: float
+
+
+def batch(step: int) -> dict[str, np.ndarray]:
+    """Random texts of random lengths. The weights differ, so that replicas' shares weigh unequally."""
+    rng = np.random.default_rng(step)
+    mask = np.arange(LENGTH) < rng.integers(2, LENGTH + 1, (BATCH, 1))
+    weights = rng.uniform(0.5, 2.0, BATCH).astype(np.float32)
+    weights[-3:] = 0
+    return {
+        "inputs": (rng.integers(5, VOCABULARY, (BATCH, LENGTH)) * mask).astype(np.int32),
+        "mask": mask,
+        "labels": rng.integers(0, CLASSES, BATCH).astype(np.int32),
+        "weights": weights,
+        "index": np.arange(BATCH, dtype=np.int32),
+    }
+
+
+@functools.cache
+def outcome(variant: str, optimizer_name: str) -> Outcome:
+    """Trains a small BERT with dropout by the strategy of VARIANTS."""
+    config = default_config()
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "mlp_size": 32, "max_length": LENGTH, "dropout": 0.3}
+    override(config, [f"--config.model.{key}={value}" for key, value in sizes.items()])
+    override(config, [f"--config.strategy={variant.split(',')[0]}", f"--config.optimizer.name={optimizer_name}"])
+    override(config, [f"--config.batch_size={BATCH}", f"--config.data.max_length={LENGTH}", *VARIANTS[variant]])
+    strategies.check(config)
+    schedule = optimizer.build_schedule(config, NUM_STEPS)
+    problem = Problem(
+        models.build(config, INFO), optimizer.build(config, schedule), config.optimizer.accumulation_steps
+    )
+    strategy = strategies.build(config, problem)
+    state = strategy.init(jax.random.key(0))
+    losses = []
+    for step in range(NUM_STEPS):
+        state, metrics = strategy.step(state, strategy.place(batch(step)))
+        losses.append(float(metrics.sums.loss / metrics.sums.weight))
+    sums = strategy.evaluate(state, strategy.place(batch(NUM_STEPS)))
+    # Through the canonical state and back: nothing may be lost on the way.
+    tree = jax.device_get(strategy.to_canonical(strategy.from_canonical(strategy.to_canonical(state))))
+    assert int(tree["step"]) == NUM_STEPS
+    params = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree["params"])}
+    return Outcome(losses, params, float(sums.loss / sums.weight))
+
+
+def test_every_strategy_is_here() -> None:
+    assert {name.split(",")[0] for name in VARIANTS} == set(strategies.STRATEGIES)
+
+
+@pytest.mark.parametrize("optimizer_name", ["adamw", "sgd"])
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "single"])
+def test_equals_single(variant: str, optimizer_name: str) -> None:
+    expected, got = outcome("single", optimizer_name), outcome(variant, optimizer_name)
+    np.testing.assert_allclose(got.losses, expected.losses, rtol=1e-6)
+    np.testing.assert_allclose(got.evaluation, expected.evaluation, rtol=1e-6)
+    for name, value in expected.params.items():
+        # A key's bias adds the same to all scores of a query, so its gradient is zero but for rounding,
+        # which Adam scales up to full steps.
+        if "['key']['bias']" not in name:
+            error = np.linalg.norm(got.params[name] - value) / np.linalg.norm(value)
+            assert error < 1e-6, f"{name}: relative error {error}"
+
+
+def test_training_learns_and_dropout_is_on() -> None:
+    """Guards the test above: equal losses of runs that do nothing would prove nothing."""
+    losses = outcome("single", "adamw").losses
+    assert np.std(losses) > 0.01
+    assert len(set(losses)) == NUM_STEPS

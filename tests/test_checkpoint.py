@@ -1,0 +1,148 @@
+"""Checkpoints: whole or found out. Each damage is done to real files."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar import checkpoint
+from jaxpar.errors import UserError
+
+
+def tree(step: int) -> dict:
+    rng = np.random.default_rng(step)
+    return {
+        "step": jnp.asarray(step, jnp.int32),
+        "params": {"block_0": {"kernel": jnp.asarray(rng.normal(size=(256, 128)), jnp.float32)}},
+        "optimizer": {"0": {"mu": jnp.asarray(rng.normal(size=(5,)), jnp.bfloat16)}, "1": {}},
+    }
+
+
+LIKE = jax.eval_shape(lambda: tree(0))
+
+
+def save(directory: Path, steps: dict[int, float | None], *, keep: int = 2, keep_best: bool = True) -> None:
+    saver = checkpoint.Saver(directory, keep=keep, keep_best=keep_best)
+    for step, loss in steps.items():
+        saver.save(tree(step), {"data": "abc"}, loss)
+    saver.close()
+
+
+def restored_step(directory: Path) -> int:
+    found, _ = restore(directory)
+    assert found is not None
+    return found.step
+
+
+def restore(directory: Path) -> tuple[checkpoint.Checkpoint | None, list[str]]:
+    said: list[str] = []
+    return checkpoint.restore(directory, LIKE, said.append), said
+
+
+def test_round_trip_is_bitwise(tmp_path: Path) -> None:
+    save(tmp_path / "c", {7: None})
+    found, said = restore(tmp_path / "c")
+    assert found is not None
+    assert (found.step, found.info["data"], said) == (7, "abc", [])
+    for expected, got in zip(jax.tree.leaves(tree(7)), jax.tree.leaves(found.tree), strict=True):
+        assert got.dtype == expected.dtype
+        assert np.asarray(expected).tobytes() == np.asarray(got).tobytes()
+    alone = checkpoint.read(tmp_path / "c" / "7")  # without knowing the structure
+    np.testing.assert_array_equal(alone.tree["params"]["block_0"]["kernel"], tree(7)["params"]["block_0"]["kernel"])
+
+
+def test_keeps_the_last_and_the_best(tmp_path: Path) -> None:
+    save(tmp_path / "c", {1: 0.9, 2: 0.3, 3: 0.5, 4: None, 5: None})
+    assert checkpoint.steps(tmp_path / "c") == [2, 4, 5]
+    save(tmp_path / "d", {1: 0.9, 2: 0.3, 3: 0.5, 4: None}, keep=1, keep_best=False)
+    assert checkpoint.steps(tmp_path / "d") == [4]
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    assert restore(tmp_path / "c") == (None, [])
+
+
+def array_file(folder: Path) -> Path:
+    """The file with the bits of the largest array."""
+    return max(folder.glob("state/**/d/*"), key=lambda path: path.stat().st_size)
+
+
+def truncate(folder: Path) -> None:
+    path = array_file(folder)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(folder: Path) -> None:
+    path = array_file(folder)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def remove_array_file(folder: Path) -> None:
+    array_file(folder).unlink()
+
+
+def empty_info(folder: Path) -> None:
+    (folder / "info" / "metadata").write_text("")
+
+
+def remove_state(folder: Path) -> None:
+    shutil.rmtree(folder / "state")
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, remove_array_file, empty_info, remove_state])
+def test_damage_falls_back_to_the_newest_whole_one(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    save(tmp_path / "c", {1: None, 2: None})
+    damage(tmp_path / "c" / "2")
+    found, said = restore(tmp_path / "c")
+    assert found is not None
+    assert found.step == 1
+    assert len(said) == 1
+    assert "2 is damaged" in said[0]
+    assert "\n" not in said[0]
+    assert checkpoint.steps(tmp_path / "c") == [1]
+    assert (tmp_path / "c" / "2.damaged").is_dir()
+    save(tmp_path / "c", {2: None})  # the step can be written again
+    assert restored_step(tmp_path / "c") == 2
+
+
+def test_all_damaged_is_an_error(tmp_path: Path) -> None:
+    save(tmp_path / "c", {1: None})
+    truncate(tmp_path / "c" / "1")
+    with pytest.raises(UserError, match="damaged"):
+        restore(tmp_path / "c")
+
+
+def test_half_written_checkpoints_are_ignored(tmp_path: Path) -> None:
+    """What a killed process leaves: orbax's temporary folder."""
+    save(tmp_path / "c", {1: None})
+    shutil.copytree(tmp_path / "c" / "1", tmp_path / "c" / "2.orbax-checkpoint-tmp-0")
+    assert restored_step(tmp_path / "c") == 1
+    save(tmp_path / "c", {3: None})
+    assert [path.name for path in sorted((tmp_path / "c").iterdir())] == ["1", "3"]
+
+
+def test_another_structure_is_not_read_as_this_one(tmp_path: Path) -> None:
+    save(tmp_path / "c", {1: None})
+    other = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((2, *leaf.shape), leaf.dtype), LIKE)
+    with pytest.raises(UserError):
+        checkpoint.restore(tmp_path / "c", other, lambda line: None)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
+def test_checksum_is_the_same_on_devices_and_finds_any_changed_element(dtype: str) -> None:
+    x = np.random.default_rng(0).integers(0, 200, (7, 5)).astype(jnp.dtype(dtype))
+    expected = (
+        sum((2 * i + 1) * int.from_bytes(x.reshape(-1)[i : i + 1].tobytes(), "little") for i in range(x.size)) % 2**32
+    )
+    assert int(checkpoint.checksum(np, x)) == expected
+    assert int(jax.jit(lambda x: checkpoint.checksum(jnp, x))(x)) == expected
+    for i in range(x.size):
+        changed = x.copy()
+        changed.reshape(-1)[i] += 1
+        assert int(checkpoint.checksum(np, changed)) != expected

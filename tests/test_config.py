@@ -1,0 +1,129 @@
+"""Config files, overrides, and the lines that mistakes end in."""
+
+from pathlib import Path
+
+import pytest
+
+from jaxpar import config as configs
+from jaxpar.errors import UserError
+
+
+def overridden(*arguments: str) -> dict:
+    config = configs.default_config()
+    configs.override(config, arguments)
+    return configs.keys(config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "value"),
+    [
+        (["--config.optimizer.lr=1e-4"], "optimizer.lr", 1e-4),
+        (["--config.optimizer.lr=1"], "optimizer.lr", 1.0),
+        (["--config.optimizer.lr", "3e-4"], "optimizer.lr", 3e-4),
+        (["--config.mesh.data=4"], "mesh.data", 4),
+        (["--config.log.tensorboard=false"], "log.tensorboard", False),
+        (["--noconfig.log.tensorboard"], "log.tensorboard", False),
+        (["--config.data.augment"], "data.augment", True),
+        (["--config.model.num_layers=3"], "model.num_layers", 3),
+        (["--config.model.num_layers=None"], "model.num_layers", None),
+        (["--config.model.norm=rmsnorm"], "model.norm", "rmsnorm"),
+        (["--config.data.length_buckets=(8,16)"], "data.length_buckets", (8, 16)),
+        (["--config.data.length_buckets=8"], "data.length_buckets", (8,)),
+        (["--config.data.text_columns=premise,hypothesis"], "data.text_columns", ("premise", "hypothesis")),
+        (["--config.data.train=a=b.csv"], "data.train", "a=b.csv"),
+    ],
+)
+def test_override(arguments: list[str], key: str, value: object) -> None:
+    result = overridden(*arguments)[key]
+    assert result == value
+    assert type(result) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config.optimzer.lr=1"], "config.optimzer.lr does not exist. Did you mean 'optimizer.lr'?"),
+        (["--config.optimizer=adamw"], "optimizer.name"),
+        (["--config.optimizer.lr=fast"], "config.optimizer.lr is 'fast'; it may be a number, such as 0.001"),
+        (["--config.mesh.data=2.5"], "config.mesh.data is '2.5'; it may be an integer"),
+        (["--config.mesh.data=None"], "config.mesh.data is ''; it may be an integer"),
+        (["--config.mesh.data"], "config.mesh.data has no value"),
+        (["--config.log.tensorboard=maybe"], "true or false"),
+        (["--config.data.length_buckets=(8,'x')"], "a tuple, such as (16, 32"),
+        (["--config.model.num_layers=two"], "config.model.num_layers is 'two'; it may be an integer"),
+        (["quickstart"], "'quickstart' is not an argument"),
+    ],
+)
+def test_override_mistakes(arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        overridden(*arguments)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("import x y", "line 1: SyntaxError"),
+        ("def get_config():\n    return 3", "returned a int"),
+        ("x = 1", "get_config"),
+        ("def get_config():\n    raise RuntimeError('no')", "line 2: RuntimeError: no"),
+        (
+            "from jaxpar.config import default_config\ndef get_config():\n    c = default_config()\n"
+            "    c.optimizer.lrr = 1\n    return c",
+            "line 4: config has no key 'lrr'. Did you mean 'lr'?",
+        ),
+        (
+            "from jaxpar.config import default_config\ndef get_config():\n    c = default_config()\n"
+            "    c.optimizer.lr = 'fast'\n    return c",
+            "line 4: TypeError",
+        ),
+    ],
+)
+def test_config_file_mistakes(tmp_path: Path, body: str, message: str) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(body)
+    with pytest.raises(UserError) as caught:
+        configs.load(str(path))
+    assert message in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_config_names_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"Did you mean 'configs/quickstart.py'"):
+        configs.load("configs/quikstart.py")
+
+
+def test_preset_reaches_get_config(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from jaxpar.config import default_config\ndef get_config(preset=''):\n    c = default_config()\n"
+        "    c.model.size = preset or 'tiny'\n    return c"
+    )
+    assert configs.load(f"{tmp_path}/mine.py:mini").model.size == "mini"
+    assert configs.load(f"{tmp_path}/mine.py").model.size == "tiny"
+
+
+def test_shipped_configs_are_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in sorted(configs.config_folder().glob("*.py")):
+        config = configs.load(f"configs/{path.name}")
+        assert configs.keys(config).keys() == configs.keys(configs.default_config()).keys()
+
+
+def test_same_run(tmp_path: Path) -> None:
+    config = configs.default_config()
+    configs.check_same_run(config, tmp_path)  # an empty workdir suits any run
+    configs.save(config, tmp_path)
+    configs.override(config, ["--config.strategy=single", "--config.mesh.data=1", "--config.log.every_steps=3"])
+    configs.check_same_run(config, tmp_path)
+    configs.override(config, ["--config.optimizer.lr=0.5"])
+    with pytest.raises(UserError, match=r"config.optimizer.lr: 0.001 there, 0.5 here"):
+        configs.check_same_run(config, tmp_path)
+
+
+def test_saved_config_reads_back_equal(tmp_path: Path) -> None:
+    config = configs.load("configs/quickstart.py")
+    configs.override(config, ["--config.model.num_layers=3", "--config.data.text_columns=a,b"])
+    configs.save(config, tmp_path)
+    assert configs.keys(configs.read(tmp_path)) == configs.keys(config)

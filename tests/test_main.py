@@ -1,0 +1,182 @@
+"""The binary: exit codes, one line for each mistake, and what a killed process leaves."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from jaxpar import checkpoint, main, metrics
+from tests.runs import small_arguments, write_csv
+from tests.test_train import assert_bitwise_equal
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*arguments: str) -> int:
+    return main.main(["jaxpar", *arguments])
+
+
+def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The line that a command line with a mistake ends in, and that it is one, on stderr, with exit code 2."""
+    assert run(*arguments) == 2
+    captured = capsys.readouterr()
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("jaxpar: ")
+    return lines[0]
+
+
+MISTAKES = {
+    "unknown key": (["--config.optimizer.lrr=1"], "config.optimizer.lrr does not exist. Did you mean 'optimizer.lr'?"),
+    "wrong type": (["--config.batch_size=many"], "config.batch_size is 'many'; it may be an integer"),
+    "unknown task": (["--config.task=clasification"], "Did you mean 'classification'?"),
+    "unknown strategy": (["--config.strategy=dataparallel"], "Did you mean 'data_parallel'?"),
+    "unknown implementation": (["--config.data_parallel.implementation=ddp"], "sharding, pmap"),
+    "unknown model": (["--config.model.name=brt"], "Did you mean 'bert'?"),
+    "indivisible batch": (
+        ["--config.batch_size=25"],
+        "config.batch_size is 25; it may be a multiple of 2: 2 replicas (the data axis) x 1 accumulation steps",
+    ),
+    "indivisible eval batch": (["--config.eval.batch_size=5"], "config.eval.batch_size is 5"),
+    "indivisible accumulation": (["--config.optimizer.accumulation_steps=5"], "a multiple of 10"),
+    "too many devices": (["--config.mesh.data=64"], "config.mesh.data is 64; there are 8 cpu devices"),
+    "single on a mesh": (["--config.strategy=single"], "config.mesh.data is 2; it may be 1 or -1"),
+    "missing file": (["--config.data.train=nowhere.csv"], "nowhere.csv"),
+    "unknown column": (["--config.data.label_column=lable"], "label"),
+    "nothing to do": (["--config.num_epochs=0"], "config.num_epochs"),
+    "keep nothing": (["--config.checkpoint.keep=0"], "config.checkpoint.keep is 0"),
+    "init_from nowhere": (["--config.model.init_from=nowhere"], "nowhere"),
+    "stray argument": (["quickstart"], "'quickstart' is not an argument"),
+    "stray flag": (["--wrkdir=x"], "wrkdir"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_end_in_one_line_and_leave_nothing(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, message = MISTAKES[name]
+    workdir = tmp_path / "run"
+    line = mistake(
+        capsys, "--config=configs/default.py", f"--workdir={workdir}", *small_arguments(tmp_path), *arguments
+    )
+    assert message in line
+    assert not any(path.is_file() for path in workdir.rglob("*"))
+
+
+def test_missing_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--config is missing" in mistake(capsys, "--workdir=x")
+    assert "--workdir is missing" in mistake(capsys, "--config=configs/default.py")
+    assert "Did you mean 'configs/default.py'" in mistake(capsys, "--config=configs/defualt.py", "--workdir=x")
+
+
+DAMAGED_FILES = {
+    "empty": (b"", "empty"),
+    "header only": (b"text,label\n", "data.csv"),
+    "ragged": (b"text,label\na,b\na,b,c\n", "data.csv:3"),
+    "invalid UTF-8": (b"text,label\na,b\n\xff\xfe,b\n", "data.csv:3"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED_FILES)
+def test_damaged_data(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content, message = DAMAGED_FILES[name]
+    arguments = small_arguments(tmp_path)
+    (tmp_path / "data.csv").write_bytes(content)
+    assert message in mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/run", *arguments)
+
+
+def test_a_label_that_training_never_saw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "test.csv").write_text("text,label\nred cat,purple\n")
+    line = mistake(
+        capsys,
+        "--config=configs/default.py",
+        f"--workdir={tmp_path}/run",
+        *small_arguments(tmp_path),
+        f"--config.data.test={tmp_path}/test.csv",
+    )
+    assert "purple" in line
+    assert "test.csv:2" in line
+
+
+def test_a_workdir_that_cannot_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/file/run", *small_arguments(tmp_path))
+    assert f"--workdir={tmp_path}/file/run cannot be written: Not a directory" in line
+
+
+def test_a_disk_without_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/run", *small_arguments(tmp_path))
+    assert "the disk has 0 MB free, 4 checkpoints need" in line
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    assert "configs/quickstart.py" in capsys.readouterr().out
+
+
+def command(folder: Path, workdir: Path, *overrides: str) -> list[str]:
+    """The same run as in-process ones, as a process of its own."""
+    arguments = ["--config=configs/default.py", f"--workdir={workdir}", *small_arguments(folder), *overrides]
+    return [sys.executable, "-m", "jaxpar.main", *arguments, "--config.mesh.virtual_cpu_devices=2"]
+
+
+def wait_for_checkpoint(process: subprocess.Popen[str], workdir: Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while max(checkpoint.steps(workdir / "checkpoints"), default=0) < step:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_killed_and_terminated_processes_resume_bitwise(tmp_path: Path) -> None:
+    """Kill -9 loses the steps since the last checkpoint at most; SIGTERM loses none, exits 0 and tells the command."""
+    write_csv(tmp_path / "data.csv", rows=2000)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    overrides = ["--config.checkpoint.every_steps=5", "--config.eval.every_steps=1000"]
+
+    def start(workdir: Path) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command(tmp_path, workdir, *overrides),
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    whole = start(tmp_path / "whole")
+    out, err = whole.communicate(timeout=240)
+    assert whole.returncode == 0, err
+    assert "test accuracy" in out
+
+    process = start(tmp_path / "run")
+    wait_for_checkpoint(process, tmp_path / "run", 20)
+    process.kill()
+    process.communicate()
+    reached = metrics.read(tmp_path / "run")[-1]["step"]
+    saved = checkpoint.steps(tmp_path / "run" / "checkpoints")[-1]
+    assert saved >= reached - 2 * 5  # one interval, and the one whose checkpoint was being written
+
+    process = start(tmp_path / "run")
+    wait_for_checkpoint(process, tmp_path / "run", saved + 20)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert f"resume    from step {saved:,}" in out
+    assert "SIGTERM: stopped after step" in out
+    assert "resume    " in out.splitlines()[-1]
+    assert f"--workdir={tmp_path}/run" in out.splitlines()[-1]
+
+    process = start(tmp_path / "run")
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    assert_bitwise_equal(tmp_path / "run", tmp_path / "whole")

@@ -1,0 +1,83 @@
+"""Schedules against closed forms, and which parameters decay."""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from jaxpar import optimizer
+from jaxpar.config import default_config, override
+from jaxpar.errors import UserError
+
+
+def config_with(**values: object) -> ConfigDict:
+    config = default_config()
+    override(config, [f"--config.optimizer.{key}={value}" for key, value in values.items()])
+    return config
+
+
+@pytest.mark.parametrize(
+    ("name", "after"),
+    [
+        ("constant", lambda u: 1.0),
+        ("linear", lambda u: 1 - 0.8 * u),
+        ("cosine", lambda u: 0.2 + 0.8 * (1 + math.cos(math.pi * u)) / 2),
+    ],
+)
+def test_schedule(name: str, after: Callable[[float], float]) -> None:
+    schedule = optimizer.build_schedule(config_with(schedule=name, lr=2.0, warmup=0.1, final_lr=0.2), num_steps=200)
+    for step in (0, 5, 10, 20, 21, 110, 199):
+        expected = 2.0 * (step / 20 if step < 20 else after((step - 20) / 180))
+        assert float(schedule(step)) == pytest.approx(expected, rel=1e-5), step
+
+
+@pytest.mark.parametrize("name", optimizer.OPTIMIZERS)
+def test_decay_is_on_matrices_only(name: str) -> None:
+    """With a gradient of zero, only weight decay moves a parameter."""
+    config = config_with(name=name, lr=0.1, weight_decay=0.5, schedule="constant", warmup=0)
+    transform = optimizer.build(config, optimizer.build_schedule(config, 10))
+    params = {"block": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2), "scale": jnp.ones((2, 2))}}
+    updates, _ = transform.update(jax.tree.map(jnp.zeros_like, params), transform.init(params), params)
+    assert np.all(updates["block"]["kernel"] < 0)
+    assert np.all(updates["block"]["bias"] == 0)
+    assert np.all(updates["block"]["scale"] == 0)
+
+
+def test_adamw_with_clipping_equals_numpy() -> None:
+    """Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2."""
+    config = config_with(lr=0.1, weight_decay=0.2, clip_norm=0.5, schedule="constant", warmup=0)
+    transform = optimizer.build(config, optimizer.build_schedule(config, 10))
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(3, 2))
+    params = {"layer": {"kernel": jnp.asarray(w, jnp.float32)}}
+    state = transform.init(params)
+    m = v = np.zeros_like(w)
+    for t in range(1, 6):
+        g = rng.normal(size=w.shape)
+        updates, state = transform.update({"layer": {"kernel": jnp.asarray(g, jnp.float32)}}, state, params)
+        params = jax.tree.map(jnp.add, params, updates)
+        g = g * min(1.0, 0.5 / float(np.linalg.norm(g)))
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        w = w - 0.1 * (m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8) + 0.2 * w)
+    np.testing.assert_allclose(params["layer"]["kernel"], w, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("name", "adam", "Did you mean 'adamw'"),
+        ("schedule", "cosin", "Did you mean 'cosine'"),
+        ("warmup", 100, "config.optimizer.warmup is 100.0; it may be 0 to 1"),
+        ("lr", -1, "config.optimizer.lr is -1.0"),
+        ("accumulation_steps", 0, "config.optimizer.accumulation_steps is 0"),
+        ("nonfinite", "ignore", "stop, skip"),
+    ],
+)
+def test_mistakes(key: str, value: object, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        optimizer.check(config_with(**{key: value}))
+    assert message in str(caught.value)

@@ -1,0 +1,198 @@
+"""Whole runs: what they leave behind, and that stopping and resuming changes nothing."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar import checkpoint, metrics, train
+from jaxpar.errors import TrainingError, UserError
+from jaxpar.step import Metrics
+from tests.runs import small_config, write_csv
+
+
+def final_params(workdir: Path) -> dict[str, np.ndarray]:
+    newest = checkpoint.steps(workdir / "checkpoints")[-1]
+    tree = checkpoint.read(workdir / "checkpoints" / str(newest)).tree
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def assert_bitwise_equal(got: Path, expected: Path) -> None:
+    got_leaves, expected_leaves = final_params(got), final_params(expected)
+    assert got_leaves.keys() == expected_leaves.keys()
+    for name, leaf in expected_leaves.items():
+        np.testing.assert_array_equal(got_leaves[name], leaf, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(folder: Path) -> Path:
+    train.train(small_config(folder), folder / "uninterrupted")
+    return folder / "uninterrupted"
+
+
+def test_result(uninterrupted: Path) -> None:
+    result = json.loads((uninterrupted / "result.json").read_text())
+    rows = metrics.read(uninterrupted)
+    counts = {"train": 0, "validation": 0, "test": 0} | {
+        split: sum(row["split"] == split for row in rows) for split in ("train", "validation", "test")
+    }
+    num_steps = result["steps"]
+    assert num_steps == 2 * -(-result["examples"] // 2 // 24)
+    assert counts["train"] == -(-num_steps // 2)
+    assert counts["validation"] == 2
+    assert counts["test"] == 1
+    assert result["test_accuracy"] == rows[-1]["accuracy"]
+    assert result["strategy"] == "data_parallel"
+    assert len(result["devices"]) == 2
+    assert {"setup", "compile", "train", "eval", "checkpoint"} <= result["seconds"].keys()
+    assert result["train_loss"] < rows[0]["loss"]
+    assert (uninterrupted / "curves.png").stat().st_size > 10_000
+    assert len(checkpoint.steps(uninterrupted / "checkpoints")) <= 3
+
+
+def test_metrics_tell_rates(uninterrupted: Path) -> None:
+    row = metrics.read(uninterrupted)[0]
+    # The forward pass by hand: per token 4 D^2 of attention, 2 D M of the block, 2 T D of scores and sums.
+    assert row["model_flops_per_second"] > 0
+    assert row["tokens_per_second"] > row["examples_per_second"] > 0
+    assert 0 <= row["learning_rate"] <= 0.01
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals) -> None:
+    """Sends the signal to this process as the loop has dispatched `step` more steps."""
+    left = step
+    advance = metrics.Progress.advance
+
+    def counted(self: metrics.Progress, loss: float) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), number)
+        advance(self, loss)
+
+    monkeypatch.setattr(metrics.Progress, "advance", counted)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("step", [1, 5, 9])
+def test_stopped_by_a_signal_and_resumed_ends_bitwise_equal(
+    folder: Path,
+    tmp_path: Path,
+    uninterrupted: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    step: int,
+) -> None:
+    handler = signal.getsignal(number)
+    stop_at(monkeypatch, step, number)
+    with pytest.raises(train.Stopped, match=f"{number.name}: stopped after step {step} of"):
+        train.train(small_config(folder), tmp_path / "run")
+    assert checkpoint.steps(tmp_path / "run" / "checkpoints")[-1] == step
+    assert signal.getsignal(number) is handler
+    assert all(row["step"] <= step for row in metrics.read(tmp_path / "run"))
+    monkeypatch.undo()
+    train.train(small_config(folder), tmp_path / "run")
+    assert_bitwise_equal(tmp_path / "run", uninterrupted)
+    expected = [(row["step"], row["split"]) for row in metrics.read(uninterrupted)]
+    assert [(row["step"], row["split"]) for row in metrics.read(tmp_path / "run")] == expected
+
+
+@pytest.mark.parametrize("change", ["--config.strategy=single", "--config.data_parallel.implementation=pmap"])
+def test_resumes_under_another_strategy(
+    folder: Path, tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    stop_at(monkeypatch, 5, signal.SIGTERM)
+    with pytest.raises(train.Stopped):
+        train.train(small_config(folder), tmp_path / "run")
+    monkeypatch.undo()
+    mesh = ["--config.mesh.data=1"] if "single" in change else []
+    train.train(small_config(folder, change, *mesh), tmp_path / "run")
+    got, expected = final_params(tmp_path / "run"), final_params(uninterrupted)
+    for name, leaf in expected.items():
+        if "params" in name and "['key']['bias']" not in name:  # see tests/strategies/test_equality.py
+            assert np.linalg.norm(got[name] - leaf) <= 1e-5 * np.linalg.norm(leaf), name
+
+
+def test_a_finished_run_is_evaluated_again_and_left_as_it_is(folder: Path, uninterrupted: Path) -> None:
+    before = json.loads((uninterrupted / "result.json").read_text())
+    rows = metrics.read(uninterrupted)
+    after = train.train(small_config(folder), uninterrupted)
+    assert after["test_accuracy"] == before["test_accuracy"]
+    assert metrics.read(uninterrupted) == rows
+
+
+def test_a_damaged_checkpoint_falls_back(
+    folder: Path,
+    tmp_path: Path,
+    uninterrupted: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stop_at(monkeypatch, 8, signal.SIGTERM)
+    with pytest.raises(train.Stopped):
+        train.train(small_config(folder), tmp_path / "run")
+    monkeypatch.undo()
+    assert checkpoint.steps(tmp_path / "run" / "checkpoints")[-2:] == [6, 8]
+    (tmp_path / "run" / "checkpoints" / "8" / "state" / "manifest.ocdbt").write_bytes(b"")
+    train.train(small_config(folder), tmp_path / "run")
+    assert "checkpoints/8 is damaged" in capsys.readouterr().out
+    assert_bitwise_equal(tmp_path / "run", uninterrupted)
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Makes the weights of the batch of step number `step` nan, and so its loss and gradient."""
+    from jaxpar.data import Batches
+
+    batch = Batches.batch
+
+    def poisoned(self: Batches, index: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
+        made = batch(self, index, rows)
+        if self._shuffle and index == step - 1:
+            made["weights"] = made["weights"] * np.float32(np.nan)
+        return made
+
+    monkeypatch.setattr(Batches, "batch", poisoned)
+
+
+def test_nonfinite_loss_stops_the_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch, 8)
+    with pytest.raises(TrainingError, match=r"^step 8: the loss is nan"):
+        train.train(small_config(folder), tmp_path / "run")
+    assert checkpoint.steps(tmp_path / "run" / "checkpoints")[-1] == 6
+    monkeypatch.undo()
+    train.train(small_config(folder), tmp_path / "run")
+    for name, leaf in final_params(tmp_path / "run").items():
+        assert np.isfinite(leaf).all(), name
+
+
+def test_nonfinite_steps_are_skipped_if_asked(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch, 8)
+    train.train(small_config(folder, "--config.optimizer.nonfinite=skip"), tmp_path / "run")
+    assert sum(row.get("skipped_steps", 0) for row in metrics.read(tmp_path / "run")) == 1
+    for name, leaf in final_params(tmp_path / "run").items():
+        assert np.isfinite(leaf).all(), name
+
+
+def test_changed_data_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_csv(tmp_path / "data.csv")
+    stop_at(monkeypatch, 3, signal.SIGTERM)
+    with pytest.raises(train.Stopped):
+        train.train(small_config(tmp_path), tmp_path / "run")
+    monkeypatch.undo()
+    path.write_text(path.read_text() + "one more row,none\n")
+    with pytest.raises(UserError, match="the data changed since the checkpoint of step 3"):
+        train.train(small_config(tmp_path), tmp_path / "run")
+
+
+def test_metrics_of_a_step_are_scalars() -> None:
+    """The meter reads them every step: more would cost."""
+    assert Metrics._fields == ("sums", "grad_norm", "finite")
