@@ -23,7 +23,8 @@ def get_config() -> ConfigDict:
 
     config.model = model = ConfigDict()
     model.name = "bert"  # bert, gpt, resnet, mlp, or a module of yours: my_package.my_model
-    model.size = "tiny"  # bert: tiny mini small base large; gpt: tiny gpt2 gpt2_medium gpt2_large gpt2_xl; resnet: 18 50; mlp: tiny
+    # bert: tiny mini small base large; gpt: tiny gpt2 gpt2_medium gpt2_large gpt2_xl; resnet: 18 50; mlp: tiny
+    model.size = "tiny"
     model.init_from = ""  # a Hugging Face directory (config.json, safetensors, tokenizer); sets the sizes
     # What follows overrides the size when it is set (None: as the size says).
     model.num_layers = placeholder(int)

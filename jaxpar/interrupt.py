@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Interrupt:
-    """Within `with`, the first SIGINT or SIGTERM sets `requested`; a second one acts as it would have before."""
+    """Within `with`, the first SIGINT or SIGTERM sets `requested`; a second one ends the process with code 130."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -18,8 +18,11 @@ class Interrupt:
         self._before = {number: signal.signal(number, self._request) for number in self.SIGNALS}
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: Any) -> None:
         self._restore()
+        if kind is KeyboardInterrupt:
+            print("stopped at once; the steps since the last checkpoint are lost", flush=True)
+            raise SystemExit(130)
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.requested = signal.Signals(number)

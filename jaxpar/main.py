@@ -6,8 +6,10 @@ Exit codes: 0 finished, or stopped by a signal with everything saved; 1 training
 2 a mistake of the user's, told in one line.
 """
 
+import errno
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +20,8 @@ from absl import flags, logging
 from jaxpar import config as configs
 from jaxpar.errors import TrainingError, UserError
 
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+
 
 def run() -> None:
     """The `jaxpar` command."""
@@ -26,15 +30,22 @@ def run() -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line and returns the exit code."""
-    logging.set_verbosity(logging.ERROR)
+    logging.set_verbosity(logging.FATAL)  # orbax logs as errors, with tracebacks, what it also raises
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, until the loop takes over
     try:
         return _main(list(argv))
     except UserError as error:
         return _fail(str(error), 2)
     except TrainingError as error:
         return _fail(str(error), 1)
-    except KeyboardInterrupt:  # before the loop, which saves on Ctrl-C
-        return _fail("stopped before the first step; nothing to save", 0)
+    except KeyboardInterrupt:  # before the loop or after it: there is nothing that is not saved
+        return _fail(f"stopped; the same command goes on from what is saved: {_command(argv)}", 0)
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        return _fail(f"{error.filename or 'the disk'}: {error.strerror}; the checkpoints that are there are whole", 2)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _main(argv: list[str]) -> int:
@@ -108,9 +119,10 @@ def _command(argv: Sequence[str]) -> str:
 def _closing(result: dict[str, Any], workdir: Path) -> str:
     accuracy = f"test accuracy {result['test_accuracy']:.2%}" if "test_accuracy" in result else "finished"
     return (
-        f"\n{accuracy} after {result['steps']:,} steps, {result['examples_per_second']:,.0f} examples/s\n"
+        f"\n{accuracy} after {result['steps']:,} steps, {result.get('examples_per_second', 0):,.0f} examples/s\n"
         f"results   {workdir}/result.json, metrics.jsonl, curves.png, checkpoints/, tensorboard/\n"
-        f"next      --config.strategy=single, --config.model.size=mini or --config.optimizer.lr=5e-4 with a new --workdir"
+        "next      the same with a new --workdir and, say, --config.strategy=single or --config.model.size=mini;\n"
+        "          your own data: docs/data.md; a pretrained model: configs/wordnet_minilm.py"
     )
 
 

@@ -67,8 +67,8 @@ class Meter:
             self._grad_norm = float(metrics.grad_norm)
         elif self._stop:
             raise TrainingError(
-                f"step {step}: the loss is {self.loss} and the norm of the gradient {metrics.grad_norm}; this update was "
-                "not applied. Lower config.optimizer.lr, or leave such steps out by config.optimizer.nonfinite='skip'"
+                f"step {step}: the loss is {self.loss}, the gradient norm {metrics.grad_norm}; the update was not "
+                "applied. Lower config.optimizer.lr, or leave such steps out by config.optimizer.nonfinite='skip'"
             )
         else:
             self._counts["skipped"] += 1

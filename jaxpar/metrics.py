@@ -131,7 +131,7 @@ class Progress:
 
 
 class Trace:
-    """Within `with`, profiles the steps from `steps[0]` to `steps[1]` into workdir/profile, for TensorBoard or Perfetto."""
+    """Within `with`, profiles some steps into workdir/profile, for TensorBoard or Perfetto."""
 
     def __init__(self, steps: tuple[int, int], workdir: Path):
         """Args: steps: first and last, counted from 1; (0, 0): none."""

@@ -49,7 +49,7 @@ def sums(logits: jax.Array, batch: Batch) -> Sums:
 
 
 def figures(task: str, loss: float, correct: float, weight: float) -> dict[str, float]:
-    """The figures of `task` from sums over any number of batches: loss, accuracy, and perplexity of a language model."""
+    """The figures of `task` from sums over any batches: loss, accuracy, and perplexity of a language model."""
     mean = loss / weight
     result = {"loss": mean, "accuracy": correct / weight}
     if task != "classification":

@@ -284,15 +284,15 @@ def finish(run: Run, current: Any, log: metrics.Log) -> dict[str, Any]:
         figures = evaluate(run, current, run.dataset.test)
         log.write(run.num_steps, "test", figures)
         print(f"test      {in_words(figures)}", flush=True)
-        result = {f"test_{name}": value for name, value in figures.items()}
+        result = {name if name == "perplexity" else f"test_{name}": value for name, value in figures.items()}
     trained = [row for row in log.rows("train") if "loss" in row]
-    rates = [row["examples_per_second"] for row in trained]
+    rates = ("examples_per_second", "tokens_per_second", "model_flops_per_second", "mfu")
     description = run.strategy.describe()
     result |= {
         "train_loss": trained[-1]["loss"] if trained else None,
         "steps": run.num_steps,
         "examples": examples_before(run, run.num_steps),
-        "examples_per_second": statistics.median(rates) if rates else None,
+        **{name: statistics.median(row[name] for row in trained) for name in rates if trained and name in trained[-1]},
         "strategy": run.config.strategy,
         "devices": [str(device) for device in description.devices],
         "device_kind": description.devices[0].device_kind,

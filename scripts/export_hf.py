@@ -14,6 +14,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from absl import logging
+
 from jaxpar import checkpoint, data
 from jaxpar.errors import UserError
 from jaxpar.models import hf
@@ -33,6 +35,7 @@ def main() -> int:
     parser.add_argument("workdir", type=Path, help="of a run")
     parser.add_argument("directory", type=Path, help="to write; new or empty")
     arguments = parser.parse_args()
+    logging.set_verbosity(logging.ERROR)  # orbax
     try:
         export(arguments.workdir, arguments.directory)
     except UserError as error:

@@ -11,16 +11,23 @@ from jaxpar.models.model import REMAT_POLICIES, Batch, Context, Model, Params, R
 
 __all__ = ["MODELS", "Batch", "Context", "Model", "Params", "Run", "Tie", "build", "check"]
 
-MODELS = ("bert", "gpt", "resnet", "mlp")
+# The models there are, with the least data that each can be built for.
+MODELS = {
+    "bert": DataInfo("text", (1,), 1, ("",), 1, 0),
+    "gpt": DataInfo("text", (1,), 1, ("",), 1, 0),
+    "resnet": DataInfo("image", (1, 1, 1), 1, ("",), 0, 0),
+    "mlp": DataInfo("vector", (1,), 1, ("",), 0, 0),
+}
 DTYPES = ("float32", "bfloat16")
 
 
 def check(config: ConfigDict) -> None:
-    """Raises UserError for what is wrong with config.model whatever the data."""
-    check_choice("model.dtype", config.model.dtype, DTYPES)
-    check_choice("model.remat", config.model.remat, ("none", *REMAT_POLICIES))
-    check_choice("model.attention", config.model.attention, ("auto", "xla", "cudnn"))
-    _module(config.model.name)
+    """Raises UserError for what is wrong with config.model and config.task whatever the data."""
+    if config.model.name in MODELS:
+        build(config, MODELS[config.model.name])  # abstract: no array is made
+    else:
+        _check_choices(config)
+        _module(config.model.name)
 
 
 def build(config: ConfigDict, info: DataInfo) -> Model:
@@ -32,7 +39,7 @@ def build(config: ConfigDict, info: DataInfo) -> Model:
     Raises:
       UserError: an unknown name, or options that do not fit each other, the task or the data.
     """
-    check(config)
+    _check_choices(config)
     name = config.model.name
     model = _module(name).build(config, info)
     if not isinstance(model, Model):
@@ -41,6 +48,12 @@ def build(config: ConfigDict, info: DataInfo) -> Model:
             "it must return a jaxpar.models.Model."
         )
     return model
+
+
+def _check_choices(config: ConfigDict) -> None:
+    check_choice("model.dtype", config.model.dtype, DTYPES)
+    check_choice("model.remat", config.model.remat, ("none", *REMAT_POLICIES))
+    check_choice("model.attention", config.model.attention, ("auto", "xla", "cudnn"))
 
 
 def _module(name: str) -> ModuleType:

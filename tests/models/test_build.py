@@ -8,7 +8,7 @@ import pytest
 
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError
-from jaxpar.models import bert, build, gpt
+from jaxpar.models import bert, build, check, gpt
 from tests.models.small import IMAGE, TEXT, VECTOR, info_of, small_config
 
 
@@ -109,11 +109,15 @@ ONE = {"bert": "classification", "gpt": "causal_lm", "resnet": "classification",
 )
 def test_mistakes(name: str, overrides: dict[str, Any], words: list[str]) -> None:
     task = ONE.get(name, "classification")
+    config = small_config(name, task, **overrides)
     with pytest.raises(UserError) as caught:
-        build(small_config(name, task, **overrides), info_of(name, task))
+        build(config, info_of(name, task))
     for word in words:
         assert word in str(caught.value)
     assert "\n" not in str(caught.value)
+    if not {"max_length", "vocab_size"} & overrides.keys() or "positions" in overrides:  # known before the data is
+        with pytest.raises(UserError):
+            check(config)
 
 
 @pytest.mark.parametrize(

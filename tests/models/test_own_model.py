@@ -9,7 +9,7 @@ import pytest
 
 from jaxpar.errors import UserError
 from jaxpar.models import Run, build
-from tests.models.small import BATCH, CLASSES, VECTOR, dropout_keys, fast_jit, make_params, small_config
+from tests.models.small import BATCH, CLASSES, TEXT, dropout_keys, fast_jit, make_batch, make_params, small_config
 
 
 def example() -> str:
@@ -28,16 +28,17 @@ def own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_example_of_the_docs(own_package: Path) -> None:
     (own_package / "my_model.py").write_text(example())
-    outputs = []
+    outputs: list[jax.Array] = []
     for scan in (True, False):
         config = small_config("my_package.my_model", "classification", num_layers=3, hidden_size=8, scan_layers=scan)
-        model = build(config, VECTOR)
+        model = build(config, TEXT)
         assert [layer.name for layer in model.layers] == ["embed", "block_0", "block_1", "block_2", "head"]
         assert model.runs == (Run(0, 1), Run(1, 4), Run(4, 5))
-        params = make_params(model)
-        batch = {"inputs": jax.random.normal(jax.random.key(0), (BATCH, 6))}
-        for keys_B in (None, dropout_keys()):
-            outputs.append(fast_jit(model.apply)(params, batch, keys_B))
+        params, batch = make_params(model), make_batch("bert", "classification")
+        apply = fast_jit(model.apply)
+        outputs += [apply(params, batch), apply(params, batch, dropout_keys())]
+        batch["inputs"] = np.where(batch["mask"], batch["inputs"], 3)
+        np.testing.assert_allclose(apply(params, batch), outputs[-2], rtol=1e-6)
     assert outputs[0].shape == (BATCH, CLASSES)
     np.testing.assert_allclose(outputs[0], outputs[2], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(outputs[1], outputs[3], rtol=1e-5, atol=1e-6)
@@ -47,7 +48,7 @@ def test_example_of_the_docs(own_package: Path) -> None:
 def test_bug_in_the_users_module_is_not_hidden(own_package: Path) -> None:
     (own_package / "broken.py").write_text("import a_package_that_is_not_there\n")
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
-        build(small_config("my_package.broken", "classification"), VECTOR)
+        build(small_config("my_package.broken", "classification"), TEXT)
 
 
 def test_build_must_return_a_model(own_package: Path) -> None:
@@ -57,4 +58,4 @@ def test_build_must_return_a_model(own_package: Path) -> None:
     """
     (own_package / "nothing.py").write_text(textwrap.dedent(source))
     with pytest.raises(UserError, match=r"my_package.nothing.*NoneType.*jaxpar.models.Model"):
-        build(small_config("my_package.nothing", "classification"), VECTOR)
+        build(small_config("my_package.nothing", "classification"), TEXT)

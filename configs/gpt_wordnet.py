@@ -1,0 +1,30 @@
+"""A small GPT that learns to write dictionary definitions.
+
+scripts/train --config=configs/gpt_wordnet.py --workdir=runs/gpt
+scripts/train --config=configs/gpt_wordnet.py:llama --workdir=runs/llama
+"""
+
+from ml_collections import ConfigDict
+
+from jaxpar.config import default_config
+
+
+def get_config(preset: str = "") -> ConfigDict:
+    """4 layers, 128 wide; `llama`: with RMSNorm, SwiGLU, rotary positions and grouped queries."""
+    config = default_config()
+    config.task = "causal_lm"
+    config.model.name = "gpt"
+    config.model.num_layers = 4
+    config.mesh.virtual_cpu_devices = 2
+    config.data.vocab_size = 4096
+    config.data.max_length = 64
+    config.batch_size = 32
+    config.optimizer.lr = 2e-3
+    if preset == "llama":
+        config.model.norm = "rmsnorm"
+        config.model.activation = "swiglu"
+        config.model.positions = "rotary"
+        config.model.num_kv_heads = 1
+    elif preset:
+        raise ValueError(f"preset {preset!r}; there is llama")
+    return config

@@ -1,0 +1,20 @@
+"""An MLP on MNIST, from the data set's own files.
+
+    scripts/train --config=configs/mlp_mnist.py --workdir=runs/mnist --config.data.train=DIR
+
+DIR holds train-images-idx3-ubyte, train-labels-idx1-ubyte and the two t10k files, plain or .gz.
+"""
+
+from ml_collections import ConfigDict
+
+from jaxpar.config import default_config
+
+
+def get_config() -> ConfigDict:
+    """5 epochs of Adam."""
+    config = default_config()
+    config.model.name = "mlp"
+    config.data.source = "mnist"
+    config.batch_size = 128
+    config.num_epochs = 5.0
+    return config

@@ -1,0 +1,155 @@
+"""The scripts: which Python runs, and the set-up of .venv, here with a stand-in for uv that installs nothing."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+UV = """#!/bin/sh
+echo "$@" >>uv.log
+[ "$1" != venv ] || { mkdir -p .venv/bin && ln -s "$(command -v python3)" .venv/bin/python; }
+[ "$1" != pip ] || [ ! -e slow ] || sleep 60
+"""
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A clone whose constraints pin packages that no registry has."""
+    clone = tmp_path / "a clone"
+    shutil.copytree(ROOT / "scripts", clone / "scripts")
+    (clone / "constraints").mkdir()
+    for name in ("base", "dev", "gpu"):
+        (clone / "constraints" / f"{name}.txt").write_text(
+            f"jaxpar-{name}-of-no-registry==1 --hash=sha256:{'0' * 64}\n"
+        )
+    (clone / "bin").mkdir()
+    (clone / "bin" / "python3").symlink_to(sys.executable)
+    (clone / "bin" / "uv").write_text(UV)
+    (clone / "bin" / "uv").chmod(0o755)
+    return clone
+
+
+def environment(clone: Path, **extra: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("JAXPAR_")}
+    return {**kept, "PATH": f"{clone / 'bin'}:/usr/bin:/bin", "JAXPAR_EXTRAS": "", **extra}
+
+
+def run(clone: Path, script: str, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    command = [str(clone / "scripts" / script), *arguments]
+    return subprocess.run(command, env=environment(clone, **extra), cwd="/", text=True, capture_output=True)
+
+
+def installed(clone: Path) -> list[str]:
+    """The constraints files of each call that installed."""
+    calls = (clone / "uv.log").read_text().splitlines()
+    files = [call.split(" -r constraints/")[1:] for call in calls if call.startswith("pip install")]
+    return [" ".join(call).replace(".txt", "") for call in files]
+
+
+def test_a_given_python_is_used_as_it_is(tmp_path: Path) -> None:
+    program = "import jaxpar, os, sys; print(sys.argv[1], os.getcwd(), os.getpid(), jaxpar.__file__)"
+    command = [str(ROOT / "scripts" / "python"), "-c", program, "a b"]
+    process = subprocess.Popen(
+        command, env={**os.environ, "JAXPAR_PYTHON": sys.executable}, cwd=tmp_path, text=True, stdout=subprocess.PIPE
+    )
+    output, _ = process.communicate()
+    # The same process: a signal to the script reaches Python.
+    assert output.strip() == f"a b {tmp_path} {process.pid} {ROOT / 'jaxpar' / '__init__.py'}"
+
+
+def test_sets_up_once(clone: Path) -> None:
+    first = run(clone, "python", "-c", "print('ran')")
+    assert first.stdout == "ran\n" and "setting up" in first.stderr, first
+    second = run(clone, "python", "-c", "print('ran')")
+    assert (second.stdout, second.stderr) == ("ran\n", "")
+    assert installed(clone) == ["base"]
+
+
+def test_installs_what_is_missing_or_changed(clone: Path) -> None:
+    run(clone, "setup")
+    run(clone, "setup", "dev", JAXPAR_EXTRAS="gpu")
+    run(clone, "setup")
+    (clone / "constraints" / "dev.txt").write_text("another==2\n")
+    run(clone, "setup")
+    run(clone, "setup", "dev")
+    assert installed(clone) == ["base", "gpu dev", "dev"]
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_setup_is_made_anew(clone: Path, by: signal.Signals) -> None:
+    (clone / "slow").touch()
+    process = subprocess.Popen([clone / "scripts" / "setup"], env=environment(clone), start_new_session=True)
+    wait_for(clone / "uv.log", "pip install")
+    os.killpg(process.pid, by)
+    assert process.wait() != 0
+    (clone / "slow").unlink()
+    (clone / ".venv" / "half").touch()
+    result = run(clone, "python", "-c", "print('ran')")
+    assert result.stdout == "ran\n" and "did not finish; starting over" in result.stderr, result
+    assert not (clone / ".venv" / "half").exists()
+    assert run(clone, "setup").stderr == ""
+
+
+def test_of_two_at_once_one_waits(clone: Path) -> None:
+    (clone / "slow").touch()
+    first = subprocess.Popen([clone / "scripts" / "setup"], env=environment(clone), start_new_session=True)
+    wait_for(clone / "uv.log", "pip install")
+    second = subprocess.Popen([clone / "scripts" / "setup"], env=environment(clone), stderr=subprocess.PIPE, text=True)
+    assert second.stderr is not None
+    assert "waiting for another set-up" in second.stderr.readline()
+    assert installed(clone) == ["base"]
+    (clone / "slow").unlink()
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    second.communicate()
+    assert second.returncode == 0 and installed(clone) == ["base", "base"]
+
+
+def test_a_failure_ends_in_one_line(clone: Path) -> None:
+    """Where uv fails pip has its turn; then the end of the log, and what to do."""
+    (clone / "bin" / "uv").write_text("#!/bin/sh\nexit 1\n")
+    (clone / ".venv" / "bin").mkdir(parents=True)
+    (clone / ".venv" / "bin" / "pip").touch(0o755)
+    (clone / ".venv" / "bin" / "python").write_text("#!/bin/sh\necho ERROR: no registry\nexit 1\n")
+    (clone / ".venv" / "bin" / "python").chmod(0o755)
+    result = run(clone, "train")
+    assert result.returncode == 2
+    *_, attempt, log, closing = result.stderr.splitlines()
+    assert (attempt, log) == ("jaxpar: uv could not install the packages; trying pip", "ERROR: no registry")
+    assert closing.startswith("jaxpar: could not install the packages (log: ")
+
+
+def test_mistakes(clone: Path) -> None:
+    result = run(clone, "train", JAXPAR_EXTRAS="gpus")
+    assert (result.returncode, result.stderr) == (2, "jaxpar: there is no extra 'gpus'; there are: gpu, dev.\n")
+    (clone / "bin" / "python3").unlink()
+    (clone / "bin" / "python3").write_text("#!/bin/sh\n[ $1 = --version ] && echo Python 3.9.9\n")
+    (clone / "bin" / "python3").chmod(0o755)
+    result = run(clone, "train", PATH=f"{clone / 'bin'}:{path_without_python(clone)}")
+    assert (result.returncode, result.stderr) == (
+        2,
+        "jaxpar: needs Python 3.11 to 3.14 on PATH; python3 is Python 3.9.9.\n",
+    )
+    assert not (clone / ".venv").exists()
+
+
+def path_without_python(clone: Path) -> Path:
+    tools = clone / "tools"
+    tools.mkdir()
+    for tool in ("bash", "dirname"):
+        (tools / tool).symlink_to(shutil.which(tool) or pytest.fail(f"no {tool}"))
+    return tools
+
+
+def wait_for(file: Path, words: str) -> None:
+    deadline = time.monotonic() + 30
+    while not (file.exists() and words in file.read_text()):
+        assert time.monotonic() < deadline, f"{file} never had {words!r}"
+        time.sleep(0.02)
