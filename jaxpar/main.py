@@ -117,9 +117,11 @@ def _command(argv: Sequence[str]) -> str:
 
 
 def _closing(result: dict[str, Any], workdir: Path) -> str:
-    accuracy = f"test accuracy {result['test_accuracy']:.2%}" if "test_accuracy" in result else "finished"
+    reached = f"test accuracy {result['test_accuracy']:.2%}" if "test_accuracy" in result else "finished"
+    if "perplexity" in result:
+        reached = f"test perplexity {result['perplexity']:.2f}"
     return (
-        f"\n{accuracy} after {result['steps']:,} steps, {result.get('examples_per_second', 0):,.0f} examples/s\n"
+        f"\n{reached} after {result['steps']:,} steps, {result.get('examples_per_second', 0):,.0f} examples/s\n"
         f"results   {workdir}/result.json, metrics.jsonl, curves.png, checkpoints/, tensorboard/\n"
         "next      the same with a new --workdir and, say, --config.strategy=single or --config.model.size=mini;\n"
         "          your own data: docs/data.md; a pretrained model: configs/wordnet_minilm.py"

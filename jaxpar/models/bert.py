@@ -17,6 +17,7 @@ from jaxpar.models.layers import (
     ACTIVATIONS,
     INIT_SCALE,
     TIED_HEAD,
+    classifier,
     dropout,
     linear,
     norm,
@@ -70,7 +71,7 @@ class ClassifierHead(nnx.Module):
         self.pooling = pooling
         if pooling == "cls":
             self.pooler = linear(spec.hidden_size, spec.hidden_size, spec, rngs)
-        self.classifier = linear(spec.hidden_size, num_classes, spec, rngs)
+        self.classifier = classifier(spec, num_classes, rngs)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
         """Hidden states to logits: [B, T, D] -> [B, C]."""
@@ -79,7 +80,7 @@ class ClassifierHead(nnx.Module):
         else:
             x_BD = mean_over_mask(x_BTD, context.batch["mask"])
         x_BD = dropout(x_BD, self.spec.dropout, context, 0)
-        return self.classifier(x_BD).astype(jnp.float32)
+        return self.classifier(x_BD)
 
 
 def mean_over_mask(x_BTD: jax.Array, mask_BT: jax.Array) -> jax.Array:

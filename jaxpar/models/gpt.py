@@ -20,8 +20,8 @@ from jaxpar.models.layers import (
     ACTIVATIONS,
     INIT_SCALE,
     TIED_HEAD,
+    classifier,
     dropout,
-    linear,
     norm,
     normalize,
     real_lengths,
@@ -87,7 +87,7 @@ class ClassifierHead(nnx.Module):
     def __init__(self, spec: Spec, num_classes: int, rngs: nnx.Rngs):
         self.spec = spec
         self.norm = norm(spec, rngs)
-        self.classifier = linear(spec.hidden_size, num_classes, spec, rngs, bias=False)
+        self.classifier = classifier(spec, num_classes, rngs, bias=False)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
         """Hidden states to logits: [B, T, D] -> [B, C]."""
@@ -97,4 +97,4 @@ class ClassifierHead(nnx.Module):
         else:
             x_BD = x_BTD[:, -1]
         x_BD = dropout(normalize(self.norm, x_BD), self.spec.dropout, context, 0)
-        return self.classifier(x_BD).astype(jnp.float32)
+        return self.classifier(x_BD)

@@ -42,14 +42,18 @@ def dropout(x: jax.Array, rate: float, context: Context, site: int) -> jax.Array
     return jnp.where(jax.vmap(keep)(context.keys_B), x / (1 - rate), jnp.zeros_like(x))
 
 
-def linear(
-    num_in: int, num_out: int, spec: Spec, rngs: nnx.Rngs, *, scale: float = INIT_SCALE, bias: bool = True
-) -> nnx.Linear:
+def classifier(spec: Spec, num_classes: int, rngs: nnx.Rngs, *, bias: bool = True) -> nnx.Linear:
+    """The linear map to the classes; in float32, so that logits are not rounded."""
+    init = nnx.initializers.normal(INIT_SCALE)
+    return nnx.Linear(spec.hidden_size, num_classes, use_bias=bias, dtype=jnp.float32, kernel_init=init, rngs=rngs)
+
+
+def linear(num_in: int, num_out: int, spec: Spec, rngs: nnx.Rngs, *, scale: float = INIT_SCALE) -> nnx.Linear:
     """A linear map as all of a transformer's: kernel [in, out] from a normal distribution, bias zero."""
     return nnx.Linear(
         num_in,
         num_out,
-        use_bias=bias and spec.norm == "layernorm",
+        use_bias=spec.norm == "layernorm",
         dtype=spec.dtype,
         kernel_init=nnx.initializers.normal(scale),
         rngs=rngs,

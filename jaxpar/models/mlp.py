@@ -38,7 +38,7 @@ def build(config: ConfigDict, info: DataInfo) -> Model:
     makers: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {"embed": partial(hidden, int(np.prod(info.input_shape)))}
     names = (f"block_{i}" for i in range(values["num_layers"]))
     makers |= dict.fromkeys(names, partial(hidden, values["hidden_size"]))
-    makers["head"] = partial(Head, values["hidden_size"], info.num_classes, jnp.dtype(config.model.dtype))
+    makers["head"] = partial(Head, values["hidden_size"], info.num_classes)
     return Model(makers, scan=config.model.scan_layers, remat=config.model.remat)
 
 
@@ -65,11 +65,11 @@ class Hidden(nnx.Module):
 
 
 class Head(nnx.Module):
-    """A linear map to the classes."""
+    """A linear map to the classes, in float32."""
 
-    def __init__(self, num_in: int, num_classes: int, dtype: Any, rngs: nnx.Rngs):
-        self.classifier = nnx.Linear(num_in, num_classes, dtype=dtype, rngs=rngs)
+    def __init__(self, num_in: int, num_classes: int, rngs: nnx.Rngs):
+        self.classifier = nnx.Linear(num_in, num_classes, dtype=jnp.float32, rngs=rngs)
 
     def __call__(self, x_BD: jax.Array, context: Context) -> jax.Array:
         """[B, D] -> [B, C]."""
-        return self.classifier(x_BD).astype(jnp.float32)
+        return self.classifier(x_BD)

@@ -50,7 +50,7 @@ def build(config: ConfigDict, info: DataInfo) -> Model:
             stride = 2 if stage and not index else 1
             makers[f"block_{len(makers) - 1}"] = partial(Block, num_in, inner, stride, bottleneck, dtype)
             num_in = 4 * inner if bottleneck else inner
-    makers["head"] = partial(Head, num_in, info.num_classes, values["dropout"], dtype)
+    makers["head"] = partial(Head, num_in, info.num_classes, values["dropout"])
     return Model(makers, scan=config.model.scan_layers, remat=config.model.remat)
 
 
@@ -121,13 +121,13 @@ class Block(nnx.Module):
 
 
 class Head(nnx.Module):
-    """The mean over the image, then a linear map to the classes."""
+    """The mean over the image, then a linear map to the classes, both in float32."""
 
-    def __init__(self, num_in: int, num_classes: int, rate: float, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, num_in: int, num_classes: int, rate: float, rngs: nnx.Rngs):
         self.rate = rate
-        self.classifier = nnx.Linear(num_in, num_classes, dtype=dtype, rngs=rngs)
+        self.classifier = nnx.Linear(num_in, num_classes, dtype=jnp.float32, rngs=rngs)
 
     def __call__(self, x_BHWC: jax.Array, context: Context) -> jax.Array:
         """[B, H, W, C] -> logits [B, classes]."""
         x_BC = x_BHWC.astype(jnp.float32).mean(axis=(1, 2))
-        return self.classifier(dropout(x_BC, self.rate, context, 0)).astype(jnp.float32)
+        return self.classifier(dropout(x_BC, self.rate, context, 0))

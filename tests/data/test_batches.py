@@ -77,6 +77,15 @@ def test_a_batch_is_a_function_of_seed_and_step(kind: str) -> None:
     assert not same(batches(kind, seed=6).batch(0), expected[0])
 
 
+def test_every_step_draws_anew() -> None:
+    """The same text in the same row: each epoch masks other positions, an evaluation always the same ones."""
+    text = Texts(np.full(40, 200), np.array([0, 40]), None, None, (40,), 0, Masking(0.15, 4, np.arange(300) < 150))
+    for shuffle in (True, False):
+        source = Batches(text, batch_size=1, seed=0, shuffle=shuffle)
+        masked = {source.batch(step)["weights"].tobytes() for step in range(5)}
+        assert len(masked) == (5 if shuffle else 1)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_shares_of_hosts_make_up_the_batch(kind: str) -> None:
     whole, first, second = batches(kind), batches(kind), batches(kind)

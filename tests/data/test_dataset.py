@@ -95,6 +95,7 @@ def test_the_fingerprint_is_of_all_that_matters(config: ConfigDict, tmp_path: Pa
         {"data.validation_fraction": 0.2},
         {"data.vocab_size": 200},
         {"task": "masked_lm"},
+        {"task": "masked_lm", "data.mask_fraction": 0.3},
     ]
     seen = set()
     for i, change in enumerate(changes):

@@ -104,7 +104,8 @@ def test_augmented_images_are_shifts_and_flips_of_the_original(shift: bool, flip
         seen.add(_how(image[..., 0], result[..., 0]))
     expected = (81 if shift else 1) * (2 if flip else 1)
     assert 0.75 * expected < len(seen) <= expected
-    assert max(abs(down) for down, _, _ in seen) == (4 if shift else 0)
+    shifts = set(range(-4, 5)) if shift else {0}
+    assert {down for down, _, _ in seen} == {right for _, right, _ in seen} == shifts
     assert {flipped for _, _, flipped in seen} == ({False, True} if flip else {False})
 
 
