@@ -16,10 +16,8 @@ def get_config() -> ConfigDict:
     config.mesh.virtual_cpu_devices = 2
     config.model.pooling = "mean"
     config.model.scan_layers = False
-    config.data.vocab_size = 16384
     config.data.max_length = 48
     config.data.length_buckets = (16, 24, 48)
     config.num_epochs = 2.0
-    config.batch_size = 128
-    config.optimizer.lr = 1e-3
+    config.optimizer.lr = 2e-3
     return config

@@ -14,6 +14,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from jaxpar import files
 from jaxpar.errors import UserError, nearest
 
 # What a run may change when it resumes: where and how it computes, not what.
@@ -165,9 +166,7 @@ def check_same_run(config: ConfigDict, workdir: Path) -> None:
 
 def save(config: ConfigDict, workdir: Path) -> None:
     """Writes the config as workdir/config.json: dotted keys and values."""
-    temporary = workdir / "config.json.tmp"
-    temporary.write_text(json.dumps(keys(config), indent=1) + "\n")
-    temporary.replace(workdir / "config.json")
+    files.write_text(workdir / "config.json", json.dumps(keys(config), indent=1) + "\n")
 
 
 def read(workdir: Path) -> ConfigDict:

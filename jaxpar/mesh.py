@@ -1,8 +1,12 @@
 """The device mesh: the only place that names its axes, counts devices and splits the CPU."""
 
+import ctypes
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,12 +17,16 @@ from jaxpar.errors import UserError
 
 DATA = "data"  # replicas: each takes a share of the batch
 
+# malloc.h: M_TRIM_THRESHOLD and M_MMAP_MAX (freed memory stays with the process), M_ARENA_MAX (and serves all threads).
+GLIBC_MALLOC = {-1: 2**31 - 1, -4: 0, -8: 1}
+
 
 def start(config: ConfigDict, cache: Path) -> None:
     """Prepares JAX for a run: virtual CPU devices, and compiled programs kept in `cache`.
 
     Call before JAX touches a device. A device count in XLA_FLAGS is the user's, and wins.
     """
+    keep_freed_memory()
     jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     count = config.mesh.virtual_cpu_devices
@@ -26,6 +34,31 @@ def start(config: ConfigDict, cache: Path) -> None:
         raise UserError(f"config.mesh.virtual_cpu_devices is {count}; it may be 0 or more")
     if count and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", count)
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc to keep what a CPU step frees for the next step, where the CPU is what computes.
+
+    Else each step gives its temporary buffers back to the system and faults them in again, zeroed: on a
+    2-layer BERT over two virtual devices that was 40% of the time. Call before threads start.
+    """
+    if not sys.platform.startswith("linux") or find_spec("jax_plugins") is not None:
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    if mallopt is not None:
+        for parameter, value in GLIBC_MALLOC.items():
+            mallopt(parameter, value)
+
+
+def one_at_a_time(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """`function`, a compiled program over `mesh`; on several virtual CPU devices it returns when all is computed.
+
+    Virtual devices share the threads of one pool. Collectives of several programs in flight can
+    take all of them, each waiting for a device that has no thread left, and so for ever.
+    """
+    if mesh.size == 1 or mesh.devices.flat[0].platform != "cpu":
+        return function
+    return lambda *args: jax.block_until_ready(function(*args))
 
 
 def num_replicas(config: ConfigDict) -> int:

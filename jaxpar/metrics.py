@@ -13,6 +13,8 @@ import jax
 import tensorboardX
 import tqdm
 
+from jaxpar import files
+
 
 class Phases:
     """Seconds by phase of the run. Phases do not nest."""
@@ -53,9 +55,7 @@ class Log:
         self._workdir = workdir
         path = workdir / "metrics.jsonl"
         kept = [row for row in read(workdir) if row["step"] <= first_step and row["split"] != "test"]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        temporary.replace(path)
+        files.write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file = path.open("a")
         self._board = None
         if tensorboard:

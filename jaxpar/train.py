@@ -4,6 +4,7 @@ Nothing here asks which strategy it runs. All that is on devices goes through th
 `jaxpar.strategies.Strategy`; the arithmetic of a step is in jaxpar/step.py.
 """
 
+import json
 import math
 import shutil
 import statistics
@@ -15,7 +16,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxpar import checkpoint, data, flops, mesh, metrics, models, optimizer, report, state, strategies, tasks
+from jaxpar import checkpoint, data, files, flops, mesh, metrics, models, optimizer, report, state, strategies, tasks
 from jaxpar import config as configs
 from jaxpar.errors import UserError
 from jaxpar.interrupt import Interrupt
@@ -51,9 +52,14 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
       UserError: a mistake in the config, the data or the workdir; nothing was compiled or lost.
       Stopped: SIGTERM or Ctrl-C came; the state is saved.
     """
+    check(config, workdir)
+    with files.locked(workdir):
+        return _train(config, workdir)
+
+
+def _train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     phases = metrics.Phases()
     with phases("setup"):
-        check(config, workdir)
         run = build(config, workdir, phases)
         print(describe(run), flush=True)
         saver = checkpoint.Saver(
@@ -98,13 +104,6 @@ def check(config: ConfigDict, workdir: Path) -> None:
         raise UserError(
             f"config.num_steps is {config.num_steps} and config.num_epochs {config.num_epochs}; one must be positive"
         )
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        probe = workdir / ".write_test"
-        probe.write_bytes(b"jaxpar")
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"--workdir={workdir} cannot be written: {error.strerror}") from error
     configs.check_same_run(config, workdir)
 
 
@@ -120,6 +119,7 @@ def build(config: ConfigDict, workdir: Path, phases: metrics.Phases) -> Run:
     strategy = strategies.build(config, problem)
     check_space(config, workdir, strategy)
     configs.save(config, workdir)
+    files.write_text(workdir / "data.json", json.dumps(dataset.info._asdict(), indent=1) + "\n")
     return Run(config, workdir, dataset, batches, problem, strategy, schedule, num_steps, phases)
 
 

@@ -6,11 +6,11 @@
     >>> model = AutoModelForSequenceClassification.from_pretrained("exported")
     >>> tokenizer = AutoTokenizer.from_pretrained("exported")
 
-The weights are those of the newest checkpoint. The run's data must still be where its config says: the
-names of the classes come from it.
+The weights are those of the newest checkpoint.
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from jaxpar.models import hf
 def export(workdir: Path, directory: Path) -> None:
     """Writes the model of the run in `workdir` to `directory`, which must be new. Raises UserError."""
     config, params = checkpoint.restore_params(workdir)
-    info = data.load(config, workdir).info
+    info = data.DataInfo(**json.loads((workdir / "data.json").read_text()))
     hf.save_directory(params, config, info, workdir / "tokenizer.json", directory)
     print(f"{directory}: {', '.join(sorted(path.name for path in directory.iterdir()))}")
 

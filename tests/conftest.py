@@ -6,11 +6,14 @@ from pathlib import Path
 import jax
 import pytest
 
+from jaxpar import mesh
+
 NUM_DEVICES = 8
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Sets JAX up before any test module is imported. Compiled programs are kept between runs."""
+    mesh.keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -20,7 +20,8 @@ def test_sums_equal_numpy_and_ignore_filler_rows() -> None:
             p = np.exp(logits[i, j].astype(np.float64))
             loss -= weights[i, j] * np.log(p[labels[i, j]] / p.sum())
             correct += weights[i, j] * (logits[i, j].argmax() == labels[i, j])
-    np.testing.assert_allclose([got.loss, got.correct, got.weight], [loss, correct, weights.sum()], rtol=1e-5)
+    expected = np.array([loss, correct, weights.sum()])
+    np.testing.assert_allclose([got.loss, got.correct, got.weight], expected, rtol=1e-5)
 
 
 def test_figures() -> None:

@@ -130,8 +130,6 @@ def test_a_finished_run_is_evaluated_again_and_left_as_it_is(folder: Path, unint
     assert metrics.read(uninterrupted) == rows
 
 
-# Orbax's other reads end after the one that failed, when their event loop is closed.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_damaged_checkpoint_falls_back(
     folder: Path,
     tmp_path: Path,

@@ -61,8 +61,8 @@ def build_sharding(problem: Problem, mesh: Mesh) -> Strategy:
     return Strategy(
         init=jax.jit(functools.partial(states.init, problem.model, problem.optimizer), out_shardings=replicated),
         place=place,
-        step=jax.jit(step, donate_argnums=0, out_shardings=replicated),
-        evaluate=jax.jit(evaluate, out_shardings=replicated),
+        step=meshes.one_at_a_time(jax.jit(step, donate_argnums=0, out_shardings=replicated), mesh),
+        evaluate=meshes.one_at_a_time(jax.jit(evaluate, out_shardings=replicated), mesh),
         to_canonical=states.to_canonical,
         from_canonical=lambda tree: jax.device_put(states.from_canonical(tree, like), replicated),
         describe=lambda: describe(mesh, like, "one device" if mesh.size == 1 else "batch divided, state replicated"),
@@ -87,8 +87,8 @@ def build_pmap(problem: Problem, mesh: Mesh) -> Strategy:
         """A replicated tree as its first replica's arrays."""
         return jax.tree.map(lambda x: x.addressable_shards[0].data[0], tree)
 
-    mapped_step = jax.pmap(step, axis_name=DATA, devices=devices, donate_argnums=0)
-    mapped_evaluate = jax.pmap(evaluate, axis_name=DATA, devices=devices)
+    mapped_step = meshes.one_at_a_time(jax.pmap(step, axis_name=DATA, devices=devices, donate_argnums=0), mesh)
+    mapped_evaluate = meshes.one_at_a_time(jax.pmap(evaluate, axis_name=DATA, devices=devices), mesh)
 
     def place(rows: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         sharding = NamedSharding(mesh, PartitionSpec(DATA))

@@ -4,7 +4,7 @@ A strategy that is missing from VARIANTS fails `test_every_strategy_is_here`.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from jaxpar.step import Problem
 
 NUM_STEPS = 20
 BATCH, LENGTH, VOCABULARY, CLASSES = 16, 12, 64, 5
+LEARNING_RATES = {"adamw": 1e-3, "sgd": 0.1}
 VARIANTS = {
     "single": [],
     "single, 4 microbatches": ["--config.optimizer.accumulation_steps=4"],
@@ -34,6 +35,7 @@ class Outcome(NamedTuple):
     """What a strategy's 20 steps gave, on the host."""
 
     losses: list[float]
+    start: dict[str, np.ndarray]
     params: dict[str, np.ndarray]
     evaluation: float
 
@@ -60,7 +62,8 @@ def outcome(variant: str, optimizer_name: str) -> Outcome:
     sizes = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "mlp_size": 32, "max_length": LENGTH, "dropout": 0.3}
     override(config, [f"--config.model.{key}={value}" for key, value in sizes.items()])
     override(config, [f"--config.strategy={variant.split(',')[0]}", f"--config.optimizer.name={optimizer_name}"])
-    override(config, [f"--config.batch_size={BATCH}", f"--config.data.max_length={LENGTH}", *VARIANTS[variant]])
+    override(config, [f"--config.optimizer.lr={LEARNING_RATES[optimizer_name]}", *VARIANTS[variant]])
+    override(config, [f"--config.batch_size={BATCH}", f"--config.data.max_length={LENGTH}"])
     strategies.check(config)
     schedule = optimizer.build_schedule(config, NUM_STEPS)
     problem = Problem(
@@ -68,6 +71,7 @@ def outcome(variant: str, optimizer_name: str) -> Outcome:
     )
     strategy = strategies.build(config, problem)
     state = strategy.init(jax.random.key(0))
+    start = named(strategy.to_canonical(state)["params"])
     losses = []
     for step in range(NUM_STEPS):
         state, metrics = strategy.step(state, strategy.place(batch(step)))
@@ -76,8 +80,12 @@ def outcome(variant: str, optimizer_name: str) -> Outcome:
     # Through the canonical state and back: nothing may be lost on the way.
     tree = jax.device_get(strategy.to_canonical(strategy.from_canonical(strategy.to_canonical(state))))
     assert int(tree["step"]) == NUM_STEPS
-    params = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree["params"])}
-    return Outcome(losses, params, float(sums.loss / sums.weight))
+    return Outcome(losses, start, named(tree["params"]), float(sums.loss / sums.weight))
+
+
+def named(tree: Any) -> dict[str, np.ndarray]:
+    """The leaves, copied to the host, by path."""
+    return {jax.tree_util.keystr(path): np.array(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def test_every_strategy_is_here() -> None:
@@ -99,7 +107,9 @@ def test_equals_single(variant: str, optimizer_name: str) -> None:
 
 
 def test_training_learns_and_dropout_is_on() -> None:
-    """Guards the test above: equal losses of runs that do nothing would prove nothing."""
-    losses = outcome("single", "adamw").losses
-    assert np.std(losses) > 0.01
-    assert len(set(losses)) == NUM_STEPS
+    """Guards the test above: equal runs that do nothing would prove nothing."""
+    result = outcome("single", "adamw")
+    assert len(set(result.losses)) == NUM_STEPS
+    for name, start in result.start.items():
+        moved = np.linalg.norm(result.params[name] - start) / np.linalg.norm(result.params[name])
+        assert moved > 1e-3, f"{name} moved by {moved}"

@@ -1,0 +1,39 @@
+"""Files of a workdir: written whole or not at all, and by one process at a time."""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxpar.errors import UserError
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces the file: who reads it, or comes after a crash, finds the old text or the new one, never a part."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+@contextlib.contextmanager
+def locked(workdir: Path) -> Iterator[None]:
+    """Makes `workdir` and holds it for this process. The lock ends with the process, however it ends.
+
+    Raises:
+      UserError: the folder cannot be written, or another process runs in it.
+    """
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        file = (workdir / ".lock").open("a")
+    except OSError as error:
+        raise UserError(f"--workdir={workdir} cannot be written: {error.strerror}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"--workdir={workdir} is in use by another process; wait for it or give another") from None
+        yield

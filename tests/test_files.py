@@ -1,0 +1,36 @@
+"""Files appear whole, and a workdir belongs to one process."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxpar import files
+from jaxpar.errors import UserError
+
+HOLD = "import pathlib, sys; from jaxpar import files\nwith files.locked(pathlib.Path(sys.argv[1])):\n    input()"
+
+
+def test_a_failed_write_leaves_the_old_text(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    files.write_text(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        files.write_text(path, "new\udcff")
+    assert path.read_text() == "old"
+
+
+def test_a_workdir_is_locked_until_its_process_ends(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "run")], stdin=subprocess.PIPE, cwd=Path(__file__).parent.parent
+    )
+    while not (tmp_path / "run" / ".lock").exists():
+        assert process.poll() is None
+    with pytest.raises(UserError, match="in use by another process"):
+        while True:  # the process may not have locked yet what it made
+            with files.locked(tmp_path / "run"):
+                pass
+    process.kill()
+    process.communicate()
+    with files.locked(tmp_path / "run"):
+        pass
