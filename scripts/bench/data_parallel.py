@@ -2,24 +2,28 @@
 
     scripts/python scripts/bench/data_parallel.py [--config=configs/quickstart.py] [--config.KEY=VALUE ...]
 
-Every strategy steps in turn, many rounds over, so that a slow moment of the machine hits all of
-them; the medians are compared. Batches lie on the devices already.
+One batch of each padded length that the data has. Every strategy steps in turn, many rounds over, so that a slow
+moment of the machine hits all of them; the medians are compared, and their sum weighted by how often an epoch
+has each length. Batches lie on the devices already.
 """
 
 import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxpar import config as configs
 from jaxpar import data, mesh, models, optimizer, strategies
 from jaxpar.step import Problem
 
-ROUNDS = 40
+ROUNDS = 30
 VARIANTS = {
     "single": ["--config.strategy=single"],
     "data_parallel, sharding": ["--config.strategy=data_parallel"],
@@ -36,26 +40,41 @@ def main(arguments: list[str]) -> None:
     mesh.start(config, data.cache_dir(config) / "xla")
     with tempfile.TemporaryDirectory() as folder:
         dataset = data.load(config, Path(folder))
-    rows = data.Batches(dataset.train, batch_size=config.batch_size, seed=0, shuffle=True).batch(0)
+    batches = data.Batches(dataset.train, batch_size=config.batch_size, seed=0, shuffle=True)
+    rows, counts = {}, Counter[int]()
+    for step in range(batches.steps_per_epoch):
+        batch = batches.batch(step)
+        counts[batch["inputs"].shape[1]] += 1
+        rows[batch["inputs"].shape[1]] = batch
+    print(f"{name}: batches of {config.batch_size}, {jax.device_count()} {jax.devices()[0].device_kind} devices")
+    totals = dict.fromkeys(VARIANTS, 0.0)
+    for length in sorted(rows):
+        medians = measure(name, overrides, dataset.info, rows[length])
+        ratios = "  ".join(f"{variant}: {medians[variant] / medians['single']:.3f}" for variant in VARIANTS)
+        print(f"length {length} ({counts[length] / batches.steps_per_epoch:.0%} of the steps)  {ratios}")
+        totals = {variant: total + counts[length] * medians[variant] for variant, total in totals.items()}
+    print("an epoch  " + "  ".join(f"{variant}: {totals[variant] / totals['single']:.3f}" for variant in VARIANTS))
+
+
+def measure(name: str, overrides: list[str], info: data.DataInfo, rows: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Median seconds of a step by variant."""
     running: dict[str, list[Any]] = {}
     times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     for variant, more in VARIANTS.items():
         own = configs.load(name)
         configs.override(own, [*overrides, *more])
-        problem = Problem(models.build(own, dataset.info), optimizer.build(own, lambda step: 1e-3), 1)
+        problem = Problem(models.build(own, info), optimizer.build(own, lambda step: 1e-3), 1)
         strategy = strategies.build(own, problem)
         running[variant] = [strategy, strategy.init(jax.random.key(0)), strategy.place(rows)]
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS + 2):
         for variant, item in running.items():
             strategy, state, batch = item
             start = time.perf_counter()
             item[1], metrics = strategy.step(state, batch)
             jax.block_until_ready((item[1], metrics))
-            times[variant].append(time.perf_counter() - start)
-    base = statistics.median(times["single"])
-    print(f"{name}: batch {rows['inputs'].shape}, {jax.device_count()} {jax.devices()[0].device_kind} devices")
-    for variant, seconds in times.items():
-        print(f"{variant:26} {statistics.median(seconds) / base:.3f} of single's step time")
+            if number >= 2:  # the first ones compile
+                times[variant].append(time.perf_counter() - start)
+    return {variant: statistics.median(seconds) for variant, seconds in times.items()}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Models under strict dtype promotion: none may leave the dtype asked for unnoticed. (optax's steps do promote.)"""
+"""Models under strict dtype promotion: none may leave the dtype asked for unnoticed. Only optax's steps promote."""
 
 from collections.abc import Iterator
 
