@@ -2,7 +2,7 @@
 
     scripts/train --config=configs/quickstart.py --workdir=runs/quickstart
 
-About 2 minutes on 2 CPU cores.
+About 100 seconds on 2 CPU cores, to 78% test accuracy over 45 classes (the largest: 12%).
 """
 
 from ml_collections import ConfigDict
@@ -19,5 +19,6 @@ def get_config() -> ConfigDict:
     config.data.max_length = 48
     config.data.length_buckets = (16, 24, 48)
     config.num_epochs = 2.0
+    config.eval.every_steps = 130
     config.optimizer.lr = 2e-3
     return config

@@ -18,8 +18,8 @@ import jax
 from jaxpar import checkpoint, data, mesh, metrics, train
 from jaxpar import config as configs
 
-ROUNDS = 5
-STEPS = 100
+ROUNDS = 3
+STEPS = 250
 
 
 def main(arguments: list[str]) -> None:
