@@ -5,11 +5,12 @@
     workdir/checkpoints/STEP/metrics   JSON: validation_loss, where it was measured at this step
 
 Orbax writes into a temporary folder and renames it last, so a killed process leaves no half
-checkpoint. Checksums of the arrays find what a disk or a copy did to one later. Nothing is
-deleted to read: a damaged checkpoint is set aside as STEP.damaged.
+checkpoint. Checksums of the arrays find what a disk or a copy did to one later. Reading changes
+nothing; training goes on from the newest whole checkpoint and sets later ones aside as STEP.damaged.
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,49 +109,84 @@ def steps(directory: Path) -> list[int]:
     return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
 
 
+class Damaged(Exception):
+    """A checkpoint whose files are missing, cut short or changed."""
+
+
 def restore(directory: Path, like: Canonical | None, say: Callable[[str], None]) -> Checkpoint | None:
-    """The newest whole checkpoint, with NumPy leaves; None where the directory has none at all.
+    """The newest whole checkpoint, with NumPy leaves; None where the directory has none at all. Changes nothing.
 
     Args:
       like: gives the structure, shapes and dtypes; leaves may be abstract. None: as they were saved.
-      say: is told of each damaged checkpoint, which is then set aside.
+      say: is told of each damaged checkpoint that is newer.
 
     Raises:
-      UserError: all of them are damaged.
+      UserError: all of them are damaged, or the newest whole one is of another model or a later version.
     """
     found = steps(directory)
     for step in reversed(found):
-        path = directory / str(step)
         try:
-            return read(path, like)
-        except Exception as error:  # whatever orbax and tensorstore raise on damaged files
-            aside = path.with_name(f"{step}.damaged")
-            say(f"checkpoint {path} is damaged ({_line(error)}); set aside as {aside.name}")
-            path.rename(aside)
+            return read(directory / str(step), like)
+        except Damaged as error:
+            say(f"checkpoint {directory / str(step)} is damaged: {error}")
     if found:
         raise UserError(f"no checkpoint in {directory} can be read: all of {found} are damaged; give a new --workdir")
     return None
 
 
+def set_aside(directory: Path, after: int) -> None:
+    """Renames the checkpoints of later steps than `after`, which are damaged, to STEP.damaged."""
+    for step in steps(directory):
+        if step > after:
+            aside = directory / f"{step}.damaged"
+            shutil.rmtree(aside, ignore_errors=True)  # of an earlier fall back
+            (directory / str(step)).rename(aside)
+
+
 def read(path: Path, like: Canonical | None = None) -> Checkpoint:
-    """The checkpoint in folder `path`. Raises ValueError, or what orbax raises, where it is damaged."""
-    info = json.loads((path / "info" / "metadata").read_text())
-    if info["format"] != FORMAT:
-        raise ValueError(f"format {info['format']}; this version reads {FORMAT}")
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        folder = (path / "state").absolute()
-        if like is None:
-            like = checkpointer.metadata(folder).item_metadata.tree
-        as_numpy = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype), like)
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), like)
-        tree = checkpointer.restore(folder, args=ocp.args.PyTreeRestore(shapes, restore_args=as_numpy))
+    """The checkpoint in folder `path`; see `restore` for `like`.
+
+    Raises:
+      Damaged: it is not whole.
+      UserError: it is whole, but of another model or a later version.
+    """
+    info, saved = _open(path)
+    like = saved if like is None else like
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), like)
+    there, here = _named(saved), _named(shapes)
+    for name in sorted(there.keys() | here.keys()):
+        if name not in there or name not in here or there[name].shape != here[name].shape:
+            was, wanted = (tuple(leaves[name].shape) if name in leaves else "missing" for leaves in (there, here))
+            raise UserError(f"checkpoint {path} is of another model or optimizer: {name} is {was}, not {wanted}")
+    try:
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            as_numpy = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype), shapes)
+            restore_args = ocp.args.PyTreeRestore(shapes, restore_args=as_numpy)
+            tree = checkpointer.restore((path / "state").absolute(), args=restore_args)
+    except (MemoryError, PermissionError):
+        raise
+    except Exception as error:  # whatever orbax and tensorstore raise on damaged files
+        raise Damaged(_line(error)) from error
     for name, leaf in _named(tree).items():
         if checksum(np, leaf) != info["checksums"][name]:
-            raise ValueError(f"the checksum of {name} is wrong")
-    for name, leaf in _named(shapes).items():
-        if _named(tree)[name].shape != leaf.shape:
-            raise ValueError(f"{name} has shape {_named(tree)[name].shape}, not {leaf.shape}")
+            raise Damaged(f"the checksum of {name} is wrong")
     return Checkpoint(info["step"], tree, info)
+
+
+def _open(path: Path) -> tuple[dict[str, Any], Canonical]:
+    """The info of a checkpoint, and the shapes and dtypes of its arrays."""
+    try:
+        info = json.loads((path / "info" / "metadata").read_text())
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            saved = checkpointer.metadata((path / "state").absolute()).item_metadata.tree
+        number = info["format"]
+    except (MemoryError, PermissionError):
+        raise
+    except Exception as error:  # as in `read`
+        raise Damaged(_line(error)) from error
+    if number != FORMAT:
+        raise UserError(f"checkpoint {path} has format {number}; this version of jaxpar reads {FORMAT}")
+    return info, saved
 
 
 def checksum(numpy: Any, x: Any) -> Any:

@@ -6,6 +6,7 @@ wants, and returns it. The default is locked: it declares every key there is.
 
 import ast
 import importlib.util
+import inspect
 import json
 import traceback
 from collections.abc import Sequence
@@ -27,6 +28,9 @@ CHANGEABLE = (
     "log",
     "profile",
     "cache_dir",
+    "data.train",  # the files may move: a checkpoint knows what is in them
+    "data.validation",
+    "data.test",
     "data.num_threads",
     "data.prefetch",
     "model.attention",
@@ -61,6 +65,8 @@ def load(name: str) -> ConfigDict:
             raise UserError(f"--config is {name!r}: no such file; there are {', '.join(names)}.{nearest(name, names)}")
     try:
         module = _import(path)
+        if preset and not inspect.signature(module.get_config).parameters:
+            raise UserError(f"--config is {name!r}, but {path} has no presets")
         config = module.get_config(preset) if preset else module.get_config()
     except UserError:
         raise
@@ -68,6 +74,9 @@ def load(name: str) -> ConfigDict:
         raise UserError(_where(path, error)) from error
     if not isinstance(config, ConfigDict):
         raise UserError(f"{path}: get_config returned a {type(config).__name__}; it must return a ConfigDict")
+    odd = keys(config).keys() ^ keys(default_config()).keys()
+    if odd:
+        raise UserError(f"{path}: get_config must begin with default_config(); it has, or lacks, config.{min(odd)}")
     return config.lock()
 
 
@@ -114,7 +123,7 @@ def _parse(key: str, text: str, kind: type, now: Any) -> Any:
         return text
     if kind is bool and text.lower() in ("true", "false", "1", "0"):
         return text.lower() in ("true", "1")
-    if now is not None and kind is not tuple and text == "None":
+    if now is not None and text == "None":
         text = ""  # only keys that have no value may lose it
     try:
         value = ast.literal_eval(text)
@@ -128,7 +137,7 @@ def _parse(key: str, text: str, kind: type, now: Any) -> Any:
                 return value
     except (ValueError, SyntaxError):
         if kind is tuple and now and type(now[0]) is str:
-            return tuple(text.strip("()").split(","))
+            return tuple(name.strip() for name in text.strip("()").split(","))
         if kind is float and text.lower() in ("inf", "nan"):
             return float(text)
     example = f", such as {now!r}" if now is not None else ""
@@ -150,10 +159,7 @@ def check_same_run(config: ConfigDict, workdir: Path) -> None:
     path = workdir / "config.json"
     if not path.is_file():
         return
-    try:
-        before = json.loads(path.read_text())
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}); it can be written again from the config of the run") from error
+    before = _read_saved(path)
     now = json.loads(json.dumps(keys(config)))
     changed = [
         f"config.{key}: {before.get(key)!r} there, {now.get(key)!r} here"
@@ -176,9 +182,19 @@ def read(workdir: Path) -> ConfigDict:
         raise UserError(f"{workdir} holds no run: {path} does not exist")
     config = default_config()
     with config.unlocked(), config.ignore_type():
-        for key, value in json.loads(path.read_text()).items():
+        for key, value in _read_saved(path).items():
             config.update_from_flattened_dict({key: tuple(value) if isinstance(value, list) else value})
     return config
+
+
+def _read_saved(path: Path) -> dict[str, Any]:
+    try:
+        saved = json.loads(path.read_text())
+    except ValueError:
+        saved = None
+    if not isinstance(saved, dict):
+        raise UserError(f"{path} is damaged: it is not what a run writes; give a new --workdir")
+    return saved
 
 
 def _changeable(key: str) -> bool:

@@ -3,7 +3,7 @@
     scripts/train --config=configs/NAME.py[:PRESET] --workdir=DIR [--config.KEY=VALUE ...]
 
 Exit codes: 0 finished, or stopped by a signal with everything saved; 1 training failed;
-2 a mistake of the user's, told in one line.
+2 a mistake of the user's, told in one line; 130 a second Ctrl-C, which waits for nothing.
 """
 
 import errno
@@ -20,7 +20,7 @@ from absl import flags, logging
 from jaxpar import config as configs
 from jaxpar.errors import TrainingError, UserError
 
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM)
 
 
 def run() -> None:

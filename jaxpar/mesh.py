@@ -3,7 +3,7 @@
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,6 @@ def num_replicas(config: ConfigDict) -> int:
     return wanted
 
 
-def build(num_data: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def build(num_data: int) -> Mesh:
     """A mesh of the first `num_data` devices along the data axis."""
-    devices = jax.devices() if devices is None else devices
-    return Mesh(np.asarray(devices[:num_data]), (DATA,), axis_types=(AxisType.Auto,))
+    return Mesh(np.asarray(jax.devices()[:num_data]), (DATA,), axis_types=(AxisType.Auto,))

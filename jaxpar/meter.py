@@ -35,7 +35,7 @@ class Meter:
 
     def _reset(self) -> None:
         self._sums = np.zeros(3)  # loss, correct, weight
-        self._counts = dict.fromkeys(("steps", "examples", "tokens", "flops", "skipped"), 0)
+        self._counts = dict.fromkeys(("examples", "tokens", "flops", "skipped"), 0)
         self._grad_norm = 0.0
 
     def is_new(self, rows: Mapping[str, np.ndarray]) -> bool:
@@ -47,11 +47,11 @@ class Meter:
         inputs, weights = rows["inputs"], rows["weights"]
         if self.is_new(rows):
             self._flops[inputs.shape] = 3 * flops.forward_flops(self._model.apply, self._model.shapes, dict(rows))
-        self._counts["steps"] += 1
-        self._counts["flops"] += self._flops[inputs.shape]
-        self._counts["examples"] += int((weights.reshape(len(weights), -1) > 0).any(axis=1).sum())
-        if inputs.dtype == np.int32:
-            self._counts["tokens"] += int(rows["mask"].sum()) if "mask" in rows else inputs.size
+        else:  # rates are of steps that were not compiled: the time of compiling is not theirs
+            self._counts["flops"] += self._flops[inputs.shape]
+            self._counts["examples"] += int((weights.reshape(len(weights), -1) > 0).any(axis=1).sum())
+            if inputs.dtype == np.int32:
+                self._counts["tokens"] += int(rows["mask"].sum()) if "mask" in rows else inputs.size
         self.read()
         self._pending = (step, metrics)
 
@@ -61,7 +61,7 @@ class Meter:
             return
         step, metrics = self._pending[0], jax.device_get(self._pending[1])
         self._pending = None
-        self.loss = float(metrics.sums.loss / metrics.sums.weight)
+        self.loss = float(metrics.sums.loss / max(metrics.sums.weight, 1e-30))
         if metrics.finite:
             self._sums += np.asarray(metrics.sums, np.float64)
             self._grad_norm = float(metrics.grad_norm)
@@ -82,11 +82,12 @@ class Meter:
         counts, sums = self._counts, self._sums
         result = tasks.figures(self._task, *sums) if sums[2] else {}
         result |= {"grad_norm": self._grad_norm, "skipped_steps": counts["skipped"]}
-        result["examples_per_second"] = counts["examples"] / seconds
+        if counts["examples"]:
+            result["examples_per_second"] = counts["examples"] / seconds
+            result["model_flops_per_second"] = counts["flops"] / seconds
         if counts["tokens"]:
             result["tokens_per_second"] = counts["tokens"] / seconds
-        result["model_flops_per_second"] = counts["flops"] / seconds
-        if self._peak:
+        if self._peak and counts["examples"]:
             result["mfu"] = counts["flops"] / seconds / self._peak
         self._reset()
         return result

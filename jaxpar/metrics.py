@@ -118,9 +118,9 @@ class Progress:
         left = (self._total - step) * (time.perf_counter() - self._begin) / (step - self._start)
         shown = {name: figures[name] for name in ("loss", "accuracy") if name in figures}
         words = "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
-        self.say(
-            f"step {step}/{self._total}  {words}  {figures['examples_per_second']:,.0f} examples/s  {_clock(left)} left"
-        )
+        if "examples_per_second" in figures:
+            words += f"  {figures['examples_per_second']:,.0f} examples/s"
+        self.say(f"step {step}/{self._total}  {words}  {_clock(left)} left")
 
     def say(self, text: str) -> None:
         """A line that the bar does not overwrite."""

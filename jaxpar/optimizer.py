@@ -27,7 +27,13 @@ def _sgd(o: ConfigDict, schedule: Schedule) -> optax.GradientTransformation:
 
 
 def _adafactor(o: ConfigDict, schedule: Schedule) -> optax.GradientTransformation:
-    return optax.adafactor(schedule, weight_decay_rate=o.weight_decay or None, weight_decay_mask=decayed)
+    # optax.adafactor's own decay comes after the learning rate, which would not scale it.
+    return optax.chain(
+        optax.adafactor(None),
+        optax.scale(-1.0),  # it gives a descent direction; the decay and the rate take gradients
+        optax.add_decayed_weights(o.weight_decay, mask=decayed),
+        optax.scale_by_learning_rate(schedule),
+    )
 
 
 def _lion(o: ConfigDict, schedule: Schedule) -> optax.GradientTransformation:

@@ -9,14 +9,12 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-from jaxpar import metrics
+from jaxpar import files, metrics
 
 
 def write_result(workdir: Path, result: dict[str, Any]) -> None:
     """Writes workdir/result.json."""
-    temporary = workdir / "result.json.tmp"
-    temporary.write_text(json.dumps(result, indent=2) + "\n")
-    temporary.replace(workdir / "result.json")
+    files.write_text(workdir / "result.json", json.dumps(result, indent=2) + "\n")
 
 
 def draw_curves(workdir: Path, title: str) -> Path | None:
@@ -27,7 +25,7 @@ def draw_curves(workdir: Path, title: str) -> Path | None:
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for axis, name in zip(axes, ("loss", "accuracy"), strict=True):
         for split, style in (("train", "-"), ("validation", "o--"), ("test", "*")):
-            points = [(row["step"], row[name]) for row in rows if row["split"] == split]
+            points = [(row["step"], row[name]) for row in rows if row["split"] == split and name in row]
             if points:
                 size = 12 if split == "test" else 5
                 axis.plot(*zip(*points, strict=True), style, label=f"{split} {points[-1][1]:.3f}", ms=size, lw=1.3)

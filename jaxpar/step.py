@@ -43,7 +43,7 @@ def gradients(problem: Problem, state: State, batch: Batch, weight: jax.Array) -
     def loss(params: Params, rows: Batch) -> tuple[jax.Array, Sums]:
         keys_B = jax.vmap(jax.random.fold_in, (None, 0))(keys, rows["index"])
         total = tasks.sums(problem.model.apply(params, rows, keys_B), rows)
-        return total.loss / weight, total
+        return total.loss / jnp.maximum(weight, 1e-30), total  # a batch may have nothing to predict
 
     def microbatch_gradients(rows: Batch) -> tuple[Params, Sums]:
         grads, total = jax.grad(loss, has_aux=True)(state.params, rows)

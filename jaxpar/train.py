@@ -22,7 +22,7 @@ from jaxpar.errors import UserError
 from jaxpar.interrupt import Interrupt
 from jaxpar.meter import Meter
 from jaxpar.metrics import Progress
-from jaxpar.models import hf
+from jaxpar.models import Params, hf
 from jaxpar.step import Problem
 from jaxpar.strategies import Strategy
 
@@ -39,6 +39,7 @@ class Run(NamedTuple):
     dataset: data.Dataset
     batches: data.Batches
     problem: Problem
+    pretrained: Params | None  # abstract leaves: what it lacks
     strategy: Strategy
     schedule: optimizer.Schedule
     num_steps: int
@@ -62,11 +63,12 @@ def _train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     with phases("setup"):
         run = build(config, workdir, phases)
         print(describe(run), flush=True)
-        saver = checkpoint.Saver(
-            workdir / "checkpoints", keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
-        )
     with phases("start"):
         current, first_step = start(run)
+        checkpoint.set_aside(workdir / "checkpoints", after=first_step)
+    saver = checkpoint.Saver(
+        workdir / "checkpoints", keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
+    )
     log = metrics.Log(workdir, first_step=first_step, tensorboard=config.log.tensorboard)
     try:
         current = loop(run, current, first_step, saver, log)
@@ -87,11 +89,10 @@ def check(config: ConfigDict, workdir: Path) -> None:
     """Raises UserError for whatever can be known to fail before data is read and programs are compiled."""
     if config.model.init_from:
         hf.apply_directory(config)
-    tasks.check(config.task)
+    data.check(config)
     models.check(config)
     optimizer.check(config)
     strategies.check(config)
-    data.check(config)
     if config.checkpoint.keep < 1:
         raise UserError(f"config.checkpoint.keep is {config.checkpoint.keep}; it may be 1 or more")
     for key in ("eval.every_steps", "checkpoint.every_steps"):
@@ -100,27 +101,35 @@ def check(config: ConfigDict, workdir: Path) -> None:
             raise UserError(f"config.{key} is {config[section][name]}; it may be 0 or more")
     if config.log.every_steps < 1:
         raise UserError(f"config.log.every_steps is {config.log.every_steps}; it may be 1 or more")
-    if config.num_steps < 0 or (config.num_steps == 0 and not config.num_epochs > 0):
+    if config.num_steps < 0 or (config.num_steps == 0 and not 0 < config.num_epochs < math.inf):
         raise UserError(
             f"config.num_steps is {config.num_steps} and config.num_epochs {config.num_epochs}; one must be positive"
         )
+    if not 0 <= config.seed < 2**31:
+        raise UserError(f"config.seed is {config.seed}; it may be 0 to {2**31 - 1}")
+    if len(config.profile) != 2 or not 0 <= config.profile[0] <= config.profile[1]:
+        raise UserError(f"config.profile is {config.profile}; it may be (first step, last step), or (0, 0) for none")
     configs.check_same_run(config, workdir)
 
 
 def build(config: ConfigDict, workdir: Path, phases: metrics.Phases) -> Run:
     """Data, model, optimizer and strategy."""
+    if not (workdir / "config.json").exists():  # a tokenizer without a run is what a start that failed left
+        (workdir / "tokenizer.json").unlink(missing_ok=True)
     dataset = data.load(config, workdir)
     batches = data.Batches(dataset.train, batch_size=config.batch_size, seed=config.seed, shuffle=True)
     num_steps = config.num_steps or math.ceil(config.num_epochs * batches.steps_per_epoch)
     schedule = optimizer.build_schedule(config, num_steps)
-    problem = Problem(
-        models.build(config, dataset.info), optimizer.build(config, schedule), config.optimizer.accumulation_steps
-    )
+    model = models.build(config, dataset.info)
+    pretrained = None
+    if config.model.init_from and not checkpoint.steps(workdir / "checkpoints"):
+        pretrained = hf.load_params(model, model.shapes, Path(config.model.init_from).expanduser())
+    problem = Problem(model, optimizer.build(config, schedule), config.optimizer.accumulation_steps)
     strategy = strategies.build(config, problem)
     check_space(config, workdir, strategy)
     configs.save(config, workdir)
     files.write_text(workdir / "data.json", json.dumps(dataset.info._asdict(), indent=1) + "\n")
-    return Run(config, workdir, dataset, batches, problem, strategy, schedule, num_steps, phases)
+    return Run(config, workdir, dataset, batches, problem, pretrained, strategy, schedule, num_steps, phases)
 
 
 def check_space(config: ConfigDict, workdir: Path, strategy: Strategy) -> None:
@@ -171,9 +180,13 @@ def start(run: Run) -> tuple[Any, int]:
         print(f"resume    from step {found.step:,}", flush=True)
         return run.strategy.from_canonical(found.tree), found.step
     fresh = run.strategy.init(jax.random.key(run.config.seed))
-    if run.config.model.init_from:
+    if run.pretrained is not None:
         tree = run.strategy.to_canonical(fresh)
-        tree["params"] = hf.load_params(run.problem.model, tree["params"], Path(run.config.model.init_from))
+        tree["params"] = jax.tree.map(
+            lambda ours, theirs: ours if isinstance(theirs, jax.ShapeDtypeStruct) else theirs,
+            tree["params"],
+            run.pretrained,
+        )
         fresh = run.strategy.from_canonical(tree)
     return fresh, 0
 
@@ -201,7 +214,6 @@ def loop(run: Run, current: Any, first_step: int, saver: checkpoint.Saver, log: 
                 rows = next(loader)
             with phases("compile" if meter.is_new(rows) else "train"):
                 current, step_metrics = run.strategy.step(current, run.strategy.place(rows))
-            with phases("train"):
                 meter.add(step, rows, step_metrics)
             bar.advance(meter.loss)
 
@@ -221,7 +233,8 @@ def loop(run: Run, current: Any, first_step: int, saver: checkpoint.Saver, log: 
                 log.write(step, "validation", figures)
                 bar.say(f"step {step}/{total}  validation " + in_words(figures))
                 validation_loss = figures["loss"]
-            if "save" in due or stop or (validation_loss is not None and validation_loss < best_loss):
+            is_best = config.checkpoint.keep_best and validation_loss is not None and validation_loss < best_loss
+            if "save" in due or stop or is_best:
                 with phases("checkpoint"):
                     saver.save(run.strategy.to_canonical(current), save_info(run, step), validation_loss)
             best_loss = min(best_loss, math.inf if validation_loss is None else validation_loss)
@@ -249,13 +262,7 @@ def build_meter(run: Run) -> Meter:
 
 def save_info(run: Run, step: int) -> dict[str, Any]:
     """What a checkpoint says besides its arrays."""
-    return {"data": run.dataset.fingerprint, "examples": examples_before(run, step)}
-
-
-def examples_before(run: Run, step: int) -> int:
-    """Examples of the first `step` batches. An epoch's last batch may hold fewer."""
-    epochs, rest = divmod(step, run.batches.steps_per_epoch)
-    return epochs * run.batches.examples_per_epoch + min(rest * run.config.batch_size, run.batches.examples_per_epoch)
+    return {"data": run.dataset.fingerprint, "examples": run.batches.examples_before(step)}
 
 
 def evaluate(run: Run, current: Any, split: data.Split) -> dict[str, float]:
@@ -286,13 +293,14 @@ def finish(run: Run, current: Any, log: metrics.Log) -> dict[str, Any]:
         print(f"test      {in_words(figures)}", flush=True)
         result = {name if name == "perplexity" else f"test_{name}": value for name, value in figures.items()}
     trained = [row for row in log.rows("train") if "loss" in row]
-    rates = ("examples_per_second", "tokens_per_second", "model_flops_per_second", "mfu")
+    names = ("examples_per_second", "tokens_per_second", "model_flops_per_second", "mfu")
+    rates = {name: [row[name] for row in trained if name in row] for name in names}
     description = run.strategy.describe()
     result |= {
         "train_loss": trained[-1]["loss"] if trained else None,
         "steps": run.num_steps,
-        "examples": examples_before(run, run.num_steps),
-        **{name: statistics.median(row[name] for row in trained) for name in rates if trained and name in trained[-1]},
+        "examples": run.batches.examples_before(run.num_steps),
+        **{name: statistics.median(values) for name, values in rates.items() if values},
         "strategy": run.config.strategy,
         "devices": [str(device) for device in description.devices],
         "device_kind": description.devices[0].device_kind,

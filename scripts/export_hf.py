@@ -1,12 +1,14 @@
 """Writes the trained model of a run as a directory that Hugging Face `transformers` loads.
 
-    scripts/python scripts/export_hf.py runs/quickstart exported
+    scripts/train --config=configs/quickstart.py --workdir=runs/cls --config.model.pooling=cls
+    scripts/python scripts/export_hf.py runs/cls exported
 
     >>> from transformers import AutoModelForSequenceClassification, AutoTokenizer
     >>> model = AutoModelForSequenceClassification.from_pretrained("exported")
     >>> tokenizer = AutoTokenizer.from_pretrained("exported")
 
-The weights are those of the newest checkpoint.
+The weights are those of the newest checkpoint. `transformers` has no classifier on the mean of the tokens, so
+config.model.pooling must be cls.
 """
 
 import argparse

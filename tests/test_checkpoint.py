@@ -105,6 +105,8 @@ def test_damage_falls_back_to_the_newest_whole_one(tmp_path: Path, damage: Calla
     assert len(said) == 1
     assert "2 is damaged" in said[0]
     assert "\n" not in said[0]
+    assert checkpoint.steps(tmp_path / "c") == [1, 2]  # reading changes nothing
+    checkpoint.set_aside(tmp_path / "c", after=found.step)
     assert checkpoint.steps(tmp_path / "c") == [1]
     assert (tmp_path / "c" / "2.damaged").is_dir()
     save(tmp_path / "c", {2: None})  # the step can be written again
@@ -114,8 +116,9 @@ def test_damage_falls_back_to_the_newest_whole_one(tmp_path: Path, damage: Calla
 def test_all_damaged_is_an_error(tmp_path: Path) -> None:
     save(tmp_path / "c", {1: None})
     truncate(tmp_path / "c" / "1")
-    with pytest.raises(UserError, match="damaged"):
-        restore(tmp_path / "c")
+    for _ in range(2):  # the second try must not begin anew
+        with pytest.raises(UserError, match=r"all of \[1\] are damaged"):
+            restore(tmp_path / "c")
 
 
 def test_half_written_checkpoints_are_ignored(tmp_path: Path) -> None:
@@ -130,8 +133,13 @@ def test_half_written_checkpoints_are_ignored(tmp_path: Path) -> None:
 def test_another_structure_is_not_read_as_this_one(tmp_path: Path) -> None:
     save(tmp_path / "c", {1: None})
     other = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((2, *leaf.shape), leaf.dtype), LIKE)
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match=r"another model or optimizer: .* is \(5,\), not \(2, 5\)"):
         checkpoint.restore(tmp_path / "c", other, lambda line: None)
+    metadata = tmp_path / "c" / "1" / "info" / "metadata"
+    metadata.write_text(metadata.read_text().replace('"format":1', '"format":2').replace('"format": 1', '"format": 2'))
+    with pytest.raises(UserError, match=r"format 2; this version of jaxpar reads 1"):
+        restore(tmp_path / "c")
+    assert checkpoint.steps(tmp_path / "c") == [1]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])

@@ -95,6 +95,18 @@ def test_missing_config_names_the_nearest() -> None:
         configs.load("configs/quikstart.py")
 
 
+def test_a_preset_that_is_not_there() -> None:
+    with pytest.raises(UserError, match=r"quickstart.py has no presets"):
+        configs.load("configs/quickstart.py:big")
+
+
+def test_a_config_must_begin_with_the_default(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("from ml_collections import ConfigDict\ndef get_config():\n    return ConfigDict({'seed': 1})")
+    with pytest.raises(UserError, match=r"must begin with default_config\(\); it has, or lacks, config.batch_size"):
+        configs.load(str(path))
+
+
 def test_preset_reaches_get_config(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from jaxpar.config import default_config\ndef get_config(preset=''):\n    c = default_config()\n"
@@ -120,6 +132,13 @@ def test_same_run(tmp_path: Path) -> None:
     configs.override(config, ["--config.optimizer.lr=0.5"])
     with pytest.raises(UserError, match=r"config.optimizer.lr: 0.001 there, 0.5 here"):
         configs.check_same_run(config, tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{"])
+def test_a_damaged_saved_config(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"config.json is damaged"):
+        configs.check_same_run(configs.default_config(), tmp_path)
 
 
 def test_saved_config_reads_back_equal(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpar import config as configs
-from jaxpar import models, optimizer, state, step, strategies, tasks
+from jaxpar import models, optimizer, state, step, strategies
 from jaxpar.data import DataInfo
 from jaxpar.data import check as check_data
 
@@ -21,7 +21,6 @@ NEEDS_FILES = ("cifar10", "mnist")
 def test_config(name: str) -> None:
     config = configs.load(name)
     config.model.init_from = ""  # its files are not here
-    tasks.check(config.task)
     models.check(config)
     optimizer.check(config)
     strategies.check(config)
@@ -66,4 +65,4 @@ def test_configs_are_short_and_open_with_their_command() -> None:
     for path in PATHS:
         text = path.read_text()
         assert f"scripts/train --config=configs/{path.name}" in text.split('"""')[1], path
-        assert path.name == "default.py" or text.count("\n") <= 50, path
+        assert path.name == "default.py" or text.partition("def get_config")[2].count("\n") <= 30, path

@@ -50,6 +50,11 @@ MISTAKES = {
     "missing file": (["--config.data.train=nowhere.csv"], "nowhere.csv"),
     "unknown column": (["--config.data.label_column=lable"], "label"),
     "nothing to do": (["--config.num_epochs=0"], "config.num_epochs"),
+    "endless": (["--config.num_epochs=inf"], "config.num_epochs inf"),
+    "half a profile": (["--config.profile=5"], "config.profile is (5,)"),
+    "a profile backwards": (["--config.profile=(3,1)"], "config.profile is (3, 1)"),
+    "a huge seed": (["--config.seed=99999999999999999999"], "config.seed is 99999999999999999999"),
+    "no columns": (["--config.data.text_columns=None"], "it must name one column"),
     "keep nothing": (["--config.checkpoint.keep=0"], "config.checkpoint.keep is 0"),
     "init_from nowhere": (["--config.model.init_from=nowhere"], "nowhere"),
     "stray argument": (["quickstart"], "'quickstart' is not an argument"),
@@ -117,6 +122,43 @@ def test_a_disk_without_room(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/run", *small_arguments(tmp_path))
     assert "the disk has 0 MB free, 4 checkpoints need" in line
+
+
+def test_a_disk_that_fills_up_while_saving(tmp_path: Path) -> None:
+    """Files may grow to 20 kB, which checkpoints of this model exceed: orbax's writes fail for real."""
+    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); from jaxpar import main"
+    arguments = command(tmp_path, tmp_path / "run")[3:]
+    process = subprocess.run(
+        [sys.executable, "-c", f"{limit}; sys.exit(main.main(['jaxpar', *sys.argv[1:]]))", *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 2, process.stderr
+    lines = [line for line in process.stderr.splitlines() if line.startswith("jaxpar: ")]
+    assert len(lines) == 1
+    assert "writing a checkpoint in" in lines[0]
+    assert "there is none yet" in lines[0]
+
+
+TWO_SIGNALS = """
+import signal
+from jaxpar.interrupt import Interrupt
+with Interrupt():
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+"""
+
+
+def test_a_second_signal_ends_the_process_at_once() -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", TWO_SIGNALS],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 130
+    assert "stopped at once" in process.stdout
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from jaxpar import checkpoint, metrics, train
 from jaxpar.errors import TrainingError, UserError
-from jaxpar.step import Metrics
 from tests.runs import small_config, write_csv
 
 
@@ -61,8 +60,10 @@ def test_result(uninterrupted: Path) -> None:
 
 def test_metrics_tell_rates(uninterrupted: Path) -> None:
     row = metrics.read(uninterrupted)[0]
-    # The forward pass by hand: per token 4 D^2 of attention, 2 D M of the block, 2 T D of scores and sums.
-    assert row["model_flops_per_second"] > 0
+    # The forward pass by hand. T = D = 16, M = 32: 4 D^2 of attention, 2 D M of the MLP and 2 T D of scores and
+    # sums a token; D^2 of the pooler and 4 D of the classifier a text; 2 FLOP each, 3 times for a training step.
+    flops = 3 * 2 * (16 * (4 * 16**2 + 2 * 16 * 32 + 2 * 16 * 16) + 16**2 + 4 * 16)
+    assert row["model_flops_per_second"] == pytest.approx(flops * row["examples_per_second"])
     assert row["tokens_per_second"] > row["examples_per_second"] > 0
     assert 0 <= row["learning_rate"] <= 0.01
 
@@ -148,6 +149,52 @@ def test_a_damaged_checkpoint_falls_back(
     assert_bitwise_equal(tmp_path / "run", uninterrupted)
 
 
+def test_a_damaged_last_checkpoint_is_made_again(folder: Path, tmp_path: Path, uninterrupted: Path) -> None:
+    """The run goes on from an older one, and keeps as many whole ones as ever."""
+    arguments = ["--config.checkpoint.keep_best=False", "--config.checkpoint.keep=3"]
+    train.train(small_config(folder, *arguments), tmp_path / "run")
+    there = checkpoint.steps(tmp_path / "run" / "checkpoints")
+    assert there == [12, 15, 16]  # every 3 steps and the last; not where a validation was the best
+    for _ in range(2):
+        (tmp_path / "run" / "checkpoints" / "16" / "state" / "manifest.ocdbt").write_bytes(b"")
+        train.train(small_config(folder, *arguments), tmp_path / "run")
+        assert checkpoint.steps(tmp_path / "run" / "checkpoints") == there
+        assert_bitwise_equal(tmp_path / "run", uninterrupted)
+    assert (tmp_path / "run" / "checkpoints" / "16.damaged").is_dir()
+
+
+OTHERS = {
+    "gpt": ["--config.task=causal_lm", "--config.model.name=gpt", "--config.optimizer.accumulation_steps=2"],
+    "llama in bfloat16": [
+        "--config.task=causal_lm",
+        "--config.model.name=gpt",
+        "--config.model.dtype=bfloat16",
+        "--config.model.norm=rmsnorm",
+        "--config.model.activation=swiglu",
+        "--config.model.positions=rotary",
+        "--config.model.num_kv_heads=1",
+        "--config.model.remat=full",
+    ],
+    "masked_lm": ["--config.task=masked_lm", "--config.model.remat=dots"],
+    "mlp": ["--config.model.name=mlp", "--config.model.num_heads=None", "--config.model.mlp_size=None"],
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models_and_tasks(name: str, tmp_path: Path) -> None:
+    arguments = ["--config.data.source=synthetic", "--config.data.train=", "--config.data.synthetic_examples=400"]
+    config = small_config(tmp_path, *arguments, "--config.num_steps=3", *OTHERS[name])
+    result = train.train(config, tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "result.json").read_text()) == result
+    assert result["steps"] == 3
+    assert result["examples"] == 3 * 24
+    if config.task == "classification":
+        assert 0 <= result["test_accuracy"] <= 1
+    else:
+        assert result["perplexity"] == pytest.approx(np.exp(result["test_loss"]))
+        assert 1 < result["perplexity"] < 2 * 128  # a fresh model is about as good as a guess among 128 tokens
+
+
 def poison(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """Makes the weights of the batch of step number `step` nan, and so its loss and gradient."""
     from jaxpar.data import Batches
@@ -176,7 +223,9 @@ def test_nonfinite_loss_stops_the_run(folder: Path, tmp_path: Path, monkeypatch:
 
 def test_nonfinite_steps_are_skipped_if_asked(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, 8)
-    train.train(small_config(folder, "--config.optimizer.nonfinite=skip"), tmp_path / "run")
+    # Each step is a log interval: one has no loss to tell.
+    overrides = ["--config.optimizer.nonfinite=skip", "--config.log.every_steps=1"]
+    train.train(small_config(folder, *overrides), tmp_path / "run")
     assert sum(row.get("skipped_steps", 0) for row in metrics.read(tmp_path / "run")) == 1
     for name, leaf in final_params(tmp_path / "run").items():
         assert np.isfinite(leaf).all(), name
@@ -191,8 +240,3 @@ def test_changed_data_is_refused(folder: Path, tmp_path: Path, monkeypatch: pyte
     path.write_text(path.read_text() + "one more row,none\n")
     with pytest.raises(UserError, match="the data changed since the checkpoint of step 3"):
         train.train(small_config(tmp_path), tmp_path / "run")
-
-
-def test_metrics_of_a_step_are_scalars() -> None:
-    """The meter reads them every step: more would cost."""
-    assert Metrics._fields == ("sums", "grad_norm", "finite")

@@ -47,6 +47,11 @@ class Batches:
         batch["index"] = np.arange(self._batch_size, dtype=np.int32)[rows]
         return batch
 
+    def examples_before(self, step: int) -> int:
+        """The number of examples in the batches of steps [0, step); filler rows do not count."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        return epoch * self.examples_per_epoch + int((self._plan(epoch)[:place] >= 0).sum())
+
     def loader(
         self, start: int, stop: int, *, rows: slice = slice(None), num_threads: int = 1, prefetch: int = 8
     ) -> Iterator[Arrays]:

@@ -112,7 +112,7 @@ def apply_directory(config: ConfigDict) -> None:
     Raises:
       UserError: no such directory, a kind of model that we do not have, a size that the config sets otherwise.
     """
-    path = Path(config.model.init_from) / "config.json"
+    path = Path(config.model.init_from).expanduser() / "config.json"
     family, theirs = _read_config(path)
     if config.model.name != family.model:
         raise UserError(
@@ -164,7 +164,7 @@ def load_params(model: Model, params: Params, directory: Path, say: Callable[[st
 
     Args:
       model: built from a config that `apply_directory` has set.
-      params: fresh ones, for what the directory lacks.
+      params: fresh ones, for what the directory lacks; or their shapes alone.
       directory: what config.model.init_from was.
       say: is told in one line what was read and what stays fresh.
 

@@ -115,7 +115,10 @@ def find(directory: Path) -> dict[str, Source]:
     if single.is_file():
         paths = [single]
     elif index.is_file():
-        paths = sorted({directory / name for name in json.loads(index.read_text())["weight_map"].values()})
+        try:
+            paths = sorted({directory / name for name in json.loads(index.read_text())["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{index} is not an index of safetensors files: {error!r}.") from error
     else:
         pickled = (directory / "pytorch_model.bin").is_file()
         hint = "; it has pytorch_model.bin, which save_pretrained of transformers rewrites" if pickled else ""

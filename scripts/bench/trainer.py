@@ -1,4 +1,4 @@
-"""The trainer's whole loop / a bare loop over the same jitted step, and the time to the first step.
+"""The trainer's whole loop / a bare loop over the same jitted step.
 
     scripts/python scripts/bench/trainer.py [--config=configs/quickstart.py] [--config.KEY=VALUE ...]
 

@@ -164,3 +164,13 @@ print(next(loader)["inputs"].shape)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (result.stdout, result.returncode) == ("(8, 8)\n", 0), result.stderr
+
+
+def test_examples_before_counts_the_rows_of_real_examples() -> None:
+    """The short batch of an epoch may stand anywhere in it."""
+    source = batches("texts")
+    counted = 0
+    for step in range(3 * source.steps_per_epoch):
+        assert source.examples_before(step) == counted
+        counted += int((source.batch(step)["weights"] > 0).sum())
+    assert counted == 3 * NUM

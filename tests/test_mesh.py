@@ -1,0 +1,60 @@
+"""Virtual CPU devices, in processes of their own: JAX takes their number once."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxpar import mesh
+from jaxpar.config import default_config, override
+from jaxpar.errors import UserError
+
+COUNT = """
+import pathlib, sys
+from jaxpar import config, mesh
+made = config.default_config()
+config.override(made, sys.argv[2:])
+mesh.start(made, pathlib.Path(sys.argv[1]))
+print(mesh.num_replicas(made), dict(mesh.build(mesh.num_replicas(made)).shape))
+"""
+
+
+def count(folder: Path, *overrides: str, xla_flags: str = "") -> str:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "XLA_FLAGS": xla_flags}
+    command = [sys.executable, "-c", COUNT, str(folder), *overrides]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_virtual_devices(tmp_path: Path) -> None:
+    assert count(tmp_path, "--config.mesh.virtual_cpu_devices=3") == "3 {'data': 3}"
+
+
+def test_the_count_in_xla_flags_wins(tmp_path: Path) -> None:
+    flags = "--xla_force_host_platform_device_count=4"
+    assert count(tmp_path, "--config.mesh.virtual_cpu_devices=3", xla_flags=flags).startswith("4 ")
+
+
+@pytest.mark.parametrize(("wanted", "message"), [(9, "there are 8 cpu devices"), (0, "it may be 1 or more")])
+def test_impossible_numbers(wanted: int, message: str) -> None:
+    config = default_config()
+    override(config, [f"--config.mesh.data={wanted}"])
+    with pytest.raises(UserError, match=message):
+        mesh.num_replicas(config)
+
+
+def test_programs_over_several_cpu_devices_are_waited_for() -> None:
+    calls = []
+
+    class Result:
+        def block_until_ready(self) -> "Result":
+            calls.append("waited")
+            return self
+
+    mesh.one_at_a_time(Result, mesh.build(2))()
+    assert calls == ["waited"]
+    mesh.one_at_a_time(Result, mesh.build(1))()
+    assert calls == ["waited"]
+    assert jax.device_count() == 8
