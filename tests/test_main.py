@@ -144,6 +144,7 @@ def test_a_disk_that_fills_up_while_saving(tmp_path: Path) -> None:
 TWO_SIGNALS = """
 import signal
 from jaxpar.interrupt import Interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with SIGINT ignored
 with Interrupt():
     signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGINT)

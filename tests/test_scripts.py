@@ -85,7 +85,12 @@ def test_installs_what_is_missing_or_changed(clone: Path) -> None:
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_setup_is_made_anew(clone: Path, by: signal.Signals) -> None:
     (clone / "slow").touch()
-    process = subprocess.Popen([clone / "scripts" / "setup"], env=environment(clone), start_new_session=True)
+    process = subprocess.Popen(
+        [clone / "scripts" / "setup"],
+        env=environment(clone),
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where this is a background job
+    )
     wait_for(clone / "uv.log", "pip install")
     os.killpg(process.pid, by)
     assert process.wait() != 0
