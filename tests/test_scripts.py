@@ -85,12 +85,10 @@ def test_installs_what_is_missing_or_changed(clone: Path) -> None:
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_setup_is_made_anew(clone: Path, by: signal.Signals) -> None:
     (clone / "slow").touch()
-    process = subprocess.Popen(
-        [clone / "scripts" / "setup"],
-        env=environment(clone),
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where this is a background job
-    )
+    # SIGINT is ignored where the tests are a background job, and would be in what they start.
+    heed = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-c", heed, clone / "scripts" / "setup"]
+    process = subprocess.Popen(command, env=environment(clone), start_new_session=True)
     wait_for(clone / "uv.log", "pip install")
     os.killpg(process.pid, by)
     assert process.wait() != 0
