@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM as a request that the training loop heeds between two steps."""
 
+import os
 import signal
 from types import FrameType
 from typing import Any
@@ -22,7 +23,7 @@ class Interrupt:
         self._restore()
         if kind is KeyboardInterrupt:
             print("stopped at once; the steps since the last checkpoint are lost", flush=True)
-            raise SystemExit(130)
+            os._exit(130)  # not by way of threads that may be in the middle of a step or a checkpoint
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.requested = signal.Signals(number)

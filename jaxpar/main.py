@@ -25,7 +25,20 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, 
 
 def run() -> None:
     """The `jaxpar` command."""
-    sys.exit(main(sys.argv))
+    sys.unraisablehook = _hide_late_reads
+    try:
+        code = main(sys.argv)
+    except KeyboardInterrupt:  # before the loop: it may have come out of a compilation, whose threads go on
+        _fail(f"stopped before the first step; the same command starts again: {_command(sys.argv)}", 0)
+        sys.stdout.flush()
+        os._exit(0)
+    sys.exit(code)
+
+
+def _hide_late_reads(unraisable: Any) -> None:
+    """Where one read of a damaged checkpoint fails, orbax ends its event loop, and the others complain one by one."""
+    if "Event loop is closed" not in str(unraisable.exc_value):
+        sys.__unraisablehook__(unraisable)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,8 +51,6 @@ def main(argv: Sequence[str]) -> int:
         return _fail(str(error), 2)
     except TrainingError as error:
         return _fail(str(error), 1)
-    except KeyboardInterrupt:  # before the loop or after it: there is nothing that is not saved
-        return _fail(f"stopped; the same command goes on from what is saved: {_command(argv)}", 0)
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
@@ -120,9 +131,10 @@ def _closing(result: dict[str, Any], workdir: Path) -> str:
     reached = f"test accuracy {result['test_accuracy']:.2%}" if "test_accuracy" in result else "finished"
     if "perplexity" in result:
         reached = f"test perplexity {result['perplexity']:.2f}"
+    board = ", tensorboard/" if (workdir / "tensorboard").is_dir() else ""
     return (
         f"\n{reached} after {result['steps']:,} steps, {result.get('examples_per_second', 0):,.0f} examples/s\n"
-        f"results   {workdir}/result.json, metrics.jsonl, curves.png, checkpoints/, tensorboard/\n"
+        f"results   {workdir}/result.json, metrics.jsonl, curves.png, checkpoints/{board}\n"
         "next      the same with a new --workdir and, say, --config.strategy=single or --config.model.size=mini;\n"
         "          your own data: docs/data.md; a pretrained model: configs/wordnet_minilm.py"
     )

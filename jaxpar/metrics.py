@@ -14,6 +14,7 @@ import tensorboardX
 import tqdm
 
 from jaxpar import files
+from jaxpar.errors import UserError
 
 
 class Phases:
@@ -81,10 +82,16 @@ class Log:
 
 
 def read(workdir: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl; a last line that was cut off by a crash is left out."""
+    """The rows of metrics.jsonl; a last line that was cut off by a crash is left out. Raises UserError for others."""
     path = workdir / "metrics.jsonl"
     lines = path.read_text().split("\n") if path.is_file() else [""]
-    return [json.loads(line) for line in lines[:-1]]
+    rows = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise UserError(f"{path}:{number} is not what a run writes ({error}); delete the line") from error
+    return rows
 
 
 class Progress:
@@ -92,8 +99,8 @@ class Progress:
 
     def __init__(self, start: int, total: int):
         """From step `start` to step `total`."""
-        self._start, self._total = start, total
-        self._begin = time.perf_counter()
+        self._total = total
+        self._logged = (start, time.perf_counter())  # step and time of the last log line
         self._bar = None
         if sys.stdout.isatty() and start < total:
             self._bar = tqdm.tqdm(total=total, initial=start, unit="step", file=sys.stdout, dynamic_ncols=True)
@@ -115,7 +122,9 @@ class Progress:
         """The figures of a log interval."""
         if self._bar is not None:
             return
-        left = (self._total - step) * (time.perf_counter() - self._begin) / (step - self._start)
+        now = time.perf_counter()
+        left = (self._total - step) * (now - self._logged[1]) / (step - self._logged[0])
+        self._logged = (step, now)
         shown = {name: figures[name] for name in ("loss", "accuracy") if name in figures}
         words = "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
         if "examples_per_second" in figures:

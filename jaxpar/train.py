@@ -63,20 +63,21 @@ def _train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     with phases("setup"):
         run = build(config, workdir, phases)
         print(describe(run), flush=True)
-    with phases("start"):
-        current, first_step = start(run)
-        checkpoint.set_aside(workdir / "checkpoints", after=first_step)
-    saver = checkpoint.Saver(
-        workdir / "checkpoints", keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
-    )
-    log = metrics.Log(workdir, first_step=first_step, tensorboard=config.log.tensorboard)
-    try:
-        current = loop(run, current, first_step, saver, log)
-        result = finish(run, current, log)
-    finally:
-        log.close()
-        with phases("checkpoint"):
-            saver.close()
+    with Interrupt() as interrupt:
+        with phases("start"):
+            current, first_step = start(run)
+            checkpoint.set_aside(workdir / "checkpoints", after=first_step)
+        saver = checkpoint.Saver(
+            workdir / "checkpoints", keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
+        )
+        log = metrics.Log(workdir, first_step=first_step, tensorboard=config.log.tensorboard)
+        try:
+            current = loop(run, current, first_step, saver, log, interrupt)
+            result = finish(run, current, log)
+        finally:
+            log.close()
+            with phases("checkpoint"):
+                saver.close()
     result["seconds"] = {name: round(seconds, 2) for name, seconds in phases.seconds.items()}
     report.write_result(workdir, result)
     return result
@@ -150,13 +151,14 @@ def describe(run: Run) -> str:
     config, on, model = run.config, run.strategy.describe(), run.problem.model
     kinds = ", ".join(sorted({device.device_kind for device in on.devices}))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(model.shapes))
+    ends = f"{model.layers[0].name} .. {model.layers[-2].name}, {model.layers[-1].name}"
     splits = zip(("training", "validation", "test"), run.dataset[1:4], strict=True)
     sizes = ", ".join(f"{len(split) if split else 0:,} {name}" for name, split in splits)
     lines = {
         "platform": f"{jax.default_backend()}, {jax.device_count()} devices ({kinds}), jax {jax.__version__}",
         "mesh": f"{mesh.DATA}={on.num_replicas}, {config.strategy}: {on.layout}",
         "": f"{on.state_bytes / 1e6:.1f} MB of state on a device, {on.wire_bytes / 1e6:.1f} MB sent by it in a step",
-        "model": f"{config.model.name}, {len(model.layers)} layers, {parameters:,} parameters, {config.model.dtype}",
+        "model": f"{config.model.name}, layers {ends}, {parameters:,} parameters, {config.model.dtype}",
         "data": f"{config.data.source}, {config.task}: {sizes} examples",
         "run": f"{run.num_steps:,} steps of {config.batch_size} examples, in {run.workdir}",
     }
@@ -194,8 +196,13 @@ def start(run: Run) -> tuple[Any, int]:
 # ---- loop ---------------------------------------------------------------------------------------
 
 
-def loop(run: Run, current: Any, first_step: int, saver: checkpoint.Saver, log: metrics.Log) -> Any:
-    """Steps first_step to num_steps. Two are in flight: the figures of one are read while the next computes."""
+def loop(
+    run: Run, current: Any, first_step: int, saver: checkpoint.Saver, log: metrics.Log, interrupt: Interrupt
+) -> Any:
+    """Steps first_step to num_steps. Two are in flight: the figures of one are read while the next computes.
+
+    A log interval in which the run was stopped and resumed tells of the steps since it resumed.
+    """
     config, phases, total = run.config, run.phases, run.num_steps
     every_eval = (config.eval.every_steps or run.batches.steps_per_epoch) if run.dataset.validation else 0
     every = {"log": config.log.every_steps, "eval": every_eval, "save": config.checkpoint.every_steps}
@@ -203,7 +210,6 @@ def loop(run: Run, current: Any, first_step: int, saver: checkpoint.Saver, log: 
     meter = build_meter(run)
     clock = phases.clock("train", "input")
     with (
-        Interrupt() as interrupt,
         metrics.Trace(config.profile, run.workdir) as trace,
         Progress(first_step, total) as bar,
     ):

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxpar import metrics
-from jaxpar.errors import TrainingError
+from jaxpar.errors import TrainingError, UserError
 from jaxpar.meter import Meter
 from jaxpar.models import Context, Model
 from jaxpar.step import Metrics
@@ -37,6 +37,12 @@ def test_log_goes_on_where_the_checkpoint_is(tmp_path: Path) -> None:
         {"step": 6, "split": "train", "loss": 0.25},
     ]
     assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step"\n{"step": 3}\n')
+    with pytest.raises(UserError, match=r"metrics.jsonl:2 is not what a run writes"):
+        metrics.read(tmp_path)
 
 
 def test_clock_counts_only_its_phases() -> None:

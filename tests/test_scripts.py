@@ -87,7 +87,7 @@ def test_an_interrupted_setup_is_made_anew(clone: Path, by: signal.Signals) -> N
     (clone / "slow").touch()
     # SIGINT is ignored where the tests are a background job, and would be in what they start.
     heed = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
-    command = [sys.executable, "-c", heed, clone / "scripts" / "setup"]
+    command = [sys.executable, "-c", heed, str(clone / "scripts" / "setup")]
     process = subprocess.Popen(command, env=environment(clone), start_new_session=True)
     wait_for(clone / "uv.log", "pip install")
     os.killpg(process.pid, by)

@@ -17,7 +17,7 @@ class Batches:
     """The batches of a split, step by step, epoch after epoch.
 
     Attributes:
-      steps_per_epoch: ceil(examples / batch_size); the last batch's missing rows have weight 0.
+      steps_per_epoch: ceil(examples / batch_size); what is left over makes one of them, its missing rows at weight 0.
       examples_per_epoch: each comes exactly once an epoch.
     """
 

@@ -17,6 +17,7 @@ import jax
 
 from jaxpar import checkpoint, data, mesh, metrics, train
 from jaxpar import config as configs
+from jaxpar.interrupt import Interrupt
 
 ROUNDS = 3
 STEPS = 250
@@ -47,7 +48,7 @@ def main(arguments: list[str]) -> None:
             saver = checkpoint.Saver(workdir / f"checkpoints{number}", keep=1, keep_best=False)
             log = metrics.Log(workdir, first_step=0, tensorboard=True)
             start = time.perf_counter()
-            jax.block_until_ready(train.loop(run, state, 0, saver, log))
+            jax.block_until_ready(train.loop(run, state, 0, saver, log, Interrupt()))
             whole = time.perf_counter() - start
             saver.close()
             log.close()
