@@ -110,6 +110,16 @@ def test_a_label_that_training_never_saw(tmp_path: Path, capsys: pytest.CaptureF
     assert "test.csv:2" in line
 
 
+def test_a_label_that_the_split_took_from_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 60 labels with one example each, some fall into the validation or test split."""
+    arguments = small_arguments(tmp_path)
+    with (tmp_path / "data.csv").open("a") as file:
+        file.writelines(f"lonely {number},only{number}\n" for number in range(60))
+    line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/run", *arguments)
+    assert "config.data.train: the label 'only" in line
+    assert "split only" in line
+
+
 def test_a_workdir_that_cannot_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/file/run", *small_arguments(tmp_path))

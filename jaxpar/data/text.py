@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from ml_collections import ConfigDict
 from tokenizers import Tokenizer
 
@@ -35,6 +36,7 @@ def load(config: ConfigDict, workdir: Path) -> Dataset:
     classes = tuple(entry.facts["classes"]) if config.task == "classification" else ()
     if len(classes) == 1:
         raise UserError(f"config.data.train has one class only, {classes[0]!r}; a classifier needs two or more.")
+    _check_labels(entry, classes)
     _keep(workdir, serialized)
     size = tokenizer.vocab_size(made)
     info = DataInfo("text", (config.data.max_length,), len(classes), classes, size, pad_id)
@@ -45,6 +47,22 @@ def load(config: ConfigDict, workdir: Path) -> Dataset:
     }
     assert splits["train"] is not None
     return Dataset(info, splits["train"], splits["validation"], splits["test"], cache.fingerprint(facts))
+
+
+def _check_labels(entry: cache.Entry, classes: tuple[str, ...]) -> None:
+    """Raises UserError for a class whose few examples all fell into another split than training."""
+    if not classes:
+        return
+    trained = np.unique(entry.array("train.labels"))
+    for name in ("validation", "test"):
+        if not entry.facts["examples"][name]:
+            continue
+        unseen = np.setdiff1d(entry.array(f"{name}.labels"), trained)
+        if len(unseen):
+            raise UserError(
+                f"config.data.train: the label {classes[unseen[0]]!r} is so rare that it is in the {name} split only, "
+                "which is parted by hash; drop it, or give files of your own as config.data.validation and test."
+            )
 
 
 def buckets_of(config: ConfigDict) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
 from jaxpar.data import DataInfo
+from jaxpar.data import tokenizer as tokenizers
 from jaxpar.errors import UserError
 from jaxpar.models import bert, gpt, hf_tensors
 from jaxpar.models.model import Model, Params
@@ -264,13 +265,13 @@ def _their_config(config: ConfigDict, info: DataInfo) -> tuple[dict[str, Any], F
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[str, int]]:
     """What tokenizer.json does not say: the use of each special token. Use -> token and its id."""
-    end = ("<|endoftext|>", "</s>", "<eos>")
+    end = tuple(token for token in tokenizers.END_OF_TEXT if token != "[SEP]")  # BERT has no end of text
     names = {
-        "pad_token": ("[PAD]", "<pad>", "<|endoftext|>"),
+        "pad_token": tokenizers.PADDING,
         "unk_token": ("[UNK]", "<unk>", "<|endoftext|>"),
         "cls_token": ("[CLS]",),
         "sep_token": ("[SEP]",),
-        "mask_token": ("[MASK]", "<mask>"),
+        "mask_token": tokenizers.MASK,
         "bos_token": end,
         "eos_token": end,
     }
