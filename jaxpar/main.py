@@ -12,6 +12,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from logging import CRITICAL, getLogger
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,9 @@ def _hide_late_reads(unraisable: Any) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line and returns the exit code."""
-    logging.set_verbosity(logging.FATAL)  # orbax logs as errors, with tracebacks, what it also raises
+    # Orbax, and asyncio under it, log as errors, with tracebacks, what they also raise.
+    logging.set_verbosity(logging.FATAL)
+    getLogger("asyncio").setLevel(CRITICAL)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, until the loop takes over
     try:
         return _main(list(argv))
