@@ -18,6 +18,7 @@ import jax
 from jaxpar import checkpoint, data, mesh, metrics, train
 from jaxpar import config as configs
 from jaxpar.interrupt import Interrupt
+from scripts.bench.steps import arguments_of
 
 ROUNDS = 3
 STEPS = 250
@@ -25,9 +26,8 @@ STEPS = 250
 
 def main(arguments: list[str]) -> None:
     """Prints the ratio."""
-    name = next((a.removeprefix("--config=") for a in arguments if a.startswith("--config=")), "configs/quickstart.py")
+    name, overrides = arguments_of(arguments)
     config = configs.load(name)
-    overrides = [a for a in arguments if not a.startswith("--config=")]
     configs.override(config, [f"--config.num_steps={STEPS}", f"--config.checkpoint.every_steps={STEPS}", *overrides])
     mesh.start(config, data.cache_dir(config) / "xla")
     times: dict[str, list[float]] = {"bare": [], "whole": []}
