@@ -12,14 +12,25 @@ def get_config() -> ConfigDict:
     config = ConfigDict()
     config.seed = 0
     config.task = "classification"  # classification, masked_lm, causal_lm
-    config.strategy = "data_parallel"  # single, data_parallel
+    config.strategy = "data_parallel"  # single, data_parallel, pipeline
 
     config.mesh = mesh = ConfigDict()
-    mesh.data = -1  # replicas on the data axis; -1: all devices
+    mesh.data = -1  # replicas on the data axis; -1: as many as there are devices for
+    mesh.stage = 1  # devices of a pipeline
     mesh.virtual_cpu_devices = 0  # split the CPU into this many devices; 0: as XLA_FLAGS says, or one
 
     config.data_parallel = ConfigDict()
     config.data_parallel.implementation = "sharding"  # sharding (jit over a mesh), pmap
+
+    config.pipeline = pipeline = ConfigDict()
+    # model_parallel, gpipe, 1f1b, eager_1f1b, interleaved_1f1b, zb_h1, zb_h2, zb_v, or the path of a CSV table
+    pipeline.schedule = "1f1b"
+    pipeline.num_microbatches = 0  # of a replica's share of the batch; 0: four for each stage (model_parallel: one)
+    pipeline.num_chunks = 0  # stages on a device; 0: as few as the schedule can have
+    pipeline.partition = "flops"  # uniform, parameters, flops, or the layers that begin stages 1, 2, ..: block_2,head
+    # What the backward pass has: full: the inputs of stages, and recomputes; none: all it needs; dots: matrix products
+    pipeline.remat = "none"
+    pipeline.trace = 0  # draw the actions of this step (the run's first is 1) under the plan: workdir/timeline.svg
 
     config.model = model = ConfigDict()
     model.name = "bert"  # bert, gpt, resnet, mlp, or a module of yours: my_package.my_model

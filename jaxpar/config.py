@@ -23,6 +23,7 @@ CHANGEABLE = (
     "strategy",
     "mesh",
     "data_parallel",
+    "pipeline",
     "eval",
     "checkpoint",
     "log",

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 from jaxpar.errors import UserError
 
 DATA = "data"  # replicas: each takes a share of the batch
+STAGE = "stage"  # of a pipeline: each device holds some of the layers
 
 # malloc.h: M_TRIM_THRESHOLD and M_MMAP_MAX (freed memory stays with the process), M_ARENA_MAX (and serves all threads).
 GLIBC_MALLOC = {-1: 2**31 - 1, -4: 0, -8: 1}
@@ -62,18 +63,33 @@ def one_at_a_time(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any
 
 
 def num_replicas(config: ConfigDict) -> int:
-    """The size of the data axis. Raises UserError where there are fewer devices than asked for."""
-    wanted, available = config.mesh.data, jax.device_count()
-    if wanted == -1:
-        return available
-    if wanted < 1:
-        raise UserError(f"config.mesh.data is {wanted}; it may be 1 or more, or -1 for all devices")
-    if wanted > available:
+    """The size of the data axis. Raises UserError where there are fewer devices than the mesh asks for."""
+    num_data, num_stages, available = config.mesh.data, config.mesh.stage, jax.device_count()
+    if num_stages < 1:
+        raise UserError(f"config.mesh.stage is {num_stages}; it may be 1 or more")
+    if num_data < 1 and num_data != -1:
+        raise UserError(f"config.mesh.data is {num_data}; it may be 1 or more, or -1 for all devices")
+    if num_data == -1:
+        num_data = max(available // num_stages, 1)
+    if num_data * num_stages > available:
+        asked = f"config.mesh.data is {num_data}" if num_stages == 1 else f"config.mesh.stage is {num_stages}"
+        if num_stages > 1 and num_data > 1:
+            asked += f" and config.mesh.data {num_data}, {num_data * num_stages} devices in all"
         hint = " (--config.mesh.virtual_cpu_devices=N splits the CPU into N)" if jax.default_backend() == "cpu" else ""
-        raise UserError(f"config.mesh.data is {wanted}; there are {available} {jax.default_backend()} devices{hint}")
-    return wanted
+        raise UserError(f"{asked}; there are {available} {jax.default_backend()} devices{hint}")
+    return num_data
 
 
-def build(num_data: int) -> Mesh:
-    """A mesh of the first `num_data` devices along the data axis."""
-    return Mesh(np.asarray(jax.devices()[:num_data]), (DATA,), axis_types=(AxisType.Auto,))
+def check_one_stage(config: ConfigDict) -> None:
+    """Raises UserError where the config asks for stages and its strategy has none."""
+    if config.mesh.stage != 1:
+        raise UserError(
+            f"config.mesh.stage is {config.mesh.stage}; it may be 1 with config.strategy={config.strategy!r} "
+            "(config.strategy='pipeline' has stages)"
+        )
+
+
+def build(num_data: int, num_stages: int = 1) -> Mesh:
+    """A mesh of the first devices; those that are next to each other are stages of one replica."""
+    devices = np.asarray(jax.devices()[: num_data * num_stages])
+    return Mesh(devices.reshape(num_data, num_stages), (DATA, STAGE), axis_types=(AxisType.Auto,) * 2)

@@ -75,12 +75,28 @@ def build_schedule(config: ConfigDict, num_steps: int) -> Schedule:
     return optax.join_schedules([optax.linear_schedule(0.0, o.lr, warmup_steps), after], [warmup_steps])
 
 
-def build(config: ConfigDict, schedule: Schedule) -> optax.GradientTransformation:
-    """The optimizer, behind clipping by the global norm where config.optimizer.clip_norm is not 0."""
-    transform = OPTIMIZERS[config.optimizer.name](config.optimizer, schedule)
+def build(config: ConfigDict, schedule: Schedule) -> optax.GradientTransformationExtraArgs:
+    """The optimizer, behind clipping by the global norm where config.optimizer.clip_norm is not 0.
+
+    Its update(grads, state, params, grad_norm=) computes each array's step from that array alone: a device that
+    holds some of the layers updates them as one that holds all would.
+    """
+    transform = optax.with_extra_args_support(OPTIMIZERS[config.optimizer.name](config.optimizer, schedule))
     if config.optimizer.clip_norm == 0:
         return transform
-    return optax.chain(optax.clip_by_global_norm(config.optimizer.clip_norm), transform)
+    return optax.chain(clip_by_norm(config.optimizer.clip_norm), transform)
+
+
+def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
+    """`optax.clip_by_global_norm` where the global norm may be given: update(..., grad_norm=), a scalar."""
+
+    def update(
+        grads: Any, state: Any, params: Any = None, *, grad_norm: jax.Array | None = None, **rest: Any
+    ) -> tuple[Any, Any]:
+        norm = optax.tree.norm(grads) if grad_norm is None else grad_norm
+        return jax.tree.map(lambda g: jnp.where(norm < max_norm, g, g / norm * max_norm), grads), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
 def decayed(params: Any) -> Any:

@@ -3,7 +3,8 @@
 Strategies place it on devices and put their exchange between the two halves.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,9 @@ class Problem(NamedTuple):
     """What is trained, without a word on which devices."""
 
     model: Model
-    optimizer: optax.GradientTransformation
+    optimizer: optax.GradientTransformationExtraArgs  # its update may ask for grad_norm, of all layers
     accumulation_steps: int
+    batch: Mapping[str, Any]  # abstract: a global batch at its longest
 
 
 class Metrics(NamedTuple):
@@ -38,10 +40,10 @@ def gradients(problem: Problem, state: State, batch: Batch, weight: jax.Array) -
       batch: all rows of the global batch, or a replica's share.
       weight: sum of batch["weights"] over the global batch, so that shares add up to the mean.
     """
-    keys = dropout_keys(state)
+    key = dropout_key(state.key, state.step)
 
     def loss(params: Params, rows: Batch) -> tuple[jax.Array, Sums]:
-        keys_B = jax.vmap(jax.random.fold_in, (None, 0))(keys, rows["index"])
+        keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, rows["index"])
         total = tasks.sums(problem.model.apply(params, rows, keys_B), rows)
         return total.loss / jnp.maximum(weight, 1e-30), total  # a batch may have nothing to predict
 
@@ -52,23 +54,29 @@ def gradients(problem: Problem, state: State, batch: Batch, weight: jax.Array) -
     num = problem.accumulation_steps
     if num == 1:
         return microbatch_gradients(batch)
-    # Row i goes to microbatch i % num: so each replica's share splits without moving a row.
-    microbatches = jax.tree.map(lambda x: x.reshape(-1, num, *x.shape[1:]).swapaxes(0, 1), dict(batch))
-    zeros = jax.tree.map(
-        jnp.zeros_like, jax.eval_shape(microbatch_gradients, {k: v[0] for k, v in microbatches.items()})
-    )
+    rows = microbatches(batch, num)
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(microbatch_gradients, abstract(rows, 1)))
 
     def add(total: tuple[Params, Sums], rows: Batch) -> tuple[tuple[Params, Sums], None]:
         return jax.tree.map(jnp.add, total, microbatch_gradients(rows)), None
 
-    return jax.lax.scan(add, zeros, microbatches)[0]
+    return jax.lax.scan(add, zeros, rows)[0]
 
 
-def update(problem: Problem, state: State, grads: Params, sums: Sums) -> tuple[State, Metrics]:
-    """One optimizer step, which is not applied where the loss or the gradient is not finite."""
-    grad_norm = optax.tree.norm(grads)
+def update(
+    problem: Problem, state: State, grads: Params, sums: Sums, grad_norm: jax.Array | None = None
+) -> tuple[State, Metrics]:
+    """One optimizer step, which is not applied where the loss or the gradient is not finite.
+
+    Args:
+      state: of all layers, or of a device's own.
+      grads: as state.params.
+      sums: over the global batch.
+      grad_norm: of the gradient of all layers; None: `grads` is that.
+    """
+    grad_norm = optax.tree.norm(grads) if grad_norm is None else grad_norm
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums.loss)
-    updates, optimizer = problem.optimizer.update(grads, state.optimizer, state.params)
+    updates, optimizer = problem.optimizer.update(grads, state.optimizer, state.params, grad_norm=grad_norm)
     params = optax.apply_updates(state.params, updates)
     params, optimizer = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old), (params, optimizer), (state.params, state.optimizer)
@@ -81,6 +89,16 @@ def evaluate(problem: Problem, params: Params, batch: Batch) -> Sums:
     return tasks.sums(problem.model.apply(params, batch), batch)
 
 
-def dropout_keys(state: State) -> jax.Array:
-    """The key of this step; examples and layers fold their numbers into it."""
-    return jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+def microbatches(batch: Batch, num: int) -> dict[str, jax.Array]:
+    """[B, ..] -> [num, B / num, ..]. Row i goes to microbatch i % num, so a replica's share splits as the whole."""
+    return {name: x.reshape(-1, num, *x.shape[1:]).swapaxes(0, 1) for name, x in batch.items()}
+
+
+def abstract(tree: Any, leading: int = 0) -> Any:
+    """Shapes and dtypes in the place of arrays, without that many leading dims."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[leading:], x.dtype), tree)
+
+
+def dropout_key(key: jax.Array, step: jax.Array) -> jax.Array:
+    """The key of a step; examples and layers fold their numbers into it. key: the run's, as in State."""
+    return jax.random.fold_in(jax.random.wrap_key_data(key), step)

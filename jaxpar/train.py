@@ -23,7 +23,7 @@ from jaxpar.interrupt import Interrupt
 from jaxpar.meter import Meter
 from jaxpar.metrics import Progress
 from jaxpar.models import Params, hf
-from jaxpar.step import Problem
+from jaxpar.step import Problem, abstract
 from jaxpar.strategies import Strategy
 
 
@@ -125,7 +125,8 @@ def build(config: ConfigDict, workdir: Path, phases: metrics.Phases) -> Run:
     pretrained = None
     if config.model.init_from and not checkpoint.steps(workdir / "checkpoints"):
         pretrained = hf.load_params(model, model.shapes, Path(config.model.init_from).expanduser())
-    problem = Problem(model, optimizer.build(config, schedule), config.optimizer.accumulation_steps)
+    longest = abstract(batches.longest())
+    problem = Problem(model, optimizer.build(config, schedule), config.optimizer.accumulation_steps, longest)
     strategy = strategies.build(config, problem)
     check_space(config, workdir, strategy)
     configs.save(config, workdir)

@@ -29,7 +29,7 @@ def count(folder: Path, *overrides: str, xla_flags: str = "") -> str:
 
 
 def test_virtual_devices(tmp_path: Path) -> None:
-    assert count(tmp_path, "--config.mesh.virtual_cpu_devices=3") == "3 {'data': 3}"
+    assert count(tmp_path, "--config.mesh.virtual_cpu_devices=3") == "3 {'data': 3, 'stage': 1}"
 
 
 def test_the_count_in_xla_flags_wins(tmp_path: Path) -> None:

@@ -39,13 +39,15 @@ class Batches:
         examples_B = self._plan(epoch)[place]
         is_real_B = examples_B >= 0
         examples_B = np.where(is_real_B, examples_B, examples_B[0])  # a filler row repeats the first, at weight 0
-        drawn_at = step if self._shuffle else place
-        random = np.random.Generator(np.random.Philox(np.random.SeedSequence((self._seed, drawn_at, 1))))
-        batch = self._split.gather(examples_B, rows, random, training=self._shuffle)
+        batch = self._gather(examples_B, rows, drawn_at=step if self._shuffle else place)
         is_real_R = is_real_B[rows]
         batch["weights"] *= is_real_R.reshape(-1, *[1] * (batch["weights"].ndim - 1))
-        batch["index"] = np.arange(self._batch_size, dtype=np.int32)[rows]
         return batch
+
+    def longest(self) -> Arrays:
+        """A batch of the longest example alone: no other has a larger shape."""
+        longest = 0 if self._lengths_N is None else int(self._lengths_N.argmax())
+        return self._gather(np.full(self._batch_size, longest), slice(None), drawn_at=0)
 
     def examples_before(self, step: int) -> int:
         """The number of examples in the batches of steps [0, step); filler rows do not count."""
@@ -62,6 +64,11 @@ class Batches:
             return iter(())
         options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch)
         return iter(grain.MapDataset.source(_Steps(self, start, stop, rows)).to_iter_dataset(options))
+
+    def _gather(self, examples_B: np.ndarray, rows: slice, *, drawn_at: int) -> Arrays:
+        random = np.random.Generator(np.random.Philox(np.random.SeedSequence((self._seed, drawn_at, 1))))
+        batch = self._split.gather(examples_B, rows, random, training=self._shuffle)
+        return {**batch, "index": np.arange(self._batch_size, dtype=np.int32)[rows]}
 
     def _plan(self, epoch: int) -> np.ndarray:
         with self._lock:

@@ -123,21 +123,44 @@ class Model:
         return self.apply_layers(params, batch["inputs"], batch, keys_B, 0, len(self.layers))
 
     def apply_layers(
-        self, params: Params, x: jax.Array, batch: Batch, keys_B: jax.Array | None, start: int, stop: int
+        self,
+        params: Params,
+        x: jax.Array,
+        batch: Batch,
+        keys_B: jax.Array | None,
+        start: int,
+        stop: int,
+        *,
+        shift: Any = 0,
+        scan: bool = True,
     ) -> jax.Array:
-        """The output of layers[start:stop] for the input x of layer `start`. A pipeline stage is such a range."""
+        """The output of layers[start:stop] for the input x of layer `start`. A pipeline stage is such a range.
+
+        Args:
+          shift: the layers draw the dropout masks of those `shift` further on: equal stages can share one program.
+          scan: False: no scan, even where the model has been made to.
+        """
         for run in self.runs:
             first, last = max(run.start, start), min(run.stop, stop)
-            if last - first > 1 and self._scan:
-                x = self._scan_run(params, x, batch, keys_B, first, last)
+            if last - first > 1 and self._scan and scan:
+                x = self._scan_run(params, x, batch, keys_B, first, last, shift)
             else:
                 for index in range(first, last):
                     layer = self.layers[index]
-                    x = self._call(layer.graphdef, self._own_and_tied(params, layer.name), x, batch, keys_B, index)
+                    weights = self._own_and_tied(params, layer.name)
+                    x = self._call(layer.graphdef, weights, x, batch, keys_B, index + shift)
         return x
 
+    def inputs(self, batch: Batch) -> list[Any]:
+        """The shape and dtype of each layer's input, for an abstract batch: `jax.ShapeDtypeStruct`s."""
+        xs = [batch["inputs"]]
+        for index in range(len(self.layers) - 1):
+            apply = partial(self.apply_layers, keys_B=None, start=index, stop=index + 1)
+            xs.append(jax.eval_shape(apply, self.shapes, xs[-1], dict(batch)))
+        return xs
+
     def _scan_run(
-        self, params: Params, x: jax.Array, batch: Batch, keys_B: jax.Array | None, first: int, last: int
+        self, params: Params, x: jax.Array, batch: Batch, keys_B: jax.Array | None, first: int, last: int, shift: Any
     ) -> jax.Array:
         layers = self.layers[first:last]
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[params[layer.name] for layer in layers])
@@ -146,7 +169,7 @@ class Model:
             weights, index = layer
             return self._call(layers[0].graphdef, weights, x, batch, keys_B, index), None
 
-        return jax.lax.scan(body, x, (stacked, jnp.arange(first, last)))[0]
+        return jax.lax.scan(body, x, (stacked, jnp.arange(first, last) + shift))[0]
 
     def _call(
         self, graphdef: Any, weights: Any, x: jax.Array, batch: Batch, keys_B: jax.Array | None, index: Any

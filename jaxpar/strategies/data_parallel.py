@@ -25,13 +25,20 @@ from jaxpar.step import Metrics, Problem
 from jaxpar.strategies.strategy import Description, Strategy
 from jaxpar.tasks import Sums
 
+MICROBATCHES = "accumulation steps"
 IMPLEMENTATIONS = ("sharding", "pmap")
 
 
 def num_replicas(config: ConfigDict) -> int:
     """Devices on the data axis. Raises UserError where there are not as many."""
     check_choice("data_parallel.implementation", config.data_parallel.implementation, IMPLEMENTATIONS)
+    meshes.check_one_stage(config)
     return meshes.num_replicas(config)
+
+
+def num_microbatches(config: ConfigDict) -> int:
+    """One after another, their gradients added up."""
+    return config.optimizer.accumulation_steps
 
 
 def build(config: ConfigDict, problem: Problem) -> Strategy:

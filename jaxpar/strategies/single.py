@@ -5,12 +5,15 @@ from ml_collections import ConfigDict
 from jaxpar import mesh
 from jaxpar.errors import UserError
 from jaxpar.step import Problem
-from jaxpar.strategies.data_parallel import build_sharding
+from jaxpar.strategies.data_parallel import MICROBATCHES, build_sharding, num_microbatches
 from jaxpar.strategies.strategy import Strategy
+
+__all__ = ["MICROBATCHES", "build", "num_microbatches", "num_replicas"]
 
 
 def num_replicas(config: ConfigDict) -> int:
     """One. Raises UserError where the config asks for more."""
+    mesh.check_one_stage(config)
     if config.mesh.data not in (-1, 1):
         raise UserError(
             f"config.mesh.data is {config.mesh.data}; it may be 1 or -1 with config.strategy='single' "

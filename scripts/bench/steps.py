@@ -10,7 +10,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar import data, models, optimizer, strategies
-from jaxpar.step import Problem
+from jaxpar.step import Problem, abstract
 
 
 class Timing(NamedTuple):
@@ -35,7 +35,9 @@ def measure(
     """
     running: dict[str, list[Any]] = {}
     for name, config in configs.items():
-        problem = Problem(models.build(config, info), optimizer.build(config, lambda step: 1e-3), 1)
+        transform = optimizer.build(config, lambda step: 1e-3)
+        accumulation = config.optimizer.accumulation_steps
+        problem = Problem(models.build(config, info), transform, accumulation, abstract(dict(rows)))
         strategy = strategies.build(config, problem)
         running[name] = [strategy, strategy.init(jax.random.key(0)), strategy.place(rows)]
     times: dict[str, list[float]] = {name: [] for name in configs}

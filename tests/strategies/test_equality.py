@@ -13,7 +13,7 @@ import pytest
 from jaxpar import models, optimizer, strategies
 from jaxpar.config import default_config, override
 from jaxpar.data import DataInfo
-from jaxpar.step import Problem
+from jaxpar.step import Problem, abstract
 
 NUM_STEPS = 20
 BATCH, LENGTH, VOCABULARY, CLASSES = 16, 12, 64, 5
@@ -24,6 +24,13 @@ VARIANTS = {
     "data_parallel, 2 devices": ["--config.mesh.data=2"],
     "data_parallel, 8 devices": ["--config.mesh.data=8"],
     "data_parallel, 4 devices, 2 microbatches": ["--config.mesh.data=4", "--config.optimizer.accumulation_steps=2"],
+    "pipeline, 1f1b, 2 stages": ["--config.mesh.stage=2", "--config.mesh.data=1"],
+    "pipeline, zb_h1, 2 stages, 2 replicas": [
+        "--config.mesh.stage=2",
+        "--config.mesh.data=2",
+        "--config.pipeline.schedule=zb_h1",
+        "--config.pipeline.num_microbatches=4",
+    ],
     "data_parallel, pmap, 2 devices": ["--config.mesh.data=2", "--config.data_parallel.implementation=pmap"],
 }
 INFO = DataInfo(
@@ -67,7 +74,10 @@ def outcome(variant: str, optimizer_name: str) -> Outcome:
     strategies.check(config)
     schedule = optimizer.build_schedule(config, NUM_STEPS)
     problem = Problem(
-        models.build(config, INFO), optimizer.build(config, schedule), config.optimizer.accumulation_steps
+        models.build(config, INFO),
+        optimizer.build(config, schedule),
+        config.optimizer.accumulation_steps,
+        abstract(batch(0)),
     )
     strategy = strategies.build(config, problem)
     state = strategy.init(jax.random.key(0))

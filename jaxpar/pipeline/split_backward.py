@@ -1,0 +1,173 @@
+"""Divides the training of a stage into what its F, B and W actions compute: exactly, and nothing twice.
+
+Forward and backward pass of a stage are traced as one jaxpr. An equation belongs to the first action whose
+outputs depend on it: F makes the stage's output, B the gradient of its input (dX), W those of its weights
+(dW). What an action needs of an earlier one is saved between the two. Weights and the batch are at hand in every
+action, so neither they nor what follows from them alone (a cast weight, an attention mask) is ever saved.
+
+B and W as halves of the backward pass: Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241), section 2.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+# Equations that hold a jaxpr which can stand in their place, and the parameter that it is in.
+CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+REMATS = {"remat2": "jaxpr", "checkpoint": "jaxpr"}
+
+# Where an input of the jaxpr comes from: at hand in every action ("free"; "key": likewise, but random numbers
+# drawn from it are saved, as drawing them is slow), or given to the action of this number alone.
+Source = Literal["free", "key"] | int
+Saved = Mapping[tuple[int, int], Any]  # (made by action, last used by action) -> list of values
+
+
+class Cut(NamedTuple):
+    """A jaxpr cut into actions.
+
+    Attributes:
+      run: by action, (inputs of the jaxpr, what earlier actions saved) -> (outputs, what this one saves). Of the
+        inputs only those that the action uses are looked at.
+      saved: abstract values by (made by, last used by). Action k may read all (i, j) with i < k <= j.
+    """
+
+    run: tuple[Callable[[Sequence[Any], Saved], tuple[list[Any], Saved]], ...]
+    saved: dict[tuple[int, int], list[jax.ShapeDtypeStruct]]
+
+
+def cut(closed: core.ClosedJaxpr, num_outputs: Sequence[int], sources: Sequence[Source]) -> Cut:
+    """Cuts a jaxpr into one action for each group of its outputs.
+
+    Args:
+      closed: without calls in it, see `flatten`.
+      num_outputs: of each action, in the order of the jaxpr's outputs.
+      sources: of each input.
+    """
+    jaxpr = closed.jaxpr
+    ends = [sum(num_outputs[: i + 1]) for i in range(len(num_outputs))]
+    outputs = [jaxpr.outvars[end - number : end] for end, number in zip(ends, num_outputs, strict=True)]
+    is_cheap = _cheap(jaxpr, sources)
+    maker = {var: source for var, source in zip(jaxpr.invars, sources, strict=True) if isinstance(source, int)}
+    first_use: dict[Any, int] = {}
+    for action in reversed(range(len(outputs))):
+        first_use |= dict.fromkeys(_variables(outputs[action]), action)
+    for equation in reversed(jaxpr.eqns):
+        uses = [first_use[var] for var in equation.outvars if var in first_use]
+        if not uses:
+            continue
+        if not is_cheap[id(equation)]:
+            maker |= dict.fromkeys(equation.outvars, min(uses))
+        for var in _variables(equation.invars):
+            first_use[var] = min(first_use.get(var, min(uses)), *uses)
+    equations = [_needed(jaxpr, outputs[action], maker, is_cheap, action) for action in range(len(outputs))]
+    last_use: dict[Any, int] = {}
+    for action, own in enumerate(equations):
+        for var in _variables([var for equation in own for var in equation.invars] + list(outputs[action])):
+            last_use[var] = action
+    saved: dict[tuple[int, int], list[Any]] = {}
+    for var, made_by in maker.items():
+        if last_use.get(var, made_by) > made_by:
+            saved.setdefault((made_by, last_use[var]), []).append(var)
+    runs = tuple(_runner(closed, equations[action], outputs[action], saved, action) for action in range(len(outputs)))
+    return Cut(runs, {key: [_abstract(var) for var in variables] for key, variables in saved.items()})
+
+
+def _cheap(jaxpr: Any, sources: Sequence[Source]) -> dict[int, bool]:
+    """By id of the equation: whether it is computed again where it is needed, rather than saved."""
+    origin: dict[Any, Source] = dict(zip(jaxpr.invars, sources, strict=True)) | dict.fromkeys(jaxpr.constvars, "free")
+    is_cheap = {}
+    for equation in jaxpr.eqns:
+        origins = {origin[var] for var in _variables(equation.invars)}
+        are_keys = all(jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key) for var in equation.outvars)
+        is_cheap[id(equation)] = origins <= {"free"} or (origins <= {"free", "key"} and are_keys)
+        kind = "free" if origins <= {"free"} else "key" if origins <= {"free", "key"} else 0
+        origin |= dict.fromkeys(equation.outvars, kind)
+    return is_cheap
+
+
+def _needed(
+    jaxpr: Any, outputs: Sequence[Any], maker: Mapping[Any, int], is_cheap: Mapping[int, bool], action: int
+) -> list[Any]:
+    """The equations of one action: its own, and the cheap ones that it uses."""
+    wanted = set(_variables(outputs))
+    kept = []
+    # Its own equations also make what later actions need of them.
+    for equation in reversed(jaxpr.eqns):
+        is_own = any(maker.get(var) == action for var in equation.outvars)
+        if is_own or (is_cheap[id(equation)] and wanted.intersection(equation.outvars)):
+            kept.append(equation)
+            wanted.update(_variables(equation.invars))
+    return kept[::-1]
+
+
+def _runner(
+    closed: core.ClosedJaxpr,
+    equations: list[Any],
+    outputs: list[Any],
+    saved: Mapping[tuple[int, int], Any],
+    action: int,
+) -> Callable[[Sequence[Any], Saved], tuple[list[Any], Saved]]:
+    jaxpr = closed.jaxpr
+    reads = [key for key in saved if key[0] < action <= key[1]]
+    writes = [key for key in saved if key[0] == action]
+    received = [var for key in reads for var in saved[key]]
+    made = [var for key in writes for var in saved[key]]
+    used = set(_variables([var for equation in equations for var in equation.invars] + outputs + made))
+    places = [index for index, var in enumerate(jaxpr.invars) if var in used.difference(received)]
+    own = [jaxpr.invars[place] for place in places]
+    part = jaxpr.replace(invars=[*own, *received], outvars=[*outputs, *made], eqns=equations)
+    function = core.jaxpr_as_fun(core.ClosedJaxpr(part, closed.consts))
+
+    def run(inputs: Sequence[Any], values: Saved) -> tuple[list[Any], Saved]:
+        results = function(*[inputs[place] for place in places], *[value for key in reads for value in values[key]])
+        rest = iter(results[len(outputs) :])
+        return results[: len(outputs)], {key: [next(rest) for _ in saved[key]] for key in writes}
+
+    return run
+
+
+def flatten(closed: core.ClosedJaxpr, *, remat: bool) -> core.ClosedJaxpr:
+    """The same jaxpr with jitted functions in the place of their calls; `remat`: and rematerialised ones.
+
+    A call is one equation, which would belong to one action as a whole.
+    """
+    wrappers = CALLS | (REMATS if remat else {})
+
+    def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+        used = set(_variables([var for equation in jaxpr.eqns for var in equation.invars])) | set(
+            _variables(jaxpr.outvars)
+        )
+
+        def read(var: Any) -> Any:
+            return var.val if isinstance(var, core.Literal) else values[var]
+
+        for equation in jaxpr.eqns:
+            name = equation.primitive.name
+            if name in wrappers:
+                inner = equation.params[wrappers[name]]
+                consts = inner.consts if isinstance(inner, core.ClosedJaxpr) else ()
+                inner = inner.jaxpr if isinstance(inner, core.ClosedJaxpr) else inner
+                outs = evaluate(inner, consts, [read(var) for var in equation.invars])
+                values |= dict(zip(equation.outvars, outs, strict=True))
+            else:
+                invars = list(dict.fromkeys(_variables(equation.invars)))
+                outvars = [var for var in equation.outvars if var in used]
+                one = jaxpr.replace(constvars=[], invars=invars, outvars=outvars, eqns=[equation])
+                outs = core.jaxpr_as_fun(core.ClosedJaxpr(one, ()))(*[values[var] for var in invars])
+                values |= dict(zip(outvars, outs, strict=True))
+        return [read(var) for var in jaxpr.outvars]
+
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in closed.jaxpr.invars]
+    return jax.make_jaxpr(lambda *args: evaluate(closed.jaxpr, closed.consts, args))(*avals)
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [atom for atom in atoms if not isinstance(atom, core.Literal)]
+
+
+def _abstract(var: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)

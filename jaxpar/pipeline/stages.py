@@ -1,0 +1,108 @@
+"""Which layers, and so which parameters, each device of a pipeline holds.
+
+Devices whose stages are equal but for their place in the model are of one *kind*: they run one program, made for
+the first of them, whose layers' names stand for the others' own.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from jaxpar.models.model import Batch, Model, Params, Tie
+
+
+class Stages:
+    """A model's layers on the devices of a pipeline.
+
+    Attributes:
+      model: the model.
+      bounds: stage j is model.layers[bounds[j]:bounds[j + 1]].
+      placement: stage by [device, chunk].
+      kinds: kind by device.
+      examples: by kind, the device that its program is made for.
+    """
+
+    def __init__(self, model: Model, bounds: Sequence[int], placement: np.ndarray, batch: Batch):
+        """See the attributes; batch: abstract, of any size."""
+        self.model, self.bounds, self.placement = model, tuple(bounds), placement
+        self._inputs = model.inputs(batch)
+        self.examples: list[int] = []
+        self.kinds: list[int] = []
+        for device in range(len(placement)):
+            alike = (kind for kind, other in enumerate(self.examples) if self._are_alike(device, other))
+            kind = next(alike, len(self.examples))
+            if kind == len(self.examples):
+                self.examples.append(device)
+            self.kinds.append(kind)
+
+    @property
+    def num_stages(self) -> int:
+        """Of the whole pipeline."""
+        return self.placement.size
+
+    def span(self, device: int, chunk: int) -> tuple[int, int]:
+        """The layers of a chunk: [start, stop)."""
+        stage = self.placement[device, chunk]
+        return self.bounds[stage], self.bounds[stage + 1]
+
+    @cached_property
+    def shifts(self) -> np.ndarray:
+        """By [device, chunk]: how far its layers are behind those that its program is made for."""
+        return np.array(
+            [
+                [
+                    self.span(d, chunk)[0] - self.span(self.examples[kind], chunk)[0]
+                    for chunk in range(self.placement.shape[1])
+                ]
+                for d, kind in enumerate(self.kinds)
+            ],
+            np.int32,
+        )
+
+    def copies(self, device: int) -> list[Tie]:
+        """Ties whose source is on another device: this one has a copy of the array."""
+        layers = self._layers(device)
+        return [tie for tie in self.model.ties if tie.layer in layers and tie.source not in layers]
+
+    def select(self, params: Params, device: int) -> Params:
+        """What the device holds: the parameters of its layers, and copies of arrays tied to them from elsewhere."""
+        own = {name: params[name] for name in self._layers(device)}
+        for tie in self.copies(device):
+            own.setdefault(tie.source, {})[tie.source_name] = params[tie.source][tie.source_name]
+        return own
+
+    def part(self, held: Params, device: int, chunk: int) -> Params:
+        """What a chunk uses of what its device holds."""
+        start, stop = self.span(device, chunk)
+        names = {layer.name for layer in self.model.layers[start:stop]}
+        used = {name: held[name] for name in names}
+        for tie in self.model.ties:
+            if tie.layer in names and tie.source not in names:
+                used.setdefault(tie.source, {})[tie.source_name] = held[tie.source][tie.source_name]
+        return used
+
+    def own_names(self, device: int) -> dict[str, str]:
+        """The device's layers by the names that stand for them in its kind's program."""
+        example = self.examples[self.kinds[device]]
+        names = dict(zip(self._layers(example), self._layers(device), strict=True))
+        return names | {tie.source: tie.source for tie in self.copies(device)}
+
+    def _layers(self, device: int) -> list[str]:
+        chunks = range(self.placement.shape[1])
+        return [layer.name for chunk in chunks for layer in self.model.layers[slice(*self.span(device, chunk))]]
+
+    def _are_alike(self, a: int, b: int) -> bool:
+        tied = {name for tie in self.model.ties for name in (tie.layer, tie.source)}
+        ends = {0, self.num_stages - 1}
+        for chunk in range(self.placement.shape[1]):
+            if {self.placement[a, chunk], self.placement[b, chunk]} & ends:
+                return False
+            ours, theirs = (self.model.layers[slice(*self.span(device, chunk))] for device in (a, b))
+            if len(ours) != len(theirs) or tied & {layer.name for layer in (*ours, *theirs)}:
+                return False
+            if any(mine[1:] != other[1:] for mine, other in zip(ours, theirs, strict=True)):
+                return False
+            if self._inputs[self.span(a, chunk)[0]] != self._inputs[self.span(b, chunk)[0]]:
+                return False
+        return True

@@ -1,0 +1,200 @@
+"""`pipeline`: the layers in stages over the devices, the batch in microbatches through them, by any schedule.
+
+Every schedule adds up the same gradients, so the training is that of `single` with as many accumulation steps as
+there are microbatches. Schedules are tables (jaxpar/pipeline/schedule.py); one engine runs them all
+(jaxpar/pipeline/engine.py). Replicas of the pipeline on the data axis add up their gradients.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
+
+from jaxpar import mesh as meshes
+from jaxpar import state as states
+from jaxpar import step as steps
+from jaxpar.errors import UserError, check_choice, nearest
+from jaxpar.mesh import DATA, STAGE
+from jaxpar.models.model import Batch
+from jaxpar.pipeline import partition, schedule
+from jaxpar.pipeline.engine import Engine
+from jaxpar.pipeline.lowering import Lowered, Shape, lower
+from jaxpar.pipeline.packing import Packed
+from jaxpar.pipeline.programs import REMATS
+from jaxpar.pipeline.stages import Stages
+from jaxpar.pipeline.state import SPECS, Form, PackedState, own, stacked
+from jaxpar.pipeline.table import Table
+from jaxpar.pipeline.update import Update
+from jaxpar.step import Metrics, Problem
+from jaxpar.strategies.data_parallel import nbytes
+from jaxpar.strategies.strategy import Description, Strategy
+from jaxpar.tasks import Sums
+
+# Lets XLA see that the branch of an action writes into a stash in place; else it copies whole stashes every clock.
+IN_PLACE = {f"xla_{backend}_copy_insertion_use_region_analysis": True for backend in ("cpu", "gpu")}
+MICROBATCHES = "microbatches (config.pipeline.num_microbatches)"
+
+
+def num_replicas(config: ConfigDict) -> int:
+    """Pipelines on the data axis. Raises UserError for what is wrong with config.mesh and config.pipeline."""
+    check_choice("pipeline.remat", config.pipeline.remat, REMATS)
+    if config.optimizer.accumulation_steps != 1:
+        raise UserError(
+            f"config.optimizer.accumulation_steps is {config.optimizer.accumulation_steps}; it may be 1 with "
+            "config.strategy='pipeline', which accumulates over config.pipeline.num_microbatches"
+        )
+    replicas = meshes.num_replicas(config)
+    build_table(config)
+    return replicas
+
+
+def num_microbatches(config: ConfigDict) -> int:
+    """Of a replica's share of the batch."""
+    return build_table(config).num_microbatches
+
+
+def build_table(config: ConfigDict) -> Table:
+    """The table that config.pipeline.schedule names. Raises UserError where there is none such."""
+    c, p = config.pipeline, config.mesh.stage
+    is_file = c.schedule.endswith(".csv") or Path(c.schedule).is_file()
+    if not is_file and c.schedule not in schedule.SCHEDULES:
+        raise UserError(
+            f"config.pipeline.schedule is {c.schedule!r}; it may be {', '.join(schedule.SCHEDULES)}, or the path of a "
+            f"CSV table.{nearest(c.schedule, schedule.SCHEDULES)}"
+        )
+    try:
+        if is_file:
+            table = schedule.load(c.schedule)
+        else:
+            usual = 1 if c.schedule == "model_parallel" else 4 * p
+            chunks = c.num_chunks or schedule.SCHEDULES[c.schedule].num_chunks
+            table = schedule.build(
+                c.schedule, num_devices=p, num_microbatches=c.num_microbatches or usual, num_chunks=chunks
+            )
+    except ValueError as error:
+        raise UserError(f"config.pipeline.schedule is {c.schedule!r}: {error}") from error
+    sizes = {"mesh.stage": p, "pipeline.num_microbatches": c.num_microbatches, "pipeline.num_chunks": c.num_chunks}
+    for (key, asked), there in zip(
+        sizes.items(), (table.num_devices, table.num_microbatches, table.num_chunks), strict=True
+    ):
+        if asked not in (0, there):
+            raise UserError(
+                f"config.{key} is {asked}; the table of config.pipeline.schedule={c.schedule!r} has {there}"
+            )
+    if table.actions["version"].any():
+        raise UserError(f"config.pipeline.schedule is {c.schedule!r}, which asks for other weight versions than 0")
+    return table
+
+
+def build(config: ConfigDict, problem: Problem) -> Strategy:
+    """The pipeline of config.pipeline over a mesh of config.mesh."""
+    table, num_data = build_table(config), meshes.num_replicas(config)
+    mesh = meshes.build(num_data, table.num_devices)
+    bounds = partition.bounds(problem.model, problem.batch, config.pipeline.partition, table.num_stages)
+    stages = Stages(problem.model, bounds, table.stages, problem.batch)
+    form = Form(problem, stages, mesh)
+    divided = NamedSharding(mesh, PartitionSpec(DATA))
+    like = jax.eval_shape(partial(states.init, problem.model, problem.optimizer), jax.random.key(0))
+    init = jax.jit(partial(states.init, problem.model, problem.optimizer))
+    plan = on_devices(lower(table), mesh)
+    step = compiled(train_step(problem, stages, form, config.pipeline.remat), SPECS, mesh, donate_argnums=1)
+    forward = compiled(evaluate_step(stages, form), PartitionSpec(STAGE), mesh)
+
+    @functools.cache
+    def evaluation_plan(num_rows: int) -> Lowered:
+        """The forward pass in as many of the microbatches as the rows of a replica divide into."""
+        number = math.gcd(num_rows, table.num_microbatches)
+        return on_devices(lower(schedule.forward_only(table.num_devices, number, table.stages)), mesh)
+
+    def evaluate(state: PackedState, batch: dict[str, jax.Array]) -> Sums:
+        plan = evaluation_plan(len(batch["index"]) // num_data)
+        return forward(plan.shape, state.params, batch, plan.actions, plan.arrivals)
+
+    return Strategy(
+        init=lambda key: form.distribute(init(key)),
+        place=lambda rows: {k: jax.make_array_from_process_local_data(divided, v) for k, v in rows.items()},
+        step=lambda state, batch: step(plan.shape, state, batch, plan.actions, plan.arrivals),
+        evaluate=evaluate,
+        to_canonical=lambda state: states.to_canonical(form.gather(state)),
+        from_canonical=lambda tree: form.distribute(states.from_canonical(tree, like)),
+        describe=lambda: describe(config, problem, table, stages, form, mesh),
+    )
+
+
+def compiled(function: Callable[..., Any], specs: Any, mesh: Mesh, **options: Any) -> Callable[..., Any]:
+    """(shape, state of `specs`, batch, actions, arrivals) -> what `function` makes of each device's part of them."""
+    staged, replicated = PartitionSpec(STAGE), PartitionSpec()
+
+    def mapped(shape: Shape, *arguments: Any) -> Any:
+        return jax.shard_map(
+            partial(function, shape),
+            mesh=mesh,
+            in_specs=(specs, PartitionSpec(DATA), staged, staged),
+            out_specs=(specs, replicated) if options else replicated,
+            check_vma=False,
+        )(*arguments)
+
+    return meshes.one_at_a_time(jax.jit(mapped, static_argnums=0, compiler_options=IN_PLACE, **options), mesh)
+
+
+def on_devices(lowered: Lowered, mesh: Mesh) -> Lowered:
+    """The arrays of a plan on the devices that they are for."""
+    sharding = NamedSharding(mesh, PartitionSpec(STAGE))
+    actions, arrivals = jax.device_put((lowered.actions, lowered.arrivals), sharding)
+    return Lowered(lowered.shape, actions, arrivals)
+
+
+def train_step(problem: Problem, stages: Stages, form: Form, remat: str) -> Callable[..., tuple[PackedState, Metrics]]:
+    """A device's part of a step: all actions of the table, then the exchange of gradients and the update."""
+
+    def step(
+        shape: Shape, state: PackedState, batch: Batch, actions: Any, arrivals: Any
+    ) -> tuple[PackedState, Metrics]:
+        state = state._replace(params=own(state.params), optimizer=own(state.optimizer))
+        rows = steps.microbatches(batch, shape.num_microbatches)
+        key, weight = steps.dropout_key(state.key, state.step), jax.lax.psum(batch["weights"].sum(), DATA)
+        engine = Engine(stages, form.params, shape, remat, steps.abstract(rows, 1), steps.abstract(key))
+        grads_unreduced, sums_unreduced = engine.run(own((actions, arrivals)), state.params, rows, key, weight)
+        grads, sums = jax.lax.psum(grads_unreduced, DATA), jax.lax.psum(sums_unreduced, (DATA, STAGE))
+        update = Update(problem, stages, form, jax.lax.axis_index(STAGE))
+        for tie in update.copied:  # the gradient of an array that several devices use is the sum of theirs
+            grads = update.replace(tie, grads, jax.lax.psum(update.part(tie, grads), STAGE))
+        grad_norm = jnp.sqrt(jax.lax.psum(update.squares(grads), STAGE))
+        state, metrics = update(state, grads, sums, grad_norm)
+        return state._replace(params=stacked(state.params), optimizer=stacked(state.optimizer)), metrics
+
+    return step
+
+
+def evaluate_step(stages: Stages, form: Form) -> Callable[..., Sums]:
+    """A device's part of the forward pass without dropout."""
+
+    def evaluate(shape: Shape, params: Packed, batch: Batch, actions: Any, arrivals: Any) -> Sums:
+        rows = steps.microbatches(batch, shape.num_microbatches)
+        engine = Engine(stages, form.params, shape, "none", steps.abstract(rows, 1), None)
+        _, sums = engine.run(own((actions, arrivals)), own(params), rows, None, jnp.ones(()))
+        return jax.lax.psum(sums, (DATA, STAGE))
+
+    return evaluate
+
+
+def describe(config: ConfigDict, problem: Problem, table: Table, stages: Stages, form: Form, mesh: Mesh) -> Description:
+    """What runs where, and what a device sends in a step: a packet over each wire in every clock, and its gradients."""
+    num_data, shape = mesh.shape[DATA], lower(table).shape
+    layers = [layer.name for layer in problem.model.layers]
+    begins = ", ".join(layers[begin] for begin in stages.bounds[1:-1])
+    layout = f"{config.pipeline.schedule}, {table.num_microbatches} microbatches, "
+    layout += f"{table.num_stages} stages on {table.num_devices} devices" + (f" (cut at {begins})" if begins else "")
+    inputs = problem.model.inputs(problem.batch)
+    packet = max((nbytes(inputs[begin]) for begin in stages.bounds[1:-1]), default=0)
+    packet //= num_data * table.num_microbatches
+    wire_bytes = len(shape.wires) * table.num_clocks * packet
+    wire_bytes += 2 * (num_data - 1) * form.params.nbytes // num_data
+    return Description(tuple(mesh.devices.flat), layout, num_data, form.nbytes, wire_bytes)

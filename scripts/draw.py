@@ -1,0 +1,42 @@
+"""Draws a pipeline schedule: who does what when, as text on clocks or as a picture on a time axis. No JAX, no devices.
+
+scripts/python scripts/draw.py --schedule=zb_h1 --num_stages=8 --num_microbatches=32 --out=zb_h1.svg
+scripts/python scripts/draw.py --schedule=mine.csv --forward=2 --backward=2.2 --weight=1.8 --out=mine.txt
+"""
+
+import sys
+from pathlib import Path
+
+from jaxpar.errors import UserError
+from jaxpar.pipeline import draw, options
+
+SUFFIXES = (".txt", ".svg", ".png")
+
+
+def main() -> int:
+    """The command line. Exit code 2: a mistake of the user's, told in one line."""
+    parser = options.parser(__doc__ or "")
+    parser.add_argument("--out", type=Path, metavar="FILE.{txt,svg,png}")
+    arguments = parser.parse()
+    if arguments.out is None or arguments.out.suffix not in SUFFIXES:
+        parser.error(f"--out is {arguments.out or 'missing'}; it must end in {', '.join(SUFFIXES)}")
+    try:
+        found, simulation = options.find(arguments)
+    except UserError as error:
+        parser.error(str(error))
+    title = (
+        f"{found.policy}, {found.table.num_devices} devices, {found.table.num_microbatches} microbatches: "
+        f"bubble {simulation.bubble_rate:.1%}"
+    )
+    try:
+        if arguments.out.suffix == ".txt":
+            arguments.out.write_text(f"{title}\n{draw.text(found.table)}\n")
+        else:
+            draw.save(arguments.out, [(title, simulation.timeline)])
+    except OSError as error:
+        parser.error(f"--out is {arguments.out}: {error.strerror}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""scripts/simulate.py and scripts/draw.py as processes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxpar.pipeline.schedule import load
+from jaxpar.pipeline.validate import peak_held
+
+ROOT = Path(__file__).parents[2]
+RUN = "import runpy, sys; sys.argv = sys.argv[1:]; code = 0\n"
+RUN += "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+RUN += "except SystemExit as stop: code = stop.code\n"
+RUN += "assert 'jax' not in sys.modules and 'flax' not in sys.modules; sys.exit(code)"
+
+
+def run(script: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    """The script in a process that fails if it imports JAX."""
+    command = [sys.executable, "-c", RUN, str(ROOT / "scripts" / script), *flags]
+    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
+
+
+ZB_H1 = ["--schedule=zb_h1", "--num_stages=8", "--num_microbatches=24", "--forward=18.522", "--backward=18.086"]
+ZB_H1 += ["--weight=9.337", "--communication=0.601"]
+
+
+def test_simulate_prints_a_figure_a_line() -> None:
+    process = run("simulate.py", *ZB_H1)
+    assert process.returncode == 0 and not process.stderr, process.stderr
+    lines = {name: values for name, *values in map(str.split, process.stdout.splitlines())}
+    assert list(lines) == [
+        *("schedule", "makespan", "cost", "bubble_rate", "lockstep"),
+        *("idle", "idle_in_span", "peak_in_flight", "peak_held"),
+    ]
+    assert lines["schedule"] == ["zb_h1"]
+    assert round(float(lines["bubble_rate"][0]), 4) == 0.1585  # published, see test_simulate.py
+    assert lines["peak_in_flight"] == ["8", "7", "6", "5", "4", "3", "2", "1"]
+    assert lines["peak_held"] == ["8"] * 8
+    assert float(lines["idle"][0]) == pytest.approx(float(lines["makespan"][0]) - 24 * (18.522 + 18.086 + 9.337))
+    found = json.loads(run("simulate.py", *ZB_H1, "--json").stdout)
+    assert list(found) == list(lines)
+    assert found["idle_in_span"] == pytest.approx([float(value) for value in lines["idle_in_span"]])
+
+
+def test_chunks_and_times_by_device() -> None:
+    flags = ["--num_stages=2", "--num_microbatches=3", "--json"]
+    for chunks in ([], ["--num_chunks=2"]):  # by default those of the schedule
+        found = json.loads(run("simulate.py", "--schedule=zb_v", *flags, *chunks).stdout)
+        assert found["bubble_rate"] == 0 and found["makespan"] == 3 * 3 + 0.5
+    found = json.loads(run("simulate.py", "--schedule=gpipe", *flags, "--forward=1,2", "--weight=0").stdout)
+    assert found["makespan"] == 1 + 3 * 2 + 3 * 1 + 1
+
+
+def test_a_schedule_is_found_saved_and_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "found.csv"
+    flags = ["--forward=4", "--backward=5", "--weight=3", "--json"]
+    search = ["--auto", "--num_stages=4", "--num_microbatches=8", "--memory_limit=6"]
+    found = json.loads(run("simulate.py", *search, *flags, f"--save={path}").stdout)
+    assert "1f1b with" in found["schedule"]
+    assert (
+        found["bubble_rate"]
+        < json.loads(run("simulate.py", "--schedule=zb_h1", *search[1:3], *flags).stdout)["bubble_rate"]
+    )
+    assert peak_held(load(path)).max() <= 6
+    again = json.loads(run("simulate.py", f"--schedule={path}", *flags).stdout)
+    assert again | {"schedule": ""} == found | {"schedule": ""}
+
+
+@pytest.mark.parametrize("suffix", ["txt", "svg", "png"])
+def test_draw_by_the_suffix(suffix: str, tmp_path: Path) -> None:
+    out = tmp_path / f"chart.{suffix}"
+    process = run("draw.py", "--schedule=1f1b", "--num_stages=3", "--num_microbatches=4", f"--out={out}")
+    assert process.returncode == 0 and not process.stderr + process.stdout, process.stderr
+    start = {"txt": b"1f1b, 3 devices, 4 microbatches: bubble 33.3%\n0:  F0  F1", "svg": b"<?xml", "png": b"\x89PNG"}
+    assert out.read_bytes().startswith(start[suffix])
+    if suffix == "svg":
+        assert "1f1b, 3 devices, 4 microbatches: bubble 33.3%" in out.read_text()
+
+
+SIZES = ["--num_stages=4", "--num_microbatches=6"]
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "message"),
+    [
+        ("simulate.py", ["--schedule=zbh1", *SIZES], "schedule is 'zbh1'; it may be model_parallel, gpipe, 1f1b, "),
+        (
+            "simulate.py",
+            ["--schedule=gpipe", *SIZES, "--foward=1"],
+            "--foward is not a flag. Did you mean '--forward'?",
+        ),
+        ("simulate.py", ["--sched=gpipe", *SIZES], "--sched is not a flag. Did you mean '--schedule'?"),
+        ("simulate.py", SIZES, "--schedule is missing; "),
+        ("simulate.py", ["--schedule=gpipe", "--num_stages=4"], "--num_microbatches is missing; it must be at least 1"),
+        ("simulate.py", ["--schedule=gpipe", "--num_stages=0", SIZES[1]], "--num_stages is 0; it must be at least 1"),
+        ("simulate.py", ["--schedule=gpipe", "--num_stages=two"], "argument --num_stages: invalid int value: 'two'"),
+        (
+            "simulate.py",
+            ["--schedule=interleaved_1f1b", *SIZES],
+            "num_microbatches is 6; schedule interleaved_1f1b on 4 ",
+        ),
+        ("simulate.py", ["--schedule=gpipe", *SIZES, "--num_chunks=2"], "num_chunks is 2; schedule gpipe has 1"),
+        ("simulate.py", ["--schedule=gpipe", *SIZES, "--weight=-1"], "--weight is '-1'; it must be a time, at least 0"),
+        ("simulate.py", ["--schedule=gpipe", *SIZES, "--weight=1,x"], "--weight is 'x'; it must be a time, at least 0"),
+        ("simulate.py", ["--schedule=gpipe", *SIZES, "--weight=1,2"], "weight has 2 times for 4 devices"),
+        ("simulate.py", ["--schedule=none.csv"], "none.csv: No such file or directory"),
+        (
+            "simulate.py",
+            ["--schedule=gpipe", "--auto", *SIZES],
+            "--auto searches for a schedule, and --schedule names gpipe",
+        ),
+        ("simulate.py", ["--schedule=gpipe", *SIZES, "--memory_limit=3"], "--memory_limit is for --auto"),
+        ("simulate.py", ["--auto", *SIZES, "--memory_limit=0.5"], "memory_limit is 0.5; it must be at least 1"),
+        ("simulate.py", ["--auto", *SIZES, "--weight_memory=2"], "--weight_memory is 2; it must be from 0 to 1"),
+        (
+            "simulate.py",
+            ["--schedule=gpipe", *SIZES, "--save=none/x.csv"],
+            "--save is none/x.csv: No such file or directory",
+        ),
+        ("draw.py", ["--schedule=gpipe", *SIZES], "--out is missing; it must end in .txt, .svg, .png"),
+        ("draw.py", ["--schedule=gpipe", *SIZES, "--out=x.pdf"], "--out is x.pdf; it must end in .txt, .svg, .png"),
+        ("draw.py", ["--schedule=gpipe", *SIZES, "--out=none/x.svg"], "--out is none/x.svg: No such file or directory"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(script: str, flags: list[str], message: str) -> None:
+    process = run(script, *flags)
+    assert process.returncode == 2
+    assert process.stdout == ""
+    assert process.stderr.startswith(f"jaxpar: {message}") and process.stderr.count("\n") == 1, process.stderr
+
+
+def test_sizes_of_a_file_are_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("clock,device,kind,microbatch,chunk\n0,0,F,0,0\n0,0,BW,0,0\n")
+    assert (
+        json.loads(run("simulate.py", f"--schedule={path}", "--num_stages=1", "--json").stdout)["schedule"]
+        == "mine.csv"
+    )
+    process = run("simulate.py", f"--schedule={path}", "--num_stages=2")
+    assert process.stderr == f"jaxpar: --num_stages is 2; {path} has 1\n"
+    path.write_text("clock,device,kind,microbatch,chunk\n0,0,BW,0,0\n0,0,F,1,0\n")
+    process = run("simulate.py", f"--schedule={path}")
+    assert process.stderr.startswith(
+        f"jaxpar: {path}: clock 0, device 0: BW of microbatch 0, stage 0 takes the result of F"
+    )
