@@ -30,7 +30,7 @@ def get_config() -> ConfigDict:
     pipeline.partition = "flops"  # uniform, parameters, flops, or the layers that begin stages 1, 2, ..: block_2,head
     # What the backward pass has: full: the inputs of stages, and recomputes; none: all it needs; dots: matrix products
     pipeline.remat = "none"
-    pipeline.trace = 0  # draw the actions of this step (the run's first is 1) under the plan: workdir/timeline.svg
+    pipeline.trace = 0  # draw the actions of this step (the run's first is 1) under the plan: workdir/timeline.png
 
     config.model = model = ConfigDict()
     model.name = "bert"  # bert, gpt, resnet, mlp, or a module of yours: my_package.my_model

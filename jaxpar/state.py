@@ -32,9 +32,15 @@ class State(NamedTuple):
 
 def init(model: Model, optimizer: optax.GradientTransformation, key: jax.Array) -> State:
     """The state at step 0. Jittable; the same whatever the devices."""
-    init_key, run_key = jax.random.split(key)
+    init_key, run_key = split(key)
     params = model.init(init_key)
-    return State(jnp.zeros((), jnp.int32), jax.random.key_data(run_key), params, optimizer.init(params))
+    return State(jnp.zeros((), jnp.int32), run_key, params, optimizer.init(params))
+
+
+def split(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The key that parameters are drawn from, and the run's own, as data."""
+    init_key, run_key = jax.random.split(key)
+    return init_key, jax.random.key_data(run_key)
 
 
 def to_canonical(state: State) -> Canonical:

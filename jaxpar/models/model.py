@@ -107,15 +107,21 @@ class Model:
 
     def init(self, key: jax.Array) -> Params:
         """Fresh parameters. Layer i draws from fold_in(key, i), so a layer's start depends on its place alone."""
+        return self.init_layers(key, 0, len(self.layers))
+
+    def init_layers(self, key: jax.Array, start: int, stop: int, *, shift: Any = 0) -> Params:
+        """Fresh parameters of layers[start:stop]; they draw as those `shift` further on would."""
         params: Params = {}
         # Layers in a row from one maker are made by one vmap: compiled once, and the same numbers.
-        for _, group in itertools.groupby(self._makers.items(), lambda item: id(item[1])):
-            names, makers = zip(*group, strict=True)
-            keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(len(params), len(params) + len(names)))
-            stacked = jax.vmap(partial(_fresh, makers[0]))(keys)
+        makers = list(self._makers.items())[start:stop]
+        for _, group in itertools.groupby(makers, lambda item: id(item[1])):
+            names, same = zip(*group, strict=True)
+            indices = jnp.arange(len(names)) + (start + len(params)) + shift
+            stacked = jax.vmap(partial(_fresh, same[0]))(jax.vmap(partial(jax.random.fold_in, key))(indices))
             params |= {name: jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i, name in enumerate(names)}
         for tie in self.ties:
-            del params[tie.layer][tie.name]
+            if tie.layer in params:
+                del params[tie.layer][tie.name]
         return params
 
     def apply(self, params: Params, batch: Batch, keys_B: jax.Array | None = None) -> jax.Array:

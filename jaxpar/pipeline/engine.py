@@ -23,6 +23,7 @@ from jaxpar.pipeline.lowering import INBOXES, NONE, Actions, Arrivals, Shape
 from jaxpar.pipeline.packing import Packed, Packing
 from jaxpar.pipeline.programs import Given, Program, trace
 from jaxpar.pipeline.stages import Stages
+from jaxpar.pipeline.timeline import Timeline
 from jaxpar.tasks import Sums
 
 
@@ -49,7 +50,16 @@ class Carry(NamedTuple):
 class Engine:
     """The programs of a pipeline's devices, for one shape of table and of microbatch, and their run."""
 
-    def __init__(self, stages: Stages, packing: Packing, shape: Shape, remat: str, rows: Batch, key: jax.Array | None):
+    def __init__(
+        self,
+        stages: Stages,
+        packing: Packing,
+        shape: Shape,
+        remat: str,
+        rows: Batch,
+        key: jax.Array | None,
+        timeline: Timeline | None = None,
+    ):
         """Traces the programs.
 
         Args:
@@ -59,7 +69,9 @@ class Engine:
           remat: what B finds saved: full, none, dots.
           rows: a microbatch, abstract.
           key: of dropout, abstract; None: without.
+          timeline: takes the time of every action.
         """
+        self._timeline = timeline
         self.stages, self.packing, self.shape = stages, packing, shape
         self._num_chunks = stages.placement.shape[1]
         self._number = np.array(stages.kinds)[:, None] * self._num_chunks + np.arange(self._num_chunks)
@@ -114,7 +126,8 @@ class Engine:
             for rank, action in enumerate(now[0]):
                 branch = jnp.where(action.chunk == NONE, 0, 1 + numbers[action.chunk])
                 acts = [partial(self._act, rank, number, given) for number in range(len(self.programs))]
-                touched = jax.lax.switch(branch, [partial(self._idle, rank), *acts], action, carry)
+                with jax.named_scope(f"rank_{rank}"):
+                    touched = jax.lax.switch(branch, [partial(self._idle, rank), *acts], action, carry)
                 carry = carry._replace(**touched | {"stashes": carry.stashes | touched["stashes"]})
             return self._deliver(carry, *now), None
 
@@ -146,6 +159,8 @@ class Engine:
         self, rank: int, number: int, given: Callable[..., list[Any]], action: Actions, carry: Carry
     ) -> dict[str, Any]:
         """One action: what it touched."""
+        if self._timeline is not None:
+            action = self._timeline.begin(rank, action)
         program, sender = self.programs[number], self._sender[number]
         inputs = given(number, action)
         for inbox, packing_kind in ((INBOXES[0], sender), (INBOXES[1], number if program.output else None)):
@@ -174,7 +189,7 @@ class Engine:
             touched["grads"] = self.packing.add(
                 number // self._num_chunks, carry.grads, outputs[len(outputs) - len(which) :], which
             )
-        return touched
+        return touched if self._timeline is None else self._timeline.end(rank, action, touched)
 
     def _which(self, number: int) -> list[int]:
         """The parameters of a program, as numbers of leaves of what its device holds."""

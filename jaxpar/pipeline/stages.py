@@ -7,6 +7,7 @@ the first of them, whose layers' names stand for the others' own.
 from collections.abc import Sequence
 from functools import cached_property
 
+import jax
 import numpy as np
 
 from jaxpar.models.model import Batch, Model, Params, Tie
@@ -71,6 +72,18 @@ class Stages:
         for tie in self.copies(device):
             own.setdefault(tie.source, {})[tie.source_name] = params[tie.source][tie.source_name]
         return own
+
+    def init(self, key: jax.Array, kind: int, shifts: jax.Array) -> Params:
+        """Fresh parameters of what a device of this kind holds; shifts: the device's row of `shifts`."""
+        device = self.examples[kind]
+        held: Params = {}
+        for chunk in range(self.placement.shape[1]):
+            held |= self.model.init_layers(key, *self.span(device, chunk), shift=shifts[chunk])
+        for tie in self.copies(device):
+            source = next(i for i, layer in enumerate(self.model.layers) if layer.name == tie.source)
+            array = self.model.init_layers(key, source, source + 1)[tie.source][tie.source_name]
+            held.setdefault(tie.source, {})[tie.source_name] = array
+        return held
 
     def part(self, held: Params, device: int, chunk: int) -> Params:
         """What a chunk uses of what its device holds."""

@@ -5,9 +5,11 @@ another device. `step` and `key` are on all.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, keystr
@@ -52,7 +54,7 @@ class Form:
 
     def __init__(self, problem: Problem, stages: Stages, mesh: Mesh):
         """mesh: with an axis of the stages' devices."""
-        self._stages, self._mesh = stages, mesh
+        self._problem, self._stages, self._mesh = problem, stages, mesh
         self._like = jax.eval_shape(lambda key: states.init(problem.model, problem.optimizer, key), jax.random.key(0))
         held = [stages.select(problem.model.shapes, device) for device in stages.examples]
         self.params = Packing(held)
@@ -62,6 +64,26 @@ class Form:
     def nbytes(self) -> int:
         """Of the state on each device."""
         return self.params.nbytes + self.optimizer.nbytes
+
+    def init(self, key: jax.Array) -> PackedState:
+        """The state at step 0. Each device makes its own part alone."""
+
+        def on_device(key: jax.Array) -> PackedState:
+            device = jax.lax.axis_index(STAGE)
+            init_key, run_key = states.split(key)
+            shifts = jnp.asarray(self._stages.shifts)[device]
+
+            def of_kind(kind: int) -> tuple[Packed, Packed]:
+                params = self._stages.init(init_key, kind, shifts)
+                return self.params.pack(kind, params), self.optimizer.pack(kind, self._problem.optimizer.init(params))
+
+            kinds = [partial(of_kind, kind) for kind in range(len(self._stages.examples))]
+            params, optimizer = jax.lax.switch(jnp.asarray(self._stages.kinds)[device], kinds)
+            return PackedState(jnp.zeros((), jnp.int32), run_key, stacked(params), stacked(optimizer))
+
+        return jax.jit(
+            jax.shard_map(on_device, mesh=self._mesh, in_specs=PartitionSpec(), out_specs=SPECS, check_vma=False)
+        )(key)
 
     def distribute(self, state: State) -> PackedState:
         """A state of all layers to its devices. Leaves may be NumPy arrays, or on any device."""

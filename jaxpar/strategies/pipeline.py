@@ -6,6 +6,7 @@ there are microbatches. Schedules are tables (jaxpar/pipeline/schedule.py); one 
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -31,6 +32,7 @@ from jaxpar.pipeline.programs import REMATS
 from jaxpar.pipeline.stages import Stages
 from jaxpar.pipeline.state import SPECS, Form, PackedState, own, stacked
 from jaxpar.pipeline.table import Table
+from jaxpar.pipeline.timeline import Timeline
 from jaxpar.pipeline.update import Update
 from jaxpar.step import Metrics, Problem
 from jaxpar.strategies.data_parallel import nbytes
@@ -49,6 +51,10 @@ def num_replicas(config: ConfigDict) -> int:
         raise UserError(
             f"config.optimizer.accumulation_steps is {config.optimizer.accumulation_steps}; it may be 1 with "
             "config.strategy='pipeline', which accumulates over config.pipeline.num_microbatches"
+        )
+    if config.pipeline.trace < 0:
+        raise UserError(
+            f"config.pipeline.trace is {config.pipeline.trace}; it may be the number of a step, or 0 for none"
         )
     replicas = meshes.num_replicas(config)
     build_table(config)
@@ -102,7 +108,6 @@ def build(config: ConfigDict, problem: Problem) -> Strategy:
     form = Form(problem, stages, mesh)
     divided = NamedSharding(mesh, PartitionSpec(DATA))
     like = jax.eval_shape(partial(states.init, problem.model, problem.optimizer), jax.random.key(0))
-    init = jax.jit(partial(states.init, problem.model, problem.optimizer))
     plan = on_devices(lower(table), mesh)
     step = compiled(train_step(problem, stages, form, config.pipeline.remat), SPECS, mesh, donate_argnums=1)
     forward = compiled(evaluate_step(stages, form), PartitionSpec(STAGE), mesh)
@@ -117,14 +122,27 @@ def build(config: ConfigDict, problem: Problem) -> Strategy:
         plan = evaluation_plan(len(batch["index"]) // num_data)
         return forward(plan.shape, state.params, batch, plan.actions, plan.arrivals)
 
+    timeline, numbers = Timeline(), itertools.count(1)
+    traced = compiled(train_step(problem, stages, form, config.pipeline.remat, timeline), SPECS, mesh, donate_argnums=1)
+
+    def train(state: PackedState, batch: dict[str, jax.Array]) -> tuple[PackedState, Metrics]:
+        run = traced if next(numbers) == config.pipeline.trace else step
+        return run(plan.shape, state, batch, plan.actions, plan.arrivals)
+
+    def report(workdir: Path) -> None:
+        if config.pipeline.trace:
+            title = f"{config.pipeline.schedule}, step {config.pipeline.trace}"
+            timeline.save(workdir / "timeline.png", title, table)
+
     return Strategy(
-        init=lambda key: form.distribute(init(key)),
+        init=form.init,
         place=lambda rows: {k: jax.make_array_from_process_local_data(divided, v) for k, v in rows.items()},
-        step=lambda state, batch: step(plan.shape, state, batch, plan.actions, plan.arrivals),
+        step=train,
         evaluate=evaluate,
         to_canonical=lambda state: states.to_canonical(form.gather(state)),
         from_canonical=lambda tree: form.distribute(states.from_canonical(tree, like)),
         describe=lambda: describe(config, problem, table, stages, form, mesh),
+        report=report,
     )
 
 
@@ -151,7 +169,9 @@ def on_devices(lowered: Lowered, mesh: Mesh) -> Lowered:
     return Lowered(lowered.shape, actions, arrivals)
 
 
-def train_step(problem: Problem, stages: Stages, form: Form, remat: str) -> Callable[..., tuple[PackedState, Metrics]]:
+def train_step(
+    problem: Problem, stages: Stages, form: Form, remat: str, timeline: Timeline | None = None
+) -> Callable[..., tuple[PackedState, Metrics]]:
     """A device's part of a step: all actions of the table, then the exchange of gradients and the update."""
 
     def step(
@@ -160,7 +180,7 @@ def train_step(problem: Problem, stages: Stages, form: Form, remat: str) -> Call
         state = state._replace(params=own(state.params), optimizer=own(state.optimizer))
         rows = steps.microbatches(batch, shape.num_microbatches)
         key, weight = steps.dropout_key(state.key, state.step), jax.lax.psum(batch["weights"].sum(), DATA)
-        engine = Engine(stages, form.params, shape, remat, steps.abstract(rows, 1), steps.abstract(key))
+        engine = Engine(stages, form.params, shape, remat, steps.abstract(rows, 1), steps.abstract(key), timeline)
         grads_unreduced, sums_unreduced = engine.run(own((actions, arrivals)), state.params, rows, key, weight)
         grads, sums = jax.lax.psum(grads_unreduced, DATA), jax.lax.psum(sums_unreduced, (DATA, STAGE))
         update = Update(problem, stages, form, jax.lax.axis_index(STAGE))

@@ -1,6 +1,7 @@
 """The contract of a strategy: a tuple of functions. See the package for the table of them."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -31,3 +32,4 @@ class Strategy(NamedTuple):
     to_canonical: Callable[[Any], Canonical]
     from_canonical: Callable[[Canonical], Any]  # leaves may be NumPy arrays
     describe: Callable[[], Description]
+    report: Callable[[Path], None] = lambda workdir: None  # writes what it has to show at the end of a run
