@@ -103,13 +103,21 @@ class Packing:
     def add(self, kind: int, packed: Packed, leaves: Sequence[Any], which: Sequence[int]) -> Packed:
         """`packed` plus leaves of the tree, those of numbers `which`; in place where XLA can."""
         result = list(packed)
-        for index, leaf in zip(which, leaves, strict=True):
+        spans: dict[int, list[tuple[int, list[Any]]]] = {}  # by vector: where neighbours begin, and they
+        for index, leaf in sorted(zip(which, leaves, strict=True), key=lambda item: item[0]):
             place = self._places[kind][index]
             if place.offset is None:
                 result[place.array] += leaf
-            else:
-                span = slice(place.offset, place.offset + leaf.size)
-                result[place.array] = result[place.array].at[span].add(leaf.reshape(-1))
+                continue
+            of_vector = spans.setdefault(place.array, [])
+            if not of_vector or of_vector[-1][0] + sum(part.size for part in of_vector[-1][1]) != place.offset:
+                of_vector.append((place.offset, []))
+            of_vector[-1][1].append(leaf.reshape(-1))
+        # Neighbours at once: XLA copies the whole vector for each addition to a part of it.
+        for array, of_vector in spans.items():
+            for offset, parts in of_vector:
+                total = jnp.concatenate(parts)
+                result[array] = result[array].at[offset : offset + total.size].add(total)
         return tuple(result)
 
     def replace(self, kind: int, packed: Packed, index: int, leaf: Any) -> Packed:

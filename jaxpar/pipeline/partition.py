@@ -25,17 +25,26 @@ def bounds(model: Model, batch: Batch, method: str, num_stages: int) -> tuple[in
     Raises:
       UserError: fewer layers than stages, or cut points that are not layers in order.
     """
-    names = [layer.name for layer in model.layers]
+    cuts = check([layer.name for layer in model.layers], method, num_stages)
+    if cuts is not None:
+        return (0, *cuts, len(model.layers))
+    return balanced(
+        {"uniform": uniform, "parameters": parameters, "flops": layer_flops}[method](model, batch), num_stages
+    )
+
+
+def check(names: Sequence[str], method: str, num_stages: int) -> list[int] | None:
+    """The cut points that `method` names out of the layers' names; None where it is one of METHODS.
+
+    Raises:
+      UserError: as `bounds`.
+    """
     if num_stages > len(names):
         raise UserError(
             f"config.mesh.stage and config.pipeline.num_chunks make {num_stages} stages; the model has only "
             f"{len(names)} layers ({names[0]} .. {names[-1]})"
         )
-    if method not in METHODS:
-        return (0, *_explicit(names, method, num_stages), len(names))
-    return balanced(
-        {"uniform": uniform, "parameters": parameters, "flops": layer_flops}[method](model, batch), num_stages
-    )
+    return None if method in METHODS else _explicit(list(names), method, num_stages)
 
 
 def uniform(model: Model, batch: Batch) -> list[int]:
@@ -89,13 +98,13 @@ def _explicit(names: list[str], text: str, num_stages: int) -> list[int]:
     if unknown is not None:
         hint = nearest(unknown, [*METHODS, *names])
         raise UserError(
-            f"config.pipeline.partition is {text!r}; it may be {', '.join(METHODS)}, or the layers that begin "
-            f"stages 1, 2, .., out of {names[1]} .. {names[-1]}, by comma; {unknown!r} is none.{hint}"
+            f"config.pipeline.partition is {text!r}; it may be {', '.join(METHODS)}, or the layers after {names[0]}, "
+            f"up to {names[-1]}, that begin stages 1, 2, .., by comma; {unknown!r} is none.{hint}"
         )
     indices = [names.index(cut) for cut in cuts]
     if len(cuts) != num_stages - 1 or not np.all(np.diff([0, *indices]) > 0):
         raise UserError(
-            f"config.pipeline.partition is {text!r}; it may be {num_stages - 1} layers in the model's order, at which "
-            f"stages 1 to {num_stages - 1} begin; stage 0 begins at {names[0]}"
+            f"config.pipeline.partition is {text!r}; it may be {', '.join(METHODS)}, or one layer for each stage but "
+            f"the first ({num_stages - 1} of them), in the model's order and after {names[0]}"
         )
     return indices

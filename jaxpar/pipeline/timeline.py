@@ -67,11 +67,13 @@ class Timeline:
             return
         measured = self.spans(table)
         planned = plan(table, measured)
+        rates = [f"bubble {bubble_rate(timeline):.1%}" for timeline in (planned.timeline, measured)]
         charts = [
-            (f"{title}, planned with the measured times: bubble {bubble_rate(planned.timeline):.1%}", planned.timeline),
-            (f"measured: bubble {bubble_rate(measured):.1%}", measured),
+            (f"{title}, planned with the measured times of actions: {rates[0]}", planned.timeline),
+            (f"{title}, measured: {rates[1]}", measured),
         ]
         draw.save(path, charts)
+        print(f"timeline  {path}: planned {rates[0]}, measured {rates[1]}")
 
 
 def plan(table: Table, measured: Sequence[Span]) -> Simulation:

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from jaxpar import mesh as meshes
+from jaxpar import models
 from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar.errors import UserError, check_choice, nearest
@@ -31,7 +32,7 @@ from jaxpar.pipeline.packing import Packed
 from jaxpar.pipeline.programs import REMATS
 from jaxpar.pipeline.stages import Stages
 from jaxpar.pipeline.state import SPECS, Form, PackedState, own, stacked
-from jaxpar.pipeline.table import Table
+from jaxpar.pipeline.table import BW, F, Table, is_training
 from jaxpar.pipeline.timeline import Timeline
 from jaxpar.pipeline.update import Update
 from jaxpar.step import Metrics, Problem
@@ -57,7 +58,10 @@ def num_replicas(config: ConfigDict) -> int:
             f"config.pipeline.trace is {config.pipeline.trace}; it may be the number of a step, or 0 for none"
         )
     replicas = meshes.num_replicas(config)
-    build_table(config)
+    table = build_table(config)
+    if config.model.name in models.MODELS:  # the layers' names are the same whatever the data
+        model = models.build(config, models.MODELS[config.model.name])
+        partition.check([layer.name for layer in model.layers], config.pipeline.partition, table.num_stages)
     return replicas
 
 
@@ -68,35 +72,56 @@ def num_microbatches(config: ConfigDict) -> int:
 
 def build_table(config: ConfigDict) -> Table:
     """The table that config.pipeline.schedule names. Raises UserError where there is none such."""
+    c = config.pipeline
+    table = load_table(config) if c.schedule.endswith(".csv") or Path(c.schedule).is_file() else named_table(config)
+    asked = {
+        "mesh.stage": (config.mesh.stage, table.num_devices),
+        "pipeline.num_microbatches": (c.num_microbatches, table.num_microbatches),
+        "pipeline.num_chunks": (c.num_chunks, table.num_chunks),
+    }
+    for key, (value, there) in asked.items():
+        if value not in (0, there):
+            raise UserError(
+                f"config.{key} is {value}; the table of config.pipeline.schedule={c.schedule!r} has {there}"
+            )
+    return table
+
+
+def load_table(config: ConfigDict) -> Table:
+    """The CSV table that config.pipeline.schedule names, which this strategy can run."""
+    name = config.pipeline.schedule
+    try:
+        table = schedule.load(name)
+    except ValueError as error:
+        raise UserError(f"config.pipeline.schedule is {name!r}: {error}") from error
+    kinds = table.actions["kind"]
+    if not is_training(table):
+        raise UserError(f"config.pipeline.schedule is {name!r}, a forward pass alone: it has no backward")
+    if (kinds == BW).any() and (kinds != BW)[kinds != F].any():
+        raise UserError(
+            f"config.pipeline.schedule is {name!r}, which has BW next to B and W; it may have one of the two"
+        )
+    if table.actions["version"].any():
+        raise UserError(f"config.pipeline.schedule is {name!r}, which asks for other weight versions than 0")
+    return table
+
+
+def named_table(config: ConfigDict) -> Table:
+    """The table of the schedule that config.pipeline.schedule names."""
     c, p = config.pipeline, config.mesh.stage
-    is_file = c.schedule.endswith(".csv") or Path(c.schedule).is_file()
-    if not is_file and c.schedule not in schedule.SCHEDULES:
+    if c.schedule not in schedule.SCHEDULES:
         raise UserError(
             f"config.pipeline.schedule is {c.schedule!r}; it may be {', '.join(schedule.SCHEDULES)}, or the path of a "
             f"CSV table.{nearest(c.schedule, schedule.SCHEDULES)}"
         )
-    try:
-        if is_file:
-            table = schedule.load(c.schedule)
-        else:
-            usual = 1 if c.schedule == "model_parallel" else 4 * p
-            chunks = c.num_chunks or schedule.SCHEDULES[c.schedule].num_chunks
-            table = schedule.build(
-                c.schedule, num_devices=p, num_microbatches=c.num_microbatches or usual, num_chunks=chunks
-            )
-    except ValueError as error:
-        raise UserError(f"config.pipeline.schedule is {c.schedule!r}: {error}") from error
-    sizes = {"mesh.stage": p, "pipeline.num_microbatches": c.num_microbatches, "pipeline.num_chunks": c.num_chunks}
-    for (key, asked), there in zip(
-        sizes.items(), (table.num_devices, table.num_microbatches, table.num_chunks), strict=True
-    ):
-        if asked not in (0, there):
-            raise UserError(
-                f"config.{key} is {asked}; the table of config.pipeline.schedule={c.schedule!r} has {there}"
-            )
-    if table.actions["version"].any():
-        raise UserError(f"config.pipeline.schedule is {c.schedule!r}, which asks for other weight versions than 0")
-    return table
+    sizes = {
+        "num_devices": p,
+        "num_microbatches": c.num_microbatches or (1 if c.schedule == "model_parallel" else 4 * p),
+        "num_chunks": c.num_chunks or schedule.SCHEDULES[c.schedule].num_chunks,
+    }
+    if reason := schedule.obstacle(c.schedule, **sizes):
+        raise UserError(f"config.pipeline.{reason}")
+    return schedule.build(c.schedule, **sizes)
 
 
 def build(config: ConfigDict, problem: Problem) -> Strategy:
@@ -216,5 +241,8 @@ def describe(config: ConfigDict, problem: Problem, table: Table, stages: Stages,
     packet = max((nbytes(inputs[begin]) for begin in stages.bounds[1:-1]), default=0)
     packet //= num_data * table.num_microbatches
     wire_bytes = len(shape.wires) * table.num_clocks * packet
-    wire_bytes += 2 * (num_data - 1) * form.params.nbytes // num_data
+    wire_bytes += 2 * (num_data - 1) * form.params.nbytes // num_data  # all-reduce over replicas
+    copied = {(tie.source, tie.source_name) for device in stages.examples for tie in stages.copies(device)}
+    copied_bytes = nbytes([problem.model.shapes[layer][name] for layer, name in sorted(copied)])
+    wire_bytes += 2 * (table.num_devices - 1) * copied_bytes // table.num_devices  # and over stages, of tied arrays
     return Description(tuple(mesh.devices.flat), layout, num_data, form.nbytes, wire_bytes)

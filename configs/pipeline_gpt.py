@@ -1,0 +1,28 @@
+"""The GPT of gpt_wordnet.py in a pipeline of four stages.
+
+scripts/train --config=configs/pipeline_gpt.py --workdir=runs/pipeline
+scripts/train --config=configs/pipeline_gpt.py:zb_h1 --workdir=runs/zb_h1
+"""
+
+from ml_collections import ConfigDict
+
+from jaxpar.config import default_config
+
+
+def get_config(preset: str = "1f1b") -> ConfigDict:
+    """6 layers, 128 wide, in 8 microbatches on 4 devices; the preset is the schedule."""
+    config = default_config()
+    config.task = "causal_lm"
+    config.model.name = "gpt"
+    config.model.num_layers = 6
+    config.strategy = "pipeline"
+    config.mesh.stage = 4
+    config.mesh.data = 1
+    config.mesh.virtual_cpu_devices = 4
+    config.pipeline.schedule = preset
+    config.pipeline.num_microbatches = 8
+    config.data.vocab_size = 4096
+    config.data.max_length = 64
+    config.batch_size = 32
+    config.optimizer.lr = 2e-3
+    return config
