@@ -37,10 +37,6 @@ class Given(NamedTuple):
     dy: Any = None
 
 
-# Which action gets what, see split_backward.Source.
-SOURCES: tuple[Source, ...] = ("free", "free", "key", "free", "free", 0, 1)
-
-
 class Program(NamedTuple):
     """The actions of one chunk of one kind of device.
 
@@ -70,8 +66,26 @@ def trace(stages: Stages, device: int, chunk: int, given: Given, *, num_ranks: i
     actions = partial(computation.actions, num_ranks=num_ranks, remat=remat)
     num_outputs = [len(outputs) for outputs in jax.eval_shape(actions, given)]
     closed = jax.make_jaxpr(lambda given: jax.tree.leaves(actions(given)))(given)
-    sources = [source for part, source in zip(given, SOURCES, strict=True) for _ in jax.tree.leaves(part)]
-    return Program(stage, cut(flatten(closed, remat=num_ranks == 3), num_outputs, sources), output)
+    return Program(stage, cut(flatten(closed, remat=num_ranks == 3), num_outputs, sources(given)), output)
+
+
+def sources(given: Given) -> list[Source]:
+    """Where each leaf comes from. Random numbers are slow to draw again, and stage 0 is computed from the inputs."""
+
+    def of(part: Any, source: Source) -> Any:
+        return jax.tree.map(lambda _: source, part)
+
+    rows = {name: of(row, "kept" if name == "inputs" else "free") for name, row in given.rows.items()}
+    spread = Given(
+        of(given.params, "free"),
+        rows,
+        of(given.key, "kept"),
+        of(given.shift, "free"),
+        of(given.weight, "free"),
+        of(given.x, 0),
+        of(given.dy, 1),
+    )
+    return jax.tree.leaves(spread)
 
 
 class _Stage(NamedTuple):

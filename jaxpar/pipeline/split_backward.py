@@ -19,9 +19,9 @@ from jax.extend import core
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 REMATS = {"remat2": "jaxpr", "checkpoint": "jaxpr"}
 
-# Where an input of the jaxpr comes from: at hand in every action ("free"; "key": likewise, but random numbers
-# drawn from it are saved, as drawing them is slow), or given to the action of this number alone.
-Source = Literal["free", "key"] | int
+# Where an input of the jaxpr comes from: "free" and "kept" are at hand in every action, and what follows from free ones
+# alone is computed again wherever it is needed; an int: it is given to the action of this number alone.
+Source = Literal["free", "kept"] | int
 Saved = Mapping[tuple[int, int], Any]  # (made by action, last used by action) -> list of values
 
 
@@ -82,8 +82,8 @@ def _cheap(jaxpr: Any, sources: Sequence[Source]) -> dict[int, bool]:
     for equation in jaxpr.eqns:
         origins = {origin[var] for var in _variables(equation.invars)}
         are_keys = all(jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key) for var in equation.outvars)
-        is_cheap[id(equation)] = origins <= {"free"} or (origins <= {"free", "key"} and are_keys)
-        kind = "free" if origins <= {"free"} else "key" if origins <= {"free", "key"} else 0
+        is_cheap[id(equation)] = origins <= {"free"} or (origins <= {"free", "kept"} and are_keys)
+        kind = "free" if origins <= {"free"} else "kept" if origins <= {"free", "kept"} else 0
         origin |= dict.fromkeys(equation.outvars, kind)
     return is_cheap
 
