@@ -14,7 +14,7 @@ from matplotlib.patches import Patch, Rectangle
 from jaxpar.pipeline.simulate import Span
 from jaxpar.pipeline.table import KINDS, Table
 
-CHUNKS = "abcdefghijklmnopqrstuvwxyz"
+CHUNKS = "abcdefghijklmnopqrstuvwxyz"  # beyond them by number
 # By kind, told apart with any colour vision (Okabe and Ito, "Color Universal Design", 2008).
 COLOURS = {"F": "#56b4e9", "B": "#e69f00", "W": "#009e73", "BW": "#d55e00"}
 NAMES = {"F": "F forward", "B": "B input gradient", "W": "W weight gradient", "BW": "BW backward"}
@@ -29,10 +29,15 @@ def text(table: Table) -> str:
     """The table as a grid: a column is a clock. `F3b` is the forward of microbatch 3 on the device's second chunk."""
     cells = [[""] * table.num_clocks for _ in range(table.num_devices)]
     for clock, device, kind, microbatch, chunk, *_ in table.actions.tolist():
-        cells[device][clock] += f"{KINDS[kind]}{microbatch}" + (CHUNKS[chunk] if table.num_chunks > 1 else "")
+        cells[device][clock] += f"{KINDS[kind]}{microbatch}" + (letter(chunk) if table.num_chunks > 1 else "")
     widths = [max(len(row[clock]) for row in cells) for clock in range(table.num_clocks)]
     rows = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
     return "\n".join(f"{device}:  {row}".rstrip() for device, row in enumerate(rows))
+
+
+def letter(chunk: int) -> str:
+    """The name of a chunk."""
+    return CHUNKS[chunk] if chunk < len(CHUNKS) else f".{chunk}"
 
 
 def save(path: Path | str, charts: Sequence[tuple[str, Sequence[Span]]]) -> None:
@@ -59,12 +64,9 @@ def figure(charts: Sequence[tuple[str, Sequence[Span]]]) -> Figure:
 
 
 def _num_cells(timeline: Sequence[Span]) -> float:
-    """How many of the shortest kind of action are as long as the timeline."""
-    lengths = [
-        np.median([span.end - span.start for span in timeline if span.kind == kind])
-        for kind in {span.kind for span in timeline}
-    ]
-    return _makespan(timeline) / max(float(min(lengths)), 1e-9 * _makespan(timeline))
+    """How many usual actions are as long as the timeline."""
+    usual = float(np.median([span.end - span.start for span in timeline]))
+    return _makespan(timeline) / max(usual, 1e-9 * _makespan(timeline))
 
 
 def _makespan(timeline: Sequence[Span]) -> float:
@@ -92,7 +94,7 @@ def _chart(ax: Axes, title: str, timeline: Sequence[Span], inches: float) -> Non
     ax.set(yticks=range(num_devices), facecolor="#eeeeee")
     kinds = [KINDS[kind] for kind in sorted({span.kind for span in timeline})]
     legend = [
-        Patch(color=shade(kind, chunk, num_chunks), label=NAMES[kind] + (f", chunk {CHUNKS[chunk]}" * (num_chunks > 1)))
+        Patch(color=shade(kind, chunk, num_chunks), label=NAMES[kind] + (f", chunk {letter(chunk)}" * (num_chunks > 1)))
         for kind in kinds
         for chunk in range(num_chunks)
     ]

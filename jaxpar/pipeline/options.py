@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from jaxpar.errors import UserError, nearest
-from jaxpar.pipeline.schedule import SCHEDULES, build, load, save
+from jaxpar.pipeline.schedule import SCHEDULES, build, is_file, load, save
 from jaxpar.pipeline.search import Found, search
 from jaxpar.pipeline.simulate import Simulation, Times, simulate
 
@@ -78,7 +78,7 @@ def _named(arguments: argparse.Namespace) -> Found:
     for flag in ("memory_limit", "weight_memory"):
         if getattr(arguments, flag) is not None:
             raise UserError(f"--{flag} is for --auto")
-    if name not in SCHEDULES and (name.endswith(".csv") or Path(name).is_file()):
+    if is_file(name):
         table = load(name)
         for flag, of_table in zip(("num_stages", "num_chunks", "num_microbatches"), table[:3], strict=True):
             if getattr(arguments, flag) not in (None, of_table):
@@ -99,8 +99,17 @@ def _auto(arguments: argparse.Namespace, times: Times, communication: float) -> 
     weight_memory = 1.0 if arguments.weight_memory is None else arguments.weight_memory
     if not 0 <= weight_memory <= 1:
         raise UserError(f"--weight_memory is {weight_memory:g}; it must be from 0 to 1")
-    num_chunks = 1 if arguments.num_chunks is None else arguments.num_chunks
-    return search(times, communication, limit, num_stages, num_microbatches, num_chunks, weight_memory=weight_memory)
+    candidates: list[tuple[float, int, Found]] = []
+    for num_chunks in (1, 2) if arguments.num_chunks is None else (arguments.num_chunks,):
+        sizes = (num_stages, num_microbatches, num_chunks)
+        try:
+            found = search(times, communication, limit, *sizes, weight_memory=weight_memory)
+        except ValueError:
+            if not candidates and (num_chunks == 2 or arguments.num_chunks is not None):
+                raise
+            continue
+        candidates.append((simulate(found.table, times, communication).cost, num_chunks, found))
+    return min(candidates)[-1]
 
 
 def _sizes(arguments: argparse.Namespace) -> tuple[int, int]:

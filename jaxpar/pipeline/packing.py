@@ -85,7 +85,9 @@ class Packing:
             else:
                 packed[place.array].append(lib.reshape(leaf, -1))
         for index, (parts, shape) in enumerate(zip(packed, self.shapes, strict=True)):
-            if isinstance(parts, list):
+            if isinstance(parts, list) and not parts:  # a vector, or shared by all that have any leaf
+                packed[index] = lib.zeros(shape.shape, shape.dtype)
+            elif isinstance(parts, list):
                 rest = shape.size - sum(part.size for part in parts)
                 packed[index] = lib.concatenate([*parts, lib.zeros(rest, shape.dtype)])
         return tuple(packed)

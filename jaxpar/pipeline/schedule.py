@@ -5,6 +5,7 @@ those of jaxpar/pipeline/draw.py: a row is a device, a column a clock.
 """
 
 import csv
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -265,12 +266,18 @@ def save(table: Table, path: Path | str) -> None:
             )
 
 
+def is_file(name: str) -> bool:
+    """Whether a schedule's name is the path of a table. A name in SCHEDULES never is."""
+    return name not in SCHEDULES and (name.endswith(".csv") or os.path.isfile(name))
+
+
 def load(path: Path | str) -> Table:
     """Reads a table from CSV and validates it.
 
     The first line names the columns: clock, device, kind, microbatch, chunk, and stage, version, slot, of which the
     last three may be left out (stages then go round the devices, versions are 0, slots the least). Rows come in any
-    order; the numbers of devices, chunks and microbatches are the least that they fit in.
+    order; the numbers of devices, chunks and microbatches are the least that they fit in. Clocks and slots that no row
+    has are left out.
 
     Raises:
       ValueError: one line, with the file and the line, or the clock, device and rule that the table breaks.
@@ -284,6 +291,8 @@ def load(path: Path | str) -> Table:
             raise ValueError("no actions")
         table = _table(columns, rows)
         check(table)
+        for field in ("clock", "slot"):  # numbers that nothing has would cost time and memory
+            table.actions[field] = np.unique(table.actions[field], return_inverse=True)[1]
     except (OSError, ValueError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise (TableError if isinstance(error, TableError) else ValueError)(f"{path}: {reason}") from error

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.errors import UserError
 from jaxpar.models.model import Batch, Model, Params, Tie
 
 
@@ -25,9 +27,19 @@ class Stages:
     """
 
     def __init__(self, model: Model, bounds: Sequence[int], placement: np.ndarray, batch: Batch):
-        """See the attributes; batch: abstract, of any size."""
+        """See the attributes; batch: abstract, of any size.
+
+        Raises:
+          UserError: what goes from one stage to the next is not a floating-point array.
+        """
         self.model, self.bounds, self.placement = model, tuple(bounds), placement
         self._inputs = model.inputs(batch)
+        for begin in self.bounds[1:-1]:
+            if not jnp.issubdtype(self._inputs[begin].dtype, jnp.inexact):
+                raise UserError(
+                    f"config.pipeline.partition cuts before {model.layers[begin].name}, whose input is "
+                    f"{self._inputs[begin].dtype}: no gradient can be sent back; begin a stage at another layer"
+                )
         self.examples: list[int] = []
         self.kinds: list[int] = []
         for device in range(len(placement)):

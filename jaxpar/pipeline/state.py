@@ -122,7 +122,9 @@ class Form:
         leaves: dict[str, np.ndarray] = {}
         for device, kind in enumerate(self._stages.kinds):
             tree = packing.unpack(kind, [array[device] for array in packed])
-            leaves |= zip(self._paths(packing, device), jax.tree.leaves(tree), strict=True)
+            own = dict(zip(self._paths(packing, device), jax.tree.leaves(tree), strict=True))
+            has_copies = bool(self._stages.copies(device))
+            leaves = own | leaves if has_copies else leaves | own
         paths, structure = jax.tree_util.tree_flatten_with_path(like)
         return jax.tree.unflatten(structure, [leaves[keystr(path)] for path, _ in paths])
 

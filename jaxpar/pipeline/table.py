@@ -112,7 +112,8 @@ def place(
     def run(clock: int, device: int) -> None:
         """All that the device may do in the clock."""
         used, offsets = -1, {0}  # order in clock of its latest action; distances of its packets
-        for kind, microbatch, chunk in orders[device][nexts[device] :]:
+        for index in range(nexts[device], len(orders[device])):
+            kind, microbatch, chunk = orders[device][index]
             stage, rank = int(stages[device, chunk]), ORDER_IN_CLOCK[kind]
             before = clock + (rank == 1 and stage == last_stage)
             arrived = all(made.get(key, before) < before for key in inputs(kind, microbatch, stage, last_stage + 1))

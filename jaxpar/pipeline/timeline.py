@@ -20,11 +20,26 @@ from jaxpar.pipeline.table import BW, ORDER_IN_CLOCK, B, F, Table, W
 class Timeline:
     """Takes the time at both ends of every action of the first replica, by callbacks to the host.
 
-    Each callback takes time itself, which the measured actions and gaps contain.
+    Each callback takes time itself, which the measured actions and gaps contain. The step before the measured one runs
+    the same program, so that nothing is done for the first time in the measured one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, step: int):
+        """step: number of the one to measure, counted from the start of training; 0: none."""
+        self._step, self._now = step, 0
         self._times: dict[tuple[int, ...], list[float]] = {}  # by device, rank, microbatch and chunk
+
+    def steps_before(self, number: int) -> None:
+        """Training goes on after that many steps."""
+        self._now = number
+
+    def next_step(self) -> bool:
+        """Whether the step that begins now is run by the program with callbacks."""
+        self._now += 1
+        if self._now == self._step:
+            jax.effects_barrier()  # those of the step before
+            self._times.clear()
+        return self._step > 0 and self._now in (self._step - 1, self._step)
 
     def begin(self, rank: int, action: Actions) -> Actions:
         """The action, once its begin is noted; for the engine, inside `shard_map`, as `end`."""
@@ -57,23 +72,28 @@ class Timeline:
             spans.append(Span(device, kind, microbatch, chunk, start - first, end - first))
         return spans
 
-    def save(self, path: Path, title: str, table: Table) -> None:
+    def save(self, path: Path, schedule: str, table: Table) -> None:
         """Draws the table, planned with the measured times of actions, and the measured timeline under it.
 
-        Says so where no step was measured.
+        Says so where the step was not run.
         """
-        if not self._times:
-            print(f"timeline  none: the run ended before {title.rpartition(', ')[2]}")
+        if not self._times or self._now < self._step:
+            print(f"timeline  none: step {self._step} was not in this run")
             return
         measured = self.spans(table)
         planned = plan(table, measured)
-        rates = [f"bubble {bubble_rate(timeline):.1%}" for timeline in (planned.timeline, measured)]
+        rates = [f"bubble {rate:.1%}" for rate in (planned.bubble_rate, bubble_rate(measured))]
+        in_lock_step = 1 - (1 - planned.bubble_rate) * planned.cost / planned.lockstep
+        title = f"{schedule}, step {self._step}"
         charts = [
-            (f"{title}, planned with the measured times of actions: {rates[0]}", planned.timeline),
+            (
+                f"{title}, planned with its actions' times: {rates[0]} (in lock step {in_lock_step:.1%})",
+                planned.timeline,
+            ),
             (f"{title}, measured: {rates[1]}", measured),
         ]
         draw.save(path, charts)
-        print(f"timeline  {path}: planned {rates[0]}, measured {rates[1]}")
+        print(f"timeline  {path}: planned {rates[0]} (in lock step {in_lock_step:.1%}), measured {rates[1]}")
 
 
 def plan(table: Table, measured: Sequence[Span]) -> Simulation:
@@ -89,7 +109,10 @@ def plan(table: Table, measured: Sequence[Span]) -> Simulation:
 
 
 def bubble_rate(timeline: Sequence[Span]) -> float:
-    """The share of the devices' time, from the first start to the last end, in which they run no action."""
-    makespan = max(span.end for span in timeline) - min(span.start for span in timeline)
-    num_devices = 1 + max(span.device for span in timeline)
-    return 1 - sum(span.end - span.start for span in timeline) / (makespan * num_devices)
+    """As Simulation.bubble_rate: the share of its span in which the device with the longest one waits."""
+    rates = []
+    for device in {span.device for span in timeline}:
+        own = [span for span in timeline if span.device == device]
+        cost = max(span.end for span in own) - min(span.start for span in own)
+        rates.append((cost, 1 - sum(span.end - span.start for span in own) / cost))
+    return max(rates)[1]

@@ -6,7 +6,6 @@ there are microbatches. Schedules are tables (jaxpar/pipeline/schedule.py); one 
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -73,7 +72,7 @@ def num_microbatches(config: ConfigDict) -> int:
 def build_table(config: ConfigDict) -> Table:
     """The table that config.pipeline.schedule names. Raises UserError where there is none such."""
     c = config.pipeline
-    table = load_table(config) if c.schedule.endswith(".csv") or Path(c.schedule).is_file() else named_table(config)
+    table = load_table(config) if schedule.is_file(c.schedule) else named_table(config)
     asked = {
         "mesh.stage": (config.mesh.stage, table.num_devices),
         "pipeline.num_microbatches": (c.num_microbatches, table.num_microbatches),
@@ -114,6 +113,11 @@ def named_table(config: ConfigDict) -> Table:
             f"config.pipeline.schedule is {c.schedule!r}; it may be {', '.join(schedule.SCHEDULES)}, or the path of a "
             f"CSV table.{nearest(c.schedule, schedule.SCHEDULES)}"
         )
+    if c.num_microbatches > config.batch_size:
+        raise UserError(
+            f"config.pipeline.num_microbatches is {c.num_microbatches}; it may be at most config.batch_size, "
+            f"{config.batch_size}"
+        )
     sizes = {
         "num_devices": p,
         "num_microbatches": c.num_microbatches or (1 if c.schedule == "model_parallel" else 4 * p),
@@ -147,17 +151,20 @@ def build(config: ConfigDict, problem: Problem) -> Strategy:
         plan = evaluation_plan(len(batch["index"]) // num_data)
         return forward(plan.shape, state.params, batch, plan.actions, plan.arrivals)
 
-    timeline, numbers = Timeline(), itertools.count(1)
+    timeline = Timeline(config.pipeline.trace)
     traced = compiled(train_step(problem, stages, form, config.pipeline.remat, timeline), SPECS, mesh, donate_argnums=1)
 
     def train(state: PackedState, batch: dict[str, jax.Array]) -> tuple[PackedState, Metrics]:
-        run = traced if next(numbers) == config.pipeline.trace else step
+        run = traced if timeline.next_step() else step
         return run(plan.shape, state, batch, plan.actions, plan.arrivals)
+
+    def from_canonical(tree: states.Canonical) -> PackedState:
+        timeline.steps_before(int(tree["step"]))
+        return form.distribute(states.from_canonical(tree, like))
 
     def report(workdir: Path) -> None:
         if config.pipeline.trace:
-            title = f"{config.pipeline.schedule}, step {config.pipeline.trace}"
-            timeline.save(workdir / "timeline.png", title, table)
+            timeline.save(workdir / "timeline.png", config.pipeline.schedule, table)
 
     return Strategy(
         init=form.init,
@@ -165,7 +172,7 @@ def build(config: ConfigDict, problem: Problem) -> Strategy:
         step=train,
         evaluate=evaluate,
         to_canonical=lambda state: states.to_canonical(form.gather(state)),
-        from_canonical=lambda tree: form.distribute(states.from_canonical(tree, like)),
+        from_canonical=from_canonical,
         describe=lambda: describe(config, problem, table, stages, form, mesh),
         report=report,
     )

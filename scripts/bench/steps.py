@@ -2,21 +2,38 @@
 
 import statistics
 import time
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar import data, models, optimizer, strategies
-from jaxpar.step import Problem, abstract
+from jaxpar.step import Metrics, Problem, abstract
+
+
+class Contender(Protocol):
+    """What is timed: a `Strategy`, or as much of one."""
+
+    @property
+    def init(self) -> Callable[[jax.Array], Any]:
+        """Key -> state."""
+
+    @property
+    def place(self) -> Callable[[Mapping[str, np.ndarray]], Any]:
+        """Rows -> batch on devices."""
+
+    @property
+    def step(self) -> Callable[[Any, Any], tuple[Any, Metrics]]:
+        """(state, batch) -> (state, metrics)."""
 
 
 class Timing(NamedTuple):
-    """Of one config's steps."""
+    """Of one contender's steps."""
 
     seconds: float  # median
+    cpu_seconds: float  # of all threads of this process, median: where it is not a GPU that computes
     first_loss: float
 
 
@@ -26,29 +43,41 @@ def arguments_of(arguments: list[str]) -> tuple[str, list[str]]:
     return name, [a for a in arguments if not a.startswith("--config=")]
 
 
+def make_problem(config: ConfigDict, info: data.DataInfo, rows: Mapping[str, np.ndarray]) -> Problem:
+    """The problem of a config, at a constant learning rate."""
+    transform = optimizer.build(config, lambda step: 1e-3)
+    return Problem(models.build(config, info), transform, config.optimizer.accumulation_steps, abstract(dict(rows)))
+
+
 def measure(
     configs: Mapping[str, ConfigDict], info: data.DataInfo, rows: Mapping[str, np.ndarray], *, rounds: int
 ) -> dict[str, Timing]:
-    """Times a step of each config on the same rows, in turn, so that a slow moment of the machine hits all of them.
+    """Times a step of each config on the same rows, in turn."""
+    contenders = {name: strategies.build(config, make_problem(config, info, rows)) for name, config in configs.items()}
+    return race(contenders, rows, rounds=rounds)
 
-    The rows lie on the devices already. The first two rounds, which compile, do not count.
+
+def race(
+    contenders: Mapping[str, Contender], rows: Mapping[str, np.ndarray], *, rounds: int, warm_up: int = 2
+) -> dict[str, Timing]:
+    """Times a step of each on the same rows, in turn, so that a slow moment of the machine hits all of them.
+
+    The rows lie on the devices already. The first `warm_up` rounds, the first of which compiles, do not count.
     """
-    running: dict[str, list[Any]] = {}
-    for name, config in configs.items():
-        transform = optimizer.build(config, lambda step: 1e-3)
-        accumulation = config.optimizer.accumulation_steps
-        problem = Problem(models.build(config, info), transform, accumulation, abstract(dict(rows)))
-        strategy = strategies.build(config, problem)
-        running[name] = [strategy, strategy.init(jax.random.key(0)), strategy.place(rows)]
-    times: dict[str, list[float]] = {name: [] for name in configs}
+    running: dict[str, list[Any]] = {
+        name: [contender, contender.init(jax.random.key(0)), contender.place(rows)]
+        for name, contender in contenders.items()
+    }
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     losses: dict[str, float] = {}
-    for number in range(rounds + 2):
+    for number in range(rounds + warm_up):
         for name, item in running.items():
-            strategy, state, batch = item
-            start = time.perf_counter()
-            item[1], metrics = strategy.step(state, batch)
+            contender, state, batch = item
+            start, cpu_start = time.perf_counter(), time.process_time()
+            item[1], metrics = contender.step(state, batch)
             jax.block_until_ready((item[1], metrics))
-            if number >= 2:
-                times[name].append(time.perf_counter() - start)
+            if number >= warm_up:
+                times[name].append((time.perf_counter() - start, time.process_time() - cpu_start))
             losses.setdefault(name, float(metrics.sums.loss / metrics.sums.weight))
-    return {name: Timing(statistics.median(times[name]), losses[name]) for name in configs}
+    medians = {name: [statistics.median(values) for values in zip(*times[name], strict=True)] for name in contenders}
+    return {name: Timing(seconds, cpu, losses[name]) for name, (seconds, cpu) in medians.items()}

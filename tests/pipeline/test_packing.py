@@ -131,3 +131,13 @@ def test_replace_one_leaf(kind: int) -> None:
         other = (held[name] * 3 + 1).astype(held[name].dtype)
         got = packing.replace(kind, packed, index, jnp.asarray(other))
         same(packing.unpack(kind, got), held | {name: other})
+
+
+def test_a_tree_without_leaves_has_zeros_for_what_the_others_share() -> None:
+    leaf = jax.ShapeDtypeStruct((2, 3), np.float32)
+    packing = Packing([{"a": leaf}, {}, {"a": leaf, "b": jax.ShapeDtypeStruct((4,), np.float32)}])
+    for lib in (np, jnp):
+        packed = packing.pack(1, {}, lib)
+        assert [array.shape for array in packed] == [(2, 3), (4,)]
+        assert not any(array.any() for array in packed)
+    assert packing.unpack(1, packing.pack(1, {})) == {}

@@ -62,7 +62,9 @@ def make_rows(name: str, task: str) -> dict[str, Any]:
 
 def make_stage(name: str, task: str, bounds: tuple[int, ...], device: int, **overrides: Any) -> Stage:
     """Stage `device` of a small model with dropout, cut at the bounds, which say how many layers it has."""
-    model = build(small_config(name, task, num_layers=bounds[-1] - 2, **{"dropout": 0.3, **overrides}), info_of(name, task))
+    model = build(
+        small_config(name, task, num_layers=bounds[-1] - 2, **{"dropout": 0.3, **overrides}), info_of(name, task)
+    )
     rows, rng = make_rows(name, task), np.random.default_rng(3)
     stages = Stages(model, bounds, loop_stages(len(bounds) - 1, 1), abstract(rows))
     held = stages.select(make_params(model), device)

@@ -59,12 +59,14 @@ def test_a_schedule_is_found_saved_and_read_again(tmp_path: Path) -> None:
     flags = ["--forward=4", "--backward=5", "--weight=3", "--json"]
     search = ["--auto", "--num_stages=4", "--num_microbatches=8", "--memory_limit=6"]
     found = json.loads(run("simulate.py", *search, *flags, f"--save={path}").stdout)
-    assert "1f1b with" in found["schedule"]
+    of_one_chunk = json.loads(run("simulate.py", *search, "--num_chunks=1", *flags).stdout)
+    assert "1f1b with" in of_one_chunk["schedule"] and "zb_v with" in found["schedule"]
+    assert found["cost"] < of_one_chunk["cost"]
     assert (
         found["bubble_rate"]
         < json.loads(run("simulate.py", "--schedule=zb_h1", *search[1:3], *flags).stdout)["bubble_rate"]
     )
-    assert peak_held(load(path)).max() <= 6
+    assert peak_held(load(path)).max() <= 6 * load(path).num_chunks
     again = json.loads(run("simulate.py", f"--schedule={path}", *flags).stdout)
     assert again | {"schedule": ""} == found | {"schedule": ""}
 

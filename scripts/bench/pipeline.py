@@ -1,0 +1,244 @@
+"""Pipelines against one device and against the usual scan-and-mask pipeline: FLOPs, time, memory, compile time.
+
+    scripts/python scripts/bench/pipeline.py [--figures=a,b,c,d,e,f] [--stages=4,8] [--schedules=1f1b,eager_1f1b,zb_h1]
+        [--rounds=3] [--rows=4] [--config.KEY=VALUE ...]
+
+The problem: a GPT of 8 layers, hidden size 256, on random tokens; `--rows` of 128 tokens a microbatch, four
+microbatches a stage, unless overridden. It runs on virtual CPU devices, as many as the largest of --stages; where
+there are GPUs, on those (--stages is then their number unless given). A line is what was measured, its value, its aim.
+
+  a  FLOPs of matrix products that all devices execute, by the compiled program / the single device's, which count 4/3
+     with full rematerialisation
+  b  time of the single device's step / of the pipeline's, on the same batch and the same cores
+  c  temporary memory of a device: what 1f1b takes more for m = 4p than for m = p / what gpipe does; and the compiled
+     program's / what the table says
+  d  bytes of parameters on the fullest device / of the layers of its stage
+  e  time to trace, lower and compile / the single device's, without a compilation cache
+  f  what a microbatch saves between F and B in all stages, without rematerialisation / what XLA keeps on one device
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+
+from jaxpar import config as configs
+from jaxpar import data, flops, mesh
+from jaxpar.step import abstract
+from scripts.bench import pipeline_memory
+from scripts.bench.executed import Program
+from scripts.bench.pipeline_case import (
+    BERT,
+    FAST,
+    RESNET,
+    Case,
+    Maker,
+    Parts,
+    abstract_arguments,
+    compiled,
+    lowered_step,
+    nbytes,
+)
+from scripts.bench.steps import race
+
+SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v")
+REMATS = ("none", "full")
+REMAT_FLOPS = {"none": 1.0, "full": 4 / 3}
+DEEP = 24  # layers
+
+
+class Options(NamedTuple):
+    """The command line."""
+
+    maker: Maker
+    stages: list[int]
+    schedules: list[str]
+    rounds: int
+
+
+def report(figure: str, what: str, value: float, aim: str) -> None:
+    """Prints one line."""
+    print(f"({figure}) {what:<72} {value:7.3f}  {aim}", flush=True)
+
+
+def executed_flops(options: Options) -> None:
+    """Figure (a)."""
+    p, maker = options.stages[0], options.maker
+    m = 4 * p
+    single = maker.single(m)
+    reference = Program(compiled(single, FAST).text).flops()
+    counted = 3 * flops.forward_flops(single.problem.model.apply, single.problem.model.shapes, abstract(single.rows))
+    report("a", "single device: executed / three forward passes, by the jaxpr", reference / counted, "about 1")
+    for remat in REMATS:
+        for schedule in SCHEDULES:
+            case = maker.pipeline(p, schedule, remat)
+            shares = partial(of_switch, shares=Parts(case).shares())
+            total = p * Program(compiled(case, FAST).text).flops(shares)
+            what = f"{schedule}, {p} stages, remat {remat}"
+            report("a", what, total / reference / REMAT_FLOPS[remat], "at most 1.02")
+        masked = p * Program(compiled(maker.scan_and_mask(p, remat), FAST).text).flops()
+        theory = f"blocks in theory (m+p-1)/m = {(m + p - 1) / m:.3f}"
+        report("a", f"scan and mask, {p} stages, remat {remat}", masked / reference / REMAT_FLOPS[remat], theory)
+
+
+def of_switch(name: str, shares: Sequence[Sequence[float]]) -> Sequence[float] | None:
+    """The shares of the branches of an engine's switch, found by its name."""
+    ranks = [rank for rank in range(len(shares)) if name.endswith(f"/rank_{rank}/cond")]
+    return shares[ranks[0]] if ranks else None
+
+
+def step_time(options: Options) -> None:
+    """Figure (b)."""
+    for p in options.stages:
+        for remat in REMATS:
+            maker, m = options.maker, 4 * p
+            singles = {
+                "single, scanned": maker.single(m, remat),
+                "single, unrolled": maker.single(m, remat, scan=False),
+            }
+            pipelines = {schedule: maker.pipeline(p, schedule, remat) for schedule in options.schedules}
+            cases = {**singles, **pipelines, "scan and mask": maker.scan_and_mask(p, remat)}
+            contenders = {name: case.contender for name, case in cases.items()}
+            timings = race(contenders, cases["scan and mask"].rows, rounds=options.rounds, warm_up=1)
+            losses = [timing.first_loss for timing in timings.values()]
+            assert max(losses) - min(losses) <= 1e-5 * max(losses), losses  # all compute the same step
+            reference = min(singles, key=lambda name: timings[name].seconds)
+            for name, timing in timings.items():
+                aim = "at least 0.95" if name in pipelines else ""
+                seconds = f"{timing.seconds:.2f} s, of the CPU {timing.cpu_seconds:.2f} s"
+                what = f"{reference} / {name}, {p} stages, remat {remat}"
+                report("b", what, timings[reference].seconds / timing.seconds, f"{aim:<13}  ({seconds})")
+
+
+def parameter_bytes(options: Options) -> None:
+    """Figure (d)."""
+    for p in options.stages:
+        makers = {
+            "gpt, tied": options.maker,
+            "bert, tied": options.maker.more(*BERT),
+            "resnet": Maker(tuple(RESNET), options.maker.num_rows),
+        }
+        for name, maker in makers.items():
+            case = maker.pipeline(p, "1f1b")
+            held = dict.fromkeys(range(p), 0)
+            state = case.contender.init(jax.random.key(0))
+            numbers = {device: number for number, device in enumerate(Parts(case).mesh.devices.flat)}
+            for leaf in jax.tree.leaves(state.params):
+                for shard in leaf.addressable_shards:
+                    held[numbers[shard.device]] += shard.data.nbytes
+            stages = Parts(case).stages
+            layers = [case.problem.model.layers[slice(*stages.span(device, 0))] for device in range(p)]
+            own = [sum(nbytes(layer.shapes) for layer in stage) for stage in layers]  # a tied array is in both layers
+            fullest = max(range(p), key=lambda device: (held[device], own[device]))
+            report("d", f"{name}, {p} stages: fullest device", held[fullest] / own[fullest], "at most 1.05")
+            report("d", f"{name}, {p} stages: all devices / all stages", sum(held.values()) / sum(own), "")
+
+
+def compile_time(options: Options) -> None:
+    """Figure (e)."""
+    p = options.stages[-1]
+
+    def seconds(case: Case) -> float:
+        arguments = abstract_arguments(case)
+        jax.clear_caches()
+        start = time.perf_counter()
+        lowered_step(case, arguments).compile()
+        return time.perf_counter() - start
+
+    seconds(options.maker.more("--config.model.num_layers=1").single(1))  # what only the first compilation costs
+    for maker in (options.maker, options.maker.more(f"--config.model.num_layers={DEEP}")):
+        for remat in REMATS:
+            cases = {
+                f"{p} stages": maker.pipeline(p, "1f1b", remat),
+                "unrolled": maker.single(4 * p, remat, scan=False),
+            }
+            size = f"{len(cases['unrolled'].problem.model.layers)} layers, remat {remat}"
+            times = {name: seconds(case) for name, case in cases.items()}
+            single = seconds(maker.single(4 * p, remat))
+            for name, value in times.items():
+                aim = "" if name == "unrolled" else f"at most 3  ({value:.1f} s / {single:.1f} s)"
+                report("e", f"{name}, {size} / single device", value / single, aim)
+            report("e", f"{p} stages, {size} / unrolled", times[f"{p} stages"] / times["unrolled"], "")
+
+
+def memory_growth(options: Options) -> None:
+    """Figure (c)."""
+    p, maker = options.stages[0], options.maker
+    for remat in REMATS:
+
+        def size(schedule: str, m: int, remat: str = remat) -> int:
+            return compiled(maker.pipeline(p, schedule, remat, m=m), FAST).temporary
+
+        sizes = {schedule: size(schedule, 4 * p) for schedule in ("1f1b", "gpipe", "zb_h1")}
+        growth = {schedule: sizes[schedule] - size(schedule, p) for schedule in ("1f1b", "gpipe")}
+        what = f"growth of 1f1b / of gpipe, {p} stages, remat {remat}"
+        report("c", what, growth["1f1b"] / growth["gpipe"], "at most 0.05")
+        for schedule, temporary in sizes.items():
+            terms = pipeline_memory.terms(Parts(maker.pipeline(p, schedule, remat)))
+            what = f"{schedule}, {p} stages, m = {4 * p}, remat {remat}: compiled / by the table"
+            listed = ", ".join(f"{name} {size / 1e6:.1f}" for name, size in {"compiled": temporary, **terms}.items())
+            report("c", what, temporary / pipeline_memory.total(terms), f"0.85 to 1.15  (MB: {listed})")
+
+
+def saved(options: Options) -> None:
+    """Figure (f)."""
+    p, maker = options.stages[0], options.maker
+    parts = Parts(maker.pipeline(p, "1f1b"))
+    engine = parts.engine()
+    of_stages = [nbytes(engine.programs[kind].cut.saved.get((0, 1), [])) for kind in parts.stages.kinds]
+    one = pipeline_memory.single_microbatch(maker.single(1, scan=False))
+    listed = ", ".join(f"{size / 1e6:.1f}" for size in of_stages)
+    aim = f"(MB: by stage {listed}; one device {one / 1e6:.1f})"
+    report("f", f"saved between F and B, {p} stages / temporary memory of one device", sum(of_stages) / one, aim)
+
+
+FIGURES: dict[str, Callable[[Options], None]] = {
+    "a": executed_flops,
+    "b": step_time,
+    "c": memory_growth,
+    "d": parameter_bytes,
+    "e": compile_time,
+    "f": saved,
+}
+
+
+def main(arguments: list[str]) -> None:
+    """Prints the figures."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--figures", default=",".join(FIGURES))
+    parser.add_argument("--stages", default="")
+    parser.add_argument("--schedules", default="1f1b,eager_1f1b,zb_h1")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=4)
+    given, overrides = parser.parse_known_args(arguments)
+    figures, stages = given.figures.split(","), [int(number) for number in (given.stages or "4,8").split(",")]
+    if unknown := set(figures) - FIGURES.keys():
+        parser.error(f"--figures has {min(unknown)!r}; there are {', '.join(FIGURES)}")
+    config = configs.default_config()
+    configs.override(config, [f"--config.mesh.virtual_cpu_devices={max(stages)}", *overrides])
+    mesh.start(config, data.cache_dir(config) / "xla")
+    jax.config.update("jax_enable_compilation_cache", False)
+    is_gpu = jax.default_backend() == "gpu"
+    if is_gpu and not given.stages:
+        stages = [jax.device_count()]
+    print(f"{jax.device_count()} devices of kind {jax.devices()[0].device_kind}", flush=True)
+    options = Options(Maker(tuple(overrides), given.rows), stages, given.schedules.split(","), given.rounds)
+    for figure in figures:
+        start = time.perf_counter()
+        if figure == "b" and len(stages) > 1 and not is_gpu:
+            # A process for each: the more devices the CPU is split into, the more a step of one of them takes.
+            for p in stages:
+                command = [sys.executable, __file__, *arguments, "--figures=b", f"--stages={p}"]  # the last ones count
+                subprocess.run(command, check=True)
+        else:
+            FIGURES[figure](options)
+        print(f"    ({figure}) took {time.perf_counter() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,208 @@
+"""One training step to be measured: a config and rows for it, what a pipeline makes of them, and its compiled form."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
+
+from jaxpar import config as configs
+from jaxpar import mesh as meshes
+from jaxpar import state as states
+from jaxpar import step as steps
+from jaxpar import strategies
+from jaxpar.data import DataInfo
+from jaxpar.mesh import DATA
+from jaxpar.pipeline import partition
+from jaxpar.pipeline.engine import Engine
+from jaxpar.pipeline.lowering import NONE, Lowered, lower
+from jaxpar.pipeline.stages import Stages
+from jaxpar.pipeline.state import SPECS, Form, PackedState
+from jaxpar.pipeline.table import Table
+from jaxpar.step import Problem
+from jaxpar.strategies import pipeline
+from scripts.bench import scan_and_mask
+from scripts.bench.steps import Contender, make_problem
+
+MODEL = {
+    "name": "gpt",
+    "num_layers": 8,
+    "hidden_size": 256,
+    "num_heads": 4,
+    "max_length": 128,
+    "vocab_size": 1024,
+    "dropout": 0.0,
+}
+BERT = ["--config.model.name=bert", "--config.task=masked_lm"]
+RESNET = ["--config.model.name=resnet", "--config.model.size=18", "--config.task=classification"]
+FAST: dict[str, Any] = {"xla_backend_optimization_level": 0}  # of the machine code; the optimized HLO is the same
+IMAGE, NUM_CLASSES = (32, 32, 3), 10
+
+
+class Case(NamedTuple):
+    """A step of training."""
+
+    config: ConfigDict
+    rows: dict[str, np.ndarray]
+    problem: Problem
+    is_masked: bool  # the scan-and-mask reference
+
+    @property
+    def contender(self) -> Contender:
+        """What runs the step."""
+        if self.is_masked:
+            return scan_and_mask.build(self.config, self.problem)
+        return strategies.build(self.config, self.problem)
+
+
+class Maker(NamedTuple):
+    """Makes cases of one size.
+
+    Attributes:
+      overrides: of the config, the user's.
+      num_rows: of a microbatch.
+    """
+
+    overrides: tuple[str, ...]
+    num_rows: int
+
+    def more(self, *overrides: str) -> "Maker":
+        """With more overrides, which yield to the user's."""
+        return self._replace(overrides=(*overrides, *self.overrides))
+
+    def single(self, m: int, remat: str = "none", *, scan: bool = True) -> Case:
+        """One device, m microbatches one after another."""
+        more = [f"--config.optimizer.accumulation_steps={m}", f"--config.model.remat={remat}"]
+        return self._case(m, ["--config.strategy=single", f"--config.model.scan_layers={scan}", *more])
+
+    def pipeline(self, p: int, schedule: str, remat: str = "none", *, m: int = 0) -> Case:
+        """A pipeline of p devices; m: of microbatches, 4p unless given."""
+        return self._case(m or 4 * p, self._pipeline(p, schedule, remat, m or 4 * p))
+
+    def scan_and_mask(self, p: int, remat: str = "none") -> Case:
+        """The reference of p devices, 4p microbatches."""
+        return self._case(4 * p, self._pipeline(p, "gpipe", remat, 4 * p), is_masked=True)
+
+    def _pipeline(self, p: int, schedule: str, remat: str, m: int) -> list[str]:
+        settings = {"schedule": schedule, "remat": remat, "num_microbatches": m}
+        mesh = ["--config.strategy=pipeline", "--config.mesh.data=1", f"--config.mesh.stage={p}"]
+        return [*mesh, *[f"--config.pipeline.{key}={value}" for key, value in settings.items()]]
+
+    def _case(self, m: int, overrides: Sequence[str], *, is_masked: bool = False) -> Case:
+        config = configs.default_config()
+        is_image = any(override in RESNET for override in self.overrides)
+        model = [] if is_image else [f"--config.model.{key}={value}" for key, value in MODEL.items()]
+        configs.override(config, ["--config.task=causal_lm", *model, *self.overrides, *overrides])
+        configs.override(config, [f"--config.batch_size={m * self.num_rows}"])
+        strategies.check(config)
+        info, rows = random_data(config)
+        return Case(config, rows, make_problem(config, info, rows), is_masked)
+
+
+def random_data(config: ConfigDict) -> tuple[DataInfo, dict[str, np.ndarray]]:
+    """A batch of random tokens or images, and what a model must know of it."""
+    random, num = np.random.default_rng(0), config.batch_size
+    rows: dict[str, np.ndarray] = {"index": np.arange(num, dtype=np.int32)}
+    if config.model.name == "resnet":
+        rows["inputs"] = random.integers(0, 256, (num, *IMAGE), np.uint8)
+        rows["labels"] = random.integers(0, NUM_CLASSES, num).astype(np.int32)
+        rows["weights"] = np.ones(num, np.float32)
+        return DataInfo("image", IMAGE, NUM_CLASSES, tuple(map(str, range(NUM_CLASSES))), 0, 0), rows
+    length, vocab = config.model.max_length, config.model.vocab_size
+    rows["inputs"] = random.integers(0, vocab, (num, length)).astype(np.int32)
+    rows["labels"] = np.roll(rows["inputs"], -1, axis=1)
+    rows["weights"] = np.ones((num, length), np.float32)
+    if config.task == "masked_lm":
+        rows["mask"] = np.ones((num, length), bool)
+    return DataInfo("text", (length,), 0, (), vocab, 0), rows
+
+
+def lowered_step(case: Case, arguments: tuple[Any, Any]) -> jax.stages.Lowered:
+    """The step as its strategy lowers it, for `abstract_arguments`."""
+    with mock.patch.object(meshes, "one_at_a_time", lambda function, mesh: function.lower):
+        lowered: Any = case.contender.step(*arguments)
+    return lowered
+
+
+def compiled(case: Case, options: dict[str, Any] | None = None) -> "Compiled":
+    """The step's program. options: of the compiler."""
+    program = lowered_step(case, abstract_arguments(case)).compile(options)
+    text = program.as_text()
+    assert text is not None
+    return Compiled(text, temporary_bytes(program))
+
+
+class Compiled(NamedTuple):
+    """Of one device's part of a step: its optimized HLO, and the bytes of temporary memory."""
+
+    text: str
+    temporary: int
+
+
+def temporary_bytes(program: jax.stages.Compiled) -> int:
+    """What one device needs besides arguments and results."""
+    analysis = program.memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
+
+
+def abstract_arguments(case: Case) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
+    """A state and a batch for a step, without making them."""
+    if case.config.strategy == "single" or case.is_masked:
+        return jax.eval_shape(case.contender.init, jax.random.key(0)), steps.abstract(case.rows)
+    parts, p = Parts(case), case.config.mesh.stage
+    like = jax.eval_shape(partial(states.init, case.problem.model, case.problem.optimizer), jax.random.key(0))
+
+    def abstract(tree: Any, spec: PartitionSpec, *leading: int) -> Any:
+        sharding = NamedSharding(parts.mesh, spec)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*leading, *x.shape), x.dtype, sharding=sharding), tree)
+
+    state = PackedState(
+        abstract(like.step, SPECS.step),
+        abstract(like.key, SPECS.key),
+        abstract(tuple(parts.form.params.shapes), SPECS.params, p),
+        abstract(tuple(parts.form.optimizer.shapes), SPECS.optimizer, p),
+    )
+    return state, abstract(case.rows, PartitionSpec(DATA))
+
+
+class Parts:
+    """What the strategy makes of a pipeline's case, as it does."""
+
+    def __init__(self, case: Case):
+        """case: of a pipeline."""
+        self.case, config, problem = case, case.config, case.problem
+        self.table: Table = pipeline.build_table(config)
+        self.mesh = meshes.build(1, self.table.num_devices)
+        bounds = partition.bounds(problem.model, problem.batch, config.pipeline.partition, self.table.num_stages)
+        self.stages = Stages(problem.model, bounds, self.table.stages, problem.batch)
+        self.form = Form(problem, self.stages, self.mesh)
+        self.lowered: Lowered = lower(self.table)
+
+    def engine(self) -> Engine:
+        """Of a step."""
+        m = self.table.num_microbatches
+        rows = jax.eval_shape(partial(steps.microbatches, num=m), dict(self.case.problem.batch))
+        key = jax.eval_shape(jax.random.key, 0)
+        remat = self.case.config.pipeline.remat
+        return Engine(self.stages, self.form.params, self.lowered.shape, remat, steps.abstract(rows, 1), key)
+
+    def shares(self) -> list[list[float]]:
+        """By rank and branch of the engine's switches: in which share of (device, clock) it is taken."""
+        chunks = self.table.num_chunks
+        number = np.array(self.stages.kinds)[:, None] * chunks + np.arange(chunks)  # of a program, by device and chunk
+        result = []
+        for actions in self.lowered.actions:
+            taken = np.take_along_axis(number, np.maximum(actions.chunk, 0), axis=1) + 1
+            counts = np.bincount(np.where(actions.chunk == NONE, 0, taken).reshape(-1), minlength=number.max() + 2)
+            result.append((counts / actions.chunk.size).tolist())
+        return result
+
+
+def nbytes(tree: Mapping[str, Any] | Sequence[Any]) -> int:
+    """Bytes of the arrays of a tree, abstract or not."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,169 @@
+"""A pipeline gives the training of `single` on the same microbatches: any schedule, stages, replicas, model.
+
+CASES covers all pairs: every schedule meets every number of stages, every number of replicas, every model and every
+remat, and so on (`test_all_pairs_are_covered`); all combinations would be 144 compilations. Dropout and clipping are
+on in all of them, gpt and bert have tied weights, and some partitions are unequal.
+
+What is bitwise equal: schedules that add up each stage's gradients in the order of microbatches 0, 1, .. with the
+same actions on the same layers, for they do the same operations in the same order: gpipe, 1f1b and eager_1f1b among
+each other, and zb_h1 and zb_h2 (`test_schedules_with_the_same_actions_are_bitwise_equal`). What is not, though the
+sums have the same order: whatever XLA compiles from other programs, and so rounds otherwise. That is a fused backward
+against B and W apart, one remat or partition against another, and any pipeline, also of one stage, against `single`,
+whose microbatches are a scan of jax.grad. Those agree to 1e-6.
+"""
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from jaxpar.pipeline.schedule import SCHEDULES
+from tests.strategies.pipelines import NUM_STEPS, Outcome, Task, make, make_batch, named, outcome, pipeline, start
+from tests.strategies.pipelines import relative_error as error
+
+ROOT = Path(__file__).parents[2]
+BERT, BERT_SGD = Task("bert", "masked_lm", layers=4), Task("bert", "classification", "sgd", layers=4)
+GPT, GPT_SGD = Task("gpt", "causal_lm", layers=4), Task("gpt", "causal_lm", "sgd", layers=4)
+RESNET, RESNET_18 = Task("resnet", "classification", "sgd"), Task("resnet", "classification", layers=8)
+# Enough layers for 8 devices, and for two chunks on each.
+BERT_8, GPT_8, DEEP_BERT = Task("bert", "masked_lm"), Task("gpt", "causal_lm", "sgd"), BERT._replace(layers=14)
+
+
+class Case(NamedTuple):
+    """One pipeline; `stages`: devices of it. partition: see configs/default.py."""
+
+    schedule: str
+    stages: int
+    replicas: int
+    task: Task
+    remat: str
+    partition: str = "flops"
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        partition = f"--config.pipeline.partition={self.partition}"
+        return pipeline(self.schedule, self.stages, partition, replicas=self.replicas, remat=self.remat)
+
+    def __str__(self) -> str:
+        return f"{self.schedule} {self.stages}x{self.replicas} {self.task.model} {self.remat} {self.partition}"
+
+
+CASES = [
+    Case("model_parallel", 2, 2, BERT, "none", "block_3"),
+    Case("model_parallel", 4, 1, GPT, "dots"),
+    Case("model_parallel", 8, 1, RESNET, "full"),
+    Case("gpipe", 2, 1, GPT_SGD, "full", "block_0"),
+    Case("gpipe", 4, 2, RESNET, "none"),
+    Case("gpipe", 8, 1, BERT_8, "dots"),
+    Case("1f1b", 2, 2, RESNET, "dots"),
+    Case("1f1b", 4, 1, BERT_SGD, "full", "block_0,block_1,head"),
+    Case("1f1b", 8, 1, GPT_8, "none"),
+    Case("eager_1f1b", 2, 1, BERT_SGD, "none", "uniform"),
+    Case("eager_1f1b", 4, 2, GPT, "dots", "block_1,block_2,block_3"),
+    Case("eager_1f1b", 8, 1, RESNET, "full"),
+    Case("interleaved_1f1b", 2, 2, GPT, "full"),
+    Case("interleaved_1f1b", 4, 1, RESNET_18, "none"),
+    Case("interleaved_1f1b", 8, 1, DEEP_BERT, "dots", "uniform"),
+    Case("zb_h1", 2, 1, RESNET, "dots"),
+    Case("zb_h1", 4, 2, BERT, "full", "parameters"),
+    Case("zb_h1", 8, 1, GPT_8, "none"),
+    Case("zb_h2", 2, 2, BERT, "none"),
+    Case("zb_h2", 4, 1, GPT_SGD, "dots", "block_0,block_1,head"),
+    Case("zb_h2", 8, 1, RESNET, "full"),
+    Case("zb_v", 2, 1, GPT, "full", "block_0,block_2,block_3"),
+    Case("zb_v", 4, 2, RESNET_18, "none"),
+    Case("zb_v", 8, 1, DEEP_BERT, "dots"),
+]
+# They need 16 devices, more than this process has.
+LARGE_CASES = [Case("1f1b", 8, 2, GPT_8, "none"), Case("zb_v", 8, 2, DEEP_BERT, "full")]
+ONE_STAGE_CASES = [Case("1f1b", 1, 1, GPT_SGD, "none"), Case("zb_v", 1, 2, BERT_SGD, "full")]
+
+
+def assert_equal(got: Outcome, expected: Outcome, gradient_error: float = 1e-6) -> None:
+    """To 1e-6 relative; of arrays: of each as a whole. gradient_error: of the gradient as a whole."""
+    np.testing.assert_allclose(got.losses, expected.losses, rtol=1e-6)
+    np.testing.assert_allclose(got.norms, expected.norms, rtol=1e-6)
+    assert got.params.keys() == expected.params.keys()
+    assert got.gradients.keys() == expected.gradients.keys() and len(got.gradients) == len(got.params)
+    # A key's bias adds the same to all scores of a query, so its gradient is zero but for rounding.
+    names = [[name for name in tree if "['key']['bias']" not in name] for tree in (got.params, got.gradients)]
+    for name in names[0]:
+        assert error(got.params[name], expected.params[name]) < 1e-6, name
+    flat = [np.concatenate([of.gradients[name].ravel() for name in names[1]]) for of in (got, expected)]
+    assert error(*flat) < 2e-6  # of one step: a microbatch more or less in single precision
+    for name in names[1]:  # some alone are small sums of large terms
+        assert error(got.gradients[name], expected.gradients[name]) < 5e-6, name
+
+
+def test_all_pairs_are_covered() -> None:
+    cases = [(c.schedule, c.stages, c.replicas, c.task.model, c.remat) for c in CASES + LARGE_CASES]
+    values = [tuple(SCHEDULES), (2, 4, 8), (1, 2), ("bert", "gpt", "resnet"), ("none", "full", "dots")]
+    for a, b in itertools.combinations(range(len(values)), 2):
+        there = {(case[a], case[b]) for case in cases}
+        assert there == set(itertools.product(values[a], values[b]))
+    assert {(c.task.model, c.task.optimizer) for c in CASES} == set(itertools.product(values[3], ("adamw", "sgd")))
+
+
+@pytest.mark.parametrize("case", CASES + ONE_STAGE_CASES, ids=str)
+def test_equals_single(case: Case) -> None:
+    # A ResNet's norms compute variances as differences of large sums.
+    gradient_error = 3e-6 if case.task.model == "resnet" else 1e-6
+    assert_equal(outcome(case.task, *case.overrides), outcome(case.task), gradient_error)
+
+
+def test_training_learns_and_dropout_is_on() -> None:
+    """Guards the tests above: equal runs that do nothing would prove nothing."""
+    for task in {case.task for case in CASES}:
+        reference, strategy = outcome(task), make(task)
+        assert len(set(reference.losses)) == NUM_STEPS
+        assert max(reference.norms) > 1  # clipped
+        for name, before in named(start(task)["params"]).items():
+            moved = error(reference.params[name], before)
+            assert moved > 1e-4 or "['key']['bias']" in name, f"{name} moved by {moved}"
+        sums = strategy.evaluate(strategy.from_canonical(start(task)), strategy.place(make_batch(task, 0)))
+        assert abs(float(sums.loss / sums.weight) - reference.losses[0]) > 1e-3
+
+
+LARGE = """
+import sys
+import jax
+from jaxpar import mesh
+mesh.keep_freed_memory()
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 16)
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+from tests.strategies import test_pipeline
+for case in test_pipeline.LARGE_CASES:
+    test_pipeline.test_equals_single(case)
+    print("equal", case)
+"""
+
+
+def test_sixteen_devices(request: pytest.FixtureRequest) -> None:
+    """8 stages x 2 replicas, in a process of their own: JAX takes the number of devices once."""
+    cache = request.config.cache
+    assert cache is not None
+    process = subprocess.run(
+        [sys.executable, "-c", LARGE, str(cache.mkdir("jax"))],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines() == [f"equal {case}" for case in LARGE_CASES]
+
+
+@pytest.mark.parametrize("schedules", [("gpipe", "1f1b", "eager_1f1b"), ("zb_h1", "zb_h2")], ids=str)
+def test_schedules_with_the_same_actions_are_bitwise_equal(schedules: tuple[str, ...]) -> None:
+    task = Task("gpt", "causal_lm", "sgd", layers=2)
+    first, *others = [outcome(task, *pipeline(schedule, 2)) for schedule in schedules]
+    for other in others:
+        assert (other.losses, other.norms) == (first.losses, first.norms)
+        for name, expected in first.params.items():
+            np.testing.assert_array_equal(other.params[name], expected, err_msg=name)

@@ -1,0 +1,133 @@
+"""Mistakes in config.pipeline and config.mesh: one line that names the key, before anything is written or compiled."""
+
+from pathlib import Path
+
+import pytest
+
+from jaxpar import main
+from jaxpar.pipeline.schedule import build, save
+from tests.runs import small_arguments
+
+HEADER = "clock,device,kind,microbatch,chunk"
+TABLES = {
+    "invalid.csv": [HEADER, "0,0,F,0,0", "0,1,F,0,0", "1,1,BW,0,0", "2,0,BW,0,0"],
+    "unknown_kind.csv": [HEADER, "0,0,F,0,0", "1,0,G,0,0"],
+    "versions.csv": [HEADER + ",version", "0,0,F,0,0,1", "1,1,F,0,0,1", "2,1,BW,0,0,1", "3,0,BW,0,0,1"],
+    "mixed.csv": [HEADER, "0,0,F,0,0", "1,1,F,0,0", "2,1,BW,0,0", "3,0,B,0,0", "4,0,W,0,0"],
+    "forward.csv": [HEADER, "0,0,F,0,0", "1,1,F,0,0"],
+}
+MISTAKES = {
+    "schedule": (["schedule=1f1"], ["config.pipeline.schedule is '1f1'", "zb_v", "Did you mean '1f1b'?"]),
+    "missing table": (["schedule=nowhere.csv"], ["config.pipeline.schedule is 'nowhere.csv'", "No such file"]),
+    "a folder as a table": (["schedule={folder}"], ["config.pipeline.schedule is '{folder}'"]),
+    "invalid table": (
+        ["schedule={folder}/invalid.csv"],
+        ["config.pipeline.schedule", "clock 0, device 1: F of microbatch 0, stage 1 takes the result of F of"],
+    ),
+    "unknown kind in a table": (
+        ["schedule={folder}/unknown_kind.csv"],
+        ["config.pipeline.schedule", "unknown_kind.csv: line 3: kind is 'G'; it may be F, B, W, BW"],
+    ),
+    "weight versions": (
+        ["schedule={folder}/versions.csv", "num_microbatches=0"],
+        ["config.pipeline.schedule", "weight versions"],
+    ),
+    "no backward": (
+        ["schedule={folder}/forward.csv", "num_microbatches=0"],
+        ["config.pipeline.schedule", "no backward"],
+    ),
+    "two kinds of backward": (
+        ["schedule={folder}/mixed.csv", "num_microbatches=0"],
+        ["config.pipeline.schedule", "BW next to B and W"],
+    ),
+    "a table of other devices": (
+        ["schedule={folder}/four.csv"],
+        ["config.mesh.stage is 2", "the table of config.pipeline.schedule='{folder}/four.csv' has 4"],
+    ),
+    "a table of other microbatches": (
+        ["schedule={folder}/two.csv", "num_microbatches=6"],
+        ["config.pipeline.num_microbatches is 6", "'{folder}/two.csv' has 4"],
+    ),
+    "a table of other chunks": (
+        ["schedule={folder}/two.csv", "num_chunks=2"],
+        ["config.pipeline.num_chunks is 2", "'{folder}/two.csv' has 1"],
+    ),
+    "more devices than there are": (
+        ["mesh.stage=16", "mesh.data=1"],
+        ["config.mesh.stage is 16; there are 8 cpu devices"],
+    ),
+    "more replicas than there are": (
+        ["mesh.data=8"],
+        ["config.mesh.stage is 2 and config.mesh.data 8, 16 devices in all; there are 8 cpu devices"],
+    ),
+    "no stage": (["mesh.stage=0"], ["config.mesh.stage is 0; it may be 1 or more"]),
+    "more stages than layers": (
+        ["mesh.stage=4", "mesh.data=1"],
+        ["config.mesh.stage", "4 stages; the model has only 3 layers (embed .. head)"],
+    ),
+    "more chunks than layers": (
+        ["schedule=zb_v"],
+        ["config.pipeline.num_chunks", "4 stages; the model has only 3 layers"],
+    ),
+    "an indivisible batch": (
+        ["num_microbatches=5"],
+        ["config.batch_size is 24; it may be a multiple of 10", "5 microbatches (config.pipeline.num_microbatches)"],
+    ),
+    "an indivisible evaluation": (["eval.batch_size=3"], ["config.eval.batch_size is 3; it may be a multiple of 2"]),
+    "no microbatch": (["num_microbatches=-1"], ["config.pipeline.num_microbatches is -1"]),
+    "accumulation": (
+        ["optimizer.accumulation_steps=2"],
+        ["config.optimizer.accumulation_steps is 2; it may be 1", "config.pipeline.num_microbatches"],
+    ),
+    "remat": (["remat=fulll"], ["config.pipeline.remat is 'fulll'; it may be full, none, dots.", "'full'?"]),
+    "partition": (["partition=uniformly"], ["config.pipeline.partition is 'uniformly'", "Did you mean 'uniform'?"]),
+    "a layer in the partition": (["partition=blok_0"], ["config.pipeline.partition", "Did you mean 'block_0'?"]),
+    "too many cuts": (["partition=block_0,head"], ["config.pipeline.partition is 'block_0,head'"]),
+    "cuts out of order": (
+        ["partition=head,block_0", "mesh.stage=3", "mesh.data=1"],
+        ["config.pipeline.partition is 'head,block_0'", "order"],
+    ),
+    "a first stage without layers": (["partition=embed"], ["config.pipeline.partition is 'embed'", "after embed"]),
+    "chunks": (["num_chunks=2"], ["config.pipeline.num_chunks is 2", "1f1b has 1"]),
+    "chunks of a V": (["schedule=zb_v", "num_chunks=3"], ["config.pipeline.num_chunks is 3", "zb_v has 2"]),
+    "negative chunks": (["schedule=interleaved_1f1b", "num_chunks=-1"], ["config.pipeline.num_chunks is -1"]),
+    "interleaved in odd microbatches": (
+        ["schedule=interleaved_1f1b", "num_microbatches=3"],
+        ["config.pipeline.num_microbatches is 3", "a multiple of 2"],
+    ),
+    "a trace before the first step": (["trace=-1"], ["config.pipeline.trace is -1"]),
+    "stages without a pipeline": (["strategy=data_parallel"], ["config.mesh.stage is 2", "config.strategy='pipeline'"]),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tables, and a data file."""
+    path = tmp_path_factory.mktemp("tables")
+    for name, lines in TABLES.items():
+        (path / name).write_text("\n".join(lines) + "\n")
+    for name, devices in (("two.csv", 2), ("four.csv", 4)):
+        save(build("1f1b", num_devices=devices, num_microbatches=4, num_chunks=1), path / name)
+    return path
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_end_in_one_line_and_leave_nothing(
+    name: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides, messages = MISTAKES[name]
+    keys = [
+        text if "." in text.partition("=")[0] or text.startswith("strategy") else f"pipeline.{text}"
+        for text in overrides
+    ]
+    arguments = ["--config.strategy=pipeline", "--config.mesh.stage=2", "--config.pipeline.num_microbatches=4"]
+    arguments += [f"--config.{key.format(folder=folder)}" for key in keys]
+    command = ["jaxpar", "--config=configs/default.py", f"--workdir={tmp_path}/run", *small_arguments(folder)]
+    assert main.main([*command, *arguments]) == 2
+    captured = capsys.readouterr()
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1, captured.err
+    for message in messages:
+        assert message.format(folder=folder) in lines[0]
+    assert captured.out == ""
+    assert {path.name for path in (tmp_path / "run").rglob("*") if path.is_file()} <= {".lock"}

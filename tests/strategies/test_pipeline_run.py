@@ -1,0 +1,93 @@
+"""Whole runs of the pipeline: what they leave behind, and that stopping and resuming changes nothing."""
+
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from jaxpar import checkpoint, metrics, train
+from tests.runs import small_config
+from tests.test_train import assert_bitwise_equal, final_params, stop_at
+
+PIPELINE = ["strategy=pipeline", "mesh.stage=2", "pipeline.num_microbatches=4", "pipeline.schedule=zb_h1"]
+SINGLE = ["strategy=single", "mesh.data=1", "optimizer.accumulation_steps=4"]
+
+
+def config(folder: Path, overrides: list[str]) -> ConfigDict:
+    """Two layers on the first device or the last: embed, block_0, head. Texts of two lengths."""
+    lengths = ["data.length_buckets=8,16", "pipeline.partition=block_0"]
+    return small_config(folder, *[f"--config.{override}" for override in lengths + overrides])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pipeline_runs")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(folder: Path) -> Path:
+    train.train(config(folder, PIPELINE), folder / "uninterrupted")
+    return folder / "uninterrupted"
+
+
+def test_result(uninterrupted: Path) -> None:
+    result = json.loads((uninterrupted / "result.json").read_text())
+    rows = metrics.read(uninterrupted)
+    assert result["strategy"] == "pipeline"
+    assert len(result["devices"]) == 4  # 2 stages x 2 replicas
+    assert result["train_loss"] < rows[0]["loss"]
+    assert 0 <= result["test_accuracy"] <= 1
+    tree = checkpoint.read(uninterrupted / "checkpoints" / str(result["steps"])).tree
+    sizes = {layer: sum(leaf.nbytes for leaf in leaves) for layer, leaves in by_layer(tree["params"]).items()}
+    fullest = max(sizes["embed"], sizes["block_0"] + sizes["head"])
+    assert fullest < 0.8 * sum(sizes.values())
+    # Parameters, and AdamW's two moments.
+    assert 3 * fullest <= result["state_bytes"] <= 3 * fullest * 1.05
+    # In each clock 3 rows of 16 positions and 16 features over each wire; and the gradients, to the other replica.
+    clocks = 3 * 4 + (2 - 1) * 2 - (2 - 1)
+    packets = clocks * 3 * 16 * 16 * 4
+    assert packets + fullest <= result["wire_bytes"] <= packets + fullest * 1.05
+
+
+def by_layer(params: dict[str, dict[str, object]]) -> dict[str, list[np.ndarray]]:
+    import jax
+
+    return {layer: [np.asarray(leaf) for leaf in jax.tree.leaves(tree)] for layer, tree in params.items()}
+
+
+@pytest.mark.parametrize("step", [1, 8])
+def test_stopped_and_resumed_ends_bitwise_equal(
+    folder: Path, tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    stop_at(monkeypatch, step, signal.SIGTERM)
+    with pytest.raises(train.Stopped, match=f"SIGTERM: stopped after step {step} of"):
+        train.train(config(folder, PIPELINE), tmp_path / "run")
+    monkeypatch.undo()
+    assert checkpoint.steps(tmp_path / "run" / "checkpoints")[-1] == step
+    train.train(config(folder, PIPELINE), tmp_path / "run")
+    assert_bitwise_equal(tmp_path / "run", uninterrupted)
+
+
+@pytest.mark.parametrize(("before", "after"), [(PIPELINE, SINGLE), (SINGLE, PIPELINE)], ids=["to", "from"])
+def test_resumes_under_and_after_single(
+    folder: Path,
+    tmp_path: Path,
+    uninterrupted: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    before: list[str],
+    after: list[str],
+) -> None:
+    stop_at(monkeypatch, 5, signal.SIGTERM)
+    with pytest.raises(train.Stopped):
+        train.train(config(folder, before), tmp_path / "run")
+    monkeypatch.undo()
+    result = train.train(config(folder, after), tmp_path / "run")
+    assert result["strategy"] == after[0].removeprefix("strategy=")
+    got, expected = final_params(tmp_path / "run"), final_params(uninterrupted)
+    assert got.keys() == expected.keys()
+    for name, leaf in expected.items():
+        if "params" in name and "['key']['bias']" not in name:  # see tests/strategies/test_equality.py
+            assert np.linalg.norm(got[name] - leaf) <= 1e-5 * np.linalg.norm(leaf), name

@@ -1,0 +1,234 @@
+"""Where a pipeline's state lies, what it is in the canonical form, and that training goes on from that anywhere."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar import mesh as meshes
+from jaxpar.optimizer import OPTIMIZERS
+from jaxpar.pipeline import partition
+from jaxpar.pipeline.stages import Stages
+from jaxpar.pipeline.state import Form, PackedState
+from jaxpar.state import Canonical
+from jaxpar.strategies.pipeline import build_table
+from tests.strategies.pipelines import (
+    LEARNING_RATES,
+    NUM_STEPS,
+    Task,
+    advance,
+    make,
+    make_batch,
+    make_config,
+    make_problem,
+    named,
+    outcome,
+    pipeline,
+    start,
+)
+from tests.strategies.test_pipeline import CASES, ONE_STAGE_CASES, Case, assert_equal
+
+TINY = Task("bert", "masked_lm", layers=2)
+
+
+def assert_bitwise_equal(got: Any, expected: Any) -> None:
+    got, expected = named(got), named(expected)
+    assert got.keys() == expected.keys()
+    for name, leaf in expected.items():
+        assert got[name].dtype == leaf.dtype
+        np.testing.assert_array_equal(got[name], leaf, err_msg=name)
+
+
+def filled(tree: Canonical) -> Canonical:
+    """A canonical state in which no two numbers are alike."""
+    leaves, structure = jax.tree.flatten(tree)
+    ends = np.cumsum([leaf.size for leaf in leaves])
+    numbers = [np.arange(end - leaf.size, end).reshape(leaf.shape) for leaf, end in zip(leaves, ends, strict=True)]
+    return jax.tree.unflatten(structure, [n.astype(leaf.dtype) for n, leaf in zip(numbers, leaves, strict=True)])
+
+
+@pytest.mark.parametrize("case", CASES + ONE_STAGE_CASES, ids=str)
+def test_canonical_state_survives(case: Case) -> None:
+    tree = filled(start(case.task))
+    strategy = make(case.task, *case.overrides)
+    assert_bitwise_equal(strategy.to_canonical(strategy.from_canonical(tree)), tree)
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - LEARNING_RATES.keys()))
+def test_canonical_state_of_every_optimizer_survives(name: str) -> None:
+    overrides = (f"--config.optimizer.name={name}", "--config.optimizer.lr=0.01")
+    piped, tree = make(TINY, *pipeline("zb_v", 2), *overrides), filled(start(TINY, *overrides))
+    assert_bitwise_equal(piped.to_canonical(piped.from_canonical(tree)), tree)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("1f1b", 8, 1, Task("bert", "masked_lm"), "none"),  # equal stages
+        Case("zb_v", 2, 2, Task("gpt", "causal_lm"), "none"),  # two chunks, embedding and head on one device
+        Case("interleaved_1f1b", 4, 1, Task("resnet", "classification"), "none"),  # all stages differ
+    ],
+    ids=str,
+)
+def test_training_starts_as_on_one_device(case: Case) -> None:
+    single, piped = make(case.task), make(case.task, *case.overrides)
+    key = jax.random.key(5)
+    assert_bitwise_equal(piped.to_canonical(piped.init(key)), single.to_canonical(single.init(key)))
+
+
+def test_training_goes_on_under_any_strategy() -> None:
+    """The canonical state after some steps of each strategy is the start of the next one's."""
+    legs = {
+        3: pipeline("1f1b", 2, "--config.pipeline.partition=block_1"),
+        5: ("--config.optimizer.accumulation_steps=8",),
+        7: pipeline("zb_v", 2, replicas=2, remat="full"),
+        8: ("--config.strategy=data_parallel", "--config.mesh.data=2", "--config.optimizer.accumulation_steps=8"),
+        10: pipeline("gpipe", 4, "--config.pipeline.partition=uniform"),
+    }
+    first, tree = 0, start(TINY)
+    losses: list[float] = []
+    norms: list[float] = []
+    for last, overrides in legs.items():
+        leg = advance(make(TINY, *overrides), TINY, tree, first, last)
+        first, tree, losses, norms = last, leg.tree, losses + leg.losses, norms + leg.norms
+    reference = outcome(TINY)
+    assert_equal(leg._replace(losses=losses, norms=norms, gradients=reference.gradients), reference)
+
+
+def test_resuming_is_bitwise() -> None:
+    overrides = pipeline("zb_h1", 2)
+    strategy = make(TINY, *overrides)
+    half = advance(strategy, TINY, start(TINY), 0, 4)
+    assert_bitwise_equal(advance(strategy, TINY, half.tree, 4).tree, outcome(TINY, *overrides).tree)
+
+
+class Parts:
+    """What a strategy is made of, to look into its state."""
+
+    def __init__(self, case: Case):
+        config = make_config(case.task, *case.overrides)
+        problem, table = make_problem(config, case.task), build_table(config)
+        bounds = partition.bounds(problem.model, problem.batch, config.pipeline.partition, table.num_stages)
+        self.model = problem.model
+        self.stages = Stages(problem.model, bounds, table.stages, problem.batch)
+        self.form = Form(problem, self.stages, meshes.build(case.replicas, case.stages))
+
+    def held(self, state: PackedState, device: int) -> Any:
+        """The parameters that a device holds, from its own memory."""
+        arrays = [next(s.data[0] for s in x.addressable_shards if s.index[0].start == device) for x in state.params]
+        return self.form.params.unpack(self.stages.kinds[device], jax.device_get(arrays))
+
+
+def nbytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+LAYOUTS = [
+    Case("1f1b", 4, 2, Task("bert", "masked_lm"), "none"),
+    Case("gpipe", 8, 1, Task("gpt", "causal_lm"), "none"),
+    Case("interleaved_1f1b", 2, 1, Task("gpt", "causal_lm"), "none"),
+    Case("zb_v", 4, 1, Task("bert", "masked_lm"), "none"),
+    Case("1f1b", 4, 1, Task("resnet", "classification"), "none"),
+    Case("1f1b", 8, 1, Task("resnet", "classification"), "none", "parameters"),
+]
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_a_device_holds_its_own_layers_and_no_more(case: Case) -> None:
+    """In bytes: what the fullest one needs for its layers and copies of arrays tied to them; 5% above it at most."""
+    parts, strategy = Parts(case), make(case.task, *case.overrides)
+    tree = filled(start(case.task))
+    state = strategy.from_canonical(tree)
+    ties = parts.model.ties
+    own_bytes: list[int] = []
+    on: dict[str, Any] = {}
+    for device, stages in enumerate(parts.stages.placement):
+        spans = [parts.stages.bounds[stage : stage + 2] for stage in stages]
+        names = {layer.name for begin, end in spans for layer in parts.model.layers[begin:end]}
+        copies = [tie for tie in ties if tie.layer in names and tie.source not in names]
+        own_bytes.append(nbytes([tree["params"][name] for name in names]))
+        own_bytes[-1] += nbytes([tree["params"][tie.source][tie.source_name] for tie in copies])
+        on |= dict.fromkeys(names, device)
+    by_device = [0] * len(own_bytes)
+    for array in state.params:
+        for shard in array.addressable_shards:
+            by_device[shard.index[0].start or 0] += shard.data.nbytes // case.replicas
+    assert max(by_device) <= 1.05 * max(own_bytes)
+    assert max(by_device) == parts.form.params.nbytes
+    # No number of the embedding, the head or any other layer is anywhere but where it belongs.
+    for device in range(len(own_bytes)):
+        held = np.concatenate(
+            [
+                np.asarray(shard.data).ravel()
+                for array in state.params
+                for shard in array.addressable_shards
+                if (shard.index[0].start or 0) == device
+            ]
+        )
+        for name, layer in tree["params"].items():
+            for path, leaf in jax.tree_util.tree_leaves_with_path(layer):
+                is_copy = any(
+                    (name, path[0].key) == (tie.source, tie.source_name) and on[tie.layer] == device for tie in ties
+                )
+                expected = on[name] == device or is_copy
+                assert np.isin(leaf, held).all() if expected else not np.isin(leaf, held).any(), (name, path, device)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("1f1b", 4, 1, Task("bert", "masked_lm"), "full", "block_0,block_1,block_4"),
+        Case("eager_1f1b", 4, 2, Task("gpt", "causal_lm"), "dots", "block_1,block_2,block_5"),
+    ],
+    ids=str,
+)
+def test_copies_of_tied_arrays_stay_equal(case: Case) -> None:
+    """Bitwise, through steps of training."""
+    parts, strategy = Parts(case), make(case.task, *case.overrides)
+    state = strategy.from_canonical(start(case.task))
+    before = parts.held(state, 0)["embed"]["tokens"]
+    for step in range(3):
+        state, _ = strategy.step(state, strategy.place(make_batch(case.task, step)))
+    first, last = parts.held(state, 0), parts.held(state, case.stages - 1)
+    assert list(last["embed"]) == ["tokens"]
+    np.testing.assert_array_equal(last["embed"]["tokens"], first["embed"]["tokens"])
+    assert np.abs(first["embed"]["tokens"] - before).min() > 0
+
+
+@functools.cache
+def evaluators(task: Task) -> tuple[Any, Any, Any, Any]:
+    """`single`, and a pipeline of two replicas with 8 microbatches; a state of each."""
+    single, piped = make(task), make(task, *pipeline("interleaved_1f1b", 2, replicas=2))
+    return single, single.from_canonical(start(task)), piped, piped.from_canonical(start(task))
+
+
+@pytest.mark.parametrize("size", [2, 6, 10, 16, 24])
+def test_evaluation_of_any_batch_size(size: int) -> None:
+    """Whatever the microbatches of training divide: the rows of a replica are 1, 3, 5, 8, 12."""
+    task = Task("gpt", "causal_lm")
+    single, state, piped, packed = evaluators(task)
+    batch = make_batch(task, 1, size)
+    batch["weights"][:] = np.maximum(batch["weights"], 0.5)
+    expected, got = single.evaluate(state, single.place(batch)), piped.evaluate(packed, piped.place(batch))
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_batches_of_another_length() -> None:
+    """Texts come padded to several lengths: each is a program of its own, all train the same state."""
+
+    def shortened(step: int) -> dict[str, np.ndarray]:
+        batch = make_batch(TINY, step)
+        return {key: value[:, :4] if value.ndim == 2 else value for key, value in batch.items()}
+
+    params = []
+    for overrides in (("--config.optimizer.accumulation_steps=8",), pipeline("1f1b", 2)):
+        strategy = make(TINY, *overrides)
+        state = strategy.from_canonical(start(TINY))
+        for batch in (make_batch(TINY, 0), shortened(1), make_batch(TINY, 2), shortened(NUM_STEPS)):
+            state, _ = strategy.step(state, strategy.place(batch))
+        params.append(named(strategy.to_canonical(state)["params"]))
+    for name, expected in params[0].items():
+        if "['key']['bias']" not in name:
+            assert np.linalg.norm(params[1][name] - expected) < 1e-6 * np.linalg.norm(expected), name

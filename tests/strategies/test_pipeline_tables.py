@@ -1,0 +1,117 @@
+"""Tables that have no name: a user's own as CSV, and what the search finds. And that a table is data to the program."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxpar import mesh as meshes
+from jaxpar.pipeline import partition
+from jaxpar.pipeline.lowering import lower
+from jaxpar.pipeline.schedule import build, save
+from jaxpar.pipeline.search import search
+from jaxpar.pipeline.simulate import Times
+from jaxpar.pipeline.stages import Stages
+from jaxpar.pipeline.state import SPECS, Form
+from jaxpar.pipeline.table import BW, Action, F, Table, loop_stages, place
+from jaxpar.pipeline.validate import check
+from jaxpar.strategies import pipeline as strategy
+from tests.strategies.pipelines import (
+    NUM_MICROBATCHES,
+    Task,
+    advance,
+    make,
+    make_batch,
+    make_config,
+    make_problem,
+    named,
+    outcome,
+    pipeline,
+    relative_error,
+    start,
+)
+from tests.strategies.test_pipeline import assert_equal
+
+TASK = Task("gpt", "causal_lm", "sgd", layers=2)
+
+
+def test_a_table_of_the_users_own(tmp_path: Path) -> None:
+    """1F1B on two devices, whose device 0 begins two clocks late and waits for another two later on.
+
+    The actions and their order on each device are those of 1f1b, so the result is too, bitwise.
+    """
+    table = build("1f1b", num_devices=2, num_microbatches=NUM_MICROBATCHES, num_chunks=1)
+    save(table, tmp_path / "table.csv")
+    header, *lines = (tmp_path / "table.csv").read_text().splitlines()
+    rows = [line.split(",") for line in lines]
+    late = [[str(int(clock) + 2 + 2 * (int(clock) > 9)), *rest] for clock, *rest in rows]
+    last = max(range(len(late)), key=lambda row: int(late[row][0]))
+    late[last][0] = str(int(late[last][0]) + 2)  # the last action once more by itself
+    text = "\n".join(",".join(row[:5]) for row in [header.split(","), *late])  # stages, versions, slots are found
+    (tmp_path / "late.csv").write_text(text + "\n")
+    changed = strategy.load_table(make_config(TASK, *pipeline(f"{tmp_path}/late.csv", 2)))
+    assert changed.num_clocks == table.num_clocks + 6
+    got = outcome(TASK, *pipeline(f"{tmp_path}/late.csv", 2))
+    assert_equal(got, outcome(TASK))
+    for name, expected in outcome(TASK, *pipeline("1f1b", 2)).params.items():
+        np.testing.assert_array_equal(got.params[name], expected, err_msg=name)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_a_table_that_the_search_finds(num_chunks: int, tmp_path: Path) -> None:
+    found = search(Times(4, 5, 3), 0.5, 4, 2, NUM_MICROBATCHES, num_chunks, evaluations=100)
+    handmade = [
+        build(name, num_devices=2, num_microbatches=NUM_MICROBATCHES, num_chunks=chunks)
+        for name, chunks in (("zb_h1", 1), ("zb_h2", 1), ("zb_v", 2))
+    ]
+    assert all(found.table.actions.tolist() != table.actions.tolist() for table in handmade)
+    save(found.table, tmp_path / "found.csv")
+    assert_equal(outcome(TASK, *pipeline(f"{tmp_path}/found.csv", 2)), outcome(TASK))
+
+
+def newest_first(p: int, m: int) -> Table:
+    """GPipe as the paper draws it: backwards of m - 1, .., 0."""
+    order = [Action(F, k, 0) for k in range(m)] + [Action(BW, k, 0) for k in reversed(range(m))]
+    return place([order] * p, loop_stages(p, 1), m)
+
+
+def test_tables_of_one_shape_share_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program is compiled once for all of them; the same program in the same order gives the same bits."""
+    p = m = 4
+    tables = {name: build(name, num_devices=p, num_microbatches=m, num_chunks=1) for name in ("gpipe", "1f1b")}
+    tables["newest first"] = newest_first(p, m)
+    check(tables["newest first"])
+    assert len({(lower(table).shape, table.num_clocks) for table in tables.values()}) == 1
+    assert len({table.actions.tobytes() for table in tables.values()}) == 3
+
+    config = make_config(TASK, *pipeline("gpipe", p, f"--config.pipeline.num_microbatches={m}"))
+    problem, mesh = make_problem(config, TASK), meshes.build(1, p)
+    bounds = partition.bounds(problem.model, problem.batch, "uniform", p)
+    stages = Stages(problem.model, bounds, loop_stages(p, 1), problem.batch)
+    form = Form(problem, stages, mesh)
+    traced = []
+
+    class Engine(strategy.Engine):
+        def __init__(self, *args: Any, **options: Any):
+            traced.append(args)
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr(strategy, "Engine", Engine)
+    step = strategy.compiled(strategy.train_step(problem, stages, form, "none"), SPECS, mesh, donate_argnums=1)
+    piped = make(TASK, *pipeline("gpipe", p, f"--config.pipeline.num_microbatches={m}"))
+    after = {}
+    for name, table in tables.items():
+        plan = strategy.on_devices(lower(table), mesh)
+        state = piped.from_canonical(start(TASK))
+        for number in range(3):
+            batch = piped.place(make_batch(TASK, number))
+            state, _ = step(plan.shape, state, batch, plan.actions, plan.arrivals)
+        after[name] = named(form.gather(state).params)
+    assert len(traced) == 1
+    expected = advance(make(TASK, f"--config.optimizer.accumulation_steps={m}"), TASK, start(TASK), 0, 3).params
+    for name, value in expected.items():
+        np.testing.assert_array_equal(after["1f1b"][name], after["gpipe"][name], err_msg=name)
+        if "['key']['bias']" not in name:
+            assert relative_error(after["gpipe"][name], value) < 1e-6, name
+            assert relative_error(after["newest first"][name], value) < 1e-6, name
