@@ -266,6 +266,9 @@ def save(table: Table, path: Path | str) -> None:
             )
 
 
+MAX_CLOCKS = 10  # of a table that is loaded: times the number of its actions
+
+
 def is_file(name: str) -> bool:
     """Whether a schedule's name is the path of a table. A name in SCHEDULES never is."""
     return name not in SCHEDULES and (name.endswith(".csv") or os.path.isfile(name))
@@ -276,8 +279,8 @@ def load(path: Path | str) -> Table:
 
     The first line names the columns: clock, device, kind, microbatch, chunk, and stage, version, slot, of which the
     last three may be left out (stages then go round the devices, versions are 0, slots the least). Rows come in any
-    order; the numbers of devices, chunks and microbatches are the least that they fit in. Clocks and slots that no row
-    has are left out.
+    order; the numbers of devices, chunks and microbatches are the least that they fit in. Slots that no row has are left
+    out.
 
     Raises:
       ValueError: one line, with the file and the line, or the clock, device and rule that the table breaks.
@@ -291,8 +294,10 @@ def load(path: Path | str) -> Table:
             raise ValueError("no actions")
         table = _table(columns, rows)
         check(table)
-        for field in ("clock", "slot"):  # numbers that nothing has would cost time and memory
-            table.actions[field] = np.unique(table.actions[field], return_inverse=True)[1]
+        if table.num_clocks > MAX_CLOCKS * len(rows):
+            raise ValueError(f"{table.num_clocks} clocks for {len(rows)} actions; it may be {MAX_CLOCKS} times as many")
+        # The engine allocates all slots up to the last.
+        table.actions["slot"] = np.unique(table.actions["slot"], return_inverse=True)[1]
     except (OSError, ValueError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise (TableError if isinstance(error, TableError) else ValueError)(f"{path}: {reason}") from error

@@ -167,3 +167,18 @@ def test_schedules_with_the_same_actions_are_bitwise_equal(schedules: tuple[str,
         assert (other.losses, other.norms) == (first.losses, first.norms)
         for name, expected in first.params.items():
             np.testing.assert_array_equal(other.params[name], expected, err_msg=name)
+
+
+def test_bfloat16() -> None:
+    """Rounds where one device rounds: it differs from that by less than that differs from float32."""
+    task = Task("gpt", "causal_lm", "sgd", layers=2, dtype="bfloat16")
+    got, single, exact = (
+        outcome(task, *pipeline("zb_h1", 2)),
+        outcome(task),
+        outcome(task._replace(dtype="float32")),
+    )
+    flat = [np.concatenate([leaf.ravel() for leaf in of.gradients.values()]) for of in (got, single, exact)]
+    assert 1e-4 < error(flat[1], flat[2]) < 0.1
+    assert error(flat[0], flat[1]) < error(flat[1], flat[2])
+    assert all(leaf.dtype == np.float32 for leaf in got.params.values())
+    np.testing.assert_allclose(got.losses, single.losses, rtol=1e-2)

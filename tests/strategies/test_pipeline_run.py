@@ -4,6 +4,7 @@ import json
 import signal
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
@@ -41,7 +42,7 @@ def test_result(uninterrupted: Path) -> None:
     assert result["train_loss"] < rows[0]["loss"]
     assert 0 <= result["test_accuracy"] <= 1
     tree = checkpoint.read(uninterrupted / "checkpoints" / str(result["steps"])).tree
-    sizes = {layer: sum(leaf.nbytes for leaf in leaves) for layer, leaves in by_layer(tree["params"]).items()}
+    sizes = {layer: sum(leaf.nbytes for leaf in jax.tree.leaves(own)) for layer, own in tree["params"].items()}
     fullest = max(sizes["embed"], sizes["block_0"] + sizes["head"])
     assert fullest < 0.8 * sum(sizes.values())
     # Parameters, and AdamW's two moments.
@@ -52,13 +53,7 @@ def test_result(uninterrupted: Path) -> None:
     assert packets + fullest <= result["wire_bytes"] <= packets + fullest * 1.05
 
 
-def by_layer(params: dict[str, dict[str, object]]) -> dict[str, list[np.ndarray]]:
-    import jax
-
-    return {layer: [np.asarray(leaf) for leaf in jax.tree.leaves(tree)] for layer, tree in params.items()}
-
-
-@pytest.mark.parametrize("step", [1, 8])
+@pytest.mark.parametrize("step", [5])
 def test_stopped_and_resumed_ends_bitwise_equal(
     folder: Path, tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
