@@ -279,8 +279,8 @@ def load(path: Path | str) -> Table:
 
     The first line names the columns: clock, device, kind, microbatch, chunk, and stage, version, slot, of which the
     last three may be left out (stages then go round the devices, versions are 0, slots the least). Rows come in any
-    order; the numbers of devices, chunks and microbatches are the least that they fit in. Slots that no row has are left
-    out.
+    order; the numbers of devices, chunks and microbatches are the least that they fit in. Slots that no row has are
+    left out.
 
     Raises:
       ValueError: one line, with the file and the line, or the clock, device and rule that the table breaks.
