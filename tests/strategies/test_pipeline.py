@@ -84,8 +84,8 @@ LARGE_CASES = [Case("1f1b", 8, 2, GPT_8, "none"), Case("zb_v", 8, 2, DEEP_BERT, 
 ONE_STAGE_CASES = [Case("1f1b", 1, 1, GPT_SGD, "none"), Case("zb_v", 1, 2, BERT_SGD, "full")]
 
 
-def assert_equal(got: Outcome, expected: Outcome, gradient_error: float = 1e-6) -> None:
-    """To 1e-6 relative; of arrays: of each as a whole. gradient_error: of the gradient as a whole."""
+def assert_equal(got: Outcome, expected: Outcome) -> None:
+    """To 1e-6 relative, of arrays: of each as a whole; the gradient of one step to 2e-6."""
     np.testing.assert_allclose(got.losses, expected.losses, rtol=1e-6)
     np.testing.assert_allclose(got.norms, expected.norms, rtol=1e-6)
     assert got.params.keys() == expected.params.keys()
@@ -111,9 +111,7 @@ def test_all_pairs_are_covered() -> None:
 
 @pytest.mark.parametrize("case", CASES + ONE_STAGE_CASES, ids=str)
 def test_equals_single(case: Case) -> None:
-    # A ResNet's norms compute variances as differences of large sums.
-    gradient_error = 3e-6 if case.task.model == "resnet" else 1e-6
-    assert_equal(outcome(case.task, *case.overrides), outcome(case.task), gradient_error)
+    assert_equal(outcome(case.task, *case.overrides), outcome(case.task))
 
 
 def test_training_learns_and_dropout_is_on() -> None:
@@ -122,9 +120,9 @@ def test_training_learns_and_dropout_is_on() -> None:
         reference, strategy = outcome(task), make(task)
         assert len(set(reference.losses)) == NUM_STEPS
         assert max(reference.norms) > 1  # clipped
-        for name, before in named(start(task)["params"]).items():
+        for name, before in named(start(task)["params"]).items():  # ten times what equality allows
             moved = error(reference.params[name], before)
-            assert moved > 1e-4 or "['key']['bias']" in name, f"{name} moved by {moved}"
+            assert moved > 1e-5 or "['key']['bias']" in name, f"{name} moved by {moved}"
         sums = strategy.evaluate(strategy.from_canonical(start(task)), strategy.place(make_batch(task, 0)))
         assert abs(float(sums.loss / sums.weight) - reference.losses[0]) > 1e-3
 
