@@ -87,15 +87,24 @@ class Lowered(NamedTuple):
     arrivals: tuple[Arrivals, ...]  # by wire
 
 
+class _Packet(NamedTuple):
+    """What one device sends another, or itself, at the end of a clock."""
+
+    offset: int  # of the receiver, round the ring
+    rank: int  # of the action that made it
+    clock: int
+    sender: int
+    receiver: int
+    slot: int  # in the receiver's inbox
+
+
 def lower(table: Table) -> Lowered:
     """The engine's form of a valid table."""
-    rows = table.actions
-    ranks = np.asarray(ORDER_IN_CLOCK)[rows["kind"]].tolist()
-    columns = rows[["clock", "device", "kind", "microbatch", "chunk", "stage", "slot"]].tolist()
-    clocks = {(rank, row[3], row[5]): row[0] for rank, row in zip(ranks, columns, strict=True)}
+    rows = table.actions[["clock", "device", "kind", "microbatch", "chunk", "stage", "slot"]].tolist()
+    clocks = {(ORDER_IN_CLOCK[kind], microbatch, stage): clock for clock, _, kind, microbatch, _, stage, _ in rows}
     slots = {buffer: _share(lives) for buffer, lives in _lives(table, clocks).items()}
     if (0, 1) in slots:
-        slots[0, 1] = {(row[3], row[5]): row[6] for rank, row in zip(ranks, columns, strict=True) if rank == 0}
+        slots[0, 1] = {(row[3], row[5]): row[6] for row in rows if ORDER_IN_CLOCK[row[2]] == 0}
 
     def empty() -> np.ndarray:
         return np.full((table.num_devices, table.num_clocks), NONE, np.int32)
@@ -104,35 +113,51 @@ def lower(table: Table) -> Lowered:
         stashes = [buffer for buffer in slots if isinstance(buffer, tuple) and buffer[0] <= rank <= buffer[1]]
         return Actions(empty(), empty(), empty(), {stash: empty() for stash in stashes}, empty(), empty())
 
-    actions = [actions_of(rank) for rank in range(max(ranks) + 1)]
-    home = homes(table.stages)
-    packets: list[tuple[int, int, int, int, int, int]] = []  # offset, rank, clock, sender, receiver, slot there
-    for rank, (clock, device, kind, microbatch, chunk, stage, _) in zip(ranks, columns, strict=True):
-        own, place, key = actions[rank], (device, clock), (microbatch, stage)
+    actions = [actions_of(rank) for rank in range(1 + max(rank for rank, _, _ in clocks))]
+    for clock, device, kind, microbatch, chunk, stage, _ in rows:
+        rank, place, key = ORDER_IN_CLOCK[kind], (device, clock), (microbatch, stage)
+        own = actions[rank]
         own.chunk[place], own.microbatch[place] = chunk, microbatch
-        own.inbox[place] = slots[INBOXES[rank]].get(key, NONE) if rank < 2 and INBOXES[rank] in slots else NONE
+        own.inbox[place] = slots.get(INBOXES[rank], {}).get(key, NONE) if rank < len(INBOXES) else NONE
         for stash, array in own.stash.items():
             array[place] = slots[stash][key]
-        to = receiver(kind, stage)
-        if rank < 2 and 0 <= to < table.num_stages:
-            offset = (home[to] - device) % table.num_devices
-            packets.append((offset, rank, clock, device, home[to], slots[INBOXES[rank]][microbatch, to]))
-    offsets = sorted({packet[0] for packet in packets} - {0})
-    wires = [
-        Wire(offset, *(tuple(sorted({packet[field] for packet in packets if packet[0] == offset})) for field in (3, 1)))
-        for offset in offsets
-    ]
+    packets = _packets(table, slots)
+    wires = _wires(packets)
     arrivals = [Arrivals(empty(), empty()) for _ in wires]
-    for offset, rank, clock, device, to_device, slot in packets:
-        if offset == 0:
-            actions[rank].own_inbox[device, clock] = slot
+    numbers = {wire.offset: number for number, wire in enumerate(wires)}
+    for packet in packets:
+        if packet.offset == 0:
+            actions[packet.rank].own_inbox[packet.sender, packet.clock] = packet.slot
         else:
-            actions[rank].wire[device, clock] = offsets.index(offset)
-            arrivals[offsets.index(offset)][rank][to_device, clock] = slot
+            number = numbers[packet.offset]
+            actions[packet.rank].wire[packet.sender, packet.clock] = number
+            arrivals[number][packet.rank][packet.receiver, packet.clock] = packet.slot
     num_slots = tuple((buffer, max(slot.values()) + 1) for buffer, slot in slots.items())
-    stays = tuple(sorted({packet[1] for packet in packets if packet[0] == 0}))
-    shape = Shape(table.num_microbatches, tuple(wires), num_slots, len(actions), stays)
+    stays = tuple(sorted({packet.rank for packet in packets if packet.offset == 0}))
+    shape = Shape(table.num_microbatches, wires, num_slots, len(actions), stays)
     return Lowered(shape, tuple(actions), tuple(arrivals))
+
+
+def _packets(table: Table, slots: dict[Buffer, dict[tuple[int, int], int]]) -> list[_Packet]:
+    home, packets = homes(table.stages), []
+    for clock, device, kind, microbatch, stage in table.actions[
+        ["clock", "device", "kind", "microbatch", "stage"]
+    ].tolist():
+        rank, to = ORDER_IN_CLOCK[kind], receiver(kind, stage)
+        if rank < len(INBOXES) and 0 <= to < table.num_stages:
+            offset = (home[to] - device) % table.num_devices
+            packets.append(_Packet(offset, rank, clock, device, home[to], slots[INBOXES[rank]][microbatch, to]))
+    return packets
+
+
+def _wires(packets: list[_Packet]) -> tuple[Wire, ...]:
+    """One for each distance between devices."""
+    wires = []
+    for offset in sorted({packet.offset for packet in packets} - {0}):
+        own = [packet for packet in packets if packet.offset == offset]
+        senders, ranks = {packet.sender for packet in own}, {packet.rank for packet in own}
+        wires.append(Wire(offset, tuple(sorted(senders)), tuple(sorted(ranks))))
+    return tuple(wires)
 
 
 def _lives(table: Table, clocks: dict[tuple[int, int, int], int]) -> dict[Buffer, dict[tuple[int, int], _Life]]:

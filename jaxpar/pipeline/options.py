@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from jaxpar.errors import UserError, nearest
-from jaxpar.pipeline.schedule import SCHEDULES, build, is_file, load, save
+from jaxpar.pipeline.schedule import SCHEDULES, build
 from jaxpar.pipeline.search import Found, search
 from jaxpar.pipeline.simulate import Simulation, Times, simulate
+from jaxpar.pipeline.table_file import is_file, load, save
 
 
 class Parser(argparse.ArgumentParser):
@@ -58,9 +59,12 @@ def find(arguments: argparse.Namespace) -> tuple[Found, Simulation]:
       UserError: one line.
     """
     times = Times(*(_times(kind, getattr(arguments, kind)) for kind in Times._fields))
-    communication = _time("communication", arguments.communication)
+    communication = _time(arguments.communication)
+    if communication is None:
+        raise UserError(f"--communication is {arguments.communication!r}; it must be a time, at least 0")
     try:
         found = _auto(arguments, times, communication) if arguments.auto else _named(arguments)
+        _check_devices(times, found.table.num_devices)
         simulation = simulate(found.table, times, communication)
         if arguments.save:
             save(found.table, arguments.save)
@@ -95,6 +99,7 @@ def _auto(arguments: argparse.Namespace, times: Times, communication: float) -> 
     if arguments.schedule is not None:
         raise UserError(f"--auto searches for a schedule, and --schedule names {arguments.schedule}; give one of them")
     num_stages, num_microbatches = _sizes(arguments)
+    _check_devices(times, num_stages)
     limit = num_stages if arguments.memory_limit is None else arguments.memory_limit
     weight_memory = 1.0 if arguments.weight_memory is None else arguments.weight_memory
     if not 0 <= weight_memory <= 1:
@@ -121,15 +126,21 @@ def _sizes(arguments: argparse.Namespace) -> tuple[int, int]:
 
 
 def _times(flag: str, text: str) -> float | list[float]:
-    values = [_time(flag, part) for part in text.split(",")]
+    values = [time for part in text.split(",") if (time := _time(part)) is not None]
+    if len(values) != text.count(",") + 1:
+        raise UserError(f"--{flag} is {text!r}; it must be a time, at least 0, or one by device: 1,1.5,1")
     return values if len(values) > 1 else values[0]
 
 
-def _time(flag: str, text: str) -> float:
+def _check_devices(times: Times, num_devices: int) -> None:
+    for flag, of_devices in times._asdict().items():
+        if isinstance(of_devices, list) and len(of_devices) != num_devices:
+            raise UserError(f"--{flag} has {len(of_devices)} times for {num_devices} devices")
+
+
+def _time(text: str) -> float | None:
     try:
         value = float(text)
     except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise UserError(f"--{flag} is {text!r}; it must be a time, at least 0")
-    return value
+        return None
+    return value if 0 <= value < math.inf else None

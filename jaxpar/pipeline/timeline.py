@@ -11,7 +11,6 @@ import numpy as np
 from jax.experimental import io_callback
 
 from jaxpar.mesh import DATA, STAGE
-from jaxpar.pipeline import draw
 from jaxpar.pipeline.lowering import Actions
 from jaxpar.pipeline.simulate import Simulation, Span, Times, simulate
 from jaxpar.pipeline.table import BW, ORDER_IN_CLOCK, B, F, Table, W
@@ -80,6 +79,8 @@ class Timeline:
         if not self._times or self._now < self._step:
             print(f"timeline  none: step {self._step} was not in this run")
             return
+        from jaxpar.pipeline import draw  # matplotlib, which takes time to load
+
         measured = self.spans(table)
         planned = plan(table, measured)
         rates = [f"bubble {rate:.1%}" for rate in (planned.bubble_rate, bubble_rate(measured))]

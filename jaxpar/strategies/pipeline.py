@@ -24,7 +24,7 @@ from jaxpar import step as steps
 from jaxpar.errors import UserError, check_choice, nearest
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Batch
-from jaxpar.pipeline import partition, schedule
+from jaxpar.pipeline import partition, schedule, table_file
 from jaxpar.pipeline.engine import Engine
 from jaxpar.pipeline.lowering import Lowered, Shape, lower
 from jaxpar.pipeline.packing import Packed
@@ -72,7 +72,7 @@ def num_microbatches(config: ConfigDict) -> int:
 def build_table(config: ConfigDict) -> Table:
     """The table that config.pipeline.schedule names. Raises UserError where there is none such."""
     c = config.pipeline
-    table = load_table(config) if schedule.is_file(c.schedule) else named_table(config)
+    table = load_table(config) if table_file.is_file(c.schedule) else named_table(config)
     asked = {
         "mesh.stage": (config.mesh.stage, table.num_devices),
         "pipeline.num_microbatches": (c.num_microbatches, table.num_microbatches),
@@ -90,9 +90,9 @@ def load_table(config: ConfigDict) -> Table:
     """The CSV table that config.pipeline.schedule names, which this strategy can run."""
     name = config.pipeline.schedule
     try:
-        table = schedule.load(name)
+        table = table_file.load(name)
     except ValueError as error:
-        raise UserError(f"config.pipeline.schedule is {name!r}: {error}") from error
+        raise UserError(f"config.pipeline.schedule is {error}") from error
     kinds = table.actions["kind"]
     if not is_training(table):
         raise UserError(f"config.pipeline.schedule is {name!r}, a forward pass alone: it has no backward")
@@ -138,8 +138,10 @@ def build(config: ConfigDict, problem: Problem) -> Strategy:
     divided = NamedSharding(mesh, PartitionSpec(DATA))
     like = jax.eval_shape(partial(states.init, problem.model, problem.optimizer), jax.random.key(0))
     plan = on_devices(lower(table), mesh)
-    step = compiled(train_step(problem, stages, form, config.pipeline.remat), SPECS, mesh, donate_argnums=1)
-    forward = compiled(evaluate_step(stages, form), PartitionSpec(STAGE), mesh)
+    state_and_metrics, replicated = (SPECS, PartitionSpec()), PartitionSpec()
+    one_step = train_step(problem, stages, form, config.pipeline.remat)
+    step = compiled(one_step, SPECS, state_and_metrics, mesh, donate_argnums=1)
+    forward = compiled(evaluate_step(stages, form), PartitionSpec(STAGE), replicated, mesh)
 
     @functools.cache
     def evaluation_plan(num_rows: int) -> Lowered:
@@ -152,7 +154,8 @@ def build(config: ConfigDict, problem: Problem) -> Strategy:
         return forward(plan.shape, state.params, batch, plan.actions, plan.arrivals)
 
     timeline = Timeline(config.pipeline.trace)
-    traced = compiled(train_step(problem, stages, form, config.pipeline.remat, timeline), SPECS, mesh, donate_argnums=1)
+    traced_step = train_step(problem, stages, form, config.pipeline.remat, timeline)
+    traced = compiled(traced_step, SPECS, state_and_metrics, mesh, donate_argnums=1)
 
     def train(state: PackedState, batch: dict[str, jax.Array]) -> tuple[PackedState, Metrics]:
         run = traced if timeline.next_step() else step
@@ -173,21 +176,23 @@ def build(config: ConfigDict, problem: Problem) -> Strategy:
         evaluate=evaluate,
         to_canonical=lambda state: states.to_canonical(form.gather(state)),
         from_canonical=from_canonical,
-        describe=lambda: describe(config, problem, table, stages, form, mesh),
+        describe=lambda: describe(config, problem, table, plan.shape, stages, form, mesh),
         report=report,
     )
 
 
-def compiled(function: Callable[..., Any], specs: Any, mesh: Mesh, **options: Any) -> Callable[..., Any]:
-    """(shape, state of `specs`, batch, actions, arrivals) -> what `function` makes of each device's part of them."""
-    staged, replicated = PartitionSpec(STAGE), PartitionSpec()
+def compiled(
+    function: Callable[..., Any], state_specs: Any, out_specs: Any, mesh: Mesh, **options: Any
+) -> Callable[..., Any]:
+    """(shape, state, batch, actions, arrivals) -> what `function` makes of each device's part of them."""
+    staged = PartitionSpec(STAGE)
 
     def mapped(shape: Shape, *arguments: Any) -> Any:
         return jax.shard_map(
             partial(function, shape),
             mesh=mesh,
-            in_specs=(specs, PartitionSpec(DATA), staged, staged),
-            out_specs=(specs, replicated) if options else replicated,
+            in_specs=(state_specs, PartitionSpec(DATA), staged, staged),
+            out_specs=out_specs,
             check_vma=False,
         )(*arguments)
 
@@ -237,9 +242,11 @@ def evaluate_step(stages: Stages, form: Form) -> Callable[..., Sums]:
     return evaluate
 
 
-def describe(config: ConfigDict, problem: Problem, table: Table, stages: Stages, form: Form, mesh: Mesh) -> Description:
+def describe(
+    config: ConfigDict, problem: Problem, table: Table, shape: Shape, stages: Stages, form: Form, mesh: Mesh
+) -> Description:
     """What runs where, and what a device sends in a step: a packet over each wire in every clock, and its gradients."""
-    num_data, shape = mesh.shape[DATA], lower(table).shape
+    num_data = mesh.shape[DATA]
     layers = [layer.name for layer in problem.model.layers]
     begins = ", ".join(layers[begin] for begin in stages.bounds[1:-1])
     layout = f"{config.pipeline.schedule}, {table.num_microbatches} microbatches, "

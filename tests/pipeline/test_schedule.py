@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from jaxpar.pipeline.draw import text
-from jaxpar.pipeline.schedule import SCHEDULES, build, forward_only, load, save
+from jaxpar.pipeline.schedule import SCHEDULES, build, forward_only
 from jaxpar.pipeline.table import BW, FIELDS, Action, B, F, Table, W, loop_stages, place, v_stages
+from jaxpar.pipeline.table_file import load, save
 from jaxpar.pipeline.validate import TableError, check, peak_handed, peak_in_flight
 from tests.pipeline.tables import grid, make
 

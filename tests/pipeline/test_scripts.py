@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.pipeline.schedule import load
+from jaxpar.pipeline.table_file import load
 from jaxpar.pipeline.validate import peak_held
 
 ROOT = Path(__file__).parents[2]
@@ -106,8 +106,12 @@ SIZES = ["--num_stages=4", "--num_microbatches=6"]
         ),
         ("simulate.py", ["--schedule=gpipe", *SIZES, "--num_chunks=2"], "num_chunks is 2; schedule gpipe has 1"),
         ("simulate.py", ["--schedule=gpipe", *SIZES, "--weight=-1"], "--weight is '-1'; it must be a time, at least 0"),
-        ("simulate.py", ["--schedule=gpipe", *SIZES, "--weight=1,x"], "--weight is 'x'; it must be a time, at least 0"),
-        ("simulate.py", ["--schedule=gpipe", *SIZES, "--weight=1,2"], "weight has 2 times for 4 devices"),
+        (
+            "simulate.py",
+            ["--schedule=gpipe", *SIZES, "--weight=1,x"],
+            "--weight is '1,x'; it must be a time, at least 0",
+        ),
+        ("simulate.py", ["--schedule=gpipe", *SIZES, "--weight=1,2"], "--weight has 2 times for 4 devices"),
         ("simulate.py", ["--schedule=none.csv"], "none.csv: No such file or directory"),
         (
             "simulate.py",

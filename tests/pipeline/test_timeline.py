@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxpar import train
-from jaxpar.pipeline import timeline
+from jaxpar.pipeline import draw
 from jaxpar.pipeline.schedule import build
 from jaxpar.pipeline.simulate import Span
 from jaxpar.pipeline.table import F
@@ -31,7 +31,7 @@ def run(folder: Path, trace: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple
         assert path.name == "timeline.png"
         drawn.extend(charts)
 
-    monkeypatch.setattr(timeline.draw, "save", save)
+    monkeypatch.setattr(draw, "save", save)
     overrides = [*PIPELINE, f"pipeline.trace={trace}", "num_steps=3"]
     train.train(small_config(folder, *[f"--config.{override}" for override in overrides]), folder / "run")
     return drawn

@@ -31,7 +31,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt": TRANSFORMER,
     "resnet": {"size": "18", "hidden_size": 32, "dropout": 0.2},
 }
-RESNET_BLOCKS = {6: (2, 2, 2), 8: (2, 2, 2, 2)}  # without its last and widest blocks, and all of ResNet-18
+# Without the last and widest blocks, all of ResNet-18, and one with as many blocks as two chunks on 8 devices need.
+RESNET_BLOCKS = {6: (2, 2, 2), 8: (2, 2, 2, 2), 14: (5, 5, 4)}
 LEARNING_RATES = {"adamw": 1e-3, "sgd": 0.03}
 GRADIENTS = {"adamw": "['mu']", "sgd": "['trace']"}  # where the optimizer keeps them
 

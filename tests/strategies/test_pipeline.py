@@ -1,8 +1,8 @@
 """A pipeline gives the training of `single` on the same microbatches: any schedule, stages, replicas, model.
 
 CASES covers all pairs: every schedule meets every number of stages, every number of replicas, every model and every
-remat, and so on (`test_all_pairs_are_covered`); all combinations would be 144 compilations. Dropout and clipping are
-on in all of them, gpt and bert have tied weights, and some partitions are unequal.
+remat, and so on (`test_all_pairs_are_covered`). All 144 combinations of the first four run by `scripts/test -m slow`.
+Dropout and clipping are on in all of them, gpt and bert have tied weights, and some partitions are unequal.
 
 What is bitwise equal: schedules that add up each stage's gradients in the order of microbatches 0, 1, .. with the
 same actions on the same layers, for they do the same operations in the same order: gpipe, 1f1b and eager_1f1b among
@@ -23,7 +23,18 @@ import numpy as np
 import pytest
 
 from jaxpar.pipeline.schedule import SCHEDULES
-from tests.strategies.pipelines import NUM_STEPS, Outcome, Task, make, make_batch, named, outcome, pipeline, start
+from tests.strategies.pipelines import (
+    NUM_STEPS,
+    RESNET_BLOCKS,
+    Outcome,
+    Task,
+    make,
+    make_batch,
+    named,
+    outcome,
+    pipeline,
+    start,
+)
 from tests.strategies.pipelines import relative_error as error
 
 ROOT = Path(__file__).parents[2]
@@ -127,7 +138,7 @@ def test_training_learns_and_dropout_is_on() -> None:
         assert abs(float(sums.loss / sums.weight) - reference.losses[0]) > 1e-3
 
 
-LARGE = """
+PROCESS = """
 import sys
 import jax
 from jaxpar import mesh
@@ -137,24 +148,40 @@ jax.config.update("jax_num_cpu_devices", 16)
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 from tests.strategies import test_pipeline
-for case in test_pipeline.LARGE_CASES:
+for case in test_pipeline.LARGE[sys.argv[2]]:
     test_pipeline.test_equals_single(case)
     print("equal", case)
 """
 
 
-def test_sixteen_devices(request: pytest.FixtureRequest) -> None:
-    """8 stages x 2 replicas, in a process of their own: JAX takes the number of devices once."""
+def combinations(schedule: str) -> list[Case]:
+    """The schedule with every number of stages and of replicas, every model, and one remat or another."""
+    cases: list[Case] = []
+    for stages, replicas, model in itertools.product((2, 4, 8), (1, 2), ("bert", "gpt", "resnet")):
+        num_layers = stages * SCHEDULES[schedule].num_chunks - 2
+        layers = min(size for size in RESNET_BLOCKS if size >= num_layers) if model == "resnet" else max(2, num_layers)
+        name = {"bert": "masked_lm", "gpt": "causal_lm", "resnet": "classification"}[model]
+        task = Task(model, name, "sgd" if model == "resnet" else "adamw", layers)
+        cases.append(Case(schedule, stages, replicas, task, ("full", "none")[len(cases) % 2 ^ (replicas == 2)]))
+    return cases
+
+
+LARGE = {"pairs": LARGE_CASES, **{schedule: combinations(schedule) for schedule in SCHEDULES}}
+
+
+@pytest.mark.parametrize("name", ["pairs", *(pytest.param(schedule, marks=pytest.mark.slow) for schedule in SCHEDULES)])
+def test_sixteen_devices(name: str, request: pytest.FixtureRequest) -> None:
+    """In a process of their own: JAX takes the number of devices once."""
     cache = request.config.cache
     assert cache is not None
     process = subprocess.run(
-        [sys.executable, "-c", LARGE, str(cache.mkdir("jax"))],
+        [sys.executable, "-c", PROCESS, str(cache.mkdir("jax")), name],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )
-    assert process.returncode == 0, process.stderr
-    assert process.stdout.splitlines() == [f"equal {case}" for case in LARGE_CASES]
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stdout.splitlines() == [f"equal {case}" for case in LARGE[name]]
 
 
 @pytest.mark.parametrize("schedules", [("gpipe", "1f1b", "eager_1f1b"), ("zb_h1", "zb_h2")], ids=str)

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from jaxpar import main
-from jaxpar.pipeline.schedule import build, save
+from jaxpar.pipeline.schedule import build
+from jaxpar.pipeline.table_file import save
 from tests.runs import small_arguments
 
 HEADER = "clock,device,kind,microbatch,chunk"
@@ -18,7 +19,7 @@ TABLES = {
 }
 MISTAKES = {
     "schedule": (["schedule=1f1"], ["config.pipeline.schedule is '1f1'", "zb_v", "Did you mean '1f1b'?"]),
-    "missing table": (["schedule=nowhere.csv"], ["config.pipeline.schedule is 'nowhere.csv'", "No such file"]),
+    "missing table": (["schedule=nowhere.csv"], ["config.pipeline.schedule is nowhere.csv", "No such file"]),
     "a folder as a table": (["schedule={folder}"], ["config.pipeline.schedule is '{folder}'"]),
     "invalid table": (
         ["schedule={folder}/invalid.csv"],

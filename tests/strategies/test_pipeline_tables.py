@@ -5,16 +5,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from jaxpar import mesh as meshes
 from jaxpar.pipeline import partition
 from jaxpar.pipeline.lowering import lower
-from jaxpar.pipeline.schedule import build, save
+from jaxpar.pipeline.schedule import build
 from jaxpar.pipeline.search import search
 from jaxpar.pipeline.simulate import Times
 from jaxpar.pipeline.stages import Stages
 from jaxpar.pipeline.state import SPECS, Form
 from jaxpar.pipeline.table import BW, Action, F, Table, loop_stages, place
+from jaxpar.pipeline.table_file import save
 from jaxpar.pipeline.validate import check
 from jaxpar.strategies import pipeline as strategy
 from tests.strategies.pipelines import (
@@ -98,7 +100,8 @@ def test_tables_of_one_shape_share_a_program(monkeypatch: pytest.MonkeyPatch) ->
             super().__init__(*args, **options)
 
     monkeypatch.setattr(strategy, "Engine", Engine)
-    step = strategy.compiled(strategy.train_step(problem, stages, form, "none"), SPECS, mesh, donate_argnums=1)
+    one_step = strategy.train_step(problem, stages, form, "none")
+    step = strategy.compiled(one_step, SPECS, (SPECS, PartitionSpec()), mesh, donate_argnums=1)
     piped = make(TASK, *pipeline("gpipe", p, f"--config.pipeline.num_microbatches={m}"))
     after = {}
     for name, table in tables.items():
