@@ -20,7 +20,27 @@ def get_config() -> ConfigDict:
     mesh.virtual_cpu_devices = 0  # split the CPU into this many devices; 0: as XLA_FLAGS says, or one
 
     config.data_parallel = ConfigDict()
-    config.data_parallel.implementation = "sharding"  # sharding (jit over a mesh), pmap
+    # shard_map: with any exchange; with ddp also sharding (jit over a mesh, XLA adds gradients up) and pmap
+    config.data_parallel.implementation = "shard_map"
+
+    # How replicas agree: ddp, dp, horovod, horovod_adasum, byteps, byteps_onebit, byteps_topk, byteps_randomk,
+    # byteps_dithering, bagua_bytegrad, bagua_qadam, bagua_decentralized, bagua_low_precision_decentralized,
+    # bagua_model_average, zero1, zero2, zero3, onebit_adam. Pipelines: those that agree on gradients alone.
+    config.exchange = "ddp"
+    config.exchange_options = exchange = ConfigDict()  # None: the exchange's own; docs/exchanges.md says which it has
+    exchange.bucket_bytes = placeholder(int)  # of what goes over the wire at once: buckets, fusion, partitions
+    exchange.wire_dtype = placeholder(str)  # float16, bfloat16: of gradients on the wire
+    exchange.algorithm = placeholder(str)  # psum (XLA's own), ring (written out)
+    exchange.group = placeholder(int)  # replicas of a node: adds up in it first, then between nodes
+    exchange.predivide = placeholder(float)  # divide gradients by this before the sum, and the rest after it
+    exchange.backward_passes_per_step = placeholder(int)  # steps of the run for each of the optimizer
+    exchange.block = placeholder(int)  # elements that share a scale of one-bit codes; 0: all
+    exchange.ratio = placeholder(float)  # of the elements that topk and randomk send
+    exchange.levels = placeholder(int)  # of dithering
+    exchange.momentum = placeholder(float)  # Nesterov's, before the code
+    exchange.warmup = placeholder(float)  # bagua_qadam, onebit_adam: fraction of the steps before codes are used
+    exchange.interval = placeholder(int)  # bagua_model_average: steps between means
+    exchange.offload = placeholder(bool)  # zero: the optimizer's state in the host's memory
 
     config.pipeline = pipeline = ConfigDict()
     # model_parallel, gpipe, 1f1b, eager_1f1b, interleaved_1f1b, zb_h1, zb_h2, zb_v, or the path of a CSV table

@@ -1,6 +1,7 @@
 """Checkpoints of the canonical state, by orbax: written in the background, whole or not at all.
 
     workdir/checkpoints/STEP/state     the canonical state (jaxpar/state.py), a pytree of arrays
+    workdir/checkpoints/STEP/private   what else its strategy needs to go on exactly; where it needs nothing, not there
     workdir/checkpoints/STEP/info      JSON: format, step, examples, data fingerprint, checksums
     workdir/checkpoints/STEP/metrics   JSON: validation_loss, where it was measured at this step
 
@@ -35,6 +36,7 @@ class Checkpoint(NamedTuple):
 
     step: int
     tree: Canonical
+    private: Canonical  # empty where there is none
     info: dict[str, Any]
 
 
@@ -61,16 +63,27 @@ class Saver:
             ),
         )
 
-    def save(self, tree: Canonical, info: dict[str, Any], validation_loss: float | None = None) -> None:
-        """Begins to write; returns when the arrays have been copied. A step that is there already is left as it is."""
+    def save(
+        self,
+        tree: Canonical,
+        info: dict[str, Any],
+        validation_loss: float | None = None,
+        *,
+        private: Canonical | None = None,
+    ) -> None:
+        """Begins to write; returns when the arrays have been copied. A step that is there already is left as it is.
+
+        private: of the strategy; see Strategy.to_private.
+        """
         step = int(tree["step"])
         if step in self._manager.all_steps():
             return
-        checksums = {name: int(value) for name, value in jax.device_get(_device_checksums(tree)).items()}
-        contents = ocp.args.Composite(
-            state=ocp.args.PyTreeSave(tree),
-            info=ocp.args.JsonSave({"format": FORMAT, "step": step, **info, "checksums": checksums}),
-        )
+        info = {"format": FORMAT, "step": step, **info, "checksums": _checksums(tree)}
+        items: dict[str, Any] = {"state": ocp.args.PyTreeSave(tree)}
+        if private:
+            items["private"] = ocp.args.PyTreeSave(private)
+            info["private_checksums"] = _checksums(private)
+        contents = ocp.args.Composite(**items, info=ocp.args.JsonSave(info))
         metrics = None if validation_loss is None else {"validation_loss": validation_loss}
         with _explained(self._directory, step):
             self._manager.save(step, args=contents, metrics=metrics, force=True)
@@ -158,32 +171,52 @@ def read(path: Path, like: Canonical | None = None) -> Checkpoint:
         if name not in there or name not in here or there[name].shape != here[name].shape:
             was, wanted = (tuple(leaves[name].shape) if name in leaves else "missing" for leaves in (there, here))
             raise UserError(f"checkpoint {path} is of another model or optimizer: {name} is {was}, not {wanted}")
+    tree = _arrays(path / "state", shapes, info["checksums"])
+    private: Canonical = {}
+    if "private_checksums" in info:
+        private = _arrays(path / "private", _shapes(path / "private"), info["private_checksums"])
+    return Checkpoint(info["step"], tree, private, info)
+
+
+def _arrays(path: Path, shapes: Canonical, checksums: dict[str, int]) -> Canonical:
+    """The arrays of these shapes in a folder, in NumPy."""
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:
             as_numpy = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype), shapes)
             restore_args = ocp.args.PyTreeRestore(shapes, restore_args=as_numpy)
-            tree = checkpointer.restore((path / "state").absolute(), args=restore_args)
+            tree: Canonical = checkpointer.restore(path.absolute(), args=restore_args)
     except (MemoryError, PermissionError):
         raise
     except Exception as error:  # whatever orbax and tensorstore raise on damaged files
         raise Damaged(_line(error)) from error
     for name, leaf in _named(tree).items():
-        if checksum(np, leaf) != info["checksums"][name]:
+        if checksum(np, leaf) != checksums[name]:
             raise Damaged(f"the checksum of {name} is wrong")
-    return Checkpoint(info["step"], tree, info)
+    return tree
+
+
+def _shapes(path: Path) -> Canonical:
+    """Of the arrays in a folder."""
+    try:
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            saved = checkpointer.metadata(path.absolute()).item_metadata.tree
+    except (MemoryError, PermissionError):
+        raise
+    except Exception as error:  # as in `_arrays`
+        raise Damaged(_line(error)) from error
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), saved)
 
 
 def _open(path: Path) -> tuple[dict[str, Any], Canonical]:
     """The info of a checkpoint, and the shapes and dtypes of its arrays."""
     try:
         info = json.loads((path / "info" / "metadata").read_text())
-        with ocp.PyTreeCheckpointer() as checkpointer:
-            saved = checkpointer.metadata((path / "state").absolute()).item_metadata.tree
         number = info["format"]
     except (MemoryError, PermissionError):
         raise
-    except Exception as error:  # as in `read`
+    except Exception as error:
         raise Damaged(_line(error)) from error
+    saved = _shapes(path / "state")
     if number != FORMAT:
         raise UserError(f"checkpoint {path} has format {number}; this version of jaxpar reads {FORMAT}")
     return info, saved
@@ -202,6 +235,10 @@ def checksum(numpy: Any, x: Any) -> Any:
     )
     factors = 2 * numpy.arange(x.size, dtype=numpy.uint32) + numpy.uint32(1)
     return numpy.sum(bits.reshape(-1).astype(numpy.uint32) * factors, dtype=numpy.uint32)
+
+
+def _checksums(tree: Canonical) -> dict[str, int]:
+    return {name: int(value) for name, value in jax.device_get(_device_checksums(tree)).items()}
 
 
 @jax.jit

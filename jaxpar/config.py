@@ -23,6 +23,8 @@ CHANGEABLE = (
     "strategy",
     "mesh",
     "data_parallel",
+    "exchange",
+    "exchange_options",
     "pipeline",
     "eval",
     "checkpoint",

@@ -3,7 +3,7 @@
 Strategies place it on devices and put their exchange between the two halves.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar import tasks
-from jaxpar.models.model import Batch, Model, Params
+from jaxpar.models.model import Batch, Fetch, Model, Params
 from jaxpar.state import State
 from jaxpar.tasks import Sums
 
@@ -23,6 +23,7 @@ class Problem(NamedTuple):
     optimizer: optax.GradientTransformationExtraArgs  # its update may ask for grad_norm, of all layers
     accumulation_steps: int
     batch: Mapping[str, Any]  # abstract: a global batch at its longest
+    num_steps: int  # of the run
 
 
 class Metrics(NamedTuple):
@@ -33,23 +34,33 @@ class Metrics(NamedTuple):
     finite: jax.Array
 
 
-def gradients(problem: Problem, state: State, batch: Batch, weight: jax.Array) -> tuple[Params, Sums]:
+def gradients(
+    problem: Problem,
+    state: State,
+    batch: Batch,
+    weight: jax.Array,
+    *,
+    fetch: Fetch | None = None,
+    scatter: Callable[[Params], Params] | None = None,
+) -> tuple[Params, Sums]:
     """The gradient of sum(weights * losses) / weight over these rows, and the rows' sums.
 
     Args:
       batch: all rows of the global batch, or a replica's share.
       weight: sum of batch["weights"] over the global batch, so that shares add up to the mean.
+      fetch: as in `Model.apply`, where state.params are not whole.
+      scatter: what of a microbatch's gradient is added up here; None: all.
     """
     key = dropout_key(state.key, state.step)
 
     def loss(params: Params, rows: Batch) -> tuple[jax.Array, Sums]:
         keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, rows["index"])
-        total = tasks.sums(problem.model.apply(params, rows, keys_B), rows)
+        total = tasks.sums(problem.model.apply(params, rows, keys_B, fetch=fetch), rows)
         return total.loss / jnp.maximum(weight, 1e-30), total  # a batch may have nothing to predict
 
     def microbatch_gradients(rows: Batch) -> tuple[Params, Sums]:
         grads, total = jax.grad(loss, has_aux=True)(state.params, rows)
-        return grads, total
+        return grads if scatter is None else scatter(grads), total
 
     num = problem.accumulation_steps
     if num == 1:
@@ -75,18 +86,22 @@ def update(
       grad_norm: of the gradient of all layers; None: `grads` is that.
     """
     grad_norm = optax.tree.norm(grads) if grad_norm is None else grad_norm
-    finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums.loss)
     updates, optimizer = problem.optimizer.update(grads, state.optimizer, state.params, grad_norm=grad_norm)
-    params = optax.apply_updates(state.params, updates)
+    return apply(state, updates, optimizer, Metrics(sums, grad_norm, jnp.isfinite(grad_norm) & jnp.isfinite(sums.loss)))
+
+
+def apply(state: State, updates: Params, optimizer: Any, metrics: Metrics) -> tuple[State, Metrics]:
+    """The state after a step with these updates; the old parameters and optimizer where metrics.finite is false."""
+    params, finite = optax.apply_updates(state.params, updates), metrics.finite
     params, optimizer = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old), (params, optimizer), (state.params, state.optimizer)
     )
-    return State(state.step + 1, state.key, params, optimizer), Metrics(sums, grad_norm, finite)
+    return State(state.step + 1, state.key, params, optimizer), metrics
 
 
-def evaluate(problem: Problem, params: Params, batch: Batch) -> Sums:
+def evaluate(problem: Problem, params: Params, batch: Batch, *, fetch: Fetch | None = None) -> Sums:
     """The sums of a batch without dropout."""
-    return tasks.sums(problem.model.apply(params, batch), batch)
+    return tasks.sums(problem.model.apply(params, batch, fetch=fetch), batch)
 
 
 def microbatches(batch: Batch, num: int) -> dict[str, jax.Array]:

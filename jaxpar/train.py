@@ -126,7 +126,7 @@ def build(config: ConfigDict, workdir: Path, phases: metrics.Phases) -> Run:
     if config.model.init_from and not checkpoint.steps(workdir / "checkpoints"):
         pretrained = hf.load_params(model, model.shapes, Path(config.model.init_from).expanduser())
     longest = abstract(batches.longest())
-    problem = Problem(model, optimizer.build(config, schedule), config.optimizer.accumulation_steps, longest)
+    problem = Problem(model, optimizer.build(config, schedule), config.optimizer.accumulation_steps, longest, num_steps)
     strategy = strategies.build(config, problem)
     check_space(config, workdir, strategy)
     configs.save(config, workdir)
@@ -181,7 +181,12 @@ def start(run: Run) -> tuple[Any, int]:
                 f"the data changed since the checkpoint of step {found.step} in {run.workdir}; give a new --workdir"
             )
         print(f"resume    from step {found.step:,}", flush=True)
-        return run.strategy.from_canonical(found.tree), found.step
+        private_of = found.info.get("private_of", "")
+        if found.private and private_of != run.strategy.private_of:
+            print(f"private   state of {private_of} is left behind: this is another strategy", flush=True)
+        return run.strategy.from_canonical(
+            found.tree, found.private if private_of == run.strategy.private_of else {}
+        ), found.step
     fresh = run.strategy.init(jax.random.key(run.config.seed))
     if run.pretrained is not None:
         tree = run.strategy.to_canonical(fresh)
@@ -243,7 +248,8 @@ def loop(
             is_best = config.checkpoint.keep_best and validation_loss is not None and validation_loss < best_loss
             if "save" in due or stop or is_best:
                 with phases("checkpoint"):
-                    saver.save(run.strategy.to_canonical(current), save_info(run, step), validation_loss)
+                    tree, private = run.strategy.to_canonical(current), run.strategy.to_private(current)
+                    saver.save(tree, save_info(run, step), validation_loss, private=private)
             best_loss = min(best_loss, math.inf if validation_loss is None else validation_loss)
             if stop and step < total:
                 raise Stopped(f"{stop.name}: stopped after step {step} of {total}, saved in {run.workdir}")
@@ -269,7 +275,8 @@ def build_meter(run: Run) -> Meter:
 
 def save_info(run: Run, step: int) -> dict[str, Any]:
     """What a checkpoint says besides its arrays."""
-    return {"data": run.dataset.fingerprint, "examples": run.batches.examples_before(step)}
+    examples = run.batches.examples_before(step)
+    return {"data": run.dataset.fingerprint, "examples": examples, "private_of": run.strategy.private_of}
 
 
 def evaluate(run: Run, current: Any, split: data.Split) -> dict[str, float]:

@@ -46,7 +46,7 @@ def test_config(name: str) -> None:
         "index": jax.ShapeDtypeStruct((rows,), jnp.int32),
     }
     problem = step.Problem(
-        models.build(config, info), optimizer.build(config, optimizer.build_schedule(config, 100)), 1, batch
+        models.build(config, info), optimizer.build(config, optimizer.build_schedule(config, 100)), 1, batch, 100
     )
     before = jax.eval_shape(functools.partial(state.init, problem.model, problem.optimizer), jax.random.key(0))
 

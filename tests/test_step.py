@@ -45,7 +45,7 @@ def train_step(
 
 @pytest.mark.parametrize("accumulation_steps", [1, 4])
 def test_steps_equal_numpy(accumulation_steps: int) -> None:
-    problem = step.Problem(Model({"line": Line}), optax.sgd(0.3), accumulation_steps, {})
+    problem = step.Problem(Model({"line": Line}), optax.sgd(0.3), accumulation_steps, {}, 3)
     current = state.init(problem.model, problem.optimizer, jax.random.key(0))
     linear = current.params["line"]["linear"]
     kernel, bias = np.asarray(linear["kernel"], np.float64), np.asarray(linear["bias"], np.float64)
@@ -71,7 +71,7 @@ def test_steps_equal_numpy(accumulation_steps: int) -> None:
 @pytest.mark.parametrize(("name", "finite"), [("inputs", False), ("weights", True)])
 def test_a_step_that_cannot_count_changes_nothing(name: str, finite: bool) -> None:
     """Inputs of inf: not finite. Weights of 0: nothing to learn from, a gradient of zero."""
-    problem = step.Problem(Model({"line": Line}), optax.sgd(0.3, momentum=0.9), 1, {})
+    problem = step.Problem(Model({"line": Line}), optax.sgd(0.3, momentum=0.9), 1, {}, 3)
     before = state.init(problem.model, problem.optimizer, jax.random.key(0))
     rows = batch(0)
     rows[name] = np.full_like(rows[name], np.inf if name == "inputs" else 0.0)
@@ -83,7 +83,7 @@ def test_a_step_that_cannot_count_changes_nothing(name: str, finite: bool) -> No
 
 
 def test_dropout_keys_differ_by_step_and_run() -> None:
-    problem = step.Problem(Model({"line": Line}), optax.sgd(0.1), 1, {})
+    problem = step.Problem(Model({"line": Line}), optax.sgd(0.1), 1, {}, 3)
     keys = [
         jax.random.key_data(step.dropout_key(state.init(problem.model, problem.optimizer, key).key, number))
         for key in (jax.random.key(0), jax.random.key(1))

@@ -24,6 +24,17 @@ REMAT_POLICIES: dict[str, Any] = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
+# (shapes of a layer's arrays, what params hold of them) -> the arrays
+Fetch = Callable[[Any, Any], Any]
+MOVES = (
+    *("all_gather", "broadcast_in_dim", "concatenate", "convert_element_type", "dynamic_slice", "pad", "reshape"),
+    *("slice", "split", "squeeze", "transpose"),
+)
+
+
+def is_computed(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy of `jax.checkpoint`: saves what is computed, and not what is only fetched, moved or cast."""
+    return primitive.name not in MOVES
 
 
 class Context(NamedTuple):
@@ -124,9 +135,17 @@ class Model:
                 del params[tie.layer][tie.name]
         return params
 
-    def apply(self, params: Params, batch: Batch, keys_B: jax.Array | None = None) -> jax.Array:
-        """The output of the last layer. keys_B: one dropout key an example; None: no dropout."""
-        return self.apply_layers(params, batch["inputs"], batch, keys_B, 0, len(self.layers))
+    def apply(
+        self, params: Params, batch: Batch, keys_B: jax.Array | None = None, *, fetch: Fetch | None = None
+    ) -> jax.Array:
+        """The output of the last layer.
+
+        Args:
+          params: as `init` returns, or what `fetch` takes.
+          keys_B: one dropout key an example; None: no dropout.
+          fetch: makes a layer's arrays when the layer is computed, and again in its backward pass.
+        """
+        return self.apply_layers(params, batch["inputs"], batch, keys_B, 0, len(self.layers), fetch=fetch)
 
     def apply_layers(
         self,
@@ -139,22 +158,24 @@ class Model:
         *,
         shift: Any = 0,
         scan: bool = True,
+        fetch: Fetch | None = None,
     ) -> jax.Array:
         """The output of layers[start:stop] for the input x of layer `start`. A pipeline stage is such a range.
 
         Args:
           shift: the layers draw the dropout masks of those `shift` further on: equal stages can share one program.
           scan: False: no scan, even where the model has been made to.
+          fetch: as in `apply`.
         """
         for run in self.runs:
             first, last = max(run.start, start), min(run.stop, stop)
             if last - first > 1 and self._scan and scan:
-                x = self._scan_run(params, x, batch, keys_B, first, last, shift)
+                x = self._scan_run(params, x, batch, keys_B, first, last, shift, fetch)
             else:
                 for index in range(first, last):
                     layer = self.layers[index]
                     weights = self._own_and_tied(params, layer.name)
-                    x = self._call(layer.graphdef, weights, x, batch, keys_B, index + shift)
+                    x = self._call(layer, weights, x, batch, keys_B, index + shift, fetch)
         return x
 
     def inputs(self, batch: Batch) -> list[Any]:
@@ -166,26 +187,44 @@ class Model:
         return xs
 
     def _scan_run(
-        self, params: Params, x: jax.Array, batch: Batch, keys_B: jax.Array | None, first: int, last: int, shift: Any
+        self,
+        params: Params,
+        x: jax.Array,
+        batch: Batch,
+        keys_B: jax.Array | None,
+        first: int,
+        last: int,
+        shift: Any,
+        fetch: Fetch | None,
     ) -> jax.Array:
         layers = self.layers[first:last]
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[params[layer.name] for layer in layers])
 
         def body(x: jax.Array, layer: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
             weights, index = layer
-            return self._call(layers[0].graphdef, weights, x, batch, keys_B, index), None
+            return self._call(layers[0], weights, x, batch, keys_B, index, fetch), None
 
         return jax.lax.scan(body, x, (stacked, jnp.arange(first, last) + shift))[0]
 
     def _call(
-        self, graphdef: Any, weights: Any, x: jax.Array, batch: Batch, keys_B: jax.Array | None, index: Any
+        self,
+        layer: Layer,
+        weights: Any,
+        x: jax.Array,
+        batch: Batch,
+        keys_B: jax.Array | None,
+        index: Any,
+        fetch: Fetch | None,
     ) -> jax.Array:
         def call(weights: Any, x: jax.Array) -> jax.Array:
             keys = None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, index)
-            return nnx.merge(graphdef, weights)(x, Context(batch, keys))
+            weights = weights if fetch is None else fetch(layer.shapes, weights)
+            return nnx.merge(layer.graphdef, weights)(x, Context(batch, keys))
 
         if self._remat != "none":
             call = jax.checkpoint(call, policy=REMAT_POLICIES[self._remat])
+        elif fetch is not None:
+            call = jax.checkpoint(call, policy=is_computed)
         return call(weights, x)
 
     def _own_and_tied(self, params: Params, name: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, keystr
 
 from jaxpar import state as states
-from jaxpar.mesh import STAGE
+from jaxpar.mesh import DATA, STAGE
 from jaxpar.pipeline.packing import Packed, Packing
 from jaxpar.pipeline.stages import Stages
 from jaxpar.state import State
@@ -23,15 +23,21 @@ from jaxpar.step import Problem
 
 
 class PackedState(NamedTuple):
-    """A State in packed arrays; those of params and optimizer have a leading dim of the devices."""
+    """A State in packed arrays; those of params and optimizer have a leading dim of the devices.
+
+    `own` is what the exchange of gradients keeps on each replica: arrays with leading dims of the devices and replicas.
+    """
 
     step: Any
     key: Any
     params: Any
     optimizer: Any
+    own: Any = ()
 
 
-SPECS = PackedState(PartitionSpec(), PartitionSpec(), PartitionSpec(STAGE), PartitionSpec(STAGE))
+SPECS = PackedState(
+    PartitionSpec(), PartitionSpec(), PartitionSpec(STAGE), PartitionSpec(STAGE), PartitionSpec(STAGE, DATA)
+)
 
 
 def own(tree: Any) -> Any:
@@ -94,7 +100,7 @@ class Form:
 
     def gather(self, state: PackedState) -> State:
         """The state of all layers; its arrays are NumPy's."""
-        step, key, params, optimizer = jax.device_get(state)
+        step, key, params, optimizer = jax.device_get(state[:4])
         return State(
             step,
             key,

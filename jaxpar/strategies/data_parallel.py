@@ -1,9 +1,9 @@
-"""`data_parallel`: every device holds all of the state and takes a share of each batch.
+"""`data_parallel`: every device takes a share of each batch; config.exchange says how they agree.
 
-By `sharding`: the step of one device is compiled for the whole mesh with the batch divided over
-`data` and the state replicated; XLA's partitioner then adds the gradients up. By `pmap`: the same
-step runs once a device and the sums over `data` are written out. Both equal `single`, because
-gradients are divided by the weight of the global batch, not of a replica's share.
+By `shard_map`: a program for one replica, in which the exchange is written out (jaxpar/strategies/replicas.py). By
+`sharding`: the step of one device is compiled for the whole mesh with the batch divided over `data` and the state
+replicated; XLA's partitioner then adds the gradients up. By `pmap`: the same step runs once a device and the sums over
+`data` are written out. Gradients are divided by the weight of the global batch, not of a replica's share.
 """
 
 import functools
@@ -18,22 +18,31 @@ from ml_collections import ConfigDict
 from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
-from jaxpar.errors import check_choice
+from jaxpar.errors import UserError, check_choice
+from jaxpar.exchange.reduce import Traffic
 from jaxpar.mesh import DATA
 from jaxpar.state import State
 from jaxpar.step import Metrics, Problem
-from jaxpar.strategies.strategy import Description, Strategy
+from jaxpar.strategies import exchanges, master, replicas
+from jaxpar.strategies.strategy import Description, Program, Strategy, nbytes, with_shardings
 from jaxpar.tasks import Sums
 
 MICROBATCHES = "accumulation steps"
-IMPLEMENTATIONS = ("sharding", "pmap")
+IMPLEMENTATIONS = ("shard_map", "sharding", "pmap")
 
 
 def num_replicas(config: ConfigDict) -> int:
     """Devices on the data axis. Raises UserError where there are not as many."""
     check_choice("data_parallel.implementation", config.data_parallel.implementation, IMPLEMENTATIONS)
     meshes.check_one_stage(config)
-    return meshes.num_replicas(config)
+    replicas = meshes.num_replicas(config)
+    exchanges.check(config, replicas)
+    if config.data_parallel.implementation != "shard_map" and (config.exchange != "ddp" or exchanges.given(config)):
+        raise UserError(
+            f"config.data_parallel.implementation is {config.data_parallel.implementation!r}, in which XLA adds "
+            "gradients up; it may be 'shard_map' with a config.exchange or config.exchange_options"
+        )
+    return replicas
 
 
 def num_microbatches(config: ConfigDict) -> int:
@@ -44,9 +53,13 @@ def num_microbatches(config: ConfigDict) -> int:
 def build(config: ConfigDict, problem: Problem) -> Strategy:
     """The implementation that config.data_parallel.implementation names."""
     mesh = meshes.build(num_replicas(config))
+    if config.exchange == "dp":
+        return master.build(problem, mesh)
     if config.data_parallel.implementation == "pmap":
         return build_pmap(problem, mesh)
-    return build_sharding(problem, mesh)
+    if config.data_parallel.implementation == "sharding":
+        return build_sharding(problem, mesh)
+    return replicas.build(problem, mesh, exchanges.build(config, problem, mesh.size), exchanges.name(config))
 
 
 def build_sharding(problem: Problem, mesh: Mesh) -> Strategy:
@@ -65,14 +78,17 @@ def build_sharding(problem: Problem, mesh: Mesh) -> Strategy:
     def place(rows: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         return {key: jax.make_array_from_process_local_data(divided, value) for key, value in rows.items()}
 
+    compiled_step = jax.jit(step, donate_argnums=0, out_shardings=replicated)
+    arguments = with_shardings(like, replicated), with_shardings(problem.batch, divided)
     return Strategy(
         init=jax.jit(functools.partial(states.init, problem.model, problem.optimizer), out_shardings=replicated),
         place=place,
-        step=meshes.one_at_a_time(jax.jit(step, donate_argnums=0, out_shardings=replicated), mesh),
+        step=meshes.one_at_a_time(compiled_step, mesh),
         evaluate=meshes.one_at_a_time(jax.jit(evaluate, out_shardings=replicated), mesh),
         to_canonical=states.to_canonical,
-        from_canonical=lambda tree: jax.device_put(states.from_canonical(tree, like), replicated),
+        from_canonical=lambda tree, private=None: jax.device_put(states.from_canonical(tree, like), replicated),
         describe=lambda: describe(mesh, like, "one device" if mesh.size == 1 else "batch divided, state replicated"),
+        compile=lambda: [Program(compiled_step.lower(*arguments).compile())],
     )
 
 
@@ -94,7 +110,8 @@ def build_pmap(problem: Problem, mesh: Mesh) -> Strategy:
         """A replicated tree as its first replica's arrays."""
         return jax.tree.map(lambda x: x.addressable_shards[0].data[0], tree)
 
-    mapped_step = meshes.one_at_a_time(jax.pmap(step, axis_name=DATA, devices=devices, donate_argnums=0), mesh)
+    compiled_step = jax.pmap(step, axis_name=DATA, devices=devices, donate_argnums=0)
+    mapped_step = meshes.one_at_a_time(compiled_step, mesh)
     mapped_evaluate = meshes.one_at_a_time(jax.pmap(evaluate, axis_name=DATA, devices=devices), mesh)
 
     def place(rows: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
@@ -111,6 +128,14 @@ def build_pmap(problem: Problem, mesh: Mesh) -> Strategy:
         state, metrics = mapped_step(state, batch)
         return state, first(metrics)
 
+    def compile() -> list[Program]:
+        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(devices), *x.shape), x.dtype), like)
+        batch = {
+            key: jax.ShapeDtypeStruct((len(devices), x.shape[0] // len(devices), *x.shape[1:]), x.dtype)
+            for key, x in problem.batch.items()
+        }
+        return [Program(compiled_step.lower(state, batch).compile())]
+
     init = jax.jit(functools.partial(states.init, problem.model, problem.optimizer))
     return Strategy(
         init=lambda key: replicate(init(key)),
@@ -118,19 +143,16 @@ def build_pmap(problem: Problem, mesh: Mesh) -> Strategy:
         step=mapped_step_with_first,
         evaluate=lambda state, batch: first(mapped_evaluate(state, batch)),
         to_canonical=lambda state: states.to_canonical(first(state)),
-        from_canonical=lambda tree: replicate(states.from_canonical(tree, like)),
+        from_canonical=lambda tree, private=None: replicate(states.from_canonical(tree, like)),
         describe=lambda: describe(mesh, like, "pmap: batch divided, state replicated"),
+        compile=compile,
     )
 
 
 def describe(mesh: Mesh, state: State, layout: str) -> Description:
     """All of the state on each device; gradients by ring all-reduce: each sends 2(n-1)/n of their bytes."""
     devices = tuple(mesh.devices.flat)
-    gradient_bytes = nbytes(state.params)
-    wire_bytes = 2 * (len(devices) - 1) * gradient_bytes // len(devices)
-    return Description(devices, layout, len(devices), gradient_bytes + nbytes(state.optimizer), wire_bytes)
-
-
-def nbytes(tree: Any) -> int:
-    """Bytes of the arrays of a tree, abstract or not."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    memory = {"parameters": nbytes(state.params), "optimizer": nbytes(state.optimizer)}
+    sent = 2 * (len(devices) - 1) / len(devices) * nbytes(state.params)
+    traffic = (Traffic("all-reduce", "float32", DATA, sent),) if len(devices) > 1 else ()
+    return Description(devices, layout, len(devices), memory, traffic)

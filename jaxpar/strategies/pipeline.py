@@ -2,7 +2,7 @@
 
 Every schedule adds up the same gradients, so the training is that of `single` with as many accumulation steps as
 there are microbatches. Schedules are tables (jaxpar/pipeline/schedule.py); one engine runs them all
-(jaxpar/pipeline/engine.py). Replicas of the pipeline on the data axis add up their gradients.
+(jaxpar/pipeline/engine.py). Replicas of the pipeline on the data axis agree on gradients by config.exchange.
 """
 
 import functools
@@ -14,6 +14,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
+from flax import serialization
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
@@ -22,6 +24,8 @@ from jaxpar import models
 from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar.errors import UserError, check_choice, nearest
+from jaxpar.exchange.fuse import AllReduce
+from jaxpar.exchange.reduce import Traffic
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Batch
 from jaxpar.pipeline import partition, schedule, table_file
@@ -35,8 +39,8 @@ from jaxpar.pipeline.table import BW, F, Table, is_training
 from jaxpar.pipeline.timeline import Timeline
 from jaxpar.pipeline.update import Update
 from jaxpar.step import Metrics, Problem
-from jaxpar.strategies.data_parallel import nbytes
-from jaxpar.strategies.strategy import Description, Strategy
+from jaxpar.strategies import exchanges
+from jaxpar.strategies.strategy import Description, Program, Strategy, nbytes, with_shardings
 from jaxpar.tasks import Sums
 
 # Lets XLA see that the branch of an action writes into a stash in place; else it copies whole stashes every clock.
@@ -57,6 +61,7 @@ def num_replicas(config: ConfigDict) -> int:
             f"config.pipeline.trace is {config.pipeline.trace}; it may be the number of a step, or 0 for none"
         )
     replicas = meshes.num_replicas(config)
+    exchanges.check_on_gradients(config, replicas)
     table = build_table(config)
     if config.model.name in models.MODELS:  # the layers' names are the same whatever the data
         model = models.build(config, models.MODELS[config.model.name])
@@ -138,8 +143,9 @@ def build(config: ConfigDict, problem: Problem) -> Strategy:
     divided = NamedSharding(mesh, PartitionSpec(DATA))
     like = jax.eval_shape(partial(states.init, problem.model, problem.optimizer), jax.random.key(0))
     plan = on_devices(lower(table), mesh)
+    all_reduce = exchanges.on_gradients(config, num_data)
     state_and_metrics, replicated = (SPECS, PartitionSpec()), PartitionSpec()
-    one_step = train_step(problem, stages, form, config.pipeline.remat)
+    one_step = train_step(problem, stages, form, all_reduce, config.pipeline.remat)
     step = compiled(one_step, SPECS, state_and_metrics, mesh, donate_argnums=1)
     forward = compiled(evaluate_step(stages, form), PartitionSpec(STAGE), replicated, mesh)
 
@@ -151,39 +157,53 @@ def build(config: ConfigDict, problem: Problem) -> Strategy:
 
     def evaluate(state: PackedState, batch: dict[str, jax.Array]) -> Sums:
         plan = evaluation_plan(len(batch["index"]) // num_data)
-        return forward(plan.shape, state.params, batch, plan.actions, plan.arrivals)
+        return one_at_a_time(forward)(plan.shape, state.params, batch, plan.actions, plan.arrivals)
 
+    one_at_a_time = partial(meshes.one_at_a_time, mesh=mesh)
     timeline = Timeline(config.pipeline.trace)
-    traced_step = train_step(problem, stages, form, config.pipeline.remat, timeline)
+    traced_step = train_step(problem, stages, form, all_reduce, config.pipeline.remat, timeline)
     traced = compiled(traced_step, SPECS, state_and_metrics, mesh, donate_argnums=1)
 
     def train(state: PackedState, batch: dict[str, jax.Array]) -> tuple[PackedState, Metrics]:
         run = traced if timeline.next_step() else step
-        return run(plan.shape, state, batch, plan.actions, plan.arrivals)
+        return one_at_a_time(run)(plan.shape, state, batch, plan.actions, plan.arrivals)
 
-    def from_canonical(tree: states.Canonical) -> PackedState:
+    def with_own(state: PackedState, private: states.Canonical | None = None) -> PackedState:
+        own = fresh_own(all_reduce, form, mesh)
+        if private:
+            own = serialization.from_state_dict(own, private)
+        return state._replace(own=jax.device_put(own, NamedSharding(mesh, SPECS.own)))
+
+    def from_canonical(tree: states.Canonical, private: states.Canonical | None = None) -> PackedState:
         timeline.steps_before(int(tree["step"]))
-        return form.distribute(states.from_canonical(tree, like))
+        return with_own(form.distribute(states.from_canonical(tree, like)), private)
+
+    def compile() -> list[Program]:
+        state = jax.eval_shape(lambda key: with_own(form.init(key)), jax.random.key(0))
+        parts = [with_shardings(part, NamedSharding(mesh, spec)) for part, spec in zip(state, SPECS, strict=True)]
+        batch = with_shardings(problem.batch, divided)
+        return [Program(step.lower(plan.shape, PackedState(*parts), batch, plan.actions, plan.arrivals).compile())]
 
     def report(workdir: Path) -> None:
         if config.pipeline.trace:
             timeline.save(workdir / "timeline.png", config.pipeline.schedule, table)
 
     return Strategy(
-        init=form.init,
+        init=lambda key: with_own(form.init(key)),
         place=lambda rows: {k: jax.make_array_from_process_local_data(divided, v) for k, v in rows.items()},
         step=train,
         evaluate=evaluate,
         to_canonical=lambda state: states.to_canonical(form.gather(state)),
         from_canonical=from_canonical,
-        describe=lambda: describe(config, problem, table, plan.shape, stages, form, mesh),
+        compile=compile,
+        describe=lambda: describe(config, problem, table, plan.shape, stages, form, mesh, all_reduce),
+        to_private=lambda state: serialization.to_state_dict(state.own) if jax.tree.leaves(state.own) else {},
+        private_of=f"{exchanges.name(config)} on {num_data} replicas of {stages.bounds} at {table.stages.tolist()}",
         report=report,
     )
 
 
-def compiled(
-    function: Callable[..., Any], state_specs: Any, out_specs: Any, mesh: Mesh, **options: Any
-) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], state_specs: Any, out_specs: Any, mesh: Mesh, **options: Any) -> Any:
     """(shape, state, batch, actions, arrivals) -> what `function` makes of each device's part of them."""
     staged = PartitionSpec(STAGE)
 
@@ -196,7 +216,7 @@ def compiled(
             check_vma=False,
         )(*arguments)
 
-    return meshes.one_at_a_time(jax.jit(mapped, static_argnums=0, compiler_options=IN_PLACE, **options), mesh)
+    return jax.jit(mapped, static_argnums=0, compiler_options=IN_PLACE, **options)
 
 
 def on_devices(lowered: Lowered, mesh: Mesh) -> Lowered:
@@ -206,26 +226,40 @@ def on_devices(lowered: Lowered, mesh: Mesh) -> Lowered:
     return Lowered(lowered.shape, actions, arrivals)
 
 
+def fresh_own(all_reduce: AllReduce, form: Form, mesh: Mesh) -> Any:
+    """What the exchange of gradients keeps on each replica, at its start."""
+
+    def on_device() -> Any:
+        return jax.tree.map(lambda x: x[None, None], all_reduce.init(form.params.shapes))
+
+    return jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=(), out_specs=SPECS.own, check_vma=False))()
+
+
 def train_step(
-    problem: Problem, stages: Stages, form: Form, remat: str, timeline: Timeline | None = None
+    problem: Problem, stages: Stages, form: Form, all_reduce: AllReduce, remat: str, timeline: Timeline | None = None
 ) -> Callable[..., tuple[PackedState, Metrics]]:
     """A device's part of a step: all actions of the table, then the exchange of gradients and the update."""
 
     def step(
         shape: Shape, state: PackedState, batch: Batch, actions: Any, arrivals: Any
     ) -> tuple[PackedState, Metrics]:
-        state = state._replace(params=own(state.params), optimizer=own(state.optimizer))
+        state = PackedState(state.step, state.key, own(state.params), own(state.optimizer), own(own(state.own)))
         rows = steps.microbatches(batch, shape.num_microbatches)
-        key, weight = steps.dropout_key(state.key, state.step), jax.lax.psum(batch["weights"].sum(), DATA)
+        key = steps.dropout_key(state.key, state.step)
+        weight = jax.lax.pmean(batch["weights"].sum(), DATA)  # so that gradients are replicas' means
         engine = Engine(stages, form.params, shape, remat, steps.abstract(rows, 1), steps.abstract(key), timeline)
-        grads_unreduced, sums_unreduced = engine.run(own((actions, arrivals)), state.params, rows, key, weight)
-        grads, sums = jax.lax.psum(grads_unreduced, DATA), jax.lax.psum(sums_unreduced, (DATA, STAGE))
+        own_grads, own_sums = engine.run(own((actions, arrivals)), state.params, rows, key, weight)
+        faults = 1.0 - jnp.isfinite(optax.tree.norm(own_grads))  # which a code may hide
+        sums, faults = jax.lax.psum((own_sums, faults), (DATA, STAGE))
+        grads, residuals = all_reduce.mean(own_grads, state.own)
         update = Update(problem, stages, form, jax.lax.axis_index(STAGE))
         for tie in update.copied:  # the gradient of an array that several devices use is the sum of theirs
             grads = update.replace(tie, grads, jax.lax.psum(update.part(tie, grads), STAGE))
         grad_norm = jnp.sqrt(jax.lax.psum(update.squares(grads), STAGE))
-        state, metrics = update(state, grads, sums, grad_norm)
-        return state._replace(params=stacked(state.params), optimizer=stacked(state.optimizer)), metrics
+        after, metrics = update(state, grads, sums, jnp.where(faults == 0, grad_norm, jnp.nan))
+        residuals = jax.tree.map(lambda new, old: jnp.where(metrics.finite, new, old), residuals, state.own)
+        packed = stacked((after.params, after.optimizer, stacked(residuals)))
+        return PackedState(after.step, after.key, *packed), metrics
 
     return step
 
@@ -243,7 +277,14 @@ def evaluate_step(stages: Stages, form: Form) -> Callable[..., Sums]:
 
 
 def describe(
-    config: ConfigDict, problem: Problem, table: Table, shape: Shape, stages: Stages, form: Form, mesh: Mesh
+    config: ConfigDict,
+    problem: Problem,
+    table: Table,
+    shape: Shape,
+    stages: Stages,
+    form: Form,
+    mesh: Mesh,
+    all_reduce: AllReduce,
 ) -> Description:
     """What runs where, and what a device sends in a step: a packet over each wire in every clock, and its gradients."""
     num_data = mesh.shape[DATA]
@@ -254,9 +295,12 @@ def describe(
     inputs = problem.model.inputs(problem.batch)
     packet = max((nbytes(inputs[begin]) for begin in stages.bounds[1:-1]), default=0)
     packet //= num_data * table.num_microbatches
-    wire_bytes = len(shape.wires) * table.num_clocks * packet
-    wire_bytes += 2 * (num_data - 1) * form.params.nbytes // num_data  # all-reduce over replicas
+    dtype = jnp.dtype(inputs[stages.bounds[1]].dtype).name if table.num_stages > 1 else "float32"
+    permutes = Traffic("collective-permute", dtype, STAGE, len(shape.wires) * table.num_clocks * packet)
+    traffic = [permutes, *all_reduce.traffic(form.params.shapes)]
     copied = {(tie.source, tie.source_name) for device in stages.examples for tie in stages.copies(device)}
     copied_bytes = nbytes([problem.model.shapes[layer][name] for layer, name in sorted(copied)])
-    wire_bytes += 2 * (table.num_devices - 1) * copied_bytes // table.num_devices  # and over stages, of tied arrays
-    return Description(tuple(mesh.devices.flat), layout, num_data, form.nbytes, wire_bytes)
+    shared = 2 * (table.num_devices - 1) / table.num_devices * copied_bytes  # the gradients of tied arrays
+    traffic.append(Traffic("all-reduce", "float32", STAGE, shared))
+    memory = {"parameters": form.params.nbytes, "optimizer": form.optimizer.nbytes}
+    return Description(tuple(mesh.devices.flat), layout, num_data, memory, tuple(traffic))

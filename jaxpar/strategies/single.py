@@ -5,6 +5,7 @@ from ml_collections import ConfigDict
 from jaxpar import mesh
 from jaxpar.errors import UserError
 from jaxpar.step import Problem
+from jaxpar.strategies import exchanges
 from jaxpar.strategies.data_parallel import MICROBATCHES, build_sharding, num_microbatches
 from jaxpar.strategies.strategy import Strategy
 
@@ -18,6 +19,11 @@ def num_replicas(config: ConfigDict) -> int:
         raise UserError(
             f"config.mesh.data is {config.mesh.data}; it may be 1 or -1 with config.strategy='single' "
             "(config.strategy='data_parallel' uses several devices)"
+        )
+    if config.exchange != "ddp" or exchanges.given(config):
+        raise UserError(
+            f"config.exchange is {exchanges.name(config)!r}; it may be 'ddp' without options with "
+            "config.strategy='single', where there is nobody to exchange with"
         )
     return 1
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxpar.exchange.reduce import Traffic
 from jaxpar.state import Canonical
 from jaxpar.step import Metrics
 from jaxpar.tasks import Sums
@@ -18,8 +19,42 @@ class Description(NamedTuple):
     devices: tuple[jax.Device, ...]
     layout: str  # in words
     num_replicas: int  # ways a batch is divided
-    state_bytes: int  # parameters and optimizer state on the fullest device
-    wire_bytes: int  # sent by each device in a step
+    memory: Mapping[str, int]  # bytes of state on the fullest device: parameters, optimizer, own (of the exchange)
+    traffic: tuple[Traffic, ...]  # what a device sends in a step, in theory; but for figures, such as the loss
+
+    @property
+    def state_bytes(self) -> int:
+        """On the fullest device."""
+        return sum(self.memory.values())
+
+    @property
+    def wire_bytes(self) -> int:
+        """Sent by a device in a step."""
+        return round(sum(one.nbytes for one in self.traffic))
+
+
+class Program(NamedTuple):
+    """A compiled program of a step.
+
+    Attributes:
+      compiled: what XLA made of it.
+      branches: by the name of a conditional, in which share of the steps each of its branches is taken.
+    """
+
+    compiled: jax.stages.Compiled
+    branches: Mapping[str, tuple[float, ...]] = {}
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of the arrays of a tree, abstract or not."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def with_shardings(tree: Any, shardings: Any) -> Any:
+    """Abstract arrays with these shardings; `shardings`: of each, or one for all."""
+    if isinstance(shardings, jax.sharding.Sharding):
+        shardings = jax.tree.map(lambda _: shardings, tree)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
 
 class Strategy(NamedTuple):
@@ -30,6 +65,9 @@ class Strategy(NamedTuple):
     step: Callable[[Any, Any], tuple[Any, Metrics]]  # (state, batch) -> (state, metrics); the old state is donated
     evaluate: Callable[[Any, Any], Sums]  # (state, batch) -> sums
     to_canonical: Callable[[Any], Canonical]
-    from_canonical: Callable[[Canonical], Any]  # leaves may be NumPy arrays
+    from_canonical: Callable[..., Any]  # (tree, private=None) -> state; leaves may be NumPy arrays
     describe: Callable[[], Description]
+    compile: Callable[[], list[Program]]  # a step's programs, for the problem's batch, without running them
+    to_private: Callable[[Any], Canonical] = lambda state: {}  # what of the state is not in the canonical one
+    private_of: str = ""  # only a strategy of which this is the same can go on with it
     report: Callable[[Path], None] = lambda workdir: None  # writes what it has to show at the end of a run

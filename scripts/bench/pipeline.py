@@ -30,8 +30,7 @@ import jax
 from jaxpar import config as configs
 from jaxpar import data, flops, mesh
 from jaxpar.step import abstract
-from scripts.bench import pipeline_memory
-from scripts.bench.executed import Program
+from scripts.bench import executed, pipeline_memory
 from scripts.bench.pipeline_case import (
     BERT,
     FAST,
@@ -71,17 +70,17 @@ def executed_flops(options: Options) -> None:
     p, maker = options.stages[0], options.maker
     m = 4 * p
     single = maker.single(m)
-    reference = Program(compiled(single, FAST).text).flops()
+    reference = executed.flops(compiled(single, FAST).text)
     counted = 3 * flops.forward_flops(single.problem.model.apply, single.problem.model.shapes, abstract(single.rows))
     report("a", "single device: executed / three forward passes, by the jaxpr", reference / counted, "about 1")
     for remat in REMATS:
         for schedule in SCHEDULES:
             case = maker.pipeline(p, schedule, remat)
             shares = partial(of_switch, shares=Parts(case).shares())
-            total = p * Program(compiled(case, FAST).text).flops(shares)
+            total = p * executed.flops(compiled(case, FAST).text, shares)
             what = f"{schedule}, {p} stages, remat {remat}"
             report("a", what, total / reference / REMAT_FLOPS[remat], "at most 1.02")
-        masked = p * Program(compiled(maker.scan_and_mask(p, remat), FAST).text).flops()
+        masked = p * executed.flops(compiled(maker.scan_and_mask(p, remat), FAST).text)
         theory = f"blocks in theory (m+p-1)/m = {(m + p - 1) / m:.3f}"
         report("a", f"scan and mask, {p} stages, remat {remat}", masked / reference / REMAT_FLOPS[remat], theory)
 

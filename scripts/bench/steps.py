@@ -46,7 +46,9 @@ def arguments_of(arguments: list[str]) -> tuple[str, list[str]]:
 def make_problem(config: ConfigDict, info: data.DataInfo, rows: Mapping[str, np.ndarray]) -> Problem:
     """The problem of a config, at a constant learning rate."""
     transform = optimizer.build(config, lambda step: 1e-3)
-    return Problem(models.build(config, info), transform, config.optimizer.accumulation_steps, abstract(dict(rows)))
+    return Problem(
+        models.build(config, info), transform, config.optimizer.accumulation_steps, abstract(dict(rows)), 1000
+    )
 
 
 def measure(

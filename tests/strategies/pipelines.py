@@ -119,7 +119,7 @@ def make_problem(config: ConfigDict, task: Task) -> Problem:
         strategies.check(config)
         model = models.build(config, info if task.task == "classification" else info._replace(num_classes=0))
     rule = optimizer.build(config, optimizer.build_schedule(config, NUM_STEPS))
-    return Problem(model, rule, config.optimizer.accumulation_steps, abstract(make_batch(task, 0)))
+    return Problem(model, rule, config.optimizer.accumulation_steps, abstract(make_batch(task, 0)), NUM_STEPS)
 
 
 def make(task: Task, *overrides: str) -> Strategy:

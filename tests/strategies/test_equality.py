@@ -78,6 +78,7 @@ def outcome(variant: str, optimizer_name: str) -> Outcome:
         optimizer.build(config, schedule),
         config.optimizer.accumulation_steps,
         abstract(batch(0)),
+        NUM_STEPS,
     )
     strategy = strategies.build(config, problem)
     state = strategy.init(jax.random.key(0))

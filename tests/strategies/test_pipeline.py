@@ -95,10 +95,10 @@ LARGE_CASES = [Case("1f1b", 8, 2, GPT_8, "none"), Case("zb_v", 8, 2, DEEP_BERT, 
 ONE_STAGE_CASES = [Case("1f1b", 1, 1, GPT_SGD, "none"), Case("zb_v", 1, 2, BERT_SGD, "full")]
 
 
-def assert_equal(got: Outcome, expected: Outcome) -> None:
+def assert_equal(got: Outcome, expected: Outcome, norm_error: float = 1e-6) -> None:
     """To 1e-6 relative, of arrays: of each as a whole; the gradient of one step to 2e-6."""
     np.testing.assert_allclose(got.losses, expected.losses, rtol=1e-6)
-    np.testing.assert_allclose(got.norms, expected.norms, rtol=1e-6)
+    np.testing.assert_allclose(got.norms, expected.norms, rtol=norm_error)
     assert got.params.keys() == expected.params.keys()
     assert got.gradients.keys() == expected.gradients.keys() and len(got.gradients) == len(got.params)
     # A key's bias adds the same to all scores of a query, so its gradient is zero but for rounding.
@@ -122,7 +122,9 @@ def test_all_pairs_are_covered() -> None:
 
 @pytest.mark.parametrize("case", CASES + ONE_STAGE_CASES, ids=str)
 def test_equals_single(case: Case) -> None:
-    assert_equal(outcome(case.task, *case.overrides), outcome(case.task))
+    # Through 14 blocks of convolutions and norms more is lost in rounding.
+    norm_error = 2e-6 if case.task.model == "resnet" and case.task.layers == 14 else 1e-6
+    assert_equal(outcome(case.task, *case.overrides), outcome(case.task), norm_error)
 
 
 def test_training_learns_and_dropout_is_on() -> None:

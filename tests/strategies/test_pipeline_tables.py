@@ -8,6 +8,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxpar import mesh as meshes
+from jaxpar.exchange.presets import ddp
+from jaxpar.exchange.reduce import Axis
 from jaxpar.pipeline import partition
 from jaxpar.pipeline.lowering import lower
 from jaxpar.pipeline.schedule import build
@@ -100,8 +102,9 @@ def test_tables_of_one_shape_share_a_program(monkeypatch: pytest.MonkeyPatch) ->
             super().__init__(*args, **options)
 
     monkeypatch.setattr(strategy, "Engine", Engine)
-    one_step = strategy.train_step(problem, stages, form, "none")
-    step = strategy.compiled(one_step, SPECS, (SPECS, PartitionSpec()), mesh, donate_argnums=1)
+    one_step = strategy.train_step(problem, stages, form, ddp(Axis("data", 1)), "none")
+    jitted = strategy.compiled(one_step, SPECS, (SPECS, PartitionSpec()), mesh, donate_argnums=1)
+    step = meshes.one_at_a_time(jitted, mesh)
     piped = make(TASK, *pipeline("gpipe", p, f"--config.pipeline.num_microbatches={m}"))
     after = {}
     for name, table in tables.items():

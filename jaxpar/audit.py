@@ -1,0 +1,139 @@
+"""What the compiled programs of a step send and hold, next to what the theory of its strategy says."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxpar import hlo
+from jaxpar.strategies import Description
+from jaxpar.strategies.strategy import Program
+
+# By operation: what a device sends of its operands' bytes, in a group of g devices; by the ring algorithms.
+SENT = {
+    "all-reduce": lambda g: 2 * (g - 1) / g,
+    "reduce-scatter": lambda g: (g - 1) / g,
+    "all-gather": lambda g: g - 1,
+    "all-to-all": lambda g: (g - 1) / g,
+    "collective-permute": lambda g: 1,
+}
+FIGURES = "figures"  # single numbers: the loss, norms, weights of batches
+TOLERANCE = 1.05
+
+
+class Row(NamedTuple):
+    """One kind of collective: bytes that a device sends in a step.
+
+    Attributes:
+      axis: of the mesh; or the groups of devices, where they are of no axis.
+      number: of collectives a step, for what a program may have put together.
+      theory: None: no formula has such a collective.
+    """
+
+    kind: str
+    axis: str
+    dtype: str
+    number: float
+    nbytes: float
+    theory: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Of the bytes to those of theory."""
+        return self.nbytes / self.theory if self.theory else None
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether theory has as much."""
+        return self.kind == "copy" or self.dtype == FIGURES or (self.ratio is not None and self.ratio <= TOLERANCE)
+
+
+def audit(programs: Sequence[Program], description: Description, mesh: Mapping[str, int]) -> list[Row]:
+    """What the programs send, by kind; and what theory has that they do not.
+
+    Args:
+      programs: of a step.
+      description: of the strategy.
+      mesh: size by axis, the slowest first.
+    """
+    measured: dict[tuple[str, str, str], list[float]] = {}
+    for program in programs:
+        text, branches = program.compiled.as_text(), program.branches
+        assert text is not None
+        for (kind, groups, dtype), (count, nbytes) in _collectives(text, branches).items():
+            entry = measured.setdefault((kind, axis_of(groups, mesh), dtype), [0.0, 0.0])
+            entry[0], entry[1] = entry[0] + count, entry[1] + nbytes
+    theory: dict[tuple[str, str, str], float] = {}
+    for one in description.traffic:
+        key = (one.kind, one.axis, one.dtype)
+        theory[key] = theory.get(key, 0.0) + one.nbytes
+    keys = sorted(measured.keys() | {key for key, nbytes in theory.items() if nbytes})
+    rows = [(key, measured.get(key, [0.0, 0.0]), theory.get(key)) for key in keys]
+    return [Row(*key, number, nbytes, expected) for key, (number, nbytes), expected in rows]
+
+
+def _collectives(text: str, branches: Mapping[str, tuple[float, ...]]) -> dict[Any, tuple[float, float]]:
+    """(kind, groups, dtype) -> number of them, and bytes a device sends in a step."""
+
+    def value(instruction: hlo.Instruction, operands: Sequence[hlo.Array]) -> Mapping[Any, float] | None:
+        kind = instruction.operation.removesuffix("-start")
+        if kind not in SENT:
+            return None
+        groups = _groups(instruction)
+        counts: dict[Any, float] = {}
+        for array in operands:
+            is_figure = math.prod(array.dims) == 1 and kind == "all-reduce"
+            key = (kind, groups, FIGURES if is_figure else hlo.NAMES.get(array.dtype, array.dtype))
+            size = max(len(group) for group in groups) if groups else 1
+            counts["bytes", *key] = counts.get(("bytes", *key), 0.0) + SENT[kind](size) * array.nbytes
+            counts["count", *key] = 1.0
+        return counts
+
+    def shares(source: str) -> Sequence[float] | None:
+        names = [name for name in branches if f"/{name}/" in source]
+        return branches[names[-1]] if names else None
+
+    total: Any = hlo.Program(text).total(value, shares)
+    return {key[1:]: (total["count", *key[1:]], nbytes) for key, nbytes in total.items() if key[0] == "bytes"}
+
+
+def _groups(instruction: hlo.Instruction) -> tuple[tuple[int, ...], ...]:
+    """Devices that exchange with each other. Of a permute: those that its pairs join."""
+    if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", instruction.line):
+        found = re.findall(r"\{?(\d+),(\d+)", pairs[1])
+        return tuple(sorted(tuple(sorted(group)) for group in _joined([(int(a), int(b)) for a, b in found])))
+    if listed := re.search(r"replica_groups=\{(\{.*?\})\}", instruction.line):
+        groups = [tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1])]
+        return tuple(sorted(groups))
+    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", instruction.line):
+        shape, dims, order = [[int(x) for x in part.split(",")] if part else [] for part in iota.groups()]
+        numbers = np.arange(math.prod(dims)).reshape(dims).transpose(order or range(len(dims))).reshape(shape)
+        return tuple(sorted(tuple(sorted(row)) for row in numbers.tolist()))
+    return ()
+
+
+def _joined(pairs: Sequence[tuple[int, int]]) -> list[set[int]]:
+    groups: list[set[int]] = []
+    for pair in pairs:
+        own = set(pair).union(*[group for group in groups if group & set(pair)])
+        groups = [group for group in groups if not group & own] + [own]
+    return groups
+
+
+def axis_of(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> str:
+    """The mesh axis along which the groups lie: all of each in one line of it. Else the groups, in words."""
+    numbers = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
+    for index, (axis, size) in enumerate(mesh.items()):
+        lines = np.moveaxis(numbers, index, -1).reshape(-1, size)
+        if size > 1 and all(any(set(group) <= set(line) for line in lines.tolist()) for group in groups):
+            return axis
+    return "+".join(axis for axis, size in mesh.items() if size > 1) if len(groups) == 1 else str(groups)
+
+
+def memory(programs: Sequence[Program], description: Description) -> Iterator[tuple[str, int]]:
+    """Bytes by what they are, on the fullest device."""
+    yield from description.memory.items()
+    analyses = [program.compiled.memory_analysis() for program in programs]
+    yield "temporary", max(analysis.temp_size_in_bytes for analysis in analyses if analysis is not None)

@@ -1,0 +1,217 @@
+"""Compressors: a vector in fewer bytes, and back.
+
+A `Compressor` may keep a state, which is the sender's own. `error_feedback` and `momentum` make one of another.
+A value that is not finite makes decoded values that are not finite either (`topk` and `randomk`: once it is sent).
+
+Dims: L elements of a vector.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Payload = tuple[jax.Array, ...]  # what goes over the wire
+
+
+class Compressor(NamedTuple):
+    """A lossy code of float32 vectors.
+
+    Attributes:
+      init: (L, key) -> state of the sender. key: differs between senders.
+      encode: ([L], state) -> (payload, state).
+      decode: (payload, L) -> [L].
+    """
+
+    init: Callable[[int, jax.Array], Any]
+    encode: Callable[[jax.Array, Any], tuple[Payload, Any]]
+    decode: Callable[[Payload, int], jax.Array]
+
+    def payload(self, length: int) -> Payload:
+        """Shapes and dtypes of what a vector of that length becomes."""
+
+        def encode(x: jax.Array) -> Payload:
+            return self.encode(x, self.init(length, jax.random.key(0)))[0]
+
+        result: Payload = jax.eval_shape(encode, jax.ShapeDtypeStruct((length,), jnp.float32))
+        return result
+
+
+def _no_state(length: int, key: jax.Array) -> Any:
+    return ()
+
+
+def min_max_uint8() -> Compressor:
+    """Bagua's MinMaxUInt8: a byte for each element, between the least and the largest.
+
+    Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", 2021, section 3.2. Where the values
+    are equal, or so large that floats next to them differ by more than the steps of the code, a quotient may come out
+    one step beyond a byte: it is held to 0 .. 255.
+    """
+
+    def scale(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
+        s = 255 / (high - low + 1e-7)
+        return s, jnp.rint(high * s) - 255
+
+    def encode(x: jax.Array, state: Any) -> tuple[Payload, Any]:
+        low, high = jnp.min(x), jnp.max(x)
+        s, lower = scale(low, high)
+        q = jnp.clip(jnp.rint(x * s) - lower, 0, 255)
+        return (q.astype(jnp.uint8), jnp.stack([low, high])), state
+
+    def decode(payload: Payload, length: int) -> jax.Array:
+        q, (low, high) = payload
+        s, lower = scale(low, high)
+        return (q.astype(jnp.float32) + lower) / s
+
+    return Compressor(_no_state, encode, decode)
+
+
+def onebit(norm: str = "mean", block: int = 0) -> Compressor:
+    """The signs, a bit each, and a scale.
+
+    Seide et al., "1-Bit Stochastic Gradient Descent", 2014; Tang et al., "1-bit Adam", 2021, section 4.
+
+    Args:
+      norm: the scale: "mean" of |x| (BytePS), or "l2": |x|_2 / sqrt(L) (DeepSpeed).
+      block: elements that share a scale; 0: all.
+    """
+
+    def scale(blocks: jax.Array, count: jax.Array) -> jax.Array:
+        """Without overflow where the values are finite; [blocks, 1]."""
+        largest = jnp.max(jnp.abs(blocks), axis=1, keepdims=True)
+        scaled = jnp.abs(blocks) / jnp.where(largest > 0, largest, 1)
+        sums = jnp.sum(scaled if norm == "mean" else scaled**2, axis=1, keepdims=True) / count
+        return largest * (sums if norm == "mean" else jnp.sqrt(sums))
+
+    def split(length: int) -> tuple[int, int]:
+        size = min(block or length, length)
+        return -(-length // size), size
+
+    def encode(x: jax.Array, state: Any) -> tuple[Payload, Any]:
+        number, size = split(len(x))
+        blocks = jnp.pad(x, (0, number * size - len(x))).reshape(number, size)
+        count = jnp.minimum(size, len(x) - size * jnp.arange(number))[:, None]
+        return (jnp.packbits(x >= 0), scale(blocks, count)[:, 0]), state
+
+    def decode(payload: Payload, length: int) -> jax.Array:
+        bits, scales = payload
+        signs = 2 * jnp.unpackbits(bits, count=length).astype(jnp.float32) - 1
+        number, size = split(length)
+        return signs * jnp.broadcast_to(scales[:, None], (number, size)).reshape(-1)[:length]
+
+    return Compressor(_no_state, encode, decode)
+
+
+def topk(ratio: float) -> Compressor:
+    """The largest ceil(ratio L) in size, and where they are. Aji and Heafield, "Sparse Communication", 2017."""
+
+    def encode(x: jax.Array, state: Any) -> tuple[Payload, Any]:
+        indices = jax.lax.top_k(jnp.abs(x), math.ceil(ratio * len(x)))[1].astype(jnp.int32)
+        return (x[indices], indices), state
+
+    return Compressor(_no_state, encode, _scatter)
+
+
+def randomk(ratio: float) -> Compressor:
+    """ceil(ratio L) random ones, others each time, and where they are. Stich et al., "Sparsified SGD", 2018."""
+
+    def encode(x: jax.Array, state: Any) -> tuple[Payload, Any]:
+        now, state = _next_key(state)
+        indices = jax.random.permutation(now, len(x))[: math.ceil(ratio * len(x))].astype(jnp.int32)
+        return (x[indices], indices), state
+
+    return Compressor(_key_data, encode, _scatter)
+
+
+def dithering(levels: int) -> Compressor:
+    """Rounded at random to one of so many levels up to the largest, so that the mean is right.
+
+    Alistarh et al., "QSGD", 2017, section 3.1, with the largest value in the place of the norm.
+    A level is a signed byte: no more than 127.
+    """
+
+    def encode(x: jax.Array, state: Any) -> tuple[Payload, Any]:
+        now, state = _next_key(state)
+        largest = jnp.max(jnp.abs(x))
+        exact = x / jnp.where(largest > 0, largest, 1) * levels
+        q = jnp.floor(exact + jax.random.uniform(now, x.shape))
+        return (jnp.clip(q, -levels, levels).astype(jnp.int8), largest[None]), state
+
+    def decode(payload: Payload, length: int) -> jax.Array:
+        q, largest = payload
+        return q.astype(jnp.float32) / levels * largest
+
+    return Compressor(_key_data, encode, decode)
+
+
+def error_feedback(compressor: Compressor) -> Compressor:
+    """What a code loses is added to the next vector: what was sent and what is left add up to all there was.
+
+    Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, algorithm 1.
+    """
+
+    def init(length: int, key: jax.Array) -> Any:
+        return {"residual": jnp.zeros(length), "code": compressor.init(length, key)}
+
+    def encode(x: jax.Array, state: Any) -> tuple[Payload, Any]:
+        x = x + state["residual"]
+        payload, code = compressor.encode(x, state["code"])
+        return payload, {"residual": x - compressor.decode(payload, len(x)), "code": code}
+
+    return Compressor(init, encode, compressor.decode)
+
+
+def momentum(compressor: Compressor, mu: float) -> Compressor:
+    """Nesterov's momentum before the code: m = mu m + x, and x + mu m is sent.
+
+    Zheng et al., "Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback", 2019.
+    """
+
+    def init(length: int, key: jax.Array) -> Any:
+        return {"momentum": jnp.zeros(length), "code": compressor.init(length, key)}
+
+    def encode(x: jax.Array, state: Any) -> tuple[Payload, Any]:
+        m = mu * state["momentum"] + x
+        payload, code = compressor.encode(x + mu * m, state["code"])
+        return payload, {"momentum": m, "code": code}
+
+    return Compressor(init, encode, compressor.decode)
+
+
+def to_bytes(payload: Payload) -> jax.Array:
+    """The payload as one vector of bytes, as it goes over the wire."""
+    return jnp.concatenate([jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(-1) for x in payload])
+
+
+def from_bytes(vector: jax.Array, like: Payload) -> Payload:
+    """The payload that `to_bytes` took; like: its shapes and dtypes."""
+    payload, offset = [], 0
+    for leaf in like:
+        size, width = math.prod(leaf.shape), leaf.dtype.itemsize
+        own = vector[offset : offset + size * width]
+        own = own.reshape(*leaf.shape, width) if width > 1 else own.reshape(leaf.shape)
+        payload.append(jax.lax.bitcast_convert_type(own, leaf.dtype))
+        offset += size * width
+    return tuple(payload)
+
+
+def nbytes(payload: Payload) -> int:
+    """Of a payload, or of its shapes."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in payload)
+
+
+def _scatter(payload: Payload, length: int) -> jax.Array:
+    values, indices = payload
+    return jnp.zeros(length).at[indices].set(values)
+
+
+def _key_data(length: int, key: jax.Array) -> jax.Array:
+    return jax.random.key_data(key)
+
+
+def _next_key(data: jax.Array) -> tuple[jax.Array, jax.Array]:
+    now, later = jax.random.split(jax.random.wrap_key_data(data))
+    return now, jax.random.key_data(later)

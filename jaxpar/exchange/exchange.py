@@ -1,0 +1,133 @@
+"""An exchange: how replicas agree, around any optimizer of optax.
+
+Its functions are for use inside `shard_map` over the axis of the replicas. Gradients that come in are each replica's
+own mean; what the exchange gives back is the update of the parameters that the replica holds.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpar.exchange.fuse import AllReduce
+from jaxpar.exchange.reduce import Axis, Traffic
+
+# Where parameters, or the optimizer's state, are.
+REPLICATED, OWN, SHARDED = "replicated", "own", "sharded"
+EVERY = "every_so_many_passes"  # names a branch in compiled programs
+
+
+class DistributedState(NamedTuple):
+    """State of an optimizer with an exchange around it.
+
+    Attributes:
+      optimizer: as the optimizer alone would have it.
+      own: what belongs to this replica: residuals, copies of neighbours' weights.
+    """
+
+    optimizer: Any
+    own: Any
+
+
+class Update(NamedTuple):
+    """What an exchange made of gradients.
+
+    Attributes:
+      updates: to be added to the parameters.
+      state: the next.
+      grad_norm: of the gradient that replicas agreed on; where they do not, root mean square over their norms.
+    """
+
+    updates: Any
+    state: DistributedState
+    grad_norm: jax.Array
+
+
+class Exchange(NamedTuple):
+    """An optimizer with an exchange around it.
+
+    Attributes:
+      init: params -> DistributedState.
+      update: (grads, state, params) -> Update.
+      traffic: (params or their shapes, microbatches) -> what a device sends in a step, but for scalars.
+      params: where parameters are: REPLICATED; OWN: each replica has other ones; SHARDED: 1/n of each on a replica.
+      optimizer: where the optimizer's state is, likewise.
+      scatter: gradients of a microbatch -> what of them is added up here; None: all.
+      fetch: (shapes of a layer's arrays, what the replica holds of them) -> the arrays; None: it holds them.
+      branches: by the name of a conditional in the compiled program, in which share of the steps each branch is taken.
+      offload: whether the optimizer's state is in the host's memory between steps.
+    """
+
+    init: Callable[[Any], DistributedState]
+    update: Callable[[Any, DistributedState, Any], Update]
+    traffic: Callable[[Any, int], list[Traffic]]
+    params: str = REPLICATED
+    optimizer: str = REPLICATED
+    scatter: Callable[[Any], Any] | None = None
+    fetch: Callable[[Any, Any], Any] | None = None
+    branches: Mapping[str, tuple[float, ...]] = {}
+    offload: bool = False
+
+
+def averaged(axis: Axis, all_reduce: AllReduce, optimizer: optax.GradientTransformation) -> Exchange:
+    """Replicas agree on the gradient; then each takes the same step."""
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def update(grads: Any, state: DistributedState, params: Any) -> Update:
+        grads, own = all_reduce.mean(grads, state.own)
+        grad_norm = optax.tree.norm(grads)
+        updates, inner = optimizer.update(grads, state.optimizer, params, grad_norm=grad_norm)
+        return Update(updates, DistributedState(inner, own), grad_norm)
+
+    return Exchange(
+        lambda params: DistributedState(optimizer.init(params), all_reduce.init(params)),
+        update,
+        lambda params, num_microbatches: all_reduce.traffic(params),
+    )
+
+
+def every(axis: Axis, num_passes: int, exchange: Exchange) -> Exchange:
+    """Adds up the gradients of so many backward passes, then exchanges their mean; between, parameters stay.
+
+    Horovod's backward_passes_per_step.
+    """
+
+    def init(params: Any) -> DistributedState:
+        state = exchange.init(params)
+        sums = jax.tree.map(jnp.zeros_like, params)
+        return state._replace(own={"passes": jnp.zeros((), jnp.int32), "sums": sums, "inner": state.own})
+
+    def update(grads: Any, state: DistributedState, params: Any) -> Update:
+        sums = jax.tree.map(jnp.add, state.own["sums"], grads)
+        passes = state.own["passes"] + 1
+        inner = DistributedState(state.optimizer, state.own["inner"])
+
+        def step() -> tuple[Any, Any, DistributedState]:
+            made = exchange.update(jax.tree.map(lambda x: x / num_passes, sums), inner, params)
+            return made.updates, jax.tree.map(jnp.zeros_like, sums), made.state
+
+        def wait() -> tuple[Any, Any, DistributedState]:
+            return jax.tree.map(jnp.zeros_like, params), sums, inner
+
+        with jax.named_scope(EVERY):
+            updates, sums, inner = jax.lax.cond(passes == num_passes, step, wait)
+        own = {"passes": passes % num_passes, "sums": sums, "inner": inner.own}
+        return Update(updates, DistributedState(inner.optimizer, own), mean_norm(axis, grads))
+
+    def traffic(params: Any, num_microbatches: int) -> list[Traffic]:
+        return shared(exchange.traffic(params, num_microbatches), 1 / num_passes)
+
+    branches = {**exchange.branches, EVERY: (1 - 1 / num_passes, 1 / num_passes)}
+    return exchange._replace(init=init, update=update, traffic=traffic, branches=branches)
+
+
+def shared(traffic: list[Traffic], share: float) -> list[Traffic]:
+    """Of exchanges that are in this share of the steps."""
+    return [one._replace(nbytes=one.nbytes * share) for one in traffic]
+
+
+def mean_norm(axis: Axis, grads: Any) -> jax.Array:
+    """Root mean square over replicas of the norms of their own gradients."""
+    return jnp.sqrt(jax.lax.psum(optax.tree.norm(grads) ** 2, axis.name) / axis.size)

@@ -1,0 +1,99 @@
+"""From trees to the vectors that go over the wire: small arrays share one, large ones may be cut."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.exchange.reduce import Reducer, Traffic
+
+
+class Piece(NamedTuple):
+    """Elements start to stop of a leaf, flat."""
+
+    leaf: int
+    start: int
+    stop: int
+
+
+class AllReduce(NamedTuple):
+    """How replicas come to the mean of a tree.
+
+    Attributes:
+      init: tree of arrays, or of their shapes -> state of this replica.
+      mean: (tree, state) -> (about the mean over replicas, state).
+      traffic: tree -> what a device sends.
+    """
+
+    init: Callable[[Any], Any]
+    mean: Callable[[Any, Any], tuple[Any, Any]]
+    traffic: Callable[[Any], list[Traffic]]
+
+
+def fused(reducer: Reducer, num_bytes: int, *, cut: bool = False, backwards: bool = True) -> AllReduce:
+    """The reducer, on vectors of up to `num_bytes` bytes each.
+
+    A vector depends on its own leaves alone, so that it can be on the wire as soon as the backward pass has made them.
+
+    Args:
+      reducer: for each vector.
+      num_bytes: of a vector; a larger leaf makes one of its own.
+      cut: a larger leaf is cut instead.
+      backwards: vectors begin with the last leaf, whose gradient is ready first.
+    """
+
+    def plan(leaves: Sequence[Any]) -> list[list[Piece]]:
+        return buckets(leaves, num_bytes, cut=cut, backwards=backwards)
+
+    def init(tree: Any) -> Any:
+        return tuple(reducer.init(_padded(bucket, reducer.multiple)) for bucket in plan(jax.tree.leaves(tree)))
+
+    def mean(tree: Any, state: Any) -> tuple[Any, Any]:
+        leaves, structure = jax.tree.flatten(tree)
+        parts: list[list[tuple[int, jax.Array]]] = [[] for _ in leaves]
+        states = []
+        for bucket, own in zip(plan(leaves), state, strict=True):
+            vector, own = reducer.mean(_pack(leaves, bucket, reducer.multiple), own)
+            states.append(own)
+            offset = 0
+            for leaf, start, stop in bucket:
+                parts[leaf].append((start, vector[offset : offset + stop - start]))
+                offset += stop - start
+        whole = [jnp.concatenate([x for _, x in sorted(part, key=lambda item: item[0])]) for part in parts]
+        shaped = [vector.reshape(leaf.shape) for vector, leaf in zip(whole, leaves, strict=True)]
+        return jax.tree.unflatten(structure, shaped), tuple(states)
+
+    def traffic(tree: Any) -> list[Traffic]:
+        leaves = jax.tree.leaves(tree)
+        lengths = [(_padded(bucket, reducer.multiple), leaves[bucket[0].leaf].dtype) for bucket in plan(leaves)]
+        return [traffic for length, dtype in lengths for traffic in reducer.traffic(length, dtype)]
+
+    return AllReduce(init, mean, traffic)
+
+
+def buckets(leaves: Sequence[Any], num_bytes: int, *, cut: bool, backwards: bool) -> list[list[Piece]]:
+    """Which pieces of which leaves share a vector: consecutive ones of one dtype."""
+    result: list[list[Piece]] = []
+    used, dtype = 0, None
+    for number in reversed(range(len(leaves))) if backwards else range(len(leaves)):
+        leaf, start = leaves[number], 0
+        limit = max(1, num_bytes // leaf.dtype.itemsize)
+        while start < leaf.size:
+            if not result or leaf.dtype != dtype or used == limit or (used + leaf.size > limit and not cut):
+                result.append([])
+                used, dtype = 0, leaf.dtype
+            stop = min(leaf.size, start + limit - used) if cut else leaf.size
+            result[-1].append(Piece(number, start, stop))
+            used, start = used + stop - start, stop
+    return result
+
+
+def _padded(bucket: Sequence[Piece], multiple: int) -> int:
+    length = sum(stop - start for _, start, stop in bucket)
+    return -(-length // multiple) * multiple
+
+
+def _pack(leaves: Sequence[jax.Array], bucket: Sequence[Piece], multiple: int) -> jax.Array:
+    vector = jnp.concatenate([leaves[leaf].reshape(-1)[start:stop] for leaf, start, stop in bucket])
+    return jnp.pad(vector, (0, _padded(bucket, multiple) - len(vector)))

@@ -1,0 +1,152 @@
+"""Exchanges in which every replica has weights of its own, and they are drawn together.
+
+Gradients are never exchanged: a replica takes the step of its own one, and weights travel. `x` is a replica's weights.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpar.exchange.compress import Compressor, from_bytes, nbytes, to_bytes
+from jaxpar.exchange.exchange import OWN, DistributedState, Exchange, Update, mean_norm, shared
+from jaxpar.exchange.fuse import AllReduce
+from jaxpar.exchange.reduce import Axis, Traffic
+
+PEER, AVERAGE = "peer", "average"  # name branches in compiled programs
+# (updates, params, own state) -> (updates, own state)
+Mix = Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+def mixed(
+    axis: Axis,
+    optimizer: optax.GradientTransformation,
+    mix: Mix,
+    init_own: Callable[[Any], Any],
+    traffic: Callable[[Any, int], list[Traffic]],
+    branches: Mapping[str, tuple[float, ...]] = {},
+) -> Exchange:
+    """Each replica takes its own optimizer's step from its own gradient; `mix` adds what draws weights together."""
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def update(grads: Any, state: DistributedState, params: Any) -> Update:
+        updates, inner = optimizer.update(grads, state.optimizer, params)
+        updates, own = mix(updates, params, state.own)
+        return Update(updates, DistributedState(inner, own), mean_norm(axis, grads))
+
+    def init(params: Any) -> DistributedState:
+        return DistributedState(optimizer.init(params), init_own(params))
+
+    return Exchange(init, update, traffic, params=OWN, optimizer=OWN, branches=branches)
+
+
+def decentralized(axis: Axis, optimizer: optax.GradientTransformation) -> Exchange:
+    """x = (x + x_peer) / 2 + step: with another peer each time.
+
+    Bagua's decentralized algorithm with peers "shift_one" (Gan et al., 2021, section 3.3; Lian et al., "Can
+    Decentralized Algorithms Outperform Centralized Algorithms?", 2017): in step t, i of the first half and
+    n/2 + (i + t) mod n/2 of the second are peers.
+    """
+    half = axis.size // 2
+
+    def peer(shift: int) -> list[tuple[int, int]]:
+        pairs = [(i, half + (i + shift) % half) for i in range(half)]
+        return pairs + [(b, a) for a, b in pairs]
+
+    def mix(updates: Any, params: Any, step: jax.Array) -> tuple[Any, Any]:
+        vector, unflatten = flat(params)
+        ways = [lambda x, shift=shift: jax.lax.ppermute(x, axis.name, peer(shift)) for shift in range(half)]
+        with jax.named_scope(PEER):
+            theirs = unflatten(jax.lax.switch(step % half, ways, vector))
+        return jax.tree.map(lambda u, x, y: u + (y - x) / 2, updates, params, theirs), step + 1
+
+    def init(params: Any) -> jax.Array:
+        return jnp.zeros((), jnp.int32)
+
+    def traffic(params: Any, num_microbatches: int) -> list[Traffic]:
+        return [_permutes(axis, 4 * _size(params), "float32")]
+
+    return mixed(axis, optimizer, mix, init, traffic, {PEER: (1 / half,) * half})
+
+
+def low_precision_decentralized(
+    axis: Axis, optimizer: optax.GradientTransformation, compressor: Compressor
+) -> Exchange:
+    """Neighbours of a ring tell each other the codes of how they moved, and so know each other's weights.
+
+    Bagua's low-precision decentralized algorithm (Gan et al., 2021; Tang et al., "Communication Compression for
+    Decentralized Training", 2018, algorithm 2): h = (x + x'_left + x'_right) / 3 + step, z = h - x, x += Q(z), and
+    x'_j += Q(z_j). What is known of a neighbour is exactly what it is, as it too moves by its code alone.
+    """
+    n = axis.size
+    to_right, to_left = [(i, (i + 1) % n) for i in range(n)], [(i, (i - 1) % n) for i in range(n)]
+
+    def mix(updates: Any, params: Any, known: Any) -> tuple[Any, Any]:
+        x, unflatten = flat(params)
+        step, _ = flat(updates)
+        z = (x + known["left"] + known["right"]) / 3 + step - x
+        payload, _ = compressor.encode(z, compressor.init(len(z), jax.random.key(0)))
+        code, like = to_bytes(payload), compressor.payload(len(z))
+
+        def moved(route: list[tuple[int, int]]) -> jax.Array:
+            return compressor.decode(from_bytes(jax.lax.ppermute(code, axis.name, route), like), len(z))
+
+        own = {"left": known["left"] + moved(to_right), "right": known["right"] + moved(to_left)}
+        return unflatten(compressor.decode(payload, len(z))), own
+
+    def init(params: Any) -> Any:
+        return {"left": flat(params)[0], "right": flat(params)[0]}
+
+    def traffic(params: Any, num_microbatches: int) -> list[Traffic]:
+        return [_permutes(axis, 2 * nbytes(compressor.payload(_size(params))), "uint8")]
+
+    return mixed(axis, optimizer, mix, init, traffic)
+
+
+def model_average(
+    axis: Axis, optimizer: optax.GradientTransformation, all_reduce: AllReduce, interval: int
+) -> Exchange:
+    """Replicas train alone; every `interval` steps their weights become the mean of all.
+
+    Bagua's model average in its synchronous form.
+    """
+
+    def mix(updates: Any, params: Any, own: Any) -> tuple[Any, Any]:
+        def average() -> tuple[Any, Any]:
+            mean, state = all_reduce.mean(jax.tree.map(jnp.add, params, updates), own["reducer"])
+            return jax.tree.map(jnp.subtract, mean, params), state
+
+        step = own["step"] + 1
+        with jax.named_scope(AVERAGE):
+            updates, state = jax.lax.cond(step % interval == 0, average, lambda: (updates, own["reducer"]))
+        return updates, {"step": step, "reducer": state}
+
+    def init(params: Any) -> Any:
+        return {"step": jnp.zeros((), jnp.int32), "reducer": all_reduce.init(params)}
+
+    def traffic(params: Any, num_microbatches: int) -> list[Traffic]:
+        return shared(all_reduce.traffic(params), 1 / interval)
+
+    return mixed(axis, optimizer, mix, init, traffic, {AVERAGE: (1 - 1 / interval, 1 / interval)})
+
+
+def flat(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
+    """The leaves as one float32 vector, and the way back."""
+    leaves, structure = jax.tree.flatten(tree)
+    offsets = [sum(leaf.size for leaf in leaves[:i]) for i in range(1, len(leaves))]
+
+    def unflatten(vector: jax.Array) -> Any:
+        parts = zip(jnp.split(vector, offsets), leaves, strict=True)
+        return jax.tree.unflatten(structure, [part.reshape(leaf.shape).astype(leaf.dtype) for part, leaf in parts])
+
+    return jnp.concatenate([leaf.reshape(-1).astype(jnp.float32) for leaf in leaves]), unflatten
+
+
+def _size(params: Any) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def _permutes(axis: Axis, num_bytes: float, dtype: str) -> Traffic:
+    return Traffic("collective-permute", dtype, axis.name, num_bytes)

@@ -1,0 +1,159 @@
+"""Reducers: the mean of a vector over the replicas of a mesh axis, for use inside `shard_map`.
+
+A `Reducer` may keep a state, which is this replica's own. `fused` (jaxpar/exchange/fuse.py) applies one to trees.
+
+Dims: n replicas, L elements of a vector.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Axis(NamedTuple):
+    """The mesh axis that replicas are on."""
+
+    name: str
+    size: int
+
+
+class Traffic(NamedTuple):
+    """What a device sends in a step by one kind of collective.
+
+    Attributes:
+      kind: all-reduce, reduce-scatter, all-gather, all-to-all or collective-permute, as XLA calls them.
+      dtype: of what is sent, as NumPy calls it.
+      axis: of the mesh, over which it is.
+      nbytes: in theory; by the ring algorithm where XLA chooses.
+    """
+
+    kind: str
+    dtype: str
+    axis: str
+    nbytes: float
+
+
+class Reducer(NamedTuple):
+    """How replicas come to the mean of a vector, exactly or nearly.
+
+    Attributes:
+      init: L -> state of this replica.
+      mean: ([L], state) -> (about the mean over replicas [L], the same on all of them; state).
+      traffic: (L, dtype) -> what a device sends.
+      multiple: L must be one of this.
+    """
+
+    init: Callable[[int], Any]
+    mean: Callable[[jax.Array, Any], tuple[jax.Array, Any]]
+    traffic: Callable[[int, Any], list[Traffic]]
+    multiple: int = 1
+
+
+def psum(axis: Axis) -> Reducer:
+    """XLA's all-reduce."""
+
+    def mean(x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        return jax.lax.psum(x, axis.name) / axis.size, state
+
+    return Reducer(_stateless, mean, lambda length, dtype: [_traffic("all-reduce", 2, axis, length, dtype)])
+
+
+def ring(axis: Axis) -> Reducer:
+    """Ring all-reduce, written out: 2(n-1) steps, in each of which a replica sends L/n to the next one.
+
+    Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations", 2009.
+    """
+    n = axis.size
+    to_next = [(i, (i + 1) % n) for i in range(n)]
+
+    def mean(x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        rank, parts = jax.lax.axis_index(axis.name), x.reshape(n, -1)
+        for step in range(n - 1):  # reduce-scatter: part i goes round, each replica adds its own to it
+            moving = jax.lax.ppermute(parts[(rank - step) % n], axis.name, to_next)
+            parts = parts.at[(rank - step - 1) % n].add(moving)
+        moving = parts[(rank + 1) % n] / n
+        parts = parts.at[(rank + 1) % n].set(moving)
+        for step in range(n - 1):  # all-gather
+            moving = jax.lax.ppermute(moving, axis.name, to_next)
+            parts = parts.at[(rank - step) % n].set(moving)
+        return parts.reshape(-1), state
+
+    return Reducer(
+        _stateless, mean, lambda length, dtype: [_traffic("collective-permute", 2, axis, length, dtype)], multiple=n
+    )
+
+
+def push_pull(axis: Axis) -> Reducer:
+    """BytePS: every replica is also the server of 1/n of the vector; workers push to servers, then pull from them.
+
+    Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training", 2020, section 4.
+    """
+    n = axis.size
+
+    def mean(x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        own = jax.lax.psum_scatter(x, axis.name, tiled=True) / n
+        return jax.lax.all_gather(own, axis.name, tiled=True), state
+
+    def traffic(length: int, dtype: Any) -> list[Traffic]:
+        return [_traffic(kind, 1, axis, length, dtype) for kind in ("reduce-scatter", "all-gather")]
+
+    return Reducer(_stateless, mean, traffic, multiple=n)
+
+
+def hierarchical(axis: Axis, group: int) -> Reducer:
+    """Within groups of `group` neighbours first, as the links in a node are the faster ones, then between groups.
+
+    Each replica of a group adds up 1/group of its vectors, and goes on with that alone.
+    """
+    n, num_groups = axis.size, axis.size // group
+    within = [[first * group + i for i in range(group)] for first in range(num_groups)]
+    between = [[first * group + i for first in range(num_groups)] for i in range(group)]
+
+    def mean(x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        own = jax.lax.psum_scatter(x, axis.name, axis_index_groups=within, tiled=True)
+        own = jax.lax.psum(own, axis.name, axis_index_groups=between) / n
+        return jax.lax.all_gather(own, axis.name, axis_index_groups=within, tiled=True), state
+
+    def traffic(length: int, dtype: Any) -> list[Traffic]:
+        return [
+            _traffic("reduce-scatter", 1, axis._replace(size=group), length, dtype),
+            _traffic("all-reduce", 2, axis._replace(size=num_groups), length // group, dtype),
+            _traffic("all-gather", 1, axis._replace(size=group), length, dtype),
+        ]
+
+    return Reducer(_stateless, mean, traffic, multiple=group)
+
+
+def cast(reducer: Reducer, dtype: Any) -> Reducer:
+    """The vector in another dtype on the wire, as Horovod's fp16 compression."""
+
+    def mean(x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        total, state = reducer.mean(x.astype(dtype), state)
+        return total.astype(x.dtype), state
+
+    return reducer._replace(mean=mean, traffic=lambda length, _: reducer.traffic(length, dtype))
+
+
+def predivide(reducer: Reducer, factor: float) -> Reducer:
+    """Divides by `factor` before the sum, not after: Horovod's gradient_predivide_factor.
+
+    In a narrow dtype the sum of many gradients may overflow, or their quotients vanish.
+    """
+
+    def mean(x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        total, state = reducer.mean(x / factor, state)
+        return total * factor, state
+
+    return reducer._replace(mean=mean)
+
+
+def _stateless(length: int) -> Any:
+    return ()
+
+
+def _traffic(kind: str, ways: int, axis: Axis, length: int, dtype: Any) -> Traffic:
+    """A device sends (n-1)/n of the vector, each way."""
+    dtype = jnp.dtype(dtype)
+    return Traffic(kind, dtype.name, axis.name, ways * (axis.size - 1) / axis.size * length * dtype.itemsize)

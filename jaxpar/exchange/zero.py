@@ -1,0 +1,181 @@
+"""ZeRO: each replica holds and updates 1/n of what the others would only repeat.
+
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020. Stage 1 divides the
+optimizer's state, 2 also the gradients that are added up, 3 also the parameters.
+
+An array is divided along its longest dim, padded to a multiple of n; so a shard has as many dims as the array. Arrays
+without dims stay whole.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxpar.exchange.exchange import REPLICATED, SHARDED, DistributedState, Exchange, Update
+from jaxpar.exchange.fuse import buckets
+from jaxpar.exchange.reduce import Axis, Traffic
+
+
+def split_dim(shape: tuple[int, ...]) -> int | None:
+    """The dim along which an array is divided."""
+    return int(np.argmax(shape)) if shape else None
+
+
+def shard_shape(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
+    """Of each of the n shards of an array."""
+    dim = split_dim(shape)
+    return tuple(-(-size // n) if i == dim else size for i, size in enumerate(shape))
+
+
+def pad(x: Any, n: int, numpy: Any = jnp) -> Any:
+    """The array with zeros at the end of the dim along which it is divided, so that n divides it."""
+    dim = split_dim(x.shape)
+    return x if dim is None else numpy.pad(x, [(0, -x.shape[i] % n if i == dim else 0) for i in range(x.ndim)])
+
+
+def unpad(x: Any, shape: tuple[int, ...]) -> Any:
+    """The array of that shape that was padded."""
+    return x[tuple(slice(size) for size in shape)]
+
+
+class Shards:
+    """The arrays of a tree and their shards, for use inside `shard_map`. All of them have dims."""
+
+    def __init__(self, axis: Axis, tree: Any, num_bytes: int):
+        """tree: of full arrays, or their shapes; num_bytes: of what goes over the wire at once."""
+        self._axis = axis
+        self._leaves, self._structure = jax.tree.flatten(tree)
+        self._shapes = [shard_shape(leaf.shape, axis.size) for leaf in self._leaves]
+        plan = buckets(self._leaves, num_bytes, cut=False, backwards=True)
+        self._buckets = [[piece.leaf for piece in bucket] for bucket in plan]
+
+    @property
+    def nbytes(self) -> int:
+        """What a replica sends to scatter, or to gather, all arrays once."""
+        sizes = zip(self._shapes, self._leaves, strict=True)
+        return (self._axis.size - 1) * sum(math.prod(shape) * leaf.dtype.itemsize for shape, leaf in sizes)
+
+    def own(self, tree: Any) -> Any:
+        """This replica's shards of full arrays."""
+        rank = jax.lax.axis_index(self._axis.name)
+        leaves = zip(jax.tree.leaves(tree), range(len(self._leaves)), strict=True)
+        shards = [self._shard(jax.lax.dynamic_index_in_dim(self._rows(x), rank, keepdims=False), i) for x, i in leaves]
+        return jax.tree.unflatten(self._structure, shards)
+
+    def scatter(self, tree: Any) -> Any:
+        """This replica's shards of the sum over replicas of full arrays."""
+        leaves = jax.tree.leaves(tree)
+        shards: dict[int, Any] = {}
+        for bucket in self._buckets:
+            rows = jnp.concatenate([self._rows(leaves[number]) for number in bucket], axis=1)
+            parts = self._split(jax.lax.psum_scatter(rows, self._axis.name), bucket)
+            shards |= {number: self._shard(part, number) for number, part in zip(bucket, parts, strict=True)}
+        return jax.tree.unflatten(self._structure, [shards[i] for i in range(len(leaves))])
+
+    def gather(self, tree: Any) -> Any:
+        """Full arrays of all replicas' shards. What `jax.grad` makes of it is `scatter`."""
+        shards = jax.tree.leaves(tree)
+        leaves: dict[int, Any] = {}
+        for bucket in self._buckets:
+            vector = jnp.concatenate([_front(shards[number], self._dim(number)).reshape(-1) for number in bucket])
+            parts = self._split(jax.lax.all_gather(vector, self._axis.name), bucket)
+            leaves |= {number: self._full(part, number) for number, part in zip(bucket, parts, strict=True)}
+        return jax.tree.unflatten(self._structure, [leaves[i] for i in range(len(shards))])
+
+    def _dim(self, number: int) -> int:
+        dim = split_dim(self._leaves[number].shape)
+        if dim is None:
+            raise ValueError("an array without dims cannot be divided")
+        return dim
+
+    def _rows(self, x: jax.Array) -> jax.Array:
+        """A full array as [n, elements of a shard]; in a shard the divided dim comes first."""
+        return _front(pad(x, self._axis.size), split_dim(x.shape) or 0).reshape(self._axis.size, -1)
+
+    def _split(self, x: jax.Array, bucket: list[int]) -> list[jax.Array]:
+        """The parts of the arrays in what was on the wire, along the last dim."""
+        sizes = [math.prod(self._shapes[number]) for number in bucket]
+        return jnp.split(x, np.cumsum(sizes)[:-1], axis=-1)
+
+    def _shard(self, row: jax.Array, number: int) -> jax.Array:
+        """A row of `_rows` as the shard it is."""
+        dim, shape = self._dim(number), self._shapes[number]
+        return _back(row.reshape(shape[dim], *shape[:dim], *shape[dim + 1 :]), dim)
+
+    def _full(self, rows: jax.Array, number: int) -> jax.Array:
+        """What `_rows` made of an array, as that array."""
+        dim, shape = self._dim(number), self._shapes[number]
+        whole = rows.reshape(self._axis.size * shape[dim], *shape[:dim], *shape[dim + 1 :])
+        return unpad(_back(whole, dim), self._leaves[number].shape)
+
+
+def zero(
+    axis: Axis,
+    stage: int,
+    optimizer: optax.GradientTransformation,
+    tree: Any,
+    num_bytes: int,
+    *,
+    offload: bool = False,
+) -> Exchange:
+    """The stages of ZeRO around an optimizer that computes each element of an update from that element alone.
+
+    Stage 1 takes full gradients. Stages 2 and 3 take shards of their sum over replicas: the `scatter` of the exchange
+    makes them of each microbatch's. In stage 3 parameters are shards, and `fetch` gathers those of a layer.
+
+    Args:
+      axis: of the replicas.
+      stage: 1, 2 or 3.
+      optimizer: its update is given grad_norm, of the whole gradient.
+      tree: of the parameters, or their shapes.
+      num_bytes: of what goes over the wire at once.
+      offload: the optimizer's state is in the host's memory between its updates.
+    """
+    optimizer = optax.with_extra_args_support(optimizer)
+    shards = Shards(axis, tree, num_bytes)
+
+    def init(params: Any) -> DistributedState:
+        return DistributedState(optimizer.init(params if stage == 3 else shards.own(params)), ())
+
+    def update(grads: Any, state: DistributedState, params: Any) -> Update:
+        grads = jax.tree.map(lambda g: g / axis.size, shards.scatter(grads) if stage == 1 else grads)
+        grad_norm = jnp.sqrt(jax.lax.psum(optax.tree.norm(grads) ** 2, axis.name))
+        own = params if stage == 3 else shards.own(params)
+        updates, inner = optimizer.update(grads, state.optimizer, own, grad_norm=grad_norm)
+        updates = updates if stage == 3 else shards.gather(updates)
+        return Update(updates, DistributedState(inner, ()), grad_norm)
+
+    def fetch(shapes: Any, own: Any) -> Any:
+        return Shards(axis, shapes, num_bytes).gather(own)
+
+    def traffic(params: Any, num_microbatches: int = 1) -> list[Traffic]:
+        each = Shards(axis, params, num_bytes).nbytes
+        scattered = each * (1 if stage == 1 else num_microbatches)
+        gathered = each * (2 * num_microbatches if stage == 3 else 1)
+        return [
+            Traffic("reduce-scatter", "float32", axis.name, scattered),
+            Traffic("all-gather", "float32", axis.name, gathered),
+        ]
+
+    return Exchange(
+        init,
+        update,
+        traffic,
+        params=SHARDED if stage == 3 else REPLICATED,
+        optimizer=SHARDED,
+        scatter=shards.scatter if stage == 2 else None,
+        fetch=fetch if stage == 3 else None,
+        offload=offload,
+    )
+
+
+def _front(x: jax.Array, dim: int) -> jax.Array:
+    return jnp.moveaxis(x, dim, 0)
+
+
+def _back(x: jax.Array, dim: int) -> jax.Array:
+    return jnp.moveaxis(x, 0, dim)

@@ -1,0 +1,132 @@
+"""Reads compiled programs: the text of their optimized HLO, and how often each instruction of it runs."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import NamedTuple
+
+# Of a conditional, by its name in the program's source: how often each branch is taken, in shares. None: not known.
+Shares = Callable[[str], Sequence[float] | None]
+
+COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
+INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (.*)$")
+ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
+OPERATION = re.compile(r"(?:^|[\]})] )([a-z][a-z0-9-]*)\((.*)$")
+CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%([\w.-]+)")
+CALLED_LISTS = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
+WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
+NAMES = {"u8": "uint8", "s8": "int8", "u32": "uint32", "s32": "int32", "f16": "float16", "bf16": "bfloat16"}
+NAMES |= {"f32": "float32"}
+
+
+class Array(NamedTuple):
+    """The type of an array in HLO."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of one such array."""
+        return math.prod(self.dims) * WIDTHS[self.dtype]
+
+
+class Instruction(NamedTuple):
+    """One line: `%name = type operation(operands), attributes`."""
+
+    line: str
+    operation: str
+    results: tuple[Array, ...]
+    operands: tuple[str, ...]
+    attributes: str
+
+    @property
+    def source(self) -> str:
+        """Its name in the source of the program: the scopes that it is in."""
+        name = re.search(r'op_name="([^"]*)"', self.line)
+        return name[1] if name else "?"
+
+
+class Program:
+    """The computations of a compiled program."""
+
+    def __init__(self, text: str):
+        """text: of `jax.stages.Compiled.as_text`."""
+        self._computations: dict[str, dict[str, Instruction]] = {}
+        name = self._entry = ""
+        for line in text.splitlines():
+            if header := COMPUTATION.match(line):
+                name = header[2]
+                self._computations[name] = {}
+                self._entry = name if header[1] else self._entry
+            elif found := INSTRUCTION.match(line):
+                self._computations[name][found[1]] = _instruction(found[2])
+
+    def total(
+        self,
+        value: Callable[[Instruction, Sequence[Array]], Mapping[Hashable, float] | None],
+        shares: Shares = lambda name: None,
+    ) -> Counter[Hashable]:
+        """Adds up what `value` says of an instruction and the types of its operands, as often as the instruction runs.
+
+        The body of a loop counts as often as the loop goes round; a branch of a conditional in the share of the runs in
+        which it is taken. Where `value` is None, what the instruction calls counts.
+
+        Raises:
+          ValueError: how often something that counts runs is not known: a loop or a conditional.
+        """
+
+        @cache
+        def of_computation(name: str) -> Counter[Hashable]:
+            return sum((of(name, instruction) for instruction in self._computations[name].values()), Counter())
+
+        def of(name: str, instruction: Instruction) -> Counter[Hashable]:
+            there = self._computations[name]
+            types = [array for operand in instruction.operands if operand in there for array in there[operand].results]
+            if (own := value(instruction, types)) is not None:
+                return Counter(dict(own))
+            inner = [of_computation(called) for called in _called(instruction.line)]
+            if instruction.operation == "while" and any(inner):
+                trips = re.search(r'known_trip_count":\{"n":"(\d+)"', instruction.line)
+                if trips is None:
+                    raise ValueError(f"a loop of unknown length: {instruction.source}")
+                return _times(sum(inner, Counter()), int(trips[1]))
+            if instruction.operation == "conditional":
+                if all(branch == inner[0] for branch in inner):
+                    return inner[0]
+                weights = shares(instruction.source)
+                if weights is None or len(weights) != len(inner):
+                    raise ValueError(
+                        f"how often each of {len(inner)} branches is taken is not known: {instruction.source}"
+                    )
+                return sum((_times(branch, w) for branch, w in zip(inner, weights, strict=True)), Counter())
+            return sum(inner, Counter())
+
+        return of_computation(self._entry)
+
+
+def _times(counts: Counter[Hashable], factor: float) -> Counter[Hashable]:
+    return Counter({key: count * factor for key, count in counts.items()})
+
+
+def _instruction(line: str) -> Instruction:
+    plain = re.sub(r"/\*.*?\*/", "", line)
+    found = OPERATION.search(plain)
+    assert found, line
+    results = tuple(Array(dtype, _numbers(dims)) for dtype, dims in ARRAY.findall(plain[: found.start(1)]))
+    operands, _, attributes = found[2].partition(")")
+    return Instruction(line, found[1], results, tuple(re.findall(r"%([\w.-]+)", operands)), attributes)
+
+
+def _called(line: str) -> Iterator[str]:
+    if lists := CALLED_LISTS.search(line):
+        yield from re.findall(r"%([\w.-]+)", lists[1])
+    else:
+        yield from CALLED.findall(line)
+        yield from re.findall(r"(?:true|false)_computation=%([\w.-]+)", line)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number)

@@ -1,0 +1,102 @@
+"""PyTorch's DataParallel: the first device is the master, and the only one that has weights and optimizer.
+
+In each step it sends its weights to the others, all take the gradient of their share of the batch, and send it to the
+master, which alone updates. Traffic through the master grows with their number, and its memory with it: that is why
+the other exchanges are there, and what this one is for to show. Losses are taken where outputs are, as with the loss
+in DataParallel's module: outputs do not travel.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxpar import mesh as meshes
+from jaxpar import state as states
+from jaxpar import step as steps
+from jaxpar.exchange.reduce import Traffic
+from jaxpar.mesh import DATA
+from jaxpar.models.model import Batch
+from jaxpar.state import State
+from jaxpar.step import Metrics, Problem
+from jaxpar.strategies.strategy import Description, Program, Strategy, nbytes, with_shardings
+from jaxpar.tasks import Sums
+
+
+def build(problem: Problem, mesh: Mesh) -> Strategy:
+    """The strategy over the devices of `mesh`, of which the first is the master."""
+    devices = list(mesh.devices.flat)
+    master, divided = SingleDeviceSharding(devices[0]), NamedSharding(mesh, PartitionSpec(DATA))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    like = jax.eval_shape(partial(states.init, problem.model, problem.optimizer), jax.random.key(0))
+    in_shard_map = partial(jax.shard_map, mesh=mesh, out_specs=PartitionSpec(DATA), check_vma=False)
+
+    @jax.jit
+    @partial(in_shard_map, in_specs=(PartitionSpec(), PartitionSpec(DATA), PartitionSpec()))
+    def share(state: State, batch: Batch, weight: jax.Array) -> Any:
+        """Of each device: its gradients and sums, with a leading dim."""
+        return jax.tree.map(lambda x: x[None], steps.gradients(problem, state, batch, weight))
+
+    @jax.jit
+    @partial(in_shard_map, in_specs=(PartitionSpec(), PartitionSpec(DATA)))
+    def share_of_sums(params: Any, batch: Batch) -> Sums:
+        return jax.tree.map(lambda x: x[None], steps.evaluate(problem, params, batch))
+
+    @partial(jax.jit, donate_argnums=0)
+    def update(state: State, shares: list[Any]) -> tuple[State, Metrics]:
+        total = jax.tree.map(lambda *parts: sum(parts[1:], parts[0])[0], *shares)
+        return steps.update(problem, state, *total)
+
+    @jax.jit
+    def add_up(shares: list[Any]) -> Sums:
+        total: Sums = jax.tree.map(lambda *parts: sum(parts[1:], parts[0])[0], *shares)
+        return total
+
+    def to_master(tree: Any) -> list[Any]:
+        """Every device's part of a tree, on the master."""
+        shards = [jax.tree.map(lambda x, i=i: _on(x, devices[i]), tree) for i in range(len(devices))]
+        moved: list[Any] = jax.device_put(shards, master)
+        return moved
+
+    def step(state: State, batch: Batch) -> tuple[State, Metrics]:
+        sent = jax.device_put(state._replace(optimizer=()), everywhere)
+        weight = jax.device_put(jnp.sum(batch["weights"]), everywhere)
+        return update(state, to_master(waiting_share(sent, batch, weight)))
+
+    def evaluate(state: State, batch: Batch) -> Sums:
+        return add_up(to_master(waiting_sums(jax.device_put(state.params, everywhere), batch)))
+
+    def describe() -> Description:
+        size, others = nbytes(like.params), len(devices) - 1
+        layout = "dp: batch divided, state on the first device alone"
+        memory = {"parameters": size, "optimizer": nbytes(like.optimizer)}
+        # The master's; another device sends its gradients alone.
+        traffic = (Traffic("copy", "float32", DATA, others * size),)
+        return Description(tuple(devices), layout, len(devices), memory, traffic)
+
+    def compile() -> list[Program]:
+        sent = with_shardings(like._replace(optimizer=()), everywhere)
+        weight = with_shardings(jax.ShapeDtypeStruct((), jnp.float32), everywhere)
+        own = share.lower(sent, with_shardings(problem.batch, divided), weight).compile()
+        shares = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), own.out_info)
+        shares = [with_shardings(shares, master)] * len(devices)
+        return [Program(own), Program(update.lower(with_shardings(like, master), shares).compile())]
+
+    waiting_share, waiting_sums = meshes.one_at_a_time(share, mesh), meshes.one_at_a_time(share_of_sums, mesh)
+    return Strategy(
+        init=jax.jit(partial(states.init, problem.model, problem.optimizer), out_shardings=master),
+        place=lambda rows: {k: jax.make_array_from_process_local_data(divided, v) for k, v in rows.items()},
+        step=step,
+        evaluate=evaluate,
+        to_canonical=states.to_canonical,
+        from_canonical=lambda tree, private=None: jax.device_put(states.from_canonical(tree, like), master),
+        describe=describe,
+        compile=compile,
+    )
+
+
+def _on(x: jax.Array, device: jax.Device) -> jax.Array:
+    """The part of an array that is on a device."""
+    return next(shard.data for shard in x.addressable_shards if shard.device == device)

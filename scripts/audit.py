@@ -1,0 +1,71 @@
+"""What a step sends and holds: compiles it without running it, and compares with theory.
+
+    scripts/python scripts/audit.py --config=configs/quickstart.py --config.mesh.data=4 \
+        --config.mesh.virtual_cpu_devices=4 --config.exchange=bagua_bytegrad [--json]
+
+Of every kind of collective: the mesh axis, the dtype on the wire, how many a step, the bytes that a device sends, the
+bytes by the exchange's formula, and the ratio. Then the bytes on the fullest device: parameters, optimizer, the
+exchange's own state (residuals, copies), and temporary ones. Exit code 1: a collective that no formula explains.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from jaxpar import audit, data, mesh, metrics, train
+from jaxpar import config as configs
+from jaxpar.errors import UserError
+
+
+def main() -> int:
+    """The command line. Exit code 2: a mistake of the user's, told in one line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="configs/quickstart.py", help="PATH[:PRESET]")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    arguments, overrides = parser.parse_known_args()
+    try:
+        config = configs.load(arguments.config)
+        configs.override(config, overrides)
+        mesh.start(config, data.cache_dir(config) / "xla")
+        with tempfile.TemporaryDirectory() as folder:
+            found = run(config, Path(folder))
+    except UserError as error:
+        print(f"jaxpar: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(found, indent=1) if arguments.json else in_words(found))
+    return 0 if all(row["explained"] for row in found["collectives"]) else 1
+
+
+def run(config: Any, workdir: Path) -> dict[str, Any]:
+    """The audit of a config's step."""
+    train.check(config, workdir)
+    built = train.build(config, workdir, metrics.Phases())
+    on, programs = built.strategy.describe(), built.strategy.compile()
+    sizes = {mesh.DATA: on.num_replicas, mesh.STAGE: len(on.devices) // on.num_replicas}
+    rows = audit.audit(programs, on, sizes)
+    return {
+        "layout": on.layout,
+        "collectives": [row._asdict() | {"ratio": row.ratio, "explained": row.is_explained} for row in rows],
+        "bytes": dict(audit.memory(programs, on)),
+    }
+
+
+def in_words(found: dict[str, Any]) -> str:
+    """The audit as a table."""
+    lines = [found["layout"], ""]
+    lines.append(f"{'collective':20} {'axis':8} {'dtype':9} {'a step':>8} {'bytes':>14} {'theory':>14}  ratio")
+    for row in found["collectives"]:
+        theory = "" if row["theory"] is None else f"{row['theory']:,.0f}"
+        ratio = "" if row["ratio"] is None else f"{row['ratio']:.4f}"
+        note = "" if row["explained"] else "  no formula explains this"
+        what = f"{row['kind']:20} {row['axis']:8} {row['dtype']:9} {row['number']:8.2f}"
+        lines.append(f"{what} {row['nbytes']:14,.0f} {theory:>14}  {ratio}{note}")
+    lines += ["", *(f"{name:20} {nbytes:14,} bytes on a device" for name, nbytes in found["bytes"].items())]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
