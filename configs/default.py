@@ -34,7 +34,7 @@ def get_config() -> ConfigDict:
     exchange.group = placeholder(int)  # replicas of a node: adds up in it first, then between nodes
     exchange.predivide = placeholder(float)  # divide gradients by this before the sum, and the rest after it
     exchange.backward_passes_per_step = placeholder(int)  # steps of the run for each of the optimizer
-    exchange.block = placeholder(int)  # elements that share a scale of one-bit codes; 0: all
+    exchange.block = placeholder(int)  # elements that share a scale of bits, or a range of bytes; 0: all
     exchange.ratio = placeholder(float)  # of the elements that topk and randomk send
     exchange.levels = placeholder(int)  # of dithering
     exchange.momentum = placeholder(float)  # Nesterov's, before the code

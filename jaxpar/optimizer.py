@@ -81,7 +81,9 @@ def build(config: ConfigDict, schedule: Schedule) -> optax.GradientTransformatio
     Its update(grads, state, params, grad_norm=) computes each array's step from that array alone: a device that
     holds some of the layers updates them as one that holds all would.
     """
-    transform = optax.with_extra_args_support(OPTIMIZERS[config.optimizer.name](config.optimizer, schedule))
+    passes = config.exchange_options.backward_passes_per_step or 1  # steps of the run for one of the optimizer
+    rate = schedule if passes == 1 else (lambda count: schedule(count * passes))
+    transform = optax.with_extra_args_support(OPTIMIZERS[config.optimizer.name](config.optimizer, rate))
     if config.optimizer.clip_norm == 0:
         return transform
     return optax.chain(clip_by_norm(config.optimizer.clip_norm), transform)

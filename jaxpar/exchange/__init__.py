@@ -15,7 +15,7 @@ from typing import Any
 import optax
 
 from jaxpar.exchange.exchange import Exchange, Update
-from jaxpar.exchange.presets import AROUND, GRADIENTS, NAMES, Rule, build, options
+from jaxpar.exchange.presets import AROUND, GRADIENTS, NAMES, Rule, build, obstacle
 from jaxpar.exchange.reduce import Axis, Traffic
 
 __all__ = ["NAMES", "Axis", "Exchange", "Traffic", "Update", "distributed_optimizer"]
@@ -43,14 +43,13 @@ def distributed_optimizer(
       given: options of the exchange: see jaxpar/exchange/presets.py.
 
     Raises:
-      ValueError: there is no such exchange, or it has no such option.
+      ValueError: there is no such exchange, it has no such option, or it cannot be over so many replicas.
     """
     if exchange not in (*GRADIENTS, *WHOLE):
         others = "; its state is divided, or its optimizer its own" if exchange in AROUND else ""
         raise ValueError(f"exchange is {exchange!r}{others}; it may be {', '.join((*GRADIENTS, *WHOLE))}")
-    for name in given:
-        if name not in options(exchange):
-            raise ValueError(f"{exchange} has no option {name!r}; it has {', '.join(options(exchange))}")
+    if reason := obstacle(exchange, axis_size, given):
+        raise ValueError(" ".join(reason))
     built = build(exchange, Axis(axis_name, axis_size), Rule(optimizer, None), **given)
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:

@@ -10,15 +10,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpar.exchange.exchange import DistributedState, Exchange, Update, mean_norm, shared
+from jaxpar.exchange.exchange import DistributedState, Exchange, Update, shared
 from jaxpar.exchange.fuse import AllReduce
-from jaxpar.exchange.reduce import Axis, Traffic
+from jaxpar.exchange.reduce import Traffic
 
 WARMUP = "warmup"  # names the branch in compiled programs
 
 
 def momentum_exchange(
-    axis: Axis,
     exact: AllReduce,
     lossy: AllReduce,
     optimizer: optax.GradientTransformation,
@@ -37,13 +36,12 @@ def momentum_exchange(
 
     In the first stage replicas agree on the gradient, exactly. In the second each makes a momentum of its own gradient,
     m_i = b1 m + (1 - b1) g_i, and `lossy` makes m of them. As v, so its bias correction is frozen. A parameter whose v
-    is zero has had no gradient and stays: what the code makes of its momentum is noise, which nothing would bound.
+    is zero has had no gradient, and has none: what the code makes of its momentum is noise, which nothing would bound.
 
     With error feedback on both sides and a scale |x|_2 / sqrt(d): 1-bit Adam (Tang et al., 2021, algorithm 1). With
     MinMaxUInt8 and none: QAdam as in Bagua (Gan et al., 2021).
 
     Args:
-      axis: of the replicas.
       exact: of gradients.
       lossy: of momentum.
       optimizer: its state is this one's, so that either may go on with what the other left.
@@ -58,7 +56,7 @@ def momentum_exchange(
       clip_norm: in the second stage, of each replica's own gradient; 0: none.
     """
     optimizer = optax.with_extra_args_support(optimizer)
-    warmup_steps = round(warmup * num_steps)
+    warmup_steps = max(1, round(warmup * num_steps))  # without any, v would be zero for ever
 
     def init(params: Any) -> DistributedState:
         own = {"exact": exact.init(params), "lossy": lossy.init(params), "frozen_at": jnp.full((), -1, jnp.int32)}
@@ -67,15 +65,14 @@ def momentum_exchange(
     def update(grads: Any, state: DistributedState, params: Any) -> Update:
         adam: optax.ScaleByAdamState = _only(state.optimizer, optax.ScaleByAdamState)
         own = state.own
-        norm = mean_norm(axis, grads)
 
-        def warm() -> tuple[Any, Any, Any, jax.Array]:
+        def warm() -> tuple[Any, Any, Any]:
             mean, exact_state = exact.mean(grads, own["exact"])
             grad_norm = optax.tree.norm(mean)
             updates, inner = optimizer.update(mean, state.optimizer, params, grad_norm=grad_norm)
-            return updates, inner, {**own, "exact": exact_state}, grad_norm
+            return updates, inner, {**own, "exact": exact_state}
 
-        def frozen() -> tuple[Any, Any, Any, jax.Array]:
+        def frozen() -> tuple[Any, Any, Any]:
             frozen_at = jnp.where(own["frozen_at"] < 0, adam.count, own["frozen_at"])
             scale = clip_scale(optax.tree.norm(grads), clip_norm)
             local = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * scale * g, adam.mu, grads)
@@ -91,16 +88,17 @@ def momentum_exchange(
                 lambda d, p, yes: -schedule(adam.count) * (d + weight_decay * p * yes), direction, params, decayed
             )
             inner = _next(state.optimizer, optax.ScaleByAdamState(count, mu, adam.nu))
-            return updates, inner, {**own, "lossy": lossy_state, "frozen_at": frozen_at}, norm
+            return updates, inner, {**own, "lossy": lossy_state, "frozen_at": frozen_at}
 
         with jax.named_scope(WARMUP):
-            updates, inner, own, norm = jax.lax.cond(adam.count < warmup_steps, warm, frozen)
-        return Update(updates, DistributedState(inner, own), norm)
+            updates, inner, own = jax.lax.cond(adam.count < warmup_steps, warm, frozen)
+        return Update(updates, DistributedState(inner, own), None)
 
     def traffic(params: Any, num_microbatches: int) -> list[Traffic]:
-        return shared(exact.traffic(params), warmup) + shared(lossy.traffic(params), 1 - warmup)
+        return shared(exact.traffic(params), share) + shared(lossy.traffic(params), 1 - share)
 
-    return Exchange(init, update, traffic, branches={WARMUP: (1 - warmup, warmup)})
+    share = min(1.0, warmup_steps / num_steps)
+    return Exchange(init, update, traffic, branches={WARMUP: (1 - share, share)})
 
 
 def clip_scale(norm: jax.Array, clip_norm: float) -> jax.Array:

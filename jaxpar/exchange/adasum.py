@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpar.exchange.exchange import OWN, DistributedState, Exchange, Update, mean_norm
+from jaxpar.exchange.exchange import OWN, DistributedState, Exchange, Update
 from jaxpar.exchange.reduce import Axis, Traffic
 
 
@@ -30,9 +30,14 @@ def adasum(axis: Axis, optimizer: optax.GradientTransformation) -> Exchange:
             other = jax.lax.ppermute(own, axis.name, to_partner)
             offsets = [sum(sizes[:i]) for i in range(1, len(sizes))]
             pairs = zip(jnp.split(own, offsets), jnp.split(other, offsets), leaves, strict=True)
-            combined = [combine(a, b).reshape(leaf.shape).astype(leaf.dtype) for a, b, leaf in pairs]
+            is_first = (jax.lax.axis_index(axis.name) & bit) == 0  # so that both compute the same, bitwise
+
+            def in_order(a: jax.Array, b: jax.Array, is_first: jax.Array = is_first) -> tuple[jax.Array, jax.Array]:
+                return jnp.where(is_first, a, b), jnp.where(is_first, b, a)
+
+            combined = [combine(*in_order(a, b)).reshape(leaf.shape).astype(leaf.dtype) for a, b, leaf in pairs]
             updates = jax.tree.unflatten(structure, combined)
-        return Update(updates, DistributedState(inner, ()), mean_norm(axis, grads))
+        return Update(updates, DistributedState(inner, ()), None)
 
     def traffic(params: Any, num_microbatches: int) -> list[Traffic]:
         size = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -44,14 +49,15 @@ def adasum(axis: Axis, optimizer: optax.GradientTransformation) -> Exchange:
 def combine(a: jax.Array, b: jax.Array) -> jax.Array:
     """(1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b: the sum where they are orthogonal, the mean where they are equal.
 
-    Scaled, so that squares of large or small updates are in range. The same, bitwise, for (b, a).
+    Each is scaled by its largest element, so that squares are in range however large, small and unlike the two are.
     """
-    largest = jnp.maximum(jnp.max(jnp.abs(a)), jnp.max(jnp.abs(b)))
-    largest = jnp.where(largest > 0, largest, 1)
-    x, y = a / largest, b / largest
-    dot, xx, yy = jnp.vdot(x, y), jnp.vdot(x, x), jnp.vdot(y, y)
 
-    def rest(square: jax.Array) -> jax.Array:
-        return 1 - dot / jnp.where(square > 0, 2 * square, 1)
+    def scaled(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        largest = jnp.max(jnp.abs(x))
+        unit = x / jnp.where(largest > 0, largest, 1)
+        square = jnp.vdot(unit, unit)
+        return largest, unit, jnp.where(square > 0, 2 * square, 1)
 
-    return rest(xx) * a + rest(yy) * b
+    (largest_a, x, xx), (largest_b, y, yy) = scaled(a), scaled(b)
+    dot = jnp.vdot(x, y)
+    return (a - dot / xx * largest_b * x) + (b - dot / yy * largest_a * y)

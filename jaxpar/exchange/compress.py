@@ -43,28 +43,38 @@ def _no_state(length: int, key: jax.Array) -> Any:
     return ()
 
 
-def min_max_uint8() -> Compressor:
-    """Bagua's MinMaxUInt8: a byte for each element, between the least and the largest.
+def min_max_uint8(block: int = 0) -> Compressor:
+    """Bagua's MinMaxUInt8: a byte for each element, between the least and the largest of its block.
 
     Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", 2021, section 3.2. Where the values
     are equal, or so large that floats next to them differ by more than the steps of the code, a quotient may come out
     one step beyond a byte: it is held to 0 .. 255.
+
+    Args:
+      block: elements that share a range; 0: all.
     """
 
-    def scale(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
-        s = 255 / (high - low + 1e-7)
+    def scale(ranges: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of ranges [blocks, 2]: s and the least code, [blocks, 1]."""
+        low, high = ranges[:, :1], ranges[:, 1:]
+        largest = jnp.maximum(jnp.abs(low), jnp.abs(high))
+        s = jnp.minimum(255 / (high - low + 1e-7), 1e38 / jnp.maximum(largest, 1))  # so that high * s is finite
         return s, jnp.rint(high * s) - 255
 
     def encode(x: jax.Array, state: Any) -> tuple[Payload, Any]:
-        low, high = jnp.min(x), jnp.max(x)
-        s, lower = scale(low, high)
-        q = jnp.clip(jnp.rint(x * s) - lower, 0, 255)
-        return (q.astype(jnp.uint8), jnp.stack([low, high])), state
+        number, size = _blocks(block, len(x))
+        blocks = jnp.pad(x, (0, number * size - len(x)), mode="edge").reshape(number, size)
+        ranges = jnp.stack([jnp.min(blocks, axis=1), jnp.max(blocks, axis=1)], axis=1)
+        s, least = scale(ranges)
+        q = jnp.clip(jnp.rint(blocks * s) - least, 0, 255).astype(jnp.uint8)
+        return (q.reshape(-1)[: len(x)], ranges), state
 
     def decode(payload: Payload, length: int) -> jax.Array:
-        q, (low, high) = payload
-        s, lower = scale(low, high)
-        return (q.astype(jnp.float32) + lower) / s
+        q, ranges = payload
+        number, size = _blocks(block, length)
+        s, least = scale(ranges)
+        blocks = jnp.pad(q, (0, number * size - length)).reshape(number, size).astype(jnp.float32)
+        return ((blocks + least) / s).reshape(-1)[:length]
 
     return Compressor(_no_state, encode, decode)
 
@@ -81,17 +91,13 @@ def onebit(norm: str = "mean", block: int = 0) -> Compressor:
 
     def scale(blocks: jax.Array, count: jax.Array) -> jax.Array:
         """Without overflow where the values are finite; [blocks, 1]."""
-        largest = jnp.max(jnp.abs(blocks), axis=1, keepdims=True)
-        scaled = jnp.abs(blocks) / jnp.where(largest > 0, largest, 1)
+        largest = jnp.clip(jnp.max(jnp.abs(blocks), axis=1, keepdims=True), 1e-30, 1e37)  # its inverse is no denormal
+        scaled = jnp.abs(blocks) / largest
         sums = jnp.sum(scaled if norm == "mean" else scaled**2, axis=1, keepdims=True) / count
         return largest * (sums if norm == "mean" else jnp.sqrt(sums))
 
-    def split(length: int) -> tuple[int, int]:
-        size = min(block or length, length)
-        return -(-length // size), size
-
     def encode(x: jax.Array, state: Any) -> tuple[Payload, Any]:
-        number, size = split(len(x))
+        number, size = _blocks(block, len(x))
         blocks = jnp.pad(x, (0, number * size - len(x))).reshape(number, size)
         count = jnp.minimum(size, len(x) - size * jnp.arange(number))[:, None]
         return (jnp.packbits(x >= 0), scale(blocks, count)[:, 0]), state
@@ -99,7 +105,7 @@ def onebit(norm: str = "mean", block: int = 0) -> Compressor:
     def decode(payload: Payload, length: int) -> jax.Array:
         bits, scales = payload
         signs = 2 * jnp.unpackbits(bits, count=length).astype(jnp.float32) - 1
-        number, size = split(length)
+        number, size = _blocks(block, length)
         return signs * jnp.broadcast_to(scales[:, None], (number, size)).reshape(-1)[:length]
 
     return Compressor(_no_state, encode, decode)
@@ -109,7 +115,7 @@ def topk(ratio: float) -> Compressor:
     """The largest ceil(ratio L) in size, and where they are. Aji and Heafield, "Sparse Communication", 2017."""
 
     def encode(x: jax.Array, state: Any) -> tuple[Payload, Any]:
-        indices = jax.lax.top_k(jnp.abs(x), math.ceil(ratio * len(x)))[1].astype(jnp.int32)
+        indices = jax.lax.top_k(jnp.abs(x), _share(ratio, len(x)))[1].astype(jnp.int32)
         return (x[indices], indices), state
 
     return Compressor(_no_state, encode, _scatter)
@@ -120,7 +126,7 @@ def randomk(ratio: float) -> Compressor:
 
     def encode(x: jax.Array, state: Any) -> tuple[Payload, Any]:
         now, state = _next_key(state)
-        indices = jax.random.permutation(now, len(x))[: math.ceil(ratio * len(x))].astype(jnp.int32)
+        indices = jax.random.permutation(now, len(x))[: _share(ratio, len(x))].astype(jnp.int32)
         return (x[indices], indices), state
 
     return Compressor(_key_data, encode, _scatter)
@@ -136,7 +142,8 @@ def dithering(levels: int) -> Compressor:
     def encode(x: jax.Array, state: Any) -> tuple[Payload, Any]:
         now, state = _next_key(state)
         largest = jnp.max(jnp.abs(x))
-        exact = x / jnp.where(largest > 0, largest, 1) * levels
+        unit = jnp.where(largest > 1, 1 / 16, 1.0)  # the inverse of the largest floats is a denormal
+        exact = x * unit / jnp.where(largest > 0, largest * unit, 1) * levels
         q = jnp.floor(exact + jax.random.uniform(now, x.shape))
         return (jnp.clip(q, -levels, levels).astype(jnp.int8), largest[None]), state
 
@@ -206,6 +213,16 @@ def nbytes(payload: Payload) -> int:
 def _scatter(payload: Payload, length: int) -> jax.Array:
     values, indices = payload
     return jnp.zeros(length).at[indices].set(values)
+
+
+def _blocks(block: int, length: int) -> tuple[int, int]:
+    """The number of blocks of a vector, and their size."""
+    size = max(1, min(block or length, length))
+    return max(1, -(-length // size)), size
+
+
+def _share(ratio: float, length: int) -> int:
+    return math.ceil(round(ratio * length, 6))  # 0.07 * 100 is a little more than 7
 
 
 def _key_data(length: int, key: jax.Array) -> jax.Array:

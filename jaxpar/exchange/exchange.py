@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.exchange.fuse import AllReduce
-from jaxpar.exchange.reduce import Axis, Traffic
+from jaxpar.exchange.reduce import Traffic
 
 # Where parameters, or the optimizer's state, are.
 REPLICATED, OWN, SHARDED = "replicated", "own", "sharded"
@@ -37,12 +37,12 @@ class Update(NamedTuple):
     Attributes:
       updates: to be added to the parameters.
       state: the next.
-      grad_norm: of the gradient that replicas agreed on; where they do not, root mean square over their norms.
+      grad_norm: of the gradient that replicas agreed on; None where they do not.
     """
 
     updates: Any
     state: DistributedState
-    grad_norm: jax.Array
+    grad_norm: jax.Array | None
 
 
 class Exchange(NamedTuple):
@@ -71,7 +71,7 @@ class Exchange(NamedTuple):
     offload: bool = False
 
 
-def averaged(axis: Axis, all_reduce: AllReduce, optimizer: optax.GradientTransformation) -> Exchange:
+def averaged(all_reduce: AllReduce, optimizer: optax.GradientTransformation) -> Exchange:
     """Replicas agree on the gradient; then each takes the same step."""
     optimizer = optax.with_extra_args_support(optimizer)
 
@@ -88,7 +88,7 @@ def averaged(axis: Axis, all_reduce: AllReduce, optimizer: optax.GradientTransfo
     )
 
 
-def every(axis: Axis, num_passes: int, exchange: Exchange) -> Exchange:
+def every(num_passes: int, exchange: Exchange) -> Exchange:
     """Adds up the gradients of so many backward passes, then exchanges their mean; between, parameters stay.
 
     Horovod's backward_passes_per_step.
@@ -114,7 +114,7 @@ def every(axis: Axis, num_passes: int, exchange: Exchange) -> Exchange:
         with jax.named_scope(EVERY):
             updates, sums, inner = jax.lax.cond(passes == num_passes, step, wait)
         own = {"passes": passes % num_passes, "sums": sums, "inner": inner.own}
-        return Update(updates, DistributedState(inner.optimizer, own), mean_norm(axis, grads))
+        return Update(updates, DistributedState(inner.optimizer, own), None)
 
     def traffic(params: Any, num_microbatches: int) -> list[Traffic]:
         return shared(exchange.traffic(params, num_microbatches), 1 / num_passes)
@@ -126,8 +126,3 @@ def every(axis: Axis, num_passes: int, exchange: Exchange) -> Exchange:
 def shared(traffic: list[Traffic], share: float) -> list[Traffic]:
     """Of exchanges that are in this share of the steps."""
     return [one._replace(nbytes=one.nbytes * share) for one in traffic]
-
-
-def mean_norm(axis: Axis, grads: Any) -> jax.Array:
-    """Root mean square over replicas of the norms of their own gradients."""
-    return jnp.sqrt(jax.lax.psum(optax.tree.norm(grads) ** 2, axis.name) / axis.size)

@@ -51,17 +51,16 @@ def fused(reducer: Reducer, num_bytes: int, *, cut: bool = False, backwards: boo
 
     def mean(tree: Any, state: Any) -> tuple[Any, Any]:
         leaves, structure = jax.tree.flatten(tree)
-        parts: list[list[tuple[int, jax.Array]]] = [[] for _ in leaves]
+        parts = [[leaf.reshape(-1)[:0]] for leaf in leaves]
         states = []
         for bucket, own in zip(plan(leaves), state, strict=True):
             vector, own = reducer.mean(_pack(leaves, bucket, reducer.multiple), own)
             states.append(own)
             offset = 0
-            for leaf, start, stop in bucket:
-                parts[leaf].append((start, vector[offset : offset + stop - start]))
+            for leaf, start, stop in bucket:  # in the order of each leaf's elements
+                parts[leaf].append(vector[offset : offset + stop - start])
                 offset += stop - start
-        whole = [jnp.concatenate([x for _, x in sorted(part, key=lambda item: item[0])]) for part in parts]
-        shaped = [vector.reshape(leaf.shape) for vector, leaf in zip(whole, leaves, strict=True)]
+        shaped = [jnp.concatenate(part).reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
         return jax.tree.unflatten(structure, shaped), tuple(states)
 
     def traffic(tree: Any) -> list[Traffic]:

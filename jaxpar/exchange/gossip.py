@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.exchange.compress import Compressor, from_bytes, nbytes, to_bytes
-from jaxpar.exchange.exchange import OWN, DistributedState, Exchange, Update, mean_norm, shared
+from jaxpar.exchange.exchange import OWN, DistributedState, Exchange, Update, shared
 from jaxpar.exchange.fuse import AllReduce
 from jaxpar.exchange.reduce import Axis, Traffic
 
@@ -21,7 +21,6 @@ Mix = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 def mixed(
-    axis: Axis,
     optimizer: optax.GradientTransformation,
     mix: Mix,
     init_own: Callable[[Any], Any],
@@ -34,7 +33,7 @@ def mixed(
     def update(grads: Any, state: DistributedState, params: Any) -> Update:
         updates, inner = optimizer.update(grads, state.optimizer, params)
         updates, own = mix(updates, params, state.own)
-        return Update(updates, DistributedState(inner, own), mean_norm(axis, grads))
+        return Update(updates, DistributedState(inner, own), None)
 
     def init(params: Any) -> DistributedState:
         return DistributedState(optimizer.init(params), init_own(params))
@@ -68,7 +67,7 @@ def decentralized(axis: Axis, optimizer: optax.GradientTransformation) -> Exchan
     def traffic(params: Any, num_microbatches: int) -> list[Traffic]:
         return [_permutes(axis, 4 * _size(params), "float32")]
 
-    return mixed(axis, optimizer, mix, init, traffic, {PEER: (1 / half,) * half})
+    return mixed(optimizer, mix, init, traffic, {PEER: (1 / half,) * half})
 
 
 def low_precision_decentralized(
@@ -79,6 +78,7 @@ def low_precision_decentralized(
     Bagua's low-precision decentralized algorithm (Gan et al., 2021; Tang et al., "Communication Compression for
     Decentralized Training", 2018, algorithm 2): h = (x + x'_left + x'_right) / 3 + step, z = h - x, x += Q(z), and
     x'_j += Q(z_j). What is known of a neighbour is exactly what it is, as it too moves by its code alone.
+    compressor: one without a state.
     """
     n = axis.size
     to_right, to_left = [(i, (i + 1) % n) for i in range(n)], [(i, (i - 1) % n) for i in range(n)]
@@ -102,7 +102,7 @@ def low_precision_decentralized(
     def traffic(params: Any, num_microbatches: int) -> list[Traffic]:
         return [_permutes(axis, 2 * nbytes(compressor.payload(_size(params))), "uint8")]
 
-    return mixed(axis, optimizer, mix, init, traffic)
+    return mixed(optimizer, mix, init, traffic)
 
 
 def model_average(
@@ -129,7 +129,7 @@ def model_average(
     def traffic(params: Any, num_microbatches: int) -> list[Traffic]:
         return shared(all_reduce.traffic(params), 1 / interval)
 
-    return mixed(axis, optimizer, mix, init, traffic, {AVERAGE: (1 - 1 / interval, 1 / interval)})
+    return mixed(optimizer, mix, init, traffic, {AVERAGE: (1 - 1 / interval, 1 / interval)})
 
 
 def flat(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:

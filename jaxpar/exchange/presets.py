@@ -25,7 +25,7 @@ from jaxpar.exchange.zero import zero
 
 MIB = 2**20
 BYTEPS_PARTITION = 4_096_000
-BLOCK = 2048  # elements that share a scale of one-bit codes
+BLOCK, BYTES_BLOCK = 2048, 4096  # elements that share a scale of one-bit codes, and a range of byte codes
 
 
 class Rule(NamedTuple):
@@ -108,9 +108,9 @@ def byteps_dithering(
     return _byteps(axis, dithering(levels), bucket_bytes, momentum)
 
 
-def bagua_bytegrad(axis: Axis, *, bucket_bytes: int = 10 * MIB) -> AllReduce:
-    """Bagua's ByteGrad: a byte for each element."""
-    return fused(scatter_gather(axis, min_max_uint8(), min_max_uint8()), bucket_bytes)
+def bagua_bytegrad(axis: Axis, *, bucket_bytes: int = 10 * MIB, block: int = BYTES_BLOCK) -> AllReduce:
+    """Bagua's ByteGrad: a byte for each element, and a range for each `block` of them. Bagua's block is 1/n bucket."""
+    return fused(scatter_gather(axis, min_max_uint8(block), min_max_uint8(block)), bucket_bytes)
 
 
 def _exact(axis: Axis, algorithm: str, group: int, wire_dtype: str = "") -> Reducer:
@@ -135,9 +135,11 @@ def horovod_adasum(axis: Axis, rule: Rule) -> Exchange:
     return adasum(axis, rule.optimizer)
 
 
-def bagua_qadam(axis: Axis, rule: Rule, *, bucket_bytes: int = 10 * MIB, warmup: float = 0.2) -> Exchange:
+def bagua_qadam(
+    axis: Axis, rule: Rule, *, bucket_bytes: int = 10 * MIB, warmup: float = 0.2, block: int = BYTES_BLOCK
+) -> Exchange:
     """Bagua's QAdam: momentum in bytes after the warm-up."""
-    lossy = fused(scatter_gather(axis, min_max_uint8(), min_max_uint8()), bucket_bytes)
+    lossy = fused(scatter_gather(axis, min_max_uint8(block), min_max_uint8(block)), bucket_bytes)
     return _adam(axis, rule, lossy, bucket_bytes, warmup)
 
 
@@ -154,9 +156,9 @@ def bagua_decentralized(axis: Axis, rule: Rule) -> Exchange:
     return gossip.decentralized(axis, rule.optimizer)
 
 
-def bagua_low_precision_decentralized(axis: Axis, rule: Rule) -> Exchange:
+def bagua_low_precision_decentralized(axis: Axis, rule: Rule, *, block: int = BYTES_BLOCK) -> Exchange:
     """Bagua's low-precision decentralized algorithm: a byte for each weight to both neighbours of a ring."""
-    return gossip.low_precision_decentralized(axis, rule.optimizer, min_max_uint8())
+    return gossip.low_precision_decentralized(axis, rule.optimizer, min_max_uint8(block))
 
 
 def bagua_model_average(axis: Axis, rule: Rule, *, bucket_bytes: int = 10 * MIB, interval: int = 8) -> Exchange:
@@ -182,7 +184,7 @@ def zero3(axis: Axis, rule: Rule, *, bucket_bytes: int = 25 * MIB, offload: bool
 def _adam(axis: Axis, rule: Rule, lossy: AllReduce, bucket_bytes: int, warmup: float) -> Exchange:
     assert rule.adamw is not None
     exact = fused(reduce.psum(axis), bucket_bytes)
-    return momentum_exchange(axis, exact, lossy, rule.optimizer, warmup=warmup, **rule.adamw)
+    return momentum_exchange(exact, lossy, rule.optimizer, warmup=warmup, **rule.adamw)
 
 
 # ---- by name ------------------------------------------------------------------------------------
@@ -203,6 +205,9 @@ AROUND: dict[str, Callable[..., Exchange]] = {
 }
 NAMES = ("ddp", "dp", *(name for name in (*GRADIENTS, *AROUND) if name != "ddp"))
 PASSES = "backward_passes_per_step"  # an option of Horovod's, whichever its reduction
+POSITIVE = ("bucket_bytes", "group", "predivide", PASSES, "interval")
+CHOICES = {"wire_dtype": ("float16", "bfloat16"), "algorithm": ("psum", "ring")}
+RANGES = {"ratio": (0.0, 1.0), "warmup": (0.0, 1.0), "momentum": (0.0, 1.0), "levels": (1, 127), "block": (0, 2**31)}
 
 
 def options(name: str) -> dict[str, Any]:
@@ -213,11 +218,38 @@ def options(name: str) -> dict[str, Any]:
     return own | ({PASSES: 1} if name.startswith("horovod") else {})
 
 
+def obstacle(name: str, num_replicas: int, given: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Why an exchange cannot be: the option, or "exchange", and what is wrong with it. None: it can."""
+    own = options(name)
+    for key, value in given.items():
+        if key not in own:
+            has = f"it has {', '.join(own)}" if own else "it has none"
+            return key, f"is {value!r}, which exchange {name!r} has no use for; {has}"
+        if key in CHOICES and value not in CHOICES[key]:
+            return key, f"is {value!r}; it may be {', '.join(CHOICES[key])}"
+        if key in POSITIVE and not value > 0:
+            return key, f"is {value!r}; it may be more than 0"
+        if key in RANGES and not RANGES[key][0] <= value <= RANGES[key][1]:
+            return key, f"is {value!r}; it may be {RANGES[key][0]} to {RANGES[key][1]}"
+    if given.get("ratio") == 0:
+        return "ratio", "is 0; it may be more than 0"
+    group = given.get("group", 1)
+    if num_replicas % group:
+        return "group", f"is {group}; it may be what divides the {num_replicas} replicas"
+    if group > 1 and given.get("algorithm") == "ring":
+        return "algorithm", f"is 'ring'; it may be 'psum' with groups of {group}"
+    if name == "horovod_adasum" and num_replicas & (num_replicas - 1):
+        return "exchange", f"is {name!r}, which needs 1, 2, 4, 8, .. replicas; there are {num_replicas}"
+    if name == "bagua_decentralized" and num_replicas % 2:
+        return "exchange", f"is {name!r}, which needs pairs of replicas; there are {num_replicas}"
+    return None
+
+
 def build(name: str, axis: Axis, rule: Rule, **given: Any) -> Exchange:
     """The named exchange around an optimizer; `given`: options. Not dp."""
     passes = given.pop(PASSES, 1)
     if name in GRADIENTS:
-        exchange = averaged(axis, GRADIENTS[name](axis, **given), rule.optimizer)
+        exchange = averaged(GRADIENTS[name](axis, **given), rule.optimizer)
     else:
         exchange = AROUND[name](axis, rule, **given)
-    return exchange if passes == 1 else every(axis, passes, exchange)
+    return exchange if passes == 1 else every(passes, exchange)

@@ -8,6 +8,7 @@ shows in it.
 Array dims: B examples, T positions, D features.
 """
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -106,6 +107,12 @@ class Model:
         abstract = {key: _abstract(make) for key, make in different.items()}
         self.layers = tuple(Layer(name, *abstract[id(make)]) for name, make in self._makers.items())
         self.runs = tuple(self._find_runs())
+
+    def unrolled(self) -> "Model":
+        """The same model, computed without a scan."""
+        model = copy.copy(self)
+        model._scan = False
+        return model
 
     @property
     def shapes(self) -> Params:

@@ -250,7 +250,8 @@ def train_step(
         engine = Engine(stages, form.params, shape, remat, steps.abstract(rows, 1), steps.abstract(key), timeline)
         own_grads, own_sums = engine.run(own((actions, arrivals)), state.params, rows, key, weight)
         faults = 1.0 - jnp.isfinite(optax.tree.norm(own_grads))  # which a code may hide
-        sums, faults = jax.lax.psum((own_sums, faults), (DATA, STAGE))
+        *totals, faults = jax.lax.psum(jnp.stack([*own_sums, faults]), (DATA, STAGE))
+        sums = Sums(*totals)
         grads, residuals = all_reduce.mean(own_grads, state.own)
         update = Update(problem, stages, form, jax.lax.axis_index(STAGE))
         for tie in update.copied:  # the gradient of an array that several devices use is the sum of theirs

@@ -27,6 +27,11 @@ from jaxpar.step import Metrics, Problem
 from jaxpar.strategies.strategy import Description, Program, Strategy, with_shardings
 from jaxpar.tasks import Sums
 
+# On GPUs XLA would put buckets together again, and so wait for the whole backward pass; and is to hide their latency.
+OVERLAP: dict[str, Any] = {
+    f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in ("all_reduce", "all_gather", "reduce_scatter")
+} | {"xla_gpu_enable_latency_hiding_scheduler": True}
+
 
 class Form(NamedTuple):
     """Where the parts of a state are, whose optimizer's is a DistributedState."""
@@ -68,6 +73,9 @@ class Form(NamedTuple):
 
 def build(problem: Problem, mesh: Mesh, exchange: Exchange, name: str) -> Strategy:
     """The strategy of an exchange; name: what its private state is of."""
+    if exchange.fetch and mesh.devices.flat[0].platform == "cpu":
+        # There nothing orders collectives inside a loop and outside of it: devices would wait in different ones.
+        problem = problem._replace(model=problem.model.unrolled())
     form, fresh_own = _form(problem, mesh, exchange)
     params, optimizer = form.params, form.optimizer
     like = jax.eval_shape(partial(states.init, problem.model, problem.optimizer), jax.random.key(0))
@@ -111,11 +119,18 @@ def build(problem: Problem, mesh: Mesh, exchange: Exchange, name: str) -> Strate
         state = form.local(state)
         weight = jax.lax.psum(batch["weights"].sum(), DATA) / mesh.shape[DATA]  # so that gradients are replicas' means
         grads, own_sums = steps.gradients(problem, state, batch, weight, fetch=exchange.fetch, scatter=exchange.scatter)
-        faults = 1.0 - jnp.isfinite(optax.tree.norm(grads))  # which a code may hide
-        sums, faults = jax.lax.psum((own_sums, faults), DATA)
+        square = optax.tree.norm(grads) ** 2
+        *totals, squares = jax.lax.psum(jnp.stack([*own_sums, square]), DATA)
+        sums, grad_norm = Sums(*totals), jnp.sqrt(squares / mesh.shape[DATA])
+        finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums.loss)  # on all replicas: a code may hide what is not
+        if exchange.branches:
+            # On the CPU nothing orders collectives in a branch and outside of it, and devices would wait for each other
+            # in different ones; so these wait for that above.
+            grads = jax.tree.map(lambda g: jnp.where(finite, g, 0), grads)
         made = exchange.update(grads, state.optimizer, state.params)
-        finite = (faults == 0) & jnp.isfinite(made.grad_norm) & jnp.isfinite(sums.loss)
-        state, metrics = steps.apply(state, made.updates, made.state, Metrics(sums, made.grad_norm, finite))
+        if made.grad_norm is not None:
+            grad_norm, finite = made.grad_norm, finite & jnp.isfinite(made.grad_norm)
+        state, metrics = steps.apply(state, made.updates, made.state, Metrics(sums, grad_norm, finite))
         return form.out(state), metrics
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
@@ -141,7 +156,8 @@ def build(problem: Problem, mesh: Mesh, exchange: Exchange, name: str) -> Strate
         arguments = with_shardings(state, at_rest), with_shardings(problem.batch, divided)
         return [Program(compiled.lower(*arguments).compile(), exchange.branches)]
 
-    compiled = jax.jit(step, donate_argnums=0, out_shardings=(at_rest, NamedSharding(mesh, PartitionSpec())))
+    shardings = at_rest, NamedSharding(mesh, PartitionSpec())
+    compiled = jax.jit(step, donate_argnums=0, out_shardings=shardings, compiler_options=OVERLAP)
     mapped_evaluate = meshes.one_at_a_time(evaluate, mesh)
     return Strategy(
         init=lambda key: with_own(init(key)),

@@ -30,10 +30,8 @@ def main() -> None:
         result = train(arguments.config, arguments.workdir / name, [*overrides, f"--config.exchange={name}"])
         reference = reference or result["test_accuracy"]
         points = 100 * (result["test_accuracy"] - reference)
-        print(
-            f"{name:36} {result['test_accuracy']:7.2%}  {points:+6.2f} points  {result['wire_bytes'] / 1e6:8.3f} MB a step",
-            flush=True,
-        )
+        sent = f"{result['wire_bytes'] / 1e6:8.3f} MB a step"
+        print(f"{name:36} {result['test_accuracy']:7.2%}  {points:+6.2f} points  {sent}", flush=True)
 
 
 def train(config: str, workdir: Path, overrides: list[str]) -> dict[str, float]:

@@ -30,7 +30,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "bert": TRANSFORMER,
     "gpt": TRANSFORMER,
     "resnet": {"size": "18", "hidden_size": 32, "dropout": 0.2},
+    "mlp": {"size": "tiny", "hidden_size": 16, "dropout": 0.2},
 }
+OF_IMAGES = ("resnet", "mlp")
 # Without the last and widest blocks, all of ResNet-18, and one with as many blocks as two chunks on 8 devices need.
 RESNET_BLOCKS = {6: (2, 2, 2), 8: (2, 2, 2, 2), 14: (5, 5, 4)}
 LEARNING_RATES = {"adamw": 1e-3, "sgd": 0.03}
@@ -72,7 +74,7 @@ def make_batch(task: Task, step: int, size: int = BATCH) -> dict[str, np.ndarray
     weights[-3:] = 0
     rows: dict[str, np.ndarray]
     rows = {"index": np.arange(size, dtype=np.int32), "labels": rng.integers(0, CLASSES, size).astype(np.int32)}
-    if task.model == "resnet":
+    if task.model in OF_IMAGES:
         return {**rows, "weights": weights, "inputs": rng.integers(0, 256, (size, 8, 8, 3), np.uint8)}
     mask_BT = np.arange(LENGTH) < rng.integers(2, LENGTH + 1, (size, 1))
     rows["inputs"] = (rng.integers(5, VOCABULARY, (size, LENGTH)) * mask_BT).astype(np.int32)
@@ -112,7 +114,7 @@ def pipeline(schedule: str, stages: int, *overrides: str, replicas: int = 1, rem
 
 def make_problem(config: ConfigDict, task: Task) -> Problem:
     """The problem of a config made by `make_config`, which is checked first."""
-    info = IMAGE if task.model == "resnet" else TEXT
+    info = IMAGE if task.model in OF_IMAGES else TEXT
     with pytest.MonkeyPatch.context() as patch:
         if task.model == "resnet":
             patch.setitem(resnet.BLOCKS, "18", RESNET_BLOCKS[task.layers])
@@ -148,7 +150,7 @@ def start(task: Task, *overrides: str) -> Canonical:
 def advance(strategy: Strategy, task: Task, tree: Canonical, first: int = 0, last: int = NUM_STEPS) -> Outcome:
     """Trains from the state `tree` over the batches first to last.
 
-    A ResNet has GELU in the place of ReLU: of a million units some are so near zero that rounding decides whether a
+    Images have GELU in the place of ReLU: of a million units some are so near zero that rounding decides whether a
     ReLU passes their gradient on, which no comparison to 1e-6 survives.
     """
     state = strategy.from_canonical(tree)

@@ -1,0 +1,72 @@
+"""What codes lose: vectors after a way over the wire, in NumPy, in the dtype that they come in."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+Lossy = Callable[[np.ndarray], np.ndarray]
+
+
+def min_max_uint8(x: np.ndarray) -> np.ndarray:
+    """Bagua's formula: s = 255 / (max - min + 1e-7), u = rint(max s), l = u - 255, q = min(rint(x s), u) - l."""
+    s = x.dtype.type(255) / (x.max() - x.min() + x.dtype.type(1e-7))
+    upper = np.rint(x.max() * s)
+    lower = upper - 255
+    q = np.clip(np.minimum(np.rint(x * s), upper) - lower, 0, 255)
+    return (q + lower) / s
+
+
+def onebit(norm: str, block: int) -> Lossy:
+    def lossy(x: np.ndarray) -> np.ndarray:
+        size = block or len(x)
+        parts = []
+        for start in range(0, len(x), size):
+            part = x[start : start + size].astype(np.float64)
+            scale = np.abs(part).mean() if norm == "mean" else np.linalg.norm(part) / math.sqrt(len(part))
+            parts.append(np.where(part >= 0, scale, -scale))
+        return np.concatenate(parts).astype(x.dtype)
+
+    return lossy
+
+
+def topk(number: int) -> Lossy:
+    """Of equal ones the first."""
+
+    def lossy(x: np.ndarray) -> np.ndarray:
+        largest = sorted(range(len(x)), key=lambda i: -abs(x[i]))[:number]
+        result = np.zeros_like(x)
+        result[largest] = x[largest]
+        return result
+
+    return lossy
+
+
+class Feedback:
+    """A sender that keeps what it has not sent."""
+
+    def __init__(self, lossy: Lossy, on: bool = True):
+        self.lossy, self.on, self.residual = lossy, on, np.zeros(())
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        x = x + self.residual.astype(x.dtype)
+        sent = self.lossy(x)
+        self.residual = (x - sent if self.on else np.zeros_like(x)).astype(x.dtype)
+        return sent
+
+
+class Servers:
+    """`scatter_gather` among n workers, of which each is the server of a part."""
+
+    def __init__(self, n: int, length: int, worker: Lossy, server: Lossy, feedback: bool):
+        self.n, self.length = n, length
+        self.workers = [[Feedback(worker, feedback) for _ in range(n)] for _ in range(n)]  # by worker, part
+        self.servers = [Feedback(server, feedback) for _ in range(n)]
+
+    def mean(self, x_NL: np.ndarray) -> np.ndarray:
+        parts = np.pad(x_NL, ((0, 0), (0, -self.length % self.n))).reshape(self.n, self.n, -1)
+        result = []
+        for part, server in enumerate(self.servers):
+            codes = [self.workers[worker][part](parts[worker, part]) for worker in range(self.n)]
+            result.append(server(np.mean(codes, axis=0)))
+        return np.concatenate(result)[: self.length]

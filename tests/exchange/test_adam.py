@@ -1,0 +1,188 @@
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jaxpar.exchange import Exchange, Rule
+from jaxpar.exchange.presets import build
+from jaxpar.optimizer import clip_by_norm
+from tests.exchange import codes
+from tests.exchange.replicas import Tree, adamw, axis, close, only, train
+
+STEPS, WARM = 10, 4
+B1, B2, EPS, DECAY = 0.8, 0.95, 1e-2, 0.3
+RNG = np.random.default_rng(0)
+START: Tree = {k: RNG.normal(size=shape).astype(np.float32) for k, shape in {"bias": (5,), "kernel": (3, 4)}.items()}
+DECAYED = {"bias": False, "kernel": True}
+STAYS: dict[str, tuple[int, ...]] = {"bias": (2,), "kernel": (1, 3)}  # have no gradient until v is frozen
+
+
+class Case(NamedTuple):
+    name: str
+    n: int
+    clip_norm: float
+
+
+CASES = [
+    *(Case("onebit_adam", 4, 0.0), Case("onebit_adam", 8, 1.5)),
+    *(Case("bagua_qadam", 2, 1.5), Case("bagua_qadam", 4, 0.0)),
+]
+
+
+def schedule(count: Any) -> Any:
+    return 0.2 / (1 + count)
+
+
+def optimizer(clip_norm: float) -> optax.GradientTransformation:
+    adam = optax.adamw(schedule, B1, B2, EPS, weight_decay=DECAY, mask=lambda params: DECAYED)
+    return optax.chain(clip_by_norm(clip_norm), adam) if clip_norm else adam
+
+
+def make(case: Case, num_steps: int = STEPS, warmup: float = WARM / STEPS) -> Exchange:
+    figures = {"b1": B1, "b2": B2, "eps": EPS, "weight_decay": DECAY, "mask": lambda params: DECAYED}
+    figures |= {"schedule": schedule, "num_steps": num_steps, "clip_norm": case.clip_norm}
+    given = {"block": 2} if case.name == "onebit_adam" else {}
+    return build(case.name, axis(case.n), Rule(optimizer(case.clip_norm), None, figures), warmup=warmup, **given)
+
+
+def draw(n: int) -> Tree:
+    rng = np.random.default_rng(n)
+    grads = {k: rng.normal(0.3, 1, size=(n, STEPS, *x.shape)).astype(np.float32) for k, x in START.items()}
+    for name, place in STAYS.items():
+        index: tuple[slice | int, ...] = (slice(None), slice(WARM), *place)
+        grads[name][index] = 0
+    return grads
+
+
+@functools.cache
+def outcome(case: Case) -> Any:
+    """Of training: parameters after each step, the last state."""
+    params, _, _, state = train(case.n, make(case), START, draw(case.n))
+    return only(params), state
+
+
+def flat(tree: Tree) -> np.ndarray:
+    """As on the wire: the last array first."""
+    return np.concatenate([np.asarray(tree[k]).astype(np.float64).reshape(-1) for k in ("kernel", "bias")])
+
+
+def clipped(g: np.ndarray, clip_norm: float) -> np.ndarray:
+    norm = np.linalg.norm(g)
+    return g * clip_norm / norm if clip_norm and norm > clip_norm else g
+
+
+class Adam:
+    """What replicas are to compute, on vectors of float64."""
+
+    def __init__(self, case: Case):
+        self.case, self.count = case, 0
+        self.x, self.m, self.v = flat(START), np.zeros(17), np.zeros(17)
+        one_bit = case.name == "onebit_adam"
+        lossy = codes.onebit("l2", 2) if one_bit else codes.min_max_uint8
+        self.exchange = codes.Servers(case.n, 17, lossy, lossy, feedback=one_bit)
+        self.decayed = flat({k: np.full(x.shape, DECAYED[k]) for k, x in START.items()})
+
+    def step(self, g_NL: np.ndarray) -> None:
+        clip_norm, rate = self.case.clip_norm, schedule(self.count)
+        self.count += 1
+        if self.count <= WARM:
+            g = clipped(g_NL.mean(0), clip_norm)
+            self.m, self.v = B1 * self.m + (1 - B1) * g, B2 * self.v + (1 - B2) * g**2
+        else:
+            local = [B1 * self.m + (1 - B1) * clipped(g, clip_norm) for g in g_NL]
+            self.m = self.exchange.mean(np.stack(local))
+        v = self.v / (1 - B2 ** min(self.count, WARM))
+        direction = np.where(self.v > 0, self.m / (1 - B1**self.count) / (np.sqrt(v) + EPS), 0)
+        self.x = self.x - rate * (direction + DECAY * self.decayed * self.x)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_in_numpy_through_the_switch(case: Case) -> None:
+    grads = draw(case.n)
+    (params, state), adam = outcome(case), Adam(case)
+    for step in range(STEPS):
+        adam.step(np.stack([flat({k: g[i, step] for k, g in grads.items()}) for i in range(case.n)]))
+        np.testing.assert_allclose(flat({k: x[step] for k, x in params.items()}), adam.x, 1e-4, 1e-5)
+    inner = only(state.optimizer)
+    (found,) = [s for s in jax.tree.leaves(inner, is_leaf=is_adam) if is_adam(s)]
+    np.testing.assert_allclose(flat(found.mu), adam.m, 1e-4, 1e-5)
+    np.testing.assert_allclose(flat(found.nu), adam.v, 1e-5, 1e-7)
+    np.testing.assert_array_equal(state.own["frozen_at"], WARM)
+
+
+def is_adam(node: Any) -> bool:
+    return isinstance(node, optax.ScaleByAdamState)
+
+
+@pytest.mark.parametrize("case", CASES[:2])
+def test_before_the_switch_it_is_adamw_of_the_mean(case: Case) -> None:
+    params, _ = outcome(case)
+    mean = {k: g[:, :WARM].mean(0) for k, g in draw(case.n).items()}
+    alone = adamw(START, mean, optimizer(case.clip_norm))
+    for step, expected in enumerate(alone):
+        close({k: x[step] for k, x in params.items()}, expected, 1e-6, 1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_without_a_second_moment_stay(case: Case) -> None:
+    params = outcome(case)[0]
+    assert np.all(params["bias"][:, *STAYS["bias"]] == START["bias"][STAYS["bias"]])
+    kernel = START["kernel"][STAYS["kernel"]]
+    decays = np.cumprod([1 - schedule(count) * DECAY for count in range(STEPS)])
+    np.testing.assert_allclose(params["kernel"][:, *STAYS["kernel"]], kernel * decays, 1e-5)
+
+
+@pytest.mark.parametrize("case", CASES[1:3])
+def test_its_state_is_adamws(case: Case) -> None:
+    state = only(outcome(case)[1].optimizer)
+    fresh = optimizer(case.clip_norm).init(START)
+
+    def compare(got: Any, like: Any) -> None:
+        assert (got.shape, got.dtype) == (like.shape, like.dtype)
+
+    jax.tree.map(compare, state, fresh)  # raises where the structures differ
+    counts = [leaf for leaf in jax.tree.leaves(state) if leaf.dtype == np.int32]
+    assert [int(count) for count in counts] == [STEPS, STEPS]
+
+
+def test_goes_on_with_what_adamw_left() -> None:
+    """v is frozen where it is found, not where the warm-up would have ended."""
+    case, grads = Case("bagua_qadam", 2, 0.0), draw(2)
+    mean = {k: g[:, :6].mean(0) for k, g in grads.items()}
+    state, params = optimizer(0).init(START), dict(START)
+    for step in range(6):
+        updates, state = optimizer(0).update({k: g[step] for k, g in mean.items()}, state, params)
+        params = {k: np.asarray(params[k] + updates[k]) for k in params}
+    exchange = make(case)
+    going_on = exchange._replace(init=lambda x: exchange.init(x)._replace(optimizer=state))
+    later = {k: g[:, 6:7] for k, g in grads.items()}
+    got, _, _, last = train(2, going_on, params, later)
+    np.testing.assert_array_equal(last.own["frozen_at"], 6)
+    local = [B1 * flat(state[0].mu) + (1 - B1) * flat({k: g[i, 0] for k, g in later.items()}) for i in range(2)]
+    m = codes.Servers(2, 17, codes.min_max_uint8, codes.min_max_uint8, False).mean(np.stack(local))
+    v = flat(state[0].nu)
+    direction = np.where(v > 0, m / (1 - B1**7) / (np.sqrt(v / (1 - B2**6)) + EPS), 0)
+    decay = DECAY * flat({k: np.full(x.shape, DECAYED[k]) for k, x in START.items()}) * flat(params)
+    expected = flat(params) - schedule(6) * (direction + decay)
+    np.testing.assert_allclose(flat({k: x[0] for k, x in only(got).items()}), expected, 1e-4, 1e-5)
+
+
+def test_a_short_run_trains() -> None:
+    """Of which a share rounds to no step at all: v must not be frozen at zero."""
+    case = Case("onebit_adam", 2, 0.0)
+    grads = {k: g[:, WARM : WARM + 2] for k, g in draw(2).items()}
+    params = only(train(2, make(case, num_steps=2, warmup=0.2), START, grads)[0])
+    assert np.all(params["bias"][-1] != START["bias"])
+
+
+@pytest.mark.parametrize("name", ["onebit_adam", "bagua_qadam"])
+def test_traffic_is_of_both_stages(name: str) -> None:
+    exact, *lossy = make(Case(name, 4, 0.0)).traffic(START, 1)
+    assert (exact.kind, exact.dtype) == ("all-reduce", "float32")
+    assert exact.nbytes == pytest.approx(WARM / STEPS * 2 * 3 / 4 * 17 * 4)
+    code = 1 + 4 * 3 if name == "onebit_adam" else 5 + 8  # of a part of 5, in blocks of 2
+    assert [(one.kind, one.dtype) for one in lossy] == [("all-to-all", "uint8"), ("all-gather", "uint8")]
+    assert [one.nbytes for one in lossy] == [pytest.approx((1 - WARM / STEPS) * 3 * code)] * 2

@@ -1,0 +1,148 @@
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxpar.exchange import NAMES, distributed_optimizer
+from jaxpar.exchange.exchange import DistributedState
+from tests.exchange.replicas import DATA
+
+N, ROWS, WIDTH, STEPS = 4, 32, 16, 6
+EXACT = ("ddp", "horovod", "byteps")
+CODED = ("byteps_onebit", "byteps_topk", "byteps_randomk", "byteps_dithering", "bagua_bytegrad")
+OWN = ("horovod_adasum", "bagua_decentralized", "bagua_low_precision_decentralized", "bagua_model_average")
+OPTIMIZER = optax.adamw(0.1, weight_decay=0.01)
+
+RNG = np.random.default_rng(0)
+INPUTS = RNG.normal(size=(ROWS, WIDTH)).astype(np.float32)
+TARGETS = (INPUTS @ RNG.normal(size=(WIDTH, 1)) + 0.3).astype(np.float32)
+START = {"bias": np.zeros(1, np.float32), "kernel": np.zeros((WIDTH, 1), np.float32)}
+
+
+def loss(params: Any, inputs: Any, targets: Any) -> Any:
+    return jnp.mean((inputs @ params["kernel"] + jnp.broadcast_to(params["bias"], (len(inputs), 1)) - targets) ** 2)
+
+
+def test_names_are_all_there_are() -> None:
+    names = {*EXACT, *CODED, *OWN}
+    assert set(NAMES) - names == {"dp", "zero1", "zero2", "zero3", "onebit_adam", "bagua_qadam"}
+    assert names < set(NAMES)
+
+
+@pytest.mark.parametrize("name", ["", "hovorod", "dp", "zero1", "zero3", "onebit_adam", "bagua_qadam"])
+def test_other_exchanges_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"exchange is '.*it may be") as error:
+        distributed_optimizer(OPTIMIZER, DATA, N, name)
+    assert all(known in str(error.value) for known in (repr(name), *EXACT, *CODED, *OWN))
+    assert not any(other in str(error.value).split("it may be")[1] for other in ("zero", "onebit_adam", "qadam"))
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "own"),
+    [
+        ("horovod", "levels", ("bucket_bytes", "wire_dtype", "algorithm", "predivide", "backward_passes_per_step")),
+        ("ddp", "backward_passes_per_step", ("bucket_bytes", "wire_dtype", "algorithm", "group")),
+        ("byteps_topk", "block", ("bucket_bytes", "ratio", "momentum")),
+        ("bagua_model_average", "ratio", ("bucket_bytes", "interval")),
+        ("horovod_adasum", "bucket_bytes", ("backward_passes_per_step",)),
+        ("bagua_decentralized", "axis", ()),
+    ],
+)
+def test_options_it_does_not_have_are_refused(name: str, option: str, own: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=f"{option} is .*, which exchange '{name}' has no use for") as error:
+        distributed_optimizer(OPTIMIZER, DATA, N, name, **{option: 1})
+    assert all(known in str(error.value) for known in own)
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "option"),
+    [
+        ("bagua_decentralized", 3, {}),
+        ("horovod_adasum", 3, {}),
+        ("ddp", 4, {"group": 3}),
+        ("ddp", 4, {"algorithm": "tree"}),
+        ("byteps_dithering", 4, {"levels": 128}),
+    ],
+)
+def test_what_cannot_work_is_refused(name: str, n: int, option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=str(next(iter(option.values()), n))):
+        distributed_optimizer(OPTIMIZER, DATA, n, name, **option)
+
+
+@functools.cache
+def trained(name: str, **options: Any) -> tuple[dict[str, np.ndarray], list[float]]:
+    """Parameters of all replicas [N, ...] after some steps, and the losses of the whole batch before each."""
+    mesh = Mesh(np.array(jax.devices()[:N]), (DATA,))
+    optimizer = distributed_optimizer(OPTIMIZER, DATA, N, name, **options)
+    each, same = PartitionSpec(DATA), PartitionSpec()
+    state_specs = DistributedState(each if name in OWN else same, each)
+
+    def out(state: Any) -> Any:
+        inner = jax.tree.map(lambda x: x[None], state.optimizer) if name in OWN else state.optimizer
+        return DistributedState(inner, jax.tree.map(lambda x: x[None], state.own))
+
+    def local(state: Any) -> Any:
+        inner = jax.tree.map(lambda x: x[0], state.optimizer) if name in OWN else state.optimizer
+        return DistributedState(inner, jax.tree.map(lambda x: x[0], state.own))
+
+    def init(params: Any) -> Any:
+        return out(optimizer.init(jax.tree.map(lambda x: x[0], params)))
+
+    def step(params: Any, state: Any, inputs: Any, targets: Any) -> Any:
+        params, state = jax.tree.map(lambda x: x[0], params), local(state)
+        value, grads = jax.value_and_grad(loss)(params, inputs, targets)
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        return jax.tree.map(lambda x: x[None], params), out(state), value[None]
+
+    specs = (each, state_specs, each)
+    mapped = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+    begin = jax.jit(mapped(init, in_specs=each, out_specs=state_specs))
+    go_on = jax.jit(mapped(step, in_specs=(each, state_specs, each, each), out_specs=specs))
+    params: Any = jax.tree.map(lambda x: np.broadcast_to(x, (N, *x.shape)), START)
+    state = jax.block_until_ready(begin(params))
+    losses = []
+    for _ in range(STEPS):
+        params, state, values = jax.block_until_ready(go_on(params, state, INPUTS, TARGETS))
+        losses.append(float(np.mean(values)))
+    return jax.tree.map(np.asarray, params), losses
+
+
+@functools.cache
+def alone() -> tuple[dict[str, np.ndarray], list[float]]:
+    """On one device, on the whole batch."""
+    params, state, losses = dict(START), OPTIMIZER.init(START), []
+    gradient = jax.jit(jax.value_and_grad(loss))
+    for _ in range(STEPS):
+        value, grads = gradient(params, INPUTS, TARGETS)
+        updates, state = OPTIMIZER.update(grads, state, params)
+        params = {k: np.asarray(params[k] + updates[k]) for k in params}
+        losses.append(float(value))
+    return params, losses
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("ddp", ()), ("horovod", ()), ("byteps", ()), ("ddp", (("group", 2),)), ("horovod", (("predivide", 4.0),))],
+)
+def test_a_step_is_that_of_the_whole_batch(name: str, options: tuple[tuple[str, Any], ...]) -> None:
+    params, losses = trained(name, **dict(options))
+    expected, expected_losses = alone()
+    for key, x in params.items():
+        np.testing.assert_allclose(x, np.stack([expected[key]] * N), 1e-5, 1e-5)
+    np.testing.assert_allclose(losses, expected_losses, 1e-5)
+
+
+@pytest.mark.parametrize("name", [*CODED, *OWN])
+def test_others_learn(name: str) -> None:
+    params, losses = trained(name, **{"ratio": 0.5} if "k" in name.split("_")[-1] else {})
+    assert losses[-1] < 0.85 * losses[0]
+    assert all(np.all(np.isfinite(x)) for x in params.values())
+    are_same = all(np.all(x == x[0]) for x in params.values())
+    assert are_same == (name not in OWN[1:])
+    assert losses != pytest.approx(alone()[1], rel=1e-5)

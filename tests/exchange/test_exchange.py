@@ -1,0 +1,72 @@
+import numpy as np
+import optax
+import pytest
+
+from jaxpar.exchange import Exchange, reduce
+from jaxpar.exchange.exchange import EVERY, averaged, every
+from jaxpar.exchange.fuse import fused
+from jaxpar.exchange.presets import Rule, build
+from jaxpar.optimizer import clip_by_norm
+from tests.exchange.replicas import Tree, adamw, axis, close, only, train
+
+N, PASSES, STEPS = 4, 3, 2
+START: Tree = {"a": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, np.float32)}
+OPTIMIZER = optax.chain(clip_by_norm(1.0), optax.adamw(0.1, weight_decay=0.1))
+
+
+def draw(steps: int) -> Tree:
+    rng = np.random.default_rng(0)
+    return {k: rng.normal(size=(N, steps, *v.shape)).astype(np.float32) for k, v in START.items()}
+
+
+def plain() -> Exchange:
+    return averaged(fused(reduce.psum(axis(N)), 16), OPTIMIZER)
+
+
+def norm(tree: Tree) -> float:
+    return float(np.sqrt(sum(np.sum(x.astype(np.float64) ** 2) for x in tree.values())))
+
+
+def test_averaged_is_a_step_of_the_mean() -> None:
+    grads = draw(4)
+    params, _, norms, state = train(N, plain(), START, grads)
+    mean = {k: g.mean(0) for k, g in grads.items()}
+    for step, expected in enumerate(adamw(START, mean, OPTIMIZER)):
+        close({k: x[step] for k, x in only(params).items()}, expected, 1e-5, 1e-6)
+        assert only(norms)[step] == pytest.approx(norm({k: g[step] for k, g in mean.items()}), rel=1e-5)
+    assert only(state.optimizer)[1][0].count == 4
+
+
+def test_so_many_passes_are_as_one_of_their_mean() -> None:
+    grads = draw(STEPS * PASSES)
+    params, updates, norms, state = train(N, every(PASSES, plain()), START, grads)
+    passes = {k: g.reshape(N, STEPS, PASSES, *g.shape[2:]) for k, g in grads.items()}
+    expected, _, _, inner = train(N, plain(), START, {k: g.mean(2, dtype=np.float32) for k, g in passes.items()})
+    close({k: x[:, PASSES - 1 :: PASSES] for k, x in params.items()}, expected, 1e-5, 1e-6)
+    close(state.optimizer, inner.optimizer, 1e-5, 1e-6)
+    for name, update in updates.items():
+        assert [bool(np.any(update[:, step] != 0)) for step in range(STEPS * PASSES)] == [False, False, True] * STEPS
+        np.testing.assert_array_equal(state.own["sums"][name], 0)
+    assert norms is None
+
+
+def test_passes_of_horovod() -> None:
+    """The optimizer's state is not touched between; the rest of the passes is kept."""
+    rule, grads = Rule(OPTIMIZER, None), draw(PASSES + 1)
+    exchange = build("horovod", axis(N), rule, backward_passes_per_step=PASSES)
+    params, _, _, state = train(N, exchange, START, grads)
+    alone = adamw(START, {k: g[:, :PASSES].mean((0, 1))[None] for k, g in grads.items()}, OPTIMIZER)[0]
+    for name, x in only(params).items():
+        np.testing.assert_array_equal(x[PASSES - 2], START[name])
+        np.testing.assert_allclose(x[PASSES - 1], alone[name], 1e-5, 1e-6)
+        np.testing.assert_array_equal(x[PASSES], x[PASSES - 1])
+        np.testing.assert_array_equal(state.own["sums"][name], grads[name][:, PASSES])
+    assert (only(state.optimizer)[1][0].count, only(state.own["passes"])) == (1, 1)
+
+
+def test_passes_share_the_traffic() -> None:
+    exchange = every(PASSES, plain())
+    assert sum(one.nbytes for one in plain().traffic(START, 1)) == 1.5 * 9 * 4
+    assert sum(one.nbytes for one in exchange.traffic(START, 1)) == pytest.approx(1.5 * 9 * 4 / PASSES)
+    assert exchange.branches == {EVERY: (1 - 1 / PASSES, 1 / PASSES)}
+    assert build("horovod", axis(N), Rule(OPTIMIZER, None), backward_passes_per_step=1).branches == {}

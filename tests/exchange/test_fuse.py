@@ -1,0 +1,123 @@
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxpar.exchange import reduce
+from jaxpar.exchange.fuse import Piece, buckets, fused
+from tests.exchange.replicas import axis, on_replicas, only
+
+DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
+MODES = list(itertools.product((False, True), (False, True)))  # cut, backwards
+
+
+def leaves(rng: np.random.Generator) -> list[Any]:
+    sizes = rng.choice([0, 1, 2, 3, 7, 16, 50], rng.integers(0, 9))
+    return [jax.ShapeDtypeStruct((int(size),), DTYPES[rng.choice(3, p=[0.6, 0.2, 0.2])]) for size in sizes]
+
+
+@pytest.mark.parametrize(("cut", "backwards"), MODES)
+@pytest.mark.parametrize("num_bytes", [1, 4, 10, 32, 64, 1000])
+def test_buckets_have_every_element_once_in_order(num_bytes: int, cut: bool, backwards: bool) -> None:
+    rng = np.random.default_rng(num_bytes)
+    for _ in range(50):
+        arrays = leaves(rng)
+        plan = buckets(arrays, num_bytes, cut=cut, backwards=backwards)
+        elements = [(leaf, i) for bucket in plan for leaf, start, stop in bucket for i in range(start, stop)]
+        numbers = list(range(len(arrays)))[:: -1 if backwards else 1]
+        assert elements == [(number, i) for number in numbers for i in range(arrays[number].size)]
+        assert all(piece.stop > piece.start for bucket in plan for piece in bucket)
+
+
+@pytest.mark.parametrize(("cut", "backwards"), MODES)
+@pytest.mark.parametrize("num_bytes", [1, 4, 10, 32, 64, 1000])
+def test_buckets_are_of_one_dtype_and_as_full_as_may_be(num_bytes: int, cut: bool, backwards: bool) -> None:
+    rng = np.random.default_rng(num_bytes)
+    for _ in range(50):
+        arrays = leaves(rng)
+        plan = buckets(arrays, num_bytes, cut=cut, backwards=backwards)
+        lengths = [sum(piece.stop - piece.start for piece in bucket) for bucket in plan]
+        dtypes = [{arrays[piece.leaf].dtype for piece in bucket} for bucket in plan]
+        limits = [max(1, num_bytes // next(iter(dtype)).itemsize) for dtype in dtypes]
+        assert all(len(dtype) == 1 for dtype in dtypes)
+        for bucket, length, limit in zip(plan, lengths, limits, strict=True):
+            assert length <= limit or (not cut and len(bucket) == 1)
+        for i in range(1, len(plan)):
+            begin = plan[i][0]
+            needed = 1 if cut else begin.stop - begin.start
+            assert dtypes[i] != dtypes[i - 1] or lengths[i - 1] + needed > limits[i]
+
+
+def test_buckets_of_three_arrays() -> None:
+    arrays = [np.zeros(5, np.float32), np.zeros((2, 3), np.float32), np.zeros(1, np.float32)]
+    whole = buckets(arrays, 28, cut=False, backwards=True)
+    assert whole == [[Piece(2, 0, 1), Piece(1, 0, 6)], [Piece(0, 0, 5)]]
+    assert buckets(arrays, 16, cut=True, backwards=False) == [
+        [Piece(0, 0, 4)],
+        [Piece(0, 4, 5), Piece(1, 0, 3)],
+        [Piece(1, 3, 6), Piece(2, 0, 1)],
+    ]
+
+
+def assert_fused_mean(n: int, tree: dict[str, np.ndarray], num_bytes: int, cut: bool, backwards: bool) -> None:
+    all_reduce = fused(reduce.ring(axis(n)), num_bytes, cut=cut, backwards=backwards)
+
+    def mean(tree: Any) -> Any:
+        return all_reduce.mean(tree, all_reduce.init(tree))[0]
+
+    got = only(on_replicas(n, mean, tree))
+    assert got.keys() == tree.keys()
+    for name, x in tree.items():
+        rounding = (n + 2) * float(jnp.finfo(x.dtype).eps) / 2
+        assert (got[name].shape, got[name].dtype) == (x.shape[1:], x.dtype)
+        error = np.abs(got[name].astype(np.float64) - x.astype(np.float64).mean(0))
+        assert np.all(error <= rounding * np.abs(x.astype(np.float64)).mean(0)), name
+
+
+def draw(n: int, shapes: dict[str, tuple[tuple[int, ...], Any]]) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(size=(n, *shape)).astype(dtype) for name, (shape, dtype) in shapes.items()}
+
+
+@pytest.mark.parametrize(("cut", "backwards"), MODES)
+def test_a_tree_comes_back_as_its_mean(cut: bool, backwards: bool) -> None:
+    shapes = {
+        "a": ((3, 5), np.float32),
+        "b": ((), np.float32),
+        "c": ((1,), np.float16),
+        "d": ((2, 2, 3), np.float16),
+        "e": ((37,), np.float32),  # more than a bucket
+        "f": ((6,), ml_dtypes.bfloat16),
+        "g": ((4,), np.float32),
+    }
+    assert_fused_mean(3, draw(3, shapes), 64, cut, backwards)
+
+
+def test_arrays_without_elements_come_back() -> None:
+    shapes = {"a": ((2,), np.float32), "b": ((0, 3), np.float32), "c": ((3,), np.float32)}
+    assert_fused_mean(2, draw(2, shapes), 64, False, True)
+
+
+def test_each_vector_has_a_state_of_its_length_and_traffic() -> None:
+    counting = reduce.ring(axis(4))._replace(init=lambda length: length)
+    tree = {"a": np.zeros(5, np.float32), "b": np.zeros(6, np.float16), "c": np.zeros(9, np.float16)}
+    all_reduce = fused(counting, 20, cut=True)
+    assert all_reduce.init(tree) == (12, 8, 8)  # 10 of c and b, 5 of b, 5 of a: multiples of 4
+    traffic = all_reduce.traffic(tree)
+    assert [one.dtype for one in traffic] == ["float16", "float16", "float32"]
+    assert [one.nbytes for one in traffic] == [1.5 * 12 * 2, 1.5 * 8 * 2, 1.5 * 8 * 4]
+
+
+def test_states_stay_with_their_vectors() -> None:
+    def mean(x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        return x, state + x[0]
+
+    mine = reduce.psum(axis(1))._replace(init=lambda length: 100.0 * length, mean=mean)
+    all_reduce = fused(mine, 8, backwards=True)
+    tree = {"a": jnp.array([1.0, 2.0]), "b": jnp.array([3.0])}
+    _, state = all_reduce.mean(tree, all_reduce.init(tree))
+    assert [float(one) for one in state] == [103.0, 201.0]

@@ -1,0 +1,118 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.exchange.compress import Compressor, dithering, error_feedback, min_max_uint8, onebit, randomk, topk
+from jaxpar.exchange.fuse import fused
+from jaxpar.exchange.scatter_gather import scatter_gather
+from tests.exchange import codes
+from tests.exchange.replicas import axis, on_replicas, only
+
+STEPS, LENGTH = 5, 48
+FEEDBACK = {"onebit", "topk"}
+PAIRS: dict[str, tuple[Compressor, codes.Lossy]] = {
+    "onebit": (error_feedback(onebit(block=4)), codes.onebit("mean", 4)),
+    "topk": (error_feedback(topk(0.3)), codes.topk(0)),  # as many as the length of a part says
+    "min_max_uint8": (min_max_uint8(), codes.min_max_uint8),
+}
+
+
+def run(n: int, worker: Compressor, server: Compressor, x_NSL: np.ndarray) -> tuple[np.ndarray, Any]:
+    """What comes out, step by step [N, S, L], and the last states."""
+    reducer = scatter_gather(axis(n), worker, server)
+
+    def replica(x_SL: jax.Array) -> Any:
+        def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+            mean, state = reducer.mean(x, state)
+            return state, mean
+
+        state, means = jax.lax.scan(step, reducer.init(x_SL.shape[1]), x_SL)
+        return means, state
+
+    means, state = on_replicas(n, replica, x_NSL)
+    return means, state
+
+
+def draw(n: int, length: int = LENGTH) -> np.ndarray:
+    rng = np.random.default_rng(n)
+    scale = np.exp(rng.normal(size=(n, 1, length)))
+    return np.asarray(rng.normal(0.2, scale, size=(n, STEPS, length)), np.float32)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+def test_as_workers_and_servers_in_numpy(n: int, name: str) -> None:
+    code, lossy = PAIRS[name]
+    if name == "topk":
+        lossy = codes.topk(int(np.ceil(0.3 * LENGTH / n)))
+    x = draw(n)
+    got = only(run(n, code, code, x)[0])
+    servers = codes.Servers(n, LENGTH, lossy, lossy, name in FEEDBACK)
+    expected = np.array([servers.mean(x[:, step]) for step in range(STEPS)])
+    np.testing.assert_allclose(got, expected, 1e-4, 1e-5)
+    assert n == 1 or np.abs(got - x.mean(0)).max() > 1e-3  # lossy it is
+
+
+@pytest.mark.parametrize(
+    ("n", "code"),
+    [
+        *((n, code) for n in (2, 4, 8) for code in (onebit("l2", 4), topk(0.3))),
+        *((4, code) for code in (randomk(0.3), dithering(3), min_max_uint8())),
+    ],
+)
+def test_all_comes_out_or_is_left(n: int, code: Compressor) -> None:
+    x = draw(n)
+    means, state = run(n, error_feedback(code), error_feedback(code), x)
+    workers = state["worker"]["residual"].reshape(n, LENGTH)
+    servers = state["server"]["residual"].reshape(LENGTH)
+    got = only(means).sum(0, np.float64) + workers.mean(0, np.float64) + servers
+    np.testing.assert_allclose(got, x.mean(0, np.float64).sum(0), 0, 2e-5)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_on_one_replica_comes_out_on_all(name: str, value: float) -> None:
+    code, _ = PAIRS[name]
+    x = draw(4)
+    x[2, 1, 17] = value
+    for means in run(4, code, code, x)[0]:
+        assert np.all(np.isfinite(means[0]))
+        assert not np.all(np.isfinite(means[1]))
+
+
+def test_senders_draw_apart() -> None:
+    """Each worker, and each part of one, has its own chance."""
+    x = np.ones((4, 1, 160), np.float32)
+    _, state = run(4, error_feedback(randomk(0.5)), error_feedback(topk(1.0)), x)
+    unsent = state["worker"]["residual"].reshape(16, 40)
+    assert len(np.unique(unsent, axis=0)) == 16
+    assert np.all(unsent.sum(1) == 20)
+
+
+def test_lengths_that_need_padding() -> None:
+    x = draw(4, 13)
+    all_reduce = fused(scatter_gather(axis(4), min_max_uint8(), min_max_uint8()), 1000)
+
+    def replica(x_SL: jax.Array) -> Any:
+        tree = {"a": x_SL[0, :6].reshape(2, 3), "b": x_SL[0, 6:]}
+        mean = all_reduce.mean(tree, all_reduce.init(tree))[0]
+        return jnp.concatenate([mean["b"], mean["a"].reshape(-1)])
+
+    servers = codes.Servers(4, 13, codes.min_max_uint8, codes.min_max_uint8, False)
+    ordered = np.concatenate([x[:, 0, 6:], x[:, 0, :6]], axis=1)
+    np.testing.assert_allclose(only(on_replicas(4, replica, x)), servers.mean(ordered), 1e-4, 1e-5)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+def test_traffic_is_codes_of_parts(n: int) -> None:
+    reducer = scatter_gather(axis(n), error_feedback(onebit(block=4)), min_max_uint8())
+    assert reducer.multiple == n
+    part = LENGTH // n
+    signs = (n - 1) * (-(-part // 8) + 4 * -(-part // 4))
+    assert [(one.kind, one.dtype, one.nbytes) for one in reducer.traffic(LENGTH, jnp.float32)] == [
+        ("all-to-all", "uint8", signs),
+        ("all-gather", "uint8", (n - 1) * (part + 8)),
+    ]

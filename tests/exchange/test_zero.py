@@ -1,0 +1,164 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxpar.exchange.zero import Shards, pad, shard_shape, split_dim, unpad, zero
+from jaxpar.optimizer import clip_by_norm
+from tests.exchange.replicas import Tree, adamw, axis, close, on_replicas, only, repeated, train
+
+SHAPES: dict[str, tuple[int, ...]] = {"a": (5,), "b": (3, 7), "c": (8, 8), "d": (2, 3, 5)}
+DIMS = {"a": 0, "b": 1, "c": 0, "d": 2}  # along which they are divided
+STEPS = 5
+LIMITS = (1, 300)  # bytes that are on the wire at once: of an array, of some
+
+
+def draw(*leading: int) -> Tree:
+    rng = np.random.default_rng(len(leading))
+    return {k: rng.normal(size=(*leading, *shape)).astype(np.float32) for k, shape in SHAPES.items()}
+
+
+def cut(x: np.ndarray, dim: int, n: int) -> np.ndarray:
+    """The shards of an array, [N, ...]: slices along the dim, the last ones filled up with zeros."""
+    size = -(-x.shape[dim] // n)
+    result = []
+    for i in range(n):
+        part = np.take(x, range(min(i * size, x.shape[dim]), min((i + 1) * size, x.shape[dim])), axis=dim)
+        missing = [(0, size - part.shape[dim] if d == dim else 0) for d in range(x.ndim)]
+        result.append(np.pad(part, missing))
+    return np.stack(result)
+
+
+def join(x_N: np.ndarray, dim: int) -> np.ndarray:
+    """The padded array of its shards."""
+    return np.concatenate(list(x_N), axis=dim)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_shards(n: int) -> None:
+    tree, others, weights = draw(), draw(n), draw(n)
+
+    def replica(tree: Tree, others: Tree, weights: Tree) -> Any:
+        results = []
+        for num_bytes in LIMITS:
+            shards = Shards(axis(n), jax.eval_shape(lambda: tree), num_bytes)
+            own = shards.own(tree)
+
+            def weighted(own: Any, shards: Shards = shards) -> jax.Array:
+                return optax.tree.vdot(shards.gather(own), weights)
+
+            results.append((own, shards.scatter(others), shards.gather(own), jax.grad(weighted)(own)))
+        return results
+
+    for own, scattered, gathered, slope in on_replicas(n, replica, repeated(n, tree), others, weights):
+        close(only(gathered), tree, 0)
+        for name, dim in DIMS.items():
+            np.testing.assert_array_equal(own[name], cut(tree[name], dim, n))
+            np.testing.assert_allclose(scattered[name], cut(others[name].sum(0), dim, n), 1e-5, 1e-5)
+            np.testing.assert_allclose(slope[name], cut(weights[name].sum(0), dim, n), 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+def test_sizes_of_shards(n: int) -> None:
+    for name, shape in SHAPES.items():
+        assert split_dim(shape) == DIMS[name]
+        assert shard_shape(shape, n) == cut(np.zeros(shape), DIMS[name], n).shape[1:]
+        x = draw()[name]
+        np.testing.assert_array_equal(pad(x, n, np), join(cut(x, DIMS[name], n), DIMS[name]))
+        np.testing.assert_array_equal(unpad(pad(x, n, np), shape), x)
+    assert (split_dim(()), shard_shape((), n), pad(np.ones(()), n, np)) == (None, (), 1)
+    elements = {1: 5 + 21 + 64 + 30, 2: 3 + 12 + 32 + 18, 3: 2 + 9 + 24 + 12, 4: 2 + 6 + 16 + 12, 8: 1 + 3 + 8 + 6}[n]
+    assert Shards(axis(n), draw(), 100).nbytes == (n - 1) * 4 * elements
+    halves = {k: x.astype(np.float16) for k, x in draw().items()}
+    assert Shards(axis(n), halves, 100).nbytes == (n - 1) * 2 * elements
+
+
+@pytest.mark.parametrize("num_bytes", LIMITS)
+def test_arrays_of_two_dtypes(num_bytes: int) -> None:
+    tree = draw() | {"b": draw()["b"].astype(np.float16)}
+    others = {k: np.stack([x, 2 * x, -x]) for k, x in tree.items()}
+
+    def replica(x: Tree) -> Any:
+        shards = Shards(axis(3), jax.eval_shape(lambda: x), num_bytes)
+        return shards.gather(shards.scatter(x))
+
+    got = only(on_replicas(3, replica, others))
+    assert {k: x.dtype for k, x in got.items()} == {k: x.dtype for k, x in tree.items()}
+    close(got, {k: 2 * x for k, x in tree.items()}, 1e-2, 1e-5)
+
+
+OPTIMIZER = optax.chain(clip_by_norm(0.5), optax.adamw(0.05, weight_decay=0.1))
+
+
+def gradients(n: int) -> Tree:
+    """Of each replica in each step: [N, S, ...]."""
+    return {k: x.swapaxes(0, 1) for k, x in draw(STEPS, n).items()}
+
+
+def assert_as_on_one_device(n: int, params: Tree, norms: np.ndarray) -> None:
+    """Parameters after each step: [S, ...]."""
+    mean = {k: g.mean(0) for k, g in gradients(n).items()}
+    for step, expected in enumerate(adamw(draw(), mean, OPTIMIZER)):
+        close({k: x[step] for k, x in params.items()}, expected, 1e-6, 1e-6)
+        norm = np.sqrt(sum(np.sum(g[step].astype(np.float64) ** 2) for g in mean.values()))
+        np.testing.assert_allclose(norms[:, step], norm, 1e-5)
+
+
+def assert_padding_is_zero(n: int, tree: Any) -> None:
+    """Of shards [N, ...]."""
+    for name, dim in DIMS.items():
+        whole = join(tree[name], dim)
+        assert np.any(whole != 0)
+        np.testing.assert_array_equal(np.delete(whole, range(SHAPES[name][dim]), axis=dim), 0)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("n", [3, 8])
+def test_stages_with_whole_parameters(n: int, stage: int) -> None:
+    exchange = zero(axis(n), stage, OPTIMIZER, draw(), 300)
+    assert (exchange.scatter is not None, exchange.fetch is not None) == (stage == 2, False)
+    params, _, norms, state = train(n, exchange, draw(), gradients(n))
+    assert_as_on_one_device(n, only(params), norms)
+    adam = state.optimizer[1][0]
+    assert {k: x.shape[1:] for k, x in adam.mu.items()} == {k: shard_shape(v, n) for k, v in SHAPES.items()}
+    for moment in (adam.mu, adam.nu):
+        assert_padding_is_zero(n, moment)
+
+
+@pytest.mark.parametrize("n", [3, 8])
+def test_stage_with_divided_parameters(n: int) -> None:
+    """Gradients are of fetched parameters by what the replica holds, as a step computes them."""
+    exchange = zero(axis(n), 3, OPTIMIZER, draw(), 300)
+    fetch = exchange.fetch
+    assert fetch is not None
+    shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, draw()))
+
+    def replica(params: Tree, grads: Tree) -> Any:
+        def step(carry: Any, g: Any) -> Any:
+            own, state = carry
+            slope = jax.grad(lambda x: optax.tree.vdot(fetch(shapes, x), g))(own)
+            made = exchange.update(slope, state, own)
+            own = optax.apply_updates(own, made.updates)
+            return (own, made.state), (fetch(shapes, own), made.grad_norm)
+
+        own = Shards(axis(n), params, 300).own(params)
+        return jax.lax.scan(step, (own, exchange.init(own)), grads)
+
+    (own, state), (params, norms) = on_replicas(n, replica, repeated(n, draw()), gradients(n))
+    assert_as_on_one_device(n, only(params), norms)
+    adam = state.optimizer[1][0]
+    for tree in (own, adam.mu, adam.nu):
+        assert_padding_is_zero(n, tree)
+
+
+@pytest.mark.parametrize(("stage", "scattered", "gathered"), [(1, 1, 1), (2, 5, 1), (3, 5, 10)])
+def test_traffic_of_five_microbatches(stage: int, scattered: int, gathered: int) -> None:
+    once = 3 * 4 * (2 + 6 + 16 + 12)
+    traffic = zero(axis(4), stage, OPTIMIZER, draw(), 300).traffic(draw(), 5)
+    assert [(one.kind, one.dtype, one.nbytes) for one in traffic] == [
+        ("reduce-scatter", "float32", scattered * once),
+        ("all-gather", "float32", gathered * once),
+    ]

@@ -1,0 +1,234 @@
+"""Exchanges under the strategies: exact ones train as `single` does, all resume exactly, and each is where it says."""
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar.exchange import AROUND, GRADIENTS, NAMES
+from jaxpar.exchange.zero import shard_shape
+from jaxpar.models.model import Model
+from jaxpar.strategies import Strategy
+from tests.strategies.pipelines import (
+    NUM_MICROBATCHES,
+    Task,
+    advance,
+    make,
+    make_batch,
+    make_config,
+    make_problem,
+    named,
+    pipeline,
+    relative_error,
+    start,
+)
+from tests.strategies.test_pipeline import assert_equal
+
+NUM_STEPS, N = 20, 4
+BERT, SGD = Task("bert", "classification", layers=2), Task("bert", "classification", "sgd", layers=2)
+GPT, RESNET = Task("gpt", "causal_lm", layers=2), Task("resnet", "classification", "sgd")
+MLP, MLP_SGD = Task("mlp", "classification", layers=2), Task("mlp", "classification", "sgd", layers=2)
+TWICE = "--config.optimizer.accumulation_steps=2"
+
+
+def option(name: str, value: Any) -> str:
+    return f"--config.exchange_options.{name}={value}"
+
+
+def replicated(exchange: str, *overrides: str, n: int = N) -> tuple[str, ...]:
+    return "--config.strategy=data_parallel", f"--config.mesh.data={n}", f"--config.exchange={exchange}", *overrides
+
+
+@functools.cache
+def reference(task: Task, *overrides: str) -> Any:
+    return advance(make(task, *overrides), task, start(task), 0, NUM_STEPS)
+
+
+EXACT = {
+    "ddp": (BERT, replicated("ddp", option("bucket_bytes", 4000))),
+    "ddp, 3 replicas": (MLP, replicated("ddp", "--config.batch_size=12", n=3)),
+    "ddp, groups": (MLP_SGD, replicated("ddp", option("group", 2))),
+    "dp": (MLP, replicated("dp")),
+    "dp, 2 microbatches": (MLP_SGD, replicated("dp", TWICE)),
+    "horovod": (MLP, replicated("horovod", option("predivide", 2.0))),
+    "byteps": (MLP_SGD, replicated("byteps", option("bucket_bytes", 1000))),
+    "zero1": (MLP, replicated("zero1")),
+    "zero1, 2 microbatches": (MLP_SGD, replicated("zero1", TWICE)),
+    "zero2": (BERT, replicated("zero2", TWICE)),
+    "zero2, offload": (MLP, replicated("zero2", option("offload", "True"))),
+    "zero3": (MLP_SGD, replicated("zero3", TWICE)),
+    "zero3, gpt, remat": (GPT, replicated("zero3", "--config.model.remat=dots", n=8)),
+    "zero3, resnet": (RESNET, replicated("zero3", option("bucket_bytes", 1000))),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_exchanges_equal_single(name: str) -> None:
+    task, overrides = EXACT[name]
+    size = 12 if "--config.batch_size=12" in overrides else 16
+    same = [one for one in overrides if one.startswith(("--config.optimizer", "--config.batch_size"))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.strategies.pipelines.make_batch", functools.partial(make_batch, size=size))
+        got = advance(make(task, *overrides), task, start(task), 0, NUM_STEPS)
+        assert_equal(got, reference(task, *same), 3e-6)
+
+
+@pytest.mark.parametrize("name", ["horovod", "byteps"])
+def test_exact_exchanges_of_pipelines_equal_single(name: str) -> None:
+    got = advance(make(SGD, *pipeline("1f1b", 2, f"--config.exchange={name}", replicas=2)), SGD, start(SGD))
+    expected = advance(make(SGD, f"--config.optimizer.accumulation_steps={NUM_MICROBATCHES}"), SGD, start(SGD))
+    assert_equal(got, expected)
+
+
+def test_lossy_exchanges_are_near() -> None:
+    """That they lose no more than they should is in tests/exchange; here: that they are used, and train."""
+    expected = reference(MLP)
+    for name in ("bagua_bytegrad", "byteps_dithering"):
+        got = advance(make(MLP, *replicated(name)), MLP, start(MLP), 0, NUM_STEPS)
+        errors = [relative_error(got.params[k], v) for k, v in expected.params.items() if "['key']['bias']" not in k]
+        assert 1e-4 < max(errors) < 0.1, name
+        np.testing.assert_allclose(got.losses, expected.losses, rtol=3e-3)
+
+
+def resumed(strategy: Strategy, task: Task, steps: tuple[int, ...], *, with_private: bool = True) -> Any:
+    """The state after these steps, with a way through the saved form at the end of each span."""
+    state = strategy.from_canonical(start(task))
+    for first, last in zip((0, *steps), steps, strict=False):
+        for step in range(first, last):
+            state, _ = strategy.step(state, strategy.place(make_batch(task, step)))
+        tree, private = jax.device_get((strategy.to_canonical(state), strategy.to_private(state)))
+        state = strategy.from_canonical(tree, private if with_private else {})
+    return tree, private
+
+
+PRIVATE = {
+    "byteps_onebit": replicated("byteps_onebit", option("momentum", 0.5)),
+    "byteps_randomk": replicated("byteps_randomk"),
+    "horovod_adasum": replicated("horovod_adasum"),
+    "bagua_decentralized": replicated("bagua_decentralized"),
+    "bagua_low_precision_decentralized": replicated("bagua_low_precision_decentralized"),
+    "bagua_model_average": replicated("bagua_model_average", option("interval", 3)),
+    "onebit_adam": replicated("onebit_adam", option("warmup", 0.2)),
+    "backward passes": replicated("horovod", option("backward_passes_per_step", 3)),
+    "pipeline": pipeline("1f1b", 2, "--config.exchange=byteps_onebit", replicas=2),
+}
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_private_state_resumes_bitwise(name: str) -> None:
+    strategy = make(MLP, *PRIVATE[name])
+    (tree, private), (expected, expected_private) = resumed(strategy, MLP, (4, 7)), resumed(strategy, MLP, (7,))
+    got, wanted = named((tree, private)), named((expected, expected_private))
+    assert got.keys() == wanted.keys() and jax.tree.leaves(private)
+    for leaf, value in wanted.items():
+        np.testing.assert_array_equal(got[leaf], value, err_msg=leaf)
+    without, _ = resumed(strategy, MLP, (4, 7), with_private=False)
+    assert any((named(without["params"])[leaf] != value).any() for leaf, value in named(expected["params"]).items())
+
+
+def test_exact_exchanges_have_nothing_private() -> None:
+    for name in ("ddp", "horovod", "byteps", "zero1", "bagua_bytegrad"):
+        strategy = make(MLP, *replicated(name))
+        assert not strategy.to_private(strategy.init(jax.random.key(0)))
+
+
+@pytest.mark.parametrize("name", ["ddp", "byteps_randomk", "onebit_adam", "bagua_decentralized", "zero3", "pipeline"])
+def test_a_fault_on_one_replica_leaves_everything_as_it_was(name: str) -> None:
+    randomk = pipeline("1f1b", 2, "--config.exchange=byteps_randomk", replicas=2)
+    strategy = make(MLP, *(randomk if name == "pipeline" else replicated(name)))
+    state = strategy.from_canonical(start(MLP))
+    state, _ = strategy.step(state, strategy.place(make_batch(MLP, 0)))
+    before = named(jax.device_get((strategy.to_canonical(state), strategy.to_private(state))))
+    rows = make_batch(MLP, 1)
+    rows["weights"] = np.where(np.arange(16) == 0, np.inf, rows["weights"]).astype(np.float32)
+    state, metrics = strategy.step(state, strategy.place(rows))
+    assert not metrics.finite
+    after = named(jax.device_get((strategy.to_canonical(state), strategy.to_private(state))))
+    changed = [leaf for leaf, value in before.items() if not np.array_equal(after[leaf], value)]
+    assert changed == ["[0]['step']"]
+
+
+def test_dp_has_its_state_on_the_first_device_alone() -> None:
+    strategy = make(MLP, *replicated("dp"))
+    state, _ = strategy.step(strategy.init(jax.random.key(0)), strategy.place(make_batch(MLP, 0)))
+    assert {device for leaf in jax.tree.leaves(state) for device in leaf.devices()} == {jax.devices()[0]}
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
+def test_zero_divides_what_its_stage_says(name: str) -> None:
+    strategy = make(MLP, *replicated(name))
+    state, _ = strategy.step(strategy.init(jax.random.key(0)), strategy.place(make_batch(MLP, 0)))
+    shapes = make_problem(make_config(MLP), MLP).model.shapes
+    held = jax.tree.map(lambda leaf: leaf.addressable_shards[0].data.shape, state.params)
+    is_divided = name == "zero3"
+    expected = jax.tree.map(lambda leaf: shard_shape(leaf.shape, N) if is_divided else leaf.shape, shapes)
+    assert held == expected
+    moments = [leaf for leaf in jax.tree.leaves(state.optimizer.optimizer) if leaf.ndim]
+    sizes = [leaf.addressable_shards[0].data.size * N for leaf in moments]
+    assert sum(sizes) <= 1.05 * 2 * sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
+def test_offloaded_state_is_in_the_hosts_memory() -> None:
+    strategy = make(MLP, *replicated("zero2", option("offload", "True")))
+    state, _ = strategy.step(strategy.init(jax.random.key(0)), strategy.place(make_batch(MLP, 0)))
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.optimizer.optimizer)}
+    assert kinds == {"pinned_host"}
+    assert "pinned_host" not in {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.params)}
+
+
+def test_decentralized_weights_differ_and_the_mean_is_canonical() -> None:
+    strategy = make(MLP, *replicated("bagua_decentralized"))
+    state = strategy.from_canonical(start(MLP))
+    for step in range(2):
+        state, _ = strategy.step(state, strategy.place(make_batch(MLP, step)))
+    own, canonical = named(state.params), named(strategy.to_canonical(state)["params"])
+    assert any((leaf[0] != leaf[1]).any() for leaf in own.values())
+    for name, leaf in own.items():
+        np.testing.assert_allclose(canonical[name], leaf.mean(0), rtol=1e-6, atol=1e-9)
+
+
+def test_backward_passes_take_one_step_of_all() -> None:
+    """Three passes over the same rows make one step; between, parameters stay."""
+    strategy = make(MLP, *replicated("horovod", option("backward_passes_per_step", 3)))
+    state, params = strategy.from_canonical(start(MLP)), [start(MLP)["params"]]
+    for step in range(9):
+        state, _ = strategy.step(state, strategy.place(make_batch(MLP, step)))
+        params.append(jax.device_get(strategy.to_canonical(state)["params"]))
+    moved = [
+        any((a != b).any() for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True))
+        for x, y in itertools.pairwise(params)
+    ]
+    assert moved == [*[False] * 5, True, False, False, True]  # the first step's learning rate is 0
+
+
+def test_buckets_are_there_before_the_backward_pass_ends() -> None:
+    """The vector of the last layers is made while those before are to come; on GPUs, it is on the wire by then."""
+    task = BERT._replace(layers=4)
+    strategy = make(task, *replicated("ddp", option("bucket_bytes", 4000), "--config.model.scan_layers=False"))
+    lines = (strategy.compile()[0].compiled.as_text() or "").split("ENTRY")[1].splitlines()
+    products = [number for number, line in enumerate(lines) if "transpose(jvp" in line and "dot_general" in line]
+    name = "all-reduce-start" if jax.default_backend() == "gpu" else "shard_map/concatenate"
+    vectors = [number for number, line in enumerate(lines) if name in line]
+    assert len(vectors) > 4
+    before = [sum(product < vector for product in products) / len(products) for vector in vectors]
+    assert min(before) < 0.3 and sum(share < 0.8 for share in before) >= len(before) / 2
+
+
+def test_zero3_gathers_a_layer_at_a_time_inside_the_scan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs; to run so, the CPU has no order of collectives."""
+    monkeypatch.setattr(Model, "unrolled", lambda model: model)
+    strategy = make(BERT._replace(layers=4), *replicated("zero3"))
+    text = strategy.compile()[0].compiled.as_text() or ""
+    gathers = [line for line in text.splitlines() if " all-gather(" in line or " all-gather-start(" in line]
+    forward = [line for line in gathers if "/jvp()/while/body/" in line]
+    again = [line for line in gathers if "transpose(jvp())/while/body/" in line]
+    assert len(forward) == len(again) == 1
+    block = sum(leaf.size for leaf in jax.tree.leaves(make_problem(make_config(BERT), BERT).model.shapes["block_0"]))
+    assert f"f32[{N},{-(-block // N)}]" in forward[0]  # one block, not all four
+
+
+def test_every_exchange_is_named_once() -> None:
+    assert set(NAMES) == {"dp", *GRADIENTS, *AROUND} and len(NAMES) == len(set(NAMES))
