@@ -19,7 +19,8 @@ SENT = {
     "all-to-all": lambda g: (g - 1) / g,
     "collective-permute": lambda g: 1,
 }
-FIGURES = "figures"  # single numbers: the loss, norms, weights of batches
+FIGURES = "figures"  # the loss, norms, weights of batches: a few numbers
+MAX_FIGURES = 8  # in one all-reduce
 TOLERANCE = 1.05
 
 
@@ -84,7 +85,7 @@ def _collectives(text: str, branches: Mapping[str, tuple[float, ...]]) -> dict[A
         groups = _groups(instruction)
         counts: dict[Any, float] = {}
         for array in operands:
-            is_figure = math.prod(array.dims) == 1 and kind == "all-reduce"
+            is_figure = math.prod(array.dims) <= MAX_FIGURES and kind == "all-reduce"
             key = (kind, groups, FIGURES if is_figure else hlo.NAMES.get(array.dtype, array.dtype))
             size = max(len(group) for group in groups) if groups else 1
             counts["bytes", *key] = counts.get(("bytes", *key), 0.0) + SENT[kind](size) * array.nbytes

@@ -1,0 +1,155 @@
+"""What exchanges send, hold and take, next to theory and to each other.
+
+scripts/python scripts/bench/exchanges.py [--figures=bytes,memory,ring,codecs,steps] [--config=configs/quickstart.py]
+[--replicas=4] [--rounds=20] [--config.KEY=VALUE ...]
+
+bytes   sent by a device in a step, by the compiled program / in theory, and / ddp's in theory
+memory  parameters and optimizer state on a device / their formula
+ring    time of the ring written out, of XLA's all-reduce, and of a copy, of 25 MiB / the all-reduce's
+codecs  time to encode and decode 25 MiB / to copy it
+steps   time of a step / of ddp's, on the same batch and cores; and of the ways to run ddp
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from ml_collections import ConfigDict
+
+from jaxpar import audit, data, mesh, strategies
+from jaxpar import config as configs
+from jaxpar.exchange import NAMES, compress, reduce
+from scripts.bench.steps import Contender, make_problem, race
+
+SIZE = 25 * 2**20 // 4  # elements
+CODECS = {
+    "MinMaxUInt8, a range for 4096": compress.min_max_uint8(4096),
+    "onebit, a scale for 2048": compress.onebit(block=2048),
+    "onebit with error feedback": compress.error_feedback(compress.onebit(block=2048)),
+    "dithering": compress.dithering(127),
+    "topk 1%": compress.topk(0.01),
+    "randomk 5%": compress.randomk(0.05),
+}
+WAYS = ("shard_map", "sharding", "pmap")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--figures", default="bytes,memory,ring,codecs,steps")
+    parser.add_argument("--config", default="configs/quickstart.py")
+    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=20)
+    arguments, overrides = parser.parse_known_args()
+    overrides += [f"--config.mesh.{key}={arguments.replicas}" for key in ("data", "virtual_cpu_devices")]
+    config = configs.load(arguments.config)
+    configs.override(config, overrides)
+    mesh.start(config, data.cache_dir(config) / "xla")
+    print(f"{arguments.config}, {jax.device_count()} {jax.devices()[0].device_kind} devices")
+    figures = arguments.figures.split(",")
+    if {"bytes", "memory", "steps"} & set(figures):
+        with tempfile.TemporaryDirectory() as folder:
+            dataset = data.load(config, Path(folder))
+        rows = data.Batches(dataset.train, batch_size=config.batch_size, seed=0, shuffle=True).batch(0)
+
+        def build(name: str, *more: str) -> strategies.Strategy:
+            own: ConfigDict = configs.load(arguments.config)
+            configs.override(own, [*overrides, f"--config.exchange={name}", *more])
+            strategies.check(own)
+            return strategies.build(own, make_problem(own, dataset.info, rows))
+
+        if {"bytes", "memory"} & set(figures):
+            sent_and_held(build, arguments.replicas, "bytes" in figures, "memory" in figures)
+        if "steps" in figures:
+            steps(build, rows, arguments.rounds)
+    if "ring" in figures:
+        ring(arguments.replicas, arguments.rounds)
+    if "codecs" in figures:
+        codecs(arguments.rounds)
+
+
+def sent_and_held(build: Callable[..., strategies.Strategy], n: int, sent: bool, held: bool) -> None:
+    """Figures bytes and memory."""
+    ddp = build("ddp").describe()
+    parameters, optimizer = ddp.memory["parameters"], ddp.memory["optimizer"]
+    for name in NAMES:
+        strategy = build(name)
+        on = strategy.describe()
+        if sent:
+            rows = audit.audit(strategy.compile(), on, {mesh.DATA: n, mesh.STAGE: 1})
+            total = sum(row.nbytes for row in rows if row.dtype != audit.FIGURES)
+            ratio = f"{total / on.wire_bytes:.4f}" if total else "copies"
+            of_ddp = on.wire_bytes / ddp.wire_bytes
+            print(f"bytes   {name:36} {ratio} of theory, which is {of_ddp:.4f} of ddp's", flush=True)
+        if held and name.startswith("zero"):
+            formula = (parameters / n if name == "zero3" else parameters) + optimizer / n
+            of_all = formula / (parameters + optimizer)
+            print(f"memory  {name:36} {on.state_bytes / formula:.4f} of the formula, which is {of_all:.4f} of ddp's")
+
+
+def steps(build: Callable[..., strategies.Strategy], rows: Any, rounds: int) -> None:
+    """Figure steps."""
+    contenders: dict[str, Contender] = {name: build(name) for name in NAMES}
+    contenders |= {f"ddp by {way}": build("ddp", f"--config.data_parallel.implementation={way}") for way in WAYS[1:]}
+    timings = race(contenders, rows, rounds=rounds)
+    for name, timing in timings.items():
+        print(f"steps   {name:36} {timing.seconds / timings['ddp'].seconds:.3f}", flush=True)
+
+
+def ring(n: int, rounds: int) -> None:
+    """Figure ring."""
+    axis, on = reduce.Axis(mesh.DATA, n), mesh.build(n)
+    spec = PartitionSpec(mesh.DATA)
+    x = jax.device_put(jnp.ones((n, SIZE)), jax.sharding.NamedSharding(on, spec))
+
+    def mapped(reducer: reduce.Reducer) -> Callable[[], Any]:
+        def mean(x: jax.Array) -> jax.Array:
+            return reducer.mean(x[0], reducer.init(SIZE))[0][None]
+
+        compiled = jax.jit(jax.shard_map(mean, mesh=on, in_specs=spec, out_specs=spec, check_vma=False))
+        return partial(compiled, x)
+
+    ways = {"psum": reduce.psum, "ring": reduce.ring, "push_pull": reduce.push_pull}
+    times = in_turn({name: mapped(make(axis)) for name, make in ways.items()}, rounds)
+    for name, seconds in times.items():
+        print(f"ring    {name:36} {seconds / times['psum']:.3f} of psum's time", flush=True)
+
+
+def codecs(rounds: int) -> None:
+    """Figure codecs."""
+    x = jax.random.normal(jax.random.key(0), (SIZE,))
+
+    def round_trip(codec: compress.Compressor, x: jax.Array, state: Any) -> Any:
+        payload, state = codec.encode(x, state)
+        return codec.decode(payload, SIZE), state
+
+    calls: dict[str, Callable[[], Any]] = {"copy": partial(jax.jit(jnp.copy), x)}
+    for name, codec in CODECS.items():
+        calls[name] = partial(jax.jit(partial(round_trip, codec)), x, codec.init(SIZE, jax.random.key(1)))
+    times = in_turn(calls, rounds)
+    for name, seconds in times.items():
+        print(f"codecs  {name:36} {seconds / times['copy']:.2f} copies", flush=True)
+
+
+def in_turn(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Median times, each called in turn; the first round, which compiles, does not count."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            if number:
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+if __name__ == "__main__":
+    main()
