@@ -48,7 +48,9 @@ class Row(NamedTuple):
     @property
     def is_explained(self) -> bool:
         """Whether theory has as much."""
-        return self.kind == "copy" or self.dtype == FIGURES or (self.ratio is not None and self.ratio <= TOLERANCE)
+        if self.kind == "copy" or self.dtype == FIGURES:
+            return True
+        return self.ratio is not None and 0 < self.ratio <= TOLERANCE
 
 
 def audit(programs: Sequence[Program], description: Description, mesh: Mapping[str, int]) -> list[Row]:
@@ -112,7 +114,14 @@ def _groups(instruction: hlo.Instruction) -> tuple[tuple[int, ...], ...]:
         shape, dims, order = [[int(x) for x in part.split(",")] if part else [] for part in iota.groups()]
         numbers = np.arange(math.prod(dims)).reshape(dims).transpose(order or range(len(dims))).reshape(shape)
         return tuple(sorted(tuple(sorted(row)) for row in numbers.tolist()))
-    return ()
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", instruction.line):
+        sizes = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", named[1])}
+        along = [list(sizes).index(axis) for axis in re.findall(r"'([^']+)'", named[2])]
+        numbers = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        rows = np.moveaxis(numbers, along, range(-len(along), 0))
+        rows = rows.reshape(-1, math.prod(numbers.shape[axis] for axis in along))
+        return tuple(sorted(tuple(sorted(row)) for row in rows.tolist()))
+    raise ValueError(f"devices in a form that is not known: {instruction.line}")
 
 
 def _joined(pairs: Sequence[tuple[int, int]]) -> list[set[int]]:

@@ -1,5 +1,6 @@
 """Eight virtual CPU devices, strict JAX, and caches apart from the user's."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,10 +10,13 @@ import pytest
 from jaxpar import mesh
 
 NUM_DEVICES = 8
+FAST_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Sets JAX up before any test module is imported. Compiled programs are kept between runs."""
+    # Most of the tests' time is LLVM's, on programs that run for milliseconds; processes that tests start have it too.
+    os.environ["XLA_FLAGS"] = f"{FAST_COMPILATION} {os.environ.get('XLA_FLAGS', '')}"
     mesh.keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)

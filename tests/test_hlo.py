@@ -1,6 +1,6 @@
 """How often the instructions of compiled programs run, counted in functions whose products are known."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,11 @@ def compiled(function: Callable[..., Any], *arguments: Any) -> Program:
     return Program(jax.jit(function).lower(*arguments).compile().as_text() or "")
 
 
-def dots(instruction: Instruction, operands: Sequence[Array]) -> dict[str, float] | None:
+def dots(instruction: Instruction, operands: Sequence[Array]) -> Mapping[Hashable, float] | None:
     return {"dots": 1.0} if instruction.operation == "dot" else None
 
 
-def sorts(instruction: Instruction, operands: Sequence[Array]) -> dict[str, float] | None:
+def sorts(instruction: Instruction, operands: Sequence[Array]) -> Mapping[Hashable, float] | None:
     return {"sorts": 1.0} if instruction.operation == "sort" else None
 
 
@@ -95,12 +95,12 @@ def test_conditionals_in_a_conditional_have_shares_of_their_own() -> None:
     def shares(source: str) -> Sequence[float]:
         return (0.5, 0.5) if "/inner/" in source else (0.9, 0.1)
 
-    assert compiled(function, X, I, INDEX).total(dots, shares)["dots"] == pytest.approx(0.9 * 2 + 0.1 * 2.5)
+    assert compiled(function, X, INDEX, INDEX).total(dots, shares)["dots"] == pytest.approx(0.9 * 2 + 0.1 * 2.5)
 
 
 def test_a_loop_of_unknown_length_is_an_error_where_something_in_it_counts() -> None:
     program = compiled(until, X, INDEX)
-    with pytest.raises(ValueError, match="a loop of unknown length: .*while"):
+    with pytest.raises(ValueError, match=r"a loop of unknown length: .*while"):
         program.total(dots)
     assert program.total(sorts) == {}
     assert compiled(lambda x, n: jnp.sort(until(x, n)), X, INDEX).total(sorts) == {"sorts": 1}
@@ -108,7 +108,7 @@ def test_a_loop_of_unknown_length_is_an_error_where_something_in_it_counts() -> 
 
 def test_a_conditional_of_unknown_shares_is_an_error_where_its_branches_differ() -> None:
     program = compiled(partial(pick, "which", (1, 2)), X, INDEX)
-    with pytest.raises(ValueError, match="each of 2 branches is taken is not known: .*which"):
+    with pytest.raises(ValueError, match=r"each of 2 branches is taken is not known: .*which"):
         program.total(dots)
     with pytest.raises(ValueError, match="each of 2 branches"):  # shares of another conditional
         program.total(dots, lambda source: (0.5, 0.3, 0.2))

@@ -6,6 +6,7 @@ dp                              is a program for the master device (jaxpar/strat
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -227,7 +228,7 @@ def obstacle(name: str, num_replicas: int, given: Mapping[str, Any]) -> tuple[st
             return key, f"is {value!r}, which exchange {name!r} has no use for; {has}"
         if key in CHOICES and value not in CHOICES[key]:
             return key, f"is {value!r}; it may be {', '.join(CHOICES[key])}"
-        if key in POSITIVE and not value > 0:
+        if key in POSITIVE and not 0 < value < math.inf:
             return key, f"is {value!r}; it may be more than 0"
         if key in RANGES and not RANGES[key][0] <= value <= RANGES[key][1]:
             return key, f"is {value!r}; it may be {RANGES[key][0]} to {RANGES[key][1]}"

@@ -303,5 +303,6 @@ def describe(
     copied_bytes = nbytes([problem.model.shapes[layer][name] for layer, name in sorted(copied)])
     shared = 2 * (table.num_devices - 1) / table.num_devices * copied_bytes  # the gradients of tied arrays
     traffic.append(Traffic("all-reduce", "float32", STAGE, shared))
-    memory = {"parameters": form.params.nbytes, "optimizer": form.optimizer.nbytes}
+    own = nbytes(jax.eval_shape(partial(fresh_own, all_reduce, form, mesh))) // mesh.size
+    memory = {"parameters": form.params.nbytes, "optimizer": form.optimizer.nbytes, "own": own}
     return Description(tuple(mesh.devices.flat), layout, num_data, memory, tuple(traffic))

@@ -1,0 +1,145 @@
+"""Whole runs with an exchange that has a state of its own: it is saved, found damaged, and left behind where due."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from jaxpar import checkpoint, train
+from tests.runs import small_config
+from tests.test_train import assert_bitwise_equal, final_params, stop_at
+
+VALUES = {
+    "data.source": "synthetic",
+    "data.train": "",
+    "data.synthetic_examples": 400,
+    "model.name": "mlp",
+    "model.num_heads": "None",
+    "model.mlp_size": "None",
+    "num_steps": 8,
+}
+ONEBIT = "--config.exchange=byteps_onebit"
+LEFT = "private   state of byteps_onebit on 2 replicas is left behind: this is another strategy"
+
+
+def config(*overrides: str) -> ConfigDict:
+    """Eight steps, saved after 3, 6 and 8."""
+    folder = Path(os.environ["JAXPAR_CACHE"])  # the tests' own; `small_config` writes a data file there
+    return small_config(folder, *(f"--config.{key}={value}" for key, value in VALUES.items()), *overrides)
+
+
+def run_to(step: int, workdir: Path, *overrides: str) -> Path:
+    """A run that a signal stops after that step."""
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, step, signal.SIGTERM)
+        with pytest.raises(train.Stopped):
+            train.train(config(*overrides), workdir)
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    workdir = tmp_path_factory.mktemp("private") / "uninterrupted"
+    train.train(config(ONEBIT), workdir)
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """After 5 steps, with checkpoints of 3 and 5. To be copied."""
+    return run_to(5, tmp_path_factory.mktemp("private") / "stopped", ONEBIT)
+
+
+@pytest.fixture
+def run(stopped: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(stopped, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of ddp, after 5 steps."""
+    return run_to(5, tmp_path_factory.mktemp("private") / "plain", "--config.exchange=ddp")
+
+
+def test_stopped_and_resumed_ends_bitwise_equal(
+    run: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert checkpoint.steps(run / "checkpoints") == [3, 5]
+    train.train(config(ONEBIT), run)
+    assert "left behind" not in capsys.readouterr().out
+    assert_bitwise_equal(run, uninterrupted)
+    last = [checkpoint.read(path / "checkpoints" / "8") for path in (run, uninterrupted)]
+    for got, expected in zip(*(jax.tree.leaves(found.private) for found in last), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_the_private_state_is_each_replicas_own(run: Path) -> None:
+    found = checkpoint.read(run / "checkpoints" / "5")
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(found.private)]
+    assert leaves and all(leaf.shape[0] == 2 for leaf in leaves)
+    assert any((leaf[0] != leaf[1]).any() for leaf in leaves)
+    assert found.info["private_of"] == "byteps_onebit on 2 replicas"
+
+
+def test_without_it_training_would_end_elsewhere(run: Path, uninterrupted: Path) -> None:
+    """Else the test above would pass where nothing is restored."""
+    metadata = run / "checkpoints" / "5" / "info" / "metadata"
+    metadata.write_text(metadata.read_text().replace("byteps_onebit on 2", "byteps_onebit on 3"))
+    train.train(config(ONEBIT), run)
+    got, expected = final_params(run), final_params(uninterrupted)
+    assert any((got[name] != leaf).any() for name, leaf in expected.items() if "params" in name)
+
+
+@pytest.mark.parametrize("change", ["--config.exchange=ddp", "--config.exchange_options.momentum=0.5"])
+def test_another_exchange_leaves_it_behind_and_trains_on(
+    run: Path, change: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = train.train(config(ONEBIT, change), run)
+    assert LEFT in capsys.readouterr().out.splitlines()
+    assert result["steps"] == 8 and checkpoint.steps(run / "checkpoints")[-1] == 8
+    assert (run / "checkpoints" / "8" / "private").is_dir() == ("ddp" not in change)
+
+
+def test_damage_falls_back_to_the_checkpoint_before(
+    run: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "checkpoints" / "5" / "private" / "manifest.ocdbt").write_bytes(b"")
+    train.train(config(ONEBIT), run)
+    said = capsys.readouterr().out
+    assert "checkpoints/5 is damaged" in said and "resume    from step 3" in said
+    assert (run / "checkpoints" / "5.damaged").is_dir()
+    assert_bitwise_equal(run, uninterrupted)
+
+
+def test_a_changed_bit_is_damage(run: Path) -> None:
+    largest = max((run / "checkpoints" / "5" / "private").glob("**/d/*"), key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    with pytest.raises(checkpoint.Damaged):
+        checkpoint.read(run / "checkpoints" / "5")
+
+
+def test_a_missing_folder_is_damage(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints" / "5" / "private")
+    with pytest.raises(checkpoint.Damaged):
+        checkpoint.read(run / "checkpoints" / "5")
+
+
+def test_an_exchange_without_one_saves_none(plain: Path) -> None:
+    for step in checkpoint.steps(plain / "checkpoints"):
+        assert not (plain / "checkpoints" / str(step) / "private").exists()
+        assert checkpoint.read(plain / "checkpoints" / str(step)).private == {}
+
+
+def test_an_exchange_goes_on_with_what_one_without_left(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = train.train(config(ONEBIT), plain)
+    said = capsys.readouterr().out
+    assert "resume    from step 5" in said and "left behind" not in said
+    assert result["steps"] == 8
+    assert jax.tree.leaves(checkpoint.read(plain / "checkpoints" / "8").private)
