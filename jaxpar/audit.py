@@ -19,6 +19,7 @@ SENT = {
     "all-to-all": lambda g: (g - 1) / g,
     "collective-permute": lambda g: 1,
 }
+OTHERS = ("collective-broadcast", "ragged-all-to-all", "send", "recv")  # no strategy has them
 FIGURES = "figures"  # the loss, norms, weights of batches: a few numbers
 MAX_FIGURES = 8  # in one all-reduce
 TOLERANCE = 1.05
@@ -82,6 +83,8 @@ def _collectives(text: str, branches: Mapping[str, tuple[float, ...]]) -> dict[A
 
     def value(instruction: hlo.Instruction, operands: Sequence[hlo.Array]) -> Mapping[Any, float] | None:
         kind = instruction.operation.removesuffix("-start")
+        if kind in OTHERS:
+            return {("bytes", kind, (), "?"): sum(array.nbytes for array in operands), ("count", kind, (), "?"): 1.0}
         if kind not in SENT:
             return None
         groups = _groups(instruction)

@@ -44,6 +44,10 @@ CHANGEABLE = (
 )
 
 
+# But for this, which stretches the learning rate's schedule.
+NOT_CHANGEABLE = ("exchange_options.backward_passes_per_step",)
+
+
 def config_folder() -> Path:
     """The folder of the configs that come with jaxpar: in the wheel, or beside the package in a clone."""
     package = Path(__file__).parent
@@ -201,7 +205,7 @@ def _read_saved(path: Path) -> dict[str, Any]:
 
 
 def _changeable(key: str) -> bool:
-    return any(key == name or key.startswith(name + ".") for name in CHANGEABLE)
+    return key not in NOT_CHANGEABLE and any(key == name or key.startswith(name + ".") for name in CHANGEABLE)
 
 
 def _import(path: Path) -> Any:

@@ -24,7 +24,8 @@ VALUES = {
     "num_steps": 8,
 }
 ONEBIT = "--config.exchange=byteps_onebit"
-LEFT = "private   state of byteps_onebit on 2 replicas is left behind: this is another strategy"
+NAME = "byteps_onebit block=2048 bucket_bytes=4096000 momentum=0.0 on 2 replicas"
+LEFT = f"private   state of {NAME} is left behind: this is another strategy"
 
 
 def config(*overrides: str) -> ConfigDict:
@@ -83,13 +84,13 @@ def test_the_private_state_is_each_replicas_own(run: Path) -> None:
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(found.private)]
     assert leaves and all(leaf.shape[0] == 2 for leaf in leaves)
     assert any((leaf[0] != leaf[1]).any() for leaf in leaves)
-    assert found.info["private_of"] == "byteps_onebit on 2 replicas"
+    assert found.info["private_of"] == NAME
 
 
 def test_without_it_training_would_end_elsewhere(run: Path, uninterrupted: Path) -> None:
     """Else the test above would pass where nothing is restored."""
     metadata = run / "checkpoints" / "5" / "info" / "metadata"
-    metadata.write_text(metadata.read_text().replace("byteps_onebit on 2", "byteps_onebit on 3"))
+    metadata.write_text(metadata.read_text().replace(NAME, NAME.replace("on 2", "on 3")))
     train.train(config(ONEBIT), run)
     got, expected = final_params(run), final_params(uninterrupted)
     assert any((got[name] != leaf).any() for name, leaf in expected.items() if "params" in name)

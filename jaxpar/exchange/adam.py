@@ -35,8 +35,10 @@ def momentum_exchange(
     """`optimizer`, which is optax.adamw of these figures; after a share of the steps v is frozen, and m is exchanged.
 
     In the first stage replicas agree on the gradient, exactly. In the second each makes a momentum of its own gradient,
-    m_i = b1 m + (1 - b1) g_i, and `lossy` makes m of them. As v, so its bias correction is frozen. A parameter whose v
-    is zero has had no gradient, and has none: what the code makes of its momentum is noise, which nothing would bound.
+    m_i = b1 m + (1 - b1) g_i, and `lossy` makes m of them. What is frozen is v without its bias, so that Adam can go on
+    with the state at any step. A parameter whose v is zero has had no gradient, and its momentum is zero: what a code
+    makes of it is noise, which nothing would bound. The warm-up counts from where the exchange begins: a run that comes
+    to it from another one has a warm-up of its own.
 
     With error feedback on both sides and a scale |x|_2 / sqrt(d): 1-bit Adam (Tang et al., 2021, algorithm 1). With
     MinMaxUInt8 and none: QAdam as in Bagua (Gan et al., 2021).
@@ -59,40 +61,37 @@ def momentum_exchange(
     warmup_steps = max(1, round(warmup * num_steps))  # without any, v would be zero for ever
 
     def init(params: Any) -> DistributedState:
-        own = {"exact": exact.init(params), "lossy": lossy.init(params), "frozen_at": jnp.full((), -1, jnp.int32)}
+        own = {"exact": exact.init(params), "lossy": lossy.init(params), "steps": jnp.zeros((), jnp.int32)}
         return DistributedState(optimizer.init(params), own)
 
-    def update(grads: Any, state: DistributedState, params: Any) -> Update:
+    def warm(grads: Any, state: DistributedState, params: Any) -> tuple[Any, DistributedState]:
+        mean, exact_state = exact.mean(grads, state.own["exact"])
+        updates, inner = optimizer.update(mean, state.optimizer, params, grad_norm=optax.tree.norm(mean))
+        return updates, DistributedState(inner, {**state.own, "exact": exact_state})
+
+    def frozen(grads: Any, state: DistributedState, params: Any) -> tuple[Any, DistributedState]:
         adam: optax.ScaleByAdamState = _only(state.optimizer, optax.ScaleByAdamState)
-        own = state.own
+        count = adam.count + 1
+        scale = clip_scale(optax.tree.norm(grads), clip_norm)
+        local = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * scale * g, adam.mu, grads)
+        mean, lossy_state = lossy.mean(local, state.own["lossy"])
+        mu = jax.tree.map(lambda m, v: jnp.where(v > 0, m, 0), mean, adam.nu)
+        growth = (1 - b2**count) / (1 - b2**adam.count)  # so that v without its bias stays what it is
+        nu = jax.tree.map(lambda v: v * growth, adam.nu)
+        direction = jax.tree.map(lambda m, v: m / (1 - b1**count) / (jnp.sqrt(v / (1 - b2**count)) + eps), mu, nu)
+        decayed = jax.tree.map(lambda p: True, params) if mask is None else mask(params)
+        rate = schedule(adam.count)
+        updates = jax.tree.map(
+            lambda d, p, is_decayed: -rate * (d + weight_decay * p * is_decayed), direction, params, decayed
+        )
+        inner = _next(state.optimizer, optax.ScaleByAdamState(count, mu, nu))
+        return updates, DistributedState(inner, {**state.own, "lossy": lossy_state})
 
-        def warm() -> tuple[Any, Any, Any]:
-            mean, exact_state = exact.mean(grads, own["exact"])
-            grad_norm = optax.tree.norm(mean)
-            updates, inner = optimizer.update(mean, state.optimizer, params, grad_norm=grad_norm)
-            return updates, inner, {**own, "exact": exact_state}
-
-        def frozen() -> tuple[Any, Any, Any]:
-            frozen_at = jnp.where(own["frozen_at"] < 0, adam.count, own["frozen_at"])
-            scale = clip_scale(optax.tree.norm(grads), clip_norm)
-            local = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * scale * g, adam.mu, grads)
-            mu, lossy_state = lossy.mean(local, own["lossy"])
-            count = adam.count + 1
-            direction = jax.tree.map(
-                lambda m, v: jnp.where(v > 0, m / (1 - b1**count) / (jnp.sqrt(v / (1 - b2**frozen_at)) + eps), 0.0),
-                mu,
-                adam.nu,
-            )
-            decayed = jax.tree.map(lambda p: True, params) if mask is None else mask(params)
-            updates = jax.tree.map(
-                lambda d, p, yes: -schedule(adam.count) * (d + weight_decay * p * yes), direction, params, decayed
-            )
-            inner = _next(state.optimizer, optax.ScaleByAdamState(count, mu, adam.nu))
-            return updates, inner, {**own, "lossy": lossy_state, "frozen_at": frozen_at}
-
+    def update(grads: Any, state: DistributedState, params: Any) -> Update:
         with jax.named_scope(WARMUP):
-            updates, inner, own = jax.lax.cond(adam.count < warmup_steps, warm, frozen)
-        return Update(updates, DistributedState(inner, own), None)
+            is_warm = state.own["steps"] < warmup_steps
+            updates, after = jax.lax.cond(is_warm, warm, frozen, grads, state, params)
+        return Update(updates, after._replace(own={**after.own, "steps": state.own["steps"] + 1}), None)
 
     def traffic(params: Any, num_microbatches: int) -> list[Traffic]:
         return shared(exact.traffic(params), share) + shared(lossy.traffic(params), 1 - share)

@@ -20,12 +20,12 @@ class Compressor(NamedTuple):
     """A lossy code of float32 vectors.
 
     Attributes:
-      init: (L, key) -> state of the sender. key: differs between senders.
+      init: (L, key, sender) -> state of the sender. key: the same for all who code this vector; sender: its number.
       encode: ([L], state) -> (payload, state).
       decode: (payload, L) -> [L].
     """
 
-    init: Callable[[int, jax.Array], Any]
+    init: Callable[[int, jax.Array, Any], Any]
     encode: Callable[[jax.Array, Any], tuple[Payload, Any]]
     decode: Callable[[Payload, int], jax.Array]
 
@@ -33,13 +33,13 @@ class Compressor(NamedTuple):
         """Shapes and dtypes of what a vector of that length becomes."""
 
         def encode(x: jax.Array) -> Payload:
-            return self.encode(x, self.init(length, jax.random.key(0)))[0]
+            return self.encode(x, self.init(length, jax.random.key(0), 0))[0]
 
         result: Payload = jax.eval_shape(encode, jax.ShapeDtypeStruct((length,), jnp.float32))
         return result
 
 
-def _no_state(length: int, key: jax.Array) -> Any:
+def _no_state(length: int, key: jax.Array, sender: Any) -> Any:
     return ()
 
 
@@ -122,14 +122,20 @@ def topk(ratio: float) -> Compressor:
 
 
 def randomk(ratio: float) -> Compressor:
-    """ceil(ratio L) random ones, others each time, and where they are. Stich et al., "Sparsified SGD", 2018."""
+    """ceil(ratio L) random ones, others each time, and where they are. Stich et al., "Sparsified SGD", 2018.
+
+    All senders take the same ones, so that what a server has of one it has of all, and sends on.
+    """
 
     def encode(x: jax.Array, state: Any) -> tuple[Payload, Any]:
         now, state = _next_key(state)
         indices = jax.random.permutation(now, len(x))[: _share(ratio, len(x))].astype(jnp.int32)
         return (x[indices], indices), state
 
-    return Compressor(_key_data, encode, _scatter)
+    def init(length: int, key: jax.Array, sender: Any) -> jax.Array:
+        return jax.random.key_data(key)
+
+    return Compressor(init, encode, _scatter)
 
 
 def dithering(levels: int) -> Compressor:
@@ -151,7 +157,10 @@ def dithering(levels: int) -> Compressor:
         q, largest = payload
         return q.astype(jnp.float32) / levels * largest
 
-    return Compressor(_key_data, encode, decode)
+    def init(length: int, key: jax.Array, sender: Any) -> jax.Array:
+        return jax.random.key_data(jax.random.fold_in(key, sender))
+
+    return Compressor(init, encode, decode)
 
 
 def error_feedback(compressor: Compressor) -> Compressor:
@@ -160,8 +169,8 @@ def error_feedback(compressor: Compressor) -> Compressor:
     Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, algorithm 1.
     """
 
-    def init(length: int, key: jax.Array) -> Any:
-        return {"residual": jnp.zeros(length), "code": compressor.init(length, key)}
+    def init(length: int, key: jax.Array, sender: Any) -> Any:
+        return {"residual": jnp.zeros(length), "code": compressor.init(length, key, sender)}
 
     def encode(x: jax.Array, state: Any) -> tuple[Payload, Any]:
         x = x + state["residual"]
@@ -177,8 +186,8 @@ def momentum(compressor: Compressor, mu: float) -> Compressor:
     Zheng et al., "Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback", 2019.
     """
 
-    def init(length: int, key: jax.Array) -> Any:
-        return {"momentum": jnp.zeros(length), "code": compressor.init(length, key)}
+    def init(length: int, key: jax.Array, sender: Any) -> Any:
+        return {"momentum": jnp.zeros(length), "code": compressor.init(length, key, sender)}
 
     def encode(x: jax.Array, state: Any) -> tuple[Payload, Any]:
         m = mu * state["momentum"] + x
@@ -223,10 +232,6 @@ def _blocks(block: int, length: int) -> tuple[int, int]:
 
 def _share(ratio: float, length: int) -> int:
     return math.ceil(round(ratio * length, 6))  # 0.07 * 100 is a little more than 7
-
-
-def _key_data(length: int, key: jax.Array) -> jax.Array:
-    return jax.random.key_data(key)
 
 
 def _next_key(data: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -87,7 +87,7 @@ def low_precision_decentralized(
         x, unflatten = flat(params)
         step, _ = flat(updates)
         z = (x + known["left"] + known["right"]) / 3 + step - x
-        payload, _ = compressor.encode(z, compressor.init(len(z), jax.random.key(0)))
+        payload, _ = compressor.encode(z, compressor.init(len(z), jax.random.key(0), 0))
         code, like = to_bytes(payload), compressor.payload(len(z))
 
         def moved(route: list[tuple[int, int]]) -> jax.Array:

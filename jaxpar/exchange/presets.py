@@ -226,14 +226,17 @@ def obstacle(name: str, num_replicas: int, given: Mapping[str, Any]) -> tuple[st
         if key not in own:
             has = f"it has {', '.join(own)}" if own else "it has none"
             return key, f"is {value!r}, which exchange {name!r} has no use for; {has}"
+        if isinstance(own[key], int) and not isinstance(value, int):
+            return key, f"is {value!r}; it may be a whole number"
         if key in CHOICES and value not in CHOICES[key]:
             return key, f"is {value!r}; it may be {', '.join(CHOICES[key])}"
         if key in POSITIVE and not 0 < value < math.inf:
             return key, f"is {value!r}; it may be more than 0"
         if key in RANGES and not RANGES[key][0] <= value <= RANGES[key][1]:
             return key, f"is {value!r}; it may be {RANGES[key][0]} to {RANGES[key][1]}"
-    if given.get("ratio") == 0:
-        return "ratio", "is 0; it may be more than 0"
+    for key in ("ratio", "warmup"):
+        if given.get(key) == 0:
+            return key, "is 0; it may be more than 0"
     group = given.get("group", 1)
     if num_replicas % group:
         return "group", f"is {group}; it may be what divides the {num_replicas} replicas"

@@ -28,9 +28,9 @@ def scatter_gather(axis: Axis, worker: Compressor, server: Compressor) -> Reduce
     n = axis.size
 
     def init(length: int) -> Any:
-        key = jax.random.fold_in(jax.random.key(0), jax.lax.axis_index(axis.name))
-        parts = jax.vmap(lambda part: worker.init(length // n, jax.random.fold_in(key, part)))(jnp.arange(n))
-        return {"worker": parts, "server": server.init(length // n, jax.random.fold_in(key, n))}
+        rank, keys = jax.lax.axis_index(axis.name), jax.random.split(jax.random.key(0), n)
+        parts = jax.vmap(lambda key: worker.init(length // n, key, rank))(keys)
+        return {"worker": parts, "server": server.init(length // n, keys[rank], n)}
 
     def mean(x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         length = len(x) // n

@@ -59,7 +59,9 @@ def build(config: ConfigDict, problem: Problem) -> Strategy:
         return build_pmap(problem, mesh)
     if config.data_parallel.implementation == "sharding":
         return build_sharding(problem, mesh)
-    return replicas.build(problem, mesh, exchanges.build(config, problem, mesh.size), exchanges.name(config))
+    exchange = exchanges.build(config, problem, mesh.size)
+    private_of = f"{exchanges.full_name(config)} on {mesh.size} replicas"
+    return replicas.build(problem, mesh, exchange, exchanges.name(config), private_of)
 
 
 def build_sharding(problem: Problem, mesh: Mesh) -> Strategy:

@@ -10,6 +10,7 @@ from jaxpar.errors import UserError, check_choice
 from jaxpar.exchange import GRADIENTS, NAMES, Axis, Exchange, Rule, obstacle
 from jaxpar.exchange import build as build_exchange
 from jaxpar.exchange.fuse import AllReduce
+from jaxpar.exchange.presets import PASSES, options
 from jaxpar.mesh import DATA
 from jaxpar.step import Problem
 
@@ -23,8 +24,14 @@ def given(config: ConfigDict) -> dict[str, Any]:
 
 
 def name(config: ConfigDict) -> str:
-    """The exchange and its options, in words."""
+    """The exchange and the options that the config sets, in words."""
     return " ".join([config.exchange, *(f"{key}={value}" for key, value in sorted(given(config).items()))])
+
+
+def full_name(config: ConfigDict) -> str:
+    """The exchange and all of its options, in words: what its private state is of."""
+    own = {**options(config.exchange), **given(config)}
+    return " ".join([config.exchange, *(f"{key}={value}" for key, value in sorted(own.items()))])
 
 
 def check(config: ConfigDict, num_replicas: int) -> None:
@@ -54,7 +61,19 @@ def _check_optimizer(config: ConfigDict) -> None:
 
 
 def build(config: ConfigDict, problem: Problem, num_replicas: int) -> Exchange:
-    """The exchange around the problem's optimizer."""
+    """The exchange around the problem's optimizer. Raises UserError where it cannot be of this problem."""
+    passes = given(config).get(PASSES, 1)
+    if problem.num_steps % passes:
+        raise UserError(
+            f"config.exchange_options.{PASSES} is {passes}; it may be what divides the run's {problem.num_steps} steps"
+        )
+    if config.exchange.startswith("zero"):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(problem.model.shapes):
+            if not leaf.size or not leaf.ndim:
+                where = jax.tree_util.keystr(path)
+                raise UserError(
+                    f"config.exchange is {config.exchange!r}, which cannot divide {where} of shape {leaf.shape}"
+                )
     o = config.optimizer
     adamw = None
     if o.name == "adamw":
@@ -67,14 +86,20 @@ def build(config: ConfigDict, problem: Problem, num_replicas: int) -> Exchange:
 
 def check_on_gradients(config: ConfigDict, num_replicas: int) -> None:
     """As `check`, for pipelines, whose replicas can agree on gradients alone."""
-    if config.exchange in NAMES and (config.exchange not in GRADIENTS or "backward_passes_per_step" in given(config)):
-        why = {
-            "dp": "it has all of the model on one device",
-            "horovod": "its backward_passes_per_step is what config.pipeline.num_microbatches is for",
-        }
-        reason = why.get(config.exchange, "it is more than an exchange of gradients, and stages differ in their arrays")
+    if PASSES in given(config):
         raise UserError(
-            f"config.exchange is {config.exchange!r} with config.strategy='pipeline': {reason}; it may be "
+            f"config.exchange_options.{PASSES} is {given(config)[PASSES]}; it may be None with "
+            "config.strategy='pipeline', where config.pipeline.num_microbatches is for that"
+        )
+    if config.exchange in NAMES and config.exchange not in GRADIENTS:
+        what = "has all of the model on one device"
+        what = (
+            what
+            if config.exchange == "dp"
+            else "is more than an exchange of gradients, and stages hold different arrays"
+        )
+        raise UserError(
+            f"config.exchange is {config.exchange!r}, which {what}; with config.strategy='pipeline' it may be "
             f"{', '.join(GRADIENTS)}"
         )
     check(config, num_replicas)

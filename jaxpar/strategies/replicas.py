@@ -29,8 +29,8 @@ OVERLAP: dict[str, Any] = {
 } | {"xla_gpu_enable_latency_hiding_scheduler": True}
 
 
-def build(problem: Problem, mesh: Mesh, exchange: Exchange, name: str) -> Strategy:
-    """The strategy of an exchange; name: what its private state is of."""
+def build(problem: Problem, mesh: Mesh, exchange: Exchange, name: str, private_of: str) -> Strategy:
+    """The strategy of an exchange; name: of it, in words; private_of: what its private state is of."""
     if exchange.fetch and mesh.devices.flat[0].platform == "cpu":
         # There nothing orders collectives inside a loop and outside of it: devices would wait in different ones.
         problem = problem._replace(model=problem.model.unrolled())
@@ -67,7 +67,7 @@ def build(problem: Problem, mesh: Mesh, exchange: Exchange, name: str) -> Strate
         describe=lambda: describe(problem, mesh, exchange, form, name),
         compile=compile,
         to_private=form.to_private,
-        private_of=f"{name} on {mesh.size} replicas",
+        private_of=private_of,
     )
 
 
@@ -84,11 +84,14 @@ def train_step(
         *totals, squares = jax.lax.psum(jnp.stack([*own_sums, square]), DATA)
         sums, grad_norm = Sums(*totals), jnp.sqrt(squares / num_replicas)
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums.loss)  # on all replicas: a code may hide what is not
+        distributed = state.optimizer
         if exchange.branches:
             # On the CPU nothing orders collectives in a branch and outside of it, and devices would wait for each other
-            # in different ones; so these wait for that above.
-            grads = jax.tree.map(lambda g: jnp.where(finite, g, 0), grads)
-        made = exchange.update(grads, state.optimizer, state.params)
+            # in different ones; so these wait for that above: what branches, and by what, depends on it.
+            grads = jax.tree.map(lambda x: jnp.where(finite, x, 0), grads)
+            counters = jax.tree.map(lambda x: x if x.ndim else jnp.where(finite, x, 0), distributed.own)
+            distributed = distributed._replace(own=counters)
+        made = exchange.update(grads, distributed, state.params)
         if made.grad_norm is not None:
             grad_norm, finite = made.grad_norm, finite & jnp.isfinite(made.grad_norm)
         state, metrics = steps.apply(state, made.updates, made.state, Metrics(sums, grad_norm, finite))

@@ -133,7 +133,7 @@ def codecs(rounds: int) -> None:
 
     calls: dict[str, Callable[[], Any]] = {"copy": partial(jax.jit(jnp.copy), x)}
     for name, codec in CODECS.items():
-        calls[name] = partial(jax.jit(partial(round_trip, codec)), x, codec.init(SIZE, jax.random.key(1)))
+        calls[name] = partial(jax.jit(partial(round_trip, codec)), x, codec.init(SIZE, jax.random.key(1), 0))
     times = in_turn(calls, rounds)
     for name, seconds in times.items():
         print(f"codecs  {name:36} {seconds / times['copy']:.2f} copies", flush=True)

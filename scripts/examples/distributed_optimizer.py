@@ -14,7 +14,7 @@ from jaxpar.exchange import distributed_optimizer
 
 jax.config.update("jax_num_cpu_devices", 4)
 mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-optimizer = distributed_optimizer(optax.adam(0.1), "data", 4, exchange="bagua_bytegrad")
+optimizer = distributed_optimizer(optax.adam(0.1), "data", exchange="bagua_bytegrad")
 
 
 @jax.jit

@@ -57,7 +57,7 @@ def compiled(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def init(code: Compressor, length: int = LENGTH, seed: int = 0) -> Any:
-    return code.init(length, jax.random.key(seed))
+    return code.init(length, jax.random.key(seed), 0)
 
 
 def sent(name: str, x: np.ndarray, seed: int = 0) -> tuple[list[np.ndarray], np.ndarray]:
@@ -189,7 +189,8 @@ def test_dithering_is_right_in_the_mean(levels: int) -> None:
     up = RANDOM / step - np.floor(RANDOM / step)  # how often it is to be rounded up
     deviation = step * np.sqrt(up * (1 - up))
     assert np.all(np.abs(got.mean(0) - RANDOM) <= 5 * deviation / math.sqrt(number) + 1e-5 * step)
-    np.testing.assert_allclose(got.std(0), deviation, 0.2, 1e-2 * step)
+    often = up * (1 - up) > 0.02  # else so many draws do not tell
+    np.testing.assert_allclose(got.std(0)[often], deviation[often], 0.2)
 
 
 @pytest.mark.parametrize("code", [randomk(0.25), dithering(2)])

@@ -37,7 +37,7 @@ def test_names_are_all_there_are() -> None:
 @pytest.mark.parametrize("name", ["", "hovorod", "dp", "zero1", "zero3", "onebit_adam", "bagua_qadam"])
 def test_other_exchanges_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"exchange is '.*it may be") as error:
-        distributed_optimizer(OPTIMIZER, DATA, N, name)
+        distributed_optimizer(OPTIMIZER, DATA, name)
     assert all(known in str(error.value) for known in (repr(name), *EXACT, *CODED, *OWN))
     assert not any(other in str(error.value).split("it may be")[1] for other in ("zero", "onebit_adam", "qadam"))
 
@@ -55,7 +55,7 @@ def test_other_exchanges_are_refused(name: str) -> None:
 )
 def test_options_it_does_not_have_are_refused(name: str, option: str, own: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=f"{option} is .*, which exchange '{name}' has no use for") as error:
-        distributed_optimizer(OPTIMIZER, DATA, N, name, **{option: 1})
+        use(N, distributed_optimizer(OPTIMIZER, DATA, name, **{option: 1}))
     assert all(known in str(error.value) for known in own)
 
 
@@ -71,14 +71,27 @@ def test_options_it_does_not_have_are_refused(name: str, option: str, own: tuple
 )
 def test_what_cannot_work_is_refused(name: str, n: int, option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=str(next(iter(option.values()), n))):
-        distributed_optimizer(OPTIMIZER, DATA, n, name, **option)
+        use(n, distributed_optimizer(OPTIMIZER, DATA, name, **option))
+
+
+def test_shard_map_must_not_check_what_varies() -> None:
+    """There jax.grad adds up what replicas' gradients are, and the exchange would once more."""
+    with pytest.raises(ValueError, match="check_vma=False"):
+        use(N, distributed_optimizer(OPTIMIZER, DATA, "ddp"), check_vma=True)
+
+
+def use(n: int, optimizer: optax.GradientTransformation, *, check_vma: bool = False) -> None:
+    """Traces its init on n replicas."""
+    mesh, same = Mesh(np.array(jax.devices()[:n]), (DATA,)), PartitionSpec()
+    mapped = jax.shard_map(optimizer.init, mesh=mesh, in_specs=same, out_specs=same, check_vma=check_vma)
+    jax.eval_shape(mapped, START)
 
 
 @functools.cache
 def trained(name: str, **options: Any) -> tuple[dict[str, np.ndarray], list[float]]:
     """Parameters of all replicas [N, ...] after some steps, and the losses of the whole batch before each."""
     mesh = Mesh(np.array(jax.devices()[:N]), (DATA,))
-    optimizer = distributed_optimizer(OPTIMIZER, DATA, N, name, **options)
+    optimizer = distributed_optimizer(OPTIMIZER, DATA, name, **options)
     each, same = PartitionSpec(DATA), PartitionSpec()
     state_specs = DistributedState(each if name in OWN else same, each)
 

@@ -108,7 +108,7 @@ def test_each_vector_has_a_state_of_its_length_and_traffic() -> None:
     all_reduce = fused(counting, 20, cut=True)
     assert all_reduce.init(tree) == (12, 8, 8)  # 10 of c and b, 5 of b, 5 of a: multiples of 4
     traffic = all_reduce.traffic(tree)
-    assert [one.dtype for one in traffic] == ["float16", "float16", "float32"]
+    assert [one.dtype for one in traffic] == ["uint16", "uint16", "float32"]
     assert [one.nbytes for one in traffic] == [1.5 * 12 * 2, 1.5 * 8 * 2, 1.5 * 8 * 4]
 
 

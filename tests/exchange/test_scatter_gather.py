@@ -83,13 +83,21 @@ def test_what_is_not_finite_on_one_replica_comes_out_on_all(name: str, value: fl
         assert not np.all(np.isfinite(means[1]))
 
 
-def test_senders_draw_apart() -> None:
-    """Each worker, and each part of one, has its own chance."""
+def test_all_draw_the_same_elements_of_a_part() -> None:
+    """So that what a server sends on is what it was sent; each part has its own draw."""
     x = np.ones((4, 1, 160), np.float32)
-    _, state = run(4, error_feedback(randomk(0.5)), error_feedback(topk(1.0)), x)
-    unsent = state["worker"]["residual"].reshape(16, 40)
-    assert len(np.unique(unsent, axis=0)) == 16
-    assert np.all(unsent.sum(1) == 20)
+    means, state = run(4, error_feedback(randomk(0.5)), error_feedback(randomk(0.5)), x)
+    unsent = state["worker"]["residual"].reshape(4, 4, 40)
+    assert (unsent == unsent[0]).all() and len(np.unique(unsent[0], axis=0)) == 4
+    np.testing.assert_array_equal(np.asarray(means).reshape(-1, 160)[0], 1 - unsent[0].reshape(-1))
+    assert not state["server"]["residual"].any()
+
+
+def test_senders_round_apart() -> None:
+    x = np.full((4, 1, 160), 0.3, np.float32)
+    x[..., ::40] = 1
+    _, state = run(4, error_feedback(dithering(1)), error_feedback(topk(1.0)), x)
+    assert len(np.unique(state["worker"]["residual"].reshape(16, 40), axis=0)) == 16
 
 
 def test_lengths_that_need_padding() -> None:

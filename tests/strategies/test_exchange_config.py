@@ -101,15 +101,18 @@ MISTAKES = {
     ),
     "zero1 of pipelines": (
         [*PIPELINE, "exchange=zero1"],
-        ["config.exchange is 'zero1' with config.strategy='pipeline'", "it may be ddp, horovod, byteps, byteps_onebit"],
+        [
+            "config.exchange is 'zero1', which is more",
+            "config.strategy='pipeline' it may be ddp, horovod, byteps, byteps_onebit",
+        ],
     ),
     "onebit_adam of pipelines": (
         [*PIPELINE, "exchange=onebit_adam"],
-        ["config.exchange is 'onebit_adam' with config.strategy='pipeline'", "it may be ddp, horovod"],
+        ["config.exchange is 'onebit_adam', which is more", "config.strategy='pipeline' it may be ddp, horovod"],
     ),
     "dp of pipelines": (
         [*PIPELINE, "exchange=dp"],
-        ["config.exchange is 'dp' with config.strategy='pipeline': it has all of the model on one device"],
+        ["config.exchange is 'dp', which has all of the model on one device; with config.strategy='pipeline' it may"],
     ),
     "passes of pipelines": (
         [*PIPELINE, "exchange=horovod", "backward_passes_per_step=2"],
