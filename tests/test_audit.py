@@ -68,7 +68,7 @@ SENT: dict[str, tuple[tuple[str, ...], Sent]] = {
         {("collective-permute", "uint16"): 3},
     ),
     "byteps, cut": (replicated("byteps", option("bucket_bytes", 2 * 10**6)), {SCATTER: 3, GATHER: 3}),
-    "3 passes": (replicated("horovod", option("backward_passes_per_step", 3)), {PERMUTE: 6 / 3}),
+    "5 passes": (replicated("horovod", option("backward_passes_per_step", 5)), {PERMUTE: 6 / 5}),
     "sharding": (replicated("ddp", "--config.data_parallel.implementation=sharding"), {REDUCE: 6}),
     "pmap": (replicated("ddp", "--config.data_parallel.implementation=pmap"), {REDUCE: 6}),
     "single": ((), {}),
