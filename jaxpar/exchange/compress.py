@@ -129,7 +129,13 @@ def randomk(ratio: float) -> Compressor:
 
     def encode(x: jax.Array, state: Any) -> tuple[Payload, Any]:
         now, state = _next_key(state)
-        indices = jax.random.permutation(now, len(x))[: _share(ratio, len(x))].astype(jnp.int32)
+        first, within = jax.random.split(now)
+        number = _share(ratio, len(x))
+        size = (
+            len(x) // number
+        )  # one of each so many in a row, from a random one on: all are as likely, and none is twice
+        starts = jax.random.randint(first, (), 0, len(x)) + size * jnp.arange(number)
+        indices = (starts + jax.random.randint(within, (number,), 0, size)) % len(x)
         return (x[indices], indices), state
 
     def init(length: int, key: jax.Array, sender: Any) -> jax.Array:
