@@ -28,7 +28,7 @@ from jaxpar.strategies.strategy import Description, Program, Strategy, nbytes, w
 from jaxpar.tasks import Sums
 
 MICROBATCHES = "accumulation steps"
-IMPLEMENTATIONS = ("shard_map", "sharding", "pmap")
+IMPLEMENTATIONS = ("auto", "shard_map", "sharding", "pmap")
 
 
 def num_replicas(config: ConfigDict) -> int:
@@ -37,12 +37,17 @@ def num_replicas(config: ConfigDict) -> int:
     meshes.check_one_stage(config)
     replicas = meshes.num_replicas(config)
     exchanges.check(config, replicas)
-    if config.data_parallel.implementation != "shard_map" and (config.exchange != "ddp" or exchanges.given(config)):
+    if config.data_parallel.implementation in ("sharding", "pmap") and not is_plain(config):
         raise UserError(
             f"config.data_parallel.implementation is {config.data_parallel.implementation!r}, in which XLA adds "
             "gradients up; it may be 'shard_map' with a config.exchange or config.exchange_options"
         )
     return replicas
+
+
+def is_plain(config: ConfigDict) -> bool:
+    """Whether the exchange is ddp as it comes, which XLA can write too."""
+    return config.exchange == "ddp" and not exchanges.given(config)
 
 
 def num_microbatches(config: ConfigDict) -> int:
@@ -55,9 +60,12 @@ def build(config: ConfigDict, problem: Problem) -> Strategy:
     mesh = meshes.build(num_replicas(config))
     if config.exchange == "dp":
         return master.build(problem, mesh)
-    if config.data_parallel.implementation == "pmap":
+    implementation = config.data_parallel.implementation
+    if implementation == "auto":
+        implementation = "sharding" if is_plain(config) else "shard_map"
+    if implementation == "pmap":
         return build_pmap(problem, mesh)
-    if config.data_parallel.implementation == "sharding":
+    if implementation == "sharding":
         return build_sharding(problem, mesh)
     exchange = exchanges.build(config, problem, mesh.size)
     private_of = f"{exchanges.full_name(config)} on {mesh.size} replicas"

@@ -21,7 +21,7 @@ from scripts.bench.steps import arguments_of, measure
 ROUNDS = 30
 VARIANTS = {
     "single": ["--config.strategy=single"],
-    "data_parallel, shard_map": ["--config.strategy=data_parallel"],
+    "data_parallel, shard_map": ["--config.strategy=data_parallel", "--config.data_parallel.implementation=shard_map"],
     "data_parallel, sharding": ["--config.strategy=data_parallel", "--config.data_parallel.implementation=sharding"],
     "data_parallel, pmap": ["--config.strategy=data_parallel", "--config.data_parallel.implementation=pmap"],
 }

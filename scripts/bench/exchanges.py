@@ -62,7 +62,8 @@ def main() -> None:
 
         def build(name: str, *more: str) -> strategies.Strategy:
             own: ConfigDict = configs.load(arguments.config)
-            configs.override(own, [*overrides, f"--config.exchange={name}", *more])
+            by = "--config.data_parallel.implementation=shard_map"
+            configs.override(own, [*overrides, f"--config.exchange={name}", by, *more])
             strategies.check(own)
             return strategies.build(own, make_problem(own, dataset.info, rows))
 

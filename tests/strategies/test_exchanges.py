@@ -39,7 +39,8 @@ def option(name: str, value: Any) -> str:
 
 
 def replicated(exchange: str, *overrides: str, n: int = N) -> tuple[str, ...]:
-    return "--config.strategy=data_parallel", f"--config.mesh.data={n}", f"--config.exchange={exchange}", *overrides
+    by = "--config.data_parallel.implementation=shard_map"
+    return "--config.strategy=data_parallel", f"--config.mesh.data={n}", f"--config.exchange={exchange}", by, *overrides
 
 
 @functools.cache
