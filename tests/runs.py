@@ -1,11 +1,14 @@
 """A run small enough for a test: a one-layer BERT on a CSV file of 200 rows."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 from ml_collections import ConfigDict
 
 from jaxpar import config as configs
+from jaxpar import main
 
 WORDS = ("red", "green", "blue", "cat", "dog", "bird", "runs", "sleeps", "eats", "now")
 
@@ -53,3 +56,15 @@ def small_config(folder: Path, *overrides: str) -> ConfigDict:
     config = configs.default_config()
     configs.override(config, [*small_arguments(folder), *overrides])
     return config
+
+
+def refused(folder: Path, tmp_path: Path, arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line in which the command line of a small run with these arguments is refused, nothing written."""
+    command = ["jaxpar", "--config=configs/default.py", f"--workdir={tmp_path}/run", *small_arguments(folder)]
+    assert main.main([*command, *arguments]) == 2
+    captured = capsys.readouterr()
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1, captured.err
+    assert captured.out == ""
+    assert {path.name for path in (tmp_path / "run").rglob("*") if path.is_file()} <= {".lock"}
+    return str(lines[0])

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxpar import main
-from tests.runs import small_arguments
+from tests.runs import refused
 
 POSITIVE, UNIT = "it may be more than 0", "it may be 0.0 to 1.0"
 SINGLE = ["strategy=single", "mesh.data=1"]
@@ -146,15 +145,9 @@ def test_mistakes_end_in_one_line_and_leave_nothing(
     whole = ("exchange=", "strategy=")
     keys = [text if text.startswith(whole) or "." in text.partition("=")[0] else _option(text) for text in overrides]
     arguments = ["--config.mesh.data=4", *(f"--config.{key}" for key in keys)]
-    command = ["jaxpar", "--config=configs/default.py", f"--workdir={tmp_path}/run", *small_arguments(folder)]
-    assert main.main([*command, *arguments]) == 2
-    captured = capsys.readouterr()
-    lines = captured.err.strip().splitlines()
-    assert len(lines) == 1, captured.err
+    line = refused(folder, tmp_path, arguments, capsys)
     for message in messages:
-        assert message in lines[0]
-    assert captured.out == ""
-    assert {path.name for path in (tmp_path / "run").rglob("*") if path.is_file()} <= {".lock"}
+        assert message in line
 
 
 def _option(text: str) -> str:

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import main
 from jaxpar.pipeline.schedule import build
 from jaxpar.pipeline.table_file import save
-from tests.runs import small_arguments
+from tests.runs import refused
 
 HEADER = "clock,device,kind,microbatch,chunk"
 TABLES = {
@@ -123,12 +122,6 @@ def test_mistakes_end_in_one_line_and_leave_nothing(
     ]
     arguments = ["--config.strategy=pipeline", "--config.mesh.stage=2", "--config.pipeline.num_microbatches=4"]
     arguments += [f"--config.{key.format(folder=folder)}" for key in keys]
-    command = ["jaxpar", "--config=configs/default.py", f"--workdir={tmp_path}/run", *small_arguments(folder)]
-    assert main.main([*command, *arguments]) == 2
-    captured = capsys.readouterr()
-    lines = captured.err.strip().splitlines()
-    assert len(lines) == 1, captured.err
+    line = refused(folder, tmp_path, arguments, capsys)
     for message in messages:
-        assert message.format(folder=folder) in lines[0]
-    assert captured.out == ""
-    assert {path.name for path in (tmp_path / "run").rglob("*") if path.is_file()} <= {".lock"}
+        assert message.format(folder=folder) in line
