@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.exchange.exchange import OWN, DistributedState, Exchange, Update
+from jaxpar.exchange.fuse import flat
 from jaxpar.exchange.reduce import Axis, Traffic
 
 
@@ -24,19 +25,15 @@ def adasum(axis: Axis, optimizer: optax.GradientTransformation) -> Exchange:
         updates, inner = optimizer.update(grads, state.optimizer, params)
         for bit in rounds:
             to_partner = [(i, i ^ bit) for i in range(axis.size)]
-            leaves, structure = jax.tree.flatten(updates)
-            sizes = [leaf.size for leaf in leaves]
-            own = jnp.concatenate([leaf.reshape(-1).astype(jnp.float32) for leaf in leaves])
-            other = jax.lax.ppermute(own, axis.name, to_partner)
-            offsets = [sum(sizes[:i]) for i in range(1, len(sizes))]
-            pairs = zip(jnp.split(own, offsets), jnp.split(other, offsets), leaves, strict=True)
+            vector, unflatten = flat(updates)
+            others = unflatten(jax.lax.ppermute(vector, axis.name, to_partner))
             is_first = (jax.lax.axis_index(axis.name) & bit) == 0  # so that both compute the same, bitwise
 
-            def in_order(a: jax.Array, b: jax.Array, is_first: jax.Array = is_first) -> tuple[jax.Array, jax.Array]:
-                return jnp.where(is_first, a, b), jnp.where(is_first, b, a)
+            def pair(a: jax.Array, b: jax.Array, is_first: jax.Array = is_first) -> jax.Array:
+                x, y = a.astype(jnp.float32), b.astype(jnp.float32)
+                return combine(jnp.where(is_first, x, y), jnp.where(is_first, y, x)).astype(a.dtype)
 
-            combined = [combine(*in_order(a, b)).reshape(leaf.shape).astype(leaf.dtype) for a, b, leaf in pairs]
-            updates = jax.tree.unflatten(structure, combined)
+            updates = jax.tree.map(pair, updates, others)
         return Update(updates, DistributedState(inner, ()), None)
 
     def traffic(params: Any, num_microbatches: int) -> list[Traffic]:

@@ -88,6 +88,18 @@ def buckets(leaves: Sequence[Any], num_bytes: int, *, cut: bool, backwards: bool
     return result
 
 
+def flat(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
+    """The leaves as one float32 vector, and the way back."""
+    leaves, structure = jax.tree.flatten(tree)
+    offsets = [sum(leaf.size for leaf in leaves[:i]) for i in range(1, len(leaves))]
+
+    def unflatten(vector: jax.Array) -> Any:
+        parts = zip(jnp.split(vector, offsets), leaves, strict=True)
+        return jax.tree.unflatten(structure, [part.reshape(leaf.shape).astype(leaf.dtype) for part, leaf in parts])
+
+    return jnp.concatenate([leaf.reshape(-1).astype(jnp.float32) for leaf in leaves]), unflatten
+
+
 def _padded(bucket: Sequence[Piece], multiple: int) -> int:
     length = sum(stop - start for _, start, stop in bucket)
     return -(-length // multiple) * multiple

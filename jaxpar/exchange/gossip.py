@@ -12,7 +12,7 @@ import optax
 
 from jaxpar.exchange.compress import Compressor, from_bytes, nbytes, to_bytes
 from jaxpar.exchange.exchange import OWN, DistributedState, Exchange, Update, shared
-from jaxpar.exchange.fuse import AllReduce
+from jaxpar.exchange.fuse import AllReduce, flat
 from jaxpar.exchange.reduce import Axis, Traffic
 
 PEER, AVERAGE = "peer", "average"  # name branches in compiled programs
@@ -130,18 +130,6 @@ def model_average(
         return shared(all_reduce.traffic(params), 1 / interval)
 
     return mixed(optimizer, mix, init, traffic, {AVERAGE: (1 - 1 / interval, 1 / interval)})
-
-
-def flat(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
-    """The leaves as one float32 vector, and the way back."""
-    leaves, structure = jax.tree.flatten(tree)
-    offsets = [sum(leaf.size for leaf in leaves[:i]) for i in range(1, len(leaves))]
-
-    def unflatten(vector: jax.Array) -> Any:
-        parts = zip(jnp.split(vector, offsets), leaves, strict=True)
-        return jax.tree.unflatten(structure, [part.reshape(leaf.shape).astype(leaf.dtype) for part, leaf in parts])
-
-    return jnp.concatenate([leaf.reshape(-1).astype(jnp.float32) for leaf in leaves]), unflatten
 
 
 def _size(params: Any) -> int:
