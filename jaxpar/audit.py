@@ -2,14 +2,15 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxpar import hlo
 from jaxpar.strategies import Description
-from jaxpar.strategies.strategy import Program
+from jaxpar.strategies.strategy import ON_HOST, Program
 
 # By operation: what a device sends of its operands' bytes, in a group of g devices; by the ring algorithms.
 SENT = {
@@ -21,8 +22,10 @@ SENT = {
 }
 OTHERS = ("collective-broadcast", "ragged-all-to-all", "send", "recv")  # no strategy has them
 FIGURES = "figures"  # the loss, norms, weights of batches: a few numbers
-MAX_FIGURES = 8  # in one all-reduce
-TOLERANCE = 1.05
+MAX_FIGURES, FIGURES_BYTES = 8, 1024  # in one all-reduce; in a step
+TOLERANCE = 0.05
+PARTS = {"own": "own", "params": "parameters", "optimizer": "optimizer"}  # by the names of a state's fields
+INPUTS, TEMPORARY = "inputs", "temporary"
 
 
 class Row(NamedTuple):
@@ -32,6 +35,7 @@ class Row(NamedTuple):
       axis: of the mesh; or the groups of devices, where they are of no axis.
       number: of collectives a step, for what a program may have put together.
       theory: None: no formula has such a collective.
+      required: of theory's bytes; the others XLA can save.
     """
 
     kind: str
@@ -40,6 +44,7 @@ class Row(NamedTuple):
     number: float
     nbytes: float
     theory: float | None
+    required: float = 0.0
 
     @property
     def ratio(self) -> float | None:
@@ -49,9 +54,13 @@ class Row(NamedTuple):
     @property
     def is_explained(self) -> bool:
         """Whether theory has as much."""
-        if self.kind == "copy" or self.dtype == FIGURES:
+        if self.kind == "copy":  # is in no program
             return True
-        return self.ratio is not None and 0 < self.ratio <= TOLERANCE
+        if self.dtype == FIGURES:
+            return self.nbytes <= FIGURES_BYTES
+        if self.theory is None:
+            return False
+        return (1 - TOLERANCE) * self.required <= self.nbytes <= (1 + TOLERANCE) * self.theory
 
 
 def audit(programs: Sequence[Program], description: Description, mesh: Mapping[str, int]) -> list[Row]:
@@ -69,13 +78,12 @@ def audit(programs: Sequence[Program], description: Description, mesh: Mapping[s
         for (kind, groups, dtype), (count, nbytes) in _collectives(text, branches).items():
             entry = measured.setdefault((kind, axis_of(groups, mesh), dtype), [0.0, 0.0])
             entry[0], entry[1] = entry[0] + count, entry[1] + nbytes
-    theory: dict[tuple[str, str, str], float] = {}
+    theory: dict[tuple[str, str, str], list[float]] = {}
     for one in description.traffic:
-        key = (one.kind, one.axis, one.dtype)
-        theory[key] = theory.get(key, 0.0) + one.nbytes
-    keys = sorted(measured.keys() | {key for key, nbytes in theory.items() if nbytes})
-    rows = [(key, measured.get(key, [0.0, 0.0]), theory.get(key)) for key in keys]
-    return [Row(*key, number, nbytes, expected) for key, (number, nbytes), expected in rows]
+        entry = theory.setdefault((one.kind, one.axis, one.dtype), [0.0, 0.0])
+        entry[0], entry[1] = entry[0] + one.nbytes, entry[1] + one.nbytes * one.required
+    keys = sorted(measured.keys() | {key for key, (nbytes, _) in theory.items() if nbytes})
+    return [Row(*key, *measured.get(key, [0.0, 0.0]), *theory.get(key, [None, 0.0])) for key in keys]
 
 
 def _collectives(text: str, branches: Mapping[str, tuple[float, ...]]) -> dict[Any, tuple[float, float]]:
@@ -145,8 +153,43 @@ def axis_of(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> str:
     return "+".join(axis for axis, size in mesh.items() if size > 1) if len(groups) == 1 else str(groups)
 
 
-def memory(programs: Sequence[Program], description: Description) -> Iterator[tuple[str, int]]:
-    """Bytes by what they are, on the fullest device."""
-    yield from description.memory.items()
-    analyses = [program.compiled.memory_analysis() for program in programs]
-    yield "temporary", max(analysis.temp_size_in_bytes for analysis in analyses if analysis is not None)
+class Held(NamedTuple):
+    """Bytes of one kind that a device holds in a step: in its program's arguments, and in theory; None: it has none."""
+
+    nbytes: int
+    theory: int | None
+
+
+def memory(programs: Sequence[Program], description: Description) -> list[dict[str, Held]]:
+    """By device, bytes by what they are: parts of the state, inputs (batches, plans, gradients sent), temporary."""
+    found: list[dict[str, int]] = [{} for _ in description.devices]
+    for program in programs:
+        analysis = program.compiled.memory_analysis()
+        assert analysis is not None
+        arguments = _arguments(program.compiled)
+        for device, parts in zip(description.devices, found, strict=True):
+            if device in arguments:
+                own = arguments[device] | {TEMPORARY: analysis.temp_size_in_bytes}
+                parts |= {name: max(parts.get(name, 0), nbytes) for name, nbytes in own.items()}
+    return [
+        {name: Held(parts.get(name, 0), theory.get(name)) for name in {**theory, **parts}}
+        for parts, theory in zip(found, description.memory, strict=True)
+    ]
+
+
+def _arguments(compiled: jax.stages.Compiled) -> dict[jax.Device, dict[str, int]]:
+    """Bytes of a program's arguments, by device and part of the state."""
+    shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda sharding: sharding is None)
+    paths = jax.tree_util.tree_leaves_with_path(compiled.args_info)
+    found: dict[jax.Device, dict[str, int]] = {}
+    for (path, info), sharding in zip(paths, shardings, strict=True):
+        if sharding is None:  # the program has no use for it
+            continue
+        names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+        part = next((PARTS[name] for name in PARTS if name in names), INPUTS)
+        part += ON_HOST if sharding.memory_kind == "pinned_host" else ""
+        nbytes = math.prod(sharding.shard_shape(info.shape)) * np.dtype(info.dtype).itemsize
+        for device in sharding.device_set:
+            parts = found.setdefault(device, {})
+            parts[part] = parts.get(part, 0) + nbytes
+    return found

@@ -17,16 +17,8 @@ OPERATION = re.compile(r"(?:^|[\]})] )([a-z][a-z0-9-]*)\((.*)$")
 CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%([\w.-]+)")
 CALLED_LISTS = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
 WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
-NAMES = {
-    "u8": "uint8",
-    "u16": "uint16",
-    "s8": "int8",
-    "u32": "uint32",
-    "s32": "int32",
-    "f16": "float16",
-    "bf16": "bfloat16",
-}
-NAMES |= {"f32": "float32"}
+NAMES = {"u8": "uint8", "u16": "uint16", "u32": "uint32", "s8": "int8", "s32": "int32"}
+NAMES |= {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 
 
 class Array(NamedTuple):

@@ -4,8 +4,9 @@
         --config.mesh.virtual_cpu_devices=4 --config.exchange=bagua_bytegrad [--json]
 
 Of every kind of collective: the mesh axis, the dtype on the wire, how many a step, the bytes that a device sends, the
-bytes by the exchange's formula, and the ratio. Then the bytes on the fullest device: parameters, optimizer, the
-exchange's own state (residuals, copies), and temporary ones. Exit code 1: a collective that no formula explains.
+bytes by the exchange's formula, and the ratio. Then the bytes on each device, in the program and by the formula:
+parameters, optimizer, the exchange's own state (residuals, copies), inputs (batches, plans, gradients on their way) and
+temporary ones. Exit code 1: a collective that no formula explains.
 """
 
 import argparse
@@ -49,7 +50,7 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
     return {
         "layout": on.layout,
         "collectives": [row._asdict() | {"ratio": row.ratio, "explained": row.is_explained} for row in rows],
-        "bytes": dict(audit.memory(programs, on)),
+        "devices": [{name: held._asdict() for name, held in parts.items()} for parts in audit.memory(programs, on)],
     }
 
 
@@ -63,7 +64,14 @@ def in_words(found: dict[str, Any]) -> str:
         note = "" if row["explained"] else "  no formula explains this"
         what = f"{row['kind']:20} {row['axis']:8} {row['dtype']:9} {row['number']:8.2f}"
         lines.append(f"{what} {row['nbytes']:14,.0f} {theory:>14}  {ratio}{note}")
-    lines += ["", *(f"{name:20} {nbytes:14,} bytes on a device" for name, nbytes in found["bytes"].items())]
+    devices = found["devices"]
+    for parts in [parts for number, parts in enumerate(devices) if parts not in devices[:number]]:
+        alike = ", ".join(str(number) for number, other in enumerate(devices) if other == parts)
+        lines += ["", f"on device {alike:37} {'bytes':>14} {'theory':>14}  ratio"]
+        for name, held in parts.items():
+            theory = "" if held["theory"] is None else f"{held['theory']:,}"
+            ratio = f"{held['nbytes'] / held['theory']:.4f}" if held["theory"] else ""
+            lines.append(f"{name:47} {held['nbytes']:14,} {theory:>14}  {ratio}".rstrip())
     return "\n".join(lines)
 
 

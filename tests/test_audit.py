@@ -110,7 +110,7 @@ def test_what_is_sent_is_what_theory_says(name: str) -> None:
         assert row.theory == pytest.approx(expected * size, rel=0.01), key
         assert row.axis == "data" and row.ratio is not None
         if name.startswith("zero3") and key == GATHER:  # XLA keeps gathered weights on the CPU
-            assert 0 < row.ratio <= 1, key
+            assert 0.5 <= row.ratio <= 1, key
         else:
             assert row.ratio == pytest.approx(1, abs=0.01), key
 
@@ -126,7 +126,8 @@ def test_codes_are_a_small_share_of_what_ddp_sends(name: str, share: float) -> N
 
 
 def test_dp_has_copies_and_no_collective() -> None:
-    assert rows_of("dp") == [Row("copy", "data", "float32", 0, 0, (N - 1) * 4 * number_of_parameters(MLP, WIDE))]
+    size = (N - 1) * 4 * number_of_parameters(MLP, WIDE)
+    assert rows_of("dp") == [Row("copy", "data", "float32", 0, 0, size, size)]
 
 
 def test_a_pipeline_of_2_replicas() -> None:
@@ -149,7 +150,8 @@ def test_less_theory_leaves_a_row_unexplained(name: str) -> None:
         others = tuple(other for other in on.traffic if other.kind != one.kind)
         half = (*others, *(o._replace(nbytes=o.nbytes / 2) for o in on.traffic if o.kind == one.kind))
         elsewhere = tuple(o._replace(axis="stage") for o in on.traffic)
-        for wrong in (others, half, elsewhere):
+        twice = (*others, *(o._replace(nbytes=o.nbytes * 2) for o in on.traffic if o.kind == one.kind))
+        for wrong in (others, half, twice, elsewhere):
             rows = audit.audit(programs, on._replace(traffic=wrong), {"data": N, "stage": 1})
             unexplained = {row.kind for row in counted(rows) if not row.is_explained}
             assert one.kind in unexplained
@@ -159,7 +161,13 @@ def test_theory_that_is_not_sent_is_shown() -> None:
     programs, on = compiled("ddp")
     more = reduce.Traffic("all-gather", "float32", "data", 1000.0)
     rows = audit.audit(programs, on._replace(traffic=(*on.traffic, more)), {"data": N, "stage": 1})
-    assert Row("all-gather", "data", "float32", 0, 0, 1000.0) in rows
+    [row] = [row for row in rows if not row.is_explained]
+    assert row == Row("all-gather", "data", "float32", 0, 0, 1000.0, 1000.0)
+
+
+def test_many_figures_are_unexplained() -> None:
+    assert Row("all-reduce", "data", FIGURES, 8, 256, None).is_explained
+    assert not Row("all-reduce", "data", FIGURES, 500, 16000, None).is_explained
 
 
 @pytest.mark.parametrize("exchange", ["ddp", "zero1"])
@@ -224,7 +232,7 @@ def sent_by(instruction: str) -> list[Row]:
     text = "ENTRY %main.1 (x: f32[100]) -> f32[100] {\n  %x = f32[100]{0} parameter(0)\n"
     text += f"  ROOT %sent = f32[100]{{0}} {instruction}\n}}\n"
     program: Any = SimpleNamespace(compiled=SimpleNamespace(as_text=lambda: text), branches={})
-    return audit.audit([program], Description((), "", 2, {}, ()), MESH)
+    return audit.audit([program], Description((), "", 2, (), ()), MESH)
 
 
 @pytest.mark.parametrize("groups", WRITTEN)
@@ -261,8 +269,14 @@ def test_groups_that_cannot_be_read_are_no_silence() -> None:
 # ---- bytes ------------------------------------------------------------------------------------------
 
 
-def held(task: Task, exchange: str) -> dict[str, int]:
-    return dict(make(task, *replicated(exchange)).describe().memory)
+def held(task: Task, exchange: str, *options: str) -> dict[str, int]:
+    """Of each device, in the compiled program, and by the strategy's formula, which is the same."""
+    strategy = make(task, *replicated(exchange, *options))
+    devices = audit.memory(strategy.compile(), strategy.describe())
+    assert len(devices) == N and all(parts == devices[0] for parts in devices)
+    parts = {name: one for name, one in devices[0].items() if one.theory is not None}
+    assert all(one.nbytes == one.theory for one in parts.values()), parts
+    return {name: one.nbytes for name, one in parts.items()}
 
 
 def test_bytes_on_a_device() -> None:
@@ -276,11 +290,24 @@ def test_bytes_on_a_device() -> None:
     assert held(MLP, "zero3") == {"parameters": shards, "optimizer": shards + 4, "own": 0}
     own = padded + padded // N
     assert held(MLP, "byteps_onebit") == {"parameters": whole, "optimizer": whole + 4, "own": own}
+    offloaded = {"parameters": whole, "optimizer on the host": shards + 4, "own": 0}
+    assert held(MLP, "zero1", option("offload", True)) == offloaded
+
+
+def test_the_bytes_of_a_master_and_of_the_others() -> None:
+    strategy = make(MLP, *replicated("dp"))
+    master, *others = audit.memory(strategy.compile(), strategy.describe())
+    whole = 4 * number_of_parameters(MLP)
+    assert [master[name] for name in ("parameters", "optimizer")] == [(whole, whole), (whole + 4, whole + 4)]
+    assert master["inputs"].nbytes == pytest.approx(N * whole, rel=0.02)  # all devices' gradients
+    for other in others:
+        assert other["parameters"] == (whole, whole) and "optimizer" not in other
+        assert other["inputs"].nbytes < whole / 10  # its share of a batch
 
 
 def test_bytes_of_a_pipelines_residuals() -> None:
     strategy = make(MLP, *pipeline("gpipe", 2, "--config.exchange=byteps_onebit", replicas=2))
-    memory = strategy.describe().memory
+    memory = strategy.describe().memory[0]
     state = jax.eval_shape(strategy.init, jax.random.key(0))
     assert memory["own"] == sum(leaf.size * leaf.dtype.itemsize // 4 for leaf in jax.tree.leaves(state.own))
 
@@ -294,7 +321,7 @@ def test_bytes_are_those_of_the_arrays() -> None:
             name: sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(part))
             for name, part in parts.items()
         }
-        assert strategy.describe().memory == first, exchange
+        assert strategy.describe().memory == (first,) * N, exchange
 
 
 # ---- the script -------------------------------------------------------------------------------------
@@ -319,10 +346,11 @@ def test_the_script_prints_a_table(
     _, axis, dtype, number, nbytes, theory, ratio = line.split()
     assert (axis, dtype, float(number)) == ("data", "float32", 1)
     assert float(ratio) == pytest.approx(int(nbytes.replace(",", "")) / int(theory.replace(",", "")), abs=1e-3)
-    for name in ("parameters", "optimizer", "own", "temporary"):
-        assert any(
-            line.startswith(f"{name} ") and line.endswith("bytes on a device") for line in captured.out.split("\n")
-        )
+    lines = [line.split() for line in captured.out.splitlines()]
+    assert ["on", "device", "0,", "1", "bytes", "theory", "ratio"] in lines
+    rows = {line[0]: line[1:] for line in lines[-5:]}
+    assert list(rows) == ["parameters", "optimizer", "own", "inputs", "temporary"]
+    assert rows["parameters"][0] == rows["parameters"][1] and rows["parameters"][2] == "1.0000"
 
 
 def test_the_script_prints_json_and_fails_where_a_row_is_unexplained(
@@ -330,15 +358,16 @@ def test_the_script_prints_json_and_fails_where_a_row_is_unexplained(
 ) -> None:
     assert run(monkeypatch, tmp_path, "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert list(found) == ["layout", "collectives", "bytes"]
+    assert list(found) == ["layout", "collectives", "devices"]
     [row] = [row for row in found["collectives"] if row["dtype"] != FIGURES]
     assert row["explained"] and (row["kind"], row["axis"], row["dtype"], row["number"]) == (
         *("all-reduce", "data", "float32"),
         1,
     )
     # On 2 devices the bytes that are sent are those of the gradients.
-    assert row["theory"] == found["bytes"]["parameters"] == pytest.approx(row["nbytes"], rel=0.01)
-    monkeypatch.setattr(audit, "TOLERANCE", 0.9)
+    parameters = found["devices"][0]["parameters"]
+    assert row["theory"] == parameters["nbytes"] == parameters["theory"] == pytest.approx(row["nbytes"], rel=0.01)
+    monkeypatch.setattr(audit, "TOLERANCE", -0.1)
     assert run(monkeypatch, tmp_path) == 1
     assert capsys.readouterr().out.count("no formula explains this") == 1
 

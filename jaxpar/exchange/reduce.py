@@ -27,12 +27,14 @@ class Traffic(NamedTuple):
       dtype: of what is sent, as NumPy calls it.
       axis: of the mesh, over which it is.
       nbytes: in theory; by the ring algorithm where XLA chooses.
+      required: the share of that which is sent even where XLA can save some.
     """
 
     kind: str
     dtype: str
     axis: str
     nbytes: float
+    required: float = 1.0
 
 
 class Reducer(NamedTuple):

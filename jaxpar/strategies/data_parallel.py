@@ -165,4 +165,4 @@ def describe(mesh: Mesh, state: State, layout: str) -> Description:
     memory = {"parameters": nbytes(state.params), "optimizer": nbytes(state.optimizer)}
     sent = 2 * (len(devices) - 1) / len(devices) * nbytes(state.params)
     traffic = (Traffic("all-reduce", "float32", DATA, sent),) if len(devices) > 1 else ()
-    return Description(devices, layout, len(devices), memory, traffic)
+    return Description(devices, layout, len(devices), (memory,) * len(devices), traffic)

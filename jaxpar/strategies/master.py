@@ -71,10 +71,10 @@ def build(problem: Problem, mesh: Mesh) -> Strategy:
     def describe() -> Description:
         size, others = nbytes(like.params), len(devices) - 1
         layout = "dp: batch divided, state on the first device alone"
-        memory = {"parameters": size, "optimizer": nbytes(like.optimizer)}
+        memory = [{"parameters": size, "optimizer": nbytes(like.optimizer)}, *[{"parameters": size}] * others]
         # The master's; another device sends its gradients alone.
         traffic = (Traffic("copy", "float32", DATA, others * size),)
-        return Description(tuple(devices), layout, len(devices), memory, traffic)
+        return Description(tuple(devices), layout, len(devices), tuple(memory), traffic)
 
     def compile() -> list[Program]:
         sent = with_shardings(like._replace(optimizer=()), everywhere)

@@ -305,4 +305,4 @@ def describe(
     traffic.append(Traffic("all-reduce", "float32", STAGE, shared))
     own = nbytes(jax.eval_shape(partial(fresh_own, all_reduce, form, mesh))) // mesh.size
     memory = {"parameters": form.params.nbytes, "optimizer": form.optimizer.nbytes, "own": own}
-    return Description(tuple(mesh.devices.flat), layout, num_data, memory, tuple(traffic))
+    return Description(tuple(mesh.devices.flat), layout, num_data, (memory,) * mesh.size, tuple(traffic))

@@ -20,7 +20,7 @@ from jaxpar.models.model import Batch
 from jaxpar.state import State
 from jaxpar.step import Metrics, Problem
 from jaxpar.strategies.replica_state import Form
-from jaxpar.strategies.strategy import Description, Program, Strategy, with_shardings
+from jaxpar.strategies.strategy import ON_HOST, Description, Program, Strategy, with_shardings
 from jaxpar.tasks import Sums
 
 # On GPUs XLA would put buckets together again, and so wait for the whole backward pass; and is to hide their latency.
@@ -102,10 +102,10 @@ def train_step(
 
 def describe(problem: Problem, mesh: Mesh, exchange: Exchange, form: Form, name: str) -> Description:
     """What is where, and what a replica sends."""
-    places = {"parameters": form.params, "own": form.own}
-    places |= {} if exchange.offload else {"optimizer": form.optimizer}
+    optimizer = "optimizer" + (ON_HOST if exchange.offload else "")
+    places = {"parameters": form.params, optimizer: form.optimizer, "own": form.own}
     memory = {part: place.device_bytes() for part, place in places.items()}
     traffic = tuple(exchange.traffic(form.like.params, problem.accumulation_steps))
     layout = f"{name}: batch divided, parameters {form.params.kind}, optimizer {form.optimizer.kind}"
     layout += ", in the host's memory" if exchange.offload else ""
-    return Description(tuple(mesh.devices.flat), layout, mesh.size, memory, traffic)
+    return Description(tuple(mesh.devices.flat), layout, mesh.size, (memory,) * mesh.size, traffic)

@@ -12,6 +12,8 @@ from jaxpar.state import Canonical
 from jaxpar.step import Metrics
 from jaxpar.tasks import Sums
 
+ON_HOST = " on the host"  # after the name of a part of the state
+
 
 class Description(NamedTuple):
     """What a strategy uses: printed at the start of a run and kept in result.json."""
@@ -19,13 +21,13 @@ class Description(NamedTuple):
     devices: tuple[jax.Device, ...]
     layout: str  # in words
     num_replicas: int  # ways a batch is divided
-    memory: Mapping[str, int]  # bytes of state on the fullest device: parameters, optimizer, own (of the exchange)
+    memory: tuple[Mapping[str, int], ...]  # of each device: bytes of parameters, optimizer, own (of the exchange)
     traffic: tuple[Traffic, ...]  # what a device sends in a step, in theory; but for figures, such as the loss
 
     @property
     def state_bytes(self) -> int:
         """On the fullest device."""
-        return sum(self.memory.values())
+        return max(sum(n for part, n in parts.items() if not part.endswith(ON_HOST)) for parts in self.memory)
 
     @property
     def wire_bytes(self) -> int:

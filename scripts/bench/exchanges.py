@@ -4,7 +4,7 @@ scripts/python scripts/bench/exchanges.py [--figures=bytes,memory,ring,codecs,st
 [--replicas=4] [--rounds=20] [--config.KEY=VALUE ...]
 
 bytes   sent by a device in a step, by the compiled program / in theory, and / ddp's in theory
-memory  parameters and optimizer state on a device / their formula
+memory  parameters and optimizer state on the fullest device, in the compiled program / their formula
 ring    time of the ring written out, of XLA's all-reduce, and of a copy, of 25 MiB / the all-reduce's
 codecs  time to encode and decode 25 MiB / to copy it
 steps   time of a step / of ddp's, on the same batch and cores; and of the ways to run ddp
@@ -80,12 +80,12 @@ def main() -> None:
 def sent_and_held(build: Callable[..., strategies.Strategy], n: int, sent: bool, held: bool) -> None:
     """Figures bytes and memory."""
     ddp = build("ddp").describe()
-    parameters, optimizer = ddp.memory["parameters"], ddp.memory["optimizer"]
+    parameters, optimizer = ddp.memory[0]["parameters"], ddp.memory[0]["optimizer"]
     for name in NAMES:
         strategy = build(name)
-        on = strategy.describe()
+        on, programs = strategy.describe(), strategy.compile()
         if sent:
-            rows = audit.audit(strategy.compile(), on, {mesh.DATA: n, mesh.STAGE: 1})
+            rows = audit.audit(programs, on, {mesh.DATA: n, mesh.STAGE: 1})
             total = sum(row.nbytes for row in rows if row.dtype != audit.FIGURES)
             ratio = f"{total / on.wire_bytes:.4f}" if total else "copies"
             of_ddp = on.wire_bytes / ddp.wire_bytes
@@ -93,7 +93,9 @@ def sent_and_held(build: Callable[..., strategies.Strategy], n: int, sent: bool,
         if held and name.startswith("zero"):
             formula = (parameters / n if name == "zero3" else parameters) + optimizer / n
             of_all = formula / (parameters + optimizer)
-            print(f"memory  {name:36} {on.state_bytes / formula:.4f} of the formula, which is {of_all:.4f} of ddp's")
+            devices = audit.memory(programs, on)
+            fullest = max(sum(held.nbytes for held in parts.values() if held.theory is not None) for parts in devices)
+            print(f"memory  {name:36} {fullest / formula:.4f} of the formula, which is {of_all:.4f} of ddp's")
 
 
 def steps(build: Callable[..., strategies.Strategy], rows: Any, rounds: int) -> None:
