@@ -13,42 +13,49 @@ For one's own `shard_map` step there is `distributed_optimizer`.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
-from jaxpar.exchange.exchange import Exchange, Update
+from jaxpar.exchange.exchange import DistributedState, Exchange, Update
 from jaxpar.exchange.presets import AROUND, GRADIENTS, NAMES, Rule, build, obstacle
 from jaxpar.exchange.reduce import Axis, Traffic
 
-__all__ = ["NAMES", "Axis", "Exchange", "Traffic", "Update", "distributed_optimizer"]
+__all__ = ["NAMES", "Axis", "Exchange", "Traffic", "Update", "broadcast", "distributed_optimizer", "state_specs"]
 
 WHOLE = ("horovod_adasum", "bagua_decentralized", "bagua_low_precision_decentralized", "bagua_model_average")
 
 
 def distributed_optimizer(
     optimizer: optax.GradientTransformation, axis_name: str, exchange: str = "horovod", **given: Any
-) -> optax.GradientTransformation:
-    """An optimizer for one's own step, for use inside `shard_map(.., check_vma=False)` or pmap over the replicas' axis.
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer for one's own step, for use inside `shard_map(.., check_vma=False)` over the replicas' axis.
 
     Its `init` and `update` are to be called there, `update(grads, state, params)` with the gradient of the mean loss
-    over the replica's own share of the batch. Replicas begin with the same parameters. State that belongs to a replica
-    is in `state.own`: give it a place on each device (a `PartitionSpec` of the axis for leaves with a new leading dim);
-    the rest is the same on all of them. With horovod_adasum and the bagua exchanges of weights, `state.optimizer`
-    belongs to the replica too; with the latter, so do the parameters.
+    over the replica's own share of the batch; what else it is given, it gives to the optimizer. The specs of its state,
+    for `shard_map`, are `state_specs`: arrays that belong to a replica have a leading dim for it. Replicas begin with
+    the same parameters (`broadcast`). With the bagua exchanges of weights they come to have parameters of their own.
 
     Args:
       optimizer: of optax, as on one device.
       axis_name: of the mesh axis.
       exchange: one of the gradients' exchanges (ddp, horovod, byteps, byteps_onebit, ..., bagua_bytegrad), or
         horovod_adasum, bagua_decentralized, bagua_low_precision_decentralized, bagua_model_average.
-      given: options of the exchange: see jaxpar/exchange/presets.py.
+      given: options of the exchange: see jaxpar/exchange/presets.py. A dtype may be any that NumPy knows.
 
     Raises:
       ValueError: there is no such exchange; and, where it is used: it has no such option, it cannot be over so many
         replicas, or `shard_map` checks what varies over the axis, so that jax.grad has added gradients up already.
     """
-    if exchange not in (*GRADIENTS, *WHOLE):
-        others = "; its state is divided, or its optimizer its own" if exchange in AROUND else ""
-        raise ValueError(f"exchange is {exchange!r}{others}; it may be {', '.join((*GRADIENTS, *WHOLE))}")
+    has_own_optimizer = state_specs(axis_name, exchange).optimizer != PartitionSpec()
+    if "wire_dtype" in given:
+        given["wire_dtype"] = jnp.dtype(given["wire_dtype"]).name
+
+    def local(state: DistributedState) -> DistributedState:
+        return DistributedState(_first(state.optimizer) if has_own_optimizer else state.optimizer, _first(state.own))
+
+    def out(state: DistributedState) -> DistributedState:
+        return DistributedState(_one(state.optimizer) if has_own_optimizer else state.optimizer, _one(state.own))
 
     def built() -> Exchange:
         if axis_name in jax.typeof(jax.lax.axis_index(axis_name)).manual_axis_type.varying:
@@ -58,8 +65,37 @@ def distributed_optimizer(
             raise ValueError(" ".join(reason))
         return build(exchange, axis, Rule(optimizer, None), **given)
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        made = built().update(grads, state, params)
-        return made.updates, made.state
+    def init(params: Any) -> DistributedState:
+        return out(built().init(params))
 
-    return optax.GradientTransformation(lambda params: built().init(params), update)
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        made = built().update(grads, local(state), params, **extra)
+        return made.updates, out(made.state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def state_specs(axis_name: str, exchange: str = "horovod") -> DistributedState:
+    """Where the state of a `distributed_optimizer` is: specs of its parts, for `shard_map`.
+
+    What belongs to a replica is divided over the axis: `state.own`, and with horovod_adasum and the bagua exchanges of
+    weights also `state.optimizer`. Raises ValueError where there is no such exchange.
+    """
+    if exchange not in (*GRADIENTS, *WHOLE):
+        others = "; its state is divided, or its optimizer its own" if exchange in AROUND else ""
+        raise ValueError(f"exchange is {exchange!r}{others}; it may be {', '.join((*GRADIENTS, *WHOLE))}")
+    each = PartitionSpec(axis_name)
+    return DistributedState(each if exchange in WHOLE else PartitionSpec(), each)
+
+
+def broadcast(tree: Any, axis_name: str) -> Any:
+    """The arrays of replica 0 on all of them: Horovod's broadcast_parameters. For use inside `shard_map`."""
+    return jax.tree.map(lambda x: jax.lax.all_gather(x, axis_name)[0], tree)
+
+
+def _first(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def _one(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)

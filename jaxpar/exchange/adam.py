@@ -87,7 +87,7 @@ def momentum_exchange(
         inner = _next(state.optimizer, optax.ScaleByAdamState(count, mu, nu))
         return updates, DistributedState(inner, {**state.own, "lossy": lossy_state})
 
-    def update(grads: Any, state: DistributedState, params: Any) -> Update:
+    def update(grads: Any, state: DistributedState, params: Any, **extra: Any) -> Update:
         with jax.named_scope(WARMUP):
             is_warm = state.own["steps"] < warmup_steps
             updates, after = jax.lax.cond(is_warm, warm, frozen, grads, state, params)

@@ -21,8 +21,8 @@ def adasum(axis: Axis, optimizer: optax.GradientTransformation) -> Exchange:
     optimizer = optax.with_extra_args_support(optimizer)
     rounds = [1 << bit for bit in range(axis.size.bit_length() - 1)]
 
-    def update(grads: Any, state: DistributedState, params: Any) -> Update:
-        updates, inner = optimizer.update(grads, state.optimizer, params)
+    def update(grads: Any, state: DistributedState, params: Any, **extra: Any) -> Update:
+        updates, inner = optimizer.update(grads, state.optimizer, params, **extra)
         for bit in rounds:
             to_partner = [(i, i ^ bit) for i in range(axis.size)]
             vector, unflatten = flat(updates)

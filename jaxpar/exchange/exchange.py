@@ -50,7 +50,7 @@ class Exchange(NamedTuple):
 
     Attributes:
       init: params -> DistributedState.
-      update: (grads, state, params) -> Update.
+      update: (grads, state, params, **extra) -> Update; extra: for the optimizer's update.
       traffic: (params or their shapes, microbatches) -> what a device sends in a step, but for scalars.
       params: where parameters are: REPLICATED; OWN: each replica has other ones; SHARDED: 1/n of each on a replica.
       optimizer: where the optimizer's state is, likewise.
@@ -61,7 +61,7 @@ class Exchange(NamedTuple):
     """
 
     init: Callable[[Any], DistributedState]
-    update: Callable[[Any, DistributedState, Any], Update]
+    update: Callable[..., Update]
     traffic: Callable[[Any, int], list[Traffic]]
     params: str = REPLICATED
     optimizer: str = REPLICATED
@@ -75,10 +75,10 @@ def averaged(all_reduce: AllReduce, optimizer: optax.GradientTransformation) -> 
     """Replicas agree on the gradient; then each takes the same step."""
     optimizer = optax.with_extra_args_support(optimizer)
 
-    def update(grads: Any, state: DistributedState, params: Any) -> Update:
+    def update(grads: Any, state: DistributedState, params: Any, **extra: Any) -> Update:
         grads, own = all_reduce.mean(grads, state.own)
         grad_norm = optax.tree.norm(grads)
-        updates, inner = optimizer.update(grads, state.optimizer, params, grad_norm=grad_norm)
+        updates, inner = optimizer.update(grads, state.optimizer, params, **{"grad_norm": grad_norm, **extra})
         return Update(updates, DistributedState(inner, own), grad_norm)
 
     return Exchange(
@@ -99,13 +99,13 @@ def every(num_passes: int, exchange: Exchange) -> Exchange:
         sums = jax.tree.map(jnp.zeros_like, params)
         return state._replace(own={"passes": jnp.zeros((), jnp.int32), "sums": sums, "inner": state.own})
 
-    def update(grads: Any, state: DistributedState, params: Any) -> Update:
+    def update(grads: Any, state: DistributedState, params: Any, **extra: Any) -> Update:
         sums = jax.tree.map(jnp.add, state.own["sums"], grads)
         passes = state.own["passes"] + 1
         inner = DistributedState(state.optimizer, state.own["inner"])
 
         def step() -> tuple[Any, Any, DistributedState]:
-            made = exchange.update(jax.tree.map(lambda x: x / num_passes, sums), inner, params)
+            made = exchange.update(jax.tree.map(lambda x: x / num_passes, sums), inner, params, **extra)
             return made.updates, jax.tree.map(jnp.zeros_like, sums), made.state
 
         def wait() -> tuple[Any, Any, DistributedState]:

@@ -31,7 +31,7 @@ class AllReduce(NamedTuple):
     traffic: Callable[[Any], list[Traffic]]
 
 
-def fused(reducer: Reducer, num_bytes: int, *, cut: bool = False, backwards: bool = True) -> AllReduce:
+def fused(reducer: Reducer, num_bytes: int, *, cut: bool = False, backwards: bool = True, seed: int = 0) -> AllReduce:
     """The reducer, on vectors of up to `num_bytes` bytes each.
 
     A vector depends on its own leaves alone, so that it can be on the wire as soon as the backward pass has made them.
@@ -41,13 +41,16 @@ def fused(reducer: Reducer, num_bytes: int, *, cut: bool = False, backwards: boo
       num_bytes: of a vector; a larger leaf makes one of its own.
       cut: a larger leaf is cut instead.
       backwards: vectors begin with the last leaf, whose gradient is ready first.
+      seed: of random codes.
     """
 
     def plan(leaves: Sequence[Any]) -> list[list[Piece]]:
         return buckets(leaves, num_bytes, cut=cut, backwards=backwards)
 
     def init(tree: Any) -> Any:
-        return tuple(reducer.init(_padded(bucket, reducer.multiple)) for bucket in plan(jax.tree.leaves(tree)))
+        lengths = [_padded(bucket, reducer.multiple) for bucket in plan(jax.tree.leaves(tree))]
+        keys = jax.random.split(jax.random.key(seed), max(len(lengths), 1))
+        return tuple(reducer.init(length, key) for length, key in zip(lengths, keys, strict=False))
 
     def mean(tree: Any, state: Any) -> tuple[Any, Any]:
         leaves, structure = jax.tree.flatten(tree)

@@ -30,8 +30,8 @@ def mixed(
     """Each replica takes its own optimizer's step from its own gradient; `mix` adds what draws weights together."""
     optimizer = optax.with_extra_args_support(optimizer)
 
-    def update(grads: Any, state: DistributedState, params: Any) -> Update:
-        updates, inner = optimizer.update(grads, state.optimizer, params)
+    def update(grads: Any, state: DistributedState, params: Any, **extra: Any) -> Update:
+        updates, inner = optimizer.update(grads, state.optimizer, params, **extra)
         updates, own = mix(updates, params, state.own)
         return Update(updates, DistributedState(inner, own), None)
 

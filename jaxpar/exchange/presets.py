@@ -96,17 +96,17 @@ def byteps_topk(
 
 
 def byteps_randomk(
-    axis: Axis, *, bucket_bytes: int = BYTEPS_PARTITION, ratio: float = 0.05, momentum: float = 0.0
+    axis: Axis, *, bucket_bytes: int = BYTEPS_PARTITION, ratio: float = 0.05, momentum: float = 0.0, seed: int = 0
 ) -> AllReduce:
     """BytePS with random values on the wire."""
-    return _byteps(axis, random_k(ratio), bucket_bytes, momentum)
+    return _byteps(axis, random_k(ratio), bucket_bytes, momentum, seed)
 
 
 def byteps_dithering(
-    axis: Axis, *, bucket_bytes: int = BYTEPS_PARTITION, levels: int = 127, momentum: float = 0.0
+    axis: Axis, *, bucket_bytes: int = BYTEPS_PARTITION, levels: int = 127, momentum: float = 0.0, seed: int = 0
 ) -> AllReduce:
     """BytePS with values on the wire that are rounded at random."""
-    return _byteps(axis, dithering(levels), bucket_bytes, momentum)
+    return _byteps(axis, dithering(levels), bucket_bytes, momentum, seed)
 
 
 def bagua_bytegrad(axis: Axis, *, bucket_bytes: int = 10 * MIB, block: int = BYTES_BLOCK) -> AllReduce:
@@ -122,10 +122,10 @@ def _exact(axis: Axis, algorithm: str, group: int, wire_dtype: str = "") -> Redu
     return reduce.cast(reducer, wire_dtype) if wire_dtype else reducer
 
 
-def _byteps(axis: Axis, code: Compressor, bucket_bytes: int, mu: float) -> AllReduce:
+def _byteps(axis: Axis, code: Compressor, bucket_bytes: int, mu: float, seed: int = 0) -> AllReduce:
     server = error_feedback(code)
     worker = momentum(server, mu) if mu else server
-    return fused(scatter_gather(axis, worker, server), bucket_bytes, cut=True, backwards=False)
+    return fused(scatter_gather(axis, worker, server), bucket_bytes, cut=True, backwards=False, seed=seed)
 
 
 # ---- around an optimizer ------------------------------------------------------------------------

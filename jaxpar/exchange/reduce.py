@@ -41,13 +41,13 @@ class Reducer(NamedTuple):
     """How replicas come to the mean of a vector, exactly or nearly.
 
     Attributes:
-      init: L -> state of this replica.
+      init: (L, key) -> state of this replica. key: the same on all of them, another for each vector.
       mean: ([L], state) -> (about the mean over replicas [L], the same on all of them; state).
       traffic: (L, dtype) -> what a device sends.
       multiple: L must be one of this.
     """
 
-    init: Callable[[int], Any]
+    init: Callable[[int, jax.Array], Any]
     mean: Callable[[jax.Array, Any], tuple[jax.Array, Any]]
     traffic: Callable[[int, Any], list[Traffic]]
     multiple: int = 1
@@ -160,7 +160,7 @@ def predivide(reducer: Reducer, factor: float) -> Reducer:
     return reducer._replace(mean=mean)
 
 
-def _stateless(length: int) -> Any:
+def _stateless(length: int, key: jax.Array) -> Any:
     return ()
 
 

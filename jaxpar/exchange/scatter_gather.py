@@ -27,8 +27,8 @@ def scatter_gather(axis: Axis, worker: Compressor, server: Compressor) -> Reduce
     """
     n = axis.size
 
-    def init(length: int) -> Any:
-        rank, keys = jax.lax.axis_index(axis.name), jax.random.split(jax.random.key(0), n)
+    def init(length: int, key: jax.Array) -> Any:
+        rank, keys = jax.lax.axis_index(axis.name), jax.random.split(key, n)
         parts = jax.vmap(lambda key: worker.init(length // n, key, rank))(keys)
         return {"worker": parts, "server": server.init(length // n, keys[rank], n)}
 

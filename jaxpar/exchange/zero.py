@@ -141,11 +141,11 @@ def zero(
     def init(params: Any) -> DistributedState:
         return DistributedState(optimizer.init(params if stage == 3 else shards.own(params)), ())
 
-    def update(grads: Any, state: DistributedState, params: Any) -> Update:
+    def update(grads: Any, state: DistributedState, params: Any, **extra: Any) -> Update:
         grads = jax.tree.map(lambda g: g / axis.size, shards.scatter(grads) if stage == 1 else grads)
         grad_norm = jnp.sqrt(jax.lax.psum(optax.tree.norm(grads) ** 2, axis.name))
         own = params if stage == 3 else shards.own(params)
-        updates, inner = optimizer.update(grads, state.optimizer, own, grad_norm=grad_norm)
+        updates, inner = optimizer.update(grads, state.optimizer, own, **{"grad_norm": grad_norm, **extra})
         updates = updates if stage == 3 else shards.gather(updates)
         return Update(updates, DistributedState(inner, ()), grad_norm)
 

@@ -30,8 +30,13 @@ def name(config: ConfigDict) -> str:
 
 def full_name(config: ConfigDict) -> str:
     """The exchange and all of its options, in words: what its private state is of."""
-    own = {**options(config.exchange), **given(config)}
+    own = {**options(config.exchange), **_with_seed(config)}
     return " ".join([config.exchange, *(f"{key}={value}" for key, value in sorted(own.items()))])
+
+
+def _with_seed(config: ConfigDict) -> dict[str, Any]:
+    seed = {"seed": config.seed} if "seed" in options(config.exchange) else {}
+    return seed | given(config)
 
 
 def check(config: ConfigDict, num_replicas: int) -> None:
@@ -81,7 +86,7 @@ def build(config: ConfigDict, problem: Problem, num_replicas: int) -> Exchange:
         adamw = {"schedule": schedule, "num_steps": problem.num_steps, "mask": optimizer.decayed}
         adamw |= {key: o[key] for key in ("b1", "b2", "eps", "weight_decay", "clip_norm")}
     rule = Rule(problem.optimizer, problem.model.shapes, adamw)
-    return build_exchange(config.exchange, Axis(DATA, num_replicas), rule, **given(config))
+    return build_exchange(config.exchange, Axis(DATA, num_replicas), rule, **_with_seed(config))
 
 
 def check_on_gradients(config: ConfigDict, num_replicas: int) -> None:
@@ -107,4 +112,4 @@ def check_on_gradients(config: ConfigDict, num_replicas: int) -> None:
 
 def on_gradients(config: ConfigDict, num_replicas: int) -> AllReduce:
     """The exchange of gradients alone, over the data axis."""
-    return GRADIENTS[config.exchange](Axis(DATA, num_replicas), **given(config))
+    return GRADIENTS[config.exchange](Axis(DATA, num_replicas), **_with_seed(config))

@@ -115,7 +115,7 @@ def ring(n: int, rounds: int) -> None:
 
     def mapped(reducer: reduce.Reducer) -> Callable[[], Any]:
         def mean(x: jax.Array) -> jax.Array:
-            return reducer.mean(x[0], reducer.init(SIZE))[0][None]
+            return reducer.mean(x[0], reducer.init(SIZE, jax.random.key(0)))[0][None]
 
         compiled = jax.jit(jax.shard_map(mean, mesh=on, in_specs=spec, out_specs=spec, check_vma=False))
         return partial(compiled, x)

@@ -8,9 +8,8 @@ import optax
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxpar.exchange import NAMES, distributed_optimizer
-from jaxpar.exchange.exchange import DistributedState
-from tests.exchange.replicas import DATA
+from jaxpar.exchange import NAMES, broadcast, distributed_optimizer, state_specs
+from tests.exchange.replicas import DATA, on_replicas
 
 N, ROWS, WIDTH, STEPS = 4, 32, 16, 6
 EXACT = ("ddp", "horovod", "byteps")
@@ -36,6 +35,8 @@ def test_names_are_all_there_are() -> None:
 
 @pytest.mark.parametrize("name", ["", "hovorod", "dp", "zero1", "zero3", "onebit_adam", "bagua_qadam"])
 def test_other_exchanges_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"exchange is '.*it may be"):
+        state_specs(DATA, name)
     with pytest.raises(ValueError, match=r"exchange is '.*it may be") as error:
         distributed_optimizer(OPTIMIZER, DATA, name)
     assert all(known in str(error.value) for known in (repr(name), *EXACT, *CODED, *OWN))
@@ -92,31 +93,21 @@ def trained(name: str, **options: Any) -> tuple[dict[str, np.ndarray], list[floa
     """Parameters of all replicas [N, ...] after some steps, and the losses of the whole batch before each."""
     mesh = Mesh(np.array(jax.devices()[:N]), (DATA,))
     optimizer = distributed_optimizer(OPTIMIZER, DATA, name, **options)
-    each, same = PartitionSpec(DATA), PartitionSpec()
-    state_specs = DistributedState(each if name in OWN else same, each)
-
-    def out(state: Any) -> Any:
-        inner = jax.tree.map(lambda x: x[None], state.optimizer) if name in OWN else state.optimizer
-        return DistributedState(inner, jax.tree.map(lambda x: x[None], state.own))
-
-    def local(state: Any) -> Any:
-        inner = jax.tree.map(lambda x: x[0], state.optimizer) if name in OWN else state.optimizer
-        return DistributedState(inner, jax.tree.map(lambda x: x[0], state.own))
+    each, specs = PartitionSpec(DATA), state_specs(DATA, name)
 
     def init(params: Any) -> Any:
-        return out(optimizer.init(jax.tree.map(lambda x: x[0], params)))
+        return optimizer.init(jax.tree.map(lambda x: x[0], params))
 
     def step(params: Any, state: Any, inputs: Any, targets: Any) -> Any:
-        params, state = jax.tree.map(lambda x: x[0], params), local(state)
+        params = jax.tree.map(lambda x: x[0], params)
         value, grads = jax.value_and_grad(loss)(params, inputs, targets)
         updates, state = optimizer.update(grads, state, params)
         params = optax.apply_updates(params, updates)
-        return jax.tree.map(lambda x: x[None], params), out(state), value[None]
+        return jax.tree.map(lambda x: x[None], params), state, value[None]
 
-    specs = (each, state_specs, each)
     mapped = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-    begin = jax.jit(mapped(init, in_specs=each, out_specs=state_specs))
-    go_on = jax.jit(mapped(step, in_specs=(each, state_specs, each, each), out_specs=specs))
+    begin = jax.jit(mapped(init, in_specs=each, out_specs=specs))
+    go_on = jax.jit(mapped(step, in_specs=(each, specs, each, each), out_specs=(each, specs, each)))
     params: Any = jax.tree.map(lambda x: np.broadcast_to(x, (N, *x.shape)), START)
     state = jax.block_until_ready(begin(params))
     losses = []
@@ -159,3 +150,32 @@ def test_others_learn(name: str) -> None:
     are_same = all(np.all(x == x[0]) for x in params.values())
     assert are_same == (name not in OWN[1:])
     assert losses != pytest.approx(alone()[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ddp", "horovod_adasum", "bagua_model_average"])
+def test_what_else_is_given_reaches_the_optimizer(name: str) -> None:
+    def update(grads: Any, state: Any, params: Any = None, *, factor: Any, **rest: Any) -> Any:
+        return jax.tree.map(lambda g: -factor * g, grads), state
+
+    scaled = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+    optimizer = distributed_optimizer(scaled, DATA, name)
+
+    def step(grads: Any) -> Any:
+        return optimizer.update(grads, optimizer.init(grads), grads, factor=3.0)[0]
+
+    got = on_replicas(2, step, {"x": np.ones((2, 5), np.float32)})
+    np.testing.assert_array_equal(got["x"], -3 * np.ones((2, 5)))
+
+
+def test_a_dtype_is_any_that_numpy_knows() -> None:
+    for dtype in ("bfloat16", jnp.bfloat16, jnp.dtype("bfloat16"), np.float16):
+        use(2, distributed_optimizer(OPTIMIZER, DATA, "ddp", wire_dtype=dtype))
+    with pytest.raises(ValueError, match="wire_dtype is 'int32'"):
+        use(2, distributed_optimizer(OPTIMIZER, DATA, "ddp", wire_dtype=jnp.int32))
+
+
+def test_broadcast() -> None:
+    x = np.array([[-0.0, np.nan, 3.0], [1.0, 2.0, 4.0], [5.0, 6.0, 7.0]], np.float32)
+    got = on_replicas(3, lambda x: broadcast(x, DATA), {"x": x, "n": np.arange(3)})
+    assert got["x"].tobytes() == np.stack([x[0]] * 3).tobytes()
+    assert got["n"].tolist() == [0, 0, 0]

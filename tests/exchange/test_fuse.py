@@ -103,7 +103,7 @@ def test_arrays_without_elements_come_back() -> None:
 
 
 def test_each_vector_has_a_state_of_its_length_and_traffic() -> None:
-    counting = reduce.ring(axis(4))._replace(init=lambda length: length)
+    counting = reduce.ring(axis(4))._replace(init=lambda length, key: length)
     tree = {"a": np.zeros(5, np.float32), "b": np.zeros(6, np.float16), "c": np.zeros(9, np.float16)}
     all_reduce = fused(counting, 20, cut=True)
     assert all_reduce.init(tree) == (12, 8, 8)  # 10 of c and b, 5 of b, 5 of a: multiples of 4
@@ -116,7 +116,7 @@ def test_states_stay_with_their_vectors() -> None:
     def mean(x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         return x, state + x[0]
 
-    mine = reduce.psum(axis(1))._replace(init=lambda length: 100.0 * length, mean=mean)
+    mine = reduce.psum(axis(1))._replace(init=lambda length, key: 100.0 * length, mean=mean)
     all_reduce = fused(mine, 8, backwards=True)
     tree = {"a": jnp.array([1.0, 2.0]), "b": jnp.array([3.0])}
     _, state = all_reduce.mean(tree, all_reduce.init(tree))

@@ -31,7 +31,7 @@ def means(n: int, reducers: dict[str, Reducer], x: np.ndarray) -> dict[str, np.n
     """Of each reducer, with the one state that replicas agree on: none."""
 
     def all_of_them(x: jax.Array) -> Any:
-        return {name: reducer.mean(x, reducer.init(x.size))[0] for name, reducer in reducers.items()}
+        return {name: reducer.mean(x, reducer.init(x.size, jax.random.key(0)))[0] for name, reducer in reducers.items()}
 
     result: dict[str, np.ndarray] = only(on_replicas(n, all_of_them, x))
     return result

@@ -29,7 +29,7 @@ def run(n: int, worker: Compressor, server: Compressor, x_NSL: np.ndarray) -> tu
             mean, state = reducer.mean(x, state)
             return state, mean
 
-        state, means = jax.lax.scan(step, reducer.init(x_SL.shape[1]), x_SL)
+        state, means = jax.lax.scan(step, reducer.init(x_SL.shape[1], jax.random.key(0)), x_SL)
         return means, state
 
     means, state = on_replicas(n, replica, x_NSL)
@@ -124,3 +124,20 @@ def test_traffic_is_codes_of_parts(n: int) -> None:
         ("all-to-all", "uint8", signs),
         ("all-gather", "uint8", (n - 1) * (part + 8)),
     ]
+
+
+@pytest.mark.parametrize("code", [randomk(0.5), dithering(3)])
+def test_vectors_of_one_length_draw_numbers_of_their_own(code: Compressor) -> None:
+    """And others with another seed."""
+    tree = {"a": jnp.arange(1.0, 65.0), "b": jnp.arange(1.0, 65.0)}
+
+    def mean(tree: Any) -> Any:
+        result = {}
+        for seed in (0, 1):
+            all_reduce = fused(scatter_gather(axis(2), code, code), 64 * 4, seed=seed)
+            result[seed] = all_reduce.mean(tree, all_reduce.init(tree))[0]
+        return result
+
+    got = only(on_replicas(2, mean, {name: np.stack([x, x]) for name, x in tree.items()}))
+    vectors = [np.asarray(got[seed][name]) for seed in (0, 1) for name in ("a", "b")]
+    assert all(not np.array_equal(x, y) for i, x in enumerate(vectors) for y in vectors[:i])
