@@ -4,7 +4,7 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 optimizer's state, 2 also the gradients that are added up, 3 also the parameters.
 
 An array is divided along its longest dim, padded to a multiple of n; so a shard has as many dims as the array. Arrays
-without dims stay whole.
+without dims stay whole on each replica, and their gradients are added up among the figures.
 """
 
 import math
@@ -43,7 +43,7 @@ def unpad(x: Any, shape: tuple[int, ...]) -> Any:
 
 
 class Shards:
-    """The arrays of a tree and their shards, for use inside `shard_map`. All of them have dims."""
+    """The arrays of a tree and their shards, for use inside `shard_map`."""
 
     def __init__(self, axis: Axis, tree: Any, num_bytes: int):
         """tree: of full arrays, or their shapes; num_bytes: of what goes over the wire at once."""
@@ -51,45 +51,56 @@ class Shards:
         self._leaves, self._structure = jax.tree.flatten(tree)
         self._shapes = [shard_shape(leaf.shape, axis.size) for leaf in self._leaves]
         plan = buckets(self._leaves, num_bytes, cut=False, backwards=True)
-        self._buckets = [[piece.leaf for piece in bucket] for bucket in plan]
+        divided = [[piece.leaf for piece in bucket if self._shapes[piece.leaf]] for bucket in plan]
+        self._buckets = [bucket for bucket in divided if bucket]
 
     @property
     def nbytes(self) -> int:
         """What a replica sends to scatter, or to gather, all arrays once."""
-        sizes = zip(self._shapes, self._leaves, strict=True)
-        return (self._axis.size - 1) * sum(math.prod(shape) * leaf.dtype.itemsize for shape, leaf in sizes)
+        sizes = [math.prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(self._shapes, self._leaves, strict=True)]
+        return (self._axis.size - 1) * sum(sizes[number] for bucket in self._buckets for number in bucket)
 
     def own(self, tree: Any) -> Any:
         """This replica's shards of full arrays."""
         rank = jax.lax.axis_index(self._axis.name)
-        leaves = zip(jax.tree.leaves(tree), range(len(self._leaves)), strict=True)
-        shards = [self._shard(jax.lax.dynamic_index_in_dim(self._rows(x), rank, keepdims=False), i) for x, i in leaves]
-        return jax.tree.unflatten(self._structure, shards)
+        leaves = dict(enumerate(jax.tree.leaves(tree)))
+        for number in [number for bucket in self._buckets for number in bucket]:
+            row = jax.lax.dynamic_index_in_dim(self._rows(leaves[number]), rank, keepdims=False)
+            leaves[number] = self._shard(row, number)
+        return jax.tree.unflatten(self._structure, leaves.values())
+
+    def add_up_whole(self, tree: Any) -> Any:
+        """The sum over replicas of the arrays that stay whole, next to the others' shards as they are."""
+        return jax.tree.map(lambda x: x if x.ndim else jax.lax.psum(x, self._axis.name), tree)
+
+    def norm(self, tree: Any) -> jax.Array:
+        """The norm of arrays of which replicas have shards."""
+        parts = [x if x.ndim else x / math.sqrt(self._axis.size) for x in jax.tree.leaves(tree)]
+        return jnp.sqrt(jax.lax.psum(optax.tree.norm(parts) ** 2, self._axis.name))
 
     def scatter(self, tree: Any) -> Any:
         """This replica's shards of the sum over replicas of full arrays."""
-        leaves = jax.tree.leaves(tree)
-        shards: dict[int, Any] = {}
+        leaves = jax.tree.leaves(self.add_up_whole(tree))
         for bucket in self._buckets:
             rows = jnp.concatenate([self._rows(leaves[number]) for number in bucket], axis=1)
             parts = self._split(jax.lax.psum_scatter(rows, self._axis.name), bucket)
-            shards |= {number: self._shard(part, number) for number, part in zip(bucket, parts, strict=True)}
-        return jax.tree.unflatten(self._structure, [shards[i] for i in range(len(leaves))])
+            for number, part in zip(bucket, parts, strict=True):
+                leaves[number] = self._shard(part, number)
+        return jax.tree.unflatten(self._structure, leaves)
 
     def gather(self, tree: Any) -> Any:
-        """Full arrays of all replicas' shards. What `jax.grad` makes of it is `scatter`."""
-        shards = jax.tree.leaves(tree)
-        leaves: dict[int, Any] = {}
+        """Full arrays of all replicas' shards. What `jax.grad` makes of it is `scatter`, but for `add_up_whole`."""
+        leaves = jax.tree.leaves(tree)
         for bucket in self._buckets:
-            vector = jnp.concatenate([_front(shards[number], self._dim(number)).reshape(-1) for number in bucket])
+            vector = jnp.concatenate([_front(leaves[number], self._dim(number)).reshape(-1) for number in bucket])
             parts = self._split(jax.lax.all_gather(vector, self._axis.name), bucket)
-            leaves |= {number: self._full(part, number) for number, part in zip(bucket, parts, strict=True)}
-        return jax.tree.unflatten(self._structure, [leaves[i] for i in range(len(shards))])
+            for number, part in zip(bucket, parts, strict=True):
+                leaves[number] = self._full(part, number)
+        return jax.tree.unflatten(self._structure, leaves)
 
     def _dim(self, number: int) -> int:
         dim = split_dim(self._leaves[number].shape)
-        if dim is None:
-            raise ValueError("an array without dims cannot be divided")
+        assert dim is not None, number
         return dim
 
     def _rows(self, x: jax.Array) -> jax.Array:
@@ -142,8 +153,10 @@ def zero(
         return DistributedState(optimizer.init(params if stage == 3 else shards.own(params)), ())
 
     def update(grads: Any, state: DistributedState, params: Any, **extra: Any) -> Update:
-        grads = jax.tree.map(lambda g: g / axis.size, shards.scatter(grads) if stage == 1 else grads)
-        grad_norm = jnp.sqrt(jax.lax.psum(optax.tree.norm(grads) ** 2, axis.name))
+        if stage != 2:  # whose gradients come scattered
+            grads = shards.scatter(grads) if stage == 1 else shards.add_up_whole(grads)
+        grads = jax.tree.map(lambda g: g / axis.size, grads)
+        grad_norm = shards.norm(grads)
         own = params if stage == 3 else shards.own(params)
         updates, inner = optimizer.update(grads, state.optimizer, own, **{"grad_norm": grad_norm, **extra})
         updates = updates if stage == 3 else shards.gather(updates)

@@ -74,7 +74,7 @@ def build(config: ConfigDict, problem: Problem, num_replicas: int) -> Exchange:
         )
     if config.exchange.startswith("zero"):
         for path, leaf in jax.tree_util.tree_leaves_with_path(problem.model.shapes):
-            if not leaf.size or not leaf.ndim:
+            if not leaf.size:
                 where = jax.tree_util.keystr(path)
                 raise UserError(
                     f"config.exchange is {config.exchange!r}, which cannot divide {where} of shape {leaf.shape}"

@@ -10,8 +10,8 @@ from jaxpar.exchange.zero import Shards, pad, shard_shape, split_dim, unpad, zer
 from jaxpar.optimizer import clip_by_norm
 from tests.exchange.replicas import Tree, adamw, axis, close, on_replicas, only, repeated, train
 
-SHAPES: dict[str, tuple[int, ...]] = {"a": (5,), "b": (3, 7), "c": (8, 8), "d": (2, 3, 5)}
-DIMS = {"a": 0, "b": 1, "c": 0, "d": 2}  # along which they are divided
+SHAPES: dict[str, tuple[int, ...]] = {"a": (5,), "b": (3, 7), "c": (8, 8), "d": (2, 3, 5), "e": ()}
+DIMS = {"a": 0, "b": 1, "c": 0, "d": 2}  # along which they are divided; the last stays whole
 STEPS = 5
 LIMITS = (1, 300)  # bytes that are on the wire at once: of an array, of some
 
@@ -55,6 +55,8 @@ def test_shards(n: int) -> None:
 
     for own, scattered, gathered, slope in on_replicas(n, replica, repeated(n, tree), others, weights):
         close(only(gathered), tree, 0)
+        np.testing.assert_array_equal(own["e"], np.repeat(tree["e"], n))
+        np.testing.assert_allclose(scattered["e"], np.repeat(others["e"].sum(0), n), 1e-5, 1e-5)
         for name, dim in DIMS.items():
             np.testing.assert_array_equal(own[name], cut(tree[name], dim, n))
             np.testing.assert_allclose(scattered[name], cut(others[name].sum(0), dim, n), 1e-5, 1e-5)
@@ -63,7 +65,7 @@ def test_shards(n: int) -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
 def test_sizes_of_shards(n: int) -> None:
-    for name, shape in SHAPES.items():
+    for name, shape in [(name, SHAPES[name]) for name in DIMS]:
         assert split_dim(shape) == DIMS[name]
         assert shard_shape(shape, n) == cut(np.zeros(shape), DIMS[name], n).shape[1:]
         x = draw()[name]
