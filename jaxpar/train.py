@@ -183,7 +183,7 @@ def start(run: Run) -> tuple[Any, int]:
         print(f"resume    from step {found.step:,}", flush=True)
         private_of = found.info.get("private_of", "")
         if found.private and private_of != run.strategy.private_of:
-            print(f"private   state of {private_of} is left behind: this is another strategy", flush=True)
+            print(f"private   state of {private_of} is left behind: this is another strategy or exchange", flush=True)
         return run.strategy.from_canonical(
             found.tree, found.private if private_of == run.strategy.private_of else {}
         ), found.step

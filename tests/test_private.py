@@ -25,7 +25,7 @@ VALUES = {
 }
 ONEBIT = "--config.exchange=byteps_onebit"
 NAME = "byteps_onebit block=2048 bucket_bytes=4096000 momentum=0.0 on 2 replicas"
-LEFT = f"private   state of {NAME} is left behind: this is another strategy"
+LEFT = f"private   state of {NAME} is left behind: this is another strategy or exchange"
 
 
 def config(*overrides: str) -> ConfigDict:

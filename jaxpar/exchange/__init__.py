@@ -41,15 +41,15 @@ def distributed_optimizer(
       axis_name: of the mesh axis.
       exchange: one of the gradients' exchanges (ddp, horovod, byteps, byteps_onebit, ..., bagua_bytegrad), or
         horovod_adasum, bagua_decentralized, bagua_low_precision_decentralized, bagua_model_average.
-      given: options of the exchange: see jaxpar/exchange/presets.py. A dtype may be any that NumPy knows.
+      given: options of the exchange: see jaxpar/exchange/presets.py. A dtype may be given by its name or as itself.
 
     Raises:
       ValueError: there is no such exchange; and, where it is used: it has no such option, it cannot be over so many
         replicas, or `shard_map` checks what varies over the axis, so that jax.grad has added gradients up already.
     """
     has_own_optimizer = state_specs(axis_name, exchange).optimizer != PartitionSpec()
-    if "wire_dtype" in given:
-        given["wire_dtype"] = jnp.dtype(given["wire_dtype"]).name
+    if not isinstance(given.get("wire_dtype", ""), str):
+        given["wire_dtype"] = getattr(given["wire_dtype"], "__name__", None) or str(given["wire_dtype"])
 
     def local(state: DistributedState) -> DistributedState:
         return DistributedState(_first(state.optimizer) if has_own_optimizer else state.optimizer, _first(state.own))

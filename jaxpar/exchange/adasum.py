@@ -46,11 +46,11 @@ def adasum(axis: Axis, optimizer: optax.GradientTransformation) -> Exchange:
 def combine(a: jax.Array, b: jax.Array) -> jax.Array:
     """(1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b: the sum where they are orthogonal, the mean where they are equal.
 
-    Each is scaled by its largest element, so that squares are in range however large, small and unlike the two are.
+    Each is scaled by its largest element, so that squares are in range where the sum is, however unlike the two are.
     """
 
     def scaled(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        largest = jnp.max(jnp.abs(x))
+        largest = jnp.max(jnp.abs(x), initial=0.0)
         unit = x / jnp.where(largest > 0, largest, 1)
         square = jnp.vdot(unit, unit)
         return largest, unit, jnp.where(square > 0, 2 * square, 1)

@@ -55,10 +55,11 @@ def min_max_uint8(block: int = 0) -> Compressor:
     """
 
     def scale(ranges: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Of ranges [blocks, 2]: s and the least code, [blocks, 1]."""
+        """Of ranges [blocks, 2]: s = 255 / (high - low + 1e-7), and the least code, [blocks, 1]."""
         low, high = ranges[:, :1], ranges[:, 1:]
         largest = jnp.maximum(jnp.abs(low), jnp.abs(high))
-        s = jnp.minimum(255 / (high - low + 1e-7), 1e38 / jnp.maximum(largest, 1))  # so that high * s is finite
+        s = 127.5 / (high / 2 - low / 2 + 0.5e-7)  # halves, as the range of the largest floats is no float
+        s = jnp.minimum(s, 1e38 / jnp.maximum(largest, 1))  # so that high * s is finite
         return s, jnp.rint(high * s) - 255
 
     def encode(x: jax.Array, state: Any) -> tuple[Payload, Any]:
@@ -74,7 +75,8 @@ def min_max_uint8(block: int = 0) -> Compressor:
         number, size = _blocks(block, length)
         s, least = scale(ranges)
         blocks = jnp.pad(q, (0, number * size - length)).reshape(number, size).astype(jnp.float32)
-        return ((blocks + least) / s).reshape(-1)[:length]
+        largest = jnp.finfo(jnp.float32).max
+        return jnp.clip((blocks + least) / s, -largest, largest).reshape(-1)[:length]
 
     return Compressor(_no_state, encode, decode)
 

@@ -100,7 +100,7 @@ def every(num_passes: int, exchange: Exchange) -> Exchange:
         return state._replace(own={"passes": jnp.zeros((), jnp.int32), "sums": sums, "inner": state.own})
 
     def update(grads: Any, state: DistributedState, params: Any, **extra: Any) -> Update:
-        sums = jax.tree.map(jnp.add, state.own["sums"], grads)
+        sums = jax.tree.map(lambda total, g: total + g.astype(total.dtype), state.own["sums"], grads)
         passes = state.own["passes"] + 1
         inner = DistributedState(state.optimizer, state.own["inner"])
 
@@ -109,7 +109,8 @@ def every(num_passes: int, exchange: Exchange) -> Exchange:
             return made.updates, jax.tree.map(jnp.zeros_like, sums), made.state
 
         def wait() -> tuple[Any, Any, DistributedState]:
-            return jax.tree.map(jnp.zeros_like, params), sums, inner
+            updates, _, _ = jax.eval_shape(step)
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), updates), sums, inner
 
         with jax.named_scope(EVERY):
             updates, sums, inner = jax.lax.cond(passes == num_passes, step, wait)

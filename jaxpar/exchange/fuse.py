@@ -74,6 +74,19 @@ def fused(reducer: Reducer, num_bytes: int, *, cut: bool = False, backwards: boo
     return AllReduce(init, mean, traffic)
 
 
+def by_layer(all_reduce: AllReduce, layers: Sequence[str]) -> AllReduce:
+    """The same for a tree {layer: ..}, with vectors in the order of the layers, not of their names."""
+
+    def ordered(tree: Any) -> list[Any]:
+        return [tree[layer] for layer in layers]
+
+    def mean(tree: Any, state: Any) -> tuple[Any, Any]:
+        means, state = all_reduce.mean(ordered(tree), state)
+        return dict(zip(layers, means, strict=True)), state
+
+    return AllReduce(lambda tree: all_reduce.init(ordered(tree)), mean, lambda tree: all_reduce.traffic(ordered(tree)))
+
+
 def buckets(leaves: Sequence[Any], num_bytes: int, *, cut: bool, backwards: bool) -> list[list[Piece]]:
     """Which pieces of which leaves share a vector: consecutive ones of one dtype."""
     result: list[list[Piece]] = []

@@ -97,6 +97,10 @@ def low_precision_decentralized(
         return unflatten(compressor.decode(payload, len(z))), own
 
     def init(params: Any) -> Any:
+        if dtypes := {leaf.dtype.name for leaf in jax.tree.leaves(params)} - {"float32"}:
+            raise ValueError(
+                f"parameters are {min(dtypes)}; they must be float32, so that neighbours know them exactly"
+            )
         return {"left": flat(params)[0], "right": flat(params)[0]}
 
     def traffic(params: Any, num_microbatches: int) -> list[Traffic]:
@@ -116,7 +120,7 @@ def model_average(
     def mix(updates: Any, params: Any, own: Any) -> tuple[Any, Any]:
         def average() -> tuple[Any, Any]:
             mean, state = all_reduce.mean(jax.tree.map(jnp.add, params, updates), own["reducer"])
-            return jax.tree.map(jnp.subtract, mean, params), state
+            return jax.tree.map(lambda m, p, u: (m - p).astype(u.dtype), mean, params, updates), state
 
         step = own["step"] + 1
         with jax.named_scope(AVERAGE):

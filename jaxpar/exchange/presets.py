@@ -7,7 +7,7 @@ dp                              is a program for the master device (jaxpar/strat
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import optax
@@ -19,7 +19,7 @@ from jaxpar.exchange.compress import Compressor, dithering, error_feedback, min_
 from jaxpar.exchange.compress import randomk as random_k
 from jaxpar.exchange.compress import topk as top_k
 from jaxpar.exchange.exchange import Exchange, averaged, every
-from jaxpar.exchange.fuse import AllReduce, fused
+from jaxpar.exchange.fuse import AllReduce, by_layer, fused
 from jaxpar.exchange.reduce import Axis, Reducer
 from jaxpar.exchange.scatter_gather import scatter_gather
 from jaxpar.exchange.zero import zero
@@ -36,11 +36,17 @@ class Rule(NamedTuple):
       optimizer: any of optax.
       params: the parameters, or their shapes: for what is decided by them.
       adamw: where the optimizer is optax.adamw: the arguments of `momentum_exchange` that say which.
+      layers: where the parameters are {layer: ..}: these in order, so that the last ones' gradients go first.
     """
 
     optimizer: optax.GradientTransformation
     params: Any
     adamw: Mapping[str, Any] | None = None
+    layers: Sequence[str] = ()
+
+    def in_order(self, all_reduce: AllReduce) -> AllReduce:
+        """The same, with vectors in the order of the layers."""
+        return by_layer(all_reduce, self.layers) if self.layers else all_reduce
 
 
 # ---- on gradients -------------------------------------------------------------------------------
@@ -184,7 +190,7 @@ def zero3(axis: Axis, rule: Rule, *, bucket_bytes: int = 25 * MIB, offload: bool
 
 def _adam(axis: Axis, rule: Rule, lossy: AllReduce, bucket_bytes: int, warmup: float) -> Exchange:
     assert rule.adamw is not None
-    exact = fused(reduce.psum(axis), bucket_bytes)
+    exact, lossy = (rule.in_order(one) for one in (fused(reduce.psum(axis), bucket_bytes), lossy))
     return momentum_exchange(exact, lossy, rule.optimizer, warmup=warmup, **rule.adamw)
 
 
@@ -228,6 +234,8 @@ def obstacle(name: str, num_replicas: int, given: Mapping[str, Any]) -> tuple[st
             return key, f"is {value!r}, which exchange {name!r} has no use for; {has}"
         if isinstance(own[key], int) and not isinstance(value, int):
             return key, f"is {value!r}; it may be a whole number"
+        if isinstance(own[key], float) and not isinstance(value, int | float):
+            return key, f"is {value!r}; it may be a number"
         if key in CHOICES and value not in CHOICES[key]:
             return key, f"is {value!r}; it may be {', '.join(CHOICES[key])}"
         if key in POSITIVE and not 0 < value < math.inf:
@@ -253,7 +261,7 @@ def build(name: str, axis: Axis, rule: Rule, **given: Any) -> Exchange:
     """The named exchange around an optimizer; `given`: options. Not dp."""
     passes = given.pop(PASSES, 1)
     if name in GRADIENTS:
-        exchange = averaged(GRADIENTS[name](axis, **given), rule.optimizer)
+        exchange = averaged(rule.in_order(GRADIENTS[name](axis, **given)), rule.optimizer)
     else:
         exchange = AROUND[name](axis, rule, **given)
     return exchange if passes == 1 else every(passes, exchange)

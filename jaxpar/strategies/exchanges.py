@@ -85,7 +85,8 @@ def build(config: ConfigDict, problem: Problem, num_replicas: int) -> Exchange:
         schedule = optimizer.build_schedule(config, problem.num_steps)
         adamw = {"schedule": schedule, "num_steps": problem.num_steps, "mask": optimizer.decayed}
         adamw |= {key: o[key] for key in ("b1", "b2", "eps", "weight_decay", "clip_norm")}
-    rule = Rule(problem.optimizer, problem.model.shapes, adamw)
+    layers = [layer.name for layer in problem.model.layers]
+    rule = Rule(problem.optimizer, problem.model.shapes, adamw, layers)
     return build_exchange(config.exchange, Axis(DATA, num_replicas), rule, **_with_seed(config))
 
 

@@ -94,6 +94,9 @@ def train_step(
         made = exchange.update(grads, distributed, state.params)
         if made.grad_norm is not None:
             grad_norm, finite = made.grad_norm, finite & jnp.isfinite(made.grad_norm)
+        else:  # what is narrow on the wire may overflow there
+            faults = jax.lax.psum(1.0 - jnp.isfinite(optax.tree.norm(made.updates)), DATA)
+            finite &= faults == 0
         state, metrics = steps.apply(state, made.updates, made.state, Metrics(sums, grad_norm, finite))
         return form.out(state), metrics
 

@@ -99,6 +99,15 @@ def test_the_largest_floats_are_kept_in_order(name: str) -> None:
     assert np.all(got * np.sign(x) > 1e38)
 
 
+@pytest.mark.parametrize("scale", [1e38, 3e38, 3.4e38])
+def test_min_max_of_the_largest_floats(scale: float) -> None:
+    """Whose range is no float."""
+    x = (scale * np.linspace(-1, 1, len(RANDOM))).astype(np.float32)
+    step = 2 * scale / 255
+    got = sent("min_max_uint8", x)[1].astype(np.float64)
+    assert np.all(np.isfinite(got)) and np.all(np.abs(got - x.astype(np.float64)) <= 0.51 * step)
+
+
 @pytest.mark.parametrize("vector", ["random", "positive", "huge", "small"])
 def test_min_max_is_within_half_a_step(vector: str) -> None:
     x = VECTORS[vector]

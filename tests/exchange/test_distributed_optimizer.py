@@ -179,3 +179,45 @@ def test_broadcast() -> None:
     got = on_replicas(3, lambda x: broadcast(x, DATA), {"x": x, "n": np.arange(3)})
     assert got["x"].tobytes() == np.stack([x[0]] * 3).tobytes()
     assert got["n"].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("horovod", {"backward_passes_per_step": 2}), ("bagua_model_average", {"interval": 2}), ("horovod_adasum", {})],
+)
+@pytest.mark.parametrize(("of_params", "of_grads"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_dtypes_may_differ_and_arrays_be_empty(name: str, options: Any, of_params: str, of_grads: str) -> None:
+    optimizer = distributed_optimizer(optax.sgd(0.5), DATA, name, **options)
+    shapes = {"x": (2, 5), "none": (2, 0, 3)}
+
+    def step(grads: Any) -> Any:
+        params = {key: jnp.ones(x.shape, of_params) for key, x in grads.items()}
+        state = optimizer.init(params)
+        for _ in range(2):
+            updates, state = optimizer.update(jax.tree.map(lambda g: g.astype(of_grads), grads), state, params)
+            params = optax.apply_updates(params, updates)
+        return jax.tree.map(lambda x: x.astype(jnp.float32), params)
+
+    got = on_replicas(2, step, {key: np.ones(shape, np.float32) for key, shape in shapes.items()})
+    np.testing.assert_allclose(got["x"], 0.5 if "passes" in str(options) else 0.0, atol=1e-2)
+
+
+def test_an_optimizer_that_takes_no_parameters() -> None:
+    optimizer = distributed_optimizer(optax.sgd(1.0), DATA, "horovod", backward_passes_per_step=2)
+
+    def step(grads: Any) -> Any:
+        return optimizer.update(grads, optimizer.init(grads))[0]
+
+    np.testing.assert_array_equal(on_replicas(2, step, {"x": np.ones((2, 5), np.float32)})["x"], 0)
+
+
+def test_weights_that_neighbours_cannot_know_exactly_are_refused() -> None:
+    optimizer = distributed_optimizer(OPTIMIZER, DATA, "bagua_low_precision_decentralized")
+    with pytest.raises(ValueError, match="parameters are bfloat16; they must be float32"):
+        on_replicas(2, lambda x: optimizer.init(x.astype(jnp.bfloat16)).own, np.ones((2, 5), np.float32))
+
+
+@pytest.mark.parametrize(("option", "value"), [("wire_dtype", "foo"), ("wire_dtype", None), ("predivide", "two")])
+def test_options_of_another_kind_are_refused(option: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{option} is '{value}'; it may be"):
+        use(2, distributed_optimizer(OPTIMIZER, DATA, "horovod", **{option: value}))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar.exchange import reduce
-from jaxpar.exchange.fuse import Piece, buckets, fused
+from jaxpar.exchange.fuse import Piece, buckets, by_layer, fused
 from tests.exchange.replicas import axis, on_replicas, only
 
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
@@ -121,3 +121,24 @@ def test_states_stay_with_their_vectors() -> None:
     tree = {"a": jnp.array([1.0, 2.0]), "b": jnp.array([3.0])}
     _, state = all_reduce.mean(tree, all_reduce.init(tree))
     assert [float(one) for one in state] == [103.0, 201.0]
+
+
+def test_vectors_follow_the_layers() -> None:
+    """Not their names; and the tree comes back as it was."""
+    tree = {
+        "block_10": jnp.array([3.0]),
+        "block_2": jnp.array([2.0]),
+        "embed": jnp.array([1.0]),
+        "head": jnp.array([4.0]),
+    }
+    layers = ["embed", "block_2", "block_10", "head"]
+    seen: list[float] = []
+
+    def mean(x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        seen.append(float(x[0]))
+        return 10 * x, state
+
+    all_reduce = by_layer(fused(reduce.psum(axis(1))._replace(mean=mean), 4), layers)
+    got, _ = all_reduce.mean(tree, all_reduce.init(tree))
+    assert seen == [4, 3, 2, 1] and len(all_reduce.traffic(tree)) == 4
+    assert {name: float(x[0]) for name, x in got.items()} == {name: 10 * float(x[0]) for name, x in tree.items()}

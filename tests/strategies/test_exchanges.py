@@ -2,16 +2,22 @@
 
 import functools
 import itertools
+import math
+import re
 from typing import Any
 
 import jax
+import jax.extend.core
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
-from jaxpar.exchange import AROUND, GRADIENTS, NAMES
+from jaxpar import mesh as meshes
+from jaxpar.exchange import AROUND, GRADIENTS, NAMES, Axis, Rule, build
 from jaxpar.exchange.zero import shard_shape
 from jaxpar.models.model import Model
-from jaxpar.strategies import Strategy
+from jaxpar.strategies import Strategy, replicas
+from jaxpar.strategies.replica_state import Form
 from tests.strategies.pipelines import (
     NUM_MICROBATCHES,
     Task,
@@ -216,6 +222,65 @@ def test_buckets_are_there_before_the_backward_pass_ends() -> None:
     assert len(vectors) > 4
     before = [sum(product < vector for product in products) / len(products) for vector in vectors]
     assert min(before) < 0.3 and sum(share < 0.8 for share in before) >= len(before) / 2
+
+
+def test_a_bucket_waits_for_its_own_layers_alone() -> None:
+    """In the program as it is traced: of the matrix products, a bucket of the last layers depends on a part."""
+    config = make_config(BERT._replace(layers=4), "--config.model.scan_layers=False")
+    problem = make_problem(config, BERT._replace(layers=4))
+    mesh = meshes.build(N)
+    layers = [layer.name for layer in problem.model.layers]
+    exchange = build("ddp", Axis("data", N), Rule(problem.optimizer, None, layers=layers), bucket_bytes=4000)
+    form = Form(problem, mesh, exchange)
+    specs = (form.specs, PartitionSpec("data")), (form.specs, PartitionSpec())
+    step = replicas.train_step(problem, exchange, form, N)
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
+    state = jax.eval_shape(form.init, jax.random.key(0))
+    [inner] = [eqn.params["jaxpr"] for eqn in jax.make_jaxpr(mapped)(state, problem.batch).eqns]
+    needs: dict[Any, frozenset[int]] = {}  # by variable: the equations with products that it depends on
+    products, buckets = set(), []
+    for number, eqn in enumerate(inner.eqns):
+        inputs = [needs.get(x, frozenset()) for x in eqn.invars if not isinstance(x, jax.extend.core.Literal)]
+        own = frozenset().union(*inputs)
+        if "dot_general" in str(eqn.params.get("jaxpr", eqn.primitive)):
+            products.add(number)
+            own |= {number}
+        if eqn.primitive.name.startswith("psum") and eqn.invars[0].aval.size > 100:
+            buckets.append(len(own))
+        needs |= dict.fromkeys(eqn.outvars, own)
+    assert len(products) > 40 and len(buckets) > 4
+    assert all(a <= b + 3 for a, b in itertools.pairwise(buckets))  # the last layers' come first
+    assert buckets[0] < 0.75 * buckets[-1] and len(set(buckets)) >= 4
+
+
+def test_zero_adds_up_shards_from_its_second_stage_on() -> None:
+    """What loops over microbatches carry, in the compiled program: 1/n of the gradients in place of all of them."""
+    carried = {}
+    for name in ("zero1", "zero2"):
+        text = make(MLP_SGD, *replicated(name, TWICE)).compile()[0].compiled.as_text() or ""
+        loops = [line.split(" while(")[0].split(" = ")[1] for line in text.splitlines() if " while(" in line]
+        arrays = [re.findall(r"f32\[([\d,]*)\]", loop) for loop in loops]
+        carried[name] = max(4 * sum(math.prod(map(int, dims.split(","))) for dims in loop if dims) for loop in arrays)
+    gradients = 4 * sum(leaf.size for leaf in jax.tree.leaves(make_problem(make_config(MLP_SGD), MLP_SGD).model.shapes))
+    assert carried["zero1"] - carried["zero2"] == pytest.approx(gradients * (1 - 1 / N), rel=0.05)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_what_overflows_on_the_wire_is_a_fault(passes: int) -> None:
+    """Gradients that float32 has and float16 has not: the step is skipped, and what comes after is not hurt."""
+    more = option("wire_dtype", "float16"), option("backward_passes_per_step", passes)
+    strategy = make(MLP_SGD, *replicated("horovod", *more, "--config.optimizer.nonfinite=skip"))
+    tree = dict(start(MLP_SGD))
+    head = jax.tree.map(lambda x: x * np.float32(3e7), tree["params"]["head"])
+    state = strategy.from_canonical(tree | {"params": tree["params"] | {"head": head}})
+    before = named(strategy.to_canonical(state)["params"])
+    finite = []
+    for step in range(4):
+        state, metrics = strategy.step(state, strategy.place(make_batch(MLP_SGD, step)))
+        finite.append(bool(metrics.finite))
+    assert finite == ([False] * 4 if passes == 1 else [True, False, False, False])
+    for name, x in named(strategy.to_canonical(state)["params"]).items():
+        np.testing.assert_array_equal(x, before[name])
 
 
 def test_zero3_gathers_a_layer_at_a_time_inside_the_scan(monkeypatch: pytest.MonkeyPatch) -> None:
