@@ -1,0 +1,1 @@
+"""Asynchronous data parallelism: a table says which gradient, computed from which weights, makes which update."""
