@@ -1,0 +1,229 @@
+"""Every rule of a table, by tables that break it, and against a validator that states the rules again; files."""
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxpar.asynchronous.delays import Delays
+from jaxpar.asynchronous.simulate import POLICIES, simulate
+from jaxpar.asynchronous.table import COLUMNS, TIMES, Table, read, staleness_summary, validate, write
+from jaxpar.errors import UserError
+
+RANDOM = Delays("lognormal", spread=0.7, slowdown=3, communication_time=0.2, jitter=1)
+# Three workers, and an update of two gradients: columns are worker, read, update, chunk, step, start, finish.
+ROWS = [
+    (0, 0, 0, 0, 0, 0.0, 2.0),
+    (1, 0, 0, 2, 0, 0.0, 2.0),
+    (0, 0, 1, 1, 0, 1.5, 4.0),
+    (2, 0, 1, 3, 1, 0.0, 4.0),
+    (1, 1, 2, 5, 1, 2.0, 4.5),
+    (2, 2, 2, 4, 1, 4.0, 4.5),
+]
+
+
+def table_of(rows: list[Any], num_workers: int = 3) -> Table:
+    columns = np.array(rows, dtype=[(name, "f8" if name in TIMES else "i4") for name in COLUMNS])
+    return Table(num_workers, *(columns[name].copy() for name in COLUMNS))
+
+
+def changed(column: str, row: int, value: float) -> Table:
+    table = table_of(ROWS)
+    getattr(table, column)[row] = value
+    return table
+
+
+def assert_equal(a: Table, b: Table) -> None:
+    """To the last bit, and of the same types."""
+    assert a.num_workers == b.num_workers
+    for column in COLUMNS:
+        x, y = getattr(a, column), getattr(b, column)
+        assert x.dtype == y.dtype and x.tobytes() == y.tobytes(), column
+
+
+def test_what_a_table_says() -> None:
+    table = table_of(ROWS)
+    validate(table)
+    assert table.num_updates == 3
+    assert table.staleness.tolist() == [0, 0, 1, 1, 1, 0]
+    assert table.update_times.tolist() == [2, 4, 4.5]
+    assert staleness_summary(table) == {"mean": 0.5, "max": 1, "histogram": [3, 3]}
+    assert staleness_summary(changed("read", 4, 0)) == {"mean": 4 / 6, "max": 2, "histogram": [3, 2, 1]}
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (table_of(ROWS[:0]), "the table has no rows"),
+        (table_of(ROWS, num_workers=0), "num_workers is 0; it must be at least 1"),
+        (
+            table_of(ROWS)._replace(read=np.zeros(6, np.int64)),
+            "read has dtype int64; it must be int32",
+        ),
+        (table_of(ROWS)._replace(start=np.zeros(6, np.float32)), "start has dtype float32; it must be float64"),
+        (
+            table_of(ROWS)._replace(step=np.zeros(5, np.int32)),
+            r"step has shape \(5,\); it must be one number a row, as many as worker, \(6,\)",
+        ),
+        (
+            table_of(ROWS)._replace(worker=np.zeros((6, 1), np.int32)),
+            r"worker has shape \(6, 1\); it must be one number a row, .*",
+        ),
+        (changed("worker", 3, -1), "row 3: worker is -1; it must be a number, at least 0"),
+        (changed("worker", 3, 3), "row 3: worker is 3; it must be less than 3, the number of workers"),
+        (changed("read", 2, -1), "row 2: read is -1; it must be a number, at least 0"),
+        (changed("read", 2, 2), "row 2: read is 2; it must be at most update, 1: it is not made yet"),
+        (changed("update", 0, 1), "row 0: update is 1; the first one must be 0"),
+        (changed("update", 3, 0), "row 3: update is 0; it must be that of the row above, 1, or the next"),
+        (changed("update", 4, 3), "row 4: update is 3; it must be that of the row above, 1, or the next"),
+        (changed("chunk", 1, -2), "row 1: chunk is -2; it must be a number, at least 0"),
+        (changed("chunk", 4, 1), "row 4: chunk is 1; a row above has it; each comes once"),
+        (changed("step", 5, 0), "row 5: step is 0; it must be at least that of the row above, 1"),
+        (changed("start", 1, -0.5), "row 1: start is -0.5; it must be a number, at least 0"),
+        (changed("start", 1, np.nan), "row 1: start is nan; it must be a number, at least 0"),
+        (changed("finish", 5, np.inf), "row 5: finish is inf; it must be a number, at least 0"),
+        (changed("finish", 3, 3.9), "row 3: finish is 3.9; it must be at least that of the row above, 4.0"),
+        (changed("start", 3, 4.1), "row 3: finish is 4.0; it must be at least start, 4.1"),
+        # Row 1 is the last of its update, row 3 too; row 0 is not: worker 0 may go on before its update is made.
+        (changed("start", 4, 1.9), "row 4: start is 1.9; worker 1 is busy with its gradient before until 2.0"),
+        (changed("start", 5, 3.9), "row 5: start is 3.9; worker 2 is busy with its gradient before until 4.0"),
+        (
+            table_of([*ROWS[:2], (0, 0, 1, 1, 0, 2.5, 4.0), (0, 0, 1, 3, 1, 1.0, 4.0)]),
+            "row 3: start is 1.0; worker 0 is busy with its gradient before until 2.5",
+        ),
+        (
+            table_of([*ROWS, (0, 0, 3, 6, 2, 1.9, 5.0)]),  # its gradient before came after update 0, at 2
+            "row 6: start is 1.9; worker 0 is busy with its gradient before until 2.0",
+        ),
+    ],
+)
+def test_a_broken_rule_is_named_with_its_row_and_column(table: Table, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        validate(table)
+
+
+def test_sums_of_the_same_seconds_may_differ() -> None:
+    validate(changed("start", 5, 4 - 1e-10))
+    validate(changed("start", 2, 1.5 - 1e-10))
+
+
+def is_valid(table: Table) -> bool:
+    """The rules again, row by row."""
+    rows = list(zip(*(getattr(table, column).tolist() for column in COLUMNS), strict=True))
+    made = 0  # the highest update so far
+    for i, (worker, version, update, chunk, step, start, finish) in enumerate(rows):
+        above = rows[:i]
+        if not 0 <= worker < table.num_workers or min(rows[i]) < 0:
+            return False
+        if update not in ((0,) if i == 0 else (made, made + 1)) or version > update:
+            return False
+        made = update
+        if any(row[3] == chunk or row[4] > step or row[6] > finish for row in above) or start > finish:
+            return False
+        for j, row in enumerate(above):
+            if row[0] != worker:
+                continue
+            last = j + 1 == len(rows) or rows[j + 1][2] > row[2]
+            came = row[6] if last else max([0, *(other[6] for other in rows if other[2] < row[2])])
+            if start < max(came, row[5]) - 1e-9:
+                return False
+    return True
+
+
+def test_random_changes_are_refused_exactly_where_the_rules_say() -> None:
+    rng = random.Random(0)
+    tables = [simulate(policy, num_workers=3, num_gradients=9, bound=1, groups=1, delays=RANDOM) for policy in POLICIES]
+    verdicts: Counter[bool] = Counter()
+    for _ in range(2000):
+        table = rng.choice(tables)
+        table = Table(3, *(column.copy() for column in table[1:]))
+        column, a, b = getattr(table, rng.choice(COLUMNS)), rng.randrange(9), rng.randrange(9)
+        if rng.random() < 0.5:
+            column[a] = column[b]
+        elif column.dtype == np.int32:
+            column[a] += rng.choice((-1, 1))
+        else:
+            column[a] *= rng.choice((0.5, 0.9, 1.1, 2))
+        try:
+            validate(table)
+            verdict = True
+        except ValueError as error:
+            verdict = False
+            assert str(error).startswith("row ")
+        assert verdict == is_valid(table), table
+        verdicts[verdict] += 1
+    assert min(verdicts.values()) > 300, verdicts
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_written_table_reads_back_exactly(policy: str, tmp_path: Path) -> None:
+    table = simulate(policy, num_workers=5, num_gradients=203, delays=RANDOM, interval=3)
+    order = np.random.default_rng(0).permutation(203).astype(np.int32)
+    table = table._replace(chunk=order, num_workers=7)  # workers 5 and 6 have no row
+    write(tmp_path / "table.csv", table)
+    assert_equal(read(tmp_path / "table.csv"), table)
+
+
+def test_a_file_is_text_to_read(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    write(path, table_of(ROWS[:3]))
+    assert path.read_text().splitlines() == [
+        "# num_workers=3",
+        "worker,read,update,chunk,step,start,finish",
+        "0,0,0,0,0,0.0,2.0",
+        "1,0,0,2,0,0.0,2.0",
+        "0,0,1,1,0,1.5,4.0",
+    ]
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n").replace(b",2.0", b", 2") + b"\r\n")
+    assert_equal(read(path), table_of(ROWS[:3]))  # as a spreadsheet may save it
+
+
+def test_a_broken_table_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="row 2: read is 2"):
+        write(tmp_path / "table.csv", changed("read", 2, 2))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("line", "text", "message"),
+    [
+        (1, "worker,read", "line 1: 'worker,read'; it must be '# num_workers=N', the number of workers"),
+        (1, "# num_workers=0", "line 1: '# num_workers=0'; it must be .*"),
+        (1, "# num_workers=2", "line 6: worker is 2; it must be less than 2, the number of workers"),
+        (2, "worker,read", "line 2: it must name the columns: worker,read,update,chunk,step,start,finish"),
+        (4, "1,0,0", "line 4: 3 values in 7 columns"),
+        (4, "1,x,0,2,0,0.0,2.0", "line 4: read is 'x'; it must be a whole number, at least 0"),
+        (4, "1,-1,0,2,0,0.0,2.0", "line 4: read is '-1'; it must be a whole number, at least 0"),
+        (4, "1,0,0,2147483648,0,0.0,2.0", "line 4: chunk is '2147483648'; it must be a whole number, at least 0"),
+        (4, "1,0,0,2,0,0.0,1_0", "line 4: finish is '1_0'; it must be a number of seconds, at least 0"),
+        (4, "1,0,0,2,0,nan,2.0", "line 4: start is 'nan'; it must be a number of seconds, at least 0"),
+        (4, '1,0,0,2,0,0.0,"2', "line 8: unexpected end of data"),
+        (5, "\n0,2,1,1,0,1.5,4.0", "line 6: read is 2; it must be at most update, 1: it is not made yet"),
+    ],
+)
+def test_a_bad_file_is_one_line_with_the_place(line: int, text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    write(path, table_of(ROWS))
+    lines = path.read_text().splitlines()
+    lines[line - 1] = text
+    path.write_text("\n".join(lines))
+    with pytest.raises(UserError, match=f"^{path}: {message}$"):
+        read(path)
+
+
+def test_files_that_are_no_tables(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    for content, message in (
+        (None, "No such file or directory"),
+        (b"", "line 1: ''; it must be '# num_workers=N', the number of workers"),
+        (b"# num_workers=1\n", "line 2: it must name the columns: .*"),
+        (b"# num_workers=1\nworker,read,update,chunk,step,start,finish\n", "the table has no rows"),
+        (b"\xff\xfe", "'utf-8' codec can't decode .*"),
+    ):
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(UserError, match=f"^{path}: {message}$"):
+            read(path)
