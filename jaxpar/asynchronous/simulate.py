@@ -188,15 +188,15 @@ def _averagings(compute: Times, communication: Times, num_gradients: int, period
         heapq.heapreplace(events, (now + next(compute[worker]), worker, now))
     workers, start, finish = map(np.array, zip(*rows, strict=True))
     late = 1 + ROUNDING  # sums of compute times meet multiples of the period
-    begins, ends, tick = [0.0], [0.0], 0
+    begins, ends = [0.0], [0.0]
     while begins[-1] * late < finish[-1]:
         ready = max(ends[-1], finish[np.searchsorted(finish, begins[-1] * late, side="right")])
-        tick = max(tick + 1, math.floor(ready / late / period))
+        tick = math.floor(ready / late / period)
         while tick * period * late < ready:
             tick += 1
         begins.append(tick * period)
         ends.append(begins[-1] + max(next(worker) + next(worker) for worker in communication))
     update = np.searchsorted(np.array(begins[1:]) * late, finish)
-    read = np.searchsorted(np.array(ends[1:]), start * late, side="right")
+    read = np.searchsorted(np.array(ends[1:]), start * late)
     read = np.minimum(read, update)  # where a gradient is shorter than the rounding
     return workers, read, update, start, finish

@@ -226,8 +226,8 @@ def _number(column: str, text: str, line: int) -> int | float:
         except ValueError:
             seconds = math.nan
         if not 0 <= seconds < math.inf:
-            raise ValueError(f"line {line}: {column} is {text!r}; it must be a number of seconds, at least 0")
+            raise ValueError(f"line {line}: {column} is {text[:40]!r}; it must be a number of seconds, at least 0")
         return seconds
     if not _is_whole(text):
-        raise ValueError(f"line {line}: {column} is {text!r}; it must be a whole number, at least 0")
+        raise ValueError(f"line {line}: {column} is {text[:40]!r}; it must be a whole number, at least 0")
     return int(text)

@@ -105,6 +105,10 @@ def test_streams_differ() -> None:
     assert len(set(streams)) == 12
     workers = np.array([first(worker) for worker in compute_times(delays, 2, 0)])
     assert abs(np.corrcoef(workers)[0, 1]) < 5 / math.sqrt(COUNT)
+    computing, messages = (
+        [next(times) for times in of(delays, 1000, 0)] for of in (compute_times, communication_times)
+    )
+    assert abs(np.corrcoef(computing, messages)[0, 1]) < 5 / math.sqrt(1000)
 
 
 def test_a_trace_is_replayed_in_order_and_by_workers_in_turn() -> None:

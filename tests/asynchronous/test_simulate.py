@@ -1,8 +1,7 @@
-"""The simulation against what policies promise, and against simulations that go tick by tick."""
+"""The simulation against what policies promise; test_by_ticks.py has it row by row."""
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,8 @@ import pytest
 
 from jaxpar.asynchronous.delays import Delays
 from jaxpar.asynchronous.simulate import POLICIES, simulate
-from jaxpar.asynchronous.table import COLUMNS, Table, staleness_summary, validate
+from jaxpar.asynchronous.table import Table, staleness_summary, validate
+from tests.asynchronous.by_ticks import rows
 
 DELAYS = {
     "constant": Delays(),
@@ -34,10 +34,6 @@ CASES: list[tuple[str, dict[str, int]]] = [
     ("model_average", {"interval": 1}),
     ("model_average", {"interval": 3}),
 ]
-
-
-def rows(table: Table) -> list[tuple[Any, ...]]:
-    return list(zip(*(getattr(table, column).tolist() for column in COLUMNS), strict=True))
 
 
 def test_all_policies_and_only_they_are_tried() -> None:
@@ -143,22 +139,6 @@ def test_softsync_staleness(groups: int) -> None:
         assert settled.max() <= 2 * groups
 
 
-def test_softsync_by_hand() -> None:
-    """Two gradients an update; worker 0 takes 2 s, worker 1 takes 3 s, and nobody waits."""
-    delays = Delays("trace", trace=((2.0,), (3.0,)))
-    table = simulate("softsync", num_workers=2, num_gradients=7, delays=delays)
-    columns = [getattr(table, column).tolist() for column in ("worker", "read", "update", "start", "finish")]
-    assert list(zip(*columns, strict=True)) == [
-        (0, 0, 0, 0, 3),
-        (1, 0, 0, 0, 3),
-        (0, 0, 1, 2, 6),  # comes at 4; worker 0 began it before update 0 was made
-        (0, 1, 1, 4, 6),  # comes at 6, before the one of worker 1, as 0 is before 1
-        (1, 1, 2, 3, 8),
-        (0, 2, 2, 6, 8),
-        (1, 2, 3, 6, 10),  # comes at 9 and waits for worker 0's of 10
-    ]
-
-
 def test_throughput_with_one_slow_worker() -> None:
     """Four workers, one of them 4 times as slow: sync makes 1/4 of the updates, async 3.25/4."""
 
@@ -190,202 +170,6 @@ def test_sync() -> None:
         if name == "messages":
             np.testing.assert_allclose(table.update_times, 0.5 * np.arange(1, 101))
         assert rows(simulate("local_sgd", num_workers=4, num_gradients=400, delays=delays, seed=3)) == rows(table)
-
-
-# Random whole times, by worker, for the simulations below.
-def whole_times(seed: int) -> Iterator[tuple[int, list[list[int]], int]]:
-    """(workers, times of their gradients, time of a message)."""
-    rng = np.random.default_rng(seed)
-    for n in (1, 2, 3, 5):
-        for most in (2, 4, 9):
-            for communication in (0, 1, 3):
-                yield n, rng.integers(1, most, (n, 23)).tolist(), communication
-
-
-def whole_delays(times: list[list[int]], communication: int) -> Delays:
-    return Delays("trace", communication_time=communication, trace=tuple(tuple(map(float, row)) for row in times))
-
-
-def server_by_ticks(
-    times: list[list[int]], communication: int, num_gradients: int, size: int, bound: float
-) -> list[tuple[int, ...]]:
-    """(worker, read, update, start, finish): a clock ticks, and at every tick the first worker that can move does."""
-    n = len(times)
-    phase, left = ["wait"] * n, [0] * n
-    done, version, start = [0] * n, [0] * n, [0] * n
-    arrived: list[tuple[int, int, int, int]] = []
-    now = 0
-
-    def move(worker: int) -> bool:
-        if phase[worker] == "wait" and done[worker] - min(done) <= bound:
-            phase[worker], left[worker], start[worker] = "pull", communication, now
-        elif phase[worker] == "wait" or left[worker]:
-            return False
-        elif phase[worker] == "pull":
-            version[worker] = len(arrived) // size
-            phase[worker], left[worker] = "compute", times[worker][done[worker] % len(times[worker])]
-        elif phase[worker] == "compute":
-            phase[worker], left[worker] = "push", communication
-        else:
-            arrived.append((worker, version[worker], start[worker], now))
-            done[worker] += 1
-            phase[worker] = "wait"
-        return True
-
-    while len(arrived) < num_gradients + size:
-        while any(move(worker) for worker in range(n)):
-            pass
-        now += 1
-        left = [max(0, time - 1) for time in left]
-    result: list[tuple[int, ...]] = []
-    for i, (worker, read, begun, _) in enumerate(arrived[:num_gradients]):
-        update = i // size
-        result.append((worker, read, update, begun, arrived[update * size + size - 1][3]))
-    return result
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_server_policies_against_a_clock_that_ticks(seed: int) -> None:
-    for n, times, communication in whole_times(seed):
-        cases: list[tuple[str, dict[str, int], int, float]] = [("async", {}, 1, np.inf)]
-        cases += [("ssp", {"bound": s}, 1, s) for s in (0, 1, 4)]
-        cases += [("softsync", {"groups": g}, n // g, np.inf) for g in range(1, n + 1)]
-        for policy, settings, size, bound in cases:
-            table = simulate(
-                policy, num_workers=n, num_gradients=60, delays=whole_delays(times, communication), **settings
-            )
-            columns = [getattr(table, column).tolist() for column in ("worker", "read", "update", "start", "finish")]
-            assert list(zip(*columns, strict=True)) == server_by_ticks(times, communication, 60, size, bound)
-
-
-def rounds_one_by_one(
-    times: list[list[int]], communication: int, num_gradients: int, interval: int
-) -> list[tuple[int, ...]]:
-    """(worker, read, update, start, finish) of local SGD."""
-    result: list[tuple[int, ...]] = []
-    begin = version = 0
-    while len(result) < num_gradients:
-        now = [begin + communication] * len(times)
-        for step in range(version * interval, (version + 1) * interval):
-            is_first, is_last = step == version * interval, step == (version + 1) * interval - 1
-            starts = [begin] * len(times) if is_first else now
-            now = [t + row[step % len(row)] for t, row in zip(now, times, strict=True)]
-            finish = max(now) + communication * is_last
-            result += [(worker, version, version, start, finish) for worker, start in enumerate(starts)]
-        begin, version = max(now) + communication, version + 1
-    return result[:num_gradients]
-
-
-@pytest.mark.parametrize("interval", [1, 2, 7, 100])
-def test_local_sgd_against_rounds_one_by_one(interval: int) -> None:
-    for n, times, communication in whole_times(seed=0):
-        for policy in ("local_sgd", "diloco"):
-            for num_gradients in (60, 7 * n):
-                table = simulate(
-                    policy,
-                    num_workers=n,
-                    num_gradients=num_gradients,
-                    delays=whole_delays(times, communication),
-                    interval=interval,
-                )
-                columns = [
-                    getattr(table, column).tolist() for column in ("worker", "read", "update", "start", "finish")
-                ]
-                expected = rounds_one_by_one(times, communication, num_gradients, interval)
-                assert list(zip(*columns, strict=True)) == expected
-
-
-def averaging_by_ticks(
-    times: list[list[int]], communication: int, num_gradients: int, period: float
-) -> list[tuple[int, ...]]:
-    """(worker, read, update, start, finish): weights are sets of gradients, and those of a worker are its own.
-
-    A second has 60 ticks. In a tick gradients finish, then an averaging ends, then one may begin (and, without
-    communication, end), then gradients begin.
-    """
-    n = len(times)
-    own: list[list[int]] = [[] for _ in range(n)]  # what it has finished, by row
-    started, read = [0] * n, [0] * n
-    left = [60 * row[0] for row in times]
-    made: list[tuple[int, int, int, int]] = []
-    update: dict[int, int] = {}
-    begun = ended = 0
-    ends_at = -1
-    now = 0
-    while len(update) < num_gradients:
-        ending = [worker for worker in range(n) if left[worker] == 0]
-        for worker in ending:
-            own[worker].append(len(made))
-            made.append((worker, read[worker], started[worker], now))
-        if now == ends_at:
-            ended += 1
-        is_done = ended == begun
-        fresh = [row for rows_of in own for row in rows_of if row not in update]
-        if now and now % round(60 * period) == 0 and is_done and fresh:
-            update |= dict.fromkeys(fresh, begun)
-            begun += 1
-            ends_at = now + 2 * 60 * communication
-            ended += ends_at == now
-        for worker in ending:
-            read[worker], started[worker] = ended, now
-            left[worker] = 60 * times[worker][len(own[worker]) % len(times[worker])]
-        now += 1
-        left = [time - 1 for time in left]
-    result: list[tuple[int, ...]] = []
-    for i, (worker, seen, start, end) in enumerate(made[:num_gradients]):
-        result.append((worker, seen, update[i], start // 60, end // 60))
-    return result
-
-
-@pytest.mark.parametrize("interval", [1, 2, 5])
-def test_model_average_against_a_clock_that_ticks(interval: int) -> None:
-    stale = 0
-    for n, times, communication in whole_times(seed=1):
-        times = [[*row, 48 - sum(row) % 24] for row in times]  # 24 of them, whose mean is whole
-        mean = sum(map(sum, times)) / 24 / n
-        delays = whole_delays(times, communication)
-        table = simulate("model_average", num_workers=n, num_gradients=60, delays=delays, interval=interval)
-        columns = [getattr(table, column).tolist() for column in ("worker", "read", "update", "start", "finish")]
-        assert list(zip(*columns, strict=True)) == averaging_by_ticks(times, communication, 60, interval * mean)
-        stale += int(table.staleness.sum())
-    assert stale
-
-
-def test_model_average_by_hand() -> None:
-    """Averagings may begin at 2, 4, 6, .. and last 2 s; worker 1 takes 3 s for a gradient."""
-    delays = Delays(slowdown=3, communication_time=1)
-    table = simulate("model_average", num_workers=2, num_gradients=11, delays=delays, interval=2)
-    columns = [getattr(table, column).tolist() for column in ("worker", "read", "update", "start", "finish")]
-    assert list(zip(*columns, strict=True)) == [
-        (0, 0, 0, 0, 1),
-        (0, 0, 0, 1, 2),  # in the weights of averaging 0, which begins at 2
-        (0, 0, 1, 2, 3),  # computed while it is under way
-        (1, 0, 1, 0, 3),
-        (0, 0, 1, 3, 4),  # averaging 0 ends at 4, and averaging 1 begins
-        (0, 1, 2, 4, 5),
-        (0, 1, 2, 5, 6),
-        (1, 0, 2, 3, 6),  # began before averaging 0 ended, and finished after 1 began
-        (0, 2, 3, 6, 7),
-        (0, 2, 3, 7, 8),
-        (0, 3, 4, 8, 9),
-    ]
-
-
-def test_an_averaging_has_a_new_gradient_and_none_overlap() -> None:
-    slow = Delays("trace", trace=((5.0, 1.0, 1.0),))  # the mean is 7/3
-    table = simulate("model_average", num_workers=2, num_gradients=60, delays=slow)
-    assert set(np.diff(table.update).tolist()) == {0, 1}
-    long = simulate("model_average", num_workers=2, num_gradients=2000, delays=Delays(communication_time=2))
-    assert long.num_updates == pytest.approx(1000 / 4, abs=1)  # one every 4 s, as it takes 4 s
-
-
-def test_no_drift_against_the_period() -> None:
-    """0.1 s added up 20,000 times is not 2,000 s, but the gradient that finishes then is in that averaging."""
-    delays = Delays(compute_time=0.1)
-    table = simulate("model_average", num_workers=2, num_gradients=40_000, delays=delays, interval=4)
-    assert table.finish[-1] != 2000
-    assert not table.staleness.any()
-    assert table.update.tolist() == [i // 8 for i in range(40_000)]
 
 
 def test_staleness_of_a_slow_worker() -> None:
@@ -421,8 +205,15 @@ def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None
         simulate(**{"policy": "async", "num_workers": 4, "num_gradients": 10, **settings})
 
 
-def test_settings_of_other_policies_are_not_looked_at() -> None:
-    validate(simulate("async", num_workers=2, num_gradients=10, bound=-1, groups=9, interval=0))
+@pytest.mark.parametrize("policy", POLICIES)
+def test_settings_of_other_policies_do_not_matter(policy: str) -> None:
+    own = {"ssp": "bound", "softsync": "groups"}.get(policy, "interval" if policy not in ("sync", "async") else "")
+    run: dict[str, Any] = {"num_workers": 3, "num_gradients": 50, "delays": DELAYS["lognormal"]}
+    plain = rows(simulate(policy, **run))
+    for value in (-1, 2):
+        others: dict[str, Any] = {name: value for name in ("bound", "groups", "interval") if name != own}
+        assert rows(simulate(policy, **run, **others)) == plain
+    assert not own or rows(simulate(policy, **(run | {own: 2}))) != plain
 
 
 def test_tables_need_no_jax() -> None:

@@ -41,7 +41,7 @@ def assert_equal(a: Table, b: Table) -> None:
     assert a.num_workers == b.num_workers
     for column in COLUMNS:
         x, y = getattr(a, column), getattr(b, column)
-        assert x.dtype == y.dtype and x.tobytes() == y.tobytes(), column
+        assert x.flags.c_contiguous and x.dtype == y.dtype and x.tobytes() == y.tobytes(), column
 
 
 def test_what_a_table_says() -> None:
@@ -198,6 +198,7 @@ def test_a_broken_table_is_not_written(tmp_path: Path) -> None:
         (4, "1,x,0,2,0,0.0,2.0", "line 4: read is 'x'; it must be a whole number, at least 0"),
         (4, "1,-1,0,2,0,0.0,2.0", "line 4: read is '-1'; it must be a whole number, at least 0"),
         (4, "1,0,0,2147483648,0,0.0,2.0", "line 4: chunk is '2147483648'; it must be a whole number, at least 0"),
+        (4, f"1,0,{'1' * 5000},2,0,0,2", f"line 4: update is '{'1' * 40}'; it must be a whole number, at least 0"),
         (4, "1,0,0,2,0,0.0,1_0", "line 4: finish is '1_0'; it must be a number of seconds, at least 0"),
         (4, "1,0,0,2,0,nan,2.0", "line 4: start is 'nan'; it must be a number of seconds, at least 0"),
         (4, '1,0,0,2,0,0.0,"2', "line 8: unexpected end of data"),

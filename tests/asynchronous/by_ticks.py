@@ -1,0 +1,126 @@
+"""Simulations that go tick by tick, or round by round, on whole seconds: slow, and nothing like the one under test."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxpar.asynchronous.delays import Delays
+from jaxpar.asynchronous.table import COLUMNS, Table
+
+TIMED = ("worker", "read", "update", "start", "finish")
+
+
+def rows(table: Table, columns: Sequence[str] = COLUMNS) -> list[tuple[Any, ...]]:
+    return list(zip(*(getattr(table, column).tolist() for column in columns), strict=True))
+
+
+def whole_times(seed: int) -> Iterator[tuple[int, list[list[int]], int]]:
+    """(workers, times of their gradients, time of a message)."""
+    rng = np.random.default_rng(seed)
+    for n in (1, 2, 3, 5):
+        for most in (2, 4, 9):
+            for communication in (0, 1, 3):
+                yield n, rng.integers(1, most, (n, 23)).tolist(), communication
+
+
+def whole_delays(times: list[list[int]], communication: int) -> Delays:
+    return Delays("trace", communication_time=communication, trace=tuple(tuple(map(float, row)) for row in times))
+
+
+def server_by_ticks(
+    times: list[list[int]], communication: int, num_gradients: int, size: int, bound: float
+) -> list[tuple[int, ...]]:
+    """(worker, read, update, start, finish): a clock ticks, and at every tick the first worker that can move does."""
+    n = len(times)
+    phase, left = ["wait"] * n, [0] * n
+    done, version, start = [0] * n, [0] * n, [0] * n
+    arrived: list[tuple[int, int, int, int]] = []
+    now = 0
+
+    def move(worker: int) -> bool:
+        if phase[worker] == "wait" and done[worker] - min(done) <= bound:
+            phase[worker], left[worker], start[worker] = "pull", communication, now
+        elif phase[worker] == "wait" or left[worker]:
+            return False
+        elif phase[worker] == "pull":
+            version[worker] = len(arrived) // size
+            phase[worker], left[worker] = "compute", times[worker][done[worker] % len(times[worker])]
+        elif phase[worker] == "compute":
+            phase[worker], left[worker] = "push", communication
+        else:
+            arrived.append((worker, version[worker], start[worker], now))
+            done[worker] += 1
+            phase[worker] = "wait"
+        return True
+
+    while len(arrived) < num_gradients + size:
+        while any(move(worker) for worker in range(n)):
+            pass
+        now += 1
+        left = [max(0, time - 1) for time in left]
+    result: list[tuple[int, ...]] = []
+    for i, (worker, read, begun, _) in enumerate(arrived[:num_gradients]):
+        update = i // size
+        result.append((worker, read, update, begun, arrived[update * size + size - 1][3]))
+    return result
+
+
+def rounds_one_by_one(
+    times: list[list[int]], communication: int, num_gradients: int, interval: int
+) -> list[tuple[int, ...]]:
+    """(worker, read, update, start, finish) of local SGD."""
+    result: list[tuple[int, ...]] = []
+    begin = version = 0
+    while len(result) < num_gradients:
+        now = [begin + communication] * len(times)
+        for step in range(version * interval, (version + 1) * interval):
+            is_first, is_last = step == version * interval, step == (version + 1) * interval - 1
+            starts = [begin] * len(times) if is_first else now
+            now = [t + row[step % len(row)] for t, row in zip(now, times, strict=True)]
+            finish = max(now) + communication * is_last
+            result += [(worker, version, version, start, finish) for worker, start in enumerate(starts)]
+        begin, version = max(now) + communication, version + 1
+    return result[:num_gradients]
+
+
+def averaging_by_ticks(
+    times: list[list[int]], communication: int, num_gradients: int, period: float
+) -> list[tuple[int, ...]]:
+    """(worker, read, update, start, finish): weights are sets of gradients, and those of a worker are its own.
+
+    A second has 60 ticks. In a tick gradients finish, then an averaging ends, then one may begin (and, without
+    communication, end), then gradients begin.
+    """
+    n = len(times)
+    own: list[list[int]] = [[] for _ in range(n)]  # what it has finished, by row
+    started, read = [0] * n, [0] * n
+    left = [60 * row[0] for row in times]
+    made: list[tuple[int, int, int, int]] = []
+    update: dict[int, int] = {}
+    begun = ended = 0
+    ends_at = -1
+    now = 0
+    while len(update) < num_gradients:
+        ending = [worker for worker in range(n) if left[worker] == 0]
+        for worker in ending:
+            own[worker].append(len(made))
+            made.append((worker, read[worker], started[worker], now))
+        if now == ends_at:
+            ended += 1
+        is_done = ended == begun
+        fresh = [row for rows_of in own for row in rows_of if row not in update]
+        if now and now % round(60 * period) == 0 and is_done and fresh:
+            update |= dict.fromkeys(fresh, begun)
+            begun += 1
+            ends_at = now + 2 * 60 * communication
+            ended += ends_at == now
+        for worker in ending:
+            read[worker], started[worker] = ended, now
+            left[worker] = 60 * times[worker][len(own[worker]) % len(times[worker])]
+        now += 1
+        left = [time - 1 for time in left]
+    result: list[tuple[int, ...]] = []
+    for i, (worker, seen, start, end) in enumerate(made[:num_gradients]):
+        result.append((worker, seen, update[i], start // 60, end // 60))
+    return result
