@@ -12,7 +12,7 @@ def get_config() -> ConfigDict:
     config = ConfigDict()
     config.seed = 0
     config.task = "classification"  # classification, masked_lm, causal_lm
-    config.strategy = "data_parallel"  # single, data_parallel, pipeline
+    config.strategy = "data_parallel"  # single, data_parallel, async_data_parallel, pipeline
 
     config.mesh = mesh = ConfigDict()
     mesh.data = -1  # replicas on the data axis; -1: as many as there are devices for
@@ -43,6 +43,29 @@ def get_config() -> ConfigDict:
     exchange.warmup = placeholder(float)  # bagua_qadam, onebit_adam: fraction of the steps before codes are used
     exchange.interval = placeholder(int)  # bagua_model_average: steps between means
     exchange.offload = placeholder(bool)  # zero: the optimizer's state in the host's memory
+
+    # Of strategy async_data_parallel: workers that take gradients of weights that they have read some time ago.
+    config.asynchronous = asynchronous = ConfigDict()
+    asynchronous.policy = "async"  # sync, async, ssp, softsync, local_sgd, diloco, model_average
+    asynchronous.num_workers = 4  # each takes a part of the batch; as many as you like on any number of devices
+    asynchronous.bound = placeholder(int)  # ssp: iterations that a worker may be ahead of the slowest; 3
+    asynchronous.groups = placeholder(int)  # softsync: an update for every num_workers / groups gradients; 2
+    asynchronous.interval = placeholder(int)  # local_sgd, diloco, model_average: steps from one meeting to the next; 8
+    asynchronous.outer_lr = placeholder(float)  # diloco: of the optimizer that takes a round for a gradient; 0.7
+    asynchronous.outer_momentum = placeholder(float)  # diloco: Nesterov's, of the same; 0.9
+    # What is done about stale gradients, any of: dc_asgd or adaptive_dc_asgd, clip_by_staleness, staleness_aware,
+    # corrected_momentum; with commas
+    asynchronous.cures = ""
+    asynchronous.dc_strength = placeholder(float)  # lambda of dc_asgd (0.04), adaptive_dc_asgd (2)
+    asynchronous.max_norm = placeholder(float)  # clip_by_staleness: of a gradient that is not stale
+    asynchronous.delays = delays = ConfigDict()  # how long things take, in virtual seconds
+    delays.distribution = "constant"  # of a gradient's time: constant, uniform, lognormal, pareto, trace
+    delays.compute_time = 1.0  # its mean
+    delays.spread = 0.0  # uniform: +- so many parts; lognormal: sigma of the logarithm; pareto: the shape, above 1
+    delays.slowdown = 1.0  # the last worker's gradients take so many times longer
+    delays.communication_time = 0.0  # of weights to a worker, and of a gradient from it
+    delays.jitter = 0.0  # a message takes (1 + jitter x exponential) times longer
+    delays.trace = ""  # a CSV file of measured times: worker,seconds
 
     config.pipeline = pipeline = ConfigDict()
     # model_parallel, gpipe, 1f1b, eager_1f1b, interleaved_1f1b, zb_h1, zb_h2, zb_v, or the path of a CSV table

@@ -25,6 +25,7 @@ CHANGEABLE = (
     "data_parallel",
     "exchange",
     "exchange_options",
+    "asynchronous",
     "pipeline",
     "eval",
     "checkpoint",

@@ -27,7 +27,6 @@ from jaxpar.strategies import exchanges, master, replicas
 from jaxpar.strategies.strategy import Description, Program, Strategy, nbytes, with_shardings
 from jaxpar.tasks import Sums
 
-MICROBATCHES = "accumulation steps"
 IMPLEMENTATIONS = ("auto", "shard_map", "sharding", "pmap")
 
 
@@ -50,9 +49,10 @@ def is_plain(config: ConfigDict) -> bool:
     return config.exchange == "ddp" and not exchanges.given(config)
 
 
-def num_microbatches(config: ConfigDict) -> int:
-    """One after another, their gradients added up."""
-    return config.optimizer.accumulation_steps
+def parts(config: ConfigDict) -> tuple[int, str]:
+    """What a batch divides into: of each replica, what it takes one after another."""
+    replicas, microbatches = num_replicas(config), config.optimizer.accumulation_steps
+    return replicas * microbatches, f"{replicas} replicas (the data axis) x {microbatches} accumulation steps"
 
 
 def build(config: ConfigDict, problem: Problem) -> Strategy:

@@ -45,7 +45,6 @@ from jaxpar.tasks import Sums
 
 # Lets XLA see that the branch of an action writes into a stash in place; else it copies whole stashes every clock.
 IN_PLACE = {f"xla_{backend}_copy_insertion_use_region_analysis": True for backend in ("cpu", "gpu")}
-MICROBATCHES = "microbatches (config.pipeline.num_microbatches)"
 
 
 def num_replicas(config: ConfigDict) -> int:
@@ -69,9 +68,11 @@ def num_replicas(config: ConfigDict) -> int:
     return replicas
 
 
-def num_microbatches(config: ConfigDict) -> int:
-    """Of a replica's share of the batch."""
-    return build_table(config).num_microbatches
+def parts(config: ConfigDict) -> tuple[int, str]:
+    """What a batch divides into: of each replica, its microbatches."""
+    replicas, microbatches = meshes.num_replicas(config), build_table(config).num_microbatches
+    words = f"{replicas} replicas (the data axis) x {microbatches} microbatches (config.pipeline.num_microbatches)"
+    return replicas * microbatches, words
 
 
 def build_table(config: ConfigDict) -> Table:

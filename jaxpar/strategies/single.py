@@ -6,10 +6,10 @@ from jaxpar import mesh
 from jaxpar.errors import UserError
 from jaxpar.step import Problem
 from jaxpar.strategies import exchanges
-from jaxpar.strategies.data_parallel import MICROBATCHES, build_sharding, num_microbatches
+from jaxpar.strategies.data_parallel import build_sharding, parts
 from jaxpar.strategies.strategy import Strategy
 
-__all__ = ["MICROBATCHES", "build", "num_microbatches", "num_replicas"]
+__all__ = ["build", "num_replicas", "parts"]
 
 
 def num_replicas(config: ConfigDict) -> int:

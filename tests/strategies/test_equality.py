@@ -31,6 +31,11 @@ VARIANTS = {
         "--config.pipeline.schedule=zb_h1",
         "--config.pipeline.num_microbatches=4",
     ],
+    "async_data_parallel, sync, 4 workers on 2 devices": [
+        "--config.mesh.data=2",
+        "--config.asynchronous.policy=sync",
+        "--config.asynchronous.num_workers=4",
+    ],
     "data_parallel, pmap, 2 devices": ["--config.mesh.data=2", "--config.data_parallel.implementation=pmap"],
 }
 INFO = DataInfo(

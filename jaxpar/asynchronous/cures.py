@@ -1,0 +1,73 @@
+"""What is done about stale gradients: transformations as in optax, which compose by `optax.chain`.
+
+Of a gradient, before the optimizer: update(grads, state, params, staleness=, read=), `params` being the weights that
+it is applied to and `read` those that it was computed from. Of an update, after the optimizer: update(updates, state,
+params, staleness=).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def dc_asgd(strength: float) -> optax.GradientTransformationExtraArgs:
+    """g + lambda g g (w - w_read): the gradient at w, to first order, with g g for the Hessian.
+
+    Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", 2017, equation 10.
+    """
+
+    def update(grads: Any, state: Any, params: Any = None, *, read: Any, **rest: Any) -> tuple[Any, Any]:
+        return jax.tree.map(lambda g, w, r: g + strength * g * g * (w - r), grads, params, read), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+
+def adaptive_dc_asgd(strength: float, decay: float = 0.95) -> optax.GradientTransformationExtraArgs:
+    """dc_asgd with lambda / sqrt(the running mean of g g + 1e-7) for each element.
+
+    Zheng et al., 2017, section 5: DC-ASGD-a.
+    """
+
+    def update(grads: Any, state: Any, params: Any = None, *, read: Any, **rest: Any) -> tuple[Any, Any]:
+        squares = jax.tree.map(lambda s, g: decay * s + (1 - decay) * g * g, state, grads)
+
+        def corrected(g: jax.Array, s: jax.Array, w: jax.Array, r: jax.Array) -> jax.Array:
+            return g + strength / jnp.sqrt(s + 1e-7) * g * g * (w - r)
+
+        return jax.tree.map(corrected, grads, squares, params, read), squares
+
+    return optax.GradientTransformationExtraArgs(optax.tree.zeros_like, update)
+
+
+def clip_by_staleness(max_norm: float) -> optax.GradientTransformationExtraArgs:
+    """Gradients are clipped by their global norm to max_norm / max(staleness, 1)."""
+
+    def update(grads: Any, state: Any, params: Any = None, *, staleness: Any, **rest: Any) -> tuple[Any, Any]:
+        limit, norm = max_norm / jnp.maximum(staleness, 1), optax.tree.norm(grads)
+        return jax.tree.map(lambda g: jnp.where(norm < limit, g, g / norm * limit), grads), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+
+def staleness_aware() -> optax.GradientTransformationExtraArgs:
+    """The learning rate divided by max(staleness, 1); of an update of several gradients, by that of their mean.
+
+    Zhang et al., "Staleness-aware Async-SGD for Distributed Deep Learning", 2016, section 3.
+    """
+
+    def update(updates: Any, state: Any, params: Any = None, *, staleness: Any, **rest: Any) -> tuple[Any, Any]:
+        return jax.tree.map(lambda u: u / jnp.maximum(staleness, 1).astype(u.dtype), updates), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+
+def corrected_momentum(momentum: float, mean_staleness: float) -> float:
+    """The momentum with which asynchronous updates have about the momentum asked for in all.
+
+    Updates that are stale by n - 1 on average act as if there were a momentum of 1 - 1/n (Mitliagkas et al.,
+    "Asynchrony begets Momentum, with an Application to Deep Learning", 2016, theorem 2); what is left of the one asked
+    for is m with 1 - momentum = (1 - m) / n, or none.
+    """
+    return max(0.0, 1 - (1 - momentum) * (1 + mean_staleness))

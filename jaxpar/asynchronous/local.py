@@ -1,0 +1,177 @@
+"""Workers with weights of their own, which meet from time to time: local_sgd, diloco, model_average.
+
+Each worker is a server to itself: its gradient arrives at its own weights at once. What they make of it is brought
+together when the last gradient of an update is there:
+
+    local_sgd      all go on from the mean of their weights (Stich, "Local SGD Converges Fast and Communicates Little",
+                   2019)
+    diloco         the way from where they began to that mean is the gradient of an outer optimizer, SGD with Nesterov's
+                   momentum; all go on from what it makes (Douillard et al., "DiLoCo", 2023, algorithm 1)
+    model_average  they train on meanwhile; each adds mean - own, as these were when the averaging began, before the
+                   first gradient that it begins after the averaging (Bagua's asynchronous model average)
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxpar.asynchronous.programs import Arrival, Cures, Programs, Server, add_up, leaves, new_totals, with_leaves
+from jaxpar.asynchronous.server import rows_by_step
+from jaxpar.asynchronous.table import Table
+from jaxpar.models.model import Params
+from jaxpar.state import Canonical, State
+from jaxpar.step import Metrics, Problem
+
+
+class LocalState(NamedTuple):
+    """Training at a step.
+
+    Attributes:
+      step: on the host.
+      key: of the run.
+      params: of each worker, on its device.
+      servers: likewise: its optimizer.
+      outer: of diloco: where this round began, and the outer optimizer's state; else ().
+      averages: of model_average: by number, averagings that some worker has not taken in yet: mean - own of each.
+      taken: averagings that each worker has behind it.
+    """
+
+    step: int
+    key: jax.Array
+    params: tuple[Params, ...]
+    servers: tuple[Server, ...]
+    outer: Any
+    averages: Mapping[int, tuple[Params, ...]]
+    taken: tuple[int, ...]
+
+
+class Engine:
+    """A table, ready to run."""
+
+    is_grouped = False  # every gradient makes an update of its worker's weights
+
+    def __init__(
+        self,
+        problem: Problem,
+        cures: Cures,
+        table: Table,
+        devices: Sequence[jax.Device],
+        *,
+        outer: optax.GradientTransformation | None = None,
+        waits: bool = True,
+    ):
+        """devices: of the workers, the first for what they have in common; outer: of diloco; waits: all meet."""
+        self.num_workers, self._rows, self._waits, self._outer = table.num_workers, rows_by_step(table), waits, outer
+        self._devices = [devices[worker % len(devices)] for worker in range(table.num_workers)]
+        self.programs = Programs(problem, cures, table.num_workers)
+        self._mean = jax.jit(lambda trees: jax.tree.map(lambda *leaves: _mean(leaves), *trees))
+        self._total = jax.jit(add_up)
+        self._subtract = jax.jit(partial(jax.tree.map, jnp.subtract))
+        self._add = jax.jit(partial(jax.tree.map, jnp.add))
+        self._outer_step = jax.jit(self._outer_update)
+
+    def start(self, state: State) -> LocalState:
+        """Of a canonical state, with which all workers begin."""
+        step = int(state.step)
+        params = self._spread(state.params)
+        optimizers = [jax.device_put(state.optimizer, device, may_alias=False) for device in self._devices]
+        of_workers = zip(params, optimizers, self._devices, strict=True)
+        servers = tuple(self.programs.server(*each, is_grouped=False) for each in of_workers)
+        outer = (state.params, self._outer.init(state.params)) if self._outer else ()
+        behind = self._rows[step][0].update if step < len(self._rows) else 0
+        return LocalState(step, state.key, params, servers, outer, {}, (behind,) * self.num_workers)
+
+    def step(self, state: LocalState, batch: Mapping[str, np.ndarray]) -> tuple[LocalState, Metrics]:
+        """The gradients of one step. batch: on the host."""
+        programs, first = self.programs, state.step * self.num_workers
+        params, servers, taken = list(state.params), list(state.servers), list(state.taken)
+        outer, averages = state.outer, dict(state.averages)
+        weight = programs.weight(jax.device_put(batch["weights"], self._devices[0]))
+        for row in self._rows[state.step]:
+            worker, device = row.worker, self._devices[row.worker]
+            for number in range(taken[worker], row.read) if not self._waits else ():
+                if number in averages:  # else the run began after it
+                    params[worker] = self._add(params[worker], averages[number][worker])
+                taken[worker] = number + 1
+            rows = {name: x[row.chunk - first :: self.num_workers] for name, x in batch.items()}
+            given = jax.device_put((state.key, np.int32(state.step), rows, weight), device)
+            made = programs.gradient(params[worker], *given)
+            at = Arrival(np.float32(0), np.float32(0), np.float32(1), np.int32(state.step))
+            read = params[worker] if programs.cures.needs_read else None
+            params[worker], servers[worker] = programs.arrive(
+                True, True, params[worker], servers[worker], *made, read, at
+            )
+            if row.is_last and self._waits:
+                meeting, outer = self._outer_step(self._mean_of(params), outer)
+                params = list(self._spread(meeting))
+            elif row.is_last:
+                mean = self._spread(self._mean_of(params))
+                averages[row.update] = tuple(map(self._subtract, mean, params))
+            averages = {number: x for number, x in averages.items() if number >= min(taken)}
+        metrics = self._metrics(servers)
+        servers = [
+            server._replace(totals=new_totals(device)) for server, device in zip(servers, self._devices, strict=True)
+        ]
+        after = LocalState(state.step + 1, state.key, tuple(params), tuple(servers), outer, averages, tuple(taken))
+        return after, metrics
+
+    def params(self, state: LocalState) -> Params:
+        """The mean of all workers' weights, on the first device."""
+        return self._mean_of(state.params)
+
+    def canonical(self, state: LocalState) -> State:
+        """Of what differs between workers: the mean."""
+        optimizer = self._mean_of([server.optimizer for server in state.servers])
+        return State(jnp.int32(state.step), state.key, self.params(state), optimizer)
+
+    def private(self, state: LocalState) -> Canonical:
+        """What workers have of their own, and what is on its way."""
+        own, averages = jax.device_put((_parts(state), state.averages), self._devices[0])
+        numbered = {str(number): leaves(trees) for number, trees in averages.items()}
+        return {"own": leaves(own), "averages": numbered, "taken": np.array(state.taken)}
+
+    def restored(self, state: LocalState, private: Canonical) -> LocalState:
+        """A state that `start` has made, with what `private` had."""
+        params, optimizers, outer, cures = with_leaves(_parts(state), private["own"])
+        of_workers = zip(state.servers, optimizers, cures, strict=True)
+        servers = tuple(server._replace(optimizer=own, cures=cures) for server, own, cures in of_workers)
+        there = private.get("averages", {})
+        averages = {int(number): with_leaves(state.params, numbered) for number, numbered in there.items()}
+        taken = tuple(np.asarray(private["taken"]).tolist())
+        return LocalState(state.step, state.key, params, servers, outer, averages, taken)
+
+    def _spread(self, tree: Params) -> tuple[Params, ...]:
+        """A copy for each worker, on its device."""
+        return tuple(jax.device_put(tree, device) for device in self._devices)
+
+    def _mean_of(self, trees: Sequence[Any]) -> Any:
+        return self._mean(jax.device_put(list(trees), self._devices[0]))
+
+    def _outer_update(self, mean: Params, outer: Any) -> tuple[Params, Any]:
+        """Where all go on from."""
+        if self._outer is None:
+            return mean, outer
+        begun, state = outer
+        updates, state = self._outer.update(jax.tree.map(jnp.subtract, begun, mean), state, begun)
+        params = optax.apply_updates(begun, updates)
+        return params, (params, state)
+
+    def _metrics(self, servers: Sequence[Server]) -> Metrics:
+        totals = jax.device_put([server.totals for server in servers], self._devices[0])
+        return self.programs.metrics(self._total(totals))
+
+
+def _parts(state: LocalState) -> tuple[Any, ...]:
+    optimizers = tuple(server.optimizer for server in state.servers)
+    return state.params, optimizers, state.outer, tuple(server.cures for server in state.servers)
+
+
+def _mean(leaves: Sequence[jax.Array]) -> jax.Array:
+    """Of floats; of counters, the first."""
+    total = sum(leaves[1:], leaves[0])
+    return total / len(leaves) if jnp.issubdtype(total.dtype, jnp.floating) else leaves[0]

@@ -1,0 +1,127 @@
+"""config.asynchronous: checked, and made into a table of updates and cures."""
+
+import math
+from typing import Any
+
+import optax
+from ml_collections import ConfigDict
+
+from jaxpar import optimizer
+from jaxpar.asynchronous import cures, delays, table
+from jaxpar.asynchronous.delays import Delays
+from jaxpar.asynchronous.programs import Cures
+from jaxpar.asynchronous.simulate import POLICIES, simulate
+from jaxpar.asynchronous.table import Table
+from jaxpar.errors import UserError, check_choice
+from jaxpar.step import Problem
+
+# By policy: the settings that it has, and their defaults. No other policy has them.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ssp": {"bound": 3},
+    "softsync": {"groups": 2},
+    "local_sgd": {"interval": 8},
+    "diloco": {"interval": 8, "outer_lr": 0.7, "outer_momentum": 0.9},
+    "model_average": {"interval": 8},
+}
+LOCAL = ("local_sgd", "diloco", "model_average")  # policies whose workers have weights of their own
+CURES = ("dc_asgd", "adaptive_dc_asgd", "clip_by_staleness", "staleness_aware", "corrected_momentum")
+STRENGTHS = {"dc_asgd": 0.04, "adaptive_dc_asgd": 2.0}  # Zheng et al., 2017, section 6.1
+MOMENTUM = {"sgd": "momentum", "adamw": "b1", "lamb": "b1", "lion": "b1"}  # what optimizers call it
+
+
+def check(config: ConfigDict) -> None:
+    """Raises UserError for what cannot be."""
+    a = config.asynchronous
+    check_choice("asynchronous.policy", a.policy, POLICIES)
+    for key in sorted({key for own in SETTINGS.values() for key in own}):
+        if a[key] is not None and key not in SETTINGS.get(a.policy, {}):
+            raise UserError(f"config.asynchronous.{key} is {a[key]}; policy {a.policy!r} has no use for it")
+    for key in ("outer_lr", "outer_momentum"):
+        if a[key] is not None and not 0 <= a[key] < (1 if key == "outer_momentum" else math.inf):
+            may = "0 or more" + (", and less than 1" if key == "outer_momentum" else "")
+            raise UserError(f"config.asynchronous.{key} is {a[key]}; it may be {may}")
+    _check_cures(config)
+    build_table(config, 1)
+
+
+def _check_cures(config: ConfigDict) -> None:
+    a, given = config.asynchronous, named_cures(config)
+    for name in given:
+        check_choice("asynchronous.cures", name, CURES)
+    if given and a.policy in LOCAL:
+        raise UserError(
+            f"config.asynchronous.cures is {a.cures!r}; it may be '' with policy {a.policy!r}, whose workers take "
+            "gradients of their own weights as they are"
+        )
+    if len(set(given) & STRENGTHS.keys()) > 1:
+        raise UserError(f"config.asynchronous.cures is {a.cures!r}; it may have one of {', '.join(STRENGTHS)}")
+    if a.dc_strength is not None and not set(given) & STRENGTHS.keys():
+        raise UserError(f"config.asynchronous.dc_strength is {a.dc_strength}; it is for {', '.join(STRENGTHS)}")
+    if (a.max_norm is None) == ("clip_by_staleness" in given) or (a.max_norm is not None and not a.max_norm > 0):
+        raise UserError(
+            f"config.asynchronous.max_norm is {a.max_norm}; it may be more than 0 with clip_by_staleness in "
+            "config.asynchronous.cures, else None"
+        )
+    name = config.optimizer.name
+    if "corrected_momentum" in given and name not in MOMENTUM:
+        raise UserError(
+            f"config.optimizer.name is {name!r}; it may be {', '.join(MOMENTUM)} with corrected_momentum in "
+            "config.asynchronous.cures"
+        )
+
+
+def named_cures(config: ConfigDict) -> list[str]:
+    """The names in config.asynchronous.cures."""
+    return [name.strip() for name in config.asynchronous.cures.split(",") if name.strip()]
+
+
+def build_table(config: ConfigDict, num_steps: int) -> Table:
+    """Who computes which gradient from which weights, in a run of so many steps. Raises UserError where none can be."""
+    a, times = config.asynchronous, build_delays(config)
+    sizes = {"num_workers": a.num_workers, "num_gradients": max(a.num_workers, 1) * num_steps}
+    own = {key: value for key, value in settings(config).items() if key in ("bound", "groups", "interval")}
+    try:
+        made = simulate(a.policy, **sizes, delays=times, seed=config.seed, **own)
+    except ValueError as error:
+        raise UserError(f"config.asynchronous.{error}") from error
+    table.validate(made)
+    return made
+
+
+def settings(config: ConfigDict) -> dict[str, Any]:
+    """Of the policy."""
+    a = config.asynchronous
+    return {key: default if a[key] is None else a[key] for key, default in SETTINGS.get(a.policy, {}).items()}
+
+
+def build_delays(config: ConfigDict) -> Delays:
+    """How long things take. Raises UserError where that cannot be."""
+    d = config.asynchronous.delays
+    if (d.distribution == "trace") != bool(d.trace):
+        raise UserError(
+            f"config.asynchronous.delays.trace is {d.trace!r}; it may be the path of a CSV file with "
+            "config.asynchronous.delays.distribution='trace', else ''"
+        )
+    times = Delays(**{**d, "trace": delays.read_trace(d.trace) if d.trace else ()})
+    try:
+        delays.check(times)
+    except ValueError as error:
+        raise UserError(f"config.asynchronous.delays.{error}") from error
+    return times
+
+
+def build_cures(config: ConfigDict, problem: Problem, updates: Table) -> tuple[Problem, Cures]:
+    """The problem, with the optimizer that config.asynchronous.cures asks for, and what is around that."""
+    a, given = config.asynchronous, named_cures(config)
+    made: dict[str, optax.GradientTransformationExtraArgs] = {"staleness_aware": cures.staleness_aware()}
+    for name, function in (("dc_asgd", cures.dc_asgd), ("adaptive_dc_asgd", cures.adaptive_dc_asgd)):
+        made[name] = function(STRENGTHS[name] if a.dc_strength is None else a.dc_strength)
+    made["clip_by_staleness"] = cures.clip_by_staleness(a.max_norm or 0.0)
+    gradients = optax.chain(optax.identity(), *(made[name] for name in given if name in CURES[:3]))
+    around = optax.chain(optax.identity(), *(made[name] for name in given if name == "staleness_aware"))
+    if "corrected_momentum" in given:
+        own, key = config.copy_and_resolve_references(), MOMENTUM[config.optimizer.name]
+        corrected = cures.corrected_momentum(own.optimizer[key], float(updates.staleness.mean()))
+        own.optimizer[key] = max(corrected, 1e-6)  # without any, an optimizer's state would have another form
+        problem = problem._replace(optimizer=optimizer.build(own, optimizer.build_schedule(own, problem.num_steps)))
+    return problem, Cures(gradients, around, needs_read=bool(set(given) & STRENGTHS.keys()))

@@ -1,0 +1,192 @@
+"""The two programs of asynchronous training: a worker's, and the server's.
+
+They are compiled apart from each other, and from how many workers and devices there are: XLA rounds the same arithmetic
+in other ways when it is a part of other programs. So a run is the same, bitwise, on any number of devices, and what
+threads have made can be replayed.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxpar import step as steps
+from jaxpar.models.model import Batch, Params
+from jaxpar.state import State
+from jaxpar.step import Metrics, Problem
+from jaxpar.tasks import Sums
+
+
+class Cures(NamedTuple):
+    """Transformations of gradients and of updates (jaxpar/asynchronous/cures.py). needs_read: of `gradients`."""
+
+    gradients: optax.GradientTransformationExtraArgs
+    updates: optax.GradientTransformationExtraArgs
+    needs_read: bool
+
+
+class Totals(NamedTuple):
+    """Of the gradients that have arrived in a step: sums over their rows, squared norms, updates, whether finite."""
+
+    sums: Sums
+    square: Any
+    num_updates: Any
+    finite: Any
+
+
+class Server(NamedTuple):
+    """What the server has besides the weights.
+
+    Attributes:
+      optimizer: its state.
+      waiting: the sum of the gradients that have arrived for the next update; () where each gradient makes one.
+      cures: their states.
+      totals: of this step.
+    """
+
+    optimizer: Any
+    waiting: Any
+    cures: Any
+    totals: Totals
+
+
+class Arrival(NamedTuple):
+    """What the table says of a gradient that reaches the server.
+
+    Attributes:
+      staleness: its own.
+      mean_staleness: of all gradients of its update.
+      size: how many these are.
+      step: of the run.
+    """
+
+    staleness: Any
+    mean_staleness: Any
+    size: Any
+    step: Any
+
+
+def gradient(problem: Problem, params: Params, key: Any, step: Any, rows: Batch, weight: Any) -> tuple[Params, Sums]:
+    """A worker's program: the gradient of its rows at the weights that it has read."""
+    return steps.gradients(problem, State(step, key, params, None), rows, weight)
+
+
+def arrive(
+    problem: Problem,
+    cures: Cures,
+    is_first: bool,
+    is_last: bool,
+    params: Params,
+    server: Server,
+    grads: Params,
+    sums: Sums,
+    read: Params | None,
+    at: Arrival,
+) -> tuple[Params, Server]:
+    """The server's program: a gradient arrives, and if it is the last one of its update the weights change.
+
+    Args:
+      problem: what is trained.
+      cures: against staleness.
+      is_first: of its update.
+      is_last: of its update.
+      params: the weights as they are.
+      server: the rest of what the server has.
+      grads: what arrives.
+      sums: of its rows.
+      read: the weights that it is of; None where no cure needs them.
+      at: what the table says of it.
+    """
+    before, after = server.cures
+    grads, before = cures.gradients.update(grads, before, params, staleness=at.staleness, read=read)
+    total = Sums(*[x + y for x, y in zip(server.totals.sums, sums, strict=True)])
+    grads = grads if is_first else jax.tree.map(jnp.add, server.waiting, grads)
+    if not is_last:
+        return params, server._replace(waiting=grads, cures=(before, after), totals=server.totals._replace(sums=total))
+    if not is_first:  # a division by 1 would not change a number, but how XLA rounds those after it
+        grads = jax.tree.map(lambda x: x / at.size, grads)
+    grad_norm = optax.tree.norm(grads)
+    optimizer = at_step(server.optimizer, at.step)
+    updates, optimizer = problem.optimizer.update(grads, optimizer, params, grad_norm=grad_norm)
+    updates, after = cures.updates.update(updates, after, params, staleness=at.mean_staleness)
+    finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums.loss)
+    state = State(at.step, jnp.zeros(()), params, server.optimizer)
+    state, metrics = steps.apply(state, updates, optimizer, Metrics(total, grad_norm, finite))
+    totals = Totals(
+        total,
+        server.totals.square + jnp.where(metrics.finite, grad_norm, 0) ** 2,
+        server.totals.num_updates + 1,
+        server.totals.finite & metrics.finite,
+    )
+    waiting = jax.tree.map(jnp.zeros_like, server.waiting)
+    return state.params, Server(state.optimizer, waiting, (before, after), totals)
+
+
+def at_step(optimizer: Any, step: jax.Array) -> Any:
+    """An optimizer's state whose learning rate is that of a step of the run, however many updates it has made."""
+
+    def is_schedule(node: Any) -> bool:
+        return isinstance(node, optax.ScaleByScheduleState)
+
+    def node(old: Any) -> Any:
+        return optax.ScaleByScheduleState(step) if is_schedule(old) else old
+
+    return jax.tree.map(node, optimizer, is_leaf=is_schedule)
+
+
+class Programs:
+    """Compiled when they are first called on a device.
+
+    Attributes:
+      gradient: (params, key, step, rows, weight) -> (gradient, sums of the rows).
+      arrive: (is it the first of its update, is it the last, params, server, grads, sums, read, at) -> (params,
+        server); the old server is donated.
+      weight: (weights of a batch) -> what a worker's gradient is divided by: its part of their sum.
+    """
+
+    def __init__(self, problem: Problem, cures: Cures, num_workers: int):
+        self.cures = cures
+        self.gradient = jax.jit(partial(gradient, problem))
+        self.arrive = jax.jit(partial(arrive, problem, cures), static_argnums=(0, 1), donate_argnums=3)
+        self.weight = jax.jit(lambda weights: weights.sum() / num_workers)
+        self._root_mean = jax.jit(lambda square, number: jnp.sqrt(square / jnp.maximum(number, 1)))
+
+    def server(self, params: Params, optimizer: Any, device: jax.Device, *, is_grouped: bool) -> Server:
+        """At its beginning."""
+        waiting = jax.tree.map(jnp.zeros_like, params) if is_grouped else ()
+        cures = (self.cures.gradients.init(params), self.cures.updates.init(params))
+        return Server(optimizer, waiting, cures, new_totals(device))
+
+    def metrics(self, totals: Totals) -> Metrics:
+        """Of a step: the norm is the root mean square over its updates."""
+        return Metrics(totals.sums, self._root_mean(totals.square, totals.num_updates), totals.finite)
+
+
+def new_totals(device: jax.Device) -> Totals:
+    """At the beginning of a step."""
+    zero: Any = np.zeros((), np.float32)
+    totals: Totals = jax.device_put(Totals(Sums(zero, zero, zero), zero, zero, np.ones((), bool)), device)
+    return totals
+
+
+def add_up(totals: Sequence[Totals]) -> Totals:
+    """Of several servers."""
+    finite = [one.finite for one in totals]
+    added: Totals = jax.tree.map(lambda *x: sum(x[1:], x[0]), *(one._replace(finite=()) for one in totals))
+    return added._replace(finite=jnp.all(jnp.stack(finite)))
+
+
+def leaves(tree: Any) -> dict[str, Any]:
+    """The arrays of a tree, by their number."""
+    return {str(number): leaf for number, leaf in enumerate(jax.tree.leaves(tree))}
+
+
+def with_leaves(tree: Any, numbered: Mapping[str, Any]) -> Any:
+    """The tree with other arrays, where its own are."""
+    old, structure = jax.tree.flatten(tree)
+    new = [jax.device_put(numbered[str(number)], leaf.sharding) for number, leaf in enumerate(old)]
+    return jax.tree.unflatten(structure, new)

@@ -1,0 +1,162 @@
+"""Workers that send gradients to a server: sync, async, ssp, softsync.
+
+What workers would do by chance is done in the order that the table says. The host calls the two programs row by row and
+waits for neither, so that devices compute side by side where the table lets them.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.asynchronous.programs import Arrival, Cures, Programs, Server, leaves, new_totals, with_leaves
+from jaxpar.asynchronous.table import Table
+from jaxpar.models.model import Params
+from jaxpar.state import Canonical, State
+from jaxpar.step import Metrics, Problem
+
+
+class AsyncState(NamedTuple):
+    """Training at a step.
+
+    Attributes:
+      step: on the host.
+      key: of the run.
+      params: on the server, the first device.
+      server: what else is there.
+      kept: by (version, number of a device), older weights that a worker of that device will need.
+    """
+
+    step: int
+    key: jax.Array
+    params: Params
+    server: Server
+    kept: dict[tuple[int, int], Params]
+
+
+class Row(NamedTuple):
+    """A gradient, as an engine needs it.
+
+    Attributes:
+      worker: whose it is.
+      read: the version that it is computed from.
+      update: the one that it is applied to.
+      chunk: part of the data.
+      staleness: update - read.
+      is_first: of its update.
+      is_last: likewise.
+      size: of its update: how many gradients are in it.
+      mean_staleness: of its update.
+    """
+
+    worker: int
+    read: int
+    update: int
+    chunk: int
+    staleness: int
+    is_first: bool
+    is_last: bool
+    size: int
+    mean_staleness: float
+
+
+def rows_by_step(table: Table) -> list[list[Row]]:
+    """The rows of each step."""
+    sizes = np.bincount(table.update)
+    means = np.bincount(table.update, table.staleness) / sizes
+    is_first, is_last = np.diff(table.update, prepend=-1) != 0, np.diff(table.update, append=-1) != 0
+    columns = table.worker, table.read, table.update, table.chunk, table.staleness, is_first, is_last
+    of_update = sizes[table.update], means[table.update]
+    rows = [Row(*values) for values in zip(*(x.tolist() for x in (*columns, *of_update)), strict=True)]
+    ends = np.searchsorted(table.step, np.arange(1, table.step[-1] + 2)).tolist()
+    return [rows[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def last_uses(table: Table, num_devices: int) -> dict[tuple[int, int], int]:
+    """(version, number of a device) -> the last update to which a gradient of that version is applied there."""
+    uses = zip(table.read.tolist(), (table.worker % num_devices).tolist(), table.update.tolist(), strict=True)
+    return {(read, device): update for read, device, update in uses}
+
+
+def num_kept(table: Table, num_devices: int) -> list[int]:
+    """By device, the most older versions that are kept there at a time."""
+    change = np.zeros((num_devices, table.num_updates + 2), int)
+    for (version, device), last in last_uses(table, num_devices).items():
+        if last > version:
+            change[device, version + 1] += 1
+            change[device, last + 1] -= 1
+    return [int(peak) for peak in change.cumsum(axis=1).max(axis=1)]
+
+
+class Engine:
+    """A table, ready to run."""
+
+    def __init__(self, problem: Problem, cures: Cures, table: Table, devices: Sequence[jax.Device]):
+        """devices: of the workers; the first is the server's too."""
+        self._devices, self._rows, self._last_uses = devices, rows_by_step(table), last_uses(table, len(devices))
+        self._keepers: dict[int, list[int]] = {}  # version -> devices that need it when the next one is there
+        for (version, device), last in self._last_uses.items():
+            if last > version:
+                self._keepers.setdefault(version, []).append(device)
+        self.programs = Programs(problem, cures, table.num_workers)
+        self.num_workers, self.is_grouped = table.num_workers, len(table.update) > table.num_updates
+
+    def start(self, state: State) -> AsyncState:
+        """Of a canonical state, with which all workers begin."""
+        step = int(state.step)
+        version = self._rows[step][0].update if step < len(self._rows) else 0
+        alive = [use for use, last in self._last_uses.items() if use[0] < version <= last]
+        kept = {(read, device): jax.device_put(state.params, self._devices[device]) for read, device in alive}
+        server = self.programs.server(state.params, state.optimizer, self._devices[0], is_grouped=self.is_grouped)
+        return AsyncState(step, state.key, state.params, server, kept)
+
+    def step(self, state: AsyncState, batch: Mapping[str, np.ndarray]) -> tuple[AsyncState, Metrics]:
+        """The gradients of one step. batch: on the host."""
+        step, key, params, server, kept = state
+        kept, copies = dict(kept), dict[int, Params]()
+        weight = self.programs.weight(jax.device_put(batch["weights"], self._devices[0]))
+        first = step * self.num_workers
+        for row in self._rows[step]:
+            place = row.worker % len(self._devices)
+            device = self._devices[place]
+            if row.read == row.update and place not in copies:
+                copies[place] = jax.device_put(params, device)
+            read = copies[place] if row.read == row.update else kept[row.read, place]
+            rows = {name: x[row.chunk - first :: self.num_workers] for name, x in batch.items()}
+            made = self.programs.gradient(read, *jax.device_put((key, np.int32(step), rows, weight), device))
+            sent = jax.device_put((*made, read if self.programs.cures.needs_read else None), self._devices[0])
+            figures = map(np.float32, (row.staleness, row.mean_staleness, row.size))
+            at = Arrival._make((*figures, np.int32(step)))
+            old, (params, server) = params, self.programs.arrive(row.is_first, row.is_last, params, server, *sent, at)
+            if row.is_last:
+                for number in self._keepers.get(row.update, ()):
+                    there = copies[number] if number in copies else jax.device_put(old, self._devices[number])
+                    kept[row.update, number] = there
+                kept = {use: x for use, x in kept.items() if self._last_uses[use] > row.update}
+                copies = {}
+        metrics = self.programs.metrics(server.totals)
+        server = server._replace(totals=new_totals(self._devices[0]))
+        return AsyncState(step + 1, key, params, server, kept), metrics
+
+    def params(self, state: AsyncState) -> Params:
+        """The weights as they are, on the first device."""
+        return state.params
+
+    def canonical(self, state: AsyncState) -> State:
+        """Without what is on its way."""
+        return State(jnp.int32(state.step), state.key, state.params, state.server.optimizer)
+
+    def private(self, state: AsyncState) -> Canonical:
+        """What is on its way: weights that workers have read, gradients that wait for others; what cures remember."""
+        return leaves(jax.device_put(_parts(state), self._devices[0]))
+
+    def restored(self, state: AsyncState, private: Canonical) -> AsyncState:
+        """A state that `start` has made, with what `private` had."""
+        kept, waiting, cures = with_leaves(_parts(state), private)
+        return state._replace(kept=kept, server=state.server._replace(waiting=waiting, cures=cures))
+
+
+def _parts(state: AsyncState) -> tuple[Any, Any, Any]:
+    return state.kept, state.server.waiting, state.server.cures

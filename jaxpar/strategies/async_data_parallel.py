@@ -1,0 +1,151 @@
+"""`async_data_parallel`: workers take gradients of the weights that they have read, and nobody waits for all.
+
+What workers would do by chance is a table, which a simulation in virtual time makes of config.asynchronous
+(jaxpar/asynchronous/simulate.py). An engine runs it, in the order that it says (jaxpar/asynchronous/server.py where
+workers send gradients to a server, local.py where they have weights of their own). So a run is the same every time,
+with any number of workers, on any number of devices.
+
+A step of the run is as many gradients as there are workers, each of its part of the batch.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from ml_collections import ConfigDict
+
+from jaxpar import mesh as meshes
+from jaxpar import state as states
+from jaxpar import step as steps
+from jaxpar.asynchronous import local, options, server, table
+from jaxpar.asynchronous.programs import Arrival, Cures
+from jaxpar.asynchronous.table import Table, staleness_summary
+from jaxpar.errors import UserError
+from jaxpar.exchange.reduce import Traffic
+from jaxpar.mesh import DATA
+from jaxpar.state import Canonical, State
+from jaxpar.step import Problem
+from jaxpar.strategies import exchanges
+from jaxpar.strategies.strategy import Description, Program, Strategy, nbytes, with_shardings
+from jaxpar.tasks import Sums
+
+Engine = server.Engine | local.Engine
+
+
+def num_replicas(config: ConfigDict) -> int:
+    """Devices that workers are spread over. Raises UserError for what is wrong with config.asynchronous."""
+    meshes.check_one_stage(config)
+    if config.exchange != "ddp" or exchanges.given(config):
+        raise UserError(
+            f"config.exchange is {exchanges.name(config)!r}; it may be 'ddp' without options with "
+            "config.strategy='async_data_parallel', where config.asynchronous says what is exchanged"
+        )
+    options.check(config)
+    return min(meshes.num_replicas(config), config.asynchronous.num_workers)
+
+
+def parts(config: ConfigDict) -> tuple[int, str]:
+    """What a batch divides into: of each worker, what it takes one after another; in evaluation, of each device."""
+    workers, microbatches = config.asynchronous.num_workers, config.optimizer.accumulation_steps
+    devices = num_replicas(config)
+    words = f"{workers} workers (config.asynchronous.num_workers) x {microbatches} accumulation steps"
+    return math.lcm(workers * microbatches, devices), words + f", on {devices} devices"
+
+
+def build(config: ConfigDict, problem: Problem) -> Strategy:
+    """The strategy of config.asynchronous, over config.mesh.data devices, of which the first is the server's too."""
+    mesh, updates = meshes.build(num_replicas(config)), options.build_table(config, problem.num_steps)
+    devices = list(mesh.devices.flat)
+    problem, cures = options.build_cures(config, problem, updates)
+    engine: Any = build_engine(config, problem, cures, updates, devices)
+    first, everywhere = SingleDeviceSharding(devices[0]), NamedSharding(mesh, PartitionSpec())
+    divided = NamedSharding(mesh, PartitionSpec(DATA))
+    like = jax.eval_shape(partial(states.init, problem.model, problem.optimizer), jax.random.key(0))
+    fresh = jax.jit(partial(states.init, problem.model, problem.optimizer), out_shardings=first)
+    sums = meshes.one_at_a_time(jax.jit(partial(steps.evaluate, problem), out_shardings=everywhere), mesh)
+
+    def from_canonical(tree: Canonical, private: Canonical | None = None) -> Any:
+        begun = engine.start(jax.device_put(states.from_canonical(tree, like), first))
+        return engine.restored(begun, private) if private else begun
+
+    def evaluate(state: Any, batch: Mapping[str, np.ndarray]) -> Sums:
+        rows = {k: jax.make_array_from_process_local_data(divided, v) for k, v in batch.items()}
+        total: Sums = sums(jax.device_put(engine.params(state), everywhere), rows)
+        return total
+
+    return Strategy(
+        init=lambda key: engine.start(fresh(key)),
+        place=dict,
+        step=engine.step,
+        evaluate=evaluate,
+        to_canonical=lambda state: states.to_canonical(engine.canonical(state)),
+        from_canonical=from_canonical,
+        describe=lambda: describe(config, devices, updates, like),
+        compile=lambda: compiled(engine, problem, like, first),
+        to_private=engine.private,
+        private_of=f"{words(config, updates)} ({fingerprint(updates)}) on {mesh.size} devices",
+        report=lambda workdir: table.write(workdir / "updates.csv", updates),
+    )
+
+
+def build_engine(
+    config: ConfigDict, problem: Problem, cures: Cures, updates: Table, devices: Sequence[jax.Device]
+) -> Engine:
+    """What runs the table."""
+    a, own = config.asynchronous, options.settings(config)
+    if a.policy not in options.LOCAL:
+        return server.Engine(problem, cures, updates, devices)
+    outer = optax.sgd(own["outer_lr"], own["outer_momentum"], nesterov=True) if a.policy == "diloco" else None
+    return local.Engine(problem, cures, updates, devices, outer=outer, waits=a.policy != "model_average")
+
+
+def compiled(engine: Engine, problem: Problem, like: State, first: Any) -> list[Program]:
+    """The programs of a worker, and of the server for the last gradient of an update."""
+    programs, n = engine.programs, engine.num_workers
+    rows = {k: jax.ShapeDtypeStruct((len(x) // n, *x.shape[1:]), x.dtype) for k, x in problem.batch.items()}
+    figure, step = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+    worker = programs.gradient.lower(*with_shardings((like.params, like.key, step, rows, figure), first))
+    at_server = jax.eval_shape(
+        lambda params, optimizer: programs.server(params, optimizer, first, is_grouped=engine.is_grouped),
+        *(like.params, like.optimizer),
+    )
+    read = like.params if programs.cures.needs_read else None
+    arguments = (like.params, at_server, *worker.out_info, read, Arrival(figure, figure, figure, step))
+    update = programs.arrive.lower(not engine.is_grouped, True, *with_shardings(arguments, first))
+    return [Program(worker.compile()), Program(update.compile())]
+
+
+def words(config: ConfigDict, updates: Table) -> str:
+    """Policy, workers and cures, in words."""
+    made = f"{config.asynchronous.policy} of {updates.num_workers} workers"
+    return made + (f" with {', '.join(cures)}" if (cures := options.named_cures(config)) else "")
+
+
+def fingerprint(updates: Table) -> str:
+    """Of a table, but for its times."""
+    return hashlib.sha256(b"".join(column.tobytes() for column in updates[1:6])).hexdigest()[:12]
+
+
+def describe(config: ConfigDict, devices: Sequence[jax.Device], updates: Table, like: State) -> Description:
+    """What is where, and what the first device sends and takes: weights to workers of others, and their gradients."""
+    staleness, size = staleness_summary(updates), nbytes(like.params)
+    layout = f"{words(config, updates)}, staleness {staleness['mean']:.2f} on average and {staleness['max']} at most"
+    workers = [len(range(number, updates.num_workers, len(devices))) for number in range(len(devices))]
+    if config.asynchronous.policy in options.LOCAL:
+        each = {"parameters": size, "optimizer": nbytes(like.optimizer)}
+        memory = [{part: number * one for part, one in each.items()} for number in workers]
+        sent = 2 * (updates.num_updates / len(updates.update)) * (updates.num_workers - workers[0]) * size
+    else:
+        kept = server.num_kept(updates, len(devices))
+        memory = [{"parameters": size, "history": number * size} for number in kept]
+        memory[0] |= {"optimizer": nbytes(like.optimizer)}
+        sent = 2 * (updates.num_workers - workers[0]) * size
+    traffic = (Traffic("copy", "float32", DATA, sent),) if len(devices) > 1 else ()
+    return Description(tuple(devices), layout, len(devices), tuple(memory), traffic)

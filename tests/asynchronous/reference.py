@@ -1,0 +1,151 @@
+"""Asynchronous training as a plain loop over a table, in NumPy, which keeps every version: what engines are held to.
+
+Its gradients are `jax.grad`'s of a loss written out here; optimizers, cures and meetings are NumPy's, in float64.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.asynchronous.table import Table
+
+Weights = dict[str, np.ndarray]  # by path
+Batch = dict[str, np.ndarray]
+# (weights, gradient, memory, rate) -> (weights, memory); memory is None at first
+Rule = Callable[[Weights, Weights, Any, float], tuple[Weights, Any]]
+LAYERS = ("['embed']['linear']", "['block_0']['linear']", "['head']['classifier']")
+
+
+def sgd(momentum: float = 0.0) -> Rule:
+    def rule(weights: Weights, grads: Weights, memory: Any, rate: float) -> tuple[Weights, Any]:
+        trace = memory or {key: np.zeros_like(g) for key, g in grads.items()}
+        trace = {key: momentum * trace[key] + g for key, g in grads.items()}
+        return {key: w - rate * trace[key] for key, w in weights.items()}, trace
+
+    return rule
+
+
+def adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Rule:
+    def rule(weights: Weights, grads: Weights, memory: Any, rate: float) -> tuple[Weights, Any]:
+        zeros = {key: np.zeros_like(g) for key, g in grads.items()}
+        count, m, v = memory or (0, zeros, zeros)
+        m = {key: b1 * m[key] + (1 - b1) * g for key, g in grads.items()}
+        v = {key: b2 * v[key] + (1 - b2) * g * g for key, g in grads.items()}
+        count += 1
+        step = {key: m[key] / (1 - b1**count) / (np.sqrt(v[key] / (1 - b2**count)) + eps) for key in grads}
+        return {key: w - rate * step[key] for key, w in weights.items()}, (count, m, v)
+
+    return rule
+
+
+@jax.jit
+@jax.grad
+def slope(weights: Any, inputs: jax.Array, labels: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
+    """The gradient of sum(weight * cross entropy) / scale, of a net of three linear maps."""
+    x = inputs.astype(jnp.float32).reshape(len(inputs), -1) / 127.5 - 1
+    for layer in LAYERS:
+        x = jnp.matmul(x, weights[f"{layer}['kernel']"]) + weights[f"{layer}['bias']"][None]
+        x = x if layer == LAYERS[-1] else jnp.maximum(x, 0)
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(x), labels[:, None], axis=1)[:, 0]
+    return -jnp.sum(chosen * weight) / scale
+
+
+def gradient(weights: Weights, batch: Batch, chunk: int, n: int) -> Weights:
+    """Of the rows chunk, chunk + n, chunk + 2 n, .."""
+    single = {key: x.astype(np.float32) for key, x in weights.items()}
+    inputs, labels, weight = (batch[name][chunk::n] for name in ("inputs", "labels", "weights"))
+    grads = slope(single, inputs, labels, weight, batch["weights"].sum() / n)
+    return {key: np.asarray(g, np.float64) for key, g in grads.items()}
+
+
+def norm(tree: Weights) -> float:
+    return float(np.sqrt(sum(np.sum(x**2) for x in tree.values())))
+
+
+def mean(trees: list[Weights]) -> Weights:
+    return {key: np.mean([tree[key] for tree in trees], axis=0) for key in trees[0]}
+
+
+Cure = Callable[[Weights, Weights, Weights, int], Weights]  # (gradient, current weights, read weights, staleness)
+
+
+def to_server(
+    table: Table,
+    start: Weights,
+    batches: list[Batch],
+    rule: Rule,
+    rates: list[float],
+    *,
+    cures: tuple[Cure, ...] = (),
+    staleness_aware: bool = False,
+) -> Weights:
+    """sync, async, ssp, softsync: gradients of the versions that the table says, applied as it says."""
+    versions, memory, n = [start], None, table.num_workers
+    for update in range(table.num_updates):
+        rows = np.flatnonzero(table.update == update)
+        grads = []
+        for row in rows:
+            step, read = int(table.step[row]), versions[table.read[row]]
+            g = gradient(read, batches[table.chunk[row] // n], int(table.chunk[row]) % n, n)
+            for cure in cures:
+                g = cure(g, versions[-1], read, int(update - table.read[row]))
+            grads.append(g)
+        old, staleness = versions[-1], np.mean(update - table.read[rows])
+        new, memory = rule(old, mean(grads), memory, rates[step])
+        divisor = max(float(staleness), 1.0) if staleness_aware else 1.0
+        versions.append({key: old[key] + (new[key] - old[key]) / divisor for key in old})
+    return versions[-1]
+
+
+def meeting(
+    table: Table,
+    start: Weights,
+    batches: list[Batch],
+    rule: Rule,
+    rates: list[float],
+    *,
+    outer: tuple[float, float] | None,
+) -> Weights:
+    """local_sgd, diloco: rounds of each worker's own steps, one worker after another."""
+    n = table.num_workers
+    memories: list[Any] = [None] * n
+    begun, velocity = start, {key: np.zeros_like(x) for key, x in start.items()}
+    for number in range(table.num_updates):
+        ends = []
+        for worker in range(n):
+            weights = begun
+            for row in np.flatnonzero((table.update == number) & (table.worker == worker)):
+                chunk, step = int(table.chunk[row]), int(table.step[row])
+                g = gradient(weights, batches[chunk // n], chunk % n, n)
+                weights, memories[worker] = rule(weights, g, memories[worker], rates[step])
+            ends.append(weights)
+        if outer is None:
+            begun = mean(ends)
+            continue
+        rate, momentum = outer
+        delta = {key: begun[key] - x for key, x in mean(ends).items()}
+        velocity = {key: momentum * velocity[key] + delta[key] for key in delta}
+        begun = {key: begun[key] - rate * (delta[key] + momentum * velocity[key]) for key in delta}
+    return begun
+
+
+def averaging(table: Table, start: Weights, batches: list[Batch], rule: Rule, rates: list[float]) -> Weights:
+    """model_average: the mean of all workers' weights at the end."""
+    n = table.num_workers
+    own, memories = [start] * n, [None] * n
+    taken, differences = [0] * n, list[list[Weights]]()
+    for row in range(len(table.update)):
+        worker, chunk, step = int(table.worker[row]), int(table.chunk[row]), int(table.step[row])
+        while taken[worker] < table.read[row]:
+            difference = differences[taken[worker]][worker]
+            own[worker] = {key: x + difference[key] for key, x in own[worker].items()}
+            taken[worker] += 1
+        g = gradient(own[worker], batches[chunk // n], chunk % n, n)
+        own[worker], memories[worker] = rule(own[worker], g, memories[worker], rates[step])
+        if row + 1 == len(table.update) or table.update[row + 1] > table.update[row]:
+            middle = mean(own)
+            differences.append([{key: middle[key] - x[key] for key in x} for x in own])
+    return mean(own)

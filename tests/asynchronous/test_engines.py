@@ -1,0 +1,186 @@
+"""Engines make of a table what the plain loop of reference.py makes of it, to rounding."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar.asynchronous import options, server
+from jaxpar.asynchronous.cures import corrected_momentum
+from jaxpar.asynchronous.table import Table
+from tests.asynchronous import reference
+from tests.asynchronous.reference import Rule, Weights
+from tests.strategies.pipelines import NUM_STEPS, Task, make, make_batch, make_config, named, start
+
+TASKS = {name: Task("mlp", "classification", name, layers=1) for name in ("sgd", "adamw")}
+RATE = ("--config.optimizer.schedule=linear", "--config.optimizer.warmup=0.3", "--config.optimizer.lr=0.05")
+PLAIN = ("--config.model.dropout=0", "--config.optimizer.clip_norm=0", "--config.optimizer.weight_decay=0", *RATE)
+RATES = [0.05 * (t / 3 if t < 3 else 1 - (t - 3) / 7) for t in range(NUM_STEPS)]  # 3 steps of warm-up, then down to 0
+RULES: dict[str, tuple[str, tuple[str, ...], Rule]] = {
+    "sgd": ("sgd", ("--config.optimizer.momentum=0",), reference.sgd()),
+    "momentum": ("sgd", ("--config.optimizer.momentum=0.8",), reference.sgd(0.8)),
+    "adam": ("adamw", (), reference.adam(0.9, 0.999, 1e-8)),
+}
+
+
+def asynchronous(*settings: str, devices: int = 2, workers: int = 4) -> tuple[str, ...]:
+    """The overrides of the strategy."""
+    own = (f"--config.asynchronous.{setting}" for setting in settings)
+    base = ("--config.strategy=async_data_parallel", f"--config.mesh.data={devices}")
+    return (*base, f"--config.asynchronous.num_workers={workers}", *own)
+
+
+RANDOM = ("delays.distribution=lognormal", "delays.spread=0.8", "delays.slowdown=2.5", "delays.communication_time=0.2")
+
+
+def trained(rule: str, *overrides: str) -> tuple[Weights, Table, Weights]:
+    """Weights after the run, its table, and the weights that it began with."""
+    name, own, _ = RULES[rule]
+    task, overrides = TASKS[name], (*PLAIN, *own, *overrides)
+    strategy = make(task, *overrides)
+    begun = start(task, *PLAIN, *own)
+    state = strategy.from_canonical(begun)
+    for step in range(NUM_STEPS):
+        state, _ = strategy.step(state, strategy.place(make_batch(task, step)))
+    table = options.build_table(make_config(task, *overrides), NUM_STEPS)
+    return named(strategy.to_canonical(state)["params"]), table, named(begun["params"])
+
+
+def assert_close(got: Weights, expected: Weights, begun: Weights) -> None:
+    """To a small part of the way that they went."""
+    for key, x in expected.items():
+        way = np.linalg.norm(x - begun[key])
+        assert way > 1e-4, key
+        assert np.linalg.norm(got[key] - x) <= 2e-5 * way + 1e-6 * np.linalg.norm(x), key
+
+
+BATCHES = [make_batch(TASKS["sgd"], step) for step in range(NUM_STEPS)]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "settings",
+    [("policy=sync",), ("policy=async",), ("policy=ssp", "bound=1"), ("policy=softsync", "groups=2")],
+    ids=lambda settings: settings[0].split("=")[1],
+)
+def test_gradients_to_a_server(settings: tuple[str, ...], rule: str) -> None:
+    got, table, begun = trained(rule, *asynchronous(*settings, *RANDOM))
+    assert_close(got, reference.to_server(table, begun, BATCHES, RULES[rule][2], RATES), begun)
+    assert table.staleness.max() == 0 if settings == ("policy=sync",) else table.staleness.max() >= 2
+
+
+# As the cures of jaxpar/asynchronous/cures.py, in NumPy: (gradient, weights, weights that it is of, staleness).
+
+
+def dc_asgd(g: Weights, w: Weights, read: Weights, staleness: int) -> Weights:
+    return {key: x + 0.5 * x * x * (w[key] - read[key]) for key, x in g.items()}
+
+
+def clip(g: Weights, w: Weights, read: Weights, staleness: int) -> Weights:
+    factor = min(1.0, 0.6 / max(staleness, 1) / reference.norm(g))
+    return {key: x * factor for key, x in g.items()}
+
+
+def adaptive() -> Callable[..., Weights]:
+    squares: dict[str, Any] = {}
+
+    def cure(g: Weights, w: Weights, read: Weights, staleness: int) -> Weights:
+        squares.update({key: 0.95 * squares.get(key, 0) + 0.05 * x * x for key, x in g.items()})
+        return {key: x + 0.5 / np.sqrt(squares[key] + 1e-7) * x * x * (w[key] - read[key]) for key, x in g.items()}
+
+    return cure
+
+
+CURES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "dc_asgd": (("dc_strength=0.5",), {"cures": (dc_asgd,)}),
+    "adaptive_dc_asgd": (("dc_strength=0.5",), {"cures": (adaptive(),)}),
+    "clip_by_staleness": (("max_norm=0.6",), {"cures": (clip,)}),
+    "staleness_aware": ((), {"staleness_aware": True}),
+    "clip_by_staleness,dc_asgd,staleness_aware": (
+        ("max_norm=0.6", "dc_strength=0.5"),
+        {"cures": (clip, dc_asgd), "staleness_aware": True},
+    ),
+    "dc_asgd,clip_by_staleness": (("max_norm=0.6", "dc_strength=0.5"), {"cures": (dc_asgd, clip)}),
+}
+
+
+@pytest.mark.parametrize("policy", ["async", "softsync"])
+@pytest.mark.parametrize("name", CURES)
+def test_cures(name: str, policy: str) -> None:
+    if name == "adaptive_dc_asgd" and policy == "softsync":
+        pytest.skip("the reference remembers squares between runs")
+    settings, arguments = CURES[name]
+    got, table, begun = trained("momentum", *asynchronous(f"policy={policy}", f"cures={name}", *settings, *RANDOM))
+    rule = RULES["momentum"][2]
+    expected = reference.to_server(table, begun, BATCHES, rule, RATES, **arguments)
+    assert_close(got, expected, begun)
+    without = reference.to_server(table, begun, BATCHES, rule, RATES)
+    assert max(np.linalg.norm(without[key] - x) / np.linalg.norm(x - begun[key]) for key, x in expected.items()) > 1e-3
+
+
+@pytest.mark.parametrize(("rule", "before"), [("momentum", 0.8), ("adam", 0.9)])
+def test_corrected_momentum(rule: str, before: float) -> None:
+    assert corrected_momentum(0.9, 0) == pytest.approx(0.9)
+    assert corrected_momentum(0.9, 3) == pytest.approx(0.6)  # 1 - 0.6 is 4 times 1 - 0.9
+    assert corrected_momentum(0.9, 30) == 0
+    got, table, begun = trained(rule, *asynchronous("policy=async", "cures=corrected_momentum"))
+    after = max(1 - (1 - before) * (1 + table.staleness.mean()), 1e-6)
+    corrected = reference.sgd(after) if rule == "momentum" else reference.adam(after)
+    assert_close(got, reference.to_server(table, begun, BATCHES, corrected, RATES), begun)
+
+
+@pytest.mark.parametrize("rule", ["momentum", "adam"])
+@pytest.mark.parametrize(
+    "settings", [("policy=local_sgd", "interval=3"), ("policy=diloco", "interval=2", "outer_lr=0.6")]
+)
+def test_workers_that_meet(settings: tuple[str, ...], rule: str) -> None:
+    got, table, begun = trained(rule, *asynchronous(*settings, *RANDOM))
+    outer = (0.6, 0.9) if settings[0] == "policy=diloco" else None
+    rounds = -(-NUM_STEPS // (3 if outer is None else 2))
+    assert table.num_updates == rounds and table.staleness.max() == 0
+    assert_close(got, reference.meeting(table, begun, BATCHES, RULES[rule][2], RATES, outer=outer), begun)
+
+
+@pytest.mark.parametrize("rule", ["momentum", "adam"])
+def test_workers_whose_weights_are_averaged_meanwhile(rule: str) -> None:
+    got, table, begun = trained(rule, *asynchronous("policy=model_average", "interval=2", *RANDOM))
+    assert table.staleness.max() >= 1 and table.num_updates >= 3
+    assert_close(got, reference.averaging(table, begun, BATCHES, RULES[rule][2], RATES), begun)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("settings", [("policy=async",), ("policy=ssp",), ("policy=softsync",), ("policy=sync",)])
+def test_versions_that_are_kept(settings: tuple[str, ...], devices: int) -> None:
+    """As many as are counted here, row by row: those that a later gradient of the device is of."""
+    config = make_config(TASKS["sgd"], *asynchronous(*settings, *RANDOM, devices=devices, workers=6))
+    table = options.build_table(config, 30)
+    for device, expected in enumerate(server.num_kept(table, devices)):
+        mine = table.worker % devices == device
+        peak = 0
+        for version in range(1, table.num_updates + 1):
+            later = mine & (table.update >= version) & (table.read < version)
+            peak = max(peak, len(set(table.read[later].tolist())))
+        assert peak == expected
+
+
+def test_only_versions_that_are_needed_are_there() -> None:
+    overrides = asynchronous("policy=async", *RANDOM, devices=2, workers=6)
+    strategy, task = make(TASKS["sgd"], *PLAIN, *overrides, "--config.batch_size=24"), TASKS["sgd"]
+    config = make_config(task, *PLAIN, *overrides, "--config.batch_size=24")
+    table, peaks = options.build_table(config, NUM_STEPS), []
+    state = strategy.from_canonical(start(task, *PLAIN))
+    for step in range(NUM_STEPS):
+        state, _ = strategy.step(state, make_batch(task, step, 24))
+        needed = {
+            (int(read), int(worker) % 2)
+            for worker, read, of in zip(table.worker, table.read, table.step, strict=True)
+            if of > step and read < table.update[table.step == step].max() + 1
+        }
+        assert state.kept.keys() == needed
+        peaks.append(max(sum(place == device for _, place in needed) for device in range(2)))
+    most = server.num_kept(table, 2)
+    assert max(peaks) <= max(most)
+    size = sum(leaf.size * 4 for leaf in jax.tree.leaves(state.params))
+    assert [parts["history"] for parts in strategy.describe().memory] == [number * size for number in most]

@@ -1,0 +1,78 @@
+"""Mistakes in config.asynchronous: one line that names the key, before anything is written or compiled."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from jaxpar import train
+from jaxpar.asynchronous import table
+from tests.runs import refused, small_config
+from tests.test_train import assert_bitwise_equal, stop_at
+
+MISTAKES: dict[str, tuple[list[str], list[str]]] = {
+    "a policy": (["policy=asink"], ["asynchronous.policy is 'asink'; it may be sync, async", "Did you mean 'async'?"]),
+    "no worker": (["num_workers=0"], ["asynchronous.num_workers is 0; it must be at least 1"]),
+    "a setting of another policy": (["bound=2"], ["asynchronous.bound is 2; policy 'async' has no use for it"]),
+    "a bound": (["policy=ssp", "bound=-1"], ["asynchronous.bound is -1; it must be at least 0"]),
+    "groups": (["policy=softsync", "groups=5"], ["asynchronous.groups is 5; it must be at least 1 and at most 4"]),
+    "an interval": (["policy=local_sgd", "interval=0"], ["asynchronous.interval is 0; it must be at least 1"]),
+    "an outer rate": (["policy=diloco", "outer_lr=-1"], ["asynchronous.outer_lr is -1.0; it may be 0 or more"]),
+    "an outer momentum": (["policy=diloco", "outer_momentum=1"], ["asynchronous.outer_momentum is 1.0", "less than 1"]),
+    "a distribution": (
+        ["delays.distribution=normal"],
+        ["asynchronous.delays.distribution is 'normal'; it may be constant, uniform, lognormal, pareto, trace"],
+    ),
+    "a time": (["delays.compute_time=0"], ["asynchronous.delays.compute_time is 0.0; it must be more than 0"]),
+    "no number": (["delays.slowdown=nan"], ["asynchronous.delays.slowdown is nan"]),
+    "a spread": (
+        ["delays.distribution=pareto"],
+        ["asynchronous.delays.spread is 0.0; of pareto it must be more than 1"],
+    ),
+    "a trace without its distribution": (["delays.trace=times.csv"], ["asynchronous.delays.trace is 'times.csv'"]),
+    "no trace": (["delays.distribution=trace"], ["asynchronous.delays.trace is ''; it may be the path of a CSV file"]),
+    "a missing trace": (["delays.distribution=trace", "delays.trace=no.csv"], ["no.csv: No such file"]),
+    "a cure": (["cures=dc_sgd"], ["asynchronous.cures is 'dc_sgd'; it may be dc_asgd", "Did you mean 'dc_asgd'?"]),
+    "two of one kind": (["cures=dc_asgd,adaptive_dc_asgd"], ["it may have one of dc_asgd, adaptive_dc_asgd"]),
+    "cures of workers with their own weights": (
+        ["policy=local_sgd", "cures=dc_asgd"],
+        ["asynchronous.cures is 'dc_asgd'; it may be '' with policy 'local_sgd'"],
+    ),
+    "a strength without a cure": (["dc_strength=1"], ["asynchronous.dc_strength is 1.0; it is for dc_asgd"]),
+    "a cure without its norm": (["cures=clip_by_staleness"], ["asynchronous.max_norm is None; it may be more than 0"]),
+    "a norm without its cure": (["max_norm=1"], ["asynchronous.max_norm is 1.0", "else None"]),
+    "no momentum": (
+        ["cures=corrected_momentum", "optimizer.name=adafactor"],
+        ["optimizer.name is 'adafactor'; it may be sgd, adamw, lamb, lion with corrected_momentum"],
+    ),
+    "a batch": (["num_workers=5"], ["batch_size is 24; it may be a multiple of 10: 5 workers", "on 2 devices"]),
+    "an exchange": (["exchange=zero1"], ["config.exchange is 'zero1'; it may be 'ddp' without options"]),
+    "stages": (["mesh.stage=2"], ["config.mesh.stage is 2; it may be 1 with config.strategy='async_data_parallel'"]),
+}
+OTHERS = ("optimizer.", "exchange", "mesh.")
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told_in_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings, messages = MISTAKES[name]
+    keys = [key if key.startswith(OTHERS) else f"asynchronous.{key}" for key in settings]
+    arguments = ["--config.strategy=async_data_parallel", *(f"--config.{key}" for key in keys)]
+    line = refused(tmp_path, tmp_path, arguments, capsys)
+    assert all(message in line for message in messages), line
+
+
+@pytest.mark.parametrize("policy", ["async", "model_average"])
+def test_a_run_that_was_stopped(policy: str, tmp_path: Path) -> None:
+    """Goes on to the same end, bitwise, and leaves its table."""
+    strategy = ("--config.strategy=async_data_parallel", f"--config.asynchronous.policy={policy}")
+    config = small_config(tmp_path, *strategy, "--config.num_steps=6")
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, 4, signal.SIGTERM)
+        with pytest.raises(train.Stopped):
+            train.train(config, tmp_path / "stopped")
+    train.train(config, tmp_path / "stopped")
+    result = train.train(config, tmp_path / "run")
+    assert_bitwise_equal(tmp_path / "stopped", tmp_path / "run")
+    assert result["strategy"] == "async_data_parallel" and result["steps"] == 6
+    updates = table.read(tmp_path / "run" / "updates.csv")
+    assert len(updates.worker) == 24 and updates.num_workers == 4
