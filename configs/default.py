@@ -46,6 +46,8 @@ def get_config() -> ConfigDict:
 
     # Of strategy async_data_parallel: workers that take gradients of weights that they have read some time ago.
     config.asynchronous = asynchronous = ConfigDict()
+    asynchronous.mode = "emulated"  # in virtual time, from a table; live: by threads (async and ssp)
+    asynchronous.table = ""  # the updates.csv of a live run, to be made again
     asynchronous.policy = "async"  # sync, async, ssp, softsync, local_sgd, diloco, model_average
     asynchronous.num_workers = 4  # each takes a part of the batch; as many as you like on any number of devices
     asynchronous.bound = placeholder(int)  # ssp: iterations that a worker may be ahead of the slowest; 3

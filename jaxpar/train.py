@@ -321,6 +321,6 @@ def finish(run: Run, current: Any, log: metrics.Log) -> dict[str, Any]:
         "state_bytes": description.state_bytes,
         "wire_bytes": description.wire_bytes,
     }
-    run.strategy.report(run.workdir)
+    result |= run.strategy.report(run.workdir)
     report.draw_curves(run.workdir, f"{run.config.model.name} on {run.config.data.source}, {run.config.strategy}")
     return result

@@ -88,17 +88,16 @@ class Engine:
 
     def step(self, state: LocalState, batch: Mapping[str, np.ndarray]) -> tuple[LocalState, Metrics]:
         """The gradients of one step. batch: on the host."""
-        programs, first = self.programs, state.step * self.num_workers
+        programs, chunks = self.programs, self.programs.chunks(state.step, batch, self._devices[0])
         params, servers, taken = list(state.params), list(state.servers), list(state.taken)
         outer, averages = state.outer, dict(state.averages)
-        weight = programs.weight(jax.device_put(batch["weights"], self._devices[0]))
         for row in self._rows[state.step]:
             worker, device = row.worker, self._devices[row.worker]
             for number in range(taken[worker], row.read) if not self._waits else ():
                 if number in averages:  # else the run began after it
                     params[worker] = self._add(params[worker], averages[number][worker])
                 taken[worker] = number + 1
-            rows = {name: x[row.chunk - first :: self.num_workers] for name, x in batch.items()}
+            rows, weight, _ = chunks[row.chunk]
             given = jax.device_put((state.key, np.int32(state.step), rows, weight), device)
             made = programs.gradient(params[worker], *given)
             at = Arrival(np.float32(0), np.float32(0), np.float32(1), np.int32(state.step))

@@ -23,6 +23,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "diloco": {"interval": 8, "outer_lr": 0.7, "outer_momentum": 0.9},
     "model_average": {"interval": 8},
 }
+MODES, LIVE = ("emulated", "live"), ("async", "ssp")  # LIVE: policies that threads have
 LOCAL = ("local_sgd", "diloco", "model_average")  # policies whose workers have weights of their own
 CURES = ("dc_asgd", "adaptive_dc_asgd", "clip_by_staleness", "staleness_aware", "corrected_momentum")
 STRENGTHS = {"dc_asgd": 0.04, "adaptive_dc_asgd": 2.0}  # Zheng et al., 2017, section 6.1
@@ -32,6 +33,7 @@ MOMENTUM = {"sgd": "momentum", "adamw": "b1", "lamb": "b1", "lion": "b1"}  # wha
 def check(config: ConfigDict) -> None:
     """Raises UserError for what cannot be."""
     a = config.asynchronous
+    check_choice("asynchronous.mode", a.mode, MODES)
     check_choice("asynchronous.policy", a.policy, POLICIES)
     for key in sorted({key for own in SETTINGS.values() for key in own}):
         if a[key] is not None and key not in SETTINGS.get(a.policy, {}):
@@ -40,8 +42,32 @@ def check(config: ConfigDict) -> None:
         if a[key] is not None and not 0 <= a[key] < (1 if key == "outer_momentum" else math.inf):
             may = "0 or more" + (", and less than 1" if key == "outer_momentum" else "")
             raise UserError(f"config.asynchronous.{key} is {a[key]}; it may be {may}")
+    if a.mode == "live":
+        _check_live(config)
+    if a.table and a.policy not in LIVE:
+        raise UserError(f"config.asynchronous.policy is {a.policy!r}; it may be {', '.join(LIVE)} with a table")
     _check_cures(config)
-    build_table(config, 1)
+    build_delays(config)
+    if a.table:
+        _recorded(config)
+    else:
+        build_table(config, 1)
+
+
+def _check_live(config: ConfigDict) -> None:
+    a = config.asynchronous
+    if a.policy not in LIVE:
+        raise UserError(
+            f"config.asynchronous.policy is {a.policy!r}; it may be {', '.join(LIVE)} with "
+            "config.asynchronous.mode='live' (ssp with bound 0 is lock step)"
+        )
+    if a.table:
+        raise UserError(f"config.asynchronous.table is {a.table!r}; it is for config.asynchronous.mode='emulated'")
+    if "corrected_momentum" in named_cures(config):
+        raise UserError(
+            "config.asynchronous.cures has corrected_momentum, which needs the staleness before the run; it may not "
+            "with config.asynchronous.mode='live'"
+        )
 
 
 def _check_cures(config: ConfigDict) -> None:
@@ -78,6 +104,15 @@ def named_cures(config: ConfigDict) -> list[str]:
 def build_table(config: ConfigDict, num_steps: int) -> Table:
     """Who computes which gradient from which weights, in a run of so many steps. Raises UserError where none can be."""
     a, times = config.asynchronous, build_delays(config)
+    if a.table:
+        made = _recorded(config)
+        steps = int(made.step[-1]) + 1
+        if steps != num_steps or len(made.update) != steps * made.num_workers:
+            raise UserError(
+                f"config.asynchronous.table is {a.table!r}, of {steps} steps and {len(made.update)} gradients; this "
+                f"run has {num_steps} steps and {num_steps * a.num_workers} gradients"
+            )
+        return made
     sizes = {"num_workers": a.num_workers, "num_gradients": max(a.num_workers, 1) * num_steps}
     own = {key: value for key, value in settings(config).items() if key in ("bound", "groups", "interval")}
     try:
@@ -86,6 +121,15 @@ def build_table(config: ConfigDict, num_steps: int) -> Table:
         raise UserError(f"config.asynchronous.{error}") from error
     table.validate(made)
     return made
+
+
+def _recorded(config: ConfigDict) -> Table:
+    """The table of a live run."""
+    a = config.asynchronous
+    found = table.read(a.table)
+    if found.num_workers != a.num_workers:
+        raise UserError(f"config.asynchronous.num_workers is {a.num_workers}; {a.table} has {found.num_workers}")
+    return found
 
 
 def settings(config: ConfigDict) -> dict[str, Any]:
@@ -110,8 +154,11 @@ def build_delays(config: ConfigDict) -> Delays:
     return times
 
 
-def build_cures(config: ConfigDict, problem: Problem, updates: Table) -> tuple[Problem, Cures]:
-    """The problem, with the optimizer that config.asynchronous.cures asks for, and what is around that."""
+def build_cures(config: ConfigDict, problem: Problem, updates: Table | None) -> tuple[Problem, Cures]:
+    """The problem, with the optimizer that config.asynchronous.cures asks for, and what is around that.
+
+    updates: None where the run is live.
+    """
     a, given = config.asynchronous, named_cures(config)
     made: dict[str, optax.GradientTransformationExtraArgs] = {"staleness_aware": cures.staleness_aware()}
     for name, function in (("dc_asgd", cures.dc_asgd), ("adaptive_dc_asgd", cures.adaptive_dc_asgd)):
@@ -119,7 +166,7 @@ def build_cures(config: ConfigDict, problem: Problem, updates: Table) -> tuple[P
     made["clip_by_staleness"] = cures.clip_by_staleness(a.max_norm or 0.0)
     gradients = optax.chain(optax.identity(), *(made[name] for name in given if name in CURES[:3]))
     around = optax.chain(optax.identity(), *(made[name] for name in given if name == "staleness_aware"))
-    if "corrected_momentum" in given:
+    if "corrected_momentum" in given and updates is not None:
         own, key = config.copy_and_resolve_references(), MOMENTUM[config.optimizer.name]
         corrected = cures.corrected_momentum(own.optimizer[key], float(updates.staleness.mean()))
         own.optimizer[key] = max(corrected, 1e-6)  # without any, an optimizer's state would have another form

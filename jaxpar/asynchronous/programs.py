@@ -70,6 +70,20 @@ class Arrival(NamedTuple):
     step: Any
 
 
+class Chunk(NamedTuple):
+    """A part of a batch, on the host: rows i, i + n, i + 2n, .. of n workers.
+
+    Attributes:
+      rows: of the batch.
+      weight: what its gradient is divided by.
+      step: of the run, whose batch it is of.
+    """
+
+    rows: dict[str, Any]
+    weight: Any
+    step: int
+
+
 def gradient(problem: Problem, params: Params, key: Any, step: Any, rows: Batch, weight: Any) -> tuple[Params, Sums]:
     """A worker's program: the gradient of its rows at the weights that it has read."""
     return steps.gradients(problem, State(step, key, params, None), rows, weight)
@@ -149,7 +163,7 @@ class Programs:
     """
 
     def __init__(self, problem: Problem, cures: Cures, num_workers: int):
-        self.cures = cures
+        self.cures, self.num_workers = cures, num_workers
         self.gradient = jax.jit(partial(gradient, problem))
         self.arrive = jax.jit(partial(arrive, problem, cures), static_argnums=(0, 1), donate_argnums=3)
         self.weight = jax.jit(lambda weights: weights.sum() / num_workers)
@@ -160,6 +174,11 @@ class Programs:
         waiting = jax.tree.map(jnp.zeros_like, params) if is_grouped else ()
         cures = (self.cures.gradients.init(params), self.cures.updates.init(params))
         return Server(optimizer, waiting, cures, new_totals(device))
+
+    def chunks(self, step: int, batch: Mapping[str, np.ndarray], device: jax.Device) -> dict[int, Chunk]:
+        """The parts of a step's batch by their number in the run; device: for its weight."""
+        weight, n = self.weight(jax.device_put(batch["weights"], device)), self.num_workers
+        return {step * n + i: Chunk({k: x[i::n] for k, x in batch.items()}, weight, step) for i in range(n)}
 
     def metrics(self, totals: Totals) -> Metrics:
         """Of a step: the norm is the root mean square over its updates."""

@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.asynchronous.programs import Arrival, Cures, Programs, Server, leaves, new_totals, with_leaves
+from jaxpar.asynchronous.programs import Arrival, Chunk, Cures, Programs, Server, leaves, new_totals, with_leaves
 from jaxpar.asynchronous.table import Table
 from jaxpar.models.model import Params
 from jaxpar.state import Canonical, State
 from jaxpar.step import Metrics, Problem
+
+WEIGHT = "weight of the batch"  # in the private state, next to the rows of a chunk
 
 
 class AsyncState(NamedTuple):
@@ -27,6 +29,7 @@ class AsyncState(NamedTuple):
       params: on the server, the first device.
       server: what else is there.
       kept: by (version, number of a device), older weights that a worker of that device will need.
+      chunks: of batches that have come, whose gradients come later: in the tables of live runs.
     """
 
     step: int
@@ -34,6 +37,7 @@ class AsyncState(NamedTuple):
     params: Params
     server: Server
     kept: dict[tuple[int, int], Params]
+    chunks: dict[int, Chunk]
 
 
 class Row(NamedTuple):
@@ -110,22 +114,21 @@ class Engine:
         alive = [use for use, last in self._last_uses.items() if use[0] < version <= last]
         kept = {(read, device): jax.device_put(state.params, self._devices[device]) for read, device in alive}
         server = self.programs.server(state.params, state.optimizer, self._devices[0], is_grouped=self.is_grouped)
-        return AsyncState(step, state.key, state.params, server, kept)
+        return AsyncState(step, state.key, state.params, server, kept, {})
 
     def step(self, state: AsyncState, batch: Mapping[str, np.ndarray]) -> tuple[AsyncState, Metrics]:
         """The gradients of one step. batch: on the host."""
-        step, key, params, server, kept = state
+        step, key, params, server, kept, chunks = state
         kept, copies = dict(kept), dict[int, Params]()
-        weight = self.programs.weight(jax.device_put(batch["weights"], self._devices[0]))
-        first = step * self.num_workers
+        chunks = {**chunks, **self.programs.chunks(step, batch, self._devices[0])}
         for row in self._rows[step]:
             place = row.worker % len(self._devices)
             device = self._devices[place]
             if row.read == row.update and place not in copies:
                 copies[place] = jax.device_put(params, device)
             read = copies[place] if row.read == row.update else kept[row.read, place]
-            rows = {name: x[row.chunk - first :: self.num_workers] for name, x in batch.items()}
-            made = self.programs.gradient(read, *jax.device_put((key, np.int32(step), rows, weight), device))
+            rows, weight, of_step = chunks.pop(row.chunk)
+            made = self.programs.gradient(read, *jax.device_put((key, np.int32(of_step), rows, weight), device))
             sent = jax.device_put((*made, read if self.programs.cures.needs_read else None), self._devices[0])
             figures = map(np.float32, (row.staleness, row.mean_staleness, row.size))
             at = Arrival._make((*figures, np.int32(step)))
@@ -138,7 +141,7 @@ class Engine:
                 copies = {}
         metrics = self.programs.metrics(server.totals)
         server = server._replace(totals=new_totals(self._devices[0]))
-        return AsyncState(step + 1, key, params, server, kept), metrics
+        return AsyncState(step + 1, key, params, server, kept, chunks), metrics
 
     def params(self, state: AsyncState) -> Params:
         """The weights as they are, on the first device."""
@@ -150,12 +153,19 @@ class Engine:
 
     def private(self, state: AsyncState) -> Canonical:
         """What is on its way: weights that workers have read, gradients that wait for others; what cures remember."""
-        return leaves(jax.device_put(_parts(state), self._devices[0]))
+        private = leaves(jax.device_put(_parts(state), self._devices[0]))
+        for number, chunk in state.chunks.items():
+            private |= {f"{number} {name}": x for name, x in (chunk.rows | {WEIGHT: chunk.weight}).items()}
+        return private
 
     def restored(self, state: AsyncState, private: Canonical) -> AsyncState:
         """A state that `start` has made, with what `private` had."""
         kept, waiting, cures = with_leaves(_parts(state), private)
-        return state._replace(kept=kept, server=state.server._replace(waiting=waiting, cures=cures))
+        parts: dict[int, dict[str, Any]] = {}
+        for number, _, name in (name.partition(" ") for name in private if " " in name):
+            parts.setdefault(int(number), {})[name] = private[f"{number} {name}"]
+        chunks = {number: Chunk(rows, rows.pop(WEIGHT), number // self.num_workers) for number, rows in parts.items()}
+        return state._replace(kept=kept, server=state.server._replace(waiting=waiting, cures=cures), chunks=chunks)
 
 
 def _parts(state: AsyncState) -> tuple[Any, Any, Any]:

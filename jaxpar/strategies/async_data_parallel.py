@@ -3,7 +3,7 @@
 What workers would do by chance is a table, which a simulation in virtual time makes of config.asynchronous
 (jaxpar/asynchronous/simulate.py). An engine runs it, in the order that it says (jaxpar/asynchronous/server.py where
 workers send gradients to a server, local.py where they have weights of their own). So a run is the same every time,
-with any number of workers, on any number of devices.
+with any number of workers, on any number of devices. Or workers are threads (live.py), and the table is what they did.
 
 A step of the run is as many gradients as there are workers, each of its part of the batch.
 """
@@ -12,6 +12,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from ml_collections import ConfigDict
 from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
-from jaxpar.asynchronous import local, options, server, table
+from jaxpar.asynchronous import live, local, options, server, table
 from jaxpar.asynchronous.programs import Arrival, Cures
 from jaxpar.asynchronous.table import Table, staleness_summary
 from jaxpar.errors import UserError
@@ -35,8 +36,6 @@ from jaxpar.step import Problem
 from jaxpar.strategies import exchanges
 from jaxpar.strategies.strategy import Description, Program, Strategy, nbytes, with_shardings
 from jaxpar.tasks import Sums
-
-Engine = server.Engine | local.Engine
 
 
 def num_replicas(config: ConfigDict) -> int:
@@ -61,7 +60,8 @@ def parts(config: ConfigDict) -> tuple[int, str]:
 
 def build(config: ConfigDict, problem: Problem) -> Strategy:
     """The strategy of config.asynchronous, over config.mesh.data devices, of which the first is the server's too."""
-    mesh, updates = meshes.build(num_replicas(config)), options.build_table(config, problem.num_steps)
+    mesh, is_live = meshes.build(num_replicas(config)), config.asynchronous.mode == "live"
+    updates = None if is_live else options.build_table(config, problem.num_steps)
     devices = list(mesh.devices.flat)
     problem, cures = options.build_cures(config, problem, updates)
     engine: Any = build_engine(config, problem, cures, updates, devices)
@@ -90,23 +90,34 @@ def build(config: ConfigDict, problem: Problem) -> Strategy:
         describe=lambda: describe(config, devices, updates, like),
         compile=lambda: compiled(engine, problem, like, first),
         to_private=engine.private,
-        private_of=f"{words(config, updates)} ({fingerprint(updates)}) on {mesh.size} devices",
-        report=lambda workdir: table.write(workdir / "updates.csv", updates),
+        private_of=f"{words(config)} ({fingerprint(updates) if updates else 'live'}) on {mesh.size} devices",
+        report=lambda workdir: report(updates or engine.table(), workdir),
     )
 
 
 def build_engine(
-    config: ConfigDict, problem: Problem, cures: Cures, updates: Table, devices: Sequence[jax.Device]
-) -> Engine:
-    """What runs the table."""
+    config: ConfigDict, problem: Problem, cures: Cures, updates: Table | None, devices: Sequence[jax.Device]
+) -> server.Engine | local.Engine | live.Engine:
+    """What runs the table, or makes one."""
     a, own = config.asynchronous, options.settings(config)
+    if updates is None:
+        bound = own.get("bound", math.inf)
+        return live.Engine(problem, cures, a.num_workers, devices, bound=bound, slowdown=a.delays.slowdown)
     if a.policy not in options.LOCAL:
         return server.Engine(problem, cures, updates, devices)
     outer = optax.sgd(own["outer_lr"], own["outer_momentum"], nesterov=True) if a.policy == "diloco" else None
     return local.Engine(problem, cures, updates, devices, outer=outer, waits=a.policy != "model_average")
 
 
-def compiled(engine: Engine, problem: Problem, like: State, first: Any) -> list[Program]:
+def report(updates: Table, workdir: Path) -> dict[str, Any]:
+    """Writes the table; what it comes to."""
+    table.write(workdir / "updates.csv", updates)
+    staleness = staleness_summary(updates)
+    figures = {"updates": updates.num_updates, "table_seconds": float(updates.finish[-1])}
+    return figures | {f"staleness_{name}": staleness[name] for name in ("mean", "max")}
+
+
+def compiled(engine: Any, problem: Problem, like: State, first: Any) -> list[Program]:
     """The programs of a worker, and of the server for the last gradient of an update."""
     programs, n = engine.programs, engine.num_workers
     rows = {k: jax.ShapeDtypeStruct((len(x) // n, *x.shape[1:]), x.dtype) for k, x in problem.batch.items()}
@@ -122,9 +133,10 @@ def compiled(engine: Engine, problem: Problem, like: State, first: Any) -> list[
     return [Program(worker.compile()), Program(update.compile())]
 
 
-def words(config: ConfigDict, updates: Table) -> str:
+def words(config: ConfigDict) -> str:
     """Policy, workers and cures, in words."""
-    made = f"{config.asynchronous.policy} of {updates.num_workers} workers"
+    a = config.asynchronous
+    made = f"{'live ' if a.mode == 'live' else ''}{a.policy} of {a.num_workers} workers"
     return made + (f" with {', '.join(cures)}" if (cures := options.named_cures(config)) else "")
 
 
@@ -133,19 +145,20 @@ def fingerprint(updates: Table) -> str:
     return hashlib.sha256(b"".join(column.tobytes() for column in updates[1:6])).hexdigest()[:12]
 
 
-def describe(config: ConfigDict, devices: Sequence[jax.Device], updates: Table, like: State) -> Description:
+def describe(config: ConfigDict, devices: Sequence[jax.Device], updates: Table | None, like: State) -> Description:
     """What is where, and what the first device sends and takes: weights to workers of others, and their gradients."""
-    staleness, size = staleness_summary(updates), nbytes(like.params)
-    layout = f"{words(config, updates)}, staleness {staleness['mean']:.2f} on average and {staleness['max']} at most"
-    workers = [len(range(number, updates.num_workers, len(devices))) for number in range(len(devices))]
-    if config.asynchronous.policy in options.LOCAL:
-        each = {"parameters": size, "optimizer": nbytes(like.optimizer)}
-        memory = [{part: number * one for part, one in each.items()} for number in workers]
-        sent = 2 * (updates.num_updates / len(updates.update)) * (updates.num_workers - workers[0]) * size
-    else:
-        kept = server.num_kept(updates, len(devices))
+    size, n, optimizer = nbytes(like.params), config.asynchronous.num_workers, nbytes(like.optimizer)
+    workers = [len(range(number, n, len(devices))) for number in range(len(devices))]
+    layout, sent = words(config), 2 * (n - workers[0]) * size
+    if updates is not None:
+        staleness = staleness_summary(updates)
+        layout += f", staleness {staleness['mean']:.2f} on average and {staleness['max']} at most"
+    if updates is not None and config.asynchronous.policy in options.LOCAL:
+        memory = [{"parameters": number * size, "optimizer": number * optimizer} for number in workers]
+        sent = sent * updates.num_updates // len(updates.update)
+    else:  # a live worker has what it has read
+        kept = workers if updates is None else server.num_kept(updates, len(devices))
         memory = [{"parameters": size, "history": number * size} for number in kept]
-        memory[0] |= {"optimizer": nbytes(like.optimizer)}
-        sent = 2 * (updates.num_workers - workers[0]) * size
+        memory[0] |= {"optimizer": optimizer}
     traffic = (Traffic("copy", "float32", DATA, sent),) if len(devices) > 1 else ()
     return Description(tuple(devices), layout, len(devices), tuple(memory), traffic)

@@ -185,9 +185,10 @@ def build(config: ConfigDict, problem: Problem) -> Strategy:
         batch = with_shardings(problem.batch, divided)
         return [Program(step.lower(plan.shape, PackedState(*parts), batch, plan.actions, plan.arrivals).compile())]
 
-    def report(workdir: Path) -> None:
+    def report(workdir: Path) -> dict[str, Any]:
         if config.pipeline.trace:
             timeline.save(workdir / "timeline.png", config.pipeline.schedule, table)
+        return {}
 
     return Strategy(
         init=lambda key: with_own(form.init(key)),

@@ -72,4 +72,5 @@ class Strategy(NamedTuple):
     compile: Callable[[], list[Program]]  # a step's programs, for the problem's batch, without running them
     to_private: Callable[[Any], Canonical] = lambda state: {}  # what of the state is not in the canonical one
     private_of: str = ""  # only a strategy of which this is the same can go on with it
-    report: Callable[[Path], None] = lambda workdir: None  # writes what it has to show at the end of a run
+    # Writes what it has to show at the end of a run, and returns figures for result.json.
+    report: Callable[[Path], Mapping[str, Any]] = lambda workdir: {}

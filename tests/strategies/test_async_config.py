@@ -7,7 +7,8 @@ import pytest
 
 from jaxpar import train
 from jaxpar.asynchronous import table
-from tests.runs import refused, small_config
+from tests.runs import refused
+from tests.test_private import config as small_run
 from tests.test_train import assert_bitwise_equal, stop_at
 
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
@@ -17,6 +18,17 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "a bound": (["policy=ssp", "bound=-1"], ["asynchronous.bound is -1; it must be at least 0"]),
     "groups": (["policy=softsync", "groups=5"], ["asynchronous.groups is 5; it must be at least 1 and at most 4"]),
     "an interval": (["policy=local_sgd", "interval=0"], ["asynchronous.interval is 0; it must be at least 1"]),
+    "a mode": (["mode=alive"], ["asynchronous.mode is 'alive'; it may be emulated, live"]),
+    "a policy that threads do not have": (
+        ["mode=live", "policy=softsync"],
+        ["asynchronous.policy is 'softsync'; it may be async, ssp with config.asynchronous.mode='live'"],
+    ),
+    "a table of a live run": (["mode=live", "table=updates.csv"], ["asynchronous.table is 'updates.csv'"]),
+    "a missing table": (["table=no.csv"], ["no.csv: No such file"]),
+    "a momentum before the run": (
+        ["mode=live", "cures=corrected_momentum"],
+        ["corrected_momentum, which needs the staleness before the run"],
+    ),
     "an outer rate": (["policy=diloco", "outer_lr=-1"], ["asynchronous.outer_lr is -1.0; it may be 0 or more"]),
     "an outer momentum": (["policy=diloco", "outer_momentum=1"], ["asynchronous.outer_momentum is 1.0", "less than 1"]),
     "a distribution": (
@@ -65,14 +77,14 @@ def test_a_mistake_is_told_in_one_line(name: str, tmp_path: Path, capsys: pytest
 def test_a_run_that_was_stopped(policy: str, tmp_path: Path) -> None:
     """Goes on to the same end, bitwise, and leaves its table."""
     strategy = ("--config.strategy=async_data_parallel", f"--config.asynchronous.policy={policy}")
-    config = small_config(tmp_path, *strategy, "--config.num_steps=6")
+    config = small_run(*strategy)
     with pytest.MonkeyPatch.context() as patch:
-        stop_at(patch, 4, signal.SIGTERM)
+        stop_at(patch, 5, signal.SIGTERM)
         with pytest.raises(train.Stopped):
             train.train(config, tmp_path / "stopped")
     train.train(config, tmp_path / "stopped")
     result = train.train(config, tmp_path / "run")
     assert_bitwise_equal(tmp_path / "stopped", tmp_path / "run")
-    assert result["strategy"] == "async_data_parallel" and result["steps"] == 6
+    assert result["strategy"] == "async_data_parallel" and result["steps"] == 8
     updates = table.read(tmp_path / "run" / "updates.csv")
-    assert len(updates.worker) == 24 and updates.num_workers == 4
+    assert len(updates.worker) == 32 and updates.num_workers == 4

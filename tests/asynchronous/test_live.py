@@ -1,0 +1,133 @@
+"""Live runs: their tables are valid, and made again from them they are the same, bitwise."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar import train
+from jaxpar.asynchronous import live, table
+from jaxpar.asynchronous.table import Table
+from jaxpar.strategies import Strategy
+from tests.asynchronous.test_engines import asynchronous
+from tests.strategies.pipelines import NUM_STEPS, Task, make, make_batch, named, start
+from tests.test_private import config as small_run
+
+MLP, BERT = Task("mlp", "classification", layers=1), Task("bert", "classification", layers=1)
+RUNS: dict[str, tuple[Task, tuple[str, ...], dict[str, Any]]] = {
+    "two devices": (MLP, ("delays.slowdown=5",), {"workers": 4, "devices": 2}),
+    "cures": (MLP, ("cures=dc_asgd,staleness_aware",), {"workers": 8, "devices": 4}),
+    "bounded": (MLP, ("policy=ssp", "bound=1", "delays.slowdown=5"), {"workers": 4, "devices": 4}),
+    "a transformer": (BERT, (), {"workers": 4, "devices": 2}),
+}
+
+
+def begin(name: str, *more: str) -> Strategy:
+    task, settings, sizes = RUNS[name]
+    return make(task, *asynchronous(*settings, *more, **sizes))
+
+
+def go_on(strategy: Strategy, state: Any, task: Task, first: int, last: int) -> tuple[Any, list[float]]:
+    weights = []
+    for step in range(first, last):
+        state, metrics = strategy.step(state, strategy.place(make_batch(task, step)))
+        weights.append(float(metrics.sums.weight))
+    return state, weights
+
+
+def final(strategy: Strategy, state: Any) -> dict[str, np.ndarray]:
+    return named(jax.device_get(strategy.to_canonical(state)))
+
+
+def replayed(name: str, path: Path) -> dict[str, np.ndarray]:
+    """The end of the run that the table says, on another number of devices."""
+    task, settings, sizes = RUNS[name]
+    emulated = (setting for setting in settings if "delays" not in setting)
+    strategy = make(task, *asynchronous(*emulated, f"table={path}", workers=sizes["workers"], devices=1))
+    state, _ = go_on(strategy, strategy.from_canonical(start(task)), task, 0, NUM_STEPS)
+    return final(strategy, state)
+
+
+def written(strategy: Strategy, folder: Path) -> tuple[Path, Table]:
+    figures = strategy.report(folder)
+    made = table.read(folder / "updates.csv")
+    assert figures["updates"] == made.num_updates == len(made.worker)
+    assert figures["staleness_max"] == made.staleness.max()
+    return folder / "updates.csv", made
+
+
+def assert_bitwise(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    for name, x in expected.items():
+        np.testing.assert_array_equal(got[name], x, name)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_made_again_from_its_table(name: str, tmp_path: Path) -> None:
+    strategy, task = begin(name, "mode=live"), RUNS[name][0]
+    state, weights = go_on(strategy, strategy.from_canonical(start(task)), task, 0, NUM_STEPS)
+    assert all(weight > 0 for weight in weights)  # some gradient came in each step
+    end = final(strategy, state)
+    path, made = written(strategy, tmp_path)
+    assert int(end["['step']"]) == NUM_STEPS
+    workers = RUNS[name][2]["workers"]
+    assert sorted(made.chunk) == list(range(workers * NUM_STEPS))  # nothing is lost
+    assert set(made.worker) == set(range(workers)) and made.staleness.max() >= 1
+    assert_bitwise(replayed(name, path), end)
+
+
+def test_stopped_and_resumed_it_is_one_run_with_one_table(tmp_path: Path) -> None:
+    first = begin("cures", "mode=live")
+    state, _ = go_on(first, first.from_canonical(start(MLP)), MLP, 0, 4)
+    tree, private = jax.device_get((first.to_canonical(state), first.to_private(state)))
+    second = begin("cures", "mode=live")
+    state, _ = go_on(second, second.from_canonical(tree, private), MLP, 4, NUM_STEPS)
+    end = final(second, state)
+    path, _ = written(second, tmp_path)
+    assert_bitwise(replayed("cures", path), end)
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_no_worker_is_further_ahead_than_it_may(bound: int, tmp_path: Path) -> None:
+    settings = ("mode=live", "policy=ssp", f"bound={bound}", "delays.slowdown=10")
+    strategy = make(MLP, *asynchronous(*settings, workers=4, devices=2))
+    go_on(strategy, strategy.from_canonical(start(MLP)), MLP, 0, NUM_STEPS)
+    _, made = written(strategy, tmp_path)
+    ahead = []
+    for row in range(len(made.worker)):
+        before = (made.finish <= made.start[row]) & (np.arange(len(made.worker)) < row)
+        completed = np.bincount(made.worker[before], minlength=4)
+        ahead.append(completed[made.worker[row]] - completed.min())
+    assert max(ahead) == bound
+
+
+def test_a_slow_worker_does_less_and_slows_nobody(tmp_path: Path) -> None:
+    strategy = make(MLP, *asynchronous("mode=live", "delays.slowdown=50", workers=4, devices=2))
+    go_on(strategy, strategy.from_canonical(start(MLP)), MLP, 0, NUM_STEPS)
+    _, made = written(strategy, tmp_path)
+    counts = np.bincount(made.worker)
+    assert counts[3] < min(counts[:3])
+    stale = made.staleness[made.worker == 3][1:]  # the first is not slowed
+    assert stale.size == 0 or stale.mean() > made.staleness[made.worker != 3].mean()
+
+
+def test_what_a_worker_raises_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = begin("two devices", "mode=live")
+    state = strategy.from_canonical(start(MLP))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a device is gone")
+
+    monkeypatch.setattr(live.Run, "_compute", fail)
+    with pytest.raises(RuntimeError, match="a device is gone"):
+        strategy.step(state, strategy.place(make_batch(MLP, 0)))
+
+
+def test_a_run_of_the_binary_and_its_replay(tmp_path: Path) -> None:
+    config = small_run("--config.strategy=async_data_parallel", "--config.asynchronous.mode=live")
+    result = train.train(config, tmp_path / "live")
+    config.asynchronous.mode, config.asynchronous.table = "emulated", str(tmp_path / "live" / "updates.csv")
+    again = train.train(config, tmp_path / "replay")
+    assert again["test_loss"] == result["test_loss"]
+    assert (again["staleness_mean"], again["updates"]) == (result["staleness_mean"], result["updates"])
