@@ -1,7 +1,8 @@
 """A pipeline gives the training of `single` on the same microbatches: any schedule, stages, replicas, model.
 
-CASES covers all pairs: every schedule meets every number of stages, every number of replicas, every model and every
-remat, and so on (`test_all_pairs_are_covered`). All 144 combinations of the first four run by `scripts/test -m slow`.
+CASES covers all pairs: every schedule meets every number of stages, every number of replicas, every transformer and
+every remat, and so on (`test_all_pairs_are_covered`). ResNets, which take longest to compile, meet all but schedules.
+All 144 combinations of schedule, stages, replicas and model run by `scripts/test -m slow`.
 Dropout and clipping are on in all of them, gpt and bert have tied weights, and some partitions are unequal.
 
 What is bitwise equal: schedules that add up each stage's gradients in the order of microbatches 0, 1, .. with the
@@ -40,7 +41,7 @@ from tests.strategies.pipelines import relative_error as error
 ROOT = Path(__file__).parents[2]
 BERT, BERT_SGD = Task("bert", "masked_lm", layers=4), Task("bert", "classification", "sgd", layers=4)
 GPT, GPT_SGD = Task("gpt", "causal_lm", layers=4), Task("gpt", "causal_lm", "sgd", layers=4)
-RESNET, RESNET_18 = Task("resnet", "classification", "sgd"), Task("resnet", "classification", layers=8)
+RESNET, RESNET_SGD = Task("resnet", "classification"), Task("resnet", "classification", "sgd")
 # Enough layers for 8 devices, and for two chunks on each.
 BERT_8, GPT_8, DEEP_BERT = Task("bert", "masked_lm"), Task("gpt", "causal_lm", "sgd"), BERT._replace(layers=14)
 
@@ -67,27 +68,27 @@ class Case(NamedTuple):
 CASES = [
     Case("model_parallel", 2, 2, BERT, "none", "block_3"),
     Case("model_parallel", 4, 1, GPT, "dots"),
-    Case("model_parallel", 8, 1, RESNET, "full"),
+    Case("model_parallel", 8, 1, GPT_8, "full"),
     Case("gpipe", 2, 1, GPT_SGD, "full", "block_0"),
-    Case("gpipe", 4, 2, RESNET, "none"),
+    Case("gpipe", 4, 2, RESNET_SGD, "none"),
     Case("gpipe", 8, 1, BERT_8, "dots"),
-    Case("1f1b", 2, 2, RESNET, "dots"),
+    Case("1f1b", 2, 2, BERT, "dots"),
     Case("1f1b", 4, 1, BERT_SGD, "full", "block_0,block_1,head"),
     Case("1f1b", 8, 1, GPT_8, "none"),
     Case("eager_1f1b", 2, 1, BERT_SGD, "none", "uniform"),
     Case("eager_1f1b", 4, 2, GPT, "dots", "block_1,block_2,block_3"),
-    Case("eager_1f1b", 8, 1, RESNET, "full"),
+    Case("eager_1f1b", 8, 1, BERT_8, "full"),
     Case("interleaved_1f1b", 2, 2, GPT, "full"),
-    Case("interleaved_1f1b", 4, 1, RESNET_18, "none"),
+    Case("interleaved_1f1b", 4, 1, BERT_8, "none"),
     Case("interleaved_1f1b", 8, 1, DEEP_BERT, "dots", "uniform"),
     Case("zb_h1", 2, 1, RESNET, "dots"),
     Case("zb_h1", 4, 2, BERT, "full", "parameters"),
     Case("zb_h1", 8, 1, GPT_8, "none"),
     Case("zb_h2", 2, 2, BERT, "none"),
     Case("zb_h2", 4, 1, GPT_SGD, "dots", "block_0,block_1,head"),
-    Case("zb_h2", 8, 1, RESNET, "full"),
+    Case("zb_h2", 8, 1, RESNET_SGD, "full"),
     Case("zb_v", 2, 1, GPT, "full", "block_0,block_2,block_3"),
-    Case("zb_v", 4, 2, RESNET_18, "none"),
+    Case("zb_v", 4, 2, BERT_8, "none"),
     Case("zb_v", 8, 1, DEEP_BERT, "dots"),
 ]
 # They need 16 devices, more than this process has.
@@ -116,7 +117,10 @@ def test_all_pairs_are_covered() -> None:
     values = [tuple(SCHEDULES), (2, 4, 8), (1, 2), ("bert", "gpt", "resnet"), ("none", "full", "dots")]
     for a, b in itertools.combinations(range(len(values)), 2):
         there = {(case[a], case[b]) for case in cases}
-        assert there == set(itertools.product(values[a], values[b]))
+        all_pairs = set(itertools.product(values[a], values[b]))
+        if (a, b) == (0, 3):  # schedules and models
+            there, all_pairs = ({pair for pair in pairs if pair[1] != "resnet"} for pairs in (there, all_pairs))
+        assert there == all_pairs
     assert {(c.task.model, c.task.optimizer) for c in CASES} == set(itertools.product(values[3], ("adamw", "sgd")))
 
 

@@ -1,0 +1,152 @@
+"""What stale gradients do to a model: trains it under each policy of asynchronous updates, with and without a straggler.
+
+    scripts/python scripts/compare_updates.py [--config=configs/quickstart.py] [--workdir=runs/updates] [--workers=4]
+        [--slowdown=4] [--cases=sync,async,..] [--config.KEY=VALUE ...]
+
+Each case is a run of the training binary; one that is in the workdir already is not run again. Draws the loss against
+steps (as many gradients each) and against virtual time as WORKDIR/updates.png, and prints and writes a table, as
+WORKDIR/updates.md:
+
+  throughput   gradients a virtual second; a worker alone makes one
+  staleness    versions that were made between what a gradient is of and what it is applied to: mean, most
+  time to      virtual seconds until the training loss is the one that sync without a straggler has after 3/4 of the run
+
+Times are those of config.asynchronous.delays; other delays: --config.asynchronous.delays.distribution=lognormal, ..
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+from jaxpar import files, metrics
+from jaxpar.asynchronous import table
+
+# By name: overrides of config.asynchronous. The last ones are cures of async.
+CASES: dict[str, tuple[str, ...]] = {
+    "sync": ("policy=sync",),
+    "async": ("policy=async",),
+    "ssp": ("policy=ssp",),
+    "softsync": ("policy=softsync",),
+    "local_sgd": ("policy=local_sgd",),
+    "diloco": ("policy=diloco",),
+    "model_average": ("policy=model_average",),
+    "async+staleness_aware": ("policy=async", "cures=staleness_aware"),
+    "async+dc_asgd": ("policy=async", "cures=dc_asgd"),
+    "async+clip_by_staleness": ("policy=async", "cures=clip_by_staleness", "max_norm=1.0"),
+    "async+corrected_momentum": ("policy=async", "cures=corrected_momentum"),
+}
+
+
+class Outcome(NamedTuple):
+    """Of one run.
+
+    Attributes:
+      steps: that the losses are of, [P].
+      losses: of training, means over the steps since the last one, [P].
+      seconds: virtual, when these steps were done, [P].
+      result: what the run wrote as result.json.
+      throughput: gradients a virtual second.
+    """
+
+    steps: np.ndarray
+    losses: np.ndarray
+    seconds: np.ndarray
+    result: dict[str, Any]
+    throughput: float
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="configs/quickstart.py")
+    parser.add_argument("--workdir", type=Path, default=Path("runs/updates"))
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--slowdown", type=float, default=4.0)
+    parser.add_argument("--cases", default=";".join(CASES), help="with semicolons between them")
+    arguments, overrides = parser.parse_known_args()
+    names = [name.strip() for name in arguments.cases.split(";")]
+    if unknown := [name for name in names if name not in CASES]:
+        parser.error(f"--cases has {unknown[0]!r}; it may have {'; '.join(CASES)}")
+    base = ["--config.strategy=async_data_parallel", f"--config.asynchronous.num_workers={arguments.workers}"]
+    outcomes: dict[tuple[str, float], Outcome] = {}
+    for name in dict.fromkeys(["sync", *names]):
+        for slowdown in (1.0, arguments.slowdown):
+            own = [f"--config.asynchronous.{setting}" for setting in (*CASES[name], f"delays.slowdown={slowdown}")]
+            workdir = arguments.workdir / f"{name.replace(', ', '_')}_{slowdown:g}"
+            outcomes[name, slowdown] = train(arguments.config, workdir, [*base, *own, *overrides])
+            print(f"{name:26} straggler {slowdown:g}: {outcomes[name, slowdown].throughput:.2f} gradients a second")
+    lines = rows(outcomes)
+    files.write_text(arguments.workdir / "updates.md", "\n".join(lines) + "\n")
+    draw(outcomes, arguments.workdir / "updates.png")
+    print("\n".join(["", *lines, "", f"picture   {arguments.workdir}/updates.png"]))
+
+
+def train(config: str, workdir: Path, overrides: list[str]) -> Outcome:
+    """The outcome of a run, which is made if it is not there."""
+    if not (workdir / "result.json").is_file():
+        command = [sys.executable, "-m", "jaxpar.main", f"--config={config}", f"--workdir={workdir}", *overrides]
+        done = subprocess.run(command, stdout=subprocess.DEVNULL)
+        if done.returncode:
+            sys.exit(done.returncode)  # it has said why
+    made = table.read(workdir / "updates.csv")
+    ends = made.finish[np.searchsorted(made.step, np.arange(1, made.step[-1] + 2)) - 1]  # of each step
+    trained = [row for row in metrics.read(workdir) if row["split"] == "train" and "loss" in row]
+    steps = np.array([row["step"] for row in trained])
+    losses = np.array([row["loss"] for row in trained])
+    result = json.loads((workdir / "result.json").read_text())
+    return Outcome(steps, losses, ends[steps - 1], result, len(made.finish) / float(made.finish[-1]))
+
+
+def rows(outcomes: dict[tuple[str, float], Outcome]) -> list[str]:
+    """The table, in Markdown."""
+    reference = outcomes["sync", 1.0]
+    target = float(np.interp(0.75 * reference.steps[-1], reference.steps, reference.losses))
+    figure = "perplexity" if "perplexity" in reference.result else "test_accuracy"
+    lines = [f"| updates | straggler | throughput | staleness | {figure} | time to loss {target:.2f} |"]
+    lines.append("|---|---|---|---|---|---|")
+    for (name, slowdown), outcome in outcomes.items():
+        result, reached = outcome.result, outcome.seconds[outcome.losses <= target]
+        value = f"{result[figure]:.2%}" if figure == "test_accuracy" else f"{result[figure]:.2f}"
+        staleness = f"{result['staleness_mean']:.2f}, {result['staleness_max']}"
+        when = f"{reached[0]:,.0f}" if len(reached) else "not reached"
+        times = "none" if slowdown == 1 else f"{slowdown:g} times slower"
+        lines.append(f"| {name} | {times} | {outcome.throughput:.2f} | {staleness} | {value} | {when} |")
+    return lines
+
+
+def draw(outcomes: dict[tuple[str, float], Outcome], path: Path) -> None:
+    """Loss against steps and against virtual time; a row of pictures without the straggler, and one with it."""
+    slowdowns = sorted({slowdown for _, slowdown in outcomes})
+    figure, axes = pyplot.subplots(
+        len(slowdowns), 2, figsize=(12, 4.5 * len(slowdowns)), layout="constrained", squeeze=False
+    )
+    colors = pyplot.get_cmap("tab20")
+    for line, slowdown in zip(axes, slowdowns, strict=True):
+        for number, name in enumerate(dict.fromkeys(name for name, _ in outcomes)):
+            outcome = outcomes[name, slowdown]
+            for axis, x in zip(line, (outcome.steps, outcome.seconds), strict=True):
+                style = "k-" if name == "sync" else "-"
+                color = {} if name == "sync" else {"color": colors(number)}
+                axis.plot(x, outcome.losses, style, label=name, lw=1.4, **color)
+        title = "no straggler" if slowdown == 1 else f"one worker {slowdown:g} times slower"
+        for axis, label in zip(line, ("step", "virtual seconds"), strict=True):
+            axis.set_xlabel(label)
+            axis.set_ylabel("training loss (nats)")
+            axis.set_title(title)
+            axis.grid(alpha=0.3)
+    axes[0][0].legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()
