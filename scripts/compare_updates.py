@@ -1,4 +1,4 @@
-"""What stale gradients do to a model: trains it under each policy of asynchronous updates, with and without a straggler.
+"""What stale gradients do to a model: trains it by each policy of asynchronous updates, with and without a straggler.
 
     scripts/python scripts/compare_updates.py [--config=configs/quickstart.py] [--workdir=runs/updates] [--workers=4]
         [--slowdown=4] [--cases=sync,async,..] [--config.KEY=VALUE ...]
