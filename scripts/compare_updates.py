@@ -71,17 +71,17 @@ def main() -> None:
     parser.add_argument("--workdir", type=Path, default=Path("runs/updates"))
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--slowdown", type=float, default=4.0)
-    parser.add_argument("--cases", default=";".join(CASES), help="with semicolons between them")
+    parser.add_argument("--cases", default=",".join(CASES))
     arguments, overrides = parser.parse_known_args()
-    names = [name.strip() for name in arguments.cases.split(";")]
+    names = [name.strip() for name in arguments.cases.split(",")]
     if unknown := [name for name in names if name not in CASES]:
-        parser.error(f"--cases has {unknown[0]!r}; it may have {'; '.join(CASES)}")
+        parser.error(f"--cases has {unknown[0]!r}; it may have {', '.join(CASES)}")
     base = ["--config.strategy=async_data_parallel", f"--config.asynchronous.num_workers={arguments.workers}"]
     outcomes: dict[tuple[str, float], Outcome] = {}
     for name in dict.fromkeys(["sync", *names]):
         for slowdown in (1.0, arguments.slowdown):
             own = [f"--config.asynchronous.{setting}" for setting in (*CASES[name], f"delays.slowdown={slowdown}")]
-            workdir = arguments.workdir / f"{name.replace(', ', '_')}_{slowdown:g}"
+            workdir = arguments.workdir / f"{name.replace('+', '_')}_{slowdown:g}"
             outcomes[name, slowdown] = train(arguments.config, workdir, [*base, *own, *overrides])
             print(f"{name:26} straggler {slowdown:g}: {outcomes[name, slowdown].throughput:.2f} gradients a second")
     lines = rows(outcomes)

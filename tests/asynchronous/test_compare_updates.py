@@ -1,0 +1,58 @@
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxpar import config as configs
+from jaxpar import train
+from scripts import compare_updates
+from tests.test_private import config as small_run
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the script has the training binary do is done here, on a small model."""
+
+    def run(command: list[str], **_: Any) -> SimpleNamespace:
+        overrides = [argument for argument in command if argument.startswith("--config.")]
+        [workdir] = [Path(a.removeprefix("--workdir=")) for a in command if a.startswith("--workdir=")]
+        config = small_run()
+        configs.override(config, overrides)
+        train.train(config, workdir)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(compare_updates.subprocess, "run", run)
+
+
+def compare(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["compare_updates.py", *arguments])
+    compare_updates.main()
+
+
+def test_a_straggler_takes_sync_to_its_own_pace(
+    in_this_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compare(monkeypatch, f"--workdir={tmp_path}", "--cases=async+dc_asgd", "--workers=4", "--config.num_steps=16")
+    lines = capsys.readouterr().out.splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+    assert cells[0][:5] == ["updates", "straggler", "throughput", "staleness", "test_accuracy"]
+    found = {(row[0], row[1]): row for row in cells[2:]}
+    slow = "4 times slower"
+    assert found.keys() == {(name, which) for name in ("sync", "async+dc_asgd") for which in ("none", slow)}
+    assert [found["sync", which][2:4] for which in ("none", slow)] == [["4.00", "0.00, 0"], ["1.00", "0.00, 0"]]
+    assert found["async+dc_asgd", "none"][2] == "4.00"
+    assert 3 < float(found["async+dc_asgd", slow][2]) < 3.5  # 3.25, but for the end of the run
+    assert (tmp_path / "updates.png").stat().st_size > 20_000
+    assert (tmp_path / "updates.md").read_text().splitlines() == [line for line in lines if line.startswith("|")]
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/result.json")}
+    assert len(before) == 4
+    compare(monkeypatch, f"--workdir={tmp_path}", "--cases=sync", "--workers=4")  # nothing is run again
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/result.json")} == before
+
+
+def test_a_case_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        compare(monkeypatch, "--cases=asink")
+    assert error.value.code == 2 and "--cases has 'asink'; it may have sync, async" in capsys.readouterr().err
