@@ -103,7 +103,7 @@ def test_a_preset_that_is_not_there() -> None:
 def test_a_config_must_begin_with_the_default(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("from ml_collections import ConfigDict\ndef get_config():\n    return ConfigDict({'seed': 1})")
-    with pytest.raises(UserError, match=r"must begin with default_config\(\); it has, or lacks, config.batch_size"):
+    with pytest.raises(UserError, match=r"must begin with default_config\(\); it has, or lacks, config.asynchronous"):
         configs.load(str(path))
 
 
