@@ -13,8 +13,8 @@ from jaxpar.strategies.strategy import Description, Strategy
 
 __all__ = ["STRATEGIES", "Description", "Strategy", "build", "check"]
 
-# Each module has `num_replicas(config)`, which checks the config, `parts(config)`, into how many a batch must divide
-# and what they are in words, and `build(config, problem)`.
+# Each module has `num_replicas(config)`, which checks the config, `parts(config, num_replicas)`, into how many a batch
+# must divide and what they are in words, and `build(config, problem)`.
 STRATEGIES = {
     "single": single,
     "data_parallel": data_parallel,
@@ -28,7 +28,7 @@ def check(config: ConfigDict) -> None:
     check_choice("strategy", config.strategy, STRATEGIES)
     module = STRATEGIES[config.strategy]
     num_replicas = module.num_replicas(config)
-    number, words = module.parts(config)
+    number, words = module.parts(config, num_replicas)
     if config.batch_size < 1 or config.batch_size % number:
         raise UserError(f"config.batch_size is {config.batch_size}; it may be a multiple of {number}: {words}")
     if config.eval.batch_size < 0 or config.eval.batch_size % num_replicas:

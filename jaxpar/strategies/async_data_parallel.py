@@ -50,12 +50,11 @@ def num_replicas(config: ConfigDict) -> int:
     return min(meshes.num_replicas(config), config.asynchronous.num_workers)
 
 
-def parts(config: ConfigDict) -> tuple[int, str]:
+def parts(config: ConfigDict, num_replicas: int) -> tuple[int, str]:
     """What a batch divides into: of each worker, what it takes one after another; in evaluation, of each device."""
     workers, microbatches = config.asynchronous.num_workers, config.optimizer.accumulation_steps
-    devices = num_replicas(config)
     words = f"{workers} workers (config.asynchronous.num_workers) x {microbatches} accumulation steps"
-    return math.lcm(workers * microbatches, devices), words + f", on {devices} devices"
+    return math.lcm(workers * microbatches, num_replicas), words + f", on {num_replicas} devices"
 
 
 def build(config: ConfigDict, problem: Problem) -> Strategy:

@@ -49,10 +49,10 @@ def is_plain(config: ConfigDict) -> bool:
     return config.exchange == "ddp" and not exchanges.given(config)
 
 
-def parts(config: ConfigDict) -> tuple[int, str]:
+def parts(config: ConfigDict, num_replicas: int) -> tuple[int, str]:
     """What a batch divides into: of each replica, what it takes one after another."""
-    replicas, microbatches = num_replicas(config), config.optimizer.accumulation_steps
-    return replicas * microbatches, f"{replicas} replicas (the data axis) x {microbatches} accumulation steps"
+    microbatches = config.optimizer.accumulation_steps
+    return num_replicas * microbatches, f"{num_replicas} replicas (the data axis) x {microbatches} accumulation steps"
 
 
 def build(config: ConfigDict, problem: Problem) -> Strategy:

@@ -68,11 +68,11 @@ def num_replicas(config: ConfigDict) -> int:
     return replicas
 
 
-def parts(config: ConfigDict) -> tuple[int, str]:
+def parts(config: ConfigDict, num_replicas: int) -> tuple[int, str]:
     """What a batch divides into: of each replica, its microbatches."""
-    replicas, microbatches = meshes.num_replicas(config), build_table(config).num_microbatches
-    words = f"{replicas} replicas (the data axis) x {microbatches} microbatches (config.pipeline.num_microbatches)"
-    return replicas * microbatches, words
+    microbatches = build_table(config).num_microbatches
+    words = f"{num_replicas} replicas (the data axis) x {microbatches} microbatches (config.pipeline.num_microbatches)"
+    return num_replicas * microbatches, words
 
 
 def build_table(config: ConfigDict) -> Table:
