@@ -136,6 +136,8 @@ def named_table(config: ConfigDict) -> Table:
 
 def build(config: ConfigDict, problem: Problem) -> Strategy:
     """The pipeline of config.pipeline over a mesh of config.mesh."""
+    if jax.__version_info__ >= (0, 11):  # whose Shardy (0.11.2) ends the process on programs like this one
+        jax.config.update("jax_use_shardy_partitioner", False)
     table, num_data = build_table(config), meshes.num_replicas(config)
     mesh = meshes.build(num_data, table.num_devices)
     bounds = partition.bounds(problem.model, problem.batch, config.pipeline.partition, table.num_stages)
