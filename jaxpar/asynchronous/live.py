@@ -45,6 +45,8 @@ class Run:
     def step(self, batch: Mapping[str, np.ndarray]) -> Metrics:
         """Gives out a batch; the figures are of the gradients that have come since the last one was."""
         with self._changed:
+            if self._is_over:
+                raise RuntimeError("this live run is over: another one has begun")
             if not self._threads:
                 workers = range(self._programs.num_workers)
                 self._threads = [threading.Thread(target=self._work, args=(i,), daemon=True) for i in workers]
@@ -124,6 +126,7 @@ class Run:
     def go_on_from(self, rows: list[tuple[float, ...]]) -> None:
         """Where a run of these rows was stopped."""
         self.rows = rows
+        self._completed = np.bincount([int(row[0]) for row in rows], minlength=len(self._completed)).tolist()
         self._begin -= rows[-1][-1] if rows else 0.0
 
 
@@ -159,7 +162,8 @@ class Engine:
         return run, run.step(batch)
 
     def params(self, run: Run) -> Params:
-        """The weights as they are, on the first device."""
+        """The weights with all that workers have sent, on the first device."""
+        run.settle()
         return run.params
 
     def canonical(self, run: Run) -> State:
@@ -184,9 +188,10 @@ class Engine:
         return run
 
     def table(self) -> Table:
-        """What workers did."""
+        """What workers did, at the end of the run."""
         assert self._run is not None
         self._run.settle()
+        self._run.stop()
         columns = [np.array(values) for values in zip(*self._run.rows, strict=True)]
         typed = [x.astype("f8" if name in TIMES else "i4") for name, x in zip(COLUMNS, columns, strict=True)]
         return Table(self.num_workers, *typed)

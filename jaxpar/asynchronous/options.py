@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import optax
 from ml_collections import ConfigDict
 
@@ -79,6 +80,10 @@ def _check_cures(config: ConfigDict) -> None:
             f"config.asynchronous.cures is {a.cures!r}; it may be '' with policy {a.policy!r}, whose workers take "
             "gradients of their own weights as they are"
         )
+    if len(set(given)) < len(given):
+        raise UserError(f"config.asynchronous.cures is {a.cures!r}; it may have each once")
+    if a.dc_strength is not None and not 0 <= a.dc_strength < math.inf:
+        raise UserError(f"config.asynchronous.dc_strength is {a.dc_strength}; it may be 0 or more")
     if len(set(given) & STRENGTHS.keys()) > 1:
         raise UserError(f"config.asynchronous.cures is {a.cures!r}; it may have one of {', '.join(STRENGTHS)}")
     if a.dc_strength is not None and not set(given) & STRENGTHS.keys():
@@ -89,6 +94,11 @@ def _check_cures(config: ConfigDict) -> None:
             "config.asynchronous.cures, else None"
         )
     name = config.optimizer.name
+    if "corrected_momentum" in given and name in MOMENTUM and not config.optimizer[MOMENTUM[name]]:
+        raise UserError(
+            f"config.optimizer.{MOMENTUM[name]} is 0; it may be more with corrected_momentum in "
+            "config.asynchronous.cures"
+        )
     if "corrected_momentum" in given and name not in MOMENTUM:
         raise UserError(
             f"config.optimizer.name is {name!r}; it may be {', '.join(MOMENTUM)} with corrected_momentum in "
@@ -129,6 +139,11 @@ def _recorded(config: ConfigDict) -> Table:
     found = table.read(a.table)
     if found.num_workers != a.num_workers:
         raise UserError(f"config.asynchronous.num_workers is {a.num_workers}; {a.table} has {found.num_workers}")
+    chunks = np.arange(len(found.chunk))
+    if (np.sort(found.chunk) != chunks).any() or (found.chunk // a.num_workers > found.step).any():
+        raise UserError(f"config.asynchronous.table is {a.table!r}, in which a chunk is missing or before its batch")
+    if len(np.unique(found.step)) <= found.step[-1]:
+        raise UserError(f"config.asynchronous.table is {a.table!r}, in which a step has no row")
     return found
 
 

@@ -116,7 +116,9 @@ def arrive(
       at: what the table says of it.
     """
     before, after = server.cures
-    grads, before = cures.gradients.update(grads, before, params, staleness=at.staleness, read=read)
+    arrived = jnp.isfinite(optax.tree.norm(grads)) & jnp.isfinite(sums.loss)
+    grads, remembered = cures.gradients.update(grads, before, params, staleness=at.staleness, read=read)
+    before = jax.tree.map(lambda new, old: jnp.where(arrived, new, old), remembered, before)
     total = Sums(*[x + y for x, y in zip(server.totals.sums, sums, strict=True)])
     grads = grads if is_first else jax.tree.map(jnp.add, server.waiting, grads)
     if not is_last:
@@ -126,8 +128,9 @@ def arrive(
     grad_norm = optax.tree.norm(grads)
     optimizer = at_step(server.optimizer, at.step)
     updates, optimizer = problem.optimizer.update(grads, optimizer, params, grad_norm=grad_norm)
-    updates, after = cures.updates.update(updates, after, params, staleness=at.mean_staleness)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums.loss)
+    updates, remembered = cures.updates.update(updates, after, params, staleness=at.mean_staleness)
+    after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), remembered, after)
     state = State(at.step, jnp.zeros(()), params, server.optimizer)
     state, metrics = steps.apply(state, updates, optimizer, Metrics(total, grad_norm, finite))
     totals = Totals(

@@ -116,6 +116,11 @@ class Engine:
         server = self.programs.server(state.params, state.optimizer, self._devices[0], is_grouped=self.is_grouped)
         return AsyncState(step, state.key, state.params, server, kept, {})
 
+    def needs_private(self, step: int) -> bool:
+        """Whether gradients from that step on are of batches before it, as in the tables of live runs."""
+        first = step * self.num_workers
+        return any(row.chunk < first for rows in self._rows[step:] for row in rows)
+
     def step(self, state: AsyncState, batch: Mapping[str, np.ndarray]) -> tuple[AsyncState, Metrics]:
         """The gradients of one step. batch: on the host."""
         step, key, params, server, kept, chunks = state

@@ -71,6 +71,12 @@ def build(config: ConfigDict, problem: Problem) -> Strategy:
     sums = meshes.one_at_a_time(jax.jit(partial(steps.evaluate, problem), out_shardings=everywhere), mesh)
 
     def from_canonical(tree: Canonical, private: Canonical | None = None) -> Any:
+        step, path = int(tree["step"]), config.asynchronous.table
+        if not private and path and engine.needs_private(step):
+            raise UserError(
+                f"config.asynchronous.table is {path!r}, which has gradients of batches before step {step} after it; "
+                "the run may go on with the same table on as many devices as before"
+            )
         begun = engine.start(jax.device_put(states.from_canonical(tree, like), first))
         return engine.restored(begun, private) if private else begun
 

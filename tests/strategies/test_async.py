@@ -115,8 +115,9 @@ def test_the_learning_rate_is_that_of_the_steps_of_the_run() -> None:
     assert counts == [NUM_STEPS, 8 * NUM_STEPS]  # the schedule's, and Adam's
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
-    strategy = make(MLP, *asynchronous("policy=async", workers=8, devices=1))
+@pytest.mark.parametrize("cures", ["", "adaptive_dc_asgd,staleness_aware"])
+def test_a_gradient_that_is_not_finite_changes_nothing(cures: str) -> None:
+    strategy = make(MLP, *asynchronous("policy=async", f"cures={cures}", workers=8, devices=1))
     state = strategy.from_canonical(start(MLP))
     batch = make_batch(MLP, 0)
     batch["weights"] = np.where(np.arange(len(batch["weights"])) == 3, np.inf, batch["weights"]).astype(np.float32)

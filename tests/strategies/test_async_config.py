@@ -50,6 +50,12 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["policy=local_sgd", "cures=dc_asgd"],
         ["asynchronous.cures is 'dc_asgd'; it may be '' with policy 'local_sgd'"],
     ),
+    "a cure twice": (["cures=staleness_aware,staleness_aware"], ["asynchronous.cures is", "it may have each once"]),
+    "a strength": (["cures=dc_asgd", "dc_strength=nan"], ["asynchronous.dc_strength is nan; it may be 0 or more"]),
+    "no momentum to correct": (
+        ["cures=corrected_momentum", "optimizer.name=sgd", "optimizer.momentum=0"],
+        ["config.optimizer.momentum is 0; it may be more with corrected_momentum"],
+    ),
     "a strength without a cure": (["dc_strength=1"], ["asynchronous.dc_strength is 1.0; it is for dc_asgd"]),
     "a cure without its norm": (["cures=clip_by_staleness"], ["asynchronous.max_norm is None; it may be more than 0"]),
     "a norm without its cure": (["max_norm=1"], ["asynchronous.max_norm is 1.0", "else None"]),
