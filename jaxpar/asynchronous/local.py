@@ -37,7 +37,7 @@ class LocalState(NamedTuple):
       params: of each worker, on its device.
       servers: likewise: its optimizer.
       outer: of diloco: where this round began, and the outer optimizer's state; else ().
-      averages: of model_average: by number, averagings that some worker has not taken in yet: mean - own of each.
+      averages: of model_average: (number of an averaging, worker that has not taken it in yet) -> mean - own.
       taken: averagings that each worker has behind it.
     """
 
@@ -46,7 +46,7 @@ class LocalState(NamedTuple):
     params: tuple[Params, ...]
     servers: tuple[Server, ...]
     outer: Any
-    averages: Mapping[int, tuple[Params, ...]]
+    averages: Mapping[tuple[int, int], Params]
     taken: tuple[int, ...]
 
 
@@ -94,8 +94,8 @@ class Engine:
         for row in self._rows[state.step]:
             worker, device = row.worker, self._devices[row.worker]
             for number in range(taken[worker], row.read) if not self._waits else ():
-                if number in averages:  # else the run began after it
-                    params[worker] = self._add(params[worker], averages[number][worker])
+                if (number, worker) in averages:  # else the run began after it
+                    params[worker] = self._add(params[worker], averages.pop((number, worker)))
                 taken[worker] = number + 1
             rows, weight, _ = chunks[row.chunk]
             given = jax.device_put((state.key, np.int32(state.step), rows, weight), device)
@@ -110,8 +110,7 @@ class Engine:
                 params = list(self._spread(meeting))
             elif row.is_last:
                 mean = self._spread(self._mean_of(params))
-                averages[row.update] = tuple(map(self._subtract, mean, params))
-            averages = {number: x for number, x in averages.items() if number >= min(taken)}
+                averages |= {(row.update, i): self._subtract(mean[i], params[i]) for i in range(self.num_workers)}
         metrics = self._metrics(servers)
         servers = [
             server._replace(totals=new_totals(device)) for server, device in zip(servers, self._devices, strict=True)
@@ -131,7 +130,7 @@ class Engine:
     def private(self, state: LocalState) -> Canonical:
         """What workers have of their own, and what is on its way."""
         own, averages = jax.device_put((_parts(state), state.averages), self._devices[0])
-        numbered = {str(number): leaves(trees) for number, trees in averages.items()}
+        numbered = {f"{number} {i}": leaves(tree) for (number, i), tree in averages.items()}
         return {"own": leaves(own), "averages": numbered, "taken": np.array(state.taken)}
 
     def restored(self, state: LocalState, private: Canonical) -> LocalState:
@@ -140,7 +139,10 @@ class Engine:
         of_workers = zip(state.servers, optimizers, cures, strict=True)
         servers = tuple(server._replace(optimizer=own, cures=cures) for server, own, cures in of_workers)
         there = private.get("averages", {})
-        averages = {int(number): with_leaves(state.params, numbered) for number, numbered in there.items()}
+        averages = {}
+        for name, numbered in there.items():
+            number, worker = map(int, name.split())
+            averages[number, worker] = with_leaves(state.params[worker], numbered)
         taken = tuple(np.asarray(private["taken"]).tolist())
         return LocalState(state.step, state.key, params, servers, outer, averages, taken)
 
