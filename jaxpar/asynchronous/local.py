@@ -12,7 +12,6 @@ together when the last gradient of an update is there:
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -71,8 +70,7 @@ class Engine:
         self.programs = Programs(problem, cures, table.num_workers)
         self._mean = jax.jit(lambda trees: jax.tree.map(lambda *leaves: _mean(leaves), *trees))
         self._total = jax.jit(add_up)
-        self._subtract = jax.jit(partial(jax.tree.map, jnp.subtract))
-        self._add = jax.jit(partial(jax.tree.map, jnp.add))
+        self._subtract, self._add = jax.jit(optax.tree.sub), jax.jit(optax.tree.add)
         self._outer_step = jax.jit(self._outer_update)
 
     def start(self, state: State) -> LocalState:
@@ -101,9 +99,8 @@ class Engine:
             given = jax.device_put((state.key, np.int32(state.step), rows, weight), device)
             made = programs.gradient(params[worker], *given)
             at = Arrival(np.float32(0), np.float32(0), np.float32(1), np.int32(state.step))
-            read = params[worker] if programs.cures.needs_read else None
             params[worker], servers[worker] = programs.arrive(
-                True, True, params[worker], servers[worker], *made, read, at
+                True, True, params[worker], servers[worker], *made, None, at
             )
             if row.is_last and self._waits:
                 meeting, outer = self._outer_step(self._mean_of(params), outer)
@@ -158,7 +155,7 @@ class Engine:
         if self._outer is None:
             return mean, outer
         begun, state = outer
-        updates, state = self._outer.update(jax.tree.map(jnp.subtract, begun, mean), state, begun)
+        updates, state = self._outer.update(optax.tree.sub(begun, mean), state, begun)
         params = optax.apply_updates(begun, updates)
         return params, (params, state)
 
