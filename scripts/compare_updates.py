@@ -10,6 +10,7 @@ WORKDIR/updates.md:
   throughput   gradients a virtual second; a worker alone makes one
   staleness    versions that were made between what a gradient is of and what it is applied to: mean, most
   time to      virtual seconds until the training loss is the one that sync without a straggler has after 3/4 of the run
+  recovered    by a cure: which part of what async loses against sync (of perplexity, its logarithm)
 
 Times are those of config.asynchronous.delays; other delays: --config.asynchronous.delays.distribution=lognormal, ..
 """
@@ -41,9 +42,14 @@ CASES: dict[str, tuple[str, ...]] = {
     "model_average": ("policy=model_average",),
     "async+staleness_aware": ("policy=async", "cures=staleness_aware"),
     "async+dc_asgd": ("policy=async", "cures=dc_asgd"),
+    "async+adaptive_dc_asgd": ("policy=async", "cures=adaptive_dc_asgd"),
     "async+clip_by_staleness": ("policy=async", "cures=clip_by_staleness", "max_norm=1.0"),
     "async+corrected_momentum": ("policy=async", "cures=corrected_momentum"),
 }
+
+
+# What a run is judged by, the first of these that its result has, and how the table shows it.
+FIGURES = {"perplexity": ".2f", "test_accuracy": ".2%", "test_loss": ".4f", "train_loss": ".4f"}
 
 
 class Outcome(NamedTuple):
@@ -78,7 +84,8 @@ def main() -> None:
         parser.error(f"--cases has {unknown[0]!r}; it may have {', '.join(CASES)}")
     base = ["--config.strategy=async_data_parallel", f"--config.asynchronous.num_workers={arguments.workers}"]
     outcomes: dict[tuple[str, float], Outcome] = {}
-    for name in dict.fromkeys(["sync", *names]):
+    cured = ["async"] if any("+" in name for name in names) else []
+    for name in dict.fromkeys(["sync", *cured, *names]):
         for slowdown in (1.0, arguments.slowdown):
             own = [f"--config.asynchronous.{setting}" for setting in (*CASES[name], f"delays.slowdown={slowdown}")]
             workdir = arguments.workdir / f"{name.replace('+', '_')}_{slowdown:g}"
@@ -91,7 +98,14 @@ def main() -> None:
 
 
 def train(config: str, workdir: Path, overrides: list[str]) -> Outcome:
-    """The outcome of a run, which is made if it is not there."""
+    """The outcome of a run, which is made, or gone on with, if it is not there."""
+    told = workdir / "arguments.json"
+    asked = json.dumps([f"--config={config}", *overrides], indent=1) + "\n"
+    if (workdir / "config.json").exists() and (not told.is_file() or told.read_text() != asked):
+        print(f"--workdir: {workdir} has a run of other settings; give another, or remove it", file=sys.stderr)
+        sys.exit(2)
+    workdir.mkdir(parents=True, exist_ok=True)
+    files.write_text(told, asked)
     if not (workdir / "result.json").is_file():
         command = [sys.executable, "-m", "jaxpar.main", f"--config={config}", f"--workdir={workdir}", *overrides]
         done = subprocess.run(command, stdout=subprocess.DEVNULL)
@@ -110,17 +124,28 @@ def rows(outcomes: dict[tuple[str, float], Outcome]) -> list[str]:
     """The table, in Markdown."""
     reference = outcomes["sync", 1.0]
     target = float(np.interp(0.75 * reference.steps[-1], reference.steps, reference.losses))
-    figure = "perplexity" if "perplexity" in reference.result else "test_accuracy"
-    lines = [f"| updates | straggler | throughput | staleness | {figure} | time to loss {target:.2f} |"]
-    lines.append("|---|---|---|---|---|---|")
+    figure = next(name for name in FIGURES if name in reference.result)
+    heads = ["updates", "straggler", "throughput", "staleness", figure, "recovered", f"time to loss {target:.2f}"]
+    table = [heads, ["---"] * len(heads)]
     for (name, slowdown), outcome in outcomes.items():
         result, reached = outcome.result, outcome.seconds[outcome.losses <= target]
-        value = f"{result[figure]:.2%}" if figure == "test_accuracy" else f"{result[figure]:.2f}"
-        staleness = f"{result['staleness_mean']:.2f}, {result['staleness_max']}"
-        when = f"{reached[0]:,.0f}" if len(reached) else "not reached"
-        times = "none" if slowdown == 1 else f"{slowdown:g} times slower"
-        lines.append(f"| {name} | {times} | {outcome.throughput:.2f} | {staleness} | {value} | {when} |")
-    return lines
+        table.append([
+            name,
+            "none" if slowdown == 1 else f"{slowdown:g} times slower",
+            f"{outcome.throughput:.2f}",
+            f"{result['staleness_mean']:.2f}, {result['staleness_max']}",
+            format(result[figure], FIGURES[figure]),
+            recovered(outcomes, name, slowdown, figure) if "+" in name else "",
+            f"{reached[0]:,.0f}" if len(reached) else "not reached",
+        ])  # fmt: skip
+    return [f"| {' | '.join(cells)} |" for cells in table]
+
+
+def recovered(outcomes: dict[tuple[str, float], Outcome], name: str, slowdown: float, figure: str) -> str:
+    """Which part of what async loses against sync the case has not lost, in percent."""
+    ends = [outcomes[case, slowdown].result[figure] for case in (name, "async", "sync")]
+    cured, stale, fresh = np.log(ends) if figure == "perplexity" else ends
+    return f"{round(100 * (cured - stale) / (fresh - stale))}%" if fresh != stale else "nothing lost"
 
 
 def draw(outcomes: dict[tuple[str, float], Outcome], path: Path) -> None:

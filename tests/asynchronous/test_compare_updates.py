@@ -38,18 +38,40 @@ def test_a_straggler_takes_sync_to_its_own_pace(
     lines = capsys.readouterr().out.splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
     assert cells[0][:5] == ["updates", "straggler", "throughput", "staleness", "test_accuracy"]
+    assert cells[0][5] == "recovered"
     found = {(row[0], row[1]): row for row in cells[2:]}
     slow = "4 times slower"
-    assert found.keys() == {(name, which) for name in ("sync", "async+dc_asgd") for which in ("none", slow)}
+    assert found.keys() == {(name, which) for name in ("sync", "async", "async+dc_asgd") for which in ("none", slow)}
     assert [found["sync", which][2:4] for which in ("none", slow)] == [["4.00", "0.00, 0"], ["1.00", "0.00, 0"]]
     assert found["async+dc_asgd", "none"][2] == "4.00"
     assert 3 < float(found["async+dc_asgd", slow][2]) < 3.5  # 3.25, but for the end of the run
     assert (tmp_path / "updates.png").stat().st_size > 20_000
     assert (tmp_path / "updates.md").read_text().splitlines() == [line for line in lines if line.startswith("|")]
+    accuracy = {key: float(row[4].rstrip("%")) for key, row in found.items()}
+    lost, left = (accuracy["sync", "none"] - accuracy[name, "none"] for name in ("async", "async+dc_asgd"))
+    told = found["async+dc_asgd", "none"][5]
+    assert told == ("nothing lost" if lost == 0 else f"{round(100 * (1 - left / lost))}%")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/result.json")}
-    assert len(before) == 4
-    compare(monkeypatch, f"--workdir={tmp_path}", "--cases=sync", "--workers=4")  # nothing is run again
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/result.json")} == before
+    assert len(before) == 6
+    compare(monkeypatch, f"--workdir={tmp_path}", "--cases=sync", "--workers=4", "--config.num_steps=16")
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/result.json")} == before  # nothing is run again
+    with pytest.raises(SystemExit) as error:
+        compare(monkeypatch, f"--workdir={tmp_path}", "--cases=sync", "--workers=4", "--config.num_steps=12")
+    assert error.value.code == 2 and "sync_1 has a run of other settings" in capsys.readouterr().err
+
+
+def test_recovered_of_a_loss_and_of_a_perplexity() -> None:
+    def outcomes(figure: str, *ends: float) -> Any:
+        names = ("sync", "async", "async+dc_asgd")
+        return {(name, 1.0): SimpleNamespace(result={figure: end}) for name, end in zip(names, ends, strict=True)}
+
+    def recovered(figure: str, *ends: float) -> str:
+        return compare_updates.recovered(outcomes(figure, *ends), "async+dc_asgd", 1.0, figure)
+
+    assert recovered("test_loss", 1.0, 3.0, 2.5) == "25%"
+    assert recovered("perplexity", 10.0, 1000.0, 100.0) == "50%"
+    assert recovered("test_accuracy", 0.6, 0.1, 0.7) == "120%"
+    assert recovered("train_loss", 1.0, 1.0, 1.0) == "nothing lost"
 
 
 def test_a_case_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
