@@ -24,7 +24,8 @@ OTHERS = ("collective-broadcast", "ragged-all-to-all", "send", "recv")  # no str
 FIGURES = "figures"  # the loss, norms, weights of batches: a few numbers
 MAX_FIGURES, FIGURES_BYTES = 8, 1024  # in one all-reduce; in a step
 TOLERANCE = 0.05
-PARTS = {"own": "own", "params": "parameters", "optimizer": "optimizer"}  # by the names of a state's fields
+# By the names of a state's fields.
+PARTS = {"own": "own", "params": "parameters", "optimizer": "optimizer", "waiting": "waiting", "cures": "cures"}
 INPUTS, TEMPORARY = "inputs", "temporary"
 
 

@@ -51,3 +51,8 @@ def to_canonical(state: State) -> Canonical:
 def from_canonical(tree: Canonical, like: State) -> State:
     """The state that `tree` holds; `like` gives the structure (its leaves may be abstract)."""
     return State(**serialization.from_state_dict(like._asdict(), tree))
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of the arrays of a tree, abstract or not."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -183,7 +183,8 @@ def start(run: Run) -> tuple[Any, int]:
         print(f"resume    from step {found.step:,}", flush=True)
         private_of = found.info.get("private_of", "")
         if found.private and private_of != run.strategy.private_of:
-            print(f"private   state of {private_of} is left behind: this is another strategy or exchange", flush=True)
+            now = run.strategy.private_of or f"strategy {run.config.strategy}"
+            print(f"private   state of {private_of} is left behind: this is {now}", flush=True)
         return run.strategy.from_canonical(
             found.tree, found.private if private_of == run.strategy.private_of else {}
         ), found.step
@@ -321,6 +322,6 @@ def finish(run: Run, current: Any, log: metrics.Log) -> dict[str, Any]:
         "state_bytes": description.state_bytes,
         "wire_bytes": description.wire_bytes,
     }
-    result |= run.strategy.report(run.workdir)
+    result |= run.strategy.report(current, run.workdir)
     report.draw_curves(run.workdir, f"{run.config.model.name} on {run.config.data.source}, {run.config.strategy}")
     return result

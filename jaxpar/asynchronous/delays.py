@@ -57,6 +57,12 @@ def check(delays: Delays) -> None:
     for name, least in (("slowdown", 1), ("communication_time", 0), ("jitter", 0)):
         if not least <= getattr(delays, name) < math.inf:
             raise ValueError(f"{name} is {getattr(delays, name)}; it must be at least {least}")
+    if delays.jitter > 0 and delays.communication_time == 0:
+        raise ValueError(f"jitter is {delays.jitter}; it must be 0 where communication_time is")
+    if kind in ("constant", "trace") and spread != 0:
+        raise ValueError(f"spread is {spread}; of {kind} it must be 0")
+    if kind == "trace" and delays.compute_time != 1:
+        raise ValueError(f"compute_time is {delays.compute_time}; of a trace, which has its own times, it must be 1")
     if kind == "uniform" and not 0 <= spread < 1:
         raise ValueError(f"spread is {spread}; of uniform it must be at least 0 and less than 1")
     if kind == "lognormal" and not 0 <= spread <= MAX_SIGMA:

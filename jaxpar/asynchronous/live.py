@@ -28,18 +28,18 @@ from jaxpar.step import Metrics, Problem
 class Run:
     """Workers and their server. What they share is read and written under `_changed` alone."""
 
-    def __init__(self, programs: Programs, state: State, devices: Sequence[jax.Device], bound: float, slowdown: float):
-        """As `Engine`."""
-        self._programs, self._devices, self._bound, self._slowdown = programs, devices, bound, slowdown
+    def __init__(self, engine: "Engine", state: State):
+        """Of an engine, from a canonical state."""
+        self._engine, self._programs, self._at = engine, engine.programs, engine.at
         self.key, self.params, self.num_steps = state.key, state.params, int(state.step)
-        optimizer = jax.device_put(state.optimizer, devices[0], may_alias=False)
-        self.server: Server = programs.server(state.params, optimizer, devices[0], is_grouped=False)
+        optimizer = jax.device_put(state.optimizer, self._at, may_alias=False)
+        self.server: Server = self._programs.server(state.params, optimizer, self._at, is_grouped=False)
         self.rows: list[tuple[float, ...]] = []  # of the table: as COLUMNS
         self._changed = threading.Condition()
         self._chunks = deque[tuple[int, Chunk]]()
-        self._completed = [0] * programs.num_workers  # gradients of each
+        self._completed = [0] * engine.num_workers  # gradients of each
         self._num_hungry = self._num_computing = 0  # workers that wait for a part of a batch; that have one
-        self._is_over, self._error = False, list[BaseException]()
+        self._is_over, self._is_warm, self._error = False, False, list[BaseException]()
         self._begin, self._threads = time.perf_counter(), list[threading.Thread]()
 
     def step(self, batch: Mapping[str, np.ndarray]) -> Metrics:
@@ -48,16 +48,19 @@ class Run:
             if self._is_over:
                 raise RuntimeError("this live run is over: another one has begun")
             if not self._threads:
-                workers = range(self._programs.num_workers)
-                self._threads = [threading.Thread(target=self._work, args=(i,), daemon=True) for i in workers]
-                for thread in self._threads:
-                    thread.start()
-            self._chunks.extend(self._programs.chunks(self.num_steps, batch, self._devices[0]).items())
+                for i in range(self._engine.num_workers):
+                    self._threads.append(
+                        threading.Thread(target=self._work, args=(i,), name=f"worker {i}", daemon=True)
+                    )
+                    self._threads[-1].start()
+            self._chunks.extend(self._programs.chunks(self.num_steps, batch, self._at).items())
             self.num_steps += 1
             self._changed.notify_all()
             self._wait_for(lambda: not self._chunks and self._num_hungry > 0)
+            if self.num_steps == self._engine.num_steps:  # what comes now is of this step or of none
+                self.settle()
             metrics = self._programs.metrics(self.server.totals)
-            self.server = self.server._replace(totals=new_totals(self._devices[0]))
+            self.server = self.server._replace(totals=new_totals(self._at))
             return metrics
 
     def settle(self) -> None:
@@ -91,7 +94,7 @@ class Run:
         """A part of a batch, the version of the weights and them, and the time; None: all is over."""
         with self._changed:
             ahead = self._completed[worker]
-            self._changed.wait_for(lambda: self._is_over or ahead - min(self._completed) <= self._bound)
+            self._changed.wait_for(lambda: self._is_over or ahead - min(self._completed) <= self._engine.bound)
             self._num_hungry += 1
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._is_over or self._chunks)
@@ -103,13 +106,18 @@ class Run:
 
     def _compute(self, worker: int, number: int, chunk: Chunk, version: int, params: Params, start: float) -> None:
         """A gradient, and its update."""
-        device = self._devices[worker % len(self._devices)]
+        device = self._engine.devices[worker % len(self._engine.devices)]
         read = jax.device_put(params, device)
         given = jax.device_put((self.key, np.int32(chunk.step), chunk.rows, chunk.weight), device)
+        is_slow = worker == self._engine.num_workers - 1 and self._engine.slowdown > 1
+        if is_slow and not self._is_warm:  # what compiling takes is not slowed
+            jax.block_until_ready(self._programs.gradient(read, *given))
+            self._is_warm = True
+        begin = self._now()
         made = jax.block_until_ready(self._programs.gradient(read, *given))
-        if worker == self._programs.num_workers - 1 and self._completed[worker]:  # the first one compiles
-            time.sleep((self._slowdown - 1) * (self._now() - start))
-        sent = jax.device_put((*made, params if self._programs.cures.needs_read else None), self._devices[0])
+        if is_slow:
+            time.sleep((self._engine.slowdown - 1) * (self._now() - begin))
+        sent = jax.device_put((*made, params if self._programs.cures.needs_read else None), self._at)
         with self._changed:
             update = len(self.rows)
             staleness = np.float32(update - version)
@@ -142,27 +150,42 @@ class Engine:
         num_workers: int,
         devices: Sequence[jax.Device],
         *,
+        at: jax.Device,
         bound: float = math.inf,
         slowdown: float = 1.0,
     ):
-        """devices: of the workers, the first the server's too; bound: of ssp; slowdown: of the last worker."""
-        self.programs, self.num_workers = Programs(problem, cures, num_workers), num_workers
-        self._devices, self._bound, self._slowdown = devices, bound, slowdown
+        """devices: of the workers; at: the server's, which may be one of them; bound: of ssp; slowdown: of the last."""
+        self.programs, self.num_workers, self.num_steps = (
+            Programs(problem, cures, num_workers),
+            num_workers,
+            problem.num_steps,
+        )
+        self.devices, self.at, self.bound, self.slowdown = devices, at, bound, slowdown
         self._run: Run | None = None
 
     def start(self, state: State) -> Run:
         """Of a canonical state. A run that this engine has begun before is over."""
         if self._run is not None:
             self._run.stop()
-        self._run = Run(self.programs, state, self._devices, self._bound, self._slowdown)
+        self._run = Run(self, state)
         return self._run
 
     def step(self, run: Run, batch: Mapping[str, np.ndarray]) -> tuple[Run, Metrics]:
         """Gives out a batch."""
         return run, run.step(batch)
 
+    def memory(self, like: State) -> dict[jax.Device, dict[str, int]]:
+        """Bytes by device; a worker has the weights that it has read. like: abstract."""
+        kept = [len(range(place, self.num_workers, len(self.devices))) for place in range(len(self.devices))]
+        return self.programs.memory(like, self.devices, self.at, kept, is_grouped=self.is_grouped)
+
+    def sent(self) -> float:
+        """Weights and gradients that go to the server's device and from it in a step, to and from workers of others."""
+        elsewhere = sum(self.devices[worker % len(self.devices)] != self.at for worker in range(self.num_workers))
+        return elsewhere * (3 if self.programs.cures.needs_read else 2)
+
     def params(self, run: Run) -> Params:
-        """The weights with all that workers have sent, on the first device."""
+        """The weights with all that workers have sent, on the server's device."""
         run.settle()
         return run.params
 
@@ -187,11 +210,10 @@ class Engine:
         run.go_on_from(list(zip(*columns, strict=True)))
         return run
 
-    def table(self) -> Table:
+    def table(self, run: Run) -> Table:
         """What workers did, at the end of the run."""
-        assert self._run is not None
-        self._run.settle()
-        self._run.stop()
-        columns = [np.array(values) for values in zip(*self._run.rows, strict=True)]
+        run.settle()
+        run.stop()
+        columns = [np.array(values) for values in zip(*run.rows, strict=True)]
         typed = [x.astype("f8" if name in TIMES else "i4") for name, x in zip(COLUMNS, columns, strict=True)]
         return Table(self.num_workers, *typed)

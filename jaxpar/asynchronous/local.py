@@ -19,11 +19,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpar.asynchronous.programs import Arrival, Cures, Programs, Server, add_up, leaves, new_totals, with_leaves
+from jaxpar.asynchronous.programs import (
+    BEGUN,
+    Arrival,
+    Cures,
+    Programs,
+    Server,
+    add_up,
+    leaves,
+    new_totals,
+    with_leaves,
+)
 from jaxpar.asynchronous.server import rows_by_step
-from jaxpar.asynchronous.table import Table
+from jaxpar.asynchronous.table import Table, since
 from jaxpar.models.model import Params
-from jaxpar.state import Canonical, State
+from jaxpar.state import Canonical, State, nbytes
 from jaxpar.step import Metrics, Problem
 
 
@@ -32,6 +42,7 @@ class LocalState(NamedTuple):
 
     Attributes:
       step: on the host.
+      begun: the step at which the run took on this strategy.
       key: of the run.
       params: of each worker, on its device.
       servers: likewise: its optimizer.
@@ -41,12 +52,26 @@ class LocalState(NamedTuple):
     """
 
     step: int
+    begun: int
     key: jax.Array
     params: tuple[Params, ...]
     servers: tuple[Server, ...]
     outer: Any
     averages: Mapping[tuple[int, int], Params]
     taken: tuple[int, ...]
+
+
+def num_under_way(table: Table, num_devices: int) -> list[int]:
+    """By device, the most averagings of model_average at a time that its workers have not taken in yet."""
+    ends = np.flatnonzero(np.diff(table.update, append=-1))  # the rows after which an averaging begins
+    num_rows = len(table.update)
+    change = np.zeros((num_devices, num_rows + 2), int)
+    for worker in range(table.num_workers):
+        rows = np.append(np.flatnonzero(table.worker == worker), num_rows + 1)  # or it never takes it
+        taken = rows[np.searchsorted(table.read[rows[:-1]], np.arange(len(ends)), side="right")]
+        np.add.at(change[worker % num_devices], ends + 1, 1)
+        np.add.at(change[worker % num_devices], taken, -1)
+    return [int(peak) for peak in change.cumsum(axis=1).max(axis=1)]
 
 
 class Engine:
@@ -65,7 +90,8 @@ class Engine:
         waits: bool = True,
     ):
         """devices: of the workers, the first for what they have in common; outer: of diloco; waits: all meet."""
-        self.num_workers, self._rows, self._waits, self._outer = table.num_workers, rows_by_step(table), waits, outer
+        self.num_workers, self._waits, self._outer = table.num_workers, waits, outer
+        self._table, self._rows = table, rows_by_step(table)
         self._devices = [devices[worker % len(devices)] for worker in range(table.num_workers)]
         self.programs = Programs(problem, cures, table.num_workers)
         self._mean = jax.jit(lambda trees: jax.tree.map(lambda *leaves: _mean(leaves), *trees))
@@ -80,9 +106,34 @@ class Engine:
         optimizers = [jax.device_put(state.optimizer, device, may_alias=False) for device in self._devices]
         of_workers = zip(params, optimizers, self._devices, strict=True)
         servers = tuple(self.programs.server(*each, is_grouped=False) for each in of_workers)
-        outer = (state.params, self._outer.init(state.params)) if self._outer else ()
         behind = self._rows[step][0].update if step < len(self._rows) else 0
-        return LocalState(step, state.key, params, servers, outer, {}, (behind,) * self.num_workers)
+        return LocalState(
+            step, step, state.key, params, servers, self.outer(state.params), {}, (behind,) * self.num_workers
+        )
+
+    def outer(self, params: Params) -> Any:
+        """Of diloco, at its beginning."""
+        return (params, self._outer.init(params)) if self._outer else ()
+
+    def memory(self, like: State) -> dict[jax.Device, dict[str, int]]:
+        """Bytes by device. like: abstract."""
+        size, optimizer = nbytes(like.params), nbytes(like.optimizer)
+        memory: dict[jax.Device, dict[str, int]] = {}
+        for device in self._devices:
+            parts = memory.setdefault(device, {"parameters": 0, "optimizer": 0})
+            parts |= {"parameters": parts["parameters"] + size, "optimizer": parts["optimizer"] + optimizer}
+        if self._outer:
+            memory[self._devices[0]]["outer"] = nbytes(jax.eval_shape(self.outer, like.params))
+        if not self._waits:
+            under_way = num_under_way(self._table, len(memory))
+            for parts, number in zip(memory.values(), under_way, strict=True):
+                parts["averages"] = number * size
+        return memory
+
+    def sent(self) -> float:
+        """Weights that go to the first device and back in a step: of the workers of others, when they meet."""
+        elsewhere = sum(device != self._devices[0] for device in self._devices)
+        return 2 * elsewhere * self._table.num_updates / len(self._rows)
 
     def step(self, state: LocalState, batch: Mapping[str, np.ndarray]) -> tuple[LocalState, Metrics]:
         """The gradients of one step. batch: on the host."""
@@ -112,8 +163,8 @@ class Engine:
         servers = [
             server._replace(totals=new_totals(device)) for server, device in zip(servers, self._devices, strict=True)
         ]
-        after = LocalState(state.step + 1, state.key, tuple(params), tuple(servers), outer, averages, tuple(taken))
-        return after, metrics
+        own = tuple(params), tuple(servers), outer, averages, tuple(taken)
+        return LocalState(state.step + 1, state.begun, state.key, *own), metrics
 
     def params(self, state: LocalState) -> Params:
         """The mean of all workers' weights, on the first device."""
@@ -128,7 +179,8 @@ class Engine:
         """What workers have of their own, and what is on its way."""
         own, averages = jax.device_put((_parts(state), state.averages), self._devices[0])
         numbered = {f"{number} {i}": leaves(tree) for (number, i), tree in averages.items()}
-        return {"own": leaves(own), "averages": numbered, "taken": np.array(state.taken)}
+        figures = {"taken": np.array(state.taken), BEGUN: np.int32(state.begun)}
+        return {"own": leaves(own), "averages": numbered, **figures}
 
     def restored(self, state: LocalState, private: Canonical) -> LocalState:
         """A state that `start` has made, with what `private` had."""
@@ -141,7 +193,11 @@ class Engine:
             number, worker = map(int, name.split())
             averages[number, worker] = with_leaves(state.params[worker], numbered)
         taken = tuple(np.asarray(private["taken"]).tolist())
-        return LocalState(state.step, state.key, params, servers, outer, averages, taken)
+        return LocalState(state.step, int(private[BEGUN]), state.key, params, servers, outer, averages, taken)
+
+    def table(self, state: LocalState) -> Table:
+        """Of the run, since it took on this strategy."""
+        return since(self._table, state.begun)
 
     def _spread(self, tree: Params) -> tuple[Params, ...]:
         """A copy for each worker, on its device."""

@@ -1,6 +1,7 @@
 """config.asynchronous: checked, and made into a table of updates and cures."""
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -45,8 +46,8 @@ def check(config: ConfigDict) -> None:
             raise UserError(f"config.asynchronous.{key} is {a[key]}; it may be {may}")
     if a.mode == "live":
         _check_live(config)
-    if a.table and a.policy not in LIVE:
-        raise UserError(f"config.asynchronous.policy is {a.policy!r}; it may be {', '.join(LIVE)} with a table")
+    if a.table:
+        _check_replay(config)
     _check_cures(config)
     build_delays(config)
     if a.table:
@@ -69,6 +70,27 @@ def _check_live(config: ConfigDict) -> None:
             "config.asynchronous.cures has corrected_momentum, which needs the staleness before the run; it may not "
             "with config.asynchronous.mode='live'"
         )
+
+    _check_times(config, "config.asynchronous.mode='live', where things take the time they take", but=("slowdown",))
+
+
+def _check_replay(config: ConfigDict) -> None:
+    a = config.asynchronous
+    if a.policy not in LIVE:
+        raise UserError(f"config.asynchronous.policy is {a.policy!r}; it may be {', '.join(LIVE)} with a table")
+    if a.bound is not None:
+        raise UserError(
+            f"config.asynchronous.bound is {a.bound}; it may be None with a table, which has kept to its own"
+        )
+    _check_times(config, "config.asynchronous.table, which has its own times")
+
+
+def _check_times(config: ConfigDict, why: str, but: Collection[str] = ()) -> None:
+    """Raises UserError for settings of delays that have no effect."""
+    unset = {**Delays._field_defaults, "trace": ""}
+    for key, value in config.asynchronous.delays.items():
+        if key not in but and value != unset[key]:
+            raise UserError(f"config.asynchronous.delays.{key} is {value!r}; it may be {unset[key]!r} with {why}")
 
 
 def _check_cures(config: ConfigDict) -> None:

@@ -16,9 +16,11 @@ import optax
 
 from jaxpar import step as steps
 from jaxpar.models.model import Batch, Params
-from jaxpar.state import State
+from jaxpar.state import State, nbytes
 from jaxpar.step import Metrics, Problem
 from jaxpar.tasks import Sums
+
+BEGUN = "begun"  # in the private state: the step at which the run took on this strategy
 
 
 class Cures(NamedTuple):
@@ -172,11 +174,44 @@ class Programs:
         self.weight = jax.jit(lambda weights: weights.sum() / num_workers)
         self._root_mean = jax.jit(lambda square, number: jnp.sqrt(square / jnp.maximum(number, 1)))
 
-    def server(self, params: Params, optimizer: Any, device: jax.Device, *, is_grouped: bool) -> Server:
+    def server(self, params: Params, optimizer: Any, device: jax.Device | None, *, is_grouped: bool) -> Server:
         """At its beginning."""
         waiting = jax.tree.map(jnp.zeros_like, params) if is_grouped else ()
         cures = (self.cures.gradients.init(params), self.cures.updates.init(params))
         return Server(optimizer, waiting, cures, new_totals(device))
+
+    def abstract_server(self, like: State, *, is_grouped: bool) -> Server:
+        """The same, without its arrays."""
+        made: Server = jax.eval_shape(
+            lambda params, optimizer: self.server(params, optimizer, None, is_grouped=is_grouped),
+            *(like.params, like.optimizer),
+        )
+        return made
+
+    def memory(
+        self,
+        like: State,
+        devices: Sequence[jax.Device],
+        at: jax.Device,
+        num_kept: Sequence[int],
+        *,
+        is_grouped: bool,
+    ) -> dict[jax.Device, dict[str, int]]:
+        """Bytes by device: of the weights, older ones, and at the server of what it has besides.
+
+        Args:
+          like: the state, abstract.
+          devices: of the workers.
+          at: the server's.
+          num_kept: of each of `devices`, how many older versions it has.
+          is_grouped: as in `server`.
+        """
+        size, server = nbytes(like.params), self.abstract_server(like, is_grouped=is_grouped)
+        of_each = zip(devices, num_kept, strict=True)
+        memory = {device: {"parameters": size, "history": number * size} for device, number in of_each}
+        there = {name: nbytes(getattr(server, name)) for name in ("optimizer", "waiting", "cures")}
+        memory[at] = memory.get(at, {"parameters": size}) | {name: size for name, size in there.items() if size}
+        return memory
 
     def chunks(self, step: int, batch: Mapping[str, np.ndarray], device: jax.Device) -> dict[int, Chunk]:
         """The parts of a step's batch by their number in the run; device: for its weight."""
@@ -188,8 +223,8 @@ class Programs:
         return Metrics(totals.sums, self._root_mean(totals.square, totals.num_updates), totals.finite)
 
 
-def new_totals(device: jax.Device) -> Totals:
-    """At the beginning of a step."""
+def new_totals(device: jax.Device | None) -> Totals:
+    """At the beginning of a step. device: None where they are abstract."""
     zero: Any = np.zeros((), np.float32)
     totals: Totals = jax.device_put(Totals(Sums(zero, zero, zero), zero, zero, np.ones((), bool)), device)
     return totals

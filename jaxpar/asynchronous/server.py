@@ -11,8 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.asynchronous.programs import Arrival, Chunk, Cures, Programs, Server, leaves, new_totals, with_leaves
-from jaxpar.asynchronous.table import Table
+from jaxpar.asynchronous.programs import (
+    BEGUN,
+    Arrival,
+    Chunk,
+    Cures,
+    Programs,
+    Server,
+    leaves,
+    new_totals,
+    with_leaves,
+)
+from jaxpar.asynchronous.table import Table, since
 from jaxpar.models.model import Params
 from jaxpar.state import Canonical, State
 from jaxpar.step import Metrics, Problem
@@ -25,14 +35,16 @@ class AsyncState(NamedTuple):
 
     Attributes:
       step: on the host.
+      begun: the step at which the run took on this strategy: its table is that from there on.
       key: of the run.
-      params: on the server, the first device.
+      params: on the server's device.
       server: what else is there.
       kept: by (version, number of a device), older weights that a worker of that device will need.
       chunks: of batches that have come, whose gradients come later: in the tables of live runs.
     """
 
     step: int
+    begun: int
     key: jax.Array
     params: Params
     server: Server
@@ -97,9 +109,10 @@ def num_kept(table: Table, num_devices: int) -> list[int]:
 class Engine:
     """A table, ready to run."""
 
-    def __init__(self, problem: Problem, cures: Cures, table: Table, devices: Sequence[jax.Device]):
-        """devices: of the workers; the first is the server's too."""
-        self._devices, self._rows, self._last_uses = devices, rows_by_step(table), last_uses(table, len(devices))
+    def __init__(self, problem: Problem, cures: Cures, table: Table, devices: Sequence[jax.Device], at: jax.Device):
+        """devices: of the workers, which they have in turn; at: the server's, which may be one of them."""
+        self._devices, self._server, self._table = devices, at, table
+        self._rows, self._last_uses = rows_by_step(table), last_uses(table, len(devices))
         self._keepers: dict[int, list[int]] = {}  # version -> devices that need it when the next one is there
         for (version, device), last in self._last_uses.items():
             if last > version:
@@ -113,8 +126,25 @@ class Engine:
         version = self._rows[step][0].update if step < len(self._rows) else 0
         alive = [use for use, last in self._last_uses.items() if use[0] < version <= last]
         kept = {(read, device): jax.device_put(state.params, self._devices[device]) for read, device in alive}
-        server = self.programs.server(state.params, state.optimizer, self._devices[0], is_grouped=self.is_grouped)
-        return AsyncState(step, state.key, state.params, server, kept, {})
+        server = self.programs.server(state.params, state.optimizer, self._server, is_grouped=self.is_grouped)
+        return AsyncState(step, step, state.key, state.params, server, kept, {})
+
+    def memory(self, like: State) -> dict[jax.Device, dict[str, int]]:
+        """Bytes by device. like: abstract."""
+        kept = num_kept(self._table, len(self._devices))
+        return self.programs.memory(like, self._devices, self._server, kept, is_grouped=self.is_grouped)
+
+    def sent(self) -> float:
+        """Weights and gradients that go to the server's device and from it in a step, to and from workers of others.
+
+        A version of the weights goes to a device once; with a gradient goes what it was computed from, where a cure
+        needs that.
+        """
+        is_apart = np.array([device != self._server for device in self._devices])
+        places = self._table.worker % len(self._devices)
+        uses = np.stack([self._table.read, places])[:, is_apart[places]]
+        gradients = uses.shape[1] * (2 if self.programs.cures.needs_read else 1)
+        return (np.unique(uses, axis=1).shape[1] + gradients) / len(self._rows)
 
     def needs_private(self, step: int) -> bool:
         """Whether gradients from that step on are of batches before it, as in the tables of live runs."""
@@ -123,9 +153,9 @@ class Engine:
 
     def step(self, state: AsyncState, batch: Mapping[str, np.ndarray]) -> tuple[AsyncState, Metrics]:
         """The gradients of one step. batch: on the host."""
-        step, key, params, server, kept, chunks = state
+        step, _, key, params, server, kept, chunks = state
         kept, copies = dict(kept), dict[int, Params]()
-        chunks = {**chunks, **self.programs.chunks(step, batch, self._devices[0])}
+        chunks = {**chunks, **self.programs.chunks(step, batch, self._server)}
         for row in self._rows[step]:
             place = row.worker % len(self._devices)
             device = self._devices[place]
@@ -134,7 +164,7 @@ class Engine:
             read = copies[place] if row.read == row.update else kept[row.read, place]
             rows, weight, of_step = chunks.pop(row.chunk)
             made = self.programs.gradient(read, *jax.device_put((key, np.int32(of_step), rows, weight), device))
-            sent = jax.device_put((*made, read if self.programs.cures.needs_read else None), self._devices[0])
+            sent = jax.device_put((*made, read if self.programs.cures.needs_read else None), self._server)
             figures = map(np.float32, (row.staleness, row.mean_staleness, row.size))
             at = Arrival._make((*figures, np.int32(step)))
             old, (params, server) = params, self.programs.arrive(row.is_first, row.is_last, params, server, *sent, at)
@@ -145,11 +175,11 @@ class Engine:
                 kept = {use: x for use, x in kept.items() if self._last_uses[use] > row.update}
                 copies = {}
         metrics = self.programs.metrics(server.totals)
-        server = server._replace(totals=new_totals(self._devices[0]))
-        return AsyncState(step + 1, key, params, server, kept, chunks), metrics
+        server = server._replace(totals=new_totals(self._server))
+        return AsyncState(step + 1, state.begun, key, params, server, kept, chunks), metrics
 
     def params(self, state: AsyncState) -> Params:
-        """The weights as they are, on the first device."""
+        """The weights as they are, on the server's device."""
         return state.params
 
     def canonical(self, state: AsyncState) -> State:
@@ -158,20 +188,27 @@ class Engine:
 
     def private(self, state: AsyncState) -> Canonical:
         """What is on its way: weights that workers have read, gradients that wait for others; what cures remember."""
-        private = leaves(jax.device_put(_parts(state), self._devices[0]))
+        private = leaves(jax.device_put(_parts(state), self._server)) | {BEGUN: np.int32(state.begun)}
         for number, chunk in state.chunks.items():
             private |= {f"{number} {name}": x for name, x in (chunk.rows | {WEIGHT: chunk.weight}).items()}
         return private
 
     def restored(self, state: AsyncState, private: Canonical) -> AsyncState:
         """A state that `start` has made, with what `private` had."""
-        kept, waiting, cures = with_leaves(_parts(state), private)
+        versions, waiting, cures = with_leaves(_parts(state), private)
+        kept = {(version, i): jax.device_put(versions[version], self._devices[i]) for version, i in state.kept}
+        server = state.server._replace(waiting=waiting, cures=cures)
         parts: dict[int, dict[str, Any]] = {}
         for number, _, name in (name.partition(" ") for name in private if " " in name):
             parts.setdefault(int(number), {})[name] = private[f"{number} {name}"]
         chunks = {number: Chunk(rows, rows.pop(WEIGHT), number // self.num_workers) for number, rows in parts.items()}
-        return state._replace(kept=kept, server=state.server._replace(waiting=waiting, cures=cures), chunks=chunks)
+        return state._replace(begun=int(private[BEGUN]), kept=kept, server=server, chunks=chunks)
+
+    def table(self, state: AsyncState) -> Table:
+        """Of the run, since it took on this strategy."""
+        return since(self._table, state.begun)
 
 
-def _parts(state: AsyncState) -> tuple[Any, Any, Any]:
-    return state.kept, state.server.waiting, state.server.cures
+def _parts(state: AsyncState) -> tuple[dict[int, Params], Any, Any]:
+    """Each older version once, wherever it is: the run may go on on other devices."""
+    return {version: x for (version, _), x in state.kept.items()}, state.server.waiting, state.server.cures

@@ -62,6 +62,21 @@ class Table(NamedTuple):
         return self.finish[np.flatnonzero(_ends_update(self))]
 
 
+def since(table: Table, step: int) -> Table:
+    """The gradients from a step on, as a run that begins there has them.
+
+    Its weights at that step are version 0, for workers that have read older ones too, and its time begins there.
+    """
+    first = int(np.searchsorted(table.step, step))
+    if first in (0, len(table.step)):
+        return table
+    rows = {name: getattr(table, name)[first:] for name in COLUMNS}
+    version, time = table.update[first], table.finish[first - 1]
+    rows |= {name: np.maximum(rows[name] - version, 0) for name in ("read", "update")}
+    rows |= {name: np.maximum(rows[name] - time, 0) for name in TIMES}
+    return Table(table.num_workers, **rows)
+
+
 COLUMNS = Table._fields[1:]
 TIMES = ("start", "finish")
 

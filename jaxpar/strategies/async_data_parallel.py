@@ -31,10 +31,10 @@ from jaxpar.asynchronous.table import Table, staleness_summary
 from jaxpar.errors import UserError
 from jaxpar.exchange.reduce import Traffic
 from jaxpar.mesh import DATA
-from jaxpar.state import Canonical, State
+from jaxpar.state import Canonical, State, nbytes
 from jaxpar.step import Problem
 from jaxpar.strategies import exchanges
-from jaxpar.strategies.strategy import Description, Program, Strategy, nbytes, with_shardings
+from jaxpar.strategies.strategy import Description, Program, Strategy, with_shardings
 from jaxpar.tasks import Sums
 
 
@@ -57,14 +57,21 @@ def parts(config: ConfigDict, num_replicas: int) -> tuple[int, str]:
     return math.lcm(workers * microbatches, num_replicas), words + f", on {num_replicas} devices"
 
 
+def server_device(config: ConfigDict) -> jax.Device:
+    """One of its own, where there are more devices than workers; else the first worker's."""
+    available, taken = meshes.num_replicas(config), num_replicas(config)
+    has_own = available > taken and config.asynchronous.policy not in options.LOCAL
+    return jax.devices()[taken if has_own else 0]
+
+
 def build(config: ConfigDict, problem: Problem) -> Strategy:
-    """The strategy of config.asynchronous, over config.mesh.data devices, of which the first is the server's too."""
+    """The strategy of config.asynchronous, over config.mesh.data devices."""
     mesh, is_live = meshes.build(num_replicas(config)), config.asynchronous.mode == "live"
     updates = None if is_live else options.build_table(config, problem.num_steps)
-    devices = list(mesh.devices.flat)
+    devices, at = list(mesh.devices.flat), server_device(config)
     problem, cures = options.build_cures(config, problem, updates)
-    engine: Any = build_engine(config, problem, cures, updates, devices)
-    first, everywhere = SingleDeviceSharding(devices[0]), NamedSharding(mesh, PartitionSpec())
+    engine: Any = build_engine(config, problem, cures, updates, devices, at)
+    first, everywhere = SingleDeviceSharding(at), NamedSharding(mesh, PartitionSpec())
     divided = NamedSharding(mesh, PartitionSpec(DATA))
     like = jax.eval_shape(partial(states.init, problem.model, problem.optimizer), jax.random.key(0))
     fresh = jax.jit(partial(states.init, problem.model, problem.optimizer), out_shardings=first)
@@ -75,7 +82,7 @@ def build(config: ConfigDict, problem: Problem) -> Strategy:
         if not private and path and engine.needs_private(step):
             raise UserError(
                 f"config.asynchronous.table is {path!r}, which has gradients of batches before step {step} after it; "
-                "the run may go on with the same table on as many devices as before"
+                "only a run that began with this table may go on with it there"
             )
         begun = engine.start(jax.device_put(states.from_canonical(tree, like), first))
         return engine.restored(begun, private) if private else begun
@@ -92,24 +99,29 @@ def build(config: ConfigDict, problem: Problem) -> Strategy:
         evaluate=evaluate,
         to_canonical=lambda state: states.to_canonical(engine.canonical(state)),
         from_canonical=from_canonical,
-        describe=lambda: describe(config, devices, updates, like),
+        describe=lambda: describe(config, engine, updates, like, mesh.size),
         compile=lambda: compiled(engine, problem, like, first),
         to_private=engine.private,
-        private_of=f"{words(config)} ({fingerprint(updates) if updates else 'live'}) on {mesh.size} devices",
-        report=lambda workdir: report(updates or engine.table(), workdir),
+        private_of=f"{words(config)} ({fingerprint(updates) if updates else 'live'})",
+        report=lambda state, workdir: report(engine.table(state), workdir),
     )
 
 
 def build_engine(
-    config: ConfigDict, problem: Problem, cures: Cures, updates: Table | None, devices: Sequence[jax.Device]
+    config: ConfigDict,
+    problem: Problem,
+    cures: Cures,
+    updates: Table | None,
+    devices: Sequence[jax.Device],
+    at: jax.Device,
 ) -> server.Engine | local.Engine | live.Engine:
-    """What runs the table, or makes one."""
+    """What runs the table, or makes one. devices: of the workers; at: the server's."""
     a, own = config.asynchronous, options.settings(config)
     if updates is None:
         bound = own.get("bound", math.inf)
-        return live.Engine(problem, cures, a.num_workers, devices, bound=bound, slowdown=a.delays.slowdown)
+        return live.Engine(problem, cures, a.num_workers, devices, at=at, bound=bound, slowdown=a.delays.slowdown)
     if a.policy not in options.LOCAL:
-        return server.Engine(problem, cures, updates, devices)
+        return server.Engine(problem, cures, updates, devices, at)
     outer = optax.sgd(own["outer_lr"], own["outer_momentum"], nesterov=True) if a.policy == "diloco" else None
     return local.Engine(problem, cures, updates, devices, outer=outer, waits=a.policy != "model_average")
 
@@ -128,10 +140,7 @@ def compiled(engine: Any, problem: Problem, like: State, first: Any) -> list[Pro
     rows = {k: jax.ShapeDtypeStruct((len(x) // n, *x.shape[1:]), x.dtype) for k, x in problem.batch.items()}
     figure, step = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
     worker = programs.gradient.lower(*with_shardings((like.params, like.key, step, rows, figure), first))
-    at_server = jax.eval_shape(
-        lambda params, optimizer: programs.server(params, optimizer, first, is_grouped=engine.is_grouped),
-        *(like.params, like.optimizer),
-    )
+    at_server = programs.abstract_server(like, is_grouped=engine.is_grouped)
     read = like.params if programs.cures.needs_read else None
     arguments = (like.params, at_server, *worker.out_info, read, Arrival(figure, figure, figure, step))
     update = programs.arrive.lower(not engine.is_grouped, True, *with_shardings(arguments, first))
@@ -150,20 +159,14 @@ def fingerprint(updates: Table) -> str:
     return hashlib.sha256(b"".join(column.tobytes() for column in updates[1:6])).hexdigest()[:12]
 
 
-def describe(config: ConfigDict, devices: Sequence[jax.Device], updates: Table | None, like: State) -> Description:
-    """What is where, and what the first device sends and takes: weights to workers of others, and their gradients."""
-    size, n, optimizer = nbytes(like.params), config.asynchronous.num_workers, nbytes(like.optimizer)
-    workers = [len(range(number, n, len(devices))) for number in range(len(devices))]
-    layout, sent = words(config), 2 * (n - workers[0]) * size
+def describe(config: ConfigDict, engine: Any, updates: Table | None, like: State, num_replicas: int) -> Description:
+    """What is where, and what goes from a device to another."""
+    memory, layout = engine.memory(like), words(config)
     if updates is not None:
         staleness = staleness_summary(updates)
         layout += f", staleness {staleness['mean']:.2f} on average and {staleness['max']} at most"
-    if updates is not None and config.asynchronous.policy in options.LOCAL:
-        memory = [{"parameters": number * size, "optimizer": number * optimizer} for number in workers]
-        sent = sent * updates.num_updates // len(updates.update)
-    else:  # a live worker has what it has read
-        kept = workers if updates is None else server.num_kept(updates, len(devices))
-        memory = [{"parameters": size, "history": number * size} for number in kept]
-        memory[0] |= {"optimizer": optimizer}
-    traffic = (Traffic("copy", "float32", DATA, sent),) if len(devices) > 1 else ()
-    return Description(tuple(devices), layout, len(devices), tuple(memory), traffic)
+    if len(memory) > num_replicas:
+        layout += ", the server on a device of its own"
+    sent = round(engine.sent() * nbytes(like.params))
+    traffic = (Traffic("copy", "float32", DATA, sent),) if sent else ()
+    return Description(tuple(memory), layout, num_replicas, tuple(memory.values()), traffic)

@@ -21,10 +21,10 @@ from jaxpar import step as steps
 from jaxpar.errors import UserError, check_choice
 from jaxpar.exchange.reduce import Traffic
 from jaxpar.mesh import DATA
-from jaxpar.state import State
+from jaxpar.state import State, nbytes
 from jaxpar.step import Metrics, Problem
 from jaxpar.strategies import exchanges, master, replicas
-from jaxpar.strategies.strategy import Description, Program, Strategy, nbytes, with_shardings
+from jaxpar.strategies.strategy import Description, Program, Strategy, with_shardings
 from jaxpar.tasks import Sums
 
 IMPLEMENTATIONS = ("auto", "shard_map", "sharding", "pmap")

@@ -19,9 +19,9 @@ from jaxpar import step as steps
 from jaxpar.exchange.reduce import Traffic
 from jaxpar.mesh import DATA
 from jaxpar.models.model import Batch
-from jaxpar.state import State
+from jaxpar.state import State, nbytes
 from jaxpar.step import Metrics, Problem
-from jaxpar.strategies.strategy import Description, Program, Strategy, nbytes, with_shardings
+from jaxpar.strategies.strategy import Description, Program, Strategy, with_shardings
 from jaxpar.tasks import Sums
 
 

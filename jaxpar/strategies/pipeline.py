@@ -38,9 +38,10 @@ from jaxpar.pipeline.state import SPECS, Form, PackedState, own, stacked
 from jaxpar.pipeline.table import BW, F, Table, is_training
 from jaxpar.pipeline.timeline import Timeline
 from jaxpar.pipeline.update import Update
+from jaxpar.state import nbytes
 from jaxpar.step import Metrics, Problem
 from jaxpar.strategies import exchanges
-from jaxpar.strategies.strategy import Description, Program, Strategy, nbytes, with_shardings
+from jaxpar.strategies.strategy import Description, Program, Strategy, with_shardings
 from jaxpar.tasks import Sums
 
 # Lets XLA see that the branch of an action writes into a stash in place; else it copies whole stashes every clock.
@@ -187,7 +188,7 @@ def build(config: ConfigDict, problem: Problem) -> Strategy:
         batch = with_shardings(problem.batch, divided)
         return [Program(step.lower(plan.shape, PackedState(*parts), batch, plan.actions, plan.arrivals).compile())]
 
-    def report(workdir: Path) -> dict[str, Any]:
+    def report(_: PackedState, workdir: Path) -> dict[str, Any]:
         if config.pipeline.trace:
             timeline.save(workdir / "timeline.png", config.pipeline.schedule, table)
         return {}

@@ -47,11 +47,6 @@ class Program(NamedTuple):
     branches: Mapping[str, tuple[float, ...]] = {}
 
 
-def nbytes(tree: Any) -> int:
-    """Bytes of the arrays of a tree, abstract or not."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
 def with_shardings(tree: Any, shardings: Any) -> Any:
     """Abstract arrays with these shardings; `shardings`: of each, or one for all."""
     if isinstance(shardings, jax.sharding.Sharding):
@@ -73,4 +68,4 @@ class Strategy(NamedTuple):
     to_private: Callable[[Any], Canonical] = lambda state: {}  # what of the state is not in the canonical one
     private_of: str = ""  # only a strategy of which this is the same can go on with it
     # Writes what it has to show at the end of a run, and returns figures for result.json.
-    report: Callable[[Path], Mapping[str, Any]] = lambda workdir: {}
+    report: Callable[[Any, Path], Mapping[str, Any]] = lambda state, workdir: {}  # (state, workdir)

@@ -22,7 +22,7 @@ from jaxpar.errors import UserError
 COUNT = 100_000
 TRACE = ((1.0, 2.0, 4.0), (3.0,))
 SETTINGS = {
-    "constant": Delays("constant", 2.5, 0.3),
+    "constant": Delays("constant", 2.5),
     "uniform": Delays("uniform", 2.5, 0.4),
     "lognormal": Delays("lognormal", 2.5, 0.8),
     "pareto": Delays("pareto", 2.5, 3.5),
@@ -139,6 +139,9 @@ def test_a_trace_is_replayed_in_order_and_by_workers_in_turn() -> None:
         (Delays("lognormal", spread=11), "spread is 11; of lognormal .*"),
         (Delays("pareto", spread=1), "spread is 1; of pareto it must be more than 1"),
         (Delays("pareto", spread=math.nan), "spread is nan; of pareto it must be more than 1"),
+        (Delays("constant", spread=0.3), "spread is 0.3; of constant it must be 0"),
+        (Delays(jitter=0.5), "jitter is 0.5; it must be 0 where communication_time is"),
+        (Delays("trace", 2.0, trace=TRACE), "compute_time is 2.0; of a trace, which has its own times, it must be 1"),
         (Delays("trace"), "trace has no times of some worker; it must have one or more of each"),
         (Delays("trace", trace=((1.0,), ())), "trace has no times of some worker; .*"),
         (Delays("trace", trace=((1.0, 0.0),)), "trace has a time that is not more than 0"),

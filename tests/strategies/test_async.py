@@ -1,12 +1,15 @@
 """`async_data_parallel` as a strategy: bitwise the same wherever it runs, and wherever it was stopped."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+from jaxpar.asynchronous import options, server, table
+from jaxpar.state import nbytes
 from tests.asynchronous.test_engines import RANDOM, asynchronous
 from tests.strategies.pipelines import (
     NUM_STEPS,
@@ -15,6 +18,7 @@ from tests.strategies.pipelines import (
     advance,
     make,
     make_batch,
+    make_config,
     named,
     outcome,
     start,
@@ -71,7 +75,7 @@ def test_another_seed_is_another_run() -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_stopped_and_resumed(name: str) -> None:
-    """Bitwise, with the private state; without it, from the same weights, to other ones."""
+    """Bitwise, with the private state, on other devices too; without it, from the same weights, to other ones."""
     overrides = asynchronous(*POLICIES[name], *RANDOM, workers=8, devices=2)
     strategy = make(MLP, *overrides)
     state = strategy.from_canonical(start(MLP))
@@ -81,8 +85,9 @@ def test_stopped_and_resumed(name: str) -> None:
     assert int(tree["step"]) == 5
     expected = named(on(2, name).tree)
     ends: list[dict[str, Any]] = []
-    for given in (private, None):
-        other = make(MLP, *overrides)
+    assert make(MLP, *asynchronous(*POLICIES[name], *RANDOM, workers=8, devices=4)).private_of == strategy.private_of
+    for given, devices in ((private, 4), (private, 1), (None, 2)):
+        other = make(MLP, *asynchronous(*POLICIES[name], *RANDOM, workers=8, devices=devices))
         state = other.from_canonical(tree, given)
         begun = named(other.to_canonical(state)["params"])
         for path, x in named(tree["params"]).items():
@@ -93,8 +98,9 @@ def test_stopped_and_resumed(name: str) -> None:
         ends.append(named(jax.device_get(other.to_canonical(other.from_canonical(other.to_canonical(state))))))
     for path, x in expected.items():
         np.testing.assert_array_equal(ends[0][path], x, path)
+        np.testing.assert_array_equal(ends[1][path], x, path)
     if name != "sync":  # where nothing is on its way
-        assert any((ends[1][path] != x).any() for path, x in expected.items())
+        assert any((ends[2][path] != x).any() for path, x in expected.items())
 
 
 def test_another_strategy_goes_on_with_it_and_it_with_another() -> None:
@@ -148,3 +154,84 @@ def test_what_is_said_of_it(name: str) -> None:
     assert [parts["parameters"] for parts in on.memory] == [4 * size if "interval" in str(POLICIES[name]) else size] * 2
     programs = strategy.compile()
     assert len(programs) == 2
+
+
+TO_SERVER = ("policy=async", "policy=softsync", "policy=ssp")
+SIZE = sum(leaf.size * 4 for leaf in jax.tree.leaves(start(MLP)["params"]))
+
+
+@pytest.mark.parametrize("settings", [*TO_SERVER, "policy=diloco", "policy=model_average"])
+def test_memory_is_what_there_is(settings: str) -> None:
+    """Of every part, the most bytes that are there after a step; the averages of a model_average, at a gradient."""
+    more = ("interval=2",) if settings.endswith(("diloco", "average")) else ("cures=adaptive_dc_asgd",)
+    strategy = make(MLP, *asynchronous(settings, *more, *RANDOM, workers=8, devices=2))
+    state, most = strategy.from_canonical(start(MLP)), dict[str, int]()
+    optimizer = nbytes(start(MLP)["optimizer"])
+    for step in range(NUM_STEPS):
+        state, _ = strategy.step(state, strategy.place(make_batch(MLP, step)))
+        if isinstance(state, server.AsyncState):
+            there = {"waiting": state.server.waiting, "cures": state.server.cures, "history": list(state.kept.values())}
+            there |= {"parameters": (state.params, state.params), "optimizer": state.server.optimizer}
+        else:
+            there = {"parameters": state.params, "optimizer": [one.optimizer for one in state.servers]}
+            there |= {"outer": state.outer, "averages": list(state.averages.values())}
+        most = {name: max(nbytes(tree), most.get(name, 0)) for name, tree in there.items()}
+    told: dict[str, int] = {}
+    for parts in strategy.describe().memory:
+        told = {name: told.get(name, 0) + parts.get(name, 0) for name in {**told, **parts}}
+    assert told["parameters"] == most["parameters"] and told["optimizer"] in (optimizer, 8 * optimizer)
+    for name in ("waiting", "cures", "outer"):
+        assert told.get(name, 0) == most.get(name, 0), name
+    for name in ("history", "averages"):  # at its peak, which may lie within a step
+        assert most.get(name, 0) <= told.get(name, 0) <= 2 * most.get(name, 0), name
+        assert bool(most.get(name)) == bool(told.get(name)), name
+
+
+@pytest.mark.parametrize("settings", [*TO_SERVER, "policy=sync", "policy=local_sgd", "policy=model_average"])
+@pytest.mark.parametrize("devices", [2, 4])
+def test_bytes_that_are_sent_are_those_that_are_copied(
+    settings: str, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights and gradients that `jax.device_put` moves from a device to another, counted."""
+    own = ("interval=2",) if "local" in settings or "average" in settings else ()
+    strategy = make(MLP, *asynchronous(settings, *own, *RANDOM, workers=8, devices=devices))
+    state, moved = strategy.from_canonical(start(MLP)), 0
+    put = jax.device_put
+    names = [x.shape for x in jax.tree.leaves(start(MLP)["params"]) if x.size > 50]
+
+    def counting(tree: Any, device: Any = None, **rest: Any) -> Any:
+        nonlocal moved
+        for x in jax.tree.leaves(tree):
+            if isinstance(x, jax.Array) and x.shape in names and x.devices() != {device}:
+                moved += x.nbytes
+        return put(tree, device, **rest)
+
+    monkeypatch.setattr(jax, "device_put", counting)
+    for step in range(NUM_STEPS):
+        state, _ = strategy.step(state, strategy.place(make_batch(MLP, step)))
+    large = sum(x.nbytes for x in jax.tree.leaves(start(MLP)["params"]) if x.size > 50)
+    assert moved / NUM_STEPS / large == pytest.approx(strategy.describe().wire_bytes / SIZE, rel=1e-3)
+
+
+def test_its_table_is_that_of_the_steps_that_it_made(tmp_path: Path) -> None:
+    """Those before it went to another strategy."""
+    overrides = asynchronous(*POLICIES["softsync"], *RANDOM, workers=8, devices=2)
+    tree = advance(make(MLP, *SINGLE), MLP, start(MLP), 0, 5).tree
+    first = make(MLP, *overrides)
+    state = first.from_canonical(tree)
+    state, _ = first.step(state, first.place(make_batch(MLP, 5)))
+    tree, private = jax.device_get((first.to_canonical(state), first.to_private(state)))
+    second = make(MLP, *overrides)
+    state = second.from_canonical(tree, private)
+    for step in range(6, NUM_STEPS):
+        state, _ = second.step(state, second.place(make_batch(MLP, step)))
+    figures = second.report(state, tmp_path)
+    whole, part = options.build_table(make_config(MLP, *overrides), NUM_STEPS), table.read(tmp_path / "updates.csv")
+    rows = whole.step >= 5
+    np.testing.assert_array_equal(part.step, whole.step[rows])
+    np.testing.assert_array_equal(part.worker, whole.worker[rows])
+    assert part.update[0] == 0 and part.num_updates == figures["updates"] == whole.num_updates - whole.update[rows][0]
+    late = whole.read[rows] >= whole.update[rows][0]  # of weights that it made
+    np.testing.assert_array_equal(part.staleness[late], whole.staleness[rows][late])
+    assert np.all(part.staleness <= whole.staleness[rows]) and np.all(part.read[~late] == 0) and not late.all()
+    assert figures["table_seconds"] == pytest.approx(whole.finish[-1] - whole.finish[~rows][-1])

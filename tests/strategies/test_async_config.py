@@ -44,6 +44,20 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "a trace without its distribution": (["delays.trace=times.csv"], ["asynchronous.delays.trace is 'times.csv'"]),
     "no trace": (["delays.distribution=trace"], ["asynchronous.delays.trace is ''; it may be the path of a CSV file"]),
     "a missing trace": (["delays.distribution=trace", "delays.trace=no.csv"], ["no.csv: No such file"]),
+    "a jitter of nothing": (["delays.jitter=1"], ["delays.jitter is 1.0; it must be 0 where communication_time is"]),
+    "a spread of nothing": (["delays.spread=1"], ["delays.spread is 1.0; of constant it must be 0"]),
+    "delays of a live run": (
+        ["mode=live", "delays.distribution=uniform", "delays.spread=0.5"],
+        ["asynchronous.delays.distribution is 'uniform'; it may be 'constant' with config.asynchronous.mode='live'"],
+    ),
+    "delays of a recorded run": (
+        ["table=updates.csv", "delays.slowdown=4"],
+        ["asynchronous.delays.slowdown is 4.0; it may be 1.0 with config.asynchronous.table"],
+    ),
+    "a bound of a recorded run": (
+        ["table=updates.csv", "policy=ssp", "bound=2"],
+        ["asynchronous.bound is 2; it may be None with a table"],
+    ),
     "a cure": (["cures=dc_sgd"], ["asynchronous.cures is 'dc_sgd'; it may be dc_asgd", "Did you mean 'dc_asgd'?"]),
     "two of one kind": (["cures=dc_asgd,adaptive_dc_asgd"], ["it may have one of dc_asgd, adaptive_dc_asgd"]),
     "cures of workers with their own weights": (
