@@ -24,6 +24,7 @@ from ml_collections import ConfigDict
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from jaxpar import config as configs
+from jaxpar import processes
 from jaxpar.errors import UserError
 from jaxpar.models.model import Params
 from jaxpar.state import Canonical
@@ -79,9 +80,9 @@ class Saver:
         if step in self._manager.all_steps():
             return
         info = {"format": FORMAT, "step": step, **info, "checksums": _checksums(tree)}
-        items: dict[str, Any] = {"state": ocp.args.PyTreeSave(tree)}
+        items: dict[str, Any] = {"state": ocp.args.PyTreeSave(processes.divided(tree))}
         if private:
-            items["private"] = ocp.args.PyTreeSave(private)
+            items["private"] = ocp.args.PyTreeSave(processes.divided(private))
             info["private_checksums"] = _checksums(private)
         contents = ocp.args.Composite(**items, info=ocp.args.JsonSave(info))
         metrics = None if validation_loss is None else {"validation_loss": validation_loss}

@@ -1,6 +1,10 @@
 """The binary: reads the flags, starts JAX, trains, and turns the outcome into an exit code.
 
     scripts/train --config=configs/NAME.py[:PRESET] --workdir=DIR [--config.KEY=VALUE ...]
+        [--coordinator_address=HOST:PORT --num_processes=N --process_id=I]
+
+The last three are of one of several processes, where no cluster tells them (docs/processes.md); scripts/launch starts
+several on one machine.
 
 Exit codes: 0 finished, or stopped by a signal with everything saved; 1 training failed;
 2 a mistake of the user's, told in one line; 130 a second Ctrl-C, which waits for nothing.
@@ -11,6 +15,7 @@ import os
 import shlex
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from logging import CRITICAL, getLogger
 from pathlib import Path
@@ -33,7 +38,21 @@ def run() -> None:
         _fail(f"stopped before the first step; the same command starts again: {_command(sys.argv)}", 0)
         sys.stdout.flush()
         os._exit(0)
+    except Exception:
+        if not _has_others():
+            raise
+        traceback.print_exc()
+        code = 1
+    if code and _has_others():  # JAX would wait for those that wait for this one
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
+
+
+def _has_others() -> bool:
+    """Whether this is one of several processes, which have met."""
+    return "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized()
 
 
 def _hide_late_reads(unraisable: Any) -> None:
@@ -82,22 +101,27 @@ def _main(argv: list[str]) -> int:
             )
     config = configs.load(values.config)
     configs.override(config, overrides)
-    return _train(config, Path(values.workdir), argv)
+    place = {name: values[name].value for name in ("coordinator_address", "num_processes", "process_id")}
+    return _train(config, Path(values.workdir), place, argv)
 
 
 def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
     flags.DEFINE_string("config", None, "Config file, with a preset after a colon.", flag_values=values)
     flags.DEFINE_string("workdir", None, "Where the run lives. A run that is there is continued.", flag_values=values)
+    flags.DEFINE_string("coordinator_address", None, "HOST:PORT of process 0, of several.", flag_values=values)
+    flags.DEFINE_integer("num_processes", None, "How many there are.", flag_values=values)
+    flags.DEFINE_integer("process_id", None, "Which of them this one is, from 0.", flag_values=values)
     flags.DEFINE_bool("help", False, "Show this help.", flag_values=values)
     return values
 
 
-def _train(config: Any, workdir: Path, argv: list[str]) -> int:
+def _train(config: Any, workdir: Path, place: dict[str, Any], argv: list[str]) -> int:
     # Imported late: JAX reads its settings from the config first, and --help needs none of it.
-    from jaxpar import data, mesh, train
+    from jaxpar import data, mesh, processes, train
 
     mesh.start(config, data.cache_dir(config) / "xla")
+    processes.start(processes.find(place))
     try:
         result = train.train(config, workdir)
     except train.Stopped as stopped:

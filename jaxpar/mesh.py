@@ -77,6 +77,11 @@ def num_replicas(config: ConfigDict) -> int:
             asked += f" and config.mesh.data {num_data}, {num_data * num_stages} devices in all"
         hint = " (--config.mesh.virtual_cpu_devices=N splits the CPU into N)" if jax.default_backend() == "cpu" else ""
         raise UserError(f"{asked}; there are {available} {jax.default_backend()} devices{hint}")
+    if jax.process_count() > 1 and num_data * num_stages < available:
+        raise UserError(
+            f"config.mesh has data {num_data} and stage {num_stages}; {jax.process_count()} processes have {available} "
+            "devices in all, and no process may be without one: use them all, or start fewer processes"
+        )
     return num_data
 
 
@@ -86,6 +91,15 @@ def check_one_stage(config: ConfigDict) -> None:
         raise UserError(
             f"config.mesh.stage is {config.mesh.stage}; it may be 1 with config.strategy={config.strategy!r} "
             "(config.strategy='pipeline' has stages)"
+        )
+
+
+def check_one_process(what: str) -> None:
+    """Raises UserError where there are several processes."""
+    if (number := jax.process_count()) > 1:
+        raise UserError(
+            f"{what} is for one process, and there are {number}; several may have config.strategy='data_parallel' "
+            "with any exchange but dp, or 'pipeline'"
         )
 
 

@@ -25,8 +25,11 @@ class Meter:
     finite is known before the second one after it starts.
     """
 
-    def __init__(self, model: Model, *, task: str, peak_flops: float | None, stop_if_nonfinite: bool):
-        """Args: peak_flops: FLOP/s of all devices together; None where unknown."""
+    def __init__(self, model: Model, *, task: str, peak_flops: float | None, stop_if_nonfinite: bool, shares: int = 1):
+        """Args: peak_flops: FLOP/s of all devices together; None where unknown. shares: a batch is so many times the
+        rows that `add` gets: those of this process.
+        """
+        self._shares = shares
         self._model, self._task, self._peak, self._stop = model, task, peak_flops, stop_if_nonfinite
         self._flops: dict[Any, int] = {}  # of a step, by shape of its inputs
         self._pending: tuple[int, Metrics] | None = None
@@ -48,10 +51,11 @@ class Meter:
         if self.is_new(rows):
             self._flops[inputs.shape] = 3 * flops.forward_flops(self._model.apply, self._model.shapes, dict(rows))
         else:  # rates are of steps that were not compiled: the time of compiling is not theirs
-            self._counts["flops"] += self._flops[inputs.shape]
-            self._counts["examples"] += int((weights.reshape(len(weights), -1) > 0).any(axis=1).sum())
+            self._counts["flops"] += self._shares * self._flops[inputs.shape]
+            self._counts["examples"] += self._shares * int((weights.reshape(len(weights), -1) > 0).any(axis=1).sum())
             if inputs.dtype == np.int32:
-                self._counts["tokens"] += int(rows["mask"].sum()) if "mask" in rows else inputs.size
+                tokens = int(rows["mask"].sum()) if "mask" in rows else inputs.size
+                self._counts["tokens"] += self._shares * tokens
         self.read()
         self._pending = (step, metrics)
 

@@ -13,7 +13,7 @@ import jax
 import tensorboardX
 import tqdm
 
-from jaxpar import files
+from jaxpar import files, processes
 from jaxpar.errors import UserError
 
 
@@ -46,39 +46,43 @@ class Phases:
 
 
 class Log:
-    """metrics.jsonl and TensorBoard events of one run.
+    """metrics.jsonl and TensorBoard events of one run, written by the first of its processes.
 
     A line of metrics.jsonl: {"step": int, "split": "train" | "validation" | "test", figures...}.
     """
 
     def __init__(self, workdir: Path, *, first_step: int, tensorboard: bool):
         """Continues the files of an earlier process from `first_step`: what it wrote of later steps is dropped."""
-        self._workdir = workdir
+        self._rows = [row for row in read(workdir) if row["step"] <= first_step and row["split"] != "test"]
+        processes.wait("metrics were read")
+        self._file = self._board = None
+        if not processes.is_first():
+            return
         path = workdir / "metrics.jsonl"
-        kept = [row for row in read(workdir) if row["step"] <= first_step and row["split"] != "test"]
-        files.write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+        files.write_text(path, "".join(json.dumps(row) + "\n" for row in self._rows))
         self._file = path.open("a")
-        self._board = None
         if tensorboard:
             self._board = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=first_step + 1)
 
     def write(self, step: int, split: str, figures: dict[str, float]) -> None:
         """Records the figures at the end of `step`."""
-        self._file.write(json.dumps({"step": step, "split": split, **figures}) + "\n")
-        self._file.flush()
+        self._rows.append({"step": step, "split": split, **figures})
+        if self._file:
+            self._file.write(json.dumps(self._rows[-1]) + "\n")
+            self._file.flush()
         if self._board:
             for name, value in figures.items():
                 self._board.add_scalar(f"{split}/{name}", value, step)
 
     def rows(self, split: str) -> list[dict[str, Any]]:
         """What was recorded of `split` so far, earlier processes included."""
-        return [row for row in read(self._workdir) if row["split"] == split]
+        return [row for row in self._rows if row["split"] == split]
 
     def close(self) -> None:
         """Writes out what is buffered."""
-        self._file.close()
-        if self._board:
-            self._board.close()
+        for opened in (self._file, self._board):
+            if opened:
+                opened.close()
 
 
 def read(workdir: Path) -> list[dict[str, Any]]:

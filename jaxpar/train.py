@@ -4,9 +4,11 @@ Nothing here asks which strategy it runs. All that is on devices goes through th
 `jaxpar.strategies.Strategy`; the arithmetic of a step is in jaxpar/step.py.
 """
 
+import contextlib
 import json
 import math
 import shutil
+import signal
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,21 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxpar import checkpoint, data, files, flops, mesh, metrics, models, optimizer, report, state, strategies, tasks
+from jaxpar import (
+    checkpoint,
+    data,
+    files,
+    flops,
+    mesh,
+    metrics,
+    models,
+    optimizer,
+    processes,
+    report,
+    state,
+    strategies,
+    tasks,
+)
 from jaxpar import config as configs
 from jaxpar.errors import UserError
 from jaxpar.interrupt import Interrupt
@@ -54,7 +70,7 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
       Stopped: SIGTERM or Ctrl-C came; the state is saved.
     """
     check(config, workdir)
-    with files.locked(workdir):
+    with files.locked(workdir) if processes.is_first() else contextlib.nullcontext():
         return _train(config, workdir)
 
 
@@ -66,7 +82,10 @@ def _train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     with Interrupt() as interrupt:
         with phases("start"):
             current, first_step = start(run)
-            checkpoint.set_aside(workdir / "checkpoints", after=first_step)
+            processes.wait("a checkpoint was read")
+            if processes.is_first():
+                checkpoint.set_aside(workdir / "checkpoints", after=first_step)
+            processes.wait("damaged ones are set aside")
         saver = checkpoint.Saver(
             workdir / "checkpoints", keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
         )
@@ -79,7 +98,8 @@ def _train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
             with phases("checkpoint"):
                 saver.close()
     result["seconds"] = {name: round(seconds, 2) for name, seconds in phases.seconds.items()}
-    report.write_result(workdir, result)
+    if processes.is_first():
+        report.write_result(workdir, result)
     return result
 
 
@@ -115,9 +135,10 @@ def check(config: ConfigDict, workdir: Path) -> None:
 
 def build(config: ConfigDict, workdir: Path, phases: metrics.Phases) -> Run:
     """Data, model, optimizer and strategy."""
-    if not (workdir / "config.json").exists():  # a tokenizer without a run is what a start that failed left
-        (workdir / "tokenizer.json").unlink(missing_ok=True)
-    dataset = data.load(config, workdir)
+    with processes.first_then_others("data"):
+        if processes.is_first() and not (workdir / "config.json").exists():
+            (workdir / "tokenizer.json").unlink(missing_ok=True)  # without a run it is what a start that failed left
+        dataset = data.load(config, workdir)
     batches = data.Batches(dataset.train, batch_size=config.batch_size, seed=config.seed, shuffle=True)
     num_steps = config.num_steps or math.ceil(config.num_epochs * batches.steps_per_epoch)
     schedule = optimizer.build_schedule(config, num_steps)
@@ -129,8 +150,9 @@ def build(config: ConfigDict, workdir: Path, phases: metrics.Phases) -> Run:
     problem = Problem(model, optimizer.build(config, schedule), config.optimizer.accumulation_steps, longest, num_steps)
     strategy = strategies.build(config, problem)
     check_space(config, workdir, strategy)
-    configs.save(config, workdir)
-    files.write_text(workdir / "data.json", json.dumps(dataset.info._asdict(), indent=1) + "\n")
+    if processes.is_first():
+        configs.save(config, workdir)
+        files.write_text(workdir / "data.json", json.dumps(dataset.info._asdict(), indent=1) + "\n")
     return Run(config, workdir, dataset, batches, problem, pretrained, strategy, schedule, num_steps, phases)
 
 
@@ -154,9 +176,10 @@ def describe(run: Run) -> str:
     parameters = sum(leaf.size for leaf in jax.tree.leaves(model.shapes))
     ends = f"{model.layers[0].name} .. {model.layers[-2].name}, {model.layers[-1].name}"
     splits = zip(("training", "validation", "test"), run.dataset[1:4], strict=True)
+    where = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
     sizes = ", ".join(f"{len(split) if split else 0:,} {name}" for name, split in splits)
     lines = {
-        "platform": f"{jax.default_backend()}, {jax.device_count()} devices ({kinds}), jax {jax.__version__}",
+        "platform": f"{jax.default_backend()}, {jax.device_count()} devices{where} ({kinds}), jax {jax.__version__}",
         "mesh": f"{mesh.DATA}={on.num_replicas}, {config.strategy}: {on.layout}",
         "": f"{on.state_bytes / 1e6:.1f} MB of state on a device, {on.wire_bytes / 1e6:.1f} MB sent by it in a step",
         "model": f"{config.model.name}, layers {ends}, {parameters:,} parameters, {config.model.dtype}",
@@ -213,6 +236,7 @@ def loop(
     config, phases, total = run.config, run.phases, run.num_steps
     every_eval = (config.eval.every_steps or run.batches.steps_per_epoch) if run.dataset.validation else 0
     every = {"log": config.log.every_steps, "eval": every_eval, "save": config.checkpoint.every_steps}
+    agree = processes.Agreement()
     best_loss = min((row["loss"] for row in log.rows("validation")), default=math.inf)
     meter = build_meter(run)
     clock = phases.clock("train", "input")
@@ -230,7 +254,7 @@ def loop(
                 meter.add(step, rows, step_metrics)
             bar.advance(meter.loss)
 
-            stop = interrupt.requested
+            stop = agree(interrupt.requested or 0)
             due = {name for name, steps in every.items() if step == total or (steps and step % steps == 0)}
             if not due and not stop:
                 continue
@@ -253,24 +277,29 @@ def loop(
                     saver.save(tree, save_info(run, step), validation_loss, private=private)
             best_loss = min(best_loss, math.inf if validation_loss is None else validation_loss)
             if stop and step < total:
-                raise Stopped(f"{stop.name}: stopped after step {step} of {total}, saved in {run.workdir}")
+                raise Stopped(
+                    f"{signal.Signals(stop).name}: stopped after step {step} of {total}, saved in {run.workdir}"
+                )
     return current
 
 
 def load(run: Run, batches: data.Batches, start: int, stop: int) -> Iterator[dict[str, np.ndarray]]:
-    """Batches start to stop, made in the background."""
-    return iter(batches.loader(start, stop, num_threads=run.config.data.num_threads, prefetch=run.config.data.prefetch))
+    """Batches start to stop, this process's rows of them, made in the background."""
+    c, on = run.config.data, run.strategy.describe()
+    rows = processes.own_rows(on.devices, on.num_replicas, batches.batch_size)
+    return iter(batches.loader(start, stop, rows=rows, num_threads=c.num_threads, prefetch=c.prefetch))
 
 
 def build_meter(run: Run) -> Meter:
     """The meter of this run's model on this run's devices."""
-    devices = run.strategy.describe().devices
-    peak = run.config.log.peak_flops or flops.peak_flops(devices[0].device_kind, run.config.model.dtype)
+    on, size = run.strategy.describe(), run.config.batch_size
+    peak = run.config.log.peak_flops or flops.peak_flops(on.devices[0].device_kind, run.config.model.dtype)
     return Meter(
         run.problem.model,
         task=run.config.task,
-        peak_flops=peak * len(devices) if peak else None,
+        peak_flops=peak * len(on.devices) if peak else None,
         stop_if_nonfinite=run.config.optimizer.nonfinite == "stop",
+        shares=size // len(range(size)[processes.own_rows(on.devices, on.num_replicas, size)]),
     )
 
 
@@ -322,6 +351,7 @@ def finish(run: Run, current: Any, log: metrics.Log) -> dict[str, Any]:
         "state_bytes": description.state_bytes,
         "wire_bytes": description.wire_bytes,
     }
-    result |= run.strategy.report(current, run.workdir)
-    report.draw_curves(run.workdir, f"{run.config.model.name} on {run.config.data.source}, {run.config.strategy}")
+    if processes.is_first():
+        result |= run.strategy.report(current, run.workdir)
+        report.draw_curves(run.workdir, f"{run.config.model.name} on {run.config.data.source}, {run.config.strategy}")
     return result

@@ -17,6 +17,7 @@ class Batches:
     """The batches of a split, step by step, epoch after epoch.
 
     Attributes:
+      batch_size: rows of a batch.
       steps_per_epoch: ceil(examples / batch_size); what is left over makes one of them, its missing rows at weight 0.
       examples_per_epoch: each comes exactly once an epoch.
     """
@@ -24,7 +25,7 @@ class Batches:
     def __init__(self, split: Split, *, batch_size: int, seed: int, shuffle: bool):
         """shuffle: for training, in random order, augmented; or else for evaluation, by length, every epoch alike."""
         self._split = split
-        self._batch_size = batch_size
+        self.batch_size = batch_size
         self._seed = seed
         self._shuffle = shuffle
         self._plans: dict[int, np.ndarray] = {}
@@ -47,7 +48,7 @@ class Batches:
     def longest(self) -> Arrays:
         """A batch of the longest example alone: no other has a larger shape."""
         longest = 0 if self._lengths_N is None else int(self._lengths_N.argmax())
-        return self._gather(np.full(self._batch_size, longest), slice(None), drawn_at=0)
+        return self._gather(np.full(self.batch_size, longest), slice(None), drawn_at=0)
 
     def examples_before(self, step: int) -> int:
         """The number of examples in the batches of steps [0, step); filler rows do not count."""
@@ -68,7 +69,7 @@ class Batches:
     def _gather(self, examples_B: np.ndarray, rows: slice, *, drawn_at: int) -> Arrays:
         random = np.random.Generator(np.random.Philox(np.random.SeedSequence((self._seed, drawn_at, 1))))
         batch = self._split.gather(examples_B, rows, random, training=self._shuffle)
-        return {**batch, "index": np.arange(self._batch_size, dtype=np.int32)[rows]}
+        return {**batch, "index": np.arange(self.batch_size, dtype=np.int32)[rows]}
 
     def _plan(self, epoch: int) -> np.ndarray:
         with self._lock:
@@ -81,8 +82,8 @@ class Batches:
 
     def _make_plan(self, epoch: int) -> np.ndarray:
         if self._shuffle:
-            return plan.shuffled(self._lengths_N, self.examples_per_epoch, self._batch_size, self._seed, epoch)
-        return plan.in_order(self._lengths_N, self.examples_per_epoch, self._batch_size)
+            return plan.shuffled(self._lengths_N, self.examples_per_epoch, self.batch_size, self._seed, epoch)
+        return plan.in_order(self._lengths_N, self.examples_per_epoch, self.batch_size)
 
 
 @dataclass(frozen=True)

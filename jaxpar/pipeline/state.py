@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, keystr
 
+from jaxpar import processes
 from jaxpar import state as states
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.pipeline.packing import Packed, Packing
@@ -100,7 +101,7 @@ class Form:
 
     def gather(self, state: PackedState) -> State:
         """The state of all layers; its arrays are NumPy's."""
-        step, key, params, optimizer = jax.device_get(state[:4])
+        step, key, params, optimizer = processes.fetch(state[:4])
         return State(
             step,
             key,

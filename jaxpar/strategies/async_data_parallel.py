@@ -40,6 +40,7 @@ from jaxpar.tasks import Sums
 
 def num_replicas(config: ConfigDict) -> int:
     """Devices that workers are spread over. Raises UserError for what is wrong with config.asynchronous."""
+    meshes.check_one_process("config.strategy='async_data_parallel'")
     meshes.check_one_stage(config)
     if config.exchange != "ddp" or exchanges.given(config):
         raise UserError(

@@ -33,6 +33,10 @@ IMPLEMENTATIONS = ("auto", "shard_map", "sharding", "pmap")
 def num_replicas(config: ConfigDict) -> int:
     """Devices on the data axis. Raises UserError where there are not as many."""
     check_choice("data_parallel.implementation", config.data_parallel.implementation, IMPLEMENTATIONS)
+    if config.exchange == "dp":
+        meshes.check_one_process("config.exchange='dp'")
+    if config.data_parallel.implementation == "pmap":
+        meshes.check_one_process("config.data_parallel.implementation='pmap'")
     meshes.check_one_stage(config)
     replicas = meshes.num_replicas(config)
     exchanges.check(config, replicas)

@@ -60,6 +60,8 @@ def num_replicas(config: ConfigDict) -> int:
         raise UserError(
             f"config.pipeline.trace is {config.pipeline.trace}; it may be the number of a step, or 0 for none"
         )
+    if config.pipeline.trace:
+        meshes.check_one_process(f"config.pipeline.trace={config.pipeline.trace}")
     replicas = meshes.num_replicas(config)
     exchanges.check_on_gradients(config, replicas)
     table = build_table(config)

@@ -14,6 +14,7 @@ __all__ = ["build", "num_replicas", "parts"]
 
 def num_replicas(config: ConfigDict) -> int:
     """One. Raises UserError where the config asks for more."""
+    mesh.check_one_process("config.strategy='single'")
     mesh.check_one_stage(config)
     if config.mesh.data not in (-1, 1):
         raise UserError(

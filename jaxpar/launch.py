@@ -1,0 +1,184 @@
+"""Starts several processes of one run on this machine, as torchrun does.
+
+    scripts/launch --num_processes=2 [--max_restarts=3] -- --config=configs/quickstart.py --workdir=DIR [...]
+
+What follows -- is for scripts/train. Each process gets its share of the GPUs, if there are any, and its lines of output
+have its number before them. When one ends with an error the others are ended too, and all are started again, from the
+last checkpoint, up to --max_restarts times. Ctrl-C and SIGTERM go to all of them, which then save and stop.
+
+Exit codes: 0 all finished, or stopped by a signal with everything saved; 2 a mistake of the user's, after which nothing
+is started again; else that of the process that failed, 128 + N where signal N ended it.
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+NAME = "python -m jaxpar.launch"
+USER_ERROR = 2  # exit code of a process that ends by a UserError
+NOISE = "[Gloo] Rank "  # how lines begin that a library prints about its connections
+POLL_SECONDS = 0.05
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--num_processes", type=int, required=True, help="how many, 1 or more")
+    parser.add_argument("--max_restarts", type=int, default=0, help="how often all may be started again")
+    parser.add_argument("arguments", nargs="*", help="of scripts/train, after --")
+    arguments = parser.parse_args()
+    if arguments.num_processes < 1:
+        parser.error(f"--num_processes is {arguments.num_processes}; it may be 1 or more")
+    if arguments.max_restarts < 0:
+        parser.error(f"--max_restarts is {arguments.max_restarts}; it may be 0 or more")
+    gpus = visible_gpus()
+    if len(gpus) % arguments.num_processes:
+        parser.error(f"--num_processes is {arguments.num_processes}; it may be one that divides the {len(gpus)} GPUs")
+    return run(arguments.arguments, arguments.num_processes, arguments.max_restarts, gpus)
+
+
+def run(arguments: Sequence[str], num_processes: int, max_restarts: int, gpus: Sequence[str]) -> int:
+    """Starts them, again where one fails, and returns the exit code."""
+    signals: list[int] = []
+    with forwarded(signals):
+        for restart in range(max_restarts + 1):
+            group = Group(arguments, num_processes, gpus)
+            failed = group.wait(signals)
+            if failed is None:
+                return 0
+            number, code = failed
+            say(f"process {number} ended {in_words(code)}; the others were ended too")
+            if code == USER_ERROR or signals or restart == max_restarts:
+                break
+            say(f"restart {restart + 1} of {max_restarts}, from the last checkpoint")
+    return code if code >= 0 else 128 - code
+
+
+class Group:
+    """The processes of one start."""
+
+    def __init__(self, arguments: Sequence[str], num_processes: int, gpus: Sequence[str]):
+        """arguments: of scripts/train; gpus: as in CUDA_VISIBLE_DEVICES, divided between the processes."""
+        share = len(gpus) // num_processes
+        own = {
+            "JAXPAR_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
+            "JAXPAR_NUM_PROCESSES": str(num_processes),
+            "JAXPAR_COMMAND": f"{os.environ.get('JAXPAR_COMMAND', NAME)} --num_processes={num_processes} --",
+            "PYTHONUNBUFFERED": "1",
+        }
+        self._processes = []
+        for number in range(num_processes):
+            environment = os.environ | own | {"JAXPAR_PROCESS_ID": str(number)}
+            if gpus:
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[number * share : (number + 1) * share])
+            command = [sys.executable, "-m", "jaxpar.main", *arguments]
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # Ctrl-C on a terminal comes to the launcher alone
+            )
+            self._processes.append(process)
+        self._printers = [threading.Thread(target=show, args=each, daemon=True) for each in enumerate(self._processes)]
+        for printer in self._printers:
+            printer.start()
+
+    def wait(self, signals: list[int]) -> tuple[int, int] | None:
+        """Waits until all have finished, or one has failed, whose number and exit code it returns; then ends the rest.
+
+        signals: that have come; each is sent to all.
+        """
+        sent = 0
+        try:
+            while True:
+                for number in signals[sent:]:
+                    self._send(number)
+                sent = len(signals)
+                codes = [process.poll() for process in self._processes]
+                failed = [(number, code) for number, code in enumerate(codes) if code]
+                if failed:
+                    return failed[0]
+                if all(code == 0 for code in codes):
+                    return None
+                time.sleep(POLL_SECONDS)
+        finally:
+            self._send(signal.SIGKILL)
+            for process, printer in zip(self._processes, self._printers, strict=True):
+                process.wait()
+                printer.join(timeout=5)
+
+    def _send(self, number: int) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
+
+
+def show(number: int, process: "subprocess.Popen[str]") -> None:
+    """Prints what a process prints, with its number before each line."""
+    assert process.stdout
+    for line in process.stdout:
+        if not line.startswith(NOISE):
+            print(f"[{number}] {line}", end="" if line.endswith("\n") else "\n", flush=True)
+
+
+def say(text: str) -> None:
+    """Prints a line of the launcher's own."""
+    print(f"launch: {text}", file=sys.stderr, flush=True)
+
+
+def in_words(code: int) -> str:
+    """How a process ended."""
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+
+
+@contextlib.contextmanager
+def forwarded(signals: list[int]) -> Iterator[None]:
+    """Within `with`, Ctrl-C and SIGTERM are added to `signals`."""
+
+    def note(number: int, _: Any) -> None:
+        signals.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def free_port() -> int:
+    """One that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def visible_gpus() -> list[str]:
+    """As in CUDA_VISIBLE_DEVICES; without it, all that nvidia-smi names."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [name for name in given.split(",") if name]
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+    except FileNotFoundError:
+        return []
+    return [str(number) for number in range(sum(line.startswith("GPU ") for line in listed.splitlines()))]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

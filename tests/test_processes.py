@@ -1,0 +1,264 @@
+"""Several processes of one run, for real: two of them, with two virtual devices each."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar import checkpoint, metrics, processes, train
+from jaxpar.errors import UserError
+from jaxpar.launch import free_port
+from tests.runs import small_arguments, small_config
+from tests.strategies.pipelines import relative_error
+from tests.test_private import VALUES
+from tests.test_train import final_params, stop_at
+
+ROOT = Path(__file__).parent.parent
+ALONE: dict[str, Any] = {"coordinator_address": None, "num_processes": None, "process_id": None}
+TOLD = {"coordinator_address": "host:1234", "num_processes": 4, "process_id": 3}
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "localhost",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+}
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_orte_hnp_uri": "1.0;tcp://h:1", "OMPI_COMM_WORLD_RANK": "0"}
+POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "2"}
+JAXPAR = {"JAXPAR_COORDINATOR_ADDRESS": "pod-0.jobs:1234", "JAXPAR_NUM_PROCESSES": "4"}
+BY_CLUSTER = processes.Place(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "place"),
+    [
+        (ALONE, {}, None),
+        (TOLD, {}, ("host:1234", 4, 3)),
+        (TOLD, SLURM, ("host:1234", 4, 3)),
+        (ALONE, JAXPAR | {"JAXPAR_PROCESS_ID": "1"}, ("pod-0.jobs:1234", 4, 1)),
+        (ALONE | {"process_id": 0}, JAXPAR | {"JAXPAR_PROCESS_ID": "1"}, ("pod-0.jobs:1234", 4, 0)),
+        (ALONE, JAXPAR | POD, ("pod-0.jobs:1234", 4, 2)),
+        (ALONE, POD | {"JAXPAR_NUM_PROCESSES": "1"}, None),
+        (ALONE | {"num_processes": 1}, {}, None),
+        (ALONE, SLURM, BY_CLUSTER),
+        (ALONE, SLURM | {"SLURM_NTASKS": "1"}, None),
+        (ALONE, {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, None),  # a batch script, without srun
+        (ALONE, OPEN_MPI, BY_CLUSTER),
+        (ALONE, OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, None),
+    ],
+)
+def test_where_a_process_is_among_the_others(given: Any, environ: dict[str, str], place: Any) -> None:
+    assert processes.find(given, environ) == place
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "message"),
+    [
+        (TOLD | {"process_id": None}, {}, "missing: --process_id (or JAXPAR_PROCESS_ID)"),
+        (ALONE | {"num_processes": 2}, {}, "missing: --coordinator_address (or JAXPAR_COORDINATOR_ADDRESS), --proc"),
+        (ALONE | {"process_id": 1, "num_processes": 2}, {}, "missing: --coordinator_address"),
+        (TOLD | {"process_id": 4}, {}, "--process_id is 4; it may be 0 to 3"),
+        (TOLD | {"num_processes": 0}, {}, "--num_processes is 0; it may be 1 or more"),
+        (TOLD | {"coordinator_address": "host"}, {}, "--coordinator_address is 'host'; it may be HOST:PORT"),
+        (ALONE, JAXPAR | {"JAXPAR_PROCESS_ID": "one"}, "--process_id is one; it may be 0 to 3"),
+        (ALONE, POD, "JOB_COMPLETION_INDEX is set, as in an indexed Job, but not JAXPAR_NUM_PROCESSES"),
+    ],
+)
+def test_a_place_that_cannot_be(given: Any, environ: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        processes.find(given, environ)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "of_process", "rows"),
+    [
+        (4, [0, 0, 1, 1], [slice(0, 12), slice(12, 24)]),
+        (2, [0, 0, 1, 1], [slice(0, 12), slice(12, 24)]),
+        (1, [0, 0, 1, 1], [slice(0, 24), slice(0, 24)]),  # a replica over both
+        (2, [0, 1, 2, 3], [slice(0, 12), slice(0, 12), slice(12, 24), slice(12, 24)]),
+        (3, [0, 0, 1], [slice(0, 16), slice(16, 24)]),
+    ],
+)
+def test_a_process_reads_the_rows_of_its_devices(
+    num_replicas: int, of_process: list[int], rows: list[slice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices: Any = tuple(SimpleNamespace(process_index=process) for process in of_process)
+    for process, expected in enumerate(rows):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        assert processes.own_rows(devices, num_replicas, 24) == expected
+
+
+# ---- for real -----------------------------------------------------------------------------------
+
+PIPELINE = ("--config.strategy=pipeline", "--config.mesh.stage=4", "--config.mesh.data=1")
+RUNS: dict[str, tuple[str, ...]] = {
+    "data_parallel": ("--config.mesh.data=4",),
+    "zero3": ("--config.mesh.data=4", "--config.exchange=zero3"),
+    "a pipeline across both": (*PIPELINE, "--config.pipeline.num_microbatches=4"),
+    "texts": ("--config.mesh.data=4",),
+}
+MORE = [*(f"--config.{key}={value}" for key, value in VALUES.items()), "--config.model.num_layers=2"]
+STEPS = ["--config.num_steps=12", "--config.batch_size=24", "--config.eval.every_steps=6"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+def settings(name: str) -> list[str]:
+    """A small MLP on vectors, or BERT on texts, by the strategy of RUNS."""
+    return [*([] if name == "texts" else MORE), *STEPS, *RUNS[name]]
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), **more}
+
+
+def launch(folder: Path, workdir: Path, name: str, *overrides: str, restarts: int = 0) -> "subprocess.Popen[str]":
+    own = [*small_arguments(folder), *settings(name), *overrides]
+    arguments = ["--config=configs/default.py", f"--workdir={workdir}", *own]
+    command = [sys.executable, "-m", "jaxpar.launch", "--num_processes=2", f"--max_restarts={restarts}", "--"]
+    return subprocess.Popen(
+        [*command, *arguments, "--config.mesh.virtual_cpu_devices=2"],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finished(process: "subprocess.Popen[str]", code: int = 0) -> tuple[list[str], list[str]]:
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == code, out + err
+    return out.splitlines(), err.splitlines()
+
+
+def assert_close(got: Path, expected: Path) -> None:
+    """To 1e-6, but for keys' biases: the same on all scores of a query, their gradient is zero but for rounding."""
+    there, wanted = final_params(got), final_params(expected)
+    for name, x in wanted.items():
+        if "['key']['bias']" not in name:
+            assert relative_error(there[name], x) < 1e-6, name
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By run: the same in one process, on four of its devices."""
+    workdirs = {name: tmp_path_factory.mktemp("alone") / "run" for name in RUNS}
+    for name, workdir in workdirs.items():
+        train.train(small_config(folder, *settings(name)), workdir)
+    return workdirs
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_compute_what_one_does(name: str, folder: Path, tmp_path: Path, alone: dict[str, Path]) -> None:
+    out, err = finished(launch(folder, tmp_path / "run", name))
+    assert not [line for line in err if line.startswith(("jaxpar", "launch", "Traceback"))]
+    assert {line[:4] for line in out} == {"[0] "}  # logs come from the first
+    assert out[0] == f"[0] platform  cpu, 4 devices of 2 processes (cpu), jax {jax.__version__}"
+    assert_close(tmp_path / "run", alone[name])
+    rows, expected = metrics.read(tmp_path / "run"), metrics.read(alone[name])
+    assert [(row["step"], row["split"]) for row in rows] == [(row["step"], row["split"]) for row in expected]
+    np.testing.assert_allclose([row["loss"] for row in rows], [row["loss"] for row in expected], 1e-5)
+    [newest] = checkpoint.steps(tmp_path / "run" / "checkpoints")[-1:]
+    written = [
+        sum(file.stat().st_size for file in (folder / "d").iterdir())
+        for folder in sorted((tmp_path / "run" / "checkpoints" / str(newest) / "state").glob("ocdbt.process_*"))
+    ]
+    assert len(written) == 2 and min(written) > 0.2 * sum(written)  # each its share
+
+
+def test_from_two_processes_to_one_and_back(folder: Path, tmp_path: Path, alone: dict[str, Path]) -> None:
+    """Stopped by SIGTERM, which reaches one process only, and goes on alone; stopped, and goes on as two."""
+    workdir = tmp_path / "run"
+    process = launch(folder, workdir, "zero3", "--config.checkpoint.every_steps=1")
+    wait_for_step(process, workdir, 3)
+    os.kill(workers(process)[1], signal.SIGTERM)
+    out, _ = finished(process)
+    stopped = max(checkpoint.steps(workdir / "checkpoints"))
+    assert f"[0] SIGTERM: stopped after step {stopped} of 12, saved in {workdir}" in out
+    if stopped < 9:
+        with pytest.MonkeyPatch.context() as patch:
+            stop_at(patch, 2, signal.SIGTERM)
+            with pytest.raises(train.Stopped):
+                train.train(small_config(folder, *settings("data_parallel")), workdir)
+    out, _ = finished(launch(folder, workdir, "a pipeline across both"))
+    assert any(line.startswith("[0] resume    from step") for line in out)
+    assert_close(workdir, alone["data_parallel"])
+
+
+def test_a_killed_process_ends_all_and_they_start_again(folder: Path, tmp_path: Path, alone: dict[str, Path]) -> None:
+    workdir = tmp_path / "run"
+    process = launch(folder, workdir, "data_parallel", "--config.checkpoint.every_steps=2", restarts=1)
+    wait_for_step(process, workdir, 4)
+    os.kill(workers(process)[1], signal.SIGKILL)
+    out, err = finished(process)
+    assert [line for line in err if line.startswith("launch")] == [
+        "launch: process 1 ended by SIGKILL; the others were ended too",
+        "launch: restart 1 of 1, from the last checkpoint",
+    ]
+    assert sum(line.startswith("[0] resume    from step") for line in out) == 1
+    assert_close(workdir, alone["data_parallel"])
+
+
+def test_a_mistake_is_not_tried_again(folder: Path, tmp_path: Path) -> None:
+    out, err = finished(launch(folder, tmp_path / "run", "data_parallel", "--config.exchange=dp", restarts=3), code=2)
+    told = [line for line in out if "jaxpar: config.exchange='dp' is for one process, and there are 2" in line]
+    assert told and not [line for line in err if "restart" in line]
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_processes_that_slurm_starts(folder: Path, tmp_path: Path, alone: dict[str, Path]) -> None:
+    """Its variables are all they need; here the test sets them."""
+    job = str(free_port())
+    arguments = [*small_arguments(folder), *settings("data_parallel"), "--config.mesh.virtual_cpu_devices=2"]
+    command = [sys.executable, "-m", "jaxpar.main", "--config=configs/default.py", f"--workdir={tmp_path}/run"]
+    started = [
+        subprocess.Popen(
+            [*command, *arguments],
+            env=environment(**SLURM | {"SLURM_JOB_ID": job, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    first, second = (finished(process) for process in started)
+    assert any("4 devices of 2 processes" in line for line in first[0])
+    assert not [line for line in second[0] if "Gloo" not in line]
+    assert_close(tmp_path / "run", alone["data_parallel"])
+
+
+def wait_for_step(process: "subprocess.Popen[str]", workdir: Path, step: int) -> None:
+    """Until there is a checkpoint of it."""
+    deadline = time.monotonic() + 200
+    while max(checkpoint.steps(workdir / "checkpoints"), default=0) < step:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def workers(process: "subprocess.Popen[str]") -> list[int]:
+    """The processes that a launcher has started, in order."""
+
+    def children() -> Iterator[int]:
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = path.read_text().rpartition(")")[2].split()
+            except OSError:  # it has ended
+                continue
+            if int(fields[1]) == process.pid:
+                yield int(path.parent.name)
+
+    return sorted(children())
