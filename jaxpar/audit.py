@@ -155,9 +155,9 @@ def axis_of(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> str:
 
 
 class Held(NamedTuple):
-    """Bytes of one kind that a device holds in a step: in its program's arguments, and in theory; None: it has none."""
+    """Bytes of one kind that a device holds in a step: in its programs' arguments, and in theory. None: it has none."""
 
-    nbytes: int
+    nbytes: int | None
     theory: int | None
 
 
@@ -167,26 +167,28 @@ def memory(programs: Sequence[Program], description: Description) -> list[dict[s
     for program in programs:
         analysis = program.compiled.memory_analysis()
         assert analysis is not None
-        arguments = _arguments(program.compiled)
+        arguments = _arguments(program)
         for device, parts in zip(description.devices, found, strict=True):
             if device in arguments:
                 own = arguments[device] | {TEMPORARY: analysis.temp_size_in_bytes}
                 parts |= {name: max(parts.get(name, 0), nbytes) for name, nbytes in own.items()}
     return [
-        {name: Held(parts.get(name, 0), theory.get(name)) for name in {**theory, **parts}}
+        {name: Held(parts.get(name, theory.get(name) and None), theory.get(name)) for name in {**theory, **parts}}
         for parts, theory in zip(found, description.memory, strict=True)
     ]
 
 
-def _arguments(compiled: jax.stages.Compiled) -> dict[jax.Device, dict[str, int]]:
+def _arguments(program: Program) -> dict[jax.Device, dict[str, int]]:
     """Bytes of a program's arguments, by device and part of the state."""
-    shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda sharding: sharding is None)
-    paths = jax.tree_util.tree_leaves_with_path(compiled.args_info)
+    structure: Any
+    paths, structure = jax.tree_util.tree_flatten_with_path(program.compiled.args_info)
+    shardings = structure.flatten_up_to(program.compiled.input_shardings)
     found: dict[jax.Device, dict[str, int]] = {}
     for (path, info), sharding in zip(paths, shardings, strict=True):
         if sharding is None:  # the program has no use for it
             continue
-        names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+        names = [*program.arguments[path[1].idx : path[1].idx + 1]] if path[0].idx == 0 else []
+        names += [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
         part = next((PARTS[name] for name in PARTS if name in names), INPUTS)
         part += ON_HOST if sharding.memory_kind == "pinned_host" else ""
         nbytes = math.prod(sharding.shard_shape(info.shape)) * np.dtype(info.dtype).itemsize

@@ -6,7 +6,8 @@
 Of every kind of collective: the mesh axis, the dtype on the wire, how many a step, the bytes that a device sends, the
 bytes by the exchange's formula, and the ratio. Then the bytes on each device, in the program and by the formula:
 parameters, optimizer, the exchange's own state (residuals, copies), inputs (batches, plans, gradients on their way) and
-temporary ones. Exit code 1: a collective that no formula explains.
+temporary ones. What is in no program, such as copies that the host makes between them, has its formula alone. Exit code
+1: a collective that no formula explains.
 """
 
 import argparse
@@ -62,16 +63,20 @@ def in_words(found: dict[str, Any]) -> str:
         theory = "" if row["theory"] is None else f"{row['theory']:,.0f}"
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.4f}"
         note = "" if row["explained"] else "  no formula explains this"
-        what = f"{row['kind']:20} {row['axis']:8} {row['dtype']:9} {row['number']:8.2f}"
-        lines.append(f"{what} {row['nbytes']:14,.0f} {theory:>14}  {ratio}{note}")
+        what = f"{row['kind']:20} {row['axis']:8} {row['dtype']:9}"
+        found_bytes = f"{row['number']:8.2f} {row['nbytes']:14,.0f}"
+        if row["kind"] == "copy":  # the host makes it, between programs
+            found_bytes = ratio = ""
+        lines.append(f"{what} {found_bytes:23} {theory:>14}  {ratio}{note}".rstrip())
     devices = found["devices"]
     for parts in [parts for number, parts in enumerate(devices) if parts not in devices[:number]]:
         alike = ", ".join(str(number) for number, other in enumerate(devices) if other == parts)
         lines += ["", f"on device {alike:37} {'bytes':>14} {'theory':>14}  ratio"]
         for name, held in parts.items():
             theory = "" if held["theory"] is None else f"{held['theory']:,}"
-            ratio = f"{held['nbytes'] / held['theory']:.4f}" if held["theory"] else ""
-            lines.append(f"{name:47} {held['nbytes']:14,} {theory:>14}  {ratio}".rstrip())
+            nbytes = "" if held["nbytes"] is None else f"{held['nbytes']:,}"
+            ratio = f"{held['nbytes'] / held['theory']:.4f}" if held["theory"] and nbytes else ""
+            lines.append(f"{name:47} {nbytes:>14} {theory:>14}  {ratio}".rstrip())
     return "\n".join(lines)
 
 

@@ -9,8 +9,10 @@ WORKDIR/updates.md:
 
   throughput   gradients a virtual second; a worker alone makes one
   staleness    versions that were made between what a gradient is of and what it is applied to: mean, most
-  time to      virtual seconds until the training loss is the one that sync without a straggler has after 3/4 of the run
   recovered    by a cure: which part of what async loses against sync (of perplexity, its logarithm)
+  time to      virtual seconds until the training loss is the one that sync without a straggler has after 1/4 of the run
+
+A case that diverges is drawn as far as it goes, and has no figures.
 
 Times are those of config.asynchronous.delays; other delays: --config.asynchronous.delays.distribution=lognormal, ..
 """
@@ -52,6 +54,9 @@ CASES: dict[str, tuple[str, ...]] = {
 FIGURES = {"perplexity": ".2f", "test_accuracy": ".2%", "test_loss": ".4f", "train_loss": ".4f"}
 
 
+DIVERGED = 1  # exit code of a training that is not finite
+
+
 class Outcome(NamedTuple):
     """Of one run.
 
@@ -59,14 +64,14 @@ class Outcome(NamedTuple):
       steps: that the losses are of, [P].
       losses: of training, means over the steps since the last one, [P].
       seconds: virtual, when these steps were done, [P].
-      result: what the run wrote as result.json.
-      throughput: gradients a virtual second.
+      result: what the run wrote as result.json; None where it diverged.
+      throughput: gradients a virtual second; nan where it diverged.
     """
 
     steps: np.ndarray
     losses: np.ndarray
     seconds: np.ndarray
-    result: dict[str, Any]
+    result: dict[str, Any] | None
     throughput: float
 
 
@@ -89,8 +94,11 @@ def main() -> None:
         for slowdown in (1.0, arguments.slowdown):
             own = [f"--config.asynchronous.{setting}" for setting in (*CASES[name], f"delays.slowdown={slowdown}")]
             workdir = arguments.workdir / f"{name.replace('+', '_')}_{slowdown:g}"
-            outcomes[name, slowdown] = train(arguments.config, workdir, [*base, *own, *overrides])
-            print(f"{name:26} straggler {slowdown:g}: {outcomes[name, slowdown].throughput:.2f} gradients a second")
+            made = outcomes[name, slowdown] = train(arguments.config, workdir, [*base, *own, *overrides])
+            did = f"{made.throughput:.2f} gradients a second" if made.result else "diverged"
+            print(f"{name:26} straggler {slowdown:g}: {did}", flush=True)
+            if name == "sync" and not made.result:
+                sys.exit("sync diverges: there is nothing to compare with; lower config.optimizer.lr")
     lines = rows(outcomes)
     files.write_text(arguments.workdir / "updates.md", "\n".join(lines) + "\n")
     draw(outcomes, arguments.workdir / "updates.png")
@@ -109,13 +117,15 @@ def train(config: str, workdir: Path, overrides: list[str]) -> Outcome:
     if not (workdir / "result.json").is_file():
         command = [sys.executable, "-m", "jaxpar.main", f"--config={config}", f"--workdir={workdir}", *overrides]
         done = subprocess.run(command, stdout=subprocess.DEVNULL)
-        if done.returncode:
+        if done.returncode not in (0, DIVERGED):
             sys.exit(done.returncode)  # it has said why
+    trained = [row for row in metrics.read(workdir) if row["split"] == "train" and "loss" in row]
+    steps = np.array([row["step"] for row in trained], int)
+    losses = np.array([row["loss"] for row in trained])
+    if not (workdir / "result.json").is_file():
+        return Outcome(steps, losses, np.full(len(steps), np.nan), None, np.nan)
     made = table.read(workdir / "updates.csv")
     ends = made.finish[np.searchsorted(made.step, np.arange(1, made.step[-1] + 2)) - 1]  # of each step
-    trained = [row for row in metrics.read(workdir) if row["split"] == "train" and "loss" in row]
-    steps = np.array([row["step"] for row in trained])
-    losses = np.array([row["loss"] for row in trained])
     result = json.loads((workdir / "result.json").read_text())
     return Outcome(steps, losses, ends[steps - 1], result, len(made.finish) / float(made.finish[-1]))
 
@@ -123,15 +133,19 @@ def train(config: str, workdir: Path, overrides: list[str]) -> Outcome:
 def rows(outcomes: dict[tuple[str, float], Outcome]) -> list[str]:
     """The table, in Markdown."""
     reference = outcomes["sync", 1.0]
-    target = float(np.interp(0.75 * reference.steps[-1], reference.steps, reference.losses))
+    assert reference.result is not None
+    target = float(np.interp(0.25 * reference.steps[-1], reference.steps, reference.losses))
     figure = next(name for name in FIGURES if name in reference.result)
     heads = ["updates", "straggler", "throughput", "staleness", figure, "recovered", f"time to loss {target:.2f}"]
     table = [heads, ["---"] * len(heads)]
     for (name, slowdown), outcome in outcomes.items():
         result, reached = outcome.result, outcome.seconds[outcome.losses <= target]
+        case = [name, "none" if slowdown == 1 else f"{slowdown:g} times slower"]
+        if result is None:
+            table.append([*case, "", "", "diverged", "", ""])
+            continue
         table.append([
-            name,
-            "none" if slowdown == 1 else f"{slowdown:g} times slower",
+            *case,
             f"{outcome.throughput:.2f}",
             f"{result['staleness_mean']:.2f}, {result['staleness_max']}",
             format(result[figure], FIGURES[figure]),
@@ -143,7 +157,10 @@ def rows(outcomes: dict[tuple[str, float], Outcome]) -> list[str]:
 
 def recovered(outcomes: dict[tuple[str, float], Outcome], name: str, slowdown: float, figure: str) -> str:
     """Which part of what async loses against sync the case has not lost, in percent."""
-    ends = [outcomes[case, slowdown].result[figure] for case in (name, "async", "sync")]
+    results = [outcomes[case, slowdown].result for case in (name, "async", "sync")]
+    if not all(results):
+        return "async diverged"
+    ends = [result[figure] for result in results if result]
     cured, stale, fresh = np.log(ends) if figure == "perplexity" else ends
     return f"{round(100 * (cured - stale) / (fresh - stale))}%" if fresh != stale else "nothing lost"
 

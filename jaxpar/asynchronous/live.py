@@ -21,7 +21,7 @@ import numpy as np
 from jaxpar.asynchronous.programs import Arrival, Chunk, Cures, Programs, Server, leaves, new_totals, with_leaves
 from jaxpar.asynchronous.table import COLUMNS, TIMES, Table
 from jaxpar.models.model import Params
-from jaxpar.state import Canonical, State
+from jaxpar.state import Canonical, State, nbytes
 from jaxpar.step import Metrics, Problem
 
 
@@ -39,7 +39,8 @@ class Run:
         self._chunks = deque[tuple[int, Chunk]]()
         self._completed = [0] * engine.num_workers  # gradients of each
         self._num_hungry = self._num_computing = 0  # workers that wait for a part of a batch; that have one
-        self._is_over, self._is_warm, self._error = False, False, list[BaseException]()
+        self._is_over, self._error = False, list[BaseException]()
+        self._compiled = set[tuple[tuple[int, ...], ...]]()  # shapes of batches, by the worker that is slow
         self._begin, self._threads = time.perf_counter(), list[threading.Thread]()
 
     def step(self, batch: Mapping[str, np.ndarray]) -> Metrics:
@@ -110,9 +111,10 @@ class Run:
         read = jax.device_put(params, device)
         given = jax.device_put((self.key, np.int32(chunk.step), chunk.rows, chunk.weight), device)
         is_slow = worker == self._engine.num_workers - 1 and self._engine.slowdown > 1
-        if is_slow and not self._is_warm:  # what compiling takes is not slowed
+        shapes = tuple(x.shape for x in chunk.rows.values())
+        if is_slow and shapes not in self._compiled:  # what compiling takes is not slowed
             jax.block_until_ready(self._programs.gradient(read, *given))
-            self._is_warm = True
+            self._compiled.add(shapes)
         begin = self._now()
         made = jax.block_until_ready(self._programs.gradient(read, *given))
         if is_slow:
@@ -175,9 +177,11 @@ class Engine:
         return run, run.step(batch)
 
     def memory(self, like: State) -> dict[jax.Device, dict[str, int]]:
-        """Bytes by device; a worker has the weights that it has read. like: abstract."""
+        """Bytes by device; a worker has the weights that it has read, and the server too. like: abstract."""
         kept = [len(range(place, self.num_workers, len(self.devices))) for place in range(len(self.devices))]
-        return self.programs.memory(like, self.devices, self.at, kept, is_grouped=self.is_grouped)
+        memory = self.programs.memory(like, self.devices, self.at, kept, is_grouped=self.is_grouped)
+        memory[self.at]["history"] = self.num_workers * nbytes(like.params)
+        return memory
 
     def sent(self) -> float:
         """Weights and gradients that go to the server's device and from it in a step, to and from workers of others."""
@@ -210,10 +214,12 @@ class Engine:
         run.go_on_from(list(zip(*columns, strict=True)))
         return run
 
-    def table(self, run: Run) -> Table:
-        """What workers did, at the end of the run."""
+    def table(self, run: Run) -> Table | None:
+        """What workers did, at the end of the run; None where they did nothing."""
         run.settle()
         run.stop()
+        if not run.rows:
+            return None
         columns = [np.array(values) for values in zip(*run.rows, strict=True)]
         typed = [x.astype("f8" if name in TIMES else "i4") for name, x in zip(COLUMNS, columns, strict=True)]
         return Table(self.num_workers, *typed)

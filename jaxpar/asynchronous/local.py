@@ -195,8 +195,8 @@ class Engine:
         taken = tuple(np.asarray(private["taken"]).tolist())
         return LocalState(state.step, int(private[BEGUN]), state.key, params, servers, outer, averages, taken)
 
-    def table(self, state: LocalState) -> Table:
-        """Of the run, since it took on this strategy."""
+    def table(self, state: LocalState) -> Table | None:
+        """Of the run, since it took on this strategy; None where no step was left."""
         return since(self._table, state.begun)
 
     def _spread(self, tree: Params) -> tuple[Params, ...]:

@@ -161,6 +161,11 @@ def _recorded(config: ConfigDict) -> Table:
     found = table.read(a.table)
     if found.num_workers != a.num_workers:
         raise UserError(f"config.asynchronous.num_workers is {a.num_workers}; {a.table} has {found.num_workers}")
+    if found.step[0]:
+        raise UserError(
+            f"config.asynchronous.table is {a.table!r}, which begins at step {found.step[0]}, where its run came from "
+            "another strategy; only a table from step 0 on can be made again"
+        )
     chunks = np.arange(len(found.chunk))
     if (np.sort(found.chunk) != chunks).any() or (found.chunk // a.num_workers > found.step).any():
         raise UserError(f"config.asynchronous.table is {a.table!r}, in which a chunk is missing or before its batch")
@@ -172,7 +177,10 @@ def _recorded(config: ConfigDict) -> Table:
 def settings(config: ConfigDict) -> dict[str, Any]:
     """Of the policy."""
     a = config.asynchronous
-    return {key: default if a[key] is None else a[key] for key, default in SETTINGS.get(a.policy, {}).items()}
+    given = {key: default if a[key] is None else a[key] for key, default in SETTINGS.get(a.policy, {}).items()}
+    if a.policy == "softsync" and a.groups is None:
+        given["groups"] = min(given["groups"], max(a.num_workers, 1))
+    return given
 
 
 def build_delays(config: ConfigDict) -> Delays:

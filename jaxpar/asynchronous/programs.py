@@ -169,10 +169,14 @@ class Programs:
 
     def __init__(self, problem: Problem, cures: Cures, num_workers: int):
         self.cures, self.num_workers = cures, num_workers
-        self.gradient = jax.jit(partial(gradient, problem))
-        self.arrive = jax.jit(partial(arrive, problem, cures), static_argnums=(0, 1), donate_argnums=3)
+        self.gradient = jax.jit(
+            partial(gradient, problem), keep_unused=True
+        )  # for the audit, which tells arguments apart
+        self.arrive = jax.jit(
+            partial(arrive, problem, cures), static_argnums=(0, 1), donate_argnums=3, keep_unused=True
+        )
         self.weight = jax.jit(lambda weights: weights.sum() / num_workers)
-        self._root_mean = jax.jit(lambda square, number: jnp.sqrt(square / jnp.maximum(number, 1)))
+        self._root_mean = jax.jit(_root_mean)
 
     def server(self, params: Params, optimizer: Any, device: jax.Device | None, *, is_grouped: bool) -> Server:
         """At its beginning."""
@@ -219,8 +223,12 @@ class Programs:
         return {step * n + i: Chunk({k: x[i::n] for k, x in batch.items()}, weight, step) for i in range(n)}
 
     def metrics(self, totals: Totals) -> Metrics:
-        """Of a step: the norm is the root mean square over its updates."""
-        return Metrics(totals.sums, self._root_mean(totals.square, totals.num_updates), totals.finite)
+        """Of a step: the norm is the root mean square over its updates, where all of them are finite."""
+        return Metrics(totals.sums, self._root_mean(totals), totals.finite)
+
+
+def _root_mean(totals: Totals) -> jax.Array:
+    return jnp.where(totals.finite, jnp.sqrt(totals.square / jnp.maximum(totals.num_updates, 1)), jnp.nan)
 
 
 def new_totals(device: jax.Device | None) -> Totals:

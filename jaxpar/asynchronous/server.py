@@ -204,8 +204,8 @@ class Engine:
         chunks = {number: Chunk(rows, rows.pop(WEIGHT), number // self.num_workers) for number, rows in parts.items()}
         return state._replace(begun=int(private[BEGUN]), kept=kept, server=server, chunks=chunks)
 
-    def table(self, state: AsyncState) -> Table:
-        """Of the run, since it took on this strategy."""
+    def table(self, state: AsyncState) -> Table | None:
+        """Of the run, since it took on this strategy; None where no step was left."""
         return since(self._table, state.begun)
 
 

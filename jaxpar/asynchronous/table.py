@@ -62,14 +62,16 @@ class Table(NamedTuple):
         return self.finish[np.flatnonzero(_ends_update(self))]
 
 
-def since(table: Table, step: int) -> Table:
-    """The gradients from a step on, as a run that begins there has them.
+def since(table: Table, step: int) -> Table | None:
+    """The gradients from a step on, as a run that begins there has them; None where there are none.
 
     Its weights at that step are version 0, for workers that have read older ones too, and its time begins there.
     """
     first = int(np.searchsorted(table.step, step))
-    if first in (0, len(table.step)):
+    if first == 0:
         return table
+    if first == len(table.step):
+        return None
     rows = {name: getattr(table, name)[first:] for name in COLUMNS}
     version, time = table.update[first], table.finish[first - 1]
     rows |= {name: np.maximum(rows[name] - version, 0) for name in ("read", "update")}

@@ -101,7 +101,7 @@ def build(config: ConfigDict, problem: Problem) -> Strategy:
         to_canonical=lambda state: states.to_canonical(engine.canonical(state)),
         from_canonical=from_canonical,
         describe=lambda: describe(config, engine, updates, like, mesh.size),
-        compile=lambda: compiled(engine, problem, like, first),
+        compile=lambda: compiled(engine, problem, like, devices, at),
         to_private=engine.private,
         private_of=f"{words(config)} ({fingerprint(updates) if updates else 'live'})",
         report=lambda state, workdir: report(engine.table(state), workdir),
@@ -127,25 +127,34 @@ def build_engine(
     return local.Engine(problem, cures, updates, devices, outer=outer, waits=a.policy != "model_average")
 
 
-def report(updates: Table, workdir: Path) -> dict[str, Any]:
-    """Writes the table; what it comes to."""
+def report(updates: Table | None, workdir: Path) -> dict[str, Any]:
+    """Writes the table of what was run, if anything was; what it comes to."""
+    if updates is None:
+        return {}
     table.write(workdir / "updates.csv", updates)
     staleness = staleness_summary(updates)
     figures = {"updates": updates.num_updates, "table_seconds": float(updates.finish[-1])}
     return figures | {f"staleness_{name}": staleness[name] for name in ("mean", "max")}
 
 
-def compiled(engine: Any, problem: Problem, like: State, first: Any) -> list[Program]:
-    """The programs of a worker, and of the server for the last gradient of an update."""
+def compiled(
+    engine: Any, problem: Problem, like: State, devices: Sequence[jax.Device], at: jax.Device
+) -> list[Program]:
+    """The programs of workers, each device's, and the server's for the last gradient of an update."""
     programs, n = engine.programs, engine.num_workers
     rows = {k: jax.ShapeDtypeStruct((len(x) // n, *x.shape[1:]), x.dtype) for k, x in problem.batch.items()}
     figure, step = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
-    worker = programs.gradient.lower(*with_shardings((like.params, like.key, step, rows, figure), first))
-    at_server = programs.abstract_server(like, is_grouped=engine.is_grouped)
+    given = (like.params, like.key, step, rows, figure)
+    workers = [programs.gradient.lower(*with_shardings(given, SingleDeviceSharding(device))) for device in devices]
+    server = programs.abstract_server(like, is_grouped=engine.is_grouped)
     read = like.params if programs.cures.needs_read else None
-    arguments = (like.params, at_server, *worker.out_info, read, Arrival(figure, figure, figure, step))
-    update = programs.arrive.lower(not engine.is_grouped, True, *with_shardings(arguments, first))
-    return [Program(worker.compile()), Program(update.compile())]
+    arguments = (like.params, server, *workers[0].out_info, read, Arrival(figure, figure, figure, step))
+    places = devices if isinstance(engine, local.Engine) else [at]
+    updates = [
+        programs.arrive.lower(not engine.is_grouped, True, *with_shardings(arguments, SingleDeviceSharding(place)))
+        for place in places
+    ]
+    return [Program(lowered.compile(), arguments=("params",)) for lowered in (*workers, *updates)]
 
 
 def words(config: ConfigDict) -> str:

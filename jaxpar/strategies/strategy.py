@@ -41,10 +41,12 @@ class Program(NamedTuple):
     Attributes:
       compiled: what XLA made of it.
       branches: by the name of a conditional, in which share of the steps each of its branches is taken.
+      arguments: names of its positional arguments, where it has parts of a state as such.
     """
 
     compiled: jax.stages.Compiled
     branches: Mapping[str, tuple[float, ...]] = {}
+    arguments: tuple[str, ...] = ()
 
 
 def with_shardings(tree: Any, shardings: Any) -> Any:

@@ -94,7 +94,9 @@ def sent_and_held(build: Callable[..., strategies.Strategy], n: int, sent: bool,
             formula = (parameters / n if name == "zero3" else parameters) + optimizer / n
             of_all = formula / (parameters + optimizer)
             devices = audit.memory(programs, on)
-            fullest = max(sum(held.nbytes for held in parts.values() if held.theory is not None) for parts in devices)
+            fullest = max(
+                sum(held.nbytes or 0 for held in parts.values() if held.theory is not None) for parts in devices
+            )
             print(f"memory  {name:36} {fullest / formula:.4f} of the formula, which is {of_all:.4f} of ddp's")
 
 

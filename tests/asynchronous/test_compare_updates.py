@@ -3,6 +3,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxpar import config as configs
@@ -78,3 +79,15 @@ def test_a_case_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     with pytest.raises(SystemExit) as error:
         compare(monkeypatch, "--cases=asink")
     assert error.value.code == 2 and "--cases has 'asink'; it may have sync, async" in capsys.readouterr().err
+
+
+def test_a_case_that_diverges() -> None:
+    steps, losses = np.arange(1, 5), np.array([4.0, 3.0, 2.0, 1.0])
+    result = {"test_accuracy": 0.5, "staleness_mean": 0.0, "staleness_max": 0}
+    fine = compare_updates.Outcome(steps, losses, steps * 1.0, result, 4.0)
+    lost = compare_updates.Outcome(steps[:1], losses[:1], np.array([np.nan]), None, np.nan)
+    outcomes = {("sync", 1.0): fine, ("async", 1.0): lost, ("async+dc_asgd", 1.0): fine}
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in compare_updates.rows(outcomes)]
+    assert cells[2] == ["sync", "none", "4.00", "0.00, 0", "50.00%", "", "1"]
+    assert cells[3] == ["async", "none", "", "", "diverged", "", ""]
+    assert cells[4][5] == "async diverged"

@@ -11,6 +11,7 @@ import pytest
 from jaxpar import train
 from jaxpar.asynchronous import live, programs, table
 from jaxpar.asynchronous.table import Table
+from jaxpar.errors import UserError
 from jaxpar.strategies import Strategy
 from tests.asynchronous.test_engines import asynchronous
 from tests.strategies.pipelines import NUM_STEPS, Task, make, make_batch, named, start
@@ -89,11 +90,34 @@ def test_stopped_and_resumed_it_is_one_run_with_one_table(tmp_path: Path) -> Non
     assert_bitwise(replayed("cures", path), end)
 
 
+def test_a_replay_that_was_stopped_goes_on(tmp_path: Path) -> None:
+    """Bitwise, on another number of devices; not without what was on its way."""
+    live_run = begin("two devices", "mode=live")
+    state, _ = go_on(live_run, live_run.from_canonical(start(MLP)), MLP, 0, NUM_STEPS)
+    end = final(live_run, state)
+    path, made = written(live_run, state, tmp_path)
+    [*_, step] = [s for s in range(1, NUM_STEPS) if (made.chunk[made.step >= s] < 4 * s).any()]
+    first, second = (make(MLP, *asynchronous(f"table={path}", workers=4, devices=devices)) for devices in (2, 1))
+    state, _ = go_on(first, first.from_canonical(start(MLP)), MLP, 0, step)
+    tree, private = jax.device_get((first.to_canonical(state), first.to_private(state)))
+    with pytest.raises(UserError, match=f"gradients of batches before step {step} after it"):
+        second.from_canonical(tree)
+    state, _ = go_on(second, second.from_canonical(tree, private), MLP, step, NUM_STEPS)
+    assert_bitwise(final(second, state), end)
+
+
 @pytest.mark.parametrize("bound", [0, 2])
-def test_no_worker_is_further_ahead_than_it_may(bound: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("resumed", [False, True])
+def test_no_worker_is_further_ahead_than_it_may(resumed: bool, bound: int, tmp_path: Path) -> None:
     settings = ("mode=live", "policy=ssp", f"bound={bound}", "delays.slowdown=10")
     strategy = make(MLP, *asynchronous(*settings, workers=4, devices=2))
-    state, _ = go_on(strategy, strategy.from_canonical(start(MLP)), MLP, 0, NUM_STEPS)
+    half = NUM_STEPS // 2
+    state, _ = go_on(strategy, strategy.from_canonical(start(MLP)), MLP, 0, half)
+    if resumed:
+        tree, private = jax.device_get((strategy.to_canonical(state), strategy.to_private(state)))
+        strategy = make(MLP, *asynchronous(*settings, workers=4, devices=2))
+        state = strategy.from_canonical(tree, private)
+    state, _ = go_on(strategy, state, MLP, half, NUM_STEPS)
     _, made = written(strategy, state, tmp_path)
     ahead = []
     for row in range(len(made.worker)):
@@ -152,7 +176,8 @@ def test_a_server_with_a_device_of_its_own(tmp_path: Path) -> None:
     assert {x.devices().pop().id for x in jax.tree.leaves((tree["params"], tree["optimizer"]))} == {2}
     on = strategy.describe()
     assert [device.id for device in on.devices] == [0, 1, 2] and on.num_replicas == 2
-    assert [list(parts) for parts in on.memory[1:]] == [["parameters", "history"], ["parameters", "optimizer", "cures"]]
+    server = ["parameters", "optimizer", "cures", "history"]
+    assert [list(parts) for parts in on.memory[1:]] == [["parameters", "history"], server]
     end = final(strategy, state)
     path, _ = written(strategy, state, tmp_path)
     replay = make(MLP, *asynchronous(f"table={path}", "cures=adaptive_dc_asgd", workers=2, devices=1))

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpar import audit
 from jaxpar.asynchronous import options, server, table
 from jaxpar.state import nbytes
 from tests.asynchronous.test_engines import RANDOM, asynchronous
@@ -153,7 +154,12 @@ def test_what_is_said_of_it(name: str) -> None:
     size = sum(leaf.size * 4 for leaf in jax.tree.leaves(start(MLP)["params"]))
     assert [parts["parameters"] for parts in on.memory] == [4 * size if "interval" in str(POLICIES[name]) else size] * 2
     programs = strategy.compile()
-    assert len(programs) == 2
+    assert len(programs) == (4 if "interval" in str(POLICIES[name]) else 3)  # workers' on two devices, and updates
+    held = audit.memory(programs, on)
+    assert all(parts["parameters"].nbytes == size and (parts["inputs"].nbytes or 0) > 0 for parts in held)
+    of_server = [part for part in ("optimizer", "waiting", "cures") if part in held[0]]
+    assert all(held[0][part].nbytes == held[0][part].theory or "interval" in str(POLICIES[name]) for part in of_server)
+    assert ("waiting" in of_server) == (name in ("sync", "softsync")) and ("cures" in of_server) == (name == "cures")
 
 
 TO_SERVER = ("policy=async", "policy=softsync", "policy=ssp")
@@ -235,3 +241,13 @@ def test_its_table_is_that_of_the_steps_that_it_made(tmp_path: Path) -> None:
     np.testing.assert_array_equal(part.staleness[late], whole.staleness[rows][late])
     assert np.all(part.staleness <= whole.staleness[rows]) and np.all(part.read[~late] == 0) and not late.all()
     assert figures["table_seconds"] == pytest.approx(whole.finish[-1] - whole.finish[~rows][-1])
+
+
+@pytest.mark.parametrize("mode", ["emulated", "live"])
+def test_without_a_step_there_is_no_table(mode: str, tmp_path: Path) -> None:
+    """A run that another strategy has finished; what is in the workdir stays."""
+    strategy = make(MLP, *asynchronous(f"mode={mode}", workers=4, devices=2))
+    state = strategy.from_canonical(outcome(MLP, *SINGLE).tree)
+    (tmp_path / "updates.csv").write_text("of a run before\n")
+    assert strategy.report(state, tmp_path) == {}
+    assert (tmp_path / "updates.csv").read_text() == "of a run before\n"
