@@ -55,8 +55,8 @@ def may_change(key: str, config: ConfigDict) -> bool:
 
 def differences(before: Mapping[str, Any], config: ConfigDict) -> dict[str, str]:
     """By key, `config.KEY: OLD there, NEW here`. before: keys and values as JSON has them, or else their defaults."""
-    default, now = (json.loads(json.dumps(configs.keys(one))) for one in (configs.default_config(), config))
-    there = {**default, **before}
+    default = configs.keys(configs.default_config())
+    there, now = (json.loads(json.dumps(one)) for one in ({**default, **before}, configs.keys(config)))
     return {
         key: f"config.{key}: {there[key]!r} there, {now[key]!r} here" if key in now else f"config.{key} is no more"
         for key in sorted(there)

@@ -6,6 +6,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -213,6 +214,16 @@ def test_what_has_changed_since_the_checkpoint_is_told(
         UserError, match=r"the checkpoint of step 6 in .* is of another run \(config.seed: 0 there, 5 here\)"
     ):
         trained(folder, tmp_path / "run", [*SINGLE, "seed=5"])
+
+
+def test_a_checkpoint_that_does_not_know_its_config_is_taken(folder: Path, tmp_path: Path) -> None:
+    """As the first ones of format 1 are; config.json has been compared."""
+    config = small_config(folder)
+    run: Any = SimpleNamespace(config=config, workdir=tmp_path, dataset=SimpleNamespace(fingerprint="f"), num_steps=5)
+    before = train.check_continued(run, checkpoint.Checkpoint(4, {}, {}, {"data": "f"}))
+    assert resume.differences(before, config) == {}
+    with pytest.raises(UserError, match=r"the data changed since the checkpoint of step 4"):
+        train.check_continued(run, checkpoint.Checkpoint(4, {}, {}, {"data": "g"}))
 
 
 CONSTANT = [*SINGLE, "optimizer.schedule=constant", "optimizer.warmup=0"]
