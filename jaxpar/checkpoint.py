@@ -2,8 +2,10 @@
 
     workdir/checkpoints/STEP/state     the canonical state (jaxpar/state.py), a pytree of arrays
     workdir/checkpoints/STEP/private   what else its strategy needs to go on exactly; where it needs nothing, not there
-    workdir/checkpoints/STEP/info      JSON: format, step, examples, data fingerprint, checksums
+    workdir/checkpoints/STEP/info      JSON: format, step, examples, config, data fingerprint, checksums
     workdir/checkpoints/STEP/metrics   JSON: validation_loss, where it was measured at this step
+
+docs/checkpoints.md specifies all of it, and says how to read it without jaxpar.
 
 Orbax writes into a temporary folder and renames it last, so a killed process leaves no half
 checkpoint. Checksums of the arrays find what a disk or a copy did to one later. Reading changes
@@ -50,7 +52,7 @@ class Saver:
         if keep_best:
             policies.append(
                 preservation_policy.BestN(
-                    get_metric_fn=lambda metrics: -metrics["validation_loss"],
+                    get_metric_fn=_goodness,
                     n=1,
                     keep_checkpoints_without_metrics=False,
                 )
@@ -60,6 +62,7 @@ class Saver:
             directory.absolute(),
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
+                best_fn=_goodness,  # without it orbax does not write metrics, and a resumed run forgets the best one
                 cleanup_tmp_directories=True,
             ),
         )
@@ -98,6 +101,10 @@ class Saver:
         """Waits, then ends the background threads."""
         self.wait()
         self._manager.close()
+
+
+def _goodness(metrics: dict[str, float]) -> float:
+    return -metrics["validation_loss"]
 
 
 class _explained:
@@ -167,10 +174,10 @@ def read(path: Path, like: Canonical | None = None) -> Checkpoint:
     info, saved = _open(path)
     like = saved if like is None else like
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), like)
-    there, here = _named(saved), _named(shapes)
+    there, here = ({name: f"{x.dtype} {x.shape}" for name, x in _named(tree).items()} for tree in (saved, shapes))
     for name in sorted(there.keys() | here.keys()):
-        if name not in there or name not in here or there[name].shape != here[name].shape:
-            was, wanted = (tuple(leaves[name].shape) if name in leaves else "missing" for leaves in (there, here))
+        was, wanted = there.get(name, "missing"), here.get(name, "missing")
+        if was != wanted:
             raise UserError(f"checkpoint {path} is of another model or optimizer: {name} is {was}, not {wanted}")
     tree = _arrays(path / "state", shapes, info["checksums"])
     private: Canonical = {}
@@ -232,7 +239,7 @@ def checksum(numpy: Any, x: Any) -> Any:
     bits = (
         x.astype(numpy.uint32)
         if x.dtype.kind in "iub"
-        else x.view({2: numpy.uint16, 4: numpy.uint32}[x.dtype.itemsize])
+        else x.view({1: numpy.uint8, 2: numpy.uint16, 4: numpy.uint32}[x.dtype.itemsize])
     )
     factors = 2 * numpy.arange(x.size, dtype=numpy.uint32) + numpy.uint32(1)
     return numpy.sum(bits.reshape(-1).astype(numpy.uint32) * factors, dtype=numpy.uint32)
@@ -257,14 +264,28 @@ def _line(error: Exception) -> str:
     return text if len(text) < 200 else text[:200] + "..."
 
 
-def restore_params(workdir: Path) -> tuple[ConfigDict, Params]:
-    """The config and the newest parameters, NumPy leaves, of the run in `workdir`.
+def of_run(workdir: Path, step: int | None = None) -> Checkpoint:
+    """The checkpoint of that step of the run in `workdir`, with NumPy leaves; None: the newest whole one.
 
     Raises:
-      UserError: there is no run, or none of its checkpoints can be read.
+      UserError: there is no run, no such checkpoint, or it cannot be read.
     """
-    config = configs.read(workdir)
-    found = restore(workdir / "checkpoints", None, say=print)
-    if found is None:
+    configs.read(workdir)
+    directory = workdir / "checkpoints"
+    if not (found := steps(directory)):
         raise UserError(f"{workdir} holds no checkpoint yet")
-    return config, found.tree["params"]
+    if step is None:
+        newest = restore(directory, None, say=print)
+        assert newest is not None
+        return newest
+    if step not in found:
+        raise UserError(f"{workdir} has no checkpoint of step {step}; there are {', '.join(map(str, found))}")
+    try:
+        return read(directory / str(step))
+    except Damaged as error:
+        raise UserError(f"checkpoint {directory / str(step)} is damaged: {error}") from error
+
+
+def restore_params(workdir: Path) -> tuple[ConfigDict, Params]:
+    """The config and the newest parameters, NumPy leaves, of the run in `workdir`. Raises UserError as `of_run`."""
+    return configs.read(workdir), of_run(workdir).tree["params"]

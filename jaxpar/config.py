@@ -18,36 +18,6 @@ from ml_collections import ConfigDict
 from jaxpar import files
 from jaxpar.errors import UserError, nearest
 
-# What a run may change when it resumes: where and how it computes, not what.
-CHANGEABLE = (
-    "strategy",
-    "mesh",
-    "data_parallel",
-    "exchange",
-    "exchange_options",
-    "asynchronous",
-    "pipeline",
-    "eval",
-    "checkpoint",
-    "log",
-    "profile",
-    "cache_dir",
-    "data.train",  # the files may move: a checkpoint knows what is in them
-    "data.validation",
-    "data.test",
-    "data.num_threads",
-    "data.prefetch",
-    "model.attention",
-    "model.remat",
-    "model.scan_layers",
-    "optimizer.accumulation_steps",
-    "optimizer.nonfinite",
-)
-
-
-# But for this, which stretches the learning rate's schedule.
-NOT_CHANGEABLE = ("exchange_options.backward_passes_per_step",)
-
 
 def config_folder() -> Path:
     """The folder of the configs that come with jaxpar: in the wheel, or beside the package in a clone."""
@@ -162,22 +132,6 @@ def keys(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def check_same_run(config: ConfigDict, workdir: Path) -> None:
-    """Raises UserError where the workdir holds a run that `config` does not continue."""
-    path = workdir / "config.json"
-    if not path.is_file():
-        return
-    before = _read_saved(path)
-    now = json.loads(json.dumps(keys(config)))
-    changed = [
-        f"config.{key}: {before.get(key)!r} there, {now.get(key)!r} here"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not _changeable(key)
-    ]
-    if changed:
-        raise UserError(f"--workdir={workdir} holds another run ({'; '.join(changed)}); give a new --workdir")
-
-
 def save(config: ConfigDict, workdir: Path) -> None:
     """Writes the config as workdir/config.json: dotted keys and values."""
     files.write_text(workdir / "config.json", json.dumps(keys(config), indent=1) + "\n")
@@ -185,17 +139,21 @@ def save(config: ConfigDict, workdir: Path) -> None:
 
 def read(workdir: Path) -> ConfigDict:
     """The config of the run in `workdir`. Raises UserError where there is none."""
-    path = workdir / "config.json"
-    if not path.is_file():
-        raise UserError(f"{workdir} holds no run: {path} does not exist")
+    saved = read_saved(workdir)
+    if saved is None:
+        raise UserError(f"{workdir} holds no run: {workdir / 'config.json'} does not exist")
     config = default_config()
     with config.unlocked(), config.ignore_type():
-        for key, value in _read_saved(path).items():
+        for key, value in saved.items():
             config.update_from_flattened_dict({key: tuple(value) if isinstance(value, list) else value})
     return config
 
 
-def _read_saved(path: Path) -> dict[str, Any]:
+def read_saved(workdir: Path) -> dict[str, Any] | None:
+    """What `save` wrote, as JSON has it; None where there is no run."""
+    path = workdir / "config.json"
+    if not path.is_file():
+        return None
     try:
         saved = json.loads(path.read_text())
     except ValueError:
@@ -203,10 +161,6 @@ def _read_saved(path: Path) -> dict[str, Any]:
     if not isinstance(saved, dict):
         raise UserError(f"{path} is damaged: it is not what a run writes; give a new --workdir")
     return saved
-
-
-def _changeable(key: str) -> bool:
-    return key not in NOT_CHANGEABLE and any(key == name or key.startswith(name + ".") for name in CHANGEABLE)
 
 
 def _import(path: Path) -> Any:

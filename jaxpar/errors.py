@@ -1,7 +1,8 @@
 """Mistakes of the user, told in one line. `main` prints them and exits with code 2."""
 
 import difflib
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 
 
 class UserError(Exception):
@@ -23,3 +24,13 @@ def check_choice(key: str, value: str, choices: Iterable[str]) -> None:
     choices = list(choices)
     if value not in choices:
         raise UserError(f"config.{key} is {value!r}; it may be {', '.join(choices)}.{nearest(str(value), choices)}")
+
+
+def exit_code(command: Callable[[], None]) -> int:
+    """Of a script that calls `command`: 0; or 2, with one line on stderr, where it raises UserError."""
+    try:
+        command()
+    except UserError as error:
+        print(f"jaxpar: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -94,7 +94,10 @@ def apply(state: State, updates: Params, optimizer: Any, metrics: Metrics) -> tu
     """The state after a step with these updates; the old parameters and optimizer where metrics.finite is false."""
     params, finite = optax.apply_updates(state.params, updates), metrics.finite
     params, optimizer = jax.tree.map(
-        lambda new, old: jnp.where(finite, new, old), (params, optimizer), (state.params, state.optimizer)
+        # A state keeps its dtypes, or it could not be saved and resumed: a float32 norm makes wide what was narrow.
+        lambda new, old: jnp.where(finite, new.astype(old.dtype), old),
+        (params, optimizer),
+        (state.params, state.optimizer),
     )
     return State(state.step + 1, state.key, params, optimizer), metrics
 

@@ -10,7 +10,7 @@ import math
 import shutil
 import signal
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from jaxpar import (
     optimizer,
     processes,
     report,
+    resume,
     state,
     strategies,
     tasks,
@@ -130,7 +131,7 @@ def check(config: ConfigDict, workdir: Path) -> None:
         raise UserError(f"config.seed is {config.seed}; it may be 0 to {2**31 - 1}")
     if len(config.profile) != 2 or not 0 <= config.profile[0] <= config.profile[1]:
         raise UserError(f"config.profile is {config.profile}; it may be (first step, last step), or (0, 0) for none")
-    configs.check_same_run(config, workdir)
+    resume.check(config, workdir)
 
 
 def build(config: ConfigDict, workdir: Path, phases: metrics.Phases) -> Run:
@@ -198,29 +199,48 @@ def start(run: Run) -> tuple[Any, int]:
         lambda key: state.to_canonical(state.init(run.problem.model, run.problem.optimizer, key)), jax.random.key(0)
     )
     found = checkpoint.restore(run.workdir / "checkpoints", like, say=print)
-    if found is not None:
-        if found.info["data"] != run.dataset.fingerprint:
-            raise UserError(
-                f"the data changed since the checkpoint of step {found.step} in {run.workdir}; give a new --workdir"
-            )
-        print(f"resume    from step {found.step:,}", flush=True)
-        private_of = found.info.get("private_of", "")
-        if found.private and private_of != run.strategy.private_of:
-            now = run.strategy.private_of or f"strategy {run.config.strategy}"
-            print(f"private   state of {private_of} is left behind: this is {now}", flush=True)
-        return run.strategy.from_canonical(
-            found.tree, found.private if private_of == run.strategy.private_of else {}
-        ), found.step
-    fresh = run.strategy.init(jax.random.key(run.config.seed))
-    if run.pretrained is not None:
-        tree = run.strategy.to_canonical(fresh)
-        tree["params"] = jax.tree.map(
-            lambda ours, theirs: ours if isinstance(theirs, jax.ShapeDtypeStruct) else theirs,
-            tree["params"],
-            run.pretrained,
+    if found is None:
+        return fresh(run), 0
+    before = check_continued(run, found)
+    print(f"resume    from step {found.step:,}", flush=True)
+    for change in resume.differences(before, run.config).values():
+        print(f"changed   {change}", flush=True)
+    private_of = found.info.get("private_of", "")
+    is_own = private_of == run.strategy.private_of
+    if found.private and not is_own:
+        now = run.strategy.private_of or f"strategy {run.config.strategy}"
+        print(f"private   state of {private_of} is left behind: this is {now}", flush=True)
+    return run.strategy.from_canonical(found.tree, found.private if is_own else {}), found.step
+
+
+def check_continued(run: Run, found: checkpoint.Checkpoint) -> Mapping[str, Any]:
+    """The config of the run that wrote the checkpoint. Raises UserError where this run does not continue that one."""
+    where = f"the checkpoint of step {found.step} in {run.workdir}"
+    before: Mapping[str, Any] = found.info.get("config", configs.keys(run.config))  # the first ones had none
+    resume.check_same(before, run.config, f"{where} is of")
+    if found.info["data"] != run.dataset.fingerprint:
+        raise UserError(f"the data changed since {where}; give a new --workdir")
+    if found.step > run.num_steps:
+        config = run.config
+        raise UserError(
+            f"config.num_steps is {config.num_steps} and config.num_epochs {config.num_epochs}: {run.num_steps} steps, "
+            f"and {where} is past them; give more, or a new --workdir"
         )
-        fresh = run.strategy.from_canonical(tree)
-    return fresh, 0
+    return before
+
+
+def fresh(run: Run) -> Any:
+    """The strategy's state at step 0, with pretrained parameters where there are some."""
+    fresh = run.strategy.init(jax.random.key(run.config.seed))
+    if run.pretrained is None:
+        return fresh
+    tree = run.strategy.to_canonical(fresh)
+    tree["params"] = jax.tree.map(
+        lambda ours, theirs: ours if isinstance(theirs, jax.ShapeDtypeStruct) else theirs,
+        tree["params"],
+        run.pretrained,
+    )
+    return run.strategy.from_canonical(tree)
 
 
 # ---- loop ---------------------------------------------------------------------------------------
@@ -305,8 +325,12 @@ def build_meter(run: Run) -> Meter:
 
 def save_info(run: Run, step: int) -> dict[str, Any]:
     """What a checkpoint says besides its arrays."""
-    examples = run.batches.examples_before(step)
-    return {"data": run.dataset.fingerprint, "examples": examples, "private_of": run.strategy.private_of}
+    return {
+        "data": run.dataset.fingerprint,
+        "examples": run.batches.examples_before(step),
+        "config": configs.keys(run.config),
+        "private_of": run.strategy.private_of,
+    }
 
 
 def evaluate(run: Run, current: Any, split: data.Split) -> dict[str, float]:

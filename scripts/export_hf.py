@@ -19,7 +19,7 @@ from pathlib import Path
 from absl import logging
 
 from jaxpar import checkpoint, data
-from jaxpar.errors import UserError
+from jaxpar.errors import exit_code
 from jaxpar.models import hf
 
 
@@ -38,12 +38,7 @@ def main() -> int:
     parser.add_argument("directory", type=Path, help="to write; new or empty")
     arguments = parser.parse_args()
     logging.set_verbosity(logging.ERROR)  # orbax
-    try:
-        export(arguments.workdir, arguments.directory)
-    except UserError as error:
-        print(f"jaxpar: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(lambda: export(arguments.workdir, arguments.directory))
 
 
 if __name__ == "__main__":

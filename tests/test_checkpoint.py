@@ -62,6 +62,15 @@ def test_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     assert checkpoint.steps(tmp_path / "d") == [4]
 
 
+def test_the_best_is_kept_across_processes(tmp_path: Path) -> None:
+    """A saver knows what those before it measured."""
+    save(tmp_path / "c", {1: 0.9, 2: 0.3, 3: 0.5, 4: None})
+    save(tmp_path / "c", {5: 0.6, 6: None, 7: None})
+    assert checkpoint.steps(tmp_path / "c") == [2, 6, 7]
+    save(tmp_path / "c", {8: 0.2, 9: None, 10: None})
+    assert checkpoint.steps(tmp_path / "c") == [8, 9, 10]
+
+
 def test_nothing_there(tmp_path: Path) -> None:
     assert restore(tmp_path / "c") == (None, [])
 
@@ -133,8 +142,11 @@ def test_half_written_checkpoints_are_ignored(tmp_path: Path) -> None:
 def test_another_structure_is_not_read_as_this_one(tmp_path: Path) -> None:
     save(tmp_path / "c", {1: None})
     other = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((2, *leaf.shape), leaf.dtype), LIKE)
-    with pytest.raises(UserError, match=r"another model or optimizer: .* is \(5,\), not \(2, 5\)"):
+    with pytest.raises(UserError, match=r"another model or optimizer: .* is bfloat16 \(5,\), not bfloat16 \(2, 5\)"):
         checkpoint.restore(tmp_path / "c", other, lambda line: None)
+    wider = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), LIKE)
+    with pytest.raises(UserError, match=r"\['mu'\] is bfloat16 \(5,\), not float32 \(5,\)"):
+        checkpoint.restore(tmp_path / "c", wider, lambda line: None)
     metadata = tmp_path / "c" / "1" / "info" / "metadata"
     metadata.write_text(metadata.read_text().replace('"format":1', '"format":2').replace('"format": 1', '"format": 2'))
     with pytest.raises(UserError, match=r"format 2; this version of jaxpar reads 1"):
@@ -142,7 +154,7 @@ def test_another_structure_is_not_read_as_this_one(tmp_path: Path) -> None:
     assert checkpoint.steps(tmp_path / "c") == [1]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int32", "uint8"])
 def test_checksum_is_the_same_on_devices_and_finds_any_changed_element(dtype: str) -> None:
     x = np.random.default_rng(0).integers(0, 200, (7, 5)).astype(jnp.dtype(dtype))
     expected = (
@@ -152,5 +164,5 @@ def test_checksum_is_the_same_on_devices_and_finds_any_changed_element(dtype: st
     assert int(jax.jit(lambda x: checkpoint.checksum(jnp, x))(x)) == expected
     for i in range(x.size):
         changed = x.copy()
-        changed.reshape(-1)[i] += 1
+        changed.reshape(-1).view(f"u{x.dtype.itemsize}")[i] += 1
         assert int(checkpoint.checksum(np, changed)) != expected

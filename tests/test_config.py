@@ -123,22 +123,11 @@ def test_shipped_configs_are_found_from_anywhere(tmp_path: Path, monkeypatch: py
         assert configs.keys(config).keys() == configs.keys(configs.default_config()).keys()
 
 
-def test_same_run(tmp_path: Path) -> None:
-    config = configs.default_config()
-    configs.check_same_run(config, tmp_path)  # an empty workdir suits any run
-    configs.save(config, tmp_path)
-    configs.override(config, ["--config.strategy=single", "--config.mesh.data=1", "--config.log.every_steps=3"])
-    configs.check_same_run(config, tmp_path)
-    configs.override(config, ["--config.optimizer.lr=0.5"])
-    with pytest.raises(UserError, match=r"config.optimizer.lr: 0.001 there, 0.5 here"):
-        configs.check_same_run(config, tmp_path)
-
-
 @pytest.mark.parametrize("text", ["", "[1]", "{"])
 def test_a_damaged_saved_config(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=r"config.json is damaged"):
-        configs.check_same_run(configs.default_config(), tmp_path)
+        configs.read(tmp_path)
 
 
 def test_saved_config_reads_back_equal(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """The arithmetic of a step against NumPy: softmax regression by gradient descent, without JAX's derivatives."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxpar import state, step
+from jaxpar import optimizer, state, step
 from jaxpar.models import Context, Model
 
 ROWS, FEATURES, CLASSES = 8, 5, 3
@@ -90,3 +92,15 @@ def test_dropout_keys_differ_by_step_and_run() -> None:
         for number in (jnp.int32(0), jnp.int32(1))
     ]
     assert len({tuple(np.asarray(key).tolist()) for key in keys}) == 4
+
+
+@pytest.mark.parametrize("rule", [optax.adamw(0.1), optax.lion(0.1), optax.sgd(0.1, 0.9)])
+def test_a_state_keeps_its_dtypes(rule: optax.GradientTransformation) -> None:
+    """With some narrow parameters too, whatever clipping by a norm in float32 makes of their gradients."""
+    clipped = optax.chain(optimizer.clip_by_norm(0.01), rule)
+    problem = step.Problem(Model({"line": Line}), clipped, 1, {}, 3)
+    fresh = state.init(problem.model, problem.optimizer, jax.random.key(0))
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim > 1 else x, fresh.params)
+    before = fresh._replace(params=params, optimizer=clipped.init(params))
+    after, _ = jax.eval_shape(functools.partial(train_step, problem), before, batch(0))
+    assert step.abstract(after) == step.abstract(before)
