@@ -31,19 +31,21 @@ COLUMNS = {"start": "start", "gradient": "gradient", "update": "update", "optimi
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--config", default="configs/quickstart.py", help="PATH[:PRESET]")
-    parser.add_argument("--num_steps", type=int, default=10, help="of the run, its whole schedule of learning rates")
-    parser.add_argument("--reference_passes", type=int, default=1, help="in which the reference takes a batch")
+    parser.add_argument("--num_steps", default="10", help="of the run, its whole schedule of learning rates")
+    parser.add_argument("--reference_passes", default="1", help="in which the reference takes a batch")
     parser.add_argument("--output", type=Path, default=Path("certificate.json"))
     arguments, overrides = parser.parse_known_args()
     try:
         config = configs.load(arguments.config)
         configs.override(config, overrides)
-        check(config, arguments)
+        passes = check(config, arguments)
         mesh.start(config, data.cache_dir(config) / "xla")
         with tempfile.TemporaryDirectory() as folder:
-            found = certify(config, Path(folder), arguments.reference_passes)
+            found = certify(config, Path(folder), passes)
         files.write_text(arguments.output, json.dumps(found, indent=1) + "\n")
     except UserError as error:
         print(f"jaxpar: {error}", file=sys.stderr)
@@ -55,18 +57,26 @@ def main() -> int:
     return 1 if found["outside"] else 0
 
 
-def check(config: ConfigDict, arguments: argparse.Namespace) -> None:
-    """Raises UserError for flags that cannot be; sets the run's number of steps."""
-    if arguments.num_steps < 1:
-        raise UserError(f"--num_steps is {arguments.num_steps}; it may be 1 or more")
-    if arguments.reference_passes < 1 or config.batch_size % arguments.reference_passes:
+def number(flag: str, text: str) -> int:
+    """The value of a flag. Raises UserError where it is no number from 1 on."""
+    if not text.isdecimal():
+        raise UserError(f"--{flag} is {text!r}; it may be a whole number")
+    if int(text) < 1:
+        raise UserError(f"--{flag} is {text}; it may be 1 or more")
+    return int(text)
+
+
+def check(config: ConfigDict, arguments: argparse.Namespace) -> int:
+    """The passes of the reference; sets the run's number of steps. Raises UserError for flags that cannot be."""
+    config.num_steps = number("num_steps", arguments.num_steps)
+    passes = number("reference_passes", arguments.reference_passes)
+    if config.batch_size % passes:
         raise UserError(
-            f"--reference_passes is {arguments.reference_passes}; it may be what divides config.batch_size, "
-            f"{config.batch_size}"
+            f"--reference_passes is {passes}; it may be what divides config.batch_size, {config.batch_size}"
         )
     if not arguments.output.parent.is_dir():
         raise UserError(f"--output is {arguments.output}; there is no folder {arguments.output.parent}")
-    config.num_steps = arguments.num_steps
+    return passes
 
 
 def certify(config: ConfigDict, workdir: Path, passes: int) -> dict[str, Any]:
