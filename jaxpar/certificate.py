@@ -11,6 +11,7 @@ The gradient is what the optimizer is given: `recording` in front of it keeps th
 """
 
 import functools
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -175,8 +176,16 @@ def build(run: Run, passes: int) -> tuple[Run, Run]:
 
 
 def batches(run: Run) -> list[int]:
-    """The batches of the first steps, and in the place of the last one the epoch's last: it may have rows that pad."""
-    return [*range(run.num_steps - 1), max(run.num_steps, run.batches.steps_per_epoch) - 1]
+    """The run's batches; in the place of the last one the one with rows that pad, where the epoch has one elsewhere."""
+
+    def is_short(count: int) -> bool:
+        return run.batches.examples_before(count + 1) < (count + 1) * run.config.batch_size
+
+    in_epoch = run.batches.steps_per_epoch
+    padded = bisect_left(range(in_epoch), True, key=is_short)
+    if not run.num_steps <= padded < in_epoch:
+        return [*range(run.num_steps)]
+    return [*range(run.num_steps - 1), padded]
 
 
 def measure(run: Run, reference: Run) -> Found:
@@ -189,8 +198,11 @@ def measure(run: Run, reference: Run) -> Found:
     counters: set[str] = set()
     for count, number in enumerate(batches(run)):
         batch, before = run.batches.batch(number), after
-        expected, expected_figures = one_device.step(before.tree, batch)
-        alone, _ = reference.strategy.step(alone, reference.strategy.place(batch))
+        alone, expected_figures = reference.strategy.step(alone, reference.strategy.place(batch))
+        if not strategy.differs:
+            expected, expected_figures = one_device.step(before.tree, batch)
+        elif count == 0:  # where both still have the same state
+            expected = snapshot(reference.strategy, alone)
         state, figures = strategy.step(state, strategy.place(batch))
         after = snapshot(strategy, state)
         if count == 0 or not strategy.differs:

@@ -119,7 +119,7 @@ def in_words(found: dict[str, Any]) -> str:
     """The certificate as a table."""
     sums, on, versions = found["sums"], found["devices"], found["versions"]
     packages = ", ".join(f"{name} {number}" for name, number in versions.items())
-    steps = f"{len(found['batches'])}, the last one on batch {found['batches'][-1]}, the others on 0, 1, .."
+    steps = f"{len(found['batches'])}, on batches {', '.join(map(str, found['batches']))}"
     lines = [f"strategy   {found['strategy']}", f"model      {found['model']}", f"steps      {steps}"]
     lines += [f"sums       {sums['batch_size']} rows over {sums['strategy']}", f"reference  {sums['reference']}"]
     lines += [f"devices    {on['number']} x {', '.join(on['kinds'])}", f"versions   {packages}", ""]
