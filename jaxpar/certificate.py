@@ -88,7 +88,7 @@ def compare(got: Leaves, expected: Leaves) -> Error:
 def worst(errors: Iterable[Error]) -> Error:
     """Of several steps, in each respect."""
     bitwise, ulps, relative = zip(*errors, strict=True)
-    return Error(all(bitwise), max(ulps), max(relative))
+    return Error(all(bitwise), float(np.max(ulps)), float(np.max(relative)))  # of which one that is not a number is all
 
 
 class Snapshot(NamedTuple):

@@ -12,6 +12,7 @@ mistake of the user's, told in one line.
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 from datetime import UTC, datetime
@@ -23,9 +24,10 @@ from ml_collections import ConfigDict
 
 from jaxpar import certificate, data, files, mesh, metrics, provenance, strategies, train
 from jaxpar import config as configs
-from jaxpar.certificate import QUANTITIES, TOLERANCES
+from jaxpar.certificate import QUANTITIES, TOLERANCES, Error
 from jaxpar.errors import TrainingError, UserError
 
+COLUMN = {"relative": ".1e", "ulps": ".1f"}
 COLUMNS = {"start": "start", "gradient": "gradient", "update": "update", "optimizer": "moments", "alone": "runs apart"}
 
 
@@ -46,7 +48,7 @@ def main() -> int:
         mesh.start(config, data.cache_dir(config) / "xla")
         with tempfile.TemporaryDirectory() as folder:
             found = certify(config, Path(folder), passes)
-        files.write_text(arguments.output, json.dumps(found, indent=1) + "\n")
+        files.write_text(arguments.output, json.dumps(found, indent=1, allow_nan=False) + "\n")
     except UserError as error:
         print(f"jaxpar: {error}", file=sys.stderr)
         return 2
@@ -95,8 +97,8 @@ def certify(config: ConfigDict, workdir: Path, passes: int) -> dict[str, Any]:
         "differs": run.strategy.differs,
         "tolerance": tolerance,
         "outside": certificate.outside(found, tolerance) if tolerance else [],
-        "figures": {name: error._asdict() for name, error in found.figures.items()},
-        "layers": {layer: {q: e._asdict() for q, e in errors.items()} for layer, errors in found.layers.items()},
+        "figures": {name: as_json(error) for name, error in found.figures.items()},
+        "layers": {layer: {q: as_json(e) for q, e in errors.items()} for layer, errors in found.layers.items()},
         "counters": found.counters,
         "sums": {
             "batch_size": config.batch_size,
@@ -113,6 +115,11 @@ def certify(config: ConfigDict, workdir: Path, passes: int) -> dict[str, Any]:
         "config": provenance.changed(config),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def as_json(error: Error) -> dict[str, Any]:
+    """An error; null where it is infinite or not a number, which JSON has not."""
+    return {name: value if math.isfinite(value) else None for name, value in error._asdict().items()}
 
 
 def in_words(found: dict[str, Any]) -> str:
@@ -143,7 +150,8 @@ def cell(error: dict[str, Any] | None) -> str:
     """An error in a table."""
     if error is None:
         return "-"
-    return "bitwise" if error["bitwise"] else f"{error['relative']:.1e}, {error['ulps']:.1f}"
+    numbers = ("not finite" if error[name] is None else f"{error[name]:{form}}" for name, form in COLUMN.items())
+    return "bitwise" if error["bitwise"] else ", ".join(numbers)
 
 
 if __name__ == "__main__":

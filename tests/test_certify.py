@@ -258,8 +258,10 @@ def test_errors_of_arrays() -> None:
     assert error.relative == pytest.approx(2**-22 / 5**0.5, rel=1e-6)
     assert compare({"a": one}, {"a": zero}).relative == np.inf
     assert compare({"a": zero}, {"a": -zero}) == Error(False, 0.0, 0.0)  # minus zero has other bits
-    nan = np.array([np.nan, 1], np.float32)
-    assert certificate.outside(found_with(compare({"a": nan}, {"a": one})), certificate.TOLERANCES["float32"])
+    nan = compare({"a": np.array([np.nan, 1], np.float32)}, {"a": one})
+    for errors in ([error, nan], [nan, error]):
+        assert certificate.outside(found_with(certificate.worst(errors)), certificate.TOLERANCES["float32"])
+    assert script.cell(script.as_json(nan)) == "not finite, not finite" and script.cell(None) == "-"
 
 
 def found_with(error: Error) -> certificate.Found:
