@@ -14,7 +14,9 @@ import pytest
 from jaxpar import certificate
 from jaxpar import step as steps
 from jaxpar.certificate import Error, compare
-from jaxpar.data import plan
+from jaxpar.config import default_config
+from jaxpar.data import Batches, plan
+from jaxpar.data.examples import Vectors
 from jaxpar.exchange import NAMES, presets
 from jaxpar.strategies import data_parallel, replicas
 from jaxpar.strategies import pipeline as pipelines
@@ -268,16 +270,26 @@ def found_with(error: Error) -> certificate.Found:
     return certificate.Found({"loss": error}, {}, [], [0])
 
 
-def padded_rows(batch: int) -> int:
-    return int((plan.shuffled(None, 213, 24, 3, 0)[batch] < 0).sum())
+def padded_rows(seed: int, batch: int) -> int:
+    return int((plan.shuffled(None, 213, 24, seed, 0)[batch] < 0).sum())
+
+
+@pytest.mark.parametrize(("seed", "expected"), [(0, [0, 3]), (1, [0, 5]), (3, [0, 1]), (5, [0, 2])])
+def test_the_batch_with_rows_that_pad_is_among_them(seed: int, expected: list[int]) -> None:
+    assert [padded_rows(seed, batch) for batch in expected].count(3) == 1
+    config = default_config()
+    config.batch_size = 24
+    split = Vectors(np.zeros((213, 4), np.float32), np.zeros(213, np.int32))
+    made = Batches(split, batch_size=24, seed=seed, shuffle=True)
+    run: Any = SimpleNamespace(config=config, batches=made, num_steps=2)
+    assert certificate.batches(run) == expected
 
 
 def test_what_a_certificate_says(certify: Any) -> None:
-    _, found = certify(*MLP, *SHARD_MAP, "seed=3", "optimizer.accumulation_steps=2", num_steps=2)
-    assert found["seeds"] == {"config.seed": 3, "config.exchange_options.seed": None}
+    _, found = certify(*MLP, *SHARD_MAP, "seed=1", "optimizer.accumulation_steps=2", num_steps=2)
+    assert found["seeds"] == {"config.seed": 1, "config.exchange_options.seed": None}
     assert found["sums"]["strategy"] == "2 replicas (the data axis) x 2 accumulation steps"
-    padded = found["batches"][1]
-    assert found["batches"][0] == 0 and padded_rows(padded) == 3
+    assert found["batches"] == [0, 5]
     assert set(found["versions"]) == {"jaxpar", "python", "jax", "jaxlib", "numpy", "flax", "optax"}
     assert found["devices"]["number"] == 2 and found["devices"]["platform"] == jax.default_backend()
     assert found["flags"]["XLA_FLAGS"] and found["flags"]["jax_default_matmul_precision"] == "highest"
