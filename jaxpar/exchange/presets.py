@@ -211,6 +211,15 @@ AROUND: dict[str, Callable[..., Exchange]] = {
     )
 }
 NAMES = ("ddp", "dp", *(name for name in (*GRADIENTS, *AROUND) if name != "ddp"))
+# What an exchange does otherwise than one device; those that are not here do the same, but for rounding.
+DIFFERS = {
+    "horovod_adasum": "adds updates up by another rule",
+    **dict.fromkeys(("byteps_onebit", "bagua_bytegrad", "byteps_dithering"), "sends gradients in a lossy code"),
+    **dict.fromkeys(("byteps_topk", "byteps_randomk"), "sends some of the gradients in a step"),
+    **dict.fromkeys(("bagua_qadam", "onebit_adam"), "sends momentum in a lossy code after its warm-up"),
+    **dict.fromkeys(("bagua_decentralized", "bagua_model_average"), "has other weights on each replica"),
+    "bagua_low_precision_decentralized": "has other weights on each replica",
+}
 PASSES = "backward_passes_per_step"  # an option of Horovod's, whichever its reduction
 POSITIVE = ("bucket_bytes", "group", "predivide", PASSES, "interval")
 CHOICES = {"wire_dtype": ("float16", "bfloat16"), "algorithm": ("psum", "ring")}
@@ -255,6 +264,15 @@ def obstacle(name: str, num_replicas: int, given: Mapping[str, Any]) -> tuple[st
     if name == "bagua_decentralized" and num_replicas % 2:
         return "exchange", f"is {name!r}, which needs pairs of replicas; there are {num_replicas}"
     return None
+
+
+def differs(name: str, given: Mapping[str, Any]) -> str:
+    """What an exchange with these options does otherwise than one device. Empty: nothing, but for rounding."""
+    if name in DIFFERS:
+        return f"{name} {DIFFERS[name]}"
+    if given.get(PASSES, 1) > 1:
+        return f"{name} takes a step of the optimizer for every {given[PASSES]} of the run"
+    return f"{name} sends gradients in {given['wire_dtype']}" if given.get("wire_dtype") else ""
 
 
 def build(name: str, axis: Axis, rule: Rule, **given: Any) -> Exchange:

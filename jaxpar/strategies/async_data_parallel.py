@@ -104,6 +104,7 @@ def build(config: ConfigDict, problem: Problem) -> Strategy:
         compile=lambda: compiled(engine, problem, like, devices, at),
         to_private=engine.private,
         private_of=f"{words(config)} ({fingerprint(updates) if updates else 'live'})",
+        differs="" if is_lock_step(config) else f"{words(config)} takes gradients of weights that are not the newest",
         report=lambda state, workdir: report(engine.table(state), workdir),
     )
 
@@ -162,6 +163,11 @@ def words(config: ConfigDict) -> str:
     a = config.asynchronous
     made = f"{'live ' if a.mode == 'live' else ''}{a.policy} of {a.num_workers} workers"
     return made + (f" with {', '.join(cures)}" if (cures := options.named_cures(config)) else "")
+
+
+def is_lock_step(config: ConfigDict) -> bool:
+    """Whether all workers wait for each other, and so do what one device does."""
+    return config.asynchronous.policy == "sync" and not options.named_cures(config)
 
 
 def fingerprint(updates: Table) -> str:

@@ -73,7 +73,8 @@ def build(config: ConfigDict, problem: Problem) -> Strategy:
         return build_sharding(problem, mesh)
     exchange = exchanges.build(config, problem, mesh.size)
     private_of = f"{exchanges.full_name(config)} on {mesh.size} replicas"
-    return replicas.build(problem, mesh, exchange, exchanges.name(config), private_of)
+    strategy = replicas.build(problem, mesh, exchange, exchanges.name(config), private_of)
+    return strategy._replace(differs=exchanges.differs(config))
 
 
 def build_sharding(problem: Problem, mesh: Mesh) -> Strategy:

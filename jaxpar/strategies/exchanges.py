@@ -7,7 +7,7 @@ from ml_collections import ConfigDict
 
 from jaxpar import optimizer
 from jaxpar.errors import UserError, check_choice
-from jaxpar.exchange import GRADIENTS, NAMES, Axis, Exchange, Rule, obstacle
+from jaxpar.exchange import GRADIENTS, NAMES, Axis, Exchange, Rule, obstacle, presets
 from jaxpar.exchange import build as build_exchange
 from jaxpar.exchange.fuse import AllReduce
 from jaxpar.exchange.presets import PASSES, options
@@ -32,6 +32,11 @@ def full_name(config: ConfigDict) -> str:
     """The exchange and all of its options, in words: what its private state is of."""
     own = {**options(config.exchange), **_with_seed(config)}
     return " ".join([config.exchange, *(f"{key}={value}" for key, value in sorted(own.items()))])
+
+
+def differs(config: ConfigDict) -> str:
+    """What the exchange does otherwise than one device, as `Strategy.differs`."""
+    return presets.differs(config.exchange, given(config))
 
 
 def _with_seed(config: ConfigDict) -> dict[str, Any]:

@@ -206,6 +206,7 @@ def build(config: ConfigDict, problem: Problem) -> Strategy:
         describe=lambda: describe(config, problem, table, plan.shape, stages, form, mesh, all_reduce),
         to_private=lambda state: serialization.to_state_dict(state.own) if jax.tree.leaves(state.own) else {},
         private_of=f"{exchanges.full_name(config)} on {num_data} x {stages.bounds} at {table.stages.tolist()}",
+        differs=exchanges.differs(config),
         report=report,
     )
 

@@ -69,5 +69,6 @@ class Strategy(NamedTuple):
     compile: Callable[[], list[Program]]  # a step's programs, for the problem's batch, without running them
     to_private: Callable[[Any], Canonical] = lambda state: {}  # what of the state is not in the canonical one
     private_of: str = ""  # only a strategy of which this is the same can go on with it
+    differs: str = ""  # what it does otherwise than `single`, and so gets other numbers; empty: they are the same
     # Writes what it has to show at the end of a run, and returns figures for result.json.
     report: Callable[[Any, Path], Mapping[str, Any]] = lambda state, workdir: {}  # (state, workdir)

@@ -1,0 +1,41 @@
+"""What a figure depends on besides the code and the config: versions, devices, XLA's flags."""
+
+import os
+import platform
+import tomllib
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from jaxpar import config as configs
+
+PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax")
+SETTINGS = ("jax_default_matmul_precision", "jax_enable_x64", "jax_threefry_partitionable", "jax_default_prng_impl")
+
+
+def versions() -> dict[str, str]:
+    """Of jaxpar, Python and the packages that compute."""
+    project = Path(__file__).parent.parent / "pyproject.toml"  # of a clone; a wheel has metadata
+    own = tomllib.loads(project.read_text())["project"]["version"] if project.is_file() else version("jaxpar")
+    return {"jaxpar": own, "python": platform.python_version()} | {name: version(name) for name in PACKAGES}
+
+
+def devices(used: Sequence[jax.Device]) -> dict[str, Any]:
+    """Of these devices: their kinds, and how many."""
+    kinds = sorted({device.device_kind for device in used})
+    return {"platform": used[0].platform, "kinds": kinds, "number": len(used), "machine": platform.machine()}
+
+
+def flags() -> dict[str, Any]:
+    """What tells XLA and JAX how to compute."""
+    return {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "")} | {name: getattr(jax.config, name) for name in SETTINGS}
+
+
+def changed(config: ConfigDict) -> dict[str, Any]:
+    """The keys that differ from configs/default.py."""
+    default = configs.keys(configs.default_config())
+    return {key: value for key, value in configs.keys(config).items() if value != default[key]}

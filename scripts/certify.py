@@ -1,0 +1,158 @@
+"""Certifies a strategy: runs it beside one device on the same batches, and says how far they are apart.
+
+    scripts/python scripts/certify.py --config=configs/quickstart.py [--num_steps=10] [--output=certificate.json] \
+        [--config.KEY=VALUE ...]
+
+By layer: parameters at the start; of all steps the worst error of the gradient, and of what the optimizer makes of it;
+and how far two runs apart have come. docs/certificate.md says what is compared, and why so.
+
+Exit codes: 0 within the tolerance, or the strategy computes other numbers by intent and has none; 1 outside; 2 a
+mistake of the user's, told in one line.
+"""
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from jaxpar import certificate, data, files, mesh, metrics, provenance, strategies, train
+from jaxpar import config as configs
+from jaxpar.certificate import QUANTITIES, TOLERANCES, Error
+from jaxpar.errors import TrainingError, UserError
+
+COLUMN = {"relative": ".1e", "ulps": ".1f"}
+COLUMNS = {"start": "start", "gradient": "gradient", "update": "update", "optimizer": "moments", "alone": "runs apart"}
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--config", default="configs/quickstart.py", help="PATH[:PRESET]")
+    parser.add_argument("--num_steps", default="10", help="of the run, its whole schedule of learning rates")
+    parser.add_argument("--reference_passes", default="1", help="in which the reference takes a batch")
+    parser.add_argument("--output", type=Path, default=Path("certificate.json"))
+    arguments, overrides = parser.parse_known_args()
+    try:
+        config = configs.load(arguments.config)
+        configs.override(config, overrides)
+        passes = check(config, arguments)
+        mesh.start(config, data.cache_dir(config) / "xla")
+        with tempfile.TemporaryDirectory() as folder:
+            found = certify(config, Path(folder), passes)
+        files.write_text(arguments.output, json.dumps(found, indent=1, allow_nan=False) + "\n")
+    except UserError as error:
+        print(f"jaxpar: {error}", file=sys.stderr)
+        return 2
+    except TrainingError as error:
+        print(f"jaxpar: {error}", file=sys.stderr)
+        return 1
+    print(f"{in_words(found)}\nwritten    {arguments.output}")
+    return 1 if found["outside"] else 0
+
+
+def number(flag: str, text: str) -> int:
+    """The value of a flag. Raises UserError where it is no number from 1 on."""
+    if not text.isdecimal():
+        raise UserError(f"--{flag} is {text!r}; it may be a whole number")
+    if int(text) < 1:
+        raise UserError(f"--{flag} is {text}; it may be 1 or more")
+    return int(text)
+
+
+def check(config: ConfigDict, arguments: argparse.Namespace) -> int:
+    """The passes of the reference; sets the run's number of steps. Raises UserError for flags that cannot be."""
+    config.num_steps = number("num_steps", arguments.num_steps)
+    passes = number("reference_passes", arguments.reference_passes)
+    if config.batch_size % passes:
+        raise UserError(
+            f"--reference_passes is {passes}; it may be what divides config.batch_size, {config.batch_size}"
+        )
+    if not arguments.output.parent.is_dir():
+        raise UserError(f"--output is {arguments.output}; there is no folder {arguments.output.parent}")
+    return passes
+
+
+def certify(config: ConfigDict, workdir: Path, passes: int) -> dict[str, Any]:
+    """The certificate of a config's strategy."""
+    # GPUs would round what they multiply to 10 bits, and hide what is to be seen.
+    with jax.default_matmul_precision("highest"):
+        train.check(config, workdir)
+        run, reference = certificate.build(train.build(config, workdir, metrics.Phases()), passes)
+        found = certificate.measure(run, reference)
+        flags = provenance.flags()
+    on, tolerance = run.strategy.describe(), None if run.strategy.differs else TOLERANCES[config.model.dtype]
+    module = strategies.STRATEGIES[config.strategy]
+    return {
+        "strategy": f"{config.strategy}: {on.layout}",
+        "model": f"{config.model.name}, {config.model.dtype}",
+        "differs": run.strategy.differs,
+        "tolerance": tolerance,
+        "outside": certificate.outside(found, tolerance) if tolerance else [],
+        "figures": {name: as_json(error) for name, error in found.figures.items()},
+        "layers": {layer: {q: as_json(e) for q, e in errors.items()} for layer, errors in found.layers.items()},
+        "counters": found.counters,
+        "sums": {
+            "batch_size": config.batch_size,
+            "strategy": module.parts(config, module.num_replicas(config))[1],
+            "reference": f"all rows on one device, in {passes} passes"
+            if passes > 1
+            else "all rows at once, on one device",
+        },
+        "batches": found.batches,
+        "seeds": {"config.seed": config.seed, "config.exchange_options.seed": config.exchange_options.seed},
+        "versions": provenance.versions(),
+        "devices": provenance.devices(on.devices),
+        "flags": flags,
+        "config": provenance.changed(config),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def as_json(error: Error) -> dict[str, Any]:
+    """An error; null where it is infinite or not a number, which JSON has not."""
+    return {name: value if math.isfinite(value) else None for name, value in error._asdict().items()}
+
+
+def in_words(found: dict[str, Any]) -> str:
+    """The certificate as a table."""
+    sums, on, versions = found["sums"], found["devices"], found["versions"]
+    packages = ", ".join(f"{name} {number}" for name, number in versions.items())
+    steps = f"{len(found['batches'])}, on batches {', '.join(map(str, found['batches']))}"
+    lines = [f"strategy   {found['strategy']}", f"model      {found['model']}", f"steps      {steps}"]
+    lines += [f"sums       {sums['batch_size']} rows over {sums['strategy']}", f"reference  {sums['reference']}"]
+    lines += [f"devices    {on['number']} x {', '.join(on['kinds'])}", f"versions   {packages}", ""]
+    lines += [f"{'':14}{'relative error, largest in ULPs':20}"]
+    lines += [f"{name:14}{cell(error)}" for name, error in found["figures"].items()]
+    present = [q for q in QUANTITIES if any(q in errors for errors in found["layers"].values())]
+    lines += ["", f"{'layer':14}" + "".join(f"{COLUMNS[q]:20}" for q in present).rstrip()]
+    for layer, errors in found["layers"].items():
+        lines.append(f"{layer:14}" + "".join(f"{cell(errors.get(q)):20}" for q in present).rstrip())
+    if found["differs"]:
+        return "\n".join([*lines, "", f"verdict    {found['differs']}: no tolerance is stated"])
+    if not found["outside"]:
+        most = ", ".join(f"{name} {value:.1e}" for name, value in found["tolerance"].items())
+        return "\n".join([*lines, "", f"verdict    within the tolerance: {most}"])
+    return "\n".join(
+        [*lines, "", "verdict    outside the tolerance", *(f"outside    {one}" for one in found["outside"])]
+    )
+
+
+def cell(error: dict[str, Any] | None) -> str:
+    """An error in a table."""
+    if error is None:
+        return "-"
+    numbers = ("not finite" if error[name] is None else f"{error[name]:{form}}" for name, form in COLUMN.items())
+    return "bitwise" if error["bitwise"] else ", ".join(numbers)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
