@@ -36,7 +36,9 @@ def main() -> int:
     parser.add_argument("--num_processes", type=int, required=True, help="how many, 1 or more")
     parser.add_argument("--max_restarts", type=int, default=0, help="how often all may be started again")
     parser.add_argument("arguments", nargs="*", help="of scripts/train, after --")
-    arguments = parser.parse_args()
+    arguments, unknown = parser.parse_known_args()
+    if unknown:
+        parser.error(f"{unknown[0]!r} is not an argument of the launcher; those of scripts/train come after --")
     if arguments.num_processes < 1:
         parser.error(f"--num_processes is {arguments.num_processes}; it may be 1 or more")
     if arguments.max_restarts < 0:
@@ -110,8 +112,8 @@ class Group:
                 sent = len(signals)
                 codes = [process.poll() for process in self._processes]
                 failed = [(number, code) for number, code in enumerate(codes) if code]
-                if failed:
-                    return failed[0]
+                if failed:  # several: one pulls others down, which abort
+                    return min(failed, key=lambda one: (one[1] != USER_ERROR, one[1] == -signal.SIGABRT, one[0]))
                 if all(code == 0 for code in codes):
                     return None
                 time.sleep(POLL_SECONDS)
@@ -129,7 +131,7 @@ class Group:
 
 def show(number: int, process: "subprocess.Popen[str]") -> None:
     """Prints what a process prints, with its number before each line."""
-    assert process.stdout
+    assert process.stdout is not None
     for line in process.stdout:
         if not line.startswith(NOISE):
             print(f"[{number}] {line}", end="" if line.endswith("\n") else "\n", flush=True)

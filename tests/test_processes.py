@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jaxpar import checkpoint, metrics, processes, train
+from jaxpar import launch as launcher
 from jaxpar.errors import UserError
 from jaxpar.launch import free_port
 from tests.runs import small_arguments, small_config
@@ -262,3 +263,48 @@ def workers(process: "subprocess.Popen[str]") -> list[int]:
                 yield int(path.parent.name)
 
     return sorted(children())
+
+
+def test_the_one_that_failed_first_is_named() -> None:
+    """Not one that aborts because it is gone."""
+
+    def ended(*codes: int) -> Any:
+        group: Any = launcher.Group.__new__(launcher.Group)
+        group._processes = [SimpleNamespace(poll=lambda code=code: code, wait=int, send_signal=print) for code in codes]
+        group._printers = [SimpleNamespace(join=lambda timeout: None) for _ in codes]
+        return group.wait([])
+
+    abort = -signal.SIGABRT
+    assert ended(abort, 2) == (1, 2) and ended(abort, 1) == (1, 1) and ended(1, abort) == (0, 1)
+    assert ended(abort, -9) == (1, -9) and ended(0, 0) is None and ended(0, abort) == (1, abort)
+
+
+def test_gpus_are_divided(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,5,7")
+    assert launcher.visible_gpus() == ["0", "1", "5", "7"]
+    started: list[Any] = []
+
+    def start(command: list[str], env: dict[str, str], **_: Any) -> FakeProcess:
+        started.append(env)
+        return FakeProcess()
+
+    monkeypatch.setattr(launcher.subprocess, "Popen", start)
+    launcher.Group(["--config=x"], 2, launcher.visible_gpus())
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in started] == ["0,1", "5,7"]
+    assert [env["JAXPAR_PROCESS_ID"] for env in started] == ["0", "1"]
+    assert len({env["JAXPAR_COORDINATOR_ADDRESS"] for env in started}) == 1
+    for arguments, message in (
+        (["--num_processes=3"], "--num_processes is 3; it may be one that divides the 4 GPUs"),
+        (["--num_processes=0"], "--num_processes is 0; it may be 1 or more"),
+        (["--num_processes=2", "--config=x"], "'--config=x' is not an argument of the launcher"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["launch", *arguments])
+        with pytest.raises(SystemExit) as error:
+            launcher.main()
+        assert error.value.code == 2 and message in capsys.readouterr().err
+
+
+class FakeProcess:
+    """Of which nothing is printed."""
+
+    stdout: tuple[str, ...] = ()
