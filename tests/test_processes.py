@@ -146,11 +146,14 @@ def finished(process: "subprocess.Popen[str]", code: int = 0) -> tuple[list[str]
 
 
 def assert_close(got: Path, expected: Path) -> None:
-    """To 1e-6, but for keys' biases: the same on all scores of a query, their gradient is zero but for rounding."""
+    """Parameters to 1e-6, the optimizer's state, which has squares, to three times as much.
+
+    But for keys' biases: the same on all scores of a query, their gradient is zero but for rounding.
+    """
     there, wanted = final_params(got), final_params(expected)
     for name, x in wanted.items():
         if "['key']['bias']" not in name:
-            assert relative_error(there[name], x) < 1e-6, name
+            assert relative_error(there[name], x) < (3e-6 if "['optimizer']" in name else 1e-6), name
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +169,8 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 def test_two_processes_compute_what_one_does(name: str, folder: Path, tmp_path: Path, alone: dict[str, Path]) -> None:
     out, err = finished(launch(folder, tmp_path / "run", name))
     assert not [line for line in err if line.startswith(("jaxpar", "launch", "Traceback"))]
-    assert {line[:4] for line in out} == {"[0] "}  # logs come from the first
+    told = [line for line in out if any(f"] {word} " in line for word in ("platform", "run", "step", "test"))]
+    assert len(told) >= 4 and {line[:4] for line in told} == {"[0] "}  # logs come from the first
     assert out[0] == f"[0] platform  cpu, 4 devices of 2 processes (cpu), jax {jax.__version__}"
     assert_close(tmp_path / "run", alone[name])
     rows, expected = metrics.read(tmp_path / "run"), metrics.read(alone[name])
