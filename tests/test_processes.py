@@ -171,7 +171,7 @@ def test_two_processes_compute_what_one_does(name: str, folder: Path, tmp_path: 
     assert not [line for line in err if line.startswith(("jaxpar", "launch", "Traceback"))]
     told = [line for line in out if any(f"] {word} " in line for word in ("platform", "run", "step", "test"))]
     assert len(told) >= 4 and {line[:4] for line in told} == {"[0] "}  # logs come from the first
-    assert out[0] == f"[0] platform  cpu, 4 devices of 2 processes (cpu), jax {jax.__version__}"
+    assert told[0] == f"[0] platform  cpu, 4 devices of 2 processes (cpu), jax {jax.__version__}"
     assert_close(tmp_path / "run", alone[name])
     rows, expected = metrics.read(tmp_path / "run"), metrics.read(alone[name])
     assert [(row["step"], row["split"]) for row in rows] == [(row["step"], row["split"]) for row in expected]
