@@ -20,8 +20,9 @@ def get_config() -> ConfigDict:
     mesh.virtual_cpu_devices = 0  # split the CPU into this many devices; 0: as XLA_FLAGS says, or one
 
     config.data_parallel = ConfigDict()
-    # shard_map, with any exchange; with ddp also sharding (jit over a mesh, XLA adds gradients up) and pmap; auto:
-    # sharding where the exchange is ddp without options, which is the fastest on CPUs, else shard_map
+    # shard_map, with any exchange; with ddp also sharding (jit over a mesh, XLA adds gradients up: of float32 models
+    # alone, as it does so in their dtype) and pmap; auto: sharding where it may be, which is the fastest on CPUs, else
+    # shard_map
     config.data_parallel.implementation = "auto"
 
     # How replicas agree: ddp, dp, horovod, horovod_adasum, byteps, byteps_onebit, byteps_topk, byteps_randomk,

@@ -4,6 +4,9 @@ By `shard_map`: a program for one replica, in which the exchange is written out 
 `sharding`: the step of one device is compiled for the whole mesh with the batch divided over `data` and the state
 replicated; XLA's partitioner then adds the gradients up. By `pmap`: the same step runs once a device and the sums over
 `data` are written out. Gradients are divided by the weight of the global batch, not of a replica's share.
+
+XLA adds each product up right behind it, in its dtype: a weight's gradient in bfloat16, before it is made float32. So
+replicas of a bfloat16 model have their sums written out.
 """
 
 import functools
@@ -45,12 +48,22 @@ def num_replicas(config: ConfigDict) -> int:
             f"config.data_parallel.implementation is {config.data_parallel.implementation!r}, in which XLA adds "
             "gradients up; it may be 'shard_map' with a config.exchange or config.exchange_options"
         )
+    if config.data_parallel.implementation == "sharding" and not sums_are_float32(config, replicas):
+        raise UserError(
+            "config.data_parallel.implementation is 'sharding', in which XLA adds gradients up in config.model.dtype, "
+            f"{config.model.dtype!r}; on several replicas it may be 'shard_map' or 'pmap', in which sums are float32"
+        )
     return replicas
 
 
 def is_plain(config: ConfigDict) -> bool:
     """Whether the exchange is ddp as it comes, which XLA can write too."""
     return config.exchange == "ddp" and not exchanges.given(config)
+
+
+def sums_are_float32(config: ConfigDict, num_replicas: int) -> bool:
+    """Whether XLA adds gradients up in float32, where it writes the sums: it does so in the model's dtype."""
+    return num_replicas == 1 or config.model.dtype == "float32"
 
 
 def parts(config: ConfigDict, num_replicas: int) -> tuple[int, str]:
@@ -66,7 +79,8 @@ def build(config: ConfigDict, problem: Problem) -> Strategy:
         return master.build(problem, mesh)
     implementation = config.data_parallel.implementation
     if implementation == "auto":
-        implementation = "sharding" if is_plain(config) else "shard_map"
+        by_xla = is_plain(config) and sums_are_float32(config, mesh.size)
+        implementation = "sharding" if by_xla else "shard_map"
     if implementation == "pmap":
         return build_pmap(problem, mesh)
     if implementation == "sharding":

@@ -94,6 +94,10 @@ MISTAKES = {
         ["exchange=zero1", "data_parallel.implementation=sharding"],
         ["config.data_parallel.implementation is 'sharding'", "it may be 'shard_map' with a config.exchange"],
     ),
+    "sharding in bfloat16": (
+        ["data_parallel.implementation=sharding", "model.dtype=bfloat16"],
+        ["config.data_parallel.implementation is 'sharding'", "'bfloat16'; on several replicas it may be 'shard_map'"],
+    ),
     "an option with pmap": (
         ["group=2", "data_parallel.implementation=pmap"],
         ["config.data_parallel.implementation is 'pmap'", "it may be 'shard_map' with a config.exchange or"],

@@ -1,0 +1,42 @@
+"""Every implementation of `data_parallel` makes the gradient of one device, and adds it up over replicas in float32."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.certificate import TOLERANCES
+from jaxpar.strategies.data_parallel import IMPLEMENTATIONS
+from tests.strategies.pipelines import GRADIENTS, RESNET_BLOCKS, Task, make, make_batch, named, relative_error, start
+
+RESNET = Task("resnet", "classification", "sgd", layers=2)  # SGD keeps the first gradient as it is
+UNCLIPPED = "--config.optimizer.clip_norm=0"
+CASES = [(way, dtype) for dtype in TOLERANCES for way in IMPLEMENTATIONS if (way, dtype) != ("sharding", "bfloat16")]
+
+
+@functools.cache
+def gradient(dtype: str, *keys: str) -> dict[str, np.ndarray]:
+    """Of the first step of a ResNet: on one device, unless the keys of the config say otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(RESNET_BLOCKS, RESNET.layers, (1, 1))  # one of each stride
+        patch.setattr(jax.nn, "relu", jax.nn.gelu)  # as in `advance`
+        strategy = make(RESNET._replace(dtype=dtype), UNCLIPPED, *(f"--config.{key}" for key in keys))
+        state = strategy.from_canonical(start(RESNET, UNCLIPPED))
+        state, _ = strategy.step(state, strategy.place(make_batch(RESNET, 0)))
+    optimizer = named(strategy.to_canonical(state)["optimizer"])
+    return {name: leaf for name, leaf in optimizer.items() if GRADIENTS["sgd"] in name}
+
+
+@pytest.mark.parametrize(("implementation", "dtype"), CASES)
+def test_gradient_of_a_resnet(implementation: str, dtype: str) -> None:
+    """Is that of one device, by the certificate's tolerance. XLA would round the sums of a bfloat16 model to 8 bits."""
+    keys = ("strategy=data_parallel", "mesh.data=2", f"data_parallel.implementation={implementation}")
+    got, expected = gradient(dtype, *keys), gradient(dtype)
+    assert got.keys() == expected.keys()
+    for name, leaf in got.items():
+        assert relative_error(leaf, expected[name]) < TOLERANCES[dtype]["gradient"], name
+        assert leaf.dtype == np.float32
+        rounded = leaf == leaf.astype(jnp.bfloat16).astype(np.float32)
+        assert rounded.mean() < 0.5, f"{name} was rounded to 8 bits"
