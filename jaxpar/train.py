@@ -83,33 +83,40 @@ def _train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     with phases("setup"):
         run = build(config, workdir, phases)
         print(describe(run), flush=True)
-    with Interrupt() as interrupt, Watchdog(config.watchdog_seconds, phases):
-        with phases("start"):
-            current, first_step = start(run)
-            processes.wait("a checkpoint was read")
-            if processes.is_first():
-                checkpoint.set_aside(workdir / "checkpoints", after=first_step)
-                ledger.cut(workdir / "ledger", after=first_step)
-            processes.wait("damaged ones are set aside")
-        saver = checkpoint.Saver(
-            workdir / "checkpoints", keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
-        )
-        books = open_ledger(run)
-        log = metrics.Log(workdir, first_step=first_step, tensorboard=config.log.tensorboard)
-        try:
-            current = loop(run, current, first_step, saver, log, books, interrupt)
-            result = finish(run, current, log)
-        finally:
-            log.close()
-            with phases("checkpoint"):
-                saver.close()
-    result["seconds"] = {name: round(seconds, 2) for name, seconds in phases.seconds.items()}
-    processes.wait("the ledger is written")
-    if processes.is_first():
-        result["ledger"] = ledger.verify(workdir / "ledger", run.batches, run.num_steps)
-        print(f"ledger    {result['ledger']}", flush=True)
-        report.write_result(workdir, result)
+    with Watchdog(config.watchdog_seconds, phases):
+        with Interrupt() as interrupt:
+            result = run_through(run, interrupt)
+        result["seconds"] = {name: round(seconds, 2) for name, seconds in phases.seconds.items()}
+        processes.wait("the ledger is written")
+        if processes.is_first():
+            result["ledger"] = ledger.verify(workdir / "ledger", run.batches, run.num_steps)
+            print(f"ledger    {result['ledger']}", flush=True)
+            report.write_result(workdir, result)
     return result
+
+
+def run_through(run: Run, interrupt: Interrupt) -> dict[str, Any]:
+    """From what the workdir holds to the last step, everything saved."""
+    config, workdir, phases = run.config, run.workdir, run.phases
+    with phases("start"):
+        current, first_step = start(run)
+        processes.wait("a checkpoint was read")
+        if processes.is_first():
+            checkpoint.set_aside(workdir / "checkpoints", after=first_step)
+            ledger.cut(workdir / "ledger", after=first_step)
+        processes.wait("damaged ones are set aside")
+    saver = checkpoint.Saver(
+        workdir / "checkpoints", keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
+    )
+    books = open_ledger(run)
+    log = metrics.Log(workdir, first_step=first_step, tensorboard=config.log.tensorboard)
+    try:
+        current = loop(run, current, first_step, saver, log, books, interrupt)
+        return finish(run, current, log)
+    finally:
+        log.close()
+        with phases("checkpoint"):
+            saver.close()
 
 
 # ---- build --------------------------------------------------------------------------------------
