@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from absl import logging
 
 from jaxpar import checkpoint, data, mesh, metrics, train
 from jaxpar import config as configs
@@ -64,6 +65,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    logging.set_verbosity(logging.FATAL)  # as the binary does
     with tempfile.TemporaryDirectory() as folder:
         if "faults" in arguments.figures:
             faults(Path(folder), arguments.kills, arguments.terms, random.Random(arguments.seed))
