@@ -130,25 +130,26 @@ def faults(folder: Path, kills: int, terms: int, draw: random.Random) -> None:
     assert ended.code == 0 and ended.first_step_after
     terminated(folder / "terminated", whole, terms, draw)
     fresh = [ended.first_step_after]
-    lost, again, bitwise = [0], list[float](), 0
-    done = run = here = 0
-    since, before = time.perf_counter(), None
+    lost, again = list[int](), list[float]()
+    done = run = here = bitwise = 0
+    since = time.perf_counter()
     while done < kills or here:
         # The last run is let go to its end.
         kill = (signal.SIGKILL, draw.uniform(0, ended.first_step_after + 4)) if done < kills else (None, 0.0)
         now = go(folder / str(run), since, *kill)
-        if before and before.reached:
-            lost.append(before.reached - now.resumed_from)
-        if now.first_step_after and (here or run):
+        if now.first_step_after:
             (again if here else fresh).append(now.first_step_after)
-        since, before = time.perf_counter(), now
+        since = time.perf_counter()
         if now.code == -signal.SIGKILL:
+            if now.reached:
+                lost.append(now.reached - max(checkpoint.steps(folder / str(run) / "checkpoints"), default=0))
             done, here = done + 1, here + 1
             continue
         assert now.code == 0, now
         bitwise += here * same(folder / str(run), whole)
-        before, run, here = None, run + 1, 0
-    print(f"faults    kill -9: at most {max(lost)} steps lost, with a checkpoint every {EVERY} ({len(lost) - 1} kills)")
+        run, here = run + 1, 0
+    most = f"at most {max(lost)} steps lost, median {statistics.median(lost):g}"
+    print(f"faults    kill -9: {most}, with a checkpoint every {EVERY} ({len(lost)} kills after a step)")
     print(f"faults    {bitwise} of {done} random kills end bitwise the same, in {run} runs")
     first, after = statistics.median(fresh), statistics.median(again)
     ratio = f"{after:.2f} s / {first:.2f} s = {after / first:.2f}"
