@@ -156,6 +156,10 @@ def get_config() -> ConfigDict:
     log.tensorboard = True
     log.peak_flops = 0.0  # of one device, for MFU; 0: from the table in jaxpar/flops.py
 
+    # A process that shows no sign of life for so long (seconds) says where it is and ends: longer than any compilation,
+    # step or writing of a checkpoint takes. Reading the data is not watched. 0: no watchdog
+    config.watchdog_seconds = 1800.0
+
     config.profile = (0, 0)  # trace the steps from first to last into workdir/profile
     config.cache_dir = ""  # token arrays and compiled programs; empty: $JAXPAR_CACHE, or ~/.cache/jaxpar
     return config

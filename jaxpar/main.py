@@ -7,7 +7,8 @@ The last three are of one of several processes, where no cluster tells them (doc
 several on one machine.
 
 Exit codes: 0 finished, or stopped by a signal with everything saved; 1 training failed;
-2 a mistake of the user's, told in one line; 130 a second Ctrl-C, which waits for nothing.
+2 a mistake of the user's, told in one line; 3 the process hung, and told where (jaxpar/watchdog.py);
+130 a second Ctrl-C, which waits for nothing.
 """
 
 import errno

@@ -148,6 +148,14 @@ def own_rows(devices: tuple[jax.Device, ...], num_replicas: int, num_rows: int) 
     return slice(mine[0] // per_replica * rows, (mine[-1] // per_replica + 1) * rows)
 
 
+def counted_rows(devices: tuple[jax.Device, ...], num_replicas: int, num_rows: int) -> slice:
+    """Those of `own_rows` that no other process counts: of the replicas whose first device is this process's."""
+    per_replica, rows = len(devices) // num_replicas, num_rows // num_replicas
+    first = devices[::per_replica]
+    mine = [number for number, device in enumerate(first) if device.process_index == jax.process_index()]
+    return slice(mine[0] * rows, (mine[-1] + 1) * rows) if mine else slice(0, 0)
+
+
 def fetch(tree: Any) -> Any:
     """The arrays on the host, whole, whichever processes' devices hold parts of them. One after another."""
 

@@ -27,6 +27,7 @@ CHANGEABLE = (
     "eval",
     "checkpoint",
     "log",
+    "watchdog_seconds",
     "profile",
     "cache_dir",
     "data.train",  # files may move: a checkpoint knows what is in them

@@ -23,6 +23,7 @@ from jaxpar import (
     data,
     files,
     flops,
+    ledger,
     mesh,
     metrics,
     models,
@@ -33,6 +34,7 @@ from jaxpar import (
     state,
     strategies,
     tasks,
+    watchdog,
 )
 from jaxpar import config as configs
 from jaxpar.errors import UserError
@@ -42,6 +44,7 @@ from jaxpar.metrics import Progress
 from jaxpar.models import Params, hf
 from jaxpar.step import Problem, abstract
 from jaxpar.strategies import Strategy
+from jaxpar.watchdog import Watchdog
 
 
 class Stopped(Exception):
@@ -80,28 +83,40 @@ def _train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     with phases("setup"):
         run = build(config, workdir, phases)
         print(describe(run), flush=True)
-    with Interrupt() as interrupt:
-        with phases("start"):
-            current, first_step = start(run)
-            processes.wait("a checkpoint was read")
-            if processes.is_first():
-                checkpoint.set_aside(workdir / "checkpoints", after=first_step)
-            processes.wait("damaged ones are set aside")
-        saver = checkpoint.Saver(
-            workdir / "checkpoints", keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
-        )
-        log = metrics.Log(workdir, first_step=first_step, tensorboard=config.log.tensorboard)
-        try:
-            current = loop(run, current, first_step, saver, log, interrupt)
-            result = finish(run, current, log)
-        finally:
-            log.close()
-            with phases("checkpoint"):
-                saver.close()
-    result["seconds"] = {name: round(seconds, 2) for name, seconds in phases.seconds.items()}
-    if processes.is_first():
-        report.write_result(workdir, result)
+    with Watchdog(config.watchdog_seconds, phases):
+        with Interrupt() as interrupt:
+            result = run_through(run, interrupt)
+        result["seconds"] = {name: round(seconds, 2) for name, seconds in phases.seconds.items()}
+        processes.wait("the ledger is written")
+        if processes.is_first():
+            result["ledger"] = ledger.verify(workdir / "ledger", run.batches, run.num_steps)
+            print(f"ledger    {result['ledger']}", flush=True)
+            report.write_result(workdir, result)
     return result
+
+
+def run_through(run: Run, interrupt: Interrupt) -> dict[str, Any]:
+    """From what the workdir holds to the last step, everything saved."""
+    config, workdir, phases = run.config, run.workdir, run.phases
+    with phases("start"):
+        current, first_step = start(run)
+        processes.wait("a checkpoint was read")
+        if processes.is_first():
+            checkpoint.set_aside(workdir / "checkpoints", after=first_step)
+            ledger.cut(workdir / "ledger", after=first_step)
+        processes.wait("damaged ones are set aside")
+    saver = checkpoint.Saver(
+        workdir / "checkpoints", keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
+    )
+    books = open_ledger(run)
+    log = metrics.Log(workdir, first_step=first_step, tensorboard=config.log.tensorboard)
+    try:
+        current = loop(run, current, first_step, saver, log, books, interrupt)
+        return finish(run, current, log)
+    finally:
+        log.close()
+        with phases("checkpoint"):
+            saver.close()
 
 
 # ---- build --------------------------------------------------------------------------------------
@@ -131,6 +146,7 @@ def check(config: ConfigDict, workdir: Path) -> None:
         raise UserError(f"config.seed is {config.seed}; it may be 0 to {2**31 - 1}")
     if len(config.profile) != 2 or not 0 <= config.profile[0] <= config.profile[1]:
         raise UserError(f"config.profile is {config.profile}; it may be (first step, last step), or (0, 0) for none")
+    watchdog.check(config.watchdog_seconds)
     resume.check(config, workdir)
 
 
@@ -247,7 +263,13 @@ def fresh(run: Run) -> Any:
 
 
 def loop(
-    run: Run, current: Any, first_step: int, saver: checkpoint.Saver, log: metrics.Log, interrupt: Interrupt
+    run: Run,
+    current: Any,
+    first_step: int,
+    saver: checkpoint.Saver,
+    log: metrics.Log,
+    books: ledger.Ledger,
+    interrupt: Interrupt,
 ) -> Any:
     """Steps first_step to num_steps. Two are in flight: the figures of one are read while the next computes.
 
@@ -264,11 +286,13 @@ def loop(
         metrics.Trace(config.profile, run.workdir) as trace,
         Progress(first_step, total) as bar,
     ):
-        loader = load(run, run.batches, first_step, total)
+        loader = load(run, run.batches, first_step, total, numbered=True)
         for step in range(first_step + 1, total + 1):
+            phases.step = step
             trace.before(step)
             with phases("input"):
                 rows = next(loader)
+                books.add(step - 1, rows.pop("examples"))
             with phases("compile" if meter.is_new(rows) else "train"):
                 current, step_metrics = run.strategy.step(current, run.strategy.place(rows))
                 meter.add(step, rows, step_metrics)
@@ -293,6 +317,7 @@ def loop(
             is_best = config.checkpoint.keep_best and validation_loss is not None and validation_loss < best_loss
             if "save" in due or stop or is_best:
                 with phases("checkpoint"):
+                    books.write()  # before the checkpoint: lines of steps that none has are cut
                     tree, private = run.strategy.to_canonical(current), run.strategy.to_private(current)
                     saver.save(tree, save_info(run, step), validation_loss, private=private)
             best_loss = min(best_loss, math.inf if validation_loss is None else validation_loss)
@@ -303,11 +328,22 @@ def loop(
     return current
 
 
-def load(run: Run, batches: data.Batches, start: int, stop: int) -> Iterator[dict[str, np.ndarray]]:
-    """Batches start to stop, this process's rows of them, made in the background."""
+def load(
+    run: Run, batches: data.Batches, start: int, stop: int, *, numbered: bool = False
+) -> Iterator[dict[str, np.ndarray]]:
+    """Batches start to stop, this process's rows of them, made in the background. numbered: see data.Batches.batch."""
     c, on = run.config.data, run.strategy.describe()
     rows = processes.own_rows(on.devices, on.num_replicas, batches.batch_size)
-    return iter(batches.loader(start, stop, rows=rows, num_threads=c.num_threads, prefetch=c.prefetch))
+    return batches.loader(start, stop, rows=rows, numbered=numbered, num_threads=c.num_threads, prefetch=c.prefetch)
+
+
+def open_ledger(run: Run) -> ledger.Ledger:
+    """Of the rows of batches that this process counts."""
+    on, size = run.strategy.describe(), run.config.batch_size
+    own, counted = (rows(on.devices, on.num_replicas, size) for rows in (processes.own_rows, processes.counted_rows))
+    return ledger.Ledger(
+        run.workdir / "ledger", steps_per_epoch=run.batches.steps_per_epoch, rows=counted, first_row=own.start
+    )
 
 
 def build_meter(run: Run) -> Meter:
@@ -339,7 +375,10 @@ def evaluate(run: Run, current: Any, split: data.Split) -> dict[str, float]:
     batches = data.Batches(split, batch_size=size, seed=run.config.seed, shuffle=False)
     with run.phases("eval"):
         loader = load(run, batches, 0, batches.steps_per_epoch)
-        sums = [run.strategy.evaluate(current, run.strategy.place(rows)) for rows in loader]
+        sums = []
+        for rows in loader:
+            sums.append(run.strategy.evaluate(current, run.strategy.place(rows)))
+            run.phases.alive()
         totals = np.asarray(jax.device_get(sums), np.float64).sum(axis=0)
     return tasks.figures(run.config.task, *totals)
 

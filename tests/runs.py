@@ -47,6 +47,7 @@ def small_arguments(folder: Path) -> list[str]:
         "log.tensorboard": False,
         "checkpoint.every_steps": 3,
         "optimizer.lr": 0.01,
+        "watchdog_seconds": 0,  # pytest has one, and there is but one timer for both
     }
     return [f"--config.{key}={value}" for key, value in values.items()]
 

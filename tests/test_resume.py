@@ -127,8 +127,10 @@ class Recorded:
         self.rows: list[np.ndarray] = []
         self.load = train.load
 
-    def __call__(self, run: train.Run, batches: Any, start: int, stop: int) -> Iterator[dict[str, np.ndarray]]:
-        for rows in self.load(run, batches, start, stop):
+    def __call__(
+        self, run: train.Run, batches: Any, start: int, stop: int, **options: bool
+    ) -> Iterator[dict[str, np.ndarray]]:
+        for rows in self.load(run, batches, start, stop, **options):
             if batches is run.batches:
                 self.rows.append(np.concatenate([rows["inputs"], rows["labels"]], axis=1))
             yield rows

@@ -131,7 +131,7 @@ def go(run: train.Run, saver: checkpoint.Saver, stop: int | None = None) -> list
     current, first_step = train.start(run)
     log = metrics.Log(run.workdir, first_step=first_step, tensorboard=False)
     try:
-        train.loop(run, current, first_step, saver, log, interrupt)
+        train.loop(run, current, first_step, saver, log, train.open_ledger(run), interrupt)
     except train.Stopped:
         assert len(read) == stop
     finally:

@@ -34,8 +34,11 @@ class Batches:
         self.examples_per_epoch = len(split)
         self.steps_per_epoch = -(-len(split) // batch_size)
 
-    def batch(self, step: int, rows: slice = slice(None)) -> Arrays:
-        """The batch of step `step` >= 0, or only these rows of it: a host's share. See jaxpar.data for the keys."""
+    def batch(self, step: int, rows: slice = slice(None), *, numbered: bool = False) -> Arrays:
+        """The batch of step `step` >= 0, or only these rows of it: a host's share. See jaxpar.data for the keys.
+
+        numbered: also `examples`, int64 [R]: the number of the example in each row, -1 in a filler row.
+        """
         epoch, place = divmod(step, self.steps_per_epoch)
         examples_B = self._plan(epoch)[place]
         is_real_B = examples_B >= 0
@@ -43,6 +46,8 @@ class Batches:
         batch = self._gather(examples_B, rows, drawn_at=step if self._shuffle else place)
         is_real_R = is_real_B[rows]
         batch["weights"] *= is_real_R.reshape(-1, *[1] * (batch["weights"].ndim - 1))
+        if numbered:
+            batch["examples"] = np.where(is_real_R, examples_B[rows], -1)
         return batch
 
     def longest(self) -> Arrays:
@@ -55,8 +60,21 @@ class Batches:
         epoch, place = divmod(step, self.steps_per_epoch)
         return epoch * self.examples_per_epoch + int((self._plan(epoch)[:place] >= 0).sum())
 
+    def planned(self, start: int, stop: int) -> np.ndarray:
+        """The examples of the batches [start, stop), of one epoch, filler rows left out."""
+        epoch, place = divmod(start, self.steps_per_epoch)
+        examples_SB = self._plan(epoch)[place : place + stop - start]
+        return examples_SB[examples_SB >= 0]
+
     def loader(
-        self, start: int, stop: int, *, rows: slice = slice(None), num_threads: int = 1, prefetch: int = 8
+        self,
+        start: int,
+        stop: int,
+        *,
+        rows: slice = slice(None),
+        numbered: bool = False,
+        num_threads: int = 1,
+        prefetch: int = 8,
     ) -> Iterator[Arrays]:
         """The batches of steps [start, stop), in order, made ahead by `num_threads` threads (0: none)."""
         import grain  # here: it takes half a second to import
@@ -64,7 +82,7 @@ class Batches:
         if stop <= start:
             return iter(())
         options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch)
-        return iter(grain.MapDataset.source(_Steps(self, start, stop, rows)).to_iter_dataset(options))
+        return iter(grain.MapDataset.source(_Steps(self, start, stop, rows, numbered)).to_iter_dataset(options))
 
     def _gather(self, examples_B: np.ndarray, rows: slice, *, drawn_at: int) -> Arrays:
         random = np.random.Generator(np.random.Philox(np.random.SeedSequence((self._seed, drawn_at, 1))))
@@ -94,9 +112,10 @@ class _Steps:
     start: int
     stop: int
     rows: slice
+    numbered: bool
 
     def __len__(self) -> int:
         return self.stop - self.start
 
     def __getitem__(self, index: SupportsIndex) -> Arrays:
-        return self.batches.batch(self.start + int(index), self.rows)
+        return self.batches.batch(self.start + int(index), self.rows, numbered=self.numbered)

@@ -47,8 +47,9 @@ def main(arguments: list[str]) -> None:
             state = jax.block_until_ready(run.strategy.init(jax.random.key(0)))
             saver = checkpoint.Saver(workdir / f"checkpoints{number}", keep=1, keep_best=False)
             log = metrics.Log(workdir, first_step=0, tensorboard=True)
+            books = train.open_ledger(run)
             start = time.perf_counter()
-            jax.block_until_ready(train.loop(run, state, 0, saver, log, Interrupt()))
+            jax.block_until_ready(train.loop(run, state, 0, saver, log, books, Interrupt()))
             whole = time.perf_counter() - start
             saver.close()
             log.close()

@@ -1,0 +1,227 @@
+"""What a fault costs: steps that are lost, seconds to the first step after a kill, and the stall of a save.
+
+scripts/python scripts/bench/faults.py [--figures=faults,save] [--kills=20] [--terms=5] [--rounds=15] [--seed=0]
+
+faults  steps lost on SIGTERM and on kill -9; random kills whose run ends bitwise as the one without,
+        ledger and all; seconds from a kill to the first step after it / from a fresh start to the first step
+save    stall that an asynchronous save adds to a step / seconds of copying the state to host memory
+
+The runs are of a tiny MLP, in processes of their own, killed at moments drawn from their start on and started again.
+"""
+
+import argparse
+import json
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from absl import logging
+
+from jaxpar import checkpoint, data, mesh, metrics, train
+from jaxpar import config as configs
+
+STEPS, EVERY = 400, 10
+RUN = {
+    "data.source": "synthetic",
+    "data.synthetic_examples": 400,
+    "model.name": "mlp",
+    "mesh.data": 2,
+    "mesh.virtual_cpu_devices": 2,
+    "batch_size": 24,
+    "num_steps": STEPS,
+    "log.every_steps": 1,
+    "log.tensorboard": False,
+    "checkpoint.every_steps": EVERY,
+    "eval.every_steps": 40,
+}
+LARGE = {
+    "data.source": "synthetic",
+    "data.synthetic_examples": 400,
+    "model.name": "mlp",
+    "model.hidden_size": 2048,
+    "model.num_layers": 5,
+    "mesh.data": 1,
+    "batch_size": 8,
+    "strategy": "single",
+}
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--figures", default="faults,save")
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--terms", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    logging.set_verbosity(logging.FATAL)  # as the binary does
+    with tempfile.TemporaryDirectory() as folder:
+        if "faults" in arguments.figures:
+            faults(Path(folder), arguments.kills, arguments.terms, random.Random(arguments.seed))
+        if "save" in arguments.figures:
+            save(Path(folder) / "save", arguments.rounds)
+
+
+# ---- faults -------------------------------------------------------------------------------------
+
+
+class Ended(NamedTuple):
+    """A process that has ended, or was. Steps: None where it did not come to one."""
+
+    code: int
+    first_step_after: float | None  # seconds from `since` to the end of the first step that it took
+    resumed_from: int
+    reached: int | None  # the last step that it printed
+    stopped_after: int | None  # by SIGTERM
+
+
+def go(workdir: Path, since: float, number: signal.Signals | None = None, seconds: float = 0, after: str = "") -> Ended:
+    """Starts a run; sends the signal so many seconds after its start, or after it has printed a line with `after`."""
+    values = [f"--config.{key}={value}" for key, value in RUN.items()]
+    command = [sys.executable, "-m", "jaxpar.main", "--config=configs/default.py", f"--workdir={workdir}", *values]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    lines: list[tuple[float, str]] = []
+    seen = threading.Event()
+
+    def read() -> None:
+        assert process.stdout
+        for line in process.stdout:
+            lines.append((time.perf_counter(), line))
+            if line.startswith(after):
+                seen.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    if number:
+        if after:
+            seen.wait(120)
+        time.sleep(seconds)
+        process.send_signal(number)
+    code = process.wait()
+    reader.join()
+    steps = [(at, int(found[1])) for at, line in lines if (found := re.match(r"step (\d+)/\d+  loss", line))]
+    text = "".join(line for _, line in lines)
+    resumed, stopped = (re.search(rf"{words} step (\d+)", text) for words in ("resume    from", "stopped after"))
+    return Ended(
+        code,
+        steps[0][0] - since if steps else None,
+        int(resumed[1]) if resumed else 0,
+        steps[-1][1] if steps else None,
+        int(stopped[1]) if stopped else None,
+    )
+
+
+def faults(folder: Path, kills: int, terms: int, draw: random.Random) -> None:
+    """Figure faults."""
+    whole = folder / "whole"
+    go(folder / "warm", time.perf_counter())  # fills the cache of compiled programs
+    ended = go(whole, time.perf_counter())
+    assert ended.code == 0 and ended.first_step_after
+    terminated(folder / "terminated", whole, terms, draw)
+    fresh = [ended.first_step_after]
+    lost, again = list[int](), list[float]()
+    done = run = here = bitwise = 0
+    since = time.perf_counter()
+    while done < kills or here:
+        # The last run is let go to its end.
+        kill = (signal.SIGKILL, draw.uniform(0, ended.first_step_after + 4)) if done < kills else (None, 0.0)
+        now = go(folder / str(run), since, *kill)
+        if now.first_step_after:
+            (again if here else fresh).append(now.first_step_after)
+        since = time.perf_counter()
+        if now.code == -signal.SIGKILL:
+            if now.reached:
+                lost.append(now.reached - max(checkpoint.steps(folder / str(run) / "checkpoints"), default=0))
+            done, here = done + 1, here + 1
+            continue
+        assert now.code == 0, now
+        bitwise += here * same(folder / str(run), whole)
+        run, here = run + 1, 0
+    most = f"at most {max(lost)} steps lost, median {statistics.median(lost):g}"
+    print(f"faults    kill -9: {most}, with a checkpoint every {EVERY} ({len(lost)} kills after a step)")
+    print(f"faults    {bitwise} of {done} random kills end bitwise the same, in {run} runs")
+    first, after = statistics.median(fresh), statistics.median(again)
+    ratio = f"{after:.2f} s / {first:.2f} s = {after / first:.2f}"
+    print(
+        f"faults    to the first step after a kill / of a fresh start: {ratio} ({len(again)}, {len(fresh)})", flush=True
+    )
+
+
+def terminated(workdir: Path, whole: Path, terms: int, draw: random.Random) -> None:
+    """Steps lost on SIGTERM."""
+    lost, before = [], 0
+    for _ in range(terms):
+        now = go(workdir, 0, signal.SIGTERM, draw.uniform(0, 1), after="step ")
+        assert now.code == 0 and now.resumed_from == before, (now, before)
+        assert now.stopped_after and now.reached and now.stopped_after >= now.reached
+        before = now.stopped_after
+        lost.append(before - checkpoint.steps(workdir / "checkpoints")[-1])
+    go(workdir, 0)
+    assert same(workdir, whole)
+    print(f"faults    SIGTERM: at most {max(lost)} steps lost ({terms} times)", flush=True)
+
+
+def same(workdir: Path, whole: Path) -> bool:
+    """Whether a run ended with the same bits, each example taken once."""
+    result = json.loads((workdir / "result.json").read_text())
+    trees = [checkpoint.read(path / "checkpoints" / str(STEPS)).tree for path in (workdir, whole)]
+    equal = jax.tree.map(lambda x, y: x.tobytes() == y.tobytes(), *trees)
+    return all(jax.tree.leaves(equal)) and result["ledger"].endswith("epochs exactly once")
+
+
+# ---- save ---------------------------------------------------------------------------------------
+
+
+def save(workdir: Path, rounds: int) -> None:
+    """Figure save. Both in turn, each after a step, so that no array is on the host already."""
+    config = configs.load("configs/default.py")
+    configs.override(config, [f"--config.{key}={value}" for key, value in LARGE.items()])
+    mesh.start(config, data.cache_dir(config) / "xla")
+    workdir.mkdir()
+    train.check(config, workdir)
+    run = train.build(config, workdir, metrics.Phases())
+    saver = checkpoint.Saver(workdir / "checkpoints", keep=1, keep_best=False)
+    batch = run.strategy.place(run.batches.batch(0))
+    current = run.strategy.init(jax.random.key(0))
+    seconds: dict[str, list[float]] = {"save": [], "copy": []}
+    size = 0
+    for number in range(rounds + 2):
+        for name in seconds:
+            current, _ = run.strategy.step(current, batch)
+            jax.block_until_ready(current)
+            start = time.perf_counter()
+            tree = run.strategy.to_canonical(current)
+            if name == "save":
+                saver.save(tree, train.save_info(run, int(tree["step"])))
+            else:
+                copied = copy(tree)
+                size = sum(x.nbytes for x in jax.tree.leaves(copied))
+            if number >= 2:
+                seconds[name].append(time.perf_counter() - start)
+            saver.wait()
+    saver.close()
+    stall, copying = (statistics.median(seconds[name]) for name in ("save", "copy"))
+    ratio = f"{stall * 1000:.0f} ms / {copying * 1000:.0f} ms = {stall / copying:.2f}"
+    of = f"{size / 1e6:.0f} MB ({rounds} of each in turn, {jax.devices()[0].device_kind})"
+    print(f"save      {ratio}: the stall of a save / a copy of {of}")
+
+
+def copy(tree: Any) -> Any:
+    """The arrays in host memory of their own; on CPUs `device_get` alone only looks at them."""
+    on_cpu = jax.default_backend() == "cpu"
+    return jax.tree.map(np.array, tree) if on_cpu else jax.device_get(tree)
+
+
+if __name__ == "__main__":
+    main()

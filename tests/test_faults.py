@@ -1,0 +1,271 @@
+"""Faults, for real: processes that are killed, are to end soon, hang, or find the disk full, and what is left of them.
+
+All runs but `whole` have a fault, go on, and end bitwise as it does, each example taken once. Damaged checkpoints:
+tests/test_checkpoint.py and tests/test_train.py; one of two processes that is killed: tests/test_processes.py.
+"""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxpar import checkpoint, watchdog
+from jaxpar.errors import UserError
+from tests.runs import small_arguments
+from tests.test_private import VALUES
+from tests.test_processes import assert_close
+from tests.test_train import assert_bitwise_equal
+
+ROOT = Path(__file__).parent.parent
+STEPS, EVERY, EPOCH = 100, 5, 15
+SETTINGS = {
+    **VALUES,
+    "num_steps": STEPS,
+    "checkpoint.every_steps": EVERY,
+    "eval.every_steps": 20,
+    "log.every_steps": EVERY,
+    "mesh.virtual_cpu_devices": 2,
+}
+GRACE_SECONDS = 30
+BINARY = "from jaxpar import main; main.run()"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+def arguments(folder: Path, workdir: Path, *overrides: str) -> list[str]:
+    settings = [f"--config.{key}={value}" for key, value in SETTINGS.items()]
+    return ["--config=configs/default.py", f"--workdir={workdir}", *small_arguments(folder), *settings, *overrides]
+
+
+def start(folder: Path, workdir: Path, *overrides: str, first: str = "") -> "subprocess.Popen[str]":
+    """The binary, in a process; first: what it does before, in Python."""
+    return subprocess.Popen(
+        [sys.executable, "-c", f"{textwrap.dedent(first)}\n{BINARY}", *arguments(folder, workdir, *overrides)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: "subprocess.Popen[str]", code: int = 0, timeout: float = 240) -> tuple[str, str]:
+    """What it has printed when it has ended as it should."""
+    out, err = process.communicate(timeout=timeout)
+    assert process.returncode == code, (out, err)
+    return out, err
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Path:
+    ended(start(folder, folder / "whole"))
+    return folder / "whole"
+
+
+def assert_ended_as(whole: Path, workdir: Path) -> None:
+    assert_bitwise_equal(workdir, whole)
+    for run in (workdir, whole):
+        proved = json.loads((run / "result.json").read_text())["ledger"]
+        assert proved == f"every example of {STEPS / EPOCH:.6g} epochs exactly once"
+
+
+# ---- kill -9 and SIGTERM ------------------------------------------------------------------------
+
+IN_A_PHASE = """
+    import os, signal
+    from jaxpar import metrics
+
+    alive, left = metrics.Phases.alive, {signs}
+
+    def ending(self):
+        global left
+        alive(self)
+        if self.step == {step} and self.name == "{name}":
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    metrics.Phases.alive = ending
+"""
+AS_IT_WRITES = """
+    import os, signal
+    from jaxpar import checkpoint
+
+    save = checkpoint.Saver.save
+
+    def ending(self, tree, *rest, **options):
+        save(self, tree, *rest, **options)
+        while int(tree["step"]) == {step}:
+            if list(self._directory.glob("*.orbax-checkpoint-tmp")):
+                return os.kill(os.getpid(), signal.SIGKILL)
+
+    checkpoint.Saver.save = ending
+"""
+MOMENTS = {
+    "a step": IN_A_PHASE.format(name="after train", step=43, signs=1),
+    "an evaluation": IN_A_PHASE.format(name="eval", step=40, signs=2),  # its begin, and its first batch
+    "a checkpoint write": AS_IT_WRITES.format(step=45),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_during(moment: str, folder: Path, tmp_path: Path, whole: Path) -> None:
+    out, _ = ended(start(folder, tmp_path, first=MOMENTS[moment]), code=-signal.SIGKILL)
+    assert "step 35/" in out and "step 50/" not in out
+    # What is lost is at most an interval, and the one before while its checkpoint is still being written.
+    saved = checkpoint.steps(tmp_path / "checkpoints")[-1]
+    assert saved in (30, 35, 40)
+    unfinished = list((tmp_path / "checkpoints").glob("*.orbax-checkpoint-tmp"))
+    assert unfinished or moment != "a checkpoint write"
+    out, _ = ended(start(folder, tmp_path))
+    assert f"resume    from step {saved}" in out
+    assert_ended_as(whole, tmp_path)
+    assert not list((tmp_path / "checkpoints").glob("*.orbax-checkpoint-tmp"))
+
+
+@pytest.mark.parametrize("moment", ["an evaluation", "a checkpoint write"])
+def test_sigterm_during(moment: str, folder: Path, tmp_path: Path, whole: Path) -> None:
+    """All steps are saved well within a grace period, so that the SIGKILL at its end finds nobody."""
+    out, _ = ended(start(folder, tmp_path, first=MOMENTS[moment].replace("SIGKILL", "SIGTERM")), timeout=GRACE_SECONDS)
+    stopped = re.search(r"SIGTERM: stopped after step (\d+) of 100", out)
+    assert stopped and 40 <= int(stopped[1]) <= 46
+    assert checkpoint.steps(tmp_path / "checkpoints")[-1] == int(stopped[1])
+    ended(start(folder, tmp_path))
+    assert_ended_as(whole, tmp_path)
+
+
+@pytest.mark.parametrize("number", [5, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_at_random_moments(number: int, folder: Path, tmp_path: Path, whole: Path) -> None:
+    """Runs, each killed and started again until it ends, until there were so many kills."""
+    draw, killed, run = random.Random(number), 0, 0
+    while killed < number:
+        process = start(folder, tmp_path / str(run))
+        assert process.stdout
+        for line in process.stdout:
+            if line.startswith("run  "):  # it restores and compiles next
+                break
+        time.sleep(draw.uniform(0, 2))
+        process.kill()
+        process.communicate()
+        if process.returncode == 0:
+            assert_ended_as(whole, tmp_path / str(run))
+            run += 1
+        else:
+            killed += 1
+    ended(start(folder, tmp_path / str(run)))
+    assert_ended_as(whole, tmp_path / str(run))
+
+
+# ---- a full disk --------------------------------------------------------------------------------
+
+DISK_FULL = """
+    import resource
+    from jaxpar import checkpoint
+
+    save = checkpoint.Saver.save
+
+    def full(self, tree, *rest, **options):
+        if int(tree["step"]) == 45:
+            self.wait()  # for the one before
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        save(self, tree, *rest, **options)
+
+    checkpoint.Saver.save = full
+"""
+
+
+def test_a_disk_that_fills_up_later(folder: Path, tmp_path: Path, whole: Path) -> None:
+    """The checkpoint before is whole, the run says so, and goes on from it when there is room."""
+    quiet = "--config.log.every_steps=1000"  # so that only checkpoints grow
+    _, err = ended(start(folder, tmp_path, quiet, first=DISK_FULL), code=2)
+    [line] = [line for line in err.splitlines() if line.startswith("jaxpar: ")]
+    assert "writing a checkpoint in" in line and line.endswith("the newest whole one is of step 40")
+    out, _ = ended(start(folder, tmp_path))
+    assert "resume    from step 40" in out
+    assert_ended_as(whole, tmp_path)
+
+
+# ---- a process that hangs -----------------------------------------------------------------------
+
+HANGS = """
+    import ctypes, time
+    from jaxpar.data import Batches
+
+    batch = Batches.batch
+
+    def hangs(self, step, *rest, **options):
+        if step == 12 and self._shuffle:
+            {how}(1000)
+        return batch(self, step, *rest, **options)
+
+    Batches.batch = hangs
+"""
+ONCE_IN_PROCESS_1 = """
+import os
+from pathlib import Path
+
+if os.environ.get("JAXPAR_PROCESS_ID") == "1" and not (there := Path(__file__).with_name("hung")).exists():
+    there.touch()
+"""
+SECONDS = 8
+WATCHED = f"--config.watchdog_seconds={SECONDS}"
+
+
+def test_a_loader_that_hangs(folder: Path, tmp_path: Path, whole: Path) -> None:
+    began = time.monotonic()
+    hanging = HANGS.format(how="time.sleep")
+    _, err = ended(start(folder, tmp_path, WATCHED, first=hanging), code=watchdog.EXIT_CODE)
+    assert time.monotonic() - began < 8 * SECONDS
+    lines = err.splitlines()
+    at = lines.index(f"jaxpar: process 0 of 1 hangs: step 13, phase input, for {SECONDS} s")
+    assert any(re.fullmatch(r'  File "<string>", line \d+ in hangs', line) for line in lines[at:])
+    assert any(line.endswith(" in loop") for line in lines[at:])
+    assert checkpoint.steps(tmp_path / "checkpoints")[-1] == 10
+    ended(start(folder, tmp_path, WATCHED))
+    assert_ended_as(whole, tmp_path)
+
+
+def test_a_thread_that_hangs_with_the_interpreters_lock(folder: Path, tmp_path: Path) -> None:
+    """No other thread of Python's runs, not even the watchdog."""
+    hanging = HANGS.format(how="ctypes.PyDLL(None).sleep")
+    _, err = ended(start(folder, tmp_path, WATCHED, first=hanging), code=1)
+    assert "Timeout (0:00:0" in err and " in hangs" in err
+
+
+def test_one_of_two_processes_that_hangs(folder: Path, tmp_path: Path, whole: Path) -> None:
+    """Both say where they are; the launcher starts them again, and they end as one process does."""
+    once = ONCE_IN_PROCESS_1 + textwrap.indent(textwrap.dedent(HANGS.format(how="time.sleep")), "    ")
+    (tmp_path / "sitecustomize.py").write_text(once)
+    own = arguments(folder, tmp_path / "run", WATCHED, "--config.mesh.virtual_cpu_devices=1")
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "jaxpar.launch", "--num_processes=2", "--max_restarts=1", "--", *own],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    out, err = ended(launcher)
+    lines = out.splitlines()
+    assert f"[1] jaxpar: process 1 of 2 hangs: step 13, phase input, for {SECONDS} s" in lines
+    assert f"[0] jaxpar: process 0 of 2 hangs: step 13, phase train, for {SECONDS} s" in lines
+    assert "restart 1 of 1, from the last checkpoint" in err
+    assert "[0] resume    from step 10" in lines
+    assert_close(tmp_path / "run", whole)
+    proved = json.loads((tmp_path / "run" / "result.json").read_text())["ledger"]
+    assert proved == f"every example of {STEPS / EPOCH:.6g} epochs exactly once"
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_a_watchdog_that_cannot_be(seconds: float) -> None:
+    with pytest.raises(UserError, match=rf"config\.watchdog_seconds is {seconds}; it may be 0 \(none\) to 1e\+09"):
+        watchdog.check(seconds)
