@@ -169,7 +169,7 @@ def draw(outcomes: dict[tuple[str, float], Outcome], path: Path) -> None:
     """Loss against steps and against virtual time; a row of pictures without the straggler, and one with it."""
     slowdowns = sorted({slowdown for _, slowdown in outcomes})
     figure, axes = pyplot.subplots(
-        len(slowdowns), 2, figsize=(12, 4.5 * len(slowdowns)), layout="constrained", squeeze=False
+        len(slowdowns), 2, figsize=(14, 4.5 * len(slowdowns)), layout="constrained", squeeze=False
     )
     colors = pyplot.get_cmap("tab20")
     for line, slowdown in zip(axes, slowdowns, strict=True):
@@ -185,7 +185,7 @@ def draw(outcomes: dict[tuple[str, float], Outcome], path: Path) -> None:
             axis.set_ylabel("training loss (nats)")
             axis.set_title(title)
             axis.grid(alpha=0.3)
-    axes[0][0].legend(fontsize=8)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper", fontsize=9)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
