@@ -139,6 +139,8 @@ def test_sigterm_during(moment: str, folder: Path, tmp_path: Path, whole: Path) 
     out, _ = ended(start(folder, tmp_path, first=MOMENTS[moment].replace("SIGKILL", "SIGTERM")), timeout=GRACE_SECONDS)
     stopped = re.search(r"SIGTERM: stopped after step (\d+) of 100", out)
     assert stopped and 40 <= int(stopped[1]) <= 46
+    told = out.splitlines()[-1]  # the command that goes on
+    assert told.startswith("resume    ") and f"--workdir={tmp_path}" in told
     assert checkpoint.steps(tmp_path / "checkpoints")[-1] == int(stopped[1])
     ended(start(folder, tmp_path))
     assert_ended_as(whole, tmp_path)

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -11,9 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxpar import checkpoint, main, metrics
-from tests.runs import small_arguments, write_csv
-from tests.test_train import assert_bitwise_equal
+from jaxpar import checkpoint, main
+from tests.runs import small_arguments
 
 ROOT = Path(__file__).parent.parent
 
@@ -190,47 +188,3 @@ def wait_for_checkpoint(process: subprocess.Popen[str], workdir: Path, step: int
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def test_killed_and_terminated_processes_resume_bitwise(tmp_path: Path) -> None:
-    """Kill -9 loses the steps since the last checkpoint at most; SIGTERM loses none, exits 0 and tells the command."""
-    write_csv(tmp_path / "data.csv", rows=2000)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    overrides = ["--config.checkpoint.every_steps=5", "--config.eval.every_steps=1000"]
-
-    def start(workdir: Path) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            command(tmp_path, workdir, *overrides),
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    whole = start(tmp_path / "whole")
-    out, err = whole.communicate(timeout=240)
-    assert whole.returncode == 0, err
-    assert "test accuracy" in out
-
-    process = start(tmp_path / "run")
-    wait_for_checkpoint(process, tmp_path / "run", 20)
-    process.kill()
-    process.communicate()
-    reached = metrics.read(tmp_path / "run")[-1]["step"]
-    saved = checkpoint.steps(tmp_path / "run" / "checkpoints")[-1]
-    assert saved >= reached - 2 * 5  # one interval, and the one whose checkpoint was being written
-
-    process = start(tmp_path / "run")
-    wait_for_checkpoint(process, tmp_path / "run", saved + 20)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert f"resume    from step {saved:,}" in out
-    assert "SIGTERM: stopped after step" in out
-    assert "resume    " in out.splitlines()[-1]
-    assert f"--workdir={tmp_path}/run" in out.splitlines()[-1]
-
-    process = start(tmp_path / "run")
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err
-    assert_bitwise_equal(tmp_path / "run", tmp_path / "whole")

@@ -184,7 +184,7 @@ def same(workdir: Path, whole: Path) -> bool:
 
 
 def save(workdir: Path, rounds: int) -> None:
-    """Figure save. Both in turn, each after a step, so that no array is on the host already."""
+    """Figure save. All in turn, each after a step, so that no array is on the host already, and before a step."""
     config = configs.load("configs/default.py")
     configs.override(config, [f"--config.{key}={value}" for key, value in LARGE.items()])
     mesh.start(config, data.cache_dir(config) / "xla")
@@ -194,27 +194,38 @@ def save(workdir: Path, rounds: int) -> None:
     saver = checkpoint.Saver(workdir / "checkpoints", keep=1, keep_best=False)
     batch = run.strategy.place(run.batches.batch(0))
     current = run.strategy.init(jax.random.key(0))
-    seconds: dict[str, list[float]] = {"save": [], "copy": []}
+    calls: dict[str, list[float]] = {"save": [], "copy": [], "nothing": []}  # until it returns
+    with_step: dict[str, list[float]] = {name: [] for name in calls}  # until the step after it is done
     size = 0
     for number in range(rounds + 2):
-        for name in seconds:
+        for name in calls:
             current, _ = run.strategy.step(current, batch)
             jax.block_until_ready(current)
             start = time.perf_counter()
             tree = run.strategy.to_canonical(current)
             if name == "save":
                 saver.save(tree, train.save_info(run, int(tree["step"])))
-            else:
+            elif name == "copy":
                 copied = copy(tree)
                 size = sum(x.nbytes for x in jax.tree.leaves(copied))
+            call = time.perf_counter() - start
+            current, _ = run.strategy.step(current, batch)
+            jax.block_until_ready(current)
             if number >= 2:
-                seconds[name].append(time.perf_counter() - start)
+                calls[name].append(call)
+                with_step[name].append(time.perf_counter() - start)
             saver.wait()
     saver.close()
-    stall, copying = (statistics.median(seconds[name]) for name in ("save", "copy"))
-    ratio = f"{stall * 1000:.0f} ms / {copying * 1000:.0f} ms = {stall / copying:.2f}"
-    of = f"{size / 1e6:.0f} MB ({rounds} of each in turn, {jax.devices()[0].device_kind})"
-    print(f"save      {ratio}: the stall of a save / a copy of {of}")
+    of = f"a copy of {size / 1e6:.0f} MB ({rounds} of each in turn, {jax.devices()[0].device_kind})"
+    stall, copying = (statistics.median(calls[name]) for name in ("save", "copy"))
+    print(f"save      {in_ms(stall, copying)}: until a save returns / {of}")
+    saving, copying, step = (statistics.median(with_step[name]) for name in ("save", "copy", "nothing"))
+    print(f"save      {in_ms(saving - step, copying - step)}: what a save adds to the step after it / likewise a copy")
+
+
+def in_ms(seconds: float, reference: float) -> str:
+    """Both, and their ratio."""
+    return f"{seconds * 1000:.0f} ms / {reference * 1000:.0f} ms = {seconds / reference:.2f}"
 
 
 def copy(tree: Any) -> Any:

@@ -28,7 +28,7 @@ from tests.strategies.pipelines import (
     pipeline,
     start,
 )
-from tests.strategies.test_pipeline import CASES, ONE_STAGE_CASES, Case, assert_equal
+from tests.strategies.test_pipeline import CASES, ONE_STAGE_CASES, Case
 
 TINY = Task("bert", "masked_lm", layers=2)
 
@@ -76,25 +76,6 @@ def test_training_starts_as_on_one_device(case: Case) -> None:
     single, piped = make(case.task), make(case.task, *case.overrides)
     key = jax.random.key(5)
     assert_bitwise_equal(piped.to_canonical(piped.init(key)), single.to_canonical(single.init(key)))
-
-
-def test_training_goes_on_under_any_strategy() -> None:
-    """The canonical state after some steps of each strategy is the start of the next one's."""
-    legs = {
-        3: pipeline("1f1b", 2, "--config.pipeline.partition=block_1"),
-        5: ("--config.optimizer.accumulation_steps=8",),
-        7: pipeline("zb_v", 2, replicas=2, remat="full"),
-        8: ("--config.strategy=data_parallel", "--config.mesh.data=2", "--config.optimizer.accumulation_steps=8"),
-        10: pipeline("gpipe", 4, "--config.pipeline.partition=uniform"),
-    }
-    first, tree = 0, start(TINY)
-    losses: list[float] = []
-    norms: list[float] = []
-    for last, overrides in legs.items():
-        leg = advance(make(TINY, *overrides), TINY, tree, first, last)
-        first, tree, losses, norms = last, leg.tree, losses + leg.losses, norms + leg.norms
-    reference = outcome(TINY)
-    assert_equal(leg._replace(losses=losses, norms=norms, gradients=reference.gradients), reference)
 
 
 def test_resuming_is_bitwise() -> None:
