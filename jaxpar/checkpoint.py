@@ -89,12 +89,12 @@ class Saver:
             info["private_checksums"] = _checksums(private)
         contents = ocp.args.Composite(**items, info=ocp.args.JsonSave(info))
         metrics = None if validation_loss is None else {"validation_loss": validation_loss}
-        with _explained(self._directory, step):
+        with _explained(self._directory):
             self._manager.save(step, args=contents, metrics=metrics, force=True)
 
     def wait(self) -> None:
         """Returns when everything is on disk."""
-        with _explained(self._directory, None):
+        with _explained(self._directory):
             self._manager.wait_until_finished()
 
     def close(self) -> None:
@@ -110,8 +110,8 @@ def _goodness(metrics: dict[str, float]) -> float:
 class _explained:
     """Turns a failed write (a full disk, say) into one line. The checkpoints before it are whole."""
 
-    def __init__(self, directory: Path, step: int | None):
-        self._directory, self._step = directory, step
+    def __init__(self, directory: Path):
+        self._directory = directory
 
     def __enter__(self) -> None:
         pass
@@ -180,6 +180,8 @@ def read(path: Path, like: Canonical | None = None) -> Checkpoint:
         if was != wanted:
             raise UserError(f"checkpoint {path} is of another model or optimizer: {name} is {was}, not {wanted}")
     tree = _arrays(path / "state", shapes, info["checksums"])
+    if not path.name == str(info["step"]) == str(tree["step"]):
+        raise Damaged(f"its step is {path.name} by name, {info['step']} by its info and {tree['step']} by its state")
     private: Canonical = {}
     if "private_checksums" in info:
         private = _arrays(path / "private", _shapes(path / "private"), info["private_checksums"])
@@ -198,7 +200,7 @@ def _arrays(path: Path, shapes: Canonical, checksums: dict[str, int]) -> Canonic
     except Exception as error:  # whatever orbax and tensorstore raise on damaged files
         raise Damaged(_line(error)) from error
     for name, leaf in _named(tree).items():
-        if checksum(np, leaf) != checksums[name]:
+        if checksum(np, leaf) != checksums.get(name):
             raise Damaged(f"the checksum of {name} is wrong")
     return tree
 
@@ -224,10 +226,9 @@ def _open(path: Path) -> tuple[dict[str, Any], Canonical]:
         raise
     except Exception as error:
         raise Damaged(_line(error)) from error
-    saved = _shapes(path / "state")
     if number != FORMAT:
         raise UserError(f"checkpoint {path} has format {number}; this version of jaxpar reads {FORMAT}")
-    return info, saved
+    return info, _shapes(path / "state")
 
 
 def checksum(numpy: Any, x: Any) -> Any:

@@ -23,7 +23,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 NAME = "python -m jaxpar.launch"
-USER_ERROR = 2  # exit code of a process that ends by a UserError
+USER_ERROR, HANGS = 2, 3  # exit codes of a process: jaxpar/main.py
+ORDER = {HANGS: 0, USER_ERROR: 1, -signal.SIGABRT: 3}  # of several that failed; another signal 0, another code 2
 NOISE = "[Gloo] Rank "  # how lines begin that a library prints about its connections
 POLL_SECONDS = 0.05
 
@@ -112,8 +113,8 @@ class Group:
                 sent = len(signals)
                 codes = [process.poll() for process in self._processes]
                 failed = [(number, code) for number, code in enumerate(codes) if code]
-                if failed:  # several: one pulls others down, which abort
-                    return min(failed, key=lambda one: (one[1] != USER_ERROR, one[1] == -signal.SIGABRT, one[0]))
+                if failed:  # several: one pulls others down, which abort, or cannot go on with what it was to send
+                    return min(failed, key=lambda one: (ORDER.get(one[1], 0 if one[1] < 0 else 2), one[0]))
                 if all(code == 0 for code in codes):
                     return None
                 time.sleep(POLL_SECONDS)
@@ -134,7 +135,8 @@ def show(number: int, process: "subprocess.Popen[str]") -> None:
     assert process.stdout is not None
     for line in process.stdout:
         if not line.startswith(NOISE):
-            print(f"[{number}] {line}", end="" if line.endswith("\n") else "\n", flush=True)
+            with contextlib.suppress(OSError):  # nobody reads any more: the process must not wait for a reader
+                print(f"[{number}] {line}", end="" if line.endswith("\n") else "\n", flush=True)
 
 
 def say(text: str) -> None:
@@ -149,12 +151,12 @@ def in_words(code: int) -> str:
 
 @contextlib.contextmanager
 def forwarded(signals: list[int]) -> Iterator[None]:
-    """Within `with`, Ctrl-C and SIGTERM are added to `signals`."""
+    """Within `with`, Ctrl-C and SIGTERM are added to `signals`; a terminal that is closed counts as SIGTERM."""
 
     def note(number: int, _: Any) -> None:
-        signals.append(number)
+        signals.append(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:

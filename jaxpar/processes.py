@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.errors import UserError
+from jaxpar.errors import TrainingError, UserError
 
 # Flags of the command line, and environment variables that stand for them.
 FLAGS = {
@@ -86,6 +86,7 @@ def start(place: Place | None) -> None:
     """Meets the other processes. Call before JAX touches a device."""
     if place is None:
         return
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which is the loop's
     jax.distributed.initialize(*place)
     if not is_first():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # what all would say, the first one says
@@ -100,6 +101,14 @@ def wait(where: str) -> None:
     """Waits until all processes are here."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(where)
+
+
+def check_same(what: str, value: int) -> None:
+    """Raises TrainingError, in all processes, where they do not have the same value."""
+    if jax.process_count() > 1:
+        values = multihost_utils.process_allgather(np.int32(value)).tolist()
+        if set(values) != {value}:
+            raise TrainingError(f"{what} is {', '.join(map(str, values))} in processes 0 to {len(values) - 1}")
 
 
 @contextlib.contextmanager

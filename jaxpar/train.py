@@ -166,18 +166,22 @@ def build(config: ConfigDict, workdir: Path, phases: metrics.Phases) -> Run:
     longest = abstract(batches.longest())
     problem = Problem(model, optimizer.build(config, schedule), config.optimizer.accumulation_steps, longest, num_steps)
     strategy = strategies.build(config, problem)
-    check_space(config, workdir, strategy)
+    check_space(config, workdir, problem)
     if processes.is_first():
         configs.save(config, workdir)
         files.write_text(workdir / "data.json", json.dumps(dataset.info._asdict(), indent=1) + "\n")
     return Run(config, workdir, dataset, batches, problem, pretrained, strategy, schedule, num_steps, phases)
 
 
-def check_space(config: ConfigDict, workdir: Path, strategy: Strategy) -> None:
-    """Raises UserError where the disk cannot hold the checkpoints that are kept, and the one being written."""
+def check_space(config: ConfigDict, workdir: Path, problem: Problem) -> None:
+    """Raises UserError where the disk cannot hold the checkpoints that are kept, and the one being written.
+
+    What a strategy has of its own comes on top, and is not counted.
+    """
     number = config.checkpoint.keep + config.checkpoint.keep_best + 1
     there = len(checkpoint.steps(workdir / "checkpoints"))
-    needed = max(number - there, 1) * strategy.describe().state_bytes
+    whole = jax.eval_shape(lambda key: state.init(problem.model, problem.optimizer, key), jax.random.key(0))
+    needed = max(number - there, 1) * state.nbytes((whole.params, whole.optimizer))
     free = shutil.disk_usage(workdir).free
     if needed > free:
         raise UserError(
@@ -215,6 +219,7 @@ def start(run: Run) -> tuple[Any, int]:
         lambda key: state.to_canonical(state.init(run.problem.model, run.problem.optimizer, key)), jax.random.key(0)
     )
     found = checkpoint.restore(run.workdir / "checkpoints", like, say=print)
+    processes.check_same(f"the newest whole checkpoint (-1: none) in {run.workdir}", found.step if found else -1)
     if found is None:
         return fresh(run), 0
     before = check_continued(run, found)

@@ -1,5 +1,6 @@
 """Checkpoints: whole or found out. Each damage is done to real files."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -100,11 +101,28 @@ def empty_info(folder: Path) -> None:
     (folder / "info" / "metadata").write_text("")
 
 
+def another_step(folder: Path) -> None:
+    """A digit of the step in its info."""
+    metadata = folder / "info" / "metadata"
+    text = metadata.read_text()
+    info = json.loads(text)
+    metadata.write_text(json.dumps(info | {"step": info["step"] + 1}))
+
+
+def another_name(folder: Path) -> None:
+    """A letter of an array's name among the checksums."""
+    metadata = folder / "info" / "metadata"
+    metadata.write_text(metadata.read_text().replace("params", "paramt"))
+
+
 def remove_state(folder: Path) -> None:
     shutil.rmtree(folder / "state")
 
 
-@pytest.mark.parametrize("damage", [truncate, flip, remove_array_file, empty_info, remove_state])
+DAMAGES = [truncate, flip, remove_array_file, empty_info, another_step, another_name, remove_state]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_falls_back_to_the_newest_whole_one(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     save(tmp_path / "c", {1: None, 2: None})
     damage(tmp_path / "c" / "2")
@@ -149,6 +167,9 @@ def test_another_structure_is_not_read_as_this_one(tmp_path: Path) -> None:
         checkpoint.restore(tmp_path / "c", wider, lambda line: None)
     metadata = tmp_path / "c" / "1" / "info" / "metadata"
     metadata.write_text(metadata.read_text().replace('"format":1', '"format":2').replace('"format": 1', '"format": 2'))
+    with pytest.raises(UserError, match=r"format 2; this version of jaxpar reads 1"):
+        restore(tmp_path / "c")
+    shutil.move(tmp_path / "c" / "1" / "state", tmp_path / "c" / "1" / "elsewhere")  # as a later format may have it
     with pytest.raises(UserError, match=r"format 2; this version of jaxpar reads 1"):
         restore(tmp_path / "c")
     assert checkpoint.steps(tmp_path / "c") == [1]

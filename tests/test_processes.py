@@ -16,7 +16,7 @@ import pytest
 
 from jaxpar import checkpoint, metrics, processes, train
 from jaxpar import launch as launcher
-from jaxpar.errors import UserError
+from jaxpar.errors import TrainingError, UserError
 from jaxpar.launch import free_port
 from tests.runs import small_arguments, small_config
 from tests.strategies.pipelines import relative_error
@@ -97,6 +97,19 @@ def test_a_process_reads_the_rows_of_its_devices(
     for process, expected in enumerate(rows):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
         assert processes.own_rows(devices, num_replicas, 24) == expected
+
+
+@pytest.mark.parametrize(("values", "right"), [([3, 3], True), ([3, -1], False), ([-1, 3], False)])
+def test_processes_that_see_other_checkpoints(values: list[int], right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as of folders that are not shared: all of them end."""
+    monkeypatch.setattr(jax, "process_count", lambda: len(values))
+    monkeypatch.setattr(processes.multihost_utils, "process_allgather", lambda _: np.array(values))
+    for value in values:
+        if right:
+            processes.check_same("the step", value)
+            continue
+        with pytest.raises(TrainingError, match=f"^the step is {values[0]}, {values[1]} in processes 0 to 1$"):
+            processes.check_same("the step", value)
 
 
 # ---- for real -----------------------------------------------------------------------------------
@@ -282,6 +295,7 @@ def test_the_one_that_failed_first_is_named() -> None:
 
     abort = -signal.SIGABRT
     assert ended(abort, 2) == (1, 2) and ended(abort, 1) == (1, 1) and ended(1, abort) == (0, 1)
+    assert ended(-9, 2) == (0, -9) and ended(2, -9) == (1, -9) and ended(2, 3) == (1, 3) and ended(1, 2) == (1, 2)
     assert ended(abort, -9) == (1, -9) and ended(0, 0) is None and ended(0, abort) == (1, abort)
 
 
