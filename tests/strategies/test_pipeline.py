@@ -18,7 +18,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -124,7 +124,13 @@ def test_all_pairs_are_covered() -> None:
     assert {(c.task.model, c.task.optimizer) for c in CASES} == set(itertools.product(values[3], ("adamw", "sgd")))
 
 
-@pytest.mark.parametrize("case", CASES + ONE_STAGE_CASES, ids=str)
+def in_turn(case: Case) -> Any:
+    """Of ResNets, which XLA's fast compilation makes slow ones, all but the longest pipeline run with -m slow."""
+    is_slow = case.task.model == "resnet" and case.stages < 8
+    return pytest.param(case, marks=pytest.mark.slow) if is_slow else case
+
+
+@pytest.mark.parametrize("case", [in_turn(case) for case in CASES + ONE_STAGE_CASES], ids=str)
 def test_equals_single(case: Case) -> None:
     # Through 14 blocks of convolutions and norms more is lost in rounding.
     norm_error = 2e-6 if case.task.model == "resnet" and case.task.layers == 14 else 1e-6
