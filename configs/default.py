@@ -148,6 +148,7 @@ def get_config() -> ConfigDict:
 
     config.checkpoint = checkpoint = ConfigDict()
     checkpoint.every_steps = 500  # 0: only at the end and on a signal
+    checkpoint.asynchronous = True  # written while the next steps compute; else they wait, and no kill loses more steps
     checkpoint.keep = 2  # the last ones
     checkpoint.keep_best = True  # and the one of the best validation loss
 

@@ -22,12 +22,13 @@ import optax
 
 from jaxpar import state as states
 from jaxpar import step as steps
-from jaxpar import strategies, train
+from jaxpar import strategies
+from jaxpar.build import Run
 from jaxpar.errors import TrainingError
+from jaxpar.start import start
 from jaxpar.state import Canonical
 from jaxpar.step import Metrics
 from jaxpar.strategies import Strategy, single
-from jaxpar.train import Run
 
 # Relative errors by the dtype of the computation. A gradient's is larger, as it may be a small sum of thousands of
 # large terms. In bfloat16 each share of a batch has its gradient rounded to 8 bits before shares are added up.
@@ -191,7 +192,7 @@ def batches(run: Run) -> list[int]:
 def measure(run: Run, reference: Run) -> Found:
     """Runs both, as `build` made them, for the run's steps. Raises TrainingError where one gives what is not finite."""
     strategy, one_device = run.strategy, Reference(reference)
-    (state, _), (alone, _) = train.start(run), train.start(reference)
+    (state, _), (alone, _) = start(run), start(reference)
     after = snapshot(strategy, state)
     errors: dict[tuple[str, str], list[Error]] = {}  # (layer, quantity), or ("", figure)
     add(errors, "start", after.params, snapshot(reference.strategy, alone).params)

@@ -146,8 +146,8 @@ class Progress:
         now = time.perf_counter()
         left = (self._total - step) * (now - self._logged[1]) / (step - self._logged[0])
         self._logged = (step, now)
-        shown = {name: figures[name] for name in ("loss", "accuracy") if name in figures}
-        words = "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
+        shown: dict[str, float] = {name: figures[name] for name in ("loss", "accuracy") if name in figures}
+        words = in_words(shown)
         if "examples_per_second" in figures:
             words += f"  {figures['examples_per_second']:,.0f} examples/s"
         self.say(f"step {step}/{self._total}  {words}  {_clock(left)} left")
@@ -187,6 +187,11 @@ class Trace:
     def _stop(self) -> None:
         jax.profiler.stop_trace()
         self._running = False
+
+
+def in_words(figures: dict[str, float]) -> str:
+    """`loss 0.1234  accuracy 0.5678`."""
+    return "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
 
 
 def _clock(seconds: float) -> str:

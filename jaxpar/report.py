@@ -1,6 +1,7 @@
 """What a run leaves behind: result.json and the curves as a picture."""
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,39 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-from jaxpar import files, metrics
+from jaxpar import files, metrics, processes
+from jaxpar.build import Run
+from jaxpar.evaluate import evaluate
+
+RATES = ("examples_per_second", "tokens_per_second", "model_flops_per_second", "mfu")
+
+
+def finish(run: Run, current: Any, log: metrics.Log) -> dict[str, Any]:
+    """Evaluates on the test split, draws the curves and puts the result together."""
+    result: dict[str, Any] = {}
+    if run.dataset.test:
+        figures = evaluate(run, current, run.dataset.test)
+        log.write(run.num_steps, "test", figures)
+        print(f"test      {metrics.in_words(figures)}", flush=True)
+        result = {name if name == "perplexity" else f"test_{name}": value for name, value in figures.items()}
+    trained = [row for row in log.rows("train") if "loss" in row]
+    rates = {name: [row[name] for row in trained if name in row] for name in RATES}
+    on = run.strategy.describe()
+    result |= {
+        "train_loss": trained[-1]["loss"] if trained else None,
+        "steps": run.num_steps,
+        "examples": run.batches.examples_before(run.num_steps),
+        **{name: statistics.median(values) for name, values in rates.items() if values},
+        "strategy": run.config.strategy,
+        "devices": [str(device) for device in on.devices],
+        "device_kind": on.devices[0].device_kind,
+        "state_bytes": on.state_bytes,
+        "wire_bytes": on.wire_bytes,
+    }
+    if processes.is_first():
+        result |= run.strategy.report(current, run.workdir)
+        draw_curves(run.workdir, f"{run.config.model.name} on {run.config.data.source}, {run.config.strategy}")
+    return result
 
 
 def write_result(workdir: Path, result: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from jaxpar import audit, data, mesh, metrics, train
+from jaxpar import audit, build, data, mesh, metrics
 from jaxpar import config as configs
 from jaxpar.errors import UserError
 
@@ -43,8 +43,8 @@ def main() -> int:
 
 def run(config: Any, workdir: Path) -> dict[str, Any]:
     """The audit of a config's step."""
-    train.check(config, workdir)
-    built = train.build(config, workdir, metrics.Phases())
+    build.check(config, workdir)
+    built = build.build(config, workdir, metrics.Phases())
     on, programs = built.strategy.describe(), built.strategy.compile()
     sizes = {mesh.DATA: on.num_replicas, mesh.STAGE: len(on.devices) // on.num_replicas}
     rows = audit.audit(programs, on, sizes)

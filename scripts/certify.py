@@ -22,7 +22,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from jaxpar import certificate, data, files, mesh, metrics, provenance, strategies, train
+from jaxpar import build, certificate, data, files, mesh, metrics, provenance, strategies
 from jaxpar import config as configs
 from jaxpar.certificate import QUANTITIES, TOLERANCES, Error
 from jaxpar.errors import TrainingError, UserError
@@ -85,8 +85,8 @@ def certify(config: ConfigDict, workdir: Path, passes: int) -> dict[str, Any]:
     """The certificate of a config's strategy."""
     # GPUs would round what they multiply to 10 bits, and hide what is to be seen.
     with jax.default_matmul_precision("highest"):
-        train.check(config, workdir)
-        run, reference = certificate.build(train.build(config, workdir, metrics.Phases()), passes)
+        build.check(config, workdir)
+        run, reference = certificate.build(build.build(config, workdir, metrics.Phases()), passes)
         found = certificate.measure(run, reference)
         flags = provenance.flags()
     on, tolerance = run.strategy.describe(), None if run.strategy.differs else TOLERANCES[config.model.dtype]

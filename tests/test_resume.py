@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint, resume, train
+from jaxpar import checkpoint, loop, resume, train
 from jaxpar import config as configs
+from jaxpar.build import Run
 from jaxpar.errors import UserError
+from jaxpar.start import check_continued
 from tests.runs import small_arguments, small_config
 from tests.strategies.pipelines import relative_error
 from tests.test_main import mistake
@@ -125,10 +127,10 @@ class Recorded:
 
     def __init__(self) -> None:
         self.rows: list[np.ndarray] = []
-        self.load = train.load
+        self.load = loop.load
 
     def __call__(
-        self, run: train.Run, batches: Any, start: int, stop: int, **options: bool
+        self, run: Run, batches: Any, start: int, stop: int, **options: bool
     ) -> Iterator[dict[str, np.ndarray]]:
         for rows in self.load(run, batches, start, stop, **options):
             if batches is run.batches:
@@ -139,7 +141,7 @@ class Recorded:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     record = Recorded()
-    monkeypatch.setattr(train, "load", record)
+    monkeypatch.setattr(loop, "load", record)
     return record
 
 
@@ -165,7 +167,7 @@ def uninterrupted(folder: Path) -> tuple[Path, list[np.ndarray]]:
     """One device's run, and the rows it read."""
     record = Recorded()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "load", record)
+        patch.setattr(loop, "load", record)
         trained(folder, folder / "uninterrupted", SINGLE)
     return folder / "uninterrupted", record.rows
 
@@ -222,10 +224,10 @@ def test_a_checkpoint_that_does_not_know_its_config_is_taken(folder: Path, tmp_p
     """As the first ones of format 1 are; config.json has been compared."""
     config = small_config(folder)
     run: Any = SimpleNamespace(config=config, workdir=tmp_path, dataset=SimpleNamespace(fingerprint="f"), num_steps=5)
-    before = train.check_continued(run, checkpoint.Checkpoint(4, {}, {}, {"data": "f"}))
+    before = check_continued(run, checkpoint.Checkpoint(4, {}, {}, {"data": "f"}))
     assert resume.differences(before, config) == {}
     with pytest.raises(UserError, match=r"the data changed since the checkpoint of step 4"):
-        train.check_continued(run, checkpoint.Checkpoint(4, {}, {}, {"data": "g"}))
+        check_continued(run, checkpoint.Checkpoint(4, {}, {}, {"data": "g"}))
 
 
 CONSTANT = [*SINGLE, "optimizer.schedule=constant", "optimizer.warmup=0"]

@@ -19,9 +19,12 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from jaxpar import checkpoint, metrics, strategies, train
+from jaxpar import build, checkpoint, metrics, strategies
 from jaxpar import config as configs
+from jaxpar.build import Run
 from jaxpar.interrupt import Interrupt
+from jaxpar.loop import Loop, Stopped
+from jaxpar.start import start
 from jaxpar.state import Canonical
 from tests.strategies.pipelines import named, relative_error
 
@@ -77,12 +80,12 @@ class Runs:
         self._folder = folder
 
     @functools.cache  # noqa: B019 - as many as there are strategies
-    def build(self, name: str) -> train.Run:
+    def build(self, name: str) -> Run:
         """The run of a strategy."""
         config, workdir = make_config(name), self._folder / name
         workdir.mkdir()
-        train.check(config, workdir)
-        return train.build(config, workdir, metrics.Phases())
+        build.check(config, workdir)
+        return build.build(config, workdir, metrics.Phases())
 
     @functools.cache  # noqa: B019
     def stopped(self, name: str) -> tuple[Path, list[np.ndarray]]:
@@ -117,7 +120,7 @@ class Kept(checkpoint.Saver):
         self.tree, self.private = jax.device_get((tree, private or {}))
 
 
-def go(run: train.Run, saver: checkpoint.Saver, stop: int | None = None) -> list[np.ndarray]:
+def go(run: Run, saver: checkpoint.Saver, stop: int | None = None) -> list[np.ndarray]:
     """The run goes on with what is in its workdir, to the end or to step `stop`. The inputs that it read."""
     interrupt, read, place = Interrupt(), list[np.ndarray](), run.strategy.place
 
@@ -128,11 +131,11 @@ def go(run: train.Run, saver: checkpoint.Saver, stop: int | None = None) -> list
         return place(rows)
 
     run = run._replace(strategy=run.strategy._replace(place=recording))
-    current, first_step = train.start(run)
+    current, first_step = start(run)
     log = metrics.Log(run.workdir, first_step=first_step, tensorboard=False)
     try:
-        train.loop(run, current, first_step, saver, log, train.open_ledger(run), interrupt)
-    except train.Stopped:
+        Loop(run, first_step, saver, log).run(current, interrupt)
+    except Stopped:
         assert len(read) == stop
     finally:
         log.close()

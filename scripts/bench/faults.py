@@ -27,7 +27,7 @@ import jax
 import numpy as np
 from absl import logging
 
-from jaxpar import checkpoint, data, mesh, metrics, train
+from jaxpar import build, checkpoint, data, loop, mesh, metrics
 from jaxpar import config as configs
 
 STEPS, EVERY = 400, 10
@@ -189,8 +189,8 @@ def save(workdir: Path, rounds: int) -> None:
     configs.override(config, [f"--config.{key}={value}" for key, value in LARGE.items()])
     mesh.start(config, data.cache_dir(config) / "xla")
     workdir.mkdir()
-    train.check(config, workdir)
-    run = train.build(config, workdir, metrics.Phases())
+    build.check(config, workdir)
+    run = build.build(config, workdir, metrics.Phases())
     saver = checkpoint.Saver(workdir / "checkpoints", keep=1, keep_best=False)
     batch = run.strategy.place(run.batches.batch(0))
     current = run.strategy.init(jax.random.key(0))
@@ -204,7 +204,7 @@ def save(workdir: Path, rounds: int) -> None:
             start = time.perf_counter()
             tree = run.strategy.to_canonical(current)
             if name == "save":
-                saver.save(tree, train.save_info(run, int(tree["step"])))
+                saver.save(tree, loop.save_info(run, int(tree["step"])))
             elif name == "copy":
                 copied = copy(tree)
                 size = sum(x.nbytes for x in jax.tree.leaves(copied))

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import jax
 
-from jaxpar import checkpoint, data, mesh, metrics, train
+from jaxpar import build, checkpoint, data, mesh, metrics
 from jaxpar import config as configs
 from jaxpar.interrupt import Interrupt
+from jaxpar.loop import Loop
 from scripts.bench.steps import arguments_of
 
 ROUNDS = 3
@@ -33,8 +34,8 @@ def main(arguments: list[str]) -> None:
     times: dict[str, list[float]] = {"bare": [], "whole": []}
     with tempfile.TemporaryDirectory() as folder:
         workdir = Path(folder)
-        train.check(config, workdir)
-        built = train.build(config, workdir, metrics.Phases())
+        build.check(config, workdir)
+        built = build.build(config, workdir, metrics.Phases())
         run = built._replace(dataset=built.dataset._replace(validation=None))
         batches = [run.strategy.place(run.batches.batch(step)) for step in range(STEPS)]
         for number in range(ROUNDS + 1):
@@ -47,9 +48,8 @@ def main(arguments: list[str]) -> None:
             state = jax.block_until_ready(run.strategy.init(jax.random.key(0)))
             saver = checkpoint.Saver(workdir / f"checkpoints{number}", keep=1, keep_best=False)
             log = metrics.Log(workdir, first_step=0, tensorboard=True)
-            books = train.open_ledger(run)
             start = time.perf_counter()
-            jax.block_until_ready(train.loop(run, state, 0, saver, log, books, Interrupt()))
+            jax.block_until_ready(Loop(run, 0, saver, log).run(state, Interrupt()))
             whole = time.perf_counter() - start
             saver.close()
             log.close()
