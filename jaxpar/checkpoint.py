@@ -7,14 +7,17 @@
 
 docs/checkpoints.md specifies all of it, and says how to read it without jaxpar.
 
-Orbax writes into a temporary folder and renames it last, so a killed process leaves no half
+A single process copies the arrays to the host and writes them from there while the next steps compute; of several, each
+copies and writes its part. Orbax writes into a temporary folder and renames it last, so a killed process leaves no half
 checkpoint. Checksums of the arrays find what a disk or a copy did to one later. Reading changes
 nothing; training goes on from the newest whole checkpoint and sets later ones aside as STEP.damaged.
 """
 
 import json
 import shutil
+import zlib
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,12 +29,13 @@ from ml_collections import ConfigDict
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from jaxpar import config as configs
-from jaxpar import processes
+from jaxpar import mesh, processes
 from jaxpar.errors import UserError
 from jaxpar.models.model import Params
 from jaxpar.state import Canonical
 
 FORMAT = 1
+CHECKSUMS = {"state": "checksums", "private": "private_checksums"}  # keys of info, by folder
 
 
 class Checkpoint(NamedTuple):
@@ -58,6 +62,8 @@ class Saver:
                 )
             )
         self._directory = directory
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
         self._manager = ocp.CheckpointManager(
             directory.absolute(),
             options=ocp.CheckpointManagerOptions(
@@ -79,27 +85,42 @@ class Saver:
 
         private: of the strategy; see Strategy.to_private.
         """
-        step = int(tree["step"])
+        self.wait()
+        trees = {"state": tree, "private": private} if private else {"state": tree}
+        sums = {name: mesh.settled(_device_checksums(one)) for name, one in trees.items()}
+        metrics = None if validation_loss is None else {"validation_loss": validation_loss}
+        if jax.process_count() == 1:
+            self._writing = self._writer.submit(self._write, _copied(trees), sums, info, metrics)
+        else:  # orbax makes them wait for each other, which all must do at the same place
+            self._write(processes.divided(trees), sums, info, metrics)
+
+    def _write(
+        self, trees: dict[str, Canonical], sums: dict[str, Any], info: dict[str, Any], metrics: dict[str, float] | None
+    ) -> None:
+        step = int(trees["state"]["step"])
         if step in self._manager.all_steps():
             return
-        info = {"format": FORMAT, "step": step, **info, "checksums": _checksums(tree)}
-        items: dict[str, Any] = {"state": ocp.args.PyTreeSave(processes.divided(tree))}
-        if private:
-            items["private"] = ocp.args.PyTreeSave(processes.divided(private))
-            info["private_checksums"] = _checksums(private)
+        info = {"format": FORMAT, "step": step, **info}
+        for name, values in sums.items():
+            info[CHECKSUMS[name]] = {path: int(value) for path, value in jax.device_get(values).items()}
+        info["checksum"] = _checksum_of_info(info)
+        items = {name: ocp.args.PyTreeSave(tree) for name, tree in trees.items()}
         contents = ocp.args.Composite(**items, info=ocp.args.JsonSave(info))
-        metrics = None if validation_loss is None else {"validation_loss": validation_loss}
         with _explained(self._directory):
             self._manager.save(step, args=contents, metrics=metrics, force=True)
 
     def wait(self) -> None:
         """Returns when everything is on disk."""
+        writing, self._writing = self._writing, None
+        if writing:
+            writing.result()
         with _explained(self._directory):
             self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Waits, then ends the background threads."""
         self.wait()
+        self._writer.shutdown()
         self._manager.close()
 
 
@@ -173,13 +194,12 @@ def read(path: Path, like: Canonical | None = None) -> Checkpoint:
     """
     info, saved = _open(path)
     like = saved if like is None else like
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), like)
-    there, here = ({name: f"{x.dtype} {x.shape}" for name, x in _named(tree).items()} for tree in (saved, shapes))
+    tree = _arrays(path / "state", saved, info["checksums"])
+    there, here = ({name: f"{x.dtype} {x.shape}" for name, x in _named(tree).items()} for tree in (saved, like))
     for name in sorted(there.keys() | here.keys()):
         was, wanted = there.get(name, "missing"), here.get(name, "missing")
         if was != wanted:
             raise UserError(f"checkpoint {path} is of another model or optimizer: {name} is {was}, not {wanted}")
-    tree = _arrays(path / "state", shapes, info["checksums"])
     if not path.name == str(info["step"]) == str(tree["step"]):
         raise Damaged(f"its step is {path.name} by name, {info['step']} by its info and {tree['step']} by its state")
     private: Canonical = {}
@@ -199,8 +219,11 @@ def _arrays(path: Path, shapes: Canonical, checksums: dict[str, int]) -> Canonic
         raise
     except Exception as error:  # whatever orbax and tensorstore raise on damaged files
         raise Damaged(_line(error)) from error
-    for name, leaf in _named(tree).items():
-        if checksum(np, leaf) != checksums.get(name):
+    leaves = _named(tree)
+    if odd := sorted(leaves.keys() ^ checksums.keys()):
+        raise Damaged(f"{odd[0]} is {'an array without a checksum' if odd[0] in leaves else 'missing'}")
+    for name, leaf in leaves.items():
+        if checksum(np, leaf) != checksums[name]:
             raise Damaged(f"the checksum of {name} is wrong")
     return tree
 
@@ -221,13 +244,15 @@ def _open(path: Path) -> tuple[dict[str, Any], Canonical]:
     """The info of a checkpoint, and the shapes and dtypes of its arrays."""
     try:
         info = json.loads((path / "info" / "metadata").read_text())
-        number = info["format"]
+        number, expected = info["format"], _checksum_of_info(info)
     except (MemoryError, PermissionError):
         raise
     except Exception as error:
         raise Damaged(_line(error)) from error
     if number != FORMAT:
         raise UserError(f"checkpoint {path} has format {number}; this version of jaxpar reads {FORMAT}")
+    if info.get("checksum", expected) != expected:  # the first ones had none
+        raise Damaged("the checksum of its info is wrong")
     return info, _shapes(path / "state")
 
 
@@ -246,8 +271,15 @@ def checksum(numpy: Any, x: Any) -> Any:
     return numpy.sum(bits.reshape(-1).astype(numpy.uint32) * factors, dtype=numpy.uint32)
 
 
-def _checksums(tree: Canonical) -> dict[str, int]:
-    return {name: int(value) for name, value in jax.device_get(_device_checksums(tree)).items()}
+def _checksum_of_info(info: dict[str, Any]) -> int:
+    """Of all its other keys, as JSON."""
+    return zlib.crc32(json.dumps({key: info[key] for key in info if key != "checksum"}, sort_keys=True).encode())
+
+
+def _copied(tree: Any) -> Any:
+    """In NumPy, in memory that no later step writes to: `device_get` alone only looks at arrays of a CPU."""
+    fetched = jax.device_get(tree)
+    return jax.tree.map(np.array, fetched) if jax.default_backend() == "cpu" else fetched
 
 
 @jax.jit

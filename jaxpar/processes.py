@@ -15,6 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxpar import mesh
 from jaxpar.errors import TrainingError, UserError
 
 # Flags of the command line, and environment variables that stand for them.
@@ -127,10 +128,9 @@ class Agreement:
     def __init__(self) -> None:
         self._asked: jax.Array | int = 0
         devices = np.asarray(jax.devices())
-        mesh = Mesh(devices, ("devices",), axis_types=(AxisType.Auto,))
-        self._divided = NamedSharding(mesh, PartitionSpec("devices"))
-        self._most = jax.jit(lambda x: x.max(), out_shardings=NamedSharding(mesh, PartitionSpec()))
-        self._waits = devices[0].platform == "cpu"  # where two programs with collectives must not be under way
+        everywhere = Mesh(devices, ("devices",), axis_types=(AxisType.Auto,))
+        self._divided = NamedSharding(everywhere, PartitionSpec("devices"))
+        self._most = jax.jit(lambda x: x.max(), out_shardings=NamedSharding(everywhere, PartitionSpec()))
 
     def __call__(self, value: int) -> int:
         """value: of this process, at this step. Returns what all agreed on at the step before."""
@@ -138,9 +138,7 @@ class Agreement:
             return value
         before = int(self._asked)
         own = np.full(jax.local_device_count(), value, np.int32)
-        self._asked = self._most(jax.make_array_from_process_local_data(self._divided, own))
-        if self._waits:
-            jax.block_until_ready(self._asked)
+        self._asked = mesh.settled(self._most(jax.make_array_from_process_local_data(self._divided, own)))
         return before
 
 
@@ -185,13 +183,13 @@ def divided(tree: Any) -> Any:
     if jax.process_count() == 1:
         return tree
     devices = np.asarray(jax.devices())
-    mesh = Mesh(devices, ("devices",), axis_types=(AxisType.Auto,))
+    everywhere = Mesh(devices, ("devices",), axis_types=(AxisType.Auto,))
 
     def over_devices(x: Any) -> Any:
         if isinstance(x, jax.Array):
             return x
         dim = next((dim for dim, size in enumerate(x.shape) if size and size % len(devices) == 0), None)
         spec = PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, "devices")
-        return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
+        return jax.make_array_from_callback(x.shape, NamedSharding(everywhere, spec), lambda index: x[index])
 
     return jax.tree.map(over_devices, tree)

@@ -36,7 +36,7 @@ def export(workdir: Path, file: Path, step: int | None) -> None:
     found = checkpoint.of_run(workdir, step)
     arrays = {name: np.asarray(x, order="C") for name, x in flatten_dict(found.tree, sep=".").items()}
     assert len(arrays) == len(jax.tree.leaves(found.tree)), "two arrays have one name"
-    said = {key: value for key, value in found.info.items() if "checksums" not in key}
+    said = {key: value for key, value in found.info.items() if "checksum" not in key}
     metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in said.items()}
     temporary = file.with_name(f"{file.name}.tmp")
     try:

@@ -1,7 +1,9 @@
 """A run small enough for a test: a one-layer BERT on a CSV file of 200 rows."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,6 +59,15 @@ def small_config(folder: Path, *overrides: str) -> ConfigDict:
     config = configs.default_config()
     configs.override(config, [*small_arguments(folder), *overrides])
     return config
+
+
+def change_info(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Changes the info of the checkpoint in `folder`, which has no checksum of it then."""
+    path = folder / "info" / "metadata"
+    info = json.loads(path.read_text())
+    del info["checksum"]
+    change(info)
+    path.write_text(json.dumps(info))
 
 
 def refused(folder: Path, tmp_path: Path, arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:

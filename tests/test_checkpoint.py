@@ -1,9 +1,9 @@
 """Checkpoints: whole or found out. Each damage is done to real files."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import pytest
 
 from jaxpar import checkpoint
 from jaxpar.errors import UserError
+from tests.runs import change_info
 
 
 def tree(step: int) -> dict:
@@ -103,23 +104,45 @@ def empty_info(folder: Path) -> None:
 
 def another_step(folder: Path) -> None:
     """A digit of the step in its info."""
-    metadata = folder / "info" / "metadata"
-    text = metadata.read_text()
-    info = json.loads(text)
-    metadata.write_text(json.dumps(info | {"step": info["step"] + 1}))
+    change_info(folder, lambda info: info.update(step=info["step"] + 1))
 
 
 def another_name(folder: Path) -> None:
     """A letter of an array's name among the checksums."""
+
+    def rename(info: dict[str, Any]) -> None:
+        info["checksums"] = {name.replace("params", "paramt"): number for name, number in info["checksums"].items()}
+
+    change_info(folder, rename)
+
+
+def another_fingerprint(folder: Path) -> None:
+    """A letter of the data's fingerprint: it must not be told as other data."""
     metadata = folder / "info" / "metadata"
-    metadata.write_text(metadata.read_text().replace("params", "paramt"))
+    metadata.write_text(metadata.read_text().replace("abc", "abd"))
+
+
+def another_name_in_state(folder: Path) -> None:
+    """A letter of an array's name in what orbax says of the tree: it must not be told as another model."""
+    metadata = folder / "state" / "_METADATA"
+    metadata.write_text(metadata.read_text().replace("kernel", "kernem"))
 
 
 def remove_state(folder: Path) -> None:
     shutil.rmtree(folder / "state")
 
 
-DAMAGES = [truncate, flip, remove_array_file, empty_info, another_step, another_name, remove_state]
+DAMAGES = [
+    truncate,
+    flip,
+    remove_array_file,
+    empty_info,
+    another_step,
+    another_name,
+    another_fingerprint,
+    another_name_in_state,
+    remove_state,
+]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -165,8 +188,7 @@ def test_another_structure_is_not_read_as_this_one(tmp_path: Path) -> None:
     wider = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), LIKE)
     with pytest.raises(UserError, match=r"\['mu'\] is bfloat16 \(5,\), not float32 \(5,\)"):
         checkpoint.restore(tmp_path / "c", wider, lambda line: None)
-    metadata = tmp_path / "c" / "1" / "info" / "metadata"
-    metadata.write_text(metadata.read_text().replace('"format":1', '"format":2').replace('"format": 1', '"format": 2'))
+    change_info(tmp_path / "c" / "1", lambda info: info.update(format=2))
     with pytest.raises(UserError, match=r"format 2; this version of jaxpar reads 1"):
         restore(tmp_path / "c")
     shutil.move(tmp_path / "c" / "1" / "state", tmp_path / "c" / "1" / "elsewhere")  # as a later format may have it

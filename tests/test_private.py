@@ -11,7 +11,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from jaxpar import checkpoint, train
-from tests.runs import small_config
+from tests.runs import change_info, small_config
 from tests.test_train import assert_bitwise_equal, final_params, stop_at
 
 VALUES = {
@@ -89,8 +89,7 @@ def test_the_private_state_is_each_replicas_own(run: Path) -> None:
 
 def test_without_it_training_would_end_elsewhere(run: Path, uninterrupted: Path) -> None:
     """Else the test above would pass where nothing is restored."""
-    metadata = run / "checkpoints" / "5" / "info" / "metadata"
-    metadata.write_text(metadata.read_text().replace(NAME, NAME.replace("on 2", "on 3")))
+    change_info(run / "checkpoints" / "5", lambda info: info.update(private_of=NAME.replace("on 2", "on 3")))
     train.train(config(ONEBIT), run)
     got, expected = final_params(run), final_params(uninterrupted)
     assert any((got[name] != leaf).any() for name, leaf in expected.items() if "params" in name)

@@ -7,7 +7,6 @@ steps, one with filler rows. Strategies are compiled once for all of their pairs
 """
 
 import functools
-import json
 import shutil
 import signal
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from jaxpar.interrupt import Interrupt
 from jaxpar.loop import Loop, Stopped
 from jaxpar.start import start
 from jaxpar.state import Canonical
+from tests.runs import change_info
 from tests.strategies.pipelines import named, relative_error
 
 NUM_STEPS, STOP, EXAMPLES, BATCH, MICROBATCHES = 9, 4, 72, 16, 4
@@ -152,9 +152,7 @@ def copied(workdir: Path, to: Path, *, with_private: bool = True) -> Path:
     there = shutil.copytree(workdir / "checkpoints", to / "checkpoints") / str(STOP)
     if not with_private:
         shutil.rmtree(there / "private")
-        info = json.loads((there / "info" / "metadata").read_text())
-        del info["private_checksums"]
-        (there / "info" / "metadata").write_text(json.dumps(info))
+        change_info(there, lambda info: info.pop("private_checksums"))
     return to
 
 

@@ -2,11 +2,13 @@
 
 scripts/python scripts/bench/faults.py [--figures=faults,save] [--kills=20] [--terms=5] [--rounds=15] [--seed=0]
 
-faults  steps lost on SIGTERM and on kill -9; random kills whose run ends bitwise as the one without,
-        ledger and all; seconds from a kill to the first step after it / from a fresh start to the first step
+faults  steps lost on SIGTERM and on kill -9, by config.checkpoint.asynchronous; random kills whose run ends bitwise as
+        the one without, ledger and all; seconds from a kill to the first step after it / from a fresh start to the
+        first step
 save    stall that an asynchronous save adds to a step / seconds of copying the state to host memory
 
-The runs are of a tiny MLP, in processes of their own, killed at moments drawn from their start on and started again.
+The runs are of a tiny MLP, in processes of their own, killed at moments drawn from their start on, or from their first
+step on, and started again.
 """
 
 import argparse
@@ -86,9 +88,17 @@ class Ended(NamedTuple):
     stopped_after: int | None  # by SIGTERM
 
 
-def go(workdir: Path, since: float, number: signal.Signals | None = None, seconds: float = 0, after: str = "") -> Ended:
-    """Starts a run; sends the signal so many seconds after its start, or after it has printed a line with `after`."""
-    values = [f"--config.{key}={value}" for key, value in RUN.items()]
+class Signal(NamedTuple):
+    """It is sent so many seconds after the start of a run, or after it has printed a line that begins with `after`."""
+
+    number: signal.Signals
+    seconds: float
+    after: str = ""
+
+
+def go(workdir: Path, since: float, sent: Signal | None = None, *, asynchronous: bool = True) -> Ended:
+    """Starts a run, and waits for its end. asynchronous: whether checkpoints are written so."""
+    values = [f"--config.{key}={value}" for key, value in (RUN | {"checkpoint.asynchronous": asynchronous}).items()]
     command = [sys.executable, "-m", "jaxpar.main", "--config=configs/default.py", f"--workdir={workdir}", *values]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     lines: list[tuple[float, str]] = []
@@ -98,16 +108,16 @@ def go(workdir: Path, since: float, number: signal.Signals | None = None, second
         assert process.stdout
         for line in process.stdout:
             lines.append((time.perf_counter(), line))
-            if line.startswith(after):
+            if sent and line.startswith(sent.after):
                 seen.set()
 
     reader = threading.Thread(target=read)
     reader.start()
-    if number:
-        if after:
+    if sent:
+        if sent.after:
             seen.wait(120)
-        time.sleep(seconds)
-        process.send_signal(number)
+        time.sleep(sent.seconds)
+        process.send_signal(sent.number)
     code = process.wait()
     reader.join()
     steps = [(at, int(found[1])) for at, line in lines if (found := re.match(r"step (\d+)/\d+  loss", line))]
@@ -130,26 +140,33 @@ def faults(folder: Path, kills: int, terms: int, draw: random.Random) -> None:
     assert ended.code == 0 and ended.first_step_after
     terminated(folder / "terminated", whole, terms, draw)
     fresh = [ended.first_step_after]
-    lost, again = list[int](), list[float]()
+    lost: dict[bool, list[int]] = {True: [], False: []}
+    again = list[float]()
     done = run = here = bitwise = 0
     since = time.perf_counter()
     while done < kills or here:
+        first, later = draw.uniform(0, ended.first_step_after + 4), draw.uniform(0, 3)
+        at = draw.choice((Signal(signal.SIGKILL, first), Signal(signal.SIGKILL, later, after="step ")))
+        asynchronous = run % 2 == 0
         # The last run is let go to its end.
-        kill = (signal.SIGKILL, draw.uniform(0, ended.first_step_after + 4)) if done < kills else (None, 0.0)
-        now = go(folder / str(run), since, *kill)
+        now = go(folder / str(run), since, at if done < kills else None, asynchronous=asynchronous)
         if now.first_step_after:
             (again if here else fresh).append(now.first_step_after)
         since = time.perf_counter()
         if now.code == -signal.SIGKILL:
             if now.reached:
-                lost.append(now.reached - max(checkpoint.steps(folder / str(run) / "checkpoints"), default=0))
+                saved = max(checkpoint.steps(folder / str(run) / "checkpoints"), default=0)
+                lost[asynchronous].append(now.reached - saved)
             done, here = done + 1, here + 1
             continue
         assert now.code == 0, now
         bitwise += here * same(folder / str(run), whole)
         run, here = run + 1, 0
-    most = f"at most {max(lost)} steps lost, median {statistics.median(lost):g}"
-    print(f"faults    kill -9: {most}, with a checkpoint every {EVERY} ({len(lost)} kills after a step)")
+    for asynchronous, steps in lost.items():
+        if not steps:
+            continue
+        most = f"at most {max(steps)} steps lost, median {statistics.median(steps):g}, {len(steps)} kills after a step"
+        print(f"faults    kill -9: {most}; a checkpoint every {EVERY}, asynchronous={asynchronous}")
     print(f"faults    {bitwise} of {done} random kills end bitwise the same, in {run} runs")
     first, after = statistics.median(fresh), statistics.median(again)
     ratio = f"{after:.2f} s / {first:.2f} s = {after / first:.2f}"
@@ -162,7 +179,7 @@ def terminated(workdir: Path, whole: Path, terms: int, draw: random.Random) -> N
     """Steps lost on SIGTERM."""
     lost, before = [], 0
     for _ in range(terms):
-        now = go(workdir, 0, signal.SIGTERM, draw.uniform(0, 1), after="step ")
+        now = go(workdir, 0, Signal(signal.SIGTERM, draw.uniform(0, 1), after="step "))
         assert now.code == 0 and now.resumed_from == before, (now, before)
         assert now.stopped_after and now.reached and now.stopped_after >= now.reached
         before = now.stopped_after
