@@ -1,7 +1,12 @@
 """Checkpoints: whole or found out. Each damage is done to real files."""
 
+import itertools
+import multiprocessing
+import random
 import shutil
+import time
 from collections.abc import Callable
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +183,38 @@ def test_half_written_checkpoints_are_ignored(tmp_path: Path) -> None:
     assert restored_step(tmp_path / "c") == 1
     save(tmp_path / "c", {3: None})
     assert [path.name for path in sorted((tmp_path / "c").iterdir())] == ["1", "3"]
+
+
+def write(directory: Path, begun: Event) -> None:
+    """Writes checkpoint after checkpoint, until it is killed."""
+    saver = checkpoint.Saver(directory, keep=2, keep_best=False)
+    for step in itertools.count(1):
+        saver.save(tree(step), {"data": "abc"})
+        if step == 2:  # there is one
+            begun.set()
+
+
+def test_killed_at_random_moments_of_writing(tmp_path: Path) -> None:
+    """20 processes: the newest checkpoint is whole, and whoever goes on finds nothing of the one that is not."""
+    context, draw, unfinished = multiprocessing.get_context("forkserver"), random.Random(0), 0
+    context.set_forkserver_preload([__name__])
+    for number in range(20):
+        directory, begun = tmp_path / str(number), context.Event()
+        process = context.Process(target=write, args=(directory, begun))
+        process.start()
+        assert begun.wait(60)
+        time.sleep(draw.uniform(0, 0.3))
+        process.kill()
+        process.join()
+        found, said = restore(directory)
+        assert found is not None and said == []
+        for got, expected in zip(jax.tree.leaves(found.tree), jax.tree.leaves(tree(found.step)), strict=True):
+            assert np.asarray(expected).tobytes() == np.asarray(got).tobytes()
+        unfinished += any("tmp" in path.name for path in directory.iterdir())
+        save(directory, {found.step + 1: None})
+        assert [path.name for path in directory.iterdir() if not path.name.isdigit()] == []
+        assert restored_step(directory) == found.step + 1
+    assert unfinished >= 10  # most were in the middle of one
 
 
 def test_another_structure_is_not_read_as_this_one(tmp_path: Path) -> None:
