@@ -2,9 +2,10 @@
 
 Of a gradient, before the optimizer: update(grads, state, params, staleness=, read=), `params` being the weights that
 it is applied to and `read` those that it was computed from. Of an update, after the optimizer: update(updates, state,
-params, staleness=).
+params, staleness=). `corrected_momentum` is an optimizer in the place of another.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -63,7 +64,21 @@ def staleness_aware() -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
-def corrected_momentum(momentum: float, mean_staleness: float) -> float:
+def corrected_momentum(
+    optimizer: Callable[[float], optax.GradientTransformation], momentum: float, mean_staleness: float
+) -> optax.GradientTransformation:
+    """An optimizer whose momentum leaves room for what staleness adds to it.
+
+    Args:
+      optimizer: by its momentum, as `optax.lion` is by b1.
+      momentum: asked for in all.
+      mean_staleness: of its updates.
+    """
+    left = momentum_left(momentum, mean_staleness)
+    return optimizer(max(left, 1e-6))  # without any, the state of an optimizer would have another form
+
+
+def momentum_left(momentum: float, mean_staleness: float) -> float:
     """The momentum with which asynchronous updates have about the momentum asked for in all.
 
     Updates that are stale by n - 1 on average act as if there were a momentum of 1 - 1/n (Mitliagkas et al.,

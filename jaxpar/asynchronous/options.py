@@ -212,8 +212,15 @@ def build_cures(config: ConfigDict, problem: Problem, updates: Table | None) -> 
     gradients = optax.chain(optax.identity(), *(made[name] for name in given if name in CURES[:3]))
     around = optax.chain(optax.identity(), *(made[name] for name in given if name == "staleness_aware"))
     if "corrected_momentum" in given and updates is not None:
-        own, key = config.copy_and_resolve_references(), MOMENTUM[config.optimizer.name]
-        corrected = cures.corrected_momentum(own.optimizer[key], float(updates.staleness.mean()))
-        own.optimizer[key] = max(corrected, 1e-6)  # without any, an optimizer's state would have another form
-        problem = problem._replace(optimizer=optimizer.build(own, optimizer.build_schedule(own, problem.num_steps)))
+        key = MOMENTUM[config.optimizer.name]
+        schedule = optimizer.build_schedule(config, problem.num_steps)
+
+        def with_momentum(momentum: float) -> optax.GradientTransformation:
+            own = config.copy_and_resolve_references()
+            own.optimizer[key] = momentum
+            return optimizer.build(own, schedule)
+
+        staleness = float(updates.staleness.mean())
+        corrected = cures.corrected_momentum(with_momentum, config.optimizer[key], staleness)
+        problem = problem._replace(optimizer=corrected)
     return problem, Cures(gradients, around, needs_read=bool(set(given) & STRENGTHS.keys()))

@@ -4,11 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxpar.asynchronous import options, server
-from jaxpar.asynchronous.cures import corrected_momentum
+from jaxpar.asynchronous.cures import corrected_momentum, momentum_left
 from jaxpar.asynchronous.table import Table
 from tests.asynchronous import reference
 from tests.asynchronous.reference import Rule, Weights
@@ -122,13 +124,29 @@ def test_cures(name: str, policy: str) -> None:
 
 @pytest.mark.parametrize(("rule", "before"), [("momentum", 0.8), ("adam", 0.9)])
 def test_corrected_momentum(rule: str, before: float) -> None:
-    assert corrected_momentum(0.9, 0) == pytest.approx(0.9)
-    assert corrected_momentum(0.9, 3) == pytest.approx(0.6)  # 1 - 0.6 is 4 times 1 - 0.9
-    assert corrected_momentum(0.9, 30) == 0
+    assert momentum_left(0.9, 0) == pytest.approx(0.9)
+    assert momentum_left(0.9, 3) == pytest.approx(0.6)  # 1 - 0.6 is 4 times 1 - 0.9
+    assert momentum_left(0.9, 30) == 0
     got, table, begun = trained(rule, *asynchronous("policy=async", "cures=corrected_momentum"))
     after = max(1 - (1 - before) * (1 + table.staleness.mean()), 1e-6)
     corrected = reference.sgd(after) if rule == "momentum" else reference.adam(after)
     assert_close(got, reference.to_server(table, begun, BATCHES, corrected, RATES), begun)
+
+
+def test_corrected_momentum_composes_as_optimizers_do() -> None:
+    """Behind a clip, as part of a chain."""
+    grads, params = {"w": jnp.asarray([3.0, -4.0])}, {"w": jnp.zeros(2)}
+
+    def two_steps(optimizer: optax.GradientTransformation) -> np.ndarray:
+        state, updates = optimizer.init(params), grads
+        for _ in range(2):
+            updates, state = optimizer.update(grads, state, params)
+        return np.asarray(updates["w"])
+
+    clip = optax.clip_by_global_norm(1.0)
+    corrected = corrected_momentum(lambda momentum: optax.sgd(0.1, momentum), 0.9, 3)
+    got, expected = two_steps(optax.chain(clip, corrected)), two_steps(optax.chain(clip, optax.sgd(0.1, 0.6)))
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("rule", ["momentum", "adam"])
