@@ -1,12 +1,23 @@
 """Files of a workdir: written whole or not at all, and by one process at a time."""
 
 import contextlib
+import errno
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from jaxpar.errors import UserError
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM)
+
+
+def is_of_disk(error: BaseException) -> bool:
+    """Whether the disk refused something, which the user must mend. Tensorstore has the number in its message."""
+    if isinstance(error, OSError):
+        return error.errno in DISK_ERRORS
+    return any(int(number) in DISK_ERRORS for number in re.findall(r"\[OS error (\d+)", str(error)))
 
 
 def write_text(path: Path, text: str) -> None:
