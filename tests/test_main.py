@@ -160,14 +160,15 @@ def test_a_disk_that_fills_up_while_saving(tmp_path: Path) -> None:
     assert "there is none yet" in lines[0]
 
 
-NO_SPACE = "RESOURCE_EXHAUSTED: Error writing file [OS error 28: ENOSPC No space left on device] [tensorstore_spec=]"
+NO_SPACE = "RESOURCE_EXHAUSTED: Failed to write 30000 bytes to file 4: No space left on device [os_error_code='28']"
 
 
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
         (ValueError(NO_SPACE), UserError),
-        (ValueError("Error writing [OS error 110: ETIMEDOUT]"), TrainingError),
+        (ValueError("Error writing local file [OS error 27: EFBIG File too large]"), UserError),
+        (ValueError("Failed to open: Connection timed out [os_error_code='110']"), TrainingError),
         (ValueError("DEADLINE_EXCEEDED: Barrier timed out"), TrainingError),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), UserError),
         (OSError(errno.ETIMEDOUT, "Connection timed out"), TrainingError),
