@@ -57,19 +57,42 @@ class Ending:
             os._exit(self._code)  # not by way of threads that may be in the middle of a step or a checkpoint
 
 
+class StoppedEarly(Exception):
+    """Asked to stop before its first step, the run failed; another of its processes may have ended before this one."""
+
+
 class Interrupt(Ending):
-    """Within `with`, the first SIGINT or SIGTERM sets `requested`; a second one ends the process with code 130."""
+    """Within `with`, the first SIGINT or SIGTERM sets `requested`; a second one ends the process with code 130.
+
+    Raises StoppedEarly instead of what is raised within `with` when the signal has come and nobody has looked yet.
+    """
 
     was_entered = False  # by anyone
 
     def __init__(self) -> None:
         text = "stopped at once; the steps since the last checkpoint are lost"
         super().__init__(nth=2, code=AT_ONCE, text=lambda: text)
-        self.requested: signal.Signals | None = None
+        self._requested: signal.Signals | None = None
+        self._was_looked_at = False
+
+    @property
+    def requested(self) -> signal.Signals | None:
+        """The signal that has come. The loop looks at it after each step."""
+        self._was_looked_at = True
+        return self._requested
+
+    @requested.setter
+    def requested(self, number: signal.Signals) -> None:
+        self._requested = number
 
     def __enter__(self) -> Self:
         Interrupt.was_entered = True
         return super().__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if isinstance(error, Exception) and self._requested and not self._was_looked_at:
+            raise StoppedEarly from error
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = signal.Signals(number)

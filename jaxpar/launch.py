@@ -148,6 +148,11 @@ class Group:
                 codes = [process.poll() for process in self._processes]
                 ended = [(number, code) for number, code in enumerate(codes) if code is not None]
                 failed = [(number, code) for number, code in ended if is_failure(code)]
+                stopped = [(number, code) for number, code in ended if not is_failure(code)]
+                if (
+                    signals and failed and stopped
+                ):  # it had nothing to save, or all have saved; who comes later misses it
+                    return stopped[0]
                 if failed:  # several: one pulls others down, which abort, or cannot go on with what it was to send
                     return min(failed, key=lambda one: (ORDER.get(one[1], 0 if one[1] < 0 else 2), one[0]))
                 if len(ended) == len(codes):

@@ -25,7 +25,7 @@ from absl import flags, logging
 from jaxpar import config as configs
 from jaxpar.errors import STOPPED_CODES, TrainingError, UserError, is_failure
 from jaxpar.files import is_of_disk
-from jaxpar.interrupt import Ending, Interrupt
+from jaxpar.interrupt import Ending, Interrupt, StoppedEarly
 from jaxpar.launch import end_with_launcher
 
 
@@ -102,7 +102,7 @@ def _main(argv: list[str]) -> int:
     config = configs.load(values.config)
     configs.override(config, overrides)
     place = {name: values[name].value for name in ("coordinator_address", "num_processes", "process_id")}
-    with Ending(nth=1, code=stopped, text=lambda: _stopped_outside(argv)):
+    with Ending(nth=1, code=stopped, text=lambda: _stopped(argv, early=not Interrupt.was_entered)):
         return _train(config, Path(values.workdir), place, argv, stopped)
 
 
@@ -129,6 +129,9 @@ def _train(config: Any, workdir: Path, place: dict[str, Any], argv: list[str], s
     except train.Stopped as stopped:
         print(f"{stopped}\n{_resume(argv)}", flush=True)
         return stopped_exit_code
+    except StoppedEarly:
+        print(_stopped(argv, early=True), flush=True)
+        return stopped_exit_code
     print(_closing(result, workdir), flush=True)
     return 0
 
@@ -150,9 +153,9 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
     return own, overrides
 
 
-def _stopped_outside(argv: Sequence[str]) -> str:
-    """What to say where a signal comes outside of the training loop."""
-    when = "after the last step, before the result was written" if Interrupt.was_entered else "before the first step"
+def _stopped(argv: Sequence[str], *, early: bool) -> str:
+    """What to say where a signal has stopped the run outside of its loop, where nothing is to be saved."""
+    when = "before the first step" if early else "after the last step, before the result was written"
     return f"stopped {when}\n{_resume(argv)}"
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxpar.interrupt import Interrupt, StoppedEarly
+
 ROOT = Path(__file__).parent.parent
 # As in a compilation, or a wait for other processes: no handler of Python's runs.
 AWAY = "print('away', flush=True); ctypes.CDLL(None).sleep(1000)"
@@ -52,6 +54,19 @@ def test_a_signal_while_the_main_thread_is_away(program: str, code: int, text: s
     process.send_signal(number)
     out, _ = process.communicate(timeout=60)
     assert (process.returncode, out) == (code, f"{text}\n")
+
+
+def test_a_failure_after_a_signal_before_the_first_step() -> None:
+    """It is none: another process may have stopped, which this one waited for. After a step it is."""
+    with pytest.raises(StoppedEarly), Interrupt():
+        signal.raise_signal(signal.SIGTERM)
+        raise ValueError
+    with pytest.raises(ValueError), Interrupt() as interrupt:
+        signal.raise_signal(signal.SIGTERM)
+        assert interrupt.requested == signal.SIGTERM
+        raise ValueError
+    with pytest.raises(ValueError), Interrupt():
+        raise ValueError
 
 
 def test_what_was_there_before_is_there_again() -> None:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -352,6 +352,20 @@ def test_one_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert started[0].returncode == -signal.SIGKILL
 
 
+ONE_IS_LATE = """
+import os, time
+
+if number := os.environ.get("JAXPAR_PROCESS_ID"):
+    from jaxpar.interrupt import Interrupt
+
+    def enter(self):
+        os.write(2, b"is there\\n" if number == "0" else b"is late\\n")
+        if number == "1":
+            time.sleep(1000)
+        return before(self)
+
+    before, Interrupt.__enter__ = Interrupt.__enter__, enter
+"""
 FIRST_READS_FOR_LONG = """
 import os, time
 
@@ -370,23 +384,34 @@ if number := os.environ.get("JAXPAR_PROCESS_ID"):
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 75)])
-def test_stopped_before_the_first_step(number: signal.Signals, code: int, folder: Path, tmp_path: Path) -> None:
-    """Process 0 reads the data, process 1 waits for it."""
-    (tmp_path / "sitecustomize.py").write_text(FIRST_READS_FOR_LONG)
+@pytest.mark.parametrize(
+    ("number", "code", "program", "moment"),
+    [
+        (signal.SIGINT, 0, FIRST_READS_FOR_LONG, {"[0] reads\n", "[1] waits\n"}),
+        (signal.SIGTERM, 75, FIRST_READS_FOR_LONG, {"[0] reads\n", "[1] waits\n"}),
+        (signal.SIGTERM, 75, ONE_IS_LATE, {"[0] is there\n", "[1] is late\n"}),
+    ],
+    ids=["Ctrl-C as one reads", "SIGTERM as one reads", "SIGTERM as one is at the loop"],
+)
+def test_stopped_before_the_first_step(
+    number: signal.Signals, code: int, program: str, moment: set[str], folder: Path, tmp_path: Path
+) -> None:
+    """While a process waits for another one."""
+    (tmp_path / "sitecustomize.py").write_text(program)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(f"{__name__}.ROOT", f"{ROOT}:{tmp_path}")
         process = launch(folder, tmp_path / "run", "data_parallel", f"--stopped_exit_code={code}", restarts=3)
     assert process.stdout
-    missing = {"[0] reads\n", "[1] waits\n"}
+    missing = set(moment)
     while missing:
         missing.discard(line := process.stdout.readline())
         assert line, process.communicate()
     time.sleep(0.2)  # it waits from the next moment on
     process.send_signal(number)
     out, err = finished(process, code=code)
-    assert out[0] == "[0] stopped before the first step" and out[1].startswith("[0] resume ") and len(out) == 2
-    assert "--num_processes=2 --max_restarts=3 -- " in out[1]
+    told = [line for line in out if line.startswith(("[0] stopped", "[0] resume", "[0] jaxpar", "[1]"))]
+    assert told[0] == "[0] stopped before the first step" and told[1].startswith("[0] resume ") and len(told) == 2
+    assert "--num_processes=2 --max_restarts=3 -- " in told[1]
     assert err == []
 
 
@@ -423,17 +448,18 @@ def test_inside_a_task_of_a_cluster_a_process_has_the_devices_that_it_was_given(
 def test_the_one_that_failed_first_is_named() -> None:
     """Not one that aborts because it is gone."""
 
-    def ended(*codes: int) -> Any:
+    def ended(*codes: int, signals: Sequence[int] = ()) -> Any:
         group: Any = launcher.Group.__new__(launcher.Group)
         group._processes = [SimpleNamespace(poll=lambda code=code: code, wait=int, send_signal=print) for code in codes]
         group._printers = [SimpleNamespace(join=lambda timeout: None) for _ in codes]
-        return group.wait([])
+        return group.wait(list(signals))
 
     abort = -signal.SIGABRT
     assert ended(abort, 2) == (1, 2) and ended(abort, 1) == (1, 1) and ended(1, abort) == (0, 1)
     assert ended(-9, 2) == (0, -9) and ended(2, -9) == (1, -9) and ended(2, 3) == (1, 3) and ended(1, 2) == (1, 2)
     assert ended(abort, -9) == (1, -9) and ended(0, 0)[1] == 0 and ended(0, abort) == (1, abort)
     assert ended(75, 75)[1] == 75 and ended(75, 0)[1] == 75 and ended(75, 1) == (1, 1)  # 75: stopped
+    assert ended(1, 75, signals=[15]) == (1, 75) and ended(1, abort, signals=[15]) == (0, 1)
 
 
 def test_gpus_are_divided(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
