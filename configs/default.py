@@ -158,8 +158,9 @@ def get_config() -> ConfigDict:
     log.peak_flops = 0.0  # of one device, for MFU; 0: from the table in jaxpar/flops.py
 
     # A process that shows no sign of life for so long (seconds) says where it is and ends: longer than any compilation,
-    # step or writing of a checkpoint takes. Reading the data is not watched. 0: no watchdog
-    config.watchdog_seconds = 1800.0
+    # step or writing of a checkpoint takes, but less than the 1200 that orbax waits for a process that hangs in one,
+    # for it says less. Reading the data is not watched. 0: no watchdog
+    config.watchdog_seconds = 900.0
 
     config.profile = (0, 0)  # trace the steps from first to last into workdir/profile
     config.cache_dir = ""  # token arrays and compiled programs; empty: $JAXPAR_CACHE, or ~/.cache/jaxpar

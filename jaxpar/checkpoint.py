@@ -29,8 +29,8 @@ from ml_collections import ConfigDict
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from jaxpar import config as configs
-from jaxpar import mesh, processes
-from jaxpar.errors import UserError
+from jaxpar import files, mesh, processes
+from jaxpar.errors import TrainingError, UserError
 from jaxpar.models.model import Params
 from jaxpar.state import Canonical
 
@@ -129,7 +129,7 @@ def _goodness(metrics: dict[str, float]) -> float:
 
 
 class _explained:
-    """Turns a failed write (a full disk, say) into one line. The checkpoints before it are whole."""
+    """Turns a failed write into one line; the user's mistake is a full disk, say. The checkpoints before are whole."""
 
     def __init__(self, directory: Path):
         self._directory = directory
@@ -137,11 +137,12 @@ class _explained:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, _: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception):
             whole = max(steps(self._directory), default=None)
             left = f"the newest whole one is of step {whole}" if whole is not None else "there is none yet"
-            raise UserError(f"writing a checkpoint in {self._directory} failed: {_line(error)}; {left}") from error
+            kind = UserError if files.is_of_disk(error) else TrainingError
+            raise kind(f"writing a checkpoint in {self._directory} failed: {_line(error)}; {left}") from error
 
 
 def steps(directory: Path) -> list[int]:

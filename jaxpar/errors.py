@@ -26,6 +26,14 @@ def check_choice(key: str, value: str, choices: Iterable[str]) -> None:
         raise UserError(f"config.{key} is {value!r}; it may be {', '.join(choices)}.{nearest(str(value), choices)}")
 
 
+STOPPED_CODES = range(4, 126)  # exit codes that a run stopped by a signal may have instead of 0; shells have 126 and on
+
+
+def is_failure(code: int) -> bool:
+    """Whether a process of this exit code (-N: by signal N) has failed; else it has finished, or was stopped."""
+    return code != 0 and code not in STOPPED_CODES
+
+
 def exit_code(command: Callable[[], None]) -> int:
     """Of a script that calls `command`: 0; or 2, with one line on stderr, where it raises UserError."""
     try:

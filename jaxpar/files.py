@@ -1,12 +1,24 @@
 """Files of a workdir: written whole or not at all, and by one process at a time."""
 
 import contextlib
+import errno
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from jaxpar.errors import UserError
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM)
+_OS_ERROR = r"(?:os_error_code='|OS error )(\d+)"  # in messages of tensorstore, by its version
+
+
+def is_of_disk(error: BaseException) -> bool:
+    """Whether the disk refused something, which the user must mend."""
+    if isinstance(error, OSError):
+        return error.errno in DISK_ERRORS
+    return any(int(number) in DISK_ERRORS for number in re.findall(_OS_ERROR, str(error)))
 
 
 def write_text(path: Path, text: str) -> None:

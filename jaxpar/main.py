@@ -1,20 +1,18 @@
 """The binary: reads the flags, starts JAX, trains, and turns the outcome into an exit code.
 
     scripts/train --config=configs/NAME.py[:PRESET] --workdir=DIR [--config.KEY=VALUE ...]
-        [--coordinator_address=HOST:PORT --num_processes=N --process_id=I]
+        [--stopped_exit_code=N] [--coordinator_address=HOST:PORT --num_processes=N --process_id=I]
 
 The last three are of one of several processes, where no cluster tells them (docs/processes.md); scripts/launch starts
 several on one machine.
 
-Exit codes: 0 finished, or stopped by a signal with everything saved; 1 training failed;
-2 a mistake of the user's, told in one line; 3 the process hung, and told where (jaxpar/watchdog.py);
+Exit codes: 0 finished, or stopped by a signal with everything saved, for which --stopped_exit_code is another one;
+1 training failed; 2 a mistake of the user's, told in one line; 3 the process hung, and told where (jaxpar/watchdog.py);
 130 a second Ctrl-C, which waits for nothing.
 """
 
-import errno
 import os
 import shlex
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -25,26 +23,24 @@ from typing import Any
 from absl import flags, logging
 
 from jaxpar import config as configs
-from jaxpar.errors import TrainingError, UserError
-
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM)
+from jaxpar.errors import STOPPED_CODES, TrainingError, UserError, is_failure
+from jaxpar.files import is_of_disk
+from jaxpar.interrupt import Ending, Interrupt, StoppedEarly
+from jaxpar.launch import end_with_launcher
 
 
 def run() -> None:
     """The `jaxpar` command."""
+    end_with_launcher()
     sys.unraisablehook = _hide_late_reads
     try:
         code = main(sys.argv)
-    except KeyboardInterrupt:  # before the loop: it may have come out of a compilation, whose threads go on
-        _fail(f"stopped before the first step; the same command starts again: {_command(sys.argv)}", 0)
-        sys.stdout.flush()
-        os._exit(0)
     except Exception:
         if not _has_others():
             raise
         traceback.print_exc()
         code = 1
-    if code and _has_others():  # JAX would wait for those that wait for this one
+    if is_failure(code) and _has_others():  # JAX would wait for those that wait for this one
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -67,7 +63,6 @@ def main(argv: Sequence[str]) -> int:
     # Orbax, and asyncio under it, log as errors, with tracebacks, what they also raise.
     logging.set_verbosity(logging.FATAL)
     getLogger("asyncio").setLevel(CRITICAL)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, until the loop takes over
     try:
         return _main(list(argv))
     except UserError as error:
@@ -75,11 +70,9 @@ def main(argv: Sequence[str]) -> int:
     except TrainingError as error:
         return _fail(str(error), 1)
     except OSError as error:
-        if error.errno not in DISK_ERRORS:
+        if not is_of_disk(error):
             raise
         return _fail(f"{error.filename or 'the disk'}: {error.strerror}; the checkpoints that are there are whole", 2)
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _main(argv: list[str]) -> int:
@@ -100,16 +93,24 @@ def _main(argv: list[str]) -> int:
             raise UserError(
                 f"--{name} is missing; for example --config=configs/quickstart.py --workdir=runs/quickstart"
             )
+    stopped = values.stopped_exit_code
+    if is_failure(stopped):
+        raise UserError(
+            f"--stopped_exit_code is {stopped}; it may be 0, or {STOPPED_CODES[0]} to {STOPPED_CODES[-1]}: "
+            "others have a meaning"
+        )
     config = configs.load(values.config)
     configs.override(config, overrides)
     place = {name: values[name].value for name in ("coordinator_address", "num_processes", "process_id")}
-    return _train(config, Path(values.workdir), place, argv)
+    with Ending(nth=1, code=stopped, text=lambda: _stopped(argv, early=not Interrupt.was_entered)):
+        return _train(config, Path(values.workdir), place, argv, stopped)
 
 
 def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
     flags.DEFINE_string("config", None, "Config file, with a preset after a colon.", flag_values=values)
     flags.DEFINE_string("workdir", None, "Where the run lives. A run that is there is continued.", flag_values=values)
+    flags.DEFINE_integer("stopped_exit_code", 0, "Of a run that a signal has stopped.", flag_values=values)
     flags.DEFINE_string("coordinator_address", None, "HOST:PORT of process 0, of several.", flag_values=values)
     flags.DEFINE_integer("num_processes", None, "How many there are.", flag_values=values)
     flags.DEFINE_integer("process_id", None, "Which of them this one is, from 0.", flag_values=values)
@@ -117,7 +118,7 @@ def _flags() -> flags.FlagValues:
     return values
 
 
-def _train(config: Any, workdir: Path, place: dict[str, Any], argv: list[str]) -> int:
+def _train(config: Any, workdir: Path, place: dict[str, Any], argv: list[str], stopped_exit_code: int) -> int:
     # Imported late: JAX reads its settings from the config first, and --help needs none of it.
     from jaxpar import data, mesh, processes, train
 
@@ -126,8 +127,11 @@ def _train(config: Any, workdir: Path, place: dict[str, Any], argv: list[str]) -
     try:
         result = train.train(config, workdir)
     except train.Stopped as stopped:
-        print(f"{stopped}\nresume    {_command(argv)}", flush=True)
-        return 0
+        print(f"{stopped}\n{_resume(argv)}", flush=True)
+        return stopped_exit_code
+    except StoppedEarly:
+        print(_stopped(argv, early=True), flush=True)
+        return stopped_exit_code
     print(_closing(result, workdir), flush=True)
     return 0
 
@@ -147,6 +151,16 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
             overrides.append(arguments[0])
             arguments = arguments[1:]
     return own, overrides
+
+
+def _stopped(argv: Sequence[str], *, early: bool) -> str:
+    """What to say where a signal has stopped the run outside of its loop, where nothing is to be saved."""
+    when = "before the first step" if early else "after the last step, before the result was written"
+    return f"stopped {when}\n{_resume(argv)}"
+
+
+def _resume(argv: Sequence[str]) -> str:
+    return f"resume    {_command(argv)}"
 
 
 def _command(argv: Sequence[str]) -> str:

@@ -88,7 +88,10 @@ def start(place: Place | None) -> None:
     if place is None:
         return
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which is the loop's
-    jax.distributed.initialize(*place)
+    # Where the place is told JAX is not to look for a cluster: inside a task of SLURM or Open MPI it would give this
+    # process one GPU, by the number of the task, though the launcher has divided them.
+    asks_cluster = place.process_id is None
+    jax.distributed.initialize(*place, cluster_detection_method=None if asks_cluster else "deactivate")
     if not is_first():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # what all would say, the first one says
 

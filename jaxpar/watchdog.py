@@ -63,7 +63,6 @@ class Watchdog:
         where = f"step {phases.step}, phase {phases.name}, for {self._seconds:g} s"
         print(f"jaxpar: process {process} of {number} hangs: {where}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=_STDERR, all_threads=True)
-        time.sleep(
-            2 * self._look
-        )  # the first that ends takes the others with it: they too shall have told where they are
+        # The first that ends takes the others with it: they too shall have told where they are.
+        time.sleep(2 * self._look)
         os._exit(EXIT_CODE)

@@ -15,9 +15,11 @@ import textwrap
 import time
 from pathlib import Path
 
+import orbax.checkpoint as ocp
 import pytest
 
 from jaxpar import checkpoint, watchdog
+from jaxpar import config as configs
 from jaxpar.errors import UserError
 from tests.runs import small_arguments
 from tests.test_private import VALUES
@@ -218,6 +220,31 @@ def test_killed_at_random_moments(folder: Path, tmp_path: Path, whole: Path) -> 
     assert_ended_as(whole, tmp_path / str(run))
 
 
+WRITES_FOR_LONG = """
+    import ctypes
+    from jaxpar import checkpoint
+
+    def wait(self):
+        print("writes", flush=True)
+        ctypes.CDLL(None).sleep(1000)
+
+    checkpoint.Saver.wait = wait
+"""
+
+
+def test_a_second_sigterm_during_a_checkpoint_write(folder: Path, tmp_path: Path) -> None:
+    """It waits for nothing."""
+    first = textwrap.dedent(WRITES_FOR_LONG) + textwrap.dedent(MOMENTS["an evaluation"].replace("SIGKILL", "SIGTERM"))
+    process = start(folder, tmp_path, first=first)
+    assert process.stdout
+    for line in process.stdout:
+        if line == "writes\n":
+            break
+    process.terminate()
+    out, _ = ended(process, code=130)
+    assert out == "stopped at once; the steps since the last checkpoint are lost\n"
+
+
 # ---- a full disk --------------------------------------------------------------------------------
 
 DISK_FULL = """
@@ -296,6 +323,11 @@ def test_one_of_two_processes_that_hangs(folder: Path, tmp_path: Path, whole: Pa
     assert "[0] resume    from step 10" in lines
     assert_close(tmp_path / "run", whole)
     assert_proved(tmp_path / "run")
+
+
+def test_it_is_told_before_orbax_gives_up() -> None:
+    """A process that waits for one that hangs in a write says what is wrong before orbax says something else."""
+    assert configs.default_config().watchdog_seconds < ocp.options.AsyncOptions().timeout_secs
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])

@@ -1,17 +1,22 @@
 """The binary: exit codes, one line for each mistake, and what a killed process leaves."""
 
+import errno
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from jaxpar import checkpoint, main
+from jaxpar.errors import TrainingError, UserError
 from tests.runs import small_arguments
+from tests.test_train import stop_at
 
 ROOT = Path(__file__).parent.parent
 
@@ -56,6 +61,11 @@ MISTAKES = {
     "keep nothing": (["--config.checkpoint.keep=0"], "config.checkpoint.keep is 0"),
     "init_from nowhere": (["--config.model.init_from=nowhere"], "nowhere"),
     "stray argument": (["quickstart"], "'quickstart' is not an argument"),
+    "an exit code that has a meaning": (
+        ["--stopped_exit_code=3"],
+        "--stopped_exit_code is 3; it may be 0, or 4 to 125",
+    ),
+    "an exit code of a shell": (["--stopped_exit_code=137"], "--stopped_exit_code is 137; it may be 0, or 4 to 125"),
     "stray flag": (["--wrkdir=x"], "wrkdir"),
 }
 
@@ -148,6 +158,53 @@ def test_a_disk_that_fills_up_while_saving(tmp_path: Path) -> None:
     assert len(lines) == 1, process.stderr
     assert "writing a checkpoint in" in lines[0]
     assert "there is none yet" in lines[0]
+
+
+NO_SPACE = "RESOURCE_EXHAUSTED: Failed to write 30000 bytes to file 4: No space left on device [os_error_code='28']"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ValueError(NO_SPACE), UserError),
+        (ValueError("Error writing local file [OS error 27: EFBIG File too large]"), UserError),
+        (ValueError("Failed to open: Connection timed out [os_error_code='110']"), TrainingError),
+        (ValueError("DEADLINE_EXCEEDED: Barrier timed out"), TrainingError),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), UserError),
+        (OSError(errno.ETIMEDOUT, "Connection timed out"), TrainingError),
+    ],
+)
+def test_whose_fault_a_checkpoint_is_that_cannot_be_written(
+    error: Exception, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user's, who has to mend the disk, or one that may be gone at the next try: exit code 2, or 1."""
+
+    def fails(self: Any) -> None:
+        raise error
+
+    saver = checkpoint.Saver(tmp_path / "checkpoints", keep=1, keep_best=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.ocp.CheckpointManager, "wait_until_finished", fails)
+        with pytest.raises(kind, match=r"^writing a checkpoint in .* failed: .*; there is none yet$"):
+            saver.wait()
+    saver.close()
+
+
+def test_the_exit_code_of_a_run_that_was_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = [
+        "--config=configs/default.py",
+        f"--workdir={tmp_path}/run",
+        *small_arguments(tmp_path),
+        "--stopped_exit_code=75",
+    ]
+    with monkeypatch.context() as patch:
+        stop_at(patch, 2, signal.SIGTERM)
+        assert run(*arguments) == 75
+    resume = capsys.readouterr().out.splitlines()[-1]
+    assert resume.startswith("resume ") and resume.endswith("--stopped_exit_code=75")
+    assert run(*arguments) == 0
 
 
 TWO_SIGNALS = """

@@ -1,11 +1,13 @@
 """Several processes of one run, for real: two of them, with two virtual devices each."""
 
+import errno
+import io
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -200,10 +202,11 @@ def test_two_processes_compute_what_one_does(name: str, folder: Path, tmp_path: 
 def test_from_two_processes_to_one_and_back(folder: Path, tmp_path: Path, alone: dict[str, Path]) -> None:
     """Stopped by SIGTERM, which reaches one process only, and goes on alone; stopped, and goes on as two."""
     workdir = tmp_path / "run"
-    process = launch(folder, workdir, "zero3", "--config.checkpoint.every_steps=1")
+    process = launch(folder, workdir, "zero3", "--config.checkpoint.every_steps=1", "--stopped_exit_code=75")
     wait_for_step(process, workdir, 3)
     os.kill(workers(process)[1], signal.SIGTERM)
-    out, _ = finished(process)
+    out, err = finished(process, code=75)
+    assert not [line for line in err if line.startswith("launch")]
     stopped = max(checkpoint.steps(workdir / "checkpoints"))
     assert f"[0] SIGTERM: stopped after step {stopped} of 12, saved in {workdir}" in out
     if stopped < 9:
@@ -284,19 +287,179 @@ def workers(process: "subprocess.Popen[str]") -> list[int]:
     return sorted(children())
 
 
+def is_running(process_id: int) -> bool:
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_no_process_outlives_the_launcher(number: signal.Signals, folder: Path, tmp_path: Path) -> None:
+    """Killed as it starts them, before they can ask for it."""
+    process = launch(folder, tmp_path / "run", "data_parallel", "--config.num_steps=100000")
+    wait_for(lambda: len(workers(process)) == 2)
+    started = workers(process)
+    process.send_signal(number)
+    process.communicate()
+    wait_for(lambda: not any(map(is_running, started)))
+
+
+STARTED = """
+import time
+from jaxpar.launch import end_with_launcher
+end_with_launcher()
+print("here", flush=True)
+time.sleep(200)
+"""
+LAUNCHER = f"""
+import os, subprocess, sys
+environment = os.environ | {{"JAXPAR_LAUNCHER": str(os.getpid())}}
+subprocess.run([sys.executable, "-c", {STARTED!r}], env=environment)
+"""
+
+
+def test_a_process_that_has_asked_for_it_ends_with_its_launcher() -> None:
+    process = subprocess.Popen([sys.executable, "-c", LAUNCHER], env=environment(), stdout=subprocess.PIPE, text=True)
+    assert process.stdout and process.stdout.readline() == "here\n"
+    process.kill()
+    process.communicate(timeout=60)  # until nobody has its stdout any more
+
+
+def test_one_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The one before is ended."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(command: list[str], **options: Any) -> "subprocess.Popen[str]":
+        if started:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        started.append(real(["sleep", "200"], **options))
+        return started[0]
+
+    real = subprocess.Popen
+    monkeypatch.setattr(launcher.subprocess, "Popen", start)
+    monkeypatch.setattr(launcher, "visible_gpus", list)
+    monkeypatch.setattr(sys, "argv", ["launch", "--num_processes=2", "--", "--config=x"])
+    assert launcher.main() == 1
+    assert capsys.readouterr().err == "launch: a process cannot be started: Resource temporarily unavailable\n"
+    assert started[0].returncode == -signal.SIGKILL
+
+
+ONE_IS_LATE = """
+import os, time
+
+if number := os.environ.get("JAXPAR_PROCESS_ID"):
+    from jaxpar.interrupt import Interrupt
+
+    def enter(self):
+        os.write(2, b"is there\\n" if number == "0" else b"is late\\n")
+        if number == "1":
+            time.sleep(1000)
+        return before(self)
+
+    before, Interrupt.__enter__ = Interrupt.__enter__, enter
+"""
+FIRST_READS_FOR_LONG = """
+import os, time
+
+if number := os.environ.get("JAXPAR_PROCESS_ID"):
+    from jaxpar import data, processes
+
+    def load(*_):
+        print("reads", flush=True)
+        time.sleep(1000)
+
+    def wait(what):
+        os.write(2, b"waits\\n")
+        before(what)
+
+    data.load, before, processes.wait = load, processes.wait, wait
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "program", "moment"),
+    [
+        (signal.SIGINT, 0, FIRST_READS_FOR_LONG, {"[0] reads\n", "[1] waits\n"}),
+        (signal.SIGTERM, 75, FIRST_READS_FOR_LONG, {"[0] reads\n", "[1] waits\n"}),
+        (signal.SIGTERM, 75, ONE_IS_LATE, {"[0] is there\n", "[1] is late\n"}),
+    ],
+    ids=["Ctrl-C as one reads", "SIGTERM as one reads", "SIGTERM as one is at the loop"],
+)
+def test_stopped_before_the_first_step(
+    number: signal.Signals, code: int, program: str, moment: set[str], folder: Path, tmp_path: Path
+) -> None:
+    """While a process waits for another one."""
+    (tmp_path / "sitecustomize.py").write_text(program)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{__name__}.ROOT", f"{ROOT}:{tmp_path}")
+        process = launch(folder, tmp_path / "run", "data_parallel", f"--stopped_exit_code={code}", restarts=3)
+    assert process.stdout
+    missing = set(moment)
+    while missing:
+        missing.discard(line := process.stdout.readline())
+        assert line, process.communicate()
+    time.sleep(0.2)  # it waits from the next moment on
+    process.send_signal(number)
+    out, err = finished(process, code=code)
+    told = [line for line in out if line.startswith(("[0] stopped", "[0] resume", "[0] jaxpar", "[1]"))]
+    assert told[0] == "[0] stopped before the first step" and told[1].startswith("[0] resume ") and len(told) == 2
+    assert "--num_processes=2 --max_restarts=3 -- " in told[1]
+    assert err == []
+
+
+def test_a_signal_that_comes_before_a_process_can_heed_it(folder: Path, tmp_path: Path) -> None:
+    process = launch(folder, tmp_path / "run", "data_parallel", restarts=3)
+    wait_for(lambda: len(workers(process)) == 2)
+    process.send_signal(signal.SIGINT)
+    out, err = finished(process)
+    assert {line[4:] for line in out if "resume" not in line} == {"stopped before the first step"} and err == []
+
+
+IN_A_TASK = """
+import sys
+import jax
+from jaxpar import processes
+processes.start(processes.Place(sys.argv[1], 1, 0))
+print(jax.config.read("jax_cuda_visible_devices"))
+"""
+
+
+@pytest.mark.parametrize("cluster", [SLURM, OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "1"}], ids=("SLURM", "Open MPI"))
+def test_inside_a_task_of_a_cluster_a_process_has_the_devices_that_it_was_given(cluster: dict[str, str]) -> None:
+    """Not the one that JAX would give to the task: the place was told."""
+    told = subprocess.run(
+        [sys.executable, "-c", IN_A_TASK, f"localhost:{free_port()}"],
+        env=environment(**cluster),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout == "all\n"
+
+
 def test_the_one_that_failed_first_is_named() -> None:
     """Not one that aborts because it is gone."""
 
-    def ended(*codes: int) -> Any:
+    def ended(*codes: int, signals: Sequence[int] = ()) -> Any:
         group: Any = launcher.Group.__new__(launcher.Group)
         group._processes = [SimpleNamespace(poll=lambda code=code: code, wait=int, send_signal=print) for code in codes]
         group._printers = [SimpleNamespace(join=lambda timeout: None) for _ in codes]
-        return group.wait([])
+        return group.wait(list(signals))
 
     abort = -signal.SIGABRT
     assert ended(abort, 2) == (1, 2) and ended(abort, 1) == (1, 1) and ended(1, abort) == (0, 1)
     assert ended(-9, 2) == (0, -9) and ended(2, -9) == (1, -9) and ended(2, 3) == (1, 3) and ended(1, 2) == (1, 2)
-    assert ended(abort, -9) == (1, -9) and ended(0, 0) is None and ended(0, abort) == (1, abort)
+    assert ended(abort, -9) == (1, -9) and ended(0, 0)[1] == 0 and ended(0, abort) == (1, abort)
+    assert ended(75, 75)[1] == 75 and ended(75, 0)[1] == 75 and ended(75, 1) == (1, 1)  # 75: stopped
+    assert ended(1, 75, signals=[15]) == (1, 75) and ended(1, abort, signals=[15]) == (0, 1)
 
 
 def test_gpus_are_divided(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -309,7 +472,7 @@ def test_gpus_are_divided(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         return FakeProcess()
 
     monkeypatch.setattr(launcher.subprocess, "Popen", start)
-    launcher.Group(["--config=x"], 2, launcher.visible_gpus())
+    launcher.Group(["--config=x"], 2, launcher.visible_gpus(), "")
     assert [env["CUDA_VISIBLE_DEVICES"] for env in started] == ["0,1", "5,7"]
     assert [env["JAXPAR_PROCESS_ID"] for env in started] == ["0", "1"]
     assert len({env["JAXPAR_COORDINATOR_ADDRESS"] for env in started}) == 1
@@ -327,4 +490,5 @@ def test_gpus_are_divided(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 class FakeProcess:
     """Of which nothing is printed."""
 
-    stdout: tuple[str, ...] = ()
+    def __init__(self) -> None:
+        self.stdout = io.StringIO()

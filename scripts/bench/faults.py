@@ -177,7 +177,7 @@ def faults(folder: Path, kills: int, terms: int, draw: random.Random) -> None:
 
 def terminated(workdir: Path, whole: Path, terms: int, draw: random.Random) -> None:
     """Steps lost on SIGTERM."""
-    lost, before = [], 0
+    lost, before = list[int](), 0
     while len(lost) < terms and before < STEPS // 2:  # so that each finds the run going on
         now = go(workdir, 0, Signal(signal.SIGTERM, draw.uniform(0, 1), after="step "))
         assert now.code == 0 and now.resumed_from == before, (now, before)
