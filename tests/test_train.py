@@ -4,12 +4,13 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint, metrics, train
+from jaxpar import checkpoint, ledger, metrics, train
 from jaxpar.errors import TrainingError, UserError
 from tests.runs import small_config, write_csv
 
@@ -83,8 +84,9 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals) 
     monkeypatch.setattr(metrics.Progress, "advance", counted)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("step", [1, 5, 9])
+@pytest.mark.parametrize(
+    ("step", "number"), [(1, signal.SIGTERM), (5, signal.SIGINT), (9, signal.SIGTERM)], ids=["1", "5", "9"]
+)
 def test_stopped_by_a_signal_and_resumed_ends_bitwise_equal(
     folder: Path,
     tmp_path: Path,
@@ -105,6 +107,21 @@ def test_stopped_by_a_signal_and_resumed_ends_bitwise_equal(
     assert_bitwise_equal(tmp_path / "run", uninterrupted)
     expected = [(row["step"], row["split"]) for row in metrics.read(uninterrupted)]
     assert [(row["step"], row["split"]) for row in metrics.read(tmp_path / "run")] == expected
+
+
+def test_a_signal_after_the_last_step_stops_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no step to lose, and the result is about to be written."""
+    verify = ledger.verify
+
+    def signalled(*arguments: Any) -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return verify(*arguments)
+
+    monkeypatch.setattr(ledger, "verify", signalled)
+    result = train.train(small_config(folder), tmp_path / "run")
+    assert result["steps"] == 16 and (tmp_path / "run" / "result.json").exists()
 
 
 @pytest.mark.parametrize("change", ["--config.strategy=single", "--config.data_parallel.implementation=pmap"])
@@ -238,5 +255,8 @@ def test_changed_data_is_refused(folder: Path, tmp_path: Path, monkeypatch: pyte
         train.train(small_config(tmp_path), tmp_path / "run")
     monkeypatch.undo()
     path.write_text(path.read_text() + "one more row,none\n")
+    before = {file: file.read_bytes() for file in (tmp_path / "run").glob("*.json*")}
     with pytest.raises(UserError, match="the data changed since the checkpoint of step 3"):
-        train.train(small_config(tmp_path), tmp_path / "run")
+        train.train(small_config(tmp_path, "--config.strategy=single", "--config.mesh.data=1"), tmp_path / "run")
+    assert {file.name for file in before} == {"config.json", "data.json", "metrics.jsonl", "tokenizer.json"}
+    assert {file: file.read_bytes() for file in (tmp_path / "run").glob("*.json*")} == before
