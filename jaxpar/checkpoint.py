@@ -15,21 +15,19 @@ nothing; training goes on from the newest whole checkpoint and sets later ones a
 
 import json
 import shutil
-import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from ml_collections import ConfigDict
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
+from jaxpar import checksums, files, mesh, processes
 from jaxpar import config as configs
-from jaxpar import files, mesh, processes
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.models.model import Params
 from jaxpar.state import Canonical
@@ -87,7 +85,7 @@ class Saver:
         """
         self.wait()
         trees = {"state": tree, "private": private} if private else {"state": tree}
-        sums = {name: mesh.settled(_device_checksums(one)) for name, one in trees.items()}
+        sums = {name: mesh.settled(checksums.of_tree(one)) for name, one in trees.items()}
         metrics = None if validation_loss is None else {"validation_loss": validation_loss}
         if jax.process_count() == 1:
             self._writing = self._writer.submit(self._write, _copied(trees), sums, info, metrics)
@@ -103,7 +101,7 @@ class Saver:
         info = {"format": FORMAT, "step": step, **info}
         for name, values in sums.items():
             info[CHECKSUMS[name]] = {path: int(value) for path, value in jax.device_get(values).items()}
-        info["checksum"] = _checksum_of_info(info)
+        info["checksum"] = checksums.of_info(info)
         items = {name: ocp.args.PyTreeSave(tree) for name, tree in trees.items()}
         contents = ocp.args.Composite(**items, info=ocp.args.JsonSave(info))
         with _explained(self._directory):
@@ -196,7 +194,9 @@ def read(path: Path, like: Canonical | None = None) -> Checkpoint:
     info, saved = _open(path)
     like = saved if like is None else like
     tree = _arrays(path / "state", saved, info["checksums"])
-    there, here = ({name: f"{x.dtype} {x.shape}" for name, x in _named(tree).items()} for tree in (saved, like))
+    there, here = (
+        {name: f"{x.dtype} {x.shape}" for name, x in checksums.named(tree).items()} for tree in (saved, like)
+    )
     for name in sorted(there.keys() | here.keys()):
         was, wanted = there.get(name, "missing"), here.get(name, "missing")
         if was != wanted:
@@ -209,7 +209,7 @@ def read(path: Path, like: Canonical | None = None) -> Checkpoint:
     return Checkpoint(info["step"], tree, private, info)
 
 
-def _arrays(path: Path, shapes: Canonical, checksums: dict[str, int]) -> Canonical:
+def _arrays(path: Path, shapes: Canonical, sums: dict[str, int]) -> Canonical:
     """The arrays of these shapes in a folder, in NumPy."""
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:
@@ -220,11 +220,11 @@ def _arrays(path: Path, shapes: Canonical, checksums: dict[str, int]) -> Canonic
         raise
     except Exception as error:  # whatever orbax and tensorstore raise on damaged files
         raise Damaged(_line(error)) from error
-    leaves = _named(tree)
-    if odd := sorted(leaves.keys() ^ checksums.keys()):
+    leaves = checksums.named(tree)
+    if odd := sorted(leaves.keys() ^ sums.keys()):
         raise Damaged(f"{odd[0]} is {'an array without a checksum' if odd[0] in leaves else 'missing'}")
     for name, leaf in leaves.items():
-        if checksum(np, leaf) != checksums[name]:
+        if checksums.of_array(np, leaf) != sums[name]:
             raise Damaged(f"the checksum of {name} is wrong")
     return tree
 
@@ -245,7 +245,7 @@ def _open(path: Path) -> tuple[dict[str, Any], Canonical]:
     """The info of a checkpoint, and the shapes and dtypes of its arrays."""
     try:
         info = json.loads((path / "info" / "metadata").read_text())
-        number, expected = info["format"], _checksum_of_info(info)
+        number, expected = info["format"], checksums.of_info(info)
     except (MemoryError, PermissionError):
         raise
     except Exception as error:
@@ -257,39 +257,10 @@ def _open(path: Path) -> tuple[dict[str, Any], Canonical]:
     return info, _shapes(path / "state")
 
 
-def checksum(numpy: Any, x: Any) -> Any:
-    """A uint32 over the bits of an array: sum of element i's bits times 2i+1, mod 2^32.
-
-    A sum of integers does not depend on its order, so it is the same on any devices and in NumPy.
-    Each factor is odd, hence a unit: any single changed element is found.
-    """
-    bits = (
-        x.astype(numpy.uint32)
-        if x.dtype.kind in "iub"
-        else x.view({1: numpy.uint8, 2: numpy.uint16, 4: numpy.uint32}[x.dtype.itemsize])
-    )
-    factors = 2 * numpy.arange(x.size, dtype=numpy.uint32) + numpy.uint32(1)
-    return numpy.sum(bits.reshape(-1).astype(numpy.uint32) * factors, dtype=numpy.uint32)
-
-
-def _checksum_of_info(info: dict[str, Any]) -> int:
-    """Of all its other keys, as JSON."""
-    return zlib.crc32(json.dumps({key: info[key] for key in info if key != "checksum"}, sort_keys=True).encode())
-
-
 def _copied(tree: Any) -> Any:
     """In NumPy, in memory that no later step writes to: `device_get` alone only looks at arrays of a CPU."""
     fetched = jax.device_get(tree)
     return jax.tree.map(np.array, fetched) if jax.default_backend() == "cpu" else fetched
-
-
-@jax.jit
-def _device_checksums(tree: Canonical) -> dict[str, jax.Array]:
-    return {name: checksum(jnp, leaf) for name, leaf in _named(tree).items()}
-
-
-def _named(tree: Any) -> dict[str, Any]:
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _line(error: Exception) -> str:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint
+from jaxpar import checkpoint, checksums
 from jaxpar.errors import UserError
 from tests.runs import change_info
 
@@ -240,9 +240,9 @@ def test_checksum_is_the_same_on_devices_and_finds_any_changed_element(dtype: st
     expected = (
         sum((2 * i + 1) * int.from_bytes(x.reshape(-1)[i : i + 1].tobytes(), "little") for i in range(x.size)) % 2**32
     )
-    assert int(checkpoint.checksum(np, x)) == expected
-    assert int(jax.jit(lambda x: checkpoint.checksum(jnp, x))(x)) == expected
+    assert int(checksums.of_array(np, x)) == expected
+    assert int(jax.jit(lambda x: checksums.of_array(jnp, x))(x)) == expected
     for i in range(x.size):
         changed = x.copy()
         changed.reshape(-1).view(f"u{x.dtype.itemsize}")[i] += 1
-        assert int(checkpoint.checksum(np, changed)) != expected
+        assert int(checksums.of_array(np, changed)) != expected
