@@ -1,5 +1,6 @@
 """Everything a run is made of, checked and built from its config."""
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -21,10 +22,14 @@ from jaxpar import (
     strategies,
     watchdog,
 )
+from jaxpar import config as configs
 from jaxpar.errors import UserError
 from jaxpar.models import Params, hf
 from jaxpar.step import Problem, abstract
 from jaxpar.strategies import Strategy
+
+# Keys that may differ between the processes of a run: where a machine has its files. What is in them may not.
+PLACES = ("data.train", "data.validation", "data.test", "data.tokenizer", "model.init_from", "cache_dir")
 
 
 class Run(NamedTuple):
@@ -73,9 +78,10 @@ def check(config: ConfigDict, workdir: Path) -> None:
 def build(config: ConfigDict, workdir: Path, phases: metrics.Phases) -> Run:
     """Data, model, optimizer and strategy."""
     with processes.first_then_others("data"):
-        if processes.is_first() and not (workdir / "config.json").exists():
+        if processes.is_first() and not is_begun(workdir):
             (workdir / "tokenizer.json").unlink(missing_ok=True)  # without a run it is what a start that failed left
         dataset = data.load(config, workdir)
+    check_alike(config, dataset.fingerprint)
     batches = data.Batches(dataset.train, batch_size=config.batch_size, seed=config.seed, shuffle=True)
     num_steps = config.num_steps or math.ceil(config.num_epochs * batches.steps_per_epoch)
     schedule = optimizer.build_schedule(config, num_steps)
@@ -90,20 +96,38 @@ def build(config: ConfigDict, workdir: Path, phases: metrics.Phases) -> Run:
     return Run(config, workdir, dataset, batches, problem, pretrained, strategy, schedule, num_steps, phases)
 
 
+def is_begun(workdir: Path) -> bool:
+    """Whether it holds a run."""
+    return (workdir / "config.json").exists() or bool(checkpoint.steps(workdir / "checkpoints"))
+
+
+def check_alike(config: ConfigDict, fingerprint: str) -> None:
+    """Raises UserError, in all processes, where one was given another config, or other data, than the first."""
+    own = {"config": configs.keys(config), "data": fingerprint}
+    first = json.loads(processes.from_first(json.dumps(own)))
+    changed = [text for key, text in resume.differences(first["config"], config).items() if key not in PLACES]
+    if first["data"] != fingerprint:
+        changed.append("the data")
+    if processes.any_of(bool(changed)):
+        this = f"process {jax.process_index()} is given another run than process 0 ({'; '.join(changed)})"
+        raise UserError(this if changed else "a process is given another run than process 0, and says what differs")
+
+
 def check_space(config: ConfigDict, workdir: Path, problem: Problem) -> None:
     """Raises UserError where the disk cannot hold the checkpoints that are kept, and the one being written.
 
     What a strategy has of its own comes on top, and is not counted.
     """
     number = config.checkpoint.keep + config.checkpoint.keep_best + 1
-    there = len(checkpoint.steps(workdir / "checkpoints"))
+    there = checkpoint.steps(workdir / "checkpoints")
     whole = jax.eval_shape(lambda key: state.init(problem.model, problem.optimizer, key), jax.random.key(0))
-    needed = max(number - there, 1) * state.nbytes((whole.params, whole.optimizer))
-    free = shutil.disk_usage(workdir).free
+    needed = max(number - len(there), 1) * state.nbytes((whole.params, whole.optimizer))
+    free = shutil.disk_usage(workdir).free + checkpoint.unfinished_bytes(workdir / "checkpoints")
     if needed > free:
+        has = f"; {workdir}/checkpoints has those of steps {', '.join(map(str, there))}" if there else ""
         raise UserError(
-            f"--workdir={workdir}: the disk has {free / 1e6:.0f} MB free, {number} checkpoints need "
-            f"{needed / 1e6:.0f} MB; free space or lower config.checkpoint.keep"
+            f"--workdir={workdir}: the disk has {free / 1e6:.3g} MB free, and {max(number - len(there), 1)} of "
+            f"{number} checkpoints need {needed / 1e6:.3g} MB more{has}; free space or lower config.checkpoint.keep"
         )
 
 

@@ -13,6 +13,7 @@ checkpoint. Checksums of the arrays find what a disk or a copy did to one later.
 nothing; training goes on from the newest whole checkpoint and sets later ones aside as STEP.damaged.
 """
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
@@ -101,6 +102,8 @@ class Saver:
         info = {"format": FORMAT, "step": step, **info}
         for name, values in sums.items():
             info[CHECKSUMS[name]] = {path: int(value) for path, value in jax.device_get(values).items()}
+        if metrics:
+            info |= metrics
         info["checksum"] = checksums.of_info(info)
         items = {name: ocp.args.PyTreeSave(tree) for name, tree in trees.items()}
         contents = ocp.args.Composite(**items, info=ocp.args.JsonSave(info))
@@ -139,8 +142,11 @@ class _explained:
         if isinstance(error, Exception):
             whole = max(steps(self._directory), default=None)
             left = f"the newest whole one is of step {whole}" if whole is not None else "there is none yet"
-            kind = UserError if files.is_of_disk(error) else TrainingError
-            raise kind(f"writing a checkpoint in {self._directory} failed: {_line(error)}; {left}") from error
+            refused = files.disk_error(error)
+            kind = UserError if refused else TrainingError
+            raise kind(
+                f"writing a checkpoint in {self._directory} failed: {refused or _line(error)}; {left}"
+            ) from error
 
 
 def steps(directory: Path) -> list[int]:
@@ -148,6 +154,11 @@ def steps(directory: Path) -> list[int]:
     if not directory.is_dir():
         return []
     return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
+
+
+def unfinished_bytes(directory: Path) -> int:
+    """Of what killed processes left in `directory`, and the next `Saver` removes."""
+    return sum(file.stat().st_size for file in directory.glob("*.orbax-checkpoint-tmp*/**/*") if file.is_file())
 
 
 class Damaged(Exception):
@@ -191,7 +202,7 @@ def read(path: Path, like: Canonical | None = None) -> Checkpoint:
       Damaged: it is not whole.
       UserError: it is whole, but of another model or a later version.
     """
-    info, saved = _open(path)
+    info, saved = _info(path), _shapes(path / "state")
     like = saved if like is None else like
     tree = _arrays(path / "state", saved, info["checksums"])
     there, here = (
@@ -241,8 +252,7 @@ def _shapes(path: Path) -> Canonical:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), saved)
 
 
-def _open(path: Path) -> tuple[dict[str, Any], Canonical]:
-    """The info of a checkpoint, and the shapes and dtypes of its arrays."""
+def _info(path: Path) -> dict[str, Any]:
     try:
         info = json.loads((path / "info" / "metadata").read_text())
         number, expected = info["format"], checksums.of_info(info)
@@ -254,7 +264,43 @@ def _open(path: Path) -> tuple[dict[str, Any], Canonical]:
         raise UserError(f"checkpoint {path} has format {number}; this version of jaxpar reads {FORMAT}")
     if info.get("checksum", expected) != expected:  # the first ones had none
         raise Damaged("the checksum of its info is wrong")
-    return info, _shapes(path / "state")
+    return info
+
+
+def newest_config(directory: Path) -> dict[str, Any] | None:
+    """Keys and values, as JSON has them, of the run that `directory` is of; None where no checkpoint can tell."""
+    for step in reversed(steps(directory)):
+        with contextlib.suppress(Damaged):  # `restore` says so
+            if config := _info(directory / str(step)).get("config"):
+                return dict(config)
+    return None
+
+
+def mend_metrics(directory: Path, say: Callable[[str], None]) -> None:
+    """Makes the validation loss of each checkpoint that of its info: orbax reads all, to know the best one."""
+    for step in steps(directory):
+        file = directory / str(step) / "metrics" / "metrics"
+        there = _measured(file)
+        try:
+            expected = _info(directory / str(step)).get("validation_loss", there)  # the first ones lack it
+        except Damaged:
+            expected = there
+        if repr(there) == repr(expected) and (there is not None or not file.parent.exists()):
+            continue
+        now = "not known" if expected is None else f"{expected:.4f}"
+        say(f"checkpoint {directory / str(step)}: its validation loss was damaged, and is {now} now")
+        shutil.rmtree(file.parent, ignore_errors=True)
+        if expected is not None:
+            file.parent.mkdir()
+            files.write_text(file, json.dumps({"validation_loss": expected}))
+
+
+def _measured(file: Path) -> float | None:
+    """The validation loss in a file; None where there is none, or what is there cannot be read."""
+    try:
+        return float(json.loads(file.read_bytes())["validation_loss"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _copied(tree: Any) -> Any:
@@ -275,9 +321,9 @@ def of_run(workdir: Path, step: int | None = None) -> Checkpoint:
     Raises:
       UserError: there is no run, no such checkpoint, or it cannot be read.
     """
-    configs.read(workdir)
     directory = workdir / "checkpoints"
     if not (found := steps(directory)):
+        configs.read(workdir)
         raise UserError(f"{workdir} holds no checkpoint yet")
     if step is None:
         newest = restore(directory, None, say=print)
@@ -293,4 +339,6 @@ def of_run(workdir: Path, step: int | None = None) -> Checkpoint:
 
 def restore_params(workdir: Path) -> tuple[ConfigDict, Params]:
     """The config and the newest parameters, NumPy leaves, of the run in `workdir`. Raises UserError as `of_run`."""
-    return configs.read(workdir), of_run(workdir).tree["params"]
+    found = of_run(workdir)
+    config = found.info.get("config")  # the first ones had none
+    return configs.from_keys(config) if config else configs.read(workdir), found.tree["params"]

@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import json
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,11 @@ def read(workdir: Path) -> ConfigDict:
     saved = read_saved(workdir)
     if saved is None:
         raise UserError(f"{workdir} holds no run: {workdir / 'config.json'} does not exist")
+    return from_keys(saved)
+
+
+def from_keys(saved: Mapping[str, Any]) -> ConfigDict:
+    """The config of dotted keys and values, as JSON has them; of others the default."""
     config = default_config()
     with config.unlocked(), config.ignore_type():
         for key, value in saved.items():
@@ -159,7 +164,7 @@ def read_saved(workdir: Path) -> dict[str, Any] | None:
     except ValueError:
         saved = None
     if not isinstance(saved, dict):
-        raise UserError(f"{path} is damaged: it is not what a run writes; give a new --workdir")
+        raise UserError(f"{path} is damaged: it is not what a run writes; delete it, and the run begins anew")
     return saved
 
 

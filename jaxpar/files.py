@@ -14,11 +14,10 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, 
 _OS_ERROR = r"(?:os_error_code='|OS error )(\d+)"  # in messages of tensorstore, by its version
 
 
-def is_of_disk(error: BaseException) -> bool:
-    """Whether the disk refused something, which the user must mend."""
-    if isinstance(error, OSError):
-        return error.errno in DISK_ERRORS
-    return any(int(number) in DISK_ERRORS for number in re.findall(_OS_ERROR, str(error)))
+def disk_error(error: BaseException) -> str | None:
+    """Why the disk refused something, which the user must mend: `No space left on device`. None for other errors."""
+    found = [error.errno] if isinstance(error, OSError) else map(int, re.findall(_OS_ERROR, str(error)))
+    return next((os.strerror(number) for number in found if number in DISK_ERRORS), None)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -24,7 +24,7 @@ from absl import flags, logging
 
 from jaxpar import config as configs
 from jaxpar.errors import STOPPED_CODES, TrainingError, UserError, is_failure
-from jaxpar.files import is_of_disk
+from jaxpar.files import disk_error
 from jaxpar.interrupt import Ending, Interrupt, StoppedEarly
 from jaxpar.launch import end_with_launcher
 
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     except TrainingError as error:
         return _fail(str(error), 1)
     except OSError as error:
-        if not is_of_disk(error):
+        if not disk_error(error):
             raise
         return _fail(f"{error.filename or 'the disk'}: {error.strerror}; the checkpoints that are there are whole", 2)
 

@@ -105,12 +105,13 @@ class Log:
 def read(workdir: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl; a last line that was cut off by a crash is left out. Raises UserError for others."""
     path = workdir / "metrics.jsonl"
-    lines = path.read_text().split("\n") if path.is_file() else [""]
+    lines = path.read_text(errors="replace").split("\n") if path.is_file() else [""]
     rows = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
-            rows.append(json.loads(line))
-        except ValueError as error:
+            row = json.loads(line)
+            rows.append({"step": int(row["step"]), **row, "split": str(row["split"])})
+        except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}:{number} is not what a run writes ({error}); delete the line") from error
     return rows
 

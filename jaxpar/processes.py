@@ -115,6 +115,21 @@ def check_same(what: str, value: int) -> None:
             raise TrainingError(f"{what} is {', '.join(map(str, values))} in processes 0 to {len(values) - 1}")
 
 
+def from_first(text: str) -> str:
+    """What the first process says, in all."""
+    if jax.process_count() == 1:
+        return text
+    own = np.frombuffer(text.encode(), np.uint8)
+    said = np.zeros(multihost_utils.broadcast_one_to_all(np.int32(len(own))), np.uint8)
+    said[: len(own)] = own[: len(said)]
+    return bytes(multihost_utils.broadcast_one_to_all(said)).decode()
+
+
+def any_of(value: bool) -> bool:
+    """Whether it is so in any process."""
+    return value if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.int32(value)).any())
+
+
 @contextlib.contextmanager
 def first_then_others(what: str) -> Iterator[None]:
     """The first process does it, then the others, who find what it has made."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from jaxpar import checkpoint
 from jaxpar import config as configs
 from jaxpar.errors import UserError
 
@@ -67,7 +68,10 @@ def differences(before: Mapping[str, Any], config: ConfigDict) -> dict[str, str]
 
 def check(config: ConfigDict, workdir: Path) -> None:
     """Raises UserError where the workdir holds a run that `config` does not continue."""
-    if (before := configs.read_saved(workdir)) is not None:
+    before = checkpoint.newest_config(workdir / "checkpoints")
+    if before is None:
+        before = configs.read_saved(workdir)
+    if before is not None:
         check_same(before, config, f"--workdir={workdir} holds")
 
 

@@ -69,8 +69,10 @@ def tidy(run: Run, first_step: int) -> None:
     """What is written as a run goes on from `first_step`: its config; and what there was of later steps goes."""
     processes.wait("a checkpoint was read")
     if processes.is_first():
+        ledger.cut(run.workdir / "ledger", after=first_step)
+        ledger.check(run.workdir / "ledger", run.batches, first_step)
         configs.save(run.config, run.workdir)
         files.write_text(run.workdir / "data.json", json.dumps(run.dataset.info._asdict(), indent=1) + "\n")
         checkpoint.set_aside(run.workdir / "checkpoints", after=first_step)
-        ledger.cut(run.workdir / "ledger", after=first_step)
+        checkpoint.mend_metrics(run.workdir / "checkpoints", say=print)
     processes.wait("the workdir is tidy")

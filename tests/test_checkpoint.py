@@ -168,6 +168,24 @@ def test_damage_falls_back_to_the_newest_whole_one(tmp_path: Path, damage: Calla
     assert restored_step(tmp_path / "c") == 2
 
 
+@pytest.mark.parametrize("text", ["", '{"validation_loss": 0.1}', "{}", None])
+def test_a_damaged_validation_loss_is_mended(text: str | None, tmp_path: Path) -> None:
+    """Orbax would not open such a folder, or keep the wrong one."""
+    save(tmp_path / "c", {1: 0.5, 2: 0.3, 3: None})
+    file = tmp_path / "c" / "2" / "metrics" / "metrics"
+    if text is None:
+        shutil.rmtree(file.parent)
+    else:
+        file.write_text(text)
+    said: list[str] = []
+    checkpoint.mend_metrics(tmp_path / "c", said.append)
+    assert said == [f"checkpoint {tmp_path}/c/2: its validation loss was damaged, and is 0.3000 now"]
+    checkpoint.mend_metrics(tmp_path / "c", said.append)
+    assert len(said) == 1
+    save(tmp_path / "c", {4: 0.4, 5: None, 6: None})
+    assert checkpoint.steps(tmp_path / "c") == [2, 5, 6]
+
+
 def test_all_damaged_is_an_error(tmp_path: Path) -> None:
     save(tmp_path / "c", {1: None})
     truncate(tmp_path / "c" / "1")

@@ -1,6 +1,7 @@
 """The ledger: what it proves, and that it finds what is planted."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -160,6 +161,19 @@ def test_a_run_that_changes_its_strategy(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "ledger" / "0.jsonl").read_text().splitlines()]
     assert rows[0]["from"] == 0 and rows[-1]["to"] == 45
     assert sum(row["examples"] for row in rows) == result["examples"]
+
+
+@pytest.mark.parametrize("text", [b'{"from": 0, "to": 3\n', b"", b"\xff\xfe\n"])
+def test_a_damaged_ledger_is_told_before_a_run_goes_on(text: bytes, tmp_path: Path) -> None:
+    """Not at its end. Without it the rest is proved."""
+    run_to(5, tmp_path, EPOCHS)
+    file = tmp_path / "ledger" / "0.jsonl"
+    file.write_bytes(text or file.read_bytes().replace(b'"to": 5', b'"to": 4'))
+    with pytest.raises(UserError, match=r"delete .*ledger, and the ledger begins anew"):
+        train.train(config(EPOCHS), tmp_path)
+    shutil.rmtree(file.parent)
+    result = train.train(config(EPOCHS), tmp_path)
+    assert result["ledger"] == "every example of 2.66667 epochs exactly once, from step 6 on"
 
 
 def test_a_batch_that_a_run_takes_twice_fails_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

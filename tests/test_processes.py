@@ -263,6 +263,31 @@ def test_processes_that_slurm_starts(folder: Path, tmp_path: Path, alone: dict[s
     assert_close(tmp_path / "run", alone["data_parallel"])
 
 
+def test_processes_that_are_given_different_runs(folder: Path, tmp_path: Path) -> None:
+    """Each would write its part of another model, and the ledger would prove all of it."""
+    other = tmp_path / "other.csv"
+    other.write_text((folder / "data.csv").read_text() + "one more row,none\n")
+    place = [f"--coordinator_address=localhost:{free_port()}", "--num_processes=2"]
+    arguments = [*small_arguments(folder), *settings("texts"), "--config.mesh.virtual_cpu_devices=2", *place]
+    command = [sys.executable, "-m", "jaxpar.main", "--config=configs/default.py", f"--workdir={tmp_path}/run"]
+    own = [[], ["--config.optimizer.lr=0.5", f"--config.data.train={other}"]]
+    started = [
+        subprocess.Popen(
+            [*command, *arguments, *own[i], f"--process_id={i}"],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    first, second = (finished(process, code=2)[1] for process in started)
+    differs = "config.optimizer.lr: 0.01 there, 0.5 here; the data"
+    assert f"jaxpar: process 1 is given another run than process 0 ({differs})" in second
+    assert "jaxpar: a process is given another run than process 0, and says what differs" in first
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
 def wait_for_step(process: "subprocess.Popen[str]", workdir: Path, step: int) -> None:
     """Until there is a checkpoint of it."""
     deadline = time.monotonic() + 200

@@ -214,10 +214,12 @@ def test_what_has_changed_since_the_checkpoint_is_told(
         "changed   config.log.every_steps: 2 there, 3 here"
     ]
     (tmp_path / "run" / "config.json").unlink()
-    with pytest.raises(
-        UserError, match=r"the checkpoint of step 6 in .* is of another run \(config.seed: 0 there, 5 here\)"
-    ):
+    with pytest.raises(UserError, match=r"holds another run \(config.seed: 0 there, 5 here\)"):
         trained(folder, tmp_path / "run", [*SINGLE, "seed=5"])
+    (tmp_path / "run" / "config.json").write_text('{"batch_si')  # a checkpoint knows it, too
+    trained(folder, tmp_path / "run", SINGLE, 2)
+    assert checkpoint.steps(tmp_path / "run" / "checkpoints")[-1] == 8
+    assert configs.keys(configs.read(tmp_path / "run"))["strategy"] == "single"
 
 
 def test_a_checkpoint_that_does_not_know_its_config_is_taken(folder: Path, tmp_path: Path) -> None:
