@@ -139,7 +139,7 @@ def test_a_disk_without_room(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/run", *small_arguments(tmp_path))
-    assert "the disk has 0 MB free, 4 checkpoints need" in line
+    assert "the disk has 0.001 MB free, and 4 of 4 checkpoints need" in line
 
 
 def test_a_disk_that_fills_up_while_saving(tmp_path: Path) -> None:
