@@ -482,6 +482,13 @@ def test_gpus_are_divided(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert [env["CUDA_VISIBLE_DEVICES"] for env in started] == ["0,1", "5,7"]
     assert [env["JAXPAR_PROCESS_ID"] for env in started] == ["0", "1"]
     assert len({env["JAXPAR_COORDINATOR_ADDRESS"] for env in started}) == 1
+
+
+def test_mistakes_of_the_launchers_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,5,7")
+    monkeypatch.setattr(launcher, "run", lambda *_: 0)
     for arguments, message in (
         (["--num_processes=3"], "--num_processes is 3; it may be one that divides the 4 GPUs"),
         (["--num_processes=0"], "--num_processes is 0; it may be 1 or more"),
@@ -491,6 +498,23 @@ def test_gpus_are_divided(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         with pytest.raises(SystemExit) as error:
             launcher.main()
         assert error.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", processes.FLAGS)
+@pytest.mark.parametrize("written", ["--{}=0", "-{}=0", "--{} 0", "-{} 0"])
+def test_what_the_launcher_tells_may_not_be_told_otherwise(
+    flag: str, written: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launcher, "run", lambda *_: 0)
+    monkeypatch.setattr(launcher, "visible_gpus", list)
+    own = ["launch", "--num_processes=2", "--", "--config=x", f"--workdir={flag}", flag]
+    monkeypatch.setattr(sys, "argv", own)
+    assert launcher.main() == 0
+    monkeypatch.setattr(sys, "argv", [*own, *written.format(flag).split()])
+    with pytest.raises(SystemExit) as error:
+        launcher.main()
+    assert error.value.code == 2
+    assert f"--{flag} is the launcher's to tell each process; it may not come after --\n" in capsys.readouterr().err
 
 
 class FakeProcess:
