@@ -269,6 +269,34 @@ def test_processes_that_slurm_starts(folder: Path, tmp_path: Path, alone: dict[s
     assert_close(tmp_path / "run", alone["data_parallel"])
 
 
+SRUN = 'echo "srun $*"; exit $CODE'
+SCONTROL = 'echo "scontrol $*"'
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "comes_back"),
+    [
+        *[(code, restarts, False) for code in (0, 2, 130) for restarts in (None, "3")],
+        *[(code, restarts, True) for code in (75, 1, 3, 137) for restarts in (None, "19")],
+        *[(code, restarts, False) for code in (75, 1, 3, 137) for restarts in ("20", "21")],
+    ],
+)
+def test_the_job_script_of_the_docs(code: int, restarts: str | None, comes_back: bool, tmp_path: Path) -> None:
+    """It does what the table of exit codes says; with stand-ins for what is SLURM's."""
+    page = (ROOT / "docs" / "processes.md").read_text()
+    script = page.partition("```bash\n")[2].partition("```")[0]
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    set_by_slurm = {"SLURM_JOB_ID": "7"} | ({} if restarts is None else {"SLURM_RESTART_COUNT": restarts})
+    more = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CODE": str(code)}
+    ended = subprocess.run(["bash", "-c", script], env=more | set_by_slurm, capture_output=True, text=True)
+    called = ended.stdout.splitlines()
+    assert (ended.returncode, ended.stderr) == (code, "")
+    assert called[0].endswith("--stopped_exit_code=75")
+    assert called[1:] == (["scontrol requeue 7"] if comes_back else [])
+
+
 def wait_for_step(process: "subprocess.Popen[str]", workdir: Path, step: int) -> None:
     """Until there is a checkpoint of it."""
     deadline = time.monotonic() + 200
