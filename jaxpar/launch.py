@@ -2,7 +2,8 @@
 
     scripts/launch --num_processes=2 [--max_restarts=3] -- --config=configs/quickstart.py --workdir=DIR [...]
 
-What follows -- is for scripts/train. Each process gets its share of the GPUs, if there are any, and its lines of output
+What follows -- is for scripts/train, but for what the launcher tells each process: --coordinator_address,
+--num_processes and --process_id. Each process gets its share of the GPUs, if there are any, and its lines of output
 have its number before them. When one ends with an error the others are ended too, and all are started again, from the
 last checkpoint, up to --max_restarts times. Ctrl-C and SIGTERM go to all of them, which then save and stop; a second
 one ends them at once, a third kills them. None of them outlives the launcher.
@@ -29,6 +30,7 @@ from jaxpar.errors import is_failure
 from jaxpar.interrupt import SIGNALS
 
 NAME = "python -m jaxpar.launch"
+TOLD = ("coordinator_address", "num_processes", "process_id")  # to each process: flags of scripts/train
 LAUNCHER = "JAXPAR_LAUNCHER"  # environment variable of its processes: its process id
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 FAILED, USER_ERROR, HANGS = 1, 2, 3  # exit codes of a process: jaxpar/main.py
@@ -56,6 +58,10 @@ def read_arguments() -> tuple[argparse.Namespace, list[str]]:
     arguments, unknown = parser.parse_known_args()
     if unknown:
         parser.error(f"{unknown[0]!r} is not an argument of the launcher; those of scripts/train come after --")
+    for argument in arguments.arguments:
+        name = argument.partition("=")[0].lstrip("-")
+        if argument.startswith("-") and name in TOLD:
+            parser.error(f"--{name} is the launcher's to tell each process; it may not come after --")
     if arguments.num_processes < 1:
         parser.error(f"--num_processes is {arguments.num_processes}; it may be 1 or more")
     if arguments.max_restarts < 0:

@@ -51,18 +51,18 @@ def find(given: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> P
       UserError: only a part is told, or it cannot be.
     """
     told = {name: environ.get(variable) if given[name] is None else given[name] for name, variable in FLAGS.items()}
+    if str(told["num_processes"]) == "1":
+        return None
+    if all(value is None for value in told.values()):
+        if KUBERNETES_INDEX in environ and environ.get("KUBERNETES_SERVICE_HOST"):
+            raise UserError(
+                f"{KUBERNETES_INDEX} is set, as in an indexed Job, but not {FLAGS['num_processes']} and "
+                f"{FLAGS['coordinator_address']}; set them too ({FLAGS['num_processes']}=1: each pod for itself)"
+            )
+        return _of_cluster(environ)
     if told["process_id"] is None:
         told["process_id"] = environ.get(KUBERNETES_INDEX)
     missing = [name for name, value in told.items() if value is None]
-    if set(missing) == {"coordinator_address", "num_processes"} and environ.get("KUBERNETES_SERVICE_HOST"):
-        raise UserError(
-            f"{KUBERNETES_INDEX} is set, as in an indexed Job, but not {FLAGS['num_processes']} and "
-            f"{FLAGS['coordinator_address']}; set them too ({FLAGS['num_processes']}=1: each pod for itself)"
-        )
-    if told["num_processes"] is not None and str(told["num_processes"]) == "1":
-        return None
-    if told["coordinator_address"] is None and told["num_processes"] is None:
-        return _of_cluster(environ)
     if missing:
         wanted = ", ".join(f"--{name} (or {FLAGS[name]})" for name in missing)
         raise UserError(f"one of several processes needs {', '.join(f'--{name}' for name in FLAGS)}; missing: {wanted}")

@@ -27,7 +27,6 @@ from jaxpar import config as configs
 from jaxpar.certificate import QUANTITIES, TOLERANCES, Error
 from jaxpar.errors import TrainingError, UserError
 
-COLUMN = {"relative": ".1e", "ulps": ".1f"}
 COLUMNS = {"start": "start", "gradient": "gradient", "update": "update", "optimizer": "moments", "alone": "runs apart"}
 
 
@@ -147,11 +146,16 @@ def in_words(found: dict[str, Any]) -> str:
 
 
 def cell(error: dict[str, Any] | None) -> str:
-    """An error in a table."""
+    """An error in a table, in less than the 20 characters of a column."""
     if error is None:
         return "-"
-    numbers = ("not finite" if error[name] is None else f"{error[name]:{form}}" for name, form in COLUMN.items())
-    return "bitwise" if error["bitwise"] else ", ".join(numbers)
+    if error["bitwise"]:
+        return "bitwise"
+    if error["ulps"] is None:
+        return "not finite"
+    relative = "inf" if error["relative"] is None else f"{error['relative']:.1e}"  # of a norm that is zero
+    form = ".1f" if error["ulps"] < 1e6 else ".1e"
+    return f"{relative}, {error['ulps']:{form}}"
 
 
 if __name__ == "__main__":

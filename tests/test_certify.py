@@ -1,6 +1,7 @@
 """The certificate: honest strategies are within, planted mistakes are not and are named, and lossy ones say so."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -263,7 +264,32 @@ def test_errors_of_arrays() -> None:
     nan = compare({"a": np.array([np.nan, 1], np.float32)}, {"a": one})
     for errors in ([error, nan], [nan, error]):
         assert certificate.outside(found_with(certificate.worst(errors)), certificate.TOLERANCES["float32"])
-    assert script.cell(script.as_json(nan)) == "not finite, not finite" and script.cell(None) == "-"
+
+
+LARGEST, SMALLEST = np.finfo(np.float32).max, np.finfo(np.float32).smallest_subnormal
+CELLS: dict[str, Any] = {
+    "-": None,
+    "bitwise": Error(True, 0, 0),
+    "not finite": compare({"a": np.array([np.nan, 1], np.float32)}, {"a": np.ones(2, np.float32)}),
+    "1.7e-07, 2.0": Error(False, 2, 1.7e-7),
+    "2.0e+01, 1.2e+08": Error(False, 120706084.5, 20),
+    "7.0e-02, 999999.9": Error(False, 999999.9, 0.07),
+    "inf, 2.4e+83": compare({"a": np.full(2, LARGEST)}, {"a": np.zeros(2, np.float32)}),
+    "2.4e+83, 2.4e+83": compare({"a": np.full(2, LARGEST)}, {"a": np.full(2, SMALLEST)}),
+}
+
+
+def test_columns_of_the_table_are_apart() -> None:
+    """Whatever is in them, from rounding to the largest errors there are."""
+    errors = [error and script.as_json(error) for error in CELLS.values()]
+    assert [script.cell(error) for error in errors] == list(CELLS)
+    found: dict[str, Any] = dict.fromkeys(("strategy", "model", "differs"), "s")
+    found |= {"sums": {"batch_size": 24, "strategy": "s", "reference": "r"}, "devices": {"number": 1, "kinds": ["cpu"]}}
+    found |= {"batches": [0], "versions": {}, "figures": {}}
+    found["layers"] = {str(i): dict.fromkeys(certificate.QUANTITIES, error) for i, error in enumerate(errors)}
+    rows = [re.split("  +", line) for line in script.in_words(found).splitlines()]
+    start = rows.index(["layer", "start", "gradient", "update", "moments", "runs apart"]) + 1
+    assert rows[start : start + len(CELLS)] == [[str(i), *5 * [text]] for i, text in enumerate(CELLS)]
 
 
 def found_with(error: Error) -> certificate.Found:

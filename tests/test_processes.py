@@ -52,6 +52,8 @@ BY_CLUSTER = processes.Place(None, None, None)
         (ALONE, JAXPAR | POD, ("pod-0.jobs:1234", 4, 2)),
         (ALONE, POD | {"JAXPAR_NUM_PROCESSES": "1"}, None),
         (ALONE | {"num_processes": 1}, {}, None),
+        (ALONE | {"num_processes": 1, "process_id": 1}, {}, None),
+        (ALONE, {"JOB_COMPLETION_INDEX": "2"}, None),
         (ALONE, SLURM, BY_CLUSTER),
         (ALONE, SLURM | {"SLURM_NTASKS": "1"}, None),
         (ALONE, {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, None),  # a batch script, without srun
@@ -69,6 +71,10 @@ def test_where_a_process_is_among_the_others(given: Any, environ: dict[str, str]
         (TOLD | {"process_id": None}, {}, "missing: --process_id (or JAXPAR_PROCESS_ID)"),
         (ALONE | {"num_processes": 2}, {}, "missing: --coordinator_address (or JAXPAR_COORDINATOR_ADDRESS), --proc"),
         (ALONE | {"process_id": 1, "num_processes": 2}, {}, "missing: --coordinator_address"),
+        (ALONE | {"process_id": 1}, {}, "missing: --coordinator_address (or JAXPAR_COORDINATOR_ADDRESS), --num_proc"),
+        (ALONE | {"process_id": 0}, SLURM, "missing: --coordinator_address"),
+        (ALONE | {"process_id": 1}, POD, "missing: --coordinator_address"),
+        (ALONE, {"JAXPAR_PROCESS_ID": "1"}, "missing: --coordinator_address"),
         (TOLD | {"process_id": 4}, {}, "--process_id is 4; it may be 0 to 3"),
         (TOLD | {"num_processes": 0}, {}, "--num_processes is 0; it may be 1 or more"),
         (TOLD | {"coordinator_address": "host"}, {}, "--coordinator_address is 'host'; it may be HOST:PORT"),
@@ -288,6 +294,34 @@ def test_processes_that_are_given_different_runs(folder: Path, tmp_path: Path) -
     assert not (tmp_path / "run" / "config.json").exists()
 
 
+SRUN = 'echo "srun $*"; exit $CODE'
+SCONTROL = 'echo "scontrol $*"'
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "comes_back"),
+    [
+        *[(code, restarts, False) for code in (0, 2, 130) for restarts in (None, "3")],
+        *[(code, restarts, True) for code in (75, 1, 3, 137) for restarts in (None, "19")],
+        *[(code, restarts, False) for code in (75, 1, 3, 137) for restarts in ("20", "21")],
+    ],
+)
+def test_the_job_script_of_the_docs(code: int, restarts: str | None, comes_back: bool, tmp_path: Path) -> None:
+    """It does what the table of exit codes says; with stand-ins for what is SLURM's."""
+    page = (ROOT / "docs" / "processes.md").read_text()
+    script = page.partition("```bash\n")[2].partition("```")[0]
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    set_by_slurm = {"SLURM_JOB_ID": "7"} | ({} if restarts is None else {"SLURM_RESTART_COUNT": restarts})
+    more = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CODE": str(code)}
+    ended = subprocess.run(["bash", "-c", script], env=more | set_by_slurm, capture_output=True, text=True)
+    called = ended.stdout.splitlines()
+    assert (ended.returncode, ended.stderr) == (code, "")
+    assert called[0].endswith("--stopped_exit_code=75")
+    assert called[1:] == (["scontrol requeue 7"] if comes_back else [])
+
+
 def wait_for_step(process: "subprocess.Popen[str]", workdir: Path, step: int) -> None:
     """Until there is a checkpoint of it."""
     deadline = time.monotonic() + 200
@@ -501,6 +535,13 @@ def test_gpus_are_divided(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert [env["CUDA_VISIBLE_DEVICES"] for env in started] == ["0,1", "5,7"]
     assert [env["JAXPAR_PROCESS_ID"] for env in started] == ["0", "1"]
     assert len({env["JAXPAR_COORDINATOR_ADDRESS"] for env in started}) == 1
+
+
+def test_mistakes_of_the_launchers_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,5,7")
+    monkeypatch.setattr(launcher, "run", lambda *_: 0)
     for arguments, message in (
         (["--num_processes=3"], "--num_processes is 3; it may be one that divides the 4 GPUs"),
         (["--num_processes=0"], "--num_processes is 0; it may be 1 or more"),
@@ -510,6 +551,23 @@ def test_gpus_are_divided(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         with pytest.raises(SystemExit) as error:
             launcher.main()
         assert error.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", processes.FLAGS)
+@pytest.mark.parametrize("written", ["--{}=0", "-{}=0", "--{} 0", "-{} 0"])
+def test_what_the_launcher_tells_may_not_be_told_otherwise(
+    flag: str, written: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launcher, "run", lambda *_: 0)
+    monkeypatch.setattr(launcher, "visible_gpus", list)
+    own = ["launch", "--num_processes=2", "--", "--config=x", f"--workdir={flag}", flag]
+    monkeypatch.setattr(sys, "argv", own)
+    assert launcher.main() == 0
+    monkeypatch.setattr(sys, "argv", [*own, *written.format(flag).split()])
+    with pytest.raises(SystemExit) as error:
+        launcher.main()
+    assert error.value.code == 2
+    assert f"--{flag} is the launcher's to tell each process; it may not come after --\n" in capsys.readouterr().err
 
 
 class FakeProcess:
