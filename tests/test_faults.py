@@ -224,11 +224,11 @@ WRITES_FOR_LONG = """
     import ctypes
     from jaxpar import checkpoint
 
-    def wait(self):
+    def close(self):
         print("writes", flush=True)
         ctypes.CDLL(None).sleep(1000)
 
-    checkpoint.Saver.wait = wait
+    checkpoint.Saver.close = close
 """
 
 

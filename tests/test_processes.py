@@ -448,7 +448,9 @@ if number := os.environ.get("JAXPAR_PROCESS_ID"):
     [
         (signal.SIGINT, 0, FIRST_READS_FOR_LONG, {"[0] reads\n", "[1] waits\n"}),
         (signal.SIGTERM, 75, FIRST_READS_FOR_LONG, {"[0] reads\n", "[1] waits\n"}),
-        (signal.SIGTERM, 75, ONE_IS_LATE, {"[0] is there\n", "[1] is late\n"}),
+        pytest.param(  # which waits until JAX misses the other's heartbeats, 100 seconds
+            signal.SIGTERM, 75, ONE_IS_LATE, {"[0] is there\n", "[1] is late\n"}, marks=pytest.mark.slow
+        ),
     ],
     ids=["Ctrl-C as one reads", "SIGTERM as one reads", "SIGTERM as one is at the loop"],
 )

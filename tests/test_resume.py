@@ -172,7 +172,9 @@ def uninterrupted(folder: Path) -> tuple[Path, list[np.ndarray]]:
     return folder / "uninterrupted", record.rows
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(
+    "pair", ["zero3 to zb_h1", pytest.param("gpipe to pmap", marks=pytest.mark.slow), "sync to zero3"]
+)
 def test_a_run_that_changes_its_strategy_ends_as_one_that_was_not_stopped(
     pair: str,
     folder: Path,

@@ -161,7 +161,10 @@ def test_a_device_holds_its_own_layers_and_no_more(case: Case) -> None:
     "case",
     [
         Case("1f1b", 4, 1, Task("bert", "masked_lm"), "full", "block_0,block_1,block_4"),
-        Case("eager_1f1b", 4, 2, Task("gpt", "causal_lm"), "dots", "block_1,block_2,block_5"),
+        pytest.param(
+            Case("eager_1f1b", 4, 2, Task("gpt", "causal_lm"), "dots", "block_1,block_2,block_5"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
