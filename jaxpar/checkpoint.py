@@ -27,7 +27,7 @@ import orbax.checkpoint as ocp
 from ml_collections import ConfigDict
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from jaxpar import checksums, files, mesh, processes
+from jaxpar import checksums, files, processes
 from jaxpar import config as configs
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.models.model import Params
@@ -86,22 +86,19 @@ class Saver:
         """
         self.wait()
         trees = {"state": tree, "private": private} if private else {"state": tree}
-        sums = {name: mesh.settled(checksums.of_tree(one)) for name, one in trees.items()}
         metrics = None if validation_loss is None else {"validation_loss": validation_loss}
         if jax.process_count() == 1:
-            self._writing = self._writer.submit(self._write, _copied(trees), sums, info, metrics)
+            self._writing = self._writer.submit(self._write, _copied(trees), info, metrics)
         else:  # orbax makes them wait for each other, which all must do at the same place
-            self._write(processes.divided(trees), sums, info, metrics)
+            self._write(processes.divided(trees), info, metrics)
 
-    def _write(
-        self, trees: dict[str, Canonical], sums: dict[str, Any], info: dict[str, Any], metrics: dict[str, float] | None
-    ) -> None:
+    def _write(self, trees: dict[str, Canonical], info: dict[str, Any], metrics: dict[str, float] | None) -> None:
         step = int(trees["state"]["step"])
         if step in self._manager.all_steps():
             return
         info = {"format": FORMAT, "step": step, **info}
-        for name, values in sums.items():
-            info[CHECKSUMS[name]] = {path: int(value) for path, value in jax.device_get(values).items()}
+        for name, tree in trees.items():
+            info[CHECKSUMS[name]] = checksums.of_tree(tree)
         if metrics:
             info |= metrics
         info["checksum"] = checksums.of_info(info)
@@ -235,7 +232,7 @@ def _arrays(path: Path, shapes: Canonical, sums: dict[str, int]) -> Canonical:
     if odd := sorted(leaves.keys() ^ sums.keys()):
         raise Damaged(f"{odd[0]} is {'an array without a checksum' if odd[0] in leaves else 'missing'}")
     for name, leaf in leaves.items():
-        if checksums.of_array(np, leaf) != sums[name]:
+        if checksums.of_array(leaf) != sums[name]:
             raise Damaged(f"the checksum of {name} is wrong")
     return tree
 

@@ -6,29 +6,48 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpar.state import Canonical
 
+_FACTORS = 2 * np.arange(2**16, dtype=np.uint32) + np.uint32(1)
 
-def of_array(numpy: Any, x: Any) -> Any:
-    """A uint32 over the bits of an array: sum of element i's bits times 2i+1, mod 2^32.
+
+def of_array(x: np.ndarray) -> int:
+    """Over the bits of an array: the sum of element i's bits times 2i+1, mod 2^32.
 
     A sum of integers does not depend on its order, so it is the same on any devices and in NumPy.
     Each factor is odd, hence a unit: any single changed element is found.
     """
-    bits = (
-        x.astype(numpy.uint32)
-        if x.dtype.kind in "iub"
-        else x.view({1: numpy.uint8, 2: numpy.uint16, 4: numpy.uint32}[x.dtype.itemsize])
-    )
-    factors = 2 * numpy.arange(x.size, dtype=numpy.uint32) + numpy.uint32(1)
-    return numpy.sum(bits.reshape(-1).astype(numpy.uint32) * factors, dtype=numpy.uint32)
+    bits, total = _bits(np, x).reshape(-1), 0
+    for first in range(0, x.size, len(_FACTORS)):
+        block = bits[first : first + len(_FACTORS)].astype(np.uint32, copy=False)
+        total += int(np.dot(block, _FACTORS[: len(block)])) + 2 * first * int(block.sum(dtype=np.uint32))
+    return total % 2**32
+
+
+def of_tree(tree: Canonical) -> dict[str, int]:
+    """By path of an array; of arrays on devices there."""
+    leaves = named(tree)
+    if all(isinstance(leaf, np.ndarray) for leaf in leaves.values()):
+        return {name: of_array(leaf) for name, leaf in leaves.items()}
+    return {name: int(value) for name, value in jax.device_get(_on_devices(leaves)).items()}
 
 
 @jax.jit
-def of_tree(tree: Canonical) -> dict[str, jax.Array]:
-    """By path of an array, where the arrays are; dispatched, as any program."""
-    return {name: of_array(jnp, leaf) for name, leaf in named(tree).items()}
+def _on_devices(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def of(x: jax.Array) -> jax.Array:
+        factors = 2 * jnp.arange(x.size, dtype=jnp.uint32) + jnp.uint32(1)
+        return jnp.sum(_bits(jnp, x).reshape(-1).astype(jnp.uint32) * factors, dtype=jnp.uint32)
+
+    return jax.tree.map(of, leaves)
+
+
+def _bits(numpy: Any, x: Any) -> Any:
+    """As unsigned integers; of integers modulo 2^32."""
+    if x.dtype.kind in "iub":
+        return x.astype(numpy.uint32)
+    return x.view({1: numpy.uint8, 2: numpy.uint16, 4: numpy.uint32}[x.dtype.itemsize])
 
 
 def of_info(info: dict[str, Any]) -> int:

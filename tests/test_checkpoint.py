@@ -258,9 +258,18 @@ def test_checksum_is_the_same_on_devices_and_finds_any_changed_element(dtype: st
     expected = (
         sum((2 * i + 1) * int.from_bytes(x.reshape(-1)[i : i + 1].tobytes(), "little") for i in range(x.size)) % 2**32
     )
-    assert int(checksums.of_array(np, x)) == expected
-    assert int(jax.jit(lambda x: checksums.of_array(jnp, x))(x)) == expected
+    assert checksums.of_array(x) == expected
+    assert checksums.of_tree({"x": jnp.asarray(x)}) == {"['x']": expected}
     for i in range(x.size):
         changed = x.copy()
         changed.reshape(-1).view(f"u{x.dtype.itemsize}")[i] += 1
-        assert int(checksums.of_array(np, changed)) != expected
+        assert checksums.of_array(changed) != expected
+
+
+def test_checksum_of_more_than_a_block() -> None:
+    """The host takes one at a time."""
+    x = np.random.default_rng(0).normal(size=(3, 50_001)).astype(np.float32)
+    assert checksums.of_tree({"x": jnp.asarray(x)}) == checksums.of_tree({"x": x}) == {"['x']": checksums.of_array(x)}
+    changed = x.copy()
+    changed[2, 40_000] += 1
+    assert checksums.of_array(changed) != checksums.of_array(x)
