@@ -168,8 +168,8 @@ def test_killed_during(moment: str, folder: Path, tmp_path: Path, whole: Path) -
 @pytest.mark.parametrize(
     ("moment", "process"),
     [
-        ("an evaluation", 0),
         ("a checkpoint write", 1),
+        pytest.param("an evaluation", 0, marks=pytest.mark.slow),
         pytest.param("a step", 0, marks=pytest.mark.slow),
         pytest.param("a step", 1, marks=pytest.mark.slow),
         pytest.param("an evaluation", 1, marks=pytest.mark.slow),

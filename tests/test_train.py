@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint, ledger, metrics, train
+from jaxpar import checkpoint, metrics, report, train
 from jaxpar.errors import TrainingError, UserError
 from tests.runs import small_config, write_csv
 
@@ -113,13 +113,13 @@ def test_a_signal_after_the_last_step_stops_nothing(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is no step to lose, and the result is about to be written."""
-    verify = ledger.verify
+    write = report.write_result
 
-    def signalled(*arguments: Any) -> str:
+    def signalled(*arguments: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        return verify(*arguments)
+        write(*arguments)
 
-    monkeypatch.setattr(ledger, "verify", signalled)
+    monkeypatch.setattr(report, "write_result", signalled)
     result = train.train(small_config(folder), tmp_path / "run")
     assert result["steps"] == 16 and (tmp_path / "run" / "result.json").exists()
 

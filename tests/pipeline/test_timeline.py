@@ -57,6 +57,7 @@ def test_actions_are_measured_in_an_order_that_their_inputs_allow(
             assert start > ends[0, F, microbatch]
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_in_the_run_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

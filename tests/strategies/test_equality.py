@@ -108,7 +108,7 @@ def test_every_strategy_is_here() -> None:
     assert {name.split(",")[0] for name in VARIANTS} == set(strategies.STRATEGIES)
 
 
-@pytest.mark.parametrize("optimizer_name", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer_name", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "single"])
 def test_equals_single(variant: str, optimizer_name: str) -> None:
     expected, got = outcome("single", optimizer_name), outcome(variant, optimizer_name)
