@@ -7,7 +7,7 @@ The last three are of one of several processes, where no cluster tells them (doc
 several on one machine.
 
 Exit codes: 0 finished, or stopped by a signal with everything saved, for which --stopped_exit_code is another one;
-1 training failed; 2 a mistake of the user's, told in one line; 3 the process hung, and told where (jaxpar/watchdog.py);
+1 training failed; 2 a mistake of the user's, told in one line; 3 the process hung, and told where;
 130 a second Ctrl-C, which waits for nothing.
 """
 
@@ -25,8 +25,8 @@ from absl import flags, logging
 from jaxpar import config as configs
 from jaxpar.errors import STOPPED_CODES, TrainingError, UserError, is_failure
 from jaxpar.files import disk_error
-from jaxpar.interrupt import Ending, Interrupt, StoppedEarly
-from jaxpar.launch import end_with_launcher
+from jaxpar.launch.launcher import end_with_launcher
+from jaxpar.launch.signals import Ending, Interrupt, StoppedEarly
 
 
 def run() -> None:
@@ -120,7 +120,8 @@ def _flags() -> flags.FlagValues:
 
 def _train(config: Any, workdir: Path, place: dict[str, Any], argv: list[str], stopped_exit_code: int) -> int:
     # Imported late: JAX reads its settings from the config first, and --help needs none of it.
-    from jaxpar import data, mesh, processes, train
+    from jaxpar import data, mesh, train
+    from jaxpar.launch import processes
 
     mesh.start(config, data.cache_dir(config) / "xla")
     processes.start(processes.find(place))

@@ -11,13 +11,17 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxpar import build, checkpoint, files, ledger, metrics, processes, report
+from jaxpar import checkpoint, files
 from jaxpar import config as configs
-from jaxpar.build import Run
-from jaxpar.interrupt import Interrupt
-from jaxpar.loop import Loop, Stopped
-from jaxpar.start import start
-from jaxpar.watchdog import Watchdog
+from jaxpar.checkpoint import ledger
+from jaxpar.launch import processes
+from jaxpar.launch.signals import Interrupt
+from jaxpar.launch.watchdog import Watchdog
+from jaxpar.measure.phases import Phases
+from jaxpar.run import build, metrics, report
+from jaxpar.run.build import Run
+from jaxpar.run.loop import Loop, Stopped
+from jaxpar.run.start import start
 
 __all__ = ["Stopped", "train"]
 
@@ -31,7 +35,7 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     """
     build.check(config, workdir)
     with files.locked(workdir) if processes.is_first() else contextlib.nullcontext():
-        phases = metrics.Phases()
+        phases = Phases()
         with phases("setup"):
             run = build.build(config, workdir, phases)
             print(build.describe(run), flush=True)

@@ -17,9 +17,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from jaxpar import audit, build, data, mesh, metrics
 from jaxpar import config as configs
+from jaxpar import data, mesh
+from jaxpar.analysis import audit
 from jaxpar.errors import UserError
+from jaxpar.measure.phases import Phases
+from jaxpar.run import build
 
 
 def main() -> int:
@@ -44,7 +47,7 @@ def main() -> int:
 def run(config: Any, workdir: Path) -> dict[str, Any]:
     """The audit of a config's step."""
     build.check(config, workdir)
-    built = build.build(config, workdir, metrics.Phases())
+    built = build.build(config, workdir, Phases())
     on, programs = built.strategy.describe(), built.strategy.compile()
     sizes = {mesh.DATA: on.num_replicas, mesh.STAGE: len(on.devices) // on.num_replicas}
     rows = audit.audit(programs, on, sizes)

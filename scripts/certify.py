@@ -22,10 +22,14 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from jaxpar import build, certificate, data, files, mesh, metrics, provenance, strategies
 from jaxpar import config as configs
-from jaxpar.certificate import QUANTITIES, TOLERANCES, Error
+from jaxpar import data, files, mesh, strategies
+from jaxpar.analysis import certificate
+from jaxpar.analysis.certificate import QUANTITIES, TOLERANCES, Error
 from jaxpar.errors import TrainingError, UserError
+from jaxpar.measure import provenance
+from jaxpar.measure.phases import Phases
+from jaxpar.run import build
 
 COLUMNS = {"start": "start", "gradient": "gradient", "update": "update", "optimizer": "moments", "alone": "runs apart"}
 
@@ -85,7 +89,7 @@ def certify(config: ConfigDict, workdir: Path, passes: int) -> dict[str, Any]:
     # GPUs would round what they multiply to 10 bits, and hide what is to be seen.
     with jax.default_matmul_precision("highest"):
         build.check(config, workdir)
-        run, reference = certificate.build(build.build(config, workdir, metrics.Phases()), passes)
+        run, reference = certificate.build(build.build(config, workdir, Phases()), passes)
         found = certificate.measure(run, reference)
         flags = provenance.flags()
     on, tolerance = run.strategy.describe(), None if run.strategy.differs else TOLERANCES[config.model.dtype]

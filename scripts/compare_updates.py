@@ -30,8 +30,9 @@ import numpy as np
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-from jaxpar import files, metrics
+from jaxpar import files
 from jaxpar.asynchronous import table
+from jaxpar.run import metrics
 
 # By name: overrides of config.asynchronous. The last ones are cures of async.
 CASES: dict[str, tuple[str, ...]] = {

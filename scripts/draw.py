@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 from jaxpar.errors import UserError
-from jaxpar.pipeline import draw, options
+from jaxpar.pipeline import flags as options
+from jaxpar.pipeline.tables import draw
 
 SUFFIXES = (".txt", ".svg", ".png")
 

@@ -17,7 +17,7 @@ import json
 import sys
 
 from jaxpar.errors import UserError
-from jaxpar.pipeline import options
+from jaxpar.pipeline import flags as options
 
 FIGURES = (
     "makespan",

@@ -18,12 +18,13 @@ from pathlib import Path
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxpar import checkpoint, watchdog
+from jaxpar import checkpoint
 from jaxpar import config as configs
 from jaxpar.errors import UserError
+from jaxpar.launch import watchdog
+from tests.checkpoint.test_private import VALUES
+from tests.launch.test_processes import assert_close
 from tests.runs import small_arguments
-from tests.test_private import VALUES
-from tests.test_processes import assert_close
 from tests.test_train import assert_bitwise_equal
 
 ROOT = Path(__file__).parent.parent
@@ -100,7 +101,7 @@ def launched(folder: Path, tmp_path: Path, *overrides: str, process: int, first:
     (tmp_path / "sitecustomize.py").write_text(once)
     own = arguments(folder, tmp_path / "run", *overrides, "--config.mesh.virtual_cpu_devices=1")
     launcher = subprocess.Popen(
-        [sys.executable, "-m", "jaxpar.launch", "--num_processes=2", "--max_restarts=1", "--", *own],
+        [sys.executable, "-m", "jaxpar.launch.launcher", "--num_processes=2", "--max_restarts=1", "--", *own],
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -114,9 +115,9 @@ def launched(folder: Path, tmp_path: Path, *overrides: str, process: int, first:
 
 IN_A_PHASE = """
     import os, signal
-    from jaxpar import metrics
+    from jaxpar.measure import phases
 
-    alive, left = metrics.Phases.alive, {signs}
+    alive, left = phases.Phases.alive, {signs}
 
     def ending(self):
         global left
@@ -126,7 +127,7 @@ IN_A_PHASE = """
             if left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    metrics.Phases.alive = ending
+    phases.Phases.alive = ending
 """
 AS_IT_WRITES = """
     import os, signal

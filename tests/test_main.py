@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from jaxpar import checkpoint, main
+from jaxpar.checkpoint import writer
 from jaxpar.errors import TrainingError, UserError
 from tests.runs import small_arguments
 from tests.test_train import stop_at
@@ -184,7 +185,7 @@ def test_whose_fault_a_checkpoint_is_that_cannot_be_written(
 
     saver = checkpoint.Saver(tmp_path / "checkpoints", keep=1, keep_best=False)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.ocp.CheckpointManager, "wait_until_finished", fails)
+        patch.setattr(writer.ocp.CheckpointManager, "wait_until_finished", fails)
         with pytest.raises(kind, match=r"^writing a checkpoint in .* failed: .*; there is none yet$"):
             saver.wait()
     saver.close()
@@ -209,7 +210,7 @@ def test_the_exit_code_of_a_run_that_was_stopped(
 
 TWO_SIGNALS = """
 import signal
-from jaxpar.interrupt import Interrupt
+from jaxpar.launch.signals import Interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with SIGINT ignored
 with Interrupt():
     signal.raise_signal(signal.SIGINT)

@@ -18,12 +18,14 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from jaxpar import build, checkpoint, metrics, strategies
+from jaxpar import checkpoint, strategies
 from jaxpar import config as configs
-from jaxpar.build import Run
-from jaxpar.interrupt import Interrupt
-from jaxpar.loop import Loop, Stopped
-from jaxpar.start import start
+from jaxpar.launch.signals import Interrupt
+from jaxpar.measure.phases import Phases
+from jaxpar.run import build, metrics
+from jaxpar.run.build import Run
+from jaxpar.run.loop import Loop, Stopped
+from jaxpar.run.start import start
 from jaxpar.state import Canonical
 from tests.runs import change_info
 from tests.strategies.pipelines import named, relative_error
@@ -85,7 +87,7 @@ class Runs:
         config, workdir = make_config(name), self._folder / name
         workdir.mkdir()
         build.check(config, workdir)
-        return build.build(config, workdir, metrics.Phases())
+        return build.build(config, workdir, Phases())
 
     @functools.cache  # noqa: B019
     def stopped(self, name: str) -> tuple[Path, list[np.ndarray]]:

@@ -10,8 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint, metrics, report, train
+from jaxpar import checkpoint, train
 from jaxpar.errors import TrainingError, UserError
+from jaxpar.run import metrics, report
 from tests.runs import small_config, write_csv
 
 

@@ -1,8 +1,8 @@
 """`pipeline`: the layers in stages over the devices, the batch in microbatches through them, by any schedule.
 
 Every schedule adds up the same gradients, so the training is that of `single` with as many accumulation steps as
-there are microbatches. Schedules are tables (jaxpar/pipeline/schedule.py); one engine runs them all
-(jaxpar/pipeline/engine.py). Replicas of the pipeline on the data axis agree on gradients by config.exchange.
+there are microbatches. Schedules are tables (jaxpar/pipeline/tables/schedule.py); one engine runs them all
+(jaxpar/pipeline/executor/engine.py). Replicas of the pipeline on the data axis agree on gradients by config.exchange.
 """
 
 import functools
@@ -28,16 +28,17 @@ from jaxpar.exchange.fuse import AllReduce
 from jaxpar.exchange.reduce import Traffic
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Batch
-from jaxpar.pipeline import partition, schedule, table_file
-from jaxpar.pipeline.engine import Engine
-from jaxpar.pipeline.lowering import Lowered, Shape, lower
-from jaxpar.pipeline.packing import Packed
-from jaxpar.pipeline.programs import REMATS
-from jaxpar.pipeline.stages import Stages
-from jaxpar.pipeline.state import SPECS, Form, PackedState, own, stacked
-from jaxpar.pipeline.table import BW, F, Table, is_training
-from jaxpar.pipeline.timeline import Timeline
-from jaxpar.pipeline.update import Update
+from jaxpar.pipeline.executor import partition
+from jaxpar.pipeline.executor.engine import Engine
+from jaxpar.pipeline.executor.lowering import Lowered, Shape, lower
+from jaxpar.pipeline.executor.packing import Packed
+from jaxpar.pipeline.executor.programs import REMATS
+from jaxpar.pipeline.executor.stages import Stages
+from jaxpar.pipeline.executor.state import SPECS, Form, PackedState, own, stacked
+from jaxpar.pipeline.executor.timeline import Timeline
+from jaxpar.pipeline.executor.update import Update
+from jaxpar.pipeline.tables import schedule, table_file
+from jaxpar.pipeline.tables.table import BW, F, Table, is_training
 from jaxpar.state import nbytes
 from jaxpar.step import Metrics, Problem
 from jaxpar.strategies import exchanges

@@ -24,8 +24,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from ml_collections import ConfigDict
 
-from jaxpar import audit, data, mesh, strategies
 from jaxpar import config as configs
+from jaxpar import data, mesh, strategies
+from jaxpar.analysis import audit
 from jaxpar.exchange import NAMES, compress, reduce
 from scripts.bench.steps import Contender, make_problem, race
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxpar.hlo import Array, Instruction, Program, Shares
+from jaxpar.measure.hlo import Array, Instruction, Program, Shares
 
 LIBRARIES = ("gemm", "matmul", "conv", "cublas", "cudnn", "onednn", "triton")
 

@@ -29,8 +29,10 @@ import jax
 import numpy as np
 from absl import logging
 
-from jaxpar import build, checkpoint, data, loop, mesh, metrics
+from jaxpar import checkpoint, data, mesh
 from jaxpar import config as configs
+from jaxpar.measure.phases import Phases
+from jaxpar.run import build, loop
 
 STEPS, EVERY = 400, 10
 RUN = {
@@ -207,7 +209,7 @@ def save(workdir: Path, rounds: int) -> None:
     mesh.start(config, data.cache_dir(config) / "xla")
     workdir.mkdir()
     build.check(config, workdir)
-    run = build.build(config, workdir, metrics.Phases())
+    run = build.build(config, workdir, Phases())
     saver = checkpoint.Saver(workdir / "checkpoints", keep=1, keep_best=False)
     batch = run.strategy.place(run.batches.batch(0))
     current = run.strategy.init(jax.random.key(0))

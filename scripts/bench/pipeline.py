@@ -28,7 +28,8 @@ from typing import NamedTuple
 import jax
 
 from jaxpar import config as configs
-from jaxpar import data, flops, mesh
+from jaxpar import data, mesh
+from jaxpar.measure import flops
 from jaxpar.step import abstract
 from scripts.bench import executed, pipeline_memory
 from scripts.bench.pipeline_case import (

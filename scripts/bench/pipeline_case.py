@@ -17,12 +17,12 @@ from jaxpar import step as steps
 from jaxpar import strategies
 from jaxpar.data import DataInfo
 from jaxpar.mesh import DATA
-from jaxpar.pipeline import partition
-from jaxpar.pipeline.engine import Engine
-from jaxpar.pipeline.lowering import NONE, Lowered, lower
-from jaxpar.pipeline.stages import Stages
-from jaxpar.pipeline.state import SPECS, Form, PackedState
-from jaxpar.pipeline.table import Table
+from jaxpar.pipeline.executor import partition
+from jaxpar.pipeline.executor.engine import Engine
+from jaxpar.pipeline.executor.lowering import NONE, Lowered, lower
+from jaxpar.pipeline.executor.stages import Stages
+from jaxpar.pipeline.executor.state import SPECS, Form, PackedState
+from jaxpar.pipeline.tables.table import Table
 from jaxpar.step import Problem
 from jaxpar.strategies import pipeline
 from scripts.bench import scan_and_mask

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar import step as steps
-from jaxpar.pipeline.engine import Engine
-from jaxpar.pipeline.packing import Packed
-from jaxpar.pipeline.programs import Given
+from jaxpar.pipeline.executor.engine import Engine
+from jaxpar.pipeline.executor.packing import Packed
+from jaxpar.pipeline.executor.programs import Given
 from jaxpar.state import State
 from jaxpar.strategies.pipeline import IN_PLACE
 from jaxpar.tasks import Sums

@@ -15,10 +15,12 @@ from pathlib import Path
 
 import jax
 
-from jaxpar import build, checkpoint, data, mesh, metrics
+from jaxpar import checkpoint, data, mesh
 from jaxpar import config as configs
-from jaxpar.interrupt import Interrupt
-from jaxpar.loop import Loop
+from jaxpar.launch.signals import Interrupt
+from jaxpar.measure.phases import Phases
+from jaxpar.run import build, metrics
+from jaxpar.run.loop import Loop
 from scripts.bench.steps import arguments_of
 
 ROUNDS = 3
@@ -35,7 +37,7 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         workdir = Path(folder)
         build.check(config, workdir)
-        built = build.build(config, workdir, metrics.Phases())
+        built = build.build(config, workdir, Phases())
         run = built._replace(dataset=built.dataset._replace(validation=None))
         batches = [run.strategy.place(run.batches.batch(step)) for step in range(STEPS)]
         for number in range(ROUNDS + 1):

@@ -9,7 +9,7 @@ import pytest
 from jaxpar import config as configs
 from jaxpar import train
 from scripts import compare_updates
-from tests.test_private import config as small_run
+from tests.checkpoint.test_private import config as small_run
 
 
 @pytest.fixture

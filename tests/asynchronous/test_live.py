@@ -14,8 +14,8 @@ from jaxpar.asynchronous.table import Table
 from jaxpar.errors import UserError
 from jaxpar.strategies import Strategy
 from tests.asynchronous.test_engines import asynchronous
+from tests.checkpoint.test_private import config as small_run
 from tests.strategies.pipelines import NUM_STEPS, Task, make, make_batch, named, start
-from tests.test_private import config as small_run
 
 MLP, BERT = Task("mlp", "classification", layers=1), Task("bert", "classification", layers=1)
 RUNS: dict[str, tuple[Task, tuple[str, ...], dict[str, Any]]] = {

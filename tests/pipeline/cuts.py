@@ -1,4 +1,4 @@
-"""Runs and looks into what jaxpar.pipeline.split_backward cuts, as the tests of this folder do."""
+"""Runs and looks into what jaxpar.pipeline.executor.split_backward cuts, as the tests of this folder do."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from jaxpar.flops import forward_flops
-from jaxpar.pipeline.split_backward import Cut, Source
+from jaxpar.measure.flops import forward_flops
+from jaxpar.pipeline.executor.split_backward import Cut, Source
 
 
 def given(sources: Sequence[Source], leaves: Sequence[Any], action: int) -> list[Any]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.pipeline.table_file import load
-from jaxpar.pipeline.validate import peak_held
+from jaxpar.pipeline.tables.table_file import load
+from jaxpar.pipeline.tables.validate import peak_held
 
 ROOT = Path(__file__).parents[2]
 RUN = "import runpy, sys; sys.argv = sys.argv[1:]; code = 0\n"

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import audit
+from jaxpar.analysis import audit
 from jaxpar.asynchronous import options, server, table
 from jaxpar.state import nbytes
 from tests.asynchronous.test_engines import RANDOM, asynchronous

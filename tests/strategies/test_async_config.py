@@ -7,8 +7,8 @@ import pytest
 
 from jaxpar import train
 from jaxpar.asynchronous import table
+from tests.checkpoint.test_private import config as small_run
 from tests.runs import refused
-from tests.test_private import config as small_run
 from tests.test_train import assert_bitwise_equal, stop_at
 
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {

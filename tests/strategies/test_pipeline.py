@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from jaxpar.pipeline.schedule import SCHEDULES
+from jaxpar.pipeline.tables.schedule import SCHEDULES
 from tests.strategies.pipelines import (
     NUM_STEPS,
     RESNET_BLOCKS,

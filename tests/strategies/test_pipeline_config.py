@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.pipeline.schedule import build
-from jaxpar.pipeline.table_file import save
+from jaxpar.pipeline.tables.schedule import build
+from jaxpar.pipeline.tables.table_file import save
 from tests.runs import refused
 
 HEADER = "clock,device,kind,microbatch,chunk"

@@ -8,7 +8,8 @@ import jax
 import pytest
 from ml_collections import ConfigDict
 
-from jaxpar import checkpoint, metrics, train
+from jaxpar import checkpoint, train
+from jaxpar.run import metrics
 from tests.runs import small_config
 from tests.test_train import assert_bitwise_equal, stop_at
 

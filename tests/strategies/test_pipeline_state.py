@@ -9,9 +9,9 @@ import pytest
 
 from jaxpar import mesh as meshes
 from jaxpar.optimizer import OPTIMIZERS
-from jaxpar.pipeline import partition
-from jaxpar.pipeline.stages import Stages
-from jaxpar.pipeline.state import Form, PackedState
+from jaxpar.pipeline.executor import partition
+from jaxpar.pipeline.executor.stages import Stages
+from jaxpar.pipeline.executor.state import Form, PackedState
 from jaxpar.state import Canonical
 from jaxpar.strategies.pipeline import build_table
 from tests.strategies.pipelines import (

@@ -10,16 +10,16 @@ from jax.sharding import PartitionSpec
 from jaxpar import mesh as meshes
 from jaxpar.exchange.presets import ddp
 from jaxpar.exchange.reduce import Axis
-from jaxpar.pipeline import partition
-from jaxpar.pipeline.lowering import lower
-from jaxpar.pipeline.schedule import build
-from jaxpar.pipeline.search import search
-from jaxpar.pipeline.simulate import Times
-from jaxpar.pipeline.stages import Stages
-from jaxpar.pipeline.state import SPECS, Form
-from jaxpar.pipeline.table import BW, Action, F, Table, loop_stages, place
-from jaxpar.pipeline.table_file import save
-from jaxpar.pipeline.validate import check
+from jaxpar.pipeline.executor import partition
+from jaxpar.pipeline.executor.lowering import lower
+from jaxpar.pipeline.executor.stages import Stages
+from jaxpar.pipeline.executor.state import SPECS, Form
+from jaxpar.pipeline.search.search import search
+from jaxpar.pipeline.tables.schedule import build
+from jaxpar.pipeline.tables.simulate import Times
+from jaxpar.pipeline.tables.table import BW, Action, F, Table, loop_stages, place
+from jaxpar.pipeline.tables.table_file import save
+from jaxpar.pipeline.tables.validate import check
 from jaxpar.strategies import pipeline as strategy
 from tests.strategies.pipelines import (
     NUM_MICROBATCHES,

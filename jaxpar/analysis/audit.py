@@ -1,0 +1,198 @@
+"""What the compiled programs of a step send and hold, next to what the theory of its strategy says."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxpar.measure import hlo
+from jaxpar.strategies import Description
+from jaxpar.strategies.strategy import ON_HOST, Program
+
+# By operation: what a device sends of its operands' bytes, in a group of g devices; by the ring algorithms.
+SENT = {
+    "all-reduce": lambda g: 2 * (g - 1) / g,
+    "reduce-scatter": lambda g: (g - 1) / g,
+    "all-gather": lambda g: g - 1,
+    "all-to-all": lambda g: (g - 1) / g,
+    "collective-permute": lambda g: 1,
+}
+OTHERS = ("collective-broadcast", "ragged-all-to-all", "send", "recv")  # no strategy has them
+FIGURES = "figures"  # the loss, norms, weights of batches: a few numbers
+MAX_FIGURES, FIGURES_BYTES = 8, 1024  # in one all-reduce; in a step
+TOLERANCE = 0.05
+# By the names of a state's fields.
+PARTS = {"own": "own", "params": "parameters", "optimizer": "optimizer", "waiting": "waiting", "cures": "cures"}
+INPUTS, TEMPORARY = "inputs", "temporary"
+
+
+class Row(NamedTuple):
+    """One kind of collective: bytes that a device sends in a step.
+
+    Attributes:
+      axis: of the mesh; or the groups of devices, where they are of no axis.
+      number: of collectives a step, for what a program may have put together.
+      theory: None: no formula has such a collective.
+      required: of theory's bytes; the others XLA can save.
+    """
+
+    kind: str
+    axis: str
+    dtype: str
+    number: float
+    nbytes: float
+    theory: float | None
+    required: float = 0.0
+
+    @property
+    def ratio(self) -> float | None:
+        """Of the bytes to those of theory."""
+        return self.nbytes / self.theory if self.theory else None
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether theory has as much."""
+        if self.kind == "copy":  # is in no program
+            return True
+        if self.dtype == FIGURES:
+            return self.nbytes <= FIGURES_BYTES
+        if self.theory is None:
+            return False
+        return (1 - TOLERANCE) * self.required <= self.nbytes <= (1 + TOLERANCE) * self.theory
+
+
+def audit(programs: Sequence[Program], description: Description, mesh: Mapping[str, int]) -> list[Row]:
+    """What the programs send, by kind; and what theory has that they do not.
+
+    Args:
+      programs: of a step.
+      description: of the strategy.
+      mesh: size by axis, the slowest first.
+    """
+    measured: dict[tuple[str, str, str], list[float]] = {}
+    for program in programs:
+        text, branches = program.compiled.as_text(), program.branches
+        assert text is not None
+        for (kind, groups, dtype), (count, nbytes) in _collectives(text, branches).items():
+            entry = measured.setdefault((kind, axis_of(groups, mesh), dtype), [0.0, 0.0])
+            entry[0], entry[1] = entry[0] + count, entry[1] + nbytes
+    theory: dict[tuple[str, str, str], list[float]] = {}
+    for one in description.traffic:
+        entry = theory.setdefault((one.kind, one.axis, one.dtype), [0.0, 0.0])
+        entry[0], entry[1] = entry[0] + one.nbytes, entry[1] + one.nbytes * one.required
+    keys = sorted(measured.keys() | {key for key, (nbytes, _) in theory.items() if nbytes})
+    return [Row(*key, *measured.get(key, [0.0, 0.0]), *theory.get(key, [None, 0.0])) for key in keys]
+
+
+def _collectives(text: str, branches: Mapping[str, tuple[float, ...]]) -> dict[Any, tuple[float, float]]:
+    """(kind, groups, dtype) -> number of them, and bytes a device sends in a step."""
+
+    def value(instruction: hlo.Instruction, operands: Sequence[hlo.Array]) -> Mapping[Any, float] | None:
+        kind = instruction.operation.removesuffix("-start")
+        if kind in OTHERS:
+            return {("bytes", kind, (), "?"): sum(array.nbytes for array in operands), ("count", kind, (), "?"): 1.0}
+        if kind not in SENT:
+            return None
+        groups = _groups(instruction)
+        counts: dict[Any, float] = {}
+        for array in operands:
+            is_figure = math.prod(array.dims) <= MAX_FIGURES and kind == "all-reduce"
+            key = (kind, groups, FIGURES if is_figure else hlo.NAMES.get(array.dtype, array.dtype))
+            size = max(len(group) for group in groups) if groups else 1
+            counts["bytes", *key] = counts.get(("bytes", *key), 0.0) + SENT[kind](size) * array.nbytes
+            counts["count", *key] = 1.0
+        return counts
+
+    def shares(source: str) -> Sequence[float] | None:
+        names = [name for name in branches if f"/{name}/" in source]
+        return branches[names[-1]] if names else None
+
+    total: Any = hlo.Program(text).total(value, shares)
+    return {key[1:]: (total["count", *key[1:]], nbytes) for key, nbytes in total.items() if key[0] == "bytes"}
+
+
+def _groups(instruction: hlo.Instruction) -> tuple[tuple[int, ...], ...]:
+    """Devices that exchange with each other. Of a permute: those that its pairs join."""
+    if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", instruction.line):
+        found = re.findall(r"\{?(\d+),(\d+)", pairs[1])
+        return tuple(sorted(tuple(sorted(group)) for group in _joined([(int(a), int(b)) for a, b in found])))
+    if listed := re.search(r"replica_groups=\{(\{.*?\})\}", instruction.line):
+        groups = [tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1])]
+        return tuple(sorted(groups))
+    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", instruction.line):
+        shape, dims, order = [[int(x) for x in part.split(",")] if part else [] for part in iota.groups()]
+        numbers = np.arange(math.prod(dims)).reshape(dims).transpose(order or range(len(dims))).reshape(shape)
+        return tuple(sorted(tuple(sorted(row)) for row in numbers.tolist()))
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", instruction.line):
+        sizes = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", named[1])}
+        along = [list(sizes).index(axis) for axis in re.findall(r"'([^']+)'", named[2])]
+        numbers = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        rows = np.moveaxis(numbers, along, range(-len(along), 0))
+        rows = rows.reshape(-1, math.prod(numbers.shape[axis] for axis in along))
+        return tuple(sorted(tuple(sorted(row)) for row in rows.tolist()))
+    raise ValueError(f"devices in a form that is not known: {instruction.line}")
+
+
+def _joined(pairs: Sequence[tuple[int, int]]) -> list[set[int]]:
+    groups: list[set[int]] = []
+    for pair in pairs:
+        own = set(pair).union(*[group for group in groups if group & set(pair)])
+        groups = [group for group in groups if not group & own] + [own]
+    return groups
+
+
+def axis_of(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> str:
+    """The mesh axis along which the groups lie: all of each in one line of it. Else the groups, in words."""
+    numbers = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
+    for index, (axis, size) in enumerate(mesh.items()):
+        lines = np.moveaxis(numbers, index, -1).reshape(-1, size)
+        if size > 1 and all(any(set(group) <= set(line) for line in lines.tolist()) for group in groups):
+            return axis
+    return "+".join(axis for axis, size in mesh.items() if size > 1) if len(groups) == 1 else str(groups)
+
+
+class Held(NamedTuple):
+    """Bytes of one kind that a device holds in a step: in its programs' arguments, and in theory. None: it has none."""
+
+    nbytes: int | None
+    theory: int | None
+
+
+def memory(programs: Sequence[Program], description: Description) -> list[dict[str, Held]]:
+    """By device, bytes by what they are: parts of the state, inputs (batches, plans, gradients sent), temporary."""
+    found: list[dict[str, int]] = [{} for _ in description.devices]
+    for program in programs:
+        analysis = program.compiled.memory_analysis()
+        assert analysis is not None
+        arguments = _arguments(program)
+        for device, parts in zip(description.devices, found, strict=True):
+            if device in arguments:
+                own = arguments[device] | {TEMPORARY: analysis.temp_size_in_bytes}
+                parts |= {name: max(parts.get(name, 0), nbytes) for name, nbytes in own.items()}
+    return [
+        {name: Held(parts.get(name, theory.get(name) and None), theory.get(name)) for name in {**theory, **parts}}
+        for parts, theory in zip(found, description.memory, strict=True)
+    ]
+
+
+def _arguments(program: Program) -> dict[jax.Device, dict[str, int]]:
+    """Bytes of a program's arguments, by device and part of the state."""
+    structure: Any
+    paths, structure = jax.tree_util.tree_flatten_with_path(program.compiled.args_info)
+    shardings = structure.flatten_up_to(program.compiled.input_shardings)
+    found: dict[jax.Device, dict[str, int]] = {}
+    for (path, info), sharding in zip(paths, shardings, strict=True):
+        if sharding is None:  # the program has no use for it
+            continue
+        names = [*program.arguments[path[1].idx : path[1].idx + 1]] if path[0].idx == 0 else []
+        names += [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+        part = next((PARTS[name] for name in PARTS if name in names), INPUTS)
+        part += ON_HOST if sharding.memory_kind == "pinned_host" else ""
+        nbytes = math.prod(sharding.shard_shape(info.shape)) * np.dtype(info.dtype).itemsize
+        for device in sharding.device_set:
+            parts = found.setdefault(device, {})
+            parts[part] = parts.get(part, 0) + nbytes
+    return found

@@ -1,0 +1,251 @@
+"""A certificate: what a strategy computes, held to what one device computes, step by step.
+
+A step is a gradient and an update, and each is compared on its own. Before each step of the strategy, the reference
+(`single`) is given the strategy's canonical state and the same batch, and takes the step too: losses, gradient norms
+and gradients must agree. Then one device applies the optimizer to the *strategy's* gradient: parameters and optimizer
+state must agree with what the strategy has after the step. So a run is right where its start, its gradients and its
+updates are; and rounding is not taken for a mistake. In two runs apart it would grow: Adam makes full steps of a
+gradient that is zero but for rounding, such as that of a key's bias. How far such runs are apart is told, not judged.
+
+The gradient is what the optimizer is given: `recording` in front of it keeps that in the state.
+"""
+
+import functools
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxpar import state as states
+from jaxpar import step as steps
+from jaxpar import strategies
+from jaxpar.errors import TrainingError
+from jaxpar.run.build import Run
+from jaxpar.run.start import start
+from jaxpar.state import Canonical
+from jaxpar.step import Metrics
+from jaxpar.strategies import Strategy, single
+
+# Relative errors by the dtype of the computation. A gradient's is larger, as it may be a small sum of thousands of
+# large terms. In bfloat16 each share of a batch has its gradient rounded to 8 bits before shares are added up.
+TOLERANCES = {
+    "float32": {"figures": 1e-6, "start": 1e-6, "gradient": 1e-5, "update": 1e-6, "optimizer": 1e-6},
+    "bfloat16": {"figures": 2**-8, "start": 1e-6, "gradient": 2**-7, "update": 1e-6, "optimizer": 1e-6},
+}
+FIGURES = ("loss", "gradient norm")
+QUANTITIES = ("start", "gradient", "update", "optimizer", "alone")  # of a layer; the last is not judged
+
+Leaves = Mapping[str, np.ndarray]
+
+
+class Recorded(NamedTuple):
+    """State of `recording`: the gradient that the optimizer was last given."""
+
+    last_gradient: Any
+
+
+def recording() -> optax.GradientTransformation:
+    """Passes gradients on as they are, and keeps them in its state."""
+
+    def init(params: Any) -> Recorded:
+        return Recorded(jax.tree.map(jnp.zeros_like, params))
+
+    return optax.GradientTransformation(init, lambda grads, state, params=None: (grads, Recorded(grads)))
+
+
+class Error(NamedTuple):
+    """How far arrays are from the reference's.
+
+    Attributes:
+      bitwise: they are equal to the last bit.
+      ulps: the largest difference, in units in the last place of the largest value of them all.
+      relative: norm of the difference / norm, of all of them together; infinite where the norm is zero.
+    """
+
+    bitwise: bool
+    ulps: float
+    relative: float
+
+
+def compare(got: Leaves, expected: Leaves) -> Error:
+    """The error of arrays with the same names."""
+    assert got.keys() == expected.keys(), got.keys() ^ expected.keys()
+    pairs = [(np.asarray(got[name]), np.asarray(value)) for name, value in expected.items()]
+    bitwise = all(a.tobytes() == b.tobytes() for a, b in pairs)
+    differences = [a.astype(np.float64) - b for a, b in pairs]
+    largest = max((np.abs(b).max() for _, b in pairs if b.size), default=0.0)
+    ulps = max((np.abs(d).max() for d in differences if d.size), default=0.0) / np.spacing(np.float32(largest))
+    square, total = (
+        sum(float((x.astype(np.float64) ** 2).sum()) for x in of) for of in (differences, expected.values())
+    )
+    relative = np.sqrt(square / total) if total else (np.inf if square else 0.0)
+    return Error(bitwise, float(ulps), float(relative))
+
+
+def worst(errors: Iterable[Error]) -> Error:
+    """Of several steps, in each respect."""
+    bitwise, ulps, relative = zip(*errors, strict=True)
+    return Error(all(bitwise), float(np.max(ulps)), float(np.max(relative)))  # of which one that is not a number is all
+
+
+class Snapshot(NamedTuple):
+    """A canonical state on the host, by layer where it belongs to one.
+
+    Attributes:
+      tree: the state.
+      params: of each layer.
+      gradient: that the optimizer was last given; empty where the strategy has an optimizer of its own.
+      optimizer: its moments.
+      counters: what belongs to no layer: the step, the run's key, the optimizer's steps.
+    """
+
+    tree: Canonical
+    params: dict[str, Leaves]
+    gradient: dict[str, Leaves]
+    optimizer: dict[str, Leaves]
+    counters: Leaves
+
+
+def snapshot(strategy: Strategy, state: Any) -> Snapshot:
+    """Of a strategy's state; copied, as the next step takes its arrays."""
+    tree = jax.tree.map(np.array, strategy.to_canonical(state))
+    recorded = tree["optimizer"].get("0", {}).get("last_gradient", {})
+    optimizer, counters = by_layer(tree["optimizer"]["1"] if recorded else {}, tree["params"])
+    counters |= {"step": tree["step"], "key": tree["key"]}
+    params, gradient = by_layer(tree["params"], tree["params"])[0], by_layer(recorded, tree["params"])[0]
+    return Snapshot(tree, params, gradient, optimizer, counters)
+
+
+def by_layer(tree: Any, layers: Collection[str]) -> tuple[dict[str, Leaves], dict[str, np.ndarray]]:
+    """The leaves of each layer, by path, and those that have no layer's name in theirs."""
+    found: dict[str, dict[str, np.ndarray]] = {}
+    rest: dict[str, np.ndarray] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        layer = next((part.key for part in path if part.key in layers), None)
+        (rest if layer is None else found.setdefault(layer, {}))[jax.tree_util.keystr(path)] = leaf
+    return dict(found), rest
+
+
+class Reference:
+    """One device, which is given any state."""
+
+    def __init__(self, run: Run):
+        """run: of strategy `single`, with an optimizer that records."""
+        self.strategy, problem = run.strategy, run.problem
+        self._like = jax.eval_shape(functools.partial(states.init, problem.model, problem.optimizer), jax.random.key(0))
+        self._update = jax.jit(functools.partial(steps.update, problem))
+
+    def step(self, tree: Canonical, batch: Mapping[str, np.ndarray]) -> tuple[Snapshot, Metrics]:
+        """A step from a canonical state."""
+        state, figures = self.strategy.step(self.strategy.from_canonical(tree), self.strategy.place(batch))
+        return snapshot(self.strategy, state), figures
+
+    def update(self, before: Canonical, after: Canonical, figures: Metrics) -> Snapshot:
+        """What the optimizer makes of the state before a step and the gradient that is recorded in the one after it."""
+        grads = states.from_canonical(after, self._like).optimizer[0].last_gradient
+        state, _ = self._update(states.from_canonical(before, self._like), grads, *jax.device_get(figures)[:2])
+        return snapshot(self.strategy, state)
+
+
+class Found(NamedTuple):
+    """What a comparison found.
+
+    Attributes:
+      figures: {"loss": its worst error, "gradient norm": likewise}.
+      layers: {layer: {quantity: its worst error}}. Where the strategy differs by intent, gradient and figures are of
+        the first step alone, and there are no update and optimizer.
+      counters: the names of those that the strategy has other values of.
+      batches: that the steps were taken on.
+    """
+
+    figures: dict[str, Error]
+    layers: dict[str, dict[str, Error]]
+    counters: list[str]
+    batches: list[int]
+
+
+def build(run: Run, passes: int) -> tuple[Run, Run]:
+    """The run, with an optimizer that records gradients, and its reference, which takes a batch in so many passes."""
+    problem = run.problem._replace(optimizer=optax.chain(recording(), run.problem.optimizer))
+    whole = problem._replace(accumulation_steps=passes)
+    ours = run._replace(problem=problem, strategy=strategies.build(run.config, problem))
+    return ours, run._replace(problem=whole, strategy=single.build(run.config, whole))
+
+
+def batches(run: Run) -> list[int]:
+    """The run's batches; in the place of the last one the one with rows that pad, where the epoch has one elsewhere."""
+
+    def is_short(count: int) -> bool:
+        return run.batches.examples_before(count + 1) < (count + 1) * run.config.batch_size
+
+    in_epoch = run.batches.steps_per_epoch
+    padded = bisect_left(range(in_epoch), True, key=is_short)
+    if not run.num_steps <= padded < in_epoch:
+        return [*range(run.num_steps)]
+    return [*range(run.num_steps - 1), padded]
+
+
+def measure(run: Run, reference: Run) -> Found:
+    """Runs both, as `build` made them, for the run's steps. Raises TrainingError where one gives what is not finite."""
+    strategy, one_device = run.strategy, Reference(reference)
+    (state, _), (alone, _) = start(run), start(reference)
+    after = snapshot(strategy, state)
+    errors: dict[tuple[str, str], list[Error]] = {}  # (layer, quantity), or ("", figure)
+    add(errors, "start", after.params, snapshot(reference.strategy, alone).params)
+    counters: set[str] = set()
+    for count, number in enumerate(batches(run)):
+        batch, before = run.batches.batch(number), after
+        alone, expected_figures = reference.strategy.step(alone, reference.strategy.place(batch))
+        if not strategy.differs:
+            expected, expected_figures = one_device.step(before.tree, batch)
+        elif count == 0:  # where both still have the same state
+            expected = snapshot(reference.strategy, alone)
+        state, figures = strategy.step(state, strategy.place(batch))
+        after = snapshot(strategy, state)
+        if count == 0 or not strategy.differs:
+            add(errors, "", *(in_words(of, number) for of in (figures, expected_figures)))
+            add(errors, "gradient", after.gradient, expected.gradient)
+        if not strategy.differs:
+            updated = one_device.update(before.tree, after.tree, figures)
+            add(errors, "update", after.params, updated.params)
+            add(errors, "optimizer", after.optimizer, updated.optimizer)
+            counters |= {name for name, value in updated.counters.items() if (after.counters[name] != value).any()}
+    add(errors, "alone", after.params, snapshot(reference.strategy, alone).params)
+    found = {key: worst(of) for key, of in errors.items()}
+    layers = [layer.name for layer in run.problem.model.layers if layer.name in after.params]
+    by_quantity = {layer: {q: found[layer, q] for q in QUANTITIES if (layer, q) in found} for layer in layers}
+    figures_found = {name: found[name, ""] for name in FIGURES}
+    return Found(figures_found, by_quantity, sorted(counters), batches(run))
+
+
+def add(
+    errors: dict[tuple[str, str], list[Error]], quantity: str, got: Mapping[str, Leaves], expected: Mapping[str, Leaves]
+) -> None:
+    """Compares a quantity of each layer; nothing where there is nothing to compare."""
+    for layer, leaves in got.items():
+        errors.setdefault((layer, quantity), []).append(compare(leaves, expected[layer]))
+
+
+def in_words(figures: Metrics, batch: int) -> dict[str, Leaves]:
+    """The figures of a step that are compared, as layers are."""
+    sums, norm, finite = jax.device_get(figures)
+    if not finite:
+        raise TrainingError(f"the loss or the gradient of batch {batch} is not finite: there is nothing to compare")
+    return {name: {name: value} for name, value in zip(FIGURES, (sums.loss / sums.weight, norm), strict=True)}
+
+
+def outside(found: Found, tolerance: Mapping[str, float]) -> list[str]:
+    """What is not within the tolerance, and where."""
+    wrong = [(name, error, tolerance["figures"]) for name, error in found.figures.items()]
+    for layer, errors in found.layers.items():
+        wrong += [(f"{q} of {layer}", error, tolerance[q]) for q, error in errors.items() if q in tolerance]
+    lines = [
+        f"{name}: {error.relative:.1e}, tolerance {most:.1e}"
+        for name, error, most in wrong
+        if not error.relative <= most
+    ]
+    return lines + [f"{name}: another value than the reference's" for name in found.counters]

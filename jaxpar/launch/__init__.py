@@ -1,0 +1,1 @@
+"""Processes: how they are started, find each other, are stopped, and end."""

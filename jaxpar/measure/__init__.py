@@ -1,0 +1,1 @@
+"""Counting and reading: FLOPs, compiled programs, seconds, versions."""

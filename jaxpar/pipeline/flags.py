@@ -1,0 +1,146 @@
+"""The command line that scripts/simulate.py and scripts/draw.py share: which schedule, and what its actions take."""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from jaxpar.errors import UserError, nearest
+from jaxpar.pipeline.search.search import Found, search
+from jaxpar.pipeline.tables.schedule import SCHEDULES, build
+from jaxpar.pipeline.tables.simulate import Simulation, Times, simulate
+from jaxpar.pipeline.tables.table_file import is_file, load, save
+
+
+class Parser(argparse.ArgumentParser):
+    """Tells a mistake in one line on stderr, with the flag that may have been meant, and ends with exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Without the usage that argparse prints before the message."""
+        print(f"jaxpar: {message}", file=sys.stderr)
+        sys.exit(2)
+
+    def parse(self) -> argparse.Namespace:
+        """The flags of this process."""
+        arguments, unknown = self.parse_known_args()
+        if unknown:
+            flag = unknown[0].split("=")[0]
+            self.error(f"{flag} is not a flag.{nearest(flag, self._option_string_actions)}")
+        return arguments
+
+
+def parser(description: str) -> Parser:
+    """With the flags of a schedule and its times."""
+    result = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = result.add_argument
+    add("--schedule", help=f"{', '.join(SCHEDULES)}, or the path of a CSV table")
+    add("--num_stages", type=int, metavar="P", help="devices")
+    add("--num_microbatches", type=int, metavar="M")
+    add("--num_chunks", type=int, metavar="V", help="stages of a device; by default those that the schedule has")
+    for kind, what in (("forward", "F"), ("backward", "B, without W"), ("weight", "W")):
+        add(f"--{kind}", default="1", help=f"time of {what}, one microbatch on a device; or one by device: 1,1.5,1")
+    add("--communication", default="0", help="time from the end of an action to the use of its result elsewhere")
+    add("--auto", action="store_true", help="search for a schedule")
+    add(
+        "--memory_limit",
+        type=float,
+        help="of --auto: microbatches of a device between F and W; by default --num_stages",
+    )
+    add("--weight_memory", type=float, help="of --auto: what a microbatch counts for between B and W; by default 1")
+    add("--save", type=Path, metavar="FILE.csv", help="write the table")
+    return result
+
+
+def find(arguments: argparse.Namespace) -> tuple[Found, Simulation]:
+    """The schedule that the flags ask for, its name, and what it costs. Writes it where they say so.
+
+    Raises:
+      UserError: one line.
+    """
+    times = Times(*(_times(kind, getattr(arguments, kind)) for kind in Times._fields))
+    communication = _time(arguments.communication)
+    if communication is None:
+        raise UserError(f"--communication is {arguments.communication!r}; it must be a time, at least 0")
+    try:
+        found = _auto(arguments, times, communication) if arguments.auto else _named(arguments)
+        _check_devices(times, found.table.num_devices)
+        simulation = simulate(found.table, times, communication)
+        if arguments.save:
+            save(found.table, arguments.save)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    except OSError as error:
+        raise UserError(f"--save is {arguments.save}: {error.strerror}") from error
+    return found, simulation
+
+
+def _named(arguments: argparse.Namespace) -> Found:
+    name = arguments.schedule
+    if name is None:
+        raise UserError("--schedule is missing; it names a schedule or a CSV table (or use --auto)")
+    for flag in ("memory_limit", "weight_memory"):
+        if getattr(arguments, flag) is not None:
+            raise UserError(f"--{flag} is for --auto")
+    if is_file(name):
+        table = load(name)
+        for flag, of_table in zip(("num_stages", "num_chunks", "num_microbatches"), table[:3], strict=True):
+            if getattr(arguments, flag) not in (None, of_table):
+                raise UserError(f"--{flag} is {getattr(arguments, flag)}; {name} has {of_table}")
+        return Found(Path(name).name, table)
+    num_stages, num_microbatches = _sizes(arguments)
+    num_chunks = arguments.num_chunks
+    if num_chunks is None:
+        num_chunks = SCHEDULES[name].num_chunks if name in SCHEDULES else 1
+    return Found(name, build(name, num_devices=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks))
+
+
+def _auto(arguments: argparse.Namespace, times: Times, communication: float) -> Found:
+    if arguments.schedule is not None:
+        raise UserError(f"--auto searches for a schedule, and --schedule names {arguments.schedule}; give one of them")
+    num_stages, num_microbatches = _sizes(arguments)
+    _check_devices(times, num_stages)
+    limit = num_stages if arguments.memory_limit is None else arguments.memory_limit
+    weight_memory = 1.0 if arguments.weight_memory is None else arguments.weight_memory
+    if not 0 <= weight_memory <= 1:
+        raise UserError(f"--weight_memory is {weight_memory:g}; it must be from 0 to 1")
+    candidates: list[tuple[float, int, Found]] = []
+    for num_chunks in (1, 2) if arguments.num_chunks is None else (arguments.num_chunks,):
+        sizes = (num_stages, num_microbatches, num_chunks)
+        try:
+            found = search(times, communication, limit, *sizes, weight_memory=weight_memory)
+        except ValueError:
+            if not candidates and (num_chunks == 2 or arguments.num_chunks is not None):
+                raise
+            continue
+        candidates.append((simulate(found.table, times, communication).cost, num_chunks, found))
+    return min(candidates)[-1]
+
+
+def _sizes(arguments: argparse.Namespace) -> tuple[int, int]:
+    for flag in ("num_stages", "num_microbatches"):
+        value = getattr(arguments, flag)
+        if value is None or value < 1:
+            raise UserError(f"--{flag} is {'missing' if value is None else value}; it must be at least 1")
+    return arguments.num_stages, arguments.num_microbatches
+
+
+def _times(flag: str, text: str) -> float | list[float]:
+    values = [time for part in text.split(",") if (time := _time(part)) is not None]
+    if len(values) != text.count(",") + 1:
+        raise UserError(f"--{flag} is {text!r}; it must be a time, at least 0, or one by device: 1,1.5,1")
+    return values if len(values) > 1 else values[0]
+
+
+def _check_devices(times: Times, num_devices: int) -> None:
+    for flag, of_devices in times._asdict().items():
+        if isinstance(of_devices, list) and len(of_devices) != num_devices:
+            raise UserError(f"--{flag} has {len(of_devices)} times for {num_devices} devices")
+
+
+def _time(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if 0 <= value < math.inf else None

@@ -1,0 +1,1 @@
+"""Finds a schedule for given times and memory."""

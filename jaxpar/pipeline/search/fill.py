@@ -1,0 +1,135 @@
+"""Where W goes: a skeleton, which is an order of F and B alone, is run on a time axis and W put in between.
+
+The rules are of Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 3.1: W where a device waits, and where it
+is short of memory.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxpar.pipeline.tables.simulate import Time, Times
+from jaxpar.pipeline.tables.table import ORDER_IN_CLOCK, Action, B, F, W, homes, inputs
+
+Orders = list[list[Action]]  # by device
+
+# Whether a W goes before an action that waits: from the length of the gap, that of W, and by how much the device has
+# waited less so far than the one that has waited most.
+RULES: dict[str, Callable[[Time, Time, Time], bool]] = {
+    "where it fits": lambda gap, w, slack: gap >= w,
+    "where half of it fits": lambda gap, w, slack: 2 * gap >= w,
+    "where the widest bubble would widen": lambda gap, w, slack: gap >= w or gap > slack,
+    "in every gap": lambda gap, w, slack: True,
+}
+
+
+class Problem(NamedTuple):
+    """What a search is for. `memory` is in microbatches of a chunk."""
+
+    num_devices: int
+    num_microbatches: int
+    num_chunks: int
+    times: Times
+    communication: Time
+    memory: float
+    weight_memory: float  # what a microbatch counts for between its B and its W
+
+    def change(self, kind: int) -> float:
+        """What an action of a kind adds to what its device holds."""
+        return (1, self.weight_memory - 1, -self.weight_memory, -1)[kind]
+
+    def fits(self, held: float) -> bool:
+        """Whether a device may hold so much; sums of weight_memory are rounded."""
+        return held <= self.memory + 1e-6
+
+
+class Skeleton(NamedTuple):
+    """Orders of F and B alone, by device; `stages` by [device, chunk]."""
+
+    name: str
+    stages: np.ndarray
+    orders: Orders
+
+
+class Filling:
+    """One skeleton with W put in by one of RULES."""
+
+    def __init__(self, problem: Problem, skeleton: Skeleton, rule: str):
+        p = problem.num_devices
+        self.problem, self.skeleton, self.rule = problem, skeleton, rule
+        self.orders: Orders = [[] for _ in range(p)]
+        self._home = homes(skeleton.stages)
+        self._stages = skeleton.stages.tolist()
+        self._durations = problem.times.by_kind(p, problem.num_chunks)
+        self._ends: dict[tuple[int, int, int], Time] = {}  # by order in clock, microbatch, stage
+        self._starts: list[Time] = [0] * p
+        self._now: list[Time] = [0] * p
+        self._waited: list[Time] = [0] * p
+        self._held: list[float] = [0] * p
+        self._owed: list[list[Action]] = [[] for _ in range(p)]  # W, oldest first
+
+    def rank(self) -> tuple[Time, Time]:
+        """The cost, then all spans together."""
+        spans = [end - start for start, end in zip(self._starts, self._now, strict=True)]
+        return max(spans), sum(spans)
+
+    def run(self) -> bool:
+        """Whether the skeleton comes to its end within the memory."""
+        left = [iter(order) for order in self.skeleton.orders]
+        nexts = [next(order, None) for order in left]
+        is_moving = True
+        while is_moving:
+            is_moving = False
+            for device, order in enumerate(left):
+                while (action := nexts[device]) and (arrival := self._arrival(device, action)) is not None:
+                    if not self._has_room(device, action):
+                        return False
+                    self._fill(device, arrival)
+                    self._do(device, action, arrival)
+                    nexts[device] = next(order, None)
+                    is_moving = True
+        for device, owed in enumerate(self._owed):
+            while owed:
+                self._do(device, owed.pop(0), 0)
+        return not any(nexts)
+
+    def _arrival(self, device: int, action: Action) -> Time | None:
+        """When its inputs are there; None where that is not known yet."""
+        arrival: Time = 0
+        stage = self._stages[device][action.chunk]
+        for key in inputs(action.kind, action.microbatch, stage, self.skeleton.stages.size):
+            if key not in self._ends:
+                return None
+            delay = self.problem.communication if self._home[key[2]] != device else 0
+            arrival = max(arrival, self._ends[key] + delay)
+        return arrival
+
+    def _has_room(self, device: int, action: Action) -> bool:
+        """Makes room for an F."""
+        while action.kind == F and not self.problem.fits(self._held[device] + 1):
+            if not self._owed[device]:
+                return False
+            self._do(device, self._owed[device].pop(0), 0)
+        return True
+
+    def _fill(self, device: int, arrival: Time) -> None:
+        while self._owed[device] and (gap := arrival - self._now[device]) > 0:
+            slack = max(self._waited) - self._waited[device]
+            if not RULES[self.rule](gap, self._durations[device][W], slack):
+                return
+            self._do(device, self._owed[device].pop(0), 0)
+
+    def _do(self, device: int, action: Action, arrival: Time) -> None:
+        kind, microbatch, chunk = action
+        wait = max(0, arrival - self._now[device])
+        if not self.orders[device]:
+            self._starts[device] = self._now[device] + wait
+        else:
+            self._waited[device] += wait
+        self._now[device] += wait + self._durations[device][kind]
+        self._ends[ORDER_IN_CLOCK[kind], microbatch, self._stages[device][chunk]] = self._now[device]
+        self._held[device] += self.problem.change(kind)
+        if kind == B:
+            self._owed[device].append(Action(W, microbatch, chunk))
+        self.orders[device].append(action)

@@ -1,0 +1,99 @@
+"""Improves a schedule step by step: an action on its critical path moves ahead of actions that it need not wait for.
+
+The moves are those of job-shop scheduling (van Laarhoven, Aarts and Lenstra, "Job Shop Scheduling by Simulated
+Annealing", 1992): nothing but a change of order on a critical path can make that path shorter.
+"""
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxpar.pipeline.search.fill import Problem
+from jaxpar.pipeline.tables.simulate import Graph, Time, finish, graph
+from jaxpar.pipeline.tables.table import BW, Action, B, Table, W, place
+
+
+class State(NamedTuple):
+    """Orders of actions by device, when each action ends, and how good that is: the cost, then the squares of spans."""
+
+    orders: list[list[int]]
+    ends: list[Time]
+    rank: tuple[Time, Time]
+
+
+def improve(problem: Problem, table: Table, evaluations: int, rng: random.Random) -> Table:
+    """Tries `evaluations` moves and keeps each that fits the memory and costs no more. The result has no BW."""
+    table = _split(table)
+    actions, orders = graph(table, problem.times, problem.communication)
+    changes = [problem.change(kind) for kind in table.actions["kind"].tolist()]
+    state = _state(actions, orders)
+    assert state is not None, "the orders are those of a table"
+    moves = _moves(actions, state)
+    for _ in range(evaluations):
+        if not moves:
+            break
+        device, position = rng.choice(moves)
+        order = _moved(actions, state.orders[device], position, rng.choice((1, 1, 1, 2, 3, 4, 6)))
+        if order is None or not _fits(problem, changes, order):
+            continue
+        tried = _state(actions, [*state.orders[:device], order, *state.orders[device + 1 :]])
+        if tried is not None and tried.rank <= state.rank:
+            state, moves = tried, _moves(actions, tried)
+    rows = table.actions[["kind", "microbatch", "chunk"]].tolist()
+    return place([[Action(*rows[a]) for a in order] for order in state.orders], table.stages, table.num_microbatches)
+
+
+def _split(table: Table) -> Table:
+    """The table with a B and a W for every BW."""
+    orders: list[list[Action]] = [[] for _ in range(table.num_devices)]
+    for _, device, kind, microbatch, chunk, *_ in table.actions.tolist():
+        kinds = (B, W) if kind == BW else (kind,)
+        orders[device] += [Action(each, microbatch, chunk) for each in kinds]
+    return place(orders, table.stages, table.num_microbatches)
+
+
+def _state(actions: Graph, orders: list[list[int]]) -> State | None:
+    ends = finish(actions, orders)
+    if ends is None:
+        return None
+    spans = [ends[order[-1]] - ends[order[0]] + actions.durations[order[0]] for order in orders]
+    return State(orders, ends, (max(spans), sum(span * span for span in spans)))
+
+
+def _moves(actions: Graph, state: State) -> list[tuple[int, int]]:
+    """(device, position) of actions that start when the one before on their device ends, on the critical paths."""
+    where = {action: (d, i) for d, order in enumerate(state.orders) for i, action in enumerate(order)}
+    moves = set()
+    for order in state.orders:
+        span = state.ends[order[-1]] - state.ends[order[0]] + actions.durations[order[0]]
+        action: int | None = order[-1] if span >= state.rank[0] * (1 - 1e-9) else None
+        while action is not None:
+            device, position = where[action]
+            sources = [(state.ends[source] + delay, source) for source, delay in actions.inputs[action]]
+            latest, source = max(sources, default=(-1, -1))
+            before = state.orders[device][position - 1] if position else None
+            if before is not None and state.ends[before] >= latest:
+                if before not in [source for _, source in sources]:
+                    moves.add((device, position))
+                action = before
+            else:
+                action = source if source >= 0 else None
+    return sorted(moves)
+
+
+def _moved(actions: Graph, order: Sequence[int], position: int, steps: int) -> list[int] | None:
+    """The order with an action so many steps earlier, or as many as its own inputs allow; None: not one."""
+    needs = {source for source, _ in actions.inputs[order[position]]}
+    to = position
+    while to > 0 and position - to < steps and order[to - 1] not in needs:
+        to -= 1
+    return [*order[:to], order[position], *order[to:position], *order[position + 1 :]] if to < position else None
+
+
+def _fits(problem: Problem, changes: Sequence[float], order: Sequence[int]) -> bool:
+    held = 0.0
+    for action in order:
+        held += changes[action]
+        if not problem.fits(held):
+            return False
+    return True

@@ -1,0 +1,192 @@
+"""Finds a schedule for given times and memory, in three steps.
+
+1. Skeletons, orders of F and B alone: those of named schedules with more or less warm-up, and one for any memory.
+2. W goes where a device waits or is short of memory; the rest comes last. Of all these and the named schedules that
+   fit, the best is kept.
+3. It is improved: actions on its critical path move ahead of what they wait for.
+
+The reference is the automatic scheduler of Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 3, whose rules
+for W are among those here.
+"""
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxpar.pipeline.search.fill import RULES, Filling, Orders, Problem, Skeleton
+from jaxpar.pipeline.search.improve import improve
+from jaxpar.pipeline.tables.schedule import SCHEDULES, build, obstacle
+from jaxpar.pipeline.tables.simulate import Time, Times, simulate
+from jaxpar.pipeline.tables.table import Action, B, F, Table, W, loop_stages, place, v_stages
+from jaxpar.pipeline.tables.validate import peak_held
+
+
+class Found(NamedTuple):
+    """The best table of a search, and how it was made."""
+
+    policy: str
+    table: Table
+
+
+def search(
+    times: Times,
+    communication: Time,
+    memory_limit: float,
+    num_devices: int,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    *,
+    weight_memory: float = 1.0,
+    evaluations: int = 1000,
+    seed: int = 0,
+) -> Found:
+    """The table of least cost (see simulate) that it finds; no named schedule within the limit costs less.
+
+    Args:
+      memory_limit: most microbatches of a whole device between their F and their W.
+      weight_memory: what a microbatch counts for between its B and its W. The paper keeps the inputs of a transformer's
+        matrix products alone: 32h of 34h + 5as bytes a token (appendix; hidden size h, a heads, s tokens).
+      evaluations: orders that step 3 tries.
+
+    Raises:
+      ValueError: sizes or a limit below 1.
+    """
+    sizes = {"num_devices": num_devices, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
+    for name, value in (sizes | {"memory_limit": memory_limit}).items():
+        if not value >= 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    memory = memory_limit * num_chunks
+    problem = Problem(num_devices, num_microbatches, num_chunks, times, communication, memory, weight_memory)
+    first, *others = [*_named(problem), _filled(problem)]
+    best = first
+    for found in others:
+        best = _better(problem, best, found)
+    improved = improve(problem, best.table, evaluations, random.Random(seed))
+    return _better(problem, best, Found(f"{best.policy}, improved", improved))
+
+
+def _better(problem: Problem, old: Found, new: Found) -> Found:
+    """The old one where both cost the same but for rounding: sums may be in another order."""
+    costs = [simulate(found.table, problem.times, problem.communication).cost for found in (old, new)]
+    return new if costs[1] < costs[0] * (1 - 1e-9) else old
+
+
+def _named(problem: Problem) -> Iterator[Found]:
+    """The named schedules that fit."""
+    p, m, v = problem[:3]
+    for name in SCHEDULES:
+        if obstacle(name, num_devices=p, num_microbatches=m, num_chunks=v) is None:
+            table = build(name, num_devices=p, num_microbatches=m, num_chunks=v)
+            if problem.fits(peak_held(table, problem.weight_memory).max()):
+                yield Found(name, table)
+
+
+def _filled(problem: Problem) -> Found:
+    """Steps 1 and 2: the best of all skeletons with W put in by all rules."""
+    best: Filling | None = None
+    for skeleton in _skeletons(problem):
+        for rule in RULES:
+            filling = Filling(problem, skeleton, rule)
+            if filling.run() and (best is None or filling.rank() < best.rank()):
+                best = filling
+    assert best is not None, "one microbatch at a time fits any limit"
+    stages = best.skeleton.stages
+    return Found(f"{best.skeleton.name}, W {best.rule}", place(best.orders, stages, problem.num_microbatches))
+
+
+def _skeletons(problem: Problem) -> Iterator[Skeleton]:
+    p, m, v = problem[:3]
+    yield _packed(problem, v_stages(p) if v == 2 else loop_stages(p, v))
+    if v == 1:
+        yield from _alternating(problem)
+    for name in ("zb_v", "interleaved_1f1b"):
+        if v > 1 and obstacle(name, num_devices=p, num_microbatches=m, num_chunks=v) is None:
+            table = build(name, num_devices=p, num_microbatches=m, num_chunks=v)
+            room = max(0, min(int(problem.memory - peak_held(table).max()), m))
+            for extra in sorted({room * i // 8 for i in range(9)}):
+                orders = [_more_warmup(order, extra) for order in _without_weights(table)]
+                yield Skeleton(f"{name} with {extra} more forwards in warm-up", table.stages, orders)
+
+
+def _packed(problem: Problem, stages: np.ndarray) -> Skeleton:
+    """Each microbatch goes down and up without a stop, and enters as soon as no device on its way is busy or full."""
+    way = 2 * stages.size  # clocks of a microbatch
+    own = np.zeros((2, problem.num_devices, way), int)  # its actions, and how often it is held
+    for (device, _), stage in np.ndenumerate(stages):
+        own[0, device, [stage, way - 1 - stage]] += 1
+        own[1, device, stage : way - stage] += 1
+    room = np.ones((2, problem.num_devices, way * (problem.num_microbatches + 1)), int)
+    room[1] = int(problem.memory)
+    clocks: list[list[tuple[int, Action]]] = [[] for _ in stages]
+    entry = 0
+    for k in range(problem.num_microbatches):
+        while (room[..., entry : entry + way] < own).any():
+            entry += 1
+        room[..., entry : entry + way] -= own
+        for (device, chunk), stage in np.ndenumerate(stages):
+            clocks[device] += [(entry + stage, Action(F, k, chunk)), (entry + way - 1 - stage, Action(B, k, chunk))]
+    return Skeleton("microbatches as they fit", stages, [[action for _, action in sorted(order)] for order in clocks])
+
+
+def _alternating(problem: Problem) -> Iterator[Skeleton]:
+    """1F1B with the warm-up of zb_h1 (slope 1), of zb_h2 (slope 2), in between, and until the first B is there."""
+    p, m = problem.num_devices, problem.num_microbatches
+    warmups: dict[tuple[int, ...], str] = {}
+    for slope in (1, 1.25, 1.5, 1.75, 2, 2.25):
+        for rounded in (math.floor, math.ceil):
+            of_slope = tuple(1 + rounded(slope * (p - 1 - device)) for device in range(p))
+            warmups.setdefault(of_slope, f"{slope} times the warm-up")
+    for rounded in (math.floor, math.ceil):
+        warmups.setdefault(tuple(_until_first_b(problem, rounded)), "warm-up until the first B")
+    for of_devices, name in warmups.items():
+        counts = [min(m, int(problem.memory), count) for count in of_devices]
+        kinds = [[F] * count + [B, F] * (m - count) + [B] * count for count in counts]
+        orders = [_numbered([(kind, 0) for kind in of_device]) for of_device in kinds]
+        yield Skeleton(f"1f1b with {name}", loop_stages(p, 1), orders)
+
+
+def _until_first_b(problem: Problem, rounded: Callable[[float], int]) -> list[int]:
+    """How many forwards each device has time for before its first B can start."""
+    durations = problem.times.by_kind(problem.num_devices, 1)
+    ends = itertools.accumulate(times[F] + problem.communication for times in durations)  # of the first F, and sent
+    arrival: Time = -1
+    counts = []
+    for times, end in reversed(list(zip(durations, ends, strict=True))):
+        end -= problem.communication
+        arrival = max(arrival, end)  # of the first B's input; the last device's is its own F
+        more = min(rounded((arrival - end) / times[F]), problem.num_microbatches) if times[F] else 0
+        counts.append(1 + more)
+        arrival = max(arrival, end + more * times[F]) + times[B] + problem.communication
+    return counts[::-1]
+
+
+def _without_weights(table: Table) -> Orders:
+    """F and B by device; a BW is a B."""
+    orders: Orders = [[] for _ in range(table.num_devices)]
+    for _, device, kind, microbatch, chunk, *_ in table.actions.tolist():
+        if kind != W:
+            orders[device].append(Action(F if kind == F else B, microbatch, chunk))
+    return orders
+
+
+def _more_warmup(order: list[Action], extra: int) -> list[Action]:
+    """`extra` forwards of the first chunk come first instead of last."""
+    kinds = [(action.kind, action.chunk) for action in order]
+    for _ in range(extra):
+        last = len(kinds) - 1 - kinds[::-1].index((F, 0))
+        kinds.insert(0, kinds.pop(last))
+    return _numbered(kinds)
+
+
+def _numbered(kinds: Sequence[tuple[int, int]]) -> list[Action]:
+    """Actions of kinds and chunks, on microbatch 0, 1, ... each."""
+    counts = dict.fromkeys(kinds, -1)
+    actions = []
+    for kind, chunk in kinds:
+        counts[kind, chunk] += 1
+        actions.append(Action(kind, counts[kind, chunk], chunk))
+    return actions

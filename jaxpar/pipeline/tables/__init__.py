@@ -1,0 +1,1 @@
+"""Schedules as tables, in plain NumPy: made, validated, simulated, drawn. No JAX."""

@@ -1,0 +1,236 @@
+"""The named schedules: in which order each device runs its actions. `build` makes the table of one.
+
+In the orders p is the number of devices, m of microbatches, v of chunks of a device, and d the device. The diagrams are
+those of jaxpar/pipeline/tables/draw.py: a row is a device, a column a clock.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxpar.errors import nearest
+from jaxpar.pipeline.tables.table import BW, Action, B, F, Table, W, loop_stages, place, v_stages
+
+
+def model_parallel(p: int, m: int, v: int, d: int) -> Iterator[Action]:
+    """One microbatch at a time, down all stages and up again: the naive scheme, one device at work at a time.
+
+    0:  F0                             BW0  F1                             BW1
+    1:      F0                    BW0           F1                    BW1
+    2:          F0           BW0                    F1           BW1
+    3:              F0  BW0                             F1  BW1
+    """
+    for k in range(m):
+        yield Action(F, k, 0)
+        yield Action(BW, k, 0)
+
+
+def gpipe(p: int, m: int, v: int, d: int) -> Iterator[Action]:
+    """All forwards, then all backwards (Huang et al., "GPipe", 2019, section 2.3).
+
+    Backwards run oldest first, so that gradients add up in the order of a single device; the paper draws them
+    newest first, which takes the same time and memory.
+
+    0:  F0  F1  F2  F3                             BW0  BW1  BW2  BW3
+    1:      F0  F1  F2  F3                    BW0  BW1  BW2  BW3
+    2:          F0  F1  F2  F3           BW0  BW1  BW2  BW3
+    3:              F0  F1  F2  F3  BW0  BW1  BW2  BW3
+    """
+    yield from (Action(F, k, 0) for k in range(m))
+    yield from (Action(BW, k, 0) for k in range(m))
+
+
+def one_f_one_b(p: int, m: int, v: int, d: int) -> Iterator[Action]:
+    """PipeDream-Flush (Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021, section 3.2).
+
+    A device never holds more microbatches than there are devices from it to the last.
+
+    0:  F0  F1  F2  F3                 BW0       BW1       BW2       BW3
+    1:      F0  F1  F2            BW0  F3   BW1       BW2       BW3
+    2:          F0  F1       BW0  F2   BW1  F3   BW2       BW3
+    3:              F0  BW0  F1   BW1  F2   BW2  F3   BW3
+    """
+    return _alternate(m, warmup=p - d)
+
+
+def eager_one_f_one_b(p: int, m: int, v: int, d: int) -> Iterator[Action]:
+    """1F1B with almost twice the warm-up.
+
+    Zhuang et al., "On Optimizing the Communication of Model Parallelism", 2022, section 4.
+    F of microbatch k runs at clock k + d and its backward at clock k + 2(p - 1) - d: every clock of the steady state
+    has one of each on every device. So where devices step together it is the fused schedule that wastes nothing.
+
+    0:  F0  F1  F2  F3                   BW0    BW1  BW2  BW3
+    1:      F0  F1  F2     F3     BW0    BW1    BW2  BW3
+    2:          F0  F1     F2BW0  F3BW1  BW2    BW3
+    3:              F0BW0  F1BW1  F2BW2  F3BW3
+    """
+    return _alternate(m, warmup=2 * (p - 1 - d) + 1)
+
+
+def interleaved_1f1b(p: int, m: int, v: int, d: int) -> Iterator[Action]:
+    """1F1B over v chunks a device.
+
+    Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021, section 2.2.
+    Microbatches go in groups of p, each group through all chunks of a device; p divides m. Chunks are a, b, ...:
+
+    0:  F0a  F1a  F0b  F1b      F2a      BW0b  F3a   BW1b  F2bBW0a  F3bBW1a  BW2b     BW3b  BW2a  BW3a
+    1:       F0a  F1a  F0bBW0b  F1bBW1b  F2a   BW0a  F3a   BW1a     F2bBW2b  F3bBW3b  BW2a  BW3a
+    """
+    warmup = min(2 * (p - d - 1) + (v - 1) * p, m * v)
+    in_order = [(j // (p * v) * p + j % p, j // p % v) for j in range(m * v)]  # microbatch, chunk
+    for j in range(m * v + warmup):
+        if j < m * v:
+            microbatch, chunk = in_order[j]
+            yield Action(F, microbatch, chunk)
+        if j >= warmup:
+            microbatch, chunk = in_order[j - warmup]
+            yield Action(BW, microbatch, v - 1 - chunk)
+
+
+def zb_h1(p: int, m: int, v: int, d: int) -> Iterator[Action]:
+    """1F1B with B and W apart, W late enough to fill the drain.
+
+    Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2.1.
+
+    0:  F0  F1  F2  F3              B0  W0  B1  W1  B2  W2  B3  W3
+    1:      F0  F1  F2          B0  F3  B1  W0  B2  W1  B3  W2  W3
+    2:          F0  F1      B0  F2  B1  F3  B2  W0  B3  W1  W2  W3
+    3:              F0  B0  F1  B1  F2  B2  F3  B3  W0  W1  W2  W3
+    """
+    return _alternate_split(m, warmup=p - d, delay=d)
+
+
+def zb_h2(p: int, m: int, v: int, d: int) -> Iterator[Action]:
+    """As zb_h1, with the warm-up filled too, for almost twice the memory (Qi et al., section 2.2).
+
+    0:  F0  F1  F2  F3  F4  F5  F6  B0  W0  B1  W1  B2  W2  B3  W3  B4  W4  B5  W5  B6  W6
+    1:      F0  F1  F2  F3  F4  B0  F5  B1  F6  B2  W0  B3  W1  B4  W2  B5  W3  B6  W4  W5  W6
+    2:          F0  F1  F2  B0  F3  B1  F4  B2  F5  B3  F6  B4  W0  B5  W1  B6  W2  W3  W4  W5  W6
+    3:              F0  B0  F1  B1  F2  B2  F3  B3  F4  B4  F5  B5  F6  B6  W0  W1  W2  W3  W4  W5  W6
+    """
+    return _alternate_split(m, warmup=2 * (p - d) - 1, delay=2 * d)
+
+
+def zb_v(p: int, m: int, v: int, d: int) -> Iterator[Action]:
+    """Two chunks a device, placed in a V: no bubble at the memory of 1F1B where F, B and W take the same time.
+
+    Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 6. The pattern needs 2p - 1 microbatches;
+    with fewer, the actions of those that do not exist are left out. Chunks are a and b:
+
+    0:  F0a  F1a  F2a  F0b  B0b  W0b  F1b  B1b  W1b  B0a  W0a  F2b  B2b  W2b  B1a  W1a  B2a  W2a
+    1:       F0a  F0b  F1a  F1b  B0b  W0b  F2a  B0a  W0a  F2b  B1b  W1b  B1a  B2b  B2a  W1a  W2b  W2a
+    """
+    pattern_m = max(m, 2 * p - 1)
+    order = [(F, 0)] * (2 * (p - d) - 1) + [(F, 1), (F, 0)] * d + [(F, 1), (B, 1), (W, 1)] * (p - d)
+    late = pattern_m - (2 * p - 1 - d)  # forwards of chunk 0 that are left
+    for k in range(pattern_m - p):
+        order += [(F, 0)] * (k < late) + [(B, 0), (W, 0), (F, 1), (B, 1), (W, 1)]
+    order += [(B, 0), (B, 1)] * d + [(B, 0), (W, 0)] * (p - d) + [(W, 1)] * d + [(W, 0)] * d
+    microbatches = {action: iter(range(pattern_m)) for action in set(order)}
+    for kind, chunk in order:
+        microbatch = next(microbatches[kind, chunk])
+        if microbatch < m:
+            yield Action(kind, microbatch, chunk)
+
+
+def _alternate(m: int, warmup: int) -> Iterator[Action]:
+    """`warmup` forwards, then a backward before every further forward, then the backwards that are left."""
+    for k in range(m + warmup):
+        if k >= warmup:
+            yield Action(BW, k - warmup, 0)
+        if k < m:
+            yield Action(F, k, 0)
+
+
+def _alternate_split(m: int, warmup: int, delay: int) -> Iterator[Action]:
+    """`warmup` forwards, then B, W, F in turns; W starts after `delay` further B."""
+    for k in range(m + warmup + delay):
+        if warmup <= k < m + warmup:
+            yield Action(B, k - warmup, 0)
+        if k >= warmup + delay:
+            yield Action(W, k - warmup - delay, 0)
+        if k < m:
+            yield Action(F, k, 0)
+
+
+class Schedule(NamedTuple):
+    """How to make a table.
+
+    Args:
+      order: of device d, from (p, m, v, d).
+      stages: by [device, chunk], from (p, v).
+      num_chunks: that it has; the usual number where `any_chunks`.
+      pairs: an F and the BW after it share a clock: one of each in every clock of the steady state. Elsewhere a clock
+        has one action a device, since devices that step together would wait for the one that has two.
+    """
+
+    order: Callable[[int, int, int, int], Iterator[Action]]
+    stages: Callable[[int, int], np.ndarray] = loop_stages
+    num_chunks: int = 1
+    any_chunks: bool = False
+    pairs: bool = False
+
+
+SCHEDULES = {
+    "model_parallel": Schedule(model_parallel),
+    "gpipe": Schedule(gpipe),
+    "1f1b": Schedule(one_f_one_b),
+    "eager_1f1b": Schedule(eager_one_f_one_b, pairs=True),
+    "interleaved_1f1b": Schedule(interleaved_1f1b, num_chunks=2, any_chunks=True, pairs=True),
+    "zb_h1": Schedule(zb_h1),
+    "zb_h2": Schedule(zb_h2),
+    "zb_v": Schedule(zb_v, v_stages, num_chunks=2),
+}
+
+
+def obstacle(name: str, *, num_devices: int, num_microbatches: int, num_chunks: int) -> str | None:
+    """Why a schedule cannot be of these sizes, in one line; None where it can."""
+    schedule = SCHEDULES[name]
+    sizes = {"num_devices": num_devices, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
+    for size, value in sizes.items():
+        if value < 1:
+            return f"{size} is {value}; it must be at least 1"
+    if not schedule.any_chunks and num_chunks != schedule.num_chunks:
+        return f"num_chunks is {num_chunks}; schedule {name} has {schedule.num_chunks}"
+    if name == "interleaved_1f1b" and num_microbatches % num_devices:
+        return (
+            f"num_microbatches is {num_microbatches}; schedule {name} on {num_devices} devices needs a multiple of "
+            f"{num_devices}"
+        )
+    return None
+
+
+def build(name: str, *, num_devices: int, num_microbatches: int, num_chunks: int) -> Table:
+    """The table of a named schedule.
+
+    Raises:
+      ValueError: no such schedule, or it cannot be of these sizes; one line.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule is {name!r}; it may be {', '.join(SCHEDULES)}.{nearest(name, SCHEDULES)}")
+    p, m, v = num_devices, num_microbatches, num_chunks
+    if reason := obstacle(name, num_devices=p, num_microbatches=m, num_chunks=v):
+        raise ValueError(reason)
+    schedule = SCHEDULES[name]
+    orders = [list(schedule.order(p, m, v, device)) for device in range(p)]
+    return place(orders, schedule.stages(p, v), m, pairs=schedule.pairs)
+
+
+def forward_only(num_devices: int, num_microbatches: int, stages: np.ndarray) -> Table:
+    """The forward pass alone, for evaluation, on the stages [device, chunk] of another table.
+
+    Each microbatch enters at the first clock from which it meets no other at any device, one stage a clock.
+    """
+    num_chunks = stages.shape[1]
+    busy: set[tuple[int, int]] = set()  # device, clock
+    clocks: list[list[tuple[int, Action]]] = [[] for _ in range(num_devices)]
+    entry = 0
+    for k in range(num_microbatches):
+        while any((d, entry + int(stages[d, c])) in busy for d in range(num_devices) for c in range(num_chunks)):
+            entry += 1
+        for (d, c), stage in np.ndenumerate(stages):
+            busy.add((d, entry + int(stage)))
+            clocks[d].append((entry + int(stage), Action(F, k, c)))
+    return place([[action for _, action in sorted(of_device)] for of_device in clocks], stages, num_microbatches)

@@ -1,0 +1,205 @@
+"""Whether the engine can run a table: every rule of the contract, and what the table makes each device hold."""
+
+import itertools
+from typing import NoReturn
+
+import numpy as np
+
+from jaxpar.pipeline.tables.table import (
+    ACTION,
+    BW,
+    FIELDS,
+    KINDS,
+    ORDER_IN_CLOCK,
+    B,
+    F,
+    Table,
+    W,
+    inputs,
+    is_training,
+    receiver,
+)
+
+Row = dict[str, int]  # an action, by field
+
+
+class TableError(ValueError):
+    """A rule that a table breaks, with the clock and the device where it does."""
+
+
+def check(table: Table) -> None:
+    """Raises TableError at the first rule that the table breaks.
+
+    Rules: numbers in range and rows in order; a stage on one device, as one chunk; one action of a kind a device a
+    clock; every microbatch at every stage with one F, and one BW or one B and one W (or, in a forward pass alone, no
+    backward anywhere); results used from the next clock on, but for the last stage's backward and for W, which may
+    share the clock of the F and of the B before them; one packet a device, clock and distance; slots of a device's
+    stash not shared.
+    """
+    rows = [dict(zip(FIELDS, row, strict=True)) for row in table.actions.tolist()]
+    _check_rows(table, rows)
+    home = _check_stages(rows)
+    _check_clocks(table, rows, home)
+    made = _check_once(rows)
+    _check_inputs(table, rows, made)
+    _check_complete(table, rows, made, home)
+    if is_training(table):
+        _check_slots(rows)
+
+
+def _fail(row: Row, rule: str) -> NoReturn:
+    raise TableError(f"clock {row['clock']}, device {row['device']}: {rule}")
+
+
+def _name(row: Row) -> str:
+    return f"{KINDS[row['kind']]} of microbatch {row['microbatch']}, stage {row['stage']}"
+
+
+def _check_rows(table: Table, rows: list[Row]) -> None:
+    if not rows:
+        raise TableError("the table has no actions")
+    assert table.actions.dtype == ACTION, table.actions.dtype
+    ends = {
+        "device": table.num_devices,
+        "kind": len(KINDS),
+        "microbatch": table.num_microbatches,
+        "chunk": table.num_chunks,
+        "stage": table.num_stages,
+    }
+    for row in rows:
+        for field in FIELDS:
+            if row[field] < 0 or row[field] >= ends.get(field, np.inf):
+                upper = f" and less than {ends[field]}" if field in ends else ""
+                _fail(row, f"{field} is {row[field]}; it must be at least 0{upper}")
+    for before, row in itertools.pairwise(rows):
+        if _place(row) < _place(before):
+            _fail(row, "rows must be sorted by clock, device and order within the clock (F, then B or BW, then W)")
+
+
+def _place(row: Row) -> tuple[int, int, int]:
+    return row["clock"], row["device"], ORDER_IN_CLOCK[row["kind"]]
+
+
+def _check_stages(rows: list[Row]) -> dict[int, int]:
+    """Device by stage."""
+    chunk_of: dict[int, tuple[int, int]] = {}  # device and chunk by stage
+    stage_of: dict[tuple[int, int], int] = {}
+    for row in rows:
+        stage, where = row["stage"], (row["device"], row["chunk"])
+        device, chunk = chunk_of.setdefault(stage, where)
+        if device != where[0]:
+            _fail(row, f"stage {stage} is on device {device}; a stage is on one device only")
+        if chunk != where[1] or stage_of.setdefault(where, stage) != stage:
+            _fail(row, f"chunk {where[1]} cannot be stage {stage}: a chunk is one stage, and a stage one chunk")
+    return {stage: device for stage, (device, _) in chunk_of.items()}
+
+
+def _check_clocks(table: Table, rows: list[Row], home: dict[int, int]) -> None:
+    actions: dict[tuple[int, int, int], Row] = {}
+    packets: dict[tuple[int, int, int], Row] = {}  # by clock, device and distance
+    for row in rows:
+        other = actions.setdefault(_place(row), row)
+        if other is not row:
+            _fail(row, f"{_name(row)} and {_name(other)} in one clock; a device runs one action of a kind in a clock")
+        device = row["device"]
+        distance = (home.get(receiver(row["kind"], row["stage"]), device) - device) % table.num_devices
+        if distance:
+            other = packets.setdefault((row["clock"], device, distance), row)
+            if other is not row:
+                to = (device + distance) % table.num_devices
+                _fail(row, f"{_name(other)} and {_name(row)} both send to device {to}; one packet fits in a clock")
+
+
+def _check_once(rows: list[Row]) -> dict[tuple[int, int, int], Row]:
+    """Action by (order in clock, microbatch, stage)."""
+    made: dict[tuple[int, int, int], Row] = {}
+    for row in rows:
+        key = ORDER_IN_CLOCK[row["kind"]], row["microbatch"], row["stage"]
+        other = made.setdefault(key, row)
+        if other is not row:
+            _fail(row, f"{_name(row)} again; {_name(other)} ran at clock {other['clock']}")
+        if row["kind"] == W and (backward := made.get((1, *key[1:]))) and backward["kind"] == BW:
+            _fail(row, f"{_name(row)} again; {_name(backward)} at clock {backward['clock']} did it")
+    return made
+
+
+def _check_inputs(table: Table, rows: list[Row], made: dict[tuple[int, int, int], Row]) -> None:
+    last_stage = table.num_stages - 1
+    for row in rows:
+        for key in inputs(row["kind"], row["microbatch"], row["stage"], table.num_stages):
+            if key not in made:
+                what = f"{('F', 'B or BW')[key[0]]} of microbatch {key[1]}, stage {key[2]}"
+                _fail(row, f"{_name(row)} takes the result of {what}, which never runs")
+            before = made[key]
+            shares = row["kind"] == W or (key[0] == 0 and row["kind"] != F and row["stage"] == last_stage)
+            if before["clock"] >= row["clock"] + shares:
+                _fail(
+                    row,
+                    f"{_name(row)} takes the result of {_name(before)}, which runs at clock {before['clock']} and is "
+                    f"usable {'then' if shares else 'from the next clock on'}",
+                )
+
+
+def _check_complete(table: Table, rows: list[Row], made: dict[tuple[int, int, int], Row], home: dict[int, int]) -> None:
+    nowhere = {(d, c) for d in range(table.num_devices) for c in range(table.num_chunks)}
+    nowhere -= {(row["device"], row["chunk"]) for row in rows}
+    for stage in range(table.num_stages):
+        for microbatch in range(table.num_microbatches):
+            if (0, microbatch, stage) not in made:
+                device = home[stage] if stage in home else min(nowhere)[0]
+                _fail(
+                    rows[-1] | {"device": device}, f"no F of microbatch {microbatch}, stage {stage} up to here, the end"
+                )
+    if not is_training(table):
+        return
+    for row in rows:
+        where = row["microbatch"], row["stage"]
+        if row["kind"] == F and (1, *where) not in made:
+            _fail(row, f"{_name(row)} has no backward")
+        if row["kind"] == B and (2, *where) not in made:
+            _fail(row, f"{_name(row)} has no W")
+
+
+def _check_slots(rows: list[Row]) -> None:
+    holders: dict[tuple[bool, int, int], Row] = {}  # by (stash of what B hands to W?, device, slot)
+    slots = {(row["kind"], row["microbatch"], row["stage"]): row["slot"] for row in rows}
+    for row in rows:
+        kind, device, where = row["kind"], row["device"], (row["microbatch"], row["stage"])
+        if kind != F:
+            if kind != W and row["slot"] != slots[F, *where]:
+                _fail(row, f"{_name(row)} has slot {row['slot']}, but its F has slot {slots[F, *where]}")
+            del holders[kind == W, device, row["slot"]]
+        if kind in (F, B):
+            slot = slots[W, *where] if kind == B else row["slot"]
+            other = holders.setdefault((kind == B, device, slot), row)
+            if other is not row:
+                keeps = f"keeps for microbatch {other['microbatch']}, stage {other['stage']}"
+                _fail(row, f"{_name(row)} takes slot {slot}{' of W' * (kind == B)}, which the device {keeps}")
+
+
+def peak_in_flight(table: Table) -> np.ndarray:
+    """Most microbatches, counted once a chunk, that are between their F and their B or BW, by device."""
+    return _peak(table, [1, -1, 0, -1]).astype(int)
+
+
+def peak_handed(table: Table) -> np.ndarray:
+    """As peak_in_flight, of those between their B and their W."""
+    return _peak(table, [0, 1, -1, 0]).astype(int)
+
+
+def peak_held(table: Table, weight_memory: float = 1.0) -> np.ndarray:
+    """As peak_in_flight, of those between their F and their W or BW.
+
+    Args:
+      weight_memory: what a microbatch counts for between its B and its W, where its W needs only a part of what its F
+        stashed.
+    """
+    return _peak(table, [1, weight_memory - 1, -weight_memory, -1])
+
+
+def _peak(table: Table, change_by_kind: list[float]) -> np.ndarray:
+    if not is_training(table):  # a forward pass alone keeps nothing
+        return np.zeros(table.num_devices)
+    change = np.array(change_by_kind, float)[table.actions["kind"]]
+    on = [table.actions["device"] == device for device in range(table.num_devices)]
+    return np.array([np.cumsum(change[rows]).max(initial=0) for rows in on])

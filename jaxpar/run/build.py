@@ -1,0 +1,142 @@
+"""Everything a run is made of, checked and built from its config."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+from ml_collections import ConfigDict
+
+from jaxpar import checkpoint, data, mesh, models, optimizer, state, strategies
+from jaxpar import config as configs
+from jaxpar.errors import UserError
+from jaxpar.launch import processes, watchdog
+from jaxpar.measure.phases import Phases
+from jaxpar.models import Params, hf
+from jaxpar.run import resume
+from jaxpar.step import Problem, abstract
+from jaxpar.strategies import Strategy
+
+# Keys that may differ between the processes of a run: where a machine has its files. What is in them may not.
+PLACES = ("data.train", "data.validation", "data.test", "data.tokenizer", "model.init_from", "cache_dir")
+
+
+class Run(NamedTuple):
+    """Everything a run is made of, built from its config."""
+
+    config: ConfigDict
+    workdir: Path
+    dataset: data.Dataset
+    batches: data.Batches
+    problem: Problem
+    pretrained: Params | None  # abstract leaves: what it lacks
+    strategy: Strategy
+    schedule: optimizer.Schedule
+    num_steps: int
+    phases: Phases
+
+
+def check(config: ConfigDict, workdir: Path) -> None:
+    """Raises UserError for whatever can be known to fail before data is read and programs are compiled."""
+    if config.model.init_from:
+        hf.apply_directory(config)
+    data.check(config)
+    models.check(config)
+    optimizer.check(config)
+    strategies.check(config)
+    if config.checkpoint.keep < 1:
+        raise UserError(f"config.checkpoint.keep is {config.checkpoint.keep}; it may be 1 or more")
+    for key in ("eval.every_steps", "checkpoint.every_steps"):
+        section, _, name = key.partition(".")
+        if config[section][name] < 0:
+            raise UserError(f"config.{key} is {config[section][name]}; it may be 0 or more")
+    if config.log.every_steps < 1:
+        raise UserError(f"config.log.every_steps is {config.log.every_steps}; it may be 1 or more")
+    if config.num_steps < 0 or (config.num_steps == 0 and not 0 < config.num_epochs < math.inf):
+        raise UserError(
+            f"config.num_steps is {config.num_steps} and config.num_epochs {config.num_epochs}; one must be positive"
+        )
+    if not 0 <= config.seed < 2**31:
+        raise UserError(f"config.seed is {config.seed}; it may be 0 to {2**31 - 1}")
+    if len(config.profile) != 2 or not 0 <= config.profile[0] <= config.profile[1]:
+        raise UserError(f"config.profile is {config.profile}; it may be (first step, last step), or (0, 0) for none")
+    watchdog.check(config.watchdog_seconds)
+    resume.check(config, workdir)
+
+
+def build(config: ConfigDict, workdir: Path, phases: Phases) -> Run:
+    """Data, model, optimizer and strategy."""
+    with processes.first_then_others("data"):
+        if processes.is_first() and not is_begun(workdir):
+            (workdir / "tokenizer.json").unlink(missing_ok=True)  # without a run it is what a start that failed left
+        dataset = data.load(config, workdir)
+    check_alike(config, dataset.fingerprint)
+    batches = data.Batches(dataset.train, batch_size=config.batch_size, seed=config.seed, shuffle=True)
+    num_steps = config.num_steps or math.ceil(config.num_epochs * batches.steps_per_epoch)
+    schedule = optimizer.build_schedule(config, num_steps)
+    model = models.build(config, dataset.info)
+    pretrained = None
+    if config.model.init_from and not checkpoint.steps(workdir / "checkpoints"):
+        pretrained = hf.load_params(model, model.shapes, Path(config.model.init_from).expanduser())
+    longest = abstract(batches.longest())
+    problem = Problem(model, optimizer.build(config, schedule), config.optimizer.accumulation_steps, longest, num_steps)
+    strategy = strategies.build(config, problem)
+    check_space(config, workdir, problem)
+    return Run(config, workdir, dataset, batches, problem, pretrained, strategy, schedule, num_steps, phases)
+
+
+def is_begun(workdir: Path) -> bool:
+    """Whether it holds a run."""
+    return (workdir / "config.json").exists() or bool(checkpoint.steps(workdir / "checkpoints"))
+
+
+def check_alike(config: ConfigDict, fingerprint: str) -> None:
+    """Raises UserError, in all processes, where one was given another config, or other data, than the first."""
+    own = {"config": configs.keys(config), "data": fingerprint}
+    first = json.loads(processes.from_first(json.dumps(own)))
+    changed = [text for key, text in resume.differences(first["config"], config).items() if key not in PLACES]
+    if first["data"] != fingerprint:
+        changed.append("the data")
+    if processes.any_of(bool(changed)):
+        this = f"process {jax.process_index()} is given another run than process 0 ({'; '.join(changed)})"
+        raise UserError(this if changed else "a process is given another run than process 0, and says what differs")
+
+
+def check_space(config: ConfigDict, workdir: Path, problem: Problem) -> None:
+    """Raises UserError where the disk cannot hold the checkpoints that are kept, and the one being written.
+
+    What a strategy has of its own comes on top, and is not counted.
+    """
+    number = config.checkpoint.keep + config.checkpoint.keep_best + 1
+    there = checkpoint.steps(workdir / "checkpoints")
+    whole = jax.eval_shape(lambda key: state.init(problem.model, problem.optimizer, key), jax.random.key(0))
+    needed = max(number - len(there), 1) * state.nbytes((whole.params, whole.optimizer))
+    free = shutil.disk_usage(workdir).free + checkpoint.unfinished_bytes(workdir / "checkpoints")
+    if needed > free:
+        has = f"; {workdir}/checkpoints has those of steps {', '.join(map(str, there))}" if there else ""
+        raise UserError(
+            f"--workdir={workdir}: the disk has {free / 1e6:.3g} MB free, and {max(number - len(there), 1)} of "
+            f"{number} checkpoints need {needed / 1e6:.3g} MB more{has}; free space or lower config.checkpoint.keep"
+        )
+
+
+def describe(run: Run) -> str:
+    """What will run, where, in a few lines."""
+    config, on, model = run.config, run.strategy.describe(), run.problem.model
+    kinds = ", ".join(sorted({device.device_kind for device in on.devices}))
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(model.shapes))
+    ends = f"{model.layers[0].name} .. {model.layers[-2].name}, {model.layers[-1].name}"
+    splits = zip(("training", "validation", "test"), run.dataset[1:4], strict=True)
+    where = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    sizes = ", ".join(f"{len(split) if split else 0:,} {name}" for name, split in splits)
+    lines = {
+        "platform": f"{jax.default_backend()}, {jax.device_count()} devices{where} ({kinds}), jax {jax.__version__}",
+        "mesh": f"{mesh.DATA}={on.num_replicas}, {config.strategy}: {on.layout}",
+        "": f"{on.state_bytes / 1e6:.1f} MB of state on a device, {on.wire_bytes / 1e6:.1f} MB sent by it in a step",
+        "model": f"{config.model.name}, layers {ends}, {parameters:,} parameters, {config.model.dtype}",
+        "data": f"{config.data.source}, {config.task}: {sizes} examples",
+        "run": f"{run.num_steps:,} steps of {config.batch_size} examples, in {run.workdir}",
+    }
+    return "\n".join(f"{name:9} {text}" for name, text in lines.items())

@@ -1,0 +1,37 @@
+"""The batches of a run as its strategy takes them, and the figures of a whole split."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpar import data, tasks
+from jaxpar.launch import processes
+from jaxpar.run.build import Run
+
+IN_FLIGHT = 2  # batches of an evaluation: enough that the device never waits for the host
+
+
+def load(
+    run: Run, batches: data.Batches, start: int, stop: int, *, numbered: bool = False
+) -> Iterator[dict[str, np.ndarray]]:
+    """Batches start to stop, this process's rows of them, made in the background. numbered: see data.Batches.batch."""
+    c, on = run.config.data, run.strategy.describe()
+    rows = processes.own_rows(on.devices, on.num_replicas, batches.batch_size)
+    return batches.loader(start, stop, rows=rows, numbered=numbered, num_threads=c.num_threads, prefetch=c.prefetch)
+
+
+def evaluate(run: Run, current: Any, split: data.Split) -> dict[str, float]:
+    """The figures of all of `split`."""
+    size = run.config.eval.batch_size or run.config.batch_size
+    batches = data.Batches(split, batch_size=size, seed=run.config.seed, shuffle=False)
+    with run.phases("eval"):
+        sums = []
+        for number, rows in enumerate(load(run, batches, 0, batches.steps_per_epoch)):
+            sums.append(run.strategy.evaluate(current, run.strategy.place(rows)))
+            if number >= IN_FLIGHT:
+                jax.block_until_ready(sums[number - IN_FLIGHT])
+            run.phases.alive()  # of the devices, not only of the host that gives them work
+        totals = np.asarray(jax.device_get(sums), np.float64).sum(axis=0)
+    return tasks.figures(run.config.task, *totals)

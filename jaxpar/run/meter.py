@@ -1,0 +1,98 @@
+"""Sums up the figures of steps into log intervals: loss, rates, model FLOP/s and MFU.
+
+Model FLOPs are those of the matrix products and convolutions of a forward pass, counted on the
+model's jaxpr (jaxpar/measure/flops.py), times 3 for forward and backward; what remat repeats does not
+count, padding does. MFU = model FLOPs / second / (devices x peak FLOP/s of one), after Chowdhery
+et al., "PaLM", 2022, appendix B.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpar import tasks
+from jaxpar.errors import TrainingError
+from jaxpar.measure import flops
+from jaxpar.models.model import Model
+from jaxpar.step import Metrics
+
+
+class Meter:
+    """Takes in steps as they are dispatched, and reads the figures of each one step later.
+
+    Reading waits for the device: so at most two steps are in flight, and a step that is not
+    finite is known before the second one after it starts.
+    """
+
+    def __init__(self, model: Model, *, task: str, peak_flops: float | None, stop_if_nonfinite: bool, shares: int = 1):
+        """Args: peak_flops: FLOP/s of all devices together; None where unknown. shares: a batch is so many times the
+        rows that `add` gets: those of this process.
+        """
+        self._shares = shares
+        self._model, self._task, self._peak, self._stop = model, task, peak_flops, stop_if_nonfinite
+        self._flops: dict[Any, int] = {}  # of a step, by shape of its inputs
+        self._pending: tuple[int, Metrics] | None = None
+        self.loss = float("nan")  # of the last step that was read
+        self._reset()
+
+    def _reset(self) -> None:
+        self._sums = np.zeros(3)  # loss, correct, weight
+        self._counts = dict.fromkeys(("examples", "tokens", "flops", "skipped"), 0)
+        self._grad_norm = 0.0
+
+    def is_new(self, rows: Mapping[str, np.ndarray]) -> bool:
+        """Whether no batch of this shape came before: its step will be compiled."""
+        return rows["inputs"].shape not in self._flops
+
+    def add(self, step: int, rows: Mapping[str, np.ndarray], metrics: Metrics) -> None:
+        """Takes in step number `step`, just dispatched, and reads the one before it."""
+        inputs, weights = rows["inputs"], rows["weights"]
+        if self.is_new(rows):
+            self._flops[inputs.shape] = 3 * flops.forward_flops(self._model.apply, self._model.shapes, dict(rows))
+        else:  # rates are of steps that were not compiled: the time of compiling is not theirs
+            self._counts["flops"] += self._shares * self._flops[inputs.shape]
+            self._counts["examples"] += self._shares * int((weights.reshape(len(weights), -1) > 0).any(axis=1).sum())
+            if inputs.dtype == np.int32:
+                tokens = int(rows["mask"].sum()) if "mask" in rows else inputs.size
+                self._counts["tokens"] += self._shares * tokens
+        self.read()
+        self._pending = (step, metrics)
+
+    def read(self) -> None:
+        """Waits for the step that was taken in last, and adds its figures. Raises TrainingError for one not finite."""
+        if self._pending is None:
+            return
+        step, metrics = self._pending[0], jax.device_get(self._pending[1])
+        self._pending = None
+        self.loss = float(metrics.sums.loss / max(metrics.sums.weight, 1e-30))
+        if metrics.finite:
+            self._sums += np.asarray(metrics.sums, np.float64)
+            self._grad_norm = float(metrics.grad_norm)
+        elif self._stop:
+            raise TrainingError(
+                f"step {step}: the loss is {self.loss}, the gradient norm {metrics.grad_norm}; the update was not "
+                "applied. Lower config.optimizer.lr, or leave such steps out by config.optimizer.nonfinite='skip'"
+            )
+        else:
+            self._counts["skipped"] += 1
+
+    def figures(self, seconds: float) -> dict[str, float]:
+        """The figures of the interval that took `seconds`; begins the next.
+
+        Losses are means over the examples or predicted tokens of the steps that were applied;
+        there are none where all were skipped.
+        """
+        counts, sums = self._counts, self._sums
+        result = tasks.figures(self._task, *sums) if sums[2] else {}
+        result |= {"grad_norm": self._grad_norm, "skipped_steps": counts["skipped"]}
+        if counts["examples"]:
+            result["examples_per_second"] = counts["examples"] / seconds
+            result["model_flops_per_second"] = counts["flops"] / seconds
+        if counts["tokens"]:
+            result["tokens_per_second"] = counts["tokens"] / seconds
+        if self._peak and counts["examples"]:
+            result["mfu"] = counts["flops"] / seconds / self._peak
+        self._reset()
+        return result

@@ -1,0 +1,153 @@
+"""What a run tells while it goes: a progress bar, metrics.jsonl, TensorBoard events, seconds by phase."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import tensorboardX
+import tqdm
+
+from jaxpar import files
+from jaxpar.errors import UserError
+from jaxpar.launch import processes
+
+
+class Log:
+    """metrics.jsonl and TensorBoard events of one run, written by the first of its processes.
+
+    A line of metrics.jsonl: {"step": int, "split": "train" | "validation" | "test", figures...}.
+    """
+
+    def __init__(self, workdir: Path, *, first_step: int, tensorboard: bool):
+        """Continues the files of an earlier process from `first_step`: what it wrote of later steps is dropped."""
+        self._rows = [row for row in read(workdir) if row["step"] <= first_step and row["split"] != "test"]
+        processes.wait("metrics were read")
+        self._file = self._board = None
+        if not processes.is_first():
+            return
+        path = workdir / "metrics.jsonl"
+        files.write_text(path, "".join(json.dumps(row) + "\n" for row in self._rows))
+        self._file = path.open("a")
+        if tensorboard:
+            self._board = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=first_step + 1)
+
+    def write(self, step: int, split: str, figures: dict[str, float]) -> None:
+        """Records the figures at the end of `step`."""
+        self._rows.append({"step": step, "split": split, **figures})
+        if self._file:
+            self._file.write(json.dumps(self._rows[-1]) + "\n")
+            self._file.flush()
+        if self._board:
+            for name, value in figures.items():
+                self._board.add_scalar(f"{split}/{name}", value, step)
+
+    def rows(self, split: str) -> list[dict[str, Any]]:
+        """What was recorded of `split` so far, earlier processes included."""
+        return [row for row in self._rows if row["split"] == split]
+
+    def close(self) -> None:
+        """Writes out what is buffered."""
+        for opened in (self._file, self._board):
+            if opened:
+                opened.close()
+
+
+def read(workdir: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl; a last line that was cut off by a crash is left out. Raises UserError for others."""
+    path = workdir / "metrics.jsonl"
+    lines = path.read_text(errors="replace").split("\n") if path.is_file() else [""]
+    rows = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            row = json.loads(line)
+            rows.append({"step": int(row["step"]), **row, "split": str(row["split"])})
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path}:{number} is not what a run writes ({error}); delete the line") from error
+    return rows
+
+
+class Progress:
+    """A live bar on a terminal; plain lines, one at each log interval, elsewhere."""
+
+    def __init__(self, start: int, total: int):
+        """From step `start` to step `total`."""
+        self._total = total
+        self._logged = (start, time.perf_counter())  # step and time of the last log line
+        self._bar = None
+        if sys.stdout.isatty() and start < total:
+            self._bar = tqdm.tqdm(total=total, initial=start, unit="step", file=sys.stdout, dynamic_ncols=True)
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def advance(self, loss: float) -> None:
+        """One step more."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+            self._bar.update()
+
+    def log(self, step: int, figures: dict[str, float]) -> None:
+        """The figures of a log interval."""
+        if self._bar is not None:
+            return
+        now = time.perf_counter()
+        left = (self._total - step) * (now - self._logged[1]) / (step - self._logged[0])
+        self._logged = (step, now)
+        shown: dict[str, float] = {name: figures[name] for name in ("loss", "accuracy") if name in figures}
+        words = in_words(shown)
+        if "examples_per_second" in figures:
+            words += f"  {figures['examples_per_second']:,.0f} examples/s"
+        self.say(f"step {step}/{self._total}  {words}  {_clock(left)} left")
+
+    def say(self, text: str) -> None:
+        """A line that the bar does not overwrite."""
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stdout)
+        else:
+            print(text, flush=True)
+
+
+class Trace:
+    """Within `with`, profiles some steps into workdir/profile, for TensorBoard or Perfetto."""
+
+    def __init__(self, steps: tuple[int, int], workdir: Path):
+        """Args: steps: first and last, counted from 1; (0, 0): none."""
+        self._first, self._last = steps
+        self._folder = workdir / "profile"
+        self._running = False
+
+    def __enter__(self) -> "Trace":
+        return self
+
+    def before(self, step: int) -> None:
+        """Begins or ends the trace as step `step` is about to be dispatched."""
+        if step == self._first:
+            jax.profiler.start_trace(str(self._folder))
+            self._running = True
+        elif self._running and step > self._last:
+            self._stop()
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._running:
+            self._stop()
+
+    def _stop(self) -> None:
+        jax.profiler.stop_trace()
+        self._running = False
+
+
+def in_words(figures: dict[str, float]) -> str:
+    """`loss 0.1234  accuracy 0.5678`."""
+    return "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}" if minutes >= 60 else f"{minutes}:{seconds:02d}"

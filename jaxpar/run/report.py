@@ -1,0 +1,75 @@
+"""What a run leaves behind: result.json and the curves as a picture."""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+from jaxpar import files
+from jaxpar.launch import processes
+from jaxpar.run import metrics
+from jaxpar.run.build import Run
+from jaxpar.run.evaluate import evaluate
+
+RATES = ("examples_per_second", "tokens_per_second", "model_flops_per_second", "mfu")
+
+
+def finish(run: Run, current: Any, log: metrics.Log) -> dict[str, Any]:
+    """Evaluates on the test split, draws the curves and puts the result together."""
+    result: dict[str, Any] = {}
+    if run.dataset.test:
+        figures = evaluate(run, current, run.dataset.test)
+        log.write(run.num_steps, "test", figures)
+        print(f"test      {metrics.in_words(figures)}", flush=True)
+        result = {name if name == "perplexity" else f"test_{name}": value for name, value in figures.items()}
+    trained = [row for row in log.rows("train") if "loss" in row]
+    rates = {name: [row[name] for row in trained if name in row] for name in RATES}
+    on = run.strategy.describe()
+    result |= {
+        "train_loss": trained[-1]["loss"] if trained else None,
+        "steps": run.num_steps,
+        "examples": run.batches.examples_before(run.num_steps),
+        **{name: statistics.median(values) for name, values in rates.items() if values},
+        "strategy": run.config.strategy,
+        "devices": [str(device) for device in on.devices],
+        "device_kind": on.devices[0].device_kind,
+        "state_bytes": on.state_bytes,
+        "wire_bytes": on.wire_bytes,
+    }
+    if processes.is_first():
+        result |= run.strategy.report(current, run.workdir)
+        draw_curves(run.workdir, f"{run.config.model.name} on {run.config.data.source}, {run.config.strategy}")
+    return result
+
+
+def write_result(workdir: Path, result: dict[str, Any]) -> None:
+    """Writes workdir/result.json."""
+    files.write_text(workdir / "result.json", json.dumps(result, indent=2) + "\n")
+
+
+def draw_curves(workdir: Path, title: str) -> Path | None:
+    """Draws loss and accuracy by step from metrics.jsonl as workdir/curves.png. None where there is nothing to draw."""
+    rows = metrics.read(workdir)
+    if not rows:
+        return None
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axis, name in zip(axes, ("loss", "accuracy"), strict=True):
+        for split, style in (("train", "-"), ("validation", "o--"), ("test", "*")):
+            points = [(row["step"], row[name]) for row in rows if row["split"] == split and name in row]
+            if points:
+                size = 12 if split == "test" else 5
+                axis.plot(*zip(*points, strict=True), style, label=f"{split} {points[-1][1]:.3f}", ms=size, lw=1.3)
+        axis.set_xlabel("step")
+        axis.set_ylabel("loss (nats)" if name == "loss" else name)
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.suptitle(title)
+    path = workdir / "curves.png"
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path

@@ -1,0 +1,64 @@
+"""The state a run starts from: that of the newest whole checkpoint in its workdir, or a fresh one."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxpar import checkpoint, state
+from jaxpar import config as configs
+from jaxpar.errors import UserError
+from jaxpar.launch import processes
+from jaxpar.run import resume
+from jaxpar.run.build import Run
+
+
+def start(run: Run) -> tuple[Any, int]:
+    """The strategy's state and the number of steps it has behind it: of the newest whole checkpoint, or a fresh one."""
+    like = jax.eval_shape(
+        lambda key: state.to_canonical(state.init(run.problem.model, run.problem.optimizer, key)), jax.random.key(0)
+    )
+    found = checkpoint.restore(run.workdir / "checkpoints", like, say=print)
+    processes.check_same(f"the newest whole checkpoint (-1: none) in {run.workdir}", found.step if found else -1)
+    if found is None:
+        return fresh(run), 0
+    before = check_continued(run, found)
+    print(f"resume    from step {found.step:,}", flush=True)
+    for change in resume.differences(before, run.config).values():
+        print(f"changed   {change}", flush=True)
+    private_of = found.info.get("private_of", "")
+    is_own = private_of == run.strategy.private_of
+    if found.private and not is_own:
+        now = run.strategy.private_of or f"strategy {run.config.strategy}"
+        print(f"private   state of {private_of} is left behind: this is {now}", flush=True)
+    return run.strategy.from_canonical(found.tree, found.private if is_own else {}), found.step
+
+
+def check_continued(run: Run, found: checkpoint.Checkpoint) -> Mapping[str, Any]:
+    """The config of the run that wrote the checkpoint. Raises UserError where this run does not continue that one."""
+    where = f"the checkpoint of step {found.step} in {run.workdir}"
+    before: Mapping[str, Any] = found.info.get("config", configs.keys(run.config))  # the first ones had none
+    resume.check_same(before, run.config, f"{where} is of")
+    if found.info["data"] != run.dataset.fingerprint:
+        raise UserError(f"the data changed since {where}; give a new --workdir")
+    if found.step > run.num_steps:
+        config = run.config
+        raise UserError(
+            f"config.num_steps is {config.num_steps} and config.num_epochs {config.num_epochs}: {run.num_steps} steps, "
+            f"and {where} is past them; give more, or a new --workdir"
+        )
+    return before
+
+
+def fresh(run: Run) -> Any:
+    """The strategy's state at step 0, with pretrained parameters where there are some."""
+    fresh = run.strategy.init(jax.random.key(run.config.seed))
+    if run.pretrained is None:
+        return fresh
+    tree = run.strategy.to_canonical(fresh)
+    tree["params"] = jax.tree.map(
+        lambda ours, theirs: ours if isinstance(theirs, jax.ShapeDtypeStruct) else theirs,
+        tree["params"],
+        run.pretrained,
+    )
+    return run.strategy.from_canonical(tree)

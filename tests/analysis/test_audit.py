@@ -1,0 +1,389 @@
+"""The audit: compiled steps send what the formulas say, and what no formula says is found."""
+
+import functools
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+
+from jaxpar import step
+from jaxpar.analysis import audit
+from jaxpar.analysis.audit import FIGURES, Row, axis_of
+from jaxpar.exchange import NAMES, Axis, reduce
+from jaxpar.strategies import Description
+from jaxpar.strategies.strategy import Program
+from scripts import audit as script
+from tests.runs import small_arguments
+from tests.strategies.pipelines import Task, make, make_config, make_problem, pipeline
+from tests.strategies.test_exchanges import TWICE, option, replicated
+
+N = 4
+MLP, ADAM = Task("mlp", "classification", "sgd", layers=1), Task("mlp", "classification", layers=1)
+WIDE = "--config.model.hidden_size=910"
+# bytes that a device sends by element of a code, in vectors much longer than a block
+BYTE, BIT = 3 / 4 * (1 + 8 / 4096), 3 / 4 * (1 / 8 + 4 / 2048)
+REDUCE, SCATTER, GATHER = ("all-reduce", "float32"), ("reduce-scatter", "float32"), ("all-gather", "float32")
+CODES, CODES_OF_MEANS = ("all-to-all", "uint8"), ("all-gather", "uint8")
+PERMUTE = "collective-permute", "float32"
+Sent = dict[tuple[str, str], float]
+
+
+def codes(size: float) -> Sent:
+    return {CODES: size, CODES_OF_MEANS: size}
+
+
+# By hand: bytes that one of 4 devices sends, divided by the number of parameters.
+SENT: dict[str, tuple[tuple[str, ...], Sent]] = {
+    "ddp": (replicated("ddp"), {REDUCE: 6}),
+    "dp": (replicated("dp"), {}),
+    "horovod": (replicated("horovod"), {PERMUTE: 6}),
+    "byteps": (replicated("byteps"), {SCATTER: 3, GATHER: 3}),
+    "byteps_onebit": (replicated("byteps_onebit"), codes(BIT)),
+    "byteps_topk": (replicated("byteps_topk"), codes(3 / 4 * 0.01 * 8)),
+    "byteps_randomk": (replicated("byteps_randomk"), codes(3 / 4 * 0.05 * 8)),
+    "byteps_dithering": (replicated("byteps_dithering"), codes(3 / 4)),
+    "bagua_bytegrad": (replicated("bagua_bytegrad"), codes(BYTE)),
+    "horovod_adasum": (replicated("horovod_adasum"), {PERMUTE: 8}),
+    "bagua_qadam": (replicated("bagua_qadam", option("warmup", 0.3)), {REDUCE: 0.3 * 6, **codes(0.7 * BYTE)}),
+    "bagua_decentralized": (replicated("bagua_decentralized"), {PERMUTE: 4}),
+    "bagua_low_precision_decentralized": (
+        replicated("bagua_low_precision_decentralized"),
+        {("collective-permute", "uint8"): 2 * (1 + 8 / 4096)},
+    ),
+    "bagua_model_average": (replicated("bagua_model_average", option("interval", 3)), {REDUCE: 6 / 3}),
+    "zero1": (replicated("zero1"), {SCATTER: 3, GATHER: 3}),
+    "zero2": (replicated("zero2"), {SCATTER: 3, GATHER: 3}),
+    "zero3": (replicated("zero3"), {SCATTER: 3, GATHER: 6}),
+    "onebit_adam": (replicated("onebit_adam"), {REDUCE: 0.2 * 6, **codes(0.8 * BIT)}),
+    "zero2, 2 microbatches": (replicated("zero2", TWICE), {SCATTER: 6, GATHER: 3}),
+    "zero3, 2 microbatches": (replicated("zero3", TWICE), {SCATTER: 6, GATHER: 12}),
+    "ddp, groups": (replicated("ddp", option("group", 2)), {SCATTER: 2, REDUCE: 2, GATHER: 2}),
+    "ddp, float16": (replicated("ddp", option("wire_dtype", "float16")), {("all-reduce", "float16"): 3}),
+    "horovod, bfloat16": (  # as bits: XLA widens floats of 16 bits on CPUs
+        replicated("horovod", option("wire_dtype", "bfloat16")),
+        {("collective-permute", "uint16"): 3},
+    ),
+    "byteps, cut": (replicated("byteps", option("bucket_bytes", 2 * 10**6)), {SCATTER: 3, GATHER: 3}),
+    "5 passes": (replicated("horovod", option("backward_passes_per_step", 5)), {PERMUTE: 6 / 5}),
+    "sharding": (replicated("ddp", "--config.data_parallel.implementation=sharding"), {REDUCE: 6}),
+    "pmap": (replicated("ddp", "--config.data_parallel.implementation=pmap"), {REDUCE: 6}),
+    "single": ((), {}),
+}
+
+
+@functools.cache
+def compiled(name: str) -> tuple[list[Program], Description]:
+    task = ADAM if name in ("bagua_qadam", "onebit_adam") else MLP
+    strategy = make(task, WIDE, *SENT[name][0])
+    return strategy.compile(), strategy.describe()
+
+
+def rows_of(name: str) -> list[Row]:
+    programs, on = compiled(name)
+    return audit.audit(programs, on, {"data": on.num_replicas, "stage": 1})
+
+
+@functools.cache
+def number_of_parameters(task: Task, *overrides: str) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(make_problem(make_config(task, *overrides), task).model.shapes))
+
+
+def counted(rows: list[Row]) -> list[Row]:
+    """Without the copies of dp, which are in no program, and single numbers."""
+    return [row for row in rows if row.kind != "copy" and row.dtype != FIGURES]
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_what_is_sent_is_what_theory_says(name: str) -> None:
+    rows = rows_of(name)
+    assert [row for row in rows if not row.is_explained] == []
+    size = number_of_parameters(MLP, WIDE)
+    assert size > 1e6
+    sent = {(row.kind, row.dtype): row for row in counted(rows)}
+    assert sent.keys() == SENT[name][1].keys()
+    for key, expected in SENT[name][1].items():
+        row = sent[key]
+        assert row.theory == pytest.approx(expected * size, rel=0.01), key
+        assert row.axis == "data" and row.ratio is not None
+        if name.startswith("zero3") and key == GATHER:  # XLA keeps gathered weights on the CPU
+            assert 0.5 <= row.ratio <= 1, key
+        else:
+            assert row.ratio == pytest.approx(1, abs=0.01), key
+
+
+def test_every_exchange_is_audited() -> None:
+    assert set(NAMES) <= SENT.keys()
+
+
+@pytest.mark.parametrize(("name", "share"), [("bagua_bytegrad", 0.2525), ("byteps_onebit", 0.0325)])
+def test_codes_are_a_small_share_of_what_ddp_sends(name: str, share: float) -> None:
+    sent, of_ddp = ([row for row in rows_of(which) if row.dtype != FIGURES] for which in (name, "ddp"))
+    assert sum(row.nbytes for row in sent) <= share * sum(row.nbytes for row in of_ddp)
+
+
+def test_dp_has_copies_and_no_collective() -> None:
+    size = (N - 1) * 4 * number_of_parameters(MLP, WIDE)
+    assert rows_of("dp") == [Row("copy", "data", "float32", 0, 0, size, size)]
+
+
+def test_a_pipeline_of_2_replicas() -> None:
+    strategy = make(MLP, *pipeline("gpipe", 2, "--config.exchange=byteps_onebit", replicas=2))
+    rows = audit.audit(strategy.compile(), strategy.describe(), {"data": 2, "stage": 2})
+    assert [row for row in rows if not row.is_explained] == []
+    sent = {(row.kind, row.axis, row.dtype): row for row in counted(rows)}
+    kinds = CODES, CODES_OF_MEANS
+    assert sent.keys() == {(kind, "data", dtype) for kind, dtype in kinds} | {(PERMUTE[0], "stage", PERMUTE[1])}
+    assert all(row.ratio == pytest.approx(1, abs=0.01) for row in sent.values())
+
+
+# ---- planted errors ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ddp", "byteps_onebit", "zero1"])
+def test_less_theory_leaves_a_row_unexplained(name: str) -> None:
+    programs, on = compiled(name)
+    for one in on.traffic:
+        others = tuple(other for other in on.traffic if other.kind != one.kind)
+        half = (*others, *(o._replace(nbytes=o.nbytes / 2) for o in on.traffic if o.kind == one.kind))
+        elsewhere = tuple(o._replace(axis="stage") for o in on.traffic)
+        twice = (*others, *(o._replace(nbytes=o.nbytes * 2) for o in on.traffic if o.kind == one.kind))
+        for wrong in (others, half, twice, elsewhere):
+            rows = audit.audit(programs, on._replace(traffic=wrong), {"data": N, "stage": 1})
+            unexplained = {row.kind for row in counted(rows) if not row.is_explained}
+            assert one.kind in unexplained
+
+
+def test_theory_that_is_not_sent_is_shown() -> None:
+    programs, on = compiled("ddp")
+    more = reduce.Traffic("all-gather", "float32", "data", 1000.0)
+    rows = audit.audit(programs, on._replace(traffic=(*on.traffic, more)), {"data": N, "stage": 1})
+    [row] = [row for row in rows if not row.is_explained]
+    assert row == Row("all-gather", "data", "float32", 0, 0, 1000.0, 1000.0)
+
+
+def test_many_figures_are_unexplained() -> None:
+    assert Row("all-reduce", "data", FIGURES, 8, 256, None).is_explained
+    assert not Row("all-reduce", "data", FIGURES, 500, 16000, None).is_explained
+
+
+@pytest.mark.parametrize("exchange", ["ddp", "zero1"])
+def test_one_more_sum_is_unexplained(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the largest gradient, before the exchange."""
+    gradients = step.gradients
+
+    def with_another(*arguments: Any, **options: Any) -> Any:
+        grads, sums = gradients(*arguments, **options)
+        linear = grads["embed"]["linear"]
+        again, _ = reduce.psum(Axis("data", N)).mean(linear["kernel"], ())
+        return grads | {"embed": {"linear": linear | {"kernel": again}}}, sums
+
+    monkeypatch.setattr(step, "gradients", with_another)
+    strategy = make(MLP, *replicated(exchange))
+    rows = audit.audit(strategy.compile(), strategy.describe(), {"data": N, "stage": 1})
+    assert [(row.kind, row.dtype) for row in rows if not row.is_explained] == [REDUCE]
+
+
+# ---- which axis -------------------------------------------------------------------------------------
+
+MESH = {"data": 2, "stage": 4}
+GROUPS = {
+    "along stages": (((0, 1, 2, 3), (4, 5, 6, 7)), "stage"),
+    "along replicas": (((0, 4), (1, 5), (2, 6), (3, 7)), "data"),
+    "pairs of stages": (((0, 1), (2, 3), (4, 5), (6, 7)), "stage"),
+    "of some only": (((0, 2),), "stage"),
+    "all": ((tuple(range(8)),), "data+stage"),
+    "across": (((0, 5), (1, 4)), "((0, 5), (1, 4))"),
+    "two lines of one axis and one of another": (((0, 1), (2, 6)), "((0, 1), (2, 6))"),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_the_axis_of_groups(name: str) -> None:
+    groups, axis = GROUPS[name]
+    assert axis_of(groups, MESH) == axis
+
+
+def test_an_axis_of_one_device_has_no_groups() -> None:
+    assert axis_of(((0, 1, 2, 3),), {"data": 4, "stage": 1}) == "data"
+    assert axis_of(((0, 1, 2, 3),), {"data": 1, "stage": 4}) == "stage"
+
+
+# As XLA writes groups, the axis, and how many devices there are in each.
+WRITTEN = {
+    "replica_groups={{0,1,2,3},{4,5,6,7}}": ("stage", 4),
+    "replica_groups={{0,4},{1,5},{2,6},{3,7}}": ("data", 2),
+    "replica_groups={{0,1,2,3,4,5,6,7}}": ("data+stage", 8),
+    "replica_groups=[2,4]<=[8]": ("stage", 4),
+    "replica_groups=[1,8]<=[8]": ("data+stage", 8),
+    "replica_groups=[4,2]<=[2,4]T(1,0)": ("data", 2),
+    "replica_groups=[4,2]<=[8]": ("stage", 2),
+    "replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}": ("stage", 4),
+    "replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0'}": ("data", 2),
+    "replica_groups=mesh['axis_0'=8] {'axis_0'}": ("data+stage", 8),
+}
+
+
+def sent_by(instruction: str) -> list[Row]:
+    """The audit of a program of that one instruction, whose operand has 100 elements."""
+    text = "ENTRY %main.1 (x: f32[100]) -> f32[100] {\n  %x = f32[100]{0} parameter(0)\n"
+    text += f"  ROOT %sent = f32[100]{{0}} {instruction}\n}}\n"
+    program: Any = SimpleNamespace(compiled=SimpleNamespace(as_text=lambda: text), branches={})
+    return audit.audit([program], Description((), "", 2, (), ()), MESH)
+
+
+@pytest.mark.parametrize("groups", WRITTEN)
+def test_groups_as_xla_writes_them(groups: str) -> None:
+    axis, size = WRITTEN[groups]
+    line = f"all-reduce(%x), channel_id=1, {groups}, use_global_device_ids=true, to_apply=%add"
+    [row] = sent_by(line)
+    assert row[:4] == ("all-reduce", axis, "float32", 1) and not row.is_explained
+    assert row.nbytes == pytest.approx(2 * (size - 1) / size * 400)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "axis"),
+    [
+        ("{{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}", "stage"),
+        ("{{0,4},{4,0},{1,5},{5,1}}", "data"),
+        ("{{0,1},{1,2},{2,3}}", "stage"),
+        ("{{0,1},{1,2},{2,3},{3,4},{4,5},{5,6},{6,7},{7,0}}", "data+stage"),
+    ],
+)
+def test_the_axis_of_permutes(pairs: str, axis: str) -> None:
+    rows = sent_by(f"collective-permute(%x), channel_id=1, source_target_pairs={pairs}")
+    assert rows == [Row("collective-permute", axis, "float32", 1, 400, None)]
+
+
+def test_groups_that_cannot_be_read_are_no_silence() -> None:
+    try:
+        rows = sent_by("all-reduce(%x), channel_id=1, replica_groups=<a new way>, to_apply=%add")
+    except (AssertionError, ValueError):
+        return
+    assert [row for row in rows if not row.is_explained]
+
+
+# ---- bytes ------------------------------------------------------------------------------------------
+
+
+def held(task: Task, exchange: str, *options: str) -> dict[str, int]:
+    """Of each device, in the compiled program, and by the strategy's formula, which is the same."""
+    strategy = make(task, *replicated(exchange, *options))
+    devices = audit.memory(strategy.compile(), strategy.describe())
+    assert len(devices) == N and all(parts == devices[0] for parts in devices)
+    parts = {name: one for name, one in devices[0].items() if one.theory is not None}
+    assert all(one.nbytes == one.theory for one in parts.values()), parts
+    return {name: one.nbytes or 0 for name, one in parts.items()}
+
+
+def test_bytes_on_a_device() -> None:
+    """Weights; momentum and a counter of sgd; of one-bit codes the residuals, of which a server has 1/n more."""
+    leaves = jax.tree.leaves(make_problem(make_config(MLP), MLP).model.shapes)
+    whole = 4 * sum(leaf.size for leaf in leaves)
+    shards = 4 * sum(leaf.size // max(leaf.shape) * math.ceil(max(leaf.shape) / N) for leaf in leaves)
+    padded = 4 * math.ceil(whole / 4 / N) * N  # of a vector of all
+    assert held(MLP, "ddp") == {"parameters": whole, "optimizer": whole + 4, "own": 0}
+    assert held(MLP, "zero1") == {"parameters": whole, "optimizer": shards + 4, "own": 0}
+    assert held(MLP, "zero3") == {"parameters": shards, "optimizer": shards + 4, "own": 0}
+    own = padded + padded // N
+    assert held(MLP, "byteps_onebit") == {"parameters": whole, "optimizer": whole + 4, "own": own}
+    offloaded = {"parameters": whole, "optimizer on the host": shards + 4, "own": 0}
+    assert held(MLP, "zero1", option("offload", True)) == offloaded
+
+
+def test_the_bytes_of_a_master_and_of_the_others() -> None:
+    strategy = make(MLP, *replicated("dp"))
+    master, *others = audit.memory(strategy.compile(), strategy.describe())
+    whole = 4 * number_of_parameters(MLP)
+    assert [master[name] for name in ("parameters", "optimizer")] == [(whole, whole), (whole + 4, whole + 4)]
+    assert master["inputs"].nbytes == pytest.approx(N * whole, rel=0.02)  # all devices' gradients
+    for other in others:
+        assert other["parameters"] == (whole, whole) and "optimizer" not in other
+        assert (other["inputs"].nbytes or 0) < whole / 10  # its share of a batch
+
+
+def test_bytes_of_a_pipelines_residuals() -> None:
+    strategy = make(MLP, *pipeline("gpipe", 2, "--config.exchange=byteps_onebit", replicas=2))
+    memory = strategy.describe().memory[0]
+    state = jax.eval_shape(strategy.init, jax.random.key(0))
+    assert memory["own"] == sum(leaf.size * leaf.dtype.itemsize // 4 for leaf in jax.tree.leaves(state.own))
+
+
+def test_bytes_are_those_of_the_arrays() -> None:
+    for exchange in ("zero3", "byteps_onebit"):
+        strategy = make(MLP, *replicated(exchange))
+        state = strategy.init(jax.random.key(0))
+        parts = {"parameters": state.params, "optimizer": state.optimizer.optimizer, "own": state.optimizer.own}
+        first = {
+            name: sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(part))
+            for name, part in parts.items()
+        }
+        assert strategy.describe().memory == (first,) * N, exchange
+
+
+# ---- the script -------------------------------------------------------------------------------------
+
+SYNTHETIC = ["data.source=synthetic", "data.train=", "data.synthetic_examples=400", "num_steps=3"]
+SMALL = [*SYNTHETIC, "model.name=mlp", "model.num_heads=None", "model.mlp_size=None", "model.hidden_size=64"]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> int:
+    small = [*small_arguments(folder), *(f"--config.{key}" for key in SMALL)]
+    monkeypatch.setattr(sys, "argv", ["audit.py", "--config=configs/default.py", *small, *arguments])
+    return script.main()
+
+
+def test_the_script_prints_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, tmp_path, "--config.exchange=byteps") == 0
+    captured = capsys.readouterr()
+    assert captured.err == "" and "no formula" not in captured.out
+    [line] = [line for line in captured.out.splitlines() if line.startswith("reduce-scatter")]
+    _, axis, dtype, number, nbytes, theory, ratio = line.split()
+    assert (axis, dtype, float(number)) == ("data", "float32", 1)
+    assert float(ratio) == pytest.approx(int(nbytes.replace(",", "")) / int(theory.replace(",", "")), abs=1e-3)
+    lines = [line.split() for line in captured.out.splitlines()]
+    assert ["on", "device", "0,", "1", "bytes", "theory", "ratio"] in lines
+    rows = {line[0]: line[1:] for line in lines[-5:]}
+    assert list(rows) == ["parameters", "optimizer", "own", "inputs", "temporary"]
+    assert rows["parameters"][0] == rows["parameters"][1] and rows["parameters"][2] == "1.0000"
+
+
+def test_the_script_prints_json_and_fails_where_a_row_is_unexplained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, tmp_path, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["layout", "collectives", "devices"]
+    [row] = [row for row in found["collectives"] if row["dtype"] != FIGURES]
+    assert row["explained"] and (row["kind"], row["axis"], row["dtype"], row["number"]) == (
+        *("all-reduce", "data", "float32"),
+        1,
+    )
+    # On 2 devices the bytes that are sent are those of the gradients.
+    parameters = found["devices"][0]["parameters"]
+    assert row["theory"] == parameters["nbytes"] == parameters["theory"] == pytest.approx(row["nbytes"], rel=0.01)
+    monkeypatch.setattr(audit, "TOLERANCE", -0.1)
+    assert run(monkeypatch, tmp_path) == 1
+    assert capsys.readouterr().out.count("no formula explains this") == 1
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("--config.exchang=ddp", "exchang"),
+        ("--config.exchange=zero4", "config.exchange is 'zero4'"),
+        ("--jsn", "--jsn"),
+    ],
+)
+def test_the_script_tells_a_mistake_in_one_line(
+    mistake: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, tmp_path, mistake) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and len(captured.err.splitlines()) == 1 and message in captured.err

@@ -1,0 +1,359 @@
+"""The certificate: honest strategies are within, planted mistakes are not and are named, and lossy ones say so."""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar import step as steps
+from jaxpar.analysis import certificate
+from jaxpar.analysis.certificate import Error, compare
+from jaxpar.config import default_config
+from jaxpar.data import Batches, plan
+from jaxpar.data.examples import Vectors
+from jaxpar.exchange import NAMES, presets
+from jaxpar.strategies import data_parallel, replicas
+from jaxpar.strategies import pipeline as pipelines
+from scripts import certify as script
+from tests.runs import small_arguments
+
+# 213 rows to train on in batches of 24: one of the epoch's 9 has rows that pad.
+MLP = ["model.name=mlp", "model.num_heads=None", "model.mlp_size=None", "data.source=synthetic", "data.train="]
+MLP += ["data.synthetic_examples=250", "model.num_layers=2", "model.dropout=0.2"]
+BERT = ["model.dropout=0.2", "model.num_layers=2"]
+SHARD_MAP = ["data_parallel.implementation=shard_map"]
+PIPELINE = ["strategy=pipeline", "mesh.stage=2", "mesh.data=1", "pipeline.num_microbatches=4"]
+
+
+@pytest.fixture
+def certify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, dict[str, Any]]]:
+    """Runs the script in this process on a config with these keys: its exit code, and what it wrote."""
+
+    def run(*keys: str, num_steps: int = 3) -> tuple[int, dict[str, Any]]:
+        output = tmp_path / "certificate.json"
+        overrides = [*small_arguments(tmp_path), *(f"--config.{key}" for key in keys)]
+        arguments = ["--config=configs/default.py", f"--num_steps={num_steps}", f"--output={output}", *overrides]
+        monkeypatch.setattr(sys, "argv", ["certify.py", *arguments])
+        code = script.main()
+        return code, json.loads(output.read_text())
+
+    return run
+
+
+# ---- honest strategies ---------------------------------------------------------------------------------------------
+
+HONEST = {
+    "sharding, bert": BERT,
+    "pmap, microbatches": [*MLP, "data_parallel.implementation=pmap", "optimizer.accumulation_steps=2"],
+    "ddp, gpt": [*SHARD_MAP, "model.name=gpt", "task=causal_lm", "data.vocab_size=300"],
+    "dp": [*MLP, "exchange=dp"],
+    "zero1": [*MLP, "exchange=zero1", "mesh.data=4"],
+    "zero3, bert": [*BERT, "exchange=zero3", "optimizer.accumulation_steps=2"],
+    "1f1b, bert": [*BERT, *PIPELINE],
+    "zb_h1, sgd": [*MLP, *PIPELINE, "pipeline.schedule=zb_h1", "mesh.data=2", "optimizer.name=sgd"],
+    "sync of 4 workers": [*MLP, "strategy=async_data_parallel", "asynchronous.policy=sync"],
+    "bfloat16": [*BERT, *SHARD_MAP, "model.dtype=bfloat16"],
+}
+
+
+SLOW = ("sharding, bert", "zero3, bert", "bfloat16")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in HONEST])
+def test_honest_strategies_are_within(name: str, certify: Any) -> None:
+    code, found = certify(*HONEST[name])
+    assert (code, found["outside"], found["differs"]) == (0, [], ""), found["outside"]
+    assert set(found["figures"]) == {"loss", "gradient norm"}
+    assert all(list(of) == list(certificate.QUANTITIES) for of in found["layers"].values())
+    assert found["layers"] and found["batches"][:2] == [0, 1]
+
+
+def test_one_device_is_bitwise_itself(certify: Any) -> None:
+    """The same program twice; and the table says so in a word."""
+    code, found = certify(*MLP, "strategy=single", "mesh.data=1")
+    assert code == 0
+    errors = [error for of in (found["figures"], *found["layers"].values()) for error in of.values()]
+    assert all(error == {"bitwise": True, "ulps": 0, "relative": 0} for error in errors)
+    assert script.in_words(found).count("bitwise") == len(errors) == 2 + 5 * len(found["layers"])
+
+
+# ---- mistakes ------------------------------------------------------------------------------------------------------
+
+
+def changed(monkeypatch: pytest.MonkeyPatch, module: Any, **functions: Any) -> None:
+    """One strategy's arithmetic is changed, and not the reference's: it has other functions of jaxpar/step.py."""
+    monkeypatch.setattr(module, "steps", SimpleNamespace(**{**vars(steps), **functions}))
+
+
+def dropped_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def microbatches(batch: Any, num: int) -> Any:
+        rows = dict(steps.microbatches(batch, num))
+        return rows | {"weights": rows["weights"].at[-1].set(0)}
+
+    changed(monkeypatch, pipelines, microbatches=microbatches)
+
+
+def dropped_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the function that all strategies add microbatches up by: the reference takes a batch at once, without it."""
+    original = steps.microbatches
+    monkeypatch.setattr(steps, "microbatches", lambda batch, num: {k: v[1:] for k, v in original(batch, num).items()})
+
+
+def doubled_psum(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = presets.ddp
+
+    def ddp(*arguments: Any, **options: Any) -> Any:
+        reduce = original(*arguments, **options)
+
+        def mean(tree: Any, state: Any) -> Any:
+            once, state = reduce.mean(tree, state)
+            return jax.tree.map(lambda x: 2 * x, once), state
+
+        return reduce._replace(mean=mean)
+
+    monkeypatch.setitem(presets.GRADIENTS, "ddp", ddp)
+
+
+def key_of_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each replica draws dropout masks by the place of a row in its own share."""
+
+    def gradients(problem: Any, state: Any, batch: Any, *rest: Any, **options: Any) -> Any:
+        index = jax.numpy.arange(len(batch["index"]), dtype=jax.numpy.int32)
+        return steps.gradients(problem, state, {**batch, "index": index}, *rest, **options)
+
+    changed(monkeypatch, replicas, gradients=gradients)
+
+
+def key_of_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the step after this one."""
+    changed(monkeypatch, pipelines, dropout_key=lambda key, step: steps.dropout_key(key, step + 1))
+
+
+def scaled_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gradients(*arguments: Any, **options: Any) -> Any:
+        grads, sums = steps.gradients(*arguments, **options)
+        return {**grads, "block_1": jax.tree.map(lambda g: g * (1 + 1e-4), grads["block_1"])}, sums
+
+    changed(monkeypatch, replicas, gradients=gradients)
+
+
+def counted_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gradients(problem: Any, state: Any, batch: Any, *rest: Any, **options: Any) -> Any:
+        whole = {**batch, "weights": jax.numpy.ones_like(batch["weights"])}
+        return steps.gradients(problem, state, whole, *rest, **options)
+
+    changed(monkeypatch, replicas, gradients=gradients)
+
+
+def own_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are the mean of replicas' means: wrong where shares weigh unequally, as in an epoch's last batch."""
+
+    def gradients(problem: Any, state: Any, batch: Any, weight: Any, **options: Any) -> Any:
+        own = jax.numpy.maximum(batch["weights"].sum(), 1)
+        return steps.gradients(problem, state, batch, own, **options)
+
+    changed(monkeypatch, replicas, gradients=gradients)
+
+
+def forgotten_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def update(problem: Any, state: Any, *rest: Any) -> Any:
+        after, metrics = steps.update(problem, state, *rest)
+        return after._replace(step=state.step), metrics
+
+    changed(monkeypatch, data_parallel, update=update)
+
+
+def smaller_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one layer, by a hundredth, of right gradients."""
+
+    def apply(state: Any, updates: Any, optimizer: Any, metrics: Any) -> Any:
+        return steps.apply(
+            state, {**updates, "head": jax.tree.map(lambda u: 0.99 * u, updates["head"])}, optimizer, metrics
+        )
+
+    changed(monkeypatch, replicas, apply=apply)
+
+
+LAYERS = ["embed", "block_0", "block_1", "head"]
+GRADIENTS = [f"gradient of {layer}" for layer in LAYERS]
+MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str], list[str]]] = {
+    "dropped microbatch": (dropped_microbatch, [*MLP, *PIPELINE], ["loss", *GRADIENTS]),
+    "dropped by all": (dropped_by_all, [*MLP, "optimizer.accumulation_steps=2"], ["loss", *GRADIENTS]),
+    "doubled psum": (doubled_psum, [*MLP, *SHARD_MAP], ["gradient norm", *GRADIENTS]),
+    "key of replica": (key_of_replica, [*BERT, *SHARD_MAP], ["loss", *GRADIENTS]),
+    "key of pipeline": (key_of_pipeline, [*MLP, *PIPELINE], ["loss", *GRADIENTS]),
+    "scaled layer": (scaled_layer, [*MLP, *SHARD_MAP], ["gradient norm", "gradient of block_1"]),
+    "counted padding": (counted_padding, [*MLP, *SHARD_MAP], ["loss", *GRADIENTS]),
+    "own mean": (own_mean, [*MLP, *SHARD_MAP], GRADIENTS),
+    "forgotten step": (forgotten_step, MLP, ["step"]),
+    "smaller update": (smaller_update, [*MLP, *SHARD_MAP], ["update of head"]),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_found_and_named(
+    name: str, certify: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant, keys, places = MISTAKES[name]
+    plant(monkeypatch)
+    code, found = certify(*keys)
+    named = [line.split(":")[0] for line in found["outside"]]
+    assert code == 1 and set(places) <= set(named), found["outside"]
+    if name in ("scaled layer", "smaller update", "forgotten step"):  # and nothing else
+        assert named == places
+    printed = capsys.readouterr().out
+    assert "verdict    outside the tolerance" in printed and all(f"outside    {place}: " in printed for place in places)
+
+
+# ---- strategies that compute other numbers -------------------------------------------------------------------------
+
+DIFFERENT = {
+    "onebit_adam sends momentum in a lossy code after its warm-up": ["exchange=onebit_adam"],
+    "bagua_bytegrad sends gradients in a lossy code": ["exchange=bagua_bytegrad"],
+    "bagua_decentralized has other weights on each replica": ["exchange=bagua_decentralized"],
+    "horovod sends gradients in bfloat16": ["exchange=horovod", "exchange_options.wire_dtype=bfloat16"],
+    "horovod takes a step of the optimizer for every 2 of the run": [
+        "exchange=horovod",
+        "exchange_options.backward_passes_per_step=2",
+    ],
+    "byteps_topk sends some of the gradients in a step": [*PIPELINE, "mesh.data=2", "exchange=byteps_topk"],
+    "local_sgd of 4 workers takes gradients of weights that are not the newest": [
+        "strategy=async_data_parallel",
+        "asynchronous.policy=local_sgd",
+    ],
+    "async of 4 workers with corrected_momentum takes gradients of weights that are not the newest": [
+        "strategy=async_data_parallel",
+        "asynchronous.cures=corrected_momentum",
+        "optimizer.name=sgd",
+    ],
+}
+
+
+@pytest.mark.parametrize("words", DIFFERENT)
+def test_strategies_that_differ_say_so(words: str, certify: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """No tolerance, exit code 0, and the errors are there: they do differ."""
+    code, found = certify(*MLP, *DIFFERENT[words], num_steps=4)
+    assert (code, found["differs"], found["tolerance"], found["outside"]) == (0, words, None, [])
+    assert f"verdict    {words}: no tolerance is stated" in capsys.readouterr().out
+    assert max(errors["alone"]["relative"] for errors in found["layers"].values()) > 1e-4
+    assert all("update" not in errors for errors in found["layers"].values())
+
+
+def test_what_exchanges_do_otherwise() -> None:
+    same = {name for name in NAMES if not presets.differs(name, {})}
+    assert same == {"ddp", "dp", "horovod", "byteps", "zero1", "zero2", "zero3"}
+    assert set(presets.DIFFERS) | same == set(NAMES)
+
+
+# ---- the measure, and the command line -----------------------------------------------------------------------------
+
+
+def test_errors_of_arrays() -> None:
+    one, near = np.array([1, 2], np.float32), np.array([1, np.nextafter(np.float32(2), np.float32(3))], np.float32)
+    zero = np.zeros(2, np.float32)
+    assert compare({"a": one, "b": zero}, {"a": one, "b": zero}) == Error(True, 0.0, 0.0)
+    error = compare({"a": near, "b": zero}, {"a": one, "b": zero})
+    assert not error.bitwise and error.ulps == 1
+    assert error.relative == pytest.approx(2**-22 / 5**0.5, rel=1e-6)
+    assert compare({"a": one}, {"a": zero}).relative == np.inf
+    assert compare({"a": zero}, {"a": -zero}) == Error(False, 0.0, 0.0)  # minus zero has other bits
+    nan = compare({"a": np.array([np.nan, 1], np.float32)}, {"a": one})
+    for errors in ([error, nan], [nan, error]):
+        assert certificate.outside(found_with(certificate.worst(errors)), certificate.TOLERANCES["float32"])
+
+
+LARGEST, SMALLEST = np.finfo(np.float32).max, np.finfo(np.float32).smallest_subnormal
+CELLS: dict[str, Any] = {
+    "-": None,
+    "bitwise": Error(True, 0, 0),
+    "not finite": compare({"a": np.array([np.nan, 1], np.float32)}, {"a": np.ones(2, np.float32)}),
+    "1.7e-07, 2.0": Error(False, 2, 1.7e-7),
+    "2.0e+01, 1.2e+08": Error(False, 120706084.5, 20),
+    "7.0e-02, 999999.9": Error(False, 999999.9, 0.07),
+    "inf, 2.4e+83": compare({"a": np.full(2, LARGEST)}, {"a": np.zeros(2, np.float32)}),
+    "2.4e+83, 2.4e+83": compare({"a": np.full(2, LARGEST)}, {"a": np.full(2, SMALLEST)}),
+}
+
+
+def test_columns_of_the_table_are_apart() -> None:
+    """Whatever is in them, from rounding to the largest errors there are."""
+    errors = [error and script.as_json(error) for error in CELLS.values()]
+    assert [script.cell(error) for error in errors] == list(CELLS)
+    found: dict[str, Any] = dict.fromkeys(("strategy", "model", "differs"), "s")
+    found |= {"sums": {"batch_size": 24, "strategy": "s", "reference": "r"}, "devices": {"number": 1, "kinds": ["cpu"]}}
+    found |= {"batches": [0], "versions": {}, "figures": {}}
+    found["layers"] = {str(i): dict.fromkeys(certificate.QUANTITIES, error) for i, error in enumerate(errors)}
+    rows = [re.split("  +", line) for line in script.in_words(found).splitlines()]
+    start = rows.index(["layer", "start", "gradient", "update", "moments", "runs apart"]) + 1
+    assert rows[start : start + len(CELLS)] == [[str(i), *5 * [text]] for i, text in enumerate(CELLS)]
+
+
+def found_with(error: Error) -> certificate.Found:
+    return certificate.Found({"loss": error}, {}, [], [0])
+
+
+def padded_rows(seed: int, batch: int) -> int:
+    return int((plan.shuffled(None, 213, 24, seed, 0)[batch] < 0).sum())
+
+
+@pytest.mark.parametrize(("seed", "expected"), [(0, [0, 3]), (1, [0, 5]), (3, [0, 1]), (5, [0, 2])])
+def test_the_batch_with_rows_that_pad_is_among_them(seed: int, expected: list[int]) -> None:
+    assert [padded_rows(seed, batch) for batch in expected].count(3) == 1
+    config = default_config()
+    config.batch_size = 24
+    split = Vectors(np.zeros((213, 4), np.float32), np.zeros(213, np.int32))
+    made = Batches(split, batch_size=24, seed=seed, shuffle=True)
+    run: Any = SimpleNamespace(config=config, batches=made, num_steps=2)
+    assert certificate.batches(run) == expected
+
+
+def test_what_a_certificate_says(certify: Any) -> None:
+    _, found = certify(*MLP, *SHARD_MAP, "seed=1", "optimizer.accumulation_steps=2", num_steps=2)
+    assert found["seeds"] == {"config.seed": 1, "config.exchange_options.seed": None}
+    assert found["sums"]["strategy"] == "2 replicas (the data axis) x 2 accumulation steps"
+    assert found["batches"] == [0, 5]
+    assert set(found["versions"]) == {"jaxpar", "python", "jax", "jaxlib", "numpy", "flax", "optax"}
+    assert found["devices"]["number"] == 2 and found["devices"]["platform"] == jax.default_backend()
+    assert found["flags"]["XLA_FLAGS"] and found["flags"]["jax_default_matmul_precision"] == "highest"
+    assert found["config"]["model.name"] == "mlp" and found["config"]["num_steps"] == 2
+    assert "model.size" not in found["config"]  # as in the default
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("--num_steps=0", "--num_steps is 0; it may be 1 or more"),
+        ("--reference_passes=5", "--reference_passes is 5; it may be what divides config.batch_size, 24"),
+        ("--output=no/such/file.json", "--output is no/such/file.json; there is no folder no/such"),
+        ("--config.exchange=zero4", "config.exchange is 'zero4'"),
+        ("--steps=4", "'--steps=4' is not an argument"),
+        ("--num_steps=x", "--num_steps is 'x'; it may be a whole number"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(
+    mistake: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = f"--output={tmp_path}/certificate.json"
+    monkeypatch.setattr(
+        sys, "argv", ["certify.py", "--config=configs/default.py", *small_arguments(tmp_path), output, mistake]
+    )
+    assert script.main() == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and len(captured.err.splitlines()) == 1 and message in captured.err
+    assert not (tmp_path / "certificate.json").exists()
+
+
+def test_what_is_not_finite_cannot_be_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [*small_arguments(tmp_path), "--config.optimizer.lr=1e38", f"--output={tmp_path}/c.json"]
+    monkeypatch.setattr(sys, "argv", ["certify.py", "--config=configs/default.py", "--num_steps=3", *overrides])
+    assert script.main() == 1
+    assert "is not finite: there is nothing to compare" in capsys.readouterr().err

@@ -1,0 +1,276 @@
+"""Checkpoints: whole or found out. Each damage is done to real files."""
+
+import itertools
+import multiprocessing
+import random
+import shutil
+import time
+from collections.abc import Callable
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar import checkpoint
+from jaxpar.checkpoint import checksums
+from jaxpar.errors import UserError
+from tests.runs import change_info
+
+
+def tree(step: int) -> dict:
+    rng = np.random.default_rng(step)
+    return {
+        "step": jnp.asarray(step, jnp.int32),
+        "params": {"block_0": {"kernel": jnp.asarray(rng.normal(size=(256, 128)), jnp.float32)}},
+        "optimizer": {"0": {"mu": jnp.asarray(rng.normal(size=(5,)), jnp.bfloat16)}, "1": {}},
+    }
+
+
+LIKE = jax.eval_shape(lambda: tree(0))
+
+
+def save(directory: Path, steps: dict[int, float | None], *, keep: int = 2, keep_best: bool = True) -> None:
+    saver = checkpoint.Saver(directory, keep=keep, keep_best=keep_best)
+    for step, loss in steps.items():
+        saver.save(tree(step), {"data": "abc"}, loss)
+    saver.close()
+
+
+def restored_step(directory: Path) -> int:
+    found, _ = restore(directory)
+    assert found is not None
+    return found.step
+
+
+def restore(directory: Path) -> tuple[checkpoint.Checkpoint | None, list[str]]:
+    said: list[str] = []
+    return checkpoint.restore(directory, LIKE, said.append), said
+
+
+def test_round_trip_is_bitwise(tmp_path: Path) -> None:
+    save(tmp_path / "c", {7: None})
+    found, said = restore(tmp_path / "c")
+    assert found is not None
+    assert (found.step, found.info["data"], said) == (7, "abc", [])
+    for expected, got in zip(jax.tree.leaves(tree(7)), jax.tree.leaves(found.tree), strict=True):
+        assert got.dtype == expected.dtype
+        assert np.asarray(expected).tobytes() == np.asarray(got).tobytes()
+    alone = checkpoint.read(tmp_path / "c" / "7")  # without knowing the structure
+    np.testing.assert_array_equal(alone.tree["params"]["block_0"]["kernel"], tree(7)["params"]["block_0"]["kernel"])
+
+
+def test_keeps_the_last_and_the_best(tmp_path: Path) -> None:
+    save(tmp_path / "c", {1: 0.9, 2: 0.3, 3: 0.5, 4: None, 5: None})
+    assert checkpoint.steps(tmp_path / "c") == [2, 4, 5]
+    save(tmp_path / "d", {1: 0.9, 2: 0.3, 3: 0.5, 4: None}, keep=1, keep_best=False)
+    assert checkpoint.steps(tmp_path / "d") == [4]
+
+
+def test_the_best_is_kept_across_processes(tmp_path: Path) -> None:
+    """A saver knows what those before it measured."""
+    save(tmp_path / "c", {1: 0.9, 2: 0.3, 3: 0.5, 4: None})
+    save(tmp_path / "c", {5: 0.6, 6: None, 7: None})
+    assert checkpoint.steps(tmp_path / "c") == [2, 6, 7]
+    save(tmp_path / "c", {8: 0.2, 9: None, 10: None})
+    assert checkpoint.steps(tmp_path / "c") == [8, 9, 10]
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    assert restore(tmp_path / "c") == (None, [])
+
+
+def array_file(folder: Path) -> Path:
+    """The file with the bits of the largest array."""
+    return max(folder.glob("state/**/d/*"), key=lambda path: path.stat().st_size)
+
+
+def truncate(folder: Path) -> None:
+    path = array_file(folder)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(folder: Path) -> None:
+    path = array_file(folder)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def remove_array_file(folder: Path) -> None:
+    array_file(folder).unlink()
+
+
+def empty_info(folder: Path) -> None:
+    (folder / "info" / "metadata").write_text("")
+
+
+def another_step(folder: Path) -> None:
+    """A digit of the step in its info."""
+    change_info(folder, lambda info: info.update(step=info["step"] + 1))
+
+
+def another_name(folder: Path) -> None:
+    """A letter of an array's name among the checksums."""
+
+    def rename(info: dict[str, Any]) -> None:
+        info["checksums"] = {name.replace("params", "paramt"): number for name, number in info["checksums"].items()}
+
+    change_info(folder, rename)
+
+
+def another_fingerprint(folder: Path) -> None:
+    """A letter of the data's fingerprint: it must not be told as other data."""
+    metadata = folder / "info" / "metadata"
+    metadata.write_text(metadata.read_text().replace("abc", "abd"))
+
+
+def another_name_in_state(folder: Path) -> None:
+    """A letter of an array's name in what orbax says of the tree: it must not be told as another model."""
+    metadata = folder / "state" / "_METADATA"
+    metadata.write_text(metadata.read_text().replace("kernel", "kernem"))
+
+
+def remove_state(folder: Path) -> None:
+    shutil.rmtree(folder / "state")
+
+
+DAMAGES = [
+    truncate,
+    flip,
+    remove_array_file,
+    empty_info,
+    another_step,
+    another_name,
+    another_fingerprint,
+    another_name_in_state,
+    remove_state,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_falls_back_to_the_newest_whole_one(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    save(tmp_path / "c", {1: None, 2: None})
+    damage(tmp_path / "c" / "2")
+    found, said = restore(tmp_path / "c")
+    assert found is not None
+    assert found.step == 1
+    assert len(said) == 1
+    assert "2 is damaged" in said[0]
+    assert "\n" not in said[0]
+    assert checkpoint.steps(tmp_path / "c") == [1, 2]  # reading changes nothing
+    checkpoint.set_aside(tmp_path / "c", after=found.step)
+    assert checkpoint.steps(tmp_path / "c") == [1]
+    assert (tmp_path / "c" / "2.damaged").is_dir()
+    save(tmp_path / "c", {2: None})  # the step can be written again
+    assert restored_step(tmp_path / "c") == 2
+
+
+@pytest.mark.parametrize("text", ["", '{"validation_loss": 0.1}', "{}", None])
+def test_a_damaged_validation_loss_is_mended(text: str | None, tmp_path: Path) -> None:
+    """Orbax would not open such a folder, or keep the wrong one."""
+    save(tmp_path / "c", {1: 0.5, 2: 0.3, 3: None})
+    file = tmp_path / "c" / "2" / "metrics" / "metrics"
+    if text is None:
+        shutil.rmtree(file.parent)
+    else:
+        file.write_text(text)
+    said: list[str] = []
+    checkpoint.mend_metrics(tmp_path / "c", said.append)
+    assert said == [f"checkpoint {tmp_path}/c/2: its validation loss was damaged, and is 0.3000 now"]
+    checkpoint.mend_metrics(tmp_path / "c", said.append)
+    assert len(said) == 1
+    save(tmp_path / "c", {4: 0.4, 5: None, 6: None})
+    assert checkpoint.steps(tmp_path / "c") == [2, 5, 6]
+
+
+def test_all_damaged_is_an_error(tmp_path: Path) -> None:
+    save(tmp_path / "c", {1: None})
+    truncate(tmp_path / "c" / "1")
+    for _ in range(2):  # the second try must not begin anew
+        with pytest.raises(UserError, match=r"all of \[1\] are damaged"):
+            restore(tmp_path / "c")
+
+
+def test_half_written_checkpoints_are_ignored(tmp_path: Path) -> None:
+    """What a killed process leaves: orbax's temporary folder."""
+    save(tmp_path / "c", {1: None})
+    shutil.copytree(tmp_path / "c" / "1", tmp_path / "c" / "2.orbax-checkpoint-tmp-0")
+    assert restored_step(tmp_path / "c") == 1
+    save(tmp_path / "c", {3: None})
+    assert [path.name for path in sorted((tmp_path / "c").iterdir())] == ["1", "3"]
+
+
+def write(directory: Path, begun: Event) -> None:
+    """Writes checkpoint after checkpoint, until it is killed."""
+    saver = checkpoint.Saver(directory, keep=2, keep_best=False)
+    for step in itertools.count(1):
+        saver.save(tree(step), {"data": "abc"})
+        if step == 2:  # there is one
+            begun.set()
+
+
+def test_killed_at_random_moments_of_writing(tmp_path: Path) -> None:
+    """20 processes: the newest checkpoint is whole, and whoever goes on finds nothing of the one that is not."""
+    context, draw, unfinished = multiprocessing.get_context("forkserver"), random.Random(0), 0
+    context.set_forkserver_preload([__name__])
+    for number in range(20):
+        directory, begun = tmp_path / str(number), context.Event()
+        process = context.Process(target=write, args=(directory, begun))
+        process.start()
+        assert begun.wait(60)
+        time.sleep(draw.uniform(0, 0.3))
+        process.kill()
+        process.join()
+        found, said = restore(directory)
+        assert found is not None and said == []
+        for got, expected in zip(jax.tree.leaves(found.tree), jax.tree.leaves(tree(found.step)), strict=True):
+            assert np.asarray(expected).tobytes() == np.asarray(got).tobytes()
+        unfinished += any("tmp" in path.name for path in directory.iterdir())
+        save(directory, {found.step + 1: None})
+        assert [path.name for path in directory.iterdir() if not path.name.isdigit()] == []
+        assert restored_step(directory) == found.step + 1
+    assert unfinished >= 10  # most were in the middle of one
+
+
+def test_another_structure_is_not_read_as_this_one(tmp_path: Path) -> None:
+    save(tmp_path / "c", {1: None})
+    other = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((2, *leaf.shape), leaf.dtype), LIKE)
+    with pytest.raises(UserError, match=r"another model or optimizer: .* is bfloat16 \(5,\), not bfloat16 \(2, 5\)"):
+        checkpoint.restore(tmp_path / "c", other, lambda line: None)
+    wider = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), LIKE)
+    with pytest.raises(UserError, match=r"\['mu'\] is bfloat16 \(5,\), not float32 \(5,\)"):
+        checkpoint.restore(tmp_path / "c", wider, lambda line: None)
+    change_info(tmp_path / "c" / "1", lambda info: info.update(format=2))
+    with pytest.raises(UserError, match=r"format 2; this version of jaxpar reads 1"):
+        restore(tmp_path / "c")
+    shutil.move(tmp_path / "c" / "1" / "state", tmp_path / "c" / "1" / "elsewhere")  # as a later format may have it
+    with pytest.raises(UserError, match=r"format 2; this version of jaxpar reads 1"):
+        restore(tmp_path / "c")
+    assert checkpoint.steps(tmp_path / "c") == [1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int32", "uint8"])
+def test_checksum_is_the_same_on_devices_and_finds_any_changed_element(dtype: str) -> None:
+    x = np.random.default_rng(0).integers(0, 200, (7, 5)).astype(jnp.dtype(dtype))
+    expected = (
+        sum((2 * i + 1) * int.from_bytes(x.reshape(-1)[i : i + 1].tobytes(), "little") for i in range(x.size)) % 2**32
+    )
+    assert checksums.of_array(x) == expected
+    assert checksums.of_tree({"x": jnp.asarray(x)}) == {"['x']": expected}
+    for i in range(x.size):
+        changed = x.copy()
+        changed.reshape(-1).view(f"u{x.dtype.itemsize}")[i] += 1
+        assert checksums.of_array(changed) != expected
+
+
+def test_checksum_of_more_than_a_block() -> None:
+    """The host takes one at a time."""
+    x = np.random.default_rng(0).normal(size=(3, 50_001)).astype(np.float32)
+    assert checksums.of_tree({"x": jnp.asarray(x)}) == checksums.of_tree({"x": x}) == {"['x']": checksums.of_array(x)}
+    changed = x.copy()
+    changed[2, 40_000] += 1
+    assert checksums.of_array(changed) != checksums.of_array(x)

@@ -1,0 +1,190 @@
+"""The ledger: what it proves, and that it finds what is planted."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar import train
+from jaxpar.checkpoint import ledger
+from jaxpar.data import Batches
+from jaxpar.errors import TrainingError, UserError
+from jaxpar.launch import processes
+from tests.checkpoint.test_private import config, run_to
+from tests.data.test_batches import batches
+
+SOURCE = batches("texts")  # 103 examples: 12 batches of 8, and one of 7
+ALL = slice(0, 8)
+HALVES = (slice(0, 4), slice(4, 8))
+
+
+def record(
+    directory: Path,
+    start: int,
+    stop: int,
+    shares: Sequence[slice] = (ALL,),
+    *,
+    taken: dict[int, int] | None = None,
+    read: Sequence[slice] | None = None,
+) -> None:
+    """What so many processes write, each of its share of the rows, when they save every 5 steps.
+
+    taken: by step, the batch that it takes, where that is not its own. read: the rows that each gathers, if others.
+    """
+    for process, (rows, own) in enumerate(zip(shares, read or shares, strict=True)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(jax, "process_index", lambda process=process: process)
+            books = ledger.Ledger(directory, steps_per_epoch=SOURCE.steps_per_epoch, rows=rows, first_row=rows.start)
+        for step in range(start, stop):
+            books.add(step, SOURCE.batch((taken or {}).get(step, step), own, numbered=True)["examples"])
+            if (step + 1) % 5 == 0 or step + 1 == stop:
+                books.write()
+
+
+def verified(directory: Path, num_steps: int) -> str:
+    return ledger.verify(directory, SOURCE, num_steps)
+
+
+@pytest.mark.parametrize("num_steps", [13, 26, 30, 7])
+def test_every_example_once(tmp_path: Path, num_steps: int) -> None:
+    record(tmp_path, 0, num_steps)
+    assert verified(tmp_path, num_steps) == f"every example of {num_steps / 13:.6g} epochs exactly once"
+
+
+def test_a_line_by_hand(tmp_path: Path) -> None:
+    """Splitmix64's published first outputs from seed 0 are the mixes of 0, 1, 2."""
+    outputs = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert [ledger.digest(np.array([number])) for number in range(3)] == outputs
+    books = ledger.Ledger(tmp_path, steps_per_epoch=1, rows=slice(0, 4), first_row=0)
+    books.add(0, np.array([2, 0, -1, 1]))
+    books.write()
+    assert json.loads((tmp_path / "0.jsonl").read_text()) == {
+        "from": 0,
+        "to": 1,
+        "epoch": 0,
+        "rows": [0, 4],
+        "examples": 3,
+        "digest": f"{sum(outputs) % 2**64:016x}",
+    }
+
+
+def test_killed_and_resumed_by_other_numbers_of_processes(tmp_path: Path) -> None:
+    """What was written of steps that no checkpoint has is cut: of all processes, also of those that are no more."""
+    record(tmp_path, 0, 15, HALVES)
+    ledger.cut(tmp_path, after=10)
+    record(tmp_path, 10, 20)
+    with (tmp_path / "0.jsonl").open("a") as file:
+        file.write('{"from": 20, "to')  # the process was killed as it wrote
+    ledger.cut(tmp_path, after=20)
+    record(tmp_path, 20, 26, HALVES)
+    assert verified(tmp_path, 26) == "every example of 2 epochs exactly once"
+
+
+def test_of_a_run_that_began_without_one(tmp_path: Path) -> None:
+    record(tmp_path, 4, 26)
+    assert verified(tmp_path, 26) == f"every example of {22 / 13:.6g} epochs exactly once, from step 5 on"
+    assert verified(tmp_path / "nowhere", 26) == "it has no step"
+
+
+PLANTED: dict[str, tuple[dict[str, Any], str]] = {
+    "a repeated batch": ({"taken": {9: 8}}, "epoch 0: of 103 examples some were taken twice and others never"),
+    "one of another epoch": ({"taken": {9: 20}}, "epoch 0: of 103 examples some were taken twice and others never"),
+    "a short one twice": ({"taken": {20: 25}}, "epoch 1: "),
+    "a skipped one": ({"taken": {step: step + 1 for step in range(9, 26)}}, "epoch 0: "),
+    "a wrong row slice": ({"shares": HALVES, "read": (HALVES[0], HALVES[0])}, "epoch 0: "),
+    "a share that nobody has": ({"shares": HALVES[:1]}, "steps 1 to 5 have rows 0 to 4, of 8"),
+    "a share that two have": ({"shares": (ALL, HALVES[1])}, "steps 1 to 5 have rows 0 to 8, 4 to 8, of 8"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_finds_what_is_planted(tmp_path: Path, name: str) -> None:
+    options, message = PLANTED[name]
+    record(tmp_path, 0, 26, **options)
+    with pytest.raises(TrainingError, match="ledger: ") as error:
+        verified(tmp_path, 26)
+    assert message in str(error.value)
+
+
+def test_finds_steps_that_are_missing_or_there_twice(tmp_path: Path) -> None:
+    record(tmp_path, 0, 10)
+    for start, message in ((15, "steps 11 to 15 are missing"), (8, "steps 9 to 10 are there twice")):
+        whole = (tmp_path / "0.jsonl").read_text()
+        record(tmp_path, start, 26)
+        with pytest.raises(TrainingError, match=message):
+            verified(tmp_path, 26)
+        (tmp_path / "0.jsonl").write_text(whole)
+    with pytest.raises(TrainingError, match="it ends with step 10, and there are 26"):
+        verified(tmp_path, 26)
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    record(tmp_path, 0, 26)
+    text = (tmp_path / "0.jsonl").read_text().replace('"rows"', '"row"', 1)
+    (tmp_path / "0.jsonl").write_text(text)
+    with pytest.raises(UserError, match=r"0\.jsonl:1 is not what a run writes"):
+        ledger.cut(tmp_path, after=26)
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "of_process", "rows"),
+    [
+        (4, [0, 0, 1, 1], [slice(0, 12), slice(12, 24)]),
+        (1, [0, 0, 1, 1], [slice(0, 24), slice(0, 0)]),  # a replica over both: one counts
+        (2, [0, 1, 2, 3], [slice(0, 12), slice(0, 0), slice(12, 24), slice(0, 0)]),
+        (2, [0, 0, 1, 1, 2, 2], [slice(0, 12), slice(12, 24), slice(0, 0)]),  # the second one reads both halves
+    ],
+)
+def test_a_row_is_counted_by_one_process(
+    num_replicas: int, of_process: list[int], rows: list[slice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices: Any = tuple(SimpleNamespace(process_index=process) for process in of_process)
+    for process, expected in enumerate(rows):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        assert processes.counted_rows(devices, num_replicas, 24) == expected
+
+
+# ---- whole runs ---------------------------------------------------------------------------------
+
+EPOCHS = "--config.num_steps=45"  # three of them
+
+
+def test_a_run_that_changes_its_strategy(tmp_path: Path) -> None:
+    run_to(5, tmp_path, EPOCHS)
+    run_to(9, tmp_path, EPOCHS, "--config.mesh.data=4", "--config.exchange=zero3")
+    result = train.train(config(EPOCHS, "--config.strategy=single", "--config.mesh.data=1"), tmp_path)
+    assert result["ledger"] == "every example of 3 epochs exactly once"
+    rows = [json.loads(line) for line in (tmp_path / "ledger" / "0.jsonl").read_text().splitlines()]
+    assert rows[0]["from"] == 0 and rows[-1]["to"] == 45
+    assert sum(row["examples"] for row in rows) == result["examples"]
+
+
+@pytest.mark.parametrize("text", [b'{"from": 0, "to": 3\n', b"", b"\xff\xfe\n"])
+def test_a_damaged_ledger_is_told_before_a_run_goes_on(text: bytes, tmp_path: Path) -> None:
+    """Not at its end. Without it the rest is proved."""
+    run_to(5, tmp_path, EPOCHS)
+    file = tmp_path / "ledger" / "0.jsonl"
+    file.write_bytes(text or file.read_bytes().replace(b'"to": 5', b'"to": 4'))
+    with pytest.raises(UserError, match=r"delete .*ledger, and the ledger begins anew"):
+        train.train(config(EPOCHS), tmp_path)
+    shutil.rmtree(file.parent)
+    result = train.train(config(EPOCHS), tmp_path)
+    assert result["ledger"] == "every example of 2.66667 epochs exactly once, from step 6 on"
+
+
+def test_a_batch_that_a_run_takes_twice_fails_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = Batches.batch
+
+    def repeated(self: Batches, step: int, rows: slice = slice(None), **options: bool) -> dict[str, np.ndarray]:
+        return batch(self, 4 if step == 5 and self._shuffle else step, rows, **options)
+
+    monkeypatch.setattr(Batches, "batch", repeated)
+    with pytest.raises(TrainingError, match="ledger: epoch 0: 152 examples were taken, and 172 are due"):
+        train.train(config(), tmp_path)
+    assert not (tmp_path / "result.json").exists()

@@ -1,0 +1,85 @@
+"""Signals, in real processes: what they end although the main thread is not there to heed them."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxpar.launch.signals import Interrupt, StoppedEarly
+
+ROOT = Path(__file__).parents[2]
+# As in a compilation, or a wait for other processes: no handler of Python's runs.
+AWAY = "print('away', flush=True); ctypes.CDLL(None).sleep(1000)"
+BEFORE_THE_LOOP = f"""
+import ctypes
+from jaxpar.launch.signals import Ending
+with Ending(nth=1, code=75, text=lambda: "stopped"):
+    {AWAY}
+"""
+IN_THE_LOOP = f"""
+import ctypes, signal
+from jaxpar.launch.signals import Ending, Interrupt
+with Ending(nth=1, code=75, text=lambda: "stopped"), Interrupt() as interrupt:
+    signal.raise_signal(signal.SIGINT)
+    assert interrupt.requested == signal.SIGINT
+    {AWAY}
+"""
+AFTER_THE_LOOP = f"""
+import ctypes, signal
+from jaxpar.launch.signals import Ending, Interrupt
+with Ending(nth=1, code=75, text=lambda: "stopped"):
+    with Interrupt():
+        signal.raise_signal(signal.SIGINT)
+    {AWAY}
+"""
+STOPPED_AT_ONCE = "stopped at once; the steps since the last checkpoint are lost"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("program", "code", "text"),
+    [(BEFORE_THE_LOOP, 75, "stopped"), (IN_THE_LOOP, 130, STOPPED_AT_ONCE), (AFTER_THE_LOOP, 75, "stopped")],
+)
+def test_a_signal_while_the_main_thread_is_away(program: str, code: int, text: str, number: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout and process.stdout.readline() == "away\n"
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (code, f"{text}\n")
+
+
+def test_a_failure_after_a_signal_before_the_first_step() -> None:
+    """It is none: another process may have stopped, which this one waited for. After a step it is."""
+    with pytest.raises(StoppedEarly), Interrupt():
+        signal.raise_signal(signal.SIGTERM)
+        raise ValueError
+    with pytest.raises(ValueError), Interrupt() as interrupt:
+        signal.raise_signal(signal.SIGTERM)
+        assert interrupt.requested == signal.SIGTERM
+        raise ValueError
+    with pytest.raises(ValueError), Interrupt():
+        raise ValueError
+
+
+def test_what_was_there_before_is_there_again() -> None:
+    """Handlers, file descriptors and threads."""
+    program = """
+import os, signal, threading
+from jaxpar.launch.signals import Interrupt
+def there():
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    return handlers, os.listdir("/proc/self/fd"), threading.active_count()
+before = there()
+with Interrupt():
+    assert there() != before
+assert there() == before
+"""
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)

@@ -1,0 +1,581 @@
+"""Several processes of one run, for real: two of them, with two virtual devices each."""
+
+import errno
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar import checkpoint, train
+from jaxpar.errors import TrainingError, UserError
+from jaxpar.launch import launcher, processes
+from jaxpar.launch.launcher import free_port
+from jaxpar.run import metrics
+from tests.checkpoint.test_private import VALUES
+from tests.runs import small_arguments, small_config
+from tests.strategies.pipelines import relative_error
+from tests.test_train import final_params, stop_at
+
+ROOT = Path(__file__).parents[2]
+ALONE: dict[str, Any] = {"coordinator_address": None, "num_processes": None, "process_id": None}
+TOLD = {"coordinator_address": "host:1234", "num_processes": 4, "process_id": 3}
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "localhost",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+}
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_orte_hnp_uri": "1.0;tcp://h:1", "OMPI_COMM_WORLD_RANK": "0"}
+POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "2"}
+JAXPAR = {"JAXPAR_COORDINATOR_ADDRESS": "pod-0.jobs:1234", "JAXPAR_NUM_PROCESSES": "4"}
+BY_CLUSTER = processes.Place(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "place"),
+    [
+        (ALONE, {}, None),
+        (TOLD, {}, ("host:1234", 4, 3)),
+        (TOLD, SLURM, ("host:1234", 4, 3)),
+        (ALONE, JAXPAR | {"JAXPAR_PROCESS_ID": "1"}, ("pod-0.jobs:1234", 4, 1)),
+        (ALONE | {"process_id": 0}, JAXPAR | {"JAXPAR_PROCESS_ID": "1"}, ("pod-0.jobs:1234", 4, 0)),
+        (ALONE, JAXPAR | POD, ("pod-0.jobs:1234", 4, 2)),
+        (ALONE, POD | {"JAXPAR_NUM_PROCESSES": "1"}, None),
+        (ALONE | {"num_processes": 1}, {}, None),
+        (ALONE | {"num_processes": 1, "process_id": 1}, {}, None),
+        (ALONE, {"JOB_COMPLETION_INDEX": "2"}, None),
+        (ALONE, SLURM, BY_CLUSTER),
+        (ALONE, SLURM | {"SLURM_NTASKS": "1"}, None),
+        (ALONE, {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, None),  # a batch script, without srun
+        (ALONE, OPEN_MPI, BY_CLUSTER),
+        (ALONE, OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, None),
+    ],
+)
+def test_where_a_process_is_among_the_others(given: Any, environ: dict[str, str], place: Any) -> None:
+    assert processes.find(given, environ) == place
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "message"),
+    [
+        (TOLD | {"process_id": None}, {}, "missing: --process_id (or JAXPAR_PROCESS_ID)"),
+        (ALONE | {"num_processes": 2}, {}, "missing: --coordinator_address (or JAXPAR_COORDINATOR_ADDRESS), --proc"),
+        (ALONE | {"process_id": 1, "num_processes": 2}, {}, "missing: --coordinator_address"),
+        (ALONE | {"process_id": 1}, {}, "missing: --coordinator_address (or JAXPAR_COORDINATOR_ADDRESS), --num_proc"),
+        (ALONE | {"process_id": 0}, SLURM, "missing: --coordinator_address"),
+        (ALONE | {"process_id": 1}, POD, "missing: --coordinator_address"),
+        (ALONE, {"JAXPAR_PROCESS_ID": "1"}, "missing: --coordinator_address"),
+        (TOLD | {"process_id": 4}, {}, "--process_id is 4; it may be 0 to 3"),
+        (TOLD | {"num_processes": 0}, {}, "--num_processes is 0; it may be 1 or more"),
+        (TOLD | {"coordinator_address": "host"}, {}, "--coordinator_address is 'host'; it may be HOST:PORT"),
+        (ALONE, JAXPAR | {"JAXPAR_PROCESS_ID": "one"}, "--process_id is one; it may be 0 to 3"),
+        (ALONE, POD, "JOB_COMPLETION_INDEX is set, as in an indexed Job, but not JAXPAR_NUM_PROCESSES"),
+    ],
+)
+def test_a_place_that_cannot_be(given: Any, environ: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        processes.find(given, environ)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "of_process", "rows"),
+    [
+        (4, [0, 0, 1, 1], [slice(0, 12), slice(12, 24)]),
+        (2, [0, 0, 1, 1], [slice(0, 12), slice(12, 24)]),
+        (1, [0, 0, 1, 1], [slice(0, 24), slice(0, 24)]),  # a replica over both
+        (2, [0, 1, 2, 3], [slice(0, 12), slice(0, 12), slice(12, 24), slice(12, 24)]),
+        (3, [0, 0, 1], [slice(0, 16), slice(16, 24)]),
+    ],
+)
+def test_a_process_reads_the_rows_of_its_devices(
+    num_replicas: int, of_process: list[int], rows: list[slice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices: Any = tuple(SimpleNamespace(process_index=process) for process in of_process)
+    for process, expected in enumerate(rows):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        assert processes.own_rows(devices, num_replicas, 24) == expected
+
+
+@pytest.mark.parametrize(("values", "right"), [([3, 3], True), ([3, -1], False), ([-1, 3], False)])
+def test_processes_that_see_other_checkpoints(values: list[int], right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as of folders that are not shared: all of them end."""
+    monkeypatch.setattr(jax, "process_count", lambda: len(values))
+    monkeypatch.setattr(processes.multihost_utils, "process_allgather", lambda _: np.array(values))
+    for value in values:
+        if right:
+            processes.check_same("the step", value)
+            continue
+        with pytest.raises(TrainingError, match=f"^the step is {values[0]}, {values[1]} in processes 0 to 1$"):
+            processes.check_same("the step", value)
+
+
+# ---- for real -----------------------------------------------------------------------------------
+
+PIPELINE = ("--config.strategy=pipeline", "--config.mesh.stage=4", "--config.mesh.data=1")
+RUNS: dict[str, tuple[str, ...]] = {
+    "data_parallel": ("--config.mesh.data=4",),
+    "zero3": ("--config.mesh.data=4", "--config.exchange=zero3"),
+    "a pipeline across both": (*PIPELINE, "--config.pipeline.num_microbatches=4"),
+    "texts": ("--config.mesh.data=4",),
+}
+MORE = [*(f"--config.{key}={value}" for key, value in VALUES.items()), "--config.model.num_layers=2"]
+STEPS = ["--config.num_steps=12", "--config.batch_size=24", "--config.eval.every_steps=6"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+def settings(name: str) -> list[str]:
+    """A small MLP on vectors, or BERT on texts, by the strategy of RUNS."""
+    return [*([] if name == "texts" else MORE), *STEPS, *RUNS[name]]
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), **more}
+
+
+def launch(folder: Path, workdir: Path, name: str, *overrides: str, restarts: int = 0) -> "subprocess.Popen[str]":
+    own = [*small_arguments(folder), *settings(name), *overrides]
+    arguments = ["--config=configs/default.py", f"--workdir={workdir}", *own]
+    command = [sys.executable, "-m", "jaxpar.launch.launcher", "--num_processes=2", f"--max_restarts={restarts}", "--"]
+    return subprocess.Popen(
+        [*command, *arguments, "--config.mesh.virtual_cpu_devices=2"],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finished(process: "subprocess.Popen[str]", code: int = 0) -> tuple[list[str], list[str]]:
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == code, out + err
+    return out.splitlines(), err.splitlines()
+
+
+def assert_close(got: Path, expected: Path) -> None:
+    """Parameters to 1e-6, the optimizer's state, which has squares, to three times as much.
+
+    But for keys' biases: the same on all scores of a query, their gradient is zero but for rounding.
+    """
+    there, wanted = final_params(got), final_params(expected)
+    for name, x in wanted.items():
+        if "['key']['bias']" not in name:
+            assert relative_error(there[name], x) < (3e-6 if "['optimizer']" in name else 1e-6), name
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By run: the same in one process, on four of its devices."""
+    workdirs = {name: tmp_path_factory.mktemp("alone") / "run" for name in RUNS}
+    for name, workdir in workdirs.items():
+        train.train(small_config(folder, *settings(name)), workdir)
+    return workdirs
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_compute_what_one_does(name: str, folder: Path, tmp_path: Path, alone: dict[str, Path]) -> None:
+    out, err = finished(launch(folder, tmp_path / "run", name))
+    assert not [line for line in err if line.startswith(("jaxpar", "launch", "Traceback"))]
+    told = [line for line in out if any(f"] {word} " in line for word in ("platform", "run", "step", "test"))]
+    assert len(told) >= 4 and {line[:4] for line in told} == {"[0] "}  # logs come from the first
+    assert told[0] == f"[0] platform  cpu, 4 devices of 2 processes (cpu), jax {jax.__version__}"
+    assert_close(tmp_path / "run", alone[name])
+    rows, expected = metrics.read(tmp_path / "run"), metrics.read(alone[name])
+    assert [(row["step"], row["split"]) for row in rows] == [(row["step"], row["split"]) for row in expected]
+    np.testing.assert_allclose([row["loss"] for row in rows], [row["loss"] for row in expected], 1e-5)
+    [newest] = checkpoint.steps(tmp_path / "run" / "checkpoints")[-1:]
+    written = [
+        sum(file.stat().st_size for file in (folder / "d").iterdir())
+        for folder in sorted((tmp_path / "run" / "checkpoints" / str(newest) / "state").glob("ocdbt.process_*"))
+    ]
+    assert len(written) == 2 and min(written) > 0.2 * sum(written)  # each its share
+
+
+def test_from_two_processes_to_one_and_back(folder: Path, tmp_path: Path, alone: dict[str, Path]) -> None:
+    """Stopped by SIGTERM, which reaches one process only, and goes on alone; stopped, and goes on as two."""
+    workdir = tmp_path / "run"
+    process = launch(folder, workdir, "zero3", "--config.checkpoint.every_steps=1", "--stopped_exit_code=75")
+    wait_for_step(process, workdir, 3)
+    os.kill(workers(process)[1], signal.SIGTERM)
+    out, err = finished(process, code=75)
+    assert not [line for line in err if line.startswith("launch")]
+    stopped = max(checkpoint.steps(workdir / "checkpoints"))
+    assert f"[0] SIGTERM: stopped after step {stopped} of 12, saved in {workdir}" in out
+    if stopped < 9:
+        with pytest.MonkeyPatch.context() as patch:
+            stop_at(patch, 2, signal.SIGTERM)
+            with pytest.raises(train.Stopped):
+                train.train(small_config(folder, *settings("data_parallel")), workdir)
+    out, _ = finished(launch(folder, workdir, "a pipeline across both"))
+    assert any(line.startswith("[0] resume    from step") for line in out)
+    assert "[0] ledger    every example of 0.8 epochs exactly once" in out
+    assert_close(workdir, alone["data_parallel"])
+
+
+def test_a_killed_process_ends_all_and_they_start_again(folder: Path, tmp_path: Path, alone: dict[str, Path]) -> None:
+    workdir = tmp_path / "run"
+    process = launch(folder, workdir, "data_parallel", "--config.checkpoint.every_steps=2", restarts=1)
+    wait_for_step(process, workdir, 4)
+    os.kill(workers(process)[1], signal.SIGKILL)
+    out, err = finished(process)
+    assert [line for line in err if line.startswith("launch")] == [
+        "launch: process 1 ended by SIGKILL; the others were ended too",
+        "launch: restart 1 of 1, from the last checkpoint",
+    ]
+    assert sum(line.startswith("[0] resume    from step") for line in out) == 1
+    assert "[0] ledger    every example of 0.8 epochs exactly once" in out
+    assert_close(workdir, alone["data_parallel"])
+
+
+def test_a_mistake_is_not_tried_again(folder: Path, tmp_path: Path) -> None:
+    out, err = finished(launch(folder, tmp_path / "run", "data_parallel", "--config.exchange=dp", restarts=3), code=2)
+    told = [line for line in out if "jaxpar: config.exchange='dp' is for one process, and there are 2" in line]
+    assert told and not [line for line in err if "restart" in line]
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_processes_that_slurm_starts(folder: Path, tmp_path: Path, alone: dict[str, Path]) -> None:
+    """Its variables are all they need; here the test sets them."""
+    job = str(free_port())
+    arguments = [*small_arguments(folder), *settings("data_parallel"), "--config.mesh.virtual_cpu_devices=2"]
+    command = [sys.executable, "-m", "jaxpar.main", "--config=configs/default.py", f"--workdir={tmp_path}/run"]
+    started = [
+        subprocess.Popen(
+            [*command, *arguments],
+            env=environment(**SLURM | {"SLURM_JOB_ID": job, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    first, second = (finished(process) for process in started)
+    assert any("4 devices of 2 processes" in line for line in first[0])
+    assert not [line for line in second[0] if "Gloo" not in line]
+    assert_close(tmp_path / "run", alone["data_parallel"])
+
+
+def test_processes_that_are_given_different_runs(folder: Path, tmp_path: Path) -> None:
+    """Each would write its part of another model, and the ledger would prove all of it."""
+    other = tmp_path / "other.csv"
+    other.write_text((folder / "data.csv").read_text() + "one more row,none\n")
+    place = [f"--coordinator_address=localhost:{free_port()}", "--num_processes=2"]
+    arguments = [*small_arguments(folder), *settings("texts"), "--config.mesh.virtual_cpu_devices=2", *place]
+    command = [sys.executable, "-m", "jaxpar.main", "--config=configs/default.py", f"--workdir={tmp_path}/run"]
+    own = [[], ["--config.optimizer.lr=0.5", f"--config.data.train={other}"]]
+    started = [
+        subprocess.Popen(
+            [*command, *arguments, *own[i], f"--process_id={i}"],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    first, second = (finished(process, code=2)[1] for process in started)
+    differs = "config.optimizer.lr: 0.01 there, 0.5 here; the data"
+    assert f"jaxpar: process 1 is given another run than process 0 ({differs})" in second
+    assert "jaxpar: a process is given another run than process 0, and says what differs" in first
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+SRUN = 'echo "srun $*"; exit $CODE'
+SCONTROL = 'echo "scontrol $*"'
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "comes_back"),
+    [
+        *[(code, restarts, False) for code in (0, 2, 130) for restarts in (None, "3")],
+        *[(code, restarts, True) for code in (75, 1, 3, 137) for restarts in (None, "19")],
+        *[(code, restarts, False) for code in (75, 1, 3, 137) for restarts in ("20", "21")],
+    ],
+)
+def test_the_job_script_of_the_docs(code: int, restarts: str | None, comes_back: bool, tmp_path: Path) -> None:
+    """It does what the table of exit codes says; with stand-ins for what is SLURM's."""
+    page = (ROOT / "docs" / "processes.md").read_text()
+    script = page.partition("```bash\n")[2].partition("```")[0]
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    set_by_slurm = {"SLURM_JOB_ID": "7"} | ({} if restarts is None else {"SLURM_RESTART_COUNT": restarts})
+    more = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CODE": str(code)}
+    ended = subprocess.run(["bash", "-c", script], env=more | set_by_slurm, capture_output=True, text=True)
+    called = ended.stdout.splitlines()
+    assert (ended.returncode, ended.stderr) == (code, "")
+    assert called[0].endswith("--stopped_exit_code=75")
+    assert called[1:] == (["scontrol requeue 7"] if comes_back else [])
+
+
+def wait_for_step(process: "subprocess.Popen[str]", workdir: Path, step: int) -> None:
+    """Until there is a checkpoint of it."""
+    deadline = time.monotonic() + 200
+    while max(checkpoint.steps(workdir / "checkpoints"), default=0) < step:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def workers(process: "subprocess.Popen[str]") -> list[int]:
+    """The processes that a launcher has started, in order."""
+
+    def children() -> Iterator[int]:
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = path.read_text().rpartition(")")[2].split()
+            except OSError:  # it has ended
+                continue
+            if int(fields[1]) == process.pid:
+                yield int(path.parent.name)
+
+    return sorted(children())
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_no_process_outlives_the_launcher(number: signal.Signals, folder: Path, tmp_path: Path) -> None:
+    """Killed as it starts them, before they can ask for it."""
+    process = launch(folder, tmp_path / "run", "data_parallel", "--config.num_steps=100000")
+    wait_for(lambda: len(workers(process)) == 2)
+    started = workers(process)
+    process.send_signal(number)
+    process.communicate()
+    wait_for(lambda: not any(map(is_running, started)))
+
+
+STARTED = """
+import time
+from jaxpar.launch.launcher import end_with_launcher
+end_with_launcher()
+print("here", flush=True)
+time.sleep(200)
+"""
+LAUNCHER = f"""
+import os, subprocess, sys
+environment = os.environ | {{"JAXPAR_LAUNCHER": str(os.getpid())}}
+subprocess.run([sys.executable, "-c", {STARTED!r}], env=environment)
+"""
+
+
+def test_a_process_that_has_asked_for_it_ends_with_its_launcher() -> None:
+    process = subprocess.Popen([sys.executable, "-c", LAUNCHER], env=environment(), stdout=subprocess.PIPE, text=True)
+    assert process.stdout and process.stdout.readline() == "here\n"
+    process.kill()
+    process.communicate(timeout=60)  # until nobody has its stdout any more
+
+
+def test_one_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The one before is ended."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(command: list[str], **options: Any) -> "subprocess.Popen[str]":
+        if started:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        started.append(real(["sleep", "200"], **options))
+        return started[0]
+
+    real = subprocess.Popen
+    monkeypatch.setattr(launcher.subprocess, "Popen", start)
+    monkeypatch.setattr(launcher, "visible_gpus", list)
+    monkeypatch.setattr(sys, "argv", ["launch", "--num_processes=2", "--", "--config=x"])
+    assert launcher.main() == 1
+    assert capsys.readouterr().err == "launch: a process cannot be started: Resource temporarily unavailable\n"
+    assert started[0].returncode == -signal.SIGKILL
+
+
+ONE_IS_LATE = """
+import os, time
+
+if number := os.environ.get("JAXPAR_PROCESS_ID"):
+    from jaxpar.launch.signals import Interrupt
+
+    def enter(self):
+        os.write(2, b"is there\\n" if number == "0" else b"is late\\n")
+        if number == "1":
+            time.sleep(1000)
+        return before(self)
+
+    before, Interrupt.__enter__ = Interrupt.__enter__, enter
+"""
+FIRST_READS_FOR_LONG = """
+import os, time
+
+if number := os.environ.get("JAXPAR_PROCESS_ID"):
+    from jaxpar import data
+    from jaxpar.launch import processes
+
+    def load(*_):
+        print("reads", flush=True)
+        time.sleep(1000)
+
+    def wait(what):
+        os.write(2, b"waits\\n")
+        before(what)
+
+    data.load, before, processes.wait = load, processes.wait, wait
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "program", "moment"),
+    [
+        (signal.SIGINT, 0, FIRST_READS_FOR_LONG, {"[0] reads\n", "[1] waits\n"}),
+        (signal.SIGTERM, 75, FIRST_READS_FOR_LONG, {"[0] reads\n", "[1] waits\n"}),
+        pytest.param(  # which waits until JAX misses the other's heartbeats, 100 seconds
+            signal.SIGTERM, 75, ONE_IS_LATE, {"[0] is there\n", "[1] is late\n"}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["Ctrl-C as one reads", "SIGTERM as one reads", "SIGTERM as one is at the loop"],
+)
+def test_stopped_before_the_first_step(
+    number: signal.Signals, code: int, program: str, moment: set[str], folder: Path, tmp_path: Path
+) -> None:
+    """While a process waits for another one."""
+    (tmp_path / "sitecustomize.py").write_text(program)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{__name__}.ROOT", f"{ROOT}:{tmp_path}")
+        process = launch(folder, tmp_path / "run", "data_parallel", f"--stopped_exit_code={code}", restarts=3)
+    assert process.stdout
+    missing = set(moment)
+    while missing:
+        missing.discard(line := process.stdout.readline())
+        assert line, process.communicate()
+    time.sleep(0.2)  # it waits from the next moment on
+    process.send_signal(number)
+    out, err = finished(process, code=code)
+    told = [line for line in out if line.startswith(("[0] stopped", "[0] resume", "[0] jaxpar", "[1]"))]
+    assert told[0] == "[0] stopped before the first step" and told[1].startswith("[0] resume ") and len(told) == 2
+    assert "--num_processes=2 --max_restarts=3 -- " in told[1]
+    assert err == []
+
+
+def test_a_signal_that_comes_before_a_process_can_heed_it(folder: Path, tmp_path: Path) -> None:
+    process = launch(folder, tmp_path / "run", "data_parallel", restarts=3)
+    wait_for(lambda: len(workers(process)) == 2)
+    process.send_signal(signal.SIGINT)
+    out, err = finished(process)
+    assert {line[4:] for line in out if "resume" not in line} == {"stopped before the first step"} and err == []
+
+
+IN_A_TASK = """
+import sys
+import jax
+from jaxpar.launch import processes
+processes.start(processes.Place(sys.argv[1], 1, 0))
+print(jax.config.read("jax_cuda_visible_devices"))
+"""
+
+
+@pytest.mark.parametrize("cluster", [SLURM, OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "1"}], ids=("SLURM", "Open MPI"))
+def test_inside_a_task_of_a_cluster_a_process_has_the_devices_that_it_was_given(cluster: dict[str, str]) -> None:
+    """Not the one that JAX would give to the task: the place was told."""
+    told = subprocess.run(
+        [sys.executable, "-c", IN_A_TASK, f"localhost:{free_port()}"],
+        env=environment(**cluster),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout == "all\n"
+
+
+def test_the_one_that_failed_first_is_named() -> None:
+    """Not one that aborts because it is gone."""
+
+    def ended(*codes: int, signals: Sequence[int] = ()) -> Any:
+        group: Any = launcher.Group.__new__(launcher.Group)
+        group._processes = [SimpleNamespace(poll=lambda code=code: code, wait=int, send_signal=print) for code in codes]
+        group._printers = [SimpleNamespace(join=lambda timeout: None) for _ in codes]
+        return group.wait(list(signals))
+
+    abort = -signal.SIGABRT
+    assert ended(abort, 2) == (1, 2) and ended(abort, 1) == (1, 1) and ended(1, abort) == (0, 1)
+    assert ended(-9, 2) == (0, -9) and ended(2, -9) == (1, -9) and ended(2, 3) == (1, 3) and ended(1, 2) == (1, 2)
+    assert ended(abort, -9) == (1, -9) and ended(0, 0)[1] == 0 and ended(0, abort) == (1, abort)
+    assert ended(75, 75)[1] == 75 and ended(75, 0)[1] == 75 and ended(75, 1) == (1, 1)  # 75: stopped
+    assert ended(1, 75, signals=[15]) == (1, 75) and ended(1, abort, signals=[15]) == (0, 1)
+
+
+def test_gpus_are_divided(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,5,7")
+    assert launcher.visible_gpus() == ["0", "1", "5", "7"]
+    started: list[Any] = []
+
+    def start(command: list[str], env: dict[str, str], **_: Any) -> FakeProcess:
+        started.append(env)
+        return FakeProcess()
+
+    monkeypatch.setattr(launcher.subprocess, "Popen", start)
+    launcher.Group(["--config=x"], 2, launcher.visible_gpus(), "")
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in started] == ["0,1", "5,7"]
+    assert [env["JAXPAR_PROCESS_ID"] for env in started] == ["0", "1"]
+    assert len({env["JAXPAR_COORDINATOR_ADDRESS"] for env in started}) == 1
+
+
+def test_mistakes_of_the_launchers_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,5,7")
+    monkeypatch.setattr(launcher, "run", lambda *_: 0)
+    for arguments, message in (
+        (["--num_processes=3"], "--num_processes is 3; it may be one that divides the 4 GPUs"),
+        (["--num_processes=0"], "--num_processes is 0; it may be 1 or more"),
+        (["--num_processes=2", "--config=x"], "'--config=x' is not an argument of the launcher"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["launch", *arguments])
+        with pytest.raises(SystemExit) as error:
+            launcher.main()
+        assert error.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", processes.FLAGS)
+@pytest.mark.parametrize("written", ["--{}=0", "-{}=0", "--{} 0", "-{} 0"])
+def test_what_the_launcher_tells_may_not_be_told_otherwise(
+    flag: str, written: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launcher, "run", lambda *_: 0)
+    monkeypatch.setattr(launcher, "visible_gpus", list)
+    own = ["launch", "--num_processes=2", "--", "--config=x", f"--workdir={flag}", flag]
+    monkeypatch.setattr(sys, "argv", own)
+    assert launcher.main() == 0
+    monkeypatch.setattr(sys, "argv", [*own, *written.format(flag).split()])
+    with pytest.raises(SystemExit) as error:
+        launcher.main()
+    assert error.value.code == 2
+    assert f"--{flag} is the launcher's to tell each process; it may not come after --\n" in capsys.readouterr().err
+
+
+class FakeProcess:
+    """Of which nothing is printed."""
+
+    def __init__(self) -> None:
+        self.stdout = io.StringIO()

@@ -1,0 +1,190 @@
+"""The engine's form of a table, run in plain Python on symbols instead of arrays: every action finds its own input."""
+
+import itertools
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxpar.pipeline.executor.lowering import INBOXES, NONE, Lowered, lower
+from jaxpar.pipeline.tables.schedule import SCHEDULES, forward_only
+from jaxpar.pipeline.tables.table import ACTION, BW, ORDER_IN_CLOCK, B, F, Table, W, homes, inputs, with_slots
+from jaxpar.pipeline.tables.validate import check, peak_handed, peak_held, peak_in_flight
+from tests.pipeline.named_tables import grid, make
+
+ZEROS = "what a device gets from a wire that nobody sends to it on"
+Symbol = Any  # (rank, microbatch, stage) of the action that made a value; in a stash, (buffer, microbatch, stage)
+
+
+class Machine:
+    """What the engine does with a lowered table: buffers of symbols by device. Peaks: of values that still wait."""
+
+    def __init__(self, table: Table, lowered: Lowered):
+        self.table, (self.shape, self.actions, self.arrivals) = table, lowered
+        self.stages, self.num_devices = table.stages.tolist(), table.num_devices
+        self.slots = dict(self.shape.num_slots)
+        self.buffers: list[dict[Any, list[Symbol]]] = [
+            {buffer: [None] * number for buffer, number in self.slots.items()} for _ in range(self.num_devices)
+        ]
+        self.outputs: list[list[Symbol]] = [[None, None, None] for _ in range(self.num_devices)]
+        self.waiting = [Counter[str]() for _ in range(self.num_devices)]
+        self.peaks = Counter[Any]()
+        self.done: list[tuple[int, ...]] = []
+
+    def run(self) -> None:
+        for clock in range(self.table.num_clocks):
+            for device, waiting in enumerate(self.waiting):
+                for inbox, number in waiting.items():
+                    self.peaks[inbox] = max(self.peaks[inbox], number)
+                for rank in range(self.shape.num_ranks):
+                    if self.actions[rank].chunk[device, clock] != NONE:
+                        self.act(clock, device, rank)
+            self.deliver(clock)
+
+    def act(self, clock: int, device: int, rank: int) -> None:
+        action, place, buffers = self.actions[rank], (device, clock), self.buffers[device]
+        microbatch = int(action.microbatch[place])
+        stage = self.stages[device][action.chunk[place]]
+        self.done.append((clock, device, rank, microbatch, stage))
+        sender = {0: stage - 1, 1: stage + 1, 2: -1}[rank]
+        if 0 <= sender < self.table.num_stages:
+            slot = self.slot(action.inbox[place], INBOXES[rank])
+            assert buffers[INBOXES[rank]][slot] == (rank, microbatch, sender), self.done[-1]
+            self.waiting[device][INBOXES[rank]] -= 1
+        for (writer, reader), slots in action.stash.items():
+            slot, symbol = self.slot(slots[place], (writer, reader)), ((writer, reader), microbatch, stage)
+            if writer == rank:
+                buffers[writer, reader][slot] = symbol
+            elif writer < rank <= reader:
+                assert buffers[writer, reader][slot] == symbol, self.done[-1]
+        # What an action may read, it is told where.
+        assert set(action.stash) == {key for key in self.slots if isinstance(key, tuple) and key[0] <= rank <= key[1]}
+        self.outputs[device][rank] = (rank, microbatch, stage)
+
+    def deliver(self, clock: int) -> None:
+        for device, rank in itertools.product(range(self.num_devices), range(min(self.shape.num_ranks, 2))):
+            if self.actions[rank].own_inbox[device, clock] != NONE:
+                assert rank in self.shape.stays
+                self.store(device, rank, self.actions[rank].own_inbox[device, clock], self.outputs[device][rank])
+        packets = self.outputs
+        for number, (wire, arrival) in enumerate(zip(self.shape.wires, self.arrivals, strict=True)):
+            assert 0 < wire.offset < self.num_devices
+            for device in range(self.num_devices):
+                sender, packet = (device - wire.offset) % self.num_devices, ZEROS
+                if sender in wire.senders:
+                    is_forward = self.actions[0].wire[sender, clock] == number
+                    packet = packets[sender][wire.ranks[0] if len(wire.ranks) == 1 else 0 if is_forward else 1]
+                for rank in (0, 1):
+                    if arrival[rank][device, clock] != NONE:
+                        assert rank in wire.ranks
+                        self.store(device, rank, arrival[rank][device, clock], packet)
+
+    def store(self, device: int, rank: int, slot: int, value: Symbol) -> None:
+        self.buffers[device][INBOXES[rank]][self.slot(slot, INBOXES[rank])] = value
+        self.waiting[device][INBOXES[rank]] += 1
+
+    def slot(self, slot: int, buffer: Any) -> int:
+        assert 0 <= slot < self.slots[buffer], (slot, buffer)
+        return int(slot)
+
+
+def run(table: Table) -> None:
+    """Lowers the table and runs it: its actions, on their inputs, in as little memory as there can be."""
+    lowered = lower(table)
+    machine = Machine(table, lowered)
+    machine.run()
+    expected = table.actions[["clock", "device", "kind", "microbatch", "stage"]].tolist()
+    assert machine.done == [(*row[:2], ORDER_IN_CLOCK[row[2]], *row[3:]) for row in expected]
+    kinds = set(table.actions["kind"].tolist())
+    peaks: dict[Any, int] = dict(machine.peaks)
+    if B in kinds or BW in kinds:
+        peaks[0, 1] = int(peak_in_flight(table).max())
+    if B in kinds:
+        peaks |= {(0, 2): int(peak_held(table).max()), (1, 2): int(peak_handed(table).max())}
+    assert dict(lowered.shape.num_slots) == peaks
+    assert lowered.shape.num_microbatches == table.num_microbatches
+    assert lowered.shape.num_ranks == len(lowered.actions) == (3 if B in kinds else 2 if BW in kinds else 1)
+    for array in (array for action in lowered.actions for array in (action.chunk, action.inbox, action.wire)):
+        assert array.shape == (table.num_devices, table.num_clocks)
+        assert array.dtype == np.int32
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_action_finds_its_input(name: str) -> None:
+    """On 1-8 devices with 1-16 microbatches, and for evaluation."""
+    for table in grid(name):
+        run(table)
+        run(forward_only(table.num_devices, table.num_microbatches, table.stages))
+
+
+def test_random_tables() -> None:
+    """Any placement of stages, fused and split backwards, several actions a clock, idle devices."""
+    rng = random.Random(0)
+    wires, stays = Counter[int](), Counter[int]()
+    for _ in range(300):
+        table = random_table(rng, rng.randint(1, 5), rng.randint(1, 3), rng.randint(1, 5), rng.random() < 0.5)
+        check(table)
+        run(table)
+        shape = lower(table).shape
+        wires.update(len(wire.ranks) for wire in shape.wires)
+        stays.update(shape.stays)
+    assert wires[2] > 200  # wires that carry activations and gradients both
+    assert stays[0] > 100 < stays[1]
+
+
+def random_table(rng: random.Random, p: int, v: int, m: int, fused: bool) -> Table:
+    """A valid table: in each clock, each device runs at random some of the actions that it can."""
+    stages = np.array(rng.sample(range(p * v), p * v)).reshape(p, v)
+    home, last = homes(stages), p * v - 1
+    kinds = (F, BW) if fused else (F, B, W)
+    todo = [(kind, k, stage) for kind in kinds for k in range(m) for stage in range(p * v)]
+    made: dict[tuple[int, int, int], int] = {}
+    rows: list[tuple[int, ...]] = []
+    for clock in itertools.count():
+        if not todo:
+            break
+        busy: set[tuple[int, int]] = set()  # device, rank
+        sent: set[tuple[int, int]] = set()  # device, offset
+        for device, rank in itertools.product(range(p), range(3)):
+            mine = [a for a in todo if home[a[2]] == device and ORDER_IN_CLOCK[a[0]] == rank]
+            rng.shuffle(mine)
+            for kind, k, stage in mine:
+                shares = kind == W or (rank == 1 and stage == last)  # the clock of its F or its B
+                needed = inputs(kind, k, stage, p * v)
+                is_ready = all(made.get(key, clock) < clock + (shares and made.get(key) == clock) for key in needed)
+                to = stage + {F: 1, W: 0}.get(kind, -1)
+                offset = (home[to] - device) % p if 0 <= to <= last else 0
+                if (
+                    not is_ready
+                    or (device, rank) in busy
+                    or (offset and (device, offset) in sent)
+                    or rng.random() < 0.3
+                ):
+                    continue
+                busy.add((device, rank))
+                sent.add((device, offset))
+                made[rank, k, stage] = clock
+                chunk = stages[device].tolist().index(stage)
+                rows.append((clock, device, kind, k, chunk, stage, 0, 0))
+                todo.remove((kind, k, stage))
+    return with_slots(Table(p, v, m, np.array(rows, ACTION)))
+
+
+def test_one_f_one_b_by_hand() -> None:
+    """Two devices, two microbatches: 0: F0 F1 -- BW0 -- BW1; 1: -- F0 BW0 F1 BW1, in as many clocks."""
+    table = make("1f1b", 2, 2)
+    lowered = lower(table)
+    assert table.num_clocks == 6
+    assert [wire[:] for wire in lowered.shape.wires] == [(1, (0, 1), (0, 1))]  # both ways are the same offset of two
+    assert dict(lowered.shape.num_slots) == {"activations": 1, "gradients": 1, (0, 1): 2}
+    forward, backward = lowered.actions
+    assert forward.microbatch.tolist() == [[0, 1, -1, -1, -1, -1], [-1, 0, -1, 1, -1, -1]]
+    assert backward.microbatch.tolist() == [[-1, -1, -1, 0, -1, 1], [-1, -1, 0, -1, 1, -1]]
+    assert forward.inbox.tolist() == [[-1] * 6, [-1, 0, -1, 0, -1, -1]]
+    assert backward.inbox.tolist() == [[-1, -1, -1, 0, -1, 0], [-1] * 6]
+    assert backward.stash[0, 1].tolist() == [[-1, -1, -1, 0, -1, 1], [-1, -1, 0, -1, 0, -1]]
+    (arrival,) = lowered.arrivals
+    assert arrival.activations.tolist() == [[-1] * 6, [0, 0, -1, -1, -1, -1]]
+    assert arrival.gradients.tolist() == [[-1, -1, 0, -1, 0, -1], [-1] * 6]

@@ -1,0 +1,236 @@
+"""The actions of a model's stages: gradients against jax.grad, FLOPs against closed forms, and what is kept.
+
+Dims: B examples, T positions, D features, M features inside the MLP, V vocabulary.
+"""
+
+from collections import Counter
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.models import Model, build
+from jaxpar.models.model import Batch
+from jaxpar.pipeline.executor.programs import Given, Program, sources, trace
+from jaxpar.pipeline.executor.split_backward import Source
+from jaxpar.pipeline.executor.stages import Stages
+from jaxpar.pipeline.tables.table import loop_stages
+from jaxpar.step import abstract
+from tests.models.small import LENGTH, VOCAB, fast_jit, info_of, make_params, small_config
+from tests.pipeline.cuts import flops_of, primitives, run_actions
+
+B, T, D, M, V = 7, LENGTH, 16, 64, VOCAB  # 7 divides the size of no weight
+WEIGHT_FLOPS = 2 * B * T * (4 * D * D + 2 * D * M)  # of a block: of its products with weights
+ATTENTION_FLOPS = 4 * B * T * T * D  # scores and mixture
+WEIGHT = jnp.float32(3.5)
+
+
+class Stage(NamedTuple):
+    """A stage of a small model, and all that its actions are given."""
+
+    stages: Stages
+    device: int
+    given: Given
+
+    def trace(self, num_ranks: int, remat: str) -> Program:
+        given = abstract(self.given._replace(dy=None))
+        return trace(self.stages, self.device, 0, given, num_ranks=num_ranks, remat=remat)
+
+    @property
+    def leaves(self) -> list[jax.Array]:
+        return jax.tree.leaves(self.given)
+
+    @property
+    def sources(self) -> list[Source]:
+        return sources(self.given)
+
+
+def make_rows(name: str, task: str) -> dict[str, Any]:
+    rng = np.random.default_rng(2)
+    shape = (B,) if task == "classification" else (B, T)
+    rows = {
+        "index": np.arange(B, dtype=np.int32) + 20,
+        "inputs": rng.integers(1, V, (B, T), np.int32),
+        "labels": rng.integers(0, 5, shape, np.int32),
+        "weights": rng.uniform(0, 2, shape).astype(np.float32),
+    }
+    return rows | ({"mask": np.arange(T) < rng.integers(1, T + 1, (B, 1))} if name == "bert" else {})
+
+
+def make_stage(name: str, task: str, bounds: tuple[int, ...], device: int, **overrides: Any) -> Stage:
+    """Stage `device` of a small model with dropout, cut at the bounds, which say how many layers it has."""
+    model = build(
+        small_config(name, task, num_layers=bounds[-1] - 2, **{"dropout": 0.3, **overrides}), info_of(name, task)
+    )
+    rows, rng = make_rows(name, task), np.random.default_rng(3)
+    stages = Stages(model, bounds, loop_stages(len(bounds) - 1, 1), abstract(rows))
+    held = stages.select(make_params(model), device)
+    dtype = jnp.dtype(overrides.get("dtype", "float32"))
+    x, dy = (jnp.asarray(rng.normal(size=(B, T, D)), dtype) for _ in range(2))
+    first, last = device == 0, device == len(bounds) - 2
+    params = stages.part(held, device, 0)
+    given = Given(params, rows, jax.random.key(5), jnp.int32(0), WEIGHT, None if first else x, None if last else dy)
+    return Stage(stages, device, given)
+
+
+def expected(stage: Stage) -> list[Any]:
+    """Outputs (of a last stage: loss, right answers, weight), dX where there is one, dW: by jax.grad, uncut."""
+    model, given = stage.stages.model, stage.given
+    start, stop = stage.stages.span(stage.device, 0)
+    keys_B = jnp.stack([jax.random.fold_in(given.key, int(i)) for i in given.rows["index"]])
+
+    def forward(params: Any, x: Any) -> jax.Array:
+        x = given.rows["inputs"] if x is None else x
+        return model.apply_layers(params, x, given.rows, keys_B, start, stop)
+
+    def target(params: Any, x: Any) -> tuple[jax.Array, Any]:
+        y = forward(params, x)
+        if given.dy is not None:
+            return jnp.vdot(y, given.dy), y
+        loss, sums = by_hand(y, given.rows)
+        return loss / WEIGHT, sums
+
+    number = (0,) if given.x is None else (0, 1)
+    gradients, outputs = fast_jit(jax.grad(target, number, has_aux=True))(given.params, given.x)
+    return [*jax.tree.leaves(outputs), *gradients[1:], *jax.tree.leaves(gradients[0])]
+
+
+def by_hand(logits: jax.Array, rows: Batch) -> tuple[jax.Array, list[jax.Array]]:
+    """Sums of weighted cross entropy, of weighted right answers, and of weights."""
+    probability = jnp.sum(jax.nn.softmax(logits) * jax.nn.one_hot(rows["labels"], logits.shape[-1]), -1)
+    loss = -jnp.sum(rows["weights"] * jnp.log(probability))
+    correct = jnp.sum(rows["weights"] * (logits.argmax(-1) == rows["labels"]))
+    return loss, [loss, correct, jnp.sum(rows["weights"])]
+
+
+FIRST, MIDDLE, LAST = range(3)
+BOUNDS = (0, 3, 5, 7)  # embed, two blocks; two blocks; a block, head
+GPT, BERT = ("gpt", "causal_lm"), ("bert", "classification")
+
+
+@pytest.mark.parametrize(
+    ("model", "bounds", "stage", "num_ranks", "remat", "num_dx"),
+    [
+        (GPT, (0, 2, 3), 0, 3, "none", 1),  # of the second layer, which nobody outside takes
+        (GPT, (0, 3), 0, 2, "none", 0),  # all layers
+        (BERT, (0, 2, 3), 0, 2, "full", 0),
+        (BERT, (0, 1, 3), 0, 3, "full", 0),  # embed alone
+        (GPT, (0, 1, 2, 3), 1, 3, "dots", 1),
+        (BERT, (0, 1, 2, 3), 1, 3, "none", 1),
+        (GPT, (0, 1, 3), 1, 3, "full", 1),
+        (BERT, (0, 1, 3), 1, 2, "dots", 1),
+    ],
+)
+def test_actions_of_a_stage_give_its_gradients(
+    model: tuple[str, str], bounds: tuple[int, ...], stage: int, num_ranks: int, remat: str, num_dx: int
+) -> None:
+    this = make_stage(*model, bounds, stage)
+    actions = fast_jit(partial(run_actions, this.trace(num_ranks, remat).cut, this.sources))(this.leaves)
+    is_last, results = stage == len(bounds) - 2, expected(this)
+    num_weights = len(jax.tree.leaves(this.given.params))
+    sizes = (
+        [3 if is_last else 1, num_dx, num_weights] if num_ranks == 3 else [3 if is_last else 1, num_dx + num_weights]
+    )
+    assert [len(outputs) for outputs in actions] == sizes
+    if num_dx and stage == 0:
+        assert actions[1].pop().shape == (B, T, D)
+        num_dx = 0
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(this.given.params)]
+    names = [*["output"] * len(actions[0]), *["dX"] * num_dx, *paths]
+    for name, got, wanted in zip(names, [value for outputs in actions for value in outputs], results, strict=True):
+        assert got.shape == wanted.shape
+        if "['key']['bias']" in name:  # which softmax takes away again: rounding errors are all there is
+            assert jnp.abs(got).max() < 1e-5
+        else:
+            assert jnp.linalg.norm(got - wanted) <= 3e-6 * jnp.linalg.norm(wanted), name
+
+
+@pytest.mark.parametrize(
+    ("remat", "again", "again_in_w"),
+    [
+        ("none", 0, 0),
+        # Once more forward, but for the last product of the last block, which no gradient asks for.
+        ("full", 2 * (WEIGHT_FLOPS + ATTENTION_FLOPS) - 2 * B * T * M * D, 0),
+        # Products with batch dims; of the mixture, which the saved output of the next one came from, only W has need.
+        ("dots", 2 * ATTENTION_FLOPS, ATTENTION_FLOPS),
+    ],
+)
+def test_flops_of_actions(remat: str, again: int, again_in_w: int) -> None:
+    """Two blocks: a product of F is one of dX in B and one of dW in W; one without weights is two in B."""
+    stage = make_stage(*GPT, BOUNDS, MIDDLE)
+    weights, attention = 2 * WEIGHT_FLOPS, 2 * ATTENTION_FLOPS
+    forward, dx, dw = flops_of(stage.trace(3, remat).cut, stage.sources, stage.leaves)
+    assert (forward, dx + dw) == (weights + attention, 2 * (weights + attention) + again)
+    assert dw == weights + again_in_w
+    fused = flops_of(stage.trace(2, "none").cut, stage.sources, stage.leaves)
+    assert fused == [weights + attention, 2 * (weights + attention)]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_flops_of_the_first_stage(dropout: float) -> None:
+    """Nobody waits for dX of its first layer, but B is there all the same: dX of the blocks, and W their dW.
+
+    Without dropout all of it follows from weights and batch, and yet nothing is computed twice.
+    """
+    stage = make_stage(*GPT, BOUNDS, FIRST, dropout=dropout)
+    weights, attention = 2 * WEIGHT_FLOPS, 2 * ATTENTION_FLOPS
+    assert flops_of(stage.trace(3, "none").cut, stage.sources, stage.leaves) == [
+        weights + attention,
+        weights + 2 * attention,
+        weights,
+    ]
+
+
+def test_w_is_nothing_but_dw() -> None:
+    """Six products a block, sums over rows (times a norm's input): no function of activations is there again."""
+    stage = make_stage(*GPT, BOUNDS, MIDDLE)
+    names = primitives(stage.trace(3, "none").cut, stage.sources, stage.leaves, 2)
+    assert names["dot_general"] == 2 * 6
+    assert set(names) <= {"dot_general", "transpose", "reshape", "reduce_sum", "mul", "add"}
+
+
+@pytest.mark.parametrize("model", [GPT, BERT])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_kept(model: tuple[str, str], dtype: str) -> None:
+    """No weight, cast weight or transpose; no attention mask; the four dropout masks of two blocks, drawn once."""
+    stage = make_stage(*model, BOUNDS, MIDDLE, dtype=dtype)
+    for num_ranks in (2, 3):
+        pieces = stage.trace(num_ranks, "none").cut
+        kept = [value for values in pieces.saved.values() for value in values]
+        assert all(value.size % B == 0 for value in kept)
+        assert Counter((v.shape) for v in kept if v.dtype == bool) == {(B, T, D): 4}
+        drawn = [primitives(pieces, stage.sources, stage.leaves, a)["random_bits"] for a in range(num_ranks)]
+        assert drawn == [4, 0, 0][:num_ranks]
+
+
+def test_what_is_kept_with_full_remat() -> None:
+    """For B the stage's input alone; masks are drawn again."""
+    stage = make_stage(*GPT, BOUNDS, MIDDLE)
+    for num_ranks in (2, 3):
+        pieces = stage.trace(num_ranks, "full").cut
+        kept = [value.shape for key, values in pieces.saved.items() if key[0] == 0 for value in values]
+        assert kept == [(B, T, D)]
+        drawn = [primitives(pieces, stage.sources, stage.leaves, a)["random_bits"] for a in range(num_ranks)]
+        assert drawn == [4, 4, 0][:num_ranks]
+
+
+def test_a_program_stands_for_other_layers() -> None:
+    """Device 3's blocks run the program of device 1, with their own dropout masks by their shift."""
+    bounds = (0, 1, 2, 3, 6, 7)
+    one = make_stage(*GPT, bounds, 1)
+    model: Model = one.stages.model
+    stages = Stages(model, (0, 1, 2, 3, 4, 5, 7), loop_stages(6, 1), abstract(one.given.rows))
+    assert (stages.kinds[4], stages.examples[1]) == (1, 1)
+    params = make_params(model)
+    names = stages.own_names(4)
+    given = one.given._replace(
+        params={name: params[own] for name, own in names.items()}, shift=jnp.int32(stages.shifts[4, 0])
+    )
+    program = trace(stages, 1, 0, abstract(given._replace(dy=None)), num_ranks=2, remat="none")
+    (y_BTD,), _ = fast_jit(partial(run_actions, program.cut, one.sources))(jax.tree.leaves(given))
+    keys_B = jnp.stack([jax.random.fold_in(given.key, int(i)) for i in given.rows["index"]])
+    wanted = fast_jit(partial(model.apply_layers, start=4, stop=5))(params, given.x, given.rows, keys_B)
+    np.testing.assert_allclose(y_BTD, wanted, rtol=1e-5, atol=1e-6)

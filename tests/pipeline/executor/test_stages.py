@@ -1,0 +1,145 @@
+"""Which device holds what: by hand for a model with more than ten blocks, so that names sort otherwise than layers."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxpar.models import Context, Model
+from jaxpar.pipeline.executor.stages import Stages
+from jaxpar.pipeline.tables.table import loop_stages, v_stages
+from jaxpar.step import abstract
+from tests.models.small import fast_jit, small
+
+GPT, PARAMS, BATCH = small("gpt", "causal_lm", num_layers=12)  # embed, block_0 .. block_11, head: 14 layers
+ROWS = abstract(BATCH)
+TWO_EACH = tuple(range(0, 15, 2))
+TIE = ("head", "tokens", "embed", "tokens")
+
+
+def pipeline(bounds: tuple[int, ...], placement: np.ndarray) -> Stages:
+    return Stages(GPT, bounds, placement, ROWS)
+
+
+SEVEN = pipeline(TWO_EACH, loop_stages(7, 1))
+CHUNKS = pipeline(tuple(range(15)), loop_stages(7, 2))
+V = pipeline(tuple(range(15)), v_stages(7))
+
+
+def test_one_chunk_a_device() -> None:
+    """Embed and a block; twice two blocks, five times; a block and head."""
+    assert SEVEN.num_stages == 7
+    assert (SEVEN.kinds, SEVEN.examples) == ([0, 1, 1, 1, 1, 1, 2], [0, 1, 6])
+    assert SEVEN.shifts.tolist() == [[0], [0], [2], [4], [6], [8], [0]]
+    assert [SEVEN.span(device, 0) for device in (0, 5, 6)] == [(0, 2), (10, 12), (12, 14)]
+    # By sorted names block_10 would come before block_9.
+    assert SEVEN.own_names(5) == {"block_1": "block_9", "block_2": "block_10"}
+    assert SEVEN.own_names(0) == {"embed": "embed", "block_0": "block_0"}
+    assert SEVEN.own_names(6) == {"block_11": "block_11", "head": "head", "embed": "embed"}
+
+
+def test_copies_of_tied_arrays() -> None:
+    """The head's device has a copy of the token embedding and of nothing else of embed."""
+    assert [[tuple(tie) for tie in SEVEN.copies(device)] for device in range(7)] == [[]] * 6 + [[TIE]]
+    held = SEVEN.select(PARAMS, 6)
+    assert {name: set(layer) for name, layer in held.items()} == {
+        "block_11": {"attention", "attention_norm", "mlp", "mlp_norm"},
+        "head": {"norm"},
+        "embed": {"tokens"},
+    }
+    assert held["embed"]["tokens"] is PARAMS["embed"]["tokens"]
+    assert set(PARAMS["embed"]) == {"tokens", "positions"}  # the model's own stays whole
+    assert SEVEN.select(PARAMS, 3) == {name: PARAMS[name] for name in ("block_5", "block_6")}
+
+
+def test_two_chunks_in_a_loop() -> None:
+    """Stage 7 + d is device d's second: its blocks are not its first's neighbours."""
+    assert (CHUNKS.kinds, CHUNKS.examples) == ([0, 1, 1, 1, 1, 1, 2], [0, 1, 6])
+    assert CHUNKS.shifts.tolist() == [[0, 0], [0, 0], [1, 1], [2, 2], [3, 3], [4, 4], [0, 0]]
+    assert CHUNKS.own_names(4) == {"block_0": "block_3", "block_7": "block_10"}
+    assert [len(CHUNKS.copies(device)) for device in range(7)] == [0] * 6 + [1]
+    held = CHUNKS.select(PARAMS, 6)
+    assert set(held) == {"block_5", "head", "embed"}
+    assert set(CHUNKS.part(held, 6, 0)) == {"block_5"}
+    assert {name: set(layer) for name, layer in CHUNKS.part(held, 6, 1).items()} == {
+        "head": {"norm"},
+        "embed": {"tokens"},
+    }
+
+
+def test_two_chunks_in_a_v_share_the_embedding() -> None:
+    """Embed and head on device 0, which needs no copy; the second chunks come in the other direction."""
+    assert (V.kinds, V.examples) == ([0, 1, 1, 1, 1, 1, 1], [0, 1])
+    assert V.shifts.tolist() == [[0, 0], [0, 0], [1, -1], [2, -2], [3, -3], [4, -4], [5, -5]]
+    assert V.own_names(6) == {"block_0": "block_5", "block_11": "block_6"}
+    assert not any(V.copies(device) for device in range(7))
+    held = V.select(PARAMS, 0)
+    assert {name: set(layer) for name, layer in held.items()} == {"embed": {"tokens", "positions"}, "head": {"norm"}}
+    # The head's chunk is given the embedding as a tied array.
+    assert set(V.part(held, 0, 0)) == {"embed"}
+    tokens = V.part(held, 0, 1)["embed"]
+    assert set(tokens) == {"tokens"}
+    assert tokens["tokens"] is PARAMS["embed"]["tokens"]
+    assert set(held["embed"]) == {"tokens", "positions"}  # what the device holds stays whole
+
+
+def test_every_layer_is_on_one_device() -> None:
+    for stages in (SEVEN, CHUNKS, V, pipeline((0, 3, 4, 9, 14), loop_stages(4, 1))):
+        devices = range(len(stages.placement))
+        copied = {(d, tie.source) for d in devices for tie in stages.copies(d)}
+        names = [name for d in devices for name in stages.select(PARAMS, d) if (d, name) not in copied]
+        assert sorted(names) == sorted(PARAMS)
+        for device in devices:
+            # What its kind's program holds has the same form under the names that stand for its own.
+            own, example = (stages.select(PARAMS, d) for d in (device, stages.examples[stages.kinds[device]]))
+            shapes = {name: jax.tree.map(jnp.shape, own[mine]) for name, mine in stages.own_names(device).items()}
+            assert shapes == jax.tree.map(jnp.shape, example)
+
+
+@pytest.mark.parametrize("stages", [SEVEN, V], ids=["loop", "v"])
+def test_fresh_parameters_are_those_of_the_whole_model(stages: Stages) -> None:
+    """Bitwise: each device draws what the model would for its layers, by the program of its kind."""
+    key, init = jax.random.key(11), [fast_jit(partial(stages.init, kind=k)) for k in range(len(stages.examples))]
+    whole = fast_jit(GPT.init)(key)
+    for device, kind in enumerate(stages.kinds):
+        held = init[kind](key, shifts=stages.shifts[device])
+        named = {own: held[name] for name, own in stages.own_names(device).items()}
+        jax.tree.map(np.testing.assert_array_equal, named, stages.select(whole, device))
+
+
+class Halve(nnx.Module):
+    """Adds up neighbours: its input's shape is not in its parameters, of which it has none."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        pass
+
+    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+        return x.reshape(x.shape[0], -1, 2).sum(-1)
+
+
+class Scale(nnx.Module):
+    def __init__(self, factor: float, rngs: nnx.Rngs):
+        self.factor = factor
+        self.gain = nnx.Param(jnp.ones(()))
+
+    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+        return x * self.gain[...] * self.factor
+
+
+def test_kinds_differ_by_input_definition_and_number() -> None:
+    """Equal layers on inputs of other shapes, of another constant, or more of them, make another program."""
+    rows: dict[str, Any] = {"inputs": jax.ShapeDtypeStruct((2, 64), jnp.float32)}
+    twice, thrice = partial(Scale, 2.0), partial(Scale, 3.0)
+    makers: list[Any] = [Halve, twice, twice, Halve, Halve, twice, thrice, twice, twice, twice]
+    model = Model({f"layer_{i}": make for i, make in enumerate(makers)})
+
+    def kinds(*bounds: int) -> list[int]:
+        return Stages(model, bounds, loop_stages(len(bounds) - 1, 1), rows).kinds
+
+    assert kinds(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10) == [0, 1, 1, 2, 3, 4, 5, 4, 4, 6]
+    assert kinds(0, 1, 3, 4, 6, 7, 8, 9, 10) == [0, 1, 2, 3, 4, 5, 5, 6]
+    assert kinds(0, 10) == [0]

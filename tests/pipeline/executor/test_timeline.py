@@ -1,0 +1,70 @@
+"""The measured timeline of a real run: every action of the table once, in an order that its inputs allow."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxpar import train
+from jaxpar.pipeline.executor.timeline import bubble_rate
+from jaxpar.pipeline.tables import draw
+from jaxpar.pipeline.tables.schedule import build
+from jaxpar.pipeline.tables.simulate import Span
+from jaxpar.pipeline.tables.table import F
+from tests.runs import small_config
+
+PIPELINE = (
+    "strategy=pipeline",
+    "mesh.stage=2",
+    "mesh.data=2",
+    "pipeline.num_microbatches=3",
+    "pipeline.schedule=zb_h1",
+)
+
+
+def run(folder: Path, trace: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Sequence[Span]]]:
+    """The charts that a run of three steps draws."""
+    drawn: list[tuple[str, Sequence[Span]]] = []
+
+    def save(path: Path, charts: Any) -> None:
+        assert path.name == "timeline.png"
+        drawn.extend(charts)
+
+    monkeypatch.setattr(draw, "save", save)
+    overrides = [*PIPELINE, f"pipeline.trace={trace}", "num_steps=3"]
+    train.train(small_config(folder, *[f"--config.{override}" for override in overrides]), folder / "run")
+    return drawn
+
+
+def test_actions_are_measured_in_an_order_that_their_inputs_allow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned, measured = run(tmp_path, 3, monkeypatch)
+    assert "planned" in planned[0] and f"bubble {bubble_rate(measured[1]):.1%}" in measured[0]
+    assert "timeline.png: planned bubble" in capsys.readouterr().out
+    table = build("zb_h1", num_devices=2, num_microbatches=3, num_chunks=1)
+    actions = table.actions[["device", "kind", "microbatch", "chunk"]].tolist()
+    for _, spans in (planned, measured):
+        assert sorted(span[:4] for span in spans) == sorted(actions)
+        assert all(span.start < span.end for span in spans)
+    ends = {span[:3]: span.end for span in measured[1]}
+    last = [0.0, 0.0]
+    for device, kind, microbatch, _, start, end in measured[1]:  # in the table's order
+        assert start >= last[device]
+        last[device] = end
+        if kind == F and device == 1:
+            assert start > ends[0, F, microbatch]
+
+
+@pytest.mark.slow
+def test_a_step_that_is_not_in_the_run_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path, 9, monkeypatch) == []
+    assert "timeline  none: step 9 was not in this run" in capsys.readouterr().out
+
+
+def test_bubble_rate_is_that_of_the_longest_span() -> None:
+    spans = [Span(0, F, 0, 0, 0.0, 1.0), Span(0, F, 1, 0, 3.0, 4.0), Span(1, F, 0, 0, 1.0, 2.0)]
+    assert bubble_rate(spans) == 0.5

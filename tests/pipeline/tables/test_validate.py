@@ -1,0 +1,281 @@
+"""Every rule of a table, by tables that break it, and against a validator that states the rules again."""
+
+import itertools
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from jaxpar.pipeline.tables.schedule import SCHEDULES, forward_only
+from jaxpar.pipeline.tables.table import ACTION, BW, ORDER_IN_CLOCK, B, F, Table, W, loop_stages, with_slots
+from jaxpar.pipeline.tables.validate import TableError, check, peak_handed, peak_held, peak_in_flight
+from tests.pipeline.named_tables import make
+
+
+def find(table: Table, device: int, kind: int, microbatch: int, chunk: int = 0) -> int:
+    """The row of an action."""
+    rows = table.actions[["device", "kind", "microbatch", "chunk"]].tolist()
+    return rows.index((device, kind, microbatch, chunk))
+
+
+def changed(table: Table, *row: int, **fields: int) -> Table:
+    """The table with fields of one row changed; rows sorted again."""
+    actions = table.actions.copy()
+    for field, value in fields.items():
+        actions[field][find(table, *row)] = value
+    return table._replace(actions=ordered(actions))
+
+
+def dropped(table: Table, *row: int) -> Table:
+    return table._replace(actions=np.delete(table.actions, find(table, *row)))
+
+
+def ordered(actions: np.ndarray) -> np.ndarray:
+    in_clock = np.array(ORDER_IN_CLOCK)[np.clip(actions["kind"], 0, 3)]
+    return actions[np.lexsort((in_clock, actions["device"], actions["clock"]))]
+
+
+F1B, H1, V = make("1f1b", 3, 4), make("zb_h1", 3, 4), make("zb_v", 2, 3)
+EAGER, SPLIT = make("eager_1f1b", 3, 4), make("zb_h1", 1, 2)
+NOWHERE = Table(1, 1, 1, np.zeros(0, ACTION))
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (NOWHERE, "the table has no actions"),
+        # numbers and order
+        (changed(F1B, 1, F, 0, device=3), "clock 1, device 3: device is 3; it must be at least 0 and less than 3"),
+        (changed(F1B, 1, F, 0, kind=4), "clock 1, device 1: kind is 4; it must be at least 0 and less than 4"),
+        (changed(F1B, 0, F, 3, microbatch=4), "clock 6, device 0: microbatch is 4; .* less than 4"),
+        (changed(F1B, 1, F, 0, chunk=1), "clock 1, device 1: chunk is 1; .* less than 1"),
+        (changed(F1B, 1, F, 0, stage=-1), "clock 1, device 1: stage is -1; .* less than 3"),
+        (changed(F1B, 1, F, 0, version=-1), "clock 1, device 1: version is -1; it must be at least 0"),
+        (changed(F1B, 0, F, 0, clock=-1), "clock -1, device 0: clock is -1; it must be at least 0"),
+        (
+            F1B._replace(actions=F1B.actions[[0, 2, 1, *range(3, 24)]]),
+            "clock 1, device 0: rows must be sorted by clock, device and order within the clock .*",
+        ),
+        # stages
+        (
+            changed(F1B, 1, F, 0, device=2),
+            "clock 2, device 1: stage 1 is on device 2; a stage is on one device only",
+        ),
+        (changed(V, 0, F, 1, chunk=1), "clock 1, device 0: chunk 1 cannot be stage 0: .*"),
+        (changed(V, 1, F, 1, stage=2), "clock 3, device 1: chunk 0 cannot be stage 2: .*"),
+        # once, and one of a kind in a clock
+        (
+            changed(F1B, 0, F, 1, clock=0),
+            "clock 0, device 0: F of microbatch 1, stage 0 and F of microbatch 0, stage 0 in one clock; "
+            "a device runs one action of a kind in a clock",
+        ),
+        (
+            changed(H1, 2, B, 1, kind=BW, clock=3),
+            "clock 3, device 2: BW of microbatch 1, stage 2 and B of microbatch 0, stage 2 in one clock; .*",
+        ),
+        (
+            changed(F1B, 0, F, 1, microbatch=0),
+            "clock 1, device 0: F of microbatch 0, stage 0 again; F of microbatch 0, stage 0 ran at clock 0",
+        ),
+        (
+            changed(H1, 2, B, 0, kind=BW),
+            "clock 8, device 2: W of microbatch 0, stage 2 again; BW of microbatch 0, stage 2 at clock 3 did it",
+        ),
+        # inputs
+        (
+            changed(F1B, 1, F, 0, clock=0),
+            "clock 0, device 1: F of microbatch 0, stage 1 takes the result of F of microbatch 0, stage 0, "
+            "which runs at clock 0 and is usable from the next clock on",
+        ),
+        (
+            changed(F1B, 1, BW, 0, clock=3),
+            "clock 3, device 1: BW of microbatch 0, stage 1 takes the result of BW of microbatch 0, stage 2, "
+            "which runs at clock 3 and .*",
+        ),
+        (
+            changed(EAGER, 2, F, 3, clock=6),
+            "clock 5, device 2: BW of microbatch 3, stage 2 takes the result of F of microbatch 3, stage 2, "
+            "which runs at clock 6 and is usable then",
+        ),
+        (
+            changed(H1, 0, W, 0, clock=4),
+            "clock 4, device 0: W of microbatch 0, stage 0 takes the result of B .* runs at clock 5 and .* then",
+        ),
+        # nothing is missing
+        (
+            dropped(F1B, 0, F, 2),
+            "clock 5, device 1: F of microbatch 2, stage 1 takes the result of F of microbatch 2, stage 0, "
+            "which never runs",
+        ),
+        (
+            dropped(H1, 1, B, 3),
+            r"clock 12, device 0: B of microbatch 3, stage 0 takes .* B or BW of .* 3, stage 1, which never runs",
+        ),
+        (dropped(F1B, 0, BW, 1), "clock 1, device 0: F of microbatch 1, stage 0 has no backward"),
+        (dropped(H1, 1, W, 2), "clock 9, device 1: B of microbatch 2, stage 1 has no W"),
+        (
+            F1B._replace(num_microbatches=5),
+            "clock 11, device 0: no F of microbatch 4, stage 0 up to here, the end",
+        ),
+        (
+            F1B._replace(num_devices=4),
+            "clock 3, device 2: BW of microbatch 0, stage 2 takes .* B or BW of .* 0, stage 3, which never runs",
+        ),
+        # slots
+        (
+            changed(F1B, 0, F, 1, slot=0),
+            "clock 1, device 0: F of microbatch 1, stage 0 takes slot 0, which the device keeps for .*",
+        ),
+        (
+            changed(F1B, 0, BW, 1, slot=2),
+            "clock 7, device 0: BW of microbatch 1, stage 0 has slot 2, but its F has slot 1",
+        ),
+        (
+            changed(H1, 2, W, 1, slot=0),
+            "clock 5, device 2: B of microbatch 1, stage 2 takes slot 0 of W, which the device keeps for .*",
+        ),
+    ],
+)
+def test_a_broken_rule_is_named_with_its_clock_and_device(table: Table, message: str) -> None:
+    with pytest.raises(TableError, match=f"^{message}$"):
+        check(table)
+
+
+def test_one_packet_a_clock_over_a_distance() -> None:
+    """On two devices forward and backward both go to the other one."""
+    table = make("interleaved_1f1b", 2, 2, 2)
+    late = changed(table, 0, F, 1, 1, clock=find_clock(table, 0, BW, 0, 1))
+    with pytest.raises(
+        TableError,
+        match=r"^clock 4, device 0: F .* and BW .* both send to device 1; one packet fits in a clock$",
+    ):
+        check(late)
+
+
+def find_clock(table: Table, *row: int) -> int:
+    return int(table.actions["clock"][find(table, *row)])
+
+
+def is_valid(table: Table) -> bool:
+    """The rules again, each over the whole table."""
+    p, v, m, actions = table
+    rows = actions.tolist()
+    last = p * v - 1
+    where = {(d, c): s for _, d, _, _, c, s, _, _ in rows}
+    at = {(kind, k, s): clock for clock, _, kind, k, _, s, _, _ in rows}
+    device_of = {s: d for _, d, _, _, _, s, _, _ in rows}
+    if len(set(where.values())) != len(where) or any(where[d, c] != s for _, d, _, _, c, s, _, _ in rows):
+        return False
+    if len(at) < len(rows):
+        return False
+    backward = {(k, s): at.get((B, k, s), at.get((BW, k, s), np.inf)) for k in range(m) for s in range(last + 1)}
+    for k, s in itertools.product(range(m), range(last + 1)):
+        kinds = [kind for kind in (F, B, W, BW) if (kind, k, s) in at]
+        if kinds not in ([F, B, W], [F, BW]):
+            return False
+        if s and at[F, k, s] <= at.get((F, k, s - 1), np.inf):
+            return False
+        if s < last and backward[k, s] <= max(backward[k, s + 1], at[F, k, s]):
+            return False
+        if s == last and backward[k, s] < at[F, k, s]:
+            return False
+        if at.get((W, k, s), np.inf) < backward[k, s]:
+            return False
+    packets = [
+        (clock, d, (device_of[to] - d) % p)
+        for clock, d, kind, _, _, s, _, _ in rows
+        if kind != W and 0 <= (to := s + (1 if kind == F else -1)) <= last and device_of[to] != d
+    ]
+    busy = [(clock, d, ORDER_IN_CLOCK[kind]) for clock, d, kind, *_ in rows]
+    if len(set(packets)) < len(packets) or len(set(busy)) < len(busy):
+        return False
+    slot = {(kind, k, s): x for _, _, kind, k, _, s, _, x in rows}
+    held: list[tuple[int, int, float, float]] = []  # stash and device, slot, from, to, in halves of a clock
+    for kind, k, s in at:
+        if kind == F:
+            end = B if (B, k, s) in at else BW
+            if slot[F, k, s] != slot[end, k, s]:
+                return False
+            held.append((device_of[s], slot[F, k, s], at[F, k, s], backward[k, s] + 0.5))
+        if kind == W:
+            held.append((device_of[s] + p, slot[W, k, s], backward[k, s] + 0.5, at[W, k, s] + 0.75))
+    return not any(a[:2] == b[:2] and a[2] < b[3] and b[2] < a[3] for a, b in itertools.combinations(held, 2))
+
+
+def test_random_changes_are_refused_exactly_where_the_rules_say() -> None:
+    rng = random.Random(0)
+    tables = [F1B, H1, V, EAGER, SPLIT, make("interleaved_1f1b", 2, 4, 2), make("gpipe", 2, 3)]
+    verdicts: Counter[bool] = Counter()
+    for _ in range(4000):
+        table = rng.choice(tables)
+        actions = table.actions.copy()
+        for _ in range(rng.choice((1, 1, 2))):
+            a, b = rng.randrange(len(actions)), rng.randrange(len(actions))
+            change = rng.randrange(6)
+            if change == 0:  # move
+                actions["clock"][a] = max(0, actions["clock"][a] + rng.choice((-2, -1, 1, 2, 30)))
+            elif change == 1:  # swap
+                actions["clock"][[a, b]] = actions["clock"][[b, a]]
+            elif change == 2:
+                actions = np.delete(actions, a)
+            elif change == 3:  # duplicate, elsewhere or not
+                actions = np.append(actions, actions[a])
+                actions["clock"][-1] += rng.randrange(3)
+            elif change == 4:
+                field = rng.choice(("device", "stage", "chunk", "microbatch", "kind"))
+                actions[field][a] = actions[field][b]
+            else:
+                actions["slot"][a] = rng.randrange(3)
+        damaged = table._replace(actions=ordered(actions))
+        try:
+            check(damaged)
+            verdict = True
+        except TableError as error:
+            verdict = False
+            assert str(error).startswith("clock ") and ", device " in str(error)
+        assert verdict == is_valid(damaged), damaged.actions
+        verdicts[verdict] += 1
+    assert min(verdicts.values()) > 100, verdicts
+
+
+def test_within_a_clock() -> None:
+    """The last stage's backward may share the clock of its F, and W that of its B; nothing else may."""
+    rows = [(0, 0, F, 0), (0, 0, B, 0), (0, 0, W, 0)]
+    actions = np.zeros(3, ACTION)
+    for i, values in enumerate(rows):
+        for field, value in zip(("clock", "device", "kind", "microbatch"), values, strict=True):
+            actions[field][i] = value
+    check(with_slots(Table(1, 1, 1, actions)))
+    turn = make("zb_v", 1, 1)  # stages 0 and 1 on one device: what one makes the other uses in the next clock
+    with pytest.raises(
+        TableError, match="clock 0, device 0: F of microbatch 0, stage 1 and F of microbatch 0, stage 0"
+    ):
+        check(changed(turn, 0, F, 0, 1, clock=0))
+    with pytest.raises(
+        TableError, match=r"clock 1, device 0: B .* stage 0 and B of microbatch 0, stage 1 in one clock"
+    ):
+        check(changed(changed(turn, 0, B, 0, 1, clock=1), 0, B, 0, 0, clock=1))
+
+
+def test_a_forward_pass_alone_is_complete() -> None:
+    table = forward_only(2, 3, loop_stages(2, 1))
+    check(table)
+    with pytest.raises(TableError, match="clock 3, device 1: no F of microbatch 1, stage 1 up to here, the end"):
+        check(dropped(table, 1, F, 1))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_peaks_against_a_count_at_every_action(name: str) -> None:
+    table = make(name, 4, 8)
+    for peak, starts, ends in ((peak_in_flight, [F], [B, BW]), (peak_handed, [B], [W]), (peak_held, [F], [W, BW])):
+        for d, most in enumerate(peak(table).tolist()):
+            kinds = table.actions["kind"][table.actions["device"] == d].tolist()
+            counts = [
+                sum(kinds[: i + 1].count(kind) for kind in starts) - sum(kinds[: i + 1].count(kind) for kind in ends)
+                for i in range(len(kinds))
+            ]
+            assert most == max(counts)
+    assert peak_held(table, 0).tolist() == peak_in_flight(table).tolist()
+    light = peak_held(make("zb_h2", 4, 8), 0.25)  # device 3: in flight 1 at a time, and 7 that wait for W at once
+    assert light.tolist() == [7, 5 + 0.25 * 2, 3 + 0.25 * 4, 1 + 0.25 * 6]

@@ -1,0 +1,125 @@
+"""The files a run writes while it goes, and the figures of a log interval."""
+
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxpar.errors import TrainingError, UserError
+from jaxpar.measure.phases import Phases
+from jaxpar.models import Context, Model
+from jaxpar.run import metrics
+from jaxpar.run.meter import Meter
+from jaxpar.step import Metrics
+from jaxpar.tasks import Sums
+
+
+def test_log_goes_on_where_the_checkpoint_is(tmp_path: Path) -> None:
+    log = metrics.Log(tmp_path, first_step=0, tensorboard=True)
+    for step in (2, 4, 6):
+        log.write(step, "train", {"loss": 1.0 / step})
+    log.write(6, "test", {"loss": 0.5})
+    log.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "spl')  # the process was killed while it wrote
+    log = metrics.Log(tmp_path, first_step=4, tensorboard=False)
+    assert [row["step"] for row in log.rows("train")] == [2, 4]
+    log.write(6, "train", {"loss": 0.25})
+    log.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"step": 2, "split": "train", "loss": 0.5},
+        {"step": 4, "split": "train", "loss": 0.25},
+        {"step": 6, "split": "train", "loss": 0.25},
+    ]
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "split": "train"}\n{"step"\n{"step": 3}\n')
+    with pytest.raises(UserError, match=r"metrics.jsonl:2 is not what a run writes"):
+        metrics.read(tmp_path)
+
+
+def test_clock_counts_only_its_phases() -> None:
+    phases = Phases()
+    clock = phases.clock("train", "input")
+    phases.seconds["train"] += 2.0
+    phases.seconds["eval"] += 5.0
+    assert clock() == 2.0
+    phases.seconds["input"] += 0.5
+    assert clock() == 0.5
+    assert clock() == 0.0
+
+
+def test_trace_covers_the_steps_asked_for(tmp_path: Path) -> None:
+    with metrics.Trace((2, 3), tmp_path) as trace:
+        for step in range(1, 6):
+            trace.before(step)
+            jax.block_until_ready(jnp.ones(3) * step)
+            assert (tmp_path / "profile").is_dir() == (step > 3)  # it is written as the trace ends
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+
+
+class Line(nnx.Module):
+    """A matrix product and nothing else: 2 * B * 5 * 7 FLOP."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(5, 7, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+        return self.linear(x)
+
+
+def step_metrics(loss: float, *, correct: float = 3.0, weight: float = 4.0) -> Metrics:
+    finite = jnp.asarray(math.isfinite(loss))
+    return Metrics(Sums(jnp.asarray(loss), jnp.asarray(correct), jnp.asarray(weight)), jnp.asarray(0.5), finite)
+
+
+def rows(weights: list[float]) -> dict[str, np.ndarray]:
+    return {"inputs": np.zeros((len(weights), 5), np.float32), "weights": np.asarray(weights, np.float32)}
+
+
+def test_meter_figures_by_hand() -> None:
+    meter = Meter(Model({"line": Line}), task="classification", peak_flops=1e6, stop_if_nonfinite=True)
+    batch = rows([1, 1, 1, 1, 0, 0])
+    assert meter.is_new(batch)
+    meter.add(1, batch, step_metrics(8.0))
+    assert not meter.is_new(batch)
+    assert math.isnan(meter.loss)  # step 1 may still be computing
+    meter.add(2, batch, step_metrics(4.0, correct=1.0))
+    assert meter.loss == 2.0
+    meter.read()
+    figures = meter.figures(seconds=0.5)
+    # Rates leave out step 1, which was compiled.
+    flops_per_second = 3 * (2 * 6 * 5 * 7) / 0.5
+    assert figures == {
+        "loss": 12 / 8,
+        "accuracy": 4 / 8,
+        "grad_norm": 0.5,
+        "skipped_steps": 0,
+        "examples_per_second": 4 / 0.5,
+        "model_flops_per_second": flops_per_second,
+        "mfu": flops_per_second / 1e6,
+    }
+
+
+@pytest.mark.parametrize("stop", [True, False])
+def test_meter_names_the_step_that_is_not_finite(stop: bool) -> None:
+    meter = Meter(Model({"line": Line}), task="classification", peak_flops=None, stop_if_nonfinite=stop)
+    meter.add(1, rows([1]), step_metrics(1.0))
+    meter.add(2, rows([1]), step_metrics(math.inf))
+    if stop:
+        with pytest.raises(TrainingError, match=r"^step 2: the loss is inf"):
+            meter.read()
+        return
+    meter.read()
+    assert meter.figures(1.0)["skipped_steps"] == 1
+    meter.add(3, rows([1]), step_metrics(math.nan))
+    meter.read()
+    assert "loss" not in meter.figures(1.0)

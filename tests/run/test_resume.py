@@ -1,0 +1,268 @@
+"""What a run may change when it resumes, and whole runs that change their strategy."""
+
+import json
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxpar import checkpoint, train
+from jaxpar import config as configs
+from jaxpar.errors import UserError
+from jaxpar.run import loop, resume
+from jaxpar.run.build import Run
+from jaxpar.run.start import check_continued
+from tests.runs import small_arguments, small_config
+from tests.strategies.pipelines import relative_error
+from tests.test_main import mistake
+from tests.test_train import final_params, stop_at
+
+DOCS = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+
+
+# ---- what may change ----------------------------------------------------------------------------
+
+
+def table() -> list[tuple[list[str], str]]:
+    """The rows of the table of docs/checkpoints.md: patterns of keys, and whether they may change."""
+    text = DOCS.read_text().split("| key | may change | why |")[1].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]]
+    return [(re.findall(r"`([^`]+)`", keys), answer) for keys, answer, _ in rows]
+
+
+def fits(pattern: str, key: str) -> bool:
+    return key == pattern or (pattern.endswith(".*") and key.startswith(pattern[:-1]))
+
+
+def test_the_docs_have_every_key_and_say_what_is_done() -> None:
+    config, rows = configs.default_config(), table()
+    keys = configs.keys(config)
+    for key in keys:
+        exact = [answer for patterns, answer in rows if key in patterns]
+        answers = exact or [answer for patterns, answer in rows for pattern in patterns if fits(pattern, key)]
+        assert len(answers) == 1, f"{key}: {answers}"
+        assert resume.may_change(key, config) == (answers[0] == "yes"), key
+    for pattern in (pattern for patterns, _ in rows for pattern in patterns):
+        assert any(fits(pattern, key) for key in keys), pattern
+
+
+@pytest.mark.parametrize("key", configs.keys(configs.default_config()))
+def test_every_key_is_let_through_or_refused_with_both_values(key: str, tmp_path: Path) -> None:
+    config = configs.default_config()
+    configs.save(config, tmp_path)
+    before = configs.keys(config)[key]
+    after: Any = not before if isinstance(before, bool) else (7, 9) if isinstance(before, tuple) else 7
+    with config.unlocked(), config.ignore_type():
+        config.update_from_flattened_dict({key: f"{before}x" if isinstance(before, str) else after})
+    now = configs.keys(config)[key]
+    shown = [list(value) if isinstance(value, tuple) else value for value in (before, now)]
+    text = f"config.{key}: {shown[0]!r} there, {shown[1]!r} here"
+    assert resume.differences(configs.read_saved(tmp_path) or {}, config) == {key: text}
+    if resume.may_change(key, config):
+        resume.check(config, tmp_path)
+    else:
+        with pytest.raises(UserError) as caught:
+            resume.check(config, tmp_path)
+        assert str(caught.value) == f"--workdir={tmp_path} holds another run ({text}); give a new --workdir"
+
+
+def test_all_keys_that_may_not_change_are_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--config=configs/default.py", f"--workdir={tmp_path}/run", *small_arguments(tmp_path)]
+    (tmp_path / "run").mkdir()
+    configs.save(small_config(tmp_path), tmp_path / "run")
+    line = mistake(capsys, *arguments, "--config.seed=3", "--config.strategy=pipeline", "--config.optimizer.lr=0.5")
+    assert "(config.optimizer.lr: 0.01 there, 0.5 here; config.seed: 0 there, 3 here)" in line
+
+
+def test_an_empty_workdir_suits_any_run(tmp_path: Path) -> None:
+    resume.check(configs.default_config(), tmp_path)
+
+
+def test_keys_of_other_versions() -> None:
+    """One that the run did not know had its default; one that is no more is told."""
+    config = configs.default_config()
+    saved = configs.keys(config) | {"optimizer.gone": 1, "log.gone": 1}
+    del saved["optimizer.eps"]
+    saved = {key: list(value) if isinstance(value, tuple) else value for key, value in saved.items()}
+    told = {"log.gone": "config.log.gone is no more", "optimizer.gone": "config.optimizer.gone is no more"}
+    assert resume.differences(saved, config) == told
+    with pytest.raises(UserError, match=r"\(config.optimizer.gone is no more\)"):
+        resume.check_same(saved, config, "this is")
+
+
+# ---- whole runs ---------------------------------------------------------------------------------
+
+# A GPT, whose head is tied to its embedding; SGD, whose state is as large as the noise of gradients lets it be.
+MODEL = [
+    "task=causal_lm",
+    "model.name=gpt",
+    "model.num_layers=2",
+    "optimizer.name=sgd",
+    "num_steps=10",
+    "batch_size=16",
+]
+MODEL += [
+    "data.max_length=8",
+    "data.vocab_size=300",
+    "data.validation_fraction=0",
+    "data.test_fraction=0",
+    "pipeline.num_microbatches=4",
+]
+SINGLE = ["strategy=single", "mesh.data=1"]
+ZERO3 = ["mesh.data=4", "exchange=zero3"]
+ZB_H1 = ["strategy=pipeline", "mesh.stage=2", "mesh.data=2", "pipeline.schedule=zb_h1"]
+PMAP = ["mesh.data=8", "data_parallel.implementation=pmap"]
+GPIPE = ["strategy=pipeline", "mesh.stage=2", "mesh.data=1", "pipeline.schedule=gpipe"]
+SYNC = ["strategy=async_data_parallel", "asynchronous.policy=sync"]
+PAIRS = {"zero3 to zb_h1": (ZERO3, ZB_H1), "gpipe to pmap": (GPIPE, PMAP), "sync to zero3": (SYNC, ZERO3)}
+
+
+class Recorded:
+    """The rows that runs read for training, step by step."""
+
+    def __init__(self) -> None:
+        self.rows: list[np.ndarray] = []
+        self.load = loop.load
+
+    def __call__(
+        self, run: Run, batches: Any, start: int, stop: int, **options: bool
+    ) -> Iterator[dict[str, np.ndarray]]:
+        for rows in self.load(run, batches, start, stop, **options):
+            if batches is run.batches:
+                self.rows.append(np.concatenate([rows["inputs"], rows["labels"]], axis=1))
+            yield rows
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    record = Recorded()
+    monkeypatch.setattr(loop, "load", record)
+    return record
+
+
+def trained(folder: Path, workdir: Path, overrides: list[str], stop: int | None = None) -> None:
+    """Goes on in `workdir`, to the end or until a signal after so many steps."""
+    config = small_config(folder, *(f"--config.{one}" for one in MODEL + overrides))
+    with pytest.MonkeyPatch.context() as patch:
+        if stop is None:
+            train.train(config, workdir)
+            return
+        stop_at(patch, stop, signal.SIGTERM)
+        with pytest.raises(train.Stopped):
+            train.train(config, workdir)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resume")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(folder: Path) -> tuple[Path, list[np.ndarray]]:
+    """One device's run, and the rows it read."""
+    record = Recorded()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "load", record)
+        trained(folder, folder / "uninterrupted", SINGLE)
+    return folder / "uninterrupted", record.rows
+
+
+@pytest.mark.parametrize(
+    "pair", ["zero3 to zb_h1", pytest.param("gpipe to pmap", marks=pytest.mark.slow), "sync to zero3"]
+)
+def test_a_run_that_changes_its_strategy_ends_as_one_that_was_not_stopped(
+    pair: str,
+    folder: Path,
+    tmp_path: Path,
+    uninterrupted: tuple[Path, list[np.ndarray]],
+    recorded: Recorded,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first, second = PAIRS[pair]
+    trained(folder, tmp_path / "run", first, 4)
+    capsys.readouterr()
+    trained(folder, tmp_path / "run", second)
+    said = capsys.readouterr().out.splitlines()
+    at = said.index("resume    from step 4")
+    assert any(line.startswith("changed   config.") for line in said[at + 1 :])
+    expected, rows = uninterrupted
+    assert len(recorded.rows) == len(rows) == 10
+    for step, own in enumerate(rows):
+        np.testing.assert_array_equal(recorded.rows[step], own, f"step {step}")
+    got, wanted = final_params(tmp_path / "run"), final_params(expected)
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        if value.dtype.kind in "iu":
+            np.testing.assert_array_equal(got[name], value, name)
+        elif "['key']['bias']" not in name:  # see tests/strategies/test_equality.py
+            assert relative_error(got[name], value) < 1e-6, name
+
+
+def test_what_has_changed_since_the_checkpoint_is_told(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Since the checkpoint: a start in between that wrote none does not count. Without config.json too."""
+    trained(folder, tmp_path / "run", SINGLE, 4)
+    configs.save(small_config(folder, *(f"--config.{one}" for one in MODEL + ZERO3)), tmp_path / "run")
+    capsys.readouterr()
+    trained(folder, tmp_path / "run", [*SINGLE, "log.every_steps=3"], 2)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("changed ")] == [
+        "changed   config.log.every_steps: 2 there, 3 here"
+    ]
+    (tmp_path / "run" / "config.json").unlink()
+    with pytest.raises(UserError, match=r"holds another run \(config.seed: 0 there, 5 here\)"):
+        trained(folder, tmp_path / "run", [*SINGLE, "seed=5"])
+    (tmp_path / "run" / "config.json").write_text('{"batch_si')  # a checkpoint knows it, too
+    trained(folder, tmp_path / "run", SINGLE, 2)
+    assert checkpoint.steps(tmp_path / "run" / "checkpoints")[-1] == 8
+    assert configs.keys(configs.read(tmp_path / "run"))["strategy"] == "single"
+
+
+def test_a_checkpoint_that_does_not_know_its_config_is_taken(folder: Path, tmp_path: Path) -> None:
+    """As the first ones of format 1 are; config.json has been compared."""
+    config = small_config(folder)
+    run: Any = SimpleNamespace(config=config, workdir=tmp_path, dataset=SimpleNamespace(fingerprint="f"), num_steps=5)
+    before = check_continued(run, checkpoint.Checkpoint(4, {}, {}, {"data": "f"}))
+    assert resume.differences(before, config) == {}
+    with pytest.raises(UserError, match=r"the data changed since the checkpoint of step 4"):
+        check_continued(run, checkpoint.Checkpoint(4, {}, {}, {"data": "g"}))
+
+
+CONSTANT = [*SINGLE, "optimizer.schedule=constant", "optimizer.warmup=0"]
+
+
+def test_the_length_may_change_where_no_learning_rate_does(folder: Path, tmp_path: Path) -> None:
+    """As if it had been so long from the beginning; not shorter than what is done."""
+    trained(folder, tmp_path / "long", CONSTANT)
+    trained(folder, tmp_path / "run", [*CONSTANT, "num_steps=6"])
+    with pytest.raises(
+        UserError, match=r"config.num_steps is 4 and .*: 4 steps, and the checkpoint of step 6 .* is past"
+    ):
+        trained(folder, tmp_path / "run", [*CONSTANT, "num_steps=4"])
+    trained(folder, tmp_path / "run", CONSTANT)
+    got, expected = final_params(tmp_path / "run"), final_params(tmp_path / "long")
+    for name, value in expected.items():
+        np.testing.assert_array_equal(got[name], value, name)
+    with pytest.raises(UserError, match=r"config.num_steps: 10 there, 12 here"):
+        trained(folder, tmp_path / "run", [*SINGLE, "num_steps=12"])
+
+
+def test_files_may_move(folder: Path, tmp_path: Path) -> None:
+    """The data, and the tokenizer; not what is in them."""
+    trained(folder, tmp_path / "run", SINGLE, 2)
+    shutil.copy(tmp_path / "run" / "tokenizer.json", tmp_path / "given.json")
+    shutil.copy(folder / "data.csv", tmp_path / "moved.csv")
+    moved = [*SINGLE, f"data.train={tmp_path}/moved.csv", f"data.tokenizer={tmp_path}/given.json"]
+    trained(folder, tmp_path / "run", moved, 2)
+    assert checkpoint.steps(tmp_path / "run" / "checkpoints")[-1] == 4
+    other = json.loads((tmp_path / "given.json").read_text()) | {"normalizer": {"type": "Lowercase"}}
+    (tmp_path / "given.json").write_text(json.dumps(other))
+    with pytest.raises(UserError, match=r"tokenizer.json is not .*given.json"):
+        trained(folder, tmp_path / "run", moved)
