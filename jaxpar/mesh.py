@@ -23,12 +23,14 @@ GLIBC_MALLOC = {-1: 2**31 - 1, -4: 0, -8: 1}
 
 
 def start(config: ConfigDict, cache: Path) -> None:
-    """Prepares JAX for a run: virtual CPU devices, and compiled programs kept in `cache`.
+    """Prepare JAX for a run: virtual CPU devices, and compiled programs kept in `cache`.
 
-    Call before JAX touches a device. A device count in XLA_FLAGS is the user's, and wins.
+    Call before JAX touches a device. A device count in XLA_FLAGS and a JAX_COMPILATION_CACHE_DIR are the user's, and
+    win.
     """
     keep_freed_memory()
-    jax.config.update("jax_compilation_cache_dir", str(cache))
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     count = config.mesh.virtual_cpu_devices
     if count < 0:

@@ -10,23 +10,23 @@ from ml_collections import ConfigDict
 
 from jaxpar.errors import UserError, check_choice
 
-Schedule = Callable[[Any], Any]  # step -> learning rate
+LearningRateSchedule = Callable[[Any], Any]  # step -> learning rate
 
 
-def _adamw(o: ConfigDict, schedule: Schedule) -> optax.GradientTransformation:
+def _adamw(o: ConfigDict, schedule: LearningRateSchedule) -> optax.GradientTransformation:
     return optax.adamw(schedule, o.b1, o.b2, o.eps, weight_decay=o.weight_decay, mask=decayed)
 
 
-def _lamb(o: ConfigDict, schedule: Schedule) -> optax.GradientTransformation:
+def _lamb(o: ConfigDict, schedule: LearningRateSchedule) -> optax.GradientTransformation:
     return optax.lamb(schedule, o.b1, o.b2, o.eps, weight_decay=o.weight_decay, mask=decayed)
 
 
-def _sgd(o: ConfigDict, schedule: Schedule) -> optax.GradientTransformation:
+def _sgd(o: ConfigDict, schedule: LearningRateSchedule) -> optax.GradientTransformation:
     decay = optax.add_decayed_weights(o.weight_decay, mask=decayed)
     return optax.chain(decay, optax.sgd(schedule, o.momentum or None))
 
 
-def _adafactor(o: ConfigDict, schedule: Schedule) -> optax.GradientTransformation:
+def _adafactor(o: ConfigDict, schedule: LearningRateSchedule) -> optax.GradientTransformation:
     # optax.adafactor's own decay comes after the learning rate, which would not scale it.
     return optax.chain(
         optax.adafactor(None),
@@ -36,19 +36,19 @@ def _adafactor(o: ConfigDict, schedule: Schedule) -> optax.GradientTransformatio
     )
 
 
-def _lion(o: ConfigDict, schedule: Schedule) -> optax.GradientTransformation:
+def _lion(o: ConfigDict, schedule: LearningRateSchedule) -> optax.GradientTransformation:
     return optax.lion(schedule, o.b1, o.b2, weight_decay=o.weight_decay, mask=decayed)
 
 
 OPTIMIZERS = {"adamw": _adamw, "lamb": _lamb, "sgd": _sgd, "adafactor": _adafactor, "lion": _lion}
-SCHEDULES = ("constant", "cosine", "linear")
+LR_SCHEDULES = ("constant", "cosine", "linear")
 
 
 def check(config: ConfigDict) -> None:
     """Raises UserError for an optimizer setting that cannot work."""
     o = config.optimizer
     check_choice("optimizer.name", o.name, OPTIMIZERS)
-    check_choice("optimizer.schedule", o.schedule, SCHEDULES)
+    check_choice("optimizer.schedule", o.schedule, LR_SCHEDULES)
     check_choice("optimizer.nonfinite", o.nonfinite, ("stop", "skip"))
     for key in ("warmup", "final_lr", "b1", "b2", "momentum"):
         if not 0 <= o[key] <= 1:
@@ -60,7 +60,7 @@ def check(config: ConfigDict) -> None:
         raise UserError(f"config.optimizer.accumulation_steps is {o.accumulation_steps}; it may be 1 or more")
 
 
-def build_schedule(config: ConfigDict, num_steps: int) -> Schedule:
+def build_schedule(config: ConfigDict, num_steps: int) -> LearningRateSchedule:
     """Learning rate by step: linear warm-up from 0, then as config.optimizer.schedule says until num_steps."""
     o = config.optimizer
     warmup_steps = int(o.warmup * num_steps)
@@ -75,7 +75,7 @@ def build_schedule(config: ConfigDict, num_steps: int) -> Schedule:
     return optax.join_schedules([optax.linear_schedule(0.0, o.lr, warmup_steps), after], [warmup_steps])
 
 
-def build(config: ConfigDict, schedule: Schedule) -> optax.GradientTransformationExtraArgs:
+def build(config: ConfigDict, schedule: LearningRateSchedule) -> optax.GradientTransformationExtraArgs:
     """The optimizer, behind clipping by the global norm where config.optimizer.clip_norm is not 0.
 
     Its update(grads, state, params, grad_norm=) computes each array's step from that array alone: a device that

@@ -17,11 +17,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Sets JAX up before any test module is imported. Compiled programs are kept between runs."""
     # Most of the tests' time is LLVM's, on programs that run for milliseconds; processes that tests start have it too.
     os.environ["XLA_FLAGS"] = f"{FAST_COMPILATION} {os.environ.get('XLA_FLAGS', '')}"
+    # Processes that tests start keep their programs in the same place, as mesh.start leaves the user's alone.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(config.cache.mkdir("jax")))
     mesh.keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     jax.config.update("jax_numpy_rank_promotion", "raise")
-    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
+    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
     jax.config.update("jax_compilation_cache_max_size", 2**30)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 

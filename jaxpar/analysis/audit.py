@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxpar.measure import hlo
 from jaxpar.strategies import Description
-from jaxpar.strategies.strategy import ON_HOST, Program
+from jaxpar.strategies.strategy import ON_HOST, CompiledProgram
 
 # By operation: what a device sends of its operands' bytes, in a group of g devices; by the ring algorithms.
 SENT = {
@@ -21,15 +21,15 @@ SENT = {
     "collective-permute": lambda g: 1,
 }
 OTHERS = ("collective-broadcast", "ragged-all-to-all", "send", "recv")  # no strategy has them
-FIGURES = "figures"  # the loss, norms, weights of batches: a few numbers
-MAX_FIGURES, FIGURES_BYTES = 8, 1024  # in one all-reduce; in a step
+SCALARS = "figures"  # the loss, norms, weights of batches: a few numbers
+MAX_SCALARS, SCALARS_BYTES = 8, 1024  # in one all-reduce; in a step
 TOLERANCE = 0.05
 # By the names of a state's fields.
 PARTS = {"own": "own", "params": "parameters", "optimizer": "optimizer", "waiting": "waiting", "cures": "cures"}
 INPUTS, TEMPORARY = "inputs", "temporary"
 
 
-class Row(NamedTuple):
+class CollectiveRow(NamedTuple):
     """One kind of collective: bytes that a device sends in a step.
 
     Attributes:
@@ -57,14 +57,16 @@ class Row(NamedTuple):
         """Whether theory has as much."""
         if self.kind == "copy":  # is in no program
             return True
-        if self.dtype == FIGURES:
-            return self.nbytes <= FIGURES_BYTES
+        if self.dtype == SCALARS:
+            return self.nbytes <= SCALARS_BYTES
         if self.theory is None:
             return False
         return (1 - TOLERANCE) * self.required <= self.nbytes <= (1 + TOLERANCE) * self.theory
 
 
-def audit(programs: Sequence[Program], description: Description, mesh: Mapping[str, int]) -> list[Row]:
+def audit(
+    programs: Sequence[CompiledProgram], description: Description, mesh: Mapping[str, int]
+) -> list[CollectiveRow]:
     """What the programs send, by kind; and what theory has that they do not.
 
     Args:
@@ -84,13 +86,13 @@ def audit(programs: Sequence[Program], description: Description, mesh: Mapping[s
         entry = theory.setdefault((one.kind, one.axis, one.dtype), [0.0, 0.0])
         entry[0], entry[1] = entry[0] + one.nbytes, entry[1] + one.nbytes * one.required
     keys = sorted(measured.keys() | {key for key, (nbytes, _) in theory.items() if nbytes})
-    return [Row(*key, *measured.get(key, [0.0, 0.0]), *theory.get(key, [None, 0.0])) for key in keys]
+    return [CollectiveRow(*key, *measured.get(key, [0.0, 0.0]), *theory.get(key, [None, 0.0])) for key in keys]
 
 
 def _collectives(text: str, branches: Mapping[str, tuple[float, ...]]) -> dict[Any, tuple[float, float]]:
     """(kind, groups, dtype) -> number of them, and bytes a device sends in a step."""
 
-    def value(instruction: hlo.Instruction, operands: Sequence[hlo.Array]) -> Mapping[Any, float] | None:
+    def value(instruction: hlo.Instruction, operands: Sequence[hlo.HloArray]) -> Mapping[Any, float] | None:
         kind = instruction.operation.removesuffix("-start")
         if kind in OTHERS:
             return {("bytes", kind, (), "?"): sum(array.nbytes for array in operands), ("count", kind, (), "?"): 1.0}
@@ -99,8 +101,8 @@ def _collectives(text: str, branches: Mapping[str, tuple[float, ...]]) -> dict[A
         groups = _groups(instruction)
         counts: dict[Any, float] = {}
         for array in operands:
-            is_figure = math.prod(array.dims) <= MAX_FIGURES and kind == "all-reduce"
-            key = (kind, groups, FIGURES if is_figure else hlo.NAMES.get(array.dtype, array.dtype))
+            is_figure = math.prod(array.dims) <= MAX_SCALARS and kind == "all-reduce"
+            key = (kind, groups, SCALARS if is_figure else hlo.DTYPE_NAMES.get(array.dtype, array.dtype))
             size = max(len(group) for group in groups) if groups else 1
             counts["bytes", *key] = counts.get(("bytes", *key), 0.0) + SENT[kind](size) * array.nbytes
             counts["count", *key] = 1.0
@@ -110,7 +112,7 @@ def _collectives(text: str, branches: Mapping[str, tuple[float, ...]]) -> dict[A
         names = [name for name in branches if f"/{name}/" in source]
         return branches[names[-1]] if names else None
 
-    total: Any = hlo.Program(text).total(value, shares)
+    total: Any = hlo.HloProgram(text).total(value, shares)
     return {key[1:]: (total["count", *key[1:]], nbytes) for key, nbytes in total.items() if key[0] == "bytes"}
 
 
@@ -154,14 +156,14 @@ def axis_of(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> str:
     return "+".join(axis for axis, size in mesh.items() if size > 1) if len(groups) == 1 else str(groups)
 
 
-class Held(NamedTuple):
+class DeviceBytes(NamedTuple):
     """Bytes of one kind that a device holds in a step: in its programs' arguments, and in theory. None: it has none."""
 
     nbytes: int | None
     theory: int | None
 
 
-def memory(programs: Sequence[Program], description: Description) -> list[dict[str, Held]]:
+def memory(programs: Sequence[CompiledProgram], description: Description) -> list[dict[str, DeviceBytes]]:
     """By device, bytes by what they are: parts of the state, inputs (batches, plans, gradients sent), temporary."""
     found: list[dict[str, int]] = [{} for _ in description.devices]
     for program in programs:
@@ -173,12 +175,15 @@ def memory(programs: Sequence[Program], description: Description) -> list[dict[s
                 own = arguments[device] | {TEMPORARY: analysis.temp_size_in_bytes}
                 parts |= {name: max(parts.get(name, 0), nbytes) for name, nbytes in own.items()}
     return [
-        {name: Held(parts.get(name, theory.get(name) and None), theory.get(name)) for name in {**theory, **parts}}
+        {
+            name: DeviceBytes(parts.get(name, theory.get(name) and None), theory.get(name))
+            for name in {**theory, **parts}
+        }
         for parts, theory in zip(found, description.memory, strict=True)
     ]
 
 
-def _arguments(program: Program) -> dict[jax.Device, dict[str, int]]:
+def _arguments(program: CompiledProgram) -> dict[jax.Device, dict[str, int]]:
     """Bytes of a program's arguments, by device and part of the state."""
     structure: Any
     paths, structure = jax.tree_util.tree_flatten_with_path(program.compiled.args_info)

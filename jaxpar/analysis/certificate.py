@@ -36,7 +36,7 @@ TOLERANCES = {
     "float32": {"figures": 1e-6, "start": 1e-6, "gradient": 1e-5, "update": 1e-6, "optimizer": 1e-6},
     "bfloat16": {"figures": 2**-8, "start": 1e-6, "gradient": 2**-7, "update": 1e-6, "optimizer": 1e-6},
 }
-FIGURES = ("loss", "gradient norm")
+STEP_METRICS = ("loss", "gradient norm")
 QUANTITIES = ("start", "gradient", "update", "optimizer", "alone")  # of a layer; the last is not judged
 
 Leaves = Mapping[str, np.ndarray]
@@ -151,7 +151,7 @@ class Reference:
         return snapshot(self.strategy, state)
 
 
-class Found(NamedTuple):
+class Measured(NamedTuple):
     """What a comparison found.
 
     Attributes:
@@ -189,7 +189,7 @@ def batches(run: Run) -> list[int]:
     return [*range(run.num_steps - 1), padded]
 
 
-def measure(run: Run, reference: Run) -> Found:
+def measure(run: Run, reference: Run) -> Measured:
     """Runs both, as `build` made them, for the run's steps. Raises TrainingError where one gives what is not finite."""
     strategy, one_device = run.strategy, Reference(reference)
     (state, _), (alone, _) = start(run), start(reference)
@@ -218,8 +218,8 @@ def measure(run: Run, reference: Run) -> Found:
     found = {key: worst(of) for key, of in errors.items()}
     layers = [layer.name for layer in run.problem.model.layers if layer.name in after.params]
     by_quantity = {layer: {q: found[layer, q] for q in QUANTITIES if (layer, q) in found} for layer in layers}
-    figures_found = {name: found[name, ""] for name in FIGURES}
-    return Found(figures_found, by_quantity, sorted(counters), batches(run))
+    figures_found = {name: found[name, ""] for name in STEP_METRICS}
+    return Measured(figures_found, by_quantity, sorted(counters), batches(run))
 
 
 def add(
@@ -235,10 +235,10 @@ def in_words(figures: Metrics, batch: int) -> dict[str, Leaves]:
     sums, norm, finite = jax.device_get(figures)
     if not finite:
         raise TrainingError(f"the loss or the gradient of batch {batch} is not finite: there is nothing to compare")
-    return {name: {name: value} for name, value in zip(FIGURES, (sums.loss / sums.weight, norm), strict=True)}
+    return {name: {name: value} for name, value in zip(STEP_METRICS, (sums.loss / sums.weight, norm), strict=True)}
 
 
-def outside(found: Found, tolerance: Mapping[str, float]) -> list[str]:
+def outside(found: Measured, tolerance: Mapping[str, float]) -> list[str]:
     """What is not within the tolerance, and where."""
     wrong = [(name, error, tolerance["figures"]) for name, error in found.figures.items()]
     for layer, errors in found.layers.items():

@@ -20,7 +20,7 @@ MAX_SIGMA = 10.0  # of lognormal: e**-MAX_SIGMA**2 is still a number
 BLOCK = 1024  # numbers that are drawn at once
 COMPUTE, COMMUNICATION = range(2)  # streams
 
-Trace = tuple[tuple[float, ...], ...]  # measured seconds, by worker
+MeasuredTimes = tuple[tuple[float, ...], ...]  # measured seconds, by worker
 
 
 class Delays(NamedTuple):
@@ -44,7 +44,7 @@ class Delays(NamedTuple):
     slowdown: float = 1.0
     communication_time: float = 0.0
     jitter: float = 0.0
-    trace: Trace = ()
+    trace: MeasuredTimes = ()
 
 
 def check(delays: Delays) -> None:
@@ -123,7 +123,7 @@ def _drawn(draw: Callable[[np.random.Generator], np.ndarray], worker: int, strea
         yield from draw(generator).tolist()
 
 
-def read_trace(path: Path | str) -> Trace:
+def read_trace(path: Path | str) -> MeasuredTimes:
     """Reads measured times from CSV: columns worker and seconds, a row a gradient, workers from 0 without a gap.
 
     Raises:

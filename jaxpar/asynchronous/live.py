@@ -19,16 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.asynchronous.programs import Arrival, Chunk, Cures, Programs, Server, leaves, new_totals, with_leaves
-from jaxpar.asynchronous.table import COLUMNS, TIMES, Table
+from jaxpar.asynchronous.table import COLUMNS, TIMES, UpdateTable
 from jaxpar.models.model import Params
 from jaxpar.state import Canonical, State, nbytes
 from jaxpar.step import Metrics, Problem
 
 
-class Run:
+class LiveRun:
     """Workers and their server. What they share is read and written under `_changed` alone."""
 
-    def __init__(self, engine: "Engine", state: State):
+    def __init__(self, engine: "LiveEngine", state: State):
         """Of an engine, from a canonical state."""
         self._engine, self._programs, self._at = engine, engine.programs, engine.at
         self.key, self.params, self.num_steps = state.key, state.params, int(state.step)
@@ -140,7 +140,7 @@ class Run:
         self._begin -= rows[-1][-1] if rows else 0.0
 
 
-class Engine:
+class LiveEngine:
     """Live workers."""
 
     is_grouped = False
@@ -163,16 +163,16 @@ class Engine:
             problem.num_steps,
         )
         self.devices, self.at, self.bound, self.slowdown = devices, at, bound, slowdown
-        self._run: Run | None = None
+        self._run: LiveRun | None = None
 
-    def start(self, state: State) -> Run:
+    def start(self, state: State) -> LiveRun:
         """Of a canonical state. A run that this engine has begun before is over."""
         if self._run is not None:
             self._run.stop()
-        self._run = Run(self, state)
+        self._run = LiveRun(self, state)
         return self._run
 
-    def step(self, run: Run, batch: Mapping[str, np.ndarray]) -> tuple[Run, Metrics]:
+    def step(self, run: LiveRun, batch: Mapping[str, np.ndarray]) -> tuple[LiveRun, Metrics]:
         """Gives out a batch."""
         return run, run.step(batch)
 
@@ -188,18 +188,18 @@ class Engine:
         elsewhere = sum(self.devices[worker % len(self.devices)] != self.at for worker in range(self.num_workers))
         return elsewhere * (3 if self.programs.cures.needs_read else 2)
 
-    def params(self, run: Run) -> Params:
+    def params(self, run: LiveRun) -> Params:
         """The weights with all that workers have sent, on the server's device."""
         run.settle()
         return run.params
 
-    def canonical(self, run: Run) -> State:
+    def canonical(self, run: LiveRun) -> State:
         """Of what all workers have sent."""
         run.settle()
         server = jax.tree.map(jnp.copy, run.server.optimizer)  # the run goes on, and donates its own
         return State(jnp.int32(run.num_steps), run.key, run.params, server)
 
-    def private(self, run: Run) -> Canonical:
+    def private(self, run: LiveRun) -> Canonical:
         """What cures remember, and the table."""
         run.settle()
         private = leaves(jax.tree.map(jnp.copy, run.server.cures))
@@ -207,14 +207,14 @@ class Engine:
             private[column] = np.array(values, np.float64).view(np.uint32)  # checkpoints have no float64
         return private
 
-    def restored(self, run: Run, private: Canonical) -> Run:
+    def restored(self, run: LiveRun, private: Canonical) -> LiveRun:
         """A run that `start` has begun, with what `private` had."""
         run.server = run.server._replace(cures=with_leaves(run.server.cures, private))
         columns = [np.asarray(private[column]).view(np.float64).tolist() for column in COLUMNS if column in private]
         run.go_on_from(list(zip(*columns, strict=True)))
         return run
 
-    def table(self, run: Run) -> Table | None:
+    def table(self, run: LiveRun) -> UpdateTable | None:
         """What workers did, at the end of the run; None where they did nothing."""
         run.settle()
         run.stop()
@@ -222,4 +222,4 @@ class Engine:
             return None
         columns = [np.array(values) for values in zip(*run.rows, strict=True)]
         typed = [x.astype("f8" if name in TIMES else "i4") for name, x in zip(COLUMNS, columns, strict=True)]
-        return Table(self.num_workers, *typed)
+        return UpdateTable(self.num_workers, *typed)

@@ -31,7 +31,7 @@ from jaxpar.asynchronous.programs import (
     with_leaves,
 )
 from jaxpar.asynchronous.server import rows_by_step
-from jaxpar.asynchronous.table import Table, since
+from jaxpar.asynchronous.table import UpdateTable, since
 from jaxpar.models.model import Params
 from jaxpar.state import Canonical, State, nbytes
 from jaxpar.step import Metrics, Problem
@@ -61,7 +61,7 @@ class LocalState(NamedTuple):
     taken: tuple[int, ...]
 
 
-def num_under_way(table: Table, num_devices: int) -> list[int]:
+def num_under_way(table: UpdateTable, num_devices: int) -> list[int]:
     """By device, the most averagings of model_average at a time that its workers have not taken in yet."""
     ends = np.flatnonzero(np.diff(table.update, append=-1))  # the rows after which an averaging begins
     num_rows = len(table.update)
@@ -74,7 +74,7 @@ def num_under_way(table: Table, num_devices: int) -> list[int]:
     return [int(peak) for peak in change.cumsum(axis=1).max(axis=1)]
 
 
-class Engine:
+class LocalEngine:
     """A table, ready to run."""
 
     is_grouped = False  # every gradient makes an update of its worker's weights
@@ -83,7 +83,7 @@ class Engine:
         self,
         problem: Problem,
         cures: Cures,
-        table: Table,
+        table: UpdateTable,
         devices: Sequence[jax.Device],
         *,
         outer: optax.GradientTransformation | None = None,
@@ -195,7 +195,7 @@ class Engine:
         taken = tuple(np.asarray(private["taken"]).tolist())
         return LocalState(state.step, int(private[BEGUN]), state.key, params, servers, outer, averages, taken)
 
-    def table(self, state: LocalState) -> Table | None:
+    def table(self, state: LocalState) -> UpdateTable | None:
         """Of the run, since it took on this strategy; None where no step was left."""
         return since(self._table, state.begun)
 

@@ -13,12 +13,12 @@ from jaxpar.asynchronous import cures, delays, table
 from jaxpar.asynchronous.delays import Delays
 from jaxpar.asynchronous.programs import Cures
 from jaxpar.asynchronous.simulate import POLICIES, simulate
-from jaxpar.asynchronous.table import Table
+from jaxpar.asynchronous.table import UpdateTable
 from jaxpar.errors import UserError, check_choice
 from jaxpar.step import Problem
 
 # By policy: the settings that it has, and their defaults. No other policy has them.
-SETTINGS: dict[str, dict[str, Any]] = {
+POLICY_SETTINGS: dict[str, dict[str, Any]] = {
     "ssp": {"bound": 3},
     "softsync": {"groups": 2},
     "local_sgd": {"interval": 8},
@@ -37,8 +37,8 @@ def check(config: ConfigDict) -> None:
     a = config.asynchronous
     check_choice("asynchronous.mode", a.mode, MODES)
     check_choice("asynchronous.policy", a.policy, POLICIES)
-    for key in sorted({key for own in SETTINGS.values() for key in own}):
-        if a[key] is not None and key not in SETTINGS.get(a.policy, {}):
+    for key in sorted({key for own in POLICY_SETTINGS.values() for key in own}):
+        if a[key] is not None and key not in POLICY_SETTINGS.get(a.policy, {}):
             raise UserError(f"config.asynchronous.{key} is {a[key]}; policy {a.policy!r} has no use for it")
     for key in ("outer_lr", "outer_momentum"):
         if a[key] is not None and not 0 <= a[key] < (1 if key == "outer_momentum" else math.inf):
@@ -133,7 +133,7 @@ def named_cures(config: ConfigDict) -> list[str]:
     return [name.strip() for name in config.asynchronous.cures.split(",") if name.strip()]
 
 
-def build_table(config: ConfigDict, num_steps: int) -> Table:
+def build_table(config: ConfigDict, num_steps: int) -> UpdateTable:
     """Who computes which gradient from which weights, in a run of so many steps. Raises UserError where none can be."""
     a, times = config.asynchronous, build_delays(config)
     if a.table:
@@ -155,7 +155,7 @@ def build_table(config: ConfigDict, num_steps: int) -> Table:
     return made
 
 
-def _recorded(config: ConfigDict) -> Table:
+def _recorded(config: ConfigDict) -> UpdateTable:
     """The table of a live run."""
     a = config.asynchronous
     found = table.read(a.table)
@@ -177,7 +177,7 @@ def _recorded(config: ConfigDict) -> Table:
 def settings(config: ConfigDict) -> dict[str, Any]:
     """Of the policy."""
     a = config.asynchronous
-    given = {key: default if a[key] is None else a[key] for key, default in SETTINGS.get(a.policy, {}).items()}
+    given = {key: default if a[key] is None else a[key] for key, default in POLICY_SETTINGS.get(a.policy, {}).items()}
     if a.policy == "softsync" and a.groups is None:
         given["groups"] = min(given["groups"], max(a.num_workers, 1))
     return given
@@ -199,7 +199,7 @@ def build_delays(config: ConfigDict) -> Delays:
     return times
 
 
-def build_cures(config: ConfigDict, problem: Problem, updates: Table | None) -> tuple[Problem, Cures]:
+def build_cures(config: ConfigDict, problem: Problem, updates: UpdateTable | None) -> tuple[Problem, Cures]:
     """The problem, with the optimizer that config.asynchronous.cures asks for, and what is around that.
 
     updates: None where the run is live.

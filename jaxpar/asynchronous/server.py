@@ -22,7 +22,7 @@ from jaxpar.asynchronous.programs import (
     new_totals,
     with_leaves,
 )
-from jaxpar.asynchronous.table import Table, since
+from jaxpar.asynchronous.table import UpdateTable, since
 from jaxpar.models.model import Params
 from jaxpar.state import Canonical, State
 from jaxpar.step import Metrics, Problem
@@ -52,7 +52,7 @@ class AsyncState(NamedTuple):
     chunks: dict[int, Chunk]
 
 
-class Row(NamedTuple):
+class GradientRow(NamedTuple):
     """A gradient, as an engine needs it.
 
     Attributes:
@@ -78,25 +78,25 @@ class Row(NamedTuple):
     mean_staleness: float
 
 
-def rows_by_step(table: Table) -> list[list[Row]]:
+def rows_by_step(table: UpdateTable) -> list[list[GradientRow]]:
     """The rows of each step."""
     sizes = np.bincount(table.update)
     means = np.bincount(table.update, table.staleness) / sizes
     is_first, is_last = np.diff(table.update, prepend=-1) != 0, np.diff(table.update, append=-1) != 0
     columns = table.worker, table.read, table.update, table.chunk, table.staleness, is_first, is_last
     of_update = sizes[table.update], means[table.update]
-    rows = [Row(*values) for values in zip(*(x.tolist() for x in (*columns, *of_update)), strict=True)]
+    rows = [GradientRow(*values) for values in zip(*(x.tolist() for x in (*columns, *of_update)), strict=True)]
     ends = np.searchsorted(table.step, np.arange(1, table.step[-1] + 2)).tolist()
     return [rows[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def last_uses(table: Table, num_devices: int) -> dict[tuple[int, int], int]:
+def last_uses(table: UpdateTable, num_devices: int) -> dict[tuple[int, int], int]:
     """(version, number of a device) -> the last update to which a gradient of that version is applied there."""
     uses = zip(table.read.tolist(), (table.worker % num_devices).tolist(), table.update.tolist(), strict=True)
     return {(read, device): update for read, device, update in uses}
 
 
-def num_kept(table: Table, num_devices: int) -> list[int]:
+def num_kept(table: UpdateTable, num_devices: int) -> list[int]:
     """By device, the most older versions that are kept there at a time."""
     change = np.zeros((num_devices, table.num_updates + 2), int)
     for (version, device), last in last_uses(table, num_devices).items():
@@ -106,10 +106,12 @@ def num_kept(table: Table, num_devices: int) -> list[int]:
     return [int(peak) for peak in change.cumsum(axis=1).max(axis=1)]
 
 
-class Engine:
+class ServerEngine:
     """A table, ready to run."""
 
-    def __init__(self, problem: Problem, cures: Cures, table: Table, devices: Sequence[jax.Device], at: jax.Device):
+    def __init__(
+        self, problem: Problem, cures: Cures, table: UpdateTable, devices: Sequence[jax.Device], at: jax.Device
+    ):
         """devices: of the workers, which they have in turn; at: the server's, which may be one of them."""
         self._devices, self._server, self._table = devices, at, table
         self._rows, self._last_uses = rows_by_step(table), last_uses(table, len(devices))
@@ -204,7 +206,7 @@ class Engine:
         chunks = {number: Chunk(rows, rows.pop(WEIGHT), number // self.num_workers) for number, rows in parts.items()}
         return state._replace(begun=int(private[BEGUN]), kept=kept, server=server, chunks=chunks)
 
-    def table(self, state: AsyncState) -> Table | None:
+    def table(self, state: AsyncState) -> UpdateTable | None:
         """Of the run, since it took on this strategy; None where no step was left."""
         return since(self._table, state.begun)
 

@@ -22,12 +22,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxpar.asynchronous.delays import Delays, check, communication_times, compute_times, mean_compute_time
-from jaxpar.asynchronous.table import ROUNDING, Table
+from jaxpar.asynchronous.table import ROUNDING, UpdateTable
 
 POLICIES = ("sync", "async", "ssp", "softsync", "local_sgd", "diloco", "model_average")
 
-Times = list[Iterator[float]]  # by worker
-Columns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # worker, read, update, start, finish
+WorkerTimes = list[Iterator[float]]  # by worker
+TableColumns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # worker, read, update, start, finish
 
 
 def simulate(
@@ -40,7 +40,7 @@ def simulate(
     bound: int = 0,
     groups: int = 1,
     interval: int = 1,
-) -> Table:
+) -> UpdateTable:
     """The first rows of the endless run of a policy: a longer run begins with the same rows.
 
     Args:
@@ -72,12 +72,14 @@ def simulate(
     return _table(num_workers, num_gradients, made)
 
 
-def _table(num_workers: int, num_gradients: int, made: Columns) -> Table:
+def _table(num_workers: int, num_gradients: int, made: TableColumns) -> UpdateTable:
     """The first rows of what a policy made."""
     worker, read, update, start, finish = (column[:num_gradients] for column in made)
     chunk = np.arange(num_gradients, dtype=np.int32)
     step = chunk // np.int32(num_workers)
-    return Table(num_workers, worker.astype("i4"), read.astype("i4"), update.astype("i4"), chunk, step, start, finish)
+    return UpdateTable(
+        num_workers, worker.astype("i4"), read.astype("i4"), update.astype("i4"), chunk, step, start, finish
+    )
 
 
 def _check(
@@ -96,7 +98,9 @@ def _check(
         raise ValueError(f"interval is {interval}; it must be at least 1")
 
 
-def _server(compute: Times, communication: Times, num_gradients: int, size: int, bound: float) -> Columns:
+def _server(
+    compute: WorkerTimes, communication: WorkerTimes, num_gradients: int, size: int, bound: float
+) -> TableColumns:
     """async, ssp, softsync: a server makes an update of every `size` gradients, and workers go on as `bound` lets them.
 
     A gradient that waits for others of its update finishes with the update; its worker goes on from its arrival.
@@ -134,7 +138,7 @@ def _server(compute: Times, communication: Times, num_gradients: int, size: int,
     return workers, read, np.arange(len(rows)) // size, start, np.repeat(arrival[size - 1 :: size], size)
 
 
-def _rounds(compute: Times, communication: Times, num_gradients: int, interval: int) -> Columns:
+def _rounds(compute: WorkerTimes, communication: WorkerTimes, num_gradients: int, interval: int) -> TableColumns:
     """sync, local_sgd, diloco: a round is a pull, `interval` steps and a push of every worker; the last one ends it.
 
     Rows of a round are in the order of steps, then of workers. Gradients of a step finish when all workers have made
@@ -164,12 +168,12 @@ def _rounds(compute: Times, communication: Times, num_gradients: int, interval: 
     )
 
 
-def _taken(times: Times, count: int) -> np.ndarray:
+def _taken(times: WorkerTimes, count: int) -> np.ndarray:
     """[count, worker]: the next times of every worker."""
     return np.stack([np.fromiter(worker, float, count) for worker in times], axis=1)
 
 
-def _averagings(compute: Times, communication: Times, num_gradients: int, period: float) -> Columns:
+def _averagings(compute: WorkerTimes, communication: WorkerTimes, num_gradients: int, period: float) -> TableColumns:
     """model_average: workers never wait, and an averaging begins with every period, at the earliest.
 
     One begins at a multiple of `period` if the last one has ended and some gradient has finished since it began. It

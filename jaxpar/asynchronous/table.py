@@ -20,7 +20,7 @@ ROUNDING = 1e-9  # of a time: two sums of the same seconds may differ by so much
 HEAD = "# num_workers="  # of the first line of a file
 
 
-class Table(NamedTuple):
+class UpdateTable(NamedTuple):
     """G gradients, in the order in which they arrive.
 
     Version 0 of the weights is the initial one; update t is applied to version t and makes version t + 1. A table may
@@ -62,7 +62,7 @@ class Table(NamedTuple):
         return self.finish[np.flatnonzero(_ends_update(self))]
 
 
-def since(table: Table, step: int) -> Table | None:
+def since(table: UpdateTable, step: int) -> UpdateTable | None:
     """The gradients from a step on, as a run that begins there has them; None where there are none.
 
     Its weights at that step are version 0, for workers that have read older ones too, and its time begins there.
@@ -76,14 +76,14 @@ def since(table: Table, step: int) -> Table | None:
     version, time = table.update[first], table.finish[first - 1]
     rows |= {name: np.maximum(rows[name] - version, 0) for name in ("read", "update")}
     rows |= {name: np.maximum(rows[name] - time, 0) for name in TIMES}
-    return Table(table.num_workers, **rows)
+    return UpdateTable(table.num_workers, **rows)
 
 
-COLUMNS = Table._fields[1:]
+COLUMNS = UpdateTable._fields[1:]
 TIMES = ("start", "finish")
 
 
-def validate(table: Table) -> None:
+def validate(table: UpdateTable) -> None:
     """Raises ValueError, with the row and the column, at the first rule that the table breaks.
 
     Rules: shapes and dtypes; numbers in range; each chunk once; `step` and `finish` never decrease, and `update` goes
@@ -96,18 +96,18 @@ def validate(table: Table) -> None:
         raise ValueError(rule if row is None else f"row {row}: {rule}")
 
 
-def staleness_summary(table: Table) -> dict[str, Any]:
+def staleness_summary(table: UpdateTable) -> dict[str, Any]:
     """`mean`, `max`, and `histogram`: how many gradients have staleness 0, 1, .. max."""
     histogram = np.bincount(table.staleness)
     return {"mean": float(table.staleness.mean()), "max": len(histogram) - 1, "histogram": histogram.tolist()}
 
 
-def _ends_update(table: Table) -> np.ndarray:
+def _ends_update(table: UpdateTable) -> np.ndarray:
     """[G] bool: whether the row is the last one of its update."""
     return np.diff(table.update, append=table.num_updates) > 0
 
 
-def _free(table: Table) -> np.ndarray:
+def _free(table: UpdateTable) -> np.ndarray:
     """[G] float64: the earliest time at which the row's worker can have been done with its row before.
 
     A gradient that waits for others of its update is at the server before `finish`, and its worker may have gone on.
@@ -122,7 +122,7 @@ def _free(table: Table) -> np.ndarray:
     return free
 
 
-def _fault(table: Table) -> tuple[int | None, str] | None:
+def _fault(table: UpdateTable) -> tuple[int | None, str] | None:
     """The first rule that the table breaks, and in which row, or in none."""
     if shape_rule := _shape_fault(table):
         return None, shape_rule
@@ -133,7 +133,7 @@ def _fault(table: Table) -> tuple[int | None, str] | None:
     return None
 
 
-def _shape_fault(table: Table) -> str | None:
+def _shape_fault(table: UpdateTable) -> str | None:
     if table.num_workers < 1:
         return f"num_workers is {table.num_workers}; it must be at least 1"
     size = np.shape(table.worker)
@@ -146,7 +146,7 @@ def _shape_fault(table: Table) -> str | None:
     return None if size[0] else "the table has no rows"
 
 
-def _rules(table: Table) -> Iterator[tuple[np.ndarray, str, Any]]:
+def _rules(table: UpdateTable) -> Iterator[tuple[np.ndarray, str, Any]]:
     """(where it is broken, the column, what it says of a row). Each may count on those before it."""
     n, worker, read, update, chunk, step, start, finish = table
     for column in COLUMNS:
@@ -173,7 +173,7 @@ def _rules(table: Table) -> Iterator[tuple[np.ndarray, str, Any]]:
     )
 
 
-def write(path: Path | str, table: Table) -> None:
+def write(path: Path | str, table: UpdateTable) -> None:
     """Writes a valid table as CSV: the number of workers, the names of the columns, a row a gradient."""
     validate(table)
     text = io.StringIO()
@@ -184,7 +184,7 @@ def write(path: Path | str, table: Table) -> None:
     write_text(Path(path), text.getvalue())
 
 
-def read(path: Path | str) -> Table:
+def read(path: Path | str) -> UpdateTable:
     """Reads what `write` has written, and validates it: the same table, to the last bit.
 
     Raises:
@@ -195,7 +195,7 @@ def read(path: Path | str) -> Table:
             num_workers = _num_workers(file.readline().strip())
             lines, rows = read_rows(file, COLUMNS, line=2)
         columns = np.array(rows, dtype=[(name, "f8" if name in TIMES else "i4") for name in COLUMNS])
-        table = Table(num_workers, *(columns[name].copy() for name in COLUMNS))
+        table = UpdateTable(num_workers, *(columns[name].copy() for name in COLUMNS))
         if fault := _fault(table):
             raise ValueError(fault[1] if fault[0] is None else f"line {lines[fault[0]]}: {fault[1]}")
     except (OSError, ValueError) as error:

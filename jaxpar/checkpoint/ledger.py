@@ -24,7 +24,7 @@ from jaxpar import files
 from jaxpar.errors import TrainingError, UserError
 
 
-class Batches(Protocol):
+class PlannedBatches(Protocol):
     """What of jaxpar.data.Batches is asked."""
 
     batch_size: int
@@ -99,7 +99,7 @@ def cut(directory: Path, after: int) -> None:
         files.write_text(path, "".join(_text(line) for line in _read(path) if line.stop <= after))
 
 
-def check(directory: Path, batches: Batches, num_steps: int) -> None:
+def check(directory: Path, batches: PlannedBatches, num_steps: int) -> None:
     """Before a run goes on: raises UserError where the ledger does not prove the steps behind it."""
     try:
         verify(directory, batches, num_steps)
@@ -107,7 +107,7 @@ def check(directory: Path, batches: Batches, num_steps: int) -> None:
         raise UserError(f"{error}; delete {directory}, and the ledger begins anew") from error
 
 
-def verify(directory: Path, batches: Batches, num_steps: int) -> str:
+def verify(directory: Path, batches: PlannedBatches, num_steps: int) -> str:
     """What the ledger proves of the steps [0, num_steps), in words. Raises TrainingError where it is not as it must be.
 
     Of steps that a version without a ledger took there is no line; then it says from where on it has all.

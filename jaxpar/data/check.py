@@ -9,7 +9,7 @@ from jaxpar.errors import UserError, check_choice
 
 TASKS = ("classification", "masked_lm", "causal_lm")
 TABLES = tuple(name for name in rows.READERS if name != "text")
-SOURCES = ("wordnet", *rows.READERS, *images.READERS, "synthetic")
+SOURCES = ("wordnet", *rows.READERS, *images.IMAGE_READERS, "synthetic")
 
 
 def check(config: ConfigDict) -> None:
@@ -26,7 +26,7 @@ def check(config: ConfigDict) -> None:
 
 def _is_text(config: ConfigDict) -> bool:
     source = config.data.source
-    return source not in images.READERS and (source != "synthetic" or synthetic.kind(config) == "text")
+    return source not in images.IMAGE_READERS and (source != "synthetic" or synthetic.kind(config) == "text")
 
 
 def _check_task(config: ConfigDict) -> None:
@@ -34,7 +34,7 @@ def _check_task(config: ConfigDict) -> None:
     if config.task == "classification" and source == "text":
         raise UserError("config.data.source is 'text', which has no labels; config.task may be causal_lm or masked_lm.")
     if config.task != "classification" and not _is_text(config):
-        what = source if source in images.READERS else f"{source} data for the model {config.model.name}"
+        what = source if source in images.IMAGE_READERS else f"{source} data for the model {config.model.name}"
         raise UserError(f"config.task is {config.task!r}, which needs text; with {what} it may be classification.")
 
 
@@ -63,14 +63,14 @@ def _check_files(config: ConfigDict) -> None:
     if data.source in ("wordnet", "synthetic"):
         for key in ("train", "validation", "test"):
             if data[key]:
-                other = ", ".join((*rows.READERS, *images.READERS))
+                other = ", ".join((*rows.READERS, *images.IMAGE_READERS))
                 raise UserError(
                     f"config.data.{key} is set, but config.data.source is {data.source!r}; it may be {other}."
                 )
         return
     if not data.train:
         raise UserError(f"config.data.train is empty; source {data.source!r} needs a path there.")
-    if data.source in images.READERS:
+    if data.source in images.IMAGE_READERS:
         if not Path(data.train).expanduser().is_dir():
             raise UserError(
                 f"config.data.train: {data.train} is not a directory; {data.source} needs that of its files."

@@ -8,13 +8,13 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxpar.data import files
-from jaxpar.data.rows import Columns, Row, read
+from jaxpar.data.rows import Columns, TextRow, read
 from jaxpar.errors import UserError, nearest
 
 SPLITS = ("train", "validation", "test")
 WORDNET = Path(__file__).parent / "wordnet" / "glosses.tsv.xz"
 
-SplitRow = tuple[str, Row]
+SplitRow = tuple[str, TextRow]
 
 
 class Corpus:
@@ -84,7 +84,7 @@ def split_of(texts: tuple[str, ...], validation: float, test: float) -> str:
     return "test" if place < test else "validation" if place < test + validation else "train"
 
 
-def parted(rows: list[Row], validation: float, test: float) -> Iterator[SplitRow]:
+def parted(rows: list[TextRow], validation: float, test: float) -> Iterator[SplitRow]:
     """Documents, one after another, cut in three at the line ends that follow the fractions' places."""
     total = sum(len(row.texts[0]) for row in rows)
     bounds = (round(total * (1 - validation - test)), round(total * (1 - test)), total)

@@ -18,6 +18,6 @@ def load(config: ConfigDict, workdir: Path) -> Dataset:
     check(config)
     if config.data.source == "synthetic":
         return synthetic.load(config)
-    if config.data.source in images.READERS:
+    if config.data.source in images.IMAGE_READERS:
         return images.load(config)
     return text.load(config, workdir)

@@ -27,7 +27,7 @@ def load(config: ConfigDict) -> Dataset:
     """The data set in the directory config.data.train. The validation split is parted by the hash of the image."""
     data = config.data
     directory = Path(data.train).expanduser()
-    train, test, class_names = READERS[data.source](directory)
+    train, test, class_names = IMAGE_READERS[data.source](directory)
     if train.images_NHWC.shape[1:] != test.images_NHWC.shape[1:]:
         raise UserError(f"{directory}: training and test images differ in size.")
     place_N = np.array([_place(image) for image in train.images_NHWC])
@@ -175,7 +175,7 @@ def _content(path: Path) -> bytes:
         raise UserError(f"{path}: the compressed file is damaged ({error}).") from None
 
 
-READERS: dict[str, Callable[[Path], tuple[Labelled, Labelled, tuple[str, ...]]]] = {
+IMAGE_READERS: dict[str, Callable[[Path], tuple[Labelled, Labelled, tuple[str, ...]]]] = {
     "mnist": _read_mnist,
     "cifar10": _read_cifar10,
 }

@@ -1,6 +1,6 @@
 """Reads text examples from tables (csv, tsv, jsonl, parquet) and from plain text, one row at a time.
 
-Every reader is a generator of `Row`, so that a file need not fit in memory, and names the file
+Every reader is a generator of `TextRow`, so that a file need not fit in memory, and names the file
 and line of whatever is wrong in it.
 """
 
@@ -28,7 +28,7 @@ class Columns(NamedTuple):
         return self.texts if self.label is None else (*self.texts, self.label)
 
 
-class Row(NamedTuple):
+class TextRow(NamedTuple):
     """One example. `label` is '' where there are none. `line` counts from 1 (parquet: the row)."""
 
     texts: tuple[str, ...]
@@ -42,7 +42,7 @@ class Row(NamedTuple):
         return f"{self.file}:{self.line}"
 
 
-def read(source: str, files: Sequence[Path], columns: Columns) -> Iterator[Row]:
+def read(source: str, files: Sequence[Path], columns: Columns) -> Iterator[TextRow]:
     """The rows of all files. `source`: a key of READERS. Raises UserError naming file and line."""
     for path in files:
         row = None
@@ -57,7 +57,7 @@ def read(source: str, files: Sequence[Path], columns: Columns) -> Iterator[Row]:
             raise UserError(f"{path} has no examples.")
 
 
-def _valid(row: Row, columns: Columns) -> Row:
+def _valid(row: TextRow, columns: Columns) -> TextRow:
     if columns.label is not None and not row.label.strip():
         raise UserError(f"{row.place}: the label (column {columns.label!r}) is empty.")
     for text in row.texts:
@@ -68,7 +68,7 @@ def _valid(row: Row, columns: Columns) -> Row:
     return row
 
 
-def _read_csv(path: Path, columns: Columns) -> Iterator[Row]:
+def _read_csv(path: Path, columns: Columns) -> Iterator[TextRow]:
     """RFC 4180: fields with commas, quotes or line ends are quoted, a quote is doubled. Blank lines are skipped."""
     csv.field_size_limit(sys.maxsize)
     with _open_text(path) as file:
@@ -88,7 +88,7 @@ def _read_csv(path: Path, columns: Columns) -> Iterator[Row]:
             line = reader.line_num + 1
 
 
-def _read_tsv(path: Path, columns: Columns) -> Iterator[Row]:
+def _read_tsv(path: Path, columns: Columns) -> Iterator[TextRow]:
     """IANA text/tab-separated-values: a field holds no tab and no line end; a quote is a quote."""
     with _open_text(path) as file:
         header = next(file, "").rstrip("\r\n").split("\t")
@@ -98,7 +98,7 @@ def _read_tsv(path: Path, columns: Columns) -> Iterator[Row]:
                 yield _row(path, number, text.rstrip("\r\n").split("\t"), places, len(header), columns)
 
 
-def _read_jsonl(path: Path, columns: Columns) -> Iterator[Row]:
+def _read_jsonl(path: Path, columns: Columns) -> Iterator[TextRow]:
     """One JSON object a line; keys that are not asked for are ignored; blank lines are skipped."""
     with _open_text(path) as file:
         for number, text in enumerate(file, start=1):
@@ -114,7 +114,7 @@ def _read_jsonl(path: Path, columns: Columns) -> Iterator[Row]:
             yield _typed_row(path, number, [list(record.values())[place] for place in places], columns)
 
 
-def _read_parquet(path: Path, columns: Columns) -> Iterator[Row]:
+def _read_parquet(path: Path, columns: Columns) -> Iterator[TextRow]:
     import pyarrow as pa  # here: it takes a third of a second to import
     import pyarrow.parquet as pq
 
@@ -130,15 +130,15 @@ def _read_parquet(path: Path, columns: Columns) -> Iterator[Row]:
         raise UserError(f"{path} is not a readable parquet file: {str(error).splitlines()[0]}") from None
 
 
-def _read_text(path: Path, columns: Columns) -> Iterator[Row]:
+def _read_text(path: Path, columns: Columns) -> Iterator[TextRow]:
     """The whole file is one document."""
     with _open_text(path) as file:
         text = file.read()
     if text.strip():
-        yield Row((text,), "", path, 1)
+        yield TextRow((text,), "", path, 1)
 
 
-READERS: dict[str, Callable[[Path, Columns], Iterator[Row]]] = {
+READERS: dict[str, Callable[[Path, Columns], Iterator[TextRow]]] = {
     "csv": _read_csv,
     "tsv": _read_tsv,
     "jsonl": _read_jsonl,
@@ -164,15 +164,15 @@ def _places(path: Path, names: Sequence[str], columns: Columns, line: int = 1) -
     return [list(names).index(name) for name in columns.all]
 
 
-def _row(path: Path, line: int, fields: Sequence[str], places: Iterable[int], width: int, columns: Columns) -> Row:
+def _row(path: Path, line: int, fields: Sequence[str], places: Iterable[int], width: int, columns: Columns) -> TextRow:
     if len(fields) != width:
         raise UserError(f"{path}:{line}: {len(fields)} columns, where the header has {width}.")
     values = [fields[place] for place in places]
     texts = len(columns.texts)
-    return Row(tuple(values[:texts]), "".join(values[texts:]), path, line)
+    return TextRow(tuple(values[:texts]), "".join(values[texts:]), path, line)
 
 
-def _typed_row(path: Path, line: int, values: Sequence[Any], columns: Columns) -> Row:
+def _typed_row(path: Path, line: int, values: Sequence[Any], columns: Columns) -> TextRow:
     """A row of values that carry their type: texts are strings, labels strings or whole numbers."""
     for name, value in zip(columns.all, values, strict=True):
         is_label = name == columns.label
@@ -183,4 +183,4 @@ def _typed_row(path: Path, line: int, values: Sequence[Any], columns: Columns) -
             kinds = "a string or a whole number" if is_label else "a string"
             raise UserError(f"{path}:{line}: column {name!r} must be {kinds}, not {value!r}.")
     texts = len(columns.texts)
-    return Row(tuple(values[:texts]), "".join(map(str, values[texts:])), path, line)
+    return TextRow(tuple(values[:texts]), "".join(map(str, values[texts:])), path, line)

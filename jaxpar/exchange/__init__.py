@@ -17,11 +17,20 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from jaxpar.exchange.exchange import DistributedState, Exchange, Update
-from jaxpar.exchange.presets import AROUND, GRADIENTS, NAMES, Rule, build, obstacle
+from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate
+from jaxpar.exchange.presets import AROUND, EXCHANGES, GRADIENTS, Rule, build, obstacle
 from jaxpar.exchange.reduce import Axis, Traffic
 
-__all__ = ["NAMES", "Axis", "Exchange", "Traffic", "Update", "broadcast", "distributed_optimizer", "state_specs"]
+__all__ = [
+    "EXCHANGES",
+    "Axis",
+    "Exchange",
+    "ExchangeUpdate",
+    "Traffic",
+    "broadcast",
+    "distributed_optimizer",
+    "state_specs",
+]
 
 WHOLE = ("horovod_adasum", "bagua_decentralized", "bagua_low_precision_decentralized", "bagua_model_average")
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpar.exchange.exchange import DistributedState, Exchange, Update, shared
+from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate, shared
 from jaxpar.exchange.fuse import AllReduce
 from jaxpar.exchange.reduce import Traffic
 
@@ -87,11 +87,11 @@ def momentum_exchange(
         inner = _next(state.optimizer, optax.ScaleByAdamState(count, mu, nu))
         return updates, DistributedState(inner, {**state.own, "lossy": lossy_state})
 
-    def update(grads: Any, state: DistributedState, params: Any, **extra: Any) -> Update:
+    def update(grads: Any, state: DistributedState, params: Any, **extra: Any) -> ExchangeUpdate:
         with jax.named_scope(WARMUP):
             is_warm = state.own["steps"] < warmup_steps
             updates, after = jax.lax.cond(is_warm, warm, frozen, grads, state, params)
-        return Update(updates, after._replace(own={**after.own, "steps": state.own["steps"] + 1}), None)
+        return ExchangeUpdate(updates, after._replace(own={**after.own, "steps": state.own["steps"] + 1}), None)
 
     def traffic(params: Any, num_microbatches: int) -> list[Traffic]:
         return shared(exact.traffic(params), share) + shared(lossy.traffic(params), 1 - share)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpar.exchange.exchange import OWN, DistributedState, Exchange, Update
+from jaxpar.exchange.exchange import OWN, DistributedState, Exchange, ExchangeUpdate
 from jaxpar.exchange.fuse import flat
 from jaxpar.exchange.reduce import Axis, Traffic
 
@@ -21,7 +21,7 @@ def adasum(axis: Axis, optimizer: optax.GradientTransformation) -> Exchange:
     optimizer = optax.with_extra_args_support(optimizer)
     rounds = [1 << bit for bit in range(axis.size.bit_length() - 1)]
 
-    def update(grads: Any, state: DistributedState, params: Any, **extra: Any) -> Update:
+    def update(grads: Any, state: DistributedState, params: Any, **extra: Any) -> ExchangeUpdate:
         updates, inner = optimizer.update(grads, state.optimizer, params, **extra)
         for bit in rounds:
             to_partner = [(i, i ^ bit) for i in range(axis.size)]
@@ -34,7 +34,7 @@ def adasum(axis: Axis, optimizer: optax.GradientTransformation) -> Exchange:
                 return combine(jnp.where(is_first, x, y), jnp.where(is_first, y, x)).astype(a.dtype)
 
             updates = jax.tree.map(pair, updates, others)
-        return Update(updates, DistributedState(inner, ()), None)
+        return ExchangeUpdate(updates, DistributedState(inner, ()), None)
 
     def traffic(params: Any, num_microbatches: int) -> list[Traffic]:
         size = sum(leaf.size for leaf in jax.tree.leaves(params))

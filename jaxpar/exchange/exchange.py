@@ -31,7 +31,7 @@ class DistributedState(NamedTuple):
     own: Any
 
 
-class Update(NamedTuple):
+class ExchangeUpdate(NamedTuple):
     """What an exchange made of gradients.
 
     Attributes:
@@ -50,7 +50,7 @@ class Exchange(NamedTuple):
 
     Attributes:
       init: params -> DistributedState.
-      update: (grads, state, params, **extra) -> Update; extra: for the optimizer's update.
+      update: (grads, state, params, **extra) -> ExchangeUpdate; extra: for the optimizer's update.
       traffic: (params or their shapes, microbatches) -> what a device sends in a step, but for scalars.
       params: where parameters are: REPLICATED; OWN: each replica has other ones; SHARDED: 1/n of each on a replica.
       optimizer: where the optimizer's state is, likewise.
@@ -61,7 +61,7 @@ class Exchange(NamedTuple):
     """
 
     init: Callable[[Any], DistributedState]
-    update: Callable[..., Update]
+    update: Callable[..., ExchangeUpdate]
     traffic: Callable[[Any, int], list[Traffic]]
     params: str = REPLICATED
     optimizer: str = REPLICATED
@@ -75,11 +75,11 @@ def averaged(all_reduce: AllReduce, optimizer: optax.GradientTransformation) -> 
     """Replicas agree on the gradient; then each takes the same step."""
     optimizer = optax.with_extra_args_support(optimizer)
 
-    def update(grads: Any, state: DistributedState, params: Any, **extra: Any) -> Update:
+    def update(grads: Any, state: DistributedState, params: Any, **extra: Any) -> ExchangeUpdate:
         grads, own = all_reduce.mean(grads, state.own)
         grad_norm = optax.tree.norm(grads)
         updates, inner = optimizer.update(grads, state.optimizer, params, **{"grad_norm": grad_norm, **extra})
-        return Update(updates, DistributedState(inner, own), grad_norm)
+        return ExchangeUpdate(updates, DistributedState(inner, own), grad_norm)
 
     return Exchange(
         lambda params: DistributedState(optimizer.init(params), all_reduce.init(params)),
@@ -99,7 +99,7 @@ def every(num_passes: int, exchange: Exchange) -> Exchange:
         sums = jax.tree.map(jnp.zeros_like, params)
         return state._replace(own={"passes": jnp.zeros((), jnp.int32), "sums": sums, "inner": state.own})
 
-    def update(grads: Any, state: DistributedState, params: Any, **extra: Any) -> Update:
+    def update(grads: Any, state: DistributedState, params: Any, **extra: Any) -> ExchangeUpdate:
         sums = jax.tree.map(lambda total, g: total + g.astype(total.dtype), state.own["sums"], grads)
         passes = state.own["passes"] + 1
         inner = DistributedState(state.optimizer, state.own["inner"])
@@ -115,7 +115,7 @@ def every(num_passes: int, exchange: Exchange) -> Exchange:
         with jax.named_scope(EVERY):
             updates, sums, inner = jax.lax.cond(passes == num_passes, step, wait)
         own = {"passes": passes % num_passes, "sums": sums, "inner": inner.own}
-        return Update(updates, DistributedState(inner.optimizer, own), None)
+        return ExchangeUpdate(updates, DistributedState(inner.optimizer, own), None)
 
     def traffic(params: Any, num_microbatches: int) -> list[Traffic]:
         return shared(exchange.traffic(params, num_microbatches), 1 / num_passes)

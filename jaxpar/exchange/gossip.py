@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.exchange.compress import Compressor, from_bytes, nbytes, to_bytes
-from jaxpar.exchange.exchange import OWN, DistributedState, Exchange, Update, shared
+from jaxpar.exchange.exchange import OWN, DistributedState, Exchange, ExchangeUpdate, shared
 from jaxpar.exchange.fuse import AllReduce, flat
 from jaxpar.exchange.reduce import Axis, Traffic
 
@@ -30,10 +30,10 @@ def mixed(
     """Each replica takes its own optimizer's step from its own gradient; `mix` adds what draws weights together."""
     optimizer = optax.with_extra_args_support(optimizer)
 
-    def update(grads: Any, state: DistributedState, params: Any, **extra: Any) -> Update:
+    def update(grads: Any, state: DistributedState, params: Any, **extra: Any) -> ExchangeUpdate:
         updates, inner = optimizer.update(grads, state.optimizer, params, **extra)
         updates, own = mix(updates, params, state.own)
-        return Update(updates, DistributedState(inner, own), None)
+        return ExchangeUpdate(updates, DistributedState(inner, own), None)
 
     def init(params: Any) -> DistributedState:
         return DistributedState(optimizer.init(params), init_own(params))

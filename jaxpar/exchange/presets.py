@@ -210,7 +210,7 @@ AROUND: dict[str, Callable[..., Exchange]] = {
         *(zero1, zero2, zero3, onebit_adam),
     )
 }
-NAMES = ("ddp", "dp", *(name for name in (*GRADIENTS, *AROUND) if name != "ddp"))
+EXCHANGES = ("ddp", "dp", *(name for name in (*GRADIENTS, *AROUND) if name != "ddp"))
 # What an exchange does otherwise than one device; those that are not here do the same, but for rounding.
 DIFFERS = {
     "horovod_adasum": "adds updates up by another rule",

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpar.exchange.exchange import REPLICATED, SHARDED, DistributedState, Exchange, Update
+from jaxpar.exchange.exchange import REPLICATED, SHARDED, DistributedState, Exchange, ExchangeUpdate
 from jaxpar.exchange.fuse import buckets
 from jaxpar.exchange.reduce import Axis, Traffic
 
@@ -152,7 +152,7 @@ def zero(
     def init(params: Any) -> DistributedState:
         return DistributedState(optimizer.init(params if stage == 3 else shards.own(params)), ())
 
-    def update(grads: Any, state: DistributedState, params: Any, **extra: Any) -> Update:
+    def update(grads: Any, state: DistributedState, params: Any, **extra: Any) -> ExchangeUpdate:
         if stage != 2:  # whose gradients come scattered
             grads = shards.scatter(grads) if stage == 1 else shards.add_up_whole(grads)
         grads = jax.tree.map(lambda g: g / axis.size, grads)
@@ -160,7 +160,7 @@ def zero(
         own = params if stage == 3 else shards.own(params)
         updates, inner = optimizer.update(grads, state.optimizer, own, **{"grad_norm": grad_norm, **extra})
         updates = updates if stage == 3 else shards.gather(updates)
-        return Update(updates, DistributedState(inner, ()), grad_norm)
+        return ExchangeUpdate(updates, DistributedState(inner, ()), grad_norm)
 
     def fetch(shapes: Any, own: Any) -> Any:
         return Shards(axis, shapes, num_bytes).gather(own)

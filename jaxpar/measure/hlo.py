@@ -17,11 +17,11 @@ OPERATION = re.compile(r"(?:^|[\]})] )([a-z][a-z0-9-]*)\((.*)$")
 CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%([\w.-]+)")
 CALLED_LISTS = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
 WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
-NAMES = {"u8": "uint8", "u16": "uint16", "u32": "uint32", "s8": "int8", "s32": "int32"}
-NAMES |= {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
+DTYPE_NAMES = {"u8": "uint8", "u16": "uint16", "u32": "uint32", "s8": "int8", "s32": "int32"}
+DTYPE_NAMES |= {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 
 
-class Array(NamedTuple):
+class HloArray(NamedTuple):
     """The type of an array in HLO."""
 
     dtype: str
@@ -38,7 +38,7 @@ class Instruction(NamedTuple):
 
     line: str
     operation: str
-    results: tuple[Array, ...]
+    results: tuple[HloArray, ...]
     operands: tuple[str, ...]
     attributes: str
 
@@ -49,7 +49,7 @@ class Instruction(NamedTuple):
         return name[1] if name else "?"
 
 
-class Program:
+class HloProgram:
     """The computations of a compiled program."""
 
     def __init__(self, text: str):
@@ -66,7 +66,7 @@ class Program:
 
     def total(
         self,
-        value: Callable[[Instruction, Sequence[Array]], Mapping[Hashable, float] | None],
+        value: Callable[[Instruction, Sequence[HloArray]], Mapping[Hashable, float] | None],
         shares: Shares = lambda name: None,
     ) -> Counter[Hashable]:
         """Adds up what `value` says of an instruction and the types of its operands, as often as the instruction runs.
@@ -115,7 +115,7 @@ def _instruction(line: str) -> Instruction:
     plain = re.sub(r"/\*.*?\*/", "", line)
     found = OPERATION.search(plain)
     assert found, line
-    results = tuple(Array(dtype, _numbers(dims)) for dtype, dims in ARRAY.findall(plain[: found.start(1)]))
+    results = tuple(HloArray(dtype, _numbers(dims)) for dtype, dims in ARRAY.findall(plain[: found.start(1)]))
     operands, _, attributes = found[2].partition(")")
     return Instruction(line, found[1], results, tuple(re.findall(r"%([\w.-]+)", operands)), attributes)
 

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from jaxpar import config as configs
 
 PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax")
-SETTINGS = ("jax_default_matmul_precision", "jax_enable_x64", "jax_threefry_partitionable", "jax_default_prng_impl")
+JAX_SETTINGS = ("jax_default_matmul_precision", "jax_enable_x64", "jax_threefry_partitionable", "jax_default_prng_impl")
 
 
 def versions() -> dict[str, str]:
@@ -32,7 +32,7 @@ def devices(used: Sequence[jax.Device]) -> dict[str, Any]:
 
 def flags() -> dict[str, Any]:
     """What tells XLA and JAX how to compute."""
-    return {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "")} | {name: getattr(jax.config, name) for name in SETTINGS}
+    return {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "")} | {name: getattr(jax.config, name) for name in JAX_SETTINGS}
 
 
 def changed(config: ConfigDict) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from ml_collections import ConfigDict
 
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError, check_choice, nearest
-from jaxpar.models.model import REMAT_POLICIES, Batch, Context, Model, Params, Run, Tie
+from jaxpar.models.model import REMAT_POLICIES, Batch, Context, LayerRun, Model, Params, Tie
 
-__all__ = ["MODELS", "Batch", "Context", "Model", "Params", "Run", "Tie", "build", "check"]
+__all__ = ["MODELS", "Batch", "Context", "LayerRun", "Model", "Params", "Tie", "build", "check"]
 
 # The models there are, with the least data that each can be built for.
 MODELS = {

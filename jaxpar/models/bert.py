@@ -46,7 +46,7 @@ def build(config: ConfigDict, info: DataInfo) -> Model:
     spec, pooling = decide(config, info)
     if config.task == "masked_lm":
         return transformer(config, spec, partial(MaskedLMHead, spec), TIED_HEAD)
-    return transformer(config, spec, partial(ClassifierHead, spec, pooling, info.num_classes))
+    return transformer(config, spec, partial(PoolingHead, spec, pooling, info.num_classes))
 
 
 def decide(config: ConfigDict, info: DataInfo) -> tuple[Spec, str]:
@@ -60,7 +60,7 @@ def decide(config: ConfigDict, info: DataInfo) -> tuple[Spec, str]:
     return transformer_spec(config, info, {**FIXED, **values}, norm_eps=NORM_EPS, causal=False), values["pooling"]
 
 
-class ClassifierHead(nnx.Module):
+class PoolingHead(nnx.Module):
     """Pools the text into one vector and classifies it.
 
     cls: BERT's pooler, tanh of a linear map of the first token. mean: over the real tokens, no pooler.

@@ -56,7 +56,7 @@ def build(config: ConfigDict, info: DataInfo) -> Model:
     spec = decide(config, info)
     if config.task == "causal_lm":
         return transformer(config, spec, partial(CausalLMHead, spec), TIED_HEAD)
-    return transformer(config, spec, partial(ClassifierHead, spec, info.num_classes))
+    return transformer(config, spec, partial(LastTokenHead, spec, info.num_classes))
 
 
 def decide(config: ConfigDict, info: DataInfo) -> Spec:
@@ -81,7 +81,7 @@ class CausalLMHead(nnx.Module):
         return token_logits(normalize(self.norm, x_BTD), self.tokens[...])
 
 
-class ClassifierHead(nnx.Module):
+class LastTokenHead(nnx.Module):
     """The last norm, then a linear map, without bias, of the last real token: the one that has seen all others."""
 
     def __init__(self, spec: Spec, num_classes: int, rngs: nnx.Rngs):

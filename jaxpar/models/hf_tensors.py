@@ -98,14 +98,14 @@ def _norm(theirs: str, ours: str) -> Iterator[Tensor]:
 # ---- files -----------------------------------------------------------------------------------------
 
 
-class Source(NamedTuple):
+class TensorSource(NamedTuple):
     """Where a tensor is."""
 
     path: Path
     name: str
 
 
-def find(directory: Path) -> dict[str, Source]:
+def find(directory: Path) -> dict[str, TensorSource]:
     """The tensors of a directory by today's names: files of before 2019 have gamma and beta in a LayerNorm.
 
     Raises:
@@ -127,11 +127,11 @@ def find(directory: Path) -> dict[str, Source]:
     for path in paths:
         for name in _reading(path, lambda file: list(file.keys())):
             today = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-            sources[today] = Source(path, name)
+            sources[today] = TensorSource(path, name)
     return sources
 
 
-def read(source: Source) -> np.ndarray:
+def read(source: TensorSource) -> np.ndarray:
     """The array. Raises UserError where the file is cut short."""
     return _reading(source.path, lambda file: file.get_tensor(source.name))
 

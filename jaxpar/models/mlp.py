@@ -38,7 +38,7 @@ def build(config: ConfigDict, info: DataInfo) -> Model:
     makers: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {"embed": partial(hidden, int(np.prod(info.input_shape)))}
     names = (f"block_{i}" for i in range(values["num_layers"]))
     makers |= dict.fromkeys(names, partial(hidden, values["hidden_size"]))
-    makers["head"] = partial(Head, values["hidden_size"], info.num_classes)
+    makers["head"] = partial(MLPHead, values["hidden_size"], info.num_classes)
     return Model(makers, scan=config.model.scan_layers, remat=config.model.remat)
 
 
@@ -64,7 +64,7 @@ class Hidden(nnx.Module):
         return dropout(ACTIVATIONS[self.activation](self.linear(x_BD)), self.rate, context, 0)
 
 
-class Head(nnx.Module):
+class MLPHead(nnx.Module):
     """A linear map to the classes, in float32."""
 
     def __init__(self, num_in: int, num_classes: int, rngs: nnx.Rngs):

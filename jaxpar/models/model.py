@@ -59,7 +59,7 @@ class Tie(NamedTuple):
     source_name: str
 
 
-class Run(NamedTuple):
+class LayerRun(NamedTuple):
     """Consecutive layers of equal definition and shapes: layers[start:stop]. One scan can compute them."""
 
     start: int
@@ -238,13 +238,13 @@ class Model:
         tied = {tie.name: params[tie.source][tie.source_name] for tie in self.ties if tie.layer == name}
         return {**params[name], **tied}
 
-    def _find_runs(self) -> Iterator[Run]:
+    def _find_runs(self) -> Iterator[LayerRun]:
         tied = {tie.layer for tie in self.ties}
         start = 0
         for index in range(1, len(self.layers) + 1):
             ended = index == len(self.layers) or self.layers[index][1:] != self.layers[start][1:]
             if ended or self.layers[index].name in tied or self.layers[start].name in tied:
-                yield Run(start, index)
+                yield LayerRun(start, index)
                 start = index
 
 

@@ -48,9 +48,9 @@ def build(config: ConfigDict, info: DataInfo) -> Model:
         inner = width * 2**stage
         for index in range(count):
             stride = 2 if stage and not index else 1
-            makers[f"block_{len(makers) - 1}"] = partial(Block, num_in, inner, stride, bottleneck, dtype)
+            makers[f"block_{len(makers) - 1}"] = partial(ResidualBlock, num_in, inner, stride, bottleneck, dtype)
             num_in = 4 * inner if bottleneck else inner
-    makers["head"] = partial(Head, num_in, info.num_classes, values["dropout"])
+    makers["head"] = partial(ResNetHead, num_in, info.num_classes, values["dropout"])
     return Model(makers, scan=config.model.scan_layers, remat=config.model.remat)
 
 
@@ -91,7 +91,7 @@ class Stem(nnx.Module):
         return nnx.max_pool(x_BHWC, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
 
 
-class Block(nnx.Module):
+class ResidualBlock(nnx.Module):
     """A residual block: 3x3, 3x3; as a bottleneck 1x1, 3x3, 1x1 to four times the channels.
 
     The last norm starts at zero, so that the block starts as the identity (Goyal et al. 2017, section 5.1).
@@ -120,7 +120,7 @@ class Block(nnx.Module):
         return jax.nn.relu(x_BHWC + y_BHWC)
 
 
-class Head(nnx.Module):
+class ResNetHead(nnx.Module):
     """The mean over the image, then a linear map to the classes, both in float32."""
 
     def __init__(self, num_in: int, num_classes: int, rate: float, rngs: nnx.Rngs):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from jaxpar.errors import UserError, nearest
-from jaxpar.pipeline.search.search import Found, search
+from jaxpar.pipeline.search.search import SearchResult, search
 from jaxpar.pipeline.tables.schedule import SCHEDULES, build
 from jaxpar.pipeline.tables.simulate import Simulation, Times, simulate
 from jaxpar.pipeline.tables.table_file import is_file, load, save
@@ -52,7 +52,7 @@ def parser(description: str) -> Parser:
     return result
 
 
-def find(arguments: argparse.Namespace) -> tuple[Found, Simulation]:
+def find(arguments: argparse.Namespace) -> tuple[SearchResult, Simulation]:
     """The schedule that the flags ask for, its name, and what it costs. Writes it where they say so.
 
     Raises:
@@ -75,7 +75,7 @@ def find(arguments: argparse.Namespace) -> tuple[Found, Simulation]:
     return found, simulation
 
 
-def _named(arguments: argparse.Namespace) -> Found:
+def _named(arguments: argparse.Namespace) -> SearchResult:
     name = arguments.schedule
     if name is None:
         raise UserError("--schedule is missing; it names a schedule or a CSV table (or use --auto)")
@@ -87,15 +87,17 @@ def _named(arguments: argparse.Namespace) -> Found:
         for flag, of_table in zip(("num_stages", "num_chunks", "num_microbatches"), table[:3], strict=True):
             if getattr(arguments, flag) not in (None, of_table):
                 raise UserError(f"--{flag} is {getattr(arguments, flag)}; {name} has {of_table}")
-        return Found(Path(name).name, table)
+        return SearchResult(Path(name).name, table)
     num_stages, num_microbatches = _sizes(arguments)
     num_chunks = arguments.num_chunks
     if num_chunks is None:
         num_chunks = SCHEDULES[name].num_chunks if name in SCHEDULES else 1
-    return Found(name, build(name, num_devices=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks))
+    return SearchResult(
+        name, build(name, num_devices=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    )
 
 
-def _auto(arguments: argparse.Namespace, times: Times, communication: float) -> Found:
+def _auto(arguments: argparse.Namespace, times: Times, communication: float) -> SearchResult:
     if arguments.schedule is not None:
         raise UserError(f"--auto searches for a schedule, and --schedule names {arguments.schedule}; give one of them")
     num_stages, num_microbatches = _sizes(arguments)
@@ -104,7 +106,7 @@ def _auto(arguments: argparse.Namespace, times: Times, communication: float) -> 
     weight_memory = 1.0 if arguments.weight_memory is None else arguments.weight_memory
     if not 0 <= weight_memory <= 1:
         raise UserError(f"--weight_memory is {weight_memory:g}; it must be from 0 to 1")
-    candidates: list[tuple[float, int, Found]] = []
+    candidates: list[tuple[float, int, SearchResult]] = []
     for num_chunks in (1, 2) if arguments.num_chunks is None else (arguments.num_chunks,):
         sizes = (num_stages, num_microbatches, num_chunks)
         try:

@@ -33,7 +33,7 @@ class Run(NamedTuple):
     problem: Problem
     pretrained: Params | None  # abstract leaves: what it lacks
     strategy: Strategy
-    schedule: optimizer.Schedule
+    schedule: optimizer.LearningRateSchedule
     num_steps: int
     phases: Phases
 

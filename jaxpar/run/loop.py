@@ -45,7 +45,7 @@ class Loop:
     def run(self, current: Any, interrupt: Interrupt) -> Any:
         """Returns the strategy's state after the last step. Raises Stopped."""
         run, total, agree = self._run, self._run.num_steps, processes.Agreement()
-        with metrics.Trace(run.config.profile, run.workdir) as trace, Progress(self._first_step, total) as bar:
+        with metrics.ProfilerTrace(run.config.profile, run.workdir) as trace, Progress(self._first_step, total) as bar:
             loader = load(run, run.batches, self._first_step, total, numbered=True)
             for step in range(self._first_step + 1, total + 1):
                 run.phases.step = step

@@ -114,7 +114,7 @@ class Progress:
             print(text, flush=True)
 
 
-class Trace:
+class ProfilerTrace:
     """Within `with`, profiles some steps into workdir/profile, for TensorBoard or Perfetto."""
 
     def __init__(self, steps: tuple[int, int], workdir: Path):
@@ -123,7 +123,7 @@ class Trace:
         self._folder = workdir / "profile"
         self._running = False
 
-    def __enter__(self) -> "Trace":
+    def __enter__(self) -> "ProfilerTrace":
         return self
 
     def before(self, step: int) -> None:

@@ -27,14 +27,14 @@ from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar.asynchronous import live, local, options, server, table
 from jaxpar.asynchronous.programs import Arrival, Cures
-from jaxpar.asynchronous.table import Table, staleness_summary
+from jaxpar.asynchronous.table import UpdateTable, staleness_summary
 from jaxpar.errors import UserError
 from jaxpar.exchange.reduce import Traffic
 from jaxpar.mesh import DATA
 from jaxpar.state import Canonical, State, nbytes
 from jaxpar.step import Problem
 from jaxpar.strategies import exchanges
-from jaxpar.strategies.strategy import Description, Program, Strategy, with_shardings
+from jaxpar.strategies.strategy import CompiledProgram, Description, Strategy, with_shardings
 from jaxpar.tasks import Sums
 
 
@@ -113,22 +113,22 @@ def build_engine(
     config: ConfigDict,
     problem: Problem,
     cures: Cures,
-    updates: Table | None,
+    updates: UpdateTable | None,
     devices: Sequence[jax.Device],
     at: jax.Device,
-) -> server.Engine | local.Engine | live.Engine:
+) -> server.ServerEngine | local.LocalEngine | live.LiveEngine:
     """What runs the table, or makes one. devices: of the workers; at: the server's."""
     a, own = config.asynchronous, options.settings(config)
     if updates is None:
         bound = own.get("bound", math.inf)
-        return live.Engine(problem, cures, a.num_workers, devices, at=at, bound=bound, slowdown=a.delays.slowdown)
+        return live.LiveEngine(problem, cures, a.num_workers, devices, at=at, bound=bound, slowdown=a.delays.slowdown)
     if a.policy not in options.LOCAL:
-        return server.Engine(problem, cures, updates, devices, at)
+        return server.ServerEngine(problem, cures, updates, devices, at)
     outer = optax.sgd(own["outer_lr"], own["outer_momentum"], nesterov=True) if a.policy == "diloco" else None
-    return local.Engine(problem, cures, updates, devices, outer=outer, waits=a.policy != "model_average")
+    return local.LocalEngine(problem, cures, updates, devices, outer=outer, waits=a.policy != "model_average")
 
 
-def report(updates: Table | None, workdir: Path) -> dict[str, Any]:
+def report(updates: UpdateTable | None, workdir: Path) -> dict[str, Any]:
     """Writes the table of what was run, if anything was; what it comes to."""
     if updates is None:
         return {}
@@ -140,7 +140,7 @@ def report(updates: Table | None, workdir: Path) -> dict[str, Any]:
 
 def compiled(
     engine: Any, problem: Problem, like: State, devices: Sequence[jax.Device], at: jax.Device
-) -> list[Program]:
+) -> list[CompiledProgram]:
     """The programs of workers, each device's, and the server's for the last gradient of an update."""
     programs, n = engine.programs, engine.num_workers
     rows = {k: jax.ShapeDtypeStruct((len(x) // n, *x.shape[1:]), x.dtype) for k, x in problem.batch.items()}
@@ -150,12 +150,12 @@ def compiled(
     server = programs.abstract_server(like, is_grouped=engine.is_grouped)
     read = like.params if programs.cures.needs_read else None
     arguments = (like.params, server, *workers[0].out_info, read, Arrival(figure, figure, figure, step))
-    places = devices if isinstance(engine, local.Engine) else [at]
+    places = devices if isinstance(engine, local.LocalEngine) else [at]
     updates = [
         programs.arrive.lower(not engine.is_grouped, True, *with_shardings(arguments, SingleDeviceSharding(place)))
         for place in places
     ]
-    return [Program(lowered.compile(), arguments=("params",)) for lowered in (*workers, *updates)]
+    return [CompiledProgram(lowered.compile(), arguments=("params",)) for lowered in (*workers, *updates)]
 
 
 def words(config: ConfigDict) -> str:
@@ -170,12 +170,14 @@ def is_lock_step(config: ConfigDict) -> bool:
     return config.asynchronous.policy == "sync" and not options.named_cures(config)
 
 
-def fingerprint(updates: Table) -> str:
+def fingerprint(updates: UpdateTable) -> str:
     """Of a table, but for its times."""
     return hashlib.sha256(b"".join(column.tobytes() for column in updates[1:6])).hexdigest()[:12]
 
 
-def describe(config: ConfigDict, engine: Any, updates: Table | None, like: State, num_replicas: int) -> Description:
+def describe(
+    config: ConfigDict, engine: Any, updates: UpdateTable | None, like: State, num_replicas: int
+) -> Description:
     """What is where, and what goes from a device to another."""
     memory, layout = engine.memory(like), words(config)
     if updates is not None:

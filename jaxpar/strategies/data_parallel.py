@@ -27,7 +27,7 @@ from jaxpar.mesh import DATA
 from jaxpar.state import State, nbytes
 from jaxpar.step import Metrics, Problem
 from jaxpar.strategies import exchanges, master, replicas
-from jaxpar.strategies.strategy import Description, Program, Strategy, with_shardings
+from jaxpar.strategies.strategy import CompiledProgram, Description, Strategy, with_shardings
 from jaxpar.tasks import Sums
 
 IMPLEMENTATIONS = ("auto", "shard_map", "sharding", "pmap")
@@ -117,7 +117,7 @@ def build_sharding(problem: Problem, mesh: Mesh) -> Strategy:
         to_canonical=states.to_canonical,
         from_canonical=lambda tree, private=None: jax.device_put(states.from_canonical(tree, like), replicated),
         describe=lambda: describe(mesh, like, "one device" if mesh.size == 1 else "batch divided, state replicated"),
-        compile=lambda: [Program(compiled_step.lower(*arguments).compile())],
+        compile=lambda: [CompiledProgram(compiled_step.lower(*arguments).compile())],
     )
 
 
@@ -157,13 +157,13 @@ def build_pmap(problem: Problem, mesh: Mesh) -> Strategy:
         state, metrics = mapped_step(state, batch)
         return state, first(metrics)
 
-    def compile() -> list[Program]:
+    def compile() -> list[CompiledProgram]:
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(devices), *x.shape), x.dtype), like)
         batch = {
             key: jax.ShapeDtypeStruct((len(devices), x.shape[0] // len(devices), *x.shape[1:]), x.dtype)
             for key, x in problem.batch.items()
         }
-        return [Program(compiled_step.lower(state, batch).compile())]
+        return [CompiledProgram(compiled_step.lower(state, batch).compile())]
 
     init = jax.jit(functools.partial(states.init, problem.model, problem.optimizer))
     return Strategy(

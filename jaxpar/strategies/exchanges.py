@@ -7,7 +7,7 @@ from ml_collections import ConfigDict
 
 from jaxpar import optimizer
 from jaxpar.errors import UserError, check_choice
-from jaxpar.exchange import GRADIENTS, NAMES, Axis, Exchange, Rule, obstacle, presets
+from jaxpar.exchange import EXCHANGES, GRADIENTS, Axis, Exchange, Rule, obstacle, presets
 from jaxpar.exchange import build as build_exchange
 from jaxpar.exchange.fuse import AllReduce
 from jaxpar.exchange.presets import PASSES, options
@@ -46,7 +46,7 @@ def _with_seed(config: ConfigDict) -> dict[str, Any]:
 
 def check(config: ConfigDict, num_replicas: int) -> None:
     """Raises UserError for an exchange, or an option of one, that cannot be."""
-    check_choice("exchange", config.exchange, NAMES)
+    check_choice("exchange", config.exchange, EXCHANGES)
     if reason := obstacle(config.exchange, num_replicas, given(config)):
         key, wrong = reason
         raise UserError(f"config.{key} {wrong}" if key == "exchange" else f"config.exchange_options.{key} {wrong}")
@@ -102,7 +102,7 @@ def check_on_gradients(config: ConfigDict, num_replicas: int) -> None:
             f"config.exchange_options.{PASSES} is {given(config)[PASSES]}; it may be None with "
             "config.strategy='pipeline', where config.pipeline.num_microbatches is for that"
         )
-    if config.exchange in NAMES and config.exchange not in GRADIENTS:
+    if config.exchange in EXCHANGES and config.exchange not in GRADIENTS:
         what = "has all of the model on one device"
         what = (
             what

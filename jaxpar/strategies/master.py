@@ -21,7 +21,7 @@ from jaxpar.mesh import DATA
 from jaxpar.models.model import Batch
 from jaxpar.state import State, nbytes
 from jaxpar.step import Metrics, Problem
-from jaxpar.strategies.strategy import Description, Program, Strategy, with_shardings
+from jaxpar.strategies.strategy import CompiledProgram, Description, Strategy, with_shardings
 from jaxpar.tasks import Sums
 
 
@@ -76,13 +76,13 @@ def build(problem: Problem, mesh: Mesh) -> Strategy:
         traffic = (Traffic("copy", "float32", DATA, others * size),)
         return Description(tuple(devices), layout, len(devices), tuple(memory), traffic)
 
-    def compile() -> list[Program]:
+    def compile() -> list[CompiledProgram]:
         sent = with_shardings(like._replace(optimizer=()), everywhere)
         weight = with_shardings(jax.ShapeDtypeStruct((), jnp.float32), everywhere)
         own = share.lower(sent, with_shardings(problem.batch, divided), weight).compile()
         shares = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), own.out_info)
         shares = [with_shardings(shares, master)] * len(devices)
-        return [Program(own), Program(update.lower(with_shardings(like, master), shares).compile())]
+        return [CompiledProgram(own), CompiledProgram(update.lower(with_shardings(like, master), shares).compile())]
 
     waiting_share, waiting_sums = meshes.one_at_a_time(share, mesh), meshes.one_at_a_time(share_of_sums, mesh)
     return Strategy(

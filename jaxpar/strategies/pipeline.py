@@ -29,20 +29,20 @@ from jaxpar.exchange.reduce import Traffic
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Batch
 from jaxpar.pipeline.executor import partition
-from jaxpar.pipeline.executor.engine import Engine
+from jaxpar.pipeline.executor.engine import PipelineEngine
 from jaxpar.pipeline.executor.lowering import Lowered, Shape, lower
 from jaxpar.pipeline.executor.packing import Packed
 from jaxpar.pipeline.executor.programs import REMATS
 from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.executor.state import SPECS, Form, PackedState, own, stacked
 from jaxpar.pipeline.executor.timeline import Timeline
-from jaxpar.pipeline.executor.update import Update
+from jaxpar.pipeline.executor.update import StageUpdate
 from jaxpar.pipeline.tables import schedule, table_file
 from jaxpar.pipeline.tables.table import BW, F, Table, is_training
 from jaxpar.state import nbytes
 from jaxpar.step import Metrics, Problem
 from jaxpar.strategies import exchanges
-from jaxpar.strategies.strategy import Description, Program, Strategy, with_shardings
+from jaxpar.strategies.strategy import CompiledProgram, Description, Strategy, with_shardings
 from jaxpar.tasks import Sums
 
 # Lets XLA see that the branch of an action writes into a stash in place; else it copies whole stashes every clock.
@@ -185,11 +185,13 @@ def build(config: ConfigDict, problem: Problem) -> Strategy:
         timeline.steps_before(int(tree["step"]))
         return with_own(form.distribute(states.from_canonical(tree, like)), private)
 
-    def compile() -> list[Program]:
+    def compile() -> list[CompiledProgram]:
         state = jax.eval_shape(lambda key: with_own(form.init(key)), jax.random.key(0))
         parts = [with_shardings(part, NamedSharding(mesh, spec)) for part, spec in zip(state, SPECS, strict=True)]
         batch = with_shardings(problem.batch, divided)
-        return [Program(step.lower(plan.shape, PackedState(*parts), batch, plan.actions, plan.arrivals).compile())]
+        return [
+            CompiledProgram(step.lower(plan.shape, PackedState(*parts), batch, plan.actions, plan.arrivals).compile())
+        ]
 
     def report(_: PackedState, workdir: Path) -> dict[str, Any]:
         if config.pipeline.trace:
@@ -256,13 +258,15 @@ def train_step(
         rows = steps.microbatches(batch, shape.num_microbatches)
         key = steps.dropout_key(state.key, state.step)
         weight = jax.lax.pmean(batch["weights"].sum(), DATA)  # so that gradients are replicas' means
-        engine = Engine(stages, form.params, shape, remat, steps.abstract(rows, 1), steps.abstract(key), timeline)
+        engine = PipelineEngine(
+            stages, form.params, shape, remat, steps.abstract(rows, 1), steps.abstract(key), timeline
+        )
         own_grads, own_sums = engine.run(own((actions, arrivals)), state.params, rows, key, weight)
         faults = 1.0 - jnp.isfinite(optax.tree.norm(own_grads))  # which a code may hide
         *totals, faults = jax.lax.psum(jnp.stack([*own_sums, faults]), (DATA, STAGE))
         sums = Sums(*totals)
         grads, residuals = all_reduce.mean(own_grads, state.own)
-        update = Update(problem, stages, form, jax.lax.axis_index(STAGE))
+        update = StageUpdate(problem, stages, form, jax.lax.axis_index(STAGE))
         for tie in update.copied:  # the gradient of an array that several devices use is the sum of theirs
             grads = update.replace(tie, grads, jax.lax.psum(update.part(tie, grads), STAGE))
         grad_norm = jnp.sqrt(jax.lax.psum(update.squares(grads), STAGE))
@@ -279,7 +283,7 @@ def evaluate_step(stages: Stages, form: Form) -> Callable[..., Sums]:
 
     def evaluate(shape: Shape, params: Packed, batch: Batch, actions: Any, arrivals: Any) -> Sums:
         rows = steps.microbatches(batch, shape.num_microbatches)
-        engine = Engine(stages, form.params, shape, "none", steps.abstract(rows, 1), None)
+        engine = PipelineEngine(stages, form.params, shape, "none", steps.abstract(rows, 1), None)
         _, sums = engine.run(own((actions, arrivals)), own(params), rows, None, jnp.ones(()))
         return jax.lax.psum(sums, (DATA, STAGE))
 

@@ -20,7 +20,7 @@ from jaxpar.models.model import Batch
 from jaxpar.state import State
 from jaxpar.step import Metrics, Problem
 from jaxpar.strategies.replica_state import Form
-from jaxpar.strategies.strategy import ON_HOST, Description, Program, Strategy, with_shardings
+from jaxpar.strategies.strategy import ON_HOST, CompiledProgram, Description, Strategy, with_shardings
 from jaxpar.tasks import Sums
 
 # On GPUs XLA would put buckets together again, and so wait for the whole backward pass; and is to hide their latency.
@@ -49,10 +49,10 @@ def build(problem: Problem, mesh: Mesh, exchange: Exchange, name: str, private_o
         whole = jax.lax.pmean(form.params.local(params), DATA) if form.params.kind == OWN else params
         return jax.lax.psum(steps.evaluate(problem, whole, batch, fetch=exchange.fetch), DATA)
 
-    def compile() -> list[Program]:
+    def compile() -> list[CompiledProgram]:
         state = with_shardings(jax.eval_shape(form.init, jax.random.key(0)), form.at_rest)
         lowered = compiled_step.lower(state, with_shardings(problem.batch, divided))
-        return [Program(lowered.compile(), exchange.branches)]
+        return [CompiledProgram(lowered.compile(), exchange.branches)]
 
     shardings = form.at_rest, NamedSharding(mesh, PartitionSpec())
     compiled_step = jax.jit(step, donate_argnums=0, out_shardings=shardings, compiler_options=OVERLAP)

@@ -35,7 +35,7 @@ class Description(NamedTuple):
         return round(sum(one.nbytes for one in self.traffic))
 
 
-class Program(NamedTuple):
+class CompiledProgram(NamedTuple):
     """A compiled program of a step.
 
     Attributes:
@@ -66,7 +66,7 @@ class Strategy(NamedTuple):
     to_canonical: Callable[[Any], Canonical]
     from_canonical: Callable[..., Any]  # (tree, private=None) -> state; leaves may be NumPy arrays
     describe: Callable[[], Description]
-    compile: Callable[[], list[Program]]  # a step's programs, for the problem's batch, without running them
+    compile: Callable[[], list[CompiledProgram]]  # a step's programs, for the problem's batch, without running them
     to_private: Callable[[Any], Canonical] = lambda state: {}  # what of the state is not in the canonical one
     private_of: str = ""  # only a strategy of which this is the same can go on with it
     differs: str = ""  # what it does otherwise than `single`, and so gets other numbers; empty: they are the same

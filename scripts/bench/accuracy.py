@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jaxpar.exchange import NAMES
+from jaxpar.exchange import EXCHANGES
 
 
 def main() -> None:
@@ -20,7 +20,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/quickstart.py")
     parser.add_argument("--replicas", type=int, default=4)
-    parser.add_argument("--exchanges", default=",".join(NAMES))
+    parser.add_argument("--exchanges", default=",".join(EXCHANGES))
     parser.add_argument("--workdir", type=Path, default=Path("runs/accuracy"))
     arguments, overrides = parser.parse_known_args()
     names = dict.fromkeys(["ddp", *arguments.exchanges.split(",")])

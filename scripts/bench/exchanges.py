@@ -27,7 +27,7 @@ from ml_collections import ConfigDict
 from jaxpar import config as configs
 from jaxpar import data, mesh, strategies
 from jaxpar.analysis import audit
-from jaxpar.exchange import NAMES, compress, reduce
+from jaxpar.exchange import EXCHANGES, compress, reduce
 from scripts.bench.steps import Contender, make_problem, race
 
 SIZE = 25 * 2**20 // 4  # elements
@@ -82,12 +82,12 @@ def sent_and_held(build: Callable[..., strategies.Strategy], n: int, sent: bool,
     """Figures bytes and memory."""
     ddp = build("ddp").describe()
     parameters, optimizer = ddp.memory[0]["parameters"], ddp.memory[0]["optimizer"]
-    for name in NAMES:
+    for name in EXCHANGES:
         strategy = build(name)
         on, programs = strategy.describe(), strategy.compile()
         if sent:
             rows = audit.audit(programs, on, {mesh.DATA: n, mesh.STAGE: 1})
-            total = sum(row.nbytes for row in rows if row.dtype != audit.FIGURES)
+            total = sum(row.nbytes for row in rows if row.dtype != audit.SCALARS)
             ratio = f"{total / on.wire_bytes:.4f}" if total else "copies"
             of_ddp = on.wire_bytes / ddp.wire_bytes
             print(f"bytes   {name:36} {ratio} of theory, which is {of_ddp:.4f} of ddp's", flush=True)
@@ -103,7 +103,7 @@ def sent_and_held(build: Callable[..., strategies.Strategy], n: int, sent: bool,
 
 def steps(build: Callable[..., strategies.Strategy], rows: Any, rounds: int) -> None:
     """Figure steps."""
-    contenders: dict[str, Contender] = {name: build(name) for name in NAMES}
+    contenders: dict[str, Contender] = {name: build(name) for name in EXCHANGES}
     contenders |= {f"ddp by {way}": build("ddp", f"--config.data_parallel.implementation={way}") for way in WAYS[1:]}
     timings = race(contenders, rows, rounds=rounds)
     for name, timing in timings.items():

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxpar.measure.hlo import Array, Instruction, Program, Shares
+from jaxpar.measure.hlo import HloArray, HloProgram, Instruction, Shares
 
 LIBRARIES = ("gemm", "matmul", "conv", "cublas", "cudnn", "onednn", "triton")
 
@@ -23,10 +23,10 @@ def flops(text: str, shares: Shares = lambda name: None) -> float:
     Raises:
       ValueError: how often products are computed is not known: a loop, a conditional, or a call of a library.
     """
-    return float(Program(text).total(_flops, shares)["flops"])
+    return float(HloProgram(text).total(_flops, shares)["flops"])
 
 
-def _flops(instruction: Instruction, operands: Sequence[Array]) -> Mapping[Any, float] | None:
+def _flops(instruction: Instruction, operands: Sequence[HloArray]) -> Mapping[Any, float] | None:
     if instruction.operation == "dot" or "__cublas$" in instruction.line:
         return {"flops": 2 * math.prod(instruction.results[0].dims) * _contracted(instruction, operands)}
     if instruction.operation == "convolution":
@@ -37,7 +37,7 @@ def _flops(instruction: Instruction, operands: Sequence[Array]) -> Mapping[Any, 
     return None
 
 
-def _contracted(instruction: Instruction, operands: Sequence[Array]) -> int:
+def _contracted(instruction: Instruction, operands: Sequence[HloArray]) -> int:
     """The numbers in each sum of a product."""
     pattern = r"lhs_contracting_dims=\{([\d,]*)\}|lhs_contracting_dimensions\":\[([\d,\"]*)\]"
     dims = re.search(pattern, instruction.attributes)
@@ -45,7 +45,7 @@ def _contracted(instruction: Instruction, operands: Sequence[Array]) -> int:
     return math.prod(operands[0].dims[int(dim)] for dim in numbers if dim)
 
 
-def _window(instruction: Instruction, operands: Sequence[Array]) -> int:
+def _window(instruction: Instruction, operands: Sequence[HloArray]) -> int:
     """Each output sums over the window and over the input channels of its group: the kernel but its out dim."""
     labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.attributes)
     assert labels, instruction.line

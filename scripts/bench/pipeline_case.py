@@ -18,7 +18,7 @@ from jaxpar import strategies
 from jaxpar.data import DataInfo
 from jaxpar.mesh import DATA
 from jaxpar.pipeline.executor import partition
-from jaxpar.pipeline.executor.engine import Engine
+from jaxpar.pipeline.executor.engine import PipelineEngine
 from jaxpar.pipeline.executor.lowering import NONE, Lowered, lower
 from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.executor.state import SPECS, Form, PackedState
@@ -183,13 +183,13 @@ class Parts:
         self.form = Form(problem, self.stages, self.mesh)
         self.lowered: Lowered = lower(self.table)
 
-    def engine(self) -> Engine:
+    def engine(self) -> PipelineEngine:
         """Of a step."""
         m = self.table.num_microbatches
         rows = jax.eval_shape(partial(steps.microbatches, num=m), dict(self.case.problem.batch))
         key = jax.eval_shape(jax.random.key, 0)
         remat = self.case.config.pipeline.remat
-        return Engine(self.stages, self.form.params, self.lowered.shape, remat, steps.abstract(rows, 1), key)
+        return PipelineEngine(self.stages, self.form.params, self.lowered.shape, remat, steps.abstract(rows, 1), key)
 
     def shares(self) -> list[list[float]]:
         """By rank and branch of the engine's switches: in which share of (device, clock) it is taken."""

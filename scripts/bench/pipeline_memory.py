@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar import step as steps
-from jaxpar.pipeline.executor.engine import Engine
+from jaxpar.pipeline.executor.engine import PipelineEngine
 from jaxpar.pipeline.executor.packing import Packed
-from jaxpar.pipeline.executor.programs import Given
+from jaxpar.pipeline.executor.programs import StageInputs
 from jaxpar.state import State
 from jaxpar.strategies.pipeline import IN_PLACE
 from jaxpar.tasks import Sums
@@ -62,7 +62,7 @@ def _temporary(function: Callable[..., Any], *arguments: Any, donated: tuple[int
     return temporary_bytes(jitted.lower(*arguments).compile())
 
 
-def _action(parts: Parts, engine: Engine, number: int, rank: int) -> int:
+def _action(parts: Parts, engine: PipelineEngine, number: int, rank: int) -> int:
     """Of an action by itself, which reads and writes stashes of two slots and adds to the gradients."""
     num_chunks, stages, program = parts.table.num_chunks, parts.stages, engine.programs[number]
     kind, chunk = divmod(number, num_chunks)
@@ -72,7 +72,7 @@ def _action(parts: Parts, engine: Engine, number: int, rank: int) -> int:
     rows: Any = steps.abstract(_microbatches(parts), 1)
     params = stages.part(tree, stages.examples[kind], chunk)
     key = jax.eval_shape(jax.random.key, 0)
-    given = Given(params, rows, key, scalar(jnp.int32), scalar(jnp.float32))
+    given = StageInputs(params, rows, key, scalar(jnp.int32), scalar(jnp.float32))
     x = [] if program.stage == 0 else [stages.model.inputs(rows)[stages.bounds[program.stage]]]
     dy = [] if program.output is None else [program.output]
 

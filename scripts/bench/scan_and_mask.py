@@ -20,7 +20,7 @@ from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar import tasks
 from jaxpar.mesh import STAGE
-from jaxpar.models.model import Batch, Model, Params, Run
+from jaxpar.models.model import Batch, LayerRun, Model, Params
 from jaxpar.state import State
 from jaxpar.step import Metrics, Problem
 from jaxpar.tasks import Sums
@@ -77,7 +77,7 @@ def build(config: ConfigDict, problem: Problem) -> ScanAndMask:
     )
 
 
-def _stack(model: Model, run: Run, p: int, params: Params) -> dict[str, Any]:
+def _stack(model: Model, run: LayerRun, p: int, params: Params) -> dict[str, Any]:
     """The equal layers stacked, [p, layers of a stage, ..]; the others as they are."""
     names = [layer.name for layer in model.layers[run.start : run.stop]]
     blocks = jax.tree.map(
@@ -87,7 +87,7 @@ def _stack(model: Model, run: Run, p: int, params: Params) -> dict[str, Any]:
 
 
 def _gradients(
-    model: Model, run: Run, p: int, remat: str, params: dict[str, Any], rows_m: Batch, weight: jax.Array
+    model: Model, run: LayerRun, p: int, remat: str, params: dict[str, Any], rows_m: Batch, weight: jax.Array
 ) -> tuple[dict[str, Any], Sums]:
     """A device's part: gradients of its stage, and of the outer layers; the sums of all."""
     stage, per_stage = jax.lax.axis_index(STAGE), (run.stop - run.start) // p

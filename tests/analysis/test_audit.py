@@ -13,10 +13,10 @@ import pytest
 
 from jaxpar import step
 from jaxpar.analysis import audit
-from jaxpar.analysis.audit import FIGURES, Row, axis_of
-from jaxpar.exchange import NAMES, Axis, reduce
+from jaxpar.analysis.audit import SCALARS, CollectiveRow, axis_of
+from jaxpar.exchange import EXCHANGES, Axis, reduce
 from jaxpar.strategies import Description
-from jaxpar.strategies.strategy import Program
+from jaxpar.strategies.strategy import CompiledProgram
 from scripts import audit as script
 from tests.runs import small_arguments
 from tests.strategies.pipelines import Task, make, make_config, make_problem, pipeline
@@ -77,13 +77,13 @@ SENT: dict[str, tuple[tuple[str, ...], Sent]] = {
 
 
 @functools.cache
-def compiled(name: str) -> tuple[list[Program], Description]:
+def compiled(name: str) -> tuple[list[CompiledProgram], Description]:
     task = ADAM if name in ("bagua_qadam", "onebit_adam") else MLP
     strategy = make(task, WIDE, *SENT[name][0])
     return strategy.compile(), strategy.describe()
 
 
-def rows_of(name: str) -> list[Row]:
+def rows_of(name: str) -> list[CollectiveRow]:
     programs, on = compiled(name)
     return audit.audit(programs, on, {"data": on.num_replicas, "stage": 1})
 
@@ -93,9 +93,9 @@ def number_of_parameters(task: Task, *overrides: str) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(make_problem(make_config(task, *overrides), task).model.shapes))
 
 
-def counted(rows: list[Row]) -> list[Row]:
+def counted(rows: list[CollectiveRow]) -> list[CollectiveRow]:
     """Without the copies of dp, which are in no program, and single numbers."""
-    return [row for row in rows if row.kind != "copy" and row.dtype != FIGURES]
+    return [row for row in rows if row.kind != "copy" and row.dtype != SCALARS]
 
 
 @pytest.mark.parametrize("name", SENT)
@@ -117,18 +117,18 @@ def test_what_is_sent_is_what_theory_says(name: str) -> None:
 
 
 def test_every_exchange_is_audited() -> None:
-    assert set(NAMES) <= SENT.keys()
+    assert set(EXCHANGES) <= SENT.keys()
 
 
 @pytest.mark.parametrize(("name", "share"), [("bagua_bytegrad", 0.2525), ("byteps_onebit", 0.0325)])
 def test_codes_are_a_small_share_of_what_ddp_sends(name: str, share: float) -> None:
-    sent, of_ddp = ([row for row in rows_of(which) if row.dtype != FIGURES] for which in (name, "ddp"))
+    sent, of_ddp = ([row for row in rows_of(which) if row.dtype != SCALARS] for which in (name, "ddp"))
     assert sum(row.nbytes for row in sent) <= share * sum(row.nbytes for row in of_ddp)
 
 
 def test_dp_has_copies_and_no_collective() -> None:
     size = (N - 1) * 4 * number_of_parameters(MLP, WIDE)
-    assert rows_of("dp") == [Row("copy", "data", "float32", 0, 0, size, size)]
+    assert rows_of("dp") == [CollectiveRow("copy", "data", "float32", 0, 0, size, size)]
 
 
 def test_a_pipeline_of_2_replicas() -> None:
@@ -163,12 +163,12 @@ def test_theory_that_is_not_sent_is_shown() -> None:
     more = reduce.Traffic("all-gather", "float32", "data", 1000.0)
     rows = audit.audit(programs, on._replace(traffic=(*on.traffic, more)), {"data": N, "stage": 1})
     [row] = [row for row in rows if not row.is_explained]
-    assert row == Row("all-gather", "data", "float32", 0, 0, 1000.0, 1000.0)
+    assert row == CollectiveRow("all-gather", "data", "float32", 0, 0, 1000.0, 1000.0)
 
 
 def test_many_figures_are_unexplained() -> None:
-    assert Row("all-reduce", "data", FIGURES, 8, 256, None).is_explained
-    assert not Row("all-reduce", "data", FIGURES, 500, 16000, None).is_explained
+    assert CollectiveRow("all-reduce", "data", SCALARS, 8, 256, None).is_explained
+    assert not CollectiveRow("all-reduce", "data", SCALARS, 500, 16000, None).is_explained
 
 
 @pytest.mark.parametrize("exchange", ["ddp", "zero1"])
@@ -228,7 +228,7 @@ WRITTEN = {
 }
 
 
-def sent_by(instruction: str) -> list[Row]:
+def sent_by(instruction: str) -> list[CollectiveRow]:
     """The audit of a program of that one instruction, whose operand has 100 elements."""
     text = "ENTRY %main.1 (x: f32[100]) -> f32[100] {\n  %x = f32[100]{0} parameter(0)\n"
     text += f"  ROOT %sent = f32[100]{{0}} {instruction}\n}}\n"
@@ -256,7 +256,7 @@ def test_groups_as_xla_writes_them(groups: str) -> None:
 )
 def test_the_axis_of_permutes(pairs: str, axis: str) -> None:
     rows = sent_by(f"collective-permute(%x), channel_id=1, source_target_pairs={pairs}")
-    assert rows == [Row("collective-permute", axis, "float32", 1, 400, None)]
+    assert rows == [CollectiveRow("collective-permute", axis, "float32", 1, 400, None)]
 
 
 def test_groups_that_cannot_be_read_are_no_silence() -> None:
@@ -360,7 +360,7 @@ def test_the_script_prints_json_and_fails_where_a_row_is_unexplained(
     assert run(monkeypatch, tmp_path, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found) == ["layout", "collectives", "devices"]
-    [row] = [row for row in found["collectives"] if row["dtype"] != FIGURES]
+    [row] = [row for row in found["collectives"] if row["dtype"] != SCALARS]
     assert row["explained"] and (row["kind"], row["axis"], row["dtype"], row["number"]) == (
         *("all-reduce", "data", "float32"),
         1,

@@ -18,7 +18,7 @@ from jaxpar.analysis.certificate import Error, compare
 from jaxpar.config import default_config
 from jaxpar.data import Batches, plan
 from jaxpar.data.examples import Vectors
-from jaxpar.exchange import NAMES, presets
+from jaxpar.exchange import EXCHANGES, presets
 from jaxpar.strategies import data_parallel, replicas
 from jaxpar.strategies import pipeline as pipelines
 from scripts import certify as script
@@ -247,9 +247,9 @@ def test_strategies_that_differ_say_so(words: str, certify: Any, capsys: pytest.
 
 
 def test_what_exchanges_do_otherwise() -> None:
-    same = {name for name in NAMES if not presets.differs(name, {})}
+    same = {name for name in EXCHANGES if not presets.differs(name, {})}
     assert same == {"ddp", "dp", "horovod", "byteps", "zero1", "zero2", "zero3"}
-    assert set(presets.DIFFERS) | same == set(NAMES)
+    assert set(presets.DIFFERS) | same == set(EXCHANGES)
 
 
 # ---- the measure, and the command line -----------------------------------------------------------------------------
@@ -295,8 +295,8 @@ def test_columns_of_the_table_are_apart() -> None:
     assert rows[start : start + len(CELLS)] == [[str(i), *5 * [text]] for i, text in enumerate(CELLS)]
 
 
-def found_with(error: Error) -> certificate.Found:
-    return certificate.Found({"loss": error}, {}, [], [0])
+def found_with(error: Error) -> certificate.Measured:
+    return certificate.Measured({"loss": error}, {}, [], [0])
 
 
 def padded_rows(seed: int, batch: int) -> int:

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 
 from jaxpar.asynchronous.delays import Delays
-from jaxpar.asynchronous.table import COLUMNS, Table
+from jaxpar.asynchronous.table import COLUMNS, UpdateTable
 
 TIMED = ("worker", "read", "update", "start", "finish")
 
 
-def rows(table: Table, columns: Sequence[str] = COLUMNS) -> list[tuple[Any, ...]]:
+def rows(table: UpdateTable, columns: Sequence[str] = COLUMNS) -> list[tuple[Any, ...]]:
     return list(zip(*(getattr(table, column).tolist() for column in columns), strict=True))
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.asynchronous.table import Table
+from jaxpar.asynchronous.table import UpdateTable
 
 Weights = dict[str, np.ndarray]  # by path
 Batch = dict[str, np.ndarray]
@@ -73,7 +73,7 @@ Cure = Callable[[Weights, Weights, Weights, int], Weights]  # (gradient, current
 
 
 def to_server(
-    table: Table,
+    table: UpdateTable,
     start: Weights,
     batches: list[Batch],
     rule: Rule,
@@ -101,7 +101,7 @@ def to_server(
 
 
 def meeting(
-    table: Table,
+    table: UpdateTable,
     start: Weights,
     batches: list[Batch],
     rule: Rule,
@@ -132,7 +132,7 @@ def meeting(
     return begun
 
 
-def averaging(table: Table, start: Weights, batches: list[Batch], rule: Rule, rates: list[float]) -> Weights:
+def averaging(table: UpdateTable, start: Weights, batches: list[Batch], rule: Rule, rates: list[float]) -> Weights:
     """model_average: the mean of all workers' weights at the end."""
     n = table.num_workers
     own, memories = [start] * n, [None] * n

@@ -11,7 +11,7 @@ import pytest
 
 from jaxpar.asynchronous import options, server
 from jaxpar.asynchronous.cures import corrected_momentum, momentum_left
-from jaxpar.asynchronous.table import Table
+from jaxpar.asynchronous.table import UpdateTable
 from tests.asynchronous import reference
 from tests.asynchronous.reference import Rule, Weights
 from tests.strategies.pipelines import NUM_STEPS, Task, make, make_batch, make_config, named, start
@@ -37,7 +37,7 @@ def asynchronous(*settings: str, devices: int = 2, workers: int = 4) -> tuple[st
 RANDOM = ("delays.distribution=lognormal", "delays.spread=0.8", "delays.slowdown=2.5", "delays.communication_time=0.2")
 
 
-def trained(rule: str, *overrides: str) -> tuple[Weights, Table, Weights]:
+def trained(rule: str, *overrides: str) -> tuple[Weights, UpdateTable, Weights]:
     """Weights after the run, its table, and the weights that it began with."""
     name, own, _ = RULES[rule]
     task, overrides = TASKS[name], (*PLAIN, *own, *overrides)

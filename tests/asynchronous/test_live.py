@@ -10,7 +10,7 @@ import pytest
 
 from jaxpar import train
 from jaxpar.asynchronous import live, programs, table
-from jaxpar.asynchronous.table import Table
+from jaxpar.asynchronous.table import UpdateTable
 from jaxpar.errors import UserError
 from jaxpar.strategies import Strategy
 from tests.asynchronous.test_engines import asynchronous
@@ -52,7 +52,7 @@ def replayed(name: str, path: Path) -> dict[str, np.ndarray]:
     return final(strategy, state)
 
 
-def written(strategy: Strategy, state: Any, folder: Path) -> tuple[Path, Table]:
+def written(strategy: Strategy, state: Any, folder: Path) -> tuple[Path, UpdateTable]:
     figures = strategy.report(state, folder)
     made = table.read(folder / "updates.csv")
     assert figures["updates"] == made.num_updates == len(made.worker)
@@ -192,7 +192,7 @@ def test_what_a_worker_raises_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> N
     def fail(*_: Any) -> None:
         raise RuntimeError("a device is gone")
 
-    monkeypatch.setattr(live.Run, "_compute", fail)
+    monkeypatch.setattr(live.LiveRun, "_compute", fail)
     with pytest.raises(RuntimeError, match="a device is gone"):
         strategy.step(state, strategy.place(make_batch(MLP, 0)))
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpar.asynchronous.delays import Delays
 from jaxpar.asynchronous.simulate import POLICIES, simulate
-from jaxpar.asynchronous.table import Table, staleness_summary, validate
+from jaxpar.asynchronous.table import UpdateTable, staleness_summary, validate
 from tests.asynchronous.by_ticks import rows
 
 DELAYS = {
@@ -80,7 +80,7 @@ def test_one_worker_is_never_stale(policy: str, name: str) -> None:
     assert not table.staleness.any()
 
 
-def lead(table: Table) -> np.ndarray:
+def lead(table: UpdateTable) -> np.ndarray:
     """Of every row: iterations its worker had done before, less the least that a worker had done when it began."""
     leads = []
     done: dict[int, int] = dict.fromkeys(range(table.num_workers), 0)

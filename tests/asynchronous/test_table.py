@@ -10,7 +10,7 @@ import pytest
 
 from jaxpar.asynchronous.delays import Delays
 from jaxpar.asynchronous.simulate import POLICIES, simulate
-from jaxpar.asynchronous.table import COLUMNS, TIMES, Table, read, staleness_summary, validate, write
+from jaxpar.asynchronous.table import COLUMNS, TIMES, UpdateTable, read, staleness_summary, validate, write
 from jaxpar.errors import UserError
 
 RANDOM = Delays("lognormal", spread=0.7, slowdown=3, communication_time=0.2, jitter=1)
@@ -25,18 +25,18 @@ ROWS = [
 ]
 
 
-def table_of(rows: list[Any], num_workers: int = 3) -> Table:
+def table_of(rows: list[Any], num_workers: int = 3) -> UpdateTable:
     columns = np.array(rows, dtype=[(name, "f8" if name in TIMES else "i4") for name in COLUMNS])
-    return Table(num_workers, *(columns[name].copy() for name in COLUMNS))
+    return UpdateTable(num_workers, *(columns[name].copy() for name in COLUMNS))
 
 
-def changed(column: str, row: int, value: float) -> Table:
+def changed(column: str, row: int, value: float) -> UpdateTable:
     table = table_of(ROWS)
     getattr(table, column)[row] = value
     return table
 
 
-def assert_equal(a: Table, b: Table) -> None:
+def assert_equal(a: UpdateTable, b: UpdateTable) -> None:
     """To the last bit, and of the same types."""
     assert a.num_workers == b.num_workers
     for column in COLUMNS:
@@ -100,7 +100,7 @@ def test_what_a_table_says() -> None:
         ),
     ],
 )
-def test_a_broken_rule_is_named_with_its_row_and_column(table: Table, message: str) -> None:
+def test_a_broken_rule_is_named_with_its_row_and_column(table: UpdateTable, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         validate(table)
 
@@ -110,7 +110,7 @@ def test_sums_of_the_same_seconds_may_differ() -> None:
     validate(changed("start", 2, 1.5 - 1e-10))
 
 
-def is_valid(table: Table) -> bool:
+def is_valid(table: UpdateTable) -> bool:
     """The rules again, row by row."""
     rows = list(zip(*(getattr(table, column).tolist() for column in COLUMNS), strict=True))
     made = 0  # the highest update so far
@@ -139,7 +139,7 @@ def test_random_changes_are_refused_exactly_where_the_rules_say() -> None:
     verdicts: Counter[bool] = Counter()
     for _ in range(2000):
         table = rng.choice(tables)
-        table = Table(3, *(column.copy() for column in table[1:]))
+        table = UpdateTable(3, *(column.copy() for column in table[1:]))
         column, a, b = getattr(table, rng.choice(COLUMNS)), rng.randrange(9), rng.randrange(9)
         if rng.random() < 0.5:
             column[a] = column[b]

@@ -7,7 +7,7 @@ from ml_collections import ConfigDict
 
 from jaxpar.data import corpus
 from jaxpar.data.corpus import Corpus
-from jaxpar.data.rows import Columns, Row, read
+from jaxpar.data.rows import Columns, TextRow, read
 from jaxpar.errors import UserError
 
 from .conftest import reviews, write_csv
@@ -80,7 +80,7 @@ def test_several_files_by_a_glob(config: ConfigDict, tmp_path: Path) -> None:
 def test_plain_text_is_cut_at_line_ends_in_order(tmp_path: Path) -> None:
     lines = [f"line {i} {'x' * (i % 17)}\n" for i in range(500)]
     texts = ["".join(lines[:120]), "".join(lines[120:])]
-    rows = [Row((text,), "", tmp_path / str(i), 1) for i, text in enumerate(texts)]
+    rows = [TextRow((text,), "", tmp_path / str(i), 1) for i, text in enumerate(texts)]
     parts = [(split, row.texts[0]) for split, row in corpus.parted(rows, 0.1, 0.2)]
     assert [split for split, _ in parts] == ["train", "train", "validation", "test"]
     assert "".join(text for _, text in parts) == "".join(lines)
@@ -95,7 +95,7 @@ def test_plain_text_is_cut_at_line_ends_in_order(tmp_path: Path) -> None:
 
 
 def test_a_text_of_one_line_is_cut_all_the_same(tmp_path: Path) -> None:
-    row = Row(("a" * 100,), "", tmp_path, 1)
+    row = TextRow(("a" * 100,), "", tmp_path, 1)
     assert [len(part.texts[0]) for _, part in corpus.parted([row], 0.1, 0.2)] == [70, 10, 20]
 
 

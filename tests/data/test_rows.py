@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jaxpar.data.rows import Columns, Row, read
+from jaxpar.data.rows import Columns, TextRow, read
 from jaxpar.errors import UserError
 
 from .conftest import WRITERS, reviews
@@ -14,7 +14,7 @@ from .conftest import WRITERS, reviews
 COLUMNS = Columns(("text",), "label")
 
 
-def rows(source: str, path: Path, columns: Columns = COLUMNS) -> list[Row]:
+def rows(source: str, path: Path, columns: Columns = COLUMNS) -> list[TextRow]:
     return list(read(source, [path], columns))
 
 
@@ -52,8 +52,8 @@ def test_csv_fields_over_several_lines(tmp_path: Path) -> None:
         b'\xef\xbb\xbftext,label\r\n"one\r\ntwo ""quoted"", three",x\r\n\r\nfour,y\r\n' + b"z" * 200_000 + b",y\r\n"
     )
     found = rows("csv", path)
-    assert found[0] == Row(('one\r\ntwo "quoted", three',), "x", path, 2)
-    assert found[1] == Row(("four",), "y", path, 5)
+    assert found[0] == TextRow(('one\r\ntwo "quoted", three',), "x", path, 2)
+    assert found[1] == TextRow(("four",), "y", path, 5)
     assert len(found[2].texts[0]) == 200_000
 
 
@@ -74,7 +74,7 @@ def test_numeric_labels(tmp_path: Path) -> None:
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one\n\ntwo\n")
-    assert rows("text", path, Columns(("text",), None)) == [Row(("one\n\ntwo\n",), "", path, 1)]
+    assert rows("text", path, Columns(("text",), None)) == [TextRow(("one\n\ntwo\n",), "", path, 1)]
 
 
 HEADER = "text,label\n"

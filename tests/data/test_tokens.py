@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from jaxpar.data import tokenizer, tokens
 from jaxpar.data.corpus import SplitRow
-from jaxpar.data.rows import Row
+from jaxpar.data.rows import TextRow
 from jaxpar.errors import UserError
 
 DOCUMENTS = ["the cat sat on the mat\nand so on\n" * 9, "one\n", "", "a dog, a cat; the mat\n" * 5]
@@ -17,7 +17,7 @@ SPLITS = ("train", "validation", "train", "train")
 
 def rows(labels: tuple[str, ...] = ("", "", "", "")) -> Iterator[SplitRow]:
     for i, (split, text) in enumerate(zip(SPLITS, DOCUMENTS, strict=True)):
-        yield split, Row((text,), labels[i], Path("file"), i + 1)
+        yield split, TextRow((text,), labels[i], Path("file"), i + 1)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["bytes", "wordpiece"])
@@ -90,7 +90,7 @@ def test_examples_are_cut_and_labels_numbered(tmp_path: Path, monkeypatch: pytes
 def test_pairs_have_segments_and_are_cut_at_the_longer(tmp_path: Path) -> None:
     made = tokenizer.train(lambda: iter(DOCUMENTS), 60, byte_level=False)
     pairs = [("the cat", "the mat the mat the mat the mat"), ("on the mat", "one")]
-    facts = tokens.write_examples(tmp_path, (("train", Row(pair, "x", Path("f"), 1)) for pair in pairs), made, 9)
+    facts = tokens.write_examples(tmp_path, (("train", TextRow(pair, "x", Path("f"), 1)) for pair in pairs), made, 9)
     assert facts["examples"]["train"] == 2
     decoded = [[made.id_to_token(index) for index in example] for example in load_examples(tmp_path, "train")]
     assert decoded[0] == ["[CLS]", "the", "cat", "[SEP]", "the", "mat", "the", "mat", "[SEP]"]
@@ -110,7 +110,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
     path = tmp_path / "vocab.txt"
     path.write_text("\n".join(vocab), "utf-8")
     made = Tokenizer.from_str(tokenizer.read(path))
-    tokens.write_blocks(tmp_path, [("train", Row(("69999 3",), "", path, 1))], made, 2, 1)
+    tokens.write_blocks(tmp_path, [("train", TextRow(("69999 3",), "", path, 1))], made, 2, 1)
     assert np.load(tmp_path / "train.blocks.npy").tolist() == [[70_004, 8, 1]]
 
 

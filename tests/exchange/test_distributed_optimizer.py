@@ -8,7 +8,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxpar.exchange import NAMES, broadcast, distributed_optimizer, state_specs
+from jaxpar.exchange import EXCHANGES, broadcast, distributed_optimizer, state_specs
 from tests.exchange.replicas import DATA, on_replicas
 
 N, ROWS, WIDTH, STEPS = 4, 32, 16, 6
@@ -29,8 +29,8 @@ def loss(params: Any, inputs: Any, targets: Any) -> Any:
 
 def test_names_are_all_there_are() -> None:
     names = {*EXACT, *CODED, *OWN}
-    assert set(NAMES) - names == {"dp", "zero1", "zero2", "zero3", "onebit_adam", "bagua_qadam"}
-    assert names < set(NAMES)
+    assert set(EXCHANGES) - names == {"dp", "zero1", "zero2", "zero3", "onebit_adam", "bagua_qadam"}
+    assert names < set(EXCHANGES)
 
 
 @pytest.mark.parametrize("name", ["", "hovorod", "dp", "zero1", "zero3", "onebit_adam", "bagua_qadam"])

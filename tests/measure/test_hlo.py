@@ -9,22 +9,22 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxpar.measure.hlo import Array, Instruction, Program
+from jaxpar.measure.hlo import HloArray, HloProgram, Instruction
 
 X = jax.ShapeDtypeStruct((4, 4), jnp.float32)
 INDEX = jax.ShapeDtypeStruct((), jnp.int32)
 CONDITION = jax.ShapeDtypeStruct((), jnp.bool_)
 
 
-def compiled(function: Callable[..., Any], *arguments: Any) -> Program:
-    return Program(jax.jit(function).lower(*arguments).compile().as_text() or "")
+def compiled(function: Callable[..., Any], *arguments: Any) -> HloProgram:
+    return HloProgram(jax.jit(function).lower(*arguments).compile().as_text() or "")
 
 
-def dots(instruction: Instruction, operands: Sequence[Array]) -> Mapping[Hashable, float] | None:
+def dots(instruction: Instruction, operands: Sequence[HloArray]) -> Mapping[Hashable, float] | None:
     return {"dots": 1.0} if instruction.operation == "dot" else None
 
 
-def sorts(instruction: Instruction, operands: Sequence[Array]) -> Mapping[Hashable, float] | None:
+def sorts(instruction: Instruction, operands: Sequence[HloArray]) -> Mapping[Hashable, float] | None:
     return {"sorts": 1.0} if instruction.operation == "sort" else None
 
 
@@ -121,17 +121,17 @@ def test_a_conditional_of_unknown_shares_is_an_error_where_its_branches_differ()
 
 
 def test_dtypes_and_dims_of_results_and_operands() -> None:
-    seen: dict[tuple[Array, ...], tuple[Array, ...]] = {}
+    seen: dict[tuple[HloArray, ...], tuple[HloArray, ...]] = {}
 
-    def note(instruction: Instruction, operands: Sequence[Array]) -> None:
+    def note(instruction: Instruction, operands: Sequence[HloArray]) -> None:
         if instruction.operation == "dot":
             seen[tuple(operands)] = instruction.results
 
     a, b = jax.ShapeDtypeStruct((3, 5), jnp.float32), jax.ShapeDtypeStruct((5, 7), jnp.float32)
     compiled(lambda a, b: a @ b, a, b).total(note)
-    assert seen == {(Array("f32", (3, 5)), Array("f32", (5, 7))): (Array("f32", (3, 7)),)}
-    assert Array("f32", (3, 7)).nbytes == 84 and Array("bf16", (3,)).nbytes == 6
-    assert Array("u8", (2, 2)).nbytes == 4 and Array("f32", ()).nbytes == 4
+    assert seen == {(HloArray("f32", (3, 5)), HloArray("f32", (5, 7))): (HloArray("f32", (3, 7)),)}
+    assert HloArray("f32", (3, 7)).nbytes == 84 and HloArray("bf16", (3,)).nbytes == 6
+    assert HloArray("u8", (2, 2)).nbytes == 4 and HloArray("f32", ()).nbytes == 4
 
 
 TUPLES = """HloModule test
@@ -147,10 +147,10 @@ ENTRY %main.1 (x: f32[2,3], y: s32[]) -> (f32[2,3], bf16[4]) {
 def test_tuples_layouts_and_comments() -> None:
     seen: list[tuple[Any, ...]] = []
 
-    def note(instruction: Instruction, operands: Sequence[Array]) -> None:
+    def note(instruction: Instruction, operands: Sequence[HloArray]) -> None:
         if instruction.operation == "custom-call":
             seen.append((instruction.results, tuple(operands), instruction.source))
 
-    Program(TUPLES).total(note)
-    results = Array("f32", (2, 3)), Array("bf16", (4,))
-    assert seen == [(results, (Array("f32", (2, 3)), Array("s32", ())), "a/b c")]
+    HloProgram(TUPLES).total(note)
+    results = HloArray("f32", (2, 3)), HloArray("bf16", (4,))
+    assert seen == [(results, (HloArray("f32", (2, 3)), HloArray("s32", ())), "a/b c")]

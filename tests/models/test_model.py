@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpar.models import Context, Model, Run, Tie
+from jaxpar.models import Context, LayerRun, Model, Tie
 from tests.models.small import BATCH, CLASSES, LENGTH, LLAMA, VOCAB, dropout_keys, fast_jit, small
 
 EVERY: list[tuple[str, str, dict[str, Any]]] = [
@@ -77,7 +77,7 @@ def test_scan_compiles_a_run_once() -> None:
 def test_runs() -> None:
     model, _, _ = small("bert", "masked_lm")
     assert [layer.name for layer in model.layers] == ["embed", "block_0", "block_1", "block_2", "head"]
-    assert model.runs == (Run(0, 1), Run(1, 4), Run(4, 5))
+    assert model.runs == (LayerRun(0, 1), LayerRun(1, 4), LayerRun(4, 5))
     # Stages of 3, 4, 6, 3 blocks; the first of each projects, so it is not equal to the others.
     model, _, _ = small("resnet", "classification", size="50")
     assert [run.stop - run.start for run in model.runs] == [1, 1, 2, 1, 3, 1, 5, 1, 2, 1]
@@ -105,9 +105,9 @@ class Scale(nnx.Module):
 
 def test_equal_layers_that_are_tied_are_no_run() -> None:
     makers = dict.fromkeys("abcd", Scale)
-    assert Model(makers).runs == (Run(0, 4),)
+    assert Model(makers).runs == (LayerRun(0, 4),)
     model = Model(makers, ties=(Tie("b", "scale", "a", "scale"),), scan=True)
-    assert model.runs == (Run(0, 1), Run(1, 2), Run(2, 4))
+    assert model.runs == (LayerRun(0, 1), LayerRun(1, 2), LayerRun(2, 4))
     params = model.init(jax.random.key(0))
     a, c, d = (np.asarray(params[name]["scale"]) for name in "acd")
     np.testing.assert_allclose(model.apply(params, {"inputs": jnp.ones(3)}), a * a * c * d, rtol=1e-6)

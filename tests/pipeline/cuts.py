@@ -8,10 +8,10 @@ import jax
 from jax.extend import core
 
 from jaxpar.measure.flops import forward_flops
-from jaxpar.pipeline.executor.split_backward import Cut, Source
+from jaxpar.pipeline.executor.split_backward import Cut, Origin
 
 
-def given(sources: Sequence[Source], leaves: Sequence[Any], action: int) -> list[Any]:
+def given(sources: Sequence[Origin], leaves: Sequence[Any], action: int) -> list[Any]:
     """The inputs that the action is given; None in the place of others."""
     return [
         leaf if isinstance(source, str) or source == action else None
@@ -24,7 +24,7 @@ def readable(saved: dict[tuple[int, int], Any], action: int) -> dict[tuple[int, 
     return {key: values for key, values in saved.items() if key[0] < action <= key[1]}
 
 
-def run_actions(cut: Cut, sources: Sequence[Source], leaves: Sequence[Any]) -> list[list[jax.Array]]:
+def run_actions(cut: Cut, sources: Sequence[Origin], leaves: Sequence[Any]) -> list[list[jax.Array]]:
     """The outputs of each action; each sees no more than the engine shows it."""
     saved: dict[tuple[int, int], Any] = {}
     results = []
@@ -38,7 +38,7 @@ def run_actions(cut: Cut, sources: Sequence[Source], leaves: Sequence[Any]) -> l
     return results
 
 
-def flops_of(cut: Cut, sources: Sequence[Source], leaves: Sequence[Any]) -> list[int]:
+def flops_of(cut: Cut, sources: Sequence[Origin], leaves: Sequence[Any]) -> list[int]:
     """By action."""
     return [
         forward_flops(run, given(sources, leaves, action), readable(cut.saved, action))
@@ -46,7 +46,7 @@ def flops_of(cut: Cut, sources: Sequence[Source], leaves: Sequence[Any]) -> list
     ]
 
 
-def primitives(cut: Cut, sources: Sequence[Source], leaves: Sequence[Any], action: int) -> Counter[str]:
+def primitives(cut: Cut, sources: Sequence[Origin], leaves: Sequence[Any], action: int) -> Counter[str]:
     """The operations of an action, by name, also those inside others."""
     arguments = given(sources, leaves, action), readable(cut.saved, action)
     return Counter(_names(jax.make_jaxpr(cut.run[action])(*arguments).jaxpr))

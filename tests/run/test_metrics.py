@@ -58,7 +58,7 @@ def test_clock_counts_only_its_phases() -> None:
 
 
 def test_trace_covers_the_steps_asked_for(tmp_path: Path) -> None:
-    with metrics.Trace((2, 3), tmp_path) as trace:
+    with metrics.ProfilerTrace((2, 3), tmp_path) as trace:
         for step in range(1, 6):
             trace.before(step)
             jax.block_until_ready(jnp.ones(3) * step)

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxpar import mesh as meshes
-from jaxpar.exchange import AROUND, GRADIENTS, NAMES, Axis, Rule, build
+from jaxpar.exchange import AROUND, EXCHANGES, GRADIENTS, Axis, Rule, build
 from jaxpar.exchange.zero import shard_shape
 from jaxpar.models.model import Model
 from jaxpar.strategies import Strategy, replicas
@@ -297,4 +297,4 @@ def test_zero3_gathers_a_layer_at_a_time_inside_the_scan(monkeypatch: pytest.Mon
 
 
 def test_every_exchange_is_named_once() -> None:
-    assert set(NAMES) == {"dp", *GRADIENTS, *AROUND} and len(NAMES) == len(set(NAMES))
+    assert set(EXCHANGES) == {"dp", *GRADIENTS, *AROUND} and len(EXCHANGES) == len(set(EXCHANGES))

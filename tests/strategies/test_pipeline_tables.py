@@ -96,12 +96,12 @@ def test_tables_of_one_shape_share_a_program(monkeypatch: pytest.MonkeyPatch) ->
     form = Form(problem, stages, mesh)
     traced = []
 
-    class Engine(strategy.Engine):
+    class Engine(strategy.PipelineEngine):
         def __init__(self, *args: Any, **options: Any):
             traced.append(args)
             super().__init__(*args, **options)
 
-    monkeypatch.setattr(strategy, "Engine", Engine)
+    monkeypatch.setattr(strategy, "PipelineEngine", Engine)
     one_step = strategy.train_step(problem, stages, form, ddp(Axis("data", 1)), "none")
     jitted = strategy.compiled(one_step, SPECS, (SPECS, PartitionSpec()), mesh, donate_argnums=1)
     step = meshes.one_at_a_time(jitted, mesh)

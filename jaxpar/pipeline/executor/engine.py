@@ -21,7 +21,7 @@ from jaxpar.mesh import STAGE
 from jaxpar.models.model import Batch
 from jaxpar.pipeline.executor.lowering import INBOXES, NONE, Actions, Arrivals, Shape
 from jaxpar.pipeline.executor.packing import Packed, Packing
-from jaxpar.pipeline.executor.programs import Given, Program, trace
+from jaxpar.pipeline.executor.programs import StageInputs, StageProgram, trace
 from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.executor.timeline import Timeline
 from jaxpar.tasks import Sums
@@ -47,7 +47,7 @@ class Carry(NamedTuple):
     sums: Sums
 
 
-class Engine:
+class PipelineEngine:
     """The programs of a pipeline's devices, for one shape of table and of microbatch, and their run."""
 
     def __init__(
@@ -76,14 +76,14 @@ class Engine:
         self._num_chunks = stages.placement.shape[1]
         self._number = np.array(stages.kinds)[:, None] * self._num_chunks + np.arange(self._num_chunks)
         numbers = dict(zip(stages.placement.flat, self._number.flat, strict=True))  # of programs, by stage
-        programs: dict[int, Program] = {}
+        programs: dict[int, StageProgram] = {}
         scalar = partial(jax.ShapeDtypeStruct, ())
         x = None
         for stage in range(stages.num_stages):
             if numbers[stage] not in programs:
                 kind, chunk = divmod(int(numbers[stage]), self._num_chunks)
                 params = stages.part(packing.tree(kind), stages.examples[kind], chunk)
-                given = Given(params, rows, key, scalar(jnp.int32), scalar(jnp.float32), x)
+                given = StageInputs(params, rows, key, scalar(jnp.int32), scalar(jnp.float32), x)
                 programs[numbers[stage]] = trace(
                     stages, stages.examples[kind], chunk, given, num_ranks=shape.num_ranks, remat=remat
                 )
@@ -115,12 +115,12 @@ class Engine:
         numbers, shifts = jnp.asarray(self._number)[device], jnp.asarray(self.stages.shifts)[device]
 
         def given(number: int, action: Actions) -> list[Any]:
-            """The leaves of `Given`, but for x and dy."""
+            """The leaves of `StageInputs`, but for x and dy."""
             kind, chunk = divmod(number, self._num_chunks)
             held = self.packing.unpack(kind, params)
             part = self.stages.part(held, self.stages.examples[kind], chunk)
             own = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, action.microbatch, 0, keepdims=False), rows)
-            return jax.tree.leaves(Given(part, own, key, shifts[chunk], weight))
+            return jax.tree.leaves(StageInputs(part, own, key, shifts[chunk], weight))
 
         def clock(carry: Carry, now: tuple[tuple[Actions, ...], tuple[Arrivals, ...]]) -> tuple[Carry, None]:
             for rank, action in enumerate(now[0]):

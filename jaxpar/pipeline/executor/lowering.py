@@ -53,7 +53,7 @@ class Arrivals(NamedTuple):
     gradients: Any
 
 
-class Wire(NamedTuple):
+class Route(NamedTuple):
     """A way from each sender to the device `offset` further on, round the ring; ranks: of the actions that use it."""
 
     offset: int
@@ -73,7 +73,7 @@ class Shape(NamedTuple):
     """
 
     num_microbatches: int
-    wires: tuple[Wire, ...]
+    wires: tuple[Route, ...]
     num_slots: tuple[tuple[Buffer, int], ...]
     num_ranks: int
     stays: tuple[int, ...]
@@ -87,7 +87,7 @@ class Lowered(NamedTuple):
     arrivals: tuple[Arrivals, ...]  # by wire
 
 
-class _Packet(NamedTuple):
+class _Transfer(NamedTuple):
     """What one device sends another, or itself, at the end of a clock."""
 
     offset: int  # of the receiver, round the ring
@@ -138,7 +138,7 @@ def lower(table: Table) -> Lowered:
     return Lowered(shape, tuple(actions), tuple(arrivals))
 
 
-def _packets(table: Table, slots: dict[Buffer, dict[tuple[int, int], int]]) -> list[_Packet]:
+def _packets(table: Table, slots: dict[Buffer, dict[tuple[int, int], int]]) -> list[_Transfer]:
     home, packets = homes(table.stages), []
     for clock, device, kind, microbatch, stage in table.actions[
         ["clock", "device", "kind", "microbatch", "stage"]
@@ -146,17 +146,17 @@ def _packets(table: Table, slots: dict[Buffer, dict[tuple[int, int], int]]) -> l
         rank, to = ORDER_IN_CLOCK[kind], receiver(kind, stage)
         if rank < len(INBOXES) and 0 <= to < table.num_stages:
             offset = (home[to] - device) % table.num_devices
-            packets.append(_Packet(offset, rank, clock, device, home[to], slots[INBOXES[rank]][microbatch, to]))
+            packets.append(_Transfer(offset, rank, clock, device, home[to], slots[INBOXES[rank]][microbatch, to]))
     return packets
 
 
-def _wires(packets: list[_Packet]) -> tuple[Wire, ...]:
+def _wires(packets: list[_Transfer]) -> tuple[Route, ...]:
     """One for each distance between devices."""
     wires = []
     for offset in sorted({packet.offset for packet in packets} - {0}):
         own = [packet for packet in packets if packet.offset == offset]
         senders, ranks = {packet.sender for packet in own}, {packet.rank for packet in own}
-        wires.append(Wire(offset, tuple(sorted(senders)), tuple(sorted(ranks))))
+        wires.append(Route(offset, tuple(sorted(senders)), tuple(sorted(ranks))))
     return tuple(wires)
 
 

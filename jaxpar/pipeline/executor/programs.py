@@ -8,14 +8,14 @@ import jax.numpy as jnp
 
 from jaxpar import tasks
 from jaxpar.models.model import REMAT_POLICIES, Batch
-from jaxpar.pipeline.executor.split_backward import Cut, Source, cut, flatten
+from jaxpar.pipeline.executor.split_backward import Cut, Origin, cut, flatten
 from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.tasks import Sums
 
 REMATS = ("full", "none", "dots")
 
 
-class Given(NamedTuple):
+class StageInputs(NamedTuple):
     """What a stage's actions are given besides what they save for each other; all abstract while tracing.
 
     Attributes:
@@ -37,7 +37,7 @@ class Given(NamedTuple):
     dy: Any = None
 
 
-class Program(NamedTuple):
+class StageProgram(NamedTuple):
     """The actions of one chunk of one kind of device.
 
     F's output is the stage's output, or the three sums of a last stage. B's is the gradient of the stage's input; stage
@@ -49,7 +49,7 @@ class Program(NamedTuple):
     output: jax.ShapeDtypeStruct | None  # what goes to the next stage
 
 
-def trace(stages: Stages, device: int, chunk: int, given: Given, *, num_ranks: int, remat: str) -> Program:
+def trace(stages: Stages, device: int, chunk: int, given: StageInputs, *, num_ranks: int, remat: str) -> StageProgram:
     """The program of a chunk.
 
     Args:
@@ -66,17 +66,17 @@ def trace(stages: Stages, device: int, chunk: int, given: Given, *, num_ranks: i
     actions = partial(computation.actions, num_ranks=num_ranks, remat=remat)
     num_outputs = [len(outputs) for outputs in jax.eval_shape(actions, given)]
     closed = jax.make_jaxpr(lambda given: jax.tree.leaves(actions(given)))(given)
-    return Program(stage, cut(flatten(closed, remat=num_ranks == 3), num_outputs, sources(given)), output)
+    return StageProgram(stage, cut(flatten(closed, remat=num_ranks == 3), num_outputs, sources(given)), output)
 
 
-def sources(given: Given) -> list[Source]:
+def sources(given: StageInputs) -> list[Origin]:
     """Where each leaf comes from. Random numbers are slow to draw again, and stage 0 is computed from the inputs."""
 
-    def of(part: Any, source: Source) -> Any:
+    def of(part: Any, source: Origin) -> Any:
         return jax.tree.map(lambda _: source, part)
 
     rows = {name: of(row, "kept" if name == "inputs" else "free") for name, row in given.rows.items()}
-    spread = Given(
+    spread = StageInputs(
         of(given.params, "free"),
         rows,
         of(given.key, "kept"),
@@ -96,13 +96,13 @@ class _Stage(NamedTuple):
     is_first: bool
     is_last: bool
 
-    def layers(self, given: Given, params: Any, x: jax.Array, start: int, stop: int) -> jax.Array:
+    def layers(self, given: StageInputs, params: Any, x: jax.Array, start: int, stop: int) -> jax.Array:
         """Without a scan: it would stack the weights for every microbatch, and make dX and dW at once."""
         keys_B = None if given.key is None else jax.vmap(partial(jax.random.fold_in, given.key))(given.rows["index"])
         model = self.stages.model
         return model.apply_layers(params, x, given.rows, keys_B, start, stop, shift=given.shift, scan=False)
 
-    def forward(self, given: Given, params: Any, x: Any, bump: Any) -> tuple[jax.Array, Sums | None]:
+    def forward(self, given: StageInputs, params: Any, x: Any, bump: Any) -> tuple[jax.Array, Sums | None]:
         """What is differentiated, the output or the loss; and the sums of a last stage.
 
         Args:
@@ -118,7 +118,7 @@ class _Stage(NamedTuple):
         sums = tasks.sums(y, given.rows)
         return sums.loss / jnp.maximum(given.weight, 1e-30), sums
 
-    def actions(self, given: Given, *, num_ranks: int, remat: str) -> list[list[jax.Array]]:
+    def actions(self, given: StageInputs, *, num_ranks: int, remat: str) -> list[list[jax.Array]]:
         """The outputs of each action."""
         forward = partial(self.forward, given)
         if num_ranks == 1:

@@ -17,11 +17,11 @@ from jax.extend import core
 
 # Equations that hold a jaxpr which can stand in their place, and the parameter that it is in.
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
-REMATS = {"remat2": "jaxpr", "checkpoint": "jaxpr"}
+REMAT_CALLS = {"remat2": "jaxpr", "checkpoint": "jaxpr"}
 
 # Where an input of the jaxpr comes from: "free" and "kept" are at hand in every action, and what follows from free ones
 # alone is computed again wherever it is needed; an int: it is given to the action of this number alone.
-Source = Literal["free", "kept"] | int
+Origin = Literal["free", "kept"] | int
 Saved = Mapping[tuple[int, int], Any]  # (made by action, last used by action) -> list of values
 
 
@@ -38,7 +38,7 @@ class Cut(NamedTuple):
     saved: dict[tuple[int, int], list[jax.ShapeDtypeStruct]]
 
 
-def cut(closed: core.ClosedJaxpr, num_outputs: Sequence[int], sources: Sequence[Source]) -> Cut:
+def cut(closed: core.ClosedJaxpr, num_outputs: Sequence[int], sources: Sequence[Origin]) -> Cut:
     """Cuts a jaxpr into one action for each group of its outputs.
 
     Args:
@@ -75,9 +75,9 @@ def cut(closed: core.ClosedJaxpr, num_outputs: Sequence[int], sources: Sequence[
     return Cut(runs, {key: [_abstract(var) for var in variables] for key, variables in saved.items()})
 
 
-def _cheap(jaxpr: Any, sources: Sequence[Source]) -> dict[int, bool]:
+def _cheap(jaxpr: Any, sources: Sequence[Origin]) -> dict[int, bool]:
     """By id of the equation: whether it is computed again where it is needed, rather than saved."""
-    origin: dict[Any, Source] = dict(zip(jaxpr.invars, sources, strict=True)) | dict.fromkeys(jaxpr.constvars, "free")
+    origin: dict[Any, Origin] = dict(zip(jaxpr.invars, sources, strict=True)) | dict.fromkeys(jaxpr.constvars, "free")
     is_cheap = {}
     for equation in jaxpr.eqns:
         origins = {origin[var] for var in _variables(equation.invars)}
@@ -134,7 +134,7 @@ def flatten(closed: core.ClosedJaxpr, *, remat: bool) -> core.ClosedJaxpr:
 
     A call is one equation, which would belong to one action as a whole.
     """
-    wrappers = CALLS | (REMATS if remat else {})
+    wrappers = CALLS | (REMAT_CALLS if remat else {})
 
     def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))

@@ -15,10 +15,10 @@ from jaxpar.state import State
 from jaxpar.step import Metrics, Problem
 from jaxpar.tasks import Sums
 
-Array = tuple[str, str]  # layer and name of an array of the model
+ArrayName = tuple[str, str]  # layer and name of an array of the model
 
 
-class Update:
+class StageUpdate:
     """For use inside `shard_map`. Parameters and gradients are packed.
 
     Attributes:
@@ -30,9 +30,9 @@ class Update:
         self._problem, self._form = problem, form
         self._copies = [{(tie.source, tie.source_name) for tie in stages.copies(d)} for d in stages.examples]
         self._kind = jnp.asarray(stages.kinds)[device]
-        self.copied: list[Array] = sorted(set().union(*self._copies))
+        self.copied: list[ArrayName] = sorted(set().union(*self._copies))
 
-    def part(self, array: Array, grads: Packed) -> jax.Array:
+    def part(self, array: ArrayName, grads: Packed) -> jax.Array:
         """This device's part of the gradient of an array; zeros where it does not hold it."""
         layer, name = array
 
@@ -42,7 +42,7 @@ class Update:
 
         return self._switch(of_kind, grads)
 
-    def replace(self, array: Array, grads: Packed, total: jax.Array) -> Packed:
+    def replace(self, array: ArrayName, grads: Packed, total: jax.Array) -> Packed:
         """The gradients with another one for an array, where the device holds it."""
         layer, name = array
 
@@ -80,7 +80,7 @@ class Update:
 
         return self._switch(of_kind, state, grads)
 
-    def _shape(self, array: Array) -> jax.ShapeDtypeStruct:
+    def _shape(self, array: ArrayName) -> jax.ShapeDtypeStruct:
         return self._problem.model.shapes[array[0]][array[1]]
 
     def _switch(self, of_kind: Callable[..., Any], *operands: Any) -> Any:

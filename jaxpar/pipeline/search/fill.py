@@ -24,7 +24,7 @@ RULES: dict[str, Callable[[Time, Time, Time], bool]] = {
 }
 
 
-class Problem(NamedTuple):
+class SearchProblem(NamedTuple):
     """What a search is for. `memory` is in microbatches of a chunk."""
 
     num_devices: int
@@ -55,7 +55,7 @@ class Skeleton(NamedTuple):
 class Filling:
     """One skeleton with W put in by one of RULES."""
 
-    def __init__(self, problem: Problem, skeleton: Skeleton, rule: str):
+    def __init__(self, problem: SearchProblem, skeleton: Skeleton, rule: str):
         p = problem.num_devices
         self.problem, self.skeleton, self.rule = problem, skeleton, rule
         self.orders: Orders = [[] for _ in range(p)]

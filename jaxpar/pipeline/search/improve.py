@@ -8,12 +8,12 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxpar.pipeline.search.fill import Problem
+from jaxpar.pipeline.search.fill import SearchProblem
 from jaxpar.pipeline.tables.simulate import Graph, Time, finish, graph
 from jaxpar.pipeline.tables.table import BW, Action, B, Table, W, place
 
 
-class State(NamedTuple):
+class SearchState(NamedTuple):
     """Orders of actions by device, when each action ends, and how good that is: the cost, then the squares of spans."""
 
     orders: list[list[int]]
@@ -21,7 +21,7 @@ class State(NamedTuple):
     rank: tuple[Time, Time]
 
 
-def improve(problem: Problem, table: Table, evaluations: int, rng: random.Random) -> Table:
+def improve(problem: SearchProblem, table: Table, evaluations: int, rng: random.Random) -> Table:
     """Tries `evaluations` moves and keeps each that fits the memory and costs no more. The result has no BW."""
     table = _split(table)
     actions, orders = graph(table, problem.times, problem.communication)
@@ -52,15 +52,15 @@ def _split(table: Table) -> Table:
     return place(orders, table.stages, table.num_microbatches)
 
 
-def _state(actions: Graph, orders: list[list[int]]) -> State | None:
+def _state(actions: Graph, orders: list[list[int]]) -> SearchState | None:
     ends = finish(actions, orders)
     if ends is None:
         return None
     spans = [ends[order[-1]] - ends[order[0]] + actions.durations[order[0]] for order in orders]
-    return State(orders, ends, (max(spans), sum(span * span for span in spans)))
+    return SearchState(orders, ends, (max(spans), sum(span * span for span in spans)))
 
 
-def _moves(actions: Graph, state: State) -> list[tuple[int, int]]:
+def _moves(actions: Graph, state: SearchState) -> list[tuple[int, int]]:
     """(device, position) of actions that start when the one before on their device ends, on the critical paths."""
     where = {action: (d, i) for d, order in enumerate(state.orders) for i, action in enumerate(order)}
     moves = set()
@@ -90,7 +90,7 @@ def _moved(actions: Graph, order: Sequence[int], position: int, steps: int) -> l
     return [*order[:to], order[position], *order[to:position], *order[position + 1 :]] if to < position else None
 
 
-def _fits(problem: Problem, changes: Sequence[float], order: Sequence[int]) -> bool:
+def _fits(problem: SearchProblem, changes: Sequence[float], order: Sequence[int]) -> bool:
     held = 0.0
     for action in order:
         held += changes[action]

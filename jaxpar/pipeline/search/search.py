@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpar.pipeline.search.fill import RULES, Filling, Orders, Problem, Skeleton
+from jaxpar.pipeline.search.fill import RULES, Filling, Orders, SearchProblem, Skeleton
 from jaxpar.pipeline.search.improve import improve
 from jaxpar.pipeline.tables.schedule import SCHEDULES, build, obstacle
 from jaxpar.pipeline.tables.simulate import Time, Times, simulate
@@ -25,7 +25,7 @@ from jaxpar.pipeline.tables.table import Action, B, F, Table, W, loop_stages, pl
 from jaxpar.pipeline.tables.validate import peak_held
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """The best table of a search, and how it was made."""
 
     policy: str
@@ -43,7 +43,7 @@ def search(
     weight_memory: float = 1.0,
     evaluations: int = 1000,
     seed: int = 0,
-) -> Found:
+) -> SearchResult:
     """The table of least cost (see simulate) that it finds; no named schedule within the limit costs less.
 
     Args:
@@ -60,32 +60,32 @@ def search(
         if not value >= 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
     memory = memory_limit * num_chunks
-    problem = Problem(num_devices, num_microbatches, num_chunks, times, communication, memory, weight_memory)
+    problem = SearchProblem(num_devices, num_microbatches, num_chunks, times, communication, memory, weight_memory)
     first, *others = [*_named(problem), _filled(problem)]
     best = first
     for found in others:
         best = _better(problem, best, found)
     improved = improve(problem, best.table, evaluations, random.Random(seed))
-    return _better(problem, best, Found(f"{best.policy}, improved", improved))
+    return _better(problem, best, SearchResult(f"{best.policy}, improved", improved))
 
 
-def _better(problem: Problem, old: Found, new: Found) -> Found:
+def _better(problem: SearchProblem, old: SearchResult, new: SearchResult) -> SearchResult:
     """The old one where both cost the same but for rounding: sums may be in another order."""
     costs = [simulate(found.table, problem.times, problem.communication).cost for found in (old, new)]
     return new if costs[1] < costs[0] * (1 - 1e-9) else old
 
 
-def _named(problem: Problem) -> Iterator[Found]:
+def _named(problem: SearchProblem) -> Iterator[SearchResult]:
     """The named schedules that fit."""
     p, m, v = problem[:3]
     for name in SCHEDULES:
         if obstacle(name, num_devices=p, num_microbatches=m, num_chunks=v) is None:
             table = build(name, num_devices=p, num_microbatches=m, num_chunks=v)
             if problem.fits(peak_held(table, problem.weight_memory).max()):
-                yield Found(name, table)
+                yield SearchResult(name, table)
 
 
-def _filled(problem: Problem) -> Found:
+def _filled(problem: SearchProblem) -> SearchResult:
     """Steps 1 and 2: the best of all skeletons with W put in by all rules."""
     best: Filling | None = None
     for skeleton in _skeletons(problem):
@@ -95,10 +95,10 @@ def _filled(problem: Problem) -> Found:
                 best = filling
     assert best is not None, "one microbatch at a time fits any limit"
     stages = best.skeleton.stages
-    return Found(f"{best.skeleton.name}, W {best.rule}", place(best.orders, stages, problem.num_microbatches))
+    return SearchResult(f"{best.skeleton.name}, W {best.rule}", place(best.orders, stages, problem.num_microbatches))
 
 
-def _skeletons(problem: Problem) -> Iterator[Skeleton]:
+def _skeletons(problem: SearchProblem) -> Iterator[Skeleton]:
     p, m, v = problem[:3]
     yield _packed(problem, v_stages(p) if v == 2 else loop_stages(p, v))
     if v == 1:
@@ -112,7 +112,7 @@ def _skeletons(problem: Problem) -> Iterator[Skeleton]:
                 yield Skeleton(f"{name} with {extra} more forwards in warm-up", table.stages, orders)
 
 
-def _packed(problem: Problem, stages: np.ndarray) -> Skeleton:
+def _packed(problem: SearchProblem, stages: np.ndarray) -> Skeleton:
     """Each microbatch goes down and up without a stop, and enters as soon as no device on its way is busy or full."""
     way = 2 * stages.size  # clocks of a microbatch
     own = np.zeros((2, problem.num_devices, way), int)  # its actions, and how often it is held
@@ -132,7 +132,7 @@ def _packed(problem: Problem, stages: np.ndarray) -> Skeleton:
     return Skeleton("microbatches as they fit", stages, [[action for _, action in sorted(order)] for order in clocks])
 
 
-def _alternating(problem: Problem) -> Iterator[Skeleton]:
+def _alternating(problem: SearchProblem) -> Iterator[Skeleton]:
     """1F1B with the warm-up of zb_h1 (slope 1), of zb_h2 (slope 2), in between, and until the first B is there."""
     p, m = problem.num_devices, problem.num_microbatches
     warmups: dict[tuple[int, ...], str] = {}
@@ -149,7 +149,7 @@ def _alternating(problem: Problem) -> Iterator[Skeleton]:
         yield Skeleton(f"1f1b with {name}", loop_stages(p, 1), orders)
 
 
-def _until_first_b(problem: Problem, rounded: Callable[[float], int]) -> list[int]:
+def _until_first_b(problem: SearchProblem, rounded: Callable[[float], int]) -> list[int]:
     """How many forwards each device has time for before its first B can start."""
     durations = problem.times.by_kind(problem.num_devices, 1)
     ends = itertools.accumulate(times[F] + problem.communication for times in durations)  # of the first F, and sent

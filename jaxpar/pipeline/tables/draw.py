@@ -17,7 +17,7 @@ from jaxpar.pipeline.tables.table import KINDS, Table
 CHUNKS = "abcdefghijklmnopqrstuvwxyz"  # beyond them by number
 # By kind, told apart with any colour vision (Okabe and Ito, "Color Universal Design", 2008).
 COLOURS = {"F": "#56b4e9", "B": "#e69f00", "W": "#009e73", "BW": "#d55e00"}
-NAMES = {"F": "F forward", "B": "B input gradient", "W": "W weight gradient", "BW": "BW backward"}
+KIND_NAMES = {"F": "F forward", "B": "B input gradient", "W": "W weight gradient", "BW": "BW backward"}
 ROW_INCHES, CELL_INCHES = 0.32, 0.14
 MIN_INCHES, MAX_INCHES = 8.0, 30.0  # width of the cells together
 TITLE_INCHES, AXIS_INCHES, LEGEND_INCHES, SIDE_INCHES = 0.4, 0.5, 0.2, 0.6
@@ -94,7 +94,10 @@ def _chart(ax: Axes, title: str, timeline: Sequence[Span], inches: float) -> Non
     ax.set(yticks=range(num_devices), facecolor="#eeeeee")
     kinds = [KINDS[kind] for kind in sorted({span.kind for span in timeline})]
     legend = [
-        Patch(color=shade(kind, chunk, num_chunks), label=NAMES[kind] + (f", chunk {letter(chunk)}" * (num_chunks > 1)))
+        Patch(
+            color=shade(kind, chunk, num_chunks),
+            label=KIND_NAMES[kind] + (f", chunk {letter(chunk)}" * (num_chunks > 1)),
+        )
         for kind in kinds
         for chunk in range(num_chunks)
     ]

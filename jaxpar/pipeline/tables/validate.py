@@ -20,7 +20,7 @@ from jaxpar.pipeline.tables.table import (
     receiver,
 )
 
-Row = dict[str, int]  # an action, by field
+ActionRow = dict[str, int]  # an action, by field
 
 
 class TableError(ValueError):
@@ -47,15 +47,15 @@ def check(table: Table) -> None:
         _check_slots(rows)
 
 
-def _fail(row: Row, rule: str) -> NoReturn:
+def _fail(row: ActionRow, rule: str) -> NoReturn:
     raise TableError(f"clock {row['clock']}, device {row['device']}: {rule}")
 
 
-def _name(row: Row) -> str:
+def _name(row: ActionRow) -> str:
     return f"{KINDS[row['kind']]} of microbatch {row['microbatch']}, stage {row['stage']}"
 
 
-def _check_rows(table: Table, rows: list[Row]) -> None:
+def _check_rows(table: Table, rows: list[ActionRow]) -> None:
     if not rows:
         raise TableError("the table has no actions")
     assert table.actions.dtype == ACTION, table.actions.dtype
@@ -76,11 +76,11 @@ def _check_rows(table: Table, rows: list[Row]) -> None:
             _fail(row, "rows must be sorted by clock, device and order within the clock (F, then B or BW, then W)")
 
 
-def _place(row: Row) -> tuple[int, int, int]:
+def _place(row: ActionRow) -> tuple[int, int, int]:
     return row["clock"], row["device"], ORDER_IN_CLOCK[row["kind"]]
 
 
-def _check_stages(rows: list[Row]) -> dict[int, int]:
+def _check_stages(rows: list[ActionRow]) -> dict[int, int]:
     """Device by stage."""
     chunk_of: dict[int, tuple[int, int]] = {}  # device and chunk by stage
     stage_of: dict[tuple[int, int], int] = {}
@@ -94,9 +94,9 @@ def _check_stages(rows: list[Row]) -> dict[int, int]:
     return {stage: device for stage, (device, _) in chunk_of.items()}
 
 
-def _check_clocks(table: Table, rows: list[Row], home: dict[int, int]) -> None:
-    actions: dict[tuple[int, int, int], Row] = {}
-    packets: dict[tuple[int, int, int], Row] = {}  # by clock, device and distance
+def _check_clocks(table: Table, rows: list[ActionRow], home: dict[int, int]) -> None:
+    actions: dict[tuple[int, int, int], ActionRow] = {}
+    packets: dict[tuple[int, int, int], ActionRow] = {}  # by clock, device and distance
     for row in rows:
         other = actions.setdefault(_place(row), row)
         if other is not row:
@@ -110,9 +110,9 @@ def _check_clocks(table: Table, rows: list[Row], home: dict[int, int]) -> None:
                 _fail(row, f"{_name(other)} and {_name(row)} both send to device {to}; one packet fits in a clock")
 
 
-def _check_once(rows: list[Row]) -> dict[tuple[int, int, int], Row]:
+def _check_once(rows: list[ActionRow]) -> dict[tuple[int, int, int], ActionRow]:
     """Action by (order in clock, microbatch, stage)."""
-    made: dict[tuple[int, int, int], Row] = {}
+    made: dict[tuple[int, int, int], ActionRow] = {}
     for row in rows:
         key = ORDER_IN_CLOCK[row["kind"]], row["microbatch"], row["stage"]
         other = made.setdefault(key, row)
@@ -123,7 +123,7 @@ def _check_once(rows: list[Row]) -> dict[tuple[int, int, int], Row]:
     return made
 
 
-def _check_inputs(table: Table, rows: list[Row], made: dict[tuple[int, int, int], Row]) -> None:
+def _check_inputs(table: Table, rows: list[ActionRow], made: dict[tuple[int, int, int], ActionRow]) -> None:
     last_stage = table.num_stages - 1
     for row in rows:
         for key in inputs(row["kind"], row["microbatch"], row["stage"], table.num_stages):
@@ -140,7 +140,9 @@ def _check_inputs(table: Table, rows: list[Row], made: dict[tuple[int, int, int]
                 )
 
 
-def _check_complete(table: Table, rows: list[Row], made: dict[tuple[int, int, int], Row], home: dict[int, int]) -> None:
+def _check_complete(
+    table: Table, rows: list[ActionRow], made: dict[tuple[int, int, int], ActionRow], home: dict[int, int]
+) -> None:
     nowhere = {(d, c) for d in range(table.num_devices) for c in range(table.num_chunks)}
     nowhere -= {(row["device"], row["chunk"]) for row in rows}
     for stage in range(table.num_stages):
@@ -160,8 +162,8 @@ def _check_complete(table: Table, rows: list[Row], made: dict[tuple[int, int, in
             _fail(row, f"{_name(row)} has no W")
 
 
-def _check_slots(rows: list[Row]) -> None:
-    holders: dict[tuple[bool, int, int], Row] = {}  # by (stash of what B hands to W?, device, slot)
+def _check_slots(rows: list[ActionRow]) -> None:
+    holders: dict[tuple[bool, int, int], ActionRow] = {}  # by (stash of what B hands to W?, device, slot)
     slots = {(row["kind"], row["microbatch"], row["stage"]): row["slot"] for row in rows}
     for row in rows:
         kind, device, where = row["kind"], row["device"], (row["microbatch"], row["stage"])

@@ -14,8 +14,8 @@ import pytest
 
 from jaxpar.models import Model, build
 from jaxpar.models.model import Batch
-from jaxpar.pipeline.executor.programs import Given, Program, sources, trace
-from jaxpar.pipeline.executor.split_backward import Source
+from jaxpar.pipeline.executor.programs import StageInputs, StageProgram, sources, trace
+from jaxpar.pipeline.executor.split_backward import Origin
 from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.tables.table import loop_stages
 from jaxpar.step import abstract
@@ -33,9 +33,9 @@ class Stage(NamedTuple):
 
     stages: Stages
     device: int
-    given: Given
+    given: StageInputs
 
-    def trace(self, num_ranks: int, remat: str) -> Program:
+    def trace(self, num_ranks: int, remat: str) -> StageProgram:
         given = abstract(self.given._replace(dy=None))
         return trace(self.stages, self.device, 0, given, num_ranks=num_ranks, remat=remat)
 
@@ -44,7 +44,7 @@ class Stage(NamedTuple):
         return jax.tree.leaves(self.given)
 
     @property
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[Origin]:
         return sources(self.given)
 
 
@@ -72,7 +72,9 @@ def make_stage(name: str, task: str, bounds: tuple[int, ...], device: int, **ove
     x, dy = (jnp.asarray(rng.normal(size=(B, T, D)), dtype) for _ in range(2))
     first, last = device == 0, device == len(bounds) - 2
     params = stages.part(held, device, 0)
-    given = Given(params, rows, jax.random.key(5), jnp.int32(0), WEIGHT, None if first else x, None if last else dy)
+    given = StageInputs(
+        params, rows, jax.random.key(5), jnp.int32(0), WEIGHT, None if first else x, None if last else dy
+    )
     return Stage(stages, device, given)
 
 

@@ -14,7 +14,7 @@ import pytest
 from jax.extend import core
 
 from jaxpar.measure.flops import forward_flops
-from jaxpar.pipeline.executor.split_backward import Cut, Source, cut, flatten
+from jaxpar.pipeline.executor.split_backward import Cut, Origin, cut, flatten
 from tests.models.small import fast_jit
 from tests.pipeline.cuts import flops_of, primitives, run_actions
 
@@ -78,7 +78,7 @@ def without_input(w: Weights, x_BD: jax.Array) -> jax.Array:
 
 
 FUNCTIONS = [plain, in_jit, in_checkpoint, with_constant, in_scan, of_weights, in_bfloat16, identity, without_input]
-SOURCES: list[Source] = ["free", "free", "free", "free", 0, 1]
+SOURCES: list[Origin] = ["free", "free", "free", "free", 0, 1]
 
 
 def split(function: Function, *, fused: bool = False) -> Cut:
@@ -166,7 +166,7 @@ def test_custom_rules_survive() -> None:
 def test_random_numbers_are_drawn_once() -> None:
     """What is drawn from the key is saved, not drawn again; the key is not saved, nor what follows from free inputs."""
     key, (x_BD, dy_BD), scale_B = jax.random.key(3), x_and_dy(), jnp.arange(1.0, 1 + B)
-    sources: list[Source] = ["kept", "free", 0, 1]
+    sources: list[Origin] = ["kept", "free", 0, 1]
 
     def function(x_BD: jax.Array, key: jax.Array, scale_B: jax.Array) -> jax.Array:
         keep_BD = jax.random.bernoulli(jax.random.fold_in(key, 5), 0.5, x_BD.shape)
