@@ -128,15 +128,15 @@ def get_config() -> ConfigDict:
     config.num_steps = 0  # where not 0, instead of num_epochs
 
     config.optimizer = optimizer = ConfigDict()
-    optimizer.name = "adamw"  # adamw, lamb, sgd, adafactor, lion
+    optimizer.name = "adamw"  # adamw, lamb, sgd, adafactor, lion, muon
     optimizer.lr = 1e-3  # the peak
     optimizer.schedule = "cosine"  # constant, cosine, linear: after the warm-up, down to final_lr
     optimizer.warmup = 0.1  # fraction of the steps
     optimizer.final_lr = 0.0  # as a fraction of lr
     optimizer.weight_decay = 0.01  # on matrices only: never on biases, norms
-    optimizer.momentum = 0.9  # sgd
-    optimizer.b1 = 0.9  # adamw, lamb, lion
-    optimizer.b2 = 0.999  # adamw, lamb, lion
+    optimizer.momentum = 0.9  # sgd, muon
+    optimizer.b1 = 0.9  # adamw, lamb, lion, and adamw inside muon
+    optimizer.b2 = 0.999  # adamw, lamb, lion, and adamw inside muon
     optimizer.eps = 1e-8  # adamw, lamb
     optimizer.clip_norm = 1.0  # of the global gradient; 0: none
     optimizer.accumulation_steps = 1  # microbatches a step, one after another

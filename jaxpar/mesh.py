@@ -1,9 +1,10 @@
 """The device mesh: the only place that names its axes, counts devices and splits the CPU."""
 
 import ctypes
+import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from ml_collections import ConfigDict
 
+from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError
 
 DATA = "data"  # replicas: each takes a share of the batch
@@ -69,48 +71,48 @@ def settled(x: Any) -> Any:
     return jax.block_until_ready(x) if jax.default_backend() == "cpu" and jax.device_count() > 1 else x
 
 
-def num_replicas(config: ConfigDict) -> int:
-    """The size of the data axis. Raises UserError where there are fewer devices than the mesh asks for."""
-    num_data, num_stages, available = config.mesh.data, config.mesh.stage, jax.device_count()
+def sizes(config: ConfigDict, cluster: Cluster) -> dict[str, int]:
+    """Return the size of each axis, the slowest first. Raises UserError where the mesh does not fit the cluster."""
+    num_data, num_stages, available = config.mesh.data, config.mesh.stage, cluster.num_devices
     if num_stages < 1:
-        raise UserError(f"config.mesh.stage is {num_stages}; it may be 1 or more")
+        raise UserError(f"config.mesh.stage is {num_stages}; it must be 1 or more")
     if num_data < 1 and num_data != -1:
-        raise UserError(f"config.mesh.data is {num_data}; it may be 1 or more, or -1 for all devices")
+        raise UserError(f"config.mesh.data is {num_data}; it must be 1 or more, or -1 for all devices")
     if num_data == -1:
         num_data = max(available // num_stages, 1)
     if num_data * num_stages > available:
         asked = f"config.mesh.data is {num_data}" if num_stages == 1 else f"config.mesh.stage is {num_stages}"
         if num_stages > 1 and num_data > 1:
             asked += f" and config.mesh.data {num_data}, {num_data * num_stages} devices in all"
-        hint = " (--config.mesh.virtual_cpu_devices=N splits the CPU into N)" if jax.default_backend() == "cpu" else ""
-        raise UserError(f"{asked}; there are {available} {jax.default_backend()} devices{hint}")
-    if jax.process_count() > 1 and num_data * num_stages < available:
+        hint = " (--config.mesh.virtual_cpu_devices=N splits the CPU into N)" if cluster.platform == "cpu" else ""
+        raise UserError(f"{asked}; there are {available} {cluster.platform} devices{hint}")
+    if cluster.num_processes > 1 and num_data * num_stages < available:
         raise UserError(
-            f"config.mesh has data {num_data} and stage {num_stages}; {jax.process_count()} processes have {available} "
-            "devices in all, and no process may be without one: use them all, or start fewer processes"
+            f"config.mesh has data {num_data} and stage {num_stages}; {cluster.num_processes} processes have "
+            f"{available} devices in all, and no process may be without one: use them all, or start fewer processes"
         )
-    return num_data
+    return {DATA: num_data, STAGE: num_stages}
 
 
 def check_one_stage(config: ConfigDict) -> None:
-    """Raises UserError where the config asks for stages and its strategy has none."""
+    """Raise UserError where the config asks for stages and its strategy has none."""
     if config.mesh.stage != 1:
         raise UserError(
-            f"config.mesh.stage is {config.mesh.stage}; it may be 1 with config.strategy={config.strategy!r} "
+            f"config.mesh.stage is {config.mesh.stage}; it must be 1 with config.strategy={config.strategy!r} "
             "(config.strategy='pipeline' has stages)"
         )
 
 
-def check_one_process(what: str) -> None:
-    """Raises UserError where there are several processes."""
-    if (number := jax.process_count()) > 1:
+def check_one_process(what: str, cluster: Cluster) -> None:
+    """Raise UserError where there are several processes."""
+    if (number := cluster.num_processes) > 1:
         raise UserError(
             f"{what} is for one process, and there are {number}; several may have config.strategy='data_parallel' "
             "with any exchange but dp, or 'pipeline'"
         )
 
 
-def build(num_data: int, num_stages: int = 1) -> Mesh:
-    """A mesh of the first devices; those that are next to each other are stages of one replica."""
-    devices = np.asarray(jax.devices()[: num_data * num_stages])
-    return Mesh(devices.reshape(num_data, num_stages), (DATA, STAGE), axis_types=(AxisType.Auto,) * 2)
+def build(axes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
+    """Build the mesh of the first devices; those that are next to each other are stages of one replica."""
+    shape = tuple(axes.values())
+    return Mesh(np.asarray(devices[: math.prod(shape)]).reshape(shape), tuple(axes), axis_types=(AxisType.Auto,) * 2)

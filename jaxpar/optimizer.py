@@ -1,7 +1,7 @@
 """Optimizer and learning-rate schedule from the config: names of optax, nothing of our own."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,64 @@ def _lion(o: ConfigDict, schedule: LearningRateSchedule) -> optax.GradientTransf
     return optax.lion(schedule, o.b1, o.b2, weight_decay=o.weight_decay, mask=decayed)
 
 
-OPTIMIZERS = {"adamw": _adamw, "lamb": _lamb, "sgd": _sgd, "adafactor": _adafactor, "lion": _lion}
+def _muon(o: ConfigDict, schedule: LearningRateSchedule) -> optax.GradientTransformation:
+    """Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024) for the kernels of hidden
+    layers, AdamW for the rest. Its updates have the root mean square of Adam's, so that both take one learning rate
+    (Liu et al., "Muon is Scalable for LLM Training", 2025, section 2.2).
+    """
+    return optax.contrib.muon(
+        schedule,
+        beta=o.momentum,
+        weight_decay=o.weight_decay,
+        weight_decay_mask=decayed,
+        adam_b1=o.b1,
+        adam_b2=o.b2,
+        adam_weight_decay=o.weight_decay,
+        muon_weight_dimension_numbers=_hidden_kernels,
+        consistent_rms=0.2,
+    )
+
+
+def _hidden_kernels(params: Any) -> Any:
+    """By leaf: optax's numbers of a matrix's dims where it is the kernel of a hidden layer, else None."""
+
+    def numbers(path: tuple[Any, ...], leaf: Any) -> Any:
+        names = [part.key for part in path if isinstance(part, jax.tree_util.DictKey)]
+        is_hidden = jnp.ndim(leaf) == 2 and names[-1] == "kernel" and "classifier" not in names
+        return optax.contrib.MuonDimensionNumbers() if is_hidden else None
+
+    return jax.tree_util.tree_map_with_path(numbers, params)
+
+
+class Traits(NamedTuple):
+    """What exchanges and mitigations must know of an optimizer.
+
+    Attributes:
+      elementwise: it computes each element of an update from that element's gradient and state alone, so its arrays can
+        be divided. Others look at whole arrays: their norms (lamb), rows and columns (adafactor), matrices (muon).
+      momentum: the key of config.optimizer that is its momentum; None: it has none.
+    """
+
+    elementwise: bool
+    momentum: str | None
+
+
+OPTIMIZERS = {
+    "adamw": _adamw,
+    "lamb": _lamb,
+    "sgd": _sgd,
+    "adafactor": _adafactor,
+    "lion": _lion,
+    "muon": _muon,
+}
+TRAITS = {
+    "adamw": Traits(elementwise=True, momentum="b1"),
+    "lamb": Traits(elementwise=False, momentum="b1"),
+    "sgd": Traits(elementwise=True, momentum="momentum"),
+    "adafactor": Traits(elementwise=False, momentum=None),
+    "lion": Traits(elementwise=True, momentum="b1"),
+    "muon": Traits(elementwise=False, momentum="momentum"),
+}
 LR_SCHEDULES = ("constant", "cosine", "linear")
 
 

@@ -33,11 +33,11 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
       UserError: a mistake in the config, the data or the workdir; nothing was compiled or lost.
       Stopped: SIGTERM or Ctrl-C came; the state is saved.
     """
-    build.check(config, workdir)
+    checked = build.check(config, workdir)
     with files.locked(workdir) if processes.is_first() else contextlib.nullcontext():
         phases = Phases()
         with phases("setup"):
-            run = build.build(config, workdir, phases)
+            run = build.build(config, workdir, phases, checked)
             print(build.describe(run), flush=True)
         with Watchdog(config.watchdog_seconds, phases), Interrupt() as interrupt:
             result = run_through(run, interrupt)

@@ -46,15 +46,15 @@ def main() -> int:
 
 def run(config: Any, workdir: Path) -> dict[str, Any]:
     """The audit of a config's step."""
-    build.check(config, workdir)
-    built = build.build(config, workdir, Phases())
-    on, programs = built.strategy.describe(), built.strategy.compile()
-    sizes = {mesh.DATA: on.num_replicas, mesh.STAGE: len(on.devices) // on.num_replicas}
-    rows = audit.audit(programs, on, sizes)
+    built = build.build(config, workdir, Phases(), build.check(config, workdir))
+    programs = built.strategy.compile()
+    rows = audit.audit(programs, built.plan)
     return {
-        "layout": on.layout,
+        "layout": built.plan.summary,
         "collectives": [row._asdict() | {"ratio": row.ratio, "explained": row.is_explained} for row in rows],
-        "devices": [{name: held._asdict() for name, held in parts.items()} for parts in audit.memory(programs, on)],
+        "devices": [
+            {name: held._asdict() for name, held in parts.items()} for parts in audit.memory(programs, built.strategy)
+        ],
     }
 
 

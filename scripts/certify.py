@@ -23,7 +23,7 @@ import jax
 from ml_collections import ConfigDict
 
 from jaxpar import config as configs
-from jaxpar import data, files, mesh, strategies
+from jaxpar import data, files, mesh
 from jaxpar.analysis import certificate
 from jaxpar.analysis.certificate import QUANTITIES, TOLERANCES, Error
 from jaxpar.errors import TrainingError, UserError
@@ -88,16 +88,15 @@ def certify(config: ConfigDict, workdir: Path, passes: int) -> dict[str, Any]:
     """The certificate of a config's strategy."""
     # GPUs would round what they multiply to 10 bits, and hide what is to be seen.
     with jax.default_matmul_precision("highest"):
-        build.check(config, workdir)
-        run, reference = certificate.build(build.build(config, workdir, Phases()), passes)
+        checked = build.check(config, workdir)
+        run, reference = certificate.build(build.build(config, workdir, Phases(), checked), passes)
         found = certificate.measure(run, reference)
         flags = provenance.flags()
-    on, tolerance = run.strategy.describe(), None if run.strategy.differs else TOLERANCES[config.model.dtype]
-    module = strategies.STRATEGIES[config.strategy]
+    tolerance = None if run.plan.differs else TOLERANCES[config.model.dtype]
     return {
-        "strategy": f"{config.strategy}: {on.layout}",
+        "strategy": f"{config.strategy}: {run.plan.summary}",
         "model": f"{config.model.name}, {config.model.dtype}",
-        "differs": run.strategy.differs,
+        "differs": run.plan.differs,
         "tolerance": tolerance,
         "outside": certificate.outside(found, tolerance) if tolerance else [],
         "figures": {name: as_json(error) for name, error in found.figures.items()},
@@ -105,7 +104,7 @@ def certify(config: ConfigDict, workdir: Path, passes: int) -> dict[str, Any]:
         "counters": found.counters,
         "sums": {
             "batch_size": config.batch_size,
-            "strategy": module.parts(config, module.num_replicas(config))[1],
+            "strategy": run.plan.decision.batch_words,
             "reference": f"all rows on one device, in {passes} passes"
             if passes > 1
             else "all rows at once, on one device",
@@ -113,7 +112,7 @@ def certify(config: ConfigDict, workdir: Path, passes: int) -> dict[str, Any]:
         "batches": found.batches,
         "seeds": {"config.seed": config.seed, "config.exchange_options.seed": config.exchange_options.seed},
         "versions": provenance.versions(),
-        "devices": provenance.devices(on.devices),
+        "devices": provenance.devices(run.strategy.devices),
         "flags": flags,
         "config": provenance.changed(config),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

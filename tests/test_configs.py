@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxpar import cluster, models, optimizer, state, step, strategies
 from jaxpar import config as configs
-from jaxpar import models, optimizer, state, step, strategies
 from jaxpar.data import DataInfo
 from jaxpar.data import check as check_data
 
@@ -23,7 +23,7 @@ def test_config(name: str) -> None:
     config.model.init_from = ""  # its files are not here
     models.check(config)
     optimizer.check(config)
-    strategies.check(config)
+    strategies.decide(config, cluster.find())
     is_image = config.data.source in NEEDS_FILES
     if not is_image:
         check_data(config)

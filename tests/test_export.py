@@ -106,7 +106,7 @@ def test_the_file_has_every_array_and_what_the_checkpoint_says(
         metadata = file.metadata()
     info = json.loads((workdir / "checkpoints" / str(step or 8) / "info" / "metadata").read_text())
     assert metadata.keys() == info.keys() - {"checksum", "checksums", "private_checksums"}
-    assert (metadata["data"], metadata["private_of"]) == (info["data"], info["private_of"])
+    assert (metadata["data"], json.loads(metadata["private_key"])) == (info["data"], info["private_key"])
     for key in ("format", "step", "examples", "config"):
         assert json.loads(metadata[key]) == info[key]
 

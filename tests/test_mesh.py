@@ -8,17 +8,18 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxpar import mesh
+from jaxpar import cluster, mesh
 from jaxpar.config import default_config, override
 from jaxpar.errors import UserError
 
 COUNT = """
 import pathlib, sys
-from jaxpar import config, mesh
+from jaxpar import cluster, config, mesh
 made = config.default_config()
 config.override(made, sys.argv[2:])
 mesh.start(made, pathlib.Path(sys.argv[1]))
-print(mesh.num_replicas(made), dict(mesh.build(mesh.num_replicas(made)).shape))
+axes = mesh.sizes(made, cluster.find())
+print(axes["data"], dict(mesh.build(axes, cluster.devices()).shape))
 """
 
 
@@ -37,12 +38,12 @@ def test_the_count_in_xla_flags_wins(tmp_path: Path) -> None:
     assert count(tmp_path, "--config.mesh.virtual_cpu_devices=3", xla_flags=flags).startswith("4 ")
 
 
-@pytest.mark.parametrize(("wanted", "message"), [(9, "there are 8 cpu devices"), (0, "it may be 1 or more")])
+@pytest.mark.parametrize(("wanted", "message"), [(9, "there are 8 cpu devices"), (0, "it must be 1 or more")])
 def test_impossible_numbers(wanted: int, message: str) -> None:
     config = default_config()
     override(config, [f"--config.mesh.data={wanted}"])
     with pytest.raises(UserError, match=message):
-        mesh.num_replicas(config)
+        mesh.sizes(config, cluster.find())
 
 
 def test_programs_over_several_cpu_devices_are_waited_for() -> None:
@@ -53,8 +54,8 @@ def test_programs_over_several_cpu_devices_are_waited_for() -> None:
             calls.append("waited")
             return self
 
-    mesh.one_at_a_time(Result, mesh.build(2))()
+    mesh.one_at_a_time(Result, mesh.build({"data": 2, "stage": 1}, cluster.devices()))()
     assert calls == ["waited"]
-    mesh.one_at_a_time(Result, mesh.build(1))()
+    mesh.one_at_a_time(Result, mesh.build({"data": 1, "stage": 1}, cluster.devices()))()
     assert calls == ["waited"]
     assert jax.device_count() == 8

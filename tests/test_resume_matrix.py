@@ -22,6 +22,7 @@ from jaxpar import checkpoint, strategies
 from jaxpar import config as configs
 from jaxpar.launch.signals import Interrupt
 from jaxpar.measure.phases import Phases
+from jaxpar.plan import format_private_key
 from jaxpar.run import build, metrics
 from jaxpar.run.build import Run
 from jaxpar.run.loop import Loop, Stopped
@@ -234,7 +235,10 @@ def test_another_strategy_goes_on_without_the_private_state(
     capsys.readouterr()
     got, after = runs.goes_on(second, copied(workdir, tmp_path))
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("private ")]
-    assert len(said) == 1 and f"state of {runs.build(first).strategy.private_of} is left behind" in said[0]
+    assert (
+        len(said) == 1
+        and f"state of {format_private_key(runs.build(first).plan.private_key)} is left behind" in said[0]
+    )
     (tmp_path / "without").mkdir()
     expected, _ = runs.goes_on(second, copied(workdir, tmp_path / "without", with_private=False))
     assert_bitwise_equal(got, expected)

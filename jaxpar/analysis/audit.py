@@ -9,8 +9,9 @@ import jax
 import numpy as np
 
 from jaxpar.measure import hlo
-from jaxpar.strategies import Description
-from jaxpar.strategies.strategy import ON_HOST, CompiledProgram
+from jaxpar.plan import ON_HOST, Plan
+from jaxpar.strategies import Strategy
+from jaxpar.strategies.strategy import CompiledProgram
 
 # By operation: what a device sends of its operands' bytes, in a group of g devices; by the ring algorithms.
 SENT = {
@@ -25,7 +26,14 @@ SCALARS = "figures"  # the loss, norms, weights of batches: a few numbers
 MAX_SCALARS, SCALARS_BYTES = 8, 1024  # in one all-reduce; in a step
 TOLERANCE = 0.05
 # By the names of a state's fields.
-PARTS = {"own": "own", "params": "parameters", "optimizer": "optimizer", "waiting": "waiting", "cures": "cures"}
+PARTS = {
+    "own": "own",
+    "private": "own",
+    "params": "parameters",
+    "optimizer": "optimizer",
+    "waiting": "waiting",
+    "cures": "cures",
+}
 INPUTS, TEMPORARY = "inputs", "temporary"
 
 
@@ -64,16 +72,14 @@ class CollectiveRow(NamedTuple):
         return (1 - TOLERANCE) * self.required <= self.nbytes <= (1 + TOLERANCE) * self.theory
 
 
-def audit(
-    programs: Sequence[CompiledProgram], description: Description, mesh: Mapping[str, int]
-) -> list[CollectiveRow]:
+def audit(programs: Sequence[CompiledProgram], plan: Plan) -> list[CollectiveRow]:
     """What the programs send, by kind; and what theory has that they do not.
 
     Args:
       programs: of a step.
-      description: of the strategy.
-      mesh: size by axis, the slowest first.
+      plan: of the strategy.
     """
+    mesh = plan.axes
     measured: dict[tuple[str, str, str], list[float]] = {}
     for program in programs:
         text, branches = program.compiled.as_text(), program.branches
@@ -82,7 +88,7 @@ def audit(
             entry = measured.setdefault((kind, axis_of(groups, mesh), dtype), [0.0, 0.0])
             entry[0], entry[1] = entry[0] + count, entry[1] + nbytes
     theory: dict[tuple[str, str, str], list[float]] = {}
-    for one in description.traffic:
+    for one in plan.traffic:
         entry = theory.setdefault((one.kind, one.axis, one.dtype), [0.0, 0.0])
         entry[0], entry[1] = entry[0] + one.nbytes, entry[1] + one.nbytes * one.required
     keys = sorted(measured.keys() | {key for key, (nbytes, _) in theory.items() if nbytes})
@@ -163,14 +169,14 @@ class DeviceBytes(NamedTuple):
     theory: int | None
 
 
-def memory(programs: Sequence[CompiledProgram], description: Description) -> list[dict[str, DeviceBytes]]:
+def memory(programs: Sequence[CompiledProgram], strategy: Strategy) -> list[dict[str, DeviceBytes]]:
     """By device, bytes by what they are: parts of the state, inputs (batches, plans, gradients sent), temporary."""
-    found: list[dict[str, int]] = [{} for _ in description.devices]
+    found: list[dict[str, int]] = [{} for _ in strategy.devices]
     for program in programs:
         analysis = program.compiled.memory_analysis()
         assert analysis is not None
         arguments = _arguments(program)
-        for device, parts in zip(description.devices, found, strict=True):
+        for device, parts in zip(strategy.devices, found, strict=True):
             if device in arguments:
                 own = arguments[device] | {TEMPORARY: analysis.temp_size_in_bytes}
                 parts |= {name: max(parts.get(name, 0), nbytes) for name, nbytes in own.items()}
@@ -179,7 +185,7 @@ def memory(programs: Sequence[CompiledProgram], description: Description) -> lis
             name: DeviceBytes(parts.get(name, theory.get(name) and None), theory.get(name))
             for name in {**theory, **parts}
         }
-        for parts, theory in zip(found, description.memory, strict=True)
+        for parts, theory in zip(found, strategy.plan.memory, strict=True)
     ]
 
 

@@ -20,15 +20,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxpar import cluster as clusters
 from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar import strategies
 from jaxpar.errors import TrainingError
+from jaxpar.mesh import DATA, STAGE
+from jaxpar.plan import Decision
 from jaxpar.run.build import Run
 from jaxpar.run.start import start
 from jaxpar.state import Canonical
-from jaxpar.step import Metrics
+from jaxpar.step import Metrics, Problem
 from jaxpar.strategies import Strategy, single
+from jaxpar.strategies.data_parallel import plan_replicated
 
 # Relative errors by the dtype of the computation. A gradient's is larger, as it may be a small sum of thousands of
 # large terms. In bfloat16 each share of a batch has its gradient rounded to 8 bits before shares are added up.
@@ -136,7 +140,7 @@ class Reference:
     def __init__(self, run: Run):
         """run: of strategy `single`, with an optimizer that records."""
         self.strategy, problem = run.strategy, run.problem
-        self._like = jax.eval_shape(functools.partial(states.init, problem.model, problem.optimizer), jax.random.key(0))
+        self._like = states.abstract(problem.model, problem.optimizer)
         self._update = jax.jit(functools.partial(steps.update, problem))
 
     def step(self, tree: Canonical, batch: Mapping[str, np.ndarray]) -> tuple[Snapshot, Metrics]:
@@ -172,8 +176,14 @@ def build(run: Run, passes: int) -> tuple[Run, Run]:
     """The run, with an optimizer that records gradients, and its reference, which takes a batch in so many passes."""
     problem = run.problem._replace(optimizer=optax.chain(recording(), run.problem.optimizer))
     whole = problem._replace(accumulation_steps=passes)
-    ours = run._replace(problem=problem, strategy=strategies.build(run.config, problem))
-    return ours, run._replace(problem=whole, strategy=single.build(run.config, whole))
+    ours = run._replace(problem=problem, strategy=strategies.make(run.config, problem))
+    return ours, run._replace(problem=whole, strategy=make_single(whole))
+
+
+def make_single(problem: Problem) -> Strategy:
+    """Build the reference: `single`, whatever the run's config says of devices and exchanges."""
+    decision = Decision({DATA: 1, STAGE: 1}, problem.accumulation_steps, "accumulation steps", num_replicas=1)
+    return single.build(plan_replicated("single", problem, decision, "one device"), problem, clusters.devices())
 
 
 def batches(run: Run) -> list[int]:
@@ -200,16 +210,16 @@ def measure(run: Run, reference: Run) -> Measured:
     for count, number in enumerate(batches(run)):
         batch, before = run.batches.batch(number), after
         alone, expected_figures = reference.strategy.step(alone, reference.strategy.place(batch))
-        if not strategy.differs:
+        if not strategy.plan.differs:
             expected, expected_figures = one_device.step(before.tree, batch)
         elif count == 0:  # where both still have the same state
             expected = snapshot(reference.strategy, alone)
         state, figures = strategy.step(state, strategy.place(batch))
         after = snapshot(strategy, state)
-        if count == 0 or not strategy.differs:
+        if count == 0 or not strategy.plan.differs:
             add(errors, "", *(in_words(of, number) for of in (figures, expected_figures)))
             add(errors, "gradient", after.gradient, expected.gradient)
-        if not strategy.differs:
+        if not strategy.plan.differs:
             updated = one_device.update(before.tree, after.tree, figures)
             add(errors, "update", after.params, updated.params)
             add(errors, "optimizer", after.optimizer, updated.optimizer)

@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate
 from jaxpar.exchange.presets import AROUND, EXCHANGES, GRADIENTS, Rule, build, obstacle
-from jaxpar.exchange.reduce import Axis, Traffic
+from jaxpar.exchange.reduce import Axis
+from jaxpar.plan import Traffic
 
 __all__ = [
     "EXCHANGES",

@@ -12,7 +12,7 @@ import optax
 
 from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate, shared
 from jaxpar.exchange.fuse import AllReduce
-from jaxpar.exchange.reduce import Traffic
+from jaxpar.plan import Traffic
 
 WARMUP = "warmup"  # names the branch in compiled programs
 

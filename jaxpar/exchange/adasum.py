@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpar.exchange.exchange import OWN, DistributedState, Exchange, ExchangeUpdate
+from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate
 from jaxpar.exchange.fuse import flat
-from jaxpar.exchange.reduce import Axis, Traffic
+from jaxpar.exchange.reduce import Axis
+from jaxpar.layout import PER_REPLICA
+from jaxpar.plan import Traffic
 
 
 def adasum(axis: Axis, optimizer: optax.GradientTransformation) -> Exchange:
@@ -40,7 +42,7 @@ def adasum(axis: Axis, optimizer: optax.GradientTransformation) -> Exchange:
         size = sum(leaf.size for leaf in jax.tree.leaves(params))
         return [Traffic("collective-permute", "float32", axis.name, len(rounds) * 4 * size)]
 
-    return Exchange(lambda params: DistributedState(optimizer.init(params), ()), update, traffic, optimizer=OWN)
+    return Exchange(lambda params: DistributedState(optimizer.init(params), ()), update, traffic, optimizer=PER_REPLICA)
 
 
 def combine(a: jax.Array, b: jax.Array) -> jax.Array:

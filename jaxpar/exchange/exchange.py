@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.exchange.fuse import AllReduce
-from jaxpar.exchange.reduce import Traffic
+from jaxpar.layout import REPLICATED
+from jaxpar.plan import Traffic
 
-# Where parameters, or the optimizer's state, are.
-REPLICATED, OWN, SHARDED = "replicated", "own", "sharded"
 EVERY = "every_so_many_passes"  # names a branch in compiled programs
 
 
@@ -52,7 +51,7 @@ class Exchange(NamedTuple):
       init: params -> DistributedState.
       update: (grads, state, params, **extra) -> ExchangeUpdate; extra: for the optimizer's update.
       traffic: (params or their shapes, microbatches) -> what a device sends in a step, but for scalars.
-      params: where parameters are: REPLICATED; OWN: each replica has other ones; SHARDED: 1/n of each on a replica.
+      params: where parameters are: a kind of jaxpar/layout.py.
       optimizer: where the optimizer's state is, likewise.
       scatter: gradients of a microbatch -> what of them is added up here; None: all.
       fetch: (shapes of a layer's arrays, what the replica holds of them) -> the arrays; None: it holds them.
@@ -126,4 +125,4 @@ def every(num_passes: int, exchange: Exchange) -> Exchange:
 
 def shared(traffic: list[Traffic], share: float) -> list[Traffic]:
     """Of exchanges that are in this share of the steps."""
-    return [one._replace(nbytes=one.nbytes * share) for one in traffic]
+    return [one._replace(nbytes=one.nbytes * share, messages=one.messages * share) for one in traffic]

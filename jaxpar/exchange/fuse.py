@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpar.exchange.reduce import Reducer, Traffic
+from jaxpar.exchange.reduce import Reducer
+from jaxpar.plan import Traffic
 
 
 class Piece(NamedTuple):

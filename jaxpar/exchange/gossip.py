@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.exchange.compress import Compressor, from_bytes, nbytes, to_bytes
-from jaxpar.exchange.exchange import OWN, DistributedState, Exchange, ExchangeUpdate, shared
+from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate, shared
 from jaxpar.exchange.fuse import AllReduce, flat
-from jaxpar.exchange.reduce import Axis, Traffic
+from jaxpar.exchange.reduce import Axis
+from jaxpar.layout import PER_REPLICA
+from jaxpar.plan import Traffic
 
 PEER, AVERAGE = "peer", "average"  # name branches in compiled programs
 # (updates, params, own state) -> (updates, own state)
@@ -38,7 +40,7 @@ def mixed(
     def init(params: Any) -> DistributedState:
         return DistributedState(optimizer.init(params), init_own(params))
 
-    return Exchange(init, update, traffic, params=OWN, optimizer=OWN, branches=branches)
+    return Exchange(init, update, traffic, params=PER_REPLICA, optimizer=PER_REPLICA, branches=branches)
 
 
 def decentralized(axis: Axis, optimizer: optax.GradientTransformation) -> Exchange:

@@ -11,30 +11,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxpar.plan import Traffic
+
 
 class Axis(NamedTuple):
     """The mesh axis that replicas are on."""
 
     name: str
     size: int
-
-
-class Traffic(NamedTuple):
-    """What a device sends in a step by one kind of collective.
-
-    Attributes:
-      kind: all-reduce, reduce-scatter, all-gather, all-to-all or collective-permute, as XLA calls them.
-      dtype: of what is sent, as NumPy calls it.
-      axis: of the mesh, over which it is.
-      nbytes: in theory; by the ring algorithm where XLA chooses.
-      required: the share of that which is sent even where XLA can save some.
-    """
-
-    kind: str
-    dtype: str
-    axis: str
-    nbytes: float
-    required: float = 1.0
 
 
 class Reducer(NamedTuple):
@@ -164,7 +148,14 @@ def _stateless(length: int, key: jax.Array) -> Any:
     return ()
 
 
+def ring_traffic(kind: str, ways: int, axis: str, size: int, nbytes: float, dtype: str) -> Traffic:
+    """Return what a device sends of a vector by ring algorithms: (n-1)/n of its bytes, each way.
+
+    Patarasuk and Yuan, 2009. ways: 2 for an all-reduce, 1 for one of its halves.
+    """
+    return Traffic(kind, dtype, axis, ways * (size - 1) / size * nbytes)
+
+
 def _traffic(kind: str, ways: int, axis: Axis, length: int, dtype: Any) -> Traffic:
-    """A device sends (n-1)/n of the vector, each way."""
     dtype = jnp.dtype(dtype)
-    return Traffic(kind, dtype.name, axis.name, ways * (axis.size - 1) / axis.size * length * dtype.itemsize)
+    return ring_traffic(kind, ways, axis.name, axis.size, length * dtype.itemsize, dtype.name)

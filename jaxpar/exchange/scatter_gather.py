@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.exchange.compress import Compressor, from_bytes, nbytes, to_bytes
-from jaxpar.exchange.reduce import Axis, Reducer, Traffic
+from jaxpar.exchange.reduce import Axis, Reducer
+from jaxpar.plan import Traffic
 
 
 def scatter_gather(axis: Axis, worker: Compressor, server: Compressor) -> Reducer:

@@ -15,31 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpar.exchange.exchange import REPLICATED, SHARDED, DistributedState, Exchange, ExchangeUpdate
+from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate
 from jaxpar.exchange.fuse import buckets
-from jaxpar.exchange.reduce import Axis, Traffic
-
-
-def split_dim(shape: tuple[int, ...]) -> int | None:
-    """The dim along which an array is divided."""
-    return int(np.argmax(shape)) if shape else None
-
-
-def shard_shape(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
-    """Of each of the n shards of an array."""
-    dim = split_dim(shape)
-    return tuple(-(-size // n) if i == dim else size for i, size in enumerate(shape))
-
-
-def pad(x: Any, n: int, numpy: Any = jnp) -> Any:
-    """The array with zeros at the end of the dim along which it is divided, so that n divides it."""
-    dim = split_dim(x.shape)
-    return x if dim is None else numpy.pad(x, [(0, -x.shape[i] % n if i == dim else 0) for i in range(x.ndim)])
-
-
-def unpad(x: Any, shape: tuple[int, ...]) -> Any:
-    """The array of that shape that was padded."""
-    return x[tuple(slice(size) for size in shape)]
+from jaxpar.exchange.reduce import Axis
+from jaxpar.layout import REPLICATED, SHARDED, pad, shard_shape, split_dim, unpad
+from jaxpar.plan import Traffic
 
 
 class Shards:
@@ -59,6 +39,11 @@ class Shards:
         """What a replica sends to scatter, or to gather, all arrays once."""
         sizes = [math.prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(self._shapes, self._leaves, strict=True)]
         return (self._axis.size - 1) * sum(sizes[number] for bucket in self._buckets for number in bucket)
+
+    @property
+    def num_vectors(self) -> int:
+        """Collectives in which all arrays are scattered, or gathered, once."""
+        return len(self._buckets)
 
     def own(self, tree: Any) -> Any:
         """This replica's shards of full arrays."""
@@ -167,12 +152,18 @@ def zero(
 
     def traffic(params: Any, num_microbatches: int = 1) -> list[Traffic]:
         each = Shards(axis, params, num_bytes).nbytes
-        scattered = each * (1 if stage == 1 else num_microbatches)
-        gathered = each * (2 * num_microbatches if stage == 3 else 1)
+        together = list(params.values()) if stage == 3 else [params]  # what is scattered, or gathered, at once
+        vectors = sum(Shards(axis, tree, num_bytes).num_vectors for tree in together)
+        scatters = 1 if stage == 1 else num_microbatches
+        gathers = 2 * num_microbatches if stage == 3 else 1
         return [
-            Traffic("reduce-scatter", "float32", axis.name, scattered),
+            Traffic("reduce-scatter", "float32", axis.name, each * scatters, messages=vectors * scatters),
             # XLA on CPUs drops the barriers that keep apart what forward and backward gather of a layer.
-            Traffic("all-gather", "float32", axis.name, gathered, required=0.5 if stage == 3 else 1.0),
+            Traffic(
+                *("all-gather", "float32", axis.name, each * gathers),
+                required=0.5 if stage == 3 else 1.0,
+                messages=vectors * gathers,
+            ),
         ]
 
     return Exchange(

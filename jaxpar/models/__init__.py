@@ -5,9 +5,12 @@ from types import ModuleType
 
 from ml_collections import ConfigDict
 
+from jaxpar import cluster as clusters
+from jaxpar.cluster import Cluster
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError, check_choice, nearest
 from jaxpar.models.model import REMAT_POLICIES, Batch, Context, LayerRun, Model, Params, Tie
+from jaxpar.models.options import with_attention_of
 
 __all__ = ["MODELS", "Batch", "Context", "LayerRun", "Model", "Params", "Tie", "build", "check"]
 
@@ -21,26 +24,32 @@ MODELS = {
 DTYPES = ("float32", "bfloat16")
 
 
-def check(config: ConfigDict) -> None:
-    """Raises UserError for what is wrong with config.model and config.task whatever the data."""
+def check(config: ConfigDict, cluster: Cluster | None = None) -> None:
+    """Raise UserError for what is wrong with config.model and config.task whatever the data. cluster: as in `build`."""
     if config.model.name in MODELS:
-        build(config, MODELS[config.model.name])  # abstract: no array is made
+        build(config, MODELS[config.model.name], cluster)  # abstract: no array is made
     else:
         _check_choices(config)
         _module(config.model.name)
 
 
-def build(config: ConfigDict, info: DataInfo) -> Model:
-    """The model that config.model and config.task say, for this data.
+def build(config: ConfigDict, info: DataInfo, cluster: Cluster | None = None) -> Model:
+    """Build the model that config.model and config.task say, for this data. Makes no array.
 
     config.model.name is one of MODELS, or a module of the user's (with a dot in its name, on
     PYTHONPATH): both have `build(config, info) -> Model`.
+
+    Args:
+      config: of the run.
+      info: what a model must know of the data.
+      cluster: that the model is to run on; None: this machine's.
 
     Raises:
       UserError: an unknown name, or options that do not fit each other, the task or the data.
     """
     _check_choices(config)
     name = config.model.name
+    config = with_attention_of(config, clusters.find() if cluster is None else cluster)
     model = _module(name).build(config, info)
     if not isinstance(model, Model):
         raise UserError(

@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
+from jaxpar.cluster import Cluster
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError, check_choice
 
@@ -185,8 +185,27 @@ def _max_length(rows: int | None, positions: str, info: DataInfo) -> int:
     return rows or longest
 
 
+def with_attention_of(config: ConfigDict, cluster: Cluster) -> ConfigDict:
+    """Return the config with an attention kernel that the cluster has: `auto` becomes xla where it has none.
+
+    Raises:
+      UserError: config.model.attention is cudnn, which the devices lack.
+    """
+    major = cluster.compute_capability.split(".")[0]  # gfx90a: AMD; empty: not a GPU
+    if config.model.attention == "xla" or (major.isdigit() and int(major) >= 8):
+        return config
+    if config.model.attention == "cudnn":
+        raise UserError(
+            "config.model.attention is 'cudnn', which needs an NVIDIA GPU of compute capability 8.0 or more, not "
+            f"{cluster.device_kind}."
+        )
+    config = config.copy_and_resolve_references()
+    config.model.attention = "xla"
+    return config
+
+
 def attention_kernel(choice: str, dtype: Any, head_dim: int) -> AttentionKernel:
-    """The kernel, xla or cudnn, that config.model.attention comes to on the machine at hand.
+    """Return the kernel, xla or cudnn, that config.model.attention comes to where devices have cuDNN's.
 
     The limits are those of cuDNN's flash attention as `jax.nn.dot_product_attention` calls it.
 
@@ -195,11 +214,7 @@ def attention_kernel(choice: str, dtype: Any, head_dim: int) -> AttentionKernel:
     """
     if choice == "xla":
         return "xla"
-    capability = getattr(jax.local_devices()[0], "compute_capability", "0")  # absent: not a GPU
-    major = capability.split(".")[0]  # gfx90a: AMD
     problems = []
-    if not (major.isdigit() and int(major) >= 8):
-        problems.append(f"needs an NVIDIA GPU of compute capability 8.0 or more, not {jax.local_devices()[0]}")
     if dtype not in (jnp.bfloat16, jnp.float16):
         problems.append(f"needs config.model.dtype bfloat16, not {dtype}")
     if head_dim > 128 or head_dim % 8:

@@ -10,11 +10,14 @@ import jax
 from ml_collections import ConfigDict
 
 from jaxpar import checkpoint, data, mesh, models, optimizer, state, strategies
+from jaxpar import cluster as clusters
 from jaxpar import config as configs
+from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError
 from jaxpar.launch import processes, watchdog
 from jaxpar.measure.phases import Phases
 from jaxpar.models import Params, hf
+from jaxpar.plan import Decision, Plan
 from jaxpar.run import resume
 from jaxpar.step import Problem, abstract
 from jaxpar.strategies import Strategy
@@ -32,20 +35,34 @@ class Run(NamedTuple):
     batches: data.Batches
     problem: Problem
     pretrained: Params | None  # abstract leaves: what it lacks
+    cluster: Cluster
     strategy: Strategy
     schedule: optimizer.LearningRateSchedule
     num_steps: int
     phases: Phases
 
+    @property
+    def plan(self) -> Plan:
+        """The plan that the strategy was built of."""
+        return self.strategy.plan
 
-def check(config: ConfigDict, workdir: Path) -> None:
-    """Raises UserError for whatever can be known to fail before data is read and programs are compiled."""
+
+class Checked(NamedTuple):
+    """What is known of a run before its data is read."""
+
+    cluster: Cluster
+    decision: Decision | None
+
+
+def check(config: ConfigDict, workdir: Path) -> Checked:
+    """Raise UserError for whatever can be known to fail before data is read and programs are compiled."""
+    cluster = clusters.find()
     if config.model.init_from:
         hf.apply_directory(config)
     data.check(config)
-    models.check(config)
+    models.check(config, cluster)
     optimizer.check(config)
-    strategies.check(config)
+    decision = strategies.decide(config, cluster)
     if config.checkpoint.keep < 1:
         raise UserError(f"config.checkpoint.keep is {config.checkpoint.keep}; it may be 1 or more")
     for key in ("eval.every_steps", "checkpoint.every_steps"):
@@ -64,10 +81,12 @@ def check(config: ConfigDict, workdir: Path) -> None:
         raise UserError(f"config.profile is {config.profile}; it may be (first step, last step), or (0, 0) for none")
     watchdog.check(config.watchdog_seconds)
     resume.check(config, workdir)
+    return Checked(cluster, decision)
 
 
-def build(config: ConfigDict, workdir: Path, phases: Phases) -> Run:
-    """Data, model, optimizer and strategy."""
+def build(config: ConfigDict, workdir: Path, phases: Phases, checked: Checked | None = None) -> Run:
+    """Build data, model, optimizer and strategy. checked: what `check` returned; None: it was not called."""
+    cluster, decision = checked or Checked(clusters.find(), None)
     with processes.first_then_others("data"):
         if processes.is_first() and not is_begun(workdir):
             (workdir / "tokenizer.json").unlink(missing_ok=True)  # without a run it is what a start that failed left
@@ -76,15 +95,16 @@ def build(config: ConfigDict, workdir: Path, phases: Phases) -> Run:
     batches = data.Batches(dataset.train, batch_size=config.batch_size, seed=config.seed, shuffle=True)
     num_steps = config.num_steps or math.ceil(config.num_epochs * batches.steps_per_epoch)
     schedule = optimizer.build_schedule(config, num_steps)
-    model = models.build(config, dataset.info)
+    model = models.build(config, dataset.info, cluster)
     pretrained = None
     if config.model.init_from and not checkpoint.steps(workdir / "checkpoints"):
         pretrained = hf.load_params(model, model.shapes, Path(config.model.init_from).expanduser())
     longest = abstract(batches.longest())
     problem = Problem(model, optimizer.build(config, schedule), config.optimizer.accumulation_steps, longest, num_steps)
-    strategy = strategies.build(config, problem)
+    plan = strategies.plan(config, problem, cluster, decision)
+    strategy = strategies.build(plan, problem, clusters.devices())
     check_space(config, workdir, problem)
-    return Run(config, workdir, dataset, batches, problem, pretrained, strategy, schedule, num_steps, phases)
+    return Run(config, workdir, dataset, batches, problem, pretrained, cluster, strategy, schedule, num_steps, phases)
 
 
 def is_begun(workdir: Path) -> bool:
@@ -111,7 +131,7 @@ def check_space(config: ConfigDict, workdir: Path, problem: Problem) -> None:
     """
     number = config.checkpoint.keep + config.checkpoint.keep_best + 1
     there = checkpoint.steps(workdir / "checkpoints")
-    whole = jax.eval_shape(lambda key: state.init(problem.model, problem.optimizer, key), jax.random.key(0))
+    whole = state.abstract(problem.model, problem.optimizer)
     needed = max(number - len(there), 1) * state.nbytes((whole.params, whole.optimizer))
     free = shutil.disk_usage(workdir).free + checkpoint.unfinished_bytes(workdir / "checkpoints")
     if needed > free:
@@ -124,17 +144,17 @@ def check_space(config: ConfigDict, workdir: Path, problem: Problem) -> None:
 
 def describe(run: Run) -> str:
     """What will run, where, in a few lines."""
-    config, on, model = run.config, run.strategy.describe(), run.problem.model
-    kinds = ", ".join(sorted({device.device_kind for device in on.devices}))
+    config, plan, cluster, model = run.config, run.plan, run.cluster, run.problem.model
+    kinds = ", ".join(sorted({device.device_kind for device in run.strategy.devices}))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(model.shapes))
     ends = f"{model.layers[0].name} .. {model.layers[-2].name}, {model.layers[-1].name}"
     splits = zip(("training", "validation", "test"), run.dataset[1:4], strict=True)
-    where = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    where = f" of {cluster.num_processes} processes" if cluster.num_processes > 1 else ""
     sizes = ", ".join(f"{len(split) if split else 0:,} {name}" for name, split in splits)
     lines = {
-        "platform": f"{jax.default_backend()}, {jax.device_count()} devices{where} ({kinds}), jax {jax.__version__}",
-        "mesh": f"{mesh.DATA}={on.num_replicas}, {config.strategy}: {on.layout}",
-        "": f"{on.state_bytes / 1e6:.1f} MB of state on a device, {on.wire_bytes / 1e6:.1f} MB sent by it in a step",
+        "platform": f"{cluster.platform}, {cluster.num_devices} devices{where} ({kinds}), jax " + jax.__version__,
+        "mesh": f"{mesh.DATA}={plan.num_replicas}, {config.strategy}: {plan.summary}",
+        "": f"{plan.state_bytes / 1e6:.1f} MB of state on a device, {plan.wire_bytes / 1e6:.1f} MB sent in a step",
         "model": f"{config.model.name}, layers {ends}, {parameters:,} parameters, {config.model.dtype}",
         "data": f"{config.data.source}, {config.task}: {sizes} examples",
         "run": f"{run.num_steps:,} steps of {config.batch_size} examples, in {run.workdir}",

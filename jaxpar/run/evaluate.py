@@ -17,8 +17,8 @@ def load(
     run: Run, batches: data.Batches, start: int, stop: int, *, numbered: bool = False
 ) -> Iterator[dict[str, np.ndarray]]:
     """Batches start to stop, this process's rows of them, made in the background. numbered: see data.Batches.batch."""
-    c, on = run.config.data, run.strategy.describe()
-    rows = processes.own_rows(on.devices, on.num_replicas, batches.batch_size)
+    c = run.config.data
+    rows = processes.own_rows(run.strategy.devices, run.plan.num_replicas, batches.batch_size)
     return batches.loader(start, stop, rows=rows, numbered=numbered, num_threads=c.num_threads, prefetch=c.prefetch)
 
 

@@ -9,7 +9,6 @@ from jaxpar import config as configs
 from jaxpar.checkpoint import ledger
 from jaxpar.launch import processes
 from jaxpar.launch.signals import Interrupt
-from jaxpar.measure import flops
 from jaxpar.run import metrics
 from jaxpar.run.build import Run
 from jaxpar.run.evaluate import evaluate, load
@@ -103,21 +102,21 @@ class Loop:
 
 def build_meter(run: Run) -> Meter:
     """The meter of this run's model on this run's devices."""
-    on, size = run.strategy.describe(), run.config.batch_size
-    peak = run.config.log.peak_flops or flops.peak_flops(on.devices[0].device_kind, run.config.model.dtype)
+    devices, size = run.strategy.devices, run.config.batch_size
+    peak = run.config.log.peak_flops or run.cluster.peak_flops.get(run.config.model.dtype)
     return Meter(
         run.problem.model,
         task=run.config.task,
-        peak_flops=peak * len(on.devices) if peak else None,
+        peak_flops=peak * len(devices) if peak else None,
         stop_if_nonfinite=run.config.optimizer.nonfinite == "stop",
-        shares=size // len(range(size)[processes.own_rows(on.devices, on.num_replicas, size)]),
+        shares=size // len(range(size)[processes.own_rows(devices, run.plan.num_replicas, size)]),
     )
 
 
 def open_ledger(run: Run) -> ledger.Ledger:
     """Of the rows of batches that this process counts."""
-    on, size = run.strategy.describe(), run.config.batch_size
-    own, counted = (rows(on.devices, on.num_replicas, size) for rows in (processes.own_rows, processes.counted_rows))
+    devices, size = run.strategy.devices, run.config.batch_size
+    own, counted = (rows(devices, run.plan.num_replicas, size) for rows in (processes.own_rows, processes.counted_rows))
     return ledger.Ledger(
         run.workdir / "ledger", steps_per_epoch=run.batches.steps_per_epoch, rows=counted, first_row=own.start
     )
@@ -129,5 +128,5 @@ def save_info(run: Run, step: int) -> dict[str, Any]:
         "data": run.dataset.fingerprint,
         "examples": run.batches.examples_before(step),
         "config": configs.keys(run.config),
-        "private_of": run.strategy.private_of,
+        "private_key": dict(run.plan.private_key),
     }

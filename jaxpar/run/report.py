@@ -29,17 +29,17 @@ def finish(run: Run, current: Any, log: metrics.Log) -> dict[str, Any]:
         result = {name if name == "perplexity" else f"test_{name}": value for name, value in figures.items()}
     trained = [row for row in log.rows("train") if "loss" in row]
     rates = {name: [row[name] for row in trained if name in row] for name in RATES}
-    on = run.strategy.describe()
+    devices = run.strategy.devices
     result |= {
         "train_loss": trained[-1]["loss"] if trained else None,
         "steps": run.num_steps,
         "examples": run.batches.examples_before(run.num_steps),
         **{name: statistics.median(values) for name, values in rates.items() if values},
         "strategy": run.config.strategy,
-        "devices": [str(device) for device in on.devices],
-        "device_kind": on.devices[0].device_kind,
-        "state_bytes": on.state_bytes,
-        "wire_bytes": on.wire_bytes,
+        "devices": [str(device) for device in devices],
+        "device_kind": devices[0].device_kind,
+        "state_bytes": run.plan.state_bytes,
+        "wire_bytes": run.plan.wire_bytes,
     }
     if processes.is_first():
         result |= run.strategy.report(current, run.workdir)

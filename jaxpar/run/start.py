@@ -9,15 +9,14 @@ from jaxpar import checkpoint, state
 from jaxpar import config as configs
 from jaxpar.errors import UserError
 from jaxpar.launch import processes
+from jaxpar.plan import format_private_key
 from jaxpar.run import resume
 from jaxpar.run.build import Run
 
 
 def start(run: Run) -> tuple[Any, int]:
     """The strategy's state and the number of steps it has behind it: of the newest whole checkpoint, or a fresh one."""
-    like = jax.eval_shape(
-        lambda key: state.to_canonical(state.init(run.problem.model, run.problem.optimizer, key)), jax.random.key(0)
-    )
+    like = state.to_canonical(state.abstract(run.problem.model, run.problem.optimizer))
     found = checkpoint.restore(run.workdir / "checkpoints", like, say=print)
     processes.check_same(f"the newest whole checkpoint (-1: none) in {run.workdir}", found.step if found else -1)
     if found is None:
@@ -26,11 +25,11 @@ def start(run: Run) -> tuple[Any, int]:
     print(f"resume    from step {found.step:,}", flush=True)
     for change in resume.differences(before, run.config).values():
         print(f"changed   {change}", flush=True)
-    private_of = found.info.get("private_of", "")
-    is_own = private_of == run.strategy.private_of
+    key = found.info.get("private_key", {"of": found.info.get("private_of", "")})  # the first ones had words
+    is_own = key == dict(run.plan.private_key)
     if found.private and not is_own:
-        now = run.strategy.private_of or f"strategy {run.config.strategy}"
-        print(f"private   state of {private_of} is left behind: this is {now}", flush=True)
+        now = format_private_key(run.plan.private_key) or f"strategy {run.config.strategy}"
+        print(f"private   state of {format_private_key(key)} is left behind: this is {now}", flush=True)
     return run.strategy.from_canonical(found.tree, found.private if is_own else {}), found.step
 
 

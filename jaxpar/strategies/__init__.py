@@ -1,21 +1,26 @@
 """Strategies: how a problem is trained on devices. One file a strategy, one row in STRATEGIES.
 
-The training loop calls the functions of a `Strategy` and nothing else. Every synchronous
-strategy gives the same training as `single`: tests/strategies/test_equality.py runs over the table.
+A strategy is planned, for any cluster and without devices, then built on devices (strategy.py has the contracts). The
+training loop calls the functions of a `Strategy` and nothing else. Every synchronous strategy gives the training of
+`single`: tests/strategies/test_equality.py runs over the table.
 """
 
+from collections.abc import Sequence
+
+import jax
 from ml_collections import ConfigDict
 
+from jaxpar import cluster as clusters
+from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError, check_choice
+from jaxpar.plan import Decision, Plan
 from jaxpar.step import Problem
 from jaxpar.strategies import async_data_parallel, data_parallel, pipeline, single
-from jaxpar.strategies.strategy import Description, Strategy
+from jaxpar.strategies.strategy import Strategy, StrategyModule
 
-__all__ = ["STRATEGIES", "Description", "Strategy", "build", "check"]
+__all__ = ["STRATEGIES", "Strategy", "build", "decide", "make", "plan", "possible"]
 
-# Each module has `num_replicas(config)`, which checks the config, `parts(config, num_replicas)`, into how many a batch
-# must divide and what they are in words, and `build(config, problem)`.
-STRATEGIES = {
+STRATEGIES: dict[str, StrategyModule] = {
     "single": single,
     "data_parallel": data_parallel,
     "async_data_parallel": async_data_parallel,
@@ -23,21 +28,47 @@ STRATEGIES = {
 }
 
 
-def check(config: ConfigDict) -> None:
-    """Raises UserError where the strategy cannot run on these devices with this batch size."""
+def decide(config: ConfigDict, cluster: Cluster) -> Decision:
+    """Decide what the config comes to on a cluster before data is read.
+
+    Raises:
+      UserError: the strategy cannot run on this cluster, or not with this batch size.
+    """
     check_choice("strategy", config.strategy, STRATEGIES)
-    module = STRATEGIES[config.strategy]
-    num_replicas = module.num_replicas(config)
-    number, words = module.parts(config, num_replicas)
+    decision = STRATEGIES[config.strategy].decide(config, cluster)
+    number, words = decision.batch_divisor, decision.batch_words
     if config.batch_size < 1 or config.batch_size % number:
-        raise UserError(f"config.batch_size is {config.batch_size}; it may be a multiple of {number}: {words}")
-    if config.eval.batch_size < 0 or config.eval.batch_size % num_replicas:
+        raise UserError(f"config.batch_size is {config.batch_size}; it must be a multiple of {number}: {words}")
+    if config.eval.batch_size < 0 or config.eval.batch_size % decision.num_replicas:
         raise UserError(
-            f"config.eval.batch_size is {config.eval.batch_size}; it may be a multiple of {num_replicas}, "
+            f"config.eval.batch_size is {config.eval.batch_size}; it must be a multiple of {decision.num_replicas}, "
             "the number of replicas (the data axis), or 0 for config.batch_size"
         )
+    return decision
 
 
-def build(config: ConfigDict, problem: Problem) -> Strategy:
-    """The strategy that config.strategy names, for a config that `check` passed."""
-    return STRATEGIES[config.strategy].build(config, problem)
+def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision | None = None) -> Plan:
+    """Plan the strategy of a config for a cluster, which need not be at hand. See `StrategyModule.plan`.
+
+    Raises:
+      UserError: as `decide`, or the strategy cannot train these shapes.
+    """
+    return STRATEGIES[config.strategy].plan(config, shapes, cluster, decision or decide(config, cluster))
+
+
+def possible(config: ConfigDict, shapes: Problem, cluster: Cluster) -> Plan | str:
+    """Return the plan, or in one line why there is none: for callers that ask about many configs."""
+    try:
+        return plan(config, shapes, cluster)
+    except UserError as error:
+        return str(error)
+
+
+def build(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strategy:
+    """Build a planned strategy on the first of these devices."""
+    return STRATEGIES[plan.strategy].build(plan, problem, devices)
+
+
+def make(config: ConfigDict, problem: Problem) -> Strategy:
+    """Plan and build the strategy of a config on this machine's devices."""
+    return build(plan(config, problem, clusters.find()), problem, clusters.devices())

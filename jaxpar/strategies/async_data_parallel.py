@@ -11,9 +11,10 @@ A step of the run is as many gradients as there are workers, each of its part of
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,61 +23,97 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from ml_collections import ConfigDict
 
+from jaxpar import layout
 from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar.asynchronous import live, local, options, server, table
 from jaxpar.asynchronous.programs import Arrival, Cures
 from jaxpar.asynchronous.table import UpdateTable, staleness_summary
+from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError
-from jaxpar.exchange.reduce import Traffic
-from jaxpar.mesh import DATA
+from jaxpar.mesh import DATA, STAGE
+from jaxpar.plan import Decision, Plan, Traffic
 from jaxpar.state import Canonical, State, nbytes
 from jaxpar.step import Problem
 from jaxpar.strategies import exchanges
-from jaxpar.strategies.strategy import CompiledProgram, Description, Strategy, with_shardings
+from jaxpar.strategies.strategy import CompiledProgram, Strategy, placer, with_shardings
 from jaxpar.tasks import Sums
 
 
-def num_replicas(config: ConfigDict) -> int:
-    """Devices that workers are spread over. Raises UserError for what is wrong with config.asynchronous."""
-    meshes.check_one_process("config.strategy='async_data_parallel'")
+def decide(config: ConfigDict, cluster: Cluster) -> Decision:
+    """Decide on devices for the workers. Raises UserError for what is wrong with config.asynchronous."""
+    meshes.check_one_process("config.strategy='async_data_parallel'", cluster)
     meshes.check_one_stage(config)
     if config.exchange != "ddp" or exchanges.given(config):
         raise UserError(
-            f"config.exchange is {exchanges.name(config)!r}; it may be 'ddp' without options with "
+            f"config.exchange is {exchanges.name(config)!r}; it must be 'ddp' without options with "
             "config.strategy='async_data_parallel', where config.asynchronous says what is exchanged"
         )
     options.check(config)
-    return min(meshes.num_replicas(config), config.asynchronous.num_workers)
-
-
-def parts(config: ConfigDict, num_replicas: int) -> tuple[int, str]:
-    """What a batch divides into: of each worker, what it takes one after another; in evaluation, of each device."""
     workers, microbatches = config.asynchronous.num_workers, config.optimizer.accumulation_steps
+    available = meshes.sizes(config, cluster)[DATA]
+    taken = min(available, workers)
     words = f"{workers} workers (config.asynchronous.num_workers) x {microbatches} accumulation steps"
-    return math.lcm(workers * microbatches, num_replicas), words + f", on {num_replicas} devices"
+    divisor = math.lcm(workers * microbatches, taken)
+    return Decision({DATA: taken, STAGE: 1}, divisor, f"{words}, on {taken} devices", taken, available)
 
 
-def server_device(config: ConfigDict) -> jax.Device:
-    """One of its own, where there are more devices than workers; else the first worker's."""
-    available, taken = meshes.num_replicas(config), num_replicas(config)
-    has_own = available > taken and config.asynchronous.policy not in options.LOCAL
-    return jax.devices()[taken if has_own else 0]
+@dataclass(frozen=True)
+class AsyncDetails:
+    """What `build` needs of a plan. server: the number of its device, the first behind the workers', or 0."""
+
+    config: ConfigDict
+    updates: UpdateTable | None
+    server: int
 
 
-def build(config: ConfigDict, problem: Problem) -> Strategy:
-    """The strategy of config.asynchronous, over config.mesh.data devices."""
-    mesh, is_live = meshes.build(num_replicas(config)), config.asynchronous.mode == "live"
-    updates = None if is_live else options.build_table(config, problem.num_steps)
-    devices, at = list(mesh.devices.flat), server_device(config)
+def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision | None = None) -> Plan:
+    """Plan the workers' devices, the server's, and the table of updates."""
+    decision = decision or decide(config, cluster)
+    taken, available = decision.num_replicas, decision.table
+    is_live = config.asynchronous.mode == "live"
+    updates = None if is_live else options.build_table(config, shapes.num_steps)
+    has_its_own = available > taken and config.asynchronous.policy not in options.LOCAL
+    server = taken if has_its_own else 0
+    problem, cures = options.build_cures(config, shapes, updates)
+    numbers: Any = list(range(taken))
+    engine: Any = build_engine(config, problem, cures, updates, numbers, cast(Any, server))
+    like = states.abstract(problem.model, problem.optimizer)
+    memory, summary = engine.memory(like), words(config)
+    if updates is not None:
+        staleness = staleness_summary(updates)
+        summary += f", staleness {staleness['mean']:.2f} on average and {staleness['max']} at most"
+    if len(memory) > taken:
+        summary += ", the server on a device of its own"
+    sent = round(engine.sent() * nbytes(like.params))
+    layouts = {part: layout.on_one(decision.axes, getattr(like, part), DATA, 0) for part in ("params", "optimizer")}
+    return Plan(
+        "async_data_parallel",
+        decision,
+        summary,
+        layouts,
+        tuple(memory.values()),
+        (Traffic("copy", "float32", DATA, sent, messages=engine.sent()),) if sent else (),
+        private_key={"policy": words(config), "table": fingerprint(updates) if updates else "live"},
+        differs="" if is_lock_step(config) else f"{words(config)} takes gradients of weights that are not the newest",
+        details=AsyncDetails(config, updates, server),
+    )
+
+
+def build(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strategy:
+    """Build the strategy of config.asynchronous on the first of these devices."""
+    config, updates = plan.details.config, plan.details.updates
+    mesh, at, used = meshes.build(plan.axes, devices), devices[plan.details.server], devices[: plan.num_devices]
+    devices = list(mesh.devices.flat)
     problem, cures = options.build_cures(config, problem, updates)
     engine: Any = build_engine(config, problem, cures, updates, devices, at)
     first, everywhere = SingleDeviceSharding(at), NamedSharding(mesh, PartitionSpec())
     divided = NamedSharding(mesh, PartitionSpec(DATA))
-    like = jax.eval_shape(partial(states.init, problem.model, problem.optimizer), jax.random.key(0))
+    like = states.abstract(problem.model, problem.optimizer)
     fresh = jax.jit(partial(states.init, problem.model, problem.optimizer), out_shardings=first)
     sums = meshes.one_at_a_time(jax.jit(partial(steps.evaluate, problem), out_shardings=everywhere), mesh)
+    place_on_devices = placer(divided)
 
     def from_canonical(tree: Canonical, private: Canonical | None = None) -> Any:
         step, path = int(tree["step"]), config.asynchronous.table
@@ -89,22 +126,20 @@ def build(config: ConfigDict, problem: Problem) -> Strategy:
         return engine.restored(begun, private) if private else begun
 
     def evaluate(state: Any, batch: Mapping[str, np.ndarray]) -> Sums:
-        rows = {k: jax.make_array_from_process_local_data(divided, v) for k, v in batch.items()}
-        total: Sums = sums(jax.device_put(engine.params(state), everywhere), rows)
+        total: Sums = sums(jax.device_put(engine.params(state), everywhere), place_on_devices(batch))
         return total
 
     return Strategy(
+        plan,
+        tuple(used),
         init=lambda key: engine.start(fresh(key)),
         place=dict,
         step=engine.step,
         evaluate=evaluate,
         to_canonical=lambda state: states.to_canonical(engine.canonical(state)),
         from_canonical=from_canonical,
-        describe=lambda: describe(config, engine, updates, like, mesh.size),
         compile=lambda: compiled(engine, problem, like, devices, at),
         to_private=engine.private,
-        private_of=f"{words(config)} ({fingerprint(updates) if updates else 'live'})",
-        differs="" if is_lock_step(config) else f"{words(config)} takes gradients of weights that are not the newest",
         report=lambda state, workdir: report(engine.table(state), workdir),
     )
 
@@ -173,18 +208,3 @@ def is_lock_step(config: ConfigDict) -> bool:
 def fingerprint(updates: UpdateTable) -> str:
     """Of a table, but for its times."""
     return hashlib.sha256(b"".join(column.tobytes() for column in updates[1:6])).hexdigest()[:12]
-
-
-def describe(
-    config: ConfigDict, engine: Any, updates: UpdateTable | None, like: State, num_replicas: int
-) -> Description:
-    """What is where, and what goes from a device to another."""
-    memory, layout = engine.memory(like), words(config)
-    if updates is not None:
-        staleness = staleness_summary(updates)
-        layout += f", staleness {staleness['mean']:.2f} on average and {staleness['max']} at most"
-    if len(memory) > num_replicas:
-        layout += ", the server on a device of its own"
-    sent = round(engine.sent() * nbytes(like.params))
-    traffic = (Traffic("copy", "float32", DATA, sent),) if sent else ()
-    return Description(tuple(memory), layout, num_replicas, tuple(memory.values()), traffic)

@@ -9,93 +9,117 @@ XLA adds each product up right behind it, in its dtype: a weight's gradient in b
 replicas of a bfloat16 model have their sums written out.
 """
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
+from jaxpar import layout
 from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
+from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError, check_choice
-from jaxpar.exchange.reduce import Traffic
+from jaxpar.exchange.reduce import ring_traffic
 from jaxpar.mesh import DATA
+from jaxpar.plan import Decision, Plan
 from jaxpar.state import State, nbytes
 from jaxpar.step import Metrics, Problem
 from jaxpar.strategies import exchanges, master, replicas
-from jaxpar.strategies.strategy import CompiledProgram, Description, Strategy, with_shardings
+from jaxpar.strategies.strategy import CompiledProgram, Strategy, placer, with_shardings
 from jaxpar.tasks import Sums
 
 IMPLEMENTATIONS = ("auto", "shard_map", "sharding", "pmap")
 
 
-def num_replicas(config: ConfigDict) -> int:
-    """Devices on the data axis. Raises UserError where there are not as many."""
+def decide(config: ConfigDict, cluster: Cluster) -> Decision:
+    """Decide on the data axis. Raises UserError where there are not as many devices, or the exchange cannot be."""
     check_choice("data_parallel.implementation", config.data_parallel.implementation, IMPLEMENTATIONS)
     if config.exchange == "dp":
-        meshes.check_one_process("config.exchange='dp'")
+        meshes.check_one_process("config.exchange='dp'", cluster)
     if config.data_parallel.implementation == "pmap":
-        meshes.check_one_process("config.data_parallel.implementation='pmap'")
+        meshes.check_one_process("config.data_parallel.implementation='pmap'", cluster)
     meshes.check_one_stage(config)
-    replicas = meshes.num_replicas(config)
-    exchanges.check(config, replicas)
+    axes = meshes.sizes(config, cluster)
+    exchanges.check(config, axes[DATA], cluster)
     if config.data_parallel.implementation in ("sharding", "pmap") and not is_plain(config):
         raise UserError(
             f"config.data_parallel.implementation is {config.data_parallel.implementation!r}, in which XLA adds "
-            "gradients up; it may be 'shard_map' with a config.exchange or config.exchange_options"
+            "gradients up; it must be 'shard_map' with a config.exchange or config.exchange_options"
         )
-    if config.data_parallel.implementation == "sharding" and not sums_are_float32(config, replicas):
+    if config.data_parallel.implementation == "sharding" and not sums_are_float32(config, axes[DATA]):
         raise UserError(
             "config.data_parallel.implementation is 'sharding', in which XLA adds gradients up in config.model.dtype, "
-            f"{config.model.dtype!r}; on several replicas it may be 'shard_map' or 'pmap', in which sums are float32"
+            f"{config.model.dtype!r}; on several replicas it must be 'shard_map' or 'pmap', in which sums are float32"
         )
-    return replicas
+    return Decision(axes, *batch_divisor(config, axes[DATA]), num_replicas=axes[DATA])
 
 
 def is_plain(config: ConfigDict) -> bool:
-    """Whether the exchange is ddp as it comes, which XLA can write too."""
+    """Return whether the exchange is ddp without options, which XLA can write too."""
     return config.exchange == "ddp" and not exchanges.given(config)
 
 
 def sums_are_float32(config: ConfigDict, num_replicas: int) -> bool:
-    """Whether XLA adds gradients up in float32, where it writes the sums: it does so in the model's dtype."""
+    """Return whether XLA adds gradients up in float32, where it writes the sums: it does so in the model's dtype."""
     return num_replicas == 1 or config.model.dtype == "float32"
 
 
-def parts(config: ConfigDict, num_replicas: int) -> tuple[int, str]:
-    """What a batch divides into: of each replica, what it takes one after another."""
+def batch_divisor(config: ConfigDict, num_replicas: int) -> tuple[int, str]:
+    """Return what a batch divides into: replicas, and what each takes one after another."""
     microbatches = config.optimizer.accumulation_steps
     return num_replicas * microbatches, f"{num_replicas} replicas (the data axis) x {microbatches} accumulation steps"
 
 
-def build(config: ConfigDict, problem: Problem) -> Strategy:
-    """The implementation that config.data_parallel.implementation names."""
-    mesh = meshes.build(num_replicas(config))
+def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision | None = None) -> Plan:
+    """Plan the implementation that config.data_parallel.implementation names."""
+    decision = decision or decide(config, cluster)
     if config.exchange == "dp":
-        return master.build(problem, mesh)
-    implementation = config.data_parallel.implementation
+        return master.plan(shapes, decision)
+    num_replicas, implementation = decision.num_replicas, config.data_parallel.implementation
     if implementation == "auto":
-        by_xla = is_plain(config) and sums_are_float32(config, mesh.size)
+        by_xla = is_plain(config) and sums_are_float32(config, num_replicas)
         implementation = "sharding" if by_xla else "shard_map"
-    if implementation == "pmap":
-        return build_pmap(problem, mesh)
-    if implementation == "sharding":
-        return build_sharding(problem, mesh)
-    exchange = exchanges.build(config, problem, mesh.size)
-    private_of = f"{exchanges.full_name(config)} on {mesh.size} replicas"
-    strategy = replicas.build(problem, mesh, exchange, exchanges.name(config), private_of)
-    return strategy._replace(differs=exchanges.differs(config))
+    if implementation == "shard_map":
+        return replicas.plan(config, shapes, decision, on_cpu=cluster.platform == "cpu")
+    summary = "batch divided, state replicated"
+    summary = f"pmap: {summary}" if implementation == "pmap" else "one device" if num_replicas == 1 else summary
+    return plan_replicated("data_parallel", shapes, decision, summary, implementation)
 
 
-def build_sharding(problem: Problem, mesh: Mesh) -> Strategy:
-    """Data parallelism by jit over `mesh`: batch divided, state replicated."""
-    replicated = NamedSharding(mesh, PartitionSpec())
-    divided = NamedSharding(mesh, PartitionSpec(DATA))
-    like = jax.eval_shape(functools.partial(states.init, problem.model, problem.optimizer), jax.random.key(0))
+def plan_replicated(
+    strategy: str, shapes: Problem, decision: Decision, summary: str, implementation: str = "sharding"
+) -> Plan:
+    """Plan all of the state on each device, and gradients added up by XLA's ring all-reduce.
+
+    Args:
+      implementation: sharding or pmap; the `details` of the plan.
+    """
+    like, n = states.abstract(shapes.model, shapes.optimizer), decision.num_replicas
+    layouts = {part: layout.replicated(decision.axes, getattr(like, part)) for part in ("params", "optimizer")}
+    memory = {"parameters": layouts["params"].nbytes_on(), "optimizer": layouts["optimizer"].nbytes_on()}
+    size = nbytes(like.params)
+    traffic = (ring_traffic("all-reduce", 2, DATA, n, size, "float32"),) if n > 1 else ()
+    return Plan(strategy, decision, summary, layouts, (memory,) * n, traffic, details=implementation)
+
+
+def build(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strategy:
+    """Build what `plan` decided on."""
+    if isinstance(plan.details, replicas.ReplicaDetails):
+        return replicas.build(plan, problem, devices)
+    builders = {"master": master.build, "sharding": build_sharding, "pmap": build_pmap}
+    return builders[plan.details](plan, problem, devices)
+
+
+def build_sharding(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strategy:
+    """Build data parallelism by jit over a mesh: batch divided, state replicated."""
+    mesh = meshes.build(plan.axes, devices)
+    replicated, divided = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(DATA))
+    like = states.abstract(problem.model, problem.optimizer)
 
     def step(state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
         grads, sums = steps.gradients(problem, state, batch, batch["weights"].sum())
@@ -104,27 +128,28 @@ def build_sharding(problem: Problem, mesh: Mesh) -> Strategy:
     def evaluate(state: State, batch: dict[str, jax.Array]) -> Sums:
         return steps.evaluate(problem, state.params, batch)
 
-    def place(rows: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        return {key: jax.make_array_from_process_local_data(divided, value) for key, value in rows.items()}
-
     compiled_step = jax.jit(step, donate_argnums=0, out_shardings=replicated)
     arguments = with_shardings(like, replicated), with_shardings(problem.batch, divided)
     return Strategy(
-        init=jax.jit(functools.partial(states.init, problem.model, problem.optimizer), out_shardings=replicated),
-        place=place,
+        plan,
+        tuple(mesh.devices.flat),
+        init=jax.jit(partial(states.init, problem.model, problem.optimizer), out_shardings=replicated),
+        place=placer(divided),
         step=meshes.one_at_a_time(compiled_step, mesh),
         evaluate=meshes.one_at_a_time(jax.jit(evaluate, out_shardings=replicated), mesh),
         to_canonical=states.to_canonical,
         from_canonical=lambda tree, private=None: jax.device_put(states.from_canonical(tree, like), replicated),
-        describe=lambda: describe(mesh, like, "one device" if mesh.size == 1 else "batch divided, state replicated"),
         compile=lambda: [CompiledProgram(compiled_step.lower(*arguments).compile())],
     )
 
 
-def build_pmap(problem: Problem, mesh: Mesh) -> Strategy:
-    """Data parallelism by `jax.pmap`: arrays have a leading dim of the replicas."""
-    devices = list(mesh.devices.flat)
-    like = jax.eval_shape(functools.partial(states.init, problem.model, problem.optimizer), jax.random.key(0))
+def build_pmap(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strategy:
+    """Build data parallelism by `jax.pmap`: arrays have a leading dim of the replicas."""
+    n, devices = plan.num_replicas, list(devices[: plan.num_replicas])
+    mesh = meshes.build(plan.axes, devices)
+    divided = NamedSharding(mesh, PartitionSpec(DATA))
+    like = states.abstract(problem.model, problem.optimizer)
+    stacked = layout.per_replica(plan.axes, like, DATA)
 
     def step(state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
         weight = jax.lax.psum(batch["weights"].sum(), DATA)
@@ -136,7 +161,7 @@ def build_pmap(problem: Problem, mesh: Mesh) -> Strategy:
         return jax.lax.psum(steps.evaluate(problem, state.params, batch), DATA)
 
     def first(tree: Any) -> Any:
-        """A replicated tree as its first replica's arrays."""
+        """The arrays of the first replica, which are those of all."""
         return jax.tree.map(lambda x: x.addressable_shards[0].data[0], tree)
 
     compiled_step = jax.pmap(step, axis_name=DATA, devices=devices, donate_argnums=0)
@@ -144,44 +169,31 @@ def build_pmap(problem: Problem, mesh: Mesh) -> Strategy:
     mapped_evaluate = meshes.one_at_a_time(jax.pmap(evaluate, axis_name=DATA, devices=devices), mesh)
 
     def place(rows: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        sharding = NamedSharding(mesh, PartitionSpec(DATA))
-        split = {key: value.reshape(len(devices), -1, *value.shape[1:]) for key, value in rows.items()}
-        return {key: jax.device_put(value, sharding) for key, value in split.items()}
+        split = {key: value.reshape(n, -1, *value.shape[1:]) for key, value in rows.items()}
+        return {key: jax.device_put(value, divided) for key, value in split.items()}
 
     def replicate(state: State) -> State:
-        sharding = NamedSharding(mesh, PartitionSpec(DATA))
-        stacked = jax.tree.map(lambda x: np.broadcast_to(np.asarray(x), (len(devices), *x.shape)), state)
-        return jax.device_put(stacked, sharding)
+        return jax.device_put(stacked.to_global(jax.tree.map(np.asarray, state), np), divided)
 
     def mapped_step_with_first(state: State, batch: Any) -> tuple[State, Metrics]:
         state, metrics = mapped_step(state, batch)
         return state, first(metrics)
 
     def compile() -> list[CompiledProgram]:
-        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(devices), *x.shape), x.dtype), like)
         batch = {
-            key: jax.ShapeDtypeStruct((len(devices), x.shape[0] // len(devices), *x.shape[1:]), x.dtype)
-            for key, x in problem.batch.items()
+            key: jax.ShapeDtypeStruct((n, x.shape[0] // n, *x.shape[1:]), x.dtype) for key, x in problem.batch.items()
         }
-        return [CompiledProgram(compiled_step.lower(state, batch).compile())]
+        return [CompiledProgram(compiled_step.lower(stacked.shapes, batch).compile())]
 
-    init = jax.jit(functools.partial(states.init, problem.model, problem.optimizer))
+    init = jax.jit(partial(states.init, problem.model, problem.optimizer))
     return Strategy(
+        plan,
+        tuple(devices),
         init=lambda key: replicate(init(key)),
         place=place,
         step=mapped_step_with_first,
         evaluate=lambda state, batch: first(mapped_evaluate(state, batch)),
         to_canonical=lambda state: states.to_canonical(first(state)),
         from_canonical=lambda tree, private=None: replicate(states.from_canonical(tree, like)),
-        describe=lambda: describe(mesh, like, "pmap: batch divided, state replicated"),
         compile=compile,
     )
-
-
-def describe(mesh: Mesh, state: State, layout: str) -> Description:
-    """All of the state on each device; gradients by ring all-reduce: each sends 2(n-1)/n of their bytes."""
-    devices = tuple(mesh.devices.flat)
-    memory = {"parameters": nbytes(state.params), "optimizer": nbytes(state.optimizer)}
-    sent = 2 * (len(devices) - 1) / len(devices) * nbytes(state.params)
-    traffic = (Traffic("all-reduce", "float32", DATA, sent),) if len(devices) > 1 else ()
-    return Description(devices, layout, len(devices), (memory,) * len(devices), traffic)

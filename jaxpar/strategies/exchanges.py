@@ -6,16 +6,15 @@ import jax
 from ml_collections import ConfigDict
 
 from jaxpar import optimizer
+from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError, check_choice
 from jaxpar.exchange import EXCHANGES, GRADIENTS, Axis, Exchange, Rule, obstacle, presets
 from jaxpar.exchange import build as build_exchange
 from jaxpar.exchange.fuse import AllReduce
 from jaxpar.exchange.presets import PASSES, options
 from jaxpar.mesh import DATA
+from jaxpar.optimizer import TRAITS
 from jaxpar.step import Problem
-
-# optimizers that compute each element of an update from that element alone
-ELEMENTWISE = ("adamw", "sgd", "lion")
 
 
 def given(config: ConfigDict) -> dict[str, Any]:
@@ -28,10 +27,10 @@ def name(config: ConfigDict) -> str:
     return " ".join([config.exchange, *(f"{key}={value}" for key, value in sorted(given(config).items()))])
 
 
-def full_name(config: ConfigDict) -> str:
-    """The exchange and all of its options, in words: what its private state is of."""
-    own = {**options(config.exchange), **_with_seed(config)}
-    return " ".join([config.exchange, *(f"{key}={value}" for key, value in sorted(own.items()))])
+def private_key(config: ConfigDict, num_replicas: int) -> dict[str, Any]:
+    """Return what the private state of an exchange depends on: its name, all of its options, the replicas."""
+    chosen = {**options(config.exchange), **_with_seed(config)}
+    return {"exchange": config.exchange, "options": dict(sorted(chosen.items())), "replicas": num_replicas}
 
 
 def differs(config: ConfigDict) -> str:
@@ -44,30 +43,30 @@ def _with_seed(config: ConfigDict) -> dict[str, Any]:
     return seed | given(config)
 
 
-def check(config: ConfigDict, num_replicas: int) -> None:
+def check(config: ConfigDict, num_replicas: int, cluster: Cluster) -> None:
     """Raises UserError for an exchange, or an option of one, that cannot be."""
     check_choice("exchange", config.exchange, EXCHANGES)
     if reason := obstacle(config.exchange, num_replicas, given(config)):
         key, wrong = reason
         raise UserError(f"config.{key} {wrong}" if key == "exchange" else f"config.exchange_options.{key} {wrong}")
-    if given(config).get("offload"):
-        kinds = [memory.kind for memory in jax.devices()[0].addressable_memories()]
-        if "pinned_host" not in kinds:
-            raise UserError(
-                f"config.exchange_options.offload is True; this platform has no pinned host memory ({', '.join(kinds)})"
-            )
+    if given(config).get("offload") and not cluster.has_pinned_host_memory:
+        raise UserError(
+            "config.exchange_options.offload is True; it must be False on a platform without pinned host memory, "
+            f"such as {cluster.platform} ({cluster.device_kind})"
+        )
     _check_optimizer(config)
 
 
 def _check_optimizer(config: ConfigDict) -> None:
     o, kind = config.exchange, config.optimizer.name
-    if o.startswith("zero") and kind not in ELEMENTWISE:
+    elementwise = [name for name, traits in TRAITS.items() if traits.elementwise]
+    if o.startswith("zero") and kind not in elementwise:
         raise UserError(
             f"config.optimizer.name is {kind!r}, which looks at whole arrays, and config.exchange={o!r} divides them; "
-            f"it may be {', '.join(ELEMENTWISE)}"
+            f"it must be one of {', '.join(elementwise)}"
         )
     if o in ("onebit_adam", "bagua_qadam") and kind != "adamw":
-        raise UserError(f"config.optimizer.name is {kind!r}; it may be adamw with config.exchange={o!r}")
+        raise UserError(f"config.optimizer.name is {kind!r}; it must be adamw with config.exchange={o!r}")
 
 
 def build(config: ConfigDict, problem: Problem, num_replicas: int) -> Exchange:
@@ -95,7 +94,7 @@ def build(config: ConfigDict, problem: Problem, num_replicas: int) -> Exchange:
     return build_exchange(config.exchange, Axis(DATA, num_replicas), rule, **_with_seed(config))
 
 
-def check_on_gradients(config: ConfigDict, num_replicas: int) -> None:
+def check_on_gradients(config: ConfigDict, num_replicas: int, cluster: Cluster) -> None:
     """As `check`, for pipelines, whose replicas can agree on gradients alone."""
     if PASSES in given(config):
         raise UserError(
@@ -113,7 +112,7 @@ def check_on_gradients(config: ConfigDict, num_replicas: int) -> None:
             f"config.exchange is {config.exchange!r}, which {what}; with config.strategy='pipeline' it may be "
             f"{', '.join(GRADIENTS)}"
         )
-    check(config, num_replicas)
+    check(config, num_replicas, cluster)
 
 
 def on_gradients(config: ConfigDict, num_replicas: int) -> AllReduce:

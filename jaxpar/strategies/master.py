@@ -6,31 +6,46 @@ the other exchanges are there, and what this one is for to show. Losses are take
 in DataParallel's module: outputs do not travel.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxpar import layout
 from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
-from jaxpar.exchange.reduce import Traffic
 from jaxpar.mesh import DATA
 from jaxpar.models.model import Batch
+from jaxpar.plan import Decision, Plan, Traffic
 from jaxpar.state import State, nbytes
 from jaxpar.step import Metrics, Problem
-from jaxpar.strategies.strategy import CompiledProgram, Description, Strategy, with_shardings
+from jaxpar.strategies.strategy import CompiledProgram, Strategy, placer, with_shardings
 from jaxpar.tasks import Sums
 
 
-def build(problem: Problem, mesh: Mesh) -> Strategy:
-    """The strategy over the devices of `mesh`, of which the first is the master."""
+def plan(shapes: Problem, decision: Decision) -> Plan:
+    """Plan the state on the first device alone."""
+    like, others = states.abstract(shapes.model, shapes.optimizer), decision.num_replicas - 1
+    layouts = {part: layout.on_one(decision.axes, getattr(like, part), DATA) for part in ("params", "optimizer")}
+    size = nbytes(like.params)
+    memory = [{"parameters": size, "optimizer": nbytes(like.optimizer)}, *[{"parameters": size}] * others]
+    # The master's; another device sends its gradients alone.
+    traffic = (Traffic("copy", "float32", DATA, others * size, messages=others),)
+    summary = "dp: batch divided, state on the first device alone"
+    return Plan("data_parallel", decision, summary, layouts, memory, traffic, details="master")
+
+
+def build(plan: Plan, problem: Problem, given: Sequence[jax.Device]) -> Strategy:
+    """Build the strategy on the first devices of those given, of which the first is the master."""
+    mesh = meshes.build(plan.axes, given)
     devices = list(mesh.devices.flat)
     master, divided = SingleDeviceSharding(devices[0]), NamedSharding(mesh, PartitionSpec(DATA))
     everywhere = NamedSharding(mesh, PartitionSpec())
-    like = jax.eval_shape(partial(states.init, problem.model, problem.optimizer), jax.random.key(0))
+    like = states.abstract(problem.model, problem.optimizer)
     in_shard_map = partial(jax.shard_map, mesh=mesh, out_specs=PartitionSpec(DATA), check_vma=False)
 
     @jax.jit
@@ -68,14 +83,6 @@ def build(problem: Problem, mesh: Mesh) -> Strategy:
     def evaluate(state: State, batch: Batch) -> Sums:
         return add_up(to_master(waiting_sums(jax.device_put(state.params, everywhere), batch)))
 
-    def describe() -> Description:
-        size, others = nbytes(like.params), len(devices) - 1
-        layout = "dp: batch divided, state on the first device alone"
-        memory = [{"parameters": size, "optimizer": nbytes(like.optimizer)}, *[{"parameters": size}] * others]
-        # The master's; another device sends its gradients alone.
-        traffic = (Traffic("copy", "float32", DATA, others * size),)
-        return Description(tuple(devices), layout, len(devices), tuple(memory), traffic)
-
     def compile() -> list[CompiledProgram]:
         sent = with_shardings(like._replace(optimizer=()), everywhere)
         weight = with_shardings(jax.ShapeDtypeStruct((), jnp.float32), everywhere)
@@ -86,13 +93,14 @@ def build(problem: Problem, mesh: Mesh) -> Strategy:
 
     waiting_share, waiting_sums = meshes.one_at_a_time(share, mesh), meshes.one_at_a_time(share_of_sums, mesh)
     return Strategy(
+        plan,
+        tuple(devices),
         init=jax.jit(partial(states.init, problem.model, problem.optimizer), out_shardings=master),
-        place=lambda rows: {k: jax.make_array_from_process_local_data(divided, v) for k, v in rows.items()},
+        place=placer(divided),
         step=step,
         evaluate=evaluate,
         to_canonical=states.to_canonical,
         from_canonical=lambda tree, private=None: jax.device_put(states.from_canonical(tree, like), master),
-        describe=describe,
         compile=compile,
     )
 

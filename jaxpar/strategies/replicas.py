@@ -3,24 +3,30 @@
 jaxpar/exchange says what replicas send each other, and which part of the state each has.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
 
 from jaxpar import mesh as meshes
+from jaxpar import state as states
 from jaxpar import step as steps
-from jaxpar.exchange.exchange import OWN, Exchange
+from jaxpar.exchange.exchange import Exchange
+from jaxpar.layout import PER_REPLICA
 from jaxpar.mesh import DATA
 from jaxpar.models.model import Batch
+from jaxpar.plan import ON_HOST, Decision, Plan
 from jaxpar.state import State
 from jaxpar.step import Metrics, Problem
-from jaxpar.strategies.replica_state import Form
-from jaxpar.strategies.strategy import ON_HOST, CompiledProgram, Description, Strategy, with_shardings
+from jaxpar.strategies import exchanges
+from jaxpar.strategies.replica_state import ReplicaState, make_layouts
+from jaxpar.strategies.strategy import CompiledProgram, Strategy, placer, with_shardings
 from jaxpar.tasks import Sums
 
 # On GPUs XLA would put buckets together again, and so wait for the whole backward pass; and is to hide their latency.
@@ -29,16 +35,50 @@ OVERLAP: dict[str, Any] = {
 } | {"xla_gpu_enable_latency_hiding_scheduler": True}
 
 
-def build(problem: Problem, mesh: Mesh, exchange: Exchange, name: str, private_of: str) -> Strategy:
-    """The strategy of an exchange; name: of it, in words; private_of: what its private state is of."""
-    if exchange.fetch and mesh.devices.flat[0].platform == "cpu":
-        # There nothing orders collectives inside a loop and outside of it: devices would wait in different ones.
+@dataclass(frozen=True)
+class ReplicaDetails:
+    """What `build` needs of a plan. unrolled: whether the model is to be computed without a scan."""
+
+    unrolled: bool
+
+
+def plan(config: ConfigDict, shapes: Problem, decision: Decision, *, on_cpu: bool) -> Plan:
+    """Plan replicas that exchange as config.exchange says. Raises UserError where the exchange cannot be."""
+    exchange = exchanges.build(config, shapes, decision.num_replicas)
+    like = states.abstract(shapes.model, shapes.optimizer)
+    layouts = make_layouts(exchange, dict(decision.axes), like)
+    names = {"params": "parameters", "optimizer": "optimizer" + (ON_HOST if exchange.offload else ""), "private": "own"}
+    memory = {names[part]: where.nbytes_on() for part, where in layouts.items()}
+    traffic = tuple(exchange.traffic(like.params, shapes.accumulation_steps))
+    summary = f"{exchanges.name(config)}: batch divided, parameters {layouts['params'].kind}, "
+    summary += f"optimizer {layouts['optimizer'].kind}" + (", in the host's memory" if exchange.offload else "")
+    return Plan(
+        "data_parallel",
+        decision,
+        summary,
+        layouts,
+        (memory,) * decision.num_replicas,
+        traffic,
+        exchange,
+        exchanges.private_key(config, decision.num_replicas),
+        exchanges.differs(config),
+        # On CPUs nothing orders collectives inside a loop and outside of it: devices would wait in different ones.
+        ReplicaDetails(unrolled=bool(exchange.fetch) and on_cpu),
+    )
+
+
+def build(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strategy:
+    """Build the strategy of a planned exchange."""
+    mesh, exchange = meshes.build(plan.axes, devices), plan.exchange
+    if plan.details.unrolled:
         problem = problem._replace(model=problem.model.unrolled())
-    form = Form(problem, mesh, exchange)
+    form = ReplicaState(problem, mesh, exchange, dict(plan.layouts))
     divided = NamedSharding(mesh, PartitionSpec(DATA))
     in_shard_map = partial(jax.shard_map, mesh=mesh, check_vma=False)
     in_specs, out_specs = (form.specs, PartitionSpec(DATA)), (form.specs, PartitionSpec())
-    replica_step = in_shard_map(train_step(problem, exchange, form, mesh.size), in_specs=in_specs, out_specs=out_specs)
+    replica_step = in_shard_map(
+        train_step(problem, exchange, form, plan.num_replicas), in_specs=in_specs, out_specs=out_specs
+    )
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         return replica_step(jax.device_put(state, form.on_device) if exchange.offload else state, batch)
@@ -46,7 +86,7 @@ def build(problem: Problem, mesh: Mesh, exchange: Exchange, name: str, private_o
     @jax.jit
     @partial(in_shard_map, in_specs=(form.params.specs, PartitionSpec(DATA)), out_specs=PartitionSpec())
     def evaluate(params: Any, batch: Batch) -> Sums:
-        whole = jax.lax.pmean(form.params.local(params), DATA) if form.params.kind == OWN else params
+        whole = jax.lax.pmean(form.params.local(params), DATA) if form.params.kind == PER_REPLICA else params
         return jax.lax.psum(steps.evaluate(problem, whole, batch, fetch=exchange.fetch), DATA)
 
     def compile() -> list[CompiledProgram]:
@@ -58,21 +98,21 @@ def build(problem: Problem, mesh: Mesh, exchange: Exchange, name: str, private_o
     compiled_step = jax.jit(step, donate_argnums=0, out_shardings=shardings, compiler_options=OVERLAP)
     waiting_evaluate = meshes.one_at_a_time(evaluate, mesh)
     return Strategy(
+        plan,
+        tuple(mesh.devices.flat),
         init=form.init,
-        place=lambda rows: {k: jax.make_array_from_process_local_data(divided, v) for k, v in rows.items()},
+        place=placer(divided),
         step=meshes.one_at_a_time(compiled_step, mesh),
         evaluate=lambda state, batch: waiting_evaluate(state.params, batch),
         to_canonical=form.to_canonical,
         from_canonical=form.from_canonical,
-        describe=lambda: describe(problem, mesh, exchange, form, name),
         compile=compile,
         to_private=form.to_private,
-        private_of=private_of,
     )
 
 
 def train_step(
-    problem: Problem, exchange: Exchange, form: Form, num_replicas: int
+    problem: Problem, exchange: Exchange, form: ReplicaState, num_replicas: int
 ) -> Callable[[State, Batch], tuple[State, Metrics]]:
     """A replica's part of a step."""
 
@@ -101,14 +141,3 @@ def train_step(
         return form.out(state), metrics
 
     return step
-
-
-def describe(problem: Problem, mesh: Mesh, exchange: Exchange, form: Form, name: str) -> Description:
-    """What is where, and what a replica sends."""
-    optimizer = "optimizer" + (ON_HOST if exchange.offload else "")
-    places = {"parameters": form.params, optimizer: form.optimizer, "own": form.own}
-    memory = {part: place.device_bytes() for part, place in places.items()}
-    traffic = tuple(exchange.traffic(form.like.params, problem.accumulation_steps))
-    layout = f"{name}: batch divided, parameters {form.params.kind}, optimizer {form.optimizer.kind}"
-    layout += ", in the host's memory" if exchange.offload else ""
-    return Description(tuple(mesh.devices.flat), layout, mesh.size, (memory,) * mesh.size, traffic)

@@ -1,38 +1,19 @@
-"""The contract of a strategy: a tuple of functions. See the package for the table of them."""
+"""The contracts of a strategy: the module that plans and builds it, and what it is once it is built."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
+from ml_collections import ConfigDict
 
-from jaxpar.exchange.reduce import Traffic
+from jaxpar.cluster import Cluster
+from jaxpar.plan import Decision, Plan
 from jaxpar.state import Canonical
-from jaxpar.step import Metrics
+from jaxpar.step import Metrics, Problem
 from jaxpar.tasks import Sums
-
-ON_HOST = " on the host"  # after the name of a part of the state
-
-
-class Description(NamedTuple):
-    """What a strategy uses: printed at the start of a run and kept in result.json."""
-
-    devices: tuple[jax.Device, ...]
-    layout: str  # in words
-    num_replicas: int  # ways a batch is divided
-    memory: tuple[Mapping[str, int], ...]  # of each device: bytes of parameters, optimizer, own (of the exchange)
-    traffic: tuple[Traffic, ...]  # what a device sends in a step, in theory; but for figures, such as the loss
-
-    @property
-    def state_bytes(self) -> int:
-        """On the fullest device."""
-        return max(sum(n for part, n in parts.items() if not part.endswith(ON_HOST)) for parts in self.memory)
-
-    @property
-    def wire_bytes(self) -> int:
-        """Sent by a device in a step."""
-        return round(sum(one.nbytes for one in self.traffic))
 
 
 class CompiledProgram(NamedTuple):
@@ -41,7 +22,7 @@ class CompiledProgram(NamedTuple):
     Attributes:
       compiled: what XLA made of it.
       branches: by the name of a conditional, in which share of the steps each of its branches is taken.
-      arguments: names of its positional arguments, where it has parts of a state as such.
+      arguments: names of its positional arguments, where it takes parts of a state apart from each other.
     """
 
     compiled: jax.stages.Compiled
@@ -49,26 +30,74 @@ class CompiledProgram(NamedTuple):
     arguments: tuple[str, ...] = ()
 
 
+class Strategy(NamedTuple):
+    """How a problem is trained on some devices. `state` has the strategy's own form; `batch` is what `place` returns.
+
+    Attributes:
+      plan: that it was built of.
+      devices: that it uses, in the order of the mesh: stages of one replica next to each other.
+      init: key -> state.
+      place: rows of this host -> batch on devices.
+      step: (state, batch) -> (state, metrics); the old state is donated.
+      evaluate: (state, batch) -> sums.
+      to_canonical: state -> canonical state.
+      from_canonical: (canonical state, private=None) -> state; leaves may be NumPy arrays.
+      compile: () -> a step's programs, for the problem's batch, from shapes alone, without running them.
+      to_private: state -> what of it is not in the canonical state.
+      report: (state, workdir) -> results for result.json; writes what it has to show at the end of a run.
+    """
+
+    plan: Plan
+    devices: tuple[jax.Device, ...]
+    init: Callable[[jax.Array], Any]
+    place: Callable[[Mapping[str, np.ndarray]], Any]
+    step: Callable[[Any, Any], tuple[Any, Metrics]]
+    evaluate: Callable[[Any, Any], Sums]
+    to_canonical: Callable[[Any], Canonical]
+    from_canonical: Callable[..., Any]
+    compile: Callable[[], list[CompiledProgram]]
+    to_private: Callable[[Any], Canonical] = lambda state: {}
+    report: Callable[[Any, Path], Mapping[str, Any]] = lambda state, workdir: {}
+
+
+class StrategyModule(Protocol):
+    """A module of this package: one file a strategy."""
+
+    def decide(self, config: ConfigDict, cluster: Cluster) -> Decision:
+        """Decide what can be decided before shapes are known. Pure; reads each file that the config names once.
+
+        Raises:
+          UserError: the config cannot be run by this strategy on this cluster.
+        """
+
+    def plan(self, config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision | None = None) -> Plan:
+        """Plan the strategy: no device is touched, nothing is compiled.
+
+        Args:
+          config: of the run.
+          shapes: what is trained: a model and a batch in shapes, and an optimizer.
+          cluster: to run on.
+          decision: what `decide` returned for this config and cluster; None: it is called.
+
+        Raises:
+          UserError: as `decide`; or the strategy cannot train these shapes.
+        """
+
+    def build(self, plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strategy:
+        """Build the strategy on the first plan.num_devices devices. Compiles nothing yet."""
+
+
+def placer(sharding: NamedSharding) -> Callable[[Mapping[str, np.ndarray]], dict[str, jax.Array]]:
+    """Return a function that makes a batch on devices of the rows that this host reads."""
+
+    def place(rows: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        return {name: jax.make_array_from_process_local_data(sharding, x) for name, x in rows.items()}
+
+    return place
+
+
 def with_shardings(tree: Any, shardings: Any) -> Any:
-    """Abstract arrays with these shardings; `shardings`: of each, or one for all."""
+    """Return abstract arrays with these shardings; `shardings`: of each, or one for all."""
     if isinstance(shardings, jax.sharding.Sharding):
         shardings = jax.tree.map(lambda _: shardings, tree)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
-
-
-class Strategy(NamedTuple):
-    """How a problem is trained. `state` has the strategy's own form; `batch` is what `place` returns."""
-
-    init: Callable[[jax.Array], Any]  # key -> state
-    place: Callable[[Mapping[str, np.ndarray]], Any]  # rows of this host -> batch on devices
-    step: Callable[[Any, Any], tuple[Any, Metrics]]  # (state, batch) -> (state, metrics); the old state is donated
-    evaluate: Callable[[Any, Any], Sums]  # (state, batch) -> sums
-    to_canonical: Callable[[Any], Canonical]
-    from_canonical: Callable[..., Any]  # (tree, private=None) -> state; leaves may be NumPy arrays
-    describe: Callable[[], Description]
-    compile: Callable[[], list[CompiledProgram]]  # a step's programs, for the problem's batch, without running them
-    to_private: Callable[[Any], Canonical] = lambda state: {}  # what of the state is not in the canonical one
-    private_of: str = ""  # only a strategy of which this is the same can go on with it
-    differs: str = ""  # what it does otherwise than `single`, and so gets other numbers; empty: they are the same
-    # Writes what it has to show at the end of a run, and returns figures for result.json.
-    report: Callable[[Any, Path], Mapping[str, Any]] = lambda state, workdir: {}  # (state, workdir)

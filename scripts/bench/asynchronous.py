@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import data, mesh, strategies
 from jaxpar.strategies import Strategy
@@ -46,8 +47,8 @@ def main() -> None:
     def build(rows: Any, *more: str) -> Strategy:
         own: ConfigDict = configs.load(arguments.config)
         configs.override(own, [*overrides, f"--config.batch_size={len(rows['index'])}", *more])
-        strategies.check(own)
-        return strategies.build(own, make_problem(own, dataset.info, rows))
+        strategies.decide(own, clusters.find())
+        return strategies.make(own, make_problem(own, dataset.info, rows))
 
     rows = batches.batch(0)
     if "emulated" in arguments.figures:

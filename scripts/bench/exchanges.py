@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from ml_collections import ConfigDict
 
+from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import data, mesh, strategies
 from jaxpar.analysis import audit
@@ -65,8 +66,8 @@ def main() -> None:
             own: ConfigDict = configs.load(arguments.config)
             by = "--config.data_parallel.implementation=shard_map"
             configs.override(own, [*overrides, f"--config.exchange={name}", by, *more])
-            strategies.check(own)
-            return strategies.build(own, make_problem(own, dataset.info, rows))
+            strategies.decide(own, clusters.find())
+            return strategies.make(own, make_problem(own, dataset.info, rows))
 
         if {"bytes", "memory"} & set(figures):
             sent_and_held(build, arguments.replicas, "bytes" in figures, "memory" in figures)
@@ -80,21 +81,21 @@ def main() -> None:
 
 def sent_and_held(build: Callable[..., strategies.Strategy], n: int, sent: bool, held: bool) -> None:
     """Figures bytes and memory."""
-    ddp = build("ddp").describe()
+    ddp = build("ddp").plan
     parameters, optimizer = ddp.memory[0]["parameters"], ddp.memory[0]["optimizer"]
     for name in EXCHANGES:
         strategy = build(name)
-        on, programs = strategy.describe(), strategy.compile()
+        plan, programs = strategy.plan, strategy.compile()
         if sent:
-            rows = audit.audit(programs, on, {mesh.DATA: n, mesh.STAGE: 1})
+            rows = audit.audit(programs, plan)
             total = sum(row.nbytes for row in rows if row.dtype != audit.SCALARS)
-            ratio = f"{total / on.wire_bytes:.4f}" if total else "copies"
-            of_ddp = on.wire_bytes / ddp.wire_bytes
+            ratio = f"{total / plan.wire_bytes:.4f}" if total else "copies"
+            of_ddp = plan.wire_bytes / ddp.wire_bytes
             print(f"bytes   {name:36} {ratio} of theory, which is {of_ddp:.4f} of ddp's", flush=True)
         if held and name.startswith("zero"):
             formula = (parameters / n if name == "zero3" else parameters) + optimizer / n
             of_all = formula / (parameters + optimizer)
-            devices = audit.memory(programs, on)
+            devices = audit.memory(programs, strategy)
             fullest = max(
                 sum(held.nbytes or 0 for held in parts.values() if held.theory is not None) for parts in devices
             )
@@ -112,7 +113,7 @@ def steps(build: Callable[..., strategies.Strategy], rows: Any, rounds: int) -> 
 
 def ring(n: int, rounds: int) -> None:
     """Figure ring."""
-    axis, on = reduce.Axis(mesh.DATA, n), mesh.build(n)
+    axis, on = reduce.Axis(mesh.DATA, n), mesh.build({mesh.DATA: n, mesh.STAGE: 1}, clusters.devices())
     spec = PartitionSpec(mesh.DATA)
     x = jax.device_put(jnp.ones((n, SIZE)), jax.sharding.NamedSharding(on, spec))
 

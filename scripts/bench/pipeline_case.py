@@ -1,7 +1,6 @@
 """One training step to be measured: a config and rows for it, what a pipeline makes of them, and its compiled form."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -10,21 +9,20 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
+from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import mesh as meshes
-from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar import strategies
 from jaxpar.data import DataInfo
 from jaxpar.mesh import DATA
-from jaxpar.pipeline.executor import partition
 from jaxpar.pipeline.executor.engine import PipelineEngine
-from jaxpar.pipeline.executor.lowering import NONE, Lowered, lower
-from jaxpar.pipeline.executor.stages import Stages
-from jaxpar.pipeline.executor.state import SPECS, Form, PackedState
+from jaxpar.pipeline.executor.lowering import NONE
+from jaxpar.pipeline.executor.state import SPECS, PackedState
 from jaxpar.pipeline.tables.table import Table
 from jaxpar.step import Problem
 from jaxpar.strategies import pipeline
+from jaxpar.strategies.strategy import with_shardings
 from scripts.bench import scan_and_mask
 from scripts.bench.steps import Contender, make_problem
 
@@ -56,7 +54,7 @@ class Case(NamedTuple):
         """What runs the step."""
         if self.is_masked:
             return scan_and_mask.build(self.config, self.problem)
-        return strategies.build(self.config, self.problem)
+        return strategies.make(self.config, self.problem)
 
 
 class Maker(NamedTuple):
@@ -98,7 +96,7 @@ class Maker(NamedTuple):
         model = [] if is_image else [f"--config.model.{key}={value}" for key, value in MODEL.items()]
         configs.override(config, ["--config.task=causal_lm", *model, *self.overrides, *overrides])
         configs.override(config, [f"--config.batch_size={m * self.num_rows}"])
-        strategies.check(config)
+        strategies.decide(config, clusters.find())
         info, rows = random_data(config)
         return Case(config, rows, make_problem(config, info, rows), is_masked)
 
@@ -155,19 +153,13 @@ def abstract_arguments(case: Case) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]
     if case.config.strategy == "single" or case.is_masked:
         return jax.eval_shape(case.contender.init, jax.random.key(0)), steps.abstract(case.rows)
     parts, p = Parts(case), case.config.mesh.stage
-    like = jax.eval_shape(partial(states.init, case.problem.model, case.problem.optimizer), jax.random.key(0))
+    like = parts.details.state.shapes(p)
 
-    def abstract(tree: Any, spec: PartitionSpec, *leading: int) -> Any:
-        sharding = NamedSharding(parts.mesh, spec)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*leading, *x.shape), x.dtype, sharding=sharding), tree)
+    def abstract(tree: Any, spec: PartitionSpec) -> Any:
+        return with_shardings(tree, NamedSharding(parts.mesh, spec))
 
-    state = PackedState(
-        abstract(like.step, SPECS.step),
-        abstract(like.key, SPECS.key),
-        abstract(tuple(parts.form.params.shapes), SPECS.params, p),
-        abstract(tuple(parts.form.optimizer.shapes), SPECS.optimizer, p),
-    )
-    return state, abstract(case.rows, PartitionSpec(DATA))
+    made = PackedState(*[abstract(part, spec) for part, spec in zip(like, SPECS, strict=True)])
+    return made, abstract(case.rows, PartitionSpec(DATA))
 
 
 class Parts:
@@ -175,21 +167,16 @@ class Parts:
 
     def __init__(self, case: Case):
         """case: of a pipeline."""
-        self.case, config, problem = case, case.config, case.problem
-        self.table: Table = pipeline.build_table(config)
-        self.mesh = meshes.build(1, self.table.num_devices)
-        bounds = partition.bounds(problem.model, problem.batch, config.pipeline.partition, self.table.num_stages)
-        self.stages = Stages(problem.model, bounds, self.table.stages, problem.batch)
-        self.form = Form(problem, self.stages, self.mesh)
-        self.lowered: Lowered = lower(self.table)
+        self.case = case
+        self.plan = strategies.plan(case.config, case.problem, clusters.find())
+        self.details: pipeline.PipelineDetails = self.plan.details
+        self.table: Table = self.plan.decision.table
+        self.mesh = meshes.build(self.plan.axes, clusters.devices())
+        self.stages, self.lowered = self.details.stages, self.details.lowered
 
     def engine(self) -> PipelineEngine:
-        """Of a step."""
-        m = self.table.num_microbatches
-        rows = jax.eval_shape(partial(steps.microbatches, num=m), dict(self.case.problem.batch))
-        key = jax.eval_shape(jax.random.key, 0)
-        remat = self.case.config.pipeline.remat
-        return PipelineEngine(self.stages, self.form.params, self.lowered.shape, remat, steps.abstract(rows, 1), key)
+        """Trace a step's programs."""
+        return self.details.engine(self.case.problem, 1)
 
     def shares(self) -> list[list[float]]:
         """By rank and branch of the engine's switches: in which share of (device, clock) it is taken."""

@@ -35,7 +35,7 @@ def terms(parts: Parts) -> dict[str, int]:
         "outputs": 2 * engine.wire.nbytes,
         "rows": nbytes(parts.case.rows),
         "dearest action": max(_action(parts, engine, n, rank) for n in range(numbers) for rank in range(ranks)),
-        "gradients": parts.form.params.nbytes,
+        "gradients": parts.details.state.params.packing.nbytes,
         "update": max(_update(parts, kind) for kind in range(kinds)),
     }
 
@@ -95,8 +95,8 @@ def _action(parts: Parts, engine: PipelineEngine, number: int, rank: int) -> int
 
 def _update(parts: Parts, kind: int) -> int:
     """Of the optimizer's update of what a device holds."""
-    problem, form = parts.case.problem, parts.form
-    params = form.params.tree(kind)
+    problem = parts.case.problem
+    params = parts.details.state.params.packing.tree(kind)
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     state = State(scalar(jnp.int32), key, params, jax.eval_shape(problem.optimizer.init, params))
     sums = Sums(*[scalar(jnp.float32)] * 3)

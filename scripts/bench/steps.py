@@ -55,7 +55,7 @@ def measure(
     configs: Mapping[str, ConfigDict], info: data.DataInfo, rows: Mapping[str, np.ndarray], *, rounds: int
 ) -> dict[str, Timing]:
     """Times a step of each config on the same rows, in turn."""
-    contenders = {name: strategies.build(config, make_problem(config, info, rows)) for name, config in configs.items()}
+    contenders = {name: strategies.make(config, make_problem(config, info, rows)) for name, config in configs.items()}
     return race(contenders, rows, rounds=rounds)
 
 

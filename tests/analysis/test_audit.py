@@ -1,5 +1,6 @@
 """The audit: compiled steps send what the formulas say, and what no formula says is found."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -15,7 +16,7 @@ from jaxpar import step
 from jaxpar.analysis import audit
 from jaxpar.analysis.audit import SCALARS, CollectiveRow, axis_of
 from jaxpar.exchange import EXCHANGES, Axis, reduce
-from jaxpar.strategies import Description
+from jaxpar.plan import Decision, Plan, Traffic
 from jaxpar.strategies.strategy import CompiledProgram
 from scripts import audit as script
 from tests.runs import small_arguments
@@ -77,15 +78,15 @@ SENT: dict[str, tuple[tuple[str, ...], Sent]] = {
 
 
 @functools.cache
-def compiled(name: str) -> tuple[list[CompiledProgram], Description]:
+def compiled(name: str) -> tuple[list[CompiledProgram], Plan]:
     task = ADAM if name in ("bagua_qadam", "onebit_adam") else MLP
     strategy = make(task, WIDE, *SENT[name][0])
-    return strategy.compile(), strategy.describe()
+    return strategy.compile(), strategy.plan
 
 
 def rows_of(name: str) -> list[CollectiveRow]:
     programs, on = compiled(name)
-    return audit.audit(programs, on, {"data": on.num_replicas, "stage": 1})
+    return audit.audit(programs, on)
 
 
 @functools.cache
@@ -133,7 +134,7 @@ def test_dp_has_copies_and_no_collective() -> None:
 
 def test_a_pipeline_of_2_replicas() -> None:
     strategy = make(MLP, *pipeline("gpipe", 2, "--config.exchange=byteps_onebit", replicas=2))
-    rows = audit.audit(strategy.compile(), strategy.describe(), {"data": 2, "stage": 2})
+    rows = audit.audit(strategy.compile(), strategy.plan)
     assert [row for row in rows if not row.is_explained] == []
     sent = {(row.kind, row.axis, row.dtype): row for row in counted(rows)}
     kinds = CODES, CODES_OF_MEANS
@@ -153,15 +154,15 @@ def test_less_theory_leaves_a_row_unexplained(name: str) -> None:
         elsewhere = tuple(o._replace(axis="stage") for o in on.traffic)
         twice = (*others, *(o._replace(nbytes=o.nbytes * 2) for o in on.traffic if o.kind == one.kind))
         for wrong in (others, half, twice, elsewhere):
-            rows = audit.audit(programs, on._replace(traffic=wrong), {"data": N, "stage": 1})
+            rows = audit.audit(programs, dataclasses.replace(on, traffic=wrong))
             unexplained = {row.kind for row in counted(rows) if not row.is_explained}
             assert one.kind in unexplained
 
 
 def test_theory_that_is_not_sent_is_shown() -> None:
     programs, on = compiled("ddp")
-    more = reduce.Traffic("all-gather", "float32", "data", 1000.0)
-    rows = audit.audit(programs, on._replace(traffic=(*on.traffic, more)), {"data": N, "stage": 1})
+    more = Traffic("all-gather", "float32", "data", 1000.0)
+    rows = audit.audit(programs, dataclasses.replace(on, traffic=(*on.traffic, more)))
     [row] = [row for row in rows if not row.is_explained]
     assert row == CollectiveRow("all-gather", "data", "float32", 0, 0, 1000.0, 1000.0)
 
@@ -184,7 +185,7 @@ def test_one_more_sum_is_unexplained(exchange: str, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(step, "gradients", with_another)
     strategy = make(MLP, *replicated(exchange))
-    rows = audit.audit(strategy.compile(), strategy.describe(), {"data": N, "stage": 1})
+    rows = audit.audit(strategy.compile(), strategy.plan)
     assert [(row.kind, row.dtype) for row in rows if not row.is_explained] == [REDUCE]
 
 
@@ -233,7 +234,7 @@ def sent_by(instruction: str) -> list[CollectiveRow]:
     text = "ENTRY %main.1 (x: f32[100]) -> f32[100] {\n  %x = f32[100]{0} parameter(0)\n"
     text += f"  ROOT %sent = f32[100]{{0}} {instruction}\n}}\n"
     program: Any = SimpleNamespace(compiled=SimpleNamespace(as_text=lambda: text), branches={})
-    return audit.audit([program], Description((), "", 2, (), ()), MESH)
+    return audit.audit([program], Plan("single", Decision(MESH, 1, "", 2), "", {}, ()))
 
 
 @pytest.mark.parametrize("groups", WRITTEN)
@@ -273,7 +274,7 @@ def test_groups_that_cannot_be_read_are_no_silence() -> None:
 def held(task: Task, exchange: str, *options: str) -> dict[str, int]:
     """Of each device, in the compiled program, and by the strategy's formula, which is the same."""
     strategy = make(task, *replicated(exchange, *options))
-    devices = audit.memory(strategy.compile(), strategy.describe())
+    devices = audit.memory(strategy.compile(), strategy)
     assert len(devices) == N and all(parts == devices[0] for parts in devices)
     parts = {name: one for name, one in devices[0].items() if one.theory is not None}
     assert all(one.nbytes == one.theory for one in parts.values()), parts
@@ -297,7 +298,7 @@ def test_bytes_on_a_device() -> None:
 
 def test_the_bytes_of_a_master_and_of_the_others() -> None:
     strategy = make(MLP, *replicated("dp"))
-    master, *others = audit.memory(strategy.compile(), strategy.describe())
+    master, *others = audit.memory(strategy.compile(), strategy)
     whole = 4 * number_of_parameters(MLP)
     assert [master[name] for name in ("parameters", "optimizer")] == [(whole, whole), (whole + 4, whole + 4)]
     assert master["inputs"].nbytes == pytest.approx(N * whole, rel=0.02)  # all devices' gradients
@@ -308,9 +309,9 @@ def test_the_bytes_of_a_master_and_of_the_others() -> None:
 
 def test_bytes_of_a_pipelines_residuals() -> None:
     strategy = make(MLP, *pipeline("gpipe", 2, "--config.exchange=byteps_onebit", replicas=2))
-    memory = strategy.describe().memory[0]
+    memory = strategy.plan.memory[0]
     state = jax.eval_shape(strategy.init, jax.random.key(0))
-    assert memory["own"] == sum(leaf.size * leaf.dtype.itemsize // 4 for leaf in jax.tree.leaves(state.own))
+    assert memory["own"] == sum(leaf.size * leaf.dtype.itemsize // 4 for leaf in jax.tree.leaves(state.private))
 
 
 def test_bytes_are_those_of_the_arrays() -> None:
@@ -322,7 +323,7 @@ def test_bytes_are_those_of_the_arrays() -> None:
             name: sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(part))
             for name, part in parts.items()
         }
-        assert strategy.describe().memory == (first,) * N, exchange
+        assert strategy.plan.memory == (first,) * N, exchange
 
 
 # ---- the script -------------------------------------------------------------------------------------

@@ -201,4 +201,4 @@ def test_only_versions_that_are_needed_are_there() -> None:
     most = server.num_kept(table, 2)
     assert max(peaks) <= max(most)
     size = sum(leaf.size * 4 for leaf in jax.tree.leaves(state.params))
-    assert [parts["history"] for parts in strategy.describe().memory] == [number * size for number in most]
+    assert [parts["history"] for parts in strategy.plan.memory] == [number * size for number in most]

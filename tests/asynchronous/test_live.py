@@ -174,10 +174,10 @@ def test_a_server_with_a_device_of_its_own(tmp_path: Path) -> None:
     state, _ = go_on(strategy, strategy.from_canonical(start(MLP)), MLP, 0, NUM_STEPS)
     tree = strategy.to_canonical(state)
     assert {x.devices().pop().id for x in jax.tree.leaves((tree["params"], tree["optimizer"]))} == {2}
-    on = strategy.describe()
-    assert [device.id for device in on.devices] == [0, 1, 2] and on.num_replicas == 2
+    plan = strategy.plan
+    assert [device.id for device in strategy.devices] == [0, 1, 2] and plan.num_replicas == 2
     server = ["parameters", "optimizer", "cures", "history"]
-    assert [list(parts) for parts in on.memory[1:]] == [["parameters", "history"], server]
+    assert [list(parts) for parts in plan.memory[1:]] == [["parameters", "history"], server]
     end = final(strategy, state)
     path, _ = written(strategy, state, tmp_path)
     replay = make(MLP, *asynchronous(f"table={path}", "cures=adaptive_dc_asgd", workers=2, devices=1))

@@ -11,6 +11,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from jaxpar import checkpoint, train
+from jaxpar.plan import format_private_key
 from tests.runs import change_info, small_config
 from tests.test_train import assert_bitwise_equal, final_params, stop_at
 
@@ -84,12 +85,12 @@ def test_the_private_state_is_each_replicas_own(run: Path) -> None:
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(found.private)]
     assert leaves and all(leaf.shape[0] == 2 for leaf in leaves)
     assert any((leaf[0] != leaf[1]).any() for leaf in leaves)
-    assert found.info["private_of"] == NAME
+    assert format_private_key(found.info["private_key"]) == NAME
 
 
 def test_without_it_training_would_end_elsewhere(run: Path, uninterrupted: Path) -> None:
     """Else the test above would pass where nothing is restored."""
-    change_info(run / "checkpoints" / "5", lambda info: info.update(private_of=NAME.replace("on 2", "on 3")))
+    change_info(run / "checkpoints" / "5", lambda info: info["private_key"].update(replicas=3))
     train.train(config(ONEBIT), run)
     got, expected = final_params(run), final_params(uninterrupted)
     assert any((got[name] != leaf).any() for name, leaf in expected.items() if "params" in name)

@@ -6,7 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpar.exchange.zero import Shards, pad, shard_shape, split_dim, unpad, zero
+from jaxpar.exchange.zero import Shards, zero
+from jaxpar.layout import pad, shard_shape, split_dim, unpad
 from jaxpar.optimizer import clip_by_norm
 from tests.exchange.replicas import Tree, adamw, axis, close, on_replicas, only, repeated, train
 

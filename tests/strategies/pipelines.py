@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from jaxpar import models, optimizer, strategies
+from jaxpar import cluster, models, optimizer, strategies
 from jaxpar import state as states
 from jaxpar.config import default_config, override
 from jaxpar.data import DataInfo
@@ -118,7 +118,7 @@ def make_problem(config: ConfigDict, task: Task) -> Problem:
     with pytest.MonkeyPatch.context() as patch:
         if task.model == "resnet":
             patch.setitem(resnet.BLOCKS, "18", RESNET_BLOCKS[task.layers])
-        strategies.check(config)
+        strategies.decide(config, cluster.find())
         model = models.build(config, info if task.task == "classification" else info._replace(num_classes=0))
     rule = optimizer.build(config, optimizer.build_schedule(config, NUM_STEPS))
     return Problem(model, rule, config.optimizer.accumulation_steps, abstract(make_batch(task, 0)), NUM_STEPS)
@@ -127,7 +127,7 @@ def make_problem(config: ConfigDict, task: Task) -> Problem:
 def make(task: Task, *overrides: str) -> Strategy:
     """The strategy of a config."""
     config = make_config(task, *overrides)
-    return strategies.build(config, make_problem(config, task))
+    return strategies.make(config, make_problem(config, task))
 
 
 @functools.cache

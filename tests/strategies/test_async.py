@@ -86,7 +86,10 @@ def test_stopped_and_resumed(name: str) -> None:
     assert int(tree["step"]) == 5
     expected = named(on(2, name).tree)
     ends: list[dict[str, Any]] = []
-    assert make(MLP, *asynchronous(*POLICIES[name], *RANDOM, workers=8, devices=4)).private_of == strategy.private_of
+    assert (
+        make(MLP, *asynchronous(*POLICIES[name], *RANDOM, workers=8, devices=4)).plan.private_key
+        == strategy.plan.private_key
+    )
     for given, devices in ((private, 4), (private, 1), (None, 2)):
         other = make(MLP, *asynchronous(*POLICIES[name], *RANDOM, workers=8, devices=devices))
         state = other.from_canonical(tree, given)
@@ -149,13 +152,17 @@ def test_evaluation_is_that_of_the_single_device() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_what_is_said_of_it(name: str) -> None:
     strategy = make(MLP, *asynchronous(*POLICIES[name], workers=8, devices=2))
-    on = strategy.describe()
-    assert on.layout.startswith(f"{POLICIES[name][0].removeprefix('policy=')} of 8 workers") and on.num_replicas == 2
+    plan = strategy.plan
+    assert (
+        plan.summary.startswith(f"{POLICIES[name][0].removeprefix('policy=')} of 8 workers") and plan.num_replicas == 2
+    )
     size = sum(leaf.size * 4 for leaf in jax.tree.leaves(start(MLP)["params"]))
-    assert [parts["parameters"] for parts in on.memory] == [4 * size if "interval" in str(POLICIES[name]) else size] * 2
+    assert [parts["parameters"] for parts in plan.memory] == [
+        4 * size if "interval" in str(POLICIES[name]) else size
+    ] * 2
     programs = strategy.compile()
     assert len(programs) == (4 if "interval" in str(POLICIES[name]) else 3)  # workers' on two devices, and updates
-    held = audit.memory(programs, on)
+    held = audit.memory(programs, strategy)
     assert all(parts["parameters"].nbytes == size and (parts["inputs"].nbytes or 0) > 0 for parts in held)
     of_server = [part for part in ("optimizer", "waiting", "cures") if part in held[0]]
     assert all(held[0][part].nbytes == held[0][part].theory or "interval" in str(POLICIES[name]) for part in of_server)
@@ -183,7 +190,7 @@ def test_memory_is_what_there_is(settings: str) -> None:
             there |= {"outer": state.outer, "averages": list(state.averages.values())}
         most = {name: max(nbytes(tree), most.get(name, 0)) for name, tree in there.items()}
     told: dict[str, int] = {}
-    for parts in strategy.describe().memory:
+    for parts in strategy.plan.memory:
         told = {name: told.get(name, 0) + parts.get(name, 0) for name in {**told, **parts}}
     assert told["parameters"] == most["parameters"] and told["optimizer"] in (optimizer, 8 * optimizer)
     for name in ("waiting", "cures", "outer"):
@@ -216,7 +223,7 @@ def test_bytes_that_are_sent_are_those_that_are_copied(
     for step in range(NUM_STEPS):
         state, _ = strategy.step(state, strategy.place(make_batch(MLP, step)))
     large = sum(x.nbytes for x in jax.tree.leaves(start(MLP)["params"]) if x.size > 50)
-    assert moved / NUM_STEPS / large == pytest.approx(strategy.describe().wire_bytes / SIZE, rel=1e-3)
+    assert moved / NUM_STEPS / large == pytest.approx(strategy.plan.wire_bytes / SIZE, rel=1e-3)
 
 
 def test_its_table_is_that_of_the_steps_that_it_made(tmp_path: Path) -> None:

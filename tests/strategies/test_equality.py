@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import models, optimizer, strategies
+from jaxpar import cluster, models, optimizer, strategies
 from jaxpar.config import default_config, override
 from jaxpar.data import DataInfo
 from jaxpar.step import Problem, abstract
@@ -76,7 +76,7 @@ def outcome(variant: str, optimizer_name: str) -> Outcome:
     override(config, [f"--config.strategy={variant.split(',')[0]}", f"--config.optimizer.name={optimizer_name}"])
     override(config, [f"--config.optimizer.lr={LEARNING_RATES[optimizer_name]}", *VARIANTS[variant]])
     override(config, [f"--config.batch_size={BATCH}", f"--config.data.max_length={LENGTH}"])
-    strategies.check(config)
+    strategies.decide(config, cluster.find())
     schedule = optimizer.build_schedule(config, NUM_STEPS)
     problem = Problem(
         models.build(config, INFO),
@@ -85,7 +85,7 @@ def outcome(variant: str, optimizer_name: str) -> Outcome:
         abstract(batch(0)),
         NUM_STEPS,
     )
-    strategy = strategies.build(config, problem)
+    strategy = strategies.make(config, problem)
     state = strategy.init(jax.random.key(0))
     start = named(strategy.to_canonical(state)["params"])
     losses = []

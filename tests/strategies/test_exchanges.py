@@ -13,11 +13,12 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxpar import mesh as meshes
+from jaxpar import state as states
 from jaxpar.exchange import AROUND, EXCHANGES, GRADIENTS, Axis, Rule, build
-from jaxpar.exchange.zero import shard_shape
+from jaxpar.layout import shard_shape
 from jaxpar.models.model import Model
 from jaxpar.strategies import Strategy, replicas
-from jaxpar.strategies.replica_state import Form
+from jaxpar.strategies.replica_state import ReplicaState, make_layouts
 from tests.strategies.pipelines import (
     NUM_MICROBATCHES,
     Task,
@@ -228,10 +229,12 @@ def test_a_bucket_waits_for_its_own_layers_alone() -> None:
     """In the program as it is traced: of the matrix products, a bucket of the last layers depends on a part."""
     config = make_config(BERT._replace(layers=4), "--config.model.scan_layers=False")
     problem = make_problem(config, BERT._replace(layers=4))
-    mesh = meshes.build(N)
+    axes = {"data": N, "stage": 1}
+    mesh = meshes.build(axes, jax.devices())
     layers = [layer.name for layer in problem.model.layers]
     exchange = build("ddp", Axis("data", N), Rule(problem.optimizer, None, layers=layers), bucket_bytes=4000)
-    form = Form(problem, mesh, exchange)
+    like = states.abstract(problem.model, problem.optimizer)
+    form = ReplicaState(problem, mesh, exchange, make_layouts(exchange, axes, like))
     specs = (form.specs, PartitionSpec("data")), (form.specs, PartitionSpec())
     step = replicas.train_step(problem, exchange, form, N)
     mapped = jax.shard_map(step, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)

@@ -7,11 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import mesh as meshes
 from jaxpar.optimizer import OPTIMIZERS
 from jaxpar.pipeline.executor import partition
 from jaxpar.pipeline.executor.stages import Stages
-from jaxpar.pipeline.executor.state import Form, PackedState
+from jaxpar.pipeline.executor.state import PackedState, StagedState
 from jaxpar.state import Canonical
 from jaxpar.strategies.pipeline import build_table
 from tests.strategies.pipelines import (
@@ -94,12 +93,12 @@ class Parts:
         bounds = partition.bounds(problem.model, problem.batch, config.pipeline.partition, table.num_stages)
         self.model = problem.model
         self.stages = Stages(problem.model, bounds, table.stages, problem.batch)
-        self.form = Form(problem, self.stages, meshes.build(case.replicas, case.stages))
+        self.state = StagedState({"data": case.replicas, "stage": case.stages}, problem, self.stages)
 
     def held(self, state: PackedState, device: int) -> Any:
         """The parameters that a device holds, from its own memory."""
         arrays = [next(s.data[0] for s in x.addressable_shards if s.index[0].start == device) for x in state.params]
-        return self.form.params.unpack(self.stages.kinds[device], jax.device_get(arrays))
+        return self.state.params.packing.unpack(self.stages.kinds[device], jax.device_get(arrays))
 
 
 def nbytes(tree: Any) -> int:
@@ -137,7 +136,7 @@ def test_a_device_holds_its_own_layers_and_no_more(case: Case) -> None:
         for shard in array.addressable_shards:
             by_device[shard.index[0].start or 0] += shard.data.nbytes // case.replicas
     assert max(by_device) <= 1.05 * max(own_bytes)
-    assert max(by_device) == parts.form.params.nbytes
+    assert max(by_device) == parts.state.params.packing.nbytes
     # No number of the embedding, the head or any other layer is anywhere but where it belongs.
     for device in range(len(own_bytes)):
         held = np.concatenate(

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
@@ -13,7 +14,7 @@ from jaxpar.exchange.reduce import Axis
 from jaxpar.pipeline.executor import partition
 from jaxpar.pipeline.executor.lowering import lower
 from jaxpar.pipeline.executor.stages import Stages
-from jaxpar.pipeline.executor.state import SPECS, Form
+from jaxpar.pipeline.executor.state import SPECS, StagedState
 from jaxpar.pipeline.search.search import search
 from jaxpar.pipeline.tables.schedule import build
 from jaxpar.pipeline.tables.simulate import Times
@@ -90,10 +91,11 @@ def test_tables_of_one_shape_share_a_program(monkeypatch: pytest.MonkeyPatch) ->
     assert len({table.actions.tobytes() for table in tables.values()}) == 3
 
     config = make_config(TASK, *pipeline("gpipe", p, f"--config.pipeline.num_microbatches={m}"))
-    problem, mesh = make_problem(config, TASK), meshes.build(1, p)
+    problem, axes = make_problem(config, TASK), {"data": 1, "stage": p}
+    mesh = meshes.build(axes, jax.devices())
     bounds = partition.bounds(problem.model, problem.batch, "uniform", p)
     stages = Stages(problem.model, bounds, loop_stages(p, 1), problem.batch)
-    form = Form(problem, stages, mesh)
+    staged = StagedState(axes, problem, stages)
     traced = []
 
     class Engine(strategy.PipelineEngine):
@@ -101,19 +103,19 @@ def test_tables_of_one_shape_share_a_program(monkeypatch: pytest.MonkeyPatch) ->
             traced.append(args)
             super().__init__(*args, **options)
 
-    monkeypatch.setattr(strategy, "PipelineEngine", Engine)
-    one_step = strategy.train_step(problem, stages, form, ddp(Axis("data", 1)), "none")
+    one_step = strategy.train_step(staged, ddp(Axis("data", 1)), "none")
     jitted = strategy.compiled(one_step, SPECS, (SPECS, PartitionSpec()), mesh, donate_argnums=1)
     step = meshes.one_at_a_time(jitted, mesh)
     piped = make(TASK, *pipeline("gpipe", p, f"--config.pipeline.num_microbatches={m}"))
+    monkeypatch.setattr(strategy, "PipelineEngine", Engine)
     after = {}
     for name, table in tables.items():
-        plan = strategy.on_devices(lower(table), mesh)
+        lowered = lower(table)
         state = piped.from_canonical(start(TASK))
         for number in range(3):
             batch = piped.place(make_batch(TASK, number))
-            state, _ = step(plan.shape, state, batch, plan.actions, plan.arrivals)
-        after[name] = named(form.gather(state).params)
+            state, _ = step(lowered.shape, state, batch, lowered.actions, lowered.arrivals)
+        after[name] = named(staged.gather(state).params)
     assert len(traced) == 1
     expected = advance(make(TASK, f"--config.optimizer.accumulation_steps={m}"), TASK, start(TASK), 0, 3).params
     for name, value in expected.items():

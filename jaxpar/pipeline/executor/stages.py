@@ -75,12 +75,12 @@ class Stages:
 
     def copies(self, device: int) -> list[Tie]:
         """Ties whose source is on another device: this one has a copy of the array."""
-        layers = self._layers(device)
+        layers = self.layer_names(device)
         return [tie for tie in self.model.ties if tie.layer in layers and tie.source not in layers]
 
     def select(self, params: Params, device: int) -> Params:
         """What the device holds: the parameters of its layers, and copies of arrays tied to them from elsewhere."""
-        own = {name: params[name] for name in self._layers(device)}
+        own = {name: params[name] for name in self.layer_names(device)}
         for tie in self.copies(device):
             own.setdefault(tie.source, {})[tie.source_name] = params[tie.source][tie.source_name]
         return own
@@ -110,10 +110,11 @@ class Stages:
     def own_names(self, device: int) -> dict[str, str]:
         """The device's layers by the names that stand for them in its kind's program."""
         example = self.examples[self.kinds[device]]
-        names = dict(zip(self._layers(example), self._layers(device), strict=True))
+        names = dict(zip(self.layer_names(example), self.layer_names(device), strict=True))
         return names | {tie.source: tie.source for tie in self.copies(device)}
 
-    def _layers(self, device: int) -> list[str]:
+    def layer_names(self, device: int) -> list[str]:
+        """Return the names of the device's layers, chunk by chunk."""
         chunks = range(self.placement.shape[1])
         return [layer.name for chunk in chunks for layer in self.model.layers[slice(*self.span(device, chunk))]]
 

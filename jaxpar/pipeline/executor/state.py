@@ -1,10 +1,10 @@
-"""The state of a pipeline: on each device its own part of the canonical state, packed.
+"""The state of a pipeline: on each device its part of the canonical state, packed.
 
 A device holds the parameters of its layers, their optimizer state, and copies of arrays that are tied to them from
 another device. `step` and `key` are on all.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import DictKey, keystr
 
 from jaxpar import state as states
 from jaxpar.launch import processes
+from jaxpar.layout import Address, Holders, Layout, LeafLayout, addresses
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.pipeline.executor.packing import Packed, Packing
 from jaxpar.pipeline.executor.stages import Stages
@@ -26,14 +26,15 @@ from jaxpar.step import Problem
 class PackedState(NamedTuple):
     """A State in packed arrays; those of params and optimizer have a leading dim of the devices.
 
-    `own` is what the exchange of gradients keeps on each replica: arrays with leading dims of the devices and replicas.
+    `private` is what the exchange of gradients keeps on each replica: arrays with leading dims of the devices and
+    replicas.
     """
 
     step: Any
     key: Any
     params: Any
     optimizer: Any
-    own: Any = ()
+    private: Any = ()
 
 
 SPECS = PackedState(
@@ -41,105 +42,149 @@ SPECS = PackedState(
 )
 
 
-def own(tree: Any) -> Any:
-    """A device's part, inside `shard_map`, of arrays with a leading dim of the devices."""
+def local(tree: Any) -> Any:
+    """Return a device's part, inside `shard_map`, of arrays with a leading dim of the devices."""
     return jax.tree.map(lambda x: x[0], tree)
 
 
 def stacked(tree: Any) -> Any:
-    """The reverse of `own`."""
+    """Return what a device gives `shard_map`: the reverse of `local`."""
     return jax.tree.map(lambda x: x[None], tree)
 
 
-class Form:
-    """The form that a problem's state has on the devices of a pipeline.
+class StagedTree:
+    """A tree with an array for each parameter, or several, on the devices of a pipeline.
 
     Attributes:
-      params: packing of the parameters that devices hold, by kind.
-      optimizer: likewise of the optimizer's state.
+      layout: which devices hold each leaf of the canonical tree.
+      packing: of what devices hold, by kind.
     """
 
-    def __init__(self, problem: Problem, stages: Stages, mesh: Mesh):
-        """mesh: with an axis of the stages' devices."""
-        self._problem, self._stages, self._mesh = problem, stages, mesh
-        self._like = jax.eval_shape(lambda key: states.init(problem.model, problem.optimizer, key), jax.random.key(0))
-        held = [stages.select(problem.model.shapes, device) for device in stages.examples]
-        self.params = Packing(held)
-        self.optimizer = Packing([jax.eval_shape(problem.optimizer.init, params) for params in held])
+    def __init__(self, axes: Mapping[str, int], function: Callable[[Any], Any], stages: Stages):
+        """function: parameters -> the tree; it makes each array of a layer from that layer's parameters alone."""
+        shapes = stages.model.shapes
+        like = jax.eval_shape(function, shapes)
+        held = [stages.select(shapes, device) for device in stages.examples]
+        self.packing = Packing([jax.eval_shape(function, params) for params in held])
+        number = {address: i for i, address in enumerate(addresses(function, shapes))}
+        # Of each device, the leaves of the canonical tree that it holds, in the order of its own tree.
+        self._numbers: list[list[int]] = []
+        of_kinds = [addresses(function, params) for params in held]
+        for device, kind in enumerate(stages.kinds):
+            names = stages.own_names(device)
+            self._numbers.append([number[_of_device(address, names)] for address in of_kinds[kind]])
+        self._kinds, self._structure = stages.kinds, jax.tree.structure(like)
+        self._num_leaves = len(number)
+        layers = [address.layer for address in number]
+        leaves = [
+            LeafLayout(leaf.shape, leaf.dtype, holders=self._holders(i, layers[i], stages))
+            for i, leaf in enumerate(jax.tree.leaves(like))
+        ]
+        self.layout = Layout(axes, jax.tree.unflatten(self._structure, leaves))
+
+    def _holders(self, leaf: int, layer: str | None, stages: Stages) -> Holders | None:
+        """The devices that hold a leaf, the one with its layer first; None where all do, as with a counter of steps."""
+        if layer is None:
+            return None
+        holders = [device for device, numbers in enumerate(self._numbers) if leaf in numbers]
+        return Holders(STAGE, tuple(sorted(holders, key=lambda device: layer not in stages.layer_names(device))))
+
+    def scatter(self, tree: Any) -> list[Packed]:
+        """Return what each device holds of a canonical tree, packed, in NumPy."""
+        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+        packed = []
+        for kind, numbers in zip(self._kinds, self._numbers, strict=True):
+            structure = jax.tree.structure(self.packing.tree(kind))
+            held = jax.tree.unflatten(structure, [leaves[i] for i in numbers])
+            packed.append(self.packing.pack(kind, held, np))
+        return packed
+
+    def collect(self, packed: Sequence[np.ndarray]) -> Any:
+        """Return the canonical tree of what all devices hold, each leaf from the device that owns it."""
+        leaves: list[Any] = [None] * self._num_leaves
+        for device, (kind, numbers) in enumerate(zip(self._kinds, self._numbers, strict=True)):
+            held = jax.tree.leaves(self.packing.unpack(kind, [array[device] for array in packed]))
+            for i, leaf in zip(numbers, held, strict=True):
+                if self.layout.owner_of(i) == device:
+                    leaves[i] = leaf
+        return jax.tree.unflatten(self._structure, leaves)
+
+
+def _of_device(address: Address, names: Mapping[str, str]) -> Address:
+    """The address of a leaf of a kind's example, for a device of the kind; names: its layers by the example's."""
+    return address if address.layer is None else address._replace(layer=names[address.layer])
+
+
+class StagedState:
+    """Where a problem's state lives on the devices of a pipeline. Known without devices.
+
+    Attributes:
+      params: the parameters that devices hold.
+      optimizer: likewise the optimizer's state.
+    """
+
+    def __init__(self, axes: Mapping[str, int], problem: Problem, stages: Stages):
+        self.problem, self.stages = problem, stages
+        self.params = StagedTree(axes, lambda params: params, stages)
+        self.optimizer = StagedTree(axes, problem.optimizer.init, stages)
 
     @property
-    def nbytes(self) -> int:
-        """Of the state on each device."""
-        return self.params.nbytes + self.optimizer.nbytes
+    def layouts(self) -> dict[str, Layout]:
+        """The layouts of params and optimizer."""
+        return {"params": self.params.layout, "optimizer": self.optimizer.layout}
 
-    def init(self, key: jax.Array) -> PackedState:
-        """The state at step 0. Each device makes its own part alone."""
+    def init(self, key: jax.Array, mesh: Mesh) -> PackedState:
+        """Return the state at step 0. Each device makes its part alone."""
+        params_of, optimizer_of = self.params.packing, self.optimizer.packing
 
         def on_device(key: jax.Array) -> PackedState:
             device = jax.lax.axis_index(STAGE)
             init_key, run_key = states.split(key)
-            shifts = jnp.asarray(self._stages.shifts)[device]
+            shifts = jnp.asarray(self.stages.shifts)[device]
 
             def of_kind(kind: int) -> tuple[Packed, Packed]:
-                params = self._stages.init(init_key, kind, shifts)
-                return self.params.pack(kind, params), self.optimizer.pack(kind, self._problem.optimizer.init(params))
+                params = self.stages.init(init_key, kind, shifts)
+                return params_of.pack(kind, params), optimizer_of.pack(kind, self.problem.optimizer.init(params))
 
-            kinds = [partial(of_kind, kind) for kind in range(len(self._stages.examples))]
-            params, optimizer = jax.lax.switch(jnp.asarray(self._stages.kinds)[device], kinds)
+            kinds = [partial(of_kind, kind) for kind in range(len(self.stages.examples))]
+            params, optimizer = jax.lax.switch(jnp.asarray(self.stages.kinds)[device], kinds)
             return PackedState(jnp.zeros((), jnp.int32), run_key, stacked(params), stacked(optimizer))
 
-        return jax.jit(
-            jax.shard_map(on_device, mesh=self._mesh, in_specs=PartitionSpec(), out_specs=SPECS, check_vma=False)
-        )(key)
-
-    def distribute(self, state: State) -> PackedState:
-        """A state of all layers to its devices. Leaves may be NumPy arrays, or on any device."""
-        step, key = jax.device_put((state.step, state.key), NamedSharding(self._mesh, PartitionSpec()))
-        return PackedState(
-            step, key, self._scatter(self.params, state.params), self._scatter(self.optimizer, state.optimizer)
+        return jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=PartitionSpec(), out_specs=SPECS, check_vma=False))(
+            key
         )
+
+    def shapes(self, num_devices: int) -> PackedState:
+        """Return the shapes and dtypes of the packed arrays, without private state."""
+        like = states.abstract(self.problem.model, self.problem.optimizer)
+
+        def global_shapes(packing: Packing) -> Any:
+            return tuple(jax.ShapeDtypeStruct((num_devices, *x.shape), x.dtype) for x in packing.shapes)
+
+        return PackedState(
+            like.step, like.key, global_shapes(self.params.packing), global_shapes(self.optimizer.packing)
+        )
+
+    def distribute(self, state: State, mesh: Mesh) -> PackedState:
+        """Return a state of all layers on its devices. Leaves may be NumPy arrays, or on any device."""
+        step, key = jax.device_put((state.step, state.key), NamedSharding(mesh, PartitionSpec()))
+        params, optimizer = self.params.scatter(state.params), self.optimizer.scatter(state.optimizer)
+        return PackedState(step, key, _put(params, mesh), _put(optimizer, mesh))
 
     def gather(self, state: PackedState) -> State:
-        """The state of all layers; its arrays are NumPy's."""
+        """Return the state of all layers; its arrays are NumPy's."""
         step, key, params, optimizer = processes.fetch(state[:4])
-        return State(
-            step,
-            key,
-            self._collect(self.params, params, self._like.params),
-            self._collect(self.optimizer, optimizer, self._like.optimizer),
-        )
+        return State(step, key, self.params.collect(params), self.optimizer.collect(optimizer))
 
-    def _scatter(self, packing: Packing, tree: Any) -> Packed:
-        leaves = {keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-        packed = []
-        for device, kind in enumerate(self._stages.kinds):
-            own = [leaves[path] for path in self._paths(packing, device)]
-            packed.append(packing.pack(kind, jax.tree.unflatten(jax.tree.structure(packing.tree(kind)), own), np))
-        sharding = NamedSharding(self._mesh, PartitionSpec(STAGE))
 
-        def put(parts: Sequence[np.ndarray]) -> jax.Array:
-            def of_devices(index: Any) -> np.ndarray:
-                return np.stack(parts[index[0]])
+def _put(packed: Sequence[Packed], mesh: Mesh) -> Packed:
+    """What each device holds as arrays over the mesh."""
+    sharding = NamedSharding(mesh, PartitionSpec(STAGE))
 
-            return jax.make_array_from_callback((len(parts), *parts[0].shape), sharding, of_devices)
+    def put(parts: Sequence[Any]) -> jax.Array:
+        def of_devices(index: Any) -> np.ndarray:
+            return np.stack(parts[index[0]])
 
-        return tuple(put(parts) for parts in zip(*packed, strict=True))
+        return jax.make_array_from_callback((len(parts), *parts[0].shape), sharding, of_devices)
 
-    def _collect(self, packing: Packing, packed: Sequence[np.ndarray], like: Any) -> Any:
-        leaves: dict[str, np.ndarray] = {}
-        for device, kind in enumerate(self._stages.kinds):
-            tree = packing.unpack(kind, [array[device] for array in packed])
-            own = dict(zip(self._paths(packing, device), jax.tree.leaves(tree), strict=True))
-            has_copies = bool(self._stages.copies(device))
-            leaves = own | leaves if has_copies else leaves | own
-        paths, structure = jax.tree_util.tree_flatten_with_path(like)
-        return jax.tree.unflatten(structure, [leaves[keystr(path)] for path, _ in paths])
-
-    def _paths(self, packing: Packing, device: int) -> Iterator[str]:
-        """Where the leaves of what the device holds are in the tree of all layers: the first dict's keys are layers."""
-        names = self._stages.own_names(device)
-        for path, _ in jax.tree_util.tree_leaves_with_path(packing.tree(self._stages.kinds[device])):
-            first = next((i for i, part in enumerate(path) if isinstance(part, DictKey)), None)
-            if first is not None:
-                path = (*path[:first], DictKey(names[path[first].key]), *path[first + 1 :])
-            yield keystr(path)
+    return tuple(put(parts) for parts in zip(*packed, strict=True))

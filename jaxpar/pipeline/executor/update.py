@@ -9,10 +9,9 @@ import jax.numpy as jnp
 
 from jaxpar import step as steps
 from jaxpar.pipeline.executor.packing import Packed
-from jaxpar.pipeline.executor.stages import Stages
-from jaxpar.pipeline.executor.state import Form, PackedState
+from jaxpar.pipeline.executor.state import PackedState, StagedState
 from jaxpar.state import State
-from jaxpar.step import Metrics, Problem
+from jaxpar.step import Metrics
 from jaxpar.tasks import Sums
 
 ArrayName = tuple[str, str]  # layer and name of an array of the model
@@ -25,9 +24,10 @@ class StageUpdate:
       copied: arrays that several devices hold, as layers on each are tied to them.
     """
 
-    def __init__(self, problem: Problem, stages: Stages, form: Form, device: jax.Array):
+    def __init__(self, staged: StagedState, device: jax.Array):
         """device: number of this one on the stage axis."""
-        self._problem, self._form = problem, form
+        self._problem, stages = staged.problem, staged.stages
+        self._params, self._optimizer = staged.params.packing, staged.optimizer.packing
         self._copies = [{(tie.source, tie.source_name) for tie in stages.copies(d)} for d in stages.examples]
         self._kind = jnp.asarray(stages.kinds)[device]
         self.copied: list[ArrayName] = sorted(set().union(*self._copies))
@@ -37,7 +37,7 @@ class StageUpdate:
         layer, name = array
 
         def of_kind(kind: int, grads: Packed) -> jax.Array:
-            held = self._form.params.unpack(kind, grads)
+            held = self._params.unpack(kind, grads)
             return held[layer][name] if name in held.get(layer, ()) else jnp.zeros_like(self._shape(array))
 
         return self._switch(of_kind, grads)
@@ -47,10 +47,10 @@ class StageUpdate:
         layer, name = array
 
         def of_kind(kind: int, grads: Packed, total: jax.Array) -> Packed:
-            held = self._form.params.unpack(kind, grads)
+            held = self._params.unpack(kind, grads)
             if name not in held.get(layer, ()):
                 return grads
-            return self._form.params.pack(kind, {**held, layer: {**held[layer], name: total}})
+            return self._params.pack(kind, {**held, layer: {**held[layer], name: total}})
 
         return self._switch(of_kind, grads, total)
 
@@ -58,7 +58,7 @@ class StageUpdate:
         """The sum of squares of the gradients, without those of copies: so devices' sums make that of all."""
 
         def of_kind(kind: int, grads: Packed) -> jax.Array:
-            leaves = jax.tree_util.tree_leaves_with_path(self._form.params.unpack(kind, grads))
+            leaves = jax.tree_util.tree_leaves_with_path(self._params.unpack(kind, grads))
             own = [leaf for path, leaf in leaves if (path[0].key, path[1].key) not in self._copies[kind]]
             return sum((jnp.sum(jnp.square(leaf)) for leaf in own), jnp.zeros(()))
 
@@ -68,7 +68,7 @@ class StageUpdate:
         self, state: PackedState, grads: Packed, sums: Sums, grad_norm: jax.Array
     ) -> tuple[PackedState, Metrics]:
         """One optimizer step; sums and grad_norm: of all layers and the global batch."""
-        params, optimizer = self._form.params, self._form.optimizer
+        params, optimizer = self._params, self._optimizer
 
         def of_kind(kind: int, state: PackedState, grads: Packed) -> tuple[PackedState, Metrics]:
             held = State(

@@ -1,0 +1,104 @@
+"""The devices that a run has, or would have: described without touching one. The only file that asks JAX for devices.
+
+`find` describes this machine's, `named` describes those of a cluster that nobody has at hand. Plans are made for a
+`Cluster` (jaxpar/plan.py); strategies are built on the devices that `devices` returns.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import jax
+
+from jaxpar.errors import UserError, nearest
+from jaxpar.measure.flops import peak_flops
+
+# By name: a device kind as JAX reports it, bytes of memory, compute capability. From NVIDIA's data sheets.
+KINDS = {
+    "B200": ("NVIDIA B200", 180e9, "10.0"),
+    "H200": ("NVIDIA H200", 141e9, "9.0"),
+    "H100": ("NVIDIA H100 80GB HBM3", 80e9, "9.0"),
+    "A100": ("NVIDIA A100-SXM4-80GB", 80e9, "8.0"),
+    "L4": ("NVIDIA L4", 24e9, "8.9"),
+    "V100": ("Tesla V100-SXM2-32GB", 32e9, "7.0"),
+    "T4": ("Tesla T4", 16e9, "7.5"),
+}
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects neighbours on a mesh axis: bytes/s that a device can send, and seconds until the first byte."""
+
+    bandwidth: float
+    latency: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices of one kind.
+
+    Attributes:
+      platform: cpu or gpu, as JAX names backends.
+      device_kind: as JAX reports it.
+      num_devices: on all hosts together.
+      num_processes: that the devices are divided between.
+      memory_bytes: of a device; None where not known.
+      peak_flops: FLOP/s of a device by dtype; a dtype is missing where not known.
+      compute_capability: of NVIDIA GPUs, such as 9.0; empty for others.
+      has_pinned_host_memory: whether arrays can be placed in the host's pinned memory.
+      links: by mesh axis; an axis is missing where not known.
+    """
+
+    platform: str
+    device_kind: str
+    num_devices: int
+    num_processes: int = 1
+    memory_bytes: float | None = None
+    peak_flops: Mapping[str, float] = field(default_factory=dict)
+    compute_capability: str = ""
+    has_pinned_host_memory: bool = True
+    links: Mapping[str, Link] = field(default_factory=dict)
+
+
+def devices() -> list[jax.Device]:
+    """Return the devices of all processes, in JAX's order."""
+    return jax.devices()
+
+
+def find() -> Cluster:
+    """Describe the devices that this process and those it has met have."""
+    there = devices()
+    first = jax.local_devices()[0]
+    stats = first.memory_stats() or {}
+    kinds = {memory.kind for memory in first.addressable_memories()}
+    return Cluster(
+        platform=jax.default_backend(),
+        device_kind=first.device_kind,
+        num_devices=len(there),
+        num_processes=jax.process_count(),
+        memory_bytes=stats.get("bytes_limit"),
+        peak_flops=_peaks(first.device_kind),
+        compute_capability=str(getattr(first, "compute_capability", "")),
+        has_pinned_host_memory="pinned_host" in kinds,
+    )
+
+
+def named(name: str, num_devices: int, *, num_processes: int = 1, links: Mapping[str, Link] | None = None) -> Cluster:
+    """Describe a cluster of devices of one of KINDS, or of CPUs (`cpu`). Touches no device.
+
+    Raises:
+      UserError: there is no such kind, or no device.
+    """
+    if num_devices < 1:
+        raise UserError(f"num_devices is {num_devices}; it must be 1 or more")
+    if name == "cpu":
+        return Cluster("cpu", "cpu", num_devices, num_processes, links=links or {})
+    if name not in KINDS:
+        raise UserError(f"device kind is {name!r}; it must be one of cpu, {', '.join(KINDS)}.{nearest(name, KINDS)}")
+    kind, memory, capability = KINDS[name]
+    return Cluster("gpu", kind, num_devices, num_processes, memory, _peaks(kind), capability, links=links or {})
+
+
+def _peaks(device_kind: str) -> dict[str, float]:
+    known = {dtype: peak_flops(device_kind, dtype) for dtype in DTYPES}
+    return {dtype: peak for dtype, peak in known.items() if peak is not None}

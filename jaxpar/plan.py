@@ -1,0 +1,134 @@
+"""What is known of a run's strategy without devices: where arrays live, what a step sends, what a device holds.
+
+A plan is data. `strategies.plan` makes one for any cluster, on any machine, without touching a device or compiling;
+`strategies.build` makes of it, and of devices, what trains. The start of a run, the audit and the certificate read the
+same plan.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from jaxpar.layout import Layout
+
+ON_HOST = " on the host"  # after the name of a part of the state
+ACTIVATIONS = ("stashes", "transfers")  # parts of the memory that are no part of the state
+
+
+class Traffic(NamedTuple):
+    """What a device sends in a step by one kind of collective.
+
+    Attributes:
+      kind: all-reduce, reduce-scatter, all-gather, all-to-all or collective-permute, as XLA calls them; copy: by the
+        host, between programs.
+      dtype: of what is sent, as NumPy calls it.
+      axis: of the mesh, over which it is sent.
+      nbytes: in theory; by the ring algorithm where XLA chooses.
+      required: the share of `nbytes` that is sent even where XLA can save some.
+      messages: collectives in a step, before XLA combines any.
+    """
+
+    kind: str
+    dtype: str
+    axis: str
+    nbytes: float
+    required: float = 1.0
+    messages: float = 1.0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a config comes to on a cluster before data is read and shapes are known.
+
+    Attributes:
+      axes: size of each mesh axis, the slowest first.
+      batch_divisor: that config.batch_size must be a multiple of.
+      batch_words: what the divisor consists of.
+      num_replicas: ways in which a batch is divided.
+      table: the pipeline's schedule or the asynchronous updates, where there is one; its file has been read.
+    """
+
+    axes: Mapping[str, int]
+    batch_divisor: int
+    batch_words: str
+    num_replicas: int
+    table: Any = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A strategy for a problem on a cluster.
+
+    Attributes:
+      strategy: its name in STRATEGIES.
+      decision: mesh axes, what a batch divides into, the table.
+      summary: what is where, in one line.
+      layouts: of the parts of the state: params, optimizer, private.
+      memory: of each device, by number: bytes by what they are for; parts of the state, and ACTIVATIONS.
+      traffic: what a device sends in a step, in theory, except scalars such as the loss.
+      exchange: how replicas agree; None where nothing is exchanged.
+      private_key: what private state in a checkpoint depends on; only a plan with the same key can continue with it.
+        JSON values; empty where the strategy has no private state.
+      differs: why its numbers differ from those of `single`; empty: they are the same.
+      details: what else the strategy's `build` needs.
+    """
+
+    strategy: str
+    decision: Decision
+    summary: str
+    layouts: Mapping[str, Layout]
+    memory: Sequence[Mapping[str, int]]
+    traffic: Sequence[Traffic] = ()
+    exchange: Any = None
+    private_key: Mapping[str, Any] = field(default_factory=dict)
+    differs: str = ""
+    details: Any = None
+
+    @property
+    def axes(self) -> Mapping[str, int]:
+        """Size of each mesh axis, the slowest first."""
+        return self.decision.axes
+
+    @property
+    def num_replicas(self) -> int:
+        """Ways in which a batch is divided."""
+        return self.decision.num_replicas
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices that the strategy uses."""
+        return len(self.memory)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state on the device that holds most of it."""
+        return max(
+            sum(n for part, n in parts.items() if not part.endswith(ON_HOST) and part not in ACTIVATIONS)
+            for parts in self.memory
+        )
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that a device sends in a step."""
+        return round(sum(one.nbytes for one in self.traffic))
+
+    def sent_by_axis(self) -> dict[str, tuple[float, float]]:
+        """Return bytes and messages that a device sends in a step, by mesh axis."""
+        total: dict[str, tuple[float, float]] = {}
+        for one in self.traffic:
+            nbytes, messages = total.get(one.axis, (0.0, 0.0))
+            total[one.axis] = (nbytes + one.nbytes, messages + (one.messages if one.nbytes else 0))
+        return total
+
+
+def format_private_key(key: Mapping[str, Any]) -> str:
+    """Return a private key as one line: `byteps_onebit block=2048 .. on 2 replicas`."""
+    words = []
+    for name, value in key.items():
+        if isinstance(value, Mapping):
+            words += [f"{option}={chosen}" for option, chosen in sorted(value.items())]
+        elif isinstance(value, str):
+            words.append(value)
+        else:
+            words.append(f"on {value} {name}" if isinstance(value, int) else f"{name} {value}")
+    return " ".join(words)

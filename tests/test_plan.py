@@ -1,0 +1,138 @@
+"""Plans of every strategy for a cluster that nobody has at hand, made in a process in which touching a device fails."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxpar import cluster, strategies
+from jaxpar.cluster import Link
+from jaxpar.errors import UserError
+from jaxpar.exchange import EXCHANGES
+
+ROOT = Path(__file__).parents[1]
+NUM_DEVICES = 64
+PIPELINE = ["strategy=pipeline", "mesh.stage=8", "model.num_layers=14"]
+# By name: overrides of the default config. A strategy or an exchange that is missing fails a test below.
+CASES = {
+    "single": ["strategy=single"],
+    "sharding": ["strategy=data_parallel"],
+    "pmap": ["strategy=data_parallel", "data_parallel.implementation=pmap"],
+    **{f"exchange {name}": ["strategy=data_parallel", f"exchange={name}"] for name in EXCHANGES},
+    "offload": ["strategy=data_parallel", "exchange=zero2", "exchange_options.offload=True"],
+    "1f1b": [*PIPELINE, "pipeline.schedule=1f1b", "pipeline.num_microbatches=8"],
+    "zb_h1 onebit": [*PIPELINE, "pipeline.schedule=zb_h1", "pipeline.num_microbatches=8", "exchange=byteps_onebit"],
+    "muon": [*PIPELINE, "optimizer.name=muon", "pipeline.num_microbatches=8"],
+    "async": ["strategy=async_data_parallel", "asynchronous.num_workers=32"],
+    "diloco": ["strategy=async_data_parallel", "asynchronous.num_workers=64", "asynchronous.policy=diloco"],
+    "live": ["strategy=async_data_parallel", "asynchronous.num_workers=32", "asynchronous.mode=live"],
+}
+# No platform of this name exists: whatever asks for a device, or makes an array, fails.
+PROGRAM = """
+import json, sys
+import jax
+import numpy as np
+from jaxpar import cluster, config, models, optimizer, strategies
+from jaxpar.data import DataInfo
+from jaxpar.step import Problem
+
+NUM_STEPS, ROWS, LENGTH = 10, 1024, 16
+target = cluster.named("H100", {num_devices}, num_processes={num_devices} // 8)
+info = DataInfo("text", (LENGTH,), 5, tuple("abcde"), 64, 0)
+batch = {{
+    "inputs": jax.ShapeDtypeStruct((ROWS, LENGTH), np.int32),
+    "mask": jax.ShapeDtypeStruct((ROWS, LENGTH), bool),
+    "labels": jax.ShapeDtypeStruct((ROWS,), np.int32),
+    "weights": jax.ShapeDtypeStruct((ROWS,), np.float32),
+    "index": jax.ShapeDtypeStruct((ROWS,), np.int32),
+}}
+made = {{}}
+for name, overrides in json.loads(sys.argv[1]).items():
+    c = config.default_config()
+    given = [f"batch_size={{ROWS}}", "model.hidden_size=64", "model.attention=xla", *overrides]
+    config.override(c, [f"--config.{{override}}" for override in given])
+    one_process = c.strategy in ("single", "async_data_parallel") or c.exchange == "dp" or "pmap" in name
+    on = cluster.named("H100", {num_devices}) if one_process else target
+    rule = optimizer.build(c, optimizer.build_schedule(c, NUM_STEPS))
+    problem = Problem(models.build(c, info, on), rule, c.optimizer.accumulation_steps, batch, NUM_STEPS)
+    plan = strategies.plan(c, problem, on)
+    made[name] = {{
+        "strategy": plan.strategy,
+        "axes": plan.axes,
+        "num_devices": plan.num_devices,
+        "memory": [dict(parts) for parts in plan.memory],
+        "sent": plan.sent_by_axis(),
+        "key": dict(plan.private_key),
+        "params": sum(leaf.size * 4 for leaf in jax.tree.leaves(problem.model.shapes)),
+    }}
+try:
+    jax.devices()
+except RuntimeError:
+    print(json.dumps(made))
+"""
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, dict[str, object]]:
+    """What the process without devices says of every case."""
+    program = PROGRAM.format(num_devices=NUM_DEVICES)
+    environment = {**os.environ, "JAX_PLATFORMS": "none", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program, json.dumps(CASES)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, dict[str, object]] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_every_strategy_is_planned(plans: dict[str, dict[str, object]]) -> None:
+    assert {plan["strategy"] for plan in plans.values()} == set(strategies.STRATEGIES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_without_devices(name: str, plans: dict[str, dict[str, object]]) -> None:
+    plan = plans[name]
+    memory, params = plan["memory"], plan["params"]
+    assert isinstance(memory, list) and isinstance(params, int) and isinstance(plan["sent"], dict)
+    expected = {"single": 1, "async": 33, "live": 33}.get(name, NUM_DEVICES)
+    assert plan["num_devices"] == len(memory) == expected
+    held = memory[0]["parameters"]
+    if plan["strategy"] == "pipeline":
+        assert plan["axes"] == {"data": 8, "stage": 8}
+        assert params / 8 <= held < params / 2 and held < memory[0]["optimizer"] + 1
+        assert memory[0]["stashes"] > 0 and memory[0]["transfers"] > 0
+        assert set(plan["sent"]) == {"data", "stage"} and all(of[1] > 0 for of in plan["sent"].values())
+    elif "zero3" in name:
+        assert params / NUM_DEVICES <= held < 1.5 * params / NUM_DEVICES
+    else:
+        assert held == params
+    if name in ("sharding", "exchange ddp"):  # the ring's 2 (n - 1) / n, written out
+        assert plan["sent"]["data"][0] == pytest.approx(2 * 63 / 64 * params)
+
+
+def test_a_planner_gets_reasons_as_values() -> None:
+    """`possible` never raises what is the config's fault."""
+    from tests.strategies.pipelines import Task, make_config, make_problem
+
+    task = Task("mlp", "classification")
+    config = make_config(task)
+    problem = make_problem(config, task)
+    config.strategy, config.mesh.data = "data_parallel", 9
+    told = strategies.possible(config, problem, cluster.named("H100", 8))
+    assert isinstance(told, str) and told.startswith("config.mesh.data is 9; there are 8 gpu devices")
+    config.mesh.data = 8
+    assert not isinstance(strategies.possible(config, problem, cluster.named("H100", 8)), str)
+
+
+def test_clusters() -> None:
+    there = cluster.find()
+    assert (there.platform, there.num_devices, there.num_processes) == ("cpu", 8, 1)
+    named = cluster.named("H100", 16, num_processes=2, links={"data": Link(4e11)})
+    assert named.peak_flops["bfloat16"] == 989.5e12 and named.compute_capability == "9.0"
+    assert named.links["data"].bandwidth == 4e11
+    with pytest.raises(UserError, match=r"device kind is 'H10'; it must be one of .* Did you mean 'H100'"):
+        cluster.named("H10", 8)
+    with pytest.raises(UserError, match="num_devices is 0; it must be 1 or more"):
+        cluster.named("H100", 0)
