@@ -58,7 +58,7 @@ def get_config() -> ConfigDict:
     asynchronous.outer_momentum = placeholder(float)  # diloco: Nesterov's, of the same; 0.9
     # What is done about stale gradients, any of: dc_asgd or adaptive_dc_asgd, clip_by_staleness, staleness_aware,
     # corrected_momentum; with commas
-    asynchronous.cures = ""
+    asynchronous.mitigations = ""
     asynchronous.dc_strength = placeholder(float)  # lambda of dc_asgd (0.04), adaptive_dc_asgd (2)
     asynchronous.max_norm = placeholder(float)  # clip_by_staleness: of a gradient that is not stale
     asynchronous.delays = delays = ConfigDict()  # how long things take, in virtual seconds

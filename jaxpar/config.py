@@ -18,6 +18,9 @@ from ml_collections import ConfigDict
 from jaxpar import files
 from jaxpar.errors import UserError, nearest
 
+# Dotted keys that have been given another name, and the name.
+RENAMED = {"asynchronous.cures": "asynchronous.mitigations"}
+
 
 def config_folder() -> Path:
     """The folder of the configs that come with jaxpar: in the wheel, or beside the package in a clone."""
@@ -72,6 +75,8 @@ def override(config: ConfigDict, arguments: Sequence[str]) -> None:
         key = name.lstrip("-").removeprefix("no" if negated else "").removeprefix("config.")
         if not name.lstrip("-").removeprefix("no").startswith("config."):
             raise UserError(f"{argument!r} is not an argument; overrides are written --config.KEY=VALUE")
+        if key in RENAMED:
+            raise UserError(f"config.{key} does not exist; its name is config.{RENAMED[key]}")
         if key not in known:
             inside = [leaf for leaf in known if leaf.startswith(key + ".")]
             hint = f" It has the keys {', '.join(inside)}." if inside else nearest(key, known)
@@ -146,11 +151,12 @@ def read(workdir: Path) -> ConfigDict:
 
 
 def from_keys(saved: Mapping[str, Any]) -> ConfigDict:
-    """The config of dotted keys and values, as JSON has them; of others the default."""
+    """The config of dotted keys, or their former names, and values as JSON has them; of other keys the default."""
     config = default_config()
     with config.unlocked(), config.ignore_type():
         for key, value in saved.items():
-            config.update_from_flattened_dict({key: tuple(value) if isinstance(value, list) else value})
+            value = tuple(value) if isinstance(value, list) else value
+            config.update_from_flattened_dict({RENAMED.get(key, key): value})
     return config
 
 
@@ -184,6 +190,8 @@ def _where(path: Path, error: Exception) -> str:
     if "config is locked" in text:  # ml_collections lists all fields over several lines
         key = text.split('"')[1]
         known = keys(default_config())
-        text = f"config has no key {key!r}.{nearest(key, [name.rpartition('.')[2] for name in known])}"
+        renamed = [f" Its name is {new}." for old, new in RENAMED.items() if old.rpartition(".")[2] == key]
+        hint = renamed[0] if renamed else nearest(key, [name.rpartition(".")[2] for name in known])
+        text = f"config has no key {key!r}.{hint}"
     place = f"{path}, line {line}" if line else str(path)
     return f"{place}: {type(error).__name__}: {' '.join(text.split())}" if "no key" not in text else f"{place}: {text}"

@@ -9,7 +9,7 @@ WORKDIR/updates.md:
 
   throughput   gradients a virtual second; a worker alone makes one
   staleness    versions that were made between what a gradient is of and what it is applied to: mean, most
-  recovered    by a cure: which part of what async loses against sync (of perplexity, its logarithm)
+  recovered    by a mitigation: which part of what async loses against sync (of perplexity, its logarithm)
   time to      virtual seconds until the training loss is the one that sync without a straggler has after 1/4 of the run
 
 A case that diverges is drawn as far as it goes, and has no figures.
@@ -34,7 +34,7 @@ from jaxpar import files
 from jaxpar.asynchronous import table
 from jaxpar.run import metrics
 
-# By name: overrides of config.asynchronous. The last ones are cures of async.
+# By name: overrides of config.asynchronous. The last ones are mitigations of async.
 CASES: dict[str, tuple[str, ...]] = {
     "sync": ("policy=sync",),
     "async": ("policy=async",),
@@ -43,11 +43,11 @@ CASES: dict[str, tuple[str, ...]] = {
     "local_sgd": ("policy=local_sgd",),
     "diloco": ("policy=diloco",),
     "model_average": ("policy=model_average",),
-    "async+staleness_aware": ("policy=async", "cures=staleness_aware"),
-    "async+dc_asgd": ("policy=async", "cures=dc_asgd"),
-    "async+adaptive_dc_asgd": ("policy=async", "cures=adaptive_dc_asgd"),
-    "async+clip_by_staleness": ("policy=async", "cures=clip_by_staleness", "max_norm=1.0"),
-    "async+corrected_momentum": ("policy=async", "cures=corrected_momentum"),
+    "async+staleness_aware": ("policy=async", "mitigations=staleness_aware"),
+    "async+dc_asgd": ("policy=async", "mitigations=dc_asgd"),
+    "async+adaptive_dc_asgd": ("policy=async", "mitigations=adaptive_dc_asgd"),
+    "async+clip_by_staleness": ("policy=async", "mitigations=clip_by_staleness", "max_norm=1.0"),
+    "async+corrected_momentum": ("policy=async", "mitigations=corrected_momentum"),
 }
 
 
@@ -90,8 +90,8 @@ def main() -> None:
         parser.error(f"--cases has {unknown[0]!r}; it may have {', '.join(CASES)}")
     base = ["--config.strategy=async_data_parallel", f"--config.asynchronous.num_workers={arguments.workers}"]
     outcomes: dict[tuple[str, float], Outcome] = {}
-    cured = ["async"] if any("+" in name for name in names) else []
-    for name in dict.fromkeys(["sync", *cured, *names]):
+    mitigated = ["async"] if any("+" in name for name in names) else []
+    for name in dict.fromkeys(["sync", *mitigated, *names]):
         for slowdown in (1.0, arguments.slowdown):
             own = [f"--config.asynchronous.{setting}" for setting in (*CASES[name], f"delays.slowdown={slowdown}")]
             workdir = arguments.workdir / f"{name.replace('+', '_')}_{slowdown:g}"
@@ -162,8 +162,8 @@ def recovered(outcomes: dict[tuple[str, float], Outcome], name: str, slowdown: f
     if not all(results):
         return "async diverged"
     ends = [result[figure] for result in results if result]
-    cured, stale, fresh = np.log(ends) if figure == "perplexity" else ends
-    return f"{round(100 * (cured - stale) / (fresh - stale))}%" if fresh != stale else "nothing lost"
+    mitigated, stale, fresh = np.log(ends) if figure == "perplexity" else ends
+    return f"{round(100 * (mitigated - stale) / (fresh - stale))}%" if fresh != stale else "nothing lost"
 
 
 def draw(outcomes: dict[tuple[str, float], Outcome], path: Path) -> None:

@@ -44,6 +44,10 @@ def test_override(arguments: list[str], key: str, value: object) -> None:
     [
         (["--config.optimzer.lr=1"], "config.optimzer.lr does not exist. Did you mean 'optimizer.lr'?"),
         (["--config.optimizer=adamw"], "optimizer.name"),
+        (
+            ["--config.asynchronous.cures=dc_asgd"],
+            "config.asynchronous.cures does not exist; its name is config.asynchronous.mitigations",
+        ),
         (["--config.optimizer.lr=fast"], "config.optimizer.lr is 'fast'; it may be a number, such as 0.001"),
         (["--config.mesh.data=2.5"], "config.mesh.data is '2.5'; it may be an integer"),
         (["--config.mesh.data=None"], "config.mesh.data is ''; it may be an integer"),
@@ -75,6 +79,11 @@ def test_override_mistakes(arguments: list[str], message: str) -> None:
         ),
         (
             "from jaxpar.config import default_config\ndef get_config():\n    c = default_config()\n"
+            "    c.asynchronous.cures = 'dc_asgd'\n    return c",
+            "line 4: config has no key 'cures'. Its name is asynchronous.mitigations.",
+        ),
+        (
+            "from jaxpar.config import default_config\ndef get_config():\n    c = default_config()\n"
             "    c.optimizer.lr = 'fast'\n    return c",
             "line 4: TypeError",
         ),
@@ -88,6 +97,17 @@ def test_config_file_mistakes(tmp_path: Path, body: str, message: str) -> None:
     assert message in str(caught.value)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_former_names_of_keys() -> None:
+    """A saved config with a former name is read as one with the present name."""
+    known = configs.keys(configs.default_config())
+    assert (
+        configs.RENAMED and not configs.RENAMED.keys() & known.keys() and set(configs.RENAMED.values()) <= known.keys()
+    )
+    assert configs.keys(configs.from_keys({"asynchronous.cures": "dc_asgd"})) == known | {
+        "asynchronous.mitigations": "dc_asgd"
+    }
 
 
 def test_missing_config_names_the_nearest() -> None:

@@ -32,7 +32,7 @@ PARTS = {
     "params": "parameters",
     "optimizer": "optimizer",
     "waiting": "waiting",
-    "cures": "cures",
+    "mitigations": "mitigations",
 }
 INPUTS, TEMPORARY = "inputs", "temporary"
 

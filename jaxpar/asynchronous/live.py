@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.asynchronous.programs import Arrival, Chunk, Cures, Programs, Server, leaves, new_totals, with_leaves
+from jaxpar.asynchronous.programs import Arrival, Chunk, Mitigations, Programs, Server, leaves, new_totals, with_leaves
 from jaxpar.asynchronous.table import COLUMNS, TIMES, UpdateTable
 from jaxpar.models.model import Params
 from jaxpar.state import Canonical, State, nbytes
@@ -119,7 +119,7 @@ class LiveRun:
         made = jax.block_until_ready(self._programs.gradient(read, *given))
         if is_slow:
             time.sleep((self._engine.slowdown - 1) * (self._now() - begin))
-        sent = jax.device_put((*made, params if self._programs.cures.needs_read else None), self._at)
+        sent = jax.device_put((*made, params if self._programs.mitigations.needs_read else None), self._at)
         with self._changed:
             update = len(self.rows)
             staleness = np.float32(update - version)
@@ -148,7 +148,7 @@ class LiveEngine:
     def __init__(
         self,
         problem: Problem,
-        cures: Cures,
+        mitigations: Mitigations,
         num_workers: int,
         devices: Sequence[jax.Device],
         *,
@@ -158,7 +158,7 @@ class LiveEngine:
     ):
         """devices: of the workers; at: the server's, which may be one of them; bound: of ssp; slowdown: of the last."""
         self.programs, self.num_workers, self.num_steps = (
-            Programs(problem, cures, num_workers),
+            Programs(problem, mitigations, num_workers),
             num_workers,
             problem.num_steps,
         )
@@ -186,7 +186,7 @@ class LiveEngine:
     def sent(self) -> float:
         """Weights and gradients that go to the server's device and from it in a step, to and from workers of others."""
         elsewhere = sum(self.devices[worker % len(self.devices)] != self.at for worker in range(self.num_workers))
-        return elsewhere * (3 if self.programs.cures.needs_read else 2)
+        return elsewhere * (3 if self.programs.mitigations.needs_read else 2)
 
     def params(self, run: LiveRun) -> Params:
         """The weights with all that workers have sent, on the server's device."""
@@ -200,16 +200,16 @@ class LiveEngine:
         return State(jnp.int32(run.num_steps), run.key, run.params, server)
 
     def private(self, run: LiveRun) -> Canonical:
-        """What cures remember, and the table."""
+        """What mitigations remember, and the table."""
         run.settle()
-        private = leaves(jax.tree.map(jnp.copy, run.server.cures))
+        private = leaves(jax.tree.map(jnp.copy, run.server.mitigations))
         for column, values in zip(COLUMNS, zip(*run.rows, strict=True), strict=False):
             private[column] = np.array(values, np.float64).view(np.uint32)  # checkpoints have no float64
         return private
 
     def restored(self, run: LiveRun, private: Canonical) -> LiveRun:
         """A run that `start` has begun, with what `private` had."""
-        run.server = run.server._replace(cures=with_leaves(run.server.cures, private))
+        run.server = run.server._replace(mitigations=with_leaves(run.server.mitigations, private))
         columns = [np.asarray(private[column]).view(np.float64).tolist() for column in COLUMNS if column in private]
         run.go_on_from(list(zip(*columns, strict=True)))
         return run

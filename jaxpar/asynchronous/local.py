@@ -22,7 +22,7 @@ import optax
 from jaxpar.asynchronous.programs import (
     BEGUN,
     Arrival,
-    Cures,
+    Mitigations,
     Programs,
     Server,
     add_up,
@@ -82,7 +82,7 @@ class LocalEngine:
     def __init__(
         self,
         problem: Problem,
-        cures: Cures,
+        mitigations: Mitigations,
         table: UpdateTable,
         devices: Sequence[jax.Device],
         *,
@@ -93,7 +93,7 @@ class LocalEngine:
         self.num_workers, self._waits, self._outer = table.num_workers, waits, outer
         self._table, self._rows = table, rows_by_step(table)
         self._devices = [devices[worker % len(devices)] for worker in range(table.num_workers)]
-        self.programs = Programs(problem, cures, table.num_workers)
+        self.programs = Programs(problem, mitigations, table.num_workers)
         self._mean = jax.jit(lambda trees: jax.tree.map(lambda *leaves: _mean(leaves), *trees))
         self._total = jax.jit(add_up)
         self._subtract, self._add = jax.jit(optax.tree.sub), jax.jit(optax.tree.add)
@@ -184,9 +184,11 @@ class LocalEngine:
 
     def restored(self, state: LocalState, private: Canonical) -> LocalState:
         """A state that `start` has made, with what `private` had."""
-        params, optimizers, outer, cures = with_leaves(_parts(state), private["own"])
-        of_workers = zip(state.servers, optimizers, cures, strict=True)
-        servers = tuple(server._replace(optimizer=own, cures=cures) for server, own, cures in of_workers)
+        params, optimizers, outer, mitigations = with_leaves(_parts(state), private["own"])
+        of_workers = zip(state.servers, optimizers, mitigations, strict=True)
+        servers = tuple(
+            server._replace(optimizer=own, mitigations=mitigations) for server, own, mitigations in of_workers
+        )
         there = private.get("averages", {})
         averages = {}
         for name, numbered in there.items():
@@ -222,7 +224,7 @@ class LocalEngine:
 
 def _parts(state: LocalState) -> tuple[Any, ...]:
     optimizers = tuple(server.optimizer for server in state.servers)
-    return state.params, optimizers, state.outer, tuple(server.cures for server in state.servers)
+    return state.params, optimizers, state.outer, tuple(server.mitigations for server in state.servers)
 
 
 def _mean(leaves: Sequence[jax.Array]) -> jax.Array:

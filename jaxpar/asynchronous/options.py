@@ -1,4 +1,4 @@
-"""config.asynchronous: checked, and made into a table of updates and cures."""
+"""config.asynchronous: checked, and made into a table of updates and mitigations."""
 
 import math
 from collections.abc import Collection
@@ -9,9 +9,9 @@ import optax
 from ml_collections import ConfigDict
 
 from jaxpar import optimizer
-from jaxpar.asynchronous import cures, delays, table
+from jaxpar.asynchronous import delays, mitigations, table
 from jaxpar.asynchronous.delays import Delays
-from jaxpar.asynchronous.programs import Cures
+from jaxpar.asynchronous.programs import Mitigations
 from jaxpar.asynchronous.simulate import POLICIES, simulate
 from jaxpar.asynchronous.table import UpdateTable
 from jaxpar.errors import UserError, check_choice
@@ -27,9 +27,8 @@ POLICY_SETTINGS: dict[str, dict[str, Any]] = {
 }
 MODES, LIVE = ("emulated", "live"), ("async", "ssp")  # LIVE: policies that threads have
 LOCAL = ("local_sgd", "diloco", "model_average")  # policies whose workers have weights of their own
-CURES = ("dc_asgd", "adaptive_dc_asgd", "clip_by_staleness", "staleness_aware", "corrected_momentum")
+MITIGATIONS = ("dc_asgd", "adaptive_dc_asgd", "clip_by_staleness", "staleness_aware", "corrected_momentum")
 STRENGTHS = {"dc_asgd": 0.04, "adaptive_dc_asgd": 2.0}  # Zheng et al., 2017, section 6.1
-MOMENTUM = {"sgd": "momentum", "adamw": "b1", "lamb": "b1", "lion": "b1"}  # what optimizers call it
 
 
 def check(config: ConfigDict) -> None:
@@ -48,7 +47,7 @@ def check(config: ConfigDict) -> None:
         _check_live(config)
     if a.table:
         _check_replay(config)
-    _check_cures(config)
+    _check_mitigations(config)
     build_delays(config)
     if a.table:
         _recorded(config)
@@ -65,10 +64,10 @@ def _check_live(config: ConfigDict) -> None:
         )
     if a.table:
         raise UserError(f"config.asynchronous.table is {a.table!r}; it is for config.asynchronous.mode='emulated'")
-    if "corrected_momentum" in named_cures(config):
+    if "corrected_momentum" in named_mitigations(config):
         raise UserError(
-            "config.asynchronous.cures has corrected_momentum, which needs the staleness before the run; it may not "
-            "with config.asynchronous.mode='live'"
+            f"config.asynchronous.mitigations is {a.mitigations!r}; it must be without corrected_momentum, which needs "
+            "the staleness before the run, with config.asynchronous.mode='live'"
         )
 
     _check_times(config, "config.asynchronous.mode='live', where things take the time they take", but=("slowdown",))
@@ -93,44 +92,47 @@ def _check_times(config: ConfigDict, why: str, but: Collection[str] = ()) -> Non
             raise UserError(f"config.asynchronous.delays.{key} is {value!r}; it may be {unset[key]!r} with {why}")
 
 
-def _check_cures(config: ConfigDict) -> None:
-    a, given = config.asynchronous, named_cures(config)
+def _check_mitigations(config: ConfigDict) -> None:
+    a, given = config.asynchronous, named_mitigations(config)
     for name in given:
-        check_choice("asynchronous.cures", name, CURES)
+        check_choice("asynchronous.mitigations", name, MITIGATIONS)
     if given and a.policy in LOCAL:
         raise UserError(
-            f"config.asynchronous.cures is {a.cures!r}; it may be '' with policy {a.policy!r}, whose workers take "
-            "gradients of their own weights as they are"
+            f"config.asynchronous.mitigations is {a.mitigations!r}; it must be '' with policy {a.policy!r}, whose "
+            "workers take gradients of their local weights as they are"
         )
     if len(set(given)) < len(given):
-        raise UserError(f"config.asynchronous.cures is {a.cures!r}; it may have each once")
+        raise UserError(f"config.asynchronous.mitigations is {a.mitigations!r}; it must have each once")
     if a.dc_strength is not None and not 0 <= a.dc_strength < math.inf:
         raise UserError(f"config.asynchronous.dc_strength is {a.dc_strength}; it may be 0 or more")
     if len(set(given) & STRENGTHS.keys()) > 1:
-        raise UserError(f"config.asynchronous.cures is {a.cures!r}; it may have one of {', '.join(STRENGTHS)}")
+        raise UserError(
+            f"config.asynchronous.mitigations is {a.mitigations!r}; it must have one of {', '.join(STRENGTHS)}"
+        )
     if a.dc_strength is not None and not set(given) & STRENGTHS.keys():
         raise UserError(f"config.asynchronous.dc_strength is {a.dc_strength}; it is for {', '.join(STRENGTHS)}")
     if (a.max_norm is None) == ("clip_by_staleness" in given) or (a.max_norm is not None and not a.max_norm > 0):
         raise UserError(
             f"config.asynchronous.max_norm is {a.max_norm}; it may be more than 0 with clip_by_staleness in "
-            "config.asynchronous.cures, else None"
+            "config.asynchronous.mitigations, else None"
         )
-    name = config.optimizer.name
-    if "corrected_momentum" in given and name in MOMENTUM and not config.optimizer[MOMENTUM[name]]:
-        raise UserError(
-            f"config.optimizer.{MOMENTUM[name]} is 0; it may be more with corrected_momentum in "
-            "config.asynchronous.cures"
-        )
-    if "corrected_momentum" in given and name not in MOMENTUM:
-        raise UserError(
-            f"config.optimizer.name is {name!r}; it may be {', '.join(MOMENTUM)} with corrected_momentum in "
-            "config.asynchronous.cures"
-        )
+    if "corrected_momentum" in given:
+        _check_momentum(config.optimizer)
 
 
-def named_cures(config: ConfigDict) -> list[str]:
-    """The names in config.asynchronous.cures."""
-    return [name.strip() for name in config.asynchronous.cures.split(",") if name.strip()]
+def _check_momentum(o: ConfigDict) -> None:
+    key = optimizer.TRAITS[o.name].momentum
+    where = "with corrected_momentum in config.asynchronous.mitigations"
+    if key is None:
+        names = [name for name, traits in optimizer.TRAITS.items() if traits.momentum]
+        raise UserError(f"config.optimizer.name is {o.name!r}; it must be one of {', '.join(names)} {where}")
+    if not o[key]:
+        raise UserError(f"config.optimizer.{key} is {o[key]}; it must be more than 0 {where}")
+
+
+def named_mitigations(config: ConfigDict) -> list[str]:
+    """The names in config.asynchronous.mitigations."""
+    return [name.strip() for name in config.asynchronous.mitigations.split(",") if name.strip()]
 
 
 def build_table(config: ConfigDict, num_steps: int) -> UpdateTable:
@@ -199,20 +201,21 @@ def build_delays(config: ConfigDict) -> Delays:
     return times
 
 
-def build_cures(config: ConfigDict, problem: Problem, updates: UpdateTable | None) -> tuple[Problem, Cures]:
-    """The problem, with the optimizer that config.asynchronous.cures asks for, and what is around that.
+def build_mitigations(config: ConfigDict, problem: Problem, updates: UpdateTable | None) -> tuple[Problem, Mitigations]:
+    """The problem, with the optimizer that config.asynchronous.mitigations asks for, and what is around that.
 
     updates: None where the run is live.
     """
-    a, given = config.asynchronous, named_cures(config)
-    made: dict[str, optax.GradientTransformationExtraArgs] = {"staleness_aware": cures.staleness_aware()}
-    for name, function in (("dc_asgd", cures.dc_asgd), ("adaptive_dc_asgd", cures.adaptive_dc_asgd)):
+    a, given = config.asynchronous, named_mitigations(config)
+    made: dict[str, optax.GradientTransformationExtraArgs] = {"staleness_aware": mitigations.staleness_aware()}
+    for name, function in (("dc_asgd", mitigations.dc_asgd), ("adaptive_dc_asgd", mitigations.adaptive_dc_asgd)):
         made[name] = function(STRENGTHS[name] if a.dc_strength is None else a.dc_strength)
-    made["clip_by_staleness"] = cures.clip_by_staleness(a.max_norm or 0.0)
-    gradients = optax.chain(optax.identity(), *(made[name] for name in given if name in CURES[:3]))
+    made["clip_by_staleness"] = mitigations.clip_by_staleness(a.max_norm or 0.0)
+    gradients = optax.chain(optax.identity(), *(made[name] for name in given if name in MITIGATIONS[:3]))
     around = optax.chain(optax.identity(), *(made[name] for name in given if name == "staleness_aware"))
     if "corrected_momentum" in given and updates is not None:
-        key = MOMENTUM[config.optimizer.name]
+        key = optimizer.TRAITS[config.optimizer.name].momentum
+        assert key is not None
         schedule = optimizer.build_schedule(config, problem.num_steps)
 
         def with_momentum(momentum: float) -> optax.GradientTransformation:
@@ -221,6 +224,6 @@ def build_cures(config: ConfigDict, problem: Problem, updates: UpdateTable | Non
             return optimizer.build(own, schedule)
 
         staleness = float(updates.staleness.mean())
-        corrected = cures.corrected_momentum(with_momentum, config.optimizer[key], staleness)
+        corrected = mitigations.corrected_momentum(with_momentum, config.optimizer[key], staleness)
         problem = problem._replace(optimizer=corrected)
-    return problem, Cures(gradients, around, needs_read=bool(set(given) & STRENGTHS.keys()))
+    return problem, Mitigations(gradients, around, needs_read=bool(set(given) & STRENGTHS.keys()))

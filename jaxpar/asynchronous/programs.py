@@ -23,8 +23,8 @@ from jaxpar.tasks import Sums
 BEGUN = "begun"  # in the private state: the step at which the run took on this strategy
 
 
-class Cures(NamedTuple):
-    """Transformations of gradients and of updates (jaxpar/asynchronous/cures.py). needs_read: of `gradients`."""
+class Mitigations(NamedTuple):
+    """Transformations of gradients and of updates (jaxpar/asynchronous/mitigations.py). needs_read: of `gradients`."""
 
     gradients: optax.GradientTransformationExtraArgs
     updates: optax.GradientTransformationExtraArgs
@@ -46,13 +46,13 @@ class Server(NamedTuple):
     Attributes:
       optimizer: its state.
       waiting: the sum of the gradients that have arrived for the next update; () where each gradient makes one.
-      cures: their states.
+      mitigations: their states.
       totals: of this step.
     """
 
     optimizer: Any
     waiting: Any
-    cures: Any
+    mitigations: Any
     totals: Totals
 
 
@@ -93,7 +93,7 @@ def gradient(problem: Problem, params: Params, key: Any, step: Any, rows: Batch,
 
 def arrive(
     problem: Problem,
-    cures: Cures,
+    mitigations: Mitigations,
     is_first: bool,
     is_last: bool,
     params: Params,
@@ -107,31 +107,33 @@ def arrive(
 
     Args:
       problem: what is trained.
-      cures: against staleness.
+      mitigations: against staleness.
       is_first: of its update.
       is_last: of its update.
       params: the weights as they are.
       server: the rest of what the server has.
       grads: what arrives.
       sums: of its rows.
-      read: the weights that it is of; None where no cure needs them.
+      read: the weights that it is of; None where no mitigation needs them.
       at: what the table says of it.
     """
-    before, after = server.cures
+    before, after = server.mitigations
     arrived = jnp.isfinite(optax.tree.norm(grads)) & jnp.isfinite(sums.loss)
-    grads, remembered = cures.gradients.update(grads, before, params, staleness=at.staleness, read=read)
+    grads, remembered = mitigations.gradients.update(grads, before, params, staleness=at.staleness, read=read)
     before = jax.tree.map(lambda new, old: jnp.where(arrived, new, old), remembered, before)
     total = Sums(*[x + y for x, y in zip(server.totals.sums, sums, strict=True)])
     grads = grads if is_first else jax.tree.map(jnp.add, server.waiting, grads)
     if not is_last:
-        return params, server._replace(waiting=grads, cures=(before, after), totals=server.totals._replace(sums=total))
+        return params, server._replace(
+            waiting=grads, mitigations=(before, after), totals=server.totals._replace(sums=total)
+        )
     if not is_first:  # a division by 1 would not change a number, but how XLA rounds those after it
         grads = jax.tree.map(lambda x: x / at.size, grads)
     grad_norm = optax.tree.norm(grads)
     optimizer = at_step(server.optimizer, at.step)
     updates, optimizer = problem.optimizer.update(grads, optimizer, params, grad_norm=grad_norm)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums.loss)
-    updates, remembered = cures.updates.update(updates, after, params, staleness=at.mean_staleness)
+    updates, remembered = mitigations.updates.update(updates, after, params, staleness=at.mean_staleness)
     after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), remembered, after)
     state = State(at.step, jnp.zeros(()), params, server.optimizer)
     state, metrics = steps.apply(state, updates, optimizer, Metrics(total, grad_norm, finite))
@@ -167,13 +169,13 @@ class Programs:
       weight: (weights of a batch) -> what a worker's gradient is divided by: its part of their sum.
     """
 
-    def __init__(self, problem: Problem, cures: Cures, num_workers: int):
-        self.cures, self.num_workers = cures, num_workers
+    def __init__(self, problem: Problem, mitigations: Mitigations, num_workers: int):
+        self.mitigations, self.num_workers = mitigations, num_workers
         self.gradient = jax.jit(
             partial(gradient, problem), keep_unused=True
         )  # for the audit, which tells arguments apart
         self.arrive = jax.jit(
-            partial(arrive, problem, cures), static_argnums=(0, 1), donate_argnums=3, keep_unused=True
+            partial(arrive, problem, mitigations), static_argnums=(0, 1), donate_argnums=3, keep_unused=True
         )
         self.weight = jax.jit(lambda weights: weights.sum() / num_workers)
         self._root_mean = jax.jit(_root_mean)
@@ -181,8 +183,8 @@ class Programs:
     def server(self, params: Params, optimizer: Any, device: jax.Device | None, *, is_grouped: bool) -> Server:
         """At its beginning."""
         waiting = jax.tree.map(jnp.zeros_like, params) if is_grouped else ()
-        cures = (self.cures.gradients.init(params), self.cures.updates.init(params))
-        return Server(optimizer, waiting, cures, new_totals(device))
+        mitigations = (self.mitigations.gradients.init(params), self.mitigations.updates.init(params))
+        return Server(optimizer, waiting, mitigations, new_totals(device))
 
     def abstract_server(self, like: State, *, is_grouped: bool) -> Server:
         """The same, without its arrays."""
@@ -213,7 +215,7 @@ class Programs:
         size, server = nbytes(like.params), self.abstract_server(like, is_grouped=is_grouped)
         of_each = zip(devices, num_kept, strict=True)
         memory = {device: {"parameters": size, "history": number * size} for device, number in of_each}
-        there = {name: nbytes(getattr(server, name)) for name in ("optimizer", "waiting", "cures")}
+        there = {name: nbytes(getattr(server, name)) for name in ("optimizer", "waiting", "mitigations")}
         memory[at] = memory.get(at, {"parameters": size}) | {name: size for name, size in there.items() if size}
         return memory
 

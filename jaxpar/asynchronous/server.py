@@ -15,7 +15,7 @@ from jaxpar.asynchronous.programs import (
     BEGUN,
     Arrival,
     Chunk,
-    Cures,
+    Mitigations,
     Programs,
     Server,
     leaves,
@@ -110,7 +110,12 @@ class ServerEngine:
     """A table, ready to run."""
 
     def __init__(
-        self, problem: Problem, cures: Cures, table: UpdateTable, devices: Sequence[jax.Device], at: jax.Device
+        self,
+        problem: Problem,
+        mitigations: Mitigations,
+        table: UpdateTable,
+        devices: Sequence[jax.Device],
+        at: jax.Device,
     ):
         """devices: of the workers, which they have in turn; at: the server's, which may be one of them."""
         self._devices, self._server, self._table = devices, at, table
@@ -119,7 +124,7 @@ class ServerEngine:
         for (version, device), last in self._last_uses.items():
             if last > version:
                 self._keepers.setdefault(version, []).append(device)
-        self.programs = Programs(problem, cures, table.num_workers)
+        self.programs = Programs(problem, mitigations, table.num_workers)
         self.num_workers, self.is_grouped = table.num_workers, len(table.update) > table.num_updates
 
     def start(self, state: State) -> AsyncState:
@@ -139,13 +144,13 @@ class ServerEngine:
     def sent(self) -> float:
         """Weights and gradients that go to the server's device and from it in a step, to and from workers of others.
 
-        A version of the weights goes to a device once; with a gradient goes what it was computed from, where a cure
-        needs that.
+        A version of the weights goes to a device once; with a gradient goes what it was computed from, where a
+        mitigation needs that.
         """
         is_apart = np.array([device != self._server for device in self._devices])
         places = self._table.worker % len(self._devices)
         uses = np.stack([self._table.read, places])[:, is_apart[places]]
-        gradients = uses.shape[1] * (2 if self.programs.cures.needs_read else 1)
+        gradients = uses.shape[1] * (2 if self.programs.mitigations.needs_read else 1)
         return (np.unique(uses, axis=1).shape[1] + gradients) / len(self._rows)
 
     def needs_private(self, step: int) -> bool:
@@ -166,7 +171,7 @@ class ServerEngine:
             read = copies[place] if row.read == row.update else kept[row.read, place]
             rows, weight, of_step = chunks.pop(row.chunk)
             made = self.programs.gradient(read, *jax.device_put((key, np.int32(of_step), rows, weight), device))
-            sent = jax.device_put((*made, read if self.programs.cures.needs_read else None), self._server)
+            sent = jax.device_put((*made, read if self.programs.mitigations.needs_read else None), self._server)
             figures = map(np.float32, (row.staleness, row.mean_staleness, row.size))
             at = Arrival._make((*figures, np.int32(step)))
             old, (params, server) = params, self.programs.arrive(row.is_first, row.is_last, params, server, *sent, at)
@@ -189,7 +194,7 @@ class ServerEngine:
         return State(jnp.int32(state.step), state.key, state.params, state.server.optimizer)
 
     def private(self, state: AsyncState) -> Canonical:
-        """What is on its way: weights that workers have read, gradients that wait for others; what cures remember."""
+        """What is in flight: weights that workers have read, gradients that wait for others; states of mitigations."""
         private = leaves(jax.device_put(_parts(state), self._server)) | {BEGUN: np.int32(state.begun)}
         for number, chunk in state.chunks.items():
             private |= {f"{number} {name}": x for name, x in (chunk.rows | {WEIGHT: chunk.weight}).items()}
@@ -197,9 +202,9 @@ class ServerEngine:
 
     def restored(self, state: AsyncState, private: Canonical) -> AsyncState:
         """A state that `start` has made, with what `private` had."""
-        versions, waiting, cures = with_leaves(_parts(state), private)
+        versions, waiting, mitigations = with_leaves(_parts(state), private)
         kept = {(version, i): jax.device_put(versions[version], self._devices[i]) for version, i in state.kept}
-        server = state.server._replace(waiting=waiting, cures=cures)
+        server = state.server._replace(waiting=waiting, mitigations=mitigations)
         parts: dict[int, dict[str, Any]] = {}
         for number, _, name in (name.partition(" ") for name in private if " " in name):
             parts.setdefault(int(number), {})[name] = private[f"{number} {name}"]
@@ -213,4 +218,4 @@ class ServerEngine:
 
 def _parts(state: AsyncState) -> tuple[dict[int, Params], Any, Any]:
     """Each older version once, wherever it is: the run may go on on other devices."""
-    return {version: x for (version, _), x in state.kept.items()}, state.server.waiting, state.server.cures
+    return {version: x for (version, _), x in state.kept.items()}, state.server.waiting, state.server.mitigations

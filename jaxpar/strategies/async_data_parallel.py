@@ -28,7 +28,7 @@ from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar.asynchronous import live, local, options, server, table
-from jaxpar.asynchronous.programs import Arrival, Cures
+from jaxpar.asynchronous.programs import Arrival, Mitigations
 from jaxpar.asynchronous.table import UpdateTable, staleness_summary
 from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError
@@ -76,9 +76,9 @@ def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decisi
     updates = None if is_live else options.build_table(config, shapes.num_steps)
     has_its_own = available > taken and config.asynchronous.policy not in options.LOCAL
     server = taken if has_its_own else 0
-    problem, cures = options.build_cures(config, shapes, updates)
+    problem, mitigations = options.build_mitigations(config, shapes, updates)
     numbers: Any = list(range(taken))
-    engine: Any = build_engine(config, problem, cures, updates, numbers, cast(Any, server))
+    engine: Any = build_engine(config, problem, mitigations, updates, numbers, cast(Any, server))
     like = states.abstract(problem.model, problem.optimizer)
     memory, summary = engine.memory(like), words(config)
     if updates is not None:
@@ -106,8 +106,8 @@ def build(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strate
     config, updates = plan.details.config, plan.details.updates
     mesh, at, used = meshes.build(plan.axes, devices), devices[plan.details.server], devices[: plan.num_devices]
     devices = list(mesh.devices.flat)
-    problem, cures = options.build_cures(config, problem, updates)
-    engine: Any = build_engine(config, problem, cures, updates, devices, at)
+    problem, mitigations = options.build_mitigations(config, problem, updates)
+    engine: Any = build_engine(config, problem, mitigations, updates, devices, at)
     first, everywhere = SingleDeviceSharding(at), NamedSharding(mesh, PartitionSpec())
     divided = NamedSharding(mesh, PartitionSpec(DATA))
     like = states.abstract(problem.model, problem.optimizer)
@@ -147,7 +147,7 @@ def build(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strate
 def build_engine(
     config: ConfigDict,
     problem: Problem,
-    cures: Cures,
+    mitigations: Mitigations,
     updates: UpdateTable | None,
     devices: Sequence[jax.Device],
     at: jax.Device,
@@ -156,11 +156,13 @@ def build_engine(
     a, own = config.asynchronous, options.settings(config)
     if updates is None:
         bound = own.get("bound", math.inf)
-        return live.LiveEngine(problem, cures, a.num_workers, devices, at=at, bound=bound, slowdown=a.delays.slowdown)
+        return live.LiveEngine(
+            problem, mitigations, a.num_workers, devices, at=at, bound=bound, slowdown=a.delays.slowdown
+        )
     if a.policy not in options.LOCAL:
-        return server.ServerEngine(problem, cures, updates, devices, at)
+        return server.ServerEngine(problem, mitigations, updates, devices, at)
     outer = optax.sgd(own["outer_lr"], own["outer_momentum"], nesterov=True) if a.policy == "diloco" else None
-    return local.LocalEngine(problem, cures, updates, devices, outer=outer, waits=a.policy != "model_average")
+    return local.LocalEngine(problem, mitigations, updates, devices, outer=outer, waits=a.policy != "model_average")
 
 
 def report(updates: UpdateTable | None, workdir: Path) -> dict[str, Any]:
@@ -183,7 +185,7 @@ def compiled(
     given = (like.params, like.key, step, rows, figure)
     workers = [programs.gradient.lower(*with_shardings(given, SingleDeviceSharding(device))) for device in devices]
     server = programs.abstract_server(like, is_grouped=engine.is_grouped)
-    read = like.params if programs.cures.needs_read else None
+    read = like.params if programs.mitigations.needs_read else None
     arguments = (like.params, server, *workers[0].out_info, read, Arrival(figure, figure, figure, step))
     places = devices if isinstance(engine, local.LocalEngine) else [at]
     updates = [
@@ -194,15 +196,15 @@ def compiled(
 
 
 def words(config: ConfigDict) -> str:
-    """Policy, workers and cures, in words."""
+    """Policy, workers and mitigations, in words."""
     a = config.asynchronous
     made = f"{'live ' if a.mode == 'live' else ''}{a.policy} of {a.num_workers} workers"
-    return made + (f" with {', '.join(cures)}" if (cures := options.named_cures(config)) else "")
+    return made + (f" with {', '.join(mitigations)}" if (mitigations := options.named_mitigations(config)) else "")
 
 
 def is_lock_step(config: ConfigDict) -> bool:
     """Whether all workers wait for each other, and so do what one device does."""
-    return config.asynchronous.policy == "sync" and not options.named_cures(config)
+    return config.asynchronous.policy == "sync" and not options.named_mitigations(config)
 
 
 def fingerprint(updates: UpdateTable) -> str:

@@ -230,7 +230,7 @@ DIFFERENT = {
     ],
     "async of 4 workers with corrected_momentum takes gradients of weights that are not the newest": [
         "strategy=async_data_parallel",
-        "asynchronous.cures=corrected_momentum",
+        "asynchronous.mitigations=corrected_momentum",
         "optimizer.name=sgd",
     ],
 }

@@ -1,6 +1,6 @@
 """Asynchronous training as a plain loop over a table, in NumPy, which keeps every version: what engines are held to.
 
-Its gradients are `jax.grad`'s of a loss written out here; optimizers, cures and meetings are NumPy's, in float64.
+Its gradients are `jax.grad`'s of a loss written out here; optimizers, mitigations and meetings are NumPy's, in float64.
 """
 
 from collections.abc import Callable
@@ -69,7 +69,7 @@ def mean(trees: list[Weights]) -> Weights:
     return {key: np.mean([tree[key] for tree in trees], axis=0) for key in trees[0]}
 
 
-Cure = Callable[[Weights, Weights, Weights, int], Weights]  # (gradient, current weights, read weights, staleness)
+Mitigation = Callable[[Weights, Weights, Weights, int], Weights]  # (gradient, current weights, read weights, staleness)
 
 
 def to_server(
@@ -79,7 +79,7 @@ def to_server(
     rule: Rule,
     rates: list[float],
     *,
-    cures: tuple[Cure, ...] = (),
+    mitigations: tuple[Mitigation, ...] = (),
     staleness_aware: bool = False,
 ) -> Weights:
     """sync, async, ssp, softsync: gradients of the versions that the table says, applied as it says."""
@@ -90,8 +90,8 @@ def to_server(
         for row in rows:
             step, read = int(table.step[row]), versions[table.read[row]]
             g = gradient(read, batches[table.chunk[row] // n], int(table.chunk[row]) % n, n)
-            for cure in cures:
-                g = cure(g, versions[-1], read, int(update - table.read[row]))
+            for mitigation in mitigations:
+                g = mitigation(g, versions[-1], read, int(update - table.read[row]))
             grads.append(g)
         old, staleness = versions[-1], np.mean(update - table.read[rows])
         new, memory = rule(old, mean(grads), memory, rates[step])

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from jaxpar.asynchronous import options, server
-from jaxpar.asynchronous.cures import corrected_momentum, momentum_left
+from jaxpar.asynchronous.mitigations import corrected_momentum, momentum_left
 from jaxpar.asynchronous.table import UpdateTable
 from tests.asynchronous import reference
 from tests.asynchronous.reference import Rule, Weights
@@ -73,7 +73,7 @@ def test_gradients_to_a_server(settings: tuple[str, ...], rule: str) -> None:
     assert table.staleness.max() == 0 if settings == ("policy=sync",) else table.staleness.max() >= 2
 
 
-# As the cures of jaxpar/asynchronous/cures.py, in NumPy: (gradient, weights, weights that it is of, staleness).
+# As jaxpar/asynchronous/mitigations.py, in NumPy: (gradient, weights, weights that it is of, staleness).
 
 
 def dc_asgd(g: Weights, w: Weights, read: Weights, staleness: int) -> Weights:
@@ -88,33 +88,35 @@ def clip(g: Weights, w: Weights, read: Weights, staleness: int) -> Weights:
 def adaptive() -> Callable[..., Weights]:
     squares: dict[str, Any] = {}
 
-    def cure(g: Weights, w: Weights, read: Weights, staleness: int) -> Weights:
+    def mitigation(g: Weights, w: Weights, read: Weights, staleness: int) -> Weights:
         squares.update({key: 0.95 * squares.get(key, 0) + 0.05 * x * x for key, x in g.items()})
         return {key: x + 0.5 / np.sqrt(squares[key] + 1e-7) * x * x * (w[key] - read[key]) for key, x in g.items()}
 
-    return cure
+    return mitigation
 
 
-CURES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "dc_asgd": (("dc_strength=0.5",), {"cures": (dc_asgd,)}),
-    "adaptive_dc_asgd": (("dc_strength=0.5",), {"cures": (adaptive(),)}),
-    "clip_by_staleness": (("max_norm=0.6",), {"cures": (clip,)}),
+MITIGATIONS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "dc_asgd": (("dc_strength=0.5",), {"mitigations": (dc_asgd,)}),
+    "adaptive_dc_asgd": (("dc_strength=0.5",), {"mitigations": (adaptive(),)}),
+    "clip_by_staleness": (("max_norm=0.6",), {"mitigations": (clip,)}),
     "staleness_aware": ((), {"staleness_aware": True}),
     "clip_by_staleness,dc_asgd,staleness_aware": (
         ("max_norm=0.6", "dc_strength=0.5"),
-        {"cures": (clip, dc_asgd), "staleness_aware": True},
+        {"mitigations": (clip, dc_asgd), "staleness_aware": True},
     ),
-    "dc_asgd,clip_by_staleness": (("max_norm=0.6", "dc_strength=0.5"), {"cures": (dc_asgd, clip)}),
+    "dc_asgd,clip_by_staleness": (("max_norm=0.6", "dc_strength=0.5"), {"mitigations": (dc_asgd, clip)}),
 }
 
 
 @pytest.mark.parametrize("policy", ["async", "softsync"])
-@pytest.mark.parametrize("name", CURES)
-def test_cures(name: str, policy: str) -> None:
+@pytest.mark.parametrize("name", MITIGATIONS)
+def test_mitigations(name: str, policy: str) -> None:
     if name == "adaptive_dc_asgd" and policy == "softsync":
         pytest.skip("the reference remembers squares between runs")
-    settings, arguments = CURES[name]
-    got, table, begun = trained("momentum", *asynchronous(f"policy={policy}", f"cures={name}", *settings, *RANDOM))
+    settings, arguments = MITIGATIONS[name]
+    got, table, begun = trained(
+        "momentum", *asynchronous(f"policy={policy}", f"mitigations={name}", *settings, *RANDOM)
+    )
     rule = RULES["momentum"][2]
     expected = reference.to_server(table, begun, BATCHES, rule, RATES, **arguments)
     assert_close(got, expected, begun)
@@ -127,7 +129,7 @@ def test_corrected_momentum(rule: str, before: float) -> None:
     assert momentum_left(0.9, 0) == pytest.approx(0.9)
     assert momentum_left(0.9, 3) == pytest.approx(0.6)  # 1 - 0.6 is 4 times 1 - 0.9
     assert momentum_left(0.9, 30) == 0
-    got, table, begun = trained(rule, *asynchronous("policy=async", "cures=corrected_momentum"))
+    got, table, begun = trained(rule, *asynchronous("policy=async", "mitigations=corrected_momentum"))
     after = max(1 - (1 - before) * (1 + table.staleness.mean()), 1e-6)
     corrected = reference.sgd(after) if rule == "momentum" else reference.adam(after)
     assert_close(got, reference.to_server(table, begun, BATCHES, corrected, RATES), begun)

@@ -20,7 +20,7 @@ from tests.strategies.pipelines import NUM_STEPS, Task, make, make_batch, named,
 MLP, BERT = Task("mlp", "classification", layers=1), Task("bert", "classification", layers=1)
 RUNS: dict[str, tuple[Task, tuple[str, ...], dict[str, Any]]] = {
     "two devices": (MLP, ("delays.slowdown=5",), {"workers": 4, "devices": 2}),
-    "cures": (MLP, ("cures=dc_asgd,staleness_aware",), {"workers": 8, "devices": 4}),
+    "mitigations": (MLP, ("mitigations=dc_asgd,staleness_aware",), {"workers": 8, "devices": 4}),
     "bounded": (MLP, ("policy=ssp", "bound=1", "delays.slowdown=5"), {"workers": 4, "devices": 4}),
     "a transformer": (BERT, (), {"workers": 4, "devices": 2}),
 }
@@ -80,14 +80,14 @@ def test_made_again_from_its_table(name: str, tmp_path: Path) -> None:
 
 
 def test_stopped_and_resumed_it_is_one_run_with_one_table(tmp_path: Path) -> None:
-    first = begin("cures", "mode=live")
+    first = begin("mitigations", "mode=live")
     state, _ = go_on(first, first.from_canonical(start(MLP)), MLP, 0, 4)
     tree, private = jax.device_get((first.to_canonical(state), first.to_private(state)))
-    second = begin("cures", "mode=live")
+    second = begin("mitigations", "mode=live")
     state, _ = go_on(second, second.from_canonical(tree, private), MLP, 4, NUM_STEPS)
     end = final(second, state)
     path, _ = written(second, state, tmp_path)
-    assert_bitwise(replayed("cures", path), end)
+    assert_bitwise(replayed("mitigations", path), end)
 
 
 def test_a_replay_that_was_stopped_goes_on(tmp_path: Path) -> None:
@@ -170,17 +170,17 @@ def test_every_gradient_is_in_the_figures_of_a_step() -> None:
 
 
 def test_a_server_with_a_device_of_its_own(tmp_path: Path) -> None:
-    strategy = make(MLP, *asynchronous("mode=live", "cures=adaptive_dc_asgd", workers=2, devices=3))
+    strategy = make(MLP, *asynchronous("mode=live", "mitigations=adaptive_dc_asgd", workers=2, devices=3))
     state, _ = go_on(strategy, strategy.from_canonical(start(MLP)), MLP, 0, NUM_STEPS)
     tree = strategy.to_canonical(state)
     assert {x.devices().pop().id for x in jax.tree.leaves((tree["params"], tree["optimizer"]))} == {2}
     plan = strategy.plan
     assert [device.id for device in strategy.devices] == [0, 1, 2] and plan.num_replicas == 2
-    server = ["parameters", "optimizer", "cures", "history"]
+    server = ["parameters", "optimizer", "mitigations", "history"]
     assert [list(parts) for parts in plan.memory[1:]] == [["parameters", "history"], server]
     end = final(strategy, state)
     path, _ = written(strategy, state, tmp_path)
-    replay = make(MLP, *asynchronous(f"table={path}", "cures=adaptive_dc_asgd", workers=2, devices=1))
+    replay = make(MLP, *asynchronous(f"table={path}", "mitigations=adaptive_dc_asgd", workers=2, devices=1))
     again, _ = go_on(replay, replay.from_canonical(start(MLP)), MLP, 0, NUM_STEPS)
     assert_bitwise(final(replay, again), end)
 

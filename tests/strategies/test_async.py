@@ -33,7 +33,7 @@ POLICIES = {
     "async": ("policy=async",),
     "ssp": ("policy=ssp", "bound=1"),
     "softsync": ("policy=softsync", "groups=3"),  # of 8 workers: updates of 2 gradients
-    "cures": ("policy=async", "cures=adaptive_dc_asgd,staleness_aware"),
+    "mitigations": ("policy=async", "mitigations=adaptive_dc_asgd,staleness_aware"),
     "local_sgd": ("policy=local_sgd", "interval=3"),
     "diloco": ("policy=diloco", "interval=3"),
     "model_average": ("policy=model_average", "interval=2"),
@@ -125,9 +125,9 @@ def test_the_learning_rate_is_that_of_the_steps_of_the_run() -> None:
     assert counts == [NUM_STEPS, 8 * NUM_STEPS]  # the schedule's, and Adam's
 
 
-@pytest.mark.parametrize("cures", ["", "adaptive_dc_asgd,staleness_aware"])
-def test_a_gradient_that_is_not_finite_changes_nothing(cures: str) -> None:
-    strategy = make(MLP, *asynchronous("policy=async", f"cures={cures}", workers=8, devices=1))
+@pytest.mark.parametrize("mitigations", ["", "adaptive_dc_asgd,staleness_aware"])
+def test_a_gradient_that_is_not_finite_changes_nothing(mitigations: str) -> None:
+    strategy = make(MLP, *asynchronous("policy=async", f"mitigations={mitigations}", workers=8, devices=1))
     state = strategy.from_canonical(start(MLP))
     batch = make_batch(MLP, 0)
     batch["weights"] = np.where(np.arange(len(batch["weights"])) == 3, np.inf, batch["weights"]).astype(np.float32)
@@ -164,9 +164,11 @@ def test_what_is_said_of_it(name: str) -> None:
     assert len(programs) == (4 if "interval" in str(POLICIES[name]) else 3)  # workers' on two devices, and updates
     held = audit.memory(programs, strategy)
     assert all(parts["parameters"].nbytes == size and (parts["inputs"].nbytes or 0) > 0 for parts in held)
-    of_server = [part for part in ("optimizer", "waiting", "cures") if part in held[0]]
+    of_server = [part for part in ("optimizer", "waiting", "mitigations") if part in held[0]]
     assert all(held[0][part].nbytes == held[0][part].theory or "interval" in str(POLICIES[name]) for part in of_server)
-    assert ("waiting" in of_server) == (name in ("sync", "softsync")) and ("cures" in of_server) == (name == "cures")
+    assert ("waiting" in of_server) == (name in ("sync", "softsync")) and ("mitigations" in of_server) == (
+        name == "mitigations"
+    )
 
 
 TO_SERVER = ("policy=async", "policy=softsync", "policy=ssp")
@@ -176,14 +178,18 @@ SIZE = sum(leaf.size * 4 for leaf in jax.tree.leaves(start(MLP)["params"]))
 @pytest.mark.parametrize("settings", [*TO_SERVER, "policy=diloco", "policy=model_average"])
 def test_memory_is_what_there_is(settings: str) -> None:
     """Of every part, the most bytes that are there after a step; the averages of a model_average, at a gradient."""
-    more = ("interval=2",) if settings.endswith(("diloco", "average")) else ("cures=adaptive_dc_asgd",)
+    more = ("interval=2",) if settings.endswith(("diloco", "average")) else ("mitigations=adaptive_dc_asgd",)
     strategy = make(MLP, *asynchronous(settings, *more, *RANDOM, workers=8, devices=2))
     state, most = strategy.from_canonical(start(MLP)), dict[str, int]()
     optimizer = nbytes(start(MLP)["optimizer"])
     for step in range(NUM_STEPS):
         state, _ = strategy.step(state, strategy.place(make_batch(MLP, step)))
         if isinstance(state, server.AsyncState):
-            there = {"waiting": state.server.waiting, "cures": state.server.cures, "history": list(state.kept.values())}
+            there = {
+                "waiting": state.server.waiting,
+                "mitigations": state.server.mitigations,
+                "history": list(state.kept.values()),
+            }
             there |= {"parameters": (state.params, state.params), "optimizer": state.server.optimizer}
         else:
             there = {"parameters": state.params, "optimizer": [one.optimizer for one in state.servers]}
@@ -193,7 +199,7 @@ def test_memory_is_what_there_is(settings: str) -> None:
     for parts in strategy.plan.memory:
         told = {name: told.get(name, 0) + parts.get(name, 0) for name in {**told, **parts}}
     assert told["parameters"] == most["parameters"] and told["optimizer"] in (optimizer, 8 * optimizer)
-    for name in ("waiting", "cures", "outer"):
+    for name in ("waiting", "mitigations", "outer"):
         assert told.get(name, 0) == most.get(name, 0), name
     for name in ("history", "averages"):  # at its peak, which may lie within a step
         assert most.get(name, 0) <= told.get(name, 0) <= 2 * most.get(name, 0), name

@@ -26,7 +26,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "a table of a live run": (["mode=live", "table=updates.csv"], ["asynchronous.table is 'updates.csv'"]),
     "a missing table": (["table=no.csv"], ["no.csv: No such file"]),
     "a momentum before the run": (
-        ["mode=live", "cures=corrected_momentum"],
+        ["mode=live", "mitigations=corrected_momentum"],
         ["corrected_momentum, which needs the staleness before the run"],
     ),
     "an outer rate": (["policy=diloco", "outer_lr=-1"], ["asynchronous.outer_lr is -1.0; it may be 0 or more"]),
@@ -58,28 +58,44 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["table=updates.csv", "policy=ssp", "bound=2"],
         ["asynchronous.bound is 2; it may be None with a table"],
     ),
-    "a cure": (["cures=dc_sgd"], ["asynchronous.cures is 'dc_sgd'; it may be dc_asgd", "Did you mean 'dc_asgd'?"]),
-    "two of one kind": (["cures=dc_asgd,adaptive_dc_asgd"], ["it may have one of dc_asgd, adaptive_dc_asgd"]),
-    "cures of workers with their own weights": (
-        ["policy=local_sgd", "cures=dc_asgd"],
-        ["asynchronous.cures is 'dc_asgd'; it may be '' with policy 'local_sgd'"],
+    "a former name": (
+        ["cures=dc_asgd"],
+        ["config.asynchronous.cures does not exist; its name is config.asynchronous.mitigations"],
     ),
-    "a cure twice": (["cures=staleness_aware,staleness_aware"], ["asynchronous.cures is", "it may have each once"]),
-    "a strength": (["cures=dc_asgd", "dc_strength=nan"], ["asynchronous.dc_strength is nan; it may be 0 or more"]),
+    "a mitigation": (
+        ["mitigations=dc_sgd"],
+        ["asynchronous.mitigations is 'dc_sgd'; it may be dc_asgd", "Did you mean 'dc_asgd'?"],
+    ),
+    "two of one kind": (["mitigations=dc_asgd,adaptive_dc_asgd"], ["it must have one of dc_asgd, adaptive_dc_asgd"]),
+    "mitigations of workers with their own weights": (
+        ["policy=local_sgd", "mitigations=dc_asgd"],
+        ["asynchronous.mitigations is 'dc_asgd'; it must be '' with policy 'local_sgd'"],
+    ),
+    "a mitigation twice": (
+        ["mitigations=staleness_aware,staleness_aware"],
+        ["asynchronous.mitigations is", "it must have each once"],
+    ),
+    "a strength": (
+        ["mitigations=dc_asgd", "dc_strength=nan"],
+        ["asynchronous.dc_strength is nan; it may be 0 or more"],
+    ),
     "no momentum to correct": (
-        ["cures=corrected_momentum", "optimizer.name=sgd", "optimizer.momentum=0"],
-        ["config.optimizer.momentum is 0; it may be more with corrected_momentum"],
+        ["mitigations=corrected_momentum", "optimizer.name=sgd", "optimizer.momentum=0"],
+        ["config.optimizer.momentum is 0.0; it must be more than 0 with corrected_momentum"],
     ),
-    "a strength without a cure": (["dc_strength=1"], ["asynchronous.dc_strength is 1.0; it is for dc_asgd"]),
-    "a cure without its norm": (["cures=clip_by_staleness"], ["asynchronous.max_norm is None; it may be more than 0"]),
-    "a norm without its cure": (["max_norm=1"], ["asynchronous.max_norm is 1.0", "else None"]),
+    "a strength without a mitigation": (["dc_strength=1"], ["asynchronous.dc_strength is 1.0; it is for dc_asgd"]),
+    "a mitigation without its norm": (
+        ["mitigations=clip_by_staleness"],
+        ["asynchronous.max_norm is None; it may be more than 0"],
+    ),
+    "a norm without its mitigation": (["max_norm=1"], ["asynchronous.max_norm is 1.0", "else None"]),
     "no momentum": (
-        ["cures=corrected_momentum", "optimizer.name=adafactor"],
-        ["optimizer.name is 'adafactor'; it may be sgd, adamw, lamb, lion with corrected_momentum"],
+        ["mitigations=corrected_momentum", "optimizer.name=adafactor"],
+        ["optimizer.name is 'adafactor'; it must be one of adamw, lamb, sgd, lion, muon with corrected_momentum"],
     ),
-    "a batch": (["num_workers=5"], ["batch_size is 24; it may be a multiple of 10: 5 workers", "on 2 devices"]),
-    "an exchange": (["exchange=zero1"], ["config.exchange is 'zero1'; it may be 'ddp' without options"]),
-    "stages": (["mesh.stage=2"], ["config.mesh.stage is 2; it may be 1 with config.strategy='async_data_parallel'"]),
+    "a batch": (["num_workers=5"], ["batch_size is 24; it must be a multiple of 10: 5 workers", "on 2 devices"]),
+    "an exchange": (["exchange=zero1"], ["config.exchange is 'zero1'; it must be 'ddp' without options"]),
+    "stages": (["mesh.stage=2"], ["config.mesh.stage is 2; it must be 1 with config.strategy='async_data_parallel'"]),
 }
 OTHERS = ("optimizer.", "exchange", "mesh.")
 
