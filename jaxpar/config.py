@@ -125,7 +125,7 @@ def _parse(key: str, text: str, kind: type, now: Any) -> Any:
             return float(text)
     example = f", such as {now!r}" if now is not None else ""
     names = {int: "an integer", float: "a number", bool: "true or false", tuple: "a tuple"}
-    raise UserError(f"config.{key} is {text!r}; it may be {names[kind]}{example}")
+    raise UserError(f"config.{key} is {text!r}; it must be {names[kind]}{example}")
 
 
 def keys(config: ConfigDict, prefix: str = "") -> dict[str, Any]:

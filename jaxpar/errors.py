@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 
 class UserError(Exception):
-    """What the user must mend: which key or file, what it was, what it may be."""
+    """What the user must mend: which key or file, what it was, what it must be."""
 
 
 class TrainingError(Exception):
@@ -23,7 +23,7 @@ def check_choice(key: str, value: str, choices: Iterable[str]) -> None:
     """Raises UserError unless `value`, the value of config key `key`, is one of `choices`."""
     choices = list(choices)
     if value not in choices:
-        raise UserError(f"config.{key} is {value!r}; it may be {', '.join(choices)}.{nearest(str(value), choices)}")
+        raise UserError(f"config.{key} is {value!r}; it must be {', '.join(choices)}.{nearest(str(value), choices)}")
 
 
 STOPPED_CODES = range(4, 126)  # exit codes that a run stopped by a signal may have instead of 0; shells have 126 and on

@@ -96,7 +96,7 @@ def _main(argv: list[str]) -> int:
     stopped = values.stopped_exit_code
     if is_failure(stopped):
         raise UserError(
-            f"--stopped_exit_code is {stopped}; it may be 0, or {STOPPED_CODES[0]} to {STOPPED_CODES[-1]}: "
+            f"--stopped_exit_code is {stopped}; it must be 0, or {STOPPED_CODES[0]} to {STOPPED_CODES[-1]}: "
             "others have a meaning"
         )
     config = configs.load(values.config)

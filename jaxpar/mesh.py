@@ -34,11 +34,19 @@ def start(config: ConfigDict, cache: Path) -> None:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    if config.strategy == "pipeline":
+        partition_by_gspmd()
     count = config.mesh.virtual_cpu_devices
     if count < 0:
-        raise UserError(f"config.mesh.virtual_cpu_devices is {count}; it may be 0 or more")
+        raise UserError(f"config.mesh.virtual_cpu_devices is {count}; it must be 0 or more")
     if count and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", count)
+
+
+def partition_by_gspmd() -> None:
+    """Have programs partitioned by GSPMD. On a pipeline's, the Shardy of JAX 0.11.2 ends the process."""
+    if jax.__version_info__ >= (0, 11):
+        jax.config.update("jax_use_shardy_partitioner", False)
 
 
 def keep_freed_memory() -> None:

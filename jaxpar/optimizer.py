@@ -45,28 +45,20 @@ def _muon(o: ConfigDict, schedule: LearningRateSchedule) -> optax.GradientTransf
     layers, AdamW for the rest. Its updates have the root mean square of Adam's, so that both take one learning rate
     (Liu et al., "Muon is Scalable for LLM Training", 2025, section 2.2).
     """
-    return optax.contrib.muon(
-        schedule,
-        beta=o.momentum,
-        weight_decay=o.weight_decay,
-        weight_decay_mask=decayed,
-        adam_b1=o.b1,
-        adam_b2=o.b2,
-        adam_weight_decay=o.weight_decay,
-        muon_weight_dimension_numbers=_hidden_kernels,
-        consistent_rms=0.2,
+    muon = optax.contrib.muon(
+        schedule, beta=o.momentum, weight_decay=o.weight_decay, weight_decay_mask=decayed, consistent_rms=0.2
     )
+    return optax.partition({"muon": muon, "adamw": _adamw(o, schedule)}, _by_muon_or_adamw)
 
 
-def _hidden_kernels(params: Any) -> Any:
-    """By leaf: optax's numbers of a matrix's dims where it is the kernel of a hidden layer, else None."""
+def _by_muon_or_adamw(params: Any) -> Any:
+    """Return by leaf which of the two updates it: Muon takes matrices that map one hidden state to another."""
 
-    def numbers(path: tuple[Any, ...], leaf: Any) -> Any:
+    def label(path: tuple[Any, ...], leaf: Any) -> str:
         names = [part.key for part in path if isinstance(part, jax.tree_util.DictKey)]
-        is_hidden = jnp.ndim(leaf) == 2 and names[-1] == "kernel" and "classifier" not in names
-        return optax.contrib.MuonDimensionNumbers() if is_hidden else None
+        return "muon" if jnp.ndim(leaf) == 2 and names[-1] == "kernel" and "classifier" not in names else "adamw"
 
-    return jax.tree_util.tree_map_with_path(numbers, params)
+    return jax.tree_util.tree_map_with_path(label, params)
 
 
 class Traits(NamedTuple):
@@ -109,12 +101,12 @@ def check(config: ConfigDict) -> None:
     check_choice("optimizer.nonfinite", o.nonfinite, ("stop", "skip"))
     for key in ("warmup", "final_lr", "b1", "b2", "momentum"):
         if not 0 <= o[key] <= 1:
-            raise UserError(f"config.optimizer.{key} is {o[key]}; it may be 0 to 1")
+            raise UserError(f"config.optimizer.{key} is {o[key]}; it must be 0 to 1")
     for key in ("lr", "weight_decay", "eps", "clip_norm"):
         if not o[key] >= 0:
-            raise UserError(f"config.optimizer.{key} is {o[key]}; it may be 0 or more")
+            raise UserError(f"config.optimizer.{key} is {o[key]}; it must be 0 or more")
     if o.accumulation_steps < 1:
-        raise UserError(f"config.optimizer.accumulation_steps is {o.accumulation_steps}; it may be 1 or more")
+        raise UserError(f"config.optimizer.accumulation_steps is {o.accumulation_steps}; it must be 1 or more")
 
 
 def build_schedule(config: ConfigDict, num_steps: int) -> LearningRateSchedule:

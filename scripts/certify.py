@@ -65,9 +65,9 @@ def main() -> int:
 def number(flag: str, text: str) -> int:
     """The value of a flag. Raises UserError where it is no number from 1 on."""
     if not text.isdecimal():
-        raise UserError(f"--{flag} is {text!r}; it may be a whole number")
+        raise UserError(f"--{flag} is {text!r}; it must be a whole number")
     if int(text) < 1:
-        raise UserError(f"--{flag} is {text}; it may be 1 or more")
+        raise UserError(f"--{flag} is {text}; it must be 1 or more")
     return int(text)
 
 
@@ -76,9 +76,7 @@ def check(config: ConfigDict, arguments: argparse.Namespace) -> int:
     config.num_steps = number("num_steps", arguments.num_steps)
     passes = number("reference_passes", arguments.reference_passes)
     if config.batch_size % passes:
-        raise UserError(
-            f"--reference_passes is {passes}; it may be what divides config.batch_size, {config.batch_size}"
-        )
+        raise UserError(f"--reference_passes is {passes}; it must divide config.batch_size, {config.batch_size}")
     if not arguments.output.parent.is_dir():
         raise UserError(f"--output is {arguments.output}; there is no folder {arguments.output.parent}")
     return passes

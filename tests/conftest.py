@@ -20,6 +20,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Processes that tests start keep their programs in the same place, as mesh.start leaves the user's alone.
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(config.cache.mkdir("jax")))
     mesh.keep_freed_memory()
+    mesh.partition_by_gspmd()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -38,19 +38,19 @@ def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 MISTAKES = {
     "unknown key": (["--config.optimizer.lrr=1"], "config.optimizer.lrr does not exist. Did you mean 'optimizer.lr'?"),
-    "wrong type": (["--config.batch_size=many"], "config.batch_size is 'many'; it may be an integer"),
+    "wrong type": (["--config.batch_size=many"], "config.batch_size is 'many'; it must be an integer"),
     "unknown task": (["--config.task=clasification"], "Did you mean 'classification'?"),
     "unknown strategy": (["--config.strategy=dataparallel"], "Did you mean 'data_parallel'?"),
     "unknown implementation": (["--config.data_parallel.implementation=ddp"], "sharding, pmap"),
     "unknown model": (["--config.model.name=brt"], "Did you mean 'bert'?"),
     "indivisible batch": (
         ["--config.batch_size=25"],
-        "config.batch_size is 25; it may be a multiple of 2: 2 replicas (the data axis) x 1 accumulation steps",
+        "config.batch_size is 25; it must be a multiple of 2: 2 replicas (the data axis) x 1 accumulation steps",
     ),
     "indivisible eval batch": (["--config.eval.batch_size=5"], "config.eval.batch_size is 5"),
     "indivisible accumulation": (["--config.optimizer.accumulation_steps=5"], "a multiple of 10"),
     "too many devices": (["--config.mesh.data=64"], "config.mesh.data is 64; there are 8 cpu devices"),
-    "single on a mesh": (["--config.strategy=single"], "config.mesh.data is 2; it may be 1 or -1"),
+    "single on a mesh": (["--config.strategy=single"], "config.mesh.data is 2; it must be 1 or -1"),
     "missing file": (["--config.data.train=nowhere.csv"], "nowhere.csv"),
     "unknown column": (["--config.data.label_column=lable"], "label"),
     "nothing to do": (["--config.num_epochs=0"], "config.num_epochs"),
@@ -64,9 +64,9 @@ MISTAKES = {
     "stray argument": (["quickstart"], "'quickstart' is not an argument"),
     "an exit code that has a meaning": (
         ["--stopped_exit_code=3"],
-        "--stopped_exit_code is 3; it may be 0, or 4 to 125",
+        "--stopped_exit_code is 3; it must be 0, or 4 to 125",
     ),
-    "an exit code of a shell": (["--stopped_exit_code=137"], "--stopped_exit_code is 137; it may be 0, or 4 to 125"),
+    "an exit code of a shell": (["--stopped_exit_code=137"], "--stopped_exit_code is 137; it must be 0, or 4 to 125"),
     "stray flag": (["--wrkdir=x"], "wrkdir"),
 }
 

@@ -73,7 +73,7 @@ def test_adamw_with_clipping_equals_numpy() -> None:
     [
         ("name", "adam", "Did you mean 'adamw'"),
         ("schedule", "cosin", "Did you mean 'cosine'"),
-        ("warmup", 100, "config.optimizer.warmup is 100.0; it may be 0 to 1"),
+        ("warmup", 100, "config.optimizer.warmup is 100.0; it must be 0 to 1"),
         ("lr", -1, "config.optimizer.lr is -1.0"),
         ("accumulation_steps", 0, "config.optimizer.accumulation_steps is 0"),
         ("nonfinite", "ignore", "stop, skip"),

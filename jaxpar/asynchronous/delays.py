@@ -51,7 +51,7 @@ def check(delays: Delays) -> None:
     """Raises ValueError, in one line, unless the settings can be."""
     kind, spread = delays.distribution, delays.spread
     if kind not in DISTRIBUTIONS:
-        raise ValueError(f"distribution is {kind!r}; it may be {', '.join(DISTRIBUTIONS)}")
+        raise ValueError(f"distribution is {kind!r}; it must be {', '.join(DISTRIBUTIONS)}")
     if not 0 < delays.compute_time < math.inf:
         raise ValueError(f"compute_time is {delays.compute_time}; it must be more than 0")
     for name, least in (("slowdown", 1), ("communication_time", 0), ("jitter", 0)):

@@ -42,7 +42,7 @@ def check(config: ConfigDict) -> None:
     for key in ("outer_lr", "outer_momentum"):
         if a[key] is not None and not 0 <= a[key] < (1 if key == "outer_momentum" else math.inf):
             may = "0 or more" + (", and less than 1" if key == "outer_momentum" else "")
-            raise UserError(f"config.asynchronous.{key} is {a[key]}; it may be {may}")
+            raise UserError(f"config.asynchronous.{key} is {a[key]}; it must be {may}")
     if a.mode == "live":
         _check_live(config)
     if a.table:
@@ -59,7 +59,7 @@ def _check_live(config: ConfigDict) -> None:
     a = config.asynchronous
     if a.policy not in LIVE:
         raise UserError(
-            f"config.asynchronous.policy is {a.policy!r}; it may be {', '.join(LIVE)} with "
+            f"config.asynchronous.policy is {a.policy!r}; it must be {', '.join(LIVE)} with "
             "config.asynchronous.mode='live' (ssp with bound 0 is lock step)"
         )
     if a.table:
@@ -76,10 +76,10 @@ def _check_live(config: ConfigDict) -> None:
 def _check_replay(config: ConfigDict) -> None:
     a = config.asynchronous
     if a.policy not in LIVE:
-        raise UserError(f"config.asynchronous.policy is {a.policy!r}; it may be {', '.join(LIVE)} with a table")
+        raise UserError(f"config.asynchronous.policy is {a.policy!r}; it must be {', '.join(LIVE)} with a table")
     if a.bound is not None:
         raise UserError(
-            f"config.asynchronous.bound is {a.bound}; it may be None with a table, which has kept to its own"
+            f"config.asynchronous.bound is {a.bound}; it must be None with a table, which has kept to its own"
         )
     _check_times(config, "config.asynchronous.table, which has its own times")
 
@@ -89,7 +89,7 @@ def _check_times(config: ConfigDict, why: str, but: Collection[str] = ()) -> Non
     unset = {**Delays._field_defaults, "trace": ""}
     for key, value in config.asynchronous.delays.items():
         if key not in but and value != unset[key]:
-            raise UserError(f"config.asynchronous.delays.{key} is {value!r}; it may be {unset[key]!r} with {why}")
+            raise UserError(f"config.asynchronous.delays.{key} is {value!r}; it must be {unset[key]!r} with {why}")
 
 
 def _check_mitigations(config: ConfigDict) -> None:
@@ -104,7 +104,7 @@ def _check_mitigations(config: ConfigDict) -> None:
     if len(set(given)) < len(given):
         raise UserError(f"config.asynchronous.mitigations is {a.mitigations!r}; it must have each once")
     if a.dc_strength is not None and not 0 <= a.dc_strength < math.inf:
-        raise UserError(f"config.asynchronous.dc_strength is {a.dc_strength}; it may be 0 or more")
+        raise UserError(f"config.asynchronous.dc_strength is {a.dc_strength}; it must be 0 or more")
     if len(set(given) & STRENGTHS.keys()) > 1:
         raise UserError(
             f"config.asynchronous.mitigations is {a.mitigations!r}; it must have one of {', '.join(STRENGTHS)}"
@@ -113,7 +113,7 @@ def _check_mitigations(config: ConfigDict) -> None:
         raise UserError(f"config.asynchronous.dc_strength is {a.dc_strength}; it is for {', '.join(STRENGTHS)}")
     if (a.max_norm is None) == ("clip_by_staleness" in given) or (a.max_norm is not None and not a.max_norm > 0):
         raise UserError(
-            f"config.asynchronous.max_norm is {a.max_norm}; it may be more than 0 with clip_by_staleness in "
+            f"config.asynchronous.max_norm is {a.max_norm}; it must be more than 0 with clip_by_staleness in "
             "config.asynchronous.mitigations, else None"
         )
     if "corrected_momentum" in given:
@@ -190,7 +190,7 @@ def build_delays(config: ConfigDict) -> Delays:
     d = config.asynchronous.delays
     if (d.distribution == "trace") != bool(d.trace):
         raise UserError(
-            f"config.asynchronous.delays.trace is {d.trace!r}; it may be the path of a CSV file with "
+            f"config.asynchronous.delays.trace is {d.trace!r}; it must be the path of a CSV file with "
             "config.asynchronous.delays.distribution='trace', else ''"
         )
     times = Delays(**{**d, "trace": delays.read_trace(d.trace) if d.trace else ()})

@@ -86,7 +86,7 @@ def _check(
     policy: str, num_workers: int, num_gradients: int, seed: int, bound: int, groups: int, interval: int
 ) -> None:
     if policy not in POLICIES:
-        raise ValueError(f"policy is {policy!r}; it may be {', '.join(POLICIES)}")
+        raise ValueError(f"policy is {policy!r}; it must be {', '.join(POLICIES)}")
     for name, value, least in (("num_workers", num_workers, 1), ("num_gradients", num_gradients, 1), ("seed", seed, 0)):
         if value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")

@@ -32,10 +32,12 @@ def _is_text(config: ConfigDict) -> bool:
 def _check_task(config: ConfigDict) -> None:
     source = config.data.source
     if config.task == "classification" and source == "text":
-        raise UserError("config.data.source is 'text', which has no labels; config.task may be causal_lm or masked_lm.")
+        raise UserError(
+            "config.data.source is 'text', which has no labels; config.task must be causal_lm or masked_lm."
+        )
     if config.task != "classification" and not _is_text(config):
         what = source if source in images.IMAGE_READERS else f"{source} data for the model {config.model.name}"
-        raise UserError(f"config.task is {config.task!r}, which needs text; with {what} it may be classification.")
+        raise UserError(f"config.task is {config.task!r}, which needs text; with {what} it must be classification.")
 
 
 def _check_numbers(config: ConfigDict) -> None:
@@ -65,7 +67,7 @@ def _check_files(config: ConfigDict) -> None:
             if data[key]:
                 other = ", ".join((*rows.READERS, *images.IMAGE_READERS))
                 raise UserError(
-                    f"config.data.{key} is set, but config.data.source is {data.source!r}; it may be {other}."
+                    f"config.data.{key} is set, but config.data.source is {data.source!r}; it must be {other}."
                 )
         return
     if not data.train:

@@ -27,7 +27,7 @@ def find(key: str, pattern: str) -> list[Path]:
         raise UserError(f"config.{key}: there is no file {pattern}.{_nearest_file(Path(pattern))}")
     for path in paths:
         if path.is_dir():
-            raise UserError(f"config.{key}: {path} is a directory; it may be a file, or a glob such as {path}/*.")
+            raise UserError(f"config.{key}: {path} is a directory; it must be a file, or a glob such as {path}/*.")
         if not os.access(path, os.R_OK):
             raise UserError(f"config.{key}: {path} cannot be read.")
         if path.stat().st_size == 0:

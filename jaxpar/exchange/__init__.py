@@ -93,7 +93,7 @@ def state_specs(axis_name: str, exchange: str = "horovod") -> DistributedState:
     """
     if exchange not in (*GRADIENTS, *WHOLE):
         others = "; its state is divided, or its optimizer its own" if exchange in AROUND else ""
-        raise ValueError(f"exchange is {exchange!r}{others}; it may be {', '.join((*GRADIENTS, *WHOLE))}")
+        raise ValueError(f"exchange is {exchange!r}{others}; it must be {', '.join((*GRADIENTS, *WHOLE))}")
     each = PartitionSpec(axis_name)
     return DistributedState(each if exchange in WHOLE else PartitionSpec(), each)
 

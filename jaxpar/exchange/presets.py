@@ -242,23 +242,23 @@ def obstacle(name: str, num_replicas: int, given: Mapping[str, Any]) -> tuple[st
             has = f"it has {', '.join(own)}" if own else "it has none"
             return key, f"is {value!r}, which exchange {name!r} has no use for; {has}"
         if isinstance(own[key], int) and not isinstance(value, int):
-            return key, f"is {value!r}; it may be a whole number"
+            return key, f"is {value!r}; it must be a whole number"
         if isinstance(own[key], float) and not isinstance(value, int | float):
-            return key, f"is {value!r}; it may be a number"
+            return key, f"is {value!r}; it must be a number"
         if key in CHOICES and value not in CHOICES[key]:
-            return key, f"is {value!r}; it may be {', '.join(CHOICES[key])}"
+            return key, f"is {value!r}; it must be {', '.join(CHOICES[key])}"
         if key in POSITIVE and not 0 < value < math.inf:
-            return key, f"is {value!r}; it may be more than 0"
+            return key, f"is {value!r}; it must be more than 0"
         if key in RANGES and not RANGES[key][0] <= value <= RANGES[key][1]:
-            return key, f"is {value!r}; it may be {RANGES[key][0]} to {RANGES[key][1]}"
+            return key, f"is {value!r}; it must be {RANGES[key][0]} to {RANGES[key][1]}"
     for key in ("ratio", "warmup"):
         if given.get(key) == 0:
-            return key, "is 0; it may be more than 0"
+            return key, "is 0; it must be more than 0"
     group = given.get("group", 1)
     if num_replicas % group:
-        return "group", f"is {group}; it may be what divides the {num_replicas} replicas"
+        return "group", f"is {group}; it must divide the {num_replicas} replicas"
     if group > 1 and given.get("algorithm") == "ring":
-        return "algorithm", f"is 'ring'; it may be 'psum' with groups of {group}"
+        return "algorithm", f"is 'ring'; it must be 'psum' with groups of {group}"
     if name == "horovod_adasum" and num_replicas & (num_replicas - 1):
         return "exchange", f"is {name!r}, which needs 1, 2, 4, 8, .. replicas; there are {num_replicas}"
     if name == "bagua_decentralized" and num_replicas % 2:

@@ -63,12 +63,12 @@ def read_arguments() -> tuple[argparse.Namespace, list[str]]:
         if argument.startswith("-") and name in TOLD:
             parser.error(f"--{name} is the launcher's to tell each process; it may not come after --")
     if arguments.num_processes < 1:
-        parser.error(f"--num_processes is {arguments.num_processes}; it may be 1 or more")
+        parser.error(f"--num_processes is {arguments.num_processes}; it must be 1 or more")
     if arguments.max_restarts < 0:
-        parser.error(f"--max_restarts is {arguments.max_restarts}; it may be 0 or more")
+        parser.error(f"--max_restarts is {arguments.max_restarts}; it must be 0 or more")
     gpus = visible_gpus()
     if len(gpus) % arguments.num_processes:
-        parser.error(f"--num_processes is {arguments.num_processes}; it may be one that divides the {len(gpus)} GPUs")
+        parser.error(f"--num_processes is {arguments.num_processes}; it must divide the {len(gpus)} GPUs")
     return arguments, gpus
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxpar import mesh
+from jaxpar import cluster, mesh
 from jaxpar.errors import TrainingError, UserError
 
 # Flags of the command line, and environment variables that stand for them.
@@ -68,11 +68,11 @@ def find(given: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> P
         raise UserError(f"one of several processes needs {', '.join(f'--{name}' for name in FLAGS)}; missing: {wanted}")
     address, number, process = (str(told[name]) for name in FLAGS)
     if not number.isdigit() or int(number) < 1:
-        raise UserError(f"--num_processes is {number}; it may be 1 or more")
+        raise UserError(f"--num_processes is {number}; it must be 1 or more")
     if not process.isdigit() or int(process) >= int(number):
-        raise UserError(f"--process_id is {process}; it may be 0 to {int(number) - 1}")
+        raise UserError(f"--process_id is {process}; it must be 0 to {int(number) - 1}")
     if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdigit():
-        raise UserError(f"--coordinator_address is {address!r}; it may be HOST:PORT, of process 0")
+        raise UserError(f"--coordinator_address is {address!r}; it must be HOST:PORT, of process 0")
     return Place(address, int(number), int(process))
 
 
@@ -145,7 +145,7 @@ class Agreement:
 
     def __init__(self) -> None:
         self._asked: jax.Array | int = 0
-        devices = np.asarray(jax.devices())
+        devices = np.asarray(cluster.devices())
         everywhere = Mesh(devices, ("devices",), axis_types=(AxisType.Auto,))
         self._divided = NamedSharding(everywhere, PartitionSpec("devices"))
         self._most = jax.jit(lambda x: x.max(), out_shardings=NamedSharding(everywhere, PartitionSpec()))
@@ -200,7 +200,7 @@ def divided(tree: Any) -> Any:
     """
     if jax.process_count() == 1:
         return tree
-    devices = np.asarray(jax.devices())
+    devices = np.asarray(cluster.devices())
     everywhere = Mesh(devices, ("devices",), axis_types=(AxisType.Auto,))
 
     def over_devices(x: Any) -> Any:

@@ -19,7 +19,7 @@ JAX_SETTINGS = ("jax_default_matmul_precision", "jax_enable_x64", "jax_threefry_
 
 def versions() -> dict[str, str]:
     """Of jaxpar, Python and the packages that compute."""
-    project = Path(__file__).parent.parent / "pyproject.toml"  # of a clone; a wheel has metadata
+    project = Path(__file__).parents[2] / "pyproject.toml"  # of a clone; a wheel has metadata
     own = tomllib.loads(project.read_text())["project"]["version"] if project.is_file() else version("jaxpar")
     return {"jaxpar": own, "python": platform.python_version()} | {name: version(name) for name in PACKAGES}
 

@@ -74,7 +74,7 @@ def _module(name: str) -> ModuleType:
 def _import_own(name: str) -> ModuleType:
     if "." not in name:
         raise UserError(
-            f"config.model.name is {name!r}; it may be {', '.join(MODELS)}, or a module of yours with a dot "
+            f"config.model.name is {name!r}; it must be {', '.join(MODELS)}, or a module of yours with a dot "
             f"in its name, such as my_package.my_model.{nearest(name, MODELS)}"
         )
     try:
@@ -85,7 +85,7 @@ def _import_own(name: str) -> ModuleType:
             raise
         raise UserError(
             f"config.model.name is {name!r}, but there is no module {error.name!r} on PYTHONPATH; "
-            f"it may be {', '.join(MODELS)}, or a module of yours."
+            f"it must be {', '.join(MODELS)}, or a module of yours."
         ) from error
     if not hasattr(module, "build"):
         raise UserError(f"config.model.name is {name!r}, but {module.__file__} has no function build(config, info).")

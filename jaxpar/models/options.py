@@ -74,7 +74,7 @@ def check_task(config: ConfigDict, info: DataInfo, *, tasks: Sequence[str], kind
     name = config.model.name
     if config.task not in tasks:
         raise UserError(
-            f"config.task is {config.task!r}, which model {name!r} cannot learn; it may be {', '.join(tasks)} "
+            f"config.task is {config.task!r}, which model {name!r} cannot learn; it must be {', '.join(tasks)} "
             "(masked_lm: model 'bert'; causal_lm: model 'gpt')."
         )
     if info.kind not in kinds:

@@ -64,21 +64,21 @@ def check(config: ConfigDict, workdir: Path) -> Checked:
     optimizer.check(config)
     decision = strategies.decide(config, cluster)
     if config.checkpoint.keep < 1:
-        raise UserError(f"config.checkpoint.keep is {config.checkpoint.keep}; it may be 1 or more")
+        raise UserError(f"config.checkpoint.keep is {config.checkpoint.keep}; it must be 1 or more")
     for key in ("eval.every_steps", "checkpoint.every_steps"):
         section, _, name = key.partition(".")
         if config[section][name] < 0:
-            raise UserError(f"config.{key} is {config[section][name]}; it may be 0 or more")
+            raise UserError(f"config.{key} is {config[section][name]}; it must be 0 or more")
     if config.log.every_steps < 1:
-        raise UserError(f"config.log.every_steps is {config.log.every_steps}; it may be 1 or more")
+        raise UserError(f"config.log.every_steps is {config.log.every_steps}; it must be 1 or more")
     if config.num_steps < 0 or (config.num_steps == 0 and not 0 < config.num_epochs < math.inf):
         raise UserError(
             f"config.num_steps is {config.num_steps} and config.num_epochs {config.num_epochs}; one must be positive"
         )
     if not 0 <= config.seed < 2**31:
-        raise UserError(f"config.seed is {config.seed}; it may be 0 to {2**31 - 1}")
+        raise UserError(f"config.seed is {config.seed}; it must be 0 to {2**31 - 1}")
     if len(config.profile) != 2 or not 0 <= config.profile[0] <= config.profile[1]:
-        raise UserError(f"config.profile is {config.profile}; it may be (first step, last step), or (0, 0) for none")
+        raise UserError(f"config.profile is {config.profile}; it must be (first step, last step), or (0, 0) for none")
     watchdog.check(config.watchdog_seconds)
     resume.check(config, workdir)
     return Checked(cluster, decision)

@@ -74,7 +74,7 @@ def build(config: ConfigDict, problem: Problem, num_replicas: int) -> Exchange:
     passes = given(config).get(PASSES, 1)
     if problem.num_steps % passes:
         raise UserError(
-            f"config.exchange_options.{PASSES} is {passes}; it may be what divides the run's {problem.num_steps} steps"
+            f"config.exchange_options.{PASSES} is {passes}; it must divide the run's {problem.num_steps} steps"
         )
     if config.exchange.startswith("zero"):
         for path, leaf in jax.tree_util.tree_leaves_with_path(problem.model.shapes):
@@ -98,7 +98,7 @@ def check_on_gradients(config: ConfigDict, num_replicas: int, cluster: Cluster) 
     """As `check`, for pipelines, whose replicas can agree on gradients alone."""
     if PASSES in given(config):
         raise UserError(
-            f"config.exchange_options.{PASSES} is {given(config)[PASSES]}; it may be None with "
+            f"config.exchange_options.{PASSES} is {given(config)[PASSES]}; it must be None with "
             "config.strategy='pipeline', where config.pipeline.num_microbatches is for that"
         )
     if config.exchange in EXCHANGES and config.exchange not in GRADIENTS:
@@ -109,7 +109,7 @@ def check_on_gradients(config: ConfigDict, num_replicas: int, cluster: Cluster) 
             else "is more than an exchange of gradients, and stages hold different arrays"
         )
         raise UserError(
-            f"config.exchange is {config.exchange!r}, which {what}; with config.strategy='pipeline' it may be "
+            f"config.exchange is {config.exchange!r}, which {what}; with config.strategy='pipeline' it must be "
             f"{', '.join(GRADIENTS)}"
         )
     check(config, num_replicas, cluster)

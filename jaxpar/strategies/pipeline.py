@@ -118,12 +118,12 @@ def named_table(config: ConfigDict) -> Table:
     c, p = config.pipeline, config.mesh.stage
     if c.schedule not in schedule.SCHEDULES:
         raise UserError(
-            f"config.pipeline.schedule is {c.schedule!r}; it may be {', '.join(schedule.SCHEDULES)}, or the path of a "
+            f"config.pipeline.schedule is {c.schedule!r}; it must be {', '.join(schedule.SCHEDULES)}, or the path of a "
             f"CSV table.{nearest(c.schedule, schedule.SCHEDULES)}"
         )
     if c.num_microbatches > config.batch_size:
         raise UserError(
-            f"config.pipeline.num_microbatches is {c.num_microbatches}; it may be at most config.batch_size, "
+            f"config.pipeline.num_microbatches is {c.num_microbatches}; it must be at most config.batch_size, "
             f"{config.batch_size}"
         )
     sizes = {

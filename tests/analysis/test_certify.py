@@ -329,12 +329,12 @@ def test_what_a_certificate_says(certify: Any) -> None:
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
-        ("--num_steps=0", "--num_steps is 0; it may be 1 or more"),
-        ("--reference_passes=5", "--reference_passes is 5; it may be what divides config.batch_size, 24"),
+        ("--num_steps=0", "--num_steps is 0; it must be 1 or more"),
+        ("--reference_passes=5", "--reference_passes is 5; it must divide config.batch_size, 24"),
         ("--output=no/such/file.json", "--output is no/such/file.json; there is no folder no/such"),
         ("--config.exchange=zero4", "config.exchange is 'zero4'"),
         ("--steps=4", "'--steps=4' is not an argument"),
-        ("--num_steps=x", "--num_steps is 'x'; it may be a whole number"),
+        ("--num_steps=x", "--num_steps is 'x'; it must be a whole number"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(

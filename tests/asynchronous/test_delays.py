@@ -126,7 +126,7 @@ def test_a_trace_is_replayed_in_order_and_by_workers_in_turn() -> None:
 @pytest.mark.parametrize(
     ("delays", "message"),
     [
-        (Delays("normal"), "distribution is 'normal'; it may be constant, uniform, lognormal, pareto, trace"),
+        (Delays("normal"), "distribution is 'normal'; it must be constant, uniform, lognormal, pareto, trace"),
         (Delays(compute_time=0), "compute_time is 0; it must be more than 0"),
         (Delays(compute_time=math.nan), "compute_time is nan; it must be more than 0"),
         (Delays(compute_time=math.inf), "compute_time is inf; it must be more than 0"),

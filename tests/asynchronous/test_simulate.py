@@ -186,7 +186,7 @@ def test_staleness_of_a_slow_worker() -> None:
     [
         (
             {"policy": "asp"},
-            "policy is 'asp'; it may be sync, async, ssp, softsync, local_sgd, diloco, model_average",
+            "policy is 'asp'; it must be sync, async, ssp, softsync, local_sgd, diloco, model_average",
         ),
         ({"num_workers": 0}, "num_workers is 0; it must be at least 1"),
         ({"num_gradients": 0}, "num_gradients is 0; it must be at least 1"),

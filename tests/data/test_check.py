@@ -11,12 +11,12 @@ from .conftest import reviews, write_csv, write_parquet
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "task": ({"task": "clasification"}, r"config.task is 'clasification'; .* Did you mean 'classification'\?"),
-    "source": ({"data.source": "cvs"}, r"config.data.source is 'cvs'; it may be wordnet, csv.* Did you mean 'csv'\?"),
+    "source": ({"data.source": "cvs"}, r"config.data.source is 'cvs'; it must be wordnet, csv.* Did you mean 'csv'\?"),
     "labels of text": ({"data.source": "text"}, "config.data.source is 'text', which has no labels"),
     "tokens of images": ({"task": "masked_lm", "data.source": "mnist"}, "'masked_lm', which needs text; with mnist"),
     "tokens of vectors": (
         {"task": "causal_lm", "data.source": "synthetic", "model.name": "mlp"},
-        "'causal_lm', which needs text; with synthetic data for the model mlp it may be classification",
+        "'causal_lm', which needs text; with synthetic data for the model mlp it must be classification",
     ),
     "no file named": ({"data.source": "csv"}, "config.data.train is empty; source 'csv' needs a path there"),
     "missing": ({"data.train": "good.csw"}, r"config.data.train: there is no file good.csw. Did you mean good.csv\?"),
@@ -30,7 +30,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"data.source": "parquet", "data.train": "good.txt"},
         "good.txt does not end in .parquet, but config.data.source is 'parquet'",
     ),
-    "shipped": ({"data.source": "wordnet"}, "train is set, but config.data.source is 'wordnet'; it may be csv"),
+    "shipped": ({"data.source": "wordnet"}, "train is set, but config.data.source is 'wordnet'; it must be csv"),
     "image file": ({"data.source": "mnist"}, "config.data.train: good.csv is not a directory; mnist needs that"),
     "image test": (
         {"data.source": "cifar10", "data.train": "folder", "data.test": "good.csv"},

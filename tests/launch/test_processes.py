@@ -76,10 +76,10 @@ def test_where_a_process_is_among_the_others(given: Any, environ: dict[str, str]
         (ALONE | {"process_id": 0}, SLURM, "missing: --coordinator_address"),
         (ALONE | {"process_id": 1}, POD, "missing: --coordinator_address"),
         (ALONE, {"JAXPAR_PROCESS_ID": "1"}, "missing: --coordinator_address"),
-        (TOLD | {"process_id": 4}, {}, "--process_id is 4; it may be 0 to 3"),
-        (TOLD | {"num_processes": 0}, {}, "--num_processes is 0; it may be 1 or more"),
-        (TOLD | {"coordinator_address": "host"}, {}, "--coordinator_address is 'host'; it may be HOST:PORT"),
-        (ALONE, JAXPAR | {"JAXPAR_PROCESS_ID": "one"}, "--process_id is one; it may be 0 to 3"),
+        (TOLD | {"process_id": 4}, {}, "--process_id is 4; it must be 0 to 3"),
+        (TOLD | {"num_processes": 0}, {}, "--num_processes is 0; it must be 1 or more"),
+        (TOLD | {"coordinator_address": "host"}, {}, "--coordinator_address is 'host'; it must be HOST:PORT"),
+        (ALONE, JAXPAR | {"JAXPAR_PROCESS_ID": "one"}, "--process_id is one; it must be 0 to 3"),
         (ALONE, POD, "JOB_COMPLETION_INDEX is set, as in an indexed Job, but not JAXPAR_NUM_PROCESSES"),
     ],
 )
@@ -547,8 +547,8 @@ def test_mistakes_of_the_launchers_command_line(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,5,7")
     monkeypatch.setattr(launcher, "run", lambda *_: 0)
     for arguments, message in (
-        (["--num_processes=3"], "--num_processes is 3; it may be one that divides the 4 GPUs"),
-        (["--num_processes=0"], "--num_processes is 0; it may be 1 or more"),
+        (["--num_processes=3"], "--num_processes is 3; it must divide the 4 GPUs"),
+        (["--num_processes=0"], "--num_processes is 0; it must be 1 or more"),
         (["--num_processes=2", "--config=x"], "'--config=x' is not an argument of the launcher"),
     ):
         monkeypatch.setattr(sys, "argv", ["launch", *arguments])

@@ -88,7 +88,7 @@ SIZES = ["--num_stages=4", "--num_microbatches=6"]
 @pytest.mark.parametrize(
     ("script", "flags", "message"),
     [
-        ("simulate.py", ["--schedule=zbh1", *SIZES], "schedule is 'zbh1'; it may be model_parallel, gpipe, 1f1b, "),
+        ("simulate.py", ["--schedule=zbh1", *SIZES], "schedule is 'zbh1'; it must be model_parallel, gpipe, 1f1b, "),
         (
             "simulate.py",
             ["--schedule=gpipe", *SIZES, "--foward=1"],

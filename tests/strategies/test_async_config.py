@@ -12,16 +12,16 @@ from tests.runs import refused
 from tests.test_train import assert_bitwise_equal, stop_at
 
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
-    "a policy": (["policy=asink"], ["asynchronous.policy is 'asink'; it may be sync, async", "Did you mean 'async'?"]),
+    "a policy": (["policy=asink"], ["asynchronous.policy is 'asink'; it must be sync, async", "Did you mean 'async'?"]),
     "no worker": (["num_workers=0"], ["asynchronous.num_workers is 0; it must be at least 1"]),
     "a setting of another policy": (["bound=2"], ["asynchronous.bound is 2; policy 'async' has no use for it"]),
     "a bound": (["policy=ssp", "bound=-1"], ["asynchronous.bound is -1; it must be at least 0"]),
     "groups": (["policy=softsync", "groups=5"], ["asynchronous.groups is 5; it must be at least 1 and at most 4"]),
     "an interval": (["policy=local_sgd", "interval=0"], ["asynchronous.interval is 0; it must be at least 1"]),
-    "a mode": (["mode=alive"], ["asynchronous.mode is 'alive'; it may be emulated, live"]),
+    "a mode": (["mode=alive"], ["asynchronous.mode is 'alive'; it must be emulated, live"]),
     "a policy that threads do not have": (
         ["mode=live", "policy=softsync"],
-        ["asynchronous.policy is 'softsync'; it may be async, ssp with config.asynchronous.mode='live'"],
+        ["asynchronous.policy is 'softsync'; it must be async, ssp with config.asynchronous.mode='live'"],
     ),
     "a table of a live run": (["mode=live", "table=updates.csv"], ["asynchronous.table is 'updates.csv'"]),
     "a missing table": (["table=no.csv"], ["no.csv: No such file"]),
@@ -29,11 +29,11 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["mode=live", "mitigations=corrected_momentum"],
         ["corrected_momentum, which needs the staleness before the run"],
     ),
-    "an outer rate": (["policy=diloco", "outer_lr=-1"], ["asynchronous.outer_lr is -1.0; it may be 0 or more"]),
+    "an outer rate": (["policy=diloco", "outer_lr=-1"], ["asynchronous.outer_lr is -1.0; it must be 0 or more"]),
     "an outer momentum": (["policy=diloco", "outer_momentum=1"], ["asynchronous.outer_momentum is 1.0", "less than 1"]),
     "a distribution": (
         ["delays.distribution=normal"],
-        ["asynchronous.delays.distribution is 'normal'; it may be constant, uniform, lognormal, pareto, trace"],
+        ["asynchronous.delays.distribution is 'normal'; it must be constant, uniform, lognormal, pareto, trace"],
     ),
     "a time": (["delays.compute_time=0"], ["asynchronous.delays.compute_time is 0.0; it must be more than 0"]),
     "no number": (["delays.slowdown=nan"], ["asynchronous.delays.slowdown is nan"]),
@@ -42,21 +42,21 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["asynchronous.delays.spread is 0.0; of pareto it must be more than 1"],
     ),
     "a trace without its distribution": (["delays.trace=times.csv"], ["asynchronous.delays.trace is 'times.csv'"]),
-    "no trace": (["delays.distribution=trace"], ["asynchronous.delays.trace is ''; it may be the path of a CSV file"]),
+    "no trace": (["delays.distribution=trace"], ["asynchronous.delays.trace is ''; it must be the path of a CSV file"]),
     "a missing trace": (["delays.distribution=trace", "delays.trace=no.csv"], ["no.csv: No such file"]),
     "a jitter of nothing": (["delays.jitter=1"], ["delays.jitter is 1.0; it must be 0 where communication_time is"]),
     "a spread of nothing": (["delays.spread=1"], ["delays.spread is 1.0; of constant it must be 0"]),
     "delays of a live run": (
         ["mode=live", "delays.distribution=uniform", "delays.spread=0.5"],
-        ["asynchronous.delays.distribution is 'uniform'; it may be 'constant' with config.asynchronous.mode='live'"],
+        ["asynchronous.delays.distribution is 'uniform'; it must be 'constant' with config.asynchronous.mode='live'"],
     ),
     "delays of a recorded run": (
         ["table=updates.csv", "delays.slowdown=4"],
-        ["asynchronous.delays.slowdown is 4.0; it may be 1.0 with config.asynchronous.table"],
+        ["asynchronous.delays.slowdown is 4.0; it must be 1.0 with config.asynchronous.table"],
     ),
     "a bound of a recorded run": (
         ["table=updates.csv", "policy=ssp", "bound=2"],
-        ["asynchronous.bound is 2; it may be None with a table"],
+        ["asynchronous.bound is 2; it must be None with a table"],
     ),
     "a former name": (
         ["cures=dc_asgd"],
@@ -64,7 +64,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a mitigation": (
         ["mitigations=dc_sgd"],
-        ["asynchronous.mitigations is 'dc_sgd'; it may be dc_asgd", "Did you mean 'dc_asgd'?"],
+        ["asynchronous.mitigations is 'dc_sgd'; it must be dc_asgd", "Did you mean 'dc_asgd'?"],
     ),
     "two of one kind": (["mitigations=dc_asgd,adaptive_dc_asgd"], ["it must have one of dc_asgd, adaptive_dc_asgd"]),
     "mitigations of workers with their own weights": (
@@ -77,7 +77,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a strength": (
         ["mitigations=dc_asgd", "dc_strength=nan"],
-        ["asynchronous.dc_strength is nan; it may be 0 or more"],
+        ["asynchronous.dc_strength is nan; it must be 0 or more"],
     ),
     "no momentum to correct": (
         ["mitigations=corrected_momentum", "optimizer.name=sgd", "optimizer.momentum=0"],
@@ -86,7 +86,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "a strength without a mitigation": (["dc_strength=1"], ["asynchronous.dc_strength is 1.0; it is for dc_asgd"]),
     "a mitigation without its norm": (
         ["mitigations=clip_by_staleness"],
-        ["asynchronous.max_norm is None; it may be more than 0"],
+        ["asynchronous.max_norm is None; it must be more than 0"],
     ),
     "a norm without its mitigation": (["max_norm=1"], ["asynchronous.max_norm is 1.0", "else None"]),
     "no momentum": (

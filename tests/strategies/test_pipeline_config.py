@@ -26,7 +26,7 @@ MISTAKES = {
     ),
     "unknown kind in a table": (
         ["schedule={folder}/unknown_kind.csv"],
-        ["config.pipeline.schedule", "unknown_kind.csv: line 3: kind is 'G'; it may be F, B, W, BW"],
+        ["config.pipeline.schedule", "unknown_kind.csv: line 3: kind is 'G'; it must be F, B, W, BW"],
     ),
     "weight versions": (
         ["schedule={folder}/versions.csv", "num_microbatches=0"],
@@ -60,7 +60,7 @@ MISTAKES = {
         ["mesh.data=8"],
         ["config.mesh.stage is 2 and config.mesh.data 8, 16 devices in all; there are 8 cpu devices"],
     ),
-    "no stage": (["mesh.stage=0"], ["config.mesh.stage is 0; it may be 1 or more"]),
+    "no stage": (["mesh.stage=0"], ["config.mesh.stage is 0; it must be 1 or more"]),
     "more stages than layers": (
         ["mesh.stage=4", "mesh.data=1"],
         ["config.mesh.stage", "4 stages; the model has only 3 layers (embed .. head)"],
@@ -71,15 +71,15 @@ MISTAKES = {
     ),
     "an indivisible batch": (
         ["num_microbatches=5"],
-        ["config.batch_size is 24; it may be a multiple of 10", "5 microbatches (config.pipeline.num_microbatches)"],
+        ["config.batch_size is 24; it must be a multiple of 10", "5 microbatches (config.pipeline.num_microbatches)"],
     ),
-    "an indivisible evaluation": (["eval.batch_size=3"], ["config.eval.batch_size is 3; it may be a multiple of 2"]),
+    "an indivisible evaluation": (["eval.batch_size=3"], ["config.eval.batch_size is 3; it must be a multiple of 2"]),
     "no microbatch": (["num_microbatches=-1"], ["config.pipeline.num_microbatches is -1"]),
     "accumulation": (
         ["optimizer.accumulation_steps=2"],
-        ["config.optimizer.accumulation_steps is 2; it may be 1", "config.pipeline.num_microbatches"],
+        ["config.optimizer.accumulation_steps is 2; it must be 1", "config.pipeline.num_microbatches"],
     ),
-    "remat": (["remat=fulll"], ["config.pipeline.remat is 'fulll'; it may be full, none, dots.", "'full'?"]),
+    "remat": (["remat=fulll"], ["config.pipeline.remat is 'fulll'; it must be full, none, dots.", "'full'?"]),
     "partition": (["partition=uniformly"], ["config.pipeline.partition is 'uniformly'", "Did you mean 'uniform'?"]),
     "a layer in the partition": (["partition=blok_0"], ["config.pipeline.partition", "Did you mean 'block_0'?"]),
     "too many cuts": (["partition=block_0,head"], ["config.pipeline.partition is 'block_0,head'"]),

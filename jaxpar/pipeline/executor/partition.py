@@ -98,13 +98,13 @@ def _explicit(names: list[str], text: str, num_stages: int) -> list[int]:
     if unknown is not None:
         hint = nearest(unknown, [*METHODS, *names])
         raise UserError(
-            f"config.pipeline.partition is {text!r}; it may be {', '.join(METHODS)}, or the layers after {names[0]}, "
+            f"config.pipeline.partition is {text!r}; it must be {', '.join(METHODS)}, or the layers after {names[0]}, "
             f"up to {names[-1]}, that begin stages 1, 2, .., by comma; {unknown!r} is none.{hint}"
         )
     indices = [names.index(cut) for cut in cuts]
     if len(cuts) != num_stages - 1 or not np.all(np.diff([0, *indices]) > 0):
         raise UserError(
-            f"config.pipeline.partition is {text!r}; it may be {', '.join(METHODS)}, or one layer for each stage but "
+            f"config.pipeline.partition is {text!r}; it must be {', '.join(METHODS)}, or one layer for each stage but "
             f"the first ({num_stages - 1} of them), in the model's order and after {names[0]}"
         )
     return indices

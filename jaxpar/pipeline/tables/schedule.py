@@ -209,7 +209,7 @@ def build(name: str, *, num_devices: int, num_microbatches: int, num_chunks: int
       ValueError: no such schedule, or it cannot be of these sizes; one line.
     """
     if name not in SCHEDULES:
-        raise ValueError(f"schedule is {name!r}; it may be {', '.join(SCHEDULES)}.{nearest(name, SCHEDULES)}")
+        raise ValueError(f"schedule is {name!r}; it must be {', '.join(SCHEDULES)}.{nearest(name, SCHEDULES)}")
     p, m, v = num_devices, num_microbatches, num_chunks
     if reason := obstacle(name, num_devices=p, num_microbatches=m, num_chunks=v):
         raise ValueError(reason)

@@ -51,7 +51,9 @@ def load(path: Path | str) -> Table:
         table = _table(columns, rows)
         check(table)
         if table.num_clocks > MAX_CLOCKS * len(rows):
-            raise ValueError(f"{table.num_clocks} clocks for {len(rows)} actions; it may be {MAX_CLOCKS} times as many")
+            raise ValueError(
+                f"{table.num_clocks} clocks for {len(rows)} actions; it must be {MAX_CLOCKS} times as many"
+            )
         # The engine allocates all slots up to the last.
         table.actions["slot"] = np.unique(table.actions["slot"], return_inverse=True)[1]
     except (OSError, ValueError, csv.Error) as error:
@@ -65,7 +67,7 @@ def _columns(header: list[str]) -> list[str]:
     for name in names:
         if name not in FIELDS:
             raise ValueError(
-                f"line 1: column {name!r} is unknown; it may be {', '.join(FIELDS)}.{nearest(name, FIELDS)}"
+                f"line 1: column {name!r} is unknown; it must be {', '.join(FIELDS)}.{nearest(name, FIELDS)}"
             )
         if names.count(name) > 1:
             raise ValueError(f"line 1: column {name!r} comes twice")
@@ -81,7 +83,7 @@ def _row(columns: list[str], row: list[str], line: str) -> dict[str, int]:
     for column, value in zip(columns, map(str.strip, row), strict=True):
         if column == "kind":
             if value not in KINDS:
-                raise ValueError(f"{line}: kind is {value!r}; it may be {', '.join(KINDS)}")
+                raise ValueError(f"{line}: kind is {value!r}; it must be {', '.join(KINDS)}")
             result[column] = KINDS.index(value)
         else:
             if not (value.isascii() and value.isdigit() and len(value) < 10):

@@ -83,7 +83,7 @@ def test_what_is_no_partition(model: Model, method: str, num_stages: int, rule: 
     with pytest.raises(UserError) as error:
         bounds(model, ROWS, method, num_stages)
     text = str(error.value)
-    assert text.startswith(f"config.pipeline.partition is {method!r}; it may be uniform, parameters, flops, or ")
+    assert text.startswith(f"config.pipeline.partition is {method!r}; it must be uniform, parameters, flops, or ")
     assert text.endswith(rule)
     assert "\n" not in text
 

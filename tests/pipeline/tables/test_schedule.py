@@ -137,7 +137,7 @@ def test_orders_that_wait_for_each_other_are_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "p", "m", "v", "message"),
     [
-        ("zbh1", 2, 2, 1, r"schedule is 'zbh1'; it may be model_parallel, .*zb_v. Did you mean 'zb_h1'\?"),
+        ("zbh1", 2, 2, 1, r"schedule is 'zbh1'; it must be model_parallel, .*zb_v. Did you mean 'zb_h1'\?"),
         ("gpipe", 0, 2, 1, "num_devices is 0; it must be at least 1"),
         ("gpipe", 2, 0, 1, "num_microbatches is 0; it must be at least 1"),
         ("gpipe", 2, 2, 2, "num_chunks is 2; schedule gpipe has 1"),
@@ -182,10 +182,10 @@ HEADER = "clock,device,kind,microbatch,chunk\n"
     [
         ("", "line 1: no column clock, device, kind, microbatch, chunk; the first line names the columns"),
         ("clock,device,kind,microbatch\n0,0,F,0\n", "line 1: no column chunk; the first line names the columns"),
-        ("clock,devise,kind\n", "line 1: column 'devise' is unknown; it may be clock, .*slot. Did you mean 'device'?"),
+        ("clock,devise,kind\n", "line 1: column 'devise' is unknown; it must be clock, .*slot. Did you mean 'device'?"),
         ("clock,clock\n", "line 1: column 'clock' comes twice"),
         (HEADER, "no actions"),
-        (HEADER + "0,0,F,0,0\n1,0,X,0,0\n", "line 3: kind is 'X'; it may be F, B, W, BW"),
+        (HEADER + "0,0,F,0,0\n1,0,X,0,0\n", "line 3: kind is 'X'; it must be F, B, W, BW"),
         (HEADER + "0,0,F,0,0\n\n1.5,0,BW,0,0\n", "line 4: clock is '1.5'; it must be a whole number, at least 0"),
         (HEADER + "0,-1,F,0,0\n", "line 2: device is '-1'; it must be a whole number, at least 0"),
         (HEADER + "0,0,F,9999999999,0\n", "line 2: microbatch is '9999999999'; it must be a whole number, at least 0"),

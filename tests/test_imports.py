@@ -1,0 +1,68 @@
+"""Imports run downwards only: between the folders of jaxpar in one order, and between files without a cycle."""
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import jaxpar
+
+ROOT = Path(jaxpar.__file__).parent
+# Each may import those before it. A file at the top of jaxpar stands for itself, a folder for all in it.
+ORDER = [
+    *("errors", "files", "config"),  # what the user wrote
+    *("measure", "cluster", "mesh", "layout", "plan"),  # what is known without devices
+    *("launch", "exchange", "data"),
+    *("models", "tasks", "optimizer", "state", "step", "checkpoint"),
+    *("asynchronous", "pipeline", "strategies"),
+    *("run", "analysis", "train", "main"),
+]
+
+
+def modules() -> dict[str, Path]:
+    """Files by the name of their module."""
+    names = {}
+    for path in ROOT.rglob("*.py"):
+        parts = (ROOT.name, *path.relative_to(ROOT).with_suffix("").parts)
+        names[".".join(parts).removesuffix(".__init__")] = path
+    return names
+
+
+def imports() -> dict[str, set[str]]:
+    """Modules of jaxpar that each of them imports, at the top or inside a function."""
+    known = modules()
+    return {name: imported(path, known) - {name} for name, path in known.items()}
+
+
+def imported(path: Path, known: dict[str, Path]) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
+    return {name for name in names if name in known and name != ROOT.name}
+
+
+def folder(module: str) -> str:
+    return module.split(".")[1]
+
+
+def test_every_folder_has_a_place() -> None:
+    assert {folder(name) for name in modules() if name != ROOT.name} == set(ORDER)
+
+
+def test_folders_import_downwards() -> None:
+    place = {name: number for number, name in enumerate(ORDER)}
+    upwards = [
+        f"{name} imports {other}"
+        for name, others in imports().items()
+        for other in others
+        if place[folder(other)] > place[folder(name)]
+    ]
+    assert not upwards
+
+
+def test_files_import_without_a_cycle() -> None:
+    graph = {name: others - {name.rpartition(".")[0]} for name, others in imports().items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
