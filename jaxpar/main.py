@@ -120,7 +120,7 @@ def _flags() -> flags.FlagValues:
 
 def _train(config: Any, workdir: Path, place: dict[str, Any], argv: list[str], stopped_exit_code: int) -> int:
     # Imported late: JAX reads its settings from the config first, and --help needs none of it.
-    from jaxpar import data, mesh, train
+    from jaxpar import data, mesh, tasks, train
     from jaxpar.launch import processes
 
     mesh.start(config, data.cache_dir(config) / "xla")
@@ -133,7 +133,7 @@ def _train(config: Any, workdir: Path, place: dict[str, Any], argv: list[str], s
     except StoppedEarly:
         print(_stopped(argv, early=True), flush=True)
         return stopped_exit_code
-    print(_closing(result, workdir), flush=True)
+    print(_closing(result, workdir, tasks.find(config).headline), flush=True)
     return 0
 
 
@@ -170,10 +170,9 @@ def _command(argv: Sequence[str]) -> str:
     return " ".join([program, *map(shlex.quote, argv[1:])])
 
 
-def _closing(result: dict[str, Any], workdir: Path) -> str:
-    reached = f"test accuracy {result['test_accuracy']:.2%}" if "test_accuracy" in result else "finished"
-    if "perplexity" in result:
-        reached = f"test perplexity {result['perplexity']:.2f}"
+def _closing(result: dict[str, Any], workdir: Path, headline: str) -> str:
+    """What to print at the end of a run. headline: its task's."""
+    reached = headline.format(**result) if "test_loss" in result else "finished"
     board = ", tensorboard/" if (workdir / "tensorboard").is_dir() else ""
     return (
         f"\n{reached} after {result['steps']:,} steps, {result.get('examples_per_second', 0):,.0f} examples/s\n"

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpar import tasks
 from jaxpar.models.model import Batch, Fetch, Model, Params
 from jaxpar.state import State
-from jaxpar.tasks import Sums
+from jaxpar.tasks import Sums, Task, mean_loss
 
 
 class Problem(NamedTuple):
@@ -24,6 +23,7 @@ class Problem(NamedTuple):
     accumulation_steps: int
     batch: Mapping[str, Any]  # abstract: a global batch at its longest
     num_steps: int  # of the run
+    task: Task
 
 
 class Metrics(NamedTuple):
@@ -55,8 +55,8 @@ def gradients(
 
     def loss(params: Params, rows: Batch) -> tuple[jax.Array, Sums]:
         keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, rows["index"])
-        total = tasks.sums(problem.model.apply(params, rows, keys_B, fetch=fetch), rows)
-        return total.loss / jnp.maximum(weight, 1e-30), total  # a batch may have nothing to predict
+        total = problem.task.sums(problem.model.apply(params, rows, keys_B, fetch=fetch), rows)
+        return mean_loss(total.loss, weight), total
 
     def microbatch_gradients(rows: Batch) -> tuple[Params, Sums]:
         grads, total = jax.grad(loss, has_aux=True)(state.params, rows)
@@ -104,7 +104,7 @@ def apply(state: State, updates: Params, optimizer: Any, metrics: Metrics) -> tu
 
 def evaluate(problem: Problem, params: Params, batch: Batch, *, fetch: Fetch | None = None) -> Sums:
     """The sums of a batch without dropout."""
-    return tasks.sums(problem.model.apply(params, batch, fetch=fetch), batch)
+    return problem.task.sums(problem.model.apply(params, batch, fetch=fetch), batch)
 
 
 def microbatches(batch: Batch, num: int) -> dict[str, jax.Array]:

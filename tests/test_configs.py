@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpar import cluster, models, optimizer, state, step, strategies
+from jaxpar import cluster, models, optimizer, state, step, strategies, tasks
 from jaxpar import config as configs
 from jaxpar.data import DataInfo
 from jaxpar.data import check as check_data
@@ -45,9 +45,8 @@ def test_config(name: str) -> None:
         "weights": jax.ShapeDtypeStruct(labels, jnp.float32),
         "index": jax.ShapeDtypeStruct((rows,), jnp.int32),
     }
-    problem = step.Problem(
-        models.build(config, info), optimizer.build(config, optimizer.build_schedule(config, 100)), 1, batch, 100
-    )
+    rule = optimizer.build(config, optimizer.build_schedule(config, 100))
+    problem = step.Problem(models.build(config, info), rule, 1, batch, 100, tasks.find(config))
     before = jax.eval_shape(functools.partial(state.init, problem.model, problem.optimizer), jax.random.key(0))
 
     def train_step(before: state.State, batch: dict[str, jax.Array]) -> tuple[state.State, step.Metrics]:

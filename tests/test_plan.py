@@ -35,7 +35,7 @@ PROGRAM = """
 import json, sys
 import jax
 import numpy as np
-from jaxpar import cluster, config, models, optimizer, strategies
+from jaxpar import cluster, config, models, optimizer, strategies, tasks
 from jaxpar.data import DataInfo
 from jaxpar.step import Problem
 
@@ -57,7 +57,7 @@ for name, overrides in json.loads(sys.argv[1]).items():
     one_process = c.strategy in ("single", "async_data_parallel") or c.exchange == "dp" or "pmap" in name
     on = cluster.named("H100", {num_devices}) if one_process else target
     rule = optimizer.build(c, optimizer.build_schedule(c, NUM_STEPS))
-    problem = Problem(models.build(c, info, on), rule, c.optimizer.accumulation_steps, batch, NUM_STEPS)
+    problem = Problem(models.build(c, info, on), rule, c.optimizer.accumulation_steps, batch, NUM_STEPS, tasks.find(c))
     plan = strategies.plan(c, problem, on)
     made[name] = {{
         "strategy": plan.strategy,

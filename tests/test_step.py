@@ -11,6 +11,7 @@ from flax import nnx
 
 from jaxpar import optimizer, state, step
 from jaxpar.models import Context, Model
+from jaxpar.tasks.classification import TASK
 
 ROWS, FEATURES, CLASSES = 8, 5, 3
 
@@ -47,7 +48,7 @@ def train_step(
 
 @pytest.mark.parametrize("accumulation_steps", [1, 4])
 def test_steps_equal_numpy(accumulation_steps: int) -> None:
-    problem = step.Problem(Model({"line": Line}), optax.sgd(0.3), accumulation_steps, {}, 3)
+    problem = step.Problem(Model({"line": Line}), optax.sgd(0.3), accumulation_steps, {}, 3, TASK)
     current = state.init(problem.model, problem.optimizer, jax.random.key(0))
     linear = current.params["line"]["linear"]
     kernel, bias = np.asarray(linear["kernel"], np.float64), np.asarray(linear["bias"], np.float64)
@@ -73,7 +74,7 @@ def test_steps_equal_numpy(accumulation_steps: int) -> None:
 @pytest.mark.parametrize(("name", "finite"), [("inputs", False), ("weights", True)])
 def test_a_step_that_cannot_count_changes_nothing(name: str, finite: bool) -> None:
     """Inputs of inf: not finite. Weights of 0: nothing to learn from, a gradient of zero."""
-    problem = step.Problem(Model({"line": Line}), optax.sgd(0.3, momentum=0.9), 1, {}, 3)
+    problem = step.Problem(Model({"line": Line}), optax.sgd(0.3, momentum=0.9), 1, {}, 3, TASK)
     before = state.init(problem.model, problem.optimizer, jax.random.key(0))
     rows = batch(0)
     rows[name] = np.full_like(rows[name], np.inf if name == "inputs" else 0.0)
@@ -85,7 +86,7 @@ def test_a_step_that_cannot_count_changes_nothing(name: str, finite: bool) -> No
 
 
 def test_dropout_keys_differ_by_step_and_run() -> None:
-    problem = step.Problem(Model({"line": Line}), optax.sgd(0.1), 1, {}, 3)
+    problem = step.Problem(Model({"line": Line}), optax.sgd(0.1), 1, {}, 3, TASK)
     keys = [
         jax.random.key_data(step.dropout_key(state.init(problem.model, problem.optimizer, key).key, number))
         for key in (jax.random.key(0), jax.random.key(1))
@@ -98,7 +99,7 @@ def test_dropout_keys_differ_by_step_and_run() -> None:
 def test_a_state_keeps_its_dtypes(rule: optax.GradientTransformation) -> None:
     """With some narrow parameters too, whatever clipping by a norm in float32 makes of their gradients."""
     clipped = optax.chain(optimizer.clip_by_norm(0.01), rule)
-    problem = step.Problem(Model({"line": Line}), clipped, 1, {}, 3)
+    problem = step.Problem(Model({"line": Line}), clipped, 1, {}, 3, TASK)
     fresh = state.init(problem.model, problem.optimizer, jax.random.key(0))
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim > 1 else x, fresh.params)
     before = fresh._replace(params=params, optimizer=clipped.init(params))

@@ -1,9 +1,12 @@
-"""The loss and its figures against NumPy."""
+"""Losses and metrics against NumPy."""
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxpar import tasks
+from jaxpar.tasks import cross_entropy, language_models
+from jaxpar.tasks.classification import TASK
+from jaxpar.tasks.task import Sums
 
 
 def test_sums_equal_numpy_and_ignore_filler_rows() -> None:
@@ -13,7 +16,7 @@ def test_sums_equal_numpy_and_ignore_filler_rows() -> None:
     weights = rng.uniform(0, 2, (4, 3)).astype(np.float32)
     weights[1] = 0
     logits[1] = 1e6  # whatever a filler row computes must not reach the sums
-    got = tasks.sums(jnp.asarray(logits), {"labels": jnp.asarray(labels), "weights": jnp.asarray(weights)})
+    got = cross_entropy.sums(jnp.asarray(logits), {"labels": jnp.asarray(labels), "weights": jnp.asarray(weights)})
     loss = correct = 0.0
     for i, j in np.ndindex(4, 3):
         if weights[i, j]:
@@ -21,9 +24,22 @@ def test_sums_equal_numpy_and_ignore_filler_rows() -> None:
             loss -= weights[i, j] * np.log(p[labels[i, j]] / p.sum())
             correct += weights[i, j] * (logits[i, j].argmax() == labels[i, j])
     expected = np.array([loss, correct, weights.sum()])
-    np.testing.assert_allclose([got.loss, got.correct, got.weight], expected, rtol=1e-5)
+    np.testing.assert_allclose([got.loss, got.terms["correct"], got.weight], expected, rtol=1e-5)
 
 
-def test_figures() -> None:
-    assert tasks.figures("classification", 6.0, 3.0, 4.0) == {"loss": 1.5, "accuracy": 0.75}
-    assert np.isclose(tasks.figures("causal_lm", 6.0, 3.0, 4.0)["perplexity"], np.exp(1.5))
+def test_metrics() -> None:
+    sums = Sums(6.0, {"correct": 3.0}, 4.0)
+    assert TASK.all_metrics(sums) == {"loss": 1.5, "accuracy": 0.75}
+    assert np.isclose(language_models.CAUSAL_LM.all_metrics(sums)["perplexity"], np.exp(1.5))
+
+
+def test_sums_add_up_in_float64() -> None:
+    """As many examples as float32 cannot count."""
+    one = Sums(np.float32(1), {"correct": np.float32(0)}, np.float32(2**24))
+    total = tasks.add_up([TASK.zeros(), one, one._replace(weight=np.float32(1))])
+    assert total == Sums(2.0, {"correct": 0.0}, 2**24 + 1)
+
+
+def test_a_batch_without_anything_to_predict_has_no_loss() -> None:
+    assert tasks.mean_loss(np.float32(0), np.float32(0)) == 0
+    assert tasks.mean_loss(jnp.float32(0), jnp.float32(0)) == 0

@@ -33,6 +33,7 @@ from jaxpar.state import Canonical
 from jaxpar.step import Metrics, Problem
 from jaxpar.strategies import Strategy, single
 from jaxpar.strategies.data_parallel import plan_replicated
+from jaxpar.tasks import mean_loss
 
 # Relative errors by the dtype of the computation. A gradient's is larger, as it may be a small sum of thousands of
 # large terms. In bfloat16 each share of a batch has its gradient rounded to 8 bits before shares are added up.
@@ -245,7 +246,9 @@ def in_words(figures: Metrics, batch: int) -> dict[str, Leaves]:
     sums, norm, finite = jax.device_get(figures)
     if not finite:
         raise TrainingError(f"the loss or the gradient of batch {batch} is not finite: there is nothing to compare")
-    return {name: {name: value} for name, value in zip(STEP_METRICS, (sums.loss / sums.weight, norm), strict=True)}
+    return {
+        name: {name: value} for name, value in zip(STEP_METRICS, (mean_loss(sums.loss, sums.weight), norm), strict=True)
+    }
 
 
 def outside(found: Measured, tolerance: Mapping[str, float]) -> list[str]:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.asynchronous.programs import Arrival, Chunk, Mitigations, Programs, Server, leaves, new_totals, with_leaves
+from jaxpar.asynchronous.programs import Arrival, Chunk, Mitigations, Programs, Server, leaves, with_leaves
 from jaxpar.asynchronous.table import COLUMNS, TIMES, UpdateTable
 from jaxpar.models.model import Params
 from jaxpar.state import Canonical, State, nbytes
@@ -61,7 +61,7 @@ class LiveRun:
             if self.num_steps == self._engine.num_steps:  # what comes now is of this step or of none
                 self.settle()
             metrics = self._programs.metrics(self.server.totals)
-            self.server = self.server._replace(totals=new_totals(self._at))
+            self.server = self.server._replace(totals=self._programs.new_totals(self._at))
             return metrics
 
     def settle(self) -> None:

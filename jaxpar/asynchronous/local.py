@@ -27,7 +27,6 @@ from jaxpar.asynchronous.programs import (
     Server,
     add_up,
     leaves,
-    new_totals,
     with_leaves,
 )
 from jaxpar.asynchronous.server import rows_by_step
@@ -161,7 +160,8 @@ class LocalEngine:
                 averages |= {(row.update, i): self._subtract(mean[i], params[i]) for i in range(self.num_workers)}
         metrics = self._metrics(servers)
         servers = [
-            server._replace(totals=new_totals(device)) for server, device in zip(servers, self._devices, strict=True)
+            server._replace(totals=self.programs.new_totals(device))
+            for server, device in zip(servers, self._devices, strict=True)
         ]
         own = tuple(params), tuple(servers), outer, averages, tuple(taken)
         return LocalState(state.step + 1, state.begun, state.key, *own), metrics

@@ -121,7 +121,7 @@ def arrive(
     arrived = jnp.isfinite(optax.tree.norm(grads)) & jnp.isfinite(sums.loss)
     grads, remembered = mitigations.gradients.update(grads, before, params, staleness=at.staleness, read=read)
     before = jax.tree.map(lambda new, old: jnp.where(arrived, new, old), remembered, before)
-    total = Sums(*[x + y for x, y in zip(server.totals.sums, sums, strict=True)])
+    total = jax.tree.map(jnp.add, server.totals.sums, sums)
     grads = grads if is_first else jax.tree.map(jnp.add, server.waiting, grads)
     if not is_last:
         return params, server._replace(
@@ -171,6 +171,7 @@ class Programs:
 
     def __init__(self, problem: Problem, mitigations: Mitigations, num_workers: int):
         self.mitigations, self.num_workers = mitigations, num_workers
+        self._task = problem.task
         self.gradient = jax.jit(
             partial(gradient, problem), keep_unused=True
         )  # for the audit, which tells arguments apart
@@ -184,7 +185,7 @@ class Programs:
         """At its beginning."""
         waiting = jax.tree.map(jnp.zeros_like, params) if is_grouped else ()
         mitigations = (self.mitigations.gradients.init(params), self.mitigations.updates.init(params))
-        return Server(optimizer, waiting, mitigations, new_totals(device))
+        return Server(optimizer, waiting, mitigations, self.new_totals(device))
 
     def abstract_server(self, like: State, *, is_grouped: bool) -> Server:
         """The same, without its arrays."""
@@ -224,6 +225,12 @@ class Programs:
         weight, n = self.weight(jax.device_put(batch["weights"], device)), self.num_workers
         return {step * n + i: Chunk({k: x[i::n] for k, x in batch.items()}, weight, step) for i in range(n)}
 
+    def new_totals(self, device: jax.Device | None) -> Totals:
+        """Return the totals at the beginning of a step. device: None where they are abstract."""
+        zero: Any = np.zeros((), np.float32)
+        totals: Totals = jax.device_put(Totals(self._task.zeros(), zero, zero, np.ones((), bool)), device)
+        return totals
+
     def metrics(self, totals: Totals) -> Metrics:
         """Of a step: the norm is the root mean square over its updates, where all of them are finite."""
         return Metrics(totals.sums, self._root_mean(totals), totals.finite)
@@ -231,13 +238,6 @@ class Programs:
 
 def _root_mean(totals: Totals) -> jax.Array:
     return jnp.where(totals.finite, jnp.sqrt(totals.square / jnp.maximum(totals.num_updates, 1)), jnp.nan)
-
-
-def new_totals(device: jax.Device | None) -> Totals:
-    """At the beginning of a step. device: None where they are abstract."""
-    zero: Any = np.zeros((), np.float32)
-    totals: Totals = jax.device_put(Totals(Sums(zero, zero, zero), zero, zero, np.ones((), bool)), device)
-    return totals
 
 
 def add_up(totals: Sequence[Totals]) -> Totals:

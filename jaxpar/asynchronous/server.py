@@ -19,7 +19,6 @@ from jaxpar.asynchronous.programs import (
     Programs,
     Server,
     leaves,
-    new_totals,
     with_leaves,
 )
 from jaxpar.asynchronous.table import UpdateTable, since
@@ -182,7 +181,7 @@ class ServerEngine:
                 kept = {use: x for use, x in kept.items() if self._last_uses[use] > row.update}
                 copies = {}
         metrics = self.programs.metrics(server.totals)
-        server = server._replace(totals=new_totals(self._server))
+        server = server._replace(totals=self.programs.new_totals(self._server))
         return AsyncState(step + 1, state.begun, key, params, server, kept, chunks), metrics
 
     def params(self, state: AsyncState) -> Params:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
 
 from jaxpar.plan import Traffic
 
@@ -142,6 +143,12 @@ def predivide(reducer: Reducer, factor: float) -> Reducer:
         return total * factor, state
 
     return reducer._replace(mean=mean)
+
+
+def psum_small(tree: Any, axes: str | tuple[str, ...]) -> Any:
+    """Return the sums over mesh axes of a tree's few numbers, in one collective; leaves of one dtype, any shapes."""
+    flat, unravel = ravel_pytree(tree)
+    return unravel(jax.lax.psum(flat, axes))
 
 
 def _stateless(length: int, key: jax.Array) -> Any:

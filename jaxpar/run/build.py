@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 from ml_collections import ConfigDict
 
-from jaxpar import checkpoint, data, mesh, models, optimizer, state, strategies
+from jaxpar import checkpoint, data, mesh, models, optimizer, state, strategies, tasks
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar.cluster import Cluster
@@ -100,7 +100,8 @@ def build(config: ConfigDict, workdir: Path, phases: Phases, checked: Checked | 
     if config.model.init_from and not checkpoint.steps(workdir / "checkpoints"):
         pretrained = hf.load_params(model, model.shapes, Path(config.model.init_from).expanduser())
     longest = abstract(batches.longest())
-    problem = Problem(model, optimizer.build(config, schedule), config.optimizer.accumulation_steps, longest, num_steps)
+    accumulation, task = config.optimizer.accumulation_steps, tasks.find(config)
+    problem = Problem(model, optimizer.build(config, schedule), accumulation, longest, num_steps, task)
     plan = strategies.plan(config, problem, cluster, decision)
     strategy = strategies.build(plan, problem, clusters.devices())
     check_space(config, workdir, problem)
@@ -156,7 +157,7 @@ def describe(run: Run) -> str:
         "mesh": f"{mesh.DATA}={plan.num_replicas}, {config.strategy}: {plan.summary}",
         "": f"{plan.state_bytes / 1e6:.1f} MB of state on a device, {plan.wire_bytes / 1e6:.1f} MB sent in a step",
         "model": f"{config.model.name}, layers {ends}, {parameters:,} parameters, {config.model.dtype}",
-        "data": f"{config.data.source}, {config.task}: {sizes} examples",
+        "data": f"{config.data.source}, {run.problem.task.name}: {sizes} examples",
         "run": f"{run.num_steps:,} steps of {config.batch_size} examples, in {run.workdir}",
     }
     return "\n".join(f"{name:9} {text}" for name, text in lines.items())

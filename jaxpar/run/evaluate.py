@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpar import data, tasks
+from jaxpar import data
 from jaxpar.launch import processes
 from jaxpar.run.build import Run
+from jaxpar.tasks import add_up
 
 IN_FLIGHT = 2  # batches of an evaluation: enough that the device never waits for the host
 
@@ -33,5 +34,5 @@ def evaluate(run: Run, current: Any, split: data.Split) -> dict[str, float]:
             if number >= IN_FLIGHT:
                 jax.block_until_ready(sums[number - IN_FLIGHT])
             run.phases.alive()  # of the devices, not only of the host that gives them work
-        totals = np.asarray(jax.device_get(sums), np.float64).sum(axis=0)
-    return tasks.figures(run.config.task, *totals)
+        total = add_up(jax.device_get(sums))
+    return run.problem.task.all_metrics(total)

@@ -77,7 +77,7 @@ class Loop:
         if "log" in due:
             figures = self._meter.figures(self._clock()) | {"learning_rate": float(run.schedule(step - 1))}
             self._log.write(step, "train", figures)
-            bar.log(step, figures)
+            bar.log(step, figures, ["loss", run.problem.task.curve])
         validation_loss = None
         if "eval" in due and run.dataset.validation:
             figures = evaluate(run, current, run.dataset.validation)
@@ -106,7 +106,7 @@ def build_meter(run: Run) -> Meter:
     peak = run.config.log.peak_flops or run.cluster.peak_flops.get(run.config.model.dtype)
     return Meter(
         run.problem.model,
-        task=run.config.task,
+        task=run.problem.task,
         peak_flops=peak * len(devices) if peak else None,
         stop_if_nonfinite=run.config.optimizer.nonfinite == "stop",
         shares=size // len(range(size)[processes.own_rows(devices, run.plan.num_replicas, size)]),

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpar import tasks
 from jaxpar.errors import TrainingError
 from jaxpar.measure import flops
 from jaxpar.models.model import Model
 from jaxpar.step import Metrics
+from jaxpar.tasks import Task, add_up, mean_loss
 
 
 class Meter:
@@ -26,7 +26,7 @@ class Meter:
     finite is known before the second one after it starts.
     """
 
-    def __init__(self, model: Model, *, task: str, peak_flops: float | None, stop_if_nonfinite: bool, shares: int = 1):
+    def __init__(self, model: Model, *, task: Task, peak_flops: float | None, stop_if_nonfinite: bool, shares: int = 1):
         """Args: peak_flops: FLOP/s of all devices together; None where unknown. shares: a batch is so many times the
         rows that `add` gets: those of this process.
         """
@@ -38,7 +38,7 @@ class Meter:
         self._reset()
 
     def _reset(self) -> None:
-        self._sums = np.zeros(3)  # loss, correct, weight
+        self._sums = self._task.zeros()
         self._counts = dict.fromkeys(("examples", "tokens", "flops", "skipped"), 0)
         self._grad_norm = 0.0
 
@@ -66,9 +66,9 @@ class Meter:
             return
         step, metrics = self._pending[0], jax.device_get(self._pending[1])
         self._pending = None
-        self.loss = float(metrics.sums.loss / max(metrics.sums.weight, 1e-30))
+        self.loss = float(mean_loss(metrics.sums.loss, metrics.sums.weight))
         if metrics.finite:
-            self._sums += np.asarray(metrics.sums, np.float64)
+            self._sums = add_up([self._sums, metrics.sums])
             self._grad_norm = float(metrics.grad_norm)
         elif self._stop:
             raise TrainingError(
@@ -85,7 +85,7 @@ class Meter:
         there are none where all were skipped.
         """
         counts, sums = self._counts, self._sums
-        result = tasks.figures(self._task, *sums) if sums[2] else {}
+        result = self._task.all_metrics(sums) if sums.weight else {}
         result |= {"grad_norm": self._grad_norm, "skipped_steps": counts["skipped"]}
         if counts["examples"]:
             result["examples_per_second"] = counts["examples"] / seconds

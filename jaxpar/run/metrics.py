@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,15 +94,14 @@ class Progress:
             self._bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
             self._bar.update()
 
-    def log(self, step: int, figures: dict[str, float]) -> None:
-        """The figures of a log interval."""
+    def log(self, step: int, figures: dict[str, float], shown: Sequence[str]) -> None:
+        """Print the metrics of a log interval whose names are in `shown`, and rates."""
         if self._bar is not None:
             return
         now = time.perf_counter()
         left = (self._total - step) * (now - self._logged[1]) / (step - self._logged[0])
         self._logged = (step, now)
-        shown: dict[str, float] = {name: figures[name] for name in ("loss", "accuracy") if name in figures}
-        words = in_words(shown)
+        words = in_words({name: figures[name] for name in shown if name in figures})
         if "examples_per_second" in figures:
             words += f"  {figures['examples_per_second']:,.0f} examples/s"
         self.say(f"step {step}/{self._total}  {words}  {_clock(left)} left")

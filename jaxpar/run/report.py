@@ -15,6 +15,7 @@ from jaxpar.launch import processes
 from jaxpar.run import metrics
 from jaxpar.run.build import Run
 from jaxpar.run.evaluate import evaluate
+from jaxpar.tasks import Task
 
 RATES = ("examples_per_second", "tokens_per_second", "model_flops_per_second", "mfu")
 
@@ -43,7 +44,9 @@ def finish(run: Run, current: Any, log: metrics.Log) -> dict[str, Any]:
     }
     if processes.is_first():
         result |= run.strategy.report(current, run.workdir)
-        draw_curves(run.workdir, f"{run.config.model.name} on {run.config.data.source}, {run.config.strategy}")
+        draw_curves(
+            run.workdir, run.problem.task, f"{run.config.model.name} on {run.config.data.source}, {run.config.strategy}"
+        )
     return result
 
 
@@ -52,20 +55,20 @@ def write_result(workdir: Path, result: dict[str, Any]) -> None:
     files.write_text(workdir / "result.json", json.dumps(result, indent=2) + "\n")
 
 
-def draw_curves(workdir: Path, title: str) -> Path | None:
-    """Draws loss and accuracy by step from metrics.jsonl as workdir/curves.png. None where there is nothing to draw."""
+def draw_curves(workdir: Path, task: Task, title: str) -> Path | None:
+    """Draws the loss and the task's curve from metrics.jsonl as workdir/curves.png. None where there is nothing."""
     rows = metrics.read(workdir)
     if not rows:
         return None
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for axis, name in zip(axes, ("loss", "accuracy"), strict=True):
+    for axis, name in zip(axes, ("loss", task.curve), strict=True):
         for split, style in (("train", "-"), ("validation", "o--"), ("test", "*")):
             points = [(row["step"], row[name]) for row in rows if row["split"] == split and name in row]
             if points:
                 size = 12 if split == "test" else 5
                 axis.plot(*zip(*points, strict=True), style, label=f"{split} {points[-1][1]:.3f}", ms=size, lw=1.3)
         axis.set_xlabel("step")
-        axis.set_ylabel("loss (nats)" if name == "loss" else name)
+        axis.set_ylabel(f"loss ({task.loss_unit})" if name == "loss" else name)
         axis.grid(alpha=0.3)
         axis.legend()
     figure.suptitle(title)

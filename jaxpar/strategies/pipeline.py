@@ -27,7 +27,7 @@ from jaxpar import step as steps
 from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError, check_choice, nearest
 from jaxpar.exchange.fuse import AllReduce
-from jaxpar.exchange.reduce import ring_traffic
+from jaxpar.exchange.reduce import psum_small, ring_traffic
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Batch
 from jaxpar.pipeline.executor import partition
@@ -178,7 +178,7 @@ def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decisi
     decision = decision or decide(config, cluster)
     table, num_data = decision.table, decision.num_replicas
     bounds = partition.bounds(shapes.model, shapes.batch, config.pipeline.partition, table.num_stages)
-    stages = Stages(shapes.model, bounds, table.stages, shapes.batch)
+    stages = Stages(shapes.model, bounds, table.stages, shapes.batch, shapes.task)
     state = StagedState(decision.axes, shapes, stages)
     all_reduce = exchanges.on_gradients(config, num_data)
     c = config.pipeline
@@ -360,8 +360,7 @@ def train_step(
         )
         local_grads, local_sums = engine.run(local((actions, arrivals)), state.params, rows, key, weight)
         faults = 1.0 - jnp.isfinite(optax.tree.norm(local_grads))  # which a code may hide
-        *totals, faults = jax.lax.psum(jnp.stack([*local_sums, faults]), (DATA, STAGE))
-        sums = Sums(*totals)
+        sums, faults = psum_small((local_sums, faults), (DATA, STAGE))
         grads, residuals = all_reduce.mean(local_grads, state.private)
         update = StageUpdate(staged, jax.lax.axis_index(STAGE))
         for tie in update.copied:  # the gradient of an array that several devices use is the sum of theirs

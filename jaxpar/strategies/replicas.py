@@ -18,6 +18,7 @@ from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar.exchange.exchange import Exchange
+from jaxpar.exchange.reduce import psum_small
 from jaxpar.layout import PER_REPLICA
 from jaxpar.mesh import DATA
 from jaxpar.models.model import Batch
@@ -121,8 +122,8 @@ def train_step(
         weight = jax.lax.pmean(batch["weights"].sum(), DATA)  # so that gradients are replicas' means
         grads, own_sums = steps.gradients(problem, state, batch, weight, fetch=exchange.fetch, scatter=exchange.scatter)
         square = optax.tree.norm(grads) ** 2
-        *totals, squares = jax.lax.psum(jnp.stack([*own_sums, square]), DATA)
-        sums, grad_norm = Sums(*totals), jnp.sqrt(squares / num_replicas)
+        sums, squares = psum_small((own_sums, square), DATA)
+        grad_norm = jnp.sqrt(squares / num_replicas)
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums.loss)  # on all replicas: a code may hide what is not
         distributed = state.optimizer
         if exchange.branches:

@@ -13,7 +13,6 @@ from jaxpar.pipeline.executor.packing import Packed
 from jaxpar.pipeline.executor.programs import StageInputs
 from jaxpar.state import State
 from jaxpar.strategies.pipeline import IN_PLACE
-from jaxpar.tasks import Sums
 from scripts.bench.pipeline_case import FAST, Case, Parts, nbytes, temporary_bytes
 
 Stashes = dict[tuple[int, int], Packed]
@@ -99,7 +98,7 @@ def _update(parts: Parts, kind: int) -> int:
     params = parts.details.state.params.packing.tree(kind)
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     state = State(scalar(jnp.int32), key, params, jax.eval_shape(problem.optimizer.init, params))
-    sums = Sums(*[scalar(jnp.float32)] * 3)
+    sums = steps.abstract(problem.task.zeros())
     return _temporary(partial(steps.update, problem), state, params, sums, scalar(jnp.float32), donated=(0,))
 
 

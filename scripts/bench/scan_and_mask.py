@@ -18,12 +18,11 @@ from ml_collections import ConfigDict
 from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
-from jaxpar import tasks
 from jaxpar.mesh import STAGE
 from jaxpar.models.model import Batch, LayerRun, Model, Params
 from jaxpar.state import State
 from jaxpar.step import Metrics, Problem
-from jaxpar.tasks import Sums
+from jaxpar.tasks import Sums, mean_loss
 
 
 class ScanAndMask(NamedTuple):
@@ -48,7 +47,7 @@ def build(config: ConfigDict, problem: Problem) -> ScanAndMask:
     replicated, staged = PartitionSpec(), PartitionSpec(STAGE)
     specs = {"outer": replicated, "blocks": staged}
     mapped = jax.shard_map(
-        partial(_gradients, model, run, p, config.pipeline.remat),
+        partial(_gradients, problem, run, p, config.pipeline.remat),
         mesh=mesh,
         in_specs=(specs, replicated, replicated),
         out_specs=(specs, replicated),
@@ -87,10 +86,10 @@ def _stack(model: Model, run: LayerRun, p: int, params: Params) -> dict[str, Any
 
 
 def _gradients(
-    model: Model, run: LayerRun, p: int, remat: str, params: dict[str, Any], rows_m: Batch, weight: jax.Array
+    problem: Problem, run: LayerRun, p: int, remat: str, params: dict[str, Any], rows_m: Batch, weight: jax.Array
 ) -> tuple[dict[str, Any], Sums]:
     """A device's part: gradients of its stage, and of the outer layers; the sums of all."""
-    stage, per_stage = jax.lax.axis_index(STAGE), (run.stop - run.start) // p
+    model, stage, per_stage = problem.model, jax.lax.axis_index(STAGE), (run.stop - run.start) // p
     m = rows_m["index"].shape[0]
     blocks = jax.tree.map(lambda leaf: leaf[0], params["blocks"])
     # The device's share of the work outside of the loop: m / p microbatches, as one batch.
@@ -121,8 +120,8 @@ def _gradients(
         y_mBTD = jnp.where(stage == p - 1, y_tBTD[p - 1 :], 0)
         y = jax.lax.psum_scatter(y_mBTD, STAGE, tiled=True)
         logits = model.apply_layers(outer, y.reshape(-1, *y.shape[2:]), share, None, run.stop, len(model.layers))
-        sums = tasks.sums(logits, share)
-        return sums.loss / weight, sums
+        sums = problem.task.sums(logits, share)
+        return mean_loss(sums.loss, weight), sums
 
     (outer_unreduced, grads), sums = jax.grad(local_loss, (0, 1), has_aux=True)(params["outer"], blocks)
     grads = jax.tree.map(lambda leaf: leaf[None], grads)

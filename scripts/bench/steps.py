@@ -9,8 +9,9 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxpar import data, models, optimizer, strategies
+from jaxpar import data, models, optimizer, strategies, tasks
 from jaxpar.step import Metrics, Problem, abstract
+from jaxpar.tasks import mean_loss
 
 
 class Contender(Protocol):
@@ -46,9 +47,8 @@ def arguments_of(arguments: list[str]) -> tuple[str, list[str]]:
 def make_problem(config: ConfigDict, info: data.DataInfo, rows: Mapping[str, np.ndarray]) -> Problem:
     """The problem of a config, at a constant learning rate."""
     transform = optimizer.build(config, lambda step: 1e-3)
-    return Problem(
-        models.build(config, info), transform, config.optimizer.accumulation_steps, abstract(dict(rows)), 1000
-    )
+    model, batch = models.build(config, info), abstract(dict(rows))
+    return Problem(model, transform, config.optimizer.accumulation_steps, batch, 1000, tasks.find(config))
 
 
 def measure(
@@ -80,6 +80,6 @@ def race(
             jax.block_until_ready((item[1], metrics))
             if number >= warm_up:
                 times[name].append((time.perf_counter() - start, time.process_time() - cpu_start))
-            losses.setdefault(name, float(metrics.sums.loss / metrics.sums.weight))
+            losses.setdefault(name, float(mean_loss(metrics.sums.loss, metrics.sums.weight)))
     medians = {name: [statistics.median(values) for values in zip(*times[name], strict=True)] for name in contenders}
     return {name: Timing(seconds, cpu, losses[name]) for name, (seconds, cpu) in medians.items()}

@@ -17,6 +17,7 @@ from jaxpar.run import metrics
 from jaxpar.run.meter import Meter
 from jaxpar.step import Metrics
 from jaxpar.tasks import Sums
+from jaxpar.tasks.classification import TASK
 
 
 def test_log_goes_on_where_the_checkpoint_is(tmp_path: Path) -> None:
@@ -78,7 +79,9 @@ class Line(nnx.Module):
 
 def step_metrics(loss: float, *, correct: float = 3.0, weight: float = 4.0) -> Metrics:
     finite = jnp.asarray(math.isfinite(loss))
-    return Metrics(Sums(jnp.asarray(loss), jnp.asarray(correct), jnp.asarray(weight)), jnp.asarray(0.5), finite)
+    return Metrics(
+        Sums(jnp.asarray(loss), {"correct": jnp.asarray(correct)}, jnp.asarray(weight)), jnp.asarray(0.5), finite
+    )
 
 
 def rows(weights: list[float]) -> dict[str, np.ndarray]:
@@ -86,7 +89,7 @@ def rows(weights: list[float]) -> dict[str, np.ndarray]:
 
 
 def test_meter_figures_by_hand() -> None:
-    meter = Meter(Model({"line": Line}), task="classification", peak_flops=1e6, stop_if_nonfinite=True)
+    meter = Meter(Model({"line": Line}), task=TASK, peak_flops=1e6, stop_if_nonfinite=True)
     batch = rows([1, 1, 1, 1, 0, 0])
     assert meter.is_new(batch)
     meter.add(1, batch, step_metrics(8.0))
@@ -111,7 +114,7 @@ def test_meter_figures_by_hand() -> None:
 
 @pytest.mark.parametrize("stop", [True, False])
 def test_meter_names_the_step_that_is_not_finite(stop: bool) -> None:
-    meter = Meter(Model({"line": Line}), task="classification", peak_flops=None, stop_if_nonfinite=stop)
+    meter = Meter(Model({"line": Line}), task=TASK, peak_flops=None, stop_if_nonfinite=stop)
     meter.add(1, rows([1]), step_metrics(1.0))
     meter.add(2, rows([1]), step_metrics(math.inf))
     if stop:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from jaxpar import cluster, models, optimizer, strategies
+from jaxpar import cluster, models, optimizer, strategies, tasks
 from jaxpar import state as states
 from jaxpar.config import default_config, override
 from jaxpar.data import DataInfo
@@ -121,7 +121,9 @@ def make_problem(config: ConfigDict, task: Task) -> Problem:
         strategies.decide(config, cluster.find())
         model = models.build(config, info if task.task == "classification" else info._replace(num_classes=0))
     rule = optimizer.build(config, optimizer.build_schedule(config, NUM_STEPS))
-    return Problem(model, rule, config.optimizer.accumulation_steps, abstract(make_batch(task, 0)), NUM_STEPS)
+    return Problem(
+        model, rule, config.optimizer.accumulation_steps, abstract(make_batch(task, 0)), NUM_STEPS, tasks.find(config)
+    )
 
 
 def make(task: Task, *overrides: str) -> Strategy:

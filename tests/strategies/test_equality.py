@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import cluster, models, optimizer, strategies
+from jaxpar import cluster, models, optimizer, strategies, tasks
 from jaxpar.config import default_config, override
 from jaxpar.data import DataInfo
 from jaxpar.step import Problem, abstract
@@ -84,6 +84,7 @@ def outcome(variant: str, optimizer_name: str) -> Outcome:
         config.optimizer.accumulation_steps,
         abstract(batch(0)),
         NUM_STEPS,
+        tasks.find(config),
     )
     strategy = strategies.make(config, problem)
     state = strategy.init(jax.random.key(0))

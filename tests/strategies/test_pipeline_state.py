@@ -92,7 +92,7 @@ class Parts:
         problem, table = make_problem(config, case.task), build_table(config)
         bounds = partition.bounds(problem.model, problem.batch, config.pipeline.partition, table.num_stages)
         self.model = problem.model
-        self.stages = Stages(problem.model, bounds, table.stages, problem.batch)
+        self.stages = Stages(problem.model, bounds, table.stages, problem.batch, problem.task)
         self.state = StagedState({"data": case.replicas, "stage": case.stages}, problem, self.stages)
 
     def held(self, state: PackedState, device: int) -> Any:

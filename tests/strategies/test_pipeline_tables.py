@@ -94,7 +94,7 @@ def test_tables_of_one_shape_share_a_program(monkeypatch: pytest.MonkeyPatch) ->
     problem, axes = make_problem(config, TASK), {"data": 1, "stage": p}
     mesh = meshes.build(axes, jax.devices())
     bounds = partition.bounds(problem.model, problem.batch, "uniform", p)
-    stages = Stages(problem.model, bounds, loop_stages(p, 1), problem.batch)
+    stages = Stages(problem.model, bounds, loop_stages(p, 1), problem.batch, problem.task)
     staged = StagedState(axes, problem, stages)
     traced = []
 

@@ -141,7 +141,7 @@ class PipelineEngine:
             self.wire.zeros(),
             self.wire.zeros(),
             self.packing.zeros() if self.shape.num_ranks > 1 else (),
-            Sums(*[jnp.zeros(())] * 3),
+            self.stages.task.zeros(),
         )
 
     def _touched(self, rank: int, carry: Carry) -> dict[str, Any]:
@@ -181,7 +181,9 @@ class PipelineEngine:
         if rank == 0 and program.output:
             touched["activation"] = self.wire.pack(number, outputs)
         elif rank == 0:
-            touched["sums"] = jax.tree.map(jnp.add, carry.sums, Sums(*outputs))
+            touched["sums"] = jax.tree.map(
+                jnp.add, carry.sums, jax.tree.unflatten(jax.tree.structure(carry.sums), outputs)
+            )
         if rank == 1 and sender is not None:
             touched["gradient"] = self.wire.pack(sender, outputs[:1])
         if "grads" in touched:

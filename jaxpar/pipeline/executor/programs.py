@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpar import tasks
 from jaxpar.models.model import REMAT_POLICIES, Batch
 from jaxpar.pipeline.executor.split_backward import Cut, Origin, cut, flatten
 from jaxpar.pipeline.executor.stages import Stages
-from jaxpar.tasks import Sums
+from jaxpar.tasks import Sums, mean_loss
 
 REMATS = ("full", "none", "dots")
 
@@ -40,8 +39,8 @@ class StageInputs(NamedTuple):
 class StageProgram(NamedTuple):
     """The actions of one chunk of one kind of device.
 
-    F's output is the stage's output, or the three sums of a last stage. B's is the gradient of the stage's input; stage
-    0 has none. The gradients of the parameters are W's, or come last in B's where it is fused.
+    F's output is the stage's output, or the leaves of a last stage's Sums. B's is the gradient of the stage's input;
+    stage 0 has none. The gradients of the parameters are W's, or come last in B's where it is fused.
     """
 
     stage: int
@@ -115,15 +114,15 @@ class _Stage(NamedTuple):
         y = self.layers(given, params, x, start, stop)
         if not self.is_last:
             return y, None
-        sums = tasks.sums(y, given.rows)
-        return sums.loss / jnp.maximum(given.weight, 1e-30), sums
+        sums = self.stages.task.sums(y, given.rows)
+        return mean_loss(sums.loss, given.weight), sums
 
     def actions(self, given: StageInputs, *, num_ranks: int, remat: str) -> list[list[jax.Array]]:
         """The outputs of each action."""
         forward = partial(self.forward, given)
         if num_ranks == 1:
             y, sums = forward(given.params, given.x, None)
-            return [[y] if sums is None else list(sums)]
+            return [jax.tree.leaves(y if sums is None else sums)]
         bump, (start, stop) = None, self.span
         if num_ranks == 3 and self.is_first and stop - start > 1:
             # Nobody waits for dX of stage 0, so all would be W. Its B is what leads to dX of its second layer.
@@ -134,6 +133,6 @@ class _Stage(NamedTuple):
         if remat == "full":  # F by itself: so all that jax.vjp computes is B's, again
             y, sums = forward(given.params, given.x, None)
         dparams, *inner = pullback(jnp.ones(y.shape, y.dtype) if self.is_last else given.dy)
-        outputs = [y] if sums is None else list(sums)
+        outputs = jax.tree.leaves(y if sums is None else sums)
         leaves, inner = jax.tree.leaves(dparams), [gradient for gradient in inner if gradient is not None]
         return [outputs, inner, leaves] if num_ranks == 3 else [outputs, [*inner, *leaves]]

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxpar.errors import UserError
 from jaxpar.models.model import Batch, Model, Params, Tie
+from jaxpar.tasks import Task
 
 
 class Stages:
@@ -20,19 +21,21 @@ class Stages:
 
     Attributes:
       model: the model.
+      task: what the last stage's outputs are for.
       bounds: stage j is model.layers[bounds[j]:bounds[j + 1]].
       placement: stage by [device, chunk].
       kinds: kind by device.
       examples: by kind, the device that its program is made for.
     """
 
-    def __init__(self, model: Model, bounds: Sequence[int], placement: np.ndarray, batch: Batch):
+    def __init__(self, model: Model, bounds: Sequence[int], placement: np.ndarray, batch: Batch, task: Task):
         """See the attributes; batch: abstract, of any size.
 
         Raises:
           UserError: what goes from one stage to the next is not a floating-point array.
         """
-        self.model, self.bounds, self.placement = model, tuple(bounds), placement
+        self.model, self.task = model, task
+        self.bounds, self.placement = tuple(bounds), placement
         self._inputs = model.inputs(batch)
         for begin in self.bounds[1:-1]:
             if not jnp.issubdtype(self._inputs[begin].dtype, jnp.inexact):

@@ -1,0 +1,26 @@
+"""Tasks: what a model is trained for. One file a task or family, one row in TASKS.
+
+A task is an object: loss, metrics, labels. `find` alone reads config.task; all else is given the object.
+"""
+
+from collections.abc import Callable
+
+from ml_collections import ConfigDict
+
+from jaxpar.errors import check_choice
+from jaxpar.tasks import classification, language_models
+from jaxpar.tasks.task import Sums, Task, add_up, mean_loss
+
+__all__ = ["TASKS", "Sums", "Task", "add_up", "find", "mean_loss"]
+
+TASKS: dict[str, Callable[[ConfigDict], Task]] = {
+    "classification": lambda config: classification.TASK,
+    "masked_lm": lambda config: language_models.MASKED_LM,
+    "causal_lm": lambda config: language_models.CAUSAL_LM,
+}
+
+
+def find(config: ConfigDict) -> Task:
+    """Return the task of a config. Raises UserError where there is none of that name."""
+    check_choice("task", config.task, TASKS)
+    return TASKS[config.task](config)

@@ -1,0 +1,40 @@
+"""The loss of a choice among classes or tokens, which several tasks share.
+
+Dims: B examples, T positions, C classes or tokens; ... is B or B,T.
+"""
+
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpar.tasks.task import Sums, mean_loss
+
+TERMS: dict[str, tuple[int, ...]] = {"correct": ()}
+
+
+def sums(logits: jax.Array, batch: Mapping[str, jax.Array]) -> Sums:
+    """Return the sums of cross entropy in nats and of right answers, weighted by batch["weights"].
+
+    Args:
+      logits: [..., C], any float dtype; computed in float32.
+      batch: "labels", integers, and "weights", of shape [...].
+    """
+    logits = logits.astype(jnp.float32)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
+    correct = (jnp.argmax(logits, axis=-1) == batch["labels"]).astype(jnp.float32)
+    weights = batch["weights"]
+    return Sums(jnp.sum(losses * weights), {"correct": jnp.sum(correct * weights)}, jnp.sum(weights))
+
+
+def accuracy(sums: Sums) -> dict[str, float]:
+    """Return the share of right answers."""
+    return {"accuracy": float(sums.terms["correct"] / sums.weight)}
+
+
+def accuracy_and_perplexity(sums: Sums) -> dict[str, float]:
+    """Return the share of right answers, and exp(loss)."""
+    perplexity = math.exp(min(mean_loss(sums.loss, sums.weight), 700.0))
+    return {**accuracy(sums), "perplexity": perplexity}

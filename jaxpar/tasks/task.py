@@ -1,0 +1,72 @@
+"""The contract of a task: the sums that a program returns, and the metrics that follow from them.
+
+Programs return sums, not means: sums over replicas, microbatches and batches add up exactly, whatever their sizes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Terms = dict[str, Any]  # arrays by name
+
+
+class Sums(NamedTuple):
+    """Sums over examples, or over what is predicted of them; float32 in programs, float64 on the host.
+
+    Attributes:
+      loss: of weight x loss. Scalar.
+      terms: what else the metrics of the task follow from; shapes as in `Task.terms`.
+      weight: of the weights. Scalar.
+    """
+
+    loss: Any
+    terms: Terms
+    weight: Any
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a model is trained for.
+
+    Attributes:
+      name: its key in TASKS.
+      terms: the shape of each of `Sums.terms`, by name.
+      sums: (outputs of the model, batch) -> Sums of the batch's examples. Those of weight 0 do not reach the sums.
+      metrics: sums on the host, of positive weight -> metrics by name, besides the loss.
+      curve: the metric that is logged and drawn beside the loss.
+      loss_unit: for the label of its axis.
+      headline: format of the last line of a run, of the keys of result.json.
+    """
+
+    name: str
+    terms: Mapping[str, tuple[int, ...]]
+    sums: Callable[[jax.Array, Mapping[str, jax.Array]], Sums]
+    metrics: Callable[[Sums], dict[str, float]]
+    curve: str
+    loss_unit: str
+    headline: str
+
+    def zeros(self) -> Sums:
+        """Return the sums of no example."""
+        terms = {name: np.zeros(shape, np.float32) for name, shape in self.terms.items()}
+        return Sums(np.zeros((), np.float32), terms, np.zeros((), np.float32))
+
+    def all_metrics(self, sums: Sums) -> dict[str, float]:
+        """Return the loss and the metrics of sums on the host, of positive weight, over any batches."""
+        return {"loss": float(mean_loss(sums.loss, sums.weight)), **self.metrics(sums)}
+
+
+def mean_loss(loss: Any, weight: Any) -> Any:
+    """Return loss / weight: 0 where nothing is predicted, as may be in a batch. Scalars, in programs or on the host."""
+    maximum = jnp.maximum if isinstance(weight, jax.Array) else np.maximum
+    return loss / maximum(weight, 1e-30)
+
+
+def add_up(parts: Sequence[Sums]) -> Sums:
+    """Return the total of sums on the host, in float64."""
+    total: Sums = jax.tree.map(lambda *x: np.sum(np.asarray(x, np.float64), axis=0), *parts)
+    return total
