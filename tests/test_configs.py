@@ -26,7 +26,7 @@ def test_config(name: str) -> None:
     strategies.decide(config, cluster.find())
     is_image = config.data.source in NEEDS_FILES
     if not is_image:
-        check_data(config)
+        check_data(config, tasks.find(config).labels)
     is_lm = config.task != "classification"
     length, rows = config.data.max_length, config.batch_size
     info = DataInfo(

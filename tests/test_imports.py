@@ -12,7 +12,7 @@ ORDER = [
     *("errors", "files", "config"),  # what the user wrote
     *("measure", "cluster", "mesh", "layout", "plan"),  # what is known without devices
     *("launch", "exchange", "data"),
-    *("models", "tasks", "optimizer", "state", "step", "checkpoint"),
+    *("tasks", "models", "optimizer", "state", "step", "checkpoint"),
     *("asynchronous", "pipeline", "strategies"),
     *("run", "analysis", "train", "main"),
 ]

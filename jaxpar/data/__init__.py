@@ -18,5 +18,6 @@ from jaxpar.data.cache import cache_dir
 from jaxpar.data.check import check
 from jaxpar.data.dataset import load
 from jaxpar.data.examples import DataInfo, Dataset, Split
+from jaxpar.data.labels import Labels
 
-__all__ = ["Batches", "DataInfo", "Dataset", "Split", "cache_dir", "check", "load"]
+__all__ = ["Batches", "DataInfo", "Dataset", "Labels", "Split", "cache_dir", "check", "load"]

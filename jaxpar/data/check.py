@@ -5,23 +5,22 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from jaxpar.data import files, images, rows, synthetic, text
+from jaxpar.data.labels import Labels
 from jaxpar.errors import UserError, check_choice
 
-TASKS = ("classification", "masked_lm", "causal_lm")
 TABLES = tuple(name for name in rows.READERS if name != "text")
 SOURCES = ("wordnet", *rows.READERS, *images.IMAGE_READERS, "synthetic")
 
 
-def check(config: ConfigDict) -> None:
-    """Raises UserError for the first key that cannot be."""
-    check_choice("task", config.task, TASKS)
+def check(config: ConfigDict, labels: Labels) -> None:
+    """Raises UserError for the first key that cannot be, where a task needs these labels."""
     check_choice("data.source", config.data.source, SOURCES)
-    _check_task(config)
+    _check_labels(config, labels)
     _check_numbers(config)
     _check_fractions(config)
     _check_files(config)
     if _is_text(config):
-        _check_text(config)
+        _check_text(config, labels)
 
 
 def _is_text(config: ConfigDict) -> bool:
@@ -29,15 +28,15 @@ def _is_text(config: ConfigDict) -> bool:
     return source not in images.IMAGE_READERS and (source != "synthetic" or synthetic.kind(config) == "text")
 
 
-def _check_task(config: ConfigDict) -> None:
+def _check_labels(config: ConfigDict, labels: Labels) -> None:
     source = config.data.source
-    if config.task == "classification" and source == "text":
+    if labels.in_columns and source == "text":
         raise UserError(
             "config.data.source is 'text', which has no labels; config.task must be causal_lm or masked_lm."
         )
-    if config.task != "classification" and not _is_text(config):
+    if labels is not Labels.CLASSES and not _is_text(config):
         what = source if source in images.IMAGE_READERS else f"{source} data for the model {config.model.name}"
-        raise UserError(f"config.task is {config.task!r}, which needs text; with {what} it must be classification.")
+        raise UserError(f"config.task is {labels.value!r}, which needs text; with {what} it must be classification.")
 
 
 def _check_numbers(config: ConfigDict) -> None:
@@ -96,37 +95,37 @@ def _check_suffix(key: str, path: Path, source: str) -> None:
         raise UserError(f"config.data.{key}: {path} does not end in .parquet, but config.data.source is 'parquet'.")
 
 
-def _check_text(config: ConfigDict) -> None:
+def _check_text(config: ConfigDict, labels: Labels) -> None:
     data = config.data
     buckets = tuple(data.length_buckets)
     if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
         raise UserError(f"config.data.length_buckets is {buckets}; it must be ascending lengths, at least one.")
-    least = 1 if config.task == "causal_lm" else 8
+    least = 1 if labels is Labels.NEXT else 8
     if data.max_length < least:
-        raise UserError(f"config.data.max_length is {data.max_length}; for {config.task} it must be at least {least}.")
+        raise UserError(f"config.data.max_length is {data.max_length}; for {labels.value} it must be at least {least}.")
     longest = config.model.max_length
     if longest is not None and data.max_length > longest:
         raise UserError(f"config.data.max_length is {data.max_length}, more than config.model.max_length, {longest}.")
     if data.vocab_size < 32:
         raise UserError(f"config.data.vocab_size is {data.vocab_size}; it must be at least 32.")
-    if config.task == "masked_lm" and not 0 < data.mask_fraction < 1:
+    if labels is Labels.MASKED and not 0 < data.mask_fraction < 1:
         raise UserError(f"config.data.mask_fraction is {data.mask_fraction}; it must be between 0 and 1.")
-    _check_columns(config)
+    _check_columns(config, labels)
     if config.data.source != "synthetic":
         text.given_tokenizer(config)
 
 
-def _check_columns(config: ConfigDict) -> None:
+def _check_columns(config: ConfigDict, labels: Labels) -> None:
     columns = tuple(config.data.text_columns)
     if len(columns) not in (1, 2) or len(set(columns)) < len(columns) or not all(columns):
         raise UserError(f"config.data.text_columns is {columns}; it must name one column, or two different ones.")
-    if config.task == "causal_lm" and len(columns) == 2:
+    if labels is Labels.NEXT and len(columns) == 2:
         raise UserError(f"config.data.text_columns is {columns}; causal_lm takes one column.")
     if len(columns) == 2 and config.data.source in ("wordnet", "text", "synthetic"):
         raise UserError(
             f"config.data.text_columns is {columns}; source {config.data.source!r} has one text an example."
         )
-    if config.task == "classification" and config.data.label_column in columns:
+    if labels is Labels.CLASSES and config.data.label_column in columns:
         raise UserError(f"config.data.label_column is {config.data.label_column!r}, one of text_columns.")
-    if config.task == "classification" and not config.data.label_column:
+    if labels is Labels.CLASSES and not config.data.label_column:
         raise UserError("config.data.label_column is empty; classification needs the name of the label's column.")

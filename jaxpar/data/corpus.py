@@ -8,6 +8,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxpar.data import files
+from jaxpar.data.labels import Labels
 from jaxpar.data.rows import Columns, TextRow, read
 from jaxpar.errors import UserError, nearest
 
@@ -24,11 +25,10 @@ class Corpus:
     text, so that no text is in two splits; plain text by place, the test's part last, the validation's before it.
     """
 
-    def __init__(self, config: ConfigDict):
+    def __init__(self, config: ConfigDict, labels: Labels):
         data = config.data
-        self._labelled = config.task == "classification"
         self._source = "tsv" if data.source == "wordnet" else data.source
-        label = data.label_column if self._labelled else None
+        label = data.label_column if labels.in_columns else None
         self._columns = Columns(("text",) if data.source == "wordnet" else tuple(data.text_columns), label)
         self._files = {name: files.find(f"data.{name}", data[name]) for name in SPLITS if data[name]}
         if data.source == "wordnet":

@@ -50,6 +50,11 @@ class DataInfo(NamedTuple):
     vocab_size: int
     pad_id: int
 
+    @property
+    def num_outputs(self) -> int:
+        """Numbers that a model returns for each example, unless they are logits of tokens."""
+        return self.num_classes
+
 
 class Dataset(NamedTuple):
     """The splits of a data set. fingerprint: hash of all that determines their batches, apart from seed and size."""

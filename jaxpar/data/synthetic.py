@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from jaxpar.data import cache
 from jaxpar.data.examples import Blocks, DataInfo, Dataset, Images, Masking, Split, Texts, Vectors
+from jaxpar.data.labels import Labels
 from jaxpar.data.text import buckets_of
 
 NUM_CLASSES = 8
@@ -26,7 +27,7 @@ def kind(config: ConfigDict) -> str:
 Make = tuple[DataInfo, Callable[[slice], Split]]
 
 
-def load(config: ConfigDict) -> Dataset:
+def load(config: ConfigDict, labels: Labels) -> Dataset:
     """config.data.synthetic_examples examples, a function of config.seed, parted by the fractions."""
     data = config.data
     random = np.random.Generator(np.random.Philox(np.random.SeedSequence((config.seed, 2))))
@@ -34,29 +35,29 @@ def load(config: ConfigDict) -> Dataset:
     sizes = [0, round(total * data.validation_fraction), round(total * data.test_fraction)]
     sizes[0] = total - sum(sizes)
     # One draw for all of them: the splits must share what there is to learn.
-    info, cut = {"image": _images, "vector": _vectors, "text": _texts}[kind(config)](config, random)
+    info, cut = {"image": _images, "vector": _vectors, "text": _texts}[kind(config)](config, labels, random)
     ends = np.cumsum(sizes).tolist()
     train, validation, test = (
         cut(slice(end - size, end)) if size else None for size, end in zip(sizes, ends, strict=True)
     )
     assert train is not None
-    facts = {"task": config.task, "kind": kind(config), "seed": config.seed, "sizes": sizes, "augment": data.augment}
+    facts = {"task": labels.value, "kind": kind(config), "seed": config.seed, "sizes": sizes, "augment": data.augment}
     facts |= {"vocab_size": data.vocab_size, "buckets": buckets_of(config), "mask_fraction": data.mask_fraction}
     return Dataset(info, train, validation, test, cache.fingerprint(facts))
 
 
-def _texts(config: ConfigDict, random: np.random.Generator) -> Make:
+def _texts(config: ConfigDict, labels: Labels, random: np.random.Generator) -> Make:
     """Chains in which a token all but gives the next; in those of class c every other token is c modulo NUM_CLASSES."""
     data = config.data
     total, longest = data.synthetic_examples, data.max_length
-    classes = NUM_CLASSES if config.task == "classification" else 0
+    classes = NUM_CLASSES if labels is Labels.CLASSES else 0
     info = DataInfo("text", (longest,), classes, tuple(map(str, range(classes))), data.vocab_size, _PAD)
     chains_NK = _chains(random, total, longest + 1, min(_USED, data.vocab_size - _FIRST))
-    if config.task == "causal_lm":
+    if labels is Labels.NEXT:
         blocks_NK = chains_NK.astype(np.int32)
         return info, lambda rows: Blocks(blocks_NK[rows])
     labels_N, masking = None, None
-    if config.task == "classification":
+    if labels is Labels.CLASSES:
         labels_N = random.integers(0, NUM_CLASSES, total, np.int32)
         marked_NK = chains_NK - (chains_NK - _FIRST) % NUM_CLASSES + labels_N[:, None]
         chains_NK = np.where(random.random(chains_NK.shape) < 0.5, marked_NK, chains_NK)
@@ -89,7 +90,7 @@ def _chains(random: np.random.Generator, total: int, length: int, used: int) -> 
     return chains_NK + _FIRST
 
 
-def _images(config: ConfigDict, random: np.random.Generator) -> Make:
+def _images(config: ConfigDict, labels: Labels, random: np.random.Generator) -> Make:
     """Each class is a pattern of 4x4 coloured squares, under noise."""
     labels_N = random.integers(0, NUM_CLASSES, config.data.synthetic_examples, np.int32)
     pattern_CHWC = random.integers(0, 128, (NUM_CLASSES, 4, 4, 3), np.uint8).repeat(8, 1).repeat(8, 2)
@@ -100,7 +101,7 @@ def _images(config: ConfigDict, random: np.random.Generator) -> Make:
     return info, lambda rows: Images(images_NHWC[rows], labels_N[rows], shift=augment, flip=augment)
 
 
-def _vectors(config: ConfigDict, random: np.random.Generator) -> Make:
+def _vectors(config: ConfigDict, labels: Labels, random: np.random.Generator) -> Make:
     """Each class is a Gaussian about its own centre."""
     labels_N = random.integers(0, NUM_CLASSES, config.data.synthetic_examples, np.int32)
     centre_CD = random.standard_normal((NUM_CLASSES, 32), np.float32)

@@ -14,26 +14,27 @@ from tokenizers import Tokenizer
 from jaxpar.data import cache, files, tokenizer, tokens
 from jaxpar.data.corpus import Corpus
 from jaxpar.data.examples import Blocks, DataInfo, Dataset, Masking, Split, Texts
+from jaxpar.data.labels import Labels
 from jaxpar.errors import UserError
 
 _FORMAT = 1  # of the cached arrays: raise it whenever the code would make others of the same input
 
 
-def load(config: ConfigDict, workdir: Path) -> Dataset:
+def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:
     """The data set of a text source; its tokenizer is kept as workdir/tokenizer.json."""
-    corpus = Corpus(config)
+    corpus = Corpus(config, labels)
     facts = corpus.facts()
-    path, serialized = _tokenizer(config, workdir, corpus, facts)
+    path, serialized = _tokenizer(config, labels, workdir, corpus, facts)
     made = Tokenizer.from_str(serialized)
-    facts |= {"format": _FORMAT, "task": config.task, "max_length": config.data.max_length}
+    facts |= {"format": _FORMAT, "task": labels.value, "max_length": config.data.max_length}
     facts["tokenizer"] = hashlib.sha256(serialized.encode()).hexdigest()
-    pad_id = 0 if config.task == "causal_lm" else tokenizer.special(made, tokenizer.PADDING, "padding", path)
-    masking = _masking(config, made, path)
-    make = partial(_write, config=config, corpus=corpus, made=made, path=path)
+    pad_id = 0 if labels is Labels.NEXT else tokenizer.special(made, tokenizer.PADDING, "padding", path)
+    masking = _masking(config, labels, made, path)
+    make = partial(_write, config=config, labels=labels, corpus=corpus, made=made, path=path)
     doing = f"Tokenizing {config.data.train or config.data.source}"
     entry = cache.entry(cache.cache_dir(config) / "data", cache.fingerprint(facts), make, doing=doing)
-    corpus.check_sizes(entry.facts["examples"], "blocks" if config.task == "causal_lm" else "examples")
-    classes = tuple(entry.facts["classes"]) if config.task == "classification" else ()
+    corpus.check_sizes(entry.facts["examples"], "blocks" if labels is Labels.NEXT else "examples")
+    classes = tuple(entry.facts["classes"]) if labels is Labels.CLASSES else ()
     if len(classes) == 1:
         raise UserError(f"config.data.train has one class only, {classes[0]!r}; a classifier needs two or more.")
     _check_labels(entry, classes)
@@ -42,7 +43,7 @@ def load(config: ConfigDict, workdir: Path) -> Dataset:
     info = DataInfo("text", (config.data.max_length,), len(classes), classes, size, pad_id)
     facts |= {"buckets": buckets_of(config), "mask_fraction": config.data.mask_fraction}
     splits = {
-        name: _split(config, entry, name, pad_id, masking) if count else None
+        name: _split(config, labels, entry, name, pad_id, masking) if count else None
         for name, count in entry.facts["examples"].items()
     }
     assert splits["train"] is not None
@@ -71,26 +72,30 @@ def buckets_of(config: ConfigDict) -> tuple[int, ...]:
     return (*(length for length in config.data.length_buckets if length < longest), longest)
 
 
-def _masking(config: ConfigDict, made: Tokenizer, path: Path) -> Masking | None:
-    if config.task != "masked_lm":
+def _masking(config: ConfigDict, labels: Labels, made: Tokenizer, path: Path) -> Masking | None:
+    if labels is not Labels.MASKED:
         return None
     mask_id = tokenizer.special(made, tokenizer.MASK, "masking", path)
     return Masking(config.data.mask_fraction, mask_id, tokenizer.specials_V(made))
 
 
-def _split(config: ConfigDict, entry: cache.Entry, name: str, pad_id: int, masking: Masking | None) -> Split:
-    if config.task == "causal_lm":
+def _split(
+    config: ConfigDict, labels: Labels, entry: cache.Entry, name: str, pad_id: int, masking: Masking | None
+) -> Split:
+    if labels is Labels.NEXT:
         return Blocks(entry.array(f"{name}.blocks"))
-    labels_N = entry.array(f"{name}.labels") if config.task == "classification" else None
+    labels_N = entry.array(f"{name}.labels") if labels is Labels.CLASSES else None
     segments_M = entry.array(f"{name}.segments") if len(config.data.text_columns) == 2 else None
     tokens_M, offsets_N1 = entry.array(f"{name}.tokens"), entry.array(f"{name}.offsets")
     return Texts(tokens_M, offsets_N1, labels_N, segments_M, buckets_of(config), pad_id, masking)
 
 
-def _write(directory: Path, *, config: ConfigDict, corpus: Corpus, made: Tokenizer, path: Path) -> dict[str, Any]:
+def _write(
+    directory: Path, *, config: ConfigDict, labels: Labels, corpus: Corpus, made: Tokenizer, path: Path
+) -> dict[str, Any]:
     """Makes the cache entry: which arrays, the task and source decide."""
     longest = config.data.max_length
-    if config.task == "causal_lm":
+    if labels is Labels.NEXT:
         end = tokenizer.special(made, tokenizer.END_OF_TEXT, "the end of a text", path)
         return tokens.write_blocks(directory, corpus.rows(), made, longest, end)
     if config.data.source == "text":
@@ -103,7 +108,9 @@ def _write(directory: Path, *, config: ConfigDict, corpus: Corpus, made: Tokeniz
     return tokens.write_examples(directory, corpus.rows(), made, longest)
 
 
-def _tokenizer(config: ConfigDict, workdir: Path, corpus: Corpus, facts: dict[str, Any]) -> tuple[Path, str]:
+def _tokenizer(
+    config: ConfigDict, labels: Labels, workdir: Path, corpus: Corpus, facts: dict[str, Any]
+) -> tuple[Path, str]:
     """Where the tokenizer lies (for messages) and the tokenizer as JSON: the given one, the workdir's, or a new one."""
     kept = workdir / "tokenizer.json"
     given = given_tokenizer(config)
@@ -119,7 +126,7 @@ def _tokenizer(config: ConfigDict, workdir: Path, corpus: Corpus, facts: dict[st
         if found > size:
             raise UserError(f"{kept} has {found} tokens, config.data.vocab_size is {size}. Choose another --workdir.")
         return kept, serialized
-    byte_level = config.task == "causal_lm"
+    byte_level = labels is Labels.NEXT
 
     def make(directory: Path) -> dict[str, Any]:
         trained = tokenizer.train(corpus.training_texts, size, byte_level=byte_level)

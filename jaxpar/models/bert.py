@@ -27,6 +27,7 @@ from jaxpar.models.layers import (
 )
 from jaxpar.models.model import Context, Model
 from jaxpar.models.options import Spec, check_task, pick, transformer_spec
+from jaxpar.tasks import Task
 
 # Google's: https://github.com/google-research/bert
 SIZES: dict[str, dict[str, Any]] = {
@@ -43,21 +44,22 @@ NORM_EPS = 1e-12
 
 def build(config: ConfigDict, info: DataInfo) -> Model:
     """The layers: embed, block_0 .. , head. The output: logits [B, C] or [B, T, V], float32."""
-    spec, pooling = decide(config, info)
-    if config.task == "masked_lm":
+    task, spec, pooling = decide(config, info)
+    if task.head == "masked_lm":
         return transformer(config, spec, partial(MaskedLMHead, spec), TIED_HEAD)
-    return transformer(config, spec, partial(PoolingHead, spec, pooling, info.num_classes))
+    return transformer(config, spec, partial(PoolingHead, spec, pooling, info.num_outputs))
 
 
-def decide(config: ConfigDict, info: DataInfo) -> tuple[Spec, str]:
-    """The numbers of the encoder, and how a classifier pools."""
-    check_task(config, info, tasks=("classification", "masked_lm"), kinds=("text",))
-    pooling = {"pooling": "cls"} if config.task == "classification" else {}
+def decide(config: ConfigDict, info: DataInfo) -> tuple[Task, Spec, str]:
+    """Return the task, the numbers of the encoder, and how its head pools (empty: it does not)."""
+    task = check_task(config, info, heads=("example", "masked_lm"), kinds=("text",))
+    pooling = {"pooling": "cls"} if task.head == "example" else {}
     values = {"pooling": "", **pick(config, SIZES, {**DEFAULTS, **pooling})}
     check_choice("model.activation", values["activation"], ("gelu", "gelu_tanh", "relu"))
-    if config.task == "classification":
+    if task.head == "example":
         check_choice("model.pooling", values["pooling"], ("cls", "mean"))
-    return transformer_spec(config, info, {**FIXED, **values}, norm_eps=NORM_EPS, causal=False), values["pooling"]
+    spec = transformer_spec(config, info, {**FIXED, **values}, norm_eps=NORM_EPS, causal=False)
+    return task, spec, values["pooling"]
 
 
 class PoolingHead(nnx.Module):

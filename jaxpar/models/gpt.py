@@ -30,6 +30,7 @@ from jaxpar.models.layers import (
 )
 from jaxpar.models.model import Context, Model
 from jaxpar.models.options import Spec, check_task, pick, transformer_spec
+from jaxpar.tasks import Task
 
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"num_layers": 2, "hidden_size": 128, "num_heads": 2},
@@ -53,20 +54,20 @@ NORM_EPS = 1e-5
 
 def build(config: ConfigDict, info: DataInfo) -> Model:
     """The layers: embed, block_0 .. , head. The output: logits [B, T, V] or [B, C], float32."""
-    spec = decide(config, info)
-    if config.task == "causal_lm":
+    task, spec = decide(config, info)
+    if task.head == "causal_lm":
         return transformer(config, spec, partial(CausalLMHead, spec), TIED_HEAD)
-    return transformer(config, spec, partial(LastTokenHead, spec, info.num_classes))
+    return transformer(config, spec, partial(LastTokenHead, spec, info.num_outputs))
 
 
-def decide(config: ConfigDict, info: DataInfo) -> Spec:
-    """The numbers of the decoder."""
-    check_task(config, info, tasks=("causal_lm", "classification"), kinds=("text",))
+def decide(config: ConfigDict, info: DataInfo) -> tuple[Task, Spec]:
+    """Return the task, and the numbers of the decoder."""
+    task = check_task(config, info, heads=("causal_lm", "example"), kinds=("text",))
     values = pick(config, SIZES, DEFAULTS)
     check_choice("model.norm", values["norm"], ("layernorm", "rmsnorm"))
     check_choice("model.activation", values["activation"], ACTIVATIONS)
     check_choice("model.positions", values["positions"], ("learned", "rotary"))
-    return transformer_spec(config, info, values, norm_eps=NORM_EPS, causal=True)
+    return task, transformer_spec(config, info, values, norm_eps=NORM_EPS, causal=True)
 
 
 class CausalLMHead(nnx.Module):

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from jaxpar.data import DataInfo
+from jaxpar.data import DataInfo, Labels
 from jaxpar.data import tokenizer as tokenizers
 from jaxpar.errors import UserError
 from jaxpar.models import bert, gpt, hf_tensors
@@ -33,7 +33,7 @@ class Family(NamedTuple):
       defaults: theirs, of keys that a config.json may leave out.
       fixed: theirs, of keys that may have no other value.
       prefix: of the tensors' names, in the classes with a head.
-      classes: task -> their class.
+      classes: head of the task -> their class.
       tensors: number of layers -> all tensors.
     """
 
@@ -71,7 +71,7 @@ FAMILIES = {
             "tie_word_embeddings": True,
         },
         prefix="bert.",
-        classes={"classification": "BertForSequenceClassification", "masked_lm": "BertForMaskedLM"},
+        classes={"example": "BertForSequenceClassification", "masked_lm": "BertForMaskedLM"},
         tensors=hf_tensors.bert,
     ),
     "gpt2": Family(
@@ -96,7 +96,7 @@ FAMILIES = {
             "tie_word_embeddings": True,
         },
         prefix="transformer.",
-        classes={"classification": "GPT2ForSequenceClassification", "causal_lm": "GPT2LMHeadModel"},
+        classes={"example": "GPT2ForSequenceClassification", "causal_lm": "GPT2LMHeadModel"},
         tensors=hf_tensors.gpt,
     ),
 }
@@ -239,11 +239,11 @@ def _their_config(config: ConfigDict, info: DataInfo) -> tuple[dict[str, Any], F
         raise UserError(f"config.model.name is {config.model.name!r}; only {', '.join(families)} can be exported.")
     kind, family = families[config.model.name]
     if kind == "bert":
-        spec, pooling = bert.decide(config, info)
+        task, spec, pooling = bert.decide(config, info)
         extras: dict[str, Any] = {"attention_probs_dropout_prob": 0.0}
         differing = {"pooling": (pooling, "mean")}
     else:
-        spec = gpt.decide(config, info)
+        task, spec = gpt.decide(config, info)
         extras = {"attn_pdrop": 0.0, "embd_pdrop": spec.dropout, "bos_token_id": None, "eos_token_id": None}
         differing = {"norm": (spec.norm, "rmsnorm"), "positions": (spec.positions, "rotary")}
         differing["activation"] = (spec.activation, "swiglu")
@@ -254,12 +254,12 @@ def _their_config(config: ConfigDict, info: DataInfo) -> tuple[dict[str, Any], F
             raise UserError(f"config.model.{key} is {value!r}, which {kind} of transformers has not.")
     values = {theirs: getattr(spec, ours) for ours, theirs in family.keys.items()}
     values[family.keys["activation"]] = family.activations[spec.activation]
-    settings = {"architectures": [family.classes[config.task]], "model_type": kind, **values, **family.fixed, **extras}
-    if config.task == "classification":
+    settings = {"architectures": [family.classes[task.head]], "model_type": kind, **values, **family.fixed, **extras}
+    if task.labels is Labels.CLASSES:
         settings["id2label"] = {str(index): name for index, name in enumerate(info.class_names)}
         settings["label2id"] = {name: index for index, name in enumerate(info.class_names)}
     # GPT-2's classifier finds the last token of a text by it.
-    settings["pad_token_id"] = info.pad_id if config.task != "causal_lm" else None
+    settings["pad_token_id"] = info.pad_id if task.head != "causal_lm" else None
     return settings, family
 
 

@@ -25,7 +25,7 @@ DEFAULTS = {"dropout": 0.0, "activation": "relu"}
 
 def build(config: ConfigDict, info: DataInfo) -> Model:
     """The layers: embed, block_0 .. block_(num_layers - 1), head. The output: logits [B, C], float32."""
-    check_task(config, info, tasks=("classification",), kinds=("vector", "image"))
+    check_task(config, info, heads=("example",), kinds=("vector", "image"))
     values = pick(config, SIZES, DEFAULTS)
     check_choice("model.activation", values["activation"], ("gelu", "gelu_tanh", "relu"))
     hidden = partial(
@@ -38,7 +38,7 @@ def build(config: ConfigDict, info: DataInfo) -> Model:
     makers: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {"embed": partial(hidden, int(np.prod(info.input_shape)))}
     names = (f"block_{i}" for i in range(values["num_layers"]))
     makers |= dict.fromkeys(names, partial(hidden, values["hidden_size"]))
-    makers["head"] = partial(MLPHead, values["hidden_size"], info.num_classes)
+    makers["head"] = partial(MLPHead, values["hidden_size"], info.num_outputs)
     return Model(makers, scan=config.model.scan_layers, remat=config.model.remat)
 
 

@@ -7,9 +7,11 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
+from jaxpar import tasks
 from jaxpar.cluster import Cluster
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError, check_choice
+from jaxpar.tasks import Head, Task
 
 AttentionKernel = Literal["xla", "cudnn"]
 # The keys of config.model that override a size; a model lists those that it takes.
@@ -69,12 +71,13 @@ class Spec:
         return self.hidden_size // self.num_heads
 
 
-def check_task(config: ConfigDict, info: DataInfo, *, tasks: Sequence[str], kinds: Sequence[str]) -> None:
-    """Raises UserError where the model cannot learn config.task or cannot read this kind of data."""
-    name = config.model.name
-    if config.task not in tasks:
+def check_task(config: ConfigDict, info: DataInfo, *, heads: Sequence[Head], kinds: Sequence[str]) -> Task:
+    """Return the task. Raises UserError where the model lacks its head, or cannot read this kind of data."""
+    name, task = config.model.name, tasks.find(config)
+    if task.head not in heads:
+        possible = [other for other, make in tasks.TASKS.items() if make(config).head in heads]
         raise UserError(
-            f"config.task is {config.task!r}, which model {name!r} cannot learn; it must be {', '.join(tasks)} "
+            f"config.task is {task.name!r}, which model {name!r} cannot learn; it must be {', '.join(possible)} "
             "(masked_lm: model 'bert'; causal_lm: model 'gpt')."
         )
     if info.kind not in kinds:
@@ -82,6 +85,7 @@ def check_task(config: ConfigDict, info: DataInfo, *, tasks: Sequence[str], kind
             f"config.model.name is {name!r}, which reads {' and '.join(kinds)} data, "
             f"but config.data.source {config.data.source!r} gives {info.kind} data."
         )
+    return task
 
 
 def pick(config: ConfigDict, sizes: Mapping[str, Mapping[str, Any]], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,9 +104,10 @@ def pick(config: ConfigDict, sizes: Mapping[str, Mapping[str, Any]], defaults: M
         if value is None:
             continue
         if key not in values:
+            takes = ", ".join(key for key in OVERRIDES if key in values)
             raise UserError(
                 f"config.model.{key} is {value!r}, but model {config.model.name!r} has no such option "
-                f"for task {config.task!r}; it takes {', '.join(key for key in OVERRIDES if key in values)}."
+                f"for task {tasks.find(config).name!r}; it takes {takes}."
             )
         if isinstance(value, int) and not isinstance(value, bool) and key != "dropout" and value < 1:
             raise UserError(f"config.model.{key} is {value}; it must be at least 1.")

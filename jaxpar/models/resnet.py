@@ -32,7 +32,7 @@ SMALL_IMAGE = 64  # up to this height and width the stem keeps the resolution
 
 def build(config: ConfigDict, info: DataInfo) -> Model:
     """The layers: stem, block_0 .. , head. The output: logits [B, C], float32."""
-    check_task(config, info, tasks=("classification",), kinds=("image",))
+    check_task(config, info, heads=("example",), kinds=("image",))
     values = pick(config, SIZES, DEFAULTS)
     width, dtype = values["hidden_size"], jnp.dtype(config.model.dtype)
     if width % GROUPS:
@@ -50,7 +50,7 @@ def build(config: ConfigDict, info: DataInfo) -> Model:
             stride = 2 if stage and not index else 1
             makers[f"block_{len(makers) - 1}"] = partial(ResidualBlock, num_in, inner, stride, bottleneck, dtype)
             num_in = 4 * inner if bottleneck else inner
-    makers["head"] = partial(ResNetHead, num_in, info.num_classes, values["dropout"])
+    makers["head"] = partial(ResNetHead, num_in, info.num_outputs, values["dropout"])
     return Model(makers, scan=config.model.scan_layers, remat=config.model.remat)
 
 

@@ -59,7 +59,7 @@ def check(config: ConfigDict, workdir: Path) -> Checked:
     cluster = clusters.find()
     if config.model.init_from:
         hf.apply_directory(config)
-    data.check(config)
+    data.check(config, tasks.find(config).labels)
     models.check(config, cluster)
     optimizer.check(config)
     decision = strategies.decide(config, cluster)
@@ -87,10 +87,11 @@ def check(config: ConfigDict, workdir: Path) -> Checked:
 def build(config: ConfigDict, workdir: Path, phases: Phases, checked: Checked | None = None) -> Run:
     """Build data, model, optimizer and strategy. checked: what `check` returned; None: it was not called."""
     cluster, decision = checked or Checked(clusters.find(), None)
+    task = tasks.find(config)
     with processes.first_then_others("data"):
         if processes.is_first() and not is_begun(workdir):
             (workdir / "tokenizer.json").unlink(missing_ok=True)  # without a run it is what a start that failed left
-        dataset = data.load(config, workdir)
+        dataset = data.load(config, task.labels, workdir)
     check_alike(config, dataset.fingerprint)
     batches = data.Batches(dataset.train, batch_size=config.batch_size, seed=config.seed, shuffle=True)
     num_steps = config.num_steps or math.ceil(config.num_epochs * batches.steps_per_epoch)
@@ -100,7 +101,7 @@ def build(config: ConfigDict, workdir: Path, phases: Phases, checked: Checked | 
     if config.model.init_from and not checkpoint.steps(workdir / "checkpoints"):
         pretrained = hf.load_params(model, model.shapes, Path(config.model.init_from).expanduser())
     longest = abstract(batches.longest())
-    accumulation, task = config.optimizer.accumulation_steps, tasks.find(config)
+    accumulation = config.optimizer.accumulation_steps
     problem = Problem(model, optimizer.build(config, schedule), accumulation, longest, num_steps, task)
     plan = strategies.plan(config, problem, cluster, decision)
     strategy = strategies.build(plan, problem, clusters.devices())

@@ -9,9 +9,9 @@ from ml_collections import ConfigDict
 
 from jaxpar.errors import check_choice
 from jaxpar.tasks import classification, language_models
-from jaxpar.tasks.task import Sums, Task, add_up, mean_loss
+from jaxpar.tasks.task import Head, Sums, Task, add_up, mean_loss
 
-__all__ = ["TASKS", "Sums", "Task", "add_up", "find", "mean_loss"]
+__all__ = ["TASKS", "Head", "Sums", "Task", "add_up", "find", "mean_loss"]
 
 TASKS: dict[str, Callable[[ConfigDict], Task]] = {
     "classification": lambda config: classification.TASK,

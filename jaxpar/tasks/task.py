@@ -5,13 +5,17 @@ Programs return sums, not means: sums over replicas, microbatches and batches ad
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.data import Labels
+
 Terms = dict[str, Any]  # arrays by name
+# What the last layer returns: numbers for each example or token; logits of each hidden, or each next, token.
+Head = Literal["example", "masked_lm", "causal_lm"]
 
 
 class Sums(NamedTuple):
@@ -34,6 +38,9 @@ class Task:
 
     Attributes:
       name: its key in TASKS.
+      labels: what it learns from; a data source that lacks them is refused.
+      head: of the model; a model that has none of the kind is refused. It makes DataInfo.num_outputs numbers, or
+        logits of tokens.
       terms: the shape of each of `Sums.terms`, by name.
       sums: (outputs of the model, batch) -> Sums of the batch's examples. Those of weight 0 do not reach the sums.
       metrics: sums on the host, of positive weight -> metrics by name, besides the loss.
@@ -43,6 +50,8 @@ class Task:
     """
 
     name: str
+    labels: Labels
+    head: Head
     terms: Mapping[str, tuple[int, ...]]
     sums: Callable[[jax.Array, Mapping[str, jax.Array]], Sums]
     metrics: Callable[[Sums], dict[str, float]]

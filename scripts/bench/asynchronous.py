@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
-from jaxpar import data, mesh, strategies
+from jaxpar import data, mesh, strategies, tasks
 from jaxpar.strategies import Strategy
 from scripts.bench.steps import make_problem, race
 
@@ -41,7 +41,7 @@ def main() -> None:
     mesh.start(config, data.cache_dir(config) / "xla")
     print(f"{arguments.config}, {jax.device_count()} {jax.devices()[0].device_kind} devices")
     with tempfile.TemporaryDirectory() as folder:
-        dataset = data.load(config, Path(folder))
+        dataset = data.load(config, tasks.find(config).labels, Path(folder))
     batches = data.Batches(dataset.train, batch_size=config.batch_size, seed=0, shuffle=True)
 
     def build(rows: Any, *more: str) -> Strategy:

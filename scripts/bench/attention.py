@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 
 from jaxpar import config as configs
-from jaxpar import data, mesh
+from jaxpar import data, mesh, tasks
 from scripts.bench.steps import measure
 
 ROUNDS = 20
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> None:
     config = contenders["xla"]
     mesh.start(config, data.cache_dir(config) / "xla")
     with tempfile.TemporaryDirectory() as folder:
-        dataset = data.load(config, Path(folder))
+        dataset = data.load(config, tasks.find(config).labels, Path(folder))
     rows = data.Batches(dataset.train, batch_size=config.batch_size, seed=0, shuffle=True).batch(0)
     xla, cudnn = measure(contenders, dataset.info, rows, rounds=ROUNDS).values()
     print(f"{jax.devices()[0].device_kind}: cudnn / xla step time {cudnn.seconds / xla.seconds:.3f}")

@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 
 from jaxpar import config as configs
-from jaxpar import data, mesh
+from jaxpar import data, mesh, tasks
 from scripts.bench.steps import arguments_of, measure
 
 ROUNDS = 30
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> None:
     configs.override(config, overrides)
     mesh.start(config, data.cache_dir(config) / "xla")
     with tempfile.TemporaryDirectory() as folder:
-        dataset = data.load(config, Path(folder))
+        dataset = data.load(config, tasks.find(config).labels, Path(folder))
     batches = data.Batches(dataset.train, batch_size=config.batch_size, seed=0, shuffle=True)
     rows, counts = {}, Counter[int]()
     for step in range(batches.steps_per_epoch):

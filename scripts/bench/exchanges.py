@@ -26,7 +26,7 @@ from ml_collections import ConfigDict
 
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
-from jaxpar import data, mesh, strategies
+from jaxpar import data, mesh, strategies, tasks
 from jaxpar.analysis import audit
 from jaxpar.exchange import EXCHANGES, compress, reduce
 from scripts.bench.steps import Contender, make_problem, race
@@ -59,7 +59,7 @@ def main() -> None:
     figures = arguments.figures.split(",")
     if {"bytes", "memory", "steps"} & set(figures):
         with tempfile.TemporaryDirectory() as folder:
-            dataset = data.load(config, Path(folder))
+            dataset = data.load(config, tasks.find(config).labels, Path(folder))
         rows = data.Batches(dataset.train, batch_size=config.batch_size, seed=0, shuffle=True).batch(0)
 
         def build(name: str, *more: str) -> strategies.Strategy:

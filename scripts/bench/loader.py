@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from jaxpar import config as configs
+from jaxpar import tasks
 from jaxpar.data import Batches, load
 
 
@@ -40,7 +41,7 @@ def main() -> None:
     arguments = parser.parse_args()
     config = configs.load(arguments.config)
     with tempfile.TemporaryDirectory() as workdir:
-        dataset = load(config, Path(workdir))
+        dataset = load(config, tasks.find(config).labels, Path(workdir))
     batches = Batches(dataset.train, batch_size=config.batch_size, seed=config.seed, shuffle=True)
     rates(batches, 1, 1, config.data.num_threads, config.data.prefetch)  # imports grain
     found = rates(batches, arguments.steps, arguments.runs, config.data.num_threads, config.data.prefetch)

@@ -13,8 +13,8 @@ from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import mesh as meshes
 from jaxpar import step as steps
-from jaxpar import strategies
-from jaxpar.data import DataInfo
+from jaxpar import strategies, tasks
+from jaxpar.data import DataInfo, Labels
 from jaxpar.mesh import DATA
 from jaxpar.pipeline.executor.engine import PipelineEngine
 from jaxpar.pipeline.executor.lowering import NONE
@@ -114,7 +114,7 @@ def random_data(config: ConfigDict) -> tuple[DataInfo, dict[str, np.ndarray]]:
     rows["inputs"] = random.integers(0, vocab, (num, length)).astype(np.int32)
     rows["labels"] = np.roll(rows["inputs"], -1, axis=1)
     rows["weights"] = np.ones((num, length), np.float32)
-    if config.task == "masked_lm":
+    if tasks.find(config).labels is Labels.MASKED:
         rows["mask"] = np.ones((num, length), bool)
     return DataInfo("text", (length,), 0, (), vocab, 0), rows
 

@@ -13,12 +13,13 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 
 from jaxpar.config import default_config
+from jaxpar.data import Labels
 from jaxpar.data.corpus import WORDNET, Corpus
 
 
 def main() -> None:
     """Prints the facts of the data set and the accuracy on the test split."""
-    rows = list(Corpus(default_config()).rows())
+    rows = list(Corpus(default_config(), Labels.CLASSES).rows())
     texts = {name: [row.texts[0] for split, row in rows if split == name] for name in ("train", "test")}
     labels = {name: [row.label for split, row in rows if split == name] for name in ("train", "test")}
     counts = Counter(row.label for _, row in rows)

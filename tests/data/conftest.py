@@ -10,7 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from ml_collections import ConfigDict
 
+from jaxpar import data, tasks
 from jaxpar.config import default_config
+from jaxpar.data import Dataset
 
 Records = Sequence[dict[str, str]]
 
@@ -22,6 +24,16 @@ def config(tmp_path: Path) -> ConfigDict:
     config.data.vocab_size = 300
     config.data.max_length = 32
     return config
+
+
+def load(config: ConfigDict, workdir: Path) -> Dataset:
+    """The data set for the task of the config."""
+    return data.load(config, tasks.find(config).labels, workdir)
+
+
+def check(config: ConfigDict) -> None:
+    """Checks a config's data for its task."""
+    data.check(config, tasks.find(config).labels)
 
 
 def write_csv(path: Path, records: Records) -> None:

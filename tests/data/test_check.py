@@ -4,10 +4,9 @@ from typing import Any
 import pytest
 from ml_collections import ConfigDict
 
-from jaxpar.data import check
 from jaxpar.errors import UserError
 
-from .conftest import reviews, write_csv, write_parquet
+from .conftest import check, reviews, write_csv, write_parquet
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "task": ({"task": "clasification"}, r"config.task is 'clasification'; .* Did you mean 'classification'\?"),

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from ml_collections import ConfigDict
 
-from jaxpar.data import corpus
+from jaxpar.data import Labels, corpus
 from jaxpar.data.corpus import Corpus
 from jaxpar.data.rows import Columns, TextRow, read
 from jaxpar.errors import UserError
@@ -17,7 +17,7 @@ def table(config: ConfigDict, path: Path, records: list[dict[str, str]]) -> Corp
     write_csv(path, records)
     config.data.source = "csv"
     config.data.train = str(path)
-    return Corpus(config)
+    return Corpus(config, Labels.CLASSES)
 
 
 def test_a_text_is_in_one_split_only(config: ConfigDict, tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_several_files_by_a_glob(config: ConfigDict, tmp_path: Path) -> None:
     for i in range(3):
         write_csv(tmp_path / f"part-{i}.csv", records[30 * i : 30 * i + 30])
     config.data.source, config.data.train = "csv", str(tmp_path / "part-*.csv")
-    assert [row.texts[0] for _, row in Corpus(config).rows()] == [record["text"] for record in records]
+    assert [row.texts[0] for _, row in Corpus(config, Labels.CLASSES).rows()] == [record["text"] for record in records]
 
 
 def test_plain_text_is_cut_at_line_ends_in_order(tmp_path: Path) -> None:

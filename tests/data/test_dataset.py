@@ -5,10 +5,10 @@ import pytest
 from ml_collections import ConfigDict
 from tokenizers import Tokenizer
 
-from jaxpar.data import Batches, DataInfo, Dataset, Split, load, tokenizer
+from jaxpar.data import Batches, DataInfo, Dataset, Split, tokenizer
 from jaxpar.errors import UserError
 
-from .conftest import WRITERS, reviews, write_csv
+from .conftest import WRITERS, load, reviews, write_csv
 
 POEM = "".join(f"the {i} green bottles, hanging on the wall\nand if one should fall\n\n" for i in range(200))
 

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from jaxpar.data import load
 from jaxpar.data.examples import Images
 from jaxpar.errors import UserError
+
+from .conftest import load
 
 RANDOM = np.random.default_rng(0)
 MNIST = {"train": (200, 28, 28), "t10k": (30, 28, 28)}

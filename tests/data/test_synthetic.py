@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from jaxpar.data import Batches, load
+from jaxpar.data import Batches
+
+from .conftest import load
 
 
 @pytest.fixture
