@@ -27,13 +27,14 @@ GLIBC_MALLOC = {-1: 2**31 - 1, -4: 0, -8: 1}
 def start(config: ConfigDict, cache: Path) -> None:
     """Prepare JAX for a run: virtual CPU devices, and compiled programs kept in `cache`.
 
-    Call before JAX touches a device. A device count in XLA_FLAGS and a JAX_COMPILATION_CACHE_DIR are the user's, and
-    win.
+    Call before JAX touches a device. A device count in XLA_FLAGS and JAX's environment variables for this cache
+    (JAX_COMPILATION_CACHE_DIR, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS) are the user's, and win.
     """
     keep_freed_memory()
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(cache))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    settings = {"jax_compilation_cache_dir": str(cache), "jax_persistent_cache_min_compile_time_secs": 0.1}
+    for name, value in settings.items():
+        if name.upper() not in os.environ:
+            jax.config.update(name, value)
     if config.strategy == "pipeline":
         partition_by_gspmd()
     count = config.mesh.virtual_cpu_devices

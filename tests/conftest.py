@@ -10,28 +10,49 @@ import pytest
 from jaxpar import mesh
 
 NUM_DEVICES = 8
-FAST_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+DEVICE_COUNT = "--xla_force_host_platform_device_count"
+# Most of a cold run is XLA's code generation, of programs that run for milliseconds: no optimization, one LLVM module.
+FAST_COMPILATION = (
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_parallel_codegen_split_count=1",
+    # Without MLIR, which took half of the time. Later versions have no choice, and end at a flag they do not know.
+    *(("--xla_cpu_use_fusion_emitters=false",) if jax.__version_info__ < (0, 11) else ()),
+)
+CACHE_BYTES = 2**30
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Sets JAX up before any test module is imported. Compiled programs are kept between runs."""
-    # Most of the tests' time is LLVM's, on programs that run for milliseconds; processes that tests start have it too.
-    os.environ["XLA_FLAGS"] = f"{FAST_COMPILATION} {os.environ.get('XLA_FLAGS', '')}"
-    # Processes that tests start keep their programs in the same place, as mesh.start leaves the user's alone.
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(config.cache.mkdir("jax")))
+    given = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(DEVICE_COUNT)]
+    flags = " ".join([*given, *(flag for flag in FAST_COMPILATION if flag not in given)])  # a worker is given them
+    os.environ["XLA_FLAGS"] = f"{flags} {DEVICE_COUNT}={NUM_DEVICES}"
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # workers of xdist and processes that tests start are given it
+        cache = config.cache.mkdir("jax")
+        evict(cache)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache)
     mesh.keep_freed_memory()
     mesh.partition_by_gspmd()
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
-    jax.config.update("jax_compilation_cache_max_size", 2**30)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # mesh.start leaves both settings alone
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    assert jax.device_count() == NUM_DEVICES, jax.devices()  # a test that needs them must not pass without
+    os.environ["XLA_FLAGS"] = flags  # a process that a test starts has as many as it asks for
 
 
-def pytest_sessionstart() -> None:
-    """Asserts the devices: a test that needs them must not pass without."""
-    assert jax.device_count() == NUM_DEVICES, jax.devices()
+def evict(cache: Path) -> None:
+    """Deletes the programs that were used longest ago until CACHE_BYTES are left.
+
+    Not by JAX's own limit: where that is set, writes fail once a process without it has written.
+    """
+    newest_first = sorted(cache.glob("*-cache"), key=lambda path: path.stat().st_atime, reverse=True)
+    size = 0
+    for path in newest_first:
+        size += path.stat().st_size
+        if size > CACHE_BYTES:
+            path.unlink(missing_ok=True)
 
 
 @pytest.fixture(autouse=True, scope="session")

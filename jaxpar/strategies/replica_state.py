@@ -96,7 +96,8 @@ class ReplicaState:
             return self._with_private(jax.device_put(state, self._without_private))
         state = self._with_private(state)  # all of which `private` replaces
         parts = serialization.from_state_dict(self._private(state), private)
-        distributed = DistributedState(parts.get("optimizer", state.optimizer.optimizer), parts["own"])
+        inner = parts.get("optimizer", state.optimizer.optimizer)
+        distributed = DistributedState(inner, parts.get("own", state.optimizer.own))
         state = state._replace(params=parts.get("params", state.params), optimizer=distributed)
         return jax.device_put(state, self.at_rest)
 
