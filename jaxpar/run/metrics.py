@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import tensorboardX
 import tqdm
 
 from jaxpar import files
@@ -26,13 +25,16 @@ class Log:
         """Continues the files of an earlier process from `first_step`: what it wrote of later steps is dropped."""
         self._rows = [row for row in read(workdir) if row["step"] <= first_step and row["split"] != "test"]
         processes.wait("metrics were read")
-        self._file = self._board = None
+        self._file = None
+        self._board: Any = None
         if not processes.is_first():
             return
         path = workdir / "metrics.jsonl"
         files.write_text(path, "".join(json.dumps(row) + "\n" for row in self._rows))
         self._file = path.open("a")
         if tensorboard:
+            import tensorboardX  # here: it takes a sixth of a second to import
+
             self._board = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=first_step + 1)
 
     def write(self, step: int, split: str, figures: dict[str, float]) -> None:

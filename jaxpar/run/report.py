@@ -5,11 +5,6 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
-
 from jaxpar import files
 from jaxpar.launch import processes
 from jaxpar.run import metrics
@@ -57,11 +52,13 @@ def write_result(workdir: Path, result: dict[str, Any]) -> None:
 
 def draw_curves(workdir: Path, task: Task, title: str) -> Path | None:
     """Draws the loss and the task's curve from metrics.jsonl as workdir/curves.png. None where there is nothing."""
+    from matplotlib.figure import Figure  # here: it takes most of a second to import
+
     rows = metrics.read(workdir)
     if not rows:
         return None
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for axis, name in zip(axes, ("loss", task.curve), strict=True):
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for axis, name in zip(figure.subplots(1, 2), ("loss", task.curve), strict=True):
         for split, style in (("train", "-"), ("validation", "o--"), ("test", "*")):
             points = [(row["step"], row[name]) for row in rows if row["split"] == split and name in row]
             if points:
@@ -74,5 +71,4 @@ def draw_curves(workdir: Path, task: Task, title: str) -> Path | None:
     figure.suptitle(title)
     path = workdir / "curves.png"
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
     return path
