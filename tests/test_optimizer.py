@@ -1,5 +1,6 @@
 """Schedules against closed forms, and which parameters decay."""
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -66,6 +67,39 @@ def test_adamw_with_clipping_equals_numpy() -> None:
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
         w = w - 0.1 * (m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8) + 0.2 * w)
     np.testing.assert_allclose(params["layer"]["kernel"], w, rtol=1e-4)
+
+
+def test_muon_equals_numpy() -> None:
+    """Jordan et al., 2024: momentum, five steps of the quintic Newton-Schulz iteration; scaled as by Liu et al., 2025.
+
+    The classifier's kernel and the bias are AdamW's.
+    """
+    values = {"lr": 0.1, "weight_decay": 0.2, "clip_norm": 0.0, "momentum": 0.8, "schedule": "constant", "warmup": 0}
+    config, adamw = config_with(name="muon", **values), config_with(name="adamw", **values)
+    transform, other = (optimizer.build(c, optimizer.build_schedule(c, 10)) for c in (config, adamw))
+    rng = np.random.default_rng(0)
+    shapes = {"block": {"kernel": (3, 5), "bias": (5,)}, "classifier": {"kernel": (3, 2)}}
+    draw = functools.partial(jax.tree.map, lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32))
+    params = expected = draw(shapes, is_leaf=lambda x: isinstance(x, tuple))
+    state, other_state = transform.init(params), other.init(params)
+    w, m = np.asarray(params["block"]["kernel"], np.float64), np.zeros((3, 5))
+    for t in range(1, 6):
+        grads = draw(shapes, is_leaf=lambda x: isinstance(x, tuple))
+        updates, state = transform.update(grads, state, params)
+        params = jax.tree.map(jnp.add, params, updates)
+        updates, other_state = other.update(grads, other_state, expected)
+        expected = jax.tree.map(jnp.add, expected, updates)
+        g = np.asarray(grads["block"]["kernel"], np.float64)
+        m = 0.8 * m + 0.2 * g  # a moving average; what follows is Nesterov's look ahead, without bias
+        x = 0.8 * m / (1 - 0.8 ** (t + 1)) + 0.2 * g / (1 - 0.8**t)
+        x = x / np.linalg.norm(x)
+        for _ in range(5):
+            a = x @ x.T
+            x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+        w = w - 0.1 * (0.2 * math.sqrt(5) * x + 0.2 * w)
+    np.testing.assert_allclose(params["block"]["kernel"], w, rtol=1e-4)
+    np.testing.assert_array_equal(params["block"]["bias"], expected["block"]["bias"])
+    np.testing.assert_array_equal(params["classifier"]["kernel"], expected["classifier"]["kernel"])
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from jaxpar.step import Problem, abstract
 
 NUM_STEPS = 20
 BATCH, LENGTH, VOCABULARY, CLASSES = 16, 12, 64, 5
-LEARNING_RATES = {"adamw": 1e-3, "sgd": 0.1}
+LEARNING_RATES = {"adamw": 1e-3, "sgd": 0.1, "muon": 1e-3}
 VARIANTS = {
     "single": [],
     "single, 4 microbatches": ["--config.optimizer.accumulation_steps=4"],
@@ -109,7 +109,7 @@ def test_every_strategy_is_here() -> None:
     assert {name.split(",")[0] for name in VARIANTS} == set(strategies.STRATEGIES)
 
 
-@pytest.mark.parametrize("optimizer_name", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("optimizer_name", ["adamw", "muon", pytest.param("sgd", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "single"])
 def test_equals_single(variant: str, optimizer_name: str) -> None:
     expected, got = outcome("single", optimizer_name), outcome(variant, optimizer_name)

@@ -74,6 +74,7 @@ MISTAKES = {
         ["exchange=zero3", "optimizer.name=adafactor"],
         ["config.optimizer.name is 'adafactor'", "config.exchange='zero3'", "it must be one of adamw, sgd, lion"],
     ),
+    "zero with muon": (["exchange=zero2", "optimizer.name=muon"], ["config.optimizer.name is 'muon'", "whole arrays"]),
     "onebit_adam with sgd": (
         ["exchange=onebit_adam", "optimizer.name=sgd"],
         ["config.optimizer.name is 'sgd'; it must be adamw with config.exchange='onebit_adam'"],
