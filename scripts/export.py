@@ -12,7 +12,6 @@ The newest whole checkpoint is taken, or that of step N. docs/checkpoints.md spe
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -41,7 +40,7 @@ def export(workdir: Path, file: Path, step: int | None) -> None:
     temporary = file.with_name(f"{file.name}.tmp")
     try:
         save_file(arrays, temporary, metadata)
-        os.replace(temporary, file)
+        temporary.replace(file)
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)
         raise UserError(f"{file} cannot be written: {error}") from error

@@ -1,6 +1,7 @@
 """Config files, overrides, and the lines that mistakes end in."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,7 +9,7 @@ from jaxpar import config as configs
 from jaxpar.errors import UserError
 
 
-def overridden(*arguments: str) -> dict:
+def overridden(*arguments: str) -> dict[str, Any]:
     config = configs.default_config()
     configs.override(config, arguments)
     return configs.keys(config)

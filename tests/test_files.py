@@ -26,10 +26,14 @@ def test_a_workdir_is_locked_until_its_process_ends(tmp_path: Path) -> None:
     )
     while not (tmp_path / "run" / ".lock").exists():
         assert process.poll() is None
-    with pytest.raises(UserError, match="in use by another process"):
+
+    def lock_until_refused() -> None:
         while True:  # the process may not have locked yet what it made
             with files.locked(tmp_path / "run"):
                 pass
+
+    with pytest.raises(UserError, match="in use by another process"):
+        lock_until_refused()
     process.kill()
     process.communicate()
     with files.locked(tmp_path / "run"):

@@ -11,10 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import orbax.checkpoint as ocp
 import pytest
 
 from jaxpar import checkpoint, main
-from jaxpar.checkpoint import writer
 from jaxpar.errors import TrainingError, UserError
 from tests.runs import small_arguments
 from tests.test_train import stop_at
@@ -185,7 +185,7 @@ def test_whose_fault_a_checkpoint_is_that_cannot_be_written(
 
     saver = checkpoint.Saver(tmp_path / "checkpoints", keep=1, keep_best=False)
     with monkeypatch.context() as patch:
-        patch.setattr(writer.ocp.CheckpointManager, "wait_until_finished", fails)
+        patch.setattr(ocp.CheckpointManager, "wait_until_finished", fails)
         with pytest.raises(kind, match=r"^writing a checkpoint in .* failed: .*; there is none yet$"):
             saver.wait()
     saver.close()

@@ -16,6 +16,7 @@ def test_the_wheel_has_all_code_data_and_configs(tmp_path: Path) -> None:
     (wheel,) = builder.build(directory=str(tmp_path), versions=["standard"])
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        assert "jaxpar/py.typed" in names
         (entry_points,) = [archive.read(name) for name in archive.namelist() if name.endswith("entry_points.txt")]
     expected = {
         f"{target}/{file.relative_to(ROOT / source).as_posix()}"

@@ -9,7 +9,6 @@ steps, one with filler rows. Strategies are compiled once for all of their pairs
 import functools
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -152,8 +151,8 @@ def go(run: Run, saver: checkpoint.Saver, stop: int | None = None) -> list[np.nd
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    yield Runs(tmp_path_factory.mktemp("matrix"))
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("matrix"))
 
 
 def copied(workdir: Path, to: Path, *, with_private: bool = True) -> Path:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,12 +14,12 @@ from jaxpar.strategies import Strategy
 from jaxpar.strategies.strategy import CompiledProgram
 
 # By operation: what a device sends of its operands' bytes, in a group of g devices; by the ring algorithms.
-SENT = {
+SENT: dict[str, Callable[[int], float]] = {
     "all-reduce": lambda g: 2 * (g - 1) / g,
     "reduce-scatter": lambda g: (g - 1) / g,
     "all-gather": lambda g: g - 1,
     "all-to-all": lambda g: (g - 1) / g,
-    "collective-permute": lambda g: 1,
+    "collective-permute": lambda _: 1,
 }
 OTHERS = ("collective-broadcast", "ragged-all-to-all", "send", "recv")  # no strategy has them
 SCALARS = "figures"  # the loss, norms, weights of batches: a few numbers

@@ -67,7 +67,7 @@ def entry(parent: Path, name: str, make: Callable[[Path], dict[str, Any]], *, do
         if path.exists():
             print(f"{path} is damaged: making it anew.", flush=True)
             with contextlib.suppress(FileNotFoundError):  # another process may have been quicker
-                os.replace(path, temporary / "damaged")
+                path.replace(temporary / "damaged")
                 shutil.rmtree(temporary / "damaged")
         print(f"{doing} (once: kept in {path})", flush=True)
         facts = make(temporary)
@@ -88,7 +88,7 @@ def _finish(temporary: Path, path: Path, facts: dict[str, Any]) -> None:
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
     try:
-        os.rename(temporary, path)
+        temporary.rename(path)
     except OSError:
         if _whole(path) is None:
             raise

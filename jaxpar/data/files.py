@@ -21,7 +21,7 @@ def find(key: str, pattern: str) -> list[Path]:
 
     Raises UserError where there is none, or one is not a readable file.
     """
-    pattern = os.path.expanduser(pattern)
+    pattern = str(Path(pattern).expanduser())
     paths = [Path(pattern)] if os.path.lexists(pattern) else sorted(map(Path, glob.glob(pattern, recursive=True)))
     if not paths:
         raise UserError(f"config.{key}: there is no file {pattern}.{_nearest_file(Path(pattern))}")
@@ -38,7 +38,7 @@ def find(key: str, pattern: str) -> list[Path]:
 def _nearest_file(path: Path) -> str:
     if not path.parent.is_dir():
         return f" There is no directory {path.parent} either."
-    names = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1, cutoff=0.5)
+    names = difflib.get_close_matches(path.name, [file.name for file in path.parent.iterdir()], n=1, cutoff=0.5)
     return f" Did you mean {path.parent / names[0]}?" if names else ""
 
 

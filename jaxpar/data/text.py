@@ -1,7 +1,6 @@
 """Text data sets: the rows of a corpus, their tokenizer, and the arrays that come of them."""
 
 import hashlib
-import os
 import uuid
 from functools import partial
 from pathlib import Path
@@ -162,6 +161,6 @@ def _keep(workdir: Path, serialized: str) -> None:
         workdir.mkdir(parents=True, exist_ok=True)
         temporary = workdir / f".tokenizer.{uuid.uuid4().hex}"
         temporary.write_text(serialized, "utf-8")
-        os.replace(temporary, workdir / "tokenizer.json")
+        temporary.replace(workdir / "tokenizer.json")
     except OSError as error:
         raise UserError(f"--workdir {workdir}: {error}.") from None

@@ -8,6 +8,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -93,7 +94,7 @@ def start(place: Place | None) -> None:
     asks_cluster = place.process_id is None
     jax.distributed.initialize(*place, cluster_detection_method=None if asks_cluster else "deactivate")
     if not is_first():
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # what all would say, the first one says
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  # what all would say, the first one says
 
 
 def is_first() -> bool:

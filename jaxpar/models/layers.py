@@ -86,7 +86,7 @@ class Embed(nnx.Module):
     """Token, position and segment embeddings. Its arrays are at the top of the layer, so that heads can share them."""
 
     def __init__(self, spec: Spec, rngs: nnx.Rngs):
-        def table(rows: int) -> nnx.Param:
+        def table(rows: int) -> nnx.Param[jax.Array]:
             return nnx.Param(INIT_SCALE * jax.random.normal(rngs.params(), (rows, spec.hidden_size)))
 
         self.spec = spec

@@ -179,7 +179,7 @@ def build_pmap(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> S
         state, metrics = mapped_step(state, batch)
         return state, first(metrics)
 
-    def compile() -> list[CompiledProgram]:
+    def programs() -> list[CompiledProgram]:
         batch = {
             key: jax.ShapeDtypeStruct((n, x.shape[0] // n, *x.shape[1:]), x.dtype) for key, x in problem.batch.items()
         }
@@ -195,5 +195,5 @@ def build_pmap(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> S
         evaluate=lambda state, batch: first(mapped_evaluate(state, batch)),
         to_canonical=lambda state: states.to_canonical(first(state)),
         from_canonical=lambda tree, private=None: replicate(states.from_canonical(tree, like)),
-        compile=compile,
+        compile=programs,
     )

@@ -8,10 +8,11 @@ from ml_collections import ConfigDict
 from jaxpar import optimizer
 from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError, check_choice
-from jaxpar.exchange import EXCHANGES, GRADIENTS, Axis, Exchange, Rule, obstacle, presets
-from jaxpar.exchange import build as build_exchange
+from jaxpar.exchange import presets
+from jaxpar.exchange.exchange import Exchange
 from jaxpar.exchange.fuse import AllReduce
-from jaxpar.exchange.presets import PASSES, options
+from jaxpar.exchange.presets import EXCHANGES, GRADIENTS, PASSES, Rule, obstacle, options
+from jaxpar.exchange.reduce import Axis
 from jaxpar.mesh import DATA
 from jaxpar.optimizer import TRAITS
 from jaxpar.step import Problem
@@ -91,7 +92,7 @@ def build(config: ConfigDict, problem: Problem, num_replicas: int) -> Exchange:
         adamw |= {key: o[key] for key in ("b1", "b2", "eps", "weight_decay", "clip_norm")}
     layers = [layer.name for layer in problem.model.layers]
     rule = Rule(problem.optimizer, problem.model.shapes, adamw, layers)
-    return build_exchange(config.exchange, Axis(DATA, num_replicas), rule, **_with_seed(config))
+    return presets.build(config.exchange, Axis(DATA, num_replicas), rule, **_with_seed(config))
 
 
 def check_on_gradients(config: ConfigDict, num_replicas: int, cluster: Cluster) -> None:

@@ -83,7 +83,7 @@ def build(plan: Plan, problem: Problem, given: Sequence[jax.Device]) -> Strategy
     def evaluate(state: State, batch: Batch) -> Sums:
         return add_up(to_master(waiting_sums(jax.device_put(state.params, everywhere), batch)))
 
-    def compile() -> list[CompiledProgram]:
+    def programs() -> list[CompiledProgram]:
         sent = with_shardings(like._replace(optimizer=()), everywhere)
         weight = with_shardings(jax.ShapeDtypeStruct((), jnp.float32), everywhere)
         own = share.lower(sent, with_shardings(problem.batch, divided), weight).compile()
@@ -101,7 +101,7 @@ def build(plan: Plan, problem: Problem, given: Sequence[jax.Device]) -> Strategy
         evaluate=evaluate,
         to_canonical=states.to_canonical,
         from_canonical=lambda tree, private=None: jax.device_put(states.from_canonical(tree, like), master),
-        compile=compile,
+        compile=programs,
     )
 
 

@@ -90,7 +90,7 @@ def build(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strate
         whole = jax.lax.pmean(form.params.local(params), DATA) if form.params.kind == PER_REPLICA else params
         return jax.lax.psum(steps.evaluate(problem, whole, batch, fetch=exchange.fetch), DATA)
 
-    def compile() -> list[CompiledProgram]:
+    def programs() -> list[CompiledProgram]:
         state = with_shardings(jax.eval_shape(form.init, jax.random.key(0)), form.at_rest)
         lowered = compiled_step.lower(state, with_shardings(problem.batch, divided))
         return [CompiledProgram(lowered.compile(), exchange.branches)]
@@ -107,7 +107,7 @@ def build(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strate
         evaluate=lambda state, batch: waiting_evaluate(state.params, batch),
         to_canonical=form.to_canonical,
         from_canonical=form.from_canonical,
-        compile=compile,
+        compile=programs,
         to_private=form.to_private,
     )
 

@@ -1,3 +1,4 @@
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
         train.train(config, workdir)
         return SimpleNamespace(returncode=0)
 
-    monkeypatch.setattr(compare_updates.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
 
 
 def compare(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:

@@ -21,7 +21,7 @@ from jaxpar.errors import UserError
 from tests.runs import change_info
 
 
-def tree(step: int) -> dict:
+def tree(step: int) -> dict[str, Any]:
     rng = np.random.default_rng(step)
     return {
         "step": jnp.asarray(step, jnp.int32),

@@ -1,4 +1,3 @@
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -37,7 +36,7 @@ def test_an_entry_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert entry.array("numbers").tolist() == list(range(5000))
     assert make.calls == 1
     assert isinstance(entry.array("numbers").base, np.memmap)
-    assert os.listdir(tmp_path / "deep" / "cache") == ["name"]
+    assert [path.name for path in (tmp_path / "deep" / "cache").iterdir()] == ["name"]
     assert capsys.readouterr().out.splitlines() == [f"Counting (once: kept in {tmp_path}/deep/cache/name)"]
 
 
@@ -65,7 +64,7 @@ def test_a_damaged_entry_is_made_anew(
     assert get(tmp_path, make).array("numbers").tolist() == list(range(5000))
     assert make.calls == 2
     assert capsys.readouterr().out.splitlines()[0] == f"{tmp_path}/name is damaged: making it anew."
-    assert os.listdir(tmp_path) == ["name"]
+    assert [path.name for path in tmp_path.iterdir()] == ["name"]
 
 
 def test_a_maker_that_fails_leaves_nothing(tmp_path: Path) -> None:
@@ -75,7 +74,7 @@ def test_a_maker_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match=r"broken"):
         get(tmp_path, make)
-    assert os.listdir(tmp_path) == []
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_maker_that_is_killed_leaves_no_entry(tmp_path: Path) -> None:
@@ -101,7 +100,7 @@ def test_two_at_once_both_get_a_whole_entry(tmp_path: Path) -> None:
 
     assert get(tmp_path, make).array("numbers").tolist() == list(range(5000))
     assert inner.calls == 1
-    assert os.listdir(tmp_path) == ["name"]
+    assert [path.name for path in tmp_path.iterdir()] == ["name"]
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpar.exchange import Exchange, Rule
-from jaxpar.exchange.presets import build
+from jaxpar.exchange import Exchange
+from jaxpar.exchange.presets import Rule, build
 from jaxpar.optimizer import clip_by_norm
 from tests.exchange import codes
 from tests.exchange.replicas import Tree, adamw, axis, close, only, train

@@ -58,15 +58,20 @@ def test_a_signal_while_the_main_thread_is_away(program: str, code: int, text: s
 
 def test_a_failure_after_a_signal_before_the_first_step() -> None:
     """It is none: another process may have stopped, which this one waited for. After a step it is."""
-    with pytest.raises(StoppedEarly), Interrupt():
-        signal.raise_signal(signal.SIGTERM)
-        raise ValueError
-    with pytest.raises(ValueError), Interrupt() as interrupt:
-        signal.raise_signal(signal.SIGTERM)
-        assert interrupt.requested == signal.SIGTERM
-        raise ValueError
-    with pytest.raises(ValueError), Interrupt():
-        raise ValueError
+
+    def fail(*, is_stopped: bool, looks: bool = False) -> None:
+        with Interrupt() as interrupt:
+            if is_stopped:
+                signal.raise_signal(signal.SIGTERM)
+            assert not looks or interrupt.requested == signal.SIGTERM
+            raise ValueError("broken")
+
+    with pytest.raises(StoppedEarly):
+        fail(is_stopped=True)
+    with pytest.raises(ValueError, match="broken"):
+        fail(is_stopped=True, looks=True)
+    with pytest.raises(ValueError, match="broken"):
+        fail(is_stopped=False)
 
 
 def test_what_was_there_before_is_there_again() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
 from jaxpar import checkpoint, train
 from jaxpar.errors import TrainingError, UserError
@@ -112,7 +113,7 @@ def test_a_process_reads_the_rows_of_its_devices(
 def test_processes_that_see_other_checkpoints(values: list[int], right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as of folders that are not shared: all of them end."""
     monkeypatch.setattr(jax, "process_count", lambda: len(values))
-    monkeypatch.setattr(processes.multihost_utils, "process_allgather", lambda _: np.array(values))
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda _: np.array(values))
     for value in values:
         if right:
             processes.check_same("the step", value)
@@ -404,7 +405,7 @@ def test_one_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         return started[0]
 
     real = subprocess.Popen
-    monkeypatch.setattr(launcher.subprocess, "Popen", start)
+    monkeypatch.setattr(subprocess, "Popen", start)
     monkeypatch.setattr(launcher, "visible_gpus", list)
     monkeypatch.setattr(sys, "argv", ["launch", "--num_processes=2", "--", "--config=x"])
     assert launcher.main() == 1
@@ -534,7 +535,7 @@ def test_gpus_are_divided(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         started.append(env)
         return FakeProcess()
 
-    monkeypatch.setattr(launcher.subprocess, "Popen", start)
+    monkeypatch.setattr(subprocess, "Popen", start)
     launcher.Group(["--config=x"], 2, launcher.visible_gpus(), "")
     assert [env["CUDA_VISIBLE_DEVICES"] for env in started] == ["0,1", "5,7"]
     assert [env["JAXPAR_PROCESS_ID"] for env in started] == ["0", "1"]

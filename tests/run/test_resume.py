@@ -15,7 +15,7 @@ import pytest
 from jaxpar import checkpoint, train
 from jaxpar import config as configs
 from jaxpar.errors import UserError
-from jaxpar.run import loop, resume
+from jaxpar.run import evaluate, loop, resume
 from jaxpar.run.build import Run
 from jaxpar.run.start import check_continued
 from tests.runs import small_arguments, small_config
@@ -128,7 +128,7 @@ class Recorded:
 
     def __init__(self) -> None:
         self.rows: list[np.ndarray] = []
-        self.load = loop.load
+        self.load = evaluate.load
 
     def __call__(
         self, run: Run, batches: Any, start: int, stop: int, **options: bool

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec
 
 from jaxpar import mesh as meshes
 from jaxpar import state as states
-from jaxpar.exchange import AROUND, EXCHANGES, GRADIENTS, Axis, Rule, build
+from jaxpar.exchange.presets import AROUND, EXCHANGES, GRADIENTS, Rule, build
+from jaxpar.exchange.reduce import Axis
 from jaxpar.layout import shard_shape
 from jaxpar.models.model import Model
 from jaxpar.strategies import Strategy, replicas

@@ -12,6 +12,7 @@ from jaxpar import mesh as meshes
 from jaxpar.exchange.presets import ddp
 from jaxpar.exchange.reduce import Axis
 from jaxpar.pipeline.executor import partition
+from jaxpar.pipeline.executor.engine import PipelineEngine
 from jaxpar.pipeline.executor.lowering import lower
 from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.executor.state import SPECS, StagedState
@@ -98,7 +99,7 @@ def test_tables_of_one_shape_share_a_program(monkeypatch: pytest.MonkeyPatch) ->
     staged = StagedState(axes, problem, stages)
     traced = []
 
-    class Engine(strategy.PipelineEngine):
+    class Engine(PipelineEngine):
         def __init__(self, *args: Any, **options: Any):
             traced.append(args)
             super().__init__(*args, **options)
