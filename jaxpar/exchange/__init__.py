@@ -62,10 +62,12 @@ def distributed_optimizer(
         given["wire_dtype"] = getattr(given["wire_dtype"], "__name__", None) or str(given["wire_dtype"])
 
     def local(state: DistributedState) -> DistributedState:
-        return DistributedState(_first(state.optimizer) if has_own_optimizer else state.optimizer, _first(state.own))
+        inner = _first(state.optimizer) if has_own_optimizer else state.optimizer
+        return DistributedState(inner, _first(state.private))
 
     def out(state: DistributedState) -> DistributedState:
-        return DistributedState(_one(state.optimizer) if has_own_optimizer else state.optimizer, _one(state.own))
+        inner = _one(state.optimizer) if has_own_optimizer else state.optimizer
+        return DistributedState(inner, _one(state.private))
 
     def built() -> Exchange:
         if axis_name in jax.typeof(jax.lax.axis_index(axis_name)).manual_axis_type.varying:
@@ -88,8 +90,8 @@ def distributed_optimizer(
 def state_specs(axis_name: str, exchange: str = "horovod") -> DistributedState:
     """Where the state of a `distributed_optimizer` is: specs of its parts, for `shard_map`.
 
-    What belongs to a replica is divided over the axis: `state.own`, and with horovod_adasum and the bagua exchanges of
-    weights also `state.optimizer`. Raises ValueError where there is no such exchange.
+    What belongs to a replica is divided over the axis: `state.private`, and with horovod_adasum and the bagua exchanges
+    of weights also `state.optimizer`. Raises ValueError where there is no such exchange.
     """
     if exchange not in (*GRADIENTS, *WHOLE):
         others = "; its state is divided, or its optimizer its own" if exchange in AROUND else ""

@@ -61,20 +61,20 @@ def momentum_exchange(
     warmup_steps = max(1, round(warmup * num_steps))  # without any, v would be zero for ever
 
     def init(params: Any) -> DistributedState:
-        own = {"exact": exact.init(params), "lossy": lossy.init(params), "steps": jnp.zeros((), jnp.int32)}
-        return DistributedState(optimizer.init(params), own)
+        private = {"exact": exact.init(params), "lossy": lossy.init(params), "steps": jnp.zeros((), jnp.int32)}
+        return DistributedState(optimizer.init(params), private)
 
     def warm(grads: Any, state: DistributedState, params: Any) -> tuple[Any, DistributedState]:
-        mean, exact_state = exact.mean(grads, state.own["exact"])
+        mean, exact_state = exact.mean(grads, state.private["exact"])
         updates, inner = optimizer.update(mean, state.optimizer, params, grad_norm=optax.tree.norm(mean))
-        return updates, DistributedState(inner, {**state.own, "exact": exact_state})
+        return updates, DistributedState(inner, {**state.private, "exact": exact_state})
 
     def frozen(grads: Any, state: DistributedState, params: Any) -> tuple[Any, DistributedState]:
         adam: optax.ScaleByAdamState = _only(state.optimizer, optax.ScaleByAdamState)
         count = adam.count + 1
         scale = clip_scale(optax.tree.norm(grads), clip_norm)
         local = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * scale * g, adam.mu, grads)
-        mean, lossy_state = lossy.mean(local, state.own["lossy"])
+        mean, lossy_state = lossy.mean(local, state.private["lossy"])
         mu = jax.tree.map(lambda m, v: jnp.where(v > 0, m, 0), mean, adam.nu)
         growth = (1 - b2**count) / (1 - b2**adam.count)  # so that v without its bias stays what it is
         nu = jax.tree.map(lambda v: v * growth, adam.nu)
@@ -85,13 +85,15 @@ def momentum_exchange(
             lambda d, p, is_decayed: -rate * (d + weight_decay * p * is_decayed), direction, params, decayed
         )
         inner = _next(state.optimizer, optax.ScaleByAdamState(count, mu, nu))
-        return updates, DistributedState(inner, {**state.own, "lossy": lossy_state})
+        return updates, DistributedState(inner, {**state.private, "lossy": lossy_state})
 
     def update(grads: Any, state: DistributedState, params: Any, **extra: Any) -> ExchangeUpdate:
         with jax.named_scope(WARMUP):
-            is_warm = state.own["steps"] < warmup_steps
+            is_warm = state.private["steps"] < warmup_steps
             updates, after = jax.lax.cond(is_warm, warm, frozen, grads, state, params)
-        return ExchangeUpdate(updates, after._replace(own={**after.own, "steps": state.own["steps"] + 1}), None)
+        return ExchangeUpdate(
+            updates, after._replace(private={**after.private, "steps": state.private["steps"] + 1}), None
+        )
 
     def traffic(params: Any, num_microbatches: int) -> list[Traffic]:
         return shared(exact.traffic(params), share) + shared(lossy.traffic(params), 1 - share)

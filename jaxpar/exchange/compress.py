@@ -215,9 +215,9 @@ def from_bytes(vector: jax.Array, like: Payload) -> Payload:
     payload, offset = [], 0
     for leaf in like:
         size, width = math.prod(leaf.shape), leaf.dtype.itemsize
-        own = vector[offset : offset + size * width]
-        own = own.reshape(*leaf.shape, width) if width > 1 else own.reshape(leaf.shape)
-        payload.append(jax.lax.bitcast_convert_type(own, leaf.dtype))
+        part = vector[offset : offset + size * width]
+        part = part.reshape(*leaf.shape, width) if width > 1 else part.reshape(leaf.shape)
+        payload.append(jax.lax.bitcast_convert_type(part, leaf.dtype))
         offset += size * width
     return tuple(payload)
 

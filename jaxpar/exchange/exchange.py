@@ -23,11 +23,11 @@ class DistributedState(NamedTuple):
 
     Attributes:
       optimizer: as the optimizer alone would have it.
-      own: what belongs to this replica: residuals, copies of neighbours' weights.
+      private: what belongs to this replica: residuals, copies of neighbours' weights.
     """
 
     optimizer: Any
-    own: Any
+    private: Any
 
 
 class ExchangeUpdate(NamedTuple):
@@ -75,10 +75,10 @@ def averaged(all_reduce: AllReduce, optimizer: optax.GradientTransformation) -> 
     optimizer = optax.with_extra_args_support(optimizer)
 
     def update(grads: Any, state: DistributedState, params: Any, **extra: Any) -> ExchangeUpdate:
-        grads, own = all_reduce.mean(grads, state.own)
+        grads, private = all_reduce.mean(grads, state.private)
         grad_norm = optax.tree.norm(grads)
         updates, inner = optimizer.update(grads, state.optimizer, params, **{"grad_norm": grad_norm, **extra})
-        return ExchangeUpdate(updates, DistributedState(inner, own), grad_norm)
+        return ExchangeUpdate(updates, DistributedState(inner, private), grad_norm)
 
     return Exchange(
         lambda params: DistributedState(optimizer.init(params), all_reduce.init(params)),
@@ -96,12 +96,12 @@ def every(num_passes: int, exchange: Exchange) -> Exchange:
     def init(params: Any) -> DistributedState:
         state = exchange.init(params)
         sums = jax.tree.map(jnp.zeros_like, params)
-        return state._replace(own={"passes": jnp.zeros((), jnp.int32), "sums": sums, "inner": state.own})
+        return state._replace(private={"passes": jnp.zeros((), jnp.int32), "sums": sums, "inner": state.private})
 
     def update(grads: Any, state: DistributedState, params: Any, **extra: Any) -> ExchangeUpdate:
-        sums = jax.tree.map(lambda total, g: total + g.astype(total.dtype), state.own["sums"], grads)
-        passes = state.own["passes"] + 1
-        inner = DistributedState(state.optimizer, state.own["inner"])
+        sums = jax.tree.map(lambda total, g: total + g.astype(total.dtype), state.private["sums"], grads)
+        passes = state.private["passes"] + 1
+        inner = DistributedState(state.optimizer, state.private["inner"])
 
         def step() -> tuple[Any, Any, DistributedState]:
             made = exchange.update(jax.tree.map(lambda x: x / num_passes, sums), inner, params, **extra)
@@ -113,8 +113,8 @@ def every(num_passes: int, exchange: Exchange) -> Exchange:
 
         with jax.named_scope(EVERY):
             updates, sums, inner = jax.lax.cond(passes == num_passes, step, wait)
-        own = {"passes": passes % num_passes, "sums": sums, "inner": inner.own}
-        return ExchangeUpdate(updates, DistributedState(inner.optimizer, own), None)
+        private = {"passes": passes % num_passes, "sums": sums, "inner": inner.private}
+        return ExchangeUpdate(updates, DistributedState(inner.optimizer, private), None)
 
     def traffic(params: Any, num_microbatches: int) -> list[Traffic]:
         return shared(exchange.traffic(params, num_microbatches), 1 / num_passes)

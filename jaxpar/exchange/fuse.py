@@ -57,9 +57,9 @@ def fused(reducer: Reducer, num_bytes: int, *, cut: bool = False, backwards: boo
         leaves, structure = jax.tree.flatten(tree)
         parts = [[leaf.reshape(-1)[:0]] for leaf in leaves]
         states = []
-        for bucket, own in zip(plan(leaves), state, strict=True):
-            vector, own = reducer.mean(_pack(leaves, bucket, reducer.multiple), own)
-            states.append(own)
+        for bucket, private in zip(plan(leaves), state, strict=True):
+            vector, private = reducer.mean(_pack(leaves, bucket, reducer.multiple), private)
+            states.append(private)
             offset = 0
             for leaf, start, stop in bucket:  # in the order of each leaf's elements
                 parts[leaf].append(vector[offset : offset + stop - start])

@@ -18,7 +18,7 @@ from jaxpar.layout import PER_REPLICA
 from jaxpar.plan import Traffic
 
 PEER, AVERAGE = "peer", "average"  # name branches in compiled programs
-# (updates, params, own state) -> (updates, own state)
+# (updates, params, private state) -> (updates, private state)
 Mix = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
@@ -34,8 +34,8 @@ def mixed(
 
     def update(grads: Any, state: DistributedState, params: Any, **extra: Any) -> ExchangeUpdate:
         updates, inner = optimizer.update(grads, state.optimizer, params, **extra)
-        updates, own = mix(updates, params, state.own)
-        return ExchangeUpdate(updates, DistributedState(inner, own), None)
+        updates, private = mix(updates, params, state.private)
+        return ExchangeUpdate(updates, DistributedState(inner, private), None)
 
     def init(params: Any) -> DistributedState:
         return DistributedState(optimizer.init(params), init_own(params))
@@ -95,8 +95,8 @@ def low_precision_decentralized(
         def moved(route: list[tuple[int, int]]) -> jax.Array:
             return compressor.decode(from_bytes(jax.lax.ppermute(code, axis.name, route), like), len(z))
 
-        own = {"left": known["left"] + moved(to_right), "right": known["right"] + moved(to_left)}
-        return unflatten(compressor.decode(payload, len(z))), own
+        private = {"left": known["left"] + moved(to_right), "right": known["right"] + moved(to_left)}
+        return unflatten(compressor.decode(payload, len(z))), private
 
     def init(params: Any) -> Any:
         if dtypes := {leaf.dtype.name for leaf in jax.tree.leaves(params)} - {"float32"}:
@@ -119,14 +119,14 @@ def model_average(
     Bagua's model average in its synchronous form.
     """
 
-    def mix(updates: Any, params: Any, own: Any) -> tuple[Any, Any]:
+    def mix(updates: Any, params: Any, private: Any) -> tuple[Any, Any]:
         def average() -> tuple[Any, Any]:
-            mean, state = all_reduce.mean(jax.tree.map(jnp.add, params, updates), own["reducer"])
+            mean, state = all_reduce.mean(jax.tree.map(jnp.add, params, updates), private["reducer"])
             return jax.tree.map(lambda m, p, u: (m - p).astype(u.dtype), mean, params, updates), state
 
-        step = own["step"] + 1
+        step = private["step"] + 1
         with jax.named_scope(AVERAGE):
-            updates, state = jax.lax.cond(step % interval == 0, average, lambda: (updates, own["reducer"]))
+            updates, state = jax.lax.cond(step % interval == 0, average, lambda: (updates, private["reducer"]))
         return updates, {"step": step, "reducer": state}
 
     def init(params: Any) -> Any:

@@ -230,20 +230,20 @@ def options(name: str) -> dict[str, Any]:
     """The options of an exchange and their defaults."""
     function = {**GRADIENTS, **AROUND}.get(name)
     parameters = inspect.signature(function).parameters.values() if function else ()
-    own = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
-    return own | ({PASSES: 1} if name.startswith("horovod") else {})
+    keywords = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    return keywords | ({PASSES: 1} if name.startswith("horovod") else {})
 
 
 def obstacle(name: str, num_replicas: int, given: Mapping[str, Any]) -> tuple[str, str] | None:
     """Why an exchange cannot be: the option, or "exchange", and what is wrong with it. None: it can."""
-    own = options(name)
+    allowed = options(name)
     for key, value in given.items():
-        if key not in own:
-            has = f"it has {', '.join(own)}" if own else "it has none"
+        if key not in allowed:
+            has = f"it has {', '.join(allowed)}" if allowed else "it has none"
             return key, f"is {value!r}, which exchange {name!r} has no use for; {has}"
-        if isinstance(own[key], int) and not isinstance(value, int):
+        if isinstance(allowed[key], int) and not isinstance(value, int):
             return key, f"is {value!r}; it must be a whole number"
-        if isinstance(own[key], float) and not isinstance(value, int | float):
+        if isinstance(allowed[key], float) and not isinstance(value, int | float):
             return key, f"is {value!r}; it must be a number"
         if key in CHOICES and value not in CHOICES[key]:
             return key, f"is {value!r}; it must be {', '.join(CHOICES[key])}"

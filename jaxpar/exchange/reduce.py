@@ -1,6 +1,6 @@
 """Reducers: the mean of a vector over the replicas of a mesh axis, for use inside `shard_map`.
 
-A `Reducer` may keep a state, which is this replica's own. `fused` (jaxpar/exchange/fuse.py) applies one to trees.
+A `Reducer` may keep a state, which is private to this replica. `fused` (jaxpar/exchange/fuse.py) applies one to trees.
 
 Dims: n replicas, L elements of a vector.
 """
@@ -89,8 +89,8 @@ def push_pull(axis: Axis) -> Reducer:
     n = axis.size
 
     def mean(x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-        own = jax.lax.psum_scatter(x, axis.name, tiled=True) / n
-        return jax.lax.all_gather(own, axis.name, tiled=True), state
+        shard = jax.lax.psum_scatter(x, axis.name, tiled=True) / n
+        return jax.lax.all_gather(shard, axis.name, tiled=True), state
 
     def traffic(length: int, dtype: Any) -> list[Traffic]:
         return [_traffic(kind, 1, axis, length, dtype) for kind in ("reduce-scatter", "all-gather")]
@@ -108,9 +108,9 @@ def hierarchical(axis: Axis, group: int) -> Reducer:
     between = [[first * group + i for first in range(num_groups)] for i in range(group)]
 
     def mean(x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-        own = jax.lax.psum_scatter(x, axis.name, axis_index_groups=within, tiled=True)
-        own = jax.lax.psum(own, axis.name, axis_index_groups=between) / n
-        return jax.lax.all_gather(own, axis.name, axis_index_groups=within, tiled=True), state
+        shard = jax.lax.psum_scatter(x, axis.name, axis_index_groups=within, tiled=True)
+        shard = jax.lax.psum(shard, axis.name, axis_index_groups=between) / n
+        return jax.lax.all_gather(shard, axis.name, axis_index_groups=within, tiled=True), state
 
     def traffic(length: int, dtype: Any) -> list[Traffic]:
         return [

@@ -41,8 +41,8 @@ def scatter_gather(axis: Axis, worker: Compressor, server: Compressor) -> Reduce
 
         payloads, workers = jax.vmap(worker.encode)(x.astype(jnp.float32).reshape(n, length), state["worker"])
         codes = jax.lax.all_to_all(jax.vmap(to_bytes)(payloads), axis.name, 0, 0)
-        own = jnp.mean(jax.vmap(lambda code: decode(worker, code))(codes), axis=0)
-        payload, of_server = server.encode(own, state["server"])
+        mean = jnp.mean(jax.vmap(lambda code: decode(worker, code))(codes), axis=0)
+        payload, of_server = server.encode(mean, state["server"])
         codes = jax.lax.all_gather(to_bytes(payload), axis.name)
         whole = jax.vmap(lambda code: decode(server, code))(codes).reshape(-1)
         return whole.astype(x.dtype), {"worker": workers, "server": of_server}

@@ -45,7 +45,7 @@ class Shards:
         """Collectives in which all arrays are scattered, or gathered, once."""
         return len(self._buckets)
 
-    def own(self, tree: Any) -> Any:
+    def local(self, tree: Any) -> Any:
         """This replica's shards of full arrays."""
         rank = jax.lax.axis_index(self._axis.name)
         leaves = dict(enumerate(jax.tree.leaves(tree)))
@@ -135,20 +135,20 @@ def zero(
     shards = Shards(axis, tree, num_bytes)
 
     def init(params: Any) -> DistributedState:
-        return DistributedState(optimizer.init(params if stage == 3 else shards.own(params)), ())
+        return DistributedState(optimizer.init(params if stage == 3 else shards.local(params)), ())
 
     def update(grads: Any, state: DistributedState, params: Any, **extra: Any) -> ExchangeUpdate:
         if stage != 2:  # whose gradients come scattered
             grads = shards.scatter(grads) if stage == 1 else shards.add_up_whole(grads)
         grads = jax.tree.map(lambda g: g / axis.size, grads)
         grad_norm = shards.norm(grads)
-        own = params if stage == 3 else shards.own(params)
-        updates, inner = optimizer.update(grads, state.optimizer, own, **{"grad_norm": grad_norm, **extra})
+        local = params if stage == 3 else shards.local(params)
+        updates, inner = optimizer.update(grads, state.optimizer, local, **{"grad_norm": grad_norm, **extra})
         updates = updates if stage == 3 else shards.gather(updates)
         return ExchangeUpdate(updates, DistributedState(inner, ()), grad_norm)
 
-    def fetch(shapes: Any, own: Any) -> Any:
-        return Shards(axis, shapes, num_bytes).gather(own)
+    def fetch(shapes: Any, local: Any) -> Any:
+        return Shards(axis, shapes, num_bytes).gather(local)
 
     def traffic(params: Any, num_microbatches: int = 1) -> list[Traffic]:
         each = Shards(axis, params, num_bytes).nbytes

@@ -86,10 +86,13 @@ def build(plan: Plan, problem: Problem, given: Sequence[jax.Device]) -> Strategy
     def programs() -> list[CompiledProgram]:
         sent = with_shardings(like._replace(optimizer=()), everywhere)
         weight = with_shardings(jax.ShapeDtypeStruct((), jnp.float32), everywhere)
-        own = share.lower(sent, with_shardings(problem.batch, divided), weight).compile()
-        shares = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), own.out_info)
+        gradient = share.lower(sent, with_shardings(problem.batch, divided), weight).compile()
+        shares = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), gradient.out_info)
         shares = [with_shardings(shares, master)] * len(devices)
-        return [CompiledProgram(own), CompiledProgram(update.lower(with_shardings(like, master), shares).compile())]
+        return [
+            CompiledProgram(gradient),
+            CompiledProgram(update.lower(with_shardings(like, master), shares).compile()),
+        ]
 
     waiting_share, waiting_sums = meshes.one_at_a_time(share, mesh), meshes.one_at_a_time(share_of_sums, mesh)
     return Strategy(

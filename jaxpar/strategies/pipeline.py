@@ -190,7 +190,7 @@ def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decisi
     memory = {
         "parameters": state.params.packing.nbytes,
         "optimizer": state.optimizer.packing.nbytes,
-        "own": layouts["private"].nbytes_on(),
+        "private": layouts["private"].nbytes_on(),
         **activation_bytes(details.engine(shapes, num_data)),
     }
     return Plan(

@@ -25,7 +25,7 @@ def make_layouts(exchange: Exchange, axes: dict[str, int], like: State) -> dict[
 
     def private() -> Any:  # of each replica: `init` asks which replica it is on
         whole = jax.tree.map(lambda leaf: jnp.zeros(_local_shape(leaf, axes), leaf.dtype), params.leaves, is_leaf=_is)
-        return jax.vmap(lambda _: exchange.init(whole).own, axis_name=DATA)(jnp.zeros(axes[DATA]))
+        return jax.vmap(lambda _: exchange.init(whole).private, axis_name=DATA)(jnp.zeros(axes[DATA]))
 
     return {
         "params": params,
@@ -64,7 +64,7 @@ class ReplicaState:
             distributed = self.on_device.optimizer
             inner = jax.tree.map(lambda s: s.with_memory_kind("pinned_host"), distributed.optimizer)
             self.at_rest = self.on_device._replace(optimizer=distributed._replace(optimizer=inner))
-        self._without_private = self.at_rest._replace(optimizer=self.at_rest.optimizer._replace(own=()))
+        self._without_private = self.at_rest._replace(optimizer=self.at_rest.optimizer._replace(private=()))
         self._spread_init = jax.jit(self._init, out_shardings=self._without_private)
 
     @property
@@ -97,7 +97,7 @@ class ReplicaState:
         state = self._with_private(state)  # all of which `private` replaces
         parts = serialization.from_state_dict(self._private(state), private)
         inner = parts.get("optimizer", state.optimizer.optimizer)
-        distributed = DistributedState(inner, parts.get("own", state.optimizer.own))
+        distributed = DistributedState(inner, parts.get("private", state.optimizer.private))
         state = state._replace(params=parts.get("params", state.params), optimizer=distributed)
         return jax.device_put(state, self.at_rest)
 
@@ -113,8 +113,8 @@ class ReplicaState:
         return private
 
     def _private(self, state: State) -> dict[str, Any]:
-        parts = {"params": state.params, "optimizer": state.optimizer.optimizer, "own": state.optimizer.own}
-        layouts = {"params": self.params, "optimizer": self.optimizer, "own": self.private}
+        parts = {"params": state.params, "optimizer": state.optimizer.optimizer, "private": state.optimizer.private}
+        layouts = {"params": self.params, "optimizer": self.optimizer, "private": self.private}
         private = {name: part for name, part in parts.items() if layouts[name].kind == PER_REPLICA}
         return private if jax.tree.leaves(private) else {}
 
@@ -122,10 +122,10 @@ class ReplicaState:
         return self._spread(states.init(self._problem.model, self._problem.optimizer, key))
 
     def _init_private(self, params: Any) -> Any:
-        return jax.tree.map(lambda x: x[None], self._exchange.init(self.params.local(params)).own)
+        return jax.tree.map(lambda x: x[None], self._exchange.init(self.params.local(params)).private)
 
     def _with_private(self, state: State) -> State:
-        return state._replace(optimizer=state.optimizer._replace(own=self._fresh_private(state.params)))
+        return state._replace(optimizer=state.optimizer._replace(private=self._fresh_private(state.params)))
 
     def _spread(self, state: State, numpy: Any = jnp) -> State:
         distributed = DistributedState(self.optimizer.to_global(state.optimizer, numpy), ())

@@ -48,7 +48,11 @@ def plan(config: ConfigDict, shapes: Problem, decision: Decision, *, on_cpu: boo
     exchange = exchanges.build(config, shapes, decision.num_replicas)
     like = states.abstract(shapes.model, shapes.optimizer)
     layouts = make_layouts(exchange, dict(decision.axes), like)
-    names = {"params": "parameters", "optimizer": "optimizer" + (ON_HOST if exchange.offload else ""), "private": "own"}
+    names = {
+        "params": "parameters",
+        "optimizer": "optimizer" + (ON_HOST if exchange.offload else ""),
+        "private": "private",
+    }
     memory = {names[part]: where.nbytes_on() for part, where in layouts.items()}
     traffic = tuple(exchange.traffic(like.params, shapes.accumulation_steps))
     summary = f"{exchanges.name(config)}: batch divided, parameters {layouts['params'].kind}, "
@@ -131,7 +135,7 @@ def train_step(
             # in different ones; so these wait for that above: what branches, and by what, depends on it.
             grads = jax.tree.map(lambda x: jnp.where(finite, x, 0), grads)
             counters = jax.tree.map(lambda x: x if x.ndim else jnp.where(finite, x, 0), distributed.own)
-            distributed = distributed._replace(own=counters)
+            distributed = distributed._replace(private=counters)
         made = exchange.update(grads, distributed, state.params)
         if made.grad_norm is not None:
             grad_norm, finite = made.grad_norm, finite & jnp.isfinite(made.grad_norm)

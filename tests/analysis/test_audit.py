@@ -287,12 +287,12 @@ def test_bytes_on_a_device() -> None:
     whole = 4 * sum(leaf.size for leaf in leaves)
     shards = 4 * sum(leaf.size // max(leaf.shape) * math.ceil(max(leaf.shape) / N) for leaf in leaves)
     padded = 4 * math.ceil(whole / 4 / N) * N  # of a vector of all
-    assert held(MLP, "ddp") == {"parameters": whole, "optimizer": whole + 4, "own": 0}
-    assert held(MLP, "zero1") == {"parameters": whole, "optimizer": shards + 4, "own": 0}
-    assert held(MLP, "zero3") == {"parameters": shards, "optimizer": shards + 4, "own": 0}
+    assert held(MLP, "ddp") == {"parameters": whole, "optimizer": whole + 4, "private": 0}
+    assert held(MLP, "zero1") == {"parameters": whole, "optimizer": shards + 4, "private": 0}
+    assert held(MLP, "zero3") == {"parameters": shards, "optimizer": shards + 4, "private": 0}
     own = padded + padded // N
-    assert held(MLP, "byteps_onebit") == {"parameters": whole, "optimizer": whole + 4, "own": own}
-    offloaded = {"parameters": whole, "optimizer on the host": shards + 4, "own": 0}
+    assert held(MLP, "byteps_onebit") == {"parameters": whole, "optimizer": whole + 4, "private": own}
+    offloaded = {"parameters": whole, "optimizer on the host": shards + 4, "private": 0}
     assert held(MLP, "zero1", option("offload", True)) == offloaded
 
 
@@ -311,14 +311,14 @@ def test_bytes_of_a_pipelines_residuals() -> None:
     strategy = make(MLP, *pipeline("gpipe", 2, "--config.exchange=byteps_onebit", replicas=2))
     memory = strategy.plan.memory[0]
     state = jax.eval_shape(strategy.init, jax.random.key(0))
-    assert memory["own"] == sum(leaf.size * leaf.dtype.itemsize // 4 for leaf in jax.tree.leaves(state.private))
+    assert memory["private"] == sum(leaf.size * leaf.dtype.itemsize // 4 for leaf in jax.tree.leaves(state.private))
 
 
 def test_bytes_are_those_of_the_arrays() -> None:
     for exchange in ("zero3", "byteps_onebit"):
         strategy = make(MLP, *replicated(exchange))
         state = strategy.init(jax.random.key(0))
-        parts = {"parameters": state.params, "optimizer": state.optimizer.optimizer, "own": state.optimizer.own}
+        parts = {"parameters": state.params, "optimizer": state.optimizer.optimizer, "private": state.optimizer.private}
         first = {
             name: sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(part))
             for name, part in parts.items()
@@ -351,7 +351,7 @@ def test_the_script_prints_a_table(
     lines = [line.split() for line in captured.out.splitlines()]
     assert ["on", "device", "0,", "1", "bytes", "theory", "ratio"] in lines
     rows = {line[0]: line[1:] for line in lines[-5:]}
-    assert list(rows) == ["parameters", "optimizer", "own", "inputs", "temporary"]
+    assert list(rows) == ["parameters", "optimizer", "private", "inputs", "temporary"]
     assert rows["parameters"][0] == rows["parameters"][1] and rows["parameters"][2] == "1.0000"
 
 

@@ -111,7 +111,7 @@ def test_as_in_numpy_through_the_switch(case: Case) -> None:
     np.testing.assert_allclose(flat(found.mu), adam.m, 1e-4, 1e-5)
     unbiased = flat(found.nu) / (1 - B2**STEPS)
     np.testing.assert_allclose(unbiased, adam.v / (1 - B2**WARM), 1e-5, 1e-7)
-    np.testing.assert_array_equal(state.own["steps"], STEPS)
+    np.testing.assert_array_equal(state.private["steps"], STEPS)
 
 
 def is_adam(node: Any) -> bool:

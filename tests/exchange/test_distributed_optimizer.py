@@ -44,7 +44,7 @@ def test_other_exchanges_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "option", "own"),
+    ("name", "option", "private"),
     [
         ("horovod", "levels", ("bucket_bytes", "wire_dtype", "algorithm", "predivide", "backward_passes_per_step")),
         ("ddp", "backward_passes_per_step", ("bucket_bytes", "wire_dtype", "algorithm", "group")),
@@ -214,7 +214,7 @@ def test_an_optimizer_that_takes_no_parameters() -> None:
 def test_weights_that_neighbours_cannot_know_exactly_are_refused() -> None:
     optimizer = distributed_optimizer(OPTIMIZER, DATA, "bagua_low_precision_decentralized")
     with pytest.raises(ValueError, match="parameters are bfloat16; they must be float32"):
-        on_replicas(2, lambda x: optimizer.init(x.astype(jnp.bfloat16)).own, np.ones((2, 5), np.float32))
+        on_replicas(2, lambda x: optimizer.init(x.astype(jnp.bfloat16)).private, np.ones((2, 5), np.float32))
 
 
 @pytest.mark.parametrize(("option", "value"), [("wire_dtype", "foo"), ("wire_dtype", None), ("predivide", "two")])

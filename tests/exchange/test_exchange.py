@@ -46,7 +46,7 @@ def test_so_many_passes_are_as_one_of_their_mean() -> None:
     close(state.optimizer, inner.optimizer, 1e-5, 1e-6)
     for name, update in updates.items():
         assert [bool(np.any(update[:, step] != 0)) for step in range(STEPS * PASSES)] == [False, False, True] * STEPS
-        np.testing.assert_array_equal(state.own["sums"][name], 0)
+        np.testing.assert_array_equal(state.private["sums"][name], 0)
     assert norms is None
 
 
@@ -60,8 +60,8 @@ def test_passes_of_horovod() -> None:
         np.testing.assert_array_equal(x[PASSES - 2], START[name])
         np.testing.assert_allclose(x[PASSES - 1], alone[name], 1e-5, 1e-6)
         np.testing.assert_array_equal(x[PASSES], x[PASSES - 1])
-        np.testing.assert_array_equal(state.own["sums"][name], grads[name][:, PASSES])
-    assert (only(state.optimizer)[1][0].count, only(state.own["passes"])) == (1, 1)
+        np.testing.assert_array_equal(state.private["sums"][name], grads[name][:, PASSES])
+    assert (only(state.optimizer)[1][0].count, only(state.private["passes"])) == (1, 1)
 
 
 def test_passes_share_the_traffic() -> None:

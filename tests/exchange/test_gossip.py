@@ -61,7 +61,7 @@ def test_decentralized_is_the_mean_with_a_peer_and_a_step(n: int) -> None:
         momentum = 0.9 * momentum + g_NSL[:, step]
         x = peers(n, step) @ x - RATE * momentum
         np.testing.assert_allclose(got[:, step], x, 1e-5, 1e-5)
-    np.testing.assert_array_equal(state.own, 6)
+    np.testing.assert_array_equal(state.private, 6)
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
@@ -102,8 +102,8 @@ def test_low_precision_knows_its_neighbours(n: int, code: Any) -> None:
         n, gossip.low_precision_decentralized(axis(n), optax.sgd(RATE), code), START, draw(n, 10)
     )
     last = np.concatenate([x[:, -1].reshape(n, -1) for x in params.values()], axis=1)
-    assert state.own["left"].tobytes() == np.roll(last, 1, axis=0).tobytes()
-    assert state.own["right"].tobytes() == np.roll(last, -1, axis=0).tobytes()
+    assert state.private["left"].tobytes() == np.roll(last, 1, axis=0).tobytes()
+    assert state.private["right"].tobytes() == np.roll(last, -1, axis=0).tobytes()
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])

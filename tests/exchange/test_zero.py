@@ -46,7 +46,7 @@ def test_shards(n: int) -> None:
         results = []
         for num_bytes in LIMITS:
             shards = Shards(axis(n), jax.eval_shape(lambda: tree), num_bytes)
-            own = shards.own(tree)
+            own = shards.local(tree)
 
             def weighted(own: Any, shards: Shards = shards) -> jax.Array:
                 return optax.tree.vdot(shards.gather(own), weights)
@@ -147,7 +147,7 @@ def test_stage_with_divided_parameters(n: int) -> None:
             own = optax.apply_updates(own, made.updates)
             return (own, made.state), (fetch(shapes, own), made.grad_norm)
 
-        own = Shards(axis(n), params, 300).own(params)
+        own = Shards(axis(n), params, 300).local(params)
         return jax.lax.scan(step, (own, exchange.init(own)), grads)
 
     (own, state), (params, norms) = on_replicas(n, replica, repeated(n, draw()), gradients(n))
