@@ -10,7 +10,7 @@ from jaxpar.cluster import Cluster
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError, check_choice, nearest
 from jaxpar.models.model import REMAT_POLICIES, Batch, Context, LayerRun, Model, Params, Tie
-from jaxpar.models.options import with_attention_of
+from jaxpar.models.options import check_attention, with_attention_of
 
 __all__ = ["MODELS", "Batch", "Context", "LayerRun", "Model", "Params", "Tie", "build", "check"]
 
@@ -49,8 +49,9 @@ def build(config: ConfigDict, info: DataInfo, cluster: Cluster | None = None) ->
     """
     _check_choices(config)
     name = config.model.name
-    config = with_attention_of(config, clusters.find() if cluster is None else cluster)
-    model = _module(name).build(config, info)
+    cluster = clusters.find() if cluster is None else cluster
+    model = _module(name).build(with_attention_of(config, cluster), info)
+    check_attention(config, cluster)  # after what the model says of the config, which holds on any cluster
     if not isinstance(model, Model):
         raise UserError(
             f"config.model.name is {name!r}, whose build returned a {type(model).__name__}; "

@@ -191,22 +191,26 @@ def _max_length(rows: int | None, positions: str, info: DataInfo) -> int:
 
 
 def with_attention_of(config: ConfigDict, cluster: Cluster) -> ConfigDict:
-    """Return the config with an attention kernel that the cluster has: `auto` becomes xla where it has none.
-
-    Raises:
-      UserError: config.model.attention is cudnn, which the devices lack.
-    """
-    major = cluster.compute_capability.split(".")[0]  # gfx90a: AMD; empty: not a GPU
-    if config.model.attention == "xla" or (major.isdigit() and int(major) >= 8):
+    """Return the config with an attention kernel in the place of `auto`: xla where the cluster has no other."""
+    if config.model.attention != "auto" or _has_cudnn_attention(cluster):
         return config
-    if config.model.attention == "cudnn":
+    config = config.copy_and_resolve_references()
+    config.model.attention = "xla"
+    return config
+
+
+def check_attention(config: ConfigDict, cluster: Cluster) -> None:
+    """Raise UserError where config.model.attention is cudnn, which the cluster's devices lack."""
+    if config.model.attention == "cudnn" and not _has_cudnn_attention(cluster):
         raise UserError(
             "config.model.attention is 'cudnn', which needs an NVIDIA GPU of compute capability 8.0 or more, not "
             f"{cluster.device_kind}."
         )
-    config = config.copy_and_resolve_references()
-    config.model.attention = "xla"
-    return config
+
+
+def _has_cudnn_attention(cluster: Cluster) -> bool:
+    major = cluster.compute_capability.split(".")[0]  # gfx90a: AMD; empty: not a GPU
+    return major.isdigit() and int(major) >= 8
 
 
 def attention_kernel(choice: str, dtype: Any, head_dim: int) -> AttentionKernel:
