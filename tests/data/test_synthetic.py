@@ -24,6 +24,9 @@ CASES = {
     ("gpt", "causal_lm"): ("text", (32,), 0),
     ("resnet", "classification"): ("image", (32, 32, 3), 8),
     ("mlp", "classification"): ("vector", (32,), 8),
+    ("bert", "regression"): ("text", (32,), 0),
+    ("mlp", "regression"): ("vector", (32,), 0),
+    ("bert", "token_classification"): ("text", (32,), 5),
 }
 
 
