@@ -81,8 +81,9 @@ def get_config() -> ConfigDict:
     pipeline.trace = 0  # draw the actions of this step (the run's first is 1) under the plan: workdir/timeline.png
 
     config.model = model = ConfigDict()
-    model.name = "bert"  # bert, gpt, resnet, mlp, or a module of yours: my_package.my_model
-    # bert: tiny mini small base large; gpt: tiny gpt2 gpt2_medium gpt2_large gpt2_xl; resnet: 18 50; mlp: tiny
+    model.name = "bert"  # bert, gpt, resnet, vit, mlp, or a module of yours: my_package.my_model
+    # bert: tiny mini small base large; gpt: tiny gpt2 gpt2_medium gpt2_large gpt2_xl; resnet: 18 50; mlp: tiny;
+    # vit: tiny small base large
     model.size = "tiny"
     model.init_from = ""  # a Hugging Face directory (config.json, safetensors, tokenizer); sets the sizes
     # What follows overrides the size when it is set (None: as the size says).
@@ -97,7 +98,8 @@ def get_config() -> ConfigDict:
     model.norm = placeholder(str)  # layernorm, rmsnorm
     model.activation = placeholder(str)  # gelu, gelu_tanh, relu, swiglu
     model.positions = placeholder(str)  # learned, rotary
-    model.pooling = placeholder(str)  # bert classification and regression: cls, mean
+    model.pooling = placeholder(str)  # bert classification and regression, vit: cls, mean
+    model.patch_size = placeholder(int)  # vit: height and width of a patch
     # How it is computed; none of these changes the parameters.
     model.dtype = "float32"  # of the computation: float32, bfloat16; weights stay float32
     model.remat = "none"  # none; full: keep only layer inputs; dots: keep matrix products

@@ -196,6 +196,11 @@ OTHERS = {
     "masked_lm": ["--config.task=masked_lm", "--config.model.remat=dots"],
     "regression": ["--config.task=regression", "--config.data.target_columns=('a', 'b')"],
     "token_classification": ["--config.task=token_classification"],
+    "vit": [
+        "--config.model.name=vit",
+        "--config.data.source=synthetic",
+        "--config.model.patch_size=16",
+    ],
     "mlp": ["--config.model.name=mlp", "--config.model.num_heads=None", "--config.model.mlp_size=None"],
 }
 

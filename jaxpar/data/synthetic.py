@@ -17,7 +17,7 @@ NUM_CLASSES = 8
 _PAD, _CLS, _SEP, _MASK, _FIRST = 0, 2, 3, 4, 5  # as in a trained WordPiece vocabulary
 _TAGS = ("O", "B-A", "I-A", "B-B", "I-B")
 _USED = 256  # regular tokens that occur, where the vocabulary has as many
-_KINDS = {"resnet": "image", "mlp": "vector"}  # of data, by config.model.name; any other: text
+_KINDS = {"resnet": "image", "vit": "image", "mlp": "vector"}  # of data, by config.model.name; any other: text
 
 
 def kind(config: ConfigDict) -> str:

@@ -28,6 +28,7 @@ OVERRIDES = (
     "activation",
     "positions",
     "pooling",
+    "patch_size",
 )
 
 

@@ -1,4 +1,4 @@
-"""Every kind of strategy trains every kind of task as `single` does, with the same sums."""
+"""Every kind of strategy trains every kind of task, and a ViT, as `single` does, with the same sums."""
 
 import functools
 from typing import Any
@@ -14,10 +14,11 @@ from jaxpar.step import Problem, abstract
 
 BATCH, LENGTH, VOCABULARY, NUM_STEPS = 8, 8, 24, 3
 INFO = {
+    "classification": DataInfo("image", (8, 8, 3), 5, tuple("abcde"), 0, 0),
     "regression": DataInfo("text", (LENGTH,), 0, (), VOCABULARY, 0, ("a", "b")),
     "token_classification": DataInfo("text", (LENGTH,), 5, ("O", "B-A", "I-A", "B-B", "I-B"), VOCABULARY, 0),
 }
-MODELS = {"regression": "bert", "token_classification": "bert"}
+MODELS = {"classification": "vit", "regression": "bert", "token_classification": "bert"}
 VARIANTS = {
     "data_parallel": ["--config.mesh.data=2"],
     "data_parallel, shard_map": ["--config.mesh.data=2", "--config.data_parallel.implementation=shard_map"],
@@ -28,10 +29,14 @@ VARIANTS = {
 
 
 def make_batch(task: str, step: int) -> dict[str, np.ndarray]:
-    """Random texts; the examples' shares of the weight are unequal, and the last is a filler row."""
+    """Random texts or images; the examples' shares of the weight are unequal, and the last is a filler row."""
     rng = np.random.default_rng(step)
     index, weights_B = np.arange(BATCH, dtype=np.int32), rng.uniform(0.5, 2, BATCH).astype(np.float32)
     weights_B[-1] = 0
+    if task == "classification":
+        pixels = rng.integers(0, 256, (BATCH, 8, 8, 3), np.uint8)
+        labels = rng.integers(0, 5, BATCH).astype(np.int32)
+        return {"inputs": pixels, "labels": labels, "weights": weights_B, "index": index}
     mask = np.arange(LENGTH) < rng.integers(3, LENGTH + 1, (BATCH, 1))
     tokens = (rng.integers(5, VOCABULARY, (BATCH, LENGTH)) * mask).astype(np.int32)
     batch = {"inputs": tokens, "mask": mask, "index": index}
@@ -47,7 +52,7 @@ def outcome(task: str, variant: str) -> tuple[list[Any], Any, dict[str, np.ndarr
     """Sums of each step, of an evaluation, and the parameters at the end."""
     config = default_config()
     sizes = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "mlp_size": 32, "dropout": 0.2, "name": MODELS[task]}
-    sizes |= {"max_length": LENGTH}
+    sizes |= {"patch_size": 4} if MODELS[task] == "vit" else {"max_length": LENGTH}
     override(config, [f"--config.model.{key}={value}" for key, value in sizes.items()])
     override(config, [f"--config.task={task}", f"--config.strategy={variant.split(',')[0]}"])
     override(config, ["--config.data.target_columns=('a','b')", f"--config.batch_size={BATCH}"])
