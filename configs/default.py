@@ -11,7 +11,7 @@ def get_config() -> ConfigDict:
     """The default config: a tiny BERT classifier on WordNet glosses, data-parallel."""
     config = ConfigDict()
     config.seed = 0
-    config.task = "classification"  # classification, masked_lm, causal_lm
+    config.task = "classification"  # classification, regression, token_classification, masked_lm, causal_lm
     config.strategy = "data_parallel"  # single, data_parallel, async_data_parallel, pipeline
 
     config.mesh = mesh = ConfigDict()
@@ -81,8 +81,9 @@ def get_config() -> ConfigDict:
     pipeline.trace = 0  # draw the actions of this step (the run's first is 1) under the plan: workdir/timeline.png
 
     config.model = model = ConfigDict()
-    model.name = "bert"  # bert, gpt, resnet, mlp, or a module of yours: my_package.my_model
-    # bert: tiny mini small base large; gpt: tiny gpt2 gpt2_medium gpt2_large gpt2_xl; resnet: 18 50; mlp: tiny
+    model.name = "bert"  # bert, gpt, resnet, vit, mlp, or a module of yours: my_package.my_model
+    # bert: tiny mini small base large; gpt: tiny gpt2 gpt2_medium gpt2_large gpt2_xl; resnet: 18 50; mlp: tiny;
+    # vit: tiny small base large
     model.size = "tiny"
     model.init_from = ""  # a Hugging Face directory (config.json, safetensors, tokenizer); sets the sizes
     # What follows overrides the size when it is set (None: as the size says).
@@ -97,7 +98,8 @@ def get_config() -> ConfigDict:
     model.norm = placeholder(str)  # layernorm, rmsnorm
     model.activation = placeholder(str)  # gelu, gelu_tanh, relu, swiglu
     model.positions = placeholder(str)  # learned, rotary
-    model.pooling = placeholder(str)  # bert classification: cls, mean
+    model.pooling = placeholder(str)  # bert classification and regression, vit: cls, mean
+    model.patch_size = placeholder(int)  # vit: height and width of a patch
     # How it is computed; none of these changes the parameters.
     model.dtype = "float32"  # of the computation: float32, bfloat16; weights stay float32
     model.remat = "none"  # none; full: keep only layer inputs; dots: keep matrix products
@@ -111,8 +113,9 @@ def get_config() -> ConfigDict:
     data.test = ""  # empty: likewise
     data.validation_fraction = 0.05
     data.test_fraction = 0.1
-    data.text_columns = ("text",)  # one column, or two for sentence pairs
-    data.label_column = "label"
+    data.text_columns = ("text",)  # one column, or two for sentence pairs; token_classification: of the list of words
+    data.label_column = "label"  # classification: of the class; token_classification: of the list of tags
+    data.target_columns = ("target",)  # regression: of numbers, one or several
     data.tokenizer = ""  # tokenizer.json or vocab.txt; empty: model.init_from's, or trained on the training split
     data.vocab_size = 8192  # of a trained tokenizer
     data.max_length = 64  # tokens; longer texts are cut; language models: the block length

@@ -194,6 +194,13 @@ OTHERS = {
         "--config.model.remat=full",
     ],
     "masked_lm": ["--config.task=masked_lm", "--config.model.remat=dots"],
+    "regression": ["--config.task=regression", "--config.data.target_columns=('a', 'b')"],
+    "token_classification": ["--config.task=token_classification"],
+    "vit": [
+        "--config.model.name=vit",
+        "--config.data.source=synthetic",
+        "--config.model.patch_size=16",
+    ],
     "mlp": ["--config.model.name=mlp", "--config.model.num_heads=None", "--config.model.mlp_size=None"],
 }
 
@@ -206,7 +213,12 @@ def test_other_models_and_tasks(name: str, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "result.json").read_text()) == result
     assert result["steps"] == 3
     assert result["examples"] == 3 * 24
-    if config.task == "classification":
+    if config.task == "regression":
+        assert result["test_rmse"] == pytest.approx(np.sqrt(result["test_loss"]))
+        assert result["test_r2"] < 0.9  # after 3 steps
+    elif config.task == "token_classification":
+        assert 0 <= result["test_f1"] < 0.9 and 0 <= result["test_accuracy"] <= 1
+    elif config.task == "classification":
         assert 0 <= result["test_accuracy"] <= 1
     else:
         assert result["perplexity"] == pytest.approx(np.exp(result["test_loss"]))

@@ -8,8 +8,8 @@ A batch is a dict. Dims: B examples (always batch_size rows), T positions, H W C
 - inputs: int32 [B,T] tokens, uint8 [B,H,W,C] images or float32 [B,D] vectors
 - mask: bool [B,T], True at real tokens, padding on the right only (not with causal_lm: blocks are full)
 - segments: int32 [B,T], 1 in the second of two texts (with two text columns only)
-- labels: int32 [B] classes, or [B,T] tokens (masked_lm, causal_lm)
-- weights: float32, of the labels' shape: 0 at filler rows, padding and positions that are not predicted
+- labels: int32 [B] classes, float32 [B,K] targets, int32 [B,T] tokens (masked_lm, causal_lm) or classes of words
+- weights: float32 [B], or [B,T] as the labels: 0 at filler rows, padding and positions that are not predicted
 - index: int32 [B], the place of the row in the global batch
 """
 

@@ -10,6 +10,7 @@ from jaxpar.errors import UserError, check_choice
 
 TABLES = tuple(name for name in rows.READERS if name != "text")
 SOURCES = ("wordnet", *rows.READERS, *images.IMAGE_READERS, "synthetic")
+LABEL_SOURCES = {Labels.TARGETS: (*TABLES, "synthetic"), Labels.TAGS: ("jsonl", "parquet", "synthetic")}  # others: all
 
 
 def check(config: ConfigDict, labels: Labels) -> None:
@@ -34,9 +35,18 @@ def _check_labels(config: ConfigDict, labels: Labels) -> None:
         raise UserError(
             "config.data.source is 'text', which has no labels; config.task must be causal_lm or masked_lm."
         )
-    if labels is not Labels.CLASSES and not _is_text(config):
-        what = source if source in images.IMAGE_READERS else f"{source} data for the model {config.model.name}"
-        raise UserError(f"config.task is {labels.value!r}, which needs text; with {what} it must be classification.")
+    is_image = source in images.IMAGE_READERS
+    kind = "text" if _is_text(config) else "image" if is_image else synthetic.kind(config)
+    if kind not in labels.inputs:
+        what = source if is_image else f"{source} data for the model {config.model.name}"
+        possible, needed = " or ".join(other.value for other in Labels if kind in other.inputs), labels.inputs
+        raise UserError(
+            f"config.task is {labels.value!r}, which needs {' or '.join(needed)}; with {what} it must be {possible}."
+        )
+    if source not in LABEL_SOURCES.get(labels, SOURCES):
+        raise UserError(
+            f"config.data.source is {source!r}; for task {labels.value} it must be {', '.join(LABEL_SOURCES[labels])}."
+        )
 
 
 def _check_numbers(config: ConfigDict) -> None:
@@ -119,13 +129,23 @@ def _check_columns(config: ConfigDict, labels: Labels) -> None:
     columns = tuple(config.data.text_columns)
     if len(columns) not in (1, 2) or len(set(columns)) < len(columns) or not all(columns):
         raise UserError(f"config.data.text_columns is {columns}; it must name one column, or two different ones.")
-    if labels is Labels.NEXT and len(columns) == 2:
-        raise UserError(f"config.data.text_columns is {columns}; causal_lm takes one column.")
+    if labels in (Labels.NEXT, Labels.TAGS) and len(columns) == 2:
+        raise UserError(f"config.data.text_columns is {columns}; {labels.value} takes one column.")
     if len(columns) == 2 and config.data.source in ("wordnet", "text", "synthetic"):
         raise UserError(
             f"config.data.text_columns is {columns}; source {config.data.source!r} has one text an example."
         )
-    if labels is Labels.CLASSES and config.data.label_column in columns:
+    if labels is Labels.TARGETS:
+        _check_targets(tuple(config.data.target_columns), columns)
+    has_label = labels in (Labels.CLASSES, Labels.TAGS)
+    if has_label and config.data.label_column in columns:
         raise UserError(f"config.data.label_column is {config.data.label_column!r}, one of text_columns.")
-    if labels is Labels.CLASSES and not config.data.label_column:
-        raise UserError("config.data.label_column is empty; classification needs the name of the label's column.")
+    if has_label and not config.data.label_column:
+        raise UserError(f"config.data.label_column is empty; {labels.value} needs the name of the label's column.")
+
+
+def _check_targets(targets: tuple[str, ...], columns: tuple[str, ...]) -> None:
+    if not targets or len(set(targets)) < len(targets) or not all(targets):
+        raise UserError(f"config.data.target_columns is {targets}; it must name one column, or several different ones.")
+    if set(targets) & set(columns):
+        raise UserError(f"config.data.target_columns is {targets}; it must name none of text_columns, {columns}.")

@@ -28,8 +28,10 @@ class Corpus:
     def __init__(self, config: ConfigDict, labels: Labels):
         data = config.data
         self._source = "tsv" if data.source == "wordnet" else data.source
-        label = data.label_column if labels.in_columns else None
-        self._columns = Columns(("text",) if data.source == "wordnet" else tuple(data.text_columns), label)
+        label = data.label_column if labels in (Labels.CLASSES, Labels.TAGS) else None
+        targets = tuple(data.target_columns) if labels is Labels.TARGETS else ()
+        texts = ("text",) if data.source == "wordnet" else tuple(data.text_columns)
+        self._columns = Columns(texts, label, targets, labels is Labels.TAGS)
         self._files = {name: files.find(f"data.{name}", data[name]) for name in SPLITS if data[name]}
         if data.source == "wordnet":
             self._files = {"train": [WORDNET]}
@@ -39,9 +41,11 @@ class Corpus:
     def facts(self) -> dict[str, Any]:
         """All that determines the rows, contents of files by their hash."""
         digests = {name: files.digest(paths) for name, paths in self._files.items()}
+        targets = {"targets": self._columns.targets} if self._columns.targets else {}
         return {
+            **targets,
             "source": self._source,
-            "columns": self._columns,
+            "columns": (self._columns.texts, self._columns.label),
             "files": digests,
             "validation": self._validation,
             "test": self._test,
@@ -49,7 +53,7 @@ class Corpus:
 
     def rows(self) -> Iterator[SplitRow]:
         """(split, row) of every row. Raises UserError on a label that the training file lacks."""
-        labels = set()
+        known: set[str] = set()
         for name, paths in self._files.items():
             rows = read(self._source, paths, self._columns)
             if name == "train" and self._source == "text":
@@ -57,10 +61,10 @@ class Corpus:
                 continue
             for row in rows:
                 if name == "train":
-                    labels.add(row.label)
-                elif row.label not in labels:
-                    seen = f"is not among the {len(labels)} of the training file.{nearest(row.label, labels)}"
-                    raise UserError(f"{row.place}: the label {row.label!r} {seen}")
+                    known |= labels_of(row)
+                elif unseen := sorted(labels_of(row) - known):
+                    seen = f"is not among the {len(known)} of the training file.{nearest(unseen[0], known)}"
+                    raise UserError(f"{row.place}: the label {unseen[0]!r} {seen}")
                 yield name if name != "train" else split_of(row.texts, self._validation, self._test), row
 
     def training_texts(self) -> Iterator[str]:
@@ -75,6 +79,11 @@ class Corpus:
                 there = ", ".join(f"{count} {split}" for split, count in examples.items())
                 remedy = "is too short" if name in self._files else f"got none: raise config.data.{key}, or set it to 0"
                 raise UserError(f"config.data: the {name} split {remedy}. There are ({unit}): {there}.")
+
+
+def labels_of(row: TextRow) -> set[str]:
+    """Return the class of a row, or the types of its tags."""
+    return {tag[2:] for tag in row.tags if tag != "O"} if row.tags else {row.label}
 
 
 def split_of(texts: tuple[str, ...], validation: float, test: float) -> str:

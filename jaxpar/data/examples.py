@@ -41,6 +41,7 @@ class DataInfo(NamedTuple):
       class_names: in the order of their numbers.
       vocab_size: 0 unless text.
       pad_id: the token at padding.
+      targets: names of the numbers of an example, where these are its labels.
     """
 
     kind: str
@@ -49,11 +50,12 @@ class DataInfo(NamedTuple):
     class_names: tuple[str, ...]
     vocab_size: int
     pad_id: int
+    targets: tuple[str, ...] = ()
 
     @property
     def num_outputs(self) -> int:
-        """Numbers that a model returns for each example, unless they are logits of tokens."""
-        return self.num_classes
+        """Numbers that a model returns for each example, or word, unless they are logits of tokens."""
+        return len(self.targets) or self.num_classes
 
 
 class Dataset(NamedTuple):
@@ -99,11 +101,12 @@ class Texts:
 
     tokens_M: np.ndarray
     offsets_N1: np.ndarray  # [N + 1]
-    labels_N: np.ndarray | None  # classes; None: masked language modelling
+    labels_N: np.ndarray | None  # classes, or targets [N, K]; None: masked language modelling, tags
     segments_M: np.ndarray | None
     buckets: tuple[int, ...]
     pad_id: int
     masking: Masking | None
+    tags_M: np.ndarray | None = None  # classes of words at their first tokens, -1 elsewhere
 
     @property
     def lengths_N(self) -> np.ndarray:
@@ -123,6 +126,10 @@ class Texts:
         batch = {"inputs": tokens_RT, "mask": real_RT}
         if self.segments_M is not None:
             batch["segments"] = np.where(real_RT, self.segments_M[at_RT], 0).astype(np.int32)
+        if self.tags_M is not None:
+            tags_RT = np.where(real_RT, self.tags_M[at_RT], -1)
+            labels_RT = np.maximum(tags_RT, 0).astype(np.int32)
+            return {**batch, "labels": labels_RT, "weights": (tags_RT >= 0).astype(np.float32)}
         if self.masking is None:
             assert self.labels_N is not None
             return {**batch, **_labels(self.labels_N, examples_B[rows])}
@@ -209,7 +216,9 @@ class Vectors:
 
 
 def _labels(labels_N: np.ndarray, examples_R: np.ndarray) -> Arrays:
-    return {"labels": labels_N[examples_R].astype(np.int32), "weights": np.ones(len(examples_R), np.float32)}
+    """Classes, int32, or targets, float32, with their weights."""
+    dtype = np.float32 if labels_N.dtype.kind == "f" else np.int32
+    return {"labels": labels_N[examples_R].astype(dtype), "weights": np.ones(len(examples_R), np.float32)}
 
 
 def _shifted(images_RHWC: np.ndarray, down_R: np.ndarray, right_R: np.ndarray) -> np.ndarray:

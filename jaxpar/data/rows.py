@@ -7,6 +7,7 @@ and line of whatever is wrong in it.
 import csv
 import io
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,24 +18,44 @@ from jaxpar.errors import UserError, nearest
 
 
 class Columns(NamedTuple):
-    """Which columns to read: one or two of text, and that of the label (None: there are no labels)."""
+    """Which columns to read.
+
+    Attributes:
+      texts: one or two of text.
+      label: of the class, or of the tags; None: there is none.
+      targets: of numbers.
+      has_tags: the text is a list of words, the label a list of as many tags.
+    """
 
     texts: tuple[str, ...]
     label: str | None
+    targets: tuple[str, ...] = ()
+    has_tags: bool = False
 
     @property
     def all(self) -> tuple[str, ...]:
-        """The texts' columns, then the label's."""
-        return self.texts if self.label is None else (*self.texts, self.label)
+        """The texts' columns, then the label's, then the targets'."""
+        return (*self.texts, *([] if self.label is None else [self.label]), *self.targets)
 
 
 class TextRow(NamedTuple):
-    """One example. `label` is '' where there are none. `line` counts from 1 (parquet: the row)."""
+    """One example.
+
+    Attributes:
+      texts: one or two; of tagged words, each of them.
+      label: the class, or ''.
+      file: that it is in.
+      line: from 1 (parquet: the row).
+      targets: numbers.
+      tags: of the words, in IOB2.
+    """
 
     texts: tuple[str, ...]
     label: str
     file: Path
     line: int
+    targets: tuple[float, ...] = ()
+    tags: tuple[str, ...] = ()
 
     @property
     def place(self) -> str:
@@ -58,7 +79,7 @@ def read(source: str, files: Sequence[Path], columns: Columns) -> Iterator[TextR
 
 
 def _valid(row: TextRow, columns: Columns) -> TextRow:
-    if columns.label is not None and not row.label.strip():
+    if columns.label is not None and not columns.has_tags and not row.label.strip():
         raise UserError(f"{row.place}: the label (column {columns.label!r}) is empty.")
     for text in row.texts:
         try:
@@ -156,6 +177,7 @@ def _places(path: Path, names: Sequence[str], columns: Columns, line: int = 1) -
     for name in columns.all:
         if name not in names:
             key = "label_column" if name == columns.label else "text_columns"
+            key = "target_columns" if name in columns.targets else key
             there = ", ".join(map(repr, names))
             found = f"{path}:{line} has no column {name!r}; it has {there}.{nearest(name, names)}"
             raise UserError(f"{found} Set config.data.{key}.")
@@ -168,13 +190,32 @@ def _row(path: Path, line: int, fields: Sequence[str], places: Iterable[int], wi
     if len(fields) != width:
         raise UserError(f"{path}:{line}: {len(fields)} columns, where the header has {width}.")
     values = [fields[place] for place in places]
-    texts = len(columns.texts)
-    return TextRow(tuple(values[:texts]), "".join(values[texts:]), path, line)
+    texts = tuple(values[: len(columns.texts)])
+    if columns.targets:
+        return TextRow(texts, "", path, line, _targets(path, line, values, columns))
+    return TextRow(texts, "".join(values[len(texts) :]), path, line)
+
+
+def _targets(path: Path, line: int, values: Sequence[Any], columns: Columns) -> tuple[float, ...]:
+    """The last values of a row, as numbers."""
+    numbers = []
+    for name, value in zip(columns.targets, values[-len(columns.targets) :], strict=True):
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise UserError(f"{path}:{line}: column {name!r} must be a finite number, not {value!r}.")
+        numbers.append(number)
+    return tuple(numbers)
 
 
 def _typed_row(path: Path, line: int, values: Sequence[Any], columns: Columns) -> TextRow:
-    """A row of values that carry their type: texts are strings, labels strings or whole numbers."""
-    for name, value in zip(columns.all, values, strict=True):
+    """A row of values that carry their type: texts are strings, labels strings or whole numbers, targets numbers."""
+    if columns.has_tags:
+        return _tagged_row(path, line, values[0], values[1], columns)
+    num_words = len(columns.all) - len(columns.targets)
+    for name, value in zip(columns.all[:num_words], values[:num_words], strict=True):
         is_label = name == columns.label
         fits = isinstance(value, str) or (is_label and isinstance(value, int) and not isinstance(value, bool))
         if is_label and value is None:
@@ -182,5 +223,20 @@ def _typed_row(path: Path, line: int, values: Sequence[Any], columns: Columns) -
         if not fits:
             kinds = "a string or a whole number" if is_label else "a string"
             raise UserError(f"{path}:{line}: column {name!r} must be {kinds}, not {value!r}.")
-    texts = len(columns.texts)
-    return TextRow(tuple(values[:texts]), "".join(map(str, values[texts:])), path, line)
+    texts = tuple(values[: len(columns.texts)])
+    if columns.targets:
+        return TextRow(texts, "", path, line, _targets(path, line, values, columns))
+    return TextRow(texts, "".join(map(str, values[len(texts) :])), path, line)
+
+
+def _tagged_row(path: Path, line: int, words: Any, tags: Any, columns: Columns) -> TextRow:
+    """A row of words and as many tags: O, B-TYPE or I-TYPE."""
+    for name, value in zip(columns.all, (words, tags), strict=True):
+        if not isinstance(value, list) or not value or not all(isinstance(item, str) and item for item in value):
+            raise UserError(f"{path}:{line}: column {name!r} must be a list of strings that are not empty.")
+    if len(words) != len(tags):
+        raise UserError(f"{path}:{line}: {len(words)} words, but {len(tags)} tags.")
+    for tag in tags:
+        if tag != "O" and (tag[:2] not in ("B-", "I-") or len(tag) == 2):
+            raise UserError(f"{path}:{line}: a tag is {tag!r}; it must be O, B-TYPE or I-TYPE.")
+    return TextRow(tuple(words), "", path, line, tags=tuple(tags))

@@ -15,8 +15,9 @@ from jaxpar.data.text import buckets_of
 
 NUM_CLASSES = 8
 _PAD, _CLS, _SEP, _MASK, _FIRST = 0, 2, 3, 4, 5  # as in a trained WordPiece vocabulary
+_TAGS = ("O", "B-A", "I-A", "B-B", "I-B")
 _USED = 256  # regular tokens that occur, where the vocabulary has as many
-_KINDS = {"resnet": "image", "mlp": "vector"}  # of data, by config.model.name; any other: text
+_KINDS = {"resnet": "image", "vit": "image", "mlp": "vector"}  # of data, by config.model.name; any other: text
 
 
 def kind(config: ConfigDict) -> str:
@@ -42,41 +43,65 @@ def load(config: ConfigDict, labels: Labels) -> Dataset:
     )
     assert train is not None
     facts = {"task": labels.value, "kind": kind(config), "seed": config.seed, "sizes": sizes, "augment": data.augment}
+    facts |= {"targets": len(info.targets)} if info.targets else {}
     facts |= {"vocab_size": data.vocab_size, "buckets": buckets_of(config), "mask_fraction": data.mask_fraction}
     return Dataset(info, train, validation, test, cache.fingerprint(facts))
 
 
 def _texts(config: ConfigDict, labels: Labels, random: np.random.Generator) -> Make:
-    """Chains in which a token all but gives the next; in those of class c every other token is c modulo NUM_CLASSES."""
+    """Chains in which a token all but gives the next; in those of class c every other token is c modulo NUM_CLASSES.
+
+    Targets are functions of the class; tags of a token and the one before it.
+    """
     data = config.data
     total, longest = data.synthetic_examples, data.max_length
-    classes = NUM_CLASSES if labels is Labels.CLASSES else 0
-    info = DataInfo("text", (longest,), classes, tuple(map(str, range(classes))), data.vocab_size, _PAD)
+    names = {Labels.CLASSES: tuple(map(str, range(NUM_CLASSES))), Labels.TAGS: _TAGS}.get(labels, ())
+    targets = tuple(data.target_columns) if labels is Labels.TARGETS else ()
+    info = DataInfo("text", (longest,), len(names), names, data.vocab_size, _PAD, targets)
     chains_NK = _chains(random, total, longest + 1, min(_USED, data.vocab_size - _FIRST))
     if labels is Labels.NEXT:
         blocks_NK = chains_NK.astype(np.int32)
         return info, lambda rows: Blocks(blocks_NK[rows])
     labels_N, masking = None, None
-    if labels is Labels.CLASSES:
+    if labels in (Labels.CLASSES, Labels.TARGETS):
         labels_N = random.integers(0, NUM_CLASSES, total, np.int32)
         marked_NK = chains_NK - (chains_NK - _FIRST) % NUM_CLASSES + labels_N[:, None]
         chains_NK = np.where(random.random(chains_NK.shape) < 0.5, marked_NK, chains_NK)
-    else:
+    elif labels is Labels.MASKED:
         is_special_V = np.arange(data.vocab_size) < _FIRST
         masking = Masking(data.mask_fraction, _MASK, is_special_V)
     lengths_N = random.integers(min(8, longest), longest + 1, total)
     tokens_NT = chains_NK[:, :longest].astype(np.int32)
     tokens_NT[:, 0] = _CLS
     tokens_NT[np.arange(total), lengths_N - 1] = _SEP
-    tokens_M = tokens_NT[np.arange(longest) < lengths_N[:, None]]
+    is_real_NT = np.arange(longest) < lengths_N[:, None]
+    tokens_M = tokens_NT[is_real_NT]
+    tags_M = _tags(tokens_NT)[is_real_NT] if labels is Labels.TAGS else None
+    if targets:
+        assert labels_N is not None
+        labels_N = _as_targets(random, labels_N, targets)
     offsets_N1 = np.concatenate([[0], np.cumsum(lengths_N)])
     buckets = buckets_of(config)
 
     def cut(rows: slice) -> Split:
         labels_R = None if labels_N is None else labels_N[rows]
-        return Texts(tokens_M, offsets_N1[rows.start : rows.stop + 1], labels_R, None, buckets, _PAD, masking)
+        return Texts(tokens_M, offsets_N1[rows.start : rows.stop + 1], labels_R, None, buckets, _PAD, masking, tags_M)
 
     return info, cut
+
+
+def _tags(tokens_NT: np.ndarray) -> np.ndarray:
+    """Each token a word: two in eight begin an entity, of types A and B, and one goes on with it. -1: special."""
+    place_NT = (tokens_NT - _FIRST) % NUM_CLASSES
+    begins_NT = np.where(place_NT < 2, 1 + 2 * place_NT, 0)
+    before_NT = np.pad(begins_NT, ((0, 0), (1, 0)))[:, :-1]
+    tags_NT = np.where((place_NT == 2) & (before_NT > 0), before_NT + 1, begins_NT)
+    return np.where(tokens_NT < _FIRST, -1, tags_NT).astype(np.int32)
+
+
+def _as_targets(random: np.random.Generator, labels_N: np.ndarray, targets: tuple[str, ...]) -> np.ndarray:
+    """Numbers that each class has. [N, targets]."""
+    return random.standard_normal((NUM_CLASSES, len(targets)), np.float32)[labels_N]
 
 
 def _chains(random: np.random.Generator, total: int, length: int, used: int) -> np.ndarray:
@@ -106,5 +131,8 @@ def _vectors(config: ConfigDict, labels: Labels, random: np.random.Generator) ->
     labels_N = random.integers(0, NUM_CLASSES, config.data.synthetic_examples, np.int32)
     centre_CD = random.standard_normal((NUM_CLASSES, 32), np.float32)
     vectors_ND = centre_CD[labels_N] + random.standard_normal((len(labels_N), 32), np.float32)
-    info = DataInfo("vector", (32,), NUM_CLASSES, tuple(map(str, range(NUM_CLASSES))), 0, 0)
-    return info, lambda rows: Vectors(vectors_ND[rows], labels_N[rows])
+    targets = tuple(config.data.target_columns) if labels is Labels.TARGETS else ()
+    names = () if targets else tuple(map(str, range(NUM_CLASSES)))
+    values_N = _as_targets(random, labels_N, targets) if targets else labels_N
+    info = DataInfo("vector", (32,), len(names), names, 0, 0, targets)
+    return info, lambda rows: Vectors(vectors_ND[rows], values_N[rows])

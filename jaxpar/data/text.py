@@ -33,13 +33,16 @@ def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:
     doing = f"Tokenizing {config.data.train or config.data.source}"
     entry = cache.entry(cache.cache_dir(config) / "data", cache.fingerprint(facts), make, doing=doing)
     corpus.check_sizes(entry.facts["examples"], "blocks" if labels is Labels.NEXT else "examples")
-    classes = tuple(entry.facts["classes"]) if labels is Labels.CLASSES else ()
+    classes = tuple(entry.facts["classes"]) if labels in (Labels.CLASSES, Labels.TAGS) else ()
+    if len(classes) == 1 and labels is Labels.TAGS:
+        raise UserError("config.data.train has no entity: all tags are 'O'.")
     if len(classes) == 1:
         raise UserError(f"config.data.train has one class only, {classes[0]!r}; a classifier needs two or more.")
-    _check_labels(entry, classes)
+    _check_labels(entry, labels, classes)
     _keep(workdir, serialized)
     size = tokenizer.vocab_size(made)
-    info = DataInfo("text", (config.data.max_length,), len(classes), classes, size, pad_id)
+    targets = tuple(config.data.target_columns) if labels is Labels.TARGETS else ()
+    info = DataInfo("text", (config.data.max_length,), len(classes), classes, size, pad_id, targets)
     facts |= {"buckets": buckets_of(config), "mask_fraction": config.data.mask_fraction}
     splits = {
         name: _split(config, labels, entry, name, pad_id, masking) if count else None
@@ -49,15 +52,23 @@ def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:
     return Dataset(info, splits["train"], splits["validation"], splits["test"], cache.fingerprint(facts))
 
 
-def _check_labels(entry: cache.Entry, classes: tuple[str, ...]) -> None:
-    """Raises UserError for a class whose few examples all fell into another split than training."""
+def _check_labels(entry: cache.Entry, labels: Labels, classes: tuple[str, ...]) -> None:
+    """Raises UserError for a class, or type of entity, whose few examples all fell into another split than training."""
     if not classes:
         return
-    trained = np.unique(entry.array("train.labels"))
+
+    def found(name: str) -> np.ndarray:
+        """Numbers of classes; of entities, of the class B-TYPE."""
+        if labels is Labels.CLASSES:
+            return np.unique(entry.array(f"{name}.labels"))
+        tags = np.unique(entry.array(f"{name}.tags"))
+        return np.unique((tags[tags > 0] - 1) // 2 * 2 + 1)
+
+    trained = found("train")
     for name in ("validation", "test"):
         if not entry.facts["examples"][name]:
             continue
-        unseen = np.setdiff1d(entry.array(f"{name}.labels"), trained)
+        unseen = np.setdiff1d(found(name), trained)
         if len(unseen):
             raise UserError(
                 f"config.data.train: the label {classes[unseen[0]]!r} is so rare that it is in the {name} split only, "
@@ -83,10 +94,12 @@ def _split(
 ) -> Split:
     if labels is Labels.NEXT:
         return Blocks(entry.array(f"{name}.blocks"))
-    labels_N = entry.array(f"{name}.labels") if labels is Labels.CLASSES else None
+    files = {Labels.CLASSES: "labels", Labels.TARGETS: "targets"}
+    labels_N = entry.array(f"{name}.{files[labels]}") if labels in files else None
+    tags_M = entry.array(f"{name}.tags") if labels is Labels.TAGS else None
     segments_M = entry.array(f"{name}.segments") if len(config.data.text_columns) == 2 else None
     tokens_M, offsets_N1 = entry.array(f"{name}.tokens"), entry.array(f"{name}.offsets")
-    return Texts(tokens_M, offsets_N1, labels_N, segments_M, buckets_of(config), pad_id, masking)
+    return Texts(tokens_M, offsets_N1, labels_N, segments_M, buckets_of(config), pad_id, masking, tags_M)
 
 
 def _write(
@@ -97,6 +110,8 @@ def _write(
     if labels is Labels.NEXT:
         end = tokenizer.special(made, tokenizer.END_OF_TEXT, "the end of a text", path)
         return tokens.write_blocks(directory, corpus.rows(), made, longest, end)
+    if labels is Labels.TAGS:
+        return tokens.write_tagged(directory, corpus.rows(), made, longest)
     if config.data.source == "text":
         ends = made.encode("").ids
         if len(ends) != 2:

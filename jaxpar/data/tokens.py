@@ -1,7 +1,8 @@
 """Turns rows of text into the token arrays of the splits, once, as files of a cache entry.
 
 Files of split S: S.tokens.npy (all examples' tokens, one after another), S.offsets.npy (example i is
-tokens[offsets[i] : offsets[i + 1]]), S.labels.npy (classes), S.segments.npy (of text pairs; as tokens), or,
+tokens[offsets[i] : offsets[i + 1]]), S.labels.npy (classes), S.segments.npy (of text pairs; as tokens); S.targets.npy
+[N, targets] of numbers; S.tags.npy (as tokens: a class at the first token of a word, -1 elsewhere) of tagged words; or,
 for causal language models, S.blocks.npy [N, max_length + 1] alone.
 
 Dims: M tokens of a split, N examples, K tokens of a block, C classes.
@@ -43,6 +44,7 @@ def write_examples(directory: Path, rows: Iterable[SplitRow], tokenizer: Tokeniz
             part.tokens.extend(encoding.ids)
             part.offsets.append(len(part.tokens))
             part.labels.append(seen.setdefault(row.label, len(seen)))
+            part.targets.extend(row.targets)
             if len(row.texts) == 2:
                 part.segments.extend(encoding.type_ids)
     classes = class_order(seen)
@@ -53,7 +55,43 @@ def write_examples(directory: Path, rows: Iterable[SplitRow], tokenizer: Tokeniz
         np.save(directory / f"{name}.offsets.npy", np.array(part.offsets))
         np.save(directory / f"{name}.labels.npy", number_C[np.array(part.labels, np.int32)])
         np.save(directory / f"{name}.segments.npy", np.array(part.segments))
+        if part.targets:
+            np.save(directory / f"{name}.targets.npy", np.array(part.targets, np.float32).reshape(len(part.labels), -1))
     return {"classes": classes, "examples": {name: len(part.labels) for name, part in parts.items()}}
+
+
+def write_tagged(directory: Path, rows: Iterable[SplitRow], tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
+    """One example a row of words and tags, with special tokens, cut to max_length: later words have no label.
+
+    Returns the names of the classes, O and then B-TYPE, I-TYPE by type, and the number of examples by split.
+    """
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(max_length)
+    parts = {name: _Part(tokenizer) for name in SPLITS}
+    seen: dict[str, int] = {}  # tag -> number, in order of appearance
+    for chunk in _chunks((row.texts, split, row) for split, row in rows):
+        encodings = tokenizer.encode_batch([list(words) for words, _, _ in chunk], is_pretokenized=True)
+        for (_, split, row), encoding in zip(chunk, encodings, strict=True):
+            part, previous, is_tagged = parts[split], None, False
+            for word in encoding.word_ids:
+                if word is None or word == previous:
+                    part.tags.append(-1)
+                else:
+                    part.tags.append(seen.setdefault(row.tags[word], len(seen)))
+                    is_tagged = True
+                previous = word
+            if not is_tagged:
+                raise UserError(f"{row.place}: the text has no tokens.")
+            part.tokens.extend(encoding.ids)
+            part.offsets.append(len(part.tokens))
+    types = sorted({tag[2:] for tag in seen if tag != "O"})
+    classes = ["O", *(f"{prefix}-{kind}" for kind in types for prefix in "BI")]
+    number_C = np.array([*(classes.index(tag) for tag in seen), -1], np.int32)  # the last is that of -1
+    for name, part in parts.items():
+        np.save(directory / f"{name}.tokens.npy", np.array(part.tokens))
+        np.save(directory / f"{name}.offsets.npy", np.array(part.offsets))
+        np.save(directory / f"{name}.tags.npy", number_C[np.array(part.tags, np.int32)])
+    return {"classes": classes, "examples": {name: len(part.offsets) - 1 for name, part in parts.items()}}
 
 
 def write_packed(
@@ -110,6 +148,8 @@ class _Part:
         self.offsets = array("q", [0])
         self.segments = array("B")
         self.labels = array("i")
+        self.targets = array("d")
+        self.tags = array("i")
 
 
 def _streams(rows: Iterable[SplitRow], tokenizer: Tokenizer, end: int) -> dict[str, np.ndarray]:

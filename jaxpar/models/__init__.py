@@ -20,6 +20,7 @@ MODELS = {
     "gpt": DataInfo("text", (1,), 1, ("",), 1, 0),
     "resnet": DataInfo("image", (1, 1, 1), 1, ("",), 0, 0),
     "mlp": DataInfo("vector", (1,), 1, ("",), 0, 0),
+    "vit": DataInfo("image", (0, 0, 1), 1, ("",), 0, 0),  # a size that every patch divides
 }
 DTYPES = ("float32", "bfloat16")
 

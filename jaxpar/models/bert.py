@@ -1,4 +1,4 @@
-"""BERT (Devlin et al. 2018): the encoder, for classification and masked language modelling.
+"""BERT (Devlin et al. 2018): the encoder, for classification of texts or words, regression and masked language models.
 
 Array dims: B examples, T positions, D features, V vocabulary, C classes.
 """
@@ -43,16 +43,18 @@ NORM_EPS = 1e-12
 
 
 def build(config: ConfigDict, info: DataInfo) -> Model:
-    """The layers: embed, block_0 .. , head. The output: logits [B, C] or [B, T, V], float32."""
+    """The layers: embed, block_0 .. , head. The output: [B, C], [B, T, C] or [B, T, V], float32."""
     task, spec, pooling = decide(config, info)
     if task.head == "masked_lm":
         return transformer(config, spec, partial(MaskedLMHead, spec), TIED_HEAD)
+    if task.head == "token":
+        return transformer(config, spec, partial(TokenHead, spec, info.num_outputs))
     return transformer(config, spec, partial(PoolingHead, spec, pooling, info.num_outputs))
 
 
 def decide(config: ConfigDict, info: DataInfo) -> tuple[Task, Spec, str]:
     """Return the task, the numbers of the encoder, and how its head pools (empty: it does not)."""
-    task = check_task(config, info, heads=("example", "masked_lm"), kinds=("text",))
+    task = check_task(config, info, heads=("example", "token", "masked_lm"), kinds=("text",))
     pooling = {"pooling": "cls"} if task.head == "example" else {}
     values = {"pooling": "", **pick(config, SIZES, {**DEFAULTS, **pooling})}
     check_choice("model.activation", values["activation"], ("gelu", "gelu_tanh", "relu"))
@@ -90,6 +92,18 @@ def mean_over_mask(x_BTD: jax.Array, mask_BT: jax.Array) -> jax.Array:
     weights_BT = mask_BT.astype(jnp.float32)
     total_BD = jnp.einsum("btd,bt->bd", x_BTD.astype(jnp.float32), weights_BT)
     return (total_BD / jnp.maximum(weights_BT.sum(axis=1, keepdims=True), 1)).astype(x_BTD.dtype)
+
+
+class TokenHead(nnx.Module):
+    """Classifies each token."""
+
+    def __init__(self, spec: Spec, num_classes: int, rngs: nnx.Rngs):
+        self.spec = spec
+        self.classifier = classifier(spec, num_classes, rngs)
+
+    def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
+        """Hidden states to logits: [B, T, D] -> [B, T, C]."""
+        return self.classifier(dropout(x_BTD, self.spec.dropout, context, 0))
 
 
 class MaskedLMHead(nnx.Module):

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from jaxpar.data import DataInfo, Labels
+from jaxpar.data import DataInfo
 from jaxpar.data import tokenizer as tokenizers
 from jaxpar.errors import UserError
 from jaxpar.models import bert, gpt, hf_tensors
@@ -71,7 +71,11 @@ FAMILIES = {
             "tie_word_embeddings": True,
         },
         prefix="bert.",
-        classes={"example": "BertForSequenceClassification", "masked_lm": "BertForMaskedLM"},
+        classes={
+            "example": "BertForSequenceClassification",
+            "token": "BertForTokenClassification",
+            "masked_lm": "BertForMaskedLM",
+        },
         tensors=hf_tensors.bert,
     ),
     "gpt2": Family(
@@ -255,9 +259,11 @@ def _their_config(config: ConfigDict, info: DataInfo) -> tuple[dict[str, Any], F
     values = {theirs: getattr(spec, ours) for ours, theirs in family.keys.items()}
     values[family.keys["activation"]] = family.activations[spec.activation]
     settings = {"architectures": [family.classes[task.head]], "model_type": kind, **values, **family.fixed, **extras}
-    if task.labels is Labels.CLASSES:
-        settings["id2label"] = {str(index): name for index, name in enumerate(info.class_names)}
-        settings["label2id"] = {name: index for index, name in enumerate(info.class_names)}
+    if names := info.targets or info.class_names:
+        settings["id2label"] = {str(index): name for index, name in enumerate(names)}
+        settings["label2id"] = {name: index for index, name in enumerate(names)}
+    if info.targets:
+        settings["problem_type"] = "regression"
     # GPT-2's classifier finds the last token of a text by it.
     settings["pad_token_id"] = info.pad_id if task.head != "causal_lm" else None
     return settings, family

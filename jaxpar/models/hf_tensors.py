@@ -1,7 +1,7 @@
 """The tensors of a Hugging Face directory: their names in `transformers` beside ours, and their files.
 
-The names are those of its classes BertForMaskedLM, BertForSequenceClassification, GPT2LMHeadModel and
-GPT2ForSequenceClassification; BertModel and GPT2Model have the same ones without the prefix.
+The names are those of its classes BertForMaskedLM, BertForSequenceClassification, BertForTokenClassification,
+GPT2LMHeadModel and GPT2ForSequenceClassification; BertModel and GPT2Model have the same ones without the prefix.
 """
 
 import json

@@ -28,6 +28,7 @@ OVERRIDES = (
     "activation",
     "positions",
     "pooling",
+    "patch_size",
 )
 
 
@@ -78,7 +79,7 @@ def check_task(config: ConfigDict, info: DataInfo, *, heads: Sequence[Head], kin
         possible = [other for other, make in tasks.TASKS.items() if make(config).head in heads]
         raise UserError(
             f"config.task is {task.name!r}, which model {name!r} cannot learn; it must be {', '.join(possible)} "
-            "(masked_lm: model 'bert'; causal_lm: model 'gpt')."
+            "(masked_lm, token_classification: model 'bert'; causal_lm: model 'gpt')."
         )
     if info.kind not in kinds:
         raise UserError(

@@ -8,13 +8,15 @@ from collections.abc import Callable
 from ml_collections import ConfigDict
 
 from jaxpar.errors import check_choice
-from jaxpar.tasks import classification, language_models
+from jaxpar.tasks import classification, language_models, regression, token_classification
 from jaxpar.tasks.task import Head, Sums, Task, add_up, mean_loss
 
 __all__ = ["TASKS", "Head", "Sums", "Task", "add_up", "find", "mean_loss"]
 
 TASKS: dict[str, Callable[[ConfigDict], Task]] = {
     "classification": lambda config: classification.TASK,
+    "regression": regression.make,
+    "token_classification": lambda config: token_classification.TASK,
     "masked_lm": lambda config: language_models.MASKED_LM,
     "causal_lm": lambda config: language_models.CAUSAL_LM,
 }

@@ -14,8 +14,8 @@ import numpy as np
 from jaxpar.data import Labels
 
 Terms = dict[str, Any]  # arrays by name
-# What the last layer returns: numbers for each example or token; logits of each hidden, or each next, token.
-Head = Literal["example", "masked_lm", "causal_lm"]
+# What the last layer returns: numbers for each example, or token; logits of each hidden, or next, token.
+Head = Literal["example", "token", "masked_lm", "causal_lm"]
 
 
 class Sums(NamedTuple):

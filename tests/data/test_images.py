@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from jaxpar.data.examples import Images
+from jaxpar.data.examples import DataInfo, Images
 from jaxpar.errors import UserError
 
 from .conftest import load
@@ -86,7 +86,7 @@ def test_mnist(config: ConfigDict, tmp_path: Path, packed: bool, dot: bool) -> N
     assert both[0] | both[1] == pairs(*written["train"])
     assert not both[0] & both[1]
     info = load(config, tmp_path).info
-    assert info == ("image", (28, 28, 1), 10, tuple("0123456789"), 0, 0)
+    assert info == DataInfo("image", (28, 28, 1), 10, tuple("0123456789"), 0, 0)
 
 
 @pytest.mark.parametrize("binary", [False, True])

@@ -24,6 +24,10 @@ CASES = {
     ("gpt", "causal_lm"): ("text", (32,), 0),
     ("resnet", "classification"): ("image", (32, 32, 3), 8),
     ("mlp", "classification"): ("vector", (32,), 8),
+    ("vit", "classification"): ("image", (32, 32, 3), 8),
+    ("bert", "regression"): ("text", (32,), 0),
+    ("mlp", "regression"): ("vector", (32,), 0),
+    ("bert", "token_classification"): ("text", (32,), 5),
 }
 
 
@@ -43,7 +47,7 @@ def test_every_task_runs_without_files(model: str, task: str, config: ConfigDict
     config.seed = 1
     assert load(config, tmp_path).fingerprint != dataset.fingerprint
     keys = {"inputs", "labels", "weights", "index"} | (
-        {"mask"} if task != "causal_lm" and model not in ("resnet", "mlp") else set()
+        {"mask"} if task != "causal_lm" and model not in ("resnet", "mlp", "vit") else set()
     )
     assert set(batch) == keys
     dtypes = {"text": "int32", "image": "uint8", "vector": "float32"}

@@ -21,6 +21,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "bert": {"size": "tiny", "num_layers": 3, "hidden_size": 16, "num_heads": 2},
     "gpt": {"size": "tiny", "num_layers": 3, "hidden_size": 16, "num_heads": 2},
     "resnet": {"size": "18", "hidden_size": 32},
+    "vit": {"size": "tiny", "num_layers": 3, "hidden_size": 12, "num_heads": 3, "patch_size": 4},
     "mlp": {"size": "tiny", "num_layers": 3, "hidden_size": 16},
 }
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "num_heads": 4, "num_kv_heads": 2}
@@ -37,14 +38,14 @@ def small_config(name: str, task: str, **overrides: Any) -> ConfigDict:
 
 def info_of(name: str, task: str) -> DataInfo:
     """What the small batches of `make_batch` are."""
-    info = {"resnet": IMAGE, "mlp": VECTOR}.get(name, TEXT)
+    info = {"resnet": IMAGE, "vit": IMAGE, "mlp": VECTOR}.get(name, TEXT)
     return info if task == "classification" else info._replace(num_classes=0)
 
 
 def make_batch(name: str, task: str, *, seed: int = 0) -> dict[str, Any]:
     """Random inputs; of a text that is not for causal_lm, examples of 12, 7, 1 and 10 real tokens."""
     random = np.random.default_rng(seed)
-    if name == "resnet":
+    if name in ("resnet", "vit"):
         return {"inputs": random.integers(0, 256, (BATCH, 8, 8, 3), np.uint8)}
     if name == "mlp":
         return {"inputs": random.normal(size=(BATCH, 6)).astype(np.float32)}

@@ -102,6 +102,37 @@ def test_export_equals_the_file_read(name: str, tmp_path: Path, tokenizer: Path)
     jax.tree.map(np.testing.assert_array_equal, again, params)
 
 
+@pytest.mark.parametrize(
+    ("task", "names", "architecture"),
+    [
+        ("regression", ("stars", "price"), "BertForSequenceClassification"),
+        ("token_classification", ("O", "B-PER", "I-PER"), "BertForTokenClassification"),
+    ],
+)
+def test_other_tasks_are_exported(
+    task: str, names: tuple[str, ...], architecture: str, tmp_path: Path, tokenizer: Path
+) -> None:
+    """As the classes of `transformers` that have the same head; read again, the arrays are the same."""
+    config = small_config("bert", task)
+    is_regression = task == "regression"
+    labels = {"targets": names} if is_regression else {"num_classes": len(names), "class_names": names}
+    info = DataInfo("text", (10,), 0, (), 40, 0)._replace(**labels)
+    model = build(config, info)
+    params = make_params(model)
+    hf.save_directory(params, config, info, tokenizer, tmp_path / "out")
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert settings["architectures"] == [architecture]
+    assert settings["id2label"] == {str(i): name for i, name in enumerate(names)}
+    assert settings.get("problem_type") == ("regression" if is_regression else None)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert ("bert.pooler.dense.weight" in tensors) == is_regression
+    np.testing.assert_array_equal(tensors["classifier.weight"], params["head"]["classifier"]["kernel"].T)
+    again = hf.load_params(
+        model, jax.eval_shape(model.init, jax.random.key(0)), tmp_path / "out", say=lambda line: None
+    )
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+
+
 def test_sizes_come_from_the_directory() -> None:
     config = config_of(ANY, dropout=0.3)
     hf.apply_directory(config)

@@ -22,6 +22,7 @@ EVERY: list[tuple[str, str, dict[str, Any]]] = [
     ("resnet", "classification", {"size": "18"}),
     ("resnet", "classification", {"size": "50"}),
     ("mlp", "classification", {"dropout": 0.3}),
+    ("vit", "classification", {}),
 ]
 every = pytest.mark.parametrize(("name", "task", "overrides"), EVERY)
 
@@ -35,7 +36,7 @@ def test_output_is_float32_logits(name: str, task: str, overrides: dict[str, Any
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
 
 
-@pytest.mark.parametrize(("name", "task", "overrides"), [EVERY[2], EVERY[4], EVERY[6], EVERY[8]])
+@pytest.mark.parametrize(("name", "task", "overrides"), [EVERY[2], EVERY[4], EVERY[6], EVERY[8], EVERY[9]])
 def test_partitions_equal_the_whole(name: str, task: str, overrides: dict[str, Any]) -> None:
     model, params, batch = small(name, task, **overrides)
     count = len(model.layers)

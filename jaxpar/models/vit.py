@@ -1,0 +1,127 @@
+"""ViT (Dosovitskiy et al. 2020): the blocks of a transformer, with norms first, on the patches of an image.
+
+Array dims: B examples, H height, W width, C channels, T positions (patches, after the class token), D features.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from ml_collections import ConfigDict
+
+from jaxpar.data import DataInfo
+from jaxpar.errors import UserError, check_choice
+from jaxpar.models.layers import INIT_SCALE, Block, classifier, dropout, norm, normalize
+from jaxpar.models.mlp import unit_range
+from jaxpar.models.model import Context, Model
+from jaxpar.models.options import Spec, attention_kernel, check_task, pick
+
+# base, large: the paper's, table 1; tiny, small: DeiT's (Touvron et al. 2020), table 1.
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"num_layers": 12, "hidden_size": 192, "num_heads": 3},
+    "small": {"num_layers": 12, "hidden_size": 384, "num_heads": 6},
+    "base": {"num_layers": 12, "hidden_size": 768, "num_heads": 12},
+    "large": {"num_layers": 24, "hidden_size": 1024, "num_heads": 16},
+}
+DEFAULTS = {"mlp_size": None, "dropout": 0.1, "activation": "gelu", "pooling": "cls", "patch_size": 16}
+NORM_EPS = 1e-6
+
+
+def build(config: ConfigDict, info: DataInfo) -> Model:
+    """The layers: embed, block_0 .. , head. The output: [B, DataInfo.num_outputs], float32."""
+    check_task(config, info, heads=("example",), kinds=("image",))
+    values = pick(config, SIZES, DEFAULTS)
+    spec, pooling, patch = decide(config, info, values), values["pooling"], values["patch_size"]
+    channels = info.input_shape[2]
+    makers: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {"embed": partial(PatchEmbed, spec, pooling, patch, channels)}
+    makers |= dict.fromkeys((f"block_{i}" for i in range(spec.num_layers)), partial(Block, spec))
+    makers["head"] = partial(ImageHead, spec, pooling, info.num_outputs)
+    return Model(makers, scan=config.model.scan_layers, remat=config.model.remat)
+
+
+def decide(config: ConfigDict, info: DataInfo, values: dict[str, Any]) -> Spec:
+    """Return the numbers of the blocks. max_length: patches, and the class token where there is one.
+
+    Raises:
+      UserError: numbers that do not fit together, or to the images.
+    """
+    check_choice("model.activation", values["activation"], ("gelu", "gelu_tanh", "relu"))
+    check_choice("model.pooling", values["pooling"], ("cls", "mean"))
+    hidden, heads, patch = values["hidden_size"], values["num_heads"], values["patch_size"]
+    height, width, _ = info.input_shape
+    if hidden % heads:
+        raise UserError(
+            f"config.model.hidden_size is {hidden}; it must be a multiple of config.model.num_heads, {heads}."
+        )
+    if height % patch or width % patch:
+        raise UserError(f"config.model.patch_size is {patch}; it must divide the images' size, {height} x {width}.")
+    dtype = jnp.dtype(config.model.dtype)
+    return Spec(
+        num_layers=values["num_layers"],
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        mlp_size=values["mlp_size"] or 4 * hidden,
+        vocab_size=0,
+        max_length=(height // patch) * (width // patch) + (values["pooling"] == "cls"),
+        token_types=0,
+        dropout=values["dropout"],
+        norm="layernorm",
+        norm_eps=NORM_EPS,
+        pre_norm=True,
+        activation=values["activation"],
+        positions="learned",
+        causal=False,
+        dtype=dtype,
+        attention=attention_kernel(config.model.attention, dtype, hidden // heads),
+    )
+
+
+class PatchEmbed(nnx.Module):
+    """A linear map of each patch, behind the class token where pooling is cls, and learned positions."""
+
+    def __init__(self, spec: Spec, pooling: str, patch: int, channels: int, rngs: nnx.Rngs):
+        self.spec = spec
+        self.patches = nnx.Conv(
+            channels,
+            spec.hidden_size,
+            (patch, patch),
+            strides=patch,
+            padding="VALID",
+            dtype=spec.dtype,
+            kernel_init=nnx.initializers.lecun_normal(),
+            rngs=rngs,
+        )
+        self.has_class_token = pooling == "cls"
+        if self.has_class_token:
+            self.class_token = nnx.Param(jnp.zeros(spec.hidden_size))
+        shape = (spec.max_length, spec.hidden_size)
+        self.positions = nnx.Param(INIT_SCALE * jax.random.normal(rngs.params(), shape))
+
+    def __call__(self, pixels_BHWC: jax.Array, context: Context) -> jax.Array:
+        """Pixels, uint8, to vectors: [B, H, W, C] -> [B, T, D]."""
+        spec = self.spec
+        x_BHWD = self.patches(unit_range(pixels_BHWC, spec.dtype))
+        x_BTD = x_BHWD.reshape(len(x_BHWD), -1, spec.hidden_size).astype(jnp.float32)
+        if self.has_class_token:
+            class_B1D = jnp.broadcast_to(self.class_token[...], (len(x_BTD), 1, spec.hidden_size))
+            x_BTD = jnp.concatenate([class_B1D, x_BTD], axis=1)
+        x_BTD += self.positions[...][None]
+        return dropout(x_BTD.astype(spec.dtype), spec.dropout, context, 0)
+
+
+class ImageHead(nnx.Module):
+    """The last norm, then a linear map of the class token, or of the mean over patches."""
+
+    def __init__(self, spec: Spec, pooling: str, num_classes: int, rngs: nnx.Rngs):
+        self.pooling = pooling
+        self.norm = norm(spec, rngs)
+        self.classifier = classifier(spec, num_classes, rngs)
+
+    def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
+        """Hidden states to logits: [B, T, D] -> [B, classes]."""
+        x_BTD = normalize(self.norm, x_BTD).astype(jnp.float32)
+        return self.classifier(x_BTD[:, 0] if self.pooling == "cls" else x_BTD.mean(axis=1))

@@ -1,0 +1,61 @@
+"""Numbers for each example, by least squares.
+
+Dims: B examples, K targets.
+"""
+
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from jaxpar.data import Labels
+from jaxpar.tasks.task import Sums, Task, mean_loss
+
+
+def make(config: ConfigDict) -> Task:
+    """Return the task for the targets of config.data.target_columns."""
+    shape = (len(config.data.target_columns),)
+    return Task(
+        name="regression",
+        labels=Labels.TARGETS,
+        head="example",
+        terms={"errors": shape, "squares": shape, "targets": shape},
+        sums=sums,
+        metrics=metrics,
+        curve="r2",
+        loss_unit="mean squared error",
+        headline="test RMSE {test_rmse:.4g}, R2 {test_r2:.4f}",
+    )
+
+
+def sums(outputs_BK: jax.Array, batch: Mapping[str, jax.Array]) -> Sums:
+    """Return the sums of squared errors, as a mean over targets and of each, and what their variance follows from.
+
+    Args:
+      outputs_BK: predictions, any float dtype; computed in float32.
+      batch: "labels", float32 [B, K], and "weights" [B].
+    """
+    labels_BK, weights_B1 = batch["labels"], batch["weights"][:, None]
+    errors_K = jnp.sum(jnp.square(outputs_BK.astype(jnp.float32) - labels_BK) * weights_B1, axis=0)
+    terms = {
+        "errors": errors_K,
+        "squares": jnp.sum(jnp.square(labels_BK) * weights_B1, axis=0),
+        "targets": jnp.sum(labels_BK * weights_B1, axis=0),
+    }
+    return Sums(jnp.mean(errors_K), terms, jnp.sum(batch["weights"]))
+
+
+def metrics(sums: Sums) -> dict[str, float]:
+    """Return the root of the mean squared error over all targets, and R2, the mean over targets.
+
+    The R2 is 0 of a target that does not vary: whose variance is within the rounding of its sum of squares, which
+    programs take in float32.
+    """
+    errors_K, squares_K, targets_K = (np.asarray(sums.terms[name]) for name in ("errors", "squares", "targets"))
+    spread_K = squares_K - targets_K**2 / sums.weight
+    varies_K = spread_K > 1e-6 * squares_K
+    r2_K = np.where(varies_K, 1 - errors_K / np.where(varies_K, spread_K, 1), 0)
+    return {"rmse": math.sqrt(mean_loss(sums.loss, sums.weight)), "r2": float(r2_K.mean())}
