@@ -15,14 +15,14 @@ SUFFIXES = (".txt", ".svg", ".png")
 
 
 def main() -> int:
-    """The command line. Exit code 2: a mistake of the user's, told in one line."""
-    parser = options.parser(__doc__ or "")
+    """The command line. Exit code 2: a mistake of the user's, printed in one line."""
+    parser = options.make_parser(__doc__ or "")
     parser.add_argument("--out", type=Path, metavar="FILE.{txt,svg,png}")
     arguments = parser.parse()
     if arguments.out is None or arguments.out.suffix not in SUFFIXES:
         parser.error(f"--out is {arguments.out or 'missing'}; it must end in {', '.join(SUFFIXES)}")
     try:
-        found, simulation = options.find(arguments)
+        found, simulation = options.find_schedule(arguments)
     except UserError as error:
         parser.error(str(error))
     title = (
@@ -31,9 +31,9 @@ def main() -> int:
     )
     try:
         if arguments.out.suffix == ".txt":
-            arguments.out.write_text(f"{title}\n{draw.text(found.table)}\n")
+            arguments.out.write_text(f"{title}\n{draw.format_table(found.table)}\n")
         else:
-            draw.save(arguments.out, [(title, simulation.timeline)])
+            draw.save_charts(arguments.out, [(title, simulation.timeline)])
     except OSError as error:
         parser.error(f"--out is {arguments.out}: {error.strerror}")
     return 0

@@ -1,10 +1,10 @@
-"""What a pipeline schedule costs: makespan, bubble, idle time, memory. No JAX and no devices.
+"""Simulates the cost of a pipeline schedule: makespan, bubble, idle time, memory. No JAX and no devices.
 
     scripts/python scripts/simulate.py --schedule=zb_h1 --num_stages=8 --num_microbatches=24 \
         --forward=18.5 --backward=18.1 --weight=9.3 --communication=0.6
     scripts/python scripts/simulate.py --auto --num_stages=8 --num_microbatches=24 --memory_limit=12 --save=found.csv
 
-A line is a figure: its name and its value, or its values by device.
+A line is a metric: its name and its value, or its values by device.
 
   makespan, lockstep    time of a step, where each device goes on as soon as it can, or all go from clock to clock
   cost, bubble_rate     the longest time of a device from its first start to its last end, and the share it waits
@@ -19,7 +19,7 @@ import sys
 from jaxpar.errors import UserError
 from jaxpar.pipeline import flags as options
 
-FIGURES = (
+METRICS = (
     "makespan",
     "cost",
     "bubble_rate",
@@ -32,20 +32,20 @@ FIGURES = (
 
 
 def main() -> int:
-    """The command line. Exit code 2: a mistake of the user's, told in one line."""
-    parser = options.parser(__doc__ or "")
+    """The command line. Exit code 2: a mistake of the user's, printed in one line."""
+    parser = options.make_parser(__doc__ or "")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse()
     try:
-        found, simulation = options.find(arguments)
+        found, simulation = options.find_schedule(arguments)
     except UserError as error:
         parser.error(str(error))
-    figures = {"schedule": found.policy} | {name: getattr(simulation, name) for name in FIGURES}
+    metrics = {"schedule": found.policy} | {name: getattr(simulation, name) for name in METRICS}
     if arguments.json:
-        print(json.dumps(figures))
+        print(json.dumps(metrics))
         return 0
     lines = []
-    for name, value in figures.items():
+    for name, value in metrics.items():
         values = value if isinstance(value, tuple) else (value,)
         lines.append(" ".join([name, *(each if isinstance(each, str) else f"{each:.10g}" for each in values)]))
     print("\n".join([*lines, ""]), end="")  # one write: `| head` may leave after its lines

@@ -27,8 +27,7 @@ MAX_SCALARS, SCALARS_BYTES = 8, 1024  # in one all-reduce; in a step
 TOLERANCE = 0.05
 # By the names of a state's fields.
 PARTS = {
-    "own": "own",
-    "private": "own",
+    "private": "private",
     "params": "parameters",
     "optimizer": "optimizer",
     "waiting": "waiting",

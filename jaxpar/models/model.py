@@ -1,9 +1,9 @@
 """A model is an ordered sequence of single-device layers.
 
 A layer is an `nnx.Module` called as `layer(x, context)`. It knows nothing of devices. The
-sequence is what every strategy partitions: a pipeline stage is a range of it. Parameters are
-a plain dict keyed by layer name, the canonical form: no strategy, and no scan over layers,
-shows in it.
+sequence is what every strategy partitions: a pipeline stage is a range of it. What passes
+between layers, x, is an array or any pytree of arrays. Parameters are a plain dict keyed by
+layer name, the canonical form: no strategy, and no scan over layers, shows in it.
 
 Array dims: B examples, T positions, D features.
 """
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 Params = dict[str, Any]  # layer name -> nested dict of arrays
+Activations = Any  # what passes between layers: an array, or any pytree of arrays
 Batch = Mapping[str, jax.Array]  # see jaxpar.data for the keys
 
 REMAT_POLICIES: dict[str, Any] = {
@@ -157,7 +158,7 @@ class Model:
     def apply_layers(
         self,
         params: Params,
-        x: jax.Array,
+        x: Activations,
         batch: Batch,
         keys_B: jax.Array | None,
         start: int,
@@ -166,7 +167,7 @@ class Model:
         shift: Any = 0,
         scan: bool = True,
         fetch: Fetch | None = None,
-    ) -> jax.Array:
+    ) -> Activations:
         """The output of layers[start:stop] for the input x of layer `start`. A pipeline stage is such a range.
 
         Args:
@@ -185,9 +186,9 @@ class Model:
                     x = self._call(layer, weights, x, batch, keys_B, index + shift, fetch)
         return x
 
-    def inputs(self, batch: Batch) -> list[Any]:
-        """The shape and dtype of each layer's input, for an abstract batch: `jax.ShapeDtypeStruct`s."""
-        xs = [batch["inputs"]]
+    def inputs(self, batch: Batch) -> list[Activations]:
+        """The shapes and dtypes of each layer's input, for an abstract batch: `jax.ShapeDtypeStruct`s."""
+        xs: list[Activations] = [batch["inputs"]]
         for index in range(len(self.layers) - 1):
             apply = partial(self.apply_layers, keys_B=None, start=index, stop=index + 1)
             xs.append(jax.eval_shape(apply, self.shapes, xs[-1], dict(batch)))
@@ -196,18 +197,18 @@ class Model:
     def _scan_run(
         self,
         params: Params,
-        x: jax.Array,
+        x: Activations,
         batch: Batch,
         keys_B: jax.Array | None,
         first: int,
         last: int,
         shift: Any,
         fetch: Fetch | None,
-    ) -> jax.Array:
+    ) -> Activations:
         layers = self.layers[first:last]
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[params[layer.name] for layer in layers])
 
-        def body(x: jax.Array, layer: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
+        def body(x: Activations, layer: tuple[Any, jax.Array]) -> tuple[Activations, None]:
             weights, index = layer
             return self._call(layers[0], weights, x, batch, keys_B, index, fetch), None
 
@@ -217,13 +218,13 @@ class Model:
         self,
         layer: Layer,
         weights: Any,
-        x: jax.Array,
+        x: Activations,
         batch: Batch,
         keys_B: jax.Array | None,
         index: Any,
         fetch: Fetch | None,
-    ) -> jax.Array:
-        def call(weights: Any, x: jax.Array) -> jax.Array:
+    ) -> Activations:
+        def call(weights: Any, x: Activations) -> Activations:
             keys = None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, index)
             weights = weights if fetch is None else fetch(layer.shapes, weights)
             return nnx.merge(layer.graphdef, weights)(x, Context(batch, keys))

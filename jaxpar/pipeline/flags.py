@@ -8,21 +8,21 @@ from typing import NoReturn
 
 from jaxpar.errors import UserError, nearest
 from jaxpar.pipeline.search.search import SearchResult, search
-from jaxpar.pipeline.tables.schedule import SCHEDULES, build
-from jaxpar.pipeline.tables.simulate import Simulation, Times, simulate
-from jaxpar.pipeline.tables.table_file import is_file, load, save
+from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table
+from jaxpar.pipeline.tables.simulate import Simulation, Times, simulate_table
+from jaxpar.pipeline.tables.table_file import is_table_file, read_table, write_table
 
 
 class Parser(argparse.ArgumentParser):
-    """Tells a mistake in one line on stderr, with the flag that may have been meant, and ends with exit code 2."""
+    """A parser that prints a mistake in one line on stderr, with the nearest flag, and exits with code 2."""
 
     def error(self, message: str) -> NoReturn:
-        """Without the usage that argparse prints before the message."""
+        """Exit without the usage that argparse prints before the message."""
         print(f"jaxpar: {message}", file=sys.stderr)
         sys.exit(2)
 
     def parse(self) -> argparse.Namespace:
-        """The flags of this process."""
+        """Parse the flags of this process."""
         arguments, unknown = self.parse_known_args()
         if unknown:
             flag = unknown[0].split("=")[0]
@@ -30,8 +30,8 @@ class Parser(argparse.ArgumentParser):
         return arguments
 
 
-def parser(description: str) -> Parser:
-    """With the flags of a schedule and its times."""
+def make_parser(description: str) -> Parser:
+    """Make a parser of the flags of a schedule and its times."""
     result = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = result.add_argument
     add("--schedule", help=f"{', '.join(SCHEDULES)}, or the path of a CSV table")
@@ -52,8 +52,8 @@ def parser(description: str) -> Parser:
     return result
 
 
-def find(arguments: argparse.Namespace) -> tuple[SearchResult, Simulation]:
-    """The schedule that the flags ask for, its name, and what it costs. Writes it where they say so.
+def find_schedule(arguments: argparse.Namespace) -> tuple[SearchResult, Simulation]:
+    """Find the schedule that the flags ask for, its name, and its costs; write it to --save where that is given.
 
     Raises:
       UserError: one line.
@@ -65,9 +65,9 @@ def find(arguments: argparse.Namespace) -> tuple[SearchResult, Simulation]:
     try:
         found = _auto(arguments, times, communication) if arguments.auto else _named(arguments)
         _check_devices(times, found.table.num_devices)
-        simulation = simulate(found.table, times, communication)
+        simulation = simulate_table(found.table, times, communication)
         if arguments.save:
-            save(found.table, arguments.save)
+            write_table(found.table, arguments.save)
     except ValueError as error:
         raise UserError(str(error)) from error
     except OSError as error:
@@ -82,8 +82,8 @@ def _named(arguments: argparse.Namespace) -> SearchResult:
     for flag in ("memory_limit", "weight_memory"):
         if getattr(arguments, flag) is not None:
             raise UserError(f"--{flag} is for --auto")
-    if is_file(name):
-        table = load(name)
+    if is_table_file(name):
+        table = read_table(name)
         for flag, of_table in zip(("num_stages", "num_chunks", "num_microbatches"), table[:3], strict=True):
             if getattr(arguments, flag) not in (None, of_table):
                 raise UserError(f"--{flag} is {getattr(arguments, flag)}; {name} has {of_table}")
@@ -93,7 +93,7 @@ def _named(arguments: argparse.Namespace) -> SearchResult:
     if num_chunks is None:
         num_chunks = SCHEDULES[name].num_chunks if name in SCHEDULES else 1
     return SearchResult(
-        name, build(name, num_devices=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
+        name, make_table(name, num_devices=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
     )
 
 
@@ -115,7 +115,7 @@ def _auto(arguments: argparse.Namespace, times: Times, communication: float) -> 
             if not candidates and (num_chunks == 2 or arguments.num_chunks is not None):
                 raise
             continue
-        candidates.append((simulate(found.table, times, communication).cost, num_chunks, found))
+        candidates.append((simulate_table(found.table, times, communication).cost, num_chunks, found))
     return min(candidates)[-1]
 
 

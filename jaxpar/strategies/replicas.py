@@ -134,7 +134,7 @@ def train_step(
             # On the CPU nothing orders collectives in a branch and outside of it, and devices would wait for each other
             # in different ones; so these wait for that above: what branches, and by what, depends on it.
             grads = jax.tree.map(lambda x: jnp.where(finite, x, 0), grads)
-            counters = jax.tree.map(lambda x: x if x.ndim else jnp.where(finite, x, 0), distributed.own)
+            counters = jax.tree.map(lambda x: x if x.ndim else jnp.where(finite, x, 0), distributed.private)
             distributed = distributed._replace(private=counters)
         made = exchange.update(grads, distributed, state.params)
         if made.grad_norm is not None:

@@ -39,10 +39,9 @@ from scripts.bench.pipeline_case import (
     Case,
     Maker,
     Parts,
-    abstract_arguments,
     compiled,
-    lowered_step,
     nbytes,
+    step_lowering,
 )
 from scripts.bench.steps import race
 
@@ -88,8 +87,8 @@ def executed_flops(options: Options) -> None:
 
 def of_switch(name: str, shares: Sequence[Sequence[float]]) -> Sequence[float] | None:
     """The shares of the branches of an engine's switch, found by its name."""
-    ranks = [rank for rank in range(len(shares)) if name.endswith(f"/rank_{rank}/cond")]
-    return shares[ranks[0]] if ranks else None
+    phases = [phase for phase in range(len(shares)) if name.endswith(f"/phase_{phase}/cond")]
+    return shares[phases[0]] if phases else None
 
 
 def step_time(options: Options) -> None:
@@ -144,10 +143,10 @@ def compile_time(options: Options) -> None:
     p = options.stages[-1]
 
     def seconds(case: Case) -> float:
-        arguments = abstract_arguments(case)
+        lower = step_lowering(case)
         jax.clear_caches()
         start = time.perf_counter()
-        lowered_step(case, arguments).compile()
+        lower().compile()
         return time.perf_counter() - start
 
     seconds(options.maker.more("--config.model.num_layers=1").single(1))  # what only the first compilation costs
@@ -189,8 +188,8 @@ def saved(options: Options) -> None:
     """Figure (f)."""
     p, maker = options.stages[0], options.maker
     parts = Parts(maker.pipeline(p, "1f1b"))
-    engine = parts.engine()
-    of_stages = [nbytes(engine.programs[kind].cut.saved.get((0, 1), [])) for kind in parts.stages.kinds]
+    programs = parts.engine().programs.programs
+    of_stages = [nbytes(programs[kind].cut.saved.get((0, 1), [])) for kind in parts.stages.kinds]
     one = pipeline_memory.single_microbatch(maker.single(1, scan=False))
     listed = ", ".join(f"{size / 1e6:.1f}" for size in of_stages)
     aim = f"(MB: by stage {listed}; one device {one / 1e6:.1f})"

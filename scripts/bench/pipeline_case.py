@@ -1,12 +1,10 @@
 """One training step to be measured: a config and rows for it, what a pipeline makes of them, and its compiled form."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
-from unittest import mock
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from jaxpar import cluster as clusters
@@ -15,15 +13,13 @@ from jaxpar import mesh as meshes
 from jaxpar import step as steps
 from jaxpar import strategies, tasks
 from jaxpar.data import DataInfo, Labels
-from jaxpar.mesh import DATA
 from jaxpar.pipeline.executor.engine import PipelineEngine
 from jaxpar.pipeline.executor.lowering import NONE
-from jaxpar.pipeline.executor.state import SPECS, PackedState
 from jaxpar.pipeline.tables.table import Table
 from jaxpar.step import Problem
 from jaxpar.strategies import pipeline
-from jaxpar.strategies.strategy import with_shardings
 from scripts.bench import scan_and_mask
+from scripts.bench.scan_and_mask import ScanAndMask
 from scripts.bench.steps import Contender, make_problem
 
 MODEL = {
@@ -119,16 +115,20 @@ def random_data(config: ConfigDict) -> tuple[DataInfo, dict[str, np.ndarray]]:
     return DataInfo("text", (length,), 0, (), vocab, 0), rows
 
 
-def lowered_step(case: Case, arguments: tuple[Any, Any]) -> jax.stages.Lowered:
-    """The step as its strategy lowers it, for `abstract_arguments`."""
-    with mock.patch.object(meshes, "one_at_a_time", lambda function, mesh: function.lower):
-        lowered: Any = case.contender.step(*arguments)
-    return lowered
+def step_lowering(case: Case) -> Callable[[], jax.stages.Lowered]:
+    """Build what runs the step, and return a function that traces and lowers it, from shapes alone."""
+    if case.config.strategy == "pipeline" and not case.is_masked:
+        parts = Parts(case)
+        return lambda: pipeline.lower_step(parts.plan, case.problem, parts.mesh)
+    contender = case.contender
+    jitted: Any = contender.jitted if isinstance(contender, ScanAndMask) else contender.step  # jitted on one device
+    state = jax.eval_shape(contender.init, jax.random.key(0))
+    return lambda: jitted.lower(state, steps.abstract(case.rows))
 
 
 def compiled(case: Case, options: dict[str, Any] | None = None) -> "Compiled":
     """The step's program. options: of the compiler."""
-    program = lowered_step(case, abstract_arguments(case)).compile(options)
+    program = step_lowering(case)().compile(options)
     text = program.as_text()
     assert text is not None
     return Compiled(text, temporary_bytes(program))
@@ -148,20 +148,6 @@ def temporary_bytes(program: jax.stages.Compiled) -> int:
     return analysis.temp_size_in_bytes
 
 
-def abstract_arguments(case: Case) -> tuple[Any, dict[str, jax.ShapeDtypeStruct]]:
-    """A state and a batch for a step, without making them."""
-    if case.config.strategy == "single" or case.is_masked:
-        return jax.eval_shape(case.contender.init, jax.random.key(0)), steps.abstract(case.rows)
-    parts, p = Parts(case), case.config.mesh.stage
-    like = parts.details.state.shapes(p)
-
-    def abstract(tree: Any, spec: PartitionSpec) -> Any:
-        return with_shardings(tree, NamedSharding(parts.mesh, spec))
-
-    made = PackedState(*[abstract(part, spec) for part, spec in zip(like, SPECS, strict=True)])
-    return made, abstract(case.rows, PartitionSpec(DATA))
-
-
 class Parts:
     """What the strategy makes of a pipeline's case, as it does."""
 
@@ -179,9 +165,8 @@ class Parts:
         return self.details.engine(self.case.problem, 1)
 
     def shares(self) -> list[list[float]]:
-        """By rank and branch of the engine's switches: in which share of (device, clock) it is taken."""
-        chunks = self.table.num_chunks
-        number = np.array(self.stages.kinds)[:, None] * chunks + np.arange(chunks)  # of a program, by device and chunk
+        """By phase and branch of the engine's switches: in which share of (device, clock) it is taken."""
+        number = self.engine().programs.numbers
         result = []
         for actions in self.lowered.actions:
             taken = np.take_along_axis(number, np.maximum(actions.chunk, 0), axis=1) + 1

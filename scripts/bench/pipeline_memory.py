@@ -27,13 +27,16 @@ def terms(parts: Parts) -> dict[str, int]:
     """Bytes by what they are for."""
     engine = parts.engine()
     slots = dict(parts.lowered.shape.num_slots)
-    numbers, ranks, kinds = len(engine.programs), engine.shape.num_ranks, len(parts.stages.examples)
+    numbers, phases, kinds = len(engine.programs.programs), engine.shape.num_phases, len(parts.stages.examples)
+    inboxes = sum(number for buffer, number in slots.items() if isinstance(buffer, str))
     return {
-        "stashes": sum(slots[stash] * packing.nbytes for stash, packing in engine.stashes.items()),
-        "inboxes": sum(number * engine.wire.nbytes for buffer, number in slots.items() if isinstance(buffer, str)),
-        "outputs": 2 * engine.wire.nbytes,
+        "stashes": engine.activation_bytes["stashes"],
+        "inboxes": inboxes * engine.transfers.nbytes,
+        "outputs": 2 * engine.transfers.nbytes,
         "rows": nbytes(parts.case.rows),
-        "dearest action": max(_action(parts, engine, n, rank) for n in range(numbers) for rank in range(ranks)),
+        "most expensive action": max(
+            _action(engine, number, phase) for number in range(numbers) for phase in range(phases)
+        ),
         "gradients": parts.details.state.params.packing.nbytes,
         "update": max(_update(parts, kind) for kind in range(kinds)),
     }
@@ -61,34 +64,22 @@ def _temporary(function: Callable[..., Any], *arguments: Any, donated: tuple[int
     return temporary_bytes(jitted.lower(*arguments).compile())
 
 
-def _action(parts: Parts, engine: PipelineEngine, number: int, rank: int) -> int:
+def _action(engine: PipelineEngine, number: int, phase: int) -> int:
     """Of an action by itself, which reads and writes stashes of two slots and adds to the gradients."""
-    num_chunks, stages, program = parts.table.num_chunks, parts.stages, engine.programs[number]
-    kind, chunk = divmod(number, num_chunks)
-    tree = engine.packing.tree(kind)
-    numbered = jax.tree.unflatten(jax.tree.structure(tree), range(len(jax.tree.leaves(tree))))
-    which = jax.tree.leaves(stages.part(numbered, stages.examples[kind], chunk))
-    rows: Any = steps.abstract(_microbatches(parts), 1)
-    params = stages.part(tree, stages.examples[kind], chunk)
-    key = jax.eval_shape(jax.random.key, 0)
-    given = StageInputs(params, rows, key, scalar(jnp.int32), scalar(jnp.float32))
-    x = [] if program.stage == 0 else [stages.model.inputs(rows)[stages.bounds[program.stage]]]
-    dy = [] if program.output is None else [program.output]
+    programs = engine.programs
 
-    def act(stashes: Stashes, grads: Packed, inputs: list[Any], slot: jax.Array) -> Any:
+    def act(stashes: Stashes, grads: Packed, inputs: StageInputs, slot: jax.Array) -> Any:
         read = {stash: engine.stashes[stash].read(number, slots, slot) for stash, slots in stashes.items()}
-        saved = {stash: values for stash, values in read.items() if stash[0] < rank <= stash[1]}
-        outputs, made = program.cut.run[rank](inputs, saved)
+        saved = {stash: values for stash, values in read.items() if stash[0] < phase <= stash[1]}
+        outputs, made = programs.run(number, phase, inputs, saved)
         for stash, values in made.items():
             stashes = stashes | {stash: engine.stashes[stash].write(number, stashes[stash], slot, values)}
-        if 0 < rank == engine.shape.num_ranks - 1:
-            outputs, gradients = outputs[: len(outputs) - len(which)], outputs[len(outputs) - len(which) :]
-            grads = engine.packing.add(kind, grads, gradients, which)
-        return outputs, stashes, grads
+        if outputs.dparams is not None:
+            grads = engine.add_gradients(number, grads, outputs.dparams)
+        return outputs._replace(dparams=None), stashes, grads
 
     stashes = {stash: jax.eval_shape(partial(packing.zeros, 2)) for stash, packing in engine.stashes.items()}
-    grads = jax.eval_shape(engine.packing.zeros)
-    inputs = [*jax.tree.leaves(given), *x, *dy]
+    grads, inputs = jax.eval_shape(engine.packing.zeros), programs.programs[number].inputs
     return _temporary(act, stashes, grads, inputs, scalar(jnp.int32), donated=(0, 1))
 
 
@@ -100,8 +91,3 @@ def _update(parts: Parts, kind: int) -> int:
     state = State(scalar(jnp.int32), key, params, jax.eval_shape(problem.optimizer.init, params))
     sums = steps.abstract(problem.task.zeros())
     return _temporary(partial(steps.update, problem), state, params, sums, scalar(jnp.float32), donated=(0,))
-
-
-def _microbatches(parts: Parts) -> dict[str, Any]:
-    m = parts.table.num_microbatches
-    return jax.eval_shape(partial(steps.microbatches, num=m), dict(parts.case.problem.batch))

@@ -26,11 +26,12 @@ from jaxpar.tasks import Sums, mean_loss
 
 
 class ScanAndMask(NamedTuple):
-    """As much of a strategy as a benchmark needs."""
+    """As much of a strategy as a benchmark needs; `jitted`: the step, which can be lowered."""
 
     init: Any
     place: Any
     step: Any
+    jitted: Any
 
 
 def build(config: ConfigDict, problem: Problem) -> ScanAndMask:
@@ -73,6 +74,7 @@ def build(config: ConfigDict, problem: Problem) -> ScanAndMask:
         init=jax.jit(init, out_shardings=shardings),
         place=lambda rows: jax.device_put(dict(rows), NamedSharding(mesh, replicated)),
         step=meshes.one_at_a_time(jitted, mesh),
+        jitted=jitted,
     )
 
 

@@ -19,8 +19,8 @@ from jaxpar.config import default_config
 from jaxpar.data import Batches, plan
 from jaxpar.data.examples import Vectors
 from jaxpar.exchange import EXCHANGES, presets
+from jaxpar.pipeline.executor import engine as pipeline_engine
 from jaxpar.strategies import data_parallel, replicas
-from jaxpar.strategies import pipeline as pipelines
 from scripts import certify as script
 from tests.runs import small_arguments
 
@@ -97,7 +97,7 @@ def dropped_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
         rows = dict(steps.microbatches(batch, num))
         return rows | {"weights": rows["weights"].at[-1].set(0)}
 
-    changed(monkeypatch, pipelines, microbatches=microbatches)
+    changed(monkeypatch, pipeline_engine, microbatches=microbatches)
 
 
 def dropped_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def key_of_replica(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def key_of_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the step after this one."""
-    changed(monkeypatch, pipelines, dropout_key=lambda key, step: steps.dropout_key(key, step + 1))
+    changed(monkeypatch, pipeline_engine, dropout_key=lambda key, step: steps.dropout_key(key, step + 1))
 
 
 def scaled_layer(monkeypatch: pytest.MonkeyPatch) -> None:

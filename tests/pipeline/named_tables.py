@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
-from jaxpar.pipeline.tables.schedule import SCHEDULES, build
+from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table
 from jaxpar.pipeline.tables.table import Table
 
 
 def make(name: str, p: int, m: int, v: int | None = None) -> Table:
     """The named schedule on p devices with m microbatches, and with its own number of chunks where none is given."""
-    return build(name, num_devices=p, num_microbatches=m, num_chunks=v or SCHEDULES[name].num_chunks)
+    return make_table(name, num_devices=p, num_microbatches=m, num_chunks=v or SCHEDULES[name].num_chunks)
 
 
 def grid(name: str, most_devices: int = 8, most_microbatches: int = 16) -> Iterator[Table]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.pipeline.tables.table_file import load
+from jaxpar.pipeline.tables.table_file import read_table
 from jaxpar.pipeline.tables.validate import peak_held
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +66,7 @@ def test_a_schedule_is_found_saved_and_read_again(tmp_path: Path) -> None:
         found["bubble_rate"]
         < json.loads(run("simulate.py", "--schedule=zb_h1", *search[1:3], *flags).stdout)["bubble_rate"]
     )
-    assert peak_held(load(path)).max() <= 6 * load(path).num_chunks
+    assert peak_held(read_table(path)).max() <= 6 * read_table(path).num_chunks
     again = json.loads(run("simulate.py", f"--schedule={path}", *flags).stdout)
     assert again | {"schedule": ""} == found | {"schedule": ""}
 
@@ -88,7 +88,11 @@ SIZES = ["--num_stages=4", "--num_microbatches=6"]
 @pytest.mark.parametrize(
     ("script", "flags", "message"),
     [
-        ("simulate.py", ["--schedule=zbh1", *SIZES], "schedule is 'zbh1'; it must be model_parallel, gpipe, 1f1b, "),
+        (
+            "simulate.py",
+            ["--schedule=zbh1", *SIZES],
+            "schedule is 'zbh1'; it must be one of model_parallel, gpipe, 1f1b, ",
+        ),
         (
             "simulate.py",
             ["--schedule=gpipe", *SIZES, "--foward=1"],

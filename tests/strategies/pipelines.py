@@ -25,12 +25,14 @@ BATCH, LENGTH, VOCABULARY, CLASSES = 16, 8, 24, 5
 NUM_MICROBATCHES = 8  # of all runs: their references have as many accumulation steps
 TEXT = DataInfo("text", (LENGTH,), CLASSES, tuple("abcde"), VOCABULARY, 0)
 IMAGE = DataInfo("image", (8, 8, 3), CLASSES, tuple("abcde"), 0, 0)
+TWO_STREAMS = "tests.models.two_streams"
 TRANSFORMER = {"hidden_size": 16, "num_heads": 2, "mlp_size": 32, "max_length": LENGTH, "dropout": 0.2}
 SIZES: dict[str, dict[str, Any]] = {
     "bert": TRANSFORMER,
     "gpt": TRANSFORMER,
     "resnet": {"size": "18", "hidden_size": 32, "dropout": 0.2},
     "mlp": {"size": "tiny", "hidden_size": 16, "dropout": 0.2},
+    TWO_STREAMS: {"hidden_size": 16, "dropout": 0.2},
 }
 OF_IMAGES = ("resnet", "mlp")
 # Without the last and widest blocks, all of ResNet-18, and one with as many blocks as two chunks on 8 devices need.

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.pipeline.tables.schedule import build
-from jaxpar.pipeline.tables.table_file import save
+from jaxpar.pipeline.tables.schedule import make_table
+from jaxpar.pipeline.tables.table_file import write_table
 from tests.runs import refused
 
 HEADER = "clock,device,kind,microbatch,chunk"
@@ -26,7 +26,7 @@ MISTAKES = {
     ),
     "unknown kind in a table": (
         ["schedule={folder}/unknown_kind.csv"],
-        ["config.pipeline.schedule", "unknown_kind.csv: line 3: kind is 'G'; it must be F, B, W, BW"],
+        ["config.pipeline.schedule", "unknown_kind.csv: line 3: kind is 'G'; it must be one of F, B, W, BW"],
     ),
     "weight versions": (
         ["schedule={folder}/versions.csv", "num_microbatches=0"],
@@ -107,7 +107,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, lines in TABLES.items():
         (path / name).write_text("\n".join(lines) + "\n")
     for name, devices in (("two.csv", 2), ("four.csv", 4)):
-        save(build("1f1b", num_devices=devices, num_microbatches=4, num_chunks=1), path / name)
+        write_table(make_table("1f1b", num_devices=devices, num_microbatches=4, num_chunks=1), path / name)
     return path
 
 

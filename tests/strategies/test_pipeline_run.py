@@ -47,10 +47,10 @@ def test_result(uninterrupted: Path) -> None:
     assert fullest < 0.8 * sum(sizes.values())
     # Parameters, and AdamW's two moments.
     assert 3 * fullest <= result["state_bytes"] <= 3 * fullest * 1.05
-    # In each clock 3 rows of 16 positions and 16 features over each wire; and the gradients, to the other replica.
+    # In each clock 3 rows of 16 positions and 16 features over each route; and the gradients, to the other replica.
     clocks = 3 * 4 + (2 - 1) * 2 - (2 - 1)
-    packets = clocks * 3 * 16 * 16 * 4
-    assert packets + fullest <= result["wire_bytes"] <= packets + fullest * 1.05
+    transferred = clocks * 3 * 16 * 16 * 4
+    assert transferred + fullest <= result["wire_bytes"] <= transferred + fullest * 1.05
 
 
 @pytest.mark.parametrize("step", [5])

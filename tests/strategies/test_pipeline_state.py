@@ -12,7 +12,7 @@ from jaxpar.pipeline.executor import partition
 from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.executor.state import PackedState, StagedState
 from jaxpar.state import Canonical
-from jaxpar.strategies.pipeline import build_table
+from jaxpar.strategies.schedules import configured_table
 from tests.strategies.pipelines import (
     LEARNING_RATES,
     NUM_STEPS,
@@ -89,8 +89,8 @@ class Parts:
 
     def __init__(self, case: Case):
         config = make_config(case.task, *case.overrides)
-        problem, table = make_problem(config, case.task), build_table(config)
-        bounds = partition.bounds(problem.model, problem.batch, config.pipeline.partition, table.num_stages)
+        problem, table = make_problem(config, case.task), configured_table(config)
+        bounds = partition.stage_bounds(problem.model, problem.batch, config.pipeline.partition, table.num_stages)
         self.model = problem.model
         self.stages = Stages(problem.model, bounds, table.stages, problem.batch, problem.task)
         self.state = StagedState({"data": case.replicas, "stage": case.stages}, problem, self.stages)

@@ -3,26 +3,20 @@
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 from jaxpar import mesh as meshes
-from jaxpar.exchange.presets import ddp
-from jaxpar.exchange.reduce import Axis
-from jaxpar.pipeline.executor import partition
-from jaxpar.pipeline.executor.engine import PipelineEngine
-from jaxpar.pipeline.executor.lowering import lower
-from jaxpar.pipeline.executor.stages import Stages
-from jaxpar.pipeline.executor.state import SPECS, StagedState
+from jaxpar.pipeline.executor import engine
+from jaxpar.pipeline.executor.lowering import lower_table
 from jaxpar.pipeline.search.search import search
-from jaxpar.pipeline.tables.schedule import build
+from jaxpar.pipeline.tables.schedule import make_table
 from jaxpar.pipeline.tables.simulate import Times
-from jaxpar.pipeline.tables.table import BW, Action, F, Table, loop_stages, place
-from jaxpar.pipeline.tables.table_file import save
-from jaxpar.pipeline.tables.validate import check
+from jaxpar.pipeline.tables.table import BW, Action, F, Table, loop_stages, place_actions
+from jaxpar.pipeline.tables.table_file import write_table
+from jaxpar.pipeline.tables.validate import check_table
 from jaxpar.strategies import pipeline as strategy
+from jaxpar.strategies.schedules import configured_table
 from tests.strategies.pipelines import (
     NUM_MICROBATCHES,
     Task,
@@ -30,7 +24,6 @@ from tests.strategies.pipelines import (
     make,
     make_batch,
     make_config,
-    make_problem,
     named,
     outcome,
     pipeline,
@@ -47,8 +40,8 @@ def test_a_table_of_the_users_own(tmp_path: Path) -> None:
 
     The actions and their order on each device are those of 1f1b, so the result is too, bitwise.
     """
-    table = build("1f1b", num_devices=2, num_microbatches=NUM_MICROBATCHES, num_chunks=1)
-    save(table, tmp_path / "table.csv")
+    table = make_table("1f1b", num_devices=2, num_microbatches=NUM_MICROBATCHES, num_chunks=1)
+    write_table(table, tmp_path / "table.csv")
     header, *lines = (tmp_path / "table.csv").read_text().splitlines()
     rows = [line.split(",") for line in lines]
     late = [[str(int(clock) + 2 + 2 * (int(clock) > 9)), *rest] for clock, *rest in rows]
@@ -56,7 +49,7 @@ def test_a_table_of_the_users_own(tmp_path: Path) -> None:
     late[last][0] = str(int(late[last][0]) + 2)  # the last action once more by itself
     text = "\n".join(",".join(row[:5]) for row in [header.split(","), *late])  # stages, versions, slots are found
     (tmp_path / "late.csv").write_text(text + "\n")
-    changed = strategy.load_table(make_config(TASK, *pipeline(f"{tmp_path}/late.csv", 2)))
+    changed = configured_table(make_config(TASK, *pipeline(f"{tmp_path}/late.csv", 2)))
     assert changed.num_clocks == table.num_clocks + 6
     got = outcome(TASK, *pipeline(f"{tmp_path}/late.csv", 2))
     assert_equal(got, outcome(TASK))
@@ -68,55 +61,48 @@ def test_a_table_of_the_users_own(tmp_path: Path) -> None:
 def test_a_table_that_the_search_finds(num_chunks: int, tmp_path: Path) -> None:
     found = search(Times(4, 5, 3), 0.5, 4, 2, NUM_MICROBATCHES, num_chunks, evaluations=100)
     handmade = [
-        build(name, num_devices=2, num_microbatches=NUM_MICROBATCHES, num_chunks=chunks)
+        make_table(name, num_devices=2, num_microbatches=NUM_MICROBATCHES, num_chunks=chunks)
         for name, chunks in (("zb_h1", 1), ("zb_h2", 1), ("zb_v", 2))
     ]
     assert all(found.table.actions.tolist() != table.actions.tolist() for table in handmade)
-    save(found.table, tmp_path / "found.csv")
+    write_table(found.table, tmp_path / "found.csv")
     assert_equal(outcome(TASK, *pipeline(f"{tmp_path}/found.csv", 2)), outcome(TASK))
 
 
 def newest_first(p: int, m: int) -> Table:
     """GPipe as the paper draws it: backwards of m - 1, .., 0."""
     order = [Action(F, k, 0) for k in range(m)] + [Action(BW, k, 0) for k in reversed(range(m))]
-    return place([order] * p, loop_stages(p, 1), m)
+    return place_actions([order] * p, loop_stages(p, 1), m)
 
 
 def test_tables_of_one_shape_share_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program is compiled once for all of them; the same program in the same order gives the same bits."""
     p = m = 4
-    tables = {name: build(name, num_devices=p, num_microbatches=m, num_chunks=1) for name in ("gpipe", "1f1b")}
+    tables = {name: make_table(name, num_devices=p, num_microbatches=m, num_chunks=1) for name in ("gpipe", "1f1b")}
     tables["newest first"] = newest_first(p, m)
-    check(tables["newest first"])
-    assert len({(lower(table).shape, table.num_clocks) for table in tables.values()}) == 1
+    check_table(tables["newest first"])
+    assert len({(lower_table(table).shape, table.num_clocks) for table in tables.values()}) == 1
     assert len({table.actions.tobytes() for table in tables.values()}) == 3
 
-    config = make_config(TASK, *pipeline("gpipe", p, f"--config.pipeline.num_microbatches={m}"))
-    problem, axes = make_problem(config, TASK), {"data": 1, "stage": p}
-    mesh = meshes.build(axes, jax.devices())
-    bounds = partition.bounds(problem.model, problem.batch, "uniform", p)
-    stages = Stages(problem.model, bounds, loop_stages(p, 1), problem.batch, problem.task)
-    staged = StagedState(axes, problem, stages)
-    traced = []
+    overrides = pipeline("gpipe", p, f"--config.pipeline.num_microbatches={m}", "--config.pipeline.partition=uniform")
+    piped, traced = make(TASK, *overrides), []
+    details, mesh = piped.plan.details, meshes.build(piped.plan.axes, piped.devices)
+    step = meshes.one_at_a_time(strategy.jit_train_step(details, mesh), mesh)
 
-    class Engine(PipelineEngine):
+    class Programs(engine.StagePrograms):
         def __init__(self, *args: Any, **options: Any):
             traced.append(args)
             super().__init__(*args, **options)
 
-    one_step = strategy.train_step(staged, ddp(Axis("data", 1)), "none")
-    jitted = strategy.compiled(one_step, SPECS, (SPECS, PartitionSpec()), mesh, donate_argnums=1)
-    step = meshes.one_at_a_time(jitted, mesh)
-    piped = make(TASK, *pipeline("gpipe", p, f"--config.pipeline.num_microbatches={m}"))
-    monkeypatch.setattr(strategy, "PipelineEngine", Engine)
+    monkeypatch.setattr(engine, "StagePrograms", Programs)
     after = {}
     for name, table in tables.items():
-        lowered = lower(table)
+        lowered = lower_table(table)
         state = piped.from_canonical(start(TASK))
         for number in range(3):
             batch = piped.place(make_batch(TASK, number))
             state, _ = step(lowered.shape, state, batch, lowered.actions, lowered.arrivals)
-        after[name] = named(staged.gather(state).params)
+        after[name] = named(details.state.gather(state).params)
     assert len(traced) == 1
     expected = advance(make(TASK, f"--config.optimizer.accumulation_steps={m}"), TASK, start(TASK), 0, 3).params
     for name, value in expected.items():

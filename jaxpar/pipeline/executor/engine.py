@@ -1,8 +1,8 @@
-"""The engine: one `shard_map` that runs any table, whatever the stages.
+"""A pipeline's step, and its engine: one `shard_map` that runs any table, whatever the stages.
 
 All devices step through the table's clocks in a scan. In a clock a device takes the branch of its action of each
-rank (F, then B, then W) or an empty one, so that an idle device computes nothing. At the end of the clock the wires
-carry outputs to their receivers, into an inbox; what an action keeps for a later one lies in a stash.
+phase (F, then B, then W) or an empty one, so that an idle device computes nothing. At the end of the clock outputs go
+over the table's routes to their receivers, into an inbox; what an action saves for a later one lies in a stash.
 
     table  -- lower -->        which action, which slots: by device and clock  =  arguments of the program
     layers -- trace, cut -->   what F, B and W compute: by kind and chunk      =  branches of the program
@@ -15,27 +15,31 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+import optax
 
-from jaxpar.mesh import STAGE
+from jaxpar import step as steps
+from jaxpar.exchange.fuse import AllReduce
+from jaxpar.exchange.reduce import psum_small
+from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Batch
-from jaxpar.pipeline.executor.lowering import INBOXES, NONE, Actions, Arrivals, Shape
+from jaxpar.pipeline.executor.lowering import INBOXES, NONE, Actions, Arrivals, TableShape
 from jaxpar.pipeline.executor.packing import Packed, Packing
-from jaxpar.pipeline.executor.programs import StageInputs, StageProgram, trace
-from jaxpar.pipeline.executor.stages import Stages
+from jaxpar.pipeline.executor.programs import StageInputs, StagePrograms
+from jaxpar.pipeline.executor.state import PackedState, StagedState, StageUpdate, local, stacked
 from jaxpar.pipeline.executor.timeline import Timeline
+from jaxpar.step import Metrics
 from jaxpar.tasks import Sums
 
 
 class Carry(NamedTuple):
-    """What a device carries from clock to clock.
+    """The values that a device carries from clock to clock.
 
     Attributes:
       inboxes: by inbox, its slots.
       stashes: by stash, its slots.
-      activation: what F made last, in the form of the wires.
+      activation: what F made last, packed as a transfer.
       gradient: what B made last, likewise.
-      grads: added up so far, in the form of the parameters.
+      grads: added up so far, packed as the parameters.
       sums: likewise, on the last stage.
     """
 
@@ -48,51 +52,31 @@ class Carry(NamedTuple):
 
 
 class PipelineEngine:
-    """The programs of a pipeline's devices, for one shape of table and of microbatch, and their run."""
+    """Runs the stages' programs as branches of one program for all devices, by any table of one shape.
 
-    def __init__(
-        self,
-        stages: Stages,
-        packing: Packing,
-        shape: Shape,
-        remat: str,
-        rows: Batch,
-        key: jax.Array | None,
-        timeline: Timeline | None = None,
-    ):
-        """Traces the programs.
+    Attributes:
+      programs: what the branches compute.
+      packing: of the parameters that devices hold, by kind.
+      shape: of the table.
+      transfers: packing of what goes to the next stage, by the number of the program that makes it.
+      stashes: packing of what is saved between phases, by stash and by number of the program.
+    """
 
-        Args:
-          stages: which layers are where.
-          packing: of the parameters that devices hold, by kind.
-          shape: of the table.
-          remat: what B finds saved: full, none, dots.
-          rows: a microbatch, abstract.
-          key: of dropout, abstract; None: without.
-          timeline: takes the time of every action.
-        """
-        self._timeline = timeline
-        self.stages, self.packing, self.shape = stages, packing, shape
-        self._num_chunks = stages.placement.shape[1]
-        self._number = np.array(stages.kinds)[:, None] * self._num_chunks + np.arange(self._num_chunks)
-        numbers = dict(zip(stages.placement.flat, self._number.flat, strict=True))  # of programs, by stage
-        programs: dict[int, StageProgram] = {}
-        scalar = partial(jax.ShapeDtypeStruct, ())
-        x = None
-        for stage in range(stages.num_stages):
-            if numbers[stage] not in programs:
-                kind, chunk = divmod(int(numbers[stage]), self._num_chunks)
-                params = stages.part(packing.tree(kind), stages.examples[kind], chunk)
-                given = StageInputs(params, rows, key, scalar(jnp.int32), scalar(jnp.float32), x)
-                programs[numbers[stage]] = trace(
-                    stages, stages.examples[kind], chunk, given, num_ranks=shape.num_ranks, remat=remat
-                )
-            x = programs[numbers[stage]].output
-        self.programs = [programs[number] for number in range(len(programs))]
-        self._sender = [numbers.get(program.stage - 1) for program in self.programs]
-        self.wire = Packing([[program.output] if program.output else [] for program in self.programs])
+    def __init__(self, programs: StagePrograms, packing: Packing, shape: TableShape, timeline: Timeline | None = None):
+        """See the attributes; timeline: takes the time of every action."""
+        self.programs, self.packing, self.shape, self._timeline = programs, packing, shape, timeline
+        each = programs.programs
+        self.transfers = Packing([program.y for program in each])
         stashes = [buffer for buffer, _ in shape.num_slots if isinstance(buffer, tuple)]
-        self.stashes = {stash: Packing([p.cut.saved.get(stash, []) for p in self.programs]) for stash in stashes}
+        self.stashes = {stash: Packing([program.cut.saved.get(stash, []) for program in each]) for stash in stashes}
+
+    @property
+    def activation_bytes(self) -> dict[str, int]:
+        """Bytes on each device of what phases save for later ones, and of what is in flight between devices."""
+        slots = dict(self.shape.num_slots)
+        stashes = sum(slots[stash] * packing.nbytes for stash, packing in self.stashes.items())
+        inboxes = sum(slots.get(inbox, 0) for inbox in INBOXES)
+        return {"stashes": stashes, "transfers": (inboxes + len(INBOXES)) * self.transfers.nbytes}
 
     def run(
         self,
@@ -102,32 +86,30 @@ class PipelineEngine:
         key: jax.Array | None,
         weight: jax.Array,
     ) -> tuple[Packed, Sums]:
-        """This device's part of all clocks: the gradients of its parameters, and sums where it has the last stage.
+        """Run this device's part of all clocks: return its gradients, and sums where it has the last stage.
 
         Args:
-          plan: this device's part of Lowered.actions and Lowered.arrivals: arrays over clocks.
+          plan: this device's part of LoweredTable.actions and LoweredTable.arrivals: arrays over clocks.
           params: what the device holds, packed.
           rows: [m, B, ..] all microbatches of this replica.
           key: of the step's dropout.
           weight: of the global batch.
         """
-        device = jax.lax.axis_index(STAGE)
-        numbers, shifts = jnp.asarray(self._number)[device], jnp.asarray(self.stages.shifts)[device]
+        device, programs = jax.lax.axis_index(STAGE), self.programs
+        numbers, shifts = jnp.asarray(programs.numbers)[device], jnp.asarray(programs.stages.shifts)[device]
 
-        def given(number: int, action: Actions) -> list[Any]:
-            """The leaves of `StageInputs`, but for x and dy."""
-            kind, chunk = divmod(number, self._num_chunks)
-            held = self.packing.unpack(kind, params)
-            part = self.stages.part(held, self.stages.examples[kind], chunk)
-            own = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, action.microbatch, 0, keepdims=False), rows)
-            return jax.tree.leaves(StageInputs(part, own, key, shifts[chunk], weight))
+        def inputs(number: int, action: Actions) -> StageInputs:
+            """Without x and dy."""
+            part = programs.params(number, self.packing.unpack(programs.kind(number), params))
+            taken = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, action.microbatch, 0, keepdims=False), rows)
+            return StageInputs(part, taken, key, shifts[programs.chunk(number)], weight)
 
         def clock(carry: Carry, now: tuple[tuple[Actions, ...], tuple[Arrivals, ...]]) -> tuple[Carry, None]:
-            for rank, action in enumerate(now[0]):
+            for phase, action in enumerate(now[0]):
                 branch = jnp.where(action.chunk == NONE, 0, 1 + numbers[action.chunk])
-                acts = [partial(self._act, rank, number, given) for number in range(len(self.programs))]
-                with jax.named_scope(f"rank_{rank}"):
-                    touched = jax.lax.switch(branch, [partial(self._idle, rank), *acts], action, carry)
+                acts = [partial(self._act, phase, number, inputs) for number in range(len(programs.programs))]
+                with jax.named_scope(f"phase_{phase}"):
+                    touched = jax.lax.switch(branch, [partial(self._idle, phase), *acts], action, carry)
                 carry = carry._replace(**touched | {"stashes": carry.stashes | touched["stashes"]})
             return self._deliver(carry, *now), None
 
@@ -136,92 +118,149 @@ class PipelineEngine:
     def _start(self) -> Carry:
         slots = dict(self.shape.num_slots)
         return Carry(
-            {inbox: self.wire.zeros(slots[inbox]) for inbox in INBOXES if inbox in slots},
+            {inbox: self.transfers.zeros(slots[inbox]) for inbox in INBOXES if inbox in slots},
             {stash: packing.zeros(slots[stash]) for stash, packing in self.stashes.items()},
-            self.wire.zeros(),
-            self.wire.zeros(),
-            self.packing.zeros() if self.shape.num_ranks > 1 else (),
-            self.stages.task.zeros(),
+            self.transfers.zeros(),
+            self.transfers.zeros(),
+            self.packing.zeros() if self.shape.num_phases > 1 else (),
+            self.programs.stages.task.zeros(),
         )
 
-    def _touched(self, rank: int, carry: Carry) -> dict[str, Any]:
-        """What an action of this rank may change: the results of its branches."""
-        fields = [["activation", "sums"], ["gradient"], []][rank]
-        if rank == self.shape.num_ranks - 1 and rank > 0:
+    def _touched(self, phase: int, carry: Carry) -> dict[str, Any]:
+        """What an action of this phase may change: the results of its branches."""
+        fields = [["activation", "sums"], ["gradient"], []][phase]
+        if phase == self.shape.num_phases - 1 and phase > 0:
             fields = [*fields, "grads"]
-        stashes = {stash: slots for stash, slots in carry.stashes.items() if stash[0] == rank}
+        stashes = {stash: slots for stash, slots in carry.stashes.items() if stash[0] == phase}
         return {"stashes": stashes} | {field: getattr(carry, field) for field in fields}
 
-    def _idle(self, rank: int, action: Actions, carry: Carry) -> dict[str, Any]:
-        return self._touched(rank, carry)
+    def _idle(self, phase: int, action: Actions, carry: Carry) -> dict[str, Any]:
+        return self._touched(phase, carry)
 
     def _act(
-        self, rank: int, number: int, given: Callable[..., list[Any]], action: Actions, carry: Carry
+        self, phase: int, number: int, inputs: Callable[..., StageInputs], action: Actions, carry: Carry
     ) -> dict[str, Any]:
         """One action: what it touched."""
         if self._timeline is not None:
-            action = self._timeline.begin(rank, action)
-        program, sender = self.programs[number], self._sender[number]
-        inputs = given(number, action)
-        for inbox, packing_kind in ((INBOXES[0], sender), (INBOXES[1], number if program.output else None)):
-            if packing_kind is not None:  # what another rank is given, this one does not look at
-                is_own = rank < 2 and inbox == INBOXES[rank]
-                inputs += self.wire.read(packing_kind, carry.inboxes[inbox], action.inbox) if is_own else [None]
+            action = self._timeline.begin(phase, action)
+        given, sender = inputs(number, action), self.programs.sender(number)
+        if phase == 0 and sender is not None:
+            given = given._replace(x=self.transfers.read(sender, carry.inboxes["activations"], action.inbox))
+        if phase == 1 and self.programs.programs[number].y is not None:
+            given = given._replace(dy=self.transfers.read(number, carry.inboxes["gradients"], action.inbox))
         saved = {
             stash: self.stashes[stash].read(number, carry.stashes[stash], slot)
             for stash, slot in action.stash.items()
-            if stash[0] < rank
+            if stash[0] < phase
         }
-        outputs, made = program.cut.run[rank](inputs, saved)
-        touched = self._touched(rank, carry)
+        outputs, made = self.programs.run(number, phase, given, saved)
+        touched = self._touched(phase, carry)
         for stash, values in made.items():
             touched["stashes"][stash] = self.stashes[stash].write(
                 number, touched["stashes"][stash], action.stash[stash], values
             )
-        if rank == 0 and program.output:
-            touched["activation"] = self.wire.pack(number, outputs)
-        elif rank == 0:
-            touched["sums"] = jax.tree.map(
-                jnp.add, carry.sums, jax.tree.unflatten(jax.tree.structure(carry.sums), outputs)
-            )
-        if rank == 1 and sender is not None:
-            touched["gradient"] = self.wire.pack(sender, outputs[:1])
-        if "grads" in touched:
-            which = self._which(number)
-            touched["grads"] = self.packing.add(
-                number // self._num_chunks, carry.grads, outputs[len(outputs) - len(which) :], which
-            )
-        return touched if self._timeline is None else self._timeline.end(rank, action, touched)
+        if outputs.y is not None:
+            touched["activation"] = self.transfers.pack(number, outputs.y)
+        if outputs.sums is not None:
+            touched["sums"] = jax.tree.map(jnp.add, carry.sums, outputs.sums)
+        if outputs.dx is not None and sender is not None:
+            touched["gradient"] = self.transfers.pack(sender, outputs.dx)
+        if outputs.dparams is not None:
+            touched["grads"] = self.add_gradients(number, carry.grads, outputs.dparams)
+        return touched if self._timeline is None else self._timeline.end(phase, action, touched)
 
-    def _which(self, number: int) -> list[int]:
-        """The parameters of a program, as numbers of leaves of what its device holds."""
-        kind, chunk = divmod(number, self._num_chunks)
+    def add_gradients(self, number: int, grads: Packed, dparams: Any) -> Packed:
+        """Return a device's gradients plus those of a program; in place where XLA can."""
+        kind = self.programs.kind(number)
         leaves, structure = jax.tree.flatten(self.packing.tree(kind))
-        numbered = jax.tree.unflatten(structure, range(len(leaves)))
-        return jax.tree.leaves(self.stages.part(numbered, self.stages.examples[kind], chunk))
+        leaf_numbers = jax.tree.unflatten(structure, range(len(leaves)))
+        which = jax.tree.leaves(self.programs.params(number, leaf_numbers))
+        return self.packing.add(kind, grads, jax.tree.leaves(dparams), which)
 
     def _deliver(self, carry: Carry, actions: tuple[Actions, ...], arrivals: tuple[Arrivals, ...]) -> Carry:
         """Puts the outputs of a clock into the inboxes of their receivers."""
         outputs = (carry.activation, carry.gradient)
         inboxes = dict(carry.inboxes)
 
-        def store(inbox: str, slot: jax.Array, packet: Packed) -> None:
+        def store(inbox: str, slot: jax.Array, transfer: Packed) -> None:
             def write(slots: Packed) -> Packed:
                 update = jax.lax.dynamic_update_index_in_dim
-                return tuple(update(old, new, slot, 0) for old, new in zip(slots, packet, strict=True))
+                return tuple(update(old, new, slot, 0) for old, new in zip(slots, transfer, strict=True))
 
             inboxes[inbox] = jax.lax.cond(slot == NONE, lambda slots: slots, write, inboxes[inbox])
 
-        for rank in self.shape.stays:
-            store(INBOXES[rank], actions[rank].own_inbox, outputs[rank])
-        num_devices = len(self.stages.placement)
-        for number, (wire, arrival) in enumerate(zip(self.shape.wires, arrivals, strict=True)):
-            packet = outputs[wire.ranks[0]]
-            if len(wire.ranks) == 2:
-                is_forward = actions[0].wire == number
-                packet = tuple(jnp.where(is_forward, x, dx) for x, dx in zip(*outputs, strict=True))
-            route = [(sender, (sender + wire.offset) % num_devices) for sender in wire.senders]
-            packet = tuple(jax.lax.ppermute(part, STAGE, route) for part in packet)
-            for rank in wire.ranks:
-                store(INBOXES[rank], arrival[rank], packet)
+        for phase in self.shape.local_phases:
+            store(INBOXES[phase], actions[phase].local_inbox, outputs[phase])
+        num_devices = len(self.programs.stages.placement)
+        for number, (route, arrival) in enumerate(zip(self.shape.routes, arrivals, strict=True)):
+            transfer = outputs[route.phases[0]]
+            if len(route.phases) == 2:
+                is_forward = actions[0].route == number
+                transfer = tuple(jnp.where(is_forward, x, dx) for x, dx in zip(*outputs, strict=True))
+            pairs = [(sender, (sender + route.offset) % num_devices) for sender in route.senders]
+            transfer = tuple(jax.lax.ppermute(part, STAGE, pairs) for part in transfer)
+            for phase in route.phases:
+                store(INBOXES[phase], arrival[phase], transfer)
         return carry._replace(inboxes=inboxes)
+
+
+def pipeline_step(
+    staged: StagedState, all_reduce: AllReduce, remat: str, timeline: Timeline | None = None
+) -> Callable[..., tuple[PackedState, Metrics]]:
+    """Return a device's part of a step: all actions of the table, then the exchange of gradients and the update."""
+
+    def step(
+        shape: TableShape, state: PackedState, batch: Batch, actions: Any, arrivals: Any
+    ) -> tuple[PackedState, Metrics]:
+        state = PackedState(
+            state.step, state.key, local(state.params), local(state.optimizer), local(local(state.private))
+        )
+        rows = steps.microbatches(batch, shape.num_microbatches)
+        key = steps.dropout_key(state.key, state.step)
+        weight = jax.lax.pmean(batch["weights"].sum(), DATA)  # so that gradients are replicas' means
+        engine = make_engine(staged, shape, rows, key, remat, timeline)
+        local_grads, local_sums = engine.run(local((actions, arrivals)), state.params, rows, key, weight)
+        nonfinite_count = 1.0 - jnp.isfinite(optax.tree.norm(local_grads))  # which a compressor may hide
+        sums, nonfinite_count = psum_small((local_sums, nonfinite_count), (DATA, STAGE))
+        grads, residuals = all_reduce.mean(local_grads, state.private)
+        update = StageUpdate(staged, jax.lax.axis_index(STAGE))
+        for tie in update.copied:  # the gradient of an array that several devices use is the sum of theirs
+            grads = update.replace(tie, grads, jax.lax.psum(update.part(tie, grads), STAGE))
+        grad_norm = jnp.sqrt(jax.lax.psum(update.squares(grads), STAGE))
+        after, metrics = update(state, grads, sums, jnp.where(nonfinite_count == 0, grad_norm, jnp.nan))
+        residuals = jax.tree.map(lambda new, old: jnp.where(metrics.finite, new, old), residuals, state.private)
+        packed = stacked((after.params, after.optimizer, stacked(residuals)))
+        return PackedState(after.step, after.key, *packed), metrics
+
+    return step
+
+
+def pipeline_evaluation(staged: StagedState) -> Callable[..., Sums]:
+    """Return a device's part of the forward pass without dropout."""
+
+    def evaluate(shape: TableShape, params: Packed, batch: Batch, actions: Any, arrivals: Any) -> Sums:
+        rows = steps.microbatches(batch, shape.num_microbatches)
+        engine = make_engine(staged, shape, rows, None, "none")
+        _, sums = engine.run(local((actions, arrivals)), local(params), rows, None, jnp.ones(()))
+        return jax.lax.psum(sums, (DATA, STAGE))
+
+    return evaluate
+
+
+def make_engine(
+    staged: StagedState,
+    shape: TableShape,
+    rows: Batch,
+    key: jax.Array | None,
+    remat: str,
+    timeline: Timeline | None = None,
+) -> PipelineEngine:
+    """Trace the stages' programs, and make the engine that runs them.
+
+    Args:
+      rows: [m, B, ..] the microbatches, abstract or not.
+      key: of dropout, likewise; None: without.
+    """
+    microbatch, like = steps.abstract(rows, 1), steps.abstract(key)
+    programs = StagePrograms(staged.stages, microbatch, like, num_phases=shape.num_phases, remat=remat)
+    return PipelineEngine(programs, staged.params.packing, shape, timeline)

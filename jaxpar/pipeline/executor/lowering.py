@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxpar.pipeline.tables.table import ORDER_IN_CLOCK, Table, homes, receiver
+from jaxpar.pipeline.tables.table import PHASE_OF_KIND, Table, device_of_stage, receiver
 
 NONE = -1
-# The buffers: the inboxes of F and of B, and stashes by (rank that writes, last rank that reads), where the rank of
+# The buffers: the inboxes of F and of B, and stashes by (phase that writes, last phase that reads), where the phase of
 # an action is its order within a clock: F 0, B or BW 1, W 2.
 Buffer = str | tuple[int, int]
 INBOXES = ("activations", "gradients")
 
 
 class _Life(NamedTuple):
-    """Of a value in a buffer: the first and the last clock in which it must be there."""
+    """The first and the last clock in which a value must be in its buffer."""
 
     device: int
     first: int
@@ -27,137 +27,139 @@ class _Life(NamedTuple):
 
 
 class Actions(NamedTuple):
-    """The actions of one rank: int32 [device, clock]; on a device in the engine [clock], in a clock scalars.
+    """The actions of one phase: int32 [device, clock]; on a device in the engine [clock], in a clock scalars.
 
     Attributes:
-      chunk: NONE where the device has no action of this rank in the clock.
+      chunk: NONE where the device has no action of this phase in the clock.
       microbatch: of the action.
       inbox: slot of its input.
       stash: slot in each stash that it reads or writes.
-      own_inbox: where the receiver of its output is on the same device: slot there; else NONE.
-      wire: number of the wire that takes its output; NONE where it stays on the device.
+      local_inbox: where the receiver of its output is on the same device: slot there; else NONE.
+      route: number of the route that takes its output; NONE where it stays on the device.
     """
 
     chunk: Any
     microbatch: Any
     inbox: Any
     stash: dict[tuple[int, int], Any]
-    own_inbox: Any
-    wire: Any
+    local_inbox: Any
+    route: Any
 
 
 class Arrivals(NamedTuple):
-    """What one wire brings at the end of a clock, int32 [device, clock]: slot in each of the inboxes, or NONE."""
+    """The deliveries of one route at the end of a clock, int32 [device, clock]: slot in each inbox, or NONE."""
 
     activations: Any
     gradients: Any
 
 
 class Route(NamedTuple):
-    """A way from each sender to the device `offset` further on, round the ring; ranks: of the actions that use it."""
+    """A way from each sender to the device `offset` further on, round the ring; phases: of the actions that use it."""
 
     offset: int
     senders: tuple[int, ...]
-    ranks: tuple[int, ...]
+    phases: tuple[int, ...]
 
 
-class Shape(NamedTuple):
+class TableShape(NamedTuple):
     """All of a table that its compiled program depends on.
 
     Attributes:
       num_microbatches: of a replica's share of the batch.
-      wires: the ways between devices.
+      routes: the ways between devices.
       num_slots: of each buffer.
-      num_ranks: 1: F alone; 2: F and BW; 3: F, B and W.
-      stays: ranks whose output may have its receiver on the same device.
+      num_phases: 1: F alone; 2: F and BW; 3: F, B and W.
+      local_phases: phases whose output may have its receiver on the same device.
     """
 
     num_microbatches: int
-    wires: tuple[Route, ...]
+    routes: tuple[Route, ...]
     num_slots: tuple[tuple[Buffer, int], ...]
-    num_ranks: int
-    stays: tuple[int, ...]
+    num_phases: int
+    local_phases: tuple[int, ...]
 
 
-class Lowered(NamedTuple):
+class LoweredTable(NamedTuple):
     """The engine's form of a table."""
 
-    shape: Shape
-    actions: tuple[Actions, ...]  # by rank
-    arrivals: tuple[Arrivals, ...]  # by wire
+    shape: TableShape
+    actions: tuple[Actions, ...]  # by phase
+    arrivals: tuple[Arrivals, ...]  # by route
 
 
 class _Transfer(NamedTuple):
-    """What one device sends another, or itself, at the end of a clock."""
+    """A value that one device sends another, or itself, at the end of a clock."""
 
     offset: int  # of the receiver, round the ring
-    rank: int  # of the action that made it
+    phase: int  # of the action that made it
     clock: int
     sender: int
     receiver: int
     slot: int  # in the receiver's inbox
 
 
-def lower(table: Table) -> Lowered:
-    """The engine's form of a valid table."""
+def lower_table(table: Table) -> LoweredTable:
+    """Return the engine's form of a valid table."""
     rows = table.actions[["clock", "device", "kind", "microbatch", "chunk", "stage", "slot"]].tolist()
-    clocks = {(ORDER_IN_CLOCK[kind], microbatch, stage): clock for clock, _, kind, microbatch, _, stage, _ in rows}
-    slots = {buffer: _share(lives) for buffer, lives in _lives(table, clocks).items()}
+    clocks = {(PHASE_OF_KIND[kind], microbatch, stage): clock for clock, _, kind, microbatch, _, stage, _ in rows}
+    slots = {buffer: _share_slots(lives) for buffer, lives in _lives(table, clocks).items()}
     if (0, 1) in slots:
-        slots[0, 1] = {(row[3], row[5]): row[6] for row in rows if ORDER_IN_CLOCK[row[2]] == 0}
+        slots[0, 1] = {(row[3], row[5]): row[6] for row in rows if PHASE_OF_KIND[row[2]] == 0}
 
     def empty() -> np.ndarray:
         return np.full((table.num_devices, table.num_clocks), NONE, np.int32)
 
-    def actions_of(rank: int) -> Actions:
-        stashes = [buffer for buffer in slots if isinstance(buffer, tuple) and buffer[0] <= rank <= buffer[1]]
+    def actions_of(phase: int) -> Actions:
+        stashes = [buffer for buffer in slots if isinstance(buffer, tuple) and buffer[0] <= phase <= buffer[1]]
         return Actions(empty(), empty(), empty(), {stash: empty() for stash in stashes}, empty(), empty())
 
-    actions = [actions_of(rank) for rank in range(1 + max(rank for rank, _, _ in clocks))]
+    actions = [actions_of(phase) for phase in range(1 + max(phase for phase, _, _ in clocks))]
     for clock, device, kind, microbatch, chunk, stage, _ in rows:
-        rank, place, key = ORDER_IN_CLOCK[kind], (device, clock), (microbatch, stage)
-        own = actions[rank]
-        own.chunk[place], own.microbatch[place] = chunk, microbatch
-        own.inbox[place] = slots.get(INBOXES[rank], {}).get(key, NONE) if rank < len(INBOXES) else NONE
-        for stash, array in own.stash.items():
+        phase, place, key = PHASE_OF_KIND[kind], (device, clock), (microbatch, stage)
+        of_phase = actions[phase]
+        of_phase.chunk[place], of_phase.microbatch[place] = chunk, microbatch
+        of_phase.inbox[place] = slots.get(INBOXES[phase], {}).get(key, NONE) if phase < len(INBOXES) else NONE
+        for stash, array in of_phase.stash.items():
             array[place] = slots[stash][key]
-    packets = _packets(table, slots)
-    wires = _wires(packets)
-    arrivals = [Arrivals(empty(), empty()) for _ in wires]
-    numbers = {wire.offset: number for number, wire in enumerate(wires)}
-    for packet in packets:
-        if packet.offset == 0:
-            actions[packet.rank].own_inbox[packet.sender, packet.clock] = packet.slot
+    transfers = _transfers(table, slots)
+    routes = _routes(transfers)
+    arrivals = [Arrivals(empty(), empty()) for _ in routes]
+    numbers = {route.offset: number for number, route in enumerate(routes)}
+    for transfer in transfers:
+        if transfer.offset == 0:
+            actions[transfer.phase].local_inbox[transfer.sender, transfer.clock] = transfer.slot
         else:
-            number = numbers[packet.offset]
-            actions[packet.rank].wire[packet.sender, packet.clock] = number
-            arrivals[number][packet.rank][packet.receiver, packet.clock] = packet.slot
+            number = numbers[transfer.offset]
+            actions[transfer.phase].route[transfer.sender, transfer.clock] = number
+            arrivals[number][transfer.phase][transfer.receiver, transfer.clock] = transfer.slot
     num_slots = tuple((buffer, max(slot.values()) + 1) for buffer, slot in slots.items())
-    stays = tuple(sorted({packet.rank for packet in packets if packet.offset == 0}))
-    shape = Shape(table.num_microbatches, wires, num_slots, len(actions), stays)
-    return Lowered(shape, tuple(actions), tuple(arrivals))
+    local_phases = tuple(sorted({transfer.phase for transfer in transfers if transfer.offset == 0}))
+    shape = TableShape(table.num_microbatches, routes, num_slots, len(actions), local_phases)
+    return LoweredTable(shape, tuple(actions), tuple(arrivals))
 
 
-def _packets(table: Table, slots: dict[Buffer, dict[tuple[int, int], int]]) -> list[_Transfer]:
-    home, packets = homes(table.stages), []
+def _transfers(table: Table, slots: dict[Buffer, dict[tuple[int, int], int]]) -> list[_Transfer]:
+    device_of, transfers = device_of_stage(table.stages), []
     for clock, device, kind, microbatch, stage in table.actions[
         ["clock", "device", "kind", "microbatch", "stage"]
     ].tolist():
-        rank, to = ORDER_IN_CLOCK[kind], receiver(kind, stage)
-        if rank < len(INBOXES) and 0 <= to < table.num_stages:
-            offset = (home[to] - device) % table.num_devices
-            packets.append(_Transfer(offset, rank, clock, device, home[to], slots[INBOXES[rank]][microbatch, to]))
-    return packets
+        phase, to = PHASE_OF_KIND[kind], receiver(kind, stage)
+        if phase < len(INBOXES) and 0 <= to < table.num_stages:
+            offset = (device_of[to] - device) % table.num_devices
+            transfers.append(
+                _Transfer(offset, phase, clock, device, device_of[to], slots[INBOXES[phase]][microbatch, to])
+            )
+    return transfers
 
 
-def _wires(packets: list[_Transfer]) -> tuple[Route, ...]:
+def _routes(transfers: list[_Transfer]) -> tuple[Route, ...]:
     """One for each distance between devices."""
-    wires = []
-    for offset in sorted({packet.offset for packet in packets} - {0}):
-        own = [packet for packet in packets if packet.offset == offset]
-        senders, ranks = {packet.sender for packet in own}, {packet.rank for packet in own}
-        wires.append(Route(offset, tuple(sorted(senders)), tuple(sorted(ranks))))
-    return tuple(wires)
+    routes = []
+    for offset in sorted({transfer.offset for transfer in transfers} - {0}):
+        of_offset = [transfer for transfer in transfers if transfer.offset == offset]
+        senders, phases = {transfer.sender for transfer in of_offset}, {transfer.phase for transfer in of_offset}
+        routes.append(Route(offset, tuple(sorted(senders)), tuple(sorted(phases))))
+    return tuple(routes)
 
 
 def _lives(table: Table, clocks: dict[tuple[int, int, int], int]) -> dict[Buffer, dict[tuple[int, int], _Life]]:
@@ -166,19 +168,19 @@ def _lives(table: Table, clocks: dict[tuple[int, int, int], int]) -> dict[Buffer
     What arrives is written at the end of a clock, so it lives from the next one on.
     """
     lives: dict[Buffer, dict[tuple[int, int], _Life]] = {}
-    home = homes(table.stages)
-    num_ranks = 1 + max(rank for rank, _, _ in clocks)
-    for (rank, microbatch, stage), clock in clocks.items():
-        device, key = home[stage], (microbatch, stage)
-        for later in range(rank + 1, num_ranks):
-            lives.setdefault((rank, later), {})[key] = _Life(device, clock, clocks[later, microbatch, stage])
-        sender = (rank, microbatch, stage - 1 if rank == 0 else stage + 1)
-        if rank < 2 and sender in clocks:
-            lives.setdefault(INBOXES[rank], {})[key] = _Life(device, clocks[sender] + 1, clock)
+    device_of = device_of_stage(table.stages)
+    num_phases = 1 + max(phase for phase, _, _ in clocks)
+    for (phase, microbatch, stage), clock in clocks.items():
+        device, key = device_of[stage], (microbatch, stage)
+        for later in range(phase + 1, num_phases):
+            lives.setdefault((phase, later), {})[key] = _Life(device, clock, clocks[later, microbatch, stage])
+        sender = (phase, microbatch, stage - 1 if phase == 0 else stage + 1)
+        if phase < 2 and sender in clocks:
+            lives.setdefault(INBOXES[phase], {})[key] = _Life(device, clocks[sender] + 1, clock)
     return lives
 
 
-def _share(lives: dict[tuple[int, int], _Life]) -> dict[tuple[int, int], int]:
+def _share_slots(lives: dict[tuple[int, int], _Life]) -> dict[tuple[int, int], int]:
     """A slot for each life, so that no two that overlap on a device share one: the least number there can be."""
     free_from: dict[int, list[int]] = {}  # by device: of each slot, the clock from which on it is free
     slots = {}

@@ -19,7 +19,7 @@ Packed = tuple[jax.Array, ...]  # the shared arrays, then the vectors
 
 
 class _Place(NamedTuple):
-    """Where a leaf is: packed[array], as a whole or from `offset` on."""
+    """The place of a leaf: packed[array], as a whole or from `offset` on."""
 
     array: int
     offset: int | None
@@ -64,20 +64,20 @@ class Packing:
         self.shapes += [jax.ShapeDtypeStruct((lengths[dtype],), dtype) for dtype in dtypes]
 
     def tree(self, kind: int) -> Any:
-        """The tree of a kind, abstract."""
+        """Return the tree of a kind, abstract."""
         return jax.tree.unflatten(self._structures[kind], self._leaves[kind])
 
     @property
     def nbytes(self) -> int:
-        """Of one packed form."""
+        """Bytes of one packed form."""
         return sum(array.size * array.dtype.itemsize for array in self.shapes)
 
     def zeros(self, *leading: int) -> Packed:
-        """The packed form of zeros, with leading dims."""
+        """Return the packed form of zeros, with leading dims."""
         return tuple(jnp.zeros((*leading, *array.shape), array.dtype) for array in self.shapes)
 
     def pack(self, kind: int, tree: Any, lib: Any = jnp) -> Packed:
-        """lib: jnp or np."""
+        """Pack a tree of a kind. lib: jnp or np."""
         packed: list[Any] = [[] for _ in self.shapes]
         for place, leaf in zip(self._places[kind], jax.tree.leaves(tree), strict=True):
             if place.offset is None:
@@ -93,7 +93,7 @@ class Packing:
         return tuple(packed)
 
     def unpack(self, kind: int, packed: Sequence[Any]) -> Any:
-        """The tree, of the arrays' own type (NumPy or JAX)."""
+        """Return the tree, of the arrays' own type (NumPy or JAX)."""
         leaves = []
         for place, leaf in zip(self._places[kind], self._leaves[kind], strict=True):
             array = packed[place.array]
@@ -103,7 +103,7 @@ class Packing:
         return jax.tree.unflatten(self._structures[kind], leaves)
 
     def add(self, kind: int, packed: Packed, leaves: Sequence[Any], which: Sequence[int]) -> Packed:
-        """`packed` plus leaves of the tree, those of numbers `which`; in place where XLA can."""
+        """Return `packed` plus leaves of the tree, those of numbers `which`; in place where XLA can."""
         result = list(packed)
         spans: dict[int, list[tuple[int, list[Any]]]] = {}  # by vector: where neighbours begin, and they
         for index, leaf in sorted(zip(which, leaves, strict=True), key=lambda item: item[0]):
@@ -123,7 +123,7 @@ class Packing:
         return tuple(result)
 
     def replace(self, kind: int, packed: Packed, index: int, leaf: Any) -> Packed:
-        """`packed` with another leaf of number `index`."""
+        """Return `packed` with another leaf of number `index`."""
         result, place = list(packed), self._places[kind][index]
         if place.offset is None:
             result[place.array] = leaf
@@ -133,7 +133,7 @@ class Packing:
         return tuple(result)
 
     def write(self, kind: int, slots: Packed, slot: jax.Array, tree: Any) -> Packed:
-        """`slots`, packed forms one below the other, with the tree in number `slot`."""
+        """Return `slots`, packed forms one below the other, with the tree in number `slot`."""
         result = list(slots)
         for place, leaf in zip(self._places[kind], jax.tree.leaves(tree), strict=True):
             array = result[place.array]
@@ -145,7 +145,7 @@ class Packing:
         return tuple(result)
 
     def read(self, kind: int, slots: Packed, slot: jax.Array) -> Any:
-        """The tree in number `slot`."""
+        """Return the tree in number `slot`."""
         leaves = []
         for place, leaf in zip(self._places[kind], self._leaves[kind], strict=True):
             array = slots[place.array]

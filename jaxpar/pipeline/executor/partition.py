@@ -9,23 +9,23 @@ import numpy as np
 
 from jaxpar.errors import UserError, nearest
 from jaxpar.measure import flops
-from jaxpar.models.model import Batch, Model
+from jaxpar.models.model import Activations, Batch, Model
 
 METHODS = ("uniform", "parameters", "flops")
 
 
-def bounds(model: Model, batch: Batch, method: str, num_stages: int) -> tuple[int, ...]:
-    """Where stages begin and end: stage j is layers[bounds[j]:bounds[j + 1]].
+def stage_bounds(model: Model, batch: Batch, method: str, num_stages: int) -> tuple[int, ...]:
+    """Return where stages begin and end: stage j is layers[bounds[j]:bounds[j + 1]].
 
     Args:
       batch: abstract, for its FLOPs.
-      method: uniform: equal numbers of layers; parameters, flops: the dearest stage has as few as can be; or the
+      method: uniform: equal numbers of layers; parameters, flops: the most expensive stage has as few as can be; or the
         names of the layers at which stages 1, 2, .. begin, by comma.
 
     Raises:
       UserError: fewer layers than stages, or cut points that are not layers in order.
     """
-    cuts = check([layer.name for layer in model.layers], method, num_stages)
+    cuts = check_partition([layer.name for layer in model.layers], method, num_stages)
     if cuts is not None:
         return (0, *cuts, len(model.layers))
     return balanced(
@@ -33,8 +33,8 @@ def bounds(model: Model, batch: Batch, method: str, num_stages: int) -> tuple[in
     )
 
 
-def check(names: Sequence[str], method: str, num_stages: int) -> list[int] | None:
-    """The cut points that `method` names out of the layers' names; None where it is one of METHODS.
+def check_partition(names: Sequence[str], method: str, num_stages: int) -> list[int] | None:
+    """Return the cut points that `method` names out of the layers' names; None where it is one of METHODS.
 
     Raises:
       UserError: as `bounds`.
@@ -48,19 +48,19 @@ def check(names: Sequence[str], method: str, num_stages: int) -> list[int] | Non
 
 
 def uniform(model: Model, batch: Batch) -> list[int]:
-    """Each layer costs the same."""
+    """Return the same cost for each layer."""
     return [1] * len(model.layers)
 
 
 def parameters(model: Model, batch: Batch) -> list[int]:
-    """Number of parameters by layer; a tied array counts where it is used too, as each stage has a copy."""
+    """Return the number of parameters by layer; a tied array counts where it is used too, as each stage has a copy."""
     return [sum(leaf.size for leaf in jax.tree.leaves(layer.shapes)) for layer in model.layers]
 
 
 def layer_flops(model: Model, batch: Batch) -> list[int]:
-    """FLOPs of the forward pass by layer."""
+    """Return the FLOPs of the forward pass by layer."""
 
-    def cost(index: int, x: jax.ShapeDtypeStruct) -> int:
+    def cost(index: int, x: Activations) -> int:
         apply = partial(model.apply_layers, keys_B=None, start=index, stop=index + 1)
         return flops.forward_flops(apply, model.shapes, x, dict(batch))
 
@@ -68,13 +68,14 @@ def layer_flops(model: Model, batch: Batch) -> list[int]:
 
 
 def balanced(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """The bounds with the least dearest stage; among those, the least sum of squares. Every stage has a layer.
+    """Return the bounds whose most expensive stage costs least; among those, the least sum of squares.
 
-    Dynamic programming over (stages, layers), as in Narayanan et al., PipeDream (SOSP'19), section 3.1.
+    Every stage has a layer. Dynamic programming over (stages, layers), as in Narayanan et al., PipeDream (SOSP'19),
+    section 3.1.
     """
     sums = [0, *itertools.accumulate(costs)]
     num_layers = len(costs)
-    # best[stop] = (dearest stage, sum of squares, bounds) of the first `stages` stages over layers[:stop]
+    # best[stop] = (most expensive stage, sum of squares, bounds) of the first `stages` stages over layers[:stop]
     best: dict[int, tuple[int, int, tuple[int, ...]]]
     best = {stop: (sums[stop], sums[stop] ** 2, (0, stop)) for stop in range(1, num_layers + 1)}
     for stages in range(2, num_stages + 1):
@@ -98,13 +99,13 @@ def _explicit(names: list[str], text: str, num_stages: int) -> list[int]:
     if unknown is not None:
         hint = nearest(unknown, [*METHODS, *names])
         raise UserError(
-            f"config.pipeline.partition is {text!r}; it must be {', '.join(METHODS)}, or the layers after {names[0]}, "
-            f"up to {names[-1]}, that begin stages 1, 2, .., by comma; {unknown!r} is none.{hint}"
+            f"config.pipeline.partition is {text!r}; it must be one of {', '.join(METHODS)}, or the layers "
+            f"after {names[0]}, up to {names[-1]}, that begin stages 1, 2, .., by comma; {unknown!r} is none.{hint}"
         )
     indices = [names.index(cut) for cut in cuts]
     if len(cuts) != num_stages - 1 or not np.all(np.diff([0, *indices]) > 0):
         raise UserError(
-            f"config.pipeline.partition is {text!r}; it must be {', '.join(METHODS)}, or one layer for each stage but "
-            f"the first ({num_stages - 1} of them), in the model's order and after {names[0]}"
+            f"config.pipeline.partition is {text!r}; it must be one of {', '.join(METHODS)}, or one layer for each "
+            f"stage but the first ({num_stages - 1} of them), in the model's order and after {names[0]}"
         )
     return indices

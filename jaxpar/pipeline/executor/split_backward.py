@@ -38,8 +38,8 @@ class Cut(NamedTuple):
     saved: dict[tuple[int, int], list[jax.ShapeDtypeStruct]]
 
 
-def cut(closed: core.ClosedJaxpr, num_outputs: Sequence[int], sources: Sequence[Origin]) -> Cut:
-    """Cuts a jaxpr into one action for each group of its outputs.
+def cut_phases(closed: core.ClosedJaxpr, num_outputs: Sequence[int], sources: Sequence[Origin]) -> Cut:
+    """Cut a jaxpr into one action for each group of its outputs.
 
     Args:
       closed: without calls in it, see `flatten`.
@@ -130,7 +130,7 @@ def _runner(
 
 
 def flatten(closed: core.ClosedJaxpr, *, remat: bool) -> core.ClosedJaxpr:
-    """The same jaxpr with jitted functions in the place of their calls; `remat`: and rematerialised ones.
+    """Return the same jaxpr with jitted functions in the place of their calls; `remat`: and rematerialised ones.
 
     A call is one equation, which would belong to one action as a whole.
     """

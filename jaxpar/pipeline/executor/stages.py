@@ -1,4 +1,4 @@
-"""Which layers, and so which parameters, each device of a pipeline holds.
+"""Says which layers, and so which parameters, each device of a pipeline holds.
 
 Devices whose stages are equal but for their place in the model are of one *kind*: they run one program, made for
 the first of them, whose layers' names stand for the others' own.
@@ -32,16 +32,17 @@ class Stages:
         """See the attributes; batch: abstract, of any size.
 
         Raises:
-          UserError: what goes from one stage to the next is not a floating-point array.
+          UserError: what goes from one stage to the next has an array that is not floating-point.
         """
         self.model, self.task = model, task
         self.bounds, self.placement = tuple(bounds), placement
         self._inputs = model.inputs(batch)
         for begin in self.bounds[1:-1]:
-            if not jnp.issubdtype(self._inputs[begin].dtype, jnp.inexact):
+            dtypes = [leaf.dtype for leaf in jax.tree.leaves(self._inputs[begin])]
+            if other := next((dtype for dtype in dtypes if not jnp.issubdtype(dtype, jnp.inexact)), None):
                 raise UserError(
-                    f"config.pipeline.partition cuts before {model.layers[begin].name}, whose input is "
-                    f"{self._inputs[begin].dtype}: no gradient can be sent back; begin a stage at another layer"
+                    f"config.pipeline.partition cuts before {model.layers[begin].name}, whose input is {other}: "
+                    "no gradient can be sent back; begin a stage at another layer"
                 )
         self.examples: list[int] = []
         self.kinds: list[int] = []
@@ -54,17 +55,17 @@ class Stages:
 
     @property
     def num_stages(self) -> int:
-        """Of the whole pipeline."""
+        """Number of stages of the whole pipeline."""
         return self.placement.size
 
     def span(self, device: int, chunk: int) -> tuple[int, int]:
-        """The layers of a chunk: [start, stop)."""
+        """Return the layers of a chunk: [start, stop)."""
         stage = self.placement[device, chunk]
         return self.bounds[stage], self.bounds[stage + 1]
 
     @cached_property
     def shifts(self) -> np.ndarray:
-        """By [device, chunk]: how far its layers are behind those that its program is made for."""
+        """Layer-index offset of each [device, chunk] from the device whose program it runs."""
         return np.array(
             [
                 [
@@ -77,19 +78,19 @@ class Stages:
         )
 
     def copies(self, device: int) -> list[Tie]:
-        """Ties whose source is on another device: this one has a copy of the array."""
+        """Return the ties whose source is on another device: this one has a copy of the array."""
         layers = self.layer_names(device)
         return [tie for tie in self.model.ties if tie.layer in layers and tie.source not in layers]
 
     def select(self, params: Params, device: int) -> Params:
-        """What the device holds: the parameters of its layers, and copies of arrays tied to them from elsewhere."""
+        """Return what the device holds: parameters of its layers, and copies of arrays tied to them from elsewhere."""
         own = {name: params[name] for name in self.layer_names(device)}
         for tie in self.copies(device):
             own.setdefault(tie.source, {})[tie.source_name] = params[tie.source][tie.source_name]
         return own
 
     def init(self, key: jax.Array, kind: int, shifts: jax.Array) -> Params:
-        """Fresh parameters of what a device of this kind holds; shifts: the device's row of `shifts`."""
+        """Return fresh parameters of what a device of this kind holds; shifts: the device's row of `shifts`."""
         device = self.examples[kind]
         held: Params = {}
         for chunk in range(self.placement.shape[1]):
@@ -101,7 +102,7 @@ class Stages:
         return held
 
     def part(self, held: Params, device: int, chunk: int) -> Params:
-        """What a chunk uses of what its device holds."""
+        """Return what a chunk uses of what its device holds."""
         start, stop = self.span(device, chunk)
         names = {layer.name for layer in self.model.layers[start:stop]}
         used = {name: held[name] for name in names}
@@ -111,7 +112,7 @@ class Stages:
         return used
 
     def own_names(self, device: int) -> dict[str, str]:
-        """The device's layers by the names that stand for them in its kind's program."""
+        """Return the device's layers by the names that stand for them in its kind's program."""
         example = self.examples[self.kinds[device]]
         names = dict(zip(self.layer_names(example), self.layer_names(device), strict=True))
         return names | {tie.source: tie.source for tie in self.copies(device)}

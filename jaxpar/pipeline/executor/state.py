@@ -1,4 +1,4 @@
-"""The state of a pipeline: on each device its part of the canonical state, packed.
+"""The state of a pipeline, and its update: on each device its part of the canonical state, packed.
 
 A device holds the parameters of its layers, their optimizer state, and copies of arrays that are tied to them from
 another device. `step` and `key` are on all.
@@ -14,13 +14,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar import state as states
+from jaxpar import step as steps
 from jaxpar.launch import processes
 from jaxpar.layout import Address, Holders, Layout, LeafLayout, addresses
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.pipeline.executor.packing import Packed, Packing
 from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.state import State
-from jaxpar.step import Problem
+from jaxpar.step import Metrics, Problem
+from jaxpar.tasks import Sums
 
 
 class PackedState(NamedTuple):
@@ -116,7 +118,7 @@ def _of_device(address: Address, names: Mapping[str, str]) -> Address:
 
 
 class StagedState:
-    """Where a problem's state lives on the devices of a pipeline. Known without devices.
+    """The places of a problem's state on the devices of a pipeline, known without devices.
 
     Attributes:
       params: the parameters that devices hold.
@@ -188,3 +190,76 @@ def _put(packed: Sequence[Packed], mesh: Mesh) -> Packed:
         return jax.make_array_from_callback((len(parts), *parts[0].shape), sharding, of_devices)
 
     return tuple(put(parts) for parts in zip(*packed, strict=True))
+
+
+class StageUpdate:
+    """The optimizer step of what a device holds: by kind of device, as layers differ between them.
+
+    For use inside `shard_map`. Parameters and gradients are packed.
+
+    Attributes:
+      copied: arrays that several devices hold, as layers on each are tied to them: (layer, name).
+    """
+
+    def __init__(self, staged: StagedState, device: jax.Array):
+        """device: number of this one on the stage axis."""
+        self._problem, stages = staged.problem, staged.stages
+        self._params, self._optimizer = staged.params.packing, staged.optimizer.packing
+        self._copies = [{(tie.source, tie.source_name) for tie in stages.copies(d)} for d in stages.examples]
+        self._kind = jnp.asarray(stages.kinds)[device]
+        self.copied: list[tuple[str, str]] = sorted(set().union(*self._copies))
+
+    def part(self, array: tuple[str, str], grads: Packed) -> jax.Array:
+        """Return this device's part of the gradient of an array; zeros where it does not hold it."""
+        layer, name = array
+
+        def of_kind(kind: int, grads: Packed) -> jax.Array:
+            held = self._params.unpack(kind, grads)
+            return held[layer][name] if name in held.get(layer, ()) else jnp.zeros_like(self._shape(array))
+
+        return self._switch(of_kind, grads)
+
+    def replace(self, array: tuple[str, str], grads: Packed, total: jax.Array) -> Packed:
+        """Return the gradients with another one for an array, where the device holds it."""
+        layer, name = array
+
+        def of_kind(kind: int, grads: Packed, total: jax.Array) -> Packed:
+            held = self._params.unpack(kind, grads)
+            if name not in held.get(layer, ()):
+                return grads
+            return self._params.pack(kind, {**held, layer: {**held[layer], name: total}})
+
+        return self._switch(of_kind, grads, total)
+
+    def squares(self, grads: Packed) -> jax.Array:
+        """Return the sum of squares of the gradients, without those of copies: so devices' sums make that of all."""
+
+        def of_kind(kind: int, grads: Packed) -> jax.Array:
+            leaves = jax.tree_util.tree_leaves_with_path(self._params.unpack(kind, grads))
+            own = [leaf for path, leaf in leaves if (path[0].key, path[1].key) not in self._copies[kind]]
+            return sum((jnp.sum(jnp.square(leaf)) for leaf in own), jnp.zeros(()))
+
+        return self._switch(of_kind, grads)
+
+    def __call__(
+        self, state: PackedState, grads: Packed, sums: Sums, grad_norm: jax.Array
+    ) -> tuple[PackedState, Metrics]:
+        """Take one optimizer step; sums and grad_norm: of all layers and the global batch."""
+        params, optimizer = self._params, self._optimizer
+
+        def of_kind(kind: int, state: PackedState, grads: Packed) -> tuple[PackedState, Metrics]:
+            held = State(
+                state.step, state.key, params.unpack(kind, state.params), optimizer.unpack(kind, state.optimizer)
+            )
+            held, metrics = steps.update(self._problem, held, params.unpack(kind, grads), sums, grad_norm)
+            packed = params.pack(kind, held.params), optimizer.pack(kind, held.optimizer)
+            return PackedState(held.step, held.key, *packed), metrics
+
+        return self._switch(of_kind, state, grads)
+
+    def _shape(self, array: tuple[str, str]) -> jax.ShapeDtypeStruct:
+        return self._problem.model.shapes[array[0]][array[1]]
+
+    def _switch(self, of_kind: Callable[..., Any], *operands: Any) -> Any:
+        kinds = range(len(self._copies))
+        return jax.lax.switch(self._kind, [partial(of_kind, kind) for kind in kinds], *operands)

@@ -1,4 +1,4 @@
-"""What the devices of a pipeline really did when: measured in a step of a run, drawn under what its table plans."""
+"""Measures when the devices of a pipeline act in a step of a run, and draws it under what the table plans."""
 
 import time
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from jax.experimental import io_callback
 
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.pipeline.executor.lowering import Actions
-from jaxpar.pipeline.tables.simulate import Simulation, Span, Times, simulate
-from jaxpar.pipeline.tables.table import BW, ORDER_IN_CLOCK, B, F, Table, W
+from jaxpar.pipeline.tables.simulate import Simulation, Span, Times, simulate_table
+from jaxpar.pipeline.tables.table import BW, PHASE_OF_KIND, B, F, Table, W
 
 
 class Timeline:
@@ -26,35 +26,35 @@ class Timeline:
     def __init__(self, step: int):
         """step: number of the one to measure, counted from the start of training; 0: none."""
         self._step, self._now = step, 0
-        self._times: dict[tuple[int, ...], list[float]] = {}  # by device, rank, microbatch and chunk
+        self._times: dict[tuple[int, ...], list[float]] = {}  # by device, phase, microbatch and chunk
 
     def steps_before(self, number: int) -> None:
-        """Training goes on after that many steps."""
+        """Continue training after that many steps."""
         self._now = number
 
     def next_step(self) -> bool:
-        """Whether the step that begins now is run by the program with callbacks."""
+        """Count a step, and return whether it is run by the program with callbacks."""
         self._now += 1
         if self._now == self._step:
             jax.effects_barrier()  # those of the step before
             self._times.clear()
         return self._step > 0 and self._now in (self._step - 1, self._step)
 
-    def begin(self, rank: int, action: Actions) -> Actions:
-        """The action, once its begin is noted; for the engine, inside `shard_map`, as `end`."""
-        tick = self._note(rank, action, jnp.zeros(()))
+    def begin(self, phase: int, action: Actions) -> Actions:
+        """Return the action, once its begin is noted; for the engine, inside `shard_map`, as `end`."""
+        tick = self._note(phase, action, jnp.zeros(()))
         return jax.lax.optimization_barrier((action, tick))[0]
 
-    def end(self, rank: int, action: Actions, results: Any) -> Any:
-        """The results, whose end is noted."""
+    def end(self, phase: int, action: Actions, results: Any) -> Any:
+        """Return the results, whose end is noted."""
         results = jax.lax.optimization_barrier(results)
-        self._note(rank, action, [leaf.ravel()[0] for leaf in jax.tree.leaves(results)])
+        self._note(phase, action, [leaf.ravel()[0] for leaf in jax.tree.leaves(results)])
         return results
 
-    def _note(self, rank: int, action: Actions, after: Any) -> jax.Array:
+    def _note(self, phase: int, action: Actions, after: Any) -> jax.Array:
         def note(replica: Any, device: Any, microbatch: Any, chunk: Any, after: Any) -> np.ndarray:
             if replica == 0:
-                key = (int(device), rank, int(microbatch), int(chunk))
+                key = (int(device), phase, int(microbatch), int(chunk))
                 self._times.setdefault(key, []).append(time.perf_counter())
             return np.zeros((), np.float32)
 
@@ -62,19 +62,19 @@ class Timeline:
         return io_callback(note, jax.ShapeDtypeStruct((), jnp.float32), *place, action.microbatch, action.chunk, after)
 
     def spans(self, table: Table) -> list[Span]:
-        """The measured actions of a step of `table`, in seconds from the first one's start."""
+        """Return the measured actions of a step of `table`, in seconds from the first one's start."""
         jax.effects_barrier()
         first = min(min(times) for times in self._times.values())
         spans = []
         for device, kind, microbatch, chunk in table.actions[["device", "kind", "microbatch", "chunk"]].tolist():
-            start, end = self._times[device, ORDER_IN_CLOCK[kind], microbatch, chunk]
+            start, end = self._times[device, PHASE_OF_KIND[kind], microbatch, chunk]
             spans.append(Span(device, kind, microbatch, chunk, start - first, end - first))
         return spans
 
     def save(self, path: Path, schedule: str, table: Table) -> None:
-        """Draws the table, planned with the measured times of actions, and the measured timeline under it.
+        """Draw the table, planned with the measured times of actions, and the measured timeline under it.
 
-        Says so where the step was not run.
+        Prints a line instead where the step was not run.
         """
         if not self._times or self._now < self._step:
             print(f"timeline  none: step {self._step} was not in this run")
@@ -82,8 +82,8 @@ class Timeline:
         from jaxpar.pipeline.tables import draw  # matplotlib, which takes time to load
 
         measured = self.spans(table)
-        planned = plan(table, measured)
-        rates = [f"bubble {rate:.1%}" for rate in (planned.bubble_rate, bubble_rate(measured))]
+        planned = simulate_measured(table, measured)
+        rates = [f"bubble {rate:.1%}" for rate in (planned.bubble_rate, measured_bubble_rate(measured))]
         in_lock_step = 1 - (1 - planned.bubble_rate) * planned.cost / planned.lockstep
         title = f"{schedule}, step {self._step}"
         charts = [
@@ -93,12 +93,12 @@ class Timeline:
             ),
             (f"{title}, measured: {rates[1]}", measured),
         ]
-        draw.save(path, charts)
+        draw.save_charts(path, charts)
         print(f"timeline  {path}: planned {rates[0]} (in lock step {in_lock_step:.1%}), measured {rates[1]}")
 
 
-def plan(table: Table, measured: Sequence[Span]) -> Simulation:
-    """The table, simulated with the median times that each device's actions took."""
+def simulate_measured(table: Table, measured: Sequence[Span]) -> Simulation:
+    """Simulate the table with the median times that each device's actions took."""
 
     def times(kind: int) -> list[float]:
         of_device = [[span.end - span.start for span in measured if span[:2] == (d, kind)] for d in devices]
@@ -106,11 +106,11 @@ def plan(table: Table, measured: Sequence[Span]) -> Simulation:
 
     devices = range(table.num_devices)
     backward = BW if any(span.kind == BW for span in measured) else B
-    return simulate(table, Times(times(F), times(backward), times(W)))
+    return simulate_table(table, Times(times(F), times(backward), times(W)))
 
 
-def bubble_rate(timeline: Sequence[Span]) -> float:
-    """As Simulation.bubble_rate: the share of its span in which the device with the longest one waits."""
+def measured_bubble_rate(timeline: Sequence[Span]) -> float:
+    """Return Simulation.bubble_rate of it: the share of its span in which the device with the longest one waits."""
     rates = []
     for device in {span.device for span in timeline}:
         own = [span for span in timeline if span.device == device]

@@ -1,4 +1,4 @@
-"""Where W goes: a skeleton, which is an order of F and B alone, is run on a time axis and W put in between.
+"""Decides where W goes: a skeleton, which is an order of F and B alone, is run on a time axis and W put in between.
 
 The rules are of Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 3.1: W where a device waits, and where it
 is short of memory.
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpar.pipeline.tables.simulate import Time, Times
-from jaxpar.pipeline.tables.table import ORDER_IN_CLOCK, Action, B, F, W, homes, inputs
+from jaxpar.pipeline.tables.table import PHASE_OF_KIND, Action, B, F, W, action_inputs, device_of_stage
 
 Orders = list[list[Action]]  # by device
 
@@ -25,7 +25,7 @@ RULES: dict[str, Callable[[Time, Time, Time], bool]] = {
 
 
 class SearchProblem(NamedTuple):
-    """What a search is for. `memory` is in microbatches of a chunk."""
+    """The problem that a search solves. `memory` is in microbatches of a chunk."""
 
     num_devices: int
     num_microbatches: int
@@ -36,11 +36,11 @@ class SearchProblem(NamedTuple):
     weight_memory: float  # what a microbatch counts for between its B and its W
 
     def change(self, kind: int) -> float:
-        """What an action of a kind adds to what its device holds."""
+        """Return what an action of a kind adds to what its device holds."""
         return (1, self.weight_memory - 1, -self.weight_memory, -1)[kind]
 
     def fits(self, held: float) -> bool:
-        """Whether a device may hold so much; sums of weight_memory are rounded."""
+        """Return whether a device may hold so much; sums of weight_memory are rounded."""
         return held <= self.memory + 1e-6
 
 
@@ -59,23 +59,23 @@ class Filling:
         p = problem.num_devices
         self.problem, self.skeleton, self.rule = problem, skeleton, rule
         self.orders: Orders = [[] for _ in range(p)]
-        self._home = homes(skeleton.stages)
+        self._device_of = device_of_stage(skeleton.stages)
         self._stages = skeleton.stages.tolist()
         self._durations = problem.times.by_kind(p, problem.num_chunks)
-        self._ends: dict[tuple[int, int, int], Time] = {}  # by order in clock, microbatch, stage
+        self._ends: dict[tuple[int, int, int], Time] = {}  # by phase, microbatch, stage
         self._starts: list[Time] = [0] * p
         self._now: list[Time] = [0] * p
         self._waited: list[Time] = [0] * p
         self._held: list[float] = [0] * p
         self._owed: list[list[Action]] = [[] for _ in range(p)]  # W, oldest first
 
-    def rank(self) -> tuple[Time, Time]:
-        """The cost, then all spans together."""
+    def costs(self) -> tuple[Time, Time]:
+        """Return the cost, then the sum of all spans."""
         spans = [end - start for start, end in zip(self._starts, self._now, strict=True)]
         return max(spans), sum(spans)
 
     def run(self) -> bool:
-        """Whether the skeleton comes to its end within the memory."""
+        """Run the skeleton, and return whether it comes to its end within the memory."""
         left = [iter(order) for order in self.skeleton.orders]
         nexts = [next(order, None) for order in left]
         is_moving = True
@@ -98,10 +98,10 @@ class Filling:
         """When its inputs are there; None where that is not known yet."""
         arrival: Time = 0
         stage = self._stages[device][action.chunk]
-        for key in inputs(action.kind, action.microbatch, stage, self.skeleton.stages.size):
+        for key in action_inputs(action.kind, action.microbatch, stage, self.skeleton.stages.size):
             if key not in self._ends:
                 return None
-            delay = self.problem.communication if self._home[key[2]] != device else 0
+            delay = self.problem.communication if self._device_of[key[2]] != device else 0
             arrival = max(arrival, self._ends[key] + delay)
         return arrival
 
@@ -128,7 +128,7 @@ class Filling:
         else:
             self._waited[device] += wait
         self._now[device] += wait + self._durations[device][kind]
-        self._ends[ORDER_IN_CLOCK[kind], microbatch, self._stages[device][chunk]] = self._now[device]
+        self._ends[PHASE_OF_KIND[kind], microbatch, self._stages[device][chunk]] = self._now[device]
         self._held[device] += self.problem.change(kind)
         if kind == B:
             self._owed[device].append(Action(W, microbatch, chunk))

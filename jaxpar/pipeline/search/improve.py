@@ -9,22 +9,22 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxpar.pipeline.search.fill import SearchProblem
-from jaxpar.pipeline.tables.simulate import Graph, Time, finish, graph
-from jaxpar.pipeline.tables.table import BW, Action, B, Table, W, place
+from jaxpar.pipeline.tables.simulate import ActionGraph, Time, action_graph, end_times
+from jaxpar.pipeline.tables.table import BW, Action, B, Table, W, place_actions
 
 
 class SearchState(NamedTuple):
-    """Orders of actions by device, when each action ends, and how good that is: the cost, then the squares of spans."""
+    """Orders of actions by device, when each action ends, and what that costs: the cost, then the squares of spans."""
 
     orders: list[list[int]]
     ends: list[Time]
-    rank: tuple[Time, Time]
+    costs: tuple[Time, Time]
 
 
 def improve(problem: SearchProblem, table: Table, evaluations: int, rng: random.Random) -> Table:
     """Tries `evaluations` moves and keeps each that fits the memory and costs no more. The result has no BW."""
     table = _split(table)
-    actions, orders = graph(table, problem.times, problem.communication)
+    actions, orders = action_graph(table, problem.times, problem.communication)
     changes = [problem.change(kind) for kind in table.actions["kind"].tolist()]
     state = _state(actions, orders)
     assert state is not None, "the orders are those of a table"
@@ -37,10 +37,12 @@ def improve(problem: SearchProblem, table: Table, evaluations: int, rng: random.
         if order is None or not _fits(problem, changes, order):
             continue
         tried = _state(actions, [*state.orders[:device], order, *state.orders[device + 1 :]])
-        if tried is not None and tried.rank <= state.rank:
+        if tried is not None and tried.costs <= state.costs:
             state, moves = tried, _moves(actions, tried)
     rows = table.actions[["kind", "microbatch", "chunk"]].tolist()
-    return place([[Action(*rows[a]) for a in order] for order in state.orders], table.stages, table.num_microbatches)
+    return place_actions(
+        [[Action(*rows[a]) for a in order] for order in state.orders], table.stages, table.num_microbatches
+    )
 
 
 def _split(table: Table) -> Table:
@@ -49,24 +51,24 @@ def _split(table: Table) -> Table:
     for _, device, kind, microbatch, chunk, *_ in table.actions.tolist():
         kinds = (B, W) if kind == BW else (kind,)
         orders[device] += [Action(each, microbatch, chunk) for each in kinds]
-    return place(orders, table.stages, table.num_microbatches)
+    return place_actions(orders, table.stages, table.num_microbatches)
 
 
-def _state(actions: Graph, orders: list[list[int]]) -> SearchState | None:
-    ends = finish(actions, orders)
+def _state(actions: ActionGraph, orders: list[list[int]]) -> SearchState | None:
+    ends = end_times(actions, orders)
     if ends is None:
         return None
     spans = [ends[order[-1]] - ends[order[0]] + actions.durations[order[0]] for order in orders]
     return SearchState(orders, ends, (max(spans), sum(span * span for span in spans)))
 
 
-def _moves(actions: Graph, state: SearchState) -> list[tuple[int, int]]:
+def _moves(actions: ActionGraph, state: SearchState) -> list[tuple[int, int]]:
     """(device, position) of actions that start when the one before on their device ends, on the critical paths."""
     where = {action: (d, i) for d, order in enumerate(state.orders) for i, action in enumerate(order)}
     moves = set()
     for order in state.orders:
         span = state.ends[order[-1]] - state.ends[order[0]] + actions.durations[order[0]]
-        action: int | None = order[-1] if span >= state.rank[0] * (1 - 1e-9) else None
+        action: int | None = order[-1] if span >= state.costs[0] * (1 - 1e-9) else None
         while action is not None:
             device, position = where[action]
             sources = [(state.ends[source] + delay, source) for source, delay in actions.inputs[action]]
@@ -81,7 +83,7 @@ def _moves(actions: Graph, state: SearchState) -> list[tuple[int, int]]:
     return sorted(moves)
 
 
-def _moved(actions: Graph, order: Sequence[int], position: int, steps: int) -> list[int] | None:
+def _moved(actions: ActionGraph, order: Sequence[int], position: int, steps: int) -> list[int] | None:
     """The order with an action so many steps earlier, or as many as its own inputs allow; None: not one."""
     needs = {source for source, _ in actions.inputs[order[position]]}
     to = position

@@ -19,9 +19,9 @@ import numpy as np
 
 from jaxpar.pipeline.search.fill import RULES, Filling, Orders, SearchProblem, Skeleton
 from jaxpar.pipeline.search.improve import improve
-from jaxpar.pipeline.tables.schedule import SCHEDULES, build, obstacle
-from jaxpar.pipeline.tables.simulate import Time, Times, simulate
-from jaxpar.pipeline.tables.table import Action, B, F, Table, W, loop_stages, place, v_stages
+from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table, schedule_obstacle
+from jaxpar.pipeline.tables.simulate import Time, Times, simulate_table
+from jaxpar.pipeline.tables.table import Action, B, F, Table, W, loop_stages, place_actions, v_stages
 from jaxpar.pipeline.tables.validate import peak_held
 
 
@@ -44,7 +44,7 @@ def search(
     evaluations: int = 1000,
     seed: int = 0,
 ) -> SearchResult:
-    """The table of least cost (see simulate) that it finds; no named schedule within the limit costs less.
+    """Find a table of low cost (see simulate.py); no named schedule within the limit costs less.
 
     Args:
       memory_limit: most microbatches of a whole device between their F and their W.
@@ -71,7 +71,7 @@ def search(
 
 def _better(problem: SearchProblem, old: SearchResult, new: SearchResult) -> SearchResult:
     """The old one where both cost the same but for rounding: sums may be in another order."""
-    costs = [simulate(found.table, problem.times, problem.communication).cost for found in (old, new)]
+    costs = [simulate_table(found.table, problem.times, problem.communication).cost for found in (old, new)]
     return new if costs[1] < costs[0] * (1 - 1e-9) else old
 
 
@@ -79,8 +79,8 @@ def _named(problem: SearchProblem) -> Iterator[SearchResult]:
     """The named schedules that fit."""
     p, m, v = problem[:3]
     for name in SCHEDULES:
-        if obstacle(name, num_devices=p, num_microbatches=m, num_chunks=v) is None:
-            table = build(name, num_devices=p, num_microbatches=m, num_chunks=v)
+        if schedule_obstacle(name, num_devices=p, num_microbatches=m, num_chunks=v) is None:
+            table = make_table(name, num_devices=p, num_microbatches=m, num_chunks=v)
             if problem.fits(peak_held(table, problem.weight_memory).max()):
                 yield SearchResult(name, table)
 
@@ -91,11 +91,13 @@ def _filled(problem: SearchProblem) -> SearchResult:
     for skeleton in _skeletons(problem):
         for rule in RULES:
             filling = Filling(problem, skeleton, rule)
-            if filling.run() and (best is None or filling.rank() < best.rank()):
+            if filling.run() and (best is None or filling.costs() < best.costs()):
                 best = filling
     assert best is not None, "one microbatch at a time fits any limit"
     stages = best.skeleton.stages
-    return SearchResult(f"{best.skeleton.name}, W {best.rule}", place(best.orders, stages, problem.num_microbatches))
+    return SearchResult(
+        f"{best.skeleton.name}, W {best.rule}", place_actions(best.orders, stages, problem.num_microbatches)
+    )
 
 
 def _skeletons(problem: SearchProblem) -> Iterator[Skeleton]:
@@ -104,8 +106,8 @@ def _skeletons(problem: SearchProblem) -> Iterator[Skeleton]:
     if v == 1:
         yield from _alternating(problem)
     for name in ("zb_v", "interleaved_1f1b"):
-        if v > 1 and obstacle(name, num_devices=p, num_microbatches=m, num_chunks=v) is None:
-            table = build(name, num_devices=p, num_microbatches=m, num_chunks=v)
+        if v > 1 and schedule_obstacle(name, num_devices=p, num_microbatches=m, num_chunks=v) is None:
+            table = make_table(name, num_devices=p, num_microbatches=m, num_chunks=v)
             room = max(0, min(int(problem.memory - peak_held(table).max()), m))
             for extra in sorted({room * i // 8 for i in range(9)}):
                 orders = [_more_warmup(order, extra) for order in _without_weights(table)]
@@ -145,7 +147,7 @@ def _alternating(problem: SearchProblem) -> Iterator[Skeleton]:
     for of_devices, name in warmups.items():
         counts = [min(m, int(problem.memory), count) for count in of_devices]
         kinds = [[F] * count + [B, F] * (m - count) + [B] * count for count in counts]
-        orders = [_numbered([(kind, 0) for kind in of_device]) for of_device in kinds]
+        orders = [_with_microbatches([(kind, 0) for kind in of_device]) for of_device in kinds]
         yield Skeleton(f"1f1b with {name}", loop_stages(p, 1), orders)
 
 
@@ -179,10 +181,10 @@ def _more_warmup(order: list[Action], extra: int) -> list[Action]:
     for _ in range(extra):
         last = len(kinds) - 1 - kinds[::-1].index((F, 0))
         kinds.insert(0, kinds.pop(last))
-    return _numbered(kinds)
+    return _with_microbatches(kinds)
 
 
-def _numbered(kinds: Sequence[tuple[int, int]]) -> list[Action]:
+def _with_microbatches(kinds: Sequence[tuple[int, int]]) -> list[Action]:
     """Actions of kinds and chunks, on microbatch 0, 1, ... each."""
     counts = dict.fromkeys(kinds, -1)
     actions = []

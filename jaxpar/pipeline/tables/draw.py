@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from jaxpar.pipeline.tables.simulate import Span
-from jaxpar.pipeline.tables.table import KINDS, Table
+from jaxpar.pipeline.tables.table import ACTION_KINDS, Table
 
 CHUNKS = "abcdefghijklmnopqrstuvwxyz"  # beyond them by number
 # By kind, told apart with any colour vision (Okabe and Ito, "Color Universal Design", 2008).
@@ -25,30 +25,30 @@ MAX_FONT = 9.0
 POINTS = 72.0  # an inch
 
 
-def text(table: Table) -> str:
-    """The table as a grid: a column is a clock. `F3b` is the forward of microbatch 3 on the device's second chunk."""
+def format_table(table: Table) -> str:
+    """Format the table as a grid: a column is a clock. `F3b` is F of microbatch 3 on the device's second chunk."""
     cells = [[""] * table.num_clocks for _ in range(table.num_devices)]
     for clock, device, kind, microbatch, chunk, *_ in table.actions.tolist():
-        cells[device][clock] += f"{KINDS[kind]}{microbatch}" + (letter(chunk) if table.num_chunks > 1 else "")
+        cells[device][clock] += f"{ACTION_KINDS[kind]}{microbatch}" + (letter(chunk) if table.num_chunks > 1 else "")
     widths = [max(len(row[clock]) for row in cells) for clock in range(table.num_clocks)]
     rows = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
     return "\n".join(f"{device}:  {row}".rstrip() for device, row in enumerate(rows))
 
 
 def letter(chunk: int) -> str:
-    """The name of a chunk."""
+    """Return the name of a chunk."""
     return CHUNKS[chunk] if chunk < len(CHUNKS) else f".{chunk}"
 
 
-def save(path: Path | str, charts: Sequence[tuple[str, Sequence[Span]]]) -> None:
-    """Writes a picture, of the kind that the path ends in, with a chart below the other for each (title, timeline)."""
+def save_charts(path: Path | str, charts: Sequence[tuple[str, Sequence[Span]]]) -> None:
+    """Write a picture, of the kind that the path ends in, with a chart below the other for each (title, timeline)."""
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxpar"}):  # text stays text; same file twice
         metadata = {"Date": None} if str(path).endswith(".svg") else None
-        figure(charts).savefig(path, dpi=150, metadata=metadata)
+        draw_charts(charts).savefig(path, dpi=150, metadata=metadata)
 
 
-def figure(charts: Sequence[tuple[str, Sequence[Span]]]) -> Figure:
-    """The charts, wide enough for the numbers of their microbatches."""
+def draw_charts(charts: Sequence[tuple[str, Sequence[Span]]]) -> Figure:
+    """Draw the charts, wide enough for the numbers of their microbatches."""
     width = float(np.clip(CELL_INCHES * max(_num_cells(timeline) for _, timeline in charts), MIN_INCHES, MAX_INCHES))
     rows = [ROW_INCHES * (1 + max(span.device for span in timeline)) for _, timeline in charts]
     below = [AXIS_INCHES + LEGEND_INCHES * (1 + max(span.chunk for span in timeline)) for _, timeline in charts]
@@ -81,7 +81,7 @@ def _chart(ax: Axes, title: str, timeline: Sequence[Span], inches: float) -> Non
     boxes, colours = [], []
     for device, kind, microbatch, chunk, begin, end in timeline:
         left, length = float(begin) - start, float(end - begin)
-        colour = shade(KINDS[kind], chunk, num_chunks)
+        colour = shade(ACTION_KINDS[kind], chunk, num_chunks)
         boxes.append(Rectangle((left, device - 0.5), length, 1))
         colours.append(colour)
         font = min(MAX_FONT, points * length / (0.72 * max(2, len(str(microbatch)))))
@@ -92,7 +92,7 @@ def _chart(ax: Axes, title: str, timeline: Sequence[Span], inches: float) -> Non
     ax.set_xlabel("time", loc="right")
     ax.set(ylabel="device", xlim=(0, makespan), ylim=(num_devices - 0.5, -0.5))
     ax.set(yticks=range(num_devices), facecolor="#eeeeee")
-    kinds = [KINDS[kind] for kind in sorted({span.kind for span in timeline})]
+    kinds = [ACTION_KINDS[kind] for kind in sorted({span.kind for span in timeline})]
     legend = [
         Patch(
             color=shade(kind, chunk, num_chunks),
@@ -106,7 +106,7 @@ def _chart(ax: Axes, title: str, timeline: Sequence[Span], inches: float) -> Non
 
 
 def shade(kind: str, chunk: int, num_chunks: int) -> tuple[float, float, float]:
-    """The colour of a kind, the lighter the later the chunk."""
+    """Return the colour of a kind, the lighter the later the chunk."""
     white = 0.65 * chunk / max(1, num_chunks - 1)
     red, green, blue = (value + (1 - value) * white for value in to_rgb(COLOURS[kind]))
     return red, green, blue

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpar.errors import nearest
-from jaxpar.pipeline.tables.table import BW, Action, B, F, Table, W, loop_stages, place, v_stages
+from jaxpar.pipeline.tables.table import BW, Action, B, F, Table, W, loop_stages, place_actions, v_stages
 
 
 def model_parallel(p: int, m: int, v: int, d: int) -> Iterator[Action]:
@@ -156,7 +156,7 @@ def _alternate_split(m: int, warmup: int, delay: int) -> Iterator[Action]:
 
 
 class Schedule(NamedTuple):
-    """How to make a table.
+    """The recipe of a table.
 
     Args:
       order: of device d, from (p, m, v, d).
@@ -185,8 +185,8 @@ SCHEDULES = {
 }
 
 
-def obstacle(name: str, *, num_devices: int, num_microbatches: int, num_chunks: int) -> str | None:
-    """Why a schedule cannot be of these sizes, in one line; None where it can."""
+def schedule_obstacle(name: str, *, num_devices: int, num_microbatches: int, num_chunks: int) -> str | None:
+    """Return in one line why a schedule cannot be of these sizes; None where it can."""
     schedule = SCHEDULES[name]
     sizes = {"num_devices": num_devices, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
     for size, value in sizes.items():
@@ -202,24 +202,24 @@ def obstacle(name: str, *, num_devices: int, num_microbatches: int, num_chunks: 
     return None
 
 
-def build(name: str, *, num_devices: int, num_microbatches: int, num_chunks: int) -> Table:
-    """The table of a named schedule.
+def make_table(name: str, *, num_devices: int, num_microbatches: int, num_chunks: int) -> Table:
+    """Make the table of a named schedule.
 
     Raises:
       ValueError: no such schedule, or it cannot be of these sizes; one line.
     """
     if name not in SCHEDULES:
-        raise ValueError(f"schedule is {name!r}; it must be {', '.join(SCHEDULES)}.{nearest(name, SCHEDULES)}")
+        raise ValueError(f"schedule is {name!r}; it must be one of {', '.join(SCHEDULES)}.{nearest(name, SCHEDULES)}")
     p, m, v = num_devices, num_microbatches, num_chunks
-    if reason := obstacle(name, num_devices=p, num_microbatches=m, num_chunks=v):
+    if reason := schedule_obstacle(name, num_devices=p, num_microbatches=m, num_chunks=v):
         raise ValueError(reason)
     schedule = SCHEDULES[name]
     orders = [list(schedule.order(p, m, v, device)) for device in range(p)]
-    return place(orders, schedule.stages(p, v), m, pairs=schedule.pairs)
+    return place_actions(orders, schedule.stages(p, v), m, pairs=schedule.pairs)
 
 
 def forward_only(num_devices: int, num_microbatches: int, stages: np.ndarray) -> Table:
-    """The forward pass alone, for evaluation, on the stages [device, chunk] of another table.
+    """Make the table of the forward pass alone, for evaluation, on the stages [device, chunk] of another table.
 
     Each microbatch enters at the first clock from which it meets no other at any device, one stage a clock.
     """
@@ -233,4 +233,6 @@ def forward_only(num_devices: int, num_microbatches: int, stages: np.ndarray) ->
         for (d, c), stage in np.ndenumerate(stages):
             busy.add((d, entry + int(stage)))
             clocks[d].append((entry + int(stage), Action(F, k, c)))
-    return place([[action for _, action in sorted(of_device)] for of_device in clocks], stages, num_microbatches)
+    return place_actions(
+        [[action for _, action in sorted(of_device)] for of_device in clocks], stages, num_microbatches
+    )

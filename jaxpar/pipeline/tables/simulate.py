@@ -1,6 +1,6 @@
-"""What a table costs: every device runs its list in order, and an action starts when its inputs have arrived.
+"""Simulates what a table costs: every device runs its list in order, and an action starts when its inputs have arrived.
 
-Figures are those of Qi et al., "Zero Bubble Pipeline Parallelism", 2023: the cost is the time of the device that takes
+Metrics are those of Qi et al., "Zero Bubble Pipeline Parallelism", 2023: the cost is the time of the device that takes
 longest from the start of its first action to the end of its last one, and the bubble rate is the share of it in which
 that device waits. Where every flush ends in a barrier, the makespan is what a step takes.
 """
@@ -8,7 +8,7 @@ that device waits. Where every flush ends in a barrier, the makespan is what a s
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxpar.pipeline.tables.table import ORDER_IN_CLOCK, Table, homes, inputs, receiver
+from jaxpar.pipeline.tables.table import PHASE_OF_KIND, Table, action_inputs, device_of_stage, receiver
 from jaxpar.pipeline.tables.validate import peak_held, peak_in_flight
 
 Time = float  # in any one unit; Fractions stay exact
@@ -44,14 +44,14 @@ class Span(NamedTuple):
 
 
 class Simulation(NamedTuple):
-    """What a table costs. Tuples are by device; microbatches are those of a whole device: a chunk's counts 1 / v.
+    """The costs of a table. Tuples are by device; microbatches are those of a whole device: a chunk's counts 1 / v.
 
     Args:
       makespan: from the first start to the last end.
       cost: the longest of `spans`.
       bubble_rate: share of the cost in which the device with that span waits.
       lockstep: the time where all devices step through the clocks together, so that each clock costs what its
-        dearest device has in it, and the communication if any device sends.
+        most expensive device has in it, and the communication if any device sends.
       idle: makespan less work.
       idle_in_span: span less work.
       spans: from the start of the first action to the end of the last.
@@ -72,15 +72,15 @@ class Simulation(NamedTuple):
     timeline: tuple[Span, ...]
 
 
-class Graph(NamedTuple):
+class ActionGraph(NamedTuple):
     """Actions and what they wait for, whatever the order in which devices run them; an action is its index."""
 
     durations: list[Time]
-    inputs: list[list[tuple[int, Time]]]  # the actions whose results it takes, and how long each is on its way
+    inputs: list[list[tuple[int, Time]]]  # the actions whose results it takes, and the delay until each arrives
 
 
-def finish(graph: Graph, orders: Sequence[Sequence[int]]) -> list[Time] | None:
-    """When each action ends, given the order of each device; None where the orders wait for each other."""
+def end_times(graph: ActionGraph, orders: Sequence[Sequence[int]]) -> list[Time] | None:
+    """Return when each action ends, given the order of each device; None where the orders wait for each other."""
     durations, waits = graph
     ends: list[Time] = [-1] * len(durations)
     free: list[Time] = [0] * len(orders)
@@ -108,31 +108,34 @@ def finish(graph: Graph, orders: Sequence[Sequence[int]]) -> list[Time] | None:
     return ends if all(count == len(order) for count, order in zip(nexts, orders, strict=True)) else None
 
 
-def graph(table: Table, times: Times, communication: Time) -> tuple[Graph, list[list[int]]]:
-    """The actions of a table, by row, and the order of each device."""
-    home = homes(table.stages)
+def action_graph(table: Table, times: Times, communication: Time) -> tuple[ActionGraph, list[list[int]]]:
+    """Return the actions of a table, by row, and the order of each device."""
+    device_of = device_of_stage(table.stages)
     durations = times.by_kind(table.num_devices, table.num_chunks)
     rows = [(kind, microbatch, stage) for _, _, kind, microbatch, _, stage, _, _ in table.actions.tolist()]
-    index = {(ORDER_IN_CLOCK[kind], microbatch, stage): i for i, (kind, microbatch, stage) in enumerate(rows)}
+    index = {(PHASE_OF_KIND[kind], microbatch, stage): i for i, (kind, microbatch, stage) in enumerate(rows)}
     waits = [
-        [(index[key], communication if home[key[2]] != home[stage] else 0) for key in inputs(*row, table.num_stages)]
+        [
+            (index[key], communication if device_of[key[2]] != device_of[stage] else 0)
+            for key in action_inputs(*row, table.num_stages)
+        ]
         for row in rows
         for stage in row[2:]
     ]
     orders: list[list[int]] = [[] for _ in range(table.num_devices)]
     for action, (_, _, stage) in enumerate(rows):
-        orders[home[stage]].append(action)
-    return Graph([durations[home[stage]][kind] for kind, _, stage in rows], waits), orders
+        orders[device_of[stage]].append(action)
+    return ActionGraph([durations[device_of[stage]][kind] for kind, _, stage in rows], waits), orders
 
 
-def simulate(table: Table, times: Times, communication: Time = 0) -> Simulation:
-    """Runs a valid table.
+def simulate_table(table: Table, times: Times, communication: Time = 0) -> Simulation:
+    """Simulate a valid table.
 
     Args:
       communication: from the end of an action to the arrival of what it made on another device.
     """
-    actions, orders = graph(table, times, communication)
-    ends = finish(actions, orders)
+    actions, orders = action_graph(table, times, communication)
+    ends = end_times(actions, orders)
     assert ends is not None, "not a valid table: its devices wait for each other"
     starts = [end - duration for end, duration in zip(ends, actions.durations, strict=True)]
     spans = [ends[order[-1]] - starts[order[0]] for order in orders]
@@ -157,12 +160,12 @@ def simulate(table: Table, times: Times, communication: Time = 0) -> Simulation:
 
 
 def _lockstep(table: Table, durations: Sequence[Time], communication: Time) -> Time:
-    home = dict(enumerate(homes(table.stages)))
+    device_of = dict(enumerate(device_of_stage(table.stages)))
     work: list[dict[int, Time]] = [{} for _ in range(table.num_clocks)]  # by device
     sends = [False] * table.num_clocks
     for (clock, device, kind, _, _, stage, _, _), duration in zip(table.actions.tolist(), durations, strict=True):
         work[clock][device] = work[clock].get(device, 0) + duration
-        sends[clock] |= home.get(receiver(kind, stage), device) != device
+        sends[clock] |= device_of.get(receiver(kind, stage), device) != device
     return sum(
         max(of_clock.values(), default=0) + communication * sent for of_clock, sent in zip(work, sends, strict=True)
     )

@@ -1,4 +1,4 @@
-"""What a table is, and how the orders of devices become one: a schedule is data, made in NumPy before anything runs.
+"""Tables, and how the orders of devices become one: a schedule is data, made in NumPy before anything runs.
 
 An *action* is one kind of work on one microbatch at one stage: F forward, B gradient of the input (dX), W gradient of
 the weights (dW), BW both gradients at once. A *stage* is a run of layers, numbered in the order of computation; a
@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-KINDS = ("F", "B", "W", "BW")
+ACTION_KINDS = ("F", "B", "W", "BW")
 F, B, W, BW = range(4)
-ORDER_IN_CLOCK = (0, 1, 2, 1)  # by kind: the engine runs F, then B or BW, then W
+PHASE_OF_KIND = (0, 1, 2, 1)  # the order within a clock: F, then B or BW, then W
 FIELDS = ("clock", "device", "kind", "microbatch", "chunk", "stage", "version", "slot")
 ACTION = np.dtype([(name, np.int32) for name in FIELDS])
 
@@ -33,12 +33,12 @@ class Table(NamedTuple):
 
     @property
     def num_stages(self) -> int:
-        """Of the whole network: devices x chunks."""
+        """Number of stages of the whole network: devices x chunks."""
         return self.num_devices * self.num_chunks
 
     @property
     def num_clocks(self) -> int:
-        """Up to the last clock with an action."""
+        """Number of clocks up to the last one with an action."""
         return int(self.actions["clock"].max(initial=-1)) + 1
 
     @property
@@ -58,29 +58,29 @@ class Action(NamedTuple):
 
 
 def loop_stages(num_devices: int, num_chunks: int) -> np.ndarray:
-    """Stage by [device, chunk] where stages go round the devices."""
+    """Return the stage by [device, chunk] where stages go round the devices."""
     return np.arange(num_devices)[:, None] + num_devices * np.arange(num_chunks)
 
 
 def v_stages(num_devices: int, num_chunks: int = 2) -> np.ndarray:
-    """Stage by [device, chunk] where stages go down the devices and up again."""
+    """Return the stage by [device, chunk] where stages go down the devices and up again."""
     assert num_chunks == 2, num_chunks
     down = np.arange(num_devices)
     return np.stack([down, 2 * num_devices - 1 - down], axis=1)
 
 
-def homes(stages: np.ndarray) -> list[int]:
-    """Device by stage."""
+def device_of_stage(stages: np.ndarray) -> list[int]:
+    """Return the device of each stage, from stages by [device, chunk]."""
     return [int(device) for device in np.argsort(stages, axis=None) // stages.shape[1]]
 
 
 def receiver(kind: int, stage: int) -> int:
-    """The stage that takes what an action made. No such stage: nobody does."""
+    """Return the stage that takes what an action made: one that does not exist where none takes it."""
     return stage + (1, -1, 0, -1)[kind]
 
 
-def inputs(kind: int, microbatch: int, stage: int, num_stages: int) -> list[tuple[int, int, int]]:
-    """The (order in clock, microbatch, stage) of the actions whose results an action takes."""
+def action_inputs(kind: int, microbatch: int, stage: int, num_stages: int) -> list[tuple[int, int, int]]:
+    """Return the (phase, microbatch, stage) of the actions whose results an action takes."""
     if kind == W:
         return [(1, microbatch, stage)]
     if kind == F:
@@ -88,13 +88,13 @@ def inputs(kind: int, microbatch: int, stage: int, num_stages: int) -> list[tupl
     return [(0, microbatch, stage)] + ([(1, microbatch, stage + 1)] if stage + 1 < num_stages else [])
 
 
-def place(
+def place_actions(
     orders: Sequence[Sequence[Action]], stages: np.ndarray, num_microbatches: int, *, pairs: bool = False
 ) -> Table:
-    """Puts every action on the earliest clock that the engine allows, and gives it a slot.
+    """Put every action on the earliest clock that the engine allows, and give it a slot.
 
     What an action made is usable from the next clock on; within a clock, only the last stage's backward may follow its
-    forward. A device sends at most one packet in a clock over each distance between devices.
+    forward. A device sends at most one transfer in a clock over each distance between devices.
 
     Args:
       orders: by device.
@@ -104,28 +104,30 @@ def place(
     Raises:
       ValueError: the orders wait for each other.
     """
-    home, last_stage = dict(enumerate(homes(stages))), stages.size - 1
-    made: dict[tuple[int, int, int], int] = {}  # clock by (order in clock, microbatch, stage)
+    device_of, last_stage = dict(enumerate(device_of_stage(stages))), stages.size - 1
+    made: dict[tuple[int, int, int], int] = {}  # clock by (phase, microbatch, stage)
     nexts = [0] * len(orders)
     rows: list[tuple[int, ...]] = []
 
     def run(clock: int, device: int) -> None:
         """All that the device may do in the clock."""
-        used, offsets = -1, {0}  # order in clock of its latest action; distances of its packets
+        used, offsets = -1, {0}  # its latest phase; distances of its transfers
         for index in range(nexts[device], len(orders[device])):
             kind, microbatch, chunk = orders[device][index]
-            stage, rank = int(stages[device, chunk]), ORDER_IN_CLOCK[kind]
-            before = clock + (rank == 1 and stage == last_stage)
-            arrived = all(made.get(key, before) < before for key in inputs(kind, microbatch, stage, last_stage + 1))
-            offset = (home.get(receiver(kind, stage), device) - device) % len(orders)
-            if not arrived or rank <= used or (offset and offset in offsets):
+            stage, phase = int(stages[device, chunk]), PHASE_OF_KIND[kind]
+            before = clock + (phase == 1 and stage == last_stage)
+            arrived = all(
+                made.get(key, before) < before for key in action_inputs(kind, microbatch, stage, last_stage + 1)
+            )
+            offset = (device_of.get(receiver(kind, stage), device) - device) % len(orders)
+            if not arrived or phase <= used or (offset and offset in offsets):
                 return
-            made[rank, microbatch, stage] = clock
+            made[phase, microbatch, stage] = clock
             rows.append((clock, device, kind, microbatch, chunk, stage, 0, 0))
             nexts[device] += 1
             if not pairs:
                 return
-            used, offsets = rank, offsets | {offset}
+            used, offsets = phase, offsets | {offset}
 
     for clock in itertools.count():
         late = [device for device, order in enumerate(orders) if nexts[device] < len(order)]
@@ -137,14 +139,14 @@ def place(
         if len(rows) == before:
             kind, microbatch, chunk = orders[late[0]][nexts[late[0]]]
             raise ValueError(
-                f"the devices wait for each other: device {late[0]} never gets to {KINDS[kind]} of "
+                f"the devices wait for each other: device {late[0]} never gets to {ACTION_KINDS[kind]} of "
                 f"microbatch {microbatch}, stage {stages[late[0], chunk]}"
             )
     return with_slots(Table(len(orders), stages.shape[1], num_microbatches, np.array(rows, dtype=ACTION)))
 
 
 def with_slots(table: Table) -> Table:
-    """The table with the least slots: every action takes its device's least free one. Forward-only tables need none."""
+    """Return the table with the fewest slots: an action takes its device's least free one. F alone needs none."""
     held: tuple[dict[tuple[int, ...], int], ...] = ({}, {})  # slot by (device, microbatch, chunk): F to B, and B to W
     actions = table.actions.copy()
 
@@ -169,5 +171,5 @@ def with_slots(table: Table) -> Table:
 
 
 def is_training(table: Table) -> bool:
-    """Whether the table has any backward; one without is a forward pass alone."""
+    """Return whether the table has any backward; one without is a forward pass alone."""
     return bool((table.actions["kind"] != F).any())

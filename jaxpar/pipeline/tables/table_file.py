@@ -8,30 +8,30 @@ import numpy as np
 
 from jaxpar.errors import nearest
 from jaxpar.pipeline.tables.schedule import SCHEDULES
-from jaxpar.pipeline.tables.table import ACTION, FIELDS, KINDS, ORDER_IN_CLOCK, Table, with_slots
-from jaxpar.pipeline.tables.validate import TableError, check
+from jaxpar.pipeline.tables.table import ACTION, ACTION_KINDS, FIELDS, PHASE_OF_KIND, Table, with_slots
+from jaxpar.pipeline.tables.validate import TableError, check_table
 
 MAX_CLOCKS = 10  # of a table that is loaded: times the number of its actions
 
 
-def save(table: Table, path: Path | str) -> None:
-    """Writes the table as CSV, a row an action, kinds by name."""
+def write_table(table: Table, path: Path | str) -> None:
+    """Write the table as CSV, a row an action, kinds by name."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(FIELDS)
         for row in table.actions.tolist():
             writer.writerow(
-                KINDS[value] if field == "kind" else value for field, value in zip(FIELDS, row, strict=True)
+                ACTION_KINDS[value] if field == "kind" else value for field, value in zip(FIELDS, row, strict=True)
             )
 
 
-def is_file(name: str) -> bool:
-    """Whether a schedule's name is the path of a table. A name in SCHEDULES never is."""
+def is_table_file(name: str) -> bool:
+    """Return whether a schedule's name is the path of a table. A name in SCHEDULES never is."""
     return name not in SCHEDULES and (name.endswith(".csv") or os.path.isfile(name))
 
 
-def load(path: Path | str) -> Table:
-    """Reads a table from CSV and validates it.
+def read_table(path: Path | str) -> Table:
+    """Read a table from CSV and validate it.
 
     The first line names the columns: clock, device, kind, microbatch, chunk, and stage, version, slot, of which the
     last three may be left out (stages then go round the devices, versions are 0, slots the least). Rows come in any
@@ -49,10 +49,10 @@ def load(path: Path | str) -> Table:
         if not rows:
             raise ValueError("no actions")
         table = _table(columns, rows)
-        check(table)
+        check_table(table)
         if table.num_clocks > MAX_CLOCKS * len(rows):
             raise ValueError(
-                f"{table.num_clocks} clocks for {len(rows)} actions; it must be {MAX_CLOCKS} times as many"
+                f"{table.num_clocks} clocks for {len(rows)} actions; there must be at most {MAX_CLOCKS} times as many"
             )
         # The engine allocates all slots up to the last.
         table.actions["slot"] = np.unique(table.actions["slot"], return_inverse=True)[1]
@@ -67,7 +67,7 @@ def _columns(header: list[str]) -> list[str]:
     for name in names:
         if name not in FIELDS:
             raise ValueError(
-                f"line 1: column {name!r} is unknown; it must be {', '.join(FIELDS)}.{nearest(name, FIELDS)}"
+                f"line 1: column {name!r} is unknown; it must be one of {', '.join(FIELDS)}.{nearest(name, FIELDS)}"
             )
         if names.count(name) > 1:
             raise ValueError(f"line 1: column {name!r} comes twice")
@@ -82,9 +82,9 @@ def _row(columns: list[str], row: list[str], line: str) -> dict[str, int]:
     result = {}
     for column, value in zip(columns, map(str.strip, row), strict=True):
         if column == "kind":
-            if value not in KINDS:
-                raise ValueError(f"{line}: kind is {value!r}; it must be {', '.join(KINDS)}")
-            result[column] = KINDS.index(value)
+            if value not in ACTION_KINDS:
+                raise ValueError(f"{line}: kind is {value!r}; it must be one of {', '.join(ACTION_KINDS)}")
+            result[column] = ACTION_KINDS.index(value)
         else:
             if not (value.isascii() and value.isdigit() and len(value) < 10):
                 raise ValueError(f"{line}: {column} is {value!r}; it must be a whole number, at least 0")
@@ -93,7 +93,7 @@ def _row(columns: list[str], row: list[str], line: str) -> dict[str, int]:
 
 
 def _table(columns: list[str], rows: list[dict[str, int]]) -> Table:
-    rows.sort(key=lambda row: (row["clock"], row["device"], ORDER_IN_CLOCK[row["kind"]]))
+    rows.sort(key=lambda row: (row["clock"], row["device"], PHASE_OF_KIND[row["kind"]]))
     devices, chunks, microbatches = (max(row[size] for row in rows) + 1 for size in ("device", "chunk", "microbatch"))
     for row in rows:
         row.setdefault("stage", row["chunk"] * devices + row["device"])

@@ -1,4 +1,4 @@
-"""Whether the engine can run a table: every rule of the contract, and what the table makes each device hold."""
+"""Checks that the engine can run a table: every rule of the contract, and what the table makes each device hold."""
 
 import itertools
 from typing import NoReturn
@@ -7,15 +7,15 @@ import numpy as np
 
 from jaxpar.pipeline.tables.table import (
     ACTION,
+    ACTION_KINDS,
     BW,
     FIELDS,
-    KINDS,
-    ORDER_IN_CLOCK,
+    PHASE_OF_KIND,
     B,
     F,
     Table,
     W,
-    inputs,
+    action_inputs,
     is_training,
     receiver,
 )
@@ -27,22 +27,22 @@ class TableError(ValueError):
     """A rule that a table breaks, with the clock and the device where it does."""
 
 
-def check(table: Table) -> None:
-    """Raises TableError at the first rule that the table breaks.
+def check_table(table: Table) -> None:
+    """Raise TableError at the first rule that the table breaks.
 
     Rules: numbers in range and rows in order; a stage on one device, as one chunk; one action of a kind a device a
     clock; every microbatch at every stage with one F, and one BW or one B and one W (or, in a forward pass alone, no
     backward anywhere); results used from the next clock on, but for the last stage's backward and for W, which may
-    share the clock of the F and of the B before them; one packet a device, clock and distance; slots of a device's
+    share the clock of the F and of the B before them; one transfer a device, clock and distance; slots of a device's
     stash not shared.
     """
     rows = [dict(zip(FIELDS, row, strict=True)) for row in table.actions.tolist()]
     _check_rows(table, rows)
-    home = _check_stages(rows)
-    _check_clocks(table, rows, home)
+    device_of = _check_stages(rows)
+    _check_clocks(table, rows, device_of)
     made = _check_once(rows)
     _check_inputs(table, rows, made)
-    _check_complete(table, rows, made, home)
+    _check_complete(table, rows, made, device_of)
     if is_training(table):
         _check_slots(rows)
 
@@ -52,7 +52,7 @@ def _fail(row: ActionRow, rule: str) -> NoReturn:
 
 
 def _name(row: ActionRow) -> str:
-    return f"{KINDS[row['kind']]} of microbatch {row['microbatch']}, stage {row['stage']}"
+    return f"{ACTION_KINDS[row['kind']]} of microbatch {row['microbatch']}, stage {row['stage']}"
 
 
 def _check_rows(table: Table, rows: list[ActionRow]) -> None:
@@ -61,7 +61,7 @@ def _check_rows(table: Table, rows: list[ActionRow]) -> None:
     assert table.actions.dtype == ACTION, table.actions.dtype
     ends = {
         "device": table.num_devices,
-        "kind": len(KINDS),
+        "kind": len(ACTION_KINDS),
         "microbatch": table.num_microbatches,
         "chunk": table.num_chunks,
         "stage": table.num_stages,
@@ -77,7 +77,7 @@ def _check_rows(table: Table, rows: list[ActionRow]) -> None:
 
 
 def _place(row: ActionRow) -> tuple[int, int, int]:
-    return row["clock"], row["device"], ORDER_IN_CLOCK[row["kind"]]
+    return row["clock"], row["device"], PHASE_OF_KIND[row["kind"]]
 
 
 def _check_stages(rows: list[ActionRow]) -> dict[int, int]:
@@ -94,27 +94,27 @@ def _check_stages(rows: list[ActionRow]) -> dict[int, int]:
     return {stage: device for stage, (device, _) in chunk_of.items()}
 
 
-def _check_clocks(table: Table, rows: list[ActionRow], home: dict[int, int]) -> None:
+def _check_clocks(table: Table, rows: list[ActionRow], device_of: dict[int, int]) -> None:
     actions: dict[tuple[int, int, int], ActionRow] = {}
-    packets: dict[tuple[int, int, int], ActionRow] = {}  # by clock, device and distance
+    transfers: dict[tuple[int, int, int], ActionRow] = {}  # by clock, device and distance
     for row in rows:
         other = actions.setdefault(_place(row), row)
         if other is not row:
             _fail(row, f"{_name(row)} and {_name(other)} in one clock; a device runs one action of a kind in a clock")
         device = row["device"]
-        distance = (home.get(receiver(row["kind"], row["stage"]), device) - device) % table.num_devices
+        distance = (device_of.get(receiver(row["kind"], row["stage"]), device) - device) % table.num_devices
         if distance:
-            other = packets.setdefault((row["clock"], device, distance), row)
+            other = transfers.setdefault((row["clock"], device, distance), row)
             if other is not row:
                 to = (device + distance) % table.num_devices
-                _fail(row, f"{_name(other)} and {_name(row)} both send to device {to}; one packet fits in a clock")
+                _fail(row, f"{_name(other)} and {_name(row)} both send to device {to}; one transfer fits in a clock")
 
 
 def _check_once(rows: list[ActionRow]) -> dict[tuple[int, int, int], ActionRow]:
-    """Action by (order in clock, microbatch, stage)."""
+    """Action by (phase, microbatch, stage)."""
     made: dict[tuple[int, int, int], ActionRow] = {}
     for row in rows:
-        key = ORDER_IN_CLOCK[row["kind"]], row["microbatch"], row["stage"]
+        key = PHASE_OF_KIND[row["kind"]], row["microbatch"], row["stage"]
         other = made.setdefault(key, row)
         if other is not row:
             _fail(row, f"{_name(row)} again; {_name(other)} ran at clock {other['clock']}")
@@ -126,7 +126,7 @@ def _check_once(rows: list[ActionRow]) -> dict[tuple[int, int, int], ActionRow]:
 def _check_inputs(table: Table, rows: list[ActionRow], made: dict[tuple[int, int, int], ActionRow]) -> None:
     last_stage = table.num_stages - 1
     for row in rows:
-        for key in inputs(row["kind"], row["microbatch"], row["stage"], table.num_stages):
+        for key in action_inputs(row["kind"], row["microbatch"], row["stage"], table.num_stages):
             if key not in made:
                 what = f"{('F', 'B or BW')[key[0]]} of microbatch {key[1]}, stage {key[2]}"
                 _fail(row, f"{_name(row)} takes the result of {what}, which never runs")
@@ -141,14 +141,14 @@ def _check_inputs(table: Table, rows: list[ActionRow], made: dict[tuple[int, int
 
 
 def _check_complete(
-    table: Table, rows: list[ActionRow], made: dict[tuple[int, int, int], ActionRow], home: dict[int, int]
+    table: Table, rows: list[ActionRow], made: dict[tuple[int, int, int], ActionRow], device_of: dict[int, int]
 ) -> None:
     nowhere = {(d, c) for d in range(table.num_devices) for c in range(table.num_chunks)}
     nowhere -= {(row["device"], row["chunk"]) for row in rows}
     for stage in range(table.num_stages):
         for microbatch in range(table.num_microbatches):
             if (0, microbatch, stage) not in made:
-                device = home[stage] if stage in home else min(nowhere)[0]
+                device = device_of[stage] if stage in device_of else min(nowhere)[0]
                 _fail(
                     rows[-1] | {"device": device}, f"no F of microbatch {microbatch}, stage {stage} up to here, the end"
                 )
@@ -180,17 +180,17 @@ def _check_slots(rows: list[ActionRow]) -> None:
 
 
 def peak_in_flight(table: Table) -> np.ndarray:
-    """Most microbatches, counted once a chunk, that are between their F and their B or BW, by device."""
+    """Return the most microbatches, counted once a chunk, that are between their F and their B or BW, by device."""
     return _peak(table, [1, -1, 0, -1]).astype(int)
 
 
 def peak_handed(table: Table) -> np.ndarray:
-    """As peak_in_flight, of those between their B and their W."""
+    """Return the same as peak_in_flight for those between their B and their W."""
     return _peak(table, [0, 1, -1, 0]).astype(int)
 
 
 def peak_held(table: Table, weight_memory: float = 1.0) -> np.ndarray:
-    """As peak_in_flight, of those between their F and their W or BW.
+    """Return the same as peak_in_flight for those between their F and their W or BW.
 
     Args:
       weight_memory: what a microbatch counts for between its B and its W, where its W needs only a part of what its F

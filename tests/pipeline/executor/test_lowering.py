@@ -8,20 +8,31 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpar.pipeline.executor.lowering import INBOXES, NONE, Lowered, lower
+from jaxpar.pipeline.executor.lowering import INBOXES, NONE, LoweredTable, lower_table
 from jaxpar.pipeline.tables.schedule import SCHEDULES, forward_only
-from jaxpar.pipeline.tables.table import ACTION, BW, ORDER_IN_CLOCK, B, F, Table, W, homes, inputs, with_slots
-from jaxpar.pipeline.tables.validate import check, peak_handed, peak_held, peak_in_flight
+from jaxpar.pipeline.tables.table import (
+    ACTION,
+    BW,
+    PHASE_OF_KIND,
+    B,
+    F,
+    Table,
+    W,
+    action_inputs,
+    device_of_stage,
+    with_slots,
+)
+from jaxpar.pipeline.tables.validate import check_table, peak_handed, peak_held, peak_in_flight
 from tests.pipeline.named_tables import grid, make
 
-ZEROS = "what a device gets from a wire that nobody sends to it on"
-Symbol = Any  # (rank, microbatch, stage) of the action that made a value; in a stash, (buffer, microbatch, stage)
+ZEROS = "what a device gets from a route that nobody sends to it on"
+Symbol = Any  # (phase, microbatch, stage) of the action that made a value; in a stash, (buffer, microbatch, stage)
 
 
 class Machine:
     """What the engine does with a lowered table: buffers of symbols by device. Peaks: of values that still wait."""
 
-    def __init__(self, table: Table, lowered: Lowered):
+    def __init__(self, table: Table, lowered: LoweredTable):
         self.table, (self.shape, self.actions, self.arrivals) = table, lowered
         self.stages, self.num_devices = table.stages.tolist(), table.num_devices
         self.slots = dict(self.shape.num_slots)
@@ -38,52 +49,52 @@ class Machine:
             for device, waiting in enumerate(self.waiting):
                 for inbox, number in waiting.items():
                     self.peaks[inbox] = max(self.peaks[inbox], number)
-                for rank in range(self.shape.num_ranks):
-                    if self.actions[rank].chunk[device, clock] != NONE:
-                        self.act(clock, device, rank)
+                for phase in range(self.shape.num_phases):
+                    if self.actions[phase].chunk[device, clock] != NONE:
+                        self.act(clock, device, phase)
             self.deliver(clock)
 
-    def act(self, clock: int, device: int, rank: int) -> None:
-        action, place, buffers = self.actions[rank], (device, clock), self.buffers[device]
+    def act(self, clock: int, device: int, phase: int) -> None:
+        action, place, buffers = self.actions[phase], (device, clock), self.buffers[device]
         microbatch = int(action.microbatch[place])
         stage = self.stages[device][action.chunk[place]]
-        self.done.append((clock, device, rank, microbatch, stage))
-        sender = {0: stage - 1, 1: stage + 1, 2: -1}[rank]
+        self.done.append((clock, device, phase, microbatch, stage))
+        sender = {0: stage - 1, 1: stage + 1, 2: -1}[phase]
         if 0 <= sender < self.table.num_stages:
-            slot = self.slot(action.inbox[place], INBOXES[rank])
-            assert buffers[INBOXES[rank]][slot] == (rank, microbatch, sender), self.done[-1]
-            self.waiting[device][INBOXES[rank]] -= 1
+            slot = self.slot(action.inbox[place], INBOXES[phase])
+            assert buffers[INBOXES[phase]][slot] == (phase, microbatch, sender), self.done[-1]
+            self.waiting[device][INBOXES[phase]] -= 1
         for (writer, reader), slots in action.stash.items():
             slot, symbol = self.slot(slots[place], (writer, reader)), ((writer, reader), microbatch, stage)
-            if writer == rank:
+            if writer == phase:
                 buffers[writer, reader][slot] = symbol
-            elif writer < rank <= reader:
+            elif writer < phase <= reader:
                 assert buffers[writer, reader][slot] == symbol, self.done[-1]
         # What an action may read, it is told where.
-        assert set(action.stash) == {key for key in self.slots if isinstance(key, tuple) and key[0] <= rank <= key[1]}
-        self.outputs[device][rank] = (rank, microbatch, stage)
+        assert set(action.stash) == {key for key in self.slots if isinstance(key, tuple) and key[0] <= phase <= key[1]}
+        self.outputs[device][phase] = (phase, microbatch, stage)
 
     def deliver(self, clock: int) -> None:
-        for device, rank in itertools.product(range(self.num_devices), range(min(self.shape.num_ranks, 2))):
-            if self.actions[rank].own_inbox[device, clock] != NONE:
-                assert rank in self.shape.stays
-                self.store(device, rank, self.actions[rank].own_inbox[device, clock], self.outputs[device][rank])
-        packets = self.outputs
-        for number, (wire, arrival) in enumerate(zip(self.shape.wires, self.arrivals, strict=True)):
-            assert 0 < wire.offset < self.num_devices
+        for device, phase in itertools.product(range(self.num_devices), range(min(self.shape.num_phases, 2))):
+            if self.actions[phase].local_inbox[device, clock] != NONE:
+                assert phase in self.shape.local_phases
+                self.store(device, phase, self.actions[phase].local_inbox[device, clock], self.outputs[device][phase])
+        transfers = self.outputs
+        for number, (route, arrival) in enumerate(zip(self.shape.routes, self.arrivals, strict=True)):
+            assert 0 < route.offset < self.num_devices
             for device in range(self.num_devices):
-                sender, packet = (device - wire.offset) % self.num_devices, ZEROS
-                if sender in wire.senders:
-                    is_forward = self.actions[0].wire[sender, clock] == number
-                    packet = packets[sender][wire.ranks[0] if len(wire.ranks) == 1 else 0 if is_forward else 1]
-                for rank in (0, 1):
-                    if arrival[rank][device, clock] != NONE:
-                        assert rank in wire.ranks
-                        self.store(device, rank, arrival[rank][device, clock], packet)
+                sender, transfer = (device - route.offset) % self.num_devices, ZEROS
+                if sender in route.senders:
+                    is_forward = self.actions[0].route[sender, clock] == number
+                    transfer = transfers[sender][route.phases[0] if len(route.phases) == 1 else 0 if is_forward else 1]
+                for phase in (0, 1):
+                    if arrival[phase][device, clock] != NONE:
+                        assert phase in route.phases
+                        self.store(device, phase, arrival[phase][device, clock], transfer)
 
-    def store(self, device: int, rank: int, slot: int, value: Symbol) -> None:
-        self.buffers[device][INBOXES[rank]][self.slot(slot, INBOXES[rank])] = value
-        self.waiting[device][INBOXES[rank]] += 1
+    def store(self, device: int, phase: int, slot: int, value: Symbol) -> None:
+        self.buffers[device][INBOXES[phase]][self.slot(slot, INBOXES[phase])] = value
+        self.waiting[device][INBOXES[phase]] += 1
 
     def slot(self, slot: int, buffer: Any) -> int:
         assert 0 <= slot < self.slots[buffer], (slot, buffer)
@@ -92,11 +103,11 @@ class Machine:
 
 def run(table: Table) -> None:
     """Lowers the table and runs it: its actions, on their inputs, in as little memory as there can be."""
-    lowered = lower(table)
+    lowered = lower_table(table)
     machine = Machine(table, lowered)
     machine.run()
     expected = table.actions[["clock", "device", "kind", "microbatch", "stage"]].tolist()
-    assert machine.done == [(*row[:2], ORDER_IN_CLOCK[row[2]], *row[3:]) for row in expected]
+    assert machine.done == [(*row[:2], PHASE_OF_KIND[row[2]], *row[3:]) for row in expected]
     kinds = set(table.actions["kind"].tolist())
     peaks: dict[Any, int] = dict(machine.peaks)
     if B in kinds or BW in kinds:
@@ -105,8 +116,8 @@ def run(table: Table) -> None:
         peaks |= {(0, 2): int(peak_held(table).max()), (1, 2): int(peak_handed(table).max())}
     assert dict(lowered.shape.num_slots) == peaks
     assert lowered.shape.num_microbatches == table.num_microbatches
-    assert lowered.shape.num_ranks == len(lowered.actions) == (3 if B in kinds else 2 if BW in kinds else 1)
-    for array in (array for action in lowered.actions for array in (action.chunk, action.inbox, action.wire)):
+    assert lowered.shape.num_phases == len(lowered.actions) == (3 if B in kinds else 2 if BW in kinds else 1)
+    for array in (array for action in lowered.actions for array in (action.chunk, action.inbox, action.route)):
         assert array.shape == (table.num_devices, table.num_clocks)
         assert array.dtype == np.int32
 
@@ -122,22 +133,22 @@ def test_every_action_finds_its_input(name: str) -> None:
 def test_random_tables() -> None:
     """Any placement of stages, fused and split backwards, several actions a clock, idle devices."""
     rng = random.Random(0)
-    wires, stays = Counter[int](), Counter[int]()
+    routes, local_phases = Counter[int](), Counter[int]()
     for _ in range(300):
         table = random_table(rng, rng.randint(1, 5), rng.randint(1, 3), rng.randint(1, 5), rng.random() < 0.5)
-        check(table)
+        check_table(table)
         run(table)
-        shape = lower(table).shape
-        wires.update(len(wire.ranks) for wire in shape.wires)
-        stays.update(shape.stays)
-    assert wires[2] > 200  # wires that carry activations and gradients both
-    assert stays[0] > 100 < stays[1]
+        shape = lower_table(table).shape
+        routes.update(len(route.phases) for route in shape.routes)
+        local_phases.update(shape.local_phases)
+    assert routes[2] > 200  # routes that carry activations and gradients both
+    assert local_phases[0] > 100 < local_phases[1]
 
 
 def random_table(rng: random.Random, p: int, v: int, m: int, fused: bool) -> Table:
     """A valid table: in each clock, each device runs at random some of the actions that it can."""
     stages = np.array(rng.sample(range(p * v), p * v)).reshape(p, v)
-    home, last = homes(stages), p * v - 1
+    device_of, last = device_of_stage(stages), p * v - 1
     kinds = (F, BW) if fused else (F, B, W)
     todo = [(kind, k, stage) for kind in kinds for k in range(m) for stage in range(p * v)]
     made: dict[tuple[int, int, int], int] = {}
@@ -145,27 +156,27 @@ def random_table(rng: random.Random, p: int, v: int, m: int, fused: bool) -> Tab
     for clock in itertools.count():
         if not todo:
             break
-        busy: set[tuple[int, int]] = set()  # device, rank
+        busy: set[tuple[int, int]] = set()  # device, phase
         sent: set[tuple[int, int]] = set()  # device, offset
-        for device, rank in itertools.product(range(p), range(3)):
-            mine = [a for a in todo if home[a[2]] == device and ORDER_IN_CLOCK[a[0]] == rank]
+        for device, phase in itertools.product(range(p), range(3)):
+            mine = [a for a in todo if device_of[a[2]] == device and PHASE_OF_KIND[a[0]] == phase]
             rng.shuffle(mine)
             for kind, k, stage in mine:
-                shares = kind == W or (rank == 1 and stage == last)  # the clock of its F or its B
-                needed = inputs(kind, k, stage, p * v)
+                shares = kind == W or (phase == 1 and stage == last)  # the clock of its F or its B
+                needed = action_inputs(kind, k, stage, p * v)
                 is_ready = all(made.get(key, clock) < clock + (shares and made.get(key) == clock) for key in needed)
                 to = stage + {F: 1, W: 0}.get(kind, -1)
-                offset = (home[to] - device) % p if 0 <= to <= last else 0
+                offset = (device_of[to] - device) % p if 0 <= to <= last else 0
                 if (
                     not is_ready
-                    or (device, rank) in busy
+                    or (device, phase) in busy
                     or (offset and (device, offset) in sent)
                     or rng.random() < 0.3
                 ):
                     continue
-                busy.add((device, rank))
+                busy.add((device, phase))
                 sent.add((device, offset))
-                made[rank, k, stage] = clock
+                made[phase, k, stage] = clock
                 chunk = stages[device].tolist().index(stage)
                 rows.append((clock, device, kind, k, chunk, stage, 0, 0))
                 todo.remove((kind, k, stage))
@@ -175,9 +186,9 @@ def random_table(rng: random.Random, p: int, v: int, m: int, fused: bool) -> Tab
 def test_one_f_one_b_by_hand() -> None:
     """Two devices, two microbatches: 0: F0 F1 -- BW0 -- BW1; 1: -- F0 BW0 F1 BW1, in as many clocks."""
     table = make("1f1b", 2, 2)
-    lowered = lower(table)
+    lowered = lower_table(table)
     assert table.num_clocks == 6
-    assert [wire[:] for wire in lowered.shape.wires] == [(1, (0, 1), (0, 1))]  # both ways are the same offset of two
+    assert [route[:] for route in lowered.shape.routes] == [(1, (0, 1), (0, 1))]  # both ways are the same offset of two
     assert dict(lowered.shape.num_slots) == {"activations": 1, "gradients": 1, (0, 1): 2}
     forward, backward = lowered.actions
     assert forward.microbatch.tolist() == [[0, 1, -1, -1, -1, -1], [-1, 0, -1, 1, -1, -1]]

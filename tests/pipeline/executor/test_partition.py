@@ -7,7 +7,7 @@ import pytest
 
 from jaxpar.errors import UserError
 from jaxpar.models.model import Model
-from jaxpar.pipeline.executor.partition import balanced, bounds, layer_flops, parameters, uniform
+from jaxpar.pipeline.executor.partition import balanced, layer_flops, parameters, stage_bounds, uniform
 from jaxpar.step import abstract
 from tests.models.small import BATCH, LENGTH, VOCAB, small
 
@@ -57,7 +57,7 @@ def test_costs() -> None:
     ],
 )
 def test_bounds(method: str, num_stages: int, expected: tuple[int, ...]) -> None:
-    assert bounds(MODEL, ROWS, method, num_stages) == expected
+    assert stage_bounds(MODEL, ROWS, method, num_stages) == expected
 
 
 DEEP, _, _ = small("gpt", "causal_lm", num_layers=12)
@@ -81,9 +81,11 @@ IN_ORDER = "in the model's order and after embed"
 )
 def test_what_is_no_partition(model: Model, method: str, num_stages: int, rule: str) -> None:
     with pytest.raises(UserError) as error:
-        bounds(model, ROWS, method, num_stages)
+        stage_bounds(model, ROWS, method, num_stages)
     text = str(error.value)
-    assert text.startswith(f"config.pipeline.partition is {method!r}; it must be uniform, parameters, flops, or ")
+    assert text.startswith(
+        f"config.pipeline.partition is {method!r}; it must be one of uniform, parameters, flops, or "
+    )
     assert text.endswith(rule)
     assert "\n" not in text
 
@@ -91,7 +93,7 @@ def test_what_is_no_partition(model: Model, method: str, num_stages: int, rule: 
 @pytest.mark.parametrize("method", ["flops", "block_0"])
 def test_more_stages_than_layers(method: str) -> None:
     with pytest.raises(UserError) as error:
-        bounds(MODEL, ROWS, method, 7)
+        stage_bounds(MODEL, ROWS, method, 7)
     expected = (
         "config.mesh.stage and config.pipeline.num_chunks make 7 stages; the model has only 6 layers (embed .. head)"
     )
@@ -99,4 +101,4 @@ def test_more_stages_than_layers(method: str) -> None:
 
 
 def test_cuts_are_in_the_order_of_the_model_not_of_names() -> None:
-    assert bounds(DEEP, ROWS, "block_9,block_10", 3) == (0, 10, 11, 14)
+    assert stage_bounds(DEEP, ROWS, "block_9,block_10", 3) == (0, 10, 11, 14)

@@ -1,4 +1,4 @@
-"""The actions of a model's stages: gradients against jax.grad, FLOPs against closed forms, and what is kept.
+"""The actions of a model's stages: gradients against jax.grad, FLOPs against closed forms, and what is saved.
 
 Dims: B examples, T positions, D features, M features inside the MLP, V vocabulary.
 """
@@ -14,7 +14,7 @@ import pytest
 
 from jaxpar.models import Model, build
 from jaxpar.models.model import Batch
-from jaxpar.pipeline.executor.programs import StageInputs, StageProgram, sources, trace
+from jaxpar.pipeline.executor.programs import StageInputs, StageProgram, input_origins, trace_stage
 from jaxpar.pipeline.executor.split_backward import Origin
 from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.tables.table import loop_stages
@@ -36,17 +36,17 @@ class Stage(NamedTuple):
     device: int
     given: StageInputs
 
-    def trace(self, num_ranks: int, remat: str) -> StageProgram:
+    def trace(self, num_phases: int, remat: str) -> StageProgram:
         given = abstract(self.given._replace(dy=None))
-        return trace(self.stages, self.device, 0, given, num_ranks=num_ranks, remat=remat)
+        return trace_stage(self.stages, self.device, given, num_phases=num_phases, remat=remat)
 
     @property
     def leaves(self) -> list[jax.Array]:
         return jax.tree.leaves(self.given)
 
     @property
-    def sources(self) -> list[Origin]:
-        return sources(self.given)
+    def origins(self) -> list[Origin]:
+        return input_origins(self.given)
 
 
 def make_rows(name: str, task: str) -> dict[str, Any]:
@@ -115,7 +115,7 @@ GPT, BERT = ("gpt", "causal_lm"), ("bert", "classification")
 
 
 @pytest.mark.parametrize(
-    ("model", "bounds", "stage", "num_ranks", "remat", "num_dx"),
+    ("model", "bounds", "stage", "num_phases", "remat", "num_dx"),
     [
         (GPT, (0, 2, 3), 0, 3, "none", 1),  # of the second layer, which nobody outside takes
         (GPT, (0, 3), 0, 2, "none", 0),  # all layers
@@ -128,14 +128,14 @@ GPT, BERT = ("gpt", "causal_lm"), ("bert", "classification")
     ],
 )
 def test_actions_of_a_stage_give_its_gradients(
-    model: tuple[str, str], bounds: tuple[int, ...], stage: int, num_ranks: int, remat: str, num_dx: int
+    model: tuple[str, str], bounds: tuple[int, ...], stage: int, num_phases: int, remat: str, num_dx: int
 ) -> None:
     this = make_stage(*model, bounds, stage)
-    actions = fast_jit(partial(run_actions, this.trace(num_ranks, remat).cut, this.sources))(this.leaves)
+    actions = fast_jit(partial(run_actions, this.trace(num_phases, remat).cut, this.origins))(this.leaves)
     is_last, results = stage == len(bounds) - 2, expected(this)
     num_weights = len(jax.tree.leaves(this.given.params))
     sizes = (
-        [3 if is_last else 1, num_dx, num_weights] if num_ranks == 3 else [3 if is_last else 1, num_dx + num_weights]
+        [3 if is_last else 1, num_dx, num_weights] if num_phases == 3 else [3 if is_last else 1, num_dx + num_weights]
     )
     assert [len(outputs) for outputs in actions] == sizes
     if num_dx and stage == 0:
@@ -165,10 +165,10 @@ def test_flops_of_actions(remat: str, again: int, again_in_w: int) -> None:
     """Two blocks: a product of F is one of dX in B and one of dW in W; one without weights is two in B."""
     stage = make_stage(*GPT, BOUNDS, MIDDLE)
     weights, attention = 2 * WEIGHT_FLOPS, 2 * ATTENTION_FLOPS
-    forward, dx, dw = flops_of(stage.trace(3, remat).cut, stage.sources, stage.leaves)
+    forward, dx, dw = flops_of(stage.trace(3, remat).cut, stage.origins, stage.leaves)
     assert (forward, dx + dw) == (weights + attention, 2 * (weights + attention) + again)
     assert dw == weights + again_in_w
-    fused = flops_of(stage.trace(2, "none").cut, stage.sources, stage.leaves)
+    fused = flops_of(stage.trace(2, "none").cut, stage.origins, stage.leaves)
     assert fused == [weights + attention, 2 * (weights + attention)]
 
 
@@ -180,7 +180,7 @@ def test_flops_of_the_first_stage(dropout: float) -> None:
     """
     stage = make_stage(*GPT, BOUNDS, FIRST, dropout=dropout)
     weights, attention = 2 * WEIGHT_FLOPS, 2 * ATTENTION_FLOPS
-    assert flops_of(stage.trace(3, "none").cut, stage.sources, stage.leaves) == [
+    assert flops_of(stage.trace(3, "none").cut, stage.origins, stage.leaves) == [
         weights + attention,
         weights + 2 * attention,
         weights,
@@ -190,34 +190,34 @@ def test_flops_of_the_first_stage(dropout: float) -> None:
 def test_w_is_nothing_but_dw() -> None:
     """Six products a block, sums over rows (times a norm's input): no function of activations is there again."""
     stage = make_stage(*GPT, BOUNDS, MIDDLE)
-    names = primitives(stage.trace(3, "none").cut, stage.sources, stage.leaves, 2)
+    names = primitives(stage.trace(3, "none").cut, stage.origins, stage.leaves, 2)
     assert names["dot_general"] == 2 * 6
     assert set(names) <= {"dot_general", "transpose", "reshape", "reduce_sum", "mul", "add"}
 
 
 @pytest.mark.parametrize("model", [GPT, BERT])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_kept(model: tuple[str, str], dtype: str) -> None:
+def test_what_is_saved(model: tuple[str, str], dtype: str) -> None:
     """No weight, cast weight or transpose; no attention mask; the four dropout masks of two blocks, drawn once."""
     stage = make_stage(*model, BOUNDS, MIDDLE, dtype=dtype)
-    for num_ranks in (2, 3):
-        pieces = stage.trace(num_ranks, "none").cut
-        kept = [value for values in pieces.saved.values() for value in values]
-        assert all(value.size % B == 0 for value in kept)
-        assert Counter((v.shape) for v in kept if v.dtype == bool) == {(B, T, D): 4}
-        drawn = [primitives(pieces, stage.sources, stage.leaves, a)["random_bits"] for a in range(num_ranks)]
-        assert drawn == [4, 0, 0][:num_ranks]
+    for num_phases in (2, 3):
+        pieces = stage.trace(num_phases, "none").cut
+        saved = [value for values in pieces.saved.values() for value in values]
+        assert all(value.size % B == 0 for value in saved)
+        assert Counter((v.shape) for v in saved if v.dtype == bool) == {(B, T, D): 4}
+        drawn = [primitives(pieces, stage.origins, stage.leaves, a)["random_bits"] for a in range(num_phases)]
+        assert drawn == [4, 0, 0][:num_phases]
 
 
-def test_what_is_kept_with_full_remat() -> None:
+def test_what_is_saved_with_full_remat() -> None:
     """For B the stage's input alone; masks are drawn again."""
     stage = make_stage(*GPT, BOUNDS, MIDDLE)
-    for num_ranks in (2, 3):
-        pieces = stage.trace(num_ranks, "full").cut
-        kept = [value.shape for key, values in pieces.saved.items() if key[0] == 0 for value in values]
-        assert kept == [(B, T, D)]
-        drawn = [primitives(pieces, stage.sources, stage.leaves, a)["random_bits"] for a in range(num_ranks)]
-        assert drawn == [4, 4, 0][:num_ranks]
+    for num_phases in (2, 3):
+        pieces = stage.trace(num_phases, "full").cut
+        saved = [value.shape for key, values in pieces.saved.items() if key[0] == 0 for value in values]
+        assert saved == [(B, T, D)]
+        drawn = [primitives(pieces, stage.origins, stage.leaves, a)["random_bits"] for a in range(num_phases)]
+        assert drawn == [4, 4, 0][:num_phases]
 
 
 def test_a_program_stands_for_other_layers() -> None:
@@ -232,8 +232,8 @@ def test_a_program_stands_for_other_layers() -> None:
     given = one.given._replace(
         params={name: params[own] for name, own in names.items()}, shift=jnp.int32(stages.shifts[4, 0])
     )
-    program = trace(stages, 1, 0, abstract(given._replace(dy=None)), num_ranks=2, remat="none")
-    (y_BTD,), _ = fast_jit(partial(run_actions, program.cut, one.sources))(jax.tree.leaves(given))
+    program = trace_stage(stages, 1, abstract(given._replace(dy=None)), num_phases=2, remat="none")
+    (y_BTD,), _ = fast_jit(partial(run_actions, program.cut, one.origins))(jax.tree.leaves(given))
     keys_B = jnp.stack([jax.random.fold_in(given.key, int(i)) for i in given.rows["index"]])
     wanted = fast_jit(partial(model.apply_layers, start=4, stop=5))(params, given.x, given.rows, keys_B)
     np.testing.assert_allclose(y_BTD, wanted, rtol=1e-5, atol=1e-6)

@@ -14,7 +14,7 @@ import pytest
 from jax.extend import core
 
 from jaxpar.measure.flops import forward_flops
-from jaxpar.pipeline.executor.split_backward import Cut, Origin, cut, flatten
+from jaxpar.pipeline.executor.split_backward import Cut, Origin, cut_phases, flatten
 from tests.models.small import fast_jit
 from tests.pipeline.cuts import flops_of, primitives, run_actions
 
@@ -90,7 +90,7 @@ def split(function: Function, *, fused: bool = False) -> Cut:
         return [y_BD, dx_BD, *jax.tree.leaves(dw)]
 
     closed = flatten(jax.make_jaxpr(actions)(make_weights(), *x_and_dy()), remat=True)
-    return cut(closed, [1, 5] if fused else [1, 1, 4], SOURCES)
+    return cut_phases(closed, [1, 5] if fused else [1, 1, 4], SOURCES)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -177,7 +177,7 @@ def test_random_numbers_are_drawn_once() -> None:
         return [y_BD, *pullback(dy_BD)]
 
     leaves = [key, scale_B, x_BD, dy_BD]
-    pieces = cut(flatten(jax.make_jaxpr(actions)(*leaves), remat=True), [1, 1], sources)
+    pieces = cut_phases(flatten(jax.make_jaxpr(actions)(*leaves), remat=True), [1, 1], sources)
     (y_BD,), (dx_BD,) = fast_jit(partial(run_actions, pieces, sources))(leaves)
     grad = jax.grad(lambda x_BD: jnp.sum(function(x_BD, key, scale_B) * dy_BD))
     np.testing.assert_allclose(y_BD, fast_jit(function)(x_BD, key, scale_B), rtol=1e-6)

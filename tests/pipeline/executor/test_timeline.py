@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from jaxpar import train
-from jaxpar.pipeline.executor.timeline import bubble_rate
+from jaxpar.pipeline.executor.timeline import measured_bubble_rate
 from jaxpar.pipeline.tables import draw
-from jaxpar.pipeline.tables.schedule import build
+from jaxpar.pipeline.tables.schedule import make_table
 from jaxpar.pipeline.tables.simulate import Span
 from jaxpar.pipeline.tables.table import F
 from tests.runs import small_config
@@ -31,7 +31,7 @@ def run(folder: Path, trace: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple
         assert path.name == "timeline.png"
         drawn.extend(charts)
 
-    monkeypatch.setattr(draw, "save", save)
+    monkeypatch.setattr(draw, "save_charts", save)
     overrides = [*PIPELINE, f"pipeline.trace={trace}", "num_steps=3"]
     train.train(small_config(folder, *[f"--config.{override}" for override in overrides]), folder / "run")
     return drawn
@@ -41,9 +41,9 @@ def test_actions_are_measured_in_an_order_that_their_inputs_allow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned, measured = run(tmp_path, 3, monkeypatch)
-    assert "planned" in planned[0] and f"bubble {bubble_rate(measured[1]):.1%}" in measured[0]
+    assert "planned" in planned[0] and f"bubble {measured_bubble_rate(measured[1]):.1%}" in measured[0]
     assert "timeline.png: planned bubble" in capsys.readouterr().out
-    table = build("zb_h1", num_devices=2, num_microbatches=3, num_chunks=1)
+    table = make_table("zb_h1", num_devices=2, num_microbatches=3, num_chunks=1)
     actions = table.actions[["device", "kind", "microbatch", "chunk"]].tolist()
     for _, spans in (planned, measured):
         assert sorted(span[:4] for span in spans) == sorted(actions)
@@ -67,4 +67,4 @@ def test_a_step_that_is_not_in_the_run_is_told(
 
 def test_bubble_rate_is_that_of_the_longest_span() -> None:
     spans = [Span(0, F, 0, 0, 0.0, 1.0), Span(0, F, 1, 0, 3.0, 4.0), Span(1, F, 0, 0, 1.0, 2.0)]
-    assert bubble_rate(spans) == 0.5
+    assert measured_bubble_rate(spans) == 0.5

@@ -7,17 +7,17 @@ from collections.abc import Iterator
 import pytest
 
 from jaxpar.pipeline.search.search import search
-from jaxpar.pipeline.tables.schedule import SCHEDULES, obstacle
-from jaxpar.pipeline.tables.simulate import Times, simulate
+from jaxpar.pipeline.tables.schedule import SCHEDULES, schedule_obstacle
+from jaxpar.pipeline.tables.simulate import Times, simulate_table
 from jaxpar.pipeline.tables.table import B, F, Table
-from jaxpar.pipeline.tables.validate import check, peak_held
+from jaxpar.pipeline.tables.validate import check_table, peak_held
 from tests.pipeline.named_tables import make
 
 TIMES = [(1, 1, 1), (4, 5, 3), (5, 4, 2), (2, 5, 7), (7, 2, 3), (1, 2, 1)]
 
 
 def cost(table: Table, times: tuple[float, ...], communication: float) -> float:
-    return float(simulate(table, Times(*times), communication).cost)
+    return float(simulate_table(table, Times(*times), communication).cost)
 
 
 def all_orders(m: int, most_held: int) -> Iterator[str]:
@@ -70,7 +70,7 @@ def test_best_of_all_orders(p: int, m: int) -> None:
         orders = list(all_orders(m, limit))
         best = min(span(choice, times, communication) for choice in itertools.product(orders, repeat=p))
         found = search(Times(*times), communication, limit, p, m)
-        check(found.table)
+        check_table(found.table)
         assert peak_held(found.table).max() <= limit
         assert cost(found.table, times, communication) == pytest.approx(best), (
             times,
@@ -87,11 +87,11 @@ def test_never_worse_than_a_named_schedule_that_fits(v: int, share: float) -> No
         named = {
             name: make(name, p, m, v)
             for name in SCHEDULES
-            if obstacle(name, num_devices=p, num_microbatches=m, num_chunks=v) is None
+            if schedule_obstacle(name, num_devices=p, num_microbatches=m, num_chunks=v) is None
         }
         for limit in (1, p / 2, p, 1.5 * p, 2 * p - 1, m):
             found = search(Times(*times), communication, limit, p, m, v, evaluations=100)
-            check(found.table)
+            check_table(found.table)
             assert peak_held(found.table).max() <= limit * v
             fitting = [table for table in named.values() if peak_held(table).max() <= limit * v]
             best = min((cost(table, times, communication) for table in fitting), default=float("inf"))
@@ -126,7 +126,7 @@ def test_published_rates_of_the_automatic_scheduler(
     for limit, rate in ((p, zb_1p), (2 * p, zb_2p)):
         found = search(Times(*times), communication, limit, p, m, weight_memory=weight_memory, evaluations=300)
         assert peak_held(found.table, weight_memory).max() <= limit + 1e-6
-        assert simulate(found.table, Times(*times), communication).bubble_rate <= rate + 0.0005
+        assert simulate_table(found.table, Times(*times), communication).bubble_rate <= rate + 0.0005
 
 
 def test_more_memory_and_more_chunks_never_cost_more() -> None:
@@ -145,11 +145,11 @@ def test_more_memory_and_more_chunks_never_cost_more() -> None:
 def test_devices_of_unequal_times() -> None:
     """The slowest device never waits, with half of the memory that zb_h1 needs for that."""
     times, slowest = Times(*[[1.0, 1, 3, 1]] * 3), 2
-    simulation = simulate(search(times, 0.1, 2, 4, 8).table, times, 0.1)
+    simulation = simulate_table(search(times, 0.1, 2, 4, 8).table, times, 0.1)
     assert simulation.idle_in_span[slowest] == pytest.approx(0)
     assert simulation.cost == pytest.approx(8 * 9)
     assert max(simulation.peak_held) == 2
-    assert simulate(make("zb_h1", 4, 8), times, 0.1).cost == pytest.approx(8 * 9)
+    assert simulate_table(make("zb_h1", 4, 8), times, 0.1).cost == pytest.approx(8 * 9)
 
 
 def test_the_same_twice() -> None:

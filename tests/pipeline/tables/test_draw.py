@@ -9,8 +9,8 @@ import pytest
 from matplotlib.image import imread
 
 from jaxpar.pipeline.tables import draw
-from jaxpar.pipeline.tables.simulate import Span, Times, simulate
-from jaxpar.pipeline.tables.table import BW, KINDS, B, F, W
+from jaxpar.pipeline.tables.simulate import Span, Times, simulate_table
+from jaxpar.pipeline.tables.table import ACTION_KINDS, BW, B, F, W
 from tests.pipeline.named_tables import make
 
 
@@ -24,7 +24,7 @@ def test_text_of_one_chunk() -> None:
     last = actions["device"] == 1
     actions["clock"] -= (actions["clock"] > 1).astype(np.int32) + (actions["clock"] > 5)  # F and BW share a clock
     assert last.sum() == 4
-    assert draw.text(table._replace(actions=actions)) == expected
+    assert draw.format_table(table._replace(actions=actions)) == expected
 
 
 def test_text_of_two_chunks() -> None:
@@ -32,7 +32,7 @@ def test_text_of_two_chunks() -> None:
 0:  F0a            F0b  B0b  W0b            B0a  W0a
 1:       F0a  F0b            B0b  W0b  B0a  W0a
 """.strip("\n")
-    assert draw.text(make("zb_v", 2, 1)) == expected
+    assert draw.format_table(make("zb_v", 2, 1)) == expected
 
 
 def texts(svg: str) -> Counter[str]:
@@ -41,8 +41,8 @@ def texts(svg: str) -> Counter[str]:
 
 def test_picture_has_the_number_of_every_microbatch(tmp_path: Path) -> None:
     table = make("zb_v", 8, 32)
-    simulation = simulate(table, Times(1, 1, 1))
-    draw.save(tmp_path / "chart.svg", [("planned: bubble 0.0%", simulation.timeline)])
+    simulation = simulate_table(table, Times(1, 1, 1))
+    draw.save_charts(tmp_path / "chart.svg", [("planned: bubble 0.0%", simulation.timeline)])
     found = texts((tmp_path / "chart.svg").read_text())
     for microbatch in range(32):
         assert found[str(microbatch)] >= 8 * 2 * 3, microbatch
@@ -53,10 +53,10 @@ def test_picture_has_the_number_of_every_microbatch(tmp_path: Path) -> None:
 
 
 def test_planned_and_measured_on_one_page(tmp_path: Path) -> None:
-    planned = simulate(make("1f1b", 2, 3), Times(1, 1, 1)).timeline
+    planned = simulate_table(make("1f1b", 2, 3), Times(1, 1, 1)).timeline
     measured = [span._replace(start=span.start * 0.01 + 5, end=span.end * 0.01 + 4.999) for span in planned]
     charts = [("planned: bubble 25.0%", planned), ("measured: bubble 28.0%", measured)]
-    figure = draw.figure(charts)
+    figure = draw.draw_charts(charts)
     assert [ax.get_title(loc="left") for ax in figure.axes] == [title for title, _ in charts]
     for ax, (_, timeline) in zip(figure.axes, charts, strict=True):
         boxes = ax.collections[0].get_paths()
@@ -67,25 +67,25 @@ def test_planned_and_measured_on_one_page(tmp_path: Path) -> None:
             assert round((top + bottom) / 2) == span.device
         assert [text.get_text() for text in ax.texts] == [str(span.microbatch) for span in timeline]
         assert ax.get_ylim() == (1.5, -0.5)  # device 0 on top
-    draw.save(tmp_path / "chart.png", charts)
-    draw.save(tmp_path / "again.png", charts)
+    draw.save_charts(tmp_path / "chart.png", charts)
+    draw.save_charts(tmp_path / "again.png", charts)
     assert (tmp_path / "chart.png").read_bytes() == (tmp_path / "again.png").read_bytes()
 
 
 def test_pixels_have_the_colour_of_their_kind(tmp_path: Path) -> None:
     timeline = [Span(0, kind, 0, 0, kind, kind + 1) for kind in (F, B, W, BW)]
-    draw.save(tmp_path / "chart.png", [("", timeline)])
+    draw.save_charts(tmp_path / "chart.png", [("", timeline)])
     pixels = Counter(
         map(tuple, np.round(imread(tmp_path / "chart.png")[..., :3] * 255).astype(int).reshape(-1, 3).tolist())
     )
-    for kind in KINDS:
+    for kind in ACTION_KINDS:
         colour = tuple(round(255 * value) for value in draw.shade(kind, 0, 1))
         assert pixels[colour] > 1000, (kind, colour)
 
 
 def test_kinds_and_chunks_differ_for_every_eye() -> None:
     """In lightness as well for chunks of a kind; as seen without red, green or blue cones for kinds."""
-    kinds = np.array([draw.shade(kind, 0, 1) for kind in KINDS]) ** 2.2
+    kinds = np.array([draw.shade(kind, 0, 1) for kind in ACTION_KINDS]) ** 2.2
     # Machado, Oliveira and Fernandes, 2009: severity 1 of protanomaly, deuteranomaly, tritanomaly.
     eyes = [
         np.eye(3),
@@ -97,14 +97,14 @@ def test_kinds_and_chunks_differ_for_every_eye() -> None:
         seen = np.clip(kinds @ np.array(eye).T, 0, 1) ** (1 / 2.2)
         apart = np.linalg.norm(seen[:, None] - seen[None], axis=-1) + 10 * np.eye(4)
         assert apart.min() > 0.2, apart
-    for kind in KINDS:
+    for kind in ACTION_KINDS:
         light = [np.dot(draw.shade(kind, chunk, 3), (0.299, 0.587, 0.114)) for chunk in range(3)]
         assert light[1] - light[0] > 0.08 and light[2] - light[1] > 0.08
 
 
 def test_width_is_bounded_and_nothing_breaks_at_zero_length() -> None:
-    long = simulate(make("zb_h1", 2, 200), Times(1, 1, 0.01)).timeline
-    assert draw.figure([("", long)]).get_size_inches()[0] < draw.MAX_INCHES + 2
-    draw.figure([("", [Span(0, F, 0, 0, 1, 1)])]).draw_without_rendering()
+    long = simulate_table(make("zb_h1", 2, 200), Times(1, 1, 0.01)).timeline
+    assert draw.draw_charts([("", long)]).get_size_inches()[0] < draw.MAX_INCHES + 2
+    draw.draw_charts([("", [Span(0, F, 0, 0, 1, 1)])]).draw_without_rendering()
     with pytest.raises(ValueError, match="Format 'xyz' is not supported"):
-        draw.save("chart.xyz", [("", long[:2])])
+        draw.save_charts("chart.xyz", [("", long[:2])])

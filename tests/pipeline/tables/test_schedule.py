@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxpar.pipeline.tables.draw import text
-from jaxpar.pipeline.tables.schedule import SCHEDULES, build, forward_only
-from jaxpar.pipeline.tables.table import BW, FIELDS, Action, B, F, Table, W, loop_stages, place, v_stages
-from jaxpar.pipeline.tables.table_file import load, save
-from jaxpar.pipeline.tables.validate import TableError, check, peak_handed, peak_in_flight
+from jaxpar.pipeline.tables.draw import format_table
+from jaxpar.pipeline.tables.schedule import SCHEDULES, forward_only, make_table
+from jaxpar.pipeline.tables.table import BW, FIELDS, Action, B, F, Table, W, loop_stages, place_actions, v_stages
+from jaxpar.pipeline.tables.table_file import read_table, write_table
+from jaxpar.pipeline.tables.validate import TableError, check_table, peak_handed, peak_in_flight
 from tests.pipeline.named_tables import grid, make
 
 DIAGRAMS = {
@@ -28,7 +28,7 @@ DIAGRAMS = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_docstring_shows_the_table(name: str) -> None:
-    diagram = text(make(name, *DIAGRAMS[name]))
+    diagram = format_table(make(name, *DIAGRAMS[name]))
     documentation = inspect.cleandoc(SCHEDULES[name].order.__doc__ or "")
     assert f"\n{diagram}" in documentation, diagram
 
@@ -51,7 +51,7 @@ def in_flight(name: str, p: int, m: int, v: int, d: int) -> int:
 def test_complete_valid_and_of_the_stated_peak(name: str) -> None:
     for table in grid(name):
         p, v, m, actions = table
-        check(table)
+        check_table(table)
         kinds = (F, B, W) if name.startswith("zb") else (F, BW)
         work = set(actions[["kind", "microbatch", "stage"]].tolist())
         assert work == set(itertools.product(kinds, range(m), range(p * v))) and len(actions) == len(work)
@@ -79,7 +79,7 @@ def test_clocks() -> None:
         for row in eager.actions:
             s, k = row["device"], row["microbatch"]
             assert row["clock"] == (k + s if row["kind"] == F else k + 2 * (p - 1) - s)
-        if m % p == 0 and p != 2:  # with two devices, forwards and backwards would share the wire of distance 1
+        if m % p == 0 and p != 2:  # with two devices, forwards and backwards would share the route of distance 1
             for v in (2, 3):  # each clock of the steady state has an F and a BW
                 clocks = make("interleaved_1f1b", p, m, v).num_clocks
                 assert clocks == m * v + 2 * (p - 1) + p * (v - 1), (p, m, v)
@@ -117,13 +117,13 @@ def test_forward_only_fills_the_clocks() -> None:
     for p, m in itertools.product(range(1, 7), range(1, 9)):
         for v in (1, 2, 3):
             table = forward_only(p, m, loop_stages(p, v))
-            check(table)
+            check_table(table)
             assert set(table.actions["kind"]) == {F} and (table.actions["slot"] == 0).all()
             assert peak_in_flight(table).tolist() == [0] * p
             last = (m - 1) // p * p * v + (m - 1) % p  # entry: groups of p microbatches go round without a gap
             assert table.num_clocks == last + p * v
         down_and_up = forward_only(p, m, v_stages(p))
-        check(down_and_up)
+        check_table(down_and_up)
         assert down_and_up.num_clocks == 2 * (m - 1) + 2 * p
         assert down_and_up.stages.tolist() == v_stages(p).tolist()
 
@@ -131,13 +131,13 @@ def test_forward_only_fills_the_clocks() -> None:
 def test_orders_that_wait_for_each_other_are_refused() -> None:
     orders = [[Action(F, 0, 0), Action(BW, 0, 0)], [Action(BW, 0, 0), Action(F, 0, 0)]]
     with pytest.raises(ValueError, match="device 0 never gets to BW of microbatch 0, stage 0"):
-        place(orders, loop_stages(2, 1), 1)
+        place_actions(orders, loop_stages(2, 1), 1)
 
 
 @pytest.mark.parametrize(
     ("name", "p", "m", "v", "message"),
     [
-        ("zbh1", 2, 2, 1, r"schedule is 'zbh1'; it must be model_parallel, .*zb_v. Did you mean 'zb_h1'\?"),
+        ("zbh1", 2, 2, 1, r"schedule is 'zbh1'; it must be one of model_parallel, .*zb_v. Did you mean 'zb_h1'\?"),
         ("gpipe", 0, 2, 1, "num_devices is 0; it must be at least 1"),
         ("gpipe", 2, 0, 1, "num_microbatches is 0; it must be at least 1"),
         ("gpipe", 2, 2, 2, "num_chunks is 2; schedule gpipe has 1"),
@@ -147,25 +147,25 @@ def test_orders_that_wait_for_each_other_are_refused() -> None:
 )
 def test_sizes_that_a_schedule_cannot_have(name: str, p: int, m: int, v: int, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
-        build(name, num_devices=p, num_microbatches=m, num_chunks=v)
+        make_table(name, num_devices=p, num_microbatches=m, num_chunks=v)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_csv_round_trip(name: str, tmp_path: Path) -> None:
     table = make(name, 4, 8)
-    save(table, tmp_path / "table.csv")
-    assert_equal(load(tmp_path / "table.csv"), table)
+    write_table(table, tmp_path / "table.csv")
+    assert_equal(read_table(tmp_path / "table.csv"), table)
 
 
 def test_csv_without_what_may_be_left_out_and_in_any_order(tmp_path: Path) -> None:
     for name in ("1f1b", "interleaved_1f1b", "zb_h1"):  # stages go round the devices
         table = make(name, 3, 6)
-        save(table, tmp_path / "full.csv")
+        write_table(table, tmp_path / "full.csv")
         header, *lines = (tmp_path / "full.csv").read_text().splitlines()
         assert header == ",".join(FIELDS)
         rows = [",".join(line.split(",")[:5]) for line in lines]
         (tmp_path / "short.csv").write_text("\r\n".join(["\ufeffclock, device,kind,microbatch,chunk", *rows[::-1], ""]))
-        assert_equal(load(tmp_path / "short.csv"), table)
+        assert_equal(read_table(tmp_path / "short.csv"), table)
 
 
 def assert_equal(a: Table, b: Table) -> None:
@@ -182,10 +182,13 @@ HEADER = "clock,device,kind,microbatch,chunk\n"
     [
         ("", "line 1: no column clock, device, kind, microbatch, chunk; the first line names the columns"),
         ("clock,device,kind,microbatch\n0,0,F,0\n", "line 1: no column chunk; the first line names the columns"),
-        ("clock,devise,kind\n", "line 1: column 'devise' is unknown; it must be clock, .*slot. Did you mean 'device'?"),
+        (
+            "clock,devise,kind\n",
+            "line 1: column 'devise' is unknown; it must be one of clock, .*slot. Did you mean 'device'?",
+        ),
         ("clock,clock\n", "line 1: column 'clock' comes twice"),
         (HEADER, "no actions"),
-        (HEADER + "0,0,F,0,0\n1,0,X,0,0\n", "line 3: kind is 'X'; it must be F, B, W, BW"),
+        (HEADER + "0,0,F,0,0\n1,0,X,0,0\n", "line 3: kind is 'X'; it must be one of F, B, W, BW"),
         (HEADER + "0,0,F,0,0\n\n1.5,0,BW,0,0\n", "line 4: clock is '1.5'; it must be a whole number, at least 0"),
         (HEADER + "0,-1,F,0,0\n", "line 2: device is '-1'; it must be a whole number, at least 0"),
         (HEADER + "0,0,F,9999999999,0\n", "line 2: microbatch is '9999999999'; it must be a whole number, at least 0"),
@@ -201,13 +204,13 @@ def test_a_wrong_file_is_named_with_the_line(content: str, message: str, tmp_pat
     path.write_text(content)
     pattern = message.replace("?", r"\?")
     with pytest.raises(ValueError, match=f"^{path}: {pattern}$") as caught:
-        load(path)
+        read_table(path)
     assert isinstance(caught.value, TableError) == message.startswith("clock ")
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"^{tmp_path}/none.csv: No such file or directory$"):
-        load(tmp_path / "none.csv")
+        read_table(tmp_path / "none.csv")
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match=rf"^{tmp_path}/binary.csv: .*decode"):
-        load(tmp_path / "binary.csv")
+        read_table(tmp_path / "binary.csv")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar.pipeline.tables.schedule import SCHEDULES
-from jaxpar.pipeline.tables.simulate import Times, simulate
+from jaxpar.pipeline.tables.simulate import Times, simulate_table
 from jaxpar.pipeline.tables.table import BW, B, F, Table, W, v_stages
 from tests.pipeline.named_tables import grid, make
 
@@ -19,7 +19,7 @@ ANY = [EQUAL, (24, 30, 18), (30, 24, 12), (18, 18, 24), (12, 30, 18), (42, 12, 1
 
 def excess(table: Table, times: tuple[int, int, int]) -> float:
     """The longest span, less the work."""
-    return simulate(table, Times(*times)).cost - table.num_microbatches * sum(times)
+    return simulate_table(table, Times(*times)).cost - table.num_microbatches * sum(times)
 
 
 @pytest.mark.parametrize("times", ANY)
@@ -29,7 +29,7 @@ def test_idle_time_of_fused_schedules(name: str, times: tuple[int, int, int]) ->
     for table in grid(name):
         p, v, m, _ = table
         idle = {"model_parallel": m * (p - 1) * sum(times)}.get(name, (p - 1) * sum(times) / v)
-        simulation = simulate(table, Times(*times))
+        simulation = simulate_table(table, Times(*times))
         assert simulation.idle == (idle,) * p, (p, m, v)
         assert simulation.idle_in_span[0] == idle  # device 0 is the first to start and the last to end
         assert simulation.makespan == simulation.cost == m * sum(times) + idle
@@ -49,7 +49,7 @@ def test_idle_time_of_zb_h1_and_zb_h2(times: tuple[int, int, int]) -> None:
         bubble = (p - 1) * (f + b) - (min(m, p) - 1) * w
         assert excess(table, times) == bubble
         if w <= b:  # then all devices end a flush together
-            assert simulate(table, Times(*times)).idle == (bubble,) * p
+            assert simulate_table(table, Times(*times)).idle == (bubble,) * p
     for table in grid("zb_h2"):
         p, _, m, _ = table
         assert excess(table, times) == (p - 1) * (f + b) - (min(m, 2 * p - 1) - 1) * w
@@ -76,14 +76,14 @@ def test_idle_time_of_zb_v(times: tuple[int, int, int]) -> None:
         p, _, m, _ = table
         few = max(0, 2 * p - 1 - max(m, p)) * w + max(0, p - m) * f
         assert excess(table, times) == (p - 1) * (b - w) + few
-        assert times != EQUAL or m < 2 * p - 1 or simulate(table, Times(*times)).idle_in_span == (0,) * p
+        assert times != EQUAL or m < 2 * p - 1 or simulate_table(table, Times(*times)).idle_in_span == (0,) * p
 
 
 def test_fractions_stay_exact() -> None:
     third: Any = Fraction(1, 3)
-    simulation: Any = simulate(make("interleaved_1f1b", 3, 6, 3), Times(third, third, 5 * third), third / 7)
+    simulation: Any = simulate_table(make("interleaved_1f1b", 3, 6, 3), Times(third, third, 5 * third), third / 7)
     assert isinstance(simulation.makespan, Fraction) and isinstance(simulation.lockstep, Fraction)
-    assert simulate(make("zb_h1", 4, 8), Times(third, third, third)).bubble_rate == Fraction(3, 27)
+    assert simulate_table(make("zb_h1", 4, 8), Times(third, third, third)).bubble_rate == Fraction(3, 27)
 
 
 # Qi et al., "Zero Bubble Pipeline Parallelism", 2023 (2401.10241): times of F, B, W and communication in milliseconds
@@ -102,7 +102,7 @@ def test_published_bubble_rates(
     p: int, m: int, times: tuple[float, float, float], communication: float, rates: tuple[float, ...]
 ) -> None:
     for name, rate in zip(("1f1b", "zb_h1", "zb_h2"), rates, strict=True):
-        assert round(simulate(make(name, p, m), Times(*times), communication).bubble_rate, 4) == rate
+        assert round(simulate_table(make(name, p, m), Times(*times), communication).bubble_rate, 4) == rate
 
 
 def recurrence(table: Table, times: Times, communication: float) -> tuple[np.ndarray, np.ndarray]:
@@ -143,7 +143,7 @@ def test_timeline_against_a_recurrence(name: str) -> None:
         by_device = [[7.0, 1, 4, 6, 2][:p], [3.0, 8, 2, 2, 9][:p], [5.0, 3, 1, 7, 4][:p]]
         for times, communication in ((Times(5, 4, 2), 0), (Times(2, 5, 7), 1.5), (Times(*by_device), 0.5)):
             starts, ends = recurrence(table, times, communication)
-            simulation = simulate(table, times, communication)
+            simulation = simulate_table(table, times, communication)
             np.testing.assert_allclose([span.start for span in simulation.timeline], starts, rtol=0, atol=1e-9)
             np.testing.assert_allclose([span.end for span in simulation.timeline], ends, rtol=0, atol=1e-9)
             assert [list(span[:4]) for span in simulation.timeline] == [
@@ -181,27 +181,27 @@ def lockstep(table: Table, times: Times, communication: float) -> float:
 def test_lockstep_of_schedules_made_for_it() -> None:
     """ALGORITHMS of the project: one F and one BW a clock, or one action a clock of equal parts, waste nothing."""
     for p, m in ((4, 16), (8, 32)):
-        assert simulate(make("eager_1f1b", p, m), Times(2, 3, 1)).lockstep == (m + p - 1) * 6
-        assert simulate(make("gpipe", p, m), Times(2, 3, 1)).lockstep == (m + p - 1) * 6
-        assert simulate(make("zb_h1", p, m), Times(1, 1, 1)).lockstep == 3 * m + p - 1
-        assert simulate(make("interleaved_1f1b", p, m, 2), Times(1, 1, 1)).lockstep == 3 * (m + (p - 1) / 2)
+        assert simulate_table(make("eager_1f1b", p, m), Times(2, 3, 1)).lockstep == (m + p - 1) * 6
+        assert simulate_table(make("gpipe", p, m), Times(2, 3, 1)).lockstep == (m + p - 1) * 6
+        assert simulate_table(make("zb_h1", p, m), Times(1, 1, 1)).lockstep == 3 * m + p - 1
+        assert simulate_table(make("interleaved_1f1b", p, m, 2), Times(1, 1, 1)).lockstep == 3 * (m + (p - 1) / 2)
         # 1F1B keeps a device's memory to p microbatches: forwards of one share clocks with backwards of others.
-        fused = simulate(make("1f1b", p, m), Times(1, 1, 1)).lockstep
+        fused = simulate_table(make("1f1b", p, m), Times(1, 1, 1)).lockstep
         assert fused == 2 * 2 * (m + p - 1) - p  # all clocks cost a backward, 2, but for the first p
 
 
 def test_peaks_are_in_microbatches_of_a_device() -> None:
-    simulation = simulate(make("interleaved_1f1b", 4, 8, 2), Times(1, 1, 1))
+    simulation = simulate_table(make("interleaved_1f1b", 4, 8, 2), Times(1, 1, 1))
     assert simulation.peak_in_flight == tuple((2 * (3 - d) + 5) / 2 for d in range(4))
     assert simulation.peak_in_flight[0] == 4 + 3 / 2  # p + (p - 1) / v
-    assert simulate(make("zb_v", 4, 8), Times(1, 1, 1)).peak_in_flight == (4, 4, 4, 4)
-    assert simulate(make("zb_h2", 4, 8), Times(1, 1, 1)).peak_held == (7, 7, 7, 7)
+    assert simulate_table(make("zb_v", 4, 8), Times(1, 1, 1)).peak_in_flight == (4, 4, 4, 4)
+    assert simulate_table(make("zb_h2", 4, 8), Times(1, 1, 1)).peak_held == (7, 7, 7, 7)
 
 
 def test_an_action_of_a_chunk_takes_its_part_and_nothing_travels_within_a_device() -> None:
     forward = make("zb_v", 2, 1)
     forward = forward._replace(actions=forward.actions[forward.actions["kind"] == F])
-    timeline = simulate(forward, Times([4, 6], 1, 1), 10).timeline
+    timeline = simulate_table(forward, Times([4, 6], 1, 1), 10).timeline
     assert [(span.device, span.start, span.end) for span in timeline] == [
         (0, 0, 2),
         (1, 12, 15),
@@ -213,4 +213,4 @@ def test_an_action_of_a_chunk_takes_its_part_and_nothing_travels_within_a_device
 
 def test_times_by_device_are_as_many_as_devices() -> None:
     with pytest.raises(ValueError, match=r"^backward has 3 times for 2 devices$"):
-        simulate(make("gpipe", 2, 2), Times(1, [1, 2, 3], 1))
+        simulate_table(make("gpipe", 2, 2), Times(1, [1, 2, 3], 1))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxpar.pipeline.tables.schedule import SCHEDULES, forward_only
-from jaxpar.pipeline.tables.table import ACTION, BW, ORDER_IN_CLOCK, B, F, Table, W, loop_stages, with_slots
-from jaxpar.pipeline.tables.validate import TableError, check, peak_handed, peak_held, peak_in_flight
+from jaxpar.pipeline.tables.table import ACTION, BW, PHASE_OF_KIND, B, F, Table, W, loop_stages, with_slots
+from jaxpar.pipeline.tables.validate import TableError, check_table, peak_handed, peak_held, peak_in_flight
 from tests.pipeline.named_tables import make
 
 
@@ -32,7 +32,7 @@ def dropped(table: Table, *row: int) -> Table:
 
 
 def ordered(actions: np.ndarray) -> np.ndarray:
-    in_clock = np.array(ORDER_IN_CLOCK)[np.clip(actions["kind"], 0, 3)]
+    in_clock = np.array(PHASE_OF_KIND)[np.clip(actions["kind"], 0, 3)]
     return actions[np.lexsort((in_clock, actions["device"], actions["clock"]))]
 
 
@@ -139,7 +139,7 @@ NOWHERE = Table(1, 1, 1, np.zeros(0, ACTION))
 )
 def test_a_broken_rule_is_named_with_its_clock_and_device(table: Table, message: str) -> None:
     with pytest.raises(TableError, match=f"^{message}$"):
-        check(table)
+        check_table(table)
 
 
 def test_one_packet_a_clock_over_a_distance() -> None:
@@ -148,9 +148,9 @@ def test_one_packet_a_clock_over_a_distance() -> None:
     late = changed(table, 0, F, 1, 1, clock=find_clock(table, 0, BW, 0, 1))
     with pytest.raises(
         TableError,
-        match=r"^clock 4, device 0: F .* and BW .* both send to device 1; one packet fits in a clock$",
+        match=r"^clock 4, device 0: F .* and BW .* both send to device 1; one transfer fits in a clock$",
     ):
-        check(late)
+        check_table(late)
 
 
 def find_clock(table: Table, *row: int) -> int:
@@ -182,13 +182,13 @@ def is_valid(table: Table) -> bool:
             return False
         if at.get((W, k, s), np.inf) < backward[k, s]:
             return False
-    packets = [
+    transfers = [
         (clock, d, (device_of[to] - d) % p)
         for clock, d, kind, _, _, s, _, _ in rows
         if kind != W and 0 <= (to := s + (1 if kind == F else -1)) <= last and device_of[to] != d
     ]
-    busy = [(clock, d, ORDER_IN_CLOCK[kind]) for clock, d, kind, *_ in rows]
-    if len(set(packets)) < len(packets) or len(set(busy)) < len(busy):
+    busy = [(clock, d, PHASE_OF_KIND[kind]) for clock, d, kind, *_ in rows]
+    if len(set(transfers)) < len(transfers) or len(set(busy)) < len(busy):
         return False
     slot = {(kind, k, s): x for _, _, kind, k, _, s, _, x in rows}
     held: list[tuple[int, int, float, float]] = []  # stash and device, slot, from, to, in halves of a clock
@@ -229,7 +229,7 @@ def test_random_changes_are_refused_exactly_where_the_rules_say() -> None:
                 actions["slot"][a] = rng.randrange(3)
         damaged = table._replace(actions=ordered(actions))
         try:
-            check(damaged)
+            check_table(damaged)
             verdict = True
         except TableError as error:
             verdict = False
@@ -246,23 +246,23 @@ def test_within_a_clock() -> None:
     for i, values in enumerate(rows):
         for field, value in zip(("clock", "device", "kind", "microbatch"), values, strict=True):
             actions[field][i] = value
-    check(with_slots(Table(1, 1, 1, actions)))
+    check_table(with_slots(Table(1, 1, 1, actions)))
     turn = make("zb_v", 1, 1)  # stages 0 and 1 on one device: what one makes the other uses in the next clock
     with pytest.raises(
         TableError, match="clock 0, device 0: F of microbatch 0, stage 1 and F of microbatch 0, stage 0"
     ):
-        check(changed(turn, 0, F, 0, 1, clock=0))
+        check_table(changed(turn, 0, F, 0, 1, clock=0))
     with pytest.raises(
         TableError, match=r"clock 1, device 0: B .* stage 0 and B of microbatch 0, stage 1 in one clock"
     ):
-        check(changed(changed(turn, 0, B, 0, 1, clock=1), 0, B, 0, 0, clock=1))
+        check_table(changed(changed(turn, 0, B, 0, 1, clock=1), 0, B, 0, 0, clock=1))
 
 
 def test_a_forward_pass_alone_is_complete() -> None:
     table = forward_only(2, 3, loop_stages(2, 1))
-    check(table)
+    check_table(table)
     with pytest.raises(TableError, match="clock 3, device 1: no F of microbatch 1, stage 1 up to here, the end"):
-        check(dropped(table, 1, F, 1))
+        check_table(dropped(table, 1, F, 1))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -1,0 +1,89 @@
+"""Layers that pass on a pytree: a pipeline sends and stashes all of its arrays, and trains as `single` does."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar.errors import UserError
+from jaxpar.pipeline.executor.stages import Stages
+from jaxpar.pipeline.tables.table import loop_stages
+from tests.models.two_streams import FEATURES, SUMMARY, Streams
+from tests.strategies.pipelines import (
+    BATCH,
+    LENGTH,
+    NUM_MICROBATCHES,
+    TWO_STREAMS,
+    Task,
+    advance,
+    make,
+    make_config,
+    make_problem,
+    outcome,
+    pipeline,
+    relative_error,
+    start,
+)
+from tests.strategies.test_pipeline import assert_equal
+
+TASK = Task(TWO_STREAMS, "classification", "sgd", layers=4)
+MICROBATCH = BATCH // NUM_MICROBATCHES
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pipeline("gpipe", 2, replicas=2, remat="dots"),
+        pipeline("1f1b", 4),
+        pipeline("zb_h1", 2, "--config.pipeline.partition=mix_2"),
+        pipeline("zb_v", 2, remat="full"),
+        pipeline("interleaved_1f1b", 2),
+    ],
+    ids=lambda overrides: overrides[1].split("=")[1],
+)
+def test_equals_single(overrides: tuple[str, ...]) -> None:
+    assert_equal(outcome(TASK, *overrides), outcome(TASK))
+
+
+def test_streams_of_two_dtypes() -> None:
+    """In bfloat16 the pipeline rounds where one device does: it differs less from that than that from float32."""
+    task = TASK._replace(dtype="bfloat16")
+    got, single, exact = outcome(task, *pipeline("zb_h1", 2)), outcome(task), outcome(TASK)
+    flat = [np.concatenate([leaf.ravel() for leaf in of.gradients.values()]) for of in (got, single, exact)]
+    assert 1e-4 < relative_error(flat[1], flat[2]) < 0.1
+    assert relative_error(flat[0], flat[1]) < 0.1 * relative_error(flat[1], flat[2])
+    np.testing.assert_allclose(got.losses, single.losses, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bfloat16", 2)])
+def test_the_plan_counts_both_streams(dtype: str, width: int) -> None:
+    """Each array goes over its route in every clock; stashes hold at least F's input of both."""
+    strategy = make(TASK._replace(dtype=dtype), *pipeline("1f1b", 2, remat="full"))
+    clocks = strategy.plan.decision.table.num_clocks
+    tokens, summary = MICROBATCH * LENGTH * FEATURES * 4, MICROBATCH * SUMMARY * width
+    sent = [(one.dtype, one.nbytes) for one in strategy.plan.traffic if one.kind == "collective-permute"]
+    assert sorted(sent) == sorted([("float32", clocks * tokens), (dtype, clocks * summary)])
+    (memory, *_) = strategy.plan.memory
+    in_flight, slots = 2, 1  # microbatches between F and B on device 0; each inbox has one slot, and each output one
+    assert memory["transfers"] == 2 * (slots + 1) * (tokens + summary)
+    assert memory["stashes"] == in_flight * (tokens + summary)
+
+
+def test_an_integer_stream_cannot_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = make_problem(make_config(TASK), TASK)
+    count: Any = {"count": jax.ShapeDtypeStruct((BATCH,), np.int32)}
+    inputs = [x._replace(summary=count) if isinstance(x, Streams) else x for x in problem.model.inputs(problem.batch)]
+    monkeypatch.setattr(problem.model, "inputs", lambda batch: inputs)
+    with pytest.raises(UserError, match="cuts before mix_1, whose input is int32: no gradient can be sent back"):
+        Stages(problem.model, (0, 2, 6), loop_stages(2, 1), problem.batch, problem.task)
+
+
+def test_a_state_goes_on_under_another_partition() -> None:
+    """Three steps on one device, three by a pipeline: as six on one device."""
+    overrides = (f"--config.optimizer.accumulation_steps={NUM_MICROBATCHES}",)
+    half = advance(make(TASK, *overrides), TASK, start(TASK), 0, 3)
+    got = advance(make(TASK, *pipeline("1f1b", 2)), TASK, half.tree, 3, 6)
+    whole = advance(make(TASK, *overrides), TASK, start(TASK), 0, 6)
+    for name, expected in whole.params.items():
+        assert relative_error(got.params[name], expected) < 1e-6, name
