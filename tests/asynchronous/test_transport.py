@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -74,7 +75,7 @@ def make_engine(begin: BeginTransport, *mitigations: str, num_devices: int = 2) 
     engine = ServerEngine(problem, made, devices, devices[0], begin, num_workers=WORKERS, is_grouped=False)
     tree = start(TASK, *PLAIN, *RULES["momentum"][1])
     params = jax.device_put(tree["params"], devices[0])
-    state = State(np.int32(0), np.asarray(tree["key"]), params, problem.optimizer.init(params))
+    state = State(jnp.int32(0), jnp.asarray(tree["key"]), params, problem.optimizer.init(params))
     return engine, jax.device_put(state, devices[0])
 
 

@@ -153,14 +153,15 @@ def test_a_file_is_read_once_a_start(key: str, tmp_path: Path, monkeypatch: pyte
         config.asynchronous.delays.trace, config.asynchronous.delays.distribution = str(path), "trace"
     opened, read_rows = [], table.read_rows
 
-    def counting(file: Any, *rest: Any) -> Any:
+    def counting(file: Any, *rest: Any, **named: Any) -> Any:
         opened.append(file.name)
-        return read_rows(file, *rest)
+        return read_rows(file, *rest, **named)
 
     monkeypatch.setattr(table, "read_rows", counting)
     monkeypatch.setattr(delays, "read_rows", counting)
-    checked = build.check(config, tmp_path / "run")
-    build.build(config, tmp_path / "run", Phases(), checked)
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    build.build(config, workdir, Phases(), build.check(config, workdir))
     assert opened == [str(path)]
 
 
