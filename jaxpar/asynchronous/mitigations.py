@@ -6,11 +6,29 @@ params, staleness=). `corrected_momentum` is an optimizer in the place of anothe
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+
+
+class Mitigations(NamedTuple):
+    """The mitigations of a run.
+
+    Attributes:
+      gradients: transformation of gradients, before the optimizer.
+      updates: transformation of updates, after the optimizer.
+      needs_read: whether `gradients` takes the weights that a gradient was computed from.
+    """
+
+    gradients: optax.GradientTransformationExtraArgs
+    updates: optax.GradientTransformationExtraArgs
+    needs_read: bool
+
+    def init(self, params: Any) -> tuple[Any, Any]:
+        """Return the states of both."""
+        return self.gradients.init(params), self.updates.init(params)
 
 
 def dc_asgd(strength: float) -> optax.GradientTransformationExtraArgs:

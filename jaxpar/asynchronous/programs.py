@@ -13,26 +13,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import SingleDeviceSharding
 
 from jaxpar import step as steps
+from jaxpar.asynchronous.mitigations import Mitigations
 from jaxpar.models.model import Batch, Params
-from jaxpar.state import State, nbytes
+from jaxpar.state import State
 from jaxpar.step import Metrics, Problem
 from jaxpar.tasks import Sums
 
 BEGUN = "begun"  # in the private state: the step at which the run took on this strategy
 
 
-class Mitigations(NamedTuple):
-    """Transformations of gradients and of updates (jaxpar/asynchronous/mitigations.py). needs_read: of `gradients`."""
-
-    gradients: optax.GradientTransformationExtraArgs
-    updates: optax.GradientTransformationExtraArgs
-    needs_read: bool
-
-
 class Totals(NamedTuple):
-    """Of the gradients that have arrived in a step: sums over their rows, squared norms, updates, whether finite."""
+    """Totals over the gradients that have arrived in a step.
+
+    Attributes:
+      sums: over their examples.
+      square: of the norms of the updates' gradients, squared.
+      num_updates: that they have made.
+      finite: whether all of them are.
+    """
 
     sums: Sums
     square: Any
@@ -41,12 +42,12 @@ class Totals(NamedTuple):
 
 
 class Server(NamedTuple):
-    """What the server has besides the weights.
+    """State of the server besides the weights.
 
     Attributes:
-      optimizer: its state.
+      optimizer: state of the optimizer.
       waiting: the sum of the gradients that have arrived for the next update; () where each gradient makes one.
-      mitigations: their states.
+      mitigations: states of the mitigations, of gradients and of updates.
       totals: of this step.
     """
 
@@ -57,13 +58,13 @@ class Server(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """What the table says of a gradient that reaches the server.
+    """The numbers that the server's program takes of a gradient.
 
     Attributes:
-      staleness: its own.
-      mean_staleness: of all gradients of its update.
-      size: how many these are.
-      step: of the run.
+      staleness: of the gradient.
+      mean_staleness: over all gradients of its update.
+      size: gradients in its update.
+      step: of the run, in which it arrives.
     """
 
     staleness: Any
@@ -73,12 +74,12 @@ class Arrival(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A part of a batch, on the host: rows i, i + n, i + 2n, .. of n workers.
+    """A worker's part of a batch, on the host: examples i, i + n, i + 2n, .. of n workers.
 
     Attributes:
-      rows: of the batch.
-      weight: what its gradient is divided by.
-      step: of the run, whose batch it is of.
+      rows: the examples.
+      weight: what their gradient is divided by.
+      step: of the run, whose batch they are of.
     """
 
     rows: dict[str, Any]
@@ -87,7 +88,7 @@ class Chunk(NamedTuple):
 
 
 def gradient(problem: Problem, params: Params, key: Any, step: Any, rows: Batch, weight: Any) -> tuple[Params, Sums]:
-    """A worker's program: the gradient of its rows at the weights that it has read."""
+    """Return the gradient of the rows of a chunk at the weights that its worker has read: a worker's program."""
     return steps.gradients(problem, State(step, key, params, None), rows, weight)
 
 
@@ -103,7 +104,7 @@ def arrive(
     read: Params | None,
     at: Arrival,
 ) -> tuple[Params, Server]:
-    """The server's program: a gradient arrives, and if it is the last one of its update the weights change.
+    """Take a gradient, and update the weights if it is the last one of its update: the server's program.
 
     Args:
       problem: what is trained.
@@ -111,11 +112,11 @@ def arrive(
       is_first: of its update.
       is_last: of its update.
       params: the weights as they are.
-      server: the rest of what the server has.
+      server: the rest of the server's state.
       grads: what arrives.
       sums: of its rows.
       read: the weights that it is of; None where no mitigation needs them.
-      at: what the table says of it.
+      at: its staleness and place in its update.
     """
     before, after = server.mitigations
     arrived = jnp.isfinite(optax.tree.norm(grads)) & jnp.isfinite(sums.loss)
@@ -148,7 +149,7 @@ def arrive(
 
 
 def at_step(optimizer: Any, step: jax.Array) -> Any:
-    """An optimizer's state whose learning rate is that of a step of the run, however many updates it has made."""
+    """Return an optimizer's state with the learning rate of a step of the run, however many updates it has made."""
 
     def is_schedule(node: Any) -> bool:
         return isinstance(node, optax.ScaleByScheduleState)
@@ -160,21 +161,19 @@ def at_step(optimizer: Any, step: jax.Array) -> Any:
 
 
 class Programs:
-    """Compiled when they are first called on a device.
+    """The programs of a run, compiled when they are first called on a device.
 
     Attributes:
       gradient: (params, key, step, rows, weight) -> (gradient, sums of the rows).
       arrive: (is it the first of its update, is it the last, params, server, grads, sums, read, at) -> (params,
         server); the old server is donated.
-      weight: (weights of a batch) -> what a worker's gradient is divided by: its part of their sum.
+      weight: (weights of a batch) -> what a worker's gradient is divided by: their sum / num_workers.
     """
 
     def __init__(self, problem: Problem, mitigations: Mitigations, num_workers: int):
-        self.mitigations, self.num_workers = mitigations, num_workers
-        self._task = problem.task
-        self.gradient = jax.jit(
-            partial(gradient, problem), keep_unused=True
-        )  # for the audit, which tells arguments apart
+        self._problem, self.mitigations, self.num_workers = problem, mitigations, num_workers
+        # Unused arguments are kept for the audit, which tells arguments apart.
+        self.gradient = jax.jit(partial(gradient, problem), keep_unused=True)
         self.arrive = jax.jit(
             partial(arrive, problem, mitigations), static_argnums=(0, 1), donate_argnums=3, keep_unused=True
         )
@@ -182,58 +181,62 @@ class Programs:
         self._root_mean = jax.jit(_root_mean)
 
     def server(self, params: Params, optimizer: Any, device: jax.Device | None, *, is_grouped: bool) -> Server:
-        """At its beginning."""
+        """Return the server's state at its beginning. is_grouped: whether an update has several gradients."""
         waiting = jax.tree.map(jnp.zeros_like, params) if is_grouped else ()
-        mitigations = (self.mitigations.gradients.init(params), self.mitigations.updates.init(params))
-        return Server(optimizer, waiting, mitigations, self.new_totals(device))
+        return Server(optimizer, waiting, self.mitigations.init(params), self.new_totals(device))
 
     def abstract_server(self, like: State, *, is_grouped: bool) -> Server:
-        """The same, without its arrays."""
+        """Return the shapes and dtypes of what `server` returns."""
         made: Server = jax.eval_shape(
             lambda params, optimizer: self.server(params, optimizer, None, is_grouped=is_grouped),
             *(like.params, like.optimizer),
         )
         return made
 
-    def memory(
-        self,
-        like: State,
-        devices: Sequence[jax.Device],
-        at: jax.Device,
-        num_kept: Sequence[int],
-        *,
-        is_grouped: bool,
-    ) -> dict[jax.Device, dict[str, int]]:
-        """Bytes by device: of the weights, older ones, and at the server of what it has besides.
+    def lower(
+        self, like: State, devices: Sequence[jax.Device], update_devices: Sequence[jax.Device], *, is_grouped: bool
+    ) -> list[jax.stages.Lowered]:
+        """Lower the programs of a step: a worker's, and the server's for the last gradient of an update.
 
         Args:
           like: the state, abstract.
           devices: of the workers.
-          at: the server's.
-          num_kept: of each of `devices`, how many older versions it has.
+          update_devices: on which weights are updated.
           is_grouped: as in `server`.
         """
-        size, server = nbytes(like.params), self.abstract_server(like, is_grouped=is_grouped)
-        of_each = zip(devices, num_kept, strict=True)
-        memory = {device: {"parameters": size, "history": number * size} for device, number in of_each}
-        there = {name: nbytes(getattr(server, name)) for name in ("optimizer", "waiting", "mitigations")}
-        memory[at] = memory.get(at, {"parameters": size}) | {name: size for name, size in there.items() if size}
-        return memory
+        n = self.num_workers
+        rows = {
+            name: jax.ShapeDtypeStruct((len(x) // n, *x.shape[1:]), x.dtype) for name, x in self._problem.batch.items()
+        }
+        number, step = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+        inputs = (like.params, like.key, step, rows, number)
+        workers = [self.gradient.lower(*_on(inputs, device)) for device in devices]
+        server = self.abstract_server(like, is_grouped=is_grouped)
+        read = like.params if self.mitigations.needs_read else None
+        arguments = (like.params, server, *workers[0].out_info, read, Arrival(number, number, number, step))
+        updates = [self.arrive.lower(not is_grouped, True, *_on(arguments, device)) for device in update_devices]
+        return [*workers, *updates]
 
     def chunks(self, step: int, batch: Mapping[str, np.ndarray], device: jax.Device) -> dict[int, Chunk]:
-        """The parts of a step's batch by their number in the run; device: for its weight."""
+        """Return the parts of a step's batch by their number in the run. device: for their weight."""
         weight, n = self.weight(jax.device_put(batch["weights"], device)), self.num_workers
         return {step * n + i: Chunk({k: x[i::n] for k, x in batch.items()}, weight, step) for i in range(n)}
 
     def new_totals(self, device: jax.Device | None) -> Totals:
         """Return the totals at the beginning of a step. device: None where they are abstract."""
         zero: Any = np.zeros((), np.float32)
-        totals: Totals = jax.device_put(Totals(self._task.zeros(), zero, zero, np.ones((), bool)), device)
+        totals: Totals = jax.device_put(Totals(self._problem.task.zeros(), zero, zero, np.ones((), bool)), device)
         return totals
 
     def metrics(self, totals: Totals) -> Metrics:
-        """Of a step: the norm is the root mean square over its updates, where all of them are finite."""
+        """Return a step's metrics: the norm is the root mean square over its updates, where all of them are finite."""
         return Metrics(totals.sums, self._root_mean(totals), totals.finite)
+
+
+def _on(tree: Any, device: jax.Device) -> Any:
+    """Abstract arrays on a device."""
+    sharding = SingleDeviceSharding(device)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
 def _root_mean(totals: Totals) -> jax.Array:
@@ -241,19 +244,19 @@ def _root_mean(totals: Totals) -> jax.Array:
 
 
 def add_up(totals: Sequence[Totals]) -> Totals:
-    """Of several servers."""
+    """Return the totals over several servers."""
     finite = [one.finite for one in totals]
     added: Totals = jax.tree.map(lambda *x: sum(x[1:], x[0]), *(one._replace(finite=()) for one in totals))
     return added._replace(finite=jnp.all(jnp.stack(finite)))
 
 
 def leaves(tree: Any) -> dict[str, Any]:
-    """The arrays of a tree, by their number."""
+    """Return the arrays of a tree, by their number."""
     return {str(number): leaf for number, leaf in enumerate(jax.tree.leaves(tree))}
 
 
-def with_leaves(tree: Any, numbered: Mapping[str, Any]) -> Any:
-    """The tree with other arrays, where its own are."""
+def with_leaves(tree: Any, arrays: Mapping[str, Any]) -> Any:
+    """Return the tree with the arrays of `leaves`, on the devices of the present ones."""
     old, structure = jax.tree.flatten(tree)
-    new = [jax.device_put(numbered[str(number)], leaf.sharding) for number, leaf in enumerate(old)]
+    new = [jax.device_put(arrays[str(number)], leaf.sharding) for number, leaf in enumerate(old)]
     return jax.tree.unflatten(structure, new)

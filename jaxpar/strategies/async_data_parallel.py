@@ -1,9 +1,10 @@
 """`async_data_parallel`: workers take gradients of the weights that they have read, and nobody waits for all.
 
 What workers would do by chance is a table, which a simulation in virtual time makes of config.asynchronous
-(jaxpar/asynchronous/simulate.py). An engine runs it, in the order that it says (jaxpar/asynchronous/server.py where
+(jaxpar/asynchronous/simulate.py). An engine runs it, in the order of its rows (jaxpar/asynchronous/server.py where
 workers send gradients to a server, local.py where they have weights of their own). So a run is the same every time,
-with any number of workers, on any number of devices. Or workers are threads (live.py), and the table is what they did.
+with any number of workers, on any number of devices. Or workers are threads (threads.py), and the table is what they
+did.
 
 A step of the run is as many gradients as there are workers, each of its part of the batch.
 """
@@ -14,10 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
@@ -27,9 +27,17 @@ from jaxpar import layout
 from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
-from jaxpar.asynchronous import live, local, options, server, table
-from jaxpar.asynchronous.programs import Arrival, Mitigations
+from jaxpar.asynchronous import costs, options, table
+from jaxpar.asynchronous.costs import Costs, Places
+from jaxpar.asynchronous.engine import UpdateEngine
+from jaxpar.asynchronous.gradient_rows import is_grouped, needs_earlier_batches
+from jaxpar.asynchronous.local import LocalEngine
+from jaxpar.asynchronous.mitigations import Mitigations
+from jaxpar.asynchronous.server import ServerEngine
 from jaxpar.asynchronous.table import UpdateTable, staleness_summary
+from jaxpar.asynchronous.threads import Threads
+from jaxpar.asynchronous.transport import BeginTransport
+from jaxpar.asynchronous.virtual_time import Emulation
 from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError
 from jaxpar.mesh import DATA, STAGE
@@ -37,12 +45,16 @@ from jaxpar.plan import Decision, Plan, Traffic
 from jaxpar.state import Canonical, State, nbytes
 from jaxpar.step import Problem
 from jaxpar.strategies import exchanges
-from jaxpar.strategies.strategy import CompiledProgram, Strategy, placer, with_shardings
+from jaxpar.strategies.strategy import CompiledProgram, Strategy, placer
 from jaxpar.tasks import Sums
 
 
 def decide(config: ConfigDict, cluster: Cluster) -> Decision:
-    """Decide on devices for the workers. Raises UserError for what is wrong with config.asynchronous."""
+    """Decide on devices for the workers, and read the files of config.asynchronous.
+
+    Raises:
+      UserError: config.asynchronous cannot be run, or one of its files cannot be read.
+    """
     meshes.check_one_process("config.strategy='async_data_parallel'", cluster)
     meshes.check_one_stage(config)
     if config.exchange != "ddp" or exchanges.given(config):
@@ -50,64 +62,92 @@ def decide(config: ConfigDict, cluster: Cluster) -> Decision:
             f"config.exchange is {exchanges.name(config)!r}; it must be 'ddp' without options with "
             "config.strategy='async_data_parallel', where config.asynchronous says what is exchanged"
         )
-    options.check(config)
+    source = options.decide(config)
     workers, microbatches = config.asynchronous.num_workers, config.optimizer.accumulation_steps
-    available = meshes.sizes(config, cluster)[DATA]
-    taken = min(available, workers)
+    taken = min(meshes.sizes(config, cluster)[DATA], workers)
     words = f"{workers} workers (config.asynchronous.num_workers) x {microbatches} accumulation steps"
     divisor = math.lcm(workers * microbatches, taken)
-    return Decision({DATA: taken, STAGE: 1}, divisor, f"{words}, on {taken} devices", taken, available)
+    return Decision({DATA: taken, STAGE: 1}, divisor, f"{words}, on {taken} devices", taken, source)
 
 
 @dataclass(frozen=True)
 class AsyncDetails:
-    """What `build` needs of a plan. server: the number of its device, the first behind the workers', or 0."""
+    """What `build` needs of a plan.
+
+    Attributes:
+      config: of the run.
+      updates: the table; None where the run is live.
+      mitigations: against staleness.
+      optimizer: the problem's, or the one that a mitigation has made of it.
+      places: of workers and server.
+    """
 
     config: ConfigDict
     updates: UpdateTable | None
-    server: int
+    mitigations: Mitigations
+    optimizer: optax.GradientTransformationExtraArgs
+    places: Places
 
 
 def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision | None = None) -> Plan:
-    """Plan the workers' devices, the server's, and the table of updates."""
+    """Plan the workers' devices, the server's, and the table of updates.
+
+    Raises:
+      UserError: as `decide`; or the table is of a run of another length.
+    """
     decision = decision or decide(config, cluster)
-    taken, available = decision.num_replicas, decision.table
+    num_devices, num_workers = decision.num_replicas, config.asynchronous.num_workers
     is_live = config.asynchronous.mode == "live"
-    updates = None if is_live else options.build_table(config, shapes.num_steps)
-    has_its_own = available > taken and config.asynchronous.policy not in options.LOCAL
-    server = taken if has_its_own else 0
+    updates = None if is_live else options.build_table(config, decision.table, shapes.num_steps)
+    has_device = meshes.sizes(config, cluster)[DATA] > num_devices and not is_local(config)
+    places = Places(num_workers, num_devices, server=num_devices if has_device else 0)
     problem, mitigations = options.build_mitigations(config, shapes, updates)
-    numbers: Any = list(range(taken))
-    engine: Any = build_engine(config, problem, mitigations, updates, numbers, cast(Any, server))
     like = states.abstract(problem.model, problem.optimizer)
-    memory, summary = engine.memory(like), words(config)
-    if updates is not None:
-        staleness = staleness_summary(updates)
-        summary += f", staleness {staleness['mean']:.2f} on average and {staleness['max']} at most"
-    if len(memory) > taken:
-        summary += ", the server on a device of its own"
-    sent = round(engine.sent() * nbytes(like.params))
+    memory, sent = plan_costs(config, like, mitigations, updates, places)
+    nbytes_sent = round(sent * nbytes(like.params))
     layouts = {part: layout.on_one(decision.axes, getattr(like, part), DATA, 0) for part in ("params", "optimizer")}
     return Plan(
         "async_data_parallel",
         decision,
-        summary,
+        summarize(config, updates, has_device),
         layouts,
-        tuple(memory.values()),
-        (Traffic("copy", "float32", DATA, sent, messages=engine.sent()),) if sent else (),
-        private_key={"policy": words(config), "table": fingerprint(updates) if updates else "live"},
-        differs="" if is_lock_step(config) else f"{words(config)} takes gradients of weights that are not the newest",
-        details=AsyncDetails(config, updates, server),
+        memory,
+        (Traffic("copy", "float32", DATA, nbytes_sent, messages=sent),) if sent else (),
+        private_key={"policy": describe(config), "table": fingerprint(updates) if updates else "live"},
+        differs=""
+        if is_lock_step(config)
+        else f"{describe(config)} takes gradients of weights that are not the newest",
+        details=AsyncDetails(config, updates, mitigations, problem.optimizer, places),
     )
+
+
+def plan_costs(
+    config: ConfigDict, like: State, mitigations: Mitigations, updates: UpdateTable | None, places: Places
+) -> Costs:
+    """Return bytes by device and kind, and what is sent. like: the state, abstract; updates: None where live."""
+    if updates is None:
+        return costs.live_server(like, mitigations, places)
+    if not is_local(config):
+        return costs.emulated_server(like, mitigations, updates, places)
+    return costs.local(like, updates, places, outer=outer_optimizer(config), waits=workers_wait(config))
+
+
+def summarize(config: ConfigDict, updates: UpdateTable | None, has_device: bool) -> str:
+    """Return policy, workers and staleness in one line. has_device: the server has one to itself."""
+    summary = describe(config)
+    if updates is not None:
+        staleness = staleness_summary(updates)
+        summary += f", staleness {staleness['mean']:.2f} on average and {staleness['max']} at most"
+    return summary + (", the server on a device of its own" if has_device else "")
 
 
 def build(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strategy:
     """Build the strategy of config.asynchronous on the first of these devices."""
-    config, updates = plan.details.config, plan.details.updates
-    mesh, at, used = meshes.build(plan.axes, devices), devices[plan.details.server], devices[: plan.num_devices]
-    devices = list(mesh.devices.flat)
-    problem, mitigations = options.build_mitigations(config, problem, updates)
-    engine: Any = build_engine(config, problem, mitigations, updates, devices, at)
+    details: AsyncDetails = plan.details
+    config, updates = details.config, details.updates
+    mesh, at, used = meshes.build(plan.axes, devices), devices[details.places.server], devices[: plan.num_devices]
+    problem = problem._replace(optimizer=details.optimizer)
+    engine = build_engine(details, problem, list(mesh.devices.flat), at)
     first, everywhere = SingleDeviceSharding(at), NamedSharding(mesh, PartitionSpec())
     divided = NamedSharding(mesh, PartitionSpec(DATA))
     like = states.abstract(problem.model, problem.optimizer)
@@ -117,13 +157,12 @@ def build(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strate
 
     def from_canonical(tree: Canonical, private: Canonical | None = None) -> Any:
         step, path = int(tree["step"]), config.asynchronous.table
-        if not private and path and engine.needs_private(step):
+        if not private and path and updates is not None and needs_earlier_batches(updates, step):
             raise UserError(
                 f"config.asynchronous.table is {path!r}, which has gradients of batches before step {step} after it; "
                 "only a run that began with this table may go on with it there"
             )
-        begun = engine.start(jax.device_put(states.from_canonical(tree, like), first))
-        return engine.restored(begun, private) if private else begun
+        return engine.start(jax.device_put(states.from_canonical(tree, like), first), private or None)
 
     def evaluate(state: Any, batch: Mapping[str, np.ndarray]) -> Sums:
         total: Sums = sums(jax.device_put(engine.params(state), everywhere), place_on_devices(batch))
@@ -138,75 +177,77 @@ def build(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strate
         evaluate=evaluate,
         to_canonical=lambda state: states.to_canonical(engine.canonical(state)),
         from_canonical=from_canonical,
-        compile=lambda: compiled(engine, problem, like, devices, at),
+        compile=lambda: [CompiledProgram(one.compile(), arguments=("params",)) for one in engine.lower(like)],
         to_private=engine.private,
         report=lambda state, workdir: report(engine.table(state), workdir),
     )
 
 
 def build_engine(
-    config: ConfigDict,
-    problem: Problem,
-    mitigations: Mitigations,
-    updates: UpdateTable | None,
-    devices: Sequence[jax.Device],
-    at: jax.Device,
-) -> server.ServerEngine | local.LocalEngine | live.LiveEngine:
-    """What runs the table, or makes one. devices: of the workers; at: the server's."""
-    a, own = config.asynchronous, options.settings(config)
+    details: AsyncDetails, problem: Problem, devices: Sequence[jax.Device], at: jax.Device
+) -> UpdateEngine[Any]:
+    """Build what runs the table, or makes one. devices: of the workers; at: the server's."""
+    config, updates, mitigations = details.config, details.updates, details.mitigations
+    if updates is not None and is_local(config):
+        outer, waits = outer_optimizer(config), workers_wait(config)
+        return LocalEngine(problem, mitigations, updates, devices, outer=outer, waits=waits)
+    begin: BeginTransport
     if updates is None:
-        bound = own.get("bound", math.inf)
-        return live.LiveEngine(
-            problem, mitigations, a.num_workers, devices, at=at, bound=bound, slowdown=a.delays.slowdown
-        )
-    if a.policy not in options.LOCAL:
-        return server.ServerEngine(problem, mitigations, updates, devices, at)
-    outer = optax.sgd(own["outer_lr"], own["outer_momentum"], nesterov=True) if a.policy == "diloco" else None
-    return local.LocalEngine(problem, mitigations, updates, devices, outer=outer, waits=a.policy != "model_average")
+        bound = options.policy_settings(config).get("bound", math.inf)
+        begin = partial(Threads, bound=bound, slowdown=config.asynchronous.delays.slowdown)
+    else:
+        begin = Emulation(updates, len(devices)).begin
+    return ServerEngine(
+        problem,
+        mitigations,
+        devices,
+        at,
+        begin,
+        num_workers=details.places.num_workers,
+        is_grouped=updates is not None and is_grouped(updates),
+    )
+
+
+def outer_optimizer(config: ConfigDict) -> optax.GradientTransformation | None:
+    """Return the outer optimizer of diloco; None for other policies."""
+    if config.asynchronous.policy != "diloco":
+        return None
+    settings = options.policy_settings(config)
+    return optax.sgd(settings["outer_lr"], settings["outer_momentum"], nesterov=True)
+
+
+def workers_wait(config: ConfigDict) -> bool:
+    """Return whether workers with local weights wait for each other when they meet."""
+    return bool(config.asynchronous.policy != "model_average")
+
+
+def is_local(config: ConfigDict) -> bool:
+    """Return whether workers have weights of their own."""
+    return config.asynchronous.policy in options.LOCAL_POLICIES
 
 
 def report(updates: UpdateTable | None, workdir: Path) -> dict[str, Any]:
-    """Writes the table of what was run, if anything was; what it comes to."""
+    """Write the table of what was run, if anything was, and return its results."""
     if updates is None:
         return {}
     table.write(workdir / "updates.csv", updates)
     staleness = staleness_summary(updates)
-    figures = {"updates": updates.num_updates, "table_seconds": float(updates.finish[-1])}
-    return figures | {f"staleness_{name}": staleness[name] for name in ("mean", "max")}
+    results = {"updates": updates.num_updates, "table_seconds": float(updates.finish[-1])}
+    return results | {f"staleness_{name}": staleness[name] for name in ("mean", "max")}
 
 
-def compiled(
-    engine: Any, problem: Problem, like: State, devices: Sequence[jax.Device], at: jax.Device
-) -> list[CompiledProgram]:
-    """The programs of workers, each device's, and the server's for the last gradient of an update."""
-    programs, n = engine.programs, engine.num_workers
-    rows = {k: jax.ShapeDtypeStruct((len(x) // n, *x.shape[1:]), x.dtype) for k, x in problem.batch.items()}
-    figure, step = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
-    given = (like.params, like.key, step, rows, figure)
-    workers = [programs.gradient.lower(*with_shardings(given, SingleDeviceSharding(device))) for device in devices]
-    server = programs.abstract_server(like, is_grouped=engine.is_grouped)
-    read = like.params if programs.mitigations.needs_read else None
-    arguments = (like.params, server, *workers[0].out_info, read, Arrival(figure, figure, figure, step))
-    places = devices if isinstance(engine, local.LocalEngine) else [at]
-    updates = [
-        programs.arrive.lower(not engine.is_grouped, True, *with_shardings(arguments, SingleDeviceSharding(place)))
-        for place in places
-    ]
-    return [CompiledProgram(lowered.compile(), arguments=("params",)) for lowered in (*workers, *updates)]
-
-
-def words(config: ConfigDict) -> str:
-    """Policy, workers and mitigations, in words."""
+def describe(config: ConfigDict) -> str:
+    """Return policy, workers and mitigations, such as `async of 4 workers with dc_asgd`."""
     a = config.asynchronous
     made = f"{'live ' if a.mode == 'live' else ''}{a.policy} of {a.num_workers} workers"
     return made + (f" with {', '.join(mitigations)}" if (mitigations := options.named_mitigations(config)) else "")
 
 
 def is_lock_step(config: ConfigDict) -> bool:
-    """Whether all workers wait for each other, and so do what one device does."""
+    """Return whether all workers wait for each other, and so do what one device does."""
     return config.asynchronous.policy == "sync" and not options.named_mitigations(config)
 
 
 def fingerprint(updates: UpdateTable) -> str:
-    """Of a table, but for its times."""
+    """Return the fingerprint of a table without its times."""
     return hashlib.sha256(b"".join(column.tobytes() for column in updates[1:6])).hexdigest()[:12]

@@ -93,7 +93,7 @@ def history(build: Any, rows: dict[str, np.ndarray]) -> None:
     state = strategy.init(jax.random.key(0))
     for _ in range(3):
         state, _ = strategy.step(state, strategy.place(rows))
-    leaves = jax.tree.leaves(list(state.kept.values()))
+    leaves = jax.tree.leaves(list(state.transport.history.values()))
     there = sum({leaf.unsafe_buffer_pointer(): leaf.nbytes for leaf in leaves}.values())
     formula = (WORKERS - 1) * sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
     print(f"history   {there / formula:.4f} of {WORKERS - 1} times the weights", flush=True)

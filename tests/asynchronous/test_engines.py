@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from ml_collections import ConfigDict
 
-from jaxpar.asynchronous import options, server
+from jaxpar.asynchronous import options
+from jaxpar.asynchronous.gradient_rows import history_peaks
 from jaxpar.asynchronous.mitigations import corrected_momentum, momentum_left
 from jaxpar.asynchronous.table import UpdateTable
 from tests.asynchronous import reference
@@ -34,6 +36,11 @@ def asynchronous(*settings: str, devices: int = 2, workers: int = 4) -> tuple[st
     return (*base, f"--config.asynchronous.num_workers={workers}", *own)
 
 
+def table_of(config: ConfigDict, num_steps: int = NUM_STEPS) -> UpdateTable:
+    """The table of an emulated run."""
+    return options.build_table(config, options.decide(config), num_steps)
+
+
 RANDOM = ("delays.distribution=lognormal", "delays.spread=0.8", "delays.slowdown=2.5", "delays.communication_time=0.2")
 
 
@@ -46,7 +53,7 @@ def trained(rule: str, *overrides: str) -> tuple[Weights, UpdateTable, Weights]:
     state = strategy.from_canonical(begun)
     for step in range(NUM_STEPS):
         state, _ = strategy.step(state, strategy.place(make_batch(task, step)))
-    table = options.build_table(make_config(task, *overrides), NUM_STEPS)
+    table = table_of(make_config(task, *overrides))
     return named(strategy.to_canonical(state)["params"]), table, named(begun["params"])
 
 
@@ -175,8 +182,8 @@ def test_workers_whose_weights_are_averaged_meanwhile(rule: str) -> None:
 def test_versions_that_are_kept(settings: tuple[str, ...], devices: int) -> None:
     """As many as are counted here, row by row: those that a later gradient of the device is of."""
     config = make_config(TASKS["sgd"], *asynchronous(*settings, *RANDOM, devices=devices, workers=6))
-    table = options.build_table(config, 30)
-    for device, expected in enumerate(server.num_kept(table, devices)):
+    table = table_of(config, 30)
+    for device, expected in enumerate(history_peaks(table, devices)):
         mine = table.worker % devices == device
         peak = 0
         for version in range(1, table.num_updates + 1):
@@ -189,7 +196,7 @@ def test_only_versions_that_are_needed_are_there() -> None:
     overrides = asynchronous("policy=async", *RANDOM, devices=2, workers=6)
     strategy, task = make(TASKS["sgd"], *PLAIN, *overrides, "--config.batch_size=24"), TASKS["sgd"]
     config = make_config(task, *PLAIN, *overrides, "--config.batch_size=24")
-    table, peaks = options.build_table(config, NUM_STEPS), []
+    table, peaks = table_of(config), []
     state = strategy.from_canonical(start(task, *PLAIN))
     for step in range(NUM_STEPS):
         state, _ = strategy.step(state, make_batch(task, step, 24))
@@ -198,9 +205,9 @@ def test_only_versions_that_are_needed_are_there() -> None:
             for worker, read, of in zip(table.worker, table.read, table.step, strict=True)
             if of > step and read < table.update[table.step == step].max() + 1
         }
-        assert state.kept.keys() == needed
+        assert state.transport.history.keys() == needed
         peaks.append(max(sum(place == device for _, place in needed) for device in range(2)))
-    most = server.num_kept(table, 2)
+    most = history_peaks(table, 2)
     assert max(peaks) <= max(most)
     size = sum(leaf.size * 4 for leaf in jax.tree.leaves(state.params))
     assert [parts["history"] for parts in strategy.plan.memory] == [number * size for number in most]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxpar import train
-from jaxpar.asynchronous import live, programs, table
+from jaxpar.asynchronous import programs, server, table, threads
 from jaxpar.asynchronous.table import UpdateTable
 from jaxpar.errors import UserError
 from jaxpar.strategies import Strategy
@@ -151,7 +151,7 @@ def test_a_worker_that_hangs_stops_nobody(tmp_path: Path, monkeypatch: pytest.Mo
 
             vars(self)["gradient"] = hanging
 
-    monkeypatch.setattr(live, "Programs", Programs)
+    monkeypatch.setattr(server, "Programs", Programs)
     strategy = make(MLP, *asynchronous("mode=live", workers=4, devices=2))
     state, _ = go_on(strategy, strategy.from_canonical(start(MLP)), MLP, 0, NUM_STEPS - 1)
     others_are_done.set()
@@ -192,7 +192,7 @@ def test_what_a_worker_raises_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> N
     def fail(*_: Any) -> None:
         raise RuntimeError("a device is gone")
 
-    monkeypatch.setattr(live.LiveRun, "_compute", fail)
+    monkeypatch.setattr(threads.Threads, "_compute", fail)
     with pytest.raises(RuntimeError, match="a device is gone"):
         strategy.step(state, strategy.place(make_batch(MLP, 0)))
 

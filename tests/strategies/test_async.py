@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from jaxpar.analysis import audit
-from jaxpar.asynchronous import options, server, table
+from jaxpar.asynchronous import server, table
+from jaxpar.asynchronous.virtual_time import VirtualTime
 from jaxpar.state import nbytes
-from tests.asynchronous.test_engines import RANDOM, asynchronous
+from tests.asynchronous.test_engines import RANDOM, asynchronous, table_of
 from tests.strategies.pipelines import (
     NUM_STEPS,
     Outcome,
@@ -185,11 +186,12 @@ def test_memory_is_what_there_is(settings: str) -> None:
     optimizer = nbytes(start(MLP)["optimizer"])
     for step in range(NUM_STEPS):
         state, _ = strategy.step(state, strategy.place(make_batch(MLP, step)))
-        if isinstance(state, server.AsyncState):
+        if isinstance(state, server.ServerRun):
+            assert isinstance(state.transport, VirtualTime)
             there = {
                 "waiting": state.server.waiting,
                 "mitigations": state.server.mitigations,
-                "history": list(state.kept.values()),
+                "history": list(state.transport.history.values()),
             }
             there |= {"parameters": (state.params, state.params), "optimizer": state.server.optimizer}
         else:
@@ -246,7 +248,7 @@ def test_its_table_is_that_of_the_steps_that_it_made(tmp_path: Path) -> None:
     for step in range(6, NUM_STEPS):
         state, _ = second.step(state, second.place(make_batch(MLP, step)))
     figures = second.report(state, tmp_path)
-    whole, part = options.build_table(make_config(MLP, *overrides), NUM_STEPS), table.read(tmp_path / "updates.csv")
+    whole, part = table_of(make_config(MLP, *overrides)), table.read(tmp_path / "updates.csv")
     rows = whole.step >= 5
     np.testing.assert_array_equal(part.step, whole.step[rows])
     np.testing.assert_array_equal(part.worker, whole.worker[rows])

@@ -2,32 +2,38 @@
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from jaxpar import train
-from jaxpar.asynchronous import table
+from jaxpar import cluster, strategies, train
+from jaxpar.asynchronous import delays, table
+from jaxpar.errors import UserError
+from jaxpar.measure.phases import Phases
+from jaxpar.run import build
+from tests.asynchronous.test_engines import asynchronous, table_of
 from tests.checkpoint.test_private import config as small_run
 from tests.runs import refused
+from tests.strategies.pipelines import Task, make_config, make_problem
 from tests.test_train import assert_bitwise_equal, stop_at
 
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "a policy": (["policy=asink"], ["asynchronous.policy is 'asink'; it must be sync, async", "Did you mean 'async'?"]),
     "no worker": (["num_workers=0"], ["asynchronous.num_workers is 0; it must be at least 1"]),
-    "a setting of another policy": (["bound=2"], ["asynchronous.bound is 2; policy 'async' has no use for it"]),
+    "a setting of another policy": (["bound=2"], ["asynchronous.bound is 2; it must be None with policy 'async'"]),
     "a bound": (["policy=ssp", "bound=-1"], ["asynchronous.bound is -1; it must be at least 0"]),
     "groups": (["policy=softsync", "groups=5"], ["asynchronous.groups is 5; it must be at least 1 and at most 4"]),
     "an interval": (["policy=local_sgd", "interval=0"], ["asynchronous.interval is 0; it must be at least 1"]),
     "a mode": (["mode=alive"], ["asynchronous.mode is 'alive'; it must be emulated, live"]),
     "a policy that threads do not have": (
         ["mode=live", "policy=softsync"],
-        ["asynchronous.policy is 'softsync'; it must be async, ssp with config.asynchronous.mode='live'"],
+        ["asynchronous.policy is 'softsync'; it must be one of async, ssp with config.asynchronous.mode='live'"],
     ),
     "a table of a live run": (["mode=live", "table=updates.csv"], ["asynchronous.table is 'updates.csv'"]),
     "a missing table": (["table=no.csv"], ["no.csv: No such file"]),
     "a momentum before the run": (
         ["mode=live", "mitigations=corrected_momentum"],
-        ["corrected_momentum, which needs the staleness before the run"],
+        ["without corrected_momentum, which needs the staleness before the run"],
     ),
     "an outer rate": (["policy=diloco", "outer_lr=-1"], ["asynchronous.outer_lr is -1.0; it must be 0 or more"]),
     "an outer momentum": (["policy=diloco", "outer_momentum=1"], ["asynchronous.outer_momentum is 1.0", "less than 1"]),
@@ -56,7 +62,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a bound of a recorded run": (
         ["table=updates.csv", "policy=ssp", "bound=2"],
-        ["asynchronous.bound is 2; it must be None with a table"],
+        ["asynchronous.bound is 2; it must be None with config.asynchronous.table"],
     ),
     "a former name": (
         ["cures=dc_asgd"],
@@ -66,7 +72,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["mitigations=dc_sgd"],
         ["asynchronous.mitigations is 'dc_sgd'; it must be dc_asgd", "Did you mean 'dc_asgd'?"],
     ),
-    "two of one kind": (["mitigations=dc_asgd,adaptive_dc_asgd"], ["it must have one of dc_asgd, adaptive_dc_asgd"]),
+    "two of one kind": (
+        ["mitigations=dc_asgd,adaptive_dc_asgd"],
+        ["it must have at most one of dc_asgd, adaptive_dc_asgd"],
+    ),
     "mitigations of workers with their own weights": (
         ["policy=local_sgd", "mitigations=dc_asgd"],
         ["asynchronous.mitigations is 'dc_asgd'; it must be '' with policy 'local_sgd'"],
@@ -83,12 +92,18 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["mitigations=corrected_momentum", "optimizer.name=sgd", "optimizer.momentum=0"],
         ["config.optimizer.momentum is 0.0; it must be more than 0 with corrected_momentum"],
     ),
-    "a strength without a mitigation": (["dc_strength=1"], ["asynchronous.dc_strength is 1.0; it is for dc_asgd"]),
+    "a strength without a mitigation": (
+        ["dc_strength=1"],
+        ["asynchronous.dc_strength is 1.0; it must be None without dc_asgd"],
+    ),
     "a mitigation without its norm": (
         ["mitigations=clip_by_staleness"],
         ["asynchronous.max_norm is None; it must be more than 0"],
     ),
-    "a norm without its mitigation": (["max_norm=1"], ["asynchronous.max_norm is 1.0", "else None"]),
+    "a norm without its mitigation": (
+        ["max_norm=1"],
+        ["asynchronous.max_norm is 1.0; it must be None without clip_by_staleness"],
+    ),
     "no momentum": (
         ["mitigations=corrected_momentum", "optimizer.name=adafactor"],
         ["optimizer.name is 'adafactor'; it must be one of adamw, lamb, sgd, lion, muon with corrected_momentum"],
@@ -124,3 +139,37 @@ def test_a_run_that_was_stopped(policy: str, tmp_path: Path) -> None:
     assert result["strategy"] == "async_data_parallel" and result["steps"] == 8
     updates = table.read(tmp_path / "run" / "updates.csv")
     assert len(updates.worker) == 32 and updates.num_workers == 4
+
+
+@pytest.mark.parametrize("key", ["delays.trace", "table"])
+def test_a_file_is_read_once_a_start(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, config = tmp_path / "file.csv", small_run("--config.strategy=async_data_parallel")
+    if key == "table":
+        rows = [f"{i % 4},{i},{i},{i},{i // 4},{float(i)},{float(i + 1)}" for i in range(32)]
+        path.write_text("\n".join(["# num_workers=4", ",".join(table.COLUMNS), *rows]) + "\n")
+        config.asynchronous.table = str(path)
+    else:
+        path.write_text("worker,seconds\n" + "".join(f"{worker},{worker + 1}\n" for worker in range(4)))
+        config.asynchronous.delays.trace, config.asynchronous.delays.distribution = str(path), "trace"
+    opened, read_rows = [], table.read_rows
+
+    def counting(file: Any, *rest: Any, **named: Any) -> Any:
+        opened.append(file.name)
+        return read_rows(file, *rest, **named)
+
+    monkeypatch.setattr(table, "read_rows", counting)
+    monkeypatch.setattr(delays, "read_rows", counting)
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    build.build(config, workdir, Phases(), build.check(config, workdir))
+    assert opened == [str(path)]
+
+
+def test_a_table_of_another_length_is_refused_by_its_plan(tmp_path: Path) -> None:
+    task, path = Task("mlp", "classification", layers=1), tmp_path / "updates.csv"
+    settings = asynchronous("policy=async")
+    table.write(path, table_of(make_config(task, *settings), 3))
+    config = make_config(task, *settings, f"--config.asynchronous.table={path}")
+    problem = make_problem(config, task)
+    with pytest.raises(UserError, match="of 3 steps and 12 gradients; it must be of 10 steps and 40 gradients"):
+        strategies.plan(config, problem, cluster.named("cpu", 2))

@@ -1,0 +1,127 @@
+"""Bytes that asynchronous training holds and sends, from shapes and a table alone: no device, no compilation.
+
+Devices are numbers. Those of the workers, which have them in turn, come first; the server has one of these or the next.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from jaxpar.asynchronous.gradient_rows import averaging_peaks, history_peaks, is_grouped
+from jaxpar.asynchronous.mitigations import Mitigations
+from jaxpar.asynchronous.table import UpdateTable
+from jaxpar.state import State, nbytes
+
+
+class Places(NamedTuple):
+    """Where workers and server are.
+
+    Attributes:
+      num_workers: of the run.
+      num_devices: that the workers have.
+      server: number of the server's device.
+    """
+
+    num_workers: int
+    num_devices: int
+    server: int
+
+    @property
+    def of_workers(self) -> list[int]:
+        """The number of each worker's device."""
+        return [worker % self.num_devices for worker in range(self.num_workers)]
+
+    @property
+    def num_remote(self) -> int:
+        """Workers on other devices than the server's."""
+        return sum(device != self.server for device in self.of_workers)
+
+
+class Costs(NamedTuple):
+    """What devices hold, and send.
+
+    Attributes:
+      memory: by the number of a device, bytes by what they are for: parameters (the newest weights), history (older
+        ones that some worker still needs), optimizer, waiting (gradients that an update waits with), mitigations
+        (their states), outer (diloco: where the round began and the outer optimizer), averages (model_average: those
+        that workers have not taken in yet).
+      sent: trees of the parameters' size that go from a device to another in a step.
+    """
+
+    memory: tuple[dict[str, int], ...]
+    sent: float
+
+
+def emulated_server(like: State, mitigations: Mitigations, table: UpdateTable, places: Places) -> Costs:
+    """Return the costs of running a table of sync, async, ssp or softsync.
+
+    A version of the weights goes to a device once; with a gradient goes what it was computed from, where a mitigation
+    needs that.
+
+    Args:
+      like: the state, abstract.
+      mitigations: against staleness.
+      table: of the run.
+      places: of workers and server.
+    """
+    history = history_peaks(table, places.num_devices)
+    worker_places = table.worker % places.num_devices
+    reads = np.stack([table.read, worker_places])[:, worker_places != places.server]
+    gradients = reads.shape[1] * (2 if mitigations.needs_read else 1)
+    memory = _server_memory(like, mitigations, places, history, is_grouped(table))
+    return Costs(memory, (np.unique(reads, axis=1).shape[1] + gradients) / _num_steps(table))
+
+
+def live_server(like: State, mitigations: Mitigations, places: Places) -> Costs:
+    """Return the costs of live workers, each of which has the weights that it has read; so has the server of each."""
+    history = [places.of_workers.count(device) for device in range(places.num_devices)]
+    memory = _server_memory(like, mitigations, places, history, grouped=False)
+    memory[places.server]["history"] = places.num_workers * nbytes(like.params)
+    return Costs(memory, places.num_remote * (3 if mitigations.needs_read else 2))
+
+
+def local(
+    like: State, table: UpdateTable, places: Places, *, outer: optax.GradientTransformation | None, waits: bool
+) -> Costs:
+    """Return the costs of workers with local weights, which meet on the server's device.
+
+    Args:
+      like: the state, abstract.
+      table: of the run.
+      places: of workers, and of what they have in common.
+      outer: the outer optimizer of diloco.
+      waits: whether workers wait for each other when they meet: all policies but model_average.
+    """
+    size, optimizer, devices = nbytes(like.params), nbytes(like.optimizer), places.of_workers
+    counts = [devices.count(device) for device in range(places.num_devices)]
+    memory = tuple({"parameters": count * size, "optimizer": count * optimizer} for count in counts)
+    if outer is not None:
+        memory[places.server]["outer"] = size + nbytes(jax.eval_shape(outer.init, like.params))
+    if not waits:
+        for parts, number in zip(memory, averaging_peaks(table, places.num_devices), strict=True):
+            parts["averages"] = number * size
+    return Costs(memory, 2 * places.num_remote * table.num_updates / _num_steps(table))
+
+
+def _server_memory(
+    like: State, mitigations: Mitigations, places: Places, history: Sequence[int], grouped: bool
+) -> tuple[dict[str, int], ...]:
+    """history: by device of the workers, how many older versions it has."""
+    size = nbytes(like.params)
+    memory = [{"parameters": size, "history": number * size} for number in history]
+    if places.server == places.num_devices:
+        memory.append({"parameters": size})
+    held = {
+        "optimizer": nbytes(like.optimizer),
+        "waiting": size if grouped else 0,
+        "mitigations": nbytes(jax.eval_shape(mitigations.init, like.params)),
+    }
+    memory[places.server] |= {name: number for name, number in held.items() if number}
+    return tuple(memory)
+
+
+def _num_steps(table: UpdateTable) -> int:
+    return int(table.step[-1]) + 1

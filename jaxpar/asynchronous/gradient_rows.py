@@ -1,0 +1,90 @@
+"""The rows of an update table as engines run them, and for how long a row needs what came before. NumPy alone."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxpar.asynchronous.table import UpdateTable
+
+
+class GradientRow(NamedTuple):
+    """A gradient that arrives.
+
+    Attributes:
+      worker: that computes it.
+      read: the version of the weights that it is computed from.
+      update: the version that it is applied to.
+      chunk: number of its part of the data.
+      staleness: update - read.
+      is_first: whether it is the first gradient of its update.
+      is_last: whether it is the last one.
+      size: gradients in its update.
+      mean_staleness: over its update.
+    """
+
+    worker: int
+    read: int
+    update: int
+    chunk: int
+    staleness: int
+    is_first: bool
+    is_last: bool
+    size: int
+    mean_staleness: float
+
+
+def single_row(worker: int, read: int, update: int, chunk: int) -> GradientRow:
+    """Return the row of a gradient that makes an update of its own."""
+    staleness = update - read
+    return GradientRow(worker, read, update, chunk, staleness, True, True, 1, float(staleness))
+
+
+def rows_by_step(table: UpdateTable) -> list[list[GradientRow]]:
+    """Return the rows of each step."""
+    sizes = np.bincount(table.update)
+    means = np.bincount(table.update, table.staleness) / sizes
+    is_first, is_last = np.diff(table.update, prepend=-1) != 0, np.diff(table.update, append=-1) != 0
+    columns = table.worker, table.read, table.update, table.chunk, table.staleness, is_first, is_last
+    of_update = sizes[table.update], means[table.update]
+    rows = [GradientRow(*values) for values in zip(*(x.tolist() for x in (*columns, *of_update)), strict=True)]
+    ends = np.searchsorted(table.step, np.arange(1, table.step[-1] + 2)).tolist()
+    return [rows[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def is_grouped(table: UpdateTable) -> bool:
+    """Return whether some update takes several gradients."""
+    return len(table.update) > table.num_updates
+
+
+def needs_earlier_batches(table: UpdateTable, step: int) -> bool:
+    """Return whether gradients from that step on are of batches before it, as in the tables of live runs."""
+    return bool((table.chunk[table.step >= step] < step * table.num_workers).any())
+
+
+def last_uses(table: UpdateTable, num_devices: int) -> dict[tuple[int, int], int]:
+    """Return {(version, number of a device): the last update to which a gradient of that version is applied there}."""
+    uses = zip(table.read.tolist(), (table.worker % num_devices).tolist(), table.update.tolist(), strict=True)
+    return {(read, device): update for read, device, update in uses}
+
+
+def history_peaks(table: UpdateTable, num_devices: int) -> list[int]:
+    """Return by device the most older versions that are stashed there at a time."""
+    change = np.zeros((num_devices, table.num_updates + 2), int)
+    for (version, device), last in last_uses(table, num_devices).items():
+        if last > version:
+            change[device, version + 1] += 1
+            change[device, last + 1] -= 1
+    return [int(peak) for peak in change.cumsum(axis=1).max(axis=1)]
+
+
+def averaging_peaks(table: UpdateTable, num_devices: int) -> list[int]:
+    """Return by device the most averagings of model_average at a time that its workers have not taken in yet."""
+    ends = np.flatnonzero(np.diff(table.update, append=-1))  # the rows after which an averaging begins
+    num_rows = len(table.update)
+    change = np.zeros((num_devices, num_rows + 2), int)
+    for worker in range(table.num_workers):
+        rows = np.append(np.flatnonzero(table.worker == worker), num_rows + 1)  # or it never takes it
+        taken = rows[np.searchsorted(table.read[rows[:-1]], np.arange(len(ends)), side="right")]
+        np.add.at(change[worker % num_devices], ends + 1, 1)
+        np.add.at(change[worker % num_devices], taken, -1)
+    return [int(peak) for peak in change.cumsum(axis=1).max(axis=1)]

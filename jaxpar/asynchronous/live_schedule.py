@@ -1,0 +1,106 @@
+"""Which worker of a live run takes which chunk, and the record of what they did. It has no devices and no threads.
+
+Idle workers take chunks in the order in which both come, and the weights as they are at that time. Nobody waits for
+others, except where a bound says how far a worker may be ahead of the slowest (ssp).
+"""
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxpar.asynchronous.gradient_rows import GradientRow, single_row
+from jaxpar.asynchronous.programs import Chunk
+from jaxpar.asynchronous.table import COLUMNS, TIMES, UpdateTable
+from jaxpar.state import Canonical
+
+
+class Assignment(NamedTuple):
+    """What a worker is given to compute.
+
+    Attributes:
+      worker: its number.
+      number: of the chunk.
+      chunk: itself.
+      version: of the weights that it reads.
+      start: seconds since the run began.
+    """
+
+    worker: int
+    number: int
+    chunk: Chunk
+    version: int
+    start: float
+
+
+class LiveSchedule:
+    """The server's view of live workers. Each gradient makes an update, so versions are rows of the record."""
+
+    def __init__(self, num_workers: int, step: int, bound: float):
+        """step: of the run, where it begins; bound: iterations that a worker may be ahead of the slowest."""
+        self._num_steps, self._bound, self._begin = step, bound, time.perf_counter()
+        self._rows: list[tuple[float, ...]] = []  # as COLUMNS
+        self._completed = [0] * num_workers  # gradients of each worker
+        self._idle = list(range(num_workers))  # in the order in which they became so
+        self._chunks = deque[tuple[int, Chunk]]()
+
+    def give_out(self, chunks: Mapping[int, Chunk]) -> None:
+        """Begin a step with these chunks."""
+        self._chunks.extend(chunks.items())
+        self._num_steps += 1
+
+    def assign(self) -> Assignment | None:
+        """Return what a worker computes next; None where there is no chunk, or no worker that may take it."""
+        ready = self._ready()
+        if not self._chunks or not ready:
+            return None
+        self._idle.remove(ready[0])
+        return Assignment(ready[0], *self._chunks.popleft(), len(self._rows), self._now())
+
+    def is_over(self, *, drain: bool) -> bool:
+        """Return whether the step is over: its chunks are given out, and a worker asks for more. drain: all do."""
+        if drain:
+            return len(self._idle) == len(self._completed) and not self._chunks
+        return not self._chunks and bool(self._ready())
+
+    def arrived(self, assignment: Assignment) -> GradientRow:
+        """Return the row of a gradient that is applied next."""
+        return single_row(assignment.worker, assignment.version, len(self._rows), assignment.number)
+
+    def applied(self, assignment: Assignment) -> None:
+        """Record a gradient that has been applied; its worker is idle."""
+        worker, number, _, version, start = assignment
+        self._rows.append((worker, version, len(self._rows), number, self._num_steps - 1, start, self._now()))
+        self._completed[worker] += 1
+        self._idle.append(worker)
+
+    def record(self) -> Canonical:
+        """Return the rows so far, by column."""
+        columns = zip(COLUMNS, zip(*self._rows, strict=True), strict=False)
+        # Checkpoints have no float64.
+        return {column: np.array(values, np.float64).view(np.uint32) for column, values in columns}
+
+    def restore(self, record: Canonical) -> None:
+        """Continue a run of which `record` returned these columns, in the times of that run."""
+        columns = [np.asarray(record[column]).view(np.float64).tolist() for column in COLUMNS if column in record]
+        self._rows = list(zip(*columns, strict=True))
+        self._completed = np.bincount([int(row[0]) for row in self._rows], minlength=len(self._completed)).tolist()
+        self._begin -= self._rows[-1][-1] if self._rows else 0.0
+
+    def table(self) -> UpdateTable | None:
+        """Return the rows so far as a table; None where there is none."""
+        if not self._rows:
+            return None
+        columns = [np.array(values) for values in zip(*self._rows, strict=True)]
+        typed = [x.astype("f8" if name in TIMES else "i4") for name, x in zip(COLUMNS, columns, strict=True)]
+        return UpdateTable(len(self._completed), *typed)
+
+    def _ready(self) -> list[int]:
+        """Idle workers that are not too far ahead."""
+        least = min(self._completed)
+        return [worker for worker in self._idle if self._completed[worker] - least <= self._bound]
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._begin

@@ -1,0 +1,125 @@
+"""How weights reach workers, and their gradients the server: the seam between the algorithm and what carries it.
+
+The algorithm is the server's (server.py): it applies gradients one by one as a transport delivers them. Transports:
+
+    virtual time (virtual_time.py)   what a table says, in its order: the same every time, whatever the devices
+    threads (threads.py)             a thread for each worker; whichever gradient is there first
+
+Another one, such as processes on other machines, is another class with these methods, made by a `BeginTransport`. Where
+its workers compete, as threads do, LiveSchedule (live_schedule.py) says who takes what, and keeps the record.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from jaxpar.asynchronous.gradient_rows import GradientRow
+from jaxpar.asynchronous.programs import Chunk, Programs
+from jaxpar.asynchronous.table import UpdateTable
+from jaxpar.models.model import Params
+from jaxpar.state import Canonical, State
+from jaxpar.tasks import Sums
+
+
+class Delivery(NamedTuple):
+    """A gradient that has reached the server's device.
+
+    Attributes:
+      row: which gradient it is, and its place in its update.
+      grads: the gradient.
+      sums: over its examples.
+      read: the weights that it was computed from; None where no mitigation needs them.
+    """
+
+    row: GradientRow
+    grads: Params
+    sums: Sums
+    read: Params | None
+
+
+class InFlight(NamedTuple):
+    """What a transport holds between steps.
+
+    Attributes:
+      weights: by version, older weights that workers have read and will send gradients of.
+      record: arrays by name, other than numbers: chunks to come, and what `table` needs.
+    """
+
+    weights: Mapping[int, Params]
+    record: Canonical
+
+
+class Workers(NamedTuple):
+    """The workers of a run: what they compute, and where.
+
+    Attributes:
+      programs: of the run.
+      devices: of the workers, which have them in turn.
+      server: the server's device, which may be one of them.
+      key: of the run, as in State.
+    """
+
+    programs: Programs
+    devices: Sequence[jax.Device]
+    server: jax.Device
+    key: jax.Array
+
+    @property
+    def number(self) -> int:
+        """How many workers there are."""
+        return self.programs.num_workers
+
+    def place(self, worker: int) -> int:
+        """Return the number of a worker's device."""
+        return worker % len(self.devices)
+
+    def compute(self, worker: int, read: Params, chunk: Chunk) -> tuple[Params, Sums]:
+        """Return the gradient of a chunk and the sums over its examples, on the worker's device. read: there too."""
+        inputs = jax.device_put(
+            (self.key, np.int32(chunk.step), chunk.rows, chunk.weight), self.devices[self.place(worker)]
+        )
+        made: tuple[Params, Sums] = self.programs.gradient(read, *inputs)
+        return made
+
+    def send(self, made: tuple[Params, Sums], read: Params) -> tuple[Params, Sums, Params | None]:
+        """Return what `compute` made, and the weights where a mitigation needs them, on the server's device."""
+        needs_read = self.programs.mitigations.needs_read
+        sent: tuple[Params, Sums, Params | None] = jax.device_put((*made, read if needs_read else None), self.server)
+        return sent
+
+
+class Transport(Protocol):
+    """The workers of one run, as its server sees them. One thread calls these methods."""
+
+    def deliver(self, chunks: Mapping[int, Chunk], *, drain: bool) -> Iterator[Delivery]:
+        """Begin a step: give out its chunks, and yield gradients in the order of their updates until it is over.
+
+        The server applies each one, and publishes the weights that it has made, before it asks for the next.
+
+        Args:
+          chunks: the parts of the step's batch, by their number in the run; empty: no step begins.
+          drain: whether to wait for what workers still compute.
+
+        Raises:
+          RuntimeError: the transport is closed, and there are chunks.
+        """
+
+    def publish(self, params: Params) -> None:
+        """Take the newest version of the weights, on the server's device, for workers that read from now on."""
+
+    def in_flight(self) -> InFlight:
+        """Return what is held between steps."""
+
+    def restore(self, in_flight: InFlight) -> None:
+        """Take back what `in_flight` returned in a run of the same table. Its record may have more names."""
+
+    def table(self) -> UpdateTable | None:
+        """Return who has done what since the run began; None where it made no step."""
+
+    def close(self) -> None:
+        """End the workers. Nothing computes when this is called."""
+
+
+BeginTransport = Callable[[Workers, State], Transport]  # from a canonical state

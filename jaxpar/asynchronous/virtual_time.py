@@ -1,0 +1,106 @@
+"""The transport of emulated runs: delivers the gradients of a table, in its order, without waiting.
+
+What workers would do by chance has been decided in virtual time (simulate.py) or recorded (live_schedule.py). A
+gradient is computed when its row comes up, from the version of the weights that the row names: older versions are
+stashed on the devices whose workers need them, as long as they do. The host waits for no program, so that devices
+compute side by side where the table lets them.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpar.asynchronous.gradient_rows import last_uses, rows_by_step
+from jaxpar.asynchronous.programs import BEGUN, Chunk
+from jaxpar.asynchronous.table import UpdateTable, since
+from jaxpar.asynchronous.transport import Delivery, InFlight, Workers
+from jaxpar.models.model import Params
+from jaxpar.state import State
+
+WEIGHT = "weight of the batch"  # in the record, next to the examples of a chunk
+
+
+class Emulation:
+    """A table and what follows from it on so many devices. `begin` begins a run of it."""
+
+    def __init__(self, table: UpdateTable, num_devices: int):
+        self.table, self.rows, self.last_uses = table, rows_by_step(table), last_uses(table, num_devices)
+        self.keepers: dict[int, list[int]] = {}  # version -> devices that need it when the next one is there
+        for (version, device), last in self.last_uses.items():
+            if last > version:
+                self.keepers.setdefault(version, []).append(device)
+
+    def begin(self, workers: Workers, state: State) -> "VirtualTime":
+        """Begin a run from a canonical state."""
+        return VirtualTime(self, workers, state)
+
+
+class VirtualTime:
+    """A `Transport`. Its `history` has older weights, by (version, number of a device)."""
+
+    def __init__(self, emulation: Emulation, workers: Workers, state: State):
+        self._emulation, self._workers, self._params = emulation, workers, state.params
+        self._step = self._begun = int(state.step)
+        rows = emulation.rows
+        self._version = rows[self._step][0].update if self._step < len(rows) else 0
+        alive = [use for use, last in emulation.last_uses.items() if use[0] < self._version <= last]
+        self.history = {(read, place): self._put(state.params, place) for read, place in alive}
+        self._copies: dict[int, Params] = {}  # by device, of the newest weights
+        self._chunks: dict[int, Chunk] = {}
+
+    def _put(self, params: Params, place: int) -> Params:
+        copy: Params = jax.device_put(params, self._workers.devices[place])
+        return copy
+
+    def deliver(self, chunks: Mapping[int, Chunk], *, drain: bool) -> Iterator[Delivery]:
+        """Yield the gradients of the next step, if it begins. Nothing computes on its own, so nothing is drained."""
+        if not chunks:
+            return
+        self._chunks.update(chunks)
+        for row in self._emulation.rows[self._step]:
+            place = self._workers.place(row.worker)
+            if row.read == row.update and place not in self._copies:
+                self._copies[place] = self._put(self._params, place)
+            read = self._copies[place] if row.read == row.update else self.history[row.read, place]
+            made = self._workers.compute(row.worker, read, self._chunks.pop(row.chunk))
+            yield Delivery(row, *self._workers.send(made, read))
+        self._step += 1
+
+    def publish(self, params: Params) -> None:
+        """Stash the version before on devices that will need it, and drop those that no device needs any more."""
+        for place in self._emulation.keepers.get(self._version, ()):
+            copy = self._copies[place] if place in self._copies else self._put(self._params, place)
+            self.history[self._version, place] = copy
+        last = self._emulation.last_uses
+        self.history = {use: x for use, x in self.history.items() if last[use] > self._version}
+        self._params, self._copies, self._version = params, {}, self._version + 1
+
+    def in_flight(self) -> InFlight:
+        """Return each older version once, wherever it is: the run may continue on other devices."""
+        record: dict[str, Any] = {BEGUN: np.int32(self._begun)}
+        for number, chunk in self._chunks.items():
+            record |= {f"{number} {name}": x for name, x in (chunk.rows | {WEIGHT: chunk.weight}).items()}
+        return InFlight({version: x for (version, _), x in self.history.items()}, record)
+
+    def restore(self, in_flight: InFlight) -> None:
+        """Take older weights to their devices, and chunks that came before their gradients."""
+        self._begun = int(in_flight.record[BEGUN])
+        self.history = {
+            (version, place): self._put(in_flight.weights[version], place) for version, place in self.history
+        }
+        rows: dict[int, dict[str, Any]] = {}
+        for name in in_flight.record:
+            number, space, field = name.partition(" ")
+            if space:
+                rows.setdefault(int(number), {})[field] = in_flight.record[name]
+        num_workers = self._workers.number
+        self._chunks = {number: Chunk(x, x.pop(WEIGHT), number // num_workers) for number, x in rows.items()}
+
+    def table(self) -> UpdateTable | None:
+        """Return the rows since the run took on this strategy."""
+        return since(self._emulation.table, self._begun)
+
+    def close(self) -> None:
+        """Do nothing: no worker is anywhere but in `deliver`."""

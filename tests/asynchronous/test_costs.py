@@ -1,0 +1,77 @@
+"""Bytes that plans say, by device and kind, are those of the arrays that engines have."""
+
+from typing import Any
+
+import jax
+import pytest
+
+from jaxpar import cluster
+from jaxpar.asynchronous.server import ServerRun
+from jaxpar.asynchronous.virtual_time import VirtualTime
+from tests.asynchronous.test_engines import RANDOM, asynchronous
+from tests.strategies.pipelines import NUM_STEPS, Task, make, make_batch, start
+
+MLP = Task("mlp", "classification", layers=1)
+PEAKS = ("history", "averages")  # which come and go
+CASES: dict[str, tuple[tuple[str, ...], int, int]] = {  # settings, workers, devices
+    "sync": (("policy=sync",), 8, 2),
+    "async": (("policy=async", "mitigations=adaptive_dc_asgd,staleness_aware"), 8, 4),
+    "server on a device of its own": (("policy=softsync", "mitigations=adaptive_dc_asgd"), 4, 5),
+    "local_sgd": (("policy=local_sgd", "interval=2"), 8, 4),
+    "diloco": (("policy=diloco", "interval=2"), 8, 2),
+    "model_average": (("policy=model_average", "interval=2"), 8, 4),
+}
+
+
+def by_device(tree: Any, num_devices: int) -> list[int]:
+    """Bytes of the arrays of a tree on each device."""
+    held, devices = [0] * num_devices, cluster.devices()
+    for leaf in jax.tree.leaves(tree):
+        [device] = leaf.devices()
+        held[devices.index(device)] += leaf.nbytes
+    return held
+
+
+def arrays(state: Any) -> dict[str, Any]:
+    """The arrays of a run by what they are for, but for those that come and go."""
+    if isinstance(state, ServerRun):
+        server = state.server
+        return {"optimizer": server.optimizer, "waiting": server.waiting, "mitigations": server.mitigations}
+    return {"parameters": state.params, "optimizer": [one.optimizer for one in state.servers], "outer": state.outer}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_of_an_initialised_engine(name: str) -> None:
+    settings, workers, devices = CASES[name]
+    strategy = make(MLP, *asynchronous(*settings, *RANDOM, workers=workers, devices=devices))
+    memory = strategy.plan.memory
+    state = strategy.from_canonical(start(MLP))
+    held = arrays(state)
+    for kind, tree in held.items():
+        assert [parts.get(kind, 0) for parts in memory] == by_device(tree, len(memory)), kind
+    kinds = {kind for parts in memory for kind in parts}
+    assert kinds - set(PEAKS) - {"parameters"} == {kind for kind in held if sum(by_device(held[kind], len(memory)))} - {
+        "parameters"
+    }
+    if isinstance(state, ServerRun):  # a device has the newest weights, its own or a copy
+        [size] = {sum(by_device(state.params, len(memory)))}
+        assert [parts["parameters"] for parts in memory] == [size] * len(memory)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_the_history_at_its_peak(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After every update, by device: what is planned is reached, and never more is there."""
+    peaks, publish = [0] * devices, VirtualTime.publish
+
+    def measured(self: VirtualTime, params: Any) -> None:
+        publish(self, params)
+        now = by_device(list(self.history.values()), devices)
+        peaks[:] = map(max, peaks, now)
+
+    monkeypatch.setattr(VirtualTime, "publish", measured)
+    settings = asynchronous("policy=async", *RANDOM, workers=6, devices=devices)
+    strategy = make(MLP, *settings, "--config.batch_size=24")
+    state = strategy.from_canonical(start(MLP))
+    for step in range(NUM_STEPS):
+        state, _ = strategy.step(state, make_batch(MLP, step, 24))
+    assert [parts["history"] for parts in strategy.plan.memory] == peaks and min(peaks) > 0

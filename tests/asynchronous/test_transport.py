@@ -1,0 +1,173 @@
+"""The seam between the server and what carries gradients to it holds for a transport that the package does not have."""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar import cluster
+from jaxpar.asynchronous import options
+from jaxpar.asynchronous.engine import UpdateEngine
+from jaxpar.asynchronous.live_schedule import Assignment, LiveSchedule
+from jaxpar.asynchronous.programs import Chunk
+from jaxpar.asynchronous.server import ServerEngine
+from jaxpar.asynchronous.table import UpdateTable, validate
+from jaxpar.asynchronous.transport import BeginTransport, Delivery, InFlight, Transport, Workers
+from jaxpar.asynchronous.virtual_time import Emulation
+from jaxpar.models.model import Params
+from jaxpar.state import State
+from tests.asynchronous import reference
+from tests.asynchronous.test_engines import BATCHES, PLAIN, RATES, RULES, TASKS, assert_close, asynchronous, dc_asgd
+from tests.strategies.pipelines import NUM_STEPS, make_batch, make_config, make_problem, named, start
+
+TASK, WORKERS = TASKS["sgd"], 4
+
+
+class Queue:
+    """A third transport: workers compute at once, in the server's own thread, and their gradients wait in a queue."""
+
+    def __init__(self, workers: Workers, state: State):
+        self._workers, self._params = workers, state.params
+        self._schedule = LiveSchedule(workers.number, int(state.step), math.inf)
+        self._queue = deque[tuple[Assignment, Any]]()
+
+    def deliver(self, chunks: Mapping[int, Chunk], *, drain: bool) -> Iterator[Delivery]:
+        if chunks:
+            self._schedule.give_out(chunks)
+        while True:
+            while (assignment := self._schedule.assign()) is not None:
+                place = self._workers.place(assignment.worker)
+                read = jax.device_put(self._params, self._workers.devices[place])
+                made = self._workers.compute(assignment.worker, read, assignment.chunk)
+                self._queue.append((assignment, self._workers.send(made, self._params)))
+            if self._schedule.is_over(drain=drain):
+                return
+            assignment, sent = self._queue.popleft()
+            yield Delivery(self._schedule.arrived(assignment), *sent)
+            self._schedule.applied(assignment)
+
+    def publish(self, params: Params) -> None:
+        self._params = params
+
+    def in_flight(self) -> InFlight:
+        return InFlight({}, self._schedule.record())
+
+    def restore(self, in_flight: InFlight) -> None:
+        self._schedule.restore(in_flight.record)
+
+    def table(self) -> UpdateTable | None:
+        return self._schedule.table()
+
+    def close(self) -> None:
+        assert not self._queue
+
+
+def make_engine(begin: BeginTransport, *mitigations: str, num_devices: int = 2) -> tuple[UpdateEngine[Any], State]:
+    """An engine with that transport, and where training begins."""
+    overrides = (*PLAIN, *RULES["momentum"][1], *asynchronous("mode=live", *mitigations, workers=WORKERS))
+    config, devices = make_config(TASK, *overrides), cluster.devices()[:num_devices]
+    problem, made = options.build_mitigations(config, make_problem(config, TASK), None)
+    engine = ServerEngine(problem, made, devices, devices[0], begin, num_workers=WORKERS, is_grouped=False)
+    tree = start(TASK, *PLAIN, *RULES["momentum"][1])
+    params = jax.device_put(tree["params"], devices[0])
+    state = State(jnp.int32(0), jnp.asarray(tree["key"]), params, problem.optimizer.init(params))
+    return engine, jax.device_put(state, devices[0])
+
+
+def train(engine: UpdateEngine[Any], run: Any, first: int = 0, last: int = NUM_STEPS) -> float:
+    """Train on the batches first to last, and return the sum of the weights of their examples."""
+    total = 0.0
+    for step in range(first, last):
+        run, metrics = engine.step(run, make_batch(TASK, step))
+        total += float(metrics.sums.weight)
+    return total
+
+
+@pytest.mark.parametrize("strength", [None, 0.5])
+def test_a_third_transport(strength: float | None) -> None:
+    """Its run is the plain loop over the table that it leaves, and virtual time makes the same of that, bitwise."""
+    settings = () if strength is None else ("mitigations=dc_asgd", f"dc_strength={strength}")
+    engine, state = make_engine(Queue, *settings)
+    begun = named(state.params)
+    run = engine.start(state)
+    assert train(engine, run) == pytest.approx(sum(float(batch["weights"].sum()) for batch in BATCHES))
+    end, table = named(engine.params(run)), engine.table(run)
+    assert table is not None
+    validate(table)
+    assert sorted(table.chunk) == list(range(WORKERS * NUM_STEPS)) and table.staleness.max() == WORKERS - 1
+    mitigations = () if strength is None else (dc_asgd,)
+    expected = reference.to_server(table, begun, BATCHES, RULES["momentum"][2], RATES, mitigations=mitigations)
+    assert_close(end, expected, begun)
+    again, state = make_engine(Emulation(table, 1).begin, *settings, num_devices=1)
+    run = again.start(state)
+    train(again, run)
+    for path, x in named(again.params(run)).items():
+        np.testing.assert_array_equal(x, end[path], path)
+
+
+def test_stopped_and_resumed_on_a_third_transport() -> None:
+    """It is one run with one table, and the weights are those of that table."""
+    first, state = make_engine(Queue)
+    begun, run = named(state.params), first.start(state)
+    train(first, run, 0, 4)
+    middle, private = jax.device_get((first.canonical(run), first.private(run)))
+    assert int(middle.step) == 4
+    second, _ = make_engine(Queue)
+    run = second.start(jax.device_put(middle, cluster.devices()[0]), private)
+    train(second, run, 4)
+    table = second.table(run)
+    assert table is not None and sorted(table.chunk) == list(range(WORKERS * NUM_STEPS))
+    validate(table)
+    expected = reference.to_server(table, begun, BATCHES, RULES["momentum"][2], RATES)
+    assert_close(named(second.params(run)), expected, begun)
+
+
+def test_transports_have_what_the_server_asks_for() -> None:
+    """As mypy sees it, and here by name."""
+    methods = {name for name in vars(Transport) if not name.startswith("_")}
+    assert methods == {"deliver", "publish", "in_flight", "restore", "table", "close"} <= vars(Queue).keys()
+
+
+def chunks(first: int, last: int) -> dict[int, Chunk]:
+    return {number: Chunk({}, None, 0) for number in range(first, last)}
+
+
+def test_the_schedule_of_live_workers() -> None:
+    """Workers and chunks in the order in which they come; with a bound, not those that are too far ahead."""
+    schedule = LiveSchedule(2, 0, bound=1)
+    assert schedule.assign() is None and schedule.is_over(drain=True)
+    schedule.give_out(chunks(0, 2))
+    first, second = schedule.assign(), schedule.assign()
+    assert first is not None and second is not None
+    assert [(one.worker, one.number, one.version) for one in (first, second)] == [(0, 0, 0), (1, 1, 0)]
+    assert schedule.assign() is None and not schedule.is_over(drain=False)
+    schedule.applied(second)
+    assert schedule.is_over(drain=False) and not schedule.is_over(drain=True)
+    schedule.give_out(chunks(2, 4))
+    third = schedule.assign()
+    assert third is not None and (third.worker, third.number, third.version) == (1, 2, 1)
+    assert schedule.arrived(third)[:4] == (1, 1, 1, 2)
+    schedule.applied(third)
+    assert schedule.assign() is None  # worker 1 is 2 ahead
+    assert not schedule.is_over(drain=False)
+    row = schedule.arrived(first)
+    assert (row.worker, row.read, row.update, row.staleness, row.mean_staleness, row.size) == (0, 0, 2, 2, 2.0, 1)
+    schedule.applied(first)
+    last = schedule.assign()
+    assert last is not None and (last.worker, last.number, last.version) == (1, 3, 3)
+    table = schedule.table()
+    assert table is not None and table.step.tolist() == [0, 1, 1] and table.update.tolist() == [0, 1, 2]
+    other = LiveSchedule(2, 2, bound=1)
+    other.restore(schedule.record())
+    resumed = other.table()
+    assert resumed is not None
+    for got, expected in zip(resumed, table, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    other.give_out(chunks(4, 5))
+    after = other.assign()
+    assert after is not None and after.worker == 0 and after.start >= table.finish[-1]
