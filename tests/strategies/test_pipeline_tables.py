@@ -9,6 +9,7 @@ import pytest
 from jaxpar import mesh as meshes
 from jaxpar.pipeline.executor import engine
 from jaxpar.pipeline.executor.lowering import lower_table
+from jaxpar.pipeline.executor.programs import StagePrograms
 from jaxpar.pipeline.search.search import search
 from jaxpar.pipeline.tables.schedule import make_table
 from jaxpar.pipeline.tables.simulate import Times
@@ -89,7 +90,7 @@ def test_tables_of_one_shape_share_a_program(monkeypatch: pytest.MonkeyPatch) ->
     details, mesh = piped.plan.details, meshes.build(piped.plan.axes, piped.devices)
     step = meshes.one_at_a_time(strategy.jit_train_step(details, mesh), mesh)
 
-    class Programs(engine.StagePrograms):
+    class Programs(StagePrograms):
         def __init__(self, *args: Any, **options: Any):
             traced.append(args)
             super().__init__(*args, **options)
