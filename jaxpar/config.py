@@ -176,7 +176,8 @@ def read_saved(workdir: Path) -> dict[str, Any] | None:
 
 def _import(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(f"jaxpar_config_{path.stem}", path)
-    assert spec and spec.loader
+    assert spec
+    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

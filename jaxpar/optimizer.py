@@ -142,7 +142,7 @@ def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
     """`optax.clip_by_global_norm` where the global norm may be given: update(..., grad_norm=), a scalar."""
 
     def update(
-        grads: Any, state: Any, params: Any = None, *, grad_norm: jax.Array | None = None, **rest: Any
+        grads: Any, state: Any, _params: Any = None, *, grad_norm: jax.Array | None = None, **_rest: Any
     ) -> tuple[Any, Any]:
         norm = optax.tree.norm(grads) if grad_norm is None else grad_norm
         return jax.tree.map(lambda g: jnp.where(norm < max_norm, g, g / norm * max_norm), grads), state

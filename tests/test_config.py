@@ -103,9 +103,9 @@ def test_config_file_mistakes(tmp_path: Path, body: str, message: str) -> None:
 def test_former_names_of_keys() -> None:
     """A saved config with a former name is read as one with the present name."""
     known = configs.keys(configs.default_config())
-    assert (
-        configs.RENAMED and not configs.RENAMED.keys() & known.keys() and set(configs.RENAMED.values()) <= known.keys()
-    )
+    assert configs.RENAMED
+    assert not configs.RENAMED.keys() & known.keys()
+    assert set(configs.RENAMED.values()) <= known.keys()
     assert configs.keys(configs.from_keys({"asynchronous.cures": "dc_asgd"})) == known | {
         "asynchronous.mitigations": "dc_asgd"
     }

@@ -59,7 +59,8 @@ def docs(heading: str) -> str:
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
     spec = importlib.util.spec_from_file_location("export", ROOT / "scripts" / "export.py")
-    assert spec and spec.loader
+    assert spec
+    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -98,7 +99,8 @@ def test_the_file_has_every_array_and_what_the_checkpoint_says(
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
     got, expected = load_file(tmp_path / "a.safetensors"), arrays_of(workdir, step or 8)
     assert got.keys() == expected.keys()
-    assert any(name.startswith("optimizer.") for name in got) and {"step", "key"} <= got.keys()
+    assert any(name.startswith("optimizer.") for name in got)
+    assert {"step", "key"} <= got.keys()
     for name, x in expected.items():
         assert got[name].dtype == x.dtype
         np.testing.assert_array_equal(got[name], x, name)
@@ -117,12 +119,14 @@ def test_any_layout_and_dtype(tmp_path: Path, script: ModuleType, monkeypatch: p
     narrow = np.asarray(jax.numpy.ones(3, jax.numpy.bfloat16))
     tree = {"params": {"a": columns, "b": {"c": narrow}, "empty": {}}, "step": np.int32(4)}
     found = checkpoint.Checkpoint(4, tree, {}, {"step": 4, "checksums": {}})
-    monkeypatch.setattr(checkpoint, "of_run", lambda workdir, step: found)
+    monkeypatch.setattr(checkpoint, "of_run", lambda _workdir, _step: found)
     assert run(script, monkeypatch, "anywhere", tmp_path / "a.safetensors") == 0
     got = load_file(tmp_path / "a.safetensors")
     np.testing.assert_array_equal(got["params.a"], columns)
     np.testing.assert_array_equal(got["params.b.c"], narrow)
-    assert got["params.b.c"].dtype == narrow.dtype and got["step"] == 4 and len(got) == 3
+    assert got["params.b.c"].dtype == narrow.dtype
+    assert got["step"] == 4
+    assert len(got) == 3
 
 
 MISTAKES = {
@@ -167,10 +171,12 @@ def test_a_damaged_checkpoint_is_not_exported(
     (own / "checkpoints" / "8" / "state" / "manifest.ocdbt").write_bytes(b"")
     assert run(script, monkeypatch, own, tmp_path / "a.safetensors", "--step=8") == 2
     error = capsys.readouterr().err
-    assert "checkpoints/8 is damaged" in error and error.count("\n") == 1
+    assert "checkpoints/8 is damaged" in error
+    assert error.count("\n") == 1
     assert run(script, monkeypatch, own, tmp_path / "a.safetensors") == 0
     said = capsys.readouterr().out
-    assert "checkpoints/8 is damaged" in said and "arrays of step 6" in said
+    assert "checkpoints/8 is damaged" in said
+    assert "arrays of step 6" in said
     for step in STEPS:
         shutil.rmtree(own / "checkpoints" / str(step))
     assert run(script, monkeypatch, own, tmp_path / "b.safetensors") == 2

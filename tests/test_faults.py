@@ -155,7 +155,8 @@ def test_killed_during(moment: str, folder: Path, tmp_path: Path, whole: Path) -
     """No more than an interval is lost where steps wait for checkpoints, and where they do not and one is written."""
     waits = [] if moment == "a checkpoint write" else ["--config.checkpoint.asynchronous=False"]
     out, _ = ended(start(folder, tmp_path, *waits, first=MOMENTS[moment]), code=-signal.SIGKILL)
-    assert "step 35/" in out and "step 50/" not in out
+    assert "step 35/" in out
+    assert "step 50/" not in out
     saved = {"a step": 40, "an evaluation": 35, "a checkpoint write": 40}[moment]  # killed at steps 43, 40 and 45
     assert checkpoint.steps(tmp_path / "checkpoints")[-1] == saved
     unfinished = list((tmp_path / "checkpoints").glob("*.orbax-checkpoint-tmp"))
@@ -191,9 +192,11 @@ def test_sigterm_during(moment: str, folder: Path, tmp_path: Path, whole: Path) 
     """All steps are saved well within a grace period, so that the SIGKILL at its end finds nobody."""
     out, _ = ended(start(folder, tmp_path, first=MOMENTS[moment].replace("SIGKILL", "SIGTERM")), timeout=GRACE_SECONDS)
     stopped = re.search(r"SIGTERM: stopped after step (\d+) of 100", out)
-    assert stopped and 40 <= int(stopped[1]) <= 46
+    assert stopped
+    assert 40 <= int(stopped[1]) <= 46
     told = out.splitlines()[-1]  # the command that goes on
-    assert told.startswith("resume    ") and f"--workdir={tmp_path}" in told
+    assert told.startswith("resume    ")
+    assert f"--workdir={tmp_path}" in told
     assert checkpoint.steps(tmp_path / "checkpoints")[-1] == int(stopped[1])
     ended(start(folder, tmp_path))
     assert_ended_as(whole, tmp_path)
@@ -269,7 +272,8 @@ def test_a_disk_that_fills_up_later(folder: Path, tmp_path: Path, whole: Path) -
     quiet = "--config.log.every_steps=1000"  # so that only checkpoints grow
     _, err = ended(start(folder, tmp_path, quiet, first=DISK_FULL), code=2)
     [line] = [line for line in err.splitlines() if line.startswith("jaxpar: ")]
-    assert "writing a checkpoint in" in line and line.endswith("the newest whole one is of step 40")
+    assert "writing a checkpoint in" in line
+    assert line.endswith("the newest whole one is of step 40")
     out, _ = ended(start(folder, tmp_path))
     assert "resume    from step 40" in out
     assert_ended_as(whole, tmp_path)
@@ -312,7 +316,8 @@ def test_a_thread_that_hangs_with_the_interpreters_lock(folder: Path, tmp_path: 
     """No other thread of Python's runs, not even the watchdog."""
     hanging = HANGS.format(how="ctypes.PyDLL(None).sleep")
     _, err = ended(start(folder, tmp_path, WATCHED, first=hanging), code=1)
-    assert "Timeout (0:00:0" in err and " in hangs" in err
+    assert "Timeout (0:00:0" in err
+    assert " in hangs" in err
 
 
 def test_one_of_two_processes_that_hangs(folder: Path, tmp_path: Path, whole: Path) -> None:

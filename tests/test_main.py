@@ -138,7 +138,7 @@ def test_a_workdir_that_cannot_be_one(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_disk_without_room(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=1000))
     line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/run", *small_arguments(tmp_path))
     assert "the disk has 0.001 MB free, and 4 of 4 checkpoints need" in line
 
@@ -180,7 +180,7 @@ def test_whose_fault_a_checkpoint_is_that_cannot_be_written(
 ) -> None:
     """The user's, who has to mend the disk, or one that may be gone at the next try: exit code 2, or 1."""
 
-    def fails(self: Any) -> None:
+    def fails(_self: Any) -> None:
         raise error
 
     saver = checkpoint.Saver(tmp_path / "checkpoints", keep=1, keep_best=False)
@@ -204,7 +204,8 @@ def test_the_exit_code_of_a_run_that_was_stopped(
         stop_at(patch, 2, signal.SIGTERM)
         assert run(*arguments) == 75
     resume = capsys.readouterr().out.splitlines()[-1]
-    assert resume.startswith("resume ") and resume.endswith("--stopped_exit_code=75")
+    assert resume.startswith("resume ")
+    assert resume.endswith("--stopped_exit_code=75")
     assert run(*arguments) == 0
 
 

@@ -24,7 +24,7 @@ def config_with(**values: object) -> ConfigDict:
 @pytest.mark.parametrize(
     ("name", "after"),
     [
-        ("constant", lambda u: 1.0),
+        ("constant", lambda _u: 1.0),
         ("linear", lambda u: 1 - 0.8 * u),
         ("cosine", lambda u: 0.2 + 0.8 * (1 + math.cos(math.pi * u)) / 2),
     ],

@@ -95,15 +95,20 @@ def test_every_strategy_is_planned(plans: dict[str, dict[str, object]]) -> None:
 def test_a_plan_without_devices(name: str, plans: dict[str, dict[str, object]]) -> None:
     plan = plans[name]
     memory, params = plan["memory"], plan["params"]
-    assert isinstance(memory, list) and isinstance(params, int) and isinstance(plan["sent"], dict)
+    assert isinstance(memory, list)
+    assert isinstance(params, int)
+    assert isinstance(plan["sent"], dict)
     expected = {"single": 1, "async": 33, "live": 33}.get(name, NUM_DEVICES)
     assert plan["num_devices"] == len(memory) == expected
     held = memory[0]["parameters"]
     if plan["strategy"] == "pipeline":
         assert plan["axes"] == {"data": 8, "stage": 8}
-        assert params / 8 <= held < params / 2 and held < memory[0]["optimizer"] + 1
-        assert memory[0]["stashes"] > 0 and memory[0]["transfers"] > 0
-        assert set(plan["sent"]) == {"data", "stage"} and all(of[1] > 0 for of in plan["sent"].values())
+        assert params / 8 <= held < params / 2
+        assert held < memory[0]["optimizer"] + 1
+        assert memory[0]["stashes"] > 0
+        assert memory[0]["transfers"] > 0
+        assert set(plan["sent"]) == {"data", "stage"}
+        assert all(of[1] > 0 for of in plan["sent"].values())
     elif "zero3" in name:
         assert params / NUM_DEVICES <= held < 1.5 * params / NUM_DEVICES
     else:
@@ -121,7 +126,8 @@ def test_a_planner_gets_reasons_as_values() -> None:
     problem = make_problem(config, task)
     config.strategy, config.mesh.data = "data_parallel", 9
     told = strategies.possible(config, problem, cluster.named("H100", 8))
-    assert isinstance(told, str) and told.startswith("config.mesh.data is 9; there are 8 gpu devices")
+    assert isinstance(told, str)
+    assert told.startswith("config.mesh.data is 9; there are 8 gpu devices")
     config.mesh.data = 8
     assert not isinstance(strategies.possible(config, problem, cluster.named("H100", 8)), str)
 
@@ -130,7 +136,8 @@ def test_clusters() -> None:
     there = cluster.find()
     assert (there.platform, there.num_devices, there.num_processes) == ("cpu", 8, 1)
     named = cluster.named("H100", 16, num_processes=2, links={"data": Link(4e11)})
-    assert named.peak_flops["bfloat16"] == 989.5e12 and named.compute_capability == "9.0"
+    assert named.peak_flops["bfloat16"] == 989.5e12
+    assert named.compute_capability == "9.0"
     assert named.links["data"].bandwidth == 4e11
     with pytest.raises(UserError, match=r"device kind is 'H10'; it must be one of .* Did you mean 'H100'"):
         cluster.named("H10", 8)

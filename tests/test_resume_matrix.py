@@ -211,10 +211,12 @@ def test_the_uninterrupted_run_is_worth_comparing_with(reference: str, runs: Run
         examples = np.concatenate(epoch)
         assert len(np.unique(examples, axis=0)) == len(examples)
     sizes = [len(inputs) for inputs in rows[:5]]
-    assert sum(sizes) == EXAMPLES and min(sizes) < BATCH
+    assert sum(sizes) == EXAMPLES
+    assert min(sizes) < BATCH
     tree, _ = runs.stopped(reference)
     saved = named((checkpoint.read(tree / "checkpoints" / str(STOP)).tree, {}))
-    assert int(saved["[0]['step']"]) == STOP and int(end["[0]['step']"]) == NUM_STEPS
+    assert int(saved["[0]['step']"]) == STOP
+    assert int(end["[0]['step']"]) == NUM_STEPS
     for name, value in end.items():
         assert np.array_equal(value, saved[name]) == name.endswith(("['key']", "['ns_coeffs']")), name
         assert np.any(value), name
@@ -252,15 +254,14 @@ def test_another_strategy_goes_on_without_the_private_state(
     capsys.readouterr()
     got, after = runs.goes_on(second, copied(workdir, tmp_path))
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("private ")]
-    assert (
-        len(said) == 1
-        and f"state of {format_private_key(runs.build(first).plan.private_key)} is left behind" in said[0]
-    )
+    assert len(said) == 1
+    assert f"state of {format_private_key(runs.build(first).plan.private_key)} is left behind" in said[0]
     (tmp_path / "without").mkdir()
     expected, _ = runs.goes_on(second, copied(workdir, tmp_path / "without", with_private=False))
     assert_bitwise_equal(got, expected)
     assert_same_rows(before + after, rows)
-    assert int(got["[0]['step']"]) == NUM_STEPS and all(np.isfinite(value).all() for value in got.values())
+    assert int(got["[0]['step']"]) == NUM_STEPS
+    assert all(np.isfinite(value).all() for value in got.values())
 
 
 @pytest.mark.parametrize("first", PRIVATE)

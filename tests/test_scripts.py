@@ -66,7 +66,8 @@ def test_a_given_python_is_used_as_it_is(tmp_path: Path) -> None:
 
 def test_sets_up_once(clone: Path) -> None:
     first = run(clone, "python", "-c", "print('ran')")
-    assert first.stdout == "ran\n" and "setting up" in first.stderr, first
+    assert first.stdout == "ran\n", first
+    assert "setting up" in first.stderr, first
     second = run(clone, "python", "-c", "print('ran')")
     assert (second.stdout, second.stderr) == ("ran\n", "")
     assert installed(clone) == ["base"]
@@ -95,7 +96,8 @@ def test_an_interrupted_setup_is_made_anew(clone: Path, by: signal.Signals) -> N
     (clone / "slow").unlink()
     (clone / ".venv" / "half").touch()
     result = run(clone, "python", "-c", "print('ran')")
-    assert result.stdout == "ran\n" and "did not finish; starting over" in result.stderr, result
+    assert result.stdout == "ran\n", result
+    assert "did not finish; starting over" in result.stderr, result
     assert not (clone / ".venv" / "half").exists()
     assert run(clone, "setup").stderr == ""
 
@@ -112,7 +114,8 @@ def test_of_two_at_once_one_waits(clone: Path) -> None:
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
     second.communicate()
-    assert second.returncode == 0 and installed(clone) == ["base", "base"]
+    assert second.returncode == 0
+    assert installed(clone) == ["base", "base"]
 
 
 def test_a_failure_ends_in_one_line(clone: Path) -> None:

@@ -122,7 +122,8 @@ def test_a_signal_after_the_last_step_stops_nothing(
 
     monkeypatch.setattr(report, "write_result", signalled)
     result = train.train(small_config(folder), tmp_path / "run")
-    assert result["steps"] == 16 and (tmp_path / "run" / "result.json").exists()
+    assert result["steps"] == 16
+    assert (tmp_path / "run" / "result.json").exists()
 
 
 @pytest.mark.parametrize("change", ["--config.strategy=single", "--config.data_parallel.implementation=pmap"])
@@ -217,7 +218,8 @@ def test_other_models_and_tasks(name: str, tmp_path: Path) -> None:
         assert result["test_rmse"] == pytest.approx(np.sqrt(result["test_loss"]))
         assert result["test_r2"] < 0.9  # after 3 steps
     elif config.task == "token_classification":
-        assert 0 <= result["test_f1"] < 0.9 and 0 <= result["test_accuracy"] <= 1
+        assert 0 <= result["test_f1"] < 0.9
+        assert 0 <= result["test_accuracy"] <= 1
     elif config.task == "classification":
         assert 0 <= result["test_accuracy"] <= 1
     else:
@@ -261,7 +263,7 @@ def test_nonfinite_steps_are_skipped_if_asked(folder: Path, tmp_path: Path, monk
         assert np.isfinite(leaf).all(), name
 
 
-def test_changed_data_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_csv(tmp_path / "data.csv")
     stop_at(monkeypatch, 3, signal.SIGTERM)
     with pytest.raises(train.Stopped):

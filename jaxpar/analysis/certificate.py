@@ -59,7 +59,7 @@ def recording() -> optax.GradientTransformation:
     def init(params: Any) -> Recorded:
         return Recorded(jax.tree.map(jnp.zeros_like, params))
 
-    return optax.GradientTransformation(init, lambda grads, state, params=None: (grads, Recorded(grads)))
+    return optax.GradientTransformation(init, lambda grads, _state, _params=None: (grads, Recorded(grads)))
 
 
 class Error(NamedTuple):

@@ -131,7 +131,7 @@ def read_trace(path: Path | str) -> MeasuredTimes:
     """
     times: dict[int, list[float]] = {}
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
+        with Path(path).open(newline="", encoding="utf-8-sig") as file:
             lines, rows = read_rows(file, ("worker", "seconds"))
         for line, (worker, seconds) in zip(lines, rows, strict=True):
             if seconds == 0:

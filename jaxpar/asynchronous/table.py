@@ -151,16 +151,16 @@ def _rules(table: UpdateTable) -> Iterator[tuple[np.ndarray, str, Any]]:
     n, worker, read, update, chunk, step, start, finish = table
     for column in COLUMNS:
         values = getattr(table, column)
-        yield ~np.isfinite(values) | (values < 0), column, lambda row: "it must be a number, at least 0"
-    yield worker >= n, "worker", lambda row: f"it must be less than {n}, the number of workers"
+        yield ~np.isfinite(values) | (values < 0), column, lambda _row: "it must be a number, at least 0"
+    yield worker >= n, "worker", lambda _row: f"it must be less than {n}, the number of workers"
     is_first = np.arange(len(update)) == 0
-    yield is_first & (update > 0), "update", lambda row: "the first one must be 0"
+    yield is_first & (update > 0), "update", lambda _row: "the first one must be 0"
     up = np.diff(update, prepend=0)
     yield (up < 0) | (up > 1), "update", lambda row: f"it must be that of the row above, {update[row - 1]}, or the next"
     yield read > update, "read", lambda row: f"it must be at most update, {update[row]}: it is not made yet"
     again = np.ones(len(chunk), bool)
     again[np.unique(chunk, return_index=True)[1]] = False
-    yield again, "chunk", lambda row: "a row above has it; each comes once"
+    yield again, "chunk", lambda _row: "a row above has it; each comes once"
     fell = "it must be at least that of the row above, "
     yield np.diff(step, prepend=0) < 0, "step", lambda row: f"{fell}{step[row - 1]}"
     yield np.diff(finish, prepend=0) < 0, "finish", lambda row: f"{fell}{finish[row - 1]}"
@@ -191,7 +191,7 @@ def read(path: Path | str) -> UpdateTable:
       UserError: one line, with the file, and the line where there is one.
     """
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
+        with Path(path).open(newline="", encoding="utf-8-sig") as file:
             num_workers = _num_workers(file.readline().strip())
             lines, rows = read_rows(file, COLUMNS, line=2)
         columns = np.array(rows, dtype=[(name, "f8" if name in TIMES else "i4") for name in COLUMNS])

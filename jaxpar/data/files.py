@@ -22,7 +22,8 @@ def find(key: str, pattern: str) -> list[Path]:
     Raises UserError where there is none, or one is not a readable file.
     """
     pattern = str(Path(pattern).expanduser())
-    paths = [Path(pattern)] if os.path.lexists(pattern) else sorted(map(Path, glob.glob(pattern, recursive=True)))
+    found = [pattern] if os.path.lexists(pattern) else glob.glob(pattern, recursive=True)  # noqa: PTH207 - also absolute
+    paths = sorted(map(Path, found))
     if not paths:
         raise UserError(f"config.{key}: there is no file {pattern}.{_nearest_file(Path(pattern))}")
     for path in paths:

@@ -151,7 +151,7 @@ def _read_parquet(path: Path, columns: Columns) -> Iterator[TextRow]:
         raise UserError(f"{path} is not a readable parquet file: {str(error).splitlines()[0]}") from None
 
 
-def _read_text(path: Path, columns: Columns) -> Iterator[TextRow]:
+def _read_text(path: Path, _columns: Columns) -> Iterator[TextRow]:
     """The whole file is one document."""
     with _open_text(path) as file:
         text = file.read()

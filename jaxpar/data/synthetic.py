@@ -115,7 +115,7 @@ def _chains(random: np.random.Generator, total: int, length: int, used: int) -> 
     return chains_NK + _FIRST
 
 
-def _images(config: ConfigDict, labels: Labels, random: np.random.Generator) -> Make:
+def _images(config: ConfigDict, _labels: Labels, random: np.random.Generator) -> Make:
     """Each class is a pattern of 4x4 coloured squares, under noise."""
     labels_N = random.integers(0, NUM_CLASSES, config.data.synthetic_examples, np.int32)
     pattern_CHWC = random.integers(0, 128, (NUM_CLASSES, 4, 4, 3), np.uint8).repeat(8, 1).repeat(8, 2)

@@ -48,7 +48,8 @@ def _train_wordpiece(texts: Callable[[], Iterator[str]], vocab_size: int) -> Tok
 
 def _inner_characters(tokenizer: Tokenizer, texts: Iterable[str]) -> list[str]:
     """The characters, in order, that occur inside words, not only first."""
-    assert tokenizer.normalizer is not None and tokenizer.pre_tokenizer is not None
+    assert tokenizer.normalizer is not None
+    assert tokenizer.pre_tokenizer is not None
     distinct = list({word for text in texts for word in text.split(" ")})
     characters: set[str] = set()
     for start in range(0, len(distinct), 1000):

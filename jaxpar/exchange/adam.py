@@ -79,7 +79,7 @@ def momentum_exchange(
         growth = (1 - b2**count) / (1 - b2**adam.count)  # so that v without its bias stays what it is
         nu = jax.tree.map(lambda v: v * growth, adam.nu)
         direction = jax.tree.map(lambda m, v: m / (1 - b1**count) / (jnp.sqrt(v / (1 - b2**count)) + eps), mu, nu)
-        decayed = jax.tree.map(lambda p: True, params) if mask is None else mask(params)
+        decayed = jax.tree.map(lambda _p: True, params) if mask is None else mask(params)
         rate = schedule(adam.count)
         updates = jax.tree.map(
             lambda d, p, is_decayed: -rate * (d + weight_decay * p * is_decayed), direction, params, decayed
@@ -87,7 +87,7 @@ def momentum_exchange(
         inner = _next(state.optimizer, optax.ScaleByAdamState(count, mu, nu))
         return updates, DistributedState(inner, {**state.private, "lossy": lossy_state})
 
-    def update(grads: Any, state: DistributedState, params: Any, **extra: Any) -> ExchangeUpdate:
+    def update(grads: Any, state: DistributedState, params: Any, **_extra: Any) -> ExchangeUpdate:
         with jax.named_scope(WARMUP):
             is_warm = state.private["steps"] < warmup_steps
             updates, after = jax.lax.cond(is_warm, warm, frozen, grads, state, params)
@@ -95,7 +95,7 @@ def momentum_exchange(
             updates, after._replace(private={**after.private, "steps": state.private["steps"] + 1}), None
         )
 
-    def traffic(params: Any, num_microbatches: int) -> list[Traffic]:
+    def traffic(params: Any, _num_microbatches: int) -> list[Traffic]:
         return shared(exact.traffic(params), share) + shared(lossy.traffic(params), 1 - share)
 
     share = min(1.0, warmup_steps / num_steps)

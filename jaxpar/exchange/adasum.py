@@ -38,7 +38,7 @@ def adasum(axis: Axis, optimizer: optax.GradientTransformation) -> Exchange:
             updates = jax.tree.map(pair, updates, others)
         return ExchangeUpdate(updates, DistributedState(inner, ()), None)
 
-    def traffic(params: Any, num_microbatches: int) -> list[Traffic]:
+    def traffic(params: Any, _num_microbatches: int) -> list[Traffic]:
         size = sum(leaf.size for leaf in jax.tree.leaves(params))
         return [Traffic("collective-permute", "float32", axis.name, len(rounds) * 4 * size)]
 

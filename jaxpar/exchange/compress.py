@@ -39,7 +39,7 @@ class Compressor(NamedTuple):
         return result
 
 
-def _no_state(length: int, key: jax.Array, sender: Any) -> Any:
+def _no_state(_length: int, _key: jax.Array, _sender: Any) -> Any:
     return ()
 
 
@@ -140,7 +140,7 @@ def randomk(ratio: float) -> Compressor:
         indices = (starts + jax.random.randint(within, (number,), 0, size)) % len(x)
         return (x[indices], indices), state
 
-    def init(length: int, key: jax.Array, sender: Any) -> jax.Array:
+    def init(_length: int, key: jax.Array, _sender: Any) -> jax.Array:
         return jax.random.key_data(key)
 
     return Compressor(init, encode, _scatter)
@@ -161,11 +161,11 @@ def dithering(levels: int) -> Compressor:
         q = jnp.floor(exact + jax.random.uniform(now, x.shape))
         return (jnp.clip(q, -levels, levels).astype(jnp.int8), largest[None]), state
 
-    def decode(payload: Payload, length: int) -> jax.Array:
+    def decode(payload: Payload, _length: int) -> jax.Array:
         q, largest = payload
         return q.astype(jnp.float32) / levels * largest
 
-    def init(length: int, key: jax.Array, sender: Any) -> jax.Array:
+    def init(_length: int, key: jax.Array, sender: Any) -> jax.Array:
         return jax.random.key_data(jax.random.fold_in(key, sender))
 
     return Compressor(init, encode, decode)

@@ -83,7 +83,7 @@ def averaged(all_reduce: AllReduce, optimizer: optax.GradientTransformation) -> 
     return Exchange(
         lambda params: DistributedState(optimizer.init(params), all_reduce.init(params)),
         update,
-        lambda params, num_microbatches: all_reduce.traffic(params),
+        lambda params, _num_microbatches: all_reduce.traffic(params),
     )
 
 

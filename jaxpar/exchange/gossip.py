@@ -63,10 +63,10 @@ def decentralized(axis: Axis, optimizer: optax.GradientTransformation) -> Exchan
             theirs = unflatten(jax.lax.switch(step % half, ways, vector))
         return jax.tree.map(lambda u, x, y: u + (y - x) / 2, updates, params, theirs), step + 1
 
-    def init(params: Any) -> jax.Array:
+    def init(_params: Any) -> jax.Array:
         return jnp.zeros((), jnp.int32)
 
-    def traffic(params: Any, num_microbatches: int) -> list[Traffic]:
+    def traffic(params: Any, _num_microbatches: int) -> list[Traffic]:
         return [_permutes(axis, 4 * _size(params), "float32")]
 
     return mixed(optimizer, mix, init, traffic, {PEER: (1 / half,) * half})
@@ -105,14 +105,14 @@ def low_precision_decentralized(
             )
         return {"left": flat(params)[0], "right": flat(params)[0]}
 
-    def traffic(params: Any, num_microbatches: int) -> list[Traffic]:
+    def traffic(params: Any, _num_microbatches: int) -> list[Traffic]:
         return [_permutes(axis, 2 * nbytes(compressor.payload(_size(params))), "uint8")]
 
     return mixed(optimizer, mix, init, traffic)
 
 
 def model_average(
-    axis: Axis, optimizer: optax.GradientTransformation, all_reduce: AllReduce, interval: int
+    _axis: Axis, optimizer: optax.GradientTransformation, all_reduce: AllReduce, interval: int
 ) -> Exchange:
     """Replicas train alone; every `interval` steps their weights become the mean of all.
 
@@ -132,7 +132,7 @@ def model_average(
     def init(params: Any) -> Any:
         return {"step": jnp.zeros((), jnp.int32), "reducer": all_reduce.init(params)}
 
-    def traffic(params: Any, num_microbatches: int) -> list[Traffic]:
+    def traffic(params: Any, _num_microbatches: int) -> list[Traffic]:
         return shared(all_reduce.traffic(params), 1 / interval)
 
     return mixed(optimizer, mix, init, traffic, {AVERAGE: (1 - 1 / interval, 1 / interval)})

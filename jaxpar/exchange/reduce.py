@@ -151,7 +151,7 @@ def psum_small(tree: Any, axes: str | tuple[str, ...]) -> Any:
     return unravel(jax.lax.psum(flat, axes))
 
 
-def _stateless(length: int, key: jax.Array) -> Any:
+def _stateless(_length: int, _key: jax.Array) -> Any:
     return ()
 
 

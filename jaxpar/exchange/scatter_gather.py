@@ -47,7 +47,7 @@ def scatter_gather(axis: Axis, worker: Compressor, server: Compressor) -> Reduce
         whole = jax.vmap(lambda code: decode(server, code))(codes).reshape(-1)
         return whole.astype(x.dtype), {"worker": workers, "server": of_server}
 
-    def traffic(length: int, dtype: Any) -> list[Traffic]:
+    def traffic(length: int, _dtype: Any) -> list[Traffic]:
         sizes = {"all-to-all": worker, "all-gather": server}
         return [
             Traffic(kind, "uint8", axis.name, (n - 1) * nbytes(compressor.payload(length // n)))

@@ -67,7 +67,7 @@ class HloProgram:
     def total(
         self,
         value: Callable[[Instruction, Sequence[HloArray]], Mapping[Hashable, float] | None],
-        shares: Shares = lambda name: None,
+        shares: Shares = lambda _name: None,
     ) -> Counter[Hashable]:
         """Adds up what `value` says of an instruction and the types of its operands, as often as the instruction runs.
 

@@ -138,7 +138,7 @@ def build_sharding(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) 
         step=meshes.one_at_a_time(compiled_step, mesh),
         evaluate=meshes.one_at_a_time(jax.jit(evaluate, out_shardings=replicated), mesh),
         to_canonical=states.to_canonical,
-        from_canonical=lambda tree, private=None: jax.device_put(states.from_canonical(tree, like), replicated),
+        from_canonical=lambda tree, _private=None: jax.device_put(states.from_canonical(tree, like), replicated),
         compile=lambda: [CompiledProgram(compiled_step.lower(*arguments).compile())],
     )
 
@@ -194,6 +194,6 @@ def build_pmap(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> S
         step=mapped_step_with_first,
         evaluate=lambda state, batch: first(mapped_evaluate(state, batch)),
         to_canonical=lambda state: states.to_canonical(first(state)),
-        from_canonical=lambda tree, private=None: replicate(states.from_canonical(tree, like)),
+        from_canonical=lambda tree, _private=None: replicate(states.from_canonical(tree, like)),
         compile=programs,
     )

@@ -103,7 +103,7 @@ def build(plan: Plan, problem: Problem, given: Sequence[jax.Device]) -> Strategy
         step=step,
         evaluate=evaluate,
         to_canonical=states.to_canonical,
-        from_canonical=lambda tree, private=None: jax.device_put(states.from_canonical(tree, like), master),
+        from_canonical=lambda tree, _private=None: jax.device_put(states.from_canonical(tree, like), master),
         compile=programs,
     )
 

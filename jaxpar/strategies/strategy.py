@@ -56,8 +56,8 @@ class Strategy(NamedTuple):
     to_canonical: Callable[[Any], Canonical]
     from_canonical: Callable[..., Any]
     compile: Callable[[], list[CompiledProgram]]
-    to_private: Callable[[Any], Canonical] = lambda state: {}
-    report: Callable[[Any, Path], Mapping[str, Any]] = lambda state, workdir: {}
+    to_private: Callable[[Any], Canonical] = lambda _state: {}
+    report: Callable[[Any, Path], Mapping[str, Any]] = lambda _state, _workdir: {}
 
 
 class StrategyModule(Protocol):

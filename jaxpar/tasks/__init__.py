@@ -14,11 +14,11 @@ from jaxpar.tasks.task import Head, Sums, Task, add_up, mean_loss
 __all__ = ["TASKS", "Head", "Sums", "Task", "add_up", "find", "mean_loss"]
 
 TASKS: dict[str, Callable[[ConfigDict], Task]] = {
-    "classification": lambda config: classification.TASK,
+    "classification": lambda _config: classification.TASK,
     "regression": regression.make,
-    "token_classification": lambda config: token_classification.TASK,
-    "masked_lm": lambda config: language_models.MASKED_LM,
-    "causal_lm": lambda config: language_models.CAUSAL_LM,
+    "token_classification": lambda _config: token_classification.TASK,
+    "masked_lm": lambda _config: language_models.MASKED_LM,
+    "causal_lm": lambda _config: language_models.CAUSAL_LM,
 }
 
 

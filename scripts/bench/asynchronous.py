@@ -79,7 +79,7 @@ def emulated(build: Any, rows: dict[str, np.ndarray], rounds: int) -> None:
         policy: build(rows, *asynchronous(WORKERS, 1, f"policy={policy}")) for policy in ("async", "sync", "local_sgd")
     }
     contenders["single"] = SimpleNamespace(
-        init=plain.init, place=lambda rows: [plain.place(part) for part in parts], step=step
+        init=plain.init, place=lambda _rows: [plain.place(part) for part in parts], step=step
     )
     timings = race(contenders, rows, rounds=rounds)
     for name, timing in timings.items():

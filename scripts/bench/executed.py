@@ -13,7 +13,7 @@ from jaxpar.measure.hlo import HloArray, HloProgram, Instruction, Shares
 LIBRARIES = ("gemm", "matmul", "conv", "cublas", "cudnn", "onednn", "triton")
 
 
-def flops(text: str, shares: Shares = lambda name: None) -> float:
+def flops(text: str, shares: Shares = lambda _name: None) -> float:
     """Executed by one device, of those that take each branch in these shares.
 
     Args:

@@ -139,7 +139,8 @@ def faults(folder: Path, kills: int, terms: int, draw: random.Random) -> None:
     whole = folder / "whole"
     go(folder / "warm", time.perf_counter())  # fills the cache of compiled programs
     ended = go(whole, time.perf_counter())
-    assert ended.code == 0 and ended.first_step_after
+    assert ended.code == 0
+    assert ended.first_step_after
     terminated(folder / "terminated", whole, terms, draw)
     fresh = [ended.first_step_after]
     lost: dict[bool, list[int]] = {True: [], False: []}
@@ -182,8 +183,11 @@ def terminated(workdir: Path, whole: Path, terms: int, draw: random.Random) -> N
     lost, before = list[int](), 0
     while len(lost) < terms and before < STEPS // 2:  # so that each finds the run going on
         now = go(workdir, 0, Signal(signal.SIGTERM, draw.uniform(0, 1), after="step "))
-        assert now.code == 0 and now.resumed_from == before, (now, before)
-        assert now.stopped_after and now.reached and now.stopped_after >= now.reached
+        assert now.code == 0, (now, before)
+        assert now.resumed_from == before, (now, before)
+        assert now.stopped_after
+        assert now.reached
+        assert now.stopped_after >= now.reached
         before = now.stopped_after
         lost.append(before - checkpoint.steps(workdir / "checkpoints")[-1])
     go(workdir, 0)

@@ -64,7 +64,7 @@ def build(config: ConfigDict, problem: Problem) -> ScanAndMask:
         params = _stack(model, run, p, state.params)
         return state._replace(params=params, optimizer=problem.optimizer.init(params))
 
-    def sharding(path: Any, leaf: Any) -> NamedSharding:
+    def sharding(path: Any, _leaf: Any) -> NamedSharding:
         is_staged = any(getattr(part, "key", None) == "blocks" for part in path)
         return NamedSharding(mesh, staged if is_staged else replicated)
 

@@ -110,7 +110,8 @@ def test_what_is_sent_is_what_theory_says(name: str) -> None:
     for key, expected in SENT[name][1].items():
         row = sent[key]
         assert row.theory == pytest.approx(expected * size, rel=0.01), key
-        assert row.axis == "data" and row.ratio is not None
+        assert row.axis == "data"
+        assert row.ratio is not None
         if name.startswith("zero3") and key == GATHER:  # XLA keeps gathered weights on the CPU
             assert 0.5 <= row.ratio <= 1, key
         else:
@@ -242,7 +243,8 @@ def test_groups_as_xla_writes_them(groups: str) -> None:
     axis, size = WRITTEN[groups]
     line = f"all-reduce(%x), channel_id=1, {groups}, use_global_device_ids=true, to_apply=%add"
     [row] = sent_by(line)
-    assert row[:4] == ("all-reduce", axis, "float32", 1) and not row.is_explained
+    assert row[:4] == ("all-reduce", axis, "float32", 1)
+    assert not row.is_explained
     assert row.nbytes == pytest.approx(2 * (size - 1) / size * 400)
 
 
@@ -275,7 +277,8 @@ def held(task: Task, exchange: str, *options: str) -> dict[str, int]:
     """Of each device, in the compiled program, and by the strategy's formula, which is the same."""
     strategy = make(task, *replicated(exchange, *options))
     devices = audit.memory(strategy.compile(), strategy)
-    assert len(devices) == N and all(parts == devices[0] for parts in devices)
+    assert len(devices) == N
+    assert all(parts == devices[0] for parts in devices)
     parts = {name: one for name, one in devices[0].items() if one.theory is not None}
     assert all(one.nbytes == one.theory for one in parts.values()), parts
     return {name: one.nbytes or 0 for name, one in parts.items()}
@@ -303,7 +306,8 @@ def test_the_bytes_of_a_master_and_of_the_others() -> None:
     assert [master[name] for name in ("parameters", "optimizer")] == [(whole, whole), (whole + 4, whole + 4)]
     assert master["inputs"].nbytes == pytest.approx(N * whole, rel=0.02)  # all devices' gradients
     for other in others:
-        assert other["parameters"] == (whole, whole) and "optimizer" not in other
+        assert other["parameters"] == (whole, whole)
+        assert "optimizer" not in other
         assert (other["inputs"].nbytes or 0) < whole / 10  # its share of a batch
 
 
@@ -343,7 +347,8 @@ def test_the_script_prints_a_table(
 ) -> None:
     assert run(monkeypatch, tmp_path, "--config.exchange=byteps") == 0
     captured = capsys.readouterr()
-    assert captured.err == "" and "no formula" not in captured.out
+    assert captured.err == ""
+    assert "no formula" not in captured.out
     [line] = [line for line in captured.out.splitlines() if line.startswith("reduce-scatter")]
     _, axis, dtype, number, nbytes, theory, ratio = line.split()
     assert (axis, dtype, float(number)) == ("data", "float32", 1)
@@ -352,7 +357,8 @@ def test_the_script_prints_a_table(
     assert ["on", "device", "0,", "1", "bytes", "theory", "ratio"] in lines
     rows = {line[0]: line[1:] for line in lines[-5:]}
     assert list(rows) == ["parameters", "optimizer", "private", "inputs", "temporary"]
-    assert rows["parameters"][0] == rows["parameters"][1] and rows["parameters"][2] == "1.0000"
+    assert rows["parameters"][0] == rows["parameters"][1]
+    assert rows["parameters"][2] == "1.0000"
 
 
 def test_the_script_prints_json_and_fails_where_a_row_is_unexplained(
@@ -362,7 +368,8 @@ def test_the_script_prints_json_and_fails_where_a_row_is_unexplained(
     found = json.loads(capsys.readouterr().out)
     assert list(found) == ["layout", "collectives", "devices"]
     [row] = [row for row in found["collectives"] if row["dtype"] != SCALARS]
-    assert row["explained"] and (row["kind"], row["axis"], row["dtype"], row["number"]) == (
+    assert row["explained"]
+    assert (row["kind"], row["axis"], row["dtype"], row["number"]) == (
         *("all-reduce", "data", "float32"),
         1,
     )
@@ -387,4 +394,6 @@ def test_the_script_tells_a_mistake_in_one_line(
 ) -> None:
     assert run(monkeypatch, tmp_path, mistake) == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and len(captured.err.splitlines()) == 1 and message in captured.err
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1
+    assert message in captured.err

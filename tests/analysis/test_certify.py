@@ -72,7 +72,8 @@ def test_honest_strategies_are_within(name: str, certify: Any) -> None:
     assert (code, found["outside"], found["differs"]) == (0, [], ""), found["outside"]
     assert set(found["figures"]) == {"loss", "gradient norm"}
     assert all(list(of) == list(certificate.QUANTITIES) for of in found["layers"].values())
-    assert found["layers"] and found["batches"][:2] == [0, 1]
+    assert found["layers"]
+    assert found["batches"][:2] == [0, 1]
 
 
 def test_one_device_is_bitwise_itself(certify: Any) -> None:
@@ -155,7 +156,7 @@ def counted_padding(monkeypatch: pytest.MonkeyPatch) -> None:
 def own_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are the mean of replicas' means: wrong where shares weigh unequally, as in an epoch's last batch."""
 
-    def gradients(problem: Any, state: Any, batch: Any, weight: Any, **options: Any) -> Any:
+    def gradients(problem: Any, state: Any, batch: Any, _weight: Any, **options: Any) -> Any:
         own = jax.numpy.maximum(batch["weights"].sum(), 1)
         return steps.gradients(problem, state, batch, own, **options)
 
@@ -205,11 +206,13 @@ def test_mistakes_are_found_and_named(
     plant(monkeypatch)
     code, found = certify(*keys)
     named = [line.split(":")[0] for line in found["outside"]]
-    assert code == 1 and set(places) <= set(named), found["outside"]
+    assert code == 1, found["outside"]
+    assert set(places) <= set(named), found["outside"]
     if name in ("scaled layer", "smaller update", "forgotten step"):  # and nothing else
         assert named == places
     printed = capsys.readouterr().out
-    assert "verdict    outside the tolerance" in printed and all(f"outside    {place}: " in printed for place in places)
+    assert "verdict    outside the tolerance" in printed
+    assert all(f"outside    {place}: " in printed for place in places)
 
 
 # ---- strategies that compute other numbers -------------------------------------------------------------------------
@@ -260,7 +263,8 @@ def test_errors_of_arrays() -> None:
     zero = np.zeros(2, np.float32)
     assert compare({"a": one, "b": zero}, {"a": one, "b": zero}) == Error(True, 0.0, 0.0)
     error = compare({"a": near, "b": zero}, {"a": one, "b": zero})
-    assert not error.bitwise and error.ulps == 1
+    assert not error.bitwise
+    assert error.ulps == 1
     assert error.relative == pytest.approx(2**-22 / 5**0.5, rel=1e-6)
     assert compare({"a": one}, {"a": zero}).relative == np.inf
     assert compare({"a": zero}, {"a": -zero}) == Error(False, 0.0, 0.0)  # minus zero has other bits
@@ -320,9 +324,12 @@ def test_what_a_certificate_says(certify: Any) -> None:
     assert found["sums"]["strategy"] == "2 replicas (the data axis) x 2 accumulation steps"
     assert found["batches"] == [0, 5]
     assert set(found["versions"]) == {"jaxpar", "python", "jax", "jaxlib", "numpy", "flax", "optax"}
-    assert found["devices"]["number"] == 2 and found["devices"]["platform"] == jax.default_backend()
-    assert found["flags"]["XLA_FLAGS"] and found["flags"]["jax_default_matmul_precision"] == "highest"
-    assert found["config"]["model.name"] == "mlp" and found["config"]["num_steps"] == 2
+    assert found["devices"]["number"] == 2
+    assert found["devices"]["platform"] == jax.default_backend()
+    assert found["flags"]["XLA_FLAGS"]
+    assert found["flags"]["jax_default_matmul_precision"] == "highest"
+    assert found["config"]["model.name"] == "mlp"
+    assert found["config"]["num_steps"] == 2
     assert "model.size" not in found["config"]  # as in the default
 
 
@@ -346,7 +353,9 @@ def test_a_mistake_is_told_in_one_line(
     )
     assert script.main() == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and len(captured.err.splitlines()) == 1 and message in captured.err
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1
+    assert message in captured.err
     assert not (tmp_path / "certificate.json").exists()
 
 

@@ -33,8 +33,9 @@ def compare(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     compare_updates.main()
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_straggler_takes_sync_to_its_own_pace(
-    in_this_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     compare(monkeypatch, f"--workdir={tmp_path}", "--cases=async+dc_asgd", "--workers=4", "--config.num_steps=16")
     lines = capsys.readouterr().out.splitlines()
@@ -59,7 +60,8 @@ def test_a_straggler_takes_sync_to_its_own_pace(
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/result.json")} == before  # nothing is run again
     with pytest.raises(SystemExit) as error:
         compare(monkeypatch, f"--workdir={tmp_path}", "--cases=sync", "--workers=4", "--config.num_steps=12")
-    assert error.value.code == 2 and "sync_1 has a run of other settings" in capsys.readouterr().err
+    assert error.value.code == 2
+    assert "sync_1 has a run of other settings" in capsys.readouterr().err
 
 
 def test_recovered_of_a_loss_and_of_a_perplexity() -> None:
@@ -79,7 +81,8 @@ def test_recovered_of_a_loss_and_of_a_perplexity() -> None:
 def test_a_case_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
         compare(monkeypatch, "--cases=asink")
-    assert error.value.code == 2 and "--cases has 'asink'; it may have sync, async" in capsys.readouterr().err
+    assert error.value.code == 2
+    assert "--cases has 'asink'; it may have sync, async" in capsys.readouterr().err
 
 
 def test_a_case_that_diverges() -> None:

@@ -83,11 +83,11 @@ def test_gradients_to_a_server(settings: tuple[str, ...], rule: str) -> None:
 # As jaxpar/asynchronous/mitigations.py, in NumPy: (gradient, weights, weights that it is of, staleness).
 
 
-def dc_asgd(g: Weights, w: Weights, read: Weights, staleness: int) -> Weights:
+def dc_asgd(g: Weights, w: Weights, read: Weights, _staleness: int) -> Weights:
     return {key: x + 0.5 * x * x * (w[key] - read[key]) for key, x in g.items()}
 
 
-def clip(g: Weights, w: Weights, read: Weights, staleness: int) -> Weights:
+def clip(g: Weights, _w: Weights, _read: Weights, staleness: int) -> Weights:
     factor = min(1.0, 0.6 / max(staleness, 1) / reference.norm(g))
     return {key: x * factor for key, x in g.items()}
 
@@ -95,7 +95,7 @@ def clip(g: Weights, w: Weights, read: Weights, staleness: int) -> Weights:
 def adaptive() -> Callable[..., Weights]:
     squares: dict[str, Any] = {}
 
-    def mitigation(g: Weights, w: Weights, read: Weights, staleness: int) -> Weights:
+    def mitigation(g: Weights, w: Weights, read: Weights, _staleness: int) -> Weights:
         squares.update({key: 0.95 * squares.get(key, 0) + 0.05 * x * x for key, x in g.items()})
         return {key: x + 0.5 / np.sqrt(squares[key] + 1e-7) * x * x * (w[key] - read[key]) for key, x in g.items()}
 
@@ -166,14 +166,16 @@ def test_workers_that_meet(settings: tuple[str, ...], rule: str) -> None:
     got, table, begun = trained(rule, *asynchronous(*settings, *RANDOM))
     outer = (0.6, 0.9) if settings[0] == "policy=diloco" else None
     rounds = -(-NUM_STEPS // (3 if outer is None else 2))
-    assert table.num_updates == rounds and table.staleness.max() == 0
+    assert table.num_updates == rounds
+    assert table.staleness.max() == 0
     assert_close(got, reference.meeting(table, begun, BATCHES, RULES[rule][2], RATES, outer=outer), begun)
 
 
 @pytest.mark.parametrize("rule", ["momentum", "adam"])
 def test_workers_whose_weights_are_averaged_meanwhile(rule: str) -> None:
     got, table, begun = trained(rule, *asynchronous("policy=model_average", "interval=2", *RANDOM))
-    assert table.staleness.max() >= 1 and table.num_updates >= 3
+    assert table.staleness.max() >= 1
+    assert table.num_updates >= 3
     assert_close(got, reference.averaging(table, begun, BATCHES, RULES[rule][2], RATES), begun)
 
 

@@ -165,8 +165,10 @@ def test_sync() -> None:
         assert table.worker.tolist() == list(range(4)) * 100
         assert table.update.tolist() == [i // 4 for i in range(400)]
         start, finish = table.start.reshape(100, 4), table.finish.reshape(100, 4)
-        assert (start == start[:, :1]).all() and (finish == finish[:, :1]).all()
-        assert (start[1:] == finish[:-1]).all() and not start[0].any()
+        assert (start == start[:, :1]).all()
+        assert (finish == finish[:, :1]).all()
+        assert (start[1:] == finish[:-1]).all()
+        assert not start[0].any()
         if name == "messages":
             np.testing.assert_allclose(table.update_times, 0.5 * np.arange(1, 101))
         assert rows(simulate("local_sgd", num_workers=4, num_gradients=400, delays=delays, seed=3)) == rows(table)

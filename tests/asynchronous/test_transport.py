@@ -99,7 +99,8 @@ def test_a_third_transport(strength: float | None) -> None:
     end, table = named(engine.params(run)), engine.table(run)
     assert table is not None
     validate(table)
-    assert sorted(table.chunk) == list(range(WORKERS * NUM_STEPS)) and table.staleness.max() == WORKERS - 1
+    assert sorted(table.chunk) == list(range(WORKERS * NUM_STEPS))
+    assert table.staleness.max() == WORKERS - 1
     mitigations = () if strength is None else (dc_asgd,)
     expected = reference.to_server(table, begun, BATCHES, RULES["momentum"][2], RATES, mitigations=mitigations)
     assert_close(end, expected, begun)
@@ -121,7 +122,8 @@ def test_stopped_and_resumed_on_a_third_transport() -> None:
     run = second.start(jax.device_put(middle, cluster.devices()[0]), private)
     train(second, run, 4)
     table = second.table(run)
-    assert table is not None and sorted(table.chunk) == list(range(WORKERS * NUM_STEPS))
+    assert table is not None
+    assert sorted(table.chunk) == list(range(WORKERS * NUM_STEPS))
     validate(table)
     expected = reference.to_server(table, begun, BATCHES, RULES["momentum"][2], RATES)
     assert_close(named(second.params(run)), expected, begun)
@@ -140,17 +142,22 @@ def chunks(first: int, last: int) -> dict[int, Chunk]:
 def test_the_schedule_of_live_workers() -> None:
     """Workers and chunks in the order in which they come; with a bound, not those that are too far ahead."""
     schedule = LiveSchedule(2, 0, bound=1)
-    assert schedule.assign() is None and schedule.is_over(drain=True)
+    assert schedule.assign() is None
+    assert schedule.is_over(drain=True)
     schedule.give_out(chunks(0, 2))
     first, second = schedule.assign(), schedule.assign()
-    assert first is not None and second is not None
+    assert first is not None
+    assert second is not None
     assert [(one.worker, one.number, one.version) for one in (first, second)] == [(0, 0, 0), (1, 1, 0)]
-    assert schedule.assign() is None and not schedule.is_over(drain=False)
+    assert schedule.assign() is None
+    assert not schedule.is_over(drain=False)
     schedule.applied(second)
-    assert schedule.is_over(drain=False) and not schedule.is_over(drain=True)
+    assert schedule.is_over(drain=False)
+    assert not schedule.is_over(drain=True)
     schedule.give_out(chunks(2, 4))
     third = schedule.assign()
-    assert third is not None and (third.worker, third.number, third.version) == (1, 2, 1)
+    assert third is not None
+    assert (third.worker, third.number, third.version) == (1, 2, 1)
     assert schedule.arrived(third)[:4] == (1, 1, 1, 2)
     schedule.applied(third)
     assert schedule.assign() is None  # worker 1 is 2 ahead
@@ -159,9 +166,12 @@ def test_the_schedule_of_live_workers() -> None:
     assert (row.worker, row.read, row.update, row.staleness, row.mean_staleness, row.size) == (0, 0, 2, 2, 2.0, 1)
     schedule.applied(first)
     last = schedule.assign()
-    assert last is not None and (last.worker, last.number, last.version) == (1, 3, 3)
+    assert last is not None
+    assert (last.worker, last.number, last.version) == (1, 3, 3)
     table = schedule.table()
-    assert table is not None and table.step.tolist() == [0, 1, 1] and table.update.tolist() == [0, 1, 2]
+    assert table is not None
+    assert table.step.tolist() == [0, 1, 1]
+    assert table.update.tolist() == [0, 1, 2]
     other = LiveSchedule(2, 2, bound=1)
     other.restore(schedule.record())
     resumed = other.table()
@@ -170,4 +180,6 @@ def test_the_schedule_of_live_workers() -> None:
         np.testing.assert_array_equal(got, expected)
     other.give_out(chunks(4, 5))
     after = other.assign()
-    assert after is not None and after.worker == 0 and after.start >= table.finish[-1]
+    assert after is not None
+    assert after.worker == 0
+    assert after.start >= table.finish[-1]

@@ -226,7 +226,8 @@ def test_killed_at_random_moments_of_writing(tmp_path: Path) -> None:
         process.kill()
         process.join()
         found, said = restore(directory)
-        assert found is not None and said == []
+        assert found is not None
+        assert said == []
         for got, expected in zip(jax.tree.leaves(found.tree), jax.tree.leaves(tree(found.step)), strict=True):
             assert np.asarray(expected).tobytes() == np.asarray(got).tobytes()
         unfinished += any("tmp" in path.name for path in directory.iterdir())
@@ -240,10 +241,10 @@ def test_another_structure_is_not_read_as_this_one(tmp_path: Path) -> None:
     save(tmp_path / "c", {1: None})
     other = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((2, *leaf.shape), leaf.dtype), LIKE)
     with pytest.raises(UserError, match=r"another model or optimizer: .* is bfloat16 \(5,\), not bfloat16 \(2, 5\)"):
-        checkpoint.restore(tmp_path / "c", other, lambda line: None)
+        checkpoint.restore(tmp_path / "c", other, lambda _line: None)
     wider = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), LIKE)
     with pytest.raises(UserError, match=r"\['mu'\] is bfloat16 \(5,\), not float32 \(5,\)"):
-        checkpoint.restore(tmp_path / "c", wider, lambda line: None)
+        checkpoint.restore(tmp_path / "c", wider, lambda _line: None)
     change_info(tmp_path / "c" / "1", lambda info: info.update(format=2))
     with pytest.raises(UserError, match=r"format 2; this version of jaxpar reads 1"):
         restore(tmp_path / "c")

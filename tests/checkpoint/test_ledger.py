@@ -161,7 +161,8 @@ def test_a_run_that_changes_its_strategy(tmp_path: Path) -> None:
     result = train.train(config(EPOCHS, "--config.strategy=single", "--config.mesh.data=1"), tmp_path)
     assert result["ledger"] == "every example of 3 epochs exactly once"
     rows = [json.loads(line) for line in (tmp_path / "ledger" / "0.jsonl").read_text().splitlines()]
-    assert rows[0]["from"] == 0 and rows[-1]["to"] == 45
+    assert rows[0]["from"] == 0
+    assert rows[-1]["to"] == 45
     assert sum(row["examples"] for row in rows) == result["examples"]
 
 

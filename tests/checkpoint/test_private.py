@@ -83,7 +83,8 @@ def test_stopped_and_resumed_ends_bitwise_equal(
 def test_the_private_state_is_each_replicas_own(run: Path) -> None:
     found = checkpoint.read(run / "checkpoints" / "5")
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(found.private)]
-    assert leaves and all(leaf.shape[0] == 2 for leaf in leaves)
+    assert leaves
+    assert all(leaf.shape[0] == 2 for leaf in leaves)
     assert any((leaf[0] != leaf[1]).any() for leaf in leaves)
     assert format_private_key(found.info["private_key"]) == NAME
 
@@ -102,7 +103,8 @@ def test_another_exchange_leaves_it_behind_and_trains_on(
 ) -> None:
     result = train.train(config(ONEBIT, change), run)
     assert any(line.startswith(LEFT) for line in capsys.readouterr().out.splitlines())
-    assert result["steps"] == 8 and checkpoint.steps(run / "checkpoints")[-1] == 8
+    assert result["steps"] == 8
+    assert checkpoint.steps(run / "checkpoints")[-1] == 8
     assert (run / "checkpoints" / "8" / "private").is_dir() == ("ddp" not in change)
 
 
@@ -112,7 +114,8 @@ def test_damage_falls_back_to_the_checkpoint_before(
     (run / "checkpoints" / "5" / "private" / "manifest.ocdbt").write_bytes(b"")
     train.train(config(ONEBIT), run)
     said = capsys.readouterr().out
-    assert "checkpoints/5 is damaged" in said and "resume    from step 3" in said
+    assert "checkpoints/5 is damaged" in said
+    assert "resume    from step 3" in said
     assert (run / "checkpoints" / "5.damaged").is_dir()
     assert_bitwise_equal(run, uninterrupted)
 
@@ -141,6 +144,7 @@ def test_an_exchange_without_one_saves_none(plain: Path) -> None:
 def test_an_exchange_goes_on_with_what_one_without_left(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = train.train(config(ONEBIT), plain)
     said = capsys.readouterr().out
-    assert "resume    from step 5" in said and "left behind" not in said
+    assert "resume    from step 5" in said
+    assert "left behind" not in said
     assert result["steps"] == 8
     assert jax.tree.leaves(checkpoint.read(plain / "checkpoints" / "8").private)

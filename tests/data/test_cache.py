@@ -110,7 +110,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    def make(directory: Path) -> dict[str, Any]:
+    def make(_directory: Path) -> dict[str, Any]:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(UserError, match=r"No space left on device. Set config.cache_dir"):

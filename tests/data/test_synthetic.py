@@ -37,7 +37,8 @@ def test_every_task_runs_without_files(model: str, task: str, config: ConfigDict
     dataset = load(config, tmp_path)
     assert dataset.info[:3] == CASES[model, task]
     assert dataset.info.vocab_size == (300 if dataset.info.kind == "text" else 0)
-    assert dataset.validation is not None and dataset.test is not None
+    assert dataset.validation is not None
+    assert dataset.test is not None
     assert (len(dataset.train), len(dataset.validation), len(dataset.test)) == (1700, 100, 200)
     batch = Batches(dataset.train, batch_size=16, seed=0, shuffle=True).batch(3)
     again = load(config, tmp_path)

@@ -37,12 +37,12 @@ def schedule(count: Any) -> Any:
 
 
 def optimizer(clip_norm: float) -> optax.GradientTransformation:
-    adam = optax.adamw(schedule, B1, B2, EPS, weight_decay=DECAY, mask=lambda params: DECAYED)
+    adam = optax.adamw(schedule, B1, B2, EPS, weight_decay=DECAY, mask=lambda _params: DECAYED)
     return optax.chain(clip_by_norm(clip_norm), adam) if clip_norm else adam
 
 
 def make(case: Case, num_steps: int = STEPS, warmup: float = WARM / STEPS) -> Exchange:
-    figures = {"b1": B1, "b2": B2, "eps": EPS, "weight_decay": DECAY, "mask": lambda params: DECAYED}
+    figures = {"b1": B1, "b2": B2, "eps": EPS, "weight_decay": DECAY, "mask": lambda _params: DECAYED}
     figures |= {"schedule": schedule, "num_steps": num_steps, "clip_norm": case.clip_norm}
     given = {"block": 2} if case.name == "onebit_adam" else {}
     return build(case.name, axis(case.n), Rule(optimizer(case.clip_norm), None, figures), warmup=warmup, **given)

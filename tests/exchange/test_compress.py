@@ -105,7 +105,8 @@ def test_min_max_of_the_largest_floats(scale: float) -> None:
     x = (scale * np.linspace(-1, 1, len(RANDOM))).astype(np.float32)
     step = 2 * scale / 255
     got = sent("min_max_uint8", x)[1].astype(np.float64)
-    assert np.all(np.isfinite(got)) and np.all(np.abs(got - x.astype(np.float64)) <= 0.51 * step)
+    assert np.all(np.isfinite(got))
+    assert np.all(np.abs(got - x.astype(np.float64)) <= 0.51 * step)
 
 
 @pytest.mark.parametrize("vector", ["random", "positive", "huge", "small"])

@@ -154,7 +154,7 @@ def test_others_learn(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ddp", "horovod_adasum", "bagua_model_average"])
 def test_what_else_is_given_reaches_the_optimizer(name: str) -> None:
-    def update(grads: Any, state: Any, params: Any = None, *, factor: Any, **rest: Any) -> Any:
+    def update(grads: Any, state: Any, _params: Any = None, *, factor: Any, **_rest: Any) -> Any:
         return jax.tree.map(lambda g: -factor * g, grads), state
 
     scaled = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)

@@ -103,7 +103,7 @@ def test_arrays_without_elements_come_back() -> None:
 
 
 def test_each_vector_has_a_state_of_its_length_and_traffic() -> None:
-    counting = reduce.ring(axis(4))._replace(init=lambda length, key: length)
+    counting = reduce.ring(axis(4))._replace(init=lambda length, _key: length)
     tree = {"a": np.zeros(5, np.float32), "b": np.zeros(6, np.float16), "c": np.zeros(9, np.float16)}
     all_reduce = fused(counting, 20, cut=True)
     assert all_reduce.init(tree) == (12, 8, 8)  # 10 of c and b, 5 of b, 5 of a: multiples of 4
@@ -116,7 +116,7 @@ def test_states_stay_with_their_vectors() -> None:
     def mean(x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         return x, state + x[0]
 
-    mine = reduce.psum(axis(1))._replace(init=lambda length, key: 100.0 * length, mean=mean)
+    mine = reduce.psum(axis(1))._replace(init=lambda length, _key: 100.0 * length, mean=mean)
     all_reduce = fused(mine, 8, backwards=True)
     tree = {"a": jnp.array([1.0, 2.0]), "b": jnp.array([3.0])}
     _, state = all_reduce.mean(tree, all_reduce.init(tree))
@@ -140,5 +140,6 @@ def test_vectors_follow_the_layers() -> None:
 
     all_reduce = by_layer(fused(reduce.psum(axis(1))._replace(mean=mean), 4), layers)
     got, _ = all_reduce.mean(tree, all_reduce.init(tree))
-    assert seen == [4, 3, 2, 1] and len(all_reduce.traffic(tree)) == 4
+    assert seen == [4, 3, 2, 1]
+    assert len(all_reduce.traffic(tree)) == 4
     assert {name: float(x[0]) for name, x in got.items()} == {name: 10 * float(x[0]) for name, x in tree.items()}

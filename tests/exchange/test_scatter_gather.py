@@ -88,7 +88,8 @@ def test_all_draw_the_same_elements_of_a_part() -> None:
     x = np.ones((4, 1, 160), np.float32)
     means, state = run(4, error_feedback(randomk(0.5)), error_feedback(randomk(0.5)), x)
     unsent = state["worker"]["residual"].reshape(4, 4, 40)
-    assert (unsent == unsent[0]).all() and len(np.unique(unsent[0], axis=0)) == 4
+    assert (unsent == unsent[0]).all()
+    assert len(np.unique(unsent[0], axis=0)) == 4
     np.testing.assert_array_equal(np.asarray(means).reshape(-1, 160)[0], 1 - unsent[0].reshape(-1))
     assert not state["server"]["residual"].any()
 

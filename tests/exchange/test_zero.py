@@ -110,7 +110,7 @@ def assert_as_on_one_device(n: int, params: Tree, norms: np.ndarray) -> None:
         np.testing.assert_allclose(norms[:, step], norm, 1e-5)
 
 
-def assert_padding_is_zero(n: int, tree: Any) -> None:
+def assert_padding_is_zero(_n: int, tree: Any) -> None:
     """Of shards [N, ...]."""
     for name, dim in DIMS.items():
         whole = join(tree[name], dim)

@@ -50,7 +50,8 @@ def test_a_signal_while_the_main_thread_is_away(program: str, code: int, text: s
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout and process.stdout.readline() == "away\n"
+    assert process.stdout
+    assert process.stdout.readline() == "away\n"
     process.send_signal(number)
     out, _ = process.communicate(timeout=60)
     assert (process.returncode, out) == (code, f"{text}\n")

@@ -193,7 +193,8 @@ def test_two_processes_compute_what_one_does(name: str, folder: Path, tmp_path: 
     out, err = finished(launch(folder, tmp_path / "run", name))
     assert not [line for line in err if line.startswith(("jaxpar", "launch", "Traceback"))]
     told = [line for line in out if any(f"] {word} " in line for word in ("platform", "run", "step", "test"))]
-    assert len(told) >= 4 and {line[:4] for line in told} == {"[0] "}  # logs come from the first
+    assert len(told) >= 4
+    assert {line[:4] for line in told} == {"[0] "}
     assert told[0] == f"[0] platform  cpu, 4 devices of 2 processes (cpu), jax {jax.__version__}"
     assert_close(tmp_path / "run", alone[name])
     rows, expected = metrics.read(tmp_path / "run"), metrics.read(alone[name])
@@ -204,7 +205,8 @@ def test_two_processes_compute_what_one_does(name: str, folder: Path, tmp_path: 
         sum(file.stat().st_size for file in (folder / "d").iterdir())
         for folder in sorted((tmp_path / "run" / "checkpoints" / str(newest) / "state").glob("ocdbt.process_*"))
     ]
-    assert len(written) == 2 and min(written) > 0.2 * sum(written)  # each its share
+    assert len(written) == 2
+    assert min(written) > 0.2 * sum(written)
 
 
 def test_from_two_processes_to_one_and_back(folder: Path, tmp_path: Path, alone: dict[str, Path]) -> None:
@@ -246,7 +248,8 @@ def test_a_killed_process_ends_all_and_they_start_again(folder: Path, tmp_path: 
 def test_a_mistake_is_not_tried_again(folder: Path, tmp_path: Path) -> None:
     out, err = finished(launch(folder, tmp_path / "run", "data_parallel", "--config.exchange=dp", restarts=3), code=2)
     told = [line for line in out if "jaxpar: config.exchange='dp' is for one process, and there are 2" in line]
-    assert told and not [line for line in err if "restart" in line]
+    assert told
+    assert not [line for line in err if "restart" in line]
     assert not (tmp_path / "run" / "config.json").exists()
 
 
@@ -389,7 +392,8 @@ subprocess.run([sys.executable, "-c", {STARTED!r}], env=environment)
 
 def test_a_process_that_has_asked_for_it_ends_with_its_launcher() -> None:
     process = subprocess.Popen([sys.executable, "-c", LAUNCHER], env=environment(), stdout=subprocess.PIPE, text=True)
-    assert process.stdout and process.stdout.readline() == "here\n"
+    assert process.stdout
+    assert process.stdout.readline() == "here\n"
     process.kill()
     process.communicate(timeout=60)  # until nobody has its stdout any more
 
@@ -398,7 +402,7 @@ def test_one_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     """The one before is ended."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(command: list[str], **options: Any) -> "subprocess.Popen[str]":
+    def start(_command: list[str], **options: Any) -> "subprocess.Popen[str]":
         if started:
             raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
         started.append(real(["sleep", "200"], **options))
@@ -474,7 +478,9 @@ def test_stopped_before_the_first_step(
     process.send_signal(number)
     out, err = finished(process, code=code)
     told = [line for line in out if line.startswith(("[0] stopped", "[0] resume", "[0] jaxpar", "[1]"))]
-    assert told[0] == "[0] stopped before the first step" and told[1].startswith("[0] resume ") and len(told) == 2
+    assert told[0] == "[0] stopped before the first step"
+    assert told[1].startswith("[0] resume ")
+    assert len(told) == 2
     assert "--num_processes=2 --max_restarts=3 -- " in told[1]
     assert err == []
 
@@ -484,7 +490,8 @@ def test_a_signal_that_comes_before_a_process_can_heed_it(folder: Path, tmp_path
     wait_for(lambda: len(workers(process)) == 2)
     process.send_signal(signal.SIGINT)
     out, err = finished(process)
-    assert {line[4:] for line in out if "resume" not in line} == {"stopped before the first step"} and err == []
+    assert {line[4:] for line in out if "resume" not in line} == {"stopped before the first step"}
+    assert err == []
 
 
 IN_A_TASK = """
@@ -515,23 +522,33 @@ def test_the_one_that_failed_first_is_named() -> None:
     def ended(*codes: int, signals: Sequence[int] = ()) -> Any:
         group: Any = launcher.Group.__new__(launcher.Group)
         group._processes = [SimpleNamespace(poll=lambda code=code: code, wait=int, send_signal=print) for code in codes]
-        group._printers = [SimpleNamespace(join=lambda timeout: None) for _ in codes]
+        group._printers = [SimpleNamespace(join=lambda _timeout: None) for _ in codes]
         return group.wait(list(signals))
 
     abort = -signal.SIGABRT
-    assert ended(abort, 2) == (1, 2) and ended(abort, 1) == (1, 1) and ended(1, abort) == (0, 1)
-    assert ended(-9, 2) == (0, -9) and ended(2, -9) == (1, -9) and ended(2, 3) == (1, 3) and ended(1, 2) == (1, 2)
-    assert ended(abort, -9) == (1, -9) and ended(0, 0)[1] == 0 and ended(0, abort) == (1, abort)
-    assert ended(75, 75)[1] == 75 and ended(75, 0)[1] == 75 and ended(75, 1) == (1, 1)  # 75: stopped
-    assert ended(1, 75, signals=[15]) == (1, 75) and ended(1, abort, signals=[15]) == (0, 1)
+    assert ended(abort, 2) == (1, 2)
+    assert ended(abort, 1) == (1, 1)
+    assert ended(1, abort) == (0, 1)
+    assert ended(-9, 2) == (0, -9)
+    assert ended(2, -9) == (1, -9)
+    assert ended(2, 3) == (1, 3)
+    assert ended(1, 2) == (1, 2)
+    assert ended(abort, -9) == (1, -9)
+    assert ended(0, 0)[1] == 0
+    assert ended(0, abort) == (1, abort)
+    assert ended(75, 75)[1] == 75
+    assert ended(75, 0)[1] == 75
+    assert ended(75, 1) == (1, 1)
+    assert ended(1, 75, signals=[15]) == (1, 75)
+    assert ended(1, abort, signals=[15]) == (0, 1)
 
 
-def test_gpus_are_divided(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpus_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,5,7")
     assert launcher.visible_gpus() == ["0", "1", "5", "7"]
     started: list[Any] = []
 
-    def start(command: list[str], env: dict[str, str], **_: Any) -> FakeProcess:
+    def start(_command: list[str], env: dict[str, str], **_: Any) -> FakeProcess:
         started.append(env)
         return FakeProcess()
 
@@ -555,7 +572,8 @@ def test_mistakes_of_the_launchers_command_line(
         monkeypatch.setattr(sys, "argv", ["launch", *arguments])
         with pytest.raises(SystemExit) as error:
             launcher.main()
-        assert error.value.code == 2 and message in capsys.readouterr().err
+        assert error.value.code == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", processes.FLAGS)

@@ -20,11 +20,11 @@ def compiled(function: Callable[..., Any], *arguments: Any) -> HloProgram:
     return HloProgram(jax.jit(function).lower(*arguments).compile().as_text() or "")
 
 
-def dots(instruction: Instruction, operands: Sequence[HloArray]) -> Mapping[Hashable, float] | None:
+def dots(instruction: Instruction, _operands: Sequence[HloArray]) -> Mapping[Hashable, float] | None:
     return {"dots": 1.0} if instruction.operation == "dot" else None
 
 
-def sorts(instruction: Instruction, operands: Sequence[HloArray]) -> Mapping[Hashable, float] | None:
+def sorts(instruction: Instruction, _operands: Sequence[HloArray]) -> Mapping[Hashable, float] | None:
     return {"sorts": 1.0} if instruction.operation == "sort" else None
 
 
@@ -72,19 +72,20 @@ def test_a_conditional_counts_its_branches_by_shares() -> None:
         return 0.5, 0.3, 0.2
 
     assert program.total(dots, shares)["dots"] == pytest.approx(0.3 * 1 + 0.2 * 3)
-    assert asked and all("/which/" in source for source in asked)
+    assert asked
+    assert all("/which/" in source for source in asked)
 
 
 def test_the_branches_of_a_condition_come_in_the_order_false_true() -> None:
     program = compiled(lambda x, p: lax.cond(p, partial(products, 3), partial(products, 1), x), X, CONDITION)
-    assert program.total(dots, lambda source: (0.9, 0.1))["dots"] == pytest.approx(0.9 * 1 + 0.1 * 3)
+    assert program.total(dots, lambda _source: (0.9, 0.1))["dots"] == pytest.approx(0.9 * 1 + 0.1 * 3)
 
 
 def test_a_conditional_in_a_loop() -> None:
     def function(x: jax.Array, i: jax.Array) -> jax.Array:
         return loop(4, lambda y: pick("inner", (1, 2), y, i), x)
 
-    assert compiled(function, X, INDEX).total(dots, lambda source: (0.25, 0.75))["dots"] == pytest.approx(4 * 1.75)
+    assert compiled(function, X, INDEX).total(dots, lambda _source: (0.25, 0.75))["dots"] == pytest.approx(4 * 1.75)
 
 
 def test_conditionals_in_a_conditional_have_shares_of_their_own() -> None:
@@ -111,7 +112,7 @@ def test_a_conditional_of_unknown_shares_is_an_error_where_its_branches_differ()
     with pytest.raises(ValueError, match=r"each of 2 branches is taken is not known: .*which"):
         program.total(dots)
     with pytest.raises(ValueError, match="each of 2 branches"):  # shares of another conditional
-        program.total(dots, lambda source: (0.5, 0.3, 0.2))
+        program.total(dots, lambda _source: (0.5, 0.3, 0.2))
     assert program.total(sorts) == {}
 
     def alike(x: jax.Array, i: jax.Array) -> jax.Array:
@@ -130,8 +131,10 @@ def test_dtypes_and_dims_of_results_and_operands() -> None:
     a, b = jax.ShapeDtypeStruct((3, 5), jnp.float32), jax.ShapeDtypeStruct((5, 7), jnp.float32)
     compiled(lambda a, b: a @ b, a, b).total(note)
     assert seen == {(HloArray("f32", (3, 5)), HloArray("f32", (5, 7))): (HloArray("f32", (3, 7)),)}
-    assert HloArray("f32", (3, 7)).nbytes == 84 and HloArray("bf16", (3,)).nbytes == 6
-    assert HloArray("u8", (2, 2)).nbytes == 4 and HloArray("f32", ()).nbytes == 4
+    assert HloArray("f32", (3, 7)).nbytes == 84
+    assert HloArray("bf16", (3,)).nbytes == 6
+    assert HloArray("u8", (2, 2)).nbytes == 4
+    assert HloArray("f32", ()).nbytes == 4
 
 
 TUPLES = """HloModule test

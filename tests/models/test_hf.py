@@ -40,7 +40,7 @@ def load(name: str, directory: Path | None = None, **overrides: Any) -> tuple[Mo
     hf.apply_directory(config)
     model = build(config, info_of(config))
     fresh = make_params(model)
-    return model, hf.load_params(model, fresh, Path(config.model.init_from), say=lambda line: None), config
+    return model, hf.load_params(model, fresh, Path(config.model.init_from), say=lambda _line: None), config
 
 
 @pytest.fixture
@@ -94,9 +94,12 @@ def test_export_equals_the_file_read(name: str, tmp_path: Path, tokenizer: Path)
     differing = {key for key in before.keys() & after.keys() - ignored if before[key] != after[key]}
     assert differing <= {"id2label", "label2id", "pad_token_id", "bos_token_id", "eos_token_id"}
     if config.task == "classification":
-        assert after["id2label"] == {"0": "x", "1": "y", "2": "z"} and after["label2id"] == {"x": 0, "y": 1, "z": 2}
+        assert after["id2label"] == {"0": "x", "1": "y", "2": "z"}
+        assert after["label2id"] == {"x": 0, "y": 1, "z": 2}
     uses = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
-    assert uses["pad_token"] == "[PAD]" and uses["mask_token"] == "[MASK]" and uses["model_max_length"] == 10
+    assert uses["pad_token"] == "[PAD]"
+    assert uses["mask_token"] == "[MASK]"
+    assert uses["model_max_length"] == 10
     # What was written can be read again: the same arrays.
     _, again, _ = load(name, tmp_path / "out")
     jax.tree.map(np.testing.assert_array_equal, again, params)
@@ -128,7 +131,7 @@ def test_other_tasks_are_exported(
     assert ("bert.pooler.dense.weight" in tensors) == is_regression
     np.testing.assert_array_equal(tensors["classifier.weight"], params["head"]["classifier"]["kernel"].T)
     again = hf.load_params(
-        model, jax.eval_shape(model.init, jax.random.key(0)), tmp_path / "out", say=lambda line: None
+        model, jax.eval_shape(model.init, jax.random.key(0)), tmp_path / "out", say=lambda _line: None
     )
     jax.tree.map(np.testing.assert_array_equal, again, params)
 
@@ -166,7 +169,8 @@ def test_encoder_without_heads_and_prefix(copy: Path) -> None:
     hf.apply_directory(config)
     model = build(config, info_of(config))
     hf.load_params(model, make_params(model), copy, say=lines.append)
-    assert "fresh: head.transform.kernel" in lines[1] and "head.bias" in lines[1]
+    assert "fresh: head.transform.kernel" in lines[1]
+    assert "head.bias" in lines[1]
 
 
 def test_classifier_of_other_classes_stays_fresh() -> None:

@@ -88,7 +88,8 @@ def test_runs() -> None:
 
 def test_tied_arrays_are_stored_once_and_get_both_gradients() -> None:
     model, params, batch = small("gpt", "causal_lm")
-    assert "tokens" in params["embed"] and "tokens" not in params["head"]
+    assert "tokens" in params["embed"]
+    assert "tokens" not in params["head"]
     gradient = fast_jit(jax.grad(lambda params: model.apply(params, batch)[..., 0].sum()))(params)["embed"]["tokens"]
     unseen = np.setdiff1d(np.arange(1, VOCAB), batch["inputs"])
     assert np.abs(gradient[0]).max() > 0  # token 0 is in no text: through the head alone
@@ -142,4 +143,5 @@ def test_filler_rows_give_finite_numbers() -> None:
         batch["mask"] = np.zeros_like(batch["mask"])
         loss = fast_jit(jax.value_and_grad(lambda params, m=model, b=batch: m.apply(params, b).sum()))
         value, gradient = loss(params)
-        assert np.isfinite(value) and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+        assert np.isfinite(value)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))

@@ -29,7 +29,8 @@ ZB_H1 += ["--weight=9.337", "--communication=0.601"]
 
 def test_simulate_prints_a_figure_a_line() -> None:
     process = run("simulate.py", *ZB_H1)
-    assert process.returncode == 0 and not process.stderr, process.stderr
+    assert process.returncode == 0, process.stderr
+    assert not process.stderr, process.stderr
     lines = {name: values for name, *values in map(str.split, process.stdout.splitlines())}
     assert list(lines) == [
         *("schedule", "makespan", "cost", "bubble_rate", "lockstep"),
@@ -49,7 +50,8 @@ def test_chunks_and_times_by_device() -> None:
     flags = ["--num_stages=2", "--num_microbatches=3", "--json"]
     for chunks in ([], ["--num_chunks=2"]):  # by default those of the schedule
         found = json.loads(run("simulate.py", "--schedule=zb_v", *flags, *chunks).stdout)
-        assert found["bubble_rate"] == 0 and found["makespan"] == 3 * 3 + 0.5
+        assert found["bubble_rate"] == 0
+        assert found["makespan"] == 3 * 3 + 0.5
     found = json.loads(run("simulate.py", "--schedule=gpipe", *flags, "--forward=1,2", "--weight=0").stdout)
     assert found["makespan"] == 1 + 3 * 2 + 3 * 1 + 1
 
@@ -60,7 +62,8 @@ def test_a_schedule_is_found_saved_and_read_again(tmp_path: Path) -> None:
     search = ["--auto", "--num_stages=4", "--num_microbatches=8", "--memory_limit=6"]
     found = json.loads(run("simulate.py", *search, *flags, f"--save={path}").stdout)
     of_one_chunk = json.loads(run("simulate.py", *search, "--num_chunks=1", *flags).stdout)
-    assert "1f1b with" in of_one_chunk["schedule"] and "zb_v with" in found["schedule"]
+    assert "1f1b with" in of_one_chunk["schedule"]
+    assert "zb_v with" in found["schedule"]
     assert found["cost"] < of_one_chunk["cost"]
     assert (
         found["bubble_rate"]
@@ -75,7 +78,8 @@ def test_a_schedule_is_found_saved_and_read_again(tmp_path: Path) -> None:
 def test_draw_by_the_suffix(suffix: str, tmp_path: Path) -> None:
     out = tmp_path / f"chart.{suffix}"
     process = run("draw.py", "--schedule=1f1b", "--num_stages=3", "--num_microbatches=4", f"--out={out}")
-    assert process.returncode == 0 and not process.stderr + process.stdout, process.stderr
+    assert process.returncode == 0, process.stderr
+    assert not process.stderr + process.stdout, process.stderr
     start = {"txt": b"1f1b, 3 devices, 4 microbatches: bubble 33.3%\n0:  F0  F1", "svg": b"<?xml", "png": b"\x89PNG"}
     assert out.read_bytes().startswith(start[suffix])
     if suffix == "svg":
@@ -139,7 +143,8 @@ def test_a_mistake_is_told_in_one_line(script: str, flags: list[str], message: s
     process = run(script, *flags)
     assert process.returncode == 2
     assert process.stdout == ""
-    assert process.stderr.startswith(f"jaxpar: {message}") and process.stderr.count("\n") == 1, process.stderr
+    assert process.stderr.startswith(f"jaxpar: {message}"), process.stderr
+    assert process.stderr.count("\n") == 1, process.stderr
 
 
 def test_sizes_of_a_file_are_its_own(tmp_path: Path) -> None:

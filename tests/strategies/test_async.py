@@ -73,7 +73,8 @@ def test_another_seed_is_another_run() -> None:
     """Of delays: the start and the batches are the same."""
     overrides = asynchronous(*POLICIES["async"], *RANDOM, "delays.jitter=1", workers=8, devices=1)
     losses = [outcome(MLP, *overrides, f"--config.seed={seed}").losses for seed in (0, 1)]
-    assert losses[0][0] == losses[1][0] and losses[0] != losses[1]
+    assert losses[0][0] == losses[1][0]
+    assert losses[0] != losses[1]
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -115,7 +116,8 @@ def test_another_strategy_goes_on_with_it_and_it_with_another() -> None:
     then = advance(make(MLP, *SINGLE), MLP, first.tree, 5)
     back = advance(make(MLP, *overrides), MLP, advance(make(MLP, *SINGLE), MLP, start(MLP), 0, 5).tree, 5)
     for got in (then, back):
-        assert int(got.tree["step"]) == NUM_STEPS and np.all(np.isfinite(got.losses))
+        assert int(got.tree["step"]) == NUM_STEPS
+        assert np.all(np.isfinite(got.losses))
         counts = [int(x) for path, x in named(got.tree["optimizer"]).items() if "count" in path]
         assert NUM_STEPS in counts or max(counts) > NUM_STEPS
 
@@ -155,9 +157,8 @@ def test_evaluation_is_that_of_the_single_device() -> None:
 def test_what_is_said_of_it(name: str) -> None:
     strategy = make(MLP, *asynchronous(*POLICIES[name], workers=8, devices=2))
     plan = strategy.plan
-    assert (
-        plan.summary.startswith(f"{POLICIES[name][0].removeprefix('policy=')} of 8 workers") and plan.num_replicas == 2
-    )
+    assert plan.summary.startswith(f"{POLICIES[name][0].removeprefix('policy=')} of 8 workers")
+    assert plan.num_replicas == 2
     size = sum(leaf.size * 4 for leaf in jax.tree.leaves(start(MLP)["params"]))
     assert [parts["parameters"] for parts in plan.memory] == [
         4 * size if "interval" in str(POLICIES[name]) else size
@@ -168,9 +169,8 @@ def test_what_is_said_of_it(name: str) -> None:
     assert all(parts["parameters"].nbytes == size and (parts["inputs"].nbytes or 0) > 0 for parts in held)
     of_server = [part for part in ("optimizer", "waiting", "mitigations") if part in held[0]]
     assert all(held[0][part].nbytes == held[0][part].theory or "interval" in str(POLICIES[name]) for part in of_server)
-    assert ("waiting" in of_server) == (name in ("sync", "softsync")) and ("mitigations" in of_server) == (
-        name == "mitigations"
-    )
+    assert ("waiting" in of_server) == (name in ("sync", "softsync"))
+    assert ("mitigations" in of_server) == (name == "mitigations")
 
 
 TO_SERVER = ("policy=async", "policy=softsync", "policy=ssp")
@@ -201,7 +201,8 @@ def test_memory_is_what_there_is(settings: str) -> None:
     told: dict[str, int] = {}
     for parts in strategy.plan.memory:
         told = {name: told.get(name, 0) + parts.get(name, 0) for name in {**told, **parts}}
-    assert told["parameters"] == most["parameters"] and told["optimizer"] in (optimizer, 8 * optimizer)
+    assert told["parameters"] == most["parameters"]
+    assert told["optimizer"] in (optimizer, 8 * optimizer)
     for name in ("waiting", "mitigations", "outer"):
         assert told.get(name, 0) == most.get(name, 0), name
     for name in ("history", "averages"):  # at its peak, which may lie within a step
@@ -252,10 +253,13 @@ def test_its_table_is_that_of_the_steps_that_it_made(tmp_path: Path) -> None:
     rows = whole.step >= 5
     np.testing.assert_array_equal(part.step, whole.step[rows])
     np.testing.assert_array_equal(part.worker, whole.worker[rows])
-    assert part.update[0] == 0 and part.num_updates == figures["updates"] == whole.num_updates - whole.update[rows][0]
+    assert part.update[0] == 0
+    assert part.num_updates == figures["updates"] == whole.num_updates - whole.update[rows][0]
     late = whole.read[rows] >= whole.update[rows][0]  # of weights that it made
     np.testing.assert_array_equal(part.staleness[late], whole.staleness[rows][late])
-    assert np.all(part.staleness <= whole.staleness[rows]) and np.all(part.read[~late] == 0) and not late.all()
+    assert np.all(part.staleness <= whole.staleness[rows])
+    assert np.all(part.read[~late] == 0)
+    assert not late.all()
     assert figures["table_seconds"] == pytest.approx(whole.finish[-1] - whole.finish[~rows][-1])
 
 

@@ -136,9 +136,11 @@ def test_a_run_that_was_stopped(policy: str, tmp_path: Path) -> None:
     train.train(config, tmp_path / "stopped")
     result = train.train(config, tmp_path / "run")
     assert_bitwise_equal(tmp_path / "stopped", tmp_path / "run")
-    assert result["strategy"] == "async_data_parallel" and result["steps"] == 8
+    assert result["strategy"] == "async_data_parallel"
+    assert result["steps"] == 8
     updates = table.read(tmp_path / "run" / "updates.csv")
-    assert len(updates.worker) == 32 and updates.num_workers == 4
+    assert len(updates.worker) == 32
+    assert updates.num_workers == 4
 
 
 @pytest.mark.parametrize("key", ["delays.trace", "table"])

@@ -131,7 +131,8 @@ def test_private_state_resumes_bitwise(name: str) -> None:
     strategy = make(MLP, *PRIVATE[name])
     (tree, private), (expected, expected_private) = resumed(strategy, MLP, (3, 7)), resumed(strategy, MLP, (7,))
     got, wanted = named((tree, private)), named((expected, expected_private))
-    assert got.keys() == wanted.keys() and jax.tree.leaves(private)
+    assert got.keys() == wanted.keys()
+    assert jax.tree.leaves(private)
     for leaf, value in wanted.items():
         np.testing.assert_array_equal(got[leaf], value, err_msg=leaf)
     without, _ = resumed(strategy, MLP, (3, 7), with_private=False)
@@ -223,7 +224,8 @@ def test_buckets_are_there_before_the_backward_pass_ends() -> None:
     vectors = [number for number, line in enumerate(lines) if name in line]
     assert len(vectors) > 4
     before = [sum(product < vector for product in products) / len(products) for vector in vectors]
-    assert min(before) < 0.3 and sum(share < 0.8 for share in before) >= len(before) / 2
+    assert min(before) < 0.3
+    assert sum(share < 0.8 for share in before) >= len(before) / 2
 
 
 def test_a_bucket_waits_for_its_own_layers_alone() -> None:
@@ -252,9 +254,11 @@ def test_a_bucket_waits_for_its_own_layers_alone() -> None:
         if eqn.primitive.name.startswith("psum") and eqn.invars[0].aval.size > 100:
             buckets.append(len(own))
         needs |= dict.fromkeys(eqn.outvars, own)
-    assert len(products) > 40 and len(buckets) > 4
+    assert len(products) > 40
+    assert len(buckets) > 4
     assert all(a <= b + 3 for a, b in itertools.pairwise(buckets))  # the last layers' come first
-    assert buckets[0] < 0.75 * buckets[-1] and len(set(buckets)) >= 4
+    assert buckets[0] < 0.75 * buckets[-1]
+    assert len(set(buckets)) >= 4
 
 
 def test_zero_adds_up_shards_from_its_second_stage_on() -> None:
@@ -301,4 +305,5 @@ def test_zero3_gathers_a_layer_at_a_time_inside_the_scan(monkeypatch: pytest.Mon
 
 
 def test_every_exchange_is_named_once() -> None:
-    assert set(EXCHANGES) == {"dp", *GRADIENTS, *AROUND} and len(EXCHANGES) == len(set(EXCHANGES))
+    assert set(EXCHANGES) == {"dp", *GRADIENTS, *AROUND}
+    assert len(EXCHANGES) == len(set(EXCHANGES))

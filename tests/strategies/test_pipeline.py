@@ -101,7 +101,8 @@ def assert_equal(got: Outcome, expected: Outcome, norm_error: float = 1e-6) -> N
     np.testing.assert_allclose(got.losses, expected.losses, rtol=1e-6)
     np.testing.assert_allclose(got.norms, expected.norms, rtol=norm_error)
     assert got.params.keys() == expected.params.keys()
-    assert got.gradients.keys() == expected.gradients.keys() and len(got.gradients) == len(got.params)
+    assert got.gradients.keys() == expected.gradients.keys()
+    assert len(got.gradients) == len(got.params)
     # A key's bias adds the same to all scores of a query, so its gradient is zero but for rounding.
     names = [[name for name in tree if "['key']['bias']" not in name] for tree in (got.params, got.gradients)]
     for name in names[0]:

@@ -74,7 +74,7 @@ def test_an_integer_stream_cannot_be_cut(monkeypatch: pytest.MonkeyPatch) -> Non
     problem = make_problem(make_config(TASK), TASK)
     count: Any = {"count": jax.ShapeDtypeStruct((BATCH,), np.int32)}
     inputs = [x._replace(summary=count) if isinstance(x, Streams) else x for x in problem.model.inputs(problem.batch)]
-    monkeypatch.setattr(problem.model, "inputs", lambda batch: inputs)
+    monkeypatch.setattr(problem.model, "inputs", lambda _batch: inputs)
     with pytest.raises(UserError, match="cuts before mix_1, whose input is int32: no gradient can be sent back"):
         Stages(problem.model, (0, 2, 6), loop_stages(2, 1), problem.batch, problem.task)
 

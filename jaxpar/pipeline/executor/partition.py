@@ -47,12 +47,12 @@ def check_partition(names: Sequence[str], method: str, num_stages: int) -> list[
     return None if method in METHODS else _explicit(list(names), method, num_stages)
 
 
-def uniform(model: Model, batch: Batch) -> list[int]:
+def uniform(model: Model, _batch: Batch) -> list[int]:
     """Return the same cost for each layer."""
     return [1] * len(model.layers)
 
 
-def parameters(model: Model, batch: Batch) -> list[int]:
+def parameters(model: Model, _batch: Batch) -> list[int]:
     """Return the number of parameters by layer; a tied array counts where it is used too, as each stage has a copy."""
     return [sum(leaf.size for leaf in jax.tree.leaves(layer.shapes)) for layer in model.layers]
 

@@ -52,7 +52,7 @@ class Timeline:
         return results
 
     def _note(self, phase: int, action: Actions, after: Any) -> jax.Array:
-        def note(replica: Any, device: Any, microbatch: Any, chunk: Any, after: Any) -> np.ndarray:
+        def note(replica: Any, device: Any, microbatch: Any, chunk: Any, _after: Any) -> np.ndarray:
             if replica == 0:
                 key = (int(device), phase, int(microbatch), int(chunk))
                 self._times.setdefault(key, []).append(time.perf_counter())

@@ -17,10 +17,10 @@ Orders = list[list[Action]]  # by device
 # Whether a W goes before an action that waits: from the length of the gap, that of W, and by how much the device has
 # waited less so far than the one that has waited most.
 RULES: dict[str, Callable[[Time, Time, Time], bool]] = {
-    "where it fits": lambda gap, w, slack: gap >= w,
-    "where half of it fits": lambda gap, w, slack: 2 * gap >= w,
+    "where it fits": lambda gap, w, _slack: gap >= w,
+    "where half of it fits": lambda gap, w, _slack: 2 * gap >= w,
     "where the widest bubble would widen": lambda gap, w, slack: gap >= w or gap > slack,
-    "in every gap": lambda gap, w, slack: True,
+    "in every gap": lambda _gap, _w, _slack: True,
 }
 
 

@@ -13,7 +13,7 @@ from jaxpar.errors import nearest
 from jaxpar.pipeline.tables.table import BW, Action, B, F, Table, W, loop_stages, place_actions, v_stages
 
 
-def model_parallel(p: int, m: int, v: int, d: int) -> Iterator[Action]:
+def model_parallel(_p: int, m: int, _v: int, _d: int) -> Iterator[Action]:
     """One microbatch at a time, down all stages and up again: the naive scheme, one device at work at a time.
 
     0:  F0                             BW0  F1                             BW1
@@ -26,7 +26,7 @@ def model_parallel(p: int, m: int, v: int, d: int) -> Iterator[Action]:
         yield Action(BW, k, 0)
 
 
-def gpipe(p: int, m: int, v: int, d: int) -> Iterator[Action]:
+def gpipe(_p: int, m: int, _v: int, _d: int) -> Iterator[Action]:
     """All forwards, then all backwards (Huang et al., "GPipe", 2019, section 2.3).
 
     Backwards run oldest first, so that gradients add up in the order of a single device; the paper draws them
@@ -41,7 +41,7 @@ def gpipe(p: int, m: int, v: int, d: int) -> Iterator[Action]:
     yield from (Action(BW, k, 0) for k in range(m))
 
 
-def one_f_one_b(p: int, m: int, v: int, d: int) -> Iterator[Action]:
+def one_f_one_b(p: int, m: int, _v: int, d: int) -> Iterator[Action]:
     """PipeDream-Flush (Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021, section 3.2).
 
     A device never holds more microbatches than there are devices from it to the last.
@@ -54,7 +54,7 @@ def one_f_one_b(p: int, m: int, v: int, d: int) -> Iterator[Action]:
     return _alternate(m, warmup=p - d)
 
 
-def eager_one_f_one_b(p: int, m: int, v: int, d: int) -> Iterator[Action]:
+def eager_one_f_one_b(p: int, m: int, _v: int, d: int) -> Iterator[Action]:
     """1F1B with almost twice the warm-up.
 
     Zhuang et al., "On Optimizing the Communication of Model Parallelism", 2022, section 4.
@@ -89,7 +89,7 @@ def interleaved_1f1b(p: int, m: int, v: int, d: int) -> Iterator[Action]:
             yield Action(BW, microbatch, v - 1 - chunk)
 
 
-def zb_h1(p: int, m: int, v: int, d: int) -> Iterator[Action]:
+def zb_h1(p: int, m: int, _v: int, d: int) -> Iterator[Action]:
     """1F1B with B and W apart, W late enough to fill the drain.
 
     Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2.1.
@@ -102,7 +102,7 @@ def zb_h1(p: int, m: int, v: int, d: int) -> Iterator[Action]:
     return _alternate_split(m, warmup=p - d, delay=d)
 
 
-def zb_h2(p: int, m: int, v: int, d: int) -> Iterator[Action]:
+def zb_h2(p: int, m: int, _v: int, d: int) -> Iterator[Action]:
     """As zb_h1, with the warm-up filled too, for almost twice the memory (Qi et al., section 2.2).
 
     0:  F0  F1  F2  F3  F4  F5  F6  B0  W0  B1  W1  B2  W2  B3  W3  B4  W4  B5  W5  B6  W6
@@ -113,7 +113,7 @@ def zb_h2(p: int, m: int, v: int, d: int) -> Iterator[Action]:
     return _alternate_split(m, warmup=2 * (p - d) - 1, delay=2 * d)
 
 
-def zb_v(p: int, m: int, v: int, d: int) -> Iterator[Action]:
+def zb_v(p: int, m: int, _v: int, d: int) -> Iterator[Action]:
     """Two chunks a device, placed in a V: no bubble at the memory of 1F1B where F, B and W take the same time.
 
     Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 6. The pattern needs 2p - 1 microbatches;

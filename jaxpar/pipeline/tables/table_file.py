@@ -1,7 +1,6 @@
 """Tables as CSV files: a row an action."""
 
 import csv
-import os
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ MAX_CLOCKS = 10  # of a table that is loaded: times the number of its actions
 
 def write_table(table: Table, path: Path | str) -> None:
     """Write the table as CSV, a row an action, kinds by name."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
+    with Path(path).open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(FIELDS)
         for row in table.actions.tolist():
@@ -27,7 +26,7 @@ def write_table(table: Table, path: Path | str) -> None:
 
 def is_table_file(name: str) -> bool:
     """Return whether a schedule's name is the path of a table. A name in SCHEDULES never is."""
-    return name not in SCHEDULES and (name.endswith(".csv") or os.path.isfile(name))
+    return name not in SCHEDULES and (name.endswith(".csv") or Path(name).is_file())
 
 
 def read_table(path: Path | str) -> Table:
@@ -42,7 +41,7 @@ def read_table(path: Path | str) -> Table:
       ValueError: one line, with the file and the line, or the clock, device and rule that the table breaks.
     """
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
+        with Path(path).open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True)
             columns = _columns(next(reader, []))
             rows = [_row(columns, row, f"line {reader.line_num}") for row in reader if row]

@@ -69,11 +69,11 @@ def in_bfloat16(w: Weights, x_BD: jax.Array) -> jax.Array:
     return plain(cast, x_BD.astype(jnp.bfloat16)).astype(jnp.float32)
 
 
-def identity(w: Weights, x_BD: jax.Array) -> jax.Array:
+def identity(_w: Weights, x_BD: jax.Array) -> jax.Array:
     return x_BD
 
 
-def without_input(w: Weights, x_BD: jax.Array) -> jax.Array:
+def without_input(w: Weights, _x_BD: jax.Array) -> jax.Array:
     return jnp.ones((B, E)) @ w["down"]
 
 

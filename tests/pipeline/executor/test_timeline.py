@@ -41,7 +41,8 @@ def test_actions_are_measured_in_an_order_that_their_inputs_allow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned, measured = run(tmp_path, 3, monkeypatch)
-    assert "planned" in planned[0] and f"bubble {measured_bubble_rate(measured[1]):.1%}" in measured[0]
+    assert "planned" in planned[0]
+    assert f"bubble {measured_bubble_rate(measured[1]):.1%}" in measured[0]
     assert "timeline.png: planned bubble" in capsys.readouterr().out
     table = make_table("zb_h1", num_devices=2, num_microbatches=3, num_chunks=1)
     actions = table.actions[["device", "kind", "microbatch", "chunk"]].tolist()

@@ -54,7 +54,8 @@ def test_complete_valid_and_of_the_stated_peak(name: str) -> None:
         check_table(table)
         kinds = (F, B, W) if name.startswith("zb") else (F, BW)
         work = set(actions[["kind", "microbatch", "stage"]].tolist())
-        assert work == set(itertools.product(kinds, range(m), range(p * v))) and len(actions) == len(work)
+        assert work == set(itertools.product(kinds, range(m), range(p * v)))
+        assert len(actions) == len(work)
         expected = [in_flight(name, p, m, v, d) for d in range(p)]
         assert peak_in_flight(table).tolist() == expected, (p, m, v)
         for d in range(p):  # no slot more than that, and of the other stash for W none too many either
@@ -118,7 +119,8 @@ def test_forward_only_fills_the_clocks() -> None:
         for v in (1, 2, 3):
             table = forward_only(p, m, loop_stages(p, v))
             check_table(table)
-            assert set(table.actions["kind"]) == {F} and (table.actions["slot"] == 0).all()
+            assert set(table.actions["kind"]) == {F}
+            assert (table.actions["slot"] == 0).all()
             assert peak_in_flight(table).tolist() == [0] * p
             last = (m - 1) // p * p * v + (m - 1) % p  # entry: groups of p microbatches go round without a gap
             assert table.num_clocks == last + p * v

@@ -43,7 +43,8 @@ def test_idle_time_of_zb_h1_and_zb_h2(times: tuple[int, int, int]) -> None:
     With fewer microbatches a W is missing for each that the warm-up is short of.
     """
     f, b, w = times
-    assert w <= f and 2 * w <= f + b
+    assert w <= f
+    assert 2 * w <= f + b
     for table in grid("zb_h1"):
         p, _, m, _ = table
         bubble = (p - 1) * (f + b) - (min(m, p) - 1) * w
@@ -82,7 +83,8 @@ def test_idle_time_of_zb_v(times: tuple[int, int, int]) -> None:
 def test_fractions_stay_exact() -> None:
     third: Any = Fraction(1, 3)
     simulation: Any = simulate_table(make("interleaved_1f1b", 3, 6, 3), Times(third, third, 5 * third), third / 7)
-    assert isinstance(simulation.makespan, Fraction) and isinstance(simulation.lockstep, Fraction)
+    assert isinstance(simulation.makespan, Fraction)
+    assert isinstance(simulation.lockstep, Fraction)
     assert simulate_table(make("zb_h1", 4, 8), Times(third, third, third)).bubble_rate == Fraction(3, 27)
 
 
