@@ -65,7 +65,7 @@ def devices() -> list[jax.Device]:
     return jax.devices()
 
 
-def find() -> Cluster:
+def find_cluster() -> Cluster:
     """Describe the devices that this process and those it has met have."""
     there = devices()
     first = jax.local_devices()[0]
@@ -83,7 +83,9 @@ def find() -> Cluster:
     )
 
 
-def named(name: str, num_devices: int, *, num_processes: int = 1, links: Mapping[str, Link] | None = None) -> Cluster:
+def named_cluster(
+    name: str, num_devices: int, *, num_processes: int = 1, links: Mapping[str, Link] | None = None
+) -> Cluster:
     """Describe a cluster of devices of one of KINDS, or of CPUs (`cpu`). Touches no device.
 
     Raises:

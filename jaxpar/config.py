@@ -34,7 +34,7 @@ def default_config() -> ConfigDict:
     return config.lock()
 
 
-def load(name: str) -> ConfigDict:
+def load_config(name: str) -> ConfigDict:
     """The config of `PATH[:PRESET]`. The path may also name one that comes with jaxpar: configs/quickstart.py."""
     path_name, _, preset = name.partition(":")
     path = Path(path_name)
@@ -142,7 +142,7 @@ def save(config: ConfigDict, workdir: Path) -> None:
     files.write_text(workdir / "config.json", json.dumps(keys(config), indent=1) + "\n")
 
 
-def read(workdir: Path) -> ConfigDict:
+def read_config(workdir: Path) -> ConfigDict:
     """The config of the run in `workdir`. Raises UserError where there is none."""
     saved = read_saved(workdir)
     if saved is None:

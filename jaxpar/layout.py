@@ -25,7 +25,7 @@ from jax.tree_util import DictKey, keystr
 REPLICATED, PER_REPLICA, SHARDED = "replicated", "per replica", "sharded"
 
 
-class Split(NamedTuple):
+class DimSplit(NamedTuple):
     """A dim that is divided over a mesh axis, padded with zeros so that the axis divides it."""
 
     dim: int
@@ -52,7 +52,7 @@ class LeafLayout(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: Any
-    split: Split | None = None
+    split: DimSplit | None = None
     differs_over: str = ""
     holders: Holders | None = None
 
@@ -178,7 +178,7 @@ def sharded(axes: Mapping[str, int], like: Any, axis: str) -> Layout:
 
     def leaf(x: Any) -> LeafLayout:
         dim = split_dim(x.shape)
-        return LeafLayout(x.shape, x.dtype, split=None if dim is None else Split(dim, axis))
+        return LeafLayout(x.shape, x.dtype, split=None if dim is None else DimSplit(dim, axis))
 
     return Layout(axes, jax.tree.map(leaf, like))
 

@@ -99,7 +99,7 @@ def _main(argv: list[str]) -> int:
             f"--stopped_exit_code is {stopped}; it must be 0, or {STOPPED_CODES[0]} to {STOPPED_CODES[-1]}: "
             "others have a meaning"
         )
-    config = configs.load(values.config)
+    config = configs.load_config(values.config)
     configs.override(config, overrides)
     place = {name: values[name].value for name in ("coordinator_address", "num_processes", "process_id")}
     with Ending(nth=1, code=stopped, text=lambda: _stopped(argv, early=not Interrupt.was_entered)):
@@ -123,8 +123,8 @@ def _train(config: Any, workdir: Path, place: dict[str, Any], argv: list[str], s
     from jaxpar import data, mesh, tasks, train
     from jaxpar.launch import processes
 
-    mesh.start(config, data.cache_dir(config) / "xla")
-    processes.start(processes.find(place))
+    mesh.prepare_jax(config, data.cache_dir(config) / "xla")
+    processes.meet_processes(processes.find_place(place))
     try:
         result = train.train(config, workdir)
     except train.Stopped as stopped:
@@ -133,7 +133,7 @@ def _train(config: Any, workdir: Path, place: dict[str, Any], argv: list[str], s
     except StoppedEarly:
         print(_stopped(argv, early=True), flush=True)
         return stopped_exit_code
-    print(_closing(result, workdir, tasks.find(config).headline), flush=True)
+    print(_closing(result, workdir, tasks.find_task(config).headline), flush=True)
     return 0
 
 

@@ -24,7 +24,7 @@ STAGE = "stage"  # of a pipeline: each device holds some of the layers
 GLIBC_MALLOC = {-1: 2**31 - 1, -4: 0, -8: 1}
 
 
-def start(config: ConfigDict, cache: Path) -> None:
+def prepare_jax(config: ConfigDict, cache: Path) -> None:
     """Prepare JAX for a run: virtual CPU devices, and compiled programs kept in `cache`.
 
     Call before JAX touches a device. A device count in XLA_FLAGS and JAX's environment variables for this cache
@@ -121,7 +121,7 @@ def check_one_process(what: str, cluster: Cluster) -> None:
         )
 
 
-def build(axes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
+def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
     """Build the mesh of the first devices; those that are next to each other are stages of one replica."""
     shape = tuple(axes.values())
     return Mesh(np.asarray(devices[: math.prod(shape)]).reshape(shape), tuple(axes), axis_types=(AxisType.Auto,) * 2)

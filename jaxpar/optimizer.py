@@ -93,7 +93,7 @@ TRAITS = {
 LR_SCHEDULES = ("constant", "cosine", "linear")
 
 
-def check(config: ConfigDict) -> None:
+def check_optimizer(config: ConfigDict) -> None:
     """Raises UserError for an optimizer setting that cannot work."""
     o = config.optimizer
     check_choice("optimizer.name", o.name, OPTIMIZERS)
@@ -124,7 +124,7 @@ def build_schedule(config: ConfigDict, num_steps: int) -> LearningRateSchedule:
     return optax.join_schedules([optax.linear_schedule(0.0, o.lr, warmup_steps), after], [warmup_steps])
 
 
-def build(config: ConfigDict, schedule: LearningRateSchedule) -> optax.GradientTransformationExtraArgs:
+def make_optimizer(config: ConfigDict, schedule: LearningRateSchedule) -> optax.GradientTransformationExtraArgs:
     """The optimizer, behind clipping by the global norm where config.optimizer.clip_norm is not 0.
 
     Its update(grads, state, params, grad_norm=) computes each array's step from that array alone: a device that

@@ -37,7 +37,7 @@ def init(model: Model, optimizer: optax.GradientTransformation, key: jax.Array) 
     return State(jnp.zeros((), jnp.int32), run_key, params, optimizer.init(params))
 
 
-def abstract(model: Model, optimizer: optax.GradientTransformation) -> State:
+def abstract_state(model: Model, optimizer: optax.GradientTransformation) -> State:
     """Return the shapes and dtypes of what `init` returns, without touching a device."""
     made: State = jax.eval_shape(lambda: init(model, optimizer, jax.random.key(0)))
     return made

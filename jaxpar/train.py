@@ -33,12 +33,12 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
       UserError: a mistake in the config, the data or the workdir; nothing was compiled or lost.
       Stopped: SIGTERM or Ctrl-C came; the state is saved.
     """
-    checked = build.check(config, workdir)
+    checked = build.check_run(config, workdir)
     with files.locked(workdir) if processes.is_first() else contextlib.nullcontext():
         phases = Phases()
         with phases("setup"):
-            run = build.build(config, workdir, phases, checked)
-            print(build.describe(run), flush=True)
+            run = build.make_run(config, workdir, phases, checked)
+            print(build.describe_run(run), flush=True)
         with Watchdog(config.watchdog_seconds, phases), Interrupt() as interrupt:
             result = run_through(run, interrupt)
             processes.wait("the ledger is written")
@@ -74,7 +74,7 @@ def tidy(run: Run, first_step: int) -> None:
     processes.wait("a checkpoint was read")
     if processes.is_first():
         ledger.cut(run.workdir / "ledger", after=first_step)
-        ledger.check(run.workdir / "ledger", run.batches, first_step)
+        ledger.check_ledger(run.workdir / "ledger", run.batches, first_step)
         configs.save(run.config, run.workdir)
         files.write_text(run.workdir / "data.json", json.dumps(run.dataset.info._asdict(), indent=1) + "\n")
         checkpoint.set_aside(run.workdir / "checkpoints", after=first_step)

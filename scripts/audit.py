@@ -32,9 +32,9 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments, overrides = parser.parse_known_args()
     try:
-        config = configs.load(arguments.config)
+        config = configs.load_config(arguments.config)
         configs.override(config, overrides)
-        mesh.start(config, data.cache_dir(config) / "xla")
+        mesh.prepare_jax(config, data.cache_dir(config) / "xla")
         with tempfile.TemporaryDirectory() as folder:
             found = run(config, Path(folder))
     except UserError as error:
@@ -46,7 +46,7 @@ def main() -> int:
 
 def run(config: Any, workdir: Path) -> dict[str, Any]:
     """The audit of a config's step."""
-    built = build.build(config, workdir, Phases(), build.check(config, workdir))
+    built = build.make_run(config, workdir, Phases(), build.check_run(config, workdir))
     programs = built.strategy.compile()
     rows = audit.audit(programs, built.plan)
     return {

@@ -45,10 +45,10 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("certificate.json"))
     arguments, overrides = parser.parse_known_args()
     try:
-        config = configs.load(arguments.config)
+        config = configs.load_config(arguments.config)
         configs.override(config, overrides)
         passes = check(config, arguments)
-        mesh.start(config, data.cache_dir(config) / "xla")
+        mesh.prepare_jax(config, data.cache_dir(config) / "xla")
         with tempfile.TemporaryDirectory() as folder:
             found = certify(config, Path(folder), passes)
         files.write_text(arguments.output, json.dumps(found, indent=1, allow_nan=False) + "\n")
@@ -86,8 +86,8 @@ def certify(config: ConfigDict, workdir: Path, passes: int) -> dict[str, Any]:
     """The certificate of a config's strategy."""
     # GPUs would round what they multiply to 10 bits, and hide what is to be seen.
     with jax.default_matmul_precision("highest"):
-        checked = build.check(config, workdir)
-        run, reference = certificate.build(build.build(config, workdir, Phases(), checked), passes)
+        checked = build.check_run(config, workdir)
+        run, reference = certificate.make_pair(build.make_run(config, workdir, Phases(), checked), passes)
         found = certificate.measure(run, reference)
         flags = provenance.flags()
     tolerance = None if run.plan.differs else TOLERANCES[config.model.dtype]
@@ -110,7 +110,7 @@ def certify(config: ConfigDict, workdir: Path, passes: int) -> dict[str, Any]:
         "batches": found.batches,
         "seeds": {"config.seed": config.seed, "config.exchange_options.seed": config.exchange_options.seed},
         "versions": provenance.versions(),
-        "devices": provenance.devices(run.strategy.devices),
+        "devices": provenance.describe_devices(run.strategy.devices),
         "flags": flags,
         "config": provenance.changed(config),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

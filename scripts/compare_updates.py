@@ -120,12 +120,12 @@ def train(config: str, workdir: Path, overrides: list[str]) -> Outcome:
         done = subprocess.run(command, stdout=subprocess.DEVNULL)
         if done.returncode not in (0, DIVERGED):
             sys.exit(done.returncode)  # it has said why
-    trained = [row for row in metrics.read(workdir) if row["split"] == "train" and "loss" in row]
+    trained = [row for row in metrics.read_metrics(workdir) if row["split"] == "train" and "loss" in row]
     steps = np.array([row["step"] for row in trained], int)
     losses = np.array([row["loss"] for row in trained])
     if not (workdir / "result.json").is_file():
         return Outcome(steps, losses, np.full(len(steps), np.nan), None, np.nan)
-    made = table.read(workdir / "updates.csv")
+    made = table.read_updates(workdir / "updates.csv")
     ends = made.finish[np.searchsorted(made.step, np.arange(1, made.step[-1] + 2)) - 1]  # of each step
     result = json.loads((workdir / "result.json").read_text())
     return Outcome(steps, losses, ends[steps - 1], result, len(made.finish) / float(made.finish[-1]))

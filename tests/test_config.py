@@ -94,7 +94,7 @@ def test_config_file_mistakes(tmp_path: Path, body: str, message: str) -> None:
     path = tmp_path / "mine.py"
     path.write_text(body)
     with pytest.raises(UserError) as caught:
-        configs.load(str(path))
+        configs.load_config(str(path))
     assert message in str(caught.value)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -113,19 +113,19 @@ def test_former_names_of_keys() -> None:
 
 def test_missing_config_names_the_nearest() -> None:
     with pytest.raises(UserError, match=r"Did you mean 'configs/quickstart.py'"):
-        configs.load("configs/quikstart.py")
+        configs.load_config("configs/quikstart.py")
 
 
 def test_a_preset_that_is_not_there() -> None:
     with pytest.raises(UserError, match=r"quickstart.py has no presets"):
-        configs.load("configs/quickstart.py:big")
+        configs.load_config("configs/quickstart.py:big")
 
 
 def test_a_config_must_begin_with_the_default(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("from ml_collections import ConfigDict\ndef get_config():\n    return ConfigDict({'seed': 1})")
     with pytest.raises(UserError, match=r"must begin with default_config\(\); it has, or lacks, config.asynchronous"):
-        configs.load(str(path))
+        configs.load_config(str(path))
 
 
 def test_preset_reaches_get_config(tmp_path: Path) -> None:
@@ -133,14 +133,14 @@ def test_preset_reaches_get_config(tmp_path: Path) -> None:
         "from jaxpar.config import default_config\ndef get_config(preset=''):\n    c = default_config()\n"
         "    c.model.size = preset or 'tiny'\n    return c"
     )
-    assert configs.load(f"{tmp_path}/mine.py:mini").model.size == "mini"
-    assert configs.load(f"{tmp_path}/mine.py").model.size == "tiny"
+    assert configs.load_config(f"{tmp_path}/mine.py:mini").model.size == "mini"
+    assert configs.load_config(f"{tmp_path}/mine.py").model.size == "tiny"
 
 
 def test_shipped_configs_are_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for path in sorted(configs.config_folder().glob("*.py")):
-        config = configs.load(f"configs/{path.name}")
+        config = configs.load_config(f"configs/{path.name}")
         assert configs.keys(config).keys() == configs.keys(configs.default_config()).keys()
 
 
@@ -148,11 +148,11 @@ def test_shipped_configs_are_found_from_anywhere(tmp_path: Path, monkeypatch: py
 def test_a_damaged_saved_config(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=r"config.json is damaged"):
-        configs.read(tmp_path)
+        configs.read_config(tmp_path)
 
 
 def test_saved_config_reads_back_equal(tmp_path: Path) -> None:
-    config = configs.load("configs/quickstart.py")
+    config = configs.load_config("configs/quickstart.py")
     configs.override(config, ["--config.model.num_layers=3", "--config.data.text_columns=a,b"])
     configs.save(config, tmp_path)
-    assert configs.keys(configs.read(tmp_path)) == configs.keys(config)
+    assert configs.keys(configs.read_config(tmp_path)) == configs.keys(config)

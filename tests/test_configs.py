@@ -9,8 +9,7 @@ import pytest
 
 from jaxpar import cluster, models, optimizer, state, step, strategies, tasks
 from jaxpar import config as configs
-from jaxpar.data import DataInfo
-from jaxpar.data import check as check_data
+from jaxpar.data import DataInfo, check_data
 
 PATHS = sorted(configs.config_folder().glob("*.py"))
 CASES = [str(path) for path in PATHS] + [f"{configs.config_folder()}/gpt_wordnet.py:llama"]
@@ -19,14 +18,14 @@ NEEDS_FILES = ("cifar10", "mnist")
 
 @pytest.mark.parametrize("name", CASES, ids=lambda name: Path(name).name)
 def test_config(name: str) -> None:
-    config = configs.load(name)
+    config = configs.load_config(name)
     config.model.init_from = ""  # its files are not here
-    models.check(config)
-    optimizer.check(config)
-    strategies.decide(config, cluster.find())
+    models.check_model(config)
+    optimizer.check_optimizer(config)
+    strategies.decide(config, cluster.find_cluster())
     is_image = config.data.source in NEEDS_FILES
     if not is_image:
-        check_data(config, tasks.find(config).labels)
+        check_data(config, tasks.find_task(config).labels)
     is_lm = config.task != "classification"
     length, rows = config.data.max_length, config.batch_size
     info = DataInfo(
@@ -45,8 +44,8 @@ def test_config(name: str) -> None:
         "weights": jax.ShapeDtypeStruct(labels, jnp.float32),
         "index": jax.ShapeDtypeStruct((rows,), jnp.int32),
     }
-    rule = optimizer.build(config, optimizer.build_schedule(config, 100))
-    problem = step.Problem(models.build(config, info), rule, 1, batch, 100, tasks.find(config))
+    rule = optimizer.make_optimizer(config, optimizer.build_schedule(config, 100))
+    problem = step.Problem(models.build(config, info), rule, 1, batch, 100, tasks.find_task(config))
     before = jax.eval_shape(functools.partial(state.init, problem.model, problem.optimizer), jax.random.key(0))
 
     def train_step(before: state.State, batch: dict[str, jax.Array]) -> tuple[state.State, step.Metrics]:

@@ -339,4 +339,4 @@ def test_it_is_told_before_orbax_gives_up() -> None:
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
 def test_a_watchdog_that_cannot_be(seconds: float) -> None:
     with pytest.raises(UserError, match=rf"config\.watchdog_seconds is {seconds}; it must be 0 \(none\) to 1e\+09"):
-        watchdog.check(seconds)
+        watchdog.check_seconds(seconds)

@@ -66,3 +66,20 @@ def test_folders_import_downwards() -> None:
 def test_files_import_without_a_cycle() -> None:
     graph = {name: others - {name.rpartition(".")[0]} for name, others in imports().items()}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
+
+
+# Contracts: functions of one name and one meaning in the modules of a family.
+CONTRACTS = {
+    *("build", "decide", "plan"),  # strategies, and models
+    *("resolve", "load", "metrics", "sums", "main"),  # models; data sources; tasks; scripts
+}
+
+
+def test_names_are_unique() -> None:
+    """A public function or class has its name to itself in the package, but for the contracts."""
+    places: dict[str, list[str]] = {}
+    for module, path in modules().items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(module)
+    assert {name for name, found in places.items() if len(found) > 1} == CONTRACTS

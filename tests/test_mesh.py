@@ -43,7 +43,7 @@ def test_impossible_numbers(wanted: int, message: str) -> None:
     config = default_config()
     override(config, [f"--config.mesh.data={wanted}"])
     with pytest.raises(UserError, match=message):
-        mesh.sizes(config, cluster.find())
+        mesh.sizes(config, cluster.find_cluster())
 
 
 def test_programs_over_several_cpu_devices_are_waited_for() -> None:
@@ -54,8 +54,8 @@ def test_programs_over_several_cpu_devices_are_waited_for() -> None:
             calls.append("waited")
             return self
 
-    mesh.one_at_a_time(Result, mesh.build({"data": 2, "stage": 1}, cluster.devices()))()
+    mesh.one_at_a_time(Result, mesh.make_mesh({"data": 2, "stage": 1}, cluster.devices()))()
     assert calls == ["waited"]
-    mesh.one_at_a_time(Result, mesh.build({"data": 1, "stage": 1}, cluster.devices()))()
+    mesh.one_at_a_time(Result, mesh.make_mesh({"data": 1, "stage": 1}, cluster.devices()))()
     assert calls == ["waited"]
     assert jax.device_count() == 8

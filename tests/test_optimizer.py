@@ -40,7 +40,7 @@ def test_schedule(name: str, after: Callable[[float], float]) -> None:
 def test_decay_is_on_matrices_only(name: str) -> None:
     """With a gradient of zero, only weight decay moves a parameter."""
     config = config_with(name=name, lr=0.1, weight_decay=0.5, schedule="constant", warmup=0)
-    transform = optimizer.build(config, optimizer.build_schedule(config, 10))
+    transform = optimizer.make_optimizer(config, optimizer.build_schedule(config, 10))
     params = {"block": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2), "scale": jnp.ones((2, 2))}}
     updates, _ = transform.update(jax.tree.map(jnp.zeros_like, params), transform.init(params), params)
     # Scaled by the learning rate. LAMB makes a layer's update as long as its weights.
@@ -53,7 +53,7 @@ def test_decay_is_on_matrices_only(name: str) -> None:
 def test_adamw_with_clipping_equals_numpy() -> None:
     """Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2."""
     config = config_with(lr=0.1, weight_decay=0.2, clip_norm=0.5, schedule="constant", warmup=0)
-    transform = optimizer.build(config, optimizer.build_schedule(config, 10))
+    transform = optimizer.make_optimizer(config, optimizer.build_schedule(config, 10))
     rng = np.random.default_rng(0)
     w = rng.normal(size=(3, 2))
     params = {"layer": {"kernel": jnp.asarray(w, jnp.float32)}}
@@ -76,7 +76,7 @@ def test_muon_equals_numpy() -> None:
     """
     values = {"lr": 0.1, "weight_decay": 0.2, "clip_norm": 0.0, "momentum": 0.8, "schedule": "constant", "warmup": 0}
     config, adamw = config_with(name="muon", **values), config_with(name="adamw", **values)
-    transform, other = (optimizer.build(c, optimizer.build_schedule(c, 10)) for c in (config, adamw))
+    transform, other = (optimizer.make_optimizer(c, optimizer.build_schedule(c, 10)) for c in (config, adamw))
     rng = np.random.default_rng(0)
     shapes = {"block": {"kernel": (3, 5), "bias": (5,)}, "classifier": {"kernel": (3, 2)}}
     draw = functools.partial(jax.tree.map, lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32))
@@ -115,5 +115,5 @@ def test_muon_equals_numpy() -> None:
 )
 def test_mistakes(key: str, value: object, message: str) -> None:
     with pytest.raises(UserError) as caught:
-        optimizer.check(config_with(**{key: value}))
+        optimizer.check_optimizer(config_with(**{key: value}))
     assert message in str(caught.value)

@@ -40,7 +40,7 @@ from jaxpar.data import DataInfo
 from jaxpar.step import Problem
 
 NUM_STEPS, ROWS, LENGTH = 10, 1024, 16
-target = cluster.named("H100", {num_devices}, num_processes={num_devices} // 8)
+target = cluster.named_cluster("H100", {num_devices}, num_processes={num_devices} // 8)
 info = DataInfo("text", (LENGTH,), 5, tuple("abcde"), 64, 0)
 batch = {{
     "inputs": jax.ShapeDtypeStruct((ROWS, LENGTH), np.int32),
@@ -55,9 +55,10 @@ for name, overrides in json.loads(sys.argv[1]).items():
     given = [f"batch_size={{ROWS}}", "model.hidden_size=64", "model.attention=xla", *overrides]
     config.override(c, [f"--config.{{override}}" for override in given])
     one_process = c.strategy in ("single", "async_data_parallel") or c.exchange == "dp" or "pmap" in name
-    on = cluster.named("H100", {num_devices}) if one_process else target
-    rule = optimizer.build(c, optimizer.build_schedule(c, NUM_STEPS))
-    problem = Problem(models.build(c, info, on), rule, c.optimizer.accumulation_steps, batch, NUM_STEPS, tasks.find(c))
+    on = cluster.named_cluster("H100", {num_devices}) if one_process else target
+    rule = optimizer.make_optimizer(c, optimizer.build_schedule(c, NUM_STEPS))
+    task = tasks.find_task(c)
+    problem = Problem(models.build(c, info, on), rule, c.optimizer.accumulation_steps, batch, NUM_STEPS, task)
     plan = strategies.plan(c, problem, on)
     made[name] = {{
         "strategy": plan.strategy,
@@ -125,21 +126,21 @@ def test_a_planner_gets_reasons_as_values() -> None:
     config = make_config(task)
     problem = make_problem(config, task)
     config.strategy, config.mesh.data = "data_parallel", 9
-    told = strategies.possible(config, problem, cluster.named("H100", 8))
+    told = strategies.possible(config, problem, cluster.named_cluster("H100", 8))
     assert isinstance(told, str)
     assert told.startswith("config.mesh.data is 9; there are 8 gpu devices")
     config.mesh.data = 8
-    assert not isinstance(strategies.possible(config, problem, cluster.named("H100", 8)), str)
+    assert not isinstance(strategies.possible(config, problem, cluster.named_cluster("H100", 8)), str)
 
 
 def test_clusters() -> None:
-    there = cluster.find()
+    there = cluster.find_cluster()
     assert (there.platform, there.num_devices, there.num_processes) == ("cpu", 8, 1)
-    named = cluster.named("H100", 16, num_processes=2, links={"data": Link(4e11)})
+    named = cluster.named_cluster("H100", 16, num_processes=2, links={"data": Link(4e11)})
     assert named.peak_flops["bfloat16"] == 989.5e12
     assert named.compute_capability == "9.0"
     assert named.links["data"].bandwidth == 4e11
     with pytest.raises(UserError, match=r"device kind is 'H10'; it must be one of .* Did you mean 'H100'"):
-        cluster.named("H10", 8)
+        cluster.named_cluster("H10", 8)
     with pytest.raises(UserError, match="num_devices is 0; it must be 1 or more"):
-        cluster.named("H100", 0)
+        cluster.named_cluster("H100", 0)

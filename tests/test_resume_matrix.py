@@ -92,8 +92,8 @@ class Runs:
         """The run of a strategy."""
         config, workdir = make_config(name), self._folder / name
         workdir.mkdir()
-        build.check(config, workdir)
-        return build.build(config, workdir, Phases())
+        build.check_run(config, workdir)
+        return build.make_run(config, workdir, Phases())
 
     @functools.cache  # noqa: B019
     def stopped(self, name: str) -> tuple[Path, list[np.ndarray]]:

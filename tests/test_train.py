@@ -42,7 +42,7 @@ def uninterrupted(folder: Path) -> Path:
 
 def test_result(uninterrupted: Path) -> None:
     result = json.loads((uninterrupted / "result.json").read_text())
-    rows = metrics.read(uninterrupted)
+    rows = metrics.read_metrics(uninterrupted)
     counts = {"train": 0, "validation": 0, "test": 0} | {
         split: sum(row["split"] == split for row in rows) for split in ("train", "validation", "test")
     }
@@ -61,7 +61,7 @@ def test_result(uninterrupted: Path) -> None:
 
 
 def test_metrics_tell_rates(uninterrupted: Path) -> None:
-    row = metrics.read(uninterrupted)[0]
+    row = metrics.read_metrics(uninterrupted)[0]
     # The forward pass by hand. T = D = 16, M = 32: 4 D^2 of attention, 2 D M of the MLP and 2 T D of scores and
     # sums a token; D^2 of the pooler and 4 D of the classifier a text; 2 FLOP each, 3 times for a training step.
     flops = 3 * 2 * (16 * (4 * 16**2 + 2 * 16 * 32 + 2 * 16 * 16) + 16**2 + 4 * 16)
@@ -102,12 +102,12 @@ def test_stopped_by_a_signal_and_resumed_ends_bitwise_equal(
         train.train(small_config(folder), tmp_path / "run")
     assert checkpoint.steps(tmp_path / "run" / "checkpoints")[-1] == step
     assert signal.getsignal(number) is handler
-    assert all(row["step"] <= step for row in metrics.read(tmp_path / "run"))
+    assert all(row["step"] <= step for row in metrics.read_metrics(tmp_path / "run"))
     monkeypatch.undo()
     train.train(small_config(folder), tmp_path / "run")
     assert_bitwise_equal(tmp_path / "run", uninterrupted)
-    expected = [(row["step"], row["split"]) for row in metrics.read(uninterrupted)]
-    assert [(row["step"], row["split"]) for row in metrics.read(tmp_path / "run")] == expected
+    expected = [(row["step"], row["split"]) for row in metrics.read_metrics(uninterrupted)]
+    assert [(row["step"], row["split"]) for row in metrics.read_metrics(tmp_path / "run")] == expected
 
 
 def test_a_signal_after_the_last_step_stops_nothing(
@@ -144,10 +144,10 @@ def test_resumes_under_another_strategy(
 
 def test_a_finished_run_is_evaluated_again_and_left_as_it_is(folder: Path, uninterrupted: Path) -> None:
     before = json.loads((uninterrupted / "result.json").read_text())
-    rows = metrics.read(uninterrupted)
+    rows = metrics.read_metrics(uninterrupted)
     after = train.train(small_config(folder), uninterrupted)
     assert after["test_accuracy"] == before["test_accuracy"]
-    assert metrics.read(uninterrupted) == rows
+    assert metrics.read_metrics(uninterrupted) == rows
 
 
 def test_a_damaged_checkpoint_falls_back(
@@ -258,7 +258,7 @@ def test_nonfinite_steps_are_skipped_if_asked(folder: Path, tmp_path: Path, monk
     # Each step is a log interval: one has no loss to tell.
     overrides = ["--config.optimizer.nonfinite=skip", "--config.log.every_steps=1"]
     train.train(small_config(folder, *overrides), tmp_path / "run")
-    assert sum(row.get("skipped_steps", 0) for row in metrics.read(tmp_path / "run")) == 1
+    assert sum(row.get("skipped_steps", 0) for row in metrics.read_metrics(tmp_path / "run")) == 1
     for name, leaf in final_params(tmp_path / "run").items():
         assert np.isfinite(leaf).all(), name
 

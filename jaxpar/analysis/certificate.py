@@ -119,13 +119,13 @@ def snapshot(strategy: Strategy, state: Any) -> Snapshot:
     """Of a strategy's state; copied, as the next step takes its arrays."""
     tree = jax.tree.map(np.array, strategy.to_canonical(state))
     recorded = tree["optimizer"].get("0", {}).get("last_gradient", {})
-    optimizer, counters = by_layer(tree["optimizer"]["1"] if recorded else {}, tree["params"])
+    optimizer, counters = split_by_layer(tree["optimizer"]["1"] if recorded else {}, tree["params"])
     counters |= {"step": tree["step"], "key": tree["key"]}
-    params, gradient = by_layer(tree["params"], tree["params"])[0], by_layer(recorded, tree["params"])[0]
+    params, gradient = split_by_layer(tree["params"], tree["params"])[0], split_by_layer(recorded, tree["params"])[0]
     return Snapshot(tree, params, gradient, optimizer, counters)
 
 
-def by_layer(tree: Any, layers: Collection[str]) -> tuple[dict[str, Leaves], dict[str, np.ndarray]]:
+def split_by_layer(tree: Any, layers: Collection[str]) -> tuple[dict[str, Leaves], dict[str, np.ndarray]]:
     """The leaves of each layer, by path, and those that have no layer's name in theirs."""
     found: dict[str, dict[str, np.ndarray]] = {}
     rest: dict[str, np.ndarray] = {}
@@ -141,7 +141,7 @@ class Reference:
     def __init__(self, run: Run):
         """run: of strategy `single`, with an optimizer that records."""
         self.strategy, problem = run.strategy, run.problem
-        self._like = states.abstract(problem.model, problem.optimizer)
+        self._like = states.abstract_state(problem.model, problem.optimizer)
         self._update = jax.jit(functools.partial(steps.update, problem))
 
     def step(self, tree: Canonical, batch: Mapping[str, np.ndarray]) -> tuple[Snapshot, Metrics]:
@@ -173,7 +173,7 @@ class Measured(NamedTuple):
     batches: list[int]
 
 
-def build(run: Run, passes: int) -> tuple[Run, Run]:
+def make_pair(run: Run, passes: int) -> tuple[Run, Run]:
     """The run, with an optimizer that records gradients, and its reference, which takes a batch in so many passes."""
     problem = run.problem._replace(optimizer=optax.chain(recording(), run.problem.optimizer))
     whole = problem._replace(accumulation_steps=passes)
@@ -218,7 +218,7 @@ def measure(run: Run, reference: Run) -> Measured:
         state, figures = strategy.step(state, strategy.place(batch))
         after = snapshot(strategy, state)
         if count == 0 or not strategy.plan.differs:
-            add(errors, "", *(in_words(of, number) for of in (figures, expected_figures)))
+            add(errors, "", *(compared_metrics(of, number) for of in (figures, expected_figures)))
             add(errors, "gradient", after.gradient, expected.gradient)
         if not strategy.plan.differs:
             updated = one_device.update(before.tree, after.tree, figures)
@@ -241,7 +241,7 @@ def add(
         errors.setdefault((layer, quantity), []).append(compare(leaves, expected[layer]))
 
 
-def in_words(figures: Metrics, batch: int) -> dict[str, Leaves]:
+def compared_metrics(figures: Metrics, batch: int) -> dict[str, Leaves]:
     """The figures of a step that are compared, as layers are."""
     sums, norm, finite = jax.device_get(figures)
     if not finite:

@@ -83,7 +83,7 @@ def live_server(like: State, mitigations: Mitigations, places: Places) -> Costs:
     return Costs(memory, places.num_remote * (3 if mitigations.needs_read else 2))
 
 
-def local(
+def local_costs(
     like: State, table: UpdateTable, places: Places, *, outer: optax.GradientTransformation | None, waits: bool
 ) -> Costs:
     """Return the costs of workers with local weights, which meet on the server's device.

@@ -47,7 +47,7 @@ class Delays(NamedTuple):
     trace: MeasuredTimes = ()
 
 
-def check(delays: Delays) -> None:
+def check_delays(delays: Delays) -> None:
     """Raises ValueError, in one line, unless the settings can be."""
     kind, spread = delays.distribution, delays.spread
     if kind not in DISTRIBUTIONS:

@@ -21,7 +21,7 @@ import optax
 
 from jaxpar.asynchronous.gradient_rows import rows_by_step
 from jaxpar.asynchronous.mitigations import Mitigations
-from jaxpar.asynchronous.programs import BEGUN, Arrival, Programs, Server, add_up, leaves, with_leaves
+from jaxpar.asynchronous.programs import BEGUN, Arrival, Programs, Server, add_up_totals, leaves, with_leaves
 from jaxpar.asynchronous.table import UpdateTable, since
 from jaxpar.models.model import Params
 from jaxpar.state import Canonical, State
@@ -71,7 +71,7 @@ class LocalEngine:
         self._devices = [devices[worker % len(devices)] for worker in range(table.num_workers)]
         self._programs = Programs(problem, mitigations, table.num_workers)
         self._mean = jax.jit(lambda trees: jax.tree.map(lambda *leaves: _mean(leaves), *trees))
-        self._total = jax.jit(add_up)
+        self._total = jax.jit(add_up_totals)
         self._subtract, self._add = jax.jit(optax.tree.sub), jax.jit(optax.tree.add)
         self._outer_step = jax.jit(self._outer_update)
 

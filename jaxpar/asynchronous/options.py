@@ -48,7 +48,7 @@ class UpdateSource(NamedTuple):
     recorded: UpdateTable | None
 
 
-def decide(config: ConfigDict) -> UpdateSource:
+def decide_updates(config: ConfigDict) -> UpdateSource:
     """Check config.asynchronous, and read the files that it names.
 
     Raises:
@@ -215,7 +215,7 @@ def _simulate(config: ConfigDict, times: Delays, num_steps: int) -> UpdateTable:
 def _read_recorded(config: ConfigDict) -> UpdateTable:
     """Read the table of a live run."""
     a = config.asynchronous
-    recorded = table.read(a.table)
+    recorded = table.read_updates(a.table)
     if recorded.num_workers != a.num_workers:
         raise UserError(
             f"config.asynchronous.num_workers is {a.num_workers}; it must be {recorded.num_workers}, as in {a.table}"
@@ -243,7 +243,7 @@ def _read_delays(config: ConfigDict) -> Delays:
         )
     times = Delays(**{**d, "trace": delays.read_trace(d.trace) if d.trace else ()})
     try:
-        delays.check(times)
+        delays.check_delays(times)
     except ValueError as error:
         raise UserError(f"config.asynchronous.delays.{error}") from error
     return times
@@ -277,6 +277,6 @@ def _corrected(config: ConfigDict, num_steps: int, mean_staleness: float) -> opt
     def with_momentum(momentum: float) -> optax.GradientTransformationExtraArgs:
         copy = config.copy_and_resolve_references()
         copy.optimizer[key] = momentum
-        return optimizer.build(copy, schedule)
+        return optimizer.make_optimizer(copy, schedule)
 
     return mitigations.corrected_momentum(with_momentum, config.optimizer[key], mean_staleness)

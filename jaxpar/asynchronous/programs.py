@@ -243,7 +243,7 @@ def _root_mean(totals: Totals) -> jax.Array:
     return jnp.where(totals.finite, jnp.sqrt(totals.square / jnp.maximum(totals.num_updates, 1)), jnp.nan)
 
 
-def add_up(totals: Sequence[Totals]) -> Totals:
+def add_up_totals(totals: Sequence[Totals]) -> Totals:
     """Return the totals over several servers."""
     finite = [one.finite for one in totals]
     added: Totals = jax.tree.map(lambda *x: sum(x[1:], x[0]), *(one._replace(finite=()) for one in totals))

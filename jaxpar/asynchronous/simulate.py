@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxpar.asynchronous.delays import Delays, check, communication_times, compute_times, mean_compute_time
+from jaxpar.asynchronous.delays import Delays, check_delays, communication_times, compute_times, mean_compute_time
 from jaxpar.asynchronous.table import ROUNDING, UpdateTable
 
 POLICIES = ("sync", "async", "ssp", "softsync", "local_sgd", "diloco", "model_average")
@@ -58,7 +58,7 @@ def simulate(
       ValueError: one line: a setting that cannot be. Those that the policy does not use are not looked at.
     """
     delays = Delays() if delays is None else delays
-    check(delays)
+    check_delays(delays)
     _check(policy, num_workers, num_gradients, seed, bound, groups, interval)
     compute = compute_times(delays, num_workers, seed)
     communication = communication_times(delays, num_workers, seed)

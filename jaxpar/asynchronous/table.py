@@ -173,7 +173,7 @@ def _rules(table: UpdateTable) -> Iterator[tuple[np.ndarray, str, Any]]:
     )
 
 
-def write(path: Path | str, table: UpdateTable) -> None:
+def write_updates(path: Path | str, table: UpdateTable) -> None:
     """Writes a valid table as CSV: the number of workers, the names of the columns, a row a gradient."""
     validate(table)
     text = io.StringIO()
@@ -184,7 +184,7 @@ def write(path: Path | str, table: UpdateTable) -> None:
     write_text(Path(path), text.getvalue())
 
 
-def read(path: Path | str) -> UpdateTable:
+def read_updates(path: Path | str) -> UpdateTable:
     """Reads what `write` has written, and validates it: the same table, to the last bit.
 
     Raises:

@@ -28,7 +28,7 @@ def of_array(x: np.ndarray) -> int:
 
 def of_tree(tree: Canonical) -> dict[str, int]:
     """By path of an array; of arrays on devices there."""
-    leaves = named(tree)
+    leaves = by_path(tree)
     if all(isinstance(leaf, np.ndarray) for leaf in leaves.values()):
         return {name: of_array(leaf) for name, leaf in leaves.items()}
     return {name: int(value) for name, value in jax.device_get(_on_devices(leaves)).items()}
@@ -55,6 +55,6 @@ def of_info(info: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps({key: info[key] for key in info if key != "checksum"}, sort_keys=True).encode())
 
 
-def named(tree: Any) -> dict[str, Any]:
+def by_path(tree: Any) -> dict[str, Any]:
     """By path, `['params']['embed']['tokens']`."""
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}

@@ -46,7 +46,7 @@ class Line(NamedTuple):
     digest: int
 
 
-def digest(examples: np.ndarray) -> int:
+def digest_examples(examples: np.ndarray) -> int:
     """The sum modulo 2^64 of a mix of each number (Steele et al., "Fast Splittable PRNGs", 2014: splitmix64)."""
     mixed = (examples.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -78,7 +78,7 @@ class Ledger:
         self._open[-1] = line._replace(
             stop=step + 1,
             examples=line.examples + len(examples),
-            digest=(line.digest + digest(examples)) % 2**64,
+            digest=(line.digest + digest_examples(examples)) % 2**64,
         )
 
     def write(self) -> None:
@@ -99,7 +99,7 @@ def cut(directory: Path, after: int) -> None:
         files.write_text(path, "".join(_text(line) for line in _read(path) if line.stop <= after))
 
 
-def check(directory: Path, batches: PlannedBatches, num_steps: int) -> None:
+def check_ledger(directory: Path, batches: PlannedBatches, num_steps: int) -> None:
     """Before a run goes on: raises UserError where the ledger does not prove the steps behind it."""
     try:
         verify(directory, batches, num_steps)
@@ -118,7 +118,7 @@ def verify(directory: Path, batches: PlannedBatches, num_steps: int) -> str:
     begun, size = lines[0].start, batches.steps_per_epoch
     check_steps(lines, num_steps, batches.batch_size)
     every = np.arange(batches.examples_per_epoch)
-    digest_of_every = digest(every)
+    digest_of_every = digest_examples(every)
     for epoch in range(begun // size, -(-num_steps // size)):
         start, stop = max(begun, epoch * size), min(num_steps, (epoch + 1) * size)
         whole = stop - start == size
@@ -127,7 +127,7 @@ def verify(directory: Path, batches: PlannedBatches, num_steps: int) -> str:
         count, got = sum(line.examples for line in own), sum(line.digest for line in own) % 2**64
         if count != len(expected):
             raise TrainingError(f"ledger: epoch {epoch}: {count} examples were taken, and {len(expected)} are due")
-        if got != (digest_of_every if whole else digest(expected)):
+        if got != (digest_of_every if whole else digest_examples(expected)):
             raise TrainingError(f"ledger: epoch {epoch}: of {count} examples some were taken twice and others never")
     since = f", from step {begun + 1} on" if begun else ""
     return f"every example of {(num_steps - begun) / size:.6g} epochs exactly once{since}"

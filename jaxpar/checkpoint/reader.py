@@ -77,7 +77,7 @@ def read(path: Path, like: Canonical | None = None) -> Checkpoint:
     like = saved if like is None else like
     tree = _arrays(path / "state", saved, info["checksums"])
     there, here = (
-        {name: f"{x.dtype} {x.shape}" for name, x in checksums.named(tree).items()} for tree in (saved, like)
+        {name: f"{x.dtype} {x.shape}" for name, x in checksums.by_path(tree).items()} for tree in (saved, like)
     )
     for name in sorted(there.keys() | here.keys()):
         was, wanted = there.get(name, "missing"), here.get(name, "missing")
@@ -102,7 +102,7 @@ def _arrays(path: Path, shapes: Canonical, sums: dict[str, int]) -> Canonical:
         raise
     except Exception as error:  # whatever orbax and tensorstore raise on damaged files
         raise Damaged(gist(error)) from error
-    leaves = checksums.named(tree)
+    leaves = checksums.by_path(tree)
     if odd := sorted(leaves.keys() ^ sums.keys()):
         raise Damaged(f"{odd[0]} is {'an array without a checksum' if odd[0] in leaves else 'missing'}")
     for name, leaf in leaves.items():
@@ -162,7 +162,7 @@ def of_run(workdir: Path, step: int | None = None) -> Checkpoint:
     """
     directory = workdir / "checkpoints"
     if not (found := steps(directory)):
-        configs.read(workdir)
+        configs.read_config(workdir)
         raise UserError(f"{workdir} holds no checkpoint yet")
     if step is None:
         newest = restore(directory, None, say=print)
@@ -180,4 +180,4 @@ def restore_params(workdir: Path) -> tuple[ConfigDict, Params]:
     """The config and the newest parameters, NumPy leaves, of the run in `workdir`. Raises UserError as `of_run`."""
     found = of_run(workdir)
     config = found.info.get("config")  # the first ones had none
-    return configs.from_keys(config) if config else configs.read(workdir), found.tree["params"]
+    return configs.from_keys(config) if config else configs.read_config(workdir), found.tree["params"]

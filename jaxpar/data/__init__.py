@@ -15,9 +15,9 @@ A batch is a dict. Dims: B examples (always batch_size rows), T positions, H W C
 
 from jaxpar.data.batches import Batches
 from jaxpar.data.cache import cache_dir
-from jaxpar.data.check import check
+from jaxpar.data.check import check_data
 from jaxpar.data.dataset import load
 from jaxpar.data.examples import DataInfo, Dataset, Split
 from jaxpar.data.labels import Labels
 
-__all__ = ["Batches", "DataInfo", "Dataset", "Labels", "Split", "cache_dir", "check", "load"]
+__all__ = ["Batches", "DataInfo", "Dataset", "Labels", "Split", "cache_dir", "check_data", "load"]

@@ -13,7 +13,7 @@ SOURCES = ("wordnet", *rows.READERS, *images.IMAGE_READERS, "synthetic")
 LABEL_SOURCES = {Labels.TARGETS: (*TABLES, "synthetic"), Labels.TAGS: ("jsonl", "parquet", "synthetic")}  # others: all
 
 
-def check(config: ConfigDict, labels: Labels) -> None:
+def check_data(config: ConfigDict, labels: Labels) -> None:
     """Raises UserError for the first key that cannot be, where a task needs these labels."""
     check_choice("data.source", config.data.source, SOURCES)
     _check_labels(config, labels)
@@ -90,7 +90,7 @@ def _check_files(config: ConfigDict) -> None:
             raise UserError(f"config.data.validation and test must be empty: {data.source} has a test file of its own.")
         return
     for key in ("train", "validation", "test"):
-        for path in files.find(f"data.{key}", data[key]) if data[key] else ():
+        for path in files.find_files(f"data.{key}", data[key]) if data[key] else ():
             _check_suffix(key, path, data.source)
 
 

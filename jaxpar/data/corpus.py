@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from jaxpar.data import files
 from jaxpar.data.labels import Labels
-from jaxpar.data.rows import Columns, TextRow, read
+from jaxpar.data.rows import Columns, TextRow, read_files
 from jaxpar.errors import UserError, nearest
 
 SPLITS = ("train", "validation", "test")
@@ -32,7 +32,7 @@ class Corpus:
         targets = tuple(data.target_columns) if labels is Labels.TARGETS else ()
         texts = ("text",) if data.source == "wordnet" else tuple(data.text_columns)
         self._columns = Columns(texts, label, targets, labels is Labels.TAGS)
-        self._files = {name: files.find(f"data.{name}", data[name]) for name in SPLITS if data[name]}
+        self._files = {name: files.find_files(f"data.{name}", data[name]) for name in SPLITS if data[name]}
         if data.source == "wordnet":
             self._files = {"train": [WORDNET]}
         self._validation = 0.0 if data.validation else float(data.validation_fraction)
@@ -40,7 +40,7 @@ class Corpus:
 
     def facts(self) -> dict[str, Any]:
         """All that determines the rows, contents of files by their hash."""
-        digests = {name: files.digest(paths) for name, paths in self._files.items()}
+        digests = {name: files.digest_files(paths) for name, paths in self._files.items()}
         targets = {"targets": self._columns.targets} if self._columns.targets else {}
         return {
             **targets,
@@ -55,7 +55,7 @@ class Corpus:
         """(split, row) of every row. Raises UserError on a label that the training file lacks."""
         known: set[str] = set()
         for name, paths in self._files.items():
-            rows = read(self._source, paths, self._columns)
+            rows = read_files(self._source, paths, self._columns)
             if name == "train" and self._source == "text":
                 yield from parted(list(rows), self._validation, self._test)
                 continue

@@ -5,7 +5,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from jaxpar.data import images, synthetic, text
-from jaxpar.data.check import check
+from jaxpar.data.check import check_data
 from jaxpar.data.examples import Dataset
 from jaxpar.data.labels import Labels
 
@@ -18,7 +18,7 @@ def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:
     Reads config.data, model.name, model.init_from, cache_dir and seed. Raises UserError for whatever
     is wrong with the keys, the files or what is in them.
     """
-    check(config, labels)
+    check_data(config, labels)
     if config.data.source == "synthetic":
         return synthetic.load(config, labels)
     if config.data.source in images.IMAGE_READERS:

@@ -16,7 +16,7 @@ from jaxpar.errors import UserError
 DAMAGED = (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile)  # what reading a damaged .gz or .xz raises
 
 
-def find(key: str, pattern: str) -> list[Path]:
+def find_files(key: str, pattern: str) -> list[Path]:
     """The files that config key `key` names: one path, or a glob (sorted by name).
 
     Raises UserError where there is none, or one is not a readable file.
@@ -52,7 +52,7 @@ def open_bytes(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-def digest(paths: Iterable[Path]) -> str:
+def digest_files(paths: Iterable[Path]) -> str:
     """SHA-256 over the contents of the files, in order."""
     total = hashlib.sha256()
     for path in paths:

@@ -63,7 +63,7 @@ class TextRow(NamedTuple):
         return f"{self.file}:{self.line}"
 
 
-def read(source: str, files: Sequence[Path], columns: Columns) -> Iterator[TextRow]:
+def read_files(source: str, files: Sequence[Path], columns: Columns) -> Iterator[TextRow]:
     """The rows of all files. `source`: a key of READERS. Raises UserError naming file and line."""
     for path in files:
         row = None

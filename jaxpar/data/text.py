@@ -129,13 +129,13 @@ def _tokenizer(
     kept = workdir / "tokenizer.json"
     given = given_tokenizer(config)
     if given is not None:
-        serialized = tokenizer.read(given)
-        if kept.exists() and tokenizer.read(kept) != serialized:
+        serialized = tokenizer.read_tokenizer(given)
+        if kept.exists() and tokenizer.read_tokenizer(kept) != serialized:
             raise UserError(f"{kept} is not {given}: this workdir belongs to another run. Choose another --workdir.")
         return given, serialized
     size = config.data.vocab_size
     if kept.exists():
-        serialized = tokenizer.read(kept)
+        serialized = tokenizer.read_tokenizer(kept)
         found = tokenizer.vocab_size(Tokenizer.from_str(serialized))
         if found > size:
             raise UserError(f"{kept} has {found} tokens, config.data.vocab_size is {size}. Choose another --workdir.")
@@ -143,7 +143,7 @@ def _tokenizer(
     byte_level = labels is Labels.NEXT
 
     def make(directory: Path) -> dict[str, Any]:
-        trained = tokenizer.train(corpus.training_texts, size, byte_level=byte_level)
+        trained = tokenizer.train_tokenizer(corpus.training_texts, size, byte_level=byte_level)
         (directory / "tokenizer.json").write_text(trained.to_str(), "utf-8")
         return {}
 
@@ -156,7 +156,7 @@ def _tokenizer(
 def given_tokenizer(config: ConfigDict) -> Path | None:
     """The tokenizer file that the config names: config.data.tokenizer, or the one in config.model.init_from."""
     if config.data.tokenizer:
-        return files.find("data.tokenizer", config.data.tokenizer)[0]
+        return files.find_files("data.tokenizer", config.data.tokenizer)[0]
     if not config.model.init_from:
         return None
     directory = Path(config.model.init_from).expanduser()

@@ -20,7 +20,7 @@ PADDING = ("[PAD]", "<pad>", "<|endoftext|>")  # GPT-2's has no padding: behind 
 MASK = ("[MASK]", "<mask>")
 
 
-def train(texts: Callable[[], Iterator[str]], vocab_size: int, *, byte_level: bool) -> Tokenizer:
+def train_tokenizer(texts: Callable[[], Iterator[str]], vocab_size: int, *, byte_level: bool) -> Tokenizer:
     """A tokenizer of at most `vocab_size` tokens: BERT's lower-casing WordPiece, or GPT-2's byte-level BPE.
 
     `texts` gives a fresh iterator over the training texts; it is called up to twice.
@@ -89,7 +89,7 @@ def _wordpiece(vocab: dict[str, int], *, lowercase: bool, strip_accents: bool | 
     return tokenizer
 
 
-def read(path: Path) -> str:
+def read_tokenizer(path: Path) -> str:
     """The given tokenizer.json, or vocab.txt made into one, as JSON. Raises UserError where it is neither.
 
     Beside a vocab.txt, tokenizer_config.json may say do_lower_case (otherwise true), strip_accents and

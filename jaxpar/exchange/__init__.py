@@ -18,7 +18,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate
-from jaxpar.exchange.presets import AROUND, EXCHANGES, GRADIENTS, Rule, build, obstacle
+from jaxpar.exchange.presets import AROUND, EXCHANGES, GRADIENTS, Rule, make_exchange, obstacle
 from jaxpar.exchange.reduce import Axis
 from jaxpar.plan import Traffic
 
@@ -75,7 +75,7 @@ def distributed_optimizer(
         axis = Axis(axis_name, jax.lax.axis_size(axis_name))
         if reason := obstacle(exchange, axis.size, given):
             raise ValueError(" ".join(reason))
-        return build(exchange, axis, Rule(optimizer, None), **given)
+        return make_exchange(exchange, axis, Rule(optimizer, None), **given)
 
     def init(params: Any) -> DistributedState:
         return out(built().init(params))

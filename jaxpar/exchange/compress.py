@@ -222,7 +222,7 @@ def from_bytes(vector: jax.Array, like: Payload) -> Payload:
     return tuple(payload)
 
 
-def nbytes(payload: Payload) -> int:
+def payload_nbytes(payload: Payload) -> int:
     """Of a payload, or of its shapes."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in payload)
 

@@ -75,7 +75,7 @@ def fused(reducer: Reducer, num_bytes: int, *, cut: bool = False, backwards: boo
     return AllReduce(init, mean, traffic)
 
 
-def by_layer(all_reduce: AllReduce, layers: Sequence[str]) -> AllReduce:
+def in_layer_order(all_reduce: AllReduce, layers: Sequence[str]) -> AllReduce:
     """The same for a tree {layer: ..}, with vectors in the order of the layers, not of their names."""
 
     def ordered(tree: Any) -> list[Any]:

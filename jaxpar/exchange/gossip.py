@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpar.exchange.compress import Compressor, from_bytes, nbytes, to_bytes
+from jaxpar.exchange.compress import Compressor, from_bytes, payload_nbytes, to_bytes
 from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate, shared
 from jaxpar.exchange.fuse import AllReduce, flat
 from jaxpar.exchange.reduce import Axis
@@ -106,7 +106,7 @@ def low_precision_decentralized(
         return {"left": flat(params)[0], "right": flat(params)[0]}
 
     def traffic(params: Any, _num_microbatches: int) -> list[Traffic]:
-        return [_permutes(axis, 2 * nbytes(compressor.payload(_size(params))), "uint8")]
+        return [_permutes(axis, 2 * payload_nbytes(compressor.payload(_size(params))), "uint8")]
 
     return mixed(optimizer, mix, init, traffic)
 

@@ -19,7 +19,7 @@ from jaxpar.exchange.compress import Compressor, dithering, error_feedback, min_
 from jaxpar.exchange.compress import randomk as random_k
 from jaxpar.exchange.compress import topk as top_k
 from jaxpar.exchange.exchange import Exchange, averaged, every
-from jaxpar.exchange.fuse import AllReduce, by_layer, fused
+from jaxpar.exchange.fuse import AllReduce, fused, in_layer_order
 from jaxpar.exchange.reduce import Axis, Reducer
 from jaxpar.exchange.scatter_gather import scatter_gather
 from jaxpar.exchange.zero import zero
@@ -46,7 +46,7 @@ class Rule(NamedTuple):
 
     def in_order(self, all_reduce: AllReduce) -> AllReduce:
         """The same, with vectors in the order of the layers."""
-        return by_layer(all_reduce, self.layers) if self.layers else all_reduce
+        return in_layer_order(all_reduce, self.layers) if self.layers else all_reduce
 
 
 # ---- on gradients -------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ def obstacle(name: str, num_replicas: int, given: Mapping[str, Any]) -> tuple[st
     return None
 
 
-def differs(name: str, given: Mapping[str, Any]) -> str:
+def exchange_differs(name: str, given: Mapping[str, Any]) -> str:
     """What an exchange with these options does otherwise than one device. Empty: nothing, but for rounding."""
     if name in DIFFERS:
         return f"{name} {DIFFERS[name]}"
@@ -275,7 +275,7 @@ def differs(name: str, given: Mapping[str, Any]) -> str:
     return f"{name} sends gradients in {given['wire_dtype']}" if given.get("wire_dtype") else ""
 
 
-def build(name: str, axis: Axis, rule: Rule, **given: Any) -> Exchange:
+def make_exchange(name: str, axis: Axis, rule: Rule, **given: Any) -> Exchange:
     """The named exchange around an optimizer; `given`: options. Not dp."""
     passes = given.pop(PASSES, 1)
     if name in GRADIENTS:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.exchange.compress import Compressor, from_bytes, nbytes, to_bytes
+from jaxpar.exchange.compress import Compressor, from_bytes, payload_nbytes, to_bytes
 from jaxpar.exchange.reduce import Axis, Reducer
 from jaxpar.plan import Traffic
 
@@ -50,7 +50,7 @@ def scatter_gather(axis: Axis, worker: Compressor, server: Compressor) -> Reduce
     def traffic(length: int, _dtype: Any) -> list[Traffic]:
         sizes = {"all-to-all": worker, "all-gather": server}
         return [
-            Traffic(kind, "uint8", axis.name, (n - 1) * nbytes(compressor.payload(length // n)))
+            Traffic(kind, "uint8", axis.name, (n - 1) * payload_nbytes(compressor.payload(length // n)))
             for kind, compressor in sizes.items()
         ]
 

@@ -44,7 +44,7 @@ def main() -> int:
     signals: list[int] = []
     with forwarded(signals):
         asked, gpus = read_arguments()
-        return run(asked, gpus, signals)
+        return run_processes(asked, gpus, signals)
 
 
 def read_arguments() -> tuple[argparse.Namespace, list[str]]:
@@ -72,7 +72,7 @@ def read_arguments() -> tuple[argparse.Namespace, list[str]]:
     return arguments, gpus
 
 
-def run(asked: argparse.Namespace, gpus: Sequence[str], signals: list[int]) -> int:
+def run_processes(asked: argparse.Namespace, gpus: Sequence[str], signals: list[int]) -> int:
     """Starts the processes, again where one fails, and returns the exit code. signals: that have come, and come yet."""
     own = f"--num_processes={asked.num_processes}" + f" --max_restarts={asked.max_restarts}" * (asked.max_restarts > 0)
     command = f"{os.environ.get('JAXPAR_COMMAND', NAME)} {own}"
@@ -85,7 +85,7 @@ def run(asked: argparse.Namespace, gpus: Sequence[str], signals: list[int]) -> i
         number, code = group.wait(signals)
         if not is_failure(code):
             return code
-        say(f"process {number} ended {in_words(code)}" + "; the others were ended too" * (asked.num_processes > 1))
+        say(f"process {number} ended {format_exit(code)}" + "; the others were ended too" * (asked.num_processes > 1))
         if code == USER_ERROR or signals or restart == asked.max_restarts:
             break
         say(f"restart {restart + 1} of {asked.max_restarts}, from the last checkpoint")
@@ -203,7 +203,7 @@ def say(text: str) -> None:
     print(f"launch: {text}", file=sys.stderr, flush=True)
 
 
-def in_words(code: int) -> str:
+def format_exit(code: int) -> str:
     """How a process ended."""
     return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
 

@@ -41,7 +41,7 @@ class Place(NamedTuple):
     process_id: int | None
 
 
-def find(given: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Place | None:
+def find_place(given: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Place | None:
     """The place of this process; None where it is alone.
 
     Args:
@@ -84,7 +84,7 @@ def _of_cluster(environ: Mapping[str, str]) -> Place | None:
     return None
 
 
-def start(place: Place | None) -> None:
+def meet_processes(place: Place | None) -> None:
     """Meets the other processes. Call before JAX touches a device."""
     if place is None:
         return
@@ -108,7 +108,7 @@ def wait(where: str) -> None:
         multihost_utils.sync_global_devices(where)
 
 
-def check_same(what: str, value: int) -> None:
+def check_same_value(what: str, value: int) -> None:
     """Raises TrainingError, in all processes, where they do not have the same value."""
     if jax.process_count() > 1:
         values = multihost_utils.process_allgather(np.int32(value)).tolist()

@@ -22,7 +22,7 @@ MOST_SECONDS = 1e9
 _STDERR = 2  # the file descriptor
 
 
-def check(seconds: float) -> None:
+def check_seconds(seconds: float) -> None:
     """Raises UserError where config.watchdog_seconds cannot be this."""
     if not 0 <= seconds <= MOST_SECONDS:
         raise UserError(f"config.watchdog_seconds is {seconds}; it must be 0 (none) to {MOST_SECONDS:g}")

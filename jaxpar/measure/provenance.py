@@ -24,7 +24,7 @@ def versions() -> dict[str, str]:
     return {"jaxpar": own, "python": platform.python_version()} | {name: version(name) for name in PACKAGES}
 
 
-def devices(used: Sequence[jax.Device]) -> dict[str, Any]:
+def describe_devices(used: Sequence[jax.Device]) -> dict[str, Any]:
     """Of these devices: their kinds, and how many."""
     kinds = sorted({device.device_kind for device in used})
     return {"platform": used[0].platform, "kinds": kinds, "number": len(used), "machine": platform.machine()}

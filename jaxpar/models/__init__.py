@@ -12,7 +12,7 @@ from jaxpar.errors import UserError, check_choice, nearest
 from jaxpar.models.model import REMAT_POLICIES, Batch, Context, LayerRun, Model, Params, Tie
 from jaxpar.models.options import check_attention, with_attention_of
 
-__all__ = ["MODELS", "Batch", "Context", "LayerRun", "Model", "Params", "Tie", "build", "check"]
+__all__ = ["MODELS", "Batch", "Context", "LayerRun", "Model", "Params", "Tie", "build", "check_model"]
 
 # The models there are, with the least data that each can be built for.
 MODELS = {
@@ -25,7 +25,7 @@ MODELS = {
 DTYPES = ("float32", "bfloat16")
 
 
-def check(config: ConfigDict, cluster: Cluster | None = None) -> None:
+def check_model(config: ConfigDict, cluster: Cluster | None = None) -> None:
     """Raise UserError for what is wrong with config.model and config.task whatever the data. cluster: as in `build`."""
     if config.model.name in MODELS:
         build(config, MODELS[config.model.name], cluster)  # abstract: no array is made
@@ -50,7 +50,7 @@ def build(config: ConfigDict, info: DataInfo, cluster: Cluster | None = None) ->
     """
     _check_choices(config)
     name = config.model.name
-    cluster = clusters.find() if cluster is None else cluster
+    cluster = clusters.find_cluster() if cluster is None else cluster
     model = _module(name).build(with_attention_of(config, cluster), info)
     check_attention(config, cluster)  # after what the model says of the config, which holds on any cluster
     if not isinstance(model, Model):

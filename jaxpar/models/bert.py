@@ -44,7 +44,7 @@ NORM_EPS = 1e-12
 
 def build(config: ConfigDict, info: DataInfo) -> Model:
     """The layers: embed, block_0 .. , head. The output: [B, C], [B, T, C] or [B, T, V], float32."""
-    task, spec, pooling = decide(config, info)
+    task, spec, pooling = resolve(config, info)
     if task.head == "masked_lm":
         return transformer(config, spec, partial(MaskedLMHead, spec), TIED_HEAD)
     if task.head == "token":
@@ -52,7 +52,7 @@ def build(config: ConfigDict, info: DataInfo) -> Model:
     return transformer(config, spec, partial(PoolingHead, spec, pooling, info.num_outputs))
 
 
-def decide(config: ConfigDict, info: DataInfo) -> tuple[Task, Spec, str]:
+def resolve(config: ConfigDict, info: DataInfo) -> tuple[Task, Spec, str]:
     """Return the task, the numbers of the encoder, and how its head pools (empty: it does not)."""
     task = check_task(config, info, heads=("example", "token", "masked_lm"), kinds=("text",))
     pooling = {"pooling": "cls"} if task.head == "example" else {}

@@ -54,13 +54,13 @@ NORM_EPS = 1e-5
 
 def build(config: ConfigDict, info: DataInfo) -> Model:
     """The layers: embed, block_0 .. , head. The output: logits [B, T, V] or [B, C], float32."""
-    task, spec = decide(config, info)
+    task, spec = resolve(config, info)
     if task.head == "causal_lm":
         return transformer(config, spec, partial(CausalLMHead, spec), TIED_HEAD)
     return transformer(config, spec, partial(LastTokenHead, spec, info.num_outputs))
 
 
-def decide(config: ConfigDict, info: DataInfo) -> tuple[Task, Spec]:
+def resolve(config: ConfigDict, info: DataInfo) -> tuple[Task, Spec]:
     """Return the task, and the numbers of the decoder."""
     task = check_task(config, info, heads=("causal_lm", "example"), kinds=("text",))
     values = pick(config, SIZES, DEFAULTS)

@@ -177,7 +177,7 @@ def load_params(model: Model, params: Params, directory: Path, say: Callable[[st
       UserError: a file is missing or damaged, a tensor is missing or has another shape.
     """
     family, _ = _read_config(directory / "config.json")
-    sources = hf_tensors.find(directory)
+    sources = hf_tensors.find_tensors(directory)
     prefix = family.prefix if any(name.startswith(family.prefix) for name in sources) else ""
     flat = flatten_dict(params, sep=".")
     fresh = []
@@ -187,7 +187,7 @@ def load_params(model: Model, params: Params, directory: Path, say: Callable[[st
         name = prefix * tensor.prefixed + tensor.name
         if name not in sources and not tensor.head:
             raise UserError(f"{directory} has no tensor {name}: its files are not those of its config.json.")
-        arrays = tensor.to_ours(hf_tensors.read(sources[name])) if name in sources else []
+        arrays = tensor.to_ours(hf_tensors.read_tensor(sources[name])) if name in sources else []
         shapes = [(key, np.shape(flat[key]), array.shape) for key, array in zip(tensor.keys, arrays, strict=False)]
         wrong = [f"{key} {there}, but the model has {here}" for key, here, there in shapes if here != there]
         if not arrays or (wrong and tensor.keys[0].startswith("head.classifier")):
@@ -243,11 +243,11 @@ def _their_config(config: ConfigDict, info: DataInfo) -> tuple[dict[str, Any], F
         raise UserError(f"config.model.name is {config.model.name!r}; only {', '.join(families)} can be exported.")
     kind, family = families[config.model.name]
     if kind == "bert":
-        task, spec, pooling = bert.decide(config, info)
+        task, spec, pooling = bert.resolve(config, info)
         extras: dict[str, Any] = {"attention_probs_dropout_prob": 0.0}
         differing = {"pooling": (pooling, "mean")}
     else:
-        task, spec = gpt.decide(config, info)
+        task, spec = gpt.resolve(config, info)
         extras = {"attn_pdrop": 0.0, "embd_pdrop": spec.dropout, "bos_token_id": None, "eos_token_id": None}
         differing = {"norm": (spec.norm, "rmsnorm"), "positions": (spec.positions, "rotary")}
         differing["activation"] = (spec.activation, "swiglu")

@@ -105,7 +105,7 @@ class TensorSource(NamedTuple):
     name: str
 
 
-def find(directory: Path) -> dict[str, TensorSource]:
+def find_tensors(directory: Path) -> dict[str, TensorSource]:
     """The tensors of a directory by today's names: files of before 2019 have gamma and beta in a LayerNorm.
 
     Raises:
@@ -131,7 +131,7 @@ def find(directory: Path) -> dict[str, TensorSource]:
     return sources
 
 
-def read(source: TensorSource) -> np.ndarray:
+def read_tensor(source: TensorSource) -> np.ndarray:
     """The array. Raises UserError where the file is cut short."""
     return _reading(source.path, lambda file: file.get_tensor(source.name))
 

@@ -74,7 +74,7 @@ class Spec:
 
 def check_task(config: ConfigDict, info: DataInfo, *, heads: Sequence[Head], kinds: Sequence[str]) -> Task:
     """Return the task. Raises UserError where the model lacks its head, or cannot read this kind of data."""
-    name, task = config.model.name, tasks.find(config)
+    name, task = config.model.name, tasks.find_task(config)
     if task.head not in heads:
         possible = [other for other, make in tasks.TASKS.items() if make(config).head in heads]
         raise UserError(
@@ -108,7 +108,7 @@ def pick(config: ConfigDict, sizes: Mapping[str, Mapping[str, Any]], defaults: M
             takes = ", ".join(key for key in OVERRIDES if key in values)
             raise UserError(
                 f"config.model.{key} is {value!r}, but model {config.model.name!r} has no such option "
-                f"for task {tasks.find(config).name!r}; it takes {takes}."
+                f"for task {tasks.find_task(config).name!r}; it takes {takes}."
             )
         if isinstance(value, int) and not isinstance(value, bool) and key != "dropout" and value < 1:
             raise UserError(f"config.model.{key} is {value}; it must be at least 1.")

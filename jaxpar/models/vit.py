@@ -34,7 +34,7 @@ def build(config: ConfigDict, info: DataInfo) -> Model:
     """The layers: embed, block_0 .. , head. The output: [B, DataInfo.num_outputs], float32."""
     check_task(config, info, heads=("example",), kinds=("image",))
     values = pick(config, SIZES, DEFAULTS)
-    spec, pooling, patch = decide(config, info, values), values["pooling"], values["patch_size"]
+    spec, pooling, patch = resolve(config, info, values), values["pooling"], values["patch_size"]
     channels = info.input_shape[2]
     makers: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {"embed": partial(PatchEmbed, spec, pooling, patch, channels)}
     makers |= dict.fromkeys((f"block_{i}" for i in range(spec.num_layers)), partial(Block, spec))
@@ -42,7 +42,7 @@ def build(config: ConfigDict, info: DataInfo) -> Model:
     return Model(makers, scan=config.model.scan_layers, remat=config.model.remat)
 
 
-def decide(config: ConfigDict, info: DataInfo, values: dict[str, Any]) -> Spec:
+def resolve(config: ConfigDict, info: DataInfo, values: dict[str, Any]) -> Spec:
     """Return the numbers of the blocks. max_length: patches, and the class token where there is one.
 
     Raises:

@@ -54,14 +54,14 @@ class Checked(NamedTuple):
     decision: Decision | None
 
 
-def check(config: ConfigDict, workdir: Path) -> Checked:
+def check_run(config: ConfigDict, workdir: Path) -> Checked:
     """Raise UserError for whatever can be known to fail before data is read and programs are compiled."""
-    cluster = clusters.find()
+    cluster = clusters.find_cluster()
     if config.model.init_from:
         hf.apply_directory(config)
-    data.check(config, tasks.find(config).labels)
-    models.check(config, cluster)
-    optimizer.check(config)
+    data.check_data(config, tasks.find_task(config).labels)
+    models.check_model(config, cluster)
+    optimizer.check_optimizer(config)
     decision = strategies.decide(config, cluster)
     if config.checkpoint.keep < 1:
         raise UserError(f"config.checkpoint.keep is {config.checkpoint.keep}; it must be 1 or more")
@@ -79,15 +79,15 @@ def check(config: ConfigDict, workdir: Path) -> Checked:
         raise UserError(f"config.seed is {config.seed}; it must be 0 to {2**31 - 1}")
     if len(config.profile) != 2 or not 0 <= config.profile[0] <= config.profile[1]:
         raise UserError(f"config.profile is {config.profile}; it must be (first step, last step), or (0, 0) for none")
-    watchdog.check(config.watchdog_seconds)
-    resume.check(config, workdir)
+    watchdog.check_seconds(config.watchdog_seconds)
+    resume.check_resumable(config, workdir)
     return Checked(cluster, decision)
 
 
-def build(config: ConfigDict, workdir: Path, phases: Phases, checked: Checked | None = None) -> Run:
+def make_run(config: ConfigDict, workdir: Path, phases: Phases, checked: Checked | None = None) -> Run:
     """Build data, model, optimizer and strategy. checked: what `check` returned; None: it was not called."""
-    cluster, decision = checked or Checked(clusters.find(), None)
-    task = tasks.find(config)
+    cluster, decision = checked or Checked(clusters.find_cluster(), None)
+    task = tasks.find_task(config)
     with processes.first_then_others("data"):
         if processes.is_first() and not is_begun(workdir):
             (workdir / "tokenizer.json").unlink(missing_ok=True)  # without a run it is what a start that failed left
@@ -102,7 +102,7 @@ def build(config: ConfigDict, workdir: Path, phases: Phases, checked: Checked | 
         pretrained = hf.load_params(model, model.shapes, Path(config.model.init_from).expanduser())
     longest = abstract(batches.longest())
     accumulation = config.optimizer.accumulation_steps
-    problem = Problem(model, optimizer.build(config, schedule), accumulation, longest, num_steps, task)
+    problem = Problem(model, optimizer.make_optimizer(config, schedule), accumulation, longest, num_steps, task)
     plan = strategies.plan(config, problem, cluster, decision)
     strategy = strategies.build(plan, problem, clusters.devices())
     check_space(config, workdir, problem)
@@ -133,7 +133,7 @@ def check_space(config: ConfigDict, workdir: Path, problem: Problem) -> None:
     """
     number = config.checkpoint.keep + config.checkpoint.keep_best + 1
     there = checkpoint.steps(workdir / "checkpoints")
-    whole = state.abstract(problem.model, problem.optimizer)
+    whole = state.abstract_state(problem.model, problem.optimizer)
     needed = max(number - len(there), 1) * state.nbytes((whole.params, whole.optimizer))
     free = shutil.disk_usage(workdir).free + checkpoint.unfinished_bytes(workdir / "checkpoints")
     if needed > free:
@@ -144,7 +144,7 @@ def check_space(config: ConfigDict, workdir: Path, problem: Problem) -> None:
         )
 
 
-def describe(run: Run) -> str:
+def describe_run(run: Run) -> str:
     """What will run, where, in a few lines."""
     config, plan, cluster, model = run.config, run.plan, run.cluster, run.problem.model
     kinds = ", ".join(sorted({device.device_kind for device in run.strategy.devices}))

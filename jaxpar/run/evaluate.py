@@ -14,7 +14,7 @@ from jaxpar.tasks import add_up
 IN_FLIGHT = 2  # batches of an evaluation: enough that the device never waits for the host
 
 
-def load(
+def load_batches(
     run: Run, batches: data.Batches, start: int, stop: int, *, numbered: bool = False
 ) -> Iterator[dict[str, np.ndarray]]:
     """Batches start to stop, this process's rows of them, made in the background. numbered: see data.Batches.batch."""
@@ -23,13 +23,13 @@ def load(
     return batches.loader(start, stop, rows=rows, numbered=numbered, num_threads=c.num_threads, prefetch=c.prefetch)
 
 
-def evaluate(run: Run, current: Any, split: data.Split) -> dict[str, float]:
+def evaluate_split(run: Run, current: Any, split: data.Split) -> dict[str, float]:
     """The figures of all of `split`."""
     size = run.config.eval.batch_size or run.config.batch_size
     batches = data.Batches(split, batch_size=size, seed=run.config.seed, shuffle=False)
     with run.phases("eval"):
         sums = []
-        for number, rows in enumerate(load(run, batches, 0, batches.steps_per_epoch)):
+        for number, rows in enumerate(load_batches(run, batches, 0, batches.steps_per_epoch)):
             sums.append(run.strategy.evaluate(current, run.strategy.place(rows)))
             if number >= IN_FLIGHT:
                 jax.block_until_ready(sums[number - IN_FLIGHT])

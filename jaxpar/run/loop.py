@@ -11,7 +11,7 @@ from jaxpar.launch import processes
 from jaxpar.launch.signals import Interrupt
 from jaxpar.run import metrics
 from jaxpar.run.build import Run
-from jaxpar.run.evaluate import evaluate, load
+from jaxpar.run.evaluate import evaluate_split, load_batches
 from jaxpar.run.meter import Meter
 from jaxpar.run.metrics import Progress
 
@@ -45,7 +45,7 @@ class Loop:
         """Returns the strategy's state after the last step. Raises Stopped."""
         run, total, agree = self._run, self._run.num_steps, processes.Agreement()
         with metrics.ProfilerTrace(run.config.profile, run.workdir) as trace, Progress(self._first_step, total) as bar:
-            loader = load(run, run.batches, self._first_step, total, numbered=True)
+            loader = load_batches(run, run.batches, self._first_step, total, numbered=True)
             for step in range(self._first_step + 1, total + 1):
                 run.phases.step = step
                 trace.before(step)
@@ -80,9 +80,9 @@ class Loop:
             bar.log(step, figures, ["loss", run.problem.task.curve])
         validation_loss = None
         if "eval" in due and run.dataset.validation:
-            figures = evaluate(run, current, run.dataset.validation)
+            figures = evaluate_split(run, current, run.dataset.validation)
             self._log.write(step, "validation", figures)
-            bar.say(f"step {step}/{run.num_steps}  validation {metrics.in_words(figures)}")
+            bar.say(f"step {step}/{run.num_steps}  validation {metrics.format_metrics(figures)}")
             validation_loss = figures["loss"]
         is_best = validation_loss is not None and validation_loss < self._best_loss
         if "save" in due or (is_best and run.config.checkpoint.keep_best):

@@ -23,7 +23,7 @@ class Log:
 
     def __init__(self, workdir: Path, *, first_step: int, tensorboard: bool):
         """Continues the files of an earlier process from `first_step`: what it wrote of later steps is dropped."""
-        self._rows = [row for row in read(workdir) if row["step"] <= first_step and row["split"] != "test"]
+        self._rows = [row for row in read_metrics(workdir) if row["step"] <= first_step and row["split"] != "test"]
         processes.wait("metrics were read")
         self._file = None
         self._board: Any = None
@@ -58,7 +58,7 @@ class Log:
                 opened.close()
 
 
-def read(workdir: Path) -> list[dict[str, Any]]:
+def read_metrics(workdir: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl; a last line that was cut off by a crash is left out. Raises UserError for others."""
     path = workdir / "metrics.jsonl"
     lines = path.read_text(errors="replace").split("\n") if path.is_file() else [""]
@@ -103,7 +103,7 @@ class Progress:
         now = time.perf_counter()
         left = (self._total - step) * (now - self._logged[1]) / (step - self._logged[0])
         self._logged = (step, now)
-        words = in_words({name: figures[name] for name in shown if name in figures})
+        words = format_metrics({name: figures[name] for name in shown if name in figures})
         if "examples_per_second" in figures:
             words += f"  {figures['examples_per_second']:,.0f} examples/s"
         self.say(f"step {step}/{self._total}  {words}  {_clock(left)} left")
@@ -145,7 +145,7 @@ class ProfilerTrace:
         self._running = False
 
 
-def in_words(figures: dict[str, float]) -> str:
+def format_metrics(figures: dict[str, float]) -> str:
     """`loss 0.1234  accuracy 0.5678`."""
     return "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
 

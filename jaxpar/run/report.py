@@ -9,7 +9,7 @@ from jaxpar import files
 from jaxpar.launch import processes
 from jaxpar.run import metrics
 from jaxpar.run.build import Run
-from jaxpar.run.evaluate import evaluate
+from jaxpar.run.evaluate import evaluate_split
 from jaxpar.tasks import Task
 
 RATES = ("examples_per_second", "tokens_per_second", "model_flops_per_second", "mfu")
@@ -19,9 +19,9 @@ def finish(run: Run, current: Any, log: metrics.Log) -> dict[str, Any]:
     """Evaluates on the test split, draws the curves and puts the result together."""
     result: dict[str, Any] = {}
     if run.dataset.test:
-        figures = evaluate(run, current, run.dataset.test)
+        figures = evaluate_split(run, current, run.dataset.test)
         log.write(run.num_steps, "test", figures)
-        print(f"test      {metrics.in_words(figures)}", flush=True)
+        print(f"test      {metrics.format_metrics(figures)}", flush=True)
         result = {name if name == "perplexity" else f"test_{name}": value for name, value in figures.items()}
     trained = [row for row in log.rows("train") if "loss" in row]
     rates = {name: [row[name] for row in trained if name in row] for name in RATES}
@@ -54,7 +54,7 @@ def draw_curves(workdir: Path, task: Task, title: str) -> Path | None:
     """Draws the loss and the task's curve from metrics.jsonl as workdir/curves.png. None where there is nothing."""
     from matplotlib.figure import Figure  # here: it takes most of a second to import
 
-    rows = metrics.read(workdir)
+    rows = metrics.read_metrics(workdir)
     if not rows:
         return None
     figure = Figure(figsize=(10, 4), layout="constrained")

@@ -66,16 +66,16 @@ def differences(before: Mapping[str, Any], config: ConfigDict) -> dict[str, str]
     }
 
 
-def check(config: ConfigDict, workdir: Path) -> None:
+def check_resumable(config: ConfigDict, workdir: Path) -> None:
     """Raises UserError where the workdir holds a run that `config` does not continue."""
     before = checkpoint.newest_config(workdir / "checkpoints")
     if before is None:
         before = configs.read_saved(workdir)
     if before is not None:
-        check_same(before, config, f"--workdir={workdir} holds")
+        check_same_run(before, config, f"--workdir={workdir} holds")
 
 
-def check_same(before: Mapping[str, Any], config: ConfigDict, where: str) -> None:
+def check_same_run(before: Mapping[str, Any], config: ConfigDict, where: str) -> None:
     """Raises UserError, with every key and both values, where what may not change has. where: `WHAT holds`."""
     changed = [text for key, text in differences(before, config).items() if not may_change(key, config)]
     if changed:

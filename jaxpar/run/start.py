@@ -16,9 +16,9 @@ from jaxpar.run.build import Run
 
 def start(run: Run) -> tuple[Any, int]:
     """The strategy's state and the number of steps it has behind it: of the newest whole checkpoint, or a fresh one."""
-    like = state.to_canonical(state.abstract(run.problem.model, run.problem.optimizer))
+    like = state.to_canonical(state.abstract_state(run.problem.model, run.problem.optimizer))
     found = checkpoint.restore(run.workdir / "checkpoints", like, say=print)
-    processes.check_same(f"the newest whole checkpoint (-1: none) in {run.workdir}", found.step if found else -1)
+    processes.check_same_value(f"the newest whole checkpoint (-1: none) in {run.workdir}", found.step if found else -1)
     if found is None:
         return fresh(run), 0
     before = check_continued(run, found)
@@ -37,7 +37,7 @@ def check_continued(run: Run, found: checkpoint.Checkpoint) -> Mapping[str, Any]
     """The config of the run that wrote the checkpoint. Raises UserError where this run does not continue that one."""
     where = f"the checkpoint of step {found.step} in {run.workdir}"
     before: Mapping[str, Any] = found.info.get("config", configs.keys(run.config))  # the first ones had none
-    resume.check_same(before, run.config, f"{where} is of")
+    resume.check_same_run(before, run.config, f"{where} is of")
     if found.info["data"] != run.dataset.fingerprint:
         raise UserError(f"the data changed since {where}; give a new --workdir")
     if found.step > run.num_steps:

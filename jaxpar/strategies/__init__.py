@@ -71,4 +71,4 @@ def build(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strate
 
 def make(config: ConfigDict, problem: Problem) -> Strategy:
     """Plan and build the strategy of a config on this machine's devices."""
-    return build(plan(config, problem, clusters.find()), problem, clusters.devices())
+    return build(plan(config, problem, clusters.find_cluster()), problem, clusters.devices())

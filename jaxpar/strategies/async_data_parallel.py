@@ -62,7 +62,7 @@ def decide(config: ConfigDict, cluster: Cluster) -> Decision:
             f"config.exchange is {exchanges.name(config)!r}; it must be 'ddp' without options with "
             "config.strategy='async_data_parallel', where config.asynchronous says what is exchanged"
         )
-    source = options.decide(config)
+    source = options.decide_updates(config)
     workers, microbatches = config.asynchronous.num_workers, config.optimizer.accumulation_steps
     taken = min(meshes.sizes(config, cluster)[DATA], workers)
     words = f"{workers} workers (config.asynchronous.num_workers) x {microbatches} accumulation steps"
@@ -102,21 +102,21 @@ def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decisi
     has_device = meshes.sizes(config, cluster)[DATA] > num_devices and not is_local(config)
     places = Places(num_workers, num_devices, server=num_devices if has_device else 0)
     problem, mitigations = options.build_mitigations(config, shapes, updates)
-    like = states.abstract(problem.model, problem.optimizer)
+    like = states.abstract_state(problem.model, problem.optimizer)
     memory, sent = plan_costs(config, like, mitigations, updates, places)
     nbytes_sent = round(sent * nbytes(like.params))
     layouts = {part: layout.on_one(decision.axes, getattr(like, part), DATA, 0) for part in ("params", "optimizer")}
     return Plan(
         "async_data_parallel",
         decision,
-        summarize(config, updates, has_device),
+        summarize_updates(config, updates, has_device),
         layouts,
         memory,
         (Traffic("copy", "float32", DATA, nbytes_sent, messages=sent),) if sent else (),
-        private_key={"policy": describe(config), "table": fingerprint(updates) if updates else "live"},
+        private_key={"policy": describe_workers(config), "table": table_fingerprint(updates) if updates else "live"},
         differs=""
         if is_lock_step(config)
-        else f"{describe(config)} takes gradients of weights that are not the newest",
+        else f"{describe_workers(config)} takes gradients of weights that are not the newest",
         details=AsyncDetails(config, updates, mitigations, problem.optimizer, places),
     )
 
@@ -129,12 +129,12 @@ def plan_costs(
         return costs.live_server(like, mitigations, places)
     if not is_local(config):
         return costs.emulated_server(like, mitigations, updates, places)
-    return costs.local(like, updates, places, outer=outer_optimizer(config), waits=workers_wait(config))
+    return costs.local_costs(like, updates, places, outer=outer_optimizer(config), waits=workers_wait(config))
 
 
-def summarize(config: ConfigDict, updates: UpdateTable | None, has_device: bool) -> str:
+def summarize_updates(config: ConfigDict, updates: UpdateTable | None, has_device: bool) -> str:
     """Return policy, workers and staleness in one line. has_device: the server has one to itself."""
-    summary = describe(config)
+    summary = describe_workers(config)
     if updates is not None:
         staleness = staleness_summary(updates)
         summary += f", staleness {staleness['mean']:.2f} on average and {staleness['max']} at most"
@@ -145,12 +145,12 @@ def build(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strate
     """Build the strategy of config.asynchronous on the first of these devices."""
     details: AsyncDetails = plan.details
     config, updates = details.config, details.updates
-    mesh, at, used = meshes.build(plan.axes, devices), devices[details.places.server], devices[: plan.num_devices]
+    mesh, at, used = meshes.make_mesh(plan.axes, devices), devices[details.places.server], devices[: plan.num_devices]
     problem = problem._replace(optimizer=details.optimizer)
     engine = build_engine(details, problem, list(mesh.devices.flat), at)
     first, everywhere = SingleDeviceSharding(at), NamedSharding(mesh, PartitionSpec())
     divided = NamedSharding(mesh, PartitionSpec(DATA))
-    like = states.abstract(problem.model, problem.optimizer)
+    like = states.abstract_state(problem.model, problem.optimizer)
     fresh = jax.jit(partial(states.init, problem.model, problem.optimizer), out_shardings=first)
     sums = meshes.one_at_a_time(jax.jit(partial(steps.evaluate, problem), out_shardings=everywhere), mesh)
     place_on_devices = placer(divided)
@@ -230,13 +230,13 @@ def report(updates: UpdateTable | None, workdir: Path) -> dict[str, Any]:
     """Write the table of what was run, if anything was, and return its results."""
     if updates is None:
         return {}
-    table.write(workdir / "updates.csv", updates)
+    table.write_updates(workdir / "updates.csv", updates)
     staleness = staleness_summary(updates)
     results = {"updates": updates.num_updates, "table_seconds": float(updates.finish[-1])}
     return results | {f"staleness_{name}": staleness[name] for name in ("mean", "max")}
 
 
-def describe(config: ConfigDict) -> str:
+def describe_workers(config: ConfigDict) -> str:
     """Return policy, workers and mitigations, such as `async of 4 workers with dc_asgd`."""
     a = config.asynchronous
     made = f"{'live ' if a.mode == 'live' else ''}{a.policy} of {a.num_workers} workers"
@@ -248,6 +248,6 @@ def is_lock_step(config: ConfigDict) -> bool:
     return config.asynchronous.policy == "sync" and not options.named_mitigations(config)
 
 
-def fingerprint(updates: UpdateTable) -> str:
+def table_fingerprint(updates: UpdateTable) -> str:
     """Return the fingerprint of a table without its times."""
     return hashlib.sha256(b"".join(column.tobytes() for column in updates[1:6])).hexdigest()[:12]

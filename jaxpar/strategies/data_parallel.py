@@ -45,7 +45,7 @@ def decide(config: ConfigDict, cluster: Cluster) -> Decision:
         meshes.check_one_process("config.data_parallel.implementation='pmap'", cluster)
     meshes.check_one_stage(config)
     axes = meshes.sizes(config, cluster)
-    exchanges.check(config, axes[DATA], cluster)
+    exchanges.check_exchange(config, axes[DATA], cluster)
     if config.data_parallel.implementation in ("sharding", "pmap") and not is_plain(config):
         raise UserError(
             f"config.data_parallel.implementation is {config.data_parallel.implementation!r}, in which XLA adds "
@@ -99,7 +99,7 @@ def plan_replicated(
     Args:
       implementation: sharding or pmap; the `details` of the plan.
     """
-    like, n = states.abstract(shapes.model, shapes.optimizer), decision.num_replicas
+    like, n = states.abstract_state(shapes.model, shapes.optimizer), decision.num_replicas
     layouts = {part: layout.replicated(decision.axes, getattr(like, part)) for part in ("params", "optimizer")}
     memory = {"parameters": layouts["params"].nbytes_on(), "optimizer": layouts["optimizer"].nbytes_on()}
     size = nbytes(like.params)
@@ -117,9 +117,9 @@ def build(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strate
 
 def build_sharding(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strategy:
     """Build data parallelism by jit over a mesh: batch divided, state replicated."""
-    mesh = meshes.build(plan.axes, devices)
+    mesh = meshes.make_mesh(plan.axes, devices)
     replicated, divided = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(DATA))
-    like = states.abstract(problem.model, problem.optimizer)
+    like = states.abstract_state(problem.model, problem.optimizer)
 
     def step(state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
         grads, sums = steps.gradients(problem, state, batch, batch["weights"].sum())
@@ -146,9 +146,9 @@ def build_sharding(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) 
 def build_pmap(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strategy:
     """Build data parallelism by `jax.pmap`: arrays have a leading dim of the replicas."""
     n, devices = plan.num_replicas, list(devices[: plan.num_replicas])
-    mesh = meshes.build(plan.axes, devices)
+    mesh = meshes.make_mesh(plan.axes, devices)
     divided = NamedSharding(mesh, PartitionSpec(DATA))
-    like = states.abstract(problem.model, problem.optimizer)
+    like = states.abstract_state(problem.model, problem.optimizer)
     stacked = layout.per_replica(plan.axes, like, DATA)
 
     def step(state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:

@@ -36,7 +36,7 @@ def private_key(config: ConfigDict, num_replicas: int) -> dict[str, Any]:
 
 def differs(config: ConfigDict) -> str:
     """What the exchange does otherwise than one device, as `Strategy.differs`."""
-    return presets.differs(config.exchange, given(config))
+    return presets.exchange_differs(config.exchange, given(config))
 
 
 def _with_seed(config: ConfigDict) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def _with_seed(config: ConfigDict) -> dict[str, Any]:
     return seed | given(config)
 
 
-def check(config: ConfigDict, num_replicas: int, cluster: Cluster) -> None:
+def check_exchange(config: ConfigDict, num_replicas: int, cluster: Cluster) -> None:
     """Raises UserError for an exchange, or an option of one, that cannot be."""
     check_choice("exchange", config.exchange, EXCHANGES)
     if reason := obstacle(config.exchange, num_replicas, given(config)):
@@ -70,7 +70,7 @@ def _check_optimizer(config: ConfigDict) -> None:
         raise UserError(f"config.optimizer.name is {kind!r}; it must be adamw with config.exchange={o!r}")
 
 
-def build(config: ConfigDict, problem: Problem, num_replicas: int) -> Exchange:
+def configured_exchange(config: ConfigDict, problem: Problem, num_replicas: int) -> Exchange:
     """The exchange around the problem's optimizer. Raises UserError where it cannot be of this problem."""
     passes = given(config).get(PASSES, 1)
     if problem.num_steps % passes:
@@ -92,7 +92,7 @@ def build(config: ConfigDict, problem: Problem, num_replicas: int) -> Exchange:
         adamw |= {key: o[key] for key in ("b1", "b2", "eps", "weight_decay", "clip_norm")}
     layers = [layer.name for layer in problem.model.layers]
     rule = Rule(problem.optimizer, problem.model.shapes, adamw, layers)
-    return presets.build(config.exchange, Axis(DATA, num_replicas), rule, **_with_seed(config))
+    return presets.make_exchange(config.exchange, Axis(DATA, num_replicas), rule, **_with_seed(config))
 
 
 def check_on_gradients(config: ConfigDict, num_replicas: int, cluster: Cluster) -> None:
@@ -113,7 +113,7 @@ def check_on_gradients(config: ConfigDict, num_replicas: int, cluster: Cluster) 
             f"config.exchange is {config.exchange!r}, which {what}; with config.strategy='pipeline' it must be "
             f"{', '.join(GRADIENTS)}"
         )
-    check(config, num_replicas, cluster)
+    check_exchange(config, num_replicas, cluster)
 
 
 def on_gradients(config: ConfigDict, num_replicas: int) -> AllReduce:

@@ -29,7 +29,7 @@ from jaxpar.tasks import Sums
 
 def plan(shapes: Problem, decision: Decision) -> Plan:
     """Plan the state on the first device alone."""
-    like, others = states.abstract(shapes.model, shapes.optimizer), decision.num_replicas - 1
+    like, others = states.abstract_state(shapes.model, shapes.optimizer), decision.num_replicas - 1
     layouts = {part: layout.on_one(decision.axes, getattr(like, part), DATA) for part in ("params", "optimizer")}
     size = nbytes(like.params)
     memory = [{"parameters": size, "optimizer": nbytes(like.optimizer)}, *[{"parameters": size}] * others]
@@ -41,11 +41,11 @@ def plan(shapes: Problem, decision: Decision) -> Plan:
 
 def build(plan: Plan, problem: Problem, given: Sequence[jax.Device]) -> Strategy:
     """Build the strategy on the first devices of those given, of which the first is the master."""
-    mesh = meshes.build(plan.axes, given)
+    mesh = meshes.make_mesh(plan.axes, given)
     devices = list(mesh.devices.flat)
     master, divided = SingleDeviceSharding(devices[0]), NamedSharding(mesh, PartitionSpec(DATA))
     everywhere = NamedSharding(mesh, PartitionSpec())
-    like = states.abstract(problem.model, problem.optimizer)
+    like = states.abstract_state(problem.model, problem.optimizer)
     in_shard_map = partial(jax.shard_map, mesh=mesh, out_specs=PartitionSpec(DATA), check_vma=False)
 
     @jax.jit

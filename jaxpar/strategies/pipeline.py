@@ -135,7 +135,7 @@ def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decisi
     return Plan(
         "pipeline",
         decision,
-        summarize(config, table, stages),
+        summarize_stages(config, table, stages),
         layouts,
         (memory,) * (num_data * table.num_devices),
         plan_traffic(shapes.model, table, details, engine),
@@ -146,7 +146,7 @@ def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decisi
     )
 
 
-def summarize(config: ConfigDict, table: Table, stages: Stages) -> str:
+def summarize_stages(config: ConfigDict, table: Table, stages: Stages) -> str:
     """Return the schedule, and where the model is cut, in one line."""
     layers = [layer.name for layer in stages.model.layers]
     begins = ", ".join(layers[begin] for begin in stages.bounds[1:-1])
@@ -175,9 +175,9 @@ def plan_traffic(model: Model, table: Table, details: PipelineDetails, engine: P
 def build(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strategy:
     """Build a planned pipeline on the first of these devices."""
     table, details, num_data = plan.decision.table, plan.details, plan.num_replicas
-    mesh, staged, timeline = meshes.build(plan.axes, devices), details.state, Timeline(details.trace)
+    mesh, staged, timeline = meshes.make_mesh(plan.axes, devices), details.state, Timeline(details.trace)
     divided, by_stage = NamedSharding(mesh, PartitionSpec(DATA)), NamedSharding(mesh, PartitionSpec(STAGE))
-    like = states.abstract(problem.model, problem.optimizer)
+    like = states.abstract_state(problem.model, problem.optimizer)
     step, timed_step = (jit_train_step(details, mesh, each) for each in (None, timeline))
     forward = jit_on_mesh(pipeline_evaluation(staged), PartitionSpec(STAGE), PartitionSpec(), mesh)
     init_private = private_initializer(details, mesh)

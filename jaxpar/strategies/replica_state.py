@@ -55,7 +55,7 @@ class ReplicaState:
         """mesh: with an axis of the replicas; layouts: as `make_layouts` returns."""
         self._problem, self._exchange, self.layouts = problem, exchange, layouts
         self.params, self.optimizer, self.private = (layouts[part] for part in ("params", "optimizer", "private"))
-        self._like = states.abstract(problem.model, problem.optimizer)
+        self._like = states.abstract_state(problem.model, problem.optimizer)
         private_of = partial(jax.shard_map, mesh=mesh, in_specs=(self.params.specs,), out_specs=PartitionSpec(DATA))
         self._fresh_private = jax.jit(private_of(self._init_private, check_vma=False))
         self.on_device: Any = jax.tree.map(partial(NamedSharding, mesh), self.specs)

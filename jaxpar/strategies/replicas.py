@@ -45,8 +45,8 @@ class ReplicaDetails:
 
 def plan(config: ConfigDict, shapes: Problem, decision: Decision, *, on_cpu: bool) -> Plan:
     """Plan replicas that exchange as config.exchange says. Raises UserError where the exchange cannot be."""
-    exchange = exchanges.build(config, shapes, decision.num_replicas)
-    like = states.abstract(shapes.model, shapes.optimizer)
+    exchange = exchanges.configured_exchange(config, shapes, decision.num_replicas)
+    like = states.abstract_state(shapes.model, shapes.optimizer)
     layouts = make_layouts(exchange, dict(decision.axes), like)
     names = {
         "params": "parameters",
@@ -74,7 +74,7 @@ def plan(config: ConfigDict, shapes: Problem, decision: Decision, *, on_cpu: boo
 
 def build(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strategy:
     """Build the strategy of a planned exchange."""
-    mesh, exchange = meshes.build(plan.axes, devices), plan.exchange
+    mesh, exchange = meshes.make_mesh(plan.axes, devices), plan.exchange
     if plan.details.unrolled:
         problem = problem._replace(model=problem.model.unrolled())
     form = ReplicaState(problem, mesh, exchange, dict(plan.layouts))

@@ -11,18 +11,18 @@ from jaxpar.errors import check_choice
 from jaxpar.tasks import classification, language_models, regression, token_classification
 from jaxpar.tasks.task import Head, Sums, Task, add_up, mean_loss
 
-__all__ = ["TASKS", "Head", "Sums", "Task", "add_up", "find", "mean_loss"]
+__all__ = ["TASKS", "Head", "Sums", "Task", "add_up", "find_task", "mean_loss"]
 
 TASKS: dict[str, Callable[[ConfigDict], Task]] = {
     "classification": lambda _config: classification.TASK,
-    "regression": regression.make,
+    "regression": regression.make_regression,
     "token_classification": lambda _config: token_classification.TASK,
     "masked_lm": lambda _config: language_models.MASKED_LM,
     "causal_lm": lambda _config: language_models.CAUSAL_LM,
 }
 
 
-def find(config: ConfigDict) -> Task:
+def find_task(config: ConfigDict) -> Task:
     """Return the task of a config. Raises UserError where there is none of that name."""
     check_choice("task", config.task, TASKS)
     return TASKS[config.task](config)

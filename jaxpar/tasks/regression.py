@@ -15,7 +15,7 @@ from jaxpar.data import Labels
 from jaxpar.tasks.task import Sums, Task, mean_loss
 
 
-def make(config: ConfigDict) -> Task:
+def make_regression(config: ConfigDict) -> Task:
     """Return the task for the targets of config.data.target_columns."""
     shape = (len(config.data.target_columns),)
     return Task(

@@ -36,18 +36,18 @@ def main() -> None:
     parser.add_argument("--config", default="configs/quickstart.py")
     parser.add_argument("--rounds", type=int, default=20)
     arguments, overrides = parser.parse_known_args()
-    config = configs.load(arguments.config)
+    config = configs.load_config(arguments.config)
     configs.override(config, [*overrides, f"--config.mesh.virtual_cpu_devices={LIVE_WORKERS}"])
-    mesh.start(config, data.cache_dir(config) / "xla")
+    mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     print(f"{arguments.config}, {jax.device_count()} {jax.devices()[0].device_kind} devices")
     with tempfile.TemporaryDirectory() as folder:
-        dataset = data.load(config, tasks.find(config).labels, Path(folder))
+        dataset = data.load(config, tasks.find_task(config).labels, Path(folder))
     batches = data.Batches(dataset.train, batch_size=config.batch_size, seed=0, shuffle=True)
 
     def build(rows: Any, *more: str) -> Strategy:
-        own: ConfigDict = configs.load(arguments.config)
+        own: ConfigDict = configs.load_config(arguments.config)
         configs.override(own, [*overrides, f"--config.batch_size={len(rows['index'])}", *more])
-        strategies.decide(own, clusters.find())
+        strategies.decide(own, clusters.find_cluster())
         return strategies.make(own, make_problem(own, dataset.info, rows))
 
     rows = batches.batch(0)

@@ -29,13 +29,13 @@ DEFAULTS = [
 
 def main(arguments: list[str]) -> None:
     """Prints both differences."""
-    contenders = {kernel: configs.load("configs/default.py") for kernel in ("xla", "cudnn")}
+    contenders = {kernel: configs.load_config("configs/default.py") for kernel in ("xla", "cudnn")}
     for kernel, config in contenders.items():
         configs.override(config, [*DEFAULTS, *arguments, f"--config.model.attention={kernel}"])
     config = contenders["xla"]
-    mesh.start(config, data.cache_dir(config) / "xla")
+    mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     with tempfile.TemporaryDirectory() as folder:
-        dataset = data.load(config, tasks.find(config).labels, Path(folder))
+        dataset = data.load(config, tasks.find_task(config).labels, Path(folder))
     rows = data.Batches(dataset.train, batch_size=config.batch_size, seed=0, shuffle=True).batch(0)
     xla, cudnn = measure(contenders, dataset.info, rows, rounds=ROUNDS).values()
     print(f"{jax.devices()[0].device_kind}: cudnn / xla step time {cudnn.seconds / xla.seconds:.3f}")

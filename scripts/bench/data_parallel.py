@@ -30,11 +30,11 @@ VARIANTS = {
 def main(arguments: list[str]) -> None:
     """Prints the ratios."""
     name, overrides = arguments_of(arguments)
-    config = configs.load(name)
+    config = configs.load_config(name)
     configs.override(config, overrides)
-    mesh.start(config, data.cache_dir(config) / "xla")
+    mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     with tempfile.TemporaryDirectory() as folder:
-        dataset = data.load(config, tasks.find(config).labels, Path(folder))
+        dataset = data.load(config, tasks.find_task(config).labels, Path(folder))
     batches = data.Batches(dataset.train, batch_size=config.batch_size, seed=0, shuffle=True)
     rows, counts = {}, Counter[int]()
     for step in range(batches.steps_per_epoch):
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> None:
         counts[batch["inputs"].shape[1]] += 1
         rows[batch["inputs"].shape[1]] = batch
     print(f"{name}: batches of {config.batch_size}, {jax.device_count()} {jax.devices()[0].device_kind} devices")
-    contenders = {variant: configs.load(name) for variant in VARIANTS}
+    contenders = {variant: configs.load_config(name) for variant in VARIANTS}
     for variant, more in VARIANTS.items():
         configs.override(contenders[variant], [*overrides, *more])
     totals = dict.fromkeys(VARIANTS, 0.0)

@@ -52,21 +52,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     arguments, overrides = parser.parse_known_args()
     overrides += [f"--config.mesh.{key}={arguments.replicas}" for key in ("data", "virtual_cpu_devices")]
-    config = configs.load(arguments.config)
+    config = configs.load_config(arguments.config)
     configs.override(config, overrides)
-    mesh.start(config, data.cache_dir(config) / "xla")
+    mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     print(f"{arguments.config}, {jax.device_count()} {jax.devices()[0].device_kind} devices")
     figures = arguments.figures.split(",")
     if {"bytes", "memory", "steps"} & set(figures):
         with tempfile.TemporaryDirectory() as folder:
-            dataset = data.load(config, tasks.find(config).labels, Path(folder))
+            dataset = data.load(config, tasks.find_task(config).labels, Path(folder))
         rows = data.Batches(dataset.train, batch_size=config.batch_size, seed=0, shuffle=True).batch(0)
 
         def build(name: str, *more: str) -> strategies.Strategy:
-            own: ConfigDict = configs.load(arguments.config)
+            own: ConfigDict = configs.load_config(arguments.config)
             by = "--config.data_parallel.implementation=shard_map"
             configs.override(own, [*overrides, f"--config.exchange={name}", by, *more])
-            strategies.decide(own, clusters.find())
+            strategies.decide(own, clusters.find_cluster())
             return strategies.make(own, make_problem(own, dataset.info, rows))
 
         if {"bytes", "memory"} & set(figures):
@@ -113,7 +113,7 @@ def steps(build: Callable[..., strategies.Strategy], rows: Any, rounds: int) -> 
 
 def ring(n: int, rounds: int) -> None:
     """Figure ring."""
-    axis, on = reduce.Axis(mesh.DATA, n), mesh.build({mesh.DATA: n, mesh.STAGE: 1}, clusters.devices())
+    axis, on = reduce.Axis(mesh.DATA, n), mesh.make_mesh({mesh.DATA: n, mesh.STAGE: 1}, clusters.devices())
     spec = PartitionSpec(mesh.DATA)
     x = jax.device_put(jnp.ones((n, SIZE)), jax.sharding.NamedSharding(on, spec))
 

@@ -208,12 +208,12 @@ def same(workdir: Path, whole: Path) -> bool:
 
 def save(workdir: Path, rounds: int) -> None:
     """Figure save. All in turn, each after a step, so that no array is on the host already, and before a step."""
-    config = configs.load("configs/default.py")
+    config = configs.load_config("configs/default.py")
     configs.override(config, [f"--config.{key}={value}" for key, value in LARGE.items()])
-    mesh.start(config, data.cache_dir(config) / "xla")
+    mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     workdir.mkdir()
-    build.check(config, workdir)
-    run = build.build(config, workdir, Phases())
+    build.check_run(config, workdir)
+    run = build.make_run(config, workdir, Phases())
     saver = checkpoint.Saver(workdir / "checkpoints", keep=1, keep_best=False)
     batch = run.strategy.place(run.batches.batch(0))
     current = run.strategy.init(jax.random.key(0))

@@ -39,9 +39,9 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--steps", type=int, default=400, help="batches a run")
     arguments = parser.parse_args()
-    config = configs.load(arguments.config)
+    config = configs.load_config(arguments.config)
     with tempfile.TemporaryDirectory() as workdir:
-        dataset = load(config, tasks.find(config).labels, Path(workdir))
+        dataset = load(config, tasks.find_task(config).labels, Path(workdir))
     batches = Batches(dataset.train, batch_size=config.batch_size, seed=config.seed, shuffle=True)
     rates(batches, 1, 1, config.data.num_threads, config.data.prefetch)  # imports grain
     found = rates(batches, arguments.steps, arguments.runs, config.data.num_threads, config.data.prefetch)

@@ -220,7 +220,7 @@ def main(arguments: list[str]) -> None:
         parser.error(f"--figures has {min(unknown)!r}; there are {', '.join(FIGURES)}")
     config = configs.default_config()
     configs.override(config, [f"--config.mesh.virtual_cpu_devices={max(stages)}", *overrides])
-    mesh.start(config, data.cache_dir(config) / "xla")
+    mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     jax.config.update("jax_enable_compilation_cache", False)
     is_gpu = jax.default_backend() == "gpu"
     if is_gpu and not given.stages:

@@ -92,7 +92,7 @@ class Maker(NamedTuple):
         model = [] if is_image else [f"--config.model.{key}={value}" for key, value in MODEL.items()]
         configs.override(config, ["--config.task=causal_lm", *model, *self.overrides, *overrides])
         configs.override(config, [f"--config.batch_size={m * self.num_rows}"])
-        strategies.decide(config, clusters.find())
+        strategies.decide(config, clusters.find_cluster())
         info, rows = random_data(config)
         return Case(config, rows, make_problem(config, info, rows), is_masked)
 
@@ -110,7 +110,7 @@ def random_data(config: ConfigDict) -> tuple[DataInfo, dict[str, np.ndarray]]:
     rows["inputs"] = random.integers(0, vocab, (num, length)).astype(np.int32)
     rows["labels"] = np.roll(rows["inputs"], -1, axis=1)
     rows["weights"] = np.ones((num, length), np.float32)
-    if tasks.find(config).labels is Labels.MASKED:
+    if tasks.find_task(config).labels is Labels.MASKED:
         rows["mask"] = np.ones((num, length), bool)
     return DataInfo("text", (length,), 0, (), vocab, 0), rows
 
@@ -154,10 +154,10 @@ class Parts:
     def __init__(self, case: Case):
         """case: of a pipeline."""
         self.case = case
-        self.plan = strategies.plan(case.config, case.problem, clusters.find())
+        self.plan = strategies.plan(case.config, case.problem, clusters.find_cluster())
         self.details: pipeline.PipelineDetails = self.plan.details
         self.table: Table = self.plan.decision.table
-        self.mesh = meshes.build(self.plan.axes, clusters.devices())
+        self.mesh = meshes.make_mesh(self.plan.axes, clusters.devices())
         self.stages, self.lowered = self.details.stages, self.details.lowered
 
     def engine(self) -> PipelineEngine:

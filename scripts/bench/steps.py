@@ -46,9 +46,9 @@ def arguments_of(arguments: list[str]) -> tuple[str, list[str]]:
 
 def make_problem(config: ConfigDict, info: data.DataInfo, rows: Mapping[str, np.ndarray]) -> Problem:
     """The problem of a config, at a constant learning rate."""
-    transform = optimizer.build(config, lambda _step: 1e-3)
+    transform = optimizer.make_optimizer(config, lambda _step: 1e-3)
     model, batch = models.build(config, info), abstract(dict(rows))
-    return Problem(model, transform, config.optimizer.accumulation_steps, batch, 1000, tasks.find(config))
+    return Problem(model, transform, config.optimizer.accumulation_steps, batch, 1000, tasks.find_task(config))
 
 
 def measure(

@@ -30,14 +30,14 @@ STEPS = 250
 def main(arguments: list[str]) -> None:
     """Prints the ratio."""
     name, overrides = arguments_of(arguments)
-    config = configs.load(name)
+    config = configs.load_config(name)
     configs.override(config, [f"--config.num_steps={STEPS}", f"--config.checkpoint.every_steps={STEPS}", *overrides])
-    mesh.start(config, data.cache_dir(config) / "xla")
+    mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     times: dict[str, list[float]] = {"bare": [], "whole": []}
     with tempfile.TemporaryDirectory() as folder:
         workdir = Path(folder)
-        build.check(config, workdir)
-        built = build.build(config, workdir, Phases())
+        build.check_run(config, workdir)
+        built = build.make_run(config, workdir, Phases())
         run = built._replace(dataset=built.dataset._replace(validation=None))
         batches = [run.strategy.place(run.batches.batch(step)) for step in range(STEPS)]
         for number in range(ROUNDS + 1):

@@ -250,7 +250,7 @@ def test_strategies_that_differ_say_so(words: str, certify: Any, capsys: pytest.
 
 
 def test_what_exchanges_do_otherwise() -> None:
-    same = {name for name in EXCHANGES if not presets.differs(name, {})}
+    same = {name for name in EXCHANGES if not presets.exchange_differs(name, {})}
     assert same == {"ddp", "dp", "horovod", "byteps", "zero1", "zero2", "zero3"}
     assert set(presets.DIFFERS) | same == set(EXCHANGES)
 

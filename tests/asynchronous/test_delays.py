@@ -11,7 +11,7 @@ import pytest
 from jaxpar.asynchronous.delays import (
     DISTRIBUTIONS,
     Delays,
-    check,
+    check_delays,
     communication_times,
     compute_times,
     mean_compute_time,
@@ -150,12 +150,12 @@ def test_a_trace_is_replayed_in_order_and_by_workers_in_turn() -> None:
 )
 def test_settings_that_cannot_be(delays: Delays, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
-        check(delays)
+        check_delays(delays)
 
 
 def test_settings_that_can_be() -> None:
     for delays in SETTINGS.values():
-        check(delays)
+        check_delays(delays)
 
 
 def test_a_trace_file(tmp_path: Path) -> None:

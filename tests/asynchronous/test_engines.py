@@ -38,7 +38,7 @@ def asynchronous(*settings: str, devices: int = 2, workers: int = 4) -> tuple[st
 
 def table_of(config: ConfigDict, num_steps: int = NUM_STEPS) -> UpdateTable:
     """The table of an emulated run."""
-    return options.build_table(config, options.decide(config), num_steps)
+    return options.build_table(config, options.decide_updates(config), num_steps)
 
 
 RANDOM = ("delays.distribution=lognormal", "delays.spread=0.8", "delays.slowdown=2.5", "delays.communication_time=0.2")

@@ -54,7 +54,7 @@ def replayed(name: str, path: Path) -> dict[str, np.ndarray]:
 
 def written(strategy: Strategy, state: Any, folder: Path) -> tuple[Path, UpdateTable]:
     figures = strategy.report(state, folder)
-    made = table.read(folder / "updates.csv")
+    made = table.read_updates(folder / "updates.csv")
     assert figures["updates"] == made.num_updates == len(made.worker)
     assert figures["staleness_max"] == made.staleness.max()
     return folder / "updates.csv", made

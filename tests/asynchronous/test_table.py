@@ -10,7 +10,15 @@ import pytest
 
 from jaxpar.asynchronous.delays import Delays
 from jaxpar.asynchronous.simulate import POLICIES, simulate
-from jaxpar.asynchronous.table import COLUMNS, TIMES, UpdateTable, read, staleness_summary, validate, write
+from jaxpar.asynchronous.table import (
+    COLUMNS,
+    TIMES,
+    UpdateTable,
+    read_updates,
+    staleness_summary,
+    validate,
+    write_updates,
+)
 from jaxpar.errors import UserError
 
 RANDOM = Delays("lognormal", spread=0.7, slowdown=3, communication_time=0.2, jitter=1)
@@ -171,13 +179,13 @@ def test_a_written_table_reads_back_exactly(policy: str, tmp_path: Path) -> None
     table = simulate(policy, num_workers=5, num_gradients=203, delays=RANDOM, interval=3)
     order = np.random.default_rng(0).permutation(203).astype(np.int32)
     table = table._replace(chunk=order, num_workers=7)  # workers 5 and 6 have no row
-    write(tmp_path / "table.csv", table)
-    assert_equal(read(tmp_path / "table.csv"), table)
+    write_updates(tmp_path / "table.csv", table)
+    assert_equal(read_updates(tmp_path / "table.csv"), table)
 
 
 def test_a_file_is_text_to_read(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
-    write(path, table_of(ROWS[:3]))
+    write_updates(path, table_of(ROWS[:3]))
     assert path.read_text().splitlines() == [
         "# num_workers=3",
         "worker,read,update,chunk,step,start,finish",
@@ -186,12 +194,12 @@ def test_a_file_is_text_to_read(tmp_path: Path) -> None:
         "0,0,1,1,0,1.5,4.0",
     ]
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n").replace(b",2.0", b", 2") + b"\r\n")
-    assert_equal(read(path), table_of(ROWS[:3]))  # as a spreadsheet may save it
+    assert_equal(read_updates(path), table_of(ROWS[:3]))  # as a spreadsheet may save it
 
 
 def test_a_broken_table_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="row 2: read is 2"):
-        write(tmp_path / "table.csv", changed("read", 2, 2))
+        write_updates(tmp_path / "table.csv", changed("read", 2, 2))
     assert not list(tmp_path.iterdir())
 
 
@@ -215,12 +223,12 @@ def test_a_broken_table_is_not_written(tmp_path: Path) -> None:
 )
 def test_a_bad_file_is_one_line_with_the_place(line: int, text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
-    write(path, table_of(ROWS))
+    write_updates(path, table_of(ROWS))
     lines = path.read_text().splitlines()
     lines[line - 1] = text
     path.write_text("\n".join(lines))
     with pytest.raises(UserError, match=f"^{path}: {message}$"):
-        read(path)
+        read_updates(path)
 
 
 def test_files_that_are_no_tables(tmp_path: Path) -> None:
@@ -235,4 +243,4 @@ def test_files_that_are_no_tables(tmp_path: Path) -> None:
         if content is not None:
             path.write_bytes(content)
         with pytest.raises(UserError, match=f"^{path}: {message}$"):
-            read(path)
+            read_updates(path)

@@ -60,7 +60,7 @@ def test_every_example_once(tmp_path: Path, num_steps: int) -> None:
 def test_a_line_by_hand(tmp_path: Path) -> None:
     """Splitmix64's published first outputs from seed 0 are the mixes of 0, 1, 2."""
     outputs = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    assert [ledger.digest(np.array([number])) for number in range(3)] == outputs
+    assert [ledger.digest_examples(np.array([number])) for number in range(3)] == outputs
     books = ledger.Ledger(tmp_path, steps_per_epoch=1, rows=slice(0, 4), first_row=0)
     books.add(0, np.array([2, 0, -1, 1]))
     books.write()

@@ -28,12 +28,12 @@ def config(tmp_path: Path) -> ConfigDict:
 
 def load(config: ConfigDict, workdir: Path) -> Dataset:
     """The data set for the task of the config."""
-    return data.load(config, tasks.find(config).labels, workdir)
+    return data.load(config, tasks.find_task(config).labels, workdir)
 
 
 def check(config: ConfigDict) -> None:
     """Checks a config's data for its task."""
-    data.check(config, tasks.find(config).labels)
+    data.check_data(config, tasks.find_task(config).labels)
 
 
 def write_csv(path: Path, records: Records) -> None:

@@ -7,7 +7,7 @@ from ml_collections import ConfigDict
 
 from jaxpar.data import Labels, corpus
 from jaxpar.data.corpus import Corpus
-from jaxpar.data.rows import Columns, TextRow, read
+from jaxpar.data.rows import Columns, TextRow, read_files
 from jaxpar.errors import UserError
 
 from .conftest import reviews, write_csv
@@ -100,7 +100,7 @@ def test_a_text_of_one_line_is_cut_all_the_same(tmp_path: Path) -> None:
 
 
 def test_the_shipped_glosses() -> None:
-    rows = list(read("tsv", [corpus.WORDNET], Columns(("text",), "label")))
+    rows = list(read_files("tsv", [corpus.WORDNET], Columns(("text",), "label")))
     pairs = {(row.texts[0], row.label) for row in rows}
     assert len(rows) == len(pairs) == 117_181
     by_class = Counter(row.label for row in rows)

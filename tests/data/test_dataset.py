@@ -134,13 +134,13 @@ def test_a_given_tokenizer(config: ConfigDict, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"run/tokenizer.json is not .*vocab.txt: this workdir belongs to another run"):
         load(config, tmp_path / "run")
     config.data.tokenizer, config.data.vocab_size = "", 200
-    kept.write_text(tokenizer.train(lambda: iter(POEM.split("\n")), 300, byte_level=True).to_str())
+    kept.write_text(tokenizer.train_tokenizer(lambda: iter(POEM.split("\n")), 300, byte_level=True).to_str())
     with pytest.raises(UserError, match=r"run/tokenizer.json has 300 tokens, config.data.vocab_size is 200"):
         load(config, tmp_path / "run")
 
 
 def test_a_tokenizer_without_the_tokens_that_the_task_needs(config: ConfigDict, tmp_path: Path) -> None:
-    made = tokenizer.train(lambda: iter(POEM.split("\n")), 300, byte_level=True)
+    made = tokenizer.train_tokenizer(lambda: iter(POEM.split("\n")), 300, byte_level=True)
     path = tmp_path / "tokenizer.json"
     path.write_text(made.to_str())
     config.data.tokenizer = str(path)

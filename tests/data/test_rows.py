@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jaxpar.data.rows import Columns, TextRow, read
+from jaxpar.data.rows import Columns, TextRow, read_files
 from jaxpar.errors import UserError
 
 from .conftest import WRITERS, reviews
@@ -15,7 +15,7 @@ COLUMNS = Columns(("text",), "label")
 
 
 def rows(source: str, path: Path, columns: Columns = COLUMNS) -> list[TextRow]:
-    return list(read(source, [path], columns))
+    return list(read_files(source, [path], columns))
 
 
 @pytest.mark.parametrize("source", WRITERS)

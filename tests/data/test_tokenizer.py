@@ -26,7 +26,7 @@ for byte_level in (False, True):
 
 
 def trained(byte_level: bool = False, vocab_size: int = 120) -> Tokenizer:
-    return tokenizer.train(lambda: iter(TEXTS), vocab_size, byte_level=byte_level)
+    return tokenizer.train_tokenizer(lambda: iter(TEXTS), vocab_size, byte_level=byte_level)
 
 
 def test_training_gives_the_same_bytes_in_every_process() -> None:
@@ -68,7 +68,7 @@ def longest_match(word: str, vocab: dict[str, int]) -> list[str]:
 
 def test_merges_are_by_count() -> None:
     """'ab' is the most frequent pair, then 'abc'."""
-    made = tokenizer.train(lambda: iter(["abc abc abd xab"]), 5 + 4 + 5 + 2, byte_level=False)
+    made = tokenizer.train_tokenizer(lambda: iter(["abc abc abd xab"]), 5 + 4 + 5 + 2, byte_level=False)
     vocab = made.get_vocab()
     letters = {"a", "b", "c", "d", "x", "##a", "##b", "##c", "##d"}
     assert set(vocab) - set(tokenizer.WORDPIECE_SPECIALS) - letters == {"ab", "abc"}
@@ -98,12 +98,12 @@ def test_vocab_txt(tmp_path: Path) -> None:
     )
 
     def tokens(text: str) -> list[str]:
-        return Tokenizer.from_str(tokenizer.read(path)).encode(text).tokens
+        return Tokenizer.from_str(tokenizer.read_tokenizer(path)).encode(text).tokens
 
     assert tokens("Unable café!") == ["[CLS]", "un", "##able", "cafe", "!", "[SEP]"]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": False}))
     assert tokens("Unable café!") == ["[CLS]", "Un", "##able", "café", "!", "[SEP]"]
-    made = Tokenizer.from_str(tokenizer.read(path))
+    made = Tokenizer.from_str(tokenizer.read_tokenizer(path))
     assert tokenizer.vocab_size(made) == 11
     assert tokenizer.specials_V(made).tolist() == [True] * 5 + [False] * 6
     assert unicodedata.normalize("NFD", "é") != "é"
@@ -114,12 +114,12 @@ def test_files_that_are_not_tokenizers(tmp_path: Path) -> None:
     for content in (b"{}", b"hello", b"\xff\xfe", b'{"model": {"type": "Nothing"}}'):
         path.write_bytes(content)
         with pytest.raises(UserError, match=r"tokenizer.json is not a tokenizer.json or vocab.txt") as caught:
-            tokenizer.read(path)
+            tokenizer.read_tokenizer(path)
         assert "\n" not in str(caught.value)
     vocab = tmp_path / "vocab.txt"
     vocab.write_text("[UNK]\n[CLS]\n[SEP]\nword\n")
     with pytest.raises(UserError, match=r"vocab.txt lacks \[PAD\], \[MASK\]"):
-        tokenizer.read(vocab)
+        tokenizer.read_tokenizer(vocab)
 
 
 def test_special_tokens_by_their_usual_names(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def rows(labels: tuple[str, ...] = ("", "", "", "")) -> Iterator[SplitRow]:
 
 @pytest.fixture(scope="module", params=[True, False], ids=["bytes", "wordpiece"])
 def made(request: pytest.FixtureRequest) -> Tokenizer:
-    return tokenizer.train(lambda: iter(DOCUMENTS), 280 if request.param else 60, byte_level=request.param)
+    return tokenizer.train_tokenizer(lambda: iter(DOCUMENTS), 280 if request.param else 60, byte_level=request.param)
 
 
 def stream(made: Tokenizer, split: str, end: int) -> list[int]:
@@ -59,7 +59,7 @@ def load_examples(directory: Path, split: str, name: str = "tokens") -> list[lis
 
 def test_long_documents_in_pieces_are_the_whole_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Words never span lines, so WordPiece gives the same tokens whatever the pieces and chunks."""
-    made = tokenizer.train(lambda: iter(DOCUMENTS), 60, byte_level=False)
+    made = tokenizer.train_tokenizer(lambda: iter(DOCUMENTS), 60, byte_level=False)
     tokens.write_blocks(tmp_path, rows(), made, 7, 3)
     whole = np.load(tmp_path / "train.blocks.npy")
     monkeypatch.setattr(tokens, "_PIECE", 20)
@@ -73,7 +73,7 @@ def test_long_documents_in_pieces_are_the_whole_document(tmp_path: Path, monkeyp
 
 def test_examples_are_cut_and_labels_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "_CHUNK", 50)
-    made = tokenizer.train(lambda: iter(DOCUMENTS), 60, byte_level=False)
+    made = tokenizer.train_tokenizer(lambda: iter(DOCUMENTS), 60, byte_level=False)
     labelled = rows(("10", "9", "2", "9"))
     facts = tokens.write_examples(tmp_path, labelled, made, 12)
     assert facts == {"classes": ["2", "9", "10"], "examples": {"train": 3, "validation": 1, "test": 0}}
@@ -88,7 +88,7 @@ def test_examples_are_cut_and_labels_numbered(tmp_path: Path, monkeypatch: pytes
 
 
 def test_pairs_have_segments_and_are_cut_at_the_longer(tmp_path: Path) -> None:
-    made = tokenizer.train(lambda: iter(DOCUMENTS), 60, byte_level=False)
+    made = tokenizer.train_tokenizer(lambda: iter(DOCUMENTS), 60, byte_level=False)
     pairs = [("the cat", "the mat the mat the mat the mat"), ("on the mat", "one")]
     facts = tokens.write_examples(tmp_path, (("train", TextRow(pair, "x", Path("f"), 1)) for pair in pairs), made, 9)
     assert facts["examples"]["train"] == 2
@@ -100,7 +100,7 @@ def test_pairs_have_segments_and_are_cut_at_the_longer(tmp_path: Path) -> None:
 
 
 def test_a_text_without_tokens() -> None:
-    made = tokenizer.train(lambda: iter(DOCUMENTS), 280, byte_level=True)
+    made = tokenizer.train_tokenizer(lambda: iter(DOCUMENTS), 280, byte_level=True)
     with pytest.raises(UserError, match=r"file:3: the text has no tokens"):
         tokens.write_examples(Path("nowhere"), rows(), made, 12)
 
@@ -109,7 +109,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
     vocab = {name: i for i, name in enumerate([*tokenizer.WORDPIECE_SPECIALS, *map(str, range(70_000))])}
     path = tmp_path / "vocab.txt"
     path.write_text("\n".join(vocab), "utf-8")
-    made = Tokenizer.from_str(tokenizer.read(path))
+    made = Tokenizer.from_str(tokenizer.read_tokenizer(path))
     tokens.write_blocks(tmp_path, [("train", TextRow(("69999 3",), "", path, 1))], made, 2, 1)
     assert np.load(tmp_path / "train.blocks.npy").tolist() == [[70_004, 8, 1]]
 

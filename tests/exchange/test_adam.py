@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jaxpar.exchange import Exchange
-from jaxpar.exchange.presets import Rule, build
+from jaxpar.exchange.presets import Rule, make_exchange
 from jaxpar.optimizer import clip_by_norm
 from tests.exchange import codes
 from tests.exchange.replicas import Tree, adamw, axis, close, only, train
@@ -45,7 +45,9 @@ def make(case: Case, num_steps: int = STEPS, warmup: float = WARM / STEPS) -> Ex
     figures = {"b1": B1, "b2": B2, "eps": EPS, "weight_decay": DECAY, "mask": lambda _params: DECAYED}
     figures |= {"schedule": schedule, "num_steps": num_steps, "clip_norm": case.clip_norm}
     given = {"block": 2} if case.name == "onebit_adam" else {}
-    return build(case.name, axis(case.n), Rule(optimizer(case.clip_norm), None, figures), warmup=warmup, **given)
+    return make_exchange(
+        case.name, axis(case.n), Rule(optimizer(case.clip_norm), None, figures), warmup=warmup, **given
+    )
 
 
 def draw(n: int) -> Tree:

@@ -16,8 +16,8 @@ from jaxpar.exchange.compress import (
     from_bytes,
     min_max_uint8,
     momentum,
-    nbytes,
     onebit,
+    payload_nbytes,
     randomk,
     to_bytes,
     topk,
@@ -234,7 +234,7 @@ BYTES = {
 def test_bytes_of_codes(name: str) -> None:
     for code in (CODES[name], error_feedback(CODES[name]), momentum(error_feedback(CODES[name]), 0.9)):
         payload = code.payload(LENGTH)
-        assert nbytes(payload) == BYTES[name]
+        assert payload_nbytes(payload) == BYTES[name]
         real, _ = code.encode(jnp.asarray(RANDOM), init(code))
         assert to_bytes(real).shape == (BYTES[name],)
         assert [(x.shape, x.dtype) for x in real] == [(x.shape, x.dtype) for x in payload]

@@ -5,7 +5,7 @@ import pytest
 from jaxpar.exchange import Exchange, reduce
 from jaxpar.exchange.exchange import EVERY, averaged, every
 from jaxpar.exchange.fuse import fused
-from jaxpar.exchange.presets import Rule, build
+from jaxpar.exchange.presets import Rule, make_exchange
 from jaxpar.optimizer import clip_by_norm
 from tests.exchange.replicas import Tree, adamw, axis, close, only, train
 
@@ -53,7 +53,7 @@ def test_so_many_passes_are_as_one_of_their_mean() -> None:
 def test_passes_of_horovod() -> None:
     """The optimizer's state is not touched between; the rest of the passes is kept."""
     rule, grads = Rule(OPTIMIZER, None), draw(PASSES + 1)
-    exchange = build("horovod", axis(N), rule, backward_passes_per_step=PASSES)
+    exchange = make_exchange("horovod", axis(N), rule, backward_passes_per_step=PASSES)
     params, _, _, state = train(N, exchange, START, grads)
     alone = adamw(START, {k: g[:, :PASSES].mean((0, 1))[None] for k, g in grads.items()}, OPTIMIZER)[0]
     for name, x in only(params).items():
@@ -69,4 +69,4 @@ def test_passes_share_the_traffic() -> None:
     assert sum(one.nbytes for one in plain().traffic(START, 1)) == 1.5 * 9 * 4
     assert sum(one.nbytes for one in exchange.traffic(START, 1)) == pytest.approx(1.5 * 9 * 4 / PASSES)
     assert exchange.branches == {EVERY: (1 - 1 / PASSES, 1 / PASSES)}
-    assert build("horovod", axis(N), Rule(OPTIMIZER, None), backward_passes_per_step=1).branches == {}
+    assert make_exchange("horovod", axis(N), Rule(OPTIMIZER, None), backward_passes_per_step=1).branches == {}

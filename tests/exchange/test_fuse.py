@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar.exchange import reduce
-from jaxpar.exchange.fuse import Piece, buckets, by_layer, fused
+from jaxpar.exchange.fuse import Piece, buckets, fused, in_layer_order
 from tests.exchange.replicas import axis, on_replicas, only
 
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
@@ -138,7 +138,7 @@ def test_vectors_follow_the_layers() -> None:
         seen.append(float(x[0]))
         return 10 * x, state
 
-    all_reduce = by_layer(fused(reduce.psum(axis(1))._replace(mean=mean), 4), layers)
+    all_reduce = in_layer_order(fused(reduce.psum(axis(1))._replace(mean=mean), 4), layers)
     got, _ = all_reduce.mean(tree, all_reduce.init(tree))
     assert seen == [4, 3, 2, 1]
     assert len(all_reduce.traffic(tree)) == 4

@@ -64,7 +64,7 @@ BY_CLUSTER = processes.Place(None, None, None)
     ],
 )
 def test_where_a_process_is_among_the_others(given: Any, environ: dict[str, str], place: Any) -> None:
-    assert processes.find(given, environ) == place
+    assert processes.find_place(given, environ) == place
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_where_a_process_is_among_the_others(given: Any, environ: dict[str, str]
 )
 def test_a_place_that_cannot_be(given: Any, environ: dict[str, str], message: str) -> None:
     with pytest.raises(UserError) as error:
-        processes.find(given, environ)
+        processes.find_place(given, environ)
     assert message in str(error.value)
 
 
@@ -116,10 +116,10 @@ def test_processes_that_see_other_checkpoints(values: list[int], right: bool, mo
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda _: np.array(values))
     for value in values:
         if right:
-            processes.check_same("the step", value)
+            processes.check_same_value("the step", value)
             continue
         with pytest.raises(TrainingError, match=f"^the step is {values[0]}, {values[1]} in processes 0 to 1$"):
-            processes.check_same("the step", value)
+            processes.check_same_value("the step", value)
 
 
 # ---- for real -----------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def test_two_processes_compute_what_one_does(name: str, folder: Path, tmp_path: 
     assert {line[:4] for line in told} == {"[0] "}
     assert told[0] == f"[0] platform  cpu, 4 devices of 2 processes (cpu), jax {jax.__version__}"
     assert_close(tmp_path / "run", alone[name])
-    rows, expected = metrics.read(tmp_path / "run"), metrics.read(alone[name])
+    rows, expected = metrics.read_metrics(tmp_path / "run"), metrics.read_metrics(alone[name])
     assert [(row["step"], row["split"]) for row in rows] == [(row["step"], row["split"]) for row in expected]
     np.testing.assert_allclose([row["loss"] for row in rows], [row["loss"] for row in expected], 1e-5)
     [newest] = checkpoint.steps(tmp_path / "run" / "checkpoints")[-1:]
@@ -563,7 +563,7 @@ def test_mistakes_of_the_launchers_command_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,5,7")
-    monkeypatch.setattr(launcher, "run", lambda *_: 0)
+    monkeypatch.setattr(launcher, "run_processes", lambda *_: 0)
     for arguments, message in (
         (["--num_processes=3"], "--num_processes is 3; it must divide the 4 GPUs"),
         (["--num_processes=0"], "--num_processes is 0; it must be 1 or more"),
@@ -581,7 +581,7 @@ def test_mistakes_of_the_launchers_command_line(
 def test_what_the_launcher_tells_may_not_be_told_otherwise(
     flag: str, written: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launcher, "run", lambda *_: 0)
+    monkeypatch.setattr(launcher, "run_processes", lambda *_: 0)
     monkeypatch.setattr(launcher, "visible_gpus", list)
     own = ["launch", "--num_processes=2", "--", "--config=x", f"--workdir={flag}", flag]
     monkeypatch.setattr(sys, "argv", own)

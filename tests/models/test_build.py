@@ -8,7 +8,7 @@ import pytest
 
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError
-from jaxpar.models import bert, build, check, gpt
+from jaxpar.models import bert, build, check_model, gpt
 from tests.models.small import IMAGE, TEXT, VECTOR, info_of, small_config
 
 
@@ -118,7 +118,7 @@ def test_mistakes(name: str, overrides: dict[str, Any], words: list[str]) -> Non
     assert "\n" not in str(caught.value)
     if not {"max_length", "vocab_size"} & overrides.keys() or "positions" in overrides:  # known before the data is
         with pytest.raises(UserError):
-            check(config)
+            check_model(config)
 
 
 @pytest.mark.parametrize(

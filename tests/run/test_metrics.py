@@ -44,7 +44,7 @@ def test_log_goes_on_where_the_checkpoint_is(tmp_path: Path) -> None:
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "split": "train"}\n{"step"\n{"step": 3}\n')
     with pytest.raises(UserError, match=r"metrics.jsonl:2 is not what a run writes"):
-        metrics.read(tmp_path)
+        metrics.read_metrics(tmp_path)
 
 
 def test_clock_counts_only_its_phases() -> None:

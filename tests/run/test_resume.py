@@ -65,10 +65,10 @@ def test_every_key_is_let_through_or_refused_with_both_values(key: str, tmp_path
     text = f"config.{key}: {shown[0]!r} there, {shown[1]!r} here"
     assert resume.differences(configs.read_saved(tmp_path) or {}, config) == {key: text}
     if resume.may_change(key, config):
-        resume.check(config, tmp_path)
+        resume.check_resumable(config, tmp_path)
     else:
         with pytest.raises(UserError) as caught:
-            resume.check(config, tmp_path)
+            resume.check_resumable(config, tmp_path)
         assert str(caught.value) == f"--workdir={tmp_path} holds another run ({text}); give a new --workdir"
 
 
@@ -81,7 +81,7 @@ def test_all_keys_that_may_not_change_are_in_one_line(tmp_path: Path, capsys: py
 
 
 def test_an_empty_workdir_suits_any_run(tmp_path: Path) -> None:
-    resume.check(configs.default_config(), tmp_path)
+    resume.check_resumable(configs.default_config(), tmp_path)
 
 
 def test_keys_of_other_versions() -> None:
@@ -93,7 +93,7 @@ def test_keys_of_other_versions() -> None:
     told = {"log.gone": "config.log.gone is no more", "optimizer.gone": "config.optimizer.gone is no more"}
     assert resume.differences(saved, config) == told
     with pytest.raises(UserError, match=r"\(config.optimizer.gone is no more\)"):
-        resume.check_same(saved, config, "this is")
+        resume.check_same_run(saved, config, "this is")
 
 
 # ---- whole runs ---------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ class Recorded:
 
     def __init__(self) -> None:
         self.rows: list[np.ndarray] = []
-        self.load = evaluate.load
+        self.load = evaluate.load_batches
 
     def __call__(
         self, run: Run, batches: Any, start: int, stop: int, **options: bool
@@ -222,7 +222,7 @@ def test_what_has_changed_since_the_checkpoint_is_told(
     (tmp_path / "run" / "config.json").write_text('{"batch_si')  # a checkpoint knows it, too
     trained(folder, tmp_path / "run", SINGLE, 2)
     assert checkpoint.steps(tmp_path / "run" / "checkpoints")[-1] == 8
-    assert configs.keys(configs.read(tmp_path / "run"))["strategy"] == "single"
+    assert configs.keys(configs.read_config(tmp_path / "run"))["strategy"] == "single"
 
 
 def test_a_checkpoint_that_does_not_know_its_config_is_taken(folder: Path, tmp_path: Path) -> None:

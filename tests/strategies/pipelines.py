@@ -120,11 +120,16 @@ def make_problem(config: ConfigDict, task: Task) -> Problem:
     with pytest.MonkeyPatch.context() as patch:
         if task.model == "resnet":
             patch.setitem(resnet.BLOCKS, "18", RESNET_BLOCKS[task.layers])
-        strategies.decide(config, cluster.find())
+        strategies.decide(config, cluster.find_cluster())
         model = models.build(config, info if task.task == "classification" else info._replace(num_classes=0))
-    rule = optimizer.build(config, optimizer.build_schedule(config, NUM_STEPS))
+    rule = optimizer.make_optimizer(config, optimizer.build_schedule(config, NUM_STEPS))
     return Problem(
-        model, rule, config.optimizer.accumulation_steps, abstract(make_batch(task, 0)), NUM_STEPS, tasks.find(config)
+        model,
+        rule,
+        config.optimizer.accumulation_steps,
+        abstract(make_batch(task, 0)),
+        NUM_STEPS,
+        tasks.find_task(config),
     )
 
 

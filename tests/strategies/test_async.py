@@ -249,7 +249,7 @@ def test_its_table_is_that_of_the_steps_that_it_made(tmp_path: Path) -> None:
     for step in range(6, NUM_STEPS):
         state, _ = second.step(state, second.place(make_batch(MLP, step)))
     figures = second.report(state, tmp_path)
-    whole, part = table_of(make_config(MLP, *overrides)), table.read(tmp_path / "updates.csv")
+    whole, part = table_of(make_config(MLP, *overrides)), table.read_updates(tmp_path / "updates.csv")
     rows = whole.step >= 5
     np.testing.assert_array_equal(part.step, whole.step[rows])
     np.testing.assert_array_equal(part.worker, whole.worker[rows])

@@ -138,7 +138,7 @@ def test_a_run_that_was_stopped(policy: str, tmp_path: Path) -> None:
     assert_bitwise_equal(tmp_path / "stopped", tmp_path / "run")
     assert result["strategy"] == "async_data_parallel"
     assert result["steps"] == 8
-    updates = table.read(tmp_path / "run" / "updates.csv")
+    updates = table.read_updates(tmp_path / "run" / "updates.csv")
     assert len(updates.worker) == 32
     assert updates.num_workers == 4
 
@@ -163,15 +163,15 @@ def test_a_file_is_read_once_a_start(key: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(delays, "read_rows", counting)
     workdir = tmp_path / "run"
     workdir.mkdir()
-    build.build(config, workdir, Phases(), build.check(config, workdir))
+    build.make_run(config, workdir, Phases(), build.check_run(config, workdir))
     assert opened == [str(path)]
 
 
 def test_a_table_of_another_length_is_refused_by_its_plan(tmp_path: Path) -> None:
     task, path = Task("mlp", "classification", layers=1), tmp_path / "updates.csv"
     settings = asynchronous("policy=async")
-    table.write(path, table_of(make_config(task, *settings), 3))
+    table.write_updates(path, table_of(make_config(task, *settings), 3))
     config = make_config(task, *settings, f"--config.asynchronous.table={path}")
     problem = make_problem(config, task)
     with pytest.raises(UserError, match="of 3 steps and 12 gradients; it must be of 10 steps and 40 gradients"):
-        strategies.plan(config, problem, cluster.named("cpu", 2))
+        strategies.plan(config, problem, cluster.named_cluster("cpu", 2))

@@ -76,15 +76,15 @@ def outcome(variant: str, optimizer_name: str) -> Outcome:
     override(config, [f"--config.strategy={variant.split(',')[0]}", f"--config.optimizer.name={optimizer_name}"])
     override(config, [f"--config.optimizer.lr={LEARNING_RATES[optimizer_name]}", *VARIANTS[variant]])
     override(config, [f"--config.batch_size={BATCH}", f"--config.data.max_length={LENGTH}"])
-    strategies.decide(config, cluster.find())
+    strategies.decide(config, cluster.find_cluster())
     schedule = optimizer.build_schedule(config, NUM_STEPS)
     problem = Problem(
         models.build(config, INFO),
-        optimizer.build(config, schedule),
+        optimizer.make_optimizer(config, schedule),
         config.optimizer.accumulation_steps,
         abstract(batch(0)),
         NUM_STEPS,
-        tasks.find(config),
+        tasks.find_task(config),
     )
     strategy = strategies.make(config, problem)
     state = strategy.init(jax.random.key(0))

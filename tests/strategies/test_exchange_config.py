@@ -144,8 +144,8 @@ def test_mistakes_end_in_one_line_and_leave_nothing(
 ) -> None:
     overrides, messages = MISTAKES[name]
     if name == "offload":
-        found = replace(cluster.find(), has_pinned_host_memory=False)
-        monkeypatch.setattr(cluster, "find", lambda: found)
+        found = replace(cluster.find_cluster(), has_pinned_host_memory=False)
+        monkeypatch.setattr(cluster, "find_cluster", lambda: found)
     whole = ("exchange=", "strategy=")
     keys = [text if text.startswith(whole) or "." in text.partition("=")[0] else _option(text) for text in overrides]
     arguments = ["--config.mesh.data=4", *(f"--config.{key}" for key in keys)]

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar import mesh as meshes
 from jaxpar import state as states
-from jaxpar.exchange.presets import AROUND, EXCHANGES, GRADIENTS, Rule, build
+from jaxpar.exchange.presets import AROUND, EXCHANGES, GRADIENTS, Rule, make_exchange
 from jaxpar.exchange.reduce import Axis
 from jaxpar.layout import shard_shape
 from jaxpar.models.model import Model
@@ -233,10 +233,10 @@ def test_a_bucket_waits_for_its_own_layers_alone() -> None:
     config = make_config(BERT._replace(layers=4), "--config.model.scan_layers=False")
     problem = make_problem(config, BERT._replace(layers=4))
     axes = {"data": N, "stage": 1}
-    mesh = meshes.build(axes, jax.devices())
+    mesh = meshes.make_mesh(axes, jax.devices())
     layers = [layer.name for layer in problem.model.layers]
-    exchange = build("ddp", Axis("data", N), Rule(problem.optimizer, None, layers=layers), bucket_bytes=4000)
-    like = states.abstract(problem.model, problem.optimizer)
+    exchange = make_exchange("ddp", Axis("data", N), Rule(problem.optimizer, None, layers=layers), bucket_bytes=4000)
+    like = states.abstract_state(problem.model, problem.optimizer)
     form = ReplicaState(problem, mesh, exchange, make_layouts(exchange, axes, like))
     specs = (form.specs, PartitionSpec("data")), (form.specs, PartitionSpec())
     step = replicas.train_step(problem, exchange, form, N)

@@ -36,7 +36,7 @@ def uninterrupted(folder: Path) -> Path:
 
 def test_result(uninterrupted: Path) -> None:
     result = json.loads((uninterrupted / "result.json").read_text())
-    rows = metrics.read(uninterrupted)
+    rows = metrics.read_metrics(uninterrupted)
     assert result["strategy"] == "pipeline"
     assert len(result["devices"]) == 4  # 2 stages x 2 replicas
     assert result["train_loss"] < rows[0]["loss"]

@@ -57,9 +57,9 @@ def outcome(task: str, variant: str) -> tuple[list[Any], Any, dict[str, np.ndarr
     override(config, [f"--config.task={task}", f"--config.strategy={variant.split(',')[0]}"])
     override(config, ["--config.data.target_columns=('a','b')", f"--config.batch_size={BATCH}"])
     override(config, VARIANTS.get(variant, []))
-    rule = optimizer.build(config, optimizer.build_schedule(config, NUM_STEPS))
+    rule = optimizer.make_optimizer(config, optimizer.build_schedule(config, NUM_STEPS))
     batch = abstract(make_batch(task, 0))
-    problem = Problem(models.build(config, INFO[task]), rule, 1, batch, NUM_STEPS, tasks.find(config))
+    problem = Problem(models.build(config, INFO[task]), rule, 1, batch, NUM_STEPS, tasks.find_task(config))
     strategy = strategies.make(config, problem)
     state, sums = strategy.init(jax.random.key(0)), []
     for step in range(NUM_STEPS):

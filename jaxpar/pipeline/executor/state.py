@@ -158,7 +158,7 @@ class StagedState:
 
     def shapes(self, num_devices: int) -> PackedState:
         """Return the shapes and dtypes of the packed arrays, without private state."""
-        like = states.abstract(self.problem.model, self.problem.optimizer)
+        like = states.abstract_state(self.problem.model, self.problem.optimizer)
 
         def global_shapes(packing: Packing) -> Any:
             return tuple(jax.ShapeDtypeStruct((num_devices, *x.shape), x.dtype) for x in packing.shapes)
