@@ -3,11 +3,13 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 
 from jaxpar import mesh
+from tests import raise_sites
 
 NUM_DEVICES = 8
 DEVICE_COUNT = "--xla_force_host_platform_device_count"
@@ -36,10 +38,39 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # mesh.start leaves both settings alone
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # mesh.prepare_jax leaves both settings alone
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    raise_sites.record()
     assert jax.device_count() == NUM_DEVICES, jax.devices()  # a test that needs them must not pass without
     os.environ["XLA_FLAGS"] = flags  # a process that a test starts has as many as it asks for
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Collects what a worker has recorded."""
+    raise_sites.reached.update(map(tuple, getattr(node, "workeroutput", {}).get("raised", [])))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails a run of the whole suite that has not reached every place that raises a user's error."""
+    config = session.config
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["raised"] = sorted(raise_sites.reached)
+    elif is_whole(config) and session.testsfailed == 0 and raise_sites.unreached(raise_sites.reached):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Names the places that a run of the whole suite has not reached."""
+    missing = raise_sites.unreached(raise_sites.reached) if is_whole(config) else []
+    for name in missing:
+        terminalreporter.write_line(f"no test reaches the error in {name}", red=True)
+
+
+def is_whole(config: pytest.Config) -> bool:
+    """Whether all tests but the slow ones were asked for."""
+    options = config.option
+    return config.args == config.getini("testpaths") and not options.keyword and options.markexpr == "not slow"
 
 
 def evict(cache: Path) -> None:

@@ -1,7 +1,7 @@
 """Faults, for real: processes that are killed, are to end soon, hang, or find the disk full, and what is left of them.
 
 All runs but `whole` have a fault, go on, and end as it does, bitwise where it is one process, each example taken once.
-Damaged checkpoints, and writes that are killed at random moments: tests/test_checkpoint.py and tests/test_train.py.
+Damaged checkpoints, and writes that are killed at random moments: tests/checkpoint/test_checkpoint.py, test_train.py.
 """
 
 import json

@@ -17,7 +17,7 @@ import pathlib, sys
 from jaxpar import cluster, config, mesh
 made = config.default_config()
 config.override(made, sys.argv[2:])
-mesh.start(made, pathlib.Path(sys.argv[1]))
+mesh.prepare_jax(made, pathlib.Path(sys.argv[1]))
 axes = mesh.sizes(made, cluster.find())
 print(axes["data"], dict(mesh.build(axes, cluster.devices()).shape))
 """
