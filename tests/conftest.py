@@ -69,8 +69,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 def is_whole(config: pytest.Config) -> bool:
     """Whether all tests but the slow ones were asked for."""
-    options = config.option
-    return config.args == config.getini("testpaths") and not options.keyword and options.markexpr == "not slow"
+    chosen = config.option
+    is_all = config.args == config.getini("testpaths") and not chosen.keyword and chosen.markexpr == "not slow"
+    return is_all and not chosen.collectonly
 
 
 def evict(cache: Path) -> None:

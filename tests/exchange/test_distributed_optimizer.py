@@ -44,7 +44,7 @@ def test_other_exchanges_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "option", "private"),
+    ("name", "option", "allowed"),
     [
         ("horovod", "levels", ("bucket_bytes", "wire_dtype", "algorithm", "predivide", "backward_passes_per_step")),
         ("ddp", "backward_passes_per_step", ("bucket_bytes", "wire_dtype", "algorithm", "group")),
@@ -54,10 +54,10 @@ def test_other_exchanges_are_refused(name: str) -> None:
         ("bagua_decentralized", "axis", ()),
     ],
 )
-def test_options_it_does_not_have_are_refused(name: str, option: str, own: tuple[str, ...]) -> None:
+def test_options_it_does_not_have_are_refused(name: str, option: str, allowed: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=f"{option} is .*, which exchange '{name}' has no use for") as error:
         use(N, distributed_optimizer(OPTIMIZER, DATA, name, **{option: 1}))
-    assert all(known in str(error.value) for known in own)
+    assert all(known in str(error.value) for known in allowed)
 
 
 @pytest.mark.parametrize(
