@@ -55,8 +55,8 @@ def _by_muon_or_adamw(params: Any) -> Any:
     """Return by leaf which of the two updates it: Muon takes matrices that map one hidden state to another."""
 
     def label(path: tuple[Any, ...], leaf: Any) -> str:
-        names = [part.key for part in path if isinstance(part, jax.tree_util.DictKey)]
-        return "muon" if jnp.ndim(leaf) == 2 and names[-1] == "kernel" and "classifier" not in names else "adamw"
+        names = [part.key for part in path if isinstance(part, jax.tree_util.DictKey)]  # the first is the layer's
+        return "muon" if jnp.ndim(leaf) == 2 and names[-1] == "kernel" and "classifier" not in names[1:] else "adamw"
 
     return jax.tree_util.tree_map_with_path(label, params)
 

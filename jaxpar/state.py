@@ -39,8 +39,8 @@ def init(model: Model, optimizer: optax.GradientTransformation, key: jax.Array) 
 
 def abstract_state(model: Model, optimizer: optax.GradientTransformation) -> State:
     """Return the shapes and dtypes of what `init` returns, without touching a device."""
-    made: State = jax.eval_shape(lambda: init(model, optimizer, jax.random.key(0)))
-    return made
+    step, key = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), split(jax.random.key(0))[1]))
+    return State(step, key, model.shapes, jax.eval_shape(optimizer.init, model.shapes))
 
 
 def split(key: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from jaxpar import cluster as clusters
 from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError, check_choice
+from jaxpar.optimizer import check_optimizer
 from jaxpar.plan import Decision, Plan
 from jaxpar.step import Problem
 from jaxpar.strategies import async_data_parallel, data_parallel, pipeline, single
@@ -35,6 +36,7 @@ def decide(config: ConfigDict, cluster: Cluster) -> Decision:
       UserError: the strategy cannot run on this cluster, or not with this batch size.
     """
     check_choice("strategy", config.strategy, STRATEGIES)
+    check_optimizer(config)  # here too: what a batch divides into depends on it
     decision = STRATEGIES[config.strategy].decide(config, cluster)
     number, words = decision.batch_divisor, decision.batch_words
     if config.batch_size < 1 or config.batch_size % number:
@@ -53,7 +55,8 @@ def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decisi
     Raises:
       UserError: as `decide`, or the strategy cannot train these shapes.
     """
-    return STRATEGIES[config.strategy].plan(config, shapes, cluster, decision or decide(config, cluster))
+    decision = decision or decide(config, cluster)
+    return STRATEGIES[config.strategy].plan(config, shapes, cluster, decision)
 
 
 def possible(config: ConfigDict, shapes: Problem, cluster: Cluster) -> Plan | str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxpar.errors import UserError, nearest
 from jaxpar.measure import flops
-from jaxpar.models.model import Activations, Batch, Model
+from jaxpar.models.model import Batch, Model
 
 METHODS = ("uniform", "parameters", "flops")
 
@@ -59,12 +59,15 @@ def parameters(model: Model, _batch: Batch) -> list[int]:
 
 def layer_flops(model: Model, batch: Batch) -> list[int]:
     """Return the FLOPs of the forward pass by layer."""
-
-    def cost(index: int, x: Activations) -> int:
+    shapes, xs, starts = model.shapes, model.inputs(batch), {run.start for run in model.runs}
+    costs: list[int] = []
+    for index, x in enumerate(xs):
+        if index not in starts and x == xs[index - 1]:  # as the equal layer before
+            costs.append(costs[-1])
+            continue
         apply = partial(model.apply_layers, keys_B=None, start=index, stop=index + 1)
-        return flops.forward_flops(apply, model.shapes, x, dict(batch))
-
-    return [cost(index, x) for index, x in enumerate(model.inputs(batch))]
+        costs.append(flops.forward_flops(apply, shapes, x, dict(batch)))
+    return costs
 
 
 def balanced(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:

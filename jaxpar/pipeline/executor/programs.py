@@ -169,11 +169,10 @@ def trace_stage(stages: Stages, stage: int, inputs: StageInputs, *, num_phases: 
         y = jax.eval_shape(lambda inputs: computation.forward(inputs, inputs.params, inputs.x, None)[0], inputs)
     inputs = inputs._replace(dy=y)
     phases = partial(computation.phases, num_phases=num_phases, remat=remat)
-    outputs = tuple(jax.eval_shape(phases, inputs))
-    closed = jax.make_jaxpr(lambda inputs: jax.tree.leaves(phases(inputs)))(inputs)
+    closed, outputs = jax.make_jaxpr(phases, return_shape=True)(inputs)
     num_outputs = [len(jax.tree.leaves(of_phase)) for of_phase in outputs]
     pieces = cut_phases(flatten(closed, remat=num_phases == 3), num_outputs, input_origins(inputs))
-    return StageProgram(stage, inputs, outputs, pieces)
+    return StageProgram(stage, inputs, tuple(outputs), pieces)
 
 
 def input_origins(inputs: StageInputs) -> list[Origin]:

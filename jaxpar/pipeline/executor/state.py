@@ -77,19 +77,24 @@ class StagedTree:
             self._numbers.append([number[_of_device(address, names)] for address in of_kinds[kind]])
         self._kinds, self._structure = stages.kinds, jax.tree.structure(like)
         self._num_leaves = len(number)
-        layers = [address.layer for address in number]
+        holders = self._find_holders([address.layer for address in number], stages)
         leaves = [
-            LeafLayout(leaf.shape, leaf.dtype, holders=self._holders(i, layers[i], stages))
-            for i, leaf in enumerate(jax.tree.leaves(like))
+            LeafLayout(leaf.shape, leaf.dtype, holders=of_leaf)
+            for leaf, of_leaf in zip(jax.tree.leaves(like), holders, strict=True)
         ]
         self.layout = Layout(axes, jax.tree.unflatten(self._structure, leaves))
 
-    def _holders(self, leaf: int, layer: str | None, stages: Stages) -> Holders | None:
-        """The devices that hold a leaf, the one with its layer first; None where all do, as with a counter of steps."""
-        if layer is None:
-            return None
-        holders = [device for device, numbers in enumerate(self._numbers) if leaf in numbers]
-        return Holders(STAGE, tuple(sorted(holders, key=lambda device: layer not in stages.layer_names(device))))
+    def _find_holders(self, layers: Sequence[str | None], stages: Stages) -> list[Holders | None]:
+        """Of each leaf: the devices that hold it, the one with its layer first; None where all do, as with a counter.
+
+        layers: that the leaves belong to; None: to none.
+        """
+        devices: list[list[int]] = [[] for _ in layers]
+        for device, numbers in enumerate(self._numbers):
+            names = set(stages.layer_names(device))
+            for leaf in numbers:
+                devices[leaf].insert(0 if layers[leaf] in names else len(devices[leaf]), device)
+        return [None if layer is None else Holders(STAGE, tuple(of)) for layer, of in zip(layers, devices, strict=True)]
 
     def scatter(self, tree: Any) -> list[Packed]:
         """Return what each device holds of a canonical tree, packed, in NumPy."""

@@ -147,25 +147,26 @@ def place_actions(
 
 def with_slots(table: Table) -> Table:
     """Return the table with the fewest slots: an action takes its device's least free one. F alone needs none."""
-    held: tuple[dict[tuple[int, ...], int], ...] = ({}, {})  # slot by (device, microbatch, chunk): F to B, and B to W
+    # By device, slot by (microbatch, chunk): from F to B, and from B to W.
+    stashes: list[tuple[dict[tuple[int, int], int], ...]] = [({}, {}) for _ in range(table.num_devices)]
     actions = table.actions.copy()
 
-    def take(stash: dict[tuple[int, ...], int], key: tuple[int, ...]) -> int:
-        taken = {slot for other, slot in stash.items() if other[0] == key[0]}
+    def take(stash: dict[tuple[int, int], int], key: tuple[int, int]) -> int:
+        taken = set(stash.values())
         stash[key] = next(slot for slot in itertools.count() if slot not in taken)
         return stash[key]
 
     slots = []
-    for kind, *where in actions[["kind", "device", "microbatch", "chunk"]].tolist():
-        key = tuple(where)
+    for kind, device, microbatch, chunk in actions[["kind", "device", "microbatch", "chunk"]].tolist():
+        (activations, gradients), key = stashes[device], (microbatch, chunk)
         if kind == F:
-            slots.append(take(held[0], key))
+            slots.append(take(activations, key))
         elif kind == W:
-            slots.append(held[1].pop(key, 0))
+            slots.append(gradients.pop(key, 0))
         else:
-            slots.append(held[0].pop(key, 0))
+            slots.append(activations.pop(key, 0))
             if kind == B:
-                take(held[1], key)
+                take(gradients, key)
     actions["slot"] = slots if is_training(table) else 0
     return table._replace(actions=actions)
 
