@@ -39,6 +39,8 @@ def decide(config: ConfigDict, cluster: Cluster) -> Decision:
     check_optimizer(config)  # here too: what a batch divides into depends on it
     decision = STRATEGIES[config.strategy].decide(config, cluster)
     number, words = decision.batch_divisor, decision.batch_words
+    if config.batch_size < 1 and number == 1:
+        raise UserError(f"config.batch_size is {config.batch_size}; it must be 1 or more")
     if config.batch_size < 1 or config.batch_size % number:
         raise UserError(f"config.batch_size is {config.batch_size}; it must be a multiple of {number}: {words}")
     if config.eval.batch_size < 0 or config.eval.batch_size % decision.num_replicas:

@@ -100,7 +100,8 @@ def plan_replicated(
       implementation: sharding or pmap; the `details` of the plan.
     """
     like, n = states.abstract_state(shapes.model, shapes.optimizer), decision.num_replicas
-    layouts = {part: layout.replicated(decision.axes, getattr(like, part)) for part in ("params", "optimizer")}
+    copied = partial(layout.per_replica, axis=DATA) if implementation == "pmap" else layout.replicated
+    layouts = {part: copied(decision.axes, getattr(like, part)) for part in ("params", "optimizer")}
     memory = {"parameters": layouts["params"].nbytes_on(), "optimizer": layouts["optimizer"].nbytes_on()}
     size = nbytes(like.params)
     traffic = (ring_traffic("all-reduce", 2, DATA, n, size, "float32"),) if n > 1 else ()

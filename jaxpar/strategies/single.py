@@ -7,7 +7,8 @@ from ml_collections import ConfigDict
 
 from jaxpar import mesh
 from jaxpar.cluster import Cluster
-from jaxpar.errors import UserError
+from jaxpar.errors import UserError, check_choice
+from jaxpar.exchange.presets import EXCHANGES
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.plan import Decision, Plan
 from jaxpar.step import Problem
@@ -25,6 +26,7 @@ def decide(config: ConfigDict, cluster: Cluster) -> Decision:
             f"config.mesh.data is {config.mesh.data}; it must be 1 or -1 with config.strategy='single' "
             "(config.strategy='data_parallel' uses several devices)"
         )
+    check_choice("exchange", config.exchange, EXCHANGES)
     if config.exchange != "ddp" or exchanges.given(config):
         raise UserError(
             f"config.exchange is {exchanges.name(config)!r}; it must be 'ddp' without options with "
