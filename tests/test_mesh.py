@@ -18,8 +18,8 @@ from jaxpar import cluster, config, mesh
 made = config.default_config()
 config.override(made, sys.argv[2:])
 mesh.prepare_jax(made, pathlib.Path(sys.argv[1]))
-axes = mesh.sizes(made, cluster.find())
-print(axes["data"], dict(mesh.build(axes, cluster.devices()).shape))
+axes = mesh.sizes(made, cluster.find_cluster())
+print(axes["data"], dict(mesh.make_mesh(axes, cluster.devices()).shape))
 """
 
 

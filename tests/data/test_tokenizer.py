@@ -20,7 +20,7 @@ import sys, hashlib
 from jaxpar.data import tokenizer
 texts = %r
 for byte_level in (False, True):
-    made = {tokenizer.train(lambda: iter(texts), 400, byte_level=byte_level).to_str() for _ in range(20)}
+    made = {tokenizer.train_tokenizer(lambda: iter(texts), 400, byte_level=byte_level).to_str() for _ in range(20)}
     print(len(made), hashlib.sha256(made.pop().encode()).hexdigest())
 """
 

@@ -142,7 +142,7 @@ class Recorded:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     record = Recorded()
-    monkeypatch.setattr(loop, "load", record)
+    monkeypatch.setattr(loop, "load_batches", record)
     return record
 
 
@@ -168,7 +168,7 @@ def uninterrupted(folder: Path) -> tuple[Path, list[np.ndarray]]:
     """One device's run, and the rows it read."""
     record = Recorded()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "load", record)
+        patch.setattr(loop, "load_batches", record)
         trained(folder, folder / "uninterrupted", SINGLE)
     return folder / "uninterrupted", record.rows
 
