@@ -1,7 +1,9 @@
 """The certificate: honest strategies are within, planted mistakes are not and are named, and lossy ones say so."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +26,7 @@ from jaxpar.strategies import data_parallel, replicas
 from scripts import certify as script
 from tests.runs import small_arguments
 
+ROOT = Path(__file__).parents[2]
 # 213 rows to train on in batches of 24: one of the epoch's 9 has rows that pad.
 MLP = ["model.name=mlp", "model.num_heads=None", "model.mlp_size=None", "data.source=synthetic", "data.train="]
 MLP += ["data.synthetic_examples=250", "model.num_layers=2", "model.dropout=0.2"]
@@ -76,10 +79,25 @@ def test_honest_strategies_are_within(name: str, certify: Any) -> None:
     assert found["batches"][:2] == [0, 1]
 
 
-def test_one_device_is_bitwise_itself(certify: Any) -> None:
-    """The same program twice; and the table says so in a word."""
-    code, found = certify(*MLP, "strategy=single", "mesh.data=1")
-    assert code == 0
+def test_one_device_is_bitwise_itself(tmp_path: Path) -> None:
+    """The same program twice; and the table says so in a word.
+
+    In a process with the flags of users: with those of the tests, an update is contracted otherwise within a step than
+    in a program of its own.
+    """
+    overrides = [*small_arguments(tmp_path), *(f"--config.{key}" for key in (*MLP, "strategy=single", "mesh.data=1"))]
+    arguments = [
+        "--config=configs/default.py",
+        "--num_steps=3",
+        f"--output={tmp_path / 'certificate.json'}",
+        *overrides,
+    ]
+    command, environment = [sys.executable, "scripts/certify.py", *arguments], {**os.environ, "XLA_FLAGS": ""}
+    process = subprocess.run(
+        command, cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
+    found = json.loads((tmp_path / "certificate.json").read_text())
     errors = [error for of in (found["figures"], *found["layers"].values()) for error in of.values()]
     assert all(error == {"bitwise": True, "ulps": 0, "relative": 0} for error in errors)
     assert script.in_words(found).count("bitwise") == len(errors) == 2 + 5 * len(found["layers"])
