@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 
 class UserError(Exception):
-    """What the user must mend: which key or file, what it was, what it must be."""
+    """What the user must correct: which key or file, what it was, what it must be."""
 
 
 class TrainingError(Exception):
@@ -26,6 +26,7 @@ def check_choice(key: str, value: str, choices: Iterable[str]) -> None:
         raise UserError(f"config.{key} is {value!r}; it must be {', '.join(choices)}.{nearest(str(value), choices)}")
 
 
+FAILED, USER_ERROR, HANGS = 1, 2, 3  # exit codes of a process
 STOPPED_CODES = range(4, 126)  # exit codes that a run stopped by a signal may have instead of 0; shells have 126 and on
 
 
@@ -40,5 +41,5 @@ def exit_code(command: Callable[[], None]) -> int:
         command()
     except UserError as error:
         print(f"jaxpar: {error}", file=sys.stderr)
-        return 2
+        return USER_ERROR
     return 0

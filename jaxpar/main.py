@@ -23,7 +23,7 @@ from typing import Any
 from absl import flags, logging
 
 from jaxpar import config as configs
-from jaxpar.errors import STOPPED_CODES, TrainingError, UserError, is_failure
+from jaxpar.errors import FAILED, STOPPED_CODES, USER_ERROR, TrainingError, UserError, is_failure
 from jaxpar.files import disk_error
 from jaxpar.launch.launcher import end_with_launcher
 from jaxpar.launch.signals import Ending, Interrupt, StoppedEarly
@@ -39,7 +39,7 @@ def run() -> None:
         if not _has_others():
             raise
         traceback.print_exc()
-        code = 1
+        code = FAILED
     if is_failure(code) and _has_others():  # JAX would wait for those that wait for this one
         sys.stdout.flush()
         sys.stderr.flush()
@@ -66,13 +66,14 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _main(list(argv))
     except UserError as error:
-        return _fail(str(error), 2)
+        return _fail(str(error), USER_ERROR)
     except TrainingError as error:
-        return _fail(str(error), 1)
+        return _fail(str(error), FAILED)
     except OSError as error:
         if not disk_error(error):
             raise
-        return _fail(f"{error.filename or 'the disk'}: {error.strerror}; the checkpoints that are there are whole", 2)
+        what = f"{error.filename or 'the disk'}: {error.strerror}"
+        return _fail(f"{what}; the checkpoints that are there are whole", USER_ERROR)
 
 
 def _main(argv: list[str]) -> int:

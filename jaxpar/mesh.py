@@ -50,6 +50,12 @@ def partition_by_gspmd() -> None:
         jax.config.update("jax_use_shardy_partitioner", False)
 
 
+def check_partitioner() -> None:
+    """Raise RuntimeError where a pipeline's program would be partitioned by the Shardy of JAX 0.11."""
+    if jax.__version_info__ >= (0, 11) and jax.config.jax_use_shardy_partitioner:
+        raise RuntimeError("pipelines need jaxpar.mesh.partition_by_gspmd() to be called before: see there")
+
+
 def keep_freed_memory() -> None:
     """Tells glibc to keep what a CPU step frees for the next step, where the CPU is what computes.
 

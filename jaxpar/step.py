@@ -54,7 +54,7 @@ def gradients(
     key = dropout_key(state.key, state.step)
 
     def loss(params: Params, rows: Batch) -> tuple[jax.Array, Sums]:
-        keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, rows["index"])
+        keys_B = example_keys(key, rows)
         total = problem.task.sums(problem.model.apply(params, rows, keys_B, fetch=fetch), rows)
         return mean_loss(total.loss, weight), total
 
@@ -87,7 +87,12 @@ def update(
     """
     grad_norm = optax.tree.norm(grads) if grad_norm is None else grad_norm
     updates, optimizer = problem.optimizer.update(grads, state.optimizer, state.params, grad_norm=grad_norm)
-    return apply(state, updates, optimizer, Metrics(sums, grad_norm, jnp.isfinite(grad_norm) & jnp.isfinite(sums.loss)))
+    return apply(state, updates, optimizer, Metrics(sums, grad_norm, is_finite(grad_norm, sums)))
+
+
+def is_finite(grad_norm: jax.Array, sums: Sums) -> jax.Array:
+    """Return whether an update is to be applied: neither gradient nor loss has overflowed. A bool, as an array."""
+    return jnp.isfinite(grad_norm) & jnp.isfinite(sums.loss)
 
 
 def apply(state: State, updates: Params, optimizer: Any, metrics: Metrics) -> tuple[State, Metrics]:
@@ -115,6 +120,23 @@ def microbatches(batch: Batch, num: int) -> dict[str, jax.Array]:
 def abstract(tree: Any, leading: int = 0) -> Any:
     """Shapes and dtypes in the place of arrays, without that many leading dims."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[leading:], x.dtype), tree)
+
+
+def abstract_share(batch: Mapping[str, Any], num: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes and dtypes of one of `num` equal shares of a batch."""
+    return {name: jax.ShapeDtypeStruct((len(x) // num, *x.shape[1:]), x.dtype) for name, x in batch.items()}
+
+
+def with_shardings(tree: Any, shardings: Any) -> Any:
+    """Return abstract arrays with these shardings; `shardings`: of each, or one for all."""
+    if isinstance(shardings, jax.sharding.Sharding):
+        shardings = jax.tree.map(lambda _: shardings, tree)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
+
+
+def example_keys(key: jax.Array, batch: Batch) -> jax.Array:
+    """Return the keys of the examples, [B]: `key` with each one's number folded in, wherever it is computed."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, batch["index"])
 
 
 def dropout_key(key: jax.Array, step: jax.Array) -> jax.Array:

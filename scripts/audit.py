@@ -20,7 +20,7 @@ from typing import Any
 from jaxpar import config as configs
 from jaxpar import data, mesh
 from jaxpar.analysis import audit
-from jaxpar.errors import UserError
+from jaxpar.errors import USER_ERROR, UserError
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build
 
@@ -39,7 +39,7 @@ def main() -> int:
             found = run(config, Path(folder))
     except UserError as error:
         print(f"jaxpar: {error}", file=sys.stderr)
-        return 2
+        return USER_ERROR
     print(json.dumps(found, indent=1) if arguments.json else in_words(found))
     return 0 if all(row["explained"] for row in found["collectives"]) else 1
 

@@ -26,7 +26,7 @@ from jaxpar import config as configs
 from jaxpar import data, files, mesh
 from jaxpar.analysis import certificate
 from jaxpar.analysis.certificate import QUANTITIES, TOLERANCES, Error
-from jaxpar.errors import TrainingError, UserError
+from jaxpar.errors import USER_ERROR, TrainingError, UserError
 from jaxpar.measure import provenance
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build
@@ -54,7 +54,7 @@ def main() -> int:
         files.write_text(arguments.output, json.dumps(found, indent=1, allow_nan=False) + "\n")
     except UserError as error:
         print(f"jaxpar: {error}", file=sys.stderr)
-        return 2
+        return USER_ERROR
     except TrainingError as error:
         print(f"jaxpar: {error}", file=sys.stderr)
         return 1

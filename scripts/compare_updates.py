@@ -32,6 +32,7 @@ from matplotlib import pyplot
 
 from jaxpar import files
 from jaxpar.asynchronous import table
+from jaxpar.errors import USER_ERROR
 from jaxpar.run import metrics
 
 # By name: overrides of config.asynchronous. The last ones are mitigations of async.
@@ -112,7 +113,7 @@ def train(config: str, workdir: Path, overrides: list[str]) -> Outcome:
     asked = json.dumps([f"--config={config}", *overrides], indent=1) + "\n"
     if (workdir / "config.json").exists() and (not told.is_file() or told.read_text() != asked):
         print(f"--workdir: {workdir} has a run of other settings; give another, or remove it", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(USER_ERROR)
     workdir.mkdir(parents=True, exist_ok=True)
     files.write_text(told, asked)
     if not (workdir / "result.json").is_file():

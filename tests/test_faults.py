@@ -18,7 +18,7 @@ from pathlib import Path
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxpar import checkpoint
+from jaxpar import checkpoint, errors
 from jaxpar import config as configs
 from jaxpar.errors import UserError
 from jaxpar.launch import watchdog
@@ -301,7 +301,7 @@ WATCHED = f"--config.watchdog_seconds={SECONDS}"
 def test_a_loader_that_hangs(folder: Path, tmp_path: Path, whole: Path) -> None:
     began = time.monotonic()
     hanging = HANGS.format(how="time.sleep")
-    _, err = ended(start(folder, tmp_path, WATCHED, first=hanging), code=watchdog.EXIT_CODE)
+    _, err = ended(start(folder, tmp_path, WATCHED, first=hanging), code=errors.HANGS)
     assert time.monotonic() - began < 8 * SECONDS
     lines = err.splitlines()
     at = lines.index(f"jaxpar: process 0 of 1 hangs: step 13, phase input, for {SECONDS} s")

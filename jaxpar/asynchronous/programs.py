@@ -119,7 +119,7 @@ def arrive(
       at: its staleness and place in its update.
     """
     before, after = server.mitigations
-    arrived = jnp.isfinite(optax.tree.norm(grads)) & jnp.isfinite(sums.loss)
+    arrived = steps.is_finite(optax.tree.norm(grads), sums)
     grads, remembered = mitigations.gradients.update(grads, before, params, staleness=at.staleness, read=read)
     before = jax.tree.map(lambda new, old: jnp.where(arrived, new, old), remembered, before)
     total = jax.tree.map(jnp.add, server.totals.sums, sums)
@@ -133,7 +133,7 @@ def arrive(
     grad_norm = optax.tree.norm(grads)
     optimizer = at_step(server.optimizer, at.step)
     updates, optimizer = problem.optimizer.update(grads, optimizer, params, grad_norm=grad_norm)
-    finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums.loss)
+    finite = steps.is_finite(grad_norm, sums)
     updates, remembered = mitigations.updates.update(updates, after, params, staleness=at.mean_staleness)
     after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), remembered, after)
     state = State(at.step, jnp.zeros(()), params, server.optimizer)
@@ -205,9 +205,7 @@ class Programs:
           is_grouped: as in `server`.
         """
         n = self.num_workers
-        rows = {
-            name: jax.ShapeDtypeStruct((len(x) // n, *x.shape[1:]), x.dtype) for name, x in self._problem.batch.items()
-        }
+        rows = steps.abstract_share(self._problem.batch, n)
         number, step = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
         inputs = (like.params, like.key, step, rows, number)
         workers = [self.gradient.lower(*_on(inputs, device)) for device in devices]
@@ -235,8 +233,7 @@ class Programs:
 
 def _on(tree: Any, device: jax.Device) -> Any:
     """Abstract arrays on a device."""
-    sharding = SingleDeviceSharding(device)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+    return steps.with_shardings(tree, SingleDeviceSharding(device))
 
 
 def _root_mean(totals: Totals) -> jax.Array:

@@ -26,14 +26,13 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxpar.errors import is_failure
+from jaxpar.errors import FAILED, HANGS, USER_ERROR, is_failure
 from jaxpar.launch.signals import SIGNALS
 
 NAME = "python -m jaxpar.launch.launcher"
 TOLD = ("coordinator_address", "num_processes", "process_id")  # to each process: flags of scripts/train
 LAUNCHER = "JAXPAR_LAUNCHER"  # environment variable of its processes: its process id
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-FAILED, USER_ERROR, HANGS = 1, 2, 3  # exit codes of a process: jaxpar/main.py
 ORDER = {HANGS: 0, USER_ERROR: 1, -signal.SIGABRT: 3}  # of several that failed; another signal 0, another code 2
 NOISE = "[Gloo] Rank "  # how lines begin that a library prints about its connections
 POLL_SECONDS = 0.05

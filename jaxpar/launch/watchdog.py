@@ -14,10 +14,9 @@ from typing import Any
 
 import jax
 
-from jaxpar.errors import UserError
+from jaxpar.errors import HANGS, UserError
 from jaxpar.measure.phases import Phases
 
-EXIT_CODE = 3
 MOST_SECONDS = 1e9
 _STDERR = 2  # the file descriptor
 
@@ -65,4 +64,4 @@ class Watchdog:
         faulthandler.dump_traceback(file=_STDERR, all_threads=True)
         # The first that ends takes the others with it: they too shall have told where they are.
         time.sleep(2 * self._look)
-        os._exit(EXIT_CODE)
+        os._exit(HANGS)

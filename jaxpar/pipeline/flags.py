@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from jaxpar.errors import UserError, nearest
+from jaxpar.errors import USER_ERROR, UserError, nearest
 from jaxpar.pipeline.search.search import SearchResult, search
 from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table
 from jaxpar.pipeline.tables.simulate import Simulation, Times, simulate_table
@@ -19,7 +19,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit without the usage that argparse prints before the message."""
         print(f"jaxpar: {message}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(USER_ERROR)
 
     def parse(self) -> argparse.Namespace:
         """Parse the flags of this process."""

@@ -28,9 +28,9 @@ from jaxpar.exchange.reduce import ring_traffic
 from jaxpar.mesh import DATA
 from jaxpar.plan import Decision, Plan
 from jaxpar.state import State, nbytes
-from jaxpar.step import Metrics, Problem
+from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies import exchanges, master, replicas
-from jaxpar.strategies.strategy import CompiledProgram, Strategy, placer, with_shardings
+from jaxpar.strategies.strategy import CompiledProgram, Strategy, placer
 from jaxpar.tasks import Sums
 
 IMPLEMENTATIONS = ("auto", "shard_map", "sharding", "pmap")

@@ -22,8 +22,8 @@ from jaxpar.mesh import DATA
 from jaxpar.models.model import Batch
 from jaxpar.plan import Decision, Plan, Traffic
 from jaxpar.state import State, nbytes
-from jaxpar.step import Metrics, Problem
-from jaxpar.strategies.strategy import CompiledProgram, Strategy, placer, with_shardings
+from jaxpar.step import Metrics, Problem, with_shardings
+from jaxpar.strategies.strategy import CompiledProgram, Strategy, placer
 from jaxpar.tasks import Sums
 
 

@@ -40,10 +40,10 @@ from jaxpar.pipeline.tables.schedule import forward_only
 from jaxpar.pipeline.tables.table import Table
 from jaxpar.plan import Decision, Plan, Traffic
 from jaxpar.state import nbytes
-from jaxpar.step import Metrics, Problem
+from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies import exchanges
 from jaxpar.strategies.schedules import configured_table
-from jaxpar.strategies.strategy import CompiledProgram, Strategy, placer, with_shardings
+from jaxpar.strategies.strategy import CompiledProgram, Strategy, placer
 from jaxpar.tasks import Sums
 
 # Lets XLA see that the branch of an action writes into a stash in place; else it copies whole stashes every clock.
@@ -99,9 +99,7 @@ class PipelineDetails:
 
     def engine(self, problem: Problem, num_data: int) -> PipelineEngine:
         """Trace the programs of a training step, for the problem's batch."""
-        batch = {
-            name: jax.ShapeDtypeStruct((len(x) // num_data, *x.shape[1:]), x.dtype) for name, x in problem.batch.items()
-        }
+        batch = steps.abstract_share(problem.batch, num_data)
         rows = jax.eval_shape(partial(steps.microbatches, num=self.lowered.shape.num_microbatches), batch)
         key = jax.eval_shape(lambda: jax.random.key(0))
         return make_engine(self.state, self.lowered.shape, rows, key, self.remat)
@@ -174,6 +172,7 @@ def plan_traffic(model: Model, table: Table, details: PipelineDetails, engine: P
 
 def build(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strategy:
     """Build a planned pipeline on the first of these devices."""
+    meshes.check_partitioner()
     table, details, num_data = plan.decision.table, plan.details, plan.num_replicas
     mesh, staged, timeline = meshes.make_mesh(plan.axes, devices), details.state, Timeline(details.trace)
     divided, by_stage = NamedSharding(mesh, PartitionSpec(DATA)), NamedSharding(mesh, PartitionSpec(STAGE))

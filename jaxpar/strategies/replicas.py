@@ -24,10 +24,10 @@ from jaxpar.mesh import DATA
 from jaxpar.models.model import Batch
 from jaxpar.plan import ON_HOST, Decision, Plan
 from jaxpar.state import State
-from jaxpar.step import Metrics, Problem
+from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies import exchanges
 from jaxpar.strategies.replica_state import ReplicaState, make_layouts
-from jaxpar.strategies.strategy import CompiledProgram, Strategy, placer, with_shardings
+from jaxpar.strategies.strategy import CompiledProgram, Strategy, placer
 from jaxpar.tasks import Sums
 
 # On GPUs XLA would put buckets together again, and so wait for the whole backward pass; and is to hide their latency.
@@ -128,7 +128,7 @@ def train_step(
         square = optax.tree.norm(grads) ** 2
         sums, squares = psum_small((own_sums, square), DATA)
         grad_norm = jnp.sqrt(squares / num_replicas)
-        finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums.loss)  # on all replicas: a code may hide what is not
+        finite = steps.is_finite(grad_norm, sums)  # on all replicas: a code may hide what is not
         distributed = state.optimizer
         if exchange.branches:
             # On the CPU nothing orders collectives in a branch and outside of it, and devices would wait for each other

@@ -94,10 +94,3 @@ def placer(sharding: NamedSharding) -> Callable[[Mapping[str, np.ndarray]], dict
         return {name: jax.make_array_from_process_local_data(sharding, x) for name, x in rows.items()}
 
     return place
-
-
-def with_shardings(tree: Any, shardings: Any) -> Any:
-    """Return abstract arrays with these shardings; `shardings`: of each, or one for all."""
-    if isinstance(shardings, jax.sharding.Sharding):
-        shardings = jax.tree.map(lambda _: shardings, tree)
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)

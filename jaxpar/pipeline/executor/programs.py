@@ -15,6 +15,7 @@ import numpy as np
 from jaxpar.models.model import REMAT_POLICIES, Activations, Batch, Params
 from jaxpar.pipeline.executor.split_backward import Cut, Origin, Saved, cut_phases, flatten
 from jaxpar.pipeline.executor.stages import Stages
+from jaxpar.step import example_keys
 from jaxpar.tasks import Sums, mean_loss
 
 REMATS = ("full", "none", "dots")
@@ -204,7 +205,7 @@ class _Stage(NamedTuple):
 
     def layers(self, inputs: StageInputs, params: Any, x: Activations, start: int, stop: int) -> Activations:
         """Without a scan: it would stack the weights for every microbatch, and make dX and dW at once."""
-        keys_B = None if inputs.key is None else jax.vmap(partial(jax.random.fold_in, inputs.key))(inputs.rows["index"])
+        keys_B = None if inputs.key is None else example_keys(inputs.key, inputs.rows)
         model = self.stages.model
         return model.apply_layers(params, x, inputs.rows, keys_B, start, stop, shift=inputs.shift, scan=False)
 
