@@ -221,6 +221,7 @@ def main(arguments: list[str]) -> None:
     config = configs.default_config()
     configs.override(config, [f"--config.mesh.virtual_cpu_devices={max(stages)}", *overrides])
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
+    mesh.partition_by_gspmd()
     jax.config.update("jax_enable_compilation_cache", False)
     is_gpu = jax.default_backend() == "gpu"
     if is_gpu and not given.stages:
