@@ -6,6 +6,7 @@ device has one or several, its *chunks*. A *clock* is one step that all devices 
 """
 
 import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -147,8 +148,8 @@ def place_actions(
 
 def with_slots(table: Table) -> Table:
     """Return the table with the fewest slots: an action takes its device's least free one. F alone needs none."""
-    # By device, slot by (microbatch, chunk): from F to B, and from B to W.
-    stashes: list[tuple[dict[tuple[int, int], int], ...]] = [({}, {}) for _ in range(table.num_devices)]
+    # By device that has an action (a wrong table may name number 10^9), slot by (microbatch, chunk): F to B, B to W.
+    stashes: dict[int, tuple[dict[tuple[int, int], int], ...]] = defaultdict(lambda: ({}, {}))
     actions = table.actions.copy()
 
     def take(stash: dict[tuple[int, int], int], key: tuple[int, int]) -> int:
