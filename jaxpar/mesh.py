@@ -52,7 +52,8 @@ def partition_by_gspmd() -> None:
 
 def check_partitioner() -> None:
     """Raise RuntimeError where a pipeline's program would be partitioned by the Shardy of JAX 0.11."""
-    if jax.__version_info__ >= (0, 11) and jax.config.jax_use_shardy_partitioner:
+    is_shardy = jax.config.jax_use_shardy_partitioner  # type: ignore[attr-defined]
+    if jax.__version_info__ >= (0, 11) and is_shardy:
         raise RuntimeError("pipelines need jaxpar.mesh.partition_by_gspmd() to be called before: see there")
 
 

@@ -146,13 +146,16 @@ def place_actions(
     return with_slots(Table(len(orders), stages.shape[1], num_microbatches, np.array(rows, dtype=ACTION)))
 
 
+Stash = dict[tuple[int, int], int]  # slot by microbatch and chunk
+
+
 def with_slots(table: Table) -> Table:
     """Return the table with the fewest slots: an action takes its device's least free one. F alone needs none."""
     # By device that has an action (a wrong table may name number 10^9), slot by (microbatch, chunk): F to B, B to W.
-    stashes: dict[int, tuple[dict[tuple[int, int], int], ...]] = defaultdict(lambda: ({}, {}))
+    stashes: defaultdict[int, tuple[Stash, Stash]] = defaultdict(lambda: ({}, {}))
     actions = table.actions.copy()
 
-    def take(stash: dict[tuple[int, int], int], key: tuple[int, int]) -> int:
+    def take(stash: Stash, key: tuple[int, int]) -> int:
         taken = set(stash.values())
         stash[key] = next(slot for slot in itertools.count() if slot not in taken)
         return stash[key]
