@@ -498,7 +498,7 @@ IN_A_TASK = """
 import sys
 import jax
 from jaxpar.launch import processes
-processes.start(processes.Place(sys.argv[1], 1, 0))
+processes.meet_processes(processes.Place(sys.argv[1], 1, 0))
 print(jax.config.read("jax_cuda_visible_devices"))
 """
 
@@ -522,7 +522,7 @@ def test_the_one_that_failed_first_is_named() -> None:
     def ended(*codes: int, signals: Sequence[int] = ()) -> Any:
         group: Any = launcher.Group.__new__(launcher.Group)
         group._processes = [SimpleNamespace(poll=lambda code=code: code, wait=int, send_signal=print) for code in codes]
-        group._printers = [SimpleNamespace(join=lambda _timeout: None) for _ in codes]
+        group._printers = [SimpleNamespace(join=lambda **_: None) for _ in codes]
         return group.wait(list(signals))
 
     abort = -signal.SIGABRT
