@@ -276,10 +276,10 @@ def test_processes_that_slurm_starts(folder: Path, tmp_path: Path, alone: dict[s
 
 def test_processes_that_are_given_different_runs(folder: Path, tmp_path: Path) -> None:
     """Each would write its part of another model, and the ledger would prove all of it."""
-    other = tmp_path / "other.csv"
-    other.write_text((folder / "data.csv").read_text() + "one more row,none\n")
     place = [f"--coordinator_address=localhost:{free_port()}", "--num_processes=2"]
     arguments = [*small_arguments(folder), *settings("texts"), "--config.mesh.virtual_cpu_devices=2", *place]
+    other = tmp_path / "other.csv"
+    other.write_text((folder / "data.csv").read_text() + "one more row,none\n")
     command = [sys.executable, "-m", "jaxpar.main", "--config=configs/default.py", f"--workdir={tmp_path}/run"]
     own = [[], ["--config.optimizer.lr=0.5", f"--config.data.train={other}"]]
     started = [
@@ -478,6 +478,8 @@ def test_stopped_before_the_first_step(
     process.send_signal(number)
     out, err = finished(process, code=code)
     told = [line for line in out if line.startswith(("[0] stopped", "[0] resume", "[0] jaxpar", "[1]"))]
+    # On a busy machine the other one's JAX may log that the first one has gone, before it is asked to end.
+    told = [line for line in told if "coordination_service_agent" not in line]
     assert told[0] == "[0] stopped before the first step"
     assert told[1].startswith("[0] resume ")
     assert len(told) == 2
