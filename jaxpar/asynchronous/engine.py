@@ -22,7 +22,7 @@ class UpdateEngine(Protocol[Run]):
     """
 
     def start(self, state: State, private: Canonical | None = None) -> Run:
-        """Begin a run. One that this engine has begun before is over.
+        """Start a run. One that this engine has started before is over.
 
         Args:
           state: canonical, on the server's device; all workers begin with it.
@@ -35,7 +35,7 @@ class UpdateEngine(Protocol[Run]):
         The old run is void.
 
         Raises:
-          RuntimeError: another run has begun.
+          RuntimeError: another run has started.
         """
 
     def params(self, run: Run) -> Params:

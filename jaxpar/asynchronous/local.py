@@ -21,7 +21,7 @@ import optax
 
 from jaxpar.asynchronous.gradient_rows import rows_by_step
 from jaxpar.asynchronous.mitigations import Mitigations
-from jaxpar.asynchronous.programs import BEGUN, Arrival, Programs, Server, add_up_totals, leaves, with_leaves
+from jaxpar.asynchronous.programs import FIRST_STEP, Arrival, Programs, Server, add_up_totals, leaves, with_leaves
 from jaxpar.asynchronous.table import UpdateTable, since
 from jaxpar.models.model import Params
 from jaxpar.state import Canonical, State
@@ -33,7 +33,7 @@ class LocalState(NamedTuple):
 
     Attributes:
       step: on the host.
-      begun: the step at which the run took on this strategy.
+      first_step: the step at which the run took on this strategy.
       key: of the run.
       params: of each worker, on its device.
       servers: likewise: its optimizer.
@@ -43,7 +43,7 @@ class LocalState(NamedTuple):
     """
 
     step: int
-    begun: int
+    first_step: int
     key: jax.Array
     params: tuple[Params, ...]
     servers: tuple[Server, ...]
@@ -118,7 +118,7 @@ class LocalEngine:
             for server, device in zip(servers, self._devices, strict=True)
         ]
         rest = tuple(params), tuple(servers), outer, averages, tuple(taken)
-        return LocalState(state.step + 1, state.begun, state.key, *rest), metrics
+        return LocalState(state.step + 1, state.first_step, state.key, *rest), metrics
 
     def params(self, state: LocalState) -> Params:
         """Return the mean of all workers' weights, on the first device."""
@@ -133,12 +133,12 @@ class LocalEngine:
         """Return what differs between workers, and the averages that they have not taken in yet."""
         local, averages = jax.device_put((_arrays(state), state.averages), self._devices[0])
         by_worker = {f"{number} {i}": leaves(tree) for (number, i), tree in averages.items()}
-        counters = {"taken": np.array(state.taken), BEGUN: np.int32(state.begun)}
+        counters = {"taken": np.array(state.taken), FIRST_STEP: np.int32(state.first_step)}
         return {"own": leaves(local), "averages": by_worker, **counters}
 
     def table(self, state: LocalState) -> UpdateTable | None:
         """See `UpdateEngine`."""
-        return since(self._table, state.begun)
+        return since(self._table, state.first_step)
 
     def lower(self, like: State) -> list[jax.stages.Lowered]:
         """See `UpdateEngine`. Each device updates weights."""
@@ -155,9 +155,9 @@ class LocalEngine:
         """Return the weights that all continue from, and the outer optimizer."""
         if self._outer is None:
             return mean, outer
-        begun, state = outer
-        updates, state = self._outer.update(optax.tree.sub(begun, mean), state, begun)
-        params = optax.apply_updates(begun, updates)
+        anchor, state = outer
+        updates, state = self._outer.update(optax.tree.sub(anchor, mean), state, anchor)
+        params = optax.apply_updates(anchor, updates)
         return params, (params, state)
 
     def _metrics(self, servers: Sequence[Server]) -> Metrics:
@@ -171,7 +171,7 @@ def _arrays(state: LocalState) -> tuple[Any, ...]:
 
 
 def _restored(run: LocalState, private: Canonical) -> LocalState:
-    """A run that has just begun, with what `private` returned."""
+    """A run at its start, with what `private` returned."""
     params, optimizers, outer, mitigations = with_leaves(_arrays(run), private["own"])
     of_workers = zip(run.servers, optimizers, mitigations, strict=True)
     servers = tuple(server._replace(optimizer=one, mitigations=other) for server, one, other in of_workers)
@@ -180,7 +180,7 @@ def _restored(run: LocalState, private: Canonical) -> LocalState:
         number, worker = map(int, name.split())
         averages[number, worker] = with_leaves(run.params[worker], arrays)
     taken = tuple(np.asarray(private["taken"]).tolist())
-    return LocalState(run.step, int(private[BEGUN]), run.key, params, servers, outer, averages, taken)
+    return LocalState(run.step, int(private[FIRST_STEP]), run.key, params, servers, outer, averages, taken)
 
 
 def _mean(leaves: Sequence[jax.Array]) -> jax.Array:

@@ -22,7 +22,7 @@ from jaxpar.state import State
 from jaxpar.step import Metrics, Problem
 from jaxpar.tasks import Sums
 
-BEGUN = "begun"  # in the private state: the step at which the run took on this strategy
+FIRST_STEP = "begun"  # in the private state: the step at which the run took on this strategy
 
 
 class Totals(NamedTuple):

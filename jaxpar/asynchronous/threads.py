@@ -47,7 +47,7 @@ class Threads:
         """Yield gradients as they come. Raises what a worker has raised."""
         if chunks:
             if self._is_closed:
-                raise RuntimeError("this live run is over: another one has begun")
+                raise RuntimeError("this live run is over: another one has started")
             self._start()
             self._schedule.give_out(chunks)
         while True:

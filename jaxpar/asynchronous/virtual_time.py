@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxpar.asynchronous.gradient_rows import last_uses, rows_by_step
-from jaxpar.asynchronous.programs import BEGUN, Chunk
+from jaxpar.asynchronous.programs import FIRST_STEP, Chunk
 from jaxpar.asynchronous.table import UpdateTable, since
 from jaxpar.asynchronous.transport import Delivery, InFlight, Workers
 from jaxpar.models.model import Params
@@ -42,7 +42,7 @@ class VirtualTime:
 
     def __init__(self, emulation: Emulation, workers: Workers, state: State):
         self._emulation, self._workers, self._params = emulation, workers, state.params
-        self._step = self._begun = int(state.step)
+        self._step = self._first_step = int(state.step)
         rows = emulation.rows
         self._version = rows[self._step][0].update if self._step < len(rows) else 0
         alive = [use for use, last in emulation.last_uses.items() if use[0] < self._version <= last]
@@ -79,14 +79,14 @@ class VirtualTime:
 
     def in_flight(self) -> InFlight:
         """Return each older version once, wherever it is: the run may continue on other devices."""
-        record: dict[str, Any] = {BEGUN: np.int32(self._begun)}
+        record: dict[str, Any] = {FIRST_STEP: np.int32(self._first_step)}
         for number, chunk in self._chunks.items():
             record |= {f"{number} {name}": x for name, x in (chunk.rows | {WEIGHT: chunk.weight}).items()}
         return InFlight({version: x for (version, _), x in self.history.items()}, record)
 
     def restore(self, in_flight: InFlight) -> None:
         """Take older weights to their devices, and chunks that came before their gradients."""
-        self._begun = int(in_flight.record[BEGUN])
+        self._first_step = int(in_flight.record[FIRST_STEP])
         self.history = {
             (version, place): self._put(in_flight.weights[version], place) for version, place in self.history
         }
@@ -100,7 +100,7 @@ class VirtualTime:
 
     def table(self) -> UpdateTable | None:
         """Return the rows since the run took on this strategy."""
-        return since(self._emulation.table, self._begun)
+        return since(self._emulation.table, self._first_step)
 
     def close(self) -> None:
         """Do nothing: no worker is anywhere but in `deliver`."""

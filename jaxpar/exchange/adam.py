@@ -91,9 +91,8 @@ def momentum_exchange(
         with jax.named_scope(WARMUP):
             is_warm = state.private["steps"] < warmup_steps
             updates, after = jax.lax.cond(is_warm, warm, frozen, grads, state, params)
-        return ExchangeUpdate(
-            updates, after._replace(private={**after.private, "steps": state.private["steps"] + 1}), None
-        )
+        private = {**after.private, "steps": state.private["steps"] + 1}
+        return ExchangeUpdate(updates, after._replace(private=private), None)
 
     def traffic(params: Any, _num_microbatches: int) -> list[Traffic]:
         return shared(exact.traffic(params), share) + shared(lossy.traffic(params), 1 - share)
