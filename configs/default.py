@@ -140,7 +140,7 @@ def get_config() -> ConfigDict:
     optimizer.momentum = 0.9  # sgd, muon
     optimizer.b1 = 0.9  # adamw, lamb, lion, and adamw inside muon
     optimizer.b2 = 0.999  # adamw, lamb, lion, and adamw inside muon
-    optimizer.eps = 1e-8  # adamw, lamb
+    optimizer.eps = 1e-8  # adamw, lamb, and adamw inside muon
     optimizer.clip_norm = 1.0  # of the global gradient; 0: none
     optimizer.accumulation_steps = 1  # microbatches a step, one after another
     optimizer.nonfinite = "stop"  # on a loss or gradient that is not finite: stop the run; skip the step
