@@ -22,6 +22,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, keystr
 
+Tree = Any  # a pytree of arrays, or of their shapes
+
 REPLICATED, PER_REPLICA, SHARDED = "replicated", "per replica", "sharded"
 
 

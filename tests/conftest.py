@@ -1,6 +1,7 @@
 """Eight virtual CPU devices, strict JAX, and caches apart from the user's."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     flags = " ".join([*given, *(flag for flag in FAST_COMPILATION if flag not in given)])  # a worker is given them
     os.environ["XLA_FLAGS"] = f"{flags} {DEVICE_COUNT}={NUM_DEVICES}"
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # workers of xdist and processes that tests start are given it
-        cache = config.cache.mkdir("jax")
-        evict(cache)
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(make_cache(config))
     mesh.keep_freed_memory()
     mesh.partition_by_gspmd()
     jax.config.update("jax_platforms", "cpu")
@@ -72,6 +71,17 @@ def is_whole(config: pytest.Config) -> bool:
     chosen = config.option
     is_all = config.args == config.getini("testpaths") and not chosen.keyword and chosen.markexpr == "not slow"
     return is_all and not chosen.collectonly
+
+
+def make_cache(config: pytest.Config) -> Path:
+    """Returns the folder of compiled programs: in pytest's cache, or, without that plugin, of this run alone."""
+    if not config.pluginmanager.has_plugin("cacheprovider"):
+        folder = tempfile.TemporaryDirectory(prefix="jaxpar-", ignore_cleanup_errors=True)
+        config.add_cleanup(folder.cleanup)
+        return Path(folder.name)
+    cache = config.cache.mkdir("jax")
+    evict(cache)
+    return cache
 
 
 def evict(cache: Path) -> None:
