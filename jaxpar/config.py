@@ -116,7 +116,7 @@ def _parse(key: str, text: str, kind: type, now: Any) -> Any:
             return float(value)
         if kind is tuple:
             value = tuple(value) if isinstance(value, tuple | list) else (value,)
-            if now and {type(item) for item in value} == {type(item) for item in now}:
+            if now and {type(item) for item in value} <= {type(item) for item in now}:
                 return value
     except (ValueError, SyntaxError):
         if kind is tuple and now and type(now[0]) is str:

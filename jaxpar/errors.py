@@ -26,6 +26,12 @@ def check_choice(key: str, value: str, choices: Iterable[str]) -> None:
         raise UserError(f"config.{key} is {value!r}; it must be {', '.join(choices)}.{nearest(str(value), choices)}")
 
 
+def format_count(number: int, noun: str) -> str:
+    """Return `1 replica`, `2 replicas`, `2 microbatches`."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{plural if number != 1 else ''}"
+
+
 FAILED, USER_ERROR, HANGS = 1, 2, 3  # exit codes of a process
 STOPPED_CODES = range(4, 126)  # exit codes that a run stopped by a signal may have instead of 0; shells have 126 and on
 

@@ -31,6 +31,7 @@ def overridden(*arguments: str) -> dict[str, Any]:
         (["--config.data.length_buckets=(8,16)"], "data.length_buckets", (8, 16)),
         (["--config.data.length_buckets=8"], "data.length_buckets", (8,)),
         (["--config.data.text_columns=premise,hypothesis"], "data.text_columns", ("premise", "hypothesis")),
+        (["--config.data.target_columns=()"], "data.target_columns", ()),
         (["--config.data.train=a=b.csv"], "data.train", "a=b.csv"),
     ],
 )

@@ -45,7 +45,7 @@ MISTAKES = {
     "unknown model": (["--config.model.name=brt"], "Did you mean 'bert'?"),
     "indivisible batch": (
         ["--config.batch_size=25"],
-        "config.batch_size is 25; it must be a multiple of 2: 2 replicas (the data axis) x 1 accumulation steps",
+        "config.batch_size is 25; it must be a multiple of 2: 2 replicas (the data axis) x 1 accumulation step",
     ),
     "indivisible eval batch": (["--config.eval.batch_size=5"], "config.eval.batch_size is 5"),
     "indivisible accumulation": (["--config.optimizer.accumulation_steps=5"], "a multiple of 10"),
@@ -125,8 +125,8 @@ def test_a_label_that_the_split_took_from_training(tmp_path: Path, capsys: pytes
     with (tmp_path / "data.csv").open("a") as file:
         file.writelines(f"lonely {number},only{number}\n" for number in range(60))
     line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/run", *arguments)
-    assert "config.data.train: the label 'only" in line
-    assert "split only" in line
+    assert "data.csv', whose label 'only" in line
+    assert "split, chosen by hash, has it" in line
 
 
 def test_a_workdir_that_cannot_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,8 @@ def check_data(config: ConfigDict, labels: Labels) -> None:
     """Raises UserError for the first key that cannot be, where a task needs these labels."""
     check_choice("data.source", config.data.source, SOURCES)
     _check_labels(config, labels)
+    if labels is Labels.TARGETS:
+        _check_targets(config)
     _check_numbers(config)
     _check_fractions(config)
     _check_files(config)
@@ -66,7 +68,9 @@ def _check_fractions(config: ConfigDict) -> None:
             raise UserError(f"config.data.{key} is {data[key]}; it must be at least 0 and less than 1.")
     if data.validation_fraction + data.test_fraction >= 1:
         total = f"{data.validation_fraction} + {data.test_fraction}"
-        raise UserError(f"config.data.validation_fraction + test_fraction is {total}: nothing is left for training.")
+        raise UserError(
+            f"config.data.validation_fraction + test_fraction is {total}; it must be less than 1: training has the rest"
+        )
 
 
 def _check_files(config: ConfigDict) -> None:
@@ -74,20 +78,22 @@ def _check_files(config: ConfigDict) -> None:
     if data.source in ("wordnet", "synthetic"):
         for key in ("train", "validation", "test"):
             if data[key]:
-                other = ", ".join((*rows.READERS, *images.IMAGE_READERS))
                 raise UserError(
-                    f"config.data.{key} is set, but config.data.source is {data.source!r}; it must be {other}."
+                    f"config.data.{key} is {data[key]!r}; it must be empty where config.data.source is {data.source!r}"
                 )
         return
     if not data.train:
-        raise UserError(f"config.data.train is empty; source {data.source!r} needs a path there.")
+        raise UserError(f"config.data.train is empty; it must be the path of data for source {data.source!r}")
     if data.source in images.IMAGE_READERS:
         if not Path(data.train).expanduser().is_dir():
             raise UserError(
-                f"config.data.train: {data.train} is not a directory; {data.source} needs that of its files."
+                f"config.data.train is {data.train!r}; it must be the directory with the files of {data.source}"
             )
-        if data.validation or data.test:
-            raise UserError(f"config.data.validation and test must be empty: {data.source} has a test file of its own.")
+        for key in ("validation", "test"):
+            if data[key]:
+                raise UserError(
+                    f"config.data.{key} is {data[key]!r}; it must be empty: {data.source} comes with a test file"
+                )
         return
     for key in ("train", "validation", "test"):
         for path in files.find_files(f"data.{key}", data[key]) if data[key] else ():
@@ -99,10 +105,11 @@ def _check_suffix(key: str, path: Path, source: str) -> None:
     kind = suffixes[-1].lower() if suffixes else ""
     if kind in TABLES and kind != source:
         raise UserError(
-            f"config.data.{key}: {path} is a {kind} file by its name, but config.data.source is {source!r}."
+            f"config.data.{key} is {str(path)!r}, a {kind} file by its name; it must be a {source} file, as "
+            "config.data.source says"
         )
     if source == "parquet" and kind != "parquet":
-        raise UserError(f"config.data.{key}: {path} does not end in .parquet, but config.data.source is 'parquet'.")
+        raise UserError(f"config.data.{key} is {str(path)!r}; it must end in .parquet, as config.data.source says")
 
 
 def _check_text(config: ConfigDict, labels: Labels) -> None:
@@ -115,7 +122,9 @@ def _check_text(config: ConfigDict, labels: Labels) -> None:
         raise UserError(f"config.data.max_length is {data.max_length}; for {labels.value} it must be at least {least}.")
     longest = config.model.max_length
     if longest is not None and data.max_length > longest:
-        raise UserError(f"config.data.max_length is {data.max_length}, more than config.model.max_length, {longest}.")
+        raise UserError(
+            f"config.data.max_length is {data.max_length}; it must be at most config.model.max_length, {longest}"
+        )
     if data.vocab_size < 32:
         raise UserError(f"config.data.vocab_size is {data.vocab_size}; it must be at least 32.")
     if labels is Labels.MASKED and not 0 < data.mask_fraction < 1:
@@ -130,22 +139,23 @@ def _check_columns(config: ConfigDict, labels: Labels) -> None:
     if len(columns) not in (1, 2) or len(set(columns)) < len(columns) or not all(columns):
         raise UserError(f"config.data.text_columns is {columns}; it must name one column, or two different ones.")
     if labels in (Labels.NEXT, Labels.TAGS) and len(columns) == 2:
-        raise UserError(f"config.data.text_columns is {columns}; {labels.value} takes one column.")
+        raise UserError(f"config.data.text_columns is {columns}; it must name one column for task {labels.value}")
     if len(columns) == 2 and config.data.source in ("wordnet", "text", "synthetic"):
         raise UserError(
-            f"config.data.text_columns is {columns}; source {config.data.source!r} has one text an example."
+            f"config.data.text_columns is {columns}; it must name one column for source {config.data.source!r}"
         )
-    if labels is Labels.TARGETS:
-        _check_targets(tuple(config.data.target_columns), columns)
     has_label = labels in (Labels.CLASSES, Labels.TAGS)
     if has_label and config.data.label_column in columns:
-        raise UserError(f"config.data.label_column is {config.data.label_column!r}, one of text_columns.")
+        raise UserError(
+            f"config.data.label_column is {config.data.label_column!r}; it must be none of text_columns, {columns}"
+        )
     if has_label and not config.data.label_column:
-        raise UserError(f"config.data.label_column is empty; {labels.value} needs the name of the label's column.")
+        raise UserError(f"config.data.label_column is empty; it must be the labels' column for task {labels.value}")
 
 
-def _check_targets(targets: tuple[str, ...], columns: tuple[str, ...]) -> None:
+def _check_targets(config: ConfigDict) -> None:
+    targets, columns = tuple(config.data.target_columns), tuple(config.data.text_columns)
     if not targets or len(set(targets)) < len(targets) or not all(targets):
-        raise UserError(f"config.data.target_columns is {targets}; it must name one column, or several different ones.")
+        raise UserError(f"config.data.target_columns is {targets}; it must name one column, or several different ones")
     if set(targets) & set(columns):
-        raise UserError(f"config.data.target_columns is {targets}; it must name none of text_columns, {columns}.")
+        raise UserError(f"config.data.target_columns is {targets}; it must name none of text_columns, {columns}")

@@ -1,6 +1,7 @@
 """Which rows of the user's files are in which split."""
 
 import hashlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,12 @@ class Corpus:
                     raise UserError(f"{row.place}: the label {unseen[0]!r} {seen}")
                 yield name if name != "train" else split_of(row.texts, self._validation, self._test), row
 
+    def check_columns(self) -> None:
+        """Raise UserError where a table's first row is not as the config says, before all of it is read."""
+        if self._source != "text":
+            for path in itertools.chain(*self._files.values()):
+                next(read_files(self._source, [path], self._columns))
+
     def training_texts(self) -> Iterator[str]:
         """All texts of the training split."""
         return (text for split, row in self.rows() if split == "train" for text in row.texts)
@@ -77,8 +84,11 @@ class Corpus:
             wanted = name in self._files or {"validation": self._validation, "test": self._test}[name] > 0
             if wanted and not examples[name]:
                 there = ", ".join(f"{count} {split}" for split, count in examples.items())
-                remedy = "is too short" if name in self._files else f"got none: raise config.data.{key}, or set it to 0"
-                raise UserError(f"config.data: the {name} split {remedy}. There are ({unit}): {there}.")
+                if name in self._files:
+                    what = f"config.data.{name} is too short; it must make at least one of the {unit}"
+                else:
+                    what = f"config.data.{key} is too small; it must be 0, or give the {name} split some {unit}"
+                raise UserError(f"{what}. There are {there}")
 
 
 def labels_of(row: TextRow) -> set[str]:

@@ -1,4 +1,4 @@
-"""Finding, opening and fingerprinting the user's files, with every failure told in one line."""
+"""Finding, opening and fingerprinting the user's files, with every failure reported in one line."""
 
 import difflib
 import glob
@@ -25,14 +25,17 @@ def find_files(key: str, pattern: str) -> list[Path]:
     found = [pattern] if os.path.lexists(pattern) else glob.glob(pattern, recursive=True)  # noqa: PTH207 - also absolute
     paths = sorted(map(Path, found))
     if not paths:
-        raise UserError(f"config.{key}: there is no file {pattern}.{_nearest_file(Path(pattern))}")
+        where = _nearest_file(Path(pattern))
+        raise UserError(f"config.{key} is {pattern!r}, which does not exist; it must be a file, or a glob.{where}")
     for path in paths:
         if path.is_dir():
-            raise UserError(f"config.{key}: {path} is a directory; it must be a file, or a glob such as {path}/*.")
+            raise UserError(
+                f"config.{key} is {str(path)!r}, a directory; it must be a file, or a glob such as {path}/*"
+            )
         if not os.access(path, os.R_OK):
-            raise UserError(f"config.{key}: {path} cannot be read.")
+            raise UserError(f"config.{key} is {str(path)!r}, which cannot be read; it must be a file that you may read")
         if path.stat().st_size == 0:
-            raise UserError(f"config.{key}: {path} is empty.")
+            raise UserError(f"config.{key} is {str(path)!r}, which is empty; it must be a file of examples")
     return paths
 
 

@@ -33,7 +33,10 @@ def load(config: ConfigDict) -> Dataset:
     place_N = np.array([_place(image) for image in train.images_NHWC])
     is_validation_N = place_N < data.validation_fraction
     if data.validation_fraction > 0 and not 0 < is_validation_N.sum() < len(place_N):
-        raise UserError(f"config.data.validation_fraction leaves {is_validation_N.sum()} of {len(place_N)} images.")
+        raise UserError(
+            f"config.data.validation_fraction is {data.validation_fraction}, which takes {is_validation_N.sum()} of "
+            f"{len(place_N)} images; it must be 0, or leave some in both splits"
+        )
 
     def split(part: Labelled, chosen_N: np.ndarray, augment: bool) -> Images:
         images_NHWC = part.images_NHWC[chosen_N]
@@ -102,7 +105,8 @@ def _read_cifar10(directory: Path) -> tuple[Labelled, Labelled, tuple[str, ...]]
                 train = Labelled(*map(np.concatenate, zip(*parts, strict=True)))
                 return train, read(_one_of(place, [f"test_batch{suffix}"])), CIFAR10_CLASSES
     raise UserError(
-        f"config.data.train: {directory} has no data_batch_1 (python version) or data_batch_1.bin (binary)."
+        f"config.data.train is {str(directory)!r}; it must have data_batch_1 (python version) or data_batch_1.bin "
+        "(binary)"
     )
 
 
@@ -164,7 +168,7 @@ def _one_of(directory: Path, names: list[str]) -> Path:
     for name in names:
         if (directory / name).is_file():
             return directory / name
-    raise UserError(f"config.data.train: {directory} has no file {' or '.join(names)}.")
+    raise UserError(f"config.data.train is {str(directory)!r}, which has no file {' or '.join(names)}")
 
 
 def _content(path: Path) -> bytes:

@@ -22,6 +22,7 @@ _FORMAT = 1  # of the cached arrays: raise it whenever the code would make other
 def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:
     """The data set of a text source; its tokenizer is kept as workdir/tokenizer.json."""
     corpus = Corpus(config, labels)
+    corpus.check_columns()
     facts = corpus.facts()
     path, serialized = _tokenizer(config, labels, workdir, corpus, facts)
     made = Tokenizer.from_str(serialized)
@@ -35,10 +36,12 @@ def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:
     corpus.check_sizes(entry.facts["examples"], "blocks" if labels is Labels.NEXT else "examples")
     classes = tuple(entry.facts["classes"]) if labels in (Labels.CLASSES, Labels.TAGS) else ()
     if len(classes) == 1 and labels is Labels.TAGS:
-        raise UserError("config.data.train has no entity: all tags are 'O'.")
+        raise UserError(f"config.data.train is {config.data.train!r}, whose tags are all 'O'; it must have entities")
     if len(classes) == 1:
-        raise UserError(f"config.data.train has one class only, {classes[0]!r}; a classifier needs two or more.")
-    _check_labels(entry, labels, classes)
+        raise UserError(
+            f"config.data.train is {config.data.train!r}, which has one class, {classes[0]!r}; it must have two or more"
+        )
+    _check_labels(entry, labels, classes, config.data.train)
     _keep(workdir, serialized)
     size = tokenizer.vocab_size(made)
     targets = tuple(config.data.target_columns) if labels is Labels.TARGETS else ()
@@ -52,7 +55,7 @@ def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:
     return Dataset(info, splits["train"], splits["validation"], splits["test"], cache.fingerprint(facts))
 
 
-def _check_labels(entry: cache.Entry, labels: Labels, classes: tuple[str, ...]) -> None:
+def _check_labels(entry: cache.Entry, labels: Labels, classes: tuple[str, ...], path: str) -> None:
     """Raises UserError for a class, or type of entity, whose few examples all fell into another split than training."""
     if not classes:
         return
@@ -71,8 +74,8 @@ def _check_labels(entry: cache.Entry, labels: Labels, classes: tuple[str, ...]) 
         unseen = np.setdiff1d(found(name), trained)
         if len(unseen):
             raise UserError(
-                f"config.data.train: the label {classes[unseen[0]]!r} is so rare that it is in the {name} split only, "
-                "which is parted by hash; drop it, or give files of your own as config.data.validation and test."
+                f"config.data.train is {path!r}, whose label {classes[unseen[0]]!r} is so rare that only the {name} "
+                "split, chosen by hash, has it; drop it, or set config.data.validation and config.data.test"
             )
 
 
@@ -164,7 +167,8 @@ def given_tokenizer(config: ConfigDict) -> Path | None:
         if (directory / name).is_file():
             return directory / name
     raise UserError(
-        f"config.model.init_from: {directory} has no tokenizer.json or vocab.txt. Set config.data.tokenizer."
+        f"config.model.init_from is {str(directory)!r}, which has no tokenizer.json or vocab.txt; "
+        "set config.data.tokenizer"
     )
 
 

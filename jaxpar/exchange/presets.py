@@ -239,8 +239,8 @@ def obstacle(name: str, num_replicas: int, given: Mapping[str, Any]) -> tuple[st
     allowed = options(name)
     for key, value in given.items():
         if key not in allowed:
-            has = f"it has {', '.join(allowed)}" if allowed else "it has none"
-            return key, f"is {value!r}, which exchange {name!r} has no use for; {has}"
+            has = f"its options are {', '.join(allowed)}" if allowed else "it has none"
+            return key, f"is {value!r}, which is not an option of exchange {name!r}; {has}"
         if isinstance(allowed[key], int) and not isinstance(value, int):
             return key, f"is {value!r}; it must be a whole number"
         if isinstance(allowed[key], float) and not isinstance(value, int | float):

@@ -140,7 +140,9 @@ def apply_directory(config: ConfigDict) -> None:
 def _read_config(path: Path) -> tuple[Family, dict[str, Any]]:
     """The family and the contents of a config.json that we can build exactly."""
     if not path.parent.is_dir():
-        raise UserError(f"config.model.init_from is {str(path.parent)!r}; there is no such directory.")
+        raise UserError(
+            f"config.model.init_from is {str(path.parent)!r}, which does not exist; it must be a model's directory"
+        )
     if not path.is_file():
         raise UserError(f"config.model.init_from is {str(path.parent)!r}, which has no config.json.")
     try:

@@ -23,7 +23,7 @@ from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar.cluster import Cluster
-from jaxpar.errors import UserError, check_choice
+from jaxpar.errors import UserError, check_choice, format_count
 from jaxpar.exchange.reduce import ring_traffic
 from jaxpar.mesh import DATA
 from jaxpar.plan import Decision, Plan
@@ -71,8 +71,9 @@ def sums_are_float32(config: ConfigDict, num_replicas: int) -> bool:
 
 def batch_divisor(config: ConfigDict, num_replicas: int) -> tuple[int, str]:
     """Return what a batch divides into: replicas, and what each takes one after another."""
-    microbatches = config.optimizer.accumulation_steps
-    return num_replicas * microbatches, f"{num_replicas} replicas (the data axis) x {microbatches} accumulation steps"
+    number = config.optimizer.accumulation_steps
+    words = f"{format_count(num_replicas, 'replica')} (the data axis) x {format_count(number, 'accumulation step')}"
+    return num_replicas * number, words
 
 
 def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision | None = None) -> Plan:

@@ -24,7 +24,7 @@ from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar.cluster import Cluster
-from jaxpar.errors import UserError, check_choice
+from jaxpar.errors import UserError, check_choice, format_count
 from jaxpar.exchange.fuse import AllReduce
 from jaxpar.exchange.reduce import ring_traffic
 from jaxpar.mesh import DATA, STAGE
@@ -71,8 +71,20 @@ def decide(config: ConfigDict, cluster: Cluster) -> Decision:
         model = models.build(config, models.MODELS[config.model.name], cluster)
         partition.check_partition([layer.name for layer in model.layers], config.pipeline.partition, table.num_stages)
     m = table.num_microbatches
-    words = f"{axes[DATA]} replicas (the data axis) x {m} microbatches (config.pipeline.num_microbatches)"
+    replicas, microbatches = format_count(axes[DATA], "replica"), format_count(m, "microbatch")
+    words = f"{replicas} (the data axis) x {microbatches} (config.pipeline.num_microbatches)"
+    check_evaluation(config, axes[DATA], m)
     return Decision(axes, axes[DATA] * m, words, axes[DATA], table)
+
+
+def check_evaluation(config: ConfigDict, num_replicas: int, num_microbatches: int) -> None:
+    """Raise UserError where an evaluation's batch divides into no microbatches: all stages but one would be idle."""
+    share, rest = divmod(config.eval.batch_size, num_replicas)
+    if share > 1 and not rest and num_microbatches > 1 and math.gcd(share, num_microbatches) == 1:
+        raise UserError(
+            f"config.eval.batch_size is {config.eval.batch_size}, {share} examples a replica; it must be 0, or have a "
+            f"divisor in common with the number of microbatches, {num_microbatches}, into which it is divided"
+        )
 
 
 @dataclass(frozen=True)

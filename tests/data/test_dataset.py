@@ -221,7 +221,8 @@ def test_splits_that_come_out_empty(config: ConfigDict, tmp_path: Path) -> None:
     config.data.train = str(tmp_path / "few.csv")
     config.data.validation_fraction = 0.001
     with pytest.raises(
-        UserError, match=r"the validation split got none: raise config.data.validation_fraction, or set it to 0"
+        UserError,
+        match=r"data.validation_fraction is too small; it must be 0, or give the validation split some examples",
     ):
         load(config, tmp_path / "run")
     config.data.validation_fraction = config.data.test_fraction = 0.0
@@ -229,14 +230,22 @@ def test_splits_that_come_out_empty(config: ConfigDict, tmp_path: Path) -> None:
     assert (len(dataset.train), dataset.validation, dataset.test) == (6, None, None)
     (tmp_path / "a.txt").write_text("few words\n")
     config.task, config.data.source, config.data.train = "causal_lm", "text", str(tmp_path / "a.txt")
-    with pytest.raises(UserError, match=r"the train split is too short"):
+    with pytest.raises(UserError, match=r"config.data.train is too short; it must make at least one of the "):
         load(config, tmp_path / "run2")
+
+
+def test_a_missing_column_is_found_before_a_tokenizer_is_trained(config: ConfigDict, tmp_path: Path) -> None:
+    write_csv(tmp_path / "test.csv", [{"text": "good", "lable": "pos"}])
+    config.data.test = str(tmp_path / "test.csv")
+    with pytest.raises(UserError, match=r"test.csv:1 has no column 'label'.* Did you mean 'lable'\?"):
+        load(config, tmp_path / "run")
+    assert not Path(config.cache_dir).exists()
 
 
 def test_one_class_only(config: ConfigDict, tmp_path: Path) -> None:
     write_csv(tmp_path / "one.csv", [{**record, "label": "pos"} for record in reviews(100)])
     config.data.train = str(tmp_path / "one.csv")
-    with pytest.raises(UserError, match=r"config.data.train has one class only, 'pos'"):
+    with pytest.raises(UserError, match=r"config.data.train is '.*', which has one class, 'pos'; it must have two"):
         load(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

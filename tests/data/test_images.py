@@ -133,7 +133,7 @@ def test_damaged_mnist(config: ConfigDict, tmp_path: Path) -> None:
     labels.write_bytes(struct.pack(">BBBBI", 0, 0, 8, 1, 200) + b"\x0b" * 200)
     fails(config, tmp_path, "labels must be 0 to 9; there is 11")
     labels.unlink()
-    fails(config, tmp_path, "config.data.train: .* has no file train-labels-idx1-ubyte")
+    fails(config, tmp_path, "config.data.train is '.*', which has no file train-labels-idx1-ubyte")
     labels.with_suffix(".gz").write_bytes(gzip.compress(b"x" * 1000)[:-12])
     fails(config, tmp_path, "train-labels-idx1-ubyte.gz: the compressed file is damaged")
 
@@ -151,7 +151,7 @@ def test_damaged_cifar10(config: ConfigDict, tmp_path: Path) -> None:
     path.unlink()
     fails(config, tmp_path, "has no file data_batch_3")
     (directory / "data_batch_1").unlink()
-    fails(config, tmp_path, r"has no data_batch_1 \(python version\) or data_batch_1.bin \(binary\)")
+    fails(config, tmp_path, r"it must have data_batch_1 \(python version\) or data_batch_1.bin \(binary\)")
     (directory / "data_batch_1.bin").write_bytes(bytes(3073 * 2 - 1))
     fails(config, tmp_path, "data_batch_1.bin: 6145 bytes; a CIFAR-10 file has 3073 an image")
 

@@ -238,7 +238,7 @@ def test_damaged_directories(copy: Path, tmp_path: Path) -> None:
     (copy / "config.json").unlink()
     with pytest.raises(UserError, match=r"no config.json"):
         load(ANY, copy)
-    with pytest.raises(UserError, match=r"no such directory"):
+    with pytest.raises(UserError, match=r"nothing', which does not exist; it must be a model's directory"):
         load(ANY, tmp_path / "nothing")
 
 

@@ -23,12 +23,15 @@ MISTAKES = {
     ),
     "an option of another exchange": (
         ["exchange=ddp", "ratio=0.1"],
-        ["options.ratio is 0.1, which exchange 'ddp' has no use for; it has bucket_bytes, wire_dtype, algorithm"],
+        [
+            "options.ratio is 0.1, which is not an option of exchange 'ddp'; its options are bucket_bytes, wire_dtype, "
+            "algorithm"
+        ],
     ),
     "an option of dp": (["exchange=dp", "bucket_bytes=1000"], ["options.bucket_bytes is 1000", "'dp'", "it has none"]),
     "passes of another exchange": (
         ["exchange=byteps", "backward_passes_per_step=2"],
-        ["options.backward_passes_per_step is 2, which exchange 'byteps' has no use for; it has bucket_bytes"],
+        ["backward_passes_per_step is 2, which is not an option of exchange 'byteps'; its options are bucket_bytes"],
     ),
     "a wire_dtype": (["wire_dtype=float8"], ["options.wire_dtype is 'float8'; it must be float16, bfloat16"]),
     "an algorithm": (["algorithm=tree"], ["options.algorithm is 'tree'; it must be psum, ring"]),

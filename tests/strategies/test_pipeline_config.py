@@ -74,6 +74,10 @@ MISTAKES = {
         ["config.batch_size is 24; it must be a multiple of 10", "5 microbatches (config.pipeline.num_microbatches)"],
     ),
     "an indivisible evaluation": (["eval.batch_size=3"], ["config.eval.batch_size is 3; it must be a multiple of 2"]),
+    "an evaluation in one microbatch": (
+        ["eval.batch_size=6", "num_microbatches=4"],
+        ["config.eval.batch_size is 6, 3 examples a replica; it must be 0, or have a divisor in common", "4, into"],
+    ),
     "no microbatch": (["num_microbatches=-1"], ["config.pipeline.num_microbatches is -1"]),
     "accumulation": (
         ["optimizer.accumulation_steps=2"],

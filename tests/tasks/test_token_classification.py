@@ -124,8 +124,8 @@ MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "number": (["O", "O"], {}, "a.jsonl:3: 1 words, but 2 tags"),
     "list": ("O", {}, "a.jsonl:3: column 'tags' must be a list of strings"),
     "csv": (["O"], {"source": "csv"}, "config.data.source is 'csv'; for task token_classification it must be jsonl"),
-    "pair": (["O"], {"text_columns": ("tokens", "more")}, "token_classification takes one column"),
-    "label": (["O"], {"label_column": ""}, "token_classification needs the name of the label's column"),
+    "pair": (["O"], {"text_columns": ("tokens", "more")}, "it must name one column for task token_classification"),
+    "label": (["O"], {"label_column": ""}, "it must be the labels' column for task token_classification"),
 }
 
 
@@ -138,7 +138,7 @@ def test_mistakes(name: str, tmp_path: Path) -> None:
 
 
 def test_without_any_entity(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"config.data.train has no entity: all tags are 'O'"):
+    with pytest.raises(UserError, match=r"config.data.train is '.*a.jsonl', whose tags are all 'O'"):
         data.load(config_of(tmp_path, [(["the", "end"], ["O", "O"])]), Labels.TAGS, tmp_path / "run")
 
 
