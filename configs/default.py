@@ -39,9 +39,9 @@ def get_config() -> ConfigDict:
     exchange.block = placeholder(int)  # elements that share a scale of bits, or a range of bytes; 0: all
     exchange.ratio = placeholder(float)  # of the elements that topk and randomk send
     exchange.levels = placeholder(int)  # of dithering
-    exchange.seed = placeholder(int)  # of random codes; None: config.seed
-    exchange.momentum = placeholder(float)  # Nesterov's, before the code
-    exchange.warmup = placeholder(float)  # bagua_qadam, onebit_adam: fraction of the steps before codes are used
+    exchange.seed = placeholder(int)  # of random compressors; None: config.seed
+    exchange.momentum = placeholder(float)  # Nesterov's, before compression
+    exchange.warmup = placeholder(float)  # bagua_qadam, onebit_adam: fraction of the steps before compression
     exchange.interval = placeholder(int)  # bagua_model_average: steps between means
     exchange.offload = placeholder(bool)  # zero: the optimizer's state in the host's memory
 

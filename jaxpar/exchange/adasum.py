@@ -9,7 +9,7 @@ import optax
 from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate
 from jaxpar.exchange.fuse import flat
 from jaxpar.exchange.reduce import Axis
-from jaxpar.layout import PER_REPLICA
+from jaxpar.layout import PER_REPLICA, Tree
 from jaxpar.plan import Traffic
 
 
@@ -23,7 +23,7 @@ def adasum(axis: Axis, optimizer: optax.GradientTransformation) -> Exchange:
     optimizer = optax.with_extra_args_support(optimizer)
     rounds = [1 << bit for bit in range(axis.size.bit_length() - 1)]
 
-    def update(grads: Any, state: DistributedState, params: Any, **extra: Any) -> ExchangeUpdate:
+    def update(grads: Tree, state: DistributedState, params: Tree, **extra: Any) -> ExchangeUpdate:
         updates, inner = optimizer.update(grads, state.optimizer, params, **extra)
         for bit in rounds:
             to_partner = [(i, i ^ bit) for i in range(axis.size)]
@@ -38,7 +38,7 @@ def adasum(axis: Axis, optimizer: optax.GradientTransformation) -> Exchange:
             updates = jax.tree.map(pair, updates, others)
         return ExchangeUpdate(updates, DistributedState(inner, ()), None)
 
-    def traffic(params: Any, _num_microbatches: int) -> list[Traffic]:
+    def traffic(params: Tree, _num_microbatches: int) -> list[Traffic]:
         size = sum(leaf.size for leaf in jax.tree.leaves(params))
         return [Traffic("collective-permute", "float32", axis.name, len(rounds) * 4 * size)]
 

@@ -1,6 +1,6 @@
 """Compressors: a vector in fewer bytes, and back.
 
-A `Compressor` may keep a state, which is the sender's own. `error_feedback` and `momentum` make one of another.
+A `Compressor` may have a state, which is private to the sender. `error_feedback` and `momentum` make one of another.
 A value that is not finite makes decoded values that are not finite either (`topk` and `randomk`: once it is sent).
 
 Dims: L elements of a vector.
@@ -8,25 +8,27 @@ Dims: L elements of a vector.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-Payload = tuple[jax.Array, ...]  # what goes over the wire
+from jaxpar.layout import Tree
+
+Payload = tuple[jax.Array, ...]  # what is sent of a vector
 
 
 class Compressor(NamedTuple):
-    """A lossy code of float32 vectors.
+    """A lossy compressor of float32 vectors.
 
     Attributes:
-      init: (L, key, sender) -> state of the sender. key: the same for all who code this vector; sender: its number.
+      init: (L, key, sender) -> state of the sender. key: the same for all who send this vector; sender: its number.
       encode: ([L], state) -> (payload, state).
       decode: (payload, L) -> [L].
     """
 
-    init: Callable[[int, jax.Array, Any], Any]
-    encode: Callable[[jax.Array, Any], tuple[Payload, Any]]
+    init: Callable[[int, jax.Array, jax.Array | int], Tree]
+    encode: Callable[[jax.Array, Tree], tuple[Payload, Tree]]
     decode: Callable[[Payload, int], jax.Array]
 
     def payload(self, length: int) -> Payload:
@@ -39,7 +41,7 @@ class Compressor(NamedTuple):
         return result
 
 
-def _no_state(_length: int, _key: jax.Array, _sender: Any) -> Any:
+def _no_state(_length: int, _key: jax.Array, _sender: jax.Array | int) -> Tree:
     return ()
 
 
@@ -47,22 +49,22 @@ def min_max_uint8(block: int = 0) -> Compressor:
     """Bagua's MinMaxUInt8: a byte for each element, between the least and the largest of its block.
 
     Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", 2021, section 3.2. Where the values
-    are equal, or so large that floats next to them differ by more than the steps of the code, a quotient may come out
-    one step beyond a byte: it is held to 0 .. 255.
+    are equal, or so large that floats next to them differ by more than a step of the byte, a quotient may come out
+    one step beyond it: it is clipped to 0 .. 255.
 
     Args:
       block: elements that share a range; 0: all.
     """
 
     def scale(ranges: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Of ranges [blocks, 2]: s = 255 / (high - low + 1e-7), and the least code, [blocks, 1]."""
+        """Of ranges [blocks, 2]: s = 255 / (high - low + 1e-7), and the least byte, [blocks, 1]."""
         low, high = ranges[:, :1], ranges[:, 1:]
         largest = jnp.maximum(jnp.abs(low), jnp.abs(high))
         s = 127.5 / (high / 2 - low / 2 + 0.5e-7)  # halves, as the range of the largest floats is no float
         s = jnp.minimum(s, 1e38 / jnp.maximum(largest, 1))  # so that high * s is finite
         return s, jnp.rint(high * s) - 255
 
-    def encode(x: jax.Array, state: Any) -> tuple[Payload, Any]:
+    def encode(x: jax.Array, state: Tree) -> tuple[Payload, Tree]:
         number, size = _blocks(block, len(x))
         blocks = jnp.pad(x, (0, number * size - len(x)), mode="edge").reshape(number, size)
         ranges = jnp.stack([jnp.min(blocks, axis=1), jnp.max(blocks, axis=1)], axis=1)
@@ -98,7 +100,7 @@ def onebit(norm: str = "mean", block: int = 0) -> Compressor:
         sums = jnp.sum(scaled if norm == "mean" else scaled**2, axis=1, keepdims=True) / count
         return largest * (sums if norm == "mean" else jnp.sqrt(sums))
 
-    def encode(x: jax.Array, state: Any) -> tuple[Payload, Any]:
+    def encode(x: jax.Array, state: Tree) -> tuple[Payload, Tree]:
         number, size = _blocks(block, len(x))
         blocks = jnp.pad(x, (0, number * size - len(x))).reshape(number, size)
         count = jnp.minimum(size, len(x) - size * jnp.arange(number))[:, None]
@@ -116,7 +118,7 @@ def onebit(norm: str = "mean", block: int = 0) -> Compressor:
 def topk(ratio: float) -> Compressor:
     """The largest ceil(ratio L) in size, and where they are. Aji and Heafield, "Sparse Communication", 2017."""
 
-    def encode(x: jax.Array, state: Any) -> tuple[Payload, Any]:
+    def encode(x: jax.Array, state: Tree) -> tuple[Payload, Tree]:
         indices = jax.lax.top_k(jnp.abs(x), _share(ratio, len(x)))[1].astype(jnp.int32)
         return (x[indices], indices), state
 
@@ -129,7 +131,7 @@ def randomk(ratio: float) -> Compressor:
     All senders take the same ones, so that what a server has of one it has of all, and sends on.
     """
 
-    def encode(x: jax.Array, state: Any) -> tuple[Payload, Any]:
+    def encode(x: jax.Array, state: Tree) -> tuple[Payload, Tree]:
         now, state = _next_key(state)
         first, within = jax.random.split(now)
         number = _share(ratio, len(x))
@@ -140,7 +142,7 @@ def randomk(ratio: float) -> Compressor:
         indices = (starts + jax.random.randint(within, (number,), 0, size)) % len(x)
         return (x[indices], indices), state
 
-    def init(_length: int, key: jax.Array, _sender: Any) -> jax.Array:
+    def init(_length: int, key: jax.Array, _sender: jax.Array | int) -> jax.Array:
         return jax.random.key_data(key)
 
     return Compressor(init, encode, _scatter)
@@ -153,7 +155,7 @@ def dithering(levels: int) -> Compressor:
     A level is a signed byte: no more than 127.
     """
 
-    def encode(x: jax.Array, state: Any) -> tuple[Payload, Any]:
+    def encode(x: jax.Array, state: Tree) -> tuple[Payload, Tree]:
         now, state = _next_key(state)
         largest = jnp.max(jnp.abs(x))
         unit = jnp.where(largest > 1, 1 / 16, 1.0)  # the inverse of the largest floats is a denormal
@@ -165,48 +167,48 @@ def dithering(levels: int) -> Compressor:
         q, largest = payload
         return q.astype(jnp.float32) / levels * largest
 
-    def init(_length: int, key: jax.Array, sender: Any) -> jax.Array:
+    def init(_length: int, key: jax.Array, sender: jax.Array | int) -> jax.Array:
         return jax.random.key_data(jax.random.fold_in(key, sender))
 
     return Compressor(init, encode, decode)
 
 
 def error_feedback(compressor: Compressor) -> Compressor:
-    """What a code loses is added to the next vector: what was sent and what is left add up to all there was.
+    """Add what compression loses to the next vector: what was sent and what is left add up to all there was.
 
     Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, algorithm 1.
     """
 
-    def init(length: int, key: jax.Array, sender: Any) -> Any:
+    def init(length: int, key: jax.Array, sender: jax.Array | int) -> Tree:
         return {"residual": jnp.zeros(length), "code": compressor.init(length, key, sender)}
 
-    def encode(x: jax.Array, state: Any) -> tuple[Payload, Any]:
+    def encode(x: jax.Array, state: Tree) -> tuple[Payload, Tree]:
         x = x + state["residual"]
-        payload, code = compressor.encode(x, state["code"])
-        return payload, {"residual": x - compressor.decode(payload, len(x)), "code": code}
+        payload, inner = compressor.encode(x, state["code"])
+        return payload, {"residual": x - compressor.decode(payload, len(x)), "code": inner}
 
     return Compressor(init, encode, compressor.decode)
 
 
 def momentum(compressor: Compressor, mu: float) -> Compressor:
-    """Nesterov's momentum before the code: m = mu m + x, and x + mu m is sent.
+    """Nesterov's momentum before compression: m = mu m + x, and x + mu m is sent.
 
     Zheng et al., "Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback", 2019.
     """
 
-    def init(length: int, key: jax.Array, sender: Any) -> Any:
+    def init(length: int, key: jax.Array, sender: jax.Array | int) -> Tree:
         return {"momentum": jnp.zeros(length), "code": compressor.init(length, key, sender)}
 
-    def encode(x: jax.Array, state: Any) -> tuple[Payload, Any]:
+    def encode(x: jax.Array, state: Tree) -> tuple[Payload, Tree]:
         m = mu * state["momentum"] + x
-        payload, code = compressor.encode(x + mu * m, state["code"])
-        return payload, {"momentum": m, "code": code}
+        payload, inner = compressor.encode(x + mu * m, state["code"])
+        return payload, {"momentum": m, "code": inner}
 
     return Compressor(init, encode, compressor.decode)
 
 
 def to_bytes(payload: Payload) -> jax.Array:
-    """The payload as one vector of bytes, as it goes over the wire."""
+    """The payload as one vector of bytes, as it is sent."""
     return jnp.concatenate([jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(-1) for x in payload])
 
 

@@ -1,7 +1,7 @@
 """An exchange: how replicas agree, around any optimizer of optax.
 
-Its functions are for use inside `shard_map` over the axis of the replicas. Gradients that come in are each replica's
-own mean; what the exchange gives back is the update of the parameters that the replica holds.
+Its functions are for use inside `shard_map` over the axis of the replicas. They take the mean gradient of each replica,
+and return the update of the parameters that the replica holds.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.exchange.fuse import AllReduce
-from jaxpar.layout import REPLICATED
+from jaxpar.layout import REPLICATED, Tree
 from jaxpar.plan import Traffic
 
 EVERY = "every_so_many_passes"  # names a branch in compiled programs
@@ -26,8 +26,8 @@ class DistributedState(NamedTuple):
       private: what belongs to this replica: residuals, copies of neighbours' weights.
     """
 
-    optimizer: Any
-    private: Any
+    optimizer: Tree
+    private: Tree
 
 
 class ExchangeUpdate(NamedTuple):
@@ -39,7 +39,7 @@ class ExchangeUpdate(NamedTuple):
       grad_norm: of the gradient that replicas agreed on; None where they do not.
     """
 
-    updates: Any
+    updates: Tree
     state: DistributedState
     grad_norm: jax.Array | None
 
@@ -59,13 +59,13 @@ class Exchange(NamedTuple):
       offload: whether the optimizer's state is in the host's memory between steps.
     """
 
-    init: Callable[[Any], DistributedState]
+    init: Callable[[Tree], DistributedState]
     update: Callable[..., ExchangeUpdate]
-    traffic: Callable[[Any, int], list[Traffic]]
+    traffic: Callable[[Tree, int], list[Traffic]]
     params: str = REPLICATED
     optimizer: str = REPLICATED
-    scatter: Callable[[Any], Any] | None = None
-    fetch: Callable[[Any, Any], Any] | None = None
+    scatter: Callable[[Tree], Tree] | None = None
+    fetch: Callable[[Tree, Tree], Tree] | None = None
     branches: Mapping[str, tuple[float, ...]] = {}
     offload: bool = False
 
@@ -74,7 +74,7 @@ def averaged(all_reduce: AllReduce, optimizer: optax.GradientTransformation) -> 
     """Replicas agree on the gradient; then each takes the same step."""
     optimizer = optax.with_extra_args_support(optimizer)
 
-    def update(grads: Any, state: DistributedState, params: Any, **extra: Any) -> ExchangeUpdate:
+    def update(grads: Tree, state: DistributedState, params: Tree, **extra: Any) -> ExchangeUpdate:
         grads, private = all_reduce.mean(grads, state.private)
         grad_norm = optax.tree.norm(grads)
         updates, inner = optimizer.update(grads, state.optimizer, params, **{"grad_norm": grad_norm, **extra})
@@ -93,21 +93,21 @@ def every(num_passes: int, exchange: Exchange) -> Exchange:
     Horovod's backward_passes_per_step.
     """
 
-    def init(params: Any) -> DistributedState:
+    def init(params: Tree) -> DistributedState:
         state = exchange.init(params)
         sums = jax.tree.map(jnp.zeros_like, params)
         return state._replace(private={"passes": jnp.zeros((), jnp.int32), "sums": sums, "inner": state.private})
 
-    def update(grads: Any, state: DistributedState, params: Any, **extra: Any) -> ExchangeUpdate:
+    def update(grads: Tree, state: DistributedState, params: Tree, **extra: Any) -> ExchangeUpdate:
         sums = jax.tree.map(lambda total, g: total + g.astype(total.dtype), state.private["sums"], grads)
         passes = state.private["passes"] + 1
         inner = DistributedState(state.optimizer, state.private["inner"])
 
-        def step() -> tuple[Any, Any, DistributedState]:
+        def step() -> tuple[Tree, Tree, DistributedState]:
             made = exchange.update(jax.tree.map(lambda x: x / num_passes, sums), inner, params, **extra)
             return made.updates, jax.tree.map(jnp.zeros_like, sums), made.state
 
-        def wait() -> tuple[Any, Any, DistributedState]:
+        def wait() -> tuple[Tree, Tree, DistributedState]:
             updates, _, _ = jax.eval_shape(step)
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), updates), sums, inner
 
@@ -116,7 +116,7 @@ def every(num_passes: int, exchange: Exchange) -> Exchange:
         private = {"passes": passes % num_passes, "sums": sums, "inner": inner.private}
         return ExchangeUpdate(updates, DistributedState(inner.optimizer, private), None)
 
-    def traffic(params: Any, num_microbatches: int) -> list[Traffic]:
+    def traffic(params: Tree, num_microbatches: int) -> list[Traffic]:
         return shared(exchange.traffic(params, num_microbatches), 1 / num_passes)
 
     branches = {**exchange.branches, EVERY: (1 - 1 / num_passes, 1 / num_passes)}
@@ -124,5 +124,5 @@ def every(num_passes: int, exchange: Exchange) -> Exchange:
 
 
 def shared(traffic: list[Traffic], share: float) -> list[Traffic]:
-    """Of exchanges that are in this share of the steps."""
+    """Return the traffic of exchanges that take place in this share of the steps."""
     return [one._replace(nbytes=one.nbytes * share, messages=one.messages * share) for one in traffic]

@@ -1,13 +1,17 @@
-"""From trees to the vectors that go over the wire: small arrays share one, large ones may be cut."""
+"""From trees to the vectors that are exchanged: small arrays share one, large ones may be cut."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpar.exchange.reduce import Reducer
+from jaxpar.layout import Tree
 from jaxpar.plan import Traffic
+
+Leaf = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 class Piece(NamedTuple):
@@ -27,47 +31,47 @@ class AllReduce(NamedTuple):
       traffic: tree -> what a device sends.
     """
 
-    init: Callable[[Any], Any]
-    mean: Callable[[Any, Any], tuple[Any, Any]]
-    traffic: Callable[[Any], list[Traffic]]
+    init: Callable[[Tree], Tree]
+    mean: Callable[[Tree, Tree], tuple[Tree, Tree]]
+    traffic: Callable[[Tree], list[Traffic]]
 
 
 def fused(reducer: Reducer, num_bytes: int, *, cut: bool = False, backwards: bool = True, seed: int = 0) -> AllReduce:
     """The reducer, on vectors of up to `num_bytes` bytes each.
 
-    A vector depends on its own leaves alone, so that it can be on the wire as soon as the backward pass has made them.
+    A vector depends on its own leaves alone, so that its transfer can begin as soon as the backward pass has made them.
 
     Args:
       reducer: for each vector.
       num_bytes: of a vector; a larger leaf makes one of its own.
       cut: a larger leaf is cut instead.
       backwards: vectors begin with the last leaf, whose gradient is ready first.
-      seed: of random codes.
+      seed: of random compressors.
     """
 
-    def plan(leaves: Sequence[Any]) -> list[list[Piece]]:
+    def plan(leaves: Sequence[Leaf]) -> list[list[Piece]]:
         return buckets(leaves, num_bytes, cut=cut, backwards=backwards)
 
-    def init(tree: Any) -> Any:
+    def init(tree: Tree) -> Tree:
         lengths = [_padded(bucket, reducer.multiple) for bucket in plan(jax.tree.leaves(tree))]
         keys = jax.random.split(jax.random.key(seed), max(len(lengths), 1))
         return tuple(reducer.init(length, key) for length, key in zip(lengths, keys, strict=False))
 
-    def mean(tree: Any, state: Any) -> tuple[Any, Any]:
+    def mean(tree: Tree, state: Tree) -> tuple[Tree, Tree]:
         leaves, structure = jax.tree.flatten(tree)
-        parts = [[leaf.reshape(-1)[:0]] for leaf in leaves]
+        pieces = [[leaf.reshape(-1)[:0]] for leaf in leaves]
         states = []
         for bucket, private in zip(plan(leaves), state, strict=True):
             vector, private = reducer.mean(_pack(leaves, bucket, reducer.multiple), private)
             states.append(private)
             offset = 0
             for leaf, start, stop in bucket:  # in the order of each leaf's elements
-                parts[leaf].append(vector[offset : offset + stop - start])
+                pieces[leaf].append(vector[offset : offset + stop - start])
                 offset += stop - start
-        shaped = [jnp.concatenate(part).reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
+        shaped = [jnp.concatenate(some).reshape(leaf.shape) for some, leaf in zip(pieces, leaves, strict=True)]
         return jax.tree.unflatten(structure, shaped), tuple(states)
 
-    def traffic(tree: Any) -> list[Traffic]:
+    def traffic(tree: Tree) -> list[Traffic]:
         leaves = jax.tree.leaves(tree)
         lengths = [(_padded(bucket, reducer.multiple), leaves[bucket[0].leaf].dtype) for bucket in plan(leaves)]
         return [traffic for length, dtype in lengths for traffic in reducer.traffic(length, dtype)]
@@ -78,17 +82,17 @@ def fused(reducer: Reducer, num_bytes: int, *, cut: bool = False, backwards: boo
 def in_layer_order(all_reduce: AllReduce, layers: Sequence[str]) -> AllReduce:
     """The same for a tree {layer: ..}, with vectors in the order of the layers, not of their names."""
 
-    def ordered(tree: Any) -> list[Any]:
+    def ordered(tree: Tree) -> list[Tree]:
         return [tree[layer] for layer in layers]
 
-    def mean(tree: Any, state: Any) -> tuple[Any, Any]:
+    def mean(tree: Tree, state: Tree) -> tuple[Tree, Tree]:
         means, state = all_reduce.mean(ordered(tree), state)
         return dict(zip(layers, means, strict=True)), state
 
     return AllReduce(lambda tree: all_reduce.init(ordered(tree)), mean, lambda tree: all_reduce.traffic(ordered(tree)))
 
 
-def buckets(leaves: Sequence[Any], num_bytes: int, *, cut: bool, backwards: bool) -> list[list[Piece]]:
+def buckets(leaves: Sequence[Leaf], num_bytes: int, *, cut: bool, backwards: bool) -> list[list[Piece]]:
     """Which pieces of which leaves share a vector: consecutive ones of one dtype."""
     result: list[list[Piece]] = []
     used, dtype = 0, None
@@ -105,14 +109,15 @@ def buckets(leaves: Sequence[Any], num_bytes: int, *, cut: bool, backwards: bool
     return result
 
 
-def flat(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
+def flat(tree: Tree) -> tuple[jax.Array, Callable[[jax.Array], Tree]]:
     """The leaves as one float32 vector, and the way back."""
     leaves, structure = jax.tree.flatten(tree)
     offsets = [sum(leaf.size for leaf in leaves[:i]) for i in range(1, len(leaves))]
 
-    def unflatten(vector: jax.Array) -> Any:
-        parts = zip(jnp.split(vector, offsets), leaves, strict=True)
-        return jax.tree.unflatten(structure, [part.reshape(leaf.shape).astype(leaf.dtype) for part, leaf in parts])
+    def unflatten(vector: jax.Array) -> Tree:
+        flat_leaves = zip(jnp.split(vector, offsets), leaves, strict=True)
+        shaped = [flat_leaf.reshape(leaf.shape).astype(leaf.dtype) for flat_leaf, leaf in flat_leaves]
+        return jax.tree.unflatten(structure, shaped)
 
     return jnp.concatenate([leaf.reshape(-1).astype(jnp.float32) for leaf in leaves]), unflatten
 

@@ -1,6 +1,7 @@
-"""Exchanges in which every replica has weights of its own, and they are drawn together.
+"""Exchanges in which weights differ by replica, and are drawn together.
 
-Gradients are never exchanged: a replica takes the step of its own one, and weights travel. `x` is a replica's weights.
+Gradients are never exchanged: a replica takes the step of its local gradient, and sends weights. `x` is a replica's
+weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,31 +15,31 @@ from jaxpar.exchange.compress import Compressor, from_bytes, payload_nbytes, to_
 from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate, shared
 from jaxpar.exchange.fuse import AllReduce, flat
 from jaxpar.exchange.reduce import Axis
-from jaxpar.layout import PER_REPLICA
+from jaxpar.layout import PER_REPLICA, Tree
 from jaxpar.plan import Traffic
 
 PEER, AVERAGE = "peer", "average"  # name branches in compiled programs
 # (updates, params, private state) -> (updates, private state)
-Mix = Callable[[Any, Any, Any], tuple[Any, Any]]
+Mix = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
 
 
 def mixed(
     optimizer: optax.GradientTransformation,
     mix: Mix,
-    init_own: Callable[[Any], Any],
-    traffic: Callable[[Any, int], list[Traffic]],
+    init_private: Callable[[Tree], Tree],
+    traffic: Callable[[Tree, int], list[Traffic]],
     branches: Mapping[str, tuple[float, ...]] = {},
 ) -> Exchange:
-    """Each replica takes its own optimizer's step from its own gradient; `mix` adds what draws weights together."""
+    """Each replica takes its local optimizer's step from its local gradient; `mix` adds what draws weights together."""
     optimizer = optax.with_extra_args_support(optimizer)
 
-    def update(grads: Any, state: DistributedState, params: Any, **extra: Any) -> ExchangeUpdate:
+    def update(grads: Tree, state: DistributedState, params: Tree, **extra: Any) -> ExchangeUpdate:
         updates, inner = optimizer.update(grads, state.optimizer, params, **extra)
         updates, private = mix(updates, params, state.private)
         return ExchangeUpdate(updates, DistributedState(inner, private), None)
 
-    def init(params: Any) -> DistributedState:
-        return DistributedState(optimizer.init(params), init_own(params))
+    def init(params: Tree) -> DistributedState:
+        return DistributedState(optimizer.init(params), init_private(params))
 
     return Exchange(init, update, traffic, params=PER_REPLICA, optimizer=PER_REPLICA, branches=branches)
 
@@ -56,17 +57,17 @@ def decentralized(axis: Axis, optimizer: optax.GradientTransformation) -> Exchan
         pairs = [(i, half + (i + shift) % half) for i in range(half)]
         return pairs + [(b, a) for a, b in pairs]
 
-    def mix(updates: Any, params: Any, step: jax.Array) -> tuple[Any, Any]:
+    def mix(updates: Tree, params: Tree, step: jax.Array) -> tuple[Tree, Tree]:
         vector, unflatten = flat(params)
         ways = [lambda x, shift=shift: jax.lax.ppermute(x, axis.name, peer(shift)) for shift in range(half)]
         with jax.named_scope(PEER):
             theirs = unflatten(jax.lax.switch(step % half, ways, vector))
         return jax.tree.map(lambda u, x, y: u + (y - x) / 2, updates, params, theirs), step + 1
 
-    def init(_params: Any) -> jax.Array:
+    def init(_params: Tree) -> jax.Array:
         return jnp.zeros((), jnp.int32)
 
-    def traffic(params: Any, _num_microbatches: int) -> list[Traffic]:
+    def traffic(params: Tree, _num_microbatches: int) -> list[Traffic]:
         return [_permutes(axis, 4 * _size(params), "float32")]
 
     return mixed(optimizer, mix, init, traffic, {PEER: (1 / half,) * half})
@@ -75,37 +76,37 @@ def decentralized(axis: Axis, optimizer: optax.GradientTransformation) -> Exchan
 def low_precision_decentralized(
     axis: Axis, optimizer: optax.GradientTransformation, compressor: Compressor
 ) -> Exchange:
-    """Neighbours of a ring tell each other the codes of how they moved, and so know each other's weights.
+    """Neighbours of a ring send each other their compressed moves, and so know each other's weights.
 
     Bagua's low-precision decentralized algorithm (Gan et al., 2021; Tang et al., "Communication Compression for
     Decentralized Training", 2018, algorithm 2): h = (x + x'_left + x'_right) / 3 + step, z = h - x, x += Q(z), and
-    x'_j += Q(z_j). What is known of a neighbour is exactly what it is, as it too moves by its code alone.
+    x'_j += Q(z_j). What is known of a neighbour is exactly what it is, as it too moves by what it sends alone.
     compressor: one without a state.
     """
     n = axis.size
     to_right, to_left = [(i, (i + 1) % n) for i in range(n)], [(i, (i - 1) % n) for i in range(n)]
 
-    def mix(updates: Any, params: Any, known: Any) -> tuple[Any, Any]:
+    def mix(updates: Tree, params: Tree, known: Tree) -> tuple[Tree, Tree]:
         x, unflatten = flat(params)
         step, _ = flat(updates)
         z = (x + known["left"] + known["right"]) / 3 + step - x
         payload, _ = compressor.encode(z, compressor.init(len(z), jax.random.key(0), 0))
-        code, like = to_bytes(payload), compressor.payload(len(z))
+        sent, like = to_bytes(payload), compressor.payload(len(z))
 
         def moved(route: list[tuple[int, int]]) -> jax.Array:
-            return compressor.decode(from_bytes(jax.lax.ppermute(code, axis.name, route), like), len(z))
+            return compressor.decode(from_bytes(jax.lax.ppermute(sent, axis.name, route), like), len(z))
 
         private = {"left": known["left"] + moved(to_right), "right": known["right"] + moved(to_left)}
         return unflatten(compressor.decode(payload, len(z))), private
 
-    def init(params: Any) -> Any:
+    def init(params: Tree) -> Tree:
         if dtypes := {leaf.dtype.name for leaf in jax.tree.leaves(params)} - {"float32"}:
             raise ValueError(
                 f"parameters are {min(dtypes)}; they must be float32, so that neighbours know them exactly"
             )
         return {"left": flat(params)[0], "right": flat(params)[0]}
 
-    def traffic(params: Any, _num_microbatches: int) -> list[Traffic]:
+    def traffic(params: Tree, _num_microbatches: int) -> list[Traffic]:
         return [_permutes(axis, 2 * payload_nbytes(compressor.payload(_size(params))), "uint8")]
 
     return mixed(optimizer, mix, init, traffic)
@@ -119,8 +120,8 @@ def model_average(
     Bagua's model average in its synchronous form.
     """
 
-    def mix(updates: Any, params: Any, private: Any) -> tuple[Any, Any]:
-        def average() -> tuple[Any, Any]:
+    def mix(updates: Tree, params: Tree, private: Tree) -> tuple[Tree, Tree]:
+        def average() -> tuple[Tree, Tree]:
             mean, state = all_reduce.mean(jax.tree.map(jnp.add, params, updates), private["reducer"])
             return jax.tree.map(lambda m, p, u: (m - p).astype(u.dtype), mean, params, updates), state
 
@@ -129,16 +130,16 @@ def model_average(
             updates, state = jax.lax.cond(step % interval == 0, average, lambda: (updates, private["reducer"]))
         return updates, {"step": step, "reducer": state}
 
-    def init(params: Any) -> Any:
+    def init(params: Tree) -> Tree:
         return {"step": jnp.zeros((), jnp.int32), "reducer": all_reduce.init(params)}
 
-    def traffic(params: Any, _num_microbatches: int) -> list[Traffic]:
+    def traffic(params: Tree, _num_microbatches: int) -> list[Traffic]:
         return shared(all_reduce.traffic(params), 1 / interval)
 
     return mixed(optimizer, mix, init, traffic, {AVERAGE: (1 - 1 / interval, 1 / interval)})
 
 
-def _size(params: Any) -> int:
+def _size(params: Tree) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 

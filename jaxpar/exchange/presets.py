@@ -23,10 +23,11 @@ from jaxpar.exchange.fuse import AllReduce, fused, in_layer_order
 from jaxpar.exchange.reduce import Axis, Reducer
 from jaxpar.exchange.scatter_gather import scatter_gather
 from jaxpar.exchange.zero import zero
+from jaxpar.layout import Tree
 
 MIB = 2**20
 BYTEPS_PARTITION = 4_096_000
-BLOCK, BYTES_BLOCK = 2048, 4096  # elements that share a scale of one-bit codes, and a range of byte codes
+BLOCK, BYTES_BLOCK = 2048, 4096  # elements that share a scale of bits, and a range of bytes
 
 
 class Rule(NamedTuple):
@@ -40,7 +41,7 @@ class Rule(NamedTuple):
     """
 
     optimizer: optax.GradientTransformation
-    params: Any
+    params: Tree
     adamw: Mapping[str, Any] | None = None
     layers: Sequence[str] = ()
 
@@ -90,28 +91,28 @@ def byteps(axis: Axis, *, bucket_bytes: int = BYTEPS_PARTITION, wire_dtype: str 
 def byteps_onebit(
     axis: Axis, *, bucket_bytes: int = BYTEPS_PARTITION, block: int = BLOCK, momentum: float = 0.0
 ) -> AllReduce:
-    """BytePS with signs on the wire, and a scale for each `block` elements."""
+    """BytePS that sends signs, and a scale for each `block` elements."""
     return _byteps(axis, onebit(block=block), bucket_bytes, momentum)
 
 
 def byteps_topk(
     axis: Axis, *, bucket_bytes: int = BYTEPS_PARTITION, ratio: float = 0.01, momentum: float = 0.0
 ) -> AllReduce:
-    """BytePS with the largest values on the wire."""
+    """BytePS that sends the largest values."""
     return _byteps(axis, top_k(ratio), bucket_bytes, momentum)
 
 
 def byteps_randomk(
     axis: Axis, *, bucket_bytes: int = BYTEPS_PARTITION, ratio: float = 0.05, momentum: float = 0.0, seed: int = 0
 ) -> AllReduce:
-    """BytePS with random values on the wire."""
+    """BytePS that sends random values."""
     return _byteps(axis, random_k(ratio), bucket_bytes, momentum, seed)
 
 
 def byteps_dithering(
     axis: Axis, *, bucket_bytes: int = BYTEPS_PARTITION, levels: int = 127, momentum: float = 0.0, seed: int = 0
 ) -> AllReduce:
-    """BytePS with values on the wire that are rounded at random."""
+    """BytePS that sends values rounded at random."""
     return _byteps(axis, dithering(levels), bucket_bytes, momentum, seed)
 
 
@@ -128,8 +129,8 @@ def _exact(axis: Axis, algorithm: str, group: int, wire_dtype: str = "") -> Redu
     return reduce.cast(reducer, wire_dtype) if wire_dtype else reducer
 
 
-def _byteps(axis: Axis, code: Compressor, bucket_bytes: int, mu: float, seed: int = 0) -> AllReduce:
-    server = error_feedback(code)
+def _byteps(axis: Axis, compressor: Compressor, bucket_bytes: int, mu: float, seed: int = 0) -> AllReduce:
+    server = error_feedback(compressor)
     worker = momentum(server, mu) if mu else server
     return fused(scatter_gather(axis, worker, server), bucket_bytes, cut=True, backwards=False, seed=seed)
 
@@ -154,8 +155,9 @@ def onebit_adam(
     axis: Axis, rule: Rule, *, bucket_bytes: int = 25 * MIB, warmup: float = 0.2, block: int = BLOCK
 ) -> Exchange:
     """DeepSpeed's 1-bit Adam: momentum in signs after the warm-up, with error feedback of workers and servers."""
-    code = error_feedback(onebit("l2", block))
-    return _adam(axis, rule, fused(scatter_gather(axis, code, code), bucket_bytes), bucket_bytes, warmup)
+    compressor = error_feedback(onebit("l2", block))
+    lossy = fused(scatter_gather(axis, compressor, compressor), bucket_bytes)
+    return _adam(axis, rule, lossy, bucket_bytes, warmup)
 
 
 def bagua_decentralized(axis: Axis, rule: Rule) -> Exchange:
@@ -211,12 +213,12 @@ AROUND: dict[str, Callable[..., Exchange]] = {
     )
 }
 EXCHANGES = ("ddp", "dp", *(name for name in (*GRADIENTS, *AROUND) if name != "ddp"))
-# What an exchange does otherwise than one device; those that are not here do the same, but for rounding.
+# How an exchange differs from a single device; those that are not here differ by rounding alone.
 DIFFERS = {
     "horovod_adasum": "adds updates up by another rule",
-    **dict.fromkeys(("byteps_onebit", "bagua_bytegrad", "byteps_dithering"), "sends gradients in a lossy code"),
+    **dict.fromkeys(("byteps_onebit", "bagua_bytegrad", "byteps_dithering"), "compresses gradients with loss"),
     **dict.fromkeys(("byteps_topk", "byteps_randomk"), "sends some of the gradients in a step"),
-    **dict.fromkeys(("bagua_qadam", "onebit_adam"), "sends momentum in a lossy code after its warm-up"),
+    **dict.fromkeys(("bagua_qadam", "onebit_adam"), "compresses momentum with loss after its warm-up"),
     **dict.fromkeys(("bagua_decentralized", "bagua_model_average"), "has other weights on each replica"),
     "bagua_low_precision_decentralized": "has other weights on each replica",
 }
@@ -234,10 +236,10 @@ def options(name: str) -> dict[str, Any]:
     return keywords | ({PASSES: 1} if name.startswith("horovod") else {})
 
 
-def obstacle(name: str, num_replicas: int, given: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Why an exchange cannot be: the option, or "exchange", and what is wrong with it. None: it can."""
+def obstacle(name: str, num_replicas: int, settings: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return what makes an exchange impossible: the option, or "exchange", and what is wrong with it; None: nothing."""
     allowed = options(name)
-    for key, value in given.items():
+    for key, value in settings.items():
         if key not in allowed:
             has = f"its options are {', '.join(allowed)}" if allowed else "it has none"
             return key, f"is {value!r}, which is not an option of exchange {name!r}; {has}"
@@ -252,12 +254,12 @@ def obstacle(name: str, num_replicas: int, given: Mapping[str, Any]) -> tuple[st
         if key in RANGES and not RANGES[key][0] <= value <= RANGES[key][1]:
             return key, f"is {value!r}; it must be {RANGES[key][0]} to {RANGES[key][1]}"
     for key in ("ratio", "warmup"):
-        if given.get(key) == 0:
+        if settings.get(key) == 0:
             return key, "is 0; it must be more than 0"
-    group = given.get("group", 1)
+    group = settings.get("group", 1)
     if num_replicas % group:
         return "group", f"is {group}; it must divide the {num_replicas} replicas"
-    if group > 1 and given.get("algorithm") == "ring":
+    if group > 1 and settings.get("algorithm") == "ring":
         return "algorithm", f"is 'ring'; it must be 'psum' with groups of {group}"
     if name == "horovod_adasum" and num_replicas & (num_replicas - 1):
         return "exchange", f"is {name!r}, which needs 1, 2, 4, 8, .. replicas; there are {num_replicas}"
@@ -266,20 +268,20 @@ def obstacle(name: str, num_replicas: int, given: Mapping[str, Any]) -> tuple[st
     return None
 
 
-def exchange_differs(name: str, given: Mapping[str, Any]) -> str:
-    """What an exchange with these options does otherwise than one device. Empty: nothing, but for rounding."""
+def exchange_differs(name: str, settings: Mapping[str, Any]) -> str:
+    """Return how an exchange with these options differs from a single device; empty: by rounding alone."""
     if name in DIFFERS:
         return f"{name} {DIFFERS[name]}"
-    if given.get(PASSES, 1) > 1:
-        return f"{name} takes a step of the optimizer for every {given[PASSES]} of the run"
-    return f"{name} sends gradients in {given['wire_dtype']}" if given.get("wire_dtype") else ""
+    if settings.get(PASSES, 1) > 1:
+        return f"{name} takes a step of the optimizer for every {settings[PASSES]} of the run"
+    return f"{name} sends gradients in {settings['wire_dtype']}" if settings.get("wire_dtype") else ""
 
 
-def make_exchange(name: str, axis: Axis, rule: Rule, **given: Any) -> Exchange:
-    """The named exchange around an optimizer; `given`: options. Not dp."""
-    passes = given.pop(PASSES, 1)
+def make_exchange(name: str, axis: Axis, rule: Rule, **settings: Any) -> Exchange:
+    """Return the named exchange, with these options, around an optimizer. Not dp."""
+    passes = settings.pop(PASSES, 1)
     if name in GRADIENTS:
-        exchange = averaged(rule.in_order(GRADIENTS[name](axis, **given)), rule.optimizer)
+        exchange = averaged(rule.in_order(GRADIENTS[name](axis, **settings)), rule.optimizer)
     else:
-        exchange = AROUND[name](axis, rule, **given)
+        exchange = AROUND[name](axis, rule, **settings)
     return exchange if passes == 1 else every(passes, exchange)

@@ -6,12 +6,14 @@ Dims: n replicas, L elements of a vector.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
+from jax.typing import DTypeLike
 
+from jaxpar.layout import Tree
 from jaxpar.plan import Traffic
 
 
@@ -32,16 +34,16 @@ class Reducer(NamedTuple):
       multiple: L must be one of this.
     """
 
-    init: Callable[[int, jax.Array], Any]
-    mean: Callable[[jax.Array, Any], tuple[jax.Array, Any]]
-    traffic: Callable[[int, Any], list[Traffic]]
+    init: Callable[[int, jax.Array], Tree]
+    mean: Callable[[jax.Array, Tree], tuple[jax.Array, Tree]]
+    traffic: Callable[[int, DTypeLike], list[Traffic]]
     multiple: int = 1
 
 
 def psum(axis: Axis) -> Reducer:
     """XLA's all-reduce."""
 
-    def mean(x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+    def mean(x: jax.Array, state: Tree) -> tuple[jax.Array, Tree]:
         return jax.lax.psum(x, axis.name) / axis.size, state
 
     return Reducer(_stateless, mean, lambda length, dtype: [_traffic("all-reduce", 2, axis, length, dtype)])
@@ -56,27 +58,27 @@ def ring(axis: Axis) -> Reducer:
     n = axis.size
     to_next = [(i, (i + 1) % n) for i in range(n)]
 
-    def on_the_wire(dtype: Any) -> Any:
+    def bits_dtype(dtype: DTypeLike) -> DTypeLike:
         return jnp.uint16 if jnp.dtype(dtype).itemsize == 2 else dtype
 
     def pass_on(x: jax.Array) -> jax.Array:
-        bits = jax.lax.bitcast_convert_type(x, on_the_wire(x.dtype))
+        bits = jax.lax.bitcast_convert_type(x, bits_dtype(x.dtype))
         return jax.lax.bitcast_convert_type(jax.lax.ppermute(bits, axis.name, to_next), x.dtype)
 
-    def mean(x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-        rank, parts = jax.lax.axis_index(axis.name), x.reshape(n, -1)
-        for step in range(n - 1):  # reduce-scatter: part i goes round, each replica adds its own to it
-            moving = pass_on(parts[(rank - step) % n])
-            parts = parts.at[(rank - step - 1) % n].add(moving)
-        moving = parts[(rank + 1) % n] / n
-        parts = parts.at[(rank + 1) % n].set(moving)
+    def mean(x: jax.Array, state: Tree) -> tuple[jax.Array, Tree]:
+        replica, shards = jax.lax.axis_index(axis.name), x.reshape(n, -1)
+        for step in range(n - 1):  # reduce-scatter: shard i goes round, each replica adds its part
+            moving = pass_on(shards[(replica - step) % n])
+            shards = shards.at[(replica - step - 1) % n].add(moving)
+        moving = shards[(replica + 1) % n] / n
+        shards = shards.at[(replica + 1) % n].set(moving)
         for step in range(n - 1):  # all-gather
             moving = pass_on(moving)
-            parts = parts.at[(rank - step) % n].set(moving)
-        return parts.reshape(-1), state
+            shards = shards.at[(replica - step) % n].set(moving)
+        return shards.reshape(-1), state
 
-    def traffic(length: int, dtype: Any) -> list[Traffic]:
-        return [_traffic("collective-permute", 2, axis, length, on_the_wire(dtype))]
+    def traffic(length: int, dtype: DTypeLike) -> list[Traffic]:
+        return [_traffic("collective-permute", 2, axis, length, bits_dtype(dtype))]
 
     return Reducer(_stateless, mean, traffic, multiple=n)
 
@@ -88,11 +90,11 @@ def push_pull(axis: Axis) -> Reducer:
     """
     n = axis.size
 
-    def mean(x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+    def mean(x: jax.Array, state: Tree) -> tuple[jax.Array, Tree]:
         shard = jax.lax.psum_scatter(x, axis.name, tiled=True) / n
         return jax.lax.all_gather(shard, axis.name, tiled=True), state
 
-    def traffic(length: int, dtype: Any) -> list[Traffic]:
+    def traffic(length: int, dtype: DTypeLike) -> list[Traffic]:
         return [_traffic(kind, 1, axis, length, dtype) for kind in ("reduce-scatter", "all-gather")]
 
     return Reducer(_stateless, mean, traffic, multiple=n)
@@ -107,12 +109,12 @@ def hierarchical(axis: Axis, group: int) -> Reducer:
     within = [[first * group + i for i in range(group)] for first in range(num_groups)]
     between = [[first * group + i for first in range(num_groups)] for i in range(group)]
 
-    def mean(x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+    def mean(x: jax.Array, state: Tree) -> tuple[jax.Array, Tree]:
         shard = jax.lax.psum_scatter(x, axis.name, axis_index_groups=within, tiled=True)
         shard = jax.lax.psum(shard, axis.name, axis_index_groups=between) / n
         return jax.lax.all_gather(shard, axis.name, axis_index_groups=within, tiled=True), state
 
-    def traffic(length: int, dtype: Any) -> list[Traffic]:
+    def traffic(length: int, dtype: DTypeLike) -> list[Traffic]:
         return [
             _traffic("reduce-scatter", 1, axis._replace(size=group), length, dtype),
             _traffic("all-reduce", 2, axis._replace(size=num_groups), length // group, dtype),
@@ -122,10 +124,10 @@ def hierarchical(axis: Axis, group: int) -> Reducer:
     return Reducer(_stateless, mean, traffic, multiple=group)
 
 
-def cast(reducer: Reducer, dtype: Any) -> Reducer:
-    """The vector in another dtype on the wire, as Horovod's fp16 compression."""
+def cast(reducer: Reducer, dtype: DTypeLike) -> Reducer:
+    """Send the vector in another dtype, as Horovod's fp16 compression."""
 
-    def mean(x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+    def mean(x: jax.Array, state: Tree) -> tuple[jax.Array, Tree]:
         total, state = reducer.mean(x.astype(dtype), state)
         return total.astype(x.dtype), state
 
@@ -138,20 +140,20 @@ def predivide(reducer: Reducer, factor: float) -> Reducer:
     In a narrow dtype the sum of many gradients may overflow, or their quotients vanish.
     """
 
-    def mean(x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+    def mean(x: jax.Array, state: Tree) -> tuple[jax.Array, Tree]:
         total, state = reducer.mean(x / factor, state)
         return total * factor, state
 
     return reducer._replace(mean=mean)
 
 
-def psum_small(tree: Any, axes: str | tuple[str, ...]) -> Any:
+def psum_small(tree: Tree, axes: str | tuple[str, ...]) -> Tree:
     """Return the sums over mesh axes of a tree's few numbers, in one collective; leaves of one dtype, any shapes."""
     flat, unravel = ravel_pytree(tree)
     return unravel(jax.lax.psum(flat, axes))
 
 
-def _stateless(_length: int, _key: jax.Array) -> Any:
+def _stateless(_length: int, _key: jax.Array) -> Tree:
     return ()
 
 
@@ -160,9 +162,9 @@ def ring_traffic(kind: str, ways: int, axis: str, size: int, nbytes: float, dtyp
 
     Patarasuk and Yuan, 2009. ways: 2 for an all-reduce, 1 for one of its halves.
     """
-    return Traffic(kind, dtype, axis, ways * (size - 1) / size * nbytes)
+    return Traffic(kind, dtype, axis, ways * (size - 1) * nbytes / size)
 
 
-def _traffic(kind: str, ways: int, axis: Axis, length: int, dtype: Any) -> Traffic:
+def _traffic(kind: str, ways: int, axis: Axis, length: int, dtype: DTypeLike) -> Traffic:
     dtype = jnp.dtype(dtype)
     return ring_traffic(kind, ways, axis.name, axis.size, length * dtype.itemsize, dtype.name)

@@ -236,8 +236,8 @@ def test_mistakes_are_found_and_named(
 # ---- strategies that compute other numbers -------------------------------------------------------------------------
 
 DIFFERENT = {
-    "onebit_adam sends momentum in a lossy code after its warm-up": ["exchange=onebit_adam"],
-    "bagua_bytegrad sends gradients in a lossy code": ["exchange=bagua_bytegrad"],
+    "onebit_adam compresses momentum with loss after its warm-up": ["exchange=onebit_adam"],
+    "bagua_bytegrad compresses gradients with loss": ["exchange=bagua_bytegrad"],
     "bagua_decentralized has other weights on each replica": ["exchange=bagua_decentralized"],
     "horovod sends gradients in bfloat16": ["exchange=horovod", "exchange_options.wire_dtype=bfloat16"],
     "horovod takes a step of the optimizer for every 2 of the run": [

@@ -1,4 +1,4 @@
-"""Functions run on replicas: virtual devices of one mesh axis, each with its own row of stacked arrays.
+"""Functions run on replicas: virtual devices of one mesh axis, each with its slice of stacked arrays.
 
 Dims: N replicas, S steps.
 """
@@ -18,7 +18,7 @@ Tree = dict[str, np.ndarray]
 
 
 def on_replicas(n: int, function: Callable[..., Any], *stacked: Any) -> Any:
-    """What `function` makes, on each of n replicas, of its own rows of trees [N, ...]; stacked, on the host."""
+    """What `function` makes, on each of n replicas, of its slice of trees [N, ...]; stacked, on the host."""
 
     def replica(*trees: Any) -> Any:
         return jax.tree.map(lambda x: x[None], function(*jax.tree.map(lambda x: x[0], trees)))

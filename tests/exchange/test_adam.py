@@ -9,7 +9,7 @@ import pytest
 from jaxpar.exchange import Exchange
 from jaxpar.exchange.presets import Rule, make_exchange
 from jaxpar.optimizer import clip_by_norm
-from tests.exchange import codes
+from tests.exchange import compressors
 from tests.exchange.replicas import Tree, adamw, axis, close, only, train
 
 STEPS, WARM = 10, 4
@@ -44,9 +44,9 @@ def optimizer(clip_norm: float) -> optax.GradientTransformation:
 def make(case: Case, num_steps: int = STEPS, warmup: float = WARM / STEPS) -> Exchange:
     figures = {"b1": B1, "b2": B2, "eps": EPS, "weight_decay": DECAY, "mask": lambda _params: DECAYED}
     figures |= {"schedule": schedule, "num_steps": num_steps, "clip_norm": case.clip_norm}
-    given = {"block": 2} if case.name == "onebit_adam" else {}
+    options = {"block": 2} if case.name == "onebit_adam" else {}
     return make_exchange(
-        case.name, axis(case.n), Rule(optimizer(case.clip_norm), None, figures), warmup=warmup, **given
+        case.name, axis(case.n), Rule(optimizer(case.clip_norm), None, figures), warmup=warmup, **options
     )
 
 
@@ -83,8 +83,8 @@ class Adam:
         self.case, self.count = case, 0
         self.x, self.m, self.v = flat(START), np.zeros(17), np.zeros(17)
         one_bit = case.name == "onebit_adam"
-        lossy = codes.onebit("l2", 2) if one_bit else codes.min_max_uint8
-        self.exchange = codes.Servers(case.n, 17, lossy, lossy, feedback=one_bit)
+        lossy = compressors.onebit("l2", 2) if one_bit else compressors.min_max_uint8
+        self.exchange = compressors.Servers(case.n, 17, lossy, lossy, feedback=one_bit)
         self.decayed = flat({k: np.full(x.shape, DECAYED[k]) for k, x in START.items()})
 
     def step(self, g_NL: np.ndarray) -> None:
@@ -109,9 +109,9 @@ def test_as_in_numpy_through_the_switch(case: Case) -> None:
         adam.step(np.stack([flat({k: g[i, step] for k, g in grads.items()}) for i in range(case.n)]))
         np.testing.assert_allclose(flat({k: x[step] for k, x in params.items()}), adam.x, 1e-4, 1e-5)
     inner = only(state.optimizer)
-    (found,) = [s for s in jax.tree.leaves(inner, is_leaf=is_adam) if is_adam(s)]
-    np.testing.assert_allclose(flat(found.mu), adam.m, 1e-4, 1e-5)
-    unbiased = flat(found.nu) / (1 - B2**STEPS)
+    (moments,) = [s for s in jax.tree.leaves(inner, is_leaf=is_adam) if is_adam(s)]
+    np.testing.assert_allclose(flat(moments.mu), adam.m, 1e-4, 1e-5)
+    unbiased = flat(moments.nu) / (1 - B2**STEPS)
     np.testing.assert_allclose(unbiased, adam.v / (1 - B2**WARM), 1e-5, 1e-7)
     np.testing.assert_array_equal(state.private["steps"], STEPS)
 
@@ -193,6 +193,6 @@ def test_traffic_is_of_both_stages(name: str) -> None:
     exact, *lossy = make(Case(name, 4, 0.0)).traffic(START, 1)
     assert (exact.kind, exact.dtype) == ("all-reduce", "float32")
     assert exact.nbytes == pytest.approx(WARM / STEPS * 2 * 3 / 4 * 17 * 4)
-    code = 1 + 4 * 3 if name == "onebit_adam" else 5 + 8  # of a part of 5, in blocks of 2
+    payload = 1 + 4 * 3 if name == "onebit_adam" else 5 + 8  # bytes, of a shard of 5, in blocks of 2
     assert [(one.kind, one.dtype) for one in lossy] == [("all-to-all", "uint8"), ("all-gather", "uint8")]
-    assert [one.nbytes for one in lossy] == [pytest.approx((1 - WARM / STEPS) * 3 * code)] * 2
+    assert [one.nbytes for one in lossy] == [pytest.approx((1 - WARM / STEPS) * 3 * payload)] * 2

@@ -106,8 +106,8 @@ def test_each_replica_has_its_own_optimizer() -> None:
     for step in range(3):
         g = grads["a"][:, step].astype(np.float64)
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
-        own = -0.1 * m / (1 - 0.9 ** (step + 1)) / (np.sqrt(v / (1 - 0.999 ** (step + 1))) + 1e-8)
-        x = x + recursion(list(own))
+        local = -0.1 * m / (1 - 0.9 ** (step + 1)) / (np.sqrt(v / (1 - 0.999 ** (step + 1))) + 1e-8)
+        x = x + recursion(list(local))
         np.testing.assert_allclose(params["a"][:, step], np.stack([x] * 4), 1e-5)
     np.testing.assert_allclose(state.optimizer[0].mu["a"], m, 1e-5)
 

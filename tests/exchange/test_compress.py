@@ -22,20 +22,20 @@ from jaxpar.exchange.compress import (
     to_bytes,
     topk,
 )
-from tests.exchange import codes
+from tests.exchange import compressors
 
 ONEBITS = {f"onebit {norm} {block}": (norm, block) for norm in ("mean", "l2") for block in (0, 1, 5, 8, 1000)}
-CODES: dict[str, Compressor] = {
+COMPRESSORS: dict[str, Compressor] = {
     "min_max_uint8": min_max_uint8(),
     **{name: onebit(*arguments) for name, arguments in ONEBITS.items()},
     "topk": topk(0.2),
     "randomk": randomk(0.2),
     "dithering": dithering(7),
 }
-LOSSY: dict[str, codes.Lossy] = {
-    "min_max_uint8": codes.min_max_uint8,
-    **{name: codes.onebit(*arguments) for name, arguments in ONEBITS.items()},
-    "topk": codes.topk(5),
+LOSSY: dict[str, compressors.Lossy] = {
+    "min_max_uint8": compressors.min_max_uint8,
+    **{name: compressors.onebit(*arguments) for name, arguments in ONEBITS.items()},
+    "topk": compressors.topk(5),
 }
 LENGTH = 21  # of which a fifth is 4.2, which is sent as 5
 RANDOM = np.random.default_rng(0).normal(size=LENGTH).astype(np.float32)
@@ -53,17 +53,17 @@ VECTORS = {
 
 @functools.cache
 def compiled(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    return jax.jit(CODES[name].encode), jax.jit(CODES[name].decode, static_argnums=1)
+    return jax.jit(COMPRESSORS[name].encode), jax.jit(COMPRESSORS[name].decode, static_argnums=1)
 
 
-def init(code: Compressor, length: int = LENGTH, seed: int = 0) -> Any:
-    return code.init(length, jax.random.key(seed), 0)
+def init(compressor: Compressor, length: int = LENGTH, seed: int = 0) -> Any:
+    return compressor.init(length, jax.random.key(seed), 0)
 
 
 def sent(name: str, x: np.ndarray, seed: int = 0) -> tuple[list[np.ndarray], np.ndarray]:
     """The payload, and what becomes of it."""
     encode, decode = compiled(name)
-    payload, _ = encode(x, init(CODES[name], len(x), seed))
+    payload, _ = encode(x, init(COMPRESSORS[name], len(x), seed))
     return [np.asarray(part) for part in payload], np.asarray(decode(payload, len(x)))
 
 
@@ -80,7 +80,7 @@ def tolerance(name: str, x: np.ndarray) -> float:
 
 @pytest.mark.parametrize("vector", VECTORS)
 @pytest.mark.parametrize("name", LOSSY)
-def test_codes_lose_what_numpys_lose(name: str, vector: str) -> None:
+def test_compressors_lose_what_numpys_lose(name: str, vector: str) -> None:
     x = VECTORS[vector]
     np.testing.assert_allclose(sent(name, x)[1], LOSSY[name](x), 0, tolerance(name, x))
 
@@ -117,7 +117,7 @@ def test_min_max_is_within_half_a_step(vector: str) -> None:
     np.testing.assert_array_equal(ends, [[x.min(), x.max()]])
     step = (float(x.max()) - float(x.min()) + 1e-7) / 255
     assert np.all(np.abs(decoded - x.astype(np.float64)) <= 0.5001 * step + 1e-6 * np.abs(x).max())
-    if vector != "small":  # of which the code has but one step
+    if vector != "small":  # whose range is one step of a byte
         assert (q.min(), q.max()) == (0, 255)
 
 
@@ -127,7 +127,7 @@ def test_min_max_by_blocks(length: int) -> None:
     compressor = min_max_uint8(8)
     payload, _ = compressor.encode(jnp.asarray(x), ())
     assert [leaf.shape for leaf in payload] == [(length,), (-(-length // 8), 2)]
-    expected = [codes.min_max_uint8(x[first : first + 8]) for first in range(0, length, 8)]
+    expected = [compressors.min_max_uint8(x[first : first + 8]) for first in range(0, length, 8)]
     np.testing.assert_allclose(compressor.decode(payload, length), np.concatenate(expected), rtol=1e-5, atol=1e-6)
 
 
@@ -158,10 +158,10 @@ def test_some_values_and_where_they_are(name: str, sender: bool) -> None:
 @pytest.mark.parametrize("ratio", [0.05, 0.07, 0.5, 1.0])
 def test_share_that_is_sent(ratio: float) -> None:
     expected = {0.05: 5, 0.07: 7, 0.5: 50, 1.0: 100}[ratio]
-    assert [code(ratio).payload(100)[0].shape for code in (topk, randomk)] == [(expected,)] * 2
+    assert [compressor(ratio).payload(100)[0].shape for compressor in (topk, randomk)] == [(expected,)] * 2
 
 
-@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("name", COMPRESSORS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_stays_so(name: str, value: float) -> None:
     x = RANDOM.copy()
@@ -170,14 +170,14 @@ def test_what_is_not_finite_stays_so(name: str, value: float) -> None:
     assert not np.all(np.isfinite(decoded))
 
 
-def draws(code: Compressor, x: np.ndarray, number: int, seed: int = 0) -> np.ndarray:
+def draws(compressor: Compressor, x: np.ndarray, number: int, seed: int = 0) -> np.ndarray:
     """[number, L]: what becomes of the same vector again and again."""
 
     def once(state: Any, _: None) -> tuple[Any, jax.Array]:
-        payload, state = code.encode(jnp.asarray(x), state)
-        return state, code.decode(payload, len(x))
+        payload, state = compressor.encode(jnp.asarray(x), state)
+        return state, compressor.decode(payload, len(x))
 
-    return np.asarray(jax.jit(lambda state: jax.lax.scan(once, state, None, number))(init(code, len(x), seed))[1])
+    return np.asarray(jax.jit(lambda state: jax.lax.scan(once, state, None, number))(init(compressor, len(x), seed))[1])
 
 
 @pytest.mark.parametrize("vector", ["random", "positive", "constant", "zero", "huge", "denormal"])
@@ -203,12 +203,12 @@ def test_dithering_is_right_in_the_mean(levels: int) -> None:
     np.testing.assert_allclose(got.std(0)[often], deviation[often], 0.2)
 
 
-@pytest.mark.parametrize("code", [randomk(0.25), dithering(2)])
-def test_chance_differs_between_calls_and_senders(code: Compressor) -> None:
+@pytest.mark.parametrize("compressor", [randomk(0.25), dithering(2)])
+def test_chance_differs_between_calls_and_senders(compressor: Compressor) -> None:
     x = np.linspace(1, 2, 40).astype(np.float32)
-    calls, others = draws(code, x, 6), draws(code, x, 6, seed=1)
+    calls, others = draws(compressor, x, 6), draws(compressor, x, 6, seed=1)
     assert len(np.unique(np.concatenate([calls, others]), axis=0)) == 12
-    np.testing.assert_array_equal(calls, draws(code, x, 6))
+    np.testing.assert_array_equal(calls, draws(compressor, x, 6))
 
 
 def test_each_value_is_as_likely_to_be_sent() -> None:
@@ -231,11 +231,15 @@ BYTES = {
 
 
 @pytest.mark.parametrize("name", BYTES)
-def test_bytes_of_codes(name: str) -> None:
-    for code in (CODES[name], error_feedback(CODES[name]), momentum(error_feedback(CODES[name]), 0.9)):
-        payload = code.payload(LENGTH)
+def test_bytes_of_payloads(name: str) -> None:
+    for compressor in (
+        COMPRESSORS[name],
+        error_feedback(COMPRESSORS[name]),
+        momentum(error_feedback(COMPRESSORS[name]), 0.9),
+    ):
+        payload = compressor.payload(LENGTH)
         assert payload_nbytes(payload) == BYTES[name]
-        real, _ = code.encode(jnp.asarray(RANDOM), init(code))
+        real, _ = compressor.encode(jnp.asarray(RANDOM), init(compressor))
         assert to_bytes(real).shape == (BYTES[name],)
         assert [(x.shape, x.dtype) for x in real] == [(x.shape, x.dtype) for x in payload]
 
@@ -260,10 +264,10 @@ def test_bytes_and_back() -> None:
     ]
 
 
-def steps(code: Compressor, vectors: np.ndarray) -> tuple[np.ndarray, Any]:
+def steps(compressor: Compressor, vectors: np.ndarray) -> tuple[np.ndarray, Any]:
     """What becomes of vectors [S, L] that are sent one after another; and the last state."""
-    encode, decode = jax.jit(code.encode), jax.jit(code.decode, static_argnums=1)
-    state, result = init(code, vectors.shape[1]), []
+    encode, decode = jax.jit(compressor.encode), jax.jit(compressor.decode, static_argnums=1)
+    state, result = init(compressor, vectors.shape[1]), []
     for x in vectors:
         payload, state = encode(x, state)
         result.append(np.asarray(decode(payload, len(x))))
@@ -273,22 +277,22 @@ def steps(code: Compressor, vectors: np.ndarray) -> tuple[np.ndarray, Any]:
 @pytest.mark.parametrize("name", ["min_max_uint8", "onebit mean 0", "onebit l2 8", "topk", "randomk", "dithering"])
 def test_with_feedback_all_is_sent_or_left(name: str) -> None:
     vectors = np.random.default_rng(1).normal(size=(6, LENGTH)).astype(np.float32)
-    decoded, state = steps(error_feedback(CODES[name]), vectors)
+    decoded, state = steps(error_feedback(COMPRESSORS[name]), vectors)
     np.testing.assert_allclose(decoded.sum(0, np.float64) + state["residual"], vectors.sum(0, np.float64), 0, 1e-5)
     assert np.abs(state["residual"]).max() > 1e-3
     if name in LOSSY:
-        sender = codes.Feedback(LOSSY[name])
+        sender = compressors.Feedback(LOSSY[name])
         np.testing.assert_allclose(decoded, [sender(x) for x in vectors], 0, 1e-5)
 
 
-def test_momentum_is_nesterovs_before_the_code() -> None:
+def test_momentum_is_nesterovs_before_compression() -> None:
     vectors = np.random.default_rng(2).normal(size=(5, LENGTH)).astype(np.float32)
     mu, m, expected = 0.7, np.zeros(LENGTH), []
-    lossy = codes.Feedback(LOSSY["onebit l2 8"])
+    lossy = compressors.Feedback(LOSSY["onebit l2 8"])
     for x in vectors.astype(np.float64):
         m = mu * m + x
         expected.append(lossy(x + mu * m))
-    decoded, state = steps(momentum(error_feedback(CODES["onebit l2 8"]), mu), vectors)
+    decoded, state = steps(momentum(error_feedback(COMPRESSORS["onebit l2 8"]), mu), vectors)
     np.testing.assert_allclose(decoded, expected, 0, 1e-5)
     np.testing.assert_allclose(state["momentum"], m, 0, 1e-5)
     np.testing.assert_allclose(state["code"]["residual"], lossy.residual, 0, 1e-5)

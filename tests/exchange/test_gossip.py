@@ -8,7 +8,7 @@ import pytest
 from jaxpar.exchange import gossip, reduce
 from jaxpar.exchange.compress import dithering, min_max_uint8
 from jaxpar.exchange.fuse import fused
-from tests.exchange import codes
+from tests.exchange import compressors
 from tests.exchange.replicas import Tree, axis, train
 
 RATE = 0.5
@@ -22,10 +22,10 @@ def draw(n: int, steps: int, silent_after: int = 10**6) -> Tree:
     return {k: v * (np.arange(steps) < silent_after).reshape(1, -1, *[1] * (v.ndim - 2)) for k, v in grads.items()}
 
 
-def vectors(tree: Any, kept: int) -> np.ndarray:
-    """A tree with `kept` leading dims as float64 vectors [.., L]."""
+def vectors(tree: Any, ndim: int) -> np.ndarray:
+    """A tree with `ndim` leading dims as float64 vectors [.., L]."""
     leaves = [np.asarray(x, np.float64) for x in tree.values()]
-    return np.concatenate([x.reshape(*x.shape[:kept], -1) for x in leaves], axis=-1)
+    return np.concatenate([x.reshape(*x.shape[:ndim], -1) for x in leaves], axis=-1)
 
 
 def peers(n: int, step: int) -> np.ndarray:
@@ -89,17 +89,17 @@ def test_low_precision_as_in_numpy(n: int) -> None:
     left, right = x.copy(), x.copy()
     for step in range(8):
         z = (x + left + right) / 3 - RATE * g_NSL[:, step] - x
-        moved = np.stack([codes.min_max_uint8(row) for row in z])
+        moved = np.stack([compressors.min_max_uint8(row) for row in z])
         x, left, right = x + moved, left + np.roll(moved, 1, axis=0), right + np.roll(moved, -1, axis=0)
         np.testing.assert_allclose(got[:, step], x, 1e-5, 1e-5)
     assert np.abs(z - moved).max() > 1e-4
 
 
-@pytest.mark.parametrize("code", [min_max_uint8(), dithering(7)])
+@pytest.mark.parametrize("compressor", [min_max_uint8(), dithering(7)])
 @pytest.mark.parametrize("n", [2, 8])
-def test_low_precision_knows_its_neighbours(n: int, code: Any) -> None:
+def test_low_precision_knows_its_neighbours(n: int, compressor: Any) -> None:
     params, _, _, state = train(
-        n, gossip.low_precision_decentralized(axis(n), optax.sgd(RATE), code), START, draw(n, 10)
+        n, gossip.low_precision_decentralized(axis(n), optax.sgd(RATE), compressor), START, draw(n, 10)
     )
     last = np.concatenate([x[:, -1].reshape(n, -1) for x in params.values()], axis=1)
     assert state.private["left"].tobytes() == np.roll(last, 1, axis=0).tobytes()

@@ -55,7 +55,7 @@ def test_mean_is_the_same_on_all_replicas(n: int) -> None:
 
 @pytest.mark.parametrize("n", REPLICAS)
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_cast_goes_over_the_wire_in_its_dtype(n: int, dtype: Any) -> None:
+def test_cast_vectors_are_sent_in_its_dtype(n: int, dtype: Any) -> None:
     x = draw(n)
     reducers = {name: reduce.cast(make(axis(n)), dtype) for name, make in PLAIN.items() if possible(name, n)}
     rounding = float(jnp.finfo(dtype).eps) / 2
@@ -102,10 +102,10 @@ def test_traffic_is_what_rings_send(n: int, dtype: Any, width: int) -> None:
         expected[f"groups of {group}"] = [("reduce-scatter", within), ("all-reduce", between), ("all-gather", within)]
     for name, make in PLAIN.items():
         if possible(name, n):
-            on_wire = jnp.uint16 if name == "ring" and width == 2 else dtype  # the ring sends bits
+            sent_dtype = jnp.uint16 if name == "ring" and width == 2 else dtype  # the ring sends bits
             for reducer in (make(axis(n)), reduce.predivide(make(axis(n)), 2)):
-                assert_traffic(reducer.traffic(LENGTH, dtype), on_wire, expected[name])
-            assert_traffic(reduce.cast(make(axis(n)), dtype).traffic(LENGTH, jnp.float32), on_wire, expected[name])
+                assert_traffic(reducer.traffic(LENGTH, dtype), sent_dtype, expected[name])
+            assert_traffic(reduce.cast(make(axis(n)), dtype).traffic(LENGTH, jnp.float32), sent_dtype, expected[name])
 
 
 def assert_traffic(got: list[Traffic], dtype: Any, expected: list[tuple[str, float]]) -> None:

@@ -8,15 +8,15 @@ import pytest
 from jaxpar.exchange.compress import Compressor, dithering, error_feedback, min_max_uint8, onebit, randomk, topk
 from jaxpar.exchange.fuse import fused
 from jaxpar.exchange.scatter_gather import scatter_gather
-from tests.exchange import codes
+from tests.exchange import compressors
 from tests.exchange.replicas import axis, on_replicas, only
 
 STEPS, LENGTH = 5, 48
 FEEDBACK = {"onebit", "topk"}
-PAIRS: dict[str, tuple[Compressor, codes.Lossy]] = {
-    "onebit": (error_feedback(onebit(block=4)), codes.onebit("mean", 4)),
-    "topk": (error_feedback(topk(0.3)), codes.topk(0)),  # as many as the length of a part says
-    "min_max_uint8": (min_max_uint8(), codes.min_max_uint8),
+PAIRS: dict[str, tuple[Compressor, compressors.Lossy]] = {
+    "onebit": (error_feedback(onebit(block=4)), compressors.onebit("mean", 4)),
+    "topk": (error_feedback(topk(0.3)), compressors.topk(0)),  # as many as the length of a part says
+    "min_max_uint8": (min_max_uint8(), compressors.min_max_uint8),
 }
 
 
@@ -45,27 +45,27 @@ def draw(n: int, length: int = LENGTH) -> np.ndarray:
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
 def test_as_workers_and_servers_in_numpy(n: int, name: str) -> None:
-    code, lossy = PAIRS[name]
+    compressor, lossy = PAIRS[name]
     if name == "topk":
-        lossy = codes.topk(int(np.ceil(0.3 * LENGTH / n)))
+        lossy = compressors.topk(int(np.ceil(0.3 * LENGTH / n)))
     x = draw(n)
-    got = only(run(n, code, code, x)[0])
-    servers = codes.Servers(n, LENGTH, lossy, lossy, name in FEEDBACK)
+    got = only(run(n, compressor, compressor, x)[0])
+    servers = compressors.Servers(n, LENGTH, lossy, lossy, name in FEEDBACK)
     expected = np.array([servers.mean(x[:, step]) for step in range(STEPS)])
     np.testing.assert_allclose(got, expected, 1e-4, 1e-5)
     assert n == 1 or np.abs(got - x.mean(0)).max() > 1e-3  # lossy it is
 
 
 @pytest.mark.parametrize(
-    ("n", "code"),
+    ("n", "compressor"),
     [
-        *((n, code) for n in (2, 4, 8) for code in (onebit("l2", 4), topk(0.3))),
-        *((4, code) for code in (randomk(0.3), dithering(3), min_max_uint8())),
+        *((n, compressor) for n in (2, 4, 8) for compressor in (onebit("l2", 4), topk(0.3))),
+        *((4, compressor) for compressor in (randomk(0.3), dithering(3), min_max_uint8())),
     ],
 )
-def test_all_comes_out_or_is_left(n: int, code: Compressor) -> None:
+def test_all_comes_out_or_is_left(n: int, compressor: Compressor) -> None:
     x = draw(n)
-    means, state = run(n, error_feedback(code), error_feedback(code), x)
+    means, state = run(n, error_feedback(compressor), error_feedback(compressor), x)
     workers = state["worker"]["residual"].reshape(n, LENGTH)
     servers = state["server"]["residual"].reshape(LENGTH)
     got = only(means).sum(0, np.float64) + workers.mean(0, np.float64) + servers
@@ -75,10 +75,10 @@ def test_all_comes_out_or_is_left(n: int, code: Compressor) -> None:
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_not_finite_on_one_replica_comes_out_on_all(name: str, value: float) -> None:
-    code, _ = PAIRS[name]
+    compressor, _ = PAIRS[name]
     x = draw(4)
     x[2, 1, 17] = value
-    for means in run(4, code, code, x)[0]:
+    for means in run(4, compressor, compressor, x)[0]:
         assert np.all(np.isfinite(means[0]))
         assert not np.all(np.isfinite(means[1]))
 
@@ -110,13 +110,13 @@ def test_lengths_that_need_padding() -> None:
         mean = all_reduce.mean(tree, all_reduce.init(tree))[0]
         return jnp.concatenate([mean["b"], mean["a"].reshape(-1)])
 
-    servers = codes.Servers(4, 13, codes.min_max_uint8, codes.min_max_uint8, False)
+    servers = compressors.Servers(4, 13, compressors.min_max_uint8, compressors.min_max_uint8, False)
     ordered = np.concatenate([x[:, 0, 6:], x[:, 0, :6]], axis=1)
     np.testing.assert_allclose(only(on_replicas(4, replica, x)), servers.mean(ordered), 1e-4, 1e-5)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
-def test_traffic_is_codes_of_parts(n: int) -> None:
+def test_traffic_is_payloads_of_shards(n: int) -> None:
     reducer = scatter_gather(axis(n), error_feedback(onebit(block=4)), min_max_uint8())
     assert reducer.multiple == n
     part = LENGTH // n
@@ -127,15 +127,15 @@ def test_traffic_is_codes_of_parts(n: int) -> None:
     ]
 
 
-@pytest.mark.parametrize("code", [randomk(0.5), dithering(3)])
-def test_vectors_of_one_length_draw_numbers_of_their_own(code: Compressor) -> None:
+@pytest.mark.parametrize("compressor", [randomk(0.5), dithering(3)])
+def test_vectors_of_one_length_draw_numbers_of_their_own(compressor: Compressor) -> None:
     """And others with another seed."""
     tree = {"a": jnp.arange(1.0, 65.0), "b": jnp.arange(1.0, 65.0)}
 
     def mean(tree: Any) -> Any:
         result = {}
         for seed in (0, 1):
-            all_reduce = fused(scatter_gather(axis(2), code, code), 64 * 4, seed=seed)
+            all_reduce = fused(scatter_gather(axis(2), compressor, compressor), 64 * 4, seed=seed)
             result[seed] = all_reduce.mean(tree, all_reduce.init(tree))[0]
         return result
 

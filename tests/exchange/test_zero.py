@@ -46,20 +46,20 @@ def test_shards(n: int) -> None:
         results = []
         for num_bytes in LIMITS:
             shards = Shards(axis(n), jax.eval_shape(lambda: tree), num_bytes)
-            own = shards.local(tree)
+            local = shards.local(tree)
 
-            def weighted(own: Any, shards: Shards = shards) -> jax.Array:
-                return optax.tree.vdot(shards.gather(own), weights)
+            def weighted(local: Any, shards: Shards = shards) -> jax.Array:
+                return optax.tree.vdot(shards.gather(local), weights)
 
-            results.append((own, shards.scatter(others), shards.gather(own), jax.grad(weighted)(own)))
+            results.append((local, shards.scatter(others), shards.gather(local), jax.grad(weighted)(local)))
         return results
 
-    for own, scattered, gathered, slope in on_replicas(n, replica, repeated(n, tree), others, weights):
+    for local, scattered, gathered, slope in on_replicas(n, replica, repeated(n, tree), others, weights):
         close(only(gathered), tree, 0)
-        np.testing.assert_array_equal(own["e"], np.repeat(tree["e"], n))
+        np.testing.assert_array_equal(local["e"], np.repeat(tree["e"], n))
         np.testing.assert_allclose(scattered["e"], np.repeat(others["e"].sum(0), n), 1e-5, 1e-5)
         for name, dim in DIMS.items():
-            np.testing.assert_array_equal(own[name], cut(tree[name], dim, n))
+            np.testing.assert_array_equal(local[name], cut(tree[name], dim, n))
             np.testing.assert_allclose(scattered[name], cut(others[name].sum(0), dim, n), 1e-5, 1e-5)
             np.testing.assert_allclose(slope[name], cut(weights[name].sum(0), dim, n), 1e-5, 1e-5)
 
@@ -141,19 +141,19 @@ def test_stage_with_divided_parameters(n: int) -> None:
 
     def replica(params: Tree, grads: Tree) -> Any:
         def step(carry: Any, g: Any) -> Any:
-            own, state = carry
-            slope = jax.grad(lambda x: optax.tree.vdot(fetch(shapes, x), g))(own)
-            made = exchange.update(slope, state, own)
-            own = optax.apply_updates(own, made.updates)
-            return (own, made.state), (fetch(shapes, own), made.grad_norm)
+            local, state = carry
+            slope = jax.grad(lambda x: optax.tree.vdot(fetch(shapes, x), g))(local)
+            made = exchange.update(slope, state, local)
+            local = optax.apply_updates(local, made.updates)
+            return (local, made.state), (fetch(shapes, local), made.grad_norm)
 
-        own = Shards(axis(n), params, 300).local(params)
-        return jax.lax.scan(step, (own, exchange.init(own)), grads)
+        local = Shards(axis(n), params, 300).local(params)
+        return jax.lax.scan(step, (local, exchange.init(local)), grads)
 
-    (own, state), (params, norms) = on_replicas(n, replica, repeated(n, draw()), gradients(n))
+    (local, state), (params, norms) = on_replicas(n, replica, repeated(n, draw()), gradients(n))
     assert_as_on_one_device(n, only(params), norms)
     adam = state.optimizer[1][0]
-    for tree in (own, adam.mu, adam.nu):
+    for tree in (local, adam.mu, adam.nu):
         assert_padding_is_zero(n, tree)
 
 

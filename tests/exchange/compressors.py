@@ -1,4 +1,4 @@
-"""What codes lose: vectors after a way over the wire, in NumPy, in the dtype that they come in."""
+"""What compressors lose: vectors after compression and decompression, in NumPy, in the dtype that they come in."""
 
 import math
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def topk(number: int) -> Lossy:
 
 
 class Feedback:
-    """A sender that keeps what it has not sent."""
+    """A sender that adds to a vector what it has not sent of those before."""
 
     def __init__(self, lossy: Lossy, on: bool = True):
         self.lossy, self.on, self.residual = lossy, on, np.zeros(())
@@ -56,17 +56,17 @@ class Feedback:
 
 
 class Servers:
-    """`scatter_gather` among n workers, of which each is the server of a part."""
+    """`scatter_gather` among n workers, of which each is the server of a shard."""
 
     def __init__(self, n: int, length: int, worker: Lossy, server: Lossy, feedback: bool):
         self.n, self.length = n, length
-        self.workers = [[Feedback(worker, feedback) for _ in range(n)] for _ in range(n)]  # by worker, part
+        self.workers = [[Feedback(worker, feedback) for _ in range(n)] for _ in range(n)]  # by worker, shard
         self.servers = [Feedback(server, feedback) for _ in range(n)]
 
     def mean(self, x_NL: np.ndarray) -> np.ndarray:
-        parts = np.pad(x_NL, ((0, 0), (0, -self.length % self.n))).reshape(self.n, self.n, -1)
+        shards = np.pad(x_NL, ((0, 0), (0, -self.length % self.n))).reshape(self.n, self.n, -1)
         result = []
-        for part, server in enumerate(self.servers):
-            codes = [self.workers[worker][part](parts[worker, part]) for worker in range(self.n)]
-            result.append(server(np.mean(codes, axis=0)))
+        for shard, server in enumerate(self.servers):
+            sent = [self.workers[worker][shard](shards[worker, shard]) for worker in range(self.n)]
+            result.append(server(np.mean(sent, axis=0)))
         return np.concatenate(result)[: self.length]
