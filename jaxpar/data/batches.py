@@ -10,15 +10,15 @@ import numpy as np
 from jaxpar.data import plan
 from jaxpar.data.examples import Arrays, Split
 
-_EPOCHS_KEPT = 2  # at the turn of an epoch, loader threads work on both sides
+_MAX_PLANS = 2  # epochs: at the turn of one, loader threads work on both sides
 
 
 class Batches:
     """The batches of a split, step by step, epoch after epoch.
 
     Attributes:
-      batch_size: rows of a batch.
-      steps_per_epoch: ceil(examples / batch_size); what is left over makes one of them, its missing rows at weight 0.
+      batch_size: examples of a batch, fillers included.
+      steps_per_epoch: ceil(examples / batch_size); one batch has what is left over, and fillers at weight 0.
       examples_per_epoch: each comes exactly once an epoch.
     """
 
@@ -34,20 +34,20 @@ class Batches:
         self.examples_per_epoch = len(split)
         self.steps_per_epoch = -(-len(split) // batch_size)
 
-    def batch(self, step: int, rows: slice = slice(None), *, numbered: bool = False) -> Arrays:
-        """The batch of step `step` >= 0, or only these rows of it: a host's share. See jaxpar.data for the keys.
+    def batch(self, step: int, shard: slice = slice(None), *, with_example_ids: bool = False) -> Arrays:
+        """The batch of step `step` >= 0, or only this shard of it, such as a process's. See jaxpar.data for the keys.
 
-        numbered: also `examples`, int64 [R]: the number of the example in each row, -1 in a filler row.
+        with_example_ids: also `example_ids`, int64 [R]: the number of each example in the split, -1 of a filler.
         """
         epoch, place = divmod(step, self.steps_per_epoch)
         examples_B = self._plan(epoch)[place]
         is_real_B = examples_B >= 0
-        examples_B = np.where(is_real_B, examples_B, examples_B[0])  # a filler row repeats the first, at weight 0
-        batch = self._gather(examples_B, rows, drawn_at=step if self._shuffle else place)
-        is_real_R = is_real_B[rows]
+        examples_B = np.where(is_real_B, examples_B, examples_B[0])  # a filler repeats the first, at weight 0
+        batch = self._gather(examples_B, shard, drawn_at=step if self._shuffle else place)
+        is_real_R = is_real_B[shard]
         batch["weights"] *= is_real_R.reshape(-1, *[1] * (batch["weights"].ndim - 1))
-        if numbered:
-            batch["examples"] = np.where(is_real_R, examples_B[rows], -1)
+        if with_example_ids:
+            batch["example_ids"] = np.where(is_real_R, examples_B[shard], -1)
         return batch
 
     def longest(self) -> Arrays:
@@ -56,12 +56,12 @@ class Batches:
         return self._gather(np.full(self.batch_size, longest), slice(None), drawn_at=0)
 
     def examples_before(self, step: int) -> int:
-        """The number of examples in the batches of steps [0, step); filler rows do not count."""
+        """The number of examples in the batches of steps [0, step); fillers do not count."""
         epoch, place = divmod(step, self.steps_per_epoch)
         return epoch * self.examples_per_epoch + int((self._plan(epoch)[:place] >= 0).sum())
 
     def planned(self, start: int, stop: int) -> np.ndarray:
-        """The examples of the batches [start, stop), of one epoch, filler rows left out."""
+        """The examples of the batches [start, stop), of one epoch, fillers left out."""
         epoch, place = divmod(start, self.steps_per_epoch)
         examples_SB = self._plan(epoch)[place : place + stop - start]
         return examples_SB[examples_SB >= 0]
@@ -71,8 +71,8 @@ class Batches:
         start: int,
         stop: int,
         *,
-        rows: slice = slice(None),
-        numbered: bool = False,
+        shard: slice = slice(None),
+        with_example_ids: bool = False,
         num_threads: int = 1,
         prefetch: int = 8,
     ) -> Iterator[Arrays]:
@@ -82,19 +82,20 @@ class Batches:
         if stop <= start:
             return iter(())
         options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch)
-        return iter(grain.MapDataset.source(_Steps(self, start, stop, rows, numbered)).to_iter_dataset(options))
+        steps = _Steps(self, start, stop, shard, with_example_ids)
+        return iter(grain.MapDataset.source(steps).to_iter_dataset(options))
 
-    def _gather(self, examples_B: np.ndarray, rows: slice, *, drawn_at: int) -> Arrays:
+    def _gather(self, examples_B: np.ndarray, shard: slice, *, drawn_at: int) -> Arrays:
         random = np.random.Generator(np.random.Philox(np.random.SeedSequence((self._seed, drawn_at, 1))))
-        batch = self._split.gather(examples_B, rows, random, training=self._shuffle)
-        return {**batch, "index": np.arange(self.batch_size, dtype=np.int32)[rows]}
+        batch = self._split.gather(examples_B, shard, random, training=self._shuffle)
+        return {**batch, "index": np.arange(self.batch_size, dtype=np.int32)[shard]}
 
     def _plan(self, epoch: int) -> np.ndarray:
         with self._lock:
             key = epoch if self._shuffle else 0
             if key not in self._plans:
                 self._plans[key] = self._make_plan(key)
-                for old in sorted(self._plans, key=lambda made: abs(made - key))[_EPOCHS_KEPT:]:
+                for old in sorted(self._plans, key=lambda made: abs(made - key))[_MAX_PLANS:]:
                     del self._plans[old]
             return self._plans[key]
 
@@ -111,11 +112,11 @@ class _Steps:
     batches: Batches
     start: int
     stop: int
-    rows: slice
-    numbered: bool
+    shard: slice
+    with_example_ids: bool
 
     def __len__(self) -> int:
         return self.stop - self.start
 
     def __getitem__(self, index: SupportsIndex) -> Arrays:
-        return self.batches.batch(self.start + int(index), self.rows, numbered=self.numbered)
+        return self.batches.batch(self.start + int(index), self.shard, with_example_ids=self.with_example_ids)

@@ -1,9 +1,9 @@
-"""A data set as arrays: its splits, what a model must know of it, and how rows of a batch are gathered.
+"""A data set as arrays: its splits, what a model must know of it, and how shards of a batch are gathered.
 
-Whatever is random (masking, augmentation) is drawn for the whole global batch and then cut to the rows
-asked for, so that any share of a batch equals the same rows of the whole.
+Whatever is random (masking, augmentation) is drawn for the whole global batch and then cut to the shard
+asked for, so that any shard of a batch equals the same examples of the whole.
 
-Dims: N examples, M tokens, B rows of the global batch, R of them that are asked for, T positions,
+Dims: N examples, M tokens, B examples of the global batch, R of its shard, T positions,
 K tokens of a block, H W C of an image, D features, V vocabulary.
 """
 
@@ -27,8 +27,8 @@ class Split(Protocol):
     def __len__(self) -> int:
         """N."""
 
-    def gather(self, examples_B: np.ndarray, rows: slice, random: np.random.Generator, *, training: bool) -> Arrays:
-        """Rows `rows` of the global batch of the given examples: all keys of a batch but index (see jaxpar.data)."""
+    def gather(self, examples_B: np.ndarray, shard: slice, random: np.random.Generator, *, training: bool) -> Arrays:
+        """A shard of the global batch of these examples: all keys of a batch but index (see jaxpar.data)."""
 
 
 class DataInfo(NamedTuple):
@@ -87,8 +87,8 @@ class Masking:
         wanted_R = np.minimum(np.maximum(np.rint(self.fraction * count_R), 1), count_R).astype(np.int64)
         # The wanted_R least draws among the maskable ones: exactly that many, each choice as likely.
         score_RT = np.where(maskable_RT, draws_3RT[0], 2.0)
-        rank_RT = score_RT.argsort(1, kind="stable").argsort(1, kind="stable")
-        chosen_RT = rank_RT < wanted_R[:, None]
+        order_RT = score_RT.argsort(1, kind="stable").argsort(1, kind="stable")
+        chosen_RT = order_RT < wanted_R[:, None]
         regular = np.flatnonzero(~self.is_special_V)
         random_RT = regular[(draws_3RT[2] * len(regular)).astype(np.int64)]
         replaced_RT = np.where(draws_3RT[1] < 0.8, self.mask_id, np.where(draws_3RT[1] < 0.9, random_RT, tokens_RT))
@@ -116,12 +116,12 @@ class Texts:
     def __len__(self) -> int:
         return len(self.offsets_N1) - 1
 
-    def gather(self, examples_B: np.ndarray, rows: slice, random: np.random.Generator, *, training: bool) -> Arrays:
+    def gather(self, examples_B: np.ndarray, shard: slice, random: np.random.Generator, *, training: bool) -> Arrays:
         """See Split."""
         lengths_B = self.offsets_N1[examples_B + 1] - self.offsets_N1[examples_B]
         length = plan.bucket(int(lengths_B.max()), self.buckets)
-        real_RT = np.arange(length) < lengths_B[rows, None]
-        at_RT = np.minimum(self.offsets_N1[examples_B[rows], None] + np.arange(length), len(self.tokens_M) - 1)
+        real_RT = np.arange(length) < lengths_B[shard, None]
+        at_RT = np.minimum(self.offsets_N1[examples_B[shard], None] + np.arange(length), len(self.tokens_M) - 1)
         tokens_RT = np.where(real_RT, self.tokens_M[at_RT], self.pad_id).astype(np.int32)
         batch = {"inputs": tokens_RT, "mask": real_RT}
         if self.segments_M is not None:
@@ -132,9 +132,9 @@ class Texts:
             return {**batch, "labels": labels_RT, "weights": (tags_RT >= 0).astype(np.float32)}
         if self.masking is None:
             assert self.labels_N is not None
-            return {**batch, **_labels(self.labels_N, examples_B[rows])}
+            return {**batch, **_labels(self.labels_N, examples_B[shard])}
         draws_3BT = random.random((3, len(examples_B), length), np.float32)
-        masked_RT, chosen_RT = self.masking(tokens_RT, real_RT, draws_3BT[:, rows])
+        masked_RT, chosen_RT = self.masking(tokens_RT, real_RT, draws_3BT[:, shard])
         return {**batch, "inputs": masked_RT, "labels": tokens_RT, "weights": chosen_RT.astype(np.float32)}
 
 
@@ -152,9 +152,9 @@ class Blocks:
     def __len__(self) -> int:
         return len(self.blocks_NK)
 
-    def gather(self, examples_B: np.ndarray, rows: slice, random: np.random.Generator, *, training: bool) -> Arrays:
+    def gather(self, examples_B: np.ndarray, shard: slice, random: np.random.Generator, *, training: bool) -> Arrays:
         """See Split."""
-        blocks_RK = self.blocks_NK[examples_B[rows]].astype(np.int32)
+        blocks_RK = self.blocks_NK[examples_B[shard]].astype(np.int32)
         inputs_RT, labels_RT = blocks_RK[:, :-1], blocks_RK[:, 1:]
         weights_RT = np.ones(labels_RT.shape, np.float32)
         return {
@@ -183,16 +183,16 @@ class Images:
     def __len__(self) -> int:
         return len(self.labels_N)
 
-    def gather(self, examples_B: np.ndarray, rows: slice, random: np.random.Generator, *, training: bool) -> Arrays:
+    def gather(self, examples_B: np.ndarray, shard: slice, random: np.random.Generator, *, training: bool) -> Arrays:
         """See Split."""
-        images_RHWC = self.images_NHWC[examples_B[rows]]
+        images_RHWC = self.images_NHWC[examples_B[shard]]
         if training:
-            draws_R3 = random.integers(0, (9, 9, 2), (len(examples_B), 3))[rows]
+            draws_R3 = random.integers(0, (9, 9, 2), (len(examples_B), 3))[shard]
             if self.shift:
                 images_RHWC = _shifted(images_RHWC, draws_R3[:, 0], draws_R3[:, 1])
             if self.flip:
                 images_RHWC = np.where(draws_R3[:, 2, None, None, None] == 1, images_RHWC[:, :, ::-1], images_RHWC)
-        return {"inputs": images_RHWC, **_labels(self.labels_N, examples_B[rows])}
+        return {"inputs": images_RHWC, **_labels(self.labels_N, examples_B[shard])}
 
 
 @dataclass(frozen=True)
@@ -210,9 +210,9 @@ class Vectors:
     def __len__(self) -> int:
         return len(self.labels_N)
 
-    def gather(self, examples_B: np.ndarray, rows: slice, random: np.random.Generator, *, training: bool) -> Arrays:
+    def gather(self, examples_B: np.ndarray, shard: slice, random: np.random.Generator, *, training: bool) -> Arrays:
         """See Split."""
-        return {"inputs": self.vectors_ND[examples_B[rows]], **_labels(self.labels_N, examples_B[rows])}
+        return {"inputs": self.vectors_ND[examples_B[shard]], **_labels(self.labels_N, examples_B[shard])}
 
 
 def _labels(labels_N: np.ndarray, examples_R: np.ndarray) -> Arrays:
@@ -223,8 +223,8 @@ def _labels(labels_N: np.ndarray, examples_R: np.ndarray) -> Arrays:
 
 def _shifted(images_RHWC: np.ndarray, down_R: np.ndarray, right_R: np.ndarray) -> np.ndarray:
     """Each image cut from itself with 4 black pixels around, at (down, right) of 0..8; 4 is where it was."""
-    num_rows, height, width = images_RHWC.shape[:3]
+    num_images, height, width = images_RHWC.shape[:3]
     padded = np.pad(images_RHWC, ((0, 0), (4, 4), (4, 4), (0, 0)))
     y_RH11 = (down_R[:, None] + np.arange(height))[:, :, None]
     x_R1W = (right_R[:, None] + np.arange(width))[:, None, :]
-    return padded[np.arange(num_rows)[:, None, None], y_RH11, x_R1W]
+    return padded[np.arange(num_images)[:, None, None], y_RH11, x_R1W]

@@ -1,13 +1,13 @@
 """Which examples the batches of an epoch hold: a table, made ahead in plain NumPy.
 
-A plan is int64 [S,B]: the example in row b of batch s of the epoch, -1 at filler rows. Every example
+A plan is int64 [S,B]: example b of batch s of the epoch, -1 at fillers. Every example
 is in it exactly once and S = ceil(examples / B). Examples of like length share a batch, so that
 short ones are not padded to the length of long ones:
 
     shuffle all  ->  windows of 64 batches  ->  sort each by length  ->  cut into batches  ->  shuffle the batches
 
 The shuffles draw from (seed, epoch) alone, raw bits of Philox, which NumPy keeps stable.
-Dims: N examples, S batches of an epoch, B rows of a batch.
+Dims: N examples, S batches of an epoch, B examples of a batch.
 """
 
 import numpy as np

@@ -15,12 +15,14 @@ IN_FLIGHT = 2  # batches of an evaluation: enough that the device never waits fo
 
 
 def load_batches(
-    run: Run, batches: data.Batches, start: int, stop: int, *, numbered: bool = False
+    run: Run, batches: data.Batches, start: int, stop: int, *, with_example_ids: bool = False
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Batches start to stop, this process's rows of them, made in the background. numbered: see data.Batches.batch."""
+    """Return batches start to stop, this process's shard of them, made in the background; as `data.Batches.loader`."""
     c = run.config.data
     rows = processes.own_rows(run.strategy.devices, run.plan.num_replicas, batches.batch_size)
-    return batches.loader(start, stop, rows=rows, numbered=numbered, num_threads=c.num_threads, prefetch=c.prefetch)
+    return batches.loader(
+        start, stop, shard=rows, with_example_ids=with_example_ids, num_threads=c.num_threads, prefetch=c.prefetch
+    )
 
 
 def evaluate_split(run: Run, current: Any, split: data.Split) -> dict[str, float]:

@@ -45,7 +45,7 @@ class Loop:
         """Returns the strategy's state after the last step. Raises Stopped."""
         run, total, agree = self._run, self._run.num_steps, processes.Agreement()
         with metrics.ProfilerTrace(run.config.profile, run.workdir) as trace, Progress(self._first_step, total) as bar:
-            loader = load_batches(run, run.batches, self._first_step, total, numbered=True)
+            loader = load_batches(run, run.batches, self._first_step, total, with_example_ids=True)
             for step in range(self._first_step + 1, total + 1):
                 run.phases.step = step
                 trace.before(step)
@@ -64,7 +64,7 @@ class Loop:
         phases, strategy = self._run.phases, self._run.strategy
         with phases("input"):
             rows = next(loader)
-            self._books.add(step - 1, rows.pop("examples"))
+            self._books.add(step - 1, rows.pop("example_ids"))
         with phases("compile" if self._meter.is_new(rows) else "train"):
             current, step_metrics = strategy.step(current, strategy.place(rows))
             self._meter.add(step, rows, step_metrics)

@@ -42,7 +42,7 @@ def record(
             patch.setattr(jax, "process_index", lambda process=process: process)
             books = ledger.Ledger(directory, steps_per_epoch=SOURCE.steps_per_epoch, rows=rows, first_row=rows.start)
         for step in range(start, stop):
-            books.add(step, SOURCE.batch((taken or {}).get(step, step), own, numbered=True)["examples"])
+            books.add(step, SOURCE.batch((taken or {}).get(step, step), own, with_example_ids=True)["example_ids"])
             if (step + 1) % 5 == 0 or step + 1 == stop:
                 books.write()
 

@@ -100,12 +100,12 @@ def test_the_loader_gives_the_same_batches_in_order(num_threads: int) -> None:
     loaded = list(batches("masked").loader(9, 30, num_threads=num_threads, prefetch=3))
     assert len(loaded) == 21
     assert all(same(batch, source.batch(step)) for step, batch in enumerate(loaded, start=9))
-    share = next(iter(source.loader(9, 10, rows=slice(2, 4))))
+    share = next(iter(source.loader(9, 10, shard=slice(2, 4))))
     assert same(share, source.batch(9, slice(2, 4)))
     assert list(source.loader(3, 3)) == []
 
 
-def test_filler_rows_weigh_nothing() -> None:
+def test_fillers_weigh_nothing() -> None:
     for kind in KINDS:
         source = batches(kind, shuffle=False)
         last = source.batch(12)  # 103 = 12 * 8 + 7
@@ -120,7 +120,7 @@ def test_the_number_of_shapes_is_that_of_the_buckets() -> None:
     assert {source.batch(step)["inputs"].shape for step in range(39)} <= {(8, 8), (8, 16), (8, 32)}
 
 
-def test_few_plans_are_kept() -> None:
+def test_few_plans_are_cached() -> None:
     source = batches("texts")
     for epoch in range(20):
         source.batch(13 * epoch)
@@ -166,7 +166,7 @@ print(next(loader)["inputs"].shape)
     assert (result.stdout, result.returncode) == ("(8, 8)\n", 0), result.stderr
 
 
-def test_examples_before_counts_the_rows_of_real_examples() -> None:
+def test_examples_before_counts_no_fillers() -> None:
     """The short batch of an epoch may stand anywhere in it."""
     source = batches("texts")
     counted = 0
