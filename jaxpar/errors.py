@@ -1,12 +1,40 @@
-"""Mistakes of the user, told in one line. `main` prints them and exits with code 2."""
+"""Mistakes of the user, in one line each. `main` prints them and exits with code 2.
+
+What a planner asks about thousands of configs gives its reasons as values: a function that returns `Refusals` yields
+them, and is called with `yield from` by others of its kind, with `accepted` or `outcome` by all else.
+"""
 
 import difflib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import TypeVar
 
 
 class UserError(Exception):
     """What the user must correct: which key or file, what it was, what it must be."""
+
+
+T = TypeVar("T")
+# Yields why something cannot be; returns it where nothing is against it. Nothing runs after the first reason.
+Refusals = Generator[UserError, None, T]
+
+
+def outcome(refusals: Refusals[T]) -> T | UserError:
+    """Return the first reason against something; or the thing itself, where there is none."""
+    results: list[T] = []
+
+    def run() -> Iterator[UserError]:
+        results.append((yield from refusals))
+
+    return next(run(), None) or results[0]
+
+
+def accepted(refusals: Refusals[T]) -> T:
+    """Return what nothing is against. Raises the first reason, a UserError, where there is one."""
+    result = outcome(refusals)
+    if isinstance(result, UserError):
+        raise result
+    return result
 
 
 class TrainingError(Exception):
@@ -21,9 +49,14 @@ def nearest(name: str, choices: Iterable[str]) -> str:
 
 def check_choice(key: str, value: str, choices: Iterable[str]) -> None:
     """Raises UserError unless `value`, the value of config key `key`, is one of `choices`."""
+    accepted(refuse_choice(key, value, choices))
+
+
+def refuse_choice(key: str, value: str, choices: Iterable[str]) -> Refusals[None]:
+    """Refuse a `value` of config key `key` that is not one of `choices`."""
     choices = list(choices)
     if value not in choices:
-        raise UserError(f"config.{key} is {value!r}; it must be {', '.join(choices)}.{nearest(str(value), choices)}")
+        yield UserError(f"config.{key} is {value!r}; it must be {', '.join(choices)}.{nearest(str(value), choices)}")
 
 
 def format_count(number: int, noun: str) -> str:

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh
 from ml_collections import ConfigDict
 
 from jaxpar.cluster import Cluster
-from jaxpar.errors import UserError
+from jaxpar.errors import Refusals, UserError
 
 DATA = "data"  # replicas: each takes a share of the batch
 STAGE = "stage"  # of a pipeline: each device holds some of the layers
@@ -88,41 +88,45 @@ def settled(x: Any) -> Any:
 
 
 def sizes(config: ConfigDict, cluster: Cluster) -> dict[str, int]:
-    """Return the size of each axis, the slowest first. Raises UserError where the mesh does not fit the cluster."""
-    num_data, num_stages, available = config.mesh.data, config.mesh.stage, cluster.num_devices
-    if num_stages < 1:
-        raise UserError(f"config.mesh.stage is {num_stages}; it must be 1 or more")
-    if num_data < 1 and num_data != -1:
-        raise UserError(f"config.mesh.data is {num_data}; it must be 1 or more, or -1 for all devices")
-    if num_data == -1:
-        num_data = max(available // num_stages, 1)
+    """Return the size of each axis, the slowest first. Checks nothing: see `refuse_sizes`."""
+    num_data, num_stages = config.mesh.data, config.mesh.stage
+    return {DATA: max(cluster.num_devices // num_stages, 1) if num_data == -1 else num_data, STAGE: num_stages}
+
+
+def refuse_sizes(config: ConfigDict, cluster: Cluster) -> Refusals[None]:
+    """Refuse a mesh that does not fit the cluster."""
+    if config.mesh.stage < 1:
+        yield UserError(f"config.mesh.stage is {config.mesh.stage}; it must be 1 or more")
+    if config.mesh.data < 1 and config.mesh.data != -1:
+        yield UserError(f"config.mesh.data is {config.mesh.data}; it must be 1 or more, or -1 for all devices")
+    num_data, num_stages = sizes(config, cluster).values()
+    available = cluster.num_devices
     if num_data * num_stages > available:
         asked = f"config.mesh.data is {num_data}" if num_stages == 1 else f"config.mesh.stage is {num_stages}"
         if num_stages > 1 and num_data > 1:
             asked += f" and config.mesh.data {num_data}, {num_data * num_stages} devices in all"
         hint = " (--config.mesh.virtual_cpu_devices=N splits the CPU into N)" if cluster.platform == "cpu" else ""
-        raise UserError(f"{asked}; there are {available} {cluster.platform} devices{hint}")
+        yield UserError(f"{asked}; there are {available} {cluster.platform} devices{hint}")
     if cluster.num_processes > 1 and num_data * num_stages < available:
-        raise UserError(
+        yield UserError(
             f"config.mesh has data {num_data} and stage {num_stages}; {cluster.num_processes} processes have "
             f"{available} devices in all, and no process may be without one: use them all, or start fewer processes"
         )
-    return {DATA: num_data, STAGE: num_stages}
 
 
-def check_one_stage(config: ConfigDict) -> None:
-    """Raise UserError where the config asks for stages and its strategy has none."""
+def refuse_stages(config: ConfigDict) -> Refusals[None]:
+    """Refuse stages that the config asks for and its strategy does not have."""
     if config.mesh.stage != 1:
-        raise UserError(
+        yield UserError(
             f"config.mesh.stage is {config.mesh.stage}; it must be 1 with config.strategy={config.strategy!r} "
             "(config.strategy='pipeline' has stages)"
         )
 
 
-def check_one_process(what: str, cluster: Cluster) -> None:
-    """Raise UserError where there are several processes."""
+def refuse_processes(what: str, cluster: Cluster) -> Refusals[None]:
+    """Refuse several processes."""
     if (number := cluster.num_processes) > 1:
-        raise UserError(
+        yield UserError(
             f"{what} is for one process, and there are {number}; several may have config.strategy='data_parallel' "
             "with any exchange but dp, or 'pipeline'"
         )

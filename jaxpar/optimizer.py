@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from ml_collections import ConfigDict
 
-from jaxpar.errors import UserError, check_choice
+from jaxpar.errors import Refusals, UserError, accepted, refuse_choice
 
 LearningRateSchedule = Callable[[Any], Any]  # step -> learning rate
 
@@ -94,19 +94,24 @@ LR_SCHEDULES = ("constant", "cosine", "linear")
 
 
 def check_optimizer(config: ConfigDict) -> None:
-    """Raises UserError for an optimizer setting that cannot work."""
+    """Raise UserError for an optimizer setting that cannot work."""
+    accepted(refuse_optimizer(config))
+
+
+def refuse_optimizer(config: ConfigDict) -> Refusals[None]:
+    """Refuse an optimizer setting that cannot work."""
     o = config.optimizer
-    check_choice("optimizer.name", o.name, OPTIMIZERS)
-    check_choice("optimizer.schedule", o.schedule, LR_SCHEDULES)
-    check_choice("optimizer.nonfinite", o.nonfinite, ("stop", "skip"))
+    yield from refuse_choice("optimizer.name", o.name, OPTIMIZERS)
+    yield from refuse_choice("optimizer.schedule", o.schedule, LR_SCHEDULES)
+    yield from refuse_choice("optimizer.nonfinite", o.nonfinite, ("stop", "skip"))
     for key in ("warmup", "final_lr", "b1", "b2", "momentum"):
         if not 0 <= o[key] <= 1:
-            raise UserError(f"config.optimizer.{key} is {o[key]}; it must be 0 to 1")
+            yield UserError(f"config.optimizer.{key} is {o[key]}; it must be 0 to 1")
     for key in ("lr", "weight_decay", "eps", "clip_norm"):
         if not o[key] >= 0:
-            raise UserError(f"config.optimizer.{key} is {o[key]}; it must be 0 or more")
+            yield UserError(f"config.optimizer.{key} is {o[key]}; it must be 0 or more")
     if o.accumulation_steps < 1:
-        raise UserError(f"config.optimizer.accumulation_steps is {o.accumulation_steps}; it must be 1 or more")
+        yield UserError(f"config.optimizer.accumulation_steps is {o.accumulation_steps}; it must be 1 or more")
 
 
 def build_schedule(config: ConfigDict, num_steps: int) -> LearningRateSchedule:

@@ -1,4 +1,4 @@
-"""Guard: each place in jaxpar that raises a user's error is reached by some test.
+"""Guard: each place in jaxpar that makes a user's error is reached by some test.
 
 conftest.py records where a UserError is made, in every worker, and compares at the end of a run of the whole suite.
 """
@@ -47,7 +47,7 @@ NOT_YET = {
 
 
 class Site(NamedTuple):
-    """A `raise UserError(..)`: its file in jaxpar, and its lines."""
+    """A `UserError(..)`: its file in jaxpar, and its lines."""
 
     file: str
     first: int
@@ -77,14 +77,12 @@ def record() -> None:
 
 
 def sites() -> list[Site]:
-    """Every place in jaxpar that raises a UserError."""
+    """Every place in jaxpar that makes a UserError, to raise it or as the reason of `jaxpar.errors.Refusals`."""
     found = []
     for path in sorted(ROOT.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call):
-                continue
-            if ast.unparse(node.exc.func).rpartition(".")[2] == "UserError":
-                last, message = node.end_lineno or node.lineno, ast.unparse(node.exc.args[0])
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "UserError":
+                last, message = node.end_lineno or node.lineno, ast.unparse(node.args[0])
                 found.append(Site(str(path.relative_to(ROOT)), node.lineno, last, message[:75]))
     return found
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxpar import cluster, mesh
 from jaxpar.config import default_config, override
-from jaxpar.errors import UserError
+from jaxpar.errors import UserError, accepted
 
 COUNT = """
 import pathlib, sys
@@ -43,7 +43,7 @@ def test_impossible_numbers(wanted: int, message: str) -> None:
     config = default_config()
     override(config, [f"--config.mesh.data={wanted}"])
     with pytest.raises(UserError, match=message):
-        mesh.sizes(config, cluster.find_cluster())
+        accepted(mesh.refuse_sizes(config, cluster.find_cluster()))
 
 
 def test_programs_over_several_cpu_devices_are_waited_for() -> None:

@@ -1,6 +1,8 @@
 """Plans of every strategy for a cluster that nobody has at hand, made in a process in which touching a device fails."""
 
+import ast
 import json
+import math
 import os
 import subprocess
 import sys
@@ -10,7 +12,7 @@ import pytest
 
 from jaxpar import cluster, strategies
 from jaxpar.cluster import Link
-from jaxpar.errors import UserError
+from jaxpar.errors import Refusals, UserError, accepted, outcome
 from jaxpar.exchange import EXCHANGES
 
 ROOT = Path(__file__).parents[1]
@@ -126,11 +128,32 @@ def test_a_planner_gets_reasons_as_values() -> None:
     config = make_config(task)
     problem = make_problem(config, task)
     config.strategy, config.mesh.data = "data_parallel", 9
-    told = strategies.possible(config, problem, cluster.named_cluster("H100", 8))
-    assert isinstance(told, str)
-    assert told.startswith("config.mesh.data is 9; there are 8 gpu devices")
+    reason = strategies.possible(config, problem, cluster.named_cluster("H100", 8))
+    assert isinstance(reason, str)
+    assert reason.startswith("config.mesh.data is 9; there are 8 gpu devices")
     config.mesh.data = 8
     assert not isinstance(strategies.possible(config, problem, cluster.named_cluster("H100", 8)), str)
+
+
+def test_refusals_are_not_dropped() -> None:
+    """A function that refuses runs nothing where its call is a statement: it takes `yield from`."""
+    for path in (ROOT / "jaxpar").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+                name = ast.unparse(node.value.func).rpartition(".")[2]
+                assert not name.removeprefix("_").startswith("refuse_"), f"{path}:{node.lineno}"
+
+
+def test_nothing_runs_after_the_first_reason() -> None:
+    def refusals(number: int) -> Refusals[int]:
+        if number < 0:
+            yield UserError(f"number is {number}; it must be 0 or more")
+        return math.isqrt(number)
+
+    assert outcome(refusals(9)) == accepted(refusals(9)) == 3
+    assert str(outcome(refusals(-1))) == "number is -1; it must be 0 or more"
+    with pytest.raises(UserError, match="number is -1"):
+        accepted(refusals(-1))
 
 
 def test_clusters() -> None:

@@ -48,31 +48,38 @@ class Delays(NamedTuple):
 
 
 def check_delays(delays: Delays) -> None:
-    """Raises ValueError, in one line, unless the settings can be."""
+    """Raise ValueError, in one line, unless the settings can be."""
+    if reason := delays_obstacle(delays):
+        raise ValueError(reason)
+
+
+def delays_obstacle(delays: Delays) -> str | None:
+    """Return in one line why the settings cannot be; None where they can."""
     kind, spread = delays.distribution, delays.spread
     if kind not in DISTRIBUTIONS:
-        raise ValueError(f"distribution is {kind!r}; it must be {', '.join(DISTRIBUTIONS)}")
+        return f"distribution is {kind!r}; it must be {', '.join(DISTRIBUTIONS)}"
     if not 0 < delays.compute_time < math.inf:
-        raise ValueError(f"compute_time is {delays.compute_time}; it must be more than 0")
+        return f"compute_time is {delays.compute_time}; it must be more than 0"
     for name, least in (("slowdown", 1), ("communication_time", 0), ("jitter", 0)):
         if not least <= getattr(delays, name) < math.inf:
-            raise ValueError(f"{name} is {getattr(delays, name)}; it must be at least {least}")
+            return f"{name} is {getattr(delays, name)}; it must be at least {least}"
     if delays.jitter > 0 and delays.communication_time == 0:
-        raise ValueError(f"jitter is {delays.jitter}; it must be 0 where communication_time is")
+        return f"jitter is {delays.jitter}; it must be 0 where communication_time is"
     if kind in ("constant", "trace") and spread != 0:
-        raise ValueError(f"spread is {spread}; of {kind} it must be 0")
+        return f"spread is {spread}; of {kind} it must be 0"
     if kind == "trace" and delays.compute_time != 1:
-        raise ValueError(f"compute_time is {delays.compute_time}; of a trace, which has its own times, it must be 1")
+        return f"compute_time is {delays.compute_time}; of a trace, which has its own times, it must be 1"
     if kind == "uniform" and not 0 <= spread < 1:
-        raise ValueError(f"spread is {spread}; of uniform it must be at least 0 and less than 1")
+        return f"spread is {spread}; of uniform it must be at least 0 and less than 1"
     if kind == "lognormal" and not 0 <= spread <= MAX_SIGMA:
-        raise ValueError(f"spread is {spread}; of lognormal it must be at least 0 and at most {MAX_SIGMA}")
+        return f"spread is {spread}; of lognormal it must be at least 0 and at most {MAX_SIGMA}"
     if kind == "pareto" and not 1 < spread < math.inf:
-        raise ValueError(f"spread is {spread}; of pareto it must be more than 1")
+        return f"spread is {spread}; of pareto it must be more than 1"
     if kind == "trace" and not (delays.trace and all(delays.trace)):
-        raise ValueError("trace has no times of some worker; it must have one or more of each")
+        return "trace has no times of some worker; it must have one or more of each"
     if kind == "trace" and not all(0 < seconds < math.inf for times in delays.trace for seconds in times):
-        raise ValueError("trace has a time that is not more than 0")
+        return "trace has a time that is not more than 0"
+    return None
 
 
 def mean_compute_time(delays: Delays) -> float:

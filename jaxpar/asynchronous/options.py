@@ -16,9 +16,9 @@ from jaxpar import optimizer
 from jaxpar.asynchronous import delays, mitigations, table
 from jaxpar.asynchronous.delays import Delays
 from jaxpar.asynchronous.mitigations import Mitigations
-from jaxpar.asynchronous.simulate import POLICIES, simulate
+from jaxpar.asynchronous.simulate import POLICIES, simulate, simulation_obstacle
 from jaxpar.asynchronous.table import UpdateTable
-from jaxpar.errors import UserError, check_choice
+from jaxpar.errors import Refusals, UserError, refuse_choice
 from jaxpar.step import Problem
 
 # By policy: the settings that it has, and their defaults. No other policy has them.
@@ -48,123 +48,120 @@ class UpdateSource(NamedTuple):
     recorded: UpdateTable | None
 
 
-def decide_updates(config: ConfigDict) -> UpdateSource:
-    """Check config.asynchronous, and read the files that it names.
-
-    Raises:
-      UserError: it cannot be run, or a file cannot be read.
-    """
+def decide_updates(config: ConfigDict) -> Refusals[UpdateSource]:
+    """Read the files that config.asynchronous names. Refuses what cannot be run, and a file that cannot be read."""
     a = config.asynchronous
-    check_choice("asynchronous.mode", a.mode, MODES)
-    check_choice("asynchronous.policy", a.policy, POLICIES)
-    _check_policy_settings(a)
+    yield from refuse_choice("asynchronous.mode", a.mode, MODES)
+    yield from refuse_choice("asynchronous.policy", a.policy, POLICIES)
+    yield from _refuse_policy_settings(a)
     if a.mode == "live":
-        _check_live(config)
+        yield from _refuse_live(config)
     if a.table:
-        _check_replay(config)
-    _check_mitigations(config)
-    source = UpdateSource(_read_delays(config), _read_recorded(config) if a.table else None)
-    if source.recorded is None:
-        _simulate(config, source.delays, 1)
-    return source
+        yield from _refuse_replay(config)
+    yield from _refuse_mitigations(config)
+    times = yield from _read_delays(config)
+    recorded = (yield from _read_recorded(config)) if a.table else None
+    if recorded is None and (reason := simulation_obstacle(a.policy, **_simulation_settings(config, 1))):
+        yield UserError(f"config.asynchronous.{reason}")
+    return UpdateSource(times, recorded)
 
 
-def _check_policy_settings(a: ConfigDict) -> None:
+def _refuse_policy_settings(a: ConfigDict) -> Refusals[None]:
     for key in sorted({key for settings in POLICY_SETTINGS.values() for key in settings}):
         if a[key] is not None and key not in POLICY_SETTINGS.get(a.policy, {}):
-            raise UserError(f"config.asynchronous.{key} is {a[key]}; it must be None with policy {a.policy!r}")
+            yield UserError(f"config.asynchronous.{key} is {a[key]}; it must be None with policy {a.policy!r}")
     if a.outer_lr is not None and not 0 <= a.outer_lr < math.inf:
-        raise UserError(f"config.asynchronous.outer_lr is {a.outer_lr}; it must be 0 or more")
+        yield UserError(f"config.asynchronous.outer_lr is {a.outer_lr}; it must be 0 or more")
     if a.outer_momentum is not None and not 0 <= a.outer_momentum < 1:
-        raise UserError(
+        yield UserError(
             f"config.asynchronous.outer_momentum is {a.outer_momentum}; it must be 0 or more and less than 1"
         )
 
 
-def _check_live(config: ConfigDict) -> None:
+def _refuse_live(config: ConfigDict) -> Refusals[None]:
     a = config.asynchronous
     if a.policy not in LIVE_POLICIES:
-        raise UserError(
+        yield UserError(
             f"config.asynchronous.policy is {a.policy!r}; it must be one of {', '.join(LIVE_POLICIES)} with "
             "config.asynchronous.mode='live' (ssp with bound 0 is lock step)"
         )
     if a.table:
-        raise UserError(f"config.asynchronous.table is {a.table!r}; it must be '' with config.asynchronous.mode='live'")
+        yield UserError(f"config.asynchronous.table is {a.table!r}; it must be '' with config.asynchronous.mode='live'")
     if "corrected_momentum" in named_mitigations(config):
-        raise UserError(
+        yield UserError(
             f"config.asynchronous.mitigations is {a.mitigations!r}; it must be without corrected_momentum, which needs "
             "the staleness before the run, with config.asynchronous.mode='live'"
         )
-    _check_no_delays(config, "config.asynchronous.mode='live', where times are real", but=("slowdown",))
+    yield from _refuse_delays(config, "config.asynchronous.mode='live', where times are real", but=("slowdown",))
 
 
-def _check_replay(config: ConfigDict) -> None:
+def _refuse_replay(config: ConfigDict) -> Refusals[None]:
     a = config.asynchronous
     if a.policy not in LIVE_POLICIES:
-        raise UserError(
+        yield UserError(
             f"config.asynchronous.policy is {a.policy!r}; it must be one of {', '.join(LIVE_POLICIES)} with "
             "config.asynchronous.table"
         )
     if a.bound is not None:
-        raise UserError(
+        yield UserError(
             f"config.asynchronous.bound is {a.bound}; it must be None with config.asynchronous.table, which has kept "
             "to a bound already"
         )
-    _check_no_delays(config, "config.asynchronous.table, which has times already")
+    yield from _refuse_delays(config, "config.asynchronous.table, which has times already")
 
 
-def _check_no_delays(config: ConfigDict, why: str, but: Collection[str] = ()) -> None:
-    """Raise UserError for settings of delays that have no effect."""
+def _refuse_delays(config: ConfigDict, why: str, but: Collection[str] = ()) -> Refusals[None]:
+    """Refuse settings of delays that have no effect."""
     unset = {**Delays._field_defaults, "trace": ""}
     for key, value in config.asynchronous.delays.items():
         if key not in but and value != unset[key]:
-            raise UserError(f"config.asynchronous.delays.{key} is {value!r}; it must be {unset[key]!r} with {why}")
+            yield UserError(f"config.asynchronous.delays.{key} is {value!r}; it must be {unset[key]!r} with {why}")
 
 
-def _check_mitigations(config: ConfigDict) -> None:
+def _refuse_mitigations(config: ConfigDict) -> Refusals[None]:
     a, names = config.asynchronous, named_mitigations(config)
     has_strength = bool(set(names) & STRENGTHS.keys())
     for name in names:
-        check_choice("asynchronous.mitigations", name, MITIGATIONS)
+        yield from refuse_choice("asynchronous.mitigations", name, MITIGATIONS)
     if names and a.policy in LOCAL_POLICIES:
-        raise UserError(
+        yield UserError(
             f"config.asynchronous.mitigations is {a.mitigations!r}; it must be '' with policy {a.policy!r}, whose "
             "workers take gradients of their local weights as they are"
         )
     if len(set(names)) < len(names):
-        raise UserError(f"config.asynchronous.mitigations is {a.mitigations!r}; it must have each once")
+        yield UserError(f"config.asynchronous.mitigations is {a.mitigations!r}; it must have each once")
     if a.dc_strength is not None and not 0 <= a.dc_strength < math.inf:
-        raise UserError(f"config.asynchronous.dc_strength is {a.dc_strength}; it must be 0 or more")
+        yield UserError(f"config.asynchronous.dc_strength is {a.dc_strength}; it must be 0 or more")
     if STRENGTHS.keys() <= set(names):
-        raise UserError(
+        yield UserError(
             f"config.asynchronous.mitigations is {a.mitigations!r}; it must have at most one of {', '.join(STRENGTHS)}"
         )
     if a.dc_strength is not None and not has_strength:
-        raise UserError(
+        yield UserError(
             f"config.asynchronous.dc_strength is {a.dc_strength}; it must be None without {' or '.join(STRENGTHS)} in "
             "config.asynchronous.mitigations"
         )
     if a.max_norm is None and "clip_by_staleness" in names:
-        raise UserError("config.asynchronous.max_norm is None; it must be more than 0 with clip_by_staleness")
+        yield UserError("config.asynchronous.max_norm is None; it must be more than 0 with clip_by_staleness")
     if a.max_norm is not None and "clip_by_staleness" not in names:
-        raise UserError(
+        yield UserError(
             f"config.asynchronous.max_norm is {a.max_norm}; it must be None without clip_by_staleness in "
             "config.asynchronous.mitigations"
         )
     if a.max_norm is not None and not a.max_norm > 0:
-        raise UserError(f"config.asynchronous.max_norm is {a.max_norm}; it must be more than 0")
+        yield UserError(f"config.asynchronous.max_norm is {a.max_norm}; it must be more than 0")
     if "corrected_momentum" in names:
-        _check_momentum(config.optimizer)
+        yield from _refuse_momentum(config.optimizer)
 
 
-def _check_momentum(o: ConfigDict) -> None:
+def _refuse_momentum(o: ConfigDict) -> Refusals[None]:
     key = optimizer.TRAITS[o.name].momentum
     where = "with corrected_momentum in config.asynchronous.mitigations"
     if key is None:
         names = [name for name, traits in optimizer.TRAITS.items() if traits.momentum]
-        raise UserError(f"config.optimizer.name is {o.name!r}; it must be one of {', '.join(names)} {where}")
+        yield UserError(f"config.optimizer.name is {o.name!r}; it must be one of {', '.join(names)} {where}")
     if not o[key]:
-        raise UserError(f"config.optimizer.{key} is {o[key]}; it must be more than 0 {where}")
+        yield UserError(f"config.optimizer.{key} is {o[key]}; it must be more than 0 {where}")
 
 
 def named_mitigations(config: ConfigDict) -> list[str]:
@@ -182,70 +179,72 @@ def policy_settings(config: ConfigDict) -> dict[str, Any]:
     return settings
 
 
-def build_table(config: ConfigDict, source: UpdateSource, num_steps: int) -> UpdateTable:
+def build_table(config: ConfigDict, source: UpdateSource, num_steps: int) -> Refusals[UpdateTable]:
     """Return who computes which gradient from which weights, in an emulated run of so many steps.
 
-    Raises:
-      UserError: the recorded table is of a run of another length.
+    Refuses a recorded table of a run of another length.
     """
     a, recorded = config.asynchronous, source.recorded
     if recorded is None:
-        return _simulate(config, source.delays, num_steps)
+        simulated = simulate(a.policy, **_simulation_settings(config, num_steps), delays=source.delays)
+        table.validate(simulated)
+        return simulated
     steps = int(recorded.step[-1]) + 1
     if steps != num_steps or len(recorded.update) != steps * recorded.num_workers:
-        raise UserError(
+        yield UserError(
             f"config.asynchronous.table is {a.table!r}, of {steps} steps and {len(recorded.update)} gradients; it must "
             f"be of {num_steps} steps and {num_steps * a.num_workers} gradients, as this run is"
         )
     return recorded
 
 
-def _simulate(config: ConfigDict, times: Delays, num_steps: int) -> UpdateTable:
-    a = config.asynchronous
-    sizes = {"num_workers": a.num_workers, "num_gradients": max(a.num_workers, 1) * num_steps}
+def _simulation_settings(config: ConfigDict, num_steps: int) -> dict[str, int]:
+    """Return the arguments of `simulate` that are whole numbers."""
+    num_workers = config.asynchronous.num_workers
+    sizes = {"num_workers": num_workers, "num_gradients": max(num_workers, 1) * num_steps, "seed": config.seed}
     settings = {key: value for key, value in policy_settings(config).items() if key in ("bound", "groups", "interval")}
-    try:
-        made = simulate(a.policy, **sizes, delays=times, seed=config.seed, **settings)
-    except ValueError as error:
-        raise UserError(f"config.asynchronous.{error}") from error
-    table.validate(made)
-    return made
+    return sizes | settings
 
 
-def _read_recorded(config: ConfigDict) -> UpdateTable:
+def _read_recorded(config: ConfigDict) -> Refusals[UpdateTable]:
     """Read the table of a live run."""
     a = config.asynchronous
-    recorded = table.read_updates(a.table)
+    try:
+        recorded = table.read_updates(a.table)
+    except UserError as error:
+        yield error
     if recorded.num_workers != a.num_workers:
-        raise UserError(
+        yield UserError(
             f"config.asynchronous.num_workers is {a.num_workers}; it must be {recorded.num_workers}, as in {a.table}"
         )
     if recorded.step[0]:
-        raise UserError(
+        yield UserError(
             f"config.asynchronous.table is {a.table!r}, which begins at step {recorded.step[0]}, where its run came "
             "from another strategy; it must begin at step 0"
         )
     chunks = np.arange(len(recorded.chunk))
     if (np.sort(recorded.chunk) != chunks).any() or (recorded.chunk // a.num_workers > recorded.step).any():
-        raise UserError(f"config.asynchronous.table is {a.table!r}, in which a chunk is missing or before its batch")
+        yield UserError(f"config.asynchronous.table is {a.table!r}, in which a chunk is missing or before its batch")
     if len(np.unique(recorded.step)) <= recorded.step[-1]:
-        raise UserError(f"config.asynchronous.table is {a.table!r}, in which a step has no row")
+        yield UserError(f"config.asynchronous.table is {a.table!r}, in which a step has no row")
     return recorded
 
 
-def _read_delays(config: ConfigDict) -> Delays:
+def _read_delays(config: ConfigDict) -> Refusals[Delays]:
     """Read how long things take."""
     d = config.asynchronous.delays
     if (d.distribution == "trace") != bool(d.trace):
-        raise UserError(
+        yield UserError(
             f"config.asynchronous.delays.trace is {d.trace!r}; it must be the path of a CSV file with "
             "config.asynchronous.delays.distribution='trace', else ''"
         )
-    times = Delays(**{**d, "trace": delays.read_trace(d.trace) if d.trace else ()})
     try:
-        delays.check_delays(times)
-    except ValueError as error:
-        raise UserError(f"config.asynchronous.delays.{error}") from error
+        trace = delays.read_trace(d.trace) if d.trace else ()
+    except UserError as error:
+        yield error
+    times = Delays(**{**d, "trace": trace})
+    if reason := delays.delays_obstacle(times):
+        yield UserError(f"config.asynchronous.delays.{reason}")
     return times
 
 

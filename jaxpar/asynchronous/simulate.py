@@ -59,7 +59,9 @@ def simulate(
     """
     delays = Delays() if delays is None else delays
     check_delays(delays)
-    _check(policy, num_workers, num_gradients, seed, bound, groups, interval)
+    settings = {"seed": seed, "bound": bound, "groups": groups, "interval": interval}
+    if reason := simulation_obstacle(policy, num_workers=num_workers, num_gradients=num_gradients, **settings):
+        raise ValueError(reason)
     compute = compute_times(delays, num_workers, seed)
     communication = communication_times(delays, num_workers, seed)
     if policy == "model_average":
@@ -82,20 +84,29 @@ def _table(num_workers: int, num_gradients: int, made: TableColumns) -> UpdateTa
     )
 
 
-def _check(
-    policy: str, num_workers: int, num_gradients: int, seed: int, bound: int, groups: int, interval: int
-) -> None:
+def simulation_obstacle(
+    policy: str,
+    *,
+    num_workers: int,
+    num_gradients: int,
+    seed: int = 0,
+    bound: int = 0,
+    groups: int = 1,
+    interval: int = 1,
+) -> str | None:
+    """Return in one line why a policy cannot be of these settings, as in `simulate`; None where it can."""
     if policy not in POLICIES:
-        raise ValueError(f"policy is {policy!r}; it must be {', '.join(POLICIES)}")
+        return f"policy is {policy!r}; it must be {', '.join(POLICIES)}"
     for name, value, least in (("num_workers", num_workers, 1), ("num_gradients", num_gradients, 1), ("seed", seed, 0)):
         if value < least:
-            raise ValueError(f"{name} is {value}; it must be at least {least}")
+            return f"{name} is {value}; it must be at least {least}"
     if policy == "ssp" and bound < 0:
-        raise ValueError(f"bound is {bound}; it must be at least 0")
+        return f"bound is {bound}; it must be at least 0"
     if policy == "softsync" and not 1 <= groups <= num_workers:
-        raise ValueError(f"groups is {groups}; it must be at least 1 and at most {num_workers}, the number of workers")
+        return f"groups is {groups}; it must be at least 1 and at most {num_workers}, the number of workers"
     if policy in ("local_sgd", "diloco", "model_average") and interval < 1:
-        raise ValueError(f"interval is {interval}; it must be at least 1")
+        return f"interval is {interval}; it must be at least 1"
+    return None
 
 
 def _server(

@@ -25,13 +25,21 @@ MODELS = {
 DTYPES = ("float32", "bfloat16")
 
 
-def check_model(config: ConfigDict, cluster: Cluster | None = None) -> None:
-    """Raise UserError for what is wrong with config.model and config.task whatever the data. cluster: as in `build`."""
+def check_model(config: ConfigDict, cluster: Cluster | None = None) -> Model | None:
+    """Return the model for the least data, whose layers have the names that they have for any; None for a user's own.
+
+    Args:
+      config: of the run.
+      cluster: as in `build`.
+
+    Raises:
+      UserError: something is wrong with config.model or config.task whatever the data.
+    """
     if config.model.name in MODELS:
-        build(config, MODELS[config.model.name], cluster)  # abstract: no array is made
-    else:
-        _check_choices(config)
-        _module(config.model.name)
+        return build(config, MODELS[config.model.name], cluster)  # abstract: no array is made
+    _check_choices(config)
+    _module(config.model.name)
+    return None
 
 
 def build(config: ConfigDict, info: DataInfo, cluster: Cluster | None = None) -> Model:

@@ -60,9 +60,9 @@ def check_run(config: ConfigDict, workdir: Path) -> Checked:
     if config.model.init_from:
         hf.apply_directory(config)
     data.check_data(config, tasks.find_task(config).labels)
-    models.check_model(config, cluster)
+    model = models.check_model(config, cluster)
     optimizer.check_optimizer(config)
-    decision = strategies.decide(config, cluster)
+    decision = strategies.decide(config, cluster, model)
     if config.checkpoint.keep < 1:
         raise UserError(f"config.checkpoint.keep is {config.checkpoint.keep}; it must be 1 or more")
     for key in ("eval.every_steps", "checkpoint.every_steps"):

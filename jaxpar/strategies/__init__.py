@@ -12,8 +12,9 @@ from ml_collections import ConfigDict
 
 from jaxpar import cluster as clusters
 from jaxpar.cluster import Cluster
-from jaxpar.errors import UserError, check_choice
-from jaxpar.optimizer import check_optimizer
+from jaxpar.errors import Refusals, UserError, accepted, outcome, refuse_choice
+from jaxpar.models.model import Model
+from jaxpar.optimizer import refuse_optimizer
 from jaxpar.plan import Decision, Plan
 from jaxpar.step import Problem
 from jaxpar.strategies import async_data_parallel, data_parallel, pipeline, single
@@ -29,44 +30,57 @@ STRATEGIES: dict[str, StrategyModule] = {
 }
 
 
-def decide(config: ConfigDict, cluster: Cluster) -> Decision:
-    """Decide what the config comes to on a cluster before data is read.
+def decide(config: ConfigDict, cluster: Cluster, model: Model | None = None) -> Decision:
+    """Decide what the config comes to on a cluster before data is read. model: as in `StrategyModule.decide`.
 
     Raises:
       UserError: the strategy cannot run on this cluster, or not with this batch size.
     """
-    check_choice("strategy", config.strategy, STRATEGIES)
-    check_optimizer(config)  # here too: what a batch divides into depends on it
-    decision = STRATEGIES[config.strategy].decide(config, cluster)
-    number, words = decision.batch_divisor, decision.batch_words
-    if config.batch_size < 1 and number == 1:
-        raise UserError(f"config.batch_size is {config.batch_size}; it must be 1 or more")
-    if config.batch_size < 1 or config.batch_size % number:
-        raise UserError(f"config.batch_size is {config.batch_size}; it must be a multiple of {number}: {words}")
-    if config.eval.batch_size < 0 or config.eval.batch_size % decision.num_replicas:
-        raise UserError(
-            f"config.eval.batch_size is {config.eval.batch_size}; it must be a multiple of {decision.num_replicas}, "
-            "the number of replicas (the data axis), or 0 for config.batch_size"
-        )
-    return decision
+    return accepted(_decide(config, cluster, model))
 
 
 def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision | None = None) -> Plan:
     """Plan the strategy of a config for a cluster, which need not be at hand. See `StrategyModule.plan`.
 
+    Args:
+      config: of the run.
+      shapes: what is trained: a model and a batch in shapes, and an optimizer.
+      cluster: to run on.
+      decision: what `decide` returned for this config and cluster; None: it is called.
+
     Raises:
       UserError: as `decide`, or the strategy cannot train these shapes.
     """
-    decision = decision or decide(config, cluster)
-    return STRATEGIES[config.strategy].plan(config, shapes, cluster, decision)
+    return accepted(_plan(config, shapes, cluster, decision))
 
 
 def possible(config: ConfigDict, shapes: Problem, cluster: Cluster) -> Plan | str:
-    """Return the plan, or in one line why there is none: for callers that ask about many configs."""
-    try:
-        return plan(config, shapes, cluster)
-    except UserError as error:
-        return str(error)
+    """Return the plan, or in one line why there is none: for callers that ask about many configs. Raises nothing."""
+    result = outcome(_plan(config, shapes, cluster, None))
+    return str(result) if isinstance(result, UserError) else result
+
+
+def _plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision | None) -> Refusals[Plan]:
+    if decision is None:
+        decision = yield from _decide(config, cluster, None)  # the strategy's plan looks at the model
+    return (yield from STRATEGIES[config.strategy].plan(config, shapes, cluster, decision))
+
+
+def _decide(config: ConfigDict, cluster: Cluster, model: Model | None) -> Refusals[Decision]:
+    yield from refuse_choice("strategy", config.strategy, STRATEGIES)
+    yield from refuse_optimizer(config)  # what a batch divides into depends on it
+    decision = yield from STRATEGIES[config.strategy].decide(config, cluster, model)
+    number, words = decision.batch_divisor, decision.batch_words
+    if config.batch_size < 1 and number == 1:
+        yield UserError(f"config.batch_size is {config.batch_size}; it must be 1 or more")
+    if config.batch_size < 1 or config.batch_size % number:
+        yield UserError(f"config.batch_size is {config.batch_size}; it must be a multiple of {number}: {words}")
+    if config.eval.batch_size < 0 or config.eval.batch_size % decision.num_replicas:
+        yield UserError(
+            f"config.eval.batch_size is {config.eval.batch_size}; it must be a multiple of {decision.num_replicas}, "
+            "the number of replicas (the data axis), or 0 for config.batch_size"
+        )
+    return decision
 
 
 def build(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strategy:

@@ -39,8 +39,9 @@ from jaxpar.asynchronous.threads import Threads
 from jaxpar.asynchronous.transport import BeginTransport
 from jaxpar.asynchronous.virtual_time import Emulation
 from jaxpar.cluster import Cluster
-from jaxpar.errors import UserError
+from jaxpar.errors import Refusals, UserError
 from jaxpar.mesh import DATA, STAGE
+from jaxpar.models.model import Model
 from jaxpar.plan import Decision, Plan, Traffic
 from jaxpar.state import Canonical, State, nbytes
 from jaxpar.step import Problem
@@ -49,21 +50,21 @@ from jaxpar.strategies.strategy import CompiledProgram, Strategy, placer
 from jaxpar.tasks import Sums
 
 
-def decide(config: ConfigDict, cluster: Cluster) -> Decision:
+def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Refusals[Decision]:
     """Decide on devices for the workers, and read the files of config.asynchronous.
 
-    Raises:
-      UserError: config.asynchronous cannot be run, or one of its files cannot be read.
+    Refuses a config.asynchronous that cannot be run, and a file of it that cannot be read.
     """
-    meshes.check_one_process("config.strategy='async_data_parallel'", cluster)
-    meshes.check_one_stage(config)
+    yield from meshes.refuse_processes("config.strategy='async_data_parallel'", cluster)
+    yield from meshes.refuse_stages(config)
     if config.exchange != "ddp" or exchanges.given(config):
-        raise UserError(
+        yield UserError(
             f"config.exchange is {exchanges.name(config)!r}; it must be 'ddp' without options with "
             "config.strategy='async_data_parallel', where config.asynchronous says what is exchanged"
         )
-    source = options.decide_updates(config)
+    source = yield from options.decide_updates(config)
     workers, microbatches = config.asynchronous.num_workers, config.optimizer.accumulation_steps
+    yield from meshes.refuse_sizes(config, cluster)
     taken = min(meshes.sizes(config, cluster)[DATA], workers)
     words = f"{workers} workers (config.asynchronous.num_workers) x {microbatches} accumulation steps"
     divisor = math.lcm(workers * microbatches, taken)
@@ -89,16 +90,11 @@ class AsyncDetails:
     places: Places
 
 
-def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision | None = None) -> Plan:
-    """Plan the workers' devices, the server's, and the table of updates.
-
-    Raises:
-      UserError: as `decide`; or the table is of a run of another length.
-    """
-    decision = decision or decide(config, cluster)
+def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision, /) -> Refusals[Plan]:
+    """Plan the workers' devices, the server's, and the table of updates. Refuses a table of a run of another length."""
     num_devices, num_workers = decision.num_replicas, config.asynchronous.num_workers
     is_live = config.asynchronous.mode == "live"
-    updates = None if is_live else options.build_table(config, decision.table, shapes.num_steps)
+    updates = None if is_live else (yield from options.build_table(config, decision.table, shapes.num_steps))
     has_device = meshes.sizes(config, cluster)[DATA] > num_devices and not is_local(config)
     places = Places(num_workers, num_devices, server=num_devices if has_device else 0)
     problem, mitigations = options.build_mitigations(config, shapes, updates)

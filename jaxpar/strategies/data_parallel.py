@@ -23,9 +23,10 @@ from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar.cluster import Cluster
-from jaxpar.errors import UserError, check_choice, format_count
+from jaxpar.errors import Refusals, UserError, format_count, refuse_choice
 from jaxpar.exchange.reduce import ring_traffic
 from jaxpar.mesh import DATA
+from jaxpar.models.model import Model
 from jaxpar.plan import Decision, Plan
 from jaxpar.state import State, nbytes
 from jaxpar.step import Metrics, Problem, with_shardings
@@ -36,23 +37,24 @@ from jaxpar.tasks import Sums
 IMPLEMENTATIONS = ("auto", "shard_map", "sharding", "pmap")
 
 
-def decide(config: ConfigDict, cluster: Cluster) -> Decision:
-    """Decide on the data axis. Raises UserError where there are not as many devices, or the exchange cannot be."""
-    check_choice("data_parallel.implementation", config.data_parallel.implementation, IMPLEMENTATIONS)
+def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Refusals[Decision]:
+    """Decide on the data axis. Refuses more devices than there are, and an exchange that cannot be."""
+    yield from refuse_choice("data_parallel.implementation", config.data_parallel.implementation, IMPLEMENTATIONS)
     if config.exchange == "dp":
-        meshes.check_one_process("config.exchange='dp'", cluster)
+        yield from meshes.refuse_processes("config.exchange='dp'", cluster)
     if config.data_parallel.implementation == "pmap":
-        meshes.check_one_process("config.data_parallel.implementation='pmap'", cluster)
-    meshes.check_one_stage(config)
+        yield from meshes.refuse_processes("config.data_parallel.implementation='pmap'", cluster)
+    yield from meshes.refuse_stages(config)
+    yield from meshes.refuse_sizes(config, cluster)
     axes = meshes.sizes(config, cluster)
-    exchanges.check_exchange(config, axes[DATA], cluster)
+    yield from exchanges.refuse_exchange(config, axes[DATA], cluster)
     if config.data_parallel.implementation in ("sharding", "pmap") and not is_plain(config):
-        raise UserError(
+        yield UserError(
             f"config.data_parallel.implementation is {config.data_parallel.implementation!r}, in which XLA adds "
             "gradients up; it must be 'shard_map' with a config.exchange or config.exchange_options"
         )
     if config.data_parallel.implementation == "sharding" and not sums_are_float32(config, axes[DATA]):
-        raise UserError(
+        yield UserError(
             "config.data_parallel.implementation is 'sharding', in which XLA adds gradients up in config.model.dtype, "
             f"{config.model.dtype!r}; on several replicas it must be 'shard_map' or 'pmap', in which sums are float32"
         )
@@ -76,9 +78,8 @@ def batch_divisor(config: ConfigDict, num_replicas: int) -> tuple[int, str]:
     return num_replicas * number, words
 
 
-def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision | None = None) -> Plan:
-    """Plan the implementation that config.data_parallel.implementation names."""
-    decision = decision or decide(config, cluster)
+def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision, /) -> Refusals[Plan]:
+    """Plan the implementation that config.data_parallel.implementation names. Refuses as the exchange does."""
     if config.exchange == "dp":
         return master.plan(shapes, decision)
     num_replicas, implementation = decision.num_replicas, config.data_parallel.implementation
@@ -86,7 +87,7 @@ def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decisi
         by_xla = is_plain(config) and sums_are_float32(config, num_replicas)
         implementation = "sharding" if by_xla else "shard_map"
     if implementation == "shard_map":
-        return replicas.plan(config, shapes, decision, on_cpu=cluster.platform == "cpu")
+        return (yield from replicas.plan(config, shapes, decision, on_cpu=cluster.platform == "cpu"))
     summary = "batch divided, state replicated"
     summary = f"pmap: {summary}" if implementation == "pmap" else "one device" if num_replicas == 1 else summary
     return plan_replicated("data_parallel", shapes, decision, summary, implementation)

@@ -7,7 +7,7 @@ from ml_collections import ConfigDict
 
 from jaxpar import optimizer
 from jaxpar.cluster import Cluster
-from jaxpar.errors import UserError, check_choice
+from jaxpar.errors import Refusals, UserError, refuse_choice
 from jaxpar.exchange import presets
 from jaxpar.exchange.exchange import Exchange
 from jaxpar.exchange.fuse import AllReduce
@@ -44,44 +44,44 @@ def _with_seed(config: ConfigDict) -> dict[str, Any]:
     return seed | given(config)
 
 
-def check_exchange(config: ConfigDict, num_replicas: int, cluster: Cluster) -> None:
-    """Raises UserError for an exchange, or an option of one, that cannot be."""
-    check_choice("exchange", config.exchange, EXCHANGES)
+def refuse_exchange(config: ConfigDict, num_replicas: int, cluster: Cluster) -> Refusals[None]:
+    """Refuse an exchange, or an option of one, that cannot be."""
+    yield from refuse_choice("exchange", config.exchange, EXCHANGES)
     if reason := obstacle(config.exchange, num_replicas, given(config)):
         key, wrong = reason
-        raise UserError(f"config.{key} {wrong}" if key == "exchange" else f"config.exchange_options.{key} {wrong}")
+        yield UserError(f"config.{key} {wrong}" if key == "exchange" else f"config.exchange_options.{key} {wrong}")
     if given(config).get("offload") and not cluster.has_pinned_host_memory:
-        raise UserError(
+        yield UserError(
             "config.exchange_options.offload is True; it must be False on a platform without pinned host memory, "
             f"such as {cluster.platform} ({cluster.device_kind})"
         )
-    _check_optimizer(config)
+    yield from _refuse_optimizer(config)
 
 
-def _check_optimizer(config: ConfigDict) -> None:
+def _refuse_optimizer(config: ConfigDict) -> Refusals[None]:
     o, kind = config.exchange, config.optimizer.name
     elementwise = [name for name, traits in TRAITS.items() if traits.elementwise]
     if o.startswith("zero") and kind not in elementwise:
-        raise UserError(
+        yield UserError(
             f"config.optimizer.name is {kind!r}, which looks at whole arrays, and config.exchange={o!r} divides them; "
             f"it must be one of {', '.join(elementwise)}"
         )
     if o in ("onebit_adam", "bagua_qadam") and kind != "adamw":
-        raise UserError(f"config.optimizer.name is {kind!r}; it must be adamw with config.exchange={o!r}")
+        yield UserError(f"config.optimizer.name is {kind!r}; it must be adamw with config.exchange={o!r}")
 
 
-def configured_exchange(config: ConfigDict, problem: Problem, num_replicas: int) -> Exchange:
-    """The exchange around the problem's optimizer. Raises UserError where it cannot be of this problem."""
+def configured_exchange(config: ConfigDict, problem: Problem, num_replicas: int) -> Refusals[Exchange]:
+    """Return the exchange around the problem's optimizer. Refuses one that cannot be of this problem."""
     passes = given(config).get(PASSES, 1)
     if problem.num_steps % passes:
-        raise UserError(
+        yield UserError(
             f"config.exchange_options.{PASSES} is {passes}; it must divide the run's {problem.num_steps} steps"
         )
     if config.exchange.startswith("zero"):
         for path, leaf in jax.tree_util.tree_leaves_with_path(problem.model.shapes):
             if not leaf.size:
                 where = jax.tree_util.keystr(path)
-                raise UserError(
+                yield UserError(
                     f"config.exchange is {config.exchange!r}, which cannot divide {where} of shape {leaf.shape}"
                 )
     o = config.optimizer
@@ -95,10 +95,10 @@ def configured_exchange(config: ConfigDict, problem: Problem, num_replicas: int)
     return presets.make_exchange(config.exchange, Axis(DATA, num_replicas), rule, **_with_seed(config))
 
 
-def check_on_gradients(config: ConfigDict, num_replicas: int, cluster: Cluster) -> None:
-    """As `check`, for pipelines, whose replicas can agree on gradients alone."""
+def refuse_beyond_gradients(config: ConfigDict, num_replicas: int, cluster: Cluster) -> Refusals[None]:
+    """As `refuse_exchange`, for pipelines, whose replicas can agree on gradients alone."""
     if PASSES in given(config):
-        raise UserError(
+        yield UserError(
             f"config.exchange_options.{PASSES} is {given(config)[PASSES]}; it must be None with "
             "config.strategy='pipeline', where config.pipeline.num_microbatches is for that"
         )
@@ -109,11 +109,11 @@ def check_on_gradients(config: ConfigDict, num_replicas: int, cluster: Cluster) 
             if config.exchange == "dp"
             else "is more than an exchange of gradients, and stages hold different arrays"
         )
-        raise UserError(
+        yield UserError(
             f"config.exchange is {config.exchange!r}, which {what}; with config.strategy='pipeline' it must be "
             f"{', '.join(GRADIENTS)}"
         )
-    check_exchange(config, num_replicas, cluster)
+    yield from refuse_exchange(config, num_replicas, cluster)
 
 
 def on_gradients(config: ConfigDict, num_replicas: int) -> AllReduce:

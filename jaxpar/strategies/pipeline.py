@@ -19,12 +19,12 @@ from flax import serialization
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from jaxpar import layout, models
+from jaxpar import layout
 from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar.cluster import Cluster
-from jaxpar.errors import UserError, check_choice, format_count
+from jaxpar.errors import Refusals, UserError, format_count, refuse_choice
 from jaxpar.exchange.fuse import AllReduce
 from jaxpar.exchange.reduce import ring_traffic
 from jaxpar.mesh import DATA, STAGE
@@ -50,38 +50,39 @@ from jaxpar.tasks import Sums
 IN_PLACE = {f"xla_{backend}_copy_insertion_use_region_analysis": True for backend in ("cpu", "gpu")}
 
 
-def decide(config: ConfigDict, cluster: Cluster) -> Decision:
-    """Decide on the mesh and the table. Raises UserError for what is wrong with config.mesh and config.pipeline."""
-    check_choice("pipeline.remat", config.pipeline.remat, REMATS)
+def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Refusals[Decision]:
+    """Decide on the mesh and the table. Refuses what is wrong with config.mesh and config.pipeline."""
+    yield from refuse_choice("pipeline.remat", config.pipeline.remat, REMATS)
     if config.optimizer.accumulation_steps != 1:
-        raise UserError(
+        yield UserError(
             f"config.optimizer.accumulation_steps is {config.optimizer.accumulation_steps}; it must be 1 with "
             "config.strategy='pipeline', which accumulates over config.pipeline.num_microbatches"
         )
     if config.pipeline.trace < 0:
-        raise UserError(
+        yield UserError(
             f"config.pipeline.trace is {config.pipeline.trace}; it must be the number of a step, or 0 for none"
         )
     if config.pipeline.trace:
-        meshes.check_one_process(f"config.pipeline.trace={config.pipeline.trace}", cluster)
+        yield from meshes.refuse_processes(f"config.pipeline.trace={config.pipeline.trace}", cluster)
+    yield from meshes.refuse_sizes(config, cluster)
     axes = meshes.sizes(config, cluster)
-    exchanges.check_on_gradients(config, axes[DATA], cluster)
-    table = configured_table(config)
-    if config.model.name in models.MODELS:  # the layers' names are the same whatever the data
-        model = models.build(config, models.MODELS[config.model.name], cluster)
-        partition.check_partition([layer.name for layer in model.layers], config.pipeline.partition, table.num_stages)
+    yield from exchanges.refuse_beyond_gradients(config, axes[DATA], cluster)
+    table = yield from configured_table(config)
+    if model is not None:
+        names = [layer.name for layer in model.layers]
+        yield from partition.explicit_cuts(names, config.pipeline.partition, table.num_stages)
     m = table.num_microbatches
     replicas, microbatches = format_count(axes[DATA], "replica"), format_count(m, "microbatch")
     words = f"{replicas} (the data axis) x {microbatches} (config.pipeline.num_microbatches)"
-    check_evaluation(config, axes[DATA], m)
+    yield from refuse_evaluation(config, axes[DATA], m)
     return Decision(axes, axes[DATA] * m, words, axes[DATA], table)
 
 
-def check_evaluation(config: ConfigDict, num_replicas: int, num_microbatches: int) -> None:
-    """Raise UserError where an evaluation's batch divides into no microbatches: all stages but one would be idle."""
+def refuse_evaluation(config: ConfigDict, num_replicas: int, num_microbatches: int) -> Refusals[None]:
+    """Refuse a batch of evaluation that divides into no microbatches: all stages but one would be idle."""
     share, rest = divmod(config.eval.batch_size, num_replicas)
     if share > 1 and not rest and num_microbatches > 1 and math.gcd(share, num_microbatches) == 1:
-        raise UserError(
+        yield UserError(
             f"config.eval.batch_size is {config.eval.batch_size}, {share} examples a replica; it must be 0, or have a "
             f"divisor in common with the number of microbatches, {num_microbatches}, into which it is divided"
         )
@@ -117,16 +118,17 @@ class PipelineDetails:
         return make_engine(self.state, self.lowered.shape, rows, key, self.remat)
 
 
-def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision | None = None) -> Plan:
+def plan(config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decision, /) -> Refusals[Plan]:
     """Plan the stages of config.pipeline, and the replicas of the pipeline on the data axis.
 
-    Raises:
-      UserError: as `decide`; or the model cannot be cut where config.pipeline.partition says.
+    Refuses a model that cannot be cut where config.pipeline.partition says.
     """
-    decision = decision or decide(config, cluster)
     table, num_data = decision.table, decision.num_replicas
-    bounds = partition.stage_bounds(shapes.model, shapes.batch, config.pipeline.partition, table.num_stages)
-    stages = Stages(shapes.model, bounds, table.stages, shapes.batch, shapes.task)
+    inputs = shapes.model.inputs(shapes.batch)
+    bounds = yield from partition.stage_bounds(
+        shapes.model, shapes.batch, inputs, config.pipeline.partition, table.num_stages
+    )
+    stages = Stages(shapes.model, bounds, table.stages, inputs, shapes.task)
     state = StagedState(decision.axes, shapes, stages)
     all_reduce = exchanges.on_gradients(config, num_data)
     c = config.pipeline

@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
+from jaxpar.errors import Refusals
 from jaxpar.exchange.exchange import Exchange
 from jaxpar.exchange.reduce import psum_small
 from jaxpar.layout import PER_REPLICA
@@ -43,9 +44,9 @@ class ReplicaDetails:
     unrolled: bool
 
 
-def plan(config: ConfigDict, shapes: Problem, decision: Decision, *, on_cpu: bool) -> Plan:
-    """Plan replicas that exchange as config.exchange says. Raises UserError where the exchange cannot be."""
-    exchange = exchanges.configured_exchange(config, shapes, decision.num_replicas)
+def plan(config: ConfigDict, shapes: Problem, decision: Decision, *, on_cpu: bool) -> Refusals[Plan]:
+    """Plan replicas that exchange as config.exchange says. Refuses an exchange that cannot be of these shapes."""
+    exchange = yield from exchanges.configured_exchange(config, shapes, decision.num_replicas)
     like = states.abstract_state(shapes.model, shapes.optimizer)
     layouts = make_layouts(exchange, dict(decision.axes), like)
     names = {

@@ -2,20 +2,19 @@
 
 from ml_collections import ConfigDict
 
-from jaxpar.errors import UserError, nearest
+from jaxpar.errors import Refusals, UserError, nearest
 from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table, schedule_obstacle
 from jaxpar.pipeline.tables.table import BW, F, Table, is_training
 from jaxpar.pipeline.tables.table_file import is_table_file, read_table
 
 
-def configured_table(config: ConfigDict) -> Table:
+def configured_table(config: ConfigDict) -> Refusals[Table]:
     """Return the table that config.pipeline.schedule names.
 
-    Raises:
-      UserError: there is no such schedule, it cannot be of the config's sizes, or a pipeline cannot run the table.
+    Refuses a schedule that is not there or cannot be of the config's sizes, and a table that a pipeline cannot run.
     """
     c = config.pipeline
-    table = _table_from_file(config) if is_table_file(c.schedule) else _table_by_name(config)
+    table = yield from (_table_from_file(config) if is_table_file(c.schedule) else _table_by_name(config))
     asked = {
         "mesh.stage": (config.mesh.stage, table.num_devices),
         "pipeline.num_microbatches": (c.num_microbatches, table.num_microbatches),
@@ -23,39 +22,39 @@ def configured_table(config: ConfigDict) -> Table:
     }
     for key, (value, there) in asked.items():
         if value not in (0, there):
-            raise UserError(
+            yield UserError(
                 f"config.{key} is {value}; the table of config.pipeline.schedule={c.schedule!r} has {there}"
             )
     return table
 
 
-def _table_from_file(config: ConfigDict) -> Table:
+def _table_from_file(config: ConfigDict) -> Refusals[Table]:
     name = config.pipeline.schedule
     try:
         table = read_table(name)
     except ValueError as error:
-        raise UserError(f"config.pipeline.schedule is {error}") from error
+        yield UserError(f"config.pipeline.schedule is {error}")
     kinds = table.actions["kind"]
     if not is_training(table):
-        raise UserError(f"config.pipeline.schedule is {name!r}, a forward pass alone: it has no backward")
+        yield UserError(f"config.pipeline.schedule is {name!r}, a forward pass alone: it has no backward")
     if (kinds == BW).any() and (kinds != BW)[kinds != F].any():
-        raise UserError(
+        yield UserError(
             f"config.pipeline.schedule is {name!r}, which has BW next to B and W; it must have one of the two"
         )
     if table.actions["version"].any():
-        raise UserError(f"config.pipeline.schedule is {name!r}, which asks for other weight versions than 0")
+        yield UserError(f"config.pipeline.schedule is {name!r}, which asks for other weight versions than 0")
     return table
 
 
-def _table_by_name(config: ConfigDict) -> Table:
+def _table_by_name(config: ConfigDict) -> Refusals[Table]:
     c, p = config.pipeline, config.mesh.stage
     if c.schedule not in SCHEDULES:
-        raise UserError(
+        yield UserError(
             f"config.pipeline.schedule is {c.schedule!r}; it must be one of {', '.join(SCHEDULES)}, or the path of a "
             f"CSV table.{nearest(c.schedule, SCHEDULES)}"
         )
     if c.num_microbatches > config.batch_size:
-        raise UserError(
+        yield UserError(
             f"config.pipeline.num_microbatches is {c.num_microbatches}; it must be at most config.batch_size, "
             f"{config.batch_size}"
         )
@@ -65,5 +64,5 @@ def _table_by_name(config: ConfigDict) -> Table:
         "num_chunks": c.num_chunks or SCHEDULES[c.schedule].num_chunks,
     }
     if reason := schedule_obstacle(c.schedule, **sizes):
-        raise UserError(f"config.pipeline.{reason}")
+        yield UserError(f"config.pipeline.{reason}")
     return make_table(c.schedule, **sizes)

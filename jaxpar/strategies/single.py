@@ -7,9 +7,10 @@ from ml_collections import ConfigDict
 
 from jaxpar import mesh
 from jaxpar.cluster import Cluster
-from jaxpar.errors import UserError, check_choice
+from jaxpar.errors import Refusals, UserError, refuse_choice
 from jaxpar.exchange.presets import EXCHANGES
 from jaxpar.mesh import DATA, STAGE
+from jaxpar.models.model import Model
 from jaxpar.plan import Decision, Plan
 from jaxpar.step import Problem
 from jaxpar.strategies import exchanges
@@ -17,27 +18,28 @@ from jaxpar.strategies.data_parallel import batch_divisor, build_sharding, plan_
 from jaxpar.strategies.strategy import Strategy
 
 
-def decide(config: ConfigDict, cluster: Cluster) -> Decision:
-    """Decide on one device. Raises UserError where the config asks for more."""
-    mesh.check_one_process("config.strategy='single'", cluster)
-    mesh.check_one_stage(config)
+def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Refusals[Decision]:
+    """Decide on one device. Refuses a config that asks for more."""
+    yield from mesh.refuse_processes("config.strategy='single'", cluster)
+    yield from mesh.refuse_stages(config)
     if config.mesh.data not in (-1, 1):
-        raise UserError(
+        yield UserError(
             f"config.mesh.data is {config.mesh.data}; it must be 1 or -1 with config.strategy='single' "
             "(config.strategy='data_parallel' uses several devices)"
         )
-    check_choice("exchange", config.exchange, EXCHANGES)
+    yield from refuse_choice("exchange", config.exchange, EXCHANGES)
     if config.exchange != "ddp" or exchanges.given(config):
-        raise UserError(
+        yield UserError(
             f"config.exchange is {exchanges.name(config)!r}; it must be 'ddp' without options with "
             "config.strategy='single', where there is nobody to exchange with"
         )
     return Decision({DATA: 1, STAGE: 1}, *batch_divisor(config, 1), num_replicas=1)
 
 
-def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision | None = None) -> Plan:
+def plan(_config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decision, /) -> Refusals[Plan]:
     """Plan the whole state and every batch on one device."""
-    return plan_replicated("single", shapes, decision or decide(config, cluster), "one device")
+    yield from ()  # nothing is refused
+    return plan_replicated("single", shapes, decision, "one device")
 
 
 def build(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strategy:

@@ -10,6 +10,8 @@ from jax.sharding import NamedSharding
 from ml_collections import ConfigDict
 
 from jaxpar.cluster import Cluster
+from jaxpar.errors import Refusals
+from jaxpar.models.model import Model
 from jaxpar.plan import Decision, Plan
 from jaxpar.state import Canonical
 from jaxpar.step import Metrics, Problem
@@ -63,24 +65,27 @@ class Strategy(NamedTuple):
 class StrategyModule(Protocol):
     """A module of this package: one file a strategy."""
 
-    def decide(self, config: ConfigDict, cluster: Cluster) -> Decision:
-        """Decide what can be decided before shapes are known. Pure; reads each file that the config names once.
+    def decide(self, config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Refusals[Decision]:
+        """Decide what can be decided before data is read. Pure; reads each file that the config names once.
 
-        Raises:
-          UserError: the config cannot be run by this strategy on this cluster.
+        Refuses a config that this strategy cannot run on this cluster.
+
+        Args:
+          config: of the run.
+          cluster: to run on.
+          model: of the run's layers, whatever its sizes; None where it is not known yet.
         """
 
-    def plan(self, config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision | None = None) -> Plan:
+    def plan(self, config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision, /) -> Refusals[Plan]:
         """Plan the strategy: no device is touched, nothing is compiled.
+
+        Refuses shapes that this strategy cannot train.
 
         Args:
           config: of the run.
           shapes: what is trained: a model and a batch in shapes, and an optimizer.
           cluster: to run on.
-          decision: what `decide` returned for this config and cluster; None: it is called.
-
-        Raises:
-          UserError: as `decide`; or the strategy cannot train these shapes.
+          decision: what `decide` returned for this config and cluster.
         """
 
     def build(self, plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strategy:

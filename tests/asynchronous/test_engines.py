@@ -14,6 +14,7 @@ from jaxpar.asynchronous import options
 from jaxpar.asynchronous.gradient_rows import history_peaks
 from jaxpar.asynchronous.mitigations import corrected_momentum, momentum_left
 from jaxpar.asynchronous.table import UpdateTable
+from jaxpar.errors import accepted
 from tests.asynchronous import reference
 from tests.asynchronous.reference import Rule, Weights
 from tests.strategies.pipelines import NUM_STEPS, Task, make, make_batch, make_config, named, start
@@ -38,7 +39,7 @@ def asynchronous(*settings: str, devices: int = 2, workers: int = 4) -> tuple[st
 
 def table_of(config: ConfigDict, num_steps: int = NUM_STEPS) -> UpdateTable:
     """The table of an emulated run."""
-    return options.build_table(config, options.decide_updates(config), num_steps)
+    return accepted(options.build_table(config, accepted(options.decide_updates(config)), num_steps))
 
 
 RANDOM = ("delays.distribution=lognormal", "delays.spread=0.8", "delays.slowdown=2.5", "delays.communication_time=0.2")

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpar.errors import accepted
 from jaxpar.optimizer import OPTIMIZERS
 from jaxpar.pipeline.executor import partition
 from jaxpar.pipeline.executor.stages import Stages
@@ -89,10 +90,11 @@ class Parts:
 
     def __init__(self, case: Case):
         config = make_config(case.task, *case.overrides)
-        problem, table = make_problem(config, case.task), configured_table(config)
-        bounds = partition.stage_bounds(problem.model, problem.batch, config.pipeline.partition, table.num_stages)
+        problem, table = make_problem(config, case.task), accepted(configured_table(config))
+        inputs, method = problem.model.inputs(problem.batch), config.pipeline.partition
+        bounds = accepted(partition.stage_bounds(problem.model, problem.batch, inputs, method, table.num_stages))
         self.model = problem.model
-        self.stages = Stages(problem.model, bounds, table.stages, problem.batch, problem.task)
+        self.stages = Stages(problem.model, bounds, table.stages, inputs, problem.task)
         self.state = StagedState({"data": case.replicas, "stage": case.stages}, problem, self.stages)
 
     def held(self, state: PackedState, device: int) -> Any:

@@ -3,66 +3,81 @@
 import itertools
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.errors import UserError, nearest
+from jaxpar.errors import Refusals, UserError, nearest
 from jaxpar.measure import flops
 from jaxpar.models.model import Batch, Model
 
 METHODS = ("uniform", "parameters", "flops")
 
 
-def stage_bounds(model: Model, batch: Batch, method: str, num_stages: int) -> tuple[int, ...]:
+def stage_bounds(
+    model: Model, batch: Batch, inputs: Sequence[Any], method: str, num_stages: int
+) -> Refusals[tuple[int, ...]]:
     """Return where stages begin and end: stage j is layers[bounds[j]:bounds[j + 1]].
 
+    Refuses fewer layers than stages, cut points that are not layers in order, and cuts where what goes from one stage
+    to the next has an array that is not floating-point.
+
     Args:
+      model: that is cut.
       batch: abstract, for its FLOPs.
+      inputs: of every layer: model.inputs(batch).
       method: uniform: equal numbers of layers; parameters, flops: the most expensive stage has as few as can be; or the
         names of the layers at which stages 1, 2, .. begin, by comma.
-
-    Raises:
-      UserError: fewer layers than stages, or cut points that are not layers in order.
+      num_stages: of the whole pipeline.
     """
-    cuts = check_partition([layer.name for layer in model.layers], method, num_stages)
+    cuts = yield from explicit_cuts([layer.name for layer in model.layers], method, num_stages)
     if cuts is not None:
-        return (0, *cuts, len(model.layers))
-    return balanced(
-        {"uniform": uniform, "parameters": parameters, "flops": layer_flops}[method](model, batch), num_stages
-    )
+        bounds = (0, *cuts, len(model.layers))
+    else:
+        by_layer = {"uniform": uniform, "parameters": parameters}
+        costs = layer_flops(model, batch, inputs) if method == "flops" else by_layer[method](model)
+        bounds = balanced(costs, num_stages)
+    for begin in bounds[1:-1]:
+        dtypes = [leaf.dtype for leaf in jax.tree.leaves(inputs[begin])]
+        if other := next((dtype for dtype in dtypes if not jnp.issubdtype(dtype, jnp.inexact)), None):
+            yield UserError(
+                f"config.pipeline.partition cuts before {model.layers[begin].name}, whose input is {other}: "
+                "no gradient can be sent back; begin a stage at another layer"
+            )
+    return bounds
 
 
-def check_partition(names: Sequence[str], method: str, num_stages: int) -> list[int] | None:
+def explicit_cuts(names: Sequence[str], method: str, num_stages: int) -> Refusals[list[int] | None]:
     """Return the cut points that `method` names out of the layers' names; None where it is one of METHODS.
 
-    Raises:
-      UserError: as `bounds`.
+    Refuses as `stage_bounds`.
     """
     if num_stages > len(names):
-        raise UserError(
+        yield UserError(
             f"config.mesh.stage and config.pipeline.num_chunks make {num_stages} stages; the model has only "
             f"{len(names)} layers ({names[0]} .. {names[-1]})"
         )
-    return None if method in METHODS else _explicit(list(names), method, num_stages)
+    return None if method in METHODS else (yield from _explicit(list(names), method, num_stages))
 
 
-def uniform(model: Model, _batch: Batch) -> list[int]:
+def uniform(model: Model) -> list[int]:
     """Return the same cost for each layer."""
     return [1] * len(model.layers)
 
 
-def parameters(model: Model, _batch: Batch) -> list[int]:
+def parameters(model: Model) -> list[int]:
     """Return the number of parameters by layer; a tied array counts where it is used too, as each stage has a copy."""
     return [sum(leaf.size for leaf in jax.tree.leaves(layer.shapes)) for layer in model.layers]
 
 
-def layer_flops(model: Model, batch: Batch) -> list[int]:
-    """Return the FLOPs of the forward pass by layer."""
-    shapes, xs, starts = model.shapes, model.inputs(batch), {run.start for run in model.runs}
+def layer_flops(model: Model, batch: Batch, inputs: Sequence[Any]) -> list[int]:
+    """Return the FLOPs of the forward pass by layer. inputs: of every layer: model.inputs(batch)."""
+    shapes, starts = model.shapes, {run.start for run in model.runs}
     costs: list[int] = []
-    for index, x in enumerate(xs):
-        if index not in starts and x == xs[index - 1]:  # as the equal layer before
+    for index, x in enumerate(inputs):
+        if index not in starts and x == inputs[index - 1]:  # as the equal layer before
             costs.append(costs[-1])
             continue
         apply = partial(model.apply_layers, keys_B=None, start=index, stop=index + 1)
@@ -96,18 +111,18 @@ def balanced(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
     return best[num_layers][2]
 
 
-def _explicit(names: list[str], text: str, num_stages: int) -> list[int]:
+def _explicit(names: list[str], text: str, num_stages: int) -> Refusals[list[int]]:
     cuts = [cut.strip() for cut in text.split(",")]
     unknown = next((cut for cut in cuts if cut not in names), None)
     if unknown is not None:
         hint = nearest(unknown, [*METHODS, *names])
-        raise UserError(
+        yield UserError(
             f"config.pipeline.partition is {text!r}; it must be one of {', '.join(METHODS)}, or the layers "
             f"after {names[0]}, up to {names[-1]}, that begin stages 1, 2, .., by comma; {unknown!r} is none.{hint}"
         )
     indices = [names.index(cut) for cut in cuts]
     if len(cuts) != num_stages - 1 or not np.all(np.diff([0, *indices]) > 0):
-        raise UserError(
+        yield UserError(
             f"config.pipeline.partition is {text!r}; it must be one of {', '.join(METHODS)}, or one layer for each "
             f"stage but the first ({num_stages - 1} of them), in the model's order and after {names[0]}"
         )

@@ -6,13 +6,12 @@ the first of them, whose layers' names stand for the others' own.
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.errors import UserError
-from jaxpar.models.model import Batch, Model, Params, Tie
+from jaxpar.models.model import Model, Params, Tie
 from jaxpar.tasks import Task
 
 
@@ -28,22 +27,11 @@ class Stages:
       examples: by kind, the device that its program is made for.
     """
 
-    def __init__(self, model: Model, bounds: Sequence[int], placement: np.ndarray, batch: Batch, task: Task):
-        """See the attributes; batch: abstract, of any size.
-
-        Raises:
-          UserError: what goes from one stage to the next has an array that is not floating-point.
-        """
+    def __init__(self, model: Model, bounds: Sequence[int], placement: np.ndarray, inputs: Sequence[Any], task: Task):
+        """See the attributes; inputs: of every layer, as `Model.inputs` returns them, for a batch of any size."""
         self.model, self.task = model, task
         self.bounds, self.placement = tuple(bounds), placement
-        self._inputs = model.inputs(batch)
-        for begin in self.bounds[1:-1]:
-            dtypes = [leaf.dtype for leaf in jax.tree.leaves(self._inputs[begin])]
-            if other := next((dtype for dtype in dtypes if not jnp.issubdtype(dtype, jnp.inexact)), None):
-                raise UserError(
-                    f"config.pipeline.partition cuts before {model.layers[begin].name}, whose input is {other}: "
-                    "no gradient can be sent back; begin a stage at another layer"
-                )
+        self._inputs = inputs
         self.examples: list[int] = []
         self.kinds: list[int] = []
         for device in range(len(placement)):

@@ -67,7 +67,7 @@ def make_stage(name: str, task: str, bounds: tuple[int, ...], device: int, **ove
         small_config(name, task, num_layers=bounds[-1] - 2, **{"dropout": 0.3, **overrides}), info_of(name, task)
     )
     rows, rng = make_rows(name, task), np.random.default_rng(3)
-    stages = Stages(model, bounds, loop_stages(len(bounds) - 1, 1), abstract(rows), TASK)
+    stages = Stages(model, bounds, loop_stages(len(bounds) - 1, 1), model.inputs(abstract(rows)), TASK)
     held = stages.select(make_params(model), device)
     dtype = jnp.dtype(overrides.get("dtype", "float32"))
     x, dy = (jnp.asarray(rng.normal(size=(B, T, D)), dtype) for _ in range(2))
@@ -225,7 +225,7 @@ def test_a_program_stands_for_other_layers() -> None:
     bounds = (0, 1, 2, 3, 6, 7)
     one = make_stage(*GPT, bounds, 1)
     model: Model = one.stages.model
-    stages = Stages(model, (0, 1, 2, 3, 4, 5, 7), loop_stages(6, 1), abstract(one.given.rows), TASK)
+    stages = Stages(model, (0, 1, 2, 3, 4, 5, 7), loop_stages(6, 1), model.inputs(abstract(one.given.rows)), TASK)
     assert (stages.kinds[4], stages.examples[1]) == (1, 1)
     params = make_params(model)
     names = stages.own_names(4)

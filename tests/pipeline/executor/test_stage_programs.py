@@ -89,7 +89,7 @@ def test_stages_one_by_one_train_as_one_device(
 ) -> None:
     model, params = make_model()
     microbatches = make_microbatches()
-    stages = Stages(model, BOUNDS, placement, abstract(microbatches[0]), TASK)
+    stages = Stages(model, BOUNDS, placement, model.inputs(abstract(microbatches[0])), TASK)
     programs = StagePrograms(stages, abstract(microbatches[0]), abstract(KEY), num_phases=num_phases, remat=remat)
     assert len(programs.programs) == num_programs
     peers, loss = [Peer(programs, params, stage) for stage in range(4)], jnp.zeros(())

@@ -23,7 +23,7 @@ TIE = ("head", "tokens", "embed", "tokens")
 
 
 def pipeline(bounds: tuple[int, ...], placement: np.ndarray) -> Stages:
-    return Stages(GPT, bounds, placement, ROWS, TASK)
+    return Stages(GPT, bounds, placement, GPT.inputs(ROWS), TASK)
 
 
 SEVEN = pipeline(TWO_EACH, loop_stages(7, 1))
@@ -139,7 +139,7 @@ def test_kinds_differ_by_input_definition_and_number() -> None:
     model = Model({f"layer_{i}": make for i, make in enumerate(makers)})
 
     def kinds(*bounds: int) -> list[int]:
-        return Stages(model, bounds, loop_stages(len(bounds) - 1, 1), rows, TASK).kinds
+        return Stages(model, bounds, loop_stages(len(bounds) - 1, 1), model.inputs(rows), TASK).kinds
 
     assert kinds(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10) == [0, 1, 1, 2, 3, 4, 5, 4, 4, 6]
     assert kinds(0, 1, 3, 4, 6, 7, 8, 9, 10) == [0, 1, 2, 3, 4, 5, 5, 6]
