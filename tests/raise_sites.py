@@ -18,31 +18,18 @@ IN_PROCESSES = {
 }
 # As that, by file and beginning of the message: tests/launch/test_processes.py starts several processes.
 OF_SEVERAL = {
-    "mesh.py: f'config.mesh has data {num_data} and stage {num_stages}; {cluster.num_proc",
-    'mesh.py: f"{what} is for one process, and there are {number}; several may have confi',
     "run/build.py: this if changed else 'a process is given another run than process 0, and sa",
 }
 # Which no test reaches yet. Only to become fewer.
 NOT_YET = {
-    "asynchronous/options.py: f\"config.asynchronous.policy is {a.policy!r}; it must be one of {', '.join(",
-    "asynchronous/options.py: f'config.asynchronous.max_norm is {a.max_norm}; it must be more than 0'",
-    "asynchronous/options.py: f'config.asynchronous.num_workers is {a.num_workers}; it must be {recorded.",
-    "asynchronous/options.py: f'config.asynchronous.table is {a.table!r}, which begins at step {recorded.",
-    "asynchronous/options.py: f'config.asynchronous.table is {a.table!r}, in which a chunk is missing or ",
-    "asynchronous/options.py: f'config.asynchronous.table is {a.table!r}, in which a step has no row'",
     "data/files.py: f'config.{key} is {str(path)!r}, which cannot be read; it must be a file th",
     "data/images.py: f'{directory}: training and test images differ in size.'",
     "data/images.py: f'config.data.validation_fraction is {data.validation_fraction}, which take",
     "data/text.py: f'{path} does not put a token before and one after a text ([CLS], [SEP]); m",
     "data/tokens.py: f'{row.place}: the text has no tokens.'",
-    "mesh.py: f'config.mesh.virtual_cpu_devices is {count}; it must be 0 or more'",
     "models/hf_tensors.py: f'{index} is not an index of safetensors files: {error!r}.'",
     "run/build.py: f'config.log.every_steps is {config.log.every_steps}; it must be 1 or more'",
     "run/build.py: f'config.{key} is {config[section][name]}; it must be 0 or more'",
-    "strategies/__init__.py: f'config.batch_size is {config.batch_size}; it must be 1 or more'",
-    "strategies/exchanges.py: f\"config.exchange_options.{PASSES} is {passes}; it must divide the run's {p",
-    "strategies/exchanges.py: f'config.exchange is {config.exchange!r}, which cannot divide {where} of sh",
-    "strategies/schedules.py: f'config.pipeline.num_microbatches is {c.num_microbatches}; it must be at m",
 }
 
 

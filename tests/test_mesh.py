@@ -46,6 +46,13 @@ def test_impossible_numbers(wanted: int, message: str) -> None:
         accepted(mesh.refuse_sizes(config, cluster.find_cluster()))
 
 
+def test_less_virtual_devices_than_none(tmp_path: Path) -> None:
+    config = default_config()
+    config.mesh.virtual_cpu_devices = -1
+    with pytest.raises(UserError, match=r"config\.mesh\.virtual_cpu_devices is -1; it must be 0 or more"):
+        mesh.prepare_jax(config, tmp_path)
+
+
 def test_programs_over_several_cpu_devices_are_waited_for() -> None:
     calls = []
 

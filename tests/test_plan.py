@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from flax import nnx
 
 from jaxpar import cluster, strategies
 from jaxpar.cluster import Link
+from jaxpar.config import default_config
 from jaxpar.errors import Refusals, UserError, accepted, outcome
 from jaxpar.exchange import EXCHANGES
+from jaxpar.models import Model
 
 ROOT = Path(__file__).parents[1]
 NUM_DEVICES = 64
@@ -133,6 +136,41 @@ def test_a_planner_gets_reasons_as_values() -> None:
     assert reason.startswith("config.mesh.data is 9; there are 8 gpu devices")
     config.mesh.data = 8
     assert not isinstance(strategies.possible(config, problem, cluster.named_cluster("H100", 8)), str)
+
+
+def test_an_exchange_that_cannot_be_of_the_shapes() -> None:
+    from tests.strategies.pipelines import Task, make_config, make_problem
+
+    task, there = Task("mlp", "classification"), cluster.named_cluster("H100", 2)
+    replicas = ("--config.strategy=data_parallel", "--config.mesh.data=2")
+    passes = "--config.exchange_options.backward_passes_per_step=3"
+    config = make_config(task, *replicas, "--config.exchange=horovod", passes)
+    problem = make_problem(config, task)
+    assert strategies.possible(config, problem, there) == (
+        "config.exchange_options.backward_passes_per_step is 3; it must divide the run's 10 steps"
+    )
+    config = make_config(task, *replicas, "--config.exchange=zero1")
+    empty = Model({"empty": lambda rngs: nnx.Linear(0, 3, kernel_init=nnx.initializers.zeros, rngs=rngs)})
+    assert strategies.possible(config, problem._replace(model=empty), there) == (
+        "config.exchange is 'zero1', which cannot divide ['empty']['kernel'] of shape (0, 3)"
+    )
+
+
+def test_a_batch_of_nothing() -> None:
+    config = default_config()
+    config.strategy, config.batch_size = "single", 0
+    with pytest.raises(UserError, match=r"^config\.batch_size is 0; it must be 1 or more$"):
+        strategies.decide(config, cluster.named_cluster("cpu", 1))
+
+
+def test_what_several_processes_cannot_run() -> None:
+    config, there = default_config(), cluster.named_cluster("cpu", 8, num_processes=2)
+    config.strategy, config.mesh.data = "data_parallel", 2
+    with pytest.raises(UserError, match="has data 2 and stage 1; 2 processes have 8 devices in all, and"):
+        strategies.decide(config, there)
+    config.strategy = "single"
+    with pytest.raises(UserError, match="is for one process, and there are 2; several may"):
+        strategies.decide(config, there)
 
 
 def test_refusals_are_not_dropped() -> None:

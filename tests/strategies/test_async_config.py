@@ -1,6 +1,7 @@
 """Mistakes in config.asynchronous: one line that names the key, before anything is written or compiled."""
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from jaxpar import cluster, strategies, train
 from jaxpar.asynchronous import delays, table
+from jaxpar.asynchronous.table import UpdateTable
 from jaxpar.errors import UserError
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build
@@ -60,6 +62,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["table=updates.csv", "delays.slowdown=4"],
         ["asynchronous.delays.slowdown is 4.0; it must be 1.0 with config.asynchronous.table"],
     ),
+    "a policy that a recorded run cannot have had": (
+        ["table=updates.csv", "policy=softsync"],
+        ["asynchronous.policy is 'softsync'; it must be one of async, ssp with config.asynchronous.table"],
+    ),
     "a bound of a recorded run": (
         ["table=updates.csv", "policy=ssp", "bound=2"],
         ["asynchronous.bound is 2; it must be None with config.asynchronous.table"],
@@ -103,6 +109,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "a norm without its mitigation": (
         ["max_norm=1"],
         ["asynchronous.max_norm is 1.0; it must be None without clip_by_staleness"],
+    ),
+    "a norm of 0": (
+        ["mitigations=clip_by_staleness", "max_norm=0"],
+        ["asynchronous.max_norm is 0.0; it must be more than 0"],
     ),
     "no momentum": (
         ["mitigations=corrected_momentum", "optimizer.name=adafactor"],
@@ -165,6 +175,42 @@ def test_a_file_is_read_once_a_start(key: str, tmp_path: Path, monkeypatch: pyte
     workdir.mkdir()
     build.make_run(config, workdir, Phases(), build.check_run(config, workdir))
     assert opened == [str(path)]
+
+
+RECORDED: dict[str, tuple[Callable[[UpdateTable], UpdateTable], int, str]] = {
+    "other workers": (lambda table: table, 2, "num_workers is 2; it must be 4, as in {path}"),
+    "a later step": (
+        lambda table: table._replace(step=table.step + 1),
+        4,
+        "table is {path!r}, which begins at step 1, where its run came from another strategy; it must begin at step 0",
+    ),
+    "a missing chunk": (
+        lambda table: table._replace(chunk=table.chunk + 1),
+        4,
+        "table is {path!r}, in which a chunk is missing or before its batch",
+    ),
+    "a chunk before its batch": (
+        lambda table: table._replace(chunk=table.chunk[::-1].copy()),
+        4,
+        "table is {path!r}, in which a chunk is missing or before its batch",
+    ),
+    "a step without a row": (
+        lambda table: table._replace(step=table.step * 2),
+        4,
+        "table is {path!r}, in which a step has no row",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_recorded_table_that_cannot_be_replayed(name: str, tmp_path: Path) -> None:
+    change, workers, message = RECORDED[name]
+    task, path = Task("mlp", "classification", layers=1), tmp_path / "updates.csv"
+    table.write_updates(path, change(table_of(make_config(task, *asynchronous("policy=async")), 3)))
+    config = make_config(task, *asynchronous(f"table={path}", workers=workers))
+    with pytest.raises(UserError) as error:
+        strategies.decide(config, cluster.named_cluster("cpu", 2))
+    assert str(error.value) == "config.asynchronous." + message.format(path=str(path))
 
 
 def test_a_table_of_another_length_is_refused_by_its_plan(tmp_path: Path) -> None:

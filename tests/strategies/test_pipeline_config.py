@@ -78,6 +78,10 @@ MISTAKES = {
         ["eval.batch_size=6", "num_microbatches=4"],
         ["config.eval.batch_size is 6, 3 examples a replica; it must be 0, or have a divisor in common", "4, into"],
     ),
+    "more microbatches than examples": (
+        ["num_microbatches=48"],
+        ["config.pipeline.num_microbatches is 48; it must be at most config.batch_size, 24"],
+    ),
     "no microbatch": (["num_microbatches=-1"], ["config.pipeline.num_microbatches is -1"]),
     "accumulation": (
         ["optimizer.accumulation_steps=2"],
