@@ -48,7 +48,7 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
     """The audit of a config's step."""
     built = build.make_run(config, workdir, Phases(), build.check_run(config, workdir))
     programs = built.strategy.compile()
-    rows = audit.audit(programs, built.plan)
+    rows = audit.audit(programs, built.plan, built.problem.task)
     return {
         "layout": built.plan.summary,
         "collectives": [row._asdict() | {"ratio": row.ratio, "explained": row.is_explained} for row in rows],

@@ -9,10 +9,10 @@ WORKDIR/updates.md:
 
   throughput   gradients a virtual second; a worker alone makes one
   staleness    versions that were made between what a gradient is of and what it is applied to: mean, most
-  recovered    by a mitigation: which part of what async loses against sync (of perplexity, its logarithm)
+  recovered    by a mitigation: which part of what async loses against sync (of a perplexity, its logarithm)
   time to      virtual seconds until the training loss is the one that sync without a straggler has after 1/4 of the run
 
-A case that diverges is drawn as far as it goes, and has no figures.
+A case that diverges is drawn as far as it goes, and has no results.
 
 Times are those of config.asynchronous.delays; other delays: --config.asynchronous.delays.distribution=lognormal, ..
 """
@@ -30,10 +30,12 @@ import numpy as np
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-from jaxpar import files
+from jaxpar import config as configs
+from jaxpar import files, tasks
 from jaxpar.asynchronous import table
 from jaxpar.errors import USER_ERROR
 from jaxpar.run import metrics
+from jaxpar.tasks import Score
 
 # By name: overrides of config.asynchronous. The last ones are mitigations of async.
 CASES: dict[str, tuple[str, ...]] = {
@@ -52,10 +54,7 @@ CASES: dict[str, tuple[str, ...]] = {
 }
 
 
-# What a run is judged by, the first of these that its result has, and how the table shows it.
-FIGURES = {"perplexity": ".2f", "test_accuracy": ".2%", "test_loss": ".4f", "train_loss": ".4f"}
-
-
+UNTESTED = Score("train_loss", ".4f")  # what runs without a test split are compared by
 DIVERGED = 1  # exit code of a training that is not finite
 
 
@@ -101,7 +100,10 @@ def main() -> None:
             print(f"{name:26} straggler {slowdown:g}: {did}", flush=True)
             if name == "sync" and not made.result:
                 sys.exit("sync diverges: there is nothing to compare with; lower config.optimizer.lr")
-    lines = rows(outcomes)
+    config = configs.load_config(arguments.config)
+    configs.override(config, overrides)
+    score = tasks.find_task(config).score
+    lines = rows(outcomes, score)
     files.write_text(arguments.workdir / "updates.md", "\n".join(lines) + "\n")
     draw(outcomes, arguments.workdir / "updates.png")
     print("\n".join(["", *lines, "", f"picture   {arguments.workdir}/updates.png"]))
@@ -132,13 +134,13 @@ def train(config: str, workdir: Path, overrides: list[str]) -> Outcome:
     return Outcome(steps, losses, ends[steps - 1], result, len(made.finish) / float(made.finish[-1]))
 
 
-def rows(outcomes: dict[tuple[str, float], Outcome]) -> list[str]:
-    """The table, in Markdown."""
+def rows(outcomes: dict[tuple[str, float], Outcome], score: Score) -> list[str]:
+    """The table, in Markdown. score: of the task."""
     reference = outcomes["sync", 1.0]
     assert reference.result is not None
     target = float(np.interp(0.25 * reference.steps[-1], reference.steps, reference.losses))
-    figure = next(name for name in FIGURES if name in reference.result)
-    heads = ["updates", "straggler", "throughput", "staleness", figure, "recovered", f"time to loss {target:.2f}"]
+    score = score if score.key in reference.result else UNTESTED
+    heads = ["updates", "straggler", "throughput", "staleness", score.key, "recovered", f"time to loss {target:.2f}"]
     table = [heads, ["---"] * len(heads)]
     for (name, slowdown), outcome in outcomes.items():
         result, reached = outcome.result, outcome.seconds[outcome.losses <= target]
@@ -150,20 +152,20 @@ def rows(outcomes: dict[tuple[str, float], Outcome]) -> list[str]:
             *case,
             f"{outcome.throughput:.2f}",
             f"{result['staleness_mean']:.2f}, {result['staleness_max']}",
-            format(result[figure], FIGURES[figure]),
-            recovered(outcomes, name, slowdown, figure) if "+" in name else "",
+            format(result[score.key], score.format),
+            recovered(outcomes, name, slowdown, score) if "+" in name else "",
             f"{reached[0]:,.0f}" if len(reached) else "not reached",
         ])  # fmt: skip
     return [f"| {' | '.join(cells)} |" for cells in table]
 
 
-def recovered(outcomes: dict[tuple[str, float], Outcome], name: str, slowdown: float, figure: str) -> str:
-    """Which part of what async loses against sync the case has not lost, in percent."""
+def recovered(outcomes: dict[tuple[str, float], Outcome], name: str, slowdown: float, score: Score) -> str:
+    """The share of what async loses against sync that the case does not lose, in percent."""
     results = [outcomes[case, slowdown].result for case in (name, "async", "sync")]
     if not all(results):
         return "async diverged"
-    ends = [result[figure] for result in results if result]
-    mitigated, stale, fresh = np.log(ends) if figure == "perplexity" else ends
+    ends = [result[score.key] for result in results if result]
+    mitigated, stale, fresh = np.log(ends) if score.is_exponential else ends
     return f"{round(100 * (mitigated - stale) / (fresh - stale))}%" if fresh != stale else "nothing lost"
 
 

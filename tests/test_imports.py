@@ -71,7 +71,7 @@ def test_files_import_without_a_cycle() -> None:
 # Contracts: functions of one name and one meaning in the modules of a family.
 CONTRACTS = {
     *("build", "decide", "plan"),  # strategies, and models
-    *("resolve", "load", "metrics", "sums", "main"),  # models; data sources; tasks; scripts
+    *("resolve", "load", "metrics", "sums", "predictions", "main"),  # models; data sources; tasks; scripts
 }
 
 

@@ -12,6 +12,7 @@ from jaxpar.measure import hlo
 from jaxpar.plan import ON_HOST, Plan
 from jaxpar.strategies import Strategy
 from jaxpar.strategies.strategy import CompiledProgram
+from jaxpar.tasks import Task
 
 # By operation: what a device sends of its operands' bytes, in a group of g devices; by the ring algorithms.
 SENT: dict[str, Callable[[int], float]] = {
@@ -22,8 +23,9 @@ SENT: dict[str, Callable[[int], float]] = {
     "collective-permute": lambda _: 1,
 }
 OTHERS = ("collective-broadcast", "ragged-all-to-all", "send", "recv")  # no strategy has them
-SCALARS = "figures"  # the loss, norms, weights of batches: a few numbers
-MAX_SCALARS, SCALARS_BYTES = 8, 1024  # in one all-reduce; in a step
+SCALARS = "scalars"  # sums of the task, norms, weights of batches: a few numbers
+MAX_SCALARS = 8  # in an all-reduce, or 3 more than the task's sums
+SCALAR_BYTES = 128  # sent in a step, for each of them
 TOLERANCE = 0.05
 # By the names of a state's fields.
 PARTS = {
@@ -44,6 +46,7 @@ class CollectiveRow(NamedTuple):
       number: of collectives a step, for what a program may have put together.
       theory: None: no formula has such a collective.
       required: of theory's bytes; the others XLA can save.
+      limit: of the bytes of scalars, which no formula has.
     """
 
     kind: str
@@ -53,6 +56,7 @@ class CollectiveRow(NamedTuple):
     nbytes: float
     theory: float | None
     required: float = 0.0
+    limit: float = SCALAR_BYTES * MAX_SCALARS
 
     @property
     def ratio(self) -> float | None:
@@ -65,25 +69,26 @@ class CollectiveRow(NamedTuple):
         if self.kind == "copy":  # is in no program
             return True
         if self.dtype == SCALARS:
-            return self.nbytes <= SCALARS_BYTES
+            return self.nbytes <= self.limit
         if self.theory is None:
             return False
         return (1 - TOLERANCE) * self.required <= self.nbytes <= (1 + TOLERANCE) * self.theory
 
 
-def audit(programs: Sequence[CompiledProgram], plan: Plan) -> list[CollectiveRow]:
+def audit(programs: Sequence[CompiledProgram], plan: Plan, task: Task) -> list[CollectiveRow]:
     """What the programs send, by kind; and what theory has that they do not.
 
     Args:
       programs: of a step.
       plan: of the strategy.
+      task: that the programs train.
     """
-    mesh = plan.axes
+    mesh, num_scalars = plan.axes, max(MAX_SCALARS, task.num_sums + 3)
     measured: dict[tuple[str, str, str], list[float]] = {}
     for program in programs:
         text, branches = program.compiled.as_text(), program.branches
         assert text is not None
-        for (kind, groups, dtype), (count, nbytes) in _collectives(text, branches).items():
+        for (kind, groups, dtype), (count, nbytes) in _collectives(text, branches, num_scalars).items():
             entry = measured.setdefault((kind, axis_of(groups, mesh), dtype), [0.0, 0.0])
             entry[0], entry[1] = entry[0] + count, entry[1] + nbytes
     theory: dict[tuple[str, str, str], list[float]] = {}
@@ -91,11 +96,17 @@ def audit(programs: Sequence[CompiledProgram], plan: Plan) -> list[CollectiveRow
         entry = theory.setdefault((one.kind, one.axis, one.dtype), [0.0, 0.0])
         entry[0], entry[1] = entry[0] + one.nbytes, entry[1] + one.nbytes * one.required
     keys = sorted(measured.keys() | {key for key, (nbytes, _) in theory.items() if nbytes})
-    return [CollectiveRow(*key, *measured.get(key, [0.0, 0.0]), *theory.get(key, [None, 0.0])) for key in keys]
+    rows = [CollectiveRow(*key, *measured.get(key, [0.0, 0.0]), *theory.get(key, [None, 0.0])) for key in keys]
+    return [row._replace(limit=SCALAR_BYTES * num_scalars) for row in rows]
 
 
-def _collectives(text: str, branches: Mapping[str, tuple[float, ...]]) -> dict[Any, tuple[float, float]]:
-    """(kind, groups, dtype) -> number of them, and bytes a device sends in a step."""
+def _collectives(
+    text: str, branches: Mapping[str, tuple[float, ...]], num_scalars: int
+) -> dict[Any, tuple[float, float]]:
+    """(kind, groups, dtype) -> number of them, and bytes a device sends in a step.
+
+    num_scalars: the most elements of an array that counts as scalars.
+    """
 
     def value(instruction: hlo.Instruction, operands: Sequence[hlo.HloArray]) -> Mapping[Any, float] | None:
         kind = instruction.operation.removesuffix("-start")
@@ -106,8 +117,8 @@ def _collectives(text: str, branches: Mapping[str, tuple[float, ...]]) -> dict[A
         groups = _groups(instruction)
         counts: dict[Any, float] = {}
         for array in operands:
-            is_figure = math.prod(array.dims) <= MAX_SCALARS and kind == "all-reduce"
-            key = (kind, groups, SCALARS if is_figure else hlo.DTYPE_NAMES.get(array.dtype, array.dtype))
+            is_scalars = math.prod(array.dims) <= num_scalars and kind == "all-reduce"
+            key = (kind, groups, SCALARS if is_scalars else hlo.DTYPE_NAMES.get(array.dtype, array.dtype))
             size = max(len(group) for group in groups) if groups else 1
             counts["bytes", *key] = counts.get(("bytes", *key), 0.0) + SENT[kind](size) * array.nbytes
             counts["count", *key] = 1.0
@@ -195,7 +206,7 @@ def _arguments(program: CompiledProgram) -> dict[jax.Device, dict[str, int]]:
     shardings = structure.flatten_up_to(program.compiled.input_shardings)
     found: dict[jax.Device, dict[str, int]] = {}
     for (path, info), sharding in zip(paths, shardings, strict=True):
-        if sharding is None:  # the program has no use for it
+        if sharding is None:  # the program does not read it
             continue
         names = [*program.arguments[path[1].idx : path[1].idx + 1]] if path[0].idx == 0 else []
         names += [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]

@@ -152,7 +152,8 @@ class Reference:
     def update(self, before: Canonical, after: Canonical, figures: Metrics) -> Snapshot:
         """What the optimizer makes of the state before a step and the gradient that is recorded in the one after it."""
         grads = states.from_canonical(after, self._like).optimizer[0].last_gradient
-        state, _ = self._update(states.from_canonical(before, self._like), grads, *jax.device_get(figures)[:2])
+        sums, norm = jax.device_get((figures.sums, figures.grad_norm))
+        state, _ = self._update(states.from_canonical(before, self._like), grads, sums, norm)
         return snapshot(self.strategy, state)
 
 
@@ -243,12 +244,11 @@ def add(
 
 def compared_metrics(figures: Metrics, batch: int) -> dict[str, Leaves]:
     """The figures of a step that are compared, as layers are."""
-    sums, norm, finite = jax.device_get(figures)
-    if not finite:
+    step = jax.device_get(figures)
+    if not step.finite:
         raise TrainingError(f"the loss or the gradient of batch {batch} is not finite: there is nothing to compare")
-    return {
-        name: {name: value} for name, value in zip(STEP_METRICS, (mean_loss(sums.loss, sums.weight), norm), strict=True)
-    }
+    values = {"loss": mean_loss(step.sums.loss, step.sums.weight), "gradient norm": step.grad_norm}
+    return {name: {name: values[name]} for name in STEP_METRICS}
 
 
 def outside(found: Measured, tolerance: Mapping[str, float]) -> list[str]:

@@ -34,9 +34,8 @@ def _is_text(config: ConfigDict) -> bool:
 def _check_labels(config: ConfigDict, labels: Labels) -> None:
     source = config.data.source
     if labels.in_columns and source == "text":
-        raise UserError(
-            "config.data.source is 'text', which has no labels; config.task must be causal_lm or masked_lm."
-        )
+        unlabelled = " or ".join(other.value for other in Labels if not other.in_columns)
+        raise UserError(f"config.data.source is 'text', which has no labels; config.task must be {unlabelled}")
     is_image = source in images.IMAGE_READERS
     kind = "text" if _is_text(config) else "image" if is_image else synthetic.kind(config)
     if kind not in labels.inputs:

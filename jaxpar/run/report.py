@@ -22,7 +22,7 @@ def finish(run: Run, current: Any, log: metrics.Log) -> dict[str, Any]:
         figures = evaluate_split(run, current, run.dataset.test)
         log.write(run.num_steps, "test", figures)
         print(f"test      {metrics.format_metrics(figures)}", flush=True)
-        result = {name if name == "perplexity" else f"test_{name}": value for name, value in figures.items()}
+        result = {**run.problem.task.results(figures)}
     trained = [row for row in log.rows("train") if "loss" in row]
     rates = {name: [row[name] for row in trained if name in row] for name in RATES}
     devices = run.strategy.devices

@@ -1,6 +1,7 @@
 """Tasks: what a model is trained for. One file a task or family, one row in TASKS.
 
-A task is an object: loss, metrics, labels. `find` alone reads config.task; all else is given the object.
+A task is an object: labels, loss, metrics, how predictions read. `find_task` alone reads config.task; all else is
+given the object.
 """
 
 from collections.abc import Callable
@@ -9,9 +10,20 @@ from ml_collections import ConfigDict
 
 from jaxpar.errors import check_choice
 from jaxpar.tasks import classification, language_models, regression, token_classification
-from jaxpar.tasks.task import Head, Sums, Task, add_up, mean_loss
+from jaxpar.tasks.task import Head, Names, Prediction, Score, Sums, Task, add_up, mean_loss
 
-__all__ = ["TASKS", "Head", "Sums", "Task", "add_up", "find_task", "mean_loss"]
+__all__ = [
+    "TASKS",
+    "Head",
+    "Names",
+    "Prediction",
+    "Score",
+    "Sums",
+    "Task",
+    "add_up",
+    "find_task",
+    "mean_loss",
+]
 
 TASKS: dict[str, Callable[[ConfigDict], Task]] = {
     "classification": lambda _config: classification.TASK,

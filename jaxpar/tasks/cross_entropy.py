@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxpar.tasks.task import Sums, mean_loss
@@ -27,6 +28,13 @@ def sums(logits: jax.Array, batch: Mapping[str, jax.Array]) -> Sums:
     correct = (jnp.argmax(logits, axis=-1) == batch["labels"]).astype(jnp.float32)
     weights = batch["weights"]
     return Sums(jnp.sum(losses * weights), {"correct": jnp.sum(correct * weights)}, jnp.sum(weights))
+
+
+def best_choices(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the most likely class and its probability, on the host: [..., C] -> int [...], float64 [...]."""
+    logits = np.asarray(logits, np.float64)
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return logits.argmax(axis=-1), 1 / weights.sum(axis=-1)
 
 
 def accuracy(sums: Sums) -> dict[str, float]:

@@ -12,7 +12,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar.data import Labels
-from jaxpar.tasks.task import Sums, Task, mean_loss
+from jaxpar.tasks.task import Names, Prediction, Score, Sums, Task, mean_loss
 
 
 def make_regression(config: ConfigDict) -> Task:
@@ -28,6 +28,8 @@ def make_regression(config: ConfigDict) -> Task:
         curve="r2",
         loss_unit="mean squared error",
         headline="test RMSE {test_rmse:.4g}, R2 {test_r2:.4f}",
+        score=Score("test_r2", ".4f"),
+        predictions=predictions,
     )
 
 
@@ -46,6 +48,11 @@ def sums(outputs_BK: jax.Array, batch: Mapping[str, jax.Array]) -> Sums:
         "targets": jnp.sum(labels_BK * weights_B1, axis=0),
     }
     return Sums(jnp.mean(errors_K), terms, jnp.sum(batch["weights"]))
+
+
+def predictions(outputs_BK: np.ndarray, _batch: Mapping[str, np.ndarray], names: Names) -> list[Prediction]:
+    """Return the numbers of each example by the name of their column: `{"stars": 4.5, "price": 12.25}`."""
+    return [dict(zip(names.info.targets, map(float, outputs_K), strict=True)) for outputs_K in outputs_BK]
 
 
 def metrics(sums: Sums) -> dict[str, float]:

@@ -3,16 +3,19 @@
 Programs return sums, not means: sums over replicas, microbatches and batches add up exactly, whatever their sizes.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.data import Labels
+from jaxpar.data import DataInfo, Labels
 
+Readable: TypeAlias = "str | int | float | list[Readable] | dict[str, Readable]"  # as JSON has it
+Prediction: TypeAlias = "dict[str, Readable]"  # of one example
 Terms = dict[str, Any]  # arrays by name
 # What the last layer returns: numbers for each example, or token; logits of each hidden, or next, token.
 Head = Literal["example", "token", "masked_lm", "causal_lm"]
@@ -32,6 +35,32 @@ class Sums(NamedTuple):
     weight: Any
 
 
+class Score(NamedTuple):
+    """The metric by which runs of a task are compared.
+
+    Attributes:
+      key: its name in result.json.
+      format: how it is printed, as a format specification.
+      is_exponential: what is compared is its logarithm.
+    """
+
+    key: str
+    format: str
+    is_exponential: bool = False
+
+
+class Names(NamedTuple):
+    """What turns the numbers of an output into words.
+
+    Attributes:
+      info: of the data: the names of classes and targets.
+      decode: token ids -> text, as a tokenizer does.
+    """
+
+    info: DataInfo
+    decode: Callable[[Sequence[int]], str]
+
+
 @dataclass(frozen=True)
 class Task:
     """What a model is trained for.
@@ -47,6 +76,10 @@ class Task:
       curve: the metric that is logged and drawn beside the loss.
       loss_unit: for the label of its axis.
       headline: format of the last line of a run, of the keys of result.json.
+      score: what runs are compared by.
+      predictions: (outputs of the model, batch, names) -> what the outputs say of each example, in order. On the host,
+        in NumPy; a batch as for `sums`, whose labels are not read.
+      result_keys: metric of the test split -> its name in result.json, where that is not test_METRIC.
     """
 
     name: str
@@ -58,6 +91,18 @@ class Task:
     curve: str
     loss_unit: str
     headline: str
+    score: Score
+    predictions: Callable[[np.ndarray, Mapping[str, np.ndarray], Names], list[Prediction]]
+    result_keys: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def num_sums(self) -> int:
+        """Number of scalars in `Sums`."""
+        return 2 + sum(math.prod(shape) for shape in self.terms.values())
+
+    def results(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of the test split by their names in result.json."""
+        return {self.result_keys.get(name, f"test_{name}"): value for name, value in metrics.items()}
 
     def zeros(self) -> Sums:
         """Return the sums of no example."""

@@ -8,15 +8,16 @@ with it. They are counted example by example inside of programs, so their sums a
 Dims: B examples, T positions, C classes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpar.data import Labels
 from jaxpar.tasks import cross_entropy
-from jaxpar.tasks.task import Sums, Task
+from jaxpar.tasks.task import Names, Prediction, Readable, Score, Sums, Task
 
 
 class Entities(NamedTuple):
@@ -83,6 +84,33 @@ def metrics(sums: Sums) -> dict[str, float]:
     }
 
 
+def predictions(logits_BTC: np.ndarray, batch: Mapping[str, np.ndarray], names: Names) -> list[Prediction]:
+    """Return the tag of each word, and the entities; words are numbered from 0, `stop` is the first one behind.
+
+    `{"tags": ["B-PER", "I-PER", "O"], "entities": [{"type": "PER", "start": 0, "stop": 2}]}`. Words are read at the
+    positions of positive weight.
+    """
+    examples: list[Prediction] = []
+    for logits_TC, weights_T in zip(logits_BTC, batch["weights"], strict=True):
+        tags = [names.info.class_names[number] for number in logits_TC[weights_T > 0].argmax(axis=-1)]
+        examples.append({"tags": list[Readable](tags), "entities": list[Readable](read_entities(tags))})
+    return examples
+
+
+def read_entities(tags: Sequence[str]) -> list[dict[str, Readable]]:
+    """Return the entities of an example's tags, one tag a word, by the rules at the top of this file."""
+    entities: list[dict[str, Readable]] = []
+    kind_before = ""
+    for place, tag in enumerate(tags):
+        prefix, _, kind = tag.partition("-")
+        if prefix == "I" and kind == kind_before:
+            entities[-1]["stop"] = place + 1
+        elif kind:
+            entities.append({"type": kind, "start": place, "stop": place + 1})
+        kind_before = kind
+    return entities
+
+
 TASK = Task(
     name="token_classification",
     labels=Labels.TAGS,
@@ -93,4 +121,6 @@ TASK = Task(
     curve="f1",
     loss_unit="nats",
     headline="test F1 {test_f1:.2%} by entity",
+    score=Score("test_f1", ".2%"),
+    predictions=predictions,
 )

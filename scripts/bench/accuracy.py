@@ -1,4 +1,4 @@
-"""What lossy exchanges cost in accuracy: the test accuracy of a config under each, next to ddp's.
+"""What lossy exchanges cost in accuracy: the score of a config's task under each, next to ddp's.
 
     scripts/python scripts/bench/accuracy.py [--config=configs/quickstart.py] [--replicas=4] [--exchanges=ddp,dp,..]
         [--workdir=runs/accuracy] [--config.KEY=VALUE ...]
@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from jaxpar import config as configs
+from jaxpar import tasks
 from jaxpar.exchange import EXCHANGES
 
 
@@ -25,13 +27,16 @@ def main() -> None:
     arguments, overrides = parser.parse_known_args()
     names = dict.fromkeys(["ddp", *arguments.exchanges.split(",")])
     overrides += [f"--config.mesh.{key}={arguments.replicas}" for key in ("data", "virtual_cpu_devices")]
-    reference = 0.0
+    config = configs.load_config(arguments.config)
+    configs.override(config, overrides)
+    score = tasks.find_task(config).score
+    print(f"{'exchange':36} {score.key:>14} {'minus that of ddp':>18}", flush=True)
+    values: list[float] = []
     for name in names:
         result = train(arguments.config, arguments.workdir / name, [*overrides, f"--config.exchange={name}"])
-        reference = reference or result["test_accuracy"]
-        points = 100 * (result["test_accuracy"] - reference)
-        sent = f"{result['wire_bytes'] / 1e6:8.3f} MB a step"
-        print(f"{name:36} {result['test_accuracy']:7.2%}  {points:+6.2f} points  {sent}", flush=True)
+        values.append(result[score.key])
+        value, difference = format(values[-1], score.format), format(values[-1] - values[0], f"+{score.format}")
+        print(f"{name:36} {value:>14} {difference:>18} {result['wire_bytes'] / 1e6:8.3f} MB a step", flush=True)
 
 
 def train(config: str, workdir: Path, overrides: list[str]) -> dict[str, float]:

@@ -70,7 +70,8 @@ def main() -> None:
             return strategies.make(own, make_problem(own, dataset.info, rows))
 
         if {"bytes", "memory"} & set(figures):
-            sent_and_held(build, arguments.replicas, "bytes" in figures, "memory" in figures)
+            task = tasks.find_task(config)
+            sent_and_held(build, task, arguments.replicas, "bytes" in figures, "memory" in figures)
         if "steps" in figures:
             steps(build, rows, arguments.rounds)
     if "ring" in figures:
@@ -79,7 +80,7 @@ def main() -> None:
         codecs(arguments.rounds)
 
 
-def sent_and_held(build: Callable[..., strategies.Strategy], n: int, sent: bool, held: bool) -> None:
+def sent_and_held(build: Callable[..., strategies.Strategy], task: tasks.Task, n: int, sent: bool, held: bool) -> None:
     """Figures bytes and memory."""
     ddp = build("ddp").plan
     parameters, optimizer = ddp.memory[0]["parameters"], ddp.memory[0]["optimizer"]
@@ -87,7 +88,7 @@ def sent_and_held(build: Callable[..., strategies.Strategy], n: int, sent: bool,
         strategy = build(name)
         plan, programs = strategy.plan, strategy.compile()
         if sent:
-            rows = audit.audit(programs, plan)
+            rows = audit.audit(programs, plan, task)
             total = sum(row.nbytes for row in rows if row.dtype != audit.SCALARS)
             ratio = f"{total / plan.wire_bytes:.4f}" if total else "copies"
             of_ddp = plan.wire_bytes / ddp.wire_bytes

@@ -12,12 +12,14 @@ from typing import Any
 import jax
 import pytest
 
+from jaxpar import config as configs
 from jaxpar import step
 from jaxpar.analysis import audit
 from jaxpar.analysis.audit import SCALARS, CollectiveRow, axis_of
 from jaxpar.exchange import EXCHANGES, Axis, reduce
 from jaxpar.plan import Decision, Plan, Traffic
 from jaxpar.strategies.strategy import CompiledProgram
+from jaxpar.tasks.classification import TASK
 from scripts import audit as script
 from tests.runs import small_arguments
 from tests.strategies.pipelines import Task, make, make_config, make_problem, pipeline
@@ -86,7 +88,7 @@ def compiled(name: str) -> tuple[list[CompiledProgram], Plan]:
 
 def rows_of(name: str) -> list[CollectiveRow]:
     programs, on = compiled(name)
-    return audit.audit(programs, on)
+    return audit.audit(programs, on, TASK)
 
 
 @functools.cache
@@ -135,7 +137,7 @@ def test_dp_has_copies_and_no_collective() -> None:
 
 def test_a_pipeline_of_2_replicas() -> None:
     strategy = make(MLP, *pipeline("gpipe", 2, "--config.exchange=byteps_onebit", replicas=2))
-    rows = audit.audit(strategy.compile(), strategy.plan)
+    rows = audit.audit(strategy.compile(), strategy.plan, TASK)
     assert [row for row in rows if not row.is_explained] == []
     sent = {(row.kind, row.axis, row.dtype): row for row in counted(rows)}
     kinds = CODES, CODES_OF_MEANS
@@ -155,7 +157,7 @@ def test_less_theory_leaves_a_row_unexplained(name: str) -> None:
         elsewhere = tuple(o._replace(axis="stage") for o in on.traffic)
         twice = (*others, *(o._replace(nbytes=o.nbytes * 2) for o in on.traffic if o.kind == one.kind))
         for wrong in (others, half, twice, elsewhere):
-            rows = audit.audit(programs, dataclasses.replace(on, traffic=wrong))
+            rows = audit.audit(programs, dataclasses.replace(on, traffic=wrong), TASK)
             unexplained = {row.kind for row in counted(rows) if not row.is_explained}
             assert one.kind in unexplained
 
@@ -163,14 +165,32 @@ def test_less_theory_leaves_a_row_unexplained(name: str) -> None:
 def test_theory_that_is_not_sent_is_shown() -> None:
     programs, on = compiled("ddp")
     more = Traffic("all-gather", "float32", "data", 1000.0)
-    rows = audit.audit(programs, dataclasses.replace(on, traffic=(*on.traffic, more)))
+    rows = audit.audit(programs, dataclasses.replace(on, traffic=(*on.traffic, more)), TASK)
     [row] = [row for row in rows if not row.is_explained]
     assert row == CollectiveRow("all-gather", "data", "float32", 0, 0, 1000.0, 1000.0)
 
 
-def test_many_figures_are_unexplained() -> None:
+def test_many_scalars_are_unexplained() -> None:
     assert CollectiveRow("all-reduce", "data", SCALARS, 8, 256, None).is_explained
     assert not CollectiveRow("all-reduce", "data", SCALARS, 500, 16000, None).is_explained
+
+
+def test_the_sums_of_many_targets_are_scalars(tmp_path: Path) -> None:
+    """Of 20 targets: 3 sums each, the loss and the weight."""
+    values = [
+        "task=regression",
+        "model.name=mlp",
+        "data.source=synthetic",
+        "data.synthetic_examples=64",
+        "batch_size=8",
+    ]
+    values += [f"data.target_columns={','.join('abcdefghijklmnopqrst')}", "mesh.data=2", f"cache_dir={tmp_path}"]
+    config = configs.default_config()
+    configs.override(config, [f"--config.{value}" for value in values])
+    found = script.run(config, tmp_path)
+    assert [row for row in found["collectives"] if not row["explained"]] == []
+    [row] = [row for row in found["collectives"] if row["dtype"] == SCALARS]
+    assert row["nbytes"] >= 62 * 4
 
 
 @pytest.mark.parametrize("exchange", ["ddp", "zero1"])
@@ -186,7 +206,7 @@ def test_one_more_sum_is_unexplained(exchange: str, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(step, "gradients", with_another)
     strategy = make(MLP, *replicated(exchange))
-    rows = audit.audit(strategy.compile(), strategy.plan)
+    rows = audit.audit(strategy.compile(), strategy.plan, TASK)
     assert [(row.kind, row.dtype) for row in rows if not row.is_explained] == [REDUCE]
 
 
@@ -235,7 +255,7 @@ def sent_by(instruction: str) -> list[CollectiveRow]:
     text = "ENTRY %main.1 (x: f32[100]) -> f32[100] {\n  %x = f32[100]{0} parameter(0)\n"
     text += f"  ROOT %sent = f32[100]{{0}} {instruction}\n}}\n"
     program: Any = SimpleNamespace(compiled=SimpleNamespace(as_text=lambda: text), branches={})
-    return audit.audit([program], Plan("single", Decision(MESH, 1, "", 2), "", {}, ()))
+    return audit.audit([program], Plan("single", Decision(MESH, 1, "", 2), "", {}, ()), TASK)
 
 
 @pytest.mark.parametrize("groups", WRITTEN)

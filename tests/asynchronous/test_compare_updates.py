@@ -9,6 +9,8 @@ import pytest
 
 from jaxpar import config as configs
 from jaxpar import train
+from jaxpar.tasks import Score
+from jaxpar.tasks.classification import TASK
 from scripts import compare_updates
 from tests.checkpoint.test_private import config as small_run
 
@@ -70,7 +72,8 @@ def test_recovered_of_a_loss_and_of_a_perplexity() -> None:
         return {(name, 1.0): SimpleNamespace(result={figure: end}) for name, end in zip(names, ends, strict=True)}
 
     def recovered(figure: str, *ends: float) -> str:
-        return compare_updates.recovered(outcomes(figure, *ends), "async+dc_asgd", 1.0, figure)
+        score = Score(figure, "", is_exponential=figure == "perplexity")
+        return compare_updates.recovered(outcomes(figure, *ends), "async+dc_asgd", 1.0, score)
 
     assert recovered("test_loss", 1.0, 3.0, 2.5) == "25%"
     assert recovered("perplexity", 10.0, 1000.0, 100.0) == "50%"
@@ -91,7 +94,7 @@ def test_a_case_that_diverges() -> None:
     fine = compare_updates.Outcome(steps, losses, steps * 1.0, result, 4.0)
     lost = compare_updates.Outcome(steps[:1], losses[:1], np.array([np.nan]), None, np.nan)
     outcomes = {("sync", 1.0): fine, ("async", 1.0): lost, ("async+dc_asgd", 1.0): fine}
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in compare_updates.rows(outcomes)]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in compare_updates.rows(outcomes, TASK.score)]
     assert cells[2] == ["sync", "none", "4.00", "0.00, 0", "50.00%", "", "1"]
     assert cells[3] == ["async", "none", "", "", "diverged", "", ""]
     assert cells[4][5] == "async diverged"

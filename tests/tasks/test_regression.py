@@ -1,4 +1,4 @@
-"""Least squares and its metrics against NumPy; its data from tables."""
+"""Least squares and its metrics against NumPy and scikit-learn; its data from tables."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sklearn.metrics import r2_score, root_mean_squared_error
 
 from jaxpar import data, tasks
 from jaxpar.config import default_config
@@ -56,6 +57,19 @@ def test_sums_and_metrics_equal_numpy() -> None:
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(value, rel=1e-5), name
     assert {name: np.shape(x) for name, x in parts[0].terms.items()} == task.terms
+
+
+def test_metrics_equal_those_of_scikit_learn() -> None:
+    config = default_config()
+    config.data.target_columns = ("a", "b")
+    task, rng = tasks.TASKS["regression"](config), np.random.default_rng(1)
+    y = rng.normal([1, -3], [1, 20], (40, 2)).astype(np.float32)
+    found, weights = (y + rng.normal(size=y.shape)).astype(np.float32), rng.uniform(0, 2, 40).astype(np.float32)
+    batch = {"labels": jnp.asarray(y), "weights": jnp.asarray(weights)}
+    metrics = task.all_metrics(tasks.add_up([task.sums(jnp.asarray(found), batch)]))
+    by_target = root_mean_squared_error(y, found, sample_weight=weights, multioutput="raw_values")
+    assert metrics["rmse"] == pytest.approx(np.sqrt(np.mean(by_target**2)), rel=1e-5)
+    assert metrics["r2"] == pytest.approx(r2_score(y, found, sample_weight=weights), rel=1e-4)
 
 
 @pytest.mark.parametrize("source", ["csv", "jsonl"])

@@ -1,7 +1,9 @@
-"""Losses and metrics against NumPy."""
+"""Losses and metrics against NumPy and scikit-learn."""
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from sklearn.metrics import accuracy_score, log_loss
 
 from jaxpar import tasks
 from jaxpar.tasks import cross_entropy, language_models
@@ -25,6 +27,20 @@ def test_sums_equal_numpy_and_ignore_filler_rows() -> None:
             correct += weights[i, j] * (logits[i, j].argmax() == labels[i, j])
     expected = np.array([loss, correct, weights.sum()])
     np.testing.assert_allclose([got.loss, got.terms["correct"], got.weight], expected, rtol=1e-5)
+
+
+def test_metrics_equal_those_of_scikit_learn() -> None:
+    rng = np.random.default_rng(1)
+    logits, labels = rng.normal(size=(50, 4)).astype(np.float32), rng.integers(0, 4, 50)
+    weights = rng.uniform(0, 2, 50).astype(np.float32)
+    batch = {"labels": jnp.asarray(labels), "weights": jnp.asarray(weights)}
+    metrics = TASK.all_metrics(tasks.add_up([TASK.sums(jnp.asarray(logits), batch)]))
+    probabilities = np.exp(logits.astype(np.float64))
+    probabilities /= probabilities.sum(1, keepdims=True)
+    assert metrics == {
+        "loss": pytest.approx(log_loss(labels, probabilities, sample_weight=weights, labels=range(4)), rel=1e-5),
+        "accuracy": pytest.approx(accuracy_score(labels, logits.argmax(1), sample_weight=weights), rel=1e-5),
+    }
 
 
 def test_metrics() -> None:

@@ -113,7 +113,8 @@ class PipelineEngine:
                 carry = carry._replace(**touched | {"stashes": carry.stashes | touched["stashes"]})
             return self._deliver(carry, *now), None
 
-        return jax.lax.scan(clock, self._start(), plan)[0][-2:]
+        end, _ = jax.lax.scan(clock, self._start(), plan)
+        return end.grads, end.sums
 
     def _start(self) -> Carry:
         slots = dict(self.shape.num_slots)

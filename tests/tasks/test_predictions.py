@@ -1,0 +1,103 @@
+"""How the outputs of each task's head read, against values worked out by hand."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from jaxpar import tasks
+from jaxpar.config import default_config
+from jaxpar.data import DataInfo
+from jaxpar.tasks import Names, Task
+from jaxpar.tasks.token_classification import read_entities
+from tests.tasks.test_token_classification import NAMES as TAGS
+from tests.tasks.test_token_classification import conlleval
+
+WORDS = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "a", "good", "bad", "film"]
+INFO = DataInfo("text", (6,), 3, ("neg", "neutral", "pos"), len(WORDS), 0, ("stars", "price"))
+LOG3 = math.log(3)
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return " ".join(WORDS[token] for token in tokens if token > 3)
+
+
+def task_of(name: str) -> Task:
+    return tasks.TASKS[name](default_config())
+
+
+def logits_of(choices: list[list[int]]) -> np.ndarray:
+    """log 3 at the chosen words, 0 at the 7 others: a probability of 3 / 10."""
+    return (LOG3 * np.eye(len(WORDS))[choices]).astype(np.float32)
+
+
+def test_classification() -> None:
+    logits_BC = np.array([[0, LOG3, 0], [500, -500, 500 + LOG3]], np.float32)  # whose exp overflows
+    found = task_of("classification").predictions(logits_BC, {}, Names(INFO, decode))
+    assert [one["class"] for one in found] == ["neutral", "pos"]
+    assert [one["probability"] for one in found] == pytest.approx([3 / 5, 3 / 4], rel=1e-5)
+
+
+def test_regression() -> None:
+    outputs_BK = np.array([[4.5, 12.25], [-1, 0]], np.float32)
+    found = task_of("regression").predictions(outputs_BK, {}, Names(INFO, decode))
+    assert found == [{"stars": 4.5, "price": 12.25}, {"stars": -1.0, "price": 0.0}]
+
+
+def test_token_classification() -> None:
+    """Words are where weights are; "London" is of two tokens, the second of which would be read as B-PER."""
+    predicted_BT = np.array([[3, 3, 4, 0, 1, 3], [0, 2, 0, 0, 0, 0]])
+    batch = {"weights": np.array([[0, 1, 1, 1, 1, 0], [0, 1, 0, 0, 0, 0]], np.float32)}
+    names = Names(INFO._replace(class_names=TAGS), decode)
+    assert task_of("token_classification").predictions(np.eye(5)[predicted_BT], batch, names) == [
+        {
+            "tags": ["B-PER", "I-PER", "O", "B-LOC"],
+            "entities": [{"type": "PER", "start": 0, "stop": 2}, {"type": "LOC", "start": 3, "stop": 4}],
+        },
+        {"tags": ["I-LOC"], "entities": [{"type": "LOC", "start": 0, "stop": 1}]},
+    ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_entities_equal_conlleval(seed: int) -> None:
+    tags = [TAGS[number] for number in np.random.default_rng(seed).integers(0, len(TAGS), 200)]
+    found = read_entities(tags)
+    assert {(one["type"], one["start"], int(str(one["stop"])) - 1) for one in found} == conlleval(tags)
+    assert len(found) == len(conlleval(tags)) > 50
+
+
+def test_masked_lm() -> None:
+    inputs = np.array([[1, 4, 3, 7, 2, 0], [1, 3, 3, 2, 0, 0]], np.int32)  # [CLS] a [MASK] film [SEP]
+    weights = (inputs == 3).astype(np.float32)
+    weights[1, 1] = 0  # a mask that nothing is asked about
+    batch = {"inputs": inputs, "mask": inputs > 0, "weights": weights}
+    logits_BTV = logits_of([[6, 6, 5, 6, 6, 6], [6, 6, 7, 6, 6, 6]])
+    found = task_of("masked_lm").predictions(logits_BTV, batch, Names(INFO, decode))
+    assert [one["text"] for one in found] == ["a good film", "film"]
+    expected = [[{"position": 2, "token": "good"}], [{"position": 2, "token": "film"}]]
+    for one, tokens in zip(found, expected, strict=True):
+        assert one["tokens"] == [token | {"probability": pytest.approx(0.3, rel=1e-6)} for token in tokens]
+    assert inputs[0, 2] == 3  # the batch is left as it is
+
+
+def test_causal_lm() -> None:
+    logits_BTV = logits_of([[6, 6, 5], [7, 6, 6]])
+    task, names = task_of("causal_lm"), Names(INFO, decode)
+    found = task.predictions(logits_BTV, {}, names)
+    assert [one["next"] for one in found] == ["good", "bad"]
+    found = task.predictions(logits_BTV, {"mask": np.array([[1, 1, 1], [1, 0, 0]], bool)}, names)
+    assert [one["next"] for one in found] == ["good", "film"]
+    assert [one["probability"] for one in found] == pytest.approx([0.3, 0.3], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", tasks.TASKS)
+def test_every_task_is_read_here_and_has_a_score(name: str) -> None:
+    assert f"test_{name}" in globals()
+    task = task_of(name)
+    ones = tasks.Sums(np.ones(()), {term: np.ones(shape) for term, shape in task.terms.items()}, np.ones(()))
+    results = task.results(task.all_metrics(ones))
+    assert format(results[task.score.key], task.score.format)
+    assert task.headline.format(**results)
+    assert task.score.is_exponential == (task.score.key == "perplexity")
+    assert task.num_sums == sum(np.size(leaf) for leaf in (ones.loss, *ones.terms.values(), ones.weight))
