@@ -20,14 +20,16 @@ from ml_collections import ConfigDict
 
 from jaxpar.errors import UserError
 
+Facts = dict[str, Any]  # what JSON can hold
+
 _RECORD = "entry.json"
 
 
 class Entry(NamedTuple):
-    """A finished entry: where it lies, and what its maker said of it."""
+    """A finished entry: where it lies, and the facts that its maker returned."""
 
     directory: Path
-    facts: dict[str, Any]
+    facts: Facts
 
     def array(self, name: str) -> np.ndarray:
         """The array of file `name`.npy, memory-mapped (an empty one cannot be mapped: read)."""
@@ -42,14 +44,14 @@ def cache_dir(config: ConfigDict) -> Path:
     return Path(config.cache_dir or os.environ.get("JAXPAR_CACHE") or "~/.cache/jaxpar").expanduser()
 
 
-def fingerprint(facts: dict[str, Any]) -> str:
-    """A hash of facts that JSON can hold: 40 hexadecimal digits."""
+def fingerprint(facts: Facts) -> str:
+    """A hash of facts: 40 hexadecimal digits."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:40]
 
 
-def entry(parent: Path, name: str, make: Callable[[Path], dict[str, Any]], *, doing: str) -> Entry:
+def entry(parent: Path, name: str, make: Callable[[Path], Facts], *, doing: str) -> Entry:
     """The entry `name` under `parent`. Where there is no whole one, `make(directory)` writes its files
-    (into a temporary directory) and returns its facts, which JSON can hold; `doing` is printed.
+    (into a temporary directory) and returns its facts; `doing` is printed.
 
     Raises UserError where `parent` cannot be written to.
     """
@@ -79,7 +81,7 @@ def entry(parent: Path, name: str, make: Callable[[Path], dict[str, Any]], *, do
     return Entry(path, facts)
 
 
-def _finish(temporary: Path, path: Path, facts: dict[str, Any]) -> None:
+def _finish(temporary: Path, path: Path, facts: Facts) -> None:
     """Records the sizes, flushes to disk, renames. Another process may have been quicker: its entry is the same."""
     files = sorted(file for file in temporary.iterdir() if file.is_file())
     record = {"sizes": {file.name: file.stat().st_size for file in files}, "facts": facts}
@@ -94,12 +96,12 @@ def _finish(temporary: Path, path: Path, facts: dict[str, Any]) -> None:
             raise
 
 
-def _whole(path: Path) -> dict[str, Any] | None:
+def _whole(path: Path) -> Facts | None:
     """The facts of the entry, or None where a file of it is missing or not of the recorded size."""
     try:
         record = json.loads((path / _RECORD).read_text())
         sizes = {name: (path / name).stat().st_size for name in record["sizes"]}
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
-    facts: dict[str, Any] = record["facts"]
+    facts: Facts = record["facts"]
     return facts if sizes == record["sizes"] else None

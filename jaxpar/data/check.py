@@ -130,7 +130,7 @@ def _check_text(config: ConfigDict, labels: Labels) -> None:
         raise UserError(f"config.data.mask_fraction is {data.mask_fraction}; it must be between 0 and 1.")
     _check_columns(config, labels)
     if config.data.source != "synthetic":
-        text.given_tokenizer(config)
+        text.named_tokenizer(config)
 
 
 def _check_columns(config: ConfigDict, labels: Labels) -> None:

@@ -4,11 +4,11 @@ import hashlib
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from ml_collections import ConfigDict
 
 from jaxpar.data import files
+from jaxpar.data.cache import Facts
 from jaxpar.data.labels import Labels
 from jaxpar.data.rows import Columns, TextRow, read_files
 from jaxpar.errors import UserError, nearest
@@ -22,8 +22,8 @@ SplitRow = tuple[str, TextRow]
 class Corpus:
     """The rows of all splits.
 
-    A split that has no file of its own is parted from the training file: a table's rows by the hash of their
-    text, so that no text is in two splits; plain text by place, the test's part last, the validation's before it.
+    A split without a file is taken from the training file: a table's rows by the hash of their text, so that no
+    text is in two splits; plain text by place, the test split last, the validation split before it.
     """
 
     def __init__(self, config: ConfigDict, labels: Labels):
@@ -39,7 +39,7 @@ class Corpus:
         self._validation = 0.0 if data.validation else float(data.validation_fraction)
         self._test = 0.0 if data.test else float(data.test_fraction)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Facts:
         """All that determines the rows, contents of files by their hash."""
         digests = {name: files.digest_files(paths) for name, paths in self._files.items()}
         targets = {"targets": self._columns.targets} if self._columns.targets else {}
@@ -58,7 +58,7 @@ class Corpus:
         for name, paths in self._files.items():
             rows = read_files(self._source, paths, self._columns)
             if name == "train" and self._source == "text":
-                yield from parted(list(rows), self._validation, self._test)
+                yield from split_by_place(list(rows), self._validation, self._test)
                 continue
             for row in rows:
                 if name == "train":
@@ -103,7 +103,7 @@ def split_of(texts: tuple[str, ...], validation: float, test: float) -> str:
     return "test" if place < test else "validation" if place < test + validation else "train"
 
 
-def parted(rows: list[TextRow], validation: float, test: float) -> Iterator[SplitRow]:
+def split_by_place(rows: list[TextRow], validation: float, test: float) -> Iterator[SplitRow]:
     """Documents, one after another, cut in three at the line ends that follow the fractions' places."""
     total = sum(len(row.texts[0]) for row in rows)
     bounds = (round(total * (1 - validation - test)), round(total * (1 - test)), total)

@@ -22,8 +22,8 @@ def find_files(key: str, pattern: str) -> list[Path]:
     Raises UserError where there is none, or one is not a readable file.
     """
     pattern = str(Path(pattern).expanduser())
-    found = [pattern] if os.path.lexists(pattern) else glob.glob(pattern, recursive=True)  # noqa: PTH207 - also absolute
-    paths = sorted(map(Path, found))
+    matches = [pattern] if os.path.lexists(pattern) else glob.glob(pattern, recursive=True)  # noqa: PTH207 - also absolute
+    paths = sorted(map(Path, matches))
     if not paths:
         where = _nearest_file(Path(pattern))
         raise UserError(f"config.{key} is {pattern!r}, which does not exist; it must be a file, or a glob.{where}")

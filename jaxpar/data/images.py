@@ -24,7 +24,7 @@ class Labelled(NamedTuple):
 
 
 def load(config: ConfigDict) -> Dataset:
-    """The data set in the directory config.data.train. The validation split is parted by the hash of the image."""
+    """The data set in the directory config.data.train. The validation split is chosen by the hash of the image."""
     data = config.data
     directory = Path(data.train).expanduser()
     train, test, class_names = IMAGE_READERS[data.source](directory)
@@ -38,11 +38,11 @@ def load(config: ConfigDict) -> Dataset:
             f"{len(place_N)} images; it must be 0, or leave some in both splits"
         )
 
-    def split(part: Labelled, chosen_N: np.ndarray, augment: bool) -> Images:
-        images_NHWC = part.images_NHWC[chosen_N]
-        return Images(images_NHWC, part.labels_N[chosen_N], shift=augment, flip=augment and data.source == "cifar10")
+    def split(images: Labelled, chosen_N: np.ndarray, augment: bool) -> Images:
+        images_NHWC = images.images_NHWC[chosen_N]
+        return Images(images_NHWC, images.labels_N[chosen_N], shift=augment, flip=augment and data.source == "cifar10")
 
-    digests = [hashlib.sha256(array.tobytes()).hexdigest() for part in (train, test) for array in part]
+    digests = [hashlib.sha256(array.tobytes()).hexdigest() for images in (train, test) for array in images]
     facts = {
         "source": data.source,
         "digests": digests,
@@ -66,27 +66,27 @@ def _place(image_HWC: np.ndarray) -> float:
 def _read_mnist(directory: Path) -> tuple[Labelled, Labelled, tuple[str, ...]]:
     """Yann LeCun's idx files: train-images-idx3-ubyte and so on; also as train-images.idx3-ubyte."""
 
-    def part(name: str) -> Labelled:
+    def read(name: str) -> Labelled:
         images_path = _one_of(directory, _idx_names(f"{name}-images", 3))
         images_NHW = _read_idx(images_path, 3)
         labels_path = _one_of(directory, _idx_names(f"{name}-labels", 1))
         labels_N = _read_idx(labels_path, 1)
         return _labelled(labels_path, images_NHW[..., None], labels_N)
 
-    return part("train"), part("t10k"), tuple(map(str, range(10)))
+    return read("train"), read("t10k"), tuple(map(str, range(10)))
 
 
-def _idx_names(stem: str, rank: int) -> list[str]:
-    return [f"{stem}{sep}idx{rank}-ubyte{suffix}" for sep in "-." for suffix in ("", ".gz")]
+def _idx_names(stem: str, ndim: int) -> list[str]:
+    return [f"{stem}{sep}idx{ndim}-ubyte{suffix}" for sep in "-." for suffix in ("", ".gz")]
 
 
-def _read_idx(path: Path, rank: int) -> np.ndarray:
-    """An idx file of uint8: 0, 0, 8 (uint8), rank, then the sizes as big-endian int32, then the data."""
+def _read_idx(path: Path, ndim: int) -> np.ndarray:
+    """An idx file of uint8: 0, 0, 8 (uint8), ndim, then the sizes as big-endian int32, then the data."""
     content = _content(path)
-    if content[:4] != bytes((0, 0, 8, rank)):
-        raise UserError(f"{path}: wrong magic number {content[:4].hex()}; an idx file of bytes starts 0000080{rank}.")
-    start = 4 + 4 * rank
-    shape = np.frombuffer(content[4:start].ljust(4 * rank, b"\0"), ">i4")
+    if content[:4] != bytes((0, 0, 8, ndim)):
+        raise UserError(f"{path}: wrong magic number {content[:4].hex()}; an idx file of bytes starts 0000080{ndim}.")
+    start = 4 + 4 * ndim
+    shape = np.frombuffer(content[4:start].ljust(4 * ndim, b"\0"), ">i4")
     expected = start + int(np.prod(shape, dtype=np.int64))
     if len(content) != expected:
         raise UserError(f"{path}: {len(content)} bytes, where its header says {expected}: truncated or damaged.")
@@ -101,8 +101,8 @@ def _read_cifar10(directory: Path) -> tuple[Labelled, Labelled, tuple[str, ...]]
     ):
         for place in (directory, directory / inner):
             if (place / f"data_batch_1{suffix}").exists():
-                parts = [read(_one_of(place, [f"data_batch_{number}{suffix}"])) for number in range(1, 6)]
-                train = Labelled(*map(np.concatenate, zip(*parts, strict=True)))
+                batches = [read(_one_of(place, [f"data_batch_{number}{suffix}"])) for number in range(1, 6)]
+                train = Labelled(*map(np.concatenate, zip(*batches, strict=True)))
                 return train, read(_one_of(place, [f"test_batch{suffix}"])), CIFAR10_CLASSES
     raise UserError(
         f"config.data.train is {str(directory)!r}; it must have data_batch_1 (python version) or data_batch_1.bin "

@@ -179,8 +179,8 @@ def _places(path: Path, names: Sequence[str], columns: Columns, line: int = 1) -
             key = "label_column" if name == columns.label else "text_columns"
             key = "target_columns" if name in columns.targets else key
             there = ", ".join(map(repr, names))
-            found = f"{path}:{line} has no column {name!r}; it has {there}.{nearest(name, names)}"
-            raise UserError(f"{found} Set config.data.{key}.")
+            missing = f"{path}:{line} has no column {name!r}; it has {there}.{nearest(name, names)}"
+            raise UserError(f"{missing} Set config.data.{key}.")
         if list(names).count(name) > 1:
             raise UserError(f"{path}:{line} has more than one column {name!r}.")
     return [list(names).index(name) for name in columns.all]

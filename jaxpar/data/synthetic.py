@@ -29,7 +29,7 @@ Make = tuple[DataInfo, Callable[[slice], Split]]
 
 
 def load(config: ConfigDict, labels: Labels) -> Dataset:
-    """config.data.synthetic_examples examples, a function of config.seed, parted by the fractions."""
+    """config.data.synthetic_examples examples, a function of config.seed, split by the fractions."""
     data = config.data
     random = np.random.Generator(np.random.Philox(np.random.SeedSequence((config.seed, 2))))
     total = data.synthetic_examples
@@ -61,7 +61,7 @@ def _texts(config: ConfigDict, labels: Labels, random: np.random.Generator) -> M
     chains_NK = _chains(random, total, longest + 1, min(_USED, data.vocab_size - _FIRST))
     if labels is Labels.NEXT:
         blocks_NK = chains_NK.astype(np.int32)
-        return info, lambda rows: Blocks(blocks_NK[rows])
+        return info, lambda part: Blocks(blocks_NK[part])
     labels_N, masking = None, None
     if labels in (Labels.CLASSES, Labels.TARGETS):
         labels_N = random.integers(0, NUM_CLASSES, total, np.int32)
@@ -83,9 +83,9 @@ def _texts(config: ConfigDict, labels: Labels, random: np.random.Generator) -> M
     offsets_N1 = np.concatenate([[0], np.cumsum(lengths_N)])
     buckets = buckets_of(config)
 
-    def cut(rows: slice) -> Split:
-        labels_R = None if labels_N is None else labels_N[rows]
-        return Texts(tokens_M, offsets_N1[rows.start : rows.stop + 1], labels_R, None, buckets, _PAD, masking, tags_M)
+    def cut(part: slice) -> Split:
+        labels_R = None if labels_N is None else labels_N[part]
+        return Texts(tokens_M, offsets_N1[part.start : part.stop + 1], labels_R, None, buckets, _PAD, masking, tags_M)
 
     return info, cut
 
@@ -123,7 +123,7 @@ def _images(config: ConfigDict, _labels: Labels, random: np.random.Generator) ->
     images_NHWC = pattern_CHWC[labels_N] + noise_NHWC
     augment = config.data.augment
     info = DataInfo("image", (32, 32, 3), NUM_CLASSES, tuple(map(str, range(NUM_CLASSES))), 0, 0)
-    return info, lambda rows: Images(images_NHWC[rows], labels_N[rows], shift=augment, flip=augment)
+    return info, lambda part: Images(images_NHWC[part], labels_N[part], shift=augment, flip=augment)
 
 
 def _vectors(config: ConfigDict, labels: Labels, random: np.random.Generator) -> Make:
@@ -135,4 +135,4 @@ def _vectors(config: ConfigDict, labels: Labels, random: np.random.Generator) ->
     names = () if targets else tuple(map(str, range(NUM_CLASSES)))
     values_N = _as_targets(random, labels_N, targets) if targets else labels_N
     info = DataInfo("vector", (32,), len(names), names, 0, 0, targets)
-    return info, lambda rows: Vectors(vectors_ND[rows], values_N[rows])
+    return info, lambda part: Vectors(vectors_ND[part], values_N[part])

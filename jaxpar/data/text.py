@@ -4,13 +4,13 @@ import hashlib
 import uuid
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
 from tokenizers import Tokenizer
 
 from jaxpar.data import cache, files, tokenizer, tokens
+from jaxpar.data.cache import Facts
 from jaxpar.data.corpus import Corpus
 from jaxpar.data.examples import Blocks, DataInfo, Dataset, Masking, Split, Texts
 from jaxpar.data.labels import Labels
@@ -42,7 +42,7 @@ def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:
             f"config.data.train is {config.data.train!r}, which has one class, {classes[0]!r}; it must have two or more"
         )
     _check_labels(entry, labels, classes, config.data.train)
-    _keep(workdir, serialized)
+    _save_tokenizer(workdir, serialized)
     size = tokenizer.vocab_size(made)
     targets = tuple(config.data.target_columns) if labels is Labels.TARGETS else ()
     info = DataInfo("text", (config.data.max_length,), len(classes), classes, size, pad_id, targets)
@@ -60,18 +60,18 @@ def _check_labels(entry: cache.Entry, labels: Labels, classes: tuple[str, ...], 
     if not classes:
         return
 
-    def found(name: str) -> np.ndarray:
+    def labels_in(name: str) -> np.ndarray:
         """Numbers of classes; of entities, of the class B-TYPE."""
         if labels is Labels.CLASSES:
             return np.unique(entry.array(f"{name}.labels"))
         tags = np.unique(entry.array(f"{name}.tags"))
         return np.unique((tags[tags > 0] - 1) // 2 * 2 + 1)
 
-    trained = found("train")
+    trained = labels_in("train")
     for name in ("validation", "test"):
         if not entry.facts["examples"][name]:
             continue
-        unseen = np.setdiff1d(found(name), trained)
+        unseen = np.setdiff1d(labels_in(name), trained)
         if len(unseen):
             raise UserError(
                 f"config.data.train is {path!r}, whose label {classes[unseen[0]]!r} is so rare that only the {name} "
@@ -107,7 +107,7 @@ def _split(
 
 def _write(
     directory: Path, *, config: ConfigDict, labels: Labels, corpus: Corpus, made: Tokenizer, path: Path
-) -> dict[str, Any]:
+) -> Facts:
     """Makes the cache entry: which arrays, the task and source decide."""
     longest = config.data.max_length
     if labels is Labels.NEXT:
@@ -125,27 +125,27 @@ def _write(
     return tokens.write_examples(directory, corpus.rows(), made, longest)
 
 
-def _tokenizer(
-    config: ConfigDict, labels: Labels, workdir: Path, corpus: Corpus, facts: dict[str, Any]
-) -> tuple[Path, str]:
-    """Where the tokenizer lies (for messages) and the tokenizer as JSON: the given one, the workdir's, or a new one."""
-    kept = workdir / "tokenizer.json"
-    given = given_tokenizer(config)
-    if given is not None:
-        serialized = tokenizer.read_tokenizer(given)
-        if kept.exists() and tokenizer.read_tokenizer(kept) != serialized:
-            raise UserError(f"{kept} is not {given}: this workdir belongs to another run. Choose another --workdir.")
-        return given, serialized
+def _tokenizer(config: ConfigDict, labels: Labels, workdir: Path, corpus: Corpus, facts: Facts) -> tuple[Path, str]:
+    """Where the tokenizer lies (for messages) and the tokenizer as JSON: the config's, the workdir's, or a new one."""
+    saved = workdir / "tokenizer.json"
+    named = named_tokenizer(config)
+    if named is not None:
+        serialized = tokenizer.read_tokenizer(named)
+        if saved.exists() and tokenizer.read_tokenizer(saved) != serialized:
+            raise UserError(f"{saved} is not {named}: this workdir belongs to another run. Choose another --workdir.")
+        return named, serialized
     size = config.data.vocab_size
-    if kept.exists():
-        serialized = tokenizer.read_tokenizer(kept)
-        found = tokenizer.vocab_size(Tokenizer.from_str(serialized))
-        if found > size:
-            raise UserError(f"{kept} has {found} tokens, config.data.vocab_size is {size}. Choose another --workdir.")
-        return kept, serialized
+    if saved.exists():
+        serialized = tokenizer.read_tokenizer(saved)
+        num_tokens = tokenizer.vocab_size(Tokenizer.from_str(serialized))
+        if num_tokens > size:
+            raise UserError(
+                f"{saved} has {num_tokens} tokens, config.data.vocab_size is {size}. Choose another --workdir."
+            )
+        return saved, serialized
     byte_level = labels is Labels.NEXT
 
-    def make(directory: Path) -> dict[str, Any]:
+    def make(directory: Path) -> Facts:
         trained = tokenizer.train_tokenizer(corpus.training_texts, size, byte_level=byte_level)
         (directory / "tokenizer.json").write_text(trained.to_str(), "utf-8")
         return {}
@@ -153,10 +153,10 @@ def _tokenizer(
     name = cache.fingerprint({**facts, "format": _FORMAT, "vocab_size": size, "byte_level": byte_level})
     doing = f"Training a tokenizer of up to {size} tokens"
     trained = cache.entry(cache.cache_dir(config) / "tokenizers", name, make, doing=doing)
-    return kept, (trained.directory / "tokenizer.json").read_text("utf-8")
+    return saved, (trained.directory / "tokenizer.json").read_text("utf-8")
 
 
-def given_tokenizer(config: ConfigDict) -> Path | None:
+def named_tokenizer(config: ConfigDict) -> Path | None:
     """The tokenizer file that the config names: config.data.tokenizer, or the one in config.model.init_from."""
     if config.data.tokenizer:
         return files.find_files("data.tokenizer", config.data.tokenizer)[0]
@@ -172,7 +172,7 @@ def given_tokenizer(config: ConfigDict) -> Path | None:
     )
 
 
-def _keep(workdir: Path, serialized: str) -> None:
+def _save_tokenizer(workdir: Path, serialized: str) -> None:
     """Writes workdir/tokenizer.json, whole or not at all, unless it is there."""
     if (workdir / "tokenizer.json").exists():
         return

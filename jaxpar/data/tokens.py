@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from tokenizers import Tokenizer
 
+from jaxpar.data.cache import Facts
 from jaxpar.data.corpus import SPLITS, SplitRow
 from jaxpar.data.tokenizer import vocab_size
 from jaxpar.errors import UserError
@@ -26,77 +27,78 @@ _CHUNK = 1 << 20  # characters that are tokenized at a time, by all cores
 _PIECE = 1 << 16  # a document longer than this is tokenized in runs of whole lines
 
 
-def write_examples(directory: Path, rows: Iterable[SplitRow], tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
+def write_examples(directory: Path, rows: Iterable[SplitRow], tokenizer: Tokenizer, max_length: int) -> Facts:
     """One example a row, with special tokens, cut to max_length.
 
     Returns the names of the classes, in order, and the number of examples by split.
     """
     tokenizer.no_padding()
     tokenizer.enable_truncation(max_length)
-    parts = {name: _Part(tokenizer) for name in SPLITS}
+    splits = {name: _SplitArrays(tokenizer) for name in SPLITS}
     seen: dict[str, int] = {}  # label -> number, in order of appearance
     for chunk in _chunks((row.texts, split, row) for split, row in rows):
         texts = [texts if len(texts) == 2 else texts[0] for texts, _, _ in chunk]
         for (_, split, row), encoding in zip(chunk, tokenizer.encode_batch(texts), strict=True):
             if not encoding.ids:
                 raise UserError(f"{row.place}: the text has no tokens.")
-            part = parts[split]
-            part.tokens.extend(encoding.ids)
-            part.offsets.append(len(part.tokens))
-            part.labels.append(seen.setdefault(row.label, len(seen)))
-            part.targets.extend(row.targets)
+            arrays = splits[split]
+            arrays.tokens.extend(encoding.ids)
+            arrays.offsets.append(len(arrays.tokens))
+            arrays.labels.append(seen.setdefault(row.label, len(seen)))
+            arrays.targets.extend(row.targets)
             if len(row.texts) == 2:
-                part.segments.extend(encoding.type_ids)
+                arrays.segments.extend(encoding.type_ids)
     classes = class_order(seen)
     place = {label: number for number, label in enumerate(classes)}
     number_C = np.array([place[label] for label in seen], np.int32)
-    for name, part in parts.items():
-        np.save(directory / f"{name}.tokens.npy", np.array(part.tokens))
-        np.save(directory / f"{name}.offsets.npy", np.array(part.offsets))
-        np.save(directory / f"{name}.labels.npy", number_C[np.array(part.labels, np.int32)])
-        np.save(directory / f"{name}.segments.npy", np.array(part.segments))
-        if part.targets:
-            np.save(directory / f"{name}.targets.npy", np.array(part.targets, np.float32).reshape(len(part.labels), -1))
-    return {"classes": classes, "examples": {name: len(part.labels) for name, part in parts.items()}}
+    for name, arrays in splits.items():
+        np.save(directory / f"{name}.tokens.npy", np.array(arrays.tokens))
+        np.save(directory / f"{name}.offsets.npy", np.array(arrays.offsets))
+        np.save(directory / f"{name}.labels.npy", number_C[np.array(arrays.labels, np.int32)])
+        np.save(directory / f"{name}.segments.npy", np.array(arrays.segments))
+        if arrays.targets:
+            targets = np.array(arrays.targets, np.float32).reshape(len(arrays.labels), -1)
+            np.save(directory / f"{name}.targets.npy", targets)
+    return {"classes": classes, "examples": {name: len(arrays.labels) for name, arrays in splits.items()}}
 
 
-def write_tagged(directory: Path, rows: Iterable[SplitRow], tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
+def write_tagged(directory: Path, rows: Iterable[SplitRow], tokenizer: Tokenizer, max_length: int) -> Facts:
     """One example a row of words and tags, with special tokens, cut to max_length: later words have no label.
 
     Returns the names of the classes, O and then B-TYPE, I-TYPE by type, and the number of examples by split.
     """
     tokenizer.no_padding()
     tokenizer.enable_truncation(max_length)
-    parts = {name: _Part(tokenizer) for name in SPLITS}
+    splits = {name: _SplitArrays(tokenizer) for name in SPLITS}
     seen: dict[str, int] = {}  # tag -> number, in order of appearance
     for chunk in _chunks((row.texts, split, row) for split, row in rows):
         encodings = tokenizer.encode_batch([list(words) for words, _, _ in chunk], is_pretokenized=True)
         for (_, split, row), encoding in zip(chunk, encodings, strict=True):
-            part, previous, is_tagged = parts[split], None, False
+            arrays, previous, is_tagged = splits[split], None, False
             for word in encoding.word_ids:
                 if word is None or word == previous:
-                    part.tags.append(-1)
+                    arrays.tags.append(-1)
                 else:
-                    part.tags.append(seen.setdefault(row.tags[word], len(seen)))
+                    arrays.tags.append(seen.setdefault(row.tags[word], len(seen)))
                     is_tagged = True
                 previous = word
             if not is_tagged:
                 raise UserError(f"{row.place}: the text has no tokens.")
-            part.tokens.extend(encoding.ids)
-            part.offsets.append(len(part.tokens))
+            arrays.tokens.extend(encoding.ids)
+            arrays.offsets.append(len(arrays.tokens))
     types = sorted({tag[2:] for tag in seen if tag != "O"})
     classes = ["O", *(f"{prefix}-{kind}" for kind in types for prefix in "BI")]
     number_C = np.array([*(classes.index(tag) for tag in seen), -1], np.int32)  # the last is that of -1
-    for name, part in parts.items():
-        np.save(directory / f"{name}.tokens.npy", np.array(part.tokens))
-        np.save(directory / f"{name}.offsets.npy", np.array(part.offsets))
-        np.save(directory / f"{name}.tags.npy", number_C[np.array(part.tags, np.int32)])
-    return {"classes": classes, "examples": {name: len(part.offsets) - 1 for name, part in parts.items()}}
+    for name, arrays in splits.items():
+        np.save(directory / f"{name}.tokens.npy", np.array(arrays.tokens))
+        np.save(directory / f"{name}.offsets.npy", np.array(arrays.offsets))
+        np.save(directory / f"{name}.tags.npy", number_C[np.array(arrays.tags, np.int32)])
+    return {"classes": classes, "examples": {name: len(arrays.offsets) - 1 for name, arrays in splits.items()}}
 
 
 def write_packed(
     directory: Path, rows: Iterable[SplitRow], tokenizer: Tokenizer, max_length: int, ends: tuple[int, int]
-) -> dict[str, Any]:
+) -> Facts:
     """Documents, each followed by ends[1], cut into examples of max_length: ends[0], a run of tokens, ends[1].
 
     The last one is shorter. For masked language models.
@@ -119,7 +121,7 @@ def write_packed(
 
 def write_blocks(
     directory: Path, rows: Iterable[SplitRow], tokenizer: Tokenizer, max_length: int, end_of_text: int
-) -> dict[str, Any]:
+) -> Facts:
     """Documents, each followed by end_of_text, cut into blocks of max_length + 1. The remainder is dropped."""
     streams = _streams(rows, tokenizer, end_of_text)
     examples = {}
@@ -140,7 +142,7 @@ def class_order(labels: Iterable[str]) -> list[str]:
         return sorted(labels)
 
 
-class _Part:
+class _SplitArrays:
     """The growing arrays of one split: `array` holds a token in 2 or 4 bytes, where a list takes 8 and more."""
 
     def __init__(self, tokenizer: Tokenizer):
@@ -156,14 +158,14 @@ def _streams(rows: Iterable[SplitRow], tokenizer: Tokenizer, end: int) -> dict[s
     """The tokens of each split's documents, one after another, each followed by `end`."""
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    parts = {name: _Part(tokenizer) for name in SPLITS}
+    splits = {name: _SplitArrays(tokenizer) for name in SPLITS}
     for chunk in _chunks(_pieces(rows)):
         encodings = tokenizer.encode_batch([texts[0] for texts, _, _ in chunk], add_special_tokens=False)
         for (_, split, is_last), encoding in zip(chunk, encodings, strict=True):
-            parts[split].tokens.extend(encoding.ids)
+            splits[split].tokens.extend(encoding.ids)
             if is_last:
-                parts[split].tokens.append(end)
-    return {name: np.array(part.tokens) for name, part in parts.items()}
+                splits[split].tokens.append(end)
+    return {name: np.array(arrays.tokens) for name, arrays in splits.items()}
 
 
 def _pieces(rows: Iterable[SplitRow]) -> Iterator[tuple[tuple[str, ...], str, bool]]:

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,13 @@ def test_mistakes_name_the_key(name: str, good: ConfigDict) -> None:
         check(good)
     assert "\n" not in str(caught.value)
     assert not Path("cache").exists()
+
+
+def test_a_file_that_may_not_be_read(good: ConfigDict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs this test: the superuser may read any file."""
+    monkeypatch.setattr("os.access", lambda path, mode: (Path(path).name, mode) != ("good.csv", os.R_OK))
+    with pytest.raises(UserError, match=r"config.data.train is 'good.csv', which cannot be read; it must be a file"):
+        check(good)
 
 
 def test_globs_and_other_suffixes_are_fine(good: ConfigDict) -> None:

@@ -35,7 +35,7 @@ def test_a_text_is_in_one_split_only(config: ConfigDict, tmp_path: Path) -> None
     assert abs(sizes["validation"] / 2000 - 0.2) < 0.05
 
 
-def test_the_rows_of_a_pair_are_parted_by_both_texts() -> None:
+def test_the_rows_of_a_pair_are_split_by_both_texts() -> None:
     splits = {corpus.split_of(("same", str(i)), 0.3, 0.3) for i in range(100)}
     assert splits == {"train", "validation", "test"}
     assert corpus.split_of(("ab", "c"), 0.3, 0.3) == corpus.split_of(("ab", "c"), 0.3, 0.3)
@@ -81,7 +81,7 @@ def test_plain_text_is_cut_at_line_ends_in_order(tmp_path: Path) -> None:
     lines = [f"line {i} {'x' * (i % 17)}\n" for i in range(500)]
     texts = ["".join(lines[:120]), "".join(lines[120:])]
     rows = [TextRow((text,), "", tmp_path / str(i), 1) for i, text in enumerate(texts)]
-    parts = [(split, row.texts[0]) for split, row in corpus.parted(rows, 0.1, 0.2)]
+    parts = [(split, row.texts[0]) for split, row in corpus.split_by_place(rows, 0.1, 0.2)]
     assert [split for split, _ in parts] == ["train", "train", "validation", "test"]
     assert "".join(text for _, text in parts) == "".join(lines)
     assert all(text.endswith("\n") for _, text in parts)
@@ -91,12 +91,12 @@ def test_plain_text_is_cut_at_line_ends_in_order(tmp_path: Path) -> None:
         sizes[split] += len(text)
     assert abs(sizes["validation"] / total - 0.1) < 0.01
     assert abs(sizes["test"] / total - 0.2) < 0.01
-    assert [split for split, _ in corpus.parted(rows, 0.0, 0.0)] == ["train", "train"]
+    assert [split for split, _ in corpus.split_by_place(rows, 0.0, 0.0)] == ["train", "train"]
 
 
 def test_a_text_of_one_line_is_cut_all_the_same(tmp_path: Path) -> None:
     row = TextRow(("a" * 100,), "", tmp_path, 1)
-    assert [len(part.texts[0]) for _, part in corpus.parted([row], 0.1, 0.2)] == [70, 10, 20]
+    assert [len(part.texts[0]) for _, part in corpus.split_by_place([row], 0.1, 0.2)] == [70, 10, 20]
 
 
 def test_the_shipped_glosses() -> None:

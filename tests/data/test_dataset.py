@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +21,16 @@ def config(config: ConfigDict, tmp_path: Path) -> ConfigDict:
     return config
 
 
-def all_rows(split: Split | None) -> dict[str, np.ndarray]:
+def all_examples(split: Split | None) -> dict[str, np.ndarray]:
     assert split is not None
     return Batches(split, batch_size=len(split), seed=0, shuffle=False).batch(0)
 
 
 def equal(one: Dataset, other: Dataset) -> bool:
-    pairs = [(all_rows(getattr(one, name)), all_rows(getattr(other, name))) for name in ("train", "validation", "test")]
+    pairs = [
+        (all_examples(getattr(one, name)), all_examples(getattr(other, name)))
+        for name in ("train", "validation", "test")
+    ]
     return one.info == other.info and all(np.array_equal(a[key], b[key]) for a, b in pairs for key in a)
 
 
@@ -39,7 +43,7 @@ def test_classification(config: ConfigDict, tmp_path: Path) -> None:
     by_tokens = {tuple(made.encode(text).ids[:31]): label for text, label in label_of.items()}
     found = 0
     for split in (dataset.train, dataset.validation, dataset.test):
-        batch = all_rows(split)
+        batch = all_examples(split)
         for tokens_T, mask_T, label in zip(batch["inputs"], batch["mask"], batch["labels"], strict=True):
             tokens = tuple(tokens_T[mask_T].tolist())
             assert by_tokens[tokens[:31]] == dataset.info.class_names[label]
@@ -116,7 +120,7 @@ def test_the_tokenizer_sees_the_training_split_only(config: ConfigDict, tmp_path
     assert "f" in vocab
 
 
-def test_a_given_tokenizer(config: ConfigDict, tmp_path: Path) -> None:
+def test_a_named_tokenizer(config: ConfigDict, tmp_path: Path) -> None:
     hub = tmp_path / "bert"
     hub.mkdir()
     words = [*tokenizer.WORDPIECE_SPECIALS, "good", "film", "##s", "plot", "of", "it"]
@@ -124,9 +128,9 @@ def test_a_given_tokenizer(config: ConfigDict, tmp_path: Path) -> None:
     config.model.init_from = str(hub)
     dataset = load(config, tmp_path / "run")
     assert dataset.info.vocab_size == len(words)
-    kept = tmp_path / "run" / "tokenizer.json"
+    saved = tmp_path / "run" / "tokenizer.json"
     config.model.init_from = ""
-    config.data.tokenizer = str(kept)
+    config.data.tokenizer = str(saved)
     assert equal(load(config, tmp_path / "other"), dataset)
     config.data.tokenizer = str(hub / "vocab.txt")
     assert equal(load(config, tmp_path / "run"), dataset)
@@ -134,7 +138,7 @@ def test_a_given_tokenizer(config: ConfigDict, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"run/tokenizer.json is not .*vocab.txt: this workdir belongs to another run"):
         load(config, tmp_path / "run")
     config.data.tokenizer, config.data.vocab_size = "", 200
-    kept.write_text(tokenizer.train_tokenizer(lambda: iter(POEM.split("\n")), 300, byte_level=True).to_str())
+    saved.write_text(tokenizer.train_tokenizer(lambda: iter(POEM.split("\n")), 300, byte_level=True).to_str())
     with pytest.raises(UserError, match=r"run/tokenizer.json has 300 tokens, config.data.vocab_size is 200"):
         load(config, tmp_path / "run")
 
@@ -158,6 +162,17 @@ def test_a_tokenizer_without_the_tokens_that_the_task_needs(config: ConfigDict, 
     assert not any((tmp_path / f"run{i}").exists() for i in (2, 3, 4))
 
 
+def test_a_tokenizer_without_marks_around_a_text(config: ConfigDict, tmp_path: Path) -> None:
+    made = tokenizer.train_tokenizer(lambda: iter(POEM.split("\n")), 300, byte_level=False)
+    unmarked = json.loads(made.to_str()) | {"post_processor": None}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(unmarked))
+    (tmp_path / "poem.txt").write_text(POEM)
+    config.task, config.data.source, config.data.train = "masked_lm", "text", str(tmp_path / "poem.txt")
+    config.data.tokenizer = str(tmp_path / "tokenizer.json")
+    with pytest.raises(UserError, match=r"tokenizer.json does not put a token before and one after a text"):
+        load(config, tmp_path / "run")
+
+
 @pytest.mark.parametrize("task", ["causal_lm", "masked_lm"])
 def test_plain_text(task: str, config: ConfigDict, tmp_path: Path) -> None:
     path = tmp_path / "poem.txt"
@@ -177,7 +192,7 @@ def test_plain_text(task: str, config: ConfigDict, tmp_path: Path) -> None:
 
 def decoded(split: Split | None, made: Tokenizer, task: str) -> str:
     """The text of all examples of a language model, one after another as they stand."""
-    batch = all_rows(split)
+    batch = all_examples(split)
     if task == "causal_lm":
         tokens = np.concatenate([batch["inputs"], batch["labels"][:, -1:]], axis=1)
         assert batch["inputs"].shape[1] == 32
@@ -210,7 +225,7 @@ def test_two_text_columns(config: ConfigDict, tmp_path: Path) -> None:
     for record in reviews(400):
         encoding = made.encode(record["id"], record["text"])
         expected[tuple(encoding.ids)] = encoding.type_ids
-    batch = all_rows(dataset.train)
+    batch = all_examples(dataset.train)
     for tokens_T, mask_T, segments_T in zip(batch["inputs"], batch["mask"], batch["segments"], strict=True):
         assert segments_T[mask_T].tolist() == expected[tuple(tokens_T[mask_T].tolist())]
         assert not segments_T[~mask_T].any()

@@ -41,7 +41,7 @@ def test_texts_are_padded_on_the_right_to_the_bucket_of_the_longest() -> None:
     assert kinds == {**int_keys, "mask": "bool", "weights": "float32"}
 
 
-def test_a_share_of_the_rows_is_padded_as_the_whole_batch() -> None:
+def test_a_shard_is_padded_as_the_whole_batch() -> None:
     texts, _ = make_texts([5, 6, 30, 7])
     share = texts.gather(np.arange(4), slice(0, 2), rng(), training=True)
     assert share["inputs"].shape == (2, 40)
@@ -55,10 +55,10 @@ def test_masking_statistics() -> None:
     assert not chosen[SPECIAL_V[labels] | ~batch["mask"]].any()
     assert (inputs[~chosen] == labels[~chosen]).all()
     masked = (inputs == MASK)[chosen].mean()
-    kept = (inputs == labels)[chosen].mean()
+    same = (inputs == labels)[chosen].mean()
     others = inputs[chosen & (inputs != MASK) & (inputs != labels)]
     assert abs(masked - 0.8) < 0.01
-    assert abs(kept - (0.1 + 0.1 / 195)) < 0.01
+    assert abs(same - (0.1 + 0.1 / 195)) < 0.01
     assert not SPECIAL_V[others].any()
     assert len(np.unique(others)) == 195  # any regular token
     # Each position as often as any other: a binomial of 4000 draws, within five standard deviations.
@@ -72,7 +72,7 @@ def test_at_least_one_position_is_masked_where_there_is_a_token() -> None:
     assert (batch["weights"] > 0).sum(1).tolist() == [1, 1, 0, 1]
 
 
-def test_random_parts_do_not_depend_on_the_share() -> None:
+def test_random_parts_do_not_depend_on_the_shard() -> None:
     texts, _ = make_texts([30, 9, 12, 17, 5, 30], fraction=0.3)
     images = Images(np.arange(6 * 8 * 8 * 3, dtype=np.uint8).reshape(6, 8, 8, 3), np.arange(6), shift=True, flip=True)
     for split in (texts, images):

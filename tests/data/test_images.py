@@ -138,6 +138,22 @@ def test_damaged_mnist(config: ConfigDict, tmp_path: Path) -> None:
     fails(config, tmp_path, "train-labels-idx1-ubyte.gz: the compressed file is damaged")
 
 
+def test_images_of_two_sizes(config: ConfigDict, tmp_path: Path) -> None:
+    write_mnist(tmp_path / "images")
+    header = struct.pack(">BBBBIII", 0, 0, 8, 3, 30, 20, 28)
+    (tmp_path / "images" / "t10k-images-idx3-ubyte").write_bytes(header + bytes(30 * 20 * 28))
+    fails(config, tmp_path, "images: training and test images differ in size")
+
+
+def test_a_fraction_that_takes_no_image(config: ConfigDict, tmp_path: Path) -> None:
+    write_mnist(tmp_path / "images")
+    config.data.validation_fraction = 1e-9
+    message = (
+        "config.data.validation_fraction is 1e-09, which takes 0 of 200 images; it must be 0, or leave some in both"
+    )
+    fails(config, tmp_path, message)
+
+
 def test_damaged_cifar10(config: ConfigDict, tmp_path: Path) -> None:
     config.data.source = "cifar10"
     directory = tmp_path / "images"

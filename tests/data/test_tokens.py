@@ -105,6 +105,14 @@ def test_a_text_without_tokens() -> None:
         tokens.write_examples(Path("nowhere"), rows(), made, 12)
 
 
+def test_tagged_words_without_tokens() -> None:
+    """WordPiece drops control characters."""
+    made = tokenizer.train_tokenizer(lambda: iter(DOCUMENTS), 60, byte_level=False)
+    tagged = [TextRow(words, "", Path("file"), line, tags=("O",)) for line, words in ((1, ("cat",)), (2, ("\a",)))]
+    with pytest.raises(UserError, match=r"file:2: the text has no tokens"):
+        tokens.write_tagged(Path("nowhere"), (("train", row) for row in tagged), made, 12)
+
+
 def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
     vocab = {name: i for i, name in enumerate([*tokenizer.WORDPIECE_SPECIALS, *map(str, range(70_000))])}
     path = tmp_path / "vocab.txt"
