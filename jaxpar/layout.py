@@ -231,12 +231,15 @@ def addresses(function: Callable[[Any], Any], params: Mapping[str, Any]) -> list
     return [_address(path) for path, _ in jax.tree_util.tree_leaves_with_path(made)]
 
 
+def layer_name(key: str) -> str:
+    """Return the name of a layer from its key in parameters, which `addresses` may have marked."""
+    return key.removeprefix(MARK)
+
+
 def _address(path: Sequence[Any]) -> Address:
     for place, part in enumerate(path):
         if isinstance(part, DictKey) and str(part.key).startswith(MARK):
-            return Address(
-                part.key.removeprefix(MARK), f"{keystr(tuple(path[:place]))}[]{keystr(tuple(path[place + 1 :]))}"
-            )
+            return Address(layer_name(part.key), f"{keystr(tuple(path[:place]))}[]{keystr(tuple(path[place + 1 :]))}")
     return Address(None, keystr(tuple(path)))
 
 

@@ -9,6 +9,7 @@ import optax
 from ml_collections import ConfigDict
 
 from jaxpar.errors import Refusals, UserError, accepted, refuse_choice
+from jaxpar.layout import layer_name
 
 LearningRateSchedule = Callable[[Any], Any]  # step -> learning rate
 
@@ -52,43 +53,45 @@ def _muon(o: ConfigDict, schedule: LearningRateSchedule) -> optax.GradientTransf
 
 
 def _by_muon_or_adamw(params: Any) -> Any:
-    """Return by leaf which of the two updates it: Muon takes matrices that map one hidden state to another."""
+    """Return by leaf which of the two updates it.
+
+    Muon is for matrices that map one hidden state to another; its author has AdamW update embeddings, the layers of
+    the input and of the output, biases and gains (Jordan et al., 2024). So it takes kernels with two dims, but not a
+    classifier's, nor those of a layer named embed, which maps the input: by a matrix in an MLP.
+    """
 
     def label(path: tuple[Any, ...], leaf: Any) -> str:
-        names = [part.key for part in path if isinstance(part, jax.tree_util.DictKey)]  # the first is the layer's
-        return "muon" if jnp.ndim(leaf) == 2 and names[-1] == "kernel" and "classifier" not in names[1:] else "adamw"
+        layer, *names = [part.key for part in path if isinstance(part, jax.tree_util.DictKey)]
+        is_kernel = jnp.ndim(leaf) == 2 and names[-1:] == ["kernel"]
+        return "muon" if is_kernel and "classifier" not in names and layer_name(layer) != "embed" else "adamw"
 
     return jax.tree_util.tree_map_with_path(label, params)
 
 
-class Traits(NamedTuple):
-    """What exchanges and mitigations must know of an optimizer.
+class OptimizerKind(NamedTuple):
+    """An optimizer, and what exchanges and mitigations must know of it.
 
     Attributes:
+      make: (config.optimizer, learning rate by step) -> the optimizer.
       elementwise: it computes each element of an update from that element's gradient and state alone, so its arrays can
         be divided. Others look at whole arrays: their norms (lamb), rows and columns (adafactor), matrices (muon).
       momentum: the key of config.optimizer that is its momentum; None: it has none.
+      is_adamw: exchanges that compute AdamW's update themselves, from momentum that they exchange, can do so for it.
     """
 
+    make: Callable[[ConfigDict, LearningRateSchedule], optax.GradientTransformation]
     elementwise: bool
     momentum: str | None
+    is_adamw: bool = False
 
 
 OPTIMIZERS = {
-    "adamw": _adamw,
-    "lamb": _lamb,
-    "sgd": _sgd,
-    "adafactor": _adafactor,
-    "lion": _lion,
-    "muon": _muon,
-}
-TRAITS = {
-    "adamw": Traits(elementwise=True, momentum="b1"),
-    "lamb": Traits(elementwise=False, momentum="b1"),
-    "sgd": Traits(elementwise=True, momentum="momentum"),
-    "adafactor": Traits(elementwise=False, momentum=None),
-    "lion": Traits(elementwise=True, momentum="b1"),
-    "muon": Traits(elementwise=False, momentum="momentum"),
+    "adamw": OptimizerKind(_adamw, elementwise=True, momentum="b1", is_adamw=True),
+    "lamb": OptimizerKind(_lamb, elementwise=False, momentum="b1"),
+    "sgd": OptimizerKind(_sgd, elementwise=True, momentum="momentum"),
+    "adafactor": OptimizerKind(_adafactor, elementwise=False, momentum=None),
+    "lion": OptimizerKind(_lion, elementwise=True, momentum="b1"),
+    "muon": OptimizerKind(_muon, elementwise=False, momentum="momentum"),
 }
 LR_SCHEDULES = ("constant", "cosine", "linear")
 
@@ -137,7 +140,7 @@ def make_optimizer(config: ConfigDict, schedule: LearningRateSchedule) -> optax.
     """
     passes = config.exchange_options.backward_passes_per_step or 1  # steps of the run for one of the optimizer
     rate = schedule if passes == 1 else (lambda count: schedule(count * passes))
-    transform = optax.with_extra_args_support(OPTIMIZERS[config.optimizer.name](config.optimizer, rate))
+    transform = optax.with_extra_args_support(OPTIMIZERS[config.optimizer.name].make(config.optimizer, rate))
     if config.optimizer.clip_norm == 0:
         return transform
     return optax.chain(clip_by_norm(config.optimizer.clip_norm), transform)

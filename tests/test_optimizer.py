@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from jaxpar import optimizer
+from jaxpar import cluster, models, optimizer
 from jaxpar.config import default_config, override
+from jaxpar.data import DataInfo
 from jaxpar.errors import UserError
+from jaxpar.layout import addresses
+
+ATTENTION = [f"['attention']['{name}']" for name in ("query", "key", "value", "out")]
 
 
 def config_with(**values: object) -> ConfigDict:
@@ -101,6 +105,28 @@ def test_muon_equals_numpy() -> None:
     np.testing.assert_allclose(params["block"]["bias"], expected["block"]["bias"], rtol=1e-5)
     head, expected_head = (tree["head"]["classifier"]["kernel"] for tree in (params, expected))
     np.testing.assert_allclose(head, expected_head, rtol=1e-5)
+
+
+@pytest.mark.parametrize("model", ["mlp", "bert", "gpt", "vit"])
+def test_muon_updates_hidden_matrices_alone(model: str) -> None:
+    """Jordan et al., 2024: AdamW is for embeddings, the layers of input and output, biases and gains.
+
+    Where a pipeline's layers are addressed under marked names, it is the same.
+    """
+    config = default_config()
+    info = DataInfo("image", (32, 32, 3), 5, tuple("abcde"), 0, 0)
+    if model in ("bert", "gpt"):
+        info = DataInfo("text", (8,), 5, tuple("abcde"), 24, 0)
+    config.model.name, config.optimizer.name = model, "muon"
+    shapes = models.build(config, info, cluster.named_cluster("cpu", 1)).shapes
+    transform = optimizer.make_optimizer(config, optimizer.build_schedule(config, 10))
+    found = {address for address in addresses(transform.init, shapes) if "['muon']" in address.path}
+    layers = [layer for layer in shapes if layer.startswith("block_")]
+    block = ["['linear']"] if model == "mlp" else [*ATTENTION, "['mlp']['up']", "['mlp']['down']"]
+    expected = {(layer, f"{kernel}['kernel']") for layer in layers for kernel in block}
+    expected |= {("head", "['pooler']['kernel']")} if model == "bert" else set()
+    moments = [address for address in found if ".mu[]" in address.path]
+    assert {(address.layer, address.path.split("[]")[1]) for address in moments} == expected
 
 
 @pytest.mark.parametrize(

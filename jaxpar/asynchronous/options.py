@@ -155,10 +155,10 @@ def _refuse_mitigations(config: ConfigDict) -> Refusals[None]:
 
 
 def _refuse_momentum(o: ConfigDict) -> Refusals[None]:
-    key = optimizer.TRAITS[o.name].momentum
+    key = optimizer.OPTIMIZERS[o.name].momentum
     where = "with corrected_momentum in config.asynchronous.mitigations"
     if key is None:
-        names = [name for name, traits in optimizer.TRAITS.items() if traits.momentum]
+        names = [name for name, one in optimizer.OPTIMIZERS.items() if one.momentum]
         yield UserError(f"config.optimizer.name is {o.name!r}; it must be one of {', '.join(names)} {where}")
     if not o[key]:
         yield UserError(f"config.optimizer.{key} is {o[key]}; it must be more than 0 {where}")
@@ -269,7 +269,7 @@ def build_mitigations(config: ConfigDict, problem: Problem, updates: UpdateTable
 
 
 def _corrected(config: ConfigDict, num_steps: int, mean_staleness: float) -> optax.GradientTransformationExtraArgs:
-    key = optimizer.TRAITS[config.optimizer.name].momentum
+    key = optimizer.OPTIMIZERS[config.optimizer.name].momentum
     assert key is not None
     schedule = optimizer.build_schedule(config, num_steps)
 

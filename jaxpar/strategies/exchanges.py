@@ -14,7 +14,7 @@ from jaxpar.exchange.fuse import AllReduce
 from jaxpar.exchange.presets import EXCHANGES, GRADIENTS, PASSES, Rule, obstacle, options
 from jaxpar.exchange.reduce import Axis
 from jaxpar.mesh import DATA
-from jaxpar.optimizer import TRAITS
+from jaxpar.optimizer import OPTIMIZERS
 from jaxpar.step import Problem
 
 
@@ -60,14 +60,15 @@ def refuse_exchange(config: ConfigDict, num_replicas: int, cluster: Cluster) -> 
 
 def _refuse_optimizer(config: ConfigDict) -> Refusals[None]:
     o, kind = config.exchange, config.optimizer.name
-    elementwise = [name for name, traits in TRAITS.items() if traits.elementwise]
+    elementwise = [name for name, one in OPTIMIZERS.items() if one.elementwise]
     if o.startswith("zero") and kind not in elementwise:
         yield UserError(
             f"config.optimizer.name is {kind!r}, which looks at whole arrays, and config.exchange={o!r} divides them; "
             f"it must be one of {', '.join(elementwise)}"
         )
-    if o in ("onebit_adam", "bagua_qadam") and kind != "adamw":
-        yield UserError(f"config.optimizer.name is {kind!r}; it must be adamw with config.exchange={o!r}")
+    adamw = [name for name, one in OPTIMIZERS.items() if one.is_adamw]
+    if o in ("onebit_adam", "bagua_qadam") and kind not in adamw:
+        yield UserError(f"config.optimizer.name is {kind!r}; it must be {', '.join(adamw)} with config.exchange={o!r}")
 
 
 def configured_exchange(config: ConfigDict, problem: Problem, num_replicas: int) -> Refusals[Exchange]:
@@ -86,7 +87,7 @@ def configured_exchange(config: ConfigDict, problem: Problem, num_replicas: int)
                 )
     o = config.optimizer
     adamw = None
-    if o.name == "adamw":
+    if OPTIMIZERS[o.name].is_adamw:
         schedule = optimizer.build_schedule(config, problem.num_steps)
         adamw = {"schedule": schedule, "num_steps": problem.num_steps, "mask": optimizer.decayed}
         adamw |= {key: o[key] for key in ("b1", "b2", "eps", "weight_decay", "clip_norm")}
