@@ -47,7 +47,7 @@ def gradients(
 
     Args:
       batch: all rows of the global batch, or a replica's share.
-      weight: sum of batch["weights"] over the global batch, so that shares add up to the mean.
+      weight: `batch_weight` of the global batch, so that shares add up to the mean.
       fetch: as in `Model.apply`, where state.params are not whole.
       scatter: what of a microbatch's gradient is added up here; None: all.
     """
@@ -72,6 +72,16 @@ def gradients(
         return jax.tree.map(jnp.add, total, microbatch_gradients(rows)), None
 
     return jax.lax.scan(add, zeros, rows)[0]
+
+
+def batch_weight(batch: Batch) -> jax.Array:
+    """Return the sum of the rows' weights: what gradients are divided by, where it is the global batch's. Scalar."""
+    return batch["weights"].sum()
+
+
+def nonfinite_count(tree: Any) -> jax.Array:
+    """Return 1.0 where some array of a tree is not finite, else 0.0: summed over devices, a count of those at fault."""
+    return 1.0 - jnp.isfinite(optax.tree.norm(tree))
 
 
 def update(

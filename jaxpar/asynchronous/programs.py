@@ -123,10 +123,14 @@ def arrive(
     grads, remembered = mitigations.gradients.update(grads, before, params, staleness=at.staleness, read=read)
     before = jax.tree.map(lambda new, old: jnp.where(arrived, new, old), remembered, before)
     total = jax.tree.map(jnp.add, server.totals.sums, sums)
+    if not (is_first and is_last):  # what is not finite, be it the loss alone, spoils the update that it is a part of
+        grads = jax.tree.map(lambda g: jnp.where(arrived, g, jnp.nan), grads)
     grads = grads if is_first else jax.tree.map(jnp.add, server.waiting, grads)
     if not is_last:
         return params, server._replace(
-            waiting=grads, mitigations=(before, after), totals=server.totals._replace(sums=total)
+            waiting=grads,
+            mitigations=(before, after),
+            totals=server.totals._replace(sums=total, finite=server.totals.finite & arrived),
         )
     if not is_first:  # a division by 1 would not change a number, but how XLA rounds those after it
         grads = jax.tree.map(lambda x: x / at.size, grads)
@@ -167,7 +171,7 @@ class Programs:
       gradient: (params, key, step, rows, weight) -> (gradient, sums of the rows).
       arrive: (is it the first of its update, is it the last, params, server, grads, sums, read, at) -> (params,
         server); the old server is donated.
-      weight: (weights of a batch) -> what a worker's gradient is divided by: their sum / num_workers.
+      weight: (batch) -> what a worker's gradient is divided by: their sum / num_workers.
     """
 
     def __init__(self, problem: Problem, mitigations: Mitigations, num_workers: int):
@@ -177,7 +181,7 @@ class Programs:
         self.arrive = jax.jit(
             partial(arrive, problem, mitigations), static_argnums=(0, 1), donate_argnums=3, keep_unused=True
         )
-        self.weight = jax.jit(lambda weights: weights.sum() / num_workers)
+        self.weight = jax.jit(lambda batch: steps.batch_weight(batch) / num_workers)
         self._root_mean = jax.jit(_root_mean)
 
     def server(self, params: Params, optimizer: Any, device: jax.Device | None, *, is_grouped: bool) -> Server:
@@ -217,7 +221,7 @@ class Programs:
 
     def chunks(self, step: int, batch: Mapping[str, np.ndarray], device: jax.Device) -> dict[int, Chunk]:
         """Return the parts of a step's batch by their number in the run. device: for their weight."""
-        weight, n = self.weight(jax.device_put(batch["weights"], device)), self.num_workers
+        weight, n = self.weight(jax.device_put({"weights": batch["weights"]}, device)), self.num_workers
         return {step * n + i: Chunk({k: x[i::n] for k, x in batch.items()}, weight, step) for i in range(n)}
 
     def new_totals(self, device: jax.Device | None) -> Totals:

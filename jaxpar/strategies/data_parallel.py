@@ -125,7 +125,7 @@ def build_sharding(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) 
     like = states.abstract_state(problem.model, problem.optimizer)
 
     def step(state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
-        grads, sums = steps.gradients(problem, state, batch, batch["weights"].sum())
+        grads, sums = steps.gradients(problem, state, batch, steps.batch_weight(batch))
         return steps.update(problem, state, grads, sums)
 
     def evaluate(state: State, batch: dict[str, jax.Array]) -> Sums:
@@ -155,7 +155,7 @@ def build_pmap(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> S
     stacked = layout.per_replica(plan.axes, like, DATA)
 
     def step(state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
-        weight = jax.lax.psum(batch["weights"].sum(), DATA)
+        weight = jax.lax.psum(steps.batch_weight(batch), DATA)
         grads_unreduced, sums_unreduced = steps.gradients(problem, state, batch, weight)
         grads, sums = jax.lax.psum((grads_unreduced, sums_unreduced), DATA)
         return steps.update(problem, state, grads, sums)

@@ -77,7 +77,7 @@ def build(plan: Plan, problem: Problem, given: Sequence[jax.Device]) -> Strategy
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         sent = jax.device_put(state._replace(optimizer=()), everywhere)
-        weight = jax.device_put(jnp.sum(batch["weights"]), everywhere)
+        weight = jax.device_put(steps.batch_weight(batch), everywhere)
         return update(state, to_master(waiting_share(sent, batch, weight)))
 
     def evaluate(state: State, batch: Batch) -> Sums:

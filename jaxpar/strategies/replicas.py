@@ -124,12 +124,14 @@ def train_step(
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         state = form.local(state)
-        weight = jax.lax.pmean(batch["weights"].sum(), DATA)  # so that gradients are replicas' means
-        grads, own_sums = steps.gradients(problem, state, batch, weight, fetch=exchange.fetch, scatter=exchange.scatter)
+        weight = jax.lax.pmean(steps.batch_weight(batch), DATA)  # so that gradients are replicas' means
+        grads, local_sums = steps.gradients(
+            problem, state, batch, weight, fetch=exchange.fetch, scatter=exchange.scatter
+        )
         square = optax.tree.norm(grads) ** 2
-        sums, squares = psum_small((own_sums, square), DATA)
+        sums, squares = psum_small((local_sums, square), DATA)
         grad_norm = jnp.sqrt(squares / num_replicas)
-        finite = steps.is_finite(grad_norm, sums)  # on all replicas: a code may hide what is not
+        finite = steps.is_finite(grad_norm, sums)  # on all replicas: a compressor may hide what is not
         distributed = state.optimizer
         if exchange.branches:
             # On the CPU nothing orders collectives in a branch and outside of it, and devices would wait for each other
@@ -141,8 +143,7 @@ def train_step(
         if made.grad_norm is not None:
             grad_norm, finite = made.grad_norm, finite & jnp.isfinite(made.grad_norm)
         else:  # what is narrow on the wire may overflow there
-            faults = jax.lax.psum(1.0 - jnp.isfinite(optax.tree.norm(made.updates)), DATA)
-            finite &= faults == 0
+            finite &= jax.lax.psum(steps.nonfinite_count(made.updates), DATA) == 0
         state, metrics = steps.apply(state, made.updates, made.state, Metrics(sums, grad_norm, finite))
         return form.out(state), metrics
 

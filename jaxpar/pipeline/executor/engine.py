@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxpar import step as steps
 from jaxpar.exchange.fuse import AllReduce
@@ -218,10 +217,10 @@ def pipeline_step(
         )
         rows = steps.microbatches(batch, shape.num_microbatches)
         key = steps.dropout_key(state.key, state.step)
-        weight = jax.lax.pmean(batch["weights"].sum(), DATA)  # so that gradients are replicas' means
+        weight = jax.lax.pmean(steps.batch_weight(batch), DATA)  # so that gradients are replicas' means
         engine = make_engine(staged, shape, rows, key, remat, timeline)
         local_grads, local_sums = engine.run(local((actions, arrivals)), state.params, rows, key, weight)
-        nonfinite_count = 1.0 - jnp.isfinite(optax.tree.norm(local_grads))  # which a compressor may hide
+        nonfinite_count = steps.nonfinite_count(local_grads)  # which a compressor may hide
         sums, nonfinite_count = psum_small((local_sums, nonfinite_count), (DATA, STAGE))
         grads, residuals = all_reduce.mean(local_grads, state.private)
         update = StageUpdate(staged, jax.lax.axis_index(STAGE))
