@@ -1,6 +1,6 @@
 """How long things take, in virtual seconds: what a gradient costs a worker, and a message on its way.
 
-Every worker has two streams of random numbers of its own, one for computing and one for communication. So the k-th time
+Every worker has two private streams of random numbers, one for computing and one for communication. So the k-th time
 of a worker depends on the seed and on k alone: not on how many times are asked for, nor on other workers.
 """
 

@@ -18,7 +18,7 @@ from jaxpar.state import Canonical
 
 
 class Assignment(NamedTuple):
-    """What a worker is given to compute.
+    """A chunk for a worker to compute, and the weights to compute it from.
 
     Attributes:
       worker: its number.

@@ -1,18 +1,18 @@
-"""Workers with weights of their own, which meet from time to time: local_sgd, diloco, model_average.
+"""Workers with local weights, which meet from time to time: local_sgd, diloco, model_average.
 
-Each worker is a server to itself: its gradient arrives at its own weights at once. What they make of it is brought
+Each worker is a server to itself: its gradient arrives at its local weights at once. What they make of it is brought
 together when the last gradient of an update is there:
 
     local_sgd      all go on from the mean of their weights (Stich, "Local SGD Converges Fast and Communicates Little",
                    2019)
     diloco         the way from where they began to that mean is the gradient of an outer optimizer, SGD with Nesterov's
                    momentum; all go on from what it makes (Douillard et al., "DiLoCo", 2023, algorithm 1)
-    model_average  they train on meanwhile; each adds mean - own, as these were when the averaging began, before the
+    model_average  they train on meanwhile; each adds mean - local, as these were when the averaging began, before the
                    first gradient that it begins after the averaging (Bagua's asynchronous model average)
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jaxpar.asynchronous.gradient_rows import rows_by_step
 from jaxpar.asynchronous.mitigations import Mitigations
 from jaxpar.asynchronous.programs import FIRST_STEP, Arrival, Programs, Server, add_up_totals, leaves, with_leaves
 from jaxpar.asynchronous.table import UpdateTable, since
+from jaxpar.layout import Tree
 from jaxpar.models.model import Params
 from jaxpar.state import Canonical, State
 from jaxpar.step import Metrics, Problem
@@ -38,7 +39,7 @@ class LocalState(NamedTuple):
       params: of each worker, on its device.
       servers: likewise: its optimizer.
       outer: of diloco: where this round began, and the outer optimizer's state; else ().
-      averages: of model_average: (number of an averaging, worker that has not taken it in yet) -> mean - own.
+      averages: of model_average: (number of an averaging, worker that has not taken it in yet) -> mean - local.
       taken: averagings that each worker has behind it.
     """
 
@@ -47,7 +48,7 @@ class LocalState(NamedTuple):
     key: jax.Array
     params: tuple[Params, ...]
     servers: tuple[Server, ...]
-    outer: Any
+    outer: Tree
     averages: Mapping[tuple[int, int], Params]
     taken: tuple[int, ...]
 
@@ -99,9 +100,9 @@ class LocalEngine:
                 if (number, worker) in averages:  # else the run began after it
                     params[worker] = self._add(params[worker], averages.pop((number, worker)))
                 taken[worker] = number + 1
-            rows, weight, _ = chunks[row.chunk]
-            given = jax.device_put((state.key, np.int32(state.step), rows, weight), device)
-            made = programs.gradient(params[worker], *given)
+            examples, weight, _ = chunks[row.chunk]
+            inputs = jax.device_put((state.key, np.int32(state.step), examples, weight), device)
+            made = programs.gradient(params[worker], *inputs)
             at = Arrival(np.float32(0), np.float32(0), np.float32(1), np.int32(state.step))
             params[worker], servers[worker] = programs.arrive(
                 True, True, params[worker], servers[worker], *made, None, at
@@ -148,10 +149,10 @@ class LocalEngine:
         """A copy for each worker, on its device."""
         return tuple(jax.device_put(tree, device) for device in self._devices)
 
-    def _mean_of(self, trees: Sequence[Any]) -> Any:
+    def _mean_of(self, trees: Sequence[Tree]) -> Tree:
         return self._mean(jax.device_put(list(trees), self._devices[0]))
 
-    def _outer_update(self, mean: Params, outer: Any) -> tuple[Params, Any]:
+    def _outer_update(self, mean: Params, outer: Tree) -> tuple[Params, Tree]:
         """Return the weights that all continue from, and the outer optimizer."""
         if self._outer is None:
             return mean, outer
@@ -165,7 +166,7 @@ class LocalEngine:
         return self._programs.metrics(self._total(totals))
 
 
-def _arrays(state: LocalState) -> tuple[Any, ...]:
+def _arrays(state: LocalState) -> tuple[Tree, ...]:
     optimizers = tuple(server.optimizer for server in state.servers)
     return state.params, optimizers, state.outer, tuple(server.mitigations for server in state.servers)
 

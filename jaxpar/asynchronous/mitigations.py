@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpar.layout import Tree
+
 
 class Mitigations(NamedTuple):
     """The mitigations of a run.
@@ -26,7 +28,7 @@ class Mitigations(NamedTuple):
     updates: optax.GradientTransformationExtraArgs
     needs_read: bool
 
-    def init(self, params: Any) -> tuple[Any, Any]:
+    def init(self, params: Tree) -> tuple[Tree, Tree]:
         """Return the states of both."""
         return self.gradients.init(params), self.updates.init(params)
 
@@ -37,7 +39,7 @@ def dc_asgd(strength: float) -> optax.GradientTransformationExtraArgs:
     Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", 2017, equation 10.
     """
 
-    def update(grads: Any, state: Any, params: Any = None, *, read: Any, **_rest: Any) -> tuple[Any, Any]:
+    def update(grads: Tree, state: Tree, params: Tree = None, *, read: Tree, **_rest: Any) -> tuple[Tree, Tree]:
         return jax.tree.map(lambda g, w, r: g + strength * g * g * (w - r), grads, params, read), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
@@ -49,7 +51,7 @@ def adaptive_dc_asgd(strength: float, decay: float = 0.95) -> optax.GradientTran
     Zheng et al., 2017, section 5: DC-ASGD-a.
     """
 
-    def update(grads: Any, state: Any, params: Any = None, *, read: Any, **_rest: Any) -> tuple[Any, Any]:
+    def update(grads: Tree, state: Tree, params: Tree = None, *, read: Tree, **_rest: Any) -> tuple[Tree, Tree]:
         squares = jax.tree.map(lambda s, g: decay * s + (1 - decay) * g * g, state, grads)
 
         def corrected(g: jax.Array, s: jax.Array, w: jax.Array, r: jax.Array) -> jax.Array:
@@ -63,7 +65,9 @@ def adaptive_dc_asgd(strength: float, decay: float = 0.95) -> optax.GradientTran
 def clip_by_staleness(max_norm: float) -> optax.GradientTransformationExtraArgs:
     """Gradients are clipped by their global norm to max_norm / max(staleness, 1)."""
 
-    def update(grads: Any, state: Any, _params: Any = None, *, staleness: Any, **_rest: Any) -> tuple[Any, Any]:
+    def update(
+        grads: Tree, state: Tree, _params: Tree = None, *, staleness: jax.Array, **_rest: Any
+    ) -> tuple[Tree, Tree]:
         limit, norm = max_norm / jnp.maximum(staleness, 1), optax.tree.norm(grads)
         return jax.tree.map(lambda g: jnp.where(norm < limit, g, g / norm * limit), grads), state
 
@@ -76,7 +80,9 @@ def staleness_aware() -> optax.GradientTransformationExtraArgs:
     Zhang et al., "Staleness-aware Async-SGD for Distributed Deep Learning", 2016, section 3.
     """
 
-    def update(updates: Any, state: Any, _params: Any = None, *, staleness: Any, **_rest: Any) -> tuple[Any, Any]:
+    def update(
+        updates: Tree, state: Tree, _params: Tree = None, *, staleness: jax.Array, **_rest: Any
+    ) -> tuple[Tree, Tree]:
         return jax.tree.map(lambda u: u / jnp.maximum(staleness, 1).astype(u.dtype), updates), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)

@@ -17,12 +17,15 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxpar import step as steps
 from jaxpar.asynchronous.mitigations import Mitigations
+from jaxpar.layout import Tree
 from jaxpar.models.model import Batch, Params
 from jaxpar.state import State
 from jaxpar.step import Metrics, Problem
 from jaxpar.tasks import Sums
 
 FIRST_STEP = "begun"  # in the private state: the step at which the run took on this strategy
+
+Scalar = Any  # an array [], on the host or a device
 
 
 class Totals(NamedTuple):
@@ -36,9 +39,9 @@ class Totals(NamedTuple):
     """
 
     sums: Sums
-    square: Any
-    num_updates: Any
-    finite: Any
+    square: Scalar
+    num_updates: Scalar
+    finite: Scalar
 
 
 class Server(NamedTuple):
@@ -51,9 +54,9 @@ class Server(NamedTuple):
       totals: of this step.
     """
 
-    optimizer: Any
-    waiting: Any
-    mitigations: Any
+    optimizer: Tree
+    waiting: Tree
+    mitigations: tuple[Tree, Tree]
     totals: Totals
 
 
@@ -67,29 +70,31 @@ class Arrival(NamedTuple):
       step: of the run, in which it arrives.
     """
 
-    staleness: Any
-    mean_staleness: Any
-    size: Any
-    step: Any
+    staleness: Scalar
+    mean_staleness: Scalar
+    size: Scalar
+    step: Scalar
 
 
 class Chunk(NamedTuple):
     """A worker's part of a batch, on the host: examples i, i + n, i + 2n, .. of n workers.
 
     Attributes:
-      rows: the examples.
+      examples: as a batch has them.
       weight: what their gradient is divided by.
       step: of the run, whose batch they are of.
     """
 
-    rows: dict[str, Any]
-    weight: Any
+    examples: dict[str, Any]
+    weight: Scalar
     step: int
 
 
-def gradient(problem: Problem, params: Params, key: Any, step: Any, rows: Batch, weight: Any) -> tuple[Params, Sums]:
-    """Return the gradient of the rows of a chunk at the weights that its worker has read: a worker's program."""
-    return steps.gradients(problem, State(step, key, params, None), rows, weight)
+def gradient(
+    problem: Problem, params: Params, key: jax.Array, step: jax.Array, examples: Batch, weight: Scalar
+) -> tuple[Params, Sums]:
+    """Return the gradient of the examples of a chunk at the weights that its worker has read: a worker's program."""
+    return steps.gradients(problem, State(step, key, params, None), examples, weight)
 
 
 def arrive(
@@ -114,7 +119,7 @@ def arrive(
       params: the weights as they are.
       server: the rest of the server's state.
       grads: what arrives.
-      sums: of its rows.
+      sums: over its examples.
       read: the weights that it is of; None where no mitigation needs them.
       at: its staleness and place in its update.
     """
@@ -152,13 +157,13 @@ def arrive(
     return state.params, Server(state.optimizer, waiting, (before, after), totals)
 
 
-def at_step(optimizer: Any, step: jax.Array) -> Any:
+def at_step(optimizer: Tree, step: jax.Array) -> Tree:
     """Return an optimizer's state with the learning rate of a step of the run, however many updates it has made."""
 
-    def is_schedule(node: Any) -> bool:
+    def is_schedule(node: Tree) -> bool:
         return isinstance(node, optax.ScaleByScheduleState)
 
-    def node(old: Any) -> Any:
+    def node(old: Tree) -> Tree:
         return optax.ScaleByScheduleState(step) if is_schedule(old) else old
 
     return jax.tree.map(node, optimizer, is_leaf=is_schedule)
@@ -168,7 +173,7 @@ class Programs:
     """The programs of a run, compiled when they are first called on a device.
 
     Attributes:
-      gradient: (params, key, step, rows, weight) -> (gradient, sums of the rows).
+      gradient: (params, key, step, examples, weight) -> (gradient, sums over the examples).
       arrive: (is it the first of its update, is it the last, params, server, grads, sums, read, at) -> (params,
         server); the old server is donated.
       weight: (batch) -> what a worker's gradient is divided by: their sum / num_workers.
@@ -184,7 +189,7 @@ class Programs:
         self.weight = jax.jit(lambda batch: steps.batch_weight(batch) / num_workers)
         self._root_mean = jax.jit(_root_mean)
 
-    def server(self, params: Params, optimizer: Any, device: jax.Device | None, *, is_grouped: bool) -> Server:
+    def server(self, params: Params, optimizer: Tree, device: jax.Device | None, *, is_grouped: bool) -> Server:
         """Return the server's state at its beginning. is_grouped: whether an update has several gradients."""
         waiting = jax.tree.map(jnp.zeros_like, params) if is_grouped else ()
         return Server(optimizer, waiting, self.mitigations.init(params), self.new_totals(device))
@@ -209,9 +214,9 @@ class Programs:
           is_grouped: as in `server`.
         """
         n = self.num_workers
-        rows = steps.abstract_share(self._problem.batch, n)
+        examples = steps.abstract_share(self._problem.batch, n)
         number, step = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
-        inputs = (like.params, like.key, step, rows, number)
+        inputs = (like.params, like.key, step, examples, number)
         workers = [self.gradient.lower(*_on(inputs, device)) for device in devices]
         server = self.abstract_server(like, is_grouped=is_grouped)
         read = like.params if self.mitigations.needs_read else None
@@ -226,7 +231,7 @@ class Programs:
 
     def new_totals(self, device: jax.Device | None) -> Totals:
         """Return the totals at the beginning of a step. device: None where they are abstract."""
-        zero: Any = np.zeros((), np.float32)
+        zero: Scalar = np.zeros((), np.float32)
         totals: Totals = jax.device_put(Totals(self._problem.task.zeros(), zero, zero, np.ones((), bool)), device)
         return totals
 
@@ -235,7 +240,7 @@ class Programs:
         return Metrics(totals.sums, self._root_mean(totals), totals.finite)
 
 
-def _on(tree: Any, device: jax.Device) -> Any:
+def _on(tree: Tree, device: jax.Device) -> Tree:
     """Abstract arrays on a device."""
     return steps.with_shardings(tree, SingleDeviceSharding(device))
 
@@ -251,12 +256,12 @@ def add_up_totals(totals: Sequence[Totals]) -> Totals:
     return added._replace(finite=jnp.all(jnp.stack(finite)))
 
 
-def leaves(tree: Any) -> dict[str, Any]:
+def leaves(tree: Tree) -> dict[str, Any]:
     """Return the arrays of a tree, by their number."""
     return {str(number): leaf for number, leaf in enumerate(jax.tree.leaves(tree))}
 
 
-def with_leaves(tree: Any, arrays: Mapping[str, Any]) -> Any:
+def with_leaves(tree: Tree, arrays: Mapping[str, Any]) -> Tree:
     """Return the tree with the arrays of `leaves`, on the devices of the present ones."""
     old, structure = jax.tree.flatten(tree)
     new = [jax.device_put(arrays[str(number)], leaf.sharding) for number, leaf in enumerate(old)]

@@ -6,7 +6,6 @@ weights that come of it. Whether workers are emulated or real is the transport's
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from jaxpar.asynchronous.mitigations import Mitigations
 from jaxpar.asynchronous.programs import Arrival, Programs, Server, leaves, with_leaves
 from jaxpar.asynchronous.table import UpdateTable
 from jaxpar.asynchronous.transport import BeginTransport, Delivery, InFlight, Transport, Workers
+from jaxpar.layout import Tree
 from jaxpar.models.model import Params
 from jaxpar.state import Canonical, State
 from jaxpar.step import Metrics, Problem
@@ -128,5 +128,5 @@ class ServerEngine:
         return self._programs.lower(like, self._devices, [self._at], is_grouped=self._is_grouped)
 
 
-def _arrays(run: ServerRun) -> tuple[Any, Any, Any]:
+def _arrays(run: ServerRun) -> tuple[Tree, Tree, Tree]:
     return run.transport.in_flight().weights, run.server.waiting, run.server.mitigations

@@ -7,9 +7,9 @@ threads to do what asynchronous workers would do, and does it the same way every
 import csv
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 import numpy as np
 
@@ -91,12 +91,12 @@ def validate(table: UpdateTable) -> None:
     As rows are in order, the gradients that made the version it read are then above it, and finished before it. A
     worker computes one gradient at a time: see `_free`.
     """
-    if fault := _fault(table):
-        row, rule = fault
+    if broken := _broken_rule(table):
+        row, rule = broken
         raise ValueError(rule if row is None else f"row {row}: {rule}")
 
 
-def staleness_summary(table: UpdateTable) -> dict[str, Any]:
+def staleness_summary(table: UpdateTable) -> dict[str, float | list[int]]:
     """`mean`, `max`, and `histogram`: how many gradients have staleness 0, 1, .. max."""
     histogram = np.bincount(table.staleness)
     return {"mean": float(table.staleness.mean()), "max": len(histogram) - 1, "histogram": histogram.tolist()}
@@ -122,9 +122,9 @@ def _free(table: UpdateTable) -> np.ndarray:
     return free
 
 
-def _fault(table: UpdateTable) -> tuple[int | None, str] | None:
+def _broken_rule(table: UpdateTable) -> tuple[int | None, str] | None:
     """The first rule that the table breaks, and in which row, or in none."""
-    if shape_rule := _shape_fault(table):
+    if shape_rule := _broken_shape_rule(table):
         return None, shape_rule
     for is_bad, column, rule in _rules(table):
         if is_bad.any():
@@ -133,7 +133,7 @@ def _fault(table: UpdateTable) -> tuple[int | None, str] | None:
     return None
 
 
-def _shape_fault(table: UpdateTable) -> str | None:
+def _broken_shape_rule(table: UpdateTable) -> str | None:
     if table.num_workers < 1:
         return f"num_workers is {table.num_workers}; it must be at least 1"
     size = np.shape(table.worker)
@@ -146,8 +146,8 @@ def _shape_fault(table: UpdateTable) -> str | None:
     return None if size[0] else "the table has no rows"
 
 
-def _rules(table: UpdateTable) -> Iterator[tuple[np.ndarray, str, Any]]:
-    """(where it is broken, the column, what it says of a row). Each may count on those before it."""
+def _rules(table: UpdateTable) -> Iterator[tuple[np.ndarray, str, Callable[[int], str]]]:
+    """(where it is broken, the column, the rule for a row). Each may count on those before it."""
     n, worker, read, update, chunk, step, start, finish = table
     for column in COLUMNS:
         values = getattr(table, column)
@@ -196,8 +196,8 @@ def read_updates(path: Path | str) -> UpdateTable:
             lines, rows = read_rows(file, COLUMNS, line=2)
         columns = np.array(rows, dtype=[(name, "f8" if name in TIMES else "i4") for name in COLUMNS])
         table = UpdateTable(num_workers, *(columns[name].copy() for name in COLUMNS))
-        if fault := _fault(table):
-            raise ValueError(fault[1] if fault[0] is None else f"line {lines[fault[0]]}: {fault[1]}")
+        if broken := _broken_rule(table):
+            raise ValueError(broken[1] if broken[0] is None else f"line {lines[broken[0]]}: {broken[1]}")
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {error.strerror if isinstance(error, OSError) else error}") from error
     return table

@@ -13,29 +13,27 @@ from typing import NamedTuple
 
 import jax
 
-from jaxpar.asynchronous.live_schedule import Assignment, LiveSchedule
+from jaxpar.asynchronous.live_schedule import Assignment
 from jaxpar.asynchronous.programs import Chunk
-from jaxpar.asynchronous.table import UpdateTable
-from jaxpar.asynchronous.transport import Delivery, InFlight, Workers
+from jaxpar.asynchronous.transport import Delivery, LiveTransport, Sent, Workers
 from jaxpar.models.model import Params
 from jaxpar.state import State
-from jaxpar.tasks import Sums
 
 
 class Answer(NamedTuple):
     """What a worker's thread sends: its assignment, and the gradient on the server's device, or why there is none."""
 
     assignment: Assignment
-    sent: tuple[Params, Sums, Params | None] | BaseException
+    sent: Sent | BaseException
 
 
-class Threads:
+class Threads(LiveTransport):
     """A `Transport`. The server's thread alone sees the schedule; workers get assignments and send answers."""
 
     def __init__(self, workers: Workers, state: State, *, bound: float, slowdown: float):
         """bound: iterations that a worker may be ahead of the slowest; slowdown: of the last worker, at least 1."""
-        self._workers, self._slowdown, self._params = workers, slowdown, state.params
-        self._schedule = LiveSchedule(workers.number, int(state.step), bound)
+        super().__init__(workers, state, bound=bound)
+        self._slowdown = slowdown
         self._assignments = [SimpleQueue[tuple[Assignment, Params] | None]() for _ in range(workers.number)]
         self._answers = SimpleQueue[Answer]()
         self._threads: list[threading.Thread] = []
@@ -59,22 +57,6 @@ class Threads:
             yield Delivery(self._schedule.arrived(assignment), *sent)
             self._schedule.applied(assignment)
 
-    def publish(self, params: Params) -> None:
-        """Take the weights for the next assignment."""
-        self._params = params
-
-    def in_flight(self) -> InFlight:
-        """Return the record. The run has been drained, so no worker has weights."""
-        return InFlight({}, self._schedule.record())
-
-    def restore(self, in_flight: InFlight) -> None:
-        """Continue the record."""
-        self._schedule.restore(in_flight.record)
-
-    def table(self) -> UpdateTable | None:
-        """Return what workers did; None where they did nothing."""
-        return self._schedule.table()
-
     def close(self) -> None:
         """End the threads."""
         self._is_closed = True
@@ -92,7 +74,7 @@ class Threads:
         while (assignment := self._schedule.assign()) is not None:
             self._assignments[assignment.worker].put((assignment, self._params))
 
-    def _receive(self) -> tuple[Assignment, tuple[Params, Sums, Params | None]]:
+    def _receive(self) -> tuple[Assignment, Sent]:
         if self._error is None:
             assignment, sent = self._answers.get()
             if not isinstance(sent, BaseException):
@@ -102,19 +84,19 @@ class Threads:
 
     def _work(self, worker: int) -> None:
         """A worker's thread."""
-        while (given := self._assignments[worker].get()) is not None:
+        while (assigned := self._assignments[worker].get()) is not None:
             try:
-                sent: tuple[Params, Sums, Params | None] | BaseException = self._compute(*given)
+                sent: Sent | BaseException = self._compute(*assigned)
             except BaseException as error:  # for the server's thread, which raises it
                 sent = error
-            self._answers.put(Answer(given[0], sent))
+            self._answers.put(Answer(assigned[0], sent))
 
-    def _compute(self, assignment: Assignment, params: Params) -> tuple[Params, Sums, Params | None]:
+    def _compute(self, assignment: Assignment, params: Params) -> Sent:
         """Return a gradient, on the server's device. params: as the server has them."""
         worker, chunk = assignment.worker, assignment.chunk
         read = jax.device_put(params, self._workers.devices[self._workers.place(worker)])
         is_slow = worker == self._workers.number - 1 and self._slowdown > 1
-        shapes = tuple(x.shape for x in chunk.rows.values())
+        shapes = tuple(x.shape for x in chunk.examples.values())
         if is_slow and shapes not in self._compiled:  # compiling is not slowed
             jax.block_until_ready(self._workers.compute(worker, read, chunk))
             self._compiled.add(shapes)

@@ -6,7 +6,7 @@ The algorithm is the server's (server.py): it applies gradients one by one as a 
     threads (threads.py)             a thread for each worker; whichever gradient is there first
 
 Another one, such as processes on other machines, is another class with these methods, made by a `BeginTransport`. Where
-its workers compete, as threads do, LiveSchedule (live_schedule.py) says who takes what, and keeps the record.
+its workers compete, as threads do, it adds `deliver` and `close` to `LiveTransport`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,11 +16,14 @@ import jax
 import numpy as np
 
 from jaxpar.asynchronous.gradient_rows import GradientRow
+from jaxpar.asynchronous.live_schedule import LiveSchedule
 from jaxpar.asynchronous.programs import Chunk, Programs
 from jaxpar.asynchronous.table import UpdateTable
 from jaxpar.models.model import Params
 from jaxpar.state import Canonical, State
 from jaxpar.tasks import Sums
+
+Sent = tuple[Params, Sums, Params | None]  # a gradient, its sums, and the weights that it was computed from
 
 
 class Delivery(NamedTuple):
@@ -78,15 +81,15 @@ class Workers(NamedTuple):
     def compute(self, worker: int, read: Params, chunk: Chunk) -> tuple[Params, Sums]:
         """Return the gradient of a chunk and the sums over its examples, on the worker's device. read: there too."""
         inputs = jax.device_put(
-            (self.key, np.int32(chunk.step), chunk.rows, chunk.weight), self.devices[self.place(worker)]
+            (self.key, np.int32(chunk.step), chunk.examples, chunk.weight), self.devices[self.place(worker)]
         )
         made: tuple[Params, Sums] = self.programs.gradient(read, *inputs)
         return made
 
-    def send(self, made: tuple[Params, Sums], read: Params) -> tuple[Params, Sums, Params | None]:
+    def send(self, made: tuple[Params, Sums], read: Params) -> Sent:
         """Return what `compute` made, and the weights where a mitigation needs them, on the server's device."""
         needs_read = self.programs.mitigations.needs_read
-        sent: tuple[Params, Sums, Params | None] = jax.device_put((*made, read if needs_read else None), self.server)
+        sent: Sent = jax.device_put((*made, read if needs_read else None), self.server)
         return sent
 
 
@@ -120,6 +123,31 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """End the workers. Nothing computes when this is called."""
+
+
+class LiveTransport:
+    """The part that all transports share whose workers compete: the weights to read, the schedule and its record."""
+
+    def __init__(self, workers: Workers, state: State, *, bound: float):
+        """bound: iterations that a worker may be ahead of the slowest."""
+        self._workers, self._params = workers, state.params
+        self._schedule = LiveSchedule(workers.number, int(state.step), bound)
+
+    def publish(self, params: Params) -> None:
+        """Take the weights for the next assignment."""
+        self._params = params
+
+    def in_flight(self) -> InFlight:
+        """Return the record. The run has been drained, so no worker has weights."""
+        return InFlight({}, self._schedule.record())
+
+    def restore(self, in_flight: InFlight) -> None:
+        """Continue the record."""
+        self._schedule.restore(in_flight.record)
+
+    def table(self) -> UpdateTable | None:
+        """Return what workers did; None where they did nothing."""
+        return self._schedule.table()
 
 
 BeginTransport = Callable[[Workers, State], Transport]  # from a canonical state

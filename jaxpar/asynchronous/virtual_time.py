@@ -7,7 +7,6 @@ compute side by side where the table lets them.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +16,7 @@ from jaxpar.asynchronous.programs import FIRST_STEP, Chunk
 from jaxpar.asynchronous.table import UpdateTable, since
 from jaxpar.asynchronous.transport import Delivery, InFlight, Workers
 from jaxpar.models.model import Params
-from jaxpar.state import State
+from jaxpar.state import Canonical, State
 
 WEIGHT = "weight of the batch"  # in the record, next to the examples of a chunk
 
@@ -79,9 +78,9 @@ class VirtualTime:
 
     def in_flight(self) -> InFlight:
         """Return each older version once, wherever it is: the run may continue on other devices."""
-        record: dict[str, Any] = {FIRST_STEP: np.int32(self._first_step)}
+        record: Canonical = {FIRST_STEP: np.int32(self._first_step)}
         for number, chunk in self._chunks.items():
-            record |= {f"{number} {name}": x for name, x in (chunk.rows | {WEIGHT: chunk.weight}).items()}
+            record |= {f"{number} {name}": x for name, x in (chunk.examples | {WEIGHT: chunk.weight}).items()}
         return InFlight({version: x for (version, _), x in self.history.items()}, record)
 
     def restore(self, in_flight: InFlight) -> None:
@@ -90,13 +89,13 @@ class VirtualTime:
         self.history = {
             (version, place): self._put(in_flight.weights[version], place) for version, place in self.history
         }
-        rows: dict[int, dict[str, Any]] = {}
+        arrays: dict[int, Canonical] = {}
         for name in in_flight.record:
             number, space, field = name.partition(" ")
             if space:
-                rows.setdefault(int(number), {})[field] = in_flight.record[name]
+                arrays.setdefault(int(number), {})[field] = in_flight.record[name]
         num_workers = self._workers.number
-        self._chunks = {number: Chunk(x, x.pop(WEIGHT), number // num_workers) for number, x in rows.items()}
+        self._chunks = {number: Chunk(x, x.pop(WEIGHT), number // num_workers) for number, x in arrays.items()}
 
     def table(self) -> UpdateTable | None:
         """Return the rows since the run took on this strategy."""

@@ -87,13 +87,13 @@ def rounds_one_by_one(
 def averaging_by_ticks(
     times: list[list[int]], communication: int, num_gradients: int, period: float
 ) -> list[tuple[int, ...]]:
-    """(worker, read, update, start, finish): weights are sets of gradients, and those of a worker are its own.
+    """(worker, read, update, start, finish): weights are sets of gradients, and a worker has a local set.
 
     A second has 60 ticks. In a tick gradients finish, then an averaging ends, then one may begin (and, without
     communication, end), then gradients begin.
     """
     n = len(times)
-    own: list[list[int]] = [[] for _ in range(n)]  # what it has finished, by row
+    finished: list[list[int]] = [[] for _ in range(n)]  # by worker, its gradients by row
     started, read = [0] * n, [0] * n
     left = [60 * row[0] for row in times]
     made: list[tuple[int, int, int, int]] = []
@@ -104,12 +104,12 @@ def averaging_by_ticks(
     while len(update) < num_gradients:
         ending = [worker for worker in range(n) if left[worker] == 0]
         for worker in ending:
-            own[worker].append(len(made))
+            finished[worker].append(len(made))
             made.append((worker, read[worker], started[worker], now))
         if now == ends_at:
             ended += 1
         is_done = ended == begun
-        fresh = [row for rows_of in own for row in rows_of if row not in update]
+        fresh = [row for rows_of in finished for row in rows_of if row not in update]
         if now and now % round(60 * period) == 0 and is_done and fresh:
             update |= dict.fromkeys(fresh, begun)
             begun += 1
@@ -117,7 +117,7 @@ def averaging_by_ticks(
             ended += ends_at == now
         for worker in ending:
             read[worker], started[worker] = ended, now
-            left[worker] = 60 * times[worker][len(own[worker]) % len(times[worker])]
+            left[worker] = 60 * times[worker][len(finished[worker]) % len(times[worker])]
         now += 1
         left = [time - 1 for time in left]
     result: list[tuple[int, ...]] = []

@@ -109,7 +109,7 @@ def meeting(
     *,
     outer: tuple[float, float] | None,
 ) -> Weights:
-    """local_sgd, diloco: rounds of each worker's own steps, one worker after another."""
+    """local_sgd, diloco: rounds of each worker's local steps, one worker after another."""
     n = table.num_workers
     memories: list[Any] = [None] * n
     begun, velocity = start, {key: np.zeros_like(x) for key, x in start.items()}
@@ -135,17 +135,17 @@ def meeting(
 def averaging(table: UpdateTable, start: Weights, batches: list[Batch], rule: Rule, rates: list[float]) -> Weights:
     """model_average: the mean of all workers' weights at the end."""
     n = table.num_workers
-    own, memories = [start] * n, [None] * n
+    local, memories = [start] * n, [None] * n
     taken, differences = [0] * n, list[list[Weights]]()
     for row in range(len(table.update)):
         worker, chunk, step = int(table.worker[row]), int(table.chunk[row]), int(table.step[row])
         while taken[worker] < table.read[row]:
             difference = differences[taken[worker]][worker]
-            own[worker] = {key: x + difference[key] for key, x in own[worker].items()}
+            local[worker] = {key: x + difference[key] for key, x in local[worker].items()}
             taken[worker] += 1
-        g = gradient(own[worker], batches[chunk // n], chunk % n, n)
-        own[worker], memories[worker] = rule(own[worker], g, memories[worker], rates[step])
+        g = gradient(local[worker], batches[chunk // n], chunk % n, n)
+        local[worker], memories[worker] = rule(local[worker], g, memories[worker], rates[step])
         if row + 1 == len(table.update) or table.update[row + 1] > table.update[row]:
-            middle = mean(own)
-            differences.append([{key: middle[key] - x[key] for key in x} for x in own])
-    return mean(own)
+            middle = mean(local)
+            differences.append([{key: middle[key] - x[key] for key in x} for x in local])
+    return mean(local)

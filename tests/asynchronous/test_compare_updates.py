@@ -44,18 +44,18 @@ def test_a_straggler_takes_sync_to_its_own_pace(
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
     assert cells[0][:5] == ["updates", "straggler", "throughput", "staleness", "test_accuracy"]
     assert cells[0][5] == "recovered"
-    found = {(row[0], row[1]): row for row in cells[2:]}
+    by_run = {(row[0], row[1]): row for row in cells[2:]}
     slow = "4 times slower"
-    assert found.keys() == {(name, which) for name in ("sync", "async", "async+dc_asgd") for which in ("none", slow)}
-    assert [found["sync", which][2:4] for which in ("none", slow)] == [["4.00", "0.00, 0"], ["1.00", "0.00, 0"]]
-    assert found["async+dc_asgd", "none"][2] == "4.00"
-    assert 3 < float(found["async+dc_asgd", slow][2]) < 3.5  # 3.25, but for the end of the run
+    assert by_run.keys() == {(name, which) for name in ("sync", "async", "async+dc_asgd") for which in ("none", slow)}
+    assert [by_run["sync", which][2:4] for which in ("none", slow)] == [["4.00", "0.00, 0"], ["1.00", "0.00, 0"]]
+    assert by_run["async+dc_asgd", "none"][2] == "4.00"
+    assert 3 < float(by_run["async+dc_asgd", slow][2]) < 3.5  # 3.25, but for the end of the run
     assert (tmp_path / "updates.png").stat().st_size > 20_000
     assert (tmp_path / "updates.md").read_text().splitlines() == [line for line in lines if line.startswith("|")]
-    accuracy = {key: float(row[4].rstrip("%")) for key, row in found.items()}
+    accuracy = {key: float(row[4].rstrip("%")) for key, row in by_run.items()}
     lost, left = (accuracy["sync", "none"] - accuracy[name, "none"] for name in ("async", "async+dc_asgd"))
-    told = found["async+dc_asgd", "none"][5]
-    assert told == ("nothing lost" if lost == 0 else f"{round(100 * (1 - left / lost))}%")
+    formatted = by_run["async+dc_asgd", "none"][5]
+    assert formatted == ("nothing lost" if lost == 0 else f"{round(100 * (1 - left / lost))}%")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/result.json")}
     assert len(before) == 6
     compare(monkeypatch, f"--workdir={tmp_path}", "--cases=sync", "--workers=4", "--config.num_steps=16")

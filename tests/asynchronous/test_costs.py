@@ -16,7 +16,7 @@ PEAKS = ("history", "averages")  # which come and go
 CASES: dict[str, tuple[tuple[str, ...], int, int]] = {  # settings, workers, devices
     "sync": (("policy=sync",), 8, 2),
     "async": (("policy=async", "mitigations=adaptive_dc_asgd,staleness_aware"), 8, 4),
-    "server on a device of its own": (("policy=softsync", "mitigations=adaptive_dc_asgd"), 4, 5),
+    "server on a separate device": (("policy=softsync", "mitigations=adaptive_dc_asgd"), 4, 5),
     "local_sgd": (("policy=local_sgd", "interval=2"), 8, 4),
     "diloco": (("policy=diloco", "interval=2"), 8, 2),
     "model_average": (("policy=model_average", "interval=2"), 8, 4),
@@ -25,11 +25,11 @@ CASES: dict[str, tuple[tuple[str, ...], int, int]] = {  # settings, workers, dev
 
 def by_device(tree: Any, num_devices: int) -> list[int]:
     """Bytes of the arrays of a tree on each device."""
-    held, devices = [0] * num_devices, cluster.devices()
+    nbytes, devices = [0] * num_devices, cluster.devices()
     for leaf in jax.tree.leaves(tree):
         [device] = leaf.devices()
-        held[devices.index(device)] += leaf.nbytes
-    return held
+        nbytes[devices.index(device)] += leaf.nbytes
+    return nbytes
 
 
 def arrays(state: Any) -> dict[str, Any]:
@@ -46,14 +46,14 @@ def test_bytes_of_an_initialised_engine(name: str) -> None:
     strategy = make(MLP, *asynchronous(*settings, *RANDOM, workers=workers, devices=devices))
     memory = strategy.plan.memory
     state = strategy.from_canonical(start(MLP))
-    held = arrays(state)
-    for kind, tree in held.items():
+    trees = arrays(state)
+    for kind, tree in trees.items():
         assert [parts.get(kind, 0) for parts in memory] == by_device(tree, len(memory)), kind
     kinds = {kind for parts in memory for kind in parts}
-    assert kinds - set(PEAKS) - {"parameters"} == {kind for kind in held if sum(by_device(held[kind], len(memory)))} - {
-        "parameters"
-    }
-    if isinstance(state, ServerRun):  # a device has the newest weights, its own or a copy
+    assert kinds - set(PEAKS) - {"parameters"} == {
+        kind for kind in trees if sum(by_device(trees[kind], len(memory)))
+    } - {"parameters"}
+    if isinstance(state, ServerRun):  # a device has the newest weights, or a copy
         [size] = {sum(by_device(state.params, len(memory)))}
         assert [parts["parameters"] for parts in memory] == [size] * len(memory)
 

@@ -32,9 +32,9 @@ RULES: dict[str, tuple[str, tuple[str, ...], Rule]] = {
 
 def asynchronous(*settings: str, devices: int = 2, workers: int = 4) -> tuple[str, ...]:
     """The overrides of the strategy."""
-    own = (f"--config.asynchronous.{setting}" for setting in settings)
+    chosen = (f"--config.asynchronous.{setting}" for setting in settings)
     base = ("--config.strategy=async_data_parallel", f"--config.mesh.data={devices}")
-    return (*base, f"--config.asynchronous.num_workers={workers}", *own)
+    return (*base, f"--config.asynchronous.num_workers={workers}", *chosen)
 
 
 def table_of(config: ConfigDict, num_steps: int = NUM_STEPS) -> UpdateTable:
@@ -47,10 +47,10 @@ RANDOM = ("delays.distribution=lognormal", "delays.spread=0.8", "delays.slowdown
 
 def trained(rule: str, *overrides: str) -> tuple[Weights, UpdateTable, Weights]:
     """Weights after the run, its table, and the weights that it began with."""
-    name, own, _ = RULES[rule]
-    task, overrides = TASKS[name], (*PLAIN, *own, *overrides)
+    name, chosen, _ = RULES[rule]
+    task, overrides = TASKS[name], (*PLAIN, *chosen, *overrides)
     strategy = make(task, *overrides)
-    begun = start(task, *PLAIN, *own)
+    begun = start(task, *PLAIN, *chosen)
     state = strategy.from_canonical(begun)
     for step in range(NUM_STEPS):
         state, _ = strategy.step(state, strategy.place(make_batch(task, step)))

@@ -145,10 +145,10 @@ def test_a_worker_that_hangs_stops_nobody(tmp_path: Path, monkeypatch: pytest.Mo
             super().__init__(*arguments)
             gradient: Any = self.gradient
 
-            def hanging(*given: Any) -> Any:
+            def hanging(*arguments: Any) -> Any:
                 if threading.current_thread().name == "worker 3":
                     assert others_are_done.wait(30), "the others wait for it"
-                return gradient(*given)
+                return gradient(*arguments)
 
             vars(self)["gradient"] = hanging
 
@@ -164,7 +164,7 @@ def test_a_worker_that_hangs_stops_nobody(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_every_gradient_is_in_the_figures_of_a_step() -> None:
-    """Those that come late in the next one's, those of the last step in its own."""
+    """Those that come late in the next one's, those of the last step in that step."""
     strategy = begin("two devices", "mode=live")
     _, weights = go_on(strategy, strategy.from_canonical(start(MLP)), MLP, 0, NUM_STEPS)
     assert sum(weights) == pytest.approx(sum(make_batch(MLP, step)["weights"].sum() for step in range(NUM_STEPS)))

@@ -20,7 +20,7 @@ DELAYS = {
     "pareto": Delays("pareto", spread=1.5, slowdown=4),
     "trace": Delays("trace", trace=((1.0, 3.0, 2.0), (2.5,), (0.5, 0.25))),
 }
-# A policy with its own settings, as many as differ in kind.
+# A policy with settings of every kind.
 CASES: list[tuple[str, dict[str, int]]] = [
     ("sync", {}),
     ("async", {}),
@@ -209,13 +209,13 @@ def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_settings_of_other_policies_do_not_matter(policy: str) -> None:
-    own = {"ssp": "bound", "softsync": "groups"}.get(policy, "interval" if policy not in ("sync", "async") else "")
+    setting = {"ssp": "bound", "softsync": "groups"}.get(policy, "interval" if policy not in ("sync", "async") else "")
     run: dict[str, Any] = {"num_workers": 3, "num_gradients": 50, "delays": DELAYS["lognormal"]}
     plain = rows(simulate(policy, **run))
     for value in (-1, 2):
-        others: dict[str, Any] = {name: value for name in ("bound", "groups", "interval") if name != own}
+        others: dict[str, Any] = {name: value for name in ("bound", "groups", "interval") if name != setting}
         assert rows(simulate(policy, **run, **others)) == plain
-    assert not own or rows(simulate(policy, **(run | {own: 2}))) != plain
+    assert not setting or rows(simulate(policy, **(run | {setting: 2}))) != plain
 
 
 def test_tables_need_no_jax() -> None:

@@ -16,10 +16,9 @@ from jaxpar.asynchronous.engine import UpdateEngine
 from jaxpar.asynchronous.live_schedule import Assignment, LiveSchedule
 from jaxpar.asynchronous.programs import Chunk
 from jaxpar.asynchronous.server import ServerEngine
-from jaxpar.asynchronous.table import UpdateTable, validate
-from jaxpar.asynchronous.transport import BeginTransport, Delivery, InFlight, Transport, Workers
+from jaxpar.asynchronous.table import validate
+from jaxpar.asynchronous.transport import BeginTransport, Delivery, LiveTransport, Sent, Transport, Workers
 from jaxpar.asynchronous.virtual_time import Emulation
-from jaxpar.models.model import Params
 from jaxpar.state import State
 from tests.asynchronous import reference
 from tests.asynchronous.test_engines import BATCHES, PLAIN, RATES, RULES, TASKS, assert_close, asynchronous, dc_asgd
@@ -28,13 +27,12 @@ from tests.strategies.pipelines import NUM_STEPS, make_batch, make_config, make_
 TASK, WORKERS = TASKS["sgd"], 4
 
 
-class Queue:
-    """A third transport: workers compute at once, in the server's own thread, and their gradients wait in a queue."""
+class Queue(LiveTransport):
+    """A third transport: workers compute at once, in the server's thread, and their gradients wait in a queue."""
 
     def __init__(self, workers: Workers, state: State):
-        self._workers, self._params = workers, state.params
-        self._schedule = LiveSchedule(workers.number, int(state.step), math.inf)
-        self._queue = deque[tuple[Assignment, Any]]()
+        super().__init__(workers, state, bound=math.inf)
+        self._queue = deque[tuple[Assignment, Sent]]()
 
     def deliver(self, chunks: Mapping[int, Chunk], *, drain: bool) -> Iterator[Delivery]:
         if chunks:
@@ -50,18 +48,6 @@ class Queue:
             assignment, sent = self._queue.popleft()
             yield Delivery(self._schedule.arrived(assignment), *sent)
             self._schedule.applied(assignment)
-
-    def publish(self, params: Params) -> None:
-        self._params = params
-
-    def in_flight(self) -> InFlight:
-        return InFlight({}, self._schedule.record())
-
-    def restore(self, in_flight: InFlight) -> None:
-        self._schedule.restore(in_flight.record)
-
-    def table(self) -> UpdateTable | None:
-        return self._schedule.table()
 
     def close(self) -> None:
         assert not self._queue
@@ -132,7 +118,7 @@ def test_stopped_and_resumed_on_a_third_transport() -> None:
 def test_transports_have_what_the_server_asks_for() -> None:
     """As mypy sees it, and here by name."""
     methods = {name for name in vars(Transport) if not name.startswith("_")}
-    assert methods == {"deliver", "publish", "in_flight", "restore", "table", "close"} <= vars(Queue).keys()
+    assert methods == {"deliver", "publish", "in_flight", "restore", "table", "close"} <= set(dir(Queue))
 
 
 def chunks(first: int, last: int) -> dict[int, Chunk]:
