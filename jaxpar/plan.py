@@ -7,10 +7,12 @@ same plan.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from jaxpar.layout import Layout
 
+Source = TypeVar("Source", covariant=True)
+Details = TypeVar("Details", covariant=True)
 ON_HOST = " on the host"  # after the name of a part of the state
 ACTIVATIONS = ("stashes", "transfers")  # parts of the memory that are no part of the state
 
@@ -37,7 +39,7 @@ class Traffic(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Decision:
+class Decision(Generic[Source]):
     """What a config comes to on a cluster before data is read and shapes are known.
 
     Attributes:
@@ -45,44 +47,44 @@ class Decision:
       batch_divisor: that config.batch_size must be a multiple of.
       batch_words: what the divisor consists of.
       num_replicas: ways in which a batch is divided.
-      table: the pipeline's schedule or the asynchronous updates, where there is one; its file has been read.
+      source: what else the strategy's `plan` starts from, such as a pipeline's table; its files have been read.
     """
 
     axes: Mapping[str, int]
     batch_divisor: int
     batch_words: str
     num_replicas: int
-    table: Any = None
+    source: Source
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Generic[Details]):
     """A strategy for a problem on a cluster.
 
     Attributes:
       strategy: its name in STRATEGIES.
-      decision: mesh axes, what a batch divides into, the table.
+      decision: mesh axes, and what a batch divides into.
       summary: what is where, in one line.
       layouts: of the parts of the state: params, optimizer, private.
+      details: what else the strategy's `build` needs, of a type of the strategy: a pipeline's has its table.
       memory: of each device, by number: bytes by what they are for; parts of the state, and ACTIVATIONS.
       traffic: what a device sends in a step, in theory, except scalars such as the loss.
-      exchange: how replicas agree; None where nothing is exchanged.
+      exchange: how replicas agree: an exchange's name and its options; empty where nothing is exchanged.
       private_key: what private state in a checkpoint depends on; only a plan with the same key can continue with it.
         JSON values; empty where the strategy has no private state.
       differs: why its numbers differ from those of `single`; empty: they are the same.
-      details: what else the strategy's `build` needs.
     """
 
     strategy: str
-    decision: Decision
+    decision: Decision[object]
     summary: str
     layouts: Mapping[str, Layout]
+    details: Details
     memory: Sequence[Mapping[str, int]]
     traffic: Sequence[Traffic] = ()
-    exchange: Any = None
+    exchange: str = ""
     private_key: Mapping[str, Any] = field(default_factory=dict)
     differs: str = ""
-    details: Any = None
 
     @property
     def axes(self) -> Mapping[str, int]:

@@ -75,7 +75,7 @@ class CollectiveRow(NamedTuple):
         return (1 - TOLERANCE) * self.required <= self.nbytes <= (1 + TOLERANCE) * self.theory
 
 
-def audit(programs: Sequence[CompiledProgram], plan: Plan, task: Task) -> list[CollectiveRow]:
+def audit(programs: Sequence[CompiledProgram], plan: Plan[object], task: Task) -> list[CollectiveRow]:
     """What the programs send, by kind; and what theory has that they do not.
 
     Args:
@@ -179,7 +179,7 @@ class DeviceBytes(NamedTuple):
     theory: int | None
 
 
-def memory(programs: Sequence[CompiledProgram], strategy: Strategy) -> list[dict[str, DeviceBytes]]:
+def memory(programs: Sequence[CompiledProgram], strategy: Strategy[Any]) -> list[dict[str, DeviceBytes]]:
     """By device, bytes by what they are: parts of the state, inputs (batches, plans, gradients sent), temporary."""
     found: list[dict[str, int]] = [{} for _ in strategy.devices]
     for program in programs:

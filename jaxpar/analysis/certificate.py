@@ -19,20 +19,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from ml_collections import ConfigDict
 
-from jaxpar import cluster as clusters
 from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar import strategies
 from jaxpar.errors import TrainingError
-from jaxpar.mesh import DATA, STAGE
-from jaxpar.plan import Decision
 from jaxpar.run.build import Run
 from jaxpar.run.start import start
 from jaxpar.state import Canonical
 from jaxpar.step import Metrics, Problem
-from jaxpar.strategies import Strategy, single
-from jaxpar.strategies.data_parallel import plan_replicated
+from jaxpar.strategies import Strategy
 from jaxpar.tasks import mean_loss
 
 # Relative errors by the dtype of the computation. A gradient's is larger, as it may be a small sum of thousands of
@@ -115,7 +112,7 @@ class Snapshot(NamedTuple):
     counters: Leaves
 
 
-def snapshot(strategy: Strategy, state: Any) -> Snapshot:
+def snapshot(strategy: Strategy[Any], state: Any) -> Snapshot:
     """Of a strategy's state; copied, as the next step takes its arrays."""
     tree = jax.tree.map(np.array, strategy.to_canonical(state))
     recorded = tree["optimizer"].get("0", {}).get("last_gradient", {})
@@ -179,13 +176,17 @@ def make_pair(run: Run, passes: int) -> tuple[Run, Run]:
     problem = run.problem._replace(optimizer=optax.chain(recording(), run.problem.optimizer))
     whole = problem._replace(accumulation_steps=passes)
     ours = run._replace(problem=problem, strategy=strategies.make(run.config, problem))
-    return ours, run._replace(problem=whole, strategy=make_single(whole))
+    return ours, run._replace(problem=whole, strategy=make_single(run.config, whole))
 
 
-def make_single(problem: Problem) -> Strategy:
+def make_single(config: ConfigDict, problem: Problem) -> Strategy[Any]:
     """Build the reference: `single`, whatever the run's config says of devices and exchanges."""
-    decision = Decision({DATA: 1, STAGE: 1}, problem.accumulation_steps, "accumulation steps", num_replicas=1)
-    return single.build(plan_replicated("single", problem, decision, "one device"), problem, clusters.devices())
+    config = config.copy_and_resolve_references()
+    config.strategy, config.exchange, config.mesh.data, config.mesh.stage = "single", "ddp", 1, 1
+    config.optimizer.accumulation_steps = problem.accumulation_steps
+    for option in config.exchange_options:
+        config.exchange_options[option] = None
+    return strategies.make(config, problem)
 
 
 def batches(run: Run) -> list[int]:

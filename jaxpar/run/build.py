@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from ml_collections import ConfigDict
@@ -36,13 +36,13 @@ class Run(NamedTuple):
     problem: Problem
     pretrained: Params | None  # abstract leaves: what it lacks
     cluster: Cluster
-    strategy: Strategy
+    strategy: Strategy[Any]
     schedule: optimizer.LearningRateSchedule
     num_steps: int
     phases: Phases
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> Plan[object]:
         """The plan that the strategy was built of."""
         return self.strategy.plan
 
@@ -51,7 +51,7 @@ class Checked(NamedTuple):
     """What is known of a run before its data is read."""
 
     cluster: Cluster
-    decision: Decision | None
+    decision: Decision[Any] | None
 
 
 def check_run(config: ConfigDict, workdir: Path) -> Checked:

@@ -6,6 +6,7 @@ training loop calls the functions of a `Strategy` and nothing else. Every synchr
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from ml_collections import ConfigDict
@@ -22,7 +23,7 @@ from jaxpar.strategies.strategy import Strategy, StrategyModule
 
 __all__ = ["STRATEGIES", "Strategy", "build", "decide", "make", "plan", "possible"]
 
-STRATEGIES: dict[str, StrategyModule] = {
+STRATEGIES: dict[str, StrategyModule[Any, Any]] = {
     "single": single,
     "data_parallel": data_parallel,
     "async_data_parallel": async_data_parallel,
@@ -30,7 +31,7 @@ STRATEGIES: dict[str, StrategyModule] = {
 }
 
 
-def decide(config: ConfigDict, cluster: Cluster, model: Model | None = None) -> Decision:
+def decide(config: ConfigDict, cluster: Cluster, model: Model | None = None) -> Decision[Any]:
     """Decide what the config comes to on a cluster before data is read. model: as in `StrategyModule.decide`.
 
     Raises:
@@ -39,7 +40,7 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None = None) -> 
     return accepted(_decide(config, cluster, model))
 
 
-def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision | None = None) -> Plan:
+def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[Any] | None = None) -> Plan[Any]:
     """Plan the strategy of a config for a cluster, which need not be at hand. See `StrategyModule.plan`.
 
     Args:
@@ -54,19 +55,19 @@ def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decisi
     return accepted(_plan(config, shapes, cluster, decision))
 
 
-def possible(config: ConfigDict, shapes: Problem, cluster: Cluster) -> Plan | str:
+def possible(config: ConfigDict, shapes: Problem, cluster: Cluster) -> Plan[Any] | str:
     """Return the plan, or in one line why there is none: for callers that ask about many configs. Raises nothing."""
     result = outcome(_plan(config, shapes, cluster, None))
     return str(result) if isinstance(result, UserError) else result
 
 
-def _plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision | None) -> Refusals[Plan]:
+def _plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[Any] | None) -> Refusals[Plan[Any]]:
     if decision is None:
         decision = yield from _decide(config, cluster, None)  # the strategy's plan looks at the model
     return (yield from STRATEGIES[config.strategy].plan(config, shapes, cluster, decision))
 
 
-def _decide(config: ConfigDict, cluster: Cluster, model: Model | None) -> Refusals[Decision]:
+def _decide(config: ConfigDict, cluster: Cluster, model: Model | None) -> Refusals[Decision[Any]]:
     yield from refuse_choice("strategy", config.strategy, STRATEGIES)
     yield from refuse_optimizer(config)  # what a batch divides into depends on it
     decision = yield from STRATEGIES[config.strategy].decide(config, cluster, model)
@@ -83,11 +84,11 @@ def _decide(config: ConfigDict, cluster: Cluster, model: Model | None) -> Refusa
     return decision
 
 
-def build(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strategy:
+def build(plan: Plan[Any], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[Any]:
     """Build a planned strategy on the first of these devices."""
     return STRATEGIES[plan.strategy].build(plan, problem, devices)
 
 
-def make(config: ConfigDict, problem: Problem) -> Strategy:
+def make(config: ConfigDict, problem: Problem) -> Strategy[Any]:
     """Plan and build the strategy of a config on this machine's devices."""
     return build(plan(config, problem, clusters.find_cluster()), problem, clusters.devices())

@@ -33,6 +33,7 @@ from jaxpar.asynchronous.engine import UpdateEngine
 from jaxpar.asynchronous.gradient_rows import is_grouped, needs_earlier_batches
 from jaxpar.asynchronous.local import LocalEngine
 from jaxpar.asynchronous.mitigations import Mitigations
+from jaxpar.asynchronous.options import UpdateSource
 from jaxpar.asynchronous.server import ServerEngine
 from jaxpar.asynchronous.table import UpdateTable, staleness_summary
 from jaxpar.asynchronous.threads import Threads
@@ -50,7 +51,7 @@ from jaxpar.strategies.strategy import CompiledProgram, Strategy, placer
 from jaxpar.tasks import Sums
 
 
-def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Refusals[Decision]:
+def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Refusals[Decision[UpdateSource]]:
     """Decide on devices for the workers, and read the files of config.asynchronous.
 
     Refuses a config.asynchronous that cannot be run, and a file of it that cannot be read.
@@ -90,11 +91,13 @@ class AsyncDetails:
     places: Places
 
 
-def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision, /) -> Refusals[Plan]:
+def plan(
+    config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[UpdateSource], /
+) -> Refusals[Plan[AsyncDetails]]:
     """Plan the workers' devices, the server's, and the table of updates. Refuses a table of a run of another length."""
     num_devices, num_workers = decision.num_replicas, config.asynchronous.num_workers
     is_live = config.asynchronous.mode == "live"
-    updates = None if is_live else (yield from options.build_table(config, decision.table, shapes.num_steps))
+    updates = None if is_live else (yield from options.build_table(config, decision.source, shapes.num_steps))
     has_device = meshes.sizes(config, cluster)[DATA] > num_devices and not is_local(config)
     places = Places(num_workers, num_devices, server=num_devices if has_device else 0)
     problem, mitigations = options.build_mitigations(config, shapes, updates)
@@ -107,13 +110,13 @@ def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decisi
         decision,
         summarize_updates(config, updates, has_device),
         layouts,
+        AsyncDetails(config, updates, mitigations, problem.optimizer, places),
         memory,
         (Traffic("copy", "float32", DATA, nbytes_sent, messages=sent),) if sent else (),
         private_key={"policy": describe_workers(config), "table": table_fingerprint(updates) if updates else "live"},
         differs=""
         if is_lock_step(config)
         else f"{describe_workers(config)} takes gradients of weights that are not the newest",
-        details=AsyncDetails(config, updates, mitigations, problem.optimizer, places),
     )
 
 
@@ -137,9 +140,9 @@ def summarize_updates(config: ConfigDict, updates: UpdateTable | None, has_devic
     return summary + (", the server on a device of its own" if has_device else "")
 
 
-def build(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strategy:
+def build(plan: Plan[AsyncDetails], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[Any]:
     """Build the strategy of config.asynchronous on the first of these devices."""
-    details: AsyncDetails = plan.details
+    details = plan.details
     config, updates = details.config, details.updates
     mesh, at, used = meshes.make_mesh(plan.axes, devices), devices[details.places.server], devices[: plan.num_devices]
     problem = problem._replace(optimizer=details.optimizer)

@@ -34,10 +34,11 @@ from jaxpar.strategies import exchanges, master, replicas
 from jaxpar.strategies.strategy import CompiledProgram, Strategy, placer
 from jaxpar.tasks import Sums
 
+DataParallelPlan = Plan[str] | Plan[replicas.ReplicaDetails]  # with the name of a builder; with an exchange
 IMPLEMENTATIONS = ("auto", "shard_map", "sharding", "pmap")
 
 
-def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Refusals[Decision]:
+def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Refusals[Decision[None]]:
     """Decide on the data axis. Refuses more devices than there are, and an exchange that cannot be."""
     yield from refuse_choice("data_parallel.implementation", config.data_parallel.implementation, IMPLEMENTATIONS)
     if config.exchange == "dp":
@@ -58,7 +59,7 @@ def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Ref
             "config.data_parallel.implementation is 'sharding', in which XLA adds gradients up in config.model.dtype, "
             f"{config.model.dtype!r}; on several replicas it must be 'shard_map' or 'pmap', in which sums are float32"
         )
-    return Decision(axes, *batch_divisor(config, axes[DATA]), num_replicas=axes[DATA])
+    return Decision(axes, *batch_divisor(config, axes[DATA]), num_replicas=axes[DATA], source=None)
 
 
 def is_plain(config: ConfigDict) -> bool:
@@ -78,7 +79,9 @@ def batch_divisor(config: ConfigDict, num_replicas: int) -> tuple[int, str]:
     return num_replicas * number, words
 
 
-def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision, /) -> Refusals[Plan]:
+def plan(
+    config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[None], /
+) -> Refusals[DataParallelPlan]:
     """Plan the implementation that config.data_parallel.implementation names. Refuses as the exchange does."""
     if config.exchange == "dp":
         return master.plan(shapes, decision)
@@ -94,8 +97,8 @@ def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decisi
 
 
 def plan_replicated(
-    strategy: str, shapes: Problem, decision: Decision, summary: str, implementation: str = "sharding"
-) -> Plan:
+    strategy: str, shapes: Problem, decision: Decision[None], summary: str, implementation: str = "sharding"
+) -> Plan[str]:
     """Plan all of the state on each device, and gradients added up by XLA's ring all-reduce.
 
     Args:
@@ -107,10 +110,11 @@ def plan_replicated(
     memory = {"parameters": layouts["params"].nbytes_on(), "optimizer": layouts["optimizer"].nbytes_on()}
     size = nbytes(like.params)
     traffic = (ring_traffic("all-reduce", 2, DATA, n, size, "float32"),) if n > 1 else ()
-    return Plan(strategy, decision, summary, layouts, (memory,) * n, traffic, details=implementation)
+    exchange = "" if strategy == "single" else "ddp"
+    return Plan(strategy, decision, summary, layouts, implementation, (memory,) * n, traffic, exchange)
 
 
-def build(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strategy:
+def build(plan: DataParallelPlan, problem: Problem, devices: Sequence[jax.Device]) -> Strategy[State]:
     """Build what `plan` decided on."""
     if isinstance(plan.details, replicas.ReplicaDetails):
         return replicas.build(plan, problem, devices)
@@ -118,7 +122,7 @@ def build(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strate
     return builders[plan.details](plan, problem, devices)
 
 
-def build_sharding(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strategy:
+def build_sharding(plan: Plan[str], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[State]:
     """Build data parallelism by jit over a mesh: batch divided, state replicated."""
     mesh = meshes.make_mesh(plan.axes, devices)
     replicated, divided = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(DATA))
@@ -146,7 +150,7 @@ def build_sharding(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) 
     )
 
 
-def build_pmap(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strategy:
+def build_pmap(plan: Plan[str], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[State]:
     """Build data parallelism by `jax.pmap`: arrays have a leading dim of the replicas."""
     n, devices = plan.num_replicas, list(devices[: plan.num_replicas])
     mesh = meshes.make_mesh(plan.axes, devices)

@@ -27,7 +27,7 @@ from jaxpar.strategies.strategy import CompiledProgram, Strategy, placer
 from jaxpar.tasks import Sums
 
 
-def plan(shapes: Problem, decision: Decision) -> Plan:
+def plan(shapes: Problem, decision: Decision[None]) -> Plan[str]:
     """Plan the state on the first device alone."""
     like, others = states.abstract_state(shapes.model, shapes.optimizer), decision.num_replicas - 1
     layouts = {part: layout.on_one(decision.axes, getattr(like, part), DATA) for part in ("params", "optimizer")}
@@ -36,10 +36,10 @@ def plan(shapes: Problem, decision: Decision) -> Plan:
     # The master's; another device sends its gradients alone.
     traffic = (Traffic("copy", "float32", DATA, others * size, messages=others),)
     summary = "dp: batch divided, state on the first device alone"
-    return Plan("data_parallel", decision, summary, layouts, memory, traffic, details="master")
+    return Plan("data_parallel", decision, summary, layouts, "master", memory, traffic, exchange="dp")
 
 
-def build(plan: Plan, problem: Problem, given: Sequence[jax.Device]) -> Strategy:
+def build(plan: Plan[str], problem: Problem, given: Sequence[jax.Device]) -> Strategy[State]:
     """Build the strategy on the first devices of those given, of which the first is the master."""
     mesh = meshes.make_mesh(plan.axes, given)
     devices = list(mesh.devices.flat)

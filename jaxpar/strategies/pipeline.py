@@ -50,7 +50,7 @@ from jaxpar.tasks import Sums
 IN_PLACE = {f"xla_{backend}_copy_insertion_use_region_analysis": True for backend in ("cpu", "gpu")}
 
 
-def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Refusals[Decision]:
+def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Refusals[Decision[Table]]:
     """Decide on the mesh and the table. Refuses what is wrong with config.mesh and config.pipeline."""
     yield from refuse_choice("pipeline.remat", config.pipeline.remat, REMATS)
     if config.optimizer.accumulation_steps != 1:
@@ -94,6 +94,7 @@ class PipelineDetails:
 
     Attributes:
       schedule: as the config names it.
+      table: of the schedule.
       lowered: the table in the engine's form, in NumPy.
       stages: which layers are where.
       state: where the state lives.
@@ -103,6 +104,7 @@ class PipelineDetails:
     """
 
     schedule: str
+    table: Table
     lowered: LoweredTable
     stages: Stages
     state: StagedState
@@ -118,12 +120,14 @@ class PipelineDetails:
         return make_engine(self.state, self.lowered.shape, rows, key, self.remat)
 
 
-def plan(config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decision, /) -> Refusals[Plan]:
+def plan(
+    config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decision[Table], /
+) -> Refusals[Plan[PipelineDetails]]:
     """Plan the stages of config.pipeline, and the replicas of the pipeline on the data axis.
 
     Refuses a model that cannot be cut where config.pipeline.partition says.
     """
-    table, num_data = decision.table, decision.num_replicas
+    table, num_data = decision.source, decision.num_replicas
     inputs = shapes.model.inputs(shapes.batch)
     bounds = yield from partition.stage_bounds(
         shapes.model, shapes.batch, inputs, config.pipeline.partition, table.num_stages
@@ -132,7 +136,7 @@ def plan(config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decis
     state = StagedState(decision.axes, shapes, stages)
     all_reduce = exchanges.on_gradients(config, num_data)
     c = config.pipeline
-    details = PipelineDetails(c.schedule, lower_table(table), stages, state, all_reduce, c.remat, c.trace)
+    details = PipelineDetails(c.schedule, table, lower_table(table), stages, state, all_reduce, c.remat, c.trace)
     private = jax.eval_shape(
         lambda: jax.vmap(lambda _: all_reduce.init(state.params.packing.shapes), axis_name=DATA)(jnp.zeros(num_data))
     )
@@ -149,12 +153,12 @@ def plan(config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decis
         decision,
         summarize_stages(config, table, stages),
         layouts,
+        details,
         (memory,) * (num_data * table.num_devices),
-        plan_traffic(shapes.model, table, details, engine),
-        all_reduce,
+        plan_traffic(shapes.model, details, engine),
+        exchanges.name(config),
         exchanges.private_key(config, num_data) | {"bounds": list(bounds), "stages": table.stages.tolist()},
         exchanges.differs(config),
-        details,
     )
 
 
@@ -170,9 +174,10 @@ def summarize_stages(config: ConfigDict, table: Table, stages: Stages) -> str:
     )
 
 
-def plan_traffic(model: Model, table: Table, details: PipelineDetails, engine: PipelineEngine) -> tuple[Traffic, ...]:
+def plan_traffic(model: Model, details: PipelineDetails, engine: PipelineEngine) -> tuple[Traffic, ...]:
     """Return what a device sends in a step: over each route in every clock, and its gradients."""
-    stages, sends = details.stages, len(details.lowered.shape.routes) * table.num_clocks
+    table, stages = details.table, details.stages
+    sends = len(details.lowered.shape.routes) * table.num_clocks
     transfers = [
         Traffic("collective-permute", array.dtype.name, STAGE, sends * nbytes([array]), messages=sends)
         for array in engine.transfers.shapes
@@ -184,10 +189,11 @@ def plan_traffic(model: Model, table: Table, details: PipelineDetails, engine: P
     return (*transfers, *gradients, tied._replace(messages=len(copied)))
 
 
-def build(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strategy:
+def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[PackedState]:
     """Build a planned pipeline on the first of these devices."""
     meshes.check_partitioner()
-    table, details, num_data = plan.decision.table, plan.details, plan.num_replicas
+    details, num_data = plan.details, plan.num_replicas
+    table = details.table
     mesh, staged, timeline = meshes.make_mesh(plan.axes, devices), details.state, Timeline(details.trace)
     divided, by_stage = NamedSharding(mesh, PartitionSpec(DATA)), NamedSharding(mesh, PartitionSpec(STAGE))
     like = states.abstract_state(problem.model, problem.optimizer)
@@ -248,7 +254,7 @@ def build(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strate
     )
 
 
-def lower_step(plan: Plan, problem: Problem, mesh: Mesh) -> jax.stages.Lowered:
+def lower_step(plan: Plan[PipelineDetails], problem: Problem, mesh: Mesh) -> jax.stages.Lowered:
     """Trace and lower a training step for the problem's batch, from shapes alone."""
     details, by_stage = plan.details, NamedSharding(mesh, PartitionSpec(STAGE))
     private = jax.eval_shape(private_initializer(details, mesh))

@@ -39,12 +39,20 @@ OVERLAP: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ReplicaDetails:
-    """What `build` needs of a plan. unrolled: whether the model is to be computed without a scan."""
+    """What `build` needs of a plan.
 
+    Attributes:
+      exchange: around the optimizer.
+      unrolled: whether the model is to be computed without a scan.
+    """
+
+    exchange: Exchange
     unrolled: bool
 
 
-def plan(config: ConfigDict, shapes: Problem, decision: Decision, *, on_cpu: bool) -> Refusals[Plan]:
+def plan(
+    config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cpu: bool
+) -> Refusals[Plan[ReplicaDetails]]:
     """Plan replicas that exchange as config.exchange says. Refuses an exchange that cannot be of these shapes."""
     exchange = yield from exchanges.configured_exchange(config, shapes, decision.num_replicas)
     like = states.abstract_state(shapes.model, shapes.optimizer)
@@ -63,19 +71,19 @@ def plan(config: ConfigDict, shapes: Problem, decision: Decision, *, on_cpu: boo
         decision,
         summary,
         layouts,
+        # On CPUs nothing orders collectives inside a loop and outside of it: devices would wait in different ones.
+        ReplicaDetails(exchange, unrolled=bool(exchange.fetch) and on_cpu),
         (memory,) * decision.num_replicas,
         traffic,
-        exchange,
+        exchanges.name(config),
         exchanges.private_key(config, decision.num_replicas),
         exchanges.differs(config),
-        # On CPUs nothing orders collectives inside a loop and outside of it: devices would wait in different ones.
-        ReplicaDetails(unrolled=bool(exchange.fetch) and on_cpu),
     )
 
 
-def build(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strategy:
+def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[State]:
     """Build the strategy of a planned exchange."""
-    mesh, exchange = meshes.make_mesh(plan.axes, devices), plan.exchange
+    mesh, exchange = meshes.make_mesh(plan.axes, devices), plan.details.exchange
     if plan.details.unrolled:
         problem = problem._replace(model=problem.model.unrolled())
     form = ReplicaState(problem, mesh, exchange, dict(plan.layouts))

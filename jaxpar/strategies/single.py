@@ -12,13 +12,14 @@ from jaxpar.exchange.presets import EXCHANGES
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Model
 from jaxpar.plan import Decision, Plan
+from jaxpar.state import State
 from jaxpar.step import Problem
 from jaxpar.strategies import exchanges
 from jaxpar.strategies.data_parallel import batch_divisor, build_sharding, plan_replicated
 from jaxpar.strategies.strategy import Strategy
 
 
-def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Refusals[Decision]:
+def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Refusals[Decision[None]]:
     """Decide on one device. Refuses a config that asks for more."""
     yield from mesh.refuse_processes("config.strategy='single'", cluster)
     yield from mesh.refuse_stages(config)
@@ -33,15 +34,15 @@ def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Ref
             f"config.exchange is {exchanges.name(config)!r}; it must be 'ddp' without options with "
             "config.strategy='single', where there is nobody to exchange with"
         )
-    return Decision({DATA: 1, STAGE: 1}, *batch_divisor(config, 1), num_replicas=1)
+    return Decision({DATA: 1, STAGE: 1}, *batch_divisor(config, 1), num_replicas=1, source=None)
 
 
-def plan(_config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decision, /) -> Refusals[Plan]:
+def plan(_config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decision[None], /) -> Refusals[Plan[str]]:
     """Plan the whole state and every batch on one device."""
     yield from ()  # nothing is refused
     return plan_replicated("single", shapes, decision, "one device")
 
 
-def build(plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strategy:
+def build(plan: Plan[str], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[State]:
     """Build the step of jaxpar/step.py on the first device: a mesh of one, over which nothing is reduced."""
     return build_sharding(plan, problem, devices)

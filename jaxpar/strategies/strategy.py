@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -16,6 +16,11 @@ from jaxpar.plan import Decision, Plan
 from jaxpar.state import Canonical
 from jaxpar.step import Metrics, Problem
 from jaxpar.tasks import Sums
+
+S = TypeVar("S")  # a state, in the strategy's own form
+S_co = TypeVar("S_co", covariant=True)
+Source = TypeVar("Source")  # what `decide` hands on to `plan`
+Details = TypeVar("Details")  # and `plan` to `build`
 
 
 class CompiledProgram(NamedTuple):
@@ -32,7 +37,22 @@ class CompiledProgram(NamedTuple):
     arguments: tuple[str, ...] = ()
 
 
-class Strategy(NamedTuple):
+class FromCanonical(Protocol[S_co]):
+    """What makes a strategy's state of a canonical one."""
+
+    def __call__(self, tree: Canonical, private: Canonical | None = None, /) -> S_co:
+        """Return the state on devices.
+
+        Args:
+          tree: canonical; leaves may be NumPy arrays.
+          private: what `Strategy.to_private` returned for such a state; None or empty: fresh.
+
+        Raises:
+          UserError: the strategy cannot go on from this step without its private state.
+        """
+
+
+class Strategy(NamedTuple, Generic[S]):
     """How a problem is trained on some devices. `state` has the strategy's own form; `batch` is what `place` returns.
 
     Attributes:
@@ -43,29 +63,29 @@ class Strategy(NamedTuple):
       step: (state, batch) -> (state, metrics); the old state is donated.
       evaluate: (state, batch) -> sums.
       to_canonical: state -> canonical state.
-      from_canonical: (canonical state, private=None) -> state; leaves may be NumPy arrays.
+      from_canonical: (canonical state, private=None) -> state.
       compile: () -> a step's programs, for the problem's batch, from shapes alone, without running them.
       to_private: state -> what of it is not in the canonical state.
       report: (state, workdir) -> results for result.json; writes what it has to show at the end of a run.
     """
 
-    plan: Plan
+    plan: Plan[object]
     devices: tuple[jax.Device, ...]
-    init: Callable[[jax.Array], Any]
+    init: Callable[[jax.Array], S]
     place: Callable[[Mapping[str, np.ndarray]], Any]
-    step: Callable[[Any, Any], tuple[Any, Metrics]]
-    evaluate: Callable[[Any, Any], Sums]
-    to_canonical: Callable[[Any], Canonical]
-    from_canonical: Callable[..., Any]
+    step: Callable[[S, Any], tuple[S, Metrics]]
+    evaluate: Callable[[S, Any], Sums]
+    to_canonical: Callable[[S], Canonical]
+    from_canonical: FromCanonical[S]
     compile: Callable[[], list[CompiledProgram]]
-    to_private: Callable[[Any], Canonical] = lambda _state: {}
-    report: Callable[[Any, Path], Mapping[str, Any]] = lambda _state, _workdir: {}
+    to_private: Callable[[S], Canonical] = lambda _state: {}
+    report: Callable[[S, Path], Mapping[str, Any]] = lambda _state, _workdir: {}
 
 
-class StrategyModule(Protocol):
+class StrategyModule(Protocol[Source, Details]):
     """A module of this package: one file a strategy."""
 
-    def decide(self, config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Refusals[Decision]:
+    def decide(self, config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Refusals[Decision[Source]]:
         """Decide what can be decided before data is read. Pure; reads each file that the config names once.
 
         Refuses a config that this strategy cannot run on this cluster.
@@ -76,7 +96,9 @@ class StrategyModule(Protocol):
           model: of the run's layers, whatever its sizes; None where it is not known yet.
         """
 
-    def plan(self, config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision, /) -> Refusals[Plan]:
+    def plan(
+        self, config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[Source], /
+    ) -> Refusals[Plan[Details]]:
         """Plan the strategy: no device is touched, nothing is compiled.
 
         Refuses shapes that this strategy cannot train.
@@ -88,7 +110,7 @@ class StrategyModule(Protocol):
           decision: what `decide` returned for this config and cluster.
         """
 
-    def build(self, plan: Plan, problem: Problem, devices: Sequence[jax.Device]) -> Strategy:
+    def build(self, plan: Plan[Details], problem: Problem, devices: Sequence[jax.Device], /) -> Strategy[Any]:
         """Build the strategy on the first plan.num_devices devices. Compiles nothing yet."""
 
 

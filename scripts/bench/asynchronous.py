@@ -44,7 +44,7 @@ def main() -> None:
         dataset = data.load(config, tasks.find_task(config).labels, Path(folder))
     batches = data.Batches(dataset.train, batch_size=config.batch_size, seed=0, shuffle=True)
 
-    def build(rows: Any, *more: str) -> Strategy:
+    def build(rows: Any, *more: str) -> Strategy[Any]:
         own: ConfigDict = configs.load_config(arguments.config)
         configs.override(own, [*overrides, f"--config.batch_size={len(rows['index'])}", *more])
         strategies.decide(own, clusters.find_cluster())

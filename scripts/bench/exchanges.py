@@ -62,7 +62,7 @@ def main() -> None:
             dataset = data.load(config, tasks.find_task(config).labels, Path(folder))
         rows = data.Batches(dataset.train, batch_size=config.batch_size, seed=0, shuffle=True).batch(0)
 
-        def build(name: str, *more: str) -> strategies.Strategy:
+        def build(name: str, *more: str) -> strategies.Strategy[Any]:
             own: ConfigDict = configs.load_config(arguments.config)
             by = "--config.data_parallel.implementation=shard_map"
             configs.override(own, [*overrides, f"--config.exchange={name}", by, *more])
@@ -80,7 +80,9 @@ def main() -> None:
         codecs(arguments.rounds)
 
 
-def sent_and_held(build: Callable[..., strategies.Strategy], task: tasks.Task, n: int, sent: bool, held: bool) -> None:
+def sent_and_held(
+    build: Callable[..., strategies.Strategy[Any]], task: tasks.Task, n: int, sent: bool, held: bool
+) -> None:
     """Figures bytes and memory."""
     ddp = build("ddp").plan
     parameters, optimizer = ddp.memory[0]["parameters"], ddp.memory[0]["optimizer"]
@@ -103,7 +105,7 @@ def sent_and_held(build: Callable[..., strategies.Strategy], task: tasks.Task, n
             print(f"memory  {name:36} {fullest / formula:.4f} of the formula, which is {of_all:.4f} of ddp's")
 
 
-def steps(build: Callable[..., strategies.Strategy], rows: Any, rounds: int) -> None:
+def steps(build: Callable[..., strategies.Strategy[Any]], rows: Any, rounds: int) -> None:
     """Figure steps."""
     contenders: dict[str, Contender] = {name: build(name) for name in EXCHANGES}
     contenders |= {f"ddp by {way}": build("ddp", f"--config.data_parallel.implementation={way}") for way in WAYS[1:]}

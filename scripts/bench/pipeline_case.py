@@ -156,7 +156,7 @@ class Parts:
         self.case = case
         self.plan = strategies.plan(case.config, case.problem, clusters.find_cluster())
         self.details: pipeline.PipelineDetails = self.plan.details
-        self.table: Table = self.plan.decision.table
+        self.table: Table = self.details.table
         self.mesh = meshes.make_mesh(self.plan.axes, clusters.devices())
         self.stages, self.lowered = self.details.stages, self.details.lowered
 

@@ -80,7 +80,7 @@ SENT: dict[str, tuple[tuple[str, ...], Sent]] = {
 
 
 @functools.cache
-def compiled(name: str) -> tuple[list[CompiledProgram], Plan]:
+def compiled(name: str) -> tuple[list[CompiledProgram], Plan[object]]:
     task = ADAM if name in ("bagua_qadam", "onebit_adam") else MLP
     strategy = make(task, WIDE, *SENT[name][0])
     return strategy.compile(), strategy.plan
@@ -255,7 +255,7 @@ def sent_by(instruction: str) -> list[CollectiveRow]:
     text = "ENTRY %main.1 (x: f32[100]) -> f32[100] {\n  %x = f32[100]{0} parameter(0)\n"
     text += f"  ROOT %sent = f32[100]{{0}} {instruction}\n}}\n"
     program: Any = SimpleNamespace(compiled=SimpleNamespace(as_text=lambda: text), branches={})
-    return audit.audit([program], Plan("single", Decision(MESH, 1, "", 2), "", {}, ()), TASK)
+    return audit.audit([program], Plan("single", Decision(MESH, 1, "", 2, None), "", {}, None, ()), TASK)
 
 
 @pytest.mark.parametrize("groups", WRITTEN)

@@ -26,12 +26,12 @@ RUNS: dict[str, tuple[Task, tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-def begin(name: str, *more: str) -> Strategy:
+def begin(name: str, *more: str) -> Strategy[Any]:
     task, settings, sizes = RUNS[name]
     return make(task, *asynchronous(*settings, *more, **sizes))
 
 
-def go_on(strategy: Strategy, state: Any, task: Task, first: int, last: int) -> tuple[Any, list[float]]:
+def go_on(strategy: Strategy[Any], state: Any, task: Task, first: int, last: int) -> tuple[Any, list[float]]:
     weights = []
     for step in range(first, last):
         state, metrics = strategy.step(state, strategy.place(make_batch(task, step)))
@@ -39,7 +39,7 @@ def go_on(strategy: Strategy, state: Any, task: Task, first: int, last: int) -> 
     return state, weights
 
 
-def final(strategy: Strategy, state: Any) -> dict[str, np.ndarray]:
+def final(strategy: Strategy[Any], state: Any) -> dict[str, np.ndarray]:
     return named(jax.device_get(strategy.to_canonical(state)))
 
 
@@ -52,7 +52,7 @@ def replayed(name: str, path: Path) -> dict[str, np.ndarray]:
     return final(strategy, state)
 
 
-def written(strategy: Strategy, state: Any, folder: Path) -> tuple[Path, UpdateTable]:
+def written(strategy: Strategy[Any], state: Any, folder: Path) -> tuple[Path, UpdateTable]:
     figures = strategy.report(state, folder)
     made = table.read_updates(folder / "updates.csv")
     assert figures["updates"] == made.num_updates == len(made.worker)

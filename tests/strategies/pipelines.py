@@ -133,7 +133,7 @@ def make_problem(config: ConfigDict, task: Task) -> Problem:
     )
 
 
-def make(task: Task, *overrides: str) -> Strategy:
+def make(task: Task, *overrides: str) -> Strategy[Any]:
     """The strategy of a config."""
     config = make_config(task, *overrides)
     return strategies.make(config, make_problem(config, task))
@@ -156,7 +156,7 @@ def start(task: Task, *overrides: str) -> Canonical:
     return tree | {"params": jax.tree_util.tree_map_with_path(draw, tree["params"]), "key": np.array([3, 4], np.uint32)}
 
 
-def advance(strategy: Strategy, task: Task, tree: Canonical, first: int = 0, last: int = NUM_STEPS) -> Outcome:
+def advance(strategy: Strategy[Any], task: Task, tree: Canonical, first: int = 0, last: int = NUM_STEPS) -> Outcome:
     """Trains from the state `tree` over the batches first to last.
 
     Images have GELU in the place of ReLU: of a million units some are so near zero that rounding decides whether a

@@ -102,7 +102,7 @@ def test_lossy_exchanges_are_near() -> None:
         np.testing.assert_allclose(got.losses, expected.losses, rtol=3e-3)
 
 
-def resumed(strategy: Strategy, task: Task, steps: tuple[int, ...], *, with_private: bool = True) -> Any:
+def resumed(strategy: Strategy[Any], task: Task, steps: tuple[int, ...], *, with_private: bool = True) -> Any:
     """The state after these steps, with a way through the saved form at the end of each span."""
     state = strategy.from_canonical(start(task))
     for first, last in zip((0, *steps), steps, strict=False):

@@ -89,6 +89,7 @@ def test_tables_of_one_shape_share_a_program(monkeypatch: pytest.MonkeyPatch) ->
     overrides = pipeline("gpipe", p, f"--config.pipeline.num_microbatches={m}", "--config.pipeline.partition=uniform")
     piped, traced = make(TASK, *overrides), []
     details, mesh = piped.plan.details, meshes.make_mesh(piped.plan.axes, piped.devices)
+    assert isinstance(details, strategy.PipelineDetails)
     step = meshes.one_at_a_time(strategy.jit_train_step(details, mesh), mesh)
 
     class Programs(StagePrograms):

@@ -8,6 +8,7 @@ import pytest
 
 from jaxpar.errors import UserError, accepted
 from jaxpar.pipeline.executor.partition import stage_bounds
+from jaxpar.strategies.pipeline import PipelineDetails
 from tests.models.two_streams import FEATURES, SUMMARY, Streams
 from tests.strategies.pipelines import (
     BATCH,
@@ -59,7 +60,9 @@ def test_streams_of_two_dtypes() -> None:
 def test_the_plan_counts_both_streams(dtype: str, width: int) -> None:
     """Each array goes over its route in every clock; stashes hold at least F's input of both."""
     strategy = make(TASK._replace(dtype=dtype), *pipeline("1f1b", 2, remat="full"))
-    clocks = strategy.plan.decision.table.num_clocks
+    details = strategy.plan.details
+    assert isinstance(details, PipelineDetails)
+    clocks = details.table.num_clocks
     tokens, summary = MICROBATCH * LENGTH * FEATURES * 4, MICROBATCH * SUMMARY * width
     sent = [(one.dtype, one.nbytes) for one in strategy.plan.traffic if one.kind == "collective-permute"]
     assert sorted(sent) == sorted([("float32", clocks * tokens), (dtype, clocks * summary)])
