@@ -1,4 +1,4 @@
-"""Config files and the overrides of the command line; a mistake in either is told in one line.
+"""Config files and the overrides of the command line; a mistake in either is reported in one line.
 
 A config file defines `get_config(preset="")`, which takes `default_config()`, changes what it
 wants, and returns it. The default is locked: it declares every key there is.
@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 from jaxpar import files
 from jaxpar.errors import UserError, nearest
 
-# Dotted keys that have been given another name, and the name.
+# Dotted keys that were renamed, and their names.
 RENAMED = {"asynchronous.cures": "asynchronous.mitigations"}
 
 
@@ -64,7 +64,7 @@ def load_config(name: str) -> ConfigDict:
 def override(config: ConfigDict, arguments: Sequence[str]) -> None:
     """Sets keys of `config`, in place, from arguments such as --config.optimizer.lr=1e-4.
 
-    Not by ml_collections.config_flags: that reads sys.argv only, and tells mistakes in other words.
+    Not by ml_collections.config_flags: that reads sys.argv only, and reports mistakes in other words.
     """
     known = keys(config)
     rest = list(arguments)

@@ -15,9 +15,9 @@ _OS_ERROR = r"(?:os_error_code='|OS error )(\d+)"  # in messages of tensorstore,
 
 
 def disk_error(error: BaseException) -> str | None:
-    """Why the disk refused something, which the user must mend: `No space left on device`. None for other errors."""
-    found = [error.errno] if isinstance(error, OSError) else map(int, re.findall(_OS_ERROR, str(error)))
-    return next((os.strerror(number) for number in found if number in DISK_ERRORS), None)
+    """Why the disk refused something, which the user must repair: `No space left on device`. None for other errors."""
+    numbers = [error.errno] if isinstance(error, OSError) else map(int, re.findall(_OS_ERROR, str(error)))
+    return next((os.strerror(number) for number in numbers if number in DISK_ERRORS), None)
 
 
 def write_text(path: Path, text: str) -> None:

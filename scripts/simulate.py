@@ -10,7 +10,7 @@ A line is a metric: its name and its value, or its values by device.
   cost, bubble_rate     the longest time of a device from its first start to its last end, and the share it waits
   idle, idle_in_span    time without work, of the makespan, or from a device's first start to its last end
   peak_in_flight        most microbatches between F and B; those of one chunk of v count 1 / v
-  peak_held             most microbatches between F and W
+  peak_stashed          most microbatches between F and W
 """
 
 import json
@@ -27,7 +27,7 @@ METRICS = (
     "idle",
     "idle_in_span",
     "peak_in_flight",
-    "peak_held",
+    "peak_stashed",
 )
 
 

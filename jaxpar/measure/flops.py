@@ -49,7 +49,7 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 def forward_flops(function: Callable[..., Any], *args: Any) -> int:
     """FLOP of one call of `function`, single-device code, counted on its jaxpr: nothing is computed.
 
-    Of the branches of a `cond` the dearest counts.
+    Of the branches of a `cond` the most expensive one counts.
 
     Args:
       function: what to count.
@@ -81,7 +81,7 @@ def _count_equation(equation: core.JaxprEqn) -> int:
     return sum(inner)
 
 
-def _jaxprs(value: Any) -> Iterator[core.Jaxpr]:
+def _jaxprs(value: object) -> Iterator[core.Jaxpr]:
     """The jaxprs in one parameter of an equation: of jit, remat, custom_jvp, custom_vjp, scan, cond, while."""
     if isinstance(value, core.ClosedJaxpr):
         yield value.jaxpr
@@ -92,7 +92,7 @@ def _jaxprs(value: Any) -> Iterator[core.Jaxpr]:
             yield from _jaxprs(item)
 
 
-def _shape(variable: Any) -> tuple[int, ...]:
+def _shape(variable: Any) -> tuple[int, ...]:  # JAX types the avals of all variables without a shape
     return variable.aval.shape
 
 

@@ -61,15 +61,15 @@ class HloProgram:
                 name = header[2]
                 self._computations[name] = {}
                 self._entry = name if header[1] else self._entry
-            elif found := INSTRUCTION.match(line):
-                self._computations[name][found[1]] = _instruction(found[2])
+            elif match := INSTRUCTION.match(line):
+                self._computations[name][match[1]] = _instruction(match[2])
 
     def total(
         self,
         value: Callable[[Instruction, Sequence[HloArray]], Mapping[Hashable, float] | None],
         shares: Shares = lambda _name: None,
     ) -> Counter[Hashable]:
-        """Adds up what `value` says of an instruction and the types of its operands, as often as the instruction runs.
+        """Add up what `value` returns for an instruction and the types of its operands, as often as it runs.
 
         The body of a loop counts as often as the loop goes round; a branch of a conditional in the share of the runs in
         which it is taken. Where `value` is None, what the instruction calls counts.
@@ -85,8 +85,8 @@ class HloProgram:
         def of(name: str, instruction: Instruction) -> Counter[Hashable]:
             there = self._computations[name]
             types = [array for operand in instruction.operands if operand in there for array in there[operand].results]
-            if (own := value(instruction, types)) is not None:
-                return Counter(dict(own))
+            if (counts := value(instruction, types)) is not None:
+                return Counter(dict(counts))
             inner = [of_computation(called) for called in _called(instruction.line)]
             if instruction.operation == "while" and any(inner):
                 trips = re.search(r'known_trip_count":\{"n":"(\d+)"', instruction.line)
@@ -113,11 +113,11 @@ def _times(counts: Counter[Hashable], factor: float) -> Counter[Hashable]:
 
 def _instruction(line: str) -> Instruction:
     plain = re.sub(r"/\*.*?\*/", "", line)
-    found = OPERATION.search(plain)
-    assert found, line
-    results = tuple(HloArray(dtype, _numbers(dims)) for dtype, dims in ARRAY.findall(plain[: found.start(1)]))
-    operands, _, attributes = found[2].partition(")")
-    return Instruction(line, found[1], results, tuple(re.findall(r"%([\w.-]+)", operands)), attributes)
+    match = OPERATION.search(plain)
+    assert match, line
+    results = tuple(HloArray(dtype, _numbers(dims)) for dtype, dims in ARRAY.findall(plain[: match.start(1)]))
+    operands, _, attributes = match[2].partition(")")
+    return Instruction(line, match[1], results, tuple(re.findall(r"%([\w.-]+)", operands)), attributes)
 
 
 def _called(line: str) -> Iterator[str]:

@@ -39,7 +39,7 @@ class Phases:
             self.alive()
 
     def clock(self, *names: str) -> Callable[[], float]:
-        """A function that tells the seconds spent in phases `names` since it was last called."""
+        """Return a function that returns the seconds spent in phases `names` since it was last called."""
         before = sum(self.seconds[name] for name in names)
 
         def read() -> float:

@@ -1,4 +1,4 @@
-"""What a figure depends on besides the code and the config: versions, devices, XLA's flags."""
+"""What a result depends on besides the code and the config: versions, devices, XLA's flags."""
 
 import os
 import platform
@@ -20,8 +20,10 @@ JAX_SETTINGS = ("jax_default_matmul_precision", "jax_enable_x64", "jax_threefry_
 def versions() -> dict[str, str]:
     """Of jaxpar, Python and the packages that compute."""
     project = Path(__file__).parents[2] / "pyproject.toml"  # of a clone; a wheel has metadata
-    own = tomllib.loads(project.read_text())["project"]["version"] if project.is_file() else version("jaxpar")
-    return {"jaxpar": own, "python": platform.python_version()} | {name: version(name) for name in PACKAGES}
+    jaxpar_version = (
+        tomllib.loads(project.read_text())["project"]["version"] if project.is_file() else version("jaxpar")
+    )
+    return {"jaxpar": jaxpar_version, "python": platform.python_version()} | {name: version(name) for name in PACKAGES}
 
 
 def describe_devices(used: Sequence[jax.Device]) -> dict[str, Any]:
@@ -31,7 +33,7 @@ def describe_devices(used: Sequence[jax.Device]) -> dict[str, Any]:
 
 
 def flags() -> dict[str, Any]:
-    """What tells XLA and JAX how to compute."""
+    """Settings of XLA and JAX that change how they compute."""
     return {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "")} | {name: getattr(jax.config, name) for name in JAX_SETTINGS}
 
 

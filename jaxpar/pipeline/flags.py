@@ -53,7 +53,7 @@ def make_parser(description: str) -> Parser:
 
 
 def find_schedule(arguments: argparse.Namespace) -> tuple[SearchResult, Simulation]:
-    """Find the schedule that the flags ask for, its name, and its costs; write it to --save where that is given.
+    """Find the schedule that the flags ask for, its name, and its costs; write it to --save if that is set.
 
     Raises:
       UserError: one line.
@@ -63,16 +63,16 @@ def find_schedule(arguments: argparse.Namespace) -> tuple[SearchResult, Simulati
     if communication is None:
         raise UserError(f"--communication is {arguments.communication!r}; it must be a time, at least 0")
     try:
-        found = _auto(arguments, times, communication) if arguments.auto else _named(arguments)
-        _check_devices(times, found.table.num_devices)
-        simulation = simulate_table(found.table, times, communication)
+        result = _auto(arguments, times, communication) if arguments.auto else _named(arguments)
+        _check_devices(times, result.table.num_devices)
+        simulation = simulate_table(result.table, times, communication)
         if arguments.save:
-            write_table(found.table, arguments.save)
+            write_table(result.table, arguments.save)
     except ValueError as error:
         raise UserError(str(error)) from error
     except OSError as error:
         raise UserError(f"--save is {arguments.save}: {error.strerror}") from error
-    return found, simulation
+    return result, simulation
 
 
 def _named(arguments: argparse.Namespace) -> SearchResult:
@@ -110,12 +110,12 @@ def _auto(arguments: argparse.Namespace, times: Times, communication: float) -> 
     for num_chunks in (1, 2) if arguments.num_chunks is None else (arguments.num_chunks,):
         sizes = (num_stages, num_microbatches, num_chunks)
         try:
-            found = search(times, communication, limit, *sizes, weight_memory=weight_memory)
+            result = search(times, communication, limit, *sizes, weight_memory=weight_memory)
         except ValueError:
             if not candidates and (num_chunks == 2 or arguments.num_chunks is not None):
                 raise
             continue
-        candidates.append((simulate_table(found.table, times, communication).cost, num_chunks, found))
+        candidates.append((simulate_table(result.table, times, communication).cost, num_chunks, result))
     return min(candidates)[-1]
 
 

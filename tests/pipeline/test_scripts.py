@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar.pipeline.tables.table_file import read_table
-from jaxpar.pipeline.tables.validate import peak_held
+from jaxpar.pipeline.tables.validate import peak_stashed
 
 ROOT = Path(__file__).parents[2]
 RUN = "import runpy, sys; sys.argv = sys.argv[1:]; code = 0\n"
@@ -34,12 +34,12 @@ def test_simulate_prints_a_figure_a_line() -> None:
     lines = {name: values for name, *values in map(str.split, process.stdout.splitlines())}
     assert list(lines) == [
         *("schedule", "makespan", "cost", "bubble_rate", "lockstep"),
-        *("idle", "idle_in_span", "peak_in_flight", "peak_held"),
+        *("idle", "idle_in_span", "peak_in_flight", "peak_stashed"),
     ]
     assert lines["schedule"] == ["zb_h1"]
     assert round(float(lines["bubble_rate"][0]), 4) == 0.1585  # published, see test_simulate.py
     assert lines["peak_in_flight"] == ["8", "7", "6", "5", "4", "3", "2", "1"]
-    assert lines["peak_held"] == ["8"] * 8
+    assert lines["peak_stashed"] == ["8"] * 8
     assert float(lines["idle"][0]) == pytest.approx(float(lines["makespan"][0]) - 24 * (18.522 + 18.086 + 9.337))
     found = json.loads(run("simulate.py", *ZB_H1, "--json").stdout)
     assert list(found) == list(lines)
@@ -69,7 +69,7 @@ def test_a_schedule_is_found_saved_and_read_again(tmp_path: Path) -> None:
         found["bubble_rate"]
         < json.loads(run("simulate.py", "--schedule=zb_h1", *search[1:3], *flags).stdout)["bubble_rate"]
     )
-    assert peak_held(read_table(path)).max() <= 6 * read_table(path).num_chunks
+    assert peak_stashed(read_table(path)).max() <= 6 * read_table(path).num_chunks
     again = json.loads(run("simulate.py", f"--schedule={path}", *flags).stdout)
     assert again | {"schedule": ""} == found | {"schedule": ""}
 

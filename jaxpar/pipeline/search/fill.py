@@ -36,12 +36,12 @@ class SearchProblem(NamedTuple):
     weight_memory: float  # what a microbatch counts for between its B and its W
 
     def change(self, kind: int) -> float:
-        """Return what an action of a kind adds to what its device holds."""
+        """Return what an action of a kind adds to the microbatches that its device stashes."""
         return (1, self.weight_memory - 1, -self.weight_memory, -1)[kind]
 
-    def fits(self, held: float) -> bool:
-        """Return whether a device may hold so much; sums of weight_memory are rounded."""
-        return held <= self.memory + 1e-6
+    def fits(self, stashed: float) -> bool:
+        """Return whether a device may stash so many; sums of weight_memory are rounded."""
+        return stashed <= self.memory + 1e-6
 
 
 class Skeleton(NamedTuple):
@@ -66,7 +66,7 @@ class Filling:
         self._starts: list[Time] = [0] * p
         self._now: list[Time] = [0] * p
         self._waited: list[Time] = [0] * p
-        self._held: list[float] = [0] * p
+        self._stashed: list[float] = [0] * p
         self._owed: list[list[Action]] = [[] for _ in range(p)]  # W, oldest first
 
     def costs(self) -> tuple[Time, Time]:
@@ -107,7 +107,7 @@ class Filling:
 
     def _has_room(self, device: int, action: Action) -> bool:
         """Makes room for an F."""
-        while action.kind == F and not self.problem.fits(self._held[device] + 1):
+        while action.kind == F and not self.problem.fits(self._stashed[device] + 1):
             if not self._owed[device]:
                 return False
             self._do(device, self._owed[device].pop(0), 0)
@@ -129,7 +129,7 @@ class Filling:
             self._waited[device] += wait
         self._now[device] += wait + self._durations[device][kind]
         self._ends[PHASE_OF_KIND[kind], microbatch, self._stages[device][chunk]] = self._now[device]
-        self._held[device] += self.problem.change(kind)
+        self._stashed[device] += self.problem.change(kind)
         if kind == B:
             self._owed[device].append(Action(W, microbatch, chunk))
         self.orders[device].append(action)

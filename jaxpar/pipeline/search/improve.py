@@ -84,7 +84,7 @@ def _moves(actions: ActionGraph, state: SearchState) -> list[tuple[int, int]]:
 
 
 def _moved(actions: ActionGraph, order: Sequence[int], position: int, steps: int) -> list[int] | None:
-    """The order with an action so many steps earlier, or as many as its own inputs allow; None: not one."""
+    """The order with an action so many steps earlier, or as many as its inputs allow; None: not one."""
     needs = {source for source, _ in actions.inputs[order[position]]}
     to = position
     while to > 0 and position - to < steps and order[to - 1] not in needs:
@@ -93,9 +93,9 @@ def _moved(actions: ActionGraph, order: Sequence[int], position: int, steps: int
 
 
 def _fits(problem: SearchProblem, changes: Sequence[float], order: Sequence[int]) -> bool:
-    held = 0.0
+    stashed = 0.0
     for action in order:
-        held += changes[action]
-        if not problem.fits(held):
+        stashed += changes[action]
+        if not problem.fits(stashed):
             return False
     return True

@@ -22,7 +22,7 @@ from jaxpar.pipeline.search.improve import improve
 from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table, schedule_obstacle
 from jaxpar.pipeline.tables.simulate import Time, Times, simulate_table
 from jaxpar.pipeline.tables.table import Action, B, F, Table, W, loop_stages, place_actions, v_stages
-from jaxpar.pipeline.tables.validate import peak_held
+from jaxpar.pipeline.tables.validate import peak_stashed
 
 
 class SearchResult(NamedTuple):
@@ -63,15 +63,15 @@ def search(
     problem = SearchProblem(num_devices, num_microbatches, num_chunks, times, communication, memory, weight_memory)
     first, *others = [*_named(problem), _filled(problem)]
     best = first
-    for found in others:
-        best = _better(problem, best, found)
+    for other in others:
+        best = _better(problem, best, other)
     improved = improve(problem, best.table, evaluations, random.Random(seed))
     return _better(problem, best, SearchResult(f"{best.policy}, improved", improved))
 
 
 def _better(problem: SearchProblem, old: SearchResult, new: SearchResult) -> SearchResult:
     """The old one where both cost the same but for rounding: sums may be in another order."""
-    costs = [simulate_table(found.table, problem.times, problem.communication).cost for found in (old, new)]
+    costs = [simulate_table(result.table, problem.times, problem.communication).cost for result in (old, new)]
     return new if costs[1] < costs[0] * (1 - 1e-9) else old
 
 
@@ -81,7 +81,7 @@ def _named(problem: SearchProblem) -> Iterator[SearchResult]:
     for name in SCHEDULES:
         if schedule_obstacle(name, num_devices=p, num_microbatches=m, num_chunks=v) is None:
             table = make_table(name, num_devices=p, num_microbatches=m, num_chunks=v)
-            if problem.fits(peak_held(table, problem.weight_memory).max()):
+            if problem.fits(peak_stashed(table, problem.weight_memory).max()):
                 yield SearchResult(name, table)
 
 
@@ -108,7 +108,7 @@ def _skeletons(problem: SearchProblem) -> Iterator[Skeleton]:
     for name in ("zb_v", "interleaved_1f1b"):
         if v > 1 and schedule_obstacle(name, num_devices=p, num_microbatches=m, num_chunks=v) is None:
             table = make_table(name, num_devices=p, num_microbatches=m, num_chunks=v)
-            room = max(0, min(int(problem.memory - peak_held(table).max()), m))
+            room = max(0, min(int(problem.memory - peak_stashed(table).max()), m))
             for extra in sorted({room * i // 8 for i in range(9)}):
                 orders = [_more_warmup(order, extra) for order in _without_weights(table)]
                 yield Skeleton(f"{name} with {extra} more forwards in warm-up", table.stages, orders)
@@ -117,18 +117,18 @@ def _skeletons(problem: SearchProblem) -> Iterator[Skeleton]:
 def _packed(problem: SearchProblem, stages: np.ndarray) -> Skeleton:
     """Each microbatch goes down and up without a stop, and enters as soon as no device on its way is busy or full."""
     way = 2 * stages.size  # clocks of a microbatch
-    own = np.zeros((2, problem.num_devices, way), int)  # its actions, and how often it is held
+    use = np.zeros((2, problem.num_devices, way), int)  # its actions, and how often a device stashes it
     for (device, _), stage in np.ndenumerate(stages):
-        own[0, device, [stage, way - 1 - stage]] += 1
-        own[1, device, stage : way - stage] += 1
+        use[0, device, [stage, way - 1 - stage]] += 1
+        use[1, device, stage : way - stage] += 1
     room = np.ones((2, problem.num_devices, way * (problem.num_microbatches + 1)), int)
     room[1] = int(problem.memory)
     clocks: list[list[tuple[int, Action]]] = [[] for _ in stages]
     entry = 0
     for k in range(problem.num_microbatches):
-        while (room[..., entry : entry + way] < own).any():
+        while (room[..., entry : entry + way] < use).any():
             entry += 1
-        room[..., entry : entry + way] -= own
+        room[..., entry : entry + way] -= use
         for (device, chunk), stage in np.ndenumerate(stages):
             clocks[device] += [(entry + stage, Action(F, k, chunk)), (entry + way - 1 - stage, Action(B, k, chunk))]
     return Skeleton("microbatches as they fit", stages, [[action for _, action in sorted(order)] for order in clocks])
@@ -159,7 +159,7 @@ def _until_first_b(problem: SearchProblem, rounded: Callable[[float], int]) -> l
     counts = []
     for times, end in reversed(list(zip(durations, ends, strict=True))):
         end -= problem.communication
-        arrival = max(arrival, end)  # of the first B's input; the last device's is its own F
+        arrival = max(arrival, end)  # of the first B's input; the last device's is its F
         more = min(rounded((arrival - end) / times[F]), problem.num_microbatches) if times[F] else 0
         counts.append(1 + more)
         arrival = max(arrival, end + more * times[F]) + times[B] + problem.communication

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxpar.pipeline.tables.table import PHASE_OF_KIND, Table, action_inputs, device_of_stage, receiver
-from jaxpar.pipeline.tables.validate import peak_held, peak_in_flight
+from jaxpar.pipeline.tables.validate import peak_in_flight, peak_stashed
 
 Time = float  # in any one unit; Fractions stay exact
 
@@ -56,7 +56,7 @@ class Simulation(NamedTuple):
       idle_in_span: span less work.
       spans: from the start of the first action to the end of the last.
       peak_in_flight: most microbatches between their F and their B or BW.
-      peak_held: most microbatches between their F and their W or BW.
+      peak_stashed: most microbatches between their F and their W or BW.
       timeline: every action.
     """
 
@@ -68,7 +68,7 @@ class Simulation(NamedTuple):
     idle_in_span: tuple[Time, ...]
     spans: tuple[Time, ...]
     peak_in_flight: tuple[float, ...]
-    peak_held: tuple[float, ...]
+    peak_stashed: tuple[float, ...]
     timeline: tuple[Span, ...]
 
 
@@ -152,7 +152,7 @@ def simulate_table(table: Table, times: Times, communication: Time = 0) -> Simul
         idle_in_span=tuple(max(span - busy, 0) for span, busy in zip(spans, work, strict=True)),
         spans=tuple(spans),
         peak_in_flight=tuple((peak_in_flight(table) / table.num_chunks).tolist()),
-        peak_held=tuple((peak_held(table) / table.num_chunks).tolist()),
+        peak_stashed=tuple((peak_stashed(table) / table.num_chunks).tolist()),
         timeline=tuple(
             Span(d, kind, k, c, start, end) for (d, kind, k, c), start, end in zip(rows, starts, ends, strict=True)
         ),

@@ -189,7 +189,7 @@ def peak_handed(table: Table) -> np.ndarray:
     return _peak(table, [0, 1, -1, 0]).astype(int)
 
 
-def peak_held(table: Table, weight_memory: float = 1.0) -> np.ndarray:
+def peak_stashed(table: Table, weight_memory: float = 1.0) -> np.ndarray:
     """Return the same as peak_in_flight for those between their F and their W or BW.
 
     Args:

@@ -22,7 +22,7 @@ from jaxpar.pipeline.tables.table import (
     device_of_stage,
     with_slots,
 )
-from jaxpar.pipeline.tables.validate import check_table, peak_handed, peak_held, peak_in_flight
+from jaxpar.pipeline.tables.validate import check_table, peak_handed, peak_in_flight, peak_stashed
 from tests.pipeline.named_tables import grid, make
 
 ZEROS = "what a device gets from a route that nobody sends to it on"
@@ -113,7 +113,7 @@ def run(table: Table) -> None:
     if B in kinds or BW in kinds:
         peaks[0, 1] = int(peak_in_flight(table).max())
     if B in kinds:
-        peaks |= {(0, 2): int(peak_held(table).max()), (1, 2): int(peak_handed(table).max())}
+        peaks |= {(0, 2): int(peak_stashed(table).max()), (1, 2): int(peak_handed(table).max())}
     assert dict(lowered.shape.num_slots) == peaks
     assert lowered.shape.num_microbatches == table.num_microbatches
     assert lowered.shape.num_phases == len(lowered.actions) == (3 if B in kinds else 2 if BW in kinds else 1)

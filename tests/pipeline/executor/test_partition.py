@@ -33,7 +33,7 @@ def test_balanced_is_the_best_of_all() -> None:
 
 
 def score(costs: list[int], cuts: tuple[int, ...]) -> tuple[int, int]:
-    """The dearest stage and the sum of squares; every stage must have a layer."""
+    """The most expensive stage and the sum of squares; every stage must have a layer."""
     ends = [0, *cuts, len(costs)]
     assert ends == sorted(set(ends))
     stages = [sum(costs[start:stop]) for start, stop in itertools.pairwise(ends)]

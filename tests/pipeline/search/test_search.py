@@ -10,7 +10,7 @@ from jaxpar.pipeline.search.search import search
 from jaxpar.pipeline.tables.schedule import SCHEDULES, schedule_obstacle
 from jaxpar.pipeline.tables.simulate import Times, simulate_table
 from jaxpar.pipeline.tables.table import B, F, Table
-from jaxpar.pipeline.tables.validate import check_table, peak_held
+from jaxpar.pipeline.tables.validate import check_table, peak_stashed
 from tests.pipeline.named_tables import make
 
 TIMES = [(1, 1, 1), (4, 5, 3), (5, 4, 2), (2, 5, 7), (7, 2, 3), (1, 2, 1)]
@@ -20,7 +20,7 @@ def cost(table: Table, times: tuple[float, ...], communication: float) -> float:
     return float(simulate_table(table, Times(*times), communication).cost)
 
 
-def all_orders(m: int, most_held: int) -> Iterator[str]:
+def all_orders(m: int, most_stashed: int) -> Iterator[str]:
     """F, B and W of m microbatches, each kind oldest first, with at most so many between F and W."""
 
     @functools.cache
@@ -28,7 +28,7 @@ def all_orders(m: int, most_held: int) -> Iterator[str]:
         if w == m:
             return ("",)
         result: list[str] = []
-        if f < m and f - w < most_held:
+        if f < m and f - w < most_stashed:
             result += ["F" + tail for tail in tails(f + 1, b, w)]
         if b < f:
             result += ["B" + tail for tail in tails(f, b + 1, w)]
@@ -69,14 +69,14 @@ def test_best_of_all_orders(p: int, m: int) -> None:
             continue
         orders = list(all_orders(m, limit))
         best = min(span(choice, times, communication) for choice in itertools.product(orders, repeat=p))
-        found = search(Times(*times), communication, limit, p, m)
-        check_table(found.table)
-        assert peak_held(found.table).max() <= limit
-        assert cost(found.table, times, communication) == pytest.approx(best), (
+        result = search(Times(*times), communication, limit, p, m)
+        check_table(result.table)
+        assert peak_stashed(result.table).max() <= limit
+        assert cost(result.table, times, communication) == pytest.approx(best), (
             times,
             communication,
             limit,
-            found.policy,
+            result.policy,
         )
 
 
@@ -90,20 +90,20 @@ def test_never_worse_than_a_named_schedule_that_fits(v: int, share: float) -> No
             if schedule_obstacle(name, num_devices=p, num_microbatches=m, num_chunks=v) is None
         }
         for limit in (1, p / 2, p, 1.5 * p, 2 * p - 1, m):
-            found = search(Times(*times), communication, limit, p, m, v, evaluations=100)
-            check_table(found.table)
-            assert peak_held(found.table).max() <= limit * v
-            fitting = [table for table in named.values() if peak_held(table).max() <= limit * v]
+            result = search(Times(*times), communication, limit, p, m, v, evaluations=100)
+            check_table(result.table)
+            assert peak_stashed(result.table).max() <= limit * v
+            fitting = [table for table in named.values() if peak_stashed(table).max() <= limit * v]
             best = min((cost(table, times, communication) for table in fitting), default=float("inf"))
-            of_found = cost(found.table, times, communication)
-            assert of_found <= best
-            assert of_found < best or found.policy in SCHEDULES  # as good: the one with a name
-            better.append(of_found < best)
+            of_result = cost(result.table, times, communication)
+            assert of_result <= best
+            assert of_result < best or result.policy in SCHEDULES  # as good: the one with a name
+            better.append(of_result < best)
     assert sum(better) >= share * len(better)
 
 
 # As in test_simulate.py, with the rates of the paper's ZB-1p and ZB-2p, and hidden size and heads: of the memory of F,
-# 34h + 5as a token for s = 1024 tokens, 32h are still held for W.
+# 34h + 5as a token for s = 1024 tokens, 32h are still stashed for W.
 PUBLISHED = [
     (8, 24, (18.522, 18.086, 9.337), 0.601, 0.1585, 0.0433, (2304, 24)),
     (8, 24, (29.718, 29.444, 19.927), 0.527, 0.1323, 0.0029, (4096, 32)),
@@ -124,9 +124,9 @@ def test_published_rates_of_the_automatic_scheduler(
     hidden, heads = sizes
     weight_memory = 32 * hidden / (34 * hidden + 5 * heads * 1024)
     for limit, rate in ((p, zb_1p), (2 * p, zb_2p)):
-        found = search(Times(*times), communication, limit, p, m, weight_memory=weight_memory, evaluations=300)
-        assert peak_held(found.table, weight_memory).max() <= limit + 1e-6
-        assert simulate_table(found.table, Times(*times), communication).bubble_rate <= rate + 0.0005
+        result = search(Times(*times), communication, limit, p, m, weight_memory=weight_memory, evaluations=300)
+        assert peak_stashed(result.table, weight_memory).max() <= limit + 1e-6
+        assert simulate_table(result.table, Times(*times), communication).bubble_rate <= rate + 0.0005
 
 
 def test_more_memory_and_more_chunks_never_cost_more() -> None:
@@ -148,7 +148,7 @@ def test_devices_of_unequal_times() -> None:
     simulation = simulate_table(search(times, 0.1, 2, 4, 8).table, times, 0.1)
     assert simulation.idle_in_span[slowest] == pytest.approx(0)
     assert simulation.cost == pytest.approx(8 * 9)
-    assert max(simulation.peak_held) == 2
+    assert max(simulation.peak_stashed) == 2
     assert simulate_table(make("zb_h1", 4, 8), times, 0.1).cost == pytest.approx(8 * 9)
 
 

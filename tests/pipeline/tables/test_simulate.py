@@ -197,7 +197,7 @@ def test_peaks_are_in_microbatches_of_a_device() -> None:
     assert simulation.peak_in_flight == tuple((2 * (3 - d) + 5) / 2 for d in range(4))
     assert simulation.peak_in_flight[0] == 4 + 3 / 2  # p + (p - 1) / v
     assert simulate_table(make("zb_v", 4, 8), Times(1, 1, 1)).peak_in_flight == (4, 4, 4, 4)
-    assert simulate_table(make("zb_h2", 4, 8), Times(1, 1, 1)).peak_held == (7, 7, 7, 7)
+    assert simulate_table(make("zb_h2", 4, 8), Times(1, 1, 1)).peak_stashed == (7, 7, 7, 7)
 
 
 def test_an_action_of_a_chunk_takes_its_part_and_nothing_travels_within_a_device() -> None:

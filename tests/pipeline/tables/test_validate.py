@@ -9,7 +9,7 @@ import pytest
 
 from jaxpar.pipeline.tables.schedule import SCHEDULES, forward_only
 from jaxpar.pipeline.tables.table import ACTION, BW, PHASE_OF_KIND, B, F, Table, W, loop_stages, with_slots
-from jaxpar.pipeline.tables.validate import TableError, check_table, peak_handed, peak_held, peak_in_flight
+from jaxpar.pipeline.tables.validate import TableError, check_table, peak_handed, peak_in_flight, peak_stashed
 from tests.pipeline.named_tables import make
 
 
@@ -142,7 +142,7 @@ def test_a_broken_rule_is_named_with_its_clock_and_device(table: Table, message:
         check_table(table)
 
 
-def test_one_packet_a_clock_over_a_distance() -> None:
+def test_one_transfer_a_clock_over_a_distance() -> None:
     """On two devices forward and backward both go to the other one."""
     table = make("interleaved_1f1b", 2, 2, 2)
     late = changed(table, 0, F, 1, 1, clock=find_clock(table, 0, BW, 0, 1))
@@ -200,16 +200,16 @@ def is_valid(table: Table) -> bool:
     if len(set(transfers)) < len(transfers) or len(set(busy)) < len(busy):
         return False
     slot = {(kind, k, s): x for _, _, kind, k, _, s, _, x in rows}
-    held: list[tuple[int, int, float, float]] = []  # stash and device, slot, from, to, in halves of a clock
+    uses: list[tuple[int, int, float, float]] = []  # stash and device, slot, from, to, in halves of a clock
     for kind, k, s in at:
         if kind == F:
             end = B if (B, k, s) in at else BW
             if slot[F, k, s] != slot[end, k, s]:
                 return False
-            held.append((device_of[s], slot[F, k, s], at[F, k, s], backward[k, s] + 0.5))
+            uses.append((device_of[s], slot[F, k, s], at[F, k, s], backward[k, s] + 0.5))
         if kind == W:
-            held.append((device_of[s] + p, slot[W, k, s], backward[k, s] + 0.5, at[W, k, s] + 0.75))
-    return not any(a[:2] == b[:2] and a[2] < b[3] and b[2] < a[3] for a, b in itertools.combinations(held, 2))
+            uses.append((device_of[s] + p, slot[W, k, s], backward[k, s] + 0.5, at[W, k, s] + 0.75))
+    return not any(a[:2] == b[:2] and a[2] < b[3] and b[2] < a[3] for a, b in itertools.combinations(uses, 2))
 
 
 def test_random_changes_are_refused_exactly_where_the_rules_say() -> None:
@@ -274,7 +274,7 @@ def test_a_forward_pass_alone_is_complete() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_peaks_against_a_count_at_every_action(name: str) -> None:
     table = make(name, 4, 8)
-    for peak, starts, ends in ((peak_in_flight, [F], [B, BW]), (peak_handed, [B], [W]), (peak_held, [F], [W, BW])):
+    for peak, starts, ends in ((peak_in_flight, [F], [B, BW]), (peak_handed, [B], [W]), (peak_stashed, [F], [W, BW])):
         for d, most in enumerate(peak(table).tolist()):
             kinds = table.actions["kind"][table.actions["device"] == d].tolist()
             counts = [
@@ -282,6 +282,6 @@ def test_peaks_against_a_count_at_every_action(name: str) -> None:
                 for i in range(len(kinds))
             ]
             assert most == max(counts)
-    assert peak_held(table, 0).tolist() == peak_in_flight(table).tolist()
-    light = peak_held(make("zb_h2", 4, 8), 0.25)  # device 3: in flight 1 at a time, and 7 that wait for W at once
+    assert peak_stashed(table, 0).tolist() == peak_in_flight(table).tolist()
+    light = peak_stashed(make("zb_h2", 4, 8), 0.25)  # device 3: in flight 1 at a time, and 7 that wait for W at once
     assert light.tolist() == [7, 5 + 0.25 * 2, 3 + 0.25 * 4, 1 + 0.25 * 6]
