@@ -42,7 +42,7 @@ class Cluster:
       device_kind: as JAX reports it.
       num_devices: on all hosts together.
       num_processes: that the devices are divided between.
-      memory_bytes: of a device; None where not known.
+      memory_bytes: of a device, that JAX may use; None where not known.
       peak_flops: FLOP/s of a device by dtype; a dtype is missing where not known.
       compute_capability: of NVIDIA GPUs, such as 9.0; empty for others.
       has_pinned_host_memory: whether arrays can be placed in the host's pinned memory.

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from jaxpar.cluster import Cluster
+from jaxpar.errors import Refusals, UserError
 from jaxpar.layout import Layout
 
 Source = TypeVar("Source", covariant=True)
@@ -26,16 +28,18 @@ class Traffic(NamedTuple):
       dtype: of what is sent, as NumPy calls it.
       axis: of the mesh, over which it is sent.
       nbytes: in theory; by the ring algorithm where XLA chooses.
+      messages: that these bytes are sent in, before XLA combines any. A message goes from one device to one other, and
+        has an array, or a vector of several, or the part of one that a step of the ring algorithm sends: an all-reduce
+        of a vector over n devices is 2 (n - 1) messages of each.
       required: the share of `nbytes` that is sent even where XLA can save some.
-      messages: collectives in a step, before XLA combines any.
     """
 
     kind: str
     dtype: str
     axis: str
     nbytes: float
+    messages: float
     required: float = 1.0
-    messages: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,11 @@ class Plan(Generic[Details]):
         return len(self.memory)
 
     @property
+    def device_bytes(self) -> list[int]:
+        """Bytes that each device must hold at least, by number: the compiled step has temporary arrays on top."""
+        return [sum(n for part, n in parts.items() if not part.endswith(ON_HOST)) for parts in self.memory]
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of the state on the device that holds most of it."""
         return max(
@@ -119,8 +128,40 @@ class Plan(Generic[Details]):
         total: dict[str, tuple[float, float]] = {}
         for one in self.traffic:
             nbytes, messages = total.get(one.axis, (0.0, 0.0))
-            total[one.axis] = (nbytes + one.nbytes, messages + (one.messages if one.nbytes else 0))
+            total[one.axis] = (nbytes + one.nbytes, messages + one.messages)
         return total
+
+
+def transfer_seconds(plan: Plan[object], cluster: Cluster) -> dict[str, float]:
+    """Return how long a device sends in a step, in seconds by mesh axis; an axis is missing where its link is.
+
+    A message takes the link's latency and its bytes by the link's bandwidth (Hockney, "The communication challenge for
+    MPP: Intel Paragon and Meiko CS-2", 1994). Messages of an axis go one after another, and none waits for computing.
+    """
+    return {
+        axis: messages * cluster.links[axis].latency + nbytes / cluster.links[axis].bandwidth
+        for axis, (nbytes, messages) in plan.sent_by_axis().items()
+        if axis in cluster.links
+    }
+
+
+def refuse_memory(plan: Plan[object], cluster: Cluster) -> Refusals[None]:
+    """Refuse a plan in which a device must hold more than it has; where the cluster's memory is not known, nothing."""
+    needed = max(plan.device_bytes)
+    if cluster.memory_bytes is None or needed <= cluster.memory_bytes:
+        return
+    device = plan.device_bytes.index(needed)
+    parts = [f"{part} {format_gb(n)}" for part, n in plan.memory[device].items() if n and not part.endswith(ON_HOST)]
+    yield UserError(
+        f"config.strategy is {plan.strategy!r}, which needs {format_gb(needed)} on device {device} "
+        f"({', '.join(parts)}); it must need at most the {format_gb(cluster.memory_bytes)} of {cluster.device_kind}: "
+        "divide the state by config.exchange='zero3' or config.mesh.stage, or lower config.model or config.batch_size"
+    )
+
+
+def format_gb(nbytes: float) -> str:
+    """Return a number of bytes as `80 GB`, in three digits."""
+    return f"{nbytes / 1e9:.3g} GB"
 
 
 def format_private_key(key: Mapping[str, Any]) -> str:

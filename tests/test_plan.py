@@ -6,8 +6,10 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 import pytest
 from flax import nnx
 
@@ -17,6 +19,8 @@ from jaxpar.config import default_config
 from jaxpar.errors import Refusals, UserError, accepted, outcome
 from jaxpar.exchange import EXCHANGES
 from jaxpar.models import Model
+from jaxpar.plan import ON_HOST, Decision, Plan, Traffic, refuse_memory, transfer_seconds
+from jaxpar.state import nbytes
 
 ROOT = Path(__file__).parents[1]
 NUM_DEVICES = 64
@@ -154,6 +158,91 @@ def test_an_exchange_that_cannot_be_of_the_shapes() -> None:
     assert strategies.possible(config, problem._replace(model=empty), there) == (
         "config.exchange is 'zero1', which cannot divide ['empty']['kernel'] of shape (0, 3)"
     )
+
+
+def plan_of(*memory: dict[str, int], traffic: Sequence[Traffic] = ()) -> Plan[None]:
+    decision = Decision({"data": len(memory), "stage": 1}, 1, "", len(memory), None)
+    return Plan("data_parallel", decision, "", {}, None, memory, traffic)
+
+
+def test_more_than_a_device_has() -> None:
+    parts = {"parameters": 30 * 10**9, "optimizer": 60 * 10**9, "private": 0}
+    [reason] = refuse_memory(plan_of({"parameters": 10**9}, parts), cluster.named_cluster("H100", 2))
+    assert str(reason) == (
+        "config.strategy is 'data_parallel', which needs 90 GB on device 1 (parameters 30 GB, optimizer 60 GB); it "
+        "must need at most the 80 GB of NVIDIA H100 80GB HBM3: divide the state by config.exchange='zero3' or "
+        "config.mesh.stage, or lower config.model or config.batch_size"
+    )
+    assert not [*refuse_memory(plan_of(parts), cluster.named_cluster("B200", 1))]
+    assert not [*refuse_memory(plan_of(parts), cluster.named_cluster("cpu", 1))]  # whose memory is not known
+    on_host = {"parameters": 80 * 10**9, f"optimizer{ON_HOST}": 60 * 10**9}
+    assert not [*refuse_memory(plan_of(on_host), cluster.named_cluster("H100", 1))]
+
+
+def test_a_strategy_that_needs_less() -> None:
+    """Parameters and Adam's two averages: of three times the parameters, a device has room for two."""
+    from tests.strategies.pipelines import Task, make_config, make_problem
+
+    task = Task("mlp", "classification")
+    problem = make_problem(make_config(task), task)
+    small = cluster.Cluster("gpu", "small", 2, memory_bytes=2 * nbytes(problem.model.shapes))
+    config = make_config(task, "--config.strategy=data_parallel", "--config.mesh.data=2")
+    reason = strategies.possible(config, problem, small)
+    assert isinstance(reason, str)
+    assert reason.startswith("config.strategy is 'data_parallel', which needs ")
+    config.exchange = "zero3"
+    plan = strategies.possible(config, problem, small)
+    assert isinstance(plan, Plan)
+    assert max(plan.device_bytes) < 2 * nbytes(problem.model.shapes)
+
+
+def test_seconds_of_transfers() -> None:
+    """By hand: 6 messages and 3 MB over links of 1 us and 1 GB/s; an axis without a link has no time."""
+    traffic = (
+        Traffic("all-reduce", "float32", "data", 2e6, 4),
+        Traffic("all-gather", "float32", "data", 1e6, 2),
+        Traffic("collective-permute", "float32", "stage", 5e6, 3),
+    )
+    there = cluster.named_cluster("H100", 8, links={"data": Link(1e9, 1e-6)})
+    assert transfer_seconds(plan_of({}, traffic=traffic), there) == {"data": pytest.approx(6e-6 + 3e-3)}
+
+
+# By name: overrides on 4 devices, and the messages of a device in a step, by axis, for a model of 6 arrays.
+MESSAGES: dict[str, tuple[list[str], dict[str, int]]] = {
+    "sharding": (["mesh.data=4"], {"data": 6 * 6}),
+    "pmap": (["mesh.data=4", "data_parallel.implementation=pmap"], {"data": 6 * 6}),
+    "one bucket": (["mesh.data=4", "data_parallel.implementation=shard_map"], {"data": 6}),
+    "buckets": (["mesh.data=4", "exchange_options.bucket_bytes=4"], {"data": 6 * 6}),
+    "horovod": (["mesh.data=4", "exchange=horovod"], {"data": 6}),
+    "byteps": (["mesh.data=4", "exchange=byteps"], {"data": 6}),
+    "byteps_onebit": (["mesh.data=4", "exchange=byteps_onebit"], {"data": 6}),
+    "bagua_decentralized": (["mesh.data=4", "exchange=bagua_decentralized"], {"data": 1}),
+    "bagua_low_precision_decentralized": (["mesh.data=4", "exchange=bagua_low_precision_decentralized"], {"data": 2}),
+    "dp": (["mesh.data=4", "exchange=dp"], {"data": 3 * 6}),
+    "diloco": (
+        # A round of 2 steps: 3 of 4 workers push 6 arrays and pull them.
+        ["strategy=async_data_parallel", "mesh.data=4", "asynchronous.policy=diloco", "asynchronous.interval=2"],
+        {"data": 2 * 3 * 6 // 2},
+    ),
+    # 2 microbatches forward and backward, and a clock to fill and to drain the pipeline; both ways are one route.
+    "gpipe": (
+        ["strategy=pipeline", "mesh.stage=2", "mesh.data=2", "pipeline.schedule=gpipe", "pipeline.num_microbatches=2"],
+        {"stage": 6, "data": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_messages_of_a_step(name: str) -> None:
+    from tests.strategies.pipelines import Task, make_config, make_problem
+
+    overrides, expected = MESSAGES[name]
+    task = Task("mlp", "classification", layers=1)
+    config = make_config(task, "--config.strategy=data_parallel", *(f"--config.{one}" for one in overrides))
+    problem = make_problem(config, task)
+    plan = strategies.plan(config, problem, cluster.named_cluster("cpu", 4))
+    assert len(jax.tree.leaves(problem.model.shapes)) == 6
+    assert {axis: messages for axis, (_, messages) in plan.sent_by_axis().items()} == expected
 
 
 def test_a_batch_of_nothing() -> None:

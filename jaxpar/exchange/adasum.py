@@ -40,7 +40,7 @@ def adasum(axis: Axis, optimizer: optax.GradientTransformation) -> Exchange:
 
     def traffic(params: Tree, _num_microbatches: int) -> list[Traffic]:
         size = sum(leaf.size for leaf in jax.tree.leaves(params))
-        return [Traffic("collective-permute", "float32", axis.name, len(rounds) * 4 * size)]
+        return [Traffic("collective-permute", "float32", axis.name, len(rounds) * 4 * size, messages=len(rounds))]
 
     return Exchange(lambda params: DistributedState(optimizer.init(params), ()), update, traffic, optimizer=PER_REPLICA)
 

@@ -68,7 +68,7 @@ def decentralized(axis: Axis, optimizer: optax.GradientTransformation) -> Exchan
         return jnp.zeros((), jnp.int32)
 
     def traffic(params: Tree, _num_microbatches: int) -> list[Traffic]:
-        return [_permutes(axis, 4 * _size(params), "float32")]
+        return [_permutes(axis, 1, 4 * _size(params), "float32")]
 
     return mixed(optimizer, mix, init, traffic, {PEER: (1 / half,) * half})
 
@@ -107,7 +107,7 @@ def low_precision_decentralized(
         return {"left": flat(params)[0], "right": flat(params)[0]}
 
     def traffic(params: Tree, _num_microbatches: int) -> list[Traffic]:
-        return [_permutes(axis, 2 * payload_nbytes(compressor.payload(_size(params))), "uint8")]
+        return [_permutes(axis, 2, payload_nbytes(compressor.payload(_size(params))), "uint8")]
 
     return mixed(optimizer, mix, init, traffic)
 
@@ -143,5 +143,5 @@ def _size(params: Tree) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
-def _permutes(axis: Axis, num_bytes: float, dtype: str) -> Traffic:
-    return Traffic("collective-permute", dtype, axis.name, num_bytes)
+def _permutes(axis: Axis, number: int, num_bytes: float, dtype: str) -> Traffic:
+    return Traffic("collective-permute", dtype, axis.name, number * num_bytes, number)

@@ -157,12 +157,23 @@ def _stateless(_length: int, _key: jax.Array) -> Tree:
     return ()
 
 
-def ring_traffic(kind: str, ways: int, axis: str, size: int, nbytes: float, dtype: str) -> Traffic:
-    """Return what a device sends of a vector by ring algorithms: (n-1)/n of its bytes, each way.
+def ring_traffic(
+    kind: str, ways: int, axis: str, size: int, nbytes: float, dtype: str, *, num_vectors: int = 1
+) -> Traffic:
+    """Return what a device sends of vectors by ring algorithms: (n-1)/n of their bytes, each way.
 
-    Patarasuk and Yuan, 2009. ways: 2 for an all-reduce, 1 for one of its halves.
+    Patarasuk and Yuan, 2009.
+
+    Args:
+      kind: of the collective.
+      ways: 2 for an all-reduce, 1 for one of its halves.
+      axis: of the mesh.
+      size: n, of the axis.
+      nbytes: of all vectors together.
+      dtype: of the vectors.
+      num_vectors: each is sent in messages of its own.
     """
-    return Traffic(kind, dtype, axis, ways * (size - 1) * nbytes / size)
+    return Traffic(kind, dtype, axis, ways * (size - 1) * nbytes / size, ways * (size - 1) * num_vectors)
 
 
 def _traffic(kind: str, ways: int, axis: Axis, length: int, dtype: DTypeLike) -> Traffic:

@@ -153,16 +153,16 @@ def zero(
     def traffic(params: Tree, num_microbatches: int = 1) -> list[Traffic]:
         each = Shards(axis, params, num_bytes).nbytes
         together = list(params.values()) if stage == 3 else [params]  # what is scattered, or gathered, at once
-        vectors = sum(Shards(axis, tree, num_bytes).num_vectors for tree in together)
+        messages = (axis.size - 1) * sum(Shards(axis, tree, num_bytes).num_vectors for tree in together)
         scatters = 1 if stage == 1 else num_microbatches
         gathers = 2 * num_microbatches if stage == 3 else 1
         return [
-            Traffic("reduce-scatter", "float32", axis.name, each * scatters, messages=vectors * scatters),
+            Traffic("reduce-scatter", "float32", axis.name, each * scatters, messages=messages * scatters),
             # XLA on CPUs drops the barriers that keep apart what forward and backward gather of a layer.
             Traffic(
                 *("all-gather", "float32", axis.name, each * gathers),
                 required=0.5 if stage == 3 else 1.0,
-                messages=vectors * gathers,
+                messages=messages * gathers,
             ),
         ]
 

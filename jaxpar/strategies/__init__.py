@@ -16,7 +16,7 @@ from jaxpar.cluster import Cluster
 from jaxpar.errors import Refusals, UserError, accepted, outcome, refuse_choice
 from jaxpar.models.model import Model
 from jaxpar.optimizer import refuse_optimizer
-from jaxpar.plan import Decision, Plan
+from jaxpar.plan import Decision, Plan, refuse_memory
 from jaxpar.step import Problem
 from jaxpar.strategies import async_data_parallel, data_parallel, pipeline, single
 from jaxpar.strategies.strategy import Strategy, StrategyModule
@@ -50,7 +50,7 @@ def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decisi
       decision: what `decide` returned for this config and cluster; None: it is called.
 
     Raises:
-      UserError: as `decide`, or the strategy cannot train these shapes.
+      UserError: as `decide`; the strategy cannot train these shapes, or a device of the cluster cannot hold its part.
     """
     return accepted(_plan(config, shapes, cluster, decision))
 
@@ -64,7 +64,9 @@ def possible(config: ConfigDict, shapes: Problem, cluster: Cluster) -> Plan[Any]
 def _plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[Any] | None) -> Refusals[Plan[Any]]:
     if decision is None:
         decision = yield from _decide(config, cluster, None)  # the strategy's plan looks at the model
-    return (yield from STRATEGIES[config.strategy].plan(config, shapes, cluster, decision))
+    plan = yield from STRATEGIES[config.strategy].plan(config, shapes, cluster, decision)
+    yield from refuse_memory(plan, cluster)
+    return plan
 
 
 def _decide(config: ConfigDict, cluster: Cluster, model: Model | None) -> Refusals[Decision[Any]]:

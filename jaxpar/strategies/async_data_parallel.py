@@ -103,7 +103,7 @@ def plan(
     problem, mitigations = options.build_mitigations(config, shapes, updates)
     like = states.abstract_state(problem.model, problem.optimizer)
     memory, sent = plan_costs(config, like, mitigations, updates, places)
-    nbytes_sent = round(sent * nbytes(like.params))
+    nbytes_sent, messages = round(sent * nbytes(like.params)), sent * len(jax.tree.leaves(like.params))
     layouts = {part: layout.on_one(decision.axes, getattr(like, part), DATA, 0) for part in ("params", "optimizer")}
     return Plan(
         "async_data_parallel",
@@ -112,7 +112,7 @@ def plan(
         layouts,
         AsyncDetails(config, updates, mitigations, problem.optimizer, places),
         memory,
-        (Traffic("copy", "float32", DATA, nbytes_sent, messages=sent),) if sent else (),
+        (Traffic("copy", "float32", DATA, nbytes_sent, messages),) if sent else (),
         private_key={"policy": describe_workers(config), "table": table_fingerprint(updates) if updates else "live"},
         differs=""
         if is_lock_step(config)

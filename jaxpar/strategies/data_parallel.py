@@ -108,8 +108,8 @@ def plan_replicated(
     copied = partial(layout.per_replica, axis=DATA) if implementation == "pmap" else layout.replicated
     layouts = {part: copied(decision.axes, getattr(like, part)) for part in ("params", "optimizer")}
     memory = {"parameters": layouts["params"].nbytes_on(), "optimizer": layouts["optimizer"].nbytes_on()}
-    size = nbytes(like.params)
-    traffic = (ring_traffic("all-reduce", 2, DATA, n, size, "float32"),) if n > 1 else ()
+    size, num_arrays = nbytes(like.params), len(jax.tree.leaves(like.params))
+    traffic = (ring_traffic("all-reduce", 2, DATA, n, size, "float32", num_vectors=num_arrays),) if n > 1 else ()
     exchange = "" if strategy == "single" else "ddp"
     return Plan(strategy, decision, summary, layouts, implementation, (memory,) * n, traffic, exchange)
 

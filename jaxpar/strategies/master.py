@@ -34,7 +34,8 @@ def plan(shapes: Problem, decision: Decision[None]) -> Plan[str]:
     size = nbytes(like.params)
     memory = [{"parameters": size, "optimizer": nbytes(like.optimizer)}, *[{"parameters": size}] * others]
     # The master's; another device sends its gradients alone.
-    traffic = (Traffic("copy", "float32", DATA, others * size, messages=others),)
+    messages = others * len(jax.tree.leaves(like.params))
+    traffic = (Traffic("copy", "float32", DATA, others * size, messages),)
     summary = "dp: batch divided, state on the first device alone"
     return Plan("data_parallel", decision, summary, layouts, "master", memory, traffic, exchange="dp")
 

@@ -184,9 +184,10 @@ def plan_traffic(model: Model, details: PipelineDetails, engine: PipelineEngine)
     ]
     copied = {(tie.source, tie.source_name) for device in stages.examples for tie in stages.copies(device)}
     copied_bytes = nbytes([model.shapes[layer][name] for layer, name in sorted(copied)])
-    tied = ring_traffic("all-reduce", 2, STAGE, table.num_devices, copied_bytes, "float32")  # gradients of tied arrays
+    # Gradients of tied arrays.
+    tied = ring_traffic("all-reduce", 2, STAGE, table.num_devices, copied_bytes, "float32", num_vectors=len(copied))
     gradients = details.all_reduce.traffic(details.state.params.packing.shapes)
-    return (*transfers, *gradients, tied._replace(messages=len(copied)))
+    return (*transfers, *gradients, tied)
 
 
 def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[PackedState]:

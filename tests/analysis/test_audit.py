@@ -164,7 +164,7 @@ def test_less_theory_leaves_a_row_unexplained(name: str) -> None:
 
 def test_theory_that_is_not_sent_is_shown() -> None:
     programs, on = compiled("ddp")
-    more = Traffic("all-gather", "float32", "data", 1000.0)
+    more = Traffic("all-gather", "float32", "data", 1000.0, 1)
     rows = audit.audit(programs, dataclasses.replace(on, traffic=(*on.traffic, more)), TASK)
     [row] = [row for row in rows if not row.is_explained]
     assert row == CollectiveRow("all-gather", "data", "float32", 0, 0, 1000.0, 1000.0)

@@ -110,6 +110,7 @@ def test_each_vector_has_a_state_of_its_length_and_traffic() -> None:
     traffic = all_reduce.traffic(tree)
     assert [one.dtype for one in traffic] == ["uint16", "uint16", "float32"]
     assert [one.nbytes for one in traffic] == [1.5 * 12 * 2, 1.5 * 8 * 2, 1.5 * 8 * 4]
+    assert [one.messages for one in traffic] == [6, 6, 6]  # 2 (4 - 1) for each vector
 
 
 def test_states_stay_with_their_vectors() -> None:

@@ -165,3 +165,5 @@ def test_traffic_of_five_microbatches(stage: int, scattered: int, gathered: int)
         ("reduce-scatter", "float32", scattered * once),
         ("all-gather", "float32", gathered * once),
     ]
+    num_vectors = 4 if stage == 3 else 3  # a, b, c and d; of all at once c, with e and d before it, b and a after it
+    assert [one.messages for one in traffic] == [scattered * num_vectors * 3, gathered * num_vectors * 3]

@@ -12,6 +12,7 @@ import pytest
 from jaxpar.analysis import audit
 from jaxpar.asynchronous import server, table
 from jaxpar.asynchronous.virtual_time import VirtualTime
+from jaxpar.plan import Traffic
 from jaxpar.state import nbytes
 from tests.asynchronous.test_engines import RANDOM, asynchronous, table_of
 from tests.strategies.pipelines import (
@@ -218,15 +219,15 @@ def test_bytes_that_are_sent_are_those_that_are_copied(
     """Weights and gradients that `jax.device_put` moves from a device to another, counted."""
     own = ("interval=2",) if "local" in settings or "average" in settings else ()
     strategy = make(MLP, *asynchronous(settings, *own, *RANDOM, workers=8, devices=devices))
-    state, moved = strategy.from_canonical(start(MLP)), 0
+    state, moved, messages = strategy.from_canonical(start(MLP)), 0, 0
     put = jax.device_put
     names = [x.shape for x in jax.tree.leaves(start(MLP)["params"]) if x.size > 50]
 
     def counting(tree: Any, device: Any = None, **rest: Any) -> Any:
-        nonlocal moved
+        nonlocal moved, messages
         for x in jax.tree.leaves(tree):
             if isinstance(x, jax.Array) and x.shape in names and x.devices() != {device}:
-                moved += x.nbytes
+                moved, messages = moved + x.nbytes, messages + 1
         return put(tree, device, **rest)
 
     monkeypatch.setattr(jax, "device_put", counting)
@@ -234,6 +235,9 @@ def test_bytes_that_are_sent_are_those_that_are_copied(
         state, _ = strategy.step(state, strategy.place(make_batch(MLP, step)))
     large = sum(x.nbytes for x in jax.tree.leaves(start(MLP)["params"]) if x.size > 50)
     assert moved / NUM_STEPS / large == pytest.approx(strategy.plan.wire_bytes / SIZE, rel=1e-3)
+    num_arrays = len(jax.tree.leaves(start(MLP)["params"]))
+    [traffic] = strategy.plan.traffic or [Traffic("copy", "float32", "data", 0, 0)]
+    assert messages / NUM_STEPS / len(names) == pytest.approx(traffic.messages / num_arrays)
 
 
 def test_its_table_is_that_of_the_steps_that_it_made(tmp_path: Path) -> None:
