@@ -3,11 +3,11 @@
     scripts/train --config=configs/NAME.py[:PRESET] --workdir=DIR [--config.KEY=VALUE ...]
         [--stopped_exit_code=N] [--coordinator_address=HOST:PORT --num_processes=N --process_id=I]
 
-The last three are of one of several processes, where no cluster tells them (docs/processes.md); scripts/launch starts
-several on one machine.
+The last three place one of several processes, where no cluster does (docs/processes.md); scripts/launch starts several
+on one machine.
 
 Exit codes: 0 finished, or stopped by a signal with everything saved, for which --stopped_exit_code is another one;
-1 training failed; 2 a mistake of the user's, told in one line; 3 the process hung, and told where;
+1 training failed; 2 a mistake of the user's, reported in one line; 3 the process hung, and reported where;
 130 a second Ctrl-C, which waits for nothing.
 """
 
@@ -26,6 +26,7 @@ from jaxpar import config as configs
 from jaxpar.errors import FAILED, STOPPED_CODES, USER_ERROR, TrainingError, UserError, is_failure
 from jaxpar.files import disk_error
 from jaxpar.launch.launcher import end_with_launcher
+from jaxpar.launch.place import COMMAND, FLAGS, find_place
 from jaxpar.launch.signals import Ending, Interrupt, StoppedEarly
 
 
@@ -77,10 +78,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    own, overrides = _split(argv[1:])
+    arguments, overrides = _split(argv[1:])
     values = _flags()
     try:
-        rest = values([argv[0], *own])[1:]
+        rest = values([argv[0], *arguments])[1:]
     except flags.Error as error:
         raise UserError(" ".join(str(error).split())) from error
     if values.help:
@@ -102,7 +103,7 @@ def _main(argv: list[str]) -> int:
         )
     config = configs.load_config(values.config)
     configs.override(config, overrides)
-    place = {name: values[name].value for name in ("coordinator_address", "num_processes", "process_id")}
+    place = {name: values[name].value for name in FLAGS}
     with Ending(nth=1, code=stopped, text=lambda: _stopped(argv, early=not Interrupt.was_entered)):
         return _train(config, Path(values.workdir), place, argv, stopped)
 
@@ -112,20 +113,22 @@ def _flags() -> flags.FlagValues:
     flags.DEFINE_string("config", None, "Config file, with a preset after a colon.", flag_values=values)
     flags.DEFINE_string("workdir", None, "Where the run lives. A run that is there is continued.", flag_values=values)
     flags.DEFINE_integer("stopped_exit_code", 0, "Of a run that a signal has stopped.", flag_values=values)
-    flags.DEFINE_string("coordinator_address", None, "HOST:PORT of process 0, of several.", flag_values=values)
-    flags.DEFINE_integer("num_processes", None, "How many there are.", flag_values=values)
-    flags.DEFINE_integer("process_id", None, "Which of them this one is, from 0.", flag_values=values)
+    for name, flag in FLAGS.items():
+        define = flags.DEFINE_integer if flag.kind is int else flags.DEFINE_string
+        define(name, None, flag.help, flag_values=values)
     flags.DEFINE_bool("help", False, "Show this help.", flag_values=values)
     return values
 
 
-def _train(config: Any, workdir: Path, place: dict[str, Any], argv: list[str], stopped_exit_code: int) -> int:
+def _train(
+    config: Any, workdir: Path, place: dict[str, str | int | None], argv: list[str], stopped_exit_code: int
+) -> int:
     # Imported late: JAX reads its settings from the config first, and --help needs none of it.
     from jaxpar import data, mesh, tasks, train
     from jaxpar.launch import processes
 
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
-    processes.meet_processes(processes.find_place(place))
+    processes.meet_processes(find_place(place))
     try:
         result = train.train(config, workdir)
     except train.Stopped as stopped:
@@ -140,23 +143,23 @@ def _train(config: Any, workdir: Path, place: dict[str, Any], argv: list[str], s
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Separates --config.KEY[=VALUE] (and the VALUE that follows where there is no =) from the other flags."""
-    own: list[str] = []
+    others: list[str] = []
     overrides: list[str] = []
     while arguments:
         argument, *arguments = arguments
         name = argument.lstrip("-")
         if not argument.startswith("-") or not name.startswith(("config.", "noconfig.")):
-            own.append(argument)
+            others.append(argument)
             continue
         overrides.append(argument)
         if "=" not in argument and arguments and not arguments[0].startswith("--"):
             overrides.append(arguments[0])
             arguments = arguments[1:]
-    return own, overrides
+    return others, overrides
 
 
 def _stopped(argv: Sequence[str], *, early: bool) -> str:
-    """What to say where a signal has stopped the run outside of its loop, where nothing is to be saved."""
+    """Return what to print where a signal has stopped the run outside of its loop, where nothing is to be saved."""
     when = "before the first step" if early else "after the last step, before the result was written"
     return f"stopped {when}\n{_resume(argv)}"
 
@@ -167,7 +170,7 @@ def _resume(argv: Sequence[str]) -> str:
 
 def _command(argv: Sequence[str]) -> str:
     """The command line that was given, as one can type it again."""
-    program = os.environ.get("JAXPAR_COMMAND", "python -m jaxpar.main" if argv[0].endswith(".py") else argv[0])
+    program = os.environ.get(COMMAND, "python -m jaxpar.main" if argv[0].endswith(".py") else argv[0])
     return " ".join([program, *map(shlex.quote, argv[1:])])
 
 

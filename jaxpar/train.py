@@ -54,15 +54,15 @@ def run_through(run: Run, interrupt: Interrupt) -> dict[str, Any]:
     """From what the workdir holds to the last step, everything saved."""
     config, workdir, phases = run.config, run.workdir, run.phases
     with phases("start"):
-        current, first_step = start(run)
+        state, first_step = start(run)
         tidy(run, first_step)
     saver = checkpoint.Saver(
         workdir / "checkpoints", keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
     )
     log = metrics.Log(workdir, first_step=first_step, tensorboard=config.log.tensorboard)
     try:
-        current = Loop(run, first_step, saver, log).run(current, interrupt)
-        return report.finish(run, current, log)
+        state = Loop(run, first_step, saver, log).run(state, interrupt)
+        return report.finish(run, state, log)
     finally:
         log.close()
         with phases("checkpoint"):
@@ -78,5 +78,5 @@ def tidy(run: Run, first_step: int) -> None:
         configs.save(run.config, run.workdir)
         files.write_text(run.workdir / "data.json", json.dumps(run.dataset.info._asdict(), indent=1) + "\n")
         checkpoint.set_aside(run.workdir / "checkpoints", after=first_step)
-        checkpoint.mend_metrics(run.workdir / "checkpoints", say=print)
+        checkpoint.repair_metrics(run.workdir / "checkpoints", log=print)
     processes.wait("the workdir is tidy")

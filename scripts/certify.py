@@ -1,4 +1,4 @@
-"""Certifies a strategy: runs it beside one device on the same batches, and says how far they are apart.
+"""Certifies a strategy: runs it beside one device on the same batches, and reports how far they are apart.
 
     scripts/python scripts/certify.py --config=configs/quickstart.py [--num_steps=10] [--output=certificate.json] \
         [--config.KEY=VALUE ...]
@@ -7,7 +7,7 @@ By layer: parameters at the start; of all steps the worst error of the gradient,
 and how far two runs apart have come. docs/certificate.md says what is compared, and why so.
 
 Exit codes: 0 within the tolerance, or the strategy computes other numbers by intent and has none; 1 outside; 2 a
-mistake of the user's, told in one line.
+mistake of the user's, reported in one line.
 """
 
 import argparse
@@ -50,16 +50,16 @@ def main() -> int:
         passes = check(config, arguments)
         mesh.prepare_jax(config, data.cache_dir(config) / "xla")
         with tempfile.TemporaryDirectory() as folder:
-            found = certify(config, Path(folder), passes)
-        files.write_text(arguments.output, json.dumps(found, indent=1, allow_nan=False) + "\n")
+            certified = certify(config, Path(folder), passes)
+        files.write_text(arguments.output, json.dumps(certified, indent=1, allow_nan=False) + "\n")
     except UserError as error:
         print(f"jaxpar: {error}", file=sys.stderr)
         return USER_ERROR
     except TrainingError as error:
         print(f"jaxpar: {error}", file=sys.stderr)
         return 1
-    print(f"{in_words(found)}\nwritten    {arguments.output}")
-    return 1 if found["outside"] else 0
+    print(f"{format_certificate(certified)}\nwritten    {arguments.output}")
+    return 1 if certified["outside"] else 0
 
 
 def number(flag: str, text: str) -> int:
@@ -88,7 +88,7 @@ def certify(config: ConfigDict, workdir: Path, passes: int) -> dict[str, Any]:
     with jax.default_matmul_precision("highest"):
         checked = build.check_run(config, workdir)
         run, reference = certificate.make_pair(build.make_run(config, workdir, Phases(), checked), passes)
-        found = certificate.measure(run, reference)
+        measured = certificate.measure(run, reference)
         flags = provenance.flags()
     tolerance = None if run.plan.differs else TOLERANCES[config.model.dtype]
     return {
@@ -96,10 +96,10 @@ def certify(config: ConfigDict, workdir: Path, passes: int) -> dict[str, Any]:
         "model": f"{config.model.name}, {config.model.dtype}",
         "differs": run.plan.differs,
         "tolerance": tolerance,
-        "outside": certificate.outside(found, tolerance) if tolerance else [],
-        "figures": {name: as_json(error) for name, error in found.figures.items()},
-        "layers": {layer: {q: as_json(e) for q, e in errors.items()} for layer, errors in found.layers.items()},
-        "counters": found.counters,
+        "outside": certificate.outside(measured, tolerance) if tolerance else [],
+        "metrics": {name: as_json(error) for name, error in measured.metrics.items()},
+        "layers": {layer: {q: as_json(e) for q, e in errors.items()} for layer, errors in measured.layers.items()},
+        "counters": measured.counters,
         "sums": {
             "batch_size": config.batch_size,
             "strategy": run.plan.decision.batch_words,
@@ -107,7 +107,7 @@ def certify(config: ConfigDict, workdir: Path, passes: int) -> dict[str, Any]:
             if passes > 1
             else "all rows at once, on one device",
         },
-        "batches": found.batches,
+        "batches": measured.batches,
         "seeds": {"config.seed": config.seed, "config.exchange_options.seed": config.exchange_options.seed},
         "versions": provenance.versions(),
         "devices": provenance.describe_devices(run.strategy.devices),
@@ -122,27 +122,27 @@ def as_json(error: Error) -> dict[str, Any]:
     return {name: value if math.isfinite(value) else None for name, value in error._asdict().items()}
 
 
-def in_words(found: dict[str, Any]) -> str:
+def format_certificate(certified: dict[str, Any]) -> str:
     """The certificate as a table."""
-    sums, on, versions = found["sums"], found["devices"], found["versions"]
+    sums, on, versions = certified["sums"], certified["devices"], certified["versions"]
     packages = ", ".join(f"{name} {number}" for name, number in versions.items())
-    steps = f"{len(found['batches'])}, on batches {', '.join(map(str, found['batches']))}"
-    lines = [f"strategy   {found['strategy']}", f"model      {found['model']}", f"steps      {steps}"]
+    steps = f"{len(certified['batches'])}, on batches {', '.join(map(str, certified['batches']))}"
+    lines = [f"strategy   {certified['strategy']}", f"model      {certified['model']}", f"steps      {steps}"]
     lines += [f"sums       {sums['batch_size']} rows over {sums['strategy']}", f"reference  {sums['reference']}"]
     lines += [f"devices    {on['number']} x {', '.join(on['kinds'])}", f"versions   {packages}", ""]
     lines += [f"{'':14}{'relative error, largest in ULPs':20}"]
-    lines += [f"{name:14}{cell(error)}" for name, error in found["figures"].items()]
-    present = [q for q in QUANTITIES if any(q in errors for errors in found["layers"].values())]
+    lines += [f"{name:14}{cell(error)}" for name, error in certified["metrics"].items()]
+    present = [q for q in QUANTITIES if any(q in errors for errors in certified["layers"].values())]
     lines += ["", f"{'layer':14}" + "".join(f"{COLUMNS[q]:20}" for q in present).rstrip()]
-    for layer, errors in found["layers"].items():
+    for layer, errors in certified["layers"].items():
         lines.append(f"{layer:14}" + "".join(f"{cell(errors.get(q)):20}" for q in present).rstrip())
-    if found["differs"]:
-        return "\n".join([*lines, "", f"verdict    {found['differs']}: no tolerance is stated"])
-    if not found["outside"]:
-        most = ", ".join(f"{name} {value:.1e}" for name, value in found["tolerance"].items())
+    if certified["differs"]:
+        return "\n".join([*lines, "", f"verdict    {certified['differs']}: no tolerance is stated"])
+    if not certified["outside"]:
+        most = ", ".join(f"{name} {value:.1e}" for name, value in certified["tolerance"].items())
         return "\n".join([*lines, "", f"verdict    within the tolerance: {most}"])
     return "\n".join(
-        [*lines, "", "verdict    outside the tolerance", *(f"outside    {one}" for one in found["outside"])]
+        [*lines, "", "verdict    outside the tolerance", *(f"outside    {one}" for one in certified["outside"])]
     )
 
 
@@ -155,8 +155,8 @@ def cell(error: dict[str, Any] | None) -> str:
     if error["ulps"] is None:
         return "not finite"
     relative = "inf" if error["relative"] is None else f"{error['relative']:.1e}"  # of a norm that is zero
-    form = ".1f" if error["ulps"] < 1e6 else ".1e"
-    return f"{relative}, {error['ulps']:{form}}"
+    spec = ".1f" if error["ulps"] < 1e6 else ".1e"
+    return f"{relative}, {error['ulps']:{spec}}"
 
 
 if __name__ == "__main__":

@@ -111,13 +111,13 @@ def main() -> None:
 
 def train(config: str, workdir: Path, overrides: list[str]) -> Outcome:
     """The outcome of a run, which is made, or gone on with, if it is not there."""
-    told = workdir / "arguments.json"
+    asked_file = workdir / "arguments.json"
     asked = json.dumps([f"--config={config}", *overrides], indent=1) + "\n"
-    if (workdir / "config.json").exists() and (not told.is_file() or told.read_text() != asked):
+    if (workdir / "config.json").exists() and (not asked_file.is_file() or asked_file.read_text() != asked):
         print(f"--workdir: {workdir} has a run of other settings; give another, or remove it", file=sys.stderr)
         sys.exit(USER_ERROR)
     workdir.mkdir(parents=True, exist_ok=True)
-    files.write_text(told, asked)
+    files.write_text(asked_file, asked)
     if not (workdir / "result.json").is_file():
         command = [sys.executable, "-m", "jaxpar.main", f"--config={config}", f"--workdir={workdir}", *overrides]
         done = subprocess.run(command, stdout=subprocess.DEVNULL)

@@ -6,7 +6,7 @@
     >>> arrays = load_file("quickstart.safetensors")
     >>> arrays["params.block_0.attention.query.kernel"]
 
-Names are the paths of the canonical state, with dots; the metadata of the file has what the checkpoint says of itself.
+Names are the paths of the canonical state, with dots; the metadata of the file has the checkpoint's info.
 The newest whole checkpoint is taken, or that of step N. docs/checkpoints.md specifies both formats.
 """
 
@@ -32,11 +32,11 @@ def export(workdir: Path, file: Path, step: int | None) -> None:
         raise UserError(f"{file} exists; give the name of a new file")
     if not file.parent.is_dir():
         raise UserError(f"{file} cannot be written: there is no folder {file.parent}")
-    found = checkpoint.of_run(workdir, step)
-    arrays = {name: np.asarray(x, order="C") for name, x in flatten_dict(found.tree, sep=".").items()}
-    assert len(arrays) == len(jax.tree.leaves(found.tree)), "two arrays have one name"
-    said = {key: value for key, value in found.info.items() if "checksum" not in key}
-    metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in said.items()}
+    saved = checkpoint.of_run(workdir, step)
+    arrays = {name: np.asarray(x, order="C") for name, x in flatten_dict(saved.tree, sep=".").items()}
+    assert len(arrays) == len(jax.tree.leaves(saved.tree)), "two arrays have one name"
+    info = {key: value for key, value in saved.info.items() if "checksum" not in key}
+    metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in info.items()}
     temporary = file.with_name(f"{file.name}.tmp")
     try:
         save_file(arrays, temporary, metadata)
@@ -44,11 +44,11 @@ def export(workdir: Path, file: Path, step: int | None) -> None:
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)
         raise UserError(f"{file} cannot be written: {error}") from error
-    print(f"{file}: {len(arrays)} arrays of step {found.step}, {file.stat().st_size / 1e6:.1f} MB")
+    print(f"{file}: {len(arrays)} arrays of step {saved.step}, {file.stat().st_size / 1e6:.1f} MB")
 
 
 def main() -> int:
-    """The command line. Exit code 2: a mistake of the user's, told in one line."""
+    """The command line. Exit code 2: a mistake of the user's, reported in one line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workdir", type=Path, help="of a run")
     parser.add_argument("file", type=Path, metavar="FILE.safetensors", help="to write; new")

@@ -32,7 +32,7 @@ def export(workdir: Path, directory: Path) -> None:
 
 
 def main() -> int:
-    """The command line. Exit code 2: a mistake of the user's, told in one line."""
+    """The command line. Exit code 2: a mistake of the user's, reported in one line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workdir", type=Path, help="of a run")
     parser.add_argument("directory", type=Path, help="to write; new or empty")

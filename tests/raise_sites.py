@@ -18,7 +18,7 @@ IN_PROCESSES = {
 }
 # As that, by file and beginning of the message: tests/launch/test_processes.py starts several processes.
 OF_SEVERAL = {
-    "run/build.py: this if changed else 'a process is given another run than process 0, and sa",
+    "run/build.py: this if changed else 'a process is given another run than process 0, and re",
 }
 # Which no test reaches yet. Only to become fewer.
 NOT_YET = {

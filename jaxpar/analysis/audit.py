@@ -1,4 +1,4 @@
-"""What the compiled programs of a step send and hold, next to what the theory of its strategy says."""
+"""What the compiled programs of a step send and hold, next to what the theory of its strategy has."""
 
 import math
 import re
@@ -135,8 +135,8 @@ def _collectives(
 def _groups(instruction: hlo.Instruction) -> tuple[tuple[int, ...], ...]:
     """Devices that exchange with each other. Of a permute: those that its pairs join."""
     if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", instruction.line):
-        found = re.findall(r"\{?(\d+),(\d+)", pairs[1])
-        return tuple(sorted(tuple(sorted(group)) for group in _joined([(int(a), int(b)) for a, b in found])))
+        written = re.findall(r"\{?(\d+),(\d+)", pairs[1])
+        return tuple(sorted(tuple(sorted(group)) for group in _joined([(int(a), int(b)) for a, b in written])))
     if listed := re.search(r"replica_groups=\{(\{.*?\})\}", instruction.line):
         groups = [tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1])]
         return tuple(sorted(groups))
@@ -157,13 +157,13 @@ def _groups(instruction: hlo.Instruction) -> tuple[tuple[int, ...], ...]:
 def _joined(pairs: Sequence[tuple[int, int]]) -> list[set[int]]:
     groups: list[set[int]] = []
     for pair in pairs:
-        own = set(pair).union(*[group for group in groups if group & set(pair)])
-        groups = [group for group in groups if not group & own] + [own]
+        joined = set(pair).union(*[group for group in groups if group & set(pair)])
+        groups = [group for group in groups if not group & joined] + [joined]
     return groups
 
 
 def axis_of(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> str:
-    """The mesh axis along which the groups lie: all of each in one line of it. Else the groups, in words."""
+    """The mesh axis along which the groups lie: all of each in one line of it. Else the groups, as text."""
     numbers = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
     for index, (axis, size) in enumerate(mesh.items()):
         lines = np.moveaxis(numbers, index, -1).reshape(-1, size)
@@ -181,21 +181,21 @@ class DeviceBytes(NamedTuple):
 
 def memory(programs: Sequence[CompiledProgram], strategy: Strategy[Any]) -> list[dict[str, DeviceBytes]]:
     """By device, bytes by what they are: parts of the state, inputs (batches, plans, gradients sent), temporary."""
-    found: list[dict[str, int]] = [{} for _ in strategy.devices]
+    measured: list[dict[str, int]] = [{} for _ in strategy.devices]
     for program in programs:
         analysis = program.compiled.memory_analysis()
         assert analysis is not None
         arguments = _arguments(program)
-        for device, parts in zip(strategy.devices, found, strict=True):
+        for device, parts in zip(strategy.devices, measured, strict=True):
             if device in arguments:
-                own = arguments[device] | {TEMPORARY: analysis.temp_size_in_bytes}
-                parts |= {name: max(parts.get(name, 0), nbytes) for name, nbytes in own.items()}
+                local = arguments[device] | {TEMPORARY: analysis.temp_size_in_bytes}
+                parts |= {name: max(parts.get(name, 0), nbytes) for name, nbytes in local.items()}
     return [
         {
             name: DeviceBytes(parts.get(name, theory.get(name) and None), theory.get(name))
             for name in {**theory, **parts}
         }
-        for parts, theory in zip(found, strategy.plan.memory, strict=True)
+        for parts, theory in zip(measured, strategy.plan.memory, strict=True)
     ]
 
 

@@ -5,7 +5,7 @@ A step is a gradient and an update, and each is compared on its own. Before each
 and gradients must agree. Then one device applies the optimizer to the *strategy's* gradient: parameters and optimizer
 state must agree with what the strategy has after the step. So a run is right where its start, its gradients and its
 updates are; and rounding is not taken for a mistake. In two runs apart it would grow: Adam makes full steps of a
-gradient that is zero but for rounding, such as that of a key's bias. How far such runs are apart is told, not judged.
+gradient that is zero but for rounding, such as that of a key's bias. How far such runs are apart is not judged.
 
 The gradient is what the optimizer is given: `recording` in front of it keeps that in the state.
 """
@@ -35,8 +35,8 @@ from jaxpar.tasks import mean_loss
 # Relative errors by the dtype of the computation. A gradient's is larger, as it may be a small sum of thousands of
 # large terms. In bfloat16 each share of a batch has its gradient rounded to 8 bits before shares are added up.
 TOLERANCES = {
-    "float32": {"figures": 1e-6, "start": 1e-6, "gradient": 1e-5, "update": 1e-6, "optimizer": 1e-6},
-    "bfloat16": {"figures": 2**-8, "start": 1e-6, "gradient": 2**-7, "update": 1e-6, "optimizer": 1e-6},
+    "float32": {"metrics": 1e-6, "start": 1e-6, "gradient": 1e-5, "update": 1e-6, "optimizer": 1e-6},
+    "bfloat16": {"metrics": 2**-8, "start": 1e-6, "gradient": 2**-7, "update": 1e-6, "optimizer": 1e-6},
 }
 STEP_METRICS = ("loss", "gradient norm")
 QUANTITIES = ("start", "gradient", "update", "optimizer", "alone")  # of a layer; the last is not judged
@@ -143,13 +143,13 @@ class Reference:
 
     def step(self, tree: Canonical, batch: Mapping[str, np.ndarray]) -> tuple[Snapshot, Metrics]:
         """A step from a canonical state."""
-        state, figures = self.strategy.step(self.strategy.from_canonical(tree), self.strategy.place(batch))
-        return snapshot(self.strategy, state), figures
+        state, metrics = self.strategy.step(self.strategy.from_canonical(tree), self.strategy.place(batch))
+        return snapshot(self.strategy, state), metrics
 
-    def update(self, before: Canonical, after: Canonical, figures: Metrics) -> Snapshot:
+    def update(self, before: Canonical, after: Canonical, metrics: Metrics) -> Snapshot:
         """What the optimizer makes of the state before a step and the gradient that is recorded in the one after it."""
         grads = states.from_canonical(after, self._like).optimizer[0].last_gradient
-        sums, norm = jax.device_get((figures.sums, figures.grad_norm))
+        sums, norm = jax.device_get((metrics.sums, metrics.grad_norm))
         state, _ = self._update(states.from_canonical(before, self._like), grads, sums, norm)
         return snapshot(self.strategy, state)
 
@@ -158,21 +158,21 @@ class Measured(NamedTuple):
     """What a comparison found.
 
     Attributes:
-      figures: {"loss": its worst error, "gradient norm": likewise}.
-      layers: {layer: {quantity: its worst error}}. Where the strategy differs by intent, gradient and figures are of
+      metrics: {"loss": its worst error, "gradient norm": likewise}.
+      layers: {layer: {quantity: its worst error}}. Where the strategy differs by intent, gradient and metrics are of
         the first step alone, and there are no update and optimizer.
       counters: the names of those that the strategy has other values of.
       batches: that the steps were taken on.
     """
 
-    figures: dict[str, Error]
+    metrics: dict[str, Error]
     layers: dict[str, dict[str, Error]]
     counters: list[str]
     batches: list[int]
 
 
 def make_pair(run: Run, passes: int) -> tuple[Run, Run]:
-    """The run, with an optimizer that records gradients, and its reference, which takes a batch in so many passes."""
+    """The run, with an optimizer that records gradients, and its reference, which takes a batch in `passes`."""
     problem = run.problem._replace(optimizer=optax.chain(recording(), run.problem.optimizer))
     whole = problem._replace(accumulation_steps=passes)
     ours = run._replace(problem=problem, strategy=strategies.make(run.config, problem))
@@ -207,32 +207,32 @@ def measure(run: Run, reference: Run) -> Measured:
     strategy, one_device = run.strategy, Reference(reference)
     (state, _), (alone, _) = start(run), start(reference)
     after = snapshot(strategy, state)
-    errors: dict[tuple[str, str], list[Error]] = {}  # (layer, quantity), or ("", figure)
+    errors: dict[tuple[str, str], list[Error]] = {}  # (layer, quantity), or ("", metric)
     add(errors, "start", after.params, snapshot(reference.strategy, alone).params)
     counters: set[str] = set()
     for count, number in enumerate(batches(run)):
         batch, before = run.batches.batch(number), after
-        alone, expected_figures = reference.strategy.step(alone, reference.strategy.place(batch))
+        alone, expected_metrics = reference.strategy.step(alone, reference.strategy.place(batch))
         if not strategy.plan.differs:
-            expected, expected_figures = one_device.step(before.tree, batch)
+            expected, expected_metrics = one_device.step(before.tree, batch)
         elif count == 0:  # where both still have the same state
             expected = snapshot(reference.strategy, alone)
-        state, figures = strategy.step(state, strategy.place(batch))
+        state, metrics = strategy.step(state, strategy.place(batch))
         after = snapshot(strategy, state)
         if count == 0 or not strategy.plan.differs:
-            add(errors, "", *(compared_metrics(of, number) for of in (figures, expected_figures)))
+            add(errors, "", *(compared_metrics(of, number) for of in (metrics, expected_metrics)))
             add(errors, "gradient", after.gradient, expected.gradient)
         if not strategy.plan.differs:
-            updated = one_device.update(before.tree, after.tree, figures)
+            updated = one_device.update(before.tree, after.tree, metrics)
             add(errors, "update", after.params, updated.params)
             add(errors, "optimizer", after.optimizer, updated.optimizer)
             counters |= {name for name, value in updated.counters.items() if (after.counters[name] != value).any()}
     add(errors, "alone", after.params, snapshot(reference.strategy, alone).params)
-    found = {key: worst(of) for key, of in errors.items()}
+    worst_of = {key: worst(of) for key, of in errors.items()}
     layers = [layer.name for layer in run.problem.model.layers if layer.name in after.params]
-    by_quantity = {layer: {q: found[layer, q] for q in QUANTITIES if (layer, q) in found} for layer in layers}
-    figures_found = {name: found[name, ""] for name in STEP_METRICS}
-    return Measured(figures_found, by_quantity, sorted(counters), batches(run))
+    by_quantity = {layer: {q: worst_of[layer, q] for q in QUANTITIES if (layer, q) in worst_of} for layer in layers}
+    by_metric = {name: worst_of[name, ""] for name in STEP_METRICS}
+    return Measured(by_metric, by_quantity, sorted(counters), batches(run))
 
 
 def add(
@@ -243,23 +243,23 @@ def add(
         errors.setdefault((layer, quantity), []).append(compare(leaves, expected[layer]))
 
 
-def compared_metrics(figures: Metrics, batch: int) -> dict[str, Leaves]:
-    """The figures of a step that are compared, as layers are."""
-    step = jax.device_get(figures)
+def compared_metrics(metrics: Metrics, batch: int) -> dict[str, Leaves]:
+    """Return the metrics of a step that are compared, as layers are."""
+    step = jax.device_get(metrics)
     if not step.finite:
         raise TrainingError(f"the loss or the gradient of batch {batch} is not finite: there is nothing to compare")
     values = {"loss": mean_loss(step.sums.loss, step.sums.weight), "gradient norm": step.grad_norm}
     return {name: {name: values[name]} for name in STEP_METRICS}
 
 
-def outside(found: Measured, tolerance: Mapping[str, float]) -> list[str]:
+def outside(measured: Measured, tolerance: Mapping[str, float]) -> list[str]:
     """What is not within the tolerance, and where."""
-    wrong = [(name, error, tolerance["figures"]) for name, error in found.figures.items()]
-    for layer, errors in found.layers.items():
+    wrong = [(name, error, tolerance["metrics"]) for name, error in measured.metrics.items()]
+    for layer, errors in measured.layers.items():
         wrong += [(f"{q} of {layer}", error, tolerance[q]) for q, error in errors.items() if q in tolerance]
     lines = [
         f"{name}: {error.relative:.1e}, tolerance {most:.1e}"
         for name, error, most in wrong
         if not error.relative <= most
     ]
-    return lines + [f"{name}: another value than the reference's" for name in found.counters]
+    return lines + [f"{name}: another value than the reference's" for name in measured.counters]

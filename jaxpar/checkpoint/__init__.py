@@ -24,17 +24,17 @@ from jaxpar.checkpoint.reader import (
     steps,
     unfinished_bytes,
 )
-from jaxpar.checkpoint.repair import mend_metrics, set_aside
+from jaxpar.checkpoint.repair import repair_metrics, set_aside
 from jaxpar.checkpoint.writer import Saver
 
 __all__ = [
     "Checkpoint",
     "Damaged",
     "Saver",
-    "mend_metrics",
     "newest_config",
     "of_run",
     "read",
+    "repair_metrics",
     "restore",
     "restore_params",
     "set_aside",

@@ -2,7 +2,7 @@
 
     workdir/ledger/PROCESS.jsonl  {"from": 0, "to": 7, "epoch": 0, "rows": [0, 24], "examples": 160, "digest": "9f.."}
 
-A line is of the steps from .. to - 1 of one epoch and of some rows of their batches. It is added up from the numbers of
+A line is of the steps from .. to - 1 of one epoch and of a shard of their batches. It is added up from the numbers of
 the examples that were gathered and given to the strategy, not from the plan that says which should be. A process writes
 its lines before each checkpoint, and a run that resumes cuts those of later steps than its own: what a killed process
 did after its last checkpoint does not count, as it did not happen. docs/checkpoints.md says what this proves.
@@ -36,11 +36,11 @@ class PlannedBatches(Protocol):
 
 
 class Line(NamedTuple):
-    """Of the steps [start, stop), counted from 0, of one epoch, and of rows [first, last) of their batches."""
+    """Of the steps [start, stop), counted from 0, of one epoch, and of the examples [first, last) of their batches."""
 
     start: int
     stop: int
-    rows: tuple[int, int]
+    shard: tuple[int, int]
     epoch: int
     examples: int  # how many
     digest: int
@@ -57,23 +57,23 @@ def digest_examples(examples: np.ndarray) -> int:
 class Ledger:
     """The lines of one process."""
 
-    def __init__(self, directory: Path, *, steps_per_epoch: int, rows: slice, first_row: int):
-        """rows: of a batch, that this process counts; none where another does. first_row: of those that it reads."""
+    def __init__(self, directory: Path, *, steps_per_epoch: int, shard: slice, first: int):
+        """shard: of a batch, that this process counts; empty where another does. first: of those that it reads."""
         self._path = directory / f"{jax.process_index()}.jsonl"
         self._steps_per_epoch = steps_per_epoch
-        self._rows = (rows.start, rows.stop)
-        self._counted = slice(rows.start - first_row, rows.stop - first_row) if rows.stop > rows.start else slice(0)
+        self._shard = (shard.start, shard.stop)
+        self._counted = slice(shard.start - first, shard.stop - first) if shard.stop > shard.start else slice(0)
         self._open: list[Line] = []  # since the last checkpoint, one an epoch
 
     def add(self, step: int, examples_R: np.ndarray) -> None:
-        """Takes in what a step, counted from 0, was given: the numbers of the examples, -1 in filler rows."""
-        if self._rows[0] == self._rows[1]:
+        """Take in what a step, counted from 0, was given: the ids of the examples, -1 at fillers."""
+        if self._shard[0] == self._shard[1]:
             return
         examples = examples_R[self._counted]
         examples = examples[examples >= 0]
         epoch = step // self._steps_per_epoch
         if not self._open or self._open[-1].epoch != epoch:
-            self._open.append(Line(step, step, self._rows, epoch, 0, 0))
+            self._open.append(Line(step, step, self._shard, epoch, 0, 0))
         line = self._open[-1]
         self._open[-1] = line._replace(
             stop=step + 1,
@@ -108,9 +108,9 @@ def check_ledger(directory: Path, batches: PlannedBatches, num_steps: int) -> No
 
 
 def verify(directory: Path, batches: PlannedBatches, num_steps: int) -> str:
-    """What the ledger proves of the steps [0, num_steps), in words. Raises TrainingError where it is not as it must be.
+    """Return what the ledger proves of the steps [0, num_steps), as text. Raises TrainingError where it proves less.
 
-    Of steps that a version without a ledger took there is no line; then it says from where on it has all.
+    Of steps that a version without a ledger took there is no line; the text then has the first step that it proves.
     """
     lines = sorted(line for path in directory.glob("*.jsonl") for line in _read(path))
     if not lines:
@@ -123,8 +123,8 @@ def verify(directory: Path, batches: PlannedBatches, num_steps: int) -> str:
         start, stop = max(begun, epoch * size), min(num_steps, (epoch + 1) * size)
         whole = stop - start == size
         expected = every if whole else batches.planned(start, stop)
-        own = [line for line in lines if line.epoch == epoch]
-        count, got = sum(line.examples for line in own), sum(line.digest for line in own) % 2**64
+        of_epoch = [line for line in lines if line.epoch == epoch]
+        count, got = sum(line.examples for line in of_epoch), sum(line.digest for line in of_epoch) % 2**64
         if count != len(expected):
             raise TrainingError(f"ledger: epoch {epoch}: {count} examples were taken, and {len(expected)} are due")
         if got != (digest_of_every if whole else digest_examples(expected)):
@@ -134,23 +134,23 @@ def verify(directory: Path, batches: PlannedBatches, num_steps: int) -> str:
 
 
 def check_steps(lines: list[Line], num_steps: int, batch_size: int) -> None:
-    """Raises TrainingError unless the lines, in order, have every row of every step up to the last exactly once."""
+    """Raises TrainingError unless the lines, in order, have every example of every step up to the last exactly once."""
     at = lines[0].start
     for (start, stop), group in itertools.groupby(lines, key=lambda line: line[:2]):
         if start != at:
             what = "are missing" if start > at else "are there twice"
             raise TrainingError(f"ledger: steps {min(start, at) + 1} to {max(start, at)} {what}")
-        ends = [0, *itertools.chain(*(line.rows for line in group)), batch_size]
+        ends = [0, *itertools.chain(*(line.shard for line in group)), batch_size]
         if any(end != begin for end, begin in zip(ends[::2], ends[1::2], strict=True)):
             slices = ", ".join(f"{begin} to {end}" for begin, end in zip(ends[1:-1:2], ends[2:-1:2], strict=True))
-            raise TrainingError(f"ledger: steps {start + 1} to {stop} have rows {slices}, of {batch_size}")
+            raise TrainingError(f"ledger: steps {start + 1} to {stop} have examples {slices}, of {batch_size}")
         at = stop
     if at != num_steps:
         raise TrainingError(f"ledger: it ends with step {at}, and there are {num_steps}")
 
 
 def _text(line: Line) -> str:
-    row = {"from": line.start, "to": line.stop, "epoch": line.epoch, "rows": line.rows, "examples": line.examples}
+    row = {"from": line.start, "to": line.stop, "epoch": line.epoch, "rows": line.shard, "examples": line.examples}
     return json.dumps(row | {"digest": f"{line.digest:016x}"}) + "\n"
 
 

@@ -45,24 +45,24 @@ def unfinished_bytes(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.glob("*.orbax-checkpoint-tmp*/**/*") if file.is_file())
 
 
-def restore(directory: Path, like: Canonical | None, say: Callable[[str], None]) -> Checkpoint | None:
+def restore(directory: Path, like: Canonical | None, log: Callable[[str], None]) -> Checkpoint | None:
     """The newest whole checkpoint, with NumPy leaves; None where the directory has none at all. Changes nothing.
 
     Args:
       like: gives the structure, shapes and dtypes; leaves may be abstract. None: as they were saved.
-      say: is told of each damaged checkpoint that is newer.
+      log: is called with a line for each damaged checkpoint that is newer.
 
     Raises:
       UserError: all of them are damaged, or the newest whole one is of another model or a later version.
     """
-    found = steps(directory)
-    for step in reversed(found):
+    there = steps(directory)
+    for step in reversed(there):
         try:
             return read(directory / str(step), like)
         except Damaged as error:
-            say(f"checkpoint {directory / str(step)} is damaged: {error}")
-    if found:
-        raise UserError(f"no checkpoint in {directory} can be read: all of {found} are damaged; give a new --workdir")
+            log(f"checkpoint {directory / str(step)} is damaged: {error}")
+    if there:
+        raise UserError(f"no checkpoint in {directory} can be read: all of {there} are damaged; give a new --workdir")
     return None
 
 
@@ -142,7 +142,7 @@ def info_of(path: Path) -> dict[str, Any]:
 def newest_config(directory: Path) -> dict[str, Any] | None:
     """Keys and values, as JSON has them, of the run that `directory` is of; None where no checkpoint can tell."""
     for step in reversed(steps(directory)):
-        with contextlib.suppress(Damaged):  # `restore` says so
+        with contextlib.suppress(Damaged):  # `restore` logs it
             if config := info_of(directory / str(step)).get("config"):
                 return dict(config)
     return None
@@ -161,15 +161,15 @@ def of_run(workdir: Path, step: int | None = None) -> Checkpoint:
       UserError: there is no run, no such checkpoint, or it cannot be read.
     """
     directory = workdir / "checkpoints"
-    if not (found := steps(directory)):
+    if not (there := steps(directory)):
         configs.read_config(workdir)
         raise UserError(f"{workdir} holds no checkpoint yet")
     if step is None:
-        newest = restore(directory, None, say=print)
+        newest = restore(directory, None, log=print)
         assert newest is not None
         return newest
-    if step not in found:
-        raise UserError(f"{workdir} has no checkpoint of step {step}; there are {', '.join(map(str, found))}")
+    if step not in there:
+        raise UserError(f"{workdir} has no checkpoint of step {step}; there are {', '.join(map(str, there))}")
     try:
         return read(directory / str(step))
     except Damaged as error:
@@ -178,6 +178,6 @@ def of_run(workdir: Path, step: int | None = None) -> Checkpoint:
 
 def restore_params(workdir: Path) -> tuple[ConfigDict, Params]:
     """The config and the newest parameters, NumPy leaves, of the run in `workdir`. Raises UserError as `of_run`."""
-    found = of_run(workdir)
-    config = found.info.get("config")  # the first ones had none
-    return configs.from_keys(config) if config else configs.read_config(workdir), found.tree["params"]
+    saved = of_run(workdir)
+    config = saved.info.get("config")  # the first ones had none
+    return configs.from_keys(config) if config else configs.read_config(workdir), saved.tree["params"]

@@ -1,4 +1,4 @@
-"""Puts in order what training goes on from: sets damaged checkpoints aside, and mends their metrics."""
+"""Puts in order what training goes on from: sets damaged checkpoints aside, and repairs their metrics."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ def set_aside(directory: Path, after: int) -> None:
             (directory / str(step)).rename(aside)
 
 
-def mend_metrics(directory: Path, say: Callable[[str], None]) -> None:
+def repair_metrics(directory: Path, log: Callable[[str], None]) -> None:
     """Makes the validation loss of each checkpoint that of its info: orbax reads all, to know the best one."""
     for step in steps(directory):
         file = directory / str(step) / "metrics" / "metrics"
@@ -31,7 +31,7 @@ def mend_metrics(directory: Path, say: Callable[[str], None]) -> None:
         if repr(there) == repr(expected) and (there is not None or not file.parent.exists()):
             continue
         now = "not known" if expected is None else f"{expected:.4f}"
-        say(f"checkpoint {directory / str(step)}: its validation loss was damaged, and is {now} now")
+        log(f"checkpoint {directory / str(step)}: its validation loss was damaged, and is {now} now")
         shutil.rmtree(file.parent, ignore_errors=True)
         if expected is not None:
             file.parent.mkdir()

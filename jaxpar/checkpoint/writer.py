@@ -28,7 +28,7 @@ class Saver:
         if keep_best:
             policies.append(
                 preservation_policy.BestN(
-                    get_metric_fn=_goodness,
+                    get_metric_fn=_negative_loss,
                     n=1,
                     keep_checkpoints_without_metrics=False,
                 )
@@ -40,7 +40,7 @@ class Saver:
             directory.absolute(),
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
-                best_fn=_goodness,  # without it orbax does not write metrics, and a resumed run forgets the best one
+                best_fn=_negative_loss,  # without it orbax writes no metrics, and a resumed run forgets the best one
                 cleanup_tmp_directories=True,
             ),
         )
@@ -95,7 +95,7 @@ class Saver:
         self._manager.close()
 
 
-def _goodness(metrics: dict[str, float]) -> float:
+def _negative_loss(metrics: dict[str, float]) -> float:
     return -metrics["validation_loss"]
 
 

@@ -2,7 +2,7 @@
 
     scripts/launch --num_processes=2 [--max_restarts=3] -- --config=configs/quickstart.py --workdir=DIR [...]
 
-What follows -- is for scripts/train, but for what the launcher tells each process: --coordinator_address,
+What follows -- is for scripts/train, except what the launcher sets for each process: --coordinator_address,
 --num_processes and --process_id. Each process gets its share of the GPUs, if there are any, and its lines of output
 have its number before them. When one ends with an error the others are ended too, and all are started again, from the
 last checkpoint, up to --max_restarts times. Ctrl-C and SIGTERM go to all of them, which then save and stop; a second
@@ -27,10 +27,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxpar.errors import FAILED, HANGS, USER_ERROR, is_failure
+from jaxpar.launch.place import COMMAND, FLAGS
 from jaxpar.launch.signals import SIGNALS
 
 NAME = "python -m jaxpar.launch.launcher"
-TOLD = ("coordinator_address", "num_processes", "process_id")  # to each process: flags of scripts/train
 LAUNCHER = "JAXPAR_LAUNCHER"  # environment variable of its processes: its process id
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 ORDER = {HANGS: 0, USER_ERROR: 1, -signal.SIGABRT: 3}  # of several that failed; another signal 0, another code 2
@@ -59,8 +59,8 @@ def read_arguments() -> tuple[argparse.Namespace, list[str]]:
         parser.error(f"{unknown[0]!r} is not an argument of the launcher; those of scripts/train come after --")
     for argument in arguments.arguments:
         name = argument.partition("=")[0].lstrip("-")
-        if argument.startswith("-") and name in TOLD:
-            parser.error(f"--{name} is the launcher's to tell each process; it may not come after --")
+        if argument.startswith("-") and name in FLAGS:
+            parser.error(f"--{name} is set by the launcher for each process; it must not come after --")
     if arguments.num_processes < 1:
         parser.error(f"--num_processes is {arguments.num_processes}; it must be 1 or more")
     if arguments.max_restarts < 0:
@@ -73,21 +73,25 @@ def read_arguments() -> tuple[argparse.Namespace, list[str]]:
 
 def run_processes(asked: argparse.Namespace, gpus: Sequence[str], signals: list[int]) -> int:
     """Starts the processes, again where one fails, and returns the exit code. signals: that have come, and come yet."""
-    own = f"--num_processes={asked.num_processes}" + f" --max_restarts={asked.max_restarts}" * (asked.max_restarts > 0)
-    command = f"{os.environ.get('JAXPAR_COMMAND', NAME)} {own}"
+    flags = f"--num_processes={asked.num_processes}" + f" --max_restarts={asked.max_restarts}" * (
+        asked.max_restarts > 0
+    )
+    command = f"{os.environ.get(COMMAND, NAME)} {flags}"
     for restart in range(asked.max_restarts + 1):
         try:
             group = Group(asked.arguments, asked.num_processes, gpus, command)
         except OSError as error:
-            say(f"a process cannot be started: {error.strerror}")
+            print_line(f"a process cannot be started: {error.strerror}")
             return FAILED
         number, code = group.wait(signals)
         if not is_failure(code):
             return code
-        say(f"process {number} ended {format_exit(code)}" + "; the others were ended too" * (asked.num_processes > 1))
+        print_line(
+            f"process {number} ended {format_exit(code)}" + "; the others were ended too" * (asked.num_processes > 1)
+        )
         if code == USER_ERROR or signals or restart == asked.max_restarts:
             break
-        say(f"restart {restart + 1} of {asked.max_restarts}, from the last checkpoint")
+        print_line(f"restart {restart + 1} of {asked.max_restarts}, from the last checkpoint")
     return code if code >= 0 else 128 - code
 
 
@@ -97,18 +101,18 @@ class Group:
     def __init__(self, arguments: Sequence[str], num_processes: int, gpus: Sequence[str], command: str):
         """arguments: of scripts/train; gpus: as in CUDA_VISIBLE_DEVICES, to divide; command: what comes before `--`."""
         share = len(gpus) // num_processes
-        own = {
-            "JAXPAR_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
-            "JAXPAR_NUM_PROCESSES": str(num_processes),
+        variables = {
+            FLAGS["coordinator_address"].variable: f"localhost:{free_port()}",
+            FLAGS["num_processes"].variable: str(num_processes),
             LAUNCHER: str(os.getpid()),
-            "JAXPAR_COMMAND": f"{command} --",
+            COMMAND: f"{command} --",
             "PYTHONUNBUFFERED": "1",
         }
         self._processes: list[subprocess.Popen[str]] = []
         self._printers: list[threading.Thread] = []
         try:
             for number in range(num_processes):
-                environment = os.environ | own | {"JAXPAR_PROCESS_ID": str(number)}
+                environment = os.environ | variables | {FLAGS["process_id"].variable: str(number)}
                 if gpus:
                     environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[number * share : (number + 1) * share])
                 self._start([sys.executable, "-m", "jaxpar.main", *arguments], environment)
@@ -197,8 +201,8 @@ def show(number: int, process: "subprocess.Popen[str]") -> None:
                     print(f"[{number}] {line}", end="" if line.endswith("\n") else "\n", flush=True)
 
 
-def say(text: str) -> None:
-    """Prints a line of the launcher's own."""
+def print_line(text: str) -> None:
+    """Print a line of the launcher itself."""
     print(f"launch: {text}", file=sys.stderr, flush=True)
 
 
@@ -232,9 +236,9 @@ def free_port() -> int:
 
 def visible_gpus() -> list[str]:
     """As in CUDA_VISIBLE_DEVICES; without it, all that nvidia-smi names."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is not None:
-        return [name for name in given.split(",") if name]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name]
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
     except FileNotFoundError:

@@ -1,15 +1,15 @@
-"""Several processes of one run, on one machine or many: how they find each other, and what only the first of them does.
+"""Several processes of one run, on one machine or many: how they meet, and what only the first of them does.
 
-All of them run the same program on the same config. Each has its own devices, reads its own rows of every batch and
-writes its own part of a checkpoint. What there is once, such as the log, is the first one's.
+All of them run the same program on the same config. Each has devices of its own, reads its shard of every batch and
+writes its part of a checkpoint. What there is once, such as the log, belongs to the first one.
 """
 
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,71 +17,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxpar import cluster, mesh
-from jaxpar.errors import TrainingError, UserError
-
-# Flags of the command line, and environment variables that stand for them.
-FLAGS = {
-    "coordinator_address": "JAXPAR_COORDINATOR_ADDRESS",
-    "num_processes": "JAXPAR_NUM_PROCESSES",
-    "process_id": "JAXPAR_PROCESS_ID",
-}
-KUBERNETES_INDEX = "JOB_COMPLETION_INDEX"  # of the pods of an indexed Job
-# By launcher: what it sets for a process that it has started as one of several; JAX finds the coordinator by these.
-CLUSTERS = {
-    "SLURM": ("SLURM_NTASKS", ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID")),
-    "Open MPI": ("OMPI_COMM_WORLD_SIZE", ("OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_RANK")),
-}
-
-
-class Place(NamedTuple):
-    """Where a process is among the others. None: JAX asks the cluster."""
-
-    coordinator_address: str | None
-    num_processes: int | None
-    process_id: int | None
-
-
-def find_place(given: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Place | None:
-    """The place of this process; None where it is alone.
-
-    Args:
-      given: by the names of FLAGS, what the command line has; None where it has nothing.
-      environ: the environment's variables.
-
-    Raises:
-      UserError: only a part is told, or it cannot be.
-    """
-    told = {name: environ.get(variable) if given[name] is None else given[name] for name, variable in FLAGS.items()}
-    if str(told["num_processes"]) == "1":
-        return None
-    if all(value is None for value in told.values()):
-        if KUBERNETES_INDEX in environ and environ.get("KUBERNETES_SERVICE_HOST"):
-            raise UserError(
-                f"{KUBERNETES_INDEX} is set, as in an indexed Job, but not {FLAGS['num_processes']} and "
-                f"{FLAGS['coordinator_address']}; set them too ({FLAGS['num_processes']}=1: each pod for itself)"
-            )
-        return _of_cluster(environ)
-    if told["process_id"] is None:
-        told["process_id"] = environ.get(KUBERNETES_INDEX)
-    missing = [name for name, value in told.items() if value is None]
-    if missing:
-        wanted = ", ".join(f"--{name} (or {FLAGS[name]})" for name in missing)
-        raise UserError(f"one of several processes needs {', '.join(f'--{name}' for name in FLAGS)}; missing: {wanted}")
-    address, number, process = (str(told[name]) for name in FLAGS)
-    if not number.isdigit() or int(number) < 1:
-        raise UserError(f"--num_processes is {number}; it must be 1 or more")
-    if not process.isdigit() or int(process) >= int(number):
-        raise UserError(f"--process_id is {process}; it must be 0 to {int(number) - 1}")
-    if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdigit():
-        raise UserError(f"--coordinator_address is {address!r}; it must be HOST:PORT, of process 0")
-    return Place(address, int(number), int(process))
-
-
-def _of_cluster(environ: Mapping[str, str]) -> Place | None:
-    for size, others in CLUSTERS.values():
-        if int(environ.get(size, 1)) > 1 and all(variable in environ for variable in others):
-            return Place(None, None, None)
-    return None
+from jaxpar.errors import TrainingError
+from jaxpar.launch.place import Place
 
 
 def meet_processes(place: Place | None) -> None:
@@ -89,12 +26,12 @@ def meet_processes(place: Place | None) -> None:
     if place is None:
         return
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which is the loop's
-    # Where the place is told JAX is not to look for a cluster: inside a task of SLURM or Open MPI it would give this
+    # Where the place is known JAX is not to look for a cluster: inside a task of SLURM or Open MPI it would give this
     # process one GPU, by the number of the task, though the launcher has divided them.
     asks_cluster = place.process_id is None
     jax.distributed.initialize(*place, cluster_detection_method=None if asks_cluster else "deactivate")
     if not is_first():
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  # what all would say, the first one says
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  # the first one prints what all would
 
 
 def is_first() -> bool:
@@ -117,13 +54,13 @@ def check_same_value(what: str, value: int) -> None:
 
 
 def from_first(text: str) -> str:
-    """What the first process says, in all."""
+    """Return the first process's text, in all processes."""
     if jax.process_count() == 1:
         return text
-    own = np.frombuffer(text.encode(), np.uint8)
-    said = np.zeros(multihost_utils.broadcast_one_to_all(np.int32(len(own))), np.uint8)
-    said[: len(own)] = own[: len(said)]
-    return bytes(multihost_utils.broadcast_one_to_all(said)).decode()
+    local = np.frombuffer(text.encode(), np.uint8)
+    first = np.zeros(multihost_utils.broadcast_one_to_all(np.int32(len(local))), np.uint8)
+    first[: len(local)] = local[: len(first)]
+    return bytes(multihost_utils.broadcast_one_to_all(first)).decode()
 
 
 def any_of(value: bool) -> bool:
@@ -142,7 +79,7 @@ def first_then_others(what: str) -> Iterator[None]:
 
 
 class Agreement:
-    """The greatest of what all processes say at a step, known to each at the next one."""
+    """The greatest value that any process gives at a step, known to each at the next one."""
 
     def __init__(self) -> None:
         self._asked: jax.Array | int = 0
@@ -156,30 +93,30 @@ class Agreement:
         if jax.process_count() == 1:
             return value
         before = int(self._asked)
-        own = np.full(jax.local_device_count(), value, np.int32)
-        self._asked = mesh.settled(self._most(jax.make_array_from_process_local_data(self._divided, own)))
+        local = np.full(jax.local_device_count(), value, np.int32)
+        self._asked = mesh.settled(self._most(jax.make_array_from_process_local_data(self._divided, local)))
         return before
 
 
-def own_rows(devices: tuple[jax.Device, ...], num_replicas: int, num_rows: int) -> slice:
-    """The rows of a batch that this process's devices take.
+def local_shard(devices: tuple[jax.Device, ...], num_replicas: int, batch_size: int) -> slice:
+    """Return which examples of a batch this process's devices take.
 
     Args:
       devices: of the mesh, those of a replica next to each other.
       num_replicas: ways a batch is divided.
-      num_rows: of the batch.
+      batch_size: examples of the batch.
     """
     mine = [number for number, device in enumerate(devices) if device.process_index == jax.process_index()]
-    per_replica, rows = len(devices) // num_replicas, num_rows // num_replicas
-    return slice(mine[0] // per_replica * rows, (mine[-1] // per_replica + 1) * rows)
+    per_replica, share = len(devices) // num_replicas, batch_size // num_replicas
+    return slice(mine[0] // per_replica * share, (mine[-1] // per_replica + 1) * share)
 
 
-def counted_rows(devices: tuple[jax.Device, ...], num_replicas: int, num_rows: int) -> slice:
-    """Those of `own_rows` that no other process counts: of the replicas whose first device is this process's."""
-    per_replica, rows = len(devices) // num_replicas, num_rows // num_replicas
+def counted_shard(devices: tuple[jax.Device, ...], num_replicas: int, batch_size: int) -> slice:
+    """Return those of `local_shard` that no other process counts: of replicas whose first device is this process's."""
+    per_replica, share = len(devices) // num_replicas, batch_size // num_replicas
     first = devices[::per_replica]
     mine = [number for number, device in enumerate(first) if device.process_index == jax.process_index()]
-    return slice(mine[0] * rows, (mine[-1] + 1) * rows) if mine else slice(0, 0)
+    return slice(mine[0] * share, (mine[-1] + 1) * share) if mine else slice(0, 0)
 
 
 def fetch(tree: Any) -> Any:

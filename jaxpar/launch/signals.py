@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM: in the training loop a request, heeded between two steps; before it and after it the end.
 
 Python runs the handler of a signal in the main thread, which may be in a compilation, or wait for other processes, for
-minutes. So that the end does not wait for it, a thread brings it, which is told of each signal as it comes.
+minutes. So that the end does not wait for it, a thread brings it, which learns of each signal as it comes.
 """
 
 import os
@@ -19,7 +19,7 @@ class Ending:
     """Within `with`, the nth SIGINT or SIGTERM ends the process, whatever its main thread is at."""
 
     def __init__(self, nth: int, code: int, text: Callable[[], str]):
-        """code: to exit with; text: what to say."""
+        """code: to exit with; text: what to print."""
         self._nth, self._code, self._text = nth, code, text
 
     def __enter__(self) -> Self:
@@ -28,12 +28,12 @@ class Ending:
         self._thread = threading.Thread(target=self._watch, args=(reader,), name="signals", daemon=True)
         self._thread.start()
         self._handlers = {number: signal.signal(number, self._handle) for number in SIGNALS}
-        self._told = signal.set_wakeup_fd(self._writer)
+        self._wakeup = signal.set_wakeup_fd(self._writer)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher has them wait until here
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        signal.set_wakeup_fd(self._told)
+        signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         os.close(self._writer)

@@ -1,7 +1,7 @@
 """Ends a process that hangs, so that the launcher, or the cluster, starts the run again from its last checkpoint.
 
 A thread looks at the last sign of life: the begin or end of a phase of the run, or a batch of an evaluation. When there
-has been none for `config.watchdog_seconds`, it says which process hangs, at which step and in which phase, prints
+has been none for `config.watchdog_seconds`, it prints which process hangs, at which step and in which phase,
 what every thread is at, and ends the process. A process that waits for one that hangs does the same, in its own phase.
 """
 
@@ -62,6 +62,6 @@ class Watchdog:
         where = f"step {phases.step}, phase {phases.name}, for {self._seconds:g} s"
         print(f"jaxpar: process {process} of {number} hangs: {where}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=_STDERR, all_threads=True)
-        # The first that ends takes the others with it: they too shall have told where they are.
+        # The first that ends takes the others with it: they too shall have printed where they are.
         time.sleep(2 * self._look)
         os._exit(HANGS)

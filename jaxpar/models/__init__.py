@@ -78,10 +78,10 @@ def _check_choices(config: ConfigDict) -> None:
 def _module(name: str) -> ModuleType:
     if name in MODELS:
         return importlib.import_module(f"jaxpar.models.{name}")
-    return _import_own(name)
+    return _import_from_path(name)
 
 
-def _import_own(name: str) -> ModuleType:
+def _import_from_path(name: str) -> ModuleType:
     if "." not in name:
         raise UserError(
             f"config.model.name is {name!r}; it must be {', '.join(MODELS)}, or a module of yours with a dot "

@@ -24,7 +24,7 @@ from jaxpar.models.model import Model, Params
 
 
 class Family(NamedTuple):
-    """How one model_type of config.json says what config.model says.
+    """How one model_type of config.json names what config.model names.
 
     Attributes:
       model: config.model.name.
@@ -164,7 +164,7 @@ def _read_config(path: Path) -> tuple[Family, dict[str, Any]]:
     return family, theirs
 
 
-def load_params(model: Model, params: Params, directory: Path, say: Callable[[str], None] = print) -> Params:
+def load_params(model: Model, params: Params, directory: Path, log: Callable[[str], None] = print) -> Params:
     """Pretrained values in place of fresh ones: `params` with the arrays that the directory has, as NumPy.
 
     Heads that the directory lacks, and a classifier of another number of classes, stay as in `params`.
@@ -173,7 +173,7 @@ def load_params(model: Model, params: Params, directory: Path, say: Callable[[st
       model: built from a config that `apply_directory` has set.
       params: fresh ones, for what the directory lacks; or their shapes alone.
       directory: what config.model.init_from was.
-      say: is told in one line what was read and what stays fresh.
+      log: is called with one line: what was read, and what stays fresh.
 
     Raises:
       UserError: a file is missing or damaged, a tensor is missing or has another shape.
@@ -198,7 +198,7 @@ def load_params(model: Model, params: Params, directory: Path, say: Callable[[st
             raise UserError(f"{sources[name].path}: tensor {name} makes {'; '.join(wrong)}.")
         else:
             flat |= dict(zip(tensor.keys, arrays, strict=True))
-    say(f"init      from {directory}" + (f"; fresh: {', '.join(fresh)}" if fresh else ""))
+    log(f"init      from {directory}" + (f"; fresh: {', '.join(fresh)}" if fresh else ""))
     return unflatten_dict(flat, sep=".")
 
 
@@ -272,7 +272,7 @@ def _their_config(config: ConfigDict, info: DataInfo) -> tuple[dict[str, Any], F
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[str, int]]:
-    """What tokenizer.json does not say: the use of each special token. Use -> token and its id."""
+    """Return what tokenizer.json lacks, the use of each special token: use -> token and its id."""
     end = tuple(token for token in tokenizers.END_OF_TEXT if token != "[SEP]")  # BERT has no end of text
     names = {
         "pad_token": tokenizers.PADDING,

@@ -68,7 +68,7 @@ class LayerRun(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """One layer: its name, its structure without arrays, and the shapes of its own parameters."""
+    """One layer: its name, its structure without arrays, and the shapes of its parameters."""
 
     name: str
     graphdef: Any
@@ -182,7 +182,7 @@ class Model:
             else:
                 for index in range(first, last):
                     layer = self.layers[index]
-                    weights = self._own_and_tied(params, layer.name)
+                    weights = self._with_ties(params, layer.name)
                     x = self._call(layer, weights, x, batch, keys_B, index + shift, fetch)
         return x
 
@@ -239,7 +239,7 @@ class Model:
             call = jax.checkpoint(call, policy=is_computed)
         return call(weights, x)
 
-    def _own_and_tied(self, params: Params, name: str) -> dict[str, Any]:
+    def _with_ties(self, params: Params, name: str) -> dict[str, Any]:
         tied = {tie.name: params[tie.source][tie.source_name] for tie in self.ties if tie.layer == name}
         return {**params[name], **tied}
 

@@ -116,14 +116,14 @@ def is_begun(workdir: Path) -> bool:
 
 def check_alike(config: ConfigDict, fingerprint: str) -> None:
     """Raises UserError, in all processes, where one was given another config, or other data, than the first."""
-    own = {"config": configs.keys(config), "data": fingerprint}
-    first = json.loads(processes.from_first(json.dumps(own)))
+    local = {"config": configs.keys(config), "data": fingerprint}
+    first = json.loads(processes.from_first(json.dumps(local)))
     changed = [text for key, text in resume.differences(first["config"], config).items() if key not in PLACES]
     if first["data"] != fingerprint:
         changed.append("the data")
     if processes.any_of(bool(changed)):
         this = f"process {jax.process_index()} is given another run than process 0 ({'; '.join(changed)})"
-        raise UserError(this if changed else "a process is given another run than process 0, and says what differs")
+        raise UserError(this if changed else "a process is given another run than process 0, and reports what differs")
 
 
 def check_space(config: ConfigDict, workdir: Path, problem: Problem) -> None:

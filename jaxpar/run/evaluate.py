@@ -1,4 +1,4 @@
-"""The batches of a run as its strategy takes them, and the figures of a whole split."""
+"""The batches of a run as its strategy takes them, and the metrics of a whole split."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,20 +19,20 @@ def load_batches(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Return batches start to stop, this process's shard of them, made in the background; as `data.Batches.loader`."""
     c = run.config.data
-    rows = processes.own_rows(run.strategy.devices, run.plan.num_replicas, batches.batch_size)
+    shard = processes.local_shard(run.strategy.devices, run.plan.num_replicas, batches.batch_size)
     return batches.loader(
-        start, stop, shard=rows, with_example_ids=with_example_ids, num_threads=c.num_threads, prefetch=c.prefetch
+        start, stop, shard=shard, with_example_ids=with_example_ids, num_threads=c.num_threads, prefetch=c.prefetch
     )
 
 
-def evaluate_split(run: Run, current: Any, split: data.Split) -> dict[str, float]:
-    """The figures of all of `split`."""
+def evaluate_split(run: Run, state: Any, split: data.Split) -> dict[str, float]:
+    """Return the metrics of all of `split`. state: the strategy's."""
     size = run.config.eval.batch_size or run.config.batch_size
     batches = data.Batches(split, batch_size=size, seed=run.config.seed, shuffle=False)
     with run.phases("eval"):
         sums = []
-        for number, rows in enumerate(load_batches(run, batches, 0, batches.steps_per_epoch)):
-            sums.append(run.strategy.evaluate(current, run.strategy.place(rows)))
+        for number, batch in enumerate(load_batches(run, batches, 0, batches.steps_per_epoch)):
+            sums.append(run.strategy.evaluate(state, run.strategy.place(batch)))
             if number >= IN_FLIGHT:
                 jax.block_until_ready(sums[number - IN_FLIGHT])
             run.phases.alive()  # of the devices, not only of the host that gives them work

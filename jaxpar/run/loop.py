@@ -23,8 +23,8 @@ class Stopped(Exception):
 class Loop:
     """Takes a run from the state it starts from to its last step.
 
-    Two steps are in flight: the figures of one are read while the next computes. A log interval in which the run was
-    stopped and resumed tells of the steps since it resumed.
+    Two steps are in flight: the metrics of one are read while the next computes. A log interval in which the run was
+    stopped and resumed has the steps since it resumed.
     """
 
     def __init__(self, run: Run, first_step: int, saver: checkpoint.Saver, log: metrics.Log):
@@ -41,7 +41,7 @@ class Loop:
         self._books = open_ledger(run)
         self._clock = run.phases.clock("train", "input")
 
-    def run(self, current: Any, interrupt: Interrupt) -> Any:
+    def run(self, state: Any, interrupt: Interrupt) -> Any:
         """Returns the strategy's state after the last step. Raises Stopped."""
         run, total, agree = self._run, self._run.num_steps, processes.Agreement()
         with metrics.ProfilerTrace(run.config.profile, run.workdir) as trace, Progress(self._first_step, total) as bar:
@@ -49,52 +49,52 @@ class Loop:
             for step in range(self._first_step + 1, total + 1):
                 run.phases.step = step
                 trace.before(step)
-                current = self._step(step, current, loader)
+                state = self._step(step, state, loader)
                 bar.advance(self._meter.loss)
                 stop = agree(interrupt.requested or 0)
                 due = {name for name, every in self._every.items() if step == total or (every and step % every == 0)}
                 if due or stop:
-                    self._after(step, current, due | ({"save"} if stop else set()), bar)
+                    self._after(step, state, due | ({"save"} if stop else set()), bar)
                 if stop and step < total:
                     name = signal.Signals(stop).name
                     raise Stopped(f"{name}: stopped after step {step} of {total}, saved in {run.workdir}")
-        return current
+        return state
 
-    def _step(self, step: int, current: Any, loader: Any) -> Any:
+    def _step(self, step: int, state: Any, loader: Any) -> Any:
         phases, strategy = self._run.phases, self._run.strategy
         with phases("input"):
-            rows = next(loader)
-            self._books.add(step - 1, rows.pop("example_ids"))
-        with phases("compile" if self._meter.is_new(rows) else "train"):
-            current, step_metrics = strategy.step(current, strategy.place(rows))
-            self._meter.add(step, rows, step_metrics)
-        return current
+            batch = next(loader)
+            self._books.add(step - 1, batch.pop("example_ids"))
+        with phases("compile" if self._meter.is_new(batch) else "train"):
+            state, step_metrics = strategy.step(state, strategy.place(batch))
+            self._meter.add(step, batch, step_metrics)
+        return state
 
-    def _after(self, step: int, current: Any, due: set[str], bar: Progress) -> None:
+    def _after(self, step: int, state: Any, due: set[str], bar: Progress) -> None:
         run = self._run
         with run.phases("train"):
             self._meter.read()  # so that nothing below is of a step that failed
         if "log" in due:
-            figures = self._meter.figures(self._clock()) | {"learning_rate": float(run.schedule(step - 1))}
-            self._log.write(step, "train", figures)
-            bar.log(step, figures, ["loss", run.problem.task.curve])
+            results = self._meter.metrics(self._clock()) | {"learning_rate": float(run.schedule(step - 1))}
+            self._log.write(step, "train", results)
+            bar.log(step, results, ["loss", run.problem.task.curve])
         validation_loss = None
         if "eval" in due and run.dataset.validation:
-            figures = evaluate_split(run, current, run.dataset.validation)
-            self._log.write(step, "validation", figures)
-            bar.say(f"step {step}/{run.num_steps}  validation {metrics.format_metrics(figures)}")
-            validation_loss = figures["loss"]
+            results = evaluate_split(run, state, run.dataset.validation)
+            self._log.write(step, "validation", results)
+            bar.print_line(f"step {step}/{run.num_steps}  validation {metrics.format_metrics(results)}")
+            validation_loss = results["loss"]
         is_best = validation_loss is not None and validation_loss < self._best_loss
         if "save" in due or (is_best and run.config.checkpoint.keep_best):
-            self._save(step, current, validation_loss)
+            self._save(step, state, validation_loss)
         if validation_loss is not None and is_best:
             self._best_loss = validation_loss
 
-    def _save(self, step: int, current: Any, validation_loss: float | None) -> None:
+    def _save(self, step: int, state: Any, validation_loss: float | None) -> None:
         run = self._run
         with run.phases("checkpoint"):
             self._books.write()  # before the checkpoint: lines of steps that none has are cut
-            tree, private = run.strategy.to_canonical(current), run.strategy.to_private(current)
+            tree, private = run.strategy.to_canonical(state), run.strategy.to_private(state)
             self._saver.save(tree, save_info(run, step), validation_loss, private=private)
             if not run.config.checkpoint.asynchronous:
                 self._saver.wait()
@@ -109,21 +109,23 @@ def build_meter(run: Run) -> Meter:
         task=run.problem.task,
         peak_flops=peak * len(devices) if peak else None,
         stop_if_nonfinite=run.config.optimizer.nonfinite == "stop",
-        shares=size // len(range(size)[processes.own_rows(devices, run.plan.num_replicas, size)]),
+        shares=size // len(range(size)[processes.local_shard(devices, run.plan.num_replicas, size)]),
     )
 
 
 def open_ledger(run: Run) -> ledger.Ledger:
-    """Of the rows of batches that this process counts."""
+    """Return the ledger of the examples that this process counts."""
     devices, size = run.strategy.devices, run.config.batch_size
-    own, counted = (rows(devices, run.plan.num_replicas, size) for rows in (processes.own_rows, processes.counted_rows))
+    local, counted = (
+        shard(devices, run.plan.num_replicas, size) for shard in (processes.local_shard, processes.counted_shard)
+    )
     return ledger.Ledger(
-        run.workdir / "ledger", steps_per_epoch=run.batches.steps_per_epoch, rows=counted, first_row=own.start
+        run.workdir / "ledger", steps_per_epoch=run.batches.steps_per_epoch, shard=counted, first=local.start
     )
 
 
 def save_info(run: Run, step: int) -> dict[str, Any]:
-    """What a checkpoint says besides its arrays."""
+    """Return what a checkpoint holds besides its arrays."""
     return {
         "data": run.dataset.fingerprint,
         "examples": run.batches.examples_before(step),

@@ -1,4 +1,4 @@
-"""Sums up the figures of steps into log intervals: loss, rates, model FLOP/s and MFU.
+"""Sums up the metrics of steps into log intervals: loss, rates, model FLOP/s and MFU.
 
 Model FLOPs are those of the matrix products and convolutions of a forward pass, counted on the
 model's jaxpr (jaxpar/measure/flops.py), times 3 for forward and backward; what remat repeats does not
@@ -20,15 +20,15 @@ from jaxpar.tasks import Task, add_up, mean_loss
 
 
 class Meter:
-    """Takes in steps as they are dispatched, and reads the figures of each one step later.
+    """Takes in steps as they are dispatched, and reads the metrics of each one step later.
 
     Reading waits for the device: so at most two steps are in flight, and a step that is not
     finite is known before the second one after it starts.
     """
 
     def __init__(self, model: Model, *, task: Task, peak_flops: float | None, stop_if_nonfinite: bool, shares: int = 1):
-        """Args: peak_flops: FLOP/s of all devices together; None where unknown. shares: a batch is so many times the
-        rows that `add` gets: those of this process.
+        """Args: peak_flops: FLOP/s of all devices together; None where unknown. shares: a batch has so many times
+        the examples that `add` gets, which are this process's shard.
         """
         self._shares = shares
         self._model, self._task, self._peak, self._stop = model, task, peak_flops, stop_if_nonfinite
@@ -42,26 +42,26 @@ class Meter:
         self._counts = dict.fromkeys(("examples", "tokens", "flops", "skipped"), 0)
         self._grad_norm = 0.0
 
-    def is_new(self, rows: Mapping[str, np.ndarray]) -> bool:
+    def is_new(self, batch: Mapping[str, np.ndarray]) -> bool:
         """Whether no batch of this shape came before: its step will be compiled."""
-        return rows["inputs"].shape not in self._flops
+        return batch["inputs"].shape not in self._flops
 
-    def add(self, step: int, rows: Mapping[str, np.ndarray], metrics: Metrics) -> None:
+    def add(self, step: int, batch: Mapping[str, np.ndarray], metrics: Metrics) -> None:
         """Takes in step number `step`, just dispatched, and reads the one before it."""
-        inputs, weights = rows["inputs"], rows["weights"]
-        if self.is_new(rows):
-            self._flops[inputs.shape] = 3 * flops.forward_flops(self._model.apply, self._model.shapes, dict(rows))
+        inputs, weights = batch["inputs"], batch["weights"]
+        if self.is_new(batch):
+            self._flops[inputs.shape] = 3 * flops.forward_flops(self._model.apply, self._model.shapes, dict(batch))
         else:  # rates are of steps that were not compiled: the time of compiling is not theirs
             self._counts["flops"] += self._shares * self._flops[inputs.shape]
             self._counts["examples"] += self._shares * int((weights.reshape(len(weights), -1) > 0).any(axis=1).sum())
             if inputs.dtype == np.int32:
-                tokens = int(rows["mask"].sum()) if "mask" in rows else inputs.size
+                tokens = int(batch["mask"].sum()) if "mask" in batch else inputs.size
                 self._counts["tokens"] += self._shares * tokens
         self.read()
         self._pending = (step, metrics)
 
     def read(self) -> None:
-        """Waits for the step that was taken in last, and adds its figures. Raises TrainingError for one not finite."""
+        """Waits for the step that was taken in last, and adds its metrics. Raises TrainingError for one not finite."""
         if self._pending is None:
             return
         step, metrics = self._pending[0], jax.device_get(self._pending[1])
@@ -78,8 +78,8 @@ class Meter:
         else:
             self._counts["skipped"] += 1
 
-    def figures(self, seconds: float) -> dict[str, float]:
-        """The figures of the interval that took `seconds`; begins the next.
+    def metrics(self, seconds: float) -> dict[str, float]:
+        """Return the metrics of the interval that took `seconds`, and begin the next.
 
         Losses are means over the examples or predicted tokens of the steps that were applied;
         there are none where all were skipped.

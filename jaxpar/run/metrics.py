@@ -1,4 +1,4 @@
-"""What a run tells while it goes: a progress bar, metrics.jsonl, TensorBoard events, seconds by phase."""
+"""What a run reports as it goes: a progress bar, metrics.jsonl, TensorBoard events, seconds by phase."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ from jaxpar.launch import processes
 class Log:
     """metrics.jsonl and TensorBoard events of one run, written by the first of its processes.
 
-    A line of metrics.jsonl: {"step": int, "split": "train" | "validation" | "test", figures...}.
+    A line of metrics.jsonl: {"step": int, "split": "train" | "validation" | "test", metrics...}.
     """
 
     def __init__(self, workdir: Path, *, first_step: int, tensorboard: bool):
@@ -37,14 +37,14 @@ class Log:
 
             self._board = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=first_step + 1)
 
-    def write(self, step: int, split: str, figures: dict[str, float]) -> None:
-        """Records the figures at the end of `step`."""
-        self._rows.append({"step": step, "split": split, **figures})
+    def write(self, step: int, split: str, metrics: dict[str, float]) -> None:
+        """Record the metrics at the end of `step`."""
+        self._rows.append({"step": step, "split": split, **metrics})
         if self._file:
             self._file.write(json.dumps(self._rows[-1]) + "\n")
             self._file.flush()
         if self._board:
-            for name, value in figures.items():
+            for name, value in metrics.items():
                 self._board.add_scalar(f"{split}/{name}", value, step)
 
     def rows(self, split: str) -> list[dict[str, Any]]:
@@ -96,20 +96,20 @@ class Progress:
             self._bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
             self._bar.update()
 
-    def log(self, step: int, figures: dict[str, float], shown: Sequence[str]) -> None:
+    def log(self, step: int, metrics: dict[str, float], shown: Sequence[str]) -> None:
         """Print the metrics of a log interval whose names are in `shown`, and rates."""
         if self._bar is not None:
             return
         now = time.perf_counter()
         left = (self._total - step) * (now - self._logged[1]) / (step - self._logged[0])
         self._logged = (step, now)
-        words = format_metrics({name: figures[name] for name in shown if name in figures})
-        if "examples_per_second" in figures:
-            words += f"  {figures['examples_per_second']:,.0f} examples/s"
-        self.say(f"step {step}/{self._total}  {words}  {_clock(left)} left")
+        words = format_metrics({name: metrics[name] for name in shown if name in metrics})
+        if "examples_per_second" in metrics:
+            words += f"  {metrics['examples_per_second']:,.0f} examples/s"
+        self.print_line(f"step {step}/{self._total}  {words}  {_clock(left)} left")
 
-    def say(self, text: str) -> None:
-        """A line that the bar does not overwrite."""
+    def print_line(self, text: str) -> None:
+        """Print a line that the bar does not overwrite."""
         if self._bar is not None:
             self._bar.write(text, file=sys.stdout)
         else:
@@ -145,9 +145,9 @@ class ProfilerTrace:
         self._running = False
 
 
-def format_metrics(figures: dict[str, float]) -> str:
+def format_metrics(metrics: dict[str, float]) -> str:
     """`loss 0.1234  accuracy 0.5678`."""
-    return "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
+    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
 def _clock(seconds: float) -> str:

@@ -15,14 +15,14 @@ from jaxpar.tasks import Task
 RATES = ("examples_per_second", "tokens_per_second", "model_flops_per_second", "mfu")
 
 
-def finish(run: Run, current: Any, log: metrics.Log) -> dict[str, Any]:
-    """Evaluates on the test split, draws the curves and puts the result together."""
+def finish(run: Run, state: Any, log: metrics.Log) -> dict[str, Any]:
+    """Evaluate on the test split, draw the curves and put the result together. state: the strategy's."""
     result: dict[str, Any] = {}
     if run.dataset.test:
-        figures = evaluate_split(run, current, run.dataset.test)
-        log.write(run.num_steps, "test", figures)
-        print(f"test      {metrics.format_metrics(figures)}", flush=True)
-        result = {**run.problem.task.results(figures)}
+        tested = evaluate_split(run, state, run.dataset.test)
+        log.write(run.num_steps, "test", tested)
+        print(f"test      {metrics.format_metrics(tested)}", flush=True)
+        result = {**run.problem.task.results(tested)}
     trained = [row for row in log.rows("train") if "loss" in row]
     rates = {name: [row[name] for row in trained if name in row] for name in RATES}
     devices = run.strategy.devices
@@ -38,7 +38,7 @@ def finish(run: Run, current: Any, log: metrics.Log) -> dict[str, Any]:
         "wire_bytes": run.plan.wire_bytes,
     }
     if processes.is_first():
-        result |= run.strategy.report(current, run.workdir)
+        result |= run.strategy.report(state, run.workdir)
         draw_curves(
             run.workdir, run.problem.task, f"{run.config.model.name} on {run.config.data.source}, {run.config.strategy}"
         )

@@ -17,30 +17,30 @@ from jaxpar.run.build import Run
 def start(run: Run) -> tuple[Any, int]:
     """The strategy's state and the number of steps it has behind it: of the newest whole checkpoint, or a fresh one."""
     like = state.to_canonical(state.abstract_state(run.problem.model, run.problem.optimizer))
-    found = checkpoint.restore(run.workdir / "checkpoints", like, say=print)
-    processes.check_same_value(f"the newest whole checkpoint (-1: none) in {run.workdir}", found.step if found else -1)
-    if found is None:
+    saved = checkpoint.restore(run.workdir / "checkpoints", like, log=print)
+    processes.check_same_value(f"the newest whole checkpoint (-1: none) in {run.workdir}", saved.step if saved else -1)
+    if saved is None:
         return fresh(run), 0
-    before = check_continued(run, found)
-    print(f"resume    from step {found.step:,}", flush=True)
+    before = check_continued(run, saved)
+    print(f"resume    from step {saved.step:,}", flush=True)
     for change in resume.differences(before, run.config).values():
         print(f"changed   {change}", flush=True)
-    key = found.info.get("private_key", {"of": found.info.get("private_of", "")})  # the first ones had words
-    is_own = key == dict(run.plan.private_key)
-    if found.private and not is_own:
+    private_key = saved.info.get("private_key", {"of": saved.info.get("private_of", "")})  # the first ones had words
+    is_continued = private_key == dict(run.plan.private_key)
+    if saved.private and not is_continued:
         now = format_private_key(run.plan.private_key) or f"strategy {run.config.strategy}"
-        print(f"private   state of {format_private_key(key)} is left behind: this is {now}", flush=True)
-    return run.strategy.from_canonical(found.tree, found.private if is_own else {}), found.step
+        print(f"private   state of {format_private_key(private_key)} is left behind: this is {now}", flush=True)
+    return run.strategy.from_canonical(saved.tree, saved.private if is_continued else {}), saved.step
 
 
-def check_continued(run: Run, found: checkpoint.Checkpoint) -> Mapping[str, Any]:
+def check_continued(run: Run, saved: checkpoint.Checkpoint) -> Mapping[str, Any]:
     """The config of the run that wrote the checkpoint. Raises UserError where this run does not continue that one."""
-    where = f"the checkpoint of step {found.step} in {run.workdir}"
-    before: Mapping[str, Any] = found.info.get("config", configs.keys(run.config))  # the first ones had none
+    where = f"the checkpoint of step {saved.step} in {run.workdir}"
+    before: Mapping[str, Any] = saved.info.get("config", configs.keys(run.config))  # the first ones had none
     resume.check_same_run(before, run.config, f"{where} is of")
-    if found.info["data"] != run.dataset.fingerprint:
+    if saved.info["data"] != run.dataset.fingerprint:
         raise UserError(f"the data changed since {where}; give a new --workdir")
-    if found.step > run.num_steps:
+    if saved.step > run.num_steps:
         config = run.config
         raise UserError(
             f"config.num_steps is {config.num_steps} and config.num_epochs {config.num_epochs}: {run.num_steps} steps, "

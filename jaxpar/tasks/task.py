@@ -77,7 +77,7 @@ class Task:
       loss_unit: for the label of its axis.
       headline: format of the last line of a run, of the keys of result.json.
       score: what runs are compared by.
-      predictions: (outputs of the model, batch, names) -> what the outputs say of each example, in order. On the host,
+      predictions: (outputs of the model, batch, names) -> what they predict for each example, in order. On the host,
         in NumPy; a batch as for `sums`, whose labels are not read.
       result_keys: metric of the test split -> its name in result.json, where that is not test_METRIC.
     """

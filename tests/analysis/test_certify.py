@@ -73,7 +73,7 @@ SLOW = ("sharding, bert", "zero3, bert", "bfloat16")
 def test_honest_strategies_are_within(name: str, certify: Any) -> None:
     code, found = certify(*HONEST[name])
     assert (code, found["outside"], found["differs"]) == (0, [], ""), found["outside"]
-    assert set(found["figures"]) == {"loss", "gradient norm"}
+    assert set(found["metrics"]) == {"loss", "gradient norm"}
     assert all(list(of) == list(certificate.QUANTITIES) for of in found["layers"].values())
     assert found["layers"]
     assert found["batches"][:2] == [0, 1]
@@ -98,9 +98,9 @@ def test_one_device_is_bitwise_itself(tmp_path: Path) -> None:
     )
     assert process.returncode == 0, process.stderr
     found = json.loads((tmp_path / "certificate.json").read_text())
-    errors = [error for of in (found["figures"], *found["layers"].values()) for error in of.values()]
+    errors = [error for of in (found["metrics"], *found["layers"].values()) for error in of.values()]
     assert all(error == {"bitwise": True, "ulps": 0, "relative": 0} for error in errors)
-    assert script.in_words(found).count("bitwise") == len(errors) == 2 + 5 * len(found["layers"])
+    assert script.format_certificate(found).count("bitwise") == len(errors) == 2 + 5 * len(found["layers"])
 
 
 # ---- mistakes ------------------------------------------------------------------------------------------------------
@@ -310,9 +310,9 @@ def test_columns_of_the_table_are_apart() -> None:
     assert [script.cell(error) for error in errors] == list(CELLS)
     found: dict[str, Any] = dict.fromkeys(("strategy", "model", "differs"), "s")
     found |= {"sums": {"batch_size": 24, "strategy": "s", "reference": "r"}, "devices": {"number": 1, "kinds": ["cpu"]}}
-    found |= {"batches": [0], "versions": {}, "figures": {}}
+    found |= {"batches": [0], "versions": {}, "metrics": {}}
     found["layers"] = {str(i): dict.fromkeys(certificate.QUANTITIES, error) for i, error in enumerate(errors)}
-    rows = [re.split("  +", line) for line in script.in_words(found).splitlines()]
+    rows = [re.split("  +", line) for line in script.format_certificate(found).splitlines()]
     start = rows.index(["layer", "start", "gradient", "update", "moments", "runs apart"]) + 1
     assert rows[start : start + len(CELLS)] == [[str(i), *5 * [text]] for i, text in enumerate(CELLS)]
 

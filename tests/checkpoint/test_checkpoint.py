@@ -179,9 +179,9 @@ def test_a_damaged_validation_loss_is_mended(text: str | None, tmp_path: Path) -
     else:
         file.write_text(text)
     said: list[str] = []
-    checkpoint.mend_metrics(tmp_path / "c", said.append)
+    checkpoint.repair_metrics(tmp_path / "c", said.append)
     assert said == [f"checkpoint {tmp_path}/c/2: its validation loss was damaged, and is 0.3000 now"]
-    checkpoint.mend_metrics(tmp_path / "c", said.append)
+    checkpoint.repair_metrics(tmp_path / "c", said.append)
     assert len(said) == 1
     save(tmp_path / "c", {4: 0.4, 5: None, 6: None})
     assert checkpoint.steps(tmp_path / "c") == [2, 5, 6]

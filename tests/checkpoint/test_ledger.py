@@ -40,7 +40,7 @@ def record(
     for process, (rows, own) in enumerate(zip(shares, read or shares, strict=True)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(jax, "process_index", lambda process=process: process)
-            books = ledger.Ledger(directory, steps_per_epoch=SOURCE.steps_per_epoch, rows=rows, first_row=rows.start)
+            books = ledger.Ledger(directory, steps_per_epoch=SOURCE.steps_per_epoch, shard=rows, first=rows.start)
         for step in range(start, stop):
             books.add(step, SOURCE.batch((taken or {}).get(step, step), own, with_example_ids=True)["example_ids"])
             if (step + 1) % 5 == 0 or step + 1 == stop:
@@ -61,7 +61,7 @@ def test_a_line_by_hand(tmp_path: Path) -> None:
     """Splitmix64's published first outputs from seed 0 are the mixes of 0, 1, 2."""
     outputs = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert [ledger.digest_examples(np.array([number])) for number in range(3)] == outputs
-    books = ledger.Ledger(tmp_path, steps_per_epoch=1, rows=slice(0, 4), first_row=0)
+    books = ledger.Ledger(tmp_path, steps_per_epoch=1, shard=slice(0, 4), first=0)
     books.add(0, np.array([2, 0, -1, 1]))
     books.write()
     assert json.loads((tmp_path / "0.jsonl").read_text()) == {
@@ -98,8 +98,8 @@ PLANTED: dict[str, tuple[dict[str, Any], str]] = {
     "a short one twice": ({"taken": {20: 25}}, "epoch 1: "),
     "a skipped one": ({"taken": {step: step + 1 for step in range(9, 26)}}, "epoch 0: "),
     "a wrong row slice": ({"shares": HALVES, "read": (HALVES[0], HALVES[0])}, "epoch 0: "),
-    "a share that nobody has": ({"shares": HALVES[:1]}, "steps 1 to 5 have rows 0 to 4, of 8"),
-    "a share that two have": ({"shares": (ALL, HALVES[1])}, "steps 1 to 5 have rows 0 to 8, 4 to 8, of 8"),
+    "a share that nobody has": ({"shares": HALVES[:1]}, "steps 1 to 5 have examples 0 to 4, of 8"),
+    "a share that two have": ({"shares": (ALL, HALVES[1])}, "steps 1 to 5 have examples 0 to 8, 4 to 8, of 8"),
 }
 
 
@@ -147,7 +147,7 @@ def test_a_row_is_counted_by_one_process(
     devices: Any = tuple(SimpleNamespace(process_index=process) for process in of_process)
     for process, expected in enumerate(rows):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-        assert processes.counted_rows(devices, num_replicas, 24) == expected
+        assert processes.counted_shard(devices, num_replicas, 24) == expected
 
 
 # ---- whole runs ---------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from jaxpar import checkpoint, train
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.launch import launcher, processes
 from jaxpar.launch.launcher import free_port
+from jaxpar.launch.place import FLAGS, Place, find_place
 from jaxpar.run import metrics
 from tests.checkpoint.test_private import VALUES
 from tests.runs import small_arguments, small_config
@@ -29,7 +30,7 @@ from tests.test_train import final_params, stop_at
 
 ROOT = Path(__file__).parents[2]
 ALONE: dict[str, Any] = {"coordinator_address": None, "num_processes": None, "process_id": None}
-TOLD = {"coordinator_address": "host:1234", "num_processes": 4, "process_id": 3}
+GIVEN = {"coordinator_address": "host:1234", "num_processes": 4, "process_id": 3}
 SLURM = {
     "SLURM_JOB_ID": "7",
     "SLURM_STEP_NODELIST": "localhost",
@@ -40,15 +41,15 @@ SLURM = {
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_orte_hnp_uri": "1.0;tcp://h:1", "OMPI_COMM_WORLD_RANK": "0"}
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "2"}
 JAXPAR = {"JAXPAR_COORDINATOR_ADDRESS": "pod-0.jobs:1234", "JAXPAR_NUM_PROCESSES": "4"}
-BY_CLUSTER = processes.Place(None, None, None)
+BY_CLUSTER = Place(None, None, None)
 
 
 @pytest.mark.parametrize(
     ("given", "environ", "place"),
     [
         (ALONE, {}, None),
-        (TOLD, {}, ("host:1234", 4, 3)),
-        (TOLD, SLURM, ("host:1234", 4, 3)),
+        (GIVEN, {}, ("host:1234", 4, 3)),
+        (GIVEN, SLURM, ("host:1234", 4, 3)),
         (ALONE, JAXPAR | {"JAXPAR_PROCESS_ID": "1"}, ("pod-0.jobs:1234", 4, 1)),
         (ALONE | {"process_id": 0}, JAXPAR | {"JAXPAR_PROCESS_ID": "1"}, ("pod-0.jobs:1234", 4, 0)),
         (ALONE, JAXPAR | POD, ("pod-0.jobs:1234", 4, 2)),
@@ -64,29 +65,29 @@ BY_CLUSTER = processes.Place(None, None, None)
     ],
 )
 def test_where_a_process_is_among_the_others(given: Any, environ: dict[str, str], place: Any) -> None:
-    assert processes.find_place(given, environ) == place
+    assert find_place(given, environ) == place
 
 
 @pytest.mark.parametrize(
     ("given", "environ", "message"),
     [
-        (TOLD | {"process_id": None}, {}, "missing: --process_id (or JAXPAR_PROCESS_ID)"),
+        (GIVEN | {"process_id": None}, {}, "missing: --process_id (or JAXPAR_PROCESS_ID)"),
         (ALONE | {"num_processes": 2}, {}, "missing: --coordinator_address (or JAXPAR_COORDINATOR_ADDRESS), --proc"),
         (ALONE | {"process_id": 1, "num_processes": 2}, {}, "missing: --coordinator_address"),
         (ALONE | {"process_id": 1}, {}, "missing: --coordinator_address (or JAXPAR_COORDINATOR_ADDRESS), --num_proc"),
         (ALONE | {"process_id": 0}, SLURM, "missing: --coordinator_address"),
         (ALONE | {"process_id": 1}, POD, "missing: --coordinator_address"),
         (ALONE, {"JAXPAR_PROCESS_ID": "1"}, "missing: --coordinator_address"),
-        (TOLD | {"process_id": 4}, {}, "--process_id is 4; it must be 0 to 3"),
-        (TOLD | {"num_processes": 0}, {}, "--num_processes is 0; it must be 1 or more"),
-        (TOLD | {"coordinator_address": "host"}, {}, "--coordinator_address is 'host'; it must be HOST:PORT"),
+        (GIVEN | {"process_id": 4}, {}, "--process_id is 4; it must be 0 to 3"),
+        (GIVEN | {"num_processes": 0}, {}, "--num_processes is 0; it must be 1 or more"),
+        (GIVEN | {"coordinator_address": "host"}, {}, "--coordinator_address is 'host'; it must be HOST:PORT"),
         (ALONE, JAXPAR | {"JAXPAR_PROCESS_ID": "one"}, "--process_id is one; it must be 0 to 3"),
         (ALONE, POD, "JOB_COMPLETION_INDEX is set, as in an indexed Job, but not JAXPAR_NUM_PROCESSES"),
     ],
 )
 def test_a_place_that_cannot_be(given: Any, environ: dict[str, str], message: str) -> None:
     with pytest.raises(UserError) as error:
-        processes.find_place(given, environ)
+        find_place(given, environ)
     assert message in str(error.value)
 
 
@@ -106,7 +107,7 @@ def test_a_process_reads_the_rows_of_its_devices(
     devices: Any = tuple(SimpleNamespace(process_index=process) for process in of_process)
     for process, expected in enumerate(rows):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-        assert processes.own_rows(devices, num_replicas, 24) == expected
+        assert processes.local_shard(devices, num_replicas, 24) == expected
 
 
 @pytest.mark.parametrize(("values", "right"), [([3, 3], True), ([3, -1], False), ([-1, 3], False)])
@@ -295,7 +296,7 @@ def test_processes_that_are_given_different_runs(folder: Path, tmp_path: Path) -
     first, second = (finished(process, code=2)[1] for process in started)
     differs = "config.optimizer.lr: 0.01 there, 0.5 here; the data"
     assert f"jaxpar: process 1 is given another run than process 0 ({differs})" in second
-    assert "jaxpar: a process is given another run than process 0, and says what differs" in first
+    assert "jaxpar: a process is given another run than process 0, and reports what differs" in first
     assert not (tmp_path / "run" / "config.json").exists()
 
 
@@ -500,7 +501,8 @@ IN_A_TASK = """
 import sys
 import jax
 from jaxpar.launch import processes
-processes.meet_processes(processes.Place(sys.argv[1], 1, 0))
+from jaxpar.launch.place import Place
+processes.meet_processes(Place(sys.argv[1], 1, 0))
 print(jax.config.read("jax_cuda_visible_devices"))
 """
 
@@ -578,7 +580,7 @@ def test_mistakes_of_the_launchers_command_line(
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", processes.FLAGS)
+@pytest.mark.parametrize("flag", FLAGS)
 @pytest.mark.parametrize("written", ["--{}=0", "-{}=0", "--{} 0", "-{} 0"])
 def test_what_the_launcher_tells_may_not_be_told_otherwise(
     flag: str, written: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -592,7 +594,7 @@ def test_what_the_launcher_tells_may_not_be_told_otherwise(
     with pytest.raises(SystemExit) as error:
         launcher.main()
     assert error.value.code == 2
-    assert f"--{flag} is the launcher's to tell each process; it may not come after --\n" in capsys.readouterr().err
+    assert f"--{flag} is set by the launcher for each process; it must not come after --\n" in capsys.readouterr().err
 
 
 class FakeProcess:

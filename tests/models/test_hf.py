@@ -40,7 +40,7 @@ def load(name: str, directory: Path | None = None, **overrides: Any) -> tuple[Mo
     hf.apply_directory(config)
     model = build(config, info_of(config))
     fresh = make_params(model)
-    return model, hf.load_params(model, fresh, Path(config.model.init_from), say=lambda _line: None), config
+    return model, hf.load_params(model, fresh, Path(config.model.init_from), log=lambda _line: None), config
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_other_tasks_are_exported(
     assert ("bert.pooler.dense.weight" in tensors) == is_regression
     np.testing.assert_array_equal(tensors["classifier.weight"], params["head"]["classifier"]["kernel"].T)
     again = hf.load_params(
-        model, jax.eval_shape(model.init, jax.random.key(0)), tmp_path / "out", say=lambda _line: None
+        model, jax.eval_shape(model.init, jax.random.key(0)), tmp_path / "out", log=lambda _line: None
     )
     jax.tree.map(np.testing.assert_array_equal, again, params)
 
@@ -158,7 +158,7 @@ def test_encoder_without_heads_and_prefix(copy: Path) -> None:
     model = build(config, info_of(config, num_classes=7))
     lines: list[str] = []
     fresh = make_params(model)
-    params = hf.load_params(model, fresh, copy, say=lines.append)
+    params = hf.load_params(model, fresh, copy, log=lines.append)
     assert "fresh: head.classifier.kernel, head.classifier.bias" in lines[0]
     np.testing.assert_array_equal(params["head"]["classifier"]["kernel"], fresh["head"]["classifier"]["kernel"])
     kernel = weights["bert.encoder.layer.1.attention.self.query.weight"].T.astype(ml_dtypes.bfloat16)
@@ -168,7 +168,7 @@ def test_encoder_without_heads_and_prefix(copy: Path) -> None:
     config = config_of("bert_masked_lm", copy)
     hf.apply_directory(config)
     model = build(config, info_of(config))
-    hf.load_params(model, make_params(model), copy, say=lines.append)
+    hf.load_params(model, make_params(model), copy, log=lines.append)
     assert "fresh: head.transform.kernel" in lines[1]
     assert "head.bias" in lines[1]
 
@@ -178,7 +178,7 @@ def test_classifier_of_other_classes_stays_fresh() -> None:
     hf.apply_directory(config)
     model = build(config, info_of(config, num_classes=7))
     lines: list[str] = []
-    params = hf.load_params(model, make_params(model), REFERENCE / ANY, say=lines.append)
+    params = hf.load_params(model, make_params(model), REFERENCE / ANY, log=lines.append)
     assert params["head"]["classifier"]["kernel"].shape == (16, 7)
     assert lines[0].endswith("fresh: head.classifier.kernel, head.classifier.bias")
 

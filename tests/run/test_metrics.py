@@ -1,4 +1,4 @@
-"""The files a run writes while it goes, and the figures of a log interval."""
+"""The files a run writes while it goes, and the metrics of a log interval."""
 
 import json
 import math
@@ -88,7 +88,7 @@ def rows(weights: list[float]) -> dict[str, np.ndarray]:
     return {"inputs": np.zeros((len(weights), 5), np.float32), "weights": np.asarray(weights, np.float32)}
 
 
-def test_meter_figures_by_hand() -> None:
+def test_metrics_by_hand() -> None:
     meter = Meter(Model({"line": Line}), task=TASK, peak_flops=1e6, stop_if_nonfinite=True)
     batch = rows([1, 1, 1, 1, 0, 0])
     assert meter.is_new(batch)
@@ -98,10 +98,10 @@ def test_meter_figures_by_hand() -> None:
     meter.add(2, batch, step_metrics(4.0, correct=1.0))
     assert meter.loss == 2.0
     meter.read()
-    figures = meter.figures(seconds=0.5)
+    metrics = meter.metrics(seconds=0.5)
     # Rates leave out step 1, which was compiled.
     flops_per_second = 3 * (2 * 6 * 5 * 7) / 0.5
-    assert figures == {
+    assert metrics == {
         "loss": 12 / 8,
         "accuracy": 4 / 8,
         "grad_norm": 0.5,
@@ -122,7 +122,7 @@ def test_meter_names_the_step_that_is_not_finite(stop: bool) -> None:
             meter.read()
         return
     meter.read()
-    assert meter.figures(1.0)["skipped_steps"] == 1
+    assert meter.metrics(1.0)["skipped_steps"] == 1
     meter.add(3, rows([1]), step_metrics(math.nan))
     meter.read()
-    assert "loss" not in meter.figures(1.0)
+    assert "loss" not in meter.metrics(1.0)
