@@ -158,6 +158,7 @@ def get_config() -> ConfigDict:
     config.log = log = ConfigDict()
     log.every_steps = 20
     log.tensorboard = True
+    log.curves = True  # draw curves.png at the end
     log.peak_flops = 0.0  # of one device, for MFU; 0: from the table in jaxpar/measure/flops.py
 
     # A process that shows no sign of life for so long (seconds) says where it is and ends: longer than any compilation,

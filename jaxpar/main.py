@@ -177,10 +177,11 @@ def _command(argv: Sequence[str]) -> str:
 def _closing(result: dict[str, Any], workdir: Path, headline: str) -> str:
     """What to print at the end of a run. headline: its task's."""
     reached = headline.format(**result) if "test_loss" in result else "finished"
-    board = ", tensorboard/" if (workdir / "tensorboard").is_dir() else ""
+    left = {"result.json": "", "metrics.jsonl": "", "curves.png": "", "checkpoints": "/", "tensorboard": "/"}
+    results = ", ".join(name + end for name, end in left.items() if (workdir / name).exists())
     return (
         f"\n{reached} after {result['steps']:,} steps, {result.get('examples_per_second', 0):,.0f} examples/s\n"
-        f"results   {workdir}/result.json, metrics.jsonl, curves.png, checkpoints/{board}\n"
+        f"results   {workdir}/{results}\n"
         "next      the same with a new --workdir and, say, --config.strategy=single or --config.model.size=mini;\n"
         "          your own data: docs/data.md; a pretrained model: configs/wordnet_minilm.py"
     )

@@ -1,5 +1,6 @@
 """Eight virtual CPU devices, strict JAX, and caches apart from the user's."""
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -37,8 +38,11 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # mesh.prepare_jax leaves both settings alone
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    # Both for processes that tests start, too; mesh.prepare_jax leaves the setting of the cache alone.
+    for name in ("jax_persistent_cache_min_compile_time_secs", "jax_traceback_in_locations_limit"):
+        os.environ[name.upper()] = "0"
+        jax.config.update(name, 0)
+    gc.set_threshold(100_000, 20, 100)  # what is traced lives on: looking through it often took a tenth of the time
     raise_sites.record()
     assert jax.device_count() == NUM_DEVICES, jax.devices()  # a test that needs them must not pass without
     os.environ["XLA_FLAGS"] = flags  # a process that a test starts has as many as it asks for

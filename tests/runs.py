@@ -47,6 +47,7 @@ def small_arguments(folder: Path) -> list[str]:
         "num_epochs": 2,
         "log.every_steps": 2,
         "log.tensorboard": False,
+        "log.curves": False,  # a second, most of it to import matplotlib
         "checkpoint.every_steps": 3,
         "optimizer.lr": 0.01,
         "watchdog_seconds": 0,  # pytest has one, and there is but one timer for both

@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(folder: Path) -> Path:
-    train.train(small_config(folder), folder / "uninterrupted")
+    train.train(small_config(folder, "--config.log.curves=true"), folder / "uninterrupted")
     return folder / "uninterrupted"
 
 
@@ -106,6 +106,7 @@ def test_stopped_by_a_signal_and_resumed_ends_bitwise_equal(
     monkeypatch.undo()
     train.train(small_config(folder), tmp_path / "run")
     assert_bitwise_equal(tmp_path / "run", uninterrupted)
+    assert not (tmp_path / "run" / "curves.png").exists()  # log.curves is off
     expected = [(row["step"], row["split"]) for row in metrics.read_metrics(uninterrupted)]
     assert [(row["step"], row["split"]) for row in metrics.read_metrics(tmp_path / "run")] == expected
 

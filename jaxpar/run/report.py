@@ -39,9 +39,9 @@ def finish(run: Run, state: Any, log: metrics.Log) -> dict[str, Any]:
     }
     if processes.is_first():
         result |= run.strategy.report(state, run.workdir)
-        draw_curves(
-            run.workdir, run.problem.task, f"{run.config.model.name} on {run.config.data.source}, {run.config.strategy}"
-        )
+        if run.config.log.curves:
+            title = f"{run.config.model.name} on {run.config.data.source}, {run.config.strategy}"
+            draw_curves(run.workdir, run.problem.task, title)
     return result
 
 

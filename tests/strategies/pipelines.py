@@ -140,6 +140,15 @@ def make(task: Task, *overrides: str) -> Strategy[Any]:
 
 
 @functools.cache
+def shared(task: Task, *overrides: str) -> Strategy:
+    """The strategy of a config, traced and compiled once for all tests of this process.
+
+    Not for asynchronous updates, which keep what they have done, nor where a test patches what a program is made of.
+    """
+    return make(task, *overrides)
+
+
+@functools.cache
 def start(task: Task, *overrides: str) -> Canonical:
     """Where training begins: weights larger than fresh ones. Among those, many mistakes would not show."""
     rng = np.random.default_rng(1)
@@ -182,7 +191,7 @@ def advance(strategy: Strategy[Any], task: Task, tree: Canonical, first: int = 0
 def outcome(task: Task, *overrides: str) -> Outcome:
     """Ten steps of the strategy that the overrides say; without any: the reference, on one device."""
     overrides = overrides or (f"--config.optimizer.accumulation_steps={NUM_MICROBATCHES}",)
-    return advance(make(task, *overrides), task, start(task))
+    return advance(shared(task, *overrides), task, start(task))
 
 
 def named(tree: Any) -> dict[str, np.ndarray]:

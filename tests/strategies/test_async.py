@@ -25,6 +25,7 @@ from tests.strategies.pipelines import (
     make_config,
     named,
     outcome,
+    shared,
     start,
 )
 
@@ -114,8 +115,8 @@ def test_stopped_and_resumed(name: str) -> None:
 def test_another_strategy_goes_on_with_it_and_it_with_another() -> None:
     overrides = asynchronous(*POLICIES["async"], *RANDOM, workers=8, devices=2)
     first = advance(make(MLP, *overrides), MLP, start(MLP), 0, 5)
-    then = advance(make(MLP, *SINGLE), MLP, first.tree, 5)
-    back = advance(make(MLP, *overrides), MLP, advance(make(MLP, *SINGLE), MLP, start(MLP), 0, 5).tree, 5)
+    then = advance(shared(MLP, *SINGLE), MLP, first.tree, 5)
+    back = advance(make(MLP, *overrides), MLP, advance(shared(MLP, *SINGLE), MLP, start(MLP), 0, 5).tree, 5)
     for got in (then, back):
         assert int(got.tree["step"]) == NUM_STEPS
         assert np.all(np.isfinite(got.losses))
@@ -243,7 +244,7 @@ def test_bytes_that_are_sent_are_those_that_are_copied(
 def test_its_table_is_that_of_the_steps_that_it_made(tmp_path: Path) -> None:
     """Those before it went to another strategy."""
     overrides = asynchronous(*POLICIES["softsync"], *RANDOM, workers=8, devices=2)
-    tree = advance(make(MLP, *SINGLE), MLP, start(MLP), 0, 5).tree
+    tree = advance(shared(MLP, *SINGLE), MLP, start(MLP), 0, 5).tree
     first = make(MLP, *overrides)
     state = first.from_canonical(tree)
     state, _ = first.step(state, first.place(make_batch(MLP, 5)))

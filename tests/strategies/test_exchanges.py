@@ -21,7 +21,6 @@ from jaxpar.models.model import Model
 from jaxpar.strategies import Strategy, replicas
 from jaxpar.strategies.replica_state import ReplicaState, make_layouts
 from tests.strategies.pipelines import (
-    NUM_MICROBATCHES,
     Task,
     advance,
     make,
@@ -29,8 +28,10 @@ from tests.strategies.pipelines import (
     make_config,
     make_problem,
     named,
+    outcome,
     pipeline,
     relative_error,
+    shared,
     start,
 )
 from tests.strategies.test_pipeline import assert_equal
@@ -53,7 +54,7 @@ def replicated(exchange: str, *overrides: str, n: int = N) -> tuple[str, ...]:
 
 @functools.cache
 def reference(task: Task, *overrides: str) -> Any:
-    return advance(make(task, *overrides), task, start(task), 0, NUM_STEPS)
+    return advance(shared(task, *overrides), task, start(task), 0, NUM_STEPS)
 
 
 EXACT = {
@@ -81,22 +82,21 @@ def test_exact_exchanges_equal_single(name: str) -> None:
     same = [one for one in overrides if one.startswith(("--config.optimizer", "--config.batch_size"))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tests.strategies.pipelines.make_batch", functools.partial(make_batch, size=size))
-        got = advance(make(task, *overrides), task, start(task), 0, NUM_STEPS)
+        got = advance(shared(task, *overrides), task, start(task), 0, NUM_STEPS)
         assert_equal(got, reference(task, *same), 3e-6)
 
 
 @pytest.mark.parametrize("name", ["horovod", "byteps"])
 def test_exact_exchanges_of_pipelines_equal_single(name: str) -> None:
-    got = advance(make(SGD, *pipeline("1f1b", 2, f"--config.exchange={name}", replicas=2)), SGD, start(SGD))
-    expected = advance(make(SGD, f"--config.optimizer.accumulation_steps={NUM_MICROBATCHES}"), SGD, start(SGD))
-    assert_equal(got, expected)
+    got = outcome(SGD, *pipeline("1f1b", 2, f"--config.exchange={name}", replicas=2))
+    assert_equal(got, outcome(SGD))
 
 
 def test_lossy_exchanges_are_near() -> None:
     """That they lose no more than they should is in tests/exchange; here: that they are used, and train."""
     expected = reference(MLP)
     for name in ("bagua_bytegrad", "byteps_dithering"):
-        got = advance(make(MLP, *replicated(name)), MLP, start(MLP), 0, NUM_STEPS)
+        got = advance(shared(MLP, *replicated(name)), MLP, start(MLP), 0, NUM_STEPS)
         errors = [relative_error(got.params[k], v) for k, v in expected.params.items() if "['key']['bias']" not in k]
         assert 1e-4 < max(errors) < 0.1, name
         np.testing.assert_allclose(got.losses, expected.losses, rtol=3e-3)
@@ -128,7 +128,7 @@ PRIVATE = {
 
 @pytest.mark.parametrize("name", PRIVATE)
 def test_private_state_resumes_bitwise(name: str) -> None:
-    strategy = make(MLP, *PRIVATE[name])
+    strategy = shared(MLP, *PRIVATE[name])
     (tree, private), (expected, expected_private) = resumed(strategy, MLP, (3, 7)), resumed(strategy, MLP, (7,))
     got, wanted = named((tree, private)), named((expected, expected_private))
     assert got.keys() == wanted.keys()
@@ -141,14 +141,14 @@ def test_private_state_resumes_bitwise(name: str) -> None:
 
 def test_exact_exchanges_have_nothing_private() -> None:
     for name in ("ddp", "horovod", "byteps", "zero1", "bagua_bytegrad"):
-        strategy = make(MLP, *replicated(name))
+        strategy = shared(MLP, *replicated(name))
         assert not strategy.to_private(strategy.init(jax.random.key(0)))
 
 
 @pytest.mark.parametrize("name", ["ddp", "byteps_randomk", "onebit_adam", "bagua_decentralized", "zero3", "pipeline"])
 def test_a_fault_on_one_replica_leaves_everything_as_it_was(name: str) -> None:
     randomk = pipeline("1f1b", 2, "--config.exchange=byteps_randomk", replicas=2)
-    strategy = make(MLP, *(randomk if name == "pipeline" else replicated(name)))
+    strategy = shared(MLP, *(randomk if name == "pipeline" else replicated(name)))
     state = strategy.from_canonical(start(MLP))
     state, _ = strategy.step(state, strategy.place(make_batch(MLP, 0)))
     before = named(jax.device_get((strategy.to_canonical(state), strategy.to_private(state))))
@@ -162,14 +162,14 @@ def test_a_fault_on_one_replica_leaves_everything_as_it_was(name: str) -> None:
 
 
 def test_dp_has_its_state_on_the_first_device_alone() -> None:
-    strategy = make(MLP, *replicated("dp"))
+    strategy = shared(MLP, *replicated("dp"))
     state, _ = strategy.step(strategy.init(jax.random.key(0)), strategy.place(make_batch(MLP, 0)))
     assert {device for leaf in jax.tree.leaves(state) for device in leaf.devices()} == {jax.devices()[0]}
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
 def test_zero_divides_what_its_stage_says(name: str) -> None:
-    strategy = make(MLP, *replicated(name))
+    strategy = shared(MLP, *replicated(name))
     state, _ = strategy.step(strategy.init(jax.random.key(0)), strategy.place(make_batch(MLP, 0)))
     shapes = make_problem(make_config(MLP), MLP).model.shapes
     held = jax.tree.map(lambda leaf: leaf.addressable_shards[0].data.shape, state.params)
@@ -182,7 +182,7 @@ def test_zero_divides_what_its_stage_says(name: str) -> None:
 
 
 def test_offloaded_state_is_in_the_hosts_memory() -> None:
-    strategy = make(MLP, *replicated("zero2", option("offload", "True")))
+    strategy = shared(MLP, *replicated("zero2", option("offload", "True")))
     state, _ = strategy.step(strategy.init(jax.random.key(0)), strategy.place(make_batch(MLP, 0)))
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.optimizer.optimizer)}
     assert kinds == {"pinned_host"}
@@ -190,7 +190,7 @@ def test_offloaded_state_is_in_the_hosts_memory() -> None:
 
 
 def test_decentralized_weights_differ_and_the_mean_is_canonical() -> None:
-    strategy = make(MLP, *replicated("bagua_decentralized"))
+    strategy = shared(MLP, *replicated("bagua_decentralized"))
     state = strategy.from_canonical(start(MLP))
     for step in range(2):
         state, _ = strategy.step(state, strategy.place(make_batch(MLP, step)))
@@ -202,7 +202,7 @@ def test_decentralized_weights_differ_and_the_mean_is_canonical() -> None:
 
 def test_backward_passes_take_one_step_of_all() -> None:
     """Five passes make one step; between, parameters stay."""
-    strategy = make(MLP, *replicated("horovod", option("backward_passes_per_step", 5)))
+    strategy = shared(MLP, *replicated("horovod", option("backward_passes_per_step", 5)))
     state, params = strategy.from_canonical(start(MLP)), [start(MLP)["params"]]
     for step in range(10):
         state, _ = strategy.step(state, strategy.place(make_batch(MLP, step)))
@@ -265,7 +265,7 @@ def test_zero_adds_up_shards_from_its_second_stage_on() -> None:
     """What loops over microbatches carry, in the compiled program: 1/n of the gradients in place of all of them."""
     carried = {}
     for name in ("zero1", "zero2"):
-        text = make(MLP_SGD, *replicated(name, TWICE)).compile()[0].compiled.as_text() or ""
+        text = shared(MLP_SGD, *replicated(name, TWICE)).compile()[0].compiled.as_text() or ""
         loops = [line.split(" while(")[0].split(" = ")[1] for line in text.splitlines() if " while(" in line]
         arrays = [re.findall(r"f32\[([\d,]*)\]", loop) for loop in loops]
         carried[name] = max(4 * sum(math.prod(map(int, dims.split(","))) for dims in loop if dims) for loop in arrays)
@@ -277,7 +277,7 @@ def test_zero_adds_up_shards_from_its_second_stage_on() -> None:
 def test_what_overflows_on_the_wire_is_a_fault(passes: int) -> None:
     """Gradients that float32 has and float16 has not: the step is skipped, and what comes after is not hurt."""
     more = option("wire_dtype", "float16"), option("backward_passes_per_step", passes)
-    strategy = make(MLP_SGD, *replicated("horovod", *more, "--config.optimizer.nonfinite=skip"))
+    strategy = shared(MLP_SGD, *replicated("horovod", *more, "--config.optimizer.nonfinite=skip"))
     tree = dict(start(MLP_SGD))
     head = jax.tree.map(lambda x: x * np.float32(3e7), tree["params"]["head"])
     state = strategy.from_canonical(tree | {"params": tree["params"] | {"head": head}})

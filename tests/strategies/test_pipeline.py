@@ -29,11 +29,11 @@ from tests.strategies.pipelines import (
     RESNET_BLOCKS,
     Outcome,
     Task,
-    make,
     make_batch,
     named,
     outcome,
     pipeline,
+    shared,
     start,
 )
 from tests.strategies.pipelines import relative_error as error
@@ -140,7 +140,7 @@ def test_equals_single(case: Case) -> None:
 def test_training_learns_and_dropout_is_on() -> None:
     """Guards the tests above: equal runs that do nothing would prove nothing."""
     for task in {case.task for case in CASES if case.task.model != "resnet"}:
-        reference, strategy = outcome(task), make(task)
+        reference, strategy = outcome(task), shared(task)
         assert len(set(reference.losses)) == NUM_STEPS
         assert max(reference.norms) > 1  # clipped
         for name, before in named(start(task)["params"]).items():  # ten times what equality allows

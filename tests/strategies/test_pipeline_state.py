@@ -19,13 +19,13 @@ from tests.strategies.pipelines import (
     NUM_STEPS,
     Task,
     advance,
-    make,
     make_batch,
     make_config,
     make_problem,
     named,
     outcome,
     pipeline,
+    shared,
     start,
 )
 from tests.strategies.test_pipeline import CASES, ONE_STAGE_CASES, Case
@@ -52,14 +52,14 @@ def filled(tree: Canonical) -> Canonical:
 @pytest.mark.parametrize("case", CASES + ONE_STAGE_CASES, ids=str)
 def test_canonical_state_survives(case: Case) -> None:
     tree = filled(start(case.task))
-    strategy = make(case.task, *case.overrides)
+    strategy = shared(case.task, *case.overrides)
     assert_bitwise_equal(strategy.to_canonical(strategy.from_canonical(tree)), tree)
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - LEARNING_RATES.keys()))
 def test_canonical_state_of_every_optimizer_survives(name: str) -> None:
     overrides = (f"--config.optimizer.name={name}", "--config.optimizer.lr=0.01")
-    piped, tree = make(TINY, *pipeline("zb_v", 2), *overrides), filled(start(TINY, *overrides))
+    piped, tree = shared(TINY, *pipeline("zb_v", 2), *overrides), filled(start(TINY, *overrides))
     assert_bitwise_equal(piped.to_canonical(piped.from_canonical(tree)), tree)
 
 
@@ -73,14 +73,14 @@ def test_canonical_state_of_every_optimizer_survives(name: str) -> None:
     ids=str,
 )
 def test_training_starts_as_on_one_device(case: Case) -> None:
-    single, piped = make(case.task), make(case.task, *case.overrides)
+    single, piped = shared(case.task), shared(case.task, *case.overrides)
     key = jax.random.key(5)
     assert_bitwise_equal(piped.to_canonical(piped.init(key)), single.to_canonical(single.init(key)))
 
 
 def test_resuming_is_bitwise() -> None:
     overrides = pipeline("zb_h1", 2)
-    strategy = make(TINY, *overrides)
+    strategy = shared(TINY, *overrides)
     half = advance(strategy, TINY, start(TINY), 0, 4)
     assert_bitwise_equal(advance(strategy, TINY, half.tree, 4).tree, outcome(TINY, *overrides).tree)
 
@@ -120,7 +120,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
 def test_a_device_holds_its_own_layers_and_no_more(case: Case) -> None:
     """In bytes: what the fullest one needs for its layers and copies of arrays tied to them; 5% above it at most."""
-    parts, strategy = Parts(case), make(case.task, *case.overrides)
+    parts, strategy = Parts(case), shared(case.task, *case.overrides)
     tree = filled(start(case.task))
     state = strategy.from_canonical(tree)
     ties = parts.model.ties
@@ -171,7 +171,7 @@ def test_a_device_holds_its_own_layers_and_no_more(case: Case) -> None:
 )
 def test_copies_of_tied_arrays_stay_equal(case: Case) -> None:
     """Bitwise, through steps of training."""
-    parts, strategy = Parts(case), make(case.task, *case.overrides)
+    parts, strategy = Parts(case), shared(case.task, *case.overrides)
     state = strategy.from_canonical(start(case.task))
     before = parts.held(state, 0)["embed"]["tokens"]
     for step in range(3):
@@ -185,7 +185,7 @@ def test_copies_of_tied_arrays_stay_equal(case: Case) -> None:
 @functools.cache
 def evaluators(task: Task) -> tuple[Any, Any, Any, Any]:
     """`single`, and a pipeline of two replicas with 8 microbatches; a state of each."""
-    single, piped = make(task), make(task, *pipeline("interleaved_1f1b", 2, replicas=2))
+    single, piped = shared(task), shared(task, *pipeline("interleaved_1f1b", 2, replicas=2))
     return single, single.from_canonical(start(task)), piped, piped.from_canonical(start(task))
 
 
@@ -211,7 +211,7 @@ def test_batches_of_another_length() -> None:
 
     params = []
     for overrides in (("--config.optimizer.accumulation_steps=8",), pipeline("1f1b", 2)):
-        strategy = make(TINY, *overrides)
+        strategy = shared(TINY, *overrides)
         state = strategy.from_canonical(start(TINY))
         for batch in (make_batch(TINY, 0), shortened(1), make_batch(TINY, 2), shortened(NUM_STEPS)):
             state, _ = strategy.step(state, strategy.place(batch))

@@ -23,6 +23,7 @@ from tests.strategies.pipelines import (
     outcome,
     pipeline,
     relative_error,
+    shared,
     start,
 )
 from tests.strategies.test_pipeline import assert_equal
@@ -83,8 +84,8 @@ def test_an_integer_stream_cannot_be_cut() -> None:
 def test_a_state_goes_on_under_another_partition() -> None:
     """Three steps on one device, three by a pipeline: as six on one device."""
     overrides = (f"--config.optimizer.accumulation_steps={NUM_MICROBATCHES}",)
-    half = advance(make(TASK, *overrides), TASK, start(TASK), 0, 3)
-    got = advance(make(TASK, *pipeline("1f1b", 2)), TASK, half.tree, 3, 6)
-    whole = advance(make(TASK, *overrides), TASK, start(TASK), 0, 6)
+    half = advance(shared(TASK, *overrides), TASK, start(TASK), 0, 3)
+    got = advance(shared(TASK, *pipeline("1f1b", 2)), TASK, half.tree, 3, 6)
+    whole = advance(shared(TASK, *overrides), TASK, start(TASK), 0, 6)
     for name, expected in whole.params.items():
         assert relative_error(got.params[name], expected) < 1e-6, name
