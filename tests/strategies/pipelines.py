@@ -140,7 +140,7 @@ def make(task: Task, *overrides: str) -> Strategy[Any]:
 
 
 @functools.cache
-def shared(task: Task, *overrides: str) -> Strategy:
+def shared(task: Task, *overrides: str) -> Strategy[Any]:
     """The strategy of a config, traced and compiled once for all tests of this process.
 
     Not for asynchronous updates, which keep what they have done, nor where a test patches what a program is made of.
