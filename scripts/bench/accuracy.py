@@ -3,7 +3,7 @@
     scripts/python scripts/bench/accuracy.py [--config=configs/quickstart.py] [--replicas=4] [--exchanges=ddp,dp,..]
         [--workdir=runs/accuracy] [--config.KEY=VALUE ...]
 
-Each is trained by the training binary, in a process of its own; what is in the workdir already is not run again.
+Each is trained by the training binary, in a separate process; what is in the workdir already is not run again.
 """
 
 import argparse
@@ -41,11 +41,11 @@ def main() -> None:
 
 def train(config: str, workdir: Path, overrides: list[str]) -> dict[str, float]:
     """The result of a run."""
-    found = workdir / "result.json"
-    if not found.is_file():
+    path = workdir / "result.json"
+    if not path.is_file():
         command = [sys.executable, "-m", "jaxpar.main", f"--config={config}", f"--workdir={workdir}", *overrides]
         subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
-    result: dict[str, float] = json.loads(found.read_text())
+    result: dict[str, float] = json.loads(path.read_text())
     return result
 
 

@@ -1,9 +1,9 @@
 """What asynchronous updates cost when they are emulated, and what they gain when they are live.
 
-scripts/python scripts/bench/asynchronous.py [--figures=emulated,history,live] [--config=configs/quickstart.py]
+scripts/python scripts/bench/asynchronous.py [--results=emulated,history,live] [--config=configs/quickstart.py]
 [--rounds=20] [--config.KEY=VALUE ...]
 
-emulated  time of a step of 8 workers on one device / of 8 steps of `single` on the same parts of the batch
+emulated  time of a step of 8 workers on one device / of 8 steps of `single` on the same shards of the batch
 history   bytes of older weights after a step, 8 equal workers on one device / 7 times those of the weights
 live      gradients a second of 4 live workers on 4 devices, one of them 4 times slower / the same in lock step
 """
@@ -32,7 +32,7 @@ WORKERS, LIVE_WORKERS, SLOWDOWN = 8, 4, 4
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--figures", default="emulated,history,live")
+    parser.add_argument("--results", default="emulated,history,live")
     parser.add_argument("--config", default="configs/quickstart.py")
     parser.add_argument("--rounds", type=int, default=20)
     arguments, overrides = parser.parse_known_args()
@@ -44,73 +44,73 @@ def main() -> None:
         dataset = data.load(config, tasks.find_task(config).labels, Path(folder))
     batches = data.Batches(dataset.train, batch_size=config.batch_size, seed=0, shuffle=True)
 
-    def build(rows: Any, *more: str) -> Strategy[Any]:
-        own: ConfigDict = configs.load_config(arguments.config)
-        configs.override(own, [*overrides, f"--config.batch_size={len(rows['index'])}", *more])
-        strategies.decide(own, clusters.find_cluster())
-        return strategies.make(own, make_problem(own, dataset.info, rows))
+    def build(batch: Any, *more: str) -> Strategy[Any]:
+        variant: ConfigDict = configs.load_config(arguments.config)
+        configs.override(variant, [*overrides, f"--config.batch_size={len(batch['index'])}", *more])
+        strategies.decide(variant, clusters.find_cluster())
+        return strategies.make(variant, make_problem(variant, dataset.info, batch))
 
-    rows = batches.batch(0)
-    if "emulated" in arguments.figures:
-        emulated(build, rows, arguments.rounds)
-    if "history" in arguments.figures:
-        history(build, rows)
-    if "live" in arguments.figures:
-        live(build, rows, arguments.rounds)
+    batch = batches.batch(0)
+    if "emulated" in arguments.results:
+        emulated(build, batch, arguments.rounds)
+    if "history" in arguments.results:
+        history(build, batch)
+    if "live" in arguments.results:
+        live(build, batch, arguments.rounds)
 
 
 def asynchronous(workers: int, devices: int, *settings: str) -> list[str]:
     """The overrides of the strategy."""
-    own = [f"--config.asynchronous.{setting}" for setting in (f"num_workers={workers}", *settings)]
-    return ["--config.strategy=async_data_parallel", f"--config.mesh.data={devices}", *own]
+    chosen = [f"--config.asynchronous.{setting}" for setting in (f"num_workers={workers}", *settings)]
+    return ["--config.strategy=async_data_parallel", f"--config.mesh.data={devices}", *chosen]
 
 
-def emulated(build: Any, rows: dict[str, np.ndarray], rounds: int) -> None:
-    """Figure emulated."""
-    parts = [{name: x[i::WORKERS] for name, x in rows.items()} for i in range(WORKERS)]
-    plain = build(parts[0], "--config.strategy=single", "--config.mesh.data=1")
+def emulated(build: Any, batch: dict[str, np.ndarray], rounds: int) -> None:
+    """Result emulated."""
+    shards = [{name: x[i::WORKERS] for name, x in batch.items()} for i in range(WORKERS)]
+    plain = build(shards[0], "--config.strategy=single", "--config.mesh.data=1")
 
     def step(state: Any, placed: list[Any]) -> tuple[Any, Any]:
-        for part in placed:
-            state, metrics = plain.step(state, part)
+        for shard in placed:
+            state, metrics = plain.step(state, shard)
         return state, metrics
 
     contenders: dict[str, Any] = {
-        policy: build(rows, *asynchronous(WORKERS, 1, f"policy={policy}")) for policy in ("async", "sync", "local_sgd")
+        policy: build(batch, *asynchronous(WORKERS, 1, f"policy={policy}")) for policy in ("async", "sync", "local_sgd")
     }
     contenders["single"] = SimpleNamespace(
-        init=plain.init, place=lambda _rows: [plain.place(part) for part in parts], step=step
+        init=plain.init, place=lambda _batch: [plain.place(shard) for shard in shards], step=step
     )
-    timings = race(contenders, rows, rounds=rounds)
+    timings = race(contenders, batch, rounds=rounds)
     for name, timing in timings.items():
         ratio = timing.seconds / timings["single"].seconds
         print(f"emulated  {name:12} {ratio:.3f} of single's {WORKERS} steps", flush=True)
 
 
-def history(build: Any, rows: dict[str, np.ndarray]) -> None:
-    """Figure history."""
-    strategy = build(rows, *asynchronous(WORKERS, 1))
+def history(build: Any, batch: dict[str, np.ndarray]) -> None:
+    """Result history."""
+    strategy = build(batch, *asynchronous(WORKERS, 1))
     state = strategy.init(jax.random.key(0))
     for _ in range(3):
-        state, _ = strategy.step(state, strategy.place(rows))
+        state, _ = strategy.step(state, strategy.place(batch))
     leaves = jax.tree.leaves(list(state.transport.history.values()))
     there = sum({leaf.unsafe_buffer_pointer(): leaf.nbytes for leaf in leaves}.values())
     formula = (WORKERS - 1) * sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
     print(f"history   {there / formula:.4f} of {WORKERS - 1} times the weights", flush=True)
 
 
-def live(build: Any, rows: dict[str, np.ndarray], rounds: int) -> None:
-    """Figure live. In turn, so that a slow moment of the machine hits both."""
+def live(build: Any, batch: dict[str, np.ndarray], rounds: int) -> None:
+    """Result live. In turn, so that a slow moment of the machine hits both."""
     slow = ("mode=live", f"delays.slowdown={SLOWDOWN}")
     ways = {"async": ("policy=async",), "lock step": ("policy=ssp", "bound=0")}
-    built = {name: build(rows, *asynchronous(LIVE_WORKERS, LIVE_WORKERS, *slow, *way)) for name, way in ways.items()}
+    built = {name: build(batch, *asynchronous(LIVE_WORKERS, LIVE_WORKERS, *slow, *way)) for name, way in ways.items()}
     states = {name: strategy.init(jax.random.key(0)) for name, strategy in built.items()}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 2):
         for name, strategy in built.items():
             start = time.perf_counter()
             for _ in range(4):
-                states[name], _ = strategy.step(states[name], rows)
+                states[name], _ = strategy.step(states[name], batch)
             strategy.to_canonical(states[name])  # waits for all, so that the other one has the cores
             if number >= 2:
                 seconds[name].append(time.perf_counter() - start)

@@ -36,8 +36,8 @@ def main(arguments: list[str]) -> None:
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     with tempfile.TemporaryDirectory() as folder:
         dataset = data.load(config, tasks.find_task(config).labels, Path(folder))
-    rows = data.Batches(dataset.train, batch_size=config.batch_size, seed=0, shuffle=True).batch(0)
-    xla, cudnn = measure(contenders, dataset.info, rows, rounds=ROUNDS).values()
+    batch = data.Batches(dataset.train, batch_size=config.batch_size, seed=0, shuffle=True).batch(0)
+    xla, cudnn = measure(contenders, dataset.info, batch, rounds=ROUNDS).values()
     print(f"{jax.devices()[0].device_kind}: cudnn / xla step time {cudnn.seconds / xla.seconds:.3f}")
     print(f"loss of the first step: xla {xla.first_loss:.6f}, cudnn {cudnn.first_loss:.6f}")
 

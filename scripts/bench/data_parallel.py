@@ -36,18 +36,18 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         dataset = data.load(config, tasks.find_task(config).labels, Path(folder))
     batches = data.Batches(dataset.train, batch_size=config.batch_size, seed=0, shuffle=True)
-    rows, counts = {}, Counter[int]()
+    batch_by_length, counts = {}, Counter[int]()
     for step in range(batches.steps_per_epoch):
         batch = batches.batch(step)
         counts[batch["inputs"].shape[1]] += 1
-        rows[batch["inputs"].shape[1]] = batch
+        batch_by_length[batch["inputs"].shape[1]] = batch
     print(f"{name}: batches of {config.batch_size}, {jax.device_count()} {jax.devices()[0].device_kind} devices")
     contenders = {variant: configs.load_config(name) for variant in VARIANTS}
     for variant, more in VARIANTS.items():
         configs.override(contenders[variant], [*overrides, *more])
     totals = dict.fromkeys(VARIANTS, 0.0)
-    for length in sorted(rows):
-        timings = measure(contenders, dataset.info, rows[length], rounds=ROUNDS)
+    for length in sorted(batch_by_length):
+        timings = measure(contenders, dataset.info, batch_by_length[length], rounds=ROUNDS)
         medians = {variant: timing.seconds for variant, timing in timings.items()}
         ratios = "  ".join(f"{variant}: {medians[variant] / medians['single']:.3f}" for variant in VARIANTS)
         print(f"length {length} ({counts[length] / batches.steps_per_epoch:.0%} of the steps)  {ratios}")

@@ -1,13 +1,13 @@
 """What exchanges send, hold and take, next to theory and to each other.
 
-scripts/python scripts/bench/exchanges.py [--figures=bytes,memory,ring,codecs,steps] [--config=configs/quickstart.py]
+scripts/python scripts/bench/exchanges.py [--results=bytes,memory,ring,compress,steps] [--config=configs/quickstart.py]
 [--replicas=4] [--rounds=20] [--config.KEY=VALUE ...]
 
-bytes   sent by a device in a step, by the compiled program / in theory, and / ddp's in theory
-memory  parameters and optimizer state on the fullest device, in the compiled program / their formula
-ring    time of the ring written out, of XLA's all-reduce, and of a copy, of 25 MiB / the all-reduce's
-codecs  time to encode and decode 25 MiB / to copy it
-steps   time of a step / of ddp's, on the same batch and cores; and of the ways to run ddp
+bytes     sent by a device in a step, by the compiled program / in theory, and / ddp's in theory
+memory    parameters and optimizer state on the fullest device, in the compiled program / their formula
+ring      time of the ring written out, of XLA's all-reduce, and of a copy, of 25 MiB / the all-reduce's
+compress   time to encode and decode 25 MiB / to copy it
+steps      time of a step / of ddp's, on the same batch and cores; and of the ways to run ddp
 """
 
 import argparse
@@ -32,7 +32,7 @@ from jaxpar.exchange import EXCHANGES, compress, reduce
 from scripts.bench.steps import Contender, make_problem, race
 
 SIZE = 25 * 2**20 // 4  # elements
-CODECS = {
+COMPRESSORS = {
     "MinMaxUInt8, a range for 4096": compress.min_max_uint8(4096),
     "onebit, a scale for 2048": compress.onebit(block=2048),
     "onebit with error feedback": compress.error_feedback(compress.onebit(block=2048)),
@@ -46,7 +46,7 @@ WAYS = ("shard_map", "sharding", "pmap")
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--figures", default="bytes,memory,ring,codecs,steps")
+    parser.add_argument("--results", default="bytes,memory,ring,compress,steps")
     parser.add_argument("--config", default="configs/quickstart.py")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=20)
@@ -56,66 +56,66 @@ def main() -> None:
     configs.override(config, overrides)
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     print(f"{arguments.config}, {jax.device_count()} {jax.devices()[0].device_kind} devices")
-    figures = arguments.figures.split(",")
-    if {"bytes", "memory", "steps"} & set(figures):
+    results = arguments.results.split(",")
+    if {"bytes", "memory", "steps"} & set(results):
         with tempfile.TemporaryDirectory() as folder:
             dataset = data.load(config, tasks.find_task(config).labels, Path(folder))
-        rows = data.Batches(dataset.train, batch_size=config.batch_size, seed=0, shuffle=True).batch(0)
+        batch = data.Batches(dataset.train, batch_size=config.batch_size, seed=0, shuffle=True).batch(0)
 
         def build(name: str, *more: str) -> strategies.Strategy[Any]:
-            own: ConfigDict = configs.load_config(arguments.config)
+            variant: ConfigDict = configs.load_config(arguments.config)
             by = "--config.data_parallel.implementation=shard_map"
-            configs.override(own, [*overrides, f"--config.exchange={name}", by, *more])
-            strategies.decide(own, clusters.find_cluster())
-            return strategies.make(own, make_problem(own, dataset.info, rows))
+            configs.override(variant, [*overrides, f"--config.exchange={name}", by, *more])
+            strategies.decide(variant, clusters.find_cluster())
+            return strategies.make(variant, make_problem(variant, dataset.info, batch))
 
-        if {"bytes", "memory"} & set(figures):
+        if {"bytes", "memory"} & set(results):
             task = tasks.find_task(config)
-            sent_and_held(build, task, arguments.replicas, "bytes" in figures, "memory" in figures)
-        if "steps" in figures:
-            steps(build, rows, arguments.rounds)
-    if "ring" in figures:
+            bytes_and_memory(build, task, arguments.replicas, "bytes" in results, "memory" in results)
+        if "steps" in results:
+            steps(build, batch, arguments.rounds)
+    if "ring" in results:
         ring(arguments.replicas, arguments.rounds)
-    if "codecs" in figures:
-        codecs(arguments.rounds)
+    if "compress" in results:
+        round_trips(arguments.rounds)
 
 
-def sent_and_held(
-    build: Callable[..., strategies.Strategy[Any]], task: tasks.Task, n: int, sent: bool, held: bool
+def bytes_and_memory(
+    build: Callable[..., strategies.Strategy[Any]], task: tasks.Task, n: int, has_bytes: bool, has_memory: bool
 ) -> None:
-    """Figures bytes and memory."""
+    """Results bytes and memory."""
     ddp = build("ddp").plan
     parameters, optimizer = ddp.memory[0]["parameters"], ddp.memory[0]["optimizer"]
     for name in EXCHANGES:
         strategy = build(name)
         plan, programs = strategy.plan, strategy.compile()
-        if sent:
+        if has_bytes:
             rows = audit.audit(programs, plan, task)
             total = sum(row.nbytes for row in rows if row.dtype != audit.SCALARS)
             ratio = f"{total / plan.wire_bytes:.4f}" if total else "copies"
             of_ddp = plan.wire_bytes / ddp.wire_bytes
             print(f"bytes   {name:36} {ratio} of theory, which is {of_ddp:.4f} of ddp's", flush=True)
-        if held and name.startswith("zero"):
+        if has_memory and name.startswith("zero"):
             formula = (parameters / n if name == "zero3" else parameters) + optimizer / n
             of_all = formula / (parameters + optimizer)
             devices = audit.memory(programs, strategy)
             fullest = max(
-                sum(held.nbytes or 0 for held in parts.values() if held.theory is not None) for parts in devices
+                sum(part.nbytes or 0 for part in parts.values() if part.theory is not None) for parts in devices
             )
             print(f"memory  {name:36} {fullest / formula:.4f} of the formula, which is {of_all:.4f} of ddp's")
 
 
-def steps(build: Callable[..., strategies.Strategy[Any]], rows: Any, rounds: int) -> None:
-    """Figure steps."""
+def steps(build: Callable[..., strategies.Strategy[Any]], batch: Any, rounds: int) -> None:
+    """Result steps."""
     contenders: dict[str, Contender] = {name: build(name) for name in EXCHANGES}
     contenders |= {f"ddp by {way}": build("ddp", f"--config.data_parallel.implementation={way}") for way in WAYS[1:]}
-    timings = race(contenders, rows, rounds=rounds)
+    timings = race(contenders, batch, rounds=rounds)
     for name, timing in timings.items():
         print(f"steps   {name:36} {timing.seconds / timings['ddp'].seconds:.3f}", flush=True)
 
 
 def ring(n: int, rounds: int) -> None:
-    """Figure ring."""
+    """Result ring."""
     axis, on = reduce.Axis(mesh.DATA, n), mesh.make_mesh({mesh.DATA: n, mesh.STAGE: 1}, clusters.devices())
     spec = PartitionSpec(mesh.DATA)
     x = jax.device_put(jnp.ones((n, SIZE)), jax.sharding.NamedSharding(on, spec))
@@ -133,20 +133,20 @@ def ring(n: int, rounds: int) -> None:
         print(f"ring    {name:36} {seconds / times['psum']:.3f} of psum's time", flush=True)
 
 
-def codecs(rounds: int) -> None:
-    """Figure codecs."""
+def round_trips(rounds: int) -> None:
+    """Result compress."""
     x = jax.random.normal(jax.random.key(0), (SIZE,))
 
-    def round_trip(codec: compress.Compressor, x: jax.Array, state: Any) -> Any:
-        payload, state = codec.encode(x, state)
-        return codec.decode(payload, SIZE), state
+    def round_trip(compressor: compress.Compressor, x: jax.Array, state: Any) -> Any:
+        payload, state = compressor.encode(x, state)
+        return compressor.decode(payload, SIZE), state
 
     calls: dict[str, Callable[[], Any]] = {"copy": partial(jax.jit(jnp.copy), x)}
-    for name, codec in CODECS.items():
-        calls[name] = partial(jax.jit(partial(round_trip, codec)), x, codec.init(SIZE, jax.random.key(1), 0))
+    for name, compressor in COMPRESSORS.items():
+        calls[name] = partial(jax.jit(partial(round_trip, compressor)), x, compressor.init(SIZE, jax.random.key(1), 0))
     times = in_turn(calls, rounds)
     for name, seconds in times.items():
-        print(f"codecs  {name:36} {seconds / times['copy']:.2f} copies", flush=True)
+        print(f"compress {name:36} {seconds / times['copy']:.2f} copies", flush=True)
 
 
 def in_turn(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:

@@ -1,13 +1,13 @@
 """What a fault costs: steps that are lost, seconds to the first step after a kill, and the stall of a save.
 
-scripts/python scripts/bench/faults.py [--figures=faults,save] [--kills=20] [--terms=5] [--rounds=15] [--seed=0]
+scripts/python scripts/bench/faults.py [--results=faults,save] [--kills=20] [--terms=5] [--rounds=15] [--seed=0]
 
 faults  steps lost on SIGTERM and on kill -9, by config.checkpoint.asynchronous; random kills whose run ends bitwise as
         the one without, ledger and all; seconds from a kill to the first step after it / from a fresh start to the
         first step
 save    stall that an asynchronous save adds to a step / seconds of copying the state to host memory
 
-The runs are of a tiny MLP, in processes of their own, killed at moments drawn from their start on, or from their first
+The runs are of a tiny MLP, in separate processes, killed at moments drawn from their start on, or from their first
 step on, and started again.
 """
 
@@ -63,7 +63,7 @@ LARGE = {
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--figures", default="faults,save")
+    parser.add_argument("--results", default="faults,save")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--terms", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=15)
@@ -71,9 +71,9 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.set_verbosity(logging.FATAL)  # as the binary does
     with tempfile.TemporaryDirectory() as folder:
-        if "faults" in arguments.figures:
+        if "faults" in arguments.results:
             faults(Path(folder), arguments.kills, arguments.terms, random.Random(arguments.seed))
-        if "save" in arguments.figures:
+        if "save" in arguments.results:
             save(Path(folder) / "save", arguments.rounds)
 
 
@@ -122,7 +122,7 @@ def go(workdir: Path, since: float, sent: Signal | None = None, *, asynchronous:
         process.send_signal(sent.number)
     code = process.wait()
     reader.join()
-    steps = [(at, int(found[1])) for at, line in lines if (found := re.match(r"step (\d+)/\d+  loss", line))]
+    steps = [(at, int(match[1])) for at, line in lines if (match := re.match(r"step (\d+)/\d+  loss", line))]
     text = "".join(line for _, line in lines)
     resumed, stopped = (re.search(rf"{words} step (\d+)", text) for words in ("resume    from", "stopped after"))
     return Ended(
@@ -135,7 +135,7 @@ def go(workdir: Path, since: float, sent: Signal | None = None, *, asynchronous:
 
 
 def faults(folder: Path, kills: int, terms: int, draw: random.Random) -> None:
-    """Figure faults."""
+    """Result faults."""
     whole = folder / "whole"
     go(folder / "warm", time.perf_counter())  # fills the cache of compiled programs
     ended = go(whole, time.perf_counter())
@@ -207,7 +207,7 @@ def same(workdir: Path, whole: Path) -> bool:
 
 
 def save(workdir: Path, rounds: int) -> None:
-    """Figure save. All in turn, each after a step, so that no array is on the host already, and before a step."""
+    """Result save. All in turn, each after a step, so that no array is on the host already, and before a step."""
     config = configs.load_config("configs/default.py")
     configs.override(config, [f"--config.{key}={value}" for key, value in LARGE.items()])
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
@@ -216,24 +216,24 @@ def save(workdir: Path, rounds: int) -> None:
     run = build.make_run(config, workdir, Phases())
     saver = checkpoint.Saver(workdir / "checkpoints", keep=1, keep_best=False)
     batch = run.strategy.place(run.batches.batch(0))
-    current = run.strategy.init(jax.random.key(0))
+    state = run.strategy.init(jax.random.key(0))
     calls: dict[str, list[float]] = {"save": [], "copy": [], "nothing": []}  # until it returns
     with_step: dict[str, list[float]] = {name: [] for name in calls}  # until the step after it is done
     size = 0
     for number in range(rounds + 2):
         for name in calls:
-            current, _ = run.strategy.step(current, batch)
-            jax.block_until_ready(current)
+            state, _ = run.strategy.step(state, batch)
+            jax.block_until_ready(state)
             start = time.perf_counter()
-            tree = run.strategy.to_canonical(current)
+            tree = run.strategy.to_canonical(state)
             if name == "save":
                 saver.save(tree, loop.save_info(run, int(tree["step"])))
             elif name == "copy":
                 copied = copy(tree)
                 size = sum(x.nbytes for x in jax.tree.leaves(copied))
             call = time.perf_counter() - start
-            current, _ = run.strategy.step(current, batch)
-            jax.block_until_ready(current)
+            state, _ = run.strategy.step(state, batch)
+            jax.block_until_ready(state)
             if number >= 2:
                 calls[name].append(call)
                 with_step[name].append(time.perf_counter() - start)

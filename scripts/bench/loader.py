@@ -44,10 +44,10 @@ def main() -> None:
         dataset = load(config, tasks.find_task(config).labels, Path(workdir))
     batches = Batches(dataset.train, batch_size=config.batch_size, seed=config.seed, shuffle=True)
     rates(batches, 1, 1, config.data.num_threads, config.data.prefetch)  # imports grain
-    found = rates(batches, arguments.steps, arguments.runs, config.data.num_threads, config.data.prefetch)
-    median = statistics.median(found)
+    speeds = rates(batches, arguments.steps, arguments.runs, config.data.num_threads, config.data.prefetch)
+    median = statistics.median(speeds)
     ratio = median / arguments.consumption
-    print(f"loader: {median:,.0f} examples/s (median of {len(found)} runs, {min(found):,.0f} to {max(found):,.0f})")
+    print(f"loader: {median:,.0f} examples/s (median of {len(speeds)} runs, {min(speeds):,.0f} to {max(speeds):,.0f})")
     print(f"training consumes {arguments.consumption:,.0f} examples/s: the loader gives {ratio:.1f} times that")
     sys.exit(ratio < 10)
 

@@ -1,11 +1,11 @@
 """Pipelines against one device and against the usual scan-and-mask pipeline: FLOPs, time, memory, compile time.
 
-    scripts/python scripts/bench/pipeline.py [--figures=a,b,c,d,e,f] [--stages=4,8] [--schedules=1f1b,eager_1f1b,zb_h1]
-        [--rounds=3] [--rows=4] [--config.KEY=VALUE ...]
+    scripts/python scripts/bench/pipeline.py [--results=a,b,c,d,e,f] [--stages=4,8] [--schedules=1f1b,eager_1f1b,zb_h1]
+        [--rounds=3] [--examples=4] [--config.KEY=VALUE ...]
 
-The problem: a GPT of 8 layers, hidden size 256, on random tokens; `--rows` of 128 tokens a microbatch, four
+The problem: a GPT of 8 layers, hidden size 256, on random tokens; `--examples` of 128 tokens a microbatch, four
 microbatches a stage, unless overridden. It runs on virtual CPU devices, as many as the largest of --stages; where
-there are GPUs, on those (--stages is then their number unless given). A line is what was measured, its value, its aim.
+there are GPUs, on those (--stages is then their number unless set). A line is what was measured, its value, its aim.
 
   a  FLOPs of matrix products that all devices execute, by the compiled program / the single device's, which count 4/3
      with full rematerialisation
@@ -60,18 +60,18 @@ class Options(NamedTuple):
     rounds: int
 
 
-def report(figure: str, what: str, value: float, aim: str) -> None:
+def report(result: str, what: str, value: float, aim: str) -> None:
     """Prints one line."""
-    print(f"({figure}) {what:<72} {value:7.3f}  {aim}", flush=True)
+    print(f"({result}) {what:<72} {value:7.3f}  {aim}", flush=True)
 
 
 def executed_flops(options: Options) -> None:
-    """Figure (a)."""
+    """Result (a)."""
     p, maker = options.stages[0], options.maker
     m = 4 * p
     single = maker.single(m)
     reference = executed.flops(compiled(single, FAST).text)
-    counted = 3 * flops.forward_flops(single.problem.model.apply, single.problem.model.shapes, abstract(single.rows))
+    counted = 3 * flops.forward_flops(single.problem.model.apply, single.problem.model.shapes, abstract(single.batch))
     report("a", "single device: executed / three forward passes, by the jaxpr", reference / counted, "about 1")
     for remat in REMATS:
         for schedule in SCHEDULES:
@@ -92,7 +92,7 @@ def of_switch(name: str, shares: Sequence[Sequence[float]]) -> Sequence[float] |
 
 
 def step_time(options: Options) -> None:
-    """Figure (b)."""
+    """Result (b)."""
     for p in options.stages:
         for remat in REMATS:
             maker, m = options.maker, 4 * p
@@ -103,7 +103,7 @@ def step_time(options: Options) -> None:
             pipelines = {schedule: maker.pipeline(p, schedule, remat) for schedule in options.schedules}
             cases = {**singles, **pipelines, "scan and mask": maker.scan_and_mask(p, remat)}
             contenders = {name: case.contender for name, case in cases.items()}
-            timings = race(contenders, cases["scan and mask"].rows, rounds=options.rounds, warm_up=1)
+            timings = race(contenders, cases["scan and mask"].batch, rounds=options.rounds, warm_up=1)
             losses = [timing.first_loss for timing in timings.values()]
             assert max(losses) - min(losses) <= 1e-5 * max(losses), losses  # all compute the same step
             reference = min(singles, key=lambda name: timings[name].seconds)
@@ -115,31 +115,32 @@ def step_time(options: Options) -> None:
 
 
 def parameter_bytes(options: Options) -> None:
-    """Figure (d)."""
+    """Result (d)."""
     for p in options.stages:
         makers = {
             "gpt, tied": options.maker,
             "bert, tied": options.maker.more(*BERT),
-            "resnet": Maker(tuple(RESNET), options.maker.num_rows),
+            "resnet": Maker(tuple(RESNET), options.maker.num_examples),
         }
         for name, maker in makers.items():
             case = maker.pipeline(p, "1f1b")
-            held = dict.fromkeys(range(p), 0)
+            stored = dict.fromkeys(range(p), 0)
             state = case.contender.init(jax.random.key(0))
             numbers = {device: number for number, device in enumerate(Parts(case).mesh.devices.flat)}
             for leaf in jax.tree.leaves(state.params):
                 for shard in leaf.addressable_shards:
-                    held[numbers[shard.device]] += shard.data.nbytes
+                    stored[numbers[shard.device]] += shard.data.nbytes
             stages = Parts(case).stages
             layers = [case.problem.model.layers[slice(*stages.span(device, 0))] for device in range(p)]
-            own = [sum(nbytes(layer.shapes) for layer in stage) for stage in layers]  # a tied array is in both layers
-            fullest = max(range(p), key=lambda device: (held[device], own[device]))
-            report("d", f"{name}, {p} stages: fullest device", held[fullest] / own[fullest], "at most 1.05")
-            report("d", f"{name}, {p} stages: all devices / all stages", sum(held.values()) / sum(own), "")
+            # A tied array is in both layers.
+            expected = [sum(nbytes(layer.shapes) for layer in stage) for stage in layers]
+            fullest = max(range(p), key=lambda device: (stored[device], expected[device]))
+            report("d", f"{name}, {p} stages: fullest device", stored[fullest] / expected[fullest], "at most 1.05")
+            report("d", f"{name}, {p} stages: all devices / all stages", sum(stored.values()) / sum(expected), "")
 
 
 def compile_time(options: Options) -> None:
-    """Figure (e)."""
+    """Result (e)."""
     p = options.stages[-1]
 
     def seconds(case: Case) -> float:
@@ -166,7 +167,7 @@ def compile_time(options: Options) -> None:
 
 
 def memory_growth(options: Options) -> None:
-    """Figure (c)."""
+    """Result (c)."""
     p, maker = options.stages[0], options.maker
     for remat in REMATS:
 
@@ -185,7 +186,7 @@ def memory_growth(options: Options) -> None:
 
 
 def saved(options: Options) -> None:
-    """Figure (f)."""
+    """Result (f)."""
     p, maker = options.stages[0], options.maker
     parts = Parts(maker.pipeline(p, "1f1b"))
     programs = parts.engine().programs.programs
@@ -196,7 +197,7 @@ def saved(options: Options) -> None:
     report("f", f"saved between F and B, {p} stages / temporary memory of one device", sum(of_stages) / one, aim)
 
 
-FIGURES: dict[str, Callable[[Options], None]] = {
+RESULTS: dict[str, Callable[[Options], None]] = {
     "a": executed_flops,
     "b": step_time,
     "c": memory_growth,
@@ -207,37 +208,37 @@ FIGURES: dict[str, Callable[[Options], None]] = {
 
 
 def main(arguments: list[str]) -> None:
-    """Prints the figures."""
+    """Prints the results."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--figures", default=",".join(FIGURES))
+    parser.add_argument("--results", default=",".join(RESULTS))
     parser.add_argument("--stages", default="")
     parser.add_argument("--schedules", default="1f1b,eager_1f1b,zb_h1")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=4)
-    given, overrides = parser.parse_known_args(arguments)
-    figures, stages = given.figures.split(","), [int(number) for number in (given.stages or "4,8").split(",")]
-    if unknown := set(figures) - FIGURES.keys():
-        parser.error(f"--figures has {min(unknown)!r}; there are {', '.join(FIGURES)}")
+    parser.add_argument("--examples", type=int, default=4)
+    parsed, overrides = parser.parse_known_args(arguments)
+    results, stages = parsed.results.split(","), [int(number) for number in (parsed.stages or "4,8").split(",")]
+    if unknown := set(results) - RESULTS.keys():
+        parser.error(f"--results has {min(unknown)!r}; there are {', '.join(RESULTS)}")
     config = configs.default_config()
     configs.override(config, [f"--config.mesh.virtual_cpu_devices={max(stages)}", *overrides])
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     mesh.partition_by_gspmd()
     jax.config.update("jax_enable_compilation_cache", False)
     is_gpu = jax.default_backend() == "gpu"
-    if is_gpu and not given.stages:
+    if is_gpu and not parsed.stages:
         stages = [jax.device_count()]
     print(f"{jax.device_count()} devices of kind {jax.devices()[0].device_kind}", flush=True)
-    options = Options(Maker(tuple(overrides), given.rows), stages, given.schedules.split(","), given.rounds)
-    for figure in figures:
+    options = Options(Maker(tuple(overrides), parsed.examples), stages, parsed.schedules.split(","), parsed.rounds)
+    for result in results:
         start = time.perf_counter()
-        if figure == "b" and len(stages) > 1 and not is_gpu:
+        if result == "b" and len(stages) > 1 and not is_gpu:
             # A process for each: the more devices the CPU is split into, the more a step of one of them takes.
             for p in stages:
-                command = [sys.executable, __file__, *arguments, "--figures=b", f"--stages={p}"]  # the last ones count
+                command = [sys.executable, __file__, *arguments, "--results=b", f"--stages={p}"]  # the last ones count
                 subprocess.run(command, check=True)
         else:
-            FIGURES[figure](options)
-        print(f"    ({figure}) took {time.perf_counter() - start:.0f} s", flush=True)
+            RESULTS[result](options)
+        print(f"    ({result}) took {time.perf_counter() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

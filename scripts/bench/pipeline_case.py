@@ -1,4 +1,4 @@
-"""One training step to be measured: a config and rows for it, what a pipeline makes of them, and its compiled form."""
+"""One training step to be measured: a config, a batch, what a pipeline makes of them, and its compiled form."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ class Case(NamedTuple):
     """A step of training."""
 
     config: ConfigDict
-    rows: dict[str, np.ndarray]
+    batch: dict[str, np.ndarray]
     problem: Problem
     is_masked: bool  # the scan-and-mask reference
 
@@ -58,11 +58,11 @@ class Maker(NamedTuple):
 
     Attributes:
       overrides: of the config, the user's.
-      num_rows: of a microbatch.
+      num_examples: of a microbatch.
     """
 
     overrides: tuple[str, ...]
-    num_rows: int
+    num_examples: int
 
     def more(self, *overrides: str) -> "Maker":
         """With more overrides, which yield to the user's."""
@@ -74,7 +74,7 @@ class Maker(NamedTuple):
         return self._case(m, ["--config.strategy=single", f"--config.model.scan_layers={scan}", *more])
 
     def pipeline(self, p: int, schedule: str, remat: str = "none", *, m: int = 0) -> Case:
-        """A pipeline of p devices; m: of microbatches, 4p unless given."""
+        """A pipeline of p devices; m: of microbatches, 4p unless set."""
         return self._case(m or 4 * p, self._pipeline(p, schedule, remat, m or 4 * p))
 
     def scan_and_mask(self, p: int, remat: str = "none") -> Case:
@@ -91,28 +91,28 @@ class Maker(NamedTuple):
         is_image = any(override in RESNET for override in self.overrides)
         model = [] if is_image else [f"--config.model.{key}={value}" for key, value in MODEL.items()]
         configs.override(config, ["--config.task=causal_lm", *model, *self.overrides, *overrides])
-        configs.override(config, [f"--config.batch_size={m * self.num_rows}"])
+        configs.override(config, [f"--config.batch_size={m * self.num_examples}"])
         strategies.decide(config, clusters.find_cluster())
-        info, rows = random_data(config)
-        return Case(config, rows, make_problem(config, info, rows), is_masked)
+        info, batch = random_data(config)
+        return Case(config, batch, make_problem(config, info, batch), is_masked)
 
 
 def random_data(config: ConfigDict) -> tuple[DataInfo, dict[str, np.ndarray]]:
     """A batch of random tokens or images, and what a model must know of it."""
     random, num = np.random.default_rng(0), config.batch_size
-    rows: dict[str, np.ndarray] = {"index": np.arange(num, dtype=np.int32)}
+    batch: dict[str, np.ndarray] = {"index": np.arange(num, dtype=np.int32)}
     if config.model.name == "resnet":
-        rows["inputs"] = random.integers(0, 256, (num, *IMAGE), np.uint8)
-        rows["labels"] = random.integers(0, NUM_CLASSES, num).astype(np.int32)
-        rows["weights"] = np.ones(num, np.float32)
-        return DataInfo("image", IMAGE, NUM_CLASSES, tuple(map(str, range(NUM_CLASSES))), 0, 0), rows
+        batch["inputs"] = random.integers(0, 256, (num, *IMAGE), np.uint8)
+        batch["labels"] = random.integers(0, NUM_CLASSES, num).astype(np.int32)
+        batch["weights"] = np.ones(num, np.float32)
+        return DataInfo("image", IMAGE, NUM_CLASSES, tuple(map(str, range(NUM_CLASSES))), 0, 0), batch
     length, vocab = config.model.max_length, config.model.vocab_size
-    rows["inputs"] = random.integers(0, vocab, (num, length)).astype(np.int32)
-    rows["labels"] = np.roll(rows["inputs"], -1, axis=1)
-    rows["weights"] = np.ones((num, length), np.float32)
+    batch["inputs"] = random.integers(0, vocab, (num, length)).astype(np.int32)
+    batch["labels"] = np.roll(batch["inputs"], -1, axis=1)
+    batch["weights"] = np.ones((num, length), np.float32)
     if tasks.find_task(config).labels is Labels.MASKED:
-        rows["mask"] = np.ones((num, length), bool)
-    return DataInfo("text", (length,), 0, (), vocab, 0), rows
+        batch["mask"] = np.ones((num, length), bool)
+    return DataInfo("text", (length,), 0, (), vocab, 0), batch
 
 
 def step_lowering(case: Case) -> Callable[[], jax.stages.Lowered]:
@@ -123,7 +123,7 @@ def step_lowering(case: Case) -> Callable[[], jax.stages.Lowered]:
     contender = case.contender
     jitted: Any = contender.jitted if isinstance(contender, ScanAndMask) else contender.step  # jitted on one device
     state = jax.eval_shape(contender.init, jax.random.key(0))
-    return lambda: jitted.lower(state, steps.abstract(case.rows))
+    return lambda: jitted.lower(state, steps.abstract(case.batch))
 
 
 def compiled(case: Case, options: dict[str, Any] | None = None) -> "Compiled":

@@ -33,7 +33,7 @@ def terms(parts: Parts) -> dict[str, int]:
         "stashes": engine.activation_bytes["stashes"],
         "inboxes": inboxes * engine.transfers.nbytes,
         "outputs": 2 * engine.transfers.nbytes,
-        "rows": nbytes(parts.case.rows),
+        "batch": nbytes(parts.case.batch),
         "most expensive action": max(
             _action(engine, number, phase) for number in range(numbers) for phase in range(phases)
         ),
@@ -52,11 +52,11 @@ def single_microbatch(case: Case) -> int:
     """Temporary bytes of one device's gradients of one microbatch; a gradient is output, not temporary."""
     problem = case.problem
 
-    def gradients(params: Any, rows: Any) -> Any:
+    def gradients(params: Any, batch: Any) -> Any:
         state = State(jnp.zeros((), jnp.int32), jax.random.key_data(jax.random.key(0)), params, ())
-        return steps.gradients(problem, state, rows, rows["weights"].sum())
+        return steps.gradients(problem, state, batch, batch["weights"].sum())
 
-    return _temporary(gradients, problem.model.shapes, steps.abstract(case.rows))
+    return _temporary(gradients, problem.model.shapes, steps.abstract(case.batch))
 
 
 def _temporary(function: Callable[..., Any], *arguments: Any, donated: tuple[int, ...] = ()) -> int:

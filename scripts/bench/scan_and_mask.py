@@ -72,7 +72,7 @@ def build(config: ConfigDict, problem: Problem) -> ScanAndMask:
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, NamedSharding(mesh, replicated)))
     return ScanAndMask(
         init=jax.jit(init, out_shardings=shardings),
-        place=lambda rows: jax.device_put(dict(rows), NamedSharding(mesh, replicated)),
+        place=lambda batch: jax.device_put(dict(batch), NamedSharding(mesh, replicated)),
         step=meshes.one_at_a_time(jitted, mesh),
         jitted=jitted,
     )
@@ -88,20 +88,20 @@ def _stack(model: Model, run: LayerRun, p: int, params: Params) -> dict[str, Any
 
 
 def _gradients(
-    problem: Problem, run: LayerRun, p: int, remat: str, params: dict[str, Any], rows_m: Batch, weight: jax.Array
+    problem: Problem, run: LayerRun, p: int, remat: str, params: dict[str, Any], batch_m: Batch, weight: jax.Array
 ) -> tuple[dict[str, Any], Sums]:
     """A device's part: gradients of its stage, and of the outer layers; the sums of all."""
     model, stage, per_stage = problem.model, jax.lax.axis_index(STAGE), (run.stop - run.start) // p
-    m = rows_m["index"].shape[0]
+    m = batch_m["index"].shape[0]
     blocks = jax.tree.map(lambda leaf: leaf[0], params["blocks"])
     # The device's share of the work outside of the loop: m / p microbatches, as one batch.
-    share = {name: jax.lax.dynamic_slice_in_dim(x, stage * (m // p), m // p) for name, x in rows_m.items()}
+    share = {name: jax.lax.dynamic_slice_in_dim(x, stage * (m // p), m // p) for name, x in batch_m.items()}
     share = {name: x.reshape(-1, *x.shape[2:]) for name, x in share.items()}
 
-    def compute(blocks: Any, x_BTD: jax.Array, rows: Batch) -> jax.Array:
+    def compute(blocks: Any, x_BTD: jax.Array, batch: Batch) -> jax.Array:
         names = [layer.name for layer in model.layers[run.start : run.start + per_stage]]
         weights = {name: jax.tree.map(lambda leaf, i=i: leaf[i], blocks) for i, name in enumerate(names)}
-        return model.apply_layers(weights, x_BTD, rows, None, run.start, run.start + per_stage, scan=False)
+        return model.apply_layers(weights, x_BTD, batch, None, run.start, run.start + per_stage, scan=False)
 
     if remat == "full":
         compute = jax.checkpoint(compute, prevent_cse=False)
@@ -114,7 +114,7 @@ def _gradients(
             number, fresh_BTD = now
             mine = jnp.clip(number - stage, 0, m - 1)  # outside of the range: computed all the same, and not used
             x_BTD = jnp.where(stage == 0, fresh_BTD, received_BTD)
-            y_BTD = compute(blocks, x_BTD, {name: x[mine] for name, x in rows_m.items()})
+            y_BTD = compute(blocks, x_BTD, {name: x[mine] for name, x in batch_m.items()})
             return jax.lax.ppermute(y_BTD, STAGE, [(i, (i + 1) % p) for i in range(p)]), y_BTD
 
         fresh_tBTD = jnp.concatenate([x_mBTD, jnp.zeros_like(x_mBTD[: p - 1])])

@@ -23,7 +23,7 @@ class Contender(Protocol):
 
     @property
     def place(self) -> Callable[[Mapping[str, np.ndarray]], Any]:
-        """Rows -> batch on devices."""
+        """Batch -> batch on devices."""
 
     @property
     def step(self) -> Callable[[Any, Any], tuple[Any, Metrics]]:
@@ -44,39 +44,39 @@ def arguments_of(arguments: list[str]) -> tuple[str, list[str]]:
     return name, [a for a in arguments if not a.startswith("--config=")]
 
 
-def make_problem(config: ConfigDict, info: data.DataInfo, rows: Mapping[str, np.ndarray]) -> Problem:
+def make_problem(config: ConfigDict, info: data.DataInfo, batch: Mapping[str, np.ndarray]) -> Problem:
     """The problem of a config, at a constant learning rate."""
     transform = optimizer.make_optimizer(config, lambda _step: 1e-3)
-    model, batch = models.build(config, info), abstract(dict(rows))
-    return Problem(model, transform, config.optimizer.accumulation_steps, batch, 1000, tasks.find_task(config))
+    model, shapes = models.build(config, info), abstract(dict(batch))
+    return Problem(model, transform, config.optimizer.accumulation_steps, shapes, 1000, tasks.find_task(config))
 
 
 def measure(
-    configs: Mapping[str, ConfigDict], info: data.DataInfo, rows: Mapping[str, np.ndarray], *, rounds: int
+    configs: Mapping[str, ConfigDict], info: data.DataInfo, batch: Mapping[str, np.ndarray], *, rounds: int
 ) -> dict[str, Timing]:
-    """Times a step of each config on the same rows, in turn."""
-    contenders = {name: strategies.make(config, make_problem(config, info, rows)) for name, config in configs.items()}
-    return race(contenders, rows, rounds=rounds)
+    """Times a step of each config on the same batch, in turn."""
+    contenders = {name: strategies.make(config, make_problem(config, info, batch)) for name, config in configs.items()}
+    return race(contenders, batch, rounds=rounds)
 
 
 def race(
-    contenders: Mapping[str, Contender], rows: Mapping[str, np.ndarray], *, rounds: int, warm_up: int = 2
+    contenders: Mapping[str, Contender], batch: Mapping[str, np.ndarray], *, rounds: int, warm_up: int = 2
 ) -> dict[str, Timing]:
-    """Times a step of each on the same rows, in turn, so that a slow moment of the machine hits all of them.
+    """Times a step of each on the same batch, in turn, so that a slow moment of the machine hits all of them.
 
-    The rows lie on the devices already. The first `warm_up` rounds, the first of which compiles, do not count.
+    The batch lies on the devices already. The first `warm_up` rounds, the first of which compiles, do not count.
     """
     running: dict[str, list[Any]] = {
-        name: [contender, contender.init(jax.random.key(0)), contender.place(rows)]
+        name: [contender, contender.init(jax.random.key(0)), contender.place(batch)]
         for name, contender in contenders.items()
     }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     losses: dict[str, float] = {}
     for number in range(rounds + warm_up):
         for name, item in running.items():
-            contender, state, batch = item
+            contender, state, placed = item
             start, cpu_start = time.perf_counter(), time.process_time()
-            item[1], metrics = contender.step(state, batch)
+            item[1], metrics = contender.step(state, placed)
             jax.block_until_ready((item[1], metrics))
             if number >= warm_up:
                 times[name].append((time.perf_counter() - start, time.process_time() - cpu_start))
