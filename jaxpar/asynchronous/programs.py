@@ -131,27 +131,33 @@ def arrive(
     if not (is_first and is_last):  # what is not finite, be it the loss alone, spoils the update that it is a part of
         grads = jax.tree.map(lambda g: jnp.where(arrived, g, jnp.nan), grads)
     grads = grads if is_first else jax.tree.map(jnp.add, server.waiting, grads)
+    server = server._replace(mitigations=(before, after), totals=server.totals._replace(sums=total))
     if not is_last:
-        return params, server._replace(
-            waiting=grads,
-            mitigations=(before, after),
-            totals=server.totals._replace(sums=total, finite=server.totals.finite & arrived),
-        )
+        finite = server.totals.finite & arrived
+        return params, server._replace(waiting=grads, totals=server.totals._replace(finite=finite))
     if not is_first:  # a division by 1 would not change a number, but how XLA rounds those after it
         grads = jax.tree.map(lambda x: x / at.size, grads)
-    grad_norm = optax.tree.norm(grads)
+    return _update(problem, mitigations, params, server, grads, sums, at)
+
+
+def _update(
+    problem: Problem, mitigations: Mitigations, params: Params, server: Server, grads: Params, sums: Sums, at: Arrival
+) -> tuple[Params, Server]:
+    """Update the weights by the gradient of a whole update, of which `sums` and `at` are the last gradient's."""
+    before, after = server.mitigations
+    totals, grad_norm = server.totals, optax.tree.norm(grads)
     optimizer = at_step(server.optimizer, at.step)
     updates, optimizer = problem.optimizer.update(grads, optimizer, params, grad_norm=grad_norm)
     finite = steps.is_finite(grad_norm, sums)
     updates, remembered = mitigations.updates.update(updates, after, params, staleness=at.mean_staleness)
     after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), remembered, after)
     state = State(at.step, jnp.zeros(()), params, server.optimizer)
-    state, metrics = steps.apply(state, updates, optimizer, Metrics(total, grad_norm, finite))
+    state, metrics = steps.apply(state, updates, optimizer, Metrics(totals.sums, grad_norm, finite))
     totals = Totals(
-        total,
-        server.totals.square + jnp.where(metrics.finite, grad_norm, 0) ** 2,
-        server.totals.num_updates + 1,
-        server.totals.finite & metrics.finite,
+        totals.sums,
+        totals.square + jnp.where(metrics.finite, grad_norm, 0) ** 2,
+        totals.num_updates + 1,
+        totals.finite & metrics.finite,
     )
     waiting = jax.tree.map(jnp.zeros_like, server.waiting)
     return state.params, Server(state.optimizer, waiting, (before, after), totals)

@@ -6,8 +6,8 @@ scripts/python scripts/bench/exchanges.py [--results=bytes,memory,ring,compress,
 bytes     sent by a device in a step, by the compiled program / in theory, and / ddp's in theory
 memory    parameters and optimizer state on the fullest device, in the compiled program / their formula
 ring      time of the ring written out, of XLA's all-reduce, and of a copy, of 25 MiB / the all-reduce's
-compress   time to encode and decode 25 MiB / to copy it
-steps      time of a step / of ddp's, on the same batch and cores; and of the ways to run ddp
+compress  time to encode and decode 25 MiB / to copy it
+steps     time of a step / of ddp's, on the same batch and cores; and of the ways to run ddp
 """
 
 import argparse

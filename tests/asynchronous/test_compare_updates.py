@@ -36,7 +36,7 @@ def compare(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_straggler_takes_sync_to_its_own_pace(
+def test_a_straggler_slows_sync_to_its_pace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     compare(monkeypatch, f"--workdir={tmp_path}", "--cases=async+dc_asgd", "--workers=4", "--config.num_steps=16")

@@ -182,7 +182,7 @@ def test_workers_whose_weights_are_averaged_meanwhile(rule: str) -> None:
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("settings", [("policy=async",), ("policy=ssp",), ("policy=softsync",), ("policy=sync",)])
-def test_versions_that_are_kept(settings: tuple[str, ...], devices: int) -> None:
+def test_versions_that_are_stashed(settings: tuple[str, ...], devices: int) -> None:
     """As many as are counted here, row by row: those that a later gradient of the device is of."""
     config = make_config(TASKS["sgd"], *asynchronous(*settings, *RANDOM, devices=devices, workers=6))
     table = table_of(config, 30)

@@ -53,10 +53,10 @@ def replayed(name: str, path: Path) -> dict[str, np.ndarray]:
 
 
 def written(strategy: Strategy[Any], state: Any, folder: Path) -> tuple[Path, UpdateTable]:
-    figures = strategy.report(state, folder)
+    reported = strategy.report(state, folder)
     made = table.read_updates(folder / "updates.csv")
-    assert figures["updates"] == made.num_updates == len(made.worker)
-    assert figures["staleness_max"] == made.staleness.max()
+    assert reported["updates"] == made.num_updates == len(made.worker)
+    assert reported["staleness_max"] == made.staleness.max()
     return folder / "updates.csv", made
 
 
@@ -163,14 +163,14 @@ def test_a_worker_that_hangs_stops_nobody(tmp_path: Path, monkeypatch: pytest.Mo
     assert made.staleness[first] >= 4 * (NUM_STEPS - 1) - 4 - 3
 
 
-def test_every_gradient_is_in_the_figures_of_a_step() -> None:
+def test_every_gradient_is_in_the_metrics_of_a_step() -> None:
     """Those that come late in the next one's, those of the last step in that step."""
     strategy = begin("two devices", "mode=live")
     _, weights = go_on(strategy, strategy.from_canonical(start(MLP)), MLP, 0, NUM_STEPS)
     assert sum(weights) == pytest.approx(sum(make_batch(MLP, step)["weights"].sum() for step in range(NUM_STEPS)))
 
 
-def test_a_server_with_a_device_of_its_own(tmp_path: Path) -> None:
+def test_a_server_with_a_separate_device(tmp_path: Path) -> None:
     strategy = make(MLP, *asynchronous("mode=live", "mitigations=adaptive_dc_asgd", workers=2, devices=3))
     state, _ = go_on(strategy, strategy.from_canonical(start(MLP)), MLP, 0, NUM_STEPS)
     tree = strategy.to_canonical(state)

@@ -54,7 +54,7 @@ def assert_equal(a: UpdateTable, b: UpdateTable) -> None:
         assert x.tobytes() == y.tobytes(), column
 
 
-def test_what_a_table_says() -> None:
+def test_properties_of_a_table() -> None:
     table = table_of(ROWS)
     validate(table)
     assert table.num_updates == 3
@@ -152,7 +152,7 @@ def is_valid(table: UpdateTable) -> bool:
     return True
 
 
-def test_random_changes_are_refused_exactly_where_the_rules_say() -> None:
+def test_random_changes_are_refused_exactly_where_a_rule_is_broken() -> None:
     rng = random.Random(0)
     tables = [simulate(policy, num_workers=3, num_gradients=9, bound=1, groups=1, delays=RANDOM) for policy in POLICIES]
     verdicts: Counter[bool] = Counter()

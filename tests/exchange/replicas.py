@@ -36,7 +36,7 @@ def train(n: int, exchange: Exchange, params: Tree, grads: Any, after: Callable[
       exchange: around an optimizer.
       params: where all replicas begin.
       grads: of all steps [N, S, ...].
-      after: of the parameters that the replica holds: what is kept of each step.
+      after: of the parameters that the replica holds: what is recorded of each step.
 
     Returns:
       After each step [N, S, ...], updates [N, S, ...], norms [N, S], last state [N, ...].
@@ -50,8 +50,8 @@ def train(n: int, exchange: Exchange, params: Tree, grads: Any, after: Callable[
             params = optax.apply_updates(params, made.updates)
             return (params, made.state), (after(params), made.updates, made.grad_norm)
 
-        (_, state), (kept, updates, norms) = jax.lax.scan(step, (params, exchange.init(params)), grads)
-        return kept, updates, norms, state
+        (_, state), (recorded, updates, norms) = jax.lax.scan(step, (params, exchange.init(params)), grads)
+        return recorded, updates, norms, state
 
     return on_replicas(n, replica, repeated(n, params), grads)
 

@@ -98,7 +98,7 @@ def test_updates_of_unlike_lengths(ratio: float) -> None:
     np.testing.assert_allclose(updates(2, {"a": rows})["a"], pair(*rows.astype(np.float64)), 1e-4, 1e-4)
 
 
-def test_each_replica_has_its_own_optimizer() -> None:
+def test_each_replica_has_a_local_optimizer() -> None:
     """The combination is of updates: of the sign of each gradient here, not of its size."""
     rng = np.random.default_rng(0)
     grads = {"a": rng.normal(size=(4, 3, 6)).astype(np.float32)}

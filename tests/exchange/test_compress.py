@@ -86,13 +86,13 @@ def test_compressors_lose_what_numpys_lose(name: str, vector: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["min_max_uint8", "onebit mean 0", "onebit l2 8", "dithering"])
-def test_huge_constants_are_kept(name: str) -> None:
+def test_huge_constants_are_preserved(name: str) -> None:
     x = np.full(LENGTH, 1e30, np.float32)
     np.testing.assert_allclose(sent(name, x)[1], x, 1e-6)
 
 
 @pytest.mark.parametrize("name", ["onebit mean 0", "onebit l2 8", "dithering"])
-def test_the_largest_floats_are_kept_in_order(name: str) -> None:
+def test_the_largest_floats_stay_in_order(name: str) -> None:
     x = np.float32(3e38) * np.sign(RANDOM)
     got = sent(name, x)[1]
     assert np.all(np.isfinite(got))

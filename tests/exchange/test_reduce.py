@@ -115,7 +115,7 @@ def assert_traffic(got: list[Traffic], dtype: Any, expected: list[tuple[str, flo
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
-def test_rings_send_what_traffic_says(n: int) -> None:
+def test_rings_send_the_traffic_they_state(n: int) -> None:
     program = str(
         jax.make_jaxpr(lambda x: reduce.ring(axis(n)).mean(x, ())[0], axis_env=[("data", n)])(jnp.zeros(LENGTH))
     )

@@ -128,7 +128,7 @@ def test_traffic_is_payloads_of_shards(n: int) -> None:
 
 
 @pytest.mark.parametrize("compressor", [randomk(0.5), dithering(3)])
-def test_vectors_of_one_length_draw_numbers_of_their_own(compressor: Compressor) -> None:
+def test_vectors_of_one_length_draw_different_numbers(compressor: Compressor) -> None:
     """And others with another seed."""
     tree = {"a": jnp.arange(1.0, 65.0), "b": jnp.arange(1.0, 65.0)}
 

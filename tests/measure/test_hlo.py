@@ -88,7 +88,7 @@ def test_a_conditional_in_a_loop() -> None:
     assert compiled(function, X, INDEX).total(dots, lambda _source: (0.25, 0.75))["dots"] == pytest.approx(4 * 1.75)
 
 
-def test_conditionals_in_a_conditional_have_shares_of_their_own() -> None:
+def test_conditionals_in_a_conditional_have_separate_shares() -> None:
     def function(x: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
         with jax.named_scope("outer"):
             return lax.cond(i > 0, lambda: pick("inner", (1, 4), x, j), lambda: products(2, x))

@@ -27,7 +27,7 @@ ZB_H1 = ["--schedule=zb_h1", "--num_stages=8", "--num_microbatches=24", "--forwa
 ZB_H1 += ["--weight=9.337", "--communication=0.601"]
 
 
-def test_simulate_prints_a_figure_a_line() -> None:
+def test_simulate_prints_a_result_a_line() -> None:
     process = run("simulate.py", *ZB_H1)
     assert process.returncode == 0, process.stderr
     assert not process.stderr, process.stderr
@@ -139,7 +139,7 @@ SIZES = ["--num_stages=4", "--num_microbatches=6"]
         ("draw.py", ["--schedule=gpipe", *SIZES, "--out=none/x.svg"], "--out is none/x.svg: No such file or directory"),
     ],
 )
-def test_a_mistake_is_told_in_one_line(script: str, flags: list[str], message: str) -> None:
+def test_a_mistake_is_reported_in_one_line(script: str, flags: list[str], message: str) -> None:
     process = run(script, *flags)
     assert process.returncode == 2
     assert process.stdout == ""
@@ -147,7 +147,7 @@ def test_a_mistake_is_told_in_one_line(script: str, flags: list[str], message: s
     assert process.stderr.count("\n") == 1, process.stderr
 
 
-def test_sizes_of_a_file_are_its_own(tmp_path: Path) -> None:
+def test_sizes_are_those_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text("clock,device,kind,microbatch,chunk\n0,0,F,0,0\n0,0,BW,0,0\n")
     assert (

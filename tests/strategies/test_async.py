@@ -253,19 +253,19 @@ def test_its_table_is_that_of_the_steps_that_it_made(tmp_path: Path) -> None:
     state = second.from_canonical(tree, private)
     for step in range(6, NUM_STEPS):
         state, _ = second.step(state, second.place(make_batch(MLP, step)))
-    figures = second.report(state, tmp_path)
+    reported = second.report(state, tmp_path)
     whole, part = table_of(make_config(MLP, *overrides)), table.read_updates(tmp_path / "updates.csv")
     rows = whole.step >= 5
     np.testing.assert_array_equal(part.step, whole.step[rows])
     np.testing.assert_array_equal(part.worker, whole.worker[rows])
     assert part.update[0] == 0
-    assert part.num_updates == figures["updates"] == whole.num_updates - whole.update[rows][0]
+    assert part.num_updates == reported["updates"] == whole.num_updates - whole.update[rows][0]
     late = whole.read[rows] >= whole.update[rows][0]  # of weights that it made
     np.testing.assert_array_equal(part.staleness[late], whole.staleness[rows][late])
     assert np.all(part.staleness <= whole.staleness[rows])
     assert np.all(part.read[~late] == 0)
     assert not late.all()
-    assert figures["table_seconds"] == pytest.approx(whole.finish[-1] - whole.finish[~rows][-1])
+    assert reported["table_seconds"] == pytest.approx(whole.finish[-1] - whole.finish[~rows][-1])
 
 
 @pytest.mark.parametrize("mode", ["emulated", "live"])

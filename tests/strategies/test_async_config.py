@@ -126,7 +126,7 @@ OTHERS = ("optimizer.", "exchange", "mesh.")
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_told_in_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_reported_in_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings, messages = MISTAKES[name]
     keys = [key if key.startswith(OTHERS) else f"asynchronous.{key}" for key in settings]
     arguments = ["--config.strategy=async_data_parallel", *(f"--config.{key}" for key in keys)]

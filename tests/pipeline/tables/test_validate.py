@@ -212,7 +212,7 @@ def is_valid(table: Table) -> bool:
     return not any(a[:2] == b[:2] and a[2] < b[3] and b[2] < a[3] for a, b in itertools.combinations(uses, 2))
 
 
-def test_random_changes_are_refused_exactly_where_the_rules_say() -> None:
+def test_random_changes_are_refused_exactly_where_a_rule_is_broken() -> None:
     rng = random.Random(0)
     tables = [F1B, H1, V, EAGER, SPLIT, make("interleaved_1f1b", 2, 4, 2), make("gpipe", 2, 3)]
     verdicts: Counter[bool] = Counter()
