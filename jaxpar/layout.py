@@ -5,26 +5,28 @@ device sees of a global one inside `shard_map`. A leaf is replicated over every 
 
     replicated              P()              canonical = global = local
     split over an axis      P(.., axis)      global is padded along the dim, local is one of its shards
-    differing over an axis  P(axis)          global has a leading dim of the replicas; canonical is their mean
+    differing over axes     P(axis, ..)      global has a leading dim for each axis; canonical is the mean over one axis
+    copied over an axis     P(axis)          likewise, where all are equal, as pmap has them; canonical is any of them
     held by some devices                     of an axis: the stages of a pipeline, or a master device
 
 What the stages of a pipeline hold differs in shape, so it is packed besides (jaxpar/pipeline/executor/packing.py);
 which leaves a device packs is said here.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+import math
+from collections.abc import Callable, Mapping
+from functools import cached_property, reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import DictKey, keystr
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 Tree = Any  # a pytree of arrays, or of their shapes
 
-REPLICATED, PER_REPLICA, SHARDED = "replicated", "per replica", "sharded"
+REPLICATED, PER_REPLICA, SHARDED, HELD = "replicated", "per replica", "sharded", "on some devices"
+KINDS = (HELD, SHARDED, PER_REPLICA, REPLICATED)
 
 
 class DimSplit(NamedTuple):
@@ -45,34 +47,61 @@ class LeafLayout(NamedTuple):
     """Where one array lives.
 
     Attributes:
-      shape: of the canonical array.
+      shape: of the canonical array; of one that has no canonical form: of what a device has.
       dtype: of the array.
       split: the dim that is divided; None: none.
-      differs_over: the axis on which every replica has an array of its own; empty: none.
+      leading: the axes on which every device has an array of its own, in the order of the global array's leading dims.
+      are_copies: those arrays are equal.
       holders: the devices that hold it; None: all.
+      on_host: between steps it is in the host's memory.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     split: DimSplit | None = None
-    differs_over: str = ""
+    leading: tuple[str, ...] = ()
+    are_copies: bool = False
     holders: Holders | None = None
+    on_host: bool = False
+
+    def local_shape(self, axes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape of what a device has, without leading dims."""
+        return shard_shape(self.shape, axes[self.split.axis], self.split.dim) if self.split else self.shape
+
+    def global_shape(self, axes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape of the global array."""
+        leading, local = tuple(axes[axis] for axis in self.leading), self.local_shape(axes)
+        if self.split is None:
+            return (*leading, *local)
+        return tuple(size * axes[self.split.axis] if i == self.split.dim else size for i, size in enumerate(local))
 
     def nbytes_on(self, axes: Mapping[str, int], number: Mapping[str, int]) -> int:
         """Return the bytes on the device of this number on each axis."""
         if self.holders and number[self.holders.axis] not in self.holders.numbers:
             return 0
-        shape = shard_shape(self.shape, axes[self.split.axis], self.split.dim) if self.split else self.shape
-        return int(np.prod(shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+        return math.prod(self.local_shape(axes)) * np.dtype(self.dtype).itemsize
+
+    @property
+    def kind(self) -> str:
+        """Where it lives, in a word."""
+        if self.holders:
+            return HELD
+        return SHARDED if self.split else PER_REPLICA if self.leading and not self.are_copies else REPLICATED
 
     @property
     def spec(self) -> PartitionSpec:
         """The spec of the global array."""
-        if self.differs_over:
-            return PartitionSpec(self.differs_over)
         if self.split:
             return PartitionSpec(*[None] * self.split.dim, self.split.axis)
-        return PartitionSpec()
+        return PartitionSpec(*self.leading)
+
+    def sharding(self, mesh: Mesh) -> Sharding:
+        """Return the sharding of the global array; what one device holds is an array on that alone."""
+        if self.holders is None:
+            return NamedSharding(mesh, self.spec)
+        [number] = self.holders.numbers
+        [device] = np.take(mesh.devices, [number], mesh.axis_names.index(self.holders.axis)).flat
+        return SingleDeviceSharding(device)
 
 
 class Layout:
@@ -83,66 +112,95 @@ class Layout:
       leaves: a tree of LeafLayout, of the canonical tree's structure.
     """
 
-    def __init__(self, axes: Mapping[str, int], leaves: Any):
+    def __init__(self, axes: Mapping[str, int], leaves: Tree):
         self.axes, self.leaves = dict(axes), leaves
 
     @cached_property
     def kind(self) -> str:
-        """The layout of the whole in a word: replicated, per replica, or sharded."""
-        kinds = {SHARDED if leaf.split else PER_REPLICA if leaf.differs_over else REPLICATED for leaf in self._flat}
-        return SHARDED if SHARDED in kinds else PER_REPLICA if PER_REPLICA in kinds else REPLICATED
+        """The layout of the whole in a word: of its leaves' kinds, the one that comes first in KINDS."""
+        return min((leaf.kind for leaf in self._flat), key=KINDS.index, default=REPLICATED)
 
     @cached_property
     def _flat(self) -> list[LeafLayout]:
         return jax.tree.leaves(self.leaves, is_leaf=_is_layout)
 
-    def _map(self, function: Callable[..., Any], *trees: Any) -> Any:
+    def _map(self, function: Callable[..., Any], *trees: Tree) -> Tree:
         return jax.tree.map(function, self.leaves, *trees, is_leaf=_is_layout)
 
     @property
-    def specs(self) -> Any:
+    def specs(self) -> Tree:
         """A tree of the specs of the global arrays."""
         return self._map(lambda leaf: leaf.spec)
 
-    def shardings(self, mesh: Mesh) -> Any:
-        """Return a tree of the shardings of the global arrays."""
-        return self._map(lambda leaf: NamedSharding(mesh, leaf.spec))
+    def shardings(self, mesh: Mesh, *, in_step: bool = False) -> Tree:
+        """Return a tree of the shardings of the global arrays. in_step: with what is on the host on its device."""
+
+        def sharding(leaf: LeafLayout) -> Sharding:
+            made = leaf.sharding(mesh)
+            return made.with_memory_kind("pinned_host") if leaf.on_host and not in_step else made
+
+        return self._map(sharding)
 
     @property
-    def shapes(self) -> Any:
+    def shapes(self) -> Tree:
         """A tree of the shapes and dtypes of the global arrays."""
-        return self._map(lambda leaf: jax.eval_shape(lambda: self._to_global(leaf, jnp.zeros(leaf.shape, leaf.dtype))))
+        return self._map(lambda leaf: jax.ShapeDtypeStruct(leaf.global_shape(self.axes), leaf.dtype))
 
-    def local(self, tree: Any) -> Any:
+    @property
+    def local_shapes(self) -> Tree:
+        """A tree of the shapes and dtypes of what a device has, without leading dims."""
+        return self._map(lambda leaf: jax.ShapeDtypeStruct(leaf.local_shape(self.axes), leaf.dtype))
+
+    def abstract(self, mesh: Mesh) -> Tree:
+        """Return a tree of the global arrays in shapes, dtypes and shardings."""
+
+        def made(leaf: LeafLayout, sharding: Sharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.global_shape(self.axes), leaf.dtype, sharding=sharding)
+
+        return self._map(made, self.shardings(mesh))
+
+    @property
+    def is_canonical(self) -> bool:
+        """Whether global arrays are canonical ones as they are."""
+        return not any(leaf.leading or leaf.split for leaf in self._flat)
+
+    def on_host(self) -> "Layout":
+        """Return the same layout of arrays that are in the host's memory between steps."""
+        return Layout(self.axes, self._map(lambda leaf: leaf._replace(on_host=True)))
+
+    def local(self, tree: Tree) -> Tree:
         """Return what a device sees of a global tree inside `shard_map`, without leading dims."""
-        return self._map(lambda leaf, x: x[0] if leaf.differs_over else x, tree)
+        return self._map(lambda leaf, x: reduce(lambda part, _: part[0], leaf.leading, x), tree)
 
-    def out(self, tree: Any) -> Any:
+    def out(self, tree: Tree) -> Tree:
         """Return what a device gives `shard_map` of a local tree: the reverse of `local`."""
-        return self._map(lambda leaf, x: x[None] if leaf.differs_over else x, tree)
+        return self._map(lambda leaf, x: reduce(lambda part, _: part[None], leaf.leading, x), tree)
 
-    def to_global(self, tree: Any, numpy: Any = jnp) -> Any:
+    def to_global(self, tree: Tree, numpy: Any = jnp) -> Tree:
         """Return the global form of a canonical tree. numpy: np on the host, jnp where it is to be jitted."""
-        return self._map(lambda leaf, x: self._to_global(leaf, x, numpy), tree)
 
-    def _to_global(self, leaf: LeafLayout, x: Any, numpy: Any = jnp) -> Any:
-        if leaf.differs_over:
-            return numpy.broadcast_to(x, (self.axes[leaf.differs_over], *x.shape))
-        return pad(x, self.axes[leaf.split.axis], numpy, leaf.split.dim) if leaf.split else x
+        def made(leaf: LeafLayout, x: Any) -> Any:
+            if leaf.leading:
+                return numpy.broadcast_to(x, leaf.global_shape(self.axes))
+            return pad(x, self.axes[leaf.split.axis], numpy, leaf.split.dim) if leaf.split else x
 
-    def to_canonical(self, tree: Any) -> Any:
+        return self._map(made, tree)
+
+    def to_canonical(self, tree: Tree) -> Tree:
         """Return the canonical form of a global tree; of floats that differ between replicas, the mean. Jittable."""
 
         def canonical(leaf: LeafLayout, x: Any) -> Any:
-            if leaf.differs_over:
-                return jnp.mean(x, axis=0) if jnp.issubdtype(x.dtype, jnp.floating) else x[0]
+            if leaf.leading:
+                is_mean = jnp.issubdtype(x.dtype, jnp.floating) and not leaf.are_copies
+                return jnp.mean(x, axis=0) if is_mean else x[0]
             return unpad(x, leaf.shape) if leaf.split else x
 
         return self._map(canonical, tree)
 
     def nbytes_on(self, **number: int) -> int:
         """Return the bytes on the device of this number on each axis (0 where it is not given)."""
-        return sum(leaf.nbytes_on(self.axes, {**dict.fromkeys(self.axes, 0), **number}) for leaf in self._flat)
+        where = {**dict.fromkeys(self.axes, 0), **number}
+        return sum(leaf.nbytes_on(self.axes, where) for leaf in self._flat)
 
     def held_by(self, axis: str, number: int) -> list[int]:
         """Return the numbers of the leaves, in the tree's order, that a device of the axis holds."""
@@ -152,6 +210,12 @@ class Layout:
         """Return the number, on the axis of its holders, of the device that owns a leaf; 0 where all hold it."""
         holders = self._flat[leaf].holders
         return holders.numbers[0] if holders else 0
+
+
+def join(layouts: Tree) -> Layout:
+    """Return the layout of a tree of trees, from a tree that has the layout of each in its place."""
+    first, *_ = jax.tree.leaves(layouts)  # a Layout is a leaf
+    return Layout(first.axes, jax.tree.map(lambda one: one.leaves, layouts))
 
 
 def _is_layout(node: Any) -> bool:
@@ -170,9 +234,23 @@ def replicated(axes: Mapping[str, int], like: Any) -> Layout:
     return Layout(axes, jax.tree.map(lambda x: LeafLayout(x.shape, x.dtype), like))
 
 
-def per_replica(axes: Mapping[str, int], like: Any, axis: str) -> Layout:
-    """Return the layout in which every replica on `axis` has a tree of its own."""
-    return Layout(axes, jax.tree.map(lambda x: LeafLayout(x.shape, x.dtype, differs_over=axis), like))
+def per_replica(axes: Mapping[str, int], like: Tree, *over: str, are_copies: bool = False) -> Layout:
+    """Return the layout in which every device on the axes `over` has a tree of its own. are_copies: they are equal."""
+    return Layout(axes, jax.tree.map(lambda x: LeafLayout(x.shape, x.dtype, leading=over, are_copies=are_copies), like))
+
+
+def made_by_replicas(axes: Mapping[str, int], make: Callable[[], Tree], axis: str, *outer: str) -> Layout:
+    """Return the layout of what each device on the axes makes: `outer`, then `axis`.
+
+    Args:
+      axes: size of each mesh axis.
+      make: returns the tree, inside `shard_map`, where it may ask for its number on `axis`.
+      axis: of the replicas.
+      outer: axes of the leading dims before that of `axis`.
+    """
+    made = jax.eval_shape(lambda: jax.vmap(lambda _: make(), axis_name=axis)(jnp.zeros(axes[axis])))
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), made)
+    return per_replica(axes, like, *outer, axis)
 
 
 def sharded(axes: Mapping[str, int], like: Any, axis: str) -> Layout:
@@ -195,52 +273,7 @@ def by_kind(kind: str, axes: Mapping[str, int], like: Any, axis: str) -> Layout:
     """Return the layout of a kind: REPLICATED, or PER_REPLICA or SHARDED over `axis`."""
     if kind == REPLICATED:
         return replicated(axes, like)
-    return {PER_REPLICA: per_replica, SHARDED: sharded}[kind](axes, like, axis)
-
-
-# ---- leaves that belong to layers ---------------------------------------------------------------
-
-
-class Address(NamedTuple):
-    """A leaf of a tree that has parameters, or arrays made for them, in it.
-
-    Attributes:
-      layer: that the leaf belongs to; None where it belongs to none, such as a counter of steps.
-      path: of the leaf, with the layer left open; it is the same for the same array of equal layers.
-    """
-
-    layer: str | None
-    path: str
-
-
-MARK = "\0"  # before the name of a layer: no key of an optimizer begins so, and layers sort as without it
-
-
-def addresses(function: Callable[[Any], Any], params: Mapping[str, Any]) -> list[Address]:
-    """Return the addresses of the leaves of function(params), in its tree's order.
-
-    The keys of the layers are marked before the function is traced, so an optimizer may put parameters anywhere in its
-    state, and have dicts with keys of its own, such as the labels of a partitioned one.
-
-    Args:
-      function: such as an optimizer's init; it computes each array of a layer from that layer's alone.
-      params: {layer: ..}, abstract.
-    """
-    marked = {MARK + name: tree for name, tree in params.items()}
-    made = jax.eval_shape(function, marked)
-    return [_address(path) for path, _ in jax.tree_util.tree_leaves_with_path(made)]
-
-
-def layer_name(key: str) -> str:
-    """Return the name of a layer from its key in parameters, which `addresses` may have marked."""
-    return key.removeprefix(MARK)
-
-
-def _address(path: Sequence[Any]) -> Address:
-    for place, part in enumerate(path):
-        if isinstance(part, DictKey) and str(part.key).startswith(MARK):
-            return Address(layer_name(part.key), f"{keystr(tuple(path[:place]))}[]{keystr(tuple(path[place + 1 :]))}")
-    return Address(None, keystr(tuple(path)))
+    return per_replica(axes, like, axis) if kind == PER_REPLICA else sharded(axes, like, axis)
 
 
 # ---- shards -------------------------------------------------------------------------------------

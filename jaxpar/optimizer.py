@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 from ml_collections import ConfigDict
 
+from jaxpar.addresses import layer_name
 from jaxpar.errors import Refusals, UserError, accepted, refuse_choice
-from jaxpar.layout import layer_name
 
 LearningRateSchedule = Callable[[Any], Any]  # step -> learning rate
 

@@ -69,7 +69,7 @@ class Plan(Generic[Details]):
       strategy: its name in STRATEGIES.
       decision: mesh axes, and what a batch divides into.
       summary: what is where, in one line.
-      layouts: of the parts of the state: params, optimizer, private.
+      layouts: of the parts of the state: step, key, params, optimizer, and what else the strategy has.
       details: what else the strategy's `build` needs, of a type of the strategy: a pipeline's has its table.
       memory: of each device, by number: bytes by what they are for; parts of the state, and ACTIVATIONS.
       traffic: what a device sends in a step, in theory, except scalars such as the loss.

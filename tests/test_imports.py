@@ -10,7 +10,7 @@ ROOT = Path(jaxpar.__file__).parent
 # Each may import those before it. A file at the top of jaxpar stands for itself, a folder for all in it.
 ORDER = [
     *("errors", "files", "config"),  # what the user wrote
-    *("measure", "cluster", "mesh", "layout", "plan"),  # what is known without devices
+    *("measure", "cluster", "mesh", "layout", "addresses", "plan"),  # what is known without devices
     *("launch", "exchange", "data"),
     *("tasks", "models", "optimizer", "state", "step", "checkpoint"),
     *("asynchronous", "pipeline", "strategies"),

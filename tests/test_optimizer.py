@@ -11,10 +11,10 @@ import pytest
 from ml_collections import ConfigDict
 
 from jaxpar import cluster, models, optimizer
+from jaxpar.addresses import addresses
 from jaxpar.config import default_config, override
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError
-from jaxpar.layout import addresses
 
 ATTENTION = [f"['attention']['{name}']" for name in ("query", "key", "value", "out")]
 

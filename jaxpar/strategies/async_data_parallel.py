@@ -47,7 +47,8 @@ from jaxpar.plan import Decision, Plan, Traffic
 from jaxpar.state import Canonical, State, nbytes
 from jaxpar.step import Problem
 from jaxpar.strategies import exchanges
-from jaxpar.strategies.strategy import CompiledProgram, Strategy, placer
+from jaxpar.strategies.placement import batch_placer
+from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
 
@@ -148,11 +149,10 @@ def build(plan: Plan[AsyncDetails], problem: Problem, devices: Sequence[jax.Devi
     problem = problem._replace(optimizer=details.optimizer)
     engine = build_engine(details, problem, list(mesh.devices.flat), at)
     first, everywhere = SingleDeviceSharding(at), NamedSharding(mesh, PartitionSpec())
-    divided = NamedSharding(mesh, PartitionSpec(DATA))
     like = states.abstract_state(problem.model, problem.optimizer)
     fresh = jax.jit(partial(states.init, problem.model, problem.optimizer), out_shardings=first)
     sums = meshes.one_at_a_time(jax.jit(partial(steps.evaluate, problem), out_shardings=everywhere), mesh)
-    place_on_devices = placer(divided)
+    place_on_devices = batch_placer(mesh)
 
     def from_canonical(tree: Canonical, private: Canonical | None = None) -> Any:
         step, path = int(tree["step"]), config.asynchronous.table

@@ -10,12 +10,10 @@ replicas of a bfloat16 model have their sums written out.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from jaxpar import layout
@@ -31,7 +29,8 @@ from jaxpar.plan import Decision, Plan
 from jaxpar.state import State, nbytes
 from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies import exchanges, master, replicas
-from jaxpar.strategies.strategy import CompiledProgram, Strategy, placer
+from jaxpar.strategies.placement import PlacedState, batch_placer, by_replica, on_all
+from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
 DataParallelPlan = Plan[str] | Plan[replicas.ReplicaDetails]  # with the name of a builder; with an exchange
@@ -105,8 +104,10 @@ def plan_replicated(
       implementation: sharding or pmap; the `details` of the plan.
     """
     like, n = states.abstract_state(shapes.model, shapes.optimizer), decision.num_replicas
-    copied = partial(layout.per_replica, axis=DATA) if implementation == "pmap" else layout.replicated
-    layouts = {part: copied(decision.axes, getattr(like, part)) for part in ("params", "optimizer")}
+    over = (DATA,) if implementation == "pmap" else ()  # pmap's arrays have a leading dim of the replicas
+    layouts = {
+        part: layout.per_replica(decision.axes, tree, *over, are_copies=True) for part, tree in like._asdict().items()
+    }
     memory = {"parameters": layouts["params"].nbytes_on(), "optimizer": layouts["optimizer"].nbytes_on()}
     size, num_arrays = nbytes(like.params), len(jax.tree.leaves(like.params))
     traffic = (ring_traffic("all-reduce", 2, DATA, n, size, "float32", num_vectors=num_arrays),) if n > 1 else ()
@@ -125,8 +126,7 @@ def build(plan: DataParallelPlan, problem: Problem, devices: Sequence[jax.Device
 def build_sharding(plan: Plan[str], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[State]:
     """Build data parallelism by jit over a mesh: batch divided, state replicated."""
     mesh = meshes.make_mesh(plan.axes, devices)
-    replicated, divided = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(DATA))
-    like = states.abstract_state(problem.model, problem.optimizer)
+    placed = PlacedState(problem, plan.layouts, mesh)
 
     def step(state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
         grads, sums = steps.gradients(problem, state, batch, steps.batch_weight(batch))
@@ -135,17 +135,17 @@ def build_sharding(plan: Plan[str], problem: Problem, devices: Sequence[jax.Devi
     def evaluate(state: State, batch: dict[str, jax.Array]) -> Sums:
         return steps.evaluate(problem, state.params, batch)
 
-    compiled_step = jax.jit(step, donate_argnums=0, out_shardings=replicated)
-    arguments = with_shardings(like, replicated), with_shardings(problem.batch, divided)
+    compiled_step = jax.jit(step, donate_argnums=0, out_shardings=(placed.shardings, on_all(mesh)))
+    arguments = placed.abstract, with_shardings(problem.batch, by_replica(mesh))
     return Strategy(
         plan,
         tuple(mesh.devices.flat),
-        init=jax.jit(partial(states.init, problem.model, problem.optimizer), out_shardings=replicated),
-        place=placer(divided),
+        init=placed.init,
+        place=batch_placer(mesh),
         step=meshes.one_at_a_time(compiled_step, mesh),
-        evaluate=meshes.one_at_a_time(jax.jit(evaluate, out_shardings=replicated), mesh),
-        to_canonical=states.to_canonical,
-        from_canonical=lambda tree, _private=None: jax.device_put(states.from_canonical(tree, like), replicated),
+        evaluate=meshes.one_at_a_time(jax.jit(evaluate, out_shardings=on_all(mesh)), mesh),
+        to_canonical=placed.to_canonical,
+        from_canonical=placed.from_canonical,
         compile=lambda: [CompiledProgram(compiled_step.lower(*arguments).compile())],
     )
 
@@ -154,9 +154,7 @@ def build_pmap(plan: Plan[str], problem: Problem, devices: Sequence[jax.Device])
     """Build data parallelism by `jax.pmap`: arrays have a leading dim of the replicas."""
     n, devices = plan.num_replicas, list(devices[: plan.num_replicas])
     mesh = meshes.make_mesh(plan.axes, devices)
-    divided = NamedSharding(mesh, PartitionSpec(DATA))
-    like = states.abstract_state(problem.model, problem.optimizer)
-    stacked = layout.per_replica(plan.axes, like, DATA)
+    placed = PlacedState(problem, plan.layouts, mesh)
 
     def step(state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
         weight = jax.lax.psum(steps.batch_weight(batch), DATA)
@@ -167,40 +165,35 @@ def build_pmap(plan: Plan[str], problem: Problem, devices: Sequence[jax.Device])
     def evaluate(state: State, batch: dict[str, jax.Array]) -> Sums:
         return jax.lax.psum(steps.evaluate(problem, state.params, batch), DATA)
 
+    def place(batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        divided = {name: x.reshape(n, -1, *x.shape[1:]) for name, x in batch.items()}
+        return jax.device_put(divided, by_replica(mesh))
+
     def first(tree: Any) -> Any:
-        """The arrays of the first replica, which are those of all."""
+        """The sums or metrics of the first replica, which are those of all."""
         return jax.tree.map(lambda x: x.addressable_shards[0].data[0], tree)
 
-    compiled_step = jax.pmap(step, axis_name=DATA, devices=devices, donate_argnums=0)
-    mapped_step = meshes.one_at_a_time(compiled_step, mesh)
-    mapped_evaluate = meshes.one_at_a_time(jax.pmap(evaluate, axis_name=DATA, devices=devices), mesh)
-
-    def place(rows: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        split = {key: value.reshape(n, -1, *value.shape[1:]) for key, value in rows.items()}
-        return {key: jax.device_put(value, divided) for key, value in split.items()}
-
-    def replicate(state: State) -> State:
-        return jax.device_put(stacked.to_global(jax.tree.map(np.asarray, state), np), divided)
-
-    def mapped_step_with_first(state: State, batch: Any) -> tuple[State, Metrics]:
+    def step_with_metrics(state: State, batch: Any) -> tuple[State, Metrics]:
         state, metrics = mapped_step(state, batch)
         return state, first(metrics)
 
     def programs() -> list[CompiledProgram]:
         batch = {
-            key: jax.ShapeDtypeStruct((n, x.shape[0] // n, *x.shape[1:]), x.dtype) for key, x in problem.batch.items()
+            name: jax.ShapeDtypeStruct((n, len(x) // n, *x.shape[1:]), x.dtype) for name, x in problem.batch.items()
         }
-        return [CompiledProgram(compiled_step.lower(stacked.shapes, batch).compile())]
+        return [CompiledProgram(compiled_step.lower(placed.abstract, batch).compile())]
 
-    init = jax.jit(partial(states.init, problem.model, problem.optimizer))
+    compiled_step = jax.pmap(step, axis_name=DATA, devices=devices, donate_argnums=0)
+    mapped_step = meshes.one_at_a_time(compiled_step, mesh)
+    mapped_evaluate = meshes.one_at_a_time(jax.pmap(evaluate, axis_name=DATA, devices=devices), mesh)
     return Strategy(
         plan,
         tuple(devices),
-        init=lambda key: replicate(init(key)),
+        init=placed.init,
         place=place,
-        step=mapped_step_with_first,
+        step=step_with_metrics,
         evaluate=lambda state, batch: first(mapped_evaluate(state, batch)),
-        to_canonical=lambda state: states.to_canonical(first(state)),
-        from_canonical=lambda tree, _private=None: replicate(states.from_canonical(tree, like)),
+        to_canonical=placed.to_canonical,
+        from_canonical=placed.from_canonical,
         compile=programs,
     )

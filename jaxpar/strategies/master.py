@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import PartitionSpec
 
 from jaxpar import layout
 from jaxpar import mesh as meshes
@@ -23,14 +23,15 @@ from jaxpar.models.model import Batch
 from jaxpar.plan import Decision, Plan, Traffic
 from jaxpar.state import State, nbytes
 from jaxpar.step import Metrics, Problem, with_shardings
-from jaxpar.strategies.strategy import CompiledProgram, Strategy, placer
+from jaxpar.strategies.placement import PlacedState, batch_placer, by_replica, on_all
+from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
 
 def plan(shapes: Problem, decision: Decision[None]) -> Plan[str]:
     """Plan the state on the first device alone."""
     like, others = states.abstract_state(shapes.model, shapes.optimizer), decision.num_replicas - 1
-    layouts = {part: layout.on_one(decision.axes, getattr(like, part), DATA) for part in ("params", "optimizer")}
+    layouts = {part: layout.on_one(decision.axes, tree, DATA) for part, tree in like._asdict().items()}
     size = nbytes(like.params)
     memory = [{"parameters": size, "optimizer": nbytes(like.optimizer)}, *[{"parameters": size}] * others]
     # The master's; another device sends its gradients alone.
@@ -44,9 +45,8 @@ def build(plan: Plan[str], problem: Problem, given: Sequence[jax.Device]) -> Str
     """Build the strategy on the first devices of those given, of which the first is the master."""
     mesh = meshes.make_mesh(plan.axes, given)
     devices = list(mesh.devices.flat)
-    master, divided = SingleDeviceSharding(devices[0]), NamedSharding(mesh, PartitionSpec(DATA))
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    like = states.abstract_state(problem.model, problem.optimizer)
+    placed, everywhere = PlacedState(problem, plan.layouts, mesh), on_all(mesh)
+    master = placed.shardings.step  # of all that the master has
     in_shard_map = partial(jax.shard_map, mesh=mesh, out_specs=PartitionSpec(DATA), check_vma=False)
 
     @jax.jit
@@ -85,26 +85,26 @@ def build(plan: Plan[str], problem: Problem, given: Sequence[jax.Device]) -> Str
         return add_up(to_master(waiting_sums(jax.device_put(state.params, everywhere), batch)))
 
     def programs() -> list[CompiledProgram]:
-        sent = with_shardings(like._replace(optimizer=()), everywhere)
+        sent = with_shardings(placed.abstract._replace(optimizer=()), everywhere)
         weight = with_shardings(jax.ShapeDtypeStruct((), jnp.float32), everywhere)
-        gradient = share.lower(sent, with_shardings(problem.batch, divided), weight).compile()
+        gradient = share.lower(sent, with_shardings(problem.batch, by_replica(mesh)), weight).compile()
         shares = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), gradient.out_info)
         shares = [with_shardings(shares, master)] * len(devices)
         return [
             CompiledProgram(gradient),
-            CompiledProgram(update.lower(with_shardings(like, master), shares).compile()),
+            CompiledProgram(update.lower(placed.abstract, shares).compile()),
         ]
 
     waiting_share, waiting_sums = meshes.one_at_a_time(share, mesh), meshes.one_at_a_time(share_of_sums, mesh)
     return Strategy(
         plan,
         tuple(devices),
-        init=jax.jit(partial(states.init, problem.model, problem.optimizer), out_shardings=master),
-        place=placer(divided),
+        init=placed.init,
+        place=batch_placer(mesh),
         step=step,
         evaluate=evaluate,
-        to_canonical=states.to_canonical,
-        from_canonical=lambda tree, _private=None: jax.device_put(states.from_canonical(tree, like), master),
+        to_canonical=placed.to_canonical,
+        from_canonical=placed.from_canonical,
         compile=programs,
     )
 

@@ -42,8 +42,9 @@ from jaxpar.plan import Decision, Plan, Traffic
 from jaxpar.state import nbytes
 from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies import exchanges
+from jaxpar.strategies.placement import batch_placer
 from jaxpar.strategies.schedules import configured_table
-from jaxpar.strategies.strategy import CompiledProgram, Strategy, placer
+from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
 # Lets XLA see that the branch of an action writes into a stash in place; else it copies whole stashes every clock.
@@ -141,7 +142,7 @@ def plan(
         lambda: jax.vmap(lambda _: all_reduce.init(state.params.packing.shapes), axis_name=DATA)(jnp.zeros(num_data))
     )
     engine = details.engine(shapes, num_data)
-    layouts = state.layouts | {"private": layout.per_replica(decision.axes, steps.abstract(private, 1), DATA)}
+    layouts = state.layouts | {"private": layout.per_replica(decision.axes, steps.abstract(private, 1), STAGE, DATA)}
     memory = {
         "parameters": state.params.packing.nbytes,
         "optimizer": state.optimizer.packing.nbytes,
@@ -196,7 +197,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
     details, num_data = plan.details, plan.num_replicas
     table = details.table
     mesh, staged, timeline = meshes.make_mesh(plan.axes, devices), details.state, Timeline(details.trace)
-    divided, by_stage = NamedSharding(mesh, PartitionSpec(DATA)), NamedSharding(mesh, PartitionSpec(STAGE))
+    by_stage = NamedSharding(mesh, PartitionSpec(STAGE))
     like = states.abstract_state(problem.model, problem.optimizer)
     step, timed_step = (jit_train_step(details, mesh, each) for each in (None, timeline))
     forward = jit_on_mesh(pipeline_evaluation(staged), PartitionSpec(STAGE), PartitionSpec(), mesh)
@@ -244,7 +245,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         plan,
         tuple(mesh.devices.flat),
         init=lambda key: with_private(staged.init(key, mesh)),
-        place=placer(divided),
+        place=batch_placer(mesh),
         step=train,
         evaluate=evaluate,
         to_canonical=lambda state: states.to_canonical(staged.gather(state)),

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from ml_collections import ConfigDict
 
 from jaxpar import mesh as meshes
@@ -20,15 +20,16 @@ from jaxpar import step as steps
 from jaxpar.errors import Refusals
 from jaxpar.exchange.exchange import Exchange
 from jaxpar.exchange.reduce import psum_small
-from jaxpar.layout import PER_REPLICA
+from jaxpar.layout import PER_REPLICA, Layout
 from jaxpar.mesh import DATA
 from jaxpar.models.model import Batch
 from jaxpar.plan import ON_HOST, Decision, Plan
 from jaxpar.state import State
 from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies import exchanges
+from jaxpar.strategies.placement import batch_placer, by_replica, on_all
 from jaxpar.strategies.replica_state import ReplicaState, make_layouts
-from jaxpar.strategies.strategy import CompiledProgram, Strategy, placer
+from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
 # On GPUs XLA would put buckets together again, and so wait for the whole backward pass; and is to hide their latency.
@@ -62,7 +63,7 @@ def plan(
         "optimizer": "optimizer" + (ON_HOST if exchange.offload else ""),
         "private": "private",
     }
-    memory = {names[part]: where.nbytes_on() for part, where in layouts.items()}
+    memory = {name: layouts[part].nbytes_on() for part, name in names.items()}
     traffic = tuple(exchange.traffic(like.params, shapes.accumulation_steps))
     summary = f"{exchanges.name(config)}: batch divided, parameters {layouts['params'].kind}, "
     summary += f"optimizer {layouts['optimizer'].kind}" + (", in the host's memory" if exchange.offload else "")
@@ -86,52 +87,50 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
     mesh, exchange = meshes.make_mesh(plan.axes, devices), plan.details.exchange
     if plan.details.unrolled:
         problem = problem._replace(model=problem.model.unrolled())
-    form = ReplicaState(problem, mesh, exchange, dict(plan.layouts))
-    divided = NamedSharding(mesh, PartitionSpec(DATA))
+    placed = ReplicaState(problem, mesh, exchange, plan.layouts)
     in_shard_map = partial(jax.shard_map, mesh=mesh, check_vma=False)
-    in_specs, out_specs = (form.specs, PartitionSpec(DATA)), (form.specs, PartitionSpec())
+    in_specs, out_specs = (placed.layout.specs, PartitionSpec(DATA)), (placed.layout.specs, PartitionSpec())
     replica_step = in_shard_map(
-        train_step(problem, exchange, form, plan.num_replicas), in_specs=in_specs, out_specs=out_specs
+        train_step(problem, exchange, placed.layout, plan.num_replicas), in_specs=in_specs, out_specs=out_specs
     )
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
-        return replica_step(jax.device_put(state, form.on_device) if exchange.offload else state, batch)
+        return replica_step(jax.device_put(state, placed.shardings) if exchange.offload else state, batch)
 
     @jax.jit
-    @partial(in_shard_map, in_specs=(form.params.specs, PartitionSpec(DATA)), out_specs=PartitionSpec())
+    @partial(in_shard_map, in_specs=(placed.params.specs, PartitionSpec(DATA)), out_specs=PartitionSpec())
     def evaluate(params: Any, batch: Batch) -> Sums:
-        whole = jax.lax.pmean(form.params.local(params), DATA) if form.params.kind == PER_REPLICA else params
+        whole = jax.lax.pmean(placed.params.local(params), DATA) if placed.params.kind == PER_REPLICA else params
         return jax.lax.psum(steps.evaluate(problem, whole, batch, fetch=exchange.fetch), DATA)
 
     def programs() -> list[CompiledProgram]:
-        state = with_shardings(jax.eval_shape(form.init, jax.random.key(0)), form.at_rest)
-        lowered = compiled_step.lower(state, with_shardings(problem.batch, divided))
+        lowered = compiled_step.lower(placed.abstract, with_shardings(problem.batch, by_replica(mesh)))
         return [CompiledProgram(lowered.compile(), exchange.branches)]
 
-    shardings = form.at_rest, NamedSharding(mesh, PartitionSpec())
+    shardings = jax.tree.map(lambda x: x.sharding, placed.abstract), on_all(mesh)
     compiled_step = jax.jit(step, donate_argnums=0, out_shardings=shardings, compiler_options=OVERLAP)
     waiting_evaluate = meshes.one_at_a_time(evaluate, mesh)
     return Strategy(
         plan,
         tuple(mesh.devices.flat),
-        init=form.init,
-        place=placer(divided),
+        init=placed.init,
+        place=batch_placer(mesh),
         step=meshes.one_at_a_time(compiled_step, mesh),
         evaluate=lambda state, batch: waiting_evaluate(state.params, batch),
-        to_canonical=form.to_canonical,
-        from_canonical=form.from_canonical,
+        to_canonical=placed.to_canonical,
+        from_canonical=placed.from_canonical,
         compile=programs,
-        to_private=form.to_private,
+        to_private=placed.to_private,
     )
 
 
 def train_step(
-    problem: Problem, exchange: Exchange, form: ReplicaState, num_replicas: int
+    problem: Problem, exchange: Exchange, layout: Layout, num_replicas: int
 ) -> Callable[[State, Batch], tuple[State, Metrics]]:
-    """A replica's part of a step."""
+    """Return a replica's part of a step. layout: of its global state."""
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
-        state = form.local(state)
+        state = layout.local(state)
         weight = jax.lax.pmean(steps.batch_weight(batch), DATA)  # so that gradients are replicas' means
         grads, local_sums = steps.gradients(
             problem, state, batch, weight, fetch=exchange.fetch, scatter=exchange.scatter
@@ -153,6 +152,6 @@ def train_step(
         else:  # what is narrow on the wire may overflow there
             finite &= jax.lax.psum(steps.nonfinite_count(made.updates), DATA) == 0
         state, metrics = steps.apply(state, made.updates, made.state, Metrics(sums, grad_norm, finite))
-        return form.out(state), metrics
+        return layout.out(state), metrics
 
     return step

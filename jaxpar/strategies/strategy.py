@@ -6,7 +6,6 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 from ml_collections import ConfigDict
 
 from jaxpar.cluster import Cluster
@@ -112,12 +111,3 @@ class StrategyModule(Protocol[Source, Details]):
 
     def build(self, plan: Plan[Details], problem: Problem, devices: Sequence[jax.Device], /) -> Strategy[Any]:
         """Build the strategy on the first plan.num_devices devices. Compiles nothing yet."""
-
-
-def placer(sharding: NamedSharding) -> Callable[[Mapping[str, np.ndarray]], dict[str, jax.Array]]:
-    """Return a function that makes a batch on devices of the rows that this host reads."""
-
-    def place(rows: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        return {name: jax.make_array_from_process_local_data(sharding, x) for name, x in rows.items()}
-
-    return place

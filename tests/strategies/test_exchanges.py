@@ -239,11 +239,11 @@ def test_a_bucket_waits_for_its_own_layers_alone() -> None:
     layers = [layer.name for layer in problem.model.layers]
     exchange = make_exchange("ddp", Axis("data", N), Rule(problem.optimizer, None, layers=layers), bucket_bytes=4000)
     like = states.abstract_state(problem.model, problem.optimizer)
-    form = ReplicaState(problem, mesh, exchange, make_layouts(exchange, axes, like))
-    specs = (form.specs, PartitionSpec("data")), (form.specs, PartitionSpec())
-    step = replicas.train_step(problem, exchange, form, N)
+    placed = ReplicaState(problem, mesh, exchange, make_layouts(exchange, axes, like))
+    specs = (placed.layout.specs, PartitionSpec("data")), (placed.layout.specs, PartitionSpec())
+    step = replicas.train_step(problem, exchange, placed.layout, N)
     mapped = jax.shard_map(step, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
-    state = jax.eval_shape(form.init, jax.random.key(0))
+    state = placed.abstract
     [inner] = [eqn.params["jaxpr"] for eqn in jax.make_jaxpr(mapped)(state, problem.batch).eqns]
     needs: dict[Any, frozenset[int]] = {}  # by variable: the equations with products that it depends on
     products, buckets = set(), []

@@ -15,8 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar import state as states
 from jaxpar import step as steps
+from jaxpar.addresses import Address, addresses
 from jaxpar.launch import processes
-from jaxpar.layout import Address, Holders, Layout, LeafLayout, addresses
+from jaxpar.layout import Holders, Layout, LeafLayout
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.pipeline.executor.packing import Packed, Packing
 from jaxpar.pipeline.executor.stages import Stages

@@ -1,0 +1,73 @@
+"""State and batches on the devices of a mesh, as a plan's layouts say: what the builders of strategies share."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxpar import layout
+from jaxpar import state as states
+from jaxpar.layout import Layout
+from jaxpar.mesh import DATA
+from jaxpar.state import Canonical, State
+from jaxpar.step import Problem
+
+
+def on_all(mesh: Mesh) -> NamedSharding:
+    """Return the sharding of what every device has, such as sums over a batch."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def by_replica(mesh: Mesh) -> NamedSharding:
+    """Return the sharding of what is divided between replicas along its first dim, as batches are."""
+    return NamedSharding(mesh, PartitionSpec(DATA))
+
+
+def batch_placer(mesh: Mesh) -> Callable[[Mapping[str, np.ndarray]], dict[str, jax.Array]]:
+    """Return a function that makes a batch on devices of the examples that this host reads."""
+    sharding = by_replica(mesh)
+
+    def place(batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        return {name: jax.make_array_from_process_local_data(sharding, x) for name, x in batch.items()}
+
+    return place
+
+
+class PlacedState:
+    """The canonical state in the global form that the layouts of its parts give it.
+
+    Attributes:
+      shardings: of the global state between steps.
+      abstract: the global state in shapes, dtypes and shardings.
+      init: key -> the global state at step 0.
+    """
+
+    def __init__(self, problem: Problem, layouts: Mapping[str, Layout], mesh: Mesh):
+        """layouts: by the fields of State."""
+        parts: Any = [layouts[field] for field in State._fields]
+        self._layout = layout.join(State(*parts))
+        self._like = states.abstract_state(problem.model, problem.optimizer)
+        self.shardings: Any = self._layout.shardings(mesh)
+        self.abstract: Any = self._layout.abstract(mesh)
+
+        def init(key: jax.Array) -> Any:
+            return self._layout.to_global(states.init(problem.model, problem.optimizer, key))
+
+        self.init = jax.jit(init, out_shardings=self.shardings)
+        self._in_step = self._layout.shardings(mesh, in_step=True)
+        self._to_canonical = jax.jit(self._layout.to_canonical)
+
+    def from_canonical(self, tree: Canonical, _private: Canonical | None = None) -> State:
+        """Return the global form of a canonical state, whose leaves may be NumPy arrays."""
+        state: State = jax.device_put(
+            self._layout.to_global(states.from_canonical(tree, self._like), np), self.shardings
+        )
+        return state
+
+    def to_canonical(self, state: State) -> Canonical:
+        """Return the canonical form of a global state; of arrays that differ between replicas, the mean."""
+        if not self._layout.is_canonical:
+            state = self._to_canonical(jax.device_put(state, self._in_step))
+        return states.to_canonical(state)

@@ -1,0 +1,113 @@
+"""Every array of every strategy is where the plan's layouts say, at the start and after a step."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar import cluster
+from jaxpar.exchange import EXCHANGES
+from jaxpar.exchange.exchange import DistributedState
+from jaxpar.layout import HELD, PER_REPLICA, REPLICATED, SHARDED, Layout, LeafLayout
+from jaxpar.strategies import Strategy
+from tests.strategies.pipelines import Task, make, make_batch
+
+MLP = Task("mlp", "classification", layers=1)
+N = 4
+DATA_PARALLEL = ("strategy=data_parallel", f"mesh.data={N}")
+CASES: dict[str, tuple[str, ...]] = {
+    "single": ("strategy=single",),
+    "sharding": DATA_PARALLEL,
+    "pmap": (*DATA_PARALLEL, "data_parallel.implementation=pmap"),
+    "dp": (*DATA_PARALLEL, "exchange=dp"),
+    **{f"exchange {name}": (*DATA_PARALLEL, f"exchange={name}") for name in EXCHANGES if name != "dp"},
+    "exchange zero2, offload": (*DATA_PARALLEL, "exchange=zero2", "exchange_options.offload=True"),
+}
+# Where parameters and optimizer are, in a word.
+KINDS = {
+    "dp": (HELD, HELD),
+    "exchange zero1": (REPLICATED, SHARDED),
+    "exchange zero2": (REPLICATED, SHARDED),
+    "exchange zero2, offload": (REPLICATED, SHARDED),
+    "exchange zero3": (SHARDED, SHARDED),
+    "exchange horovod_adasum": (REPLICATED, PER_REPLICA),
+    "exchange bagua_decentralized": (PER_REPLICA, PER_REPLICA),
+    "exchange bagua_low_precision_decentralized": (PER_REPLICA, PER_REPLICA),
+    "exchange bagua_model_average": (PER_REPLICA, PER_REPLICA),
+}
+
+
+def parts(state: Any) -> dict[str, Any]:
+    """The state's trees by the names of their layouts."""
+    fields = state._asdict()
+    if isinstance(state.optimizer, DistributedState):
+        fields |= state.optimizer._asdict()
+    return fields
+
+
+def expected_shards(leaf: LeafLayout, axes: Mapping[str, int]) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """By device, the shape of its part of the global array and where that begins; worked out from the layout's words.
+
+    Of two axes, the second one's neighbours are neighbours.
+    """
+    shards = {}
+    for device, place in enumerate(np.ndindex(*axes.values())):
+        number = dict(zip(axes, place, strict=True))
+        if leaf.holders and number[leaf.holders.axis] not in leaf.holders.numbers:
+            continue
+        shape, begin = list(leaf.shape), [0] * len(leaf.shape)
+        if leaf.split:
+            share = math.ceil(shape[leaf.split.dim] / axes[leaf.split.axis])
+            shape[leaf.split.dim], begin[leaf.split.dim] = share, share * number[leaf.split.axis]
+        shards[device] = ((1,) * len(leaf.leading) + tuple(shape), (*[number[axis] for axis in leaf.leading], *begin))
+    return shards
+
+
+def assert_is_where_layout_says(array: jax.Array, leaf: LeafLayout, axes: Mapping[str, int]) -> None:
+    devices = cluster.devices()
+    found = {
+        devices.index(shard.device): (shard.data.shape, tuple(part.start or 0 for part in shard.index))
+        for shard in array.addressable_shards
+    }
+    assert found == expected_shards(leaf, axes)
+    assert array.dtype == leaf.dtype
+    assert (array.sharding.memory_kind == "pinned_host") == leaf.on_host
+
+
+def nbytes_by_device(tree: Any, num_devices: int) -> list[int]:
+    held, devices = [0] * num_devices, cluster.devices()
+    for array in jax.tree.leaves(tree):
+        for shard in array.addressable_shards:
+            held[devices.index(shard.device)] += shard.data.nbytes
+    return held
+
+
+def planned_nbytes(layout: Layout) -> list[int]:
+    numbers = [dict(zip(layout.axes, place, strict=True)) for place in np.ndindex(*layout.axes.values())]
+    return [layout.nbytes_on(**number) for number in numbers]
+
+
+def states(strategy: Strategy[Any], task: Task) -> dict[str, Any]:
+    """The state at its start, after a step, and as it comes from the canonical one; copied before a step takes it."""
+    begun = strategy.init(jax.random.key(0))
+    again = strategy.from_canonical(jax.device_get(strategy.to_canonical(begun)))
+    batch = strategy.place(make_batch(task, 0))
+    stepped, _ = strategy.step(strategy.init(jax.random.key(0)), batch)
+    return {"init": begun, "step": stepped, "from_canonical": again}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_arrays_are_where_layouts_say(name: str) -> None:
+    strategy = make(MLP, *(f"--config.{setting}" for setting in CASES[name]))
+    layouts = strategy.plan.layouts
+    assert (layouts["params"].kind, layouts["optimizer"].kind) == KINDS.get(name, (REPLICATED, REPLICATED))
+    for when, state in states(strategy, MLP).items():
+        trees = parts(state)
+        for part, layout in layouts.items():
+            leaves = jax.tree.leaves(layout.leaves, is_leaf=lambda node: isinstance(node, LeafLayout))
+            for array, leaf in zip(jax.tree.leaves(trees[part]), leaves, strict=True):
+                assert_is_where_layout_says(array, leaf, layout.axes)
+            assert nbytes_by_device(trees[part], strategy.plan.num_devices) == planned_nbytes(layout), (when, part)
