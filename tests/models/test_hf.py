@@ -242,6 +242,14 @@ def test_damaged_directories(copy: Path, tmp_path: Path) -> None:
         load(ANY, tmp_path / "nothing")
 
 
+@pytest.mark.parametrize("contents", ["{", "[]", "{}", '{"weight_map": []}'])
+def test_a_damaged_index(copy: Path, contents: str) -> None:
+    (copy / "model.safetensors").unlink()
+    (copy / "model.safetensors.index.json").write_text(contents)
+    with pytest.raises(UserError, match=r"model.safetensors.index.json is not an index of safetensors files: \w+Error"):
+        load(ANY, copy)
+
+
 def test_sizes_of_the_config_that_contradict() -> None:
     with pytest.raises(UserError, match=r"config.model.num_layers is 4, but .*config.json has num_hidden_layers 2"):
         load(ANY, num_layers=4)
