@@ -22,6 +22,9 @@ from jaxpar.errors import UserError, nearest
 RENAMED = {"asynchronous.cures": "asynchronous.mitigations"}
 
 
+Values = Mapping[str, Any]  # of a config, by dotted key
+
+
 def config_folder() -> Path:
     """The folder of the configs that come with jaxpar: in the wheel, or beside the package in a clone."""
     package = Path(__file__).parent

@@ -15,12 +15,12 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from logging import CRITICAL, getLogger
 from pathlib import Path
-from typing import Any
 
 from absl import flags, logging
+from ml_collections import ConfigDict
 
 from jaxpar import config as configs
 from jaxpar.errors import FAILED, STOPPED_CODES, USER_ERROR, TrainingError, UserError, is_failure
@@ -53,7 +53,7 @@ def _has_others() -> bool:
     return "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized()
 
 
-def _hide_late_reads(unraisable: Any) -> None:
+def _hide_late_reads(unraisable: "sys.UnraisableHookArgs") -> None:
     """Where one read of a damaged checkpoint fails, orbax ends its event loop, and the others complain one by one."""
     if "Event loop is closed" not in str(unraisable.exc_value):
         sys.__unraisablehook__(unraisable)
@@ -121,7 +121,7 @@ def _flags() -> flags.FlagValues:
 
 
 def _train(
-    config: Any, workdir: Path, place: dict[str, str | int | None], argv: list[str], stopped_exit_code: int
+    config: ConfigDict, workdir: Path, place: dict[str, str | int | None], argv: list[str], stopped_exit_code: int
 ) -> int:
     # Imported late: JAX reads its settings from the config first, and --help needs none of it.
     from jaxpar import data, mesh, tasks, train
@@ -174,7 +174,7 @@ def _command(argv: Sequence[str]) -> str:
     return " ".join([program, *map(shlex.quote, argv[1:])])
 
 
-def _closing(result: dict[str, Any], workdir: Path, headline: str) -> str:
+def _closing(result: Mapping[str, object], workdir: Path, headline: str) -> str:
     """What to print at the end of a run. headline: its task's."""
     reached = headline.format(**result) if "test_loss" in result else "finished"
     left = {"result.json": "", "metrics.jsonl": "", "curves.png": "", "checkpoints": "/", "tensorboard": "/"}

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from flax import serialization
 
+from jaxpar.layout import Tree
 from jaxpar.models.model import Model, Params
 
 Canonical = dict[str, Any]
@@ -27,7 +28,7 @@ class State(NamedTuple):
     step: jax.Array
     key: jax.Array
     params: Params
-    optimizer: Any
+    optimizer: optax.OptState
 
 
 def init(model: Model, optimizer: optax.GradientTransformation, key: jax.Array) -> State:
@@ -59,6 +60,6 @@ def from_canonical(tree: Canonical, like: State) -> State:
     return State(**serialization.from_state_dict(like._asdict(), tree))
 
 
-def nbytes(tree: Any) -> int:
+def nbytes(tree: Tree) -> int:
     """Bytes of the arrays of a tree, abstract or not."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -7,7 +7,6 @@ Nothing here asks which strategy it runs. All that is on devices goes through th
 import contextlib
 import json
 from pathlib import Path
-from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -19,14 +18,14 @@ from jaxpar.launch.signals import Interrupt
 from jaxpar.launch.watchdog import Watchdog
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build, metrics, report
-from jaxpar.run.build import Run
+from jaxpar.run.build import Result, Run
 from jaxpar.run.loop import Loop, Stopped
 from jaxpar.run.start import start
 
 __all__ = ["Stopped", "train"]
 
 
-def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
+def train(config: ConfigDict, workdir: Path) -> Result:
     """Trains as `config` says, continuing what `workdir` holds, and returns what it writes to result.json.
 
     Raises:
@@ -50,7 +49,7 @@ def train(config: ConfigDict, workdir: Path) -> dict[str, Any]:
     return result
 
 
-def run_through(run: Run, interrupt: Interrupt) -> dict[str, Any]:
+def run_through(run: Run, interrupt: Interrupt) -> Result:
     """From what the workdir holds to the last step, everything saved."""
     config, workdir, phases = run.config, run.workdir, run.phases
     with phases("start"):

@@ -3,13 +3,14 @@
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from jaxpar.measure import hlo
 from jaxpar.plan import ON_HOST, Plan
+from jaxpar.run.build import StrategyState
 from jaxpar.strategies import Strategy
 from jaxpar.strategies.strategy import CompiledProgram
 from jaxpar.tasks import Task
@@ -36,6 +37,9 @@ PARTS = {
     "mitigations": "mitigations",
 }
 INPUTS, TEMPORARY = "inputs", "temporary"
+
+Groups = tuple[tuple[int, ...], ...]  # of devices
+Sent = tuple[str, Groups, str]  # kind, groups, dtype
 
 
 class CollectiveRow(NamedTuple):
@@ -102,37 +106,40 @@ def audit(programs: Sequence[CompiledProgram], plan: Plan[object], task: Task) -
 
 def _collectives(
     text: str, branches: Mapping[str, tuple[float, ...]], num_scalars: int
-) -> dict[Any, tuple[float, float]]:
+) -> dict[Sent, tuple[float, float]]:
     """(kind, groups, dtype) -> number of them, and bytes a device sends in a step.
 
     num_scalars: the most elements of an array that counts as scalars.
     """
 
-    def value(instruction: hlo.Instruction, operands: Sequence[hlo.HloArray]) -> Mapping[Any, float] | None:
+    def value(
+        instruction: hlo.Instruction, operands: Sequence[hlo.HloArray]
+    ) -> Mapping[tuple[str, Sent], float] | None:
         kind = instruction.operation.removesuffix("-start")
         if kind in OTHERS:
-            return {("bytes", kind, (), "?"): sum(array.nbytes for array in operands), ("count", kind, (), "?"): 1.0}
+            other = (kind, (), "?")
+            return {("bytes", other): sum(array.nbytes for array in operands), ("count", other): 1.0}
         if kind not in SENT:
             return None
         groups = _groups(instruction)
-        counts: dict[Any, float] = {}
+        counts: dict[tuple[str, Sent], float] = {}
         for array in operands:
             is_scalars = math.prod(array.dims) <= num_scalars and kind == "all-reduce"
             key = (kind, groups, SCALARS if is_scalars else hlo.DTYPE_NAMES.get(array.dtype, array.dtype))
             size = max(len(group) for group in groups) if groups else 1
-            counts["bytes", *key] = counts.get(("bytes", *key), 0.0) + SENT[kind](size) * array.nbytes
-            counts["count", *key] = 1.0
+            counts["bytes", key] = counts.get(("bytes", key), 0.0) + SENT[kind](size) * array.nbytes
+            counts["count", key] = 1.0
         return counts
 
     def shares(source: str) -> Sequence[float] | None:
         names = [name for name in branches if f"/{name}/" in source]
         return branches[names[-1]] if names else None
 
-    total: Any = hlo.HloProgram(text).total(value, shares)
-    return {key[1:]: (total["count", *key[1:]], nbytes) for key, nbytes in total.items() if key[0] == "bytes"}
+    total = hlo.HloProgram(text).total(value, shares)
+    return {key: (total["count", key], nbytes) for (what, key), nbytes in total.items() if what == "bytes"}
 
 
-def _groups(instruction: hlo.Instruction) -> tuple[tuple[int, ...], ...]:
+def _groups(instruction: hlo.Instruction) -> Groups:
     """Devices that exchange with each other. Of a permute: those that its pairs join."""
     if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", instruction.line):
         written = re.findall(r"\{?(\d+),(\d+)", pairs[1])
@@ -179,7 +186,7 @@ class DeviceBytes(NamedTuple):
     theory: int | None
 
 
-def memory(programs: Sequence[CompiledProgram], strategy: Strategy[Any]) -> list[dict[str, DeviceBytes]]:
+def memory(programs: Sequence[CompiledProgram], strategy: Strategy[StrategyState]) -> list[dict[str, DeviceBytes]]:
     """By device, bytes by what they are: parts of the state, inputs (batches, plans, gradients sent), temporary."""
     measured: list[dict[str, int]] = [{} for _ in strategy.devices]
     for program in programs:
@@ -201,7 +208,7 @@ def memory(programs: Sequence[CompiledProgram], strategy: Strategy[Any]) -> list
 
 def _arguments(program: CompiledProgram) -> dict[jax.Device, dict[str, int]]:
     """Bytes of a program's arguments, by device and part of the state."""
-    structure: Any
+    structure: jax.tree_util.PyTreeDef
     paths, structure = jax.tree_util.tree_flatten_with_path(program.compiled.args_info)
     shardings = structure.flatten_up_to(program.compiled.input_shardings)
     found: dict[jax.Device, dict[str, int]] = {}

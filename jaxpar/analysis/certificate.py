@@ -13,7 +13,7 @@ The gradient is what the optimizer is given: `recording` in front of it keeps th
 import functools
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +25,14 @@ from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar import strategies
 from jaxpar.errors import TrainingError
-from jaxpar.run.build import Run
+from jaxpar.layout import Tree
+from jaxpar.models import Params
+from jaxpar.run.build import Run, StrategyState
 from jaxpar.run.start import start
 from jaxpar.state import Canonical
 from jaxpar.step import Metrics, Problem
 from jaxpar.strategies import Strategy
+from jaxpar.strategies.strategy import S
 from jaxpar.tasks import mean_loss
 
 # Relative errors by the dtype of the computation. A gradient's is larger, as it may be a small sum of thousands of
@@ -47,13 +50,13 @@ Leaves = Mapping[str, np.ndarray]
 class Recorded(NamedTuple):
     """State of `recording`: the gradient that the optimizer was last given."""
 
-    last_gradient: Any
+    last_gradient: Params
 
 
 def recording() -> optax.GradientTransformation:
     """Passes gradients on as they are, and keeps them in its state."""
 
-    def init(params: Any) -> Recorded:
+    def init(params: Params) -> Recorded:
         return Recorded(jax.tree.map(jnp.zeros_like, params))
 
     return optax.GradientTransformation(init, lambda grads, _state, _params=None: (grads, Recorded(grads)))
@@ -112,7 +115,7 @@ class Snapshot(NamedTuple):
     counters: Leaves
 
 
-def snapshot(strategy: Strategy[Any], state: Any) -> Snapshot:
+def snapshot(strategy: Strategy[S], state: S) -> Snapshot:
     """Of a strategy's state; copied, as the next step takes its arrays."""
     tree = jax.tree.map(np.array, strategy.to_canonical(state))
     recorded = tree["optimizer"].get("0", {}).get("last_gradient", {})
@@ -122,7 +125,7 @@ def snapshot(strategy: Strategy[Any], state: Any) -> Snapshot:
     return Snapshot(tree, params, gradient, optimizer, counters)
 
 
-def split_by_layer(tree: Any, layers: Collection[str]) -> tuple[dict[str, Leaves], dict[str, np.ndarray]]:
+def split_by_layer(tree: Tree, layers: Collection[str]) -> tuple[dict[str, Leaves], dict[str, np.ndarray]]:
     """The leaves of each layer, by path, and those that have no layer's name in theirs."""
     found: dict[str, dict[str, np.ndarray]] = {}
     rest: dict[str, np.ndarray] = {}
@@ -179,7 +182,7 @@ def make_pair(run: Run, passes: int) -> tuple[Run, Run]:
     return ours, run._replace(problem=whole, strategy=make_single(run.config, whole))
 
 
-def make_single(config: ConfigDict, problem: Problem) -> Strategy[Any]:
+def make_single(config: ConfigDict, problem: Problem) -> Strategy[StrategyState]:
     """Build the reference: `single`, whatever the run's config says of devices and exchanges."""
     config = config.copy_and_resolve_references()
     config.strategy, config.exchange, config.mesh.data, config.mesh.stage = "single", "ddp", 1, 1

@@ -2,13 +2,17 @@
 
 import json
 import zlib
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.state import Canonical
+
+Info = dict[str, Any]  # what a checkpoint holds besides its arrays: values as JSON has them
+Array = TypeVar("Array", np.ndarray, jax.Array)
 
 _FACTORS = 2 * np.arange(2**16, dtype=np.uint32) + np.uint32(1)
 
@@ -43,18 +47,18 @@ def _on_devices(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return jax.tree.map(of, leaves)
 
 
-def _bits(numpy: Any, x: Any) -> Any:
+def _bits(numpy: ModuleType, x: Array) -> Array:
     """As unsigned integers; of integers modulo 2^32."""
     if x.dtype.kind in "iub":
         return x.astype(numpy.uint32)
     return x.view({1: numpy.uint8, 2: numpy.uint16, 4: numpy.uint32}[x.dtype.itemsize])
 
 
-def of_info(info: dict[str, Any]) -> int:
+def of_info(info: Info) -> int:
     """Of all its other keys, as JSON."""
     return zlib.crc32(json.dumps({key: info[key] for key in info if key != "checksum"}, sort_keys=True).encode())
 
 
-def by_path(tree: Any) -> dict[str, Any]:
+def by_path(tree: Canonical) -> dict[str, Any]:
     """By path, `['params']['embed']['tokens']`."""
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}

@@ -4,7 +4,7 @@ import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 
 from jaxpar import config as configs
 from jaxpar.checkpoint import checksums
+from jaxpar.checkpoint.checksums import Info
 from jaxpar.errors import UserError
 from jaxpar.models.model import Params
 from jaxpar.state import Canonical
@@ -26,7 +27,7 @@ class Checkpoint(NamedTuple):
     step: int
     tree: Canonical
     private: Canonical  # empty where there is none
-    info: dict[str, Any]
+    info: Info
 
 
 class Damaged(Exception):
@@ -123,10 +124,10 @@ def _shapes(path: Path) -> Canonical:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), saved)
 
 
-def info_of(path: Path) -> dict[str, Any]:
+def info_of(path: Path) -> Info:
     """Return the info of the checkpoint in folder `path`. Raises Damaged and UserError as `read`."""
     try:
-        info = json.loads((path / "info" / "metadata").read_text())
+        info: Info = json.loads((path / "info" / "metadata").read_text())
         number, expected = info["format"], checksums.of_info(info)
     except (MemoryError, PermissionError):
         raise
@@ -139,7 +140,7 @@ def info_of(path: Path) -> dict[str, Any]:
     return info
 
 
-def newest_config(directory: Path) -> dict[str, Any] | None:
+def newest_config(directory: Path) -> Info | None:
     """Keys and values, as JSON has them, of the run that `directory` is of; None where no checkpoint can tell."""
     for step in reversed(steps(directory)):
         with contextlib.suppress(Damaged):  # `restore` logs it

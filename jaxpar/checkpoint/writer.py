@@ -2,7 +2,6 @@
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -11,6 +10,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from jaxpar import files
 from jaxpar.checkpoint import checksums
+from jaxpar.checkpoint.checksums import Info
 from jaxpar.checkpoint.reader import FORMAT, gist, steps
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.launch import processes
@@ -24,7 +24,7 @@ class Saver:
 
     def __init__(self, directory: Path, *, keep: int, keep_best: bool):
         """Args: keep: at least 1. keep_best: also the one of the least validation loss."""
-        policies: list[Any] = [preservation_policy.LatestN(keep)]
+        policies: list[preservation_policy.PreservationPolicy] = [preservation_policy.LatestN(keep)]
         if keep_best:
             policies.append(
                 preservation_policy.BestN(
@@ -48,7 +48,7 @@ class Saver:
     def save(
         self,
         tree: Canonical,
-        info: dict[str, Any],
+        info: Info,
         validation_loss: float | None = None,
         *,
         private: Canonical | None = None,
@@ -65,7 +65,7 @@ class Saver:
         else:  # orbax makes them wait for each other, which all must do at the same place
             self._write(processes.divided(trees), info, metrics)
 
-    def _write(self, trees: dict[str, Canonical], info: dict[str, Any], metrics: dict[str, float] | None) -> None:
+    def _write(self, trees: dict[str, Canonical], info: Info, metrics: dict[str, float] | None) -> None:
         step = int(trees["state"]["step"])
         if step in self._manager.all_steps():
             return
@@ -108,7 +108,7 @@ class _explained:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, _: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception):
             whole = max(steps(self._directory), default=None)
             left = f"the newest whole one is of step {whole}" if whole is not None else "there is none yet"
@@ -117,7 +117,7 @@ class _explained:
             raise kind(f"writing a checkpoint in {self._directory} failed: {refused or gist(error)}; {left}") from error
 
 
-def _copied(tree: Any) -> Any:
+def _copied(tree: dict[str, Canonical]) -> dict[str, Canonical]:
     """In NumPy, in memory that no later step writes to: `device_get` alone only looks at arrays of a CPU."""
     fetched = jax.device_get(tree)
     return jax.tree.map(np.array, fetched) if jax.default_backend() == "cpu" else fetched

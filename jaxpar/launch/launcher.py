@@ -24,7 +24,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from jaxpar.errors import FAILED, HANGS, USER_ERROR, is_failure
 from jaxpar.launch.place import COMMAND, FLAGS
@@ -215,7 +214,7 @@ def format_exit(code: int) -> str:
 def forwarded(signals: list[int]) -> Iterator[None]:
     """Within `with`, Ctrl-C and SIGTERM are added to `signals`; a terminal that is closed counts as SIGTERM."""
 
-    def note(number: int, _: Any) -> None:
+    def note(number: int, _: object) -> None:
         signals.append(signal.SIGTERM if number == signal.SIGHUP else number)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxpar import cluster, mesh
 from jaxpar.errors import TrainingError
 from jaxpar.launch.place import Place
+from jaxpar.layout import Tree
 
 
 def meet_processes(place: Place | None) -> None:
@@ -119,10 +119,10 @@ def counted_shard(devices: tuple[jax.Device, ...], num_replicas: int, batch_size
     return slice(mine[0] * share, (mine[-1] + 1) * share) if mine else slice(0, 0)
 
 
-def fetch(tree: Any) -> Any:
+def fetch(tree: Tree) -> Tree:
     """The arrays on the host, whole, whichever processes' devices hold parts of them. One after another."""
 
-    def whole(x: Any) -> np.ndarray:
+    def whole(x: jax.Array | np.ndarray) -> np.ndarray:
         if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
             x = multihost_utils.process_allgather(x, tiled=True)
         return np.asarray(x)
@@ -130,7 +130,7 @@ def fetch(tree: Any) -> Any:
     return jax.tree.map(whole, tree)
 
 
-def divided(tree: Any) -> Any:
+def divided(tree: Tree) -> Tree:
     """Arrays that every process has on the host as arrays over all devices, so that each process writes its part.
 
     They are divided by their first dim that as many devices as there are divide; where there is none they are whole on
@@ -141,7 +141,7 @@ def divided(tree: Any) -> Any:
     devices = np.asarray(cluster.devices())
     everywhere = Mesh(devices, ("devices",), axis_types=(AxisType.Auto,))
 
-    def over_devices(x: Any) -> Any:
+    def over_devices(x: jax.Array | np.ndarray) -> jax.Array:
         if isinstance(x, jax.Array):
             return x
         dim = next((dim for dim, size in enumerate(x.shape) if size and size % len(devices) == 0), None)

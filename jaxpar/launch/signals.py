@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AT_ONCE = 130  # exit code
@@ -32,7 +32,7 @@ class Ending:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher has them wait until here
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
@@ -89,8 +89,9 @@ class Interrupt(Ending):
         Interrupt.was_entered = True
         return super().__enter__()
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        super().__exit__(kind, error, trace)
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        error = exception[1]
         if isinstance(error, Exception) and self._requested and not self._was_looked_at:
             raise StoppedEarly from error
 

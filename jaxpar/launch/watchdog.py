@@ -10,7 +10,6 @@ import os
 import sys
 import threading
 import time
-from typing import Any
 
 import jax
 
@@ -42,7 +41,7 @@ class Watchdog:
             self._thread.start()
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._done.set()
         if self._seconds:
             self._thread.join()

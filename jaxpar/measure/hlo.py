@@ -5,9 +5,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 # Of a conditional, by its name in the program's source: how often each branch is taken, in shares. None: not known.
+Key = TypeVar("Key", bound=Hashable)
 Shares = Callable[[str], Sequence[float] | None]
 
 COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
@@ -66,9 +67,9 @@ class HloProgram:
 
     def total(
         self,
-        value: Callable[[Instruction, Sequence[HloArray]], Mapping[Hashable, float] | None],
+        value: Callable[[Instruction, Sequence[HloArray]], Mapping[Key, float] | None],
         shares: Shares = lambda _name: None,
-    ) -> Counter[Hashable]:
+    ) -> Counter[Key]:
         """Add up what `value` returns for an instruction and the types of its operands, as often as it runs.
 
         The body of a loop counts as often as the loop goes round; a branch of a conditional in the share of the runs in
@@ -79,10 +80,10 @@ class HloProgram:
         """
 
         @cache
-        def of_computation(name: str) -> Counter[Hashable]:
+        def of_computation(name: str) -> Counter[Key]:
             return sum((of(name, instruction) for instruction in self._computations[name].values()), Counter())
 
-        def of(name: str, instruction: Instruction) -> Counter[Hashable]:
+        def of(name: str, instruction: Instruction) -> Counter[Key]:
             there = self._computations[name]
             types = [array for operand in instruction.operands if operand in there for array in there[operand].results]
             if (counts := value(instruction, types)) is not None:
@@ -107,7 +108,7 @@ class HloProgram:
         return of_computation(self._entry)
 
 
-def _times(counts: Counter[Hashable], factor: float) -> Counter[Hashable]:
+def _times(counts: Counter[Key], factor: float) -> Counter[Key]:
     return Counter({key: count * factor for key, count in counts.items()})
 
 

@@ -4,7 +4,6 @@ Array dims: B examples, T positions, D features, V vocabulary, C classes.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,7 @@ from jaxpar.models.options import Spec, check_task, pick, transformer_spec
 from jaxpar.tasks import Task
 
 # Google's: https://github.com/google-research/bert
-SIZES: dict[str, dict[str, Any]] = {
+SIZES = {
     "tiny": {"num_layers": 2, "hidden_size": 128, "num_heads": 2},
     "mini": {"num_layers": 4, "hidden_size": 256, "num_heads": 4},
     "small": {"num_layers": 4, "hidden_size": 512, "num_heads": 8},

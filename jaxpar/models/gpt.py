@@ -7,7 +7,6 @@ Array dims: B examples, T positions, D features, V vocabulary, C classes.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,7 @@ from jaxpar.models.model import Context, Model
 from jaxpar.models.options import Spec, check_task, pick, transformer_spec
 from jaxpar.tasks import Task
 
-SIZES: dict[str, dict[str, Any]] = {
+SIZES = {
     "tiny": {"num_layers": 2, "hidden_size": 128, "num_heads": 2},
     "gpt2": {"num_layers": 12, "hidden_size": 768, "num_heads": 12},
     "gpt2_medium": {"num_layers": 24, "hidden_size": 1024, "num_heads": 16},

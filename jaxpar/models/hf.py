@@ -6,7 +6,7 @@ arrays and theirs hold the same numbers, so the logits are the same to the round
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,11 +40,11 @@ class Family(NamedTuple):
     model: str
     keys: dict[str, str]
     activations: dict[str, str]
-    defaults: dict[str, Any]
-    fixed: dict[str, Any]
+    defaults: dict[str, object]
+    fixed: dict[str, object]
     prefix: str
     classes: dict[str, str]
-    tensors: Callable[[int], Any]
+    tensors: Callable[[int], Iterator[hf_tensors.Tensor]]
 
 
 FAMILIES = {
@@ -246,7 +246,7 @@ def _their_config(config: ConfigDict, info: DataInfo) -> tuple[dict[str, Any], F
     kind, family = families[config.model.name]
     if kind == "bert":
         task, spec, pooling = bert.resolve(config, info)
-        extras: dict[str, Any] = {"attention_probs_dropout_prob": 0.0}
+        extras: dict[str, object] = {"attention_probs_dropout_prob": 0.0}
         differing = {"pooling": (pooling, "mean")}
     else:
         task, spec = gpt.resolve(config, info)
@@ -288,5 +288,5 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[str, int]]:
     return {use: (choices[0], vocabulary[choices[0]]) for use, choices in found.items() if choices}
 
 
-def _write_json(path: Path, contents: Mapping[str, Any]) -> None:
+def _write_json(path: Path, contents: Mapping[str, object]) -> None:
     path.write_text(json.dumps(contents, indent=2) + "\n")

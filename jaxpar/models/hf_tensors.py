@@ -7,12 +7,14 @@ GPT2LMHeadModel and GPT2ForSequenceClassification; BertModel and GPT2Model have 
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxpar.errors import UserError
+
+Value = TypeVar("Value")
 
 
 class Tensor(NamedTuple):
@@ -136,7 +138,7 @@ def read_tensor(source: TensorSource) -> np.ndarray:
     return _reading(source.path, lambda file: file.get_tensor(source.name))
 
 
-def _reading(path: Path, function: Callable[[Any], Any]) -> Any:
+def _reading(path: Path, function: Callable[[Any], Value]) -> Value:
     try:
         with safe_open(path, framework="numpy") as file:
             return function(file)

@@ -5,12 +5,12 @@ Array dims: B examples, D features, C classes.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from ml_collections import ConfigDict
 
 from jaxpar.data import DataInfo
@@ -19,7 +19,7 @@ from jaxpar.models.layers import ACTIVATIONS, dropout
 from jaxpar.models.model import Context, Model
 from jaxpar.models.options import check_task, pick
 
-SIZES: dict[str, dict[str, Any]] = {"tiny": {"num_layers": 2, "hidden_size": 128}}
+SIZES = {"tiny": {"num_layers": 2, "hidden_size": 128}}
 DEFAULTS = {"dropout": 0.0, "activation": "relu"}
 
 
@@ -42,7 +42,7 @@ def build(config: ConfigDict, info: DataInfo) -> Model:
     return Model(makers, scan=config.model.scan_layers, remat=config.model.remat)
 
 
-def unit_range(x: jax.Array, dtype: Any) -> jax.Array:
+def unit_range(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Images, uint8, from 0..255 to -1..1; vectors as they are; both in `dtype`."""
     if x.dtype == jnp.uint8:
         return (x.astype(jnp.float32) / 127.5 - 1).astype(dtype)
@@ -52,7 +52,7 @@ def unit_range(x: jax.Array, dtype: Any) -> jax.Array:
 class Hidden(nnx.Module):
     """A linear map and an activation. The first one flattens what it reads."""
 
-    def __init__(self, num_in: int, rngs: nnx.Rngs, *, width: int, activation: str, dropout: float, dtype: Any):
+    def __init__(self, num_in: int, rngs: nnx.Rngs, *, width: int, activation: str, dropout: float, dtype: DTypeLike):
         self.activation = activation
         self.rate = dropout
         self.dtype = dtype

@@ -18,8 +18,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-Params = dict[str, Any]  # layer name -> nested dict of arrays
-Activations = Any  # what passes between layers: an array, or any pytree of arrays
+from jaxpar.layout import Tree
+
+LayerParams = dict[str, Any]  # of one layer: nested dict of arrays, or of their shapes
+Params = dict[str, LayerParams]  # by the layer's name
+Index = int | jax.Array  # of a layer
+GraphDef = nnx.GraphDef[nnx.Module]
+Activations = Tree  # what passes between layers: an array, or any pytree of arrays
 Batch = Mapping[str, jax.Array]  # see jaxpar.data for the keys
 
 REMAT_POLICIES: dict[str, Any] = {
@@ -27,7 +32,7 @@ REMAT_POLICIES: dict[str, Any] = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
 # (shapes of a layer's arrays, what params hold of them) -> the arrays
-Fetch = Callable[[Any, Any], Any]
+Fetch = Callable[[LayerParams, Tree], LayerParams]
 MOVES = (
     *("all_gather", "broadcast_in_dim", "concatenate", "convert_element_type", "dynamic_slice", "pad", "reshape"),
     *("slice", "split", "squeeze", "transpose"),
@@ -71,8 +76,8 @@ class Layer(NamedTuple):
     """One layer: its name, its structure without arrays, and the shapes of its parameters."""
 
     name: str
-    graphdef: Any
-    shapes: dict[str, Any]
+    graphdef: GraphDef
+    shapes: LayerParams
 
 
 class Model:
@@ -128,7 +133,7 @@ class Model:
         """Fresh parameters. Layer i draws from fold_in(key, i), so a layer's start depends on its place alone."""
         return self.init_layers(key, 0, len(self.layers))
 
-    def init_layers(self, key: jax.Array, start: int, stop: int, *, shift: Any = 0) -> Params:
+    def init_layers(self, key: jax.Array, start: int, stop: int, *, shift: Index = 0) -> Params:
         """Fresh parameters of layers[start:stop]; they draw as those `shift` further on would."""
         params: Params = {}
         # Layers in a row from one maker are made by one vmap: compiled once, and the same numbers.
@@ -164,7 +169,7 @@ class Model:
         start: int,
         stop: int,
         *,
-        shift: Any = 0,
+        shift: Index = 0,
         scan: bool = True,
         fetch: Fetch | None = None,
     ) -> Activations:
@@ -206,13 +211,13 @@ class Model:
         keys_B: jax.Array | None,
         first: int,
         last: int,
-        shift: Any,
+        shift: Index,
         fetch: Fetch | None,
     ) -> Activations:
         layers = self.layers[first:last]
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[params[layer.name] for layer in layers])
 
-        def body(x: Activations, layer: tuple[Any, jax.Array]) -> tuple[Activations, None]:
+        def body(x: Activations, layer: tuple[LayerParams, jax.Array]) -> tuple[Activations, None]:
             weights, index = layer
             return self._call(layers[0], weights, x, batch, keys_B, index, fetch), None
 
@@ -221,14 +226,14 @@ class Model:
     def _call(
         self,
         layer: Layer,
-        weights: Any,
+        weights: LayerParams,
         x: Activations,
         batch: Batch,
         keys_B: jax.Array | None,
-        index: Any,
+        index: Index,
         fetch: Fetch | None,
     ) -> Activations:
-        def call(weights: Any, x: Activations) -> Activations:
+        def call(weights: LayerParams, x: Activations) -> Activations:
             keys = None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, index)
             weights = weights if fetch is None else fetch(layer.shapes, weights)
             return nnx.merge(layer.graphdef, weights)(x, Context(batch, keys))
@@ -239,7 +244,7 @@ class Model:
             call = jax.checkpoint(call, policy=is_computed)
         return call(weights, x)
 
-    def _with_ties(self, params: Params, name: str) -> dict[str, Any]:
+    def _with_ties(self, params: Params, name: str) -> LayerParams:
         tied = {tie.name: params[tie.source][tie.source_name] for tie in self.ties if tie.layer == name}
         return {**params[name], **tied}
 
@@ -253,11 +258,11 @@ class Model:
                 start = index
 
 
-def _fresh(make: Callable[[nnx.Rngs], nnx.Module], key: jax.Array) -> dict[str, Any]:
+def _fresh(make: Callable[[nnx.Rngs], nnx.Module], key: jax.Array) -> LayerParams:
     return nnx.to_pure_dict(nnx.state(make(nnx.Rngs(params=key))))
 
 
-def _abstract(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[Any, dict[str, Any]]:
+def _abstract(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[GraphDef, LayerParams]:
     """The structure and the parameter shapes of a layer, without making its arrays."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), nnx.to_pure_dict(state))

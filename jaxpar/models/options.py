@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from ml_collections import ConfigDict
 
 from jaxpar import tasks
@@ -63,7 +64,7 @@ class Spec:
     activation: str
     positions: str
     causal: bool
-    dtype: Any
+    dtype: DTypeLike
     attention: AttentionKernel
 
     @property
@@ -214,7 +215,7 @@ def _has_cudnn_attention(cluster: Cluster) -> bool:
     return major.isdigit() and int(major) >= 8
 
 
-def attention_kernel(choice: str, dtype: Any, head_dim: int) -> AttentionKernel:
+def attention_kernel(choice: str, dtype: DTypeLike, head_dim: int) -> AttentionKernel:
     """Return the kernel, xla or cudnn, that config.model.attention comes to where devices have cuDNN's.
 
     The limits are those of cuDNN's flash attention as `jax.nn.dot_product_attention` calls it.

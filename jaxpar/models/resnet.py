@@ -8,11 +8,11 @@ Array dims: B examples, H height, W width, C channels (of logits: classes).
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from ml_collections import ConfigDict
 
 from jaxpar.data import DataInfo
@@ -23,7 +23,7 @@ from jaxpar.models.model import Context, Model
 from jaxpar.models.options import check_task, pick
 
 # hidden_size: channels of the first stage; each later one has twice as many.
-SIZES: dict[str, dict[str, Any]] = {"18": {"hidden_size": 64}, "50": {"hidden_size": 64}}
+SIZES = {"18": {"hidden_size": 64}, "50": {"hidden_size": 64}}
 DEFAULTS = {"dropout": 0.0}
 BLOCKS = {"18": (2, 2, 2, 2), "50": (3, 4, 6, 3)}  # by stage
 GROUPS = 32
@@ -54,7 +54,7 @@ def build(config: ConfigDict, info: DataInfo) -> Model:
     return Model(makers, scan=config.model.scan_layers, remat=config.model.remat)
 
 
-def conv(num_in: int, num_out: int, size: int, stride: int, dtype: Any, rngs: nnx.Rngs) -> nnx.Conv:
+def conv(num_in: int, num_out: int, size: int, stride: int, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Conv:
     """A square convolution, padded the same on both sides; He's initialisation for ReLU, by fan-out."""
     return nnx.Conv(
         num_in,
@@ -77,7 +77,7 @@ def group_norm(channels: int, rngs: nnx.Rngs, *, scale: float = 1.0) -> nnx.Grou
 class Stem(nnx.Module):
     """Pixels 0..255 to the first channels: at the resolution of a small image, at a quarter of a large one's."""
 
-    def __init__(self, channels: int, width: int, small: bool, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, channels: int, width: int, small: bool, dtype: DTypeLike, rngs: nnx.Rngs):
         self.small = small
         self.dtype = dtype
         self.conv = conv(channels, width, 3 if small else 7, 1 if small else 2, dtype, rngs)
@@ -97,7 +97,7 @@ class ResidualBlock(nnx.Module):
     The last norm starts at zero, so that the block starts as the identity (Goyal et al. 2017, section 5.1).
     """
 
-    def __init__(self, num_in: int, inner: int, stride: int, bottleneck: bool, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, num_in: int, inner: int, stride: int, bottleneck: bool, dtype: DTypeLike, rngs: nnx.Rngs):
         num_out = 4 * inner if bottleneck else inner
         shapes = [(num_in, inner, 3, stride), (inner, inner, 3, 1)]
         if bottleneck:

@@ -20,7 +20,7 @@ from jaxpar.models.model import Context, Model
 from jaxpar.models.options import Spec, attention_kernel, check_task, pick
 
 # base, large: the paper's, table 1; tiny, small: DeiT's (Touvron et al. 2020), table 1.
-SIZES: dict[str, dict[str, Any]] = {
+SIZES = {
     "tiny": {"num_layers": 12, "hidden_size": 192, "num_heads": 3},
     "small": {"num_layers": 12, "hidden_size": 384, "num_heads": 6},
     "base": {"num_layers": 12, "hidden_size": 768, "num_heads": 12},

@@ -26,6 +26,10 @@ from jaxpar.strategies import Strategy
 PLACES = ("data.train", "data.validation", "data.test", "data.tokenizer", "model.init_from", "cache_dir")
 
 
+StrategyState = Any  # the state, in the form of the run's strategy
+Result = dict[str, Any]  # of a run: the values of result.json, by name
+
+
 class Run(NamedTuple):
     """Everything a run is made of, built from its config."""
 

@@ -1,14 +1,13 @@
 """The batches of a run as its strategy takes them, and the metrics of a whole split."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
 
 from jaxpar import data
 from jaxpar.launch import processes
-from jaxpar.run.build import Run
+from jaxpar.run.build import Run, StrategyState
 from jaxpar.tasks import add_up
 
 IN_FLIGHT = 2  # batches of an evaluation: enough that the device never waits for the host
@@ -25,7 +24,7 @@ def load_batches(
     )
 
 
-def evaluate_split(run: Run, state: Any, split: data.Split) -> dict[str, float]:
+def evaluate_split(run: Run, state: StrategyState, split: data.Split) -> dict[str, float]:
     """Return the metrics of all of `split`. state: the strategy's."""
     size = run.config.eval.batch_size or run.config.batch_size
     batches = data.Batches(split, batch_size=size, seed=run.config.seed, shuffle=False)

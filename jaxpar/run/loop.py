@@ -2,15 +2,18 @@
 
 import math
 import signal
-from typing import Any
+from collections.abc import Iterator
+
+import numpy as np
 
 from jaxpar import checkpoint
 from jaxpar import config as configs
 from jaxpar.checkpoint import ledger
+from jaxpar.checkpoint.checksums import Info
 from jaxpar.launch import processes
 from jaxpar.launch.signals import Interrupt
 from jaxpar.run import metrics
-from jaxpar.run.build import Run
+from jaxpar.run.build import Run, StrategyState
 from jaxpar.run.evaluate import evaluate_split, load_batches
 from jaxpar.run.meter import Meter
 from jaxpar.run.metrics import Progress
@@ -41,7 +44,7 @@ class Loop:
         self._books = open_ledger(run)
         self._clock = run.phases.clock("train", "input")
 
-    def run(self, state: Any, interrupt: Interrupt) -> Any:
+    def run(self, state: StrategyState, interrupt: Interrupt) -> StrategyState:
         """Returns the strategy's state after the last step. Raises Stopped."""
         run, total, agree = self._run, self._run.num_steps, processes.Agreement()
         with metrics.ProfilerTrace(run.config.profile, run.workdir) as trace, Progress(self._first_step, total) as bar:
@@ -60,7 +63,7 @@ class Loop:
                     raise Stopped(f"{name}: stopped after step {step} of {total}, saved in {run.workdir}")
         return state
 
-    def _step(self, step: int, state: Any, loader: Any) -> Any:
+    def _step(self, step: int, state: StrategyState, loader: Iterator[dict[str, np.ndarray]]) -> StrategyState:
         phases, strategy = self._run.phases, self._run.strategy
         with phases("input"):
             batch = next(loader)
@@ -70,7 +73,7 @@ class Loop:
             self._meter.add(step, batch, step_metrics)
         return state
 
-    def _after(self, step: int, state: Any, due: set[str], bar: Progress) -> None:
+    def _after(self, step: int, state: StrategyState, due: set[str], bar: Progress) -> None:
         run = self._run
         with run.phases("train"):
             self._meter.read()  # so that nothing below is of a step that failed
@@ -90,7 +93,7 @@ class Loop:
         if validation_loss is not None and is_best:
             self._best_loss = validation_loss
 
-    def _save(self, step: int, state: Any, validation_loss: float | None) -> None:
+    def _save(self, step: int, state: StrategyState, validation_loss: float | None) -> None:
         run = self._run
         with run.phases("checkpoint"):
             self._books.write()  # before the checkpoint: lines of steps that none has are cut
@@ -124,7 +127,7 @@ def open_ledger(run: Run) -> ledger.Ledger:
     )
 
 
-def save_info(run: Run, step: int) -> dict[str, Any]:
+def save_info(run: Run, step: int) -> Info:
     """Return what a checkpoint holds besides its arrays."""
     return {
         "data": run.dataset.fingerprint,

@@ -7,7 +7,6 @@ et al., "PaLM", 2022, appendix B.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -32,7 +31,7 @@ class Meter:
         """
         self._shares = shares
         self._model, self._task, self._peak, self._stop = model, task, peak_flops, stop_if_nonfinite
-        self._flops: dict[Any, int] = {}  # of a step, by shape of its inputs
+        self._flops: dict[tuple[int, ...], int] = {}  # of a step, by shape of its inputs
         self._pending: tuple[int, Metrics] | None = None
         self.loss = float("nan")  # of the last step that was read
         self._reset()

@@ -14,6 +14,8 @@ from jaxpar import files
 from jaxpar.errors import UserError
 from jaxpar.launch import processes
 
+MetricsRow = dict[str, Any]  # step, split, and metrics by name
+
 
 class Log:
     """metrics.jsonl and TensorBoard events of one run, written by the first of its processes.
@@ -47,7 +49,7 @@ class Log:
             for name, value in metrics.items():
                 self._board.add_scalar(f"{split}/{name}", value, step)
 
-    def rows(self, split: str) -> list[dict[str, Any]]:
+    def rows(self, split: str) -> list[MetricsRow]:
         """What was recorded of `split` so far, earlier processes included."""
         return [row for row in self._rows if row["split"] == split]
 
@@ -58,7 +60,7 @@ class Log:
                 opened.close()
 
 
-def read_metrics(workdir: Path) -> list[dict[str, Any]]:
+def read_metrics(workdir: Path) -> list[MetricsRow]:
     """The rows of metrics.jsonl; a last line that was cut off by a crash is left out. Raises UserError for others."""
     path = workdir / "metrics.jsonl"
     lines = path.read_text(errors="replace").split("\n") if path.is_file() else [""]
@@ -86,7 +88,7 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._bar is not None:
             self._bar.close()
 
@@ -136,7 +138,7 @@ class ProfilerTrace:
         elif self._running and step > self._last:
             self._stop()
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._running:
             self._stop()
 

@@ -3,21 +3,20 @@
 import json
 import statistics
 from pathlib import Path
-from typing import Any
 
 from jaxpar import files
 from jaxpar.launch import processes
 from jaxpar.run import metrics
-from jaxpar.run.build import Run
+from jaxpar.run.build import Result, Run, StrategyState
 from jaxpar.run.evaluate import evaluate_split
 from jaxpar.tasks import Task
 
 RATES = ("examples_per_second", "tokens_per_second", "model_flops_per_second", "mfu")
 
 
-def finish(run: Run, state: Any, log: metrics.Log) -> dict[str, Any]:
+def finish(run: Run, state: StrategyState, log: metrics.Log) -> Result:
     """Evaluate on the test split, draw the curves and put the result together. state: the strategy's."""
-    result: dict[str, Any] = {}
+    result: Result = {}
     if run.dataset.test:
         tested = evaluate_split(run, state, run.dataset.test)
         log.write(run.num_steps, "test", tested)
@@ -45,7 +44,7 @@ def finish(run: Run, state: Any, log: metrics.Log) -> dict[str, Any]:
     return result
 
 
-def write_result(workdir: Path, result: dict[str, Any]) -> None:
+def write_result(workdir: Path, result: Result) -> None:
     """Writes workdir/result.json."""
     files.write_text(workdir / "result.json", json.dumps(result, indent=2) + "\n")
 

@@ -6,9 +6,7 @@ docs/checkpoints.md says why, key by key.
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -55,7 +53,7 @@ def may_change(key: str, config: ConfigDict) -> bool:
     return key not in NOT_CHANGEABLE and any(key == name or key.startswith(name + ".") for name in CHANGEABLE)
 
 
-def differences(before: Mapping[str, Any], config: ConfigDict) -> dict[str, str]:
+def differences(before: configs.Values, config: ConfigDict) -> dict[str, str]:
     """By key, `config.KEY: OLD there, NEW here`. before: keys and values as JSON has them, or else their defaults."""
     default = configs.keys(configs.default_config())
     there, now = (json.loads(json.dumps(one)) for one in ({**default, **before}, configs.keys(config)))
@@ -75,7 +73,7 @@ def check_resumable(config: ConfigDict, workdir: Path) -> None:
         check_same_run(before, config, f"--workdir={workdir} holds")
 
 
-def check_same_run(before: Mapping[str, Any], config: ConfigDict, where: str) -> None:
+def check_same_run(before: configs.Values, config: ConfigDict, where: str) -> None:
     """Raises UserError, with every key and both values, where what may not change has. where: `WHAT holds`."""
     changed = [text for key, text in differences(before, config).items() if not may_change(key, config)]
     if changed:

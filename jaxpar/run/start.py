@@ -1,8 +1,5 @@
 """The state a run starts from: that of the newest whole checkpoint in its workdir, or a fresh one."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import jax
 
 from jaxpar import checkpoint, state
@@ -11,10 +8,10 @@ from jaxpar.errors import UserError
 from jaxpar.launch import processes
 from jaxpar.plan import format_private_key
 from jaxpar.run import resume
-from jaxpar.run.build import Run
+from jaxpar.run.build import Run, StrategyState
 
 
-def start(run: Run) -> tuple[Any, int]:
+def start(run: Run) -> tuple[StrategyState, int]:
     """The strategy's state and the number of steps it has behind it: of the newest whole checkpoint, or a fresh one."""
     like = state.to_canonical(state.abstract_state(run.problem.model, run.problem.optimizer))
     saved = checkpoint.restore(run.workdir / "checkpoints", like, log=print)
@@ -33,10 +30,10 @@ def start(run: Run) -> tuple[Any, int]:
     return run.strategy.from_canonical(saved.tree, saved.private if is_continued else {}), saved.step
 
 
-def check_continued(run: Run, saved: checkpoint.Checkpoint) -> Mapping[str, Any]:
+def check_continued(run: Run, saved: checkpoint.Checkpoint) -> configs.Values:
     """The config of the run that wrote the checkpoint. Raises UserError where this run does not continue that one."""
     where = f"the checkpoint of step {saved.step} in {run.workdir}"
-    before: Mapping[str, Any] = saved.info.get("config", configs.keys(run.config))  # the first ones had none
+    before: configs.Values = saved.info.get("config", configs.keys(run.config))  # the first ones had none
     resume.check_same_run(before, run.config, f"{where} is of")
     if saved.info["data"] != run.dataset.fingerprint:
         raise UserError(f"the data changed since {where}; give a new --workdir")
@@ -49,7 +46,7 @@ def check_continued(run: Run, saved: checkpoint.Checkpoint) -> Mapping[str, Any]
     return before
 
 
-def fresh(run: Run) -> Any:
+def fresh(run: Run) -> StrategyState:
     """The strategy's state at step 0, with pretrained parameters where there are some."""
     fresh = run.strategy.init(jax.random.key(run.config.seed))
     if run.pretrained is None:

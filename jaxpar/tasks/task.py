@@ -16,6 +16,7 @@ from jaxpar.data import DataInfo, Labels
 
 Readable: TypeAlias = "str | int | float | list[Readable] | dict[str, Readable]"  # as JSON has it
 Prediction: TypeAlias = "dict[str, Readable]"  # of one example
+Scalar = Any  # a float, or an array without dims of JAX or NumPy
 Terms = dict[str, Any]  # arrays by name
 # What the last layer returns: numbers for each example, or token; logits of each hidden, or next, token.
 Head = Literal["example", "token", "masked_lm", "causal_lm"]
@@ -30,9 +31,9 @@ class Sums(NamedTuple):
       weight: of the weights. Scalar.
     """
 
-    loss: Any
+    loss: Scalar
     terms: Terms
-    weight: Any
+    weight: Scalar
 
 
 class Score(NamedTuple):
@@ -114,7 +115,7 @@ class Task:
         return {"loss": float(mean_loss(sums.loss, sums.weight)), **self.metrics(sums)}
 
 
-def mean_loss(loss: Any, weight: Any) -> Any:
+def mean_loss(loss: Scalar, weight: Scalar) -> Scalar:
     """Return loss / weight: 0 where nothing is predicted, as may be in a batch. Scalars, in programs or on the host."""
     maximum = jnp.maximum if isinstance(weight, jax.Array) else np.maximum
     return loss / maximum(weight, 1e-30)
