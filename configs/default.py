@@ -30,8 +30,8 @@ def get_config() -> ConfigDict:
     # bagua_model_average, zero1, zero2, zero3, onebit_adam. Pipelines: those that agree on gradients alone.
     config.exchange = "ddp"
     config.exchange_options = exchange = ConfigDict()  # None: the exchange's own; docs/exchanges.md says which it has
-    exchange.bucket_bytes = placeholder(int)  # of what goes over the wire at once: buckets, fusion, partitions
-    exchange.wire_dtype = placeholder(str)  # float16, bfloat16: of gradients on the wire
+    exchange.bucket_bytes = placeholder(int)  # of what is sent at once: buckets, fusion, partitions
+    exchange.wire_dtype = placeholder(str)  # float16, bfloat16: of gradients as they are sent
     exchange.algorithm = placeholder(str)  # psum (XLA's own), ring (written out)
     exchange.group = placeholder(int)  # replicas of a node: adds up in it first, then between nodes
     exchange.predivide = placeholder(float)  # divide gradients by this before the sum, and the rest after it

@@ -164,7 +164,7 @@ def from_keys(saved: Mapping[str, Any]) -> ConfigDict:
 
 
 def read_saved(workdir: Path) -> dict[str, Any] | None:
-    """What `save` wrote, as JSON has it; None where there is no run."""
+    """Return the keys and values that `save` wrote, as JSON has them; None where there is no run."""
     path = workdir / "config.json"
     if not path.is_file():
         return None

@@ -1,4 +1,4 @@
-"""How long things take, in virtual seconds: what a gradient costs a worker, and a message on its way.
+"""Durations, in virtual seconds: of computing a gradient, and of a message in flight.
 
 Every worker has two private streams of random numbers, one for computing and one for communication. So the k-th time
 of a worker depends on the seed and on k alone: not on how many times are asked for, nor on other workers.
@@ -24,7 +24,7 @@ MeasuredTimes = tuple[tuple[float, ...], ...]  # measured seconds, by worker
 
 
 class Delays(NamedTuple):
-    """How long things take. All times are in virtual seconds.
+    """Durations of gradients and messages. All times are in virtual seconds.
 
     Args:
       distribution: of a gradient's time; one of DISTRIBUTIONS.
@@ -83,20 +83,20 @@ def delays_obstacle(delays: Delays) -> str | None:
 
 
 def mean_compute_time(delays: Delays) -> float:
-    """Of a worker that is not slowed down."""
+    """Return the mean of a worker that is not slowed down."""
     if delays.distribution == "trace":
         return float(np.mean([np.mean(times) for times in delays.trace]))
     return delays.compute_time
 
 
 def compute_times(delays: Delays, num_workers: int, seed: int) -> list[Iterator[float]]:
-    """The times of each worker's gradients, one after another without end."""
+    """Return the times of each worker's gradients, one after another without end."""
     slowdowns = [1.0] * (num_workers - 1) + [delays.slowdown]
     return [_compute_times(delays, worker, seed, slowdown) for worker, slowdown in enumerate(slowdowns)]
 
 
 def communication_times(delays: Delays, num_workers: int, seed: int) -> list[Iterator[float]]:
-    """The times of each worker's messages, both ways, one after another without end."""
+    """Return the times of each worker's messages, both ways, one after another without end."""
     seconds, jitter = delays.communication_time, delays.jitter
     if seconds == 0 or jitter == 0:
         return [itertools.repeat(seconds) for _ in range(num_workers)]
@@ -131,7 +131,7 @@ def _drawn(draw: Callable[[np.random.Generator], np.ndarray], worker: int, strea
 
 
 def read_trace(path: Path | str) -> MeasuredTimes:
-    """Reads measured times from CSV: columns worker and seconds, a row a gradient, workers from 0 without a gap.
+    """Read measured times from CSV: columns worker and seconds, a row a gradient, workers from 0 without a gap.
 
     Raises:
       UserError: one line, with the file, and the line where there is one.

@@ -1,4 +1,4 @@
-"""Which worker of a live run takes which chunk, and the record of what they did. It has no devices and no threads.
+"""The schedule of a live run: which worker takes which chunk, and the record. It has no devices and no threads.
 
 Idle workers take chunks in the order in which both come, and the weights as they are at that time. Nobody waits for
 others, except where a bound says how far a worker may be ahead of the slowest (ssp).

@@ -1,4 +1,4 @@
-"""What is done about stale gradients: transformations as in optax, which compose by `optax.chain`.
+"""Mitigations of staleness: transformations as in optax, which compose by `optax.chain`.
 
 Of a gradient, before the optimizer: update(grads, state, params, staleness=, read=), `params` being the weights that
 it is applied to and `read` those that it was computed from. Of an update, after the optimizer: update(updates, state,

@@ -1,4 +1,4 @@
-"""Who computes which gradient from which weights, and when: a policy, and how long things take, make a table.
+"""The table of a policy and of delays: who computes which gradient from which weights, and when.
 
     sync           all workers read the same version; an update when all have arrived
     async          an update for every gradient, on arrival (ASP)

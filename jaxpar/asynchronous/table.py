@@ -1,4 +1,4 @@
-"""What a table of updates is: which gradient, computed from which weights, is applied when.
+"""Tables of updates: which gradient, computed from which weights, is applied when.
 
 A table is data, made in NumPy before anything runs (simulate.py) or recorded by a live run. What reads it needs no
 threads to do what asynchronous workers would do, and does it the same way every time.
@@ -53,7 +53,7 @@ class UpdateTable(NamedTuple):
 
     @property
     def num_updates(self) -> int:
-        """Also the version of the weights after the last row."""
+        """Number of updates, which is the version of the weights after the last row."""
         return int(self.update.max(initial=-1)) + 1
 
     @property
@@ -84,7 +84,7 @@ TIMES = ("start", "finish")
 
 
 def validate(table: UpdateTable) -> None:
-    """Raises ValueError, with the row and the column, at the first rule that the table breaks.
+    """Raise ValueError, with the row and the column, at the first rule that the table breaks.
 
     Rules: shapes and dtypes; numbers in range; each chunk once; `step` and `finish` never decrease, and `update` goes
     up from 0 by ones; a gradient finishes after it starts, and is applied to the version that it read or a later one.
@@ -174,7 +174,7 @@ def _rules(table: UpdateTable) -> Iterator[tuple[np.ndarray, str, Callable[[int]
 
 
 def write_updates(path: Path | str, table: UpdateTable) -> None:
-    """Writes a valid table as CSV: the number of workers, the names of the columns, a row a gradient."""
+    """Write a valid table as CSV: the number of workers, the names of the columns, a row a gradient."""
     validate(table)
     text = io.StringIO()
     text.write(f"{HEAD}{table.num_workers}\n")
@@ -185,7 +185,7 @@ def write_updates(path: Path | str, table: UpdateTable) -> None:
 
 
 def read_updates(path: Path | str) -> UpdateTable:
-    """Reads what `write` has written, and validates it: the same table, to the last bit.
+    """Read a file of `write_updates`, and validate the table: the same table, to the last bit.
 
     Raises:
       UserError: one line, with the file, and the line where there is one.

@@ -21,7 +21,7 @@ from jaxpar.state import State
 
 
 class Answer(NamedTuple):
-    """What a worker's thread sends: its assignment, and the gradient on the server's device, or why there is none."""
+    """The answer of a worker's thread: its assignment, and the gradient on the server's device, or the error."""
 
     assignment: Assignment
     sent: Sent | BaseException

@@ -1,4 +1,4 @@
-"""How weights reach workers, and their gradients the server: the seam between the algorithm and what carries it.
+"""Transports, which take weights to workers and gradients to the server: the seam below the algorithm.
 
 The algorithm is the server's (server.py): it applies gradients one by one as a transport delivers them. Transports:
 
@@ -43,7 +43,7 @@ class Delivery(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """What a transport holds between steps.
+    """The state of a transport between steps.
 
     Attributes:
       weights: by version, older weights that workers have read and will send gradients of.
@@ -71,7 +71,7 @@ class Workers(NamedTuple):
 
     @property
     def number(self) -> int:
-        """How many workers there are."""
+        """Number of workers."""
         return self.programs.num_workers
 
     def place(self, worker: int) -> int:
@@ -126,7 +126,7 @@ class Transport(Protocol):
 
 
 class LiveTransport:
-    """The part that all transports share whose workers compete: the weights to read, the schedule and its record."""
+    """The common part of transports whose workers compete: the weights to read, the schedule and its record."""
 
     def __init__(self, workers: Workers, state: State, *, bound: float):
         """bound: iterations that a worker may be ahead of the slowest."""

@@ -1,4 +1,4 @@
-"""Which rows of the user's files are in which split."""
+"""The rows of the user's files, and the split of each."""
 
 import hashlib
 import itertools

@@ -1,4 +1,4 @@
-"""A data set as arrays: its splits, what a model must know of it, and how shards of a batch are gathered.
+"""A data set as arrays: its splits, what a model depends on, and how shards of a batch are gathered.
 
 Whatever is random (masking, augmentation) is drawn for the whole global batch and then cut to the shard
 asked for, so that any shard of a batch equals the same examples of the whole.
@@ -32,7 +32,7 @@ class Split(Protocol):
 
 
 class DataInfo(NamedTuple):
-    """What a model must know of the data.
+    """The facts of a data set that a model depends on.
 
     Attributes:
       kind: text, image or vector.

@@ -1,4 +1,4 @@
-"""Which examples the batches of an epoch hold: a table, made ahead in plain NumPy.
+"""The plan of an epoch: which examples its batches hold, a table made ahead in plain NumPy.
 
 A plan is int64 [S,B]: example b of batch s of the epoch, -1 at fillers. Every example
 is in it exactly once and S = ceil(examples / B). Examples of like length share a batch, so that

@@ -18,7 +18,7 @@ from jaxpar.errors import UserError, nearest
 
 
 class Columns(NamedTuple):
-    """Which columns to read.
+    """The columns to read.
 
     Attributes:
       texts: one or two of text.
@@ -173,7 +173,7 @@ def _open_text(path: Path) -> io.TextIOWrapper:
 
 
 def _places(path: Path, names: Sequence[str], columns: Columns, line: int = 1) -> list[int]:
-    """Where the columns asked for stand among `names`."""
+    """Return the places of the columns among `names`."""
     for name in columns.all:
         if name not in names:
             key = "label_column" if name == columns.label else "text_columns"

@@ -126,7 +126,7 @@ def _write(
 
 
 def _tokenizer(config: ConfigDict, labels: Labels, workdir: Path, corpus: Corpus, facts: Facts) -> tuple[Path, str]:
-    """Where the tokenizer lies (for messages) and the tokenizer as JSON: the config's, the workdir's, or a new one."""
+    """Return the tokenizer's path, for messages, and it as JSON: the config's, the workdir's, or a new one."""
     saved = workdir / "tokenizer.json"
     named = named_tokenizer(config)
     if named is not None:

@@ -134,7 +134,7 @@ def special(tokenizer: Tokenizer, names: Iterable[str], use: str, path: Path) ->
 
 
 def vocab_size(tokenizer: Tokenizer) -> int:
-    """One more than the largest id."""
+    """Return one more than the largest id."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 

@@ -89,7 +89,7 @@ def distributed_optimizer(
 
 
 def state_specs(axis_name: str, exchange: str = "horovod") -> DistributedState:
-    """Where the state of a `distributed_optimizer` is: specs of its parts, for `shard_map`.
+    """Return the specs of the state of a `distributed_optimizer`, for `shard_map`.
 
     What differs by replica is divided over the axis: `state.private`, and with horovod_adasum and the bagua exchanges
     of weights also `state.optimizer`. Raises ValueError where there is no such exchange.
@@ -102,7 +102,7 @@ def state_specs(axis_name: str, exchange: str = "horovod") -> DistributedState:
 
 
 def broadcast(tree: Tree, axis_name: str) -> Tree:
-    """The arrays of replica 0 on all of them: Horovod's broadcast_parameters. For use inside `shard_map`."""
+    """Return the arrays of replica 0 on all replicas: Horovod's broadcast_parameters. For use inside `shard_map`."""
     return jax.tree.map(lambda x: jax.lax.all_gather(x, axis_name)[0], tree)
 
 

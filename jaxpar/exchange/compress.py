@@ -32,7 +32,7 @@ class Compressor(NamedTuple):
     decode: Callable[[Payload, int], jax.Array]
 
     def payload(self, length: int) -> Payload:
-        """Shapes and dtypes of what a vector of that length becomes."""
+        """Return the shapes and dtypes that a vector of this length becomes."""
 
         def encode(x: jax.Array) -> Payload:
             return self.encode(x, self.init(length, jax.random.key(0), 0))[0]
@@ -57,7 +57,7 @@ def min_max_uint8(block: int = 0) -> Compressor:
     """
 
     def scale(ranges: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Of ranges [blocks, 2]: s = 255 / (high - low + 1e-7), and the least byte, [blocks, 1]."""
+        """Return s = 255 / (high - low + 1e-7) of ranges [blocks, 2], and the least byte, [blocks, 1]."""
         low, high = ranges[:, :1], ranges[:, 1:]
         largest = jnp.maximum(jnp.abs(low), jnp.abs(high))
         s = 127.5 / (high / 2 - low / 2 + 0.5e-7)  # halves, as the range of the largest floats is no float
@@ -208,12 +208,12 @@ def momentum(compressor: Compressor, mu: float) -> Compressor:
 
 
 def to_bytes(payload: Payload) -> jax.Array:
-    """The payload as one vector of bytes, as it is sent."""
+    """Return the payload as one vector of bytes, as it is sent."""
     return jnp.concatenate([jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(-1) for x in payload])
 
 
 def from_bytes(vector: jax.Array, like: Payload) -> Payload:
-    """The payload that `to_bytes` took; like: its shapes and dtypes."""
+    """Return the payload that `to_bytes` took; like: its shapes and dtypes."""
     payload, offset = [], 0
     for leaf in like:
         size, width = math.prod(leaf.shape), leaf.dtype.itemsize
@@ -225,7 +225,7 @@ def from_bytes(vector: jax.Array, like: Payload) -> Payload:
 
 
 def payload_nbytes(payload: Payload) -> int:
-    """Of a payload, or of its shapes."""
+    """Return the bytes of a payload, or of its shapes."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in payload)
 
 

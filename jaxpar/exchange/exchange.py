@@ -31,7 +31,7 @@ class DistributedState(NamedTuple):
 
 
 class ExchangeUpdate(NamedTuple):
-    """What an exchange made of gradients.
+    """The result of an exchange of gradients.
 
     Attributes:
       updates: to be added to the parameters.

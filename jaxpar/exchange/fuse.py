@@ -23,7 +23,7 @@ class Piece(NamedTuple):
 
 
 class AllReduce(NamedTuple):
-    """How replicas come to the mean of a tree.
+    """An algorithm by which replicas come to the mean of a tree.
 
     Attributes:
       init: tree of arrays, or of their shapes -> state of this replica.
@@ -80,7 +80,7 @@ def fused(reducer: Reducer, num_bytes: int, *, cut: bool = False, backwards: boo
 
 
 def in_layer_order(all_reduce: AllReduce, layers: Sequence[str]) -> AllReduce:
-    """The same for a tree {layer: ..}, with vectors in the order of the layers, not of their names."""
+    """Return the same for a tree {layer: ..}, with vectors in the order of the layers, not of their names."""
 
     def ordered(tree: Tree) -> list[Tree]:
         return [tree[layer] for layer in layers]
@@ -93,7 +93,7 @@ def in_layer_order(all_reduce: AllReduce, layers: Sequence[str]) -> AllReduce:
 
 
 def buckets(leaves: Sequence[Leaf], num_bytes: int, *, cut: bool, backwards: bool) -> list[list[Piece]]:
-    """Which pieces of which leaves share a vector: consecutive ones of one dtype."""
+    """Return the pieces of leaves that share each vector: consecutive ones of one dtype."""
     result: list[list[Piece]] = []
     used, dtype = 0, None
     for number in reversed(range(len(leaves))) if backwards else range(len(leaves)):
@@ -110,7 +110,7 @@ def buckets(leaves: Sequence[Leaf], num_bytes: int, *, cut: bool, backwards: boo
 
 
 def flat(tree: Tree) -> tuple[jax.Array, Callable[[jax.Array], Tree]]:
-    """The leaves as one float32 vector, and the way back."""
+    """Return the leaves as one float32 vector, and the function back."""
     leaves, structure = jax.tree.flatten(tree)
     offsets = [sum(leaf.size for leaf in leaves[:i]) for i in range(1, len(leaves))]
 

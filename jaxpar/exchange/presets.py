@@ -31,7 +31,7 @@ BLOCK, BYTES_BLOCK = 2048, 4096  # elements that share a scale of bits, and a ra
 
 
 class Rule(NamedTuple):
-    """What is around which an exchange may be put.
+    """An optimizer and its parameters, around which an exchange is put.
 
     Attributes:
       optimizer: any of optax.
@@ -46,7 +46,7 @@ class Rule(NamedTuple):
     layers: Sequence[str] = ()
 
     def in_order(self, all_reduce: AllReduce) -> AllReduce:
-        """The same, with vectors in the order of the layers."""
+        """Return the same, with vectors in the order of the layers."""
         return in_layer_order(all_reduce, self.layers) if self.layers else all_reduce
 
 
@@ -229,7 +229,7 @@ RANGES = {"ratio": (0.0, 1.0), "warmup": (0.0, 1.0), "momentum": (0.0, 1.0), "le
 
 
 def options(name: str) -> dict[str, Any]:
-    """The options of an exchange and their defaults."""
+    """Return the options of an exchange and their defaults."""
     function = {**GRADIENTS, **AROUND}.get(name)
     parameters = inspect.signature(function).parameters.values() if function else ()
     keywords = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}

@@ -25,7 +25,7 @@ class Axis(NamedTuple):
 
 
 class Reducer(NamedTuple):
-    """How replicas come to the mean of a vector, exactly or nearly.
+    """An algorithm by which replicas come to the mean of a vector, exactly or nearly.
 
     Attributes:
       init: (L, key) -> state of this replica. key: the same on all of them, another for each vector.
@@ -101,7 +101,7 @@ def push_pull(axis: Axis) -> Reducer:
 
 
 def hierarchical(axis: Axis, group: int) -> Reducer:
-    """Within groups of `group` neighbours first, as the links in a node are the faster ones, then between groups.
+    """All-reduce within groups of `group` neighbours, as the links in a node are faster, then between groups.
 
     Each replica of a group adds up 1/group of its vectors, and goes on with that alone.
     """
@@ -135,7 +135,7 @@ def cast(reducer: Reducer, dtype: DTypeLike) -> Reducer:
 
 
 def predivide(reducer: Reducer, factor: float) -> Reducer:
-    """Divides by `factor` before the sum, not after: Horovod's gradient_predivide_factor.
+    """Divide by `factor` before the sum, not after: Horovod's gradient_predivide_factor.
 
     In a narrow dtype the sum of many gradients may overflow, or their quotients vanish.
     """

@@ -36,7 +36,7 @@ class Shards:
 
     @property
     def nbytes(self) -> int:
-        """What a replica sends to scatter, or to gather, all arrays once."""
+        """Bytes that a replica sends to scatter, or to gather, all arrays once."""
         sizes = [math.prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(self._shapes, self._leaves, strict=True)]
         return (self._axis.size - 1) * sum(sizes[number] for bucket in self._buckets for number in bucket)
 

@@ -30,7 +30,7 @@ class HloArray(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of one such array."""
+        """Bytes of one such array."""
         return math.prod(self.dims) * WIDTHS[self.dtype]
 
 

@@ -22,12 +22,12 @@ class Phases:
         self.alive()
 
     def alive(self) -> None:
-        """Gives a sign of life."""
+        """Give a sign of life."""
         self.alive_at = time.monotonic()
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Counts the time inside the `with` towards phase `name`."""
+        """Count the time inside the `with` towards phase `name`."""
         start = time.perf_counter()
         self.name = name
         self.alive()

@@ -1,4 +1,4 @@
-"""What a result depends on besides the code and the config: versions, devices, XLA's flags."""
+"""The provenance of a result besides the code and the config: versions, devices, XLA's flags."""
 
 import os
 import platform
@@ -18,7 +18,7 @@ JAX_SETTINGS = ("jax_default_matmul_precision", "jax_enable_x64", "jax_threefry_
 
 
 def versions() -> dict[str, str]:
-    """Of jaxpar, Python and the packages that compute."""
+    """Return the versions of jaxpar, Python and the packages that compute."""
     project = Path(__file__).parents[2] / "pyproject.toml"  # of a clone; a wheel has metadata
     jaxpar_version = (
         tomllib.loads(project.read_text())["project"]["version"] if project.is_file() else version("jaxpar")
@@ -27,17 +27,17 @@ def versions() -> dict[str, str]:
 
 
 def describe_devices(used: Sequence[jax.Device]) -> dict[str, Any]:
-    """Of these devices: their kinds, and how many."""
+    """Return the kinds and the number of these devices."""
     kinds = sorted({device.device_kind for device in used})
     return {"platform": used[0].platform, "kinds": kinds, "number": len(used), "machine": platform.machine()}
 
 
 def flags() -> dict[str, Any]:
-    """Settings of XLA and JAX that change how they compute."""
+    """Return the settings of XLA and JAX that change how they compute."""
     return {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "")} | {name: getattr(jax.config, name) for name in JAX_SETTINGS}
 
 
 def changed(config: ConfigDict) -> dict[str, Any]:
-    """The keys that differ from configs/default.py."""
+    """Return the keys that differ from configs/default.py."""
     default = configs.keys(configs.default_config())
     return {key: value for key, value in configs.keys(config).items() if value != default[key]}

@@ -1,4 +1,4 @@
-"""What lossy exchanges cost in accuracy: the score of a config's task under each, next to ddp's.
+"""The cost of lossy exchanges in accuracy: the score of a config's task under each, next to ddp's.
 
     scripts/python scripts/bench/accuracy.py [--config=configs/quickstart.py] [--replicas=4] [--exchanges=ddp,dp,..]
         [--workdir=runs/accuracy] [--config.KEY=VALUE ...]

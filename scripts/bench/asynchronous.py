@@ -1,4 +1,4 @@
-"""What asynchronous updates cost when they are emulated, and what they gain when they are live.
+"""The cost of asynchronous updates when they are emulated, and their gain when they are live.
 
 scripts/python scripts/bench/asynchronous.py [--results=emulated,history,live] [--config=configs/quickstart.py]
 [--rounds=20] [--config.KEY=VALUE ...]

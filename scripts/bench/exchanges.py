@@ -1,4 +1,4 @@
-"""What exchanges send, hold and take, next to theory and to each other.
+"""Bytes, memory and time of exchanges, next to theory and to each other.
 
 scripts/python scripts/bench/exchanges.py [--results=bytes,memory,ring,compress,steps] [--config=configs/quickstart.py]
 [--replicas=4] [--rounds=20] [--config.KEY=VALUE ...]

@@ -1,4 +1,4 @@
-"""What a fault costs: steps that are lost, seconds to the first step after a kill, and the stall of a save.
+"""The cost of a fault: steps that are lost, seconds to the first step after a kill, and the stall of a save.
 
 scripts/python scripts/bench/faults.py [--results=faults,save] [--kills=20] [--terms=5] [--rounds=15] [--seed=0]
 
@@ -91,7 +91,7 @@ class Ended(NamedTuple):
 
 
 class Signal(NamedTuple):
-    """It is sent so many seconds after the start of a run, or after it has printed a line that begins with `after`."""
+    """A signal, sent so many seconds after a run starts, or after it has printed a line that begins with `after`."""
 
     number: signal.Signals
     seconds: float

@@ -1,4 +1,4 @@
-"""How many examples a second the loader gives, and how many times what training consumes that is.
+"""Examples a second of the loader, and as a multiple of those that training consumes.
 
     scripts/python scripts/bench/loader.py --consumption=4000
 

@@ -47,7 +47,7 @@ class Case(NamedTuple):
 
     @property
     def contender(self) -> Contender:
-        """What runs the step."""
+        """Build the strategy, or the reference, that runs the step."""
         if self.is_masked:
             return scan_and_mask.build(self.config, self.problem)
         return strategies.make(self.config, self.problem)
@@ -65,7 +65,7 @@ class Maker(NamedTuple):
     num_examples: int
 
     def more(self, *overrides: str) -> "Maker":
-        """With more overrides, which yield to the user's."""
+        """Return a maker with more overrides, which yield to the user's."""
         return self._replace(overrides=(*overrides, *self.overrides))
 
     def single(self, m: int, remat: str = "none", *, scan: bool = True) -> Case:
@@ -135,21 +135,21 @@ def compiled(case: Case, options: dict[str, Any] | None = None) -> "Compiled":
 
 
 class Compiled(NamedTuple):
-    """Of one device's part of a step: its optimized HLO, and the bytes of temporary memory."""
+    """One device's part of a step: its optimized HLO, and the bytes of temporary memory."""
 
     text: str
     temporary: int
 
 
 def temporary_bytes(program: jax.stages.Compiled) -> int:
-    """What one device needs besides arguments and results."""
+    """Return the bytes that one device needs besides arguments and results."""
     analysis = program.memory_analysis()
     assert analysis is not None
     return analysis.temp_size_in_bytes
 
 
 class Parts:
-    """What the strategy makes of a pipeline's case, as it does."""
+    """The plan, stages, table and mesh that the strategy makes of a pipeline's case."""
 
     def __init__(self, case: Case):
         """case: of a pipeline."""

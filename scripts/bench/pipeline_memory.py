@@ -1,4 +1,4 @@
-"""What a pipeline's step should take of a device's memory besides its state: by its table, term by term."""
+"""The memory that a pipeline's step should take besides its state: by its table, term by term."""
 
 from collections.abc import Callable
 from functools import partial
@@ -65,7 +65,7 @@ def _temporary(function: Callable[..., Any], *arguments: Any, donated: tuple[int
 
 
 def _action(engine: PipelineEngine, number: int, phase: int) -> int:
-    """Of an action by itself, which reads and writes stashes of two slots and adds to the gradients."""
+    """Bytes of an action by itself, which reads and writes stashes of two slots and adds to the gradients."""
     programs = engine.programs
 
     def act(stashes: Stashes, grads: Packed, inputs: StageInputs, slot: jax.Array) -> Any:
@@ -84,7 +84,7 @@ def _action(engine: PipelineEngine, number: int, phase: int) -> int:
 
 
 def _update(parts: Parts, kind: int) -> int:
-    """Of the optimizer's update of what a device holds."""
+    """Bytes of the optimizer's update of what a device holds."""
     problem = parts.case.problem
     params = parts.details.state.params.packing.tree(kind)
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))

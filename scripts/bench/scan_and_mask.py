@@ -26,7 +26,7 @@ from jaxpar.tasks import Sums, mean_loss
 
 
 class ScanAndMask(NamedTuple):
-    """As much of a strategy as a benchmark needs; `jitted`: the step, which can be lowered."""
+    """The part of a strategy that a benchmark needs; `jitted`: the step, which can be lowered."""
 
     init: Any
     place: Any

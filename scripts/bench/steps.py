@@ -1,4 +1,4 @@
-"""What the benchmarks of training steps share: their command line, and the timing of steps in turn."""
+"""The common part of benchmarks of training steps: their command line, and the timing of steps in turn."""
 
 import statistics
 import time
@@ -15,7 +15,7 @@ from jaxpar.tasks import mean_loss
 
 
 class Contender(Protocol):
-    """What is timed: a `Strategy`, or as much of one."""
+    """A `Strategy` that is timed, or the part of one that the timing needs."""
 
     @property
     def init(self) -> Callable[[jax.Array], Any]:
@@ -31,7 +31,7 @@ class Contender(Protocol):
 
 
 class Timing(NamedTuple):
-    """Of one contender's steps."""
+    """The times of one contender's steps."""
 
     seconds: float  # median
     cpu_seconds: float  # of all threads of this process, median: where it is not a GPU that computes

@@ -152,7 +152,7 @@ def _alternating(problem: SearchProblem) -> Iterator[Skeleton]:
 
 
 def _until_first_b(problem: SearchProblem, rounded: Callable[[float], int]) -> list[int]:
-    """How many forwards each device has time for before its first B can start."""
+    """Number of forwards that each device has time for before its first B can start."""
     durations = problem.times.by_kind(problem.num_devices, 1)
     ends = itertools.accumulate(times[F] + problem.communication for times in durations)  # of the first F, and sent
     arrival: Time = -1

@@ -64,7 +64,7 @@ def draw_charts(charts: Sequence[tuple[str, Sequence[Span]]]) -> Figure:
 
 
 def _num_cells(timeline: Sequence[Span]) -> float:
-    """How many usual actions are as long as the timeline."""
+    """Number of usual actions that are as long as the timeline."""
     usual = float(np.median([span.end - span.start for span in timeline]))
     return _makespan(timeline) / max(usual, 1e-9 * _makespan(timeline))
 

@@ -103,7 +103,7 @@ def zb_h1(p: int, m: int, _v: int, d: int) -> Iterator[Action]:
 
 
 def zb_h2(p: int, m: int, _v: int, d: int) -> Iterator[Action]:
-    """As zb_h1, with the warm-up filled too, for almost twice the memory (Qi et al., section 2.2).
+    """zb_h1 with the warm-up filled too, for almost twice the memory (Qi et al., section 2.2).
 
     0:  F0  F1  F2  F3  F4  F5  F6  B0  W0  B1  W1  B2  W2  B3  W3  B4  W4  B5  W5  B6  W6
     1:      F0  F1  F2  F3  F4  B0  F5  B1  F6  B2  W0  B3  W1  B4  W2  B5  W3  B6  W4  W5  W6
