@@ -62,7 +62,7 @@ class Names(NamedTuple):
     decode: Callable[[Sequence[int]], str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a key of what is traced for it
 class Task:
     """What a model is trained for.
 

@@ -7,18 +7,23 @@ devices; any other caller can run them one by one.
 
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.models.model import REMAT_POLICIES, Activations, Batch, Params
+from jaxpar.models.model import REMAT_POLICIES, Activations, Batch, Model, Params
 from jaxpar.pipeline.executor.split_backward import Cut, Origin, Saved, cut_phases, flatten
 from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.step import example_keys
-from jaxpar.tasks import Sums, mean_loss
+from jaxpar.tasks import Sums, Task, mean_loss
 
 REMATS = ("full", "none", "dots")
+
+
+# By model: stages that have been traced.
+_TRACED: WeakKeyDictionary[Model, dict[Any, "StageProgram"]] = WeakKeyDictionary()
 
 
 class StageInputs(NamedTuple):
@@ -159,12 +164,29 @@ class StagePrograms:
 def trace_stage(stages: Stages, stage: int, inputs: StageInputs, *, num_phases: int, remat: str) -> StageProgram:
     """Trace the layers of a stage, and cut the trace into phases.
 
+    A planner asks about many pipelines of one model: a stage with layers, inputs and phases as of an earlier one is not
+    traced again. What is traced inside `shard_map` is for its mesh.
+
     Args:
+      stages: which layers are where.
+      stage: number of the stage.
       inputs: abstract; dy is not looked at.
       num_phases: 1: F alone; 2: F and a fused backward; 3: F, B and W.
       remat: full, none, dots: what the backward pass finds saved.
     """
-    computation = _Stage(stages, stages.bounds[stage : stage + 2], stage == 0, stage == stages.num_stages - 1)
+    computation = _Stage(
+        stages.model, stages.task, stages.bounds[stage : stage + 2], stage == 0, stage == stages.num_stages - 1
+    )
+    leaves, structure = jax.tree.flatten(inputs)
+    avals = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+    key = (stage, *computation[1:], avals, structure, num_phases, remat, jax.sharding.get_abstract_mesh())
+    traced = _TRACED.setdefault(stages.model, {})
+    if key not in traced:
+        traced[key] = _trace(stage, computation, inputs, num_phases=num_phases, remat=remat)
+    return traced[key]
+
+
+def _trace(stage: int, computation: "_Stage", inputs: StageInputs, *, num_phases: int, remat: str) -> StageProgram:
     y = None
     if not computation.is_last:
         y = jax.eval_shape(lambda inputs: computation.forward(inputs, inputs.params, inputs.x, None)[0], inputs)
@@ -198,7 +220,8 @@ def input_origins(inputs: StageInputs) -> list[Origin]:
 class _Stage(NamedTuple):
     """The computation of a stage."""
 
-    stages: Stages
+    model: Model
+    task: Task
     span: tuple[int, ...]  # first layer, and the one after the last
     is_first: bool
     is_last: bool
@@ -206,8 +229,7 @@ class _Stage(NamedTuple):
     def layers(self, inputs: StageInputs, params: Any, x: Activations, start: int, stop: int) -> Activations:
         """Without a scan: it would stack the weights for every microbatch, and make dX and dW at once."""
         keys_B = None if inputs.key is None else example_keys(inputs.key, inputs.rows)
-        model = self.stages.model
-        return model.apply_layers(params, x, inputs.rows, keys_B, start, stop, shift=inputs.shift, scan=False)
+        return self.model.apply_layers(params, x, inputs.rows, keys_B, start, stop, shift=inputs.shift, scan=False)
 
     def forward(self, inputs: StageInputs, params: Any, x: Any, bump: Any) -> tuple[Activations, Sums | None]:
         """What is differentiated, the output or the loss; and the sums of a last stage.
@@ -222,7 +244,7 @@ class _Stage(NamedTuple):
         y = self.layers(inputs, params, x, start, stop)
         if not self.is_last:
             return y, None
-        sums = self.stages.task.sums(y, inputs.rows)
+        sums = self.task.sums(y, inputs.rows)
         return mean_loss(sums.loss, inputs.weight), sums
 
     def phases(self, inputs: StageInputs, *, num_phases: int, remat: str) -> list[StageOutputs]:

@@ -237,3 +237,17 @@ def test_a_program_stands_for_other_layers() -> None:
     keys_B = jnp.stack([jax.random.fold_in(given.key, int(i)) for i in given.rows["index"]])
     wanted = fast_jit(partial(model.apply_layers, start=4, stop=5))(params, given.x, given.rows, keys_B)
     np.testing.assert_allclose(y_BTD, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_stage_is_traced_once() -> None:
+    """A second time only for other inputs, phases or what is recomputed, or of another model."""
+    stage = make_stage("gpt", "causal_lm", (0, 2, 4, 6), 1)
+    cut = stage.trace(2, "none").cut
+    assert stage.trace(2, "none").cut is cut
+    rows = {name: x if x.ndim == 1 else x[:, 1:] for name, x in stage.given.rows.items()}
+    x = jax.tree.map(lambda x: x[:, 1:], stage.given.x)
+    shorter = stage._replace(given=stage.given._replace(rows=rows, x=x))
+    others = [stage.trace(3, "none"), stage.trace(2, "full"), shorter.trace(2, "none")]
+    assert all(other.cut is not cut for other in others)
+    again = make_stage("gpt", "causal_lm", (0, 2, 4, 6), 1)  # of another model
+    assert again.trace(2, "none").cut is not cut
