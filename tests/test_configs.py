@@ -20,7 +20,7 @@ NEEDS_FILES = ("cifar10", "mnist")
 def test_config(name: str) -> None:
     config = configs.load_config(name)
     config.model.init_from = ""  # its files are not here
-    models.check_model(config)
+    models.check_model(config, cluster.find_cluster())
     optimizer.check_optimizer(config)
     strategies.decide(config, cluster.find_cluster())
     is_image = config.data.source in NEEDS_FILES
@@ -45,7 +45,9 @@ def test_config(name: str) -> None:
         "index": jax.ShapeDtypeStruct((rows,), jnp.int32),
     }
     rule = optimizer.make_optimizer(config, optimizer.build_schedule(config, 100))
-    problem = step.Problem(models.build(config, info), rule, 1, batch, 100, tasks.find_task(config))
+    problem = step.Problem(
+        models.build(config, info, cluster.find_cluster()), rule, 1, batch, 100, tasks.find_task(config)
+    )
     before = jax.eval_shape(functools.partial(state.init, problem.model, problem.optimizer), jax.random.key(0))
 
     def train_step(before: state.State, batch: dict[str, jax.Array]) -> tuple[state.State, step.Metrics]:

@@ -5,7 +5,6 @@ from types import ModuleType
 
 from ml_collections import ConfigDict
 
-from jaxpar import cluster as clusters
 from jaxpar.cluster import Cluster
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError, check_choice, nearest
@@ -25,12 +24,12 @@ MODELS = {
 DTYPES = ("float32", "bfloat16")
 
 
-def check_model(config: ConfigDict, cluster: Cluster | None = None) -> Model | None:
+def check_model(config: ConfigDict, cluster: Cluster) -> Model | None:
     """Return the model for the least data, whose layers have the names that they have for any; None for a user's own.
 
     Args:
       config: of the run.
-      cluster: as in `build`.
+      cluster: that the model is to run on.
 
     Raises:
       UserError: something is wrong with config.model or config.task whatever the data.
@@ -42,7 +41,7 @@ def check_model(config: ConfigDict, cluster: Cluster | None = None) -> Model | N
     return None
 
 
-def build(config: ConfigDict, info: DataInfo, cluster: Cluster | None = None) -> Model:
+def build(config: ConfigDict, info: DataInfo, cluster: Cluster) -> Model:
     """Build the model that config.model and config.task say, for this data. Makes no array.
 
     config.model.name is one of MODELS, or a module of the user's (with a dot in its name, on
@@ -51,14 +50,13 @@ def build(config: ConfigDict, info: DataInfo, cluster: Cluster | None = None) ->
     Args:
       config: of the run.
       info: what a model must know of the data.
-      cluster: that the model is to run on; None: this machine's.
+      cluster: that the model is to run on.
 
     Raises:
       UserError: an unknown name, or options that do not fit each other, the task or the data.
     """
     _check_choices(config)
     name = config.model.name
-    cluster = clusters.find_cluster() if cluster is None else cluster
     model = _module(name).build(with_attention_of(config, cluster), info)
     check_attention(config, cluster)  # after what the model says of the config, which holds on any cluster
     if not isinstance(model, Model):

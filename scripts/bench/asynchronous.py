@@ -39,7 +39,8 @@ def main() -> None:
     config = configs.load_config(arguments.config)
     configs.override(config, [*overrides, f"--config.mesh.virtual_cpu_devices={LIVE_WORKERS}"])
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
-    print(f"{arguments.config}, {jax.device_count()} {jax.devices()[0].device_kind} devices")
+    there = clusters.find_cluster()
+    print(f"{arguments.config}, {there.num_devices} {there.device_kind} devices")
     with tempfile.TemporaryDirectory() as folder:
         dataset = data.load(config, tasks.find_task(config).labels, Path(folder))
     batches = data.Batches(dataset.train, batch_size=config.batch_size, seed=0, shuffle=True)
@@ -47,7 +48,7 @@ def main() -> None:
     def build(batch: Any, *more: str) -> Strategy[Any]:
         variant: ConfigDict = configs.load_config(arguments.config)
         configs.override(variant, [*overrides, f"--config.batch_size={len(batch['index'])}", *more])
-        strategies.decide(variant, clusters.find_cluster())
+        strategies.decide(variant, there)
         return strategies.make(variant, make_problem(variant, dataset.info, batch))
 
     batch = batches.batch(0)

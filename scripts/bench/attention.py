@@ -9,10 +9,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import jax
-
 from jaxpar import config as configs
 from jaxpar import data, mesh, tasks
+from jaxpar.cluster import find_cluster
 from scripts.bench.steps import measure
 
 ROUNDS = 20
@@ -38,7 +37,7 @@ def main(arguments: list[str]) -> None:
         dataset = data.load(config, tasks.find_task(config).labels, Path(folder))
     batch = data.Batches(dataset.train, batch_size=config.batch_size, seed=0, shuffle=True).batch(0)
     xla, cudnn = measure(contenders, dataset.info, batch, rounds=ROUNDS).values()
-    print(f"{jax.devices()[0].device_kind}: cudnn / xla step time {cudnn.seconds / xla.seconds:.3f}")
+    print(f"{find_cluster().device_kind}: cudnn / xla step time {cudnn.seconds / xla.seconds:.3f}")
     print(f"loss of the first step: xla {xla.first_loss:.6f}, cudnn {cudnn.first_loss:.6f}")
 
 

@@ -12,10 +12,9 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-import jax
-
 from jaxpar import config as configs
 from jaxpar import data, mesh, tasks
+from jaxpar.cluster import find_cluster
 from scripts.bench.steps import arguments_of, measure
 
 ROUNDS = 30
@@ -41,7 +40,8 @@ def main(arguments: list[str]) -> None:
         batch = batches.batch(step)
         counts[batch["inputs"].shape[1]] += 1
         batch_by_length[batch["inputs"].shape[1]] = batch
-    print(f"{name}: batches of {config.batch_size}, {jax.device_count()} {jax.devices()[0].device_kind} devices")
+    there = find_cluster()
+    print(f"{name}: batches of {config.batch_size}, {there.num_devices} {there.device_kind} devices")
     contenders = {variant: configs.load_config(name) for variant in VARIANTS}
     for variant, more in VARIANTS.items():
         configs.override(contenders[variant], [*overrides, *more])

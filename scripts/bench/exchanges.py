@@ -55,7 +55,8 @@ def main() -> None:
     config = configs.load_config(arguments.config)
     configs.override(config, overrides)
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
-    print(f"{arguments.config}, {jax.device_count()} {jax.devices()[0].device_kind} devices")
+    there = clusters.find_cluster()
+    print(f"{arguments.config}, {there.num_devices} {there.device_kind} devices")
     results = arguments.results.split(",")
     if {"bytes", "memory", "steps"} & set(results):
         with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +67,7 @@ def main() -> None:
             variant: ConfigDict = configs.load_config(arguments.config)
             by = "--config.data_parallel.implementation=shard_map"
             configs.override(variant, [*overrides, f"--config.exchange={name}", by, *more])
-            strategies.decide(variant, clusters.find_cluster())
+            strategies.decide(variant, there)
             return strategies.make(variant, make_problem(variant, dataset.info, batch))
 
         if {"bytes", "memory"} & set(results):

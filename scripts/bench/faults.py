@@ -31,6 +31,7 @@ from absl import logging
 
 from jaxpar import checkpoint, data, mesh
 from jaxpar import config as configs
+from jaxpar.cluster import find_cluster
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build, loop
 
@@ -239,7 +240,7 @@ def save(workdir: Path, rounds: int) -> None:
                 with_step[name].append(time.perf_counter() - start)
             saver.wait()
     saver.close()
-    of = f"a copy of {size / 1e6:.0f} MB ({rounds} of each in turn, {jax.devices()[0].device_kind})"
+    of = f"a copy of {size / 1e6:.0f} MB ({rounds} of each in turn, {find_cluster().device_kind})"
     stall, copying = (statistics.median(calls[name]) for name in ("save", "copy"))
     print(f"save      {in_ms(stall, copying)}: until a save returns / {of}")
     saving, copying, step = (statistics.median(with_step[name]) for name in ("save", "copy", "nothing"))

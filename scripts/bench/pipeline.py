@@ -29,6 +29,7 @@ import jax
 
 from jaxpar import config as configs
 from jaxpar import data, mesh
+from jaxpar.cluster import find_cluster
 from jaxpar.measure import flops
 from jaxpar.step import abstract
 from scripts.bench import executed, pipeline_memory
@@ -224,10 +225,11 @@ def main(arguments: list[str]) -> None:
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     mesh.partition_by_gspmd()
     jax.config.update("jax_enable_compilation_cache", False)
-    is_gpu = jax.default_backend() == "gpu"
+    there = find_cluster()
+    is_gpu = there.platform == "gpu"
     if is_gpu and not parsed.stages:
-        stages = [jax.device_count()]
-    print(f"{jax.device_count()} devices of kind {jax.devices()[0].device_kind}", flush=True)
+        stages = [there.num_devices]
+    print(f"{there.num_devices} devices of kind {there.device_kind}", flush=True)
     options = Options(Maker(tuple(overrides), parsed.examples), stages, parsed.schedules.split(","), parsed.rounds)
     for result in results:
         start = time.perf_counter()

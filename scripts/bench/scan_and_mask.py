@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
+from jaxpar.cluster import devices
 from jaxpar.mesh import STAGE
 from jaxpar.models.model import Batch, LayerRun, Model, Params
 from jaxpar.state import State
@@ -41,7 +42,7 @@ def build(config: ConfigDict, problem: Problem) -> ScanAndMask:
       ValueError: the equal layers or the microbatches do not divide by the devices.
     """
     p, m = config.mesh.stage, config.pipeline.num_microbatches
-    model, mesh = problem.model, meshes.make_mesh({meshes.DATA: 1, STAGE: p}, jax.devices())
+    model, mesh = problem.model, meshes.make_mesh({meshes.DATA: 1, STAGE: p}, devices())
     run = max(model.runs, key=lambda run: run.stop - run.start)
     if (run.stop - run.start) % p or m % p:
         raise ValueError(f"{run.stop - run.start} equal layers and {m} microbatches do not divide by {p} devices")

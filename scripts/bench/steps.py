@@ -10,6 +10,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar import data, models, optimizer, strategies, tasks
+from jaxpar.cluster import find_cluster
 from jaxpar.step import Metrics, Problem, abstract
 from jaxpar.tasks import mean_loss
 
@@ -47,7 +48,7 @@ def arguments_of(arguments: list[str]) -> tuple[str, list[str]]:
 def make_problem(config: ConfigDict, info: data.DataInfo, batch: Mapping[str, np.ndarray]) -> Problem:
     """The problem of a config, at a constant learning rate."""
     transform = optimizer.make_optimizer(config, lambda _step: 1e-3)
-    model, shapes = models.build(config, info), abstract(dict(batch))
+    model, shapes = models.build(config, info, find_cluster()), abstract(dict(batch))
     return Problem(model, transform, config.optimizer.accumulation_steps, shapes, 1000, tasks.find_task(config))
 
 

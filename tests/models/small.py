@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
+from jaxpar.cluster import named_cluster
 from jaxpar.config import default_config
 from jaxpar.data import DataInfo
 from jaxpar.models import Model, build
 
+CPU = named_cluster("cpu", 1)
 VOCAB, CLASSES, LENGTH, BATCH = 50, 5, 12, 4
 TEXT = DataInfo("text", (LENGTH,), CLASSES, tuple("abcde"), VOCAB, 0)
 IMAGE = DataInfo("image", (8, 8, 3), CLASSES, tuple("abcde"), 0, 0)
@@ -69,7 +71,7 @@ def make_params(model: Model) -> Any:
 
 def small(name: str, task: str, **overrides: Any) -> tuple[Model, Any, dict[str, Any]]:
     """A small model, parameters and a batch for it. overrides: of config.model."""
-    model = build(small_config(name, task, **overrides), info_of(name, task))
+    model = build(small_config(name, task, **overrides), info_of(name, task), CPU)
     return model, make_params(model), make_batch(name, task)
 
 

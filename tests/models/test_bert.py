@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpar.models import build
-from tests.models.small import CLASSES, LENGTH, TEXT, dropout_keys, fast_jit, small, small_config
+from tests.models.small import CLASSES, CPU, LENGTH, TEXT, dropout_keys, fast_jit, small, small_config
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ from tests.models.small import CLASSES, LENGTH, TEXT, dropout_keys, fast_jit, sm
 def test_padding_changes_nothing(task: str, overrides: dict[str, Any]) -> None:
     """Longer padding, other rows and other tokens under the padding: no logit of a real token changes."""
     _, params, batch = small("bert", task, **overrides)
-    model = build(small_config("bert", task, max_length=2 * LENGTH, **overrides), TEXT)
+    model = build(small_config("bert", task, max_length=2 * LENGTH, **overrides), TEXT, CPU)
     params["embed"]["positions"] = np.concatenate([params["embed"]["positions"]] * 2)
     apply = fast_jit(model.apply)
     # In evaluation, and with dropout: what a position draws does not depend on the padded length.

@@ -9,7 +9,7 @@ import pytest
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError
 from jaxpar.models import bert, build, check_model, gpt
-from tests.models.small import IMAGE, TEXT, VECTOR, info_of, small_config
+from tests.models.small import CPU, IMAGE, TEXT, VECTOR, info_of, small_config
 
 
 def num_params(tree: Any) -> int:
@@ -22,7 +22,7 @@ def shapes_of(name: str, size: str, task: str, info: DataInfo, **overrides: Any)
         for key in ("num_layers", "hidden_size", "num_heads"):
             config.model[key] = None
     config.model.update({"size": size, **overrides})
-    return jax.eval_shape(build(config, info).init, jax.random.key(0))
+    return jax.eval_shape(build(config, info, CPU).init, jax.random.key(0))
 
 
 # Parameters of the encoder with its pooler: https://github.com/google-research/bert, and `transformers`.
@@ -63,7 +63,7 @@ def test_resnet_sizes(size: str, count: int) -> None:
 def test_resnet_keeps_small_images_large() -> None:
     for size, spatial in ((32, 32), (224, 56)):
         info = IMAGE._replace(input_shape=(size, size, 3))
-        model = build(small_config("resnet", "classification"), info)
+        model = build(small_config("resnet", "classification"), info, CPU)
         params = jax.eval_shape(model.init, jax.random.key(0))
         images = jax.ShapeDtypeStruct((2, size, size, 3), "uint8")
         stem = jax.eval_shape(lambda p, x, m=model: m.apply_layers(p, x, {}, None, 0, 1), params, images)
@@ -112,13 +112,13 @@ def test_mistakes(name: str, overrides: dict[str, Any], words: list[str]) -> Non
     task = ONE.get(name, "classification")
     config = small_config(name, task, **overrides)
     with pytest.raises(UserError) as caught:
-        build(config, info_of(name, task))
+        build(config, info_of(name, task), CPU)
     for word in words:
         assert word in str(caught.value)
     assert "\n" not in str(caught.value)
     if not {"max_length", "vocab_size"} & overrides.keys() or "positions" in overrides:  # known before the data is
         with pytest.raises(UserError):
-            check_model(config)
+            check_model(config, CPU)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +136,9 @@ def test_mistakes(name: str, overrides: dict[str, Any], words: list[str]) -> Non
 )
 def test_pairs_that_make_no_sense(name: str, task: str, info: DataInfo) -> None:
     with pytest.raises(UserError, match=f"config.task is '{task}'|config.model.name is '{name}'"):
-        build(small_config(name, task), info)
+        build(small_config(name, task), info, CPU)
 
 
 def test_pooling_is_no_option_of_masked_lm() -> None:
     with pytest.raises(UserError, match=r"model.pooling is 'mean'.*for task 'masked_lm'"):
-        build(small_config("bert", "masked_lm", pooling="mean"), TEXT)
+        build(small_config("bert", "masked_lm", pooling="mean"), TEXT, CPU)

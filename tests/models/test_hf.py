@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError
 from jaxpar.models import Model, build, hf
-from tests.models.small import LLAMA, fast_jit, make_params, small_config
+from tests.models.small import CPU, LLAMA, fast_jit, make_params, small_config
 
 REFERENCE = Path(__file__).parent / "reference"
 NAMES = sorted(path.name for path in REFERENCE.iterdir())
@@ -38,7 +38,7 @@ def info_of(config: ConfigDict, **overrides: Any) -> DataInfo:
 def load(name: str, directory: Path | None = None, **overrides: Any) -> tuple[Model, Any, ConfigDict]:
     config = config_of(name, directory, **overrides)
     hf.apply_directory(config)
-    model = build(config, info_of(config))
+    model = build(config, info_of(config), CPU)
     fresh = make_params(model)
     return model, hf.load_params(model, fresh, Path(config.model.init_from), log=lambda _line: None), config
 
@@ -120,7 +120,7 @@ def test_other_tasks_are_exported(
     is_regression = task == "regression"
     labels = {"targets": names} if is_regression else {"num_classes": len(names), "class_names": names}
     info = DataInfo("text", (10,), 0, (), 40, 0)._replace(**labels)
-    model = build(config, info)
+    model = build(config, info, CPU)
     params = make_params(model)
     hf.save_directory(params, config, info, tokenizer, tmp_path / "out")
     settings = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -155,7 +155,7 @@ def test_encoder_without_heads_and_prefix(copy: Path) -> None:
     save_file(half, copy / "model.safetensors")
     config = config_of(ANY, copy)
     hf.apply_directory(config)
-    model = build(config, info_of(config, num_classes=7))
+    model = build(config, info_of(config, num_classes=7), CPU)
     lines: list[str] = []
     fresh = make_params(model)
     params = hf.load_params(model, fresh, copy, log=lines.append)
@@ -167,7 +167,7 @@ def test_encoder_without_heads_and_prefix(copy: Path) -> None:
     # A masked-LM head is not there either.
     config = config_of("bert_masked_lm", copy)
     hf.apply_directory(config)
-    model = build(config, info_of(config))
+    model = build(config, info_of(config), CPU)
     hf.load_params(model, make_params(model), copy, log=lines.append)
     assert "fresh: head.transform.kernel" in lines[1]
     assert "head.bias" in lines[1]
@@ -176,7 +176,7 @@ def test_encoder_without_heads_and_prefix(copy: Path) -> None:
 def test_classifier_of_other_classes_stays_fresh() -> None:
     config = config_of(ANY)
     hf.apply_directory(config)
-    model = build(config, info_of(config, num_classes=7))
+    model = build(config, info_of(config, num_classes=7), CPU)
     lines: list[str] = []
     params = hf.load_params(model, make_params(model), REFERENCE / ANY, log=lines.append)
     assert params["head"]["classifier"]["kernel"].shape == (16, 7)

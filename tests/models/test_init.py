@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpar.models import build
-from tests.models.small import IMAGE, VECTOR, fast_jit, info_of, make_params, small_config
+from tests.models.small import CPU, IMAGE, VECTOR, fast_jit, info_of, make_params, small_config
 
 
 def spread(array: jax.Array) -> float:
@@ -17,7 +17,7 @@ def spread(array: jax.Array) -> float:
 def test_transformers_start_small(name: str, task: str, scale: float) -> None:
     """Everything from a normal distribution of 0.02; in GPT what a block adds, less with depth: 1 / sqrt(2 * 3)."""
     config = small_config(name, task, hidden_size=64, num_heads=2)
-    params = fast_jit(build(config, info_of(name, task)).init)(jax.random.key(0))
+    params = fast_jit(build(config, info_of(name, task), CPU).init)(jax.random.key(0))
     block = params["block_1"]
     for kernel in (params["embed"]["tokens"], block["attention"]["query"]["kernel"], block["mlp"]["up"]["kernel"]):
         assert spread(kernel) == pytest.approx(0.02, rel=0.1)
@@ -28,7 +28,7 @@ def test_transformers_start_small(name: str, task: str, scale: float) -> None:
 
 
 def test_residual_blocks_start_as_the_identity() -> None:
-    model = build(small_config("resnet", "classification", scan_layers=False), IMAGE)
+    model = build(small_config("resnet", "classification", scan_layers=False), IMAGE, CPU)
     params = fast_jit(model.init)(jax.random.key(0))
     x = jax.nn.relu(jax.random.normal(jax.random.key(1), (2, 8, 8, 32)))
     np.testing.assert_array_equal(model.apply_layers(params, x, {}, None, 1, 2), x)
@@ -40,7 +40,7 @@ def test_mlp_equals_numpy() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (4, 8, 8, 3), np.uint8)
     vectors = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
     for info, inputs, first in ((IMAGE, pixels, pixels / 127.5 - 1), (VECTOR, vectors, vectors)):
-        model = build(small_config("mlp", "classification"), info)
+        model = build(small_config("mlp", "classification"), info, CPU)
         params = make_params(model)
         x = first.reshape(4, -1)
         for name in ("embed", "block_0", "block_1", "block_2"):

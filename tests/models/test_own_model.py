@@ -9,7 +9,7 @@ import pytest
 
 from jaxpar.errors import UserError
 from jaxpar.models import LayerRun, build
-from tests.models.small import BATCH, CLASSES, TEXT, dropout_keys, fast_jit, make_batch, make_params, small_config
+from tests.models.small import BATCH, CLASSES, CPU, TEXT, dropout_keys, fast_jit, make_batch, make_params, small_config
 
 
 def example() -> str:
@@ -31,7 +31,7 @@ def test_example_of_the_docs(own_package: Path) -> None:
     outputs: list[jax.Array] = []
     for scan in (True, False):
         config = small_config("my_package.my_model", "classification", num_layers=3, hidden_size=8, scan_layers=scan)
-        model = build(config, TEXT)
+        model = build(config, TEXT, CPU)
         assert [layer.name for layer in model.layers] == ["embed", "block_0", "block_1", "block_2", "head"]
         assert model.runs == (LayerRun(0, 1), LayerRun(1, 4), LayerRun(4, 5))
         params, batch = make_params(model), make_batch("bert", "classification")
@@ -48,7 +48,7 @@ def test_example_of_the_docs(own_package: Path) -> None:
 def test_bug_in_the_users_module_is_not_hidden(own_package: Path) -> None:
     (own_package / "broken.py").write_text("import a_package_that_is_not_there\n")
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
-        build(small_config("my_package.broken", "classification"), TEXT)
+        build(small_config("my_package.broken", "classification"), TEXT, CPU)
 
 
 def test_build_must_return_a_model(own_package: Path) -> None:
@@ -58,4 +58,4 @@ def test_build_must_return_a_model(own_package: Path) -> None:
     """
     (own_package / "nothing.py").write_text(textwrap.dedent(source))
     with pytest.raises(UserError, match=r"my_package.nothing.*NoneType.*jaxpar.models.Model"):
-        build(small_config("my_package.nothing", "classification"), TEXT)
+        build(small_config("my_package.nothing", "classification"), TEXT, CPU)

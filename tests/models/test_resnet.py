@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxpar.models import build
-from tests.models.small import IMAGE, fast_jit, make_params, small_config
+from tests.models.small import CPU, IMAGE, fast_jit, make_params, small_config
 
 FIRST_OF_STAGES = {"18": (2, 4, 6), "50": (3, 7, 13)}  # the blocks that halve the image
 
@@ -64,7 +64,7 @@ def resnet(params: Any, pixels: np.ndarray, size: str, *, large: bool) -> np.nda
 @pytest.mark.parametrize(("size", "pixels"), [("18", 8), ("50", 16), ("18", 72)])
 def test_equals_numpy(size: str, pixels: int) -> None:
     info = IMAGE._replace(input_shape=(pixels, pixels, 3))
-    model = build(small_config("resnet", "classification", size=size), info)
+    model = build(small_config("resnet", "classification", size=size), info, CPU)
     params = make_params(model)
     images = np.random.default_rng(0).integers(0, 256, (2, pixels, pixels, 3), np.uint8)
     logits = fast_jit(model.apply)(params, {"inputs": images})

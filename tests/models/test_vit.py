@@ -9,7 +9,7 @@ import pytest
 
 from jaxpar.errors import UserError
 from jaxpar.models import build
-from tests.models.small import CLASSES, IMAGE, fast_jit, make_params, small_config
+from tests.models.small import CLASSES, CPU, IMAGE, fast_jit, make_params, small_config
 
 SIZE = {"num_layers": 2, "hidden_size": 12, "num_heads": 3, "patch_size": 4}
 
@@ -56,7 +56,7 @@ def vit(params: Any, image: np.ndarray, pooling: str) -> np.ndarray:
 
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 def test_equals_numpy(pooling: str) -> None:
-    model = build(small_config("vit", "classification", pooling=pooling, **SIZE), IMAGE)
+    model = build(small_config("vit", "classification", pooling=pooling, **SIZE), IMAGE, CPU)
     params = make_params(model)
     images = np.random.default_rng(0).integers(0, 256, (3, 8, 8, 3), np.uint8)
     logits = fast_jit(model.apply)(params, {"inputs": images})
@@ -73,7 +73,7 @@ def test_equals_numpy(pooling: str) -> None:
 def test_sizes(size: str, count: int) -> None:
     info = IMAGE._replace(input_shape=(224, 224, 3), num_classes=1000)
     published = dict.fromkeys(("num_layers", "hidden_size", "num_heads", "patch_size"))
-    shapes = build(small_config("vit", "classification", **published, size=size), info).shapes
+    shapes = build(small_config("vit", "classification", **published, size=size), info, CPU).shapes
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == count
 
 
@@ -89,4 +89,4 @@ def test_sizes(size: str, count: int) -> None:
 )
 def test_mistakes(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        build(small_config("vit", "classification", **overrides), IMAGE)
+        build(small_config("vit", "classification", **overrides), IMAGE, CPU)

@@ -121,7 +121,8 @@ def make_problem(config: ConfigDict, task: Task) -> Problem:
         if task.model == "resnet":
             patch.setitem(resnet.BLOCKS, "18", RESNET_BLOCKS[task.layers])
         strategies.decide(config, cluster.find_cluster())
-        model = models.build(config, info if task.task == "classification" else info._replace(num_classes=0))
+        info = info if task.task == "classification" else info._replace(num_classes=0)
+        model = models.build(config, info, cluster.find_cluster())
     rule = optimizer.make_optimizer(config, optimizer.build_schedule(config, NUM_STEPS))
     return Problem(
         model,

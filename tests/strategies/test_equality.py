@@ -79,7 +79,7 @@ def outcome(variant: str, optimizer_name: str) -> Outcome:
     strategies.decide(config, cluster.find_cluster())
     schedule = optimizer.build_schedule(config, NUM_STEPS)
     problem = Problem(
-        models.build(config, INFO),
+        models.build(config, INFO, cluster.find_cluster()),
         optimizer.make_optimizer(config, schedule),
         config.optimizer.accumulation_steps,
         abstract(batch(0)),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar import models, optimizer, strategies, tasks
+from jaxpar.cluster import find_cluster
 from jaxpar.config import default_config, override
 from jaxpar.data import DataInfo
 from jaxpar.step import Problem, abstract
@@ -59,7 +60,9 @@ def outcome(task: str, variant: str) -> tuple[list[Any], Any, dict[str, np.ndarr
     override(config, VARIANTS.get(variant, []))
     rule = optimizer.make_optimizer(config, optimizer.build_schedule(config, NUM_STEPS))
     batch = abstract(make_batch(task, 0))
-    problem = Problem(models.build(config, INFO[task]), rule, 1, batch, NUM_STEPS, tasks.find_task(config))
+    problem = Problem(
+        models.build(config, INFO[task], find_cluster()), rule, 1, batch, NUM_STEPS, tasks.find_task(config)
+    )
     strategy = strategies.make(config, problem)
     state, sums = strategy.init(jax.random.key(0)), []
     for step in range(NUM_STEPS):

@@ -20,7 +20,7 @@ from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.tables.table import loop_stages
 from jaxpar.step import abstract
 from jaxpar.tasks.classification import TASK
-from tests.models.small import LENGTH, VOCAB, fast_jit, info_of, make_params, small_config
+from tests.models.small import CPU, LENGTH, VOCAB, fast_jit, info_of, make_params, small_config
 from tests.pipeline.cuts import flops_of, primitives, run_actions
 
 B, T, D, M, V = 7, LENGTH, 16, 64, VOCAB  # 7 divides the size of no weight
@@ -64,7 +64,7 @@ def make_rows(name: str, task: str) -> dict[str, Any]:
 def make_stage(name: str, task: str, bounds: tuple[int, ...], device: int, **overrides: Any) -> Stage:
     """Stage `device` of a small model with dropout, cut at the bounds, which say how many layers it has."""
     model = build(
-        small_config(name, task, num_layers=bounds[-1] - 2, **{"dropout": 0.3, **overrides}), info_of(name, task)
+        small_config(name, task, num_layers=bounds[-1] - 2, **{"dropout": 0.3, **overrides}), info_of(name, task), CPU
     )
     rows, rng = make_rows(name, task), np.random.default_rng(3)
     stages = Stages(model, bounds, loop_stages(len(bounds) - 1, 1), model.inputs(abstract(rows)), TASK)

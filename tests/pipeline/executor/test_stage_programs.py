@@ -17,7 +17,7 @@ from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.tables.table import loop_stages, v_stages
 from jaxpar.step import abstract
 from jaxpar.tasks.classification import TASK
-from tests.models.small import fast_jit, info_of, make_params, small_config
+from tests.models.small import CPU, fast_jit, info_of, make_params, small_config
 from tests.pipeline.cuts import readable
 from tests.pipeline.executor.test_programs import GPT, B, T, V, by_hand, make_rows
 
@@ -53,7 +53,7 @@ class Peer:
 
 
 def make_model() -> tuple[Model, Params]:
-    model = build(small_config(*GPT, num_layers=4, dropout=0.3), info_of(*GPT))
+    model = build(small_config(*GPT, num_layers=4, dropout=0.3), info_of(*GPT), CPU)
     return model, make_params(model)
 
 
