@@ -164,19 +164,26 @@ for case in test_pipeline.LARGE[sys.argv[1]]:
 """
 
 
-def combinations(schedule: str) -> list[Case]:
-    """The schedule with every number of stages and of replicas, every model, and one remat or another."""
+def combinations(schedule: str, model: str) -> list[Case]:
+    """The schedule and model with every number of stages and of replicas, and one remat or another."""
     cases: list[Case] = []
-    for stages, replicas, model in itertools.product((2, 4, 8), (1, 2), ("bert", "gpt", "resnet")):
+    name = {"bert": "masked_lm", "gpt": "causal_lm", "resnet": "classification"}[model]
+    for stages, replicas in itertools.product((2, 4, 8), (1, 2)):
         num_layers = stages * SCHEDULES[schedule].num_chunks - 2
         layers = min(size for size in RESNET_BLOCKS if size >= num_layers) if model == "resnet" else max(2, num_layers)
-        name = {"bert": "masked_lm", "gpt": "causal_lm", "resnet": "classification"}[model]
         task = Task(model, name, "sgd" if model == "resnet" else "adamw", layers)
-        cases.append(Case(schedule, stages, replicas, task, ("full", "none")[len(cases) % 2 ^ (replicas == 2)]))
+        remat = ("full", "none")[(len(cases) // 2 + replicas + (model == "gpt")) % 2]
+        cases.append(Case(schedule, stages, replicas, task, remat))
     return cases
 
 
-LARGE = {"pairs": LARGE_CASES, **{schedule: combinations(schedule) for schedule in SCHEDULES}}
+LARGE = {
+    "pairs": LARGE_CASES,
+    **{
+        f"{schedule}, {model}": combinations(schedule, model)
+        for schedule, model in itertools.product(SCHEDULES, ("bert", "gpt", "resnet"))
+    },
+}
 
 
 @pytest.mark.slow
