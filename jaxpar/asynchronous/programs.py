@@ -22,10 +22,9 @@ from jaxpar.models.model import Batch, Params
 from jaxpar.state import State
 from jaxpar.step import Metrics, Problem
 from jaxpar.tasks import Sums
+from jaxpar.tasks.task import Scalar
 
 FIRST_STEP = "begun"  # in the private state: the step at which the run took on this strategy
-
-Scalar = Any  # an array [], on the host or a device
 
 
 class Totals(NamedTuple):

@@ -15,7 +15,7 @@ import jax
 
 from jaxpar.asynchronous.live_schedule import Assignment
 from jaxpar.asynchronous.programs import Chunk
-from jaxpar.asynchronous.transport import Delivery, LiveTransport, Sent, Workers
+from jaxpar.asynchronous.transport import Delivery, LiveTransport, SentGradient, Workers
 from jaxpar.models.model import Params
 from jaxpar.state import State
 
@@ -24,7 +24,7 @@ class Answer(NamedTuple):
     """The answer of a worker's thread: its assignment, and the gradient on the server's device, or the error."""
 
     assignment: Assignment
-    sent: Sent | BaseException
+    sent: SentGradient | BaseException
 
 
 class Threads(LiveTransport):
@@ -74,7 +74,7 @@ class Threads(LiveTransport):
         while (assignment := self._schedule.assign()) is not None:
             self._assignments[assignment.worker].put((assignment, self._params))
 
-    def _receive(self) -> tuple[Assignment, Sent]:
+    def _receive(self) -> tuple[Assignment, SentGradient]:
         if self._error is None:
             assignment, sent = self._answers.get()
             if not isinstance(sent, BaseException):
@@ -86,12 +86,12 @@ class Threads(LiveTransport):
         """A worker's thread."""
         while (assigned := self._assignments[worker].get()) is not None:
             try:
-                sent: Sent | BaseException = self._compute(*assigned)
+                sent: SentGradient | BaseException = self._compute(*assigned)
             except BaseException as error:  # for the server's thread, which raises it
                 sent = error
             self._answers.put(Answer(assigned[0], sent))
 
-    def _compute(self, assignment: Assignment, params: Params) -> Sent:
+    def _compute(self, assignment: Assignment, params: Params) -> SentGradient:
         """Return a gradient, on the server's device. params: as the server has them."""
         worker, chunk = assignment.worker, assignment.chunk
         read = jax.device_put(params, self._workers.devices[self._workers.place(worker)])

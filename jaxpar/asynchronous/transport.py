@@ -23,7 +23,7 @@ from jaxpar.models.model import Params
 from jaxpar.state import Canonical, State
 from jaxpar.tasks import Sums
 
-Sent = tuple[Params, Sums, Params | None]  # a gradient, its sums, and the weights that it was computed from
+SentGradient = tuple[Params, Sums, Params | None]  # a gradient, its sums, and the weights that it was computed from
 
 
 class Delivery(NamedTuple):
@@ -86,10 +86,10 @@ class Workers(NamedTuple):
         made: tuple[Params, Sums] = self.programs.gradient(read, *inputs)
         return made
 
-    def send(self, made: tuple[Params, Sums], read: Params) -> Sent:
+    def send(self, made: tuple[Params, Sums], read: Params) -> SentGradient:
         """Return what `compute` made, and the weights where a mitigation needs them, on the server's device."""
         needs_read = self.programs.mitigations.needs_read
-        sent: Sent = jax.device_put((*made, read if needs_read else None), self.server)
+        sent: SentGradient = jax.device_put((*made, read if needs_read else None), self.server)
         return sent
 
 

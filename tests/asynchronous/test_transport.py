@@ -17,7 +17,7 @@ from jaxpar.asynchronous.live_schedule import Assignment, LiveSchedule
 from jaxpar.asynchronous.programs import Chunk
 from jaxpar.asynchronous.server import ServerEngine
 from jaxpar.asynchronous.table import validate
-from jaxpar.asynchronous.transport import BeginTransport, Delivery, LiveTransport, Sent, Transport, Workers
+from jaxpar.asynchronous.transport import BeginTransport, Delivery, LiveTransport, SentGradient, Transport, Workers
 from jaxpar.asynchronous.virtual_time import Emulation
 from jaxpar.state import State
 from tests.asynchronous import reference
@@ -32,7 +32,7 @@ class Queue(LiveTransport):
 
     def __init__(self, workers: Workers, state: State):
         super().__init__(workers, state, bound=math.inf)
-        self._queue = deque[tuple[Assignment, Sent]]()
+        self._queue = deque[tuple[Assignment, SentGradient]]()
 
     def deliver(self, chunks: Mapping[int, Chunk], *, drain: bool) -> Iterator[Delivery]:
         if chunks:
