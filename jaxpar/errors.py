@@ -11,7 +11,7 @@ from typing import TypeVar
 
 
 class UserError(Exception):
-    """What the user must correct: which key or file, what it was, what it must be."""
+    """A mistake that the user must correct: which key or file, what it was, what it must be."""
 
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ def is_failure(code: int) -> bool:
 
 
 def exit_code(command: Callable[[], None]) -> int:
-    """Of a script that calls `command`: 0; or 2, with one line on stderr, where it raises UserError."""
+    """Run a script's `command` and return its exit code: 0; or 2, with one line on stderr, on UserError."""
     try:
         command()
     except UserError as error:

@@ -169,13 +169,13 @@ def _resume(argv: Sequence[str]) -> str:
 
 
 def _command(argv: Sequence[str]) -> str:
-    """The command line that was given, as one can type it again."""
+    """Return the command line as the user can type it again."""
     program = os.environ.get(COMMAND, "python -m jaxpar.main" if argv[0].endswith(".py") else argv[0])
     return " ".join([program, *map(shlex.quote, argv[1:])])
 
 
 def _closing(result: Mapping[str, object], workdir: Path, headline: str) -> str:
-    """What to print at the end of a run. headline: its task's."""
+    """Return what to print at the end of a run. headline: its task's."""
     reached = headline.format(**result) if "test_loss" in result else "finished"
     left = {"result.json": "", "metrics.jsonl": "", "curves.png": "", "checkpoints": "/", "tensorboard": "/"}
     results = ", ".join(name + end for name, end in left.items() if (workdir / name).exists())

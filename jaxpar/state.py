@@ -45,7 +45,7 @@ def abstract_state(model: Model, optimizer: optax.GradientTransformation) -> Sta
 
 
 def split(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The key that parameters are drawn from, and the run's own, as data."""
+    """Return the key that parameters are drawn from, and the key of the run, as data."""
     init_key, run_key = jax.random.split(key)
     return init_key, jax.random.key_data(run_key)
 

@@ -26,7 +26,7 @@ __all__ = ["Stopped", "train"]
 
 
 def train(config: ConfigDict, workdir: Path) -> Result:
-    """Trains as `config` says, continuing what `workdir` holds, and returns what it writes to result.json.
+    """Train as `config` says, continuing what `workdir` holds, and return what result.json has.
 
     Raises:
       UserError: a mistake in the config, the data or the workdir; nothing was compiled or lost.
@@ -50,7 +50,7 @@ def train(config: ConfigDict, workdir: Path) -> Result:
 
 
 def run_through(run: Run, interrupt: Interrupt) -> Result:
-    """From what the workdir holds to the last step, everything saved."""
+    """Train from what the workdir holds to the last step, and save everything."""
     config, workdir, phases = run.config, run.workdir, run.phases
     with phases("start"):
         state, first_step = start(run)
@@ -69,7 +69,7 @@ def run_through(run: Run, interrupt: Interrupt) -> Result:
 
 
 def tidy(run: Run, first_step: int) -> None:
-    """What is written as a run goes on from `first_step`: its config; and what there was of later steps goes."""
+    """Write what a run that goes on from `first_step` needs, and remove what there is of later steps."""
     processes.wait("a checkpoint was read")
     if processes.is_first():
         ledger.cut(run.workdir / "ledger", after=first_step)

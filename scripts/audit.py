@@ -1,11 +1,11 @@
-"""What a step sends and holds: compiles it without running it, and compares with theory.
+"""Audits what a step sends and holds: compiles it without running it, and compares with theory.
 
     scripts/python scripts/audit.py --config=configs/quickstart.py --config.mesh.data=4 \
         --config.mesh.virtual_cpu_devices=4 --config.exchange=bagua_bytegrad [--json]
 
 Of every kind of collective: the mesh axis, the dtype on the wire, how many a step, the bytes that a device sends, the
 bytes by the exchange's formula, and the ratio. Then the bytes on each device, in the program and by the formula:
-parameters, optimizer, the exchange's own state (residuals, copies), inputs (batches, plans, gradients in flight) and
+parameters, optimizer, the exchange's state (residuals, copies), inputs (batches, plans, gradients in flight) and
 temporary ones. What is in no program, such as copies that the host makes between them, has its formula alone. Exit code
 1: a collective that no formula explains.
 """

@@ -1,4 +1,4 @@
-"""What stale gradients do to a model: trains it by each policy of asynchronous updates, with and without a straggler.
+"""Measures what stale gradients cost a model, trained by each policy of updates, with a straggler and without.
 
     scripts/python scripts/compare_updates.py [--config=configs/quickstart.py] [--workdir=runs/updates] [--workers=4]
         [--slowdown=4] [--cases=sync,async,..] [--config.KEY=VALUE ...]
@@ -59,7 +59,7 @@ DIVERGED = 1  # exit code of a training that is not finite
 
 
 class Outcome(NamedTuple):
-    """Of one run.
+    """The outcome of one run.
 
     Attributes:
       steps: that the losses are of, [P].
@@ -93,9 +93,9 @@ def main() -> None:
     mitigated = ["async"] if any("+" in name for name in names) else []
     for name in dict.fromkeys(["sync", *mitigated, *names]):
         for slowdown in (1.0, arguments.slowdown):
-            own = [f"--config.asynchronous.{setting}" for setting in (*CASES[name], f"delays.slowdown={slowdown}")]
+            settings = [f"--config.asynchronous.{setting}" for setting in (*CASES[name], f"delays.slowdown={slowdown}")]
             workdir = arguments.workdir / f"{name.replace('+', '_')}_{slowdown:g}"
-            made = outcomes[name, slowdown] = train(arguments.config, workdir, [*base, *own, *overrides])
+            made = outcomes[name, slowdown] = train(arguments.config, workdir, [*base, *settings, *overrides])
             did = f"{made.throughput:.2f} gradients a second" if made.result else "diverged"
             print(f"{name:26} straggler {slowdown:g}: {did}", flush=True)
             if name == "sync" and not made.result:

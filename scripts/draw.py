@@ -22,16 +22,16 @@ def main() -> int:
     if arguments.out is None or arguments.out.suffix not in SUFFIXES:
         parser.error(f"--out is {arguments.out or 'missing'}; it must end in {', '.join(SUFFIXES)}")
     try:
-        found, simulation = options.find_schedule(arguments)
+        schedule, simulation = options.find_schedule(arguments)
     except UserError as error:
         parser.error(str(error))
     title = (
-        f"{found.policy}, {found.table.num_devices} devices, {found.table.num_microbatches} microbatches: "
+        f"{schedule.policy}, {schedule.table.num_devices} devices, {schedule.table.num_microbatches} microbatches: "
         f"bubble {simulation.bubble_rate:.1%}"
     )
     try:
         if arguments.out.suffix == ".txt":
-            arguments.out.write_text(f"{title}\n{draw.format_table(found.table)}\n")
+            arguments.out.write_text(f"{title}\n{draw.format_table(schedule.table)}\n")
         else:
             draw.save_charts(arguments.out, [(title, simulation.timeline)])
     except OSError as error:

@@ -60,7 +60,7 @@ def make(name: str) -> None:
 
 
 def logits(model: Any, example: dict[str, torch.Tensor]) -> torch.Tensor:
-    """What `transformers` gives for the example."""
+    """Return the logits that `transformers` gives for the example."""
     arguments = {"input_ids": example["inputs"]}
     if "mask" in example:
         arguments["attention_mask"] = example["mask"].long()

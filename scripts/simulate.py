@@ -37,10 +37,10 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse()
     try:
-        found, simulation = options.find_schedule(arguments)
+        schedule, simulation = options.find_schedule(arguments)
     except UserError as error:
         parser.error(str(error))
-    metrics = {"schedule": found.policy} | {name: getattr(simulation, name) for name in METRICS}
+    metrics = {"schedule": schedule.policy} | {name: getattr(simulation, name) for name in METRICS}
     if arguments.json:
         print(json.dumps(metrics))
         return 0

@@ -1,1 +1,1 @@
-"""What is said about strategies from outside: audits, certificates."""
+"""Statements about strategies from outside: audits, certificates."""

@@ -1,4 +1,4 @@
-"""What the compiled programs of a step send and hold, next to what the theory of its strategy has."""
+"""The audit: bytes that the compiled programs of a step send and hold, next to those of theory."""
 
 import math
 import re
@@ -64,7 +64,7 @@ class CollectiveRow(NamedTuple):
 
     @property
     def ratio(self) -> float | None:
-        """Of the bytes to those of theory."""
+        """Ratio of the bytes to those of theory."""
         return self.nbytes / self.theory if self.theory else None
 
     @property
@@ -80,7 +80,7 @@ class CollectiveRow(NamedTuple):
 
 
 def audit(programs: Sequence[CompiledProgram], plan: Plan[object], task: Task) -> list[CollectiveRow]:
-    """What the programs send, by kind; and what theory has that they do not.
+    """Return what the programs send, by kind, and what theory has that they do not.
 
     Args:
       programs: of a step.
@@ -187,7 +187,7 @@ class DeviceBytes(NamedTuple):
 
 
 def memory(programs: Sequence[CompiledProgram], strategy: Strategy[StrategyState]) -> list[dict[str, DeviceBytes]]:
-    """By device, bytes by what they are: parts of the state, inputs (batches, plans, gradients sent), temporary."""
+    """Return each device's bytes by kind: parts of the state, inputs (batches, plans, gradients sent), temporary."""
     measured: list[dict[str, int]] = [{} for _ in strategy.devices]
     for program in programs:
         analysis = program.compiled.memory_analysis()

@@ -1,4 +1,4 @@
-"""A certificate: what a strategy computes, held to what one device computes, step by step.
+"""A certificate: what a strategy computes, compared with what one device computes, step by step.
 
 A step is a gradient and an update, and each is compared on its own. Before each step of the strategy, the reference
 (`single`) is given the strategy's canonical state and the same batch, and takes the step too: losses, gradient norms
@@ -92,7 +92,7 @@ def compare(got: Leaves, expected: Leaves) -> Error:
 
 
 def worst(errors: Iterable[Error]) -> Error:
-    """Of several steps, in each respect."""
+    """Return the largest error of several steps, in each respect."""
     bitwise, ulps, relative = zip(*errors, strict=True)
     return Error(all(bitwise), float(np.max(ulps)), float(np.max(relative)))  # of which one that is not a number is all
 
@@ -103,7 +103,7 @@ class Snapshot(NamedTuple):
     Attributes:
       tree: the state.
       params: of each layer.
-      gradient: that the optimizer was last given; empty where the strategy has an optimizer of its own.
+      gradient: that the optimizer last took; empty where the strategy brings an optimizer.
       optimizer: its moments.
       counters: what belongs to no layer: the step, the run's key, the optimizer's steps.
     """
@@ -116,7 +116,7 @@ class Snapshot(NamedTuple):
 
 
 def snapshot(strategy: Strategy[S], state: S) -> Snapshot:
-    """Of a strategy's state; copied, as the next step takes its arrays."""
+    """Return a strategy's state on the host; copied, as the next step takes its arrays."""
     tree = jax.tree.map(np.array, strategy.to_canonical(state))
     recorded = tree["optimizer"].get("0", {}).get("last_gradient", {})
     optimizer, counters = split_by_layer(tree["optimizer"]["1"] if recorded else {}, tree["params"])
@@ -150,7 +150,7 @@ class Reference:
         return snapshot(self.strategy, state), metrics
 
     def update(self, before: Canonical, after: Canonical, metrics: Metrics) -> Snapshot:
-        """What the optimizer makes of the state before a step and the gradient that is recorded in the one after it."""
+        """Return the update of the state before a step by the gradient that is recorded in the one after it."""
         grads = states.from_canonical(after, self._like).optimizer[0].last_gradient
         sums, norm = jax.device_get((metrics.sums, metrics.grad_norm))
         state, _ = self._update(states.from_canonical(before, self._like), grads, sums, norm)
@@ -158,7 +158,7 @@ class Reference:
 
 
 class Measured(NamedTuple):
-    """What a comparison found.
+    """The errors that a comparison found.
 
     Attributes:
       metrics: {"loss": its worst error, "gradient norm": likewise}.
@@ -256,7 +256,7 @@ def compared_metrics(metrics: Metrics, batch: int) -> dict[str, Leaves]:
 
 
 def outside(measured: Measured, tolerance: Mapping[str, float]) -> list[str]:
-    """What is not within the tolerance, and where."""
+    """Return a line for each quantity that is not within the tolerance."""
     wrong = [(name, error, tolerance["metrics"]) for name, error in measured.metrics.items()]
     for layer, errors in measured.layers.items():
         wrong += [(f"{q} of {layer}", error, tolerance[q]) for q, error in errors.items() if q in tolerance]

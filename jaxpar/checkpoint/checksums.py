@@ -31,7 +31,7 @@ def of_array(x: np.ndarray) -> int:
 
 
 def of_tree(tree: Canonical) -> dict[str, int]:
-    """By path of an array; of arrays on devices there."""
+    """Return the checksum of each array by its path; of arrays on devices computed there."""
     leaves = by_path(tree)
     if all(isinstance(leaf, np.ndarray) for leaf in leaves.values()):
         return {name: of_array(leaf) for name, leaf in leaves.items()}
@@ -48,17 +48,17 @@ def _on_devices(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _bits(numpy: ModuleType, x: Array) -> Array:
-    """As unsigned integers; of integers modulo 2^32."""
+    """Return the bits as unsigned integers; integers modulo 2^32."""
     if x.dtype.kind in "iub":
         return x.astype(numpy.uint32)
     return x.view({1: numpy.uint8, 2: numpy.uint16, 4: numpy.uint32}[x.dtype.itemsize])
 
 
 def of_info(info: Info) -> int:
-    """Of all its other keys, as JSON."""
+    """Return the checksum of all keys but `checksum`, as JSON."""
     return zlib.crc32(json.dumps({key: info[key] for key in info if key != "checksum"}, sort_keys=True).encode())
 
 
 def by_path(tree: Canonical) -> dict[str, Any]:
-    """By path, `['params']['embed']['tokens']`."""
+    """Return the leaves by path, `['params']['embed']['tokens']`."""
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}

@@ -4,7 +4,7 @@
 
 A line is of the steps from .. to - 1 of one epoch and of a shard of their batches. It is added up from the numbers of
 the examples that were gathered and given to the strategy, not from the plan that says which should be. A process writes
-its lines before each checkpoint, and a run that resumes cuts those of later steps than its own: what a killed process
+its lines before each checkpoint, and a run that resumes cuts those of later steps: what a killed process
 did after its last checkpoint does not count, as it did not happen. docs/checkpoints.md says what this proves.
 
 The digest is a sum modulo 2^64 of a mix of every number, so that neither order, restarts nor the division of batches
@@ -25,7 +25,7 @@ from jaxpar.errors import TrainingError, UserError
 
 
 class PlannedBatches(Protocol):
-    """What of jaxpar.data.Batches is asked."""
+    """The members of jaxpar.data.Batches that a ledger reads."""
 
     batch_size: int
     steps_per_epoch: int
@@ -36,7 +36,7 @@ class PlannedBatches(Protocol):
 
 
 class Line(NamedTuple):
-    """Of the steps [start, stop), counted from 0, of one epoch, and of the examples [first, last) of their batches."""
+    """A record of the steps [start, stop), from 0, of one epoch, and of examples [first, last) of their batches."""
 
     start: int
     stop: int

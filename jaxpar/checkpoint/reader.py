@@ -22,7 +22,7 @@ FORMAT = 1
 
 
 class Checkpoint(NamedTuple):
-    """What a checkpoint holds, in host memory."""
+    """The contents of a checkpoint, in host memory."""
 
     step: int
     tree: Canonical
@@ -42,7 +42,7 @@ def steps(directory: Path) -> list[int]:
 
 
 def unfinished_bytes(directory: Path) -> int:
-    """Of what killed processes left in `directory`, and the next `Saver` removes."""
+    """Return the bytes that killed processes left in `directory`, and the next `Saver` removes."""
     return sum(file.stat().st_size for file in directory.glob("*.orbax-checkpoint-tmp*/**/*") if file.is_file())
 
 
@@ -113,7 +113,7 @@ def _arrays(path: Path, shapes: Canonical, sums: dict[str, int]) -> Canonical:
 
 
 def _shapes(path: Path) -> Canonical:
-    """Of the arrays in a folder."""
+    """Return the shapes and dtypes of the arrays in a folder."""
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:
             saved = checkpointer.metadata(path.absolute()).item_metadata.tree

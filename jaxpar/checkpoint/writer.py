@@ -100,7 +100,7 @@ def _negative_loss(metrics: dict[str, float]) -> float:
 
 
 class _explained:
-    """Turns a failed write into one line; the user's mistake is a full disk, say. The checkpoints before are whole."""
+    """Turns a failed write into one line; a full disk is the user's mistake. The checkpoints before are whole."""
 
     def __init__(self, directory: Path):
         self._directory = directory
@@ -118,6 +118,6 @@ class _explained:
 
 
 def _copied(tree: dict[str, Canonical]) -> dict[str, Canonical]:
-    """In NumPy, in memory that no later step writes to: `device_get` alone only looks at arrays of a CPU."""
+    """Return NumPy arrays in memory that no later step writes to: `device_get` alone only looks at arrays of a CPU."""
     fetched = jax.device_get(tree)
     return jax.tree.map(np.array, fetched) if jax.default_backend() == "cpu" else fetched

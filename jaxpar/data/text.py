@@ -119,7 +119,7 @@ def _write(
         ends = made.encode("").ids
         if len(ends) != 2:
             raise UserError(
-                f"{path} does not put a token before and one after a text ([CLS], [SEP]); masked_lm needs it."
+                f"{path} does not put a token before and one after a text ([CLS], [SEP]); task {labels.value} needs it"
             )
         return tokens.write_packed(directory, corpus.rows(), made, longest, (ends[0], ends[1]))
     return tokens.write_examples(directory, corpus.rows(), made, longest)

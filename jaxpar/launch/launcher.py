@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def read_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """What the command line asks for, and the GPUs there are."""
+    """Return the arguments of the command line, and the GPUs there are."""
     parser = argparse.ArgumentParser(
         prog="scripts/launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -71,7 +71,7 @@ def read_arguments() -> tuple[argparse.Namespace, list[str]]:
 
 
 def run_processes(asked: argparse.Namespace, gpus: Sequence[str], signals: list[int]) -> int:
-    """Starts the processes, again where one fails, and returns the exit code. signals: that have come, and come yet."""
+    """Start the processes, again where one fails, and return the exit code. signals: those received, as they come."""
     flags = f"--num_processes={asked.num_processes}" + f" --max_restarts={asked.max_restarts}" * (
         asked.max_restarts > 0
     )
@@ -181,7 +181,7 @@ class Group:
 
 
 def end_with_launcher() -> None:
-    """In a process that the launcher has started: has Linux kill it when the launcher ends, however that comes."""
+    """Have Linux kill this process when the launcher that has started it ends, however that happens."""
     launcher = os.environ.pop(LAUNCHER, None)
     if launcher is None or not sys.platform.startswith("linux"):
         return
@@ -234,7 +234,7 @@ def free_port() -> int:
 
 
 def visible_gpus() -> list[str]:
-    """As in CUDA_VISIBLE_DEVICES; without it, all that nvidia-smi names."""
+    """Return the GPUs as in CUDA_VISIBLE_DEVICES; without it, all that nvidia-smi names."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name]

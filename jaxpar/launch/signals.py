@@ -40,7 +40,7 @@ class Ending:
         self._thread.join()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread."""
+        """Take a signal, in the main thread."""
 
     def _watch(self, reader: int) -> None:
         come = 0

@@ -2,7 +2,7 @@
 
 A thread looks at the last sign of life: the begin or end of a phase of the run, or a batch of an evaluation. When there
 has been none for `config.watchdog_seconds`, it prints which process hangs, at which step and in which phase,
-what every thread is at, and ends the process. A process that waits for one that hangs does the same, in its own phase.
+what every thread is at, and ends the process. A process that waits for one that hangs does so too, in its phase.
 """
 
 import faulthandler

@@ -106,7 +106,7 @@ class TokenHead(nnx.Module):
 
 
 class MaskedLMHead(nnx.Module):
-    """BERT's transform, then the token embedding as the decoder, with a bias of its own."""
+    """BERT's transform, then the token embedding as the decoder, with a separate bias."""
 
     def __init__(self, spec: Spec, rngs: nnx.Rngs):
         self.spec = spec

@@ -284,8 +284,8 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[str, int]]:
         "eos_token": end,
     }
     vocabulary = tokenizer.get_vocab()
-    found = {use: [name for name in choices if name in vocabulary] for use, choices in names.items()}
-    return {use: (choices[0], vocabulary[choices[0]]) for use, choices in found.items() if choices}
+    present = {use: [name for name in choices if name in vocabulary] for use, choices in names.items()}
+    return {use: (choices[0], vocabulary[choices[0]]) for use, choices in present.items() if choices}
 
 
 def _write_json(path: Path, contents: Mapping[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""What BERT, GPT and the Llama between their options are made of. Single-device code: no mesh, no axis names.
+"""Layers of BERT, GPT and the Llama between their options. Single-device code: no mesh, no axis names.
 
 Array dims: B examples, T positions, D features, F features inside the MLP, H query heads, G key and
 value heads, K features of a head, V vocabulary.

@@ -45,7 +45,7 @@ def is_computed(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 class Context(NamedTuple):
-    """What a layer sees besides its input.
+    """Values that a layer sees besides its input.
 
     Attributes:
       batch: the whole batch: a stage of a pipeline has it too, so masks need not travel.

@@ -52,7 +52,7 @@ class Run(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """What is known of a run before its data is read."""
+    """Facts about a run that are known before its data is read."""
 
     cluster: Cluster
     decision: Decision[Any] | None
@@ -133,7 +133,7 @@ def check_alike(config: ConfigDict, fingerprint: str) -> None:
 def check_space(config: ConfigDict, workdir: Path, problem: Problem) -> None:
     """Raises UserError where the disk cannot hold the checkpoints that are kept, and the one being written.
 
-    What a strategy has of its own comes on top, and is not counted.
+    The private state of a strategy comes on top, and is not counted.
     """
     number = config.checkpoint.keep + config.checkpoint.keep_best + 1
     there = checkpoint.steps(workdir / "checkpoints")
@@ -149,7 +149,7 @@ def check_space(config: ConfigDict, workdir: Path, problem: Problem) -> None:
 
 
 def describe_run(run: Run) -> str:
-    """What will run, where, in a few lines."""
+    """Return what will run, and where, in a few lines."""
     config, plan, cluster, model = run.config, run.plan, run.cluster, run.problem.model
     kinds = ", ".join(sorted({device.device_kind for device in run.strategy.devices}))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(model.shapes))

@@ -1,4 +1,4 @@
-"""What a run reports as it goes: a progress bar, metrics.jsonl, TensorBoard events, seconds by phase."""
+"""Reports of a run as it goes: a progress bar, metrics.jsonl, TensorBoard events, seconds by phase."""
 
 import json
 import sys
@@ -50,7 +50,7 @@ class Log:
                 self._board.add_scalar(f"{split}/{name}", value, step)
 
     def rows(self, split: str) -> list[MetricsRow]:
-        """What was recorded of `split` so far, earlier processes included."""
+        """Return the rows of `split` so far, those of earlier processes included."""
         return [row for row in self._rows if row["split"] == split]
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ class Progress:
     """A live bar on a terminal; plain lines, one at each log interval, elsewhere."""
 
     def __init__(self, start: int, total: int):
-        """From step `start` to step `total`."""
+        """Args: start, total: the first step and the last one."""
         self._total = total
         self._logged = (start, time.perf_counter())  # step and time of the last log line
         self._bar = None

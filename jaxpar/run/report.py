@@ -1,4 +1,4 @@
-"""What a run leaves behind: result.json and the curves as a picture."""
+"""The results of a run: result.json and the curves as a picture."""
 
 import json
 import statistics
@@ -45,12 +45,12 @@ def finish(run: Run, state: StrategyState, log: metrics.Log) -> Result:
 
 
 def write_result(workdir: Path, result: Result) -> None:
-    """Writes workdir/result.json."""
+    """Write workdir/result.json."""
     files.write_text(workdir / "result.json", json.dumps(result, indent=2) + "\n")
 
 
 def draw_curves(workdir: Path, task: Task, title: str) -> Path | None:
-    """Draws the loss and the task's curve from metrics.jsonl as workdir/curves.png. None where there is nothing."""
+    """Draw the loss and the task's curve from metrics.jsonl as workdir/curves.png. None where there is nothing."""
     from matplotlib.figure import Figure  # here: it takes most of a second to import
 
     rows = metrics.read_metrics(workdir)

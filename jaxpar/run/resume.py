@@ -1,4 +1,4 @@
-"""What of a config may change where a run resumes, and what may not.
+"""Keys of a config that may change where a run resumes, and those that may not.
 
 A workdir holds one training. Where and how it is computed may change: strategy, mesh, batch layout, logging, the places
 of files. What is computed may not: model, data, optimizer, the seed, and which examples a step takes.
@@ -54,7 +54,7 @@ def may_change(key: str, config: ConfigDict) -> bool:
 
 
 def differences(before: configs.Values, config: ConfigDict) -> dict[str, str]:
-    """By key, `config.KEY: OLD there, NEW here`. before: keys and values as JSON has them, or else their defaults."""
+    """Return `config.KEY: OLD there, NEW here` by key. before: keys and values as JSON has them, else defaults."""
     default = configs.keys(configs.default_config())
     there, now = (json.loads(json.dumps(one)) for one in ({**default, **before}, configs.keys(config)))
     return {

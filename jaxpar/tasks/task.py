@@ -51,7 +51,7 @@ class Score(NamedTuple):
 
 
 class Names(NamedTuple):
-    """What turns the numbers of an output into words.
+    """Names that turn the numbers of an output into words.
 
     Attributes:
       info: of the data: the names of classes and targets.
@@ -64,7 +64,7 @@ class Names(NamedTuple):
 
 @dataclass(frozen=True, eq=False)  # a key of what is traced for it
 class Task:
-    """What a model is trained for.
+    """A purpose that a model is trained for.
 
     Attributes:
       name: its key in TASKS.

@@ -67,20 +67,20 @@ def sums(logits_BTC: jax.Array, batch: Mapping[str, jax.Array]) -> Sums:
     is_word_BT = batch["weights"] > 0
     actual = find_entities(batch["labels"], is_word_BT)
     predicted = find_entities(jnp.argmax(logits_BTC.astype(jnp.float32), axis=-1), is_word_BT)
-    is_found_BT = actual.ends_BT & predicted.ends_BT & (actual.begins_BT == predicted.begins_BT)
-    is_found_BT &= actual.types_BT == predicted.types_BT
-    counts = {"actual": actual.ends_BT, "predicted": predicted.ends_BT, "found": is_found_BT}
+    is_matched_BT = actual.ends_BT & predicted.ends_BT & (actual.begins_BT == predicted.begins_BT)
+    is_matched_BT &= actual.types_BT == predicted.types_BT
+    counts = {"actual": actual.ends_BT, "predicted": predicted.ends_BT, "matched": is_matched_BT}
     return sums._replace(terms=sums.terms | {name: jnp.sum(where, dtype=jnp.float32) for name, where in counts.items()})
 
 
 def metrics(sums: Sums) -> dict[str, float]:
     """Return the share of right tags, and precision, recall and F1 of entities, micro-averaged; 0 where undefined."""
-    actual, predicted, found = (float(sums.terms[name]) for name in ("actual", "predicted", "found"))
+    actual, predicted, matched = (float(sums.terms[name]) for name in ("actual", "predicted", "matched"))
     return {
         **cross_entropy.accuracy(sums),
-        "precision": found / max(predicted, 1.0),
-        "recall": found / max(actual, 1.0),
-        "f1": 2 * found / max(actual + predicted, 1.0),
+        "precision": matched / max(predicted, 1.0),
+        "recall": matched / max(actual, 1.0),
+        "f1": 2 * matched / max(actual + predicted, 1.0),
     }
 
 
@@ -115,7 +115,7 @@ TASK = Task(
     name="token_classification",
     labels=Labels.TAGS,
     head="token",
-    terms={**cross_entropy.TERMS, "actual": (), "predicted": (), "found": ()},
+    terms={**cross_entropy.TERMS, "actual": (), "predicted": (), "matched": ()},
     sums=sums,
     metrics=metrics,
     curve="f1",

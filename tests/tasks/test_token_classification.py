@@ -60,7 +60,7 @@ def test_entities_equal_conlleval(seed: int) -> None:
         words = weights[row] > 0
         ours, theirs = (conlleval([NAMES[tag] for tag in tags[row][words]]) for tags in (actual, predicted))
         counts += [len(ours), len(theirs), len(ours & theirs)]
-    assert [float(sums.terms[name]) for name in ("actual", "predicted", "found")] == counts.tolist()
+    assert [float(sums.terms[name]) for name in ("actual", "predicted", "matched")] == counts.tolist()
     metrics = TASK.all_metrics(tasks.add_up([sums]))
     assert metrics["precision"] == pytest.approx(counts[2] / counts[1])
     assert metrics["recall"] == pytest.approx(counts[2] / counts[0])
