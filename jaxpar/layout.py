@@ -14,7 +14,7 @@ which leaves a device packs is said here.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, reduce
 from typing import Any, NamedTuple
 
@@ -265,7 +265,12 @@ def sharded(axes: Mapping[str, int], like: Any, axis: str) -> Layout:
 
 def on_one(axes: Mapping[str, int], like: Any, axis: str, number: int = 0) -> Layout:
     """Return the layout in which one device of `axis` has all of a tree, and the others nothing."""
-    holders = Holders(axis, (number,))
+    return on_some(axes, like, axis, (number,))
+
+
+def on_some(axes: Mapping[str, int], like: Tree, axis: str, numbers: Sequence[int]) -> Layout:
+    """Return the layout in which each of these devices of `axis` has all of a tree, and the others nothing."""
+    holders = Holders(axis, tuple(numbers))
     return Layout(axes, jax.tree.map(lambda x: LeafLayout(x.shape, x.dtype, holders=holders), like))
 
 

@@ -20,10 +20,8 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from ml_collections import ConfigDict
 
-from jaxpar import layout
 from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
@@ -31,6 +29,7 @@ from jaxpar.asynchronous import costs, options, table
 from jaxpar.asynchronous.costs import Costs, Places
 from jaxpar.asynchronous.engine import UpdateEngine
 from jaxpar.asynchronous.gradient_rows import is_grouped, needs_earlier_batches
+from jaxpar.asynchronous.layouts import local_layouts, server_layouts
 from jaxpar.asynchronous.local import LocalEngine
 from jaxpar.asynchronous.mitigations import Mitigations
 from jaxpar.asynchronous.options import UpdateSource
@@ -41,13 +40,14 @@ from jaxpar.asynchronous.transport import BeginTransport
 from jaxpar.asynchronous.virtual_time import Emulation
 from jaxpar.cluster import Cluster
 from jaxpar.errors import Refusals, UserError
+from jaxpar.layout import Layout
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Model
 from jaxpar.plan import Decision, Plan, Traffic
 from jaxpar.state import Canonical, State, nbytes
 from jaxpar.step import Problem
 from jaxpar.strategies import exchanges
-from jaxpar.strategies.placement import batch_placer
+from jaxpar.strategies.placement import batch_placer, on_all
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
@@ -105,12 +105,11 @@ def plan(
     like = states.abstract_state(problem.model, problem.optimizer)
     memory, sent = plan_costs(config, like, mitigations, updates, places)
     nbytes_sent, messages = round(sent * nbytes(like.params)), sent * len(jax.tree.leaves(like.params))
-    layouts = {part: layout.on_one(decision.axes, getattr(like, part), DATA, 0) for part in ("params", "optimizer")}
     return Plan(
         "async_data_parallel",
         decision,
         summarize_updates(config, updates, has_device),
-        layouts,
+        plan_layouts(config, like, mitigations, updates, places),
         AsyncDetails(config, updates, mitigations, problem.optimizer, places),
         memory,
         (Traffic("copy", "float32", DATA, nbytes_sent, messages),) if sent else (),
@@ -132,6 +131,16 @@ def plan_costs(
     return costs.local_costs(like, updates, places, outer=outer_optimizer(config), waits=workers_wait(config))
 
 
+def plan_layouts(
+    config: ConfigDict, like: State, mitigations: Mitigations, updates: UpdateTable | None, places: Places
+) -> dict[str, Layout]:
+    """Return where arrays live. Arguments as of `plan_costs`."""
+    if updates is None or not is_local(config):
+        return server_layouts(like, mitigations, updates, places)
+    outer, waits = outer_optimizer(config), workers_wait(config)
+    return local_layouts(like, mitigations, updates, places, outer=outer, waits=waits)
+
+
 def summarize_updates(config: ConfigDict, updates: UpdateTable | None, has_device: bool) -> str:
     """Return policy, workers and staleness in one line. has_device: the server has one to itself."""
     summary = describe_workers(config)
@@ -145,12 +154,14 @@ def build(plan: Plan[AsyncDetails], problem: Problem, devices: Sequence[jax.Devi
     """Build the strategy of config.asynchronous on the first of these devices."""
     details = plan.details
     config, updates = details.config, details.updates
-    mesh, at, used = meshes.make_mesh(plan.axes, devices), devices[details.places.server], devices[: plan.num_devices]
+    mesh, where = meshes.make_mesh(plan.axes, devices), plan.layouts["key"]
+    on_server = where.shardings(meshes.make_mesh(where.axes, devices))  # of whatever begins there
+    [at] = on_server.device_set
     problem = problem._replace(optimizer=details.optimizer)
     engine = build_engine(details, problem, list(mesh.devices.flat), at)
-    first, everywhere = SingleDeviceSharding(at), NamedSharding(mesh, PartitionSpec())
+    everywhere = on_all(mesh)
     like = states.abstract_state(problem.model, problem.optimizer)
-    fresh = jax.jit(partial(states.init, problem.model, problem.optimizer), out_shardings=first)
+    fresh = jax.jit(partial(states.init, problem.model, problem.optimizer), out_shardings=on_server)
     sums = meshes.one_at_a_time(jax.jit(partial(steps.evaluate, problem), out_shardings=everywhere), mesh)
     place_on_devices = batch_placer(mesh)
 
@@ -161,7 +172,7 @@ def build(plan: Plan[AsyncDetails], problem: Problem, devices: Sequence[jax.Devi
                 f"config.asynchronous.table is {path!r}, which has gradients of batches before step {step} after it; "
                 "only a run that began with this table may go on with it there"
             )
-        return engine.start(jax.device_put(states.from_canonical(tree, like), first), private or None)
+        return engine.start(jax.device_put(states.from_canonical(tree, like), on_server), private or None)
 
     def evaluate(state: Any, batch: Mapping[str, np.ndarray]) -> Sums:
         total: Sums = sums(jax.device_put(engine.params(state), everywhere), place_on_devices(batch))
@@ -169,7 +180,7 @@ def build(plan: Plan[AsyncDetails], problem: Problem, devices: Sequence[jax.Devi
 
     return Strategy(
         plan,
-        tuple(used),
+        tuple(devices[: plan.num_devices]),
         init=lambda key: engine.start(fresh(key)),
         place=dict,
         step=engine.step,

@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 
 from jaxpar import cluster
+from jaxpar.asynchronous.local import LocalState
+from jaxpar.asynchronous.server import ServerRun
+from jaxpar.asynchronous.virtual_time import VirtualTime
 from jaxpar.exchange import EXCHANGES
 from jaxpar.exchange.exchange import DistributedState
 from jaxpar.layout import HELD, PER_REPLICA, REPLICATED, SHARDED, Layout, LeafLayout
@@ -25,6 +28,16 @@ CASES: dict[str, tuple[str, ...]] = {
     "dp": (*DATA_PARALLEL, "exchange=dp"),
     **{f"exchange {name}": (*DATA_PARALLEL, f"exchange={name}") for name in EXCHANGES if name != "dp"},
     "exchange zero2, offload": (*DATA_PARALLEL, "exchange=zero2", "exchange_options.offload=True"),
+}
+ASYNCHRONOUS = ("strategy=async_data_parallel", "asynchronous.delays.distribution=lognormal", f"mesh.data={N}")
+ASYNC_CASES: dict[str, tuple[str, ...]] = {
+    "sync": ("policy=sync", "num_workers=8"),
+    "async": ("policy=async", "num_workers=16", "mitigations=adaptive_dc_asgd,staleness_aware"),
+    "softsync, the server on a device of its own": ("policy=softsync", "num_workers=2"),
+    "live": ("policy=async", "num_workers=4", "mode=live", "delays.distribution=constant"),
+    "local_sgd": ("policy=local_sgd", "num_workers=8", "interval=2"),
+    "diloco": ("policy=diloco", "num_workers=16", "interval=2"),
+    "model_average": ("policy=model_average", "num_workers=8", "interval=2"),
 }
 # Where parameters and optimizer are, in a word.
 KINDS = {
@@ -111,3 +124,57 @@ def test_arrays_are_where_layouts_say(name: str) -> None:
             for array, leaf in zip(jax.tree.leaves(trees[part]), leaves, strict=True):
                 assert_is_where_layout_says(array, leaf, layout.axes)
             assert nbytes_by_device(trees[part], strategy.plan.num_devices) == planned_nbytes(layout), (when, part)
+
+
+def async_parts(state: Any) -> dict[str, Any]:
+    """The arrays of asynchronous training by the names of their layouts, but for those that come and go."""
+    if isinstance(state, ServerRun):
+        server = state.server
+        fields = {"optimizer": server.optimizer, "waiting": server.waiting, "mitigations": server.mitigations}
+    else:
+        fields = {part: tuple(getattr(one, part) for one in state.servers) for part in ("optimizer", "mitigations")}
+        fields["outer"] = state.outer
+    return {"key": state.key, "params": state.params, **fields}
+
+
+def stashed(state: Any) -> dict[str, Any]:
+    """The arrays that come and go."""
+    if isinstance(state, LocalState):
+        return {"averages": state.averages}
+    return {"history": state.transport.history} if isinstance(state.transport, VirtualTime) else {}
+
+
+@pytest.mark.parametrize("name", ASYNC_CASES)
+def test_arrays_of_workers_and_servers_are_where_layouts_say(name: str) -> None:
+    settings = (*ASYNCHRONOUS, *(f"asynchronous.{setting}" for setting in ASYNC_CASES[name]))
+    strategy = make(MLP, *(f"--config.{setting}" for setting in settings))
+    layouts, num_devices = strategy.plan.layouts, strategy.plan.num_devices
+    assert num_devices == (3 if "device of its own" in name else N)
+    for when, state in states(strategy, MLP).items():
+        trees = async_parts(state)
+        assert layouts.keys() - trees.keys() <= {"step", "copies", "history", "averages"}
+        for part, tree in trees.items():
+            leaves = jax.tree.leaves(layouts[part].leaves, is_leaf=lambda node: isinstance(node, LeafLayout))
+            for array, leaf in zip(jax.tree.leaves(tree), leaves, strict=True):
+                assert_is_where_layout_says(array, leaf, layouts[part].axes)
+            assert nbytes_by_device(tree, num_devices) == planned_nbytes(layouts[part]), (when, part)
+        for part, tree in stashed(state).items():
+            now, most = nbytes_by_device(tree, num_devices), planned_nbytes(layouts[part])
+            assert all(a <= b for a, b in zip(now, most, strict=True)), (when, part)
+
+
+@pytest.mark.parametrize("name", ASYNC_CASES)
+@pytest.mark.parametrize("num_workers", [None, 32])
+def test_bytes_of_asynchronous_layouts_are_those_of_the_costs(name: str, num_workers: int | None) -> None:
+    settings = (*ASYNCHRONOUS, *(f"asynchronous.{setting}" for setting in ASYNC_CASES[name]))
+    more = ("batch_size=32", f"asynchronous.num_workers={num_workers}") if num_workers else ()
+    plan = make(MLP, *(f"--config.{setting}" for setting in (*settings, *more))).plan
+    found: list[dict[str, int]] = [{} for _ in plan.memory]
+    for part, layout in plan.layouts.items():
+        kind = "parameters" if part in ("params", "copies") else part
+        for device, nbytes in enumerate(planned_nbytes(layout)):
+            found[device][kind] = found[device].get(kind, 0) + nbytes
+    for here, expected in zip(found, plan.memory, strict=True):
+        assert {kind: n for kind, n in here.items() if n and kind not in ("step", "key")} == {
+            kind: n for kind, n in expected.items() if n
+        }

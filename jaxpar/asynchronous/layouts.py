@@ -1,0 +1,94 @@
+"""Where the arrays of asynchronous training live, leaf by leaf: on single devices, each by its number.
+
+    both kinds   step, key: on the server's device
+    a server     params, optimizer, waiting, mitigations: there too; copies of the newest weights: on workers' devices;
+                 history: older weights, at their most
+    local        params, optimizer, mitigations: a tuple with each worker's, on its device; outer: on the server's;
+                 averages: what workers have not taken in yet, at their most
+
+What comes and goes is a tuple of trees: number i is on the devices that have more than i of them at a time.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import optax
+
+from jaxpar import layout
+from jaxpar.asynchronous.costs import Places
+from jaxpar.asynchronous.gradient_rows import averaging_peaks, history_peaks, is_grouped
+from jaxpar.asynchronous.mitigations import Mitigations
+from jaxpar.asynchronous.table import UpdateTable
+from jaxpar.layout import Layout, Tree
+from jaxpar.mesh import DATA, STAGE
+from jaxpar.state import State
+
+
+def server_layouts(
+    like: State, mitigations: Mitigations, updates: UpdateTable | None, places: Places
+) -> dict[str, Layout]:
+    """Return the layouts of workers and a server.
+
+    Args:
+      like: the state, abstract.
+      mitigations: against staleness.
+      updates: the table; None: workers are live, and may each have read another version.
+      places: of workers and server.
+    """
+    axes = _axes(places)
+    on_server = partial(layout.on_one, axes, axis=DATA, number=places.server)
+    others = [device for device in range(places.num_devices) if device != places.server]
+    if updates is None:
+        history = [places.of_workers.count(device) for device in range(axes[DATA])]
+        history[places.server] = places.num_workers
+    else:
+        history = history_peaks(updates, places.num_devices)
+    has_waiting = updates is not None and is_grouped(updates)
+    return {
+        **{part: on_server(tree) for part, tree in like._asdict().items()},
+        "copies": layout.on_some(axes, like.params, DATA, others),
+        "history": _at_their_most(axes, like.params, history),
+        "waiting": on_server(like.params if has_waiting else ()),
+        "mitigations": on_server(jax.eval_shape(mitigations.init, like.params)),
+    }
+
+
+def local_layouts(
+    like: State,
+    mitigations: Mitigations,
+    updates: UpdateTable,
+    places: Places,
+    *,
+    outer: optax.GradientTransformation | None,
+    waits: bool,
+) -> dict[str, Layout]:
+    """Return the layouts of workers with weights of their own. Arguments as of `server_layouts` and `local_costs`."""
+    axes = _axes(places)
+    on_server = partial(layout.on_one, axes, axis=DATA, number=places.server)
+
+    def by_worker(tree: Tree) -> Layout:
+        return layout.join(tuple(layout.on_one(axes, tree, DATA, device) for device in places.of_workers))
+
+    begun = () if outer is None else (like.params, jax.eval_shape(outer.init, like.params))
+    averages = [] if waits else averaging_peaks(updates, places.num_devices)
+    return {
+        "step": on_server(like.step),
+        "key": on_server(like.key),
+        "params": by_worker(like.params),
+        "optimizer": by_worker(like.optimizer),
+        "mitigations": by_worker(jax.eval_shape(mitigations.init, like.params)),
+        "outer": on_server(begun),
+        "averages": _at_their_most(axes, like.params, averages),
+    }
+
+
+def _axes(places: Places) -> dict[str, int]:
+    """Devices of the workers, and the server's where that is another."""
+    return {DATA: max(places.num_devices, places.server + 1), STAGE: 1}
+
+
+def _at_their_most(axes: dict[str, int], like: Tree, counts: Sequence[int]) -> Layout:
+    """counts: how many of a tree each device has at a time, at most."""
+    holders = [[device for device, count in enumerate(counts) if count > i] for i in range(max(counts, default=0))]
+    return Layout(axes, tuple(layout.on_some(axes, like, DATA, numbers).leaves for numbers in holders))
