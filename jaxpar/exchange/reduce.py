@@ -166,12 +166,12 @@ def ring_traffic(
 
     Args:
       kind: of the collective.
-      ways: 2 for an all-reduce, 1 for one of its halves.
+      ways: 2 for an all-reduce, 1 for one of its halves, times the collectives of each vector.
       axis: of the mesh.
       size: n, of the axis.
       nbytes: of all vectors together.
       dtype: of the vectors.
-      num_vectors: each is sent in messages of its own.
+      num_vectors: each is sent in separate messages.
     """
     return Traffic(kind, dtype, axis, ways * (size - 1) * nbytes / size, ways * (size - 1) * num_vectors)
 

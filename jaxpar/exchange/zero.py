@@ -17,7 +17,7 @@ import optax
 
 from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate
 from jaxpar.exchange.fuse import buckets
-from jaxpar.exchange.reduce import Axis
+from jaxpar.exchange.reduce import Axis, ring_traffic
 from jaxpar.layout import REPLICATED, SHARDED, Tree, pad, shard_shape, split_dim, unpad
 from jaxpar.plan import Traffic
 
@@ -36,9 +36,9 @@ class Shards:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a replica sends to scatter, or to gather, all arrays once."""
+        """Bytes of all arrays that are divided, with their padding."""
         sizes = [math.prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(self._shapes, self._leaves, strict=True)]
-        return (self._axis.size - 1) * sum(sizes[number] for bucket in self._buckets for number in bucket)
+        return self._axis.size * sum(sizes[number] for bucket in self._buckets for number in bucket)
 
     @property
     def num_vectors(self) -> int:
@@ -151,20 +151,17 @@ def zero(
         return Shards(axis, shapes, num_bytes).gather(local)
 
     def traffic(params: Tree, num_microbatches: int = 1) -> list[Traffic]:
-        each = Shards(axis, params, num_bytes).nbytes
+        nbytes = Shards(axis, params, num_bytes).nbytes
         together = list(params.values()) if stage == 3 else [params]  # what is scattered, or gathered, at once
-        messages = (axis.size - 1) * sum(Shards(axis, tree, num_bytes).num_vectors for tree in together)
-        scatters = 1 if stage == 1 else num_microbatches
-        gathers = 2 * num_microbatches if stage == 3 else 1
-        return [
-            Traffic("reduce-scatter", "float32", axis.name, each * scatters, messages=messages * scatters),
-            # XLA on CPUs drops the barriers that keep apart what forward and backward gather of a layer.
-            Traffic(
-                *("all-gather", "float32", axis.name, each * gathers),
-                required=0.5 if stage == 3 else 1.0,
-                messages=messages * gathers,
-            ),
-        ]
+        num_vectors = sum(Shards(axis, tree, num_bytes).num_vectors for tree in together)
+
+        def ring(kind: str, times: int) -> Traffic:
+            return ring_traffic(kind, times, axis.name, axis.size, nbytes, "float32", num_vectors=num_vectors)
+
+        scatter = ring("reduce-scatter", 1 if stage == 1 else num_microbatches)
+        gather = ring("all-gather", 2 * num_microbatches if stage == 3 else 1)
+        # XLA on CPUs drops the barriers that keep apart what forward and backward gather of a layer.
+        return [scatter, gather._replace(required=0.5 if stage == 3 else 1.0)]
 
     return Exchange(
         init,

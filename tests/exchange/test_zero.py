@@ -74,9 +74,9 @@ def test_sizes_of_shards(n: int) -> None:
         np.testing.assert_array_equal(unpad(pad(x, n, np), shape), x)
     assert (split_dim(()), shard_shape((), n), pad(np.ones(()), n, np)) == (None, (), 1)
     elements = {1: 5 + 21 + 64 + 30, 2: 3 + 12 + 32 + 18, 3: 2 + 9 + 24 + 12, 4: 2 + 6 + 16 + 12, 8: 1 + 3 + 8 + 6}[n]
-    assert Shards(axis(n), draw(), 100).nbytes == (n - 1) * 4 * elements
+    assert Shards(axis(n), draw(), 100).nbytes == n * 4 * elements
     halves = {k: x.astype(np.float16) for k, x in draw().items()}
-    assert Shards(axis(n), halves, 100).nbytes == (n - 1) * 2 * elements
+    assert Shards(axis(n), halves, 100).nbytes == n * 2 * elements
 
 
 @pytest.mark.parametrize("num_bytes", LIMITS)
