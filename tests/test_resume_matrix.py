@@ -24,9 +24,9 @@ from jaxpar.measure.phases import Phases
 from jaxpar.plan import format_private_key
 from jaxpar.run import build, metrics
 from jaxpar.run.build import Run
-from jaxpar.run.loop import Loop, Stopped
 from jaxpar.run.start import start
 from jaxpar.state import Canonical
+from jaxpar.train import Loop, Stopped
 from tests.runs import change_info
 from tests.strategies.pipelines import named, relative_error
 

@@ -12,8 +12,10 @@ import jax
 import numpy as np
 
 from jaxpar.errors import TrainingError
+from jaxpar.launch import processes
 from jaxpar.measure import flops
 from jaxpar.models.model import Model
+from jaxpar.run.build import Run
 from jaxpar.step import Metrics
 from jaxpar.tasks import Task, add_up, mean_loss
 
@@ -95,3 +97,16 @@ class Meter:
             result["mfu"] = counts["flops"] / seconds / self._peak
         self._reset()
         return result
+
+
+def build_meter(run: Run) -> Meter:
+    """The meter of this run's model on this run's devices."""
+    devices, size = run.strategy.devices, run.config.batch_size
+    peak = run.config.log.peak_flops or run.cluster.peak_flops.get(run.config.model.dtype)
+    return Meter(
+        run.problem.model,
+        task=run.problem.task,
+        peak_flops=peak * len(devices) if peak else None,
+        stop_if_nonfinite=run.config.optimizer.nonfinite == "stop",
+        shares=size // len(range(size)[processes.local_shard(devices, run.plan.num_replicas, size)]),
+    )

@@ -1,9 +1,16 @@
-"""The state a run starts from: that of the newest whole checkpoint in its workdir, or a fresh one."""
+"""The state a run starts from: that of the newest whole checkpoint in its workdir, or a fresh one.
+
+And what a run leaves in its workdir to start from: checkpoints with their info, and the ledger of its examples.
+"""
+
+import json
 
 import jax
 
-from jaxpar import checkpoint, state
+from jaxpar import checkpoint, files, state
 from jaxpar import config as configs
+from jaxpar.checkpoint import ledger
+from jaxpar.checkpoint.checksums import Info
 from jaxpar.errors import UserError
 from jaxpar.launch import processes
 from jaxpar.plan import format_private_key
@@ -58,3 +65,37 @@ def fresh(run: Run) -> StrategyState:
         run.pretrained,
     )
     return run.strategy.from_canonical(tree)
+
+
+def tidy(run: Run, first_step: int) -> None:
+    """Write what a run that goes on from `first_step` needs, and remove what there is of later steps."""
+    processes.wait("a checkpoint was read")
+    if processes.is_first():
+        ledger.cut(run.workdir / "ledger", after=first_step)
+        ledger.check_ledger(run.workdir / "ledger", run.batches, first_step)
+        configs.save(run.config, run.workdir)
+        files.write_text(run.workdir / "data.json", json.dumps(run.dataset.info._asdict(), indent=1) + "\n")
+        checkpoint.set_aside(run.workdir / "checkpoints", after=first_step)
+        checkpoint.repair_metrics(run.workdir / "checkpoints", log=print)
+    processes.wait("the workdir is tidy")
+
+
+def open_ledger(run: Run) -> ledger.Ledger:
+    """Return the ledger of the examples that this process counts."""
+    devices, size = run.strategy.devices, run.config.batch_size
+    local, counted = (
+        shard(devices, run.plan.num_replicas, size) for shard in (processes.local_shard, processes.counted_shard)
+    )
+    return ledger.Ledger(
+        run.workdir / "ledger", steps_per_epoch=run.batches.steps_per_epoch, shard=counted, first=local.start
+    )
+
+
+def save_info(run: Run, step: int) -> Info:
+    """Return what a checkpoint holds besides its arrays."""
+    return {
+        "data": run.dataset.fingerprint,
+        "examples": run.batches.examples_before(step),
+        "config": configs.keys(run.config),
+        "private_key": dict(run.plan.private_key),
+    }

@@ -33,7 +33,8 @@ from jaxpar import checkpoint, data, mesh
 from jaxpar import config as configs
 from jaxpar.cluster import find_cluster
 from jaxpar.measure.phases import Phases
-from jaxpar.run import build, loop
+from jaxpar.run import build
+from jaxpar.run.start import save_info
 
 STEPS, EVERY = 400, 10
 RUN = {
@@ -228,7 +229,7 @@ def save(workdir: Path, rounds: int) -> None:
             start = time.perf_counter()
             tree = run.strategy.to_canonical(state)
             if name == "save":
-                saver.save(tree, loop.save_info(run, int(tree["step"])))
+                saver.save(tree, save_info(run, int(tree["step"])))
             elif name == "copy":
                 copied = copy(tree)
                 size = sum(x.nbytes for x in jax.tree.leaves(copied))

@@ -20,7 +20,7 @@ from jaxpar import config as configs
 from jaxpar.launch.signals import Interrupt
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build, metrics
-from jaxpar.run.loop import Loop
+from jaxpar.train import Loop
 from scripts.bench.steps import arguments_of
 
 ROUNDS = 3

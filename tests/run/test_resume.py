@@ -15,7 +15,7 @@ import pytest
 from jaxpar import checkpoint, train
 from jaxpar import config as configs
 from jaxpar.errors import UserError
-from jaxpar.run import evaluate, loop, resume
+from jaxpar.run import evaluate, resume
 from jaxpar.run.build import Run
 from jaxpar.run.start import check_continued
 from tests.runs import small_arguments, small_config
@@ -142,7 +142,7 @@ class Recorded:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     record = Recorded()
-    monkeypatch.setattr(loop, "load_batches", record)
+    monkeypatch.setattr(train, "load_batches", record)
     return record
 
 
@@ -168,7 +168,7 @@ def uninterrupted(folder: Path) -> tuple[Path, list[np.ndarray]]:
     """One device's run, and the rows it read."""
     record = Recorded()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "load_batches", record)
+        patch.setattr(train, "load_batches", record)
         trained(folder, folder / "uninterrupted", SINGLE)
     return folder / "uninterrupted", record.rows
 
