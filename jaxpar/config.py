@@ -65,7 +65,7 @@ def load_config(name: str) -> ConfigDict:
 
 
 def override(config: ConfigDict, arguments: Sequence[str]) -> None:
-    """Sets keys of `config`, in place, from arguments such as --config.optimizer.lr=1e-4.
+    """Set keys of `config`, in place, from arguments such as --config.optimizer.lr=1e-4.
 
     Not by ml_collections.config_flags: that reads sys.argv only, and reports mistakes in other words.
     """
@@ -141,7 +141,7 @@ def keys(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
 
 
 def save(config: ConfigDict, workdir: Path) -> None:
-    """Writes the config as workdir/config.json: dotted keys and values."""
+    """Write the config as workdir/config.json: dotted keys and values."""
     files.write_text(workdir / "config.json", json.dumps(keys(config), indent=1) + "\n")
 
 

@@ -21,7 +21,7 @@ def disk_error(error: BaseException) -> str | None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces the file: who reads it, or comes after a crash, finds the old text or the new one, never a part."""
+    """Replace the file: who reads it, or comes after a crash, finds the old text or the new one, never a part."""
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("w") as file:
         file.write(text)
@@ -32,7 +32,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def locked(workdir: Path) -> Iterator[None]:
-    """Makes `workdir` and holds it for this process. The lock ends with the process, however it ends.
+    """Make `workdir`, and lock it for this process. The lock ends with the process, however it ends.
 
     Raises:
       UserError: the folder cannot be written, or another process runs in it.

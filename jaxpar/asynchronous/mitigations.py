@@ -63,7 +63,7 @@ def adaptive_dc_asgd(strength: float, decay: float = 0.95) -> optax.GradientTran
 
 
 def clip_by_staleness(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """Gradients are clipped by their global norm to max_norm / max(staleness, 1)."""
+    """Clip gradients by their global norm to max_norm / max(staleness, 1)."""
 
     def update(
         grads: Tree, state: Tree, _params: Tree = None, *, staleness: jax.Array, **_rest: Any

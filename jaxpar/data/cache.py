@@ -82,7 +82,7 @@ def entry(parent: Path, name: str, make: Callable[[Path], Facts], *, doing: str)
 
 
 def _finish(temporary: Path, path: Path, facts: Facts) -> None:
-    """Records the sizes, flushes to disk, renames. Another process may have been quicker: its entry is the same."""
+    """Record the sizes, flush to disk, rename. Another process may have been quicker: its entry is the same."""
     files = sorted(file for file in temporary.iterdir() if file.is_file())
     record = {"sizes": {file.name: file.stat().st_size for file in files}, "facts": facts}
     (temporary / _RECORD).write_text(json.dumps(record))

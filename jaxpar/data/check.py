@@ -14,7 +14,7 @@ LABEL_SOURCES = {Labels.TARGETS: (*TABLES, "synthetic"), Labels.TAGS: ("jsonl", 
 
 
 def check_data(config: ConfigDict, labels: Labels) -> None:
-    """Raises UserError for the first key that cannot be, where a task needs these labels."""
+    """Raise UserError for the first key that is wrong for a task of these labels."""
     check_choice("data.source", config.data.source, SOURCES)
     _check_labels(config, labels)
     if labels is Labels.TARGETS:

@@ -79,7 +79,7 @@ class Corpus:
         return (text for split, row in self.rows() if split == "train" for text in row.texts)
 
     def check_sizes(self, examples: dict[str, int], unit: str) -> None:
-        """Raises UserError where a split that is asked for has no example."""
+        """Raise UserError where a split that is asked for has no example."""
         for name, key in (("train", ""), ("validation", "validation_fraction"), ("test", "test_fraction")):
             wanted = name in self._files or {"validation": self._validation, "test": self._test}[name] > 0
             if wanted and not examples[name]:

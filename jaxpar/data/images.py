@@ -133,7 +133,7 @@ def _read_pickled(path: Path) -> Labelled:
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Unpickles what NumPy arrays are made of: a pickle may name any function, and these files are downloads."""
+    """Unpickler of what NumPy arrays are made of: a pickle may name any function, and these files are downloads."""
 
     def __init__(self, file: BinaryIO, *, encoding: str):
         super().__init__(file, encoding=encoding)

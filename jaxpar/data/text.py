@@ -56,7 +56,7 @@ def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:
 
 
 def _check_labels(entry: cache.Entry, labels: Labels, classes: tuple[str, ...], path: str) -> None:
-    """Raises UserError for a class, or type of entity, whose few examples all fell into another split than training."""
+    """Raise UserError for a class, or type of entity, whose few examples all fell into another split than training."""
     if not classes:
         return
 
@@ -108,7 +108,7 @@ def _split(
 def _write(
     directory: Path, *, config: ConfigDict, labels: Labels, corpus: Corpus, made: Tokenizer, path: Path
 ) -> Facts:
-    """Makes the cache entry: which arrays, the task and source decide."""
+    """Make the cache entry, of the arrays that labels and source need."""
     longest = config.data.max_length
     if labels is Labels.NEXT:
         end = tokenizer.special(made, tokenizer.END_OF_TEXT, "the end of a text", path)
@@ -173,7 +173,7 @@ def named_tokenizer(config: ConfigDict) -> Path | None:
 
 
 def _save_tokenizer(workdir: Path, serialized: str) -> None:
-    """Writes workdir/tokenizer.json, whole or not at all, unless it is there."""
+    """Write workdir/tokenizer.json, whole or not at all, unless it is there."""
     if (workdir / "tokenizer.json").exists():
         return
     try:

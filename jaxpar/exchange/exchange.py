@@ -71,7 +71,7 @@ class Exchange(NamedTuple):
 
 
 def averaged(all_reduce: AllReduce, optimizer: optax.GradientTransformation) -> Exchange:
-    """Replicas agree on the gradient; then each takes the same step."""
+    """Exchange the gradient; then each replica takes the same step."""
     optimizer = optax.with_extra_args_support(optimizer)
 
     def update(grads: Tree, state: DistributedState, params: Tree, **extra: Any) -> ExchangeUpdate:
@@ -88,7 +88,7 @@ def averaged(all_reduce: AllReduce, optimizer: optax.GradientTransformation) -> 
 
 
 def every(num_passes: int, exchange: Exchange) -> Exchange:
-    """Adds up the gradients of so many backward passes, then exchanges their mean; between, parameters stay.
+    """Add up the gradients of several backward passes, then exchange their mean; between, parameters stay.
 
     Horovod's backward_passes_per_step.
     """

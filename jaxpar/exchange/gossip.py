@@ -115,7 +115,7 @@ def low_precision_decentralized(
 def model_average(
     _axis: Axis, optimizer: optax.GradientTransformation, all_reduce: AllReduce, interval: int
 ) -> Exchange:
-    """Replicas train alone; every `interval` steps their weights become the mean of all.
+    """Train replicas apart; every `interval` steps their weights become the mean of all.
 
     Bagua's model average in its synchronous form.
     """

@@ -171,7 +171,7 @@ def bagua_low_precision_decentralized(axis: Axis, rule: Rule, *, block: int = BY
 
 
 def bagua_model_average(axis: Axis, rule: Rule, *, bucket_bytes: int = 10 * MIB, interval: int = 8) -> Exchange:
-    """Replicas train alone, and every `interval` steps go on from the mean of their weights."""
+    """Bagua's model average: replicas train apart; every `interval` steps they continue from their mean."""
     return gossip.model_average(axis, rule.optimizer, fused(reduce.psum(axis), bucket_bytes), interval)
 
 

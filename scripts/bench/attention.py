@@ -27,7 +27,7 @@ DEFAULTS = [
 
 
 def main(arguments: list[str]) -> None:
-    """Prints both differences."""
+    """Print both differences."""
     contenders = {kernel: configs.load_config("configs/default.py") for kernel in ("xla", "cudnn")}
     for kernel, config in contenders.items():
         configs.override(config, [*DEFAULTS, *arguments, f"--config.model.attention={kernel}"])

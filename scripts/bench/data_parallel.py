@@ -27,7 +27,7 @@ VARIANTS = {
 
 
 def main(arguments: list[str]) -> None:
-    """Prints the ratios."""
+    """Print the ratios."""
     name, overrides = arguments_of(arguments)
     config = configs.load_config(name)
     configs.override(config, overrides)

@@ -101,7 +101,7 @@ class Signal(NamedTuple):
 
 
 def go(workdir: Path, since: float, sent: Signal | None = None, *, asynchronous: bool = True) -> Ended:
-    """Starts a run, and waits for its end. asynchronous: whether checkpoints are written so."""
+    """Start a run, and wait for its end. asynchronous: whether checkpoints are written so."""
     values = [f"--config.{key}={value}" for key, value in (RUN | {"checkpoint.asynchronous": asynchronous}).items()]
     command = [sys.executable, "-m", "jaxpar.main", "--config=configs/default.py", f"--workdir={workdir}", *values]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)

@@ -32,7 +32,7 @@ def rates(batches: Batches, steps: int, runs: int, num_threads: int, prefetch: i
 
 
 def main() -> None:
-    """Prints the rates and the ratio."""
+    """Print the rates and the ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/quickstart.py")
     parser.add_argument("--consumption", type=float, required=True, help="examples a second that training takes")

@@ -62,7 +62,7 @@ class Options(NamedTuple):
 
 
 def report(result: str, what: str, value: float, aim: str) -> None:
-    """Prints one line."""
+    """Print one line."""
     print(f"({result}) {what:<72} {value:7.3f}  {aim}", flush=True)
 
 
@@ -209,7 +209,7 @@ RESULTS: dict[str, Callable[[Options], None]] = {
 
 
 def main(arguments: list[str]) -> None:
-    """Prints the results."""
+    """Print the results."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--results", default=",".join(RESULTS))
     parser.add_argument("--stages", default="")

@@ -54,7 +54,7 @@ class Case(NamedTuple):
 
 
 class Maker(NamedTuple):
-    """Makes cases of one size.
+    """Maker of cases of one size.
 
     Attributes:
       overrides: of the config, the user's.

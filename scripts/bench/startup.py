@@ -17,7 +17,7 @@ ROUNDS = 3
 
 
 def first_step(arguments: list[str]) -> float:
-    """Starts a run, and ends it as its first step is logged."""
+    """Start a run, and end it as its first step is logged."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "jaxpar.main", *arguments, f"--workdir={folder}", "--config.log.every_steps=1"]
         start = time.perf_counter()
@@ -34,14 +34,14 @@ def first_step(arguments: list[str]) -> float:
 
 
 def import_jax() -> float:
-    """Starts Python, imports JAX and finds its devices."""
+    """Start Python, import JAX and find its devices."""
     start = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], check=True)
     return time.perf_counter() - start
 
 
 def main(arguments: list[str]) -> None:
-    """Prints both medians and their ratio."""
+    """Print both medians and their ratio."""
     if not any(argument.startswith("--config=") for argument in arguments):
         arguments = ["--config=configs/quickstart.py", *arguments]
     first_step(arguments)

@@ -18,7 +18,7 @@ from jaxpar.data.corpus import WORDNET, Corpus
 
 
 def main() -> None:
-    """Prints the facts of the data set and the accuracy on the test split."""
+    """Print the facts of the data set and the accuracy on the test split."""
     rows = list(Corpus(default_config(), Labels.CLASSES).rows())
     texts = {name: [row.texts[0] for split, row in rows if split == name] for name in ("train", "test")}
     labels = {name: [row.label for split, row in rows if split == name] for name in ("train", "test")}

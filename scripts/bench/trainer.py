@@ -28,7 +28,7 @@ STEPS = 250
 
 
 def main(arguments: list[str]) -> None:
-    """Prints the ratio."""
+    """Print the ratio."""
     name, overrides = arguments_of(arguments)
     config = configs.load_config(name)
     configs.override(config, [f"--config.num_steps={STEPS}", f"--config.checkpoint.every_steps={STEPS}", *overrides])

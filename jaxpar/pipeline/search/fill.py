@@ -106,7 +106,7 @@ class Filling:
         return arrival
 
     def _has_room(self, device: int, action: Action) -> bool:
-        """Makes room for an F."""
+        """Make room for an F, and return whether there is any."""
         while action.kind == F and not self.problem.fits(self._stashed[device] + 1):
             if not self._owed[device]:
                 return False

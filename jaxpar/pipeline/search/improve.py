@@ -22,7 +22,7 @@ class SearchState(NamedTuple):
 
 
 def improve(problem: SearchProblem, table: Table, evaluations: int, rng: random.Random) -> Table:
-    """Tries `evaluations` moves and keeps each that fits the memory and costs no more. The result has no BW."""
+    """Try `evaluations` moves, and keep each that fits the memory and costs no more. The result has no BW."""
     table = _split(table)
     actions, orders = action_graph(table, problem.times, problem.communication)
     changes = [problem.change(kind) for kind in table.actions["kind"].tolist()]
