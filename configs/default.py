@@ -147,7 +147,7 @@ def get_config() -> ConfigDict:
 
     config.eval = ConfigDict()
     config.eval.every_steps = 0  # on the validation split; 0: at the end of every epoch
-    config.eval.batch_size = 0  # 0: batch_size
+    config.eval.batch_size = 0  # 0: batch_size; a pipeline takes it in gcd(share of a replica, microbatches) parts
 
     config.checkpoint = checkpoint = ConfigDict()
     checkpoint.every_steps = 500  # 0: only at the end and on a signal

@@ -103,9 +103,9 @@ def certify(config: ConfigDict, workdir: Path, passes: int) -> dict[str, Any]:
         "sums": {
             "batch_size": config.batch_size,
             "strategy": run.plan.decision.batch_words,
-            "reference": f"all rows on one device, in {passes} passes"
+            "reference": f"all examples on one device, in {passes} passes"
             if passes > 1
-            else "all rows at once, on one device",
+            else "all examples at once, on one device",
         },
         "batches": measured.batches,
         "seeds": {"config.seed": config.seed, "config.exchange_options.seed": config.exchange_options.seed},
@@ -128,7 +128,7 @@ def format_certificate(certified: dict[str, Any]) -> str:
     packages = ", ".join(f"{name} {number}" for name, number in versions.items())
     steps = f"{len(certified['batches'])}, on batches {', '.join(map(str, certified['batches']))}"
     lines = [f"strategy   {certified['strategy']}", f"model      {certified['model']}", f"steps      {steps}"]
-    lines += [f"sums       {sums['batch_size']} rows over {sums['strategy']}", f"reference  {sums['reference']}"]
+    lines += [f"sums       {sums['batch_size']} examples over {sums['strategy']}", f"reference  {sums['reference']}"]
     lines += [f"devices    {on['number']} x {', '.join(on['kinds'])}", f"versions   {packages}", ""]
     lines += [f"{'':14}{'relative error, largest in ULPs':20}"]
     lines += [f"{name:14}{cell(error)}" for name, error in certified["metrics"].items()]

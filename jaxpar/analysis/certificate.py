@@ -193,7 +193,7 @@ def make_single(config: ConfigDict, problem: Problem) -> Strategy[StrategyState]
 
 
 def batches(run: Run) -> list[int]:
-    """The run's batches; in the place of the last one the one with rows that pad, where the epoch has one elsewhere."""
+    """The run's batches; in the place of the last one the one with fillers, where the epoch has one elsewhere."""
 
     def is_short(count: int) -> bool:
         return run.batches.examples_before(count + 1) < (count + 1) * run.config.batch_size

@@ -87,7 +87,7 @@ class PoolingHead(nnx.Module):
 
 
 def mean_over_mask(x_BTD: jax.Array, mask_BT: jax.Array) -> jax.Array:
-    """The mean over the positions where mask_BT is True, summed in float32; of filler rows: zero. [B, D] as x."""
+    """The mean over the positions where mask_BT is True, summed in float32; of fillers: zero. [B, D] as x."""
     weights_BT = mask_BT.astype(jnp.float32)
     total_BD = jnp.einsum("btd,bt->bd", x_BTD.astype(jnp.float32), weights_BT)
     return (total_BD / jnp.maximum(weights_BT.sum(axis=1, keepdims=True), 1)).astype(x_BTD.dtype)

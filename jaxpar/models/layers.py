@@ -151,7 +151,7 @@ class Attention(nnx.Module):
 
 
 def real_lengths(mask_BT: jax.Array) -> jax.Array:
-    """Real tokens of each example; at least 1, so that filler rows give finite numbers. int32 [B]."""
+    """Real tokens of each example; at least 1, so that fillers give finite numbers. int32 [B]."""
     return jnp.maximum(mask_BT.sum(axis=1, dtype=jnp.int32), 1)
 
 

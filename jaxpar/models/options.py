@@ -79,8 +79,8 @@ def check_task(config: ConfigDict, info: DataInfo, *, heads: Sequence[Head], kin
     if task.head not in heads:
         possible = [other for other, make in tasks.TASKS.items() if make(config).head in heads]
         raise UserError(
-            f"config.task is {task.name!r}, which model {name!r} cannot learn; it must be {', '.join(possible)} "
-            "(masked_lm, token_classification: model 'bert'; causal_lm: model 'gpt')."
+            f"config.task is {task.name!r}, which model {name!r} cannot learn; it must be {', '.join(possible)}, or "
+            "another model (docs/tasks.md)"
         )
     if info.kind not in kinds:
         raise UserError(

@@ -1,18 +1,21 @@
 """How the outputs of each task's head read, against values worked out by hand."""
 
+import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
-from jaxpar import tasks
+from jaxpar import data, tasks
 from jaxpar.config import default_config
 from jaxpar.data import DataInfo
 from jaxpar.tasks import Names, Task
 from jaxpar.tasks.token_classification import read_entities
 from tests.tasks.test_token_classification import NAMES as TAGS
-from tests.tasks.test_token_classification import conlleval
+from tests.tasks.test_token_classification import SENTENCES, config_of, conlleval
 
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "a", "good", "bad", "film"]
 INFO = DataInfo("text", (6,), 3, ("neg", "neutral", "pos"), len(WORDS), 0, ("stars", "price"))
@@ -89,6 +92,28 @@ def test_causal_lm() -> None:
     found = task.predictions(logits_BTV, {"mask": np.array([[1, 1, 1], [1, 0, 0]], bool)}, names)
     assert [one["next"] for one in found] == ["good", "film"]
     assert [one["probability"] for one in found] == pytest.approx([0.3, 0.3], rel=1e-6)
+
+
+def test_the_labels_of_files_read_as_the_files_have_them(tmp_path: Path) -> None:
+    """Outputs that have all labels right, of batches and a tokenizer that the data package makes."""
+    sentences = {" ".join(words): tags for words, tags in SENTENCES}
+    config = config_of(tmp_path, SENTENCES)
+    for task in (task_of(name) for name in ("token_classification", "masked_lm")):
+        config.task = task.name
+        if task.name == "masked_lm":
+            (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences))
+            config.data.train, config.data.text_columns = str(tmp_path / "b.jsonl"), ("text",)
+        dataset = data.load(config, task.labels, tmp_path / task.name)
+        made = Tokenizer.from_file(str(tmp_path / task.name / "tokenizer.json"))
+        batch = data.Batches(dataset.train, batch_size=2, seed=0, shuffle=False).batch(0)
+        logits = np.eye(max(dataset.info.vocab_size, dataset.info.num_outputs))[batch["labels"]]
+        found = task.predictions(logits, batch, Names(dataset.info, made.decode))
+        if task.name == "masked_lm":
+            whole = {made.decode(made.encode(text).ids) for text in sentences}
+            assert {one["text"] for one in found} == whole
+            assert all(one["tokens"] for one in found)
+        else:
+            assert sorted(map(str, (one["tags"] for one in found))) == sorted(map(str, sentences.values()))
 
 
 @pytest.mark.parametrize("name", tasks.TASKS)
