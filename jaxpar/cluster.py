@@ -27,7 +27,12 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class Link:
-    """What connects neighbours on a mesh axis: bytes/s that a device can send, and seconds until the first byte."""
+    """The connection of neighbours on a mesh axis.
+
+    Attributes:
+      bandwidth: bytes/s that a device can send.
+      latency: seconds until the first byte of a message arrives.
+    """
 
     bandwidth: float
     latency: float = 0.0

@@ -42,13 +42,13 @@ class TrainingError(Exception):
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """` Did you mean 'x'?` for the choice most like `name`, or nothing."""
+    """Return ` Did you mean 'x'?` for the choice most like `name`, or nothing."""
     match = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
     return f" Did you mean {match[0]!r}?" if match else ""
 
 
 def check_choice(key: str, value: str, choices: Iterable[str]) -> None:
-    """Raises UserError unless `value`, the value of config key `key`, is one of `choices`."""
+    """Raise UserError unless `value`, the value of config key `key`, is one of `choices`."""
     accepted(refuse_choice(key, value, choices))
 
 

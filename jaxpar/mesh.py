@@ -58,7 +58,7 @@ def check_partitioner() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc to keep what a CPU step frees for the next step, where the CPU is what computes.
+    """Tell glibc to keep what a CPU step frees for the next step, where the CPU is what computes.
 
     Else each step gives its temporary buffers back to the system and faults them in again, zeroed: on a
     2-layer BERT over two virtual devices that was 40% of the time. Call before threads start.
@@ -72,7 +72,7 @@ def keep_freed_memory() -> None:
 
 
 def one_at_a_time(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
-    """`function`, a compiled program over `mesh`; on several virtual CPU devices it returns when all is computed.
+    """Return `function`, a compiled program over `mesh`; on several virtual CPU devices it waits for its results.
 
     Virtual devices share the threads of one pool. Collectives of several programs in flight can
     take all of them, each waiting for a device that has no thread left, and so for ever.
@@ -83,7 +83,7 @@ def one_at_a_time(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any
 
 
 def settled(x: Any) -> Any:
-    """Arrays; on several virtual CPU devices they have been computed. See `one_at_a_time`."""
+    """Return the arrays; on several virtual CPU devices, once they are computed. See `one_at_a_time`."""
     return jax.block_until_ready(x) if jax.default_backend() == "cpu" and jax.device_count() > 1 else x
 
 

@@ -1,4 +1,4 @@
-"""What is known of a run's strategy without devices: where arrays live, what a step sends, what a device holds.
+"""Plans: where a run's arrays live, what its step sends and what its devices hold, known without devices.
 
 A plan is data. `strategies.plan` makes one for any cluster, on any machine, without touching a device or compiling;
 `strategies.build` makes of it, and of devices, what trains. The start of a run, the audit and the certificate read the
@@ -20,7 +20,7 @@ ACTIVATIONS = ("stashes", "transfers")  # parts of the memory that are no part o
 
 
 class Traffic(NamedTuple):
-    """What a device sends in a step by one kind of collective.
+    """Bytes and messages that a device sends in a step by one kind of collective.
 
     Attributes:
       kind: all-reduce, reduce-scatter, all-gather, all-to-all or collective-permute, as XLA calls them; copy: by the
@@ -44,7 +44,7 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Decision(Generic[Source]):
-    """What a config comes to on a cluster before data is read and shapes are known.
+    """The mesh of a config on a cluster, and what a batch divides into: known before data and shapes are.
 
     Attributes:
       axes: size of each mesh axis, the slowest first.

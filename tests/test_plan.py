@@ -87,7 +87,7 @@ except RuntimeError:
 
 @pytest.fixture(scope="module")
 def plans() -> dict[str, dict[str, object]]:
-    """What the process without devices says of every case."""
+    """What the process without devices plans for every case."""
     program = PROGRAM.format(num_devices=NUM_DEVICES)
     environment = {**os.environ, "JAX_PLATFORMS": "none", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", program, json.dumps(CASES)]

@@ -186,7 +186,9 @@ def build_table(config: ConfigDict, source: UpdateSource, num_steps: int) -> Ref
     """
     a, recorded = config.asynchronous, source.recorded
     if recorded is None:
-        simulated = simulate(a.policy, **_simulation_settings(config, num_steps), delays=source.delays)
+        simulated = simulate(
+            a.policy, **_simulation_settings(config, num_steps), delays=source.delays, seed=config.seed
+        )
         table.validate(simulated)
         return simulated
     steps = int(recorded.step[-1]) + 1
@@ -199,9 +201,9 @@ def build_table(config: ConfigDict, source: UpdateSource, num_steps: int) -> Ref
 
 
 def _simulation_settings(config: ConfigDict, num_steps: int) -> dict[str, int]:
-    """Return the arguments of `simulate` that are whole numbers."""
+    """Return workers and gradients, and the policy's settings, as `simulate` takes them."""
     num_workers = config.asynchronous.num_workers
-    sizes = {"num_workers": num_workers, "num_gradients": max(num_workers, 1) * num_steps, "seed": config.seed}
+    sizes = {"num_workers": num_workers, "num_gradients": max(num_workers, 1) * num_steps}
     settings = {key: value for key, value in policy_settings(config).items() if key in ("bound", "groups", "interval")}
     return sizes | settings
 

@@ -19,12 +19,12 @@ from jaxpar.step import Problem
 
 
 def given(config: ConfigDict) -> dict[str, Any]:
-    """The options that the config sets."""
+    """Return the options that the config sets."""
     return {name: value for name, value in config.exchange_options.items() if value is not None}
 
 
 def name(config: ConfigDict) -> str:
-    """The exchange and the options that the config sets, in words."""
+    """Return the exchange and the options that the config sets, such as `ddp bucket_bytes=1000`."""
     return " ".join([config.exchange, *(f"{key}={value}" for key, value in sorted(given(config).items()))])
 
 
@@ -35,7 +35,7 @@ def private_key(config: ConfigDict, num_replicas: int) -> dict[str, Any]:
 
 
 def differs(config: ConfigDict) -> str:
-    """What the exchange does otherwise than one device, as `Strategy.differs`."""
+    """Return what the exchange does unlike one device, as `Plan.differs`."""
     return presets.exchange_differs(config.exchange, given(config))
 
 
@@ -118,5 +118,5 @@ def refuse_beyond_gradients(config: ConfigDict, num_replicas: int, cluster: Clus
 
 
 def on_gradients(config: ConfigDict, num_replicas: int) -> AllReduce:
-    """The exchange of gradients alone, over the data axis."""
+    """Return the exchange of gradients alone, over the data axis."""
     return GRADIENTS[config.exchange](Axis(DATA, num_replicas), **_with_seed(config))

@@ -52,7 +52,7 @@ def build(plan: Plan[str], problem: Problem, given: Sequence[jax.Device]) -> Str
     @jax.jit
     @partial(in_shard_map, in_specs=(PartitionSpec(), PartitionSpec(DATA), PartitionSpec()))
     def share(state: State, batch: Batch, weight: jax.Array) -> Any:
-        """Of each device: its gradients and sums, with a leading dim."""
+        """Return each device's gradients and sums, with a leading dim of the devices."""
         return jax.tree.map(lambda x: x[None], steps.gradients(problem, state, batch, weight))
 
     @jax.jit
@@ -71,7 +71,7 @@ def build(plan: Plan[str], problem: Problem, given: Sequence[jax.Device]) -> Str
         return total
 
     def to_master(tree: Any) -> list[Any]:
-        """Every device's part of a tree, on the master."""
+        """Return every device's part of a tree, on the master."""
         shards = [jax.tree.map(lambda x, i=i: _on(x, devices[i]), tree) for i in range(len(devices))]
         moved: list[Any] = jax.device_put(shards, master)
         return moved
@@ -110,5 +110,5 @@ def build(plan: Plan[str], problem: Problem, given: Sequence[jax.Device]) -> Str
 
 
 def _on(x: jax.Array, device: jax.Device) -> jax.Array:
-    """The part of an array that is on a device."""
+    """Return the part of an array that is on a device."""
     return next(shard.data for shard in x.addressable_shards if shard.device == device)

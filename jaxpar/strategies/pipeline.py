@@ -116,9 +116,9 @@ class PipelineDetails:
     def engine(self, problem: Problem, num_data: int) -> PipelineEngine:
         """Trace the programs of a training step, for the problem's batch."""
         batch = steps.abstract_share(problem.batch, num_data)
-        rows = jax.eval_shape(partial(steps.microbatches, num=self.lowered.shape.num_microbatches), batch)
+        microbatches = jax.eval_shape(partial(steps.microbatches, num=self.lowered.shape.num_microbatches), batch)
         key = jax.eval_shape(lambda: jax.random.key(0))
-        return make_engine(self.state, self.lowered.shape, rows, key, self.remat)
+        return make_engine(self.state, self.lowered.shape, microbatches, key, self.remat)
 
 
 def plan(
@@ -211,9 +211,9 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         return arrays
 
     @functools.cache
-    def evaluation(num_rows: int) -> LoweredTable:
-        """The forward pass in as many of the microbatches as the rows of a replica divide into."""
-        number = math.gcd(num_rows, table.num_microbatches)
+    def evaluation(num_examples: int) -> LoweredTable:
+        """Return the forward pass in as many of the microbatches as a replica's examples divide into."""
+        number = math.gcd(num_examples, table.num_microbatches)
         lowered = lower_table(forward_only(table.num_devices, number, table.stages))
         actions, arrivals = jax.device_put((lowered.actions, lowered.arrivals), by_stage)
         return LoweredTable(lowered.shape, actions, arrivals)

@@ -58,7 +58,7 @@ class Strategy(NamedTuple, Generic[S]):
       plan: that it was built of.
       devices: that it uses, in the order of the mesh: stages of one replica next to each other.
       init: key -> state.
-      place: rows of this host -> batch on devices.
+      place: this host's examples of a batch -> batch on devices.
       step: (state, batch) -> (state, metrics); the old state is donated.
       evaluate: (state, batch) -> sums.
       to_canonical: state -> canonical state.
