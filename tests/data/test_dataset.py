@@ -1,3 +1,4 @@
+import itertools
 import json
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from ml_collections import ConfigDict
 from tokenizers import Tokenizer
 
 from jaxpar.data import Batches, DataInfo, Dataset, Split, tokenizer
+from jaxpar.data.corpus import split_of
 from jaxpar.errors import UserError
 
 from .conftest import WRITERS, load, reviews, write_csv
@@ -261,6 +263,18 @@ def test_one_class_only(config: ConfigDict, tmp_path: Path) -> None:
     write_csv(tmp_path / "one.csv", [{**record, "label": "pos"} for record in reviews(100)])
     config.data.train = str(tmp_path / "one.csv")
     with pytest.raises(UserError, match=r"config.data.train is '.*', which has one class, 'pos'; it must have two"):
+        load(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_class_that_training_lacks(config: ConfigDict, tmp_path: Path) -> None:
+    fractions = config.data.validation_fraction, config.data.test_fraction
+    texts = (f"text {i}" for i in itertools.count())
+    rare = next(text for text in texts if split_of((text,), *fractions) == "test")
+    write_csv(tmp_path / "rare.csv", [*reviews(200), {"id": "200", "text": rare, "label": "odd"}])
+    config.data.train = str(tmp_path / "rare.csv")
+    message = r"is '.*rare.csv', whose label 'odd' is so rare that only the test split, chosen by hash, has it; drop it"
+    with pytest.raises(UserError, match=message):
         load(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
