@@ -97,6 +97,10 @@ class StagedTree:
                 devices[leaf].insert(0 if layers[leaf] in names else len(devices[leaf]), device)
         return [None if layer is None else Holders(STAGE, tuple(of)) for layer, of in zip(layers, devices, strict=True)]
 
+    def is_owner(self, device: int) -> list[bool]:
+        """Return of each leaf that a device holds whether it owns it; the others are copies."""
+        return [self.layout.owner_of(leaf) == device for leaf in self._numbers[device]]
+
     def scatter(self, tree: Any) -> list[Packed]:
         """Return what each device holds of a canonical tree, packed, in NumPy."""
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
@@ -212,6 +216,7 @@ class StageUpdate:
         self._problem, stages = staged.problem, staged.stages
         self._params, self._optimizer = staged.params.packing, staged.optimizer.packing
         self._copies = [{(tie.source, tie.source_name) for tie in stages.copies(d)} for d in stages.examples]
+        self._is_owner = [staged.params.is_owner(d) for d in stages.examples]
         self._kind = jnp.asarray(stages.kinds)[device]
         self.copied: list[tuple[str, str]] = sorted(set().union(*self._copies))
 
@@ -241,9 +246,8 @@ class StageUpdate:
         """Return the sum of squares of the gradients, without those of copies: so devices' sums make that of all."""
 
         def of_kind(kind: int, grads: Packed) -> jax.Array:
-            leaves = jax.tree_util.tree_leaves_with_path(self._params.unpack(kind, grads))
-            own = [leaf for path, leaf in leaves if (path[0].key, path[1].key) not in self._copies[kind]]
-            return sum((jnp.sum(jnp.square(leaf)) for leaf in own), jnp.zeros(()))
+            leaves = zip(jax.tree.leaves(self._params.unpack(kind, grads)), self._is_owner[kind], strict=True)
+            return sum((jnp.sum(jnp.square(leaf)) for leaf, is_owner in leaves if is_owner), jnp.zeros(()))
 
         return self._switch(of_kind, grads)
 
