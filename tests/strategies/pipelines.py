@@ -3,7 +3,9 @@
 Dims: B rows, T positions.
 """
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -134,10 +136,23 @@ def make_problem(config: ConfigDict, task: Task) -> Problem:
     )
 
 
+@contextlib.contextmanager
+def without_kinks() -> Iterator[None]:
+    """Has GELU in the place of ReLU wherever a model is traced: where a strategy is planned and where it takes steps.
+
+    Of a million units of a ResNet some are so near zero that rounding decides whether a ReLU passes their gradient on,
+    which no comparison to 1e-6 survives.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.nn, "relu", jax.nn.gelu)
+        yield
+
+
 def make(task: Task, *overrides: str) -> Strategy[Any]:
     """The strategy of a config."""
     config = make_config(task, *overrides)
-    return strategies.make(config, make_problem(config, task))
+    with without_kinks():
+        return strategies.make(config, make_problem(config, task))
 
 
 @functools.cache
@@ -167,16 +182,11 @@ def start(task: Task, *overrides: str) -> Canonical:
 
 
 def advance(strategy: Strategy[Any], task: Task, tree: Canonical, first: int = 0, last: int = NUM_STEPS) -> Outcome:
-    """Trains from the state `tree` over the batches first to last.
-
-    Images have GELU in the place of ReLU: of a million units some are so near zero that rounding decides whether a
-    ReLU passes their gradient on, which no comparison to 1e-6 survives.
-    """
+    """Trains from the state `tree` over the batches first to last."""
     state = strategy.from_canonical(tree)
     losses, norms, after_one = [], [], tree
     for step in range(first, last):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(jax.nn, "relu", jax.nn.gelu)
+        with without_kinks():
             state, metrics = strategy.step(state, strategy.place(make_batch(task, step)))
         losses.append(float(metrics.sums.loss / metrics.sums.weight))
         norms.append(float(metrics.grad_norm))
