@@ -155,9 +155,9 @@ def make(task: Task, *overrides: str) -> Strategy[Any]:
         return strategies.make(config, make_problem(config, task))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=8)  # a program of a pipeline takes some 50 MB
 def shared(task: Task, *overrides: str) -> Strategy[Any]:
-    """The strategy of a config, traced and compiled once for all tests of this process.
+    """The strategy of a config, traced and compiled once for the tests that need it next to each other.
 
     Not for asynchronous updates, which keep what they have done, nor where a test patches what a program is made of.
     """
@@ -179,6 +179,28 @@ def start(task: Task, *overrides: str) -> Canonical:
         return (scaled + float(path[-1].key == "scale" and not is_last_norm)).astype(np.float32)
 
     return tree | {"params": jax.tree_util.tree_map_with_path(draw, tree["params"]), "key": np.array([3, 4], np.uint32)}
+
+
+def filled(tree: Canonical) -> Canonical:
+    """A canonical state in which no two numbers are alike."""
+    leaves, structure = jax.tree.flatten(tree)
+    ends = np.cumsum([leaf.size for leaf in leaves])
+    numbers = [np.arange(end - leaf.size, end).reshape(leaf.shape) for leaf, end in zip(leaves, ends, strict=True)]
+    return jax.tree.unflatten(structure, [n.astype(leaf.dtype) for n, leaf in zip(numbers, leaves, strict=True)])
+
+
+def assert_bitwise_equal(got: Any, expected: Any) -> None:
+    """As `named`, with equal dtypes."""
+    got, expected = named(got), named(expected)
+    assert got.keys() == expected.keys()
+    for name, leaf in expected.items():
+        assert got[name].dtype == leaf.dtype
+        np.testing.assert_array_equal(got[name], leaf, err_msg=name)
+
+
+def assert_survives(strategy: Strategy[Any], tree: Canonical) -> None:
+    """A canonical state comes back from the strategy's form bit for bit."""
+    assert_bitwise_equal(strategy.to_canonical(strategy.from_canonical(tree)), tree)
 
 
 def advance(strategy: Strategy[Any], task: Task, tree: Canonical, first: int = 0, last: int = NUM_STEPS) -> Outcome:

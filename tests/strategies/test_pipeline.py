@@ -29,6 +29,8 @@ from tests.strategies.pipelines import (
     RESNET_BLOCKS,
     Outcome,
     Task,
+    assert_survives,
+    filled,
     make_batch,
     named,
     outcome,
@@ -135,6 +137,7 @@ def test_equals_single(case: Case) -> None:
     # Through 14 blocks of convolutions and norms more is lost in rounding.
     norm_error = 2e-6 if case.task.model == "resnet" and case.task.layers == 14 else 1e-6
     assert_equal(outcome(case.task, *case.overrides), outcome(case.task), norm_error)
+    assert_survives(shared(case.task, *case.overrides), filled(start(case.task)))
 
 
 def test_training_learns_and_dropout_is_on() -> None:
