@@ -16,7 +16,7 @@ from jaxpar.layout import Layout
 Source = TypeVar("Source", covariant=True)
 Details = TypeVar("Details", covariant=True)
 ON_HOST = " on the host"  # after the name of a part of the state
-ACTIVATIONS = ("stashes", "transfers")  # parts of the memory that are no part of the state
+ACTIVATIONS = ("stashes", "transfers")  # parts of a pipeline's memory that are no part of the state
 
 
 class Traffic(NamedTuple):
@@ -71,7 +71,8 @@ class Plan(Generic[Details]):
       summary: what is where, in one line.
       layouts: of the parts of the state: step, key, params, optimizer, and what else the strategy has.
       details: what else the strategy's `build` needs, of a type of the strategy: a pipeline's has its table.
-      memory: of each device, by number: bytes by what they are for; parts of the state, and ACTIVATIONS.
+      memory: of each device, by number: bytes by what they are for; parts of the state, and ACTIVATIONS of a pipeline.
+        Of what else a step needs there are estimates: `strategies.in_flight_bytes`.
       traffic: what a device sends in a step, in theory, except scalars such as the loss.
       exchange: how replicas agree: an exchange's name and its options; empty where nothing is exchanged.
       private_key: what private state in a checkpoint depends on; only a plan with the same key can continue with it.
@@ -155,8 +156,18 @@ def refuse_memory(plan: Plan[object], cluster: Cluster) -> Refusals[None]:
     yield UserError(
         f"config.strategy is {plan.strategy!r}, which needs {format_gb(needed)} on device {device} "
         f"({', '.join(parts)}); it must need at most the {format_gb(cluster.memory_bytes)} of {cluster.device_kind}: "
-        "divide the state by config.exchange='zero3' or config.mesh.stage, or lower config.model or config.batch_size"
+        + _relief(plan, device)
     )
+
+
+def _relief(plan: Plan[object], device: int) -> str:
+    """Return what a user can change so that a device needs less."""
+    if sum(plan.memory[device].get(part, 0) for part in ACTIVATIONS) > plan.device_bytes[device] / 2:
+        return "more config.pipeline.num_microbatches, config.pipeline.remat='full' or a lower config.batch_size may do"
+    ways = ["more stages (config.strategy='pipeline', config.mesh.stage)", "a smaller config.model"]
+    if not plan.exchange.startswith("zero3") and plan.strategy != "pipeline":
+        ways.insert(0, "shards of the state (config.strategy='data_parallel', config.exchange='zero3')")
+    return " or ".join(ways) + " may do"
 
 
 def format_gb(nbytes: float) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import optax
 
@@ -72,6 +73,23 @@ def gradients(
         return jax.tree.map(jnp.add, total, microbatch_gradients(rows)), None
 
     return jax.lax.scan(add, zeros, rows)[0]
+
+
+def saved_bytes(problem: Problem, num_shares: int) -> int:
+    """Return the bytes that the forward pass of one of `num_shares` equal shares of the batch saves for the backward.
+
+    Of the model as it is traced, without its parameters; XLA has more arrays than these while it computes a layer.
+    """
+
+    def saved(state_key: jax.Array, params: Params, rows: Batch) -> Any:
+        keys_B = example_keys(dropout_key(state_key, jnp.zeros((), jnp.int32)), rows)
+        return jax.vjp(lambda p: problem.task.sums(problem.model.apply(p, rows, keys_B), rows).loss, params)[1]
+
+    state_key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    share = abstract_share(problem.batch, num_shares)
+    traced = jax.make_jaxpr(saved)(state_key, problem.model.shapes, share).jaxpr
+    arrays = {x for x in traced.outvars if isinstance(x, jax.extend.core.Var)} - {*traced.invars, *traced.constvars}
+    return sum(x.aval.size * x.aval.dtype.itemsize for x in arrays)
 
 
 def batch_weight(batch: Batch) -> jax.Array:

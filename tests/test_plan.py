@@ -170,13 +170,54 @@ def test_more_than_a_device_has() -> None:
     [reason] = refuse_memory(plan_of({"parameters": 10**9}, parts), cluster.named_cluster("H100", 2))
     assert str(reason) == (
         "config.strategy is 'data_parallel', which needs 90 GB on device 1 (parameters 30 GB, optimizer 60 GB); it "
-        "must need at most the 80 GB of NVIDIA H100 80GB HBM3: divide the state by config.exchange='zero3' or "
-        "config.mesh.stage, or lower config.model or config.batch_size"
+        "must need at most the 80 GB of NVIDIA H100 80GB HBM3: shards of the state "
+        "(config.strategy='data_parallel', config.exchange='zero3') or more stages (config.strategy='pipeline', "
+        "config.mesh.stage) or a smaller config.model may do"
     )
+    stashed = plan_of({"parameters": 10**9, "stashes": 90 * 10**9})
+    [reason] = refuse_memory(stashed, cluster.named_cluster("H100", 1))
+    assert "more config.pipeline.num_microbatches, config.pipeline.remat='full' or" in str(reason)
     assert not [*refuse_memory(plan_of(parts), cluster.named_cluster("B200", 1))]
     assert not [*refuse_memory(plan_of(parts), cluster.named_cluster("cpu", 1))]  # whose memory is not known
     on_host = {"parameters": 80 * 10**9, f"optimizer{ON_HOST}": 60 * 10**9}
     assert not [*refuse_memory(plan_of(on_host), cluster.named_cluster("H100", 1))]
+
+
+@pytest.mark.parametrize("strategy", ["single", "data_parallel"])
+def test_activations_in_flight(strategy: str) -> None:
+    """Of what XLA keeps for a while, most is what the forward pass saves; remat and microbatches leave less of it."""
+    from tests.strategies.pipelines import Task, make_config, make_problem
+
+    def in_flight(*more: str) -> tuple[int, int]:
+        replicas = 2 if strategy == "data_parallel" else 1
+        sizes = "--config.batch_size=256", "--config.model.hidden_size=32", f"--config.mesh.data={replicas}"
+        config = make_config(task, f"--config.strategy={strategy}", *sizes, *more)
+        batch = {name: jax.ShapeDtypeStruct((256, *x.shape[1:]), x.dtype) for name, x in example.items()}
+        problem = make_problem(config, task)._replace(batch=batch)
+        parts = strategies.in_flight_bytes(strategies.plan(config, problem, cluster.find_cluster()), problem)
+        assert parts["gradients"] == nbytes(problem.model.shapes)
+        if more:
+            return parts["activations"], 0
+        [program] = strategies.make(config, problem).compile()
+        return parts["activations"], program.compiled.memory_analysis().temp_size_in_bytes
+
+    task = Task("bert", "classification", layers=2)
+    example = make_problem(make_config(task), task).batch
+    saved, temporary = in_flight()
+    assert 0.7 * temporary < saved < temporary
+    assert in_flight("--config.optimizer.accumulation_steps=2")[0] == pytest.approx(saved / 2, rel=0.05)
+    assert in_flight("--config.model.remat=full")[0] < in_flight("--config.model.remat=dots")[0] < saved
+
+
+def test_a_pipelines_activations_are_in_its_memory() -> None:
+    from tests.strategies.pipelines import Task, make_config, make_problem, pipeline
+
+    task = Task("mlp", "classification")
+    config = make_config(task, *pipeline("1f1b", 2))
+    problem = make_problem(config, task)
+    plan = strategies.plan(config, problem, cluster.find_cluster())
+    assert plan.memory[0]["stashes"] > 0
+    assert strategies.in_flight_bytes(plan, problem) == {"gradients": plan.memory[0]["parameters"]}
 
 
 def test_a_strategy_that_needs_less() -> None:

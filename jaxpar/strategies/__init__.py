@@ -16,12 +16,13 @@ from jaxpar.cluster import Cluster
 from jaxpar.errors import Refusals, UserError, accepted, outcome, refuse_choice
 from jaxpar.models.model import Model
 from jaxpar.optimizer import refuse_optimizer
-from jaxpar.plan import Decision, Plan, refuse_memory
-from jaxpar.step import Problem
+from jaxpar.plan import ACTIVATIONS, Decision, Plan, refuse_memory
+from jaxpar.state import nbytes
+from jaxpar.step import Problem, saved_bytes
 from jaxpar.strategies import async_data_parallel, data_parallel, pipeline, single
 from jaxpar.strategies.strategy import Strategy, StrategyModule
 
-__all__ = ["STRATEGIES", "Strategy", "build", "decide", "make", "plan", "possible"]
+__all__ = ["STRATEGIES", "Strategy", "build", "decide", "in_flight_bytes", "make", "plan", "possible"]
 
 STRATEGIES: dict[str, StrategyModule[Any, Any]] = {
     "single": single,
@@ -84,6 +85,20 @@ def _decide(config: ConfigDict, cluster: Cluster, model: Model | None) -> Refusa
             "the number of replicas (the data axis), or 0 for config.batch_size"
         )
     return decision
+
+
+def in_flight_bytes(plan: Plan[Any], shapes: Problem) -> dict[str, int]:
+    """Return what a step needs on a device beyond plan.memory, in bytes by what they are for.
+
+    Gradients: of the parameters there; less where ZeRO adds shards of them up. Activations: what the forward pass of a
+    microbatch saves, as the model is traced; a pipeline's stashes are in plan.memory. XLA may keep less of both, or
+    more for a while, so no plan is refused for them.
+    """
+    memory = plan.memory[0]
+    if any(part in memory for part in ACTIVATIONS):
+        return {"gradients": memory["parameters"]}
+    saved = saved_bytes(shapes, plan.num_replicas * shapes.accumulation_steps)
+    return {"gradients": nbytes(shapes.model.shapes), "activations": saved}
 
 
 def build(plan: Plan[Any], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[Any]:
