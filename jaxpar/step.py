@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import optax
 
 from jaxpar.models.model import Batch, Fetch, Model, Params
-from jaxpar.state import State
+from jaxpar.state import State, nbytes
 from jaxpar.tasks import Sums, Task, mean_loss
 
 
@@ -87,9 +86,12 @@ def saved_bytes(problem: Problem, num_shares: int) -> int:
 
     state_key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     share = abstract_share(problem.batch, num_shares)
-    traced = jax.make_jaxpr(saved)(state_key, problem.model.shapes, share).jaxpr
-    arrays = {x for x in traced.outvars if isinstance(x, jax.extend.core.Var)} - {*traced.invars, *traced.constvars}
-    return sum(x.aval.size * x.aval.dtype.itemsize for x in arrays)
+    traced, saved_shapes = jax.make_jaxpr(saved, return_shape=True)(state_key, problem.model.shapes, share)
+    inputs = {id(variable) for variable in (*traced.jaxpr.invars, *traced.jaxpr.constvars)}
+    arrays = dict(
+        zip(map(id, traced.jaxpr.outvars), jax.tree.leaves(saved_shapes), strict=True)
+    )  # some are saved twice
+    return nbytes([x for variable, x in arrays.items() if variable not in inputs])
 
 
 def batch_weight(batch: Batch) -> jax.Array:

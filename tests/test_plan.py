@@ -199,7 +199,9 @@ def test_activations_in_flight(strategy: str) -> None:
         if more:
             return parts["activations"], 0
         [program] = strategies.make(config, problem).compile()
-        return parts["activations"], program.compiled.memory_analysis().temp_size_in_bytes
+        analysis = program.compiled.memory_analysis()
+        assert analysis is not None
+        return parts["activations"], analysis.temp_size_in_bytes
 
     task = Task("bert", "classification", layers=2)
     example = make_problem(make_config(task), task).batch
