@@ -1,7 +1,4 @@
-"""Bytes that asynchronous training holds and sends, from shapes and a table alone: no device, no compilation.
-
-Devices are numbers. Those of the workers, which have them in turn, come first; the server has one of these or the next.
-"""
+"""Bytes that asynchronous training holds and sends, from shapes and a table alone: no device, no compilation."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,32 +9,9 @@ import optax
 
 from jaxpar.asynchronous.gradient_rows import averaging_peaks, history_peaks, is_grouped
 from jaxpar.asynchronous.mitigations import Mitigations
+from jaxpar.asynchronous.places import Places
 from jaxpar.asynchronous.table import UpdateTable
 from jaxpar.state import State, nbytes
-
-
-class Places(NamedTuple):
-    """Where workers and server are.
-
-    Attributes:
-      num_workers: of the run.
-      num_devices: that the workers have.
-      server: number of the server's device.
-    """
-
-    num_workers: int
-    num_devices: int
-    server: int
-
-    @property
-    def of_workers(self) -> list[int]:
-        """The number of each worker's device."""
-        return [worker % self.num_devices for worker in range(self.num_workers)]
-
-    @property
-    def num_remote(self) -> int:
-        """Workers on other devices than the server's."""
-        return sum(device != self.server for device in self.of_workers)
 
 
 class Costs(NamedTuple):
@@ -67,8 +41,8 @@ def emulated_server(like: State, mitigations: Mitigations, table: UpdateTable, p
       table: of the run.
       places: of workers and server.
     """
-    history = history_peaks(table, places.num_devices)
-    worker_places = table.worker % places.num_devices
+    history = history_peaks(table, places)
+    worker_places = np.take(places.of_workers, table.worker)
     reads = np.stack([table.read, worker_places])[:, worker_places != places.server]
     gradients = reads.shape[1] * (2 if mitigations.needs_read else 1)
     memory = _server_memory(like, mitigations, places, history, is_grouped(table))
@@ -101,7 +75,7 @@ def local_costs(
     if outer is not None:
         memory[places.server]["outer"] = size + nbytes(jax.eval_shape(outer.init, like.params))
     if not waits:
-        for parts, number in zip(memory, averaging_peaks(table, places.num_devices), strict=True):
+        for parts, number in zip(memory, averaging_peaks(table, places), strict=True):
             parts["averages"] = number * size
     return Costs(memory, 2 * places.num_remote * table.num_updates / _num_steps(table))
 

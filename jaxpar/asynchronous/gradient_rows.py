@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxpar.asynchronous.places import Places
 from jaxpar.asynchronous.table import UpdateTable
 
 
@@ -61,30 +62,31 @@ def needs_earlier_batches(table: UpdateTable, step: int) -> bool:
     return bool((table.chunk[table.step >= step] < step * table.num_workers).any())
 
 
-def last_uses(table: UpdateTable, num_devices: int) -> dict[tuple[int, int], int]:
+def last_uses(table: UpdateTable, places: Places) -> dict[tuple[int, int], int]:
     """Return {(version, number of a device): the last update to which a gradient of that version is applied there}."""
-    uses = zip(table.read.tolist(), (table.worker % num_devices).tolist(), table.update.tolist(), strict=True)
+    devices = np.take(places.of_workers, table.worker)
+    uses = zip(table.read.tolist(), devices.tolist(), table.update.tolist(), strict=True)
     return {(read, device): update for read, device, update in uses}
 
 
-def history_peaks(table: UpdateTable, num_devices: int) -> list[int]:
+def history_peaks(table: UpdateTable, places: Places) -> list[int]:
     """Return by device the most older versions that are stashed there at a time."""
-    change = np.zeros((num_devices, table.num_updates + 2), int)
-    for (version, device), last in last_uses(table, num_devices).items():
+    change = np.zeros((places.num_devices, table.num_updates + 2), int)
+    for (version, device), last in last_uses(table, places).items():
         if last > version:
             change[device, version + 1] += 1
             change[device, last + 1] -= 1
     return [int(peak) for peak in change.cumsum(axis=1).max(axis=1)]
 
 
-def averaging_peaks(table: UpdateTable, num_devices: int) -> list[int]:
+def averaging_peaks(table: UpdateTable, places: Places) -> list[int]:
     """Return by device the most averagings of model_average at a time that its workers have not taken in yet."""
     ends = np.flatnonzero(np.diff(table.update, append=-1))  # the rows after which an averaging begins
     num_rows = len(table.update)
-    change = np.zeros((num_devices, num_rows + 2), int)
-    for worker in range(table.num_workers):
+    change = np.zeros((places.num_devices, num_rows + 2), int)
+    for worker, device in enumerate(places.of_workers):
         rows = np.append(np.flatnonzero(table.worker == worker), num_rows + 1)  # or it never takes it
         taken = rows[np.searchsorted(table.read[rows[:-1]], np.arange(len(ends)), side="right")]
-        np.add.at(change[worker % num_devices], ends + 1, 1)
-        np.add.at(change[worker % num_devices], taken, -1)
+        np.add.at(change[device], ends + 1, 1)
+        np.add.at(change[device], taken, -1)
     return [int(peak) for peak in change.cumsum(axis=1).max(axis=1)]

@@ -16,13 +16,19 @@ import jax
 import optax
 
 from jaxpar import layout
-from jaxpar.asynchronous.costs import Places
 from jaxpar.asynchronous.gradient_rows import averaging_peaks, history_peaks, is_grouped
 from jaxpar.asynchronous.mitigations import Mitigations
+from jaxpar.asynchronous.places import Places
 from jaxpar.asynchronous.table import UpdateTable
 from jaxpar.layout import Layout, Tree
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.state import State
+
+
+def layouts_on_server(like: State, places: Places) -> dict[str, Layout]:
+    """Return the layouts of the canonical state on the server's device, where a run begins. like: abstract."""
+    axes = _axes(places)
+    return {part: layout.on_one(axes, tree, DATA, places.server) for part, tree in like._asdict().items()}
 
 
 def server_layouts(
@@ -43,10 +49,10 @@ def server_layouts(
         history = [places.of_workers.count(device) for device in range(axes[DATA])]
         history[places.server] = places.num_workers
     else:
-        history = history_peaks(updates, places.num_devices)
+        history = history_peaks(updates, places)
     has_waiting = updates is not None and is_grouped(updates)
     return {
-        **{part: on_server(tree) for part, tree in like._asdict().items()},
+        **layouts_on_server(like, places),
         "copies": layout.on_some(axes, like.params, DATA, others),
         "history": _at_their_most(axes, like.params, history),
         "waiting": on_server(like.params if has_waiting else ()),
@@ -71,7 +77,7 @@ def local_layouts(
         return layout.join(tuple(layout.on_one(axes, tree, DATA, device) for device in places.of_workers))
 
     begun = () if outer is None else (like.params, jax.eval_shape(outer.init, like.params))
-    averages = [] if waits else averaging_peaks(updates, places.num_devices)
+    averages = [] if waits else averaging_peaks(updates, places)
     return {
         "step": on_server(like.step),
         "key": on_server(like.key),

@@ -21,6 +21,7 @@ import optax
 
 from jaxpar.asynchronous.gradient_rows import rows_by_step
 from jaxpar.asynchronous.mitigations import Mitigations
+from jaxpar.asynchronous.places import Places
 from jaxpar.asynchronous.programs import FIRST_STEP, Arrival, Programs, Server, add_up_totals, leaves, with_leaves
 from jaxpar.asynchronous.table import UpdateTable, since
 from jaxpar.layout import Tree
@@ -61,15 +62,16 @@ class LocalEngine:
         problem: Problem,
         mitigations: Mitigations,
         table: UpdateTable,
+        places: Places,
         devices: Sequence[jax.Device],
         *,
         outer: optax.GradientTransformation | None = None,
         waits: bool = True,
     ):
-        """devices: of the workers in turn, the first for what they share; outer: of diloco; waits: all meet."""
+        """devices: of the workers by number, the first for what they share; outer: of diloco; waits: all meet."""
         self._num_workers, self._waits, self._outer = table.num_workers, waits, outer
         self._table, self._rows, self._worker_devices = table, rows_by_step(table), devices
-        self._devices = [devices[worker % len(devices)] for worker in range(table.num_workers)]
+        self._devices = [devices[number] for number in places.of_workers]
         self._programs = Programs(problem, mitigations, table.num_workers)
         self._mean = jax.jit(lambda trees: jax.tree.map(lambda *leaves: _mean(leaves), *trees))
         self._total = jax.jit(add_up_totals)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.asynchronous.mitigations import Mitigations
+from jaxpar.asynchronous.places import Places
 from jaxpar.asynchronous.programs import Arrival, Programs, Server, leaves, with_leaves
 from jaxpar.asynchronous.table import UpdateTable
 from jaxpar.asynchronous.transport import BeginTransport, Delivery, InFlight, Transport, Workers
@@ -47,18 +48,19 @@ class ServerEngine:
         self,
         problem: Problem,
         mitigations: Mitigations,
+        places: Places,
         devices: Sequence[jax.Device],
         at: jax.Device,
         begin: BeginTransport,
         *,
-        num_workers: int,
         is_grouped: bool,
     ):
-        """devices: of the workers; at: the server's, which may be one of them; is_grouped: an update has several
-        gradients.
+        """Take places and devices of the workers, and `at`, the server's device, which may be one of them.
+
+        is_grouped: whether an update has several gradients.
         """
-        self._problem, self._devices, self._at, self._begin = problem, devices, at, begin
-        self._programs, self._is_grouped = Programs(problem, mitigations, num_workers), is_grouped
+        self._problem, self._places, self._devices, self._at, self._begin = problem, places, devices, at, begin
+        self._programs, self._is_grouped = Programs(problem, mitigations, places.num_workers), is_grouped
         self._run: ServerRun | None = None
 
     def start(self, state: State, private: Canonical | None = None) -> ServerRun:
@@ -67,7 +69,7 @@ class ServerEngine:
             self._run.transport.close()
         optimizer = jax.device_put(state.optimizer, self._at, may_alias=False)  # steps donate theirs
         server = self._programs.server(state.params, optimizer, self._at, is_grouped=self._is_grouped)
-        workers = Workers(self._programs, self._devices, self._at, state.key)
+        workers = Workers(self._programs, self._places, self._devices, self._at, state.key)
         run = ServerRun(int(state.step), state.key, state.params, server, self._begin(workers, state))
         if private is not None:
             weights, waiting, mitigations = with_leaves(_arrays(run), private)

@@ -94,7 +94,7 @@ class Threads(LiveTransport):
     def _compute(self, assignment: Assignment, params: Params) -> SentGradient:
         """Return a gradient, on the server's device. params: as the server has them."""
         worker, chunk = assignment.worker, assignment.chunk
-        read = jax.device_put(params, self._workers.devices[self._workers.place(worker)])
+        read = jax.device_put(params, self._workers.device_of(worker))
         is_slow = worker == self._workers.number - 1 and self._slowdown > 1
         shapes = tuple(x.shape for x in chunk.examples.values())
         if is_slow and shapes not in self._compiled:  # compiling is not slowed

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxpar.asynchronous.gradient_rows import GradientRow
 from jaxpar.asynchronous.live_schedule import LiveSchedule
+from jaxpar.asynchronous.places import Places
 from jaxpar.asynchronous.programs import Chunk, Programs
 from jaxpar.asynchronous.table import UpdateTable
 from jaxpar.models.model import Params
@@ -59,12 +60,14 @@ class Workers(NamedTuple):
 
     Attributes:
       programs: of the run.
-      devices: of the workers, which have them in turn.
+      places: of workers and server.
+      devices: of the workers, by their numbers.
       server: the server's device, which may be one of them.
       key: of the run, as in State.
     """
 
     programs: Programs
+    places: Places
     devices: Sequence[jax.Device]
     server: jax.Device
     key: jax.Array
@@ -72,17 +75,16 @@ class Workers(NamedTuple):
     @property
     def number(self) -> int:
         """Number of workers."""
-        return self.programs.num_workers
+        return self.places.num_workers
 
-    def place(self, worker: int) -> int:
-        """Return the number of a worker's device."""
-        return worker % len(self.devices)
+    def device_of(self, worker: int) -> jax.Device:
+        """Return a worker's device."""
+        return self.devices[self.places.of_worker(worker)]
 
     def compute(self, worker: int, read: Params, chunk: Chunk) -> tuple[Params, Sums]:
         """Return the gradient of a chunk and the sums over its examples, on the worker's device. read: there too."""
-        inputs = jax.device_put(
-            (self.key, np.int32(chunk.step), chunk.examples, chunk.weight), self.devices[self.place(worker)]
-        )
+        inputs = (self.key, np.int32(chunk.step), chunk.examples, chunk.weight)
+        inputs = jax.device_put(inputs, self.device_of(worker))
         made: tuple[Params, Sums] = self.programs.gradient(read, *inputs)
         return made
 

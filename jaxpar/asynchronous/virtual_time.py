@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxpar.asynchronous.gradient_rows import last_uses, rows_by_step
+from jaxpar.asynchronous.places import Places
 from jaxpar.asynchronous.programs import FIRST_STEP, Chunk
 from jaxpar.asynchronous.table import UpdateTable, since
 from jaxpar.asynchronous.transport import Delivery, InFlight, Workers
@@ -22,10 +23,10 @@ WEIGHT = "weight of the batch"  # in the record, next to the examples of a chunk
 
 
 class Emulation:
-    """A table and what follows from it on so many devices. `begin` begins a run of it."""
+    """A table and what follows from it with workers at these places. `begin` begins a run of it."""
 
-    def __init__(self, table: UpdateTable, num_devices: int):
-        self.table, self.rows, self.last_uses = table, rows_by_step(table), last_uses(table, num_devices)
+    def __init__(self, table: UpdateTable, places: Places):
+        self.table, self.rows, self.last_uses = table, rows_by_step(table), last_uses(table, places)
         self.keepers: dict[int, list[int]] = {}  # version -> devices that need it when the next one is there
         for (version, device), last in self.last_uses.items():
             if last > version:
@@ -59,7 +60,7 @@ class VirtualTime:
             return
         self._chunks.update(chunks)
         for row in self._emulation.rows[self._step]:
-            place = self._workers.place(row.worker)
+            place = self._workers.places.of_worker(row.worker)
             if row.read == row.update and place not in self._copies:
                 self._copies[place] = self._put(self._params, place)
             read = self._copies[place] if row.read == row.update else self.history[row.read, place]

@@ -26,13 +26,14 @@ from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar.asynchronous import costs, options, table
-from jaxpar.asynchronous.costs import Costs, Places
+from jaxpar.asynchronous.costs import Costs
 from jaxpar.asynchronous.engine import UpdateEngine
 from jaxpar.asynchronous.gradient_rows import is_grouped, needs_earlier_batches
-from jaxpar.asynchronous.layouts import local_layouts, server_layouts
+from jaxpar.asynchronous.layouts import layouts_on_server, local_layouts, server_layouts
 from jaxpar.asynchronous.local import LocalEngine
 from jaxpar.asynchronous.mitigations import Mitigations
 from jaxpar.asynchronous.options import UpdateSource
+from jaxpar.asynchronous.places import Places
 from jaxpar.asynchronous.server import ServerEngine
 from jaxpar.asynchronous.table import UpdateTable, staleness_summary
 from jaxpar.asynchronous.threads import Threads
@@ -47,7 +48,7 @@ from jaxpar.plan import Decision, Plan, Traffic
 from jaxpar.state import Canonical, State, nbytes
 from jaxpar.step import Problem
 from jaxpar.strategies import exchanges
-from jaxpar.strategies.placement import batch_placer, on_all
+from jaxpar.strategies.placement import PlacedState, batch_placer, on_all
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
@@ -154,14 +155,14 @@ def build(plan: Plan[AsyncDetails], problem: Problem, devices: Sequence[jax.Devi
     """Build the strategy of config.asynchronous on the first of these devices."""
     details = plan.details
     config, updates = details.config, details.updates
-    mesh, where = meshes.make_mesh(plan.axes, devices), plan.layouts["key"]
-    on_server = where.shardings(meshes.make_mesh(where.axes, devices))  # of whatever begins there
-    [at] = on_server.device_set
     problem = problem._replace(optimizer=details.optimizer)
+    like = states.abstract_state(problem.model, problem.optimizer)
+    begun = layouts_on_server(like, details.places)
+    placed = PlacedState(problem, begun, meshes.make_mesh(begun["key"].axes, devices))
+    [at] = placed.shardings.key.device_set
+    mesh = meshes.make_mesh(plan.axes, devices)
     engine = build_engine(details, problem, list(mesh.devices.flat), at)
     everywhere = on_all(mesh)
-    like = states.abstract_state(problem.model, problem.optimizer)
-    fresh = jax.jit(partial(states.init, problem.model, problem.optimizer), out_shardings=on_server)
     sums = meshes.one_at_a_time(jax.jit(partial(steps.evaluate, problem), out_shardings=everywhere), mesh)
     place_on_devices = batch_placer(mesh)
 
@@ -172,7 +173,7 @@ def build(plan: Plan[AsyncDetails], problem: Problem, devices: Sequence[jax.Devi
                 f"config.asynchronous.table is {path!r}, which has gradients of batches before step {step} after it; "
                 "only a run that began with this table may go on with it there"
             )
-        return engine.start(jax.device_put(states.from_canonical(tree, like), on_server), private or None)
+        return engine.start(placed.from_canonical(tree), private or None)
 
     def evaluate(state: Any, batch: Mapping[str, np.ndarray]) -> Sums:
         total: Sums = sums(jax.device_put(engine.params(state), everywhere), place_on_devices(batch))
@@ -181,7 +182,7 @@ def build(plan: Plan[AsyncDetails], problem: Problem, devices: Sequence[jax.Devi
     return Strategy(
         plan,
         tuple(devices[: plan.num_devices]),
-        init=lambda key: engine.start(fresh(key)),
+        init=lambda key: engine.start(placed.init(key)),
         place=dict,
         step=engine.step,
         evaluate=evaluate,
@@ -197,23 +198,23 @@ def build_engine(
     details: AsyncDetails, problem: Problem, devices: Sequence[jax.Device], at: jax.Device
 ) -> UpdateEngine[Any]:
     """Build what runs the table, or makes one. devices: of the workers; at: the server's."""
-    config, updates, mitigations = details.config, details.updates, details.mitigations
+    config, updates, mitigations, places = details.config, details.updates, details.mitigations, details.places
     if updates is not None and is_local(config):
         outer, waits = outer_optimizer(config), workers_wait(config)
-        return LocalEngine(problem, mitigations, updates, devices, outer=outer, waits=waits)
+        return LocalEngine(problem, mitigations, updates, places, devices, outer=outer, waits=waits)
     begin: BeginTransport
     if updates is None:
         bound = options.policy_settings(config).get("bound", math.inf)
         begin = partial(Threads, bound=bound, slowdown=config.asynchronous.delays.slowdown)
     else:
-        begin = Emulation(updates, len(devices)).begin
+        begin = Emulation(updates, places).begin
     return ServerEngine(
         problem,
         mitigations,
+        places,
         devices,
         at,
         begin,
-        num_workers=details.places.num_workers,
         is_grouped=updates is not None and is_grouped(updates),
     )
 

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from jaxpar.asynchronous import options
 from jaxpar.asynchronous.gradient_rows import history_peaks
 from jaxpar.asynchronous.mitigations import corrected_momentum, momentum_left
+from jaxpar.asynchronous.places import Places
 from jaxpar.asynchronous.table import UpdateTable
 from jaxpar.errors import accepted
 from tests.asynchronous import reference
@@ -186,7 +187,7 @@ def test_versions_that_are_stashed(settings: tuple[str, ...], devices: int) -> N
     """As many as are counted here, row by row: those that a later gradient of the device is of."""
     config = make_config(TASKS["sgd"], *asynchronous(*settings, *RANDOM, devices=devices, workers=6))
     table = table_of(config, 30)
-    for device, expected in enumerate(history_peaks(table, devices)):
+    for device, expected in enumerate(history_peaks(table, Places(6, devices, server=0))):
         mine = table.worker % devices == device
         peak = 0
         for version in range(1, table.num_updates + 1):
@@ -210,7 +211,7 @@ def test_only_versions_that_are_needed_are_there() -> None:
         }
         assert state.transport.history.keys() == needed
         peaks.append(max(sum(place == device for _, place in needed) for device in range(2)))
-    most = history_peaks(table, 2)
+    most = history_peaks(table, Places(table.num_workers, 2, server=0))
     assert max(peaks) <= max(most)
     size = sum(leaf.size * 4 for leaf in jax.tree.leaves(state.params))
     assert [parts["history"] for parts in strategy.plan.memory] == [number * size for number in most]

@@ -14,6 +14,7 @@ from jaxpar import cluster
 from jaxpar.asynchronous import options
 from jaxpar.asynchronous.engine import UpdateEngine
 from jaxpar.asynchronous.live_schedule import Assignment, LiveSchedule
+from jaxpar.asynchronous.places import Places
 from jaxpar.asynchronous.programs import Chunk
 from jaxpar.asynchronous.server import ServerEngine
 from jaxpar.asynchronous.table import validate
@@ -39,8 +40,7 @@ class Queue(LiveTransport):
             self._schedule.give_out(chunks)
         while True:
             while (assignment := self._schedule.assign()) is not None:
-                place = self._workers.place(assignment.worker)
-                read = jax.device_put(self._params, self._workers.devices[place])
+                read = jax.device_put(self._params, self._workers.device_of(assignment.worker))
                 made = self._workers.compute(assignment.worker, read, assignment.chunk)
                 self._queue.append((assignment, self._workers.send(made, self._params)))
             if self._schedule.is_over(drain=drain):
@@ -58,7 +58,8 @@ def make_engine(begin: BeginTransport, *mitigations: str, num_devices: int = 2) 
     overrides = (*PLAIN, *RULES["momentum"][1], *asynchronous("mode=live", *mitigations, workers=WORKERS))
     config, devices = make_config(TASK, *overrides), cluster.devices()[:num_devices]
     problem, made = options.build_mitigations(config, make_problem(config, TASK), None)
-    engine = ServerEngine(problem, made, devices, devices[0], begin, num_workers=WORKERS, is_grouped=False)
+    places = Places(WORKERS, num_devices, server=0)
+    engine = ServerEngine(problem, made, places, devices, devices[0], begin, is_grouped=False)
     tree = start(TASK, *PLAIN, *RULES["momentum"][1])
     params = jax.device_put(tree["params"], devices[0])
     state = State(jnp.int32(0), jnp.asarray(tree["key"]), params, problem.optimizer.init(params))
@@ -90,7 +91,7 @@ def test_a_third_transport(strength: float | None) -> None:
     mitigations = () if strength is None else (dc_asgd,)
     expected = reference.to_server(table, begun, BATCHES, RULES["momentum"][2], RATES, mitigations=mitigations)
     assert_close(end, expected, begun)
-    again, state = make_engine(Emulation(table, 1).begin, *settings, num_devices=1)
+    again, state = make_engine(Emulation(table, Places(WORKERS, 1, server=0)).begin, *settings, num_devices=1)
     run = again.start(state)
     train(again, run)
     for path, x in named(again.params(run)).items():
