@@ -205,12 +205,32 @@ GRADIENTS: dict[str, Callable[..., AllReduce]] = {
         bagua_bytegrad,
     )
 }
-AROUND: dict[str, Callable[..., Exchange]] = {
-    function.__name__: function
-    for function in (
-        *(horovod_adasum, bagua_qadam, bagua_decentralized, bagua_low_precision_decentralized, bagua_model_average),
-        *(zero1, zero2, zero3, onebit_adam),
-    )
+
+
+class AroundOptimizer(NamedTuple):
+    """An exchange around an optimizer, and what it asks of that.
+
+    Attributes:
+      make: (axis, rule, **options) -> the exchange.
+      divides: it divides arrays, so the optimizer must be elementwise.
+      has_adamw: it computes AdamW's update itself, from momentum that it exchanges, so the optimizer must be AdamW.
+    """
+
+    make: Callable[..., Exchange]
+    divides: bool = False
+    has_adamw: bool = False
+
+
+AROUND = {
+    "horovod_adasum": AroundOptimizer(horovod_adasum),
+    "bagua_qadam": AroundOptimizer(bagua_qadam, has_adamw=True),
+    "bagua_decentralized": AroundOptimizer(bagua_decentralized),
+    "bagua_low_precision_decentralized": AroundOptimizer(bagua_low_precision_decentralized),
+    "bagua_model_average": AroundOptimizer(bagua_model_average),
+    "zero1": AroundOptimizer(zero1, divides=True),
+    "zero2": AroundOptimizer(zero2, divides=True),
+    "zero3": AroundOptimizer(zero3, divides=True),
+    "onebit_adam": AroundOptimizer(onebit_adam, has_adamw=True),
 }
 EXCHANGES = ("ddp", "dp", *(name for name in (*GRADIENTS, *AROUND) if name != "ddp"))
 # How an exchange differs from a single device; those that are not here differ by rounding alone.
@@ -218,7 +238,9 @@ DIFFERS = {
     "horovod_adasum": "adds updates up by another rule",
     **dict.fromkeys(("byteps_onebit", "bagua_bytegrad", "byteps_dithering"), "compresses gradients with loss"),
     **dict.fromkeys(("byteps_topk", "byteps_randomk"), "sends some of the gradients in a step"),
-    **dict.fromkeys(("bagua_qadam", "onebit_adam"), "compresses momentum with loss after its warm-up"),
+    **dict.fromkeys(
+        (name for name, one in AROUND.items() if one.has_adamw), "compresses momentum with loss after its warm-up"
+    ),
     **dict.fromkeys(("bagua_decentralized", "bagua_model_average"), "has other weights on each replica"),
     "bagua_low_precision_decentralized": "has other weights on each replica",
 }
@@ -230,7 +252,7 @@ RANGES = {"ratio": (0.0, 1.0), "warmup": (0.0, 1.0), "momentum": (0.0, 1.0), "le
 
 def options(name: str) -> dict[str, Any]:
     """Return the options of an exchange and their defaults."""
-    function = {**GRADIENTS, **AROUND}.get(name)
+    function = AROUND[name].make if name in AROUND else GRADIENTS.get(name)
     parameters = inspect.signature(function).parameters.values() if function else ()
     keywords = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
     return keywords | ({PASSES: 1} if name.startswith("horovod") else {})
@@ -283,5 +305,5 @@ def make_exchange(name: str, axis: Axis, rule: Rule, **settings: Any) -> Exchang
     if name in GRADIENTS:
         exchange = averaged(rule.in_order(GRADIENTS[name](axis, **settings)), rule.optimizer)
     else:
-        exchange = AROUND[name](axis, rule, **settings)
+        exchange = AROUND[name].make(axis, rule, **settings)
     return exchange if passes == 1 else every(passes, exchange)

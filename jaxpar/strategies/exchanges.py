@@ -11,7 +11,7 @@ from jaxpar.errors import Refusals, UserError, refuse_choice
 from jaxpar.exchange import presets
 from jaxpar.exchange.exchange import Exchange
 from jaxpar.exchange.fuse import AllReduce
-from jaxpar.exchange.presets import EXCHANGES, GRADIENTS, PASSES, Rule, obstacle, options
+from jaxpar.exchange.presets import AROUND, EXCHANGES, GRADIENTS, PASSES, Rule, obstacle, options
 from jaxpar.exchange.reduce import Axis
 from jaxpar.mesh import DATA
 from jaxpar.optimizer import OPTIMIZERS
@@ -59,16 +59,20 @@ def refuse_exchange(config: ConfigDict, num_replicas: int, cluster: Cluster) -> 
 
 
 def _refuse_optimizer(config: ConfigDict) -> Refusals[None]:
-    o, kind = config.exchange, config.optimizer.name
+    exchange, kind = config.exchange, config.optimizer.name
+    if exchange not in AROUND:
+        return
     elementwise = [name for name, one in OPTIMIZERS.items() if one.elementwise]
-    if o.startswith("zero") and kind not in elementwise:
+    if AROUND[exchange].divides and kind not in elementwise:
         yield UserError(
-            f"config.optimizer.name is {kind!r}, which looks at whole arrays, and config.exchange={o!r} divides them; "
-            f"it must be one of {', '.join(elementwise)}"
+            f"config.optimizer.name is {kind!r}, which looks at whole arrays, and config.exchange={exchange!r} divides "
+            f"them; it must be one of {', '.join(elementwise)}"
         )
     adamw = [name for name, one in OPTIMIZERS.items() if one.is_adamw]
-    if o in ("onebit_adam", "bagua_qadam") and kind not in adamw:
-        yield UserError(f"config.optimizer.name is {kind!r}; it must be {', '.join(adamw)} with config.exchange={o!r}")
+    if AROUND[exchange].has_adamw and kind not in adamw:
+        yield UserError(
+            f"config.optimizer.name is {kind!r}; it must be {', '.join(adamw)} with config.exchange={exchange!r}"
+        )
 
 
 def configured_exchange(config: ConfigDict, problem: Problem, num_replicas: int) -> Refusals[Exchange]:
@@ -78,7 +82,7 @@ def configured_exchange(config: ConfigDict, problem: Problem, num_replicas: int)
         yield UserError(
             f"config.exchange_options.{PASSES} is {passes}; it must divide the run's {problem.num_steps} steps"
         )
-    if config.exchange.startswith("zero"):
+    if config.exchange in AROUND and AROUND[config.exchange].divides:
         for path, leaf in jax.tree_util.tree_leaves_with_path(problem.model.shapes):
             if not leaf.size:
                 where = jax.tree_util.keystr(path)
