@@ -12,18 +12,20 @@ The gradient is what the optimizer is given: `recording` in front of it keeps th
 
 import functools
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import serialization
 from ml_collections import ConfigDict
 
 from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar import strategies
+from jaxpar.addresses import Address, addresses
 from jaxpar.errors import TrainingError
 from jaxpar.layout import Tree
 from jaxpar.models import Params
@@ -115,24 +117,24 @@ class Snapshot(NamedTuple):
     counters: Leaves
 
 
-def snapshot(strategy: Strategy[S], state: S) -> Snapshot:
-    """Return a strategy's state on the host; copied, as the next step takes its arrays."""
-    tree = jax.tree.map(np.array, strategy.to_canonical(state))
-    recorded = tree["optimizer"].get("0", {}).get("last_gradient", {})
-    optimizer, counters = split_by_layer(tree["optimizer"]["1"] if recorded else {}, tree["params"])
-    counters |= {"step": tree["step"], "key": tree["key"]}
-    params, gradient = split_by_layer(tree["params"], tree["params"])[0], split_by_layer(recorded, tree["params"])[0]
-    return Snapshot(tree, params, gradient, optimizer, counters)
+def split_by_layer(tree: Tree, within: Sequence[Address]) -> tuple[dict[str, Leaves], dict[str, np.ndarray]]:
+    """Return the leaves of each layer by path, and those of no layer. within: the addresses of the tree's leaves."""
+    layers: dict[str, dict[str, np.ndarray]] = {}
+    of_no_layer: dict[str, np.ndarray] = {}
+    for address, leaf in zip(within, jax.tree.leaves(tree), strict=True):
+        leaves = of_no_layer if address.layer is None else layers.setdefault(address.layer, {})
+        leaves[address.path] = leaf
+    return dict(layers), of_no_layer
 
 
-def split_by_layer(tree: Tree, layers: Collection[str]) -> tuple[dict[str, Leaves], dict[str, np.ndarray]]:
-    """The leaves of each layer, by path, and those that have no layer's name in theirs."""
-    found: dict[str, dict[str, np.ndarray]] = {}
-    rest: dict[str, np.ndarray] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        layer = next((part.key for part in path if part.key in layers), None)
-        (rest if layer is None else found.setdefault(layer, {}))[jax.tree_util.keystr(path)] = leaf
-    return dict(found), rest
+def moment_addresses(problem: Problem) -> list[Address]:
+    """Return the addresses in the canonical state of the optimizer whose gradients a problem records."""
+
+    def init(params: Params) -> Canonical:
+        _, moments = problem.optimizer.init(params)
+        return dict(serialization.to_state_dict(moments))
+
+    return addresses(init, problem.model.shapes)
 
 
 class Reference:
@@ -142,19 +144,32 @@ class Reference:
         """run: of strategy `single`, with an optimizer that records."""
         self.strategy, problem = run.strategy, run.problem
         self._like = states.abstract_state(problem.model, problem.optimizer)
+        self._params, self._moments = addresses(lambda params: params, problem.model.shapes), moment_addresses(problem)
         self._update = jax.jit(functools.partial(steps.update, problem))
+
+    def snapshot(self, strategy: Strategy[S], state: S) -> Snapshot:
+        """Return any strategy's state on the host; copied, as the next step takes its arrays."""
+        tree = jax.tree.map(np.array, strategy.to_canonical(state))
+        params, _ = split_by_layer(tree["params"], self._params)
+        counters = {"step": tree["step"], "key": tree["key"]}
+        recorded = tree["optimizer"].get("0", {}).get("last_gradient")
+        if recorded is None:
+            return Snapshot(tree, params, {}, {}, counters)
+        gradient, _ = split_by_layer(recorded, self._params)
+        moments, of_no_layer = split_by_layer(tree["optimizer"]["1"], self._moments)
+        return Snapshot(tree, params, gradient, moments, of_no_layer | counters)
 
     def step(self, tree: Canonical, batch: Mapping[str, np.ndarray]) -> tuple[Snapshot, Metrics]:
         """A step from a canonical state."""
         state, metrics = self.strategy.step(self.strategy.from_canonical(tree), self.strategy.place(batch))
-        return snapshot(self.strategy, state), metrics
+        return self.snapshot(self.strategy, state), metrics
 
     def update(self, before: Canonical, after: Canonical, metrics: Metrics) -> Snapshot:
         """Return the update of the state before a step by the gradient that is recorded in the one after it."""
         grads = states.from_canonical(after, self._like).optimizer[0].last_gradient
         sums, norm = jax.device_get((metrics.sums, metrics.grad_norm))
         state, _ = self._update(states.from_canonical(before, self._like), grads, sums, norm)
-        return snapshot(self.strategy, state)
+        return self.snapshot(self.strategy, state)
 
 
 class Measured(NamedTuple):
@@ -209,9 +224,9 @@ def measure(run: Run, reference: Run) -> Measured:
     """Runs both, as `build` made them, for the run's steps. Raises TrainingError where one gives what is not finite."""
     strategy, one_device = run.strategy, Reference(reference)
     (state, _), (alone, _) = start(run), start(reference)
-    after = snapshot(strategy, state)
+    after = one_device.snapshot(strategy, state)
     errors: dict[tuple[str, str], list[Error]] = {}  # (layer, quantity), or ("", metric)
-    add(errors, "start", after.params, snapshot(reference.strategy, alone).params)
+    add(errors, "start", after.params, one_device.snapshot(reference.strategy, alone).params)
     counters: set[str] = set()
     for count, number in enumerate(batches(run)):
         batch, before = run.batches.batch(number), after
@@ -219,9 +234,9 @@ def measure(run: Run, reference: Run) -> Measured:
         if not strategy.plan.differs:
             expected, expected_metrics = one_device.step(before.tree, batch)
         elif count == 0:  # where both still have the same state
-            expected = snapshot(reference.strategy, alone)
+            expected = one_device.snapshot(reference.strategy, alone)
         state, metrics = strategy.step(state, strategy.place(batch))
-        after = snapshot(strategy, state)
+        after = one_device.snapshot(strategy, state)
         if count == 0 or not strategy.plan.differs:
             add(errors, "", *(compared_metrics(of, number) for of in (metrics, expected_metrics)))
             add(errors, "gradient", after.gradient, expected.gradient)
@@ -230,7 +245,7 @@ def measure(run: Run, reference: Run) -> Measured:
             add(errors, "update", after.params, updated.params)
             add(errors, "optimizer", after.optimizer, updated.optimizer)
             counters |= {name for name, value in updated.counters.items() if (after.counters[name] != value).any()}
-    add(errors, "alone", after.params, snapshot(reference.strategy, alone).params)
+    add(errors, "alone", after.params, one_device.snapshot(reference.strategy, alone).params)
     worst_of = {key: worst(of) for key, of in errors.items()}
     layers = [layer.name for layer in run.problem.model.layers if layer.name in after.params]
     by_quantity = {layer: {q: worst_of[layer, q] for q in QUANTITIES if (layer, q) in worst_of} for layer in layers}
