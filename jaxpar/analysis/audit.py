@@ -8,9 +8,14 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from jaxpar.asynchronous.programs import Server
+from jaxpar.exchange.exchange import DistributedState
+from jaxpar.layout import Tree
 from jaxpar.measure import hlo
+from jaxpar.pipeline.executor.state import PackedState
 from jaxpar.plan import ON_HOST, Plan
 from jaxpar.run.build import StrategyState
+from jaxpar.state import State
 from jaxpar.strategies import Strategy
 from jaxpar.strategies.strategy import CompiledProgram
 from jaxpar.tasks import Task
@@ -28,14 +33,6 @@ SCALARS = "scalars"  # sums of the task, norms, weights of batches: a few number
 MAX_SCALARS = 8  # in an all-reduce, or 3 more than the task's sums
 SCALAR_BYTES = 128  # sent in a step, for each of them
 TOLERANCE = 0.05
-# By the names of a state's fields.
-PARTS = {
-    "private": "private",
-    "params": "parameters",
-    "optimizer": "optimizer",
-    "waiting": "waiting",
-    "mitigations": "mitigations",
-}
 INPUTS, TEMPORARY = "inputs", "temporary"
 
 Groups = tuple[tuple[int, ...], ...]  # of devices
@@ -207,20 +204,34 @@ def memory(programs: Sequence[CompiledProgram], strategy: Strategy[StrategyState
 
 
 def _arguments(program: CompiledProgram) -> dict[jax.Device, dict[str, int]]:
-    """Bytes of a program's arguments, by device and part of the state."""
-    structure: jax.tree_util.PyTreeDef
-    paths, structure = jax.tree_util.tree_flatten_with_path(program.compiled.args_info)
-    shardings = structure.flatten_up_to(program.compiled.input_shardings)
-    found: dict[jax.Device, dict[str, int]] = {}
-    for (path, info), sharding in zip(paths, shardings, strict=True):
+    """Bytes of a program's arguments, by device and kind."""
+    arguments, _ = program.compiled.args_info
+    shardings, _ = program.compiled.input_shardings
+    kinds = [*program.arguments, *map(_kinds, arguments[len(program.arguments) :])]
+    nbytes_on: dict[jax.Device, dict[str, int]] = {}
+
+    def add(kind: str, info: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding | None) -> None:
         if sharding is None:  # the program does not read it
-            continue
-        names = [*program.arguments[path[1].idx : path[1].idx + 1]] if path[0].idx == 0 else []
-        names += [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
-        part = next((PARTS[name] for name in PARTS if name in names), INPUTS)
-        part += ON_HOST if sharding.memory_kind == "pinned_host" else ""
+            return
+        kind += ON_HOST if sharding.memory_kind == "pinned_host" else ""
         nbytes = math.prod(sharding.shard_shape(info.shape)) * np.dtype(info.dtype).itemsize
         for device in sharding.device_set:
-            parts = found.setdefault(device, {})
-            parts[part] = parts.get(part, 0) + nbytes
-    return found
+            parts = nbytes_on.setdefault(device, {})
+            parts[kind] = parts.get(kind, 0) + nbytes
+
+    jax.tree.map(add, jax.tree.broadcast(tuple(kinds), arguments), arguments, shardings)
+    return nbytes_on
+
+
+def _kinds(argument: Tree) -> Tree:
+    """Return the kinds of bytes in an argument of a program, as a prefix of its tree. What is no state is an input."""
+    match argument:
+        case State(optimizer=DistributedState()):
+            return State._make((INPUTS, INPUTS, "parameters", DistributedState("optimizer", "private")))
+        case State():
+            return State._make((INPUTS, INPUTS, "parameters", "optimizer"))
+        case PackedState():
+            return PackedState(INPUTS, INPUTS, "parameters", "optimizer", "private")
+        case Server():
+            return Server._make(("optimizer", "waiting", "mitigations", INPUTS))
+    return INPUTS

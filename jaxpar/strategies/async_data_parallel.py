@@ -188,7 +188,7 @@ def build(plan: Plan[AsyncDetails], problem: Problem, devices: Sequence[jax.Devi
         evaluate=evaluate,
         to_canonical=lambda state: states.to_canonical(engine.canonical(state)),
         from_canonical=from_canonical,
-        compile=lambda: [CompiledProgram(one.compile(), arguments=("params",)) for one in engine.lower(like)],
+        compile=lambda: [CompiledProgram(one.compile(), arguments=("parameters",)) for one in engine.lower(like)],
         to_private=engine.private,
         report=lambda state, workdir: report(engine.table(state), workdir),
     )

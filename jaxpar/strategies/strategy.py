@@ -28,7 +28,8 @@ class CompiledProgram(NamedTuple):
     Attributes:
       compiled: what XLA made of it.
       branches: by the name of a conditional, in which share of the steps each of its branches is taken.
-      arguments: names of its positional arguments, where it takes parts of a state apart from each other.
+      arguments: kinds of bytes, as in Plan.memory, of its first arguments, where these are parts of a state on their
+        own.
     """
 
     compiled: jax.stages.Compiled
