@@ -127,7 +127,8 @@ def _parse(key: str, text: str, kind: type, now: Any) -> Any:
         if kind is float and text.lower() in ("inf", "nan"):
             return float(text)
     example = f", such as {now!r}" if now is not None else ""
-    names = {int: "an integer", float: "a number", bool: "true or false", tuple: "a tuple"}
+    items = {str: " of strings", int: " of integers"}.get(type(now[0]), "") if kind is tuple and now else ""
+    names = {int: "an integer", float: "a number", bool: "true or false", tuple: f"a tuple{items}"}
     raise UserError(f"config.{key} is {text!r}; it must be {names[kind]}{example}")
 
 

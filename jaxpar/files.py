@@ -20,6 +20,15 @@ def disk_error(error: BaseException) -> str | None:
     return next((os.strerror(number) for number in numbers if number in DISK_ERRORS), None)
 
 
+def unreadable(error: Exception) -> str:
+    """Return why a CSV file of the user cannot be read, and what it must be; of an error of its contents, its text."""
+    if isinstance(error, OSError):
+        return f"{error.strerror}; it must be the path of a CSV file"
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.object[error.start]:#x} is not UTF-8; it must be a CSV file in UTF-8"
+    return str(error)
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace the file: who reads it, or comes after a crash, finds the old text or the new one, never a part."""
     temporary = path.with_name(f"{path.name}.tmp")

@@ -1,5 +1,6 @@
 """Optimizer and learning-rate schedule from the config: names of optax, nothing of our own."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -110,9 +111,11 @@ def refuse_optimizer(config: ConfigDict) -> Refusals[None]:
     for key in ("warmup", "final_lr", "b1", "b2", "momentum"):
         if not 0 <= o[key] <= 1:
             yield UserError(f"config.optimizer.{key} is {o[key]}; it must be 0 to 1")
-    for key in ("lr", "weight_decay", "eps", "clip_norm"):
-        if not o[key] >= 0:
-            yield UserError(f"config.optimizer.{key} is {o[key]}; it must be 0 or more")
+    for key in ("lr", "weight_decay", "eps"):
+        if not 0 <= o[key] < math.inf:
+            yield UserError(f"config.optimizer.{key} is {o[key]}; it must be finite and 0 or more")
+    if not o.clip_norm >= 0:  # no norm is more than inf, which clips nothing, as 0 does
+        yield UserError(f"config.optimizer.clip_norm is {o.clip_norm}; it must be 0 or more")
     if o.accumulation_steps < 1:
         yield UserError(f"config.optimizer.accumulation_steps is {o.accumulation_steps}; it must be 1 or more")
 

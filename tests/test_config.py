@@ -55,7 +55,11 @@ def test_override(arguments: list[str], key: str, value: object) -> None:
         (["--config.mesh.data=None"], "config.mesh.data is ''; it must be an integer"),
         (["--config.mesh.data"], "config.mesh.data has no value"),
         (["--config.log.tensorboard=maybe"], "true or false"),
-        (["--config.data.length_buckets=(8,'x')"], "a tuple, such as (16, 32"),
+        (["--config.data.length_buckets=(8,'x')"], "a tuple of integers, such as (16, 32"),
+        (
+            ["--config.data.target_columns=(1,2)"],
+            "config.data.target_columns is '(1,2)'; it must be a tuple of strings, such as ('target',)",
+        ),
         (["--config.model.num_layers=two"], "config.model.num_layers is 'two'; it must be an integer"),
         (["quickstart"], "'quickstart' is not an argument"),
     ],

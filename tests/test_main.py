@@ -58,6 +58,7 @@ MISTAKES = {
     "half a profile": (["--config.profile=5"], "config.profile is (5,)"),
     "a profile backwards": (["--config.profile=(3,1)"], "config.profile is (3, 1)"),
     "a huge seed": (["--config.seed=99999999999999999999"], "config.seed is 99999999999999999999"),
+    "a negative seed": (["--config.seed=-1"], "config.seed is -1; it must be 0 to 2147483647"),
     "no columns": (["--config.data.text_columns=None"], "it must name one column"),
     "log never": (["--config.log.every_steps=0"], "config.log.every_steps is 0; it must be 1 or more"),
     "save backwards": (["--config.checkpoint.every_steps=-1"], "config.checkpoint.every_steps is -1; it must be 0 or"),

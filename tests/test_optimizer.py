@@ -136,6 +136,11 @@ def test_muon_updates_hidden_matrices_alone(model: str) -> None:
         ("schedule", "cosin", "Did you mean 'cosine'"),
         ("warmup", 100, "config.optimizer.warmup is 100.0; it must be 0 to 1"),
         ("lr", -1, "config.optimizer.lr is -1.0"),
+        ("lr", math.inf, "config.optimizer.lr is inf; it must be finite and 0 or more"),
+        ("weight_decay", math.inf, "config.optimizer.weight_decay is inf; it must be finite and 0 or more"),
+        ("eps", math.nan, "config.optimizer.eps is nan; it must be finite and 0 or more"),
+        ("clip_norm", -1, "config.optimizer.clip_norm is -1.0; it must be 0 or more"),
+        ("clip_norm", math.nan, "config.optimizer.clip_norm is nan; it must be 0 or more"),
         ("accumulation_steps", 0, "config.optimizer.accumulation_steps is 0"),
         ("nonfinite", "ignore", "stop, skip"),
     ],
@@ -144,3 +149,14 @@ def test_mistakes(key: str, value: object, message: str) -> None:
     with pytest.raises(UserError) as caught:
         optimizer.check_optimizer(config_with(**{key: value}))
     assert message in str(caught.value)
+
+
+def test_an_infinite_norm_clips_nothing_as_0_does() -> None:
+    grads = {"layer": {"bias": jnp.array([3.0, -1e4])}}
+    updates = []
+    for clip_norm in (0.0, math.inf):
+        config = config_with(name="sgd", clip_norm=clip_norm)
+        optimizer.check_optimizer(config)
+        transform = optimizer.make_optimizer(config, optimizer.build_schedule(config, 10))
+        updates.append(transform.update(grads, transform.init(grads), grads)[0])
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, *updates))

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxpar.asynchronous.table import read_rows
 from jaxpar.errors import UserError
+from jaxpar.files import unreadable
 
 DISTRIBUTIONS = ("constant", "uniform", "lognormal", "pareto", "trace")
 MAX_SIGMA = 10.0  # of lognormal: e**-MAX_SIGMA**2 is still a number
@@ -59,10 +60,10 @@ def delays_obstacle(delays: Delays) -> str | None:
     if kind not in DISTRIBUTIONS:
         return f"distribution is {kind!r}; it must be {', '.join(DISTRIBUTIONS)}"
     if not 0 < delays.compute_time < math.inf:
-        return f"compute_time is {delays.compute_time}; it must be more than 0"
+        return f"compute_time is {delays.compute_time}; it must be finite and more than 0"
     for name, least in (("slowdown", 1), ("communication_time", 0), ("jitter", 0)):
         if not least <= getattr(delays, name) < math.inf:
-            return f"{name} is {getattr(delays, name)}; it must be at least {least}"
+            return f"{name} is {getattr(delays, name)}; it must be finite and at least {least}"
     if delays.jitter > 0 and delays.communication_time == 0:
         return f"jitter is {delays.jitter}; it must be 0 where communication_time is"
     if kind in ("constant", "trace") and spread != 0:
@@ -74,11 +75,12 @@ def delays_obstacle(delays: Delays) -> str | None:
     if kind == "lognormal" and not 0 <= spread <= MAX_SIGMA:
         return f"spread is {spread}; of lognormal it must be at least 0 and at most {MAX_SIGMA}"
     if kind == "pareto" and not 1 < spread < math.inf:
-        return f"spread is {spread}; of pareto it must be more than 1"
+        return f"spread is {spread}; of pareto it must be finite and more than 1"
     if kind == "trace" and not (delays.trace and all(delays.trace)):
         return "trace has no times of some worker; it must have one or more of each"
-    if kind == "trace" and not all(0 < seconds < math.inf for times in delays.trace for seconds in times):
-        return "trace has a time that is not more than 0"
+    for seconds in itertools.chain(*delays.trace) if kind == "trace" else ():
+        if not 0 < seconds < math.inf:
+            return f"trace has a time of {seconds}; it must be finite and more than 0"
     return None
 
 
@@ -142,11 +144,11 @@ def read_trace(path: Path | str) -> MeasuredTimes:
             lines, rows = read_rows(file, ("worker", "seconds"))
         for line, (worker, seconds) in zip(lines, rows, strict=True):
             if seconds == 0:
-                raise ValueError(f"line {line}: seconds is 0; it must be more")
+                raise ValueError(f"line {line}: seconds is 0; it must be more than 0")
             times.setdefault(int(worker), []).append(seconds)
         for worker in range(len(times) or 1):
             if worker not in times:
                 raise ValueError(f"no times of worker {worker}; workers are numbered from 0, without a gap")
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {error.strerror if isinstance(error, OSError) else error}") from error
+        raise UserError(f"{path}: {unreadable(error)}") from error
     return tuple(tuple(times[worker]) for worker in range(len(times)))

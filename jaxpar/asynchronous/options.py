@@ -71,7 +71,7 @@ def _refuse_policy_settings(a: ConfigDict) -> Refusals[None]:
         if a[key] is not None and key not in POLICY_SETTINGS.get(a.policy, {}):
             yield UserError(f"config.asynchronous.{key} is {a[key]}; it must be None with policy {a.policy!r}")
     if a.outer_lr is not None and not 0 <= a.outer_lr < math.inf:
-        yield UserError(f"config.asynchronous.outer_lr is {a.outer_lr}; it must be 0 or more")
+        yield UserError(f"config.asynchronous.outer_lr is {a.outer_lr}; it must be finite and 0 or more")
     if a.outer_momentum is not None and not 0 <= a.outer_momentum < 1:
         yield UserError(
             f"config.asynchronous.outer_momentum is {a.outer_momentum}; it must be 0 or more and less than 1"
@@ -131,7 +131,7 @@ def _refuse_mitigations(config: ConfigDict) -> Refusals[None]:
     if len(set(names)) < len(names):
         yield UserError(f"config.asynchronous.mitigations is {a.mitigations!r}; it must have each once")
     if a.dc_strength is not None and not 0 <= a.dc_strength < math.inf:
-        yield UserError(f"config.asynchronous.dc_strength is {a.dc_strength}; it must be 0 or more")
+        yield UserError(f"config.asynchronous.dc_strength is {a.dc_strength}; it must be finite and 0 or more")
     if STRENGTHS.keys() <= set(names):
         yield UserError(
             f"config.asynchronous.mitigations is {a.mitigations!r}; it must have at most one of {', '.join(STRENGTHS)}"
@@ -214,7 +214,7 @@ def _read_recorded(config: ConfigDict) -> Refusals[UpdateTable]:
     try:
         recorded = table.read_updates(a.table)
     except UserError as error:
-        yield error
+        yield UserError(f"config.asynchronous.table is {error}")
     if recorded.num_workers != a.num_workers:
         yield UserError(
             f"config.asynchronous.num_workers is {a.num_workers}; it must be {recorded.num_workers}, as in {a.table}"
@@ -243,7 +243,7 @@ def _read_delays(config: ConfigDict) -> Refusals[Delays]:
     try:
         trace = delays.read_trace(d.trace) if d.trace else ()
     except UserError as error:
-        yield error
+        yield UserError(f"config.asynchronous.delays.trace is {error}")
     times = Delays(**{**d, "trace": trace})
     if reason := delays.delays_obstacle(times):
         yield UserError(f"config.asynchronous.delays.{reason}")

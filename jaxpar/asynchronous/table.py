@@ -14,7 +14,7 @@ from typing import NamedTuple, TextIO
 import numpy as np
 
 from jaxpar.errors import UserError
-from jaxpar.files import write_text
+from jaxpar.files import unreadable, write_text
 
 ROUNDING = 1e-9  # of a time: two sums of the same seconds may differ by so much
 HEAD = "# num_workers="  # of the first line of a file
@@ -199,7 +199,7 @@ def read_updates(path: Path | str) -> UpdateTable:
         if broken := _broken_rule(table):
             raise ValueError(broken[1] if broken[0] is None else f"line {lines[broken[0]]}: {broken[1]}")
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {error.strerror if isinstance(error, OSError) else error}") from error
+        raise UserError(f"{path}: {unreadable(error)}") from error
     return table
 
 

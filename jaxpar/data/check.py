@@ -56,8 +56,6 @@ def _check_numbers(config: ConfigDict) -> None:
     for key, bound in least.items():
         if data[key] < bound:
             raise UserError(f"config.data.{key} is {data[key]}; it must be at least {bound}.")
-    if config.seed < 0:
-        raise UserError(f"config.seed is {config.seed}; it must be at least 0.")
 
 
 def _check_fractions(config: ConfigDict) -> None:

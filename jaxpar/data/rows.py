@@ -13,8 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxpar.data.files import DAMAGED, invalid_utf8, open_bytes
 from jaxpar.errors import UserError, nearest
+
+LARGEST_TARGET = float(np.finfo(np.float32).max)  # targets are trained in float32
 
 
 class Columns(NamedTuple):
@@ -129,6 +133,9 @@ def _read_jsonl(path: Path, columns: Columns) -> Iterator[TextRow]:
                 record = json.loads(text)
             except json.JSONDecodeError as error:
                 raise UserError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}.") from None
+            except ValueError:  # Python reads no longer ones, for the time that they take
+                digits = sys.get_int_max_str_digits()
+                raise UserError(f"{path}:{number}: a number must have at most {digits} digits.") from None
             if not isinstance(record, dict):
                 raise UserError(f"{path}:{number}: a line must be a JSON object, not {type(record).__name__}.")
             places = _places(path, list(record), columns, number)
@@ -200,14 +207,24 @@ def _targets(path: Path, line: int, values: Sequence[Any], columns: Columns) -> 
     """The last values of a row, as numbers."""
     numbers = []
     for name, value in zip(columns.targets, values[-len(columns.targets) :], strict=True):
-        try:
-            number = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError):
-            number = math.nan
+        number = _target(value)
         if not math.isfinite(number):
-            raise UserError(f"{path}:{line}: column {name!r} must be a finite number, not {value!r}.")
+            raise UserError(f"{path}:{line}: column {name!r} must be a finite number, not {value!r:.40}.")
+        if abs(number) > LARGEST_TARGET:
+            limits = f"a number from -{LARGEST_TARGET:.7g} to {LARGEST_TARGET:.7g}, as float32 is"
+            raise UserError(f"{path}:{line}: column {name!r} must be {limits}, not {value!r:.40}.")
         numbers.append(number)
     return tuple(numbers)
+
+
+def _target(value: Any) -> float:
+    """Return the value as a number; NaN where it is none, or a whole number beyond float64."""
+    if isinstance(value, bool) or (isinstance(value, str) and "_" in value):  # 1_000 is a number in Python alone
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 def _typed_row(path: Path, line: int, values: Sequence[Any], columns: Columns) -> TextRow:

@@ -16,7 +16,9 @@ from jaxpar.data.examples import Blocks, DataInfo, Dataset, Masking, Split, Text
 from jaxpar.data.labels import Labels
 from jaxpar.errors import UserError
 
-_FORMAT = 1  # of the cached arrays: raise it whenever the code would make others of the same input
+# Of the cached arrays: raise one whenever the code would make others of the same input.
+_FORMAT = 1
+_FORMAT_OF_TAGS = 2
 
 
 def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:
@@ -26,7 +28,8 @@ def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:
     facts = corpus.facts()
     path, serialized = _tokenizer(config, labels, workdir, corpus, facts)
     made = Tokenizer.from_str(serialized)
-    facts |= {"format": _FORMAT, "task": labels.value, "max_length": config.data.max_length}
+    array_format = _FORMAT_OF_TAGS if labels is Labels.TAGS else _FORMAT
+    facts |= {"format": array_format, "task": labels.value, "max_length": config.data.max_length}
     facts["tokenizer"] = hashlib.sha256(serialized.encode()).hexdigest()
     pad_id = 0 if labels is Labels.NEXT else tokenizer.special(made, tokenizer.PADDING, "padding", path)
     masking = _masking(config, labels, made, path)
@@ -114,7 +117,9 @@ def _write(
         end = tokenizer.special(made, tokenizer.END_OF_TEXT, "the end of a text", path)
         return tokens.write_blocks(directory, corpus.rows(), made, longest, end)
     if labels is Labels.TAGS:
-        return tokens.write_tagged(directory, corpus.rows(), made, longest)
+        unknown = made.id_to_token(tokenizer.special(made, tokenizer.UNKNOWN, "words without tokens", path))
+        assert unknown is not None
+        return tokens.write_tagged(directory, corpus.rows(), made, longest, unknown)
     if config.data.source == "text":
         ends = made.encode("").ids
         if len(ends) != 2:

@@ -18,6 +18,7 @@ WORDPIECE_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # the first that a vocabulary has
 PADDING = ("[PAD]", "<pad>", "<|endoftext|>")  # GPT-2's has no padding: behind the mask its end-of-text does as well
 MASK = ("[MASK]", "<mask>")
+UNKNOWN = ("[UNK]", "<unk>", *PADDING)  # a vocabulary of bytes has no unknown token: padding does as well
 
 
 def train_tokenizer(texts: Callable[[], Iterator[str]], vocab_size: int, *, byte_level: bool) -> Tokenizer:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from jaxpar.data.cache import Facts
 from jaxpar.data.corpus import SPLITS, SplitRow
@@ -62,9 +62,12 @@ def write_examples(directory: Path, rows: Iterable[SplitRow], tokenizer: Tokeniz
     return {"classes": classes, "examples": {name: len(arrays.labels) for name, arrays in splits.items()}}
 
 
-def write_tagged(directory: Path, rows: Iterable[SplitRow], tokenizer: Tokenizer, max_length: int) -> Facts:
+def write_tagged(
+    directory: Path, rows: Iterable[SplitRow], tokenizer: Tokenizer, max_length: int, unknown: str
+) -> Facts:
     """One example a row of words and tags, with special tokens, cut to max_length: later words have no label.
 
+    The token `unknown` stands for a word without tokens, such as a control character: predictions number words from 0.
     Returns the names of the classes, O and then B-TYPE, I-TYPE by type, and the number of examples by split.
     """
     tokenizer.no_padding()
@@ -72,18 +75,15 @@ def write_tagged(directory: Path, rows: Iterable[SplitRow], tokenizer: Tokenizer
     splits = {name: _SplitArrays(tokenizer) for name in SPLITS}
     seen: dict[str, int] = {}  # tag -> number, in order of appearance
     for chunk in _chunks((row.texts, split, row) for split, row in rows):
-        encodings = tokenizer.encode_batch([list(words) for words, _, _ in chunk], is_pretokenized=True)
+        encodings = _encode_words([list(words) for words, _, _ in chunk], tokenizer, unknown)
         for (_, split, row), encoding in zip(chunk, encodings, strict=True):
-            arrays, previous, is_tagged = splits[split], None, False
+            arrays, previous = splits[split], None
             for word in encoding.word_ids:
                 if word is None or word == previous:
                     arrays.tags.append(-1)
                 else:
                     arrays.tags.append(seen.setdefault(row.tags[word], len(seen)))
-                    is_tagged = True
                 previous = word
-            if not is_tagged:
-                raise UserError(f"{row.place}: the text has no tokens.")
             arrays.tokens.extend(encoding.ids)
             arrays.offsets.append(len(arrays.tokens))
     types = sorted({tag[2:] for tag in seen if tag != "O"})
@@ -94,6 +94,17 @@ def write_tagged(directory: Path, rows: Iterable[SplitRow], tokenizer: Tokenizer
         np.save(directory / f"{name}.offsets.npy", np.array(arrays.offsets))
         np.save(directory / f"{name}.tags.npy", number_C[np.array(arrays.tags, np.int32)])
     return {"classes": classes, "examples": {name: len(arrays.offsets) - 1 for name, arrays in splits.items()}}
+
+
+def _encode_words(texts: list[list[str]], tokenizer: Tokenizer, unknown: str) -> list[Encoding]:
+    """Return the encodings of lists of words; `unknown` replaces words without tokens."""
+    encodings = tokenizer.encode_batch(texts, is_pretokenized=True)
+    for number, (words, encoding) in enumerate(zip(texts, encodings, strict=True)):
+        there = {word for part in (encoding, *encoding.overflowing) for word in part.word_ids}  # overflowing: cut off
+        if not there.issuperset(range(len(words))):
+            whole = [word if place in there else unknown for place, word in enumerate(words)]
+            encodings[number] = tokenizer.encode(whole, is_pretokenized=True)
+    return encodings
 
 
 def write_packed(

@@ -247,7 +247,8 @@ DIFFERS = {
 PASSES = "backward_passes_per_step"  # an option of Horovod's, whichever its reduction
 POSITIVE = ("bucket_bytes", "group", "predivide", PASSES, "interval")
 CHOICES = {"wire_dtype": ("float16", "bfloat16"), "algorithm": ("psum", "ring")}
-RANGES = {"ratio": (0.0, 1.0), "warmup": (0.0, 1.0), "momentum": (0.0, 1.0), "levels": (1, 127), "block": (0, 2**31)}
+SHARES = ("ratio", "warmup")
+RANGES = {"momentum": (0.0, 1.0), "levels": (1, 127), "block": (0, 2**31)}
 
 
 def options(name: str) -> dict[str, Any]:
@@ -272,12 +273,11 @@ def obstacle(name: str, num_replicas: int, settings: Mapping[str, Any]) -> tuple
         if key in CHOICES and value not in CHOICES[key]:
             return key, f"is {value!r}; it must be {', '.join(CHOICES[key])}"
         if key in POSITIVE and not 0 < value < math.inf:
-            return key, f"is {value!r}; it must be more than 0"
+            return key, f"is {value!r}; it must be {'finite and ' if isinstance(value, float) else ''}more than 0"
+        if key in SHARES and not 0 < value <= 1:
+            return key, f"is {value!r}; it must be more than 0 and at most 1"
         if key in RANGES and not RANGES[key][0] <= value <= RANGES[key][1]:
             return key, f"is {value!r}; it must be {RANGES[key][0]} to {RANGES[key][1]}"
-    for key in ("ratio", "warmup"):
-        if settings.get(key) == 0:
-            return key, "is 0; it must be more than 0"
     group = settings.get("group", 1)
     if num_replicas % group:
         return "group", f"is {group}; it must divide the {num_replicas} replicas"

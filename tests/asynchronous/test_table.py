@@ -234,11 +234,11 @@ def test_a_bad_file_is_one_line_with_the_place(line: int, text: str, message: st
 def test_files_that_are_no_tables(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     for content, message in (
-        (None, "No such file or directory"),
+        (None, "No such file or directory; it must be the path of a CSV file"),
         (b"", "line 1: ''; it must be '# num_workers=N', the number of workers"),
         (b"# num_workers=1\n", "line 2: it must name the columns: .*"),
         (b"# num_workers=1\nworker,read,update,chunk,step,start,finish\n", "the table has no rows"),
-        (b"\xff\xfe", "'utf-8' codec can't decode .*"),
+        (b"\xff\xfe", "byte 0xff is not UTF-8; it must be a CSV file in UTF-8"),
     ):
         if content is not None:
             path.write_bytes(content)

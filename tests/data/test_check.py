@@ -69,7 +69,6 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "threads": ({"data.num_threads": -1}, "config.data.num_threads is -1; it must be at least 0"),
     "prefetch": ({"data.prefetch": 0}, "config.data.prefetch is 0; it must be at least 1"),
     "examples": ({"data.synthetic_examples": 1}, "config.data.synthetic_examples is 1; it must be at least 2"),
-    "seed": ({"seed": -1}, "config.seed is -1; it must be at least 0"),
 }  # fmt: skip
 
 

@@ -117,6 +117,37 @@ def test_mistakes_name_file_and_line(name: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+TARGETS = {
+    "word": ("csv", "two", "must be a finite number, not 'two'"),
+    "nan": ("csv", "nan", "must be a finite number, not 'nan'"),
+    "underscore": ("csv", "1_0", "must be a finite number, not '1_0'"),
+    "beyond float64": ("jsonl", "9" * 400, f"must be a finite number, not {'9' * 40}"),
+    "beyond float32": ("jsonl", "1e39", r"must be a number from -3.402823e\+38 to 3.402823e\+38, .*, not 1e\+39"),
+    "beyond float32 in csv": ("csv", "-1e39", "must be a number from .*, as float32 is, not '-1e39'"),
+    "true": ("jsonl", "true", "must be a finite number, not True"),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_targets_that_are_no_numbers_of_float32(name: str, tmp_path: Path) -> None:
+    source, value, message = TARGETS[name]
+    path = tmp_path / f"a.{source}"
+    lines = {"csv": "text,y\na,{}\nb,{}\n", "jsonl": '{{"text": "a", "y": {}}}\n{{"text": "b", "y": {}}}\n'}[source]
+    line = {"csv": 3, "jsonl": 2}[source]
+    path.write_text(lines.format("3.4e38", value))
+    with pytest.raises(UserError, match=f"a.{source}:{line}: column 'y' {message}\\.$"):
+        rows(source, path, Columns(("text",), None, ("y",)))
+    path.write_text(lines.format("3.4e38", "-1.5e1"))
+    assert [row.targets for row in rows(source, path, Columns(("text",), None, ("y",)))] == [(3.4e38,), (-15.0,)]
+
+
+def test_a_number_of_too_many_digits(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a", "y": ' + "9" * 5000 + "}\n")
+    with pytest.raises(UserError, match=r"a.jsonl:1: a number must have at most 4300 digits"):
+        rows("jsonl", path, Columns(("text",), None, ("y",)))
+
+
 @pytest.mark.parametrize("source", ["csv", "tsv", "jsonl", "text"])
 def test_invalid_utf8_names_the_line(source: str, tmp_path: Path) -> None:
     path = tmp_path / "latin"

@@ -105,12 +105,25 @@ def test_a_text_without_tokens() -> None:
         tokens.write_examples(Path("nowhere"), rows(), made, 12)
 
 
-def test_tagged_words_without_tokens() -> None:
-    """WordPiece drops control characters."""
+def test_tagged_words_without_tokens(tmp_path: Path) -> None:
+    """WordPiece drops spaces, control characters and those of no width: the unknown token stands for them."""
     made = tokenizer.train_tokenizer(lambda: iter(DOCUMENTS), 60, byte_level=False)
-    tagged = [TextRow(words, "", Path("file"), line, tags=("O",)) for line, words in ((1, ("cat",)), (2, ("\a",)))]
-    with pytest.raises(UserError, match=r"file:2: the text has no tokens"):
-        tokens.write_tagged(Path("nowhere"), (("train", row) for row in tagged), made, 12)
+    examples = [
+        (("\a",), ("B-X",)),
+        (("cat", " ", "\u200b", "mat", "\a"), ("O", "B-X", "I-X", "O", "B-Y")),
+        (("the", "cat", "\a", "sat", "on", "\a", "the"), ("O", "O", "B-X", "O", "O", "I-Y", "O")),
+    ]
+    tagged = [("train", TextRow(words, "", Path("file"), 1, tags=tags)) for words, tags in examples]
+    tokens.write_tagged(tmp_path, tagged, made, 8, "[UNK]")
+    decoded = [[made.id_to_token(index) for index in example] for example in load_examples(tmp_path, "train")]
+    assert decoded == [
+        ["[CLS]", "[UNK]", "[SEP]"],
+        ["[CLS]", "cat", "[UNK]", "[UNK]", "mat", "[UNK]", "[SEP]"],
+        ["[CLS]", "the", "cat", "[UNK]", "sat", "on", "[UNK]", "[SEP]"],  # cut
+    ]
+    classes = {"O": 0, "B-X": 1, "I-X": 2, "B-Y": 3, "I-Y": 4}
+    expected = [[-1, *(classes[tag] for tag in tags[:6]), -1] for _, tags in examples]
+    assert load_examples(tmp_path, "train", "tags") == expected
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:

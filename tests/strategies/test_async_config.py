@@ -32,26 +32,39 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["asynchronous.policy is 'softsync'; it must be one of async, ssp with config.asynchronous.mode='live'"],
     ),
     "a table of a live run": (["mode=live", "table=updates.csv"], ["asynchronous.table is 'updates.csv'"]),
-    "a missing table": (["table=no.csv"], ["no.csv: No such file"]),
+    "a missing table": (
+        ["table=no.csv"],
+        ["config.asynchronous.table is no.csv: No such file", "it must be the path of a CSV file"],
+    ),
     "a momentum before the run": (
         ["mode=live", "mitigations=corrected_momentum"],
         ["without corrected_momentum, which needs the staleness before the run"],
     ),
-    "an outer rate": (["policy=diloco", "outer_lr=-1"], ["asynchronous.outer_lr is -1.0; it must be 0 or more"]),
+    "an outer rate": (
+        ["policy=diloco", "outer_lr=-1"],
+        ["asynchronous.outer_lr is -1.0; it must be finite and 0 or more"],
+    ),
+    "an infinite outer rate": (["policy=diloco", "outer_lr=inf"], ["asynchronous.outer_lr is inf; it must be finite"]),
     "an outer momentum": (["policy=diloco", "outer_momentum=1"], ["asynchronous.outer_momentum is 1.0", "less than 1"]),
     "a distribution": (
         ["delays.distribution=normal"],
         ["asynchronous.delays.distribution is 'normal'; it must be constant, uniform, lognormal, pareto, trace"],
     ),
-    "a time": (["delays.compute_time=0"], ["asynchronous.delays.compute_time is 0.0; it must be more than 0"]),
+    "a time": (
+        ["delays.compute_time=0"],
+        ["asynchronous.delays.compute_time is 0.0; it must be finite and more than 0"],
+    ),
     "no number": (["delays.slowdown=nan"], ["asynchronous.delays.slowdown is nan"]),
     "a spread": (
         ["delays.distribution=pareto"],
-        ["asynchronous.delays.spread is 0.0; of pareto it must be more than 1"],
+        ["asynchronous.delays.spread is 0.0; of pareto it must be finite and more than 1"],
     ),
     "a trace without its distribution": (["delays.trace=times.csv"], ["asynchronous.delays.trace is 'times.csv'"]),
     "no trace": (["delays.distribution=trace"], ["asynchronous.delays.trace is ''; it must be the path of a CSV file"]),
-    "a missing trace": (["delays.distribution=trace", "delays.trace=no.csv"], ["no.csv: No such file"]),
+    "a missing trace": (
+        ["delays.distribution=trace", "delays.trace=no.csv"],
+        ["config.asynchronous.delays.trace is no.csv: No such file", "it must be the path of a CSV file"],
+    ),
     "a jitter of nothing": (["delays.jitter=1"], ["delays.jitter is 1.0; it must be 0 where communication_time is"]),
     "a spread of nothing": (["delays.spread=1"], ["delays.spread is 1.0; of constant it must be 0"]),
     "delays of a live run": (
@@ -92,7 +105,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a strength": (
         ["mitigations=dc_asgd", "dc_strength=nan"],
-        ["asynchronous.dc_strength is nan; it must be 0 or more"],
+        ["asynchronous.dc_strength is nan; it must be finite and 0 or more"],
     ),
     "no momentum to correct": (
         ["mitigations=corrected_momentum", "optimizer.name=sgd", "optimizer.momentum=0"],

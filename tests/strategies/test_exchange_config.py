@@ -8,7 +8,7 @@ import pytest
 from jaxpar import cluster
 from tests.runs import refused
 
-POSITIVE, UNIT = "it must be more than 0", "it must be 0.0 to 1.0"
+POSITIVE, UNIT, SHARE = "it must be more than 0", "it must be 0.0 to 1.0", "it must be more than 0 and at most 1"
 SINGLE = ["strategy=single", "mesh.data=1"]
 PIPELINE = ["strategy=pipeline", "mesh.stage=2", "mesh.data=2", "pipeline.num_microbatches=2"]
 MISTAKES = {
@@ -45,18 +45,21 @@ MISTAKES = {
         ["algorithm=ring", "group=2"],
         ["options.algorithm is 'ring'; it must be 'psum' with groups of 2"],
     ),
-    "predivide": (["exchange=horovod", "predivide=0"], ["options.predivide is 0.0", POSITIVE]),
-    "an infinite predivide": (["exchange=horovod", "predivide=inf"], ["options.predivide is inf"]),
+    "predivide": (["exchange=horovod", "predivide=0"], ["options.predivide is 0.0; it must be finite and more than 0"]),
+    "an infinite predivide": (
+        ["exchange=horovod", "predivide=inf"],
+        ["options.predivide is inf; it must be finite and more than 0"],
+    ),
     "no pass": (
         ["exchange=horovod_adasum", "backward_passes_per_step=0"],
         ["options.backward_passes_per_step is 0", POSITIVE],
     ),
     "no interval": (["exchange=bagua_model_average", "interval=0"], ["options.interval is 0", POSITIVE]),
-    "no share": (["exchange=byteps_topk", "ratio=0"], ["options.ratio is 0", POSITIVE]),
-    "more than all": (["exchange=byteps_randomk", "ratio=1.5"], ["options.ratio is 1.5", UNIT]),
-    "not a number": (["exchange=byteps_randomk", "ratio=nan"], ["options.ratio is nan", UNIT]),
-    "a negative warm-up": (["exchange=onebit_adam", "warmup=-0.1"], ["options.warmup is -0.1", UNIT]),
-    "a long warm-up": (["exchange=bagua_qadam", "warmup=5"], ["options.warmup is 5.0", UNIT]),
+    "no share": (["exchange=byteps_topk", "ratio=0"], ["options.ratio is 0.0", SHARE]),
+    "more than all": (["exchange=byteps_randomk", "ratio=1.5"], ["options.ratio is 1.5", SHARE]),
+    "not a number": (["exchange=byteps_randomk", "ratio=nan"], ["options.ratio is nan", SHARE]),
+    "a negative warm-up": (["exchange=onebit_adam", "warmup=-0.1"], ["options.warmup is -0.1", SHARE]),
+    "a long warm-up": (["exchange=bagua_qadam", "warmup=5"], ["options.warmup is 5.0", SHARE]),
     "momentum": (["exchange=byteps_onebit", "momentum=1.1"], ["options.momentum is 1.1", UNIT]),
     "no level": (["exchange=byteps_dithering", "levels=0"], ["options.levels is 0; it must be 1 to 127"]),
     "levels": (["exchange=byteps_dithering", "levels=128"], ["options.levels is 128; it must be 1 to 127"]),

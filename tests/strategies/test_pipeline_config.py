@@ -18,7 +18,10 @@ TABLES = {
 }
 MISTAKES = {
     "schedule": (["schedule=1f1"], ["config.pipeline.schedule is '1f1'", "zb_v", "Did you mean '1f1b'?"]),
-    "missing table": (["schedule=nowhere.csv"], ["config.pipeline.schedule is nowhere.csv", "No such file"]),
+    "missing table": (
+        ["schedule=nowhere.csv"],
+        ["config.pipeline.schedule is nowhere.csv", "No such file", "it must be"],
+    ),
     "a folder as a table": (["schedule={folder}"], ["config.pipeline.schedule is '{folder}'"]),
     "invalid table": (
         ["schedule={folder}/invalid.csv"],

@@ -110,6 +110,25 @@ def test_a_tag_is_at_the_first_token_of_its_word(tmp_path: Path) -> None:
         np.testing.assert_array_equal(np.flatnonzero(weights), first)
 
 
+@pytest.mark.parametrize("word", [" ", "\u200b", "\a"])
+def test_words_without_tokens_have_labels_and_numbers(word: str, tmp_path: Path) -> None:
+    """Spaces, characters of no width and control characters, as files of CoNLL have them."""
+    tags = ["O", "B-PER", "O", "I-LOC"]
+    dataset = data.load(config_of(tmp_path, [([word, "Ada", word, "London"], tags)]), Labels.TAGS, tmp_path / "run")
+    batch = Batches(dataset.train, batch_size=1, seed=0, shuffle=False).batch(0)
+    at = np.flatnonzero(batch["weights"][0])
+    assert [dataset.info.class_names[label] for label in batch["labels"][0, at]] == tags
+    assert batch["mask"][0, at].all()
+    made = Tokenizer.from_file(str(tmp_path / "run" / "tokenizer.json"))
+    assert [made.id_to_token(token) == "[UNK]" for token in batch["inputs"][0, at]] == [True, False, True, False]
+    arrays = {name: jnp.asarray(array) for name, array in batch.items()}
+    assert TASK.sums(jnp.zeros((*batch["weights"].shape, len(NAMES))), arrays).weight == 4
+    logits = np.eye(dataset.info.num_outputs)[batch["labels"]]
+    [found] = TASK.predictions(logits, batch, tasks.Names(dataset.info, made.decode))
+    assert found["tags"] == tags
+    assert found["entities"] == [{"type": "PER", "start": 1, "stop": 2}, {"type": "LOC", "start": 3, "stop": 4}]
+
+
 def test_words_that_are_cut_off_have_no_label(tmp_path: Path) -> None:
     config = config_of(tmp_path, SENTENCES[:1], max_length=8, length_buckets=(8,))
     batch = Batches(data.load(config, Labels.TAGS, tmp_path / "run").train, batch_size=1, seed=0, shuffle=False).batch(

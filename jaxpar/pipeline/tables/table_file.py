@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxpar.errors import nearest
+from jaxpar.files import unreadable
 from jaxpar.pipeline.tables.schedule import SCHEDULES
 from jaxpar.pipeline.tables.table import ACTION, ACTION_KINDS, FIELDS, PHASE_OF_KIND, Table, with_slots
 from jaxpar.pipeline.tables.validate import TableError, check_table
@@ -56,8 +57,7 @@ def read_table(path: Path | str) -> Table:
         # The engine allocates all slots up to the last.
         table.actions["slot"] = np.unique(table.actions["slot"], return_inverse=True)[1]
     except (OSError, ValueError, csv.Error) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise (TableError if isinstance(error, TableError) else ValueError)(f"{path}: {reason}") from error
+        raise (TableError if isinstance(error, TableError) else ValueError)(f"{path}: {unreadable(error)}") from error
     return table
 
 

@@ -211,8 +211,12 @@ def test_a_wrong_file_is_named_with_the_line(content: str, message: str, tmp_pat
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"^{tmp_path}/none.csv: No such file or directory$"):
+    with pytest.raises(
+        ValueError, match=rf"^{tmp_path}/none.csv: No such file or directory; it must be the path of a CSV file$"
+    ):
         read_table(tmp_path / "none.csv")
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=rf"^{tmp_path}/binary.csv: .*decode"):
+    with pytest.raises(
+        ValueError, match=rf"^{tmp_path}/binary.csv: byte 0xff is not UTF-8; it must be a CSV file in UTF-8$"
+    ):
         read_table(tmp_path / "binary.csv")
