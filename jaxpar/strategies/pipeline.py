@@ -14,27 +14,25 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import serialization
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from ml_collections import ConfigDict
 
-from jaxpar import layout
 from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar.cluster import Cluster
 from jaxpar.errors import Refusals, UserError, format_count, refuse_choice
-from jaxpar.exchange.fuse import AllReduce
 from jaxpar.exchange.reduce import ring_traffic
+from jaxpar.layout import Layout
 from jaxpar.mesh import DATA, STAGE
-from jaxpar.models.model import Model
+from jaxpar.models.model import Batch, Model
 from jaxpar.pipeline.executor import partition
 from jaxpar.pipeline.executor.engine import PipelineEngine, make_engine, pipeline_evaluation, pipeline_step
-from jaxpar.pipeline.executor.lowering import LoweredTable, TableShape, lower_table
+from jaxpar.pipeline.executor.lowering import LoweredTable, TableShape, lower_table, table_layout
 from jaxpar.pipeline.executor.programs import REMATS
 from jaxpar.pipeline.executor.stages import Stages
-from jaxpar.pipeline.executor.state import SPECS, PackedState, StagedState
+from jaxpar.pipeline.executor.state import PackedState, StagedState
 from jaxpar.pipeline.executor.timeline import Timeline
 from jaxpar.pipeline.tables.schedule import forward_only
 from jaxpar.pipeline.tables.table import Table
@@ -42,7 +40,7 @@ from jaxpar.plan import Decision, Plan, Traffic
 from jaxpar.state import nbytes
 from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies import exchanges
-from jaxpar.strategies.placement import batch_placer
+from jaxpar.strategies.placement import batch_placer, by_replica
 from jaxpar.strategies.schedules import configured_table
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
@@ -98,8 +96,7 @@ class PipelineDetails:
       table: of the schedule.
       lowered: the table in the engine's form, in NumPy.
       stages: which layers are where.
-      state: where the state lives.
-      all_reduce: how replicas agree on gradients.
+      state: where the state lives, and how replicas agree on gradients.
       remat: what the backward pass finds saved.
       trace: the step whose actions are timed; 0: none.
     """
@@ -109,7 +106,6 @@ class PipelineDetails:
     lowered: LoweredTable
     stages: Stages
     state: StagedState
-    all_reduce: AllReduce
     remat: str
     trace: int
 
@@ -134,26 +130,21 @@ def plan(
         shapes.model, shapes.batch, inputs, config.pipeline.partition, table.num_stages
     )
     stages = Stages(shapes.model, bounds, table.stages, inputs, shapes.task)
-    state = StagedState(decision.axes, shapes, stages)
-    all_reduce = exchanges.on_gradients(config, num_data)
+    state = StagedState(decision.axes, shapes, stages, exchanges.on_gradients(config, num_data))
     c = config.pipeline
-    details = PipelineDetails(c.schedule, table, lower_table(table), stages, state, all_reduce, c.remat, c.trace)
-    private = jax.eval_shape(
-        lambda: jax.vmap(lambda _: all_reduce.init(state.params.packing.shapes), axis_name=DATA)(jnp.zeros(num_data))
-    )
+    details = PipelineDetails(c.schedule, table, lower_table(table), stages, state, c.remat, c.trace)
     engine = details.engine(shapes, num_data)
-    layouts = state.layouts | {"private": layout.per_replica(decision.axes, steps.abstract(private, 1), STAGE, DATA)}
     memory = {
-        "parameters": state.params.packing.nbytes,
-        "optimizer": state.optimizer.packing.nbytes,
-        "private": layouts["private"].nbytes_on(),
+        "parameters": state.params.packed.nbytes_on(),
+        "optimizer": state.optimizer.packed.nbytes_on(),
+        "private": state.private.nbytes_on(),
         **engine.activation_bytes,
     }
     return Plan(
         "pipeline",
         decision,
         summarize_stages(config, table, stages),
-        layouts,
+        state.layouts,
         details,
         (memory,) * (num_data * table.num_devices),
         plan_traffic(shapes.model, details, engine),
@@ -187,7 +178,7 @@ def plan_traffic(model: Model, details: PipelineDetails, engine: PipelineEngine)
     copied_bytes = nbytes([model.shapes[layer][name] for layer, name in sorted(copied)])
     # Gradients of tied arrays.
     tied = ring_traffic("all-reduce", 2, STAGE, table.num_devices, copied_bytes, "float32", num_vectors=len(copied))
-    gradients = details.all_reduce.traffic(details.state.params.packing.shapes)
+    gradients = details.state.all_reduce.traffic(details.state.params.packing.shapes)
     return (*transfers, *gradients, tied)
 
 
@@ -197,44 +188,38 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
     details, num_data = plan.details, plan.num_replicas
     table = details.table
     mesh, staged, timeline = meshes.make_mesh(plan.axes, devices), details.state, Timeline(details.trace)
-    by_stage = NamedSharding(mesh, PartitionSpec(STAGE))
     like = states.abstract_state(problem.model, problem.optimizer)
     step, timed_step = (jit_train_step(details, mesh, each) for each in (None, timeline))
-    forward = jit_on_mesh(pipeline_evaluation(staged), PartitionSpec(STAGE), PartitionSpec(), mesh)
-    init_private = private_initializer(details, mesh)
+    forward = jit_on_mesh(pipeline_evaluation(staged), staged.params.packed, PartitionSpec(), mesh)
     one_at_a_time = partial(meshes.one_at_a_time, mesh=mesh)
 
+    def on_devices(lowered: LoweredTable) -> LoweredTable:
+        """Put a table's arrays on the devices that they are for."""
+        arrays = lowered.actions, lowered.arrivals
+        return LoweredTable(lowered.shape, *jax.device_put(arrays, table_layout(plan.axes, arrays).shardings(mesh)))
+
     @functools.cache
-    def on_devices() -> tuple[Any, Any]:
-        """The table's arrays on the devices that they are for."""
-        arrays: tuple[Any, Any] = jax.device_put((details.lowered.actions, details.lowered.arrivals), by_stage)
-        return arrays
+    def training() -> LoweredTable:
+        return on_devices(details.lowered)
 
     @functools.cache
     def evaluation(num_examples: int) -> LoweredTable:
         """Return the forward pass in as many of the microbatches as a replica's examples divide into."""
         number = math.gcd(num_examples, table.num_microbatches)
-        lowered = lower_table(forward_only(table.num_devices, number, table.stages))
-        actions, arrivals = jax.device_put((lowered.actions, lowered.arrivals), by_stage)
-        return LoweredTable(lowered.shape, actions, arrivals)
+        return on_devices(lower_table(forward_only(table.num_devices, number, table.stages)))
 
     def train(state: PackedState, batch: dict[str, jax.Array]) -> tuple[PackedState, Metrics]:
         run = timed_step if timeline.next_step() else step
-        return one_at_a_time(run)(details.lowered.shape, state, batch, *on_devices())
+        lowered = training()
+        return one_at_a_time(run)(lowered.shape, state, batch, lowered.actions, lowered.arrivals)
 
     def evaluate(state: PackedState, batch: dict[str, jax.Array]) -> Sums:
         lowered = evaluation(len(batch["index"]) // num_data)
         return one_at_a_time(forward)(lowered.shape, state.params, batch, lowered.actions, lowered.arrivals)
 
-    def with_private(state: PackedState, private: states.Canonical | None = None) -> PackedState:
-        fresh = init_private()
-        if private:
-            fresh = serialization.from_state_dict(fresh, private)
-        return state._replace(private=jax.device_put(fresh, NamedSharding(mesh, SPECS.private)))
-
     def from_canonical(tree: states.Canonical, private: states.Canonical | None = None) -> PackedState:
         timeline.steps_before(int(tree["step"]))
-        return with_private(staged.distribute(states.from_canonical(tree, like), mesh), private)
+        return staged.distribute(states.from_canonical(tree, like), private, mesh)
 
     def report(_: PackedState, workdir: Path) -> dict[str, Any]:
         if details.trace:
@@ -244,7 +229,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
     return Strategy(
         plan,
         tuple(mesh.devices.flat),
-        init=lambda key: with_private(staged.init(key, mesh)),
+        init=lambda key: staged.init(key, mesh),
         place=batch_placer(mesh),
         step=train,
         evaluate=evaluate,
@@ -258,25 +243,11 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
 
 def lower_step(plan: Plan[PipelineDetails], problem: Problem, mesh: Mesh) -> jax.stages.Lowered:
     """Trace and lower a training step for the problem's batch, from shapes alone."""
-    details, by_stage = plan.details, NamedSharding(mesh, PartitionSpec(STAGE))
-    private = jax.eval_shape(private_initializer(details, mesh))
-    state = details.state.shapes(mesh.shape[STAGE])._replace(private=private)
-    parts = [with_shardings(part, NamedSharding(mesh, spec)) for part, spec in zip(state, SPECS, strict=True)]
-    batch = with_shardings(problem.batch, NamedSharding(mesh, PartitionSpec(DATA)))
-    arrays = with_shardings((details.lowered.actions, details.lowered.arrivals), by_stage)
-    lowered: jax.stages.Lowered = jit_train_step(details, mesh).lower(
-        details.lowered.shape, PackedState(*parts), batch, *arrays
-    )
+    shape, *arrays = plan.details.lowered
+    state, tables = plan.layouts["packed"].abstract(mesh), table_layout(plan.axes, arrays).abstract(mesh)
+    batch = with_shardings(problem.batch, by_replica(mesh))
+    lowered: jax.stages.Lowered = jit_train_step(plan.details, mesh).lower(shape, state, batch, *tables)
     return lowered
-
-
-def private_initializer(details: PipelineDetails, mesh: Mesh) -> Callable[[], Any]:
-    """Return a function that makes what the exchange of gradients keeps on each replica, fresh."""
-
-    def fresh() -> Any:
-        return jax.tree.map(lambda x: x[None, None], details.all_reduce.init(details.state.params.packing.shapes))
-
-    return jax.jit(jax.shard_map(fresh, mesh=mesh, in_specs=(), out_specs=SPECS.private, check_vma=False))
 
 
 def jit_train_step(details: PipelineDetails, mesh: Mesh, timeline: Timeline | None = None) -> Any:
@@ -284,21 +255,22 @@ def jit_train_step(details: PipelineDetails, mesh: Mesh, timeline: Timeline | No
 
     Tables of one shape, with arrays of one size, share a compiled program.
     """
-    function = pipeline_step(details.state, details.all_reduce, details.remat, timeline)
-    return jit_on_mesh(function, SPECS, (SPECS, PartitionSpec()), mesh, donate_argnums=1)
+    function, packed = pipeline_step(details.state, details.remat, timeline), details.state.packed
+    return jit_on_mesh(function, packed, (packed.specs, PartitionSpec()), mesh, donate_argnums=1)
 
 
-def jit_on_mesh(function: Callable[..., Any], state_specs: Any, out_specs: Any, mesh: Mesh, **options: Any) -> Any:
+def jit_on_mesh(function: Callable[..., Any], of_state: Layout, out_specs: Any, mesh: Mesh, **options: Any) -> Any:
     """Jit what `function` makes of each device's part of (table's shape, state, batch, actions, arrivals)."""
-    staged = PartitionSpec(STAGE)
 
-    def mapped(shape: TableShape, *arguments: Any) -> Any:
-        return jax.shard_map(
-            partial(function, shape),
-            mesh=mesh,
-            in_specs=(state_specs, PartitionSpec(DATA), staged, staged),
-            out_specs=out_specs,
-            check_vma=False,
-        )(*arguments)
+    def mapped(shape: TableShape, state: Any, batch: Batch, *arrays: Any) -> Any:
+        tables = table_layout(of_state.axes, arrays)
+
+        def on_device(state: Any, batch: Batch, arrays: Any) -> Any:
+            return function(shape, state, batch, *tables.local(arrays))
+
+        in_specs = of_state.specs, PartitionSpec(DATA), tables.specs
+        return jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(
+            state, batch, arrays
+        )
 
     return jax.jit(mapped, static_argnums=0, compiler_options=IN_PLACE, **options)

@@ -15,10 +15,11 @@ from jaxpar.asynchronous.virtual_time import VirtualTime
 from jaxpar.exchange import EXCHANGES
 from jaxpar.exchange.exchange import DistributedState
 from jaxpar.layout import HELD, PER_REPLICA, REPLICATED, SHARDED, Layout, LeafLayout
-from jaxpar.strategies import Strategy
+from jaxpar.strategies import STRATEGIES, Strategy
 from tests.strategies.pipelines import Task, make, make_batch
 
 MLP = Task("mlp", "classification", layers=1)
+STAGED_MLP = MLP._replace(layers=4)
 N = 4
 DATA_PARALLEL = ("strategy=data_parallel", f"mesh.data={N}")
 CASES: dict[str, tuple[str, ...]] = {
@@ -38,6 +39,13 @@ ASYNC_CASES: dict[str, tuple[str, ...]] = {
     "local_sgd": ("policy=local_sgd", "num_workers=8", "interval=2"),
     "diloco": ("policy=diloco", "num_workers=16", "interval=2"),
     "model_average": ("policy=model_average", "num_workers=8", "interval=2"),
+}
+PIPELINE = ("strategy=pipeline", "mesh.stage=2", "pipeline.num_microbatches=4")
+PIPELINE_CASES: dict[str, tuple[str, ...]] = {
+    "1f1b": (*PIPELINE, "mesh.data=2", "pipeline.schedule=1f1b"),
+    "1f1b, private state": (*PIPELINE, "mesh.data=2", "pipeline.schedule=1f1b", "exchange=byteps_onebit"),
+    "zb_v": (*PIPELINE, "pipeline.schedule=zb_v"),
+    "zb_v, private state": (*PIPELINE, "mesh.data=2", "pipeline.schedule=zb_v", "exchange=byteps_onebit"),
 }
 # Where parameters and optimizer are, in a word.
 KINDS = {
@@ -103,6 +111,13 @@ def planned_nbytes(layout: Layout) -> list[int]:
     return [layout.nbytes_on(**number) for number in numbers]
 
 
+def assert_all_is_where_layout_says(tree: Any, layout: Layout, num_devices: int, note: Any) -> None:
+    leaves = jax.tree.leaves(layout.leaves, is_leaf=lambda node: isinstance(node, LeafLayout))
+    for array, leaf in zip(jax.tree.leaves(tree), leaves, strict=True):
+        assert_is_where_layout_says(array, leaf, layout.axes)
+    assert nbytes_by_device(tree, num_devices) == planned_nbytes(layout), note
+
+
 def states(strategy: Strategy[Any], task: Task) -> dict[str, Any]:
     """The state at its start, after a step, and as it comes from the canonical one; copied before a step takes it."""
     begun = strategy.init(jax.random.key(0))
@@ -120,10 +135,27 @@ def test_arrays_are_where_layouts_say(name: str) -> None:
     for when, state in states(strategy, MLP).items():
         trees = parts(state)
         for part, layout in layouts.items():
-            leaves = jax.tree.leaves(layout.leaves, is_leaf=lambda node: isinstance(node, LeafLayout))
-            for array, leaf in zip(jax.tree.leaves(trees[part]), leaves, strict=True):
-                assert_is_where_layout_says(array, leaf, layout.axes)
-            assert nbytes_by_device(trees[part], strategy.plan.num_devices) == planned_nbytes(layout), (when, part)
+            assert_all_is_where_layout_says(trees[part], layout, strategy.plan.num_devices, (when, part))
+
+
+@pytest.mark.parametrize("name", PIPELINE_CASES)
+def test_packed_arrays_are_where_layouts_say(name: str) -> None:
+    """On each device as many bytes as the fullest needs for the leaves that the layouts give it."""
+    strategy = make(STAGED_MLP, *(f"--config.{setting}" for setting in PIPELINE_CASES[name]))
+    layouts, num_devices = strategy.plan.layouts, strategy.plan.num_devices
+    packed = layouts["packed"]
+    assert bool(jax.tree.leaves(packed.shapes.private)) == ("private state" in name)
+    for when, state in states(strategy, STAGED_MLP).items():
+        assert_all_is_where_layout_says(state, packed, num_devices, when)
+        for part in ("params", "optimizer"):
+            assert layouts[part].kind == HELD
+            leaf_nbytes = planned_nbytes(layouts[part])
+            assert nbytes_by_device(getattr(state, part), num_devices) == [max(leaf_nbytes)] * num_devices, (when, part)
+
+
+def test_every_strategy_has_a_case() -> None:
+    cases = [*CASES.values(), *PIPELINE_CASES.values(), ASYNCHRONOUS]
+    assert {name for name in STRATEGIES for case in cases if f"strategy={name}" in case} == set(STRATEGIES)
 
 
 def async_parts(state: Any) -> dict[str, Any]:
@@ -154,10 +186,7 @@ def test_arrays_of_workers_and_servers_are_where_layouts_say(name: str) -> None:
         trees = async_parts(state)
         assert layouts.keys() - trees.keys() <= {"step", "copies", "history", "averages"}
         for part, tree in trees.items():
-            leaves = jax.tree.leaves(layouts[part].leaves, is_leaf=lambda node: isinstance(node, LeafLayout))
-            for array, leaf in zip(jax.tree.leaves(tree), leaves, strict=True):
-                assert_is_where_layout_says(array, leaf, layouts[part].axes)
-            assert nbytes_by_device(tree, num_devices) == planned_nbytes(layouts[part]), (when, part)
+            assert_all_is_where_layout_says(tree, layouts[part], num_devices, (when, part))
         for part, tree in stashed(state).items():
             now, most = nbytes_by_device(tree, num_devices), planned_nbytes(layouts[part])
             assert all(a <= b for a, b in zip(now, most, strict=True)), (when, part)

@@ -6,13 +6,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from flax import serialization
 
-from jaxpar.errors import accepted
+from jaxpar.layout import LeafLayout
 from jaxpar.optimizer import OPTIMIZERS
-from jaxpar.pipeline.executor import partition
-from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.executor.state import PackedState, StagedState
-from jaxpar.strategies.schedules import configured_table
+from jaxpar.strategies import Strategy
+from jaxpar.strategies.pipeline import PipelineDetails
 from tests.strategies.pipelines import (
     LEARNING_RATES,
     NUM_STEPS,
@@ -23,8 +23,6 @@ from tests.strategies.pipelines import (
     filled,
     make,
     make_batch,
-    make_config,
-    make_problem,
     named,
     outcome,
     pipeline,
@@ -70,22 +68,17 @@ def test_resuming_is_bitwise() -> None:
     assert_bitwise_equal(advance(strategy, TINY, half.tree, 4).tree, outcome(TINY, *overrides).tree)
 
 
-class Parts:
-    """What a strategy is made of, to look into its state."""
+def staged_state(strategy: Strategy[Any]) -> StagedState:
+    """The places of a pipeline's state, to look into it."""
+    details = strategy.plan.details
+    assert isinstance(details, PipelineDetails)
+    return details.state
 
-    def __init__(self, case: Case):
-        config = make_config(case.task, *case.overrides)
-        problem, table = make_problem(config, case.task), accepted(configured_table(config))
-        inputs, method = problem.model.inputs(problem.batch), config.pipeline.partition
-        bounds = accepted(partition.stage_bounds(problem.model, problem.batch, inputs, method, table.num_stages))
-        self.model = problem.model
-        self.stages = Stages(problem.model, bounds, table.stages, inputs, problem.task)
-        self.state = StagedState({"data": case.replicas, "stage": case.stages}, problem, self.stages)
 
-    def held(self, state: PackedState, device: int) -> Any:
-        """The parameters that a device holds, from its own memory."""
-        arrays = [next(s.data[0] for s in x.addressable_shards if s.index[0].start == device) for x in state.params]
-        return self.state.params.packing.unpack(self.stages.kinds[device], jax.device_get(arrays))
+def local_params(staged: StagedState, state: PackedState, device: int) -> Any:
+    """The parameters on a device, from its memory."""
+    arrays = [next(s.data[0] for s in x.addressable_shards if s.index[0].start == device) for x in state.params]
+    return staged.params.packing.unpack(staged.stages.kinds[device], jax.device_get(arrays))
 
 
 def nbytes(tree: Any) -> int:
@@ -103,30 +96,37 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
-def test_a_device_holds_its_own_layers_and_no_more(case: Case) -> None:
+def test_a_device_holds_its_layers_and_no_more(case: Case) -> None:
     """In bytes: what the fullest one needs for its layers and copies of arrays tied to them; 5% above it at most."""
-    parts, strategy = Parts(case), shared(case.task, *case.overrides)
+    strategy = shared(case.task, *case.overrides)
+    staged, layout = staged_state(strategy), strategy.plan.layouts["params"]
     tree = filled(start(case.task))
     state = strategy.from_canonical(tree)
-    ties = parts.model.ties
-    own_bytes: list[int] = []
+    stages, model = staged.stages, staged.stages.model
+    expected_bytes: list[int] = []
     on: dict[str, Any] = {}
-    for device, stages in enumerate(parts.stages.placement):
-        spans = [parts.stages.bounds[stage : stage + 2] for stage in stages]
-        names = {layer.name for begin, end in spans for layer in parts.model.layers[begin:end]}
-        copies = [tie for tie in ties if tie.layer in names and tie.source not in names]
-        own_bytes.append(nbytes([tree["params"][name] for name in names]))
-        own_bytes[-1] += nbytes([tree["params"][tie.source][tie.source_name] for tie in copies])
+    for device, chunks in enumerate(stages.placement):
+        spans = [stages.bounds[stage : stage + 2] for stage in chunks]
+        names = {layer.name for begin, end in spans for layer in model.layers[begin:end]}
+        copies = [tie for tie in model.ties if tie.layer in names and tie.source not in names]
+        expected_bytes.append(nbytes([tree["params"][name] for name in names]))
+        expected_bytes[-1] += nbytes([tree["params"][tie.source][tie.source_name] for tie in copies])
         on |= dict.fromkeys(names, device)
-    by_device = [0] * len(own_bytes)
+    by_device = [0] * len(expected_bytes)
     for array in state.params:
         for shard in array.addressable_shards:
             by_device[shard.index[0].start or 0] += shard.data.nbytes // case.replicas
-    assert max(by_device) <= 1.05 * max(own_bytes)
-    assert max(by_device) == parts.state.params.packing.nbytes
+    assert max(by_device) <= 1.05 * max(expected_bytes)
+    assert max(by_device) == staged.params.packing.nbytes
+    assert [layout.nbytes_on(stage=device) for device in range(case.stages)] == expected_bytes
+    devices = serialization.to_state_dict(
+        jax.tree.map(
+            lambda leaf: set(leaf.holders.numbers), layout.leaves, is_leaf=lambda node: isinstance(node, LeafLayout)
+        )
+    )
     # No number of the embedding, the head or any other layer is anywhere but where it belongs.
-    for device in range(len(own_bytes)):
-        held = np.concatenate(
+    for device in range(case.stages):
+        numbers = np.concatenate(
             [
                 np.asarray(shard.data).ravel()
                 for array in state.params
@@ -137,10 +137,13 @@ def test_a_device_holds_its_own_layers_and_no_more(case: Case) -> None:
         for name, layer in tree["params"].items():
             for path, leaf in jax.tree_util.tree_leaves_with_path(layer):
                 is_copy = any(
-                    (name, path[0].key) == (tie.source, tie.source_name) and on[tie.layer] == device for tie in ties
+                    (name, path[0].key) == (tie.source, tie.source_name) and on[tie.layer] == device
+                    for tie in model.ties
                 )
-                expected = on[name] == device or is_copy
-                assert np.isin(leaf, held).all() if expected else not np.isin(leaf, held).any(), (name, path, device)
+                is_here, expected = np.isin(leaf, numbers), on[name] == device or is_copy
+                planned = functools.reduce(lambda node, key: node[key.key], path, devices[name])
+                assert (device in planned) == expected
+                assert is_here.all() if expected else not is_here.any(), (name, path, device)
 
 
 @pytest.mark.parametrize(
@@ -156,12 +159,12 @@ def test_a_device_holds_its_own_layers_and_no_more(case: Case) -> None:
 )
 def test_copies_of_tied_arrays_stay_equal(case: Case) -> None:
     """Bitwise, through steps of training."""
-    parts, strategy = Parts(case), shared(case.task, *case.overrides)
-    state = strategy.from_canonical(start(case.task))
-    before = parts.held(state, 0)["embed"]["tokens"]
+    strategy = shared(case.task, *case.overrides)
+    staged, state = staged_state(strategy), strategy.from_canonical(start(case.task))
+    before = local_params(staged, state, 0)["embed"]["tokens"]
     for step in range(3):
         state, _ = strategy.step(state, strategy.place(make_batch(case.task, step)))
-    first, last = parts.held(state, 0), parts.held(state, case.stages - 1)
+    first, last = local_params(staged, state, 0), local_params(staged, state, case.stages - 1)
     assert list(last["embed"]) == ["tokens"]
     np.testing.assert_array_equal(last["embed"]["tokens"], first["embed"]["tokens"])
     assert np.abs(first["embed"]["tokens"] - before).min() > 0
@@ -176,7 +179,7 @@ def evaluators(task: Task) -> tuple[Any, Any, Any, Any]:
 
 @pytest.mark.parametrize("size", [2, 6, 10, 16, 24])
 def test_evaluation_of_any_batch_size(size: int) -> None:
-    """Whatever the microbatches of training divide: the rows of a replica are 1, 3, 5, 8, 12."""
+    """Whatever the microbatches of training divide: the examples of a replica are 1, 3, 5, 8, 12."""
     task = Task("gpt", "causal_lm")
     single, state, piped, packed = evaluators(task)
     batch = make_batch(task, 1, size)

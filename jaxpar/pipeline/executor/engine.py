@@ -17,14 +17,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar import step as steps
-from jaxpar.exchange.fuse import AllReduce
 from jaxpar.exchange.reduce import psum_small
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Batch
 from jaxpar.pipeline.executor.lowering import INBOXES, NONE, Actions, Arrivals, TableShape
 from jaxpar.pipeline.executor.packing import Packed, Packing
 from jaxpar.pipeline.executor.programs import StageInputs, StagePrograms
-from jaxpar.pipeline.executor.state import PackedState, StagedState, StageUpdate, local, stacked
+from jaxpar.pipeline.executor.state import PackedState, StagedState, StageUpdate
 from jaxpar.pipeline.executor.timeline import Timeline
 from jaxpar.step import Metrics
 from jaxpar.tasks import Sums
@@ -205,43 +204,43 @@ class PipelineEngine:
 
 
 def pipeline_step(
-    staged: StagedState, all_reduce: AllReduce, remat: str, timeline: Timeline | None = None
+    staged: StagedState, remat: str, timeline: Timeline | None = None
 ) -> Callable[..., tuple[PackedState, Metrics]]:
-    """Return a device's part of a step: all actions of the table, then the exchange of gradients and the update."""
+    """Return a device's part of a step: all actions of the table, then the exchange of gradients and the update.
+
+    It takes the table's shape, the state, the batch and the table's arrays, all but the state local.
+    """
 
     def step(
         shape: TableShape, state: PackedState, batch: Batch, actions: Any, arrivals: Any
     ) -> tuple[PackedState, Metrics]:
-        state = PackedState(
-            state.step, state.key, local(state.params), local(state.optimizer), local(local(state.private))
-        )
+        state = staged.packed.local(state)
         rows = steps.microbatches(batch, shape.num_microbatches)
         key = steps.dropout_key(state.key, state.step)
         weight = jax.lax.pmean(steps.batch_weight(batch), DATA)  # so that gradients are replicas' means
         engine = make_engine(staged, shape, rows, key, remat, timeline)
-        local_grads, local_sums = engine.run(local((actions, arrivals)), state.params, rows, key, weight)
+        local_grads, local_sums = engine.run((actions, arrivals), state.params, rows, key, weight)
         nonfinite_count = steps.nonfinite_count(local_grads)  # which a compressor may hide
         sums, nonfinite_count = psum_small((local_sums, nonfinite_count), (DATA, STAGE))
-        grads, residuals = all_reduce.mean(local_grads, state.private)
+        grads, residuals = staged.all_reduce.mean(local_grads, state.private)
         update = StageUpdate(staged, jax.lax.axis_index(STAGE))
         for tie in update.copied:  # the gradient of an array that several devices use is the sum of theirs
             grads = update.replace(tie, grads, jax.lax.psum(update.part(tie, grads), STAGE))
         grad_norm = jnp.sqrt(jax.lax.psum(update.squares(grads), STAGE))
         after, metrics = update(state, grads, sums, jnp.where(nonfinite_count == 0, grad_norm, jnp.nan))
         residuals = jax.tree.map(lambda new, old: jnp.where(metrics.finite, new, old), residuals, state.private)
-        packed = stacked((after.params, after.optimizer, stacked(residuals)))
-        return PackedState(after.step, after.key, *packed), metrics
+        return staged.packed.out(after._replace(private=residuals)), metrics
 
     return step
 
 
 def pipeline_evaluation(staged: StagedState) -> Callable[..., Sums]:
-    """Return a device's part of the forward pass without dropout."""
+    """Return a device's part of the forward pass without dropout; its arguments: see `pipeline_step`."""
 
     def evaluate(shape: TableShape, params: Packed, batch: Batch, actions: Any, arrivals: Any) -> Sums:
         rows = steps.microbatches(batch, shape.num_microbatches)
         engine = make_engine(staged, shape, rows, None, "none")
-        _, sums = engine.run(local((actions, arrivals)), local(params), rows, None, jnp.ones(()))
+        _, sums = engine.run((actions, arrivals), staged.params.packed.local(params), rows, None, jnp.ones(()))
         return jax.lax.psum(sums, (DATA, STAGE))
 
     return evaluate

@@ -5,11 +5,16 @@ A device has stashes, of what one of its actions keeps for a later one, and two 
 needs at its fullest clock, and no more. The stash between F and B has the table's own slots.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxpar import layout
+from jaxpar.layout import Layout
+from jaxpar.mesh import STAGE
 from jaxpar.pipeline.tables.table import PHASE_OF_KIND, Table, device_of_stage, receiver
+from jaxpar.step import abstract
 
 NONE = -1
 # The buffers: the inboxes of F and of B, and stashes by (phase that writes, last phase that reads), where the phase of
@@ -85,6 +90,11 @@ class LoweredTable(NamedTuple):
     shape: TableShape
     actions: tuple[Actions, ...]  # by phase
     arrivals: tuple[Arrivals, ...]  # by route
+
+
+def table_layout(axes: Mapping[str, int], arrays: Any) -> Layout:
+    """Return the layout of a table's arrays, [device, clock]: each device of the stage axis has its own, [clock]."""
+    return layout.per_replica(axes, abstract(arrays, 1), STAGE)
 
 
 class _Transfer(NamedTuple):

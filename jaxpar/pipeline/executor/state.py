@@ -11,17 +11,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from flax import serialization
+from jax.sharding import Mesh, PartitionSpec
 
+from jaxpar import layout
 from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar.addresses import Address, addresses
+from jaxpar.exchange.fuse import AllReduce
 from jaxpar.launch import processes
 from jaxpar.layout import Holders, Layout, LeafLayout
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.pipeline.executor.packing import Packed, Packing
 from jaxpar.pipeline.executor.stages import Stages
-from jaxpar.state import State
+from jaxpar.state import Canonical, State
 from jaxpar.step import Metrics, Problem
 from jaxpar.tasks import Sums
 
@@ -40,27 +43,13 @@ class PackedState(NamedTuple):
     private: Any = ()
 
 
-SPECS = PackedState(
-    PartitionSpec(), PartitionSpec(), PartitionSpec(STAGE), PartitionSpec(STAGE), PartitionSpec(STAGE, DATA)
-)
-
-
-def local(tree: Any) -> Any:
-    """Return a device's part, inside `shard_map`, of arrays with a leading dim of the devices."""
-    return jax.tree.map(lambda x: x[0], tree)
-
-
-def stacked(tree: Any) -> Any:
-    """Return what a device gives `shard_map`: the reverse of `local`."""
-    return jax.tree.map(lambda x: x[None], tree)
-
-
 class StagedTree:
     """A tree with an array for each parameter, or several, on the devices of a pipeline.
 
     Attributes:
       layout: which devices hold each leaf of the canonical tree.
       packing: of what devices hold, by kind.
+      packed: the layout of the packed arrays.
     """
 
     def __init__(self, axes: Mapping[str, int], function: Callable[[Any], Any], stages: Stages):
@@ -69,6 +58,7 @@ class StagedTree:
         like = jax.eval_shape(function, shapes)
         held = [stages.select(shapes, device) for device in stages.examples]
         self.packing = Packing([jax.eval_shape(function, params) for params in held])
+        self.packed = layout.per_replica(axes, tuple(self.packing.shapes), STAGE)
         number = {address: i for i, address in enumerate(addresses(function, shapes))}
         # Of each device, the leaves of the canonical tree that it holds, in the order of its own tree.
         self._numbers: list[list[int]] = []
@@ -111,6 +101,11 @@ class StagedTree:
             packed.append(self.packing.pack(kind, held, np))
         return packed
 
+    def distribute(self, tree: Any, mesh: Mesh) -> Packed:
+        """Return the packed arrays of a canonical tree, over the mesh."""
+        arrays = zip(*self.scatter(tree), self.packed.abstract(mesh), strict=True)
+        return tuple(_on_mesh(by_device, like) for *by_device, like in arrays)
+
     def collect(self, packed: Sequence[np.ndarray]) -> Any:
         """Return the canonical tree of what all devices hold, each leaf from the device that owns it."""
         leaves: list[Any] = [None] * self._num_leaves
@@ -133,17 +128,24 @@ class StagedState:
     Attributes:
       params: the parameters that devices hold.
       optimizer: likewise the optimizer's state.
+      all_reduce: how replicas agree on gradients.
+      private: the layout of what all_reduce has on each replica.
+      packed: the layout of a PackedState.
     """
 
-    def __init__(self, axes: Mapping[str, int], problem: Problem, stages: Stages):
-        self.problem, self.stages = problem, stages
+    def __init__(self, axes: Mapping[str, int], problem: Problem, stages: Stages, all_reduce: AllReduce):
+        self.problem, self.stages, self.all_reduce = problem, stages, all_reduce
         self.params = StagedTree(axes, lambda params: params, stages)
         self.optimizer = StagedTree(axes, problem.optimizer.init, stages)
+        self.private = layout.made_by_replicas(axes, self._init_private, DATA, STAGE)
+        like = states.abstract_state(problem.model, problem.optimizer)
+        step, key = layout.replicated(axes, like.step), layout.replicated(axes, like.key)
+        self.packed = layout.join(PackedState(step, key, self.params.packed, self.optimizer.packed, self.private))
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        """The layouts of params and optimizer."""
-        return {"params": self.params.layout, "optimizer": self.optimizer.layout}
+        """The layouts of the canonical params and optimizer, and of the arrays that they are packed into."""
+        return {"params": self.params.layout, "optimizer": self.optimizer.layout, "packed": self.packed}
 
     def init(self, key: jax.Array, mesh: Mesh) -> PackedState:
         """Return the state at step 0. Each device makes its part alone."""
@@ -160,46 +162,53 @@ class StagedState:
 
             kinds = [partial(of_kind, kind) for kind in range(len(self.stages.examples))]
             params, optimizer = jax.lax.switch(jnp.asarray(self.stages.kinds)[device], kinds)
-            return PackedState(jnp.zeros((), jnp.int32), run_key, stacked(params), stacked(optimizer))
+            state = PackedState(jnp.zeros((), jnp.int32), run_key, params, optimizer, self._init_private())
+            return self.packed.out(state)
 
-        return jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=PartitionSpec(), out_specs=SPECS, check_vma=False))(
-            key
-        )
+        specs = {"in_specs": PartitionSpec(), "out_specs": self.packed.specs}
+        return jax.jit(jax.shard_map(on_device, mesh=mesh, check_vma=False, **specs))(key)
 
-    def shapes(self, num_devices: int) -> PackedState:
-        """Return the shapes and dtypes of the packed arrays, without private state."""
-        like = states.abstract_state(self.problem.model, self.problem.optimizer)
+    def init_private(self, mesh: Mesh) -> Any:
+        """Return the private state at step 0."""
 
-        def global_shapes(packing: Packing) -> Any:
-            return tuple(jax.ShapeDtypeStruct((num_devices, *x.shape), x.dtype) for x in packing.shapes)
+        def on_device() -> Any:
+            return self.private.out(self._init_private())
 
-        return PackedState(
-            like.step, like.key, global_shapes(self.params.packing), global_shapes(self.optimizer.packing)
-        )
+        specs = {"in_specs": (), "out_specs": self.private.specs}
+        return jax.jit(jax.shard_map(on_device, mesh=mesh, check_vma=False, **specs))()
 
-    def distribute(self, state: State, mesh: Mesh) -> PackedState:
-        """Return a state of all layers on its devices. Leaves may be NumPy arrays, or on any device."""
-        step, key = jax.device_put((state.step, state.key), NamedSharding(mesh, PartitionSpec()))
-        params, optimizer = self.params.scatter(state.params), self.optimizer.scatter(state.optimizer)
-        return PackedState(step, key, _put(params, mesh), _put(optimizer, mesh))
+    def distribute(self, state: State, private: Canonical | None, mesh: Mesh) -> PackedState:
+        """Return a state of all layers on its devices. Leaves may be NumPy arrays, or on any device.
+
+        Args:
+          state: canonical.
+          private: of each replica, by name; None or empty: as at step 0.
+          mesh: of the devices.
+        """
+        shardings = self.packed.shardings(mesh)
+        step, key = jax.device_put((state.step, state.key), (shardings.step, shardings.key))
+        params, optimizer = self.params.distribute(state.params, mesh), self.optimizer.distribute(state.optimizer, mesh)
+        if private:
+            tree = serialization.from_state_dict(self.private.shapes, private)
+            return PackedState(step, key, params, optimizer, jax.device_put(tree, shardings.private))
+        return PackedState(step, key, params, optimizer, self.init_private(mesh))
 
     def gather(self, state: PackedState) -> State:
         """Return the state of all layers; its arrays are NumPy's."""
         step, key, params, optimizer = processes.fetch(state[:4])
         return State(step, key, self.params.collect(params), self.optimizer.collect(optimizer))
 
+    def _init_private(self) -> Any:
+        return self.all_reduce.init(self.params.packing.shapes)
 
-def _put(packed: Sequence[Packed], mesh: Mesh) -> Packed:
-    """What each device holds as arrays over the mesh."""
-    sharding = NamedSharding(mesh, PartitionSpec(STAGE))
 
-    def put(parts: Sequence[Any]) -> jax.Array:
-        def of_devices(index: Any) -> np.ndarray:
-            return np.stack(parts[index[0]])
+def _on_mesh(by_device: Sequence[np.ndarray], like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return the array over the mesh that has each device's in its leading dim. like: it, with its sharding."""
 
-        return jax.make_array_from_callback((len(parts), *parts[0].shape), sharding, of_devices)
+    def of_devices(index: Any) -> np.ndarray:
+        return np.stack(by_device[index[0]])
 
-    return tuple(put(parts) for parts in zip(*packed, strict=True))
+    return jax.make_array_from_callback(like.shape, like.sharding, of_devices)
 
 
 class StageUpdate:
