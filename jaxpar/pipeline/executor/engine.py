@@ -80,7 +80,7 @@ class PipelineEngine:
         self,
         plan: tuple[tuple[Actions, ...], tuple[Arrivals, ...]],
         params: Packed,
-        rows: Batch,
+        microbatches: Batch,
         key: jax.Array | None,
         weight: jax.Array,
     ) -> tuple[Packed, Sums]:
@@ -89,7 +89,7 @@ class PipelineEngine:
         Args:
           plan: this device's part of LoweredTable.actions and LoweredTable.arrivals: arrays over clocks.
           params: what the device holds, packed.
-          rows: [m, B, ..] all microbatches of this replica.
+          microbatches: [m, B, ..] all microbatches of this replica.
           key: of the step's dropout.
           weight: of the global batch.
         """
@@ -99,7 +99,9 @@ class PipelineEngine:
         def inputs(number: int, action: Actions) -> StageInputs:
             """Without x and dy."""
             part = programs.params(number, self.packing.unpack(programs.kind(number), params))
-            taken = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, action.microbatch, 0, keepdims=False), rows)
+            taken = jax.tree.map(
+                lambda x: jax.lax.dynamic_index_in_dim(x, action.microbatch, 0, keepdims=False), microbatches
+            )
             return StageInputs(part, taken, key, shifts[programs.chunk(number)], weight)
 
         def clock(carry: Carry, now: tuple[tuple[Actions, ...], tuple[Arrivals, ...]]) -> tuple[Carry, None]:
@@ -215,11 +217,11 @@ def pipeline_step(
         shape: TableShape, state: PackedState, batch: Batch, actions: Any, arrivals: Any
     ) -> tuple[PackedState, Metrics]:
         state = staged.packed.local(state)
-        rows = steps.microbatches(batch, shape.num_microbatches)
+        microbatches = steps.microbatches(batch, shape.num_microbatches)
         key = steps.dropout_key(state.key, state.step)
         weight = jax.lax.pmean(steps.batch_weight(batch), DATA)  # so that gradients are replicas' means
-        engine = make_engine(staged, shape, rows, key, remat, timeline)
-        local_grads, local_sums = engine.run((actions, arrivals), state.params, rows, key, weight)
+        engine = make_engine(staged, shape, microbatches, key, remat, timeline)
+        local_grads, local_sums = engine.run((actions, arrivals), state.params, microbatches, key, weight)
         nonfinite_count = steps.nonfinite_count(local_grads)  # which a compressor may hide
         sums, nonfinite_count = psum_small((local_sums, nonfinite_count), (DATA, STAGE))
         grads, residuals = staged.all_reduce.mean(local_grads, state.private)
@@ -238,9 +240,9 @@ def pipeline_evaluation(staged: StagedState) -> Callable[..., Sums]:
     """Return a device's part of the forward pass without dropout; its arguments: see `pipeline_step`."""
 
     def evaluate(shape: TableShape, params: Packed, batch: Batch, actions: Any, arrivals: Any) -> Sums:
-        rows = steps.microbatches(batch, shape.num_microbatches)
-        engine = make_engine(staged, shape, rows, None, "none")
-        _, sums = engine.run((actions, arrivals), staged.params.packed.local(params), rows, None, jnp.ones(()))
+        microbatches = steps.microbatches(batch, shape.num_microbatches)
+        engine = make_engine(staged, shape, microbatches, None, "none")
+        _, sums = engine.run((actions, arrivals), staged.params.packed.local(params), microbatches, None, jnp.ones(()))
         return jax.lax.psum(sums, (DATA, STAGE))
 
     return evaluate
@@ -249,7 +251,7 @@ def pipeline_evaluation(staged: StagedState) -> Callable[..., Sums]:
 def make_engine(
     staged: StagedState,
     shape: TableShape,
-    rows: Batch,
+    microbatches: Batch,
     key: jax.Array | None,
     remat: str,
     timeline: Timeline | None = None,
@@ -257,9 +259,9 @@ def make_engine(
     """Trace the stages' programs, and make the engine that runs them.
 
     Args:
-      rows: [m, B, ..] the microbatches, abstract or not.
+      microbatches: [m, B, ..] the microbatches, abstract or not.
       key: of dropout, likewise; None: without.
     """
-    microbatch, like = steps.abstract(rows, 1), steps.abstract(key)
+    microbatch, like = steps.abstract(microbatches, 1), steps.abstract(key)
     programs = StagePrograms(staged.stages, microbatch, like, num_phases=shape.num_phases, remat=remat)
     return PipelineEngine(programs, staged.params.packing, shape, timeline)

@@ -31,16 +31,16 @@ class StageInputs(NamedTuple):
 
     Attributes:
       params: of the stage's layers, and what is tied to them.
-      rows: the microbatch.
+      microbatch: its examples.
       key: of the step's dropout; None when evaluating.
       shift: layer-index offset from the stage that the program was traced for, for dropout.
       weight: of the global batch, by which losses are divided.
-      x: for F: the stage's input; None at stage 0, whose input is in the rows.
+      x: for F: the stage's input; None at stage 0, whose input is in the microbatch.
       dy: for B: the gradient of the stage's output; None at the last stage, whose output is the loss.
     """
 
     params: Any
-    rows: Batch
+    microbatch: Batch
     key: Any
     shift: Any
     weight: Any
@@ -96,12 +96,12 @@ class StagePrograms:
       programs: by number.
     """
 
-    def __init__(self, stages: Stages, rows: Batch, key: jax.Array | None, *, num_phases: int, remat: str):
+    def __init__(self, stages: Stages, microbatch: Batch, key: jax.Array | None, *, num_phases: int, remat: str):
         """Trace the programs.
 
         Args:
           stages: which layers are where.
-          rows: a microbatch, abstract.
+          microbatch: a microbatch, abstract.
           key: of dropout, abstract; None: without.
           num_phases: see the attribute.
           remat: full, none, dots: what the backward pass finds saved.
@@ -117,7 +117,7 @@ class StagePrograms:
             if number not in traced:
                 device = stages.examples[self.kind(number)]
                 params = self.params(number, stages.select(stages.model.shapes, device))
-                inputs = StageInputs(params, rows, key, scalar(jnp.int32), scalar(jnp.float32), x)
+                inputs = StageInputs(params, microbatch, key, scalar(jnp.int32), scalar(jnp.float32), x)
                 stage = int(stages.placement[device, self.chunk(number)])
                 traced[number] = trace_stage(stages, stage, inputs, num_phases=num_phases, remat=remat)
             x = traced[number].y
@@ -204,11 +204,11 @@ def input_origins(inputs: StageInputs) -> list[Origin]:
     def of(part: Any, source: Origin) -> Any:
         return jax.tree.map(lambda _: source, part)
 
-    rows = {name: of(row, "kept" if name == "inputs" else "free") for name, row in inputs.rows.items()}
+    microbatch = {name: of(x, "saved" if name == "inputs" else "free") for name, x in inputs.microbatch.items()}
     spread = StageInputs(
         of(inputs.params, "free"),
-        rows,
-        of(inputs.key, "kept"),
+        microbatch,
+        of(inputs.key, "saved"),
         of(inputs.shift, "free"),
         of(inputs.weight, "free"),
         of(inputs.x, 0),
@@ -228,8 +228,10 @@ class _Stage(NamedTuple):
 
     def layers(self, inputs: StageInputs, params: Any, x: Activations, start: int, stop: int) -> Activations:
         """Without a scan: it would stack the weights for every microbatch, and make dX and dW at once."""
-        keys_B = None if inputs.key is None else example_keys(inputs.key, inputs.rows)
-        return self.model.apply_layers(params, x, inputs.rows, keys_B, start, stop, shift=inputs.shift, scan=False)
+        keys_B = None if inputs.key is None else example_keys(inputs.key, inputs.microbatch)
+        return self.model.apply_layers(
+            params, x, inputs.microbatch, keys_B, start, stop, shift=inputs.shift, scan=False
+        )
 
     def forward(self, inputs: StageInputs, params: Any, x: Any, bump: Any) -> tuple[Activations, Sums | None]:
         """What is differentiated, the output or the loss; and the sums of a last stage.
@@ -238,13 +240,13 @@ class _Stage(NamedTuple):
           bump: zeros to be added to the output of the first layer, or None.
         """
         start, stop = self.span
-        x = inputs.rows["inputs"] if self.is_first else x
+        x = inputs.microbatch["inputs"] if self.is_first else x
         if bump is not None:
             x, start = jax.tree.map(_add, self.layers(inputs, params, x, start, start + 1), bump), start + 1
         y = self.layers(inputs, params, x, start, stop)
         if not self.is_last:
             return y, None
-        sums = self.task.sums(y, inputs.rows)
+        sums = self.task.sums(y, inputs.microbatch)
         return mean_loss(sums.loss, inputs.weight), sums
 
     def phases(self, inputs: StageInputs, *, num_phases: int, remat: str) -> list[StageOutputs]:
@@ -255,7 +257,7 @@ class _Stage(NamedTuple):
         bump, (start, stop) = None, self.span
         if num_phases == 3 and self.is_first and stop - start > 1:
             # Nobody waits for dX of stage 0, so all would be W. Its B is what leads to dX of its second layer.
-            first = partial(self.layers, inputs, inputs.params, inputs.rows["inputs"], start, start + 1)
+            first = partial(self.layers, inputs, inputs.params, inputs.microbatch["inputs"], start, start + 1)
             bump = jax.tree.map(_zeros_of_float, jax.eval_shape(first))
         function = forward if remat in ("none", "full") else jax.checkpoint(forward, policy=REMAT_POLICIES[remat])
         y, pullback, sums = jax.vjp(function, inputs.params, inputs.x, bump, has_aux=True)

@@ -19,9 +19,9 @@ from jax.extend import core
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 REMAT_CALLS = {"remat2": "jaxpr", "checkpoint": "jaxpr"}
 
-# Where an input of the jaxpr comes from: "free" and "kept" are at hand in every action, and what follows from free ones
+# Where an input of the jaxpr comes from: "free" and "saved" are at hand in every action, and what follows from "free"
 # alone is computed again wherever it is needed; an int: it is given to the action of this number alone.
-Origin = Literal["free", "kept"] | int
+Origin = Literal["free", "saved"] | int
 Saved = Mapping[tuple[int, int], Any]  # (made by action, last used by action) -> list of values
 
 
@@ -82,8 +82,8 @@ def _cheap(jaxpr: Any, sources: Sequence[Origin]) -> dict[int, bool]:
     for equation in jaxpr.eqns:
         origins = {origin[var] for var in _variables(equation.invars)}
         are_keys = all(jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key) for var in equation.outvars)
-        is_cheap[id(equation)] = origins <= {"free"} or (origins <= {"free", "kept"} and are_keys)
-        kind = "free" if origins <= {"free"} else "kept" if origins <= {"free", "kept"} else 0
+        is_cheap[id(equation)] = origins <= {"free"} or (origins <= {"free", "saved"} and are_keys)
+        kind = "free" if origins <= {"free"} else "saved" if origins <= {"free", "saved"} else 0
         origin |= dict.fromkeys(equation.outvars, kind)
     return is_cheap
 
@@ -93,14 +93,14 @@ def _needed(
 ) -> list[Any]:
     """The equations of one action: its own, and the cheap ones that it uses."""
     wanted = set(_variables(outputs))
-    kept = []
+    needed = []
     # Its own equations also make what later actions need of them.
     for equation in reversed(jaxpr.eqns):
-        is_own = any(maker.get(var) == action for var in equation.outvars)
-        if is_own or (is_cheap[id(equation)] and wanted.intersection(equation.outvars)):
-            kept.append(equation)
+        is_of_action = any(maker.get(var) == action for var in equation.outvars)
+        if is_of_action or (is_cheap[id(equation)] and wanted.intersection(equation.outvars)):
+            needed.append(equation)
             wanted.update(_variables(equation.invars))
-    return kept[::-1]
+    return needed[::-1]
 
 
 def _runner(

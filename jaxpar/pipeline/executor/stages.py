@@ -99,7 +99,7 @@ class Stages:
                 used.setdefault(tie.source, {})[tie.source_name] = held[tie.source][tie.source_name]
         return used
 
-    def own_names(self, device: int) -> dict[str, str]:
+    def local_names(self, device: int) -> dict[str, str]:
         """Return the device's layers by the names that stand for them in its kind's program."""
         example = self.examples[self.kinds[device]]
         names = dict(zip(self.layer_names(example), self.layer_names(device), strict=True))

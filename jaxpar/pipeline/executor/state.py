@@ -64,7 +64,7 @@ class StagedTree:
         self._numbers: list[list[int]] = []
         of_kinds = [addresses(function, params) for params in held]
         for device, kind in enumerate(stages.kinds):
-            names = stages.own_names(device)
+            names = stages.local_names(device)
             self._numbers.append([number[_of_device(address, names)] for address in of_kinds[kind]])
         self._kinds, self._structure = stages.kinds, jax.tree.structure(like)
         self._num_leaves = len(number)

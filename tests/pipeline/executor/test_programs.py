@@ -83,17 +83,17 @@ def expected(stage: Stage) -> list[Any]:
     """Outputs (of a last stage: loss, right answers, weight), dX where there is one, dW: by jax.grad, uncut."""
     model, given = stage.stages.model, stage.given
     start, stop = stage.stages.span(stage.device, 0)
-    keys_B = jnp.stack([jax.random.fold_in(given.key, int(i)) for i in given.rows["index"]])
+    keys_B = jnp.stack([jax.random.fold_in(given.key, int(i)) for i in given.microbatch["index"]])
 
     def forward(params: Any, x: Any) -> jax.Array:
-        x = given.rows["inputs"] if x is None else x
-        return model.apply_layers(params, x, given.rows, keys_B, start, stop)
+        x = given.microbatch["inputs"] if x is None else x
+        return model.apply_layers(params, x, given.microbatch, keys_B, start, stop)
 
     def target(params: Any, x: Any) -> tuple[jax.Array, Any]:
         y = forward(params, x)
         if given.dy is not None:
             return jnp.vdot(y, given.dy), y
-        loss, sums = by_hand(y, given.rows)
+        loss, sums = by_hand(y, given.microbatch)
         return loss / WEIGHT, sums
 
     number = (0,) if given.x is None else (0, 1)
@@ -225,17 +225,17 @@ def test_a_program_stands_for_other_layers() -> None:
     bounds = (0, 1, 2, 3, 6, 7)
     one = make_stage(*GPT, bounds, 1)
     model: Model = one.stages.model
-    stages = Stages(model, (0, 1, 2, 3, 4, 5, 7), loop_stages(6, 1), model.inputs(abstract(one.given.rows)), TASK)
+    stages = Stages(model, (0, 1, 2, 3, 4, 5, 7), loop_stages(6, 1), model.inputs(abstract(one.given.microbatch)), TASK)
     assert (stages.kinds[4], stages.examples[1]) == (1, 1)
     params = make_params(model)
-    names = stages.own_names(4)
+    names = stages.local_names(4)
     given = one.given._replace(
         params={name: params[own] for name, own in names.items()}, shift=jnp.int32(stages.shifts[4, 0])
     )
     program = trace_stage(stages, 1, abstract(given._replace(dy=None)), num_phases=2, remat="none")
     (y_BTD,), _ = fast_jit(partial(run_actions, program.cut, one.origins))(jax.tree.leaves(given))
-    keys_B = jnp.stack([jax.random.fold_in(given.key, int(i)) for i in given.rows["index"]])
-    wanted = fast_jit(partial(model.apply_layers, start=4, stop=5))(params, given.x, given.rows, keys_B)
+    keys_B = jnp.stack([jax.random.fold_in(given.key, int(i)) for i in given.microbatch["index"]])
+    wanted = fast_jit(partial(model.apply_layers, start=4, stop=5))(params, given.x, given.microbatch, keys_B)
     np.testing.assert_allclose(y_BTD, wanted, rtol=1e-5, atol=1e-6)
 
 
@@ -244,9 +244,9 @@ def test_a_stage_is_traced_once() -> None:
     stage = make_stage("gpt", "causal_lm", (0, 2, 4, 6), 1)
     cut = stage.trace(2, "none").cut
     assert stage.trace(2, "none").cut is cut
-    rows = {name: x if x.ndim == 1 else x[:, 1:] for name, x in stage.given.rows.items()}
+    rows = {name: x if x.ndim == 1 else x[:, 1:] for name, x in stage.given.microbatch.items()}
     x = jax.tree.map(lambda x: x[:, 1:], stage.given.x)
-    shorter = stage._replace(given=stage.given._replace(rows=rows, x=x))
+    shorter = stage._replace(given=stage.given._replace(microbatch=rows, x=x))
     others = [stage.trace(3, "none"), stage.trace(2, "full"), shorter.trace(2, "none")]
     assert all(other.cut is not cut for other in others)
     again = make_stage("gpt", "causal_lm", (0, 2, 4, 6), 1)  # of another model

@@ -166,7 +166,7 @@ def test_custom_rules_survive() -> None:
 def test_random_numbers_are_drawn_once() -> None:
     """What is drawn from the key is saved, not drawn again; the key is not saved, nor what follows from free inputs."""
     key, (x_BD, dy_BD), scale_B = jax.random.key(3), x_and_dy(), jnp.arange(1.0, 1 + B)
-    sources: list[Origin] = ["kept", "free", 0, 1]
+    sources: list[Origin] = ["saved", "free", 0, 1]
 
     def function(x_BD: jax.Array, key: jax.Array, scale_B: jax.Array) -> jax.Array:
         keep_BD = jax.random.bernoulli(jax.random.fold_in(key, 5), 0.5, x_BD.shape)

@@ -31,7 +31,7 @@ class Peer:
     def __init__(self, programs: StagePrograms, params: Params, stage: int):
         stages = programs.stages
         (device, chunk), *_ = np.argwhere(stages.placement == stage).tolist()
-        self.names = stages.own_names(device)
+        self.names = stages.local_names(device)
         self.number = int(programs.numbers[device, chunk])
         own = stages.select(params, device)
         held = programs.params(self.number, {name: own[mine] for name, mine in self.names.items()})
@@ -42,7 +42,7 @@ class Peer:
 
     def act(self, phase: int, microbatch: int, rows: Any, **received: Any) -> StageOutputs:
         saved = self.saved.setdefault(microbatch, {})
-        inputs = self.inputs._replace(rows=rows, **received)
+        inputs = self.inputs._replace(microbatch=rows, **received)
         outputs: StageOutputs
         outputs, made = self.run[phase](inputs, readable(saved, phase))
         saved |= made

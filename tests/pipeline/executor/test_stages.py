@@ -38,9 +38,9 @@ def test_one_chunk_a_device() -> None:
     assert SEVEN.shifts.tolist() == [[0], [0], [2], [4], [6], [8], [0]]
     assert [SEVEN.span(device, 0) for device in (0, 5, 6)] == [(0, 2), (10, 12), (12, 14)]
     # By sorted names block_10 would come before block_9.
-    assert SEVEN.own_names(5) == {"block_1": "block_9", "block_2": "block_10"}
-    assert SEVEN.own_names(0) == {"embed": "embed", "block_0": "block_0"}
-    assert SEVEN.own_names(6) == {"block_11": "block_11", "head": "head", "embed": "embed"}
+    assert SEVEN.local_names(5) == {"block_1": "block_9", "block_2": "block_10"}
+    assert SEVEN.local_names(0) == {"embed": "embed", "block_0": "block_0"}
+    assert SEVEN.local_names(6) == {"block_11": "block_11", "head": "head", "embed": "embed"}
 
 
 def test_copies_of_tied_arrays() -> None:
@@ -61,7 +61,7 @@ def test_two_chunks_in_a_loop() -> None:
     """Stage 7 + d is device d's second: its blocks are not its first's neighbours."""
     assert (CHUNKS.kinds, CHUNKS.examples) == ([0, 1, 1, 1, 1, 1, 2], [0, 1, 6])
     assert CHUNKS.shifts.tolist() == [[0, 0], [0, 0], [1, 1], [2, 2], [3, 3], [4, 4], [0, 0]]
-    assert CHUNKS.own_names(4) == {"block_0": "block_3", "block_7": "block_10"}
+    assert CHUNKS.local_names(4) == {"block_0": "block_3", "block_7": "block_10"}
     assert [len(CHUNKS.copies(device)) for device in range(7)] == [0] * 6 + [1]
     held = CHUNKS.select(PARAMS, 6)
     assert set(held) == {"block_5", "head", "embed"}
@@ -76,7 +76,7 @@ def test_two_chunks_in_a_v_share_the_embedding() -> None:
     """Embed and head on device 0, which needs no copy; the second chunks come in the other direction."""
     assert (V.kinds, V.examples) == ([0, 1, 1, 1, 1, 1, 1], [0, 1])
     assert V.shifts.tolist() == [[0, 0], [0, 0], [1, -1], [2, -2], [3, -3], [4, -4], [5, -5]]
-    assert V.own_names(6) == {"block_0": "block_5", "block_11": "block_6"}
+    assert V.local_names(6) == {"block_0": "block_5", "block_11": "block_6"}
     assert not any(V.copies(device) for device in range(7))
     held = V.select(PARAMS, 0)
     assert {name: set(layer) for name, layer in held.items()} == {"embed": {"tokens", "positions"}, "head": {"norm"}}
@@ -97,7 +97,7 @@ def test_every_layer_is_on_one_device() -> None:
         for device in devices:
             # What its kind's program holds has the same form under the names that stand for its own.
             own, example = (stages.select(PARAMS, d) for d in (device, stages.examples[stages.kinds[device]]))
-            shapes = {name: jax.tree.map(jnp.shape, own[mine]) for name, mine in stages.own_names(device).items()}
+            shapes = {name: jax.tree.map(jnp.shape, own[mine]) for name, mine in stages.local_names(device).items()}
             assert shapes == jax.tree.map(jnp.shape, example)
 
 
@@ -108,7 +108,7 @@ def test_fresh_parameters_are_those_of_the_whole_model(stages: Stages) -> None:
     whole = fast_jit(GPT.init)(key)
     for device, kind in enumerate(stages.kinds):
         held = init[kind](key, shifts=stages.shifts[device])
-        named = {own: held[name] for name, own in stages.own_names(device).items()}
+        named = {own: held[name] for name, own in stages.local_names(device).items()}
         jax.tree.map(np.testing.assert_array_equal, named, stages.select(whole, device))
 
 
