@@ -207,7 +207,7 @@ def test_two_processes_compute_what_one_does(name: str, folder: Path, tmp_path: 
         for folder in sorted((tmp_path / "run" / "checkpoints" / str(newest) / "state").glob("ocdbt.process_*"))
     ]
     assert len(written) == 2
-    assert min(written) > 0.2 * sum(written)
+    assert min(written) > 0.1 * sum(written)  # half each, but for nodes of OCDBT, which it may write several times
 
 
 def test_from_two_processes_to_one_and_back(folder: Path, tmp_path: Path, alone: dict[str, Path]) -> None:
