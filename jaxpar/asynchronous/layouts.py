@@ -76,7 +76,7 @@ def local_layouts(
     def by_worker(tree: Tree) -> Layout:
         return layout.join(tuple(layout.on_one(axes, tree, DATA, device) for device in places.of_workers))
 
-    begun = () if outer is None else (like.params, jax.eval_shape(outer.init, like.params))
+    outer_state = () if outer is None else (like.params, jax.eval_shape(outer.init, like.params))
     averages = [] if waits else averaging_peaks(updates, places)
     return {
         "step": on_server(like.step),
@@ -84,7 +84,7 @@ def local_layouts(
         "params": by_worker(like.params),
         "optimizer": by_worker(like.optimizer),
         "mitigations": by_worker(jax.eval_shape(mitigations.init, like.params)),
-        "outer": on_server(begun),
+        "outer": on_server(outer_state),
         "averages": _at_their_most(axes, like.params, averages),
     }
 

@@ -157,8 +157,8 @@ def build(plan: Plan[AsyncDetails], problem: Problem, devices: Sequence[jax.Devi
     config, updates = details.config, details.updates
     problem = problem._replace(optimizer=details.optimizer)
     like = states.abstract_state(problem.model, problem.optimizer)
-    begun = layouts_on_server(like, details.places)
-    placed = PlacedState(problem, begun, meshes.make_mesh(begun["key"].axes, devices))
+    initial = layouts_on_server(like, details.places)
+    placed = PlacedState(problem, initial, meshes.make_mesh(initial["key"].axes, devices))
     [at] = placed.shardings.key.device_set
     mesh = meshes.make_mesh(plan.axes, devices)
     engine = build_engine(details, problem, list(mesh.devices.flat), at)

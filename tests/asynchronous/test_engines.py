@@ -51,18 +51,18 @@ def trained(rule: str, *overrides: str) -> tuple[Weights, UpdateTable, Weights]:
     name, chosen, _ = RULES[rule]
     task, overrides = TASKS[name], (*PLAIN, *chosen, *overrides)
     strategy = make(task, *overrides)
-    begun = start(task, *PLAIN, *chosen)
-    state = strategy.from_canonical(begun)
+    initial = start(task, *PLAIN, *chosen)
+    state = strategy.from_canonical(initial)
     for step in range(NUM_STEPS):
         state, _ = strategy.step(state, strategy.place(make_batch(task, step)))
     table = table_of(make_config(task, *overrides))
-    return named(strategy.to_canonical(state)["params"]), table, named(begun["params"])
+    return named(strategy.to_canonical(state)["params"]), table, named(initial["params"])
 
 
-def assert_close(got: Weights, expected: Weights, begun: Weights) -> None:
+def assert_close(got: Weights, expected: Weights, initial: Weights) -> None:
     """To a small part of the way that they went."""
     for key, x in expected.items():
-        way = np.linalg.norm(x - begun[key])
+        way = np.linalg.norm(x - initial[key])
         assert way > 1e-4, key
         assert np.linalg.norm(got[key] - x) <= 2e-5 * way + 1e-6 * np.linalg.norm(x), key
 
@@ -77,8 +77,8 @@ BATCHES = [make_batch(TASKS["sgd"], step) for step in range(NUM_STEPS)]
     ids=lambda settings: settings[0].split("=")[1],
 )
 def test_gradients_to_a_server(settings: tuple[str, ...], rule: str) -> None:
-    got, table, begun = trained(rule, *asynchronous(*settings, *RANDOM))
-    assert_close(got, reference.to_server(table, begun, BATCHES, RULES[rule][2], RATES), begun)
+    got, table, initial = trained(rule, *asynchronous(*settings, *RANDOM))
+    assert_close(got, reference.to_server(table, initial, BATCHES, RULES[rule][2], RATES), initial)
     assert table.staleness.max() == 0 if settings == ("policy=sync",) else table.staleness.max() >= 2
 
 
@@ -123,14 +123,16 @@ def test_mitigations(name: str, policy: str) -> None:
     if name == "adaptive_dc_asgd" and policy == "softsync":
         pytest.skip("the reference remembers squares between runs")
     settings, arguments = MITIGATIONS[name]
-    got, table, begun = trained(
+    got, table, initial = trained(
         "momentum", *asynchronous(f"policy={policy}", f"mitigations={name}", *settings, *RANDOM)
     )
     rule = RULES["momentum"][2]
-    expected = reference.to_server(table, begun, BATCHES, rule, RATES, **arguments)
-    assert_close(got, expected, begun)
-    without = reference.to_server(table, begun, BATCHES, rule, RATES)
-    assert max(np.linalg.norm(without[key] - x) / np.linalg.norm(x - begun[key]) for key, x in expected.items()) > 1e-3
+    expected = reference.to_server(table, initial, BATCHES, rule, RATES, **arguments)
+    assert_close(got, expected, initial)
+    without = reference.to_server(table, initial, BATCHES, rule, RATES)
+    assert (
+        max(np.linalg.norm(without[key] - x) / np.linalg.norm(x - initial[key]) for key, x in expected.items()) > 1e-3
+    )
 
 
 @pytest.mark.parametrize(("rule", "before"), [("momentum", 0.8), ("adam", 0.9)])
@@ -138,10 +140,10 @@ def test_corrected_momentum(rule: str, before: float) -> None:
     assert momentum_left(0.9, 0) == pytest.approx(0.9)
     assert momentum_left(0.9, 3) == pytest.approx(0.6)  # 1 - 0.6 is 4 times 1 - 0.9
     assert momentum_left(0.9, 30) == 0
-    got, table, begun = trained(rule, *asynchronous("policy=async", "mitigations=corrected_momentum"))
+    got, table, initial = trained(rule, *asynchronous("policy=async", "mitigations=corrected_momentum"))
     after = max(1 - (1 - before) * (1 + table.staleness.mean()), 1e-6)
     corrected = reference.sgd(after) if rule == "momentum" else reference.adam(after)
-    assert_close(got, reference.to_server(table, begun, BATCHES, corrected, RATES), begun)
+    assert_close(got, reference.to_server(table, initial, BATCHES, corrected, RATES), initial)
 
 
 def test_corrected_momentum_composes_as_optimizers_do() -> None:
@@ -165,20 +167,20 @@ def test_corrected_momentum_composes_as_optimizers_do() -> None:
     "settings", [("policy=local_sgd", "interval=3"), ("policy=diloco", "interval=2", "outer_lr=0.6")]
 )
 def test_workers_that_meet(settings: tuple[str, ...], rule: str) -> None:
-    got, table, begun = trained(rule, *asynchronous(*settings, *RANDOM))
+    got, table, initial = trained(rule, *asynchronous(*settings, *RANDOM))
     outer = (0.6, 0.9) if settings[0] == "policy=diloco" else None
     rounds = -(-NUM_STEPS // (3 if outer is None else 2))
     assert table.num_updates == rounds
     assert table.staleness.max() == 0
-    assert_close(got, reference.meeting(table, begun, BATCHES, RULES[rule][2], RATES, outer=outer), begun)
+    assert_close(got, reference.meeting(table, initial, BATCHES, RULES[rule][2], RATES, outer=outer), initial)
 
 
 @pytest.mark.parametrize("rule", ["momentum", "adam"])
 def test_workers_whose_weights_are_averaged_meanwhile(rule: str) -> None:
-    got, table, begun = trained(rule, *asynchronous("policy=model_average", "interval=2", *RANDOM))
+    got, table, initial = trained(rule, *asynchronous("policy=model_average", "interval=2", *RANDOM))
     assert table.staleness.max() >= 1
     assert table.num_updates >= 3
-    assert_close(got, reference.averaging(table, begun, BATCHES, RULES[rule][2], RATES), begun)
+    assert_close(got, reference.averaging(table, initial, BATCHES, RULES[rule][2], RATES), initial)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])

@@ -37,5 +37,5 @@ def test_an_update_is_applied_where_all_of_its_gradients_are_finite(wrong: tuple
         np.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, ((params, server.optimizer), before)), strict=True)
     ]
     assert all(same) == (wrong is not None)
-    assert not any(np.isnan(leaf).any() for leaf in jax.tree.leaves((params, server)))  # the next one begins anew
+    assert not any(np.isnan(leaf).any() for leaf in jax.tree.leaves((params, server)))  # the next one starts from zero
     assert np.isfinite(programs.metrics(server.totals).grad_norm) == (wrong is None)

@@ -120,11 +120,11 @@ def assert_all_is_where_layout_says(tree: Any, layout: Layout, num_devices: int,
 
 def states(strategy: Strategy[Any], task: Task) -> dict[str, Any]:
     """The state at its start, after a step, and as it comes from the canonical one; copied before a step takes it."""
-    begun = strategy.init(jax.random.key(0))
-    again = strategy.from_canonical(jax.device_get(strategy.to_canonical(begun)))
+    initial = strategy.init(jax.random.key(0))
+    again = strategy.from_canonical(jax.device_get(strategy.to_canonical(initial)))
     batch = strategy.place(make_batch(task, 0))
     stepped, _ = strategy.step(strategy.init(jax.random.key(0)), batch)
-    return {"init": begun, "step": stepped, "from_canonical": again}
+    return {"init": initial, "step": stepped, "from_canonical": again}
 
 
 @pytest.mark.parametrize("name", CASES)
