@@ -1,0 +1,70 @@
+"""Hooks of mkdocs: show files outside of docs/ on the site, because pages link to them (`../jaxpar/plan.py`).
+
+Markdown files become pages of the site, other files pages with their source in a code block.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"\]\((?!https?:)([\w./-]+)(#[\w-]+)?\)")
+LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", "": "bash"}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add a page for each file outside of docs/ that a page links to, directly or from one added here."""
+    waiting = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
+    while waiting:
+        for path in targets(waiting.pop()):
+            if files.get_file_from_path(page_of(path)) is None and (ROOT / path).is_file():
+                page = File.generated(config, page_of(path), content=content(path), inclusion=InclusionLevel.NOT_IN_NAV)
+                files.append(page)
+                waiting += [path] if path.endswith(".md") else []
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Point links to files outside of docs/ at their pages. A link to a missing file stays, and fails the build."""
+    del config
+    uri = page.file.src_uri
+    path = uri.removeprefix("source/") if uri.startswith("source/") else f"docs/{uri}"
+    if not (ROOT / path).is_file():  # the page of a file that is not Markdown
+        return markdown
+
+    def link(match: re.Match[str]) -> str:
+        target = page_of(resolve(path, match[1]))
+        if files.get_file_from_path(target) is None:
+            return match[0]
+        return f"]({posixpath.relpath(target, posixpath.dirname(uri) or '.')}{match[2] or ''})"
+
+    return LINK.sub(link, markdown)
+
+
+def content(path: str) -> str:
+    """Return the page that shows a file of the repository."""
+    text = (ROOT / path).read_text()
+    if path.endswith(".md"):
+        return text
+    return f"# {path}\n\n~~~~~~{LANGUAGES.get(Path(path).suffix, 'text')}\n{text}\n~~~~~~\n"
+
+
+def targets(path: str) -> set[str]:
+    """Return the files that a Markdown file links to, as paths from the root of the repository."""
+    return {resolve(path, match[1]) for match in LINK.finditer((ROOT / path).read_text())}
+
+
+def resolve(path: str, link: str) -> str:
+    """Return the target of a relative link in a file, as a path from the root of the repository."""
+    return posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
+
+
+def page_of(path: str) -> str:
+    """Return where the site has a file of the repository: its page, or an image of docs/, by its path in docs/."""
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    return f"source/{path}" if path.endswith(".md") else f"source/{path}.md"
