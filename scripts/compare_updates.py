@@ -1,20 +1,20 @@
-"""Measures what stale gradients cost a model, trained by each policy of updates, with a straggler and without.
+"""Measures how stale gradients affect a model: trains it with each policy of updates, with and without a straggler.
 
     scripts/python scripts/compare_updates.py [--config=configs/quickstart.py] [--workdir=runs/updates] [--workers=4]
         [--slowdown=4] [--cases=sync,async,..] [--config.KEY=VALUE ...]
 
-Each case is a run of the training binary; one that is in the workdir already is not run again. Draws the loss against
-steps (as many gradients each) and against virtual time as WORKDIR/updates.png, and prints and writes a table, as
-WORKDIR/updates.md:
+Each case is a run of the training binary; a run that is already in the workdir is not repeated. The script draws the
+loss against steps (an equal number of gradients) and against virtual time as WORKDIR/updates.png, and prints a table,
+which it also writes as WORKDIR/updates.md:
 
-  throughput   gradients a virtual second; a worker alone makes one
-  staleness    versions that were made between what a gradient is of and what it is applied to: mean, most
-  recovered    by a mitigation: which part of what async loses against sync (of a perplexity, its logarithm)
-  time to      virtual seconds until the training loss is the one that sync without a straggler has after 1/4 of the run
+  throughput   gradients per virtual second; a single worker computes one
+  staleness    versions between the one a gradient is computed from and the one it is applied to: mean, maximum
+  recovered    for a mitigation: the share of the gap between async and sync that it closes (of log perplexity)
+  time to      virtual seconds until the training loss is that of sync without a straggler after 1/4 of the run
 
-A case that diverges is drawn as far as it goes, and has no results.
+A case that diverges is drawn up to that point, and has no results.
 
-Times are those of config.asynchronous.delays; other delays: --config.asynchronous.delays.distribution=lognormal, ..
+Times follow config.asynchronous.delays. To set other delays: --config.asynchronous.delays.distribution=lognormal, ..
 """
 
 import argparse
@@ -37,7 +37,7 @@ from jaxpar.errors import USER_ERROR
 from jaxpar.run import metrics
 from jaxpar.tasks import Score
 
-# By name: overrides of config.asynchronous. The last ones are mitigations of async.
+# By name: overrides of config.asynchronous. The cases with a + are mitigations of async.
 CASES: dict[str, tuple[str, ...]] = {
     "sync": ("policy=sync",),
     "async": ("policy=async",),
@@ -54,19 +54,19 @@ CASES: dict[str, tuple[str, ...]] = {
 }
 
 
-UNTESTED = Score("train_loss", ".4f")  # what runs without a test split are compared by
-DIVERGED = 1  # exit code of a training that is not finite
+UNTESTED = Score("train_loss", ".4f")  # metric by which runs without a test split are compared
+DIVERGED = 1  # exit code of a run that diverged
 
 
 class Outcome(NamedTuple):
     """The outcome of one run.
 
     Attributes:
-      steps: that the losses are of, [P].
-      losses: of training, means over the steps since the last one, [P].
-      seconds: virtual, when these steps were done, [P].
-      result: what the run wrote as result.json; None where it diverged.
-      throughput: gradients a virtual second; nan where it diverged.
+      steps: at which the losses were logged, [P].
+      losses: training losses, means over the steps since the last one logged, [P].
+      seconds: virtual times at which these steps ended, [P].
+      result: the contents of result.json; None if the run diverged.
+      throughput: gradients per virtual second; nan if the run diverged.
     """
 
     steps: np.ndarray
@@ -77,7 +77,7 @@ class Outcome(NamedTuple):
 
 
 def main() -> None:
-    """The command line."""
+    """Run all cases, and write the table and the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/quickstart.py")
     parser.add_argument("--workdir", type=Path, default=Path("runs/updates"))
@@ -87,7 +87,7 @@ def main() -> None:
     arguments, overrides = parser.parse_known_args()
     names = [name.strip() for name in arguments.cases.split(",")]
     if unknown := [name for name in names if name not in CASES]:
-        parser.error(f"--cases has {unknown[0]!r}; it may have {', '.join(CASES)}")
+        parser.error(f"--cases contains {unknown[0]!r}; each case must be one of {', '.join(CASES)}")
     base = ["--config.strategy=async_data_parallel", f"--config.asynchronous.num_workers={arguments.workers}"]
     outcomes: dict[tuple[str, float], Outcome] = {}
     mitigated = ["async"] if any("+" in name for name in names) else []
@@ -96,10 +96,10 @@ def main() -> None:
             settings = [f"--config.asynchronous.{setting}" for setting in (*CASES[name], f"delays.slowdown={slowdown}")]
             workdir = arguments.workdir / f"{name.replace('+', '_')}_{slowdown:g}"
             made = outcomes[name, slowdown] = train(arguments.config, workdir, [*base, *settings, *overrides])
-            did = f"{made.throughput:.2f} gradients a second" if made.result else "diverged"
+            did = f"{made.throughput:.2f} gradients per virtual second" if made.result else "diverged"
             print(f"{name:26} straggler {slowdown:g}: {did}", flush=True)
             if name == "sync" and not made.result:
-                sys.exit("sync diverges: there is nothing to compare with; lower config.optimizer.lr")
+                sys.exit("sync diverged, so there is nothing to compare with; lower config.optimizer.lr")
     config = configs.load_config(arguments.config)
     configs.override(config, overrides)
     score = tasks.find_task(config).score
@@ -110,11 +110,11 @@ def main() -> None:
 
 
 def train(config: str, workdir: Path, overrides: list[str]) -> Outcome:
-    """The outcome of a run, which is made, or gone on with, if it is not there."""
+    """Start or resume the run if it is not finished, and return its outcome."""
     asked_file = workdir / "arguments.json"
     asked = json.dumps([f"--config={config}", *overrides], indent=1) + "\n"
     if (workdir / "config.json").exists() and (not asked_file.is_file() or asked_file.read_text() != asked):
-        print(f"--workdir: {workdir} has a run of other settings; give another, or remove it", file=sys.stderr)
+        print(f"{workdir} has a run with other settings; remove it or set another --workdir", file=sys.stderr)
         sys.exit(USER_ERROR)
     workdir.mkdir(parents=True, exist_ok=True)
     files.write_text(asked_file, asked)
@@ -122,20 +122,20 @@ def train(config: str, workdir: Path, overrides: list[str]) -> Outcome:
         command = [sys.executable, "-m", "jaxpar.main", f"--config={config}", f"--workdir={workdir}", *overrides]
         done = subprocess.run(command, stdout=subprocess.DEVNULL)
         if done.returncode not in (0, DIVERGED):
-            sys.exit(done.returncode)  # it has said why
+            sys.exit(done.returncode)  # the run has printed the reason
     trained = [row for row in metrics.read_metrics(workdir) if row["split"] == "train" and "loss" in row]
     steps = np.array([row["step"] for row in trained], int)
     losses = np.array([row["loss"] for row in trained])
     if not (workdir / "result.json").is_file():
         return Outcome(steps, losses, np.full(len(steps), np.nan), None, np.nan)
     made = table.read_updates(workdir / "updates.csv")
-    ends = made.finish[np.searchsorted(made.step, np.arange(1, made.step[-1] + 2)) - 1]  # of each step
+    ends = made.finish[np.searchsorted(made.step, np.arange(1, made.step[-1] + 2)) - 1]  # end of each step
     result = json.loads((workdir / "result.json").read_text())
     return Outcome(steps, losses, ends[steps - 1], result, len(made.finish) / float(made.finish[-1]))
 
 
 def rows(outcomes: dict[tuple[str, float], Outcome], score: Score) -> list[str]:
-    """The table, in Markdown. score: of the task."""
+    """Return the table, in Markdown. score: of the task."""
     reference = outcomes["sync", 1.0]
     assert reference.result is not None
     target = float(np.interp(0.25 * reference.steps[-1], reference.steps, reference.losses))
@@ -160,7 +160,7 @@ def rows(outcomes: dict[tuple[str, float], Outcome], score: Score) -> list[str]:
 
 
 def recovered(outcomes: dict[tuple[str, float], Outcome], name: str, slowdown: float, score: Score) -> str:
-    """The share of what async loses against sync that the case does not lose, in percent."""
+    """Return the share, in percent, of the gap between async and sync that the case closes."""
     results = [outcomes[case, slowdown].result for case in (name, "async", "sync")]
     if not all(results):
         return "async diverged"
@@ -170,7 +170,7 @@ def recovered(outcomes: dict[tuple[str, float], Outcome], name: str, slowdown: f
 
 
 def draw(outcomes: dict[tuple[str, float], Outcome], path: Path) -> None:
-    """Loss against steps and against virtual time; a row of pictures without the straggler, and one with it."""
+    """Plot the loss against steps and against virtual time: a row without the straggler, and one with it."""
     slowdowns = sorted({slowdown for _, slowdown in outcomes})
     figure, axes = pyplot.subplots(
         len(slowdowns), 2, figsize=(14, 4.5 * len(slowdowns)), layout="constrained", squeeze=False

@@ -1,1 +1,1 @@
-"""Asynchronous data parallelism: a table says which gradient, computed from which weights, makes which update."""
+"""Asynchronous data parallelism, driven by a table of which gradient, from which weights, makes which update."""

@@ -1,4 +1,4 @@
-"""Bytes that asynchronous training holds and sends, from shapes and a table alone: no device, no compilation."""
+"""Memory and traffic of asynchronous training, computed from shapes and a table without devices or compilation."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,14 +15,14 @@ from jaxpar.state import State, nbytes
 
 
 class Costs(NamedTuple):
-    """What devices hold, and send.
+    """Memory and traffic of asynchronous training.
 
     Attributes:
-      memory: by the number of a device, bytes by what they are for: parameters (the newest weights), history (older
-        ones that some worker still needs), optimizer, waiting (gradients that an update waits with), mitigations
-        (their states), outer (diloco: where the round began and the outer optimizer), averages (model_average: those
-        that workers have not taken in yet).
-      sent: trees of the parameters' size that go from a device to another in a step.
+      memory: by device number, bytes by purpose: parameters (the newest weights), history (older versions that some
+        worker still needs), optimizer, waiting (the sum of the gradients that wait for the rest of their update),
+        mitigations (their states), outer (diloco: the weights at the start of the round, and the outer optimizer),
+        averages (model_average: averagings that workers have not applied yet).
+      sent: number of trees as large as the parameters that are sent between devices in a step.
     """
 
     memory: tuple[dict[str, int], ...]
@@ -32,8 +32,8 @@ class Costs(NamedTuple):
 def emulated_server(like: State, mitigations: Mitigations, table: UpdateTable, places: Places) -> Costs:
     """Return the costs of running a table of sync, async, ssp or softsync.
 
-    A version of the weights goes to a device once; with a gradient goes what it was computed from, where a mitigation
-    needs that.
+    Each version of the weights is sent to a device once. A gradient is sent together with the weights that it was
+    computed from if a mitigation needs them.
 
     Args:
       like: the state, abstract.
@@ -50,7 +50,10 @@ def emulated_server(like: State, mitigations: Mitigations, table: UpdateTable, p
 
 
 def live_server(like: State, mitigations: Mitigations, places: Places) -> Costs:
-    """Return the costs of live workers, each of which has the weights that it has read; so has the server of each."""
+    """Return the costs of live workers.
+
+    Each worker holds the weights that it has read, and the server holds a copy of these for each worker.
+    """
     history = [places.of_workers.count(device) for device in range(places.num_devices)]
     memory = _server_memory(like, mitigations, places, history, grouped=False)
     memory[places.server]["history"] = places.num_workers * nbytes(like.params)
@@ -60,14 +63,14 @@ def live_server(like: State, mitigations: Mitigations, places: Places) -> Costs:
 def local_costs(
     like: State, table: UpdateTable, places: Places, *, outer: optax.GradientTransformation | None, waits: bool
 ) -> Costs:
-    """Return the costs of workers with local weights, which meet on the server's device.
+    """Return the costs of workers with local weights, which synchronize on the server's device.
 
     Args:
       like: the state, abstract.
       table: of the run.
-      places: of workers, and of what they have in common.
+      places: of the workers, and of the state that they share.
       outer: the outer optimizer of diloco.
-      waits: whether workers wait for each other when they meet: all policies but model_average.
+      waits: whether workers wait for each other when they synchronize: true for all policies except model_average.
     """
     size, optimizer, devices = nbytes(like.params), nbytes(like.optimizer), places.of_workers
     counts = [devices.count(device) for device in range(places.num_devices)]
@@ -83,7 +86,7 @@ def local_costs(
 def _server_memory(
     like: State, mitigations: Mitigations, places: Places, history: Sequence[int], grouped: bool
 ) -> tuple[dict[str, int], ...]:
-    """history: by device of the workers, how many older versions it has."""
+    """Return `Costs.memory`. history: for each device of the workers, its number of older versions."""
     size = nbytes(like.params)
     memory = [{"parameters": size, "history": number * size} for number in history]
     if places.server == places.num_devices:

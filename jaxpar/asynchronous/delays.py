@@ -1,7 +1,7 @@
-"""Durations, in virtual seconds: of computing a gradient, and of a message in flight.
+"""Durations in virtual seconds: the time to compute a gradient, and the time of a message in flight.
 
-Every worker has two private streams of random numbers, one for computing and one for communication. So the k-th time
-of a worker depends on the seed and on k alone: not on how many times are asked for, nor on other workers.
+Every worker has two random streams of its own, one for computing and one for communication. The k-th time of a worker
+therefore depends only on the seed, the worker and k: not on how many times are drawn, nor on other workers.
 """
 
 import itertools
@@ -17,9 +17,9 @@ from jaxpar.errors import UserError
 from jaxpar.files import unreadable
 
 DISTRIBUTIONS = ("constant", "uniform", "lognormal", "pareto", "trace")
-MAX_SIGMA = 10.0  # of lognormal: e**-MAX_SIGMA**2 is still a number
-BLOCK = 1024  # numbers that are drawn at once
-COMPUTE, COMMUNICATION = range(2)  # streams
+MAX_SIGMA = 10.0  # of lognormal: e**-MAX_SIGMA**2 does not underflow
+BLOCK = 1024  # random numbers per draw
+COMPUTE, COMMUNICATION = range(2)  # random streams
 
 MeasuredTimes = tuple[tuple[float, ...], ...]  # measured seconds, by worker
 
@@ -28,15 +28,15 @@ class Delays(NamedTuple):
     """Durations of gradients and messages. All times are in virtual seconds.
 
     Args:
-      distribution: of a gradient's time; one of DISTRIBUTIONS.
-      compute_time: its mean. A trace has its own.
-      spread: of uniform, times are compute_time x (1 +- spread); of lognormal, the standard deviation of the logarithm;
-        of pareto, its shape (more than 1: the mean is finite; more than 2: the variance).
-      slowdown: of the last worker, whose gradients take so many times longer. Communication does not.
-      communication_time: of a message without jitter, one way.
-      jitter: a message takes communication_time x (1 + jitter x e), with e exponential of mean 1.
-      trace: of distribution trace: the worker's measured times, in order and then from the start. Workers beyond those
-        of the trace reuse them in turn.
+      distribution: distribution of the time to compute a gradient; one of DISTRIBUTIONS.
+      compute_time: its mean. It must be 1 for a trace, which has its own times.
+      spread: uniform: times are compute_time x (1 +- spread); lognormal: the standard deviation of the logarithm;
+        pareto: the shape (if it is more than 1, the mean is finite; if more than 2, also the variance).
+      slowdown: the last worker takes this many times as long to compute a gradient. Its messages are not slower.
+      communication_time: time of a one-way message without jitter.
+      jitter: a message takes communication_time x (1 + jitter x e), with e an exponential variable of mean 1.
+      trace: with distribution 'trace', each worker's measured times, repeated endlessly. If there are more workers than
+        traces, the workers cycle through the traces.
     """
 
     distribution: str = "constant"
@@ -49,56 +49,56 @@ class Delays(NamedTuple):
 
 
 def check_delays(delays: Delays) -> None:
-    """Raise ValueError, in one line, unless the settings can be."""
+    """Raise ValueError with a one-line message if the settings are invalid."""
     if reason := delays_obstacle(delays):
         raise ValueError(reason)
 
 
 def delays_obstacle(delays: Delays) -> str | None:
-    """Return in one line why the settings cannot be; None where they can."""
+    """Return in one line why the settings are invalid; None if they are valid."""
     kind, spread = delays.distribution, delays.spread
     if kind not in DISTRIBUTIONS:
-        return f"distribution is {kind!r}; it must be {', '.join(DISTRIBUTIONS)}"
+        return f"distribution is {kind!r}; it must be one of {', '.join(DISTRIBUTIONS)}"
     if not 0 < delays.compute_time < math.inf:
         return f"compute_time is {delays.compute_time}; it must be finite and more than 0"
     for name, least in (("slowdown", 1), ("communication_time", 0), ("jitter", 0)):
         if not least <= getattr(delays, name) < math.inf:
             return f"{name} is {getattr(delays, name)}; it must be finite and at least {least}"
     if delays.jitter > 0 and delays.communication_time == 0:
-        return f"jitter is {delays.jitter}; it must be 0 where communication_time is"
+        return f"jitter is {delays.jitter}; it must be 0 if communication_time is 0"
     if kind in ("constant", "trace") and spread != 0:
-        return f"spread is {spread}; of {kind} it must be 0"
+        return f"spread is {spread}; it must be 0 with distribution {kind!r}"
     if kind == "trace" and delays.compute_time != 1:
-        return f"compute_time is {delays.compute_time}; of a trace, which has its own times, it must be 1"
+        return f"compute_time is {delays.compute_time}; it must be 1 with distribution 'trace', which has its own times"
     if kind == "uniform" and not 0 <= spread < 1:
-        return f"spread is {spread}; of uniform it must be at least 0 and less than 1"
+        return f"spread is {spread}; it must be at least 0 and less than 1 with distribution 'uniform'"
     if kind == "lognormal" and not 0 <= spread <= MAX_SIGMA:
-        return f"spread is {spread}; of lognormal it must be at least 0 and at most {MAX_SIGMA}"
+        return f"spread is {spread}; it must be at least 0 and at most {MAX_SIGMA} with distribution 'lognormal'"
     if kind == "pareto" and not 1 < spread < math.inf:
-        return f"spread is {spread}; of pareto it must be finite and more than 1"
+        return f"spread is {spread}; it must be finite and more than 1 with distribution 'pareto'"
     if kind == "trace" and not (delays.trace and all(delays.trace)):
-        return "trace has no times of some worker; it must have one or more of each"
+        return "trace has no times for some worker; it must have at least one for each worker"
     for seconds in itertools.chain(*delays.trace) if kind == "trace" else ():
         if not 0 < seconds < math.inf:
-            return f"trace has a time of {seconds}; it must be finite and more than 0"
+            return f"trace has a time of {seconds}; every time must be finite and more than 0"
     return None
 
 
 def mean_compute_time(delays: Delays) -> float:
-    """Return the mean of a worker that is not slowed down."""
+    """Return the mean time to compute a gradient, for a worker without slowdown."""
     if delays.distribution == "trace":
         return float(np.mean([np.mean(times) for times in delays.trace]))
     return delays.compute_time
 
 
 def compute_times(delays: Delays, num_workers: int, seed: int) -> list[Iterator[float]]:
-    """Return the times of each worker's gradients, one after another without end."""
+    """Return, for each worker, an endless iterator over the times of its gradients."""
     slowdowns = [1.0] * (num_workers - 1) + [delays.slowdown]
     return [_compute_times(delays, worker, seed, slowdown) for worker, slowdown in enumerate(slowdowns)]
 
 
 def communication_times(delays: Delays, num_workers: int, seed: int) -> list[Iterator[float]]:
-    """Return the times of each worker's messages, both ways, one after another without end."""
+    """Return, for each worker, an endless iterator over the times of its messages in both directions."""
     seconds, jitter = delays.communication_time, delays.jitter
     if seconds == 0 or jitter == 0:
         return [itertools.repeat(seconds) for _ in range(num_workers)]
@@ -121,7 +121,7 @@ def _compute_times(delays: Delays, worker: int, seed: int, slowdown: float) -> I
             return mean * generator.uniform(1 - spread, 1 + spread, BLOCK)
         if kind == "lognormal":
             return mean * np.exp(spread * generator.standard_normal(BLOCK) - spread**2 / 2)
-        return mean * (1 - 1 / spread) * (1 + generator.pareto(spread, BLOCK))  # NumPy's is less by the smallest, 1
+        return mean * (1 - 1 / spread) * (1 + generator.pareto(spread, BLOCK))  # NumPy's starts at 0, not at 1
 
     return _drawn(draw, worker, COMPUTE, seed)
 
@@ -133,10 +133,12 @@ def _drawn(draw: Callable[[np.random.Generator], np.ndarray], worker: int, strea
 
 
 def read_trace(path: Path | str) -> MeasuredTimes:
-    """Read measured times from CSV: columns worker and seconds, a row a gradient, workers from 0 without a gap.
+    """Read measured times from a CSV file with the columns worker and seconds, and one row per gradient.
+
+    Workers are numbered from 0 without gaps.
 
     Raises:
-      UserError: one line, with the file, and the line where there is one.
+      UserError: the file is invalid. The message is one line, with the file and, if there is one, the line.
     """
     times: dict[int, list[float]] = {}
     try:
@@ -148,7 +150,7 @@ def read_trace(path: Path | str) -> MeasuredTimes:
             times.setdefault(int(worker), []).append(seconds)
         for worker in range(len(times) or 1):
             if worker not in times:
-                raise ValueError(f"no times of worker {worker}; workers are numbered from 0, without a gap")
+                raise ValueError(f"no times for worker {worker}; workers must be numbered from 0 without gaps")
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {unreadable(error)}") from error
     return tuple(tuple(times[worker]) for worker in range(len(times)))

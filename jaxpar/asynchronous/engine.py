@@ -1,4 +1,4 @@
-"""The contract of asynchronous training: what the strategy asks of an engine, whatever its policy and transport."""
+"""The contract between the strategy of asynchronous training and its engines, for any policy and transport."""
 
 from collections.abc import Mapping
 from typing import Protocol, TypeVar
@@ -15,24 +15,24 @@ EngineRun = TypeVar("EngineRun")
 
 
 class UpdateEngine(Protocol[EngineRun]):
-    """Workers and what they update, on devices. `EngineRun` is training at a step, in the engine's form.
+    """Workers, and the weights that they update, on devices. `EngineRun` is the engine's state of training at a step.
 
     `ServerEngine` (server.py) has one set of weights, which gradients reach by a transport: virtual time, threads or
     another (transport.py). `LocalEngine` (local.py) has a set of weights for each worker.
     """
 
     def start(self, state: State, private: Canonical | None = None) -> EngineRun:
-        """Start a run. One that this engine has started before is over.
+        """Start a run. Starting a new run invalidates any earlier run of this engine.
 
         Args:
-          state: canonical, on the server's device; all workers begin with it.
-          private: what `private` returned for a run in this state, as arrays of any kind; None: nothing is in flight.
+          state: canonical, on the server's device; all workers start from it.
+          private: the result of `private` for a run in this state, as arrays of any kind; None: nothing is in flight.
         """
 
     def step(self, run: EngineRun, batch: Mapping[str, np.ndarray]) -> tuple[EngineRun, Metrics]:
-        """Train on a batch, [B, ..] on the host, and return metrics of the gradients that have arrived in this step.
+        """Train on a batch, [B, ..] on the host, and return metrics of the gradients that arrived in this step.
 
-        The old run is void.
+        The run that was passed is no longer valid.
 
         Raises:
           RuntimeError: another run has started.
@@ -42,18 +42,18 @@ class UpdateEngine(Protocol[EngineRun]):
         """Return the weights to evaluate, on the server's device."""
 
     def canonical(self, run: EngineRun) -> State:
-        """Return the canonical state. What is in flight is not in it, unless the transport lets it arrive first."""
+        """Return the canonical state. It excludes in-flight gradients, unless the transport delivers them first."""
 
     def private(self, run: EngineRun) -> Canonical:
-        """Return what is not in the canonical state: what is in flight, states of mitigations, and the record."""
+        """Return the state that is not canonical: in-flight work, states of mitigations, and the record of the run."""
 
     def table(self, run: EngineRun) -> UpdateTable | None:
-        """End the run and return who did what in it; None where it made no step."""
+        """End the run and return the table of its updates; None if it made no step."""
 
     def lower(self, like: State) -> list[jax.stages.Lowered]:
-        """Lower the programs of a step from shapes: a worker's on each device, and those that update weights.
+        """Lower the programs of a step from shapes: the worker's on each device, and those that update weights.
 
-        Their first arguments are the weights.
+        The first argument of each program is the weights.
 
         Args:
           like: the state, abstract.

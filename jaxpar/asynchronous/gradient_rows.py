@@ -1,4 +1,4 @@
-"""The rows of an update table as engines run them, and for how long a row needs what came before. NumPy alone."""
+"""Rows of an update table in the form that engines run, and the lifetimes of earlier weights. NumPy only."""
 
 from typing import NamedTuple
 
@@ -9,18 +9,18 @@ from jaxpar.asynchronous.table import UpdateTable
 
 
 class GradientRow(NamedTuple):
-    """A gradient that arrives.
+    """An arriving gradient.
 
     Attributes:
-      worker: that computes it.
+      worker: the worker that computes it.
       read: the version of the weights that it is computed from.
       update: the version that it is applied to.
-      chunk: number of its part of the data.
+      chunk: number of its chunk of the data.
       staleness: update - read.
       is_first: whether it is the first gradient of its update.
       is_last: whether it is the last one.
-      size: gradients in its update.
-      mean_staleness: over its update.
+      size: number of gradients in its update.
+      mean_staleness: over all gradients of its update.
     """
 
     worker: int
@@ -35,7 +35,7 @@ class GradientRow(NamedTuple):
 
 
 def single_row(worker: int, read: int, update: int, chunk: int) -> GradientRow:
-    """Return the row of a gradient that makes an update of its own."""
+    """Return the row of a gradient that makes an update by itself."""
     staleness = update - read
     return GradientRow(worker, read, update, chunk, staleness, True, True, 1, float(staleness))
 
@@ -53,24 +53,24 @@ def rows_by_step(table: UpdateTable) -> list[list[GradientRow]]:
 
 
 def is_grouped(table: UpdateTable) -> bool:
-    """Return whether some update takes several gradients."""
+    """Return whether some update combines several gradients."""
     return len(table.update) > table.num_updates
 
 
 def needs_earlier_batches(table: UpdateTable, step: int) -> bool:
-    """Return whether gradients from that step on are of batches before it, as in the tables of live runs."""
+    """Return whether gradients from that step on use batches of earlier steps, as in the tables of live runs."""
     return bool((table.chunk[table.step >= step] < step * table.num_workers).any())
 
 
 def last_uses(table: UpdateTable, places: Places) -> dict[tuple[int, int], int]:
-    """Return {(version, number of a device): the last update to which a gradient of that version is applied there}."""
+    """Return {(version, device number): the last update that applies a gradient of that version from that device}."""
     devices = np.take(places.of_workers, table.worker)
     uses = zip(table.read.tolist(), devices.tolist(), table.update.tolist(), strict=True)
     return {(read, device): update for read, device, update in uses}
 
 
 def history_peaks(table: UpdateTable, places: Places) -> list[int]:
-    """Return by device the most older versions that are stashed there at a time."""
+    """Return for each device the peak number of older versions stashed there."""
     change = np.zeros((places.num_devices, table.num_updates + 2), int)
     for (version, device), last in last_uses(table, places).items():
         if last > version:
@@ -80,12 +80,12 @@ def history_peaks(table: UpdateTable, places: Places) -> list[int]:
 
 
 def averaging_peaks(table: UpdateTable, places: Places) -> list[int]:
-    """Return by device the most averagings of model_average at a time that its workers have not taken in yet."""
+    """Return for each device the peak number of averagings of model_average that its workers have not applied yet."""
     ends = np.flatnonzero(np.diff(table.update, append=-1))  # the rows after which an averaging begins
     num_rows = len(table.update)
     change = np.zeros((places.num_devices, num_rows + 2), int)
     for worker, device in enumerate(places.of_workers):
-        rows = np.append(np.flatnonzero(table.worker == worker), num_rows + 1)  # or it never takes it
+        rows = np.append(np.flatnonzero(table.worker == worker), num_rows + 1)  # the end: never applied
         taken = rows[np.searchsorted(table.read[rows[:-1]], np.arange(len(ends)), side="right")]
         np.add.at(change[device], ends + 1, 1)
         np.add.at(change[device], taken, -1)

@@ -1,12 +1,13 @@
-"""Where the arrays of asynchronous training live, leaf by leaf: on single devices, each by its number.
+"""Layouts of the arrays of asynchronous training, leaf by leaf. Arrays are on single devices, given by number.
 
     both kinds   step, key: on the server's device
-    a server     params, optimizer, waiting, mitigations: there too; copies of the newest weights: on workers' devices;
-                 history: older weights, at their most
-    local        params, optimizer, mitigations: a tuple with each worker's, on its device; outer: on the server's;
-                 averages: what workers have not taken in yet, at their most
+    a server     params, optimizer, waiting, mitigations: also on the server's device;
+                 copies of the newest weights: on the other devices of workers; history: older weights, at their peak
+    local        params, optimizer, mitigations: a tuple of each worker's, on its device; outer: on the server's device;
+                 averages: averagings that workers have not applied yet, at their peak
 
-What comes and goes is a tuple of trees: number i is on the devices that have more than i of them at a time.
+The number of trees in history and averages changes during a run. Their layouts are tuples of trees; tree i is on the
+devices that hold more than i trees at their peak.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from jaxpar.state import State
 
 
 def layouts_on_server(like: State, places: Places) -> dict[str, Layout]:
-    """Return the layouts of the canonical state on the server's device, where a run begins. like: abstract."""
+    """Return the layouts of the canonical state on the server's device, from which a run starts. like: abstract."""
     axes = _axes(places)
     return {part: layout.on_one(axes, tree, DATA, places.server) for part, tree in like._asdict().items()}
 
@@ -39,7 +40,7 @@ def server_layouts(
     Args:
       like: the state, abstract.
       mitigations: against staleness.
-      updates: the table; None: workers are live, and may each have read another version.
+      updates: the table; None: workers are live, and each may have read a different version.
       places: of workers and server.
     """
     axes = _axes(places)
@@ -69,7 +70,7 @@ def local_layouts(
     outer: optax.GradientTransformation | None,
     waits: bool,
 ) -> dict[str, Layout]:
-    """Return the layouts of workers with weights of their own. Arguments as of `server_layouts` and `local_costs`."""
+    """Return the layouts of workers with local weights. For the arguments see `server_layouts` and `local_costs`."""
     axes = _axes(places)
     on_server = partial(layout.on_one, axes, axis=DATA, number=places.server)
 
@@ -90,11 +91,11 @@ def local_layouts(
 
 
 def _axes(places: Places) -> dict[str, int]:
-    """Devices of the workers, and the server's where that is another."""
+    """Return the mesh axes over the workers' devices, and the server's device if it is a separate one."""
     return {DATA: max(places.num_devices, places.server + 1), STAGE: 1}
 
 
 def _at_their_most(axes: dict[str, int], like: Tree, counts: Sequence[int]) -> Layout:
-    """counts: how many of a tree each device has at a time, at most."""
+    """Return the layout of a tuple of trees. counts: the peak number of trees on each device."""
     holders = [[device for device, count in enumerate(counts) if count > i] for i in range(max(counts, default=0))]
     return Layout(axes, tuple(layout.on_some(axes, like, DATA, numbers).leaves for numbers in holders))

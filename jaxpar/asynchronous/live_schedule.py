@@ -1,7 +1,7 @@
-"""The schedule of a live run: which worker takes which chunk, and the record. It has no devices and no threads.
+"""The schedule of a live run: the assignment of chunks to workers, and the record. It uses no devices and no threads.
 
-Idle workers take chunks in the order in which both come, and the weights as they are at that time. Nobody waits for
-others, except where a bound says how far a worker may be ahead of the slowest (ssp).
+Idle workers and chunks are both first come, first served, and a worker reads the newest weights. No worker waits for
+others, unless a bound limits how far it may be ahead of the slowest (ssp).
 """
 
 import time
@@ -22,9 +22,9 @@ class Assignment(NamedTuple):
 
     Attributes:
       worker: its number.
-      number: of the chunk.
-      chunk: itself.
-      version: of the weights that it reads.
+      number: number of the chunk.
+      chunk: the chunk itself.
+      version: version of the weights that the worker reads.
       start: seconds since the run began.
     """
 
@@ -36,14 +36,14 @@ class Assignment(NamedTuple):
 
 
 class LiveSchedule:
-    """The server's view of live workers. Each gradient makes an update, so versions are rows of the record."""
+    """The server's view of live workers. Each gradient makes an update, so the newest version is the number of rows."""
 
     def __init__(self, num_workers: int, step: int, bound: float):
-        """step: of the run, where it begins; bound: iterations that a worker may be ahead of the slowest."""
+        """step: the step at which the run begins; bound: iterations that a worker may be ahead of the slowest."""
         self._num_steps, self._bound, self._begin = step, bound, time.perf_counter()
-        self._rows: list[tuple[float, ...]] = []  # as COLUMNS
+        self._rows: list[tuple[float, ...]] = []  # columns as in COLUMNS
         self._completed = [0] * num_workers  # gradients of each worker
-        self._idle = list(range(num_workers))  # in the order in which they became so
+        self._idle = list(range(num_workers))  # in the order in which they became idle
         self._chunks = deque[tuple[int, Chunk]]()
 
     def give_out(self, chunks: Mapping[int, Chunk]) -> None:
@@ -52,7 +52,7 @@ class LiveSchedule:
         self._num_steps += 1
 
     def assign(self) -> Assignment | None:
-        """Return what a worker computes next; None where there is no chunk, or no worker that may take it."""
+        """Return the next assignment; None if there is no chunk, or no worker that may take one."""
         ready = self._ready()
         if not self._chunks or not ready:
             return None
@@ -60,37 +60,40 @@ class LiveSchedule:
         return Assignment(ready[0], *self._chunks.popleft(), len(self._rows), self._now())
 
     def is_over(self, *, drain: bool) -> bool:
-        """Return whether the step is over: its chunks are given out, and a worker asks for more. drain: all do."""
+        """Return whether the step is over: all chunks are assigned, and a worker is ready for more.
+
+        drain: require that all workers are idle.
+        """
         if drain:
             return len(self._idle) == len(self._completed) and not self._chunks
         return not self._chunks and bool(self._ready())
 
     def arrived(self, assignment: Assignment) -> GradientRow:
-        """Return the row of a gradient that is applied next."""
+        """Return the row of the gradient that is applied next."""
         return single_row(assignment.worker, assignment.version, len(self._rows), assignment.number)
 
     def applied(self, assignment: Assignment) -> None:
-        """Record a gradient that has been applied; its worker is idle."""
+        """Record that a gradient has been applied. Its worker becomes idle."""
         worker, number, _, version, start = assignment
         self._rows.append((worker, version, len(self._rows), number, self._num_steps - 1, start, self._now()))
         self._completed[worker] += 1
         self._idle.append(worker)
 
     def record(self) -> Canonical:
-        """Return the rows so far, by column."""
+        """Return the recorded rows, by column."""
         columns = zip(COLUMNS, zip(*self._rows, strict=True), strict=False)
         # Checkpoints have no float64.
         return {column: np.array(values, np.float64).view(np.uint32) for column, values in columns}
 
     def restore(self, record: Canonical) -> None:
-        """Continue a run of which `record` returned these columns, in the times of that run."""
+        """Continue the run whose `record` is given, including its clock."""
         columns = [np.asarray(record[column]).view(np.float64).tolist() for column in COLUMNS if column in record]
         self._rows = list(zip(*columns, strict=True))
         self._completed = np.bincount([int(row[0]) for row in self._rows], minlength=len(self._completed)).tolist()
         self._begin -= self._rows[-1][-1] if self._rows else 0.0
 
     def table(self) -> UpdateTable | None:
-        """Return the rows so far as a table; None where there is none."""
+        """Return the recorded rows as a table; None if there are none."""
         if not self._rows:
             return None
         columns = [np.array(values) for values in zip(*self._rows, strict=True)]
@@ -98,7 +101,7 @@ class LiveSchedule:
         return UpdateTable(len(self._completed), *typed)
 
     def _ready(self) -> list[int]:
-        """Idle workers that are not too far ahead."""
+        """Return the idle workers that are not too far ahead."""
         least = min(self._completed)
         return [worker for worker in self._idle if self._completed[worker] - least <= self._bound]
 

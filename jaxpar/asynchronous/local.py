@@ -1,14 +1,16 @@
-"""Workers with local weights, which meet from time to time: local_sgd, diloco, model_average.
+"""Workers with local weights, which synchronize from time to time: local_sgd, diloco, model_average.
 
-Each worker is a server to itself: its gradient arrives at its local weights at once. What they make of it is brought
-together when the last gradient of an update is there:
+Each worker is its own server: its gradient is applied to its local weights immediately. When the last gradient of an
+update has been applied, the workers synchronize:
 
-    local_sgd      all go on from the mean of their weights (Stich, "Local SGD Converges Fast and Communicates Little",
-                   2019)
-    diloco         the way from where they began to that mean is the gradient of an outer optimizer, SGD with Nesterov's
-                   momentum; all go on from what it makes (Douillard et al., "DiLoCo", 2023, algorithm 1)
-    model_average  they train on meanwhile; each adds mean - local, as these were when the averaging began, before the
-                   first gradient that it begins after the averaging (Bagua's asynchronous model average)
+    local_sgd      all continue from the mean of their weights (Stich, "Local SGD Converges Fast and Communicates
+                   Little", 2019)
+    diloco         an outer optimizer, SGD with Nesterov momentum, takes as its gradient the weights at the start of the
+                   round minus the mean of the weights at its end; all continue from its result (Douillard et al.,
+                   "DiLoCo", 2023, algorithm 1)
+    model_average  workers continue training during the averaging. Each adds mean - local, computed from the weights at
+                   the start of the averaging, before the first gradient that it begins after the end of the averaging
+                   (Bagua's asynchronous model average)
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,17 +33,17 @@ from jaxpar.step import Metrics, Problem
 
 
 class LocalState(NamedTuple):
-    """Training at a step.
+    """State of training at a step.
 
     Attributes:
       step: on the host.
-      first_step: the step at which the run took on this strategy.
+      first_step: the step at which the run switched to this strategy.
       key: of the run.
-      params: of each worker, on its device.
-      servers: likewise: its optimizer.
-      outer: of diloco: where this round began, and the outer optimizer's state; else ().
-      averages: of model_average: (number of an averaging, worker that has not taken it in yet) -> mean - local.
-      taken: averagings that each worker has behind it.
+      params: each worker's weights, on its device.
+      servers: each worker's server state, on its device: its optimizer, for example.
+      outer: for diloco: the weights at the start of the round and the state of the outer optimizer; otherwise ().
+      averages: for model_average: {(number of an averaging, worker that has not applied it yet): mean - local}.
+      taken: for each worker, the number of averagings that it has applied.
     """
 
     step: int
@@ -55,7 +57,7 @@ class LocalState(NamedTuple):
 
 
 class LocalEngine:
-    """An `UpdateEngine` of a set of weights for each worker. It runs a table; every gradient makes an update."""
+    """An `UpdateEngine` with a set of weights for each worker. It runs a table, and every gradient makes an update."""
 
     def __init__(
         self,
@@ -68,7 +70,10 @@ class LocalEngine:
         outer: optax.GradientTransformation | None = None,
         waits: bool = True,
     ):
-        """devices: of the workers by number, the first for what they share; outer: of diloco; waits: all meet."""
+        """Take the devices of the workers by number; the first one also holds what workers share.
+
+        outer: the outer optimizer of diloco; waits: whether workers wait for each other when they synchronize.
+        """
         self._num_workers, self._waits, self._outer = table.num_workers, waits, outer
         self._table, self._rows, self._worker_devices = table, rows_by_step(table), devices
         self._devices = [devices[number] for number in places.of_workers]
@@ -99,7 +104,7 @@ class LocalEngine:
         for row in self._rows[state.step]:
             worker, device = row.worker, self._devices[row.worker]
             for number in range(taken[worker], row.read) if not self._waits else ():
-                if (number, worker) in averages:  # else the run began after it
+                if (number, worker) in averages:  # otherwise the run began after this averaging
                     params[worker] = self._add(params[worker], averages.pop((number, worker)))
                 taken[worker] = number + 1
             examples, weight, _ = chunks[row.chunk]
@@ -128,12 +133,12 @@ class LocalEngine:
         return self._mean_of(state.params)
 
     def canonical(self, state: LocalState) -> State:
-        """Return the mean of what differs between workers."""
+        """Return the canonical state: the mean over workers of the weights and the optimizer state."""
         optimizer = self._mean_of([server.optimizer for server in state.servers])
         return State(jnp.int32(state.step), state.key, self.params(state), optimizer)
 
     def private(self, state: LocalState) -> Canonical:
-        """Return what differs between workers, and the averages that they have not taken in yet."""
+        """Return the state of each worker, and the averagings that workers have not applied yet."""
         local, averages = jax.device_put((_arrays(state), state.averages), self._devices[0])
         by_worker = {f"{number} {i}": leaves(tree) for (number, i), tree in averages.items()}
         counters = {"taken": np.array(state.taken), FIRST_STEP: np.int32(state.first_step)}
@@ -144,18 +149,18 @@ class LocalEngine:
         return since(self._table, state.first_step)
 
     def lower(self, like: State) -> list[jax.stages.Lowered]:
-        """See `UpdateEngine`. Each device updates weights."""
+        """See `UpdateEngine`. Weights are updated on every device."""
         return self._programs.lower(like, self._worker_devices, self._worker_devices, is_grouped=False)
 
     def _spread(self, tree: Params) -> tuple[Params, ...]:
-        """A copy for each worker, on its device."""
+        """Return a copy for each worker, on its device."""
         return tuple(jax.device_put(tree, device) for device in self._devices)
 
     def _mean_of(self, trees: Sequence[Tree]) -> Tree:
         return self._mean(jax.device_put(list(trees), self._devices[0]))
 
     def _outer_update(self, mean: Params, outer: Tree) -> tuple[Params, Tree]:
-        """Return the weights that all continue from, and the outer optimizer."""
+        """Return the weights from which all workers continue, and the outer optimizer's new state."""
         if self._outer is None:
             return mean, outer
         anchor, state = outer
@@ -174,7 +179,7 @@ def _arrays(state: LocalState) -> tuple[Tree, ...]:
 
 
 def _restored(run: LocalState, private: Canonical) -> LocalState:
-    """A run at its start, with what `private` returned."""
+    """Return a started run with the private state restored."""
     params, optimizers, outer, mitigations = with_leaves(_arrays(run), private["own"])
     of_workers = zip(run.servers, optimizers, mitigations, strict=True)
     servers = tuple(server._replace(optimizer=one, mitigations=other) for server, one, other in of_workers)
@@ -187,6 +192,6 @@ def _restored(run: LocalState, private: Canonical) -> LocalState:
 
 
 def _mean(leaves: Sequence[jax.Array]) -> jax.Array:
-    """The mean of floats; of counters, the first."""
+    """Return the mean of floats, or the first of counters."""
     total = sum(leaves[1:], leaves[0])
     return total / len(leaves) if jnp.issubdtype(total.dtype, jnp.floating) else leaves[0]

@@ -1,8 +1,8 @@
-"""Mitigations of staleness: transformations as in optax, which compose by `optax.chain`.
+"""Mitigations of staleness: optax transformations, which compose by `optax.chain`.
 
-Of a gradient, before the optimizer: update(grads, state, params, staleness=, read=), `params` being the weights that
-it is applied to and `read` those that it was computed from. Of an update, after the optimizer: update(updates, state,
-params, staleness=). `corrected_momentum` is an optimizer in the place of another.
+Transformations of a gradient run before the optimizer: update(grads, state, params, staleness=, read=), where `params`
+are the weights that the gradient is applied to and `read` those that it was computed from. Transformations of an update
+run after the optimizer: update(updates, state, params, staleness=). `corrected_momentum` replaces the optimizer.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class Mitigations(NamedTuple):
     Attributes:
       gradients: transformation of gradients, before the optimizer.
       updates: transformation of updates, after the optimizer.
-      needs_read: whether `gradients` takes the weights that a gradient was computed from.
+      needs_read: whether `gradients` needs the weights that a gradient was computed from.
     """
 
     gradients: optax.GradientTransformationExtraArgs
@@ -29,12 +29,12 @@ class Mitigations(NamedTuple):
     needs_read: bool
 
     def init(self, params: Tree) -> tuple[Tree, Tree]:
-        """Return the states of both."""
+        """Return the initial states of both."""
         return self.gradients.init(params), self.updates.init(params)
 
 
 def dc_asgd(strength: float) -> optax.GradientTransformationExtraArgs:
-    """g + lambda g g (w - w_read): the gradient at w, to first order, with g g for the Hessian.
+    """Return g + lambda g g (w - w_read): the gradient at w, to first order, with g g in place of the Hessian.
 
     Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", 2017, equation 10.
     """
@@ -46,7 +46,7 @@ def dc_asgd(strength: float) -> optax.GradientTransformationExtraArgs:
 
 
 def adaptive_dc_asgd(strength: float, decay: float = 0.95) -> optax.GradientTransformationExtraArgs:
-    """dc_asgd with lambda / sqrt(the running mean of g g + 1e-7) for each element.
+    """Return dc_asgd with lambda / sqrt(the running mean of g g + 1e-7), element by element.
 
     Zheng et al., 2017, section 5: DC-ASGD-a.
     """
@@ -75,7 +75,7 @@ def clip_by_staleness(max_norm: float) -> optax.GradientTransformationExtraArgs:
 
 
 def staleness_aware() -> optax.GradientTransformationExtraArgs:
-    """The learning rate divided by max(staleness, 1); of an update of several gradients, by that of their mean.
+    """Divide the learning rate by max(staleness, 1). For an update of several gradients, staleness is their mean.
 
     Zhang et al., "Staleness-aware Async-SGD for Distributed Deep Learning", 2016, section 3.
     """
@@ -91,22 +91,22 @@ def staleness_aware() -> optax.GradientTransformationExtraArgs:
 def corrected_momentum(
     optimizer: Callable[[float], optax.GradientTransformation], momentum: float, mean_staleness: float
 ) -> optax.GradientTransformation:
-    """An optimizer whose momentum leaves room for what staleness adds to it.
+    """Return the optimizer with its momentum reduced by the momentum that staleness adds.
 
     Args:
-      optimizer: by its momentum, as `optax.lion` is by b1.
-      momentum: asked for in all.
-      mean_staleness: of its updates.
+      optimizer: momentum -> optimizer; `optax.lion` as a function of b1, for example.
+      momentum: the total momentum wanted.
+      mean_staleness: mean staleness of its updates.
     """
     left = momentum_left(momentum, mean_staleness)
-    return optimizer(max(left, 1e-6))  # without any, the state of an optimizer would have another form
+    return optimizer(max(left, 1e-6))  # with 0, the optimizer state would have another structure
 
 
 def momentum_left(momentum: float, mean_staleness: float) -> float:
-    """The momentum with which asynchronous updates have about the momentum asked for in all.
+    """Return the momentum to configure, so that asynchronous updates have about the total momentum wanted.
 
-    Updates that are stale by n - 1 on average act as if there were a momentum of 1 - 1/n (Mitliagkas et al.,
-    "Asynchrony begets Momentum, with an Application to Deep Learning", 2016, theorem 2); what is left of the one asked
-    for is m with 1 - momentum = (1 - m) / n, or none.
+    Updates with a mean staleness of n - 1 act as if there were a momentum of 1 - 1/n (Mitliagkas et al., "Asynchrony
+    begets Momentum, with an Application to Deep Learning", 2016, theorem 2). The result is the m with
+    1 - momentum = (1 - m) / n, or 0 if that m is negative.
     """
     return max(0.0, 1 - (1 - momentum) * (1 + mean_staleness))

@@ -1,7 +1,7 @@
-"""config.asynchronous: checked, and made into a table of updates and mitigations. Each file that it names is read once.
+"""Checks config.asynchronous, and builds its table of updates and its mitigations. Files that it names are read once.
 
-`decide` checks everything that needs neither data nor shapes, and reads the files. `build_table` and
-`build_mitigations` need the number of steps, and the optimizer.
+`decide_updates` checks everything that needs neither data nor shapes, and reads the files. `build_table` and
+`build_mitigations` also need the number of steps and the optimizer.
 """
 
 import math
@@ -21,7 +21,7 @@ from jaxpar.asynchronous.table import UpdateTable
 from jaxpar.errors import Refusals, UserError, refuse_choice
 from jaxpar.step import Problem
 
-# By policy: the settings that it has, and their defaults. No other policy has them.
+# By policy: its settings and their defaults. Other policies do not have these settings.
 POLICY_SETTINGS: dict[str, dict[str, Any]] = {
     "ssp": {"bound": 3},
     "softsync": {"groups": 2},
@@ -31,17 +31,17 @@ POLICY_SETTINGS: dict[str, dict[str, Any]] = {
 }
 MODES = ("emulated", "live")
 LIVE_POLICIES = ("async", "ssp")
-LOCAL_POLICIES = ("local_sgd", "diloco", "model_average")  # their workers have weights of their own
+LOCAL_POLICIES = ("local_sgd", "diloco", "model_average")  # their workers have local weights
 MITIGATIONS = ("dc_asgd", "adaptive_dc_asgd", "clip_by_staleness", "staleness_aware", "corrected_momentum")
 STRENGTHS = {"dc_asgd": 0.04, "adaptive_dc_asgd": 2.0}  # Zheng et al., 2017, section 6.1
 
 
 class UpdateSource(NamedTuple):
-    """Where the table of a run comes from. Its files have been read.
+    """The source of a run's table. Its files have been read.
 
     Attributes:
       delays: of a simulation.
-      recorded: the table of a live run, which is replayed; None: the table is simulated, or made by the run.
+      recorded: the table of a live run, to be replayed; None: the table is simulated, or made by the run.
     """
 
     delays: Delays
@@ -49,7 +49,7 @@ class UpdateSource(NamedTuple):
 
 
 def decide_updates(config: ConfigDict) -> Refusals[UpdateSource]:
-    """Read the files that config.asynchronous names. Refuses what cannot be run, and a file that cannot be read."""
+    """Read the files that config.asynchronous names. Refuses invalid settings, and files that cannot be read."""
     a = config.asynchronous
     yield from refuse_choice("asynchronous.mode", a.mode, MODES)
     yield from refuse_choice("asynchronous.policy", a.policy, POLICIES)
@@ -89,10 +89,10 @@ def _refuse_live(config: ConfigDict) -> Refusals[None]:
         yield UserError(f"config.asynchronous.table is {a.table!r}; it must be '' with config.asynchronous.mode='live'")
     if "corrected_momentum" in named_mitigations(config):
         yield UserError(
-            f"config.asynchronous.mitigations is {a.mitigations!r}; it must be without corrected_momentum, which needs "
-            "the staleness before the run, with config.asynchronous.mode='live'"
+            f"config.asynchronous.mitigations is {a.mitigations!r}; it must not contain corrected_momentum with "
+            "config.asynchronous.mode='live', because the staleness is not known before the run"
         )
-    yield from _refuse_delays(config, "config.asynchronous.mode='live', where times are real", but=("slowdown",))
+    yield from _refuse_delays(config, "config.asynchronous.mode='live', which measures real times", but=("slowdown",))
 
 
 def _refuse_replay(config: ConfigDict) -> Refusals[None]:
@@ -104,14 +104,14 @@ def _refuse_replay(config: ConfigDict) -> Refusals[None]:
         )
     if a.bound is not None:
         yield UserError(
-            f"config.asynchronous.bound is {a.bound}; it must be None with config.asynchronous.table, which has kept "
-            "to a bound already"
+            f"config.asynchronous.bound is {a.bound}; it must be None with config.asynchronous.table, which already "
+            "fixes the order of updates"
         )
-    yield from _refuse_delays(config, "config.asynchronous.table, which has times already")
+    yield from _refuse_delays(config, "config.asynchronous.table, which already contains times")
 
 
 def _refuse_delays(config: ConfigDict, why: str, but: Collection[str] = ()) -> Refusals[None]:
-    """Refuse settings of delays that have no effect."""
+    """Refuse settings of delays that would have no effect."""
     unset = {**Delays._field_defaults, "trace": ""}
     for key, value in config.asynchronous.delays.items():
         if key not in but and value != unset[key]:
@@ -126,15 +126,16 @@ def _refuse_mitigations(config: ConfigDict) -> Refusals[None]:
     if names and a.policy in LOCAL_POLICIES:
         yield UserError(
             f"config.asynchronous.mitigations is {a.mitigations!r}; it must be '' with policy {a.policy!r}, whose "
-            "workers take gradients of their local weights as they are"
+            "workers apply gradients to the local weights that they were computed from"
         )
     if len(set(names)) < len(names):
-        yield UserError(f"config.asynchronous.mitigations is {a.mitigations!r}; it must have each once")
+        yield UserError(f"config.asynchronous.mitigations is {a.mitigations!r}; it must not repeat a name")
     if a.dc_strength is not None and not 0 <= a.dc_strength < math.inf:
         yield UserError(f"config.asynchronous.dc_strength is {a.dc_strength}; it must be finite and 0 or more")
     if STRENGTHS.keys() <= set(names):
         yield UserError(
-            f"config.asynchronous.mitigations is {a.mitigations!r}; it must have at most one of {', '.join(STRENGTHS)}"
+            f"config.asynchronous.mitigations is {a.mitigations!r}; it must contain at most one of "
+            f"{', '.join(STRENGTHS)}"
         )
     if a.dc_strength is not None and not has_strength:
         yield UserError(
@@ -170,7 +171,7 @@ def named_mitigations(config: ConfigDict) -> list[str]:
 
 
 def policy_settings(config: ConfigDict) -> dict[str, Any]:
-    """Return the settings of the policy, with its defaults."""
+    """Return the settings of the policy, with defaults for those that are None."""
     a = config.asynchronous
     defaults = POLICY_SETTINGS.get(a.policy, {})
     settings = {key: default if a[key] is None else a[key] for key, default in defaults.items()}
@@ -180,9 +181,9 @@ def policy_settings(config: ConfigDict) -> dict[str, Any]:
 
 
 def build_table(config: ConfigDict, source: UpdateSource, num_steps: int) -> Refusals[UpdateTable]:
-    """Return who computes which gradient from which weights, in an emulated run of so many steps.
+    """Return the table of an emulated run of `num_steps` steps.
 
-    Refuses a recorded table of a run of another length.
+    Refuses a recorded table whose run had another length.
     """
     a, recorded = config.asynchronous, source.recorded
     if recorded is None:
@@ -194,14 +195,14 @@ def build_table(config: ConfigDict, source: UpdateSource, num_steps: int) -> Ref
     steps = int(recorded.step[-1]) + 1
     if steps != num_steps or len(recorded.update) != steps * recorded.num_workers:
         yield UserError(
-            f"config.asynchronous.table is {a.table!r}, of {steps} steps and {len(recorded.update)} gradients; it must "
-            f"be of {num_steps} steps and {num_steps * a.num_workers} gradients, as this run is"
+            f"config.asynchronous.table is {a.table!r}, which has {steps} steps and {len(recorded.update)} gradients; "
+            f"it must have {num_steps} steps and {num_steps * a.num_workers} gradients, like this run"
         )
     return recorded
 
 
 def _simulation_settings(config: ConfigDict, num_steps: int) -> dict[str, int]:
-    """Return workers and gradients, and the policy's settings, as `simulate` takes them."""
+    """Return the arguments of `simulate` that the config sets: workers, gradients, and settings of the policy."""
     num_workers = config.asynchronous.num_workers
     sizes = {"num_workers": num_workers, "num_gradients": max(num_workers, 1) * num_steps}
     settings = {key: value for key, value in policy_settings(config).items() if key in ("bound", "groups", "interval")}
@@ -221,24 +222,26 @@ def _read_recorded(config: ConfigDict) -> Refusals[UpdateTable]:
         )
     if recorded.step[0]:
         yield UserError(
-            f"config.asynchronous.table is {a.table!r}, which begins at step {recorded.step[0]}, where its run came "
-            "from another strategy; it must begin at step 0"
+            f"config.asynchronous.table is {a.table!r}, which begins at step {recorded.step[0]}, where its run "
+            "switched to this strategy; it must begin at step 0"
         )
     chunks = np.arange(len(recorded.chunk))
     if (np.sort(recorded.chunk) != chunks).any() or (recorded.chunk // a.num_workers > recorded.step).any():
-        yield UserError(f"config.asynchronous.table is {a.table!r}, in which a chunk is missing or before its batch")
+        yield UserError(
+            f"config.asynchronous.table is {a.table!r}; it must contain every chunk, none before its batch's step"
+        )
     if len(np.unique(recorded.step)) <= recorded.step[-1]:
-        yield UserError(f"config.asynchronous.table is {a.table!r}, in which a step has no row")
+        yield UserError(f"config.asynchronous.table is {a.table!r}; it must have a row for every step")
     return recorded
 
 
 def _read_delays(config: ConfigDict) -> Refusals[Delays]:
-    """Read how long things take."""
+    """Read config.asynchronous.delays, and the trace that it names."""
     d = config.asynchronous.delays
     if (d.distribution == "trace") != bool(d.trace):
         yield UserError(
             f"config.asynchronous.delays.trace is {d.trace!r}; it must be the path of a CSV file with "
-            "config.asynchronous.delays.distribution='trace', else ''"
+            "config.asynchronous.delays.distribution='trace', and '' otherwise"
         )
     try:
         trace = delays.read_trace(d.trace) if d.trace else ()
@@ -251,12 +254,12 @@ def _read_delays(config: ConfigDict) -> Refusals[Delays]:
 
 
 def build_mitigations(config: ConfigDict, problem: Problem, updates: UpdateTable | None) -> tuple[Problem, Mitigations]:
-    """Return the problem, with the optimizer that config.asynchronous.mitigations asks for, and the mitigations.
+    """Return the problem, with its optimizer replaced if a mitigation requires that, and the mitigations.
 
     Args:
       config: of the run, checked.
-      problem: what is trained.
-      updates: the table; None where the run is live.
+      problem: of the run.
+      updates: the table; None if the run is live.
     """
     a, names = config.asynchronous, named_mitigations(config)
     made: dict[str, optax.GradientTransformationExtraArgs] = {"staleness_aware": mitigations.staleness_aware()}

@@ -1,17 +1,18 @@
-"""Which device workers and the server are on: by numbers, before there are devices.
+"""Device numbers of workers and server, which are known before there are devices.
 
-Those of the workers, which have them in turn, come first; the server has one of these or the next.
+The workers' devices come first, and workers are assigned to them round-robin. The server is on one of these devices, or
+on the next one.
 """
 
 from typing import NamedTuple
 
 
 class Places(NamedTuple):
-    """Where workers and server are.
+    """Device numbers of workers and server.
 
     Attributes:
       num_workers: of the run.
-      num_devices: that the workers have.
+      num_devices: number of the workers' devices.
       server: number of the server's device.
     """
 
@@ -25,10 +26,10 @@ class Places(NamedTuple):
 
     @property
     def of_workers(self) -> list[int]:
-        """The number of each worker's device."""
+        """Number of each worker's device."""
         return [self.of_worker(worker) for worker in range(self.num_workers)]
 
     @property
     def num_remote(self) -> int:
-        """Workers on other devices than the server's."""
+        """Number of workers that are not on the server's device."""
         return sum(device != self.server for device in self.of_workers)

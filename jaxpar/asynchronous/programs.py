@@ -1,8 +1,8 @@
-"""The two programs of asynchronous training: a worker's, and the server's.
+"""The two programs of asynchronous training: the worker's and the server's.
 
-They are compiled apart from each other, and from how many workers and devices there are: XLA rounds the same arithmetic
-in other ways when it is a part of other programs. So a run is the same, bitwise, on any number of devices, and what
-threads have made can be replayed.
+They are compiled separately, and do not depend on the number of workers or devices, because XLA may round the same
+arithmetic differently as part of another program. A run is therefore bitwise the same on any number of devices, and a
+run with threads can be replayed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ from jaxpar.step import Metrics, Problem
 from jaxpar.tasks import Sums
 from jaxpar.tasks.task import Scalar
 
-FIRST_STEP = "begun"  # in the private state: the step at which the run took on this strategy
+FIRST_STEP = "begun"  # in the private state: the step at which the run switched to this strategy
 
 
 class Totals(NamedTuple):
@@ -32,9 +32,9 @@ class Totals(NamedTuple):
 
     Attributes:
       sums: over their examples.
-      square: of the norms of the updates' gradients, squared.
-      num_updates: that they have made.
-      finite: whether all of them are.
+      square: sum of the squared gradient norms of the updates.
+      num_updates: number of updates that they have made.
+      finite: whether all of them are finite.
     """
 
     sums: Sums
@@ -44,11 +44,11 @@ class Totals(NamedTuple):
 
 
 class Server(NamedTuple):
-    """State of the server besides the weights.
+    """State of the server except the weights.
 
     Attributes:
       optimizer: state of the optimizer.
-      waiting: the sum of the gradients that have arrived for the next update; () where each gradient makes one.
+      waiting: the sum of the gradients that have arrived for the next update; () if each gradient makes an update.
       mitigations: states of the mitigations, of gradients and of updates.
       totals: of this step.
     """
@@ -60,13 +60,13 @@ class Server(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """The numbers that the server's program takes of a gradient.
+    """The scalars of a gradient that the server's program takes.
 
     Attributes:
       staleness: of the gradient.
       mean_staleness: over all gradients of its update.
-      size: gradients in its update.
-      step: of the run, in which it arrives.
+      size: number of gradients in its update.
+      step: the step of the run in which it arrives.
     """
 
     staleness: Scalar
@@ -76,12 +76,12 @@ class Arrival(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A worker's part of a batch, on the host: examples i, i + n, i + 2n, .. of n workers.
+    """A worker's shard of a batch, on the host: examples i, i + n, i + 2n, .. of n workers.
 
     Attributes:
-      examples: as a batch has them.
-      weight: what their gradient is divided by.
-      step: of the run, whose batch they are of.
+      examples: the same arrays as in a batch.
+      weight: the divisor of their gradient.
+      step: the step of the run whose batch they belong to.
     """
 
     examples: dict[str, Any]
@@ -92,7 +92,7 @@ class Chunk(NamedTuple):
 def gradient(
     problem: Problem, params: Params, key: jax.Array, step: jax.Array, examples: Batch, weight: Scalar
 ) -> tuple[Params, Sums]:
-    """Return the gradient of the examples of a chunk at the weights that its worker has read: a worker's program."""
+    """Return the gradient of a chunk's examples at the weights that the worker has read. This is a worker's program."""
     return steps.gradients(problem, State(step, key, params, None), examples, weight)
 
 
@@ -108,33 +108,33 @@ def arrive(
     read: Params | None,
     at: Arrival,
 ) -> tuple[Params, Server]:
-    """Take a gradient, and update the weights if it is the last one of its update: the server's program.
+    """Take a gradient, and update the weights if it is the last one of its update. This is the server's program.
 
     Args:
-      problem: what is trained.
+      problem: of the run.
       mitigations: against staleness.
-      is_first: of its update.
-      is_last: of its update.
-      params: the weights as they are.
+      is_first: whether it is the first gradient of its update.
+      is_last: whether it is the last one.
+      params: the newest weights.
       server: the rest of the server's state.
-      grads: what arrives.
+      grads: the gradient.
       sums: over its examples.
-      read: the weights that it is of; None where no mitigation needs them.
-      at: its staleness and place in its update.
+      read: the weights that it was computed from; None if no mitigation needs them.
+      at: its staleness and its update.
     """
     before, after = server.mitigations
     arrived = steps.is_finite(optax.tree.norm(grads), sums)
     grads, remembered = mitigations.gradients.update(grads, before, params, staleness=at.staleness, read=read)
     before = jax.tree.map(lambda new, old: jnp.where(arrived, new, old), remembered, before)
     total = jax.tree.map(jnp.add, server.totals.sums, sums)
-    if not (is_first and is_last):  # what is not finite, be it the loss alone, spoils the update that it is a part of
+    if not (is_first and is_last):  # a nonfinite gradient or loss invalidates the whole update
         grads = jax.tree.map(lambda g: jnp.where(arrived, g, jnp.nan), grads)
     grads = grads if is_first else jax.tree.map(jnp.add, server.waiting, grads)
     server = server._replace(mitigations=(before, after), totals=server.totals._replace(sums=total))
     if not is_last:
         finite = server.totals.finite & arrived
         return params, server._replace(waiting=grads, totals=server.totals._replace(finite=finite))
-    if not is_first:  # a division by 1 would not change a number, but how XLA rounds those after it
+    if not is_first:  # dividing by 1 would change no value, but could change how XLA rounds later operations
         grads = jax.tree.map(lambda x: x / at.size, grads)
     return _update(problem, mitigations, params, server, grads, sums, at)
 
@@ -142,7 +142,7 @@ def arrive(
 def _update(
     problem: Problem, mitigations: Mitigations, params: Params, server: Server, grads: Params, sums: Sums, at: Arrival
 ) -> tuple[Params, Server]:
-    """Update the weights by the gradient of a whole update, of which `sums` and `at` are the last gradient's."""
+    """Update the weights by the gradient of a whole update. `sums` and `at` are those of its last gradient."""
     before, after = server.mitigations
     totals, grad_norm = server.totals, optax.tree.norm(grads)
     optimizer = at_step(server.optimizer, at.step)
@@ -163,7 +163,7 @@ def _update(
 
 
 def at_step(optimizer: Tree, step: jax.Array) -> Tree:
-    """Return an optimizer's state with the learning rate of a step of the run, however many updates it has made."""
+    """Return the optimizer state with the learning rate of this step of the run, however many updates it has made."""
 
     def is_schedule(node: Tree) -> bool:
         return isinstance(node, optax.ScaleByScheduleState)
@@ -181,12 +181,12 @@ class Programs:
       gradient: (params, key, step, examples, weight) -> (gradient, sums over the examples).
       arrive: (is it the first of its update, is it the last, params, server, grads, sums, read, at) -> (params,
         server); the old server is donated.
-      weight: (batch) -> what a worker's gradient is divided by: their sum / num_workers.
+      weight: (batch) -> the divisor of a worker's gradient: the sum of the batch's weights / num_workers.
     """
 
     def __init__(self, problem: Problem, mitigations: Mitigations, num_workers: int):
         self._problem, self.mitigations, self.num_workers = problem, mitigations, num_workers
-        # Unused arguments are kept for the audit, which tells arguments apart.
+        # Unused arguments are kept, because the audit counts the bytes of each argument.
         self.gradient = jax.jit(partial(gradient, problem), keep_unused=True)
         self.arrive = jax.jit(
             partial(arrive, problem, mitigations), static_argnums=(0, 1), donate_argnums=3, keep_unused=True
@@ -195,12 +195,12 @@ class Programs:
         self._root_mean = jax.jit(_root_mean)
 
     def server(self, params: Params, optimizer: Tree, device: jax.Device | None, *, is_grouped: bool) -> Server:
-        """Return the server's state at its beginning. is_grouped: whether an update has several gradients."""
+        """Return the server's initial state. is_grouped: whether an update has several gradients."""
         waiting = jax.tree.map(jnp.zeros_like, params) if is_grouped else ()
         return Server(optimizer, waiting, self.mitigations.init(params), self.new_totals(device))
 
     def abstract_server(self, like: State, *, is_grouped: bool) -> Server:
-        """Return the shapes and dtypes of what `server` returns."""
+        """Return the shapes and dtypes of the result of `server`."""
         made: Server = jax.eval_shape(
             lambda params, optimizer: self.server(params, optimizer, None, is_grouped=is_grouped),
             *(like.params, like.optimizer),
@@ -210,12 +210,12 @@ class Programs:
     def lower(
         self, like: State, devices: Sequence[jax.Device], update_devices: Sequence[jax.Device], *, is_grouped: bool
     ) -> list[jax.stages.Lowered]:
-        """Lower the programs of a step: a worker's, and the server's for the last gradient of an update.
+        """Lower the programs of a step: the worker's, and the server's for the last gradient of an update.
 
         Args:
           like: the state, abstract.
           devices: of the workers.
-          update_devices: on which weights are updated.
+          update_devices: devices on which weights are updated.
           is_grouped: as in `server`.
         """
         n = self.num_workers
@@ -230,23 +230,23 @@ class Programs:
         return [*workers, *updates]
 
     def chunks(self, step: int, batch: Mapping[str, np.ndarray], device: jax.Device) -> dict[int, Chunk]:
-        """Return the parts of a step's batch by their number in the run. device: for their weight."""
+        """Return the chunks of a step's batch, by their number in the run. device: of their weight."""
         weight, n = self.weight(jax.device_put({"weights": batch["weights"]}, device)), self.num_workers
         return {step * n + i: Chunk({k: x[i::n] for k, x in batch.items()}, weight, step) for i in range(n)}
 
     def new_totals(self, device: jax.Device | None) -> Totals:
-        """Return the totals at the beginning of a step. device: None where they are abstract."""
+        """Return the totals at the start of a step. device: None if they are abstract."""
         zero: Scalar = np.zeros((), np.float32)
         totals: Totals = jax.device_put(Totals(self._problem.task.zeros(), zero, zero, np.ones((), bool)), device)
         return totals
 
     def metrics(self, totals: Totals) -> Metrics:
-        """Return a step's metrics: the norm is the root mean square over its updates, where all of them are finite."""
+        """Return a step's metrics. The norm is the root mean square over its updates, or nan if one is nonfinite."""
         return Metrics(totals.sums, self._root_mean(totals), totals.finite)
 
 
 def _on(tree: Tree, device: jax.Device) -> Tree:
-    """Abstract arrays on a device."""
+    """Return abstract arrays on a device."""
     return steps.with_shardings(tree, SingleDeviceSharding(device))
 
 
@@ -262,12 +262,12 @@ def add_up_totals(totals: Sequence[Totals]) -> Totals:
 
 
 def leaves(tree: Tree) -> dict[str, Any]:
-    """Return the arrays of a tree, by their number."""
+    """Return the arrays of a tree by number."""
     return {str(number): leaf for number, leaf in enumerate(jax.tree.leaves(tree))}
 
 
 def with_leaves(tree: Tree, arrays: Mapping[str, Any]) -> Tree:
-    """Return the tree with the arrays of `leaves`, on the devices of the present ones."""
+    """Return the tree with its arrays replaced by those of `leaves`, on the same devices as before."""
     old, structure = jax.tree.flatten(tree)
     new = [jax.device_put(arrays[str(number)], leaf.sharding) for number, leaf in enumerate(old)]
     return jax.tree.unflatten(structure, new)

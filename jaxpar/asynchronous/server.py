@@ -1,7 +1,7 @@
 """Workers that send gradients to a server: sync, async, ssp, softsync.
 
-The server has the weights. It applies gradients in the order in which a transport delivers them, and publishes the
-weights that come of it. Whether workers are emulated or real is the transport's affair (transport.py).
+The server holds the weights. It applies gradients in the order in which a transport delivers them, and publishes the
+updated weights. Only the transport differs between emulated and live workers (transport.py).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,13 +24,13 @@ from jaxpar.step import Metrics, Problem
 
 @dataclass
 class ServerRun:
-    """Training at a step. It is changed in place.
+    """State of training at a step. It is modified in place.
 
     Attributes:
       step: on the host.
       key: of the run.
       params: on the server's device.
-      server: what else is there.
+      server: the rest of the server's state, also on its device.
       transport: to the workers.
     """
 
@@ -42,7 +42,7 @@ class ServerRun:
 
 
 class ServerEngine:
-    """An `UpdateEngine` of one set of weights."""
+    """An `UpdateEngine` with one set of weights."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class ServerEngine:
         """See `UpdateEngine`."""
         if self._run is not None:
             self._run.transport.close()
-        optimizer = jax.device_put(state.optimizer, self._at, may_alias=False)  # steps donate theirs
+        optimizer = jax.device_put(state.optimizer, self._at, may_alias=False)  # steps donate this copy
         server = self._programs.server(state.params, optimizer, self._at, is_grouped=self._is_grouped)
         workers = Workers(self._programs, self._places, self._devices, self._at, state.key)
         run = ServerRun(int(state.step), state.key, state.params, server, self._begin(workers, state))
@@ -82,7 +82,7 @@ class ServerEngine:
         """See `UpdateEngine`."""
         chunks = self._programs.chunks(run.step, batch, self._at)
         run.step += 1
-        is_last = run.step == self._problem.num_steps  # what comes later would be of no step
+        is_last = run.step == self._problem.num_steps  # no later step could take the remaining gradients
         self._apply(run, run.transport.deliver(chunks, drain=is_last))
         metrics = self._programs.metrics(run.server.totals)
         run.server = run.server._replace(totals=self._programs.new_totals(self._at))
@@ -113,8 +113,9 @@ class ServerEngine:
         return State(jnp.int32(run.step), run.key, run.params, run.server.optimizer)
 
     def private(self, run: ServerRun) -> Canonical:
-        """Return older weights, gradients that wait for others of their update and states of mitigations, by number;
-        and the transport's record.
+        """Return older weights, waiting gradients and states of mitigations, by number, and the transport's record.
+
+        Waiting gradients have arrived, but their update is not complete.
         """
         self._drain(run)
         return leaves(jax.device_put(_arrays(run), self._at)) | run.transport.in_flight().record

@@ -1,18 +1,19 @@
-"""The table of a policy and of delays: who computes which gradient from which weights, and when.
+"""Simulates a policy and returns its table: who computes which gradient from which weights, and when.
 
-    sync           all workers read the same version; an update when all have arrived
+    sync           all workers read the same version; an update when all gradients have arrived
     async          an update for every gradient, on arrival (ASP)
     ssp            async, but no worker begins more than `bound` iterations ahead of the slowest (Ho et al., "More
                    Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013)
     softsync       an update for every floor(workers / `groups`) gradients (Zhang et al., "Staleness-aware Async-SGD for
                    Distributed Deep Learning", 2016: n-softsync)
-    local_sgd      all read the same version, make `interval` steps of their own, and meet (Stich, 2019)
+    local_sgd      all workers read the same version, take `interval` local steps, and synchronize (Stich, 2019)
     diloco         the same table (Douillard et al., 2023)
-    model_average  workers train on while an averaging of their weights is under way (Bagua: Gan et al., 2021)
+    model_average  workers continue training while their weights are averaged (Bagua: Gan et al., 2021)
 
-A gradient costs a pull (one message), computing, and a push (one message). Its version is the one that the server has
-when the pull ends. What happens at the same time happens in the order of workers, and a worker does all it can before
-the next one moves: with equal workers and no communication, each reads the weights that its own gradient has made.
+A gradient takes a pull (one message), computing, and a push (one message). Its version is the newest one on the server
+when the pull ends. Simultaneous events are processed in the order of workers, and a worker does all it can before the
+next one moves. With equal workers and no communication time, a worker therefore reads the weights that its own gradient
+has just updated.
 """
 
 import heapq
@@ -41,21 +42,21 @@ def simulate(
     groups: int = 1,
     interval: int = 1,
 ) -> UpdateTable:
-    """The first rows of the endless run of a policy: a longer run begins with the same rows.
+    """Return the first rows of a policy's endless run, so that a longer run begins with the same rows.
 
     Args:
       policy: one of POLICIES.
-      num_workers: n of them.
-      num_gradients: rows of the table.
-      delays: how long things take; one second a gradient where None.
+      num_workers: number of workers, n.
+      num_gradients: number of rows of the table.
+      delays: of gradients and messages; None: one second per gradient.
       seed: of the random delays.
-      bound: of ssp: 0 is lock step.
-      groups: of softsync, 1 to n; n is async.
-      interval: of local_sgd and diloco, steps from one meeting to the next; of model_average, from the beginning of an
-        averaging to that of the next, in mean compute times.
+      bound: for ssp; 0 is lock step.
+      groups: for softsync, 1 to n; n is async.
+      interval: for local_sgd and diloco, the number of steps between synchronizations; for model_average, the time from
+        the start of an averaging to the start of the next, in mean compute times.
 
     Raises:
-      ValueError: one line: a setting that cannot be. Those that the policy does not use are not looked at.
+      ValueError: a setting is invalid; the message is one line. Settings that the policy does not use are not checked.
     """
     delays = Delays() if delays is None else delays
     check_delays(delays)
@@ -75,7 +76,7 @@ def simulate(
 
 
 def _table(num_workers: int, num_gradients: int, made: TableColumns) -> UpdateTable:
-    """The first rows of what a policy made."""
+    """Return the first rows of a policy's columns as a table."""
     worker, read, update, start, finish = (column[:num_gradients] for column in made)
     chunk = np.arange(num_gradients, dtype=np.int32)
     step = chunk // np.int32(num_workers)
@@ -94,9 +95,9 @@ def simulation_obstacle(
     groups: int = 1,
     interval: int = 1,
 ) -> str | None:
-    """Return in one line why a policy cannot be of these settings, as in `simulate`; None where it can."""
+    """Return in one line why these settings of `simulate` are invalid; None if they are valid."""
     if policy not in POLICIES:
-        return f"policy is {policy!r}; it must be {', '.join(POLICIES)}"
+        return f"policy is {policy!r}; it must be one of {', '.join(POLICIES)}"
     for name, value, least in (("num_workers", num_workers, 1), ("num_gradients", num_gradients, 1), ("seed", seed, 0)):
         if value < least:
             return f"{name} is {value}; it must be at least {least}"
@@ -112,15 +113,16 @@ def simulation_obstacle(
 def _server(
     compute: WorkerTimes, communication: WorkerTimes, num_gradients: int, size: int, bound: float
 ) -> TableColumns:
-    """async, ssp, softsync: a server makes an update of every `size` gradients, and workers go on as `bound` lets them.
+    """Simulate async, ssp and softsync: the server makes an update of every `size` gradients. `bound` limits workers.
 
-    A gradient that waits for others of its update finishes with the update; its worker goes on from its arrival.
+    A gradient that waits for others of its update finishes with the update; its worker continues when the gradient
+    arrives.
     """
     n = len(compute)
-    events = [(next(communication[worker]), worker) for worker in range(n)]  # a worker's next: a pull or a push ends
+    events = [(next(communication[worker]), worker) for worker in range(n)]  # when a worker's next pull or push ends
     heapq.heapify(events)
     is_pulling, versions, starts = [True] * n, [0] * n, [0.0] * n
-    done, least, num_least = [0] * n, 0, n  # gradients by worker; their minimum; how many workers have no more
+    done, least, num_least = [0] * n, 0, n  # gradients by worker; the minimum; workers at the minimum
     waiting: list[int] = []
     rows: list[tuple[int, int, float, float]] = []
     while len(rows) < num_gradients or len(rows) % size:
@@ -136,7 +138,7 @@ def _server(
         may_begin = [worker]
         if done[worker] == least + 1:
             num_least -= 1
-            if num_least == 0:  # the slowest has moved: look at all who wait
+            if num_least == 0:  # the minimum has increased: check all waiting workers
                 least += 1
                 num_least = done.count(least)
                 may_begin = waiting.copy()
@@ -150,20 +152,21 @@ def _server(
 
 
 def _rounds(compute: WorkerTimes, communication: WorkerTimes, num_gradients: int, interval: int) -> TableColumns:
-    """sync, local_sgd, diloco: a round is a pull, `interval` steps and a push of every worker; the last one ends it.
+    """Simulate sync, local_sgd and diloco. In a round each worker makes a pull, `interval` steps and a push.
 
-    Rows of a round are in the order of steps, then of workers. Gradients of a step finish when all workers have made
-    it, and those of the last step when all have arrived, so that `finish` never decreases; `start` is the worker's own.
+    The round ends when the last push arrives. Its rows are in the order of steps, then of workers. The gradients of a
+    step finish when all workers have made that step, and those of the last step when all pushes have arrived, so that
+    `finish` never decreases. `start` is each worker's own time.
     """
     n = len(compute)
     num_steps = -(-num_gradients // n)
-    interval = min(interval, num_steps + 1)  # of a first round that is cut off, no more steps than rows
+    interval = min(interval, num_steps + 1)  # limits the steps of a first round that the table cuts off
     num_rounds = -(-num_steps // interval)
     messages = _taken(communication, 2 * num_rounds).reshape(num_rounds, 2, n)
     times = np.concatenate(
         [messages[:, :1], _taken(compute, num_rounds * interval).reshape(num_rounds, interval, n)], 1
     )
-    ends = np.cumsum(times, axis=1)  # [round, pull and steps, worker], from the round's beginning
+    ends = np.cumsum(times, axis=1)  # [round, pull and steps, worker], since the start of the round
     begins = np.concatenate([np.zeros((num_rounds, 1, n)), ends[:, 1:-1]], 1)
     ends[:, -1] += messages[:, 1]
     finish = ends[:, 1:].max(axis=2)
@@ -180,18 +183,18 @@ def _rounds(compute: WorkerTimes, communication: WorkerTimes, num_gradients: int
 
 
 def _taken(times: WorkerTimes, count: int) -> np.ndarray:
-    """[count, worker]: the next times of every worker."""
+    """Return the next `count` times of every worker, [count, worker]."""
     return np.stack([np.fromiter(worker, float, count) for worker in times], axis=1)
 
 
 def _averagings(compute: WorkerTimes, communication: WorkerTimes, num_gradients: int, period: float) -> TableColumns:
-    """model_average: workers never wait, and an averaging begins with every period, at the earliest.
+    """Simulate model_average: workers never wait, and at most one averaging begins per period.
 
-    One begins at a multiple of `period` if the last one has ended and some gradient has finished since it began. It
-    takes the weights that workers have then: a gradient that is under way is not in them. It lasts until the slowest
-    worker's two messages are through, and each worker takes it in before its next gradient.
+    An averaging begins at a multiple of `period` if the last one has ended and some gradient has finished since the
+    last one began. It reads the workers' weights at that time, which lack the gradients in flight. It ends when both
+    messages of the slowest worker have arrived, and each worker applies it before its next gradient.
 
-    `read` counts averagings that the worker has taken in, `update` those that begin before the gradient finishes.
+    `read` counts the averagings that the worker has applied, `update` those that began before the gradient finished.
     """
     n = len(compute)
     events = [(next(compute[worker]), worker, 0.0) for worker in range(n)]
@@ -202,7 +205,7 @@ def _averagings(compute: WorkerTimes, communication: WorkerTimes, num_gradients:
         rows.append((worker, begun, now))
         heapq.heapreplace(events, (now + next(compute[worker]), worker, now))
     workers, start, finish = map(np.array, zip(*rows, strict=True))
-    late = 1 + ROUNDING  # sums of compute times meet multiples of the period
+    late = 1 + ROUNDING  # sums of compute times may equal multiples of the period
     begins, ends = [0.0], [0.0]
     while begins[-1] * late < finish[-1]:
         ready = max(ends[-1], finish[np.searchsorted(finish, begins[-1] * late, side="right")])
@@ -213,5 +216,5 @@ def _averagings(compute: WorkerTimes, communication: WorkerTimes, num_gradients:
         ends.append(begins[-1] + max(next(worker) + next(worker) for worker in communication))
     update = np.searchsorted(np.array(begins[1:]) * late, finish)
     read = np.searchsorted(np.array(ends[1:]), start * late)
-    read = np.minimum(read, update)  # where a gradient is shorter than the rounding
+    read = np.minimum(read, update)  # in case a gradient is shorter than the rounding
     return workers, read, update, start, finish

@@ -1,7 +1,7 @@
 """Tables of updates: which gradient, computed from which weights, is applied when.
 
-A table is data, made in NumPy before anything runs (simulate.py) or recorded by a live run. What reads it needs no
-threads to do what asynchronous workers would do, and does it the same way every time.
+A table is data, made in NumPy before a run (simulate.py) or recorded by a live run. From a table an engine reproduces
+asynchronous training exactly, without threads.
 """
 
 import csv
@@ -16,22 +16,22 @@ import numpy as np
 from jaxpar.errors import UserError
 from jaxpar.files import unreadable, write_text
 
-ROUNDING = 1e-9  # of a time: two sums of the same seconds may differ by so much
-HEAD = "# num_workers="  # of the first line of a file
+ROUNDING = 1e-9  # relative: by this much, two sums of the same seconds may differ
+HEAD = "# num_workers="  # start of the first line of a file
 
 
 class UpdateTable(NamedTuple):
     """G gradients, in the order in which they arrive.
 
     Version 0 of the weights is the initial one; update t is applied to version t and makes version t + 1. A table may
-    be the beginning of a longer one, so that its last update has only a part of its gradients.
+    be the beginning of a longer one, so its last update may lack some of its gradients.
 
     Args:
-      num_workers: of the run; the last of them may have no row.
-      worker: [G] int32, whose the gradient is.
+      num_workers: of the run; some of them may have no row.
+      worker: [G] int32, the worker that computed the gradient.
       read: [G] int32, the version that it was computed from.
-      update: [G] int32, the update that it is a part of, which is also the version that it is applied to.
-      chunk: [G] int32, which part of the data it is of. Each comes once, in any order.
+      update: [G] int32, the update that it belongs to, which is also the version that it is applied to.
+      chunk: [G] int32, the chunk of the data that it was computed on. Each chunk occurs once; the order is free.
       step: [G] int32, the step of the training loop in which it is applied.
       start: [G] float64, virtual seconds: when its worker began to read the weights.
       finish: [G] float64, virtual seconds: when it was applied.
@@ -48,7 +48,7 @@ class UpdateTable(NamedTuple):
 
     @property
     def staleness(self) -> np.ndarray:
-        """[G] int32: updates that were made between what a gradient was computed from and what it is applied to."""
+        """[G] int32: number of updates between the version that a gradient was computed from and `update`."""
         return self.update - self.read
 
     @property
@@ -58,14 +58,14 @@ class UpdateTable(NamedTuple):
 
     @property
     def update_times(self) -> np.ndarray:
-        """[num_updates] float64: when update t was made, which is when its last gradient finished."""
+        """[num_updates] float64: time of each update, which is when its last gradient finished."""
         return self.finish[np.flatnonzero(_ends_update(self))]
 
 
 def since(table: UpdateTable, step: int) -> UpdateTable | None:
-    """The gradients from a step on, as a run that begins there has them; None where there are none.
+    """Return the gradients from this step on, as the table of a run that begins there; None if there are none.
 
-    Its weights at that step are version 0, for workers that have read older ones too, and its time begins there.
+    The weights at that step become version 0, even for workers that have read older ones, and the time starts at 0.
     """
     first = int(np.searchsorted(table.step, step))
     if first == 0:
@@ -84,12 +84,12 @@ TIMES = ("start", "finish")
 
 
 def validate(table: UpdateTable) -> None:
-    """Raise ValueError, with the row and the column, at the first rule that the table breaks.
+    """Raise ValueError at the first rule that the table breaks, with the row and the column.
 
-    Rules: shapes and dtypes; numbers in range; each chunk once; `step` and `finish` never decrease, and `update` goes
-    up from 0 by ones; a gradient finishes after it starts, and is applied to the version that it read or a later one.
-    As rows are in order, the gradients that made the version it read are then above it, and finished before it. A
-    worker computes one gradient at a time: see `_free`.
+    Rules: shapes and dtypes; numbers in range; each chunk once; `step` and `finish` never decrease, and `update` starts
+    at 0 and increases by at most 1; a gradient finishes after it starts, and is applied to the version that it read or
+    a later one. As rows are in order, the gradients that made the version it read are in rows above it, and finished
+    before it. A worker computes one gradient at a time: see `_free`.
     """
     if broken := _broken_rule(table):
         row, rule = broken
@@ -97,21 +97,21 @@ def validate(table: UpdateTable) -> None:
 
 
 def staleness_summary(table: UpdateTable) -> dict[str, float | list[int]]:
-    """`mean`, `max`, and `histogram`: how many gradients have staleness 0, 1, .. max."""
+    """Return `mean`, `max`, and `histogram`: the numbers of gradients with staleness 0, 1, .. max."""
     histogram = np.bincount(table.staleness)
     return {"mean": float(table.staleness.mean()), "max": len(histogram) - 1, "histogram": histogram.tolist()}
 
 
 def _ends_update(table: UpdateTable) -> np.ndarray:
-    """[G] bool: whether the row is the last one of its update."""
+    """Return [G] bool: whether the row is the last one of its update."""
     return np.diff(table.update, append=table.num_updates) > 0
 
 
 def _free(table: UpdateTable) -> np.ndarray:
-    """[G] float64: the earliest time at which the row's worker can have been done with its row before.
+    """Return [G] float64: the earliest time at which the row's worker can have finished its previous row.
 
-    A gradient that waits for others of its update is at the server before `finish`, and its worker may have gone on.
-    But it came after the update before; and the last one of an update came at `finish`.
+    A gradient that waits for the rest of its update is on the server before `finish`; its worker may have continued.
+    But it arrived after the previous update, and the last gradient of an update arrived at `finish`.
     """
     before = np.concatenate([[0.0], table.update_times])[table.update]
     done = np.maximum(table.start, np.where(_ends_update(table), table.finish, before))
@@ -123,7 +123,7 @@ def _free(table: UpdateTable) -> np.ndarray:
 
 
 def _broken_rule(table: UpdateTable) -> tuple[int | None, str] | None:
-    """The first rule that the table breaks, and in which row, or in none."""
+    """Return the row of the first broken rule (None if it concerns no row) and the rule; None if none is broken."""
     if shape_rule := _broken_shape_rule(table):
         return None, shape_rule
     for is_bad, column, rule in _rules(table):
@@ -142,26 +142,26 @@ def _broken_shape_rule(table: UpdateTable) -> str | None:
         if not isinstance(values, np.ndarray) or values.dtype != dtype:
             return f"{column} has dtype {getattr(values, 'dtype', type(values).__name__)}; it must be {dtype.__name__}"
         if values.ndim != 1 or values.shape != size:
-            return f"{column} has shape {values.shape}; it must be one number a row, as many as worker, {size}"
+            return f"{column} has shape {values.shape}; it must be 1-D and as long as worker, which has shape {size}"
     return None if size[0] else "the table has no rows"
 
 
 def _rules(table: UpdateTable) -> Iterator[tuple[np.ndarray, str, Callable[[int], str]]]:
-    """(where it is broken, the column, the rule for a row). Each may count on those before it."""
+    """Yield (rows that break the rule, the column, row -> message). A rule may assume that the previous ones hold."""
     n, worker, read, update, chunk, step, start, finish = table
     for column in COLUMNS:
         values = getattr(table, column)
         yield ~np.isfinite(values) | (values < 0), column, lambda _row: "it must be a number, at least 0"
     yield worker >= n, "worker", lambda _row: f"it must be less than {n}, the number of workers"
     is_first = np.arange(len(update)) == 0
-    yield is_first & (update > 0), "update", lambda _row: "the first one must be 0"
+    yield is_first & (update > 0), "update", lambda _row: "it must be 0 in the first row"
     up = np.diff(update, prepend=0)
-    yield (up < 0) | (up > 1), "update", lambda row: f"it must be that of the row above, {update[row - 1]}, or the next"
-    yield read > update, "read", lambda row: f"it must be at most update, {update[row]}: it is not made yet"
+    yield (up < 0) | (up > 1), "update", lambda row: f"it must be {update[row - 1]}, as in the row above, or 1 more"
+    yield read > update, "read", lambda row: f"it must be at most update, {update[row]}, which is the newest version"
     again = np.ones(len(chunk), bool)
     again[np.unique(chunk, return_index=True)[1]] = False
-    yield again, "chunk", lambda _row: "a row above has it; each comes once"
-    fell = "it must be at least that of the row above, "
+    yield again, "chunk", lambda _row: "it must not repeat a chunk of a row above"
+    fell = "it must be at least the value in the row above, "
     yield np.diff(step, prepend=0) < 0, "step", lambda row: f"{fell}{step[row - 1]}"
     yield np.diff(finish, prepend=0) < 0, "finish", lambda row: f"{fell}{finish[row - 1]}"
     yield finish < start, "finish", lambda row: f"it must be at least start, {start[row]}"
@@ -169,12 +169,12 @@ def _rules(table: UpdateTable) -> Iterator[tuple[np.ndarray, str, Callable[[int]
     yield (
         start < free - ROUNDING * np.maximum(free, 1),
         "start",
-        lambda row: f"worker {worker[row]} is busy with its gradient before until {free[row]}",
+        lambda row: f"it must be at least {free[row]}, when worker {worker[row]} finishes its previous gradient",
     )
 
 
 def write_updates(path: Path | str, table: UpdateTable) -> None:
-    """Write a valid table as CSV: the number of workers, the names of the columns, a row a gradient."""
+    """Write a valid table as CSV: the number of workers, the names of the columns, and one row per gradient."""
     validate(table)
     text = io.StringIO()
     text.write(f"{HEAD}{table.num_workers}\n")
@@ -185,10 +185,10 @@ def write_updates(path: Path | str, table: UpdateTable) -> None:
 
 
 def read_updates(path: Path | str) -> UpdateTable:
-    """Read a file of `write_updates`, and validate the table: the same table, to the last bit.
+    """Read and validate a table that `write_updates` wrote. The result is the same to the last bit.
 
     Raises:
-      UserError: one line, with the file, and the line where there is one.
+      UserError: the file is invalid. The message is one line, with the file and, if there is one, the line.
     """
     try:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
@@ -204,7 +204,7 @@ def read_updates(path: Path | str) -> UpdateTable:
 
 
 def read_rows(file: TextIO, columns: Sequence[str], line: int = 1) -> tuple[list[int], list[tuple[int | float, ...]]]:
-    """(lines, numbers) of the rows of a CSV file that begins, at `line`, with the names of its columns.
+    """Return the line numbers and values of the rows of a CSV file whose header is at line `line`.
 
     Columns start, finish and seconds are seconds, the others whole numbers. Raises ValueError with the line.
     """
@@ -212,11 +212,11 @@ def read_rows(file: TextIO, columns: Sequence[str], line: int = 1) -> tuple[list
     reader = csv.reader(file, strict=True)
     try:
         if tuple(map(str.strip, next(reader, []))) != tuple(columns):
-            raise ValueError(f"line {line}: it must name the columns: {','.join(columns)}")
+            raise ValueError(f"line {line} must be the header {','.join(columns)}")
         for row in filter(None, reader):
             lines.append(reader.line_num + line - 1)
             if len(row) != len(columns):
-                raise ValueError(f"line {lines[-1]}: {len(row)} values in {len(columns)} columns")
+                raise ValueError(f"line {lines[-1]}: the number of values is {len(row)}; it must be {len(columns)}")
             values = zip(columns, map(str.strip, row), strict=True)
             rows.append(tuple(_number(column, value, lines[-1]) for column, value in values))
     except csv.Error as error:
@@ -227,19 +227,19 @@ def read_rows(file: TextIO, columns: Sequence[str], line: int = 1) -> tuple[list
 def _num_workers(text: str) -> int:
     number = text.removeprefix(HEAD)
     if not (text.startswith(HEAD) and _is_whole(number) and int(number) > 0):
-        raise ValueError(f"line 1: {text[:40]!r}; it must be '{HEAD}N', the number of workers")
+        raise ValueError(f"line 1 is {text[:40]!r}; it must be '{HEAD}N' for N workers")
     return int(number)
 
 
 def _is_whole(text: str) -> bool:
-    """Whether it is a whole number that int32 has, at least 0."""
+    """Return whether the text is a whole number, at least 0, that fits int32."""
     return text.isascii() and text.isdigit() and len(text) < 11 and int(text) < 2**31
 
 
 def _number(column: str, text: str, line: int) -> int | float:
     if column in (*TIMES, "seconds"):
         try:
-            seconds = float(text.replace("_", "?"))  # Python's own 1_000 is no number elsewhere
+            seconds = float(text.replace("_", "?"))  # reject 1_000, which only Python accepts
         except ValueError:
             seconds = math.nan
         if not 0 <= seconds < math.inf:

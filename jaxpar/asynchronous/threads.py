@@ -1,8 +1,8 @@
-"""The transport of live runs: a thread for each worker, each with its device; the first gradient that is there comes.
+"""The transport of live runs: each worker is a thread that computes on its device. Gradients are applied on arrival.
 
-A step ends when its chunks are given out and a worker asks for more. Others may still compute then: what they send
-belongs to the next step, unless the run is drained. What workers did is a table in the end, and virtual time
-(virtual_time.py) makes of that table the same weights, bitwise: the programs are the same.
+A step ends when all its chunks are assigned and a worker is ready for more. Other workers may still be computing; their
+gradients belong to the next step, unless the run is drained. The run is recorded as a table, and virtual time
+(virtual_time.py) computes bitwise the same weights from that table, because the programs are the same.
 """
 
 import threading
@@ -21,14 +21,14 @@ from jaxpar.state import State
 
 
 class Answer(NamedTuple):
-    """The answer of a worker's thread: its assignment, and the gradient on the server's device, or the error."""
+    """The result of an assignment: either the gradient on the server's device or the error that the worker raised."""
 
     assignment: Assignment
     sent: SentGradient | BaseException
 
 
 class Threads(LiveTransport):
-    """A `Transport`. The server's thread alone sees the schedule; workers get assignments and send answers."""
+    """A `Transport`. Only the server's thread accesses the schedule; workers receive assignments and return results."""
 
     def __init__(self, workers: Workers, state: State, *, bound: float, slowdown: float):
         """bound: iterations that a worker may be ahead of the slowest; slowdown: of the last worker, at least 1."""
@@ -37,19 +37,19 @@ class Threads(LiveTransport):
         self._assignments = [SimpleQueue[tuple[Assignment, Params] | None]() for _ in range(workers.number)]
         self._answers = SimpleQueue[Answer]()
         self._threads: list[threading.Thread] = []
-        self._compiled = set[tuple[tuple[int, ...], ...]]()  # shapes of chunks, by the slow worker
+        self._compiled = set[tuple[tuple[int, ...], ...]]()  # shapes of chunks compiled by the slow worker
         self._is_closed = False
         self._error: BaseException | None = None
 
     def deliver(self, chunks: Mapping[int, Chunk], *, drain: bool) -> Iterator[Delivery]:
-        """Yield gradients as they come. Raises what a worker has raised."""
+        """Yield gradients as they arrive. Raises the error of a worker."""
         if chunks:
             if self._is_closed:
-                raise RuntimeError("this live run is over: another one has started")
+                raise RuntimeError("this live run is over, because another one has started")
             self._start()
             self._schedule.give_out(chunks)
         while True:
-            if self._answers.empty():  # else the weights are about to be newer
+            if self._answers.empty():  # otherwise newer weights are about to be published
                 self._assign()
                 if self._schedule.is_over(drain=drain):
                     return
@@ -83,21 +83,21 @@ class Threads(LiveTransport):
         raise self._error
 
     def _work(self, worker: int) -> None:
-        """A worker's thread."""
+        """Run a worker's thread."""
         while (assigned := self._assignments[worker].get()) is not None:
             try:
                 sent: SentGradient | BaseException = self._compute(*assigned)
-            except BaseException as error:  # for the server's thread, which raises it
+            except BaseException as error:  # the server's thread raises it
                 sent = error
             self._answers.put(Answer(assigned[0], sent))
 
     def _compute(self, assignment: Assignment, params: Params) -> SentGradient:
-        """Return a gradient, on the server's device. params: as the server has them."""
+        """Return a gradient, on the server's device. params: on the server's device, too."""
         worker, chunk = assignment.worker, assignment.chunk
         read = jax.device_put(params, self._workers.device_of(worker))
         is_slow = worker == self._workers.number - 1 and self._slowdown > 1
         shapes = tuple(x.shape for x in chunk.examples.values())
-        if is_slow and shapes not in self._compiled:  # compiling is not slowed
+        if is_slow and shapes not in self._compiled:  # compile first, so that compilation is not slowed down
             jax.block_until_ready(self._workers.compute(worker, read, chunk))
             self._compiled.add(shapes)
         begin = time.perf_counter()

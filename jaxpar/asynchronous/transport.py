@@ -1,12 +1,13 @@
-"""Transports, which take weights to workers and gradients to the server: the seam below the algorithm.
+"""Transports, which carry weights to workers and gradients to the server, independently of the algorithm.
 
-The algorithm is the server's (server.py): it applies gradients one by one as a transport delivers them. Transports:
+The algorithm belongs to the server (server.py), which applies gradients one by one as a transport delivers them:
 
-    virtual time (virtual_time.py)   what a table says, in its order: the same every time, whatever the devices
-    threads (threads.py)             a thread for each worker; whichever gradient is there first
+    virtual time (virtual_time.py)   in the order of a table: the same every time, whatever the devices
+    threads (threads.py)             a thread for each worker; in the order of arrival
 
-Another one, such as processes on other machines, is another class with these methods, made by a `BeginTransport`. Where
-its workers compete, as threads do, it adds `deliver` and `close` to `LiveTransport`.
+To add a transport, such as processes on other machines, write a class with the methods of `Transport`, and a
+`BeginTransport` that makes it. If its workers compete, as threads do, derive it from `LiveTransport` and add `deliver`
+and `close`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,17 +25,17 @@ from jaxpar.models.model import Params
 from jaxpar.state import Canonical, State
 from jaxpar.tasks import Sums
 
-SentGradient = tuple[Params, Sums, Params | None]  # a gradient, its sums, and the weights that it was computed from
+SentGradient = tuple[Params, Sums, Params | None]  # a gradient, its sums, and the weights it was computed from
 
 
 class Delivery(NamedTuple):
     """A gradient that has reached the server's device.
 
     Attributes:
-      row: which gradient it is, and its place in its update.
+      row: its row of the table.
       grads: the gradient.
       sums: over its examples.
-      read: the weights that it was computed from; None where no mitigation needs them.
+      read: the weights that it was computed from; None if no mitigation needs them.
     """
 
     row: GradientRow
@@ -47,8 +48,8 @@ class InFlight(NamedTuple):
     """The state of a transport between steps.
 
     Attributes:
-      weights: by version, older weights that workers have read and will send gradients of.
-      record: arrays by name, other than numbers: chunks to come, and what `table` needs.
+      weights: by version, older weights that workers have read and whose gradients are still to come.
+      record: arrays by name, which must not be a number: chunks to come, and the data of `table`.
     """
 
     weights: Mapping[int, Params]
@@ -56,12 +57,12 @@ class InFlight(NamedTuple):
 
 
 class Workers(NamedTuple):
-    """The workers of a run: what they compute, and where.
+    """The workers of a run: their programs and devices.
 
     Attributes:
       programs: of the run.
       places: of workers and server.
-      devices: of the workers, by their numbers.
+      devices: of the workers, by device number.
       server: the server's device, which may be one of them.
       key: of the run, as in State.
     """
@@ -82,53 +83,53 @@ class Workers(NamedTuple):
         return self.devices[self.places.of_worker(worker)]
 
     def compute(self, worker: int, read: Params, chunk: Chunk) -> tuple[Params, Sums]:
-        """Return the gradient of a chunk and the sums over its examples, on the worker's device. read: there too."""
+        """Return a chunk's gradient and the sums over its examples. `read` and results are on the worker's device."""
         inputs = (self.key, np.int32(chunk.step), chunk.examples, chunk.weight)
         inputs = jax.device_put(inputs, self.device_of(worker))
         made: tuple[Params, Sums] = self.programs.gradient(read, *inputs)
         return made
 
     def send(self, made: tuple[Params, Sums], read: Params) -> SentGradient:
-        """Return what `compute` made, and the weights where a mitigation needs them, on the server's device."""
+        """Return the result of `compute`, and the weights if a mitigation needs them, on the server's device."""
         needs_read = self.programs.mitigations.needs_read
         sent: SentGradient = jax.device_put((*made, read if needs_read else None), self.server)
         return sent
 
 
 class Transport(Protocol):
-    """The workers of one run, as its server sees them. One thread calls these methods."""
+    """The server's interface to the workers of one run. Only one thread calls these methods."""
 
     def deliver(self, chunks: Mapping[int, Chunk], *, drain: bool) -> Iterator[Delivery]:
-        """Begin a step: give out its chunks, and yield gradients in the order of their updates until it is over.
+        """Begin a step: assign its chunks, and yield gradients in the order of their updates until the step is over.
 
-        The server applies each one, and publishes the weights that it has made, before it asks for the next.
+        The server applies each gradient, and publishes the new weights, before it takes the next gradient.
 
         Args:
-          chunks: the parts of the step's batch, by their number in the run; empty: no step begins.
-          drain: whether to wait for what workers still compute.
+          chunks: the chunks of the step's batch, by their number in the run; empty: no step begins.
+          drain: whether to wait for the gradients that workers are still computing.
 
         Raises:
           RuntimeError: the transport is closed, and there are chunks.
         """
 
     def publish(self, params: Params) -> None:
-        """Take the newest version of the weights, on the server's device, for workers that read from now on."""
+        """Take the newest version of the weights, on the server's device, for all later reads."""
 
     def in_flight(self) -> InFlight:
-        """Return what is held between steps."""
+        """Return the state between steps."""
 
     def restore(self, in_flight: InFlight) -> None:
-        """Take back what `in_flight` returned in a run of the same table. Its record may have more names."""
+        """Restore the result of `in_flight` from a run of the same table. Its record may contain additional names."""
 
     def table(self) -> UpdateTable | None:
-        """Return who has done what since the run began; None where it made no step."""
+        """Return the table of updates since the run began; None if it made no step."""
 
     def close(self) -> None:
-        """End the workers. Nothing computes when this is called."""
+        """End the workers. None of them may be computing when this is called."""
 
 
 class LiveTransport:
-    """The common part of transports whose workers compete: the weights to read, the schedule and its record."""
+    """Base of transports whose workers compete: it holds the weights to read, the schedule and its record."""
 
     def __init__(self, workers: Workers, state: State, *, bound: float):
         """bound: iterations that a worker may be ahead of the slowest."""
@@ -140,7 +141,7 @@ class LiveTransport:
         self._params = params
 
     def in_flight(self) -> InFlight:
-        """Return the record. The run has been drained, so no worker has weights."""
+        """Return the record. The run has been drained, so no worker holds weights."""
         return InFlight({}, self._schedule.record())
 
     def restore(self, in_flight: InFlight) -> None:
@@ -148,8 +149,8 @@ class LiveTransport:
         self._schedule.restore(in_flight.record)
 
     def table(self) -> UpdateTable | None:
-        """Return what workers did; None where they did nothing."""
+        """Return the table of updates; None if there are none."""
         return self._schedule.table()
 
 
-BeginTransport = Callable[[Workers, State], Transport]  # from a canonical state
+BeginTransport = Callable[[Workers, State], Transport]  # starts from a canonical state

@@ -1,9 +1,9 @@
-"""The transport of emulated runs: delivers the gradients of a table, in its order, without waiting.
+"""The transport of emulated runs, which delivers the gradients of a table in its order, without waiting.
 
-What workers would do by chance has been decided in virtual time (simulate.py) or recorded (live_schedule.py). A
-gradient is computed when its row comes up, from the version of the weights that the row names: older versions are
-stashed on the devices whose workers need them, as long as they do. The host waits for no program, so that devices
-compute side by side where the table lets them.
+The order of events has been decided in virtual time (simulate.py) or recorded (live_schedule.py). A gradient is
+computed when its row is next, from the version of the weights given in the row. Older versions are stashed on the
+devices whose workers need them, for as long as they do. The host does not wait for programs, so that devices compute
+concurrently if the table allows it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,11 +23,11 @@ WEIGHT = "weight of the batch"  # in the record, next to the examples of a chunk
 
 
 class Emulation:
-    """A table and what follows from it with workers at these places. `begin` begins a run of it."""
+    """A table, with the uses of its versions by workers at these places. `begin` begins a run."""
 
     def __init__(self, table: UpdateTable, places: Places):
         self.table, self.rows, self.last_uses = table, rows_by_step(table), last_uses(table, places)
-        self.keepers: dict[int, list[int]] = {}  # version -> devices that need it when the next one is there
+        self.keepers: dict[int, list[int]] = {}  # version -> devices that need it after the next one is published
         for (version, device), last in self.last_uses.items():
             if last > version:
                 self.keepers.setdefault(version, []).append(device)
@@ -38,7 +38,7 @@ class Emulation:
 
 
 class VirtualTime:
-    """A `Transport`. Its `history` has older weights, by (version, number of a device)."""
+    """A `Transport`. Its `history` holds older weights, by (version, device number)."""
 
     def __init__(self, emulation: Emulation, workers: Workers, state: State):
         self._emulation, self._workers, self._params = emulation, workers, state.params
@@ -47,7 +47,7 @@ class VirtualTime:
         self._version = rows[self._step][0].update if self._step < len(rows) else 0
         alive = [use for use, last in emulation.last_uses.items() if use[0] < self._version <= last]
         self.history = {(read, place): self._put(state.params, place) for read, place in alive}
-        self._copies: dict[int, Params] = {}  # by device, of the newest weights
+        self._copies: dict[int, Params] = {}  # copies of the newest weights, by device
         self._chunks: dict[int, Chunk] = {}
 
     def _put(self, params: Params, place: int) -> Params:
@@ -55,7 +55,7 @@ class VirtualTime:
         return copy
 
     def deliver(self, chunks: Mapping[int, Chunk], *, drain: bool) -> Iterator[Delivery]:
-        """Yield the gradients of the next step, if it begins. Nothing computes on its own, so nothing is drained."""
+        """Yield the gradients of the next step, if there are chunks. There is nothing to drain."""
         if not chunks:
             return
         self._chunks.update(chunks)
@@ -69,7 +69,7 @@ class VirtualTime:
         self._step += 1
 
     def publish(self, params: Params) -> None:
-        """Stash the version before on devices that will need it, and drop those that no device needs any more."""
+        """Stash the previous version on the devices that will need it, and drop those that are no longer needed."""
         for place in self._emulation.keepers.get(self._version, ()):
             copy = self._copies[place] if place in self._copies else self._put(self._params, place)
             self.history[self._version, place] = copy
@@ -78,14 +78,14 @@ class VirtualTime:
         self._params, self._copies, self._version = params, {}, self._version + 1
 
     def in_flight(self) -> InFlight:
-        """Return each older version once, wherever it is: the run may continue on other devices."""
+        """Return each older version once, not per device, because the run may continue on other devices."""
         record: Canonical = {FIRST_STEP: np.int32(self._first_step)}
         for number, chunk in self._chunks.items():
             record |= {f"{number} {name}": x for name, x in (chunk.examples | {WEIGHT: chunk.weight}).items()}
         return InFlight({version: x for (version, _), x in self.history.items()}, record)
 
     def restore(self, in_flight: InFlight) -> None:
-        """Take older weights to their devices, and chunks that came before their gradients."""
+        """Put older weights on their devices, and restore chunks whose gradients are still to come."""
         self._first_step = int(in_flight.record[FIRST_STEP])
         self.history = {
             (version, place): self._put(in_flight.weights[version], place) for version, place in self.history
@@ -99,8 +99,8 @@ class VirtualTime:
         self._chunks = {number: Chunk(x, x.pop(WEIGHT), number // num_workers) for number, x in arrays.items()}
 
     def table(self) -> UpdateTable | None:
-        """Return the rows since the run took on this strategy."""
+        """Return the rows since the run switched to this strategy."""
         return since(self._emulation.table, self._first_step)
 
     def close(self) -> None:
-        """Do nothing: no worker is anywhere but in `deliver`."""
+        """Do nothing: workers compute only during `deliver`."""

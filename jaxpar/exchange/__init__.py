@@ -1,13 +1,13 @@
-"""Exchanges: how replicas agree. A chain of small transformations, around any optimizer of optax.
+"""Exchanges: algorithms by which replicas agree. Each is a chain of small transformations around any optax optimizer.
 
-    fuse.py            trees to vectors: buckets, partitions
-    reduce.py          vectors to their mean: psum, ring, push and pull, hierarchical; casts
-    compress.py        vectors to fewer bytes: bytes, bits, the largest; error feedback, momentum
-    scatter_gather.py  vectors to about their mean, compressed on both ways
-    exchange.py        the contract of what is around an optimizer; adasum.py, adam.py, gossip.py, zero.py: such
-    presets.py         the names: ddp, horovod, byteps, bagua_bytegrad, zero3, onebit_adam, ..
+    fuse.py            packs trees into vectors: buckets, partitions
+    reduce.py          averages a vector over replicas: psum, ring, push and pull, hierarchical; casts
+    compress.py        compresses a vector: 8-bit, 1-bit, top-k, random-k, dithering; error feedback, momentum
+    scatter_gather.py  averages a vector approximately, compressed in both directions
+    exchange.py        the contract of an exchange; adasum.py, adam.py, gossip.py and zero.py implement it
+    presets.py         the named exchanges: ddp, horovod, byteps, bagua_bytegrad, zero3, onebit_adam, ..
 
-For a `shard_map` step that you write there is `distributed_optimizer`.
+To use an exchange in your own `shard_map` step, wrap the optimizer in `distributed_optimizer`.
 """
 
 from typing import Any
@@ -40,23 +40,25 @@ WHOLE = ("horovod_adasum", "bagua_decentralized", "bagua_low_precision_decentral
 def distributed_optimizer(
     optimizer: optax.GradientTransformation, axis_name: str, exchange: str = "horovod", **options: Any
 ) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer for a step that you write, inside `shard_map(.., check_vma=False)` over the replicas' axis.
+    """Wrap `optimizer` in an exchange, for your own training step inside `shard_map(.., check_vma=False)`.
 
-    Its `init` and `update` are to be called there, `update(grads, state, params)` with the gradient of the mean loss
-    over the replica's share of the batch; it passes other arguments to the optimizer. The specs of its state, for
-    `shard_map`, are `state_specs`: arrays that differ by replica have a leading dim for it. Replicas begin with the
-    same parameters (`broadcast`). With the bagua exchanges of weights, parameters come to differ by replica.
+    Call `init` and `update(grads, state, params)` inside a `shard_map` over the replicas' axis. `grads` is the gradient
+    of the mean loss over the replica's shard of the batch; extra keyword arguments are passed to the optimizer.
+    `state_specs` returns the specs of the state; arrays that differ between replicas have a leading dim for the
+    replica. All replicas must start from the same parameters (see `broadcast`). If the exchange is one of Bagua's
+    exchanges of weights, the replicas' parameters then diverge.
 
     Args:
-      optimizer: of optax, as on one device.
-      axis_name: of the mesh axis.
-      exchange: one of the gradients' exchanges (ddp, horovod, byteps, byteps_onebit, ..., bagua_bytegrad), or
-        horovod_adasum, bagua_decentralized, bagua_low_precision_decentralized, bagua_model_average.
-      options: of the exchange: see jaxpar/exchange/presets.py. A dtype is one, or its name.
+      optimizer: any optax optimizer, as for a single device.
+      axis_name: name of the mesh axis of the replicas.
+      exchange: an exchange of gradients (ddp, horovod, byteps, byteps_onebit, ..., bagua_bytegrad), horovod_adasum,
+        bagua_decentralized, bagua_low_precision_decentralized or bagua_model_average.
+      options: options of the exchange; see jaxpar/exchange/presets.py. A dtype may be given by name.
 
     Raises:
-      ValueError: there is no such exchange; and, where it is used: it has no such option, it cannot be over so many
-        replicas, or `shard_map` checks what varies over the axis, so that jax.grad has added gradients up already.
+      ValueError: the exchange does not exist. `init` and `update` raise ValueError if an option is invalid, if the
+        exchange does not support this number of replicas, and if `shard_map` runs with check_vma=True, under which
+        jax.grad has summed the gradients already.
     """
     is_per_replica = state_specs(axis_name, exchange).optimizer != PartitionSpec()
     if not isinstance(dtype := options.get("wire_dtype", ""), str):
@@ -72,7 +74,9 @@ def distributed_optimizer(
 
     def built() -> Exchange:
         if axis_name in jax.typeof(jax.lax.axis_index(axis_name)).manual_axis_type.varying:
-            raise ValueError("distributed_optimizer is for shard_map(.., check_vma=False): else jax.grad adds up, too")
+            raise ValueError(
+                "distributed_optimizer needs shard_map(.., check_vma=False); otherwise jax.grad sums gradients already"
+            )
         axis = Axis(axis_name, jax.lax.axis_size(axis_name))
         if reason := obstacle(exchange, axis.size, options):
             raise ValueError(" ".join(reason))
@@ -89,20 +93,20 @@ def distributed_optimizer(
 
 
 def state_specs(axis_name: str, exchange: str = "horovod") -> DistributedState:
-    """Return the specs of the state of a `distributed_optimizer`, for `shard_map`.
+    """Return the partition specs of the state of a `distributed_optimizer`, for `shard_map`.
 
-    What differs by replica is divided over the axis: `state.private`, and with horovod_adasum and the bagua exchanges
-    of weights also `state.optimizer`. Raises ValueError where there is no such exchange.
+    State that differs between replicas is sharded over the axis: `state.private` and, with horovod_adasum and the Bagua
+    exchanges of weights, `state.optimizer`. Raises ValueError if the exchange does not exist.
     """
     if exchange not in (*GRADIENTS, *WHOLE):
-        others = "; its state is divided, or its optimizer per replica" if exchange in AROUND else ""
-        raise ValueError(f"exchange is {exchange!r}{others}; it must be {', '.join((*GRADIENTS, *WHOLE))}")
+        others = ", which shards state or replaces the optimizer" if exchange in AROUND else ""
+        raise ValueError(f"exchange is {exchange!r}{others}; it must be one of {', '.join((*GRADIENTS, *WHOLE))}")
     each = PartitionSpec(axis_name)
     return DistributedState(each if exchange in WHOLE else PartitionSpec(), each)
 
 
 def broadcast(tree: Tree, axis_name: str) -> Tree:
-    """Return the arrays of replica 0 on all replicas: Horovod's broadcast_parameters. For use inside `shard_map`."""
+    """Return replica 0's arrays on all replicas, like Horovod's broadcast_parameters. Call it inside `shard_map`."""
     return jax.tree.map(lambda x: jax.lax.all_gather(x, axis_name)[0], tree)
 
 

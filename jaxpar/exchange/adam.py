@@ -1,7 +1,7 @@
-"""Adam whose momentum is what replicas exchange: 1-bit Adam and QAdam.
+"""Variants of Adam that exchange momentum instead of gradients: 1-bit Adam and QAdam.
 
-Compression loses of the gradient what Adam needs, as Adam is not linear. But once the second moment v is frozen, Adam
-is momentum descent with a fixed step for each parameter, and momentum can be compressed.
+Adam is not linear in the gradient, so it does not tolerate lossy gradient compression. But once the second moment v is
+frozen, Adam is momentum descent with a fixed step size for each parameter, and momentum can be compressed.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from jaxpar.exchange.fuse import AllReduce
 from jaxpar.layout import Tree
 from jaxpar.plan import Traffic
 
-WARMUP = "warmup"  # names the branch in compiled programs
+WARMUP = "warmup"  # name of the conditional in compiled programs
 
 
 def momentum_exchange(
@@ -34,33 +34,34 @@ def momentum_exchange(
     mask: Callable[[Tree], Tree] | None = None,
     clip_norm: float = 0.0,
 ) -> Exchange:
-    """Put an exchange of momentum around optax.adamw: after a share of the steps v is frozen, and m is exchanged.
+    """Wrap optax.adamw in an exchange of momentum: after a warm-up, v is frozen and replicas exchange m.
 
-    In the first stage replicas agree on the gradient, exactly. In the second each makes a momentum of its own gradient,
-    m_i = b1 m + (1 - b1) g_i, and `lossy` makes m of them. What is frozen is v without its bias, so that Adam can go on
-    with the state at any step. A parameter whose v is zero has had no gradient, and its momentum is zero: what
-    compression makes of it is noise, which nothing would bound. The warm-up counts from the step at which the run takes
-    on the exchange.
+    During the warm-up, replicas average gradients exactly. Afterwards each replica updates the momentum with its local
+    gradient, m_i = b1 m + (1 - b1) g_i, and `lossy` averages the m_i into m. The frozen quantity is the
+    bias-corrected v, so optax.adamw can continue from the state at any step. A parameter with v = 0 has never had a
+    gradient: its momentum stays zero, because it would hold only compression noise, which nothing would bound. The
+    warm-up starts at the step at which the run switches to this exchange.
 
-    With error feedback on both sides and a scale |x|_2 / sqrt(d): 1-bit Adam (Tang et al., 2021, algorithm 1). With
-    MinMaxUInt8 and none: QAdam as in Bagua (Gan et al., 2021).
+    With error feedback on both sides and the scale |x|_2 / sqrt(d), this is 1-bit Adam (Tang et al., 2021,
+    algorithm 1). With MinMaxUInt8 and no error feedback, it is QAdam as in Bagua (Gan et al., 2021).
 
     Args:
-      exact: of gradients.
-      lossy: of momentum.
-      optimizer: optax.adamw of the arguments below. Its state is this one's: either continues from the other's.
+      exact: all-reduce of gradients.
+      lossy: all-reduce of momentum.
+      optimizer: optax.adamw with the arguments below. The exchange has the same optimizer state, so either can continue
+        from the other.
       schedule: step -> learning rate.
-      b1: of m.
-      b2: of v.
-      eps: added to the root of v.
-      num_steps: of the run.
-      warmup: share of them until v is frozen.
-      weight_decay: as optax.adamw's.
-      mask: as optax.adamw's: params -> tree of booleans.
-      clip_norm: in the second stage, of each replica's own gradient; 0: none.
+      b1: decay rate of m.
+      b2: decay rate of v.
+      eps: added to the square root of v.
+      num_steps: number of steps of the run.
+      warmup: the share of the steps until v is frozen.
+      weight_decay: as in optax.adamw.
+      mask: as in optax.adamw: params -> tree of booleans.
+      clip_norm: after the warm-up, the norm to which each replica's local gradient is clipped; 0: no clipping.
     """
     optimizer = optax.with_extra_args_support(optimizer)
-    warmup_steps = max(1, round(warmup * num_steps))  # without any, v would be zero for ever
+    warmup_steps = max(1, round(warmup * num_steps))  # without a warm-up, v would stay zero
 
     def init(params: Tree) -> DistributedState:
         private = {"exact": exact.init(params), "lossy": lossy.init(params), "steps": jnp.zeros((), jnp.int32)}
@@ -102,22 +103,22 @@ def momentum_exchange(
 def frozen_adam(
     adam: optax.ScaleByAdamState, momentum: Tree, *, b1: float, b2: float, eps: float
 ) -> tuple[optax.ScaleByAdamState, Tree]:
-    """Return Adam's next state with this momentum and v as it is, without its bias; and the direction of the step."""
+    """Return Adam's next state with this momentum and the direction of the step; the bias-corrected v is unchanged."""
     count = adam.count + 1
     mu = jax.tree.map(lambda m, v: jnp.where(v > 0, m, 0), momentum, adam.nu)
-    growth = (1 - b2**count) / (1 - b2**adam.count)  # so that v without its bias stays the same
+    growth = (1 - b2**count) / (1 - b2**adam.count)  # keeps the bias-corrected v constant
     nu = jax.tree.map(lambda v: v * growth, adam.nu)
     direction = jax.tree.map(lambda m, v: m / (1 - b1**count) / (jnp.sqrt(v / (1 - b2**count)) + eps), mu, nu)
     return optax.ScaleByAdamState(count, mu, nu), direction
 
 
 def clip_scale(norm: jax.Array, clip_norm: float) -> jax.Array:
-    """The factor that makes a gradient of this norm one of clip_norm, where it is longer."""
+    """Return the factor that clips a gradient of this norm to clip_norm; 1 if it is shorter or clip_norm is 0."""
     return jnp.where(norm > clip_norm, clip_norm / norm, 1.0) if clip_norm else jnp.ones(())
 
 
 def _only(state: Tree, kind: type) -> Tree:
-    """The node of that type in an optimizer's state."""
+    """Return the only node of that type in an optimizer state."""
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
     matches = [node for node in nodes if isinstance(node, kind)]
     assert len(matches) == 1, (kind, len(matches))
@@ -125,7 +126,7 @@ def _only(state: Tree, kind: type) -> Tree:
 
 
 def _next(state: Tree, adam: optax.ScaleByAdamState) -> Tree:
-    """An adamw state, one step on, with another state of Adam in it."""
+    """Return the next adamw state, with this state of Adam in it."""
 
     def node(old: Tree) -> Tree:
         if isinstance(old, optax.ScaleByAdamState):

@@ -1,4 +1,4 @@
-"""Adasum: a sum of updates that counts only once what two of them have in common."""
+"""Adasum: a sum of updates that counts the component shared by two updates only once."""
 
 from typing import Any
 
@@ -14,11 +14,12 @@ from jaxpar.plan import Traffic
 
 
 def adasum(axis: Axis, optimizer: optax.GradientTransformation) -> Exchange:
-    """Each replica's optimizer takes its step from its own gradient; the steps are combined, pair by pair.
+    """Return Adasum: each replica's optimizer steps on its local gradient, and the steps are combined in pairs.
 
-    Maleki et al., "Scaling Distributed Training with Adaptive Summation", 2020, equation 7 and section 3.5: applied to
-    the update, not the gradient, for each array apart. In round k a replica combines with the one whose number differs
-    in bit k; both compute the same, so that after log2(n) rounds all have the same update.
+    Maleki et al., "Scaling Distributed Training with Adaptive Summation", 2020, equation 7 and section 3.5. It
+    combines updates instead of gradients, each array separately. In round k a replica is paired with the one whose
+    number differs in bit k. Both compute the same result, so that all replicas have the same update after log2(n)
+    rounds.
     """
     optimizer = optax.with_extra_args_support(optimizer)
     rounds = [1 << bit for bit in range(axis.size.bit_length() - 1)]
@@ -29,7 +30,7 @@ def adasum(axis: Axis, optimizer: optax.GradientTransformation) -> Exchange:
             to_partner = [(i, i ^ bit) for i in range(axis.size)]
             vector, unflatten = flat(updates)
             others = unflatten(jax.lax.ppermute(vector, axis.name, to_partner))
-            is_first = (jax.lax.axis_index(axis.name) & bit) == 0  # so that both compute the same, bitwise
+            is_first = (jax.lax.axis_index(axis.name) & bit) == 0  # so that both compute bitwise the same result
 
             def pair(a: jax.Array, b: jax.Array, is_first: jax.Array = is_first) -> jax.Array:
                 x, y = a.astype(jnp.float32), b.astype(jnp.float32)
@@ -46,9 +47,10 @@ def adasum(axis: Axis, optimizer: optax.GradientTransformation) -> Exchange:
 
 
 def combine(a: jax.Array, b: jax.Array) -> jax.Array:
-    """(1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b: the sum where they are orthogonal, the mean where they are equal.
+    """Return (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b: the sum of orthogonal vectors, the mean of equal ones.
 
-    Each is scaled by its largest element, so that squares are in range where the sum is, however unlike the two are.
+    Each vector is first scaled by its largest element, so that squares neither overflow nor underflow while the sum is
+    in range, however different the two magnitudes are.
     """
 
     def scaled(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

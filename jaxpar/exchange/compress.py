@@ -1,7 +1,7 @@
-"""Compressors: a vector in fewer bytes, and back.
+"""Compressors, which encode a vector in fewer bytes and decode it.
 
-A `Compressor` may have a state, which is private to the sender. `error_feedback` and `momentum` make one of another.
-A value that is not finite makes decoded values that are not finite either (`topk` and `randomk`: once it is sent).
+A `Compressor` may have state, which is private to the sender. `error_feedback` and `momentum` wrap another compressor.
+A nonfinite value makes decoded values nonfinite, too (with `topk` and `randomk`: as soon as it is sent).
 
 Dims: L elements of a vector.
 """
@@ -15,14 +15,14 @@ import jax.numpy as jnp
 
 from jaxpar.layout import Tree
 
-Payload = tuple[jax.Array, ...]  # what is sent of a vector
+Payload = tuple[jax.Array, ...]  # the arrays that are sent for a vector
 
 
 class Compressor(NamedTuple):
     """A lossy compressor of float32 vectors.
 
     Attributes:
-      init: (L, key, sender) -> state of the sender. key: the same for all who send this vector; sender: its number.
+      init: (L, key, sender) -> state of the sender. key: the same for all senders of this vector; sender: its number.
       encode: ([L], state) -> (payload, state).
       decode: (payload, L) -> [L].
     """
@@ -32,7 +32,7 @@ class Compressor(NamedTuple):
     decode: Callable[[Payload, int], jax.Array]
 
     def payload(self, length: int) -> Payload:
-        """Return the shapes and dtypes that a vector of this length becomes."""
+        """Return the shapes and dtypes of the payload of a vector of this length."""
 
         def encode(x: jax.Array) -> Payload:
             return self.encode(x, self.init(length, jax.random.key(0), 0))[0]
@@ -46,21 +46,21 @@ def _no_state(_length: int, _key: jax.Array, _sender: jax.Array | int) -> Tree:
 
 
 def min_max_uint8(block: int = 0) -> Compressor:
-    """Bagua's MinMaxUInt8: a byte for each element, between the least and the largest of its block.
+    """Return Bagua's MinMaxUInt8: a byte for each element, on a scale from the minimum to the maximum of its block.
 
-    Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", 2021, section 3.2. Where the values
-    are equal, or so large that floats next to them differ by more than a step of the byte, a quotient may come out
-    one step beyond it: it is clipped to 0 .. 255.
+    Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", 2021, section 3.2. If all values are
+    equal, or so large that adjacent floats differ by more than one step of the byte, a quotient may be one step out of
+    range; it is clipped to 0 .. 255.
 
     Args:
-      block: elements that share a range; 0: all.
+      block: number of elements that share a range; 0: all.
     """
 
     def scale(ranges: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return s = 255 / (high - low + 1e-7) of ranges [blocks, 2], and the least byte, [blocks, 1]."""
+        """Return s = 255 / (high - low + 1e-7) of ranges [blocks, 2], and the smallest quotient, [blocks, 1]."""
         low, high = ranges[:, :1], ranges[:, 1:]
         largest = jnp.maximum(jnp.abs(low), jnp.abs(high))
-        s = 127.5 / (high / 2 - low / 2 + 0.5e-7)  # halves, as the range of the largest floats is no float
+        s = 127.5 / (high / 2 - low / 2 + 0.5e-7)  # halves: the range of the largest floats overflows
         s = jnp.minimum(s, 1e38 / jnp.maximum(largest, 1))  # so that high * s is finite
         return s, jnp.rint(high * s) - 255
 
@@ -84,18 +84,18 @@ def min_max_uint8(block: int = 0) -> Compressor:
 
 
 def onebit(norm: str = "mean", block: int = 0) -> Compressor:
-    """The signs, a bit each, and a scale.
+    """Return a compressor that sends the sign of each element as one bit, and a scale.
 
     Seide et al., "1-Bit Stochastic Gradient Descent", 2014; Tang et al., "1-bit Adam", 2021, section 4.
 
     Args:
       norm: the scale: "mean" of |x| (BytePS), or "l2": |x|_2 / sqrt(L) (DeepSpeed).
-      block: elements that share a scale; 0: all.
+      block: number of elements that share a scale; 0: all.
     """
 
     def scale(blocks: jax.Array, count: jax.Array) -> jax.Array:
-        """Without overflow where the values are finite; [blocks, 1]."""
-        largest = jnp.clip(jnp.max(jnp.abs(blocks), axis=1, keepdims=True), 1e-30, 1e37)  # its inverse is no denormal
+        """Return the scales, [blocks, 1]. They do not overflow if the values are finite."""
+        largest = jnp.clip(jnp.max(jnp.abs(blocks), axis=1, keepdims=True), 1e-30, 1e37)  # the inverse is not denormal
         scaled = jnp.abs(blocks) / largest
         sums = jnp.sum(scaled if norm == "mean" else scaled**2, axis=1, keepdims=True) / count
         return largest * (sums if norm == "mean" else jnp.sqrt(sums))
@@ -116,7 +116,10 @@ def onebit(norm: str = "mean", block: int = 0) -> Compressor:
 
 
 def topk(ratio: float) -> Compressor:
-    """The largest ceil(ratio L) in size, and where they are. Aji and Heafield, "Sparse Communication", 2017."""
+    """Return a compressor that sends the ceil(ratio L) elements of largest magnitude, and their indices.
+
+    Aji and Heafield, "Sparse Communication", 2017.
+    """
 
     def encode(x: jax.Array, state: Tree) -> tuple[Payload, Tree]:
         indices = jax.lax.top_k(jnp.abs(x), _share(ratio, len(x)))[1].astype(jnp.int32)
@@ -126,18 +129,18 @@ def topk(ratio: float) -> Compressor:
 
 
 def randomk(ratio: float) -> Compressor:
-    """ceil(ratio L) random ones, others each time, and where they are. Stich et al., "Sparsified SGD", 2018.
+    """Return a compressor that sends ceil(ratio L) random elements, different ones each time, and their indices.
 
-    All senders take the same ones, so that what a server has of one it has of all, and sends on.
+    Stich et al., "Sparsified SGD", 2018. All senders of a vector draw the same indices, so that a server receives the
+    same elements from every worker and can send their mean without a further loss.
     """
 
     def encode(x: jax.Array, state: Tree) -> tuple[Payload, Tree]:
         now, state = _next_key(state)
         first, within = jax.random.split(now)
         number = _share(ratio, len(x))
-        size = (
-            len(x) // number
-        )  # one of each so many in a row, from a random one on: all are as likely, and none is twice
+        # Draw one of each `size` consecutive elements from a random offset on: equally likely, and without repetition.
+        size = len(x) // number
         starts = jax.random.randint(first, (), 0, len(x)) + size * jnp.arange(number)
         indices = (starts + jax.random.randint(within, (number,), 0, size)) % len(x)
         return (x[indices], indices), state
@@ -149,16 +152,16 @@ def randomk(ratio: float) -> Compressor:
 
 
 def dithering(levels: int) -> Compressor:
-    """Rounded at random to one of so many levels up to the largest, so that the mean is right.
+    """Return a compressor that rounds each element randomly to one of its two nearest levels, without bias.
 
-    Alistarh et al., "QSGD", 2017, section 3.1, with the largest value in the place of the norm.
-    A level is a signed byte: no more than 127.
+    Alistarh et al., "QSGD", 2017, section 3.1, with the largest magnitude in place of the norm. There are `levels`
+    levels up to the largest magnitude; a level is a signed byte, so there can be at most 127.
     """
 
     def encode(x: jax.Array, state: Tree) -> tuple[Payload, Tree]:
         now, state = _next_key(state)
         largest = jnp.max(jnp.abs(x))
-        unit = jnp.where(largest > 1, 1 / 16, 1.0)  # the inverse of the largest floats is a denormal
+        unit = jnp.where(largest > 1, 1 / 16, 1.0)  # because the inverse of the largest floats is denormal
         exact = x * unit / jnp.where(largest > 0, largest * unit, 1) * levels
         q = jnp.floor(exact + jax.random.uniform(now, x.shape))
         return (jnp.clip(q, -levels, levels).astype(jnp.int8), largest[None]), state
@@ -174,9 +177,10 @@ def dithering(levels: int) -> Compressor:
 
 
 def error_feedback(compressor: Compressor) -> Compressor:
-    """Add what compression loses to the next vector: what was sent and what is left add up to all there was.
+    """Add error feedback: the residual that compression loses is added to the next vector.
 
-    Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, algorithm 1.
+    The vectors sent and the residual always add up to the sum of all vectors given. Karimireddy et al., "Error Feedback
+    Fixes SignSGD", 2019, algorithm 1.
     """
 
     def init(length: int, key: jax.Array, sender: jax.Array | int) -> Tree:
@@ -191,7 +195,7 @@ def error_feedback(compressor: Compressor) -> Compressor:
 
 
 def momentum(compressor: Compressor, mu: float) -> Compressor:
-    """Nesterov's momentum before compression: m = mu m + x, and x + mu m is sent.
+    """Add Nesterov momentum before compression: m = mu m + x, and x + mu m is compressed.
 
     Zheng et al., "Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback", 2019.
     """
@@ -208,12 +212,12 @@ def momentum(compressor: Compressor, mu: float) -> Compressor:
 
 
 def to_bytes(payload: Payload) -> jax.Array:
-    """Return the payload as one vector of bytes, as it is sent."""
+    """Return the payload as one vector of bytes, which is what replicas send."""
     return jnp.concatenate([jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(-1) for x in payload])
 
 
 def from_bytes(vector: jax.Array, like: Payload) -> Payload:
-    """Return the payload that `to_bytes` took; like: its shapes and dtypes."""
+    """Return the payload that `to_bytes` packed. like: the shapes and dtypes of the payload."""
     payload, offset = [], 0
     for leaf in like:
         size, width = math.prod(leaf.shape), leaf.dtype.itemsize
@@ -225,7 +229,7 @@ def from_bytes(vector: jax.Array, like: Payload) -> Payload:
 
 
 def payload_nbytes(payload: Payload) -> int:
-    """Return the bytes of a payload, or of its shapes."""
+    """Return the size of a payload, or of its shapes and dtypes, in bytes."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in payload)
 
 
@@ -235,13 +239,13 @@ def _scatter(payload: Payload, length: int) -> jax.Array:
 
 
 def _blocks(block: int, length: int) -> tuple[int, int]:
-    """The number of blocks of a vector, and their size."""
+    """Return the number of blocks of a vector, and their size."""
     size = max(1, min(block or length, length))
     return max(1, -(-length // size)), size
 
 
 def _share(ratio: float, length: int) -> int:
-    return math.ceil(round(ratio * length, 6))  # 0.07 * 100 is a little more than 7
+    return math.ceil(round(ratio * length, 6))  # 0.07 * 100 is slightly more than 7
 
 
 def _next_key(data: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,7 +1,7 @@
-"""An exchange: how replicas agree, around any optimizer of optax.
+"""The contract of an exchange: an optax optimizer wrapped in an algorithm by which replicas agree.
 
-Its functions are for use inside `shard_map` over the axis of the replicas. They take the mean gradient of each replica,
-and return the update of the parameters that the replica holds.
+The functions of an exchange are called inside `shard_map` over the replicas' axis. They take the mean gradient of each
+replica, and return the update of the parameters that the replica holds.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,15 +15,15 @@ from jaxpar.exchange.fuse import AllReduce
 from jaxpar.layout import REPLICATED, Tree
 from jaxpar.plan import Traffic
 
-EVERY = "every_so_many_passes"  # names a branch in compiled programs
+EVERY = "every_so_many_passes"  # name of the conditional in compiled programs
 
 
 class DistributedState(NamedTuple):
-    """State of an optimizer with an exchange around it.
+    """State of an optimizer wrapped in an exchange.
 
     Attributes:
-      optimizer: as the optimizer alone would have it.
-      private: what belongs to this replica: residuals, copies of neighbours' weights.
+      optimizer: the state of the optimizer itself.
+      private: state that belongs to this replica: residuals, copies of neighbours' weights.
     """
 
     optimizer: Tree
@@ -31,12 +31,12 @@ class DistributedState(NamedTuple):
 
 
 class ExchangeUpdate(NamedTuple):
-    """The result of an exchange of gradients.
+    """The result of `Exchange.update`.
 
     Attributes:
       updates: to be added to the parameters.
-      state: the next.
-      grad_norm: of the gradient that replicas agreed on; None where they do not.
+      state: the next state.
+      grad_norm: norm of the gradient that replicas agreed on; None if they do not agree on one.
     """
 
     updates: Tree
@@ -45,18 +45,18 @@ class ExchangeUpdate(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """An optimizer with an exchange around it.
+    """An optimizer wrapped in an exchange.
 
     Attributes:
       init: params -> DistributedState.
-      update: (grads, state, params, **extra) -> ExchangeUpdate; extra: for the optimizer's update.
-      traffic: (params or their shapes, microbatches) -> what a device sends in a step, but for scalars.
-      params: where parameters are: a kind of jaxpar/layout.py.
-      optimizer: where the optimizer's state is, likewise.
-      scatter: gradients of a microbatch -> what of them is added up here; None: all.
-      fetch: (shapes of a layer's arrays, what the replica holds of them) -> the arrays; None: it holds them.
-      branches: by the name of a conditional in the compiled program, in which share of the steps each branch is taken.
-      offload: whether the optimizer's state is in the host's memory between steps.
+      update: (grads, state, params, **extra) -> ExchangeUpdate; extra: passed to the optimizer's update.
+      traffic: (params or their shapes, microbatches) -> the traffic that a device sends in a step, without scalars.
+      params: layout of the parameters: a kind of jaxpar/layout.py.
+      optimizer: layout of the optimizer state, also a kind of jaxpar/layout.py.
+      scatter: gradients of a microbatch -> the shards of them that this replica accumulates; None: it accumulates all.
+      fetch: (shapes of a layer's arrays, the replica's shards) -> the arrays; None: the replica holds full arrays.
+      branches: {name of a conditional in the compiled program: the share of steps in which each branch is taken}.
+      offload: whether the optimizer state is kept in host memory between steps.
     """
 
     init: Callable[[Tree], DistributedState]
@@ -71,7 +71,7 @@ class Exchange(NamedTuple):
 
 
 def averaged(all_reduce: AllReduce, optimizer: optax.GradientTransformation) -> Exchange:
-    """Exchange the gradient; then each replica takes the same step."""
+    """Return an exchange that averages gradients, after which each replica takes the same step."""
     optimizer = optax.with_extra_args_support(optimizer)
 
     def update(grads: Tree, state: DistributedState, params: Tree, **extra: Any) -> ExchangeUpdate:
@@ -88,7 +88,7 @@ def averaged(all_reduce: AllReduce, optimizer: optax.GradientTransformation) -> 
 
 
 def every(num_passes: int, exchange: Exchange) -> Exchange:
-    """Add up the gradients of several backward passes, then exchange their mean; between, parameters stay.
+    """Accumulate the gradients of several backward passes and exchange their mean; parameters stay constant in between.
 
     Horovod's backward_passes_per_step.
     """
@@ -124,5 +124,5 @@ def every(num_passes: int, exchange: Exchange) -> Exchange:
 
 
 def shared(traffic: list[Traffic], share: float) -> list[Traffic]:
-    """Return the traffic of exchanges that take place in this share of the steps."""
+    """Return the traffic of exchanges that run in this share of the steps."""
     return [one._replace(nbytes=one.nbytes * share, messages=one.messages * share) for one in traffic]

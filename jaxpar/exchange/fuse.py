@@ -1,4 +1,4 @@
-"""From trees to the vectors that are exchanged: small arrays share one, large ones may be cut."""
+"""Pack trees into the vectors that are exchanged: small arrays share a vector, and large ones may be split."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -15,7 +15,7 @@ Leaf = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 class Piece(NamedTuple):
-    """Elements start to stop of a leaf, flat."""
+    """Elements start to stop of a flattened leaf."""
 
     leaf: int
     start: int
@@ -23,12 +23,12 @@ class Piece(NamedTuple):
 
 
 class AllReduce(NamedTuple):
-    """An algorithm by which replicas come to the mean of a tree.
+    """An algorithm that averages a tree over replicas, exactly or approximately.
 
     Attributes:
       init: tree of arrays, or of their shapes -> state of this replica.
-      mean: (tree, state) -> (about the mean over replicas, state).
-      traffic: tree -> what a device sends.
+      mean: (tree, state) -> (exact or approximate mean over replicas; state).
+      traffic: tree -> the traffic that a device sends.
     """
 
     init: Callable[[Tree], Tree]
@@ -37,16 +37,16 @@ class AllReduce(NamedTuple):
 
 
 def fused(reducer: Reducer, num_bytes: int, *, cut: bool = False, backwards: bool = True, seed: int = 0) -> AllReduce:
-    """The reducer, on vectors of up to `num_bytes` bytes each.
+    """Return an all-reduce that applies the reducer to buckets of up to `num_bytes` bytes each.
 
-    A vector depends on its own leaves alone, so that its transfer can begin as soon as the backward pass has made them.
+    A bucket depends only on its leaves, so that its transfer can start as soon as the backward pass has computed them.
 
     Args:
-      reducer: for each vector.
-      num_bytes: of a vector; a larger leaf makes one of its own.
-      cut: a larger leaf is cut instead.
-      backwards: vectors begin with the last leaf, whose gradient is ready first.
-      seed: of random compressors.
+      reducer: applied to each bucket, which is a vector.
+      num_bytes: size limit of a bucket; a larger leaf gets a bucket of its own.
+      cut: split a larger leaf instead.
+      backwards: start with the last leaf, whose gradient is ready first.
+      seed: for random compressors.
     """
 
     def plan(leaves: Sequence[Leaf]) -> list[list[Piece]]:
@@ -80,7 +80,7 @@ def fused(reducer: Reducer, num_bytes: int, *, cut: bool = False, backwards: boo
 
 
 def in_layer_order(all_reduce: AllReduce, layers: Sequence[str]) -> AllReduce:
-    """Return the same for a tree {layer: ..}, with vectors in the order of the layers, not of their names."""
+    """Return the same all-reduce for a tree {layer: ..}, with buckets in the order of `layers`, not of their names."""
 
     def ordered(tree: Tree) -> list[Tree]:
         return [tree[layer] for layer in layers]
@@ -93,7 +93,7 @@ def in_layer_order(all_reduce: AllReduce, layers: Sequence[str]) -> AllReduce:
 
 
 def buckets(leaves: Sequence[Leaf], num_bytes: int, *, cut: bool, backwards: bool) -> list[list[Piece]]:
-    """Return the pieces of leaves that share each vector: consecutive ones of one dtype."""
+    """Return the pieces of leaves in each bucket. A bucket has consecutive pieces of one dtype."""
     result: list[list[Piece]] = []
     used, dtype = 0, None
     for number in reversed(range(len(leaves))) if backwards else range(len(leaves)):
@@ -110,7 +110,7 @@ def buckets(leaves: Sequence[Leaf], num_bytes: int, *, cut: bool, backwards: boo
 
 
 def flat(tree: Tree) -> tuple[jax.Array, Callable[[jax.Array], Tree]]:
-    """Return the leaves as one float32 vector, and the function back."""
+    """Return the leaves as one float32 vector, and the function that restores the tree."""
     leaves, structure = jax.tree.flatten(tree)
     offsets = [sum(leaf.size for leaf in leaves[:i]) for i in range(1, len(leaves))]
 

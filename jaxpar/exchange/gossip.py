@@ -1,6 +1,6 @@
-"""Exchanges in which weights differ by replica, and are drawn together.
+"""Decentralized exchanges, in which replicas have different weights and average them with each other.
 
-Gradients are never exchanged: a replica takes the step of its local gradient, and sends weights. `x` is a replica's
+Gradients are never exchanged: a replica steps on its local gradient, and sends weights. `x` denotes a replica's
 weights.
 """
 
@@ -18,7 +18,7 @@ from jaxpar.exchange.reduce import Axis
 from jaxpar.layout import PER_REPLICA, Tree
 from jaxpar.plan import Traffic
 
-PEER, AVERAGE = "peer", "average"  # name branches in compiled programs
+PEER, AVERAGE = "peer", "average"  # names of the conditionals in compiled programs
 # (updates, params, private state) -> (updates, private state)
 Mix = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
 
@@ -30,7 +30,7 @@ def mixed(
     traffic: Callable[[Tree, int], list[Traffic]],
     branches: Mapping[str, tuple[float, ...]] = {},
 ) -> Exchange:
-    """Each replica takes its local optimizer's step from its local gradient; `mix` adds what draws weights together."""
+    """Return an exchange in which each replica steps on its local gradient, and `mix` pulls weights together."""
     optimizer = optax.with_extra_args_support(optimizer)
 
     def update(grads: Tree, state: DistributedState, params: Tree, **extra: Any) -> ExchangeUpdate:
@@ -45,11 +45,11 @@ def mixed(
 
 
 def decentralized(axis: Axis, optimizer: optax.GradientTransformation) -> Exchange:
-    """x = (x + x_peer) / 2 + step: with another peer each time.
+    """Return an exchange with x = (x + x_peer) / 2 + step, with a different peer in each step.
 
     Bagua's decentralized algorithm with peers "shift_one" (Gan et al., 2021, section 3.3; Lian et al., "Can
-    Decentralized Algorithms Outperform Centralized Algorithms?", 2017): in step t, i of the first half and
-    n/2 + (i + t) mod n/2 of the second are peers.
+    Decentralized Algorithms Outperform Centralized Algorithms?", 2017): in step t, replica i of the first half is
+    paired with replica n/2 + (i + t) mod n/2 of the second half.
     """
     half = axis.size // 2
 
@@ -76,12 +76,12 @@ def decentralized(axis: Axis, optimizer: optax.GradientTransformation) -> Exchan
 def low_precision_decentralized(
     axis: Axis, optimizer: optax.GradientTransformation, compressor: Compressor
 ) -> Exchange:
-    """Neighbours of a ring send each other their compressed moves, and so know each other's weights.
+    """Return an exchange in which neighbours on a ring send each other compressed changes of their weights.
 
     Bagua's low-precision decentralized algorithm (Gan et al., 2021; Tang et al., "Communication Compression for
     Decentralized Training", 2018, algorithm 2): h = (x + x'_left + x'_right) / 3 + step, z = h - x, x += Q(z), and
-    x'_j += Q(z_j). What is known of a neighbour is exactly what it is, as it too moves by what it sends alone.
-    compressor: one without a state.
+    x'_j += Q(z_j). A replica's copy x'_j of a neighbour's weights is exact, because the neighbour also changes its
+    weights only by the Q(z_j) that it sends. compressor: it must be stateless.
     """
     n = axis.size
     to_right, to_left = [(i, (i + 1) % n) for i in range(n)], [(i, (i - 1) % n) for i in range(n)]
@@ -102,7 +102,7 @@ def low_precision_decentralized(
     def init(params: Tree) -> Tree:
         if dtypes := {leaf.dtype.name for leaf in jax.tree.leaves(params)} - {"float32"}:
             raise ValueError(
-                f"parameters are {min(dtypes)}; they must be float32, so that neighbours know them exactly"
+                f"parameters are {min(dtypes)}; they must be float32, so that neighbours can track them exactly"
             )
         return {"left": flat(params)[0], "right": flat(params)[0]}
 
@@ -115,7 +115,7 @@ def low_precision_decentralized(
 def model_average(
     _axis: Axis, optimizer: optax.GradientTransformation, all_reduce: AllReduce, interval: int
 ) -> Exchange:
-    """Train replicas apart; every `interval` steps their weights become the mean of all.
+    """Return an exchange that trains replicas independently, and averages their weights every `interval` steps.
 
     Bagua's model average in its synchronous form.
     """

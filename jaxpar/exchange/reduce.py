@@ -1,6 +1,7 @@
-"""Reducers: the mean of a vector over the replicas of a mesh axis, for use inside `shard_map`.
+"""Reducers: they average a vector over the replicas of a mesh axis, inside `shard_map`.
 
-A `Reducer` may keep a state, which is private to this replica. `fused` (jaxpar/exchange/fuse.py) applies one to trees.
+A `Reducer` may have state, which is private to this replica. `fused` (jaxpar/exchange/fuse.py) applies a reducer to
+trees.
 
 Dims: n replicas, L elements of a vector.
 """
@@ -18,20 +19,20 @@ from jaxpar.plan import Traffic
 
 
 class Axis(NamedTuple):
-    """The mesh axis that replicas are on."""
+    """The mesh axis of the replicas."""
 
     name: str
     size: int
 
 
 class Reducer(NamedTuple):
-    """An algorithm by which replicas come to the mean of a vector, exactly or nearly.
+    """An algorithm that averages a vector over replicas, exactly or approximately.
 
     Attributes:
-      init: (L, key) -> state of this replica. key: the same on all of them, another for each vector.
-      mean: ([L], state) -> (about the mean over replicas [L], the same on all of them; state).
-      traffic: (L, dtype) -> what a device sends.
-      multiple: L must be one of this.
+      init: (L, key) -> state of this replica. key: the same on all replicas, different for each vector.
+      mean: ([L], state) -> (exact or approximate mean over replicas [L], the same on all of them; state).
+      traffic: (L, dtype) -> the traffic that a device sends.
+      multiple: L must be a multiple of this.
     """
 
     init: Callable[[int, jax.Array], Tree]
@@ -41,7 +42,7 @@ class Reducer(NamedTuple):
 
 
 def psum(axis: Axis) -> Reducer:
-    """XLA's all-reduce."""
+    """Return XLA's all-reduce."""
 
     def mean(x: jax.Array, state: Tree) -> tuple[jax.Array, Tree]:
         return jax.lax.psum(x, axis.name) / axis.size, state
@@ -50,10 +51,10 @@ def psum(axis: Axis) -> Reducer:
 
 
 def ring(axis: Axis) -> Reducer:
-    """Ring all-reduce, written out: 2(n-1) steps, in each of which a replica sends L/n to the next one.
+    """Return a ring all-reduce, written out: 2(n-1) steps, in each of which a replica sends L/n to the next one.
 
-    Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations", 2009. Floats of 16 bits
-    travel as their bits: XLA would widen them on CPUs.
+    Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations", 2009. 16-bit floats are
+    sent as their bits, because XLA would widen them on CPUs.
     """
     n = axis.size
     to_next = [(i, (i + 1) % n) for i in range(n)]
@@ -67,7 +68,7 @@ def ring(axis: Axis) -> Reducer:
 
     def mean(x: jax.Array, state: Tree) -> tuple[jax.Array, Tree]:
         replica, shards = jax.lax.axis_index(axis.name), x.reshape(n, -1)
-        for step in range(n - 1):  # reduce-scatter: shard i goes round, each replica adds its part
+        for step in range(n - 1):  # reduce-scatter: shards travel round the ring, and each replica adds its own
             moving = pass_on(shards[(replica - step) % n])
             shards = shards.at[(replica - step - 1) % n].add(moving)
         moving = shards[(replica + 1) % n] / n
@@ -84,7 +85,7 @@ def ring(axis: Axis) -> Reducer:
 
 
 def push_pull(axis: Axis) -> Reducer:
-    """BytePS: every replica is also the server of 1/n of the vector; workers push to servers, then pull from them.
+    """Return BytePS's all-reduce: each replica is also the server of 1/n of the vector; workers push, then pull.
 
     Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training", 2020, section 4.
     """
@@ -101,9 +102,9 @@ def push_pull(axis: Axis) -> Reducer:
 
 
 def hierarchical(axis: Axis, group: int) -> Reducer:
-    """All-reduce within groups of `group` neighbours, as the links in a node are faster, then between groups.
+    """Return an all-reduce within groups of `group` neighbours, whose links are faster, and then between groups.
 
-    Each replica of a group adds up 1/group of its vectors, and goes on with that alone.
+    Each replica of a group sums 1/group of the vector, and only that shard is reduced between groups.
     """
     n, num_groups = axis.size, axis.size // group
     within = [[first * group + i for i in range(group)] for first in range(num_groups)]
@@ -125,7 +126,7 @@ def hierarchical(axis: Axis, group: int) -> Reducer:
 
 
 def cast(reducer: Reducer, dtype: DTypeLike) -> Reducer:
-    """Send the vector in another dtype, as Horovod's fp16 compression."""
+    """Send vectors in another dtype, like Horovod's fp16 compression."""
 
     def mean(x: jax.Array, state: Tree) -> tuple[jax.Array, Tree]:
         total, state = reducer.mean(x.astype(dtype), state)
@@ -135,9 +136,9 @@ def cast(reducer: Reducer, dtype: DTypeLike) -> Reducer:
 
 
 def predivide(reducer: Reducer, factor: float) -> Reducer:
-    """Divide by `factor` before the sum, not after: Horovod's gradient_predivide_factor.
+    """Divide by `factor` before the sum instead of after it: Horovod's gradient_predivide_factor.
 
-    In a narrow dtype the sum of many gradients may overflow, or their quotients vanish.
+    In a narrow dtype the sum of many gradients may overflow, or their quotients underflow.
     """
 
     def mean(x: jax.Array, state: Tree) -> tuple[jax.Array, Tree]:
@@ -148,7 +149,7 @@ def predivide(reducer: Reducer, factor: float) -> Reducer:
 
 
 def psum_small(tree: Tree, axes: str | tuple[str, ...]) -> Tree:
-    """Return the sums over mesh axes of a tree's few numbers, in one collective; leaves of one dtype, any shapes."""
+    """Return the sums over mesh axes of a tree of a few numbers, in one collective. Its leaves must have one dtype."""
     flat, unravel = ravel_pytree(tree)
     return unravel(jax.lax.psum(flat, axes))
 
@@ -160,18 +161,19 @@ def _stateless(_length: int, _key: jax.Array) -> Tree:
 def ring_traffic(
     kind: str, ways: int, axis: str, size: int, nbytes: float, dtype: str, *, num_vectors: int = 1
 ) -> Traffic:
-    """Return what a device sends of vectors by ring algorithms: (n-1)/n of their bytes, each way.
+    """Return a device's traffic under ring algorithms, which send (n-1)/n of the vectors' bytes in each pass.
 
     Patarasuk and Yuan, 2009.
 
     Args:
       kind: of the collective.
-      ways: 2 for an all-reduce, 1 for one of its halves, times the collectives of each vector.
-      axis: of the mesh.
-      size: n, of the axis.
-      nbytes: of all vectors together.
+      ways: number of passes: 2 for an all-reduce, 1 for a reduce-scatter or an all-gather, times the number of such
+        collectives for each vector.
+      axis: name of the mesh axis.
+      size: n, the size of the axis.
+      nbytes: bytes of all vectors together.
       dtype: of the vectors.
-      num_vectors: each is sent in separate messages.
+      num_vectors: number of vectors, each of which is sent in separate messages.
     """
     return Traffic(kind, dtype, axis, ways * (size - 1) * nbytes / size, ways * (size - 1) * num_vectors)
 

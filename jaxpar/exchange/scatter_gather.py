@@ -1,8 +1,8 @@
-"""A lossy all-reduce that sends compressed vectors alone.
+"""A lossy all-reduce that sends only compressed vectors.
 
-Compressed vectors cannot be added, so XLA's all-reduce cannot take them. Instead replica i is the server of the i-th
-shard of the vector: it takes that shard of all, decompressed, adds them up in float32, and sends their mean to all,
-compressed.
+Compressed vectors cannot be added, so XLA's all-reduce cannot take them. Instead replica i is the server of shard i of
+the vector: it receives that shard from all replicas, decompresses and averages it in float32, and sends the compressed
+mean to all.
 """
 
 import jax
@@ -16,16 +16,16 @@ from jaxpar.plan import Traffic
 
 
 def scatter_gather(axis: Axis, worker: Compressor, server: Compressor) -> Reducer:
-    """The mean, compressed both ways.
+    """Return a reducer that averages vectors, compressed in both directions.
 
     Bagua's ScatterReduce (Gan et al., 2021, section 3.3), and the compressed all-reduce of 1-bit Adam (Tang et al.,
-    2021, section 5), where both compressors have error feedback. BytePS's compression is the same with its servers on
-    the machines of the workers.
+    2021, section 5), where both compressors have error feedback. BytePS's compression is the same, with a server on
+    each worker's machine.
 
     Args:
       axis: of the replicas.
-      worker: of what a replica sends to the servers; its state is by shard.
-      server: of the mean that a server sends to all.
+      worker: compressor of the shards that a replica sends to the servers; it has a state for each shard.
+      server: compressor of the mean that a server sends to all.
     """
     n = axis.size
 

@@ -1,10 +1,10 @@
-"""ZeRO: each replica holds and updates 1/n of what the others would only repeat.
+"""ZeRO: each replica holds and updates 1/n of the arrays that data parallelism otherwise replicates.
 
-Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020. Stage 1 divides the
-optimizer's state, 2 also the gradients that are added up, 3 also the parameters.
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020. Stage 1 shards the
+optimizer state, stage 2 also the accumulated gradients, stage 3 also the parameters.
 
-An array is divided along its longest dim, padded to a multiple of n; so a shard has as many dims as the array. Arrays
-without dims stay whole on each replica, and their gradients are added up with the metrics.
+An array is sharded along its longest dim, padded to a multiple of n, so a shard has as many dims as the array. Scalars
+are not sharded: every replica holds them, and their gradients are summed by a psum.
 """
 
 import math
@@ -23,10 +23,10 @@ from jaxpar.plan import Traffic
 
 
 class Shards:
-    """The arrays of a tree and their shards, for use inside `shard_map`."""
+    """The arrays of a tree and their shards. Its methods convert between them, inside `shard_map`."""
 
     def __init__(self, axis: Axis, tree: Tree, num_bytes: int):
-        """tree: of full arrays, or their shapes; num_bytes: of what is sent at once."""
+        """tree: full arrays or their shapes; num_bytes: size limit of the bucket that a collective sends."""
         self._axis = axis
         self._leaves, self._structure = jax.tree.flatten(tree)
         self._shapes = [shard_shape(leaf.shape, axis.size) for leaf in self._leaves]
@@ -36,17 +36,17 @@ class Shards:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays that are divided, with their padding."""
+        """Bytes of all sharded arrays, including their padding."""
         sizes = [math.prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(self._shapes, self._leaves, strict=True)]
         return self._axis.size * sum(sizes[number] for bucket in self._buckets for number in bucket)
 
     @property
     def num_vectors(self) -> int:
-        """Collectives in which all arrays are scattered, or gathered, once."""
+        """Number of collectives that scatter, or gather, all arrays once."""
         return len(self._buckets)
 
     def local(self, tree: Tree) -> Tree:
-        """This replica's shards of full arrays."""
+        """Return this replica's shards of full arrays."""
         replica = jax.lax.axis_index(self._axis.name)
         leaves = dict(enumerate(jax.tree.leaves(tree)))
         for number in [number for bucket in self._buckets for number in bucket]:
@@ -55,16 +55,16 @@ class Shards:
         return jax.tree.unflatten(self._structure, leaves.values())
 
     def add_up_whole(self, tree: Tree) -> Tree:
-        """The sum over replicas of the arrays that stay whole, next to the others' shards as they are."""
+        """Sum unsharded arrays over replicas, and leave shards unchanged."""
         return jax.tree.map(lambda x: x if x.ndim else jax.lax.psum(x, self._axis.name), tree)
 
     def norm(self, tree: Tree) -> jax.Array:
-        """The norm of arrays of which replicas have shards."""
+        """Return the norm of the full arrays, given each replica's shards."""
         local = [x if x.ndim else x / math.sqrt(self._axis.size) for x in jax.tree.leaves(tree)]
         return jnp.sqrt(jax.lax.psum(optax.tree.norm(local) ** 2, self._axis.name))
 
     def scatter(self, tree: Tree) -> Tree:
-        """This replica's shards of the sum over replicas of full arrays."""
+        """Return this replica's shards of the sum of full arrays over replicas."""
         leaves = jax.tree.leaves(self.add_up_whole(tree))
         for bucket in self._buckets:
             vectors = jnp.concatenate([self._flat_shards(leaves[number]) for number in bucket], axis=1)
@@ -74,7 +74,7 @@ class Shards:
         return jax.tree.unflatten(self._structure, leaves)
 
     def gather(self, tree: Tree) -> Tree:
-        """Full arrays of all replicas' shards. What `jax.grad` makes of it is `scatter`, but for `add_up_whole`."""
+        """Return full arrays from all replicas' shards. `jax.grad` turns it into `scatter` without `add_up_whole`."""
         leaves = jax.tree.leaves(tree)
         for bucket in self._buckets:
             vector = jnp.concatenate([_front(leaves[number], self._dim(number)).reshape(-1) for number in bucket])
@@ -89,21 +89,21 @@ class Shards:
         return dim
 
     def _flat_shards(self, x: jax.Array) -> jax.Array:
-        """A full array as [n, elements of a shard]; in a shard the divided dim comes first."""
+        """Reshape a full array to [n, elements of a shard], with the sharded dim of each shard first."""
         return _front(pad(x, self._axis.size), split_dim(x.shape) or 0).reshape(self._axis.size, -1)
 
     def _split(self, x: jax.Array, bucket: list[int]) -> list[jax.Array]:
-        """The arrays of a bucket, apart: their elements follow each other along the last dim."""
+        """Split a concatenation of the arrays of a bucket, along the last dim."""
         sizes = [math.prod(self._shapes[number]) for number in bucket]
         return jnp.split(x, np.cumsum(sizes)[:-1], axis=-1)
 
     def _shard(self, flat_shard: jax.Array, number: int) -> jax.Array:
-        """One of `_flat_shards` in the shape of a shard."""
+        """Return one row of `_flat_shards` in the shape of a shard."""
         dim, shape = self._dim(number), self._shapes[number]
         return _back(flat_shard.reshape(shape[dim], *shape[:dim], *shape[dim + 1 :]), dim)
 
     def _full(self, flat_shards: jax.Array, number: int) -> jax.Array:
-        """The array of which these are the `_flat_shards`."""
+        """Invert `_flat_shards`: return the full array."""
         dim, shape = self._dim(number), self._shapes[number]
         whole = flat_shards.reshape(self._axis.size * shape[dim], *shape[:dim], *shape[dim + 1 :])
         return unpad(_back(whole, dim), self._leaves[number].shape)
@@ -118,18 +118,20 @@ def zero(
     *,
     offload: bool = False,
 ) -> Exchange:
-    """The stages of ZeRO around an optimizer that computes each element of an update from that element alone.
+    """Return a stage of ZeRO around an elementwise optimizer.
 
-    Stage 1 takes full gradients. Stages 2 and 3 take shards of their sum over replicas: the `scatter` of the exchange
-    makes them of each microbatch's. In stage 3 parameters are shards, and `fetch` gathers those of a layer.
+    Elementwise means that each element of an update depends only on that element of the gradient and the parameters.
+    Stage 1 takes full gradients. Stages 2 and 3 take shards of the sum of gradients over replicas: in stage 2 the
+    `scatter` of the exchange computes them for each microbatch, in stage 3 the gradient of `fetch` does. In stage 3
+    parameters are shards, and `fetch` gathers those of a layer.
 
     Args:
       axis: of the replicas.
       stage: 1, 2 or 3.
-      optimizer: its update is given grad_norm, of the whole gradient.
-      tree: of the parameters, or their shapes.
-      num_bytes: of what is sent at once.
-      offload: the optimizer's state is in the host's memory between its updates.
+      optimizer: its update is passed grad_norm, the norm of the full gradient.
+      tree: the parameters or their shapes.
+      num_bytes: size limit of the bucket that a collective sends.
+      offload: whether the optimizer state is kept in host memory between updates.
     """
     optimizer = optax.with_extra_args_support(optimizer)
     shards = Shards(axis, tree, num_bytes)
@@ -138,7 +140,7 @@ def zero(
         return DistributedState(optimizer.init(params if stage == 3 else shards.local(params)), ())
 
     def update(grads: Tree, state: DistributedState, params: Tree, **extra: Any) -> ExchangeUpdate:
-        if stage != 2:  # whose gradients come scattered
+        if stage != 2:  # stage 2's gradients are scattered already
             grads = shards.scatter(grads) if stage == 1 else shards.add_up_whole(grads)
         grads = jax.tree.map(lambda g: g / axis.size, grads)
         grad_norm = shards.norm(grads)
@@ -152,7 +154,7 @@ def zero(
 
     def traffic(params: Tree, num_microbatches: int = 1) -> list[Traffic]:
         nbytes = Shards(axis, params, num_bytes).nbytes
-        together = list(params.values()) if stage == 3 else [params]  # what is scattered, or gathered, at once
+        together = list(params.values()) if stage == 3 else [params]  # scattered, or gathered, one after another
         num_vectors = sum(Shards(axis, tree, num_bytes).num_vectors for tree in together)
 
         def ring(kind: str, times: int) -> Traffic:
@@ -160,7 +162,7 @@ def zero(
 
         scatter = ring("reduce-scatter", 1 if stage == 1 else num_microbatches)
         gather = ring("all-gather", 2 * num_microbatches if stage == 3 else 1)
-        # XLA on CPUs drops the barriers that keep apart what forward and backward gather of a layer.
+        # On CPUs XLA drops the barriers between a layer's gathers for forward and backward, and may merge them.
         return [scatter, gather._replace(required=0.5 if stage == 3 else 1.0)]
 
     return Exchange(

@@ -236,15 +236,15 @@ def test_mistakes_are_found_and_named(
 # ---- strategies that compute other numbers -------------------------------------------------------------------------
 
 DIFFERENT = {
-    "onebit_adam compresses momentum with loss after its warm-up": ["exchange=onebit_adam"],
-    "bagua_bytegrad compresses gradients with loss": ["exchange=bagua_bytegrad"],
-    "bagua_decentralized has other weights on each replica": ["exchange=bagua_decentralized"],
+    "onebit_adam compresses momentum lossily after its warm-up": ["exchange=onebit_adam"],
+    "bagua_bytegrad compresses gradients lossily": ["exchange=bagua_bytegrad"],
+    "bagua_decentralized has different weights on each replica": ["exchange=bagua_decentralized"],
     "horovod sends gradients in bfloat16": ["exchange=horovod", "exchange_options.wire_dtype=bfloat16"],
-    "horovod takes a step of the optimizer for every 2 of the run": [
+    "horovod takes one optimizer step for every 2 training steps": [
         "exchange=horovod",
         "exchange_options.backward_passes_per_step=2",
     ],
-    "byteps_topk sends some of the gradients in a step": [*PIPELINE, "mesh.data=2", "exchange=byteps_topk"],
+    "byteps_topk sends only part of the gradients in each step": [*PIPELINE, "mesh.data=2", "exchange=byteps_topk"],
     "local_sgd of 4 workers takes gradients of weights that are not the newest": [
         "strategy=async_data_parallel",
         "asynchronous.policy=local_sgd",

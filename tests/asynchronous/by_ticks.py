@@ -1,4 +1,4 @@
-"""Simulations that go tick by tick, or round by round, on whole seconds: slow, and nothing like the one under test."""
+"""Simulations tick by tick, or round by round, in whole seconds: slow, and independent of the simulation under test."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ def rows(table: UpdateTable, columns: Sequence[str] = COLUMNS) -> list[tuple[Any
 
 
 def whole_times(seed: int) -> Iterator[tuple[int, list[list[int]], int]]:
-    """(workers, times of their gradients, time of a message)."""
+    """Yield (workers, times of their gradients, time of a message)."""
     rng = np.random.default_rng(seed)
     for n in (1, 2, 3, 5):
         for most in (2, 4, 9):
@@ -31,7 +31,7 @@ def whole_delays(times: list[list[int]], communication: int) -> Delays:
 def server_by_ticks(
     times: list[list[int]], communication: int, num_gradients: int, size: int, bound: float
 ) -> list[tuple[int, ...]]:
-    """(worker, read, update, start, finish): a clock ticks, and at every tick the first worker that can move does."""
+    """Return rows (worker, read, update, start, finish). At each tick of a clock, workers move in order if they can."""
     n = len(times)
     phase, left = ["wait"] * n, [0] * n
     done, version, start = [0] * n, [0] * n, [0] * n
@@ -69,7 +69,7 @@ def server_by_ticks(
 def rounds_one_by_one(
     times: list[list[int]], communication: int, num_gradients: int, interval: int
 ) -> list[tuple[int, ...]]:
-    """(worker, read, update, start, finish) of local SGD."""
+    """Return rows (worker, read, update, start, finish) of local SGD."""
     result: list[tuple[int, ...]] = []
     begin = version = 0
     while len(result) < num_gradients:
@@ -87,13 +87,13 @@ def rounds_one_by_one(
 def averaging_by_ticks(
     times: list[list[int]], communication: int, num_gradients: int, period: float
 ) -> list[tuple[int, ...]]:
-    """(worker, read, update, start, finish): weights are sets of gradients, and a worker has a local set.
+    """Return rows (worker, read, update, start, finish). Weights are sets of gradients; each worker has a local set.
 
-    A second has 60 ticks. In a tick gradients finish, then an averaging ends, then one may begin (and, without
-    communication, end), then gradients begin.
+    A second has 60 ticks. In a tick, gradients finish first. Then an averaging ends, and another may begin (and end, if
+    there is no communication). Then gradients begin.
     """
     n = len(times)
-    finished: list[list[int]] = [[] for _ in range(n)]  # by worker, its gradients by row
+    finished: list[list[int]] = [[] for _ in range(n)]  # by worker: the rows of its gradients
     started, read = [0] * n, [0] * n
     left = [60 * row[0] for row in times]
     made: list[tuple[int, int, int, int]] = []

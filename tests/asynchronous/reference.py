@@ -1,6 +1,7 @@
-"""Asynchronous training as a plain loop over a table, in NumPy, which keeps every version: what engines are held to.
+"""Reference for the engines: asynchronous training as a plain NumPy loop over a table, which stashes every version.
 
-Its gradients are `jax.grad`'s of a loss written out here; optimizers, mitigations and meetings are NumPy's, in float64.
+Gradients are from `jax.grad` of a loss written out here. Optimizers, mitigations and synchronizations are NumPy, in
+float64.
 """
 
 from collections.abc import Callable
@@ -44,7 +45,7 @@ def adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Rule:
 @jax.jit
 @jax.grad
 def slope(weights: Any, inputs: jax.Array, labels: jax.Array, weight: jax.Array, scale: jax.Array) -> jax.Array:
-    """The gradient of sum(weight * cross entropy) / scale, of a net of three linear maps."""
+    """Return the gradient of sum(weight * cross entropy) / scale for a network of three linear maps."""
     x = inputs.astype(jnp.float32).reshape(len(inputs), -1) / 127.5 - 1
     for layer in LAYERS:
         x = jnp.matmul(x, weights[f"{layer}['kernel']"]) + weights[f"{layer}['bias']"][None]
@@ -54,7 +55,7 @@ def slope(weights: Any, inputs: jax.Array, labels: jax.Array, weight: jax.Array,
 
 
 def gradient(weights: Weights, batch: Batch, chunk: int, n: int) -> Weights:
-    """Of the rows chunk, chunk + n, chunk + 2 n, .."""
+    """Return the gradient of the examples chunk, chunk + n, chunk + 2 n, .."""
     single = {key: x.astype(np.float32) for key, x in weights.items()}
     inputs, labels, weight = (batch[name][chunk::n] for name in ("inputs", "labels", "weights"))
     grads = slope(single, inputs, labels, weight, batch["weights"].sum() / n)
@@ -82,7 +83,7 @@ def to_server(
     mitigations: tuple[Mitigation, ...] = (),
     staleness_aware: bool = False,
 ) -> Weights:
-    """sync, async, ssp, softsync: gradients of the versions that the table says, applied as it says."""
+    """Run sync, async, ssp or softsync: read and apply each gradient at the versions given in the table."""
     versions, memory, n = [start], None, table.num_workers
     for update in range(table.num_updates):
         rows = np.flatnonzero(table.update == update)
@@ -109,7 +110,7 @@ def meeting(
     *,
     outer: tuple[float, float] | None,
 ) -> Weights:
-    """local_sgd, diloco: rounds of each worker's local steps, one worker after another."""
+    """Run local_sgd or diloco: rounds of each worker's local steps, one worker after another."""
     n = table.num_workers
     memories: list[Any] = [None] * n
     begun, velocity = start, {key: np.zeros_like(x) for key, x in start.items()}
@@ -133,7 +134,7 @@ def meeting(
 
 
 def averaging(table: UpdateTable, start: Weights, batches: list[Batch], rule: Rule, rates: list[float]) -> Weights:
-    """model_average: the mean of all workers' weights at the end."""
+    """Run model_average, and return the mean of all workers' final weights."""
     n = table.num_workers
     local, memories = [start] * n, [None] * n
     taken, differences = [0] * n, list[list[Weights]]()

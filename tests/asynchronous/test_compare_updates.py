@@ -17,7 +17,7 @@ from tests.checkpoint.test_private import config as small_run
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the script has the training binary do is done here, on a small model."""
+    """Replaces the script's calls of the training binary by training a small model in this process."""
 
     def run(command: list[str], **_: Any) -> SimpleNamespace:
         overrides = [argument for argument in command if argument.startswith("--config.")]
@@ -49,7 +49,7 @@ def test_a_straggler_slows_sync_to_its_pace(
     assert by_run.keys() == {(name, which) for name in ("sync", "async", "async+dc_asgd") for which in ("none", slow)}
     assert [by_run["sync", which][2:4] for which in ("none", slow)] == [["4.00", "0.00, 0"], ["1.00", "0.00, 0"]]
     assert by_run["async+dc_asgd", "none"][2] == "4.00"
-    assert 3 < float(by_run["async+dc_asgd", slow][2]) < 3.5  # 3.25, but for the end of the run
+    assert 3 < float(by_run["async+dc_asgd", slow][2]) < 3.5  # 3.25, except for the end of the run
     assert (tmp_path / "updates.png").stat().st_size > 20_000
     assert (tmp_path / "updates.md").read_text().splitlines() == [line for line in lines if line.startswith("|")]
     accuracy = {key: float(row[4].rstrip("%")) for key, row in by_run.items()}
@@ -59,11 +59,11 @@ def test_a_straggler_slows_sync_to_its_pace(
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/result.json")}
     assert len(before) == 6
     compare(monkeypatch, f"--workdir={tmp_path}", "--cases=sync", "--workers=4", "--config.num_steps=16")
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/result.json")} == before  # nothing is run again
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/result.json")} == before  # nothing was run again
     with pytest.raises(SystemExit) as error:
         compare(monkeypatch, f"--workdir={tmp_path}", "--cases=sync", "--workers=4", "--config.num_steps=12")
     assert error.value.code == 2
-    assert "sync_1 has a run of other settings" in capsys.readouterr().err
+    assert "sync_1 has a run with other settings" in capsys.readouterr().err
 
 
 def test_recovered_of_a_loss_and_of_a_perplexity() -> None:
@@ -85,7 +85,7 @@ def test_a_case_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     with pytest.raises(SystemExit) as error:
         compare(monkeypatch, "--cases=asink")
     assert error.value.code == 2
-    assert "--cases has 'asink'; it may have sync, async" in capsys.readouterr().err
+    assert "--cases contains 'asink'; each case must be one of sync, async" in capsys.readouterr().err
 
 
 def test_a_case_that_diverges() -> None:

@@ -1,4 +1,4 @@
-"""Bytes that plans say, by device and kind, are those of the arrays that engines have."""
+"""Compares the bytes in plans, by device and kind, with the arrays that engines hold."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.asynchronous.test_engines import RANDOM, asynchronous
 from tests.strategies.pipelines import NUM_STEPS, Task, make, make_batch, start
 
 MLP = Task("mlp", "classification", layers=1)
-PEAKS = ("history", "averages")  # which come and go
+PEAKS = ("history", "averages")  # their number changes during a run
 CASES: dict[str, tuple[tuple[str, ...], int, int]] = {  # settings, workers, devices
     "sync": (("policy=sync",), 8, 2),
     "async": (("policy=async", "mitigations=adaptive_dc_asgd,staleness_aware"), 8, 4),
@@ -24,7 +24,7 @@ CASES: dict[str, tuple[tuple[str, ...], int, int]] = {  # settings, workers, dev
 
 
 def by_device(tree: Any, num_devices: int) -> list[int]:
-    """Bytes of the arrays of a tree on each device."""
+    """Return the bytes of a tree's arrays on each device."""
     nbytes, devices = [0] * num_devices, cluster.devices()
     for leaf in jax.tree.leaves(tree):
         [device] = leaf.devices()
@@ -33,7 +33,7 @@ def by_device(tree: Any, num_devices: int) -> list[int]:
 
 
 def arrays(state: Any) -> dict[str, Any]:
-    """The arrays of a run by what they are for, but for those that come and go."""
+    """Return the arrays of a run by kind, except those of PEAKS."""
     if isinstance(state, ServerRun):
         server = state.server
         return {"optimizer": server.optimizer, "waiting": server.waiting, "mitigations": server.mitigations}
@@ -53,14 +53,14 @@ def test_bytes_of_an_initialised_engine(name: str) -> None:
     assert kinds - set(PEAKS) - {"parameters"} == {
         kind for kind in trees if sum(by_device(trees[kind], len(memory)))
     } - {"parameters"}
-    if isinstance(state, ServerRun):  # a device has the newest weights, or a copy
+    if isinstance(state, ServerRun):  # each device has the newest weights or a copy of them
         [size] = {sum(by_device(state.params, len(memory)))}
         assert [parts["parameters"] for parts in memory] == [size] * len(memory)
 
 
 @pytest.mark.parametrize("devices", [1, 3])
 def test_the_history_at_its_peak(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After every update, by device: what is planned is reached, and never more is there."""
+    """The bytes after every update never exceed the plan's on any device, and reach it at some point."""
     peaks, publish = [0] * devices, VirtualTime.publish
 
     def measured(self: VirtualTime, params: Any) -> None:

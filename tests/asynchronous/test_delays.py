@@ -1,4 +1,4 @@
-"""Delays: their distributions, that a time depends on its seed, worker and number alone, and traces."""
+"""Delays: their distributions, that a time depends only on its seed, worker and index, and traces."""
 
 import itertools
 import math
@@ -35,7 +35,7 @@ def first(times: Iterator[float], count: int = COUNT) -> np.ndarray:
 
 
 def assert_mean(values: np.ndarray, mean: float, deviation: float) -> None:
-    """Within five standard errors."""
+    """Check the mean to within five standard errors."""
     assert abs(values.mean() - mean) < 5 * deviation / math.sqrt(len(values))
 
 
@@ -78,7 +78,7 @@ def test_jitter() -> None:
         times = first(communication_times(Delays(communication_time=0.5, jitter=jitter), 2, seed=0)[1])
         assert_mean(times, 0.5 * (1 + jitter), 0.5 * jitter) if jitter else np.testing.assert_array_equal(times, 0.5)
         assert times.min() >= 0.5
-        if jitter:  # exponential: a share 1 / e is above the mean
+        if jitter:  # exponential: a share of 1 / e is above the mean
             assert (times > 0.5 * (1 + jitter)).mean() == pytest.approx(math.exp(-1), rel=0.03)
     assert next(communication_times(Delays(jitter=2), 1, seed=0)[0]) == 0
 
@@ -87,7 +87,7 @@ def test_jitter() -> None:
 def test_a_time_depends_on_seed_worker_and_number_alone(delays: Delays) -> None:
     for times in (compute_times, communication_times):
         alone = [first(times(delays, 4, seed=5)[worker], 2500) for worker in range(4)]
-        for count in (1, 1023, 1024, 1025):  # around blocks
+        for count in (1, 1023, 1024, 1025):  # around the block size
             assert first(times(delays, 4, seed=5)[2], count).tolist() == alone[2][:count].tolist()
         together, others = times(delays, 4, seed=5), times(delays, 9, seed=5)
         for k in range(2500):
@@ -127,7 +127,7 @@ def test_a_trace_is_replayed_in_order_and_by_workers_in_turn() -> None:
 @pytest.mark.parametrize(
     ("delays", "message"),
     [
-        (Delays("normal"), "distribution is 'normal'; it must be constant, uniform, lognormal, pareto, trace"),
+        (Delays("normal"), "distribution is 'normal'; it must be one of constant, uniform, lognormal, pareto, trace"),
         (Delays(compute_time=0), "compute_time is 0; it must be finite and more than 0"),
         (Delays(compute_time=math.nan), "compute_time is nan; it must be finite and more than 0"),
         (Delays(compute_time=math.inf), "compute_time is inf; it must be finite and more than 0"),
@@ -136,17 +136,26 @@ def test_a_trace_is_replayed_in_order_and_by_workers_in_turn() -> None:
         (Delays(communication_time=-1), "communication_time is -1; it must be finite and at least 0"),
         (Delays(communication_time=math.nan), "communication_time is nan; it must be finite and at least 0"),
         (Delays(jitter=-0.1), "jitter is -0.1; it must be finite and at least 0"),
-        (Delays("uniform", spread=1), "spread is 1; of uniform it must be at least 0 and less than 1"),
-        (Delays("lognormal", spread=-1), "spread is -1; of lognormal it must be at least 0 and at most 10.0"),
-        (Delays("lognormal", spread=11), "spread is 11; of lognormal .*"),
-        (Delays("pareto", spread=1), "spread is 1; of pareto it must be finite and more than 1"),
-        (Delays("pareto", spread=math.nan), "spread is nan; of pareto it must be finite and more than 1"),
-        (Delays("constant", spread=0.3), "spread is 0.3; of constant it must be 0"),
-        (Delays(jitter=0.5), "jitter is 0.5; it must be 0 where communication_time is"),
-        (Delays("trace", 2.0, trace=TRACE), "compute_time is 2.0; of a trace, which has its own times, it must be 1"),
-        (Delays("trace"), "trace has no times of some worker; it must have one or more of each"),
-        (Delays("trace", trace=((1.0,), ())), "trace has no times of some worker; .*"),
-        (Delays("trace", trace=((1.0, 0.0),)), "trace has a time of 0.0; it must be finite and more than 0"),
+        (Delays("uniform", spread=1), "spread is 1; it must be at least 0 and less than 1 with distribution 'uniform'"),
+        (
+            Delays("lognormal", spread=-1),
+            "spread is -1; it must be at least 0 and at most 10.0 with distribution 'lognormal'",
+        ),
+        (Delays("lognormal", spread=11), "spread is 11; it must be .* 'lognormal'"),
+        (Delays("pareto", spread=1), "spread is 1; it must be finite and more than 1 with distribution 'pareto'"),
+        (
+            Delays("pareto", spread=math.nan),
+            "spread is nan; it must be finite and more than 1 with distribution 'pareto'",
+        ),
+        (Delays("constant", spread=0.3), "spread is 0.3; it must be 0 with distribution 'constant'"),
+        (Delays(jitter=0.5), "jitter is 0.5; it must be 0 if communication_time is 0"),
+        (
+            Delays("trace", 2.0, trace=TRACE),
+            "compute_time is 2.0; it must be 1 with distribution 'trace', which has its own times",
+        ),
+        (Delays("trace"), "trace has no times for some worker; it must have at least one for each worker"),
+        (Delays("trace", trace=((1.0,), ())), "trace has no times for some worker; .*"),
+        (Delays("trace", trace=((1.0, 0.0),)), "trace has a time of 0.0; every time must be finite and more than 0"),
     ],
 )
 def test_settings_that_cannot_be(delays: Delays, message: str) -> None:
@@ -169,11 +178,11 @@ def test_a_trace_file(tmp_path: Path) -> None:
     ("text", "message"),
     [
         (None, "No such file or directory; it must be the path of a CSV file"),
-        ("seconds,worker\n1,0\n", "line 1: it must name the columns: worker,seconds"),
-        ("", "line 1: it must name the columns: worker,seconds"),
-        ("worker,seconds\n", "no times of worker 0; workers are numbered from 0, without a gap"),
-        ("worker,seconds\n0,1\n2,1\n", "no times of worker 1; workers are numbered from 0, without a gap"),
-        ("worker,seconds\n0,1\n\n0\n", "line 4: 1 values in 2 columns"),
+        ("seconds,worker\n1,0\n", "line 1 must be the header worker,seconds"),
+        ("", "line 1 must be the header worker,seconds"),
+        ("worker,seconds\n", "no times for worker 0; workers must be numbered from 0 without gaps"),
+        ("worker,seconds\n0,1\n2,1\n", "no times for worker 1; workers must be numbered from 0 without gaps"),
+        ("worker,seconds\n0,1\n\n0\n", "line 4: the number of values is 1; it must be 2"),
         ("worker,seconds\n-1,1\n", "line 2: worker is '-1'; it must be a whole number, at least 0"),
         ("worker,seconds\n0,1\n0,0\n", "line 3: seconds is 0; it must be more than 0"),
         ("worker,seconds\n0,fast\n", "line 2: seconds is 'fast'; it must be a number of seconds, at least 0"),

@@ -1,4 +1,4 @@
-"""Engines make of a table what the plain loop of reference.py makes of it, to rounding."""
+"""Compares engines with the plain loop of reference.py on the same tables, up to rounding."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,8 @@ from tests.strategies.pipelines import NUM_STEPS, Task, make, make_batch, make_c
 TASKS = {name: Task("mlp", "classification", name, layers=1) for name in ("sgd", "adamw")}
 RATE = ("--config.optimizer.schedule=linear", "--config.optimizer.warmup=0.3", "--config.optimizer.lr=0.05")
 PLAIN = ("--config.model.dropout=0", "--config.optimizer.clip_norm=0", "--config.optimizer.weight_decay=0", *RATE)
-RATES = [0.05 * (t / 3 if t < 3 else 1 - (t - 3) / 7) for t in range(NUM_STEPS)]  # 3 steps of warm-up, then down to 0
+# 3 steps of warm-up, then linear decay to 0.
+RATES = [0.05 * (t / 3 if t < 3 else 1 - (t - 3) / 7) for t in range(NUM_STEPS)]
 RULES: dict[str, tuple[str, tuple[str, ...], Rule]] = {
     "sgd": ("sgd", ("--config.optimizer.momentum=0",), reference.sgd()),
     "momentum": ("sgd", ("--config.optimizer.momentum=0.8",), reference.sgd(0.8)),
@@ -32,14 +33,14 @@ RULES: dict[str, tuple[str, tuple[str, ...], Rule]] = {
 
 
 def asynchronous(*settings: str, devices: int = 2, workers: int = 4) -> tuple[str, ...]:
-    """The overrides of the strategy."""
+    """Return the overrides of the strategy."""
     chosen = (f"--config.asynchronous.{setting}" for setting in settings)
     base = ("--config.strategy=async_data_parallel", f"--config.mesh.data={devices}")
     return (*base, f"--config.asynchronous.num_workers={workers}", *chosen)
 
 
 def table_of(config: ConfigDict, num_steps: int = NUM_STEPS) -> UpdateTable:
-    """The table of an emulated run."""
+    """Return the table of an emulated run."""
     return accepted(options.build_table(config, accepted(options.decide_updates(config)), num_steps))
 
 
@@ -47,7 +48,7 @@ RANDOM = ("delays.distribution=lognormal", "delays.spread=0.8", "delays.slowdown
 
 
 def trained(rule: str, *overrides: str) -> tuple[Weights, UpdateTable, Weights]:
-    """Weights after the run, its table, and the weights that it began with."""
+    """Return the weights after the run, its table, and its initial weights."""
     name, chosen, _ = RULES[rule]
     task, overrides = TASKS[name], (*PLAIN, *chosen, *overrides)
     strategy = make(task, *overrides)
@@ -60,7 +61,7 @@ def trained(rule: str, *overrides: str) -> tuple[Weights, UpdateTable, Weights]:
 
 
 def assert_close(got: Weights, expected: Weights, initial: Weights) -> None:
-    """To a small part of the way that they went."""
+    """Compare weights, relative to the distance that they moved."""
     for key, x in expected.items():
         way = np.linalg.norm(x - initial[key])
         assert way > 1e-4, key
@@ -82,7 +83,7 @@ def test_gradients_to_a_server(settings: tuple[str, ...], rule: str) -> None:
     assert table.staleness.max() == 0 if settings == ("policy=sync",) else table.staleness.max() >= 2
 
 
-# As jaxpar/asynchronous/mitigations.py, in NumPy: (gradient, weights, weights that it is of, staleness).
+# jaxpar/asynchronous/mitigations.py in NumPy: (gradient, weights, weights that it was computed from, staleness).
 
 
 def dc_asgd(g: Weights, w: Weights, read: Weights, _staleness: int) -> Weights:
@@ -138,7 +139,7 @@ def test_mitigations(name: str, policy: str) -> None:
 @pytest.mark.parametrize(("rule", "before"), [("momentum", 0.8), ("adam", 0.9)])
 def test_corrected_momentum(rule: str, before: float) -> None:
     assert momentum_left(0.9, 0) == pytest.approx(0.9)
-    assert momentum_left(0.9, 3) == pytest.approx(0.6)  # 1 - 0.6 is 4 times 1 - 0.9
+    assert momentum_left(0.9, 3) == pytest.approx(0.6)  # 1 - 0.6 = 4 (1 - 0.9)
     assert momentum_left(0.9, 30) == 0
     got, table, initial = trained(rule, *asynchronous("policy=async", "mitigations=corrected_momentum"))
     after = max(1 - (1 - before) * (1 + table.staleness.mean()), 1e-6)
@@ -147,7 +148,7 @@ def test_corrected_momentum(rule: str, before: float) -> None:
 
 
 def test_corrected_momentum_composes_as_optimizers_do() -> None:
-    """Behind a clip, as part of a chain."""
+    """It works behind a clip, as part of a chain."""
     grads, params = {"w": jnp.asarray([3.0, -4.0])}, {"w": jnp.zeros(2)}
 
     def two_steps(optimizer: optax.GradientTransformation) -> np.ndarray:
@@ -186,7 +187,7 @@ def test_workers_whose_weights_are_averaged_meanwhile(rule: str) -> None:
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("settings", [("policy=async",), ("policy=ssp",), ("policy=softsync",), ("policy=sync",)])
 def test_versions_that_are_stashed(settings: tuple[str, ...], devices: int) -> None:
-    """As many as are counted here, row by row: those that a later gradient of the device is of."""
+    """The peaks equal a count row by row: the versions that later gradients on the device were computed from."""
     config = make_config(TASKS["sgd"], *asynchronous(*settings, *RANDOM, devices=devices, workers=6))
     table = table_of(config, 30)
     for device, expected in enumerate(history_peaks(table, Places(6, devices, server=0))):

@@ -1,4 +1,4 @@
-"""Live runs: their tables are valid, and made again from them they are the same, bitwise."""
+"""Live runs: their tables are valid, and replaying a table gives bitwise the same run."""
 
 import threading
 from pathlib import Path
@@ -44,7 +44,7 @@ def final(strategy: Strategy[Any], state: Any) -> dict[str, np.ndarray]:
 
 
 def replayed(name: str, path: Path) -> dict[str, np.ndarray]:
-    """The end of the run that the table says, on another number of devices."""
+    """Return the final state of a run that replays the table, on another number of devices."""
     task, settings, sizes = RUNS[name]
     emulated = (setting for setting in settings if not setting.startswith(("delays", "bound")))
     strategy = make(task, *asynchronous(*emulated, f"table={path}", workers=sizes["workers"], devices=1))
@@ -69,7 +69,7 @@ def assert_bitwise(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
 def test_made_again_from_its_table(name: str, tmp_path: Path) -> None:
     strategy, task = begin(name, "mode=live"), RUNS[name][0]
     state, weights = go_on(strategy, strategy.from_canonical(start(task)), task, 0, NUM_STEPS)
-    assert all(weight > 0 for weight in weights)  # some gradient came in each step
+    assert all(weight > 0 for weight in weights)  # some gradient arrived in each step
     end = final(strategy, state)
     path, made = written(strategy, state, tmp_path)
     assert int(end["['step']"]) == NUM_STEPS
@@ -92,7 +92,7 @@ def test_stopped_and_resumed_it_is_one_run_with_one_table(tmp_path: Path) -> Non
 
 
 def test_a_replay_that_was_stopped_goes_on(tmp_path: Path) -> None:
-    """Bitwise, on another number of devices; not without what was on its way."""
+    """It resumes bitwise, on another number of devices. Without its in-flight state it is refused."""
     live_run = begin("two devices", "mode=live")
     state, _ = go_on(live_run, live_run.from_canonical(start(MLP)), MLP, 0, NUM_STEPS)
     end = final(live_run, state)
@@ -137,7 +137,7 @@ def test_a_slow_worker_does_less(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_hangs_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One does not get on with its first gradient before the others have done all theirs, of all steps but one."""
+    """Worker 3's first gradient hangs until the others have computed all of theirs, for all steps but one."""
     others_are_done = threading.Event()
 
     class Programs(programs.Programs):
@@ -147,7 +147,7 @@ def test_a_worker_that_hangs_stops_nobody(tmp_path: Path, monkeypatch: pytest.Mo
 
             def hanging(*arguments: Any) -> Any:
                 if threading.current_thread().name == "worker 3":
-                    assert others_are_done.wait(30), "the others wait for it"
+                    assert others_are_done.wait(30), "the others wait for worker 3"
                 return gradient(*arguments)
 
             vars(self)["gradient"] = hanging
@@ -159,12 +159,12 @@ def test_a_worker_that_hangs_stops_nobody(tmp_path: Path, monkeypatch: pytest.Mo
     go_on(strategy, state, MLP, NUM_STEPS - 1, NUM_STEPS)
     _, made = written(strategy, state, tmp_path)
     [first, *_] = np.flatnonzero(made.worker == 3)
-    assert first >= 4 * (NUM_STEPS - 1) - 4  # all but what was under way
+    assert first >= 4 * (NUM_STEPS - 1) - 4  # all except in-flight gradients
     assert made.staleness[first] >= 4 * (NUM_STEPS - 1) - 4 - 3
 
 
 def test_every_gradient_is_in_the_metrics_of_a_step() -> None:
-    """Those that come late in the next one's, those of the last step in that step."""
+    """Late gradients count in the next step, and those of the last step in the last step."""
     strategy = begin("two devices", "mode=live")
     _, weights = go_on(strategy, strategy.from_canonical(start(MLP)), MLP, 0, NUM_STEPS)
     assert sum(weights) == pytest.approx(sum(make_batch(MLP, step)["weights"].sum() for step in range(NUM_STEPS)))

@@ -1,4 +1,4 @@
-"""The server's program: what is not finite in any gradient keeps its update from being applied, and is counted."""
+"""The server's program: a nonfinite loss or gradient keeps its update from being applied, and is counted."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jaxpar.asynchronous.programs import Arrival, Programs
 from tests.strategies.pipelines import Task, make_config, make_problem
 
 MLP = Task("mlp", "classification", layers=1)
-SIZE = 3  # gradients of an update
+SIZE = 3  # gradients per update
 
 
 @pytest.mark.parametrize("wrong", [None, *((number, part) for number in range(SIZE) for part in ("loss", "gradient"))])
@@ -31,11 +31,11 @@ def test_an_update_is_applied_where_all_of_its_gradients_are_finite(wrong: tuple
         sums = problem.task.zeros()._replace(loss=jnp.float32(loss))
         at = Arrival(np.float32(0), np.float32(0), np.float32(SIZE), np.int32(5))
         params, server = programs.arrive(number == 0, number == SIZE - 1, params, server, grads, sums, None, at)
-        if wrong is None or number >= wrong[0]:  # already when it arrives: its step may end before its update is whole
+        if wrong is None or number >= wrong[0]:  # on arrival, because the step may end before the update is complete
             assert bool(server.totals.finite) == (wrong is None)
     same = [
         np.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, ((params, server.optimizer), before)), strict=True)
     ]
     assert all(same) == (wrong is not None)
-    assert not any(np.isnan(leaf).any() for leaf in jax.tree.leaves((params, server)))  # the next one starts from zero
+    assert not any(np.isnan(leaf).any() for leaf in jax.tree.leaves((params, server)))  # the next update starts at zero
     assert np.isfinite(programs.metrics(server.totals).grad_norm) == (wrong is None)

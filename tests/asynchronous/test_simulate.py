@@ -1,4 +1,4 @@
-"""The simulation against what policies promise; test_by_ticks.py has it row by row."""
+"""Checks the simulation against the properties of policies; test_by_ticks.py compares it row by row."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ DELAYS = {
     "pareto": Delays("pareto", spread=1.5, slowdown=4),
     "trace": Delays("trace", trace=((1.0, 3.0, 2.0), (2.5,), (0.5, 0.25))),
 }
-# A policy with settings of every kind.
+# Policies, with different values of their settings.
 CASES: list[tuple[str, dict[str, int]]] = [
     ("sync", {}),
     ("async", {}),
@@ -65,7 +65,7 @@ def test_one_seed_one_table() -> None:
 
 @pytest.mark.parametrize("n", range(1, 9))
 def test_equal_workers_go_round(n: int) -> None:
-    """Without communication staleness is n - 1: of one worker always 0. The first n read version 0 together."""
+    """Without communication time, staleness is n - 1 (0 for one worker). The first n gradients all read version 0."""
     for compute_time in (1.0, 0.1):
         table = simulate("async", num_workers=n, num_gradients=10 * n, delays=Delays(compute_time=compute_time))
         assert table.worker.tolist() == list(range(n)) * 10
@@ -81,7 +81,7 @@ def test_one_worker_is_never_stale(policy: str, name: str) -> None:
 
 
 def lead(table: UpdateTable) -> np.ndarray:
-    """Of every row: iterations its worker had done before, less the least that a worker had done when it began."""
+    """Return for every row how many iterations its worker was ahead of the slowest worker when it began."""
     leads = []
     done: dict[int, int] = dict.fromkeys(range(table.num_workers), 0)
     for worker, start in zip(table.worker.tolist(), table.start.tolist(), strict=True):
@@ -99,7 +99,7 @@ def test_ssp_keeps_to_its_bound_and_goes_up_to_it(name: str, bound: int) -> None
         delays = DELAYS[name]._replace(slowdown=5)
         leads = lead(simulate("ssp", bound=bound, delays=delays, **run))
         assert leads.max() == bound
-        assert lead(simulate("async", delays=delays, **run)).max() > bound  # which nothing keeps back
+        assert lead(simulate("async", delays=delays, **run)).max() > bound  # async has no bound
 
 
 def test_ssp_0_is_lock_step() -> None:
@@ -107,7 +107,7 @@ def test_ssp_0_is_lock_step() -> None:
         table = simulate("ssp", num_workers=4, num_gradients=100, delays=delays)
         worker, finish, start = (column.reshape(25, 4) for column in (table.worker, table.finish, table.start))
         assert (np.sort(worker, axis=1) == np.arange(4)).all()
-        assert (start[1:] == finish[:-1, -1:]).all()  # all begin when the slowest is done
+        assert (start[1:] == finish[:-1, -1:]).all()  # all begin when the slowest has finished
         if not delays.communication_time:
             assert table.read.tolist() == [4 * (i // 4) for i in range(100)]
 
@@ -124,9 +124,10 @@ def test_what_equals_async(delays: Delays) -> None:
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 5, 15, 30])
 def test_softsync_staleness(groups: int) -> None:
-    """Zhang et al. with 30 workers: the mean is about n, and none above 2 n.
+    """As in Zhang et al. with 30 workers, the mean is about n, and the maximum at most 2 n.
 
-    Exactly it is (workers - 1) / size: other gradients between two of a worker, by size of an update.
+    Exactly, the mean is (workers - 1) / size: between two gradients of a worker there is one of each other worker, and
+    an update takes `size` of them.
     """
     size = 30 // groups
     for seed in range(3):
@@ -140,7 +141,7 @@ def test_softsync_staleness(groups: int) -> None:
 
 
 def test_throughput_with_one_slow_worker() -> None:
-    """Four workers, one of them 4 times as slow: sync makes 1/4 of the updates, async 3.25/4."""
+    """With four workers, one of them 4 times slower, sync makes 1/4 of the updates, async 3.25/4."""
 
     def time_of(policy: str, num_gradients: int, slowdown: float, **settings: int) -> float:
         delays = Delays(slowdown=slowdown)
@@ -154,8 +155,8 @@ def test_throughput_with_one_slow_worker() -> None:
         assert time_of(policy, 1600, 1) == 400
         assert time_of(policy, 1300, 4) == 400
         assert time_of(policy, 1301, 4) == 401
-    assert time_of("ssp", 400, 4, bound=10) < 400  # at first workers run ahead, but then
-    assert time_of("ssp", 4000, 4, bound=10) > 4000 - 4 * 10  # the slow one sets the pace
+    assert time_of("ssp", 400, 4, bound=10) < 400  # at first the other workers run ahead, but later
+    assert time_of("ssp", 4000, 4, bound=10) > 4000 - 4 * 10  # the slow worker sets the pace
 
 
 def test_sync() -> None:
@@ -175,7 +176,7 @@ def test_sync() -> None:
 
 
 def test_staleness_of_a_slow_worker() -> None:
-    """While the slow worker computes once, three others make 4 updates each."""
+    """While the slow worker computes one gradient, the three others make 4 updates each."""
     table = simulate("async", num_workers=4, num_gradients=1300, delays=Delays(slowdown=4))
     slow = table.staleness[table.worker == 3]
     assert (slow == 12).all()
@@ -188,7 +189,7 @@ def test_staleness_of_a_slow_worker() -> None:
     [
         (
             {"policy": "asp"},
-            "policy is 'asp'; it must be sync, async, ssp, softsync, local_sgd, diloco, model_average",
+            "policy is 'asp'; it must be one of sync, async, ssp, softsync, local_sgd, diloco, model_average",
         ),
         ({"num_workers": 0}, "num_workers is 0; it must be at least 1"),
         ({"num_gradients": 0}, "num_gradients is 0; it must be at least 1"),

@@ -1,4 +1,4 @@
-"""Every rule of a table, by tables that break it, and against a validator that states the rules again; files."""
+"""Tables: each rule, with tables that break it and against an independent row-by-row validator; files of tables."""
 
 import random
 from collections import Counter
@@ -22,7 +22,7 @@ from jaxpar.asynchronous.table import (
 from jaxpar.errors import UserError
 
 RANDOM = Delays("lognormal", spread=0.7, slowdown=3, communication_time=0.2, jitter=1)
-# Three workers, and an update of two gradients: columns are worker, read, update, chunk, step, start, finish.
+# Three workers and two gradients per update. Columns: worker, read, update, chunk, step, start, finish.
 ROWS = [
     (0, 0, 0, 0, 0, 0.0, 2.0),
     (1, 0, 0, 2, 0, 0.0, 2.0),
@@ -45,7 +45,7 @@ def changed(column: str, row: int, value: float) -> UpdateTable:
 
 
 def assert_equal(a: UpdateTable, b: UpdateTable) -> None:
-    """To the last bit, and of the same types."""
+    """Compare to the last bit, including dtypes."""
     assert a.num_workers == b.num_workers
     for column in COLUMNS:
         x, y = getattr(a, column), getattr(b, column)
@@ -76,37 +76,43 @@ def test_properties_of_a_table() -> None:
         (table_of(ROWS)._replace(start=np.zeros(6, np.float32)), "start has dtype float32; it must be float64"),
         (
             table_of(ROWS)._replace(step=np.zeros(5, np.int32)),
-            r"step has shape \(5,\); it must be one number a row, as many as worker, \(6,\)",
+            r"step has shape \(5,\); it must be 1-D and as long as worker, which has shape \(6,\)",
         ),
         (
             table_of(ROWS)._replace(worker=np.zeros((6, 1), np.int32)),
-            r"worker has shape \(6, 1\); it must be one number a row, .*",
+            r"worker has shape \(6, 1\); it must be 1-D .*",
         ),
         (changed("worker", 3, -1), "row 3: worker is -1; it must be a number, at least 0"),
         (changed("worker", 3, 3), "row 3: worker is 3; it must be less than 3, the number of workers"),
         (changed("read", 2, -1), "row 2: read is -1; it must be a number, at least 0"),
-        (changed("read", 2, 2), "row 2: read is 2; it must be at most update, 1: it is not made yet"),
-        (changed("update", 0, 1), "row 0: update is 1; the first one must be 0"),
-        (changed("update", 3, 0), "row 3: update is 0; it must be that of the row above, 1, or the next"),
-        (changed("update", 4, 3), "row 4: update is 3; it must be that of the row above, 1, or the next"),
+        (changed("read", 2, 2), "row 2: read is 2; it must be at most update, 1, which is the newest version"),
+        (changed("update", 0, 1), "row 0: update is 1; it must be 0 in the first row"),
+        (changed("update", 3, 0), "row 3: update is 0; it must be 1, as in the row above, or 1 more"),
+        (changed("update", 4, 3), "row 4: update is 3; it must be 1, as in the row above, or 1 more"),
         (changed("chunk", 1, -2), "row 1: chunk is -2; it must be a number, at least 0"),
-        (changed("chunk", 4, 1), "row 4: chunk is 1; a row above has it; each comes once"),
-        (changed("step", 5, 0), "row 5: step is 0; it must be at least that of the row above, 1"),
+        (changed("chunk", 4, 1), "row 4: chunk is 1; it must not repeat a chunk of a row above"),
+        (changed("step", 5, 0), "row 5: step is 0; it must be at least the value in the row above, 1"),
         (changed("start", 1, -0.5), "row 1: start is -0.5; it must be a number, at least 0"),
         (changed("start", 1, np.nan), "row 1: start is nan; it must be a number, at least 0"),
         (changed("finish", 5, np.inf), "row 5: finish is inf; it must be a number, at least 0"),
-        (changed("finish", 3, 3.9), "row 3: finish is 3.9; it must be at least that of the row above, 4.0"),
+        (changed("finish", 3, 3.9), "row 3: finish is 3.9; it must be at least the value in the row above, 4.0"),
         (changed("start", 3, 4.1), "row 3: finish is 4.0; it must be at least start, 4.1"),
-        # Row 1 is the last of its update, row 3 too; row 0 is not: worker 0 may go on before its update is made.
-        (changed("start", 4, 1.9), "row 4: start is 1.9; worker 1 is busy with its gradient before until 2.0"),
-        (changed("start", 5, 3.9), "row 5: start is 3.9; worker 2 is busy with its gradient before until 4.0"),
+        # Rows 1 and 3 are the last of their updates. Row 0 is not: worker 0 may continue before its update is made.
         (
-            table_of([*ROWS[:2], (0, 0, 1, 1, 0, 2.5, 4.0), (0, 0, 1, 3, 1, 1.0, 4.0)]),
-            "row 3: start is 1.0; worker 0 is busy with its gradient before until 2.5",
+            changed("start", 4, 1.9),
+            "row 4: start is 1.9; it must be at least 2.0, when worker 1 finishes its previous gradient",
         ),
         (
-            table_of([*ROWS, (0, 0, 3, 6, 2, 1.9, 5.0)]),  # its gradient before came after update 0, at 2
-            "row 6: start is 1.9; worker 0 is busy with its gradient before until 2.0",
+            changed("start", 5, 3.9),
+            "row 5: start is 3.9; it must be at least 4.0, when worker 2 finishes its previous gradient",
+        ),
+        (
+            table_of([*ROWS[:2], (0, 0, 1, 1, 0, 2.5, 4.0), (0, 0, 1, 3, 1, 1.0, 4.0)]),
+            "row 3: start is 1.0; it must be at least 2.5, when worker 0 finishes its previous gradient",
+        ),
+        (
+            table_of([*ROWS, (0, 0, 3, 6, 2, 1.9, 5.0)]),  # its previous gradient arrived after update 0, at 2
+            "row 6: start is 1.9; it must be at least 2.0, when worker 0 finishes its previous gradient",
         ),
     ],
 )
@@ -121,7 +127,7 @@ def test_sums_of_the_same_seconds_may_differ() -> None:
 
 
 def refusal(table: UpdateTable) -> str | None:
-    """What `validate` has against a table; None: nothing."""
+    """Return the message with which `validate` rejects a table; None if it accepts the table."""
     try:
         validate(table)
     except ValueError as error:
@@ -130,7 +136,7 @@ def refusal(table: UpdateTable) -> str | None:
 
 
 def is_valid(table: UpdateTable) -> bool:
-    """The rules again, row by row."""
+    """Check the rules again, row by row."""
     rows = list(zip(*(getattr(table, column).tolist() for column in COLUMNS), strict=True))
     made = 0  # the highest update so far
     for i, (worker, version, update, chunk, step, start, finish) in enumerate(rows):
@@ -194,7 +200,7 @@ def test_a_file_is_text_to_read(tmp_path: Path) -> None:
         "0,0,1,1,0,1.5,4.0",
     ]
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n").replace(b",2.0", b", 2") + b"\r\n")
-    assert_equal(read_updates(path), table_of(ROWS[:3]))  # as a spreadsheet may save it
+    assert_equal(read_updates(path), table_of(ROWS[:3]))  # as saved by a spreadsheet
 
 
 def test_a_broken_table_is_not_written(tmp_path: Path) -> None:
@@ -206,11 +212,11 @@ def test_a_broken_table_is_not_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "text", "message"),
     [
-        (1, "worker,read", "line 1: 'worker,read'; it must be '# num_workers=N', the number of workers"),
-        (1, "# num_workers=0", "line 1: '# num_workers=0'; it must be .*"),
+        (1, "worker,read", "line 1 is 'worker,read'; it must be '# num_workers=N' for N workers"),
+        (1, "# num_workers=0", "line 1 is '# num_workers=0'; it must be .*"),
         (1, "# num_workers=2", "line 6: worker is 2; it must be less than 2, the number of workers"),
-        (2, "worker,read", "line 2: it must name the columns: worker,read,update,chunk,step,start,finish"),
-        (4, "1,0,0", "line 4: 3 values in 7 columns"),
+        (2, "worker,read", "line 2 must be the header worker,read,update,chunk,step,start,finish"),
+        (4, "1,0,0", "line 4: the number of values is 3; it must be 7"),
         (4, "1,x,0,2,0,0.0,2.0", "line 4: read is 'x'; it must be a whole number, at least 0"),
         (4, "1,-1,0,2,0,0.0,2.0", "line 4: read is '-1'; it must be a whole number, at least 0"),
         (4, "1,0,0,2147483648,0,0.0,2.0", "line 4: chunk is '2147483648'; it must be a whole number, at least 0"),
@@ -218,7 +224,7 @@ def test_a_broken_table_is_not_written(tmp_path: Path) -> None:
         (4, "1,0,0,2,0,0.0,1_0", "line 4: finish is '1_0'; it must be a number of seconds, at least 0"),
         (4, "1,0,0,2,0,nan,2.0", "line 4: start is 'nan'; it must be a number of seconds, at least 0"),
         (4, '1,0,0,2,0,0.0,"2', "line 8: unexpected end of data"),
-        (5, "\n0,2,1,1,0,1.5,4.0", "line 6: read is 2; it must be at most update, 1: it is not made yet"),
+        (5, "\n0,2,1,1,0,1.5,4.0", "line 6: read is 2; it must be at most update, 1, which is the newest version"),
     ],
 )
 def test_a_bad_file_is_one_line_with_the_place(line: int, text: str, message: str, tmp_path: Path) -> None:
@@ -235,8 +241,8 @@ def test_files_that_are_no_tables(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     for content, message in (
         (None, "No such file or directory; it must be the path of a CSV file"),
-        (b"", "line 1: ''; it must be '# num_workers=N', the number of workers"),
-        (b"# num_workers=1\n", "line 2: it must name the columns: .*"),
+        (b"", "line 1 is ''; it must be '# num_workers=N' for N workers"),
+        (b"# num_workers=1\n", "line 2 must be the header .*"),
         (b"# num_workers=1\nworker,read,update,chunk,step,start,finish\n", "the table has no rows"),
         (b"\xff\xfe", "byte 0xff is not UTF-8; it must be a CSV file in UTF-8"),
     ):

@@ -1,4 +1,4 @@
-"""The seam between the server and what carries gradients to it holds for a transport that the package does not have."""
+"""The interface between the server and transports works for a transport that is not part of the package."""
 
 import math
 from collections import deque
@@ -29,7 +29,7 @@ TASK, WORKERS = TASKS["sgd"], 4
 
 
 class Queue(LiveTransport):
-    """A third transport: workers compute at once, in the server's thread, and their gradients wait in a queue."""
+    """A third transport: workers compute immediately, in the server's thread, and their gradients wait in a queue."""
 
     def __init__(self, workers: Workers, state: State):
         super().__init__(workers, state, bound=math.inf)
@@ -54,7 +54,7 @@ class Queue(LiveTransport):
 
 
 def make_engine(begin: BeginTransport, *mitigations: str, num_devices: int = 2) -> tuple[UpdateEngine[Any], State]:
-    """An engine with that transport, and where training begins."""
+    """Return an engine with that transport, and the initial state of training."""
     overrides = (*PLAIN, *RULES["momentum"][1], *asynchronous("mode=live", *mitigations, workers=WORKERS))
     config, devices = make_config(TASK, *overrides), cluster.devices()[:num_devices]
     problem, made = options.build_mitigations(config, make_problem(config, TASK), None)
@@ -67,7 +67,7 @@ def make_engine(begin: BeginTransport, *mitigations: str, num_devices: int = 2) 
 
 
 def train(engine: UpdateEngine[Any], run: Any, first: int = 0, last: int = NUM_STEPS) -> float:
-    """Train on the batches first to last, and return the sum of the weights of their examples."""
+    """Train on batches first to last, excluding last, and return the sum of the weights of their examples."""
     total = 0.0
     for step in range(first, last):
         run, metrics = engine.step(run, make_batch(TASK, step))
@@ -77,7 +77,7 @@ def train(engine: UpdateEngine[Any], run: Any, first: int = 0, last: int = NUM_S
 
 @pytest.mark.parametrize("strength", [None, 0.5])
 def test_a_third_transport(strength: float | None) -> None:
-    """Its run is the plain loop over the table that it leaves, and virtual time makes the same of that, bitwise."""
+    """Its run equals the plain loop over its table, and virtual time replays that table bitwise."""
     settings = () if strength is None else ("mitigations=dc_asgd", f"dc_strength={strength}")
     engine, state = make_engine(Queue, *settings)
     begun = named(state.params)
@@ -99,7 +99,7 @@ def test_a_third_transport(strength: float | None) -> None:
 
 
 def test_stopped_and_resumed_on_a_third_transport() -> None:
-    """It is one run with one table, and the weights are those of that table."""
+    """The result is one run with one table, and its weights follow from that table."""
     first, state = make_engine(Queue)
     begun, run = named(state.params), first.start(state)
     train(first, run, 0, 4)
@@ -117,7 +117,7 @@ def test_stopped_and_resumed_on_a_third_transport() -> None:
 
 
 def test_transports_have_what_the_server_asks_for() -> None:
-    """As mypy sees it, and here by name."""
+    """Checks by name what mypy checks by type."""
     methods = {name for name in vars(Transport) if not name.startswith("_")}
     assert methods == {"deliver", "publish", "in_flight", "restore", "table", "close"} <= set(dir(Queue))
 
@@ -127,7 +127,7 @@ def chunks(first: int, last: int) -> dict[int, Chunk]:
 
 
 def test_the_schedule_of_live_workers() -> None:
-    """Workers and chunks in the order in which they come; with a bound, not those that are too far ahead."""
+    """Workers and chunks are first come, first served. With a bound, workers that are too far ahead must wait."""
     schedule = LiveSchedule(2, 0, bound=1)
     assert schedule.assign() is None
     assert schedule.is_over(drain=True)

@@ -1,4 +1,4 @@
-"""What compressors lose: vectors after compression and decompression, in NumPy, in the dtype that they come in."""
+"""References for compressors in NumPy: vectors after compression and decompression, in their own dtype."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ Lossy = Callable[[np.ndarray], np.ndarray]
 
 
 def min_max_uint8(x: np.ndarray) -> np.ndarray:
-    """Bagua's formula: s = 255 / (max - min + 1e-7), u = rint(max s), l = u - 255, q = min(rint(x s), u) - l."""
+    """Apply Bagua's formula: s = 255 / (max - min + 1e-7), u = rint(max s), l = u - 255, q = min(rint(x s), u) - l."""
     s = x.dtype.type(255) / (x.max() - x.min() + x.dtype.type(1e-7))
     upper = np.rint(x.max() * s)
     lower = upper - 255
@@ -31,7 +31,7 @@ def onebit(norm: str, block: int) -> Lossy:
 
 
 def topk(number: int) -> Lossy:
-    """Of equal ones the first."""
+    """Return a lossy top-k; of equal values, the first ones are sent."""
 
     def lossy(x: np.ndarray) -> np.ndarray:
         largest = sorted(range(len(x)), key=lambda i: -abs(x[i]))[:number]
@@ -43,7 +43,7 @@ def topk(number: int) -> Lossy:
 
 
 class Feedback:
-    """A sender that adds to a vector what it has not sent of those before."""
+    """A sender with error feedback: it adds the residual of previous vectors to the next one."""
 
     def __init__(self, lossy: Lossy, on: bool = True):
         self.lossy, self.on, self.residual = lossy, on, np.zeros(())
@@ -56,7 +56,7 @@ class Feedback:
 
 
 class Servers:
-    """`scatter_gather` among n workers, of which each is the server of a shard."""
+    """`scatter_gather` among n workers, each of which is the server of one shard."""
 
     def __init__(self, n: int, length: int, worker: Lossy, server: Lossy, feedback: bool):
         self.n, self.length = n, length

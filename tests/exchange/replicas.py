@@ -1,4 +1,4 @@
-"""Functions run on replicas: virtual devices of one mesh axis, each with its slice of stacked arrays.
+"""Runs functions on replicas: virtual devices on one mesh axis, each with its slice of stacked arrays.
 
 Dims: N replicas, S steps.
 """
@@ -18,7 +18,7 @@ Tree = dict[str, np.ndarray]
 
 
 def on_replicas(n: int, function: Callable[..., Any], *stacked: Any) -> Any:
-    """What `function` makes, on each of n replicas, of its slice of trees [N, ...]; stacked, on the host."""
+    """Call `function` on each of n replicas with its slice of trees [N, ...]. Return stacked results, on the host."""
 
     def replica(*trees: Any) -> Any:
         return jax.tree.map(lambda x: x[None], function(*jax.tree.map(lambda x: x[0], trees)))
@@ -29,17 +29,17 @@ def on_replicas(n: int, function: Callable[..., Any], *stacked: Any) -> Any:
 
 
 def train(n: int, exchange: Exchange, params: Tree, grads: Any, after: Callable[[Any], Any] = lambda x: x) -> Any:
-    """Training with given gradients.
+    """Train with given gradients.
 
     Args:
-      n: replicas.
+      n: number of replicas.
       exchange: around an optimizer.
-      params: where all replicas begin.
-      grads: of all steps [N, S, ...].
-      after: of the parameters that the replica holds: what is recorded of each step.
+      params: initial parameters of all replicas.
+      grads: of all steps, [N, S, ...].
+      after: parameters that the replica holds -> the value recorded after each step.
 
     Returns:
-      After each step [N, S, ...], updates [N, S, ...], norms [N, S], last state [N, ...].
+      Recorded values [N, S, ...], updates [N, S, ...], norms [N, S], last state [N, ...].
     """
 
     def replica(params: Any, grads: Any) -> Any:
@@ -57,12 +57,12 @@ def train(n: int, exchange: Exchange, params: Tree, grads: Any, after: Callable[
 
 
 def repeated(n: int, tree: Any) -> Any:
-    """The same for each replica."""
+    """Repeat a tree for each replica."""
     return jax.tree.map(lambda x: np.broadcast_to(x, (n, *np.shape(x))), tree)
 
 
 def only(tree: Any) -> Any:
-    """What is the same, bit by bit, on all replicas."""
+    """Check that a tree is bitwise the same on all replicas, and return one copy."""
 
     def first(x: np.ndarray) -> np.ndarray:
         for other in x[1:]:
@@ -77,7 +77,7 @@ def axis(n: int) -> Axis:
 
 
 def adamw(params: Tree, grads: Tree, optimizer: optax.GradientTransformation) -> list[Tree]:
-    """Parameters after each step of an optimizer of optax on one device; grads: [S, ...]."""
+    """Return the parameters after each step of an optax optimizer on one device. grads: [S, ...]."""
     params, state, result = {k: np.asarray(v) for k, v in params.items()}, optimizer.init(params), []
     update = jax.jit(optimizer.update)
     for step in range(len(next(iter(grads.values())))):
@@ -88,5 +88,5 @@ def adamw(params: Tree, grads: Tree, optimizer: optax.GradientTransformation) ->
 
 
 def close(got: Any, expected: Any, rtol: float = 1e-6, atol: float = 0.0) -> None:
-    """Trees, of the same structure."""
+    """Compare two trees of the same structure."""
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol, atol), got, expected)

@@ -17,7 +17,7 @@ B1, B2, EPS, DECAY = 0.8, 0.95, 1e-2, 0.3
 RNG = np.random.default_rng(0)
 START: Tree = {k: RNG.normal(size=shape).astype(np.float32) for k, shape in {"bias": (5,), "kernel": (3, 4)}.items()}
 DECAYED = {"bias": False, "kernel": True}
-STAYS: dict[str, tuple[int, ...]] = {"bias": (2,), "kernel": (1, 3)}  # have no gradient until v is frozen
+STAYS: dict[str, tuple[int, ...]] = {"bias": (2,), "kernel": (1, 3)}  # these have no gradient until v is frozen
 
 
 class Case(NamedTuple):
@@ -61,13 +61,13 @@ def draw(n: int) -> Tree:
 
 @functools.cache
 def outcome(case: Case) -> Any:
-    """Of training: parameters after each step, the last state."""
+    """Train, and return the parameters after each step and the last state."""
     params, _, _, state = train(case.n, make(case), START, draw(case.n))
     return only(params), state
 
 
 def flat(tree: Tree) -> np.ndarray:
-    """As on the wire: the last array first."""
+    """Return the vector as it is sent, with the last array first."""
     return np.concatenate([np.asarray(tree[k]).astype(np.float64).reshape(-1) for k in ("kernel", "bias")])
 
 
@@ -77,7 +77,7 @@ def clipped(g: np.ndarray, clip_norm: float) -> np.ndarray:
 
 
 class Adam:
-    """What replicas are to compute, on vectors of float64."""
+    """Reference for the replicas' computation, on float64 vectors."""
 
     def __init__(self, case: Case):
         self.case, self.count = case, 0
@@ -146,13 +146,13 @@ def test_its_state_is_adamws(case: Case) -> None:
     def compare(got: Any, like: Any) -> None:
         assert (got.shape, got.dtype) == (like.shape, like.dtype)
 
-    jax.tree.map(compare, state, fresh)  # raises where the structures differ
+    jax.tree.map(compare, state, fresh)  # raises if the structures differ
     counts = [leaf for leaf in jax.tree.leaves(state) if leaf.dtype == np.int32]
     assert [int(count) for count in counts] == [STEPS, STEPS]
 
 
 def test_a_run_that_comes_from_adamw_warms_up() -> None:
-    """Its v may be as little as its last gradients: it is not what to freeze."""
+    """Adam's v may reflect only the last gradients, so it must not be frozen immediately."""
     case, grads = Case("bagua_qadam", 2, 0.0), draw(2)
     mean = {k: g.mean(0) for k, g in grads.items()}
     state, params = optimizer(0).init(START), dict(START)
@@ -168,7 +168,7 @@ def test_a_run_that_comes_from_adamw_warms_up() -> None:
 
 @pytest.mark.parametrize("name", ["onebit_adam", "bagua_qadam"])
 def test_adamw_goes_on_with_what_it_left(name: str) -> None:
-    """Long after v was frozen, and where there never was a gradient."""
+    """It can continue long after v was frozen, even for parameters that never had a gradient."""
     grads = {k: np.repeat(g, 8, axis=1) for k, g in draw(2).items()}
     grads["kernel"][..., 0] = 0
     params, _, _, last = train(2, make(Case(name, 2, 0.0)), START, grads)
@@ -181,7 +181,7 @@ def test_adamw_goes_on_with_what_it_left(name: str) -> None:
 
 
 def test_a_short_run_trains() -> None:
-    """Of which a share rounds to no step at all: v must not be frozen at zero."""
+    """The warm-up share rounds to 0 steps, but v must not be frozen at zero."""
     case = Case("onebit_adam", 2, 0.0)
     grads = {k: g[:, WARM : WARM + 2] for k, g in draw(2).items()}
     params = only(train(2, make(case, num_steps=2, warmup=0.2), START, grads)[0])
@@ -193,6 +193,6 @@ def test_traffic_is_of_both_stages(name: str) -> None:
     exact, *lossy = make(Case(name, 4, 0.0)).traffic(START, 1)
     assert (exact.kind, exact.dtype) == ("all-reduce", "float32")
     assert exact.nbytes == pytest.approx(WARM / STEPS * 2 * 3 / 4 * 17 * 4)
-    payload = 1 + 4 * 3 if name == "onebit_adam" else 5 + 8  # bytes, of a shard of 5, in blocks of 2
+    payload = 1 + 4 * 3 if name == "onebit_adam" else 5 + 8  # bytes for a shard of 5 elements, in blocks of 2
     assert [(one.kind, one.dtype) for one in lossy] == [("all-to-all", "uint8"), ("all-gather", "uint8")]
     assert [one.nbytes for one in lossy] == [pytest.approx((1 - WARM / STEPS) * 3 * payload)] * 2

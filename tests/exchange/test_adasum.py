@@ -18,7 +18,7 @@ def pair(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def recursion(rows: list[np.ndarray]) -> np.ndarray:
-    """In round k those whose numbers differ in bit k are a pair."""
+    """Combine in pairs: in round k, vectors whose numbers differ in bit k."""
     while len(rows) > 1:
         rows = [pair(rows[i], rows[i + 1]) for i in range(0, len(rows), 2)]
     return rows[0]
@@ -30,7 +30,7 @@ def draw(n: int, scale: float = 1.0) -> dict[str, np.ndarray]:
 
 
 def updates(n: int, rows: dict[str, np.ndarray], learning_rate: float = 1.0) -> dict[str, np.ndarray]:
-    """What the exchange makes of sgd's updates that are these rows; on all replicas the same."""
+    """Return the exchange's result if SGD's updates are these rows. It must be the same on all replicas."""
     exchange = adasum(axis(n), optax.sgd(learning_rate))
     params = {k: np.zeros(v.shape[1:], np.float32) for k, v in rows.items()}
 
@@ -78,7 +78,7 @@ def test_large_arrays_are_bitwise_the_same_on_all_replicas(n: int) -> None:
 
 
 def test_combination_is_bitwise_commutative() -> None:
-    """Operation by operation: a compiler may contract one half of the sum, which is why a pair has an order."""
+    """It is, operation by operation. But compilers may fuse operations in one half of the sum, so pairs are ordered."""
     a, b = (jnp.asarray(x, jnp.float32) for x in np.random.default_rng(0).normal(size=(2, 1000)))
     np.testing.assert_array_equal(combine(a, b), combine(b, a))
 
@@ -99,7 +99,7 @@ def test_updates_of_unlike_lengths(ratio: float) -> None:
 
 
 def test_each_replica_has_a_local_optimizer() -> None:
-    """The combination is of updates: of the sign of each gradient here, not of its size."""
+    """Updates are combined, not gradients: here they depend on the gradients' signs, not on their sizes."""
     rng = np.random.default_rng(0)
     grads = {"a": rng.normal(size=(4, 3, 6)).astype(np.float32)}
     params, _, _, state = train(4, adasum(axis(4), optax.adam(0.1)), {"a": np.ones(6, np.float32)}, grads)

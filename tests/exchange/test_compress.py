@@ -37,7 +37,7 @@ LOSSY: dict[str, compressors.Lossy] = {
     **{name: compressors.onebit(*arguments) for name, arguments in ONEBITS.items()},
     "topk": compressors.topk(5),
 }
-LENGTH = 21  # of which a fifth is 4.2, which is sent as 5
+LENGTH = 21  # a fifth of it is 4.2, so 5 elements are sent
 RANDOM = np.random.default_rng(0).normal(size=LENGTH).astype(np.float32)
 VECTORS = {
     "random": RANDOM,
@@ -61,16 +61,16 @@ def init(compressor: Compressor, length: int = LENGTH, seed: int = 0) -> Any:
 
 
 def sent(name: str, x: np.ndarray, seed: int = 0) -> tuple[list[np.ndarray], np.ndarray]:
-    """The payload, and what becomes of it."""
+    """Return the payload, and the decoded vector."""
     encode, decode = compiled(name)
     payload, _ = encode(x, init(COMPRESSORS[name], len(x), seed))
     return [np.asarray(part) for part in payload], np.asarray(decode(payload, len(x)))
 
 
 def tolerance(name: str, x: np.ndarray) -> float:
-    """Of a decoded value. XLA takes numbers below the normal ones for 0.
+    """Return the tolerance of a decoded value. XLA flushes denormals to 0.
 
-    Where a range is of float32's own steps, MinMaxUInt8 is one of its steps from any other implementation of it.
+    If a step of MinMaxUInt8 is close to the spacing of float32, implementations may differ by one step.
     """
     step = (x.max() - x.min() + 1e-7) / 255
     eps = float(np.finfo(np.float32).eps)
@@ -101,7 +101,7 @@ def test_the_largest_floats_stay_in_order(name: str) -> None:
 
 @pytest.mark.parametrize("scale", [1e38, 3e38, 3.4e38])
 def test_min_max_of_the_largest_floats(scale: float) -> None:
-    """Whose range is no float."""
+    """The range of these vectors overflows float32."""
     x = (scale * np.linspace(-1, 1, len(RANDOM))).astype(np.float32)
     step = 2 * scale / 255
     got = sent("min_max_uint8", x)[1].astype(np.float64)
@@ -117,7 +117,7 @@ def test_min_max_is_within_half_a_step(vector: str) -> None:
     np.testing.assert_array_equal(ends, [[x.min(), x.max()]])
     step = (float(x.max()) - float(x.min()) + 1e-7) / 255
     assert np.all(np.abs(decoded - x.astype(np.float64)) <= 0.5001 * step + 1e-6 * np.abs(x).max())
-    if vector != "small":  # whose range is one step of a byte
+    if vector != "small":  # whose range is less than one step
         assert (q.min(), q.max()) == (0, 255)
 
 
@@ -171,7 +171,7 @@ def test_what_is_not_finite_stays_so(name: str, value: float) -> None:
 
 
 def draws(compressor: Compressor, x: np.ndarray, number: int, seed: int = 0) -> np.ndarray:
-    """[number, L]: what becomes of the same vector again and again."""
+    """Return the decoded vectors [number, L] if the same vector is sent repeatedly."""
 
     def once(state: Any, _: None) -> tuple[Any, jax.Array]:
         payload, state = compressor.encode(jnp.asarray(x), state)
@@ -196,10 +196,10 @@ def test_dithering_is_right_in_the_mean(levels: int) -> None:
     number = 2000
     got = draws(dithering(levels), RANDOM, number).astype(np.float64)
     step = float(np.abs(RANDOM).max()) / levels
-    up = RANDOM / step - np.floor(RANDOM / step)  # how often it is to be rounded up
+    up = RANDOM / step - np.floor(RANDOM / step)  # probability of rounding up
     deviation = step * np.sqrt(up * (1 - up))
     assert np.all(np.abs(got.mean(0) - RANDOM) <= 5 * deviation / math.sqrt(number) + 1e-5 * step)
-    often = up * (1 - up) > 0.02  # else so many draws do not tell
+    often = up * (1 - up) > 0.02  # otherwise 2000 draws are too few
     np.testing.assert_allclose(got.std(0)[often], deviation[often], 0.2)
 
 
@@ -265,7 +265,7 @@ def test_bytes_and_back() -> None:
 
 
 def steps(compressor: Compressor, vectors: np.ndarray) -> tuple[np.ndarray, Any]:
-    """What becomes of vectors [S, L] that are sent one after another; and the last state."""
+    """Send the vectors [S, L] one after another. Return the decoded vectors and the last state."""
     encode, decode = jax.jit(compressor.encode), jax.jit(compressor.decode, static_argnums=1)
     state, result = init(compressor, vectors.shape[1]), []
     for x in vectors:

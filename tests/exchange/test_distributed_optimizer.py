@@ -55,7 +55,7 @@ def test_other_exchanges_are_refused(name: str) -> None:
     ],
 )
 def test_options_it_does_not_have_are_refused(name: str, option: str, allowed: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match=f"{option} is .*, which is not an option of exchange '{name}'") as error:
+    with pytest.raises(ValueError, match=f"{option} is .*; it is not an option of exchange '{name}'") as error:
         use(N, distributed_optimizer(OPTIMIZER, DATA, name, **{option: 1}))
     assert all(known in str(error.value) for known in allowed)
 
@@ -76,13 +76,13 @@ def test_what_cannot_work_is_refused(name: str, n: int, option: dict[str, Any]) 
 
 
 def test_shard_map_must_not_check_what_varies() -> None:
-    """There jax.grad adds up what replicas' gradients are, and the exchange would once more."""
+    """With check_vma, jax.grad sums gradients over replicas, and the exchange would sum them again."""
     with pytest.raises(ValueError, match="check_vma=False"):
         use(N, distributed_optimizer(OPTIMIZER, DATA, "ddp"), check_vma=True)
 
 
 def use(n: int, optimizer: optax.GradientTransformation, *, check_vma: bool = False) -> None:
-    """Traces its init on n replicas."""
+    """Trace the optimizer's init on n replicas."""
     mesh, same = Mesh(np.array(jax.devices()[:n]), (DATA,)), PartitionSpec()
     mapped = jax.shard_map(optimizer.init, mesh=mesh, in_specs=same, out_specs=same, check_vma=check_vma)
     jax.eval_shape(mapped, START)
@@ -90,7 +90,7 @@ def use(n: int, optimizer: optax.GradientTransformation, *, check_vma: bool = Fa
 
 @functools.cache
 def trained(name: str, **options: Any) -> tuple[dict[str, np.ndarray], list[float]]:
-    """Parameters of all replicas [N, ...] after some steps, and the losses of the whole batch before each."""
+    """Return all replicas' parameters [N, ...] after some steps, and the loss of the whole batch before each step."""
     mesh = Mesh(np.array(jax.devices()[:N]), (DATA,))
     optimizer = distributed_optimizer(OPTIMIZER, DATA, name, **options)
     each, specs = PartitionSpec(DATA), state_specs(DATA, name)
@@ -119,7 +119,7 @@ def trained(name: str, **options: Any) -> tuple[dict[str, np.ndarray], list[floa
 
 @functools.cache
 def alone() -> tuple[dict[str, np.ndarray], list[float]]:
-    """On one device, on the whole batch."""
+    """Train on one device, on the whole batch."""
     params, state, losses = dict(START), OPTIMIZER.init(START), []
     gradient = jax.jit(jax.value_and_grad(loss))
     for _ in range(STEPS):

@@ -51,7 +51,7 @@ def test_so_many_passes_are_as_one_of_their_mean() -> None:
 
 
 def test_passes_of_horovod() -> None:
-    """The optimizer's state is not touched between; the rest of the passes is kept."""
+    """The optimizer state does not change between exchanges, and the remaining passes stay accumulated."""
     rule, grads = Rule(OPTIMIZER, None), draw(PASSES + 1)
     exchange = make_exchange("horovod", axis(N), rule, backward_passes_per_step=PASSES)
     params, _, _, state = train(N, exchange, START, grads)

@@ -90,7 +90,7 @@ def test_a_tree_comes_back_as_its_mean(cut: bool, backwards: bool) -> None:
         "b": ((), np.float32),
         "c": ((1,), np.float16),
         "d": ((2, 2, 3), np.float16),
-        "e": ((37,), np.float32),  # more than a bucket
+        "e": ((37,), np.float32),  # larger than a bucket
         "f": ((6,), ml_dtypes.bfloat16),
         "g": ((4,), np.float32),
     }
@@ -125,7 +125,7 @@ def test_states_stay_with_their_vectors() -> None:
 
 
 def test_vectors_follow_the_layers() -> None:
-    """Not their names; and the tree comes back as it was."""
+    """Buckets are in the order of layers, not of names, and the tree keeps its structure."""
     tree = {
         "block_10": jnp.array([3.0]),
         "block_2": jnp.array([2.0]),

@@ -16,20 +16,20 @@ START: Tree = {"a": np.array([[1.0, -2, 3], [0, 5, -1]], np.float32), "b": np.ar
 
 
 def draw(n: int, steps: int, silent_after: int = 10**6) -> Tree:
-    """Gradients, of which those from a step on are zero."""
+    """Draw gradients, which are zero from step `silent_after` on."""
     rng = np.random.default_rng(n)
     grads = {k: rng.normal(size=(n, steps, *v.shape)).astype(np.float32) for k, v in START.items()}
     return {k: v * (np.arange(steps) < silent_after).reshape(1, -1, *[1] * (v.ndim - 2)) for k, v in grads.items()}
 
 
 def vectors(tree: Any, ndim: int) -> np.ndarray:
-    """A tree with `ndim` leading dims as float64 vectors [.., L]."""
+    """Return a tree with `ndim` leading dims as float64 vectors [.., L]."""
     leaves = [np.asarray(x, np.float64) for x in tree.values()]
     return np.concatenate([x.reshape(*x.shape[:ndim], -1) for x in leaves], axis=-1)
 
 
 def peers(n: int, step: int) -> np.ndarray:
-    """The matrix that makes of all replicas' weights the means of pairs."""
+    """Return the mixing matrix, which averages the weights of paired replicas."""
     mixing = np.zeros((n, n))
     for i in range(n // 2):
         peer = n // 2 + (i + step) % (n // 2)
@@ -47,7 +47,7 @@ def ring(n: int) -> np.ndarray:
 
 
 def distance(x_NL: np.ndarray) -> float:
-    """Squared, to consensus."""
+    """Return the squared distance to consensus."""
     return float(np.sum((x_NL - x_NL.mean(0)) ** 2))
 
 
@@ -66,7 +66,7 @@ def test_decentralized_is_the_mean_with_a_peer_and_a_step(n: int) -> None:
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_decentralized_comes_to_consensus(n: int) -> None:
-    """The first step draws replicas apart; a cycle of all shifts without gradients draws them together."""
+    """The first step drives replicas apart; a cycle of all shifts without gradients brings them together."""
     cycle = n // 2
     params, *_ = train(n, gossip.decentralized(axis(n), optax.sgd(RATE)), START, draw(n, 1 + cycle, silent_after=1))
     got = vectors(params, 2)
@@ -140,7 +140,7 @@ def test_model_average_is_the_mean_after_each_interval(n: int) -> None:
         else:
             assert np.abs(got[0, step] - got[1, step]).max() > 0.1
         np.testing.assert_allclose(got[:, step], x, 1e-5, 1e-5)
-    assert len(np.unique(state.optimizer[0].trace["b"], axis=0)) == n  # which stays each one's own
+    assert len(np.unique(state.optimizer[0].trace["b"], axis=0)) == n  # momentum is never averaged
 
 
 def test_traffic() -> None:

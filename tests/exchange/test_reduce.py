@@ -28,7 +28,7 @@ def possible(name: str, n: int) -> bool:
 
 
 def means(n: int, reducers: dict[str, Reducer], x: np.ndarray) -> dict[str, np.ndarray]:
-    """Of each reducer, with the one state that replicas agree on: none."""
+    """Return the mean computed by each reducer. All of them are stateless."""
 
     def all_of_them(x: jax.Array) -> Any:
         return {name: reducer.mean(x, reducer.init(x.size, jax.random.key(0)))[0] for name, reducer in reducers.items()}

@@ -15,13 +15,13 @@ STEPS, LENGTH = 5, 48
 FEEDBACK = {"onebit", "topk"}
 PAIRS: dict[str, tuple[Compressor, compressors.Lossy]] = {
     "onebit": (error_feedback(onebit(block=4)), compressors.onebit("mean", 4)),
-    "topk": (error_feedback(topk(0.3)), compressors.topk(0)),  # as many as the length of a part says
+    "topk": (error_feedback(topk(0.3)), compressors.topk(0)),  # the test sets k, which depends on the shard length
     "min_max_uint8": (min_max_uint8(), compressors.min_max_uint8),
 }
 
 
 def run(n: int, worker: Compressor, server: Compressor, x_NSL: np.ndarray) -> tuple[np.ndarray, Any]:
-    """What comes out, step by step [N, S, L], and the last states."""
+    """Return the means of all steps [N, S, L], and the last states."""
     reducer = scatter_gather(axis(n), worker, server)
 
     def replica(x_SL: jax.Array) -> Any:
@@ -53,7 +53,7 @@ def test_as_workers_and_servers_in_numpy(n: int, name: str) -> None:
     servers = compressors.Servers(n, LENGTH, lossy, lossy, name in FEEDBACK)
     expected = np.array([servers.mean(x[:, step]) for step in range(STEPS)])
     np.testing.assert_allclose(got, expected, 1e-4, 1e-5)
-    assert n == 1 or np.abs(got - x.mean(0)).max() > 1e-3  # lossy it is
+    assert n == 1 or np.abs(got - x.mean(0)).max() > 1e-3  # it must be lossy
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_what_is_not_finite_on_one_replica_comes_out_on_all(name: str, value: fl
 
 
 def test_all_draw_the_same_elements_of_a_part() -> None:
-    """So that what a server sends on is what it was sent; each part has its own draw."""
+    """A server therefore sends on exactly the elements it received. Each shard has a different draw."""
     x = np.ones((4, 1, 160), np.float32)
     means, state = run(4, error_feedback(randomk(0.5)), error_feedback(randomk(0.5)), x)
     unsent = state["worker"]["residual"].reshape(4, 4, 40)
@@ -129,7 +129,7 @@ def test_traffic_is_payloads_of_shards(n: int) -> None:
 
 @pytest.mark.parametrize("compressor", [randomk(0.5), dithering(3)])
 def test_vectors_of_one_length_draw_different_numbers(compressor: Compressor) -> None:
-    """And others with another seed."""
+    """Vectors of the same length use different random numbers, and so do different seeds."""
     tree = {"a": jnp.arange(1.0, 65.0), "b": jnp.arange(1.0, 65.0)}
 
     def mean(tree: Any) -> Any:

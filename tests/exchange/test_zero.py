@@ -12,9 +12,9 @@ from jaxpar.optimizer import clip_by_norm
 from tests.exchange.replicas import Tree, adamw, axis, close, on_replicas, only, repeated, train
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (5,), "b": (3, 7), "c": (8, 8), "d": (2, 3, 5), "e": ()}
-DIMS = {"a": 0, "b": 1, "c": 0, "d": 2}  # along which they are divided; the last stays whole
+DIMS = {"a": 0, "b": 1, "c": 0, "d": 2}  # along which they are sharded; the scalar is not sharded
 STEPS = 5
-LIMITS = (1, 300)  # bytes that are on the wire at once: of an array, of some
+LIMITS = (1, 300)  # bytes of a bucket: for one array, for several
 
 
 def draw(*leading: int) -> Tree:
@@ -23,7 +23,7 @@ def draw(*leading: int) -> Tree:
 
 
 def cut(x: np.ndarray, dim: int, n: int) -> np.ndarray:
-    """The shards of an array, [N, ...]: slices along the dim, the last ones filled up with zeros."""
+    """Return the shards of an array, [N, ...]: slices along the dim, the last ones padded with zeros."""
     size = -(-x.shape[dim] // n)
     result = []
     for i in range(n):
@@ -34,7 +34,7 @@ def cut(x: np.ndarray, dim: int, n: int) -> np.ndarray:
 
 
 def join(x_N: np.ndarray, dim: int) -> np.ndarray:
-    """The padded array of its shards."""
+    """Return the padded array from its shards."""
     return np.concatenate(list(x_N), axis=dim)
 
 
@@ -97,12 +97,12 @@ OPTIMIZER = optax.chain(clip_by_norm(0.5), optax.adamw(0.05, weight_decay=0.1))
 
 
 def gradients(n: int) -> Tree:
-    """Of each replica in each step: [N, S, ...]."""
+    """Return the gradients of each replica in each step, [N, S, ...]."""
     return {k: x.swapaxes(0, 1) for k, x in draw(STEPS, n).items()}
 
 
 def assert_as_on_one_device(n: int, params: Tree, norms: np.ndarray) -> None:
-    """Parameters after each step: [S, ...]."""
+    """Compare parameters after each step, [S, ...], with training on one device."""
     mean = {k: g.mean(0) for k, g in gradients(n).items()}
     for step, expected in enumerate(adamw(draw(), mean, OPTIMIZER)):
         close({k: x[step] for k, x in params.items()}, expected, 1e-6, 1e-6)
@@ -111,7 +111,7 @@ def assert_as_on_one_device(n: int, params: Tree, norms: np.ndarray) -> None:
 
 
 def assert_padding_is_zero(_n: int, tree: Any) -> None:
-    """Of shards [N, ...]."""
+    """Check the padding of shards [N, ...]."""
     for name, dim in DIMS.items():
         whole = join(tree[name], dim)
         assert np.any(whole != 0)
@@ -133,7 +133,7 @@ def test_stages_with_whole_parameters(n: int, stage: int) -> None:
 
 @pytest.mark.parametrize("n", [3, 8])
 def test_stage_with_divided_parameters(n: int) -> None:
-    """Gradients are of fetched parameters by what the replica holds, as a step computes them."""
+    """Gradients are taken through `fetch` with respect to the replica's shards, as in a training step."""
     exchange = zero(axis(n), 3, OPTIMIZER, draw(), 300)
     fetch = exchange.fetch
     assert fetch is not None
@@ -165,5 +165,5 @@ def test_traffic_of_five_microbatches(stage: int, scattered: int, gathered: int)
         ("reduce-scatter", "float32", scattered * once),
         ("all-gather", "float32", gathered * once),
     ]
-    num_vectors = 4 if stage == 3 else 3  # a, b, c and d; of all at once c, with e and d before it, b and a after it
+    num_vectors = 4 if stage == 3 else 3  # stage 3: one each for a, b, c, d; otherwise d, c, b with a
     assert [one.messages for one in traffic] == [scattered * num_vectors * 3, gathered * num_vectors * 3]

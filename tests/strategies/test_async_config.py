@@ -38,7 +38,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a momentum before the run": (
         ["mode=live", "mitigations=corrected_momentum"],
-        ["without corrected_momentum, which needs the staleness before the run"],
+        ["it must not contain corrected_momentum with config.asynchronous.mode='live'"],
     ),
     "an outer rate": (
         ["policy=diloco", "outer_lr=-1"],
@@ -48,7 +48,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "an outer momentum": (["policy=diloco", "outer_momentum=1"], ["asynchronous.outer_momentum is 1.0", "less than 1"]),
     "a distribution": (
         ["delays.distribution=normal"],
-        ["asynchronous.delays.distribution is 'normal'; it must be constant, uniform, lognormal, pareto, trace"],
+        ["asynchronous.delays.distribution is 'normal'; it must be one of constant, uniform, lognormal, pareto, trace"],
     ),
     "a time": (
         ["delays.compute_time=0"],
@@ -57,7 +57,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "no number": (["delays.slowdown=nan"], ["asynchronous.delays.slowdown is nan"]),
     "a spread": (
         ["delays.distribution=pareto"],
-        ["asynchronous.delays.spread is 0.0; of pareto it must be finite and more than 1"],
+        ["asynchronous.delays.spread is 0.0; it must be finite and more than 1 with distribution 'pareto'"],
     ),
     "a trace without its distribution": (["delays.trace=times.csv"], ["asynchronous.delays.trace is 'times.csv'"]),
     "no trace": (["delays.distribution=trace"], ["asynchronous.delays.trace is ''; it must be the path of a CSV file"]),
@@ -65,8 +65,8 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["delays.distribution=trace", "delays.trace=no.csv"],
         ["config.asynchronous.delays.trace is no.csv: No such file", "it must be the path of a CSV file"],
     ),
-    "a jitter of nothing": (["delays.jitter=1"], ["delays.jitter is 1.0; it must be 0 where communication_time is"]),
-    "a spread of nothing": (["delays.spread=1"], ["delays.spread is 1.0; of constant it must be 0"]),
+    "a jitter of nothing": (["delays.jitter=1"], ["delays.jitter is 1.0; it must be 0 if communication_time is 0"]),
+    "a spread of nothing": (["delays.spread=1"], ["delays.spread is 1.0; it must be 0 with distribution 'constant'"]),
     "delays of a live run": (
         ["mode=live", "delays.distribution=uniform", "delays.spread=0.5"],
         ["asynchronous.delays.distribution is 'uniform'; it must be 'constant' with config.asynchronous.mode='live'"],
@@ -93,7 +93,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "two of one kind": (
         ["mitigations=dc_asgd,adaptive_dc_asgd"],
-        ["it must have at most one of dc_asgd, adaptive_dc_asgd"],
+        ["it must contain at most one of dc_asgd, adaptive_dc_asgd"],
     ),
     "mitigations of workers with their own weights": (
         ["policy=local_sgd", "mitigations=dc_asgd"],
@@ -101,7 +101,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a mitigation twice": (
         ["mitigations=staleness_aware,staleness_aware"],
-        ["asynchronous.mitigations is", "it must have each once"],
+        ["asynchronous.mitigations is", "it must not repeat a name"],
     ),
     "a strength": (
         ["mitigations=dc_asgd", "dc_strength=nan"],
@@ -195,22 +195,22 @@ RECORDED: dict[str, tuple[Callable[[UpdateTable], UpdateTable], int, str]] = {
     "a later step": (
         lambda table: table._replace(step=table.step + 1),
         4,
-        "table is {path!r}, which begins at step 1, where its run came from another strategy; it must begin at step 0",
+        "table is {path!r}, which begins at step 1, where its run switched to this strategy; it must begin at step 0",
     ),
     "a missing chunk": (
         lambda table: table._replace(chunk=table.chunk + 1),
         4,
-        "table is {path!r}, in which a chunk is missing or before its batch",
+        "table is {path!r}; it must contain every chunk, none before its batch's step",
     ),
     "a chunk before its batch": (
         lambda table: table._replace(chunk=table.chunk[::-1].copy()),
         4,
-        "table is {path!r}, in which a chunk is missing or before its batch",
+        "table is {path!r}; it must contain every chunk, none before its batch's step",
     ),
     "a step without a row": (
         lambda table: table._replace(step=table.step * 2),
         4,
-        "table is {path!r}, in which a step has no row",
+        "table is {path!r}; it must have a row for every step",
     ),
 }
 
@@ -232,5 +232,5 @@ def test_a_table_of_another_length_is_refused_by_its_plan(tmp_path: Path) -> Non
     table.write_updates(path, table_of(make_config(task, *settings), 3))
     config = make_config(task, *settings, f"--config.asynchronous.table={path}")
     problem = make_problem(config, task)
-    with pytest.raises(UserError, match="of 3 steps and 12 gradients; it must be of 10 steps and 40 gradients"):
+    with pytest.raises(UserError, match="which has 3 steps and 12 gradients; it must have 10 steps and 40"):
         strategies.plan(config, problem, cluster.named_cluster("cpu", 2))

@@ -8,7 +8,11 @@ import pytest
 from jaxpar import cluster
 from tests.runs import refused
 
-POSITIVE, UNIT, SHARE = "it must be more than 0", "it must be 0.0 to 1.0", "it must be more than 0 and at most 1"
+POSITIVE, UNIT, SHARE = (
+    "it must be more than 0",
+    "it must be between 0.0 and 1.0",
+    "it must be more than 0 and at most 1",
+)
 SINGLE = ["strategy=single", "mesh.data=1"]
 PIPELINE = ["strategy=pipeline", "mesh.stage=2", "mesh.data=2", "pipeline.num_microbatches=2"]
 MISTAKES = {
@@ -24,26 +28,29 @@ MISTAKES = {
     "an option of another exchange": (
         ["exchange=ddp", "ratio=0.1"],
         [
-            "options.ratio is 0.1, which is not an option of exchange 'ddp'; its options are bucket_bytes, wire_dtype, "
+            "options.ratio is 0.1; it is not an option of exchange 'ddp'; its options are bucket_bytes, wire_dtype, "
             "algorithm"
         ],
     ),
-    "an option of dp": (["exchange=dp", "bucket_bytes=1000"], ["options.bucket_bytes is 1000", "'dp'", "it has none"]),
+    "an option of dp": (
+        ["exchange=dp", "bucket_bytes=1000"],
+        ["options.bucket_bytes is 1000", "'dp', which has no options"],
+    ),
     "passes of another exchange": (
         ["exchange=byteps", "backward_passes_per_step=2"],
-        ["backward_passes_per_step is 2, which is not an option of exchange 'byteps'; its options are bucket_bytes"],
+        ["backward_passes_per_step is 2; it is not an option of exchange 'byteps'; its options are bucket_bytes"],
     ),
-    "a wire_dtype": (["wire_dtype=float8"], ["options.wire_dtype is 'float8'; it must be float16, bfloat16"]),
-    "an algorithm": (["algorithm=tree"], ["options.algorithm is 'tree'; it must be psum, ring"]),
+    "a wire_dtype": (["wire_dtype=float8"], ["options.wire_dtype is 'float8'; it must be one of float16, bfloat16"]),
+    "an algorithm": (["algorithm=tree"], ["options.algorithm is 'tree'; it must be one of psum, ring"]),
     "no bytes": (["bucket_bytes=0"], ["options.bucket_bytes is 0", POSITIVE]),
     "less bytes than none": (["exchange=zero1", "bucket_bytes=-5"], ["options.bucket_bytes is -5", POSITIVE]),
     "no number of bytes": (["bucket_bytes=many"], ["options.bucket_bytes is 'many'; it must be an integer"]),
     "no group": (["group=0"], ["options.group is 0", POSITIVE]),
-    "an indivisible group": (["group=3"], ["options.group is 3; it must divide the 4 replicas"]),
-    "a group that is too large": (["group=8"], ["options.group is 8; it must divide the 4 replicas"]),
+    "an indivisible group": (["group=3"], ["options.group is 3; it must divide the number of replicas, 4"]),
+    "a group that is too large": (["group=8"], ["options.group is 8; it must divide the number of replicas, 4"]),
     "a ring with groups": (
         ["algorithm=ring", "group=2"],
-        ["options.algorithm is 'ring'; it must be 'psum' with groups of 2"],
+        ["options.algorithm is 'ring'; it must be 'psum' with group=2"],
     ),
     "predivide": (["exchange=horovod", "predivide=0"], ["options.predivide is 0.0; it must be finite and more than 0"]),
     "an infinite predivide": (
@@ -61,16 +68,16 @@ MISTAKES = {
     "a negative warm-up": (["exchange=onebit_adam", "warmup=-0.1"], ["options.warmup is -0.1", SHARE]),
     "a long warm-up": (["exchange=bagua_qadam", "warmup=5"], ["options.warmup is 5.0", SHARE]),
     "momentum": (["exchange=byteps_onebit", "momentum=1.1"], ["options.momentum is 1.1", UNIT]),
-    "no level": (["exchange=byteps_dithering", "levels=0"], ["options.levels is 0; it must be 1 to 127"]),
-    "levels": (["exchange=byteps_dithering", "levels=128"], ["options.levels is 128; it must be 1 to 127"]),
-    "a block": (["exchange=bagua_bytegrad", "block=-1"], ["options.block is -1; it must be 0 to 2147483648"]),
+    "no level": (["exchange=byteps_dithering", "levels=0"], ["options.levels is 0; it must be between 1 and 127"]),
+    "levels": (["exchange=byteps_dithering", "levels=128"], ["options.levels is 128; it must be between 1 and 127"]),
+    "a block": (["exchange=bagua_bytegrad", "block=-1"], ["options.block is -1; it must be between 0 and 2147483648"]),
     "adasum on 3": (
         ["exchange=horovod_adasum", "mesh.data=3"],
-        ["config.exchange is 'horovod_adasum', which needs 1, 2, 4, 8, .. replicas; there are 3"],
+        ["config.exchange is 'horovod_adasum'; the number of replicas must then be a power of 2, not 3"],
     ),
     "decentralized on 3": (
         ["exchange=bagua_decentralized", "mesh.data=3"],
-        ["config.exchange is 'bagua_decentralized', which needs pairs of replicas; there are 3"],
+        ["config.exchange is 'bagua_decentralized'; the number of replicas must then be even, not 3"],
     ),
     "zero with lamb": (
         ["exchange=zero1", "optimizer.name=lamb"],
@@ -130,7 +137,7 @@ MISTAKES = {
     ),
     "a group of pipelines": (
         [*PIPELINE, "group=4"],
-        ["options.group is 4; it must divide the 2 replicas"],
+        ["options.group is 4; it must divide the number of replicas, 2"],
     ),
     "offload": (
         ["exchange=zero2", "offload=True"],
