@@ -47,9 +47,8 @@ def test_every_task_runs_without_files(model: str, task: str, config: ConfigDict
     assert again.fingerprint == dataset.fingerprint
     config.seed = 1
     assert load(config, tmp_path).fingerprint != dataset.fingerprint
-    keys = {"inputs", "labels", "weights", "index"} | (
-        {"mask"} if task != "causal_lm" and model not in ("resnet", "mlp", "vit") else set()
-    )
+    has_mask = dataset.info.kind == "text" and task != "causal_lm"
+    keys = {"inputs", "labels", "weights", "index"} | ({"mask"} if has_mask else set())
     assert set(batch) == keys
     dtypes = {"text": "int32", "image": "uint8", "vector": "float32"}
     assert batch["inputs"].dtype == dtypes[dataset.info.kind]

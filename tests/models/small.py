@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 from jaxpar.cluster import named_cluster
 from jaxpar.config import default_config
 from jaxpar.data import DataInfo
-from jaxpar.models import Model, build
+from jaxpar.models import MODELS, Model, build
 
 CPU = named_cluster("cpu", 1)
 VOCAB, CLASSES, LENGTH, BATCH = 50, 5, 12, 4
@@ -38,18 +38,23 @@ def small_config(name: str, task: str, **overrides: Any) -> ConfigDict:
     return config
 
 
+def kind_of(name: str) -> str:
+    """The kind of data that a model reads; of one that does not exist, text."""
+    return MODELS[name].kind if name in MODELS else "text"
+
+
 def info_of(name: str, task: str) -> DataInfo:
     """What the small batches of `make_batch` are."""
-    info = {"resnet": IMAGE, "vit": IMAGE, "mlp": VECTOR}.get(name, TEXT)
+    info = {"text": TEXT, "image": IMAGE, "vector": VECTOR}[kind_of(name)]
     return info if task == "classification" else info._replace(num_classes=0)
 
 
 def make_batch(name: str, task: str, *, seed: int = 0) -> dict[str, Any]:
     """Random inputs; of a text that is not for causal_lm, examples of 12, 7, 1 and 10 real tokens."""
     random = np.random.default_rng(seed)
-    if name in ("resnet", "vit"):
+    if kind_of(name) == "image":
         return {"inputs": random.integers(0, 256, (BATCH, 8, 8, 3), np.uint8)}
-    if name == "mlp":
+    if kind_of(name) == "vector":
         return {"inputs": random.normal(size=(BATCH, 6)).astype(np.float32)}
     batch: dict[str, Any] = {"inputs": random.integers(1, VOCAB, (BATCH, LENGTH), np.int32)}
     if task != "causal_lm":

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpar.models import Context, LayerRun, Model, Tie
+from jaxpar.models import MODELS, Context, LayerRun, Model, Tie
 from tests.models.small import BATCH, CLASSES, LENGTH, LLAMA, VOCAB, dropout_keys, fast_jit, small
 
 EVERY: list[tuple[str, str, dict[str, Any]]] = [
@@ -25,6 +25,10 @@ EVERY: list[tuple[str, str, dict[str, Any]]] = [
     ("vit", "classification", {}),
 ]
 every = pytest.mark.parametrize(("name", "task", "overrides"), EVERY)
+
+
+def test_every_model_is_here() -> None:
+    assert {name for name, *_ in EVERY} == set(MODELS)
 
 
 @every
