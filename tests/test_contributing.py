@@ -1,0 +1,38 @@
+"""CONTRIBUTING.md names files and tests that exist, and all files of the project have one version."""
+
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
+# Files that a reader of the guides creates, and the tests in them.
+CREATED = {
+    "jaxpar/models/residual_mlp.py",
+    "jaxpar/strategies/grouped.py",
+    "jaxpar/tasks/multi_label.py",
+    "tests/models/test_residual_mlp.py",
+    "tests/tasks/test_multi_label.py",
+}
+WRITTEN = {"test_multi_label", "test_nadamw_equals_numpy"}
+
+
+def test_files_of_the_guides_exist() -> None:
+    named = set(re.findall(r"`((?:configs|docs|jaxpar|scripts|tests)/[\w./]+)`", GUIDE))
+    assert len(named) > 30
+    assert {name for name in named if not (ROOT / name).exists()} == CREATED
+
+
+def test_tests_of_the_guides_exist() -> None:
+    sources = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+    defined = {name for source in sources for name in re.findall(r"^def (test_\w+)", source, re.MULTILINE)}
+    named = set(re.findall(r"`(test_\w+)`", GUIDE)) | set(re.findall(r"^def (test_\w+)", GUIDE, re.MULTILINE))
+    assert len(named) > 20
+    assert named - defined == WRITTEN
+
+
+def test_one_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    [cited] = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    latest = re.findall(r"^## (\S+) - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    assert cited == latest == version
