@@ -130,7 +130,7 @@ def test_a_label_that_the_split_took_from_training(tmp_path: Path, capsys: pytes
         file.writelines(f"lonely {number},only{number}\n" for number in range(60))
     line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/run", *arguments)
     assert "data.csv', whose label 'only" in line
-    assert "split, chosen by hash, has it" in line
+    assert "so rare that the split by hash puts it only into" in line
 
 
 def test_a_workdir_that_cannot_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

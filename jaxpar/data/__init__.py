@@ -1,16 +1,17 @@
-"""Data: from files to deterministic batches of NumPy arrays. No JAX in this package.
+"""The data pipeline, from files to deterministic batches of NumPy arrays. This package does not use JAX.
 
-`load` reads the sources, makes or opens the token arrays and gives a `Dataset`; `Batches` gives
-the global batch at step t as a function of (seed, t) alone, whole or a shard of it.
+`load` reads the data source, creates or opens the cached token arrays and returns a `Dataset`. `Batches` returns the
+global batch at step t, or a shard of it, as a function of (seed, t) alone.
 
-A batch is a dict. Dims: B examples (always batch_size, with fillers), T positions, H W C of an image, D features.
+A batch is a dict of arrays. Dims: B examples (always batch_size, fillers included), T positions, H W C image height,
+width and channels, D features, K targets.
 
 - inputs: int32 [B,T] tokens, uint8 [B,H,W,C] images or float32 [B,D] vectors
-- mask: bool [B,T], True at real tokens, padding on the right only (not with causal_lm: blocks are full)
-- segments: int32 [B,T], 1 in the second of two texts (with two text columns only)
-- labels: int32 [B] classes, float32 [B,K] targets, int32 [B,T] tokens (masked_lm, causal_lm) or classes of words
-- weights: float32 [B], or [B,T] as the labels: 0 at fillers, padding and positions that are not predicted
-- index: int32 [B], the place of the example in the global batch
+- mask: bool [B,T], True at real tokens; padding is on the right (absent for causal_lm, whose blocks are full)
+- segments: int32 [B,T], 1 in the second text of a pair (only with two text columns)
+- labels: int32 [B] classes, float32 [B,K] targets, int32 [B,T] tokens (masked_lm, causal_lm) or int32 [B,T] word tags
+- weights: float32 [B] or [B,T], matching the labels; 0 at fillers, at padding and at positions without a prediction
+- index: int32 [B], the position of each example in the global batch
 """
 
 from jaxpar.data.batches import Batches

@@ -1,4 +1,4 @@
-"""The global batch at step t as a function of (seed, t) alone, and the loader that makes batches ahead."""
+"""The global batch at step t as a function of (seed, t) alone, and a loader that prefetches batches in threads."""
 
 import threading
 from collections.abc import Iterator
@@ -10,20 +10,24 @@ import numpy as np
 from jaxpar.data import plan
 from jaxpar.data.examples import Arrays, Split
 
-_MAX_PLANS = 2  # epochs: at the turn of one, loader threads work on both sides
+_MAX_PLANS = 2  # in epochs: at an epoch boundary, loader threads work on the epochs before and after it
 
 
 class Batches:
     """The batches of a split, step by step, epoch after epoch.
 
     Attributes:
-      batch_size: examples of a batch, fillers included.
-      steps_per_epoch: ceil(examples / batch_size); one batch has what is left over, and fillers at weight 0.
-      examples_per_epoch: each comes exactly once an epoch.
+      batch_size: number of examples in a batch, fillers included.
+      steps_per_epoch: ceil(examples / batch_size). One batch of an epoch holds the remainder and is filled up with
+        examples of weight 0 (fillers).
+      examples_per_epoch: number of examples in the split; each occurs exactly once per epoch.
     """
 
     def __init__(self, split: Split, *, batch_size: int, seed: int, shuffle: bool):
-        """shuffle: for training, in random order, augmented; or else for evaluation, by length, every epoch alike."""
+        """Batches for training if `shuffle` (random order, augmented), otherwise for evaluation.
+
+        For evaluation, examples are ordered by length and every epoch is the same.
+        """
         self._split = split
         self.batch_size = batch_size
         self._seed = seed
@@ -35,14 +39,14 @@ class Batches:
         self.steps_per_epoch = -(-len(split) // batch_size)
 
     def batch(self, step: int, shard: slice = slice(None), *, with_example_ids: bool = False) -> Arrays:
-        """The batch of step `step` >= 0, or only this shard of it, such as a process's. See jaxpar.data for the keys.
+        """Return the batch of step `step` >= 0, or the given shard of it. See jaxpar.data for the keys.
 
-        with_example_ids: also `example_ids`, int64 [R]: the number of each example in the split, -1 of a filler.
+        with_example_ids: also return `example_ids`, int64 [R], each example's index in the split, or -1 for a filler.
         """
         epoch, place = divmod(step, self.steps_per_epoch)
         examples_B = self._plan(epoch)[place]
         is_real_B = examples_B >= 0
-        examples_B = np.where(is_real_B, examples_B, examples_B[0])  # a filler repeats the first, at weight 0
+        examples_B = np.where(is_real_B, examples_B, examples_B[0])  # fillers repeat the first example with weight 0
         batch = self._gather(examples_B, shard, drawn_at=step if self._shuffle else place)
         is_real_R = is_real_B[shard]
         batch["weights"] *= is_real_R.reshape(-1, *[1] * (batch["weights"].ndim - 1))
@@ -51,17 +55,17 @@ class Batches:
         return batch
 
     def longest(self) -> Arrays:
-        """A batch of the longest example alone: no other has a larger shape."""
+        """Return a batch that repeats the longest example: no batch has a larger shape."""
         longest = 0 if self._lengths_N is None else int(self._lengths_N.argmax())
         return self._gather(np.full(self.batch_size, longest), slice(None), drawn_at=0)
 
     def examples_before(self, step: int) -> int:
-        """The number of examples in the batches of steps [0, step); fillers do not count."""
+        """Return the number of examples in the batches of steps [0, step), without fillers."""
         epoch, place = divmod(step, self.steps_per_epoch)
         return epoch * self.examples_per_epoch + int((self._plan(epoch)[:place] >= 0).sum())
 
     def planned(self, start: int, stop: int) -> np.ndarray:
-        """The examples of the batches [start, stop), of one epoch, fillers left out."""
+        """Return the indices of the examples in the batches of steps [start, stop) of one epoch, without fillers."""
         epoch, place = divmod(start, self.steps_per_epoch)
         examples_SB = self._plan(epoch)[place : place + stop - start]
         return examples_SB[examples_SB >= 0]
@@ -76,8 +80,11 @@ class Batches:
         num_threads: int = 1,
         prefetch: int = 8,
     ) -> Iterator[Arrays]:
-        """The batches of steps [start, stop), in order, made ahead by `num_threads` threads (0: none)."""
-        import grain  # here: it takes half a second to import
+        """Return an iterator over the batches of steps [start, stop), in order.
+
+        `num_threads` threads prefetch up to `prefetch` batches; with 0 threads, nothing is prefetched.
+        """
+        import grain  # imported lazily: it takes half a second
 
         if stop <= start:
             return iter(())
@@ -107,7 +114,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class _Steps:
-    """A random-access source for grain: item i is the batch of step start + i."""
+    """Random-access data source for grain: item i is the batch of step start + i."""
 
     batches: Batches
     start: int

@@ -1,8 +1,9 @@
-"""Arrays that are made once and memory-mapped ever after.
+"""A cache of arrays that are created once and memory-mapped in later runs.
 
-An entry is a directory named by the hash of all that determines its contents. It is written
-elsewhere and renamed into place, so one that is there is whole, whoever was killed or wrote the same
-at the same time. `entry.json` records the size of every file: an entry that lost some is made anew.
+A cache entry is a directory named by the hash of everything that determines its contents. It is written to a
+temporary directory and renamed into place, so an existing entry is complete even if a process was killed while
+writing, or several processes wrote the same entry. `entry.json` records the size of every file, and an entry with
+missing or truncated files is rebuilt.
 """
 
 import contextlib
@@ -20,40 +21,42 @@ from ml_collections import ConfigDict
 
 from jaxpar.errors import UserError
 
-Facts = dict[str, Any]  # what JSON can hold
+Facts = dict[str, Any]  # values must be JSON-serializable
 
 _RECORD = "entry.json"
 
 
 class Entry(NamedTuple):
-    """A finished entry: where it lies, and the facts that its maker returned."""
+    """A finished entry: its directory, and the facts that the function that created it returned."""
 
     directory: Path
     facts: Facts
 
     def array(self, name: str) -> np.ndarray:
-        """The array of file `name`.npy, memory-mapped (an empty one cannot be mapped: read)."""
+        """Return the array in `name`.npy, memory-mapped unless the file is small (an empty array cannot be mapped)."""
         path = self.directory / f"{name}.npy"
         array = np.load(path, mmap_mode="r" if path.stat().st_size > 4096 else None)
         assert isinstance(array, np.ndarray)
-        return array.view(np.ndarray)  # np.memmap's own indexing is slow
+        return array.view(np.ndarray)  # indexing an np.memmap is slow
 
 
 def cache_dir(config: ConfigDict) -> Path:
-    """config.cache_dir; where that is empty $JAXPAR_CACHE; where there is none ~/.cache/jaxpar."""
+    """Return config.cache_dir, or $JAXPAR_CACHE if that is empty, or ~/.cache/jaxpar if neither is set."""
     return Path(config.cache_dir or os.environ.get("JAXPAR_CACHE") or "~/.cache/jaxpar").expanduser()
 
 
 def fingerprint(facts: Facts) -> str:
-    """A hash of facts: 40 hexadecimal digits."""
+    """Return the hash of facts as 40 hexadecimal digits."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:40]
 
 
 def entry(parent: Path, name: str, make: Callable[[Path], Facts], *, doing: str) -> Entry:
-    """The entry `name` under `parent`. Where there is no whole one, `make(directory)` writes its files
-    (into a temporary directory) and returns its facts; `doing` is printed.
+    """Return the entry `name` in directory `parent`, and create it if it is missing or damaged.
 
-    Raises UserError where `parent` cannot be written to.
+    To create it, print `doing` and call `make` with a temporary directory. `make` writes the files of the entry there
+    and returns the facts to record.
+
+    Raises UserError if `parent` is not writable.
     """
     path = parent / name
     facts = _whole(path)
@@ -67,11 +70,11 @@ def entry(parent: Path, name: str, make: Callable[[Path], Facts], *, doing: str)
         raise UserError(f"{parent}: {error}. Set config.cache_dir or JAXPAR_CACHE.") from None
     try:
         if path.exists():
-            print(f"{path} is damaged: making it anew.", flush=True)
-            with contextlib.suppress(FileNotFoundError):  # another process may have been quicker
+            print(f"Cache entry {path} is damaged; rebuilding it", flush=True)
+            with contextlib.suppress(FileNotFoundError):  # another process may have moved it already
                 path.replace(temporary / "damaged")
                 shutil.rmtree(temporary / "damaged")
-        print(f"{doing} (once: kept in {path})", flush=True)
+        print(f"{doing} (only once; cached in {path})", flush=True)
         facts = make(temporary)
         _finish(temporary, path, facts)
     except OSError as error:
@@ -82,7 +85,7 @@ def entry(parent: Path, name: str, make: Callable[[Path], Facts], *, doing: str)
 
 
 def _finish(temporary: Path, path: Path, facts: Facts) -> None:
-    """Record the sizes, flush to disk, rename. Another process may have been quicker: its entry is the same."""
+    """Record the file sizes, flush to disk and rename. If another process finished first, its identical entry stays."""
     files = sorted(file for file in temporary.iterdir() if file.is_file())
     record = {"sizes": {file.name: file.stat().st_size for file in files}, "facts": facts}
     (temporary / _RECORD).write_text(json.dumps(record))
@@ -97,7 +100,7 @@ def _finish(temporary: Path, path: Path, facts: Facts) -> None:
 
 
 def _whole(path: Path) -> Facts | None:
-    """The facts of the entry, or None where a file of it is missing or not of the recorded size."""
+    """Return the facts of the entry, or None if one of its files is missing or does not have the recorded size."""
     try:
         record = json.loads((path / _RECORD).read_text())
         sizes = {name: (path / name).stat().st_size for name in record["sizes"]}

@@ -1,4 +1,4 @@
-"""Checks the data keys of a config, and that the files are there, before anything is read."""
+"""Validates the data keys of a config and the existence of its files before any data is read."""
 
 from pathlib import Path
 
@@ -10,11 +10,12 @@ from jaxpar.errors import UserError, check_choice
 
 TABLES = tuple(name for name in rows.READERS if name != "text")
 SOURCES = ("wordnet", *rows.READERS, *images.IMAGE_READERS, "synthetic")
-LABEL_SOURCES = {Labels.TARGETS: (*TABLES, "synthetic"), Labels.TAGS: ("jsonl", "parquet", "synthetic")}  # others: all
+# Sources that provide each kind of label; every source provides the kinds that are not listed here.
+LABEL_SOURCES = {Labels.TARGETS: (*TABLES, "synthetic"), Labels.TAGS: ("jsonl", "parquet", "synthetic")}
 
 
 def check_data(config: ConfigDict, labels: Labels) -> None:
-    """Raise UserError for the first key that is wrong for a task of these labels."""
+    """Raise UserError for the first key that is invalid for a task with these labels."""
     check_choice("data.source", config.data.source, SOURCES)
     _check_labels(config, labels)
     if labels is Labels.TARGETS:
@@ -42,11 +43,12 @@ def _check_labels(config: ConfigDict, labels: Labels) -> None:
         what = source if is_image else f"{source} data for the model {config.model.name}"
         possible, needed = " or ".join(other.value for other in Labels if kind in other.inputs), labels.inputs
         raise UserError(
-            f"config.task is {labels.value!r}, which needs {' or '.join(needed)}; with {what} it must be {possible}."
+            f"config.task is {labels.value!r}, which needs {' or '.join(needed)}; with {what} it must be {possible}"
         )
     if source not in LABEL_SOURCES.get(labels, SOURCES):
         raise UserError(
-            f"config.data.source is {source!r}; for task {labels.value} it must be {', '.join(LABEL_SOURCES[labels])}."
+            f"config.data.source is {source!r}; for task {labels.value} it must be one of "
+            f"{', '.join(LABEL_SOURCES[labels])}"
         )
 
 
@@ -55,18 +57,19 @@ def _check_numbers(config: ConfigDict) -> None:
     least = {"num_threads": 0, "prefetch": 1, "synthetic_examples": 2}
     for key, bound in least.items():
         if data[key] < bound:
-            raise UserError(f"config.data.{key} is {data[key]}; it must be at least {bound}.")
+            raise UserError(f"config.data.{key} is {data[key]}; it must be at least {bound}")
 
 
 def _check_fractions(config: ConfigDict) -> None:
     data = config.data
     for key in ("validation_fraction", "test_fraction"):
         if not 0 <= data[key] < 1:
-            raise UserError(f"config.data.{key} is {data[key]}; it must be at least 0 and less than 1.")
+            raise UserError(f"config.data.{key} is {data[key]}; it must be at least 0 and less than 1")
     if data.validation_fraction + data.test_fraction >= 1:
         total = f"{data.validation_fraction} + {data.test_fraction}"
         raise UserError(
-            f"config.data.validation_fraction + test_fraction is {total}; it must be less than 1: training has the rest"
+            f"config.data.validation_fraction + test_fraction is {total}; it must be less than 1 (the remainder is the "
+            "training split)"
         )
 
 
@@ -76,20 +79,20 @@ def _check_files(config: ConfigDict) -> None:
         for key in ("train", "validation", "test"):
             if data[key]:
                 raise UserError(
-                    f"config.data.{key} is {data[key]!r}; it must be empty where config.data.source is {data.source!r}"
+                    f"config.data.{key} is {data[key]!r}; it must be empty when config.data.source is {data.source!r}"
                 )
         return
     if not data.train:
-        raise UserError(f"config.data.train is empty; it must be the path of data for source {data.source!r}")
+        raise UserError(f"config.data.train is empty; it must be a path when config.data.source is {data.source!r}")
     if data.source in images.IMAGE_READERS:
         if not Path(data.train).expanduser().is_dir():
             raise UserError(
-                f"config.data.train is {data.train!r}; it must be the directory with the files of {data.source}"
+                f"config.data.train is {data.train!r}; it must be the directory that contains the {data.source} files"
             )
         for key in ("validation", "test"):
             if data[key]:
                 raise UserError(
-                    f"config.data.{key} is {data[key]!r}; it must be empty: {data.source} comes with a test file"
+                    f"config.data.{key} is {data[key]!r}; it must be empty, because {data.source} has its own test file"
                 )
         return
     for key in ("train", "validation", "test"):
@@ -102,30 +105,32 @@ def _check_suffix(key: str, path: Path, source: str) -> None:
     kind = suffixes[-1].lower() if suffixes else ""
     if kind in TABLES and kind != source:
         raise UserError(
-            f"config.data.{key} is {str(path)!r}, a {kind} file by its name; it must be a {source} file, as "
-            "config.data.source says"
+            f"config.data.{key} is {str(path)!r}, which has the extension of a {kind} file; it must be a {source} "
+            f"file, because config.data.source is {source!r}"
         )
     if source == "parquet" and kind != "parquet":
-        raise UserError(f"config.data.{key} is {str(path)!r}; it must end in .parquet, as config.data.source says")
+        raise UserError(
+            f"config.data.{key} is {str(path)!r}; it must end in .parquet, because config.data.source is 'parquet'"
+        )
 
 
 def _check_text(config: ConfigDict, labels: Labels) -> None:
     data = config.data
     buckets = tuple(data.length_buckets)
     if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
-        raise UserError(f"config.data.length_buckets is {buckets}; it must be ascending lengths, at least one.")
+        raise UserError(f"config.data.length_buckets is {buckets}; it must be one or more lengths in ascending order")
     least = 1 if labels is Labels.NEXT else 8
     if data.max_length < least:
-        raise UserError(f"config.data.max_length is {data.max_length}; for {labels.value} it must be at least {least}.")
+        raise UserError(f"config.data.max_length is {data.max_length}; for {labels.value} it must be at least {least}")
     longest = config.model.max_length
     if longest is not None and data.max_length > longest:
         raise UserError(
-            f"config.data.max_length is {data.max_length}; it must be at most config.model.max_length, {longest}"
+            f"config.data.max_length is {data.max_length}; it must be at most config.model.max_length ({longest})"
         )
     if data.vocab_size < 32:
-        raise UserError(f"config.data.vocab_size is {data.vocab_size}; it must be at least 32.")
+        raise UserError(f"config.data.vocab_size is {data.vocab_size}; it must be at least 32")
     if labels is Labels.MASKED and not 0 < data.mask_fraction < 1:
-        raise UserError(f"config.data.mask_fraction is {data.mask_fraction}; it must be between 0 and 1.")
+        raise UserError(f"config.data.mask_fraction is {data.mask_fraction}; it must be between 0 and 1")
     _check_columns(config, labels)
     if config.data.source != "synthetic":
         text.named_tokenizer(config)
@@ -134,7 +139,7 @@ def _check_text(config: ConfigDict, labels: Labels) -> None:
 def _check_columns(config: ConfigDict, labels: Labels) -> None:
     columns = tuple(config.data.text_columns)
     if len(columns) not in (1, 2) or len(set(columns)) < len(columns) or not all(columns):
-        raise UserError(f"config.data.text_columns is {columns}; it must name one column, or two different ones.")
+        raise UserError(f"config.data.text_columns is {columns}; it must name one column or two different columns")
     if labels in (Labels.NEXT, Labels.TAGS) and len(columns) == 2:
         raise UserError(f"config.data.text_columns is {columns}; it must name one column for task {labels.value}")
     if len(columns) == 2 and config.data.source in ("wordnet", "text", "synthetic"):
@@ -144,15 +149,15 @@ def _check_columns(config: ConfigDict, labels: Labels) -> None:
     has_label = labels in (Labels.CLASSES, Labels.TAGS)
     if has_label and config.data.label_column in columns:
         raise UserError(
-            f"config.data.label_column is {config.data.label_column!r}; it must be none of text_columns, {columns}"
+            f"config.data.label_column is {config.data.label_column!r}; it must not be one of text_columns {columns}"
         )
     if has_label and not config.data.label_column:
-        raise UserError(f"config.data.label_column is empty; it must be the labels' column for task {labels.value}")
+        raise UserError(f"config.data.label_column is empty; it must name the label column for task {labels.value}")
 
 
 def _check_targets(config: ConfigDict) -> None:
     targets, columns = tuple(config.data.target_columns), tuple(config.data.text_columns)
     if not targets or len(set(targets)) < len(targets) or not all(targets):
-        raise UserError(f"config.data.target_columns is {targets}; it must name one column, or several different ones")
+        raise UserError(f"config.data.target_columns is {targets}; it must name one or more different columns")
     if set(targets) & set(columns):
-        raise UserError(f"config.data.target_columns is {targets}; it must name none of text_columns, {columns}")
+        raise UserError(f"config.data.target_columns is {targets}; it must not contain any of text_columns {columns}")

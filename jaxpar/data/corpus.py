@@ -1,4 +1,4 @@
-"""The rows of the user's files, and the split of each."""
+"""Reads the rows of the user's files and assigns each row to a split."""
 
 import hashlib
 import itertools
@@ -22,8 +22,9 @@ SplitRow = tuple[str, TextRow]
 class Corpus:
     """The rows of all splits.
 
-    A split without a file is taken from the training file: a table's rows by the hash of their text, so that no
-    text is in two splits; plain text by place, the test split last, the validation split before it.
+    A split without a file of its own is taken from the training file. Rows of a table are split by the hash of their
+    text, so that no text is in two splits. Plain text is split by position: the test split is the end of the text and
+    the validation split comes before it.
     """
 
     def __init__(self, config: ConfigDict, labels: Labels):
@@ -40,7 +41,7 @@ class Corpus:
         self._test = 0.0 if data.test else float(data.test_fraction)
 
     def facts(self) -> Facts:
-        """All that determines the rows, contents of files by their hash."""
+        """Return everything that determines the rows; file contents are represented by their hash."""
         digests = {name: files.digest_files(paths) for name, paths in self._files.items()}
         targets = {"targets": self._columns.targets} if self._columns.targets else {}
         return {
@@ -53,7 +54,7 @@ class Corpus:
         }
 
     def rows(self) -> Iterator[SplitRow]:
-        """(split, row) of every row. Raises UserError on a label that the training file lacks."""
+        """Yield (split, row) for every row. Raises UserError for a label that does not occur in the training file."""
         known: set[str] = set()
         for name, paths in self._files.items():
             rows = read_files(self._source, paths, self._columns)
@@ -64,47 +65,47 @@ class Corpus:
                 if name == "train":
                     known |= labels_of(row)
                 elif unseen := sorted(labels_of(row) - known):
-                    seen = f"is not among the {len(known)} of the training file.{nearest(unseen[0], known)}"
+                    seen = f"is not one of the {len(known)} labels in the training file.{nearest(unseen[0], known)}"
                     raise UserError(f"{row.place}: the label {unseen[0]!r} {seen}")
                 yield name if name != "train" else split_of(row.texts, self._validation, self._test), row
 
     def check_columns(self) -> None:
-        """Raise UserError where a table's first row is not as the config says, before all of it is read."""
+        """Raise UserError if the first row of a table does not match the config, before reading the rest."""
         if self._source != "text":
             for path in itertools.chain(*self._files.values()):
                 next(read_files(self._source, [path], self._columns))
 
     def training_texts(self) -> Iterator[str]:
-        """All texts of the training split."""
+        """Return an iterator over all texts of the training split."""
         return (text for split, row in self.rows() if split == "train" for text in row.texts)
 
     def check_sizes(self, examples: dict[str, int], unit: str) -> None:
-        """Raise UserError where a split that is asked for has no example."""
+        """Raise UserError if a split that the config requests has no examples."""
         for name, key in (("train", ""), ("validation", "validation_fraction"), ("test", "test_fraction")):
             wanted = name in self._files or {"validation": self._validation, "test": self._test}[name] > 0
             if wanted and not examples[name]:
                 there = ", ".join(f"{count} {split}" for split, count in examples.items())
                 if name in self._files:
-                    what = f"config.data.{name} is too short; it must make at least one of the {unit}"
+                    what = f"config.data.{name} is too short; it must yield one or more {unit}"
                 else:
-                    what = f"config.data.{key} is too small; it must be 0, or give the {name} split some {unit}"
-                raise UserError(f"{what}. There are {there}")
+                    what = f"config.data.{key} is too small; it must be 0, or leave {unit} for the {name} split"
+                raise UserError(f"{what}. Number of {unit}: {there}")
 
 
 def labels_of(row: TextRow) -> set[str]:
-    """Return the class of a row, or the types of its tags."""
+    """Return the class of a row, or the entity types of its tags, as a set."""
     return {tag[2:] for tag in row.tags if tag != "O"} if row.tags else {row.label}
 
 
 def split_of(texts: tuple[str, ...], validation: float, test: float) -> str:
-    """The split of a row, by the hash of its text alone."""
+    """Return the split of a row, which depends on the hash of its text alone."""
     digest = hashlib.sha256("\0".join(texts).encode()).digest()
     place = int.from_bytes(digest[:8], "big") / 2**64
     return "test" if place < test else "validation" if place < test + validation else "train"
 
 
 def split_by_place(rows: list[TextRow], validation: float, test: float) -> Iterator[SplitRow]:
-    """Documents, one after another, cut in three at the line ends that follow the fractions' places."""
+    """Concatenate the documents and cut them into three splits, at the first line ends after the given fractions."""
     total = sum(len(row.texts[0]) for row in rows)
     bounds = (round(total * (1 - validation - test)), round(total * (1 - test)), total)
     begin = 0

@@ -1,4 +1,4 @@
-"""Loads the data set that a config names."""
+"""Loads the data set of a config."""
 
 from pathlib import Path
 
@@ -11,12 +11,13 @@ from jaxpar.data.labels import Labels
 
 
 def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:
-    """The data set, with these labels.
+    """Load the data set with the given kind of labels.
 
-    Token arrays come from, or go to, the cache; a text's tokenizer is kept as workdir/tokenizer.json.
+    Token arrays are read from the cache, or created there. The tokenizer of a text data set is saved as
+    workdir/tokenizer.json.
 
-    Reads config.data, model.name, model.init_from, cache_dir and seed. Raises UserError for whatever
-    is wrong with the keys, the files or what is in them.
+    Reads config.data, model.name, model.init_from, cache_dir and seed. Raises UserError if a key, a file or the
+    contents of a file are invalid.
     """
     check_data(config, labels)
     if config.data.source == "synthetic":

@@ -1,10 +1,10 @@
-"""A data set as arrays: its splits, what a model depends on, and how shards of a batch are gathered.
+"""A data set as arrays: its splits, the facts that a model depends on, and how shards of a batch are gathered.
 
-Whatever is random (masking, augmentation) is drawn for the whole global batch and then cut to the shard
-asked for, so that any shard of a batch equals the same examples of the whole.
+Random numbers (for masking and augmentation) are drawn for the whole global batch and then cut to the requested
+shard, so that a shard equals the same examples of the global batch.
 
-Dims: N examples, M tokens, B examples of the global batch, R of its shard, T positions,
-K tokens of a block, H W C of an image, D features, V vocabulary.
+Dims: N examples of the split, M tokens, B examples of the global batch, R examples of a shard, T positions,
+K tokens of a block, H W C image height, width and channels, D features, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ class Split(Protocol):
 
     @property
     def lengths_N(self) -> np.ndarray | None:
-        """Tokens of each example; None where all are alike."""
+        """Number of tokens of each example, or None if all examples have the same size."""
 
     def __len__(self) -> int:
-        """N."""
+        """Number of examples, N."""
 
     def gather(self, examples_B: np.ndarray, shard: slice, random: np.random.Generator, *, training: bool) -> Arrays:
-        """A shard of the global batch of these examples: all keys of a batch but index (see jaxpar.data)."""
+        """Return a shard of the global batch of these examples: all keys except index (see jaxpar.data)."""
 
 
 class DataInfo(NamedTuple):
@@ -36,12 +36,12 @@ class DataInfo(NamedTuple):
 
     Attributes:
       kind: text, image or vector.
-      input_shape: of one example. text: (longest padded length,).
-      num_classes: 0 for language models.
-      class_names: in the order of their numbers.
-      vocab_size: 0 unless text.
-      pad_id: the token at padding.
-      targets: names of the numbers of an example, where these are its labels.
+      input_shape: shape of one example; for text, (longest padded length,).
+      num_classes: number of classes; 0 for language models and regression.
+      class_names: names of the classes, by class index.
+      vocab_size: number of tokens; 0 unless kind is text.
+      pad_id: token id of padding.
+      targets: names of the regression targets; empty for other labels.
     """
 
     kind: str
@@ -54,12 +54,16 @@ class DataInfo(NamedTuple):
 
     @property
     def num_outputs(self) -> int:
-        """Numbers that a model returns for each example, or word, unless they are logits of tokens."""
+        """Number of model outputs for each example or word, unless the outputs are logits over the vocabulary."""
         return len(self.targets) or self.num_classes
 
 
 class Dataset(NamedTuple):
-    """The splits of a data set. fingerprint: hash of all that determines their batches, apart from seed and size."""
+    """The splits of a data set.
+
+    Attributes:
+      fingerprint: hash of everything that determines the batches except the seed and the batch size.
+    """
 
     info: DataInfo
     train: Split
@@ -70,22 +74,26 @@ class Dataset(NamedTuple):
 
 @dataclass(frozen=True)
 class Masking:
-    """BERT's masking (Devlin et al. 2019, 3.1): of the positions to predict 80% read `mask_id`, 10% a random
-    regular token, 10% the token itself.
+    """BERT masking (Devlin et al. 2019, section 3.1).
+
+    Of the positions to predict, 80% are replaced by `mask_id`, 10% by a random regular token, and 10% are unchanged.
     """
 
-    fraction: float  # of the regular tokens of a text; at least one is masked
+    fraction: float  # fraction of the regular tokens of a text to predict; at least one token
     mask_id: int
-    is_special_V: np.ndarray  # bool: never masked, never drawn
+    is_special_V: np.ndarray  # bool; special tokens are never masked and never drawn as replacements
 
     def __call__(
         self, tokens_RT: np.ndarray, real_RT: np.ndarray, draws_3RT: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The masked tokens, and which positions are to predict. draws_3RT: uniform in [0, 1)."""
+        """Return the masked tokens, and a bool array that is True at the positions to predict.
+
+        draws_3RT: random numbers, uniform in [0, 1).
+        """
         maskable_RT = real_RT & ~self.is_special_V[tokens_RT]
         count_R = maskable_RT.sum(1)
         wanted_R = np.minimum(np.maximum(np.rint(self.fraction * count_R), 1), count_R).astype(np.int64)
-        # The wanted_R least draws among the maskable ones: exactly that many, each choice as likely.
+        # Choose the maskable positions with the wanted_R smallest draws: an exact count, uniform over all choices.
         score_RT = np.where(maskable_RT, draws_3RT[0], 2.0)
         order_RT = score_RT.argsort(1, kind="stable").argsort(1, kind="stable")
         chosen_RT = order_RT < wanted_R[:, None]
@@ -97,20 +105,20 @@ class Masking:
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts of unequal length, one an example, padded to the least bucket that holds the batch's longest."""
+    """Texts of different lengths, one per example, padded to the smallest bucket that fits the longest of the batch."""
 
     tokens_M: np.ndarray
     offsets_N1: np.ndarray  # [N + 1]
-    labels_N: np.ndarray | None  # classes, or targets [N, K]; None: masked language modelling, tags
+    labels_N: np.ndarray | None  # classes [N] or targets [N, K]; None for masked language modelling and tags
     segments_M: np.ndarray | None
     buckets: tuple[int, ...]
     pad_id: int
     masking: Masking | None
-    tags_M: np.ndarray | None = None  # classes of words at their first tokens, -1 elsewhere
+    tags_M: np.ndarray | None = None  # class of each word at its first token, -1 elsewhere
 
     @property
     def lengths_N(self) -> np.ndarray:
-        """Tokens of each text."""
+        """Number of tokens of each text."""
         return np.diff(self.offsets_N1)
 
     def __len__(self) -> int:
@@ -140,13 +148,13 @@ class Texts:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of a token stream: all but the last token are the inputs, all but the first the labels."""
+    """Blocks of a token stream. Inputs are all tokens but the last of a block, labels all tokens but the first."""
 
     blocks_NK: np.ndarray
 
     @property
     def lengths_N(self) -> None:
-        """All are full."""
+        """None: all blocks are full."""
         return None
 
     def __len__(self) -> int:
@@ -166,8 +174,10 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Images:
-    """Images of one size, uint8. In training, where asked for: shifted by up to 4 pixels (black comes in) and
-    flipped left to right (He et al. 2016, 4.2).
+    """Images of one size, uint8.
+
+    In training, images are optionally shifted by up to 4 pixels, with black at the border, and flipped left to right
+    (He et al. 2016, section 4.2).
     """
 
     images_NHWC: np.ndarray
@@ -177,7 +187,7 @@ class Images:
 
     @property
     def lengths_N(self) -> None:
-        """All are of one size."""
+        """None: all images have the same size."""
         return None
 
     def __len__(self) -> int:
@@ -197,14 +207,14 @@ class Images:
 
 @dataclass(frozen=True)
 class Vectors:
-    """Vectors of one length."""
+    """Feature vectors of one length."""
 
     vectors_ND: np.ndarray
     labels_N: np.ndarray
 
     @property
     def lengths_N(self) -> None:
-        """All are of one length."""
+        """None: all vectors have the same length."""
         return None
 
     def __len__(self) -> int:
@@ -216,13 +226,16 @@ class Vectors:
 
 
 def _labels(labels_N: np.ndarray, examples_R: np.ndarray) -> Arrays:
-    """Classes, int32, or targets, float32, with their weights."""
+    """Return the labels of the examples, int32 classes or float32 targets, and their weights."""
     dtype = np.float32 if labels_N.dtype.kind == "f" else np.int32
     return {"labels": labels_N[examples_R].astype(dtype), "weights": np.ones(len(examples_R), np.float32)}
 
 
 def _shifted(images_RHWC: np.ndarray, down_R: np.ndarray, right_R: np.ndarray) -> np.ndarray:
-    """Each image cut from itself with 4 black pixels around, at (down, right) of 0..8; 4 is where it was."""
+    """Pad each image with 4 black pixels on every side and crop it to its size at offset (down, right).
+
+    Offsets are 0 to 8; at (4, 4) the image is unchanged.
+    """
     num_images, height, width = images_RHWC.shape[:3]
     padded = np.pad(images_RHWC, ((0, 0), (4, 4), (4, 4), (0, 0)))
     y_RH11 = (down_R[:, None] + np.arange(height))[:, :, None]

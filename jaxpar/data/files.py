@@ -1,4 +1,4 @@
-"""Finding, opening and fingerprinting the user's files, with every failure reported in one line."""
+"""Finds, opens and hashes the user's files, and reports every failure in one line."""
 
 import difflib
 import glob
@@ -13,41 +13,41 @@ from typing import BinaryIO, cast
 
 from jaxpar.errors import UserError
 
-DAMAGED = (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile)  # what reading a damaged .gz or .xz raises
+DAMAGED = (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile)  # raised on reading a damaged .gz or .xz file
 
 
 def find_files(key: str, pattern: str) -> list[Path]:
-    """The files that config key `key` names: one path, or a glob (sorted by name).
+    """Return the files that match `pattern`, the value of config key `key`: a path or a glob. Sorted by name.
 
-    Raises UserError where there is none, or one is not a readable file.
+    Raises UserError if no file matches, or if a match is not a readable, non-empty file.
     """
     pattern = str(Path(pattern).expanduser())
-    matches = [pattern] if os.path.lexists(pattern) else glob.glob(pattern, recursive=True)  # noqa: PTH207 - also absolute
+    matches = [pattern] if os.path.lexists(pattern) else glob.glob(pattern, recursive=True)  # noqa: PTH207 - may be absolute
     paths = sorted(map(Path, matches))
     if not paths:
         where = _nearest_file(Path(pattern))
-        raise UserError(f"config.{key} is {pattern!r}, which does not exist; it must be a file, or a glob.{where}")
+        raise UserError(f"config.{key} is {pattern!r}, which does not exist; it must be a file or a glob{where}")
     for path in paths:
         if path.is_dir():
             raise UserError(
-                f"config.{key} is {str(path)!r}, a directory; it must be a file, or a glob such as {path}/*"
+                f"config.{key} is {str(path)!r}, which is a directory; it must be a file or a glob such as {path}/*"
             )
         if not os.access(path, os.R_OK):
-            raise UserError(f"config.{key} is {str(path)!r}, which cannot be read; it must be a file that you may read")
+            raise UserError(f"config.{key} is {str(path)!r}, which is not readable; it must be a readable file")
         if path.stat().st_size == 0:
-            raise UserError(f"config.{key} is {str(path)!r}, which is empty; it must be a file of examples")
+            raise UserError(f"config.{key} is {str(path)!r}, which is empty; it must be a non-empty file")
     return paths
 
 
 def _nearest_file(path: Path) -> str:
     if not path.parent.is_dir():
-        return f" There is no directory {path.parent} either."
+        return f". The directory {path.parent} does not exist either"
     names = difflib.get_close_matches(path.name, [file.name for file in path.parent.iterdir()], n=1, cutoff=0.5)
-    return f" Did you mean {path.parent / names[0]}?" if names else ""
+    return f". Did you mean {path.parent / names[0]}?" if names else ""
 
 
 def open_bytes(path: Path) -> BinaryIO:
-    """The file, decompressed where its name ends in .gz or .xz."""
+    """Open the file for reading in binary mode, and decompress it if its name ends in .gz or .xz."""
     if path.suffix == ".gz":
         return cast(BinaryIO, gzip.open(path, "rb"))
     if path.suffix == ".xz":
@@ -56,7 +56,7 @@ def open_bytes(path: Path) -> BinaryIO:
 
 
 def digest_files(paths: Iterable[Path]) -> str:
-    """SHA-256 over the contents of the files, in order."""
+    """Return the SHA-256 hash of the contents of the files, in order."""
     total = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
@@ -65,12 +65,12 @@ def digest_files(paths: Iterable[Path]) -> str:
 
 
 def invalid_utf8(path: Path) -> UserError:
-    """The error for a file that is not UTF-8: the line and the byte."""
+    """Return the error for a file that is not UTF-8, with the line and the byte."""
     with open_bytes(path) as file:
         for number, line in enumerate(file, start=1):
             try:
                 line.decode("utf-8")
             except UnicodeDecodeError as error:
                 place = f"{path}:{number}: byte {error.start + 1} of the line (0x{line[error.start]:02x})"
-                return UserError(f"{place} is not UTF-8. Convert the file: iconv -f latin1 -t utf-8.")
+                return UserError(f"{place} is not UTF-8. Convert the file, for example with iconv -f latin1 -t utf-8")
     raise AssertionError(f"{path} is UTF-8")

@@ -1,4 +1,4 @@
-"""MNIST and CIFAR-10 from their standard files, as published (plain or, MNIST's, with .gz)."""
+"""Reads MNIST and CIFAR-10 from the files as published (MNIST files plain or with .gz)."""
 
 import hashlib
 import pickle
@@ -24,18 +24,18 @@ class Labelled(NamedTuple):
 
 
 def load(config: ConfigDict) -> Dataset:
-    """The data set in the directory config.data.train. The validation split is chosen by the hash of the image."""
+    """Load the data set in the directory config.data.train. The validation split is chosen by the hash of the image."""
     data = config.data
     directory = Path(data.train).expanduser()
     train, test, class_names = IMAGE_READERS[data.source](directory)
     if train.images_NHWC.shape[1:] != test.images_NHWC.shape[1:]:
-        raise UserError(f"{directory}: training and test images differ in size.")
+        raise UserError(f"{directory}: training and test images have different sizes")
     place_N = np.array([_place(image) for image in train.images_NHWC])
     is_validation_N = place_N < data.validation_fraction
     if data.validation_fraction > 0 and not 0 < is_validation_N.sum() < len(place_N):
         raise UserError(
-            f"config.data.validation_fraction is {data.validation_fraction}, which takes {is_validation_N.sum()} of "
-            f"{len(place_N)} images; it must be 0, or leave some in both splits"
+            f"config.data.validation_fraction is {data.validation_fraction}, which selects {is_validation_N.sum()} of "
+            f"{len(place_N)} images; it must be 0, or leave images in both splits"
         )
 
     def split(images: Labelled, chosen_N: np.ndarray, augment: bool) -> Images:
@@ -64,7 +64,7 @@ def _place(image_HWC: np.ndarray) -> float:
 
 
 def _read_mnist(directory: Path) -> tuple[Labelled, Labelled, tuple[str, ...]]:
-    """Yann LeCun's idx files: train-images-idx3-ubyte and so on; also as train-images.idx3-ubyte."""
+    """Read Yann LeCun's idx files, named like train-images-idx3-ubyte or train-images.idx3-ubyte."""
 
     def read(name: str) -> Labelled:
         images_path = _one_of(directory, _idx_names(f"{name}-images", 3))
@@ -81,20 +81,22 @@ def _idx_names(stem: str, ndim: int) -> list[str]:
 
 
 def _read_idx(path: Path, ndim: int) -> np.ndarray:
-    """An idx file of uint8: 0, 0, 8 (uint8), ndim, then the sizes as big-endian int32, then the data."""
+    """Read an idx file of uint8: bytes 0, 0, 8 (the code of uint8) and ndim, big-endian int32 sizes, then the data."""
     content = _content(path)
     if content[:4] != bytes((0, 0, 8, ndim)):
-        raise UserError(f"{path}: wrong magic number {content[:4].hex()}; an idx file of bytes starts 0000080{ndim}.")
+        raise UserError(
+            f"{path} starts with the magic number {content[:4].hex()}; an idx file of bytes starts with 0000080{ndim}"
+        )
     start = 4 + 4 * ndim
     shape = np.frombuffer(content[4:start].ljust(4 * ndim, b"\0"), ">i4")
     expected = start + int(np.prod(shape, dtype=np.int64))
     if len(content) != expected:
-        raise UserError(f"{path}: {len(content)} bytes, where its header says {expected}: truncated or damaged.")
+        raise UserError(f"{path} has {len(content)} bytes, but {expected} by its header; it is truncated or damaged")
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
 def _read_cifar10(directory: Path) -> tuple[Labelled, Labelled, tuple[str, ...]]:
-    """The python version (data_batch_1 ...) or the binary version (data_batch_1.bin ...)."""
+    """Read the python version (data_batch_1 ...) or the binary version (data_batch_1.bin ...)."""
     for inner, suffix, read in (
         ("cifar-10-batches-py", "", _read_pickled),
         ("cifar-10-batches-bin", ".bin", _read_records),
@@ -105,22 +107,24 @@ def _read_cifar10(directory: Path) -> tuple[Labelled, Labelled, tuple[str, ...]]
                 train = Labelled(*map(np.concatenate, zip(*batches, strict=True)))
                 return train, read(_one_of(place, [f"test_batch{suffix}"])), CIFAR10_CLASSES
     raise UserError(
-        f"config.data.train is {str(directory)!r}; it must have data_batch_1 (python version) or data_batch_1.bin "
-        "(binary)"
+        f"config.data.train is {str(directory)!r}; it must be a directory that contains data_batch_1 (python version) "
+        "or data_batch_1.bin (binary version)"
     )
 
 
 def _read_records(path: Path) -> Labelled:
-    """Records of 1 + 3072 bytes: the label, then 32x32 red, green, blue."""
+    """Read records of 1 + 3072 bytes: the label, then the 32x32 red, green and blue planes."""
     content = _content(path)
     if not content or len(content) % 3073:
-        raise UserError(f"{path}: {len(content)} bytes; a CIFAR-10 file has 3073 an image: truncated or damaged.")
+        raise UserError(
+            f"{path} has {len(content)} bytes, but a CIFAR-10 file has 3073 bytes per image; it is truncated or damaged"
+        )
     records = np.frombuffer(content, np.uint8).reshape(-1, 3073)
     return _labelled(path, _planes(records[:, 1:]), records[:, 0])
 
 
 def _read_pickled(path: Path) -> Labelled:
-    """A pickled dict: b'data' uint8 [N,3072], b'labels' list. Nothing but arrays is unpickled."""
+    """Read a pickled dict with b'data' (uint8 [N,3072]) and b'labels' (a list). Only arrays are unpickled."""
     try:
         with path.open("rb") as file:
             content: Any = _ArraysOnly(file, encoding="bytes").load()
@@ -128,12 +132,15 @@ def _read_pickled(path: Path) -> Labelled:
         planes = _planes(data)
     except Exception as error:  # a damaged pickle raises anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{path} is not a CIFAR-10 batch of the python version, or truncated: {reason}") from None
+        raise UserError(f"{path} is truncated or not a CIFAR-10 batch of the python version: {reason}") from None
     return _labelled(path, planes, labels)
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Unpickler of what NumPy arrays are made of: a pickle may name any function, and these files are downloads."""
+    """Unpickler that accepts only NumPy arrays.
+
+    A pickle can call any function, and these files are downloaded from the internet.
+    """
 
     def __init__(self, file: BinaryIO, *, encoding: str):
         super().__init__(file, encoding=encoding)
@@ -148,19 +155,19 @@ class _ArraysOnly(pickle.Unpickler):
             return super().find_class(module.replace("numpy.core", "numpy._core"), name)
         if (module, name) == ("_codecs", "encode"):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in it")
 
 
 def _planes(data_ND: np.ndarray) -> np.ndarray:
-    """[N, 3072], colour planes one after another -> [N,32,32,3]."""
+    """Convert colour planes [N,3072] to images [N,32,32,3]."""
     return np.ascontiguousarray(data_ND.astype(np.uint8, copy=False).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
 
 
 def _labelled(path: Path, images_NHWC: np.ndarray, labels_N: np.ndarray) -> Labelled:
     if len(images_NHWC) != len(labels_N) or not len(labels_N):
-        raise UserError(f"{path}: {len(labels_N)} labels for {len(images_NHWC)} images.")
+        raise UserError(f"{path} has {len(labels_N)} labels for {len(images_NHWC)} images")
     if labels_N.min() < 0 or labels_N.max() > 9:
-        raise UserError(f"{path}: labels must be 0 to 9; there is {labels_N.max()}.")
+        raise UserError(f"{path} has labels from {labels_N.min()} to {labels_N.max()}; they must be 0 to 9")
     return Labelled(images_NHWC, labels_N.astype(np.int32))
 
 
@@ -168,7 +175,7 @@ def _one_of(directory: Path, names: list[str]) -> Path:
     for name in names:
         if (directory / name).is_file():
             return directory / name
-    raise UserError(f"config.data.train is {str(directory)!r}, which has no file {' or '.join(names)}")
+    raise UserError(f"config.data.train is {str(directory)!r}; it must contain the file {' or '.join(names)}")
 
 
 def _content(path: Path) -> bytes:
@@ -176,7 +183,7 @@ def _content(path: Path) -> bytes:
         with files.open_bytes(path) as file:
             return file.read()
     except files.DAMAGED as error:
-        raise UserError(f"{path}: the compressed file is damaged ({error}).") from None
+        raise UserError(f"{path}: the compressed file is damaged ({error})") from None
 
 
 IMAGE_READERS: dict[str, Callable[[Path], tuple[Labelled, Labelled, tuple[str, ...]]]] = {

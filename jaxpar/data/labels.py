@@ -1,4 +1,4 @@
-"""The kinds of labels that a data set can be asked for: where they come from, and their dtype and shape.
+"""The kinds of labels that a data set can provide: where they come from, and their dtype and shape.
 
 Dims: B examples, T positions, K targets.
 """
@@ -7,20 +7,20 @@ from enum import Enum
 
 
 class Labels(Enum):
-    """A kind of labels. Its value is the config.task that asks for it: part of messages and of fingerprints."""
+    """A kind of labels. The value is the config.task that uses it, which also appears in messages and fingerprints."""
 
-    CLASSES = "classification"  # int32 [B]: a class an example, of the label column
-    MASKED = "masked_lm"  # int32 [B, T]: the tokens themselves, some of which are hidden
-    TARGETS = "regression"  # float32 [B, K]: numbers of an example, of the target columns
-    TAGS = "token_classification"  # int32 [B, T]: a tag at the first token of each word, of the label column
-    NEXT = "causal_lm"  # int32 [B, T]: the tokens that follow
+    CLASSES = "classification"  # int32 [B]: the class of each example, from the label column
+    MASKED = "masked_lm"  # int32 [B, T]: the input tokens before masking
+    TARGETS = "regression"  # float32 [B, K]: the numbers of each example, from the target columns
+    TAGS = "token_classification"  # int32 [B, T]: the tag of each word at its first token, from the label column
+    NEXT = "causal_lm"  # int32 [B, T]: the next token at each position
 
     @property
     def in_columns(self) -> bool:
-        """Whether they are in columns of a table; else they are made of the text."""
+        """Whether the labels are columns of a table; otherwise they are derived from the text."""
         return self not in (Labels.MASKED, Labels.NEXT)
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Kinds of data that can have them, as in `DataInfo.kind`."""
+        """The kinds of data (see `DataInfo.kind`) that can have these labels."""
         return {Labels.CLASSES: ("text", "image", "vector"), Labels.TARGETS: ("text", "vector")}.get(self, ("text",))

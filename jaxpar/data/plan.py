@@ -1,22 +1,22 @@
-"""The plan of an epoch: which examples its batches hold, a table made ahead in plain NumPy.
+"""The plan of an epoch: a NumPy table of the examples in each of its batches.
 
-A plan is int64 [S,B]: example b of batch s of the epoch, -1 at fillers. Every example
-is in it exactly once and S = ceil(examples / B). Examples of like length share a batch, so that
-short ones are not padded to the length of long ones:
+A plan is int64 [S,B]: the index of example b of batch s of the epoch, or -1 for a filler. Every example occurs exactly
+once, and S = ceil(examples / B). Examples of similar length share a batch, so that short examples are not padded to the
+length of long ones:
 
     shuffle all  ->  windows of 64 batches  ->  sort each by length  ->  cut into batches  ->  shuffle the batches
 
-The shuffles draw from (seed, epoch) alone, raw bits of Philox, which NumPy keeps stable.
+The shuffles depend on (seed, epoch) alone. They use the raw bits of Philox, which stay the same across NumPy versions.
 Dims: N examples, S batches of an epoch, B examples of a batch.
 """
 
 import numpy as np
 
-WINDOW = 64  # batches: enough that a batch's lengths are nearly equal, few enough that batches stay random
+WINDOW = 64  # in batches: large enough for nearly equal lengths in a batch, small enough for random batches
 
 
 def shuffled(lengths_N: np.ndarray | None, num_examples: int, batch_size: int, seed: int, epoch: int) -> np.ndarray:
-    """The plan of one epoch of training. lengths_N None: all are of one length."""
+    """Return the plan of one training epoch. If lengths_N is None, all examples have the same length."""
     bits = np.random.Philox(np.random.SeedSequence((seed, epoch, 0)))
     order_N = _permutation(bits, num_examples)
     if lengths_N is not None:
@@ -27,13 +27,13 @@ def shuffled(lengths_N: np.ndarray | None, num_examples: int, batch_size: int, s
 
 
 def in_order(lengths_N: np.ndarray | None, num_examples: int, batch_size: int) -> np.ndarray:
-    """The plan of an evaluation: all examples by length (equal ones as they stand)."""
+    """Return the plan of an evaluation: all examples, stably sorted by length."""
     order_N = np.arange(num_examples) if lengths_N is None else np.argsort(lengths_N, kind="stable")
     return _cut(order_N, batch_size)
 
 
 def bucket(length: int, buckets: tuple[int, ...]) -> int:
-    """The least of the ascending `buckets` that holds `length`."""
+    """Return the smallest of the ascending `buckets` that is at least `length`."""
     return next(size for size in buckets if size >= length)
 
 

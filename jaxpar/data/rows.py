@@ -1,7 +1,7 @@
 """Reads text examples from tables (csv, tsv, jsonl, parquet) and from plain text, one row at a time.
 
-Every reader is a generator of `TextRow`, so that a file need not fit in memory, and names the file
-and line of whatever is wrong in it.
+Every reader is a generator of `TextRow`, so that a table does not have to fit in memory. Error messages contain the
+file and the line.
 """
 
 import csv
@@ -22,13 +22,13 @@ LARGEST_TARGET = float(np.finfo(np.float32).max)  # targets are trained in float
 
 
 class Columns(NamedTuple):
-    """The columns to read.
+    """The names of the columns to read.
 
     Attributes:
-      texts: one or two of text.
-      label: of the class, or of the tags; None: there is none.
-      targets: of numbers.
-      has_tags: the text is a list of words, the label a list of as many tags.
+      texts: one or two text columns.
+      label: the column of the class or of the tags, or None if there is no label.
+      targets: the columns of the regression targets.
+      has_tags: whether the text is a list of words and the label a list of tags, one per word.
     """
 
     texts: tuple[str, ...]
@@ -38,20 +38,20 @@ class Columns(NamedTuple):
 
     @property
     def all(self) -> tuple[str, ...]:
-        """The texts' columns, then the label's, then the targets'."""
+        """The text columns, then the label column, then the target columns."""
         return (*self.texts, *([] if self.label is None else [self.label]), *self.targets)
 
 
 class TextRow(NamedTuple):
-    """One example.
+    """One text example.
 
     Attributes:
-      texts: one or two; of tagged words, each of them.
-      label: the class, or ''.
-      file: that it is in.
-      line: from 1 (parquet: the row).
-      targets: numbers.
-      tags: of the words, in IOB2.
+      texts: one or two texts; with tags, the words.
+      label: the class, or '' if there is none.
+      file: the file that contains the example.
+      line: the line in the file, from 1 (for parquet, the row).
+      targets: the regression targets.
+      tags: the tags of the words, in IOB2 format.
     """
 
     texts: tuple[str, ...]
@@ -63,12 +63,15 @@ class TextRow(NamedTuple):
 
     @property
     def place(self) -> str:
-        """file:line, for messages."""
+        """The location as file:line, for error messages."""
         return f"{self.file}:{self.line}"
 
 
 def read_files(source: str, files: Sequence[Path], columns: Columns) -> Iterator[TextRow]:
-    """The rows of all files. `source`: a key of READERS. Raises UserError naming file and line."""
+    """Yield the rows of all files. `source` is a key of READERS.
+
+    Raises UserError with the file and line if a row is invalid.
+    """
     for path in files:
         row = None
         try:
@@ -77,24 +80,27 @@ def read_files(source: str, files: Sequence[Path], columns: Columns) -> Iterator
         except UnicodeDecodeError:
             raise invalid_utf8(path) from None
         except DAMAGED as error:
-            raise UserError(f"{path}: the compressed file is damaged ({error}).") from None
+            raise UserError(f"{path}: the compressed file is damaged ({error})") from None
         if row is None:
-            raise UserError(f"{path} has no examples.")
+            raise UserError(f"{path} contains no examples")
 
 
 def _valid(row: TextRow, columns: Columns) -> TextRow:
     if columns.label is not None and not columns.has_tags and not row.label.strip():
-        raise UserError(f"{row.place}: the label (column {columns.label!r}) is empty.")
+        raise UserError(f"{row.place}: the label (column {columns.label!r}) is empty")
     for text in row.texts:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise UserError(f"{row.place}: the text holds half a character ({error.reason}).") from None
+            raise UserError(f"{row.place}: the text contains an unpaired surrogate ({error.reason})") from None
     return row
 
 
 def _read_csv(path: Path, columns: Columns) -> Iterator[TextRow]:
-    """RFC 4180: fields with commas, quotes or line ends are quoted, a quote is doubled. Blank lines are skipped."""
+    """Read CSV as in RFC 4180: fields with commas, quotes or line ends are quoted, and quotes inside are doubled.
+
+    Blank lines are skipped.
+    """
     csv.field_size_limit(sys.maxsize)
     with _open_text(path) as file:
         reader = csv.reader(file, strict=True)
@@ -105,7 +111,7 @@ def _read_csv(path: Path, columns: Columns) -> Iterator[TextRow]:
             except StopIteration:
                 return
             except csv.Error as error:
-                raise UserError(f"{path}:{line}: {error}: a quote opens here and does not close properly.") from None
+                raise UserError(f"{path}:{line}: a quote opens here and is not closed properly ({error})") from None
             if fields and places is None:
                 places, width = _places(path, fields, columns), len(fields)
             elif fields and places is not None:
@@ -114,7 +120,7 @@ def _read_csv(path: Path, columns: Columns) -> Iterator[TextRow]:
 
 
 def _read_tsv(path: Path, columns: Columns) -> Iterator[TextRow]:
-    """IANA text/tab-separated-values: a field holds no tab and no line end; a quote is a quote."""
+    """Read TSV as in IANA text/tab-separated-values: fields contain no tabs or line ends, and quotes are literal."""
     with _open_text(path) as file:
         header = next(file, "").rstrip("\r\n").split("\t")
         places = _places(path, header, columns)
@@ -124,7 +130,7 @@ def _read_tsv(path: Path, columns: Columns) -> Iterator[TextRow]:
 
 
 def _read_jsonl(path: Path, columns: Columns) -> Iterator[TextRow]:
-    """One JSON object a line; keys that are not asked for are ignored; blank lines are skipped."""
+    """Read one JSON object per line. Other keys and blank lines are ignored."""
     with _open_text(path) as file:
         for number, text in enumerate(file, start=1):
             if not text.strip():
@@ -132,18 +138,18 @@ def _read_jsonl(path: Path, columns: Columns) -> Iterator[TextRow]:
             try:
                 record = json.loads(text)
             except json.JSONDecodeError as error:
-                raise UserError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}.") from None
-            except ValueError:  # Python reads no longer ones, for the time that they take
+                raise UserError(f"{path}:{number}: invalid JSON: {error.msg} at column {error.colno}") from None
+            except ValueError:  # Python limits the digits of an integer, because parsing takes quadratic time
                 digits = sys.get_int_max_str_digits()
-                raise UserError(f"{path}:{number}: a number must have at most {digits} digits.") from None
+                raise UserError(f"{path}:{number}: a number must have at most {digits} digits") from None
             if not isinstance(record, dict):
-                raise UserError(f"{path}:{number}: a line must be a JSON object, not {type(record).__name__}.")
+                raise UserError(f"{path}:{number}: a line must be a JSON object, not {type(record).__name__}")
             places = _places(path, list(record), columns, number)
             yield _typed_row(path, number, [list(record.values())[place] for place in places], columns)
 
 
 def _read_parquet(path: Path, columns: Columns) -> Iterator[TextRow]:
-    import pyarrow as pa  # here: it takes a third of a second to import
+    import pyarrow as pa  # imported lazily: it takes a third of a second
     import pyarrow.parquet as pq
 
     try:
@@ -159,7 +165,7 @@ def _read_parquet(path: Path, columns: Columns) -> Iterator[TextRow]:
 
 
 def _read_text(path: Path, _columns: Columns) -> Iterator[TextRow]:
-    """The whole file is one document."""
+    """Read the whole file as one document."""
     with _open_text(path) as file:
         text = file.read()
     if text.strip():
@@ -180,22 +186,22 @@ def _open_text(path: Path) -> io.TextIOWrapper:
 
 
 def _places(path: Path, names: Sequence[str], columns: Columns, line: int = 1) -> list[int]:
-    """Return the places of the columns among `names`."""
+    """Return the indices of the columns in `names`."""
     for name in columns.all:
         if name not in names:
             key = "label_column" if name == columns.label else "text_columns"
             key = "target_columns" if name in columns.targets else key
             there = ", ".join(map(repr, names))
-            missing = f"{path}:{line} has no column {name!r}; it has {there}.{nearest(name, names)}"
-            raise UserError(f"{missing} Set config.data.{key}.")
+            missing = f"{path}:{line} has no column {name!r}; its columns are {there}.{nearest(name, names)}"
+            raise UserError(f"{missing} Set config.data.{key}")
         if list(names).count(name) > 1:
-            raise UserError(f"{path}:{line} has more than one column {name!r}.")
+            raise UserError(f"{path}:{line} has more than one column {name!r}")
     return [list(names).index(name) for name in columns.all]
 
 
 def _row(path: Path, line: int, fields: Sequence[str], places: Iterable[int], width: int, columns: Columns) -> TextRow:
     if len(fields) != width:
-        raise UserError(f"{path}:{line}: {len(fields)} columns, where the header has {width}.")
+        raise UserError(f"{path}:{line} has {len(fields)} columns, but the header has {width}")
     values = [fields[place] for place in places]
     texts = tuple(values[: len(columns.texts)])
     if columns.targets:
@@ -204,22 +210,22 @@ def _row(path: Path, line: int, fields: Sequence[str], places: Iterable[int], wi
 
 
 def _targets(path: Path, line: int, values: Sequence[Any], columns: Columns) -> tuple[float, ...]:
-    """The last values of a row, as numbers."""
+    """Return the last values of a row, the targets, as numbers."""
     numbers = []
     for name, value in zip(columns.targets, values[-len(columns.targets) :], strict=True):
         number = _target(value)
         if not math.isfinite(number):
-            raise UserError(f"{path}:{line}: column {name!r} must be a finite number, not {value!r:.40}.")
+            raise UserError(f"{path}:{line}: column {name!r} must be a finite number, not {value!r:.40}")
         if abs(number) > LARGEST_TARGET:
-            limits = f"a number from -{LARGEST_TARGET:.7g} to {LARGEST_TARGET:.7g}, as float32 is"
-            raise UserError(f"{path}:{line}: column {name!r} must be {limits}, not {value!r:.40}.")
+            limits = f"in the range of float32, from -{LARGEST_TARGET:.7g} to {LARGEST_TARGET:.7g}"
+            raise UserError(f"{path}:{line}: column {name!r} must be {limits}, not {value!r:.40}")
         numbers.append(number)
     return tuple(numbers)
 
 
 def _target(value: Any) -> float:
-    """Return the value as a number; NaN where it is none, or a whole number beyond float64."""
-    if isinstance(value, bool) or (isinstance(value, str) and "_" in value):  # 1_000 is a number in Python alone
+    """Return the value as a float; NaN if it is not a number, or an integer too large for float64."""
+    if isinstance(value, bool) or (isinstance(value, str) and "_" in value):  # float() would accept "1_000"
         return math.nan
     try:
         return float(value)
@@ -228,7 +234,7 @@ def _target(value: Any) -> float:
 
 
 def _typed_row(path: Path, line: int, values: Sequence[Any], columns: Columns) -> TextRow:
-    """A row of values that carry their type: texts are strings, labels strings or whole numbers, targets numbers."""
+    """Return a row of typed values. Texts must be strings, labels strings or integers, and targets numbers."""
     if columns.has_tags:
         return _tagged_row(path, line, values[0], values[1], columns)
     num_words = len(columns.all) - len(columns.targets)
@@ -236,10 +242,10 @@ def _typed_row(path: Path, line: int, values: Sequence[Any], columns: Columns) -
         is_label = name == columns.label
         fits = isinstance(value, str) or (is_label and isinstance(value, int) and not isinstance(value, bool))
         if is_label and value is None:
-            raise UserError(f"{path}:{line}: the label (column {name!r}) is empty.")
+            raise UserError(f"{path}:{line}: the label (column {name!r}) is empty")
         if not fits:
-            kinds = "a string or a whole number" if is_label else "a string"
-            raise UserError(f"{path}:{line}: column {name!r} must be {kinds}, not {value!r}.")
+            kinds = "a string or an integer" if is_label else "a string"
+            raise UserError(f"{path}:{line}: column {name!r} must be {kinds}, not {value!r}")
     texts = tuple(values[: len(columns.texts)])
     if columns.targets:
         return TextRow(texts, "", path, line, _targets(path, line, values, columns))
@@ -247,13 +253,13 @@ def _typed_row(path: Path, line: int, values: Sequence[Any], columns: Columns) -
 
 
 def _tagged_row(path: Path, line: int, words: Any, tags: Any, columns: Columns) -> TextRow:
-    """A row of words and as many tags: O, B-TYPE or I-TYPE."""
+    """Return a row of words and their tags, one per word: O, B-TYPE or I-TYPE."""
     for name, value in zip(columns.all, (words, tags), strict=True):
         if not isinstance(value, list) or not value or not all(isinstance(item, str) and item for item in value):
-            raise UserError(f"{path}:{line}: column {name!r} must be a list of strings that are not empty.")
+            raise UserError(f"{path}:{line}: column {name!r} must be a non-empty list of non-empty strings")
     if len(words) != len(tags):
-        raise UserError(f"{path}:{line}: {len(words)} words, but {len(tags)} tags.")
+        raise UserError(f"{path}:{line} has {len(words)} words, but {len(tags)} tags; every word must have one tag")
     for tag in tags:
         if tag != "O" and (tag[:2] not in ("B-", "I-") or len(tag) == 2):
-            raise UserError(f"{path}:{line}: a tag is {tag!r}; it must be O, B-TYPE or I-TYPE.")
+            raise UserError(f"{path}:{line}: a tag is {tag!r}; it must be O, B-TYPE or I-TYPE")
     return TextRow(tuple(words), "", path, line, tags=tuple(tags))

@@ -1,6 +1,7 @@
-"""Made-up data that a model of each kind learns quickly: every task runs with no file at all.
+"""Synthetic data that every kind of model learns quickly, so that every task runs without files.
 
-Dims: N examples, M tokens, K tokens of a block, H W C of an image, D features.
+Dims: N examples, M tokens, T positions, K tokens of a block, H W C image height, width and channels, D features.
+In arrays of one value per class, C is the classes.
 """
 
 from collections.abc import Callable
@@ -16,12 +17,12 @@ from jaxpar.data.text import buckets_of
 NUM_CLASSES = 8
 _PAD, _CLS, _SEP, _MASK, _FIRST = 0, 2, 3, 4, 5  # as in a trained WordPiece vocabulary
 _TAGS = ("O", "B-A", "I-A", "B-B", "I-B")
-_USED = 256  # regular tokens that occur, where the vocabulary has as many
-_KINDS = {"resnet": "image", "vit": "image", "mlp": "vector"}  # of data, by config.model.name; any other: text
+_USED = 256  # number of regular tokens that occur, if the vocabulary is large enough
+_KINDS = {"resnet": "image", "vit": "image", "mlp": "vector"}  # kind of data by config.model.name; otherwise text
 
 
 def kind(config: ConfigDict) -> str:
-    """text, image or vector."""
+    """Return the kind of data for the model: text, image or vector."""
     return _KINDS.get(config.model.name, "text")
 
 
@@ -29,13 +30,13 @@ Make = tuple[DataInfo, Callable[[slice], Split]]
 
 
 def load(config: ConfigDict, labels: Labels) -> Dataset:
-    """config.data.synthetic_examples examples, a function of config.seed, split by the fractions."""
+    """Return config.data.synthetic_examples examples, drawn from config.seed and split by the config's fractions."""
     data = config.data
     random = np.random.Generator(np.random.Philox(np.random.SeedSequence((config.seed, 2))))
     total = data.synthetic_examples
     sizes = [0, round(total * data.validation_fraction), round(total * data.test_fraction)]
     sizes[0] = total - sum(sizes)
-    # One draw for all of them: the splits must share what there is to learn.
+    # All splits come from one draw, so that they share the same patterns.
     info, cut = {"image": _images, "vector": _vectors, "text": _texts}[kind(config)](config, labels, random)
     ends = np.cumsum(sizes).tolist()
     train, validation, test = (
@@ -49,9 +50,10 @@ def load(config: ConfigDict, labels: Labels) -> Dataset:
 
 
 def _texts(config: ConfigDict, labels: Labels, random: np.random.Generator) -> Make:
-    """Chains in which a token all but gives the next; in those of class c every other token is c modulo NUM_CLASSES.
+    """Generate Markov chains of tokens: each token leaves three choices for the next one.
 
-    Targets are functions of the class; tags of a token and the one before it.
+    In a text of class c, half of the tokens are congruent to c modulo NUM_CLASSES. Targets are functions of the class,
+    and a tag is a function of the token and the token before it.
     """
     data = config.data
     total, longest = data.synthetic_examples, data.max_length
@@ -91,7 +93,10 @@ def _texts(config: ConfigDict, labels: Labels, random: np.random.Generator) -> M
 
 
 def _tags(tokens_NT: np.ndarray) -> np.ndarray:
-    """Each token a word: two in eight begin an entity, of types A and B, and one goes on with it. -1: special."""
+    """Return a tag for each token, as if each token were a word; -1 at special tokens.
+
+    Of every eight tokens, two begin an entity, of type A or B, and one continues an entity that begins before it.
+    """
     place_NT = (tokens_NT - _FIRST) % NUM_CLASSES
     begins_NT = np.where(place_NT < 2, 1 + 2 * place_NT, 0)
     before_NT = np.pad(begins_NT, ((0, 0), (1, 0)))[:, :-1]
@@ -100,12 +105,12 @@ def _tags(tokens_NT: np.ndarray) -> np.ndarray:
 
 
 def _as_targets(random: np.random.Generator, labels_N: np.ndarray, targets: tuple[str, ...]) -> np.ndarray:
-    """Numbers that each class has. [N, targets]."""
+    """Return the targets [N, targets] of the examples: each class has its own random numbers."""
     return random.standard_normal((NUM_CLASSES, len(targets)), np.float32)[labels_N]
 
 
 def _chains(random: np.random.Generator, total: int, length: int, used: int) -> np.ndarray:
-    """[N,K]: after token x comes one of three tokens that x decides."""
+    """Return chains [N,K] in which token x is followed by one of three tokens determined by x."""
     used -= used % NUM_CLASSES
     chains_NK = np.empty((total, length), np.int64)
     chains_NK[:, 0] = random.integers(0, used, total)
@@ -116,7 +121,7 @@ def _chains(random: np.random.Generator, total: int, length: int, used: int) -> 
 
 
 def _images(config: ConfigDict, _labels: Labels, random: np.random.Generator) -> Make:
-    """Each class is a pattern of 4x4 coloured squares, under noise."""
+    """Generate images with noise; each class is a pattern of 4x4 coloured squares."""
     labels_N = random.integers(0, NUM_CLASSES, config.data.synthetic_examples, np.int32)
     pattern_CHWC = random.integers(0, 128, (NUM_CLASSES, 4, 4, 3), np.uint8).repeat(8, 1).repeat(8, 2)
     noise_NHWC = random.integers(0, 128, (len(labels_N), 32, 32, 3), np.uint8)
@@ -127,7 +132,7 @@ def _images(config: ConfigDict, _labels: Labels, random: np.random.Generator) ->
 
 
 def _vectors(config: ConfigDict, labels: Labels, random: np.random.Generator) -> Make:
-    """Each class is a Gaussian about its own centre."""
+    """Generate vectors; each class is a Gaussian around its own centre."""
     labels_N = random.integers(0, NUM_CLASSES, config.data.synthetic_examples, np.int32)
     centre_CD = random.standard_normal((NUM_CLASSES, 32), np.float32)
     vectors_ND = centre_CD[labels_N] + random.standard_normal((len(labels_N), 32), np.float32)

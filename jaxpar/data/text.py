@@ -1,4 +1,4 @@
-"""Text data sets: the rows of a corpus, their tokenizer, and the arrays that come of them."""
+"""Loads text data sets: reads the rows, finds or trains the tokenizer, and builds the token arrays."""
 
 import hashlib
 import uuid
@@ -16,13 +16,13 @@ from jaxpar.data.examples import Blocks, DataInfo, Dataset, Masking, Split, Text
 from jaxpar.data.labels import Labels
 from jaxpar.errors import UserError
 
-# Of the cached arrays: raise one whenever the code would make others of the same input.
+# Versions of the cached arrays. Increase a version whenever the code produces different arrays from the same input.
 _FORMAT = 1
 _FORMAT_OF_TAGS = 2
 
 
 def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:
-    """The data set of a text source; its tokenizer is kept as workdir/tokenizer.json."""
+    """Load the data set of a text source, and save its tokenizer as workdir/tokenizer.json."""
     corpus = Corpus(config, labels)
     corpus.check_columns()
     facts = corpus.facts()
@@ -39,10 +39,13 @@ def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:
     corpus.check_sizes(entry.facts["examples"], "blocks" if labels is Labels.NEXT else "examples")
     classes = tuple(entry.facts["classes"]) if labels in (Labels.CLASSES, Labels.TAGS) else ()
     if len(classes) == 1 and labels is Labels.TAGS:
-        raise UserError(f"config.data.train is {config.data.train!r}, whose tags are all 'O'; it must have entities")
+        raise UserError(
+            f"config.data.train is {config.data.train!r}, in which all tags are 'O'; it must contain entities"
+        )
     if len(classes) == 1:
         raise UserError(
-            f"config.data.train is {config.data.train!r}, which has one class, {classes[0]!r}; it must have two or more"
+            f"config.data.train is {config.data.train!r}, whose only class is {classes[0]!r}; it must have two or more "
+            "classes"
         )
     _check_labels(entry, labels, classes, config.data.train)
     _save_tokenizer(workdir, serialized)
@@ -59,12 +62,12 @@ def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:
 
 
 def _check_labels(entry: cache.Entry, labels: Labels, classes: tuple[str, ...], path: str) -> None:
-    """Raise UserError for a class, or type of entity, whose few examples all fell into another split than training."""
+    """Raise UserError for a class or entity type that occurs in validation or test, but not in training."""
     if not classes:
         return
 
     def labels_in(name: str) -> np.ndarray:
-        """Numbers of classes; of entities, of the class B-TYPE."""
+        """Return the class indices in a split; for tags, the index of B-TYPE for every entity type."""
         if labels is Labels.CLASSES:
             return np.unique(entry.array(f"{name}.labels"))
         tags = np.unique(entry.array(f"{name}.tags"))
@@ -77,13 +80,13 @@ def _check_labels(entry: cache.Entry, labels: Labels, classes: tuple[str, ...], 
         unseen = np.setdiff1d(labels_in(name), trained)
         if len(unseen):
             raise UserError(
-                f"config.data.train is {path!r}, whose label {classes[unseen[0]]!r} is so rare that only the {name} "
-                "split, chosen by hash, has it; drop it, or set config.data.validation and config.data.test"
+                f"config.data.train is {path!r}, whose label {classes[unseen[0]]!r} is so rare that the split by hash "
+                f"puts it only into {name}; remove the label, or set config.data.validation and config.data.test"
             )
 
 
 def buckets_of(config: ConfigDict) -> tuple[int, ...]:
-    """The lengths that texts are padded to: those of length_buckets below max_length, and max_length."""
+    """Return the padded lengths: the values of length_buckets below max_length, and max_length."""
     longest = config.data.max_length
     return (*(length for length in config.data.length_buckets if length < longest), longest)
 
@@ -111,7 +114,7 @@ def _split(
 def _write(
     directory: Path, *, config: ConfigDict, labels: Labels, corpus: Corpus, made: Tokenizer, path: Path
 ) -> Facts:
-    """Make the cache entry, of the arrays that labels and source need."""
+    """Write the arrays of a cache entry, as required by the labels and the source."""
     longest = config.data.max_length
     if labels is Labels.NEXT:
         end = tokenizer.special(made, tokenizer.END_OF_TEXT, "the end of a text", path)
@@ -124,20 +127,26 @@ def _write(
         ends = made.encode("").ids
         if len(ends) != 2:
             raise UserError(
-                f"{path} does not put a token before and one after a text ([CLS], [SEP]); task {labels.value} needs it"
+                f"{path} does not add one token before and one after a text (such as [CLS] and [SEP]), which task "
+                f"{labels.value} needs"
             )
         return tokens.write_packed(directory, corpus.rows(), made, longest, (ends[0], ends[1]))
     return tokens.write_examples(directory, corpus.rows(), made, longest)
 
 
 def _tokenizer(config: ConfigDict, labels: Labels, workdir: Path, corpus: Corpus, facts: Facts) -> tuple[Path, str]:
-    """Return the tokenizer's path, for messages, and it as JSON: the config's, the workdir's, or a new one."""
+    """Return the path of the tokenizer, for messages, and the tokenizer as JSON.
+
+    The tokenizer is the one that the config names, or else the one in the workdir, or else a newly trained one.
+    """
     saved = workdir / "tokenizer.json"
     named = named_tokenizer(config)
     if named is not None:
         serialized = tokenizer.read_tokenizer(named)
         if saved.exists() and tokenizer.read_tokenizer(saved) != serialized:
-            raise UserError(f"{saved} is not {named}: this workdir belongs to another run. Choose another --workdir.")
+            raise UserError(
+                f"{saved} differs from {named}, so this workdir belongs to another run; choose another --workdir"
+            )
         return named, serialized
     size = config.data.vocab_size
     if saved.exists():
@@ -145,7 +154,8 @@ def _tokenizer(config: ConfigDict, labels: Labels, workdir: Path, corpus: Corpus
         num_tokens = tokenizer.vocab_size(Tokenizer.from_str(serialized))
         if num_tokens > size:
             raise UserError(
-                f"{saved} has {num_tokens} tokens, config.data.vocab_size is {size}. Choose another --workdir."
+                f"config.data.vocab_size is {size}; it must be at least {num_tokens}, the number of tokens in {saved}. "
+                "To use another tokenizer, choose another --workdir"
             )
         return saved, serialized
     byte_level = labels is Labels.NEXT
@@ -162,7 +172,7 @@ def _tokenizer(config: ConfigDict, labels: Labels, workdir: Path, corpus: Corpus
 
 
 def named_tokenizer(config: ConfigDict) -> Path | None:
-    """The tokenizer file that the config names: config.data.tokenizer, or the one in config.model.init_from."""
+    """Return the tokenizer file in config.data.tokenizer, or the one in config.model.init_from, or None."""
     if config.data.tokenizer:
         return files.find_files("data.tokenizer", config.data.tokenizer)[0]
     if not config.model.init_from:
@@ -172,13 +182,13 @@ def named_tokenizer(config: ConfigDict) -> Path | None:
         if (directory / name).is_file():
             return directory / name
     raise UserError(
-        f"config.model.init_from is {str(directory)!r}, which has no tokenizer.json or vocab.txt; "
+        f"config.model.init_from is {str(directory)!r}, which contains no tokenizer.json or vocab.txt; "
         "set config.data.tokenizer"
     )
 
 
 def _save_tokenizer(workdir: Path, serialized: str) -> None:
-    """Write workdir/tokenizer.json, whole or not at all, unless it is there."""
+    """Write workdir/tokenizer.json atomically, unless it exists."""
     if (workdir / "tokenizer.json").exists():
         return
     try:
@@ -187,4 +197,4 @@ def _save_tokenizer(workdir: Path, serialized: str) -> None:
         temporary.write_text(serialized, "utf-8")
         temporary.replace(workdir / "tokenizer.json")
     except OSError as error:
-        raise UserError(f"--workdir {workdir}: {error}.") from None
+        raise UserError(f"--workdir {workdir} is not writable: {error}") from None

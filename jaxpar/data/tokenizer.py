@@ -1,8 +1,8 @@
-"""Tokenizers by Hugging Face `tokenizers`: given (tokenizer.json, vocab.txt) or trained here.
+"""Reads tokenizers (tokenizer.json, vocab.txt) and trains new ones with Hugging Face `tokenizers`.
 
-What is trained depends on its texts alone. The library's own WordPiece training does not (it
-numbers the pieces inside words in the order of a hash table, and ties between merges break by these
-numbers), so `_train_wordpiece` hands it those pieces in sorted order.
+A trained tokenizer depends on the training texts alone. This does not hold for the library's own WordPiece training: it
+numbers the initial pieces inside words in the order of a hash table, and breaks ties between merges by these numbers.
+`_train_wordpiece` therefore passes these pieces in sorted order.
 """
 
 import json
@@ -15,16 +15,17 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from jaxpar.errors import UserError
 
 WORDPIECE_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # the first that a vocabulary has
-PADDING = ("[PAD]", "<pad>", "<|endoftext|>")  # GPT-2's has no padding: behind the mask its end-of-text does as well
+# Names of the special tokens by use; the first name in the vocabulary is used.
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+PADDING = ("[PAD]", "<pad>", "<|endoftext|>")  # GPT-2 has no padding token; padding is masked, so any token works
 MASK = ("[MASK]", "<mask>")
-UNKNOWN = ("[UNK]", "<unk>", *PADDING)  # a vocabulary of bytes has no unknown token: padding does as well
+UNKNOWN = ("[UNK]", "<unk>", *PADDING)  # a byte-level vocabulary has no unknown token; padding works as well
 
 
 def train_tokenizer(texts: Callable[[], Iterator[str]], vocab_size: int, *, byte_level: bool) -> Tokenizer:
-    """A tokenizer of at most `vocab_size` tokens: BERT's lower-casing WordPiece, or GPT-2's byte-level BPE.
+    """Train a tokenizer of at most `vocab_size` tokens: BERT's lower-casing WordPiece, or GPT-2's byte-level BPE.
 
-    `texts` gives a fresh iterator over the training texts; it is called up to twice.
+    `texts` returns a new iterator over the training texts; it is called up to twice.
     """
     return _train_bytes(texts(), vocab_size) if byte_level else _train_wordpiece(texts, vocab_size)
 
@@ -48,7 +49,7 @@ def _train_wordpiece(texts: Callable[[], Iterator[str]], vocab_size: int) -> Tok
 
 
 def _inner_characters(tokenizer: Tokenizer, texts: Iterable[str]) -> list[str]:
-    """The characters, in order, that occur inside words, not only first."""
+    """Return the characters that occur in words after the first position, sorted."""
     assert tokenizer.normalizer is not None
     assert tokenizer.pre_tokenizer is not None
     distinct = list({word for text in texts for word in text.split(" ")})
@@ -74,11 +75,13 @@ def _train_bytes(texts: Iterator[str], vocab_size: int) -> Tokenizer:
 
 
 def _too_small(vocab_size: int, least: int) -> UserError:
-    return UserError(f"config.data.vocab_size is {vocab_size}; it must be at least {least}: one token a character.")
+    return UserError(
+        f"config.data.vocab_size is {vocab_size}; it must be at least {least}, to have one token per character"
+    )
 
 
 def _wordpiece(vocab: dict[str, int], *, lowercase: bool, strip_accents: bool | None, chinese: bool) -> Tokenizer:
-    """BERT's tokenizer over a vocabulary that has WORDPIECE_SPECIALS."""
+    """Return BERT's tokenizer for a vocabulary that contains WORDPIECE_SPECIALS."""
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=100))
     tokenizer.normalizer = normalizers.BertNormalizer(
         lowercase=lowercase, strip_accents=strip_accents, handle_chinese_chars=chinese
@@ -91,10 +94,10 @@ def _wordpiece(vocab: dict[str, int], *, lowercase: bool, strip_accents: bool | 
 
 
 def read_tokenizer(path: Path) -> str:
-    """The given tokenizer.json, or vocab.txt made into one, as JSON. Raises UserError where it is neither.
+    """Return the tokenizer in a tokenizer.json or a vocab.txt as JSON. Raises UserError if the file is neither.
 
-    Beside a vocab.txt, tokenizer_config.json may say do_lower_case (otherwise true), strip_accents and
-    tokenize_chinese_chars, as Hugging Face has it.
+    If tokenizer_config.json exists next to a vocab.txt, its do_lower_case (default true), strip_accents and
+    tokenize_chinese_chars apply, as in Hugging Face transformers.
     """
     try:
         text = path.read_text("utf-8")
@@ -105,7 +108,7 @@ def read_tokenizer(path: Path) -> str:
         raise
     except Exception as error:  # the library raises bare Exception
         reason = str(error).splitlines()[0]
-        raise UserError(f"{path} is not a tokenizer.json or vocab.txt of Hugging Face tokenizers: {reason}") from None
+        raise UserError(f"{path} is not a tokenizer.json or vocab.txt in Hugging Face format: {reason}") from None
     return text
 
 
@@ -114,7 +117,9 @@ def _read_vocab(path: Path, text: str) -> Tokenizer:
     vocab = {token.rstrip("\r"): index for index, token in enumerate(tokens)}
     missing = [token for token in WORDPIECE_SPECIALS if token not in vocab]
     if missing:
-        raise UserError(f"{path} lacks {', '.join(missing)}; a BERT vocabulary has one token a line, these among them.")
+        raise UserError(
+            f"{path} lacks {', '.join(missing)}; a BERT vocabulary must have one token per line, including these"
+        )
     settings_path = path.parent / "tokenizer_config.json"
     settings = json.loads(settings_path.read_text("utf-8")) if settings_path.exists() else {}
     return _wordpiece(
@@ -126,12 +131,12 @@ def _read_vocab(path: Path, text: str) -> Tokenizer:
 
 
 def special(tokenizer: Tokenizer, names: Iterable[str], use: str, path: Path) -> int:
-    """The id of the first of `names` that the vocabulary has. Raises UserError where it has none."""
+    """Return the id of the first of `names` in the vocabulary. Raises UserError if the vocabulary has none of them."""
     for name in names:
         index = tokenizer.token_to_id(name)
         if index is not None:
             return index
-    raise UserError(f"{path} has no token for {use}; it needs {' or '.join(names)}.")
+    raise UserError(f"{path} has no token for {use}; it must contain {' or '.join(names)}")
 
 
 def vocab_size(tokenizer: Tokenizer) -> int:
@@ -140,7 +145,7 @@ def vocab_size(tokenizer: Tokenizer) -> int:
 
 
 def specials_V(tokenizer: Tokenizer) -> np.ndarray:
-    """bool [V]: True at special tokens, and at ids that no token has."""
+    """Return bool [V]: True at special tokens and at unused ids."""
     special_V = np.ones(vocab_size(tokenizer), bool)
     special_V[list(tokenizer.get_vocab(with_added_tokens=True).values())] = False
     special_V[[index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special]] = True

@@ -1,9 +1,13 @@
-"""Turns rows of text into the token arrays of the splits, once, as files of a cache entry.
+"""Tokenizes rows of text and writes the token arrays of the splits as files of a cache entry.
 
-Files of split S: S.tokens.npy (all examples' tokens, one after another), S.offsets.npy (example i is
-tokens[offsets[i] : offsets[i + 1]]), S.labels.npy (classes), S.segments.npy (of text pairs; as tokens); S.targets.npy
-[N, targets] of numbers; S.tags.npy (as tokens: a class at the first token of a word, -1 elsewhere) of tagged words; or,
-for causal language models, S.blocks.npy [N, max_length + 1] alone.
+For causal language models, split S has one file, S.blocks.npy [N, max_length + 1]. Otherwise it has
+
+- S.tokens.npy [M]: the tokens of all examples, concatenated
+- S.offsets.npy [N + 1]: example i is tokens[offsets[i] : offsets[i + 1]]
+- S.labels.npy [N]: classes, for rows of a table
+- S.segments.npy [M]: segment ids, for text pairs
+- S.targets.npy [N, targets]: regression targets
+- S.tags.npy [M]: for tagged words, the class of each word at its first token, -1 elsewhere
 
 Dims: M tokens of a split, N examples, K tokens of a block, C classes.
 """
@@ -23,14 +27,14 @@ from jaxpar.errors import UserError
 
 Item = TypeVar("Item", bound=tuple[Any, ...])
 
-_CHUNK = 1 << 20  # characters that are tokenized at a time, by all cores
-_PIECE = 1 << 16  # a document longer than this is tokenized in runs of whole lines
+_CHUNK = 1 << 20  # characters that are tokenized together, in parallel on all cores
+_PIECE = 1 << 16  # characters: a longer document is tokenized in pieces of whole lines
 
 
 def write_examples(directory: Path, rows: Iterable[SplitRow], tokenizer: Tokenizer, max_length: int) -> Facts:
-    """One example a row, with special tokens, cut to max_length.
+    """Write one example per row, with special tokens, truncated to max_length.
 
-    Returns the names of the classes, in order, and the number of examples by split.
+    Returns the names of the classes, by class index, and the number of examples by split.
     """
     tokenizer.no_padding()
     tokenizer.enable_truncation(max_length)
@@ -40,7 +44,7 @@ def write_examples(directory: Path, rows: Iterable[SplitRow], tokenizer: Tokeniz
         texts = [texts if len(texts) == 2 else texts[0] for texts, _, _ in chunk]
         for (_, split, row), encoding in zip(chunk, tokenizer.encode_batch(texts), strict=True):
             if not encoding.ids:
-                raise UserError(f"{row.place}: the text has no tokens.")
+                raise UserError(f"{row.place}: the text has no tokens")
             arrays = splits[split]
             arrays.tokens.extend(encoding.ids)
             arrays.offsets.append(len(arrays.tokens))
@@ -65,10 +69,12 @@ def write_examples(directory: Path, rows: Iterable[SplitRow], tokenizer: Tokeniz
 def write_tagged(
     directory: Path, rows: Iterable[SplitRow], tokenizer: Tokenizer, max_length: int, unknown: str
 ) -> Facts:
-    """One example a row of words and tags, with special tokens, cut to max_length: later words have no label.
+    """Write one example per row of words and tags, with special tokens, truncated to max_length.
 
-    The token `unknown` stands for a word without tokens, such as a control character: predictions number words from 0.
-    Returns the names of the classes, O and then B-TYPE, I-TYPE by type, and the number of examples by split.
+    Words beyond max_length have no label. A word without tokens, such as a control character, is replaced by the token
+    `unknown`, because predictions refer to words by position.
+    Returns the names of the classes, which are O followed by B-TYPE and I-TYPE for each type, and the number of
+    examples by split.
     """
     tokenizer.no_padding()
     tokenizer.enable_truncation(max_length)
@@ -88,7 +94,7 @@ def write_tagged(
             arrays.offsets.append(len(arrays.tokens))
     types = sorted({tag[2:] for tag in seen if tag != "O"})
     classes = ["O", *(f"{prefix}-{kind}" for kind in types for prefix in "BI")]
-    number_C = np.array([*(classes.index(tag) for tag in seen), -1], np.int32)  # the last is that of -1
+    number_C = np.array([*(classes.index(tag) for tag in seen), -1], np.int32)  # index -1 maps to -1
     for name, arrays in splits.items():
         np.save(directory / f"{name}.tokens.npy", np.array(arrays.tokens))
         np.save(directory / f"{name}.offsets.npy", np.array(arrays.offsets))
@@ -97,10 +103,11 @@ def write_tagged(
 
 
 def _encode_words(texts: list[list[str]], tokenizer: Tokenizer, unknown: str) -> list[Encoding]:
-    """Return the encodings of lists of words; `unknown` replaces words without tokens."""
+    """Return the encodings of lists of words, with `unknown` in place of words without tokens."""
     encodings = tokenizer.encode_batch(texts, is_pretokenized=True)
     for number, (words, encoding) in enumerate(zip(texts, encodings, strict=True)):
-        there = {word for part in (encoding, *encoding.overflowing) for word in part.word_ids}  # overflowing: cut off
+        # Words with tokens, including those that truncation moved to `overflowing`.
+        there = {word for part in (encoding, *encoding.overflowing) for word in part.word_ids}
         if not there.issuperset(range(len(words))):
             whole = [word if place in there else unknown for place, word in enumerate(words)]
             encodings[number] = tokenizer.encode(whole, is_pretokenized=True)
@@ -110,9 +117,10 @@ def _encode_words(texts: list[list[str]], tokenizer: Tokenizer, unknown: str) ->
 def write_packed(
     directory: Path, rows: Iterable[SplitRow], tokenizer: Tokenizer, max_length: int, ends: tuple[int, int]
 ) -> Facts:
-    """Documents, each followed by ends[1], cut into examples of max_length: ends[0], a run of tokens, ends[1].
+    """Write examples for masked language models: documents, each followed by ends[1], cut into pieces.
 
-    The last one is shorter. For masked language models.
+    An example is ends[0], a piece of the token stream, and ends[1], together max_length tokens. The last example may be
+    shorter.
     """
     streams = _streams(rows, tokenizer, ends[1])
     examples = {}
@@ -133,7 +141,10 @@ def write_packed(
 def write_blocks(
     directory: Path, rows: Iterable[SplitRow], tokenizer: Tokenizer, max_length: int, end_of_text: int
 ) -> Facts:
-    """Documents, each followed by end_of_text, cut into blocks of max_length + 1. The remainder is dropped."""
+    """Write blocks of max_length + 1 tokens, cut from the documents, each followed by end_of_text.
+
+    The remainder is dropped.
+    """
     streams = _streams(rows, tokenizer, end_of_text)
     examples = {}
     for name, tokens_M in streams.items():
@@ -145,7 +156,7 @@ def write_blocks(
 
 
 def class_order(labels: Iterable[str]) -> list[str]:
-    """The labels in the order of their numbers: by value where all are whole numbers, or else by name."""
+    """Return the labels in the order of their class indices: by value if all are integers, otherwise by name."""
     labels = list(labels)
     try:
         return sorted(labels, key=lambda label: (int(label), label))
@@ -154,7 +165,7 @@ def class_order(labels: Iterable[str]) -> list[str]:
 
 
 class _SplitArrays:
-    """The growing arrays of one split: `array` holds a token in 2 or 4 bytes, where a list takes 8 and more."""
+    """The growing arrays of one split. `array` stores a token in 2 or 4 bytes; a list would need 8 or more."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokens = array("H" if vocab_size(tokenizer) <= 1 << 16 else "I")
@@ -166,7 +177,7 @@ class _SplitArrays:
 
 
 def _streams(rows: Iterable[SplitRow], tokenizer: Tokenizer, end: int) -> dict[str, np.ndarray]:
-    """The tokens of each split's documents, one after another, each followed by `end`."""
+    """Return the concatenated tokens of the documents of each split, each document followed by `end`."""
     tokenizer.no_padding()
     tokenizer.no_truncation()
     splits = {name: _SplitArrays(tokenizer) for name in SPLITS}
@@ -180,7 +191,7 @@ def _streams(rows: Iterable[SplitRow], tokenizer: Tokenizer, end: int) -> dict[s
 
 
 def _pieces(rows: Iterable[SplitRow]) -> Iterator[tuple[tuple[str, ...], str, bool]]:
-    """(text, split, is it the document's last): long documents in runs of whole lines."""
+    """Yield (texts, split, whether this is the last piece of the document); long documents are cut at line ends."""
     for split, row in rows:
         text, start = row.texts[0], 0
         while start < len(text):
@@ -190,7 +201,7 @@ def _pieces(rows: Iterable[SplitRow]) -> Iterator[tuple[tuple[str, ...], str, bo
 
 
 def _chunks(items: Iterable[Item]) -> Iterator[list[Item]]:
-    """Runs of items whose texts (the first of each) have about _CHUNK characters together."""
+    """Group consecutive items so that the texts of a group (the first field of each) total about _CHUNK characters."""
     chunk: list[Item] = []
     size = 0
     for item in items:

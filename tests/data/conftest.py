@@ -1,4 +1,4 @@
-"""Configs and files that the tests of the data package share."""
+"""Configs and files shared by the tests of the data package."""
 
 import csv
 import json
@@ -27,12 +27,12 @@ def config(tmp_path: Path) -> ConfigDict:
 
 
 def load(config: ConfigDict, workdir: Path) -> Dataset:
-    """The data set for the task of the config."""
+    """Load the data set for the task of the config."""
     return data.load(config, tasks.find_task(config).labels, workdir)
 
 
 def check(config: ConfigDict) -> None:
-    """Checks a config's data for its task."""
+    """Validate the data keys of a config for its task."""
     data.check_data(config, tasks.find_task(config).labels)
 
 
@@ -65,7 +65,7 @@ WRITERS: dict[str, Callable[[Path, Records], None]] = {
 
 
 def reviews(count: int) -> list[dict[str, str]]:
-    """Texts of 1 to 12 words, all different, with commas, quotes and letters beyond ASCII, of three classes."""
+    """Return distinct texts of 1 to 12 words, with commas, quotes and non-ASCII letters, in three classes."""
     words = ["good", 'the "best"', "naïve", "bad,", "film", "中文", "unendurable", "plot", "of", "it"]
     texts = [" ".join(words[(i * j + j) % 10] for j in range(1 + i % 12)) + f" {i}" for i in range(count)]
     return [

@@ -12,7 +12,7 @@ NUM = 103
 
 
 def make(kind: str) -> Split:
-    """103 examples: number i is recognised by its first token (or pixel), 10 + i."""
+    """Return 103 examples. Example i is identified by its first token (or pixel), 10 + i."""
     random = np.random.default_rng(0)
     if kind == "blocks":
         blocks_NK = random.integers(5, 300, (NUM, 9))
@@ -78,7 +78,7 @@ def test_a_batch_is_a_function_of_seed_and_step(kind: str) -> None:
 
 
 def test_every_step_draws_anew() -> None:
-    """The same text in the same row: each epoch masks other positions, an evaluation always the same ones."""
+    """For the same text, each training epoch masks different positions, and an evaluation always the same ones."""
     text = Texts(np.full(40, 200), np.array([0, 40]), None, None, (40,), 0, Masking(0.15, 4, np.arange(300) < 150))
     for shuffle in (True, False):
         source = Batches(text, batch_size=1, seed=0, shuffle=shuffle)
@@ -167,7 +167,7 @@ print(next(loader)["inputs"].shape)
 
 
 def test_examples_before_counts_no_fillers() -> None:
-    """The short batch of an epoch may stand anywhere in it."""
+    """The incomplete batch of an epoch can be at any step, because batches are shuffled."""
     source = batches("texts")
     counted = 0
     for step in range(3 * source.steps_per_epoch):

@@ -13,7 +13,7 @@ from jaxpar.errors import UserError
 
 
 class Maker:
-    """Writes an array of zeros, counting how often."""
+    """Writes a cache entry and counts its calls."""
 
     calls = 0
 
@@ -37,7 +37,7 @@ def test_an_entry_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert make.calls == 1
     assert isinstance(entry.array("numbers").base, np.memmap)
     assert [path.name for path in (tmp_path / "deep" / "cache").iterdir()] == ["name"]
-    assert capsys.readouterr().out.splitlines() == [f"Counting (once: kept in {tmp_path}/deep/cache/name)"]
+    assert capsys.readouterr().out.splitlines() == [f"Counting (only once; cached in {tmp_path}/deep/cache/name)"]
 
 
 def truncate(path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_damaged_entry_is_made_anew(
     damage(tmp_path / "name")
     assert get(tmp_path, make).array("numbers").tolist() == list(range(5000))
     assert make.calls == 2
-    assert capsys.readouterr().out.splitlines()[0] == f"{tmp_path}/name is damaged: making it anew."
+    assert capsys.readouterr().out.splitlines()[0] == f"Cache entry {tmp_path}/name is damaged; rebuilding it"
     assert [path.name for path in tmp_path.iterdir()] == ["name"]
 
 
@@ -95,7 +95,7 @@ def test_two_at_once_both_get_a_whole_entry(tmp_path: Path) -> None:
     inner = Maker()
 
     def make(directory: Path) -> dict[str, Any]:
-        get(tmp_path, inner)  # the other process is quicker
+        get(tmp_path, inner)  # another process finishes first
         return Maker()(directory)
 
     assert get(tmp_path, make).array("numbers").tolist() == list(range(5000))

@@ -18,23 +18,26 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"task": "causal_lm", "data.source": "synthetic", "model.name": "mlp"},
         "'causal_lm', which needs text; with synthetic data for the model mlp it must be classification",
     ),
-    "no file named": ({"data.source": "csv"}, "train is empty; it must be the path of data for source 'csv'"),
+    "no file named": ({"data.source": "csv"}, "train is empty; it must be a path when config.data.source is 'csv'"),
     "missing": ({"data.train": "good.csw"}, r"train is 'good.csw', which does not exist; .* Did you mean good.csv\?"),
-    "missing folder": ({"data.train": "no/such.csv"}, "no/such.csv', which .* There is no directory no either"),
+    "missing folder": ({"data.train": "no/such.csv"}, "no/such.csv', which .* The directory no does not exist either"),
     "missing test": ({"data.test": "none"}, "config.data.test is 'none', which does not exist; it must be a file"),
     "empty": ({"data.validation": "empty.csv"}, "config.data.validation is 'empty.csv', which is empty"),
-    "directory": ({"data.train": "folder"}, r"config.data.train is 'folder', a directory; .* a glob such as folder/\*"),
-    "suffix": ({"data.train": "good.parquet"}, "'good.parquet', a parquet file by its name; it must be a csv file"),
-    "suffix 2": ({"data.source": "tsv"}, "is 'good.csv', a csv file by its name; it must be a tsv file"),
+    "directory": ({"data.train": "folder"}, r"train is 'folder', which is a directory; .* a glob such as folder/\*"),
+    "suffix": (
+        {"data.train": "good.parquet"},
+        "'good.parquet', which has the extension of a parquet file; it must be a csv file, because config.data.source",
+    ),
+    "suffix 2": ({"data.source": "tsv"}, "'good.csv', which has the extension of a csv file; it must be a tsv file"),
     "suffix 3": (
         {"data.source": "parquet", "data.train": "good.txt"},
-        "config.data.train is 'good.txt'; it must end in .parquet, as config.data.source says",
+        "config.data.train is 'good.txt'; it must end in .parquet, because config.data.source is 'parquet'",
     ),
-    "shipped": ({"data.source": "wordnet"}, "it must be empty where config.data.source is 'wordnet'"),
-    "image file": ({"data.source": "mnist"}, "'good.csv'; it must be the directory with the files of mnist"),
+    "shipped": ({"data.source": "wordnet"}, "it must be empty when config.data.source is 'wordnet'"),
+    "image file": ({"data.source": "mnist"}, "'good.csv'; it must be the directory that contains the mnist files"),
     "image test": (
         {"data.source": "cifar10", "data.train": "folder", "data.test": "good.csv"},
-        "config.data.test is 'good.csv'; it must be empty: cifar10 comes with a test file",
+        "config.data.test is 'good.csv'; it must be empty, because cifar10 has its own test file",
     ),
     "fraction": ({"data.test_fraction": 1.5}, "test_fraction is 1.5; it must be at least 0 and less than 1"),
     "negative": ({"data.validation_fraction": -0.1}, "config.data.validation_fraction is -0.1"),
@@ -42,29 +45,29 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"data.validation_fraction": 0.5, "data.test_fraction": 0.5},
         r"validation_fraction \+ test_fraction is 0.5 \+ 0.5; it must be less than 1",
     ),
-    "no buckets": ({"data.length_buckets": ()}, r"config.data.length_buckets is \(\); it must be ascending"),
-    "buckets": ({"data.length_buckets": (32, 16)}, r"length_buckets is \(32, 16\); it must be ascending"),
+    "no buckets": ({"data.length_buckets": ()}, r"config.data.length_buckets is \(\); it must be one or more lengths"),
+    "buckets": ({"data.length_buckets": (32, 16)}, r"length_buckets is \(32, 16\); it must be .* in ascending order"),
     "length": ({"data.max_length": 2}, "config.data.max_length is 2; for classification it must be at least 8"),
     "positions": (
         {"data.max_length": 600, "model.max_length": 512},
-        "config.data.max_length is 600; it must be at most config.model.max_length, 512",
+        r"config.data.max_length is 600; it must be at most config.model.max_length \(512\)",
     ),
     "vocabulary": ({"data.vocab_size": 3}, "config.data.vocab_size is 3; it must be at least 32"),
     "mask": ({"task": "masked_lm", "data.mask_fraction": 1.0}, "config.data.mask_fraction is 1.0"),
-    "columns": ({"data.text_columns": ("a", "b", "c")}, "it must name one column, or two different ones"),
-    "same column": ({"data.text_columns": ("a", "a")}, "it must name one column, or two different ones"),
+    "columns": ({"data.text_columns": ("a", "b", "c")}, "it must name one column or two different columns"),
+    "same column": ({"data.text_columns": ("a", "a")}, "it must name one column or two different columns"),
     "pair": ({"task": "causal_lm", "data.text_columns": ("a", "b")}, "must name one column for task causal_lm"),
     "pair of one": (
         {"data.source": "wordnet", "data.train": "", "data.text_columns": ("a", "b")},
         "it must name one column for source 'wordnet'",
     ),
-    "label is text": ({"data.label_column": "text"}, "label_column is 'text'; it must be none of text_columns"),
-    "no label": ({"data.label_column": ""}, "config.data.label_column is empty; it must be the labels' column"),
+    "label is text": ({"data.label_column": "text"}, "label_column is 'text'; it must not be one of text_columns"),
+    "no label": ({"data.label_column": ""}, "config.data.label_column is empty; it must name the label column"),
     "tokenizer": ({"data.tokenizer": "tokenizr.json"}, "tokenizer is 'tokenizr.json', which does not exist"),
     "directory without": ({"model.init_from": "folder"}, "no tokenizer.json or vocab.txt; set config.data.tokenizer"),
     "no targets of vectors": (
         {"task": "regression", "data.source": "synthetic", "model.name": "mlp", "data.target_columns": ()},
-        r"config.data.target_columns is \(\); it must name one column, or several",
+        r"config.data.target_columns is \(\); it must name one or more different columns",
     ),
     "threads": ({"data.num_threads": -1}, "config.data.num_threads is -1; it must be at least 0"),
     "prefetch": ({"data.prefetch": 0}, "config.data.prefetch is 0; it must be at least 1"),
@@ -74,7 +77,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.fixture
 def good(config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ConfigDict:
-    """A config that is right, in a directory with files around."""
+    """Return a valid config, in a directory with files."""
     monkeypatch.chdir(tmp_path)
     write_csv(Path("good.csv"), reviews(20))
     write_csv(Path("good.txt"), reviews(20))
@@ -99,9 +102,9 @@ def test_mistakes_name_the_key(name: str, good: ConfigDict) -> None:
 
 
 def test_a_file_that_may_not_be_read(good: ConfigDict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever runs this test: the superuser may read any file."""
+    """os.access is replaced, because the superuser can read any file."""
     monkeypatch.setattr("os.access", lambda path, mode: (Path(path).name, mode) != ("good.csv", os.R_OK))
-    with pytest.raises(UserError, match=r"config.data.train is 'good.csv', which cannot be read; it must be a file"):
+    with pytest.raises(UserError, match=r"config.data.train is 'good.csv', which is not readable; it must be"):
         check(good)
 
 

@@ -21,7 +21,7 @@ def table(config: ConfigDict, path: Path, records: list[dict[str, str]]) -> Corp
 
 
 def test_a_text_is_in_one_split_only(config: ConfigDict, tmp_path: Path) -> None:
-    """Every text twice, under two labels."""
+    """Every text occurs twice, with two labels."""
     records = reviews(2000)
     again = [{**record, "label": "other"} for record in reversed(records)]
     config.data.validation_fraction, config.data.test_fraction = 0.2, 0.3
@@ -64,7 +64,7 @@ def test_labels_that_training_never_saw(config: ConfigDict, tmp_path: Path) -> N
     write_csv(tmp_path / "test.csv", [*reviews(3), {"id": "9", "text": "what", "label": "negg"}])
     config.data.test = str(tmp_path / "test.csv")
     made = table(config, tmp_path / "train.csv", reviews(300))
-    message = r"test.csv:5: the label 'negg' is not among the 3 of the training file. Did you mean 'neg'\?"
+    message = r"test.csv:5: the label 'negg' is not one of the 3 labels in the training file. Did you mean 'neg'\?"
     with pytest.raises(UserError, match=message):
         list(made.rows())
 

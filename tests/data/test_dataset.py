@@ -70,11 +70,11 @@ def test_the_second_load_reads_the_cache(
 ) -> None:
     first = load(config, tmp_path / "one")
     made = capsys.readouterr().out.splitlines()
-    assert [line.split(" (once")[0] for line in made] == [
+    assert [line.split(" (only once")[0] for line in made] == [
         "Training a tokenizer of up to 300 tokens",
         f"Tokenizing {tmp_path}/reviews.csv",
     ]
-    for workdir in ("one", "two"):  # with the workdir's tokenizer, and a fresh workdir
+    for workdir in ("one", "two"):  # a workdir with a tokenizer, and a new workdir
         again = load(config, tmp_path / workdir)
         assert again.fingerprint == first.fingerprint
         assert equal(again, first)
@@ -82,10 +82,10 @@ def test_the_second_load_reads_the_cache(
     assert (tmp_path / "one/tokenizer.json").read_bytes() == (tmp_path / "two/tokenizer.json").read_bytes()
     arrays = next((tmp_path / "cache" / "data").iterdir())
     content = (arrays / "train.tokens.npy").read_bytes()
-    (arrays / "train.tokens.npy").unlink()  # `first` has it mapped
+    (arrays / "train.tokens.npy").unlink()  # not overwritten in place, because `first` still maps it
     (arrays / "train.tokens.npy").write_bytes(content[:1000])
     repaired = load(config, tmp_path / "one")
-    assert "is damaged: making it anew" in capsys.readouterr().out
+    assert "is damaged; rebuilding it" in capsys.readouterr().out
     assert equal(repaired, first)
 
 
@@ -137,11 +137,12 @@ def test_a_named_tokenizer(config: ConfigDict, tmp_path: Path) -> None:
     config.data.tokenizer = str(hub / "vocab.txt")
     assert equal(load(config, tmp_path / "run"), dataset)
     (hub / "vocab.txt").write_text("\n".join([*words, "more"]), "utf-8")
-    with pytest.raises(UserError, match=r"run/tokenizer.json is not .*vocab.txt: this workdir belongs to another run"):
+    with pytest.raises(UserError, match=r"tokenizer.json differs from .*vocab.txt, so this workdir belongs to another"):
         load(config, tmp_path / "run")
     config.data.tokenizer, config.data.vocab_size = "", 200
     saved.write_text(tokenizer.train_tokenizer(lambda: iter(POEM.split("\n")), 300, byte_level=True).to_str())
-    with pytest.raises(UserError, match=r"run/tokenizer.json has 300 tokens, config.data.vocab_size is 200"):
+    message = r"config.data.vocab_size is 200; it must be at least 300, the number of tokens in .*run/tokenizer.json"
+    with pytest.raises(UserError, match=message):
         load(config, tmp_path / "run")
 
 
@@ -152,11 +153,11 @@ def test_a_tokenizer_without_the_tokens_that_the_task_needs(config: ConfigDict, 
     config.data.tokenizer = str(path)
     assert load(config, tmp_path / "run").info.pad_id == made.token_to_id("<|endoftext|>")
     config.task = "masked_lm"
-    with pytest.raises(UserError, match=r"tokenizer.json has no token for masking; it needs \[MASK\] or <mask>"):
+    with pytest.raises(UserError, match=r"tokenizer.json has no token for masking; it must contain \[MASK\] or <mask>"):
         load(config, tmp_path / "run2")
     path.write_text(made.to_str().replace("<|endoftext|>", "<|finis|>"))
     config.task = "classification"
-    with pytest.raises(UserError, match=r"tokenizer.json has no token for padding; it needs \[PAD\] or"):
+    with pytest.raises(UserError, match=r"tokenizer.json has no token for padding; it must contain \[PAD\] or"):
         load(config, tmp_path / "run3")
     config.task = "causal_lm"
     with pytest.raises(UserError, match=r"tokenizer.json has no token for the end of a text"):
@@ -171,7 +172,7 @@ def test_a_tokenizer_without_marks_around_a_text(config: ConfigDict, tmp_path: P
     (tmp_path / "poem.txt").write_text(POEM)
     config.task, config.data.source, config.data.train = "masked_lm", "text", str(tmp_path / "poem.txt")
     config.data.tokenizer = str(tmp_path / "tokenizer.json")
-    with pytest.raises(UserError, match=r"tokenizer.json does not put a token before and one after a text"):
+    with pytest.raises(UserError, match=r"tokenizer.json does not add one token before and one after a text"):
         load(config, tmp_path / "run")
 
 
@@ -193,16 +194,15 @@ def test_plain_text(task: str, config: ConfigDict, tmp_path: Path) -> None:
 
 
 def decoded(split: Split | None, made: Tokenizer, task: str) -> str:
-    """The text of all examples of a language model, one after another as they stand."""
+    """Return the text of all examples of a language model, concatenated in order."""
     batch = all_examples(split)
     if task == "causal_lm":
         tokens = np.concatenate([batch["inputs"], batch["labels"][:, -1:]], axis=1)
         assert batch["inputs"].shape[1] == 32
         assert np.array_equal(batch["inputs"][:, 1:], batch["labels"][:, :-1])
         return made.decode(tokens.ravel().tolist(), skip_special_tokens=False)
-    full = [
-        row for row in range(len(batch["mask"])) if batch["mask"][row].all()
-    ]  # but for the last, by length the first
+    # The last example of the stream can be shorter; in order of length it comes first.
+    full = [row for row in range(len(batch["mask"])) if batch["mask"][row].all()]
     assert len(full) >= len(batch["mask"]) - 1
     return made.decode([token for row in full for token in batch["labels"][row, 1:-1]])
 
@@ -239,7 +239,7 @@ def test_splits_that_come_out_empty(config: ConfigDict, tmp_path: Path) -> None:
     config.data.validation_fraction = 0.001
     with pytest.raises(
         UserError,
-        match=r"data.validation_fraction is too small; it must be 0, or give the validation split some examples",
+        match=r"data.validation_fraction is too small; it must be 0, or leave examples for the validation split",
     ):
         load(config, tmp_path / "run")
     config.data.validation_fraction = config.data.test_fraction = 0.0
@@ -247,7 +247,7 @@ def test_splits_that_come_out_empty(config: ConfigDict, tmp_path: Path) -> None:
     assert (len(dataset.train), dataset.validation, dataset.test) == (6, None, None)
     (tmp_path / "a.txt").write_text("few words\n")
     config.task, config.data.source, config.data.train = "causal_lm", "text", str(tmp_path / "a.txt")
-    with pytest.raises(UserError, match=r"config.data.train is too short; it must make at least one of the "):
+    with pytest.raises(UserError, match=r"config.data.train is too short; it must yield one or more blocks"):
         load(config, tmp_path / "run2")
 
 
@@ -262,7 +262,7 @@ def test_a_missing_column_is_found_before_a_tokenizer_is_trained(config: ConfigD
 def test_one_class_only(config: ConfigDict, tmp_path: Path) -> None:
     write_csv(tmp_path / "one.csv", [{**record, "label": "pos"} for record in reviews(100)])
     config.data.train = str(tmp_path / "one.csv")
-    with pytest.raises(UserError, match=r"config.data.train is '.*', which has one class, 'pos'; it must have two"):
+    with pytest.raises(UserError, match=r"config.data.train is '.*', whose only class is 'pos'; it must have two"):
         load(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -273,7 +273,7 @@ def test_a_class_that_training_lacks(config: ConfigDict, tmp_path: Path) -> None
     rare = next(text for text in texts if split_of((text,), *fractions) == "test")
     write_csv(tmp_path / "rare.csv", [*reviews(200), {"id": "200", "text": rare, "label": "odd"}])
     config.data.train = str(tmp_path / "rare.csv")
-    message = r"is '.*rare.csv', whose label 'odd' is so rare that only the test split, chosen by hash, has it; drop it"
+    message = r"is '.*rare.csv', whose label 'odd' is so rare that the split by hash puts it only into test; remove the"
     with pytest.raises(UserError, match=message):
         load(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -8,7 +8,7 @@ SPECIAL_V = np.arange(VOCAB) < 5
 
 
 def make_texts(lengths: list[int], fraction: float | None = None, pairs: bool = False) -> tuple[Texts, list[list[int]]]:
-    """Texts of [CLS] regular tokens [SEP], and the same as lists."""
+    """Return texts of the form [CLS] regular tokens [SEP], as `Texts` and as lists of tokens."""
     random = np.random.default_rng(0)
     lists = [[CLS, *random.integers(5, VOCAB, length - 2).tolist(), SEP] for length in lengths]
     tokens_M = np.array([token for text in lists for token in text], np.uint16)
@@ -61,7 +61,7 @@ def test_masking_statistics() -> None:
     assert abs(same - (0.1 + 0.1 / 195)) < 0.01
     assert not SPECIAL_V[others].any()
     assert len(np.unique(others)) == 195  # any regular token
-    # Each position as often as any other: a binomial of 4000 draws, within five standard deviations.
+    # All positions are equally likely: binomial with 4000 draws, tolerance five standard deviations.
     by_position = chosen[:, 1:29].mean(0)
     assert np.abs(by_position - 4 / 28).max() < 5 * np.sqrt(4 / 28 * 24 / 28 / 4000)
 
@@ -110,7 +110,7 @@ def test_augmented_images_are_shifts_and_flips_of_the_original(shift: bool, flip
 
 
 def _how(image: np.ndarray, result: np.ndarray) -> tuple[int, int, bool]:
-    """The one (down, right, flipped) that makes `result` of `image`, pixel by pixel."""
+    """Return the (down, right, flipped) that turns `image` into `result`, found by comparing pixels."""
     size = len(image)
     for flipped in (False, True):
         unflipped = result[:, ::-1] if flipped else result

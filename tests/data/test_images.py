@@ -122,18 +122,18 @@ def test_damaged_mnist(config: ConfigDict, tmp_path: Path) -> None:
     images, labels = directory / "train-images-idx3-ubyte", directory / "train-labels-idx1-ubyte"
     whole = images.read_bytes()
     images.write_bytes(whole[:-5])
-    fails(config, tmp_path, r"train-images-idx3-ubyte: 156811 bytes, where its header says 156816: truncated")
+    fails(config, tmp_path, r"train-images-idx3-ubyte has 156811 bytes, but 156816 by its header; it is truncated")
     images.write_bytes(whole[:9])
-    fails(config, tmp_path, r"train-images-idx3-ubyte: 9 bytes, where its header says \d+: truncated")
+    fails(config, tmp_path, r"train-images-idx3-ubyte has 9 bytes, but \d+ by its header; it is truncated")
     images.write_bytes(labels.read_bytes())
-    fails(config, tmp_path, r"train-images-idx3-ubyte: wrong magic number 00000801; .* starts 00000803")
+    fails(config, tmp_path, r"train-images-idx3-ubyte starts with the magic number 00000801; .* starts with 00000803")
     images.write_bytes(whole)
     labels.write_bytes(struct.pack(">BBBBI", 0, 0, 8, 1, 3) + b"\x01\x02\x03")
-    fails(config, tmp_path, "train-labels-idx1-ubyte: 3 labels for 200 images")
+    fails(config, tmp_path, "train-labels-idx1-ubyte has 3 labels for 200 images")
     labels.write_bytes(struct.pack(">BBBBI", 0, 0, 8, 1, 200) + b"\x0b" * 200)
-    fails(config, tmp_path, "labels must be 0 to 9; there is 11")
+    fails(config, tmp_path, "train-labels-idx1-ubyte has labels from 11 to 11; they must be 0 to 9")
     labels.unlink()
-    fails(config, tmp_path, "config.data.train is '.*', which has no file train-labels-idx1-ubyte")
+    fails(config, tmp_path, "config.data.train is '.*'; it must contain the file train-labels-idx1-ubyte")
     labels.with_suffix(".gz").write_bytes(gzip.compress(b"x" * 1000)[:-12])
     fails(config, tmp_path, "train-labels-idx1-ubyte.gz: the compressed file is damaged")
 
@@ -142,14 +142,14 @@ def test_images_of_two_sizes(config: ConfigDict, tmp_path: Path) -> None:
     write_mnist(tmp_path / "images")
     header = struct.pack(">BBBBIII", 0, 0, 8, 3, 30, 20, 28)
     (tmp_path / "images" / "t10k-images-idx3-ubyte").write_bytes(header + bytes(30 * 20 * 28))
-    fails(config, tmp_path, "images: training and test images differ in size")
+    fails(config, tmp_path, "images: training and test images have different sizes")
 
 
 def test_a_fraction_that_takes_no_image(config: ConfigDict, tmp_path: Path) -> None:
     write_mnist(tmp_path / "images")
     config.data.validation_fraction = 1e-9
     message = (
-        "config.data.validation_fraction is 1e-09, which takes 0 of 200 images; it must be 0, or leave some in both"
+        "config.data.validation_fraction is 1e-09, which selects 0 of 200 images; it must be 0, or leave images in both"
     )
     fails(config, tmp_path, message)
 
@@ -161,15 +161,15 @@ def test_damaged_cifar10(config: ConfigDict, tmp_path: Path) -> None:
     path = directory / "data_batch_3"
     whole = path.read_bytes()
     path.write_bytes(whole[:5000])
-    fails(config, tmp_path, "data_batch_3 is not a CIFAR-10 batch of the python version, or truncated")
+    fails(config, tmp_path, "data_batch_3 is truncated or not a CIFAR-10 batch of the python version")
     path.write_bytes(pickle.dumps({b"data": print, b"labels": [1]}))
-    fails(config, tmp_path, "data_batch_3 is not .*: builtins.print has no place in it")
+    fails(config, tmp_path, "data_batch_3 is .* not .*: builtins.print is not allowed in it")
     path.unlink()
-    fails(config, tmp_path, "has no file data_batch_3")
+    fails(config, tmp_path, "must contain the file data_batch_3")
     (directory / "data_batch_1").unlink()
-    fails(config, tmp_path, r"it must have data_batch_1 \(python version\) or data_batch_1.bin \(binary\)")
+    fails(config, tmp_path, r"contains data_batch_1 \(python version\) or data_batch_1.bin \(binary version\)")
     (directory / "data_batch_1.bin").write_bytes(bytes(3073 * 2 - 1))
-    fails(config, tmp_path, "data_batch_1.bin: 6145 bytes; a CIFAR-10 file has 3073 an image")
+    fails(config, tmp_path, "data_batch_1.bin has 6145 bytes, but a CIFAR-10 file has 3073 bytes per image")
 
 
 def test_the_fingerprint_is_of_the_images(config: ConfigDict, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ def test_every_example_comes_once(num_examples: int, batch_size: int, same_lengt
         assert plan_SB.shape == (-(-num_examples // batch_size), batch_size)
         assert sorted(plan_SB[plan_SB >= 0]) == list(range(num_examples))
         fillers_S = (plan_SB < 0).sum(1)
-        assert (fillers_S > 0).sum() <= 1  # in one batch, at its end
+        assert (fillers_S > 0).sum() <= 1  # only one batch has fillers, at its end
         assert all((row[len(row) - fillers :] < 0).all() for row, fillers in zip(plan_SB, fillers_S, strict=True))
 
 
@@ -31,7 +31,7 @@ def test_an_epoch_is_a_function_of_seed_and_epoch() -> None:
 
 
 def test_the_shuffle_never_changes() -> None:
-    """Runs resume years later: these numbers are for good."""
+    """Runs can be resumed years later, so these numbers must never change."""
     assert plan.shuffled(None, 10, 5, seed=0, epoch=0).tolist() == [[5, 1, 2, 6, 4], [0, 8, 9, 3, 7]]
 
 
@@ -39,15 +39,15 @@ def test_batches_of_a_window_do_not_overlap_in_length() -> None:
     lengths_N = np.random.default_rng(1).integers(1, 1000, 64 * 4 * 2)  # two windows of batches of 4
     plan_SB = plan.shuffled(lengths_N, len(lengths_N), 4, seed=0, epoch=0)
     ranges = sorted((lengths_N[row].min(), lengths_N[row].max()) for row in plan_SB)
-    # At any length at most one batch of each window.
+    # Every length is strictly inside the range of at most one batch per window.
     for length in range(1, 1001):
         assert sum(low < length < high for low, high in ranges) <= 2
     firsts_S = lengths_N[plan_SB[:, 0]]
-    assert abs(np.corrcoef(firsts_S, np.arange(len(firsts_S)))[0, 1]) < 0.3  # and they do not come by length
+    assert abs(np.corrcoef(firsts_S, np.arange(len(firsts_S)))[0, 1]) < 0.3  # and batches are not in order of length
 
 
 def test_short_texts_do_not_pay_for_long_ones() -> None:
-    """Lengths as of the glosses: log-normal, 20 on average. Unsorted batches would all be padded to 64."""
+    """Lengths are log-normal with mean 20, like the WordNet glosses. Unsorted batches would all be padded to 64."""
     lengths_N = np.clip(np.random.default_rng(2).lognormal(2.85, 0.5, 20_000), 3, 64).astype(int)
     buckets = (16, 32, 64)
     plan_SB = plan.shuffled(lengths_N, len(lengths_N), 256, seed=0, epoch=0)

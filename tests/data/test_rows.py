@@ -79,30 +79,30 @@ def test_a_text_file_is_one_document(tmp_path: Path) -> None:
 
 HEADER = "text,label\n"
 MISTAKES = {
-    "ragged.csv": (HEADER + "a,x\nb\n", r"ragged.csv:3: 1 columns, where the header has 2"),
-    "wide.csv": (HEADER + '"a\nb",x\nc,d,y\n', r"wide.csv:4: 3 columns, where the header has 2"),
-    "ragged.tsv": ("text\tlabel\na\tx\tz\n", r"ragged.tsv:2: 3 columns, where the header has 2"),
-    "header.csv": (HEADER, "header.csv has no examples"),
-    "header.tsv": ("text\tlabel\n", "header.tsv has no examples"),
-    "blank.jsonl": ("\n\n", "blank.jsonl has no examples"),
-    "blank.csv": ("\n\n", "blank.csv has no examples"),
-    "blank.txt": (" \n", "blank.txt has no examples"),
-    "unknown.csv": ("txt,label\na,x\n", r"unknown.csv:1 has no column 'text'; it has 'txt', 'label'. Did you "
+    "ragged.csv": (HEADER + "a,x\nb\n", r"ragged.csv:3 has 1 columns, but the header has 2"),
+    "wide.csv": (HEADER + '"a\nb",x\nc,d,y\n', r"wide.csv:4 has 3 columns, but the header has 2"),
+    "ragged.tsv": ("text\tlabel\na\tx\tz\n", r"ragged.tsv:2 has 3 columns, but the header has 2"),
+    "header.csv": (HEADER, "header.csv contains no examples"),
+    "header.tsv": ("text\tlabel\n", "header.tsv contains no examples"),
+    "blank.jsonl": ("\n\n", "blank.jsonl contains no examples"),
+    "blank.csv": ("\n\n", "blank.csv contains no examples"),
+    "blank.txt": (" \n", "blank.txt contains no examples"),
+    "unknown.csv": ("txt,label\na,x\n", r"unknown.csv:1 has no column 'text'; its columns are 'txt', 'label'. Did you "
                     r"mean 'txt'\? Set config.data.text_columns"),
-    "nolabel.tsv": ("text\tLabel\na\tx\n", r"no column 'label'; it has 'text', 'Label'. Did you mean 'Label'\? "
-                    r"Set config.data.label_column"),
+    "nolabel.tsv": ("text\tLabel\na\tx\n", r"no column 'label'; its columns are 'text', 'Label'. Did you mean "
+                    r"'Label'\? Set config.data.label_column"),
     "twice.csv": ("text,label,text\na,x,b\n", "twice.csv:1 has more than one column 'text'"),
     "unknown.jsonl": ('{"text": "a", "label": "x"}\n{"text": "b"}\n', "unknown.jsonl:2 has no column 'label'"),
     "empty.csv": (HEADER + "a,x\nb,\n", r"empty.csv:3: the label \(column 'label'\) is empty"),
     "empty.tsv": ("text\tlabel\na\t \n", r"empty.tsv:2: the label \(column 'label'\) is empty"),
     "empty.jsonl": ('{"text": "a", "label": null}\n', r"empty.jsonl:1: the label \(column 'label'\) is empty"),
-    "quote.csv": (HEADER + 'a,x\n"b,x\nc,x\n', "quote.csv:3: .*a quote opens here"),
-    "quote2.csv": (HEADER + 'a,x\n"b" c,x\n', "quote2.csv:3: .*a quote opens here"),
-    "broken.jsonl": ('{"text": "a", "label": "x"}\n{"text": \n', "broken.jsonl:2: not JSON: Expecting value at column"),
+    "quote.csv": (HEADER + 'a,x\n"b,x\nc,x\n', "quote.csv:3: a quote opens here and is not closed"),
+    "quote2.csv": (HEADER + 'a,x\n"b" c,x\n', "quote2.csv:3: a quote opens here and is not closed"),
+    "broken.jsonl": ('{"text": "a", "label": "x"}\n{"text": \n', "broken.jsonl:2: invalid JSON: Expecting value at"),
     "list.jsonl": ('["a", "x"]\n', "list.jsonl:1: a line must be a JSON object, not list"),
     "number.jsonl": ('{"text": 1, "label": "x"}\n', "number.jsonl:1: column 'text' must be a string, not 1"),
-    "float.jsonl": ('{"text": "a", "label": 0.5}\n', "column 'label' must be a string or a whole number, not 0.5"),
-    "half.jsonl": ('{"text": "\\ud83d", "label": "x"}\n', "half.jsonl:1: the text holds half a character"),
+    "float.jsonl": ('{"text": "a", "label": 0.5}\n', "column 'label' must be a string or an integer, not 0.5"),
+    "half.jsonl": ('{"text": "\\ud83d", "label": "x"}\n', "half.jsonl:1: the text contains an unpaired surrogate"),
 }  # fmt: skip
 
 
@@ -122,8 +122,8 @@ TARGETS = {
     "nan": ("csv", "nan", "must be a finite number, not 'nan'"),
     "underscore": ("csv", "1_0", "must be a finite number, not '1_0'"),
     "beyond float64": ("jsonl", "9" * 400, f"must be a finite number, not {'9' * 40}"),
-    "beyond float32": ("jsonl", "1e39", r"must be a number from -3.402823e\+38 to 3.402823e\+38, .*, not 1e\+39"),
-    "beyond float32 in csv": ("csv", "-1e39", "must be a number from .*, as float32 is, not '-1e39'"),
+    "beyond float32": ("jsonl", "1e39", r"must be in the range .*, from -3.402823e\+38 to 3.402823e\+38, not 1e\+39"),
+    "beyond float32 in csv": ("csv", "-1e39", "must be in the range of float32, from .*, not '-1e39'"),
     "true": ("jsonl", "true", "must be a finite number, not True"),
 }
 
@@ -135,7 +135,7 @@ def test_targets_that_are_no_numbers_of_float32(name: str, tmp_path: Path) -> No
     lines = {"csv": "text,y\na,{}\nb,{}\n", "jsonl": '{{"text": "a", "y": {}}}\n{{"text": "b", "y": {}}}\n'}[source]
     line = {"csv": 3, "jsonl": 2}[source]
     path.write_text(lines.format("3.4e38", value))
-    with pytest.raises(UserError, match=f"a.{source}:{line}: column 'y' {message}\\.$"):
+    with pytest.raises(UserError, match=f"a.{source}:{line}: column 'y' {message}$"):
         rows(source, path, Columns(("text",), None, ("y",)))
     path.write_text(lines.format("3.4e38", "-1.5e1"))
     assert [row.targets for row in rows(source, path, Columns(("text",), None, ("y",)))] == [(3.4e38,), (-15.0,)]
@@ -175,10 +175,10 @@ def test_parquet_mistakes(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-30])
     fails("a.parquet is not a readable parquet file")
     pq.write_table(pa.table({"txt": ["a"], "label": ["x"]}), path)
-    fails(r"has no column 'text'; it has 'txt', 'label'. Did you mean 'txt'\?")
+    fails(r"has no column 'text'; its columns are 'txt', 'label'. Did you mean 'txt'\?")
     pq.write_table(pa.table({"text": ["a", None], "label": ["x", "y"]}), path)
     fails("a.parquet:2: column 'text' must be a string, not None")
     pq.write_table(pa.table({"text": ["a", "b"], "label": ["x", None]}), path)
     fails(r"a.parquet:2: the label \(column 'label'\) is empty")
     pq.write_table(pa.table({"text": ["a"], "label": ["x"]}).slice(0, 0), path)
-    fails("a.parquet has no examples")
+    fails("a.parquet contains no examples")

@@ -60,7 +60,7 @@ def test_every_task_runs_without_files(model: str, task: str, config: ConfigDict
 
 @pytest.mark.parametrize("model", ["bert", "resnet", "mlp"])
 def test_it_can_be_learnt_on_one_split_and_used_on_another(model: str, config: ConfigDict, tmp_path: Path) -> None:
-    """By a least-squares classifier; chance is 12.5%."""
+    """A least-squares classifier is accurate on the test split; chance is 12.5%."""
     config.model.name = model
     dataset = load(config, tmp_path)
     assert dataset.test is not None

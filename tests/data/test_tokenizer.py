@@ -30,7 +30,7 @@ def trained(byte_level: bool = False, vocab_size: int = 120) -> Tokenizer:
 
 
 def test_training_gives_the_same_bytes_in_every_process() -> None:
-    """The library's own WordPiece training differs from process to process, even from call to call."""
+    """The library's own WordPiece training gives different results in each process, and even in each call."""
     outputs = set()
     for threads in ("1", "2", "5"):
         environment = {"RAYON_NUM_THREADS": threads, "PATH": "", "PYTHONPATH": ":".join(sys.path)}
@@ -54,7 +54,7 @@ def test_a_trained_wordpiece() -> None:
 
 
 def longest_match(word: str, vocab: dict[str, int]) -> list[str]:
-    """WordPiece as the BERT paper's code has it."""
+    """Tokenize a word with WordPiece, as in the code of the BERT paper."""
     pieces: list[str] = []
     while word:
         prefix = "##" if pieces else ""
@@ -84,7 +84,7 @@ def test_a_trained_byte_level_bpe_loses_nothing() -> None:
 
 def test_vocabularies_that_are_too_small() -> None:
     with pytest.raises(
-        UserError, match=r"config.data.vocab_size is 40; it must be at least \d+: one token a character"
+        UserError, match=r"config.data.vocab_size is 40; it must be at least \d+, to have one token per character"
     ):
         trained(vocab_size=40)
     with pytest.raises(UserError, match=r"config.data.vocab_size is 200; it must be at least 257"):
@@ -126,5 +126,5 @@ def test_special_tokens_by_their_usual_names(tmp_path: Path) -> None:
     made = trained(byte_level=True, vocab_size=300)
     assert tokenizer.special(made, tokenizer.END_OF_TEXT, "the end of a text", tmp_path) == 0
     assert tokenizer.special(made, tokenizer.PADDING, "padding", tmp_path) == 0
-    with pytest.raises(UserError, match=r"has no token for masking; it needs \[MASK\] or <mask>"):
+    with pytest.raises(UserError, match=r"has no token for masking; it must contain \[MASK\] or <mask>"):
         tokenizer.special(made, tokenizer.MASK, "masking", tmp_path)

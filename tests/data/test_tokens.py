@@ -26,7 +26,7 @@ def made(request: pytest.FixtureRequest) -> Tokenizer:
 
 
 def stream(made: Tokenizer, split: str, end: int) -> list[int]:
-    """The plain recomputation: every document that has text, then `end`."""
+    """Return the token stream by a direct computation: every non-empty document, followed by `end`."""
     texts = [text for name, text in zip(SPLITS, DOCUMENTS, strict=True) if name == split and text]
     return [token for text in texts for token in [*made.encode(text, add_special_tokens=False).ids, end]]
 
@@ -58,7 +58,7 @@ def load_examples(directory: Path, split: str, name: str = "tokens") -> list[lis
 
 
 def test_long_documents_in_pieces_are_the_whole_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Words never span lines, so WordPiece gives the same tokens whatever the pieces and chunks."""
+    """Words never span lines, so WordPiece gives the same tokens for all sizes of pieces and chunks."""
     made = tokenizer.train_tokenizer(lambda: iter(DOCUMENTS), 60, byte_level=False)
     tokens.write_blocks(tmp_path, rows(), made, 7, 3)
     whole = np.load(tmp_path / "train.blocks.npy")
@@ -106,7 +106,7 @@ def test_a_text_without_tokens() -> None:
 
 
 def test_tagged_words_without_tokens(tmp_path: Path) -> None:
-    """WordPiece drops spaces, control characters and those of no width: the unknown token stands for them."""
+    """WordPiece drops spaces, control and zero-width characters; the unknown token replaces such words."""
     made = tokenizer.train_tokenizer(lambda: iter(DOCUMENTS), 60, byte_level=False)
     examples = [
         (("\a",), ("B-X",)),
@@ -119,7 +119,7 @@ def test_tagged_words_without_tokens(tmp_path: Path) -> None:
     assert decoded == [
         ["[CLS]", "[UNK]", "[SEP]"],
         ["[CLS]", "cat", "[UNK]", "[UNK]", "mat", "[UNK]", "[SEP]"],
-        ["[CLS]", "the", "cat", "[UNK]", "sat", "on", "[UNK]", "[SEP]"],  # cut
+        ["[CLS]", "the", "cat", "[UNK]", "sat", "on", "[UNK]", "[SEP]"],  # truncated
     ]
     classes = {"O": 0, "B-X": 1, "I-X": 2, "B-Y": 3, "I-Y": 4}
     expected = [[-1, *(classes[tag] for tag in tags[:6]), -1] for _, tags in examples]

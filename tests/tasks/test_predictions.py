@@ -1,4 +1,4 @@
-"""How the outputs of each task's head read, against values worked out by hand."""
+"""Tests the predictions that each task makes from model outputs against values computed by hand."""
 
 import json
 import math
@@ -31,12 +31,12 @@ def task_of(name: str) -> Task:
 
 
 def logits_of(choices: list[list[int]]) -> np.ndarray:
-    """log 3 at the chosen words, 0 at the 7 others: a probability of 3 / 10."""
+    """Return logits log 3 at the chosen words and 0 at the other 7, so that a chosen word has probability 3 / 10."""
     return (LOG3 * np.eye(len(WORDS))[choices]).astype(np.float32)
 
 
 def test_classification() -> None:
-    logits_BC = np.array([[0, LOG3, 0], [500, -500, 500 + LOG3]], np.float32)  # whose exp overflows
+    logits_BC = np.array([[0, LOG3, 0], [500, -500, 500 + LOG3]], np.float32)  # exp overflows in the second row
     found = task_of("classification").predictions(logits_BC, {}, Names(INFO, decode))
     assert [one["class"] for one in found] == ["neutral", "pos"]
     assert [one["probability"] for one in found] == pytest.approx([3 / 5, 3 / 4], rel=1e-5)
@@ -49,7 +49,7 @@ def test_regression() -> None:
 
 
 def test_token_classification() -> None:
-    """Words are where weights are; "London" is of two tokens, the second of which would be read as B-PER."""
+    """Words start where weights are nonzero. "London" has two tokens; the B-PER at the second must be ignored."""
     predicted_BT = np.array([[3, 3, 4, 0, 1, 3], [0, 2, 0, 0, 0, 0]])
     batch = {"weights": np.array([[0, 1, 1, 1, 1, 0], [0, 1, 0, 0, 0, 0]], np.float32)}
     names = Names(INFO._replace(class_names=TAGS), decode)
@@ -73,7 +73,7 @@ def test_entities_equal_conlleval(seed: int) -> None:
 def test_masked_lm() -> None:
     inputs = np.array([[1, 4, 3, 7, 2, 0], [1, 3, 3, 2, 0, 0]], np.int32)  # [CLS] a [MASK] film [SEP]
     weights = (inputs == 3).astype(np.float32)
-    weights[1, 1] = 0  # a mask that nothing is asked about
+    weights[1, 1] = 0  # a [MASK] without a prediction
     batch = {"inputs": inputs, "mask": inputs > 0, "weights": weights}
     logits_BTV = logits_of([[6, 6, 5, 6, 6, 6], [6, 6, 7, 6, 6, 6]])
     found = task_of("masked_lm").predictions(logits_BTV, batch, Names(INFO, decode))
@@ -81,7 +81,7 @@ def test_masked_lm() -> None:
     expected = [[{"position": 2, "token": "good"}], [{"position": 2, "token": "film"}]]
     for one, tokens in zip(found, expected, strict=True):
         assert one["tokens"] == [token | {"probability": pytest.approx(0.3, rel=1e-6)} for token in tokens]
-    assert inputs[0, 2] == 3  # the batch is left as it is
+    assert inputs[0, 2] == 3  # the batch is not modified
 
 
 def test_causal_lm() -> None:
@@ -95,7 +95,7 @@ def test_causal_lm() -> None:
 
 
 def test_the_labels_of_files_read_as_the_files_have_them(tmp_path: Path) -> None:
-    """Outputs that have all labels right, of batches and a tokenizer that the data package makes."""
+    """Model outputs that match all labels, with batches and a tokenizer from the data package."""
     sentences = {" ".join(words): tags for words, tags in SENTENCES}
     config = config_of(tmp_path, SENTENCES)
     for task in (task_of(name) for name in ("token_classification", "masked_lm")):

@@ -1,4 +1,4 @@
-"""Least squares and its metrics against NumPy and scikit-learn; its data from tables."""
+"""Tests the least-squares loss and the regression metrics against NumPy and scikit-learn, and targets from tables."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def config_of(folder: Path, source: str, **changes: Any) -> Any:
 
 
 def write(folder: Path) -> dict[str, tuple[float, float]]:
-    """The same rows as CSV and JSON lines; the targets by text."""
+    """Write the same rows as CSV and as JSON lines, and return the targets by text."""
     rows = {f"film number {i}": (round(i / 7, 3), -2.5e3 * i) for i in range(60)}
     lines = [f"{text},{stars},{price}" for text, (stars, price) in rows.items()]
     (folder / "a.csv").write_text("\n".join(["text,stars,price", *lines]) + "\n")
@@ -36,7 +36,7 @@ def write(folder: Path) -> dict[str, tuple[float, float]]:
 
 
 def test_sums_and_metrics_equal_numpy() -> None:
-    """Over two batches: R2 is that of all examples, and not a mean of batches'."""
+    """With two batches: R2 is computed over all examples, not as a mean over batches."""
     config = default_config()
     config.data.target_columns = ("a", "b", "c")
     task, rng = tasks.TASKS["regression"](config), np.random.default_rng(0)
@@ -51,7 +51,7 @@ def test_sums_and_metrics_equal_numpy() -> None:
     metrics = task.all_metrics(tasks.add_up(parts))
     errors = np.average((found - y) ** 2, 0, weights)
     spread = np.average((y - np.average(y, 0, weights)) ** 2, 0, weights)
-    r2 = [1 - errors[0] / spread[0], 1 - errors[1] / spread[1], 0]  # the last does not vary
+    r2 = [1 - errors[0] / spread[0], 1 - errors[1] / spread[1], 0]  # the last target is constant
     expected = {"loss": errors.mean(), "rmse": np.sqrt(errors.mean()), "r2": np.mean(r2)}
     assert metrics.keys() == expected.keys()
     for name, value in expected.items():
@@ -95,11 +95,14 @@ def test_targets_come_from_columns(source: str, tmp_path: Path) -> None:
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "column": ({"target_columns": ("star",)}, r"a.csv:1 has no column 'star'.*'stars'.*config.data.target_columns"),
-    "none": ({"target_columns": ()}, r"config.data.target_columns is \(\); it must name one column, or several"),
-    "twice": ({"target_columns": ("stars", "stars")}, "it must name one column, or several different ones"),
-    "text": ({"target_columns": ("text",)}, r"target_columns is \('text',\); it must name none of text_columns"),
+    "none": ({"target_columns": ()}, r"config.data.target_columns is \(\); it must name one or more different columns"),
+    "twice": ({"target_columns": ("stars", "stars")}, "it must name one or more different columns"),
+    "text": ({"target_columns": ("text",)}, r"target_columns is \('text',\); it must not contain any of text_columns"),
     "word": ({"target_columns": ("stars", "text2")}, r"a.csv:3: column 'text2' must be a finite number, not 'two'"),
-    "wordnet": ({"source": "wordnet", "train": ""}, "source is 'wordnet'; for task regression it must be csv, tsv"),
+    "wordnet": (
+        {"source": "wordnet", "train": ""},
+        "source is 'wordnet'; for task regression it must be one of csv, tsv",
+    ),
     "text file": ({"source": "text"}, "config.data.source is 'text', which has no labels"),
     "images": ({"source": "mnist"}, "which needs text or vector; with mnist it must be classification"),
 }

@@ -1,4 +1,4 @@
-"""Every kind of strategy trains every kind of task, and a ViT, as `single` does, with the same sums."""
+"""Tests that strategies train every kind of task, and a ViT, with the same sums and parameters as `single`."""
 
 import functools
 from typing import Any
@@ -30,7 +30,7 @@ VARIANTS = {
 
 
 def make_batch(task: str, step: int) -> dict[str, np.ndarray]:
-    """Random texts or images; the examples' shares of the weight are unequal, and the last is a filler row."""
+    """Return a batch of random texts or images. Examples have different weights, and the last is a filler."""
     rng = np.random.default_rng(step)
     index, weights_B = np.arange(BATCH, dtype=np.int32), rng.uniform(0.5, 2, BATCH).astype(np.float32)
     weights_B[-1] = 0
@@ -50,7 +50,7 @@ def make_batch(task: str, step: int) -> dict[str, np.ndarray]:
 
 @functools.cache
 def outcome(task: str, variant: str) -> tuple[list[Any], Any, dict[str, np.ndarray]]:
-    """Sums of each step, of an evaluation, and the parameters at the end."""
+    """Return the sums of each step, the sums of an evaluation, and the final parameters."""
     config = default_config()
     sizes = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "mlp_size": 32, "dropout": 0.2, "name": MODELS[task]}
     sizes |= {"patch_size": 4} if MODELS[task] == "vit" else {"max_length": LENGTH}
@@ -82,16 +82,16 @@ def test_equals_single(task: str, variant: str) -> None:
     for ours, theirs in zip([*got, evaluation], [*expected, expected_evaluation], strict=True):
         assert ours.terms.keys() == theirs.terms.keys()
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-6), ours, theirs)
-    if task == "token_classification":  # what is counted is counted exactly
+    if task == "token_classification":  # counts are exact
         assert evaluation.terms == expected_evaluation.terms
         assert evaluation.terms["actual"] > 5
     for name, value in expected_params.items():
-        if "['key']['bias']" not in name:  # its gradient is zero but for rounding
+        if "['key']['bias']" not in name:  # the gradient is zero up to rounding
             assert np.linalg.norm(params[name] - value) <= 1e-5 * np.linalg.norm(value), name
 
 
 @pytest.mark.parametrize("task", INFO)
 def test_training_moves_the_loss(task: str) -> None:
-    """Guards the test above."""
+    """Without this, test_equals_single could pass without training."""
     sums, _, _ = outcome(task, "single")
     assert len({float(one.loss) for one in sums}) == NUM_STEPS

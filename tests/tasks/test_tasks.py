@@ -1,4 +1,4 @@
-"""Losses and metrics against NumPy and scikit-learn."""
+"""Tests losses and metrics against NumPy and scikit-learn."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +17,7 @@ def test_sums_equal_numpy_and_ignore_filler_rows() -> None:
     labels = rng.integers(0, 7, (4, 3))
     weights = rng.uniform(0, 2, (4, 3)).astype(np.float32)
     weights[1] = 0
-    logits[1] = 1e6  # whatever a filler row computes must not reach the sums
+    logits[1] = 1e6  # the outputs for a filler must not affect the sums
     got = cross_entropy.sums(jnp.asarray(logits), {"labels": jnp.asarray(labels), "weights": jnp.asarray(weights)})
     loss = correct = 0.0
     for i, j in np.ndindex(4, 3):
@@ -50,7 +50,7 @@ def test_metrics() -> None:
 
 
 def test_sums_add_up_in_float64() -> None:
-    """As many examples as float32 cannot count."""
+    """float32 cannot represent this number of examples."""
     one = Sums(np.float32(1), {"correct": np.float32(0)}, np.float32(2**24))
     total = tasks.add_up([TASK.zeros(), one, one._replace(weight=np.float32(1))])
     assert total == Sums(2.0, {"correct": 0.0}, 2**24 + 1)

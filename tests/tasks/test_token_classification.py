@@ -1,4 +1,4 @@
-"""Entities against the rules of conlleval, word by word; tags from JSON lines and their place in tokens."""
+"""Tests the entities against the rules of conlleval, and the alignment of tags from JSON lines with tokens."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ Entity = tuple[str, int, int]
 
 
 def conlleval(tags: list[str]) -> set[Entity]:
-    """(type, first word, last word) by startOfChunk and endOfChunk of conlleval, for tags B, I and O."""
+    """Return (type, first word, last word), by startOfChunk and endOfChunk of conlleval for tags B, I and O."""
     found, begin = set(), 0
     before, type_before = "O", ""
     for place, tag in enumerate([*tags, "O"]):
@@ -38,7 +38,7 @@ def conlleval(tags: list[str]) -> set[Entity]:
 
 
 def test_the_reference_is_right_where_it_is_known() -> None:
-    """The example of seqeval's README, and entities that begin by I."""
+    """The example of seqeval's README, and entities that begin with I."""
     tags = ["O", "O", "O", "B-MISC", "I-MISC", "I-MISC", "O", "B-PER", "I-PER"]
     assert conlleval(tags) == {("MISC", 3, 5), ("PER", 7, 8)}
     assert conlleval(["I-A", "I-A", "I-B", "B-B", "O", "I-A"]) == {("A", 0, 1), ("B", 2, 2), ("B", 3, 3), ("A", 5, 5)}
@@ -46,12 +46,12 @@ def test_the_reference_is_right_where_it_is_known() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_entities_equal_conlleval(seed: int) -> None:
-    """Words at random places among tokens, tags at random: most entities are not well formed."""
+    """Words start at random tokens and have random tags, so most entities are not well-formed."""
     rng = np.random.default_rng(seed)
     shape = (16, 20)
     actual, weights = rng.integers(0, 5, shape), rng.integers(0, 2, shape).astype(np.float32)
     predicted = np.where(rng.random(shape) < 0.7, actual, rng.integers(0, 5, shape))
-    weights[5] = 0  # a filler row
+    weights[5] = 0  # a filler
     logits = 9 * np.eye(5, dtype=np.float32)[predicted]
     batch = {"labels": jnp.asarray(actual), "weights": jnp.asarray(weights)}
     sums = jax.device_get(jax.jit(TASK.sums)(jnp.asarray(logits), batch))
@@ -68,7 +68,7 @@ def test_entities_equal_conlleval(seed: int) -> None:
     assert 0.1 < metrics["f1"] < 0.9
     right = ((actual == predicted) * weights).sum() / weights.sum()
     assert metrics["accuracy"] == pytest.approx(right)
-    # Counts of parts add up to those of the whole.
+    # The counts of two halves add up to the counts of the batch.
     halves = [TASK.sums(jnp.asarray(logits[i::2]), {k: x[i::2] for k, x in batch.items()}) for i in range(2)]
     assert tasks.add_up(halves).terms == {name: float(x) for name, x in sums.terms.items()}
 
@@ -99,11 +99,11 @@ def test_a_tag_is_at_the_first_token_of_its_word(tmp_path: Path) -> None:
     made = Tokenizer.from_file(str(tmp_path / "run" / "tokenizer.json"))
     batch = Batches(dataset.train, batch_size=3, seed=0, shuffle=False).batch(0)
     rows = {tuple(row[row > 0].tolist()): i for i, row in enumerate(batch["inputs"]) if batch["weights"][i].any()}
-    assert len(rows) == 2  # the third is a filler row
+    assert len(rows) == 2  # the third example is a filler
     for words, tags in SENTENCES:
         pieces = [made.encode(word, add_special_tokens=False).ids for word in words]
         tokens = [made.token_to_id("[CLS]"), *itertools.chain(*pieces), made.token_to_id("[SEP]")]
-        assert len(tokens) > len(words) + 2  # some are of several tokens
+        assert len(tokens) > len(words) + 2  # some words have several tokens
         labels, weights = batch["labels"][rows[tuple(tokens)]], batch["weights"][rows[tuple(tokens)]]
         first = 1 + np.cumsum([0, *map(len, pieces[:-1])])
         assert [NAMES[i] for i in labels[first]] == tags
@@ -112,7 +112,7 @@ def test_a_tag_is_at_the_first_token_of_its_word(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("word", [" ", "\u200b", "\a"])
 def test_words_without_tokens_have_labels_and_numbers(word: str, tmp_path: Path) -> None:
-    """Spaces, characters of no width and control characters, as files of CoNLL have them."""
+    """Words can be spaces, zero-width characters or control characters, as in CoNLL files."""
     tags = ["O", "B-PER", "O", "I-LOC"]
     dataset = data.load(config_of(tmp_path, [([word, "Ada", word, "London"], tags)]), Labels.TAGS, tmp_path / "run")
     batch = Batches(dataset.train, batch_size=1, seed=0, shuffle=False).batch(0)
@@ -140,11 +140,11 @@ def test_words_that_are_cut_off_have_no_label(tmp_path: Path) -> None:
 
 MISTAKES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "tag": (["DET"], {}, "a.jsonl:3: a tag is 'DET'; it must be O, B-TYPE or I-TYPE"),
-    "number": (["O", "O"], {}, "a.jsonl:3: 1 words, but 2 tags"),
-    "list": ("O", {}, "a.jsonl:3: column 'tags' must be a list of strings"),
-    "csv": (["O"], {"source": "csv"}, "config.data.source is 'csv'; for task token_classification it must be jsonl"),
+    "number": (["O", "O"], {}, "a.jsonl:3 has 1 words, but 2 tags"),
+    "list": ("O", {}, "a.jsonl:3: column 'tags' must be a non-empty list of non-empty strings"),
+    "csv": (["O"], {"source": "csv"}, "source is 'csv'; for task token_classification it must be one of jsonl"),
     "pair": (["O"], {"text_columns": ("tokens", "more")}, "it must name one column for task token_classification"),
-    "label": (["O"], {"label_column": ""}, "it must be the labels' column for task token_classification"),
+    "label": (["O"], {"label_column": ""}, "it must name the label column for task token_classification"),
 }
 
 
@@ -157,12 +157,14 @@ def test_mistakes(name: str, tmp_path: Path) -> None:
 
 
 def test_without_any_entity(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"config.data.train is '.*a.jsonl', whose tags are all 'O'"):
+    with pytest.raises(UserError, match=r"config.data.train is '.*a.jsonl', in which all tags are 'O'"):
         data.load(config_of(tmp_path, [(["the", "end"], ["O", "O"])]), Labels.TAGS, tmp_path / "run")
 
 
 def test_a_type_that_training_lacks(tmp_path: Path) -> None:
     other = tmp_path / "test.jsonl"
     other.write_text(json.dumps({"tokens": ["IBM"], "tags": ["B-ORG"]}) + "\n")
-    with pytest.raises(UserError, match=r"test.jsonl:1: the label 'ORG' is not among the 2 of the training file"):
+    with pytest.raises(
+        UserError, match=r"test.jsonl:1: the label 'ORG' is not one of the 2 labels in the training file"
+    ):
         data.load(config_of(tmp_path, SENTENCES, test=str(other)), Labels.TAGS, tmp_path / "run")
