@@ -1,4 +1,4 @@
-"""Models by name: `build` finds the module, which makes the ordered sequence of layers."""
+"""Models by name: `build` finds the model's module and calls it to create the sequence of layers."""
 
 import importlib
 from types import ModuleType
@@ -13,56 +13,59 @@ from jaxpar.models.options import check_attention, with_attention_of
 
 __all__ = ["MODELS", "Batch", "Context", "LayerRun", "Model", "Params", "Tie", "build", "check_model"]
 
-# The models there are, with the least data that each can be built for.
+# The models, each with the smallest data set that it can be built for.
 MODELS = {
     "bert": DataInfo("text", (1,), 1, ("",), 1, 0),
     "gpt": DataInfo("text", (1,), 1, ("",), 1, 0),
     "resnet": DataInfo("image", (1, 1, 1), 1, ("",), 0, 0),
     "mlp": DataInfo("vector", (1,), 1, ("",), 0, 0),
-    "vit": DataInfo("image", (0, 0, 1), 1, ("",), 0, 0),  # a size that every patch divides
+    "vit": DataInfo("image", (0, 0, 1), 1, ("",), 0, 0),  # size 0 is divisible by every patch size
 }
 DTYPES = ("float32", "bfloat16")
 
 
 def check_model(config: ConfigDict, cluster: Cluster) -> Model | None:
-    """Return the model for the least data, whose layers have the names that they have for any; None for a user's own.
+    """Check config.model as far as possible without data.
+
+    Returns the model for the smallest possible data set; the names of its layers do not depend on the data. Returns
+    None for a user-defined model.
 
     Args:
-      config: of the run.
-      cluster: that the model is to run on.
+      config: config of the run.
+      cluster: cluster on which the model will run.
 
     Raises:
-      UserError: something is wrong with config.model or config.task whatever the data.
+      UserError: config.model or config.task is invalid for every data set.
     """
     if config.model.name in MODELS:
-        return build(config, MODELS[config.model.name], cluster)  # abstract: no array is made
+        return build(config, MODELS[config.model.name], cluster)  # abstract: allocates no arrays
     _check_choices(config)
     _module(config.model.name)
     return None
 
 
 def build(config: ConfigDict, info: DataInfo, cluster: Cluster) -> Model:
-    """Build the model that config.model and config.task say, for this data. Makes no array.
+    """Build the model of config.model and config.task for a data set. Allocates no arrays.
 
-    config.model.name is one of MODELS, or a module of the user's (with a dot in its name, on
-    PYTHONPATH): both have `build(config, info) -> Model`.
+    config.model.name is one of MODELS or the name of a user's module, which must contain a dot and be on PYTHONPATH.
+    Either module has a function `build(config, info) -> Model`.
 
     Args:
-      config: of the run.
-      info: what a model must know of the data.
-      cluster: that the model is to run on.
+      config: config of the run.
+      info: facts of the data set.
+      cluster: cluster on which the model will run.
 
     Raises:
-      UserError: an unknown name, or options that do not fit each other, the task or the data.
+      UserError: the name is unknown, or options are incompatible with each other, the task or the data.
     """
     _check_choices(config)
     name = config.model.name
     model = _module(name).build(with_attention_of(config, cluster), info)
-    check_attention(config, cluster)  # after what the model says of the config, which holds on any cluster
+    check_attention(config, cluster)  # last, because the model's own errors do not depend on the cluster
     if not isinstance(model, Model):
         raise UserError(
-            f"config.model.name is {name!r}, whose build returned a {type(model).__name__}; "
-            "it must return a jaxpar.models.Model."
+            f"config.model.name is {name!r}, whose function build returned {type(model).__name__}; "
+            "it must return a jaxpar.models.Model"
         )
     return model
 
@@ -82,19 +85,19 @@ def _module(name: str) -> ModuleType:
 def _import_from_path(name: str) -> ModuleType:
     if "." not in name:
         raise UserError(
-            f"config.model.name is {name!r}; it must be {', '.join(MODELS)}, or a module of yours with a dot "
-            f"in its name, such as my_package.my_model.{nearest(name, MODELS)}"
+            f"config.model.name is {name!r}; it must be one of {', '.join(MODELS)}, or the dotted name of your own "
+            f"module, such as my_package.my_model.{nearest(name, MODELS)}"
         )
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # A module that is there but imports a missing one is the user's bug: show where.
+        # If the user's module exists but imports a missing one, the traceback must show where.
         if error.name is None or not name.startswith(error.name):
             raise
         raise UserError(
-            f"config.model.name is {name!r}, but there is no module {error.name!r} on PYTHONPATH; "
-            f"it must be {', '.join(MODELS)}, or a module of yours."
+            f"config.model.name is {name!r}, but PYTHONPATH contains no module {error.name!r}; "
+            f"it must be one of {', '.join(MODELS)}, or your own module"
         ) from error
     if not hasattr(module, "build"):
-        raise UserError(f"config.model.name is {name!r}, but {module.__file__} has no function build(config, info).")
+        raise UserError(f"config.model.name is {name!r}, but {module.__file__} has no function build(config, info)")
     return module

@@ -1,4 +1,4 @@
-"""BERT (Devlin et al. 2018): the encoder, for classification of texts or words, regression and masked language models.
+"""The BERT encoder (Devlin et al. 2018) for text and token classification, regression and masked language modelling.
 
 Array dims: B examples, T positions, D features, V vocabulary, C classes.
 """
@@ -28,7 +28,7 @@ from jaxpar.models.model import Context, Model
 from jaxpar.models.options import Spec, check_task, pick, transformer_spec
 from jaxpar.tasks import Task
 
-# Google's: https://github.com/google-research/bert
+# Sizes from https://github.com/google-research/bert
 SIZES = {
     "tiny": {"num_layers": 2, "hidden_size": 128, "num_heads": 2},
     "mini": {"num_layers": 4, "hidden_size": 256, "num_heads": 4},
@@ -42,7 +42,10 @@ NORM_EPS = 1e-12
 
 
 def build(config: ConfigDict, info: DataInfo) -> Model:
-    """The layers: embed, block_0 .. , head. The output: [B, C], [B, T, C] or [B, T, V], float32."""
+    """Build the layers embed, block_0 to block_(num_layers - 1), head.
+
+    The output is [B, C], [B, T, C] or [B, T, V], float32.
+    """
     task, spec, pooling = resolve(config, info)
     if task.head == "masked_lm":
         return transformer(config, spec, partial(MaskedLMHead, spec), TIED_HEAD)
@@ -52,7 +55,7 @@ def build(config: ConfigDict, info: DataInfo) -> Model:
 
 
 def resolve(config: ConfigDict, info: DataInfo) -> tuple[Task, Spec, str]:
-    """Return the task, the numbers of the encoder, and how its head pools (empty: it does not)."""
+    """Return the task, the encoder's Spec, and the pooling of the head ('' if the head does not pool)."""
     task = check_task(config, info, heads=("example", "token", "masked_lm"), kinds=("text",))
     pooling = {"pooling": "cls"} if task.head == "example" else {}
     values = {"pooling": "", **pick(config, SIZES, {**DEFAULTS, **pooling})}
@@ -64,9 +67,10 @@ def resolve(config: ConfigDict, info: DataInfo) -> tuple[Task, Spec, str]:
 
 
 class PoolingHead(nnx.Module):
-    """Pools the text into one vector and classifies it.
+    """Head that pools a text into one vector and classifies it.
 
-    cls: BERT's pooler, tanh of a linear map of the first token. mean: over the real tokens, no pooler.
+    With pooling 'cls', the vector is BERT's pooler output: tanh of a linear map of the first token. With 'mean', it is
+    the mean over the real tokens, without the pooler.
     """
 
     def __init__(self, spec: Spec, pooling: str, num_classes: int, rngs: nnx.Rngs):
@@ -77,7 +81,7 @@ class PoolingHead(nnx.Module):
         self.classifier = classifier(spec, num_classes, rngs)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        """Hidden states to logits: [B, T, D] -> [B, C]."""
+        """Compute logits from hidden states: [B, T, D] -> [B, C]."""
         if self.pooling == "cls":
             x_BD = jnp.tanh(self.pooler(x_BTD[:, 0]))
         else:
@@ -87,26 +91,29 @@ class PoolingHead(nnx.Module):
 
 
 def mean_over_mask(x_BTD: jax.Array, mask_BT: jax.Array) -> jax.Array:
-    """The mean over the positions where mask_BT is True, summed in float32; of fillers: zero. [B, D] as x."""
+    """Return the mean over the positions where mask_BT is True, [B, D] in the dtype of x; zero for fillers.
+
+    The sum is computed in float32.
+    """
     weights_BT = mask_BT.astype(jnp.float32)
     total_BD = jnp.einsum("btd,bt->bd", x_BTD.astype(jnp.float32), weights_BT)
     return (total_BD / jnp.maximum(weights_BT.sum(axis=1, keepdims=True), 1)).astype(x_BTD.dtype)
 
 
 class TokenHead(nnx.Module):
-    """Classifies each token."""
+    """Head that classifies each token."""
 
     def __init__(self, spec: Spec, num_classes: int, rngs: nnx.Rngs):
         self.spec = spec
         self.classifier = classifier(spec, num_classes, rngs)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        """Hidden states to logits: [B, T, D] -> [B, T, C]."""
+        """Compute logits from hidden states: [B, T, D] -> [B, T, C]."""
         return self.classifier(dropout(x_BTD, self.spec.dropout, context, 0))
 
 
 class MaskedLMHead(nnx.Module):
-    """BERT's transform, then the token embedding as the decoder, with a separate bias."""
+    """BERT's masked-LM head: a transform, then the token embedding as the decoder, with a separate bias."""
 
     def __init__(self, spec: Spec, rngs: nnx.Rngs):
         self.spec = spec
@@ -116,7 +123,7 @@ class MaskedLMHead(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(spec.vocab_size))
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        """Hidden states to logits: [B, T, D] -> [B, T, V]."""
+        """Compute logits from hidden states: [B, T, D] -> [B, T, V]."""
         x_BTD = normalize(self.norm, ACTIVATIONS[self.spec.activation](self.transform(x_BTD)))
         logits_BTV = token_logits(x_BTD, self.tokens[...])
         return logits_BTV + self.bias[...][None, None, :]

@@ -1,7 +1,7 @@
-"""GPT-2 (Radford et al. 2019), and with four options a Llama: for causal language modelling and classification.
+"""GPT-2 (Radford et al. 2019), with options for Llama blocks, for causal language modelling and classification.
 
-norm=rmsnorm, activation=swiglu, positions=rotary and num_kv_heads < num_heads make the blocks of
-Llama (Touvron et al. 2023); the head stays tied to the embedding.
+norm=rmsnorm, activation=swiglu, positions=rotary and num_kv_heads < num_heads give the blocks of Llama (Touvron et al.
+2023). Unlike in the original Llama, the head stays tied to the embedding.
 
 Array dims: B examples, T positions, D features, V vocabulary, C classes.
 """
@@ -52,7 +52,7 @@ NORM_EPS = 1e-5
 
 
 def build(config: ConfigDict, info: DataInfo) -> Model:
-    """The layers: embed, block_0 .. , head. The output: logits [B, T, V] or [B, C], float32."""
+    """Build the layers embed, block_0 to block_(num_layers - 1), head. Outputs logits [B, T, V] or [B, C], float32."""
     task, spec = resolve(config, info)
     if task.head == "causal_lm":
         return transformer(config, spec, partial(CausalLMHead, spec), TIED_HEAD)
@@ -60,7 +60,7 @@ def build(config: ConfigDict, info: DataInfo) -> Model:
 
 
 def resolve(config: ConfigDict, info: DataInfo) -> tuple[Task, Spec]:
-    """Return the task, and the numbers of the decoder."""
+    """Return the task and the decoder's Spec."""
     task = check_task(config, info, heads=("causal_lm", "example"), kinds=("text",))
     values = pick(config, SIZES, DEFAULTS)
     check_choice("model.norm", values["norm"], ("layernorm", "rmsnorm"))
@@ -70,19 +70,22 @@ def resolve(config: ConfigDict, info: DataInfo) -> tuple[Task, Spec]:
 
 
 class CausalLMHead(nnx.Module):
-    """The last norm, then the token embedding as the decoder."""
+    """Language-model head: the final norm, then the token embedding as the decoder."""
 
     def __init__(self, spec: Spec, rngs: nnx.Rngs):
         self.norm = norm(spec, rngs)
         self.tokens = nnx.Param(INIT_SCALE * jax.random.normal(rngs.params(), (spec.vocab_size, spec.hidden_size)))
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        """Hidden states to logits: [B, T, D] -> [B, T, V]."""
+        """Compute logits from hidden states: [B, T, D] -> [B, T, V]."""
         return token_logits(normalize(self.norm, x_BTD), self.tokens[...])
 
 
 class LastTokenHead(nnx.Module):
-    """The last norm, then a linear map, without bias, of the last real token: the one that has seen all others."""
+    """Classification head: the final norm, then a linear map without bias of the last real token.
+
+    The last token is the only one that attends to all others.
+    """
 
     def __init__(self, spec: Spec, num_classes: int, rngs: nnx.Rngs):
         self.spec = spec
@@ -90,7 +93,7 @@ class LastTokenHead(nnx.Module):
         self.classifier = classifier(spec, num_classes, rngs, bias=False)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        """Hidden states to logits: [B, T, D] -> [B, C]."""
+        """Compute logits from hidden states: [B, T, D] -> [B, C]."""
         if "mask" in context.batch:
             last_B = real_lengths(context.batch["mask"]) - 1
             x_BD = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)[:, 0]

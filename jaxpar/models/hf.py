@@ -1,7 +1,7 @@
-"""Pretrained weights in and trained ones out, as directories of Hugging Face `transformers`: BERT and GPT-2.
+"""Reads and writes BERT and GPT-2 weights as Hugging Face `transformers` directories.
 
-A directory has config.json, model.safetensors (or several, with an index) and a tokenizer. Our
-arrays and theirs hold the same numbers, so the logits are the same to the rounding of float32.
+A directory contains config.json, model.safetensors (or several files with an index) and a tokenizer. The weights are
+the same numbers in both formats, so the logits agree to float32 rounding.
 """
 
 import json
@@ -24,17 +24,17 @@ from jaxpar.models.model import Model, Params
 
 
 class Family(NamedTuple):
-    """How one model_type of config.json names what config.model names.
+    """The mapping between one model_type of config.json and config.model.
 
     Attributes:
-      model: config.model.name.
+      model: value of config.model.name.
       keys: config.model key -> config.json key.
-      activations: value of config.model.activation -> theirs.
-      defaults: theirs, of keys that a config.json may leave out.
-      fixed: theirs, of keys that may have no other value.
-      prefix: of the tensors' names, in the classes with a head.
-      classes: head of the task -> their class.
-      tensors: number of layers -> all tensors.
+      activations: config.model.activation -> the activation in config.json.
+      defaults: default values of config.json keys that can be absent.
+      fixed: config.json keys with the only supported value of each.
+      prefix: prefix of the tensor names in `transformers` classes with a head.
+      classes: head of the task -> `transformers` class.
+      tensors: function from the number of layers to all tensors.
     """
 
     model: str
@@ -106,23 +106,23 @@ FAMILIES = {
 }
 
 
-# ---- in ----------------------------------------------------------------------------------------------
+# ---- import ------------------------------------------------------------------------------------------
 
 
 def apply_directory(config: ConfigDict) -> None:
-    """Sets the sizes in config.model to those of the directory config.model.init_from.
+    """Set the sizes in config.model to the sizes of the model in directory config.model.init_from.
 
-    Dropout stays as the config has it, where it has one.
+    A dropout rate set in the config has priority over the directory's.
 
     Raises:
-      UserError: no such directory, a kind of model that we do not have, a size that the config sets otherwise.
+      UserError: the directory does not exist, the kind of model is unsupported, or a size conflicts with the config.
     """
     path = Path(config.model.init_from).expanduser() / "config.json"
     family, theirs = _read_config(path)
     if config.model.name != family.model:
         raise UserError(
             f"config.model.name is {config.model.name!r}, but {path} describes a {family.model!r} model; "
-            f"set config.model.name={family.model}."
+            f"set config.model.name={family.model}"
         )
     for key, name in family.keys.items():
         value = {**family.defaults, **theirs}[name]
@@ -133,50 +133,58 @@ def apply_directory(config: ConfigDict) -> None:
         elif config.model[key] != value and key != "dropout":
             raise UserError(
                 f"config.model.{key} is {config.model[key]!r}, but {path} has {name} {value!r}; "
-                f"leave out config.model.{key}."
+                f"do not set config.model.{key}"
             )
 
 
 def _read_config(path: Path) -> tuple[Family, dict[str, Any]]:
-    """The family and the contents of a config.json that we can build exactly."""
+    """Return the family and the contents of a config.json. Raises UserError if the model is not supported exactly."""
     if not path.parent.is_dir():
         raise UserError(
-            f"config.model.init_from is {str(path.parent)!r}, which does not exist; it must be a model's directory"
+            f"config.model.init_from is {str(path.parent)!r}, which does not exist; it must be a model directory"
         )
     if not path.is_file():
-        raise UserError(f"config.model.init_from is {str(path.parent)!r}, which has no config.json.")
+        raise UserError(
+            f"config.model.init_from is {str(path.parent)!r}; it must be a directory that contains config.json"
+        )
     try:
         theirs = json.loads(path.read_text())
         kind = theirs["model_type"]
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is not a config.json of a model: {error!r}.") from error
+        raise UserError(f"{path} is not the config.json of a model: {error!r}") from error
     if kind not in FAMILIES:
-        raise UserError(f"{path} has model_type {kind!r}; config.model.init_from reads {', '.join(FAMILIES)}.")
+        raise UserError(
+            f"config.model.init_from is {str(path.parent)!r} with model_type {kind!r}; it must be one of "
+            f"{', '.join(FAMILIES)}"
+        )
     family = FAMILIES[kind]
     missing = [name for name in family.keys.values() if name not in theirs and name not in family.defaults]
     if missing:
-        raise UserError(f"{path} lacks {', '.join(missing)}.")
+        raise UserError(f"{path} lacks {', '.join(missing)}")
     accepted = {name: [value] for name, value in family.fixed.items()}
     accepted[family.keys["activation"]] = list(family.activations.values())
     for name, values in accepted.items():
         if name in theirs and theirs[name] not in values:
-            raise UserError(f"{path} has {name} {theirs[name]!r}; config.model.init_from reads {values} only.")
+            raise UserError(
+                f"config.model.init_from is {str(path.parent)!r} with {name} {theirs[name]!r} in config.json; "
+                f"it must be one of {', '.join(map(repr, values))}"
+            )
     return family, theirs
 
 
 def load_params(model: Model, params: Params, directory: Path, log: Callable[[str], None] = print) -> Params:
-    """Pretrained values in place of fresh ones: `params` with the arrays that the directory has, as NumPy.
+    """Return `params` with the arrays in the directory in place of the initial ones, as NumPy arrays.
 
-    Heads that the directory lacks, and a classifier of another number of classes, stay as in `params`.
+    Heads that the directory lacks, and a classifier with a different number of classes, stay as in `params`.
 
     Args:
-      model: built from a config that `apply_directory` has set.
-      params: fresh ones, for what the directory lacks; or their shapes alone.
-      directory: what config.model.init_from was.
-      log: is called with one line: what was read, and what stays fresh.
+      model: the model, built from a config processed by `apply_directory`.
+      params: initial parameters, which fill in for arrays that the directory lacks, or only their shapes.
+      directory: the directory that config.model.init_from named.
+      log: called with one line that lists the directory and the parameters that keep their initial values.
 
     Raises:
-      UserError: a file is missing or damaged, a tensor is missing or has another shape.
+      UserError: a file or tensor is missing, a file is damaged, or a tensor has the wrong shape.
     """
     family, _ = _read_config(directory / "config.json")
     sources = hf_tensors.find_tensors(directory)
@@ -184,43 +192,43 @@ def load_params(model: Model, params: Params, directory: Path, log: Callable[[st
     flat = flatten_dict(params, sep=".")
     fresh = []
     for tensor in family.tensors(len(model.layers) - 2):
-        if tensor.keys[0] not in flat:  # of the head of another task
+        if tensor.keys[0] not in flat:  # belongs to the head of another task
             continue
         name = prefix * tensor.prefixed + tensor.name
         if name not in sources and not tensor.head:
-            raise UserError(f"{directory} has no tensor {name}: its files are not those of its config.json.")
+            raise UserError(f"{directory} has no tensor {name}; its files do not match its config.json")
         arrays = tensor.to_ours(hf_tensors.read_tensor(sources[name])) if name in sources else []
         shapes = [(key, np.shape(flat[key]), array.shape) for key, array in zip(tensor.keys, arrays, strict=False)]
         wrong = [f"{key} {there}, but the model has {here}" for key, here, there in shapes if here != there]
         if not arrays or (wrong and tensor.keys[0].startswith("head.classifier")):
             fresh.append(tensor.keys[0])
         elif wrong:
-            raise UserError(f"{sources[name].path}: tensor {name} makes {'; '.join(wrong)}.")
+            raise UserError(f"{sources[name].path}: tensor {name} has the wrong shape: {'; '.join(wrong)}")
         else:
             flat |= dict(zip(tensor.keys, arrays, strict=True))
-    log(f"init      from {directory}" + (f"; fresh: {', '.join(fresh)}" if fresh else ""))
+    log(f"init      from {directory}" + (f"; newly initialized: {', '.join(fresh)}" if fresh else ""))
     return unflatten_dict(flat, sep=".")
 
 
-# ---- out ---------------------------------------------------------------------------------------------
+# ---- export ------------------------------------------------------------------------------------------
 
 
 def save_directory(params: Params, config: ConfigDict, info: DataInfo, tokenizer: Path, directory: Path) -> None:
-    """Writes trained parameters as a directory that `transformers` loads by AutoModel... and AutoTokenizer.
+    """Write trained parameters to a directory that `transformers` can load with AutoModel... and AutoTokenizer.
 
     Args:
-      params: canonical.
-      config: of the run.
-      info: of its data.
-      tokenizer: a tokenizer.json.
-      directory: a new one, or an empty one.
+      params: canonical parameters.
+      config: config of the run.
+      info: facts of the data set of the run.
+      tokenizer: path of a tokenizer.json.
+      directory: a directory that does not exist or is empty.
 
     Raises:
-      UserError: `transformers` has no such model, or the directory holds something.
+      UserError: `transformers` has no equivalent model, or the directory is not empty.
     """
     settings, family = _their_config(config, info)
     if directory.exists() and any(directory.iterdir()):
-        raise UserError(f"{directory} is not empty; give a new directory.")
+        raise UserError(f"{directory} is not empty; choose a new directory")
     flat = flatten_dict(params, sep=".")
     tensors, left = {}, set(flat)
     for tensor in family.tensors(settings[family.keys["num_layers"]]):
@@ -242,7 +250,10 @@ def save_directory(params: Params, config: ConfigDict, info: DataInfo, tokenizer
 def _their_config(config: ConfigDict, info: DataInfo) -> tuple[dict[str, Any], Family]:
     families = {family.model: (kind, family) for kind, family in FAMILIES.items()}
     if config.model.name not in families:
-        raise UserError(f"config.model.name is {config.model.name!r}; only {', '.join(families)} can be exported.")
+        raise UserError(
+            f"config.model.name is {config.model.name!r}; for an export to Hugging Face it must be one of "
+            f"{', '.join(families)}"
+        )
     kind, family = families[config.model.name]
     if kind == "bert":
         task, spec, pooling = bert.resolve(config, info)
@@ -254,10 +265,16 @@ def _their_config(config: ConfigDict, info: DataInfo) -> tuple[dict[str, Any], F
         differing = {"norm": (spec.norm, "rmsnorm"), "positions": (spec.positions, "rotary")}
         differing["activation"] = (spec.activation, "swiglu")
         if spec.num_kv_heads != spec.num_heads:
-            raise UserError(f"config.model.num_kv_heads is {spec.num_kv_heads}, which {kind} of transformers has not.")
+            raise UserError(
+                f"config.model.num_kv_heads is {spec.num_kv_heads}; it must equal num_heads ({spec.num_heads}), "
+                f"because Hugging Face {kind} has no grouped-query attention"
+            )
     for key, (value, unknown) in differing.items():
         if value == unknown:
-            raise UserError(f"config.model.{key} is {value!r}, which {kind} of transformers has not.")
+            raise UserError(
+                f"config.model.{key} is {value!r}; it must be another value, because Hugging Face {kind} does not "
+                "support it"
+            )
     values = {theirs: getattr(spec, ours) for ours, theirs in family.keys.items()}
     values[family.keys["activation"]] = family.activations[spec.activation]
     settings = {"architectures": [family.classes[task.head]], "model_type": kind, **values, **family.fixed, **extras}
@@ -266,14 +283,14 @@ def _their_config(config: ConfigDict, info: DataInfo) -> tuple[dict[str, Any], F
         settings["label2id"] = {name: index for index, name in enumerate(names)}
     if info.targets:
         settings["problem_type"] = "regression"
-    # GPT-2's classifier finds the last token of a text by it.
+    # GPT-2's classifier uses the padding token to find the last token of a text.
     settings["pad_token_id"] = info.pad_id if task.head != "causal_lm" else None
     return settings, family
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[str, int]]:
-    """Return what tokenizer.json lacks, the use of each special token: use -> token and its id."""
-    end = tuple(token for token in tokenizers.END_OF_TEXT if token != "[SEP]")  # BERT has no end of text
+    """Return the special tokens and their ids by use, such as pad_token, which tokenizer.json does not record."""
+    end = tuple(token for token in tokenizers.END_OF_TEXT if token != "[SEP]")  # BERT has no end-of-text token
     names = {
         "pad_token": tokenizers.PADDING,
         "unk_token": ("[UNK]", "<unk>", "<|endoftext|>"),

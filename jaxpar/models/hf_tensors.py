@@ -1,7 +1,8 @@
-"""The tensors of a Hugging Face directory: their names in `transformers` beside ours, and their files.
+"""The tensors of a Hugging Face directory: how their names map to jaxpar's parameters, and how to read their files.
 
-The names are those of its classes BertForMaskedLM, BertForSequenceClassification, BertForTokenClassification,
-GPT2LMHeadModel and GPT2ForSequenceClassification; BertModel and GPT2Model have the same ones without the prefix.
+The names are from the `transformers` classes BertForMaskedLM, BertForSequenceClassification,
+BertForTokenClassification, GPT2LMHeadModel and GPT2ForSequenceClassification. BertModel and GPT2Model use the same
+names without the prefix.
 """
 
 import json
@@ -18,14 +19,14 @@ Value = TypeVar("Value")
 
 
 class Tensor(NamedTuple):
-    """One tensor of a file.
+    """One tensor of a safetensors file.
 
     Attributes:
-      name: in the file, after the prefix where `prefixed`.
-      keys: our arrays; where there are several, the tensor is their concatenation along the last dim.
-      transposed: the file has [out, in] where we have [in, out].
-      prefixed: its name begins with the model's prefix, in the classes that have one.
-      head: belongs to a head that a file may lack.
+      name: name in the file, without the prefix.
+      keys: the corresponding parameters; the tensor is their concatenation along the last dim.
+      transposed: whether the file stores [out, in] for a parameter [in, out].
+      prefixed: whether the name has the model's prefix in classes with a head.
+      head: whether the tensor belongs to a head, which the file can lack.
     """
 
     name: str
@@ -35,18 +36,18 @@ class Tensor(NamedTuple):
     head: bool = False
 
     def to_ours(self, array: np.ndarray) -> list[np.ndarray]:
-        """Our arrays, one for each key, float32."""
+        """Return the parameters, one float32 array for each key."""
         array = np.ascontiguousarray(array.T if self.transposed else array, np.float32)
         return np.split(array, len(self.keys), axis=-1)
 
     def from_ours(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """The tensor of the file."""
+        """Return the tensor as stored in the file."""
         array = np.concatenate(arrays, axis=-1) if len(arrays) > 1 else arrays[0]
         return np.ascontiguousarray(array.T if self.transposed else array)
 
 
 def bert(num_layers: int) -> Iterator[Tensor]:
-    """All tensors of BERT and of its two heads. The decoder of the masked-LM head is the token embedding."""
+    """Yield all tensors of BERT and its heads. The decoder of the masked-LM head is the token embedding."""
     for ours, theirs in (("tokens", "word"), ("positions", "position"), ("token_types", "token_type")):
         yield Tensor(f"embeddings.{theirs}_embeddings.weight", (f"embed.{ours}",))
     yield from _norm("embeddings.LayerNorm", "embed.norm")
@@ -70,7 +71,7 @@ def bert(num_layers: int) -> Iterator[Tensor]:
 
 
 def gpt(num_layers: int) -> Iterator[Tensor]:
-    """All tensors of GPT-2 and of its classifier. Its linear maps are "Conv1D": [in, out], as ours."""
+    """Yield all tensors of GPT-2 and its classifier. Its linear maps are "Conv1D" and stored as [in, out]."""
     yield Tensor("wte.weight", ("embed.tokens",))
     yield Tensor("wpe.weight", ("embed.positions",))
     for i in range(num_layers):
@@ -101,14 +102,16 @@ def _norm(theirs: str, ours: str) -> Iterator[Tensor]:
 
 
 class TensorSource(NamedTuple):
-    """Where a tensor is."""
+    """The location of a tensor: the file, and the name in the file."""
 
     path: Path
     name: str
 
 
 def find_tensors(directory: Path) -> dict[str, TensorSource]:
-    """The tensors of a directory by today's names: files of before 2019 have gamma and beta in a LayerNorm.
+    """Return the tensors of a directory by their current names.
+
+    Files from before 2019 use gamma and beta for the weight and bias of LayerNorm.
 
     Raises:
       UserError: a file is missing or damaged.
@@ -120,11 +123,13 @@ def find_tensors(directory: Path) -> dict[str, TensorSource]:
         try:
             paths = sorted({directory / name for name in json.loads(index.read_text())["weight_map"].values()})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{index} is not an index of safetensors files: {error!r}.") from error
+            raise UserError(f"{index} is not an index of safetensors files: {error!r}") from error
     else:
         pickled = (directory / "pytorch_model.bin").is_file()
-        hint = "; it has pytorch_model.bin, which save_pretrained of transformers rewrites" if pickled else ""
-        raise UserError(f"config.model.init_from is {str(directory)!r}, which has no model.safetensors{hint}.")
+        hint = (
+            "; convert pytorch_model.bin by loading it in transformers and calling save_pretrained" if pickled else ""
+        )
+        raise UserError(f"config.model.init_from is {str(directory)!r}, which contains no model.safetensors{hint}")
     sources = {}
     for path in paths:
         for name in _reading(path, lambda file: list(file.keys())):
@@ -134,7 +139,7 @@ def find_tensors(directory: Path) -> dict[str, TensorSource]:
 
 
 def read_tensor(source: TensorSource) -> np.ndarray:
-    """The array. Raises UserError where the file is cut short."""
+    """Return the array of a tensor. Raises UserError if the file is truncated."""
     return _reading(source.path, lambda file: file.get_tensor(source.name))
 
 
@@ -143,4 +148,4 @@ def _reading(path: Path, function: Callable[[Any], Value]) -> Value:
         with safe_open(path, framework="numpy") as file:
             return function(file)
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is missing, cut short or no safetensors file: {error}.") from error
+        raise UserError(f"{path} is missing, truncated or not a safetensors file: {error}") from error

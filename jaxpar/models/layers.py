@@ -1,4 +1,4 @@
-"""Layers of BERT, GPT and the Llama between their options. Single-device code: no mesh, no axis names.
+"""The transformer layers of BERT, GPT and Llama. This is single-device code without mesh or axis names.
 
 Array dims: B examples, T positions, D features, F features inside the MLP, H query heads, G key and
 value heads, K features of a head, V vocabulary.
@@ -20,18 +20,18 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
-    "swiglu": jax.nn.silu,  # of the gate
+    "swiglu": jax.nn.silu,  # applied to the gate
 }
-INIT_SCALE = 0.02  # standard deviation of fresh weights in BERT and GPT-2
+INIT_SCALE = 0.02  # standard deviation of the initial weights in BERT and GPT-2
 ROTARY_BASE = 10_000.0
 
 
 def dropout(x: jax.Array, rate: float, context: Context, site: int) -> jax.Array:
-    """Zeroes numbers of x [B, ...] with probability `rate` and scales the others up.
+    """Apply dropout with probability `rate` to x [B, ...].
 
-    The mask of an example depends on its key and the site within the layer, on nothing else in the
-    batch. With JAX's partitionable random bits, number i is a function of (key, i), so what
-    position t draws does not depend on the padded length either.
+    The mask of an example depends only on its key and on `site`, the index of the dropout in the layer. With JAX's
+    partitionable random bits, element i is a function of (key, i), so the mask at position t does not depend on the
+    padded length.
     """
     if context.keys_B is None or rate == 0:
         return x
@@ -43,13 +43,13 @@ def dropout(x: jax.Array, rate: float, context: Context, site: int) -> jax.Array
 
 
 def classifier(spec: Spec, num_classes: int, rngs: nnx.Rngs, *, bias: bool = True) -> nnx.Linear:
-    """The linear map to the classes; in float32, so that logits are not rounded."""
+    """Return the linear map to the classes, in float32 so that logits are not rounded."""
     init = nnx.initializers.normal(INIT_SCALE)
     return nnx.Linear(spec.hidden_size, num_classes, use_bias=bias, dtype=jnp.float32, kernel_init=init, rngs=rngs)
 
 
 def linear(num_in: int, num_out: int, spec: Spec, rngs: nnx.Rngs, *, scale: float = INIT_SCALE) -> nnx.Linear:
-    """A linear map as all of a transformer's: kernel [in, out] from a normal distribution, bias zero."""
+    """Return a linear map of a transformer: kernel [in, out] drawn from a normal distribution, bias zero."""
     return nnx.Linear(
         num_in,
         num_out,
@@ -61,19 +61,22 @@ def linear(num_in: int, num_out: int, spec: Spec, rngs: nnx.Rngs, *, scale: floa
 
 
 def norm(spec: Spec, rngs: nnx.Rngs) -> nnx.Module:
-    """LayerNorm or RMSNorm over the features; to be called by `normalize`."""
+    """Return a LayerNorm or RMSNorm over the features; apply it with `normalize`."""
     if spec.norm == "rmsnorm":
         return nnx.RMSNorm(spec.hidden_size, epsilon=spec.norm_eps, rngs=rngs)
     return nnx.LayerNorm(spec.hidden_size, epsilon=spec.norm_eps, use_fast_variance=False, rngs=rngs)
 
 
 def normalize(norm: nnx.Module, x: jax.Array) -> jax.Array:
-    """Applies a norm in float32, whatever x is; the output is as x."""
+    """Apply a norm in float32 and return the result in the dtype of x."""
     return norm(x.astype(jnp.float32)).astype(x.dtype)
 
 
 def rotate(x_BTHK: jax.Array) -> jax.Array:
-    """Rotary positions (Su et al. 2021, section 3.4.2): pair (i, i + K/2) turns by t * base^(-2i/K), as in Llama."""
+    """Apply rotary positions (Su et al. 2021, section 3.4.2).
+
+    Pair (i, i + K/2) at position t is rotated by t * base^(-2i/K), as in Llama.
+    """
     half = x_BTHK.shape[-1] // 2
     frequencies_K = ROTARY_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles_TK = jnp.arange(x_BTHK.shape[1], dtype=jnp.float32)[:, None] * frequencies_K[None, :]
@@ -83,7 +86,7 @@ def rotate(x_BTHK: jax.Array) -> jax.Array:
 
 
 class Embed(nnx.Module):
-    """Token, position and segment embeddings. Its arrays are at the top of the layer, so that heads can share them."""
+    """Token, position and segment embeddings. The arrays are direct attributes, so that heads can be tied to them."""
 
     def __init__(self, spec: Spec, rngs: nnx.Rngs):
         def table(rows: int) -> nnx.Param[jax.Array]:
@@ -99,7 +102,7 @@ class Embed(nnx.Module):
             self.norm = norm(spec, rngs)
 
     def __call__(self, tokens_BT: jax.Array, context: Context) -> jax.Array:
-        """Tokens to vectors: [B, T] -> [B, T, D]."""
+        """Embed token ids: [B, T] -> [B, T, D]."""
         spec = self.spec
         x_BTD = self.tokens[...][tokens_BT]
         if spec.positions == "learned":
@@ -113,9 +116,10 @@ class Embed(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Self-attention with H query heads that share G key and value heads (Ainslie et al. 2023; G = H: the usual).
+    """Self-attention with H query heads that share G key and value heads (Ainslie et al. 2023).
 
-    No dropout on the attention probabilities: the fused kernels have none, and none is the common practice.
+    G = H is ordinary multi-head attention. There is no dropout on the attention probabilities: the fused kernels do not
+    support it, and most recent models do without it.
     """
 
     def __init__(self, spec: Spec, rngs: nnx.Rngs, *, out_scale: float):
@@ -127,7 +131,7 @@ class Attention(nnx.Module):
         self.out = linear(width, width, spec, rngs, scale=out_scale)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        """Each position's mixture of the others: [B, T, D] -> [B, T, D]."""
+        """Compute the attention output: [B, T, D] -> [B, T, D]."""
         spec, (B, T, D) = self.spec, x_BTD.shape
         q_BTHK = self.query(x_BTD).reshape(B, T, spec.num_heads, spec.head_dim)
         k_BTGK = self.key(x_BTD).reshape(B, T, spec.num_kv_heads, spec.head_dim)
@@ -135,7 +139,7 @@ class Attention(nnx.Module):
         if spec.positions == "rotary":
             q_BTHK, k_BTGK = rotate(q_BTHK), rotate(k_BTGK)
         lengths_B = None
-        # Padding is on the right, so a causal position never sees it.
+        # Padding is on the right, so with causal attention no real position attends to it.
         if "mask" in context.batch and not spec.causal:
             lengths_B = real_lengths(context.batch["mask"])
         with jax.numpy_dtype_promotion("standard"):  # JAX's own code mixes bfloat16 and float32
@@ -151,12 +155,12 @@ class Attention(nnx.Module):
 
 
 def real_lengths(mask_BT: jax.Array) -> jax.Array:
-    """Real tokens of each example; at least 1, so that fillers give finite numbers. int32 [B]."""
+    """Return the number of real tokens of each example, int32 [B], at least 1 so that outputs of fillers are finite."""
     return jnp.maximum(mask_BT.sum(axis=1, dtype=jnp.int32), 1)
 
 
 class MLP(nnx.Module):
-    """D -> F -> D. SwiGLU (Shazeer 2020): a third matrix, and silu(gate) * up inside."""
+    """The MLP D -> F -> D of a block. SwiGLU (Shazeer 2020) has a third matrix and computes silu(gate) * up inside."""
 
     def __init__(self, spec: Spec, rngs: nnx.Rngs, *, out_scale: float):
         self.spec = spec
@@ -166,7 +170,7 @@ class MLP(nnx.Module):
         self.down = linear(spec.mlp_size, spec.hidden_size, spec, rngs, scale=out_scale)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """Position by position: [B, T, D] -> [B, T, D]."""
+        """Apply the MLP to each position: [B, T, D] -> [B, T, D]."""
         activation = ACTIVATIONS[self.spec.activation]
         if self.spec.activation == "swiglu":
             return self.down(activation(self.gate(x_BTD)) * self.up(x_BTD))
@@ -174,11 +178,11 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """A transformer block: attention, then MLP, each with its residual and its norm."""
+    """A transformer block: attention, then an MLP, each with a residual connection and a norm."""
 
     def __init__(self, spec: Spec, rngs: nnx.Rngs):
         self.spec = spec
-        # GPT-2 (Radford et al. 2019, section 2.3): what is added to the residual starts smaller with depth.
+        # GPT-2 (Radford et al. 2019, section 2.3) scales the initial weights of residual branches down with depth.
         out_scale = INIT_SCALE / math.sqrt(2 * spec.num_layers) if spec.pre_norm else INIT_SCALE
         self.attention = Attention(spec, rngs, out_scale=out_scale)
         self.attention_norm = norm(spec, rngs)
@@ -186,7 +190,7 @@ class Block(nnx.Module):
         self.mlp_norm = norm(spec, rngs)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        """[B, T, D] -> [B, T, D]."""
+        """Apply the block: [B, T, D] -> [B, T, D]."""
         rate = self.spec.dropout
         if self.spec.pre_norm:
             x_BTD += dropout(self.attention(normalize(self.attention_norm, x_BTD), context), rate, context, 0)
@@ -196,14 +200,14 @@ class Block(nnx.Module):
 
 
 def token_logits(x_BTD: jax.Array, tokens_VD: jax.Array) -> jax.Array:
-    """The product of x and the token embedding: factors in x's dtype, sums in float32. [B, T, V]."""
+    """Return the product of x and the token embedding, [B, T, V]: factors in the dtype of x, sums in float32."""
     return jnp.einsum("btd,vd->btv", x_BTD, tokens_VD.astype(x_BTD.dtype), preferred_element_type=jnp.float32)
 
 
 def transformer(
     config: ConfigDict, spec: Spec, head: Callable[[nnx.Rngs], nnx.Module], ties: tuple[Tie, ...] = ()
 ) -> Model:
-    """The layers embed, block_0 .. block_(num_layers - 1), head."""
+    """Return the model with layers embed, block_0 to block_(num_layers - 1), head."""
     makers: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {"embed": partial(Embed, spec)}
     makers |= dict.fromkeys((f"block_{i}" for i in range(spec.num_layers)), partial(Block, spec))
     return Model({**makers, "head": head}, ties=ties, scan=config.model.scan_layers, remat=config.model.remat)

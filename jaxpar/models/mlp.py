@@ -1,4 +1,4 @@
-"""A plain multilayer perceptron on vectors or small images: the least model that trains.
+"""A multilayer perceptron on vectors or small images: the smallest model that trains.
 
 Array dims: B examples, D features, C classes.
 """
@@ -24,7 +24,7 @@ DEFAULTS = {"dropout": 0.0, "activation": "relu"}
 
 
 def build(config: ConfigDict, info: DataInfo) -> Model:
-    """The layers: embed, block_0 .. block_(num_layers - 1), head. The output: logits [B, C], float32."""
+    """Build the layers embed, block_0 to block_(num_layers - 1), head. Outputs logits [B, C], float32."""
     check_task(config, info, heads=("example",), kinds=("vector", "image"))
     values = pick(config, SIZES, DEFAULTS)
     check_choice("model.activation", values["activation"], ("gelu", "gelu_tanh", "relu"))
@@ -43,14 +43,14 @@ def build(config: ConfigDict, info: DataInfo) -> Model:
 
 
 def unit_range(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Images, uint8, from 0..255 to -1..1; vectors as they are; both in `dtype`."""
+    """Scale uint8 images from 0..255 to -1..1 and leave vectors unscaled. Returns `dtype`."""
     if x.dtype == jnp.uint8:
         return (x.astype(jnp.float32) / 127.5 - 1).astype(dtype)
     return x.astype(dtype)
 
 
 class Hidden(nnx.Module):
-    """A linear map and an activation. The first one flattens what it reads."""
+    """A linear map and an activation. The first layer also flattens its input."""
 
     def __init__(self, num_in: int, rngs: nnx.Rngs, *, width: int, activation: str, dropout: float, dtype: DTypeLike):
         self.activation = activation
@@ -59,7 +59,7 @@ class Hidden(nnx.Module):
         self.linear = nnx.Linear(num_in, width, dtype=dtype, kernel_init=nnx.initializers.he_normal(), rngs=rngs)
 
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        """[B, ...] -> [B, D]."""
+        """Apply the layer: [B, ...] -> [B, D]."""
         x_BD = unit_range(x, self.dtype).reshape(x.shape[0], -1)
         return dropout(ACTIVATIONS[self.activation](self.linear(x_BD)), self.rate, context, 0)
 
@@ -71,5 +71,5 @@ class MLPHead(nnx.Module):
         self.classifier = nnx.Linear(num_in, num_classes, dtype=jnp.float32, rngs=rngs)
 
     def __call__(self, x_BD: jax.Array, context: Context) -> jax.Array:
-        """[B, D] -> [B, C]."""
+        """Compute logits: [B, D] -> [B, C]."""
         return self.classifier(x_BD)

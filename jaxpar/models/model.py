@@ -1,9 +1,9 @@
 """A model is an ordered sequence of single-device layers.
 
-A layer is an `nnx.Module` called as `layer(x, context)`. It knows nothing of devices. The
-sequence is what every strategy partitions: a pipeline stage is a range of it. What passes
-between layers, x, is an array or any pytree of arrays. Parameters are a plain dict keyed by
-layer name, the canonical form: no strategy, and no scan over layers, shows in it.
+A layer is an `nnx.Module` called as `layer(x, context)`. It contains no code for devices. Strategies partition the
+sequence: a pipeline stage is a range of layers. The activations x between layers are an array or any pytree of arrays.
+Parameters are a plain dict keyed by layer name. This canonical form is independent of the strategy and of any scan over
+layers.
 
 Array dims: B examples, T positions, D features.
 """
@@ -20,36 +20,36 @@ from flax import nnx
 
 from jaxpar.layout import Tree
 
-LayerParams = dict[str, Any]  # of one layer: nested dict of arrays, or of their shapes
-Params = dict[str, LayerParams]  # by the layer's name
-Index = int | jax.Array  # of a layer
+LayerParams = dict[str, Any]  # parameters of one layer: nested dict of arrays, or of their shapes
+Params = dict[str, LayerParams]  # by layer name
+Index = int | jax.Array  # index of a layer
 GraphDef = nnx.GraphDef[nnx.Module]
-Activations = Tree  # what passes between layers: an array, or any pytree of arrays
+Activations = Tree  # the values between layers: an array or any pytree of arrays
 Batch = Mapping[str, jax.Array]  # see jaxpar.data for the keys
 
 REMAT_POLICIES: dict[str, Any] = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
-# (shapes of a layer's arrays, what params hold of them) -> the arrays
+# (shapes of a layer's arrays, their stored form in params) -> the arrays
 Fetch = Callable[[LayerParams, Tree], LayerParams]
-MOVES = (
+MOVES = (  # primitives that only gather, move or cast data
     *("all_gather", "broadcast_in_dim", "concatenate", "convert_element_type", "dynamic_slice", "pad", "reshape"),
     *("slice", "split", "squeeze", "transpose"),
 )
 
 
 def is_computed(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A policy of `jax.checkpoint`: saves what is computed, and not what is only fetched, moved or cast."""
+    """Policy for `jax.checkpoint` that saves computed values, but not values that are only gathered, moved or cast."""
     return primitive.name not in MOVES
 
 
 class Context(NamedTuple):
-    """Values that a layer sees besides its input.
+    """Values that a layer can read besides its input.
 
     Attributes:
-      batch: the whole batch: a stage of a pipeline has it too, so masks need not travel.
-      keys_B: one dropout key an example, of this layer and step; None when evaluating.
+      batch: the batch. Every pipeline stage has it, so masks are not sent between stages.
+      keys_B: dropout keys of this layer and step, one per example; None in evaluation.
     """
 
     batch: Batch
@@ -66,7 +66,7 @@ class Tie(NamedTuple):
 
 
 class LayerRun(NamedTuple):
-    """Consecutive layers of equal definition and shapes: layers[start:stop]. One scan can compute them."""
+    """Consecutive layers[start:stop] with equal definitions and shapes, which one scan can compute."""
 
     start: int
     stop: int
@@ -81,12 +81,12 @@ class Layer(NamedTuple):
 
 
 class Model:
-    """Layers in order. `jaxpar.models.build` makes one from a config.
+    """An ordered sequence of layers. `jaxpar.models.build` creates one from a config.
 
     Attributes:
-      layers: in the order of computation.
+      layers: the layers in the order of computation.
       ties: arrays that two layers share.
-      runs: the same layers, consecutive equal ones put together.
+      runs: the layers, grouped into runs of equal consecutive layers.
     """
 
     def __init__(
@@ -97,13 +97,14 @@ class Model:
         scan: bool = False,
         remat: str = "none",
     ):
-        """Layers from their makers.
+        """Create the model from functions that create its layers.
 
         Args:
-          makers: layer name -> maker of the layer, in order. Equal layers had best have the same maker.
+          makers: layer name -> function that creates the layer, in order. Equal layers should share one function: they
+            are then traced and initialized together.
           ties: arrays that two layers share.
-          scan: compute a run of equal layers by one `lax.scan`.
-          remat: none, full, dots: what the backward pass recomputes in each layer.
+          scan: whether to compute a run of equal layers with one `lax.scan`.
+          remat: none, full or dots: which values the backward pass recomputes in each layer.
         """
         self._makers = dict(makers)
         self._scan = scan
@@ -115,14 +116,14 @@ class Model:
         self.runs = tuple(self._find_runs())
 
     def unrolled(self) -> "Model":
-        """The same model, computed without a scan."""
+        """Return the same model, computed without a scan."""
         model = copy.copy(self)
         model._scan = False
         return model
 
     @property
     def shapes(self) -> Params:
-        """The shapes and dtypes of what `init` returns."""
+        """The shapes and dtypes of the parameters that `init` returns."""
         tied = {(tie.layer, tie.name) for tie in self.ties}
         return {
             layer.name: {name: leaf for name, leaf in layer.shapes.items() if (layer.name, name) not in tied}
@@ -130,13 +131,13 @@ class Model:
         }
 
     def init(self, key: jax.Array) -> Params:
-        """Fresh parameters. Layer i draws from fold_in(key, i), so a layer's start depends on its place alone."""
+        """Return initial parameters. Layer i uses fold_in(key, i), so its values depend only on the key and i."""
         return self.init_layers(key, 0, len(self.layers))
 
     def init_layers(self, key: jax.Array, start: int, stop: int, *, shift: Index = 0) -> Params:
-        """Fresh parameters of layers[start:stop]; they draw as those `shift` further on would."""
+        """Return initial parameters of layers[start:stop], with the random keys of the layers at index + shift."""
         params: Params = {}
-        # Layers in a row from one maker are made by one vmap: compiled once, and the same numbers.
+        # Consecutive layers with the same maker are initialized by one vmap: it compiles once, with the same numbers.
         makers = list(self._makers.items())[start:stop]
         for _, group in itertools.groupby(makers, lambda item: id(item[1])):
             names, same = zip(*group, strict=True)
@@ -151,12 +152,14 @@ class Model:
     def apply(
         self, params: Params, batch: Batch, keys_B: jax.Array | None = None, *, fetch: Fetch | None = None
     ) -> jax.Array:
-        """The output of the last layer.
+        """Return the output of the last layer.
 
         Args:
-          params: as `init` returns, or what `fetch` takes.
-          keys_B: one dropout key an example; None: no dropout.
-          fetch: makes a layer's arrays when the layer is computed, and again in its backward pass.
+          params: parameters as returned by `init`, or in the form that `fetch` accepts.
+          batch: the batch; its "inputs" are the input of the first layer.
+          keys_B: one dropout key per example, or None for no dropout.
+          fetch: function that returns the arrays of a layer; it runs when the layer is computed, and again in its
+            backward pass.
         """
         return self.apply_layers(params, batch["inputs"], batch, keys_B, 0, len(self.layers), fetch=fetch)
 
@@ -173,12 +176,12 @@ class Model:
         scan: bool = True,
         fetch: Fetch | None = None,
     ) -> Activations:
-        """The output of layers[start:stop] for the input x of layer `start`. A pipeline stage is such a range.
+        """Return the output of layers[start:stop] (such as a pipeline stage) for the input x of layer `start`.
 
         Args:
-          shift: the layers draw the dropout masks of those `shift` further on: equal stages can share one program.
-          scan: False: no scan, even where the model has been made to.
-          fetch: as in `apply`.
+          shift: offset of the layer index for dropout masks, so that equal stages can share one program.
+          scan: if False, do not scan, even if the model was created with scan=True.
+          fetch: see `apply`.
         """
         for run in self.runs:
             first, last = max(run.start, start), min(run.stop, stop)
@@ -192,11 +195,11 @@ class Model:
         return x
 
     def inputs(self, batch: Batch) -> list[Activations]:
-        """The shapes and dtypes of each layer's input, for an abstract batch: `jax.ShapeDtypeStruct`s."""
+        """Return the shapes and dtypes of the input of each layer for an abstract batch, as `jax.ShapeDtypeStruct`s."""
         xs: list[Activations] = [jax.eval_shape(lambda x: x, batch["inputs"])]
         shapes, starts = self.shapes, {run.start for run in self.runs}
         for index in range(len(self.layers) - 1):
-            if index not in starts and xs[-1] == xs[-2]:  # what the equal layer before made of an equal input
+            if index not in starts and xs[-1] == xs[-2]:  # an equal layer with an equal input has an equal output
                 xs.append(xs[-1])
                 continue
             apply = partial(self.apply_layers, keys_B=None, start=index, stop=index + 1)
@@ -263,7 +266,7 @@ def _fresh(make: Callable[[nnx.Rngs], nnx.Module], key: jax.Array) -> LayerParam
 
 
 def _abstract(make: Callable[[nnx.Rngs], nnx.Module]) -> tuple[GraphDef, LayerParams]:
-    """The structure and the parameter shapes of a layer, without making its arrays."""
+    """Return the structure and the parameter shapes of a layer, without allocating its arrays."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), nnx.to_pure_dict(state))
     return graphdef, shapes

@@ -1,4 +1,4 @@
-"""Turns config.model into decided numbers, and refuses what cannot be built, before anything is compiled."""
+"""Resolves the options of config.model, and rejects invalid ones before compilation."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from jaxpar.errors import UserError, check_choice
 from jaxpar.tasks import Head, Task
 
 AttentionKernel = Literal["xla", "cudnn"]
-# The keys of config.model that override a size; a model lists those that it takes.
+# The keys of config.model that override a size. Each model supports some of them.
 OVERRIDES = (
     "num_layers",
     "hidden_size",
@@ -35,18 +35,18 @@ OVERRIDES = (
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A transformer in decided numbers.
+    """The resolved options of a transformer.
 
     Attributes:
       vocab_size: rows of the token embedding.
       max_length: rows of the position embedding; 0 with rotary positions.
-      token_types: rows of the segment embedding; 0: none.
-      dropout: rate, of embeddings and of what each half of a block adds.
-      norm: layernorm, rmsnorm. With rmsnorm the linear maps have no biases either, as in Llama.
-      pre_norm: normalise what a half of a block reads and what the head reads (GPT-2), or what
-        each half and the embedding give (BERT).
-      causal: no position sees a later one.
-      dtype: of the computation.
+      token_types: rows of the segment embedding; 0 for none.
+      dropout: dropout rate of the embeddings and of both residual branches of a block.
+      norm: layernorm or rmsnorm. With rmsnorm, the linear maps have no biases, as in Llama.
+      pre_norm: whether to normalize the inputs of both residual branches and of the head (GPT-2), rather than the
+        outputs of the embedding and after both residual branches (BERT).
+      causal: whether positions attend only to themselves and earlier positions.
+      dtype: dtype of the computation.
     """
 
     num_layers: int
@@ -69,35 +69,37 @@ class Spec:
 
     @property
     def head_dim(self) -> int:
-        """Features of an attention head."""
+        """Number of features of an attention head."""
         return self.hidden_size // self.num_heads
 
 
 def check_task(config: ConfigDict, info: DataInfo, *, heads: Sequence[Head], kinds: Sequence[str]) -> Task:
-    """Return the task. Raises UserError where the model lacks its head, or cannot read this kind of data."""
+    """Return the task. Raises UserError if the model lacks the head of the task or cannot process this kind of data."""
     name, task = config.model.name, tasks.find_task(config)
     if task.head not in heads:
         possible = [other for other, make in tasks.TASKS.items() if make(config).head in heads]
         raise UserError(
-            f"config.task is {task.name!r}, which model {name!r} cannot learn; it must be {', '.join(possible)}, or "
-            "another model (docs/tasks.md)"
+            f"config.task is {task.name!r}; for model {name!r} it must be one of {', '.join(possible)} (other models: "
+            "docs/tasks.md)"
         )
     if info.kind not in kinds:
         raise UserError(
-            f"config.model.name is {name!r}, which reads {' and '.join(kinds)} data, "
-            f"but config.data.source {config.data.source!r} gives {info.kind} data."
+            f"config.model.name is {name!r}, which needs {' or '.join(kinds)} data, "
+            f"but config.data.source {config.data.source!r} provides {info.kind} data"
         )
     return task
 
 
 def pick(config: ConfigDict, sizes: Mapping[str, Mapping[str, Any]], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of config.model.size, each overridden by the key of config.model that is set.
+    """Return the values of config.model.size, overridden by the keys that are set in config.model.
 
-    sizes: size name -> values. defaults: values that all sizes share. The keys of the two are
-    all that the model takes.
+    Args:
+      config: config of the run.
+      sizes: size name -> values.
+      defaults: values shared by all sizes. The model supports the keys of `sizes` and `defaults` and no others.
 
     Raises:
-      UserError: an unknown size, a key that the model does not take, a number out of range.
+      UserError: the size is unknown, the model does not support a key that is set, or a number is out of range.
     """
     check_choice("model.size", config.model.size, sizes)
     values = {**defaults, **sizes[config.model.size]}
@@ -108,42 +110,47 @@ def pick(config: ConfigDict, sizes: Mapping[str, Mapping[str, Any]], defaults: M
         if key not in values:
             takes = ", ".join(key for key in OVERRIDES if key in values)
             raise UserError(
-                f"config.model.{key} is {value!r}, but model {config.model.name!r} has no such option "
-                f"for task {tasks.find_task(config).name!r}; it takes {takes}."
+                f"config.model.{key} is {value!r}; it is not an option of model {config.model.name!r} for task "
+                f"{tasks.find_task(config).name!r}, whose options are {takes}"
             )
         if isinstance(value, int) and not isinstance(value, bool) and key != "dropout" and value < 1:
-            raise UserError(f"config.model.{key} is {value}; it must be at least 1.")
+            raise UserError(f"config.model.{key} is {value}; it must be at least 1")
         values[key] = value
     if "num_heads" not in values and config.model.attention == "cudnn":
-        raise UserError(f"config.model.attention is 'cudnn', but model {config.model.name!r} has no attention.")
+        raise UserError(
+            "config.model.attention is 'cudnn'; it must be 'auto' or 'xla', because model "
+            f"{config.model.name!r} has no attention"
+        )
     if not 0 <= values["dropout"] < 1:
-        raise UserError(f"config.model.dropout is {values['dropout']}; it must be at least 0 and less than 1.")
+        raise UserError(f"config.model.dropout is {values['dropout']}; it must be at least 0 and less than 1")
     return values
 
 
 def transformer_spec(
     config: ConfigDict, info: DataInfo, values: Mapping[str, Any], *, norm_eps: float, causal: bool
 ) -> Spec:
-    """The Spec of the picked values: a causal model is pre-norm without token types, as GPT-2; the other BERT.
+    """Return the Spec for the values from `pick`.
+
+    Causal models are pre-norm without token types, like GPT-2; others are post-norm with two token types, like BERT.
 
     Raises:
-      UserError: numbers that do not fit together, or to the data.
+      UserError: values are incompatible with each other or with the data.
     """
     positions, activation, norm = (values["positions"], values["activation"], values["norm"])
     hidden, heads = values["hidden_size"], values["num_heads"]
     if hidden % heads:
         raise UserError(
-            f"config.model.hidden_size is {hidden}; it must be a multiple of config.model.num_heads, {heads}."
+            f"config.model.hidden_size is {hidden}; it must be a multiple of config.model.num_heads ({heads})"
         )
     kv_heads = values["num_kv_heads"] or heads
     if heads % kv_heads:
         raise UserError(
-            f"config.model.num_heads is {heads}; it must be a multiple of config.model.num_kv_heads, {kv_heads}."
+            f"config.model.num_heads is {heads}; it must be a multiple of config.model.num_kv_heads ({kv_heads})"
         )
     if positions == "rotary" and hidden // heads % 2:
         raise UserError(
-            f"config.model.positions is 'rotary', which turns pairs of numbers: hidden_size / num_heads "
-            f"must be even, but is {hidden} / {heads} = {hidden // heads}."
+            f"config.model.hidden_size / num_heads is {hidden} / {heads} = {hidden // heads}; it must be even, because "
+            "config.model.positions is 'rotary'"
         )
     dtype = jnp.dtype(config.model.dtype)
     return Spec(
@@ -168,13 +175,16 @@ def transformer_spec(
 
 
 def _mlp_size(hidden: int, activation: str) -> int:
-    """4 D; a SwiGLU has three matrices for two, so 8/3 D, rounded up to a multiple of 64 (Shazeer 2020)."""
+    """Return 4 D, or for SwiGLU 8/3 D rounded up to a multiple of 64, as it has three matrices (Shazeer 2020)."""
     return -(-hidden * 8 // (3 * 64)) * 64 if activation == "swiglu" else 4 * hidden
 
 
 def _vocab_size(rows: int | None, info: DataInfo) -> int:
     if rows is not None and rows < info.vocab_size:
-        raise UserError(f"config.model.vocab_size is {rows}, but the tokenizer has {info.vocab_size} tokens.")
+        raise UserError(
+            f"config.model.vocab_size is {rows}; it must be at least {info.vocab_size}, the number of tokens of the "
+            "tokenizer"
+        )
     return rows or info.vocab_size
 
 
@@ -182,18 +192,20 @@ def _max_length(rows: int | None, positions: str, info: DataInfo) -> int:
     longest = info.input_shape[0]
     if positions == "rotary":
         if rows is not None:
-            raise UserError(f"config.model.max_length is {rows}, but rotary positions have no greatest length.")
+            raise UserError(
+                f"config.model.max_length is {rows}; it must not be set when config.model.positions is 'rotary'"
+            )
         return 0
     if rows is not None and rows < longest:
         raise UserError(
-            f"config.model.max_length is {rows}, but texts are padded up to {longest} tokens: "
-            "lower config.data.max_length and config.data.length_buckets, or raise config.model.max_length."
+            f"config.model.max_length is {rows}; it must be at least {longest}, the longest padded length of the texts "
+            "(or lower config.data.max_length)"
         )
     return rows or longest
 
 
 def with_attention_of(config: ConfigDict, cluster: Cluster) -> ConfigDict:
-    """Return the config with an attention kernel in the place of `auto`: xla where the cluster has no other."""
+    """Return the config, with attention `auto` replaced by `xla` if the cluster does not support cuDNN attention."""
     if config.model.attention != "auto" or _has_cudnn_attention(cluster):
         return config
     config = config.copy_and_resolve_references()
@@ -202,34 +214,34 @@ def with_attention_of(config: ConfigDict, cluster: Cluster) -> ConfigDict:
 
 
 def check_attention(config: ConfigDict, cluster: Cluster) -> None:
-    """Raise UserError where config.model.attention is cudnn, which the cluster's devices lack."""
+    """Raise UserError if config.model.attention is cudnn and the cluster does not support it."""
     if config.model.attention == "cudnn" and not _has_cudnn_attention(cluster):
         raise UserError(
-            "config.model.attention is 'cudnn', which needs an NVIDIA GPU of compute capability 8.0 or more, not "
-            f"{cluster.device_kind}."
+            f"config.model.attention is 'cudnn'; on {cluster.device_kind} it must be 'auto' or 'xla', because cuDNN "
+            "attention needs an NVIDIA GPU of compute capability 8.0 or higher"
         )
 
 
 def _has_cudnn_attention(cluster: Cluster) -> bool:
-    major = cluster.compute_capability.split(".")[0]  # gfx90a: AMD; empty: not a GPU
+    major = cluster.compute_capability.split(".")[0]  # gfx90a is an AMD GPU; empty is not a GPU
     return major.isdigit() and int(major) >= 8
 
 
 def attention_kernel(choice: str, dtype: DTypeLike, head_dim: int) -> AttentionKernel:
-    """Return the kernel, xla or cudnn, that config.model.attention comes to where devices have cuDNN's.
+    """Return the attention kernel, xla or cudnn, for a config.model.attention on devices that support cuDNN attention.
 
-    The limits are those of cuDNN's flash attention as `jax.nn.dot_product_attention` calls it.
+    The restrictions are those of cuDNN flash attention as called by `jax.nn.dot_product_attention`.
 
     Raises:
-      UserError: cudnn was asked for where it cannot serve.
+      UserError: the choice is cudnn, but the dtype or head size is not supported.
     """
     if choice == "xla":
         return "xla"
     problems = []
     if dtype not in (jnp.bfloat16, jnp.float16):
-        problems.append(f"needs config.model.dtype bfloat16, not {dtype}")
+        problems.append(f"config.model.dtype bfloat16, not {dtype}")
     if head_dim > 128 or head_dim % 8:
-        problems.append(f"needs hidden_size / num_heads at most 128 and a multiple of 8, not {head_dim}")
+        problems.append(f"hidden_size / num_heads at most 128 and a multiple of 8, not {head_dim}")
     if choice == "cudnn" and problems:
-        raise UserError(f"config.model.attention is 'cudnn', which {'; '.join(problems)}.")
+        raise UserError(f"config.model.attention is 'cudnn', which needs {', and '.join(problems)}")
     return "xla" if problems else "cudnn"

@@ -1,9 +1,9 @@
-"""ResNet (He et al. 2015) with group normalisation (Wu & He 2018), so that no statistics cross examples.
+"""ResNet (He et al. 2015) with group normalisation (Wu & He 2018), so that examples do not share statistics.
 
-ResNet-50 puts the stride into the 3x3 convolution ("v1.5"). Small images get the stem of the
-paper's CIFAR experiments (section 4.2): one 3x3 convolution, no pooling.
+ResNet-50 has the stride in the 3x3 convolution ("v1.5"). For small images, the stem is the one of the CIFAR experiments
+in the paper (section 4.2): one 3x3 convolution without pooling.
 
-Array dims: B examples, H height, W width, C channels (of logits: classes).
+Array dims: B examples, H height, W width, C channels (in logits: classes).
 """
 
 from collections.abc import Callable
@@ -22,22 +22,23 @@ from jaxpar.models.mlp import unit_range
 from jaxpar.models.model import Context, Model
 from jaxpar.models.options import check_task, pick
 
-# hidden_size: channels of the first stage; each later one has twice as many.
+# hidden_size: channels of the first stage; each later stage doubles the channels.
 SIZES = {"18": {"hidden_size": 64}, "50": {"hidden_size": 64}}
 DEFAULTS = {"dropout": 0.0}
-BLOCKS = {"18": (2, 2, 2, 2), "50": (3, 4, 6, 3)}  # by stage
+BLOCKS = {"18": (2, 2, 2, 2), "50": (3, 4, 6, 3)}  # blocks in each stage
 GROUPS = 32
-SMALL_IMAGE = 64  # up to this height and width the stem keeps the resolution
+SMALL_IMAGE = 64  # largest height and width at which the stem keeps the resolution
 
 
 def build(config: ConfigDict, info: DataInfo) -> Model:
-    """The layers: stem, block_0 .. , head. The output: logits [B, C], float32."""
+    """Build the layers stem, block_0 to the last block, head. Outputs logits [B, C], float32."""
     check_task(config, info, heads=("example",), kinds=("image",))
     values = pick(config, SIZES, DEFAULTS)
     width, dtype = values["hidden_size"], jnp.dtype(config.model.dtype)
     if width % GROUPS:
         raise UserError(
-            f"config.model.hidden_size is {width}; of a resnet it must be a multiple of {GROUPS}, its norm's groups."
+            f"config.model.hidden_size is {width}; for resnet it must be a multiple of {GROUPS}, the number of groups "
+            "of its norms"
         )
     height, image_width, channels = info.input_shape
     small = max(height, image_width) <= SMALL_IMAGE
@@ -55,7 +56,7 @@ def build(config: ConfigDict, info: DataInfo) -> Model:
 
 
 def conv(num_in: int, num_out: int, size: int, stride: int, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Conv:
-    """A square convolution, padded the same on both sides; He's initialisation for ReLU, by fan-out."""
+    """Return a square convolution with equal padding on all sides and He initialisation for ReLU, by fan-out."""
     return nnx.Conv(
         num_in,
         num_out,
@@ -70,12 +71,12 @@ def conv(num_in: int, num_out: int, size: int, stride: int, dtype: DTypeLike, rn
 
 
 def group_norm(channels: int, rngs: nnx.Rngs, *, scale: float = 1.0) -> nnx.GroupNorm:
-    """To be called by `normalize`. scale: its start."""
+    """Return a group norm with initial scale `scale`; apply it with `normalize`."""
     return nnx.GroupNorm(channels, num_groups=GROUPS, scale_init=nnx.initializers.constant(scale), rngs=rngs)
 
 
 class Stem(nnx.Module):
-    """Pixels 0..255 to the first channels: at the resolution of a small image, at a quarter of a large one's."""
+    """The first convolution: at full resolution for small images, and down to a quarter for large ones."""
 
     def __init__(self, channels: int, width: int, small: bool, dtype: DTypeLike, rngs: nnx.Rngs):
         self.small = small
@@ -84,7 +85,7 @@ class Stem(nnx.Module):
         self.norm = group_norm(width, rngs)
 
     def __call__(self, pixels_BHWC: jax.Array, context: Context) -> jax.Array:
-        """Pixels, uint8 [B, H, W, C], to channels [B, H', W', C']."""
+        """Apply the stem to pixels, uint8: [B, H, W, C] -> [B, H', W', C']."""
         x_BHWC = jax.nn.relu(normalize(self.norm, self.conv(unit_range(pixels_BHWC, self.dtype))))
         if self.small:
             return x_BHWC
@@ -92,9 +93,10 @@ class Stem(nnx.Module):
 
 
 class ResidualBlock(nnx.Module):
-    """A residual block: 3x3, 3x3; as a bottleneck 1x1, 3x3, 1x1 to four times the channels.
+    """A residual block of 3x3 and 3x3 convolutions, or a bottleneck of 1x1, 3x3 and 1x1 to four times the channels.
 
-    The last norm starts at zero, so that the block starts as the identity (Goyal et al. 2017, section 5.1).
+    The scale of the last norm is initialized to zero, so that the residual branch starts as zero (Goyal et al. 2017,
+    section 5.1).
     """
 
     def __init__(self, num_in: int, inner: int, stride: int, bottleneck: bool, dtype: DTypeLike, rngs: nnx.Rngs):
@@ -111,7 +113,7 @@ class ResidualBlock(nnx.Module):
             self.projection_norm = group_norm(num_out, rngs)
 
     def __call__(self, x_BHWC: jax.Array, context: Context) -> jax.Array:
-        """[B, H, W, C] -> [B, H / stride, W / stride, C']."""
+        """Apply the block: [B, H, W, C] -> [B, H / stride, W / stride, C']."""
         y_BHWC = x_BHWC
         for index, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
             y_BHWC = normalize(norm, conv(jax.nn.relu(y_BHWC) if index else y_BHWC))
@@ -128,6 +130,6 @@ class ResNetHead(nnx.Module):
         self.classifier = nnx.Linear(num_in, num_classes, dtype=jnp.float32, rngs=rngs)
 
     def __call__(self, x_BHWC: jax.Array, context: Context) -> jax.Array:
-        """[B, H, W, C] -> logits [B, classes]."""
+        """Compute logits: [B, H, W, C] -> [B, classes]."""
         x_BC = x_BHWC.astype(jnp.float32).mean(axis=(1, 2))
         return self.classifier(dropout(x_BC, self.rate, context, 0))

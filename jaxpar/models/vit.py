@@ -1,4 +1,4 @@
-"""ViT (Dosovitskiy et al. 2020): the blocks of a transformer, with norms first, on the patches of an image.
+"""ViT (Dosovitskiy et al. 2020): pre-norm transformer blocks on the patches of an image.
 
 Array dims: B examples, H height, W width, C channels, T positions (patches, after the class token), D features.
 """
@@ -19,7 +19,7 @@ from jaxpar.models.mlp import unit_range
 from jaxpar.models.model import Context, Model
 from jaxpar.models.options import Spec, attention_kernel, check_task, pick
 
-# base, large: the paper's, table 1; tiny, small: DeiT's (Touvron et al. 2020), table 1.
+# Sizes: base and large from table 1 of the paper; tiny and small from table 1 of DeiT (Touvron et al. 2020).
 SIZES = {
     "tiny": {"num_layers": 12, "hidden_size": 192, "num_heads": 3},
     "small": {"num_layers": 12, "hidden_size": 384, "num_heads": 6},
@@ -31,7 +31,7 @@ NORM_EPS = 1e-6
 
 
 def build(config: ConfigDict, info: DataInfo) -> Model:
-    """The layers: embed, block_0 .. , head. The output: [B, DataInfo.num_outputs], float32."""
+    """Build the layers embed, block_0 to block_(num_layers - 1), head. Outputs [B, DataInfo.num_outputs], float32."""
     check_task(config, info, heads=("example",), kinds=("image",))
     values = pick(config, SIZES, DEFAULTS)
     spec, pooling, patch = resolve(config, info, values), values["pooling"], values["patch_size"]
@@ -43,10 +43,10 @@ def build(config: ConfigDict, info: DataInfo) -> Model:
 
 
 def resolve(config: ConfigDict, info: DataInfo, values: dict[str, Any]) -> Spec:
-    """Return the numbers of the blocks. max_length: patches, and the class token where there is one.
+    """Return the Spec of the blocks. Its max_length is the number of patches, plus one if there is a class token.
 
     Raises:
-      UserError: numbers that do not fit together, or to the images.
+      UserError: values are incompatible with each other or with the size of the images.
     """
     check_choice("model.activation", values["activation"], ("gelu", "gelu_tanh", "relu"))
     check_choice("model.pooling", values["pooling"], ("cls", "mean"))
@@ -54,10 +54,10 @@ def resolve(config: ConfigDict, info: DataInfo, values: dict[str, Any]) -> Spec:
     height, width, _ = info.input_shape
     if hidden % heads:
         raise UserError(
-            f"config.model.hidden_size is {hidden}; it must be a multiple of config.model.num_heads, {heads}."
+            f"config.model.hidden_size is {hidden}; it must be a multiple of config.model.num_heads ({heads})"
         )
     if height % patch or width % patch:
-        raise UserError(f"config.model.patch_size is {patch}; it must divide the images' size, {height} x {width}.")
+        raise UserError(f"config.model.patch_size is {patch}; it must divide the image size ({height} x {width})")
     dtype = jnp.dtype(config.model.dtype)
     return Spec(
         num_layers=values["num_layers"],
@@ -81,7 +81,7 @@ def resolve(config: ConfigDict, info: DataInfo, values: dict[str, Any]) -> Spec:
 
 
 class PatchEmbed(nnx.Module):
-    """A linear map of each patch, behind the class token where pooling is cls, and learned positions."""
+    """A linear map of each patch, plus learned positions. With pooling 'cls', the class token is the first position."""
 
     def __init__(self, spec: Spec, pooling: str, patch: int, channels: int, rngs: nnx.Rngs):
         self.spec = spec
@@ -102,7 +102,7 @@ class PatchEmbed(nnx.Module):
         self.positions = nnx.Param(INIT_SCALE * jax.random.normal(rngs.params(), shape))
 
     def __call__(self, pixels_BHWC: jax.Array, context: Context) -> jax.Array:
-        """Pixels, uint8, to vectors: [B, H, W, C] -> [B, T, D]."""
+        """Embed pixels, uint8: [B, H, W, C] -> [B, T, D]."""
         spec = self.spec
         x_BHWD = self.patches(unit_range(pixels_BHWC, spec.dtype))
         x_BTD = x_BHWD.reshape(len(x_BHWD), -1, spec.hidden_size).astype(jnp.float32)
@@ -114,7 +114,7 @@ class PatchEmbed(nnx.Module):
 
 
 class ImageHead(nnx.Module):
-    """The last norm, then a linear map of the class token, or of the mean over patches."""
+    """The final norm, then a linear map of the class token or of the mean over patches."""
 
     def __init__(self, spec: Spec, pooling: str, num_classes: int, rngs: nnx.Rngs):
         self.pooling = pooling
@@ -122,6 +122,6 @@ class ImageHead(nnx.Module):
         self.classifier = classifier(spec, num_classes, rngs)
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        """Hidden states to logits: [B, T, D] -> [B, classes]."""
+        """Compute logits from hidden states: [B, T, D] -> [B, classes]."""
         x_BTD = normalize(self.norm, x_BTD).astype(jnp.float32)
         return self.classifier(x_BTD[:, 0] if self.pooling == "cls" else x_BTD.mean(axis=1))

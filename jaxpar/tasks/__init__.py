@@ -1,7 +1,7 @@
-"""Tasks: what a model is trained for. One file a task or family, one row in TASKS.
+"""The tasks that a model can be trained for. Each task or family has one file and one entry in TASKS.
 
-A task is an object: labels, loss, metrics, how predictions read. `find_task` alone reads config.task; all else is
-given the object.
+A task is an object with the labels, the loss, the metrics and the conversion of outputs to predictions. Only
+`find_task` reads config.task; all other code gets the object.
 """
 
 from collections.abc import Callable
@@ -35,6 +35,6 @@ TASKS: dict[str, Callable[[ConfigDict], Task]] = {
 
 
 def find_task(config: ConfigDict) -> Task:
-    """Return the task of a config. Raises UserError where there is none of that name."""
+    """Return the task of a config. Raises UserError if config.task is unknown."""
     check_choice("task", config.task, TASKS)
     return TASKS[config.task](config)

@@ -1,4 +1,4 @@
-"""One of several classes for each example.
+"""Classification: predicts one of several classes for each example.
 
 Dims: B examples, C classes.
 """

@@ -1,4 +1,4 @@
-"""The loss of a choice among classes or tokens, which several tasks share.
+"""The cross-entropy loss over classes or tokens, shared by several tasks.
 
 Dims: B examples, T positions, C classes or tokens; ... is B or B,T.
 """
@@ -17,10 +17,10 @@ TERMS: dict[str, tuple[int, ...]] = {"correct": ()}
 
 
 def sums(logits: jax.Array, batch: Mapping[str, jax.Array]) -> Sums:
-    """Return the sums of cross entropy in nats and of right answers, weighted by batch["weights"].
+    """Return the sums of the cross entropy in nats and of correct answers, weighted by batch["weights"].
 
     Args:
-      logits: [..., C], any float dtype; computed in float32.
+      logits: [..., C], any float dtype; converted to float32.
       batch: "labels", integers, and "weights", of shape [...].
     """
     logits = logits.astype(jnp.float32)
@@ -38,11 +38,11 @@ def best_choices(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def accuracy(sums: Sums) -> dict[str, float]:
-    """Return the share of right answers."""
+    """Return the fraction of correct answers."""
     return {"accuracy": float(sums.terms["correct"] / sums.weight)}
 
 
 def accuracy_and_perplexity(sums: Sums) -> dict[str, float]:
-    """Return the share of right answers, and exp(loss)."""
+    """Return the fraction of correct answers, and the perplexity, exp(loss)."""
     perplexity = math.exp(min(mean_loss(sums.loss, sums.weight), 700.0))
     return {**accuracy(sums), "perplexity": perplexity}

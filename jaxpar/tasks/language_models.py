@@ -1,4 +1,4 @@
-"""The tokens of the text itself: those that are masked (Devlin et al. 2018), or each next one.
+"""Language modelling: predicts the masked tokens of a text (Devlin et al. 2018), or the next token at each position.
 
 Dims: B examples, T positions, V vocabulary.
 """
@@ -16,8 +16,8 @@ from jaxpar.tasks.task import Names, Prediction, Readable, Score, Task
 def fill_masks(logits_BTV: np.ndarray, batch: Mapping[str, np.ndarray], names: Names) -> list[Prediction]:
     """Return each text with its masked tokens filled in.
 
-    `{"text": "a good film", "tokens": [{"position": 2, "token": "good", "probability": 0.4}]}`: positions are those of
-    positive weight, counted from 0 with special tokens.
+    A prediction is `{"text": "a good film", "tokens": [{"position": 2, "token": "good", "probability": 0.4}]}`.
+    Positions with positive weight are filled in. They are counted from 0 and include special tokens.
     """
     texts: list[Prediction] = []
     for logits_TV, tokens_T, weights_T, mask_T in zip(
@@ -38,7 +38,7 @@ def fill_masks(logits_BTV: np.ndarray, batch: Mapping[str, np.ndarray], names: N
 def next_tokens(logits_BTV: np.ndarray, batch: Mapping[str, np.ndarray], names: Names) -> list[Prediction]:
     """Return the most likely token after each text: `{"next": " film", "probability": 0.4}`.
 
-    A text ends at the last position of batch["mask"], bool [B, T]; without one at the last of all.
+    A text ends at its last True position in batch["mask"], bool [B, T]; without a mask, at position T - 1.
     """
     mask_BT = batch["mask"] if "mask" in batch else np.ones(logits_BTV.shape[:2], bool)
     last_BV = np.take_along_axis(logits_BTV, mask_BT.sum(axis=1)[:, None, None] - 1, axis=1)[:, 0]

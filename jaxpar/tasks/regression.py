@@ -1,4 +1,4 @@
-"""Numbers for each example, by least squares.
+"""Regression: predicts one or more numbers for each example, trained by least squares.
 
 Dims: B examples, K targets.
 """
@@ -16,7 +16,7 @@ from jaxpar.tasks.task import Names, Prediction, Score, Sums, Task, mean_loss
 
 
 def make_regression(config: ConfigDict) -> Task:
-    """Return the task for the targets of config.data.target_columns."""
+    """Return the task for the targets in config.data.target_columns."""
     shape = (len(config.data.target_columns),)
     return Task(
         name="regression",
@@ -34,10 +34,13 @@ def make_regression(config: ConfigDict) -> Task:
 
 
 def sums(outputs_BK: jax.Array, batch: Mapping[str, jax.Array]) -> Sums:
-    """Return the sums of squared errors, as a mean over targets and of each, and what their variance follows from.
+    """Return the weighted sums over the batch that the loss and the metrics are computed from.
+
+    The loss is the squared error, averaged over targets. The terms are the squared error, the squared target and the
+    target, each per target.
 
     Args:
-      outputs_BK: predictions, any float dtype; computed in float32.
+      outputs_BK: predictions, any float dtype; converted to float32.
       batch: "labels", float32 [B, K], and "weights" [B].
     """
     labels_BK, weights_B1 = batch["labels"], batch["weights"][:, None]
@@ -51,15 +54,15 @@ def sums(outputs_BK: jax.Array, batch: Mapping[str, jax.Array]) -> Sums:
 
 
 def predictions(outputs_BK: np.ndarray, _batch: Mapping[str, np.ndarray], names: Names) -> list[Prediction]:
-    """Return the numbers of each example by the name of their column: `{"stars": 4.5, "price": 12.25}`."""
+    """Return the predicted numbers of each example by column name: `{"stars": 4.5, "price": 12.25}`."""
     return [dict(zip(names.info.targets, map(float, outputs_K), strict=True)) for outputs_K in outputs_BK]
 
 
 def metrics(sums: Sums) -> dict[str, float]:
-    """Return the root of the mean squared error over all targets, and R2, the mean over targets.
+    """Return the root mean squared error over all targets, and R2, averaged over targets.
 
-    The R2 is 0 of a target that does not vary: whose variance is within the rounding of its sum of squares, which
-    programs take in float32.
+    R2 is 0 for a constant target. A target counts as constant if its variance is within the rounding error of its sum
+    of squares, which is computed in float32.
     """
     errors_K, squares_K, targets_K = (np.asarray(sums.terms[name]) for name in ("errors", "squares", "targets"))
     spread_K = squares_K - targets_K**2 / sums.weight

@@ -1,6 +1,6 @@
-"""The contract of a task: the sums that a program returns, and the metrics that follow from them.
+"""The contract of a task: the sums that a compiled program returns, and the metrics computed from them.
 
-Programs return sums, not means: sums over replicas, microbatches and batches add up exactly, whatever their sizes.
+Programs return sums rather than means, because sums over replicas, microbatches and batches of any size can be added.
 """
 
 import math
@@ -14,21 +14,22 @@ import numpy as np
 
 from jaxpar.data import DataInfo, Labels
 
-Readable: TypeAlias = "str | int | float | list[Readable] | dict[str, Readable]"  # as JSON has it
-Prediction: TypeAlias = "dict[str, Readable]"  # of one example
-Scalar = Any  # a float, or an array without dims of JAX or NumPy
+Readable: TypeAlias = "str | int | float | list[Readable] | dict[str, Readable]"  # a JSON value
+Prediction: TypeAlias = "dict[str, Readable]"  # for one example
+Scalar = Any  # a float, or a JAX or NumPy array of shape ()
 Terms = dict[str, Any]  # arrays by name
-# What the last layer returns: numbers for each example, or token; logits of each hidden, or next, token.
+# Output of the last layer: numbers per example; numbers per token; logits of the masked tokens; logits of the next
+# tokens.
 Head = Literal["example", "token", "masked_lm", "causal_lm"]
 
 
 class Sums(NamedTuple):
-    """Sums over examples, or over what is predicted of them; float32 in programs, float64 on the host.
+    """Sums over examples, or over their predicted positions; float32 in programs, float64 on the host.
 
     Attributes:
-      loss: of weight x loss. Scalar.
-      terms: what else the metrics of the task follow from; shapes as in `Task.terms`.
-      weight: of the weights. Scalar.
+      loss: sum of weight x loss, a scalar.
+      terms: further sums that the metrics of the task need, with the shapes of `Task.terms`.
+      weight: sum of the weights, a scalar.
     """
 
     loss: Scalar
@@ -37,12 +38,12 @@ class Sums(NamedTuple):
 
 
 class Score(NamedTuple):
-    """The metric by which runs of a task are compared.
+    """The metric that ranks the runs of a task.
 
     Attributes:
-      key: its name in result.json.
-      format: how it is printed, as a format specification.
-      is_exponential: what is compared is its logarithm.
+      key: name of the metric in result.json.
+      format: format specification for printing the metric.
+      is_exponential: whether to compare runs by the logarithm of the metric.
     """
 
     key: str
@@ -51,36 +52,36 @@ class Score(NamedTuple):
 
 
 class Names(NamedTuple):
-    """Names that turn the numbers of an output into words.
+    """Names that make model outputs readable.
 
     Attributes:
-      info: of the data: the names of classes and targets.
-      decode: token ids -> text, as a tokenizer does.
+      info: facts of the data set, with the names of classes and targets.
+      decode: function from token ids to text, such as a tokenizer's.
     """
 
     info: DataInfo
     decode: Callable[[Sequence[int]], str]
 
 
-@dataclass(frozen=True, eq=False)  # a key of what is traced for it
+@dataclass(frozen=True, eq=False)  # hashed by identity, as a key of traced functions
 class Task:
-    """A purpose that a model is trained for.
+    """A task that a model can be trained for.
 
     Attributes:
-      name: its key in TASKS.
-      labels: what it learns from; a data source that lacks them is refused.
-      head: of the model; a model that has none of the kind is refused. It makes DataInfo.num_outputs numbers, or
-        logits of tokens.
-      terms: the shape of each of `Sums.terms`, by name.
-      sums: (outputs of the model, batch) -> Sums of the batch's examples. Those of weight 0 do not reach the sums.
-      metrics: sums on the host, of positive weight -> metrics by name, besides the loss.
-      curve: the metric that is logged and drawn beside the loss.
-      loss_unit: for the label of its axis.
-      headline: format of the last line of a run, of the keys of result.json.
-      score: what runs are compared by.
-      predictions: (outputs of the model, batch, names) -> what they predict for each example, in order. On the host,
-        in NumPy; a batch as for `sums`, whose labels are not read.
-      result_keys: metric of the test split -> its name in result.json, where that is not test_METRIC.
+      name: key of the task in TASKS.
+      labels: kind of labels to learn from; data sources without them are rejected.
+      head: kind of head of the model; models without it are rejected. The head returns DataInfo.num_outputs numbers
+        or logits over the vocabulary.
+      terms: shape of each of `Sums.terms`, by name.
+      sums: (model outputs, batch) -> Sums over the examples of the batch. Examples of weight 0 do not contribute.
+      metrics: Sums on the host, of positive weight -> metrics by name, without the loss.
+      curve: the metric that is logged and plotted next to the loss.
+      loss_unit: unit of the loss, for the axis label.
+      headline: format string of the last line of a run; its fields are keys of result.json.
+      score: the metric that ranks runs.
+      predictions: (model outputs, batch, names) -> predictions for the examples, in order. Runs on the host in NumPy.
+        The batch has the same keys as for `sums`, but its labels are not read.
+      result_keys: name in result.json of a metric of the test split, if it is not test_METRIC.
     """
 
     name: str
@@ -102,26 +103,26 @@ class Task:
         return 2 + sum(math.prod(shape) for shape in self.terms.values())
 
     def results(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of the test split by their names in result.json."""
+        """Return the metrics of the test split under their names in result.json."""
         return {self.result_keys.get(name, f"test_{name}"): value for name, value in metrics.items()}
 
     def zeros(self) -> Sums:
-        """Return the sums of no example."""
+        """Return sums over zero examples."""
         terms = {name: np.zeros(shape, np.float32) for name, shape in self.terms.items()}
         return Sums(np.zeros((), np.float32), terms, np.zeros((), np.float32))
 
     def all_metrics(self, sums: Sums) -> dict[str, float]:
-        """Return the loss and the metrics of sums on the host, of positive weight, over any batches."""
+        """Return the loss and the metrics computed from sums on the host; their weight must be positive."""
         return {"loss": float(mean_loss(sums.loss, sums.weight)), **self.metrics(sums)}
 
 
 def mean_loss(loss: Scalar, weight: Scalar) -> Scalar:
-    """Return loss / weight: 0 where nothing is predicted, as may be in a batch. Scalars, in programs or on the host."""
+    """Return loss / weight for scalars, in programs or on the host; 0 if a batch has no predicted positions."""
     maximum = jnp.maximum if isinstance(weight, jax.Array) else np.maximum
     return loss / maximum(weight, 1e-30)
 
 
 def add_up(parts: Sequence[Sums]) -> Sums:
-    """Return the total of sums on the host, in float64."""
+    """Return the total of several `Sums`, computed on the host in float64."""
     total: Sums = jax.tree.map(lambda *x: np.sum(np.asarray(x, np.float64), axis=0), *parts)
     return total

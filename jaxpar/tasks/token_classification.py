@@ -1,9 +1,10 @@
-"""A tag for each word: named entities, in IOB2.
+"""Token classification: predicts a tag for each word, such as named entities in IOB2 format.
 
-Classes are numbered O, B-TYPE, I-TYPE, B-TYPE, I-TYPE, ..: what follows needs no names. A word is read at its first
-token; no other token has a weight. Entities are those of the script conlleval of CoNLL 2000 and of seqeval's default
-mode: one begins at B, and at an I that does not follow B or I of its type; it ends before a word that does not go on
-with it. They are counted example by example inside of programs, so their sums are exact however a batch is divided.
+Classes are ordered O, B-TYPE, I-TYPE, B-TYPE, I-TYPE, ..., so the code below needs no class names. The prediction of a
+word is at its first token; all other tokens have weight 0. Entities are defined as in the conlleval script of CoNLL
+2000 and in seqeval's default mode: an entity begins at a B, or at an I that does not follow a B or I of the same type,
+and ends before the first word that does not continue it. Programs count entities example by example, so the sums are
+exact for every division of the batch.
 
 Dims: B examples, T positions, C classes.
 """
@@ -21,12 +22,12 @@ from jaxpar.tasks.task import Names, Prediction, Readable, Score, Sums, Task
 
 
 class Entities(NamedTuple):
-    """Entities of a batch, at the positions of words.
+    """The entities of a batch, at the positions of words.
 
     Attributes:
-      ends_BT: whether one ends there.
-      begins_BT: where the latest one began.
-      types_BT: its type; -1: none.
+      ends_BT: whether an entity ends at this position.
+      begins_BT: position where the latest entity began.
+      types_BT: type of the entity at this position, or -1 if there is none.
     """
 
     ends_BT: jax.Array
@@ -35,33 +36,35 @@ class Entities(NamedTuple):
 
 
 def find_entities(classes_BT: jax.Array, is_word_BT: jax.Array) -> Entities:
-    """Return the entities of classes, int32, at words, bool; other positions are passed over."""
+    """Return the entities of classes_BT (int32) at the positions where is_word_BT (bool) is True."""
     length = classes_BT.shape[1]
     place_1T = jnp.arange(length)[None, :]
     types_BT = jnp.where(is_word_BT, (classes_BT - 1) // 2, -1)
     latest_BT = jax.lax.cummax(jnp.where(is_word_BT, place_1T, -1), axis=1)
-    before_BT = jnp.pad(latest_BT, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]  # the word before
+    before_BT = jnp.pad(latest_BT, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]  # the previous word
     type_before_BT = _at(types_BT, before_BT, before_BT >= 0, -1)
     is_inside_BT = types_BT >= 0
     starts_BT = is_inside_BT & ((classes_BT % 2 == 1) | (type_before_BT != types_BT))
     next_BT = jax.lax.cummin(jnp.where(is_word_BT, place_1T, length), axis=1, reverse=True)
-    after_BT = jnp.pad(next_BT, ((0, 0), (0, 1)), constant_values=length)[:, 1:]  # the word after
+    after_BT = jnp.pad(next_BT, ((0, 0), (0, 1)), constant_values=length)[:, 1:]  # the next word
     goes_on_BT = _at(is_inside_BT & ~starts_BT, after_BT, after_BT < length, False)
     begins_BT = jax.lax.cummax(jnp.where(starts_BT, place_1T, -1), axis=1)
     return Entities(is_inside_BT & ~goes_on_BT, begins_BT, types_BT)
 
 
 def _at(x_BT: jax.Array, place_BT: jax.Array, is_there_BT: jax.Array, otherwise: int | bool) -> jax.Array:
-    """The values of each row at places of it."""
+    """Return x_BT at the positions place_BT of each example, and `otherwise` where is_there_BT is False."""
     return jnp.where(is_there_BT, jnp.take_along_axis(x_BT, jnp.where(is_there_BT, place_BT, 0), axis=1), otherwise)
 
 
 def sums(logits_BTC: jax.Array, batch: Mapping[str, jax.Array]) -> Sums:
-    """Return the sums of cross entropy and right tags, and the numbers of entities: actual, predicted, and both.
+    """Return the sums of the cross entropy and of correct tags, and the counts of entities.
+
+    The counts are of actual entities, of predicted entities, and of entities that match.
 
     Args:
-      logits_BTC: any float dtype; computed in float32.
-      batch: "labels", integers, and "weights", [B, T]; positive at the words.
+      logits_BTC: any float dtype; converted to float32.
+      batch: "labels", integers, and "weights", both [B, T]; weights are positive at words.
     """
     sums = cross_entropy.sums(logits_BTC, batch)
     is_word_BT = batch["weights"] > 0
@@ -74,7 +77,7 @@ def sums(logits_BTC: jax.Array, batch: Mapping[str, jax.Array]) -> Sums:
 
 
 def metrics(sums: Sums) -> dict[str, float]:
-    """Return the share of right tags, and precision, recall and F1 of entities, micro-averaged; 0 where undefined."""
+    """Return the fraction of correct tags, and micro-averaged precision, recall and F1 of entities; 0 if undefined."""
     actual, predicted, matched = (float(sums.terms[name]) for name in ("actual", "predicted", "matched"))
     return {
         **cross_entropy.accuracy(sums),
@@ -85,10 +88,10 @@ def metrics(sums: Sums) -> dict[str, float]:
 
 
 def predictions(logits_BTC: np.ndarray, batch: Mapping[str, np.ndarray], names: Names) -> list[Prediction]:
-    """Return the tag of each word, and the entities; words are numbered from 0, `stop` is the first one behind.
+    """Return the tag of each word and the entities of each example.
 
-    `{"tags": ["B-PER", "I-PER", "O"], "entities": [{"type": "PER", "start": 0, "stop": 2}]}`. Words are read at the
-    positions of positive weight.
+    A prediction is `{"tags": ["B-PER", "I-PER", "O"], "entities": [{"type": "PER", "start": 0, "stop": 2}]}`. Words are
+    counted from 0, and `stop` is exclusive. Words are at the positions of positive weight.
     """
     examples: list[Prediction] = []
     for logits_TC, weights_T in zip(logits_BTC, batch["weights"], strict=True):
@@ -98,7 +101,7 @@ def predictions(logits_BTC: np.ndarray, batch: Mapping[str, np.ndarray], names: 
 
 
 def read_entities(tags: Sequence[str]) -> list[dict[str, Readable]]:
-    """Return the entities of an example's tags, one tag a word, by the rules at the top of this file."""
+    """Return the entities in the tags of an example (one tag per word), as defined at the top of this file."""
     entities: list[dict[str, Readable]] = []
     kind_before = ""
     for place, tag in enumerate(tags):

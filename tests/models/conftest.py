@@ -1,4 +1,7 @@
-"""Models under strict dtype promotion: none may leave the dtype asked for unnoticed. Only optax's steps promote."""
+"""Runs the model tests under strict dtype promotion, so that no model silently leaves the requested dtype.
+
+Only optax's updates need implicit promotion.
+"""
 
 from collections.abc import Iterator
 

@@ -30,7 +30,7 @@ LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "num_
 
 
 def small_config(name: str, task: str, **overrides: Any) -> ConfigDict:
-    """The default config with a small model."""
+    """Return the default config with a small model."""
     config = default_config()
     config.task = task
     config.model.name = name
@@ -39,18 +39,18 @@ def small_config(name: str, task: str, **overrides: Any) -> ConfigDict:
 
 
 def kind_of(name: str) -> str:
-    """The kind of data that a model reads; of one that does not exist, text."""
+    """Return the kind of data that a model reads, or text for a model that does not exist."""
     return MODELS[name].kind if name in MODELS else "text"
 
 
 def info_of(name: str, task: str) -> DataInfo:
-    """What the small batches of `make_batch` are."""
+    """Return the DataInfo of the batches of `make_batch`."""
     info = {"text": TEXT, "image": IMAGE, "vector": VECTOR}[kind_of(name)]
     return info if task == "classification" else info._replace(num_classes=0)
 
 
 def make_batch(name: str, task: str, *, seed: int = 0) -> dict[str, Any]:
-    """Random inputs; of a text that is not for causal_lm, examples of 12, 7, 1 and 10 real tokens."""
+    """Return random inputs. Texts have 12, 7, 1 and 10 real tokens, except for causal_lm."""
     random = np.random.default_rng(seed)
     if kind_of(name) == "image":
         return {"inputs": random.integers(0, 256, (BATCH, 8, 8, 3), np.uint8)}
@@ -64,7 +64,7 @@ def make_batch(name: str, task: str, *, seed: int = 0) -> dict[str, Any]:
 
 
 def make_params(model: Model) -> Any:
-    """Random parameters, larger than fresh ones: among those, many mistakes would not show."""
+    """Return random parameters larger than initial ones, with which many mistakes would not be noticed."""
     random = np.random.default_rng(1)
 
     def draw(path: Any, leaf: Any) -> np.ndarray:
@@ -75,17 +75,17 @@ def make_params(model: Model) -> Any:
 
 
 def small(name: str, task: str, **overrides: Any) -> tuple[Model, Any, dict[str, Any]]:
-    """A small model, parameters and a batch for it. overrides: of config.model."""
+    """Return a small model with parameters and a batch. `overrides` are keys of config.model."""
     model = build(small_config(name, task, **overrides), info_of(name, task), CPU)
     return model, make_params(model), make_batch(name, task)
 
 
 def fast_jit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A jit that spends little time on compiling."""
+    """Jit a function with little compilation time."""
     return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def dropout_keys(step: int = 3) -> jax.Array:
-    """One key an example."""
+    """Return one dropout key per example."""
     key = jax.random.fold_in(jax.random.key(7), step)
     return jnp.stack([jax.random.fold_in(key, i) for i in range(BATCH)])

@@ -1,4 +1,4 @@
-"""The encoder: padding, pooling, segments. That it is BERT to the last digit, test_hf.py shows."""
+"""Tests padding, pooling and segments of the encoder. test_hf.py compares it with the reference BERT."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ from tests.models.small import CLASSES, CPU, LENGTH, TEXT, dropout_keys, fast_ji
     ("task", "overrides"), [("classification", {}), ("classification", {"pooling": "mean"}), ("masked_lm", {})]
 )
 def test_padding_changes_nothing(task: str, overrides: dict[str, Any]) -> None:
-    """Longer padding, other rows and other tokens under the padding: no logit of a real token changes."""
+    """More padding and other tokens in the padding do not change the logits of real tokens."""
     _, params, batch = small("bert", task, **overrides)
     model = build(small_config("bert", task, max_length=2 * LENGTH, **overrides), TEXT, CPU)
     params["embed"]["positions"] = np.concatenate([params["embed"]["positions"]] * 2)
     apply = fast_jit(model.apply)
-    # In evaluation, and with dropout: what a position draws does not depend on the padded length.
+    # Without and with dropout: the mask at a position does not depend on the padded length.
     for keys_B in (None, dropout_keys()):
         logits = apply(params, batch, keys_B)
         longer = {

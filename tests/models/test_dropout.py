@@ -1,4 +1,4 @@
-"""Dropout masks are a function of the example's key, the layer and the site, and of nothing else."""
+"""Tests that dropout masks depend only on the key of the example, the layer and the site."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def test_keeps_the_mean_at_the_stated_rate() -> None:
         out = drop(rate, (4, 100, 100), dropout_keys())
         kept = out != 0
         np.testing.assert_allclose(out[kept], 1 / (1 - rate), rtol=1e-6)
-        # 40,000 draws: four standard deviations.
+        # Tolerance: four standard deviations for 40,000 draws.
         assert abs(kept.mean() - (1 - rate)) < 4 * np.sqrt(rate * (1 - rate) / kept.size)
 
 
@@ -48,14 +48,14 @@ def test_logits_of_an_example_do_not_depend_on_its_batch() -> None:
         order = np.array([2, 0])
         part = apply(params, {key: rows[order] for key, rows in batch.items()}, keys_B[order])
         np.testing.assert_allclose(part, whole[order], rtol=1e-5, atol=1e-5)
-        assert np.abs(whole - apply(params, batch)).max() > 1e-2  # it is on
+        assert np.abs(whole - apply(params, batch)).max() > 1e-2  # dropout has an effect
         assert np.abs(whole - apply(params, batch, dropout_keys(step=4))).max() > 1e-2
 
 
 def test_layers_draw_different_masks() -> None:
-    """Equal layers, scanned: what dropout zeroes in one is not what it zeroes in the next."""
+    """Equal layers in one scan have different dropout masks."""
     model, params, batch = small("mlp", "classification", num_layers=2, hidden_size=64, dropout=0.5)
-    for name in ("block_0", "block_1"):  # each gives the activation of its bias alone
+    for name in ("block_0", "block_1"):  # each layer returns the activation of its bias
         params[name]["linear"] = {"kernel": np.zeros((64, 64), np.float32), "bias": np.ones(64, np.float32)}
     x = jnp.ones((4, 64))
     first, second = (model.apply_layers(params, x, batch, dropout_keys(), i, i + 1) != 0 for i in (1, 2))

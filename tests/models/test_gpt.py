@@ -1,4 +1,4 @@
-"""The decoder: against a Llama written out in NumPy, and what a causal model must not do."""
+"""Tests the decoder against a Llama in NumPy, and that causal models do not attend to later positions."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def silu(x: np.ndarray) -> np.ndarray:
 
 
 def turn(x: np.ndarray, position: int) -> np.ndarray:
-    """Pair (i, i + K/2) as a complex number, times e^(i * position * 10000^(-2i/K))."""
+    """Rotate pair (i, i + K/2), as a complex number, by the angle position * 10000^(-2i/K)."""
     half = HEAD_DIM // 2
     numbers = x[:half] + 1j * x[half:]
     numbers = numbers * np.exp(1j * position / 10_000.0 ** (2 * np.arange(half) / HEAD_DIM))
@@ -27,7 +27,7 @@ def turn(x: np.ndarray, position: int) -> np.ndarray:
 
 
 def attend(x_TD: np.ndarray, weights: dict[str, Any]) -> np.ndarray:
-    """One position and one head at a time."""
+    """Compute causal attention one position and one head at a time."""
     q, k, v = (x_TD @ weights[name]["kernel"] for name in ("query", "key", "value"))
     out = np.zeros_like(x_TD)
     for t in range(len(x_TD)):
@@ -43,7 +43,7 @@ def attend(x_TD: np.ndarray, weights: dict[str, Any]) -> np.ndarray:
 
 
 def llama(params: Any, tokens_T: np.ndarray) -> np.ndarray:
-    """Logits [T, V] of one text, in float64."""
+    """Compute the logits [T, V] of one text in float64."""
     params = jax.tree.map(np.float64, params)
     table = params["embed"]["tokens"]
     x = table[tokens_T]
@@ -58,7 +58,7 @@ def llama(params: Any, tokens_T: np.ndarray) -> np.ndarray:
 
 def test_llama_options_equal_numpy() -> None:
     model, params, batch = small("gpt", "causal_lm", **LLAMA)
-    # Rotary positions, no biases, 8/3 D rounded up to 64 inside the MLP.
+    # Rotary positions, no biases, and an MLP size of 8/3 D rounded up to 64.
     assert set(params["embed"]) == {"tokens"}
     assert params["block_0"]["mlp"]["gate"]["kernel"].shape == (16, 64)
     assert not any("bias" in jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params))

@@ -1,4 +1,4 @@
-"""Pretrained weights: the logits and files of `transformers`, stored by scripts/make_hf_reference.py."""
+"""Compares weights and logits with references from `transformers`, written by scripts/make_hf_reference.py."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ ANY = "bert_classification"
 
 
 def config_of(name: str, directory: Path | None = None, **overrides: Any) -> ConfigDict:
-    """The config that reads reference `name`."""
+    """Return a config that reads reference `name`."""
     model, _, task = name.partition("_")
     sizes = {"num_layers": None, "hidden_size": None, "num_heads": None, **overrides}
     return small_config(model, task, init_from=str(directory or REFERENCE / name), **sizes)
@@ -45,12 +45,12 @@ def load(name: str, directory: Path | None = None, **overrides: Any) -> tuple[Mo
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A copy of a reference, to be damaged."""
+    """Return a copy of a reference that a test can damage."""
     return Path(shutil.copytree(REFERENCE / ANY, tmp_path / ANY))
 
 
 def rewrite(path: Path, **changes: Any) -> None:
-    """Changes keys of a JSON file; None removes one."""
+    """Change keys of a JSON file; None removes a key."""
     contents = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({key: value for key, value in contents.items() if value is not None}))
 
@@ -90,7 +90,8 @@ def test_export_equals_the_file_read(name: str, tmp_path: Path, tokenizer: Path)
         np.testing.assert_array_equal(ours[key], array)
     before = json.loads((REFERENCE / name / "config.json").read_text())
     after = json.loads((tmp_path / "out" / "config.json").read_text())
-    ignored = {"attn_pdrop", "attention_probs_dropout_prob", "n_inner"}  # we have no dropout there; None: 4 D
+    # jaxpar has no attention dropout; n_inner None means 4 D.
+    ignored = {"attn_pdrop", "attention_probs_dropout_prob", "n_inner"}
     differing = {key for key in before.keys() & after.keys() - ignored if before[key] != after[key]}
     assert differing <= {"id2label", "label2id", "pad_token_id", "bos_token_id", "eos_token_id"}
     if config.task == "classification":
@@ -100,7 +101,7 @@ def test_export_equals_the_file_read(name: str, tmp_path: Path, tokenizer: Path)
     assert uses["pad_token"] == "[PAD]"
     assert uses["mask_token"] == "[MASK]"
     assert uses["model_max_length"] == 10
-    # What was written can be read again: the same arrays.
+    # Reading the exported directory returns the same arrays.
     _, again, _ = load(name, tmp_path / "out")
     jax.tree.map(np.testing.assert_array_equal, again, params)
 
@@ -115,7 +116,7 @@ def test_export_equals_the_file_read(name: str, tmp_path: Path, tokenizer: Path)
 def test_other_tasks_are_exported(
     task: str, names: tuple[str, ...], architecture: str, tmp_path: Path, tokenizer: Path
 ) -> None:
-    """As the classes of `transformers` that have the same head; read again, the arrays are the same."""
+    """Exports name the `transformers` class with the same head, and reading them returns the same arrays."""
     config = small_config("bert", task)
     is_regression = task == "regression"
     labels = {"targets": names} if is_regression else {"num_classes": len(names), "class_names": names}
@@ -145,7 +146,7 @@ def test_sizes_come_from_the_directory() -> None:
 
 
 def test_encoder_without_heads_and_prefix(copy: Path) -> None:
-    """As BertModel saves it; the LayerNorm's arrays by the names of before 2019; bfloat16."""
+    """A directory as BertModel saves it, with the LayerNorm names from before 2019, in bfloat16."""
     weights = load_file(copy / "model.safetensors")
     half = {}
     for name, array in weights.items():
@@ -159,17 +160,17 @@ def test_encoder_without_heads_and_prefix(copy: Path) -> None:
     lines: list[str] = []
     fresh = make_params(model)
     params = hf.load_params(model, fresh, copy, log=lines.append)
-    assert "fresh: head.classifier.kernel, head.classifier.bias" in lines[0]
+    assert "newly initialized: head.classifier.kernel, head.classifier.bias" in lines[0]
     np.testing.assert_array_equal(params["head"]["classifier"]["kernel"], fresh["head"]["classifier"]["kernel"])
     kernel = weights["bert.encoder.layer.1.attention.self.query.weight"].T.astype(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(params["block_1"]["attention"]["query"]["kernel"], kernel.astype(np.float32))
     assert params["head"]["pooler"]["kernel"].dtype == np.float32
-    # A masked-LM head is not there either.
+    # The directory has no masked-LM head either.
     config = config_of("bert_masked_lm", copy)
     hf.apply_directory(config)
     model = build(config, info_of(config), CPU)
     hf.load_params(model, make_params(model), copy, log=lines.append)
-    assert "fresh: head.transform.kernel" in lines[1]
+    assert "newly initialized: head.transform.kernel" in lines[1]
     assert "head.bias" in lines[1]
 
 
@@ -180,7 +181,7 @@ def test_classifier_of_other_classes_stays_fresh() -> None:
     lines: list[str] = []
     params = hf.load_params(model, make_params(model), REFERENCE / ANY, log=lines.append)
     assert params["head"]["classifier"]["kernel"].shape == (16, 7)
-    assert lines[0].endswith("fresh: head.classifier.kernel, head.classifier.bias")
+    assert lines[0].endswith("newly initialized: head.classifier.kernel, head.classifier.bias")
 
 
 def test_shards(copy: Path) -> None:
@@ -203,7 +204,7 @@ def test_shards(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "roberta"}, ["config.json has model_type 'roberta'", "bert, gpt2"]),
+        ({"model_type": "roberta"}, ["with model_type 'roberta'; it must be one of bert, gpt2"]),
         ({"model_type": "gpt2", "n_layer": 2}, ["config.json lacks n_embd, n_head, n_positions"]),
         ({"hidden_size": None}, ["config.json lacks hidden_size"]),
         ({"hidden_act": "silu"}, ["hidden_act 'silu'", "gelu_new"]),
@@ -227,18 +228,18 @@ def test_damaged_directories(copy: Path, tmp_path: Path) -> None:
     contents = file.read_bytes()
     for size in (4, 100, len(contents) - 4):
         file.write_bytes(contents[:size])
-        with pytest.raises(UserError, match=r"model.safetensors is missing, cut short or no safetensors file"):
+        with pytest.raises(UserError, match=r"model.safetensors is missing, truncated or not a safetensors file"):
             load(ANY, copy)
     file.rename(copy / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"no model.safetensors; it has pytorch_model.bin"):
+    with pytest.raises(UserError, match=r"no model.safetensors; convert pytorch_model.bin"):
         load(ANY, copy)
     (copy / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"config.json is not a config.json of a model"):
+    with pytest.raises(UserError, match=r"config.json is not the config.json of a model"):
         load(ANY, copy)
     (copy / "config.json").unlink()
-    with pytest.raises(UserError, match=r"no config.json"):
+    with pytest.raises(UserError, match=r"must be a directory that contains config.json"):
         load(ANY, copy)
-    with pytest.raises(UserError, match=r"nothing', which does not exist; it must be a model's directory"):
+    with pytest.raises(UserError, match=r"nothing', which does not exist; it must be a model directory"):
         load(ANY, tmp_path / "nothing")
 
 
@@ -265,7 +266,7 @@ def test_sizes_of_the_config_that_contradict() -> None:
         ("gpt", "causal_lm", {"activation": "swiglu"}, "config.model.activation is 'swiglu'"),
         ("gpt", "causal_lm", {"positions": "rotary"}, "config.model.positions is 'rotary'"),
         ("gpt", "causal_lm", {"norm": "rmsnorm"}, "config.model.norm is 'rmsnorm'"),
-        ("mlp", "classification", {}, "config.model.name is 'mlp'; only bert, gpt can be exported"),
+        ("mlp", "classification", {}, "config.model.name is 'mlp'; .* it must be one of bert, gpt"),
     ],
 )
 def test_what_transformers_has_not(

@@ -1,4 +1,4 @@
-"""How parameters start, and what the first layer makes of pixels."""
+"""Tests the initial values of parameters, and the scaling of pixels in the first layer."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ def spread(array: jax.Array) -> float:
 
 @pytest.mark.parametrize(("name", "task", "scale"), [("bert", "masked_lm", 1.0), ("gpt", "causal_lm", 6**-0.5)])
 def test_transformers_start_small(name: str, task: str, scale: float) -> None:
-    """Everything from a normal distribution of 0.02; in GPT what a block adds, less with depth: 1 / sqrt(2 * 3)."""
+    """The standard deviation is 0.02; in GPT, residual branches are scaled by 1 / sqrt(2 * num_layers)."""
     config = small_config(name, task, hidden_size=64, num_heads=2)
     params = fast_jit(build(config, info_of(name, task), CPU).init)(jax.random.key(0))
     block = params["block_1"]
@@ -32,7 +32,7 @@ def test_residual_blocks_start_as_the_identity() -> None:
     params = fast_jit(model.init)(jax.random.key(0))
     x = jax.nn.relu(jax.random.normal(jax.random.key(1), (2, 8, 8, 32)))
     np.testing.assert_array_equal(model.apply_layers(params, x, {}, None, 1, 2), x)
-    kernel = params["block_1"]["convs"][0]["kernel"]  # He: variance 2 / (9 * 32)
+    kernel = params["block_1"]["convs"][0]["kernel"]  # He initialisation: variance 2 / (9 * 32)
     assert spread(kernel) == pytest.approx((2 / (9 * 32)) ** 0.5, rel=0.1)
 
 

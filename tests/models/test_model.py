@@ -1,4 +1,4 @@
-"""What holds of every model: how it is cut, scanned and recomputed does not change what it computes."""
+"""Tests for all models: partitioning, scanning and rematerialization do not change the outputs."""
 
 from functools import partial
 from typing import Any
@@ -75,7 +75,7 @@ def test_scan_and_remat_change_nothing(name: str, task: str, overrides: dict[str
 def test_scan_compiles_a_run_once() -> None:
     for scan, count in ((True, 1), (False, 3)):
         model, params, batch = small("bert", "classification", scan_layers=scan)
-        # The only softmax is the attention's: its maximum is taken once in each block that is written out.
+        # Attention has the only softmax, so every traced block contains one reduce_max.
         assert str(jax.make_jaxpr(model.apply)(params, batch)).count("reduce_max") == count
 
 
@@ -83,7 +83,7 @@ def test_runs() -> None:
     model, _, _ = small("bert", "masked_lm")
     assert [layer.name for layer in model.layers] == ["embed", "block_0", "block_1", "block_2", "head"]
     assert model.runs == (LayerRun(0, 1), LayerRun(1, 4), LayerRun(4, 5))
-    # Stages of 3, 4, 6, 3 blocks; the first of each projects, so it is not equal to the others.
+    # Stages have 3, 4, 6 and 3 blocks. The first block of a stage has a projection, so it differs from the others.
     model, _, _ = small("resnet", "classification", size="50")
     assert [run.stop - run.start for run in model.runs] == [1, 1, 2, 1, 3, 1, 5, 1, 2, 1]
     model, _, _ = small("resnet", "classification", size="18")
@@ -96,9 +96,9 @@ def test_tied_arrays_are_stored_once_and_get_both_gradients() -> None:
     assert "tokens" not in params["head"]
     gradient = fast_jit(jax.grad(lambda params: model.apply(params, batch)[..., 0].sum()))(params)["embed"]["tokens"]
     unseen = np.setdiff1d(np.arange(1, VOCAB), batch["inputs"])
-    assert np.abs(gradient[0]).max() > 0  # token 0 is in no text: through the head alone
+    assert np.abs(gradient[0]).max() > 0  # token 0 is in no text, so its gradient comes from the head alone
     assert np.abs(gradient[unseen]).max() == 0
-    assert np.abs(gradient[batch["inputs"][0, 0]]).max() > 0  # through the embedding alone
+    assert np.abs(gradient[batch["inputs"][0, 0]]).max() > 0  # from the embedding alone
 
 
 class Scale(nnx.Module):
@@ -123,7 +123,7 @@ def test_fresh_layers_depend_on_place_alone() -> None:
     key = jax.random.key(0)
     expected = [np.asarray(Scale(nnx.Rngs(params=jax.random.fold_in(key, i))).scale[...]) for i in range(4)]
     assert not np.allclose(expected[0], expected[1])
-    # One maker for all, or one each: the same numbers.
+    # One shared maker and one maker per layer give the same values.
     for makers in (dict.fromkeys("abcd", Scale), {name: partial(Scale) for name in "abcd"}):
         params = Model(makers).init(key)
         np.testing.assert_array_equal([params[name]["scale"] for name in "abcd"], expected)

@@ -1,4 +1,4 @@
-"""A user's own model: a module on PYTHONPATH with a `build`, in the same contract as ours."""
+"""Tests user-defined models: modules on PYTHONPATH with the same `build` function as the models in jaxpar."""
 
 import textwrap
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.models.small import BATCH, CLASSES, CPU, TEXT, dropout_keys, fast_jit
 
 
 def example() -> str:
-    """The example of docs/models.md, so that it works."""
+    """Return the example in docs/models.md, so that the tests run it."""
     text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
     return text.split("```python\n")[1].split("```")[0]
 

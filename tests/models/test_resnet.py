@@ -1,4 +1,4 @@
-"""The residual networks against the paper written out in NumPy."""
+"""Tests the residual networks against the equations of the paper in NumPy."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ import pytest
 from jaxpar.models import build
 from tests.models.small import CPU, IMAGE, fast_jit, make_params, small_config
 
-FIRST_OF_STAGES = {"18": (2, 4, 6), "50": (3, 7, 13)}  # the blocks that halve the image
+FIRST_OF_STAGES = {"18": (2, 4, 6), "50": (3, 7, 13)}  # blocks with stride 2
 
 
 def conv(x: np.ndarray, kernel: np.ndarray, stride: int = 1) -> np.ndarray:
-    """A square convolution, [B, H, W, C] by [k, k, C, D], padded with k // 2 zeros on each side."""
+    """Convolve [B, H, W, C] with [k, k, C, D], padded with k // 2 zeros on each side."""
     size = len(kernel)
     x = np.pad(x, ((0, 0), (size // 2,) * 2, (size // 2,) * 2, (0, 0)))
     height, width = ((length - size) // stride + 1 for length in x.shape[1:3])
@@ -32,7 +32,7 @@ def group_norm(x: np.ndarray, weights: Any) -> np.ndarray:
 
 
 def max_pool(x: np.ndarray) -> np.ndarray:
-    """3x3 windows at every other pixel, padded by one."""
+    """Apply 3x3 max pooling with stride 2 and padding 1."""
     height, width = x.shape[1] // 2, x.shape[2] // 2
     x = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=-np.inf)
     windows = [x[:, i : i + 2 * height : 2, j : j + 2 * width : 2] for i in range(3) for j in range(3)]
@@ -50,7 +50,7 @@ def resnet(params: Any, pixels: np.ndarray, size: str, *, large: bool) -> np.nda
         last = len(block["convs"]) - 1
         stride = 2 if index in FIRST_OF_STAGES[size] else 1
         for i in range(last + 1):
-            # The 3x3 convolution has the stride: the first of two, or the second of three.
+            # The stride is in the first of two 3x3 convolutions, or in the 3x3 convolution of a bottleneck.
             y = conv(y, block["convs"][i]["kernel"], stride if i == last - 1 else 1)
             y = group_norm(y, block["norms"][i])
             y = y if i == last else np.maximum(y, 0)

@@ -1,4 +1,4 @@
-"""The vision transformer against the paper's equations in NumPy, and what cannot be built."""
+"""Tests the vision transformer against the equations of the paper in NumPy, and errors for invalid configs."""
 
 import math
 from typing import Any
@@ -24,7 +24,7 @@ def linear(x: np.ndarray, weights: Any) -> np.ndarray:
 
 
 def attend(x_TD: np.ndarray, weights: Any, heads: int) -> np.ndarray:
-    """Multi-head attention of one image, head by head (the paper's appendix A)."""
+    """Compute multi-head attention for one image, head by head (appendix A of the paper)."""
     q, k, v = (np.split(linear(x_TD, weights[name]), heads, axis=1) for name in ("query", "key", "value"))
     mixed = []
     for i in range(heads):
@@ -34,7 +34,7 @@ def attend(x_TD: np.ndarray, weights: Any, heads: int) -> np.ndarray:
 
 
 def vit(params: Any, image: np.ndarray, pooling: str) -> np.ndarray:
-    """Equations 1 to 4 of the paper for one image, and a linear head."""
+    """Compute equations 1 to 4 of the paper for one image, and a linear head."""
     params = jax.tree.map(np.float64, params)
     embed, p, heads = params["embed"], SIZE["patch_size"], SIZE["num_heads"]
     image = image / 127.5 - 1
@@ -66,7 +66,7 @@ def test_equals_numpy(pooling: str) -> None:
     assert np.ptp(expected, axis=0).min() > 0.05  # images differ
 
 
-# Of timm's deit_tiny, deit_small, vit_base and vit_large, all _patch16_224, with 1,000 classes.
+# Parameters of timm's deit_tiny, deit_small, vit_base and vit_large (all _patch16_224) with 1,000 classes.
 @pytest.mark.parametrize(
     ("size", "count"), [("tiny", 5_717_416), ("small", 22_050_664), ("base", 86_567_656), ("large", 304_326_632)]
 )
@@ -80,11 +80,11 @@ def test_sizes(size: str, count: int) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"patch_size": 3}, "model.patch_size is 3; it must divide the images' size, 8 x 8"),
-        ({"patch_size": 4, "hidden_size": 16}, "model.hidden_size is 16; it must be a multiple .*num_heads, 3"),
+        ({"patch_size": 3}, r"model.patch_size is 3; it must divide the image size \(8 x 8\)"),
+        ({"patch_size": 4, "hidden_size": 16}, r"model.hidden_size is 16; it must be a multiple .*num_heads \(3\)"),
         ({"pooling": "max"}, "model.pooling is 'max'"),
         ({"activation": "swiglu"}, "model.activation is 'swiglu'"),
-        ({"norm": "rmsnorm"}, "model.norm is 'rmsnorm', but model 'vit' has no such option"),
+        ({"norm": "rmsnorm"}, "model.norm is 'rmsnorm'; it is not an option of model 'vit'"),
     ],
 )
 def test_mistakes(overrides: dict[str, Any], message: str) -> None:

@@ -1,6 +1,6 @@
-"""A model whose layers pass on two arrays, of different shapes and, in bfloat16, dtypes: of tokens and of a summary.
+"""A model whose layers return two arrays of different shapes, and in bfloat16 of different dtypes.
 
-It is built as a user's own: config.model.name is the name of this module.
+It is used like a user-defined model: config.model.name is the name of this module.
 
 Dims: B examples, T positions, D features, S features of the summary, C classes.
 """
@@ -21,14 +21,14 @@ FEATURES, SUMMARY = 16, 6
 
 
 class Streams(NamedTuple):
-    """What passes between layers: the tokens in float32; summary["mean"], [B, S], in config.model.dtype."""
+    """The activations between layers: tokens in float32, and summary["mean"] [B, S] in config.model.dtype."""
 
     tokens_BTD: jax.Array
     summary: dict[str, jax.Array]
 
 
 class Embed(nnx.Module):
-    """Token ids to both streams."""
+    """Layer that computes both streams from token ids."""
 
     def __init__(self, vocab_size: int, dtype: str, rngs: nnx.Rngs):
         self.dtype = jnp.dtype(dtype)
@@ -40,7 +40,7 @@ class Embed(nnx.Module):
 
 
 class Mix(nnx.Module):
-    """Each stream is changed by the other; dropout on the tokens."""
+    """Layer that updates each stream from the other, with dropout on the tokens."""
 
     def __init__(self, dropout: float, rngs: nnx.Rngs):
         self.dropout = dropout
@@ -61,7 +61,7 @@ class Mix(nnx.Module):
 
 
 class Head(nnx.Module):
-    """Both streams to logits [B, C]."""
+    """Layer that computes logits [B, C] from both streams."""
 
     def __init__(self, num_classes: int, rngs: nnx.Rngs):
         self.classify = nnx.Linear(FEATURES + SUMMARY, num_classes, rngs=rngs)
@@ -72,7 +72,7 @@ class Head(nnx.Module):
 
 
 def build(config: ConfigDict, info: DataInfo) -> Model:
-    """Embed, mixes, head."""
+    """Build the layers embed, mix_0 to mix_(num_layers - 1), head."""
     mix = partial(Mix, config.model.dropout)
     embed = partial(Embed, info.vocab_size, config.model.dtype)
     mixes = {f"mix_{i}": mix for i in range(config.model.num_layers)}

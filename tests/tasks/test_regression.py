@@ -101,7 +101,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "word": ({"target_columns": ("stars", "text2")}, r"a.csv:3: column 'text2' must be a finite number, not 'two'"),
     "wordnet": (
         {"source": "wordnet", "train": ""},
-        "source is 'wordnet'; for task regression it must be one of csv, tsv",
+        "source is 'wordnet'; for task regression it must be one of csv",
     ),
     "text file": ({"source": "text"}, "config.data.source is 'text', which has no labels"),
     "images": ({"source": "mnist"}, "which needs text or vector; with mnist it must be classification"),
