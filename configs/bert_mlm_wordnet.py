@@ -1,4 +1,4 @@
-"""Masked language modelling with BERT on WordNet glosses: pretraining in small.
+"""Masked language modelling with BERT on WordNet glosses: a small example of pretraining.
 
 scripts/train --config=configs/bert_mlm_wordnet.py --workdir=runs/mlm
 """
@@ -9,7 +9,7 @@ from jaxpar.config import default_config
 
 
 def get_config() -> ConfigDict:
-    """A 2-layer, 128-wide encoder that predicts 15% of the tokens."""
+    """Return the config of an encoder with 2 layers of width 128 that predicts 15% of the tokens."""
     config = default_config()
     config.task = "masked_lm"
     config.mesh.virtual_cpu_devices = 2

@@ -1,4 +1,4 @@
-"""Every key that a config may set, with its default. All other configs override these.
+"""Every key that a config can set, with its default. All other configs start from these values and override some.
 
 scripts/train --config=configs/default.py --workdir=runs/default
 """
@@ -8,164 +8,185 @@ from ml_collections.config_dict import placeholder
 
 
 def get_config() -> ConfigDict:
-    """The default config: a tiny BERT classifier on WordNet glosses, data-parallel."""
+    """Return the default config: a tiny BERT classifier on WordNet glosses, trained data-parallel."""
     config = ConfigDict()
-    config.seed = 0
+    config.seed = 0  # seed of the initial parameters, the order of examples, dropout, masking and augmentation
     config.task = "classification"  # classification, regression, token_classification, masked_lm, causal_lm
     config.strategy = "data_parallel"  # single, data_parallel, async_data_parallel, pipeline
 
     config.mesh = mesh = ConfigDict()
-    mesh.data = -1  # replicas on the data axis; -1: as many as there are devices for
-    mesh.stage = 1  # devices of a pipeline
-    mesh.virtual_cpu_devices = 0  # split the CPU into this many devices; 0: as XLA_FLAGS says, or one
+    mesh.data = -1  # size of the data axis (number of replicas); -1: use all devices
+    mesh.stage = 1  # size of the stage axis: devices in a pipeline; more than 1 only with strategy pipeline
+    mesh.virtual_cpu_devices = 0  # split the CPU into this many devices; 0: the number in XLA_FLAGS, otherwise 1
 
     config.data_parallel = ConfigDict()
-    # shard_map, with any exchange; with ddp also sharding (jit over a mesh, XLA adds gradients up: of float32 models
-    # alone, as it does so in their dtype) and pmap; auto: sharding where it may be, which is the fastest on CPUs, else
-    # shard_map
+    # How a step is distributed over devices.
+    # shard_map: the exchange is explicit; works with every exchange.
+    # sharding: jit over sharded inputs, XLA inserts the collectives; only exchange ddp without options, and on several
+    #   replicas only float32 models, because XLA sums gradients in the dtype of the model.
+    # pmap: only exchange ddp without options.
+    # auto: sharding where supported, because it is the fastest on CPUs, otherwise shard_map.
     config.data_parallel.implementation = "auto"
 
-    # How replicas agree: ddp, dp, horovod, horovod_adasum, byteps, byteps_onebit, byteps_topk, byteps_randomk,
-    # byteps_dithering, bagua_bytegrad, bagua_qadam, bagua_decentralized, bagua_low_precision_decentralized,
-    # bagua_model_average, zero1, zero2, zero3, onebit_adam. Pipelines: those that agree on gradients alone.
+    # How replicas exchange gradients or weights: ddp, dp, horovod, horovod_adasum, byteps, byteps_onebit, byteps_topk,
+    # byteps_randomk, byteps_dithering, bagua_bytegrad, bagua_qadam, bagua_decentralized,
+    # bagua_low_precision_decentralized, bagua_model_average, zero1, zero2, zero3, onebit_adam.
+    # Pipelines support those that exchange only gradients: ddp, horovod, byteps with its compressors, bagua_bytegrad.
     config.exchange = "ddp"
-    config.exchange_options = exchange = ConfigDict()  # None: the exchange's own; docs/exchanges.md says which it has
-    exchange.bucket_bytes = placeholder(int)  # of what is sent at once: buckets, fusion, partitions
-    exchange.wire_dtype = placeholder(str)  # float16, bfloat16: of gradients as they are sent
-    exchange.algorithm = placeholder(str)  # psum (XLA's own), ring (written out)
-    exchange.group = placeholder(int)  # replicas of a node: adds up in it first, then between nodes
-    exchange.predivide = placeholder(float)  # divide gradients by this before the sum, and the rest after it
-    exchange.backward_passes_per_step = placeholder(int)  # steps of the run for each of the optimizer
-    exchange.block = placeholder(int)  # elements that share a scale of bits, or a range of bytes; 0: all
-    exchange.ratio = placeholder(float)  # of the elements that topk and randomk send
-    exchange.levels = placeholder(int)  # of dithering
-    exchange.seed = placeholder(int)  # of random compressors; None: config.seed
-    exchange.momentum = placeholder(float)  # Nesterov's, before compression
-    exchange.warmup = placeholder(float)  # bagua_qadam, onebit_adam: fraction of the steps before compression
-    exchange.interval = placeholder(int)  # bagua_model_average: steps between means
-    exchange.offload = placeholder(bool)  # zero: the optimizer's state in the host's memory
+    # Options of the exchange. None: the default of the exchange. docs/exchanges.md lists the options of each.
+    config.exchange_options = exchange = ConfigDict()
+    exchange.bucket_bytes = placeholder(int)  # bytes per message: size of a bucket (ddp), fusion buffer or partition
+    exchange.wire_dtype = placeholder(str)  # dtype of gradients in transfers: float16, bfloat16; None: float32
+    exchange.algorithm = placeholder(str)  # all-reduce algorithm: psum (XLA's), ring (implemented with ppermute)
+    exchange.group = placeholder(int)  # replicas per node, for a hierarchical all-reduce: within nodes, then between
+    exchange.predivide = placeholder(float)  # divisor before the sum; the sum is divided by replicas / predivide
+    exchange.backward_passes_per_step = placeholder(int)  # training steps per optimizer step, as in Horovod
+    exchange.block = placeholder(int)  # elements per scale (1-bit) or per range (8-bit); 0: one per part of a bucket
+    exchange.ratio = placeholder(float)  # fraction of the elements that topk and randomk send
+    exchange.levels = placeholder(int)  # quantization levels of dithering, on each side of zero
+    exchange.seed = placeholder(int)  # seed of random compressors; None: config.seed
+    exchange.momentum = placeholder(float)  # Nesterov momentum applied before compression
+    exchange.warmup = placeholder(float)  # bagua_qadam, onebit_adam: fraction of the steps before compression starts
+    exchange.interval = placeholder(int)  # bagua_model_average: steps between averages
+    exchange.offload = placeholder(bool)  # zero1, zero2, zero3: keep the optimizer state in host memory
 
-    # Of strategy async_data_parallel: workers that take gradients of weights that they have read some time ago.
+    # Strategy async_data_parallel: workers compute gradients of weights that they read some time ago.
+    # None: the default of the policy or mitigation, given in the comment.
     config.asynchronous = asynchronous = ConfigDict()
-    asynchronous.mode = "emulated"  # in virtual time, from a table; live: by threads (async and ssp)
-    asynchronous.table = ""  # the updates.csv of a live run, to be made again
+    # emulated: deterministic, in virtual time from a table of updates; live: in real threads (policies async and ssp)
+    asynchronous.mode = "emulated"
+    asynchronous.table = ""  # path of the updates.csv of a live run, to repeat that run exactly
     asynchronous.policy = "async"  # sync, async, ssp, softsync, local_sgd, diloco, model_average
-    asynchronous.num_workers = 4  # each takes a part of the batch; as many as you like on any number of devices
-    asynchronous.bound = placeholder(int)  # ssp: iterations that a worker may be ahead of the slowest; 3
-    asynchronous.groups = placeholder(int)  # softsync: an update for every num_workers / groups gradients; 2
-    asynchronous.interval = placeholder(int)  # local_sgd, diloco, model_average: steps from one meeting to the next; 8
-    asynchronous.outer_lr = placeholder(float)  # diloco: of the optimizer that takes a round for a gradient; 0.7
-    asynchronous.outer_momentum = placeholder(float)  # diloco: Nesterov's, of the same; 0.9
-    # What is done about stale gradients, any of: dc_asgd or adaptive_dc_asgd, clip_by_staleness, staleness_aware,
-    # corrected_momentum; with commas
+    asynchronous.num_workers = 4  # number of workers, which share the batch; can differ from the number of devices
+    asynchronous.bound = placeholder(int)  # ssp: largest lead over the slowest worker, in iterations; default 3
+    asynchronous.groups = placeholder(int)  # softsync: one update per num_workers / groups gradients; default 2
+    asynchronous.interval = placeholder(int)  # local_sgd, diloco, model_average: local steps per round; default 8
+    asynchronous.outer_lr = placeholder(float)  # diloco: learning rate of the outer optimizer; default 0.7
+    asynchronous.outer_momentum = placeholder(float)  # diloco: Nesterov momentum of the outer optimizer; default 0.9
+    # Mitigations for stale gradients, comma-separated: dc_asgd or adaptive_dc_asgd, clip_by_staleness, staleness_aware,
+    # corrected_momentum
     asynchronous.mitigations = ""
-    asynchronous.dc_strength = placeholder(float)  # lambda of dc_asgd (0.04), adaptive_dc_asgd (2)
-    asynchronous.max_norm = placeholder(float)  # clip_by_staleness: of a gradient that is not stale
-    asynchronous.delays = delays = ConfigDict()  # how long things take, in virtual seconds
-    delays.distribution = "constant"  # of a gradient's time: constant, uniform, lognormal, pareto, trace
-    delays.compute_time = 1.0  # its mean
-    delays.spread = 0.0  # uniform: +- so many parts; lognormal: sigma of the logarithm; pareto: the shape, above 1
-    delays.slowdown = 1.0  # the last worker's gradients take so many times longer
-    delays.communication_time = 0.0  # of weights to a worker, and of a gradient from it
-    delays.jitter = 0.0  # a message takes (1 + jitter x exponential) times longer
-    delays.trace = ""  # a CSV file of measured times: worker,seconds
+    asynchronous.dc_strength = placeholder(float)  # lambda of dc_asgd (default 0.04), adaptive_dc_asgd (default 2)
+    asynchronous.max_norm = placeholder(float)  # clip_by_staleness: norm limit at staleness 0 and 1; required
+    asynchronous.delays = delays = ConfigDict()  # durations in virtual seconds, for emulated runs
+    delays.distribution = "constant"  # of the time to compute a gradient: constant, uniform, lognormal, pareto, trace
+    delays.compute_time = 1.0  # mean time to compute a gradient
+    # uniform: times are compute_time x (1 +- spread); lognormal: sigma of the logarithm; pareto: the shape, more than 1
+    delays.spread = 0.0
+    delays.slowdown = 1.0  # factor on the compute times of the last worker; also applies to live runs
+    delays.communication_time = 0.0  # time of one message: weights to a worker, or a gradient from it
+    delays.jitter = 0.0  # random part of a message: communication_time x (1 + jitter x e), e exponential with mean 1
+    delays.trace = ""  # distribution trace: path of a CSV file of measured times with columns worker,seconds
 
     config.pipeline = pipeline = ConfigDict()
     # model_parallel, gpipe, 1f1b, eager_1f1b, interleaved_1f1b, zb_h1, zb_h2, zb_v, or the path of a CSV table
     pipeline.schedule = "1f1b"
-    pipeline.num_microbatches = 0  # of a replica's share of the batch; 0: four for each stage (model_parallel: one)
-    pipeline.num_chunks = 0  # stages on a device; 0: as few as the schedule can have
-    pipeline.partition = "flops"  # uniform, parameters, flops, or the layers that begin stages 1, 2, ..: block_2,head
-    # What the backward pass has: full: the inputs of stages, and recomputes; none: all it needs; dots: matrix products
+    pipeline.num_microbatches = 0  # per replica and step; 0: four per stage device (model_parallel: one)
+    pipeline.num_chunks = 0  # stages per device; 0: the smallest number that the schedule supports
+    # How layers are divided into stages: balanced by flops, parameters or number of layers (uniform), or the names of
+    # the layers that begin stages 1, 2, ...: block_2,head
+    pipeline.partition = "flops"
+    # Activations stored for the backward pass. none: all (no recomputation); full: only stage inputs; dots: the results
+    # of matrix products
     pipeline.remat = "none"
-    pipeline.trace = 0  # draw the actions of this step (the run's first is 1) under the plan: workdir/timeline.png
+    pipeline.trace = 0  # measure the actions of this step (from 1) and plot them in workdir/timeline.png; 0: none
 
     config.model = model = ConfigDict()
-    model.name = "bert"  # bert, gpt, resnet, vit, mlp, or a module of yours: my_package.my_model
-    # bert: tiny mini small base large; gpt: tiny gpt2 gpt2_medium gpt2_large gpt2_xl; resnet: 18 50; mlp: tiny;
-    # vit: tiny small base large
+    model.name = "bert"  # bert, gpt, resnet, vit, mlp, or the dotted name of your own module: my_package.my_model
+    # bert: tiny, mini, small, base, large; gpt: tiny, gpt2, gpt2_medium, gpt2_large, gpt2_xl; resnet: 18, 50;
+    # vit: tiny, small, base, large; mlp: tiny
     model.size = "tiny"
-    model.init_from = ""  # a Hugging Face directory (config.json, safetensors, tokenizer); sets the sizes
-    # What follows overrides the size when it is set (None: as the size says).
+    model.init_from = ""  # Hugging Face directory with pretrained weights (BERT or GPT-2), which also sets the sizes
+    # Overrides of model.size. None: the value of the size.
     model.num_layers = placeholder(int)
     model.hidden_size = placeholder(int)
     model.num_heads = placeholder(int)
-    model.num_kv_heads = placeholder(int)  # fewer than num_heads: grouped queries
+    model.num_kv_heads = placeholder(int)  # gpt: key and value heads; fewer than num_heads: grouped-query attention
     model.mlp_size = placeholder(int)
-    model.vocab_size = placeholder(int)  # rows of the token embedding; None: the tokenizer's tokens
-    model.max_length = placeholder(int)  # learned positions; None: data.max_length
-    model.dropout = placeholder(float)
-    model.norm = placeholder(str)  # layernorm, rmsnorm
-    model.activation = placeholder(str)  # gelu, gelu_tanh, relu, swiglu
-    model.positions = placeholder(str)  # learned, rotary
-    model.pooling = placeholder(str)  # bert classification and regression, vit: cls, mean
-    model.patch_size = placeholder(int)  # vit: height and width of a patch
-    # How it is computed; none of these changes the parameters.
-    model.dtype = "float32"  # of the computation: float32, bfloat16; weights stay float32
-    model.remat = "none"  # none; full: keep only layer inputs; dots: keep matrix products
-    model.scan_layers = True  # compile runs of equal layers once
-    model.attention = "auto"  # auto, xla, cudnn (bfloat16 on GPU)
+    model.vocab_size = placeholder(int)  # rows of the token embedding; None: number of tokens of the tokenizer
+    model.max_length = placeholder(int)  # number of learned positions; None: data.max_length
+    model.dropout = placeholder(float)  # dropout rate
+    model.norm = placeholder(str)  # gpt: layernorm, rmsnorm
+    model.activation = placeholder(str)  # gelu, gelu_tanh, relu; gpt also swiglu
+    model.positions = placeholder(str)  # gpt: learned, rotary
+    model.pooling = placeholder(str)  # bert (classification and regression), vit: cls, mean
+    model.patch_size = placeholder(int)  # vit: height and width of a patch, in pixels
+    # How the model is computed. These keys do not change the parameters.
+    model.dtype = "float32"  # dtype of the computation: float32, bfloat16; parameters are always float32
+    # Activations stored for the backward pass of a layer. none: all; full: only layer inputs; dots: the results of
+    # matrix products
+    model.remat = "none"
+    model.scan_layers = True  # compute consecutive equal layers with one scan, which shortens compilation
+    model.attention = "auto"  # attention kernel: xla, cudnn (bfloat16 on GPUs), auto (cudnn where supported)
 
     config.data = data = ConfigDict()
     data.source = "wordnet"  # wordnet, csv, tsv, jsonl, parquet, text, mnist, cifar10, synthetic
-    data.train = ""  # file (mnist, cifar10: directory); text: one file or a glob
-    data.validation = ""  # empty: split off from train by a hash of the example
-    data.test = ""  # empty: likewise
-    data.validation_fraction = 0.05
-    data.test_fraction = 0.1
-    data.text_columns = ("text",)  # one column, or two for sentence pairs; token_classification: of the list of words
-    data.label_column = "label"  # classification: of the class; token_classification: of the list of tags
-    data.target_columns = ("target",)  # regression: of numbers, one or several
-    data.tokenizer = ""  # tokenizer.json or vocab.txt; empty: model.init_from's, or trained on the training split
-    data.vocab_size = 8192  # of a trained tokenizer
-    data.max_length = 64  # tokens; longer texts are cut; language models: the block length
-    data.length_buckets = (16, 32, 64, 128, 256, 512)  # texts are padded to the least of these that holds them
-    data.mask_fraction = 0.15  # masked_lm: positions to predict
-    data.augment = False  # images: random crop and flip
-    data.synthetic_examples = 4096
-    data.num_threads = 1  # of the loader
-    data.prefetch = 8  # batches made ahead
+    data.train = ""  # path or glob of the training data; mnist, cifar10: a directory; wordnet, synthetic: empty
+    # Path or glob of the validation and test data. Empty: a part of the training data, chosen by a hash of the example
+    # (source text: the last part of the text), except that mnist and cifar10 have their own test files.
+    data.validation = ""
+    data.test = ""
+    data.validation_fraction = 0.05  # fraction of the training data if data.validation is empty
+    data.test_fraction = 0.1  # fraction of the training data if data.test is empty
+    # One text column, or two for sentence pairs; token_classification: the column with the lists of words
+    data.text_columns = ("text",)
+    data.label_column = "label"  # classification: column of the class; token_classification: column of the tags
+    data.target_columns = ("target",)  # regression: one or more numeric columns
+    # tokenizer.json or vocab.txt; empty: the tokenizer in model.init_from, otherwise trained on the training split
+    data.tokenizer = ""
+    data.vocab_size = 8192  # largest number of tokens of a trained tokenizer
+    data.max_length = 64  # tokens per example; longer texts are truncated; causal_lm: the block length
+    data.length_buckets = (16, 32, 64, 128, 256, 512)  # a batch is padded to the smallest of these that fits its texts
+    data.mask_fraction = 0.15  # masked_lm: fraction of the tokens to predict; the default is BERT's
+    data.augment = False  # images: random shifts of up to 4 pixels, and random flips except for mnist
+    data.synthetic_examples = 4096  # source synthetic: number of examples in all splits
+    data.num_threads = 1  # background threads that prepare batches; 0: prepare them in the main thread
+    data.prefetch = 8  # number of batches prepared ahead
 
-    config.batch_size = 256  # global: over all devices and accumulation steps
-    config.num_epochs = 1.0
-    config.num_steps = 0  # where not 0, instead of num_epochs
+    config.batch_size = 256  # global batch size, over all devices and accumulation steps
+    config.num_epochs = 1.0  # length of the training in epochs, if num_steps is 0
+    config.num_steps = 0  # length of the training in steps; 0: use num_epochs
 
     config.optimizer = optimizer = ConfigDict()
     optimizer.name = "adamw"  # adamw, lamb, sgd, adafactor, lion, muon
-    optimizer.lr = 1e-3  # the peak
-    optimizer.schedule = "cosine"  # constant, cosine, linear: after the warm-up, down to final_lr
-    optimizer.warmup = 0.1  # fraction of the steps
-    optimizer.final_lr = 0.0  # as a fraction of lr
-    optimizer.weight_decay = 0.01  # on matrices only: never on biases, norms
+    optimizer.lr = 1e-3  # peak learning rate
+    optimizer.schedule = "cosine"  # learning rate after the warm-up: constant, or cosine or linear decay to final_lr
+    optimizer.warmup = 0.1  # length of the linear warm-up, as a fraction of the steps
+    optimizer.final_lr = 0.0  # final learning rate, as a fraction of lr
+    optimizer.weight_decay = 0.01  # applied to matrices only, not to biases and norms
     optimizer.momentum = 0.9  # sgd, muon
     optimizer.b1 = 0.9  # adamw, lamb, lion, and adamw inside muon
     optimizer.b2 = 0.999  # adamw, lamb, lion, and adamw inside muon
     optimizer.eps = 1e-8  # adamw, lamb, and adamw inside muon
-    optimizer.clip_norm = 1.0  # of the global gradient; 0: none
-    optimizer.accumulation_steps = 1  # microbatches a step, one after another
-    optimizer.nonfinite = "stop"  # on a loss or gradient that is not finite: stop the run; skip the step
+    optimizer.clip_norm = 1.0  # clip gradients to this global norm; 0: no clipping
+    optimizer.accumulation_steps = 1  # number of microbatches per step, whose gradients are accumulated
+    optimizer.nonfinite = "stop"  # if the loss or a gradient is not finite: stop the run, or skip the step
 
     config.eval = ConfigDict()
-    config.eval.every_steps = 0  # on the validation split; 0: at the end of every epoch
-    config.eval.batch_size = 0  # 0: batch_size; a pipeline takes it in gcd(share of a replica, microbatches) parts
+    config.eval.every_steps = 0  # steps between evaluations on the validation split; 0: at the end of every epoch
+    # Global batch size of evaluations; 0: batch_size. A pipeline divides the share of a replica into
+    # gcd(share, number of microbatches) microbatches
+    config.eval.batch_size = 0
 
     config.checkpoint = checkpoint = ConfigDict()
-    checkpoint.every_steps = 500  # 0: only at the end and on a signal
-    checkpoint.asynchronous = True  # written while the next steps compute; else they wait, and no kill loses more steps
-    checkpoint.keep = 2  # the last ones
-    checkpoint.keep_best = True  # and the one of the best validation loss
+    checkpoint.every_steps = 500  # steps between checkpoints; 0: only at the end and on a signal
+    # True: write while the next steps compute; False: steps wait for the write, so a crash loses at most every_steps
+    # steps
+    checkpoint.asynchronous = True
+    checkpoint.keep = 2  # number of latest checkpoints to keep
+    checkpoint.keep_best = True  # also keep the checkpoint with the lowest validation loss
 
     config.log = log = ConfigDict()
-    log.every_steps = 20
-    log.tensorboard = True
-    log.curves = True  # draw curves.png at the end
-    log.peak_flops = 0.0  # of one device, for MFU; 0: from the table in jaxpar/measure/flops.py
+    log.every_steps = 20  # steps between log lines
+    log.tensorboard = True  # write TensorBoard event files
+    log.curves = True  # plot curves.png at the end
+    log.peak_flops = 0.0  # peak FLOP/s of one device, for MFU; 0: from the table in jaxpar/measure/flops.py
 
-    # A process that shows no sign of life for so long (seconds) says where it is and ends: longer than any compilation,
-    # step or writing of a checkpoint takes, but less than the 1200 that orbax waits for a process that hangs in one,
-    # for it says less. Reading the data is not watched. 0: no watchdog
+    # A process without progress for this many seconds prints where it hangs and exits; 0: no watchdog. It must be
+    # longer than any compilation, step or checkpoint write. It should be less than 1200, after which orbax no longer
+    # waits for a process that hangs in a checkpoint, and reports less. Reading the data is not watched.
     config.watchdog_seconds = 900.0
 
-    config.profile = (0, 0)  # trace the steps from first to last into workdir/profile
-    config.cache_dir = ""  # token arrays and compiled programs; empty: $JAXPAR_CACHE, or ~/.cache/jaxpar
+    config.profile = (0, 0)  # (first, last) step to profile, into workdir/profile; (0, 0): none
+    config.cache_dir = ""  # cache of token arrays and compiled programs; empty: $JAXPAR_CACHE, or ~/.cache/jaxpar
     return config

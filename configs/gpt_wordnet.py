@@ -10,7 +10,7 @@ from jaxpar.config import default_config
 
 
 def get_config(preset: str = "") -> ConfigDict:
-    """4 layers, 128 wide; `llama`: with RMSNorm, SwiGLU, rotary positions and grouped queries."""
+    """Return the config of 4 layers of width 128; preset `llama` adds RMSNorm, SwiGLU, rotary positions and GQA."""
     config = default_config()
     config.task = "causal_lm"
     config.model.name = "gpt"
@@ -26,5 +26,5 @@ def get_config(preset: str = "") -> ConfigDict:
         config.model.positions = "rotary"
         config.model.num_kv_heads = 1
     elif preset:
-        raise ValueError(f"preset {preset!r}; there is llama")
+        raise ValueError(f"preset is {preset!r}; it must be empty or 'llama'")
     return config

@@ -1,8 +1,8 @@
-"""An MLP on MNIST, from the data set's own files.
+"""An MLP on MNIST, read from the original files.
 
     scripts/train --config=configs/mlp_mnist.py --workdir=runs/mnist --config.data.train=DIR
 
-DIR holds train-images-idx3-ubyte, train-labels-idx1-ubyte and the two t10k files, plain or .gz.
+DIR contains train-images-idx3-ubyte, train-labels-idx1-ubyte and the two t10k files, plain or as .gz.
 """
 
 from ml_collections import ConfigDict
@@ -11,7 +11,7 @@ from jaxpar.config import default_config
 
 
 def get_config() -> ConfigDict:
-    """5 epochs of Adam."""
+    """Return the config of 5 epochs of AdamW."""
     config = default_config()
     config.model.name = "mlp"
     config.data.source = "mnist"

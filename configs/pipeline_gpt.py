@@ -1,4 +1,4 @@
-"""The GPT of gpt_wordnet.py in a pipeline of four stages.
+"""A GPT on WordNet glosses, like gpt_wordnet.py but with 6 layers, in a pipeline of four stages.
 
 scripts/train --config=configs/pipeline_gpt.py --workdir=runs/pipeline
 scripts/train --config=configs/pipeline_gpt.py:zb_h1 --workdir=runs/zb_h1
@@ -10,7 +10,7 @@ from jaxpar.config import default_config
 
 
 def get_config(preset: str = "1f1b") -> ConfigDict:
-    """6 layers, 128 wide, in 8 microbatches on 4 devices; the preset is the schedule."""
+    """Return the config of 6 layers of width 128 on 4 devices with 8 microbatches; the preset is the schedule."""
     config = default_config()
     config.task = "causal_lm"
     config.model.name = "gpt"

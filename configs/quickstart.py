@@ -1,8 +1,8 @@
-"""BERT from scratch on WordNet glosses: which of 45 classes does a definition belong to?
+"""BERT trained from scratch to classify WordNet glosses (dictionary definitions) into 45 classes.
 
     scripts/train --config=configs/quickstart.py --workdir=runs/quickstart
 
-About 100 seconds on 2 CPU cores, to 78% test accuracy over 45 classes (the largest: 12%).
+Takes about 100 seconds on 2 CPU cores and reaches 78% test accuracy. The largest class has 12% of the examples.
 """
 
 from ml_collections import ConfigDict
@@ -11,7 +11,7 @@ from jaxpar.config import default_config
 
 
 def get_config() -> ConfigDict:
-    """A 2-layer, 128-wide encoder, data-parallel over 2 virtual CPU devices or all GPUs."""
+    """Return the config of 2 layers of width 128, data-parallel over 2 virtual CPU devices or all GPUs."""
     config = default_config()
     config.mesh.virtual_cpu_devices = 2
     config.model.pooling = "mean"

@@ -1,9 +1,10 @@
-"""ResNet-18 with group normalisation on CIFAR-10, from the data set's own files.
+"""ResNet-18 with group normalisation on CIFAR-10, read from the original files.
 
     scripts/train --config=configs/resnet_cifar10.py --workdir=runs/resnet --config.data.train=DIR
 
-DIR holds data_batch_1 .. test_batch, or their .bin form. For GPUs; on a CPU try it on
-made-up images: --config.data.source=synthetic --config.num_steps=20 --config.batch_size=16
+DIR contains data_batch_1 to data_batch_5 and test_batch, or the same files as .bin. This config is meant for GPUs. To
+try it on a CPU, use synthetic images:
+--config.data.source=synthetic --config.num_steps=20 --config.batch_size=16
 """
 
 from ml_collections import ConfigDict
@@ -12,7 +13,7 @@ from jaxpar.config import default_config
 
 
 def get_config() -> ConfigDict:
-    """30 epochs of SGD with momentum, random crops and flips."""
+    """Return the config of 30 epochs of SGD with momentum, random crops and flips."""
     config = default_config()
     config.model.name = "resnet"
     config.model.size = "18"

@@ -1,9 +1,10 @@
-"""ViT with 4x4 patches on CIFAR-10, from the data set's own files.
+"""ViT with 4x4 patches on CIFAR-10, read from the original files.
 
     scripts/train --config=configs/vit_cifar10.py --workdir=runs/vit --config.data.train=DIR
 
-DIR holds data_batch_1 .. test_batch, or their .bin form. For GPUs; on a CPU try it on
-made-up images: --config.data.source=synthetic --config.num_steps=20 --config.batch_size=16
+DIR contains data_batch_1 to data_batch_5 and test_batch, or the same files as .bin. This config is meant for GPUs. To
+try it on a CPU, use synthetic images:
+--config.data.source=synthetic --config.num_steps=20 --config.batch_size=16
 """
 
 from ml_collections import ConfigDict
@@ -12,7 +13,7 @@ from jaxpar.config import default_config
 
 
 def get_config() -> ConfigDict:
-    """100 epochs of AdamW, random crops and flips, 6 layers of 192."""
+    """Return the config of 6 layers of width 192, 100 epochs of AdamW, random crops and flips."""
     config = default_config()
     config.model.name = "vit"
     config.model.size = "tiny"

