@@ -1,13 +1,14 @@
-"""Audits what a step sends and holds: compiles it without running it, and compares with theory.
+"""Audits the traffic and memory of a training step: compiles the step without running it and compares with theory.
 
     scripts/python scripts/audit.py --config=configs/quickstart.py --config.mesh.data=4 \
         --config.mesh.virtual_cpu_devices=4 --config.exchange=bagua_bytegrad [--json]
 
-Of every kind of collective: the mesh axis, the dtype on the wire, how many a step, the bytes that a device sends, the
-bytes by the exchange's formula, and the ratio. Then the bytes on each device, in the program and by the formula:
-parameters, optimizer, the exchange's state (residuals, copies), inputs (batches, plans, gradients in flight) and
-temporary ones. What is in no program, such as copies that the host makes between them, has its formula alone. Exit code
-1: a collective that no formula explains.
+For every kind of collective, prints the mesh axis, the dtype of the transfer, the number per step, the bytes that a
+device sends, the bytes by the formula of the exchange, and the ratio. Then prints the bytes on each device, in the
+compiled program and by the formula: parameters, optimizer, exchange state (residuals, copies), inputs (batches, plans,
+in-flight gradients) and temporaries. Copies that the host makes between programs have only a formula.
+
+The exit code is 1 if no formula explains a collective, and 2 for invalid arguments.
 """
 
 import argparse
@@ -26,10 +27,10 @@ from jaxpar.run import build
 
 
 def main() -> int:
-    """The command line. Exit code 2: a mistake of the user's, reported in one line."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="configs/quickstart.py", help="PATH[:PRESET]")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--config", default="configs/quickstart.py", help="config file as PATH[:PRESET]")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     arguments, overrides = parser.parse_known_args()
     try:
         config = configs.load_config(arguments.config)
@@ -45,7 +46,7 @@ def main() -> int:
 
 
 def run(config: Any, workdir: Path) -> dict[str, Any]:
-    """The audit of a config's step."""
+    """Audit the training step of a config."""
     built = build.make_run(config, workdir, Phases(), build.check_run(config, workdir))
     programs = built.strategy.compile()
     rows = audit.audit(programs, built.plan, built.problem.task)
@@ -59,7 +60,7 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
 
 
 def format_audit(audited: dict[str, Any]) -> str:
-    """The audit as a table."""
+    """Return the audit as tables."""
     lines = [audited["layout"], ""]
     lines.append(f"{'collective':20} {'axis':8} {'dtype':9} {'a step':>8} {'bytes':>14} {'theory':>14}  ratio")
     for row in audited["collectives"]:
@@ -68,7 +69,7 @@ def format_audit(audited: dict[str, Any]) -> str:
         note = "" if row["explained"] else "  no formula explains this"
         what = f"{row['kind']:20} {row['axis']:8} {row['dtype']:9}"
         found_bytes = f"{row['number']:8.2f} {row['nbytes']:14,.0f}"
-        if row["kind"] == "copy":  # the host makes it, between programs
+        if row["kind"] == "copy":  # copied by the host between programs, so not in a compiled program
             found_bytes = ratio = ""
         lines.append(f"{what} {found_bytes:23} {theory:>14}  {ratio}{note}".rstrip())
     devices = audited["devices"]

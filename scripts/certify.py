@@ -1,13 +1,14 @@
-"""Certifies a strategy: runs it beside one device on the same batches, and reports how far they are apart.
+"""Certifies a strategy: runs it and a single-device reference on the same batches, and reports the differences.
 
     scripts/python scripts/certify.py --config=configs/quickstart.py [--num_steps=10] [--output=certificate.json] \
         [--config.KEY=VALUE ...]
 
-By layer: parameters at the start; of all steps the worst error of the gradient, and of what the optimizer makes of it;
-and how far two runs apart have come. docs/certificate.md says what is compared, and why so.
+For each layer, reports the error of the initial parameters, the largest errors over all steps of the gradient and of
+the optimizer update, and the difference of the parameters after two independent runs. docs/certificate.md explains
+what is compared and why.
 
-Exit codes: 0 within the tolerance, or the strategy computes other numbers by intent and has none; 1 outside; 2 a
-mistake of the user's, reported in one line.
+Exit codes: 0 within the tolerance, or without one because the strategy computes different numbers by design; 1 outside
+the tolerance; 2 for invalid arguments.
 """
 
 import argparse
@@ -35,14 +36,14 @@ COLUMNS = {"start": "start", "gradient": "gradient", "update": "update", "optimi
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--config", default="configs/quickstart.py", help="PATH[:PRESET]")
-    parser.add_argument("--num_steps", default="10", help="of the run, its whole schedule of learning rates")
-    parser.add_argument("--reference_passes", default="1", help="in which the reference takes a batch")
-    parser.add_argument("--output", type=Path, default=Path("certificate.json"))
+    parser.add_argument("--config", default="configs/quickstart.py", help="config file as PATH[:PRESET]")
+    parser.add_argument("--num_steps", default="10", help="number of steps; the learning rate schedule spans them")
+    parser.add_argument("--reference_passes", default="1", help="accumulation passes per batch of the reference")
+    parser.add_argument("--output", type=Path, default=Path("certificate.json"), help="JSON file to write")
     arguments, overrides = parser.parse_known_args()
     try:
         config = configs.load_config(arguments.config)
@@ -63,28 +64,31 @@ def main() -> int:
 
 
 def number(flag: str, text: str) -> int:
-    """The value of a flag. Raises UserError where it is no number from 1 on."""
+    """Return the value of a flag. Raises UserError unless it is an integer of at least 1."""
     if not text.isdecimal():
-        raise UserError(f"--{flag} is {text!r}; it must be a whole number")
+        raise UserError(f"--{flag} is {text!r}; it must be an integer")
     if int(text) < 1:
         raise UserError(f"--{flag} is {text}; it must be 1 or more")
     return int(text)
 
 
 def check(config: ConfigDict, arguments: argparse.Namespace) -> int:
-    """The passes of the reference; sets the run's number of steps. Raises UserError for flags that cannot be."""
+    """Set config.num_steps and return the number of passes of the reference. Raises UserError for invalid flags."""
     config.num_steps = number("num_steps", arguments.num_steps)
     passes = number("reference_passes", arguments.reference_passes)
     if config.batch_size % passes:
-        raise UserError(f"--reference_passes is {passes}; it must divide config.batch_size, {config.batch_size}")
+        raise UserError(f"--reference_passes is {passes}; it must divide config.batch_size ({config.batch_size})")
     if not arguments.output.parent.is_dir():
-        raise UserError(f"--output is {arguments.output}; there is no folder {arguments.output.parent}")
+        raise UserError(
+            f"--output is {arguments.output}; it must be in an existing directory, and {arguments.output.parent} does "
+            "not exist"
+        )
     return passes
 
 
 def certify(config: ConfigDict, workdir: Path, passes: int) -> dict[str, Any]:
-    """The certificate of a config's strategy."""
-    # GPUs would round what they multiply to 10 bits, and hide what is to be seen.
+    """Compute the certificate of the strategy of a config."""
+    # By default GPUs round the factors of matrix products to 10 bits, which would hide small errors.
     with jax.default_matmul_precision("highest"):
         checked = build.check_run(config, workdir)
         run, reference = certificate.make_pair(build.make_run(config, workdir, Phases(), checked), passes)
@@ -105,7 +109,7 @@ def certify(config: ConfigDict, workdir: Path, passes: int) -> dict[str, Any]:
             "strategy": run.plan.decision.batch_words,
             "reference": f"all examples on one device, in {passes} passes"
             if passes > 1
-            else "all examples at once, on one device",
+            else "all examples on one device, in one pass",
         },
         "batches": measured.batches,
         "seeds": {"config.seed": config.seed, "config.exchange_options.seed": config.exchange_options.seed},
@@ -118,12 +122,12 @@ def certify(config: ConfigDict, workdir: Path, passes: int) -> dict[str, Any]:
 
 
 def as_json(error: Error) -> dict[str, Any]:
-    """An error; null where it is infinite or not a number, which JSON has not."""
+    """Return an error as a dict, with None in place of infinities and NaN, which JSON cannot represent."""
     return {name: value if math.isfinite(value) else None for name, value in error._asdict().items()}
 
 
 def format_certificate(certified: dict[str, Any]) -> str:
-    """The certificate as a table."""
+    """Return the certificate as a table."""
     sums, on, versions = certified["sums"], certified["devices"], certified["versions"]
     packages = ", ".join(f"{name} {number}" for name, number in versions.items())
     steps = f"{len(certified['batches'])}, on batches {', '.join(map(str, certified['batches']))}"
@@ -147,14 +151,14 @@ def format_certificate(certified: dict[str, Any]) -> str:
 
 
 def cell(error: dict[str, Any] | None) -> str:
-    """An error in a table, in less than the 20 characters of a column."""
+    """Return an error as text that fits into a table column of 20 characters."""
     if error is None:
         return "-"
     if error["bitwise"]:
         return "bitwise"
     if error["ulps"] is None:
         return "not finite"
-    relative = "inf" if error["relative"] is None else f"{error['relative']:.1e}"  # of a norm that is zero
+    relative = "inf" if error["relative"] is None else f"{error['relative']:.1e}"  # the norm is zero
     spec = ".1f" if error["ulps"] < 1e6 else ".1e"
     return f"{relative}, {error['ulps']:{spec}}"
 

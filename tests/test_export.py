@@ -135,10 +135,10 @@ MISTAKES = {
         ["{run}", "{tmp}/a.safetensors", "--step=5"],
         "{run} has no checkpoint of step 5; there are 3, 6, 8",
     ),
-    "file exists": (["{run}", "{run}/config.json"], "{run}/config.json exists; give the name of a new file"),
+    "file exists": (["{run}", "{run}/config.json"], "{run}/config.json exists; choose the name of a new file"),
     "no folder": (
         ["{run}", "{tmp}/b/a.safetensors"],
-        "{tmp}/b/a.safetensors cannot be written: there is no folder {tmp}/b",
+        "{tmp}/b/a.safetensors cannot be written: the directory {tmp}/b does not exist",
     ),
 }
 

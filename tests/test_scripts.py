@@ -134,14 +134,14 @@ def test_a_failure_ends_in_one_line(clone: Path) -> None:
 
 def test_mistakes(clone: Path) -> None:
     result = run(clone, "train", JAXPAR_EXTRAS="gpus")
-    assert (result.returncode, result.stderr) == (2, "jaxpar: there is no extra 'gpus'; there are: gpu, dev.\n")
+    assert (result.returncode, result.stderr) == (2, "jaxpar: the extra is 'gpus'; it must be one of gpu, dev\n")
     (clone / "bin" / "python3").unlink()
     (clone / "bin" / "python3").write_text("#!/bin/sh\n[ $1 = --version ] && echo Python 3.9.9\n")
     (clone / "bin" / "python3").chmod(0o755)
     result = run(clone, "train", PATH=f"{clone / 'bin'}:{path_without_python(clone)}")
     assert (result.returncode, result.stderr) == (
         2,
-        "jaxpar: needs Python 3.11 to 3.14 on PATH; python3 is Python 3.9.9.\n",
+        "jaxpar: PATH has no Python 3.11 to 3.14; python3 is Python 3.9.9\n",
     )
     assert not (clone / ".venv").exists()
 

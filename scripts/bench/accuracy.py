@@ -1,9 +1,9 @@
-"""The cost of lossy exchanges in accuracy: the score of a config's task under each, next to ddp's.
+"""Measures the accuracy cost of exchanges: the score of a config with each exchange, compared with ddp.
 
     scripts/python scripts/bench/accuracy.py [--config=configs/quickstart.py] [--replicas=4] [--exchanges=ddp,dp,..]
         [--workdir=runs/accuracy] [--config.KEY=VALUE ...]
 
-Each is trained by the training binary, in a separate process; what is in the workdir already is not run again.
+Each exchange is trained by the command line in a separate process. Runs with results in the workdir are not repeated.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from jaxpar.exchange import EXCHANGES
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/quickstart.py")
     parser.add_argument("--replicas", type=int, default=4)
@@ -30,17 +30,17 @@ def main() -> None:
     config = configs.load_config(arguments.config)
     configs.override(config, overrides)
     score = tasks.find_task(config).score
-    print(f"{'exchange':36} {score.key:>14} {'minus that of ddp':>18}", flush=True)
+    print(f"{'exchange':36} {score.key:>14} {'minus ddp':>18}", flush=True)
     values: list[float] = []
     for name in names:
         result = train(arguments.config, arguments.workdir / name, [*overrides, f"--config.exchange={name}"])
         values.append(result[score.key])
         value, difference = format(values[-1], score.format), format(values[-1] - values[0], f"+{score.format}")
-        print(f"{name:36} {value:>14} {difference:>18} {result['wire_bytes'] / 1e6:8.3f} MB a step", flush=True)
+        print(f"{name:36} {value:>14} {difference:>18} {result['wire_bytes'] / 1e6:8.3f} MB per step", flush=True)
 
 
 def train(config: str, workdir: Path, overrides: list[str]) -> dict[str, float]:
-    """The result of a run."""
+    """Return the result of a run, and train it if there is no result yet."""
     path = workdir / "result.json"
     if not path.is_file():
         command = [sys.executable, "-m", "jaxpar.main", f"--config={config}", f"--workdir={workdir}", *overrides]

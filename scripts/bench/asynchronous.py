@@ -1,11 +1,13 @@
-"""The cost of asynchronous updates when they are emulated, and their gain when they are live.
+"""Measures the overhead of emulated asynchronous updates and the speed-up of live ones.
 
 scripts/python scripts/bench/asynchronous.py [--results=emulated,history,live] [--config=configs/quickstart.py]
 [--rounds=20] [--config.KEY=VALUE ...]
 
-emulated  time of a step of 8 workers on one device / of 8 steps of `single` on the same shards of the batch
-history   bytes of older weights after a step, 8 equal workers on one device / 7 times those of the weights
-live      gradients a second of 4 live workers on 4 devices, one of them 4 times slower / the same in lock step
+Each result is a ratio of two measurements:
+
+emulated  time of a step of 8 workers on one device / time of 8 steps of `single` on the same shards of the batch
+history   bytes of older weights after a step of 8 equal workers on one device / 7 times the bytes of the weights
+live      gradients per second of 4 live workers on 4 devices, one of them 4 times slower / the same in lock step
 """
 
 import argparse
@@ -30,7 +32,7 @@ WORKERS, LIVE_WORKERS, SLOWDOWN = 8, 4, 4
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", default="emulated,history,live")
     parser.add_argument("--config", default="configs/quickstart.py")
@@ -61,13 +63,13 @@ def main() -> None:
 
 
 def asynchronous(workers: int, devices: int, *settings: str) -> list[str]:
-    """The overrides of the strategy."""
+    """Return the config overrides for the strategy."""
     chosen = [f"--config.asynchronous.{setting}" for setting in (f"num_workers={workers}", *settings)]
     return ["--config.strategy=async_data_parallel", f"--config.mesh.data={devices}", *chosen]
 
 
 def emulated(build: Any, batch: dict[str, np.ndarray], rounds: int) -> None:
-    """Result emulated."""
+    """Measure the result `emulated`."""
     shards = [{name: x[i::WORKERS] for name, x in batch.items()} for i in range(WORKERS)]
     plain = build(shards[0], "--config.strategy=single", "--config.mesh.data=1")
 
@@ -85,11 +87,11 @@ def emulated(build: Any, batch: dict[str, np.ndarray], rounds: int) -> None:
     timings = race(contenders, batch, rounds=rounds)
     for name, timing in timings.items():
         ratio = timing.seconds / timings["single"].seconds
-        print(f"emulated  {name:12} {ratio:.3f} of single's {WORKERS} steps", flush=True)
+        print(f"emulated  {name:12} {ratio:.3f} of the time of {WORKERS} steps of single", flush=True)
 
 
 def history(build: Any, batch: dict[str, np.ndarray]) -> None:
-    """Result history."""
+    """Measure the result `history`."""
     strategy = build(batch, *asynchronous(WORKERS, 1))
     state = strategy.init(jax.random.key(0))
     for _ in range(3):
@@ -97,11 +99,11 @@ def history(build: Any, batch: dict[str, np.ndarray]) -> None:
     leaves = jax.tree.leaves(list(state.transport.history.values()))
     there = sum({leaf.unsafe_buffer_pointer(): leaf.nbytes for leaf in leaves}.values())
     formula = (WORKERS - 1) * sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
-    print(f"history   {there / formula:.4f} of {WORKERS - 1} times the weights", flush=True)
+    print(f"history   {there / formula:.4f} of {WORKERS - 1} times the bytes of the weights", flush=True)
 
 
 def live(build: Any, batch: dict[str, np.ndarray], rounds: int) -> None:
-    """Result live. In turn, so that a slow moment of the machine hits both."""
+    """Measure the result `live`. Rounds alternate, so that a slow phase of the machine affects both contenders."""
     slow = ("mode=live", f"delays.slowdown={SLOWDOWN}")
     ways = {"async": ("policy=async",), "lock step": ("policy=ssp", "bound=0")}
     built = {name: build(batch, *asynchronous(LIVE_WORKERS, LIVE_WORKERS, *slow, *way)) for name, way in ways.items()}
@@ -112,11 +114,11 @@ def live(build: Any, batch: dict[str, np.ndarray], rounds: int) -> None:
             start = time.perf_counter()
             for _ in range(4):
                 states[name], _ = strategy.step(states[name], batch)
-            strategy.to_canonical(states[name])  # waits for all, so that the other one has the cores
+            strategy.to_canonical(states[name])  # waits for all workers, so that the next contender has all cores
             if number >= 2:
                 seconds[name].append(time.perf_counter() - start)
     ratio = statistics.median(seconds["lock step"]) / statistics.median(seconds["async"])
-    print(f"live      {ratio:.2f} times the gradients a second of lock step", flush=True)
+    print(f"live      {ratio:.2f} times the gradients per second of lock step", flush=True)
 
 
 if __name__ == "__main__":

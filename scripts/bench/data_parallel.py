@@ -1,10 +1,10 @@
-"""Data-parallel step time / single-device step time, on the same batch and the same cores.
+"""Measures data-parallel step time / single-device step time, on the same batch and the same cores.
 
     scripts/python scripts/bench/data_parallel.py [--config=configs/quickstart.py] [--config.KEY=VALUE ...]
 
-One batch of each padded length that the data has. Every strategy steps in turn, many rounds over, so that a slow
-moment of the machine hits all of them; the medians are compared, and their sum weighted by how often an epoch
-has each length. Batches lie on the devices already.
+Uses one batch of each padded length in the data. The strategies take turns for many rounds, so that a slow phase of
+the machine affects all of them. Compares the medians for each length, and the sum of the medians weighted by the
+frequency of each length in an epoch. Batches are on the devices before the timing starts.
 """
 
 import sys
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> None:
         ratios = "  ".join(f"{variant}: {medians[variant] / medians['single']:.3f}" for variant in VARIANTS)
         print(f"length {length} ({counts[length] / batches.steps_per_epoch:.0%} of the steps)  {ratios}")
         totals = {variant: total + counts[length] * medians[variant] for variant, total in totals.items()}
-    print("an epoch  " + "  ".join(f"{variant}: {totals[variant] / totals['single']:.3f}" for variant in VARIANTS))
+    print("epoch  " + "  ".join(f"{variant}: {totals[variant] / totals['single']:.3f}" for variant in VARIANTS))
 
 
 if __name__ == "__main__":

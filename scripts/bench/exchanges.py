@@ -1,13 +1,14 @@
-"""Bytes, memory and time of exchanges, next to theory and to each other.
+"""Measures bytes, memory and time of exchanges, relative to theory and to each other.
 
 scripts/python scripts/bench/exchanges.py [--results=bytes,memory,ring,compress,steps] [--config=configs/quickstart.py]
 [--replicas=4] [--rounds=20] [--config.KEY=VALUE ...]
 
-bytes     sent by a device in a step, by the compiled program / in theory, and / ddp's in theory
-memory    parameters and optimizer state on the fullest device, in the compiled program / their formula
-ring      time of the ring written out, of XLA's all-reduce, and of a copy, of 25 MiB / the all-reduce's
-compress  time to encode and decode 25 MiB / to copy it
-steps     time of a step / of ddp's, on the same batch and cores; and of the ways to run ddp
+bytes     bytes that a device sends per step in the compiled program / in theory, and theory / theory of ddp
+memory    bytes of parameters and optimizer state on the fullest device, in the compiled program / by their formula
+ring      time to reduce 25 MiB with our ring or with push and pull / with XLA's all-reduce (psum)
+compress  time to encode and decode 25 MiB / time to copy it
+steps     time of a step / time of a ddp step, on the same batch and cores, for every exchange and for every
+          config.data_parallel.implementation of ddp
 """
 
 import argparse
@@ -33,8 +34,8 @@ from scripts.bench.steps import Contender, make_problem, race
 
 SIZE = 25 * 2**20 // 4  # elements
 COMPRESSORS = {
-    "MinMaxUInt8, a range for 4096": compress.min_max_uint8(4096),
-    "onebit, a scale for 2048": compress.onebit(block=2048),
+    "MinMaxUInt8, a range per 4096": compress.min_max_uint8(4096),
+    "onebit, a scale per 2048": compress.onebit(block=2048),
     "onebit with error feedback": compress.error_feedback(compress.onebit(block=2048)),
     "dithering": compress.dithering(127),
     "topk 1%": compress.topk(0.01),
@@ -44,7 +45,7 @@ WAYS = ("shard_map", "sharding", "pmap")
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", default="bytes,memory,ring,compress,steps")
     parser.add_argument("--config", default="configs/quickstart.py")
@@ -84,7 +85,7 @@ def main() -> None:
 def bytes_and_memory(
     build: Callable[..., strategies.Strategy[Any]], task: tasks.Task, n: int, has_bytes: bool, has_memory: bool
 ) -> None:
-    """Results bytes and memory."""
+    """Measure the results `bytes` and `memory`."""
     ddp = build("ddp").plan
     parameters, optimizer = ddp.memory[0]["parameters"], ddp.memory[0]["optimizer"]
     for name in EXCHANGES:
@@ -95,7 +96,7 @@ def bytes_and_memory(
             total = sum(row.nbytes for row in rows if row.dtype != audit.SCALARS)
             ratio = f"{total / plan.wire_bytes:.4f}" if total else "copies"
             of_ddp = plan.wire_bytes / ddp.wire_bytes
-            print(f"bytes   {name:36} {ratio} of theory, which is {of_ddp:.4f} of ddp's", flush=True)
+            print(f"bytes   {name:36} {ratio} of theory, which is {of_ddp:.4f} of ddp", flush=True)
         if has_memory and name.startswith("zero"):
             formula = (parameters / n if name == "zero3" else parameters) + optimizer / n
             of_all = formula / (parameters + optimizer)
@@ -103,11 +104,11 @@ def bytes_and_memory(
             fullest = max(
                 sum(part.nbytes or 0 for part in parts.values() if part.theory is not None) for parts in devices
             )
-            print(f"memory  {name:36} {fullest / formula:.4f} of the formula, which is {of_all:.4f} of ddp's")
+            print(f"memory  {name:36} {fullest / formula:.4f} of the formula, which is {of_all:.4f} of ddp")
 
 
 def steps(build: Callable[..., strategies.Strategy[Any]], batch: Any, rounds: int) -> None:
-    """Result steps."""
+    """Measure the result `steps`."""
     contenders: dict[str, Contender] = {name: build(name) for name in EXCHANGES}
     contenders |= {f"ddp by {way}": build("ddp", f"--config.data_parallel.implementation={way}") for way in WAYS[1:]}
     timings = race(contenders, batch, rounds=rounds)
@@ -116,7 +117,7 @@ def steps(build: Callable[..., strategies.Strategy[Any]], batch: Any, rounds: in
 
 
 def ring(n: int, rounds: int) -> None:
-    """Result ring."""
+    """Measure the result `ring`."""
     axis, on = reduce.Axis(mesh.DATA, n), mesh.make_mesh({mesh.DATA: n, mesh.STAGE: 1}, clusters.devices())
     spec = PartitionSpec(mesh.DATA)
     x = jax.device_put(jnp.ones((n, SIZE)), jax.sharding.NamedSharding(on, spec))
@@ -131,11 +132,11 @@ def ring(n: int, rounds: int) -> None:
     ways = {"psum": reduce.psum, "ring": reduce.ring, "push_pull": reduce.push_pull}
     times = in_turn({name: mapped(make(axis)) for name, make in ways.items()}, rounds)
     for name, seconds in times.items():
-        print(f"ring    {name:36} {seconds / times['psum']:.3f} of psum's time", flush=True)
+        print(f"ring    {name:36} {seconds / times['psum']:.3f} of the time of psum", flush=True)
 
 
 def round_trips(rounds: int) -> None:
-    """Result compress."""
+    """Measure the result `compress`."""
     x = jax.random.normal(jax.random.key(0), (SIZE,))
 
     def round_trip(compressor: compress.Compressor, x: jax.Array, state: Any) -> Any:
@@ -147,11 +148,11 @@ def round_trips(rounds: int) -> None:
         calls[name] = partial(jax.jit(partial(round_trip, compressor)), x, compressor.init(SIZE, jax.random.key(1), 0))
     times = in_turn(calls, rounds)
     for name, seconds in times.items():
-        print(f"compress {name:36} {seconds / times['copy']:.2f} copies", flush=True)
+        print(f"compress {name:36} {seconds / times['copy']:.2f} times a copy", flush=True)
 
 
 def in_turn(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median times, each called in turn; the first round, which compiles, does not count."""
+    """Return the median time of each call, made in alternating rounds; the first round compiles and does not count."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name, call in calls.items():

@@ -1,7 +1,4 @@
-"""Counts the FLOPs that a compiled program executes.
-
-Multiplications and additions of matrix products and convolutions, wherever XLA has put them.
-"""
+"""Counts the FLOPs that a compiled program executes in matrix products and convolutions anywhere in its HLO."""
 
 import math
 import re
@@ -14,14 +11,14 @@ LIBRARIES = ("gemm", "matmul", "conv", "cublas", "cudnn", "onednn", "triton")
 
 
 def flops(text: str, shares: Shares = lambda _name: None) -> float:
-    """Executed by one device, of those that take each branch in these shares.
+    """Return the FLOPs that one device executes, averaged over devices that take branches in the given shares.
 
     Args:
-      text: of `jax.stages.Compiled.as_text`.
-      shares: of the branches of a conditional.
+      text: HLO from `jax.stages.Compiled.as_text`.
+      shares: shares in which the branches of a conditional are taken, by the name of the conditional.
 
     Raises:
-      ValueError: how often products are computed is not known: a loop, a conditional, or a call of a library.
+      ValueError: the number of executions of a product is unknown, because of a loop, a conditional or a library call.
     """
     return float(HloProgram(text).total(_flops, shares)["flops"])
 
@@ -33,12 +30,12 @@ def _flops(instruction: Instruction, operands: Sequence[HloArray]) -> Mapping[An
         return {"flops": 2 * math.prod(instruction.results[0].dims) * _window(instruction, operands)}
     target = re.search(r'custom_call_target="([^"]*)"', instruction.line)
     if target and "calls=" not in instruction.line and any(word in target[1] for word in LIBRARIES):
-        raise ValueError(f"a library's product is not counted: {instruction.line}")
+        raise ValueError(f"cannot count the FLOPs of a library call: {instruction.line}")
     return None
 
 
 def _contracted(instruction: Instruction, operands: Sequence[HloArray]) -> int:
-    """The numbers in each sum of a product."""
+    """Return the number of terms in each sum of a matrix product."""
     pattern = r"lhs_contracting_dims=\{([\d,]*)\}|lhs_contracting_dimensions\":\[([\d,\"]*)\]"
     dims = re.search(pattern, instruction.attributes)
     numbers = (dims[1] or dims[2] or "").replace('"', "").split(",") if dims else []
@@ -46,7 +43,7 @@ def _contracted(instruction: Instruction, operands: Sequence[HloArray]) -> int:
 
 
 def _window(instruction: Instruction, operands: Sequence[HloArray]) -> int:
-    """Each output sums over the window and over the input channels of its group: the kernel but its out dim."""
+    """Return the number of terms of each output of a convolution: the kernel size without the output dim."""
     labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.attributes)
     assert labels, instruction.line
     kernel = operands[1].dims

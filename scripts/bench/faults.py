@@ -1,14 +1,14 @@
-"""The cost of a fault: steps that are lost, seconds to the first step after a kill, and the stall of a save.
+"""Measures the cost of faults: lost steps, seconds to the first step after a kill, and the stall of a checkpoint save.
 
 scripts/python scripts/bench/faults.py [--results=faults,save] [--kills=20] [--terms=5] [--rounds=15] [--seed=0]
 
-faults  steps lost on SIGTERM and on kill -9, by config.checkpoint.asynchronous; random kills whose run ends bitwise as
-        the one without, ledger and all; seconds from a kill to the first step after it / from a fresh start to the
-        first step
-save    stall that an asynchronous save adds to a step / seconds of copying the state to host memory
+faults  steps lost on SIGTERM, and on kill -9 for both values of config.checkpoint.asynchronous; the number of random
+        kills after which the run ends with bitwise the same checkpoint and ledger as an uninterrupted run; seconds from
+        a kill to the next step / seconds from a fresh start to the first step
+save    stall that an asynchronous save adds to a step / seconds to copy the state to host memory
 
-The runs are of a tiny MLP, in separate processes, killed at moments drawn from their start on, or from their first
-step on, and started again.
+The runs train a tiny MLP in separate processes. They are killed at random times after their start or after their first
+step, and restarted.
 """
 
 import argparse
@@ -63,7 +63,7 @@ LARGE = {
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", default="faults,save")
     parser.add_argument("--kills", type=int, default=20)
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    logging.set_verbosity(logging.FATAL)  # as the binary does
+    logging.set_verbosity(logging.FATAL)  # as in the training command
     with tempfile.TemporaryDirectory() as folder:
         if "faults" in arguments.results:
             faults(Path(folder), arguments.kills, arguments.terms, random.Random(arguments.seed))
@@ -83,17 +83,17 @@ def main() -> None:
 
 
 class Ended(NamedTuple):
-    """A process that has ended, or was. Steps: None where it did not come to one."""
+    """A process that has exited or was killed. Fields about steps are None if it completed no step."""
 
     code: int
-    first_step_after: float | None  # seconds from `since` to the end of the first step that it took
+    first_step_after: float | None  # seconds from `since` to the end of the first step
     resumed_from: int
-    reached: int | None  # the last step that it printed
-    stopped_after: int | None  # by SIGTERM
+    reached: int | None  # the last step that the process printed
+    stopped_after: int | None  # the step after which SIGTERM stopped the process
 
 
 class Signal(NamedTuple):
-    """A signal, sent so many seconds after a run starts, or after it has printed a line that begins with `after`."""
+    """A signal to send `seconds` after a run starts, or after the run prints a line that begins with `after`."""
 
     number: signal.Signals
     seconds: float
@@ -101,7 +101,7 @@ class Signal(NamedTuple):
 
 
 def go(workdir: Path, since: float, sent: Signal | None = None, *, asynchronous: bool = True) -> Ended:
-    """Start a run, and wait for its end. asynchronous: whether checkpoints are written so."""
+    """Start a run and wait until it exits. asynchronous: config.checkpoint.asynchronous of the run."""
     values = [f"--config.{key}={value}" for key, value in (RUN | {"checkpoint.asynchronous": asynchronous}).items()]
     command = [sys.executable, "-m", "jaxpar.main", "--config=configs/default.py", f"--workdir={workdir}", *values]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -137,9 +137,9 @@ def go(workdir: Path, since: float, sent: Signal | None = None, *, asynchronous:
 
 
 def faults(folder: Path, kills: int, terms: int, draw: random.Random) -> None:
-    """Result faults."""
+    """Measure the result `faults`."""
     whole = folder / "whole"
-    go(folder / "warm", time.perf_counter())  # fills the cache of compiled programs
+    go(folder / "warm", time.perf_counter())  # fills the compilation cache
     ended = go(whole, time.perf_counter())
     assert ended.code == 0
     assert ended.first_step_after
@@ -153,7 +153,7 @@ def faults(folder: Path, kills: int, terms: int, draw: random.Random) -> None:
         first, later = draw.uniform(0, ended.first_step_after + 4), draw.uniform(0, 3)
         at = draw.choice((Signal(signal.SIGKILL, first), Signal(signal.SIGKILL, later, after="step ")))
         asynchronous = run % 2 == 0
-        # The last run is let go to its end.
+        # The last run is not killed.
         now = go(folder / str(run), since, at if done < kills else None, asynchronous=asynchronous)
         if now.first_step_after:
             (again if here else fresh).append(now.first_step_after)
@@ -171,19 +171,20 @@ def faults(folder: Path, kills: int, terms: int, draw: random.Random) -> None:
         if not steps:
             continue
         most = f"at most {max(steps)} steps lost, median {statistics.median(steps):g}, {len(steps)} kills after a step"
-        print(f"faults    kill -9: {most}; a checkpoint every {EVERY}, asynchronous={asynchronous}")
-    print(f"faults    {bitwise} of {done} random kills end bitwise the same, in {run} runs")
+        print(f"faults    kill -9: {most}; a checkpoint every {EVERY} steps, asynchronous={asynchronous}")
+    print(f"faults    after {bitwise} of {done} random kills, in {run} runs, the run ends bitwise the same")
     first, after = statistics.median(fresh), statistics.median(again)
     ratio = f"{after:.2f} s / {first:.2f} s = {after / first:.2f}"
     print(
-        f"faults    to the first step after a kill / of a fresh start: {ratio} ({len(again)}, {len(fresh)})", flush=True
+        f"faults    time to the first step after a kill / a fresh start: {ratio} ({len(again)}, {len(fresh)} starts)",
+        flush=True,
     )
 
 
 def terminated(workdir: Path, whole: Path, terms: int, draw: random.Random) -> None:
-    """Steps lost on SIGTERM."""
+    """Measure the steps lost on SIGTERM."""
     lost, before = list[int](), 0
-    while len(lost) < terms and before < STEPS // 2:  # so that each finds the run going on
+    while len(lost) < terms and before < STEPS // 2:  # every signal arrives before the run is finished
         now = go(workdir, 0, Signal(signal.SIGTERM, draw.uniform(0, 1), after="step "))
         assert now.code == 0, (now, before)
         assert now.resumed_from == before, (now, before)
@@ -198,7 +199,7 @@ def terminated(workdir: Path, whole: Path, terms: int, draw: random.Random) -> N
 
 
 def same(workdir: Path, whole: Path) -> bool:
-    """Whether a run ended with the same bits, each example taken once."""
+    """Return whether a run ended with bitwise the same state and used every example exactly once per epoch."""
     result = json.loads((workdir / "result.json").read_text())
     trees = [checkpoint.read(path / "checkpoints" / str(STEPS)).tree for path in (workdir, whole)]
     equal = jax.tree.map(lambda x, y: x.tobytes() == y.tobytes(), *trees)
@@ -209,7 +210,11 @@ def same(workdir: Path, whole: Path) -> bool:
 
 
 def save(workdir: Path, rounds: int) -> None:
-    """Result save. All in turn, each after a step, so that no array is on the host already, and before a step."""
+    """Measure the result `save`.
+
+    Save, copy and nothing take turns. Each runs after a step, so that the host has no copies of the arrays yet, and
+    before another step.
+    """
     config = configs.load_config("configs/default.py")
     configs.override(config, [f"--config.{key}={value}" for key, value in LARGE.items()])
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
@@ -219,8 +224,8 @@ def save(workdir: Path, rounds: int) -> None:
     saver = checkpoint.Saver(workdir / "checkpoints", keep=1, keep_best=False)
     batch = run.strategy.place(run.batches.batch(0))
     state = run.strategy.init(jax.random.key(0))
-    calls: dict[str, list[float]] = {"save": [], "copy": [], "nothing": []}  # until it returns
-    with_step: dict[str, list[float]] = {name: [] for name in calls}  # until the step after it is done
+    calls: dict[str, list[float]] = {"save": [], "copy": [], "nothing": []}  # seconds until the call returns
+    with_step: dict[str, list[float]] = {name: [] for name in calls}  # seconds until the step after it is finished
     size = 0
     for number in range(rounds + 2):
         for name in calls:
@@ -241,20 +246,20 @@ def save(workdir: Path, rounds: int) -> None:
                 with_step[name].append(time.perf_counter() - start)
             saver.wait()
     saver.close()
-    of = f"a copy of {size / 1e6:.0f} MB ({rounds} of each in turn, {find_cluster().device_kind})"
+    of = f"a copy of {size / 1e6:.0f} MB ({rounds} alternating rounds, {find_cluster().device_kind})"
     stall, copying = (statistics.median(calls[name]) for name in ("save", "copy"))
-    print(f"save      {in_ms(stall, copying)}: until a save returns / {of}")
+    print(f"save      {in_ms(stall, copying)}: time until a save returns / {of}")
     saving, copying, step = (statistics.median(with_step[name]) for name in ("save", "copy", "nothing"))
-    print(f"save      {in_ms(saving - step, copying - step)}: what a save adds to the step after it / likewise a copy")
+    print(f"save      {in_ms(saving - step, copying - step)}: time that a save / a copy adds, with the step after it")
 
 
 def in_ms(seconds: float, reference: float) -> str:
-    """Both, and their ratio."""
+    """Return both times in ms and their ratio, as text."""
     return f"{seconds * 1000:.0f} ms / {reference * 1000:.0f} ms = {seconds / reference:.2f}"
 
 
 def copy(tree: Any) -> Any:
-    """The arrays in host memory of their own; on CPUs `device_get` alone only looks at them."""
+    """Return copies of the arrays in host memory; on CPUs, `device_get` would return views without copying."""
     on_cpu = jax.default_backend() == "cpu"
     return jax.tree.map(np.array, tree) if on_cpu else jax.device_get(tree)
 

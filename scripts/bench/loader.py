@@ -1,11 +1,10 @@
-"""Examples a second of the loader, and as a multiple of those that training consumes.
+"""Measures the examples per second of the loader, and their ratio to the examples per second that training consumes.
 
     scripts/python scripts/bench/loader.py --consumption=4000
 
-Measures the quickstart's data with the quickstart's settings (batch size, threads, batches ahead): runs of
-`--steps` batches from grain, each run from a fresh loader at the next steps, and says the median.
-`--consumption`: examples a second that training takes (examples_per_second in the quickstart's
-result.json). Exits with 1 where the ratio is below 10.
+Uses the data and settings of the quickstart (batch size, threads, prefetch). Each run takes the next `--steps` batches
+from a new loader; the median of the runs is printed. `--consumption` is the rate of training in examples per second
+(examples_per_second in the quickstart's result.json). The exit code is 1 if the ratio is below 10.
 """
 
 import argparse
@@ -21,7 +20,7 @@ from jaxpar.data import Batches, load
 
 
 def rates(batches: Batches, steps: int, runs: int, num_threads: int, prefetch: int) -> list[float]:
-    """Examples a second of each run. The start of the loader's threads counts; making an epoch's plan does too."""
+    """Return the examples per second of each run, including the start of the threads and the planning of epochs."""
     result = []
     for run in range(runs):
         first = time.perf_counter()
@@ -35,9 +34,9 @@ def main() -> None:
     """Print the rates and the ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/quickstart.py")
-    parser.add_argument("--consumption", type=float, required=True, help="examples a second that training takes")
+    parser.add_argument("--consumption", type=float, required=True, help="examples per second of training")
     parser.add_argument("--runs", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=400, help="batches a run")
+    parser.add_argument("--steps", type=int, default=400, help="batches per run")
     arguments = parser.parse_args()
     config = configs.load_config(arguments.config)
     with tempfile.TemporaryDirectory() as workdir:
@@ -48,7 +47,7 @@ def main() -> None:
     median = statistics.median(speeds)
     ratio = median / arguments.consumption
     print(f"loader: {median:,.0f} examples/s (median of {len(speeds)} runs, {min(speeds):,.0f} to {max(speeds):,.0f})")
-    print(f"training consumes {arguments.consumption:,.0f} examples/s: the loader gives {ratio:.1f} times that")
+    print(f"training consumes {arguments.consumption:,.0f} examples/s; the loader is {ratio:.1f} times as fast")
     sys.exit(ratio < 10)
 
 

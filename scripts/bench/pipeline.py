@@ -1,20 +1,22 @@
-"""Pipelines against one device and against the usual scan-and-mask pipeline: FLOPs, time, memory, compile time.
+"""Compares pipelines with a single device and with a scan-and-mask pipeline: FLOPs, time, memory and compilation time.
 
     scripts/python scripts/bench/pipeline.py [--results=a,b,c,d,e,f] [--stages=4,8] [--schedules=1f1b,eager_1f1b,zb_h1]
         [--rounds=3] [--examples=4] [--config.KEY=VALUE ...]
 
-The problem: a GPT of 8 layers, hidden size 256, on random tokens; `--examples` of 128 tokens a microbatch, four
-microbatches a stage, unless overridden. It runs on virtual CPU devices, as many as the largest of --stages; where
-there are GPUs, on those (--stages is then their number unless set). A line is what was measured, its value, its aim.
+The model is a GPT with 8 layers and hidden size 256 on random tokens. Unless overridden, a microbatch has `--examples`
+examples of 128 tokens, and there are four microbatches per stage. The benchmark runs on GPUs if there are any, with
+--stages defaulting to their number, and otherwise on as many virtual CPU devices as the largest of --stages. Each line
+shows the measured quantity, its value and the target.
 
-  a  FLOPs of matrix products that all devices execute, by the compiled program / the single device's, which count 4/3
-     with full rematerialisation
-  b  time of the single device's step / of the pipeline's, on the same batch and the same cores
-  c  temporary memory of a device: what 1f1b takes more for m = 4p than for m = p / what gpipe does; and the compiled
-     program's / what the table says
-  d  bytes of parameters on the fullest device / of the layers of its stage
-  e  time to trace, lower and compile / the single device's, without a compilation cache
-  f  what a microbatch saves between F and B in all stages, without rematerialisation / what XLA keeps on one device
+  a  FLOPs of matrix products on all devices in the compiled program / FLOPs on a single device (times 4/3 with full
+     rematerialisation)
+  b  step time of a single device / step time of the pipeline, on the same batch and the same cores
+  c  temporary memory of a device: growth of 1f1b from m = p to m = 4p / growth of gpipe; and memory of the compiled
+     program / memory predicted from the table
+  d  bytes of parameters on the fullest device / bytes of the layers of its stage
+  e  time to trace, lower and compile / the same time for a single device, without a compilation cache
+  f  bytes that a microbatch saves between F and B in all stages, without rematerialisation / temporary bytes of a
+     single device
 """
 
 import argparse
@@ -53,7 +55,7 @@ DEEP = 24  # layers
 
 
 class Options(NamedTuple):
-    """The command line."""
+    """The options of the command line."""
 
     maker: Maker
     stages: list[int]
@@ -62,18 +64,18 @@ class Options(NamedTuple):
 
 
 def report(result: str, what: str, value: float, aim: str) -> None:
-    """Print one line."""
+    """Print one line of results."""
     print(f"({result}) {what:<72} {value:7.3f}  {aim}", flush=True)
 
 
 def executed_flops(options: Options) -> None:
-    """Result (a)."""
+    """Measure result (a)."""
     p, maker = options.stages[0], options.maker
     m = 4 * p
     single = maker.single(m)
     reference = executed.flops(compiled(single, FAST).text)
     counted = 3 * flops.forward_flops(single.problem.model.apply, single.problem.model.shapes, abstract(single.batch))
-    report("a", "single device: executed / three forward passes, by the jaxpr", reference / counted, "about 1")
+    report("a", "single device: executed / three forward passes in the jaxpr", reference / counted, "about 1")
     for remat in REMATS:
         for schedule in SCHEDULES:
             case = maker.pipeline(p, schedule, remat)
@@ -87,13 +89,13 @@ def executed_flops(options: Options) -> None:
 
 
 def of_switch(name: str, shares: Sequence[Sequence[float]]) -> Sequence[float] | None:
-    """The shares of the branches of an engine's switch, found by its name."""
+    """Return the shares of the branches of a switch in the engine, identified by its name."""
     phases = [phase for phase in range(len(shares)) if name.endswith(f"/phase_{phase}/cond")]
     return shares[phases[0]] if phases else None
 
 
 def step_time(options: Options) -> None:
-    """Result (b)."""
+    """Measure result (b)."""
     for p in options.stages:
         for remat in REMATS:
             maker, m = options.maker, 4 * p
@@ -106,17 +108,17 @@ def step_time(options: Options) -> None:
             contenders = {name: case.contender for name, case in cases.items()}
             timings = race(contenders, cases["scan and mask"].batch, rounds=options.rounds, warm_up=1)
             losses = [timing.first_loss for timing in timings.values()]
-            assert max(losses) - min(losses) <= 1e-5 * max(losses), losses  # all compute the same step
+            assert max(losses) - min(losses) <= 1e-5 * max(losses), losses  # all contenders compute the same step
             reference = min(singles, key=lambda name: timings[name].seconds)
             for name, timing in timings.items():
                 aim = "at least 0.95" if name in pipelines else ""
-                seconds = f"{timing.seconds:.2f} s, of the CPU {timing.cpu_seconds:.2f} s"
+                seconds = f"{timing.seconds:.2f} s, CPU time {timing.cpu_seconds:.2f} s"
                 what = f"{reference} / {name}, {p} stages, remat {remat}"
                 report("b", what, timings[reference].seconds / timing.seconds, f"{aim:<13}  ({seconds})")
 
 
 def parameter_bytes(options: Options) -> None:
-    """Result (d)."""
+    """Measure result (d)."""
     for p in options.stages:
         makers = {
             "gpt, tied": options.maker,
@@ -133,7 +135,7 @@ def parameter_bytes(options: Options) -> None:
                     stored[numbers[shard.device]] += shard.data.nbytes
             stages = Parts(case).stages
             layers = [case.problem.model.layers[slice(*stages.span(device, 0))] for device in range(p)]
-            # A tied array is in both layers.
+            # A tied array counts in both layers.
             expected = [sum(nbytes(layer.shapes) for layer in stage) for stage in layers]
             fullest = max(range(p), key=lambda device: (stored[device], expected[device]))
             report("d", f"{name}, {p} stages: fullest device", stored[fullest] / expected[fullest], "at most 1.05")
@@ -141,7 +143,7 @@ def parameter_bytes(options: Options) -> None:
 
 
 def compile_time(options: Options) -> None:
-    """Result (e)."""
+    """Measure result (e)."""
     p = options.stages[-1]
 
     def seconds(case: Case) -> float:
@@ -151,7 +153,7 @@ def compile_time(options: Options) -> None:
         lower().compile()
         return time.perf_counter() - start
 
-    seconds(options.maker.more("--config.model.num_layers=1").single(1))  # what only the first compilation costs
+    seconds(options.maker.more("--config.model.num_layers=1").single(1))  # one-time costs of the first compilation
     for maker in (options.maker, options.maker.more(f"--config.model.num_layers={DEEP}")):
         for remat in REMATS:
             cases = {
@@ -168,7 +170,7 @@ def compile_time(options: Options) -> None:
 
 
 def memory_growth(options: Options) -> None:
-    """Result (c)."""
+    """Measure result (c)."""
     p, maker = options.stages[0], options.maker
     for remat in REMATS:
 
@@ -181,20 +183,20 @@ def memory_growth(options: Options) -> None:
         report("c", what, growth["1f1b"] / growth["gpipe"], "at most 0.05")
         for schedule, temporary in sizes.items():
             terms = pipeline_memory.terms(Parts(maker.pipeline(p, schedule, remat)))
-            what = f"{schedule}, {p} stages, m = {4 * p}, remat {remat}: compiled / by the table"
+            what = f"{schedule}, {p} stages, m = {4 * p}, remat {remat}: compiled / predicted"
             listed = ", ".join(f"{name} {size / 1e6:.1f}" for name, size in {"compiled": temporary, **terms}.items())
             report("c", what, temporary / pipeline_memory.total(terms), f"0.85 to 1.15  (MB: {listed})")
 
 
 def saved(options: Options) -> None:
-    """Result (f)."""
+    """Measure result (f)."""
     p, maker = options.stages[0], options.maker
     parts = Parts(maker.pipeline(p, "1f1b"))
     programs = parts.engine().programs.programs
     of_stages = [nbytes(programs[kind].cut.saved.get((0, 1), [])) for kind in parts.stages.kinds]
     one = pipeline_memory.single_microbatch(maker.single(1, scan=False))
     listed = ", ".join(f"{size / 1e6:.1f}" for size in of_stages)
-    aim = f"(MB: by stage {listed}; one device {one / 1e6:.1f})"
+    aim = f"(MB: stages {listed}; one device {one / 1e6:.1f})"
     report("f", f"saved between F and B, {p} stages / temporary memory of one device", sum(of_stages) / one, aim)
 
 
@@ -209,7 +211,7 @@ RESULTS: dict[str, Callable[[Options], None]] = {
 
 
 def main(arguments: list[str]) -> None:
-    """Print the results."""
+    """Parse the command line and print the results."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--results", default=",".join(RESULTS))
     parser.add_argument("--stages", default="")
@@ -219,7 +221,7 @@ def main(arguments: list[str]) -> None:
     parsed, overrides = parser.parse_known_args(arguments)
     results, stages = parsed.results.split(","), [int(number) for number in (parsed.stages or "4,8").split(",")]
     if unknown := set(results) - RESULTS.keys():
-        parser.error(f"--results has {min(unknown)!r}; there are {', '.join(RESULTS)}")
+        parser.error(f"--results contains {min(unknown)!r}; each must be one of {', '.join(RESULTS)}")
     config = configs.default_config()
     configs.override(config, [f"--config.mesh.virtual_cpu_devices={max(stages)}", *overrides])
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
@@ -234,9 +236,9 @@ def main(arguments: list[str]) -> None:
     for result in results:
         start = time.perf_counter()
         if result == "b" and len(stages) > 1 and not is_gpu:
-            # A process for each: the more devices the CPU is split into, the more a step of one of them takes.
+            # One process per number of stages: splitting the CPU into more devices slows down each of them.
             for p in stages:
-                command = [sys.executable, __file__, *arguments, "--results=b", f"--stages={p}"]  # the last ones count
+                command = [sys.executable, __file__, *arguments, "--results=b", f"--stages={p}"]  # the last flags win
                 subprocess.run(command, check=True)
         else:
             RESULTS[result](options)

@@ -1,4 +1,4 @@
-"""One training step to be measured: a config, a batch, what a pipeline makes of them, and its compiled form."""
+"""Cases for the pipeline benchmarks: a training step with its config, batch, pipeline plan and compiled program."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -33,52 +33,52 @@ MODEL = {
 }
 BERT = ["--config.model.name=bert", "--config.task=masked_lm"]
 RESNET = ["--config.model.name=resnet", "--config.model.size=18", "--config.task=classification"]
-FAST: dict[str, Any] = {"xla_backend_optimization_level": 0}  # of the machine code; the optimized HLO is the same
+FAST: dict[str, Any] = {"xla_backend_optimization_level": 0}  # affects only machine code; the optimized HLO is the same
 IMAGE, NUM_CLASSES = (32, 32, 3), 10
 
 
 class Case(NamedTuple):
-    """A step of training."""
+    """A training step to measure."""
 
     config: ConfigDict
     batch: dict[str, np.ndarray]
     problem: Problem
-    is_masked: bool  # the scan-and-mask reference
+    is_masked: bool  # whether to use the scan-and-mask reference
 
     @property
     def contender(self) -> Contender:
-        """Build the strategy, or the reference, that runs the step."""
+        """Build the strategy or the reference that runs the step."""
         if self.is_masked:
             return scan_and_mask.build(self.config, self.problem)
         return strategies.make(self.config, self.problem)
 
 
 class Maker(NamedTuple):
-    """Maker of cases of one size.
+    """Creates cases of one size.
 
     Attributes:
-      overrides: of the config, the user's.
-      num_examples: of a microbatch.
+      overrides: the user's config overrides.
+      num_examples: number of examples in a microbatch.
     """
 
     overrides: tuple[str, ...]
     num_examples: int
 
     def more(self, *overrides: str) -> "Maker":
-        """Return a maker with more overrides, which yield to the user's."""
+        """Return a maker with more overrides; the user's overrides have priority."""
         return self._replace(overrides=(*overrides, *self.overrides))
 
     def single(self, m: int, remat: str = "none", *, scan: bool = True) -> Case:
-        """One device, m microbatches one after another."""
+        """Return a case for a single device that accumulates over m microbatches."""
         more = [f"--config.optimizer.accumulation_steps={m}", f"--config.model.remat={remat}"]
         return self._case(m, ["--config.strategy=single", f"--config.model.scan_layers={scan}", *more])
 
     def pipeline(self, p: int, schedule: str, remat: str = "none", *, m: int = 0) -> Case:
-        """A pipeline of p devices; m: of microbatches, 4p unless set."""
+        """Return a case for a pipeline of p devices and m microbatches (by default 4p)."""
         return self._case(m or 4 * p, self._pipeline(p, schedule, remat, m or 4 * p))
 
     def scan_and_mask(self, p: int, remat: str = "none") -> Case:
-        """The reference of p devices, 4p microbatches."""
+        """Return a case for the scan-and-mask reference with p devices and 4p microbatches."""
         return self._case(4 * p, self._pipeline(p, "gpipe", remat, 4 * p), is_masked=True)
 
     def _pipeline(self, p: int, schedule: str, remat: str, m: int) -> list[str]:
@@ -98,7 +98,7 @@ class Maker(NamedTuple):
 
 
 def random_data(config: ConfigDict) -> tuple[DataInfo, dict[str, np.ndarray]]:
-    """A batch of random tokens or images, and what a model must know of it."""
+    """Return a batch of random tokens or images, and its DataInfo."""
     random, num = np.random.default_rng(0), config.batch_size
     batch: dict[str, np.ndarray] = {"index": np.arange(num, dtype=np.int32)}
     if config.model.name == "resnet":
@@ -116,7 +116,7 @@ def random_data(config: ConfigDict) -> tuple[DataInfo, dict[str, np.ndarray]]:
 
 
 def step_lowering(case: Case) -> Callable[[], jax.stages.Lowered]:
-    """Build what runs the step, and return a function that traces and lowers it, from shapes alone."""
+    """Return a function that traces and lowers the step for abstract arguments."""
     if case.config.strategy == "pipeline" and not case.is_masked:
         parts = Parts(case)
         return lambda: pipeline.lower_step(parts.plan, case.problem, parts.mesh)
@@ -127,7 +127,7 @@ def step_lowering(case: Case) -> Callable[[], jax.stages.Lowered]:
 
 
 def compiled(case: Case, options: dict[str, Any] | None = None) -> "Compiled":
-    """The step's program. options: of the compiler."""
+    """Compile the step with the given compiler options."""
     program = step_lowering(case)().compile(options)
     text = program.as_text()
     assert text is not None
@@ -135,24 +135,23 @@ def compiled(case: Case, options: dict[str, Any] | None = None) -> "Compiled":
 
 
 class Compiled(NamedTuple):
-    """One device's part of a step: its optimized HLO, and the bytes of temporary memory."""
+    """The compiled step on one device: the optimized HLO and the bytes of temporary memory."""
 
     text: str
     temporary: int
 
 
 def temporary_bytes(program: jax.stages.Compiled) -> int:
-    """Return the bytes that one device needs besides arguments and results."""
+    """Return the bytes that one device needs in addition to arguments and results."""
     analysis = program.memory_analysis()
     assert analysis is not None
     return analysis.temp_size_in_bytes
 
 
 class Parts:
-    """The plan, stages, table and mesh that the strategy makes of a pipeline's case."""
+    """The plan, stages, table and mesh of a pipeline case."""
 
     def __init__(self, case: Case):
-        """case: of a pipeline."""
         self.case = case
         self.plan = strategies.plan(case.config, case.problem, clusters.find_cluster())
         self.details: pipeline.PipelineDetails = self.plan.details
@@ -161,11 +160,11 @@ class Parts:
         self.stages, self.lowered = self.details.stages, self.details.lowered
 
     def engine(self) -> PipelineEngine:
-        """Trace a step's programs."""
+        """Trace the stage programs of a step."""
         return self.details.engine(self.case.problem, 1)
 
     def shares(self) -> list[list[float]]:
-        """By phase and branch of the engine's switches: in which share of (device, clock) it is taken."""
+        """Return the share of (device, clock) pairs that take each branch, by phase and branch of the switches."""
         number = self.engine().programs.numbers
         result = []
         for actions in self.lowered.actions:
@@ -176,5 +175,5 @@ class Parts:
 
 
 def nbytes(tree: Mapping[str, Any] | Sequence[Any]) -> int:
-    """Bytes of the arrays of a tree, abstract or not."""
+    """Return the bytes of the arrays of a tree, which can be abstract."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

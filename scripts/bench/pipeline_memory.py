@@ -1,4 +1,4 @@
-"""The memory that a pipeline's step should take besides its state: by its table, term by term."""
+"""Predicts the memory of a pipeline step, without its state, from the table, term by term."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,12 +19,12 @@ Stashes = dict[tuple[int, int], Packed]
 
 
 def scalar(dtype: Any) -> Any:
-    """Abstract."""
+    """Return an abstract scalar."""
     return jax.ShapeDtypeStruct((), dtype)
 
 
 def terms(parts: Parts) -> dict[str, int]:
-    """Bytes by what they are for."""
+    """Return the bytes of each term."""
     engine = parts.engine()
     slots = dict(parts.lowered.shape.num_slots)
     numbers, phases, kinds = len(engine.programs.programs), engine.shape.num_phases, len(parts.stages.examples)
@@ -43,13 +43,16 @@ def terms(parts: Parts) -> dict[str, int]:
 
 
 def total(terms: dict[str, int]) -> int:
-    """At the fullest moment: in a clock, or, when the stashes have gone, in the update."""
+    """Return the peak: in the most expensive clock, or in the update, when the stashes are free again."""
     of_clocks = sum(terms.values()) - terms["gradients"] - terms["update"]
     return terms["gradients"] + max(of_clocks, terms["update"])
 
 
 def single_microbatch(case: Case) -> int:
-    """Temporary bytes of one device's gradients of one microbatch; a gradient is output, not temporary."""
+    """Return the temporary bytes of computing the gradients of one microbatch on one device.
+
+    The gradients themselves are outputs and do not count.
+    """
     problem = case.problem
 
     def gradients(params: Any, batch: Any) -> Any:
@@ -65,7 +68,7 @@ def _temporary(function: Callable[..., Any], *arguments: Any, donated: tuple[int
 
 
 def _action(engine: PipelineEngine, number: int, phase: int) -> int:
-    """Bytes of an action by itself, which reads and writes stashes of two slots and adds to the gradients."""
+    """Return the temporary bytes of one action, which reads and writes stashes of two slots and adds to gradients."""
     programs = engine.programs
 
     def act(stashes: Stashes, grads: Packed, inputs: StageInputs, slot: jax.Array) -> Any:
@@ -84,7 +87,7 @@ def _action(engine: PipelineEngine, number: int, phase: int) -> int:
 
 
 def _update(parts: Parts, kind: int) -> int:
-    """Bytes of the optimizer's update of what a device holds."""
+    """Return the temporary bytes of the optimizer update of the parameters on a device."""
     problem = parts.case.problem
     params = parts.details.state.params.packing.tree(kind)
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))

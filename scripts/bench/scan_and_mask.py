@@ -1,8 +1,9 @@
-"""The reference for pipelines: the usual one, a scan in lock step with masks, differentiated by `jax.grad`.
+"""The reference for pipelines: the common implementation as a scan with masks, differentiated by `jax.grad`.
 
-In each of m + p - 1 ticks every device computes its stage, whether there is a microbatch for it or not, and passes its
-output on; autodiff makes the backward pass, so all m microbatches are in flight. What is before and after the equal
-layers is computed outside of the loop, on microbatches divided over the devices, as in MaxText. Without dropout.
+In each of m + p - 1 ticks, every device computes its stage, even without a valid microbatch, and sends its output to
+the next device. Autodiff derives the backward pass, so all m microbatches are in flight. The layers before and after
+the run of equal layers are computed outside the loop, with the microbatches sharded over the devices, as in MaxText.
+Dropout is not supported.
 
 Array dims: B examples, T positions, D features; a leading m: microbatches, t: ticks.
 """
@@ -27,7 +28,7 @@ from jaxpar.tasks import Sums, mean_loss
 
 
 class ScanAndMask(NamedTuple):
-    """The part of a strategy that a benchmark needs; `jitted`: the step, which can be lowered."""
+    """The part of a strategy that a benchmark needs. `jitted` is the jitted step, which can be lowered."""
 
     init: Any
     place: Any
@@ -36,16 +37,16 @@ class ScanAndMask(NamedTuple):
 
 
 def build(config: ConfigDict, problem: Problem) -> ScanAndMask:
-    """The pipeline of config.mesh.stage devices, config.pipeline.num_microbatches and config.pipeline.remat.
+    """Build the pipeline for config.mesh.stage, config.pipeline.num_microbatches and config.pipeline.remat.
 
     Raises:
-      ValueError: the equal layers or the microbatches do not divide by the devices.
+      ValueError: the number of equal layers or of microbatches is not a multiple of the number of devices.
     """
     p, m = config.mesh.stage, config.pipeline.num_microbatches
     model, mesh = problem.model, meshes.make_mesh({meshes.DATA: 1, STAGE: p}, devices())
     run = max(model.runs, key=lambda run: run.stop - run.start)
     if (run.stop - run.start) % p or m % p:
-        raise ValueError(f"{run.stop - run.start} equal layers and {m} microbatches do not divide by {p} devices")
+        raise ValueError(f"{run.stop - run.start} equal layers and {m} microbatches must be multiples of {p} devices")
     replicated, staged = PartitionSpec(), PartitionSpec(STAGE)
     specs = {"outer": replicated, "blocks": staged}
     mapped = jax.shard_map(
@@ -80,7 +81,7 @@ def build(config: ConfigDict, problem: Problem) -> ScanAndMask:
 
 
 def _stack(model: Model, run: LayerRun, p: int, params: Params) -> dict[str, Any]:
-    """The equal layers stacked, [p, layers of a stage, ..]; the others as they are."""
+    """Return the parameters with the equal layers stacked as [p, layers of a stage, ...]."""
     names = [layer.name for layer in model.layers[run.start : run.stop]]
     blocks = jax.tree.map(
         lambda *leaves: jnp.stack(leaves).reshape(p, -1, *leaves[0].shape), *[params[name] for name in names]
@@ -91,11 +92,11 @@ def _stack(model: Model, run: LayerRun, p: int, params: Params) -> dict[str, Any
 def _gradients(
     problem: Problem, run: LayerRun, p: int, remat: str, params: dict[str, Any], batch_m: Batch, weight: jax.Array
 ) -> tuple[dict[str, Any], Sums]:
-    """A device's part: gradients of its stage, and of the outer layers; the sums of all."""
+    """Compute on each device the gradients of its stage and of the outer layers, and the sums over all devices."""
     model, stage, per_stage = problem.model, jax.lax.axis_index(STAGE), (run.stop - run.start) // p
     m = batch_m["index"].shape[0]
     blocks = jax.tree.map(lambda leaf: leaf[0], params["blocks"])
-    # The device's share of the work outside of the loop: m / p microbatches, as one batch.
+    # The device's shard for the layers outside the loop: m / p microbatches as one batch.
     share = {name: jax.lax.dynamic_slice_in_dim(x, stage * (m // p), m // p) for name, x in batch_m.items()}
     share = {name: x.reshape(-1, *x.shape[2:]) for name, x in share.items()}
 
@@ -113,7 +114,7 @@ def _gradients(
 
         def tick(received_BTD: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             number, fresh_BTD = now
-            mine = jnp.clip(number - stage, 0, m - 1)  # outside of the range: computed all the same, and not used
+            mine = jnp.clip(number - stage, 0, m - 1)  # outside the range, the result is computed but not used
             x_BTD = jnp.where(stage == 0, fresh_BTD, received_BTD)
             y_BTD = compute(blocks, x_BTD, {name: x[mine] for name, x in batch_m.items()})
             return jax.lax.ppermute(y_BTD, STAGE, [(i, (i + 1) % p) for i in range(p)]), y_BTD

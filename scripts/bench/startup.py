@@ -1,9 +1,9 @@
-"""Seconds from the command to the end of the first training step, with warm caches.
+"""Measures the seconds from the command to the end of the first training step, with warm caches.
 
     scripts/python scripts/bench/startup.py [--config=configs/quickstart.py] [--config.KEY=VALUE ...]
 
-The first run fills the caches (token arrays, compiled programs) and does not count. Printed beside
-what starting Python and importing JAX alone takes on the same machine, runs alternating.
+The first run fills the caches (token arrays, compiled programs) and does not count. For comparison, measures the time
+to start Python and import JAX, in alternating runs.
 """
 
 import statistics
@@ -17,7 +17,7 @@ ROUNDS = 3
 
 
 def first_step(arguments: list[str]) -> float:
-    """Start a run, and end it as its first step is logged."""
+    """Return the seconds until a run logs its first step, and kill the run then."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "jaxpar.main", *arguments, f"--workdir={folder}", "--config.log.every_steps=1"]
         start = time.perf_counter()
@@ -34,7 +34,7 @@ def first_step(arguments: list[str]) -> float:
 
 
 def import_jax() -> float:
-    """Start Python, import JAX and find its devices."""
+    """Return the seconds to start Python, import JAX and find the devices."""
     start = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], check=True)
     return time.perf_counter() - start
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> None:
     first_step(arguments)
     times = [(first_step(arguments), import_jax()) for _ in range(ROUNDS)]
     ours, jax_alone = (statistics.median(column) for column in zip(*times, strict=True))
-    print(f"command to first step {ours:.1f} s; import of JAX alone {jax_alone:.1f} s; ratio {ours / jax_alone:.1f}")
+    print(f"command to first step {ours:.1f} s; importing JAX alone {jax_alone:.1f} s; ratio {ours / jax_alone:.1f}")
 
 
 if __name__ == "__main__":

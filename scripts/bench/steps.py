@@ -1,4 +1,4 @@
-"""The common part of benchmarks of training steps: their command line, and the timing of steps in turn."""
+"""Code shared by benchmarks of training steps: the command line, and timing steps in alternating rounds."""
 
 import statistics
 import time
@@ -16,37 +16,37 @@ from jaxpar.tasks import mean_loss
 
 
 class Contender(Protocol):
-    """A `Strategy` that is timed, or the part of one that the timing needs."""
+    """A `Strategy` to time, or the part of one that timing needs."""
 
     @property
     def init(self) -> Callable[[jax.Array], Any]:
-        """Key -> state."""
+        """Function from a key to a state."""
 
     @property
     def place(self) -> Callable[[Mapping[str, np.ndarray]], Any]:
-        """Batch -> batch on devices."""
+        """Function from a batch to the batch on devices."""
 
     @property
     def step(self) -> Callable[[Any, Any], tuple[Any, Metrics]]:
-        """(state, batch) -> (state, metrics)."""
+        """Function from (state, batch) to (state, metrics)."""
 
 
 class Timing(NamedTuple):
-    """The times of one contender's steps."""
+    """The step times of one contender."""
 
     seconds: float  # median
-    cpu_seconds: float  # of all threads of this process, median: where it is not a GPU that computes
+    cpu_seconds: float  # median CPU time of all threads of this process; meaningful on CPUs only
     first_loss: float
 
 
 def arguments_of(arguments: list[str]) -> tuple[str, list[str]]:
-    """The config's name, the quickstart's unless --config= gives another, and the overrides."""
+    """Return the name of the config (--config=, by default the quickstart) and the overrides."""
     name = next((a.removeprefix("--config=") for a in arguments if a.startswith("--config=")), "configs/quickstart.py")
     return name, [a for a in arguments if not a.startswith("--config=")]
 
 
 def make_problem(config: ConfigDict, info: data.DataInfo, batch: Mapping[str, np.ndarray]) -> Problem:
-    """The problem of a config, at a constant learning rate."""
+    """Return the problem of a config, with a constant learning rate."""
     transform = optimizer.make_optimizer(config, lambda _step: 1e-3)
     model, shapes = models.build(config, info, find_cluster()), abstract(dict(batch))
     return Problem(model, transform, config.optimizer.accumulation_steps, shapes, 1000, tasks.find_task(config))
@@ -55,7 +55,7 @@ def make_problem(config: ConfigDict, info: data.DataInfo, batch: Mapping[str, np
 def measure(
     configs: Mapping[str, ConfigDict], info: data.DataInfo, batch: Mapping[str, np.ndarray], *, rounds: int
 ) -> dict[str, Timing]:
-    """Times a step of each config on the same batch, in turn."""
+    """Time a step of each config on the same batch, in alternating rounds."""
     contenders = {name: strategies.make(config, make_problem(config, info, batch)) for name, config in configs.items()}
     return race(contenders, batch, rounds=rounds)
 
@@ -63,9 +63,10 @@ def measure(
 def race(
     contenders: Mapping[str, Contender], batch: Mapping[str, np.ndarray], *, rounds: int, warm_up: int = 2
 ) -> dict[str, Timing]:
-    """Times a step of each on the same batch, in turn, so that a slow moment of the machine hits all of them.
+    """Time a step of each contender on the same batch.
 
-    The batch lies on the devices already. The first `warm_up` rounds, the first of which compiles, do not count.
+    Rounds alternate between contenders, so that a slow phase of the machine affects all of them. The batch is on the
+    devices before the timing starts. The first `warm_up` rounds do not count; the first round compiles.
     """
     running: dict[str, list[Any]] = {
         name: [contender, contender.init(jax.random.key(0)), contender.place(batch)]

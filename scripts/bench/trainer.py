@@ -1,10 +1,10 @@
-"""The trainer's whole loop / a bare loop over the same jitted step.
+"""Measures the overhead of the training loop: time of the full loop / time of a bare loop over the same jitted step.
 
     scripts/python scripts/bench/trainer.py [--config=configs/quickstart.py] [--config.KEY=VALUE ...]
 
-The whole loop loads, places, logs, draws progress, counts FLOPs and writes checkpoints as in any
-run (evaluation is left out: it is work of its own). The bare loop steps over the same batches,
-which lie on the devices already. Rounds of both alternate; the medians are compared.
+The full loop loads and places batches, logs, shows progress, counts FLOPs and writes checkpoints as in any run, but
+does not evaluate. The bare loop runs the step on the same batches, which are on the devices already. Rounds of both
+alternate, and the medians are compared.
 """
 
 import statistics
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> None:
                 times["bare"].append(bare)
                 times["whole"].append(whole)
     ratio = statistics.median(times["whole"]) / statistics.median(times["bare"])
-    print(f"{name}: whole loop / bare loop over {STEPS} steps: {ratio:.3f} (medians of {ROUNDS} alternating rounds)")
+    print(f"{name}: full loop / bare loop over {STEPS} steps: {ratio:.3f} (medians of {ROUNDS} alternating rounds)")
 
 
 if __name__ == "__main__":

@@ -355,11 +355,11 @@ def test_what_a_certificate_says(certify: Any) -> None:
     ("mistake", "message"),
     [
         ("--num_steps=0", "--num_steps is 0; it must be 1 or more"),
-        ("--reference_passes=5", "--reference_passes is 5; it must divide config.batch_size, 24"),
-        ("--output=no/such/file.json", "--output is no/such/file.json; there is no folder no/such"),
+        ("--reference_passes=5", "--reference_passes is 5; it must divide config.batch_size (24)"),
+        ("--output=no/such/file.json", "--output is no/such/file.json; it must be in an existing directory"),
         ("--config.exchange=zero4", "config.exchange is 'zero4'"),
         ("--steps=4", "'--steps=4' is not an argument"),
-        ("--num_steps=x", "--num_steps is 'x'; it must be a whole number"),
+        ("--num_steps=x", "--num_steps is 'x'; it must be an integer"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(
