@@ -1,6 +1,6 @@
-"""Hooks of mkdocs: show files outside of docs/ on the site, because pages link to them (`../jaxpar/plan.py`).
+"""mkdocs hooks that add files outside of docs/ to the site, because pages link to them (`../jaxpar/plan.py`).
 
-Markdown files become pages of the site, other files pages with their source in a code block.
+Markdown files become pages; other files become pages that show their source in a code block.
 """
 
 import posixpath
@@ -17,7 +17,7 @@ LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", "": "bash"}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for each file outside of docs/ that a page links to, directly or from one added here."""
+    """Add a page for each file outside of docs/ that a page links to, including the pages added here."""
     waiting = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
     while waiting:
         for path in targets(waiting.pop()):
@@ -29,11 +29,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links to files outside of docs/ at their pages. A link to a missing file stays, and fails the build."""
+    """Redirect links to files outside of docs/ to their pages. Links to missing files are kept, and fail the build."""
     del config
     uri = page.file.src_uri
     path = uri.removeprefix("source/") if uri.startswith("source/") else f"docs/{uri}"
-    if not (ROOT / path).is_file():  # the page of a file that is not Markdown
+    if not (ROOT / path).is_file():  # a page generated from a file that is not Markdown
         return markdown
 
     def link(match: re.Match[str]) -> str:
@@ -46,7 +46,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def content(path: str) -> str:
-    """Return the page that shows a file of the repository."""
+    """Return the Markdown of the page for a file of the repository."""
     text = (ROOT / path).read_text()
     if path.endswith(".md"):
         return text
@@ -64,7 +64,7 @@ def resolve(path: str, link: str) -> str:
 
 
 def page_of(path: str) -> str:
-    """Return where the site has a file of the repository: its page, or an image of docs/, by its path in docs/."""
+    """Return the path on the site, relative to docs/, of a file of the repository."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return f"source/{path}" if path.endswith(".md") else f"source/{path}.md"

@@ -24,7 +24,7 @@ class Batches:
     """
 
     def __init__(self, split: Split, *, batch_size: int, seed: int, shuffle: bool):
-        """Batches for training if `shuffle` (random order, augmented), otherwise for evaluation.
+        """Create batches for training if `shuffle` (random order, augmented), otherwise for evaluation.
 
         For evaluation, examples are ordered by length and every epoch is the same.
         """

@@ -21,13 +21,13 @@ from ml_collections import ConfigDict
 
 from jaxpar.errors import UserError
 
-Facts = dict[str, Any]  # values must be JSON-serializable
+Facts = dict[str, Any]  # metadata by name; values must be JSON-serializable
 
 _RECORD = "entry.json"
 
 
 class Entry(NamedTuple):
-    """A finished entry: its directory, and the facts that the function that created it returned."""
+    """A finished entry: its directory, and the metadata returned by the function that created it."""
 
     directory: Path
     facts: Facts
@@ -46,7 +46,7 @@ def cache_dir(config: ConfigDict) -> Path:
 
 
 def fingerprint(facts: Facts) -> str:
-    """Return the hash of facts as 40 hexadecimal digits."""
+    """Return the hash of `facts` as 40 hexadecimal digits."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:40]
 
 
@@ -54,7 +54,7 @@ def entry(parent: Path, name: str, make: Callable[[Path], Facts], *, doing: str)
     """Return the entry `name` in directory `parent`, and create it if it is missing or damaged.
 
     To create it, print `doing` and call `make` with a temporary directory. `make` writes the files of the entry there
-    and returns the facts to record.
+    and returns the metadata to record.
 
     Raises UserError if `parent` is not writable.
     """
@@ -67,7 +67,7 @@ def entry(parent: Path, name: str, make: Callable[[Path], Facts], *, doing: str)
         temporary = parent / f".{name[:16]}.{uuid.uuid4().hex}"
         temporary.mkdir()
     except OSError as error:
-        raise UserError(f"{parent}: {error}. Set config.cache_dir or JAXPAR_CACHE.") from None
+        raise UserError(f"Cannot write to the cache {parent}: {error}. Set config.cache_dir or JAXPAR_CACHE") from None
     try:
         if path.exists():
             print(f"Cache entry {path} is damaged; rebuilding it", flush=True)
@@ -78,7 +78,7 @@ def entry(parent: Path, name: str, make: Callable[[Path], Facts], *, doing: str)
         facts = make(temporary)
         _finish(temporary, path, facts)
     except OSError as error:
-        raise UserError(f"{parent}: {error}. Set config.cache_dir or JAXPAR_CACHE.") from None
+        raise UserError(f"Cannot write to the cache {parent}: {error}. Set config.cache_dir or JAXPAR_CACHE") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return Entry(path, facts)
@@ -100,7 +100,7 @@ def _finish(temporary: Path, path: Path, facts: Facts) -> None:
 
 
 def _whole(path: Path) -> Facts | None:
-    """Return the facts of the entry, or None if one of its files is missing or does not have the recorded size."""
+    """Return the metadata of the entry, or None if one of its files is missing or does not have the recorded size."""
     try:
         record = json.loads((path / _RECORD).read_text())
         sizes = {name: (path / name).stat().st_size for name in record["sizes"]}

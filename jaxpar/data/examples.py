@@ -1,4 +1,4 @@
-"""A data set as arrays: its splits, the facts that a model depends on, and how shards of a batch are gathered.
+"""A data set as arrays: its splits, the properties that a model depends on, and how shards of a batch are gathered.
 
 Random numbers (for masking and augmentation) are drawn for the whole global batch and then cut to the requested
 shard, so that a shard equals the same examples of the global batch.
@@ -32,7 +32,7 @@ class Split(Protocol):
 
 
 class DataInfo(NamedTuple):
-    """The facts of a data set that a model depends on.
+    """The properties of a data set that a model depends on.
 
     Attributes:
       kind: text, image or vector.

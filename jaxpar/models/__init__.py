@@ -52,7 +52,7 @@ def build(config: ConfigDict, info: DataInfo, cluster: Cluster) -> Model:
 
     Args:
       config: config of the run.
-      info: facts of the data set.
+      info: properties of the data set.
       cluster: cluster on which the model will run.
 
     Raises:

@@ -219,7 +219,7 @@ def save_directory(params: Params, config: ConfigDict, info: DataInfo, tokenizer
     Args:
       params: canonical parameters.
       config: config of the run.
-      info: facts of the data set of the run.
+      info: properties of the data set of the run.
       tokenizer: path of a tokenizer.json.
       directory: a directory that does not exist or is empty.
 

@@ -55,7 +55,7 @@ class Names(NamedTuple):
     """Names that make model outputs readable.
 
     Attributes:
-      info: facts of the data set, with the names of classes and targets.
+      info: properties of the data set, with the names of classes and targets.
       decode: function from token ids to text, such as a tokenizer's.
     """
 

@@ -281,5 +281,5 @@ def test_a_class_that_training_lacks(config: ConfigDict, tmp_path: Path) -> None
 
 def test_a_workdir_that_cannot_be_written(config: ConfigDict, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"--workdir .*file/run"):
+    with pytest.raises(UserError, match=r"--workdir=.*file/run cannot be written"):
         load(config, tmp_path / "file" / "run")

@@ -269,7 +269,7 @@ def test_sizes_of_the_config_that_contradict() -> None:
         ("mlp", "classification", {}, "config.model.name is 'mlp'; .* it must be one of bert, gpt"),
     ],
 )
-def test_what_transformers_has_not(
+def test_models_that_transformers_lacks(
     name: str, task: str, overrides: dict[str, Any], words: str, tmp_path: Path, tokenizer: Path
 ) -> None:
     config = small_config(name, task, **overrides)

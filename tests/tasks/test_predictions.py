@@ -36,7 +36,7 @@ def logits_of(choices: list[list[int]]) -> np.ndarray:
 
 
 def test_classification() -> None:
-    logits_BC = np.array([[0, LOG3, 0], [500, -500, 500 + LOG3]], np.float32)  # exp overflows in the second row
+    logits_BC = np.array([[0, LOG3, 0], [500, -500, 500 + LOG3]], np.float32)  # exp overflows in the second example
     found = task_of("classification").predictions(logits_BC, {}, Names(INFO, decode))
     assert [one["class"] for one in found] == ["neutral", "pos"]
     assert [one["probability"] for one in found] == pytest.approx([3 / 5, 3 / 4], rel=1e-5)
