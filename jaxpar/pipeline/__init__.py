@@ -1,1 +1,1 @@
-"""Pipelines: a schedule is a table made in NumPy ahead of time; one engine runs any table."""
+"""Pipeline parallelism: a schedule is a NumPy table built ahead of time, and one engine runs every table."""

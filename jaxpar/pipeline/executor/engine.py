@@ -1,12 +1,40 @@
-"""A pipeline's step, and its engine: one `shard_map` that runs any table, whatever the stages.
+"""The training step of a pipeline: one `shard_map` that runs every schedule, even when stages differ in shape.
 
-All devices step through the table's clocks in a scan. In a clock a device takes the branch of its action of each
-phase (F, then B, then W) or an empty one, so that an idle device computes nothing. At the end of the clock outputs go
-over the table's routes to their receivers, into an inbox; what an action saves for a later one lies in a stash.
+Schedules are data, so that a new schedule needs a new table and no new engine. The inputs are prepared ahead of time:
 
-    table  -- lower -->        which action, which slots: by device and clock  =  arguments of the program
-    layers -- trace, cut -->   what F, B and W compute: by kind and chunk      =  branches of the program
-    trees  -- Packing -->      one form of arrays for stages that differ       =  its state
+    table  -- lower -->        the action and the buffer slots of every device and clock  =  arguments of the program
+    layers -- trace, cut -->   the F, B and W programs of every stage                     =  branches of the program
+    trees  -- Packing -->      arrays of the same shapes on every device                  =  state of the program
+
+One training step then runs on every device as follows. Comments in the code cite these numbers.
+
+     1. Split the replica's shard of the batch into microbatches.
+     2. Start with empty inboxes, empty stashes, and gradients and metrics of zero.
+
+    In every clock of the table (a `scan`), for every phase in order (F, then B, then W):
+
+     3. Select the branch of this device's action. A device without an action in this phase takes an empty branch,
+        so an idle device computes nothing.
+     4. Read the inputs of the action: the stage's weights, the microbatch, the activation or gradient that has
+        arrived in an inbox, and the values that earlier phases of the microbatch stashed.
+     5. Run the stage program: F computes the output y, B the input gradient dX, and W the weight gradient dW.
+     6. Store the results: values for later phases go to a stash, y and dX to the send buffers, dW is added to the
+        gradients, and the last stage adds the loss and its metrics to the sums.
+
+    At the end of the clock:
+
+     7. Send y and dX along the routes of the table, one `ppermute` per route. The receiver writes each transfer to an
+        inbox slot, where it waits for the action that reads it. Collectives stay outside of all branches, because
+        every device must take part in them.
+
+    After the last clock:
+
+     8. Sum the metrics over all devices, and average the gradients over the replicas with the configured exchange.
+     9. Sum the gradients of tied arrays over the stages that use them, and compute the global gradient norm.
+    10. Take the optimizer step on the parameters of this device. If the loss or a gradient is not finite, all devices
+        keep their parameters and optimizer state.
+
+Evaluation runs steps 1 to 7 on a table that has F actions alone.
 """
 
 from collections.abc import Callable
@@ -33,12 +61,12 @@ class Carry(NamedTuple):
     """The values that a device carries from clock to clock.
 
     Attributes:
-      inboxes: by inbox, its slots.
-      stashes: by stash, its slots.
-      activation: what F made last, packed as a transfer.
-      gradient: what B made last, likewise.
-      grads: added up so far, packed as the parameters.
-      sums: likewise, on the last stage.
+      inboxes: slots of each inbox.
+      stashes: slots of each stash.
+      activation: send buffer of F: the latest y, packed as a transfer.
+      gradient: send buffer of B: the latest dX, packed as a transfer.
+      grads: the gradients accumulated so far, packed like the parameters.
+      sums: the metric sums accumulated so far; only the last stage adds to them.
     """
 
     inboxes: dict[str, Packed]
@@ -50,18 +78,18 @@ class Carry(NamedTuple):
 
 
 class PipelineEngine:
-    """Runs the stages' programs as branches of one program for all devices, by any table of one shape.
+    """Runs the stage programs as branches of one program for all devices, for any table of a given shape.
 
     Attributes:
-      programs: what the branches compute.
-      packing: of the parameters that devices hold, by kind.
-      shape: of the table.
-      transfers: packing of what goes to the next stage, by the number of the program that makes it.
-      stashes: packing of what is saved between phases, by stash and by number of the program.
+      programs: the stage programs that the branches run.
+      packing: packing of each device's parameters, by kind of device.
+      shape: shape of the table.
+      transfers: packing of stage outputs, by the number of the program that computes them.
+      stashes: packing of each stash, by the number of the program that writes to it.
     """
 
     def __init__(self, programs: StagePrograms, packing: Packing, shape: TableShape, timeline: Timeline | None = None):
-        """See the attributes; timeline: takes the time of every action."""
+        """Build the engine. See the attributes; timeline: measures when every action starts and ends."""
         self.programs, self.packing, self.shape, self._timeline = programs, packing, shape, timeline
         each = programs.programs
         self.transfers = Packing([program.y for program in each])
@@ -70,7 +98,7 @@ class PipelineEngine:
 
     @property
     def activation_bytes(self) -> dict[str, int]:
-        """Bytes on each device of what phases save for later ones, and of what is in flight between devices."""
+        """Bytes on each device for stashes, and for in-flight transfers: the inboxes and the two send buffers."""
         slots = dict(self.shape.num_slots)
         stashes = sum(slots[stash] * packing.nbytes for stash, packing in self.stashes.items())
         inboxes = sum(slots.get(inbox, 0) for inbox in INBOXES)
@@ -84,28 +112,31 @@ class PipelineEngine:
         key: jax.Array | None,
         weight: jax.Array,
     ) -> tuple[Packed, Sums]:
-        """Run this device's part of all clocks: return its gradients, and sums where it has the last stage.
+        """Run all clocks on this device (steps 2 to 7). Return its gradients, and its metric sums.
+
+        The sums are zero except on the device with the last stage.
 
         Args:
           plan: this device's part of LoweredTable.actions and LoweredTable.arrivals: arrays over clocks.
-          params: what the device holds, packed.
+          params: the parameters on this device, packed.
           microbatches: [m, B, ..] all microbatches of this replica.
-          key: of the step's dropout.
-          weight: of the global batch.
+          key: dropout key of the step; None disables dropout.
+          weight: divisor of the loss: the global batch weight divided by the number of replicas.
         """
         device, programs = jax.lax.axis_index(STAGE), self.programs
         numbers, shifts = jnp.asarray(programs.numbers)[device], jnp.asarray(programs.stages.shifts)[device]
 
         def inputs(number: int, action: Actions) -> StageInputs:
-            """Without x and dy."""
+            """Return the inputs of an action, except x and dy."""
             part = programs.params(number, self.packing.unpack(programs.kind(number), params))
-            taken = jax.tree.map(
+            microbatch = jax.tree.map(
                 lambda x: jax.lax.dynamic_index_in_dim(x, action.microbatch, 0, keepdims=False), microbatches
             )
-            return StageInputs(part, taken, key, shifts[programs.chunk(number)], weight)
+            return StageInputs(part, microbatch, key, shifts[programs.chunk(number)], weight)
 
         def clock(carry: Carry, now: tuple[tuple[Actions, ...], tuple[Arrivals, ...]]) -> tuple[Carry, None]:
             for phase, action in enumerate(now[0]):
+                # 3. Branch 0 is the empty one; branch 1 + n runs program n.
                 branch = jnp.where(action.chunk == NONE, 0, 1 + numbers[action.chunk])
                 acts = [partial(self._act, phase, number, inputs) for number in range(len(programs.programs))]
                 with jax.named_scope(f"phase_{phase}"):
@@ -117,6 +148,7 @@ class PipelineEngine:
         return end.grads, end.sums
 
     def _start(self) -> Carry:
+        """Step 2: empty buffers, and gradients and sums of zero."""
         slots = dict(self.shape.num_slots)
         return Carry(
             {inbox: self.transfers.zeros(slots[inbox]) for inbox in INBOXES if inbox in slots},
@@ -128,7 +160,7 @@ class PipelineEngine:
         )
 
     def _touched(self, phase: int, carry: Carry) -> dict[str, Any]:
-        """What an action of this phase may change: the results of its branches."""
+        """Return the fields of the carry that an action of this phase may change: the outputs of its branches."""
         fields = [["activation", "sums"], ["gradient"], []][phase]
         if phase == self.shape.num_phases - 1 and phase > 0:
             fields = [*fields, "grads"]
@@ -141,9 +173,10 @@ class PipelineEngine:
     def _act(
         self, phase: int, number: int, inputs: Callable[..., StageInputs], action: Actions, carry: Carry
     ) -> dict[str, Any]:
-        """One action: what it touched."""
+        """Steps 4 to 6: run one action, and return the fields of the carry that it may change."""
         if self._timeline is not None:
             action = self._timeline.begin(phase, action)
+        # 4. Stage 0 has no x, as its input is in the microbatch; the last stage has no dy, as its output is the loss.
         given, sender = inputs(number, action), self.programs.sender(number)
         if phase == 0 and sender is not None:
             given = given._replace(x=self.transfers.read(sender, carry.inboxes["activations"], action.inbox))
@@ -154,7 +187,9 @@ class PipelineEngine:
             for stash, slot in action.stash.items()
             if stash[0] < phase
         }
+        # 5.
         outputs, made = self.programs.run(number, phase, given, saved)
+        # 6. Stage 0 sends no dX.
         touched = self._touched(phase, carry)
         for stash, values in made.items():
             touched["stashes"][stash] = self.stashes[stash].write(
@@ -171,7 +206,7 @@ class PipelineEngine:
         return touched if self._timeline is None else self._timeline.end(phase, action, touched)
 
     def add_gradients(self, number: int, grads: Packed, dparams: Any) -> Packed:
-        """Return a device's gradients plus those of a program; in place where XLA can."""
+        """Return a device's accumulated gradients plus those of one action. XLA can do this in place."""
         kind = self.programs.kind(number)
         leaves, structure = jax.tree.flatten(self.packing.tree(kind))
         leaf_numbers = jax.tree.unflatten(structure, range(len(leaves)))
@@ -179,7 +214,7 @@ class PipelineEngine:
         return self.packing.add(kind, grads, jax.tree.leaves(dparams), which)
 
     def _deliver(self, carry: Carry, actions: tuple[Actions, ...], arrivals: tuple[Arrivals, ...]) -> Carry:
-        """Puts the outputs of a clock into the inboxes of their receivers."""
+        """Step 7: send the outputs of a clock, and store them in the inboxes of their receivers."""
         outputs = (carry.activation, carry.gradient)
         inboxes = dict(carry.inboxes)
 
@@ -208,27 +243,33 @@ class PipelineEngine:
 def pipeline_step(
     staged: StagedState, remat: str, timeline: Timeline | None = None
 ) -> Callable[..., tuple[PackedState, Metrics]]:
-    """Return a device's part of a step: all actions of the table, then the exchange of gradients and the update.
+    """Return the function that runs one training step on a device, inside `shard_map`: steps 1 to 10.
 
-    It takes the table's shape, the state, the batch and the table's arrays, all but the state local.
+    Its arguments are the table's shape, and this device's shards of the state, the batch and the table's arrays. The
+    state still has its leading dims of size 1, for the device and the replica.
     """
 
     def step(
         shape: TableShape, state: PackedState, batch: Batch, actions: Any, arrivals: Any
     ) -> tuple[PackedState, Metrics]:
         state = staged.packed.local(state)
+        # 1.
         microbatches = steps.microbatches(batch, shape.num_microbatches)
         key = steps.dropout_key(state.key, state.step)
-        weight = jax.lax.pmean(steps.batch_weight(batch), DATA)  # so that gradients are replicas' means
+        weight = jax.lax.pmean(steps.batch_weight(batch), DATA)  # so that the gradient is the mean over replicas
+        # 2. to 7.
         engine = make_engine(staged, shape, microbatches, key, remat, timeline)
         local_grads, local_sums = engine.run((actions, arrivals), state.params, microbatches, key, weight)
-        nonfinite_count = steps.nonfinite_count(local_grads)  # which a compressor may hide
+        # 8. Check for infinities and NaNs before the exchange: a compressor may hide them.
+        nonfinite_count = steps.nonfinite_count(local_grads)
         sums, nonfinite_count = psum_small((local_sums, nonfinite_count), (DATA, STAGE))
         grads, residuals = staged.all_reduce.mean(local_grads, state.private)
+        # 9. The gradient of an array that several devices use is the sum of their gradients.
         update = StageUpdate(staged, jax.lax.axis_index(STAGE))
-        for tie in update.copied:  # the gradient of an array that several devices use is the sum of theirs
+        for tie in update.copied:
             grads = update.replace(tie, grads, jax.lax.psum(update.part(tie, grads), STAGE))
         grad_norm = jnp.sqrt(jax.lax.psum(update.squares(grads), STAGE))
+        # 10. With a gradient norm of NaN the update keeps the old parameters.
         after, metrics = update(state, grads, sums, jnp.where(nonfinite_count == 0, grad_norm, jnp.nan))
         residuals = jax.tree.map(lambda new, old: jnp.where(metrics.finite, new, old), residuals, state.private)
         return staged.packed.out(after._replace(private=residuals)), metrics
@@ -237,7 +278,10 @@ def pipeline_step(
 
 
 def pipeline_evaluation(staged: StagedState) -> Callable[..., Sums]:
-    """Return a device's part of the forward pass without dropout; its arguments: see `pipeline_step`."""
+    """Return the function that runs the forward pass on a device, without dropout: steps 1 to 7.
+
+    Its arguments are those of `pipeline_step`, with the parameters instead of the state.
+    """
 
     def evaluate(shape: TableShape, params: Packed, batch: Batch, actions: Any, arrivals: Any) -> Sums:
         microbatches = steps.microbatches(batch, shape.num_microbatches)
@@ -256,11 +300,15 @@ def make_engine(
     remat: str,
     timeline: Timeline | None = None,
 ) -> PipelineEngine:
-    """Trace the stages' programs, and make the engine that runs them.
+    """Trace the stage programs, and build the engine that runs them.
 
     Args:
-      microbatches: [m, B, ..] the microbatches, abstract or not.
-      key: of dropout, likewise; None: without.
+      staged: the stages, and how their parameters are packed.
+      shape: shape of the table.
+      microbatches: [m, B, ..] the microbatches; arrays, or their shapes.
+      key: dropout key, or its shape; None disables dropout.
+      remat: none, full or dots: which values the forward pass saves for the backward pass.
+      timeline: measures the actions; None: no measurement.
     """
     microbatch, like = steps.abstract(microbatches, 1), steps.abstract(key)
     programs = StagePrograms(staged.stages, microbatch, like, num_phases=shape.num_phases, remat=remat)
