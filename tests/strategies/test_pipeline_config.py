@@ -66,11 +66,11 @@ MISTAKES = {
     "no stage": (["mesh.stage=0"], ["config.mesh.stage is 0; it must be 1 or more"]),
     "more stages than layers": (
         ["mesh.stage=4", "mesh.data=1"],
-        ["config.mesh.stage", "4 stages; the model has only 3 layers (embed .. head)"],
+        ["config.mesh.stage", "4 stages; it must be at most 3, the number of layers of the model (embed .. head)"],
     ),
     "more chunks than layers": (
         ["schedule=zb_v"],
-        ["config.pipeline.num_chunks", "4 stages; the model has only 3 layers"],
+        ["config.pipeline.num_chunks", "4 stages; it must be at most 3, the number of layers"],
     ),
     "an indivisible batch": (
         ["num_microbatches=5"],

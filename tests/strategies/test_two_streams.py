@@ -77,7 +77,7 @@ def test_an_integer_stream_cannot_be_cut() -> None:
     problem = make_problem(make_config(TASK), TASK)
     count: Any = {"count": jax.ShapeDtypeStruct((BATCH,), np.int32)}
     inputs = [x._replace(summary=count) if isinstance(x, Streams) else x for x in problem.model.inputs(problem.batch)]
-    with pytest.raises(UserError, match="cuts before mix_1, whose input is int32: no gradient can be sent back"):
+    with pytest.raises(UserError, match=r"cuts before mix_1; .* the input of mix_1 is int32, which has no gradient"):
         accepted(stage_bounds(problem.model, problem.batch, inputs, "mix_1", 2))
 
 

@@ -17,7 +17,8 @@ One training step then runs on every device as follows. Comments in the code cit
         so an idle device computes nothing.
      4. Read the inputs of the action: the stage's weights, the microbatch, the activation or gradient that has
         arrived in an inbox, and the values that earlier phases of the microbatch stashed.
-     5. Run the stage program: F computes the output y, B the input gradient dX, and W the weight gradient dW.
+     5. Run the stage program: F computes the output y, B the input gradient dX, W the weight gradient dW, and
+        a fused backward (BW) both gradients.
      6. Store the results: values for later phases go to a stash, y and dX to the send buffers, dW is added to the
         gradients, and the last stage adds the loss and its metrics to the sums.
 
@@ -187,7 +188,7 @@ class PipelineEngine:
             for stash, slot in action.stash.items()
             if stash[0] < phase
         }
-        # 5.
+        # 5. Run the stage program.
         outputs, made = self.programs.run(number, phase, given, saved)
         # 6. Stage 0 sends no dX.
         touched = self._touched(phase, carry)
@@ -253,11 +254,11 @@ def pipeline_step(
         shape: TableShape, state: PackedState, batch: Batch, actions: Any, arrivals: Any
     ) -> tuple[PackedState, Metrics]:
         state = staged.packed.local(state)
-        # 1.
+        # 1. Split the batch.
         microbatches = steps.microbatches(batch, shape.num_microbatches)
         key = steps.dropout_key(state.key, state.step)
         weight = jax.lax.pmean(steps.batch_weight(batch), DATA)  # so that the gradient is the mean over replicas
-        # 2. to 7.
+        # 2. to 7. Run the clocks.
         engine = make_engine(staged, shape, microbatches, key, remat, timeline)
         local_grads, local_sums = engine.run((actions, arrivals), state.params, microbatches, key, weight)
         # 8. Check for infinities and NaNs before the exchange: a compressor may hide them.

@@ -1,8 +1,11 @@
-"""A table in the form that the engine runs: for each device and clock, which buffers every action reads and writes.
+"""Lowers a table to the arrays that the engine runs: the buffer slots that every action reads and writes.
 
-A device has stashes, of what one of its actions keeps for a later one, and two inboxes, where what arrived
-(activations for F, their gradients for B) waits for its action. A buffer has as many slots as the fullest device
-needs at its fullest clock, and no more. The stash between F and B has the table's own slots.
+The lowered arrays are arguments of the compiled program, so tables of the same shape share one compilation.
+
+Every device has stashes, which save values of one phase for a later phase of the same microbatch, and two inboxes,
+where transfers (activations for F, gradients for B) wait for the action that reads them. All devices allocate the same
+number of slots for a buffer: the largest number that any device needs in any clock. The stash between F and B uses
+the slots given in the table.
 """
 
 from collections.abc import Mapping
@@ -17,14 +20,14 @@ from jaxpar.pipeline.tables.table import PHASE_OF_KIND, Table, device_of_stage, 
 from jaxpar.step import abstract
 
 NONE = -1
-# The buffers: the inboxes of F and of B, and stashes by (phase that writes, last phase that reads), where the phase of
-# an action is its order within a clock: F 0, B or BW 1, W 2.
+# A buffer is an inbox, of F or of B, or a stash, named by (phase that writes it, last phase that reads it). Phases are
+# numbered by their order within a clock: F is 0, B and BW are 1, W is 2.
 Buffer = str | tuple[int, int]
 INBOXES = ("activations", "gradients")
 
 
 class _Life(NamedTuple):
-    """The first and the last clock in which a value must be in its buffer."""
+    """Lifetime of a value: the first and the last clock in which it must be in its buffer."""
 
     device: int
     first: int
@@ -32,15 +35,17 @@ class _Life(NamedTuple):
 
 
 class Actions(NamedTuple):
-    """The actions of one phase: int32 [device, clock]; on a device in the engine [clock], in a clock scalars.
+    """The actions of one phase, as int32 arrays [device, clock].
+
+    In the engine, a device has its own row, [clock], and a scan over clocks sees scalars.
 
     Attributes:
-      chunk: NONE where the device has no action of this phase in the clock.
-      microbatch: of the action.
-      inbox: slot of its input.
-      stash: slot in each stash that it reads or writes.
-      local_inbox: where the receiver of its output is on the same device: slot there; else NONE.
-      route: number of the route that takes its output; NONE where it stays on the device.
+      chunk: chunk of the action; NONE if the device has no action of this phase in the clock.
+      microbatch: microbatch of the action.
+      inbox: inbox slot of its input.
+      stash: slot in each stash that the action reads or writes.
+      local_inbox: inbox slot for its output if the receiving stage is on the same device; otherwise NONE.
+      route: number of the route that carries its output to another device; otherwise NONE.
     """
 
     chunk: Any
@@ -52,14 +57,20 @@ class Actions(NamedTuple):
 
 
 class Arrivals(NamedTuple):
-    """The deliveries of one route at the end of a clock, int32 [device, clock]: slot in each inbox, or NONE."""
+    """The transfers that arrive over one route at the end of a clock, int32 [device, clock]: an inbox slot or NONE."""
 
     activations: Any
     gradients: Any
 
 
 class Route(NamedTuple):
-    """A way from each sender to the device `offset` further on, round the ring; phases: of the actions that use it."""
+    """A route from every sender to the device `offset` places after it on the ring of devices.
+
+    Attributes:
+      offset: distance from sender to receiver.
+      senders: the devices that ever send over the route.
+      phases: phases whose outputs the route carries: 0 activations, 1 gradients.
+    """
 
     offset: int
     senders: tuple[int, ...]
@@ -67,14 +78,14 @@ class Route(NamedTuple):
 
 
 class TableShape(NamedTuple):
-    """All of a table that its compiled program depends on.
+    """The properties of a table that the compiled program depends on.
 
     Attributes:
-      num_microbatches: of a replica's share of the batch.
-      routes: the ways between devices.
-      num_slots: of each buffer.
+      num_microbatches: number of microbatches in a replica's shard of the batch.
+      routes: the routes between devices.
+      num_slots: number of slots of each buffer.
       num_phases: 1: F alone; 2: F and BW; 3: F, B and W.
-      local_phases: phases whose output may have its receiver on the same device.
+      local_phases: phases that have an output whose receiving stage is on the same device.
     """
 
     num_microbatches: int
@@ -85,7 +96,7 @@ class TableShape(NamedTuple):
 
 
 class LoweredTable(NamedTuple):
-    """The engine's form of a table."""
+    """A table in the form that the engine runs."""
 
     shape: TableShape
     actions: tuple[Actions, ...]  # by phase
@@ -93,15 +104,15 @@ class LoweredTable(NamedTuple):
 
 
 def table_layout(axes: Mapping[str, int], arrays: Any) -> Layout:
-    """Return the layout of a table's arrays, [device, clock]: each device of the stage axis has its own, [clock]."""
+    """Return the layout of a lowered table's arrays, [device, clock]: every device holds its own row, [clock]."""
     return layout.per_replica(axes, abstract(arrays, 1), STAGE)
 
 
 class _Transfer(NamedTuple):
-    """A value that one device sends another, or itself, at the end of a clock."""
+    """A value that a device sends to another device, or to itself, at the end of a clock."""
 
-    offset: int  # of the receiver, round the ring
-    phase: int  # of the action that made it
+    offset: int  # distance from sender to receiver on the ring
+    phase: int  # of the action that computed it
     clock: int
     sender: int
     receiver: int
@@ -109,7 +120,7 @@ class _Transfer(NamedTuple):
 
 
 def lower_table(table: Table) -> LoweredTable:
-    """Return the engine's form of a valid table."""
+    """Lower a valid table to the form that the engine runs."""
     rows = table.actions[["clock", "device", "kind", "microbatch", "chunk", "stage", "slot"]].tolist()
     clocks = {(PHASE_OF_KIND[kind], microbatch, stage): clock for clock, _, kind, microbatch, _, stage, _ in rows}
     slots = {buffer: _share_slots(lives) for buffer, lives in _lives(table, clocks).items()}
@@ -163,7 +174,7 @@ def _transfers(table: Table, slots: dict[Buffer, dict[tuple[int, int], int]]) ->
 
 
 def _routes(transfers: list[_Transfer]) -> tuple[Route, ...]:
-    """One for each distance between devices."""
+    """Return one route for each distance between devices."""
     routes = []
     for offset in sorted({transfer.offset for transfer in transfers} - {0}):
         of_offset = [transfer for transfer in transfers if transfer.offset == offset]
@@ -173,9 +184,9 @@ def _routes(transfers: list[_Transfer]) -> tuple[Route, ...]:
 
 
 def _lives(table: Table, clocks: dict[tuple[int, int, int], int]) -> dict[Buffer, dict[tuple[int, int], _Life]]:
-    """By buffer and (microbatch, stage): when what lies there is written and last read.
+    """Return the lifetimes of all values, by buffer and (microbatch, stage).
 
-    What arrives is written at the end of a clock, so it lives from the next one on.
+    A transfer is written at the end of a clock, so its lifetime starts with the next clock.
     """
     lives: dict[Buffer, dict[tuple[int, int], _Life]] = {}
     device_of = device_of_stage(table.stages)
@@ -191,8 +202,11 @@ def _lives(table: Table, clocks: dict[tuple[int, int, int], int]) -> dict[Buffer
 
 
 def _share_slots(lives: dict[tuple[int, int], _Life]) -> dict[tuple[int, int], int]:
-    """A slot for each life, so that no two that overlap on a device share one: the least number there can be."""
-    free_from: dict[int, list[int]] = {}  # by device: of each slot, the clock from which on it is free
+    """Assign a slot to every lifetime, so that lifetimes that overlap on a device never share one.
+
+    The greedy assignment in order of the first clock uses the fewest slots possible.
+    """
+    free_from: dict[int, list[int]] = {}  # by device: the first clock in which each slot is free again
     slots = {}
     for key, life in sorted(lives.items(), key=lambda item: item[1].first):
         times = free_from.setdefault(life.device, [])

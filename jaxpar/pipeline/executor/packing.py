@@ -1,9 +1,9 @@
-"""One form of arrays for trees that differ: what stages with different layers hold, in one program for all devices.
+"""Packs trees of different structure into arrays of the same shapes, so that unlike stages can run one program.
 
-The devices of a mesh run one program, so an array has one shape on all of them. Arrays that all the trees have alike
-(those without any leaf apart) are kept as they are: they are "shared". What else a tree has lies end to end in one
-vector a dtype, as long as the longest tree needs. So no device holds more than the fullest one does, and a pipeline of
-equal stages has no vectors.
+All devices of a mesh run the same program, so an array has the same shape on all of them. Leaves whose shape and dtype
+occur in every non-empty tree are stored unchanged; they are called "shared". The remaining leaves of a tree are
+flattened and concatenated into one vector per dtype, which is as long as the largest tree needs. So no device
+allocates more than the most heavily loaded one needs, and a pipeline of equal stages has no vectors at all.
 """
 
 import functools
@@ -19,21 +19,21 @@ Packed = tuple[jax.Array, ...]  # the shared arrays, then the vectors
 
 
 class _Place(NamedTuple):
-    """The place of a leaf: packed[array], as a whole or from `offset` on."""
+    """The place of a leaf: all of packed[array], or the part of that vector that starts at `offset`."""
 
     array: int
     offset: int | None
 
 
 class Packing:
-    """The packed form of some trees, each known by its kind: its index among them.
+    """The packed form that several trees share. A tree is identified by its kind: its index among the trees.
 
     Attributes:
-      shapes: of the packed form.
+      shapes: shapes and dtypes of the packed arrays.
     """
 
     def __init__(self, trees: Sequence[Any]):
-        """trees: with leaves that have a shape and a dtype."""
+        """Plan the packed form. trees: one tree per kind; their leaves have a shape and a dtype."""
         flat = [jax.tree.flatten(tree) for tree in trees]
         self._structures = [structure for _, structure in flat]
         self._leaves = [[jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves] for leaves, _ in flat]
@@ -64,20 +64,20 @@ class Packing:
         self.shapes += [jax.ShapeDtypeStruct((lengths[dtype],), dtype) for dtype in dtypes]
 
     def tree(self, kind: int) -> Any:
-        """Return the tree of a kind, abstract."""
+        """Return the tree of a kind, with the shapes and dtypes of its leaves."""
         return jax.tree.unflatten(self._structures[kind], self._leaves[kind])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one packed form."""
+        """Bytes of one packed tree."""
         return sum(array.size * array.dtype.itemsize for array in self.shapes)
 
     def zeros(self, *leading: int) -> Packed:
-        """Return the packed form of zeros, with leading dims."""
+        """Return packed arrays of zeros, with leading dims."""
         return tuple(jnp.zeros((*leading, *array.shape), array.dtype) for array in self.shapes)
 
     def pack(self, kind: int, tree: Any, lib: Any = jnp) -> Packed:
-        """Pack a tree of a kind. lib: jnp or np."""
+        """Pack a tree of the given kind. lib: jnp or np."""
         packed: list[Any] = [[] for _ in self.shapes]
         for place, leaf in zip(self._places[kind], jax.tree.leaves(tree), strict=True):
             if place.offset is None:
@@ -85,7 +85,7 @@ class Packing:
             else:
                 packed[place.array].append(lib.reshape(leaf, -1))
         for index, (parts, shape) in enumerate(zip(packed, self.shapes, strict=True)):
-            if isinstance(parts, list) and not parts:  # a vector, or shared by all that have any leaf
+            if isinstance(parts, list) and not parts:  # unused vector, or shared array of an empty tree
                 packed[index] = lib.zeros(shape.shape, shape.dtype)
             elif isinstance(parts, list):
                 rest = shape.size - sum(part.size for part in parts)
@@ -93,7 +93,7 @@ class Packing:
         return tuple(packed)
 
     def unpack(self, kind: int, packed: Sequence[Any]) -> Any:
-        """Return the tree, of the arrays' own type (NumPy or JAX)."""
+        """Unpack a tree of the given kind. Leaves are NumPy or JAX arrays, as the packed arrays are."""
         leaves = []
         for place, leaf in zip(self._places[kind], self._leaves[kind], strict=True):
             array = packed[place.array]
@@ -103,9 +103,9 @@ class Packing:
         return jax.tree.unflatten(self._structures[kind], leaves)
 
     def add(self, kind: int, packed: Packed, leaves: Sequence[Any], which: Sequence[int]) -> Packed:
-        """Return `packed` plus leaves of the tree, those of numbers `which`; in place where XLA can."""
+        """Return `packed` with `leaves` added to the leaves numbered `which`. XLA can do this in place."""
         result = list(packed)
-        spans: dict[int, list[tuple[int, list[Any]]]] = {}  # by vector: where neighbours begin, and they
+        spans: dict[int, list[tuple[int, list[Any]]]] = {}  # by vector: offset and leaves of each contiguous span
         for index, leaf in sorted(zip(which, leaves, strict=True), key=lambda item: item[0]):
             place = self._places[kind][index]
             if place.offset is None:
@@ -115,7 +115,7 @@ class Packing:
             if not of_vector or of_vector[-1][0] + sum(part.size for part in of_vector[-1][1]) != place.offset:
                 of_vector.append((place.offset, []))
             of_vector[-1][1].append(leaf.reshape(-1))
-        # Neighbours at once: XLA copies the whole vector for each addition to a part of it.
+        # One addition per contiguous span, because XLA copies the whole vector for every addition to a part of it.
         for array, of_vector in spans.items():
             for offset, parts in of_vector:
                 total = jnp.concatenate(parts)
@@ -123,7 +123,7 @@ class Packing:
         return tuple(result)
 
     def replace(self, kind: int, packed: Packed, index: int, leaf: Any) -> Packed:
-        """Return `packed` with another leaf of number `index`."""
+        """Return `packed` with leaf number `index` replaced."""
         result, place = list(packed), self._places[kind][index]
         if place.offset is None:
             result[place.array] = leaf
@@ -133,7 +133,7 @@ class Packing:
         return tuple(result)
 
     def write(self, kind: int, slots: Packed, slot: jax.Array, tree: Any) -> Packed:
-        """Return `slots`, packed forms one below the other, with the tree in number `slot`."""
+        """Return `slots`, packed trees stacked along dim 0, with the tree written to number `slot`."""
         result = list(slots)
         for place, leaf in zip(self._places[kind], jax.tree.leaves(tree), strict=True):
             array = result[place.array]
@@ -145,7 +145,7 @@ class Packing:
         return tuple(result)
 
     def read(self, kind: int, slots: Packed, slot: jax.Array) -> Any:
-        """Return the tree in number `slot`."""
+        """Return the tree in slot number `slot`."""
         leaves = []
         for place, leaf in zip(self._places[kind], self._leaves[kind], strict=True):
             array = slots[place.array]

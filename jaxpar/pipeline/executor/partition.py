@@ -1,4 +1,4 @@
-"""Cuts a model's layers into stages of consecutive layers."""
+"""Cuts the layers of a model into stages of consecutive layers, with balanced costs or at given layers."""
 
 import itertools
 from collections.abc import Sequence
@@ -19,18 +19,18 @@ METHODS = ("uniform", "parameters", "flops")
 def stage_bounds(
     model: Model, batch: Batch, inputs: Sequence[Any], method: str, num_stages: int
 ) -> Refusals[tuple[int, ...]]:
-    """Return where stages begin and end: stage j is layers[bounds[j]:bounds[j + 1]].
+    """Return the layer bounds of the stages: stage j is layers[bounds[j]:bounds[j + 1]].
 
-    Refuses fewer layers than stages, cut points that are not layers in order, and cuts where what goes from one stage
-    to the next has an array that is not floating-point.
+    Refuses a model with fewer layers than stages, cut points that are not layer names in order, and a cut at which the
+    activations have an array that is not floating-point.
 
     Args:
-      model: that is cut.
-      batch: abstract, for its FLOPs.
-      inputs: of every layer: model.inputs(batch).
-      method: uniform: equal numbers of layers; parameters, flops: the most expensive stage has as few as can be; or the
-        names of the layers at which stages 1, 2, .. begin, by comma.
-      num_stages: of the whole pipeline.
+      model: the model to cut.
+      batch: shapes of a batch, for counting FLOPs.
+      inputs: inputs of every layer: model.inputs(batch).
+      method: uniform balances the number of layers, parameters the number of parameters, and flops the FLOPs of the
+        most expensive stage. Any other value lists the first layers of stages 1, 2, .., separated by commas.
+      num_stages: number of stages of the whole pipeline.
     """
     cuts = yield from explicit_cuts([layer.name for layer in model.layers], method, num_stages)
     if cuts is not None:
@@ -43,41 +43,44 @@ def stage_bounds(
         dtypes = [leaf.dtype for leaf in jax.tree.leaves(inputs[begin])]
         if other := next((dtype for dtype in dtypes if not jnp.issubdtype(dtype, jnp.inexact)), None):
             yield UserError(
-                f"config.pipeline.partition cuts before {model.layers[begin].name}, whose input is {other}: "
-                "no gradient can be sent back; begin a stage at another layer"
+                f"config.pipeline.partition is {method!r}, which cuts before {model.layers[begin].name}; it must cut "
+                f"elsewhere, because the input of {model.layers[begin].name} is {other}, which has no gradient"
             )
     return bounds
 
 
 def explicit_cuts(names: Sequence[str], method: str, num_stages: int) -> Refusals[list[int] | None]:
-    """Return the cut points that `method` names out of the layers' names; None where it is one of METHODS.
+    """Return the cut points that `method` lists, as layer indices; None if `method` is one of METHODS.
 
-    Refuses as `stage_bounds`.
+    Refuses too few layers, and cut points that are not layer names in order.
     """
     if num_stages > len(names):
         yield UserError(
-            f"config.mesh.stage and config.pipeline.num_chunks make {num_stages} stages; the model has only "
-            f"{len(names)} layers ({names[0]} .. {names[-1]})"
+            f"config.mesh.stage x config.pipeline.num_chunks is {num_stages} stages; it must be at most "
+            f"{len(names)}, the number of layers of the model ({names[0]} .. {names[-1]})"
         )
     return None if method in METHODS else (yield from _explicit(list(names), method, num_stages))
 
 
 def uniform(model: Model) -> list[int]:
-    """Return the same cost for each layer."""
+    """Return a cost of 1 for every layer."""
     return [1] * len(model.layers)
 
 
 def parameters(model: Model) -> list[int]:
-    """Return the number of parameters by layer; a tied array counts where it is used too, as each stage has a copy."""
+    """Return the number of parameters of every layer.
+
+    A tied array counts in every layer that uses it, because every stage that uses it holds a copy.
+    """
     return [sum(leaf.size for leaf in jax.tree.leaves(layer.shapes)) for layer in model.layers]
 
 
 def layer_flops(model: Model, batch: Batch, inputs: Sequence[Any]) -> list[int]:
-    """Return the FLOPs of the forward pass by layer. inputs: of every layer: model.inputs(batch)."""
+    """Return the forward FLOPs of every layer. inputs: inputs of every layer: model.inputs(batch)."""
     shapes, starts = model.shapes, {run.start for run in model.runs}
     costs: list[int] = []
     for index, x in enumerate(inputs):
-        if index not in starts and x == inputs[index - 1]:  # as the equal layer before
+        if index not in starts and x == inputs[index - 1]:  # same layer, same input shapes
             costs.append(costs[-1])
             continue
         apply = partial(model.apply_layers, keys_B=None, start=index, stop=index + 1)
@@ -86,10 +89,10 @@ def layer_flops(model: Model, batch: Batch, inputs: Sequence[Any]) -> list[int]:
 
 
 def balanced(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """Return the bounds whose most expensive stage costs least; among those, the least sum of squares.
+    """Return the bounds that minimize the cost of the most expensive stage, then the sum of squared stage costs.
 
-    Every stage has a layer. Dynamic programming over (stages, layers), as in Narayanan et al., PipeDream (SOSP'19),
-    section 3.1.
+    Every stage has at least one layer. Uses dynamic programming over (stages, layers), as in Narayanan et al.,
+    PipeDream (SOSP'19), section 3.1.
     """
     sums = [0, *itertools.accumulate(costs)]
     num_layers = len(costs)
@@ -117,13 +120,14 @@ def _explicit(names: list[str], text: str, num_stages: int) -> Refusals[list[int
     if unknown is not None:
         hint = nearest(unknown, [*METHODS, *names])
         yield UserError(
-            f"config.pipeline.partition is {text!r}; it must be one of {', '.join(METHODS)}, or the layers "
-            f"after {names[0]}, up to {names[-1]}, that begin stages 1, 2, .., by comma; {unknown!r} is none.{hint}"
+            f"config.pipeline.partition is {text!r}; it must be one of {', '.join(METHODS)}, or list the first layers "
+            f"of stages 1, 2, .. (layers after {names[0]}, up to {names[-1]}), separated by commas; {unknown!r} is "
+            f"not a layer{hint and '.' + hint}"
         )
     indices = [names.index(cut) for cut in cuts]
     if len(cuts) != num_stages - 1 or not np.all(np.diff([0, *indices]) > 0):
         yield UserError(
-            f"config.pipeline.partition is {text!r}; it must be one of {', '.join(METHODS)}, or one layer for each "
-            f"stage but the first ({num_stages - 1} of them), in the model's order and after {names[0]}"
+            f"config.pipeline.partition is {text!r}; it must be one of {', '.join(METHODS)}, or the first layer of "
+            f"each stage but the first ({num_stages - 1} layers), in model order and after {names[0]}"
         )
     return indices

@@ -1,8 +1,8 @@
-"""The programs of F, B and W of each stage, over explicit weights, stashed values and transfers.
+"""The F, B and W programs of every stage, as pure functions of weights, saved values and transfers.
 
-A stage's layers are traced once, forward and backward, and cut into phases. A phase is a pure function; it knows
-nothing of meshes, axis names or schedules. The engine (engine.py) runs phases as branches of one program for all
-devices; any other caller can run them one by one.
+The layers of a stage are traced once, forward and backward, and the trace is cut into phases. A phase depends on no
+mesh, axis name or schedule. The engine (engine.py) runs the phases as branches of one program for all devices. Other
+callers can run them one at a time.
 """
 
 from functools import partial
@@ -22,21 +22,21 @@ from jaxpar.tasks import Sums, Task, mean_loss
 REMATS = ("full", "none", "dots")
 
 
-# By model: stages that have been traced.
+# Stages that have been traced, by model.
 _TRACED: WeakKeyDictionary[Model, dict[Any, "StageProgram"]] = WeakKeyDictionary()
 
 
 class StageInputs(NamedTuple):
-    """The inputs of a phase of a stage, besides what earlier phases of the same microbatch saved for it.
+    """The inputs of one phase of a stage, besides the values that earlier phases of the same microbatch saved.
 
     Attributes:
-      params: of the stage's layers, and what is tied to them.
-      microbatch: its examples.
-      key: of the step's dropout; None when evaluating.
-      shift: layer-index offset from the stage that the program was traced for, for dropout.
-      weight: of the global batch, by which losses are divided.
-      x: for F: the stage's input; None at stage 0, whose input is in the microbatch.
-      dy: for B: the gradient of the stage's output; None at the last stage, whose output is the loss.
+      params: parameters of the stage's layers, and arrays tied to them.
+      microbatch: the examples.
+      key: dropout key of the step; None when evaluating.
+      shift: layer-index offset from the stage that the program was traced for; dropout keys depend on it.
+      weight: divisor of the loss.
+      x: input of the stage, for F; None at stage 0, whose input is in the microbatch.
+      dy: gradient of the stage's output, for B; None at the last stage, whose output is the loss.
     """
 
     params: Any
@@ -49,14 +49,14 @@ class StageInputs(NamedTuple):
 
 
 class StageOutputs(NamedTuple):
-    """The outputs of a phase; None in the place of what it does not make.
+    """The outputs of one phase. Outputs that a phase does not compute are None.
 
     Attributes:
-      y: by F: the stage's output; the last stage has `sums` instead.
-      sums: by F of the last stage: the microbatch's sums.
-      dx: by B: the gradient of the stage's input. Stage 0 has none to send; where its B and W are apart, `dx` is the
-        gradient of its second layer's input, which nobody takes.
-      dparams: by W, or by B where it is fused with W: the gradient of StageInputs.params.
+      y: output of the stage, from F; the last stage returns `sums` instead.
+      sums: metric sums of the microbatch, from F of the last stage.
+      dx: gradient of the stage's input, from B. Stage 0 has no sender to return it to. If its B and W are separate,
+        `dx` is the gradient of the input of its second layer, which is discarded.
+      dparams: gradient of StageInputs.params, from W, or from B if B and W are fused.
     """
 
     y: Activations | None = None
@@ -69,9 +69,9 @@ class StageProgram(NamedTuple):
     """The phases of one chunk of one kind of device.
 
     Attributes:
-      stage: that it was traced for; others run it with a shift.
-      inputs: abstract, with x and dy.
-      outputs: by phase, abstract.
+      stage: the stage that it was traced for; other stages run it with a shift.
+      inputs: shapes of the inputs, with x and dy.
+      outputs: shapes of the outputs, by phase.
       cut: the phases.
     """
 
@@ -82,29 +82,29 @@ class StageProgram(NamedTuple):
 
     @property
     def y(self) -> Activations | None:
-        """The output for the next stage, abstract; None at the last one."""
+        """Shapes of the output for the next stage; None at the last stage."""
         return self.outputs[0].y
 
 
 class StagePrograms:
-    """The programs of all stages. Stages that are equal but for their place in the model share one.
+    """The programs of all stages. Stages that differ only in their position in the model share a program.
 
     Attributes:
-      stages: which layers are where.
+      stages: the stages.
       num_phases: 1: F alone; 2: F and a fused backward; 3: F, B and W.
-      numbers: the program's number by [device, chunk].
-      programs: by number.
+      numbers: number of the program that each [device, chunk] runs.
+      programs: the programs, by number.
     """
 
     def __init__(self, stages: Stages, microbatch: Batch, key: jax.Array | None, *, num_phases: int, remat: str):
         """Trace the programs.
 
         Args:
-          stages: which layers are where.
-          microbatch: a microbatch, abstract.
-          key: of dropout, abstract; None: without.
+          stages: the stages.
+          microbatch: shapes of a microbatch.
+          key: shape of a dropout key; None disables dropout.
           num_phases: see the attribute.
-          remat: full, none, dots: what the backward pass finds saved.
+          remat: none, full or dots: which values the forward pass saves for the backward pass.
         """
         self.stages, self.num_phases = stages, num_phases
         num_chunks = stages.placement.shape[1]
@@ -125,33 +125,33 @@ class StagePrograms:
         self._by_stage = by_stage
 
     def kind(self, number: int) -> int:
-        """Return the kind of device that has a program."""
+        """Return the kind of device that runs a program."""
         return number // self.stages.placement.shape[1]
 
     def chunk(self, number: int) -> int:
-        """Return the chunk of its device that runs a program."""
+        """Return the chunk whose stage a program computes."""
         return number % self.stages.placement.shape[1]
 
     def sender(self, number: int) -> int | None:
-        """Return the program that makes the input of this one; None at stage 0."""
+        """Return the number of the program that computes the input of this one; None at stage 0."""
         stage = self.programs[number].stage
         return self._by_stage[stage - 1] if stage else None
 
     def params(self, number: int, held: Params) -> Params:
-        """Return what a program takes of a device's arrays, under the names of the device it was traced for."""
+        """Return the subset of a device's parameters that a program uses, under the names of the example device."""
         return self.stages.part(held, self.stages.examples[self.kind(number)], self.chunk(number))
 
     def run(self, number: int, phase: int, inputs: StageInputs, saved: Saved) -> tuple[StageOutputs, Saved]:
         """Run one phase of a program: a pure function, which can be jitted.
 
         Args:
-          number: of the program.
+          number: number of the program.
           phase: 0: F; 1: B, or the fused backward; 2: W.
-          inputs: what this phase does not use may be None.
-          saved: what earlier phases of the microbatch saved for this one.
+          inputs: the inputs; those that this phase does not use may be None.
+          saved: values that earlier phases of the microbatch saved for this phase.
 
         Returns:
-          Its outputs, and what it saves for later phases.
+          The outputs, and the values that this phase saves for later ones.
         """
         program = self.programs[number]
         leaves: list[Any] = []
@@ -164,15 +164,15 @@ class StagePrograms:
 def trace_stage(stages: Stages, stage: int, inputs: StageInputs, *, num_phases: int, remat: str) -> StageProgram:
     """Trace the layers of a stage, and cut the trace into phases.
 
-    A planner asks about many pipelines of one model: a stage with layers, inputs and phases as of an earlier one is not
-    traced again. What is traced inside `shard_map` is for its mesh.
+    Traces are cached, because a planner compares many pipelines of one model. Stages with the same layers, inputs and
+    phases share a trace. The cache key includes the abstract mesh, because a trace inside `shard_map` depends on it.
 
     Args:
-      stages: which layers are where.
+      stages: the stages.
       stage: number of the stage.
-      inputs: abstract; dy is not looked at.
+      inputs: shapes of the inputs; dy is ignored.
       num_phases: 1: F alone; 2: F and a fused backward; 3: F, B and W.
-      remat: full, none, dots: what the backward pass finds saved.
+      remat: none, full or dots: which values the forward pass saves for the backward pass.
     """
     computation = _Stage(
         stages.model, stages.task, stages.bounds[stage : stage + 2], stage == 0, stage == stages.num_stages - 1
@@ -199,7 +199,11 @@ def _trace(stage: int, computation: "_Stage", inputs: StageInputs, *, num_phases
 
 
 def input_origins(inputs: StageInputs) -> list[Origin]:
-    """Return the origin of each leaf. Random numbers are slow to draw again; stage 0 is computed from the inputs."""
+    """Return the origin of each leaf.
+
+    Values that depend on the dropout key are saved, because random numbers are slow to draw again. So are values that
+    depend on the microbatch inputs, because these are the activations of stage 0.
+    """
 
     def of(part: Any, source: Origin) -> Any:
         return jax.tree.map(lambda _: source, part)
@@ -218,7 +222,7 @@ def input_origins(inputs: StageInputs) -> list[Origin]:
 
 
 class _Stage(NamedTuple):
-    """The computation of a stage."""
+    """The computation of a stage, before it is cut into phases."""
 
     model: Model
     task: Task
@@ -227,17 +231,23 @@ class _Stage(NamedTuple):
     is_last: bool
 
     def layers(self, inputs: StageInputs, params: Any, x: Activations, start: int, stop: int) -> Activations:
-        """Without a scan: it would stack the weights for every microbatch, and make dX and dW at once."""
+        """Apply the layers without a scan.
+
+        A scan would stack the weights for every microbatch, and compute dX and dW together.
+        """
         keys_B = None if inputs.key is None else example_keys(inputs.key, inputs.microbatch)
         return self.model.apply_layers(
             params, x, inputs.microbatch, keys_B, start, stop, shift=inputs.shift, scan=False
         )
 
     def forward(self, inputs: StageInputs, params: Any, x: Any, bump: Any) -> tuple[Activations, Sums | None]:
-        """What is differentiated, the output or the loss; and the sums of a last stage.
+        """Return the output of the stage, or the loss at the last stage, and the metric sums of the last stage.
 
         Args:
-          bump: zeros to be added to the output of the first layer, or None.
+          inputs: the inputs.
+          params: the parameters, separate from `inputs` so that they can be differentiated.
+          x: input of the stage.
+          bump: zeros to add to the output of the first layer, or None. Their gradient is that of the layer's output.
         """
         start, stop = self.span
         x = inputs.microbatch["inputs"] if self.is_first else x
@@ -250,19 +260,20 @@ class _Stage(NamedTuple):
         return mean_loss(sums.loss, inputs.weight), sums
 
     def phases(self, inputs: StageInputs, *, num_phases: int, remat: str) -> list[StageOutputs]:
-        """The outputs of each phase."""
+        """Return the outputs of each phase."""
         forward = partial(self.forward, inputs)
         if num_phases == 1:
             return [self._outputs(*forward(inputs.params, inputs.x, None))]
         bump, (start, stop) = None, self.span
         if num_phases == 3 and self.is_first and stop - start > 1:
-            # Nobody waits for dX of stage 0, so all would be W. Its B is what leads to dX of its second layer.
+            # No stage needs dX of stage 0, so its whole backward pass would be W. To balance B and W, its B computes dX
+            # of its second layer instead.
             first = partial(self.layers, inputs, inputs.params, inputs.microbatch["inputs"], start, start + 1)
             bump = jax.tree.map(_zeros_of_float, jax.eval_shape(first))
         function = forward if remat in ("none", "full") else jax.checkpoint(forward, policy=REMAT_POLICIES[remat])
         y, pullback, sums = jax.vjp(function, inputs.params, inputs.x, bump, has_aux=True)
         dy = jnp.ones(y.shape, y.dtype) if self.is_last else inputs.dy
-        if remat == "full":  # F by itself: so all that jax.vjp computes is B's, again
+        if remat == "full":  # a separate F: then all of jax.vjp is part of B, which recomputes F
             y, sums = forward(inputs.params, inputs.x, None)
         dparams, dx, dbump = pullback(dy)
         dx = dbump if self.is_first else dx

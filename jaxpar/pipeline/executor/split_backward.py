@@ -1,11 +1,11 @@
-"""Divides the training of a stage into what its F, B and W actions compute: exactly, and nothing twice.
+"""Cuts the forward and backward pass of a stage into the phases F, B and W, without computing anything twice.
 
-Forward and backward pass of a stage are traced as one jaxpr. An equation belongs to the first action whose
-outputs depend on it: F makes the stage's output, B the gradient of its input (dX), W those of its weights
-(dW). What an action needs of an earlier one is saved between the two. Weights and the batch are at hand in every
-action, so neither they nor what follows from them alone (a cast weight, an attention mask) is ever saved.
+The forward and backward pass are traced as one jaxpr. F computes the output of the stage, B the gradient of its input
+(dX), and W the gradient of its weights (dW). An equation belongs to the first phase whose outputs depend on it, and
+values that a later phase needs are saved. Weights and the batch are available in every phase. So they are never saved,
+and neither are values that depend on them alone, such as a cast weight or an attention mask: these are recomputed.
 
-B and W as halves of the backward pass: Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241), section 2.
+Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241), section 2, introduced B and W as separate phases.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,23 +15,25 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-# Equations that hold a jaxpr which can stand in their place, and the parameter that it is in.
+# Primitives whose equation can be replaced by the jaxpr that it calls, and the parameter that holds the jaxpr.
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 REMAT_CALLS = {"remat2": "jaxpr", "checkpoint": "jaxpr"}
 
-# Where an input of the jaxpr comes from: "free" and "saved" are at hand in every action, and what follows from "free"
-# alone is computed again wherever it is needed; an int: it is given to the action of this number alone.
+# The origin of an input of the jaxpr. "free" and "saved" inputs are available in every phase. Values that depend on
+# "free" inputs alone are recomputed wherever they are needed. Values that depend on "saved" inputs are saved, except
+# for PRNG keys. An int is the number of the only phase that receives the input.
 Origin = Literal["free", "saved"] | int
-Saved = Mapping[tuple[int, int], Any]  # (made by action, last used by action) -> list of values
+Saved = Mapping[tuple[int, int], Any]  # (phase that computes them, last phase that uses them) -> list of values
 
 
 class Cut(NamedTuple):
-    """A jaxpr cut into actions.
+    """A jaxpr cut into phases.
 
     Attributes:
-      run: by action, (inputs of the jaxpr, what earlier actions saved) -> (outputs, what this one saves). Of the
-        inputs only those that the action uses are looked at.
-      saved: abstract values by (made by, last used by). Action k may read all (i, j) with i < k <= j.
+      run: one function per phase: (inputs of the jaxpr, values that earlier phases saved) -> (outputs, values that
+        this phase saves). Inputs that the phase does not use may be None.
+      saved: shapes of the saved values, by (phase that computes them, last phase that uses them). Phase k may read all
+        (i, j) with i < k <= j.
     """
 
     run: tuple[Callable[[Sequence[Any], Saved], tuple[list[Any], Saved]], ...]
@@ -39,12 +41,12 @@ class Cut(NamedTuple):
 
 
 def cut_phases(closed: core.ClosedJaxpr, num_outputs: Sequence[int], sources: Sequence[Origin]) -> Cut:
-    """Cut a jaxpr into one action for each group of its outputs.
+    """Cut a jaxpr into phases, one for each group of consecutive outputs.
 
     Args:
-      closed: without calls in it, see `flatten`.
-      num_outputs: of each action, in the order of the jaxpr's outputs.
-      sources: of each input.
+      closed: the jaxpr, which must contain no calls: see `flatten`.
+      num_outputs: number of outputs of each phase.
+      sources: origin of each input.
     """
     jaxpr = closed.jaxpr
     ends = [sum(num_outputs[: i + 1]) for i in range(len(num_outputs))]
@@ -52,8 +54,8 @@ def cut_phases(closed: core.ClosedJaxpr, num_outputs: Sequence[int], sources: Se
     is_cheap = _cheap(jaxpr, sources)
     maker = {var: source for var, source in zip(jaxpr.invars, sources, strict=True) if isinstance(source, int)}
     first_use: dict[Any, int] = {}
-    for action in reversed(range(len(outputs))):
-        first_use |= dict.fromkeys(_variables(outputs[action]), action)
+    for phase in reversed(range(len(outputs))):
+        first_use |= dict.fromkeys(_variables(outputs[phase]), phase)
     for equation in reversed(jaxpr.eqns):
         uses = [first_use[var] for var in equation.outvars if var in first_use]
         if not uses:
@@ -62,21 +64,21 @@ def cut_phases(closed: core.ClosedJaxpr, num_outputs: Sequence[int], sources: Se
             maker |= dict.fromkeys(equation.outvars, min(uses))
         for var in _variables(equation.invars):
             first_use[var] = min(first_use.get(var, min(uses)), *uses)
-    equations = [_needed(jaxpr, outputs[action], maker, is_cheap, action) for action in range(len(outputs))]
+    equations = [_needed(jaxpr, outputs[phase], maker, is_cheap, phase) for phase in range(len(outputs))]
     last_use: dict[Any, int] = {}
-    for action, own in enumerate(equations):
-        for var in _variables([var for equation in own for var in equation.invars] + list(outputs[action])):
-            last_use[var] = action
+    for phase, own in enumerate(equations):
+        for var in _variables([var for equation in own for var in equation.invars] + list(outputs[phase])):
+            last_use[var] = phase
     saved: dict[tuple[int, int], list[Any]] = {}
     for var, made_by in maker.items():
         if last_use.get(var, made_by) > made_by:
             saved.setdefault((made_by, last_use[var]), []).append(var)
-    runs = tuple(_runner(closed, equations[action], outputs[action], saved, action) for action in range(len(outputs)))
+    runs = tuple(_runner(closed, equations[phase], outputs[phase], saved, phase) for phase in range(len(outputs)))
     return Cut(runs, {key: [_abstract(var) for var in variables] for key, variables in saved.items()})
 
 
 def _cheap(jaxpr: Any, sources: Sequence[Origin]) -> dict[int, bool]:
-    """By id of the equation: whether it is computed again where it is needed, rather than saved."""
+    """Return, by id of the equation, whether its results are recomputed where they are needed rather than saved."""
     origin: dict[Any, Origin] = dict(zip(jaxpr.invars, sources, strict=True)) | dict.fromkeys(jaxpr.constvars, "free")
     is_cheap = {}
     for equation in jaxpr.eqns:
@@ -89,15 +91,15 @@ def _cheap(jaxpr: Any, sources: Sequence[Origin]) -> dict[int, bool]:
 
 
 def _needed(
-    jaxpr: Any, outputs: Sequence[Any], maker: Mapping[Any, int], is_cheap: Mapping[int, bool], action: int
+    jaxpr: Any, outputs: Sequence[Any], maker: Mapping[Any, int], is_cheap: Mapping[int, bool], phase: int
 ) -> list[Any]:
-    """The equations of one action: its own, and the cheap ones that it uses."""
+    """Return the equations that a phase runs: those that belong to it, and the cheap ones that they depend on."""
     wanted = set(_variables(outputs))
     needed = []
-    # Its own equations also make what later actions need of them.
+    # All equations of the phase are included, as later phases may need their results.
     for equation in reversed(jaxpr.eqns):
-        is_of_action = any(maker.get(var) == action for var in equation.outvars)
-        if is_of_action or (is_cheap[id(equation)] and wanted.intersection(equation.outvars)):
+        is_of_phase = any(maker.get(var) == phase for var in equation.outvars)
+        if is_of_phase or (is_cheap[id(equation)] and wanted.intersection(equation.outvars)):
             needed.append(equation)
             wanted.update(_variables(equation.invars))
     return needed[::-1]
@@ -108,11 +110,11 @@ def _runner(
     equations: list[Any],
     outputs: list[Any],
     saved: Mapping[tuple[int, int], Any],
-    action: int,
+    phase: int,
 ) -> Callable[[Sequence[Any], Saved], tuple[list[Any], Saved]]:
     jaxpr = closed.jaxpr
-    reads = [key for key in saved if key[0] < action <= key[1]]
-    writes = [key for key in saved if key[0] == action]
+    reads = [key for key in saved if key[0] < phase <= key[1]]
+    writes = [key for key in saved if key[0] == phase]
     received = [var for key in reads for var in saved[key]]
     made = [var for key in writes for var in saved[key]]
     used = set(_variables([var for equation in equations for var in equation.invars] + outputs + made))
@@ -130,9 +132,13 @@ def _runner(
 
 
 def flatten(closed: core.ClosedJaxpr, *, remat: bool) -> core.ClosedJaxpr:
-    """Return the same jaxpr with jitted functions in the place of their calls; `remat`: and rematerialised ones.
+    """Return an equivalent jaxpr in which calls of jitted functions are inlined.
 
-    A call is one equation, which would belong to one action as a whole.
+    A call is one equation, so all of it would belong to one phase.
+
+    Args:
+      closed: the jaxpr.
+      remat: also inline calls of `jax.checkpoint`.
     """
     wrappers = CALLS | (REMAT_CALLS if remat else {})
 

@@ -1,7 +1,7 @@
-"""Says which layers, and so which parameters, each device of a pipeline holds.
+"""Assigns the layers of a model, and so its parameters, to the devices of a pipeline.
 
-Devices whose stages are equal but for their place in the model are of one *kind*: they run one program, made for
-the first of them, whose layers' names stand for the others' own.
+Devices whose stages differ only in their position in the model are of the same *kind*. Devices of a kind share one
+program, which is traced for the first of them, its *example*, and uses the layer names of the example.
 """
 
 from collections.abc import Sequence
@@ -16,27 +16,27 @@ from jaxpar.tasks import Task
 
 
 class Stages:
-    """A model's layers on the devices of a pipeline.
+    """The stages of a model, and the device and chunk of each stage.
 
     Attributes:
       model: the model.
-      task: what the last stage's outputs are for.
+      task: the task, which computes the loss and the metrics from the output of the last stage.
       bounds: stage j is model.layers[bounds[j]:bounds[j + 1]].
       placement: stage by [device, chunk].
       kinds: kind by device.
-      examples: by kind, the device that its program is made for.
+      examples: by kind, the device that its program is traced for.
     """
 
     def __init__(self, model: Model, bounds: Sequence[int], placement: np.ndarray, inputs: Sequence[Any], task: Task):
-        """See the attributes; inputs: of every layer, as `Model.inputs` returns them, for a batch of any size."""
+        """See the attributes. inputs: input shapes of every layer, from `Model.inputs`, for a batch of any size."""
         self.model, self.task = model, task
         self.bounds, self.placement = tuple(bounds), placement
         self._inputs = inputs
         self.examples: list[int] = []
         self.kinds: list[int] = []
         for device in range(len(placement)):
-            alike = (kind for kind, other in enumerate(self.examples) if self._are_alike(device, other))
-            kind = next(alike, len(self.examples))
+            equal = (kind for kind, other in enumerate(self.examples) if self._are_equal(device, other))
+            kind = next(equal, len(self.examples))
             if kind == len(self.examples):
                 self.examples.append(device)
             self.kinds.append(kind)
@@ -47,13 +47,13 @@ class Stages:
         return self.placement.size
 
     def span(self, device: int, chunk: int) -> tuple[int, int]:
-        """Return the layers of a chunk: [start, stop)."""
+        """Return the range of layers of a chunk: [start, stop)."""
         stage = self.placement[device, chunk]
         return self.bounds[stage], self.bounds[stage + 1]
 
     @cached_property
     def shifts(self) -> np.ndarray:
-        """Layer-index offset of each [device, chunk] from the device whose program it runs."""
+        """Layer-index offset of each [device, chunk] from the same chunk of the example device of its kind."""
         return np.array(
             [
                 [
@@ -66,19 +66,19 @@ class Stages:
         )
 
     def copies(self, device: int) -> list[Tie]:
-        """Return the ties whose source is on another device: this one has a copy of the array."""
+        """Return the ties whose source is on another device, so that this device holds a copy of the array."""
         layers = self.layer_names(device)
         return [tie for tie in self.model.ties if tie.layer in layers and tie.source not in layers]
 
     def select(self, params: Params, device: int) -> Params:
-        """Return what the device holds: parameters of its layers, and copies of arrays tied to them from elsewhere."""
+        """Return the parameters on a device: those of its layers, and copies of tied arrays of other devices."""
         own = {name: params[name] for name in self.layer_names(device)}
         for tie in self.copies(device):
             own.setdefault(tie.source, {})[tie.source_name] = params[tie.source][tie.source_name]
         return own
 
     def init(self, key: jax.Array, kind: int, shifts: jax.Array) -> Params:
-        """Return fresh parameters of what a device of this kind holds; shifts: the device's row of `shifts`."""
+        """Return the initial parameters on a device of this kind. shifts: the device's row of `shifts`."""
         device = self.examples[kind]
         held: Params = {}
         for chunk in range(self.placement.shape[1]):
@@ -90,7 +90,7 @@ class Stages:
         return held
 
     def part(self, held: Params, device: int, chunk: int) -> Params:
-        """Return what a chunk uses of what its device holds."""
+        """Return the subset of a device's parameters that one of its chunks uses."""
         start, stop = self.span(device, chunk)
         names = {layer.name for layer in self.model.layers[start:stop]}
         used = {name: held[name] for name in names}
@@ -100,7 +100,7 @@ class Stages:
         return used
 
     def local_names(self, device: int) -> dict[str, str]:
-        """Return the device's layers by the names that stand for them in its kind's program."""
+        """Return the layer names of a device, keyed by the names in the program of its kind (those of the example)."""
         example = self.examples[self.kinds[device]]
         names = dict(zip(self.layer_names(example), self.layer_names(device), strict=True))
         return names | {tie.source: tie.source for tie in self.copies(device)}
@@ -110,7 +110,8 @@ class Stages:
         chunks = range(self.placement.shape[1])
         return [layer.name for chunk in chunks for layer in self.model.layers[slice(*self.span(device, chunk))]]
 
-    def _are_alike(self, a: int, b: int) -> bool:
+    def _are_equal(self, a: int, b: int) -> bool:
+        """Return whether two devices can share a program. The first, the last and tied stages share none."""
         tied = {name for tie in self.model.ties for name in (tie.layer, tie.source)}
         ends = {0, self.num_stages - 1}
         for chunk in range(self.placement.shape[1]):

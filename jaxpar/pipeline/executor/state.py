@@ -1,7 +1,7 @@
-"""The state of a pipeline, and its update: on each device its part of the canonical state, packed.
+"""The state of a pipeline, distributed over its devices, and the optimizer step on each device.
 
-A device holds the parameters of its layers, their optimizer state, and copies of arrays that are tied to them from
-another device. `step` and `key` are on all.
+A device holds the parameters of its layers, their optimizer state, and copies of arrays on other devices that are tied
+to its layers, all packed into arrays of the same shapes on every device. `step` and `key` are replicated.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,10 +30,10 @@ from jaxpar.tasks import Sums
 
 
 class PackedState(NamedTuple):
-    """A State in packed arrays; those of params and optimizer have a leading dim of the devices.
+    """A State in packed form. Arrays of `params` and `optimizer` have a leading dim over the devices of the stage axis.
 
-    `private` is what the exchange of gradients keeps on each replica: arrays with leading dims of the devices and
-    replicas.
+    `private` is the private state of the gradient exchange on each replica; its arrays have leading dims over the
+    devices of the stage axis and over the replicas.
     """
 
     step: Any
@@ -44,23 +44,23 @@ class PackedState(NamedTuple):
 
 
 class StagedTree:
-    """A tree with an array for each parameter, or several, on the devices of a pipeline.
+    """A tree with one or several arrays per parameter, distributed over the devices of a pipeline.
 
     Attributes:
-      layout: which devices hold each leaf of the canonical tree.
-      packing: of what devices hold, by kind.
-      packed: the layout of the packed arrays.
+      layout: layout of the canonical tree: the devices that hold each leaf.
+      packing: packing of each device's part of the tree, by kind of device.
+      packed: layout of the packed arrays.
     """
 
     def __init__(self, axes: Mapping[str, int], function: Callable[[Any], Any], stages: Stages):
-        """function: parameters -> the tree; it makes each array of a layer from that layer's parameters alone."""
+        """function: parameters -> tree. Each array of a layer must depend on the parameters of that layer alone."""
         shapes = stages.model.shapes
         like = jax.eval_shape(function, shapes)
         held = [stages.select(shapes, device) for device in stages.examples]
         self.packing = Packing([jax.eval_shape(function, params) for params in held])
         self.packed = layout.per_replica(axes, tuple(self.packing.shapes), STAGE)
         number = {address: i for i, address in enumerate(addresses(function, shapes))}
-        # Of each device, the leaves of the canonical tree that it holds, in the order of its own tree.
+        # By device: the numbers of the canonical leaves that it holds, in the order of the local tree.
         self._numbers: list[list[int]] = []
         of_kinds = [addresses(function, params) for params in held]
         for device, kind in enumerate(stages.kinds):
@@ -76,9 +76,13 @@ class StagedTree:
         self.layout = Layout(axes, jax.tree.unflatten(self._structure, leaves))
 
     def _find_holders(self, layers: Sequence[str | None], stages: Stages) -> list[Holders | None]:
-        """Of each leaf: the devices that hold it, the one with its layer first; None where all do, as with a counter.
+        """Return the devices that hold each leaf, its owner first; None for leaves on all devices, such as a counter.
 
-        layers: that the leaves belong to; None: to none.
+        The owner is the device with the leaf's layer.
+
+        Args:
+          layers: layer of each leaf; None for leaves that belong to no layer.
+          stages: the stages.
         """
         devices: list[list[int]] = [[] for _ in layers]
         for device, numbers in enumerate(self._numbers):
@@ -88,11 +92,11 @@ class StagedTree:
         return [None if layer is None else Holders(STAGE, tuple(of)) for layer, of in zip(layers, devices, strict=True)]
 
     def is_owner(self, device: int) -> list[bool]:
-        """Return of each leaf that a device holds whether it owns it; the others are copies."""
+        """Return, for each leaf on a device, whether the device owns it. The other leaves are copies."""
         return [self.layout.owner_of(leaf) == device for leaf in self._numbers[device]]
 
     def scatter(self, tree: Any) -> list[Packed]:
-        """Return what each device holds of a canonical tree, packed, in NumPy."""
+        """Return each device's part of a canonical tree, packed, as NumPy arrays."""
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
         packed = []
         for kind, numbers in zip(self._kinds, self._numbers, strict=True):
@@ -102,12 +106,12 @@ class StagedTree:
         return packed
 
     def distribute(self, tree: Any, mesh: Mesh) -> Packed:
-        """Return the packed arrays of a canonical tree, over the mesh."""
+        """Return the packed arrays of a canonical tree, distributed over the mesh."""
         arrays = zip(*self.scatter(tree), self.packed.abstract(mesh), strict=True)
         return tuple(_on_mesh(by_device, like) for *by_device, like in arrays)
 
     def collect(self, packed: Sequence[np.ndarray]) -> Any:
-        """Return the canonical tree of what all devices hold, each leaf from the device that owns it."""
+        """Return the canonical tree, with each leaf taken from the device that owns it. packed: global arrays."""
         leaves: list[Any] = [None] * self._num_leaves
         for device, (kind, numbers) in enumerate(zip(self._kinds, self._numbers, strict=True)):
             held = jax.tree.leaves(self.packing.unpack(kind, [array[device] for array in packed]))
@@ -118,19 +122,21 @@ class StagedTree:
 
 
 def _of_device(address: Address, names: Mapping[str, str]) -> Address:
-    """The address of a leaf of a kind's example, for a device of the kind; names: its layers by the example's."""
+    """Translate an address on the example device of a kind. names: a device's layer names by those of the example."""
     return address if address.layer is None else address._replace(layer=names[address.layer])
 
 
 class StagedState:
-    """The places of a problem's state on the devices of a pipeline, known without devices.
+    """The distribution of a problem's state over the devices of a pipeline. It can be computed without devices.
 
     Attributes:
-      params: the parameters that devices hold.
-      optimizer: likewise the optimizer's state.
-      all_reduce: how replicas agree on gradients.
-      private: the layout of what all_reduce has on each replica.
-      packed: the layout of a PackedState.
+      problem: the problem.
+      stages: the stages.
+      params: distribution of the parameters.
+      optimizer: distribution of the optimizer state.
+      all_reduce: the gradient exchange between replicas.
+      private: layout of the private state of `all_reduce`.
+      packed: layout of a PackedState.
     """
 
     def __init__(self, axes: Mapping[str, int], problem: Problem, stages: Stages, all_reduce: AllReduce):
@@ -144,11 +150,11 @@ class StagedState:
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        """The layouts of the canonical params and optimizer, and of the arrays that they are packed into."""
+        """The layouts of the canonical params and optimizer state, and of the packed state."""
         return {"params": self.params.layout, "optimizer": self.optimizer.layout, "packed": self.packed}
 
     def init(self, key: jax.Array, mesh: Mesh) -> PackedState:
-        """Return the state at step 0. Each device makes its part alone."""
+        """Return the state at step 0. Each device initializes only its own part."""
         params_of, optimizer_of = self.params.packing, self.optimizer.packing
 
         def on_device(key: jax.Array) -> PackedState:
@@ -178,12 +184,12 @@ class StagedState:
         return jax.jit(jax.shard_map(on_device, mesh=mesh, check_vma=False, **specs))()
 
     def distribute(self, state: State, private: Canonical | None, mesh: Mesh) -> PackedState:
-        """Return a state of all layers on its devices. Leaves may be NumPy arrays, or on any device.
+        """Distribute a canonical state over the mesh.
 
         Args:
-          state: canonical.
-          private: of each replica, by name; None or empty: as at step 0.
-          mesh: of the devices.
+          state: the canonical state; leaves may be NumPy arrays, or arrays on any device.
+          private: private state of the exchange, in canonical form; None or empty: as at step 0.
+          mesh: the mesh.
         """
         shardings = self.packed.shardings(mesh)
         step, key = jax.device_put((state.step, state.key), (shardings.step, shardings.key))
@@ -194,7 +200,7 @@ class StagedState:
         return PackedState(step, key, params, optimizer, self.init_private(mesh))
 
     def gather(self, state: PackedState) -> State:
-        """Return the state of all layers; its arrays are NumPy's."""
+        """Return the canonical state, as NumPy arrays."""
         step, key, params, optimizer = processes.fetch(state[:4])
         return State(step, key, self.params.collect(params), self.optimizer.collect(optimizer))
 
@@ -203,7 +209,7 @@ class StagedState:
 
 
 def _on_mesh(by_device: Sequence[np.ndarray], like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return the array over the mesh that has each device's in its leading dim. like: it, with its sharding."""
+    """Return the global array that stacks the devices' arrays along dim 0. like: its shape, dtype and sharding."""
 
     def of_devices(index: Any) -> np.ndarray:
         return np.stack(by_device[index[0]])
@@ -212,16 +218,16 @@ def _on_mesh(by_device: Sequence[np.ndarray], like: jax.ShapeDtypeStruct) -> jax
 
 
 class StageUpdate:
-    """The optimizer step of what a device holds: by kind of device, as layers differ between them.
+    """The optimizer step on one device's part of the state: one branch per kind of device, as their layers differ.
 
     For use inside `shard_map`. Parameters and gradients are packed.
 
     Attributes:
-      copied: arrays that several devices hold, as layers on each are tied to them: (layer, name).
+      copied: tied arrays that several devices hold, as (layer, name).
     """
 
     def __init__(self, staged: StagedState, device: jax.Array):
-        """device: number of this one on the stage axis."""
+        """device: index of this device on the stage axis."""
         self._problem, stages = staged.problem, staged.stages
         self._params, self._optimizer = staged.params.packing, staged.optimizer.packing
         self._copies = [{(tie.source, tie.source_name) for tie in stages.copies(d)} for d in stages.examples]
@@ -230,7 +236,7 @@ class StageUpdate:
         self.copied: list[tuple[str, str]] = sorted(set().union(*self._copies))
 
     def part(self, array: tuple[str, str], grads: Packed) -> jax.Array:
-        """Return this device's part of the gradient of an array; zeros where it does not hold it."""
+        """Return this device's contribution to the gradient of an array; zeros if the device does not hold it."""
         layer, name = array
 
         def of_kind(kind: int, grads: Packed) -> jax.Array:
@@ -240,7 +246,7 @@ class StageUpdate:
         return self._switch(of_kind, grads)
 
     def replace(self, array: tuple[str, str], grads: Packed, total: jax.Array) -> Packed:
-        """Return the gradients with another one for an array, where the device holds it."""
+        """Return the gradients with that of an array replaced by `total`, if the device holds the array."""
         layer, name = array
 
         def of_kind(kind: int, grads: Packed, total: jax.Array) -> Packed:
@@ -252,7 +258,7 @@ class StageUpdate:
         return self._switch(of_kind, grads, total)
 
     def squares(self, grads: Packed) -> jax.Array:
-        """Return the sum of squares of the gradients, without those of copies: so devices' sums make that of all."""
+        """Return the sum of squared gradients, without copies, so that the sum over devices counts each array once."""
 
         def of_kind(kind: int, grads: Packed) -> jax.Array:
             leaves = zip(jax.tree.leaves(self._params.unpack(kind, grads)), self._is_owner[kind], strict=True)
@@ -263,7 +269,7 @@ class StageUpdate:
     def __call__(
         self, state: PackedState, grads: Packed, sums: Sums, grad_norm: jax.Array
     ) -> tuple[PackedState, Metrics]:
-        """Take one optimizer step; sums and grad_norm: of all layers and the global batch."""
+        """Take one optimizer step. sums and grad_norm: those of the whole model and the global batch."""
         params, optimizer = self._params, self._optimizer
 
         def of_kind(kind: int, state: PackedState, grads: Packed) -> tuple[PackedState, Metrics]:

@@ -1,4 +1,4 @@
-"""Measures when the devices of a pipeline act in a step of a run, and draws it under what the table plans."""
+"""Measures when every action of one training step runs, and draws the measured timeline below the planned one."""
 
 import time
 from collections.abc import Sequence
@@ -17,36 +17,39 @@ from jaxpar.pipeline.tables.table import BW, PHASE_OF_KIND, B, F, Table, W
 
 
 class Timeline:
-    """Takes the time at both ends of every action of the first replica, by callbacks to the host.
+    """Records the start and end times of every action of the first replica, with callbacks to the host.
 
-    Each callback takes time itself, which the measured actions and gaps contain. The step before the measured one runs
-    the same program, so that nothing is done for the first time in the measured one.
+    The measured actions and gaps include the time of the callbacks. The step before the measured one runs the same
+    program, so the measured step includes no compilation or other one-time work.
     """
 
     def __init__(self, step: int):
-        """step: number of the one to measure, counted from the start of training; 0: none."""
+        """step: number of the step to measure, counted from 1 at the start of training; 0: none."""
         self._step, self._now = step, 0
         self._times: dict[tuple[int, ...], list[float]] = {}  # by device, phase, microbatch and chunk
 
     def steps_before(self, number: int) -> None:
-        """Continue training after that many steps."""
+        """Set the number of steps taken so far, when a run resumes."""
         self._now = number
 
     def next_step(self) -> bool:
-        """Count a step, and return whether it is run by the program with callbacks."""
+        """Count one step, and return whether it must run the program with callbacks."""
         self._now += 1
         if self._now == self._step:
-            jax.effects_barrier()  # those of the step before
+            jax.effects_barrier()  # wait for the callbacks of the previous step
             self._times.clear()
         return self._step > 0 and self._now in (self._step - 1, self._step)
 
     def begin(self, phase: int, action: Actions) -> Actions:
-        """Return the action, once its begin is noted; for the engine, inside `shard_map`, as `end`."""
+        """Record the start of an action, and return the action. The engine calls this inside `shard_map`.
+
+        The returned action depends on the callback, so the action cannot start before it.
+        """
         tick = self._note(phase, action, jnp.zeros(()))
         return jax.lax.optimization_barrier((action, tick))[0]
 
     def end(self, phase: int, action: Actions, results: Any) -> Any:
-        """Return the results, whose end is noted."""
+        """Record the end of an action, and return its results. The engine calls this inside `shard_map`."""
         results = jax.lax.optimization_barrier(results)
         self._note(phase, action, [leaf.ravel()[0] for leaf in jax.tree.leaves(results)])
         return results
@@ -62,7 +65,7 @@ class Timeline:
         return io_callback(note, jax.ShapeDtypeStruct((), jnp.float32), *place, action.microbatch, action.chunk, after)
 
     def spans(self, table: Table) -> list[Span]:
-        """Return the measured actions of a step of `table`, in seconds from the first one's start."""
+        """Return the measured actions of a step of `table`, in seconds since the start of the first action."""
         jax.effects_barrier()
         first = min(min(times) for times in self._times.values())
         spans = []
@@ -72,14 +75,14 @@ class Timeline:
         return spans
 
     def save(self, path: Path, schedule: str, table: Table) -> None:
-        """Draw the table, planned with the measured times of actions, and the measured timeline under it.
+        """Draw the timeline simulated with the measured action times, and the measured timeline below it.
 
-        Prints a line instead where the step was not run.
+        If the step has not run, prints that instead.
         """
         if not self._times or self._now < self._step:
-            print(f"timeline  none: step {self._step} was not in this run")
+            print(f"timeline  none: this run did not include step {self._step}")
             return
-        from jaxpar.pipeline.tables import draw  # matplotlib, which takes time to load
+        from jaxpar.pipeline.tables import draw  # imports matplotlib, which is slow to load
 
         measured = self.spans(table)
         planned = simulate_measured(table, measured)
@@ -88,17 +91,17 @@ class Timeline:
         title = f"{schedule}, step {self._step}"
         charts = [
             (
-                f"{title}, planned with its actions' times: {rates[0]} (in lock step {in_lock_step:.1%})",
+                f"{title}, simulated with the measured action times: {rates[0]} (in lock step {in_lock_step:.1%})",
                 planned.timeline,
             ),
             (f"{title}, measured: {rates[1]}", measured),
         ]
         draw.save_charts(path, charts)
-        print(f"timeline  {path}: planned {rates[0]} (in lock step {in_lock_step:.1%}), measured {rates[1]}")
+        print(f"timeline  {path}: simulated {rates[0]} (in lock step {in_lock_step:.1%}), measured {rates[1]}")
 
 
 def simulate_measured(table: Table, measured: Sequence[Span]) -> Simulation:
-    """Simulate the table with the median times that each device's actions took."""
+    """Simulate the table with the median measured time of each device's actions."""
 
     def times(kind: int) -> list[float]:
         of_device = [[span.end - span.start for span in measured if span[:2] == (d, kind)] for d in devices]
@@ -110,7 +113,7 @@ def simulate_measured(table: Table, measured: Sequence[Span]) -> Simulation:
 
 
 def measured_bubble_rate(timeline: Sequence[Span]) -> float:
-    """Return Simulation.bubble_rate of it: the share of its span in which the device with the longest one waits."""
+    """Return the bubble rate of a timeline: the fraction of the longest device span in which that device waits."""
     rates = []
     for device in {span.device for span in timeline}:
         own = [span for span in timeline if span.device == device]

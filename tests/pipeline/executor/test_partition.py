@@ -1,4 +1,4 @@
-"""Where a model is cut: against all ways there are, and costs against closed forms."""
+"""Partitions are compared with all possible partitions, and layer costs with closed forms."""
 
 import itertools
 
@@ -33,7 +33,7 @@ def test_balanced_is_the_best_of_all() -> None:
 
 
 def score(costs: list[int], cuts: tuple[int, ...]) -> tuple[int, int]:
-    """The most expensive stage and the sum of squares; every stage must have a layer."""
+    """Return the cost of the most expensive stage and the sum of squared costs; every stage must have a layer."""
     ends = [0, *cuts, len(costs)]
     assert ends == sorted(set(ends))
     stages = [sum(costs[start:stop]) for start, stop in itertools.pairwise(ends)]
@@ -55,7 +55,7 @@ def test_costs() -> None:
         ("flops", 2, (0, 3, 6)),  # embed costs nothing, the head a third of a block
         ("flops", 1, (0, 6)),
         ("flops", 6, (0, 1, 2, 3, 4, 5, 6)),
-        ("parameters", 5, (0, 1, 2, 3, 4, 6)),  # the head has fewer than the embedding, which has positions too
+        ("parameters", 5, (0, 1, 2, 3, 4, 6)),  # the head is smaller than the embedding, which includes positions
         ("block_0, block_1,head", 4, (0, 1, 2, 5, 6)),
         ("block_3", 2, (0, 4, 6)),
     ],
@@ -65,17 +65,17 @@ def test_bounds(method: str, num_stages: int, expected: tuple[int, ...]) -> None
 
 
 DEEP, _, _ = small("gpt", "causal_lm", num_layers=12)
-IN_ORDER = "in the model's order and after embed"
+IN_ORDER = "in model order and after embed"
 
 
 @pytest.mark.parametrize(
     ("model", "method", "num_stages", "rule"),
     [
-        (MODEL, "flop", 2, "'flop' is none. Did you mean 'flops'?"),
-        (MODEL, "block_1,blok_2", 3, "'blok_2' is none. Did you mean 'block_2'?"),
-        (MODEL, "block_1,", 3, "'' is none."),
-        (MODEL, "block_1", 3, f"one layer for each stage but the first (2 of them), {IN_ORDER}"),
-        (MODEL, "block_1", 1, f"one layer for each stage but the first (0 of them), {IN_ORDER}"),
+        (MODEL, "flop", 2, "'flop' is not a layer. Did you mean 'flops'?"),
+        (MODEL, "block_1,blok_2", 3, "'blok_2' is not a layer. Did you mean 'block_2'?"),
+        (MODEL, "block_1,", 3, "'' is not a layer"),
+        (MODEL, "block_1", 3, f"the first layer of each stage but the first (2 layers), {IN_ORDER}"),
+        (MODEL, "block_1", 1, f"the first layer of each stage but the first (0 layers), {IN_ORDER}"),
         (MODEL, "block_1,block_2,head", 3, IN_ORDER),
         (MODEL, "block_2,block_1", 3, IN_ORDER),
         (MODEL, "block_2,block_2", 3, IN_ORDER),
@@ -99,7 +99,8 @@ def test_more_stages_than_layers(method: str) -> None:
     with pytest.raises(UserError) as error:
         bounds_of(MODEL, method, 7)
     expected = (
-        "config.mesh.stage and config.pipeline.num_chunks make 7 stages; the model has only 6 layers (embed .. head)"
+        "config.mesh.stage x config.pipeline.num_chunks is 7 stages; it must be at most 6, the number of layers of the "
+        "model (embed .. head)"
     )
     assert str(error.value) == expected
 
