@@ -1,4 +1,4 @@
-"""Draws a pipeline schedule: who does what when, as text on clocks or as a picture on a time axis. No JAX, no devices.
+"""Draws a pipeline schedule: a text file shows its clocks, a picture a time axis. It needs neither JAX nor devices.
 
 scripts/python scripts/draw.py --schedule=zb_h1 --num_stages=8 --num_microbatches=32 --out=zb_h1.svg
 scripts/python scripts/draw.py --schedule=mine.csv --forward=2 --backward=2.2 --weight=1.8 --out=mine.txt
@@ -15,12 +15,12 @@ SUFFIXES = (".txt", ".svg", ".png")
 
 
 def main() -> int:
-    """The command line. Exit code 2: a mistake of the user's, printed in one line."""
+    """Run the command line, and return the exit code. A user error prints one line and exits with code 2."""
     parser = options.make_parser(__doc__ or "")
-    parser.add_argument("--out", type=Path, metavar="FILE.{txt,svg,png}")
+    parser.add_argument("--out", type=Path, metavar="FILE.{txt,svg,png}", help="file to write")
     arguments = parser.parse()
     if arguments.out is None or arguments.out.suffix not in SUFFIXES:
-        parser.error(f"--out is {arguments.out or 'missing'}; it must end in {', '.join(SUFFIXES)}")
+        parser.error(f"--out is {arguments.out or 'missing'}; it must end in one of {', '.join(SUFFIXES)}")
     try:
         schedule, simulation = options.find_schedule(arguments)
     except UserError as error:
@@ -35,7 +35,7 @@ def main() -> int:
         else:
             draw.save_charts(arguments.out, [(title, simulation.timeline)])
     except OSError as error:
-        parser.error(f"--out is {arguments.out}: {error.strerror}")
+        parser.error(f"--out is {arguments.out}, which cannot be written: {error.strerror}")
     return 0
 
 

@@ -1,16 +1,20 @@
-"""Simulates the cost of a pipeline schedule: makespan, bubble, idle time, memory. No JAX and no devices.
+"""Simulates a pipeline schedule: makespan, bubble, idle time and memory. It needs neither JAX nor devices.
 
     scripts/python scripts/simulate.py --schedule=zb_h1 --num_stages=8 --num_microbatches=24 \
         --forward=18.5 --backward=18.1 --weight=9.3 --communication=0.6
     scripts/python scripts/simulate.py --auto --num_stages=8 --num_microbatches=24 --memory_limit=12 --save=found.csv
 
-A line is a metric: its name and its value, or its values by device.
+Each line of the output is a metric: its name, and its value or its values by device. The span of a device is the time
+from the start of its first action to the end of its last one.
 
-  makespan, lockstep    time of a step, where each device goes on as soon as it can, or all go from clock to clock
-  cost, bubble_rate     the longest time of a device from its first start to its last end, and the share it waits
-  idle, idle_in_span    time without work, of the makespan, or from a device's first start to its last end
-  peak_in_flight        most microbatches between F and B; those of one chunk of v count 1 / v
-  peak_stashed          most microbatches between F and W
+  makespan              time of a step if every device waits for its inputs alone
+  lockstep              time of a step if all devices step through the clocks together
+  cost                  the longest span of any device
+  bubble_rate           fraction of the longest span in which its device waits
+  idle                  time without work within the makespan
+  idle_in_span          time without work within the span of the device
+  peak_in_flight        maximum number of microbatches between F and B; on one of v chunks a microbatch counts 1 / v
+  peak_stashed          maximum number of microbatches between F and W
 """
 
 import json
@@ -32,7 +36,7 @@ METRICS = (
 
 
 def main() -> int:
-    """The command line. Exit code 2: a mistake of the user's, printed in one line."""
+    """Run the command line, and return the exit code. A user error prints one line and exits with code 2."""
     parser = options.make_parser(__doc__ or "")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse()
@@ -48,7 +52,7 @@ def main() -> int:
     for name, value in metrics.items():
         values = value if isinstance(value, tuple) else (value,)
         lines.append(" ".join([name, *(each if isinstance(each, str) else f"{each:.10g}" for each in values)]))
-    print("\n".join([*lines, ""]), end="")  # one write: `| head` may leave after its lines
+    print("\n".join([*lines, ""]), end="")  # a single write, so that `| head` causes no broken pipe
     return 0
 
 

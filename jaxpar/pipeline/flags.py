@@ -1,4 +1,4 @@
-"""The command line that scripts/simulate.py and scripts/draw.py share: which schedule, and what its actions take."""
+"""The command line flags that scripts/simulate.py and scripts/draw.py share: the schedule and its action times."""
 
 import argparse
 import math
@@ -14,54 +14,63 @@ from jaxpar.pipeline.tables.table_file import is_table_file, read_table, write_t
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that prints a mistake in one line on stderr, with the nearest flag, and exits with code 2."""
+    """A parser that reports a user error in one line on stderr, suggests the nearest flag, and exits with code 2."""
 
     def error(self, message: str) -> NoReturn:
-        """Exit without the usage that argparse prints before the message."""
+        """Print the message and exit, without the usage text that argparse would print."""
         print(f"jaxpar: {message}", file=sys.stderr)
         sys.exit(USER_ERROR)
 
     def parse(self) -> argparse.Namespace:
-        """Parse the flags of this process."""
+        """Parse the command line of this process."""
         arguments, unknown = self.parse_known_args()
         if unknown:
             flag = unknown[0].split("=")[0]
-            self.error(f"{flag} is not a flag.{nearest(flag, self._option_string_actions)}")
+            hint = nearest(flag, self._option_string_actions)
+            self.error(f"{flag} is not a flag{hint and '.' + hint}")
         return arguments
 
 
 def make_parser(description: str) -> Parser:
-    """Make a parser of the flags of a schedule and its times."""
+    """Make a parser for the flags of a schedule and its action times."""
     result = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = result.add_argument
-    add("--schedule", help=f"{', '.join(SCHEDULES)}, or the path of a CSV table")
-    add("--num_stages", type=int, metavar="P", help="devices")
-    add("--num_microbatches", type=int, metavar="M")
-    add("--num_chunks", type=int, metavar="V", help="stages of a device; by default those that the schedule has")
-    for kind, what in (("forward", "F"), ("backward", "B, without W"), ("weight", "W")):
-        add(f"--{kind}", default="1", help=f"time of {what}, one microbatch on a device; or one by device: 1,1.5,1")
-    add("--communication", default="0", help="time from the end of an action to the use of its result elsewhere")
+    add("--schedule", help=f"one of {', '.join(SCHEDULES)}, or the path of a CSV table")
+    add("--num_stages", type=int, metavar="P", help="number of devices")
+    add("--num_microbatches", type=int, metavar="M", help="number of microbatches")
+    add("--num_chunks", type=int, metavar="V", help="stages per device (default: as many as the schedule has)")
+    for kind, action in (("forward", "F"), ("backward", "B, without W,"), ("weight", "W")):
+        add(
+            f"--{kind}",
+            default="1",
+            help=f"time of {action} for one microbatch on one device, or one time per device: 1,1.5,1 (default: 1)",
+        )
+    add("--communication", default="0", help="time to send a result to another device (default: 0)")
     add("--auto", action="store_true", help="search for a schedule")
     add(
         "--memory_limit",
         type=float,
-        help="of --auto: microbatches of a device between F and W; by default --num_stages",
+        help="with --auto: maximum number of microbatches on a device between F and W (default: --num_stages)",
     )
-    add("--weight_memory", type=float, help="of --auto: what a microbatch counts for between B and W; by default 1")
-    add("--save", type=Path, metavar="FILE.csv", help="write the table")
+    add(
+        "--weight_memory",
+        type=float,
+        help="with --auto: weight of a microbatch in --memory_limit between B and W, from 0 to 1 (default: 1)",
+    )
+    add("--save", type=Path, metavar="FILE.csv", help="write the table to this file")
     return result
 
 
 def find_schedule(arguments: argparse.Namespace) -> tuple[SearchResult, Simulation]:
-    """Find the schedule that the flags ask for, its name, and its costs; write it to --save if that is set.
+    """Return the schedule that the flags select and its simulation. Write the table to --save if that is set.
 
     Raises:
-      UserError: one line.
+      UserError: a flag is invalid.
     """
     times = Times(*(_times(kind, getattr(arguments, kind)) for kind in Times._fields))
     communication = _time(arguments.communication)
     if communication is None:
-        raise UserError(f"--communication is {arguments.communication!r}; it must be a time, at least 0")
+        raise UserError(f"--communication is {arguments.communication!r}; it must be a time of at least 0")
     try:
         result = _auto(arguments, times, communication) if arguments.auto else _named(arguments)
         _check_devices(times, result.table.num_devices)
@@ -71,22 +80,22 @@ def find_schedule(arguments: argparse.Namespace) -> tuple[SearchResult, Simulati
     except ValueError as error:
         raise UserError(str(error)) from error
     except OSError as error:
-        raise UserError(f"--save is {arguments.save}: {error.strerror}") from error
+        raise UserError(f"--save is {arguments.save}, which cannot be written: {error.strerror}") from error
     return result, simulation
 
 
 def _named(arguments: argparse.Namespace) -> SearchResult:
     name = arguments.schedule
     if name is None:
-        raise UserError("--schedule is missing; it names a schedule or a CSV table (or use --auto)")
+        raise UserError("--schedule is missing; it must be set unless --auto is")
     for flag in ("memory_limit", "weight_memory"):
         if getattr(arguments, flag) is not None:
-            raise UserError(f"--{flag} is for --auto")
+            raise UserError(f"--{flag} is {getattr(arguments, flag):g}; it must not be set without --auto")
     if is_table_file(name):
         table = read_table(name)
         for flag, of_table in zip(("num_stages", "num_chunks", "num_microbatches"), table[:3], strict=True):
             if getattr(arguments, flag) not in (None, of_table):
-                raise UserError(f"--{flag} is {getattr(arguments, flag)}; {name} has {of_table}")
+                raise UserError(f"--{flag} is {getattr(arguments, flag)}; it must be {of_table}, as in {name}")
         return SearchResult(Path(name).name, table)
     num_stages, num_microbatches = _sizes(arguments)
     num_chunks = arguments.num_chunks
@@ -99,7 +108,7 @@ def _named(arguments: argparse.Namespace) -> SearchResult:
 
 def _auto(arguments: argparse.Namespace, times: Times, communication: float) -> SearchResult:
     if arguments.schedule is not None:
-        raise UserError(f"--auto searches for a schedule, and --schedule names {arguments.schedule}; give one of them")
+        raise UserError(f"--schedule is {arguments.schedule!r}; it must not be set with --auto")
     num_stages, num_microbatches = _sizes(arguments)
     _check_devices(times, num_stages)
     limit = num_stages if arguments.memory_limit is None else arguments.memory_limit
@@ -130,14 +139,18 @@ def _sizes(arguments: argparse.Namespace) -> tuple[int, int]:
 def _times(flag: str, text: str) -> float | list[float]:
     values = [time for part in text.split(",") if (time := _time(part)) is not None]
     if len(values) != text.count(",") + 1:
-        raise UserError(f"--{flag} is {text!r}; it must be a time, at least 0, or one by device: 1,1.5,1")
+        raise UserError(
+            f"--{flag} is {text!r}; it must be a time of at least 0, or one time per device, such as 1,1.5,1"
+        )
     return values if len(values) > 1 else values[0]
 
 
 def _check_devices(times: Times, num_devices: int) -> None:
     for flag, of_devices in times._asdict().items():
         if isinstance(of_devices, list) and len(of_devices) != num_devices:
-            raise UserError(f"--{flag} has {len(of_devices)} times for {num_devices} devices")
+            raise UserError(
+                f"--{flag} has {len(of_devices)} times; it must have one, or one per device ({num_devices})"
+            )
 
 
 def _time(text: str) -> float | None:

@@ -1,4 +1,4 @@
-"""scripts/simulate.py and scripts/draw.py as processes."""
+"""Runs scripts/simulate.py and scripts/draw.py as subprocesses."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ RUN += "assert 'jax' not in sys.modules and 'flax' not in sys.modules; sys.exit(
 
 
 def run(script: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """The script in a process that fails if it imports JAX."""
+    """Run a script in a subprocess that fails if it imports JAX."""
     command = [sys.executable, "-c", RUN, str(ROOT / "scripts" / script), *flags]
     return subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
 
@@ -48,7 +48,7 @@ def test_simulate_prints_a_result_a_line() -> None:
 
 def test_chunks_and_times_by_device() -> None:
     flags = ["--num_stages=2", "--num_microbatches=3", "--json"]
-    for chunks in ([], ["--num_chunks=2"]):  # by default those of the schedule
+    for chunks in ([], ["--num_chunks=2"]):  # the default is the number of chunks of the schedule
         found = json.loads(run("simulate.py", "--schedule=zb_v", *flags, *chunks).stdout)
         assert found["bubble_rate"] == 0
         assert found["makespan"] == 3 * 3 + 0.5
@@ -110,33 +110,57 @@ SIZES = ["--num_stages=4", "--num_microbatches=6"]
         (
             "simulate.py",
             ["--schedule=interleaved_1f1b", *SIZES],
-            "num_microbatches is 6; schedule interleaved_1f1b on 4 ",
+            "num_microbatches is 6; it must be a multiple of the number of devices, 4, for schedule interleaved_1f1b",
         ),
-        ("simulate.py", ["--schedule=gpipe", *SIZES, "--num_chunks=2"], "num_chunks is 2; schedule gpipe has 1"),
-        ("simulate.py", ["--schedule=gpipe", *SIZES, "--weight=-1"], "--weight is '-1'; it must be a time, at least 0"),
+        (
+            "simulate.py",
+            ["--schedule=gpipe", *SIZES, "--num_chunks=2"],
+            "num_chunks is 2; it must be 1 for schedule gpipe",
+        ),
+        (
+            "simulate.py",
+            ["--schedule=gpipe", *SIZES, "--weight=-1"],
+            "--weight is '-1'; it must be a time of at least 0",
+        ),
         (
             "simulate.py",
             ["--schedule=gpipe", *SIZES, "--weight=1,x"],
-            "--weight is '1,x'; it must be a time, at least 0",
+            "--weight is '1,x'; it must be a time of at least 0",
         ),
-        ("simulate.py", ["--schedule=gpipe", *SIZES, "--weight=1,2"], "--weight has 2 times for 4 devices"),
+        (
+            "simulate.py",
+            ["--schedule=gpipe", *SIZES, "--weight=1,2"],
+            "--weight has 2 times; it must have one, or one per device (4)",
+        ),
         ("simulate.py", ["--schedule=none.csv"], "none.csv: No such file or directory"),
         (
             "simulate.py",
             ["--schedule=gpipe", "--auto", *SIZES],
-            "--auto searches for a schedule, and --schedule names gpipe",
+            "--schedule is 'gpipe'; it must not be set with --auto",
         ),
-        ("simulate.py", ["--schedule=gpipe", *SIZES, "--memory_limit=3"], "--memory_limit is for --auto"),
+        (
+            "simulate.py",
+            ["--schedule=gpipe", *SIZES, "--memory_limit=3"],
+            "--memory_limit is 3; it must not be set without --auto",
+        ),
         ("simulate.py", ["--auto", *SIZES, "--memory_limit=0.5"], "memory_limit is 0.5; it must be at least 1"),
         ("simulate.py", ["--auto", *SIZES, "--weight_memory=2"], "--weight_memory is 2; it must be from 0 to 1"),
         (
             "simulate.py",
             ["--schedule=gpipe", *SIZES, "--save=none/x.csv"],
-            "--save is none/x.csv: No such file or directory",
+            "--save is none/x.csv, which cannot be written: No such file or directory",
         ),
-        ("draw.py", ["--schedule=gpipe", *SIZES], "--out is missing; it must end in .txt, .svg, .png"),
-        ("draw.py", ["--schedule=gpipe", *SIZES, "--out=x.pdf"], "--out is x.pdf; it must end in .txt, .svg, .png"),
-        ("draw.py", ["--schedule=gpipe", *SIZES, "--out=none/x.svg"], "--out is none/x.svg: No such file or directory"),
+        ("draw.py", ["--schedule=gpipe", *SIZES], "--out is missing; it must end in one of .txt, .svg, .png"),
+        (
+            "draw.py",
+            ["--schedule=gpipe", *SIZES, "--out=x.pdf"],
+            "--out is x.pdf; it must end in one of .txt, .svg, .png",
+        ),
+        (
+            "draw.py",
+            ["--schedule=gpipe", *SIZES, "--out=none/x.svg"],
+            "--out is none/x.svg, which cannot be written: No such file or directory",
+        ),
     ],
 )
 def test_a_mistake_is_reported_in_one_line(script: str, flags: list[str], message: str) -> None:
@@ -155,9 +179,9 @@ def test_sizes_are_those_of_the_file(tmp_path: Path) -> None:
         == "mine.csv"
     )
     process = run("simulate.py", f"--schedule={path}", "--num_stages=2")
-    assert process.stderr == f"jaxpar: --num_stages is 2; {path} has 1\n"
+    assert process.stderr == f"jaxpar: --num_stages is 2; it must be 1, as in {path}\n"
     path.write_text("clock,device,kind,microbatch,chunk\n0,0,BW,0,0\n0,0,F,1,0\n")
     process = run("simulate.py", f"--schedule={path}")
     assert process.stderr.startswith(
-        f"jaxpar: {path}: clock 0, device 0: BW of microbatch 0, stage 0 takes the result of F"
+        f"jaxpar: {path}: clock 0, device 0: BW of microbatch 0, stage 0 needs the result of F"
     )

@@ -25,7 +25,7 @@ MISTAKES = {
     "a folder as a table": (["schedule={folder}"], ["config.pipeline.schedule is '{folder}'"]),
     "invalid table": (
         ["schedule={folder}/invalid.csv"],
-        ["config.pipeline.schedule", "clock 0, device 1: F of microbatch 0, stage 1 takes the result of F of"],
+        ["config.pipeline.schedule", "clock 0, device 1: F of microbatch 0, stage 1 needs the result of F of"],
     ),
     "unknown kind in a table": (
         ["schedule={folder}/unknown_kind.csv"],
@@ -45,15 +45,15 @@ MISTAKES = {
     ),
     "a table of other devices": (
         ["schedule={folder}/four.csv"],
-        ["config.mesh.stage is 2", "the table of config.pipeline.schedule='{folder}/four.csv' has 4"],
+        ["config.mesh.stage is 2; it must be 4, as in the table of config.pipeline.schedule='{folder}/four.csv'"],
     ),
     "a table of other microbatches": (
         ["schedule={folder}/two.csv", "num_microbatches=6"],
-        ["config.pipeline.num_microbatches is 6", "'{folder}/two.csv' has 4"],
+        ["config.pipeline.num_microbatches is 6; it must be 4, as in the table of", "'{folder}/two.csv'"],
     ),
     "a table of other chunks": (
         ["schedule={folder}/two.csv", "num_chunks=2"],
-        ["config.pipeline.num_chunks is 2", "'{folder}/two.csv' has 1"],
+        ["config.pipeline.num_chunks is 2; it must be 1, as in the table of", "'{folder}/two.csv'"],
     ),
     "more devices than there are": (
         ["mesh.stage=16", "mesh.data=1"],
@@ -99,8 +99,11 @@ MISTAKES = {
         ["config.pipeline.partition is 'head,block_0'", "order"],
     ),
     "a first stage without layers": (["partition=embed"], ["config.pipeline.partition is 'embed'", "after embed"]),
-    "chunks": (["num_chunks=2"], ["config.pipeline.num_chunks is 2", "1f1b has 1"]),
-    "chunks of a V": (["schedule=zb_v", "num_chunks=3"], ["config.pipeline.num_chunks is 3", "zb_v has 2"]),
+    "chunks": (["num_chunks=2"], ["config.pipeline.num_chunks is 2; it must be 1 for schedule 1f1b"]),
+    "chunks of a V": (
+        ["schedule=zb_v", "num_chunks=3"],
+        ["config.pipeline.num_chunks is 3; it must be 2 for schedule zb_v"],
+    ),
     "negative chunks": (["schedule=interleaved_1f1b", "num_chunks=-1"], ["config.pipeline.num_chunks is -1"]),
     "interleaved in odd microbatches": (
         ["schedule=interleaved_1f1b", "num_microbatches=3"],

@@ -1,1 +1,1 @@
-"""Finds a schedule for given times and memory."""
+"""Searches for a schedule that fits given action times and a given memory limit."""

@@ -1,7 +1,7 @@
-"""Decides where W goes: a skeleton, which is an order of F and B alone, is run on a time axis and W put in between.
+"""Fills W into a skeleton, which is a schedule of F and B alone, while simulating it on a time axis.
 
-The rules are of Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 3.1: W where a device waits, and where it
-is short of memory.
+The rules are from Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 3.1: W runs while a device waits for
+inputs, and when it is short of memory.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,9 @@ from jaxpar.pipeline.tables.table import PHASE_OF_KIND, Action, B, F, W, action_
 
 Orders = list[list[Action]]  # by device
 
-# Whether a W goes before an action that waits: from the length of the gap, that of W, and by how much the device has
-# waited less so far than the one that has waited most.
+# Rules that decide whether to run a W while the next action waits for its inputs. Their arguments are the length of the
+# gap, the time of W, and the slack: the difference between the longest waiting time of any device so far and that of
+# this device.
 RULES: dict[str, Callable[[Time, Time, Time], bool]] = {
     "where it fits": lambda gap, w, _slack: gap >= w,
     "where half of it fits": lambda gap, w, _slack: 2 * gap >= w,
@@ -25,7 +26,7 @@ RULES: dict[str, Callable[[Time, Time, Time], bool]] = {
 
 
 class SearchProblem(NamedTuple):
-    """The problem that a search solves. `memory` is in microbatches of a chunk."""
+    """The problem that a search solves. `memory` is the memory limit in microbatches of one chunk."""
 
     num_devices: int
     num_microbatches: int
@@ -33,19 +34,19 @@ class SearchProblem(NamedTuple):
     times: Times
     communication: Time
     memory: float
-    weight_memory: float  # what a microbatch counts for between its B and its W
+    weight_memory: float  # weight of a microbatch between its B and its W
 
     def change(self, kind: int) -> float:
-        """Return what an action of a kind adds to the microbatches that its device stashes."""
+        """Return the change in the number of stashed microbatches that an action of this kind causes."""
         return (1, self.weight_memory - 1, -self.weight_memory, -1)[kind]
 
     def fits(self, stashed: float) -> bool:
-        """Return whether a device may stash so many; sums of weight_memory are rounded."""
+        """Return whether this many stashed microbatches fit, with a tolerance for rounded sums of weight_memory."""
         return stashed <= self.memory + 1e-6
 
 
 class Skeleton(NamedTuple):
-    """Orders of F and B alone, by device; `stages` by [device, chunk]."""
+    """The orders of F and B on each device, without W. `stages` is the stage by [device, chunk]."""
 
     name: str
     stages: np.ndarray
@@ -53,7 +54,7 @@ class Skeleton(NamedTuple):
 
 
 class Filling:
-    """One skeleton with W put in by one of RULES."""
+    """A skeleton that is filled with W by one of RULES."""
 
     def __init__(self, problem: SearchProblem, skeleton: Skeleton, rule: str):
         p = problem.num_devices
@@ -70,12 +71,12 @@ class Filling:
         self._owed: list[list[Action]] = [[] for _ in range(p)]  # W, oldest first
 
     def costs(self) -> tuple[Time, Time]:
-        """Return the cost, then the sum of all spans."""
+        """Return the cost, which is the longest span, and the sum of all spans."""
         spans = [end - start for start, end in zip(self._starts, self._now, strict=True)]
         return max(spans), sum(spans)
 
     def run(self) -> bool:
-        """Run the skeleton, and return whether it comes to its end within the memory."""
+        """Run the skeleton, and return whether it completes within the memory limit."""
         left = [iter(order) for order in self.skeleton.orders]
         nexts = [next(order, None) for order in left]
         is_moving = True
@@ -95,7 +96,7 @@ class Filling:
         return not any(nexts)
 
     def _arrival(self, device: int, action: Action) -> Time | None:
-        """When its inputs are there; None where that is not known yet."""
+        """Return the time at which the inputs of an action have arrived; None if an input has not run yet."""
         arrival: Time = 0
         stage = self._stages[device][action.chunk]
         for key in action_inputs(action.kind, action.microbatch, stage, self.skeleton.stages.size):
@@ -106,7 +107,7 @@ class Filling:
         return arrival
 
     def _has_room(self, device: int, action: Action) -> bool:
-        """Make room for an F, and return whether there is any."""
+        """Run pending W until an F fits the memory limit, and return whether it fits."""
         while action.kind == F and not self.problem.fits(self._stashed[device] + 1):
             if not self._owed[device]:
                 return False

@@ -1,7 +1,7 @@
-"""Improves a schedule step by step: an action on its critical path moves ahead of actions that it need not wait for.
+"""Improves a schedule by local search: it moves actions on a critical path ahead of actions that they do not depend on.
 
 The moves are those of job-shop scheduling (van Laarhoven, Aarts and Lenstra, "Job Shop Scheduling by Simulated
-Annealing", 1992): nothing but a change of order on a critical path can make that path shorter.
+Annealing", 1992): only a change of order on a critical path can make that path shorter.
 """
 
 import random
@@ -14,7 +14,10 @@ from jaxpar.pipeline.tables.table import BW, Action, B, Table, W, place_actions
 
 
 class SearchState(NamedTuple):
-    """Orders of actions by device, when each action ends, and what that costs: the cost, then the squares of spans."""
+    """A candidate schedule: the orders by device, the end time of each action, and the costs.
+
+    The costs are the longest span and the sum of squared spans, compared in this order.
+    """
 
     orders: list[list[int]]
     ends: list[Time]
@@ -22,12 +25,15 @@ class SearchState(NamedTuple):
 
 
 def improve(problem: SearchProblem, table: Table, evaluations: int, rng: random.Random) -> Table:
-    """Try `evaluations` moves, and keep each that fits the memory and costs no more. The result has no BW."""
+    """Try `evaluations` random moves, and accept those that fit the memory limit and do not increase the costs.
+
+    The result has B and W instead of BW.
+    """
     table = _split(table)
     actions, orders = action_graph(table, problem.times, problem.communication)
     changes = [problem.change(kind) for kind in table.actions["kind"].tolist()]
     state = _state(actions, orders)
-    assert state is not None, "the orders are those of a table"
+    assert state is not None, "the orders of a valid table do not deadlock"
     moves = _moves(actions, state)
     for _ in range(evaluations):
         if not moves:
@@ -46,7 +52,7 @@ def improve(problem: SearchProblem, table: Table, evaluations: int, rng: random.
 
 
 def _split(table: Table) -> Table:
-    """The table with a B and a W for every BW."""
+    """Return the table with every BW replaced by a B and a W."""
     orders: list[list[Action]] = [[] for _ in range(table.num_devices)]
     for _, device, kind, microbatch, chunk, *_ in table.actions.tolist():
         kinds = (B, W) if kind == BW else (kind,)
@@ -63,7 +69,11 @@ def _state(actions: ActionGraph, orders: list[list[int]]) -> SearchState | None:
 
 
 def _moves(actions: ActionGraph, state: SearchState) -> list[tuple[int, int]]:
-    """(device, position) of actions that start when the one before on their device ends, on the critical paths."""
+    """Return the possible moves: (device, position) of the action to move ahead.
+
+    These are the actions on critical paths that start when the previous action of their device ends, except those that
+    depend on it.
+    """
     where = {action: (d, i) for d, order in enumerate(state.orders) for i, action in enumerate(order)}
     moves = set()
     for order in state.orders:
@@ -84,7 +94,7 @@ def _moves(actions: ActionGraph, state: SearchState) -> list[tuple[int, int]]:
 
 
 def _moved(actions: ActionGraph, order: Sequence[int], position: int, steps: int) -> list[int] | None:
-    """The order with an action so many steps earlier, or as many as its inputs allow; None: not one."""
+    """Return the order with an action moved ahead by `steps`, or as far as its inputs allow; None if it cannot move."""
     needs = {source for source, _ in actions.inputs[order[position]]}
     to = position
     while to > 0 and position - to < steps and order[to - 1] not in needs:

@@ -1,12 +1,13 @@
-"""Finds a schedule for given times and memory, in three steps.
+"""Searches for a schedule that fits given action times and a given memory limit, in three steps.
 
-1. Skeletons, orders of F and B alone: those of named schedules with more or less warm-up, and one for any memory.
-2. W goes where a device waits or is short of memory; the rest comes last. Of all these and the named schedules that
-   fit, the best is kept.
-3. It is improved: actions on its critical path move ahead of what they wait for.
+1. Generate skeletons, which are orders of F and B alone: named schedules with different warm-ups, and one skeleton that
+   fits any memory limit.
+2. Fill each skeleton with W: W runs while a device waits or when it is short of memory, and the remaining W run last.
+   Select the best of all results and of the named schedules that fit the limit.
+3. Improve it: move actions on a critical path ahead of actions that they do not depend on.
 
-The reference is the automatic scheduler of Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 3, whose rules
-for W are among those here.
+The reference is the automatic scheduler of Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 3. Its rules
+for W are among the rules in fill.py.
 """
 
 import itertools
@@ -26,7 +27,7 @@ from jaxpar.pipeline.tables.validate import peak_stashed
 
 
 class SearchResult(NamedTuple):
-    """The best table of a search, and how it was made."""
+    """The best table of a search, and a name for the policy that generated it."""
 
     policy: str
     table: Table
@@ -44,16 +45,22 @@ def search(
     evaluations: int = 1000,
     seed: int = 0,
 ) -> SearchResult:
-    """Find a table of low cost (see simulate.py); no named schedule within the limit costs less.
+    """Search for a table of low cost (see simulate.py). No named schedule that fits the memory limit costs less.
 
     Args:
-      memory_limit: most microbatches of a whole device between their F and their W.
-      weight_memory: what a microbatch counts for between its B and its W. The paper keeps the inputs of a transformer's
-        matrix products alone: 32h of 34h + 5as bytes a token (appendix; hidden size h, a heads, s tokens).
-      evaluations: orders that step 3 tries.
+      times: times of the actions.
+      communication: time of a transfer to another device.
+      memory_limit: maximum number of microbatches of a whole device between their F and their W.
+      num_devices: number of devices.
+      num_microbatches: number of microbatches.
+      num_chunks: number of chunks per device.
+      weight_memory: weight of a microbatch between its B and its W. The paper stashes only the inputs of the matrix
+        products of a transformer for W: 32h of 34h + 5as bytes per token (appendix; hidden size h, a heads, s tokens).
+      evaluations: number of orders that step 3 tries.
+      seed: seed of the random moves of step 3.
 
     Raises:
-      ValueError: sizes or a limit below 1.
+      ValueError: a size or the memory limit is below 1.
     """
     sizes = {"num_devices": num_devices, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
     for name, value in (sizes | {"memory_limit": memory_limit}).items():
@@ -70,13 +77,13 @@ def search(
 
 
 def _better(problem: SearchProblem, old: SearchResult, new: SearchResult) -> SearchResult:
-    """The old one where both cost the same but for rounding: sums may be in another order."""
+    """Return the cheaper result; the old one if the costs are equal up to rounding."""
     costs = [simulate_table(result.table, problem.times, problem.communication).cost for result in (old, new)]
     return new if costs[1] < costs[0] * (1 - 1e-9) else old
 
 
 def _named(problem: SearchProblem) -> Iterator[SearchResult]:
-    """The named schedules that fit."""
+    """Yield the named schedules that fit the memory limit."""
     p, m, v = problem[:3]
     for name in SCHEDULES:
         if schedule_obstacle(name, num_devices=p, num_microbatches=m, num_chunks=v) is None:
@@ -86,7 +93,7 @@ def _named(problem: SearchProblem) -> Iterator[SearchResult]:
 
 
 def _filled(problem: SearchProblem) -> SearchResult:
-    """Steps 1 and 2: the best of all skeletons with W put in by all rules."""
+    """Return the result of steps 1 and 2: the best of all skeletons, each filled with W by every rule."""
     best: Filling | None = None
     for skeleton in _skeletons(problem):
         for rule in RULES:
@@ -115,9 +122,12 @@ def _skeletons(problem: SearchProblem) -> Iterator[Skeleton]:
 
 
 def _packed(problem: SearchProblem, stages: np.ndarray) -> Skeleton:
-    """Each microbatch goes down and up without a stop, and enters as soon as no device on its way is busy or full."""
-    way = 2 * stages.size  # clocks of a microbatch
-    use = np.zeros((2, problem.num_devices, way), int)  # its actions, and how often a device stashes it
+    """Return a skeleton in which every microbatch goes through all F and all B without a stop.
+
+    A microbatch enters as soon as no device is busy or out of memory when the microbatch reaches it.
+    """
+    way = 2 * stages.size  # clocks that a microbatch takes
+    use = np.zeros((2, problem.num_devices, way), int)  # by device and clock: its actions, and its stashed copies
     for (device, _), stage in np.ndenumerate(stages):
         use[0, device, [stage, way - 1 - stage]] += 1
         use[1, device, stage : way - stage] += 1
@@ -135,7 +145,11 @@ def _packed(problem: SearchProblem, stages: np.ndarray) -> Skeleton:
 
 
 def _alternating(problem: SearchProblem) -> Iterator[Skeleton]:
-    """1F1B with the warm-up of zb_h1 (slope 1), of zb_h2 (slope 2), in between, and until the first B is there."""
+    """Yield 1F1B with different warm-ups.
+
+    They are the warm-ups of zb_h1 (slope 1) and zb_h2 (slope 2), slopes between and beyond them, and a warm-up that
+    lasts until the first B.
+    """
     p, m = problem.num_devices, problem.num_microbatches
     warmups: dict[tuple[int, ...], str] = {}
     for slope in (1, 1.25, 1.5, 1.75, 2, 2.25):
@@ -152,14 +166,16 @@ def _alternating(problem: SearchProblem) -> Iterator[Skeleton]:
 
 
 def _until_first_b(problem: SearchProblem, rounded: Callable[[float], int]) -> list[int]:
-    """Number of forwards that each device has time for before its first B can start."""
+    """Return the number of forwards that each device has time for before its first B can start."""
     durations = problem.times.by_kind(problem.num_devices, 1)
-    ends = itertools.accumulate(times[F] + problem.communication for times in durations)  # of the first F, and sent
+    ends = itertools.accumulate(
+        times[F] + problem.communication for times in durations
+    )  # arrival of the first F's output
     arrival: Time = -1
     counts = []
     for times, end in reversed(list(zip(durations, ends, strict=True))):
         end -= problem.communication
-        arrival = max(arrival, end)  # of the first B's input; the last device's is its F
+        arrival = max(arrival, end)  # arrival of the first B's input; on the last device, the end of its F
         more = min(rounded((arrival - end) / times[F]), problem.num_microbatches) if times[F] else 0
         counts.append(1 + more)
         arrival = max(arrival, end + more * times[F]) + times[B] + problem.communication
@@ -167,7 +183,7 @@ def _until_first_b(problem: SearchProblem, rounded: Callable[[float], int]) -> l
 
 
 def _without_weights(table: Table) -> Orders:
-    """F and B by device; a BW is a B."""
+    """Return the order of F and B on each device, with BW as B."""
     orders: Orders = [[] for _ in range(table.num_devices)]
     for _, device, kind, microbatch, chunk, *_ in table.actions.tolist():
         if kind != W:
@@ -176,7 +192,7 @@ def _without_weights(table: Table) -> Orders:
 
 
 def _more_warmup(order: list[Action], extra: int) -> list[Action]:
-    """`extra` forwards of the first chunk come first instead of last."""
+    """Move the last `extra` forwards of the first chunk to the start of the order."""
     kinds = [(action.kind, action.chunk) for action in order]
     for _ in range(extra):
         last = len(kinds) - 1 - kinds[::-1].index((F, 0))
@@ -185,7 +201,7 @@ def _more_warmup(order: list[Action], extra: int) -> list[Action]:
 
 
 def _with_microbatches(kinds: Sequence[tuple[int, int]]) -> list[Action]:
-    """Actions of kinds and chunks, on microbatch 0, 1, ... each."""
+    """Number the microbatches 0, 1, ... separately for every (kind, chunk)."""
     counts = dict.fromkeys(kinds, -1)
     actions = []
     for kind, chunk in kinds:

@@ -1,4 +1,4 @@
-"""Charts of pipelines: a table as text, and timelines, planned or measured, as pictures. A row is a device."""
+"""Draws pipelines: tables as text, and planned or measured timelines as pictures. Every row is a device."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,19 +14,19 @@ from matplotlib.patches import Patch, Rectangle
 from jaxpar.pipeline.tables.simulate import Span
 from jaxpar.pipeline.tables.table import ACTION_KINDS, Table
 
-CHUNKS = "abcdefghijklmnopqrstuvwxyz"  # beyond them by number
-# By kind, told apart with any colour vision (Okabe and Ito, "Color Universal Design", 2008).
+CHUNKS = "abcdefghijklmnopqrstuvwxyz"  # further chunks are numbered
+# Colours by kind, which remain distinct with colour blindness (Okabe and Ito, "Color Universal Design", 2008).
 COLOURS = {"F": "#56b4e9", "B": "#e69f00", "W": "#009e73", "BW": "#d55e00"}
 KIND_NAMES = {"F": "F forward", "B": "B input gradient", "W": "W weight gradient", "BW": "BW backward"}
 ROW_INCHES, CELL_INCHES = 0.32, 0.14
-MIN_INCHES, MAX_INCHES = 8.0, 30.0  # width of the cells together
+MIN_INCHES, MAX_INCHES = 8.0, 30.0  # total width of the cells
 TITLE_INCHES, AXIS_INCHES, LEGEND_INCHES, SIDE_INCHES = 0.4, 0.5, 0.2, 0.6
 MAX_FONT = 9.0
-POINTS = 72.0  # an inch
+POINTS = 72.0  # per inch
 
 
 def format_table(table: Table) -> str:
-    """Format the table as a grid: a column is a clock. `F3b` is F of microbatch 3 on the device's second chunk."""
+    """Format the table as a grid with a column per clock. `F3b` is F of microbatch 3 on the second chunk."""
     cells = [[""] * table.num_clocks for _ in range(table.num_devices)]
     for clock, device, kind, microbatch, chunk, *_ in table.actions.tolist():
         cells[device][clock] += f"{ACTION_KINDS[kind]}{microbatch}" + (letter(chunk) if table.num_chunks > 1 else "")
@@ -36,19 +36,21 @@ def format_table(table: Table) -> str:
 
 
 def letter(chunk: int) -> str:
-    """Return the name of a chunk."""
+    """Return the letter of a chunk, or `.26` and so on after z."""
     return CHUNKS[chunk] if chunk < len(CHUNKS) else f".{chunk}"
 
 
 def save_charts(path: Path | str, charts: Sequence[tuple[str, Sequence[Span]]]) -> None:
-    """Write a picture, of the kind that the path ends in, with a chart below the other for each (title, timeline)."""
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxpar"}):  # text stays text; same file twice
+    """Write a picture with one chart per (title, timeline), stacked. The suffix of the path selects the format."""
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "jaxpar"}
+    ):  # text stays text; output is reproducible
         metadata = {"Date": None} if str(path).endswith(".svg") else None
         draw_charts(charts).savefig(path, dpi=150, metadata=metadata)
 
 
 def draw_charts(charts: Sequence[tuple[str, Sequence[Span]]]) -> Figure:
-    """Draw the charts, wide enough for the numbers of their microbatches."""
+    """Draw the charts, wide enough for the microbatch numbers to be legible."""
     width = float(np.clip(CELL_INCHES * max(_num_cells(timeline) for _, timeline in charts), MIN_INCHES, MAX_INCHES))
     rows = [ROW_INCHES * (1 + max(span.device for span in timeline)) for _, timeline in charts]
     below = [AXIS_INCHES + LEGEND_INCHES * (1 + max(span.chunk for span in timeline)) for _, timeline in charts]
@@ -64,7 +66,7 @@ def draw_charts(charts: Sequence[tuple[str, Sequence[Span]]]) -> Figure:
 
 
 def _num_cells(timeline: Sequence[Span]) -> float:
-    """Number of usual actions that are as long as the timeline."""
+    """Return the length of a timeline in actions of median length."""
     usual = float(np.median([span.end - span.start for span in timeline]))
     return _makespan(timeline) / max(usual, 1e-9 * _makespan(timeline))
 
@@ -77,7 +79,7 @@ def _chart(ax: Axes, title: str, timeline: Sequence[Span], inches: float) -> Non
     num_devices = 1 + max(span.device for span in timeline)
     num_chunks = 1 + max(span.chunk for span in timeline)
     start, makespan = float(min(span.start for span in timeline)), _makespan(timeline)
-    points = POINTS * inches / makespan  # by unit of time
+    points = POINTS * inches / makespan  # per unit of time
     boxes, colours = [], []
     for device, kind, microbatch, chunk, begin, end in timeline:
         left, length = float(begin) - start, float(end - begin)
@@ -101,12 +103,12 @@ def _chart(ax: Axes, title: str, timeline: Sequence[Span], inches: float) -> Non
         for kind in kinds
         for chunk in range(num_chunks)
     ]
-    below = (0, -0.25 / (ROW_INCHES * num_devices))  # the numbers of the time axis
+    below = (0, -0.25 / (ROW_INCHES * num_devices))  # below the tick labels of the time axis
     ax.legend(handles=legend, loc="upper left", bbox_to_anchor=below, ncols=len(kinds), frameon=False, fontsize=8)
 
 
 def shade(kind: str, chunk: int, num_chunks: int) -> tuple[float, float, float]:
-    """Return the colour of a kind, the lighter the later the chunk."""
+    """Return the colour of a kind. Later chunks are lighter."""
     white = 0.65 * chunk / max(1, num_chunks - 1)
     red, green, blue = (value + (1 - value) * white for value in to_rgb(COLOURS[kind]))
     return red, green, blue

@@ -1,7 +1,8 @@
-"""The named schedules: in which order each device runs its actions. `build` makes the table of one.
+"""The named schedules: the order in which each device runs its actions. `make_table` turns an order into a table.
 
-In the orders p is the number of devices, m of microbatches, v of chunks of a device, and d the device. The diagrams are
-those of jaxpar/pipeline/tables/draw.py: a row is a device, a column a clock.
+Arguments of the order functions are the number of devices p, the number of microbatches m, the number of chunks per
+device v, and the device d. The diagrams are in the format of jaxpar/pipeline/tables/draw.py: a row is a device, a
+column is a clock.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from jaxpar.pipeline.tables.table import BW, Action, B, F, Table, W, loop_stages
 
 
 def model_parallel(_p: int, m: int, _v: int, _d: int) -> Iterator[Action]:
-    """One microbatch at a time, down all stages and up again: the naive scheme, one device at work at a time.
+    """Naive model parallelism: one microbatch at a time goes through all stages, so one device works at a time.
 
     0:  F0                             BW0  F1                             BW1
     1:      F0                    BW0           F1                    BW1
@@ -29,8 +30,8 @@ def model_parallel(_p: int, m: int, _v: int, _d: int) -> Iterator[Action]:
 def gpipe(_p: int, m: int, _v: int, _d: int) -> Iterator[Action]:
     """All forwards, then all backwards (Huang et al., "GPipe", 2019, section 2.3).
 
-    Backwards run oldest first, so that gradients add up in the order of a single device; the paper draws them
-    newest first, which takes the same time and memory.
+    Backwards run in the order of the microbatches, so that gradients are summed in the same order as on a single
+    device. The paper draws them in reverse order, which takes the same time and memory.
 
     0:  F0  F1  F2  F3                             BW0  BW1  BW2  BW3
     1:      F0  F1  F2  F3                    BW0  BW1  BW2  BW3
@@ -44,7 +45,7 @@ def gpipe(_p: int, m: int, _v: int, _d: int) -> Iterator[Action]:
 def one_f_one_b(p: int, m: int, _v: int, d: int) -> Iterator[Action]:
     """PipeDream-Flush (Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021, section 3.2).
 
-    A device never holds more microbatches than there are devices from it to the last.
+    Device d has at most p - d microbatches in flight.
 
     0:  F0  F1  F2  F3                 BW0       BW1       BW2       BW3
     1:      F0  F1  F2            BW0  F3   BW1       BW2       BW3
@@ -58,8 +59,8 @@ def eager_one_f_one_b(p: int, m: int, _v: int, d: int) -> Iterator[Action]:
     """1F1B with almost twice the warm-up.
 
     Zhuang et al., "On Optimizing the Communication of Model Parallelism", 2022, section 4.
-    F of microbatch k runs at clock k + d and its backward at clock k + 2(p - 1) - d: every clock of the steady state
-    has one of each on every device. So where devices step together it is the fused schedule that wastes nothing.
+    F of microbatch k runs at clock k + d, and its backward at clock k + 2(p - 1) - d. So in the steady state every
+    device runs one F and one backward in every clock, and no device waits for another in lock step.
 
     0:  F0  F1  F2  F3                   BW0    BW1  BW2  BW3
     1:      F0  F1  F2     F3     BW0    BW1    BW2  BW3
@@ -70,10 +71,11 @@ def eager_one_f_one_b(p: int, m: int, _v: int, d: int) -> Iterator[Action]:
 
 
 def interleaved_1f1b(p: int, m: int, v: int, d: int) -> Iterator[Action]:
-    """1F1B over v chunks a device.
+    """1F1B with v chunks per device.
 
     Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021, section 2.2.
-    Microbatches go in groups of p, each group through all chunks of a device; p divides m. Chunks are a, b, ...:
+    Microbatches run in groups of p, and a group runs on all chunks of a device before the next group
+    starts. m must be a multiple of p. The letters a, b, ... are the chunks:
 
     0:  F0a  F1a  F0b  F1b      F2a      BW0b  F3a   BW1b  F2bBW0a  F3bBW1a  BW2b     BW3b  BW2a  BW3a
     1:       F0a  F1a  F0bBW0b  F1bBW1b  F2a   BW0a  F3a   BW1a     F2bBW2b  F3bBW3b  BW2a  BW3a
@@ -90,7 +92,7 @@ def interleaved_1f1b(p: int, m: int, v: int, d: int) -> Iterator[Action]:
 
 
 def zb_h1(p: int, m: int, _v: int, d: int) -> Iterator[Action]:
-    """1F1B with B and W apart, W late enough to fill the drain.
+    """1F1B with separate B and W, where W is delayed to fill the cool-down.
 
     Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2.1.
 
@@ -103,7 +105,7 @@ def zb_h1(p: int, m: int, _v: int, d: int) -> Iterator[Action]:
 
 
 def zb_h2(p: int, m: int, _v: int, d: int) -> Iterator[Action]:
-    """zb_h1 with the warm-up filled too, for almost twice the memory (Qi et al., section 2.2).
+    """zb_h1 with more forwards, which also fill the warm-up, at almost twice the memory (Qi et al., section 2.2).
 
     0:  F0  F1  F2  F3  F4  F5  F6  B0  W0  B1  W1  B2  W2  B3  W3  B4  W4  B5  W5  B6  W6
     1:      F0  F1  F2  F3  F4  B0  F5  B1  F6  B2  W0  B3  W1  B4  W2  B5  W3  B6  W4  W5  W6
@@ -114,17 +116,17 @@ def zb_h2(p: int, m: int, _v: int, d: int) -> Iterator[Action]:
 
 
 def zb_v(p: int, m: int, _v: int, d: int) -> Iterator[Action]:
-    """Two chunks a device, placed in a V: no bubble at the memory of 1F1B where F, B and W take the same time.
+    """Two chunks per device, placed in a V: no bubble, at the memory of 1F1B, if F, B and W take the same time.
 
-    Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 6. The pattern needs 2p - 1 microbatches;
-    with fewer, the actions of those that do not exist are left out. Chunks are a and b:
+    Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 6. The pattern needs 2p - 1 microbatches. With fewer
+    microbatches, the actions of the missing ones are left out. The letters a and b are the chunks:
 
     0:  F0a  F1a  F2a  F0b  B0b  W0b  F1b  B1b  W1b  B0a  W0a  F2b  B2b  W2b  B1a  W1a  B2a  W2a
     1:       F0a  F0b  F1a  F1b  B0b  W0b  F2a  B0a  W0a  F2b  B1b  W1b  B1a  B2b  B2a  W1a  W2b  W2a
     """
     pattern_m = max(m, 2 * p - 1)
     order = [(F, 0)] * (2 * (p - d) - 1) + [(F, 1), (F, 0)] * d + [(F, 1), (B, 1), (W, 1)] * (p - d)
-    late = pattern_m - (2 * p - 1 - d)  # forwards of chunk 0 that are left
+    late = pattern_m - (2 * p - 1 - d)  # remaining forwards of chunk 0
     for k in range(pattern_m - p):
         order += [(F, 0)] * (k < late) + [(B, 0), (W, 0), (F, 1), (B, 1), (W, 1)]
     order += [(B, 0), (B, 1)] * d + [(B, 0), (W, 0)] * (p - d) + [(W, 1)] * d + [(W, 0)] * d
@@ -136,7 +138,7 @@ def zb_v(p: int, m: int, _v: int, d: int) -> Iterator[Action]:
 
 
 def _alternate(m: int, warmup: int) -> Iterator[Action]:
-    """`warmup` forwards, then a backward before every further forward, then the backwards that are left."""
+    """Yield `warmup` forwards, then alternate backwards and forwards, then the remaining backwards."""
     for k in range(m + warmup):
         if k >= warmup:
             yield Action(BW, k - warmup, 0)
@@ -145,7 +147,7 @@ def _alternate(m: int, warmup: int) -> Iterator[Action]:
 
 
 def _alternate_split(m: int, warmup: int, delay: int) -> Iterator[Action]:
-    """`warmup` forwards, then B, W, F in turns; W starts after `delay` further B."""
+    """Yield `warmup` forwards, then alternate B, W and F. The first W follows the first B and `delay` more."""
     for k in range(m + warmup + delay):
         if warmup <= k < m + warmup:
             yield Action(B, k - warmup, 0)
@@ -156,14 +158,15 @@ def _alternate_split(m: int, warmup: int, delay: int) -> Iterator[Action]:
 
 
 class Schedule(NamedTuple):
-    """The recipe of a table.
+    """The definition of a named schedule.
 
-    Args:
-      order: of device d, from (p, m, v, d).
-      stages: by [device, chunk], from (p, v).
-      num_chunks: that it has; the usual number where `any_chunks`.
-      pairs: an F and the BW after it share a clock: one of each in every clock of the steady state. Elsewhere a clock
-        has one action a device, since devices that step together would wait for the one that has two.
+    Attributes:
+      order: (p, m, v, d) -> the order of actions on device d.
+      stages: (p, v) -> stage by [device, chunk].
+      num_chunks: number of chunks per device; the default number if `any_chunks`.
+      any_chunks: any number of chunks is allowed.
+      pairs: an F and the BW after it share a clock, so that every clock of the steady state has one of each. Other
+        schedules run one action per device and clock, because in lock step all devices wait for a device that runs two.
     """
 
     order: Callable[[int, int, int, int], Iterator[Action]]
@@ -186,18 +189,18 @@ SCHEDULES = {
 
 
 def schedule_obstacle(name: str, *, num_devices: int, num_microbatches: int, num_chunks: int) -> str | None:
-    """Return in one line why a schedule cannot be of these sizes; None where it can."""
+    """Return an error message in one line if a schedule cannot have these sizes; None if it can."""
     schedule = SCHEDULES[name]
     sizes = {"num_devices": num_devices, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
     for size, value in sizes.items():
         if value < 1:
             return f"{size} is {value}; it must be at least 1"
     if not schedule.any_chunks and num_chunks != schedule.num_chunks:
-        return f"num_chunks is {num_chunks}; schedule {name} has {schedule.num_chunks}"
+        return f"num_chunks is {num_chunks}; it must be {schedule.num_chunks} for schedule {name}"
     if name == "interleaved_1f1b" and num_microbatches % num_devices:
         return (
-            f"num_microbatches is {num_microbatches}; schedule {name} on {num_devices} devices needs a multiple of "
-            f"{num_devices}"
+            f"num_microbatches is {num_microbatches}; it must be a multiple of the number of devices, {num_devices}, "
+            f"for schedule {name}"
         )
     return None
 
@@ -206,10 +209,11 @@ def make_table(name: str, *, num_devices: int, num_microbatches: int, num_chunks
     """Make the table of a named schedule.
 
     Raises:
-      ValueError: no such schedule, or it cannot be of these sizes; one line.
+      ValueError: the schedule does not exist, or it cannot have these sizes. The message is one line.
     """
     if name not in SCHEDULES:
-        raise ValueError(f"schedule is {name!r}; it must be one of {', '.join(SCHEDULES)}.{nearest(name, SCHEDULES)}")
+        hint = nearest(name, SCHEDULES)
+        raise ValueError(f"schedule is {name!r}; it must be one of {', '.join(SCHEDULES)}{hint and '.' + hint}")
     p, m, v = num_devices, num_microbatches, num_chunks
     if reason := schedule_obstacle(name, num_devices=p, num_microbatches=m, num_chunks=v):
         raise ValueError(reason)
@@ -219,9 +223,15 @@ def make_table(name: str, *, num_devices: int, num_microbatches: int, num_chunks
 
 
 def forward_only(num_devices: int, num_microbatches: int, stages: np.ndarray) -> Table:
-    """Make the table of the forward pass alone, for evaluation, on the stages [device, chunk] of another table.
+    """Make a forward-only table, for evaluation, with the stage placement of another table.
 
-    Each microbatch enters at the first clock from which it meets no other at any device, one stage a clock.
+    A microbatch advances by one stage per clock. It enters at the first clock from which it never needs a device at the
+    same time as an earlier microbatch.
+
+    Args:
+      num_devices: number of devices.
+      num_microbatches: number of microbatches.
+      stages: stage by [device, chunk].
     """
     num_chunks = stages.shape[1]
     busy: set[tuple[int, int]] = set()  # device, clock

@@ -1,8 +1,8 @@
-"""Simulates what a table costs: every device runs its list in order, and an action starts when its inputs have arrived.
+"""Simulates the cost of a table: every device runs its actions in order, each as soon as its inputs have arrived.
 
-Metrics are those of Qi et al., "Zero Bubble Pipeline Parallelism", 2023: the cost is the time of the device that takes
-longest from the start of its first action to the end of its last one, and the bubble rate is the share of it in which
-that device waits. Where every flush ends in a barrier, the makespan is what a step takes.
+The metrics are those of Qi et al., "Zero Bubble Pipeline Parallelism", 2023. The span of a device is the time from the
+start of its first action to the end of its last one. The cost is the longest span, and the bubble rate is the fraction
+of that span in which the device waits. If every flush ends in a barrier, a step takes the makespan instead.
 """
 
 from collections.abc import Sequence
@@ -15,19 +15,21 @@ Time = float  # in any one unit; Fractions stay exact
 
 
 class Times(NamedTuple):
-    """The time of one microbatch through all of a device: one number, or one by device."""
+    """The times of one microbatch on all chunks of a device: one number, or one number per device."""
 
     forward: Time | Sequence[Time]
-    backward: Time | Sequence[Time]  # B alone; a fused backward takes that and the weight's
+    backward: Time | Sequence[Time]  # B alone; a fused backward takes backward + weight
     weight: Time | Sequence[Time]
 
     def by_kind(self, num_devices: int, num_chunks: int) -> list[tuple[Time, Time, Time, Time]]:
-        """Time of an action, by [device][kind]: on one chunk it takes 1 / num_chunks of the time of its device."""
+        """Return the time of an action by [device][kind]: 1 / num_chunks of the time of the device."""
         spread = []
         for name, times in zip(self._fields, self, strict=True):
             of_devices = list(times) if isinstance(times, Sequence) else [times] * num_devices
             if len(of_devices) != num_devices:
-                raise ValueError(f"{name} has {len(of_devices)} times for {num_devices} devices")
+                raise ValueError(
+                    f"{name} has {len(of_devices)} times; it must have one, or one per device ({num_devices})"
+                )
             spread.append([time / num_chunks for time in of_devices])
         return [(f, b, w, b + w) for f, b, w in zip(*spread, strict=True)]
 
@@ -44,20 +46,22 @@ class Span(NamedTuple):
 
 
 class Simulation(NamedTuple):
-    """The costs of a table. Tuples are by device; microbatches are those of a whole device: a chunk's counts 1 / v.
+    """The costs of a table. Tuples are by device.
 
-    Args:
-      makespan: from the first start to the last end.
+    Peaks are in microbatches of a whole device: a microbatch on one of v chunks counts 1 / v.
+
+    Attributes:
+      makespan: time from the first start to the last end on any device.
       cost: the longest of `spans`.
-      bubble_rate: share of the cost in which the device with that span waits.
-      lockstep: the time where all devices step through the clocks together, so that each clock costs what its
-        most expensive device has in it, and the communication if any device sends.
-      idle: makespan less work.
-      idle_in_span: span less work.
-      spans: from the start of the first action to the end of the last.
-      peak_in_flight: most microbatches between their F and their B or BW.
-      peak_stashed: most microbatches between their F and their W or BW.
-      timeline: every action.
+      bubble_rate: fraction of the cost in which the device with the longest span waits.
+      lockstep: time of a step if all devices step through the clocks together. A clock then costs the time of its most
+        expensive device, plus the communication time if any device sends.
+      idle: makespan minus work.
+      idle_in_span: span minus work.
+      spans: time from the start of the first action to the end of the last one.
+      peak_in_flight: maximum number of microbatches between their F and their B or BW.
+      peak_stashed: maximum number of microbatches between their F and their W or BW.
+      timeline: all actions.
     """
 
     makespan: Time
@@ -73,14 +77,14 @@ class Simulation(NamedTuple):
 
 
 class ActionGraph(NamedTuple):
-    """Actions and what they wait for, whatever the order in which devices run them; an action is its index."""
+    """The dependency graph of the actions of a table. An action is identified by its index."""
 
     durations: list[Time]
-    inputs: list[list[tuple[int, Time]]]  # the actions whose results it takes, and the delay until each arrives
+    inputs: list[list[tuple[int, Time]]]  # the actions whose results each action needs, and their transfer times
 
 
 def end_times(graph: ActionGraph, orders: Sequence[Sequence[int]]) -> list[Time] | None:
-    """Return when each action ends, given the order of each device; None where the orders wait for each other."""
+    """Return the end time of each action, given the order of each device; None if the orders deadlock."""
     durations, waits = graph
     ends: list[Time] = [-1] * len(durations)
     free: list[Time] = [0] * len(orders)
@@ -109,7 +113,7 @@ def end_times(graph: ActionGraph, orders: Sequence[Sequence[int]]) -> list[Time]
 
 
 def action_graph(table: Table, times: Times, communication: Time) -> tuple[ActionGraph, list[list[int]]]:
-    """Return the actions of a table, by row, and the order of each device."""
+    """Return the dependency graph of a table, whose actions are numbered by row, and the order of each device."""
     device_of = device_of_stage(table.stages)
     durations = times.by_kind(table.num_devices, table.num_chunks)
     rows = [(kind, microbatch, stage) for _, _, kind, microbatch, _, stage, _, _ in table.actions.tolist()]
@@ -132,11 +136,13 @@ def simulate_table(table: Table, times: Times, communication: Time = 0) -> Simul
     """Simulate a valid table.
 
     Args:
-      communication: from the end of an action to the arrival of what it made on another device.
+      table: the table.
+      times: times of the actions.
+      communication: time from the end of an action until its result is available on another device.
     """
     actions, orders = action_graph(table, times, communication)
     ends = end_times(actions, orders)
-    assert ends is not None, "not a valid table: its devices wait for each other"
+    assert ends is not None, "not a valid table: its devices deadlock"
     starts = [end - duration for end, duration in zip(ends, actions.durations, strict=True)]
     spans = [ends[order[-1]] - starts[order[0]] for order in orders]
     work = [sum(actions.durations[action] for action in order) for order in orders]

@@ -1,8 +1,9 @@
-"""Tables, and how the orders of devices become one: a schedule is data, made in NumPy before anything runs.
+"""Schedule tables. A schedule is data: a NumPy table that is complete before anything runs.
 
-An *action* is one kind of work on one microbatch at one stage: F forward, B gradient of the input (dX), W gradient of
-the weights (dW), BW both gradients at once. A *stage* is a run of layers, numbered in the order of computation; a
-device has one or several, its *chunks*. A *clock* is one step that all devices take together.
+An *action* is one kind of work on one microbatch at one stage. The kinds are F (forward), B (gradient of the input,
+dX), W (gradient of the weights, dW) and BW (both gradients). A *stage* is a run of consecutive layers; stages are
+numbered in the order of computation. A device has one or several stages, called its *chunks*. A *clock* is one step
+that all devices take together.
 """
 
 import itertools
@@ -22,9 +23,9 @@ ACTION = np.dtype([(name, np.int32) for name in FIELDS])
 class Table(NamedTuple):
     """A schedule on clocks.
 
-    `actions` has dtype ACTION and is sorted by clock, device and order within the clock. `version` is that of the
-    weights. `slot` is the place in the device's stash that the microbatch keeps from its F to its B or BW; that of a W
-    is the place, in another stash, of what its B hands to it.
+    `actions` has dtype ACTION and is sorted by clock, device and order within the clock. `version` is the version of
+    the weights. `slot` is the slot in the device's stash that a microbatch occupies from its F to its B or BW. For W,
+    it is the slot in a second stash that the microbatch occupies from its B to its W.
     """
 
     num_devices: int
@@ -34,12 +35,12 @@ class Table(NamedTuple):
 
     @property
     def num_stages(self) -> int:
-        """Number of stages of the whole network: devices x chunks."""
+        """Number of stages of the whole pipeline: devices x chunks."""
         return self.num_devices * self.num_chunks
 
     @property
     def num_clocks(self) -> int:
-        """Number of clocks up to the last one with an action."""
+        """Number of clocks up to and including the last one with an action."""
         return int(self.actions["clock"].max(initial=-1)) + 1
 
     @property
@@ -51,7 +52,7 @@ class Table(NamedTuple):
 
 
 class Action(NamedTuple):
-    """One action of a device, not yet on a clock."""
+    """One action in the order of a device, not yet assigned to a clock."""
 
     kind: int
     microbatch: int
@@ -59,29 +60,29 @@ class Action(NamedTuple):
 
 
 def loop_stages(num_devices: int, num_chunks: int) -> np.ndarray:
-    """Return the stage by [device, chunk] where stages go round the devices."""
+    """Return the stage of every [device, chunk] if stages are assigned to devices round-robin."""
     return np.arange(num_devices)[:, None] + num_devices * np.arange(num_chunks)
 
 
 def v_stages(num_devices: int, num_chunks: int = 2) -> np.ndarray:
-    """Return the stage by [device, chunk] where stages go down the devices and up again."""
+    """Return the stage of every [device, chunk] if stages go down the devices and up again, in a V."""
     assert num_chunks == 2, num_chunks
     down = np.arange(num_devices)
     return np.stack([down, 2 * num_devices - 1 - down], axis=1)
 
 
 def device_of_stage(stages: np.ndarray) -> list[int]:
-    """Return the device of each stage, from stages by [device, chunk]."""
+    """Return the device of each stage. stages: stage by [device, chunk]."""
     return [int(device) for device in np.argsort(stages, axis=None) // stages.shape[1]]
 
 
 def receiver(kind: int, stage: int) -> int:
-    """Return the stage that takes what an action made: one that does not exist where none takes it."""
+    """Return the stage that receives the result of an action; a stage that does not exist if there is none."""
     return stage + (1, -1, 0, -1)[kind]
 
 
 def action_inputs(kind: int, microbatch: int, stage: int, num_stages: int) -> list[tuple[int, int, int]]:
-    """Return the (phase, microbatch, stage) of the actions whose results an action takes."""
+    """Return the (phase, microbatch, stage) of the actions whose results an action needs."""
     if kind == W:
         return [(1, microbatch, stage)]
     if kind == F:
@@ -92,18 +93,21 @@ def action_inputs(kind: int, microbatch: int, stage: int, num_stages: int) -> li
 def place_actions(
     orders: Sequence[Sequence[Action]], stages: np.ndarray, num_microbatches: int, *, pairs: bool = False
 ) -> Table:
-    """Put every action on the earliest clock that the engine allows, and give it a slot.
+    """Place every action on the earliest clock that the engine allows, and assign slots.
 
-    What an action made is usable from the next clock on; within a clock, only the last stage's backward may follow its
-    forward. A device sends at most one transfer in a clock over each distance between devices.
+    The result of an action is available from the next clock on. The only exception is the backward of the last stage,
+    which may run in the same clock as its forward. In a clock, a device sends at most one transfer over each distance
+    on the ring of devices.
 
     Args:
-      orders: by device.
-      stages: by [device, chunk].
-      pairs: whether a device may run an F and the backward that follows it in one clock; otherwise one action a clock.
+      orders: order of actions on each device.
+      stages: stage by [device, chunk].
+      num_microbatches: number of microbatches.
+      pairs: allow an F and the backward that follows it on the same device in one clock; otherwise a device runs one
+        action per clock.
 
     Raises:
-      ValueError: the orders wait for each other.
+      ValueError: the orders deadlock.
     """
     device_of, last_stage = dict(enumerate(device_of_stage(stages))), stages.size - 1
     made: dict[tuple[int, int, int], int] = {}  # clock by (phase, microbatch, stage)
@@ -111,8 +115,8 @@ def place_actions(
     rows: list[tuple[int, ...]] = []
 
     def run(clock: int, device: int) -> None:
-        """All that the device may do in the clock."""
-        used, offsets = -1, {0}  # its latest phase; distances of its transfers
+        """Run all actions that the device can run in this clock."""
+        used, offsets = -1, {0}  # latest phase in this clock; distances of its transfers
         for index in range(nexts[device], len(orders[device])):
             kind, microbatch, chunk = orders[device][index]
             stage, phase = int(stages[device, chunk]), PHASE_OF_KIND[kind]
@@ -140,7 +144,7 @@ def place_actions(
         if len(rows) == before:
             kind, microbatch, chunk = orders[late[0]][nexts[late[0]]]
             raise ValueError(
-                f"the devices wait for each other: device {late[0]} never gets to {ACTION_KINDS[kind]} of "
+                f"the orders deadlock: device {late[0]} never reaches {ACTION_KINDS[kind]} of "
                 f"microbatch {microbatch}, stage {stages[late[0], chunk]}"
             )
     return with_slots(Table(len(orders), stages.shape[1], num_microbatches, np.array(rows, dtype=ACTION)))
@@ -150,8 +154,12 @@ Stash = dict[tuple[int, int], int]  # slot by microbatch and chunk
 
 
 def with_slots(table: Table) -> Table:
-    """Return the table with the fewest slots: an action takes its device's least free one. F alone needs none."""
-    # By device that has an action (a wrong table may name number 10^9), slot by (microbatch, chunk): F to B, B to W.
+    """Return the table with slots assigned: every action takes the lowest free slot, which uses the fewest slots.
+
+    In a forward-only table all slots are 0.
+    """
+    # By device, the slots of (microbatch, chunk) in the two stashes: F to B, and B to W. It is a dict, as an invalid
+    # table may have a device number of 10^9.
     stashes: defaultdict[int, tuple[Stash, Stash]] = defaultdict(lambda: ({}, {}))
     actions = table.actions.copy()
 
@@ -176,5 +184,5 @@ def with_slots(table: Table) -> Table:
 
 
 def is_training(table: Table) -> bool:
-    """Return whether the table has any backward; one without is a forward pass alone."""
+    """Return whether the table has a backward pass. A table without one is forward-only, for evaluation."""
     return bool((table.actions["kind"] != F).any())

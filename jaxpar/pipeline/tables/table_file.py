@@ -1,4 +1,4 @@
-"""Tables as CSV files: a row an action."""
+"""Reads and writes tables as CSV files with one row per action, so that users can provide their own schedules."""
 
 import csv
 from pathlib import Path
@@ -11,11 +11,11 @@ from jaxpar.pipeline.tables.schedule import SCHEDULES
 from jaxpar.pipeline.tables.table import ACTION, ACTION_KINDS, FIELDS, PHASE_OF_KIND, Table, with_slots
 from jaxpar.pipeline.tables.validate import TableError, check_table
 
-MAX_CLOCKS = 10  # of a table that is loaded: times the number of its actions
+MAX_CLOCKS = 10  # per action, in a table read from a file
 
 
 def write_table(table: Table, path: Path | str) -> None:
-    """Write the table as CSV, a row an action, kinds by name."""
+    """Write the table as CSV with one row per action. Kinds are written by name."""
     with Path(path).open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(FIELDS)
@@ -26,20 +26,21 @@ def write_table(table: Table, path: Path | str) -> None:
 
 
 def is_table_file(name: str) -> bool:
-    """Return whether a schedule's name is the path of a table. A name in SCHEDULES never is."""
+    """Return whether the name of a schedule is the path of a table. A name in SCHEDULES never is."""
     return name not in SCHEDULES and (name.endswith(".csv") or Path(name).is_file())
 
 
 def read_table(path: Path | str) -> Table:
     """Read a table from CSV and validate it.
 
-    The first line names the columns: clock, device, kind, microbatch, chunk, and stage, version, slot, of which the
-    last three may be left out (stages then go round the devices, versions are 0, slots the least). Rows come in any
-    order; the numbers of devices, chunks and microbatches are the least that they fit in. Slots that no row has are
-    left out.
+    The first line names the columns: clock, device, kind, microbatch, chunk, and optionally stage, version and slot.
+    By default stages are assigned to devices round-robin, versions are 0, and slots are assigned by `with_slots`. Rows
+    may be in any order. The numbers of devices, chunks and microbatches follow from the largest ones in the rows. Slots
+    are renumbered without gaps.
 
     Raises:
-      ValueError: one line, with the file and the line, or the clock, device and rule that the table breaks.
+      ValueError: the file cannot be read, or the table breaks a rule. The message is one line, with the path and the
+        line number, or with the clock, the device and the rule.
     """
     try:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
@@ -47,14 +48,15 @@ def read_table(path: Path | str) -> Table:
             columns = _columns(next(reader, []))
             rows = [_row(columns, row, f"line {reader.line_num}") for row in reader if row]
         if not rows:
-            raise ValueError("no actions")
+            raise ValueError("the table has no actions")
         table = _table(columns, rows)
         check_table(table)
         if table.num_clocks > MAX_CLOCKS * len(rows):
             raise ValueError(
-                f"{table.num_clocks} clocks for {len(rows)} actions; there must be at most {MAX_CLOCKS} times as many"
+                f"the table has {table.num_clocks} clocks for {len(rows)} actions; it must have at most {MAX_CLOCKS} "
+                "clocks per action"
             )
-        # The engine allocates all slots up to the last.
+        # Remove unused slots, because the engine allocates all slots up to the last one.
         table.actions["slot"] = np.unique(table.actions["slot"], return_inverse=True)[1]
     except (OSError, ValueError, csv.Error) as error:
         raise (TableError if isinstance(error, TableError) else ValueError)(f"{path}: {unreadable(error)}") from error
@@ -65,19 +67,20 @@ def _columns(header: list[str]) -> list[str]:
     names = [name.strip() for name in header]
     for name in names:
         if name not in FIELDS:
+            hint = nearest(name, FIELDS)
             raise ValueError(
-                f"line 1: column {name!r} is unknown; it must be one of {', '.join(FIELDS)}.{nearest(name, FIELDS)}"
+                f"line 1: column {name!r} is unknown; it must be one of {', '.join(FIELDS)}{hint and '.' + hint}"
             )
         if names.count(name) > 1:
-            raise ValueError(f"line 1: column {name!r} comes twice")
+            raise ValueError(f"line 1: column {name!r} occurs twice")
     if missing := [name for name in FIELDS[:5] if name not in names]:
-        raise ValueError(f"line 1: no column {', '.join(missing)}; the first line names the columns")
+        raise ValueError(f"line 1: missing columns: {', '.join(missing)}; the first line must name the columns")
     return names
 
 
 def _row(columns: list[str], row: list[str], line: str) -> dict[str, int]:
     if len(row) != len(columns):
-        raise ValueError(f"{line}: {len(row)} values in {len(columns)} columns")
+        raise ValueError(f"{line}: {len(row)} values; there must be {len(columns)}, one per column")
     result = {}
     for column, value in zip(columns, map(str.strip, row), strict=True):
         if column == "kind":

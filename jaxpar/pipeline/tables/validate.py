@@ -1,4 +1,4 @@
-"""Checks that the engine can run a table: every rule of the contract, and what the table makes each device hold."""
+"""Checks that the engine can run a table, and counts the microbatches that each device holds at its peak."""
 
 import itertools
 from typing import NoReturn
@@ -24,17 +24,21 @@ ActionRow = dict[str, int]  # an action, by field
 
 
 class TableError(ValueError):
-    """A rule that a table breaks, with the clock and the device where it does."""
+    """A table breaks a rule. The message names the clock, the device and the rule."""
 
 
 def check_table(table: Table) -> None:
-    """Raise TableError at the first rule that the table breaks.
+    """Raise TableError if the table breaks a rule.
 
-    Rules: numbers in range and rows in order; a stage on one device, as one chunk; one action of a kind a device a
-    clock; every microbatch at every stage with one F, and one BW or one B and one W (or, in a forward pass alone, no
-    backward anywhere); results used from the next clock on, but for the last stage's backward and for W, which may
-    share the clock of the F and of the B before them; one transfer a device, clock and distance; slots of a device's
-    stash not shared.
+    The rules are:
+      - Numbers are in range, and rows are sorted.
+      - Every stage is one chunk of one device.
+      - A device runs at most one action of each phase per clock.
+      - Every microbatch has one F at every stage, and one BW, or one B and one W. A forward-only table has no backward.
+      - Results are available from the next clock on. Two actions may also run in the same clock as the action that they
+        depend on: the backward of the last stage after its F, and W after its B.
+      - A device sends at most one transfer per clock over each distance on the ring of devices.
+      - Microbatches that are stashed on a device at the same time have different slots.
     """
     rows = [dict(zip(FIELDS, row, strict=True)) for row in table.actions.tolist()]
     _check_rows(table, rows)
@@ -81,16 +85,16 @@ def _place(row: ActionRow) -> tuple[int, int, int]:
 
 
 def _check_stages(rows: list[ActionRow]) -> dict[int, int]:
-    """Device by stage."""
+    """Check the placement of the stages, and return the device of each stage."""
     chunk_of: dict[int, tuple[int, int]] = {}  # device and chunk by stage
     stage_of: dict[tuple[int, int], int] = {}
     for row in rows:
         stage, where = row["stage"], (row["device"], row["chunk"])
         device, chunk = chunk_of.setdefault(stage, where)
         if device != where[0]:
-            _fail(row, f"stage {stage} is on device {device}; a stage is on one device only")
+            _fail(row, f"stage {stage} is also on device {device}; a stage must be on one device")
         if chunk != where[1] or stage_of.setdefault(where, stage) != stage:
-            _fail(row, f"chunk {where[1]} cannot be stage {stage}: a chunk is one stage, and a stage one chunk")
+            _fail(row, f"chunk {where[1]} cannot be stage {stage}: a chunk must be one stage, and a stage one chunk")
     return {stage: device for stage, (device, _) in chunk_of.items()}
 
 
@@ -100,26 +104,31 @@ def _check_clocks(table: Table, rows: list[ActionRow], device_of: dict[int, int]
     for row in rows:
         other = actions.setdefault(_place(row), row)
         if other is not row:
-            _fail(row, f"{_name(row)} and {_name(other)} in one clock; a device runs one action of a kind in a clock")
+            _fail(
+                row,
+                f"{_name(row)} and {_name(other)} in one clock; there must be at most one action per phase",
+            )
         device = row["device"]
         distance = (device_of.get(receiver(row["kind"], row["stage"]), device) - device) % table.num_devices
         if distance:
             other = transfers.setdefault((row["clock"], device, distance), row)
             if other is not row:
                 to = (device + distance) % table.num_devices
-                _fail(row, f"{_name(other)} and {_name(row)} both send to device {to}; one transfer fits in a clock")
+                _fail(
+                    row, f"{_name(other)} and {_name(row)} both send to device {to}; a clock has room for one transfer"
+                )
 
 
 def _check_once(rows: list[ActionRow]) -> dict[tuple[int, int, int], ActionRow]:
-    """Action by (phase, microbatch, stage)."""
+    """Check that no action runs twice, and return the actions by (phase, microbatch, stage)."""
     made: dict[tuple[int, int, int], ActionRow] = {}
     for row in rows:
         key = PHASE_OF_KIND[row["kind"]], row["microbatch"], row["stage"]
         other = made.setdefault(key, row)
         if other is not row:
-            _fail(row, f"{_name(row)} again; {_name(other)} ran at clock {other['clock']}")
+            _fail(row, f"{_name(row)} repeats {_name(other)} at clock {other['clock']}")
         if row["kind"] == W and (backward := made.get((1, *key[1:]))) and backward["kind"] == BW:
-            _fail(row, f"{_name(row)} again; {_name(backward)} at clock {backward['clock']} did it")
+            _fail(row, f"{_name(row)} repeats a part of {_name(backward)} at clock {backward['clock']}")
     return made
 
 
@@ -128,15 +137,15 @@ def _check_inputs(table: Table, rows: list[ActionRow], made: dict[tuple[int, int
     for row in rows:
         for key in action_inputs(row["kind"], row["microbatch"], row["stage"], table.num_stages):
             if key not in made:
-                what = f"{('F', 'B or BW')[key[0]]} of microbatch {key[1]}, stage {key[2]}"
-                _fail(row, f"{_name(row)} takes the result of {what}, which never runs")
+                source = f"{('F', 'B or BW')[key[0]]} of microbatch {key[1]}, stage {key[2]}"
+                _fail(row, f"{_name(row)} needs the result of {source}, which never runs")
             before = made[key]
             shares = row["kind"] == W or (key[0] == 0 and row["kind"] != F and row["stage"] == last_stage)
             if before["clock"] >= row["clock"] + shares:
                 _fail(
                     row,
-                    f"{_name(row)} takes the result of {_name(before)}, which runs at clock {before['clock']} and is "
-                    f"usable {'then' if shares else 'from the next clock on'}",
+                    f"{_name(row)} needs the result of {_name(before)}, which runs at clock {before['clock']}; the "
+                    f"result is available {'from that clock on' if shares else 'from the next clock on'}",
                 )
 
 
@@ -150,7 +159,8 @@ def _check_complete(
             if (0, microbatch, stage) not in made:
                 device = device_of[stage] if stage in device_of else min(nowhere)[0]
                 _fail(
-                    rows[-1] | {"device": device}, f"no F of microbatch {microbatch}, stage {stage} up to here, the end"
+                    rows[-1] | {"device": device},
+                    f"the table ends without F of microbatch {microbatch}, stage {stage}",
                 )
     if not is_training(table):
         return
@@ -163,44 +173,46 @@ def _check_complete(
 
 
 def _check_slots(rows: list[ActionRow]) -> None:
-    holders: dict[tuple[bool, int, int], ActionRow] = {}  # by (stash of what B hands to W?, device, slot)
+    holders: dict[tuple[bool, int, int], ActionRow] = {}  # by (whether it is the stash from B to W, device, slot)
     slots = {(row["kind"], row["microbatch"], row["stage"]): row["slot"] for row in rows}
     for row in rows:
         kind, device, where = row["kind"], row["device"], (row["microbatch"], row["stage"])
         if kind != F:
             if kind != W and row["slot"] != slots[F, *where]:
-                _fail(row, f"{_name(row)} has slot {row['slot']}, but its F has slot {slots[F, *where]}")
+                _fail(row, f"{_name(row)} has slot {row['slot']}; it must have the slot of its F, {slots[F, *where]}")
             del holders[kind == W, device, row["slot"]]
         if kind in (F, B):
             slot = slots[W, *where] if kind == B else row["slot"]
             other = holders.setdefault((kind == B, device, slot), row)
             if other is not row:
-                keeps = f"keeps for microbatch {other['microbatch']}, stage {other['stage']}"
-                _fail(row, f"{_name(row)} takes slot {slot}{' of W' * (kind == B)}, which the device {keeps}")
+                stash = "the stash of B" if kind == B else "the stash of F"
+                holder = f"microbatch {other['microbatch']}, stage {other['stage']}"
+                _fail(row, f"{_name(row)} writes slot {slot} of {stash}, which still holds {holder}")
 
 
 def peak_in_flight(table: Table) -> np.ndarray:
-    """Return the most microbatches, counted once a chunk, that are between their F and their B or BW, by device."""
+    """Return, by device, the peak number of microbatches, counted per chunk, between their F and their B or BW."""
     return _peak(table, [1, -1, 0, -1]).astype(int)
 
 
 def peak_handed(table: Table) -> np.ndarray:
-    """Return the same as peak_in_flight for those between their B and their W."""
+    """Return, by device, the peak number of microbatches, counted per chunk, between their B and their W."""
     return _peak(table, [0, 1, -1, 0]).astype(int)
 
 
 def peak_stashed(table: Table, weight_memory: float = 1.0) -> np.ndarray:
-    """Return the same as peak_in_flight for those between their F and their W or BW.
+    """Return, by device, the peak number of microbatches, counted per chunk, between their F and their W or BW.
 
     Args:
-      weight_memory: what a microbatch counts for between its B and its W, where its W needs only a part of what its F
-        stashed.
+      table: the table.
+      weight_memory: weight of a microbatch between its B and its W. It is less than 1 if W needs only a part of the
+        values that F stashed.
     """
     return _peak(table, [1, weight_memory - 1, -weight_memory, -1])
 
 
 def _peak(table: Table, change_by_kind: list[float]) -> np.ndarray:
-    if not is_training(table):  # a forward pass alone keeps nothing
+    if not is_training(table):  # a forward-only table stashes nothing
         return np.zeros(table.num_devices)
     change = np.array(change_by_kind, float)[table.actions["kind"]]
     on = [table.actions["device"] == device for device in range(table.num_devices)]

@@ -63,7 +63,7 @@ def test_a_step_that_is_not_in_the_run_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(tmp_path, 9, monkeypatch) == []
-    assert "timeline  none: step 9 was not in this run" in capsys.readouterr().out
+    assert "timeline  none: this run did not include step 9" in capsys.readouterr().out
 
 
 def test_bubble_rate_is_that_of_the_longest_span() -> None:

@@ -1,4 +1,4 @@
-"""Named schedules against their definitions and closed forms, and tables as CSV."""
+"""Named schedules are compared with their definitions and closed forms. Tables are written to CSV and read back."""
 
 import inspect
 import itertools
@@ -34,13 +34,15 @@ def test_the_docstring_shows_the_table(name: str) -> None:
 
 
 def in_flight(name: str, p: int, m: int, v: int, d: int) -> int:
-    """Most chunk-microbatches between F and B on device d."""
+    """Return the peak number of microbatches between F and B on device d, counted per chunk."""
     return {
         "model_parallel": 1,
         "gpipe": m,
         "1f1b": min(m, p - d),
         "eager_1f1b": min(m, 2 * (p - 1 - d) + 1),
-        "interleaved_1f1b": min(m * v, 2 * (p - 1 - d) + (v - 1) * p + 1),  # on device 0 in all p + (p - 1) / v
+        "interleaved_1f1b": min(
+            m * v, 2 * (p - 1 - d) + (v - 1) * p + 1
+        ),  # on device 0: p + (p - 1) / v of a whole device
         "zb_h1": min(m, p - d),
         "zb_h2": min(m, 2 * (p - d) - 1),
         "zb_v": min(2 * m, 2 * p, m + 1 + d),  # p microbatches as soon as m >= 2p - 1
@@ -58,7 +60,7 @@ def test_complete_valid_and_of_the_stated_peak(name: str) -> None:
         assert len(actions) == len(work)
         expected = [in_flight(name, p, m, v, d) for d in range(p)]
         assert peak_in_flight(table).tolist() == expected, (p, m, v)
-        for d in range(p):  # no slot more than that, and of the other stash for W none too many either
+        for d in range(p):  # both stashes use as few slots as possible
             on = actions[actions["device"] == d]
             assert set(on["slot"][on["kind"] != W]) == set(range(expected[d]))
             assert set(on["slot"][on["kind"] == W]) == set(range(peak_handed(table)[d]))
@@ -80,8 +82,8 @@ def test_clocks() -> None:
         for row in eager.actions:
             s, k = row["device"], row["microbatch"]
             assert row["clock"] == (k + s if row["kind"] == F else k + 2 * (p - 1) - s)
-        if m % p == 0 and p != 2:  # with two devices, forwards and backwards would share the route of distance 1
-            for v in (2, 3):  # each clock of the steady state has an F and a BW
+        if m % p == 0 and p != 2:  # on two devices, F and BW would share the route of distance 1
+            for v in (2, 3):  # every clock of the steady state has an F and a BW
                 clocks = make("interleaved_1f1b", p, m, v).num_clocks
                 assert clocks == m * v + 2 * (p - 1) + p * (v - 1), (p, m, v)
 
@@ -122,7 +124,7 @@ def test_forward_only_fills_the_clocks() -> None:
             assert set(table.actions["kind"]) == {F}
             assert (table.actions["slot"] == 0).all()
             assert peak_in_flight(table).tolist() == [0] * p
-            last = (m - 1) // p * p * v + (m - 1) % p  # entry: groups of p microbatches go round without a gap
+            last = (m - 1) // p * p * v + (m - 1) % p  # entry clock: groups of p microbatches follow without a gap
             assert table.num_clocks == last + p * v
         down_and_up = forward_only(p, m, v_stages(p))
         check_table(down_and_up)
@@ -132,7 +134,7 @@ def test_forward_only_fills_the_clocks() -> None:
 
 def test_orders_that_wait_for_each_other_are_refused() -> None:
     orders = [[Action(F, 0, 0), Action(BW, 0, 0)], [Action(BW, 0, 0), Action(F, 0, 0)]]
-    with pytest.raises(ValueError, match="device 0 never gets to BW of microbatch 0, stage 0"):
+    with pytest.raises(ValueError, match="the orders deadlock: device 0 never reaches BW of microbatch 0, stage 0"):
         place_actions(orders, loop_stages(2, 1), 1)
 
 
@@ -142,9 +144,15 @@ def test_orders_that_wait_for_each_other_are_refused() -> None:
         ("zbh1", 2, 2, 1, r"schedule is 'zbh1'; it must be one of model_parallel, .*zb_v. Did you mean 'zb_h1'\?"),
         ("gpipe", 0, 2, 1, "num_devices is 0; it must be at least 1"),
         ("gpipe", 2, 0, 1, "num_microbatches is 0; it must be at least 1"),
-        ("gpipe", 2, 2, 2, "num_chunks is 2; schedule gpipe has 1"),
-        ("zb_v", 2, 2, 1, "num_chunks is 1; schedule zb_v has 2"),
-        ("interleaved_1f1b", 4, 6, 2, "num_microbatches is 6; .* on 4 devices needs a multiple of 4"),
+        ("gpipe", 2, 2, 2, "num_chunks is 2; it must be 1 for schedule gpipe"),
+        ("zb_v", 2, 2, 1, "num_chunks is 1; it must be 2 for schedule zb_v"),
+        (
+            "interleaved_1f1b",
+            4,
+            6,
+            2,
+            "num_microbatches is 6; it must be a multiple of the number of devices, 4, for .*",
+        ),
     ],
 )
 def test_sizes_that_a_schedule_cannot_have(name: str, p: int, m: int, v: int, message: str) -> None:
@@ -160,7 +168,7 @@ def test_csv_round_trip(name: str, tmp_path: Path) -> None:
 
 
 def test_csv_without_what_may_be_left_out_and_in_any_order(tmp_path: Path) -> None:
-    for name in ("1f1b", "interleaved_1f1b", "zb_h1"):  # stages go round the devices
+    for name in ("1f1b", "interleaved_1f1b", "zb_h1"):  # stages are placed round-robin
         table = make(name, 3, 6)
         write_table(table, tmp_path / "full.csv")
         header, *lines = (tmp_path / "full.csv").read_text().splitlines()
@@ -182,23 +190,26 @@ HEADER = "clock,device,kind,microbatch,chunk\n"
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "line 1: no column clock, device, kind, microbatch, chunk; the first line names the columns"),
-        ("clock,device,kind,microbatch\n0,0,F,0\n", "line 1: no column chunk; the first line names the columns"),
+        ("", "line 1: missing columns: clock, device, kind, microbatch, chunk; the first line must name the columns"),
+        (
+            "clock,device,kind,microbatch\n0,0,F,0\n",
+            "line 1: missing columns: chunk; the first line must name the columns",
+        ),
         (
             "clock,devise,kind\n",
             "line 1: column 'devise' is unknown; it must be one of clock, .*slot. Did you mean 'device'?",
         ),
-        ("clock,clock\n", "line 1: column 'clock' comes twice"),
-        (HEADER, "no actions"),
+        ("clock,clock\n", "line 1: column 'clock' occurs twice"),
+        (HEADER, "the table has no actions"),
         (HEADER + "0,0,F,0,0\n1,0,X,0,0\n", "line 3: kind is 'X'; it must be one of F, B, W, BW"),
         (HEADER + "0,0,F,0,0\n\n1.5,0,BW,0,0\n", "line 4: clock is '1.5'; it must be a whole number, at least 0"),
         (HEADER + "0,-1,F,0,0\n", "line 2: device is '-1'; it must be a whole number, at least 0"),
         (HEADER + "0,0,F,9999999999,0\n", "line 2: microbatch is '9999999999'; it must be a whole number, at least 0"),
-        (HEADER + "0,0,F,0\n", "line 2: 4 values in 5 columns"),
+        (HEADER + "0,0,F,0\n", "line 2: 4 values; there must be 5, one per column"),
         (HEADER + '0,0,"F,0,0\n', "unexpected end of data"),
         (HEADER + "0,0,F,0,0\n0,0,F,1,0\n", "clock 0, device 0: F of microbatch 1, stage 0 and F of microbatch 0.*"),
-        (HEADER + "0,999999999,F,0,0\n", "clock 0, device 999999999: F of .* takes the result of F .* never runs"),
-        (HEADER + "0,0,F,999999999,0\n", "clock 0, device 0: no F of microbatch 0, stage 0 up to here, the end"),
+        (HEADER + "0,999999999,F,0,0\n", "clock 0, device 999999999: F of .* needs the result of F .* never runs"),
+        (HEADER + "0,0,F,999999999,0\n", "clock 0, device 0: the table ends without F of microbatch 0, stage 0"),
     ],
 )
 def test_a_wrong_file_is_named_with_the_line(content: str, message: str, tmp_path: Path) -> None:

@@ -214,5 +214,5 @@ def test_an_action_of_a_chunk_takes_its_part_and_nothing_travels_within_a_device
 
 
 def test_times_by_device_are_as_many_as_devices() -> None:
-    with pytest.raises(ValueError, match=r"^backward has 3 times for 2 devices$"):
+    with pytest.raises(ValueError, match=r"^backward has 3 times; it must have one, or one per device \(2\)$"):
         simulate_table(make("gpipe", 2, 2), Times(1, [1, 2, 3], 1))

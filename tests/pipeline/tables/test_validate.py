@@ -1,4 +1,4 @@
-"""Every rule of a table, by tables that break it, and against a validator that states the rules again."""
+"""Every rule is tested with tables that break it, and with a second, independent validator on random tables."""
 
 import itertools
 import random
@@ -14,13 +14,13 @@ from tests.pipeline.named_tables import make
 
 
 def find(table: Table, device: int, kind: int, microbatch: int, chunk: int = 0) -> int:
-    """The row of an action."""
+    """Return the row number of an action."""
     rows = table.actions[["device", "kind", "microbatch", "chunk"]].tolist()
     return rows.index((device, kind, microbatch, chunk))
 
 
 def changed(table: Table, *row: int, **fields: int) -> Table:
-    """The table with fields of one row changed; rows sorted again."""
+    """Return the table with fields of one row changed and the rows sorted again."""
     actions = table.actions.copy()
     for field, value in fields.items():
         actions[field][find(table, *row)] = value
@@ -60,7 +60,7 @@ NOWHERE = Table(1, 1, 1, np.zeros(0, ACTION))
         # stages
         (
             changed(F1B, 1, F, 0, device=2),
-            "clock 2, device 1: stage 1 is on device 2; a stage is on one device only",
+            "clock 2, device 1: stage 1 is also on device 2; a stage must be on one device",
         ),
         (changed(V, 0, F, 1, chunk=1), "clock 1, device 0: chunk 1 cannot be stage 0: .*"),
         (changed(V, 1, F, 1, stage=2), "clock 3, device 1: chunk 0 cannot be stage 2: .*"),
@@ -68,7 +68,7 @@ NOWHERE = Table(1, 1, 1, np.zeros(0, ACTION))
         (
             changed(F1B, 0, F, 1, clock=0),
             "clock 0, device 0: F of microbatch 1, stage 0 and F of microbatch 0, stage 0 in one clock; "
-            "a device runs one action of a kind in a clock",
+            "there must be at most one action per phase",
         ),
         (
             changed(H1, 2, B, 1, kind=BW, clock=3),
@@ -76,64 +76,64 @@ NOWHERE = Table(1, 1, 1, np.zeros(0, ACTION))
         ),
         (
             changed(F1B, 0, F, 1, microbatch=0),
-            "clock 1, device 0: F of microbatch 0, stage 0 again; F of microbatch 0, stage 0 ran at clock 0",
+            "clock 1, device 0: F of microbatch 0, stage 0 repeats F of microbatch 0, stage 0 at clock 0",
         ),
         (
             changed(H1, 2, B, 0, kind=BW),
-            "clock 8, device 2: W of microbatch 0, stage 2 again; BW of microbatch 0, stage 2 at clock 3 did it",
+            "clock 8, device 2: W of microbatch 0, stage 2 repeats a part of BW of microbatch 0, stage 2 at clock 3",
         ),
         # inputs
         (
             changed(F1B, 1, F, 0, clock=0),
-            "clock 0, device 1: F of microbatch 0, stage 1 takes the result of F of microbatch 0, stage 0, "
-            "which runs at clock 0 and is usable from the next clock on",
+            "clock 0, device 1: F of microbatch 0, stage 1 needs the result of F of microbatch 0, stage 0, "
+            "which runs at clock 0; the result is available from the next clock on",
         ),
         (
             changed(F1B, 1, BW, 0, clock=3),
-            "clock 3, device 1: BW of microbatch 0, stage 1 takes the result of BW of microbatch 0, stage 2, "
-            "which runs at clock 3 and .*",
+            "clock 3, device 1: BW of microbatch 0, stage 1 needs the result of BW of microbatch 0, stage 2, "
+            "which runs at clock 3; .*",
         ),
         (
             changed(EAGER, 2, F, 3, clock=6),
-            "clock 5, device 2: BW of microbatch 3, stage 2 takes the result of F of microbatch 3, stage 2, "
-            "which runs at clock 6 and is usable then",
+            "clock 5, device 2: BW of microbatch 3, stage 2 needs the result of F of microbatch 3, stage 2, "
+            "which runs at clock 6; the result is available from that clock on",
         ),
         (
             changed(H1, 0, W, 0, clock=4),
-            "clock 4, device 0: W of microbatch 0, stage 0 takes the result of B .* runs at clock 5 and .* then",
+            "clock 4, device 0: W of microbatch 0, stage 0 needs the result of B .* at clock 5; .* from that clock on",
         ),
         # nothing is missing
         (
             dropped(F1B, 0, F, 2),
-            "clock 5, device 1: F of microbatch 2, stage 1 takes the result of F of microbatch 2, stage 0, "
+            "clock 5, device 1: F of microbatch 2, stage 1 needs the result of F of microbatch 2, stage 0, "
             "which never runs",
         ),
         (
             dropped(H1, 1, B, 3),
-            r"clock 12, device 0: B of microbatch 3, stage 0 takes .* B or BW of .* 3, stage 1, which never runs",
+            r"clock 12, device 0: B of microbatch 3, stage 0 needs .* B or BW of .* 3, stage 1, which never runs",
         ),
         (dropped(F1B, 0, BW, 1), "clock 1, device 0: F of microbatch 1, stage 0 has no backward"),
         (dropped(H1, 1, W, 2), "clock 9, device 1: B of microbatch 2, stage 1 has no W"),
         (
             F1B._replace(num_microbatches=5),
-            "clock 11, device 0: no F of microbatch 4, stage 0 up to here, the end",
+            "clock 11, device 0: the table ends without F of microbatch 4, stage 0",
         ),
         (
             F1B._replace(num_devices=4),
-            "clock 3, device 2: BW of microbatch 0, stage 2 takes .* B or BW of .* 0, stage 3, which never runs",
+            "clock 3, device 2: BW of microbatch 0, stage 2 needs .* B or BW of .* 0, stage 3, which never runs",
         ),
         # slots
         (
             changed(F1B, 0, F, 1, slot=0),
-            "clock 1, device 0: F of microbatch 1, stage 0 takes slot 0, which the device keeps for .*",
+            "clock 1, device 0: F of microbatch 1, stage 0 writes slot 0 of the stash of F, which still holds .*",
         ),
         (
             changed(F1B, 0, BW, 1, slot=2),
-            "clock 7, device 0: BW of microbatch 1, stage 0 has slot 2, but its F has slot 1",
+            "clock 7, device 0: BW of microbatch 1, stage 0 has slot 2; it must have the slot of its F, 1",
         ),
         (
             changed(H1, 2, W, 1, slot=0),
-            "clock 5, device 2: B of microbatch 1, stage 2 takes slot 0 of W, which the device keeps for .*",
+            "clock 5, device 2: B of microbatch 1, stage 2 writes slot 0 of the stash of B, which still holds .*",
         ),
     ],
 )
@@ -143,12 +143,12 @@ def test_a_broken_rule_is_named_with_its_clock_and_device(table: Table, message:
 
 
 def test_one_transfer_a_clock_over_a_distance() -> None:
-    """On two devices forward and backward both go to the other one."""
+    """On two devices, F and BW both send to the other device."""
     table = make("interleaved_1f1b", 2, 2, 2)
     late = changed(table, 0, F, 1, 1, clock=find_clock(table, 0, BW, 0, 1))
     with pytest.raises(
         TableError,
-        match=r"^clock 4, device 0: F .* and BW .* both send to device 1; one transfer fits in a clock$",
+        match=r"^clock 4, device 0: F .* and BW .* both send to device 1; a clock has room for one transfer$",
     ):
         check_table(late)
 
@@ -158,7 +158,7 @@ def find_clock(table: Table, *row: int) -> int:
 
 
 def refusal(table: Table) -> str | None:
-    """What `check_table` has against a table; None: nothing."""
+    """Return the error of `check_table`; None if the table is valid."""
     try:
         check_table(table)
     except TableError as error:
@@ -167,7 +167,7 @@ def refusal(table: Table) -> str | None:
 
 
 def is_valid(table: Table) -> bool:
-    """The rules again, each over the whole table."""
+    """Check the rules with an independent implementation, one rule at a time over the whole table."""
     p, v, m, actions = table
     rows = actions.tolist()
     last = p * v - 1
@@ -200,7 +200,7 @@ def is_valid(table: Table) -> bool:
     if len(set(transfers)) < len(transfers) or len(set(busy)) < len(busy):
         return False
     slot = {(kind, k, s): x for _, _, kind, k, _, s, _, x in rows}
-    uses: list[tuple[int, int, float, float]] = []  # stash and device, slot, from, to, in halves of a clock
+    uses: list[tuple[int, int, float, float]] = []  # stash and device, slot, start, end in fractional clocks
     for kind, k, s in at:
         if kind == F:
             end = B if (B, k, s) in at else BW
@@ -228,7 +228,7 @@ def test_random_changes_are_refused_exactly_where_a_rule_is_broken() -> None:
                 actions["clock"][[a, b]] = actions["clock"][[b, a]]
             elif change == 2:
                 actions = np.delete(actions, a)
-            elif change == 3:  # duplicate, elsewhere or not
+            elif change == 3:  # duplicate, in the same clock or later
                 actions = np.append(actions, actions[a])
                 actions["clock"][-1] += rng.randrange(3)
             elif change == 4:
@@ -246,14 +246,14 @@ def test_random_changes_are_refused_exactly_where_a_rule_is_broken() -> None:
 
 
 def test_within_a_clock() -> None:
-    """The last stage's backward may share the clock of its F, and W that of its B; nothing else may."""
+    """The backward of the last stage may share the clock of its F, and W that of its B. No other action may."""
     rows = [(0, 0, F, 0), (0, 0, B, 0), (0, 0, W, 0)]
     actions = np.zeros(3, ACTION)
     for i, values in enumerate(rows):
         for field, value in zip(("clock", "device", "kind", "microbatch"), values, strict=True):
             actions[field][i] = value
     check_table(with_slots(Table(1, 1, 1, actions)))
-    turn = make("zb_v", 1, 1)  # stages 0 and 1 on one device: what one makes the other uses in the next clock
+    turn = make("zb_v", 1, 1)  # stages 0 and 1 on one device: results are available in the next clock
     with pytest.raises(
         TableError, match="clock 0, device 0: F of microbatch 0, stage 1 and F of microbatch 0, stage 0"
     ):
@@ -267,7 +267,7 @@ def test_within_a_clock() -> None:
 def test_a_forward_pass_alone_is_complete() -> None:
     table = forward_only(2, 3, loop_stages(2, 1))
     check_table(table)
-    with pytest.raises(TableError, match="clock 3, device 1: no F of microbatch 1, stage 1 up to here, the end"):
+    with pytest.raises(TableError, match="clock 3, device 1: the table ends without F of microbatch 1, stage 1"):
         check_table(dropped(table, 1, F, 1))
 
 
@@ -283,5 +283,5 @@ def test_peaks_against_a_count_at_every_action(name: str) -> None:
             ]
             assert most == max(counts)
     assert peak_stashed(table, 0).tolist() == peak_in_flight(table).tolist()
-    light = peak_stashed(make("zb_h2", 4, 8), 0.25)  # device 3: in flight 1 at a time, and 7 that wait for W at once
+    light = peak_stashed(make("zb_h2", 4, 8), 0.25)  # device 3: 1 in flight, and up to 7 that wait for W
     assert light.tolist() == [7, 5 + 0.25 * 2, 3 + 0.25 * 4, 1 + 0.25 * 6]
