@@ -151,12 +151,13 @@ def test_an_exchange_that_cannot_be_of_the_shapes() -> None:
     config = make_config(task, *replicas, "--config.exchange=horovod", passes)
     problem = make_problem(config, task)
     assert strategies.possible(config, problem, there) == (
-        "config.exchange_options.backward_passes_per_step is 3; it must divide the run's 10 steps"
+        "config.exchange_options.backward_passes_per_step is 3; it must be a divisor of the number of steps, 10"
     )
     config = make_config(task, *replicas, "--config.exchange=zero1")
     empty = Model({"empty": lambda rngs: nnx.Linear(0, 3, kernel_init=nnx.initializers.zeros, rngs=rngs)})
     assert strategies.possible(config, problem._replace(model=empty), there) == (
-        "config.exchange is 'zero1', which cannot divide ['empty']['kernel'] of shape (0, 3)"
+        "config.exchange is 'zero1', which cannot shard ['empty']['kernel'] of shape (0, 3); parameters must not be "
+        "empty"
     )
 
 

@@ -1,8 +1,8 @@
-"""Strategies: how a problem is trained on devices. One file a strategy, one row in STRATEGIES.
+"""Strategies: the ways to train a problem on devices. Each strategy has a module here and an entry in STRATEGIES.
 
-A strategy is planned, for any cluster and without devices, then built on devices (strategy.py has the contracts). The
-training loop calls the functions of a `Strategy` and nothing else. Every synchronous strategy gives the training of
-`single`: tests/strategies/test_equality.py runs over the table.
+A strategy is planned first, for any cluster and without devices, and then built on devices. strategy.py defines both
+contracts. The training loop calls only the functions of a `Strategy`. Every synchronous strategy trains like `single`,
+which tests/strategies/test_equality.py checks for all of STRATEGIES.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,12 @@ STRATEGIES: dict[str, StrategyModule[Any, Any]] = {
 
 
 def decide(config: ConfigDict, cluster: Cluster, model: Model | None = None) -> Decision[Any]:
-    """Decide what the config comes to on a cluster before data is read. model: as in `StrategyModule.decide`.
+    """Decide on the mesh and the batch divisor of a config on a cluster, before any data is read.
+
+    Args:
+      config: the config of the run.
+      cluster: the cluster to run on.
+      model: as in `StrategyModule.decide`.
 
     Raises:
       UserError: the strategy cannot run on this cluster, or not with this batch size.
@@ -42,29 +47,29 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None = None) -> 
 
 
 def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[Any] | None = None) -> Plan[Any]:
-    """Plan the strategy of a config for a cluster, which need not be at hand. See `StrategyModule.plan`.
+    """Plan the strategy of a config for a cluster, which may be a description alone. See `StrategyModule.plan`.
 
     Args:
-      config: of the run.
-      shapes: what is trained: a model and a batch in shapes, and an optimizer.
-      cluster: to run on.
-      decision: what `decide` returned for this config and cluster; None: it is called.
+      config: the config of the run.
+      shapes: the problem: shapes of the model and the batch, the optimizer and the task.
+      cluster: the cluster to run on.
+      decision: result of `decide` for this config and cluster; None: calls `decide`.
 
     Raises:
-      UserError: as `decide`; the strategy cannot train these shapes, or a device of the cluster cannot hold its part.
+      UserError: `decide` fails, the strategy cannot train these shapes, or a device has too little memory.
     """
     return accepted(_plan(config, shapes, cluster, decision))
 
 
 def possible(config: ConfigDict, shapes: Problem, cluster: Cluster) -> Plan[Any] | str:
-    """Return the plan, or in one line why there is none: for callers that ask about many configs. Raises nothing."""
+    """Return the plan, or an error message in one line. For callers that compare many configs; raises no UserError."""
     result = outcome(_plan(config, shapes, cluster, None))
     return str(result) if isinstance(result, UserError) else result
 
 
 def _plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[Any] | None) -> Refusals[Plan[Any]]:
     if decision is None:
-        decision = yield from _decide(config, cluster, None)  # the strategy's plan looks at the model
+        decision = yield from _decide(config, cluster, None)  # the strategy's plan checks the model
     plan = yield from STRATEGIES[config.strategy].plan(config, shapes, cluster, decision)
     yield from refuse_memory(plan, cluster)
     return plan
@@ -72,7 +77,7 @@ def _plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decis
 
 def _decide(config: ConfigDict, cluster: Cluster, model: Model | None) -> Refusals[Decision[Any]]:
     yield from refuse_choice("strategy", config.strategy, STRATEGIES)
-    yield from refuse_optimizer(config)  # what a batch divides into depends on it
+    yield from refuse_optimizer(config)  # the batch divisor depends on the optimizer config
     decision = yield from STRATEGIES[config.strategy].decide(config, cluster, model)
     number, words = decision.batch_divisor, decision.batch_words
     if config.batch_size < 1 and number == 1:
@@ -82,17 +87,18 @@ def _decide(config: ConfigDict, cluster: Cluster, model: Model | None) -> Refusa
     if config.eval.batch_size < 0 or config.eval.batch_size % decision.num_replicas:
         yield UserError(
             f"config.eval.batch_size is {config.eval.batch_size}; it must be a multiple of {decision.num_replicas}, "
-            "the number of replicas (the data axis), or 0 for config.batch_size"
+            "the number of replicas (the data axis), or 0 to use config.batch_size"
         )
     return decision
 
 
 def in_flight_bytes(plan: Plan[Any], shapes: Problem) -> dict[str, int]:
-    """Return what a step needs on a device beyond plan.memory, in bytes by what they are for.
+    """Return an estimate of the bytes that a step needs on a device in addition to plan.memory, by purpose.
 
-    Gradients: of the parameters there; less where ZeRO adds shards of them up. Activations: what the forward pass of a
-    microbatch saves, as the model is traced; a pipeline's stashes are in plan.memory. XLA may keep less of both, or
-    more for a while, so no plan is refused for them.
+    Gradients have the size of the parameters on the device; ZeRO, which accumulates shards of them, needs less.
+    Activations are the values that the forward pass of a microbatch saves, according to the traced model. The stashes
+    of a pipeline are part of plan.memory instead. XLA may store less, or temporarily more, so these estimates never
+    cause a plan to be refused.
     """
     memory = plan.memory[0]
     if any(part in memory for part in ACTIVATIONS):
@@ -107,5 +113,5 @@ def build(plan: Plan[Any], problem: Problem, devices: Sequence[jax.Device]) -> S
 
 
 def make(config: ConfigDict, problem: Problem) -> Strategy[Any]:
-    """Plan and build the strategy of a config on this machine's devices."""
+    """Plan and build the strategy of a config on the devices of this machine."""
     return build(plan(config, problem, clusters.find_cluster()), problem, clusters.devices())

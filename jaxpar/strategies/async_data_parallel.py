@@ -1,12 +1,12 @@
-"""`async_data_parallel`: workers take gradients of the weights that they have read, and nobody waits for all.
+"""`async_data_parallel`: workers compute gradients of the weights that they last read, without waiting for each other.
 
-What workers would do by chance is a table, which a simulation in virtual time makes of config.asynchronous
-(jaxpar/asynchronous/simulate.py). An engine runs it, in the order of its rows (jaxpar/asynchronous/server.py where
-workers send gradients to a server, local.py where they have weights of their own). So a run is the same every time,
-with any number of workers, on any number of devices. Or workers are threads (threads.py), and the table is what they
+In an emulated run, the order of reads and updates is a table, which a simulation in virtual time derives from
+config.asynchronous (jaxpar/asynchronous/simulate.py). An engine runs the rows of the table in order: server.py if
+workers send gradients to a server, local.py if workers have local weights. So a run is reproducible for any number of
+workers, on any number of devices. In a live run, the workers are threads (threads.py), and the table records what they
 did.
 
-A step of the run is as many gradients as there are workers, each of its part of the batch.
+One step of a run processes one gradient per worker, each of the worker's shard of the batch.
 """
 
 import hashlib
@@ -54,16 +54,16 @@ from jaxpar.tasks import Sums
 
 
 def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Refusals[Decision[UpdateSource]]:
-    """Decide on devices for the workers, and read the files of config.asynchronous.
+    """Decide on the devices of the workers, and read the files that config.asynchronous names.
 
-    Refuses a config.asynchronous that cannot be run, and a file of it that cannot be read.
+    Refuses a config.asynchronous that is invalid, and files that cannot be read.
     """
     yield from meshes.refuse_processes("config.strategy='async_data_parallel'", cluster)
     yield from meshes.refuse_stages(config)
     if config.exchange != "ddp" or exchanges.given(config):
         yield UserError(
             f"config.exchange is {exchanges.name(config)!r}; it must be 'ddp' without options with "
-            "config.strategy='async_data_parallel', where config.asynchronous says what is exchanged"
+            "config.strategy='async_data_parallel', whose exchange is set by config.asynchronous"
         )
     source = yield from options.decide_updates(config)
     workers, microbatches = config.asynchronous.num_workers, config.optimizer.accumulation_steps
@@ -76,14 +76,14 @@ def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Ref
 
 @dataclass(frozen=True)
 class AsyncDetails:
-    """What `build` needs of a plan.
+    """The details of a plan that `build` needs.
 
     Attributes:
-      config: of the run.
-      updates: the table; None where the run is live.
-      mitigations: against staleness.
-      optimizer: the problem's, or the one that a mitigation has made of it.
-      places: of workers and server.
+      config: the config of the run.
+      updates: the update table; None for a live run.
+      mitigations: mitigations of staleness.
+      optimizer: the optimizer of the problem, possibly modified by a mitigation.
+      places: the devices of the workers and the server.
     """
 
     config: ConfigDict
@@ -96,7 +96,10 @@ class AsyncDetails:
 def plan(
     config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[UpdateSource], /
 ) -> Refusals[Plan[AsyncDetails]]:
-    """Plan the workers' devices, the server's, and the table of updates. Refuses a table of a run of another length."""
+    """Plan the devices of workers and server, and the update table.
+
+    Refuses a recorded table of a run of another length.
+    """
     num_devices, num_workers = decision.num_replicas, config.asynchronous.num_workers
     is_live = config.asynchronous.mode == "live"
     updates = None if is_live else (yield from options.build_table(config, decision.source, shapes.num_steps))
@@ -117,14 +120,14 @@ def plan(
         private_key={"policy": describe_workers(config), "table": table_fingerprint(updates) if updates else "live"},
         differs=""
         if is_lock_step(config)
-        else f"{describe_workers(config)} takes gradients of weights that are not the newest",
+        else f"{describe_workers(config)} computes gradients of {'local' if is_local(config) else 'stale'} weights",
     )
 
 
 def plan_costs(
     config: ConfigDict, like: State, mitigations: Mitigations, updates: UpdateTable | None, places: Places
 ) -> Costs:
-    """Return bytes by device and kind, and what is sent. like: the state, abstract; updates: None where live."""
+    """Return the bytes on each device, by kind, and the traffic. like: shapes of the state; updates: None if live."""
     if updates is None:
         return costs.live_server(like, mitigations, places)
     if not is_local(config):
@@ -135,7 +138,7 @@ def plan_costs(
 def plan_layouts(
     config: ConfigDict, like: State, mitigations: Mitigations, updates: UpdateTable | None, places: Places
 ) -> dict[str, Layout]:
-    """Return where arrays live. Arguments as of `plan_costs`."""
+    """Return the layouts of the arrays. The arguments are those of `plan_costs`."""
     if updates is None or not is_local(config):
         return server_layouts(like, mitigations, updates, places)
     outer, waits = outer_optimizer(config), workers_wait(config)
@@ -143,12 +146,12 @@ def plan_layouts(
 
 
 def summarize_updates(config: ConfigDict, updates: UpdateTable | None, has_device: bool) -> str:
-    """Return policy, workers and staleness in one line. has_device: the server has one to itself."""
+    """Return policy, workers and staleness in one line. has_device: whether the server has its own device."""
     summary = describe_workers(config)
     if updates is not None:
         staleness = staleness_summary(updates)
-        summary += f", staleness {staleness['mean']:.2f} on average and {staleness['max']} at most"
-    return summary + (", the server on a device of its own" if has_device else "")
+        summary += f", mean staleness {staleness['mean']:.2f}, maximum {staleness['max']}"
+    return summary + (", server on its own device" if has_device else "")
 
 
 def build(plan: Plan[AsyncDetails], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[Any]:
@@ -170,8 +173,8 @@ def build(plan: Plan[AsyncDetails], problem: Problem, devices: Sequence[jax.Devi
         step, path = int(tree["step"]), config.asynchronous.table
         if not private and path and updates is not None and needs_earlier_batches(updates, step):
             raise UserError(
-                f"config.asynchronous.table is {path!r}, which has gradients of batches before step {step} after it; "
-                "only a run that began with this table may go on with it there"
+                f"config.asynchronous.table is {path!r}, which applies gradients of batches before step {step} after "
+                "that step; a run can resume there only if it began with this table"
             )
         return engine.start(placed.from_canonical(tree), private or None)
 
@@ -197,7 +200,7 @@ def build(plan: Plan[AsyncDetails], problem: Problem, devices: Sequence[jax.Devi
 def build_engine(
     details: AsyncDetails, problem: Problem, devices: Sequence[jax.Device], at: jax.Device
 ) -> UpdateEngine[Any]:
-    """Build what runs the table, or makes one. devices: of the workers; at: the server's."""
+    """Build the engine that runs the table, or records one. devices: of the workers; at: device of the server."""
     config, updates, mitigations, places = details.config, details.updates, details.mitigations, details.places
     if updates is not None and is_local(config):
         outer, waits = outer_optimizer(config), workers_wait(config)
@@ -220,7 +223,7 @@ def build_engine(
 
 
 def outer_optimizer(config: ConfigDict) -> optax.GradientTransformation | None:
-    """Return the outer optimizer of diloco; None for other policies."""
+    """Return the outer optimizer of policy diloco; None for other policies."""
     if config.asynchronous.policy != "diloco":
         return None
     settings = options.policy_settings(config)
@@ -228,17 +231,17 @@ def outer_optimizer(config: ConfigDict) -> optax.GradientTransformation | None:
 
 
 def workers_wait(config: ConfigDict) -> bool:
-    """Return whether workers with local weights wait for each other when they meet."""
+    """Return whether workers with local weights wait for each other when they average their weights."""
     return bool(config.asynchronous.policy != "model_average")
 
 
 def is_local(config: ConfigDict) -> bool:
-    """Return whether workers have weights of their own."""
+    """Return whether workers have local weights, instead of reading those of a server."""
     return config.asynchronous.policy in options.LOCAL_POLICIES
 
 
 def report(updates: UpdateTable | None, workdir: Path) -> dict[str, Any]:
-    """Write the table of what was run, if anything was, and return its results."""
+    """Write the update table of the run, if it has one, and return its results."""
     if updates is None:
         return {}
     table.write_updates(workdir / "updates.csv", updates)
@@ -250,15 +253,15 @@ def report(updates: UpdateTable | None, workdir: Path) -> dict[str, Any]:
 def describe_workers(config: ConfigDict) -> str:
     """Return policy, workers and mitigations, such as `async of 4 workers with dc_asgd`."""
     a = config.asynchronous
-    made = f"{'live ' if a.mode == 'live' else ''}{a.policy} of {a.num_workers} workers"
-    return made + (f" with {', '.join(mitigations)}" if (mitigations := options.named_mitigations(config)) else "")
+    workers = f"{'live ' if a.mode == 'live' else ''}{a.policy} of {a.num_workers} workers"
+    return workers + (f" with {', '.join(mitigations)}" if (mitigations := options.named_mitigations(config)) else "")
 
 
 def is_lock_step(config: ConfigDict) -> bool:
-    """Return whether all workers wait for each other, and so do what one device does."""
+    """Return whether all workers wait for each other in every step, so that they train like one device."""
     return config.asynchronous.policy == "sync" and not options.named_mitigations(config)
 
 
 def table_fingerprint(updates: UpdateTable) -> str:
-    """Return the fingerprint of a table without its times."""
+    """Return the fingerprint of a table. It does not depend on the recorded times."""
     return hashlib.sha256(b"".join(column.tobytes() for column in updates[1:6])).hexdigest()[:12]

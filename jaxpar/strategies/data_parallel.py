@@ -1,12 +1,16 @@
-"""`data_parallel`: every device takes a share of each batch; config.exchange says how they agree.
+"""`data_parallel`: every device trains on a shard of each batch, and config.exchange combines the gradients.
 
-By `shard_map`: a program for one replica, in which the exchange is written out (jaxpar/strategies/replicas.py). By
-`sharding`: the step of one device is compiled for the whole mesh with the batch divided over `data` and the state
-replicated; XLA's partitioner then adds the gradients up. By `pmap`: the same step runs once a device and the sums over
-`data` are written out. Gradients are divided by the weight of the global batch, not of a replica's share.
+There are three implementations:
+  shard_map  the program of one replica with explicit collectives (jaxpar/strategies/replicas.py)
+  sharding   the step of one device, compiled for the whole mesh with the batch split over `data` and the state
+             replicated; XLA's partitioner adds the collectives
+  pmap       the step of one device, run on every device with an explicit sum over `data`
 
-XLA adds each product up right behind it, in its dtype: a weight's gradient in bfloat16, before it is made float32. So
-replicas of a bfloat16 model have their sums written out.
+Gradients are divided by the weight of the global batch, not by that of a replica's shard.
+
+XLA's partitioner sums every product over replicas in the dtype of the product. So the weight gradients of a bfloat16
+model would be summed in bfloat16, before they are cast to float32. `auto` therefore selects `shard_map` for several
+replicas of a model that is not float32.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,12 +37,12 @@ from jaxpar.strategies.placement import PlacedState, batch_placer, by_replica, o
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
-DataParallelPlan = Plan[str] | Plan[replicas.ReplicaDetails]  # with the name of a builder; with an exchange
+DataParallelPlan = Plan[str] | Plan[replicas.ReplicaDetails]  # details: the name of a builder, or an exchange
 IMPLEMENTATIONS = ("auto", "shard_map", "sharding", "pmap")
 
 
 def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Refusals[Decision[None]]:
-    """Decide on the data axis. Refuses more devices than there are, and an exchange that cannot be."""
+    """Decide on the size of the data axis. Refuses more devices than the cluster has, and an invalid exchange."""
     yield from refuse_choice("data_parallel.implementation", config.data_parallel.implementation, IMPLEMENTATIONS)
     if config.exchange == "dp":
         yield from meshes.refuse_processes("config.exchange='dp'", cluster)
@@ -50,29 +54,29 @@ def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Ref
     yield from exchanges.refuse_exchange(config, axes[DATA], cluster)
     if config.data_parallel.implementation in ("sharding", "pmap") and not is_plain(config):
         yield UserError(
-            f"config.data_parallel.implementation is {config.data_parallel.implementation!r}, in which XLA adds "
-            "gradients up; it must be 'shard_map' with a config.exchange or config.exchange_options"
+            f"config.data_parallel.implementation is {config.data_parallel.implementation!r}; it must be 'auto' or "
+            f"'shard_map' with config.exchange={exchanges.name(config)!r}"
         )
     if config.data_parallel.implementation == "sharding" and not sums_are_float32(config, axes[DATA]):
         yield UserError(
-            "config.data_parallel.implementation is 'sharding', in which XLA adds gradients up in config.model.dtype, "
-            f"{config.model.dtype!r}; on several replicas it must be 'shard_map' or 'pmap', in which sums are float32"
+            "config.data_parallel.implementation is 'sharding', with which XLA sums gradients in config.model.dtype, "
+            f"{config.model.dtype!r}; it must be one of 'auto', 'shard_map', 'pmap', which sum in float32"
         )
     return Decision(axes, *batch_divisor(config, axes[DATA]), num_replicas=axes[DATA], source=None)
 
 
 def is_plain(config: ConfigDict) -> bool:
-    """Return whether the exchange is ddp without options, which XLA can write too."""
+    """Return whether the exchange is ddp without options, which XLA's partitioner can implement as well."""
     return config.exchange == "ddp" and not exchanges.given(config)
 
 
 def sums_are_float32(config: ConfigDict, num_replicas: int) -> bool:
-    """Return whether XLA adds gradients up in float32, where it writes the sums: it does so in the model's dtype."""
+    """Return whether XLA's partitioner would sum gradients in float32. It sums in the dtype of the model."""
     return num_replicas == 1 or config.model.dtype == "float32"
 
 
 def batch_divisor(config: ConfigDict, num_replicas: int) -> tuple[int, str]:
-    """Return what a batch divides into: replicas, and what each takes one after another."""
+    """Return the batch divisor, which is replicas x accumulation steps, and its description."""
     number = config.optimizer.accumulation_steps
     words = f"{format_count(num_replicas, 'replica')} (the data axis) x {format_count(number, 'accumulation step')}"
     return num_replicas * number, words
@@ -81,7 +85,7 @@ def batch_divisor(config: ConfigDict, num_replicas: int) -> tuple[int, str]:
 def plan(
     config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[None], /
 ) -> Refusals[DataParallelPlan]:
-    """Plan the implementation that config.data_parallel.implementation names. Refuses as the exchange does."""
+    """Plan the implementation that the config selects. Refuses shapes that the exchange does not support."""
     if config.exchange == "dp":
         return master.plan(shapes, decision)
     num_replicas, implementation = decision.num_replicas, config.data_parallel.implementation
@@ -98,13 +102,17 @@ def plan(
 def plan_replicated(
     strategy: str, shapes: Problem, decision: Decision[None], summary: str, implementation: str = "sharding"
 ) -> Plan[str]:
-    """Plan all of the state on each device, and gradients added up by XLA's ring all-reduce.
+    """Plan the whole state on each device, and an all-reduce of the gradients by XLA, assumed to be a ring.
 
     Args:
-      implementation: sharding or pmap; the `details` of the plan.
+      strategy: name of the strategy.
+      shapes: the problem.
+      decision: the mesh and the batch divisor.
+      summary: summary of the plan.
+      implementation: sharding or pmap; becomes the `details` of the plan.
     """
     like, n = states.abstract_state(shapes.model, shapes.optimizer), decision.num_replicas
-    over = (DATA,) if implementation == "pmap" else ()  # pmap's arrays have a leading dim of the replicas
+    over = (DATA,) if implementation == "pmap" else ()  # arrays of pmap have a leading dim over the replicas
     layouts = {
         part: layout.per_replica(decision.axes, tree, *over, are_copies=True) for part, tree in like._asdict().items()
     }
@@ -116,7 +124,7 @@ def plan_replicated(
 
 
 def build(plan: DataParallelPlan, problem: Problem, devices: Sequence[jax.Device]) -> Strategy[State]:
-    """Build what `plan` decided on."""
+    """Build the implementation that was planned."""
     if isinstance(plan.details, replicas.ReplicaDetails):
         return replicas.build(plan, problem, devices)
     builders = {"master": master.build, "sharding": build_sharding, "pmap": build_pmap}
@@ -124,7 +132,7 @@ def build(plan: DataParallelPlan, problem: Problem, devices: Sequence[jax.Device
 
 
 def build_sharding(plan: Plan[str], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[State]:
-    """Build data parallelism by jit over a mesh: batch divided, state replicated."""
+    """Build data parallelism with `jit` over a mesh: the batch is split, the state replicated."""
     mesh = meshes.make_mesh(plan.axes, devices)
     placed = PlacedState(problem, plan.layouts, mesh)
 
@@ -151,7 +159,7 @@ def build_sharding(plan: Plan[str], problem: Problem, devices: Sequence[jax.Devi
 
 
 def build_pmap(plan: Plan[str], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[State]:
-    """Build data parallelism by `jax.pmap`: arrays have a leading dim of the replicas."""
+    """Build data parallelism with `jax.pmap`: arrays have a leading dim over the replicas."""
     n, devices = plan.num_replicas, list(devices[: plan.num_replicas])
     mesh = meshes.make_mesh(plan.axes, devices)
     placed = PlacedState(problem, plan.layouts, mesh)
@@ -170,7 +178,7 @@ def build_pmap(plan: Plan[str], problem: Problem, devices: Sequence[jax.Device])
         return jax.device_put(divided, by_replica(mesh))
 
     def first(tree: Any) -> Any:
-        """The sums or metrics of the first replica, which are those of all."""
+        """Return the sums or metrics of the first replica, which are equal on all replicas."""
         return jax.tree.map(lambda x: x.addressable_shards[0].data[0], tree)
 
     def step_with_metrics(state: State, batch: Any) -> tuple[State, Metrics]:

@@ -1,4 +1,4 @@
-"""config.exchange and config.exchange_options: checked, and built."""
+"""Validates config.exchange and config.exchange_options, and builds the exchange that they select."""
 
 from typing import Any
 
@@ -19,23 +19,23 @@ from jaxpar.step import Problem
 
 
 def given(config: ConfigDict) -> dict[str, Any]:
-    """Return the options that the config sets."""
+    """Return the exchange options that the config sets."""
     return {name: value for name, value in config.exchange_options.items() if value is not None}
 
 
 def name(config: ConfigDict) -> str:
-    """Return the exchange and the options that the config sets, such as `ddp bucket_bytes=1000`."""
+    """Return the name of the exchange and the options that the config sets, such as `ddp bucket_bytes=1000`."""
     return " ".join([config.exchange, *(f"{key}={value}" for key, value in sorted(given(config).items()))])
 
 
 def private_key(config: ConfigDict, num_replicas: int) -> dict[str, Any]:
-    """Return what the private state of an exchange depends on: its name, all of its options, the replicas."""
+    """Return the settings that the private state of an exchange depends on: its name, options and replicas."""
     chosen = {**options(config.exchange), **_with_seed(config)}
     return {"exchange": config.exchange, "options": dict(sorted(chosen.items())), "replicas": num_replicas}
 
 
 def differs(config: ConfigDict) -> str:
-    """Return what the exchange does unlike one device, as `Plan.differs`."""
+    """Return how training with the exchange differs from training on one device, for `Plan.differs`."""
     return presets.exchange_differs(config.exchange, given(config))
 
 
@@ -45,7 +45,7 @@ def _with_seed(config: ConfigDict) -> dict[str, Any]:
 
 
 def refuse_exchange(config: ConfigDict, num_replicas: int, cluster: Cluster) -> Refusals[None]:
-    """Refuse an exchange, or an option of one, that cannot be."""
+    """Refuse an invalid exchange or exchange option."""
     yield from refuse_choice("exchange", config.exchange, EXCHANGES)
     if reason := obstacle(config.exchange, num_replicas, given(config)):
         key, wrong = reason
@@ -65,8 +65,8 @@ def _refuse_optimizer(config: ConfigDict) -> Refusals[None]:
     elementwise = [name for name, one in OPTIMIZERS.items() if one.elementwise]
     if AROUND[exchange].divides and kind not in elementwise:
         yield UserError(
-            f"config.optimizer.name is {kind!r}, which looks at whole arrays, and config.exchange={exchange!r} divides "
-            f"them; it must be one of {', '.join(elementwise)}"
+            f"config.optimizer.name is {kind!r}, which needs whole arrays; it must be one of {', '.join(elementwise)} "
+            f"with config.exchange={exchange!r}, which shards them"
         )
     adamw = [name for name, one in OPTIMIZERS.items() if one.is_adamw]
     if AROUND[exchange].has_adamw and kind not in adamw:
@@ -76,18 +76,20 @@ def _refuse_optimizer(config: ConfigDict) -> Refusals[None]:
 
 
 def configured_exchange(config: ConfigDict, problem: Problem, num_replicas: int) -> Refusals[Exchange]:
-    """Return the exchange around the problem's optimizer. Refuses one that cannot be of this problem."""
+    """Return the exchange around the problem's optimizer. Refuses one that does not support this problem."""
     passes = given(config).get(PASSES, 1)
     if problem.num_steps % passes:
         yield UserError(
-            f"config.exchange_options.{PASSES} is {passes}; it must divide the run's {problem.num_steps} steps"
+            f"config.exchange_options.{PASSES} is {passes}; it must be a divisor of the number of steps, "
+            f"{problem.num_steps}"
         )
     if config.exchange in AROUND and AROUND[config.exchange].divides:
         for path, leaf in jax.tree_util.tree_leaves_with_path(problem.model.shapes):
             if not leaf.size:
                 where = jax.tree_util.keystr(path)
                 yield UserError(
-                    f"config.exchange is {config.exchange!r}, which cannot divide {where} of shape {leaf.shape}"
+                    f"config.exchange is {config.exchange!r}, which cannot shard {where} of shape {leaf.shape}; "
+                    "parameters must not be empty"
                 )
     o = config.optimizer
     adamw = None
@@ -101,26 +103,25 @@ def configured_exchange(config: ConfigDict, problem: Problem, num_replicas: int)
 
 
 def refuse_beyond_gradients(config: ConfigDict, num_replicas: int, cluster: Cluster) -> Refusals[None]:
-    """As `refuse_exchange`, for pipelines, whose replicas can agree on gradients alone."""
+    """Refuse an invalid exchange of a pipeline, whose replicas can exchange only gradients."""
     if PASSES in given(config):
         yield UserError(
             f"config.exchange_options.{PASSES} is {given(config)[PASSES]}; it must be None with "
-            "config.strategy='pipeline', where config.pipeline.num_microbatches is for that"
+            "config.strategy='pipeline', which accumulates gradients over config.pipeline.num_microbatches"
         )
     if config.exchange in EXCHANGES and config.exchange not in GRADIENTS:
-        what = "has all of the model on one device"
-        what = (
-            what
+        reason = (
+            "holds the whole model on one device"
             if config.exchange == "dp"
-            else "is more than an exchange of gradients, and stages hold different arrays"
+            else "exchanges more than gradients, but stages hold different arrays"
         )
         yield UserError(
-            f"config.exchange is {config.exchange!r}, which {what}; with config.strategy='pipeline' it must be "
-            f"{', '.join(GRADIENTS)}"
+            f"config.exchange is {config.exchange!r}, which {reason}; it must be one of {', '.join(GRADIENTS)} with "
+            "config.strategy='pipeline'"
         )
     yield from refuse_exchange(config, num_replicas, cluster)
 
 
 def on_gradients(config: ConfigDict, num_replicas: int) -> AllReduce:
-    """Return the exchange of gradients alone, over the data axis."""
+    """Return the exchange of gradients over the data axis, for pipelines."""
     return GRADIENTS[config.exchange](Axis(DATA, num_replicas), **_with_seed(config))

@@ -1,9 +1,9 @@
-"""PyTorch's DataParallel: the first device is the master, and the only one that has weights and optimizer.
+"""PyTorch's DataParallel: the first device is the master, the only one that holds weights and optimizer state.
 
-In each step it sends its weights to the others, all take the gradient of their share of the batch, and send it to the
-master, which alone updates. Traffic through the master grows with their number, and its memory with it: that is why
-the other exchanges are there, and what this one is for to show. Losses are taken where outputs are, as with the loss
-in DataParallel's module: outputs do not travel.
+In each step, the master sends its weights to the other devices. Every device computes the gradient of its shard of the
+batch and sends it to the master, which takes the optimizer step alone. The traffic through the master and its memory
+grow with the number of devices. The other exchanges avoid that; this one exists for comparison. Every device computes
+the loss of its own outputs, as if the loss were inside the module of DataParallel, so outputs are not sent.
 """
 
 from collections.abc import Sequence
@@ -29,12 +29,12 @@ from jaxpar.tasks import Sums
 
 
 def plan(shapes: Problem, decision: Decision[None]) -> Plan[str]:
-    """Plan the state on the first device alone."""
+    """Plan the whole state on the first device."""
     like, others = states.abstract_state(shapes.model, shapes.optimizer), decision.num_replicas - 1
     layouts = {part: layout.on_one(decision.axes, tree, DATA) for part, tree in like._asdict().items()}
     size = nbytes(like.params)
     memory = [{"parameters": size, "optimizer": nbytes(like.optimizer)}, *[{"parameters": size}] * others]
-    # The master's; another device sends its gradients alone.
+    # Traffic of the master, which sends the weights to all others; any other device only sends its gradients.
     messages = others * len(jax.tree.leaves(like.params))
     traffic = (Traffic("copy", "float32", DATA, others * size, messages),)
     summary = "dp: batch divided, state on the first device alone"
@@ -42,17 +42,17 @@ def plan(shapes: Problem, decision: Decision[None]) -> Plan[str]:
 
 
 def build(plan: Plan[str], problem: Problem, given: Sequence[jax.Device]) -> Strategy[State]:
-    """Build the strategy on the first devices of those given, of which the first is the master."""
+    """Build the strategy on the first of the given devices. The very first one is the master."""
     mesh = meshes.make_mesh(plan.axes, given)
     devices = list(mesh.devices.flat)
     placed, everywhere = PlacedState(problem, plan.layouts, mesh), on_all(mesh)
-    master = placed.shardings.step  # of all that the master has
+    master = placed.shardings.step  # sharding of everything on the master
     in_shard_map = partial(jax.shard_map, mesh=mesh, out_specs=PartitionSpec(DATA), check_vma=False)
 
     @jax.jit
     @partial(in_shard_map, in_specs=(PartitionSpec(), PartitionSpec(DATA), PartitionSpec()))
     def share(state: State, batch: Batch, weight: jax.Array) -> Any:
-        """Return each device's gradients and sums, with a leading dim of the devices."""
+        """Return the gradients and metric sums of each device, with a leading dim over the devices."""
         return jax.tree.map(lambda x: x[None], steps.gradients(problem, state, batch, weight))
 
     @jax.jit
@@ -71,7 +71,7 @@ def build(plan: Plan[str], problem: Problem, given: Sequence[jax.Device]) -> Str
         return total
 
     def to_master(tree: Any) -> list[Any]:
-        """Return every device's part of a tree, on the master."""
+        """Copy every device's part of a tree to the master."""
         shards = [jax.tree.map(lambda x, i=i: _on(x, devices[i]), tree) for i in range(len(devices))]
         moved: list[Any] = jax.device_put(shards, master)
         return moved
@@ -110,5 +110,5 @@ def build(plan: Plan[str], problem: Problem, given: Sequence[jax.Device]) -> Str
 
 
 def _on(x: jax.Array, device: jax.Device) -> jax.Array:
-    """Return the part of an array that is on a device."""
+    """Return the shard of an array that is on a device."""
     return next(shard.data for shard in x.addressable_shards if shard.device == device)

@@ -1,8 +1,9 @@
-"""`pipeline`: the layers in stages over the devices, the batch in microbatches through them, by any schedule.
+"""`pipeline`: every device holds one or several stages of the model, and microbatches pass through them.
 
-Every schedule adds up the same gradients, so the training is that of `single` with as many accumulation steps as
-there are microbatches. Schedules are tables (jaxpar/pipeline/tables/schedule.py); one engine runs them all
-(jaxpar/pipeline/executor/engine.py). Replicas of the pipeline on the data axis agree on gradients by config.exchange.
+All schedules sum the same gradients, so training is equal to `single` with as many accumulation steps as there are
+microbatches. Schedules are tables (jaxpar/pipeline/tables/schedule.py), and one engine runs all of them
+(jaxpar/pipeline/executor/engine.py, whose docstring lists the steps of a training step). Replicas of the pipeline on
+the data axis exchange gradients by config.exchange.
 """
 
 import functools
@@ -45,12 +46,12 @@ from jaxpar.strategies.schedules import configured_table
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
-# Lets XLA see that the branch of an action writes into a stash in place; else it copies whole stashes every clock.
+# Lets XLA write to a stash in place inside the branch of an action. Otherwise it copies whole stashes in every clock.
 IN_PLACE = {f"xla_{backend}_copy_insertion_use_region_analysis": True for backend in ("cpu", "gpu")}
 
 
 def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Refusals[Decision[Table]]:
-    """Decide on the mesh and the table. Refuses what is wrong with config.mesh and config.pipeline."""
+    """Decide on the mesh and the table. Refuses an invalid config.mesh or config.pipeline."""
     yield from refuse_choice("pipeline.remat", config.pipeline.remat, REMATS)
     if config.optimizer.accumulation_steps != 1:
         yield UserError(
@@ -59,7 +60,7 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Refu
         )
     if config.pipeline.trace < 0:
         yield UserError(
-            f"config.pipeline.trace is {config.pipeline.trace}; it must be the number of a step, or 0 for none"
+            f"config.pipeline.trace is {config.pipeline.trace}; it must be the number of a step, or 0 to measure none"
         )
     if config.pipeline.trace:
         yield from meshes.refuse_processes(f"config.pipeline.trace={config.pipeline.trace}", cluster)
@@ -78,27 +79,27 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Refu
 
 
 def refuse_evaluation(config: ConfigDict, num_replicas: int, num_microbatches: int) -> Refusals[None]:
-    """Refuse a batch of evaluation that divides into no microbatches: all stages but one would be idle."""
+    """Refuse an evaluation batch that cannot be split into microbatches: all stages but one would be idle."""
     share, rest = divmod(config.eval.batch_size, num_replicas)
     if share > 1 and not rest and num_microbatches > 1 and math.gcd(share, num_microbatches) == 1:
         yield UserError(
-            f"config.eval.batch_size is {config.eval.batch_size}, {share} examples a replica; it must be 0, or have a "
-            f"divisor in common with the number of microbatches, {num_microbatches}, into which it is divided"
+            f"config.eval.batch_size is {config.eval.batch_size}, which is {share} examples per replica; it must be 0, "
+            f"or the examples per replica must share a divisor with the number of microbatches, {num_microbatches}"
         )
 
 
 @dataclass(frozen=True)
 class PipelineDetails:
-    """What `build` needs of a plan, and what can be asked of a pipeline without devices.
+    """The details of a plan that `build` needs.
 
     Attributes:
-      schedule: as the config names it.
-      table: of the schedule.
-      lowered: the table in the engine's form, in NumPy.
-      stages: which layers are where.
-      state: where the state lives, and how replicas agree on gradients.
-      remat: what the backward pass finds saved.
-      trace: the step whose actions are timed; 0: none.
+      schedule: the schedule in the config: a name or a path.
+      table: the table of the schedule.
+      lowered: the table in the form that the engine runs, as NumPy arrays.
+      stages: the stages.
+      state: distribution of the state, and the exchange of gradients between replicas.
+      remat: none, full or dots: which values the forward pass saves for the backward pass.
+      trace: number of the step whose actions are measured; 0: none.
     """
 
     schedule: str
@@ -110,7 +111,7 @@ class PipelineDetails:
     trace: int
 
     def engine(self, problem: Problem, num_data: int) -> PipelineEngine:
-        """Trace the programs of a training step, for the problem's batch."""
+        """Trace the stage programs for the problem's batch, and build their engine."""
         batch = steps.abstract_share(problem.batch, num_data)
         microbatches = jax.eval_shape(partial(steps.microbatches, num=self.lowered.shape.num_microbatches), batch)
         key = jax.eval_shape(lambda: jax.random.key(0))
@@ -122,7 +123,7 @@ def plan(
 ) -> Refusals[Plan[PipelineDetails]]:
     """Plan the stages of config.pipeline, and the replicas of the pipeline on the data axis.
 
-    Refuses a model that cannot be cut where config.pipeline.partition says.
+    Refuses a model that cannot be cut according to config.pipeline.partition.
     """
     table, num_data = decision.source, decision.num_replicas
     inputs = shapes.model.inputs(shapes.batch)
@@ -155,7 +156,7 @@ def plan(
 
 
 def summarize_stages(config: ConfigDict, table: Table, stages: Stages) -> str:
-    """Return the schedule, and where the model is cut, in one line."""
+    """Return the schedule and the cut points of the model in one line."""
     layers = [layer.name for layer in stages.model.layers]
     begins = ", ".join(layers[begin] for begin in stages.bounds[1:-1])
     summary = f"{config.pipeline.schedule}, {table.num_microbatches} microbatches, "
@@ -167,7 +168,7 @@ def summarize_stages(config: ConfigDict, table: Table, stages: Stages) -> str:
 
 
 def plan_traffic(model: Model, details: PipelineDetails, engine: PipelineEngine) -> tuple[Traffic, ...]:
-    """Return what a device sends in a step: over each route in every clock, and its gradients."""
+    """Return the traffic of a device in a step: one transfer per route and clock, and the gradients."""
     table, stages = details.table, details.stages
     sends = len(details.lowered.shape.routes) * table.num_clocks
     transfers = [
@@ -176,7 +177,7 @@ def plan_traffic(model: Model, details: PipelineDetails, engine: PipelineEngine)
     ]
     copied = {(tie.source, tie.source_name) for device in stages.examples for tie in stages.copies(device)}
     copied_bytes = nbytes([model.shapes[layer][name] for layer, name in sorted(copied)])
-    # Gradients of tied arrays.
+    # The sum of the gradients of tied arrays.
     tied = ring_traffic("all-reduce", 2, STAGE, table.num_devices, copied_bytes, "float32", num_vectors=len(copied))
     gradients = details.state.all_reduce.traffic(details.state.params.packing.shapes)
     return (*transfers, *gradients, tied)
@@ -194,7 +195,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
     one_at_a_time = partial(meshes.one_at_a_time, mesh=mesh)
 
     def on_devices(lowered: LoweredTable) -> LoweredTable:
-        """Put a table's arrays on the devices that they are for."""
+        """Place the arrays of a table on the mesh."""
         arrays = lowered.actions, lowered.arrivals
         return LoweredTable(lowered.shape, *jax.device_put(arrays, table_layout(plan.axes, arrays).shardings(mesh)))
 
@@ -204,7 +205,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
 
     @functools.cache
     def evaluation(num_examples: int) -> LoweredTable:
-        """Return the forward pass in as many of the microbatches as a replica's examples divide into."""
+        """Return a forward-only table, with the largest common divisor of examples and microbatches as microbatches."""
         number = math.gcd(num_examples, table.num_microbatches)
         return on_devices(lower_table(forward_only(table.num_devices, number, table.stages)))
 
@@ -253,14 +254,17 @@ def lower_step(plan: Plan[PipelineDetails], problem: Problem, mesh: Mesh) -> jax
 def jit_train_step(details: PipelineDetails, mesh: Mesh, timeline: Timeline | None = None) -> Any:
     """Jit a training step: (table's shape, state, batch, actions, arrivals) -> (state, metrics). It donates the state.
 
-    Tables of one shape, with arrays of one size, share a compiled program.
+    Tables of the same shape, with arrays of the same size, share a compiled program.
     """
     function, packed = pipeline_step(details.state, details.remat, timeline), details.state.packed
     return jit_on_mesh(function, packed, (packed.specs, PartitionSpec()), mesh, donate_argnums=1)
 
 
 def jit_on_mesh(function: Callable[..., Any], of_state: Layout, out_specs: Any, mesh: Mesh, **options: Any) -> Any:
-    """Jit what `function` makes of each device's part of (table's shape, state, batch, actions, arrivals)."""
+    """Jit a function over the mesh: (table's shape, state, batch, actions, arrivals) -> results.
+
+    Inside `shard_map`, `function` receives each device's parts of these arguments.
+    """
 
     def mapped(shape: TableShape, state: Any, batch: Batch, *arrays: Any) -> Any:
         tables = table_layout(of_state.axes, arrays)

@@ -1,4 +1,4 @@
-"""State and batches on the devices of a mesh, as a plan's layouts say: what the builders of strategies share."""
+"""Places states and batches on the devices of a mesh according to the layouts of a plan. Strategies share this code."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,17 +16,17 @@ from jaxpar.step import Problem
 
 
 def on_all(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of what every device has, such as sums over a batch."""
+    """Return the sharding of values replicated on all devices, such as sums over a batch."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def by_replica(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of what is divided between replicas along its first dim, as batches are."""
+    """Return the sharding of arrays that are split between replicas along dim 0, such as batches."""
     return NamedSharding(mesh, PartitionSpec(DATA))
 
 
 def batch_placer(mesh: Mesh) -> Callable[[Mapping[str, np.ndarray]], dict[str, jax.Array]]:
-    """Return a function that makes a batch on devices of the examples that this host reads."""
+    """Return a function that builds a batch on devices from the examples that this host has read."""
     sharding = by_replica(mesh)
 
     def place(batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
@@ -36,16 +36,16 @@ def batch_placer(mesh: Mesh) -> Callable[[Mapping[str, np.ndarray]], dict[str, j
 
 
 class PlacedState:
-    """The canonical state in the global form that the layouts of its parts give it.
+    """Converts between the canonical state and its global form, according to the layouts of its parts.
 
     Attributes:
-      shardings: of the global state between steps.
-      abstract: the global state in shapes, dtypes and shardings.
+      shardings: shardings of the global state between steps.
+      abstract: shapes, dtypes and shardings of the global state.
       init: key -> the global state at step 0.
     """
 
     def __init__(self, problem: Problem, layouts: Mapping[str, Layout], mesh: Mesh):
-        """layouts: by the fields of State."""
+        """layouts: the layout of each field of State."""
         parts: Any = [layouts[field] for field in State._fields]
         self._layout = layout.join(State(*parts))
         self._like = states.abstract_state(problem.model, problem.optimizer)
@@ -60,14 +60,14 @@ class PlacedState:
         self._to_canonical = jax.jit(self._layout.to_canonical)
 
     def from_canonical(self, tree: Canonical, _private: Canonical | None = None) -> State:
-        """Return the global form of a canonical state, whose leaves may be NumPy arrays."""
+        """Return the global form of a canonical state. Its leaves may be NumPy arrays."""
         state: State = jax.device_put(
             self._layout.to_global(states.from_canonical(tree, self._like), np), self.shardings
         )
         return state
 
     def to_canonical(self, state: State) -> Canonical:
-        """Return the canonical form of a global state; of arrays that differ between replicas, the mean."""
+        """Return the canonical form of a global state: where replicas differ, the mean over replicas."""
         if not self._layout.is_canonical:
             state = self._to_canonical(jax.device_put(state, self._in_step))
         return states.to_canonical(state)

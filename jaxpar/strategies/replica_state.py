@@ -1,4 +1,4 @@
-"""The state of replicas that exchange, in its three forms: canonical, global over the mesh, local to a replica."""
+"""The state of data-parallel replicas in its three forms: canonical, global over the mesh, and local to a replica."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ from jaxpar.strategies.placement import PlacedState
 
 
 def make_layouts(exchange: Exchange, axes: dict[str, int], like: State) -> dict[str, Layout]:
-    """Return the layouts of the parts of the state under an exchange. like: canonical, abstract."""
+    """Return the layouts of the parts of the state with an exchange. like: shapes of the canonical state."""
     params = layout.by_kind(exchange.params, axes, like.params, DATA)
     optimizer = layout.by_kind(exchange.optimizer, axes, like.optimizer, DATA)
 
@@ -36,17 +36,17 @@ def make_layouts(exchange: Exchange, axes: dict[str, int], like: State) -> dict[
 
 
 class ReplicaState:
-    """The state of replicas: a State whose optimizer's part is a DistributedState.
+    """Converts between the forms of the state of replicas: a State whose `optimizer` is a DistributedState.
 
     Attributes:
-      params: the layout of the parameters.
-      layout: of the whole state.
-      shardings: of its global arrays in a step; between steps they differ where the optimizer's state is on the host.
-      abstract: the global state between steps, in shapes, dtypes and shardings.
+      params: layout of the parameters.
+      layout: layout of the whole state.
+      shardings: shardings of the global state during a step. Between steps, the optimizer state may be on the host.
+      abstract: shapes, dtypes and shardings of the global state between steps.
     """
 
     def __init__(self, problem: Problem, mesh: Mesh, exchange: Exchange, layouts: Mapping[str, Layout]):
-        """mesh: with an axis of the replicas; layouts: as `make_layouts` returns."""
+        """mesh: with a data axis. layouts: from `make_layouts`."""
         self._exchange, self._layouts, self._placed = exchange, layouts, PlacedState(problem, layouts, mesh)
         self.params, private = layouts["params"], layouts["private"]
         distributed = DistributedState(layouts["optimizer"], private)
@@ -66,7 +66,7 @@ class ReplicaState:
         return self._with_private(self._placed.init(key))
 
     def from_canonical(self, tree: Canonical, private: Canonical | None = None) -> State:
-        """Return the global form of a canonical state; without `private`, private state is fresh."""
+        """Return the global form of a canonical state. Without `private`, the private state is initialized."""
         state = self._with_private(self._placed.from_canonical(tree))
         if not private:
             return state
@@ -77,11 +77,11 @@ class ReplicaState:
         return jax.device_put(state, self._at_rest)
 
     def to_canonical(self, state: State) -> Canonical:
-        """Return the canonical form; of arrays that differ between replicas, the mean."""
+        """Return the canonical form of a global state: where replicas differ, the mean over replicas."""
         return self._placed.to_canonical(state._replace(optimizer=state.optimizer.optimizer))
 
     def to_private(self, state: State) -> Canonical:
-        """Return what of a state is not in its canonical form."""
+        """Return the private state: the parts of a global state that its canonical form lacks."""
         private: Canonical = serialization.to_state_dict(self._private(state))
         return private
 

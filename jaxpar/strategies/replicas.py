@@ -1,6 +1,6 @@
-"""Data parallelism by `shard_map`: a program for one replica, in which the exchange is written out.
+"""Data parallelism by `shard_map`: the program of one replica, with explicit collectives for the exchange.
 
-jaxpar/exchange says what replicas send each other, and which part of the state each has.
+jaxpar/exchange defines the communication between replicas, and the part of the state that each replica holds.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,8 @@ from jaxpar.strategies.replica_state import ReplicaState, make_layouts
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
-# On GPUs XLA would put buckets together again, and so wait for the whole backward pass; and is to hide their latency.
+# Let XLA overlap the exchange with the backward pass on GPUs: do not combine the buckets again, as the combined
+# collective would wait for the whole backward pass, and schedule collectives to hide their latency.
 OVERLAP: dict[str, Any] = {
     f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in ("all_reduce", "all_gather", "reduce_scatter")
 } | {"xla_gpu_enable_latency_hiding_scheduler": True}
@@ -40,11 +41,11 @@ OVERLAP: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ReplicaDetails:
-    """What `build` needs of a plan.
+    """The details of a plan that `build` needs.
 
     Attributes:
-      exchange: around the optimizer.
-      unrolled: whether the model is to be computed without a scan.
+      exchange: the exchange around the optimizer.
+      unrolled: whether to compute the model without a scan over layers.
     """
 
     exchange: Exchange
@@ -54,7 +55,7 @@ class ReplicaDetails:
 def plan(
     config: ConfigDict, shapes: Problem, decision: Decision[None], *, on_cpu: bool
 ) -> Refusals[Plan[ReplicaDetails]]:
-    """Plan replicas that exchange as config.exchange says. Refuses an exchange that cannot be of these shapes."""
+    """Plan data-parallel replicas with config.exchange. Refuses an exchange that does not support these shapes."""
     exchange = yield from exchanges.configured_exchange(config, shapes, decision.num_replicas)
     like = states.abstract_state(shapes.model, shapes.optimizer)
     layouts = make_layouts(exchange, dict(decision.axes), like)
@@ -72,7 +73,7 @@ def plan(
         decision,
         summary,
         layouts,
-        # On CPUs nothing orders collectives inside a loop and outside of it: devices would wait in different ones.
+        # On CPUs, nothing orders collectives inside a loop relative to those outside of it, so devices could deadlock.
         ReplicaDetails(exchange, unrolled=bool(exchange.fetch) and on_cpu),
         (memory,) * decision.num_replicas,
         traffic,
@@ -127,29 +128,30 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
 def train_step(
     problem: Problem, exchange: Exchange, layout: Layout, num_replicas: int
 ) -> Callable[[State, Batch], tuple[State, Metrics]]:
-    """Return a replica's part of a step. layout: of its global state."""
+    """Return the function that runs one training step on a replica. layout: layout of the global state."""
 
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         state = layout.local(state)
-        weight = jax.lax.pmean(steps.batch_weight(batch), DATA)  # so that gradients are replicas' means
+        weight = jax.lax.pmean(steps.batch_weight(batch), DATA)  # so that the gradient is the mean over replicas
         grads, local_sums = steps.gradients(
             problem, state, batch, weight, fetch=exchange.fetch, scatter=exchange.scatter
         )
         square = optax.tree.norm(grads) ** 2
         sums, squares = psum_small((local_sums, square), DATA)
         grad_norm = jnp.sqrt(squares / num_replicas)
-        finite = steps.is_finite(grad_norm, sums)  # on all replicas: a compressor may hide what is not
+        finite = steps.is_finite(grad_norm, sums)  # before the exchange, as a compressor may hide infinities and NaNs
         distributed = state.optimizer
         if exchange.branches:
-            # On the CPU nothing orders collectives in a branch and outside of it, and devices would wait for each other
-            # in different ones; so these wait for that above: what branches, and by what, depends on it.
+            # On the CPU, nothing orders collectives inside a branch relative to those outside of it, so devices could
+            # deadlock. To order them after the psum above, make the operands of the branches and the counters that
+            # select a branch depend on its result.
             grads = jax.tree.map(lambda x: jnp.where(finite, x, 0), grads)
             counters = jax.tree.map(lambda x: x if x.ndim else jnp.where(finite, x, 0), distributed.private)
             distributed = distributed._replace(private=counters)
         made = exchange.update(grads, distributed, state.params)
         if made.grad_norm is not None:
             grad_norm, finite = made.grad_norm, finite & jnp.isfinite(made.grad_norm)
-        else:  # what is narrow on the wire may overflow there
+        else:  # values sent in a narrow dtype may overflow
             finite &= jax.lax.psum(steps.nonfinite_count(made.updates), DATA) == 0
         state, metrics = steps.apply(state, made.updates, made.state, Metrics(sums, grad_norm, finite))
         return layout.out(state), metrics

@@ -1,4 +1,4 @@
-"""The table of a pipeline, as config.pipeline says: a named schedule, or a CSV file of the user's."""
+"""Makes the table that config.pipeline selects: a named schedule, or a CSV file."""
 
 from ml_collections import ConfigDict
 
@@ -9,21 +9,22 @@ from jaxpar.pipeline.tables.table_file import is_table_file, read_table
 
 
 def configured_table(config: ConfigDict) -> Refusals[Table]:
-    """Return the table that config.pipeline.schedule names.
+    """Return the table that config.pipeline.schedule selects.
 
-    Refuses a schedule that is not there or cannot be of the config's sizes, and a table that a pipeline cannot run.
+    Refuses a schedule that does not exist or does not support the sizes in the config, and an invalid table.
     """
     c = config.pipeline
     table = yield from (_table_from_file(config) if is_table_file(c.schedule) else _table_by_name(config))
-    asked = {
+    sizes = {
         "mesh.stage": (config.mesh.stage, table.num_devices),
         "pipeline.num_microbatches": (c.num_microbatches, table.num_microbatches),
         "pipeline.num_chunks": (c.num_chunks, table.num_chunks),
     }
-    for key, (value, there) in asked.items():
-        if value not in (0, there):
+    for key, (value, of_table) in sizes.items():
+        if value not in (0, of_table):
             yield UserError(
-                f"config.{key} is {value}; the table of config.pipeline.schedule={c.schedule!r} has {there}"
+                f"config.{key} is {value}; it must be {of_table}, as in the table of "
+                f"config.pipeline.schedule={c.schedule!r}"
             )
     return table
 
@@ -36,22 +37,23 @@ def _table_from_file(config: ConfigDict) -> Refusals[Table]:
         yield UserError(f"config.pipeline.schedule is {error}")
     kinds = table.actions["kind"]
     if not is_training(table):
-        yield UserError(f"config.pipeline.schedule is {name!r}, a forward pass alone: it has no backward")
+        yield UserError(f"config.pipeline.schedule is {name!r}, which has no backward; it must be a table for training")
     if (kinds == BW).any() and (kinds != BW)[kinds != F].any():
         yield UserError(
-            f"config.pipeline.schedule is {name!r}, which has BW next to B and W; it must have one of the two"
+            f"config.pipeline.schedule is {name!r}, which mixes BW with B and W; it must have either BW, or B and W"
         )
     if table.actions["version"].any():
-        yield UserError(f"config.pipeline.schedule is {name!r}, which asks for other weight versions than 0")
+        yield UserError(f"config.pipeline.schedule is {name!r}, which has other weight versions than 0; all must be 0")
     return table
 
 
 def _table_by_name(config: ConfigDict) -> Refusals[Table]:
     c, p = config.pipeline, config.mesh.stage
     if c.schedule not in SCHEDULES:
+        hint = nearest(c.schedule, SCHEDULES)
         yield UserError(
             f"config.pipeline.schedule is {c.schedule!r}; it must be one of {', '.join(SCHEDULES)}, or the path of a "
-            f"CSV table.{nearest(c.schedule, SCHEDULES)}"
+            f"CSV table{hint and '.' + hint}"
         )
     if c.num_microbatches > config.batch_size:
         yield UserError(

@@ -1,4 +1,4 @@
-"""`single`: one device. The reference that every other strategy is held to."""
+"""`single`: training on one device, the reference for all other strategies."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ from jaxpar.strategies.strategy import Strategy
 
 
 def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Refusals[Decision[None]]:
-    """Decide on one device. Refuses a config that asks for more."""
+    """Decide on one device. Refuses a config with several devices or an exchange."""
     yield from mesh.refuse_processes("config.strategy='single'", cluster)
     yield from mesh.refuse_stages(config)
     if config.mesh.data not in (-1, 1):
@@ -32,17 +32,17 @@ def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Ref
     if config.exchange != "ddp" or exchanges.given(config):
         yield UserError(
             f"config.exchange is {exchanges.name(config)!r}; it must be 'ddp' without options with "
-            "config.strategy='single', where there is nobody to exchange with"
+            "config.strategy='single', which has one replica and exchanges nothing"
         )
     return Decision({DATA: 1, STAGE: 1}, *batch_divisor(config, 1), num_replicas=1, source=None)
 
 
 def plan(_config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decision[None], /) -> Refusals[Plan[str]]:
     """Plan the whole state and every batch on one device."""
-    yield from ()  # nothing is refused
+    yield from ()  # this strategy refuses nothing
     return plan_replicated("single", shapes, decision, "one device")
 
 
 def build(plan: Plan[str], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[State]:
-    """Build the step of jaxpar/step.py on the first device: a mesh of one, over which nothing is reduced."""
+    """Build the step of jaxpar/step.py on the first device, with a mesh of size 1."""
     return build_sharding(plan, problem, devices)

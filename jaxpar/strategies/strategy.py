@@ -1,4 +1,4 @@
-"""The contracts of a strategy: the module that plans and builds it, and what it is once it is built."""
+"""The contracts of strategies: the module that plans and builds a strategy, and the strategy once it is built."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,20 +16,19 @@ from jaxpar.state import Canonical
 from jaxpar.step import Metrics, Problem
 from jaxpar.tasks import Sums
 
-S = TypeVar("S")  # a state, in the strategy's own form
+S = TypeVar("S")  # a state, in the form of the strategy
 S_co = TypeVar("S_co", covariant=True)
-Source = TypeVar("Source")  # what `decide` hands on to `plan`
-Details = TypeVar("Details")  # and `plan` to `build`
+Source = TypeVar("Source")  # passed from `decide` to `plan`
+Details = TypeVar("Details")  # passed from `plan` to `build`
 
 
 class CompiledProgram(NamedTuple):
-    """A compiled program of a step.
+    """One of the compiled programs that a step runs.
 
     Attributes:
-      compiled: what XLA made of it.
-      branches: by the name of a conditional, in which share of the steps each of its branches is taken.
-      arguments: kinds of bytes, as in Plan.memory, of its first arguments, where these are parts of a state on their
-        own.
+      compiled: the compiled program.
+      branches: for each named conditional, the fraction of steps in which each of its branches is taken.
+      arguments: the keys of Plan.memory that the first arguments belong to, if each argument is one part of the state.
     """
 
     compiled: jax.stages.Compiled
@@ -38,35 +37,37 @@ class CompiledProgram(NamedTuple):
 
 
 class FromCanonical(Protocol[S_co]):
-    """What makes a strategy's state of a canonical one."""
+    """The function that converts a canonical state to the form of a strategy."""
 
     def __call__(self, tree: Canonical, private: Canonical | None = None, /) -> S_co:
         """Return the state on devices.
 
         Args:
-          tree: canonical; leaves may be NumPy arrays.
-          private: what `Strategy.to_private` returned for such a state; None or empty: fresh.
+          tree: the canonical state; leaves may be NumPy arrays.
+          private: private state from `Strategy.to_private`; None or empty: initial private state.
 
         Raises:
-          UserError: the strategy cannot go on from this step without its private state.
+          UserError: the strategy cannot resume at this step without its private state.
         """
 
 
 class Strategy(NamedTuple, Generic[S]):
-    """How a problem is trained on some devices. `state` has the strategy's own form; `batch` is what `place` returns.
+    """The functions that train a problem on devices.
+
+    `state` is in the form of the strategy, and `batch` is the result of `place`.
 
     Attributes:
-      plan: that it was built of.
-      devices: that it uses, in the order of the mesh: stages of one replica next to each other.
+      plan: the plan that it was built from.
+      devices: the devices that it uses, in mesh order: stages of one replica are next to each other.
       init: key -> state.
       place: this host's examples of a batch -> batch on devices.
       step: (state, batch) -> (state, metrics); the old state is donated.
-      evaluate: (state, batch) -> sums.
+      evaluate: (state, batch) -> metric sums.
       to_canonical: state -> canonical state.
       from_canonical: (canonical state, private=None) -> state.
-      compile: () -> a step's programs, for the problem's batch, from shapes alone, without running them.
-      to_private: state -> what of it is not in the canonical state.
-      report: (state, workdir) -> results for result.json; writes what it has to show at the end of a run.
+      compile: () -> the programs of a step, compiled from shapes for the problem's batch, without running them.
+      to_private: state -> the private state, which the canonical state lacks.
+      report: (state, workdir) -> results for result.json; called at the end of a run, it may write files to workdir.
     """
 
     plan: Plan[object]
@@ -83,32 +84,33 @@ class Strategy(NamedTuple, Generic[S]):
 
 
 class StrategyModule(Protocol[Source, Details]):
-    """A module of this package: one file a strategy."""
+    """A module of this package that implements a strategy."""
 
     def decide(self, config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Refusals[Decision[Source]]:
-        """Decide what can be decided before data is read. Pure; reads each file that the config names once.
+        """Decide on the mesh and the batch divisor, before any data is read.
 
-        Refuses a config that this strategy cannot run on this cluster.
+        The function is pure, except that it reads each file that the config names once. It refuses a config that this
+        strategy cannot run on this cluster.
 
         Args:
-          config: of the run.
-          cluster: to run on.
-          model: of the run's layers, whatever its sizes; None where it is not known yet.
+          config: the config of the run.
+          cluster: the cluster to run on.
+          model: a model with the layers of the run, of which only the names and order matter; None if not known yet.
         """
 
     def plan(
         self, config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[Source], /
     ) -> Refusals[Plan[Details]]:
-        """Plan the strategy: no device is touched, nothing is compiled.
+        """Plan the strategy, without touching a device or compiling anything.
 
-        Refuses shapes that this strategy cannot train.
+        It refuses shapes that this strategy cannot train.
 
         Args:
-          config: of the run.
-          shapes: what is trained: a model and a batch in shapes, and an optimizer.
-          cluster: to run on.
-          decision: what `decide` returned for this config and cluster.
+          config: the config of the run.
+          shapes: the problem: shapes of the model and the batch, the optimizer and the task.
+          cluster: the cluster to run on.
+          decision: result of `decide` for this config and cluster.
         """
 
     def build(self, plan: Plan[Details], problem: Problem, devices: Sequence[jax.Device], /) -> Strategy[Any]:
-        """Build the strategy on the first plan.num_devices devices. Compiles nothing yet."""
+        """Build the strategy on the first plan.num_devices devices, without compiling anything yet."""

@@ -245,11 +245,11 @@ DIFFERENT = {
         "exchange_options.backward_passes_per_step=2",
     ],
     "byteps_topk sends only part of the gradients in each step": [*PIPELINE, "mesh.data=2", "exchange=byteps_topk"],
-    "local_sgd of 4 workers takes gradients of weights that are not the newest": [
+    "local_sgd of 4 workers computes gradients of local weights": [
         "strategy=async_data_parallel",
         "asynchronous.policy=local_sgd",
     ],
-    "async of 4 workers with corrected_momentum takes gradients of weights that are not the newest": [
+    "async of 4 workers with corrected_momentum computes gradients of stale weights": [
         "strategy=async_data_parallel",
         "asynchronous.mitigations=corrected_momentum",
         "optimizer.name=sgd",

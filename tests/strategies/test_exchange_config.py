@@ -1,4 +1,4 @@
-"""Mistakes in config.exchange and its options: one line that names the key, before anything is written or compiled."""
+"""Invalid exchanges and exchange options are refused in one line, before anything is written or compiled."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -106,30 +106,37 @@ MISTAKES = {
     ),
     "sharding": (
         ["exchange=zero1", "data_parallel.implementation=sharding"],
-        ["config.data_parallel.implementation is 'sharding'", "it must be 'shard_map' with a config.exchange"],
+        [
+            "config.data_parallel.implementation is 'sharding'; it must be 'auto' or 'shard_map' with",
+            "config.exchange='zero1'",
+        ],
     ),
     "sharding in bfloat16": (
         ["data_parallel.implementation=sharding", "model.dtype=bfloat16"],
-        ["config.data_parallel.implementation is 'sharding'", "'bfloat16'; on several replicas it must be 'shard_map'"],
+        [
+            "config.data_parallel.implementation is 'sharding'",
+            "'bfloat16'; it must be one of 'auto', 'shard_map', 'pmap'",
+        ],
     ),
     "an option with pmap": (
         ["group=2", "data_parallel.implementation=pmap"],
-        ["config.data_parallel.implementation is 'pmap'", "it must be 'shard_map' with a config.exchange or"],
+        ["config.data_parallel.implementation is 'pmap'; it must be 'auto' or 'shard_map' with", "'ddp group=2'"],
     ),
     "zero1 of pipelines": (
         [*PIPELINE, "exchange=zero1"],
         [
-            "config.exchange is 'zero1', which is more",
-            "config.strategy='pipeline' it must be ddp, horovod, byteps, byteps_onebit",
+            "config.exchange is 'zero1', which exchanges more than gradients",
+            "it must be one of ddp, horovod, byteps, byteps_onebit",
+            "with config.strategy='pipeline'",
         ],
     ),
     "onebit_adam of pipelines": (
         [*PIPELINE, "exchange=onebit_adam"],
-        ["config.exchange is 'onebit_adam', which is more", "config.strategy='pipeline' it must be ddp, horovod"],
+        ["config.exchange is 'onebit_adam', which exchanges more than gradients", "it must be one of ddp, horovod"],
     ),
     "dp of pipelines": (
         [*PIPELINE, "exchange=dp"],
-        ["config.exchange is 'dp', which has all of the model on one device; with config.strategy='pipeline' it must"],
+        ["config.exchange is 'dp', which holds the whole model on one device; it must be one of ddp, horovod"],
     ),
     "passes of pipelines": (
         [*PIPELINE, "exchange=horovod", "backward_passes_per_step=2"],

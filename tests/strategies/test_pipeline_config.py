@@ -1,4 +1,4 @@
-"""Mistakes in config.pipeline and config.mesh: one line that names the key, before anything is written or compiled."""
+"""Invalid values in config.pipeline and config.mesh are refused in one line, before anything is written or compiled."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ MISTAKES = {
     ),
     "two kinds of backward": (
         ["schedule={folder}/mixed.csv", "num_microbatches=0"],
-        ["config.pipeline.schedule", "BW next to B and W"],
+        ["config.pipeline.schedule", "mixes BW with B and W"],
     ),
     "a table of other devices": (
         ["schedule={folder}/four.csv"],
@@ -79,7 +79,7 @@ MISTAKES = {
     "an indivisible evaluation": (["eval.batch_size=3"], ["config.eval.batch_size is 3; it must be a multiple of 2"]),
     "an evaluation in one microbatch": (
         ["eval.batch_size=6", "num_microbatches=4"],
-        ["config.eval.batch_size is 6, 3 examples a replica; it must be 0, or have a divisor in common", "4, into"],
+        ["config.eval.batch_size is 6, which is 3 examples per replica; it must be 0, or", "microbatches, 4"],
     ),
     "more microbatches than examples": (
         ["num_microbatches=48"],
