@@ -1,4 +1,4 @@
-"""Runs and looks into what jaxpar.pipeline.executor.split_backward cuts, as the tests of this folder do."""
+"""Helpers that run and inspect the cuts of jaxpar.pipeline.executor.split_backward."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from jaxpar.pipeline.executor.split_backward import Cut, Origin
 
 
 def given(sources: Sequence[Origin], leaves: Sequence[Any], action: int) -> list[Any]:
-    """The inputs that the action is given; None in the place of others."""
+    """Return the inputs that a phase receives, with None in place of the others."""
     return [
         leaf if isinstance(source, str) or source == action else None
         for source, leaf in zip(sources, leaves, strict=True)
@@ -20,12 +20,12 @@ def given(sources: Sequence[Origin], leaves: Sequence[Any], action: int) -> list
 
 
 def readable(saved: dict[tuple[int, int], Any], action: int) -> dict[tuple[int, int], Any]:
-    """What the action may read of all that is saved."""
+    """Return the saved values that a phase may read."""
     return {key: values for key, values in saved.items() if key[0] < action <= key[1]}
 
 
 def run_actions(cut: Cut, sources: Sequence[Origin], leaves: Sequence[Any]) -> list[list[jax.Array]]:
-    """The outputs of each action; each sees no more than the engine shows it."""
+    """Return the outputs of each phase. A phase receives only the values that the engine would pass to it."""
     saved: dict[tuple[int, int], Any] = {}
     results = []
     for action, run in enumerate(cut.run):
@@ -39,7 +39,7 @@ def run_actions(cut: Cut, sources: Sequence[Origin], leaves: Sequence[Any]) -> l
 
 
 def flops_of(cut: Cut, sources: Sequence[Origin], leaves: Sequence[Any]) -> list[int]:
-    """By action."""
+    """Return the FLOPs of each phase."""
     return [
         forward_flops(run, given(sources, leaves, action), readable(cut.saved, action))
         for action, run in enumerate(cut.run)
@@ -47,7 +47,7 @@ def flops_of(cut: Cut, sources: Sequence[Origin], leaves: Sequence[Any]) -> list
 
 
 def primitives(cut: Cut, sources: Sequence[Origin], leaves: Sequence[Any], action: int) -> Counter[str]:
-    """The operations of an action, by name, also those inside others."""
+    """Count the operations of a phase by name, including nested ones."""
     arguments = given(sources, leaves, action), readable(cut.saved, action)
     return Counter(_names(jax.make_jaxpr(cut.run[action])(*arguments).jaxpr))
 

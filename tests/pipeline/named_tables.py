@@ -1,4 +1,4 @@
-"""The grid of tables that the tests of this folder go over."""
+"""The grid of tables for the tests of this folder."""
 
 from collections.abc import Iterator
 
@@ -7,12 +7,12 @@ from jaxpar.pipeline.tables.table import Table
 
 
 def make(name: str, p: int, m: int, v: int | None = None) -> Table:
-    """The named schedule on p devices with m microbatches, and with its own number of chunks where none is given."""
+    """Make the table of a named schedule for p devices and m microbatches, by default with its number of chunks."""
     return make_table(name, num_devices=p, num_microbatches=m, num_chunks=v or SCHEDULES[name].num_chunks)
 
 
 def grid(name: str, most_devices: int = 8, most_microbatches: int = 16) -> Iterator[Table]:
-    """A schedule on 1-8 devices with 1-16 microbatches, and with 1-3 chunks where it has several."""
+    """Yield a schedule on 1-8 devices with 1-16 microbatches, and with 1-3 chunks if it supports any number."""
     for p in range(1, most_devices + 1):
         for m in range(1, most_microbatches + 1):
             if not SCHEDULES[name].any_chunks:

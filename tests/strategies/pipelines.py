@@ -1,6 +1,6 @@
-"""Small problems that pipelines are tried on, and what 10 steps of a strategy make of one.
+"""Small problems for tests of pipelines and other strategies, and the outcome of 10 training steps.
 
-Dims: B rows, T positions.
+Dims: B examples, T positions.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from jaxpar.strategies import Strategy
 
 NUM_STEPS = 10
 BATCH, LENGTH, VOCABULARY, CLASSES = 16, 8, 24, 5
-NUM_MICROBATCHES = 8  # of all runs: their references have as many accumulation steps
+NUM_MICROBATCHES = 8  # of all pipelines; the reference has as many accumulation steps
 TEXT = DataInfo("text", (LENGTH,), CLASSES, tuple("abcde"), VOCABULARY, 0)
 IMAGE = DataInfo("image", (8, 8, 3), CLASSES, tuple("abcde"), 0, 0)
 TWO_STREAMS = "tests.models.two_streams"
@@ -37,14 +37,14 @@ SIZES: dict[str, dict[str, Any]] = {
     TWO_STREAMS: {"hidden_size": 16, "dropout": 0.2},
 }
 OF_IMAGES = ("resnet", "mlp")
-# Without the last and widest blocks, all of ResNet-18, and one with as many blocks as two chunks on 8 devices need.
+# ResNet-18 without its last and widest blocks, ResNet-18, and a ResNet with enough blocks for two chunks on 8 devices.
 RESNET_BLOCKS = {6: (2, 2, 2), 8: (2, 2, 2, 2), 14: (5, 5, 4)}
 LEARNING_RATES = {"adamw": 1e-3, "sgd": 0.03}
-GRADIENTS = {"adamw": "['mu']", "sgd": "['trace']"}  # where the optimizer keeps them
+GRADIENTS = {"adamw": "['mu']", "sgd": "['trace']"}  # the part of the optimizer state that contains them
 
 
 class Task(NamedTuple):
-    """What is trained. layers: blocks of the model, which has two layers more."""
+    """A model, task and optimizer. layers: number of blocks; the model has two more layers."""
 
     model: str
     task: str
@@ -54,13 +54,13 @@ class Task(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What 10 steps of a strategy gave, on the host.
+    """The outcome of 10 steps of a strategy, on the host.
 
     Attributes:
-      losses: by step.
-      norms: of the gradient, by step.
-      gradients: of the first step, but for a factor: what the optimizer remembers of it.
-      params: after the last step, by path.
+      losses: the loss of each step.
+      norms: the gradient norm of each step.
+      gradients: the gradients of the first step up to a factor, from the optimizer state.
+      params: the parameters after the last step, by path.
       tree: the canonical state after the last step.
     """
 
@@ -72,7 +72,7 @@ class Outcome(NamedTuple):
 
 
 def make_batch(task: Task, step: int, size: int = BATCH) -> dict[str, np.ndarray]:
-    """Random inputs, texts of random lengths. The weights differ, so that shares of the batch weigh unequally."""
+    """Make a batch of random inputs and lengths. The example weights differ, so that shards have different weights."""
     rng = np.random.default_rng((step, size))
     weights = rng.uniform(0.5, 2, size).astype(np.float32)
     weights[-3:] = 0
@@ -92,19 +92,19 @@ def make_batch(task: Task, step: int, size: int = BATCH) -> dict[str, np.ndarray
 
 
 def make_config(task: Task, *overrides: str) -> ConfigDict:
-    """The config of a task, on one replica by `single` unless the overrides say otherwise."""
+    """Return the config of a task. The default strategy is `single`, with one replica."""
     config = default_config()
     config.task, config.model.name, config.model.dtype = task.task, task.model, task.dtype
     config.model.update(SIZES[task.model] | ({} if task.model == "resnet" else {"num_layers": task.layers}))
     config.optimizer.name, config.optimizer.lr = task.optimizer, LEARNING_RATES[task.optimizer]
-    config.optimizer.weight_decay = 0.1 if task.optimizer == "adamw" else 0.0  # of sgd it would be in the trace
+    config.optimizer.weight_decay = 0.1 if task.optimizer == "adamw" else 0.0  # with sgd, the trace would include it
     base = ["--config.strategy=single", "--config.mesh.data=1", f"--config.batch_size={BATCH}"]
     override(config, [*base, *overrides])
     return config
 
 
 def pipeline(schedule: str, stages: int, *overrides: str, replicas: int = 1, remat: str = "none") -> tuple[str, ...]:
-    """The overrides that make a pipeline."""
+    """Return the config overrides of a pipeline."""
     return (
         "--config.strategy=pipeline",
         f"--config.pipeline.schedule={schedule}",
@@ -117,7 +117,7 @@ def pipeline(schedule: str, stages: int, *overrides: str, replicas: int = 1, rem
 
 
 def make_problem(config: ConfigDict, task: Task) -> Problem:
-    """The problem of a config made by `make_config`, which is checked first."""
+    """Check a config of `make_config`, and return its problem."""
     info = IMAGE if task.model in OF_IMAGES else TEXT
     with pytest.MonkeyPatch.context() as patch:
         if task.model == "resnet":
@@ -138,10 +138,10 @@ def make_problem(config: ConfigDict, task: Task) -> Problem:
 
 @contextlib.contextmanager
 def without_kinks() -> Iterator[None]:
-    """Has GELU in the place of ReLU wherever a model is traced: where a strategy is planned and where it takes steps.
+    """Replace ReLU by GELU wherever a model is traced: when a strategy is planned, and when it takes steps.
 
-    Of a million units of a ResNet some are so near zero that rounding decides whether a ReLU passes their gradient on,
-    which no comparison to 1e-6 survives.
+    Some of the million units of a ResNet are so close to zero that rounding decides whether a ReLU passes their
+    gradient, which would break comparisons to 1e-6.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.nn, "relu", jax.nn.gelu)
@@ -149,40 +149,42 @@ def without_kinks() -> Iterator[None]:
 
 
 def make(task: Task, *overrides: str) -> Strategy[Any]:
-    """The strategy of a config."""
+    """Build the strategy of a config."""
     config = make_config(task, *overrides)
     with without_kinks():
         return strategies.make(config, make_problem(config, task))
 
 
-@functools.lru_cache(maxsize=8)  # a program of a pipeline takes some 50 MB
+@functools.lru_cache(maxsize=8)  # a compiled pipeline takes about 50 MB
 def shared(task: Task, *overrides: str) -> Strategy[Any]:
-    """The strategy of a config, traced and compiled once for the tests that need it next to each other.
+    """Build the strategy of a config once, so that consecutive tests share its compiled programs.
 
-    Not for asynchronous updates, which keep what they have done, nor where a test patches what a program is made of.
+    Do not use it for asynchronous strategies, which have state, or in tests that patch the code of a program.
     """
     return make(task, *overrides)
 
 
 @functools.cache
 def start(task: Task, *overrides: str) -> Canonical:
-    """Where training begins: weights larger than fresh ones. Among those, many mistakes would not show."""
+    """Return a state at step 0 with large weights, because small initial weights would hide many bugs."""
     rng = np.random.default_rng(1)
     problem = make_problem(make_config(task, *overrides), task)
     state = jax.eval_shape(lambda key: states.init(problem.model, problem.optimizer, key), jax.random.key(0))
     tree = states.to_canonical(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state))
 
     def draw(path: Any, leaf: np.ndarray) -> np.ndarray:
-        fan_out = leaf.shape[0] * leaf.shape[1] * leaf.shape[3] if leaf.ndim == 4 else 200  # of a convolution
+        fan_out = leaf.shape[0] * leaf.shape[1] * leaf.shape[3] if leaf.ndim == 4 else 200  # 4 dims: a convolution
         scaled = rng.normal(size=leaf.shape) * np.sqrt(2 / fan_out)
-        is_last_norm = jax.tree_util.keystr(path[1:3]) == "['norms']['1']"  # of a ResNet's block, which starts small
+        is_last_norm = (
+            jax.tree_util.keystr(path[1:3]) == "['norms']['1']"
+        )  # of a residual block, whose scale starts small
         return (scaled + float(path[-1].key == "scale" and not is_last_norm)).astype(np.float32)
 
     return tree | {"params": jax.tree_util.tree_map_with_path(draw, tree["params"]), "key": np.array([3, 4], np.uint32)}
 
 
 def filled(tree: Canonical) -> Canonical:
-    """A canonical state in which no two numbers are alike."""
+    """Return a canonical state in which all numbers are different."""
     leaves, structure = jax.tree.flatten(tree)
     ends = np.cumsum([leaf.size for leaf in leaves])
     numbers = [np.arange(end - leaf.size, end).reshape(leaf.shape) for leaf, end in zip(leaves, ends, strict=True)]
@@ -190,7 +192,7 @@ def filled(tree: Canonical) -> Canonical:
 
 
 def assert_bitwise_equal(got: Any, expected: Any) -> None:
-    """As `named`, with equal dtypes."""
+    """Assert that trees have bitwise equal leaves of the same dtypes at the same paths."""
     got, expected = named(got), named(expected)
     assert got.keys() == expected.keys()
     for name, leaf in expected.items():
@@ -199,12 +201,12 @@ def assert_bitwise_equal(got: Any, expected: Any) -> None:
 
 
 def assert_survives(strategy: Strategy[Any], tree: Canonical) -> None:
-    """A canonical state comes back from the strategy's form bit for bit."""
+    """Assert that the conversion of a canonical state to the form of the strategy and back is bitwise exact."""
     assert_bitwise_equal(strategy.to_canonical(strategy.from_canonical(tree)), tree)
 
 
 def advance(strategy: Strategy[Any], task: Task, tree: Canonical, first: int = 0, last: int = NUM_STEPS) -> Outcome:
-    """Trains from the state `tree` over the batches first to last."""
+    """Train from the state `tree` on the batches of steps first to last - 1."""
     state = strategy.from_canonical(tree)
     losses, norms, after_one = [], [], tree
     for step in range(first, last):
@@ -214,7 +216,7 @@ def advance(strategy: Strategy[Any], task: Task, tree: Canonical, first: int = 0
         norms.append(float(metrics.grad_norm))
         if step == first:
             after_one = jax.device_get(strategy.to_canonical(state))
-    # Through the canonical state and back: nothing may be lost on the way.
+    # Convert to the canonical state and back, to check that nothing is lost.
     final = jax.device_get(strategy.to_canonical(strategy.from_canonical(strategy.to_canonical(state))))
     gradients = {k: v for k, v in named(after_one["optimizer"]).items() if GRADIENTS[task.optimizer] in k}
     return Outcome(losses, norms, gradients, named(final["params"]), final)
@@ -222,16 +224,16 @@ def advance(strategy: Strategy[Any], task: Task, tree: Canonical, first: int = 0
 
 @functools.cache
 def outcome(task: Task, *overrides: str) -> Outcome:
-    """Ten steps of the strategy that the overrides say; without any: the reference, on one device."""
+    """Train ten steps with the strategy in the overrides, or without overrides on one device, the reference."""
     overrides = overrides or (f"--config.optimizer.accumulation_steps={NUM_MICROBATCHES}",)
     return advance(shared(task, *overrides), task, start(task))
 
 
 def named(tree: Any) -> dict[str, np.ndarray]:
-    """The leaves, copied to the host, by path."""
+    """Return the leaves by path, copied to the host."""
     return {jax.tree_util.keystr(path): np.array(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
-    """Of an array as a whole."""
+    """Return the norm of the difference relative to the norm of the expected array."""
     return float(np.linalg.norm(got.astype(np.float64) - expected) / np.linalg.norm(expected.astype(np.float64)))

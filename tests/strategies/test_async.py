@@ -1,4 +1,4 @@
-"""`async_data_parallel` as a strategy: bitwise the same wherever it runs, and wherever it was stopped."""
+"""`async_data_parallel` gives bitwise equal results on any number of devices, and when stopped and resumed."""
 
 import functools
 from functools import partial
@@ -36,7 +36,7 @@ POLICIES = {
     "sync": ("policy=sync",),
     "async": ("policy=async",),
     "ssp": ("policy=ssp", "bound=1"),
-    "softsync": ("policy=softsync", "groups=3"),  # of 8 workers: updates of 2 gradients
+    "softsync": ("policy=softsync", "groups=3"),  # with 8 workers: 2 gradients per update
     "mitigations": ("policy=async", "mitigations=adaptive_dc_asgd,staleness_aware"),
     "local_sgd": ("policy=local_sgd", "interval=3"),
     "diloco": ("policy=diloco", "interval=3"),
@@ -72,7 +72,7 @@ def test_a_transformer_is_the_same_on_any_number_of_devices() -> None:
 
 
 def test_another_seed_is_another_run() -> None:
-    """Of delays: the start and the batches are the same."""
+    """The seed changes the delays. The initial state and the batches are the same."""
     overrides = asynchronous(*POLICIES["async"], *RANDOM, "delays.jitter=1", workers=8, devices=1)
     losses = [outcome(MLP, *overrides, f"--config.seed={seed}").losses for seed in (0, 1)]
     assert losses[0][0] == losses[1][0]
@@ -81,7 +81,7 @@ def test_another_seed_is_another_run() -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_stopped_and_resumed(name: str) -> None:
-    """Bitwise, with the private state, on other devices too; without it, from the same weights, to other ones."""
+    """Resuming with the private state is bitwise exact, also on other devices. Without it, the result differs."""
     overrides = asynchronous(*POLICIES[name], *RANDOM, workers=8, devices=2)
     strategy = make(MLP, *overrides)
     state = strategy.from_canonical(start(MLP))
@@ -103,12 +103,12 @@ def test_stopped_and_resumed(name: str) -> None:
             np.testing.assert_allclose(begun[path], x, 1e-6, 1e-7)
         for step in range(5, NUM_STEPS):
             state, _ = other.step(state, other.place(make_batch(MLP, step)))
-        # As `advance`, which goes to the canonical state and back.
+        # Convert to the canonical state and back, as `advance` does.
         ends.append(named(jax.device_get(other.to_canonical(other.from_canonical(other.to_canonical(state))))))
     for path, x in expected.items():
         np.testing.assert_array_equal(ends[0][path], x, path)
         np.testing.assert_array_equal(ends[1][path], x, path)
-    if name != "sync":  # where nothing is on its way
+    if name != "sync":  # sync has no in-flight gradients
         assert any((ends[2][path] != x).any() for path, x in expected.items())
 
 
@@ -125,10 +125,10 @@ def test_another_strategy_goes_on_with_it_and_it_with_another() -> None:
 
 
 def test_the_learning_rate_is_that_of_the_steps_of_the_run() -> None:
-    """However many updates are made: the counter of the schedule is the step, not their number."""
+    """The learning rate schedule counts steps, not updates."""
     got = named(on(1, "async").tree["optimizer"])
     counts = sorted(int(x) for path, x in got.items() if path.endswith("['count']"))
-    assert counts == [NUM_STEPS, 8 * NUM_STEPS]  # the schedule's, and Adam's
+    assert counts == [NUM_STEPS, 8 * NUM_STEPS]  # of the schedule and of Adam
 
 
 @pytest.mark.parametrize("mitigations", ["", "adaptive_dc_asgd,staleness_aware"])
@@ -166,7 +166,9 @@ def test_what_is_said_of_it(name: str) -> None:
         4 * size if "interval" in str(POLICIES[name]) else size
     ] * 2
     programs = strategy.compile()
-    assert len(programs) == (4 if "interval" in str(POLICIES[name]) else 3)  # workers' on two devices, and updates
+    assert len(programs) == (
+        4 if "interval" in str(POLICIES[name]) else 3
+    )  # one for the workers of each device, and updates
     held = audit.memory(programs, strategy)
     assert all(parts["parameters"].nbytes == size and (parts["inputs"].nbytes or 0) > 0 for parts in held)
     of_server = [part for part in ("optimizer", "waiting", "mitigations") if part in held[0]]
@@ -181,7 +183,7 @@ SIZE = sum(leaf.size * 4 for leaf in jax.tree.leaves(start(MLP)["params"]))
 
 @pytest.mark.parametrize("settings", [*TO_SERVER, "policy=diloco", "policy=model_average"])
 def test_memory_is_what_there_is(settings: str) -> None:
-    """Of every part, the most bytes that are there after a step; the averages of a model_average, at a gradient."""
+    """The planned memory of each part is compared with its largest size after any step."""
     more = ("interval=2",) if settings.endswith(("diloco", "average")) else ("mitigations=adaptive_dc_asgd",)
     strategy = make(MLP, *asynchronous(settings, *more, *RANDOM, workers=8, devices=2))
     state, most = strategy.from_canonical(start(MLP)), dict[str, int]()
@@ -207,7 +209,7 @@ def test_memory_is_what_there_is(settings: str) -> None:
     assert told["optimizer"] in (optimizer, 8 * optimizer)
     for name in ("waiting", "mitigations", "outer"):
         assert told.get(name, 0) == most.get(name, 0), name
-    for name in ("history", "averages"):  # at its peak, which may lie within a step
+    for name in ("history", "averages"):  # the plan has the peak, which may be within a step
         assert most.get(name, 0) <= told.get(name, 0) <= 2 * most.get(name, 0), name
         assert bool(most.get(name)) == bool(told.get(name)), name
 
@@ -217,7 +219,7 @@ def test_memory_is_what_there_is(settings: str) -> None:
 def test_bytes_that_are_sent_are_those_that_are_copied(
     settings: str, devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights and gradients that `jax.device_put` moves from a device to another, counted."""
+    """Count the weights and gradients that `jax.device_put` copies between devices."""
     own = ("interval=2",) if "local" in settings or "average" in settings else ()
     strategy = make(MLP, *asynchronous(settings, *own, *RANDOM, workers=8, devices=devices))
     state, moved, messages = strategy.from_canonical(start(MLP)), 0, 0
@@ -242,7 +244,7 @@ def test_bytes_that_are_sent_are_those_that_are_copied(
 
 
 def test_its_table_is_that_of_the_steps_that_it_made(tmp_path: Path) -> None:
-    """Those before it went to another strategy."""
+    """The table has no rows of steps that another strategy trained before."""
     overrides = asynchronous(*POLICIES["softsync"], *RANDOM, workers=8, devices=2)
     tree = advance(shared(MLP, *SINGLE), MLP, start(MLP), 0, 5).tree
     first = make(MLP, *overrides)
@@ -260,7 +262,7 @@ def test_its_table_is_that_of_the_steps_that_it_made(tmp_path: Path) -> None:
     np.testing.assert_array_equal(part.worker, whole.worker[rows])
     assert part.update[0] == 0
     assert part.num_updates == reported["updates"] == whole.num_updates - whole.update[rows][0]
-    late = whole.read[rows] >= whole.update[rows][0]  # of weights that it made
+    late = whole.read[rows] >= whole.update[rows][0]  # rows that read weights of this run
     np.testing.assert_array_equal(part.staleness[late], whole.staleness[rows][late])
     assert np.all(part.staleness <= whole.staleness[rows])
     assert np.all(part.read[~late] == 0)
@@ -270,7 +272,7 @@ def test_its_table_is_that_of_the_steps_that_it_made(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["emulated", "live"])
 def test_without_a_step_there_is_no_table(mode: str, tmp_path: Path) -> None:
-    """A run that another strategy has finished; what is in the workdir stays."""
+    """Another strategy has finished the run. The existing table in the workdir must not change."""
     strategy = make(MLP, *asynchronous(f"mode={mode}", workers=4, devices=2))
     state = strategy.from_canonical(outcome(MLP, *SINGLE).tree)
     (tmp_path / "updates.csv").write_text("of a run before\n")

@@ -1,4 +1,4 @@
-"""Mistakes in config.asynchronous: one line that names the key, before anything is written or compiled."""
+"""Invalid values in config.asynchronous are refused in one line, before anything is written or compiled."""
 
 import signal
 from collections.abc import Callable
@@ -149,7 +149,7 @@ def test_a_mistake_is_reported_in_one_line(name: str, tmp_path: Path, capsys: py
 
 @pytest.mark.parametrize("policy", ["async", "model_average"])
 def test_a_run_that_was_stopped(policy: str, tmp_path: Path) -> None:
-    """Goes on to the same end, bitwise, and leaves its table."""
+    """A resumed run is bitwise equal to an uninterrupted one, and writes the same table."""
     strategy = ("--config.strategy=async_data_parallel", f"--config.asynchronous.policy={policy}")
     config = small_run(*strategy)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Every implementation of `data_parallel` makes the gradient of one device, and adds it up over replicas in float32."""
+"""Every implementation of `data_parallel` computes the gradient of one device, and sums over replicas in float32."""
 
 import functools
 
@@ -11,16 +11,16 @@ from jaxpar.analysis.certificate import TOLERANCES
 from jaxpar.strategies.data_parallel import IMPLEMENTATIONS
 from tests.strategies.pipelines import GRADIENTS, RESNET_BLOCKS, Task, make, make_batch, named, relative_error, start
 
-RESNET = Task("resnet", "classification", "sgd", layers=2)  # SGD keeps the first gradient as it is
+RESNET = Task("resnet", "classification", "sgd", layers=2)  # the first trace of SGD is the gradient
 UNCLIPPED = "--config.optimizer.clip_norm=0"
 CASES = [(way, dtype) for dtype in TOLERANCES for way in IMPLEMENTATIONS if (way, dtype) != ("sharding", "bfloat16")]
 
 
 @functools.cache
 def gradient(dtype: str, *keys: str) -> dict[str, np.ndarray]:
-    """Of the first step of a ResNet: on one device, unless the keys of the config say otherwise."""
+    """Return the gradient of the first step of a ResNet, by default on one device."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(RESNET_BLOCKS, RESNET.layers, (1, 1))  # one of each stride
+        patch.setitem(RESNET_BLOCKS, RESNET.layers, (1, 1))  # one block of each stride
         patch.setattr(jax.nn, "relu", jax.nn.gelu)  # as in `advance`
         strategy = make(RESNET._replace(dtype=dtype), UNCLIPPED, *(f"--config.{key}" for key in keys))
         state = strategy.from_canonical(start(RESNET, UNCLIPPED))
@@ -31,7 +31,10 @@ def gradient(dtype: str, *keys: str) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(("implementation", "dtype"), CASES)
 def test_gradient_of_a_resnet(implementation: str, dtype: str) -> None:
-    """Is that of one device, by the certificate's tolerance. XLA would round the sums of a bfloat16 model to 8 bits."""
+    """The gradient equals that of one device within the tolerance of the certificate.
+
+    If XLA chose the dtype of the sums, it would round those of a bfloat16 model to 8 bits.
+    """
     keys = ("strategy=data_parallel", "mesh.data=2", f"data_parallel.implementation={implementation}")
     got, expected = gradient(dtype, *keys), gradient(dtype)
     assert got.keys() == expected.keys()

@@ -1,6 +1,6 @@
-"""Every synchronous strategy gives the training of `single` on the same global batches.
+"""Every synchronous strategy trains like `single` on the same global batches.
 
-A strategy that is missing from VARIANTS fails `test_every_strategy_is_here`.
+If a strategy is missing from VARIANTS, `test_every_strategy_is_here` fails.
 """
 
 import functools
@@ -44,7 +44,7 @@ INFO = DataInfo(
 
 
 class Outcome(NamedTuple):
-    """What a strategy's 20 steps gave, on the host."""
+    """The outcome of 20 steps of a strategy, on the host."""
 
     losses: list[float]
     start: dict[str, np.ndarray]
@@ -53,7 +53,7 @@ class Outcome(NamedTuple):
 
 
 def batch(step: int) -> dict[str, np.ndarray]:
-    """Random texts of random lengths. The weights differ, so that replicas' shares weigh unequally."""
+    """Make a batch of random texts and lengths. Weights differ, so that shards have different weights."""
     rng = np.random.default_rng(step)
     mask = np.arange(LENGTH) < rng.integers(2, LENGTH + 1, (BATCH, 1))
     weights = rng.uniform(0.5, 2.0, BATCH).astype(np.float32)
@@ -69,7 +69,7 @@ def batch(step: int) -> dict[str, np.ndarray]:
 
 @functools.cache
 def outcome(variant: str, optimizer_name: str) -> Outcome:
-    """Trains a small BERT with dropout by the strategy of VARIANTS."""
+    """Train a small BERT with dropout by a strategy of VARIANTS."""
     config = default_config()
     sizes = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "mlp_size": 32, "max_length": LENGTH, "dropout": 0.3}
     override(config, [f"--config.model.{key}={value}" for key, value in sizes.items()])
@@ -94,14 +94,14 @@ def outcome(variant: str, optimizer_name: str) -> Outcome:
         state, metrics = strategy.step(state, strategy.place(batch(step)))
         losses.append(float(metrics.sums.loss / metrics.sums.weight))
     sums = strategy.evaluate(state, strategy.place(batch(NUM_STEPS)))
-    # Through the canonical state and back: nothing may be lost on the way.
+    # Convert to the canonical state and back, to check that nothing is lost.
     tree = jax.device_get(strategy.to_canonical(strategy.from_canonical(strategy.to_canonical(state))))
     assert int(tree["step"]) == NUM_STEPS
     return Outcome(losses, start, named(tree["params"]), float(sums.loss / sums.weight))
 
 
 def named(tree: Any) -> dict[str, np.ndarray]:
-    """The leaves, copied to the host, by path."""
+    """Return the leaves by path, copied to the host."""
     return {jax.tree_util.keystr(path): np.array(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
@@ -116,15 +116,15 @@ def test_equals_single(variant: str, optimizer_name: str) -> None:
     np.testing.assert_allclose(got.losses, expected.losses, rtol=1e-6)
     np.testing.assert_allclose(got.evaluation, expected.evaluation, rtol=1e-6)
     for name, value in expected.params.items():
-        # A key's bias adds the same to all scores of a query, so its gradient is zero but for rounding,
-        # which Adam scales up to full steps.
+        # The bias of a key adds the same value to all scores of a query, so its gradient is rounding error, which Adam
+        # scales up to full steps.
         if "['key']['bias']" not in name:
             error = np.linalg.norm(got.params[name] - value) / np.linalg.norm(value)
             assert error < 1e-6, f"{name}: relative error {error}"
 
 
 def test_training_learns_and_dropout_is_on() -> None:
-    """Guards the test above: equal runs that do nothing would prove nothing."""
+    """Guards the test above: the equality of runs that do not train would prove nothing."""
     result = outcome("single", "adamw")
     assert len(set(result.losses)) == NUM_STEPS
     for name, start in result.start.items():

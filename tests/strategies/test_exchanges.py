@@ -1,4 +1,4 @@
-"""Exchanges under the strategies: exact ones train as `single` does, all resume exactly, and each is where it says."""
+"""Exchanges in strategies: exact ones train like `single`, and all of them resume exactly."""
 
 import functools
 import itertools
@@ -55,7 +55,7 @@ def replicated(exchange: str, *overrides: str, n: int = N) -> tuple[str, ...]:
 
 @functools.cache
 def trained(task: Task, *overrides: str) -> Outcome:
-    """Some steps of a strategy; half as many of a ResNet, whose convolutions take longest."""
+    """Train some steps with a strategy; half as many for a ResNet, whose convolutions are slow."""
     num_steps = NUM_STEPS // 2 if task.model == "resnet" else NUM_STEPS
     return advance(shared(task, *overrides), task, start(task), 0, num_steps)
 
@@ -95,7 +95,7 @@ def test_exact_exchanges_of_pipelines_equal_single(name: str) -> None:
 
 
 def test_lossy_exchanges_are_near() -> None:
-    """That they lose no more than they should is in tests/exchange; here: that they are used, and train."""
+    """The strategies use the lossy exchanges and still train. tests/exchange bounds their errors."""
     expected = trained(MLP)
     for name in ("bagua_bytegrad", "byteps_dithering"):
         got = trained(MLP, *replicated(name))
@@ -105,7 +105,7 @@ def test_lossy_exchanges_are_near() -> None:
 
 
 def resumed(strategy: Strategy[Any], task: Task, steps: tuple[int, ...], *, with_private: bool = True) -> Any:
-    """The state after these steps, with a way through the saved form at the end of each span."""
+    """Return the state after the last of these steps, saved and restored at each of them."""
     state = strategy.from_canonical(start(task))
     for first, last in zip((0, *steps), steps, strict=False):
         for step in range(first, last):
@@ -203,7 +203,7 @@ def test_decentralized_weights_differ_and_the_mean_is_canonical() -> None:
 
 
 def test_backward_passes_take_one_step_of_all() -> None:
-    """Five passes make one step; between, parameters stay."""
+    """Five passes make one optimizer step. The parameters do not change in between."""
     strategy = shared(MLP, *replicated("horovod", option("backward_passes_per_step", 5)))
     state, params = strategy.from_canonical(start(MLP)), [start(MLP)["params"]]
     for step in range(10):
@@ -213,11 +213,11 @@ def test_backward_passes_take_one_step_of_all() -> None:
         any((a != b).any() for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True))
         for x, y in itertools.pairwise(params)
     ]
-    assert moved == [*[False] * 9, True]  # the first step's learning rate is 0
+    assert moved == [*[False] * 9, True]  # the learning rate of the first optimizer step is 0
 
 
 def test_buckets_are_there_before_the_backward_pass_ends() -> None:
-    """The vector of the last layers is made while those before are to come; on GPUs, it is on the wire by then."""
+    """Buckets of the last layers are complete before the backward pass ends. On GPUs, they are already being sent."""
     task = BERT._replace(layers=4)
     strategy = make(task, *replicated("ddp", option("bucket_bytes", 4000), "--config.model.scan_layers=False"))
     lines = (strategy.compile()[0].compiled.as_text() or "").split("ENTRY")[1].splitlines()
@@ -231,7 +231,7 @@ def test_buckets_are_there_before_the_backward_pass_ends() -> None:
 
 
 def test_a_bucket_waits_for_its_own_layers_alone() -> None:
-    """In the program as it is traced: of the matrix products, a bucket of the last layers depends on a part."""
+    """In the traced program, a bucket of the last layers depends only on a part of the matrix products."""
     config = make_config(BERT._replace(layers=4), "--config.model.scan_layers=False")
     problem = make_problem(config, BERT._replace(layers=4))
     axes = {"data": N, "stage": 1}
@@ -245,7 +245,7 @@ def test_a_bucket_waits_for_its_own_layers_alone() -> None:
     mapped = jax.shard_map(step, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
     state = placed.abstract
     [inner] = [eqn.params["jaxpr"] for eqn in jax.make_jaxpr(mapped)(state, problem.batch).eqns]
-    needs: dict[Any, frozenset[int]] = {}  # by variable: the equations with products that it depends on
+    needs: dict[Any, frozenset[int]] = {}  # by variable: the equations with products on which it depends
     products, buckets = set(), []
     for number, eqn in enumerate(inner.eqns):
         inputs = [needs.get(x, frozenset()) for x in eqn.invars if not isinstance(x, jax.extend.core.Literal)]
@@ -258,13 +258,13 @@ def test_a_bucket_waits_for_its_own_layers_alone() -> None:
         needs |= dict.fromkeys(eqn.outvars, own)
     assert len(products) > 40
     assert len(buckets) > 4
-    assert all(a <= b + 3 for a, b in itertools.pairwise(buckets))  # the last layers' come first
+    assert all(a <= b + 3 for a, b in itertools.pairwise(buckets))  # buckets of the last layers come first
     assert buckets[0] < 0.75 * buckets[-1]
     assert len(set(buckets)) >= 4
 
 
 def test_zero_adds_up_shards_from_its_second_stage_on() -> None:
-    """What loops over microbatches carry, in the compiled program: 1/n of the gradients in place of all of them."""
+    """From zero2 on, the compiled loops over microbatches carry 1/n of the gradients instead of all of them."""
     carried = {}
     for name in ("zero1", "zero2"):
         text = shared(MLP_SGD, *replicated(name, TWICE)).compile()[0].compiled.as_text() or ""
@@ -277,7 +277,7 @@ def test_zero_adds_up_shards_from_its_second_stage_on() -> None:
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_what_overflows_on_the_wire_is_a_fault(passes: int) -> None:
-    """Gradients that float32 has and float16 has not: the step is skipped, and what comes after is not hurt."""
+    """Gradients overflow in float16 but not in float32. The step is skipped, and the state stays finite."""
     more = option("wire_dtype", "float16"), option("backward_passes_per_step", passes)
     strategy = shared(MLP_SGD, *replicated("horovod", *more, "--config.optimizer.nonfinite=skip"))
     tree = dict(start(MLP_SGD))
@@ -294,7 +294,7 @@ def test_what_overflows_on_the_wire_is_a_fault(passes: int) -> None:
 
 
 def test_zero3_gathers_a_layer_at_a_time_inside_the_scan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on GPUs; to run so, the CPU has no order of collectives."""
+    """The program is compiled as on GPUs. It cannot run on CPUs, where collectives have no order."""
     monkeypatch.setattr(Model, "unrolled", lambda model: model)
     strategy = make(BERT._replace(layers=4), *replicated("zero3"))
     text = strategy.compile()[0].compiled.as_text() or ""
@@ -303,7 +303,7 @@ def test_zero3_gathers_a_layer_at_a_time_inside_the_scan(monkeypatch: pytest.Mon
     again = [line for line in gathers if "transpose(jvp())/while/body/" in line]
     assert len(forward) == len(again) == 1
     block = sum(leaf.size for leaf in jax.tree.leaves(make_problem(make_config(BERT), BERT).model.shapes["block_0"]))
-    assert f"f32[{N},{-(-block // N)}]" in forward[0]  # one block, not all four
+    assert f"f32[{N},{-(-block // N)}]" in forward[0]  # one block instead of all four
 
 
 def test_every_exchange_is_named_once() -> None:

@@ -1,4 +1,4 @@
-"""Every array of every strategy is where the plan's layouts say, at the start and after a step."""
+"""Every array of every strategy has the placement in the layouts of the plan, initially and after a step."""
 
 import math
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ PIPELINE_CASES: dict[str, tuple[str, ...]] = {
     "zb_v": (*PIPELINE, "pipeline.schedule=zb_v"),
     "zb_v, private state": (*PIPELINE, "mesh.data=2", "pipeline.schedule=zb_v", "exchange=byteps_onebit"),
 }
-# Where parameters and optimizer are, in a word.
+# The kinds of layout of parameters and optimizer state.
 KINDS = {
     "dp": (HELD, HELD),
     "exchange zero1": (REPLICATED, SHARDED),
@@ -62,7 +62,7 @@ KINDS = {
 
 
 def parts(state: Any) -> dict[str, Any]:
-    """The state's trees by the names of their layouts."""
+    """Return the trees of the state by the names of their layouts."""
     fields = state._asdict()
     if isinstance(state.optimizer, DistributedState):
         fields |= state.optimizer._asdict()
@@ -70,9 +70,10 @@ def parts(state: Any) -> dict[str, Any]:
 
 
 def expected_shards(leaf: LeafLayout, axes: Mapping[str, int]) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """By device, the shape of its part of the global array and where that begins; worked out from the layout's words.
+    """Return the shape and the start indices of each device's shard of the global array, by device.
 
-    Of two axes, the second one's neighbours are neighbours.
+    They are derived independently from the definition of the layout. Neighbours on the second of two axes are
+    neighbouring devices.
     """
     shards = {}
     for device, place in enumerate(np.ndindex(*axes.values())):
@@ -119,7 +120,7 @@ def assert_all_is_where_layout_says(tree: Any, layout: Layout, num_devices: int,
 
 
 def states(strategy: Strategy[Any], task: Task) -> dict[str, Any]:
-    """The state at its start, after a step, and as it comes from the canonical one; copied before a step takes it."""
+    """Return the initial state, the state after a step, and the state converted from the canonical one."""
     initial = strategy.init(jax.random.key(0))
     again = strategy.from_canonical(jax.device_get(strategy.to_canonical(initial)))
     batch = strategy.place(make_batch(task, 0))
@@ -140,7 +141,7 @@ def test_arrays_are_where_layouts_say(name: str) -> None:
 
 @pytest.mark.parametrize("name", PIPELINE_CASES)
 def test_packed_arrays_are_where_layouts_say(name: str) -> None:
-    """On each device as many bytes as the fullest needs for the leaves that the layouts give it."""
+    """Packed arrays have the same size on every device: the largest size of any device's leaves."""
     strategy = make(STAGED_MLP, *(f"--config.{setting}" for setting in PIPELINE_CASES[name]))
     layouts, num_devices = strategy.plan.layouts, strategy.plan.num_devices
     packed = layouts["packed"]
@@ -159,7 +160,7 @@ def test_every_strategy_has_a_case() -> None:
 
 
 def async_parts(state: Any) -> dict[str, Any]:
-    """The arrays of asynchronous training by the names of their layouts, but for those that come and go."""
+    """Return the permanent arrays of asynchronous training by the names of their layouts."""
     if isinstance(state, ServerRun):
         server = state.server
         fields = {"optimizer": server.optimizer, "waiting": server.waiting, "mitigations": server.mitigations}
@@ -170,7 +171,7 @@ def async_parts(state: Any) -> dict[str, Any]:
 
 
 def stashed(state: Any) -> dict[str, Any]:
-    """The arrays that come and go."""
+    """Return the temporary arrays of asynchronous training by the names of their layouts."""
     if isinstance(state, LocalState):
         return {"averages": state.averages}
     return {"history": state.transport.history} if isinstance(state.transport, VirtualTime) else {}

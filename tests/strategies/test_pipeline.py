@@ -1,16 +1,15 @@
-"""A pipeline gives the training of `single` on the same microbatches: any schedule, stages, replicas, model.
+"""A pipeline trains like `single` on the same microbatches, with any schedule, stages, replicas and model.
 
-CASES covers all pairs: every schedule meets every number of stages, every number of replicas, every transformer and
-every remat, and so on (`test_all_pairs_are_covered`). ResNets, which take longest to compile, meet all but schedules.
-All 144 combinations of schedule, stages, replicas and model run by `scripts/test -m slow`.
-Dropout and clipping are on in all of them, gpt and bert have tied weights, and some partitions are unequal.
+CASES covers all pairs: every schedule occurs with every number of stages, every number of replicas, every transformer
+and every remat, and so on (`test_all_pairs_are_covered`). ResNets, which are the slowest to compile, do not occur with
+every schedule. `scripts/test -m slow` runs all 144 combinations of schedule, stages, replicas and model. All cases have
+dropout and clipping, gpt and bert have tied weights, and some partitions are unequal.
 
-What is bitwise equal: schedules that add up each stage's gradients in the order of microbatches 0, 1, .. with the
-same actions on the same layers, for they do the same operations in the same order: gpipe, 1f1b and eager_1f1b among
-each other, and zb_h1 and zb_h2 (`test_schedules_with_the_same_actions_are_bitwise_equal`). What is not, though the
-sums have the same order: whatever XLA compiles from other programs, and so rounds otherwise. That is a fused backward
-against B and W apart, one remat or partition against another, and any pipeline, also of one stage, against `single`,
-whose microbatches are a scan of jax.grad. Those agree to 1e-6.
+Schedules are bitwise equal if they run the same actions on the same layers and sum the gradients of each stage in the
+order of the microbatches: gpipe, 1f1b and eager_1f1b on the one hand, and zb_h1 and zb_h2 on the other
+(`test_schedules_with_the_same_actions_are_bitwise_equal`). In all other cases, XLA compiles different programs, which
+round differently even if the sums have the same order. Examples are a fused backward and separate B and W, different
+remat or partitions, and `single`, whose microbatches are a scan of jax.grad, and any pipeline. Those agree to 1e-6.
 """
 
 import itertools
@@ -44,12 +43,12 @@ ROOT = Path(__file__).parents[2]
 BERT, BERT_SGD = Task("bert", "masked_lm", layers=4), Task("bert", "classification", "sgd", layers=4)
 GPT, GPT_SGD = Task("gpt", "causal_lm", layers=4), Task("gpt", "causal_lm", "sgd", layers=4)
 RESNET, RESNET_SGD = Task("resnet", "classification"), Task("resnet", "classification", "sgd")
-# Enough layers for 8 devices, and for two chunks on each.
+# Enough layers for 8 devices, or for two chunks on each.
 BERT_8, GPT_8, DEEP_BERT = Task("bert", "masked_lm"), Task("gpt", "causal_lm", "sgd"), BERT._replace(layers=14)
 
 
 class Case(NamedTuple):
-    """One pipeline; `stages`: devices of it. partition: see configs/default.py."""
+    """A pipeline. `stages` is its number of devices; configs/default.py documents `partition`."""
 
     schedule: str
     stages: int
@@ -93,25 +92,25 @@ CASES = [
     Case("zb_v", 4, 2, BERT_8, "none"),
     Case("zb_v", 8, 1, DEEP_BERT, "dots"),
 ]
-# They need 16 devices, more than this process has.
+# These cases need 16 devices, more than this process has.
 LARGE_CASES = [Case("1f1b", 8, 2, GPT_8, "none"), Case("zb_v", 8, 2, DEEP_BERT, "full")]
 ONE_STAGE_CASES = [Case("1f1b", 1, 1, GPT_SGD, "none"), Case("zb_v", 1, 2, BERT_SGD, "full")]
 
 
 def assert_equal(got: Outcome, expected: Outcome, norm_error: float = 1e-6) -> None:
-    """To 1e-6 relative, of arrays: of each as a whole; the gradient of one step to 2e-6."""
+    """Assert equality with a relative error of 1e-6 per array, and of 2e-6 for the gradient of one step."""
     np.testing.assert_allclose(got.losses, expected.losses, rtol=1e-6)
     np.testing.assert_allclose(got.norms, expected.norms, rtol=norm_error)
     assert got.params.keys() == expected.params.keys()
     assert got.gradients.keys() == expected.gradients.keys()
     assert len(got.gradients) == len(got.params)
-    # A key's bias adds the same to all scores of a query, so its gradient is zero but for rounding.
+    # The bias of a key adds the same value to all scores of a query, so its gradient is rounding error.
     names = [[name for name in tree if "['key']['bias']" not in name] for tree in (got.params, got.gradients)]
     for name in names[0]:
         assert error(got.params[name], expected.params[name]) < 1e-6, name
     flat = [np.concatenate([of.gradients[name].ravel() for name in names[1]]) for of in (got, expected)]
-    assert error(*flat) < 2e-6  # of one step: a microbatch more or less in single precision
-    for name in names[1]:  # some alone are small sums of large terms
+    assert error(*flat) < 2e-6  # single precision, over the microbatches of one step
+    for name in names[1]:  # some arrays are small sums of large terms
         assert error(got.gradients[name], expected.gradients[name]) < 5e-6, name
 
 
@@ -128,25 +127,25 @@ def test_all_pairs_are_covered() -> None:
 
 
 def in_turn(case: Case) -> Any:
-    """ResNets, which XLA's fast compilation makes slow, run with -m slow; one more is in test_pipeline_state.py."""
+    """Mark ResNets as slow, because XLA's fast compilation makes them slow. test_pipeline_state.py runs one as well."""
     return pytest.param(case, marks=pytest.mark.slow) if case.task.model == "resnet" else case
 
 
 @pytest.mark.parametrize("case", [in_turn(case) for case in CASES + ONE_STAGE_CASES], ids=str)
 def test_equals_single(case: Case) -> None:
-    # Through 14 blocks of convolutions and norms rounding decides which of two pixels a maximum takes, now and then.
+    # After 14 blocks of convolutions and norms, rounding occasionally decides which of two pixels is the maximum.
     norm_error = 5e-6 if case.task.model == "resnet" and case.task.layers == 14 else 1e-6
     assert_equal(outcome(case.task, *case.overrides), outcome(case.task), norm_error)
     assert_survives(shared(case.task, *case.overrides), filled(start(case.task)))
 
 
 def test_training_learns_and_dropout_is_on() -> None:
-    """Guards the tests above: equal runs that do nothing would prove nothing."""
+    """Guards the tests above: the equality of runs that do not train would prove nothing."""
     for task in {case.task for case in CASES if case.task.model != "resnet"}:
         reference, strategy = outcome(task), shared(task)
         assert len(set(reference.losses)) == NUM_STEPS
-        assert max(reference.norms) > 1  # clipped
-        for name, before in named(start(task)["params"]).items():  # ten times what equality allows
+        assert max(reference.norms) > 1  # clipping is active
+        for name, before in named(start(task)["params"]).items():  # ten times the tolerance of equality
             moved = error(reference.params[name], before)
             assert moved > 1e-5 or "['key']['bias']" in name, f"{name} moved by {moved}"
         sums = strategy.evaluate(strategy.from_canonical(start(task)), strategy.place(make_batch(task, 0)))
@@ -168,7 +167,7 @@ for case in test_pipeline.LARGE[sys.argv[1]]:
 
 
 def combinations(schedule: str, model: str) -> list[Case]:
-    """The schedule and model with every number of stages and of replicas, and one remat or another."""
+    """Return cases of a schedule and model with every number of stages and replicas, with alternating remat."""
     cases: list[Case] = []
     name = {"bert": "masked_lm", "gpt": "causal_lm", "resnet": "classification"}[model]
     for stages, replicas in itertools.product((2, 4, 8), (1, 2)):
@@ -192,7 +191,7 @@ LARGE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_sixteen_devices(name: str) -> None:
-    """In a process of their own: JAX takes the number of devices once."""
+    """The cases run in a subprocess, because JAX sets the number of devices once per process."""
     process = subprocess.run(
         [sys.executable, "-c", PROCESS, name],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -214,7 +213,7 @@ def test_schedules_with_the_same_actions_are_bitwise_equal(schedules: tuple[str,
 
 
 def test_bfloat16() -> None:
-    """Rounds where one device rounds: it differs from that by less than that differs from float32."""
+    """The pipeline rounds like one device: they differ less from each other than one device differs from float32."""
     task = Task("gpt", "causal_lm", "sgd", layers=2, dtype="bfloat16")
     got, single, exact = (
         outcome(task, *pipeline("zb_h1", 2)),

@@ -116,7 +116,7 @@ MISTAKES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tables, and a data file."""
+    """Return a folder with tables."""
     path = tmp_path_factory.mktemp("tables")
     for name, lines in TABLES.items():
         (path / name).write_text("\n".join(lines) + "\n")

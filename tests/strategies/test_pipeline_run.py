@@ -1,4 +1,4 @@
-"""Whole runs of the pipeline: what they leave behind, and that stopping and resuming changes nothing."""
+"""Complete runs of a pipeline: their results, and that stopping and resuming does not change them."""
 
 import json
 import signal
@@ -18,7 +18,7 @@ SINGLE = ["strategy=single", "mesh.data=1", "optimizer.accumulation_steps=4"]
 
 
 def config(folder: Path, overrides: list[str]) -> ConfigDict:
-    """Two layers on the first device or the last: embed, block_0, head. Texts of two lengths."""
+    """Return a config with layers embed, block_0 and head, cut before block_0, and texts of two lengths."""
     lengths = ["data.length_buckets=8,16", "pipeline.partition=block_0"]
     return small_config(folder, *[f"--config.{override}" for override in lengths + overrides])
 
@@ -45,9 +45,9 @@ def test_result(uninterrupted: Path) -> None:
     sizes = {layer: sum(leaf.nbytes for leaf in jax.tree.leaves(own)) for layer, own in tree["params"].items()}
     fullest = max(sizes["embed"], sizes["block_0"] + sizes["head"])
     assert fullest < 0.8 * sum(sizes.values())
-    # Parameters, and AdamW's two moments.
+    # The parameters, and the two moments of AdamW.
     assert 3 * fullest <= result["state_bytes"] <= 3 * fullest * 1.05
-    # In each clock 3 rows of 16 positions and 16 features over each route; and the gradients, to the other replica.
+    # 3 examples of 16 positions and 16 features over each route in each clock, and gradients to the other replica.
     clocks = 3 * 4 + (2 - 1) * 2 - (2 - 1)
     transferred = clocks * 3 * 16 * 16 * 4
     assert transferred + fullest <= result["wire_bytes"] <= transferred + fullest * 1.05

@@ -1,4 +1,4 @@
-"""Where a pipeline's state lies, what it is in the canonical form, and that training goes on from that anywhere."""
+"""The state of a pipeline: its placement, its canonical form, and resuming from it."""
 
 import functools
 from typing import Any
@@ -36,7 +36,7 @@ TINY = Task("bert", "masked_lm", layers=2)
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.task.model == "resnet"], ids=str)
 def test_canonical_state_survives(case: Case) -> None:
-    """Of transformers: test_pipeline.py."""
+    """test_pipeline.py tests transformers."""
     assert_survives(make(case.task, *case.overrides), filled(start(case.task)))
 
 
@@ -69,14 +69,14 @@ def test_resuming_is_bitwise() -> None:
 
 
 def staged_state(strategy: Strategy[Any]) -> StagedState:
-    """The places of a pipeline's state, to look into it."""
+    """Return the distribution of the state of a pipeline."""
     details = strategy.plan.details
     assert isinstance(details, PipelineDetails)
     return details.state
 
 
 def local_params(staged: StagedState, state: PackedState, device: int) -> Any:
-    """The parameters on a device, from its memory."""
+    """Return the parameters in the memory of a device."""
     arrays = [next(s.data[0] for s in x.addressable_shards if s.index[0].start == device) for x in state.params]
     return staged.params.packing.unpack(staged.stages.kinds[device], jax.device_get(arrays))
 
@@ -97,7 +97,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
 def test_a_device_holds_its_layers_and_no_more(case: Case) -> None:
-    """In bytes: what the fullest one needs for its layers and copies of arrays tied to them; 5% above it at most."""
+    """Each device allocates at most 5% more than the layers and copies on the most heavily loaded device need."""
     strategy = shared(case.task, *case.overrides)
     staged, layout = staged_state(strategy), strategy.plan.layouts["params"]
     tree = filled(start(case.task))
@@ -124,7 +124,7 @@ def test_a_device_holds_its_layers_and_no_more(case: Case) -> None:
             lambda leaf: set(leaf.holders.numbers), layout.leaves, is_leaf=lambda node: isinstance(node, LeafLayout)
         )
     )
-    # No number of the embedding, the head or any other layer is anywhere but where it belongs.
+    # All numbers are different, so this finds any number of a layer that is on a wrong device.
     for device in range(case.stages):
         numbers = np.concatenate(
             [
@@ -158,7 +158,7 @@ def test_a_device_holds_its_layers_and_no_more(case: Case) -> None:
     ids=str,
 )
 def test_copies_of_tied_arrays_stay_equal(case: Case) -> None:
-    """Bitwise, through steps of training."""
+    """The copies remain bitwise equal over several training steps."""
     strategy = shared(case.task, *case.overrides)
     staged, state = staged_state(strategy), strategy.from_canonical(start(case.task))
     before = local_params(staged, state, 0)["embed"]["tokens"]
@@ -172,14 +172,14 @@ def test_copies_of_tied_arrays_stay_equal(case: Case) -> None:
 
 @functools.cache
 def evaluators(task: Task) -> tuple[Any, Any, Any, Any]:
-    """`single`, and a pipeline of two replicas with 8 microbatches; a state of each."""
+    """Return `single` and its state, and a pipeline with two replicas and 8 microbatches and its state."""
     single, piped = shared(task), shared(task, *pipeline("interleaved_1f1b", 2, replicas=2))
     return single, single.from_canonical(start(task)), piped, piped.from_canonical(start(task))
 
 
 @pytest.mark.parametrize("size", [2, 6, 10, 16, 24])
 def test_evaluation_of_any_batch_size(size: int) -> None:
-    """Whatever the microbatches of training divide: the examples of a replica are 1, 3, 5, 8, 12."""
+    """The number of microbatches need not divide the examples of a replica, which are 1, 3, 5, 8 or 12."""
     task = Task("gpt", "causal_lm")
     single, state, piped, packed = evaluators(task)
     batch = make_batch(task, 1, size)
@@ -191,7 +191,7 @@ def test_evaluation_of_any_batch_size(size: int) -> None:
 
 
 def test_batches_of_another_length() -> None:
-    """Texts come padded to several lengths: each is a program of its own, all train the same state."""
+    """Texts are padded to several lengths. Each length has its own program, and all programs train the same state."""
 
     def shortened(step: int) -> dict[str, np.ndarray]:
         batch = make_batch(TINY, step)

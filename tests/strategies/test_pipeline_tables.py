@@ -1,4 +1,4 @@
-"""Tables that have no name: a user's own as CSV, and what the search finds. And that a table is data to the program."""
+"""Tables from CSV files and from the search. Tables are arguments of the compiled program."""
 
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,9 @@ TASK = Task("gpt", "causal_lm", "sgd", layers=2)
 
 
 def test_a_table_of_the_users_own(tmp_path: Path) -> None:
-    """1F1B on two devices, whose device 0 begins two clocks late and waits for another two later on.
+    """The table is 1F1B on two devices, except that device 0 starts two clocks later and pauses for two more.
 
-    The actions and their order on each device are those of 1f1b, so the result is too, bitwise.
+    Every device runs the actions of 1f1b in the same order, so the results are bitwise equal.
     """
     table = make_table("1f1b", num_devices=2, num_microbatches=NUM_MICROBATCHES, num_chunks=1)
     write_table(table, tmp_path / "table.csv")
@@ -48,8 +48,10 @@ def test_a_table_of_the_users_own(tmp_path: Path) -> None:
     rows = [line.split(",") for line in lines]
     late = [[str(int(clock) + 2 + 2 * (int(clock) > 9)), *rest] for clock, *rest in rows]
     last = max(range(len(late)), key=lambda row: int(late[row][0]))
-    late[last][0] = str(int(late[last][0]) + 2)  # the last action once more by itself
-    text = "\n".join(",".join(row[:5]) for row in [header.split(","), *late])  # stages, versions, slots are found
+    late[last][0] = str(int(late[last][0]) + 2)  # delay the last action again
+    text = "\n".join(
+        ",".join(row[:5]) for row in [header.split(","), *late]
+    )  # stages, versions and slots are left to the reader
     (tmp_path / "late.csv").write_text(text + "\n")
     changed = accepted(configured_table(make_config(TASK, *pipeline(f"{tmp_path}/late.csv", 2))))
     assert changed.num_clocks == table.num_clocks + 6
@@ -72,13 +74,13 @@ def test_a_table_that_the_search_finds(num_chunks: int, tmp_path: Path) -> None:
 
 
 def newest_first(p: int, m: int) -> Table:
-    """GPipe as the paper draws it: backwards of m - 1, .., 0."""
+    """Return GPipe as drawn in the paper, with backwards in the order m - 1, .., 0."""
     order = [Action(F, k, 0) for k in range(m)] + [Action(BW, k, 0) for k in reversed(range(m))]
     return place_actions([order] * p, loop_stages(p, 1), m)
 
 
 def test_tables_of_one_shape_share_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program is compiled once for all of them; the same program in the same order gives the same bits."""
+    """All of them share one compiled program. The same actions in the same order give bitwise equal results."""
     p = m = 4
     tables = {name: make_table(name, num_devices=p, num_microbatches=m, num_chunks=1) for name in ("gpipe", "1f1b")}
     tables["newest first"] = newest_first(p, m)

@@ -1,4 +1,4 @@
-"""Layers that pass on a pytree: a pipeline sends and stashes all of its arrays, and trains as `single` does."""
+"""Layers whose activations are a pytree: a pipeline sends and stashes all of its arrays, and trains like `single`."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def test_equals_single(overrides: tuple[str, ...]) -> None:
 
 
 def test_streams_of_two_dtypes() -> None:
-    """In bfloat16 the pipeline rounds where one device does: it differs less from that than that from float32."""
+    """In bfloat16, the pipeline rounds like one device: they differ less than one device differs from float32."""
     task = TASK._replace(dtype="bfloat16")
     got, single, exact = outcome(task, *pipeline("zb_h1", 2)), outcome(task), outcome(TASK)
     flat = [np.concatenate([leaf.ravel() for leaf in of.gradients.values()]) for of in (got, single, exact)]
@@ -59,7 +59,7 @@ def test_streams_of_two_dtypes() -> None:
 
 @pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bfloat16", 2)])
 def test_the_plan_counts_both_streams(dtype: str, width: int) -> None:
-    """Each array goes over its route in every clock; stashes hold at least F's input of both."""
+    """Every array is sent over every route in every clock. Stashes hold at least the input of F, in both streams."""
     strategy = make(TASK._replace(dtype=dtype), *pipeline("1f1b", 2, remat="full"))
     details = strategy.plan.details
     assert isinstance(details, PipelineDetails)
@@ -68,7 +68,7 @@ def test_the_plan_counts_both_streams(dtype: str, width: int) -> None:
     sent = [(one.dtype, one.nbytes) for one in strategy.plan.traffic if one.kind == "collective-permute"]
     assert sorted(sent) == sorted([("float32", clocks * tokens), (dtype, clocks * summary)])
     (memory, *_) = strategy.plan.memory
-    in_flight, slots = 2, 1  # microbatches between F and B on device 0; each inbox has one slot, and each output one
+    in_flight, slots = 2, 1  # microbatches between F and B on device 0; slots of each inbox and of each send buffer
     assert memory["transfers"] == 2 * (slots + 1) * (tokens + summary)
     assert memory["stashes"] == in_flight * (tokens + summary)
 
@@ -82,7 +82,7 @@ def test_an_integer_stream_cannot_be_cut() -> None:
 
 
 def test_a_state_goes_on_under_another_partition() -> None:
-    """Three steps on one device, three by a pipeline: as six on one device."""
+    """Three steps on one device and three with a pipeline equal six steps on one device."""
     overrides = (f"--config.optimizer.accumulation_steps={NUM_MICROBATCHES}",)
     half = advance(shared(TASK, *overrides), TASK, start(TASK), 0, 3)
     got = advance(shared(TASK, *pipeline("1f1b", 2)), TASK, half.tree, 3, 6)

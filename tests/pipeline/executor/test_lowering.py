@@ -1,4 +1,4 @@
-"""The engine's form of a table, run in plain Python on symbols instead of arrays: every action finds its own input."""
+"""Lowered tables are run in plain Python, on symbols instead of arrays: every action must read its own input."""
 
 import itertools
 import random
@@ -25,12 +25,12 @@ from jaxpar.pipeline.tables.table import (
 from jaxpar.pipeline.tables.validate import check_table, peak_handed, peak_in_flight, peak_stashed
 from tests.pipeline.named_tables import grid, make
 
-ZEROS = "what a device gets from a route that nobody sends to it on"
-Symbol = Any  # (phase, microbatch, stage) of the action that made a value; in a stash, (buffer, microbatch, stage)
+ZEROS = "the value that ppermute delivers to a device without a sender"
+Symbol = Any  # (phase, microbatch, stage) of the action that computed a value; in a stash (buffer, microbatch, stage)
 
 
 class Machine:
-    """What the engine does with a lowered table: buffers of symbols by device. Peaks: of values that still wait."""
+    """A reference engine for lowered tables, with buffers of symbols. `peaks`: the most waiting values per inbox."""
 
     def __init__(self, table: Table, lowered: LoweredTable):
         self.table, (self.shape, self.actions, self.arrivals) = table, lowered
@@ -70,7 +70,7 @@ class Machine:
                 buffers[writer, reader][slot] = symbol
             elif writer < phase <= reader:
                 assert buffers[writer, reader][slot] == symbol, self.done[-1]
-        # What an action may read, it is told where.
+        # The lowered action names a slot in every stash that it may read or write.
         assert set(action.stash) == {key for key in self.slots if isinstance(key, tuple) and key[0] <= phase <= key[1]}
         self.outputs[device][phase] = (phase, microbatch, stage)
 
@@ -102,7 +102,7 @@ class Machine:
 
 
 def run(table: Table) -> None:
-    """Lowers the table and runs it: its actions, on their inputs, in as little memory as there can be."""
+    """Lower and run a table. Check its actions, their inputs, and that the buffers are as small as possible."""
     lowered = lower_table(table)
     machine = Machine(table, lowered)
     machine.run()
@@ -124,14 +124,14 @@ def run(table: Table) -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_action_finds_its_input(name: str) -> None:
-    """On 1-8 devices with 1-16 microbatches, and for evaluation."""
+    """The grid has 1-8 devices with 1-16 microbatches. Forward-only tables run as well."""
     for table in grid(name):
         run(table)
         run(forward_only(table.num_devices, table.num_microbatches, table.stages))
 
 
 def test_random_tables() -> None:
-    """Any placement of stages, fused and split backwards, several actions a clock, idle devices."""
+    """Random tables have any stage placement, fused or split backwards, several actions per clock and idle devices."""
     rng = random.Random(0)
     routes, local_phases = Counter[int](), Counter[int]()
     for _ in range(300):
@@ -141,12 +141,12 @@ def test_random_tables() -> None:
         shape = lower_table(table).shape
         routes.update(len(route.phases) for route in shape.routes)
         local_phases.update(shape.local_phases)
-    assert routes[2] > 200  # routes that carry activations and gradients both
+    assert routes[2] > 200  # routes that carry both activations and gradients
     assert local_phases[0] > 100 < local_phases[1]
 
 
 def random_table(rng: random.Random, p: int, v: int, m: int, fused: bool) -> Table:
-    """A valid table: in each clock, each device runs at random some of the actions that it can."""
+    """Return a valid table in which every device runs a random subset of its possible actions in each clock."""
     stages = np.array(rng.sample(range(p * v), p * v)).reshape(p, v)
     device_of, last = device_of_stage(stages), p * v - 1
     kinds = (F, BW) if fused else (F, B, W)
@@ -162,7 +162,7 @@ def random_table(rng: random.Random, p: int, v: int, m: int, fused: bool) -> Tab
             mine = [a for a in todo if device_of[a[2]] == device and PHASE_OF_KIND[a[0]] == phase]
             rng.shuffle(mine)
             for kind, k, stage in mine:
-                shares = kind == W or (phase == 1 and stage == last)  # the clock of its F or its B
+                shares = kind == W or (phase == 1 and stage == last)  # may share the clock of its F or B
                 needed = action_inputs(kind, k, stage, p * v)
                 is_ready = all(made.get(key, clock) < clock + (shares and made.get(key) == clock) for key in needed)
                 to = stage + {F: 1, W: 0}.get(kind, -1)
@@ -184,11 +184,13 @@ def random_table(rng: random.Random, p: int, v: int, m: int, fused: bool) -> Tab
 
 
 def test_one_f_one_b_by_hand() -> None:
-    """Two devices, two microbatches: 0: F0 F1 -- BW0 -- BW1; 1: -- F0 BW0 F1 BW1, in as many clocks."""
+    """The table is 0: F0 F1 --- BW0 --- BW1 and 1: --- F0 BW0 F1 BW1 ---, on two devices with two microbatches."""
     table = make("1f1b", 2, 2)
     lowered = lower_table(table)
     assert table.num_clocks == 6
-    assert [route[:] for route in lowered.shape.routes] == [(1, (0, 1), (0, 1))]  # both ways are the same offset of two
+    assert [route[:] for route in lowered.shape.routes] == [
+        (1, (0, 1), (0, 1))
+    ]  # on two devices, both directions have offset 1
     assert dict(lowered.shape.num_slots) == {"activations": 1, "gradients": 1, (0, 1): 2}
     forward, backward = lowered.actions
     assert forward.microbatch.tolist() == [[0, 1, -1, -1, -1, -1], [-1, 0, -1, 1, -1, -1]]

@@ -1,4 +1,4 @@
-"""The packed form against plain trees: what goes in comes out, and takes no more room than the fullest tree."""
+"""Packing is compared with plain trees: it must be lossless, and need no more memory than the largest tree."""
 
 from collections import Counter
 from typing import Any
@@ -15,7 +15,7 @@ Spec = tuple[tuple[int, ...], Any]  # shape, dtype of a leaf
 
 
 def tree(seed: int, **specs: Spec) -> dict[str, np.ndarray]:
-    """Leaves of whole numbers, so that any dtype holds them, and no two alike."""
+    """Return a tree of random integers, which every dtype represents exactly."""
     rng = np.random.default_rng(seed)
     return {name: rng.integers(-99, 99, shape).astype(dtype) for name, (shape, dtype) in specs.items()}
 
@@ -29,7 +29,7 @@ TREES = [
 
 
 def same(got: Any, expected: Any) -> None:
-    """Bitwise, and of the same structure, shapes and dtypes."""
+    """Assert that trees are bitwise equal, with the same structure, shapes and dtypes."""
 
     def compare(a: Any, b: Any) -> None:
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -43,7 +43,7 @@ def size(leaves: Any) -> int:
 
 
 def test_form_by_hand() -> None:
-    """All three trees have one matrix and one bias; what else they have lies in a vector a dtype."""
+    """All three trees share a matrix and a bias. The remaining leaves are in one vector per dtype."""
     packing = Packing(TREES)
     forms = [(shape.shape, shape.dtype) for shape in packing.shapes]
     assert Counter(forms[:2]) == Counter([MATRIX, BIAS])
@@ -51,10 +51,10 @@ def test_form_by_hand() -> None:
         ((6,), BF16),
         ((5,), np.dtype(bool)),
         ((24,), F32),
-    ]  # 24: u and v of the last; 15 of the second
+    ]  # 24: u and v of the last tree; the second tree needs 15
     assert packing.nbytes == 48 + 16 + 12 + 5 + 96 == size(TREES[2])
     packed = packing.pack(1, TREES[1])
-    # Dicts are in the order of their keys: b, gain, table, w.
+    # Leaves of a dict are sorted by key: b, gain, table, w.
     np.testing.assert_array_equal(packed[4], np.r_[TREES[1]["gain"], TREES[1]["table"].ravel(), np.zeros(24 - 15)])
 
 
@@ -81,7 +81,7 @@ def test_equal_trees_have_no_vectors() -> None:
 
 
 def test_an_empty_tree_costs_nothing() -> None:
-    """A last stage sends nothing; what the others send is still one whole array."""
+    """The last stage sends nothing, but the outputs of the other stages must still be stored unchanged."""
     held = tree(4, w=MATRIX)
     packing = Packing([held, {}, held])
     assert [shape.shape for shape in packing.shapes] == [(3, 4)]
@@ -89,7 +89,7 @@ def test_an_empty_tree_costs_nothing() -> None:
 
 
 def test_no_more_room_than_the_fullest_tree() -> None:
-    """Of one dtype: exactly as much."""
+    """With a single dtype, the packed form is exactly as large as the largest tree."""
     rng = np.random.default_rng(5)
     shapes: list[tuple[int, ...]] = [(2, 2), (4,), (3,), (1, 5), ()]
     for _ in range(30):
@@ -98,7 +98,7 @@ def test_no_more_room_than_the_fullest_tree() -> None:
 
 
 def test_slots() -> None:
-    """Trees of different kinds, each in its own slot; a slot is written over without harm to others."""
+    """Trees of different kinds are in different slots. Overwriting a slot must not change the others."""
     packing, rng = Packing(TREES), np.random.default_rng(6)
     slots, held = packing.zeros(3), dict[int, tuple[int, Any]]()
     write, read = jax.jit(packing.write, static_argnums=0), jax.jit(packing.read, static_argnums=0)
@@ -112,7 +112,7 @@ def test_slots() -> None:
 
 
 def test_add_any_of_the_leaves() -> None:
-    """Neighbours in a vector or not, and in any order."""
+    """The leaves may be adjacent in a vector or not, and in any order."""
     held = tree(7, a=BIAS, b=((2, 3), F32), c=((5,), F32), d=((1, 2), F32), e=BIAS, f=((3,), BF16), g=((2,), F32))
     packing, names, rng = Packing([{"only": held["a"]}, held]), list(held), np.random.default_rng(8)
     packed = packing.pack(1, jax.tree.map(jnp.asarray, held))

@@ -1,4 +1,4 @@
-"""The actions of a model's stages: gradients against jax.grad, FLOPs against closed forms, and what is saved.
+"""Stage programs: gradients are compared with jax.grad, and FLOPs and saved values with closed forms.
 
 Dims: B examples, T positions, D features, M features inside the MLP, V vocabulary.
 """
@@ -23,14 +23,14 @@ from jaxpar.tasks.classification import TASK
 from tests.models.small import CPU, LENGTH, VOCAB, fast_jit, info_of, make_params, small_config
 from tests.pipeline.cuts import flops_of, primitives, run_actions
 
-B, T, D, M, V = 7, LENGTH, 16, 64, VOCAB  # 7 divides the size of no weight
-WEIGHT_FLOPS = 2 * B * T * (4 * D * D + 2 * D * M)  # of a block: of its products with weights
-ATTENTION_FLOPS = 4 * B * T * T * D  # scores and mixture
+B, T, D, M, V = 7, LENGTH, 16, 64, VOCAB  # 7 divides no weight size, so a multiple of 7 indicates activations
+WEIGHT_FLOPS = 2 * B * T * (4 * D * D + 2 * D * M)  # products with weights in one block
+ATTENTION_FLOPS = 4 * B * T * T * D  # attention scores, and the weighted sum of values
 WEIGHT = jnp.float32(3.5)
 
 
 class Stage(NamedTuple):
-    """A stage of a small model, and all that its actions are given."""
+    """A stage of a small model, and all inputs of its phases."""
 
     stages: Stages
     device: int
@@ -62,7 +62,7 @@ def make_rows(name: str, task: str) -> dict[str, Any]:
 
 
 def make_stage(name: str, task: str, bounds: tuple[int, ...], device: int, **overrides: Any) -> Stage:
-    """Stage `device` of a small model with dropout, cut at the bounds, which say how many layers it has."""
+    """Return stage `device` of a small model with dropout. `bounds` are the cuts, up to the number of layers."""
     model = build(
         small_config(name, task, num_layers=bounds[-1] - 2, **{"dropout": 0.3, **overrides}), info_of(name, task), CPU
     )
@@ -80,7 +80,10 @@ def make_stage(name: str, task: str, bounds: tuple[int, ...], device: int, **ove
 
 
 def expected(stage: Stage) -> list[Any]:
-    """Outputs (of a last stage: loss, right answers, weight), dX where there is one, dW: by jax.grad, uncut."""
+    """Compute the results of a stage with jax.grad, without cuts: outputs, dX if it has one, and dW.
+
+    The outputs of the last stage are the sums of loss, correct predictions and weights.
+    """
     model, given = stage.stages.model, stage.given
     start, stop = stage.stages.span(stage.device, 0)
     keys_B = jnp.stack([jax.random.fold_in(given.key, int(i)) for i in given.microbatch["index"]])
@@ -102,7 +105,7 @@ def expected(stage: Stage) -> list[Any]:
 
 
 def by_hand(logits: jax.Array, rows: Batch) -> tuple[jax.Array, list[jax.Array]]:
-    """Sums of weighted cross entropy, of weighted right answers, and of weights."""
+    """Return the weighted loss, and the weighted sums of cross entropy, correct predictions and weights."""
     probability = jnp.sum(jax.nn.softmax(logits) * jax.nn.one_hot(rows["labels"], logits.shape[-1]), -1)
     loss = -jnp.sum(rows["weights"] * jnp.log(probability))
     correct = jnp.sum(rows["weights"] * (logits.argmax(-1) == rows["labels"]))
@@ -110,17 +113,17 @@ def by_hand(logits: jax.Array, rows: Batch) -> tuple[jax.Array, list[jax.Array]]
 
 
 FIRST, MIDDLE, LAST = range(3)
-BOUNDS = (0, 3, 5, 7)  # embed, two blocks; two blocks; a block, head
+BOUNDS = (0, 3, 5, 7)  # stages: embed and two blocks; two blocks; a block and head
 GPT, BERT = ("gpt", "causal_lm"), ("bert", "classification")
 
 
 @pytest.mark.parametrize(
     ("model", "bounds", "stage", "num_phases", "remat", "num_dx"),
     [
-        (GPT, (0, 2, 3), 0, 3, "none", 1),  # of the second layer, which nobody outside takes
-        (GPT, (0, 3), 0, 2, "none", 0),  # all layers
+        (GPT, (0, 2, 3), 0, 3, "none", 1),  # dX of the second layer, which is discarded
+        (GPT, (0, 3), 0, 2, "none", 0),  # one stage
         (BERT, (0, 2, 3), 0, 2, "full", 0),
-        (BERT, (0, 1, 3), 0, 3, "full", 0),  # embed alone
+        (BERT, (0, 1, 3), 0, 3, "full", 0),  # a stage of embed alone
         (GPT, (0, 1, 2, 3), 1, 3, "dots", 1),
         (BERT, (0, 1, 2, 3), 1, 3, "none", 1),
         (GPT, (0, 1, 3), 1, 3, "full", 1),
@@ -145,7 +148,7 @@ def test_actions_of_a_stage_give_its_gradients(
     names = [*["output"] * len(actions[0]), *["dX"] * num_dx, *paths]
     for name, got, wanted in zip(names, [value for outputs in actions for value in outputs], results, strict=True):
         assert got.shape == wanted.shape
-        if "['key']['bias']" in name:  # which softmax takes away again: rounding errors are all there is
+        if "['key']['bias']" in name:  # softmax cancels this bias, so its gradient is rounding error
             assert jnp.abs(got).max() < 1e-5
         else:
             assert jnp.linalg.norm(got - wanted) <= 3e-6 * jnp.linalg.norm(wanted), name
@@ -155,14 +158,14 @@ def test_actions_of_a_stage_give_its_gradients(
     ("remat", "again", "again_in_w"),
     [
         ("none", 0, 0),
-        # Once more forward, but for the last product of the last block, which no gradient asks for.
+        # The forward pass again, except the last product of the last block, which no gradient depends on.
         ("full", 2 * (WEIGHT_FLOPS + ATTENTION_FLOPS) - 2 * B * T * M * D, 0),
-        # Products with batch dims; of the mixture, which the saved output of the next one came from, only W has need.
+        # Products with batch dims. Only W needs the weighted sum of values, as the output of the next product is saved.
         ("dots", 2 * ATTENTION_FLOPS, ATTENTION_FLOPS),
     ],
 )
 def test_flops_of_actions(remat: str, again: int, again_in_w: int) -> None:
-    """Two blocks: a product of F is one of dX in B and one of dW in W; one without weights is two in B."""
+    """For every product with weights in F, B has one for dX and W has one for dW. For other products, B has two."""
     stage = make_stage(*GPT, BOUNDS, MIDDLE)
     weights, attention = 2 * WEIGHT_FLOPS, 2 * ATTENTION_FLOPS
     forward, dx, dw = flops_of(stage.trace(3, remat).cut, stage.origins, stage.leaves)
@@ -174,9 +177,9 @@ def test_flops_of_actions(remat: str, again: int, again_in_w: int) -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_flops_of_the_first_stage(dropout: float) -> None:
-    """Nobody waits for dX of its first layer, but B is there all the same: dX of the blocks, and W their dW.
+    """No stage needs dX of the first stage. Its B computes dX of the blocks, and its W their dW.
 
-    Without dropout all of it follows from weights and batch, and yet nothing is computed twice.
+    Without dropout, all values depend on weights and batch alone, but nothing must be computed twice.
     """
     stage = make_stage(*GPT, BOUNDS, FIRST, dropout=dropout)
     weights, attention = 2 * WEIGHT_FLOPS, 2 * ATTENTION_FLOPS
@@ -188,7 +191,7 @@ def test_flops_of_the_first_stage(dropout: float) -> None:
 
 
 def test_w_is_nothing_but_dw() -> None:
-    """Six products a block, sums over rows (times a norm's input): no function of activations is there again."""
+    """W has six products per block and sums over examples, and must not recompute any activation function."""
     stage = make_stage(*GPT, BOUNDS, MIDDLE)
     names = primitives(stage.trace(3, "none").cut, stage.origins, stage.leaves, 2)
     assert names["dot_general"] == 2 * 6
@@ -198,7 +201,7 @@ def test_w_is_nothing_but_dw() -> None:
 @pytest.mark.parametrize("model", [GPT, BERT])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_saved(model: tuple[str, str], dtype: str) -> None:
-    """No weight, cast weight or transpose; no attention mask; the four dropout masks of two blocks, drawn once."""
+    """No weight, cast weight, transpose or attention mask is saved. The four dropout masks are drawn once and saved."""
     stage = make_stage(*model, BOUNDS, MIDDLE, dtype=dtype)
     for num_phases in (2, 3):
         pieces = stage.trace(num_phases, "none").cut
@@ -210,7 +213,7 @@ def test_what_is_saved(model: tuple[str, str], dtype: str) -> None:
 
 
 def test_what_is_saved_with_full_remat() -> None:
-    """For B the stage's input alone; masks are drawn again."""
+    """Only the input of the stage is saved for B. Dropout masks are drawn again."""
     stage = make_stage(*GPT, BOUNDS, MIDDLE)
     for num_phases in (2, 3):
         pieces = stage.trace(num_phases, "full").cut
@@ -221,7 +224,7 @@ def test_what_is_saved_with_full_remat() -> None:
 
 
 def test_a_program_stands_for_other_layers() -> None:
-    """Device 3's blocks run the program of device 1, with their own dropout masks by their shift."""
+    """Device 4 runs the program of device 1. The shift gives its block the right dropout masks."""
     bounds = (0, 1, 2, 3, 6, 7)
     one = make_stage(*GPT, bounds, 1)
     model: Model = one.stages.model
@@ -240,7 +243,7 @@ def test_a_program_stands_for_other_layers() -> None:
 
 
 def test_a_stage_is_traced_once() -> None:
-    """A second time only for other inputs, phases or what is recomputed, or of another model."""
+    """It is traced again only for different inputs, phases or remat, or for another model."""
     stage = make_stage("gpt", "causal_lm", (0, 2, 4, 6), 1)
     cut = stage.trace(2, "none").cut
     assert stage.trace(2, "none").cut is cut
@@ -249,5 +252,5 @@ def test_a_stage_is_traced_once() -> None:
     shorter = stage._replace(given=stage.given._replace(microbatch=rows, x=x))
     others = [stage.trace(3, "none"), stage.trace(2, "full"), shorter.trace(2, "none")]
     assert all(other.cut is not cut for other in others)
-    again = make_stage("gpt", "causal_lm", (0, 2, 4, 6), 1)  # of another model
+    again = make_stage("gpt", "causal_lm", (0, 2, 4, 6), 1)  # a stage of another model
     assert again.trace(2, "none").cut is not cut

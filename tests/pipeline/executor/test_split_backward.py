@@ -1,6 +1,6 @@
-"""Any function cut into F, B and W, against jax.grad: the same values, no product twice, no weight saved.
+"""Functions are cut into F, B and W and compared with jax.grad: equal values, no product twice, no weight saved.
 
-test_programs.py has the stages of models. Dims: B examples, D and E features.
+test_programs.py tests the stages of models. Dims: B examples, D and E features.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from jaxpar.pipeline.executor.split_backward import Cut, Origin, cut_phases, fla
 from tests.models.small import fast_jit
 from tests.pipeline.cuts import flops_of, primitives, run_actions
 
-B, D, E = 7, 4, 6  # 7 divides the size of no weight
+B, D, E = 7, 4, 6  # 7 divides no weight size, so a multiple of 7 indicates activations
 Weights = dict[str, jax.Array]
 Function = Callable[[Weights, jax.Array], jax.Array]
 
@@ -39,7 +39,7 @@ def plain(w: Weights, x_BD: jax.Array) -> jax.Array:
 
 
 def in_jit(w: Weights, x_BD: jax.Array) -> jax.Array:
-    """Calls within calls, one function twice, an argument that goes straight through."""
+    """Nested calls, a function that is called twice, and an argument that is returned unchanged."""
     layer = jax.jit(lambda w, x: (jax.jit(plain)(w, x), x))
     y_BD, x_BD = layer(w, x_BD)
     return layer(w, y_BD)[0] + x_BD
@@ -50,7 +50,7 @@ def in_checkpoint(w: Weights, x_BD: jax.Array) -> jax.Array:
 
 
 def with_constant(w: Weights, x_BD: jax.Array) -> jax.Array:
-    """An array that the inner function closes over."""
+    """The inner function closes over an array."""
     table_DD = np.arange(D * D, dtype=np.float32).reshape(D, D)
     return jax.jit(lambda w, x_BD: plain(w, x_BD @ jnp.asarray(table_DD)))(w, x_BD)
 
@@ -60,7 +60,7 @@ def in_scan(w: Weights, x_BD: jax.Array) -> jax.Array:
 
 
 def of_weights(w: Weights, x_BD: jax.Array) -> jax.Array:
-    """Half of it follows from the weights alone."""
+    """Half of the computation depends on the weights alone."""
     return jax.nn.relu(x_BD) @ jnp.tanh(w["up"] @ w["down"]).T + x_BD
 
 
@@ -82,7 +82,7 @@ SOURCES: list[Origin] = ["free", "free", "free", "free", 0, 1]
 
 
 def split(function: Function, *, fused: bool = False) -> Cut:
-    """The actions of a stage that computes the function. fused: B and W are one."""
+    """Cut a stage that computes the function into phases. fused: B and W are one phase."""
 
     def actions(w: Weights, x_BD: jax.Array, dy_BD: jax.Array) -> list[Any]:
         y_BD, pullback = jax.vjp(function, w, x_BD)
@@ -114,7 +114,7 @@ def test_actions_give_the_gradients(function: Function) -> None:
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_no_product_is_computed_twice(function: Function) -> None:
-    """As many as in jax.grad; of weights alone, which come cheap, as many as there are actions that use them."""
+    """The FLOPs equal those of jax.grad, except that products of weights alone are recomputed in each phase."""
     (x_BD, dy_BD), w = x_and_dy(), make_weights()
     grad = jax.value_and_grad(lambda w, x_BD: jnp.sum(function(w, x_BD) * dy_BD), (0, 1))
     counts = flops_of(split(function), SOURCES, [*jax.tree.leaves(w), x_BD, dy_BD])
@@ -126,21 +126,21 @@ def test_no_product_is_computed_twice(function: Function) -> None:
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_no_weight_is_saved(function: Function) -> None:
-    """Nor what follows from weights alone: a cast, a transpose, a product. What has examples has a size of 7 x .."""
+    """No cast, transpose or product of weights is saved either. Sizes of activations are multiples of 7."""
     for key, values in split(function).saved.items():
-        if function is not in_scan or key != (1, 2):  # a loop back makes dX and dW at once, and so B hands dW to W
+        if function is not in_scan or key != (1, 2):  # a backward scan computes dX and dW together, so B saves dW for W
             assert all(value.size % B == 0 for value in values)
 
 
 def test_what_is_saved_of_a_linear_map() -> None:
-    """For W the input, and dy, which B alone is given; for B nothing."""
+    """W needs the input, and dy, which only B receives. B needs no saved value."""
     pieces = split(lambda w, x_BD: x_BD @ w["square"])
     saved = {key: [value.shape for value in values] for key, values in pieces.saved.items()}
     assert saved == {(0, 2): [(B, D)], (1, 2): [(B, D)]}
 
 
 def test_custom_rules_survive() -> None:
-    """A rule of the user's, here thrice the true gradient, with residuals of its own; inside a jit."""
+    """A custom_vjp inside a jit, which returns three times the true gradient, is preserved."""
 
     @jax.custom_vjp
     def product(w: jax.Array, x_BD: jax.Array) -> jax.Array:
@@ -164,7 +164,7 @@ def test_custom_rules_survive() -> None:
 
 
 def test_random_numbers_are_drawn_once() -> None:
-    """What is drawn from the key is saved, not drawn again; the key is not saved, nor what follows from free inputs."""
+    """Random numbers are saved and not drawn again. Keys and values that depend on free inputs alone are not saved."""
     key, (x_BD, dy_BD), scale_B = jax.random.key(3), x_and_dy(), jnp.arange(1.0, 1 + B)
     sources: list[Origin] = ["saved", "free", 0, 1]
 
@@ -189,12 +189,12 @@ def test_random_numbers_are_drawn_once() -> None:
 
 
 def test_flatten_sees_through_calls() -> None:
-    """Rematerialised parts stay whole where they are to be B's as a whole."""
+    """Calls are inlined. Calls of jax.checkpoint are inlined only with `remat`."""
     w, (x_BD, _) = make_weights(), x_and_dy()
     closed = jax.make_jaxpr(in_checkpoint)(w, x_BD)
     whole, flat = (flatten(closed, remat=remat) for remat in (False, True))
     calls = {"jit", "pjit", "checkpoint", "remat2"}
-    assert len({equation.primitive.name for equation in whole.jaxpr.eqns} & calls) == 1  # checkpoint, by either name
+    assert len({equation.primitive.name for equation in whole.jaxpr.eqns} & calls) == 1  # checkpoint, under either name
     names = {equation.primitive.name for equation in flat.jaxpr.eqns}
     assert {"tanh", "dot_general"} <= names
     assert not names & calls

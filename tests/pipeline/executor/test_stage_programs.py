@@ -1,6 +1,6 @@
-"""The stages' programs run one by one, in plain Python: without a mesh, an engine or a table, they train as one device.
+"""Stage programs run one by one in plain Python, without a mesh, engine or table, and train like one device.
 
-Each stage is given its own parameters and what its neighbours sent, and nothing else.
+Each stage receives only its own parameters and the transfers of its neighbours.
 """
 
 from functools import partial
@@ -22,11 +22,11 @@ from tests.pipeline.cuts import readable
 from tests.pipeline.executor.test_programs import GPT, B, T, V, by_hand, make_rows
 
 KEY, WEIGHT = jax.random.key(5), jnp.float32(9.5)
-BOUNDS = (0, 2, 3, 4, 6)  # embed, a block; a block; a block; a block, head, which is tied to embed
+BOUNDS = (0, 2, 3, 4, 6)  # stages: embed and a block; a block; a block; a block and head, tied to embed
 
 
 class Peer:
-    """One stage, alone: what it has, what it still holds for its backward pass, and the gradients it has added up."""
+    """One stage: its parameters, the values saved for its backward pass, and its accumulated gradients."""
 
     def __init__(self, programs: StagePrograms, params: Params, stage: int):
         stages = programs.stages
@@ -63,7 +63,7 @@ def make_microbatches() -> list[dict[str, Any]]:
 
 
 def one_device(model: Model, params: Params) -> tuple[jax.Array, Params]:
-    """The loss of both microbatches together, and its gradient."""
+    """Return the loss of both microbatches together, and its gradient."""
 
     def loss(params: Params) -> jax.Array:
         total = jnp.zeros(())
@@ -79,7 +79,7 @@ def one_device(model: Model, params: Params) -> tuple[jax.Array, Params]:
 @pytest.mark.parametrize(
     ("placement", "num_phases", "remat", "num_programs"),
     [
-        (loop_stages(4, 1), 3, "none", 3),  # the stages in the middle share a program
+        (loop_stages(4, 1), 3, "none", 3),  # the middle stages share a program
         (loop_stages(4, 1), 2, "full", 3),
         (v_stages(2), 3, "dots", 4),  # embed and head on one device
     ],
@@ -115,12 +115,12 @@ def test_stages_one_by_one_train_as_one_device(
     total = jax.tree.map(np.zeros_like, params)
     for peer in peers:
         for name, layer in peer.grads.items():
-            for key, arrays in layer.items():  # an array that several stages use gets the sum of their gradients
+            for key, arrays in layer.items():  # the gradient of a tied array is the sum over stages
                 of_layer = total[peer.names.get(name, name)]
                 of_layer[key] = jax.tree.map(np.add, of_layer[key], arrays)
     for (path, got), wanted in zip(jax.tree_util.tree_leaves_with_path(total), jax.tree.leaves(expected), strict=True):
         name = jax.tree_util.keystr(path)
-        if "['key']['bias']" in name:  # which softmax takes away again: rounding errors are all there is
+        if "['key']['bias']" in name:  # softmax cancels this bias, so its gradient is rounding error
             assert np.abs(got).max() < 1e-5
         else:
             assert np.linalg.norm(got - wanted) <= 3e-6 * np.linalg.norm(wanted), name

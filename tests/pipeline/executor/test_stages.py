@@ -1,4 +1,4 @@
-"""Which device holds what: by hand for a model with more than ten blocks, so that names sort otherwise than layers."""
+"""Checks by hand which device holds which layers. With more than ten blocks, names do not sort in layer order."""
 
 from functools import partial
 from typing import Any
@@ -32,19 +32,19 @@ V = pipeline(tuple(range(15)), v_stages(7))
 
 
 def test_one_chunk_a_device() -> None:
-    """Embed and a block; twice two blocks, five times; a block and head."""
+    """The stages are embed and a block, then five times two blocks, then a block and head."""
     assert SEVEN.num_stages == 7
     assert (SEVEN.kinds, SEVEN.examples) == ([0, 1, 1, 1, 1, 1, 2], [0, 1, 6])
     assert SEVEN.shifts.tolist() == [[0], [0], [2], [4], [6], [8], [0]]
     assert [SEVEN.span(device, 0) for device in (0, 5, 6)] == [(0, 2), (10, 12), (12, 14)]
-    # By sorted names block_10 would come before block_9.
+    # Sorted by name, block_10 would come before block_9.
     assert SEVEN.local_names(5) == {"block_1": "block_9", "block_2": "block_10"}
     assert SEVEN.local_names(0) == {"embed": "embed", "block_0": "block_0"}
     assert SEVEN.local_names(6) == {"block_11": "block_11", "head": "head", "embed": "embed"}
 
 
 def test_copies_of_tied_arrays() -> None:
-    """The head's device has a copy of the token embedding and of nothing else of embed."""
+    """The device of the head has a copy of the token embedding, and of no other array of embed."""
     assert [[tuple(tie) for tie in SEVEN.copies(device)] for device in range(7)] == [[]] * 6 + [[TIE]]
     held = SEVEN.select(PARAMS, 6)
     assert {name: set(layer) for name, layer in held.items()} == {
@@ -53,12 +53,12 @@ def test_copies_of_tied_arrays() -> None:
         "embed": {"tokens"},
     }
     assert held["embed"]["tokens"] is PARAMS["embed"]["tokens"]
-    assert set(PARAMS["embed"]) == {"tokens", "positions"}  # the model's own stays whole
+    assert set(PARAMS["embed"]) == {"tokens", "positions"}  # unchanged
     assert SEVEN.select(PARAMS, 3) == {name: PARAMS[name] for name in ("block_5", "block_6")}
 
 
 def test_two_chunks_in_a_loop() -> None:
-    """Stage 7 + d is device d's second: its blocks are not its first's neighbours."""
+    """The second stage of device d is 7 + d, so the blocks of a device are not consecutive."""
     assert (CHUNKS.kinds, CHUNKS.examples) == ([0, 1, 1, 1, 1, 1, 2], [0, 1, 6])
     assert CHUNKS.shifts.tolist() == [[0, 0], [0, 0], [1, 1], [2, 2], [3, 3], [4, 4], [0, 0]]
     assert CHUNKS.local_names(4) == {"block_0": "block_3", "block_7": "block_10"}
@@ -73,19 +73,19 @@ def test_two_chunks_in_a_loop() -> None:
 
 
 def test_two_chunks_in_a_v_share_the_embedding() -> None:
-    """Embed and head on device 0, which needs no copy; the second chunks come in the other direction."""
+    """Embed and head are on device 0, which needs no copy. The second chunks run in the opposite direction."""
     assert (V.kinds, V.examples) == ([0, 1, 1, 1, 1, 1, 1], [0, 1])
     assert V.shifts.tolist() == [[0, 0], [0, 0], [1, -1], [2, -2], [3, -3], [4, -4], [5, -5]]
     assert V.local_names(6) == {"block_0": "block_5", "block_11": "block_6"}
     assert not any(V.copies(device) for device in range(7))
     held = V.select(PARAMS, 0)
     assert {name: set(layer) for name, layer in held.items()} == {"embed": {"tokens", "positions"}, "head": {"norm"}}
-    # The head's chunk is given the embedding as a tied array.
+    # The chunk of the head receives the embedding as a tied array.
     assert set(V.part(held, 0, 0)) == {"embed"}
     tokens = V.part(held, 0, 1)["embed"]
     assert set(tokens) == {"tokens"}
     assert tokens["tokens"] is PARAMS["embed"]["tokens"]
-    assert set(held["embed"]) == {"tokens", "positions"}  # what the device holds stays whole
+    assert set(held["embed"]) == {"tokens", "positions"}  # unchanged
 
 
 def test_every_layer_is_on_one_device() -> None:
@@ -95,7 +95,7 @@ def test_every_layer_is_on_one_device() -> None:
         names = [name for d in devices for name in stages.select(PARAMS, d) if (d, name) not in copied]
         assert sorted(names) == sorted(PARAMS)
         for device in devices:
-            # What its kind's program holds has the same form under the names that stand for its own.
+            # Under the layer names of the example, the parameters have the same shapes as those of the example.
             own, example = (stages.select(PARAMS, d) for d in (device, stages.examples[stages.kinds[device]]))
             shapes = {name: jax.tree.map(jnp.shape, own[mine]) for name, mine in stages.local_names(device).items()}
             assert shapes == jax.tree.map(jnp.shape, example)
@@ -103,7 +103,7 @@ def test_every_layer_is_on_one_device() -> None:
 
 @pytest.mark.parametrize("stages", [SEVEN, V], ids=["loop", "v"])
 def test_fresh_parameters_are_those_of_the_whole_model(stages: Stages) -> None:
-    """Bitwise: each device draws what the model would for its layers, by the program of its kind."""
+    """Each device initializes its layers with the program of its kind, bitwise as the whole model does."""
     key, init = jax.random.key(11), [fast_jit(partial(stages.init, kind=k)) for k in range(len(stages.examples))]
     whole = fast_jit(GPT.init)(key)
     for device, kind in enumerate(stages.kinds):
@@ -113,7 +113,7 @@ def test_fresh_parameters_are_those_of_the_whole_model(stages: Stages) -> None:
 
 
 class Halve(nnx.Module):
-    """Adds up neighbours: its input's shape is not in its parameters, of which it has none."""
+    """Sums pairs of neighbours. It has no parameters, so they do not determine its input shape."""
 
     def __init__(self, rngs: nnx.Rngs):
         pass
@@ -132,7 +132,7 @@ class Scale(nnx.Module):
 
 
 def test_kinds_differ_by_input_definition_and_number() -> None:
-    """Equal layers on inputs of other shapes, of another constant, or more of them, make another program."""
+    """Stages of equal layers need another program if input shapes, a constant or the number of layers differ."""
     rows: dict[str, Any] = {"inputs": jax.ShapeDtypeStruct((2, 64), jnp.float32)}
     twice, thrice = partial(Scale, 2.0), partial(Scale, 3.0)
     makers: list[Any] = [Halve, twice, twice, Halve, Halve, twice, thrice, twice, twice, twice]

@@ -1,4 +1,4 @@
-"""The measured timeline of a real run: every action of the table once, in an order that its inputs allow."""
+"""The measured timeline of a real run has every action of the table once, in an order that respects dependencies."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ PIPELINE = (
 
 
 def run(folder: Path, trace: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Sequence[Span]]]:
-    """The charts that a run of three steps draws."""
+    """Return the charts that a run of three steps draws."""
     drawn: list[tuple[str, Sequence[Span]]] = []
 
     def save(path: Path, charts: Any) -> None:
@@ -51,7 +51,7 @@ def test_actions_are_measured_in_an_order_that_their_inputs_allow(
         assert all(span.start < span.end for span in spans)
     ends = {span[:3]: span.end for span in measured[1]}
     last = [0.0, 0.0]
-    for device, kind, microbatch, _, start, end in measured[1]:  # in the table's order
+    for device, kind, microbatch, _, start, end in measured[1]:  # in table order
         assert start >= last[device]
         last[device] = end
         if kind == F and device == 1:

@@ -1,4 +1,4 @@
-"""The search against all orders there are, all named schedules that fit, and the published scheduler."""
+"""The search is compared with all possible orders, all named schedules that fit, and the published scheduler."""
 
 import functools
 import itertools
@@ -21,7 +21,10 @@ def cost(table: Table, times: tuple[float, ...], communication: float) -> float:
 
 
 def all_orders(m: int, most_stashed: int) -> Iterator[str]:
-    """F, B and W of m microbatches, each kind oldest first, with at most so many between F and W."""
+    """Yield all orders of F, B and W of m microbatches, with at most `most_stashed` between F and W.
+
+    Each kind runs in the order of the microbatches.
+    """
 
     @functools.cache
     def tails(f: int, b: int, w: int) -> tuple[str, ...]:
@@ -40,7 +43,7 @@ def all_orders(m: int, most_stashed: int) -> Iterator[str]:
 
 
 def span(orders: tuple[str, ...], times: tuple[float, ...], communication: float) -> float:
-    """The longest span of devices that run these orders; infinite where they wait for each other."""
+    """Return the longest span of devices that run these orders; infinity if they deadlock."""
     p, time = len(orders), dict(zip("FBW", times, strict=True))
     ends: dict[tuple[str, int, int], float] = {}
     now, first, done = [0.0] * p, [0.0] * p, [0] * p
@@ -97,13 +100,13 @@ def test_never_worse_than_a_named_schedule_that_fits(v: int, share: float) -> No
             best = min((cost(table, times, communication) for table in fitting), default=float("inf"))
             of_result = cost(result.table, times, communication)
             assert of_result <= best
-            assert of_result < best or result.policy in SCHEDULES  # as good: the one with a name
+            assert of_result < best or result.policy in SCHEDULES  # a tie goes to the named schedule
             better.append(of_result < best)
     assert sum(better) >= share * len(better)
 
 
-# As in test_simulate.py, with the rates of the paper's ZB-1p and ZB-2p, and hidden size and heads: of the memory of F,
-# 34h + 5as a token for s = 1024 tokens, 32h are still stashed for W.
+# As in test_simulate.py, with the bubble rates of ZB-1p and ZB-2p in the paper, the hidden size h and the number a of
+# heads. F stashes 34h + 5as bytes per token for s = 1024 tokens, of which 32h remain stashed for W.
 PUBLISHED = [
     (8, 24, (18.522, 18.086, 9.337), 0.601, 0.1585, 0.0433, (2304, 24)),
     (8, 24, (29.718, 29.444, 19.927), 0.527, 0.1323, 0.0029, (4096, 32)),
@@ -143,7 +146,7 @@ def test_more_memory_and_more_chunks_never_cost_more() -> None:
 
 
 def test_devices_of_unequal_times() -> None:
-    """The slowest device never waits, with half of the memory that zb_h1 needs for that."""
+    """The slowest device never waits, and needs half of the memory that zb_h1 needs for the same cost."""
     times, slowest = Times(*[[1.0, 1, 3, 1]] * 3), 2
     simulation = simulate_table(search(times, 0.1, 2, 4, 8).table, times, 0.1)
     assert simulation.idle_in_span[slowest] == pytest.approx(0)

@@ -1,4 +1,4 @@
-"""Charts: the text in full, and of pictures what can be read from them."""
+"""Charts: text is compared in full, and pictures by the texts, shapes and colours in them."""
 
 import re
 from collections import Counter
@@ -22,7 +22,7 @@ def test_text_of_one_chunk() -> None:
     table = make("model_parallel", 2, 2)
     actions = table.actions.copy()
     last = actions["device"] == 1
-    actions["clock"] -= (actions["clock"] > 1).astype(np.int32) + (actions["clock"] > 5)  # F and BW share a clock
+    actions["clock"] -= (actions["clock"] > 1).astype(np.int32) + (actions["clock"] > 5)  # let F and BW share a clock
     assert last.sum() == 4
     assert draw.format_table(table._replace(actions=actions)) == expected
 
@@ -85,9 +85,9 @@ def test_pixels_have_the_colour_of_their_kind(tmp_path: Path) -> None:
 
 
 def test_kinds_and_chunks_differ_for_every_eye() -> None:
-    """In lightness as well for chunks of a kind; as seen without red, green or blue cones for kinds."""
+    """Kinds differ with every type of colour blindness. Chunks of a kind differ in lightness."""
     kinds = np.array([draw.shade(kind, 0, 1) for kind in ACTION_KINDS]) ** 2.2
-    # Machado, Oliveira and Fernandes, 2009: severity 1 of protanomaly, deuteranomaly, tritanomaly.
+    # Machado, Oliveira and Fernandes, 2009: protanomaly, deuteranomaly and tritanomaly of severity 1.
     eyes = [
         np.eye(3),
         [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],

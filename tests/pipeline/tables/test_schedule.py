@@ -89,7 +89,7 @@ def test_clocks() -> None:
 
 
 def test_warm_up_and_order_of_weight_gradients() -> None:
-    """zb_h1: p - d forwards, W after d further B. zb_h2: 2(p - d) - 1 forwards, W after 2d further B."""
+    """zb_h1 starts with p - d forwards, and W starts after 1 + d B. zb_h2: 2(p - d) - 1 forwards and 1 + 2d B."""
     for name, slope in (("zb_h1", 1), ("zb_h2", 2)):
         table = make(name, 4, 12)
         for d in range(4):

@@ -1,4 +1,4 @@
-"""The simulator against the formulas of the literature, published figures, and a slow recurrence."""
+"""The simulator is compared with formulas and results from the literature, and with a slow recurrence."""
 
 import itertools
 from fractions import Fraction
@@ -12,20 +12,20 @@ from jaxpar.pipeline.tables.simulate import Times, simulate_table
 from jaxpar.pipeline.tables.table import BW, B, F, Table, W, v_stages
 from tests.pipeline.named_tables import grid, make
 
-# Forward, backward, weight; multiples of 6, so that the times of 2 and 3 chunks are whole and sums of floats exact.
+# Times of F, B and W. As multiples of 6, they are whole for 2 and 3 chunks, so that sums of floats are exact.
 EQUAL = (6, 6, 6)
 ANY = [EQUAL, (24, 30, 18), (30, 24, 12), (18, 18, 24), (12, 30, 18), (42, 12, 18)]
 
 
 def excess(table: Table, times: tuple[int, int, int]) -> float:
-    """The longest span, less the work."""
+    """Return the longest span minus the work."""
     return simulate_table(table, Times(*times)).cost - table.num_microbatches * sum(times)
 
 
 @pytest.mark.parametrize("times", ANY)
 @pytest.mark.parametrize("name", ["model_parallel", "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b"])
 def test_idle_time_of_fused_schedules(name: str, times: tuple[int, int, int]) -> None:
-    """Exact for all times, and however few the microbatches are."""
+    """The closed forms are exact for all times, even with few microbatches."""
     for table in grid(name):
         p, v, m, _ = table
         idle = {"model_parallel": m * (p - 1) * sum(times)}.get(name, (p - 1) * sum(times) / v)
@@ -38,9 +38,9 @@ def test_idle_time_of_fused_schedules(name: str, times: tuple[int, int, int]) ->
 
 @pytest.mark.parametrize("times", [EQUAL, (24, 30, 18), (30, 24, 12), (24, 36, 24), (30, 6, 6), (42, 12, 18)])
 def test_idle_time_of_zb_h1_and_zb_h2(times: tuple[int, int, int]) -> None:
-    """(p-1)(F+B-W) and (p-1)(F+B-2W) where W <= F and 2W <= F+B, and the warm-up is full: m >= p and m >= 2p-1.
+    """If W <= F and 2W <= F+B, the bubbles are (p-1)(F+B-W) for m >= p, and (p-1)(F+B-2W) for m >= 2p-1.
 
-    With fewer microbatches a W is missing for each that the warm-up is short of.
+    With fewer microbatches the warm-up is not full, and every missing microbatch adds the time of a W.
     """
     f, b, w = times
     assert w <= f
@@ -49,7 +49,7 @@ def test_idle_time_of_zb_h1_and_zb_h2(times: tuple[int, int, int]) -> None:
         p, _, m, _ = table
         bubble = (p - 1) * (f + b) - (min(m, p) - 1) * w
         assert excess(table, times) == bubble
-        if w <= b:  # then all devices end a flush together
+        if w <= b:  # then all devices end at the same time
             assert simulate_table(table, Times(*times)).idle == (bubble,) * p
     for table in grid("zb_h2"):
         p, _, m, _ = table
@@ -58,7 +58,7 @@ def test_idle_time_of_zb_h1_and_zb_h2(times: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("times", [(12, 12, 18), (6, 24, 24), (12, 30, 18)])
 def test_zb_h1_and_zb_h2_lose_where_w_is_the_longest(times: tuple[int, int, int]) -> None:
-    """Where W > F the formulas are not reached: W delays the B that others wait for."""
+    """If W > F, the bubble is larger than in the formulas, because W delays a B that other devices wait for."""
     f, b, w = times
     for p, m in itertools.product(range(2, 9), range(1, 17)):
         assert m < p or excess(make("zb_h1", p, m), times) > (p - 1) * (f + b - w)
@@ -67,9 +67,9 @@ def test_zb_h1_and_zb_h2_lose_where_w_is_the_longest(times: tuple[int, int, int]
 
 @pytest.mark.parametrize("times", [EQUAL, (24, 30, 18), (24, 36, 24), (18, 30, 6)])
 def test_idle_time_of_zb_v(times: tuple[int, int, int]) -> None:
-    """0 where F = B = W and m >= 2p-1. More generally (p-1)(B-W) where W <= F <= B.
+    """The bubble is (p-1)(B-W) if W <= F <= B and m >= 2p-1, so it is 0 if F = B = W.
 
-    Below 2p-1 microbatches each that is missing costs a W, and below p an F.
+    Below 2p-1 microbatches, every missing one adds the time of a W; below p, also that of an F.
     """
     f, b, w = times
     assert w <= f <= b
@@ -88,9 +88,9 @@ def test_fractions_stay_exact() -> None:
     assert simulate_table(make("zb_h1", 4, 8), Times(third, third, third)).bubble_rate == Fraction(3, 27)
 
 
-# Qi et al., "Zero Bubble Pipeline Parallelism", 2023 (2401.10241): times of F, B, W and communication in milliseconds
-# that were profiled on A100 GPUs, and bubble rates of 1F1B, ZB-H1 and ZB-H2 in the table of rates. 1.5B, 6.2B, 14.6B,
-# 28.3B parameters.
+# Qi et al., "Zero Bubble Pipeline Parallelism", 2023 (2401.10241): times of F, B, W and communication in milliseconds,
+# profiled on A100 GPUs, and the bubble rates of 1F1B, ZB-H1 and ZB-H2, for models of 1.5B, 6.2B, 14.6B and 28.3B
+# parameters.
 PUBLISHED = [
     (8, 24, (18.522, 18.086, 9.337), 0.601, (0.2431, 0.1585, 0.1083)),
     (8, 24, (29.718, 29.444, 19.927), 0.527, (0.2347, 0.1323, 0.0698)),
@@ -108,7 +108,7 @@ def test_published_bubble_rates(
 
 
 def recurrence(table: Table, times: Times, communication: float) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, ends) by row: start = the latest of all that an action follows, worked out again until nothing moves."""
+    """Return the start and end of every row: repeatedly apply the dependencies until no start changes."""
     actions, v = table.actions, table.num_chunks
     f, b, w = (np.broadcast_to(np.asarray(time, float), table.num_devices) / v for time in times)
     duration = np.stack([f, b, w, b + w])[actions["kind"], actions["device"]]
@@ -165,7 +165,7 @@ def test_timeline_against_a_recurrence(name: str) -> None:
 
 
 def lockstep(table: Table, times: Times, communication: float) -> float:
-    """Clock by clock: the most work of a device, and the communication if what anyone made goes to another device."""
+    """Sum over clocks: the work of the busiest device, plus the communication time if any device sends."""
     f, b, w = (np.broadcast_to(np.asarray(time, float), table.num_devices) / table.num_chunks for time in times)
     duration = np.stack([f, b, w, b + w])
     total = 0.0
@@ -181,15 +181,15 @@ def lockstep(table: Table, times: Times, communication: float) -> float:
 
 
 def test_lockstep_of_schedules_made_for_it() -> None:
-    """ALGORITHMS of the project: one F and one BW a clock, or one action a clock of equal parts, waste nothing."""
+    """Lock step costs nothing extra if every clock has one F and one BW, or one of equally long actions."""
     for p, m in ((4, 16), (8, 32)):
         assert simulate_table(make("eager_1f1b", p, m), Times(2, 3, 1)).lockstep == (m + p - 1) * 6
         assert simulate_table(make("gpipe", p, m), Times(2, 3, 1)).lockstep == (m + p - 1) * 6
         assert simulate_table(make("zb_h1", p, m), Times(1, 1, 1)).lockstep == 3 * m + p - 1
         assert simulate_table(make("interleaved_1f1b", p, m, 2), Times(1, 1, 1)).lockstep == 3 * (m + (p - 1) / 2)
-        # 1F1B keeps a device's memory to p microbatches: forwards of one share clocks with backwards of others.
+        # In 1F1B, forwards of some devices share clocks with the longer backwards of other devices.
         fused = simulate_table(make("1f1b", p, m), Times(1, 1, 1)).lockstep
-        assert fused == 2 * 2 * (m + p - 1) - p  # all clocks cost a backward, 2, but for the first p
+        assert fused == 2 * 2 * (m + p - 1) - p  # every clock takes 2 (a backward), except the first p
 
 
 def test_peaks_are_in_microbatches_of_a_device() -> None:

@@ -45,7 +45,7 @@ NOWHERE = Table(1, 1, 1, np.zeros(0, ACTION))
     ("table", "message"),
     [
         (NOWHERE, "the table has no actions"),
-        # numbers and order
+        # ranges and order
         (changed(F1B, 1, F, 0, device=3), "clock 1, device 3: device is 3; it must be at least 0 and less than 3"),
         (changed(F1B, 1, F, 0, kind=4), "clock 1, device 1: kind is 4; it must be at least 0 and less than 4"),
         (changed(F1B, 0, F, 3, microbatch=4), "clock 6, device 0: microbatch is 4; .* less than 4"),
@@ -64,7 +64,7 @@ NOWHERE = Table(1, 1, 1, np.zeros(0, ACTION))
         ),
         (changed(V, 0, F, 1, chunk=1), "clock 1, device 0: chunk 1 cannot be stage 0: .*"),
         (changed(V, 1, F, 1, stage=2), "clock 3, device 1: chunk 0 cannot be stage 2: .*"),
-        # once, and one of a kind in a clock
+        # no repetition, and one action per phase in a clock
         (
             changed(F1B, 0, F, 1, clock=0),
             "clock 0, device 0: F of microbatch 1, stage 0 and F of microbatch 0, stage 0 in one clock; "
@@ -102,7 +102,7 @@ NOWHERE = Table(1, 1, 1, np.zeros(0, ACTION))
             changed(H1, 0, W, 0, clock=4),
             "clock 4, device 0: W of microbatch 0, stage 0 needs the result of B .* at clock 5; .* from that clock on",
         ),
-        # nothing is missing
+        # completeness
         (
             dropped(F1B, 0, F, 2),
             "clock 5, device 1: F of microbatch 2, stage 1 needs the result of F of microbatch 2, stage 0, "
