@@ -110,7 +110,7 @@ SIZES = ["--num_stages=4", "--num_microbatches=6"]
         (
             "simulate.py",
             ["--schedule=interleaved_1f1b", *SIZES],
-            "num_microbatches is 6; it must be a multiple of the number of devices, 4, for schedule interleaved_1f1b",
+            "num_microbatches is 6; it must be a multiple of 4, the number of devices, for schedule interleaved_1f1b",
         ),
         (
             "simulate.py",

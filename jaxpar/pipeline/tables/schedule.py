@@ -199,7 +199,7 @@ def schedule_obstacle(name: str, *, num_devices: int, num_microbatches: int, num
         return f"num_chunks is {num_chunks}; it must be {schedule.num_chunks} for schedule {name}"
     if name == "interleaved_1f1b" and num_microbatches % num_devices:
         return (
-            f"num_microbatches is {num_microbatches}; it must be a multiple of the number of devices, {num_devices}, "
+            f"num_microbatches is {num_microbatches}; it must be a multiple of {num_devices}, the number of devices, "
             f"for schedule {name}"
         )
     return None

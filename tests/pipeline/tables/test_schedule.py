@@ -151,7 +151,7 @@ def test_orders_that_wait_for_each_other_are_refused() -> None:
             4,
             6,
             2,
-            "num_microbatches is 6; it must be a multiple of the number of devices, 4, for .*",
+            "num_microbatches is 6; it must be a multiple of 4, the number of devices, for .*",
         ),
     ],
 )
