@@ -10,12 +10,12 @@ from ml_collections.config_dict import placeholder
 def get_config() -> ConfigDict:
     """Return the default config: a tiny BERT classifier on WordNet glosses, trained data-parallel."""
     config = ConfigDict()
-    config.seed = 0  # seed of the initial parameters, the order of examples, dropout, masking and augmentation
+    config.seed = 0  # seed of the initial parameters, the order of examples, dropout, masking, augmentation and delays
     config.task = "classification"  # classification, regression, token_classification, masked_lm, causal_lm
     config.strategy = "data_parallel"  # single, data_parallel, async_data_parallel, pipeline
 
     config.mesh = mesh = ConfigDict()
-    mesh.data = -1  # size of the data axis (number of replicas); -1: use all devices
+    mesh.data = -1  # size of the data axis (number of replicas); -1: as many as there are devices for
     mesh.stage = 1  # size of the stage axis: devices in a pipeline; more than 1 only with strategy pipeline
     mesh.virtual_cpu_devices = 0  # split the CPU into this many devices; 0: the number in XLA_FLAGS, otherwise 1
 
@@ -39,7 +39,7 @@ def get_config() -> ConfigDict:
     exchange.wire_dtype = placeholder(str)  # dtype of gradients in transfers: float16, bfloat16; None: float32
     exchange.algorithm = placeholder(str)  # all-reduce algorithm: psum (XLA's), ring (implemented with ppermute)
     exchange.group = placeholder(int)  # replicas per node, for a hierarchical all-reduce: within nodes, then between
-    exchange.predivide = placeholder(float)  # divisor before the sum; the sum is divided by replicas / predivide
+    exchange.predivide = placeholder(float)  # gradient divisor before the sum; after the sum it is replicas / predivide
     exchange.backward_passes_per_step = placeholder(int)  # training steps per optimizer step, as in Horovod
     exchange.block = placeholder(int)  # elements per scale (1-bit) or per range (8-bit); 0: one per part of a bucket
     exchange.ratio = placeholder(float)  # fraction of the elements that topk and randomk send
@@ -81,7 +81,7 @@ def get_config() -> ConfigDict:
     config.pipeline = pipeline = ConfigDict()
     # model_parallel, gpipe, 1f1b, eager_1f1b, interleaved_1f1b, zb_h1, zb_h2, zb_v, or the path of a CSV table
     pipeline.schedule = "1f1b"
-    pipeline.num_microbatches = 0  # per replica and step; 0: four per stage device (model_parallel: one)
+    pipeline.num_microbatches = 0  # microbatches per replica and step; 0: 4 x mesh.stage (model_parallel: 1)
     pipeline.num_chunks = 0  # stages per device; 0: the smallest number that the schedule supports
     # How layers are divided into stages: balanced by flops, parameters or number of layers (uniform), or the names of
     # the layers that begin stages 1, 2, ...: block_2,head
@@ -98,14 +98,14 @@ def get_config() -> ConfigDict:
     model.size = "tiny"
     model.init_from = ""  # Hugging Face directory with pretrained weights (BERT or GPT-2), which also sets the sizes
     # Overrides of model.size. None: the value of the size.
-    model.num_layers = placeholder(int)
-    model.hidden_size = placeholder(int)
-    model.num_heads = placeholder(int)
+    model.num_layers = placeholder(int)  # number of blocks
+    model.hidden_size = placeholder(int)  # features of the hidden states; resnet: channels of the first stage
+    model.num_heads = placeholder(int)  # attention heads; must divide hidden_size
     model.num_kv_heads = placeholder(int)  # gpt: key and value heads; fewer than num_heads: grouped-query attention
-    model.mlp_size = placeholder(int)
+    model.mlp_size = placeholder(int)  # features inside the MLP; default 4 x hidden_size (swiglu: 8/3 x)
     model.vocab_size = placeholder(int)  # rows of the token embedding; None: number of tokens of the tokenizer
     model.max_length = placeholder(int)  # number of learned positions; None: data.max_length
-    model.dropout = placeholder(float)  # dropout rate
+    model.dropout = placeholder(float)  # dropout rate, from 0 to less than 1
     model.norm = placeholder(str)  # gpt: layernorm, rmsnorm
     model.activation = placeholder(str)  # gelu, gelu_tanh, relu; gpt also swiglu
     model.positions = placeholder(str)  # gpt: learned, rotary
@@ -154,10 +154,10 @@ def get_config() -> ConfigDict:
     optimizer.warmup = 0.1  # length of the linear warm-up, as a fraction of the steps
     optimizer.final_lr = 0.0  # final learning rate, as a fraction of lr
     optimizer.weight_decay = 0.01  # applied to matrices only, not to biases and norms
-    optimizer.momentum = 0.9  # sgd, muon
-    optimizer.b1 = 0.9  # adamw, lamb, lion, and adamw inside muon
-    optimizer.b2 = 0.999  # adamw, lamb, lion, and adamw inside muon
-    optimizer.eps = 1e-8  # adamw, lamb, and adamw inside muon
+    optimizer.momentum = 0.9  # momentum of sgd and muon
+    optimizer.b1 = 0.9  # decay rate of the first moment: adamw, lamb, lion, and adamw inside muon
+    optimizer.b2 = 0.999  # decay rate of the second moment: adamw, lamb, lion, and adamw inside muon
+    optimizer.eps = 1e-8  # added to the denominator: adamw, lamb, and adamw inside muon
     optimizer.clip_norm = 1.0  # clip gradients to this global norm; 0: no clipping
     optimizer.accumulation_steps = 1  # number of microbatches per step, whose gradients are accumulated
     optimizer.nonfinite = "stop"  # if the loss or a gradient is not finite: stop the run, or skip the step
