@@ -38,10 +38,10 @@ def arrays_of(workdir: Path, step: int) -> dict[str, np.ndarray]:
 
 
 def python(docs: str, workdir: Path) -> list[str]:
-    """What a Python block of docs/checkpoints.md prints, of `workdir`, where there is one device and no jaxpar."""
+    """Run the Python block of a section of docs/checkpoints.md on `workdir`, on one device and without jaxpar."""
     [block] = [one.split("```")[0] for one in docs.split("```python\n")[1:]]
     assert "jaxpar" not in block
-    block = block.replace("/absolute/path/of/runs/quickstart/checkpoints/780", str(workdir / "checkpoints" / "8"))
+    block = block.replace("runs/stop/checkpoints/78", str(workdir / "checkpoints" / "8"))
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "XLA_FLAGS")}
     command = [sys.executable, "-c", block]
     result = subprocess.run(
@@ -73,7 +73,7 @@ def run(script: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: object)
 
 
 def test_orbax_reads_it_as_the_docs_say(workdir: Path) -> None:
-    block = docs("By orbax").split("By [safetensors]")[0]
+    block = docs("### With orbax").split("\n### ")[0]
     body = block.split("def read(folder):\n")[1].split("\n\n")[0].splitlines()
     assert len(body) + 1 <= 6  # `def` and five lines
     shape = arrays_of(workdir, 8)["params.embed.tokens"].shape
@@ -83,11 +83,10 @@ def test_orbax_reads_it_as_the_docs_say(workdir: Path) -> None:
 def test_safetensors_read_it_as_the_docs_say(
     workdir: Path, script: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = workdir / "quickstart.safetensors"
+    file = workdir / "stop.safetensors"
     assert run(script, monkeypatch, workdir, file) == 0
-    block = "```console" + docs("which needs neither JAX nor orbax")
     shape = arrays_of(workdir, 8)["params.embed.tokens"].shape
-    assert python(block, workdir) == [f"8 {shape}"]
+    assert python(docs("### With safetensors"), workdir) == [f"8 {shape}"]
     file.unlink()
 
 

@@ -1,1 +1,1 @@
-"""Schedule tables in plain NumPy, without JAX: construction, validation, simulation and drawing."""
+"""Schedules as tables, in plain NumPy: made, validated, simulated, drawn. No JAX."""
