@@ -43,11 +43,11 @@ def _check_labels(config: ConfigDict, labels: Labels) -> None:
         what = source if is_image else f"{source} data for the model {config.model.name}"
         possible, needed = " or ".join(other.value for other in Labels if kind in other.inputs), labels.inputs
         raise UserError(
-            f"config.task is {labels.value!r}, which needs {' or '.join(needed)}; with {what} it must be {possible}"
+            f"config.task is {config.task!r}, which needs {' or '.join(needed)}; with {what} it must be {possible}"
         )
     if source not in LABEL_SOURCES.get(labels, SOURCES):
         raise UserError(
-            f"config.data.source is {source!r}; for task {labels.value} it must be one of "
+            f"config.data.source is {source!r}; for task {config.task} it must be one of "
             f"{', '.join(LABEL_SOURCES[labels])}"
         )
 
@@ -121,7 +121,7 @@ def _check_text(config: ConfigDict, labels: Labels) -> None:
         raise UserError(f"config.data.length_buckets is {buckets}; it must be one or more lengths in ascending order")
     least = 1 if labels is Labels.NEXT else 8
     if data.max_length < least:
-        raise UserError(f"config.data.max_length is {data.max_length}; for {labels.value} it must be at least {least}")
+        raise UserError(f"config.data.max_length is {data.max_length}; for {config.task} it must be at least {least}")
     longest = config.model.max_length
     if longest is not None and data.max_length > longest:
         raise UserError(
@@ -141,7 +141,7 @@ def _check_columns(config: ConfigDict, labels: Labels) -> None:
     if len(columns) not in (1, 2) or len(set(columns)) < len(columns) or not all(columns):
         raise UserError(f"config.data.text_columns is {columns}; it must name one column or two different columns")
     if labels in (Labels.NEXT, Labels.TAGS) and len(columns) == 2:
-        raise UserError(f"config.data.text_columns is {columns}; it must name one column for task {labels.value}")
+        raise UserError(f"config.data.text_columns is {columns}; it must name one column for task {config.task}")
     if len(columns) == 2 and config.data.source in ("wordnet", "text", "synthetic"):
         raise UserError(
             f"config.data.text_columns is {columns}; it must name one column for source {config.data.source!r}"
@@ -152,7 +152,7 @@ def _check_columns(config: ConfigDict, labels: Labels) -> None:
             f"config.data.label_column is {config.data.label_column!r}; it must not be one of text_columns {columns}"
         )
     if has_label and not config.data.label_column:
-        raise UserError(f"config.data.label_column is empty; it must name the label column for task {labels.value}")
+        raise UserError(f"config.data.label_column is empty; it must name the label column for task {config.task}")
 
 
 def _check_targets(config: ConfigDict) -> None:

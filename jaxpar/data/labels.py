@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Labels(Enum):
-    """A kind of labels. The value is the config.task that uses it, which also appears in messages and fingerprints."""
+    """A kind of labels; several tasks may share one. The value, the first of these tasks, names it in fingerprints."""
 
     CLASSES = "classification"  # int32 [B]: the class of each example, from the label column
     MASKED = "masked_lm"  # int32 [B, T]: the input tokens before masking

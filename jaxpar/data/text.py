@@ -128,7 +128,7 @@ def _write(
         if len(ends) != 2:
             raise UserError(
                 f"{path} does not add one token before and one after a text (such as [CLS] and [SEP]), which task "
-                f"{labels.value} needs"
+                f"{config.task} needs"
             )
         return tokens.write_packed(directory, corpus.rows(), made, longest, (ends[0], ends[1]))
     return tokens.write_examples(directory, corpus.rows(), made, longest)

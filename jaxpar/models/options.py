@@ -121,7 +121,7 @@ def pick(config: ConfigDict, sizes: Mapping[str, Mapping[str, Any]], defaults: M
             "config.model.attention is 'cudnn'; it must be 'auto' or 'xla', because model "
             f"{config.model.name!r} has no attention"
         )
-    if not 0 <= values["dropout"] < 1:
+    if not 0 <= values.get("dropout", 0.0) < 1:
         raise UserError(f"config.model.dropout is {values['dropout']}; it must be at least 0 and less than 1")
     return values
 
