@@ -1,4 +1,4 @@
-"""Simulates a pipeline schedule: makespan, bubble, idle time and memory. It needs neither JAX nor devices.
+r"""Simulates a pipeline schedule: makespan, bubble, idle time and memory. It needs neither JAX nor devices.
 
     scripts/python scripts/simulate.py --schedule=zb_h1 --num_stages=8 --num_microbatches=24 \
         --forward=18.5 --backward=18.1 --weight=9.3 --communication=0.6

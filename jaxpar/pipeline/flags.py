@@ -87,7 +87,7 @@ def find_schedule(arguments: argparse.Namespace) -> tuple[SearchResult, Simulati
 def _named(arguments: argparse.Namespace) -> SearchResult:
     name = arguments.schedule
     if name is None:
-        raise UserError("--schedule is missing; it must be set unless --auto is")
+        raise UserError("--schedule is missing; it must be a schedule or the path of a CSV table, unless --auto is set")
     for flag in ("memory_limit", "weight_memory"):
         if getattr(arguments, flag) is not None:
             raise UserError(f"--{flag} is {getattr(arguments, flag):g}; it must not be set without --auto")
@@ -108,7 +108,9 @@ def _named(arguments: argparse.Namespace) -> SearchResult:
 
 def _auto(arguments: argparse.Namespace, times: Times, communication: float) -> SearchResult:
     if arguments.schedule is not None:
-        raise UserError(f"--schedule is {arguments.schedule!r}; it must not be set with --auto")
+        raise UserError(
+            f"--schedule is {arguments.schedule!r}; it must not be set with --auto, which searches for a schedule"
+        )
     num_stages, num_microbatches = _sizes(arguments)
     _check_devices(times, num_stages)
     limit = num_stages if arguments.memory_limit is None else arguments.memory_limit

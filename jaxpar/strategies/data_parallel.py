@@ -54,13 +54,14 @@ def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Ref
     yield from exchanges.refuse_exchange(config, axes[DATA], cluster)
     if config.data_parallel.implementation in ("sharding", "pmap") and not is_plain(config):
         yield UserError(
-            f"config.data_parallel.implementation is {config.data_parallel.implementation!r}; it must be 'auto' or "
-            f"'shard_map' with config.exchange={exchanges.name(config)!r}"
+            f"config.data_parallel.implementation is {config.data_parallel.implementation!r}, with which XLA sums the "
+            f"gradients; it must be 'auto' or 'shard_map' with config.exchange={exchanges.name(config)!r}"
         )
     if config.data_parallel.implementation == "sharding" and not sums_are_float32(config, axes[DATA]):
         yield UserError(
             "config.data_parallel.implementation is 'sharding', with which XLA sums gradients in config.model.dtype, "
-            f"{config.model.dtype!r}; it must be one of 'auto', 'shard_map', 'pmap', which sum in float32"
+            f"{config.model.dtype!r}; it must be one of 'auto', 'shard_map', 'pmap', which sum in float32, "
+            "with several replicas"
         )
     return Decision(axes, *batch_divisor(config, axes[DATA]), num_replicas=axes[DATA], source=None)
 

@@ -84,7 +84,8 @@ def refuse_evaluation(config: ConfigDict, num_replicas: int, num_microbatches: i
     if share > 1 and not rest and num_microbatches > 1 and math.gcd(share, num_microbatches) == 1:
         yield UserError(
             f"config.eval.batch_size is {config.eval.batch_size}, which is {share} examples per replica; it must be 0, "
-            f"or the examples per replica must share a divisor with the number of microbatches, {num_microbatches}"
+            "or the examples per replica must share a divisor above 1 with the number of microbatches, "
+            f"{num_microbatches}"
         )
 
 
@@ -205,7 +206,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
 
     @functools.cache
     def evaluation(num_examples: int) -> LoweredTable:
-        """Return a forward-only table, with the largest common divisor of examples and microbatches as microbatches."""
+        """Return a forward-only table with as many of the training microbatches as divide a replica's examples."""
         number = math.gcd(num_examples, table.num_microbatches)
         return on_devices(lower_table(forward_only(table.num_devices, number, table.stages)))
 

@@ -107,7 +107,8 @@ MISTAKES = {
     "sharding": (
         ["exchange=zero1", "data_parallel.implementation=sharding"],
         [
-            "config.data_parallel.implementation is 'sharding'; it must be 'auto' or 'shard_map' with",
+            "config.data_parallel.implementation is 'sharding', with which XLA sums the gradients",
+            "it must be 'auto' or 'shard_map' with",
             "config.exchange='zero1'",
         ],
     ),
@@ -120,7 +121,7 @@ MISTAKES = {
     ),
     "an option with pmap": (
         ["group=2", "data_parallel.implementation=pmap"],
-        ["config.data_parallel.implementation is 'pmap'; it must be 'auto' or 'shard_map' with", "'ddp group=2'"],
+        ["config.data_parallel.implementation is 'pmap'", "it must be 'auto' or 'shard_map' with", "'ddp group=2'"],
     ),
     "zero1 of pipelines": (
         [*PIPELINE, "exchange=zero1"],

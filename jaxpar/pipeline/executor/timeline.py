@@ -77,7 +77,7 @@ class Timeline:
     def save(self, path: Path, schedule: str, table: Table) -> None:
         """Draw the timeline simulated with the measured action times, and the measured timeline below it.
 
-        If the step has not run, prints that instead.
+        If the step has not run, print a line about it instead.
         """
         if not self._times or self._now < self._step:
             print(f"timeline  none: this run did not include step {self._step}")

@@ -1,1 +1,1 @@
-"""Schedules as tables, in plain NumPy: made, validated, simulated, drawn. No JAX."""
+"""Schedule tables in plain NumPy, without JAX: construction, validation, simulation and drawing."""
