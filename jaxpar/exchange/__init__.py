@@ -1,7 +1,7 @@
 """Exchanges: algorithms by which replicas agree. Each is a chain of small transformations around any optax optimizer.
 
     fuse.py            packs trees into vectors: buckets, partitions
-    reduce.py          averages a vector over replicas: psum, ring, push and pull, hierarchical; casts
+    reduce.py          averages a vector over replicas: psum, ring, push and pull, hierarchical; in any dtype
     compress.py        compresses a vector: 8-bit, 1-bit, top-k, random-k, dithering; error feedback, momentum
     scatter_gather.py  averages a vector approximately, compressed in both directions
     exchange.py        the contract of an exchange; adasum.py, adam.py, gossip.py and zero.py implement it

@@ -58,9 +58,10 @@ def ddp(
 ) -> AllReduce:
     """Return the exchange of PyTorch's DistributedDataParallel: gradients in buckets, the last layers first.
 
-    Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020.
+    Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020. Gradients are divided by
+    the number of replicas before they are summed, in the dtype in which they are sent, as by PyTorch's fp16 hook.
     """
-    return fused(_exact(axis, algorithm, group, wire_dtype), bucket_bytes)
+    return fused(_exact(axis, algorithm, group, wire_dtype, predivide=axis.size), bucket_bytes)
 
 
 def horovod(
@@ -76,16 +77,12 @@ def horovod(
 
     Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow", 2018.
     """
-    reducer = _exact(axis, algorithm, group)
-    reducer = reducer if predivide == 1 else reduce.predivide(reducer, predivide)
-    return fused(reduce.cast(reducer, wire_dtype) if wire_dtype else reducer, bucket_bytes)
+    return fused(_exact(axis, algorithm, group, wire_dtype, predivide), bucket_bytes)
 
 
 def byteps(axis: Axis, *, bucket_bytes: int = BYTEPS_PARTITION, wire_dtype: str = "") -> AllReduce:
     """Return BytePS: partitions are pushed to servers and pulled from them, the first layers first."""
-    reducer = reduce.push_pull(axis)
-    reducer = reduce.cast(reducer, wire_dtype) if wire_dtype else reducer
-    return fused(reducer, bucket_bytes, cut=True, backwards=False)
+    return fused(reduce.push_pull(axis, dtype=wire_dtype or None), bucket_bytes, cut=True, backwards=False)
 
 
 def byteps_onebit(
@@ -124,12 +121,11 @@ def bagua_bytegrad(axis: Axis, *, bucket_bytes: int = 10 * MIB, block: int = BYT
     return fused(scatter_gather(axis, min_max_uint8(block), min_max_uint8(block)), bucket_bytes)
 
 
-def _exact(axis: Axis, algorithm: str, group: int, wire_dtype: str = "") -> Reducer:
+def _exact(axis: Axis, algorithm: str, group: int, wire_dtype: str, predivide: float) -> Reducer:
+    dtype = wire_dtype or None
     if group > 1:
-        reducer = reduce.hierarchical(axis, group)
-    else:
-        reducer = {"psum": reduce.psum, "ring": reduce.ring}[algorithm](axis)
-    return reduce.cast(reducer, wire_dtype) if wire_dtype else reducer
+        return reduce.hierarchical(axis, group, predivide=predivide, dtype=dtype)
+    return {"psum": reduce.psum, "ring": reduce.ring}[algorithm](axis, predivide=predivide, dtype=dtype)
 
 
 def _byteps(axis: Axis, compressor: Compressor, bucket_bytes: int, mu: float, seed: int = 0) -> AllReduce:

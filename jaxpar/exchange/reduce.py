@@ -41,16 +41,19 @@ class Reducer(NamedTuple):
     multiple: int = 1
 
 
-def psum(axis: Axis) -> Reducer:
-    """Return XLA's all-reduce."""
+def psum(axis: Axis, *, predivide: float = 1.0, dtype: DTypeLike | None = None) -> Reducer:
+    """Return XLA's all-reduce. See `_mean_of` for the options, which all reducers of this file share."""
 
-    def mean(x: jax.Array, state: Tree) -> tuple[jax.Array, Tree]:
-        return jax.lax.psum(x, axis.name) / axis.size, state
+    def total(x: jax.Array) -> jax.Array:
+        return jax.lax.psum(x, axis.name)
 
-    return Reducer(_stateless, mean, lambda length, dtype: [_traffic("all-reduce", 2, axis, length, dtype)])
+    def traffic(length: int, dtype: DTypeLike) -> list[Traffic]:
+        return [_traffic("all-reduce", 2, axis, length, dtype)]
+
+    return _mean_of(total, traffic, axis, predivide, dtype)
 
 
-def ring(axis: Axis) -> Reducer:
+def ring(axis: Axis, *, predivide: float = 1.0, dtype: DTypeLike | None = None) -> Reducer:
     """Return a ring all-reduce, written out: 2(n-1) steps, in each of which a replica sends L/n to the next one.
 
     Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations", 2009. 16-bit floats are
@@ -66,54 +69,52 @@ def ring(axis: Axis) -> Reducer:
         bits = jax.lax.bitcast_convert_type(x, bits_dtype(x.dtype))
         return jax.lax.bitcast_convert_type(jax.lax.ppermute(bits, axis.name, to_next), x.dtype)
 
-    def mean(x: jax.Array, state: Tree) -> tuple[jax.Array, Tree]:
+    def total(x: jax.Array) -> jax.Array:
         replica, shards = jax.lax.axis_index(axis.name), x.reshape(n, -1)
         for step in range(n - 1):  # reduce-scatter: shards travel round the ring, and each replica adds its own
             moving = pass_on(shards[(replica - step) % n])
             shards = shards.at[(replica - step - 1) % n].add(moving)
-        moving = shards[(replica + 1) % n] / n
-        shards = shards.at[(replica + 1) % n].set(moving)
+        moving = shards[(replica + 1) % n]
         for step in range(n - 1):  # all-gather
             moving = pass_on(moving)
             shards = shards.at[(replica - step) % n].set(moving)
-        return shards.reshape(-1), state
+        return shards.reshape(-1)
 
     def traffic(length: int, dtype: DTypeLike) -> list[Traffic]:
         return [_traffic("collective-permute", 2, axis, length, bits_dtype(dtype))]
 
-    return Reducer(_stateless, mean, traffic, multiple=n)
+    return _mean_of(total, traffic, axis, predivide, dtype, multiple=n)
 
 
-def push_pull(axis: Axis) -> Reducer:
+def push_pull(axis: Axis, *, predivide: float = 1.0, dtype: DTypeLike | None = None) -> Reducer:
     """Return BytePS's all-reduce: each replica is also the server of 1/n of the vector; workers push, then pull.
 
     Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training", 2020, section 4.
     """
-    n = axis.size
 
-    def mean(x: jax.Array, state: Tree) -> tuple[jax.Array, Tree]:
-        shard = jax.lax.psum_scatter(x, axis.name, tiled=True) / n
-        return jax.lax.all_gather(shard, axis.name, tiled=True), state
+    def total(x: jax.Array) -> jax.Array:
+        shard = jax.lax.psum_scatter(x, axis.name, tiled=True)
+        return jax.lax.all_gather(shard, axis.name, tiled=True)
 
     def traffic(length: int, dtype: DTypeLike) -> list[Traffic]:
         return [_traffic(kind, 1, axis, length, dtype) for kind in ("reduce-scatter", "all-gather")]
 
-    return Reducer(_stateless, mean, traffic, multiple=n)
+    return _mean_of(total, traffic, axis, predivide, dtype, multiple=axis.size)
 
 
-def hierarchical(axis: Axis, group: int) -> Reducer:
+def hierarchical(axis: Axis, group: int, *, predivide: float = 1.0, dtype: DTypeLike | None = None) -> Reducer:
     """Return an all-reduce within groups of `group` neighbours, whose links are faster, and then between groups.
 
     Each replica of a group sums 1/group of the vector, and only that shard is reduced between groups.
     """
-    n, num_groups = axis.size, axis.size // group
+    num_groups = axis.size // group
     within = [[first * group + i for i in range(group)] for first in range(num_groups)]
     between = [[first * group + i for first in range(num_groups)] for i in range(group)]
 
-    def mean(x: jax.Array, state: Tree) -> tuple[jax.Array, Tree]:
+    def total(x: jax.Array) -> jax.Array:
         shard = jax.lax.psum_scatter(x, axis.name, axis_index_groups=within, tiled=True)
-        shard = jax.lax.psum(shard, axis.name, axis_index_groups=between) / n
-        return jax.lax.all_gather(shard, axis.name, axis_index_groups=within, tiled=True), state
+        shard = jax.lax.psum(shard, axis.name, axis_index_groups=between)
+        return jax.lax.all_gather(shard, axis.name, axis_index_groups=within, tiled=True)
 
     def traffic(length: int, dtype: DTypeLike) -> list[Traffic]:
         return [
@@ -122,30 +123,41 @@ def hierarchical(axis: Axis, group: int) -> Reducer:
             _traffic("all-gather", 1, axis._replace(size=group), length, dtype),
         ]
 
-    return Reducer(_stateless, mean, traffic, multiple=group)
+    return _mean_of(total, traffic, axis, predivide, dtype, multiple=group)
 
 
-def cast(reducer: Reducer, dtype: DTypeLike) -> Reducer:
-    """Send vectors in another dtype, like Horovod's fp16 compression."""
+def _mean_of(
+    total: Callable[[jax.Array], jax.Array],
+    traffic: Callable[[int, DTypeLike], list[Traffic]],
+    axis: Axis,
+    predivide: float,
+    dtype: DTypeLike | None,
+    multiple: int = 1,
+) -> Reducer:
+    """Return the reducer that divides by `predivide`, sums over replicas, and divides by the rest of n.
 
-    def mean(x: jax.Array, state: Tree) -> tuple[jax.Array, Tree]:
-        total, state = reducer.mean(x.astype(dtype), state)
-        return total.astype(x.dtype), state
+    In a narrow dtype, the sum of many gradients can overflow, and their quotients can underflow. PyTorch's DDP divides
+    by n before the sum, Horovod by its gradient_predivide_factor (1 by default).
 
-    return reducer._replace(mean=mean, traffic=lambda length, _: reducer.traffic(length, dtype))
-
-
-def predivide(reducer: Reducer, factor: float) -> Reducer:
-    """Divide by `factor` before the sum instead of after it: Horovod's gradient_predivide_factor.
-
-    In a narrow dtype the sum of many gradients may overflow, or their quotients underflow.
+    Args:
+      total: [L] -> the sum over replicas, [L].
+      traffic: (L, dtype) -> traffic of `total`.
+      axis: of the replicas.
+      predivide: more than 0.
+      dtype: the dtype of quotients, sums and messages; None: that of the vector.
+      multiple: L must be a multiple of this.
     """
 
     def mean(x: jax.Array, state: Tree) -> tuple[jax.Array, Tree]:
-        total, state = reducer.mean(x / factor, state)
-        return total * factor, state
+        sent = x if dtype is None else x.astype(dtype)
+        summed = total(sent if predivide == 1 else sent / predivide)
+        rest = axis.size / predivide
+        return (summed if rest == 1 else summed / rest).astype(x.dtype), state
 
-    return reducer._replace(mean=mean)
+    def sent_traffic(length: int, vector_dtype: DTypeLike) -> list[Traffic]:
+        return traffic(length, vector_dtype if dtype is None else dtype)
+
+    return Reducer(_stateless, mean, sent_traffic, multiple)
 
 
 def psum_small(tree: Tree, axes: str | tuple[str, ...]) -> Tree:

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.exchange import EXCHANGES, broadcast, distributed_optimizer, state_specs
-from tests.exchange.replicas import DATA, on_replicas
+from tests.exchange.replicas import DATA, on_replicas, only
 
 N, ROWS, WIDTH, STEPS = 4, 32, 16, 6
 EXACT = ("ddp", "horovod", "byteps")
@@ -221,3 +221,19 @@ def test_weights_that_neighbours_cannot_know_exactly_are_refused() -> None:
 def test_options_of_another_kind_are_refused(option: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{option} is '{value}'; it must be"):
         use(2, distributed_optimizer(OPTIMIZER, DATA, "horovod", **{option: value}))
+
+
+def test_ddp_in_float16_does_not_overflow_where_horovod_does() -> None:
+    """PyTorch's fp16 hook divides by the number of replicas before the sum, Horovod by default after it."""
+    params = {"w": jnp.zeros(8)}
+
+    def replica(grads: dict[str, jax.Array]) -> Any:
+        result = {}
+        for name in ("ddp", "horovod"):
+            optimizer = distributed_optimizer(optax.sgd(1.0), DATA, name, wire_dtype="float16")
+            result[name] = optimizer.update(grads, optimizer.init(params), params)[0]["w"]
+        return result
+
+    updates = only(on_replicas(4, replica, {"w": np.full((4, 8), 3e4, np.float32)}))
+    np.testing.assert_array_equal(updates["ddp"], -np.float32(np.float16(7500)) * 4)
+    assert np.all(np.isinf(updates["horovod"]))

@@ -1,5 +1,6 @@
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -7,19 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.exchange import Axis, Traffic, reduce
+from jaxpar.exchange import Traffic, reduce
 from jaxpar.exchange.reduce import Reducer
 from tests.exchange.replicas import axis, on_replicas, only
 
 LENGTH = 48
 COLLECTIVE = re.compile(r" = (psum|ppermute|reduce_scatter|all_gather)\w*\[")
 REPLICAS = (1, 2, 3, 4, 8)
-PLAIN: dict[str, Callable[[Axis], Reducer]] = {
+PLAIN: dict[str, Callable[..., Reducer]] = {
     "psum": reduce.psum,
     "ring": reduce.ring,
     "push_pull": reduce.push_pull,
-    "groups of 2": lambda axis: reduce.hierarchical(axis, 2),
-    "groups of 4": lambda axis: reduce.hierarchical(axis, 4),
+    "groups of 2": partial(reduce.hierarchical, group=2),
+    "groups of 4": partial(reduce.hierarchical, group=4),
 }
 
 
@@ -44,10 +45,14 @@ def draw(n: int) -> np.ndarray:
 @pytest.mark.parametrize("n", REPLICAS)
 def test_mean_is_the_same_on_all_replicas(n: int) -> None:
     x = draw(n)
-    plain = {name: make(axis(n)) for name, make in PLAIN.items() if possible(name, n)}
-    predivided = {f"{name} / {factor}": reduce.predivide(r, factor) for name, r in plain.items() for factor in (3.0, 4)}
-    results = means(n, plain | predivided, x)
-    assert results.keys() == (plain | predivided).keys()
+    makes = {name: make for name, make in PLAIN.items() if possible(name, n)}
+    reducers = {
+        f"{name} / {factor}": make(axis(n), predivide=factor)
+        for name, make in makes.items()
+        for factor in (1.0, 3.0, n)
+    }
+    results = means(n, reducers, x)
+    assert results.keys() == reducers.keys()
     for name, got in results.items():
         assert got.dtype == np.float32
         np.testing.assert_allclose(got, x.astype(np.float64).mean(0), 2e-6, 2e-6, err_msg=name)
@@ -57,7 +62,7 @@ def test_mean_is_the_same_on_all_replicas(n: int) -> None:
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_cast_vectors_are_sent_in_its_dtype(n: int, dtype: Any) -> None:
     x = draw(n)
-    reducers = {name: reduce.cast(make(axis(n)), dtype) for name, make in PLAIN.items() if possible(name, n)}
+    reducers = {name: make(axis(n), dtype=dtype) for name, make in PLAIN.items() if possible(name, n)}
     rounding = float(jnp.finfo(dtype).eps) / 2
     terms = np.abs(x).astype(np.float64).mean(0)
     for name, got in means(n, reducers, x).items():
@@ -70,7 +75,7 @@ def test_cast_vectors_are_sent_in_its_dtype(n: int, dtype: Any) -> None:
 @pytest.mark.parametrize("name", PLAIN)
 def test_collectives_of_a_cast_are_in_its_dtype(name: str) -> None:
     def mean(x: jax.Array) -> jax.Array:
-        return reduce.cast(PLAIN[name](axis(8)), jnp.float16).mean(x, ())[0]
+        return PLAIN[name](axis(8), dtype=jnp.float16).mean(x, ())[0]
 
     program = str(jax.make_jaxpr(mean, axis_env=[("data", 8)])(jnp.zeros(LENGTH)))
     sent = [line for line in program.splitlines() if COLLECTIVE.search(line)]
@@ -80,11 +85,30 @@ def test_collectives_of_a_cast_are_in_its_dtype(name: str) -> None:
 
 def test_predivision_keeps_a_narrow_sum_in_range() -> None:
     x = np.full((8, LENGTH), 3e4, np.float32)
-    plain = reduce.psum(axis(8))
-    reducers = {"plain": plain, "divided": reduce.predivide(plain, 8)}
-    results = means(8, {name: reduce.cast(reducer, jnp.float16) for name, reducer in reducers.items()}, x)
-    assert np.all(np.isinf(results["plain"]))
-    np.testing.assert_allclose(results["divided"], 3e4, 1e-3)
+    results = means(8, {str(factor): reduce.psum(axis(8), predivide=factor, dtype=jnp.float16) for factor in (1, 8)}, x)
+    assert np.all(np.isinf(results["1"]))
+    np.testing.assert_allclose(results["8"], 3e4, 1e-3)
+
+
+def in_float16(n: int, predivide: float, x: np.ndarray) -> np.ndarray:
+    """The original's formula in NumPy: a quotient, n - 1 sums in the order of the ring, and a quotient, in float16."""
+    terms = (x.astype(np.float16) / np.float16(predivide)).astype(np.float16)
+    shards = terms.reshape(n, n, -1)  # replica, shard, element
+    totals = []
+    for shard in range(n):  # its sum begins at the replica of its number and travels round the ring
+        total = shards[shard, shard]
+        for step in range(1, n):
+            total = shards[(shard + step) % n, shard] + total
+        totals.append(total)
+    return (np.concatenate(totals) / np.float16(n / predivide)).astype(np.float32)
+
+
+@pytest.mark.parametrize("predivide", [1.0, 4.0, 8.0])
+def test_a_ring_in_float16_is_the_formula_of_horovod(predivide: float) -> None:
+    """Small gradients: dividing by n in float16 between the sum and its multiplication would lose three bits more."""
+    x = np.random.default_rng(0).normal(2e-4, 5e-5, size=(8, LENGTH)).astype(np.float32)
+    got = means(8, {"ring": reduce.ring(axis(8), predivide=predivide, dtype=jnp.float16)}, x)["ring"]
+    np.testing.assert_array_equal(got, in_float16(8, predivide, x))
 
 
 @pytest.mark.parametrize("n", REPLICAS)
@@ -103,9 +127,10 @@ def test_traffic_is_what_rings_send(n: int, dtype: Any, width: int) -> None:
     for name, make in PLAIN.items():
         if possible(name, n):
             sent_dtype = jnp.uint16 if name == "ring" and width == 2 else dtype  # the ring sends bits
-            for reducer in (make(axis(n)), reduce.predivide(make(axis(n)), 2)):
+            for predivide in (1, 2):
+                reducer = make(axis(n), predivide=predivide)
                 assert_traffic(reducer.traffic(LENGTH, dtype), sent_dtype, expected[name])
-            assert_traffic(reduce.cast(make(axis(n)), dtype).traffic(LENGTH, jnp.float32), sent_dtype, expected[name])
+            assert_traffic(make(axis(n), dtype=dtype).traffic(LENGTH, jnp.float32), sent_dtype, expected[name])
 
 
 def assert_traffic(got: list[Traffic], dtype: Any, expected: list[tuple[str, float]]) -> None:
