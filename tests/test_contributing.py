@@ -20,7 +20,7 @@ WRITTEN = {"test_multi_label", "test_nadamw_equals_numpy"}
 def test_files_of_the_guides_exist() -> None:
     named = set(re.findall(r"`((?:configs|docs|jaxpar|scripts|tests)/[\w./]+)`", GUIDE))
     assert len(named) > 30
-    assert {name for name in named if not (ROOT / name).exists()} == CREATED
+    assert {name for name in named if not (ROOT / name).exists()} <= CREATED
 
 
 def test_tests_of_the_guides_exist() -> None:
@@ -28,7 +28,7 @@ def test_tests_of_the_guides_exist() -> None:
     defined = {name for source in sources for name in re.findall(r"^def (test_\w+)", source, re.MULTILINE)}
     named = set(re.findall(r"`(test_\w+)`", GUIDE)) | set(re.findall(r"^def (test_\w+)", GUIDE, re.MULTILINE))
     assert len(named) > 20
-    assert named - defined == WRITTEN
+    assert named - defined <= WRITTEN
 
 
 def test_one_version() -> None:
