@@ -41,6 +41,7 @@ def get_config() -> ConfigDict:
     exchange.group = placeholder(int)  # replicas per node, for a hierarchical all-reduce: within nodes, then between
     exchange.predivide = placeholder(float)  # gradient divisor before the sum; after the sum it is replicas / predivide
     exchange.backward_passes_per_step = placeholder(int)  # training steps per optimizer step, as in Horovod
+    exchange.average_aggregated_gradients = placeholder(bool)  # over these steps: the mean gradient instead of the sum
     exchange.block = placeholder(int)  # elements per scale (1-bit) or per range (8-bit); 0: one per part of a bucket
     exchange.ratio = placeholder(float)  # fraction of the elements that topk and randomk send
     exchange.levels = placeholder(int)  # quantization levels of dithering, on each side of zero

@@ -87,10 +87,11 @@ def averaged(all_reduce: AllReduce, optimizer: optax.GradientTransformation) -> 
     )
 
 
-def every(num_passes: int, exchange: Exchange) -> Exchange:
-    """Accumulate the gradients of several backward passes and exchange their mean; parameters stay constant in between.
+def every(num_passes: int, exchange: Exchange, *, average: bool) -> Exchange:
+    """Accumulate the gradients of several backward passes before an exchange; parameters stay constant in between.
 
-    Horovod's backward_passes_per_step.
+    Horovod's backward_passes_per_step. average: exchange the mean of the passes instead of their sum, like Horovod's
+    average_aggregated_gradients.
     """
 
     def init(params: Tree) -> DistributedState:
@@ -104,7 +105,8 @@ def every(num_passes: int, exchange: Exchange) -> Exchange:
         inner = DistributedState(state.optimizer, state.private["inner"])
 
         def step() -> tuple[Tree, Tree, DistributedState]:
-            made = exchange.update(jax.tree.map(lambda x: x / num_passes, sums), inner, params, **extra)
+            total = jax.tree.map(lambda x: x / num_passes, sums) if average else sums
+            made = exchange.update(total, inner, params, **extra)
             return made.updates, jax.tree.map(jnp.zeros_like, sums), made.state
 
         def wait() -> tuple[Tree, Tree, DistributedState]:

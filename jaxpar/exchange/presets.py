@@ -243,6 +243,7 @@ DIFFERS = {
     **dict.fromkeys(("bagua_decentralized", "bagua_model_average"), "has different weights on each replica"),
     "bagua_low_precision_decentralized": "has different weights on each replica",
 }
+AVERAGE = "average_aggregated_gradients"  # the other option of Horovod's passes
 PASSES = "backward_passes_per_step"  # an option of Horovod, with any reduction
 POSITIVE = ("bucket_bytes", "group", "predivide", PASSES, "interval")
 CHOICES = {"wire_dtype": ("float16", "bfloat16"), "algorithm": ("psum", "ring")}
@@ -255,7 +256,7 @@ def options(name: str) -> dict[str, Any]:
     function = AROUND[name].make if name in AROUND else GRADIENTS.get(name)
     parameters = inspect.signature(function).parameters.values() if function else ()
     keywords = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
-    return keywords | ({PASSES: 1} if name.startswith("horovod") else {})
+    return keywords | ({PASSES: 1, AVERAGE: False} if name.startswith("horovod") else {})
 
 
 def obstacle(name: str, num_replicas: int, settings: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -300,9 +301,9 @@ def exchange_differs(name: str, settings: Mapping[str, Any]) -> str:
 
 def make_exchange(name: str, axis: Axis, rule: Rule, **settings: Any) -> Exchange:
     """Return the named exchange with these options, around an optimizer. dp is not supported."""
-    passes = settings.pop(PASSES, 1)
+    passes, average = settings.pop(PASSES, 1), settings.pop(AVERAGE, False)
     if name in GRADIENTS:
         exchange = averaged(rule.in_order(GRADIENTS[name](axis, **settings)), rule.optimizer)
     else:
         exchange = AROUND[name].make(axis, rule, **settings)
-    return exchange if passes == 1 else every(passes, exchange)
+    return exchange if passes == 1 else every(passes, exchange, average=average)

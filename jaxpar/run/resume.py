@@ -42,7 +42,8 @@ CHANGEABLE = (
     "optimizer.accumulation_steps",
     "optimizer.nonfinite",
 )
-NOT_CHANGEABLE = ("exchange_options.backward_passes_per_step",)  # it stretches the learning rate's schedule
+# The first stretches the learning rate's schedule, the other scales gradients.
+NOT_CHANGEABLE = ("exchange_options.backward_passes_per_step", "exchange_options.average_aggregated_gradients")
 LENGTH = ("num_steps", "num_epochs")  # so do these, unless there is nothing to stretch
 
 

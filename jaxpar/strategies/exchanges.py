@@ -11,7 +11,7 @@ from jaxpar.errors import Refusals, UserError, refuse_choice
 from jaxpar.exchange import presets
 from jaxpar.exchange.exchange import Exchange
 from jaxpar.exchange.fuse import AllReduce
-from jaxpar.exchange.presets import AROUND, EXCHANGES, GRADIENTS, PASSES, Rule, obstacle, options
+from jaxpar.exchange.presets import AROUND, AVERAGE, EXCHANGES, GRADIENTS, PASSES, Rule, obstacle, options
 from jaxpar.exchange.reduce import Axis
 from jaxpar.mesh import DATA
 from jaxpar.optimizer import OPTIMIZERS
@@ -104,9 +104,9 @@ def configured_exchange(config: ConfigDict, problem: Problem, num_replicas: int)
 
 def refuse_beyond_gradients(config: ConfigDict, num_replicas: int, cluster: Cluster) -> Refusals[None]:
     """Refuse an invalid exchange of a pipeline, whose replicas can exchange only gradients."""
-    if PASSES in given(config):
+    for key in given(config).keys() & {PASSES, AVERAGE}:
         yield UserError(
-            f"config.exchange_options.{PASSES} is {given(config)[PASSES]}; it must be None with "
+            f"config.exchange_options.{key} is {given(config)[key]}; it must be None with "
             "config.strategy='pipeline', which accumulates gradients over config.pipeline.num_microbatches"
         )
     if config.exchange in EXCHANGES and config.exchange not in GRADIENTS:

@@ -37,11 +37,13 @@ def test_averaged_is_a_step_of_the_mean() -> None:
     assert only(state.optimizer)[1][0].count == 4
 
 
-def test_so_many_passes_are_as_one_of_their_mean() -> None:
+@pytest.mark.parametrize("average", [False, True])
+def test_passes_equal_one_pass_with_their_sum_or_mean(average: bool) -> None:
     grads = draw(STEPS * PASSES)
-    params, updates, norms, state = train(N, every(PASSES, plain()), START, grads)
+    params, updates, norms, state = train(N, every(PASSES, plain(), average=average), START, grads)
     passes = {k: g.reshape(N, STEPS, PASSES, *g.shape[2:]) for k, g in grads.items()}
-    expected, _, _, inner = train(N, plain(), START, {k: g.mean(2, dtype=np.float32) for k, g in passes.items()})
+    totals = {k: (g.mean if average else g.sum)(2, dtype=np.float32) for k, g in passes.items()}
+    expected, _, _, inner = train(N, plain(), START, totals)
     close({k: x[:, PASSES - 1 :: PASSES] for k, x in params.items()}, expected, 1e-5, 1e-6)
     close(state.optimizer, inner.optimizer, 1e-5, 1e-6)
     for name, update in updates.items():
@@ -55,7 +57,7 @@ def test_passes_of_horovod() -> None:
     rule, grads = Rule(OPTIMIZER, None), draw(PASSES + 1)
     exchange = make_exchange("horovod", axis(N), rule, backward_passes_per_step=PASSES)
     params, _, _, state = train(N, exchange, START, grads)
-    alone = adamw(START, {k: g[:, :PASSES].mean((0, 1))[None] for k, g in grads.items()}, OPTIMIZER)[0]
+    alone = adamw(START, {k: g[:, :PASSES].sum(1).mean(0)[None] for k, g in grads.items()}, OPTIMIZER)[0]
     for name, x in only(params).items():
         np.testing.assert_array_equal(x[PASSES - 2], START[name])
         np.testing.assert_allclose(x[PASSES - 1], alone[name], 1e-5, 1e-6)
@@ -65,7 +67,7 @@ def test_passes_of_horovod() -> None:
 
 
 def test_passes_share_the_traffic() -> None:
-    exchange = every(PASSES, plain())
+    exchange = every(PASSES, plain(), average=True)
     assert sum(one.nbytes for one in plain().traffic(START, 1)) == 1.5 * 9 * 4
     assert sum(one.nbytes for one in exchange.traffic(START, 1)) == pytest.approx(1.5 * 9 * 4 / PASSES)
     assert exchange.branches == {EVERY: (1 - 1 / PASSES, 1 / PASSES)}

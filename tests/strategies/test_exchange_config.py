@@ -131,6 +131,10 @@ MISTAKES = {
             "with config.strategy='pipeline'",
         ],
     ),
+    "averaged passes of pipelines": (
+        [*PIPELINE, "exchange=horovod", "average_aggregated_gradients=True"],
+        ["config.exchange_options.average_aggregated_gradients is True; it must be None"],
+    ),
     "onebit_adam of pipelines": (
         [*PIPELINE, "exchange=onebit_adam"],
         ["config.exchange is 'onebit_adam', which exchanges more than gradients", "it must be one of ddp, horovod"],
