@@ -8,7 +8,7 @@ import pytest
 
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError
-from jaxpar.models import bert, build, check_model, gpt
+from jaxpar.models import MODELS, bert, build, check_model, gpt
 from tests.models.small import CPU, IMAGE, TEXT, VECTOR, info_of, small_config
 
 
@@ -103,7 +103,7 @@ ONE = {"bert": "classification", "gpt": "causal_lm", "resnet": "classification",
         ("resnet", {"positions": "rotary"}, ["model.positions", "not an option of model 'resnet'"]),
         ("resnet", {"attention": "cudnn"}, ["model.attention is 'cudnn'", "resnet"]),
         ("mlp", {"num_heads": 2}, ["model.num_heads is 2", "not an option of model 'mlp'"]),
-        ("berd", {}, ["model.name is 'berd'", "bert, gpt, resnet, mlp", "mean 'bert'"]),
+        ("berd", {}, ["model.name is 'berd'", ", ".join(MODELS), "mean 'bert'"]),
         ("no.such.model", {}, ["no module 'no'", "PYTHONPATH"]),
         ("jaxpar.errors", {}, ["errors.py has no function build"]),
     ],

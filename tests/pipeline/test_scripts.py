@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxpar.pipeline.tables.schedule import SCHEDULES
 from jaxpar.pipeline.tables.table_file import read_table
 from jaxpar.pipeline.tables.validate import peak_stashed
 
@@ -95,7 +96,7 @@ SIZES = ["--num_stages=4", "--num_microbatches=6"]
         (
             "simulate.py",
             ["--schedule=zbh1", *SIZES],
-            "schedule is 'zbh1'; it must be one of model_parallel, gpipe, 1f1b, ",
+            f"schedule is 'zbh1'; it must be one of {', '.join(SCHEDULES)}",
         ),
         (
             "simulate.py",

@@ -129,7 +129,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "no momentum": (
         ["mitigations=corrected_momentum", "optimizer.name=adafactor"],
-        ["optimizer.name is 'adafactor'; it must be one of adamw, lamb, sgd, lion, muon with corrected_momentum"],
+        ["optimizer.name is 'adafactor'; it must be one of adamw, lamb, sgd, ", " with corrected_momentum"],
     ),
     "a batch": (["num_workers=5"], ["batch_size is 24; it must be a multiple of 10: 5 workers", "on 2 devices"]),
     "an exchange": (["exchange=zero1"], ["config.exchange is 'zero1'; it must be 'ddp' without options"]),
