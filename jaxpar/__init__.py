@@ -1,1 +1,1 @@
-"""Distributed training in JAX where every parallel strategy is a line of config."""
+"""Distributed training in JAX: every parallel strategy is a line of config."""

@@ -1,4 +1,4 @@
-"""Which layer each leaf of a tree belongs to, wherever the tree has parameters, or arrays made for them, in it."""
+"""Maps each leaf of a parameter-like tree, such as an optimizer state, to the layer that it belongs to."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -8,29 +8,29 @@ from jax.tree_util import DictKey, keystr
 
 
 class Address(NamedTuple):
-    """A leaf of a tree that has parameters, or arrays made for them, in it.
+    """The position of a leaf in a tree that contains parameters or arrays derived from them.
 
     Attributes:
-      layer: that the leaf belongs to; None where it belongs to none, such as a counter of steps.
-      path: of the leaf, with the layer left open; it is the same for the same array of equal layers.
+      layer: the layer that the leaf belongs to; None if it belongs to no layer, such as a step counter.
+      path: the path of the leaf without the layer name, so corresponding arrays of equal layers have equal paths.
     """
 
     layer: str | None
     path: str
 
 
-MARK = "\0"  # before the name of a layer: no key of an optimizer begins so, and layers sort as without it
+MARK = "\0"  # prefix of layer names: no optimizer key starts with it, and it does not change how layers sort
 
 
 def addresses(function: Callable[[Any], Any], params: Mapping[str, Any]) -> list[Address]:
-    """Return the addresses of the leaves of function(params), in its tree's order.
+    """Return the addresses of the leaves of function(params), in tree order.
 
-    The keys of the layers are marked before the function is traced, so an optimizer may put parameters anywhere in its
-    state, and have dicts with keys of its own, such as the labels of a partitioned one.
+    The layer keys are marked before the function is traced. An optimizer can therefore store parameters anywhere in
+    its state, and can have dicts with other keys, such as the labels of `optax.partition`.
 
     Args:
-      function: such as an optimizer's init; it computes each array of a layer from that layer's alone.
-      params: {layer: ..}, abstract.
+      function: for example an optimizer's init; it must compute each array of a layer from that layer alone.
+      params: abstract parameters, {layer: ...}.
     """
     marked = {MARK + name: tree for name, tree in params.items()}
     made = jax.eval_shape(function, marked)
@@ -38,7 +38,7 @@ def addresses(function: Callable[[Any], Any], params: Mapping[str, Any]) -> list
 
 
 def layer_name(key: str) -> str:
-    """Return the name of a layer from its key in parameters, which `addresses` may have marked."""
+    """Return the layer name for a key of the parameters, with or without the mark that `addresses` adds."""
     return key.removeprefix(MARK)
 
 

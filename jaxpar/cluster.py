@@ -1,7 +1,7 @@
-"""The devices that a run has, or would have: described without touching one. The only file that asks JAX for devices.
+"""Describes the devices of a real or planned cluster. This is the only file that asks JAX for devices.
 
-`find` describes this machine's, `named` describes those of a cluster that nobody has at hand. Plans are made for a
-`Cluster` (jaxpar/plan.py); strategies are built on the devices that `devices` returns.
+`find_cluster` describes the devices of the current run, and `named_cluster` those of a cluster that is not available.
+Plans are made for a `Cluster` (jaxpar/plan.py); strategies are built on the devices that `devices` returns.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ import jax
 from jaxpar.errors import UserError, nearest
 from jaxpar.measure.flops import peak_flops
 
-# By name: a device kind as JAX reports it, bytes of memory, compute capability. From NVIDIA's data sheets.
+# name -> (device kind as JAX reports it, memory in bytes, compute capability), from NVIDIA's data sheets.
 KINDS = {
     "B200": ("NVIDIA B200", 180e9, "10.0"),
     "H200": ("NVIDIA H200", 141e9, "9.0"),
@@ -27,11 +27,11 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class Link:
-    """The connection of neighbours on a mesh axis.
+    """The link between neighbouring devices on a mesh axis.
 
     Attributes:
-      bandwidth: bytes/s that a device can send.
-      latency: seconds until the first byte of a message arrives.
+      bandwidth: the rate at which a device can send, in bytes/s.
+      latency: the time until the first byte of a message arrives, in seconds.
     """
 
     bandwidth: float
@@ -40,18 +40,18 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices of one kind.
+    """A set of devices of one kind.
 
     Attributes:
-      platform: cpu or gpu, as JAX names backends.
-      device_kind: as JAX reports it.
-      num_devices: on all hosts together.
-      num_processes: that the devices are divided between.
-      memory_bytes: of a device, that JAX may use; None where not known.
-      peak_flops: FLOP/s of a device by dtype; a dtype is missing where not known.
-      compute_capability: of NVIDIA GPUs, such as 9.0; empty for others.
-      has_pinned_host_memory: whether arrays can be placed in the host's pinned memory.
-      links: by mesh axis; an axis is missing where not known.
+      platform: the JAX backend, cpu or gpu.
+      device_kind: the device kind as JAX reports it.
+      num_devices: the number of devices on all hosts together.
+      num_processes: the number of processes that share the devices.
+      memory_bytes: the memory of one device that JAX can use; None if unknown.
+      peak_flops: peak FLOP/s of one device by dtype; unknown dtypes are missing.
+      compute_capability: the compute capability of NVIDIA GPUs, such as 9.0; empty for other devices.
+      has_pinned_host_memory: whether arrays can be placed in pinned host memory.
+      links: the link of each mesh axis; axes with an unknown link are missing.
     """
 
     platform: str
@@ -71,15 +71,15 @@ def devices() -> list[jax.Device]:
 
 
 def find_cluster() -> Cluster:
-    """Describe the devices that this process and those it has met have."""
-    there = devices()
+    """Describe the devices of all processes of this run."""
+    all_devices = devices()
     first = jax.local_devices()[0]
     stats = first.memory_stats() or {}
     kinds = {memory.kind for memory in first.addressable_memories()}
     return Cluster(
         platform=jax.default_backend(),
         device_kind=first.device_kind,
-        num_devices=len(there),
+        num_devices=len(all_devices),
         num_processes=jax.process_count(),
         memory_bytes=stats.get("bytes_limit"),
         peak_flops=_peaks(first.device_kind),
@@ -91,17 +91,19 @@ def find_cluster() -> Cluster:
 def named_cluster(
     name: str, num_devices: int, *, num_processes: int = 1, links: Mapping[str, Link] | None = None
 ) -> Cluster:
-    """Describe a cluster of devices of one of KINDS, or of CPUs (`cpu`). Touches no device.
+    """Describe a cluster of CPUs (`cpu`) or of devices of one of KINDS, without touching a device.
 
     Raises:
-      UserError: there is no such kind, or no device.
+      UserError: the device kind is unknown, or num_devices is less than 1.
     """
     if num_devices < 1:
         raise UserError(f"num_devices is {num_devices}; it must be 1 or more")
     if name == "cpu":
         return Cluster("cpu", "cpu", num_devices, num_processes, links=links or {})
     if name not in KINDS:
-        raise UserError(f"device kind is {name!r}; it must be one of cpu, {', '.join(KINDS)}.{nearest(name, KINDS)}")
+        hint = nearest(name, KINDS)
+        stop = "." if hint else ""
+        raise UserError(f"device kind is {name!r}; it must be one of cpu, {', '.join(KINDS)}{stop}{hint}")
     kind, memory, capability = KINDS[name]
     return Cluster("gpu", kind, num_devices, num_processes, memory, _peaks(kind), capability, links=links or {})
 

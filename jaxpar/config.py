@@ -1,7 +1,7 @@
-"""Config files and the overrides of the command line; a mistake in either is reported in one line.
+"""Config files and command-line overrides; a mistake in either is reported in one line.
 
-A config file defines `get_config(preset="")`, which takes `default_config()`, changes what it
-wants, and returns it. The default is locked: it declares every key there is.
+A config file defines `get_config(preset="")`, which takes `default_config()`, changes some of its
+values and returns it. The default config declares every key and is locked, so no key can be added.
 """
 
 import ast
@@ -18,27 +18,27 @@ from ml_collections import ConfigDict
 from jaxpar import files
 from jaxpar.errors import UserError, nearest
 
-# Dotted keys that were renamed, and their names.
+# Former name -> current name of dotted keys.
 RENAMED = {"asynchronous.cures": "asynchronous.mitigations"}
 
 
-Values = Mapping[str, Any]  # of a config, by dotted key
+Values = Mapping[str, Any]  # dotted key -> value of a config
 
 
 def config_folder() -> Path:
-    """The folder of the configs that come with jaxpar: in the wheel, or beside the package in a clone."""
+    """Return the folder of the configs shipped with jaxpar: inside the wheel, or next to the package in a clone."""
     package = Path(__file__).parent
     return package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
 
 
 def default_config() -> ConfigDict:
-    """configs/default.py, locked: keys that it does not declare cannot be set."""
+    """Return the config of configs/default.py, locked so that only declared keys can be set."""
     config = _import(config_folder() / "default.py").get_config()
     return config.lock()
 
 
 def load_config(name: str) -> ConfigDict:
-    """The config of `PATH[:PRESET]`. The path may also name one that comes with jaxpar: configs/quickstart.py."""
+    """Load the config `PATH[:PRESET]`. The path can also name a config shipped with jaxpar: configs/quickstart.py."""
     path_name, _, preset = name.partition(":")
     path = Path(path_name)
     if not path.is_file():
@@ -46,28 +46,34 @@ def load_config(name: str) -> ConfigDict:
         path = shipped.get(path.name if path.suffix == ".py" else path.name + ".py", path)
         if not path.is_file():
             names = [f"configs/{file}" for file in shipped]
-            raise UserError(f"--config is {name!r}: no such file; there are {', '.join(names)}.{nearest(name, names)}")
+            hint = nearest(name, names)
+            stop = "." if hint else ""
+            raise UserError(
+                f"--config is {name!r}, which does not exist; it must be a config file or one of "
+                f"{', '.join(names)}{stop}{hint}"
+            )
     try:
         module = _import(path)
         if preset and not inspect.signature(module.get_config).parameters:
-            raise UserError(f"--config is {name!r}, but {path} has no presets")
+            raise UserError(f"--config is {name!r}; it must be {path_name}, because this config has no presets")
         config = module.get_config(preset) if preset else module.get_config()
     except UserError:
         raise
-    except Exception as error:  # whatever a user's file may raise
+    except Exception as error:  # a user's file can raise anything
         raise UserError(_where(path, error)) from error
     if not isinstance(config, ConfigDict):
         raise UserError(f"{path}: get_config returned a {type(config).__name__}; it must return a ConfigDict")
     odd = keys(config).keys() ^ keys(default_config()).keys()
     if odd:
-        raise UserError(f"{path}: get_config must begin with default_config(); it has, or lacks, config.{min(odd)}")
+        state = "lacks" if min(odd) in keys(default_config()) else "adds"
+        raise UserError(f"{path}: get_config {state} config.{min(odd)}; it must return a modified default_config()")
     return config.lock()
 
 
 def override(config: ConfigDict, arguments: Sequence[str]) -> None:
-    """Set keys of `config`, in place, from arguments such as --config.optimizer.lr=1e-4.
+    """Set keys of `config` in place from arguments such as --config.optimizer.lr=1e-4.
 
-    Not by ml_collections.config_flags: that reads sys.argv only, and reports mistakes in other words.
+    ml_collections.config_flags is not used because it reads only sys.argv and words its errors differently.
     """
     known = keys(config)
     rest = list(arguments)
@@ -77,26 +83,28 @@ def override(config: ConfigDict, arguments: Sequence[str]) -> None:
         negated = name.lstrip("-").startswith("noconfig.")
         key = name.lstrip("-").removeprefix("no" if negated else "").removeprefix("config.")
         if not name.lstrip("-").removeprefix("no").startswith("config."):
-            raise UserError(f"{argument!r} is not an argument; overrides are written --config.KEY=VALUE")
+            raise UserError(f"{argument!r} is not an argument; an override must be written --config.KEY=VALUE")
         if key in RENAMED:
-            raise UserError(f"config.{key} does not exist; its name is config.{RENAMED[key]}")
+            raise UserError(f"config.{key} was renamed; use config.{RENAMED[key]}")
         if key not in known:
             inside = [leaf for leaf in known if leaf.startswith(key + ".")]
-            hint = f" It has the keys {', '.join(inside)}." if inside else nearest(key, known)
-            raise UserError(f"config.{key} does not exist.{hint}")
+            if inside:
+                raise UserError(f"config.{key} is a section; its keys are {', '.join(inside)}")
+            hint = nearest(key, known)
+            raise UserError(f"config.{key} does not exist{'.' if hint else ''}{hint}")
         kind = _kind(config, key)
         if not equals:
             if kind is bool:
                 text = str(not negated)
             elif not rest:
-                raise UserError(f"config.{key} has no value; it is written --config.{key}=VALUE")
+                raise UserError(f"config.{key} has no value; it must be written --config.{key}=VALUE")
             else:
                 text = rest.pop(0)
         config.update_from_flattened_dict({key: _parse(key, text, kind, known[key])})
 
 
 def _kind(config: ConfigDict, key: str) -> type:
-    """The type that the default config declares for `key`."""
+    """Return the type that the default config declares for `key`."""
     parent, _, name = key.rpartition(".")
     for part in parent.split(".") if parent else []:
         config = config[part]
@@ -104,13 +112,13 @@ def _kind(config: ConfigDict, key: str) -> type:
 
 
 def _parse(key: str, text: str, kind: type, now: Any) -> Any:
-    """`text` as a `kind`, for config key `key` whose value is `now`."""
+    """Parse `text` as a `kind`, for the config key `key` whose current value is `now`. Raises UserError."""
     if kind is str:
         return text
     if kind is bool and text.lower() in ("true", "false", "1", "0"):
         return text.lower() in ("true", "1")
     if now is not None and text == "None":
-        text = ""  # only keys that have no value may lose it
+        text = ""  # only a key whose default is None can be set to None
     try:
         value = ast.literal_eval(text)
         if value is None or (kind is int and type(value) is int):
@@ -133,7 +141,7 @@ def _parse(key: str, text: str, kind: type, now: Any) -> Any:
 
 
 def keys(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
-    """All leaves, by dotted key, in the order of their names."""
+    """Return all leaves of the config by dotted key, sorted by name."""
     leaves: dict[str, Any] = {}
     for name in sorted(config.keys()):
         value = config[name]
@@ -142,20 +150,23 @@ def keys(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
 
 
 def save(config: ConfigDict, workdir: Path) -> None:
-    """Write the config as workdir/config.json: dotted keys and values."""
+    """Write the dotted keys and values of the config to workdir/config.json."""
     files.write_text(workdir / "config.json", json.dumps(keys(config), indent=1) + "\n")
 
 
 def read_config(workdir: Path) -> ConfigDict:
-    """The config of the run in `workdir`. Raises UserError where there is none."""
+    """Return the config of the run in `workdir`. Raises UserError if there is no run."""
     saved = read_saved(workdir)
     if saved is None:
-        raise UserError(f"{workdir} holds no run: {workdir / 'config.json'} does not exist")
+        raise UserError(f"{workdir} contains no run: {workdir / 'config.json'} does not exist")
     return from_keys(saved)
 
 
 def from_keys(saved: Mapping[str, Any]) -> ConfigDict:
-    """The config of dotted keys, or their former names, and values as JSON has them; of other keys the default."""
+    """Return the config with these JSON values by dotted key, with defaults for all other keys.
+
+    Keys can have their former names.
+    """
     config = default_config()
     with config.unlocked(), config.ignore_type():
         for key, value in saved.items():
@@ -165,7 +176,7 @@ def from_keys(saved: Mapping[str, Any]) -> ConfigDict:
 
 
 def read_saved(workdir: Path) -> dict[str, Any] | None:
-    """Return the keys and values that `save` wrote, as JSON has them; None where there is no run."""
+    """Return the keys and JSON values that `save` wrote, or None if there is no run."""
     path = workdir / "config.json"
     if not path.is_file():
         return None
@@ -174,7 +185,7 @@ def read_saved(workdir: Path) -> dict[str, Any] | None:
     except ValueError:
         saved = None
     if not isinstance(saved, dict):
-        raise UserError(f"{path} is damaged: it is not what a run writes; delete it, and the run begins anew")
+        raise UserError(f"{path} is damaged: it is not a JSON object; delete it to start a new run")
     return saved
 
 
@@ -188,15 +199,15 @@ def _import(path: Path) -> Any:
 
 
 def _where(path: Path, error: Exception) -> str:
-    """`file, line N: what is wrong` for an exception out of a config file."""
+    """Return `file, line N: error` for an exception raised by a config file."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
     text = str(error)
     if "config is locked" in text:  # ml_collections lists all fields over several lines
         key = text.split('"')[1]
         known = keys(default_config())
-        renamed = [f" Its name is {new}." for old, new in RENAMED.items() if old.rpartition(".")[2] == key]
+        renamed = [f" It was renamed to {new}." for old, new in RENAMED.items() if old.rpartition(".")[2] == key]
         hint = renamed[0] if renamed else nearest(key, [name.rpartition(".")[2] for name in known])
-        text = f"config has no key {key!r}.{hint}"
+        text = f"config has no key {key!r}{'.' if hint else ''}{hint}"
     place = f"{path}, line {line}" if line else str(path)
     return f"{place}: {type(error).__name__}: {' '.join(text.split())}" if "no key" not in text else f"{place}: {text}"

@@ -1,7 +1,8 @@
-"""Mistakes of the user, in one line each. `main` prints them and exits with code 2.
+"""User errors, one line each, which `main` prints before it exits with code 2, and the exit codes of a process.
 
-What a planner asks about thousands of configs gives its reasons as values: a function that returns `Refusals` yields
-them, and is called with `yield from` by others of its kind, with `accepted` or `outcome` by all else.
+A planner checks thousands of configs, so checks return the reason for a refusal as a value instead of raising it. A
+check is a generator of type `Refusals`. Another check calls it with `yield from`; all other code calls it through
+`accepted`, which raises the reason, or `outcome`, which returns it.
 """
 
 import difflib
@@ -11,16 +12,16 @@ from typing import TypeVar
 
 
 class UserError(Exception):
-    """A mistake that the user must correct: which key or file, what it was, what it must be."""
+    """A mistake that the user must correct. The message names the key or file, its value and what it must be."""
 
 
 T = TypeVar("T")
-# Yields why something cannot be; returns it where nothing is against it. Nothing runs after the first reason.
+# Yields the reason for a refusal, or returns the accepted value. The generator is abandoned after the first reason.
 Refusals = Generator[UserError, None, T]
 
 
 def outcome(refusals: Refusals[T]) -> T | UserError:
-    """Return the first reason against something; or the thing itself, where there is none."""
+    """Return the first reason for a refusal, or the accepted value if there is none."""
     results: list[T] = []
 
     def run() -> Iterator[UserError]:
@@ -30,7 +31,7 @@ def outcome(refusals: Refusals[T]) -> T | UserError:
 
 
 def accepted(refusals: Refusals[T]) -> T:
-    """Return what nothing is against. Raises the first reason, a UserError, where there is one."""
+    """Return the accepted value. Raises the first reason for a refusal, a UserError, if there is one."""
     result = outcome(refusals)
     if isinstance(result, UserError):
         raise result
@@ -38,11 +39,11 @@ def accepted(refusals: Refusals[T]) -> T:
 
 
 class TrainingError(Exception):
-    """Training itself failed, at a step that the message names. `main` prints it and exits with code 1."""
+    """A failure of the training itself. `main` prints the message and exits with code 1."""
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """Return ` Did you mean 'x'?` for the choice most like `name`, or nothing."""
+    """Return ` Did you mean 'x'?` for the choice most similar to `name`, or an empty string if none is similar."""
     match = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
     return f" Did you mean {match[0]!r}?" if match else ""
 
@@ -56,26 +57,29 @@ def refuse_choice(key: str, value: str, choices: Iterable[str]) -> Refusals[None
     """Refuse a `value` of config key `key` that is not one of `choices`."""
     choices = list(choices)
     if value not in choices:
-        yield UserError(f"config.{key} is {value!r}; it must be {', '.join(choices)}.{nearest(str(value), choices)}")
+        one_of = "one of " if len(choices) > 1 else ""
+        hint = nearest(str(value), choices)
+        stop = "." if hint else ""
+        yield UserError(f"config.{key} is {value!r}; it must be {one_of}{', '.join(choices)}{stop}{hint}")
 
 
 def format_count(number: int, noun: str) -> str:
-    """Return `1 replica`, `2 replicas`, `2 microbatches`."""
+    """Return a number with its noun in singular or plural: `1 replica`, `2 replicas`, `2 microbatches`."""
     plural = "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}{plural if number != 1 else ''}"
 
 
 FAILED, USER_ERROR, HANGS = 1, 2, 3  # exit codes of a process
-STOPPED_CODES = range(4, 126)  # exit codes that a run stopped by a signal may have instead of 0; shells have 126 and on
+STOPPED_CODES = range(4, 126)  # codes that --stopped_exit_code accepts besides 0; shells reserve 126 and above
 
 
 def is_failure(code: int) -> bool:
-    """Whether a process of this exit code (-N: by signal N) has failed; else it has finished, or was stopped."""
+    """Return whether a process with this exit code (-N: killed by signal N) failed, and did not finish or stop."""
     return code != 0 and code not in STOPPED_CODES
 
 
 def exit_code(command: Callable[[], None]) -> int:
-    """Run a script's `command` and return its exit code: 0; or 2, with one line on stderr, on UserError."""
+    """Run a script's `command` and return its exit code: 0, or 2 after printing a UserError to stderr."""
     try:
         command()
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Files of a workdir: written whole or not at all, and by one process at a time."""
+"""Files of a workdir: writes are atomic, and a lock lets only one process use the workdir at a time."""
 
 import contextlib
 import errno
@@ -11,17 +11,23 @@ from pathlib import Path
 from jaxpar.errors import UserError
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM)
-_OS_ERROR = r"(?:os_error_code='|OS error )(\d+)"  # in messages of tensorstore, by its version
+_OS_ERROR = r"(?:os_error_code='|OS error )(\d+)"  # in tensorstore's messages; the form depends on its version
 
 
 def disk_error(error: BaseException) -> str | None:
-    """Why the disk refused something, which the user must repair: `No space left on device`. None for other errors."""
+    """Return the reason, such as `No space left on device`, if `error` is a disk error that the user must fix.
+
+    Returns None for all other errors.
+    """
     numbers = [error.errno] if isinstance(error, OSError) else map(int, re.findall(_OS_ERROR, str(error)))
     return next((os.strerror(number) for number in numbers if number in DISK_ERRORS), None)
 
 
 def unreadable(error: Exception) -> str:
-    """Return why a CSV file of the user cannot be read, and what it must be; of an error of its contents, its text."""
+    """Return the reason why a user's CSV file cannot be read and what it must be, as the end of an error message.
+
+    For an error in the contents of the file, this is the text of `error`.
+    """
     if isinstance(error, OSError):
         return f"{error.strerror}; it must be the path of a CSV file"
     if isinstance(error, UnicodeDecodeError):
@@ -30,7 +36,7 @@ def unreadable(error: Exception) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the file: who reads it, or comes after a crash, finds the old text or the new one, never a part."""
+    """Replace a file atomically: readers, also after a crash, see either the old text or the new text."""
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("w") as file:
         file.write(text)
@@ -41,19 +47,22 @@ def write_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def locked(workdir: Path) -> Iterator[None]:
-    """Make `workdir`, and lock it for this process. The lock ends with the process, however it ends.
+    """Create `workdir` and lock it for this process. The lock is released when the process ends for any reason.
 
     Raises:
-      UserError: the folder cannot be written, or another process runs in it.
+      UserError: the folder is not writable, or another process has locked it.
     """
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         file = (workdir / ".lock").open("a")
     except OSError as error:
-        raise UserError(f"--workdir={workdir} cannot be written: {error.strerror}") from error
+        raise UserError(f"--workdir is {str(workdir)!r}; it must be a writable folder: {error.strerror}") from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"--workdir={workdir} is in use by another process; wait for it or give another") from None
+            raise UserError(
+                f"--workdir is {str(workdir)!r}, which another process is using; wait for that process or use another "
+                "workdir"
+            ) from None
         yield

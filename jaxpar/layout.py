@@ -1,16 +1,17 @@
-"""Where arrays live, said once, leaf by leaf. Shardings, local views, conversions and bytes follow from it.
+"""The layout of arrays on the mesh, defined once for each leaf of a tree.
 
-Three forms of a tree: *canonical*, as on one device; *global*, arrays over the mesh as jit sees them; *local*, what a
-device sees of a global one inside `shard_map`. A leaf is replicated over every mesh axis that its layout does not name:
+Shardings, local views, conversions between forms and memory sizes are derived from the layout. A tree has three forms:
+*canonical*, as on one device; *global*, arrays over the mesh as jit sees them; and *local*, the part of a global array
+that one device sees inside `shard_map`. A leaf is replicated over every mesh axis that its layout does not mention:
 
     replicated              P()              canonical = global = local
-    split over an axis      P(.., axis)      global is padded along the dim, local is one of its shards
-    differing over axes     P(axis, ..)      global has a leading dim for each axis; canonical is the mean over one axis
-    copied over an axis     P(axis)          likewise, where all are equal, as pmap has them; canonical is any of them
-    held by some devices                     of an axis: the stages of a pipeline, or a master device
+    split over an axis      P(.., axis)      global is padded along the split dim, local is one shard
+    differing over axes     P(axis, ..)      global has a leading dim per axis, canonical is the mean over one axis
+    copied over an axis     P(axis)          global has a leading dim, as in pmap; all copies equal the canonical array
+    held by some devices                     only some devices of an axis store the leaf: pipeline stages, or a master
 
-What the stages of a pipeline hold differs in shape, so it is packed besides (jaxpar/pipeline/executor/packing.py);
-which leaves a device packs is said here.
+The arrays of different pipeline stages differ in shape, so each device also packs its arrays into one vector
+(jaxpar/pipeline/executor/packing.py). The layout defines which leaves each device packs.
 """
 
 import math
@@ -23,37 +24,37 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-Tree = Any  # a pytree of arrays, or of their shapes
+Tree = Any  # a pytree of arrays or of their shapes
 
 REPLICATED, PER_REPLICA, SHARDED, HELD = "replicated", "per replica", "sharded", "on some devices"
 KINDS = (HELD, SHARDED, PER_REPLICA, REPLICATED)
 
 
 class DimSplit(NamedTuple):
-    """A dim that is divided over a mesh axis, padded with zeros so that the axis divides it."""
+    """A dim that is split over a mesh axis, zero-padded to a multiple of the axis size."""
 
     dim: int
     axis: str
 
 
 class Holders(NamedTuple):
-    """The devices of a mesh axis that hold a leaf, by their number on it. The first one owns it, others have copies."""
+    """The devices that hold a leaf, by index on a mesh axis. The first one owns the leaf, the others hold copies."""
 
     axis: str
     numbers: tuple[int, ...]
 
 
 class LeafLayout(NamedTuple):
-    """Where one array lives.
+    """The layout of one array on the mesh.
 
     Attributes:
-      shape: of the canonical array; of one that has no canonical form: of what a device has.
-      dtype: of the array.
-      split: the dim that is divided; None: none.
-      leading: the axes on which every device has an array of its own, in the order of the global array's leading dims.
-      are_copies: those arrays are equal.
-      holders: the devices that hold it; None: all.
-      on_host: between steps it is in the host's memory.
+      shape: shape of the canonical array, or of the array on each device if there is no canonical form.
+      dtype: dtype of the array.
+      split: the dim that is split over an axis; None if no dim is.
+      leading: the axes along which every device has its own array, in the order of the global array's leading dims.
+      are_copies: whether the arrays along `leading` are equal.
+      holders: the devices that hold the array; None if all devices do.
+      on_host: whether the array is in host memory between steps.
     """
 
     shape: tuple[int, ...]
@@ -65,7 +66,7 @@ class LeafLayout(NamedTuple):
     on_host: bool = False
 
     def local_shape(self, axes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape of what a device has, without leading dims."""
+        """Return the shape of the array on one device, without leading dims."""
         return shard_shape(self.shape, axes[self.split.axis], self.split.dim) if self.split else self.shape
 
     def global_shape(self, axes: Mapping[str, int]) -> tuple[int, ...]:
@@ -76,27 +77,27 @@ class LeafLayout(NamedTuple):
         return tuple(size * axes[self.split.axis] if i == self.split.dim else size for i, size in enumerate(local))
 
     def nbytes_on(self, axes: Mapping[str, int], number: Mapping[str, int]) -> int:
-        """Return the bytes on the device of this number on each axis."""
+        """Return the bytes on one device. number: the device's index on each axis."""
         if self.holders and number[self.holders.axis] not in self.holders.numbers:
             return 0
         return math.prod(self.local_shape(axes)) * np.dtype(self.dtype).itemsize
 
     @property
     def kind(self) -> str:
-        """Where it lives, in a word."""
+        """Kind of the layout, one of KINDS."""
         if self.holders:
             return HELD
         return SHARDED if self.split else PER_REPLICA if self.leading and not self.are_copies else REPLICATED
 
     @property
     def spec(self) -> PartitionSpec:
-        """The spec of the global array."""
+        """Partition spec of the global array."""
         if self.split:
             return PartitionSpec(*[None] * self.split.dim, self.split.axis)
         return PartitionSpec(*self.leading)
 
     def sharding(self, mesh: Mesh) -> Sharding:
-        """Return the sharding of the global array; what one device holds is an array on that alone."""
+        """Return the sharding of the global array. An array that one device holds is placed on that device alone."""
         if self.holders is None:
             return NamedSharding(mesh, self.spec)
         [number] = self.holders.numbers
@@ -109,7 +110,7 @@ class Layout:
 
     Attributes:
       axes: size of each mesh axis.
-      leaves: a tree of LeafLayout, of the canonical tree's structure.
+      leaves: a tree of LeafLayout with the structure of the canonical tree.
     """
 
     def __init__(self, axes: Mapping[str, int], leaves: Tree):
@@ -117,7 +118,7 @@ class Layout:
 
     @cached_property
     def kind(self) -> str:
-        """The layout of the whole in a word: of its leaves' kinds, the one that comes first in KINDS."""
+        """Kind of the whole layout: among the kinds of its leaves, the one that comes first in KINDS."""
         return min((leaf.kind for leaf in self._flat), key=KINDS.index, default=REPLICATED)
 
     @cached_property
@@ -129,11 +130,11 @@ class Layout:
 
     @property
     def specs(self) -> Tree:
-        """A tree of the specs of the global arrays."""
+        """Tree of the partition specs of the global arrays."""
         return self._map(lambda leaf: leaf.spec)
 
     def shardings(self, mesh: Mesh, *, in_step: bool = False) -> Tree:
-        """Return a tree of the shardings of the global arrays. in_step: with what is on the host on its device."""
+        """Return a tree of the shardings of the global arrays. in_step: place arrays kept on the host on the device."""
 
         def sharding(leaf: LeafLayout) -> Sharding:
             made = leaf.sharding(mesh)
@@ -143,16 +144,16 @@ class Layout:
 
     @property
     def shapes(self) -> Tree:
-        """A tree of the shapes and dtypes of the global arrays."""
+        """Tree of the shapes and dtypes of the global arrays."""
         return self._map(lambda leaf: jax.ShapeDtypeStruct(leaf.global_shape(self.axes), leaf.dtype))
 
     @property
     def local_shapes(self) -> Tree:
-        """A tree of the shapes and dtypes of what a device has, without leading dims."""
+        """Tree of the shapes and dtypes of the arrays on one device, without leading dims."""
         return self._map(lambda leaf: jax.ShapeDtypeStruct(leaf.local_shape(self.axes), leaf.dtype))
 
     def abstract(self, mesh: Mesh) -> Tree:
-        """Return a tree of the global arrays in shapes, dtypes and shardings."""
+        """Return a tree of the shapes, dtypes and shardings of the global arrays."""
 
         def made(leaf: LeafLayout, sharding: Sharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.global_shape(self.axes), leaf.dtype, sharding=sharding)
@@ -161,23 +162,23 @@ class Layout:
 
     @property
     def is_canonical(self) -> bool:
-        """Whether global arrays are canonical ones as they are."""
+        """Whether the global arrays equal the canonical arrays."""
         return not any(leaf.leading or leaf.split for leaf in self._flat)
 
     def on_host(self) -> "Layout":
-        """Return the same layout of arrays that are in the host's memory between steps."""
+        """Return the same layout for arrays that are in host memory between steps."""
         return Layout(self.axes, self._map(lambda leaf: leaf._replace(on_host=True)))
 
     def local(self, tree: Tree) -> Tree:
-        """Return what a device sees of a global tree inside `shard_map`, without leading dims."""
+        """Return the local form of a global tree inside `shard_map`, by removing the leading dims."""
         return self._map(lambda leaf, x: reduce(lambda part, _: part[0], leaf.leading, x), tree)
 
     def out(self, tree: Tree) -> Tree:
-        """Return what a device gives `shard_map` of a local tree: the reverse of `local`."""
+        """Return the output of `shard_map` for a local tree, by adding the leading dims. The inverse of `local`."""
         return self._map(lambda leaf, x: reduce(lambda part, _: part[None], leaf.leading, x), tree)
 
     def to_global(self, tree: Tree, numpy: Any = jnp) -> Tree:
-        """Return the global form of a canonical tree. numpy: np on the host, jnp where it is to be jitted."""
+        """Return the global form of a canonical tree. numpy: np to compute on the host, jnp inside jit."""
 
         def made(leaf: LeafLayout, x: Any) -> Any:
             if leaf.leading:
@@ -187,7 +188,7 @@ class Layout:
         return self._map(made, tree)
 
     def to_canonical(self, tree: Tree) -> Tree:
-        """Return the canonical form of a global tree; of floats that differ between replicas, the mean. Jittable."""
+        """Return the canonical form of a global tree. Floats that differ between replicas are averaged. Jittable."""
 
         def canonical(leaf: LeafLayout, x: Any) -> Any:
             if leaf.leading:
@@ -198,23 +199,23 @@ class Layout:
         return self._map(canonical, tree)
 
     def nbytes_on(self, **number: int) -> int:
-        """Return the bytes on the device of this number on each axis (0 where it is not given)."""
+        """Return the bytes on one device. number: the device's index on each axis; 0 on axes not given."""
         where = {**dict.fromkeys(self.axes, 0), **number}
         return sum(leaf.nbytes_on(self.axes, where) for leaf in self._flat)
 
     def held_by(self, axis: str, number: int) -> list[int]:
-        """Return the numbers of the leaves, in the tree's order, that a device of the axis holds."""
+        """Return the indices, in tree order, of the leaves that a device of the axis holds."""
         return [i for i, leaf in enumerate(self._flat) if _holds(leaf.holders, axis, number)]
 
     def owner_of(self, leaf: int) -> int:
-        """Return the number, on the axis of its holders, of the device that owns a leaf; 0 where all hold it."""
+        """Return the index of the device that owns a leaf on the axis of its holders; 0 if all devices hold it."""
         holders = self._flat[leaf].holders
         return holders.numbers[0] if holders else 0
 
 
 def join(layouts: Tree) -> Layout:
-    """Return the layout of a tree of trees, from a tree that has the layout of each in its place."""
-    first, *_ = jax.tree.leaves(layouts)  # a Layout is a leaf
+    """Join a tree of layouts into the layout of the whole tree."""
+    first, *_ = jax.tree.leaves(layouts)  # a Layout is a leaf to jax.tree
     return Layout(first.axes, jax.tree.map(lambda one: one.leaves, layouts))
 
 
@@ -230,23 +231,23 @@ def _holds(holders: Holders | None, axis: str, number: int) -> bool:
 
 
 def replicated(axes: Mapping[str, int], like: Any) -> Layout:
-    """Return the layout in which every device has all of a tree. like: the canonical tree, or its shapes."""
+    """Return the layout of a tree replicated on every device. like: the canonical tree or its shapes."""
     return Layout(axes, jax.tree.map(lambda x: LeafLayout(x.shape, x.dtype), like))
 
 
 def per_replica(axes: Mapping[str, int], like: Tree, *over: str, are_copies: bool = False) -> Layout:
-    """Return the layout in which every device on the axes `over` has a tree of its own. are_copies: they are equal."""
+    """Return the layout of a tree that each device along the axes `over` has separately. are_copies: all are equal."""
     return Layout(axes, jax.tree.map(lambda x: LeafLayout(x.shape, x.dtype, leading=over, are_copies=are_copies), like))
 
 
 def made_by_replicas(axes: Mapping[str, int], make: Callable[[], Tree], axis: str, *outer: str) -> Layout:
-    """Return the layout of what each device on the axes makes: `outer`, then `axis`.
+    """Return the per-replica layout of the tree that `make` creates on each device of the axes `outer` and `axis`.
 
     Args:
       axes: size of each mesh axis.
-      make: returns the tree, inside `shard_map`, where it may ask for its number on `axis`.
-      axis: of the replicas.
-      outer: axes of the leading dims before that of `axis`.
+      make: returns the tree; it runs inside `shard_map` and can call `jax.lax.axis_index(axis)`.
+      axis: the mesh axis of the replicas.
+      outer: mesh axes whose leading dims come before the leading dim of `axis`.
     """
     made = jax.eval_shape(lambda: jax.vmap(lambda _: make(), axis_name=axis)(jnp.zeros(axes[axis])))
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), made)
@@ -254,7 +255,7 @@ def made_by_replicas(axes: Mapping[str, int], make: Callable[[], Tree], axis: st
 
 
 def sharded(axes: Mapping[str, int], like: Any, axis: str) -> Layout:
-    """Return the layout in which arrays are divided over `axis` along their longest dim; scalars are replicated."""
+    """Return the layout of a tree sharded over `axis` along each array's longest dim. Scalars are replicated."""
 
     def leaf(x: Any) -> LeafLayout:
         dim = split_dim(x.shape)
@@ -264,18 +265,18 @@ def sharded(axes: Mapping[str, int], like: Any, axis: str) -> Layout:
 
 
 def on_one(axes: Mapping[str, int], like: Any, axis: str, number: int = 0) -> Layout:
-    """Return the layout in which one device of `axis` has all of a tree, and the others nothing."""
+    """Return the layout of a tree that only one device of `axis` holds."""
     return on_some(axes, like, axis, (number,))
 
 
 def on_some(axes: Mapping[str, int], like: Tree, axis: str, numbers: Sequence[int]) -> Layout:
-    """Return the layout in which each of these devices of `axis` has all of a tree, and the others nothing."""
+    """Return the layout of a tree that only the devices `numbers` of `axis` hold, each the whole tree."""
     holders = Holders(axis, tuple(numbers))
     return Layout(axes, jax.tree.map(lambda x: LeafLayout(x.shape, x.dtype, holders=holders), like))
 
 
 def by_kind(kind: str, axes: Mapping[str, int], like: Any, axis: str) -> Layout:
-    """Return the layout of a kind: REPLICATED, or PER_REPLICA or SHARDED over `axis`."""
+    """Return the layout of the given kind: REPLICATED, or PER_REPLICA or SHARDED over `axis`."""
     if kind == REPLICATED:
         return replicated(axes, like)
     return per_replica(axes, like, axis) if kind == PER_REPLICA else sharded(axes, like, axis)
@@ -285,22 +286,22 @@ def by_kind(kind: str, axes: Mapping[str, int], like: Any, axis: str) -> Layout:
 
 
 def split_dim(shape: tuple[int, ...]) -> int | None:
-    """Return the dim along which an array is divided: the longest; None where it has no dims."""
+    """Return the dim along which an array is split: the longest one, or None for a scalar."""
     return int(np.argmax(shape)) if shape else None
 
 
 def shard_shape(shape: tuple[int, ...], n: int, dim: int | None = None) -> tuple[int, ...]:
-    """Return the shape of each of the n shards of an array. dim: that is divided; None: `split_dim`."""
+    """Return the shape of each of the n shards of an array. dim: the split dim; None: `split_dim(shape)`."""
     dim = split_dim(shape) if dim is None else dim
     return tuple(-(-size // n) if i == dim else size for i, size in enumerate(shape))
 
 
 def pad(x: Any, n: int, numpy: Any = jnp, dim: int | None = None) -> Any:
-    """Return the array with zeros at the end of the dim that is divided, so that n divides it."""
+    """Return the array zero-padded at the end of the split dim, to a multiple of n."""
     dim = split_dim(x.shape) if dim is None else dim
     return x if dim is None else numpy.pad(x, [(0, -x.shape[i] % n if i == dim else 0) for i in range(x.ndim)])
 
 
 def unpad(x: Any, shape: tuple[int, ...]) -> Any:
-    """Return the array of that shape that was padded."""
+    """Return the array of the original shape `shape`, without the padding. The inverse of `pad`."""
     return x[tuple(slice(size) for size in shape)]

@@ -1,14 +1,17 @@
-"""The binary: reads the flags, starts JAX, trains, and turns the outcome into an exit code.
+"""Trains a model from a config and continues the run in --workdir if there is one.
 
     scripts/train --config=configs/NAME.py[:PRESET] --workdir=DIR [--config.KEY=VALUE ...]
         [--stopped_exit_code=N] [--coordinator_address=HOST:PORT --num_processes=N --process_id=I]
 
-The last three place one of several processes, where no cluster does (docs/processes.md); scripts/launch starts several
-on one machine.
+The last three flags connect several processes that no cluster manager started (docs/processes.md). To start several
+processes on one machine, use scripts/launch.
 
-Exit codes: 0 finished, or stopped by a signal with everything saved, for which --stopped_exit_code is another one;
-1 training failed; 2 a mistake of the user's, reported in one line; 3 the process hung, and reported where;
-130 a second Ctrl-C, which waits for nothing.
+Exit codes:
+  0    finished, or stopped by a signal after saving the state (--stopped_exit_code replaces 0 for a stopped run)
+  1    training failed
+  2    user error, reported in one line
+  3    the process hung; the stacks of its threads were printed
+  130  stopped immediately by a second Ctrl-C, without saving
 """
 
 import os
@@ -41,7 +44,7 @@ def run() -> None:
             raise
         traceback.print_exc()
         code = FAILED
-    if is_failure(code) and _has_others():  # JAX would wait for those that wait for this one
+    if is_failure(code) and _has_others():  # a normal exit would deadlock: JAX waits for processes waiting for this one
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -49,19 +52,19 @@ def run() -> None:
 
 
 def _has_others() -> bool:
-    """Whether this is one of several processes, which have met."""
+    """Return whether this process is connected to other processes."""
     return "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized()
 
 
 def _hide_late_reads(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Where one read of a damaged checkpoint fails, orbax ends its event loop, and the others complain one by one."""
+    """Hide the errors of pending reads: orbax closes its event loop when one read of a damaged checkpoint fails."""
     if "Event loop is closed" not in str(unraisable.exc_value):
         sys.__unraisablehook__(unraisable)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command line and returns the exit code."""
-    # Orbax, and asyncio under it, log as errors, with tracebacks, what they also raise.
+    """Run the command line and return the exit code."""
+    # Orbax and asyncio log the exceptions that they raise as errors, with tracebacks.
     logging.set_verbosity(logging.FATAL)
     getLogger("asyncio").setLevel(CRITICAL)
     try:
@@ -74,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
         if not disk_error(error):
             raise
         what = f"{error.filename or 'the disk'}: {error.strerror}"
-        return _fail(f"{what}; the checkpoints that are there are whole", USER_ERROR)
+        return _fail(f"{what}; the existing checkpoints are intact", USER_ERROR)
 
 
 def _main(argv: list[str]) -> int:
@@ -89,17 +92,19 @@ def _main(argv: list[str]) -> int:
         print(f"Configs: {', '.join(f'configs/{file.name}' for file in sorted(configs.config_folder().glob('*.py')))}")
         return 0
     if rest:
-        raise UserError(f"{rest[0]!r} is not an argument; there are --config, --workdir and --config.KEY=VALUE")
+        raise UserError(
+            f"{rest[0]!r} is not an argument; arguments are --config, --workdir, --config.KEY=VALUE and those of --help"
+        )
     for name in ("config", "workdir"):
         if not values[name].value:
             raise UserError(
-                f"--{name} is missing; for example --config=configs/quickstart.py --workdir=runs/quickstart"
+                f"--{name} is missing; an example is --config=configs/quickstart.py --workdir=runs/quickstart"
             )
     stopped = values.stopped_exit_code
     if is_failure(stopped):
         raise UserError(
-            f"--stopped_exit_code is {stopped}; it must be 0, or {STOPPED_CODES[0]} to {STOPPED_CODES[-1]}: "
-            "others have a meaning"
+            f"--stopped_exit_code is {stopped}; it must be 0, or {STOPPED_CODES[0]} to {STOPPED_CODES[-1]}, "
+            "because other codes are reserved"
         )
     config = configs.load_config(values.config)
     configs.override(config, overrides)
@@ -110,9 +115,9 @@ def _main(argv: list[str]) -> int:
 
 def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
-    flags.DEFINE_string("config", None, "Config file, with a preset after a colon.", flag_values=values)
-    flags.DEFINE_string("workdir", None, "Where the run lives. A run that is there is continued.", flag_values=values)
-    flags.DEFINE_integer("stopped_exit_code", 0, "Of a run that a signal has stopped.", flag_values=values)
+    flags.DEFINE_string("config", None, "Config file, optionally followed by :PRESET.", flag_values=values)
+    flags.DEFINE_string("workdir", None, "Folder of the run. An existing run is continued.", flag_values=values)
+    flags.DEFINE_integer("stopped_exit_code", 0, "Exit code of a run stopped by a signal.", flag_values=values)
     for name, flag in FLAGS.items():
         define = flags.DEFINE_integer if flag.kind is int else flags.DEFINE_string
         define(name, None, flag.help, flag_values=values)
@@ -123,7 +128,7 @@ def _flags() -> flags.FlagValues:
 def _train(
     config: ConfigDict, workdir: Path, place: dict[str, str | int | None], argv: list[str], stopped_exit_code: int
 ) -> int:
-    # Imported late: JAX reads its settings from the config first, and --help needs none of it.
+    # Imported late, because JAX must be configured before it is used and --help does not need it.
     from jaxpar import data, mesh, tasks, train
     from jaxpar.launch import processes
 
@@ -142,7 +147,7 @@ def _train(
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Separates --config.KEY[=VALUE] (and the VALUE that follows where there is no =) from the other flags."""
+    """Separate the overrides, --config.KEY=VALUE or --config.KEY VALUE, from the other flags."""
     others: list[str] = []
     overrides: list[str] = []
     while arguments:
@@ -159,7 +164,7 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _stopped(argv: Sequence[str], *, early: bool) -> str:
-    """Return what to print where a signal has stopped the run outside of its loop, where nothing is to be saved."""
+    """Return the lines to print if a signal stopped the run outside the training loop, with nothing to save."""
     when = "before the first step" if early else "after the last step, before the result was written"
     return f"stopped {when}\n{_resume(argv)}"
 
@@ -169,21 +174,21 @@ def _resume(argv: Sequence[str]) -> str:
 
 
 def _command(argv: Sequence[str]) -> str:
-    """Return the command line as the user can type it again."""
+    """Return the command line that starts the run again."""
     program = os.environ.get(COMMAND, "python -m jaxpar.main" if argv[0].endswith(".py") else argv[0])
     return " ".join([program, *map(shlex.quote, argv[1:])])
 
 
 def _closing(result: Mapping[str, object], workdir: Path, headline: str) -> str:
-    """Return what to print at the end of a run. headline: its task's."""
+    """Return the lines to print at the end of a run. headline: format string of the task's main metric."""
     reached = headline.format(**result) if "test_loss" in result else "finished"
     left = {"result.json": "", "metrics.jsonl": "", "curves.png": "", "checkpoints": "/", "tensorboard": "/"}
     results = ", ".join(name + end for name, end in left.items() if (workdir / name).exists())
     return (
         f"\n{reached} after {result['steps']:,} steps, {result.get('examples_per_second', 0):,.0f} examples/s\n"
         f"results   {workdir}/{results}\n"
-        "next      the same with a new --workdir and, say, --config.strategy=single or --config.model.size=mini;\n"
-        "          your own data: docs/data.md; a pretrained model: configs/wordnet_minilm.py"
+        "next      try --config.strategy=single or --config.model.size=mini with a new --workdir;\n"
+        "          train on your own data (docs/data.md) or fine-tune a model (configs/wordnet_minilm.py)"
     )
 
 

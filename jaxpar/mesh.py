@@ -1,4 +1,4 @@
-"""The device mesh: the only place that names its axes, counts devices and splits the CPU."""
+"""The device mesh and the JAX settings of a run. Only this file defines mesh axes and virtual CPU devices."""
 
 import ctypes
 import math
@@ -17,18 +17,18 @@ from ml_collections import ConfigDict
 from jaxpar.cluster import Cluster
 from jaxpar.errors import Refusals, UserError
 
-DATA = "data"  # replicas: each takes a share of the batch
-STAGE = "stage"  # of a pipeline: each device holds some of the layers
+DATA = "data"  # replicas: each one trains on a shard of the batch
+STAGE = "stage"  # pipeline stages: each device holds some of the layers
 
-# malloc.h: M_TRIM_THRESHOLD and M_MMAP_MAX (freed memory stays with the process), M_ARENA_MAX (and serves all threads).
+# malloc.h: M_TRIM_THRESHOLD and M_MMAP_MAX keep freed memory in the process; M_ARENA_MAX shares it between threads.
 GLIBC_MALLOC = {-1: 2**31 - 1, -4: 0, -8: 1}
 
 
 def prepare_jax(config: ConfigDict, cache: Path) -> None:
-    """Prepare JAX for a run: virtual CPU devices, and compiled programs kept in `cache`.
+    """Configure JAX for a run: the number of virtual CPU devices, and `cache` as the compilation cache.
 
-    Call before JAX touches a device. A device count in XLA_FLAGS and JAX's environment variables for this cache
-    (JAX_COMPILATION_CACHE_DIR, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS) are the user's, and win.
+    This must be called before JAX touches a device. The user's environment takes precedence: a device count in
+    XLA_FLAGS, JAX_COMPILATION_CACHE_DIR and JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS.
     """
     keep_freed_memory()
     settings = {"jax_compilation_cache_dir": str(cache), "jax_persistent_cache_min_compile_time_secs": 0.1}
@@ -45,37 +45,37 @@ def prepare_jax(config: ConfigDict, cache: Path) -> None:
 
 
 def partition_by_gspmd() -> None:
-    """Have programs partitioned by GSPMD. On a pipeline's, the Shardy of JAX 0.11.2 ends the process."""
+    """Partition programs by GSPMD, because Shardy in JAX 0.11.2 crashes the process on pipeline programs."""
     if jax.__version_info__ >= (0, 11):
         jax.config.update("jax_use_shardy_partitioner", False)
 
 
 def check_partitioner() -> None:
-    """Raise RuntimeError where a pipeline's program would be partitioned by the Shardy of JAX 0.11."""
+    """Raise RuntimeError if a pipeline program would be partitioned by Shardy in JAX 0.11."""
     is_shardy = jax.config.jax_use_shardy_partitioner  # type: ignore[attr-defined]
     if jax.__version_info__ >= (0, 11) and is_shardy:
-        raise RuntimeError("pipelines need jaxpar.mesh.partition_by_gspmd() to be called before: see there")
+        raise RuntimeError("call jaxpar.mesh.partition_by_gspmd() before building a pipeline; its docstring says why")
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep what a CPU step frees for the next step, where the CPU is what computes.
+    """Make glibc keep the memory that a step frees, so that the next step reuses it. Does nothing with GPU plugins.
 
-    Else each step gives its temporary buffers back to the system and faults them in again, zeroed: on a
-    2-layer BERT over two virtual devices that was 40% of the time. Call before threads start.
+    By default each step on a CPU returns its temporary buffers to the system and page-faults zeroed memory in again.
+    For a 2-layer BERT on two virtual devices this took 40% of the time. Call before threads start.
     """
     if not sys.platform.startswith("linux") or find_spec("jax_plugins") is not None:
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl lacks it
     if mallopt is not None:
         for parameter, value in GLIBC_MALLOC.items():
             mallopt(parameter, value)
 
 
 def one_at_a_time(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
-    """Return `function`, a compiled program over `mesh`; on several virtual CPU devices it waits for its results.
+    """Wrap a compiled program over `mesh` so that it waits for its results on several virtual CPU devices.
 
-    Virtual devices share the threads of one pool. Collectives of several programs in flight can
-    take all of them, each waiting for a device that has no thread left, and so for ever.
+    Virtual devices share one thread pool. The collectives of several programs in flight can occupy all threads, each
+    waiting for a device that has no thread left, which is a deadlock.
     """
     if mesh.size == 1:
         return function
@@ -83,12 +83,12 @@ def one_at_a_time(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any
 
 
 def settled(x: Any) -> Any:
-    """Return the arrays; on several virtual CPU devices, once they are computed. See `one_at_a_time`."""
+    """Return the arrays, after waiting for them on several virtual CPU devices. See `one_at_a_time`."""
     return jax.block_until_ready(x) if jax.default_backend() == "cpu" and jax.device_count() > 1 else x
 
 
 def sizes(config: ConfigDict, cluster: Cluster) -> dict[str, int]:
-    """Return the size of each axis, the slowest first. Checks nothing: see `refuse_sizes`."""
+    """Return the size of each axis, slowest-varying first. Checks nothing; see `refuse_sizes`."""
     num_data, num_stages = config.mesh.data, config.mesh.stage
     return {DATA: max(cluster.num_devices // num_stages, 1) if num_data == -1 else num_data, STAGE: num_stages}
 
@@ -102,37 +102,39 @@ def refuse_sizes(config: ConfigDict, cluster: Cluster) -> Refusals[None]:
     num_data, num_stages = sizes(config, cluster).values()
     available = cluster.num_devices
     if num_data * num_stages > available:
-        asked = f"config.mesh.data is {num_data}" if num_stages == 1 else f"config.mesh.stage is {num_stages}"
+        requested = f"config.mesh.data is {num_data}" if num_stages == 1 else f"config.mesh.stage is {num_stages}"
+        limit = f"it must be at most {available}, the number of {cluster.platform} devices"
         if num_stages > 1 and num_data > 1:
-            asked += f" and config.mesh.data {num_data}, {num_data * num_stages} devices in all"
-        hint = " (--config.mesh.virtual_cpu_devices=N splits the CPU into N)" if cluster.platform == "cpu" else ""
-        yield UserError(f"{asked}; there are {available} {cluster.platform} devices{hint}")
+            requested += f" and config.mesh.data is {num_data}"
+            limit = f"their product must be at most {available}, the number of {cluster.platform} devices"
+        hint = " (--config.mesh.virtual_cpu_devices=N splits the CPU into N devices)"
+        yield UserError(f"{requested}; {limit}{hint if cluster.platform == 'cpu' else ''}")
     if cluster.num_processes > 1 and num_data * num_stages < available:
         yield UserError(
-            f"config.mesh has data {num_data} and stage {num_stages}; {cluster.num_processes} processes have "
-            f"{available} devices in all, and no process may be without one: use them all, or start fewer processes"
+            f"config.mesh.data is {num_data} and config.mesh.stage is {num_stages}; their product must be {available}, "
+            f"the number of devices of all {cluster.num_processes} processes (or start fewer processes)"
         )
 
 
 def refuse_stages(config: ConfigDict) -> Refusals[None]:
-    """Refuse stages that the config asks for and its strategy does not have."""
+    """Refuse several stages under a strategy that has none."""
     if config.mesh.stage != 1:
         yield UserError(
             f"config.mesh.stage is {config.mesh.stage}; it must be 1 with config.strategy={config.strategy!r} "
-            "(config.strategy='pipeline' has stages)"
+            "(only config.strategy='pipeline' has stages)"
         )
 
 
 def refuse_processes(what: str, cluster: Cluster) -> Refusals[None]:
-    """Refuse several processes."""
+    """Refuse several processes. what: the setting that supports only one, such as `config.exchange='dp'`."""
     if (number := cluster.num_processes) > 1:
         yield UserError(
-            f"{what} is for one process, and there are {number}; several may have config.strategy='data_parallel' "
-            "with any exchange but dp, or 'pipeline'"
+            f"{what} runs in a single process, but there are {number} processes; use config.strategy='pipeline', or "
+            "'data_parallel' with any exchange except dp"
         )
 
 
 def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
-    """Build the mesh of the first devices; those that are next to each other are stages of one replica."""
+    """Build the mesh from the first devices. Adjacent devices are the stages of one replica."""
     shape = tuple(axes.values())
     return Mesh(np.asarray(devices[: math.prod(shape)]).reshape(shape), tuple(axes), axis_types=(AxisType.Auto,) * 2)

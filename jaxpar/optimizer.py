@@ -1,4 +1,4 @@
-"""Optimizer and learning-rate schedule from the config: names of optax, nothing of our own."""
+"""Builds the optax optimizer and the learning-rate schedule from the config."""
 
 import math
 from collections.abc import Callable
@@ -29,10 +29,10 @@ def _sgd(o: ConfigDict, schedule: LearningRateSchedule) -> optax.GradientTransfo
 
 
 def _adafactor(o: ConfigDict, schedule: LearningRateSchedule) -> optax.GradientTransformation:
-    # optax.adafactor's own decay comes after the learning rate, which would not scale it.
+    # The weight decay of optax.adafactor is not used: it is applied after the learning rate and so is not scaled by it.
     return optax.chain(
         optax.adafactor(None),
-        optax.scale(-1.0),  # it gives a descent direction; the decay and the rate take gradients
+        optax.scale(-1.0),  # adafactor returns a descent direction; the next two transformations expect a gradient
         optax.add_decayed_weights(o.weight_decay, mask=decayed),
         optax.scale_by_learning_rate(schedule),
     )
@@ -43,9 +43,11 @@ def _lion(o: ConfigDict, schedule: LearningRateSchedule) -> optax.GradientTransf
 
 
 def _muon(o: ConfigDict, schedule: LearningRateSchedule) -> optax.GradientTransformation:
-    """Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024) for the kernels of hidden
-    layers, AdamW for the rest. Its updates have the root mean square of Adam's, so that both take one learning rate
-    (Liu et al., "Muon is Scalable for LLM Training", 2025, section 2.2).
+    """Build Muon for the kernels of hidden layers, with AdamW for all other parameters.
+
+    Muon is from Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. Its updates are scaled
+    to the root mean square of Adam's updates, so both share one learning rate (Liu et al., "Muon is Scalable for LLM
+    Training", 2025, section 2.2).
     """
     muon = optax.contrib.muon(
         schedule, beta=o.momentum, weight_decay=o.weight_decay, weight_decay_mask=decayed, consistent_rms=0.2
@@ -54,11 +56,11 @@ def _muon(o: ConfigDict, schedule: LearningRateSchedule) -> optax.GradientTransf
 
 
 def _by_muon_or_adamw(params: Any) -> Any:
-    """Return by leaf which of the two updates it.
+    """Label each leaf with the optimizer that updates it, `muon` or `adamw`.
 
-    Muon is for matrices that map one hidden state to another; its author has AdamW update embeddings, the layers of
-    the input and of the output, biases and gains (Jordan et al., 2024). So it takes kernels with two dims, but not a
-    classifier's, nor those of a layer named embed, which maps the input: by a matrix in an MLP.
+    Muon is designed for matrices that map one hidden state to another. Jordan et al. (2024) use AdamW for embeddings,
+    input and output layers, biases and gains. Muon therefore updates all kernels with two dims except those of
+    classifiers and of the layer `embed`, which maps the input and is a matrix in an MLP.
     """
 
     def label(path: tuple[Any, ...], leaf: Any) -> str:
@@ -70,14 +72,15 @@ def _by_muon_or_adamw(params: Any) -> Any:
 
 
 class OptimizerKind(NamedTuple):
-    """An optimizer, and what exchanges and mitigations must know of it.
+    """An optimizer and its properties that exchanges and mitigations depend on.
 
     Attributes:
-      make: (config.optimizer, learning rate by step) -> the optimizer.
-      elementwise: it computes each element of an update from that element's gradient and state alone, so its arrays can
-        be divided. Others look at whole arrays: their norms (lamb), rows and columns (adafactor), matrices (muon).
-      momentum: the key of config.optimizer that is its momentum; None: it has none.
-      is_adamw: exchanges that compute AdamW's update themselves, from momentum that they exchange, can do so for it.
+      make: (config.optimizer, learning-rate schedule) -> the optimizer.
+      elementwise: whether each element of an update depends only on the gradient and state of that element, so that
+        arrays can be sharded. Other optimizers need whole arrays: norms (lamb), rows and columns (adafactor) or
+        matrices (muon).
+      momentum: the key of config.optimizer that sets the momentum; None if the optimizer has no momentum.
+      is_adamw: whether the update is AdamW's, so that exchanges of momentum can compute it themselves.
     """
 
     make: Callable[[ConfigDict, LearningRateSchedule], optax.GradientTransformation]
@@ -98,30 +101,30 @@ LR_SCHEDULES = ("constant", "cosine", "linear")
 
 
 def check_optimizer(config: ConfigDict) -> None:
-    """Raise UserError for an optimizer setting that cannot work."""
+    """Raise UserError for an invalid optimizer setting."""
     accepted(refuse_optimizer(config))
 
 
 def refuse_optimizer(config: ConfigDict) -> Refusals[None]:
-    """Refuse an optimizer setting that cannot work."""
+    """Refuse an invalid optimizer setting."""
     o = config.optimizer
     yield from refuse_choice("optimizer.name", o.name, OPTIMIZERS)
     yield from refuse_choice("optimizer.schedule", o.schedule, LR_SCHEDULES)
     yield from refuse_choice("optimizer.nonfinite", o.nonfinite, ("stop", "skip"))
     for key in ("warmup", "final_lr", "b1", "b2", "momentum"):
         if not 0 <= o[key] <= 1:
-            yield UserError(f"config.optimizer.{key} is {o[key]}; it must be 0 to 1")
+            yield UserError(f"config.optimizer.{key} is {o[key]}; it must be between 0 and 1")
     for key in ("lr", "weight_decay", "eps"):
         if not 0 <= o[key] < math.inf:
             yield UserError(f"config.optimizer.{key} is {o[key]}; it must be finite and 0 or more")
-    if not o.clip_norm >= 0:  # no norm is more than inf, which clips nothing, as 0 does
+    if not o.clip_norm >= 0:  # inf is allowed: like 0, it clips nothing
         yield UserError(f"config.optimizer.clip_norm is {o.clip_norm}; it must be 0 or more")
     if o.accumulation_steps < 1:
         yield UserError(f"config.optimizer.accumulation_steps is {o.accumulation_steps}; it must be 1 or more")
 
 
 def build_schedule(config: ConfigDict, num_steps: int) -> LearningRateSchedule:
-    """Learning rate by step: linear warm-up from 0, then as config.optimizer.schedule says until num_steps."""
+    """Build the learning-rate schedule: linear warm-up from 0, then config.optimizer.schedule until num_steps."""
     o = config.optimizer
     warmup_steps = int(o.warmup * num_steps)
     rest = max(num_steps - warmup_steps, 1)
@@ -136,12 +139,12 @@ def build_schedule(config: ConfigDict, num_steps: int) -> LearningRateSchedule:
 
 
 def make_optimizer(config: ConfigDict, schedule: LearningRateSchedule) -> optax.GradientTransformationExtraArgs:
-    """The optimizer, behind clipping by the global norm where config.optimizer.clip_norm is not 0.
+    """Build the optimizer, preceded by clipping to the global norm unless config.optimizer.clip_norm is 0.
 
-    Its update(grads, state, params, grad_norm=) computes each array's step from that array alone: a device that
-    holds some of the layers updates them as one that holds all would.
+    Its update(grads, state, params, grad_norm=) computes the update of each array from that array alone. A device that
+    holds only some layers therefore computes the same updates as a device that holds all layers.
     """
-    passes = config.exchange_options.backward_passes_per_step or 1  # steps of the run for one of the optimizer
+    passes = config.exchange_options.backward_passes_per_step or 1  # steps of the run per optimizer step
     rate = schedule if passes == 1 else (lambda count: schedule(count * passes))
     transform = optax.with_extra_args_support(OPTIMIZERS[config.optimizer.name].make(config.optimizer, rate))
     if config.optimizer.clip_norm == 0:
@@ -150,7 +153,7 @@ def make_optimizer(config: ConfigDict, schedule: LearningRateSchedule) -> optax.
 
 
 def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """`optax.clip_by_global_norm` where the global norm may be given: update(..., grad_norm=), a scalar."""
+    """Build `optax.clip_by_global_norm` with an optional precomputed norm: update(..., grad_norm=), a scalar."""
 
     def update(
         grads: Any, state: Any, _params: Any = None, *, grad_norm: jax.Array | None = None, **_rest: Any
@@ -162,7 +165,7 @@ def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
 
 
 def decayed(params: Any) -> Any:
-    """True where weight decay applies: matrices and kernels, never biases, norm scales or other vectors."""
+    """Return a mask that is True for weight-decayed leaves: matrices and kernels, but no biases, scales or vectors."""
 
     def is_decayed(path: tuple[Any, ...], leaf: Any) -> bool:
         return jnp.ndim(leaf) > 1 and path[-1].key not in ("bias", "scale")

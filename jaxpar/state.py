@@ -1,12 +1,12 @@
-"""The canonical state: what training is at a step, in a form that no strategy appears in.
+"""The canonical state: the complete training state at a step, in a form that is the same for all strategies.
 
-A strategy may hold its state as it likes, and converts to and from this form. Checkpoints,
-equality tests, evaluation, export and resume all read it.
+Each strategy stores the state in its own form and converts it to and from the canonical form. Checkpoints, equality
+tests, evaluation, export and resuming all use the canonical form:
 
     {"step": int32 [], "key": uint32 [2], "params": {layer: {...}}, "optimizer": {...}}
 
-The key is the data of the run's PRNG key. The data position is the step: the batch at step t
-is a function of (seed, t) alone.
+`key` is the key data of the run's PRNG key. The step is also the data position, because the batch at step t depends
+only on the seed and t.
 """
 
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ Canonical = dict[str, Any]
 
 
 class State(NamedTuple):
-    """Training at a step, on devices. `step` counts the steps taken."""
+    """The training state on devices. `step` is the number of completed steps."""
 
     step: jax.Array
     key: jax.Array
@@ -32,34 +32,34 @@ class State(NamedTuple):
 
 
 def init(model: Model, optimizer: optax.GradientTransformation, key: jax.Array) -> State:
-    """The state at step 0. Jittable; the same whatever the devices."""
+    """Return the state at step 0. Jittable; the result does not depend on the devices."""
     init_key, run_key = split(key)
     params = model.init(init_key)
     return State(jnp.zeros((), jnp.int32), run_key, params, optimizer.init(params))
 
 
 def abstract_state(model: Model, optimizer: optax.GradientTransformation) -> State:
-    """Return the shapes and dtypes of what `init` returns, without touching a device."""
+    """Return the shapes and dtypes of the state that `init` returns, without touching a device."""
     step, key = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), split(jax.random.key(0))[1]))
     return State(step, key, model.shapes, jax.eval_shape(optimizer.init, model.shapes))
 
 
 def split(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the key that parameters are drawn from, and the key of the run, as data."""
+    """Return the key that initializes the parameters and the key data of the run's key."""
     init_key, run_key = jax.random.split(key)
     return init_key, jax.random.key_data(run_key)
 
 
 def to_canonical(state: State) -> Canonical:
-    """A nested dict of the state's arrays, optax's named tuples included."""
+    """Convert a state to a nested dict of arrays. The named tuples of optax become dicts too."""
     return serialization.to_state_dict(state._asdict())
 
 
 def from_canonical(tree: Canonical, like: State) -> State:
-    """The state that `tree` holds; `like` gives the structure (its leaves may be abstract)."""
+    """Convert a canonical tree to a State with the structure of `like`, whose leaves may be abstract."""
     return State(**serialization.from_state_dict(like._asdict(), tree))
 
 
 def nbytes(tree: Tree) -> int:
-    """Bytes of the arrays of a tree, abstract or not."""
+    """Return the total bytes of the arrays of a tree, which may be abstract."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,7 +1,7 @@
-"""Training from a config to a result: build, start, loop, finish.
+"""Trains from a config to a result: build, start, loop, finish.
 
-Nothing here asks which strategy it runs. All that is on devices goes through the functions of
-`jaxpar.strategies.Strategy`; the arithmetic of a step is in jaxpar/step.py.
+This file does not depend on which strategy runs: all work on devices goes through the functions of
+`jaxpar.strategies.Strategy`. The arithmetic of a step is in jaxpar/step.py.
 """
 
 import contextlib
@@ -28,15 +28,15 @@ from jaxpar.run.start import open_ledger, save_info, start, tidy
 
 
 class Stopped(Exception):
-    """The run was asked to stop, and did so with everything saved."""
+    """Raised when a run stopped on a signal after saving its state."""
 
 
 def train(config: ConfigDict, workdir: Path) -> Result:
-    """Train as `config` says, continuing what `workdir` holds, and return what result.json has.
+    """Train according to `config`, resuming the run in `workdir` if there is one. Returns the contents of result.json.
 
     Raises:
-      UserError: a mistake in the config, the data or the workdir; nothing was compiled or lost.
-      Stopped: SIGTERM or Ctrl-C came; the state is saved.
+      UserError: the config, the data or the workdir has a mistake; nothing was compiled or lost.
+      Stopped: SIGTERM or SIGINT was received; the state is saved.
     """
     checked = build.check_run(config, workdir)
     with files.locked(workdir) if processes.is_first() else contextlib.nullcontext():
@@ -56,7 +56,7 @@ def train(config: ConfigDict, workdir: Path) -> Result:
 
 
 def run_through(run: Run, interrupt: Interrupt) -> Result:
-    """Train from what the workdir holds to the last step, and save everything."""
+    """Train from the state in the workdir, or a fresh one, to the last step and save the results."""
     config, workdir, phases = run.config, run.workdir, run.phases
     with phases("start"):
         state, first_step = start(run)
@@ -75,14 +75,14 @@ def run_through(run: Run, interrupt: Interrupt) -> Result:
 
 
 class Loop:
-    """Takes a run from the state it starts from to its last step.
+    """The training loop of a run, from its first state to its last step.
 
-    Two steps are in flight: the metrics of one are read while the next computes. A log interval in which the run was
-    stopped and resumed has the steps since it resumed.
+    Two steps are in flight: the metrics of one step are read while the next one computes. If a run was stopped and
+    resumed within a log interval, the metrics of that interval cover only the steps since it resumed.
     """
 
     def __init__(self, run: Run, first_step: int, saver: checkpoint.Saver, log: metrics.Log):
-        """first_step: the number of steps that the state has behind it."""
+        """first_step: the number of completed steps of the state."""
         self._run, self._first_step, self._saver, self._log = run, first_step, saver, log
         config = run.config
         self._every = {
@@ -96,7 +96,7 @@ class Loop:
         self._clock = run.phases.clock("train", "input")
 
     def run(self, state: StrategyState, interrupt: Interrupt) -> StrategyState:
-        """Returns the strategy's state after the last step. Raises Stopped."""
+        """Run all steps and return the strategy's state after the last one. Raises Stopped."""
         run, total, agree = self._run, self._run.num_steps, processes.Agreement()
         with metrics.ProfilerTrace(run.config.profile, run.workdir) as trace, Progress(self._first_step, total) as bar:
             loader = load_batches(run, run.batches, self._first_step, total, with_example_ids=True)
@@ -111,7 +111,7 @@ class Loop:
                     self._after(step, state, due | ({"save"} if stop else set()), bar)
                 if stop and step < total:
                     name = signal.Signals(stop).name
-                    raise Stopped(f"{name}: stopped after step {step} of {total}, saved in {run.workdir}")
+                    raise Stopped(f"{name}: stopped after step {step} of {total}, state saved in {run.workdir}")
         return state
 
     def _step(self, step: int, state: StrategyState, loader: Iterator[dict[str, np.ndarray]]) -> StrategyState:
@@ -127,7 +127,7 @@ class Loop:
     def _after(self, step: int, state: StrategyState, due: set[str], bar: Progress) -> None:
         run = self._run
         with run.phases("train"):
-            self._meter.read()  # so that nothing below is of a step that failed
+            self._meter.read()  # raises if the step failed, before anything is logged or saved
         if "log" in due:
             results = self._meter.metrics(self._clock()) | {"learning_rate": float(run.schedule(step - 1))}
             self._log.write(step, "train", results)
@@ -147,7 +147,7 @@ class Loop:
     def _save(self, step: int, state: StrategyState, validation_loss: float | None) -> None:
         run = self._run
         with run.phases("checkpoint"):
-            self._books.write()  # before the checkpoint: lines of steps that none has are cut
+            self._books.write()  # before the checkpoint; resuming cuts lines of steps after the last checkpoint
             tree, private = run.strategy.to_canonical(state), run.strategy.to_private(state)
             self._saver.save(tree, save_info(run, step), validation_loss, private=private)
             if not run.config.checkpoint.asynchronous:

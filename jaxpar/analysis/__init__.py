@@ -1,1 +1,1 @@
-"""Statements about strategies from outside: audits, certificates."""
+"""Checks of strategies from the outside: the audit and the certificate."""

@@ -1,4 +1,4 @@
-"""The audit: bytes that the compiled programs of a step send and hold, next to those of theory."""
+"""The audit compares the traffic and memory of the compiled programs of a step with the theoretical values."""
 
 import math
 import re
@@ -20,7 +20,7 @@ from jaxpar.strategies import Strategy
 from jaxpar.strategies.strategy import CompiledProgram
 from jaxpar.tasks import Task
 
-# By operation: what a device sends of its operands' bytes, in a group of g devices; by the ring algorithms.
+# operation -> (group size g -> bytes that a device sends / bytes of its operands), for ring algorithms
 SENT: dict[str, Callable[[int], float]] = {
     "all-reduce": lambda g: 2 * (g - 1) / g,
     "reduce-scatter": lambda g: (g - 1) / g,
@@ -28,26 +28,29 @@ SENT: dict[str, Callable[[int], float]] = {
     "all-to-all": lambda g: (g - 1) / g,
     "collective-permute": lambda _: 1,
 }
-OTHERS = ("collective-broadcast", "ragged-all-to-all", "send", "recv")  # no strategy has them
-SCALARS = "scalars"  # sums of the task, norms, weights of batches: a few numbers
-MAX_SCALARS = 8  # in an all-reduce, or 3 more than the task's sums
-SCALAR_BYTES = 128  # sent in a step, for each of them
+OTHERS = ("collective-broadcast", "ragged-all-to-all", "send", "recv")  # no strategy uses them
+SCALARS = "scalars"  # small all-reduces: the task's sums, norms and batch weights
+MAX_SCALARS = 8  # most elements of such an all-reduce, unless the task's sums + 3 is larger
+SCALAR_BYTES = 128  # most bytes sent per step for each of these elements
 TOLERANCE = 0.05
 INPUTS, TEMPORARY = "inputs", "temporary"
 
-Groups = tuple[tuple[int, ...], ...]  # of devices
-Sent = tuple[str, Groups, str]  # kind, groups, dtype
+Groups = tuple[tuple[int, ...], ...]  # groups of device indices
+Sent = tuple[str, Groups, str]  # (kind, groups, dtype)
 
 
 class CollectiveRow(NamedTuple):
-    """One kind of collective: bytes that a device sends in a step.
+    """The measured and theoretical traffic of one device per step, for one kind of collective.
 
     Attributes:
-      axis: of the mesh; or the groups of devices, where they are of no axis.
-      number: of collectives a step, for what a program may have put together.
-      theory: None: no formula has such a collective.
-      required: of theory's bytes; the others XLA can save.
-      limit: of the bytes of scalars, which no formula has.
+      kind: the operation, such as all-reduce.
+      axis: the mesh axis, or the groups of devices if they do not match an axis.
+      dtype: the NumPy name of the dtype sent, or SCALARS.
+      number: the number of collectives per step, after XLA combined some.
+      nbytes: the bytes sent by the compiled programs.
+      theory: the theoretical number of bytes; None if no formula predicts such a collective.
+      required: the theoretical bytes that XLA cannot optimize away.
+      limit: the most bytes of scalars, which have no formula.
     """
 
     kind: str
@@ -61,13 +64,13 @@ class CollectiveRow(NamedTuple):
 
     @property
     def ratio(self) -> float | None:
-        """Ratio of the bytes to those of theory."""
+        """Ratio of the measured bytes to the theoretical bytes."""
         return self.nbytes / self.theory if self.theory else None
 
     @property
     def is_explained(self) -> bool:
-        """Whether theory has as much."""
-        if self.kind == "copy":  # is in no program
+        """Whether theory predicts the measured bytes, within the tolerance."""
+        if self.kind == "copy":  # made by the host, in no compiled program
             return True
         if self.dtype == SCALARS:
             return self.nbytes <= self.limit
@@ -77,12 +80,12 @@ class CollectiveRow(NamedTuple):
 
 
 def audit(programs: Sequence[CompiledProgram], plan: Plan[object], task: Task) -> list[CollectiveRow]:
-    """Return what the programs send, by kind, and what theory has that they do not.
+    """Return one row per kind of collective, for those in the programs and those that theory predicts.
 
     Args:
-      programs: of a step.
-      plan: of the strategy.
-      task: that the programs train.
+      programs: the compiled programs of a step.
+      plan: the plan of the strategy.
+      task: the task that the programs train.
     """
     mesh, num_scalars = plan.axes, max(MAX_SCALARS, task.num_sums + 3)
     measured: dict[tuple[str, str, str], list[float]] = {}
@@ -104,9 +107,9 @@ def audit(programs: Sequence[CompiledProgram], plan: Plan[object], task: Task) -
 def _collectives(
     text: str, branches: Mapping[str, tuple[float, ...]], num_scalars: int
 ) -> dict[Sent, tuple[float, float]]:
-    """(kind, groups, dtype) -> number of them, and bytes a device sends in a step.
+    """Return {(kind, groups, dtype): (number of collectives per step, bytes that a device sends per step)}.
 
-    num_scalars: the most elements of an array that counts as scalars.
+    num_scalars: an all-reduce of at most this many elements counts as SCALARS.
     """
 
     def value(
@@ -137,7 +140,7 @@ def _collectives(
 
 
 def _groups(instruction: hlo.Instruction) -> Groups:
-    """Devices that exchange with each other. Of a permute: those that its pairs join."""
+    """Return the groups of devices that communicate. For a permute, these are the devices connected by its pairs."""
     if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", instruction.line):
         written = re.findall(r"\{?(\d+),(\d+)", pairs[1])
         return tuple(sorted(tuple(sorted(group)) for group in _joined([(int(a), int(b)) for a, b in written])))
@@ -155,7 +158,7 @@ def _groups(instruction: hlo.Instruction) -> Groups:
         rows = np.moveaxis(numbers, along, range(-len(along), 0))
         rows = rows.reshape(-1, math.prod(numbers.shape[axis] for axis in along))
         return tuple(sorted(tuple(sorted(row)) for row in rows.tolist()))
-    raise ValueError(f"devices in a form that is not known: {instruction.line}")
+    raise ValueError(f"unknown format of the replica groups: {instruction.line}")
 
 
 def _joined(pairs: Sequence[tuple[int, int]]) -> list[set[int]]:
@@ -167,7 +170,10 @@ def _joined(pairs: Sequence[tuple[int, int]]) -> list[set[int]]:
 
 
 def axis_of(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> str:
-    """The mesh axis along which the groups lie: all of each in one line of it. Else the groups, as text."""
+    """Return the mesh axis along which each group lies. If there is none, return a description of the groups.
+
+    A single group along no axis is described by the names of all axes joined by `+`, several groups by their indices.
+    """
     numbers = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
     for index, (axis, size) in enumerate(mesh.items()):
         lines = np.moveaxis(numbers, index, -1).reshape(-1, size)
@@ -177,14 +183,14 @@ def axis_of(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> str:
 
 
 class DeviceBytes(NamedTuple):
-    """Bytes of one kind that a device holds in a step: in its programs' arguments, and in theory. None: it has none."""
+    """The bytes of one kind on a device: measured in the compiled programs, and theoretical. None: not available."""
 
     nbytes: int | None
     theory: int | None
 
 
 def memory(programs: Sequence[CompiledProgram], strategy: Strategy[StrategyState]) -> list[dict[str, DeviceBytes]]:
-    """Return each device's bytes by kind: parts of the state, inputs (batches, plans, gradients sent), temporary."""
+    """Return the bytes on each device by kind: parts of the state, inputs (such as batches) and temporary arrays."""
     measured: list[dict[str, int]] = [{} for _ in strategy.devices]
     for program in programs:
         analysis = program.compiled.memory_analysis()
@@ -204,7 +210,7 @@ def memory(programs: Sequence[CompiledProgram], strategy: Strategy[StrategyState
 
 
 def _arguments(program: CompiledProgram) -> dict[jax.Device, dict[str, int]]:
-    """Bytes of a program's arguments, by device and kind."""
+    """Return the bytes of the arguments of a program by device and kind."""
     arguments, _ = program.compiled.args_info
     shardings, _ = program.compiled.input_shardings
     kinds = [*program.arguments, *map(_kinds, arguments[len(program.arguments) :])]
@@ -224,7 +230,7 @@ def _arguments(program: CompiledProgram) -> dict[jax.Device, dict[str, int]]:
 
 
 def _kinds(argument: Tree) -> Tree:
-    """Return the kinds of bytes in an argument of a program, as a prefix of its tree. What is no state is an input."""
+    """Return the kinds of bytes of a program argument, as a prefix of its tree. Anything but a state is an input."""
     match argument:
         case State(optimizer=DistributedState()):
             return State._make((INPUTS, INPUTS, "parameters", DistributedState("optimizer", "private")))

@@ -1,13 +1,17 @@
-"""A certificate: what a strategy computes, compared with what one device computes, step by step.
+"""The certificate compares a strategy with one device, step by step.
 
-A step is a gradient and an update, and each is compared on its own. Before each step of the strategy, the reference
-(`single`) is given the strategy's canonical state and the same batch, and takes the step too: losses, gradient norms
-and gradients must agree. Then one device applies the optimizer to the *strategy's* gradient: parameters and optimizer
-state must agree with what the strategy has after the step. So a run is right where its start, its gradients and its
-updates are; and rounding is not taken for a mistake. In two runs apart it would grow: Adam makes full steps of a
-gradient that is zero but for rounding, such as that of a key's bias. How far such runs are apart is not judged.
+A step consists of a gradient and an update, which are compared separately. Before each step of the strategy, the
+reference (`single`) receives the strategy's canonical state and the same batch and takes the step too: losses, gradient
+norms and gradients must agree. Then one device applies the optimizer to the *strategy's* gradient: the resulting
+parameters and optimizer state must agree with the strategy's state after the step. A run is therefore correct if its
+start, its gradients and its updates are correct.
 
-The gradient is what the optimizer is given: `recording` in front of it keeps that in the state.
+This separates mistakes from rounding errors, which grow between two independent runs: Adam makes full-size steps from a
+gradient that is zero except for rounding, such as the gradient of a key bias. The drift between two independent runs is
+reported without a tolerance.
+
+The compared gradient is the optimizer's input, which the transformation `recording` in front of the optimizer stores
+in its state.
 """
 
 import functools
@@ -37,26 +41,27 @@ from jaxpar.strategies import Strategy
 from jaxpar.strategies.strategy import S
 from jaxpar.tasks import mean_loss
 
-# Relative errors by the dtype of the computation. A gradient's is larger, as it may be a small sum of thousands of
-# large terms. In bfloat16 each share of a batch has its gradient rounded to 8 bits before shares are added up.
+# Relative errors by dtype of the computation. The tolerance of the gradient is larger, because a gradient can be a
+# small sum of thousands of large terms. In bfloat16, the gradient of each batch shard is rounded to 8 bits before the
+# shards are added up.
 TOLERANCES = {
     "float32": {"metrics": 1e-6, "start": 1e-6, "gradient": 1e-5, "update": 1e-6, "optimizer": 1e-6},
     "bfloat16": {"metrics": 2**-8, "start": 1e-6, "gradient": 2**-7, "update": 1e-6, "optimizer": 1e-6},
 }
 STEP_METRICS = ("loss", "gradient norm")
-QUANTITIES = ("start", "gradient", "update", "optimizer", "alone")  # of a layer; the last is not judged
+QUANTITIES = ("start", "gradient", "update", "optimizer", "alone")  # compared per layer; "alone" has no tolerance
 
 Leaves = Mapping[str, np.ndarray]
 
 
 class Recorded(NamedTuple):
-    """State of `recording`: the gradient that the optimizer was last given."""
+    """The state of `recording`: the last gradient passed to the optimizer."""
 
     last_gradient: Params
 
 
 def recording() -> optax.GradientTransformation:
-    """Passes gradients on as they are, and keeps them in its state."""
+    """Return a transformation that passes gradients through unchanged and stores them in its state."""
 
     def init(params: Params) -> Recorded:
         return Recorded(jax.tree.map(jnp.zeros_like, params))
@@ -65,12 +70,12 @@ def recording() -> optax.GradientTransformation:
 
 
 class Error(NamedTuple):
-    """How far arrays are from the reference's.
+    """The error of a set of arrays with respect to the reference.
 
     Attributes:
-      bitwise: they are equal to the last bit.
-      ulps: the largest difference, in units in the last place of the largest value of them all.
-      relative: norm of the difference / norm, of all of them together; infinite where the norm is zero.
+      bitwise: whether all arrays are bitwise equal.
+      ulps: the largest difference, in units in the last place (ULPs) of the largest reference value.
+      relative: norm of the difference / norm of the reference, over all arrays; infinite if only the latter is zero.
     """
 
     bitwise: bool
@@ -79,7 +84,7 @@ class Error(NamedTuple):
 
 
 def compare(got: Leaves, expected: Leaves) -> Error:
-    """The error of arrays with the same names."""
+    """Compare arrays with the reference arrays of the same names."""
     assert got.keys() == expected.keys(), got.keys() ^ expected.keys()
     pairs = [(np.asarray(got[name]), np.asarray(value)) for name, value in expected.items()]
     bitwise = all(a.tobytes() == b.tobytes() for a, b in pairs)
@@ -94,20 +99,20 @@ def compare(got: Leaves, expected: Leaves) -> Error:
 
 
 def worst(errors: Iterable[Error]) -> Error:
-    """Return the largest error of several steps, in each respect."""
+    """Return the largest error over several steps, separately for each attribute."""
     bitwise, ulps, relative = zip(*errors, strict=True)
-    return Error(all(bitwise), float(np.max(ulps)), float(np.max(relative)))  # of which one that is not a number is all
+    return Error(all(bitwise), float(np.max(ulps)), float(np.max(relative)))  # np.max propagates NaN
 
 
 class Snapshot(NamedTuple):
-    """A canonical state on the host, by layer where it belongs to one.
+    """A canonical state on the host, split by layer.
 
     Attributes:
-      tree: the state.
-      params: of each layer.
-      gradient: that the optimizer last took; empty where the strategy brings an optimizer.
-      optimizer: its moments.
-      counters: what belongs to no layer: the step, the run's key, the optimizer's steps.
+      tree: the canonical state.
+      params: parameters of each layer.
+      gradient: last gradient passed to the optimizer, by layer; empty if the strategy brings its own optimizer.
+      optimizer: optimizer moments of each layer.
+      counters: leaves that belong to no layer: the step, the run's key and the optimizer's step counters.
     """
 
     tree: Canonical
@@ -118,7 +123,7 @@ class Snapshot(NamedTuple):
 
 
 def split_by_layer(tree: Tree, within: Sequence[Address]) -> tuple[dict[str, Leaves], dict[str, np.ndarray]]:
-    """Return the leaves of each layer by path, and those of no layer. within: the addresses of the tree's leaves."""
+    """Return the leaves of each layer by path, and the leaves of no layer. within: addresses of the tree's leaves."""
     layers: dict[str, dict[str, np.ndarray]] = {}
     of_no_layer: dict[str, np.ndarray] = {}
     for address, leaf in zip(within, jax.tree.leaves(tree), strict=True):
@@ -128,7 +133,7 @@ def split_by_layer(tree: Tree, within: Sequence[Address]) -> tuple[dict[str, Lea
 
 
 def moment_addresses(problem: Problem) -> list[Address]:
-    """Return the addresses in the canonical state of the optimizer whose gradients a problem records."""
+    """Return the addresses of the canonical optimizer state, for a problem whose optimizer records gradients."""
 
     def init(params: Params) -> Canonical:
         _, moments = problem.optimizer.init(params)
@@ -138,17 +143,17 @@ def moment_addresses(problem: Problem) -> list[Address]:
 
 
 class Reference:
-    """One device, which is given any state."""
+    """The reference, which takes steps from any canonical state on one device."""
 
     def __init__(self, run: Run):
-        """run: of strategy `single`, with an optimizer that records."""
+        """run: a run of strategy `single` whose optimizer records gradients."""
         self.strategy, problem = run.strategy, run.problem
         self._like = states.abstract_state(problem.model, problem.optimizer)
         self._params, self._moments = addresses(lambda params: params, problem.model.shapes), moment_addresses(problem)
         self._update = jax.jit(functools.partial(steps.update, problem))
 
     def snapshot(self, strategy: Strategy[S], state: S) -> Snapshot:
-        """Return any strategy's state on the host; copied, as the next step takes its arrays."""
+        """Copy the state of any strategy to the host. The copy is needed because the next step donates the state."""
         tree = jax.tree.map(np.array, strategy.to_canonical(state))
         params, _ = split_by_layer(tree["params"], self._params)
         counters = {"step": tree["step"], "key": tree["key"]}
@@ -160,12 +165,12 @@ class Reference:
         return Snapshot(tree, params, gradient, moments, of_no_layer | counters)
 
     def step(self, tree: Canonical, batch: Mapping[str, np.ndarray]) -> tuple[Snapshot, Metrics]:
-        """A step from a canonical state."""
+        """Take a step from a canonical state."""
         state, metrics = self.strategy.step(self.strategy.from_canonical(tree), self.strategy.place(batch))
         return self.snapshot(self.strategy, state), metrics
 
     def update(self, before: Canonical, after: Canonical, metrics: Metrics) -> Snapshot:
-        """Return the update of the state before a step by the gradient that is recorded in the one after it."""
+        """Update the state `before` a step on one device, with the gradient recorded in the state `after` the step."""
         grads = states.from_canonical(after, self._like).optimizer[0].last_gradient
         sums, norm = jax.device_get((metrics.sums, metrics.grad_norm))
         state, _ = self._update(states.from_canonical(before, self._like), grads, sums, norm)
@@ -173,14 +178,14 @@ class Reference:
 
 
 class Measured(NamedTuple):
-    """The errors that a comparison found.
+    """The largest errors that a comparison found.
 
     Attributes:
-      metrics: {"loss": its worst error, "gradient norm": likewise}.
-      layers: {layer: {quantity: its worst error}}. Where the strategy differs by intent, gradient and metrics are of
-        the first step alone, and there are no update and optimizer.
-      counters: the names of those that the strategy has other values of.
-      batches: that the steps were taken on.
+      metrics: the errors of "loss" and "gradient norm".
+      layers: {layer: {quantity: error}}. If the strategy differs by design, gradient and metrics are compared only at
+        the first step, and update and optimizer are not compared.
+      counters: names of the counters whose values differ from the reference.
+      batches: indices of the batches used.
     """
 
     metrics: dict[str, Error]
@@ -190,7 +195,10 @@ class Measured(NamedTuple):
 
 
 def make_pair(run: Run, passes: int) -> tuple[Run, Run]:
-    """The run, with an optimizer that records gradients, and its reference, which takes a batch in `passes`."""
+    """Return the run, with an optimizer that records gradients, and its reference.
+
+    passes: number of microbatches over which the reference accumulates the gradient of a batch.
+    """
     problem = run.problem._replace(optimizer=optax.chain(recording(), run.problem.optimizer))
     whole = problem._replace(accumulation_steps=passes)
     ours = run._replace(problem=problem, strategy=strategies.make(run.config, problem))
@@ -198,7 +206,7 @@ def make_pair(run: Run, passes: int) -> tuple[Run, Run]:
 
 
 def make_single(config: ConfigDict, problem: Problem) -> Strategy[StrategyState]:
-    """Build the reference: `single`, whatever the run's config says of devices and exchanges."""
+    """Build the reference strategy `single`, ignoring the devices and exchanges of the config."""
     config = config.copy_and_resolve_references()
     config.strategy, config.exchange, config.mesh.data, config.mesh.stage = "single", "ddp", 1, 1
     config.optimizer.accumulation_steps = problem.accumulation_steps
@@ -208,7 +216,10 @@ def make_single(config: ConfigDict, problem: Problem) -> Strategy[StrategyState]
 
 
 def batches(run: Run) -> list[int]:
-    """The run's batches; in the place of the last one the one with fillers, where the epoch has one elsewhere."""
+    """Return the batches to compare: those of the run, with the last one replaced by the padded batch of the epoch.
+
+    It is not replaced if the run already contains the padded batch or the epoch has none.
+    """
 
     def is_short(count: int) -> bool:
         return run.batches.examples_before(count + 1) < (count + 1) * run.config.batch_size
@@ -221,7 +232,7 @@ def batches(run: Run) -> list[int]:
 
 
 def measure(run: Run, reference: Run) -> Measured:
-    """Runs both, as `build` made them, for the run's steps. Raises TrainingError where one gives what is not finite."""
+    """Run both runs of `make_pair` for all steps. Raises TrainingError if a loss or gradient is not finite."""
     strategy, one_device = run.strategy, Reference(reference)
     (state, _), (alone, _) = start(run), start(reference)
     after = one_device.snapshot(strategy, state)
@@ -233,7 +244,7 @@ def measure(run: Run, reference: Run) -> Measured:
         alone, expected_metrics = reference.strategy.step(alone, reference.strategy.place(batch))
         if not strategy.plan.differs:
             expected, expected_metrics = one_device.step(before.tree, batch)
-        elif count == 0:  # where both still have the same state
+        elif count == 0:  # both still have the same state
             expected = one_device.snapshot(reference.strategy, alone)
         state, metrics = strategy.step(state, strategy.place(batch))
         after = one_device.snapshot(strategy, state)
@@ -256,22 +267,22 @@ def measure(run: Run, reference: Run) -> Measured:
 def add(
     errors: dict[tuple[str, str], list[Error]], quantity: str, got: Mapping[str, Leaves], expected: Mapping[str, Leaves]
 ) -> None:
-    """Compares a quantity of each layer; nothing where there is nothing to compare."""
+    """Compare a quantity of each layer in `got` with the reference and append the errors."""
     for layer, leaves in got.items():
         errors.setdefault((layer, quantity), []).append(compare(leaves, expected[layer]))
 
 
 def compared_metrics(metrics: Metrics, batch: int) -> dict[str, Leaves]:
-    """Return the metrics of a step that are compared, as layers are."""
+    """Return the compared metrics of a step, in the form of layers with one leaf each."""
     step = jax.device_get(metrics)
     if not step.finite:
-        raise TrainingError(f"the loss or the gradient of batch {batch} is not finite: there is nothing to compare")
+        raise TrainingError(f"the loss or the gradient of batch {batch} is not finite, so it cannot be compared")
     values = {"loss": mean_loss(step.sums.loss, step.sums.weight), "gradient norm": step.grad_norm}
     return {name: {name: values[name]} for name in STEP_METRICS}
 
 
 def outside(measured: Measured, tolerance: Mapping[str, float]) -> list[str]:
-    """Return a line for each quantity that is not within the tolerance."""
+    """Return one line for each quantity that exceeds the tolerance."""
     wrong = [(name, error, tolerance["metrics"]) for name, error in measured.metrics.items()]
     for layer, errors in measured.layers.items():
         wrong += [(f"{q} of {layer}", error, tolerance[q]) for q, error in errors.items() if q in tolerance]
@@ -280,4 +291,4 @@ def outside(measured: Measured, tolerance: Mapping[str, float]) -> list[str]:
         for name, error, most in wrong
         if not error.relative <= most
     ]
-    return lines + [f"{name}: another value than the reference's" for name in measured.counters]
+    return lines + [f"{name}: differs from the reference" for name in measured.counters]

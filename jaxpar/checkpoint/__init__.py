@@ -1,16 +1,16 @@
-"""Checkpoints of the canonical state, by orbax: written in the background, whole or not at all.
+"""Checkpoints of the canonical state, written atomically by orbax, in the background.
 
     workdir/checkpoints/STEP/state     the canonical state (jaxpar/state.py), a pytree of arrays
-    workdir/checkpoints/STEP/private   what else its strategy needs to go on exactly; where it needs nothing, not there
+    workdir/checkpoints/STEP/private   private state that the strategy needs to resume exactly; missing if there is none
     workdir/checkpoints/STEP/info      JSON: format, step, examples, config, data fingerprint, checksums
-    workdir/checkpoints/STEP/metrics   JSON: validation_loss, where it was measured at this step
+    workdir/checkpoints/STEP/metrics   JSON: validation_loss; missing if it was not measured at this step
 
-docs/checkpoints.md specifies all of it, and says how to read it without jaxpar.
+docs/checkpoints.md specifies the format and explains how to read it without jaxpar.
 
-A single process copies the arrays to the host and writes them from there while the next steps compute; of several, each
-copies and writes its part. Orbax writes into a temporary folder and renames it last, so a killed process leaves no half
-checkpoint. Checksums of the arrays find what a disk or a copy did to one later. Reading changes
-nothing; training goes on from the newest whole checkpoint and sets later ones aside as STEP.damaged.
+A single process copies the arrays to the host and writes them while the next steps compute. Each of several processes
+copies and writes its part. Orbax writes into a temporary folder and renames it at the end, so a killed process leaves
+no partial checkpoint. Checksums of the arrays detect later damage by a disk or a copy. Reading a checkpoint changes no
+files. Training resumes from the newest intact checkpoint and renames later, damaged ones to STEP.damaged.
 """
 
 from jaxpar.checkpoint.reader import (

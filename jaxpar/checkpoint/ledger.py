@@ -1,14 +1,14 @@
-"""The ledger of a run: which examples every step took, so that the end can prove that each came exactly once an epoch.
+"""The ledger records which examples each step used, to prove that every epoch used each example exactly once.
 
     workdir/ledger/PROCESS.jsonl  {"from": 0, "to": 7, "epoch": 0, "rows": [0, 24], "examples": 160, "digest": "9f.."}
 
-A line is of the steps from .. to - 1 of one epoch and of a shard of their batches. It is added up from the numbers of
-the examples that were gathered and given to the strategy, not from the plan that says which should be. A process writes
-its lines before each checkpoint, and a run that resumes cuts those of later steps: what a killed process
-did after its last checkpoint does not count, as it did not happen. docs/checkpoints.md says what this proves.
+A line covers the steps from .. to - 1 of one epoch and one shard of their batches. It is computed from the ids of the
+examples that were loaded and passed to the strategy, not from the planned order of the epoch. A process writes its
+lines before each checkpoint, and a run that resumes removes the lines of later steps, because those steps are repeated.
+docs/checkpoints.md explains what the ledger proves.
 
-The digest is a sum modulo 2^64 of a mix of every number, so that neither order, restarts nor the division of batches
-between processes matter, and neither one example in the place of another nor one that came twice stays hidden.
+The digest is the sum mod 2^64 of a hash of each example id. It does not depend on the order of examples, on restarts or
+on how batches are sharded between processes, and it changes if an example is replaced by another or used twice.
 """
 
 import itertools
@@ -25,29 +25,29 @@ from jaxpar.errors import TrainingError, UserError
 
 
 class PlannedBatches(Protocol):
-    """The members of jaxpar.data.Batches that a ledger reads."""
+    """The members of jaxpar.data.Batches that the ledger uses."""
 
     batch_size: int
     steps_per_epoch: int
     examples_per_epoch: int
 
     def planned(self, start: int, stop: int) -> np.ndarray:
-        """The examples of the batches [start, stop), of one epoch."""
+        """Return the ids of the examples of the batches [start, stop) of one epoch."""
 
 
 class Line(NamedTuple):
-    """A record of the steps [start, stop), from 0, of one epoch, and of examples [first, last) of their batches."""
+    """One line of the ledger: the steps [start, stop) of one epoch, counted from 0, for one shard of their batches."""
 
     start: int
     stop: int
-    shard: tuple[int, int]
+    shard: tuple[int, int]  # first and last + 1 of the positions in the batch
     epoch: int
-    examples: int  # how many
+    examples: int  # number of examples
     digest: int
 
 
 def digest_examples(examples: np.ndarray) -> int:
-    """The sum modulo 2^64 of a mix of each number (Steele et al., "Fast Splittable PRNGs", 2014: splitmix64)."""
+    """Return the sum mod 2^64 of the splitmix64 hash of each id (Steele et al., "Fast Splittable PRNGs", 2014)."""
     mixed = (examples.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
@@ -55,18 +55,25 @@ def digest_examples(examples: np.ndarray) -> int:
 
 
 class Ledger:
-    """The lines of one process."""
+    """Writes the ledger lines of one process."""
 
     def __init__(self, directory: Path, *, steps_per_epoch: int, shard: slice, first: int):
-        """shard: of a batch, that this process counts; empty where another does. first: of those that it reads."""
+        """Create the ledger of this process.
+
+        Args:
+          directory: folder of the ledger.
+          steps_per_epoch: number of steps of an epoch.
+          shard: the examples of a batch that this process counts; empty if another process counts them.
+          first: position in the batch of the first example that this process reads.
+        """
         self._path = directory / f"{jax.process_index()}.jsonl"
         self._steps_per_epoch = steps_per_epoch
         self._shard = (shard.start, shard.stop)
         self._counted = slice(shard.start - first, shard.stop - first) if shard.stop > shard.start else slice(0)
-        self._open: list[Line] = []  # since the last checkpoint, one an epoch
+        self._open: list[Line] = []  # lines since the last checkpoint, one per epoch
 
     def add(self, step: int, examples_R: np.ndarray) -> None:
-        """Take in what a step, counted from 0, was given: the ids of the examples, -1 at fillers."""
+        """Add the example ids of a step, counted from 0. Padding examples have the id -1."""
         if self._shard[0] == self._shard[1]:
             return
         examples = examples_R[self._counted]
@@ -82,7 +89,7 @@ class Ledger:
         )
 
     def write(self) -> None:
-        """Writes the lines of the steps since it was last called."""
+        """Write the lines of the steps since the last call."""
         if not self._open:
             return
         self._path.parent.mkdir(exist_ok=True)
@@ -94,27 +101,30 @@ class Ledger:
 
 
 def cut(directory: Path, after: int) -> None:
-    """Drops the lines of later steps than the first `after`, of all processes, those of earlier starts too."""
+    """Remove the lines of all steps after the first `after` steps, in the files of all processes and earlier starts."""
     for path in directory.glob("*.jsonl"):
         files.write_text(path, "".join(_text(line) for line in _read(path) if line.stop <= after))
 
 
 def check_ledger(directory: Path, batches: PlannedBatches, num_steps: int) -> None:
-    """Before a run goes on: raises UserError where the ledger does not prove the steps behind it."""
+    """Verify the ledger before a run resumes. Raises UserError if it does not prove the completed steps."""
     try:
         verify(directory, batches, num_steps)
     except TrainingError as error:
-        raise UserError(f"{error}; delete {directory}, and the ledger begins anew") from error
+        raise UserError(f"{error}; delete {directory} to start a new ledger") from error
 
 
 def verify(directory: Path, batches: PlannedBatches, num_steps: int) -> str:
-    """Return what the ledger proves of the steps [0, num_steps), as text. Raises TrainingError where it proves less.
+    """Verify the ledger of the steps [0, num_steps) and return a text that states what it proves.
 
-    Of steps that a version without a ledger took there is no line; the text then has the first step that it proves.
+    Versions of jaxpar without a ledger wrote no lines; the text then contains the first step that the ledger covers.
+
+    Raises:
+      TrainingError: examples or steps are missing or were used more than once.
     """
     lines = sorted(line for path in directory.glob("*.jsonl") for line in _read(path))
     if not lines:
-        return "it has no step"
+        return "no steps recorded"
     begun, size = lines[0].start, batches.steps_per_epoch
     check_steps(lines, num_steps, batches.batch_size)
     every = np.arange(batches.examples_per_epoch)
@@ -126,27 +136,30 @@ def verify(directory: Path, batches: PlannedBatches, num_steps: int) -> str:
         of_epoch = [line for line in lines if line.epoch == epoch]
         count, got = sum(line.examples for line in of_epoch), sum(line.digest for line in of_epoch) % 2**64
         if count != len(expected):
-            raise TrainingError(f"ledger: epoch {epoch}: {count} examples were taken, and {len(expected)} are due")
+            raise TrainingError(f"ledger: epoch {epoch} used {count} examples; it must use {len(expected)}")
         if got != (digest_of_every if whole else digest_examples(expected)):
-            raise TrainingError(f"ledger: epoch {epoch}: of {count} examples some were taken twice and others never")
-    since = f", from step {begun + 1} on" if begun else ""
-    return f"every example of {(num_steps - begun) / size:.6g} epochs exactly once{since}"
+            raise TrainingError(f"ledger: epoch {epoch} used {count} examples, but some of them twice and others never")
+    since = f", since step {begun + 1}" if begun else ""
+    return f"every example of {(num_steps - begun) / size:.6g} epochs was used exactly once{since}"
 
 
 def check_steps(lines: list[Line], num_steps: int, batch_size: int) -> None:
-    """Raises TrainingError unless the lines, in order, have every example of every step up to the last exactly once."""
+    """Raise TrainingError unless the sorted lines cover each position of each batch exactly once, for all steps."""
     at = lines[0].start
     for (start, stop), group in itertools.groupby(lines, key=lambda line: line[:2]):
         if start != at:
-            what = "are missing" if start > at else "are there twice"
+            what = "are missing" if start > at else "were recorded twice"
             raise TrainingError(f"ledger: steps {min(start, at) + 1} to {max(start, at)} {what}")
         ends = [0, *itertools.chain(*(line.shard for line in group)), batch_size]
         if any(end != begin for end, begin in zip(ends[::2], ends[1::2], strict=True)):
             slices = ", ".join(f"{begin} to {end}" for begin, end in zip(ends[1:-1:2], ends[2:-1:2], strict=True))
-            raise TrainingError(f"ledger: steps {start + 1} to {stop} have examples {slices}, of {batch_size}")
+            raise TrainingError(
+                f"ledger: steps {start + 1} to {stop} cover examples {slices} of a batch of {batch_size}; they must "
+                "cover each once"
+            )
         at = stop
     if at != num_steps:
-        raise TrainingError(f"ledger: it ends with step {at}, and there are {num_steps}")
+        raise TrainingError(f"ledger: the last step is {at}; it must be {num_steps}")
 
 
 def _text(line: Line) -> str:
@@ -155,7 +168,7 @@ def _text(line: Line) -> str:
 
 
 def _read(path: Path) -> list[Line]:
-    """The lines of a file; a last one that was cut off by a crash is left out. Raises UserError for others."""
+    """Read the lines of a file, ignoring a last line cut short by a crash. Raises UserError for invalid lines."""
     lines = []
     for number, text in enumerate(path.read_text(errors="replace").split("\n")[:-1], start=1):
         try:
@@ -166,6 +179,6 @@ def _read(path: Path) -> list[Line]:
             )
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"{path}:{number} is not what a run writes ({error}); delete {path.parent}, and the ledger begins anew"
+                f"{path}:{number} is not a line that a run writes ({error}); delete {path.parent} to start a new ledger"
             ) from error
     return lines

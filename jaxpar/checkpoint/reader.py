@@ -1,4 +1,4 @@
-"""Reads checkpoints, and finds what a disk or a copy did to them. Reading changes nothing; repair.py does."""
+"""Reads checkpoints and detects damage to their files. Reading changes no files; repair.py does."""
 
 import contextlib
 import json
@@ -26,66 +26,73 @@ class Checkpoint(NamedTuple):
 
     step: int
     tree: Canonical
-    private: Canonical  # empty where there is none
+    private: Canonical  # empty if the checkpoint has no private state
     info: Info
 
 
 class Damaged(Exception):
-    """A checkpoint whose files are missing, cut short or changed."""
+    """Raised for a checkpoint whose files are missing, truncated or changed."""
 
 
 def steps(directory: Path) -> list[int]:
-    """The steps that `directory` has checkpoints of, in order."""
+    """Return the steps of the checkpoints in `directory`, in ascending order."""
     if not directory.is_dir():
         return []
     return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
 
 
 def unfinished_bytes(directory: Path) -> int:
-    """Return the bytes that killed processes left in `directory`, and the next `Saver` removes."""
+    """Return the bytes of unfinished checkpoints left by killed processes, which the next Saver removes."""
     return sum(file.stat().st_size for file in directory.glob("*.orbax-checkpoint-tmp*/**/*") if file.is_file())
 
 
 def restore(directory: Path, like: Canonical | None, log: Callable[[str], None]) -> Checkpoint | None:
-    """The newest whole checkpoint, with NumPy leaves; None where the directory has none at all. Changes nothing.
+    """Return the newest intact checkpoint, with NumPy leaves, or None if the directory contains no checkpoint.
+
+    Changes no files.
 
     Args:
-      like: gives the structure, shapes and dtypes; leaves may be abstract. None: as they were saved.
-      log: is called with a line for each damaged checkpoint that is newer.
+      directory: folder of the checkpoints.
+      like: tree with the expected structure, shapes and dtypes; leaves can be abstract. None: accept any.
+      log: called with one line for each newer checkpoint that is damaged.
 
     Raises:
-      UserError: all of them are damaged, or the newest whole one is of another model or a later version.
+      UserError: all checkpoints are damaged, or the newest intact one is from a different model or format.
     """
-    there = steps(directory)
-    for step in reversed(there):
+    existing = steps(directory)
+    for step in reversed(existing):
         try:
             return read(directory / str(step), like)
         except Damaged as error:
             log(f"checkpoint {directory / str(step)} is damaged: {error}")
-    if there:
-        raise UserError(f"no checkpoint in {directory} can be read: all of {there} are damaged; give a new --workdir")
+    if existing:
+        raise UserError(f"all checkpoints in {directory} are damaged: steps {existing}; use a new --workdir")
     return None
 
 
 def read(path: Path, like: Canonical | None = None) -> Checkpoint:
-    """The checkpoint in folder `path`; see `restore` for `like`.
+    """Read the checkpoint in folder `path`. See `restore` for `like`.
 
     Raises:
-      Damaged: it is not whole.
-      UserError: it is whole, but of another model or a later version.
+      Damaged: files are missing, truncated or changed.
+      UserError: the checkpoint is intact, but from a different model or format.
     """
     info, saved = info_of(path), _shapes(path / "state")
     like = saved if like is None else like
     tree = _arrays(path / "state", saved, info["checksums"])
-    there, here = (
+    found, expected = (
         {name: f"{x.dtype} {x.shape}" for name, x in checksums.by_path(tree).items()} for tree in (saved, like)
     )
-    for name in sorted(there.keys() | here.keys()):
-        was, wanted = there.get(name, "missing"), here.get(name, "missing")
-        if was != wanted:
-            raise UserError(f"checkpoint {path} is of another model or optimizer: {name} is {was}, not {wanted}")
+    for name in sorted(found.keys() | expected.keys()):
+        is_now, must_be = found.get(name, "missing"), expected.get(name, "missing")
+        if is_now != must_be:
+            raise UserError(
+                f"checkpoint {path} is from a different model or optimizer: {name} is {is_now}; it must be {must_be}"
+            )
     if not path.name == str(info["step"]) == str(tree["step"]):
-        raise Damaged(f"its step is {path.name} by name, {info['step']} by its info and {tree['step']} by its state")
+        raise Damaged(
+            f"the step is {path.name} in its name, {info['step']} in its info and {tree['step']} in its state"
+        )
     private: Canonical = {}
     if "private_checksums" in info:
         private = _arrays(path / "private", _shapes(path / "private"), info["private_checksums"])
@@ -93,7 +100,7 @@ def read(path: Path, like: Canonical | None = None) -> Checkpoint:
 
 
 def _arrays(path: Path, shapes: Canonical, sums: dict[str, int]) -> Canonical:
-    """The arrays of these shapes in a folder, in NumPy."""
+    """Read the arrays in a folder, with these shapes, as NumPy arrays and verify their checksums."""
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:
             as_numpy = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype), shapes)
@@ -101,11 +108,11 @@ def _arrays(path: Path, shapes: Canonical, sums: dict[str, int]) -> Canonical:
             tree: Canonical = checkpointer.restore(path.absolute(), args=restore_args)
     except (MemoryError, PermissionError):
         raise
-    except Exception as error:  # whatever orbax and tensorstore raise on damaged files
+    except Exception as error:  # orbax and tensorstore raise many types for damaged files
         raise Damaged(gist(error)) from error
     leaves = checksums.by_path(tree)
     if odd := sorted(leaves.keys() ^ sums.keys()):
-        raise Damaged(f"{odd[0]} is {'an array without a checksum' if odd[0] in leaves else 'missing'}")
+        raise Damaged(f"{odd[0]} {'has no checksum' if odd[0] in leaves else 'is missing'}")
     for name, leaf in leaves.items():
         if checksums.of_array(leaf) != sums[name]:
             raise Damaged(f"the checksum of {name} is wrong")
@@ -125,7 +132,7 @@ def _shapes(path: Path) -> Canonical:
 
 
 def info_of(path: Path) -> Info:
-    """Return the info of the checkpoint in folder `path`. Raises Damaged and UserError as `read`."""
+    """Return the info of the checkpoint in folder `path`. Raises Damaged and UserError as `read` does."""
     try:
         info: Info = json.loads((path / "info" / "metadata").read_text())
         number, expected = info["format"], checksums.of_info(info)
@@ -134,14 +141,14 @@ def info_of(path: Path) -> Info:
     except Exception as error:
         raise Damaged(gist(error)) from error
     if number != FORMAT:
-        raise UserError(f"checkpoint {path} has format {number}; this version of jaxpar reads {FORMAT}")
-    if info.get("checksum", expected) != expected:  # the first ones had none
+        raise UserError(f"checkpoint {path} has format {number}; this version of jaxpar reads format {FORMAT}")
+    if info.get("checksum", expected) != expected:  # the first checkpoints lack it
         raise Damaged("the checksum of its info is wrong")
     return info
 
 
 def newest_config(directory: Path) -> Info | None:
-    """Keys and values, as JSON has them, of the run that `directory` is of; None where no checkpoint can tell."""
+    """Return the config, as JSON values by key, in the newest checkpoint that contains one; None if there is none."""
     for step in reversed(steps(directory)):
         with contextlib.suppress(Damaged):  # `restore` logs it
             if config := info_of(directory / str(step)).get("config"):
@@ -150,27 +157,28 @@ def newest_config(directory: Path) -> Info | None:
 
 
 def gist(error: Exception) -> str:
-    """The gist of an exception on one line."""
+    """Return a one-line summary of an exception."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) < 200 else text[:200] + "..."
 
 
 def of_run(workdir: Path, step: int | None = None) -> Checkpoint:
-    """The checkpoint of that step of the run in `workdir`, with NumPy leaves; None: the newest whole one.
+    """Return the checkpoint of a step of the run in `workdir`, with NumPy leaves. step None: the newest intact one.
 
     Raises:
-      UserError: there is no run, no such checkpoint, or it cannot be read.
+      UserError: there is no run or no such checkpoint, or the checkpoint cannot be read.
     """
     directory = workdir / "checkpoints"
-    if not (there := steps(directory)):
+    if not (existing := steps(directory)):
         configs.read_config(workdir)
-        raise UserError(f"{workdir} holds no checkpoint yet")
+        raise UserError(f"{workdir} contains no checkpoint yet")
     if step is None:
         newest = restore(directory, None, log=print)
         assert newest is not None
         return newest
-    if step not in there:
-        raise UserError(f"{workdir} has no checkpoint of step {step}; there are {', '.join(map(str, there))}")
+    if step not in existing:
+        listed = ", ".join(map(str, existing))
+        raise UserError(f"{workdir} contains no checkpoint of step {step}; it contains those of steps {listed}")
     try:
         return read(directory / str(step))
     except Damaged as error:
@@ -178,7 +186,7 @@ def of_run(workdir: Path, step: int | None = None) -> Checkpoint:
 
 
 def restore_params(workdir: Path) -> tuple[ConfigDict, Params]:
-    """The config and the newest parameters, NumPy leaves, of the run in `workdir`. Raises UserError as `of_run`."""
+    """Return the config and the newest parameters, NumPy arrays, of the run in `workdir`. Raises as `of_run` does."""
     saved = of_run(workdir)
-    config = saved.info.get("config")  # the first ones had none
+    config = saved.info.get("config")  # the first checkpoints lack it
     return configs.from_keys(config) if config else configs.read_config(workdir), saved.tree["params"]

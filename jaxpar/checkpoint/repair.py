@@ -1,4 +1,4 @@
-"""Puts in order what training goes on from: sets damaged checkpoints aside, and repairs their metrics."""
+"""Repairs the checkpoints of a run before it resumes: renames damaged ones and restores damaged metrics."""
 
 import json
 import shutil
@@ -11,27 +11,28 @@ from jaxpar.checkpoint.reader import Damaged, steps
 
 
 def set_aside(directory: Path, after: int) -> None:
-    """Renames the checkpoints of later steps than `after`, which are damaged, to STEP.damaged."""
+    """Rename the checkpoints of steps later than `after`, which are damaged, to STEP.damaged."""
     for step in steps(directory):
         if step > after:
             aside = directory / f"{step}.damaged"
-            shutil.rmtree(aside, ignore_errors=True)  # of an earlier fall back
+            shutil.rmtree(aside, ignore_errors=True)  # from an earlier repair
             (directory / str(step)).rename(aside)
 
 
 def repair_metrics(directory: Path, log: Callable[[str], None]) -> None:
-    """Makes the validation loss of each checkpoint that of its info: orbax reads all, to know the best one."""
+    """Restore the validation loss of each checkpoint from its info, because orbax selects the best one by this loss."""
     for step in steps(directory):
         file = directory / str(step) / "metrics" / "metrics"
-        there = _measured(file)
+        found = _measured(file)
         try:
-            expected = reader.info_of(directory / str(step)).get("validation_loss", there)  # the first ones lack it
+            # The info of the first checkpoints lacks the loss.
+            expected = reader.info_of(directory / str(step)).get("validation_loss", found)
         except Damaged:
-            expected = there
-        if repr(there) == repr(expected) and (there is not None or not file.parent.exists()):
+            expected = found
+        if repr(found) == repr(expected) and (found is not None or not file.parent.exists()):
             continue
-        now = "not known" if expected is None else f"{expected:.4f}"
-        log(f"checkpoint {directory / str(step)}: its validation loss was damaged, and is {now} now")
+        result = "removed" if expected is None else f"restored to {expected:.4f}"
+        log(f"checkpoint {directory / str(step)}: the damaged validation loss was {result}")
         shutil.rmtree(file.parent, ignore_errors=True)
         if expected is not None:
             file.parent.mkdir()
@@ -39,7 +40,7 @@ def repair_metrics(directory: Path, log: Callable[[str], None]) -> None:
 
 
 def _measured(file: Path) -> float | None:
-    """The validation loss in a file; None where there is none, or what is there cannot be read."""
+    """Return the validation loss in a file, or None if the file is missing or damaged."""
     try:
         return float(json.loads(file.read_bytes())["validation_loss"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):

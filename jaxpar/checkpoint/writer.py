@@ -1,4 +1,4 @@
-"""Writes checkpoints by orbax, in the background: whole or not at all."""
+"""Writes checkpoints atomically with orbax, in the background."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,14 +16,14 @@ from jaxpar.errors import TrainingError, UserError
 from jaxpar.launch import processes
 from jaxpar.state import Canonical
 
-CHECKSUMS = {"state": "checksums", "private": "private_checksums"}  # keys of info, by folder
+CHECKSUMS = {"state": "checksums", "private": "private_checksums"}  # folder -> key of info
 
 
 class Saver:
-    """Writes checkpoints of one run and keeps the last `keep` and, if asked, the best."""
+    """Writes the checkpoints of a run, and keeps the newest `keep` and optionally the best one."""
 
     def __init__(self, directory: Path, *, keep: int, keep_best: bool):
-        """Args: keep: at least 1. keep_best: also the one of the least validation loss."""
+        """keep: number of checkpoints to keep, at least 1. keep_best: also keep the one with the lowest loss."""
         policies: list[preservation_policy.PreservationPolicy] = [preservation_policy.LatestN(keep)]
         if keep_best:
             policies.append(
@@ -40,7 +40,7 @@ class Saver:
             directory.absolute(),
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
-                best_fn=_negative_loss,  # without it orbax writes no metrics, and a resumed run forgets the best one
+                best_fn=_negative_loss,  # otherwise orbax writes no metrics, and a resumed run does not know the best
                 cleanup_tmp_directories=True,
             ),
         )
@@ -53,16 +53,20 @@ class Saver:
         *,
         private: Canonical | None = None,
     ) -> None:
-        """Begins to write; returns when the arrays have been copied. A step that is there already is left as it is.
+        """Start writing a checkpoint and return when the arrays have been copied. Does nothing if the step was saved.
 
-        private: of the strategy; see Strategy.to_private.
+        Args:
+          tree: the canonical state.
+          info: JSON values to save besides the arrays.
+          validation_loss: the loss measured at this step, if any.
+          private: the strategy's private state; see Strategy.to_private.
         """
         self.wait()
         trees = {"state": tree, "private": private} if private else {"state": tree}
         metrics = None if validation_loss is None else {"validation_loss": validation_loss}
         if jax.process_count() == 1:
             self._writing = self._writer.submit(self._write, _copied(trees), info, metrics)
-        else:  # orbax makes them wait for each other, which all must do at the same place
+        else:  # orbax synchronizes the processes, which all must reach at the same point of the program
             self._write(processes.divided(trees), info, metrics)
 
     def _write(self, trees: dict[str, Canonical], info: Info, metrics: dict[str, float] | None) -> None:
@@ -81,7 +85,7 @@ class Saver:
             self._manager.save(step, args=contents, metrics=metrics, force=True)
 
     def wait(self) -> None:
-        """Returns when everything is on disk."""
+        """Wait until everything is on disk."""
         writing, self._writing = self._writing, None
         if writing:
             writing.result()
@@ -89,7 +93,7 @@ class Saver:
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits, then ends the background threads."""
+        """Wait until everything is on disk, then stop the background threads."""
         self.wait()
         self._writer.shutdown()
         self._manager.close()
@@ -100,7 +104,7 @@ def _negative_loss(metrics: dict[str, float]) -> float:
 
 
 class _explained:
-    """Turns a failed write into one line; a full disk is the user's mistake. The checkpoints before are whole."""
+    """Converts a failed write to a one-line UserError for a disk error, or to a TrainingError for any other error."""
 
     def __init__(self, directory: Path):
         self._directory = directory
@@ -110,14 +114,14 @@ class _explained:
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception):
-            whole = max(steps(self._directory), default=None)
-            left = f"the newest whole one is of step {whole}" if whole is not None else "there is none yet"
-            refused = files.disk_error(error)
-            kind = UserError if refused else TrainingError
-            raise kind(f"writing a checkpoint in {self._directory} failed: {refused or gist(error)}; {left}") from error
+            newest = max(steps(self._directory), default=None)
+            left = f"the newest checkpoint is of step {newest}" if newest is not None else "no checkpoint exists yet"
+            reason = files.disk_error(error)
+            kind = UserError if reason else TrainingError
+            raise kind(f"writing a checkpoint in {self._directory} failed: {reason or gist(error)}; {left}") from error
 
 
 def _copied(tree: dict[str, Canonical]) -> dict[str, Canonical]:
-    """Return NumPy arrays in memory that no later step writes to: `device_get` alone only looks at arrays of a CPU."""
+    """Copy the arrays to host memory that no later step overwrites. On a CPU, `device_get` alone does not copy."""
     fetched = jax.device_get(tree)
     return jax.tree.map(np.array, fetched) if jax.default_backend() == "cpu" else fetched

@@ -1,1 +1,1 @@
-"""Processes: how they are started, find each other, are stopped, and end."""
+"""Starts, connects and stops the processes of a run."""

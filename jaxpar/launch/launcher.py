@@ -2,15 +2,17 @@
 
     scripts/launch --num_processes=2 [--max_restarts=3] -- --config=configs/quickstart.py --workdir=DIR [...]
 
-What follows -- is for scripts/train, except what the launcher sets for each process: --coordinator_address,
---num_processes and --process_id. Each process gets its share of the GPUs, if there are any, and its lines of output
-have its number before them. When one ends with an error the others are ended too, and all are started again, from the
-last checkpoint, up to --max_restarts times. Ctrl-C and SIGTERM go to all of them, which then save and stop; a second
-one ends them at once, a third kills them. None of them outlives the launcher.
+Arguments after -- are passed to scripts/train. The launcher sets --coordinator_address, --num_processes and
+--process_id for each process. GPUs are divided equally between the processes, and every line of output is prefixed with
+the process number. When one process fails, the launcher kills the others and restarts all of them from the last
+checkpoint, up to --max_restarts times. Ctrl-C and SIGTERM are forwarded to all processes, which save and stop. A second
+signal stops them without saving, and a third one kills them. No process outlives the launcher.
 
-Exit codes: 0 all finished, or stopped by a signal with everything saved (or the --stopped_exit_code of scripts/train);
-2 a mistake of the user's, after which nothing is started again; else that of the process that failed, 128 + N where
-signal N ended it.
+Exit codes:
+  0      all processes finished, or were stopped by a signal after saving the state (--stopped_exit_code of
+         scripts/train replaces 0 for a stopped run)
+  2      user error; the processes are not restarted
+  other  the exit code of the process that failed, or 128 + N if signal N killed it
 """
 
 import argparse
@@ -30,75 +32,92 @@ from jaxpar.launch.place import COMMAND, FLAGS
 from jaxpar.launch.signals import SIGNALS
 
 NAME = "python -m jaxpar.launch.launcher"
-LAUNCHER = "JAXPAR_LAUNCHER"  # environment variable of its processes: its process id
+LAUNCHER = "JAXPAR_LAUNCHER"  # environment variable with the launcher's process id
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-ORDER = {HANGS: 0, USER_ERROR: 1, -signal.SIGABRT: 3}  # of several that failed; another signal 0, another code 2
-NOISE = "[Gloo] Rank "  # how lines begin that a library prints about its connections
+# If several processes failed, the one with the lowest value is reported; 0 for other signals, 2 for other exit codes.
+ORDER = {HANGS: 0, USER_ERROR: 1, -signal.SIGABRT: 3}
+NOISE = "[Gloo] Rank "  # prefix of lines that Gloo prints about its connections
 POLL_SECONDS = 0.05
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line and return the exit code."""
     signals: list[int] = []
     with forwarded(signals):
-        asked, gpus = read_arguments()
-        return run_processes(asked, gpus, signals)
+        arguments, gpus = read_arguments()
+        return run_processes(arguments, gpus, signals)
 
 
 def read_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """Return the arguments of the command line, and the GPUs there are."""
+    """Return the command-line arguments and the visible GPUs."""
     parser = argparse.ArgumentParser(
         prog="scripts/launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--num_processes", type=int, required=True, help="how many, 1 or more")
-    parser.add_argument("--max_restarts", type=int, default=0, help="how often all may be started again")
-    parser.add_argument("arguments", nargs="*", help="of scripts/train, after --")
+    parser.add_argument("--num_processes", type=int, required=True, help="number of processes, 1 or more")
+    parser.add_argument(
+        "--max_restarts", type=int, default=0, help="maximum number of restarts after a failure (default: 0)"
+    )
+    parser.add_argument("arguments", nargs="*", help="arguments of scripts/train, after --")
     arguments, unknown = parser.parse_known_args()
     if unknown:
-        parser.error(f"{unknown[0]!r} is not an argument of the launcher; those of scripts/train come after --")
+        parser.error(f"{unknown[0]!r} is not an argument of the launcher; put arguments of scripts/train after --")
     for argument in arguments.arguments:
         name = argument.partition("=")[0].lstrip("-")
         if argument.startswith("-") and name in FLAGS:
-            parser.error(f"--{name} is set by the launcher for each process; it must not come after --")
+            parser.error(f"--{name} is set by the launcher for each process; remove it from the arguments after --")
     if arguments.num_processes < 1:
         parser.error(f"--num_processes is {arguments.num_processes}; it must be 1 or more")
     if arguments.max_restarts < 0:
         parser.error(f"--max_restarts is {arguments.max_restarts}; it must be 0 or more")
     gpus = visible_gpus()
     if len(gpus) % arguments.num_processes:
-        parser.error(f"--num_processes is {arguments.num_processes}; it must divide the {len(gpus)} GPUs")
+        parser.error(
+            f"--num_processes is {arguments.num_processes}; it must divide the number of visible GPUs, {len(gpus)}"
+        )
     return arguments, gpus
 
 
-def run_processes(asked: argparse.Namespace, gpus: Sequence[str], signals: list[int]) -> int:
-    """Start the processes, again where one fails, and return the exit code. signals: those received, as they come."""
-    flags = f"--num_processes={asked.num_processes}" + f" --max_restarts={asked.max_restarts}" * (
-        asked.max_restarts > 0
-    )
+def run_processes(arguments: argparse.Namespace, gpus: Sequence[str], signals: list[int]) -> int:
+    """Start the processes, restart them if one fails, and return the exit code.
+
+    Args:
+      arguments: the launcher's arguments.
+      gpus: the visible GPUs, to divide between the processes.
+      signals: the signals received so far; signal handlers append to it.
+    """
+    flags = f"--num_processes={arguments.num_processes}"
+    if arguments.max_restarts > 0:
+        flags += f" --max_restarts={arguments.max_restarts}"
     command = f"{os.environ.get(COMMAND, NAME)} {flags}"
-    for restart in range(asked.max_restarts + 1):
+    for restart in range(arguments.max_restarts + 1):
         try:
-            group = Group(asked.arguments, asked.num_processes, gpus, command)
+            group = Group(arguments.arguments, arguments.num_processes, gpus, command)
         except OSError as error:
-            print_line(f"a process cannot be started: {error.strerror}")
+            print_line(f"a process could not be started: {error.strerror}")
             return FAILED
         number, code = group.wait(signals)
         if not is_failure(code):
             return code
-        print_line(
-            f"process {number} ended {format_exit(code)}" + "; the others were ended too" * (asked.num_processes > 1)
-        )
-        if code == USER_ERROR or signals or restart == asked.max_restarts:
+        others = "; the other processes were killed" if arguments.num_processes > 1 else ""
+        print_line(f"process {number} {format_exit(code)}{others}")
+        if code == USER_ERROR or signals or restart == arguments.max_restarts:
             break
-        print_line(f"restart {restart + 1} of {asked.max_restarts}, from the last checkpoint")
+        print_line(f"restart {restart + 1} of {arguments.max_restarts}, from the last checkpoint")
     return code if code >= 0 else 128 - code
 
 
 class Group:
-    """The processes of one start."""
+    """The processes of one start of the run."""
 
     def __init__(self, arguments: Sequence[str], num_processes: int, gpus: Sequence[str], command: str):
-        """arguments: of scripts/train; gpus: as in CUDA_VISIBLE_DEVICES, to divide; command: what comes before `--`."""
+        """Start the processes.
+
+        Args:
+          arguments: arguments of scripts/train.
+          num_processes: number of processes.
+          gpus: GPUs as in CUDA_VISIBLE_DEVICES, to divide between the processes.
+          command: the user's command line up to `--`, for messages.
+        """
         share = len(gpus) // num_processes
         variables = {
             FLAGS["coordinator_address"].variable: f"localhost:{free_port()}",
@@ -120,7 +139,7 @@ class Group:
             raise
 
     def _start(self, command: list[str], environment: dict[str, str]) -> None:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the process can heed them: interrupt.py
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the process unblocks them: signals.Ending
         try:
             process = subprocess.Popen(
                 command,
@@ -130,7 +149,7 @@ class Group:
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # Ctrl-C on a terminal comes to the launcher alone
+                start_new_session=True,  # only the launcher receives a Ctrl-C from the terminal
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -140,12 +159,14 @@ class Group:
         self._printers.append(printer)
 
     def wait(self, signals: list[int]) -> tuple[int, int]:
-        """Waits until all have ended, or one has failed, and ends the rest.
+        """Wait until all processes have ended or one has failed, and kill the rest.
 
-        signals: that have come; each is sent to all.
+        Args:
+          signals: the signals received so far, which are forwarded to all processes.
 
         Returns:
-          The number and exit code of one that failed; or, where none has, of one that was stopped, or finished.
+          The number and exit code of a process that failed. If none failed, those of a process that was stopped or
+          finished.
         """
         sent = 0
         try:
@@ -157,9 +178,12 @@ class Group:
                 ended = [(number, code) for number, code in enumerate(codes) if code is not None]
                 failed = [(number, code) for number, code in ended if is_failure(code)]
                 stopped = [(number, code) for number, code in ended if not is_failure(code)]
-                if signals and failed and stopped:  # the one had nothing to save, or all have; the other misses it
+                # A process that stops makes the others fail, which is expected: either there was nothing to save, or
+                # all processes have saved.
+                if signals and failed and stopped:
                     return stopped[0]
-                if failed:  # several: one pulls others down, which abort, or cannot go on with what it was to send
+                # The first failure makes other processes abort or fail in a collective: report the likely cause.
+                if failed:
                     return min(failed, key=lambda one: (ORDER.get(one[1], 0 if one[1] < 0 else 2), one[0]))
                 if len(ended) == len(codes):
                     return max(ended, key=lambda one: one[1])
@@ -181,38 +205,38 @@ class Group:
 
 
 def end_with_launcher() -> None:
-    """Have Linux kill this process when the launcher that has started it ends, however that happens."""
+    """Make Linux kill this process when the launcher that started it ends for any reason."""
     launcher = os.environ.pop(LAUNCHER, None)
     if launcher is None or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(launcher):  # it has ended before
+    if os.getppid() != int(launcher):  # the launcher ended before the call of prctl
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def show(number: int, process: "subprocess.Popen[str]") -> None:
-    """Prints what a process prints, with its number before each line."""
+    """Print the output of a process, each line prefixed with the process number."""
     assert process.stdout is not None
     with process.stdout as lines:
         for line in lines:
             if not line.startswith(NOISE):
-                with contextlib.suppress(OSError):  # nobody reads any more: the process must not wait for a reader
+                with contextlib.suppress(OSError):  # stdout is closed: keep reading so that the process does not block
                     print(f"[{number}] {line}", end="" if line.endswith("\n") else "\n", flush=True)
 
 
 def print_line(text: str) -> None:
-    """Print a line of the launcher itself."""
+    """Print a message of the launcher itself to stderr."""
     print(f"launch: {text}", file=sys.stderr, flush=True)
 
 
 def format_exit(code: int) -> str:
-    """How a process ended."""
-    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+    """Return how a process ended: `exited with code 1`, `was killed by SIGKILL`."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 @contextlib.contextmanager
 def forwarded(signals: list[int]) -> Iterator[None]:
-    """Within `with`, Ctrl-C and SIGTERM are added to `signals`; a terminal that is closed counts as SIGTERM."""
+    """Within `with`, append SIGINT and SIGTERM to `signals` as they arrive. SIGHUP is appended as SIGTERM."""
 
     def note(number: int, _: object) -> None:
         signals.append(signal.SIGTERM if number == signal.SIGHUP else number)
@@ -226,7 +250,7 @@ def forwarded(signals: list[int]) -> Iterator[None]:
 
 
 def free_port() -> int:
-    """One that nobody listens on."""
+    """Return a free TCP port on localhost."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port: int = probe.getsockname()[1]
@@ -234,7 +258,7 @@ def free_port() -> int:
 
 
 def visible_gpus() -> list[str]:
-    """Return the GPUs as in CUDA_VISIBLE_DEVICES; without it, all that nvidia-smi names."""
+    """Return the GPUs in CUDA_VISIBLE_DEVICES or, if it is not set, all GPUs that nvidia-smi lists."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name]

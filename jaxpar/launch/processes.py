@@ -1,7 +1,7 @@
-"""Several processes of one run, on one machine or many: how they meet, and what only the first of them does.
+"""Runs of several processes on one or more machines: initialization, barriers, agreement and batch shards.
 
-All of them run the same program on the same config. Each has devices of its own, reads its shard of every batch and
-writes its part of a checkpoint. What there is once, such as the log, belongs to the first one.
+All processes run the same program with the same config. Each process has its own devices, reads its shard of every
+batch and writes its part of each checkpoint. Process 0 writes all other files, such as logs.
 """
 
 import contextlib
@@ -22,39 +22,40 @@ from jaxpar.layout import Tree
 
 
 def meet_processes(place: Place | None) -> None:
-    """Meets the other processes. Call before JAX touches a device."""
+    """Connect this process to the other processes. Call before JAX touches a device."""
     if place is None:
         return
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, which is the loop's
-    # Where the place is known JAX is not to look for a cluster: inside a task of SLURM or Open MPI it would give this
-    # process one GPU, by the number of the task, though the launcher has divided them.
-    asks_cluster = place.process_id is None
-    jax.distributed.initialize(*place, cluster_detection_method=None if asks_cluster else "deactivate")
+    jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM, which the loop handles
+    # If the place is known, JAX must not detect a cluster: inside a SLURM or Open MPI task it would restrict this
+    # process to one GPU, chosen by the task id, although the launcher has already divided the GPUs.
+    detects_cluster = place.process_id is None
+    jax.distributed.initialize(*place, cluster_detection_method=None if detects_cluster else "deactivate")
     if not is_first():
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  # the first one prints what all would
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  # only process 0 prints
 
 
 def is_first() -> bool:
-    """Whether this process does what is done once."""
+    """Return whether this is process 0, which does the work that must happen only once."""
     return jax.process_index() == 0
 
 
 def wait(where: str) -> None:
-    """Waits until all processes are here."""
+    """Wait at a barrier until all processes have reached it. where: name of the barrier."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(where)
 
 
 def check_same_value(what: str, value: int) -> None:
-    """Raises TrainingError, in all processes, where they do not have the same value."""
+    """Raise TrainingError in all processes unless all of them have the same value."""
     if jax.process_count() > 1:
         values = multihost_utils.process_allgather(np.int32(value)).tolist()
         if set(values) != {value}:
-            raise TrainingError(f"{what} is {', '.join(map(str, values))} in processes 0 to {len(values) - 1}")
+            found = ", ".join(map(str, values))
+            raise TrainingError(f"{what} is {found} in processes 0 to {len(values) - 1}; it must be the same in all")
 
 
 def from_first(text: str) -> str:
-    """Return the first process's text, in all processes."""
+    """Return the text of process 0 in all processes."""
     if jax.process_count() == 1:
         return text
     local = np.frombuffer(text.encode(), np.uint8)
@@ -64,13 +65,13 @@ def from_first(text: str) -> str:
 
 
 def any_of(value: bool) -> bool:
-    """Whether it is so in any process."""
+    """Return in all processes whether `value` is true in any of them."""
     return value if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.int32(value)).any())
 
 
 @contextlib.contextmanager
 def first_then_others(what: str) -> Iterator[None]:
-    """The first process does it, then the others, who find what it has made."""
+    """Run the `with` block in process 0 first, then in the others, so that they can use the files it wrote."""
     if not is_first():
         wait(what)
     yield
@@ -79,32 +80,35 @@ def first_then_others(what: str) -> Iterator[None]:
 
 
 class Agreement:
-    """The greatest value that any process gives at a step, known to each at the next one."""
+    """Computes the maximum of a value over all processes at each step and returns it one step later.
+
+    The delay keeps the loop from waiting for the devices.
+    """
 
     def __init__(self) -> None:
-        self._asked: jax.Array | int = 0
+        self._pending: jax.Array | int = 0
         devices = np.asarray(cluster.devices())
         everywhere = Mesh(devices, ("devices",), axis_types=(AxisType.Auto,))
         self._divided = NamedSharding(everywhere, PartitionSpec("devices"))
         self._most = jax.jit(lambda x: x.max(), out_shardings=NamedSharding(everywhere, PartitionSpec()))
 
     def __call__(self, value: int) -> int:
-        """value: of this process, at this step. Returns what all agreed on at the step before."""
+        """Submit this process's value for this step and return the maximum of the step before."""
         if jax.process_count() == 1:
             return value
-        before = int(self._asked)
+        before = int(self._pending)
         local = np.full(jax.local_device_count(), value, np.int32)
-        self._asked = mesh.settled(self._most(jax.make_array_from_process_local_data(self._divided, local)))
+        self._pending = mesh.settled(self._most(jax.make_array_from_process_local_data(self._divided, local)))
         return before
 
 
 def local_shard(devices: tuple[jax.Device, ...], num_replicas: int, batch_size: int) -> slice:
-    """Return which examples of a batch this process's devices take.
+    """Return the shard of a batch, as a slice of its examples, that the devices of this process compute.
 
     Args:
-      devices: of the mesh, those of a replica next to each other.
-      num_replicas: ways a batch is divided.
-      batch_size: examples of the batch.
+      devices: the devices of the mesh; the devices of one replica are adjacent.
+      num_replicas: number of shards of a batch.
+      batch_size: number of examples of the batch.
     """
     mine = [number for number, device in enumerate(devices) if device.process_index == jax.process_index()]
     per_replica, share = len(devices) // num_replicas, batch_size // num_replicas
@@ -112,7 +116,10 @@ def local_shard(devices: tuple[jax.Device, ...], num_replicas: int, batch_size: 
 
 
 def counted_shard(devices: tuple[jax.Device, ...], num_replicas: int, batch_size: int) -> slice:
-    """Return those of `local_shard` that no other process counts: of replicas whose first device is this process's."""
+    """Return the examples of `local_shard` that this process counts, so that none is counted twice.
+
+    A process counts the examples of the replicas whose first device belongs to it.
+    """
     per_replica, share = len(devices) // num_replicas, batch_size // num_replicas
     first = devices[::per_replica]
     mine = [number for number, device in enumerate(first) if device.process_index == jax.process_index()]
@@ -120,7 +127,7 @@ def counted_shard(devices: tuple[jax.Device, ...], num_replicas: int, batch_size
 
 
 def fetch(tree: Tree) -> Tree:
-    """The arrays on the host, whole, whichever processes' devices hold parts of them. One after another."""
+    """Fetch whole arrays to the host, one after another, gathering shards on the devices of other processes."""
 
     def whole(x: jax.Array | np.ndarray) -> np.ndarray:
         if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
@@ -131,10 +138,10 @@ def fetch(tree: Tree) -> Tree:
 
 
 def divided(tree: Tree) -> Tree:
-    """Arrays that every process has on the host as arrays over all devices, so that each process writes its part.
+    """Shard host arrays that every process has over all devices, so that each process writes its part.
 
-    They are divided by their first dim that as many devices as there are divide; where there is none they are whole on
-    each. Arrays on devices are left as they are, and so are all in a single process.
+    An array is sharded along its first dim whose size is a multiple of the number of devices, or replicated if it has
+    no such dim. Arrays on devices are returned unchanged, and in a single process all arrays are.
     """
     if jax.process_count() == 1:
         return tree

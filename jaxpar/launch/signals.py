@@ -1,7 +1,9 @@
-"""Ctrl-C and SIGTERM: in the training loop a request, heeded between two steps; before it and after it the end.
+"""Handles SIGINT (Ctrl-C) and SIGTERM.
 
-Python runs the handler of a signal in the main thread, which may be in a compilation, or wait for other processes, for
-minutes. So that the end does not wait for it, a thread brings it, which learns of each signal as it comes.
+In the training loop a signal is a request to stop after the current step. Outside the loop it ends the process.
+
+Python runs signal handlers in the main thread, which can be busy for minutes with a compilation or waiting for other
+processes. A separate thread therefore receives each signal immediately and can end the process.
 """
 
 import os
@@ -16,10 +18,10 @@ AT_ONCE = 130  # exit code
 
 
 class Ending:
-    """Within `with`, the nth SIGINT or SIGTERM ends the process, whatever its main thread is at."""
+    """Within `with`, the nth SIGINT or SIGTERM ends the process, even if the main thread is busy."""
 
     def __init__(self, nth: int, code: int, text: Callable[[], str]):
-        """code: to exit with; text: what to print."""
+        """nth: the signal that ends the process. code: the exit code. text: returns the message to print."""
         self._nth, self._code, self._text = nth, code, text
 
     def __enter__(self) -> Self:
@@ -29,7 +31,7 @@ class Ending:
         self._thread.start()
         self._handlers = {number: signal.signal(number, self._handle) for number in SIGNALS}
         self._wakeup = signal.set_wakeup_fd(self._writer)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher has them wait until here
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher starts processes with blocked signals
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -40,44 +42,44 @@ class Ending:
         self._thread.join()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Take a signal, in the main thread."""
+        """Handle a signal in the main thread."""
 
     def _watch(self, reader: int) -> None:
-        come = 0
+        count = 0
         with open(reader, "rb", buffering=0) as numbers:
             while number := numbers.read(1):  # empty: the writer was closed
-                come += number[0] in SIGNALS
-                if come == self._nth:
+                count += number[0] in SIGNALS
+                if count == self._nth:
                     self._end()
 
     def _end(self) -> None:
         try:
             print(self._text(), flush=True)
         finally:
-            os._exit(self._code)  # not by way of threads that may be in the middle of a step or a checkpoint
+            os._exit(self._code)  # does not wait for threads that are in the middle of a step or a checkpoint
 
 
 class StoppedEarly(Exception):
-    """Asked to stop before its first step, the run failed; another of its processes may have ended before this one."""
+    """Raised if a run fails after a stop was requested before its first step, for example as another process ended."""
 
 
 class Interrupt(Ending):
-    """Within `with`, the first SIGINT or SIGTERM sets `requested`; a second one ends the process with code 130.
+    """Within `with`, the first SIGINT or SIGTERM sets `requested`; the second one ends the process with code 130.
 
-    Raises StoppedEarly instead of what is raised within `with` when the signal has come and nobody has looked yet.
+    If the `with` block raises after a signal that nobody has read from `requested` yet, StoppedEarly is raised instead.
     """
 
-    was_entered = False  # by anyone
+    was_entered = False  # whether any Interrupt was entered in this process
 
     def __init__(self) -> None:
-        text = "stopped at once; the steps since the last checkpoint are lost"
+        text = "stopped immediately; the steps since the last checkpoint are lost"
         super().__init__(nth=2, code=AT_ONCE, text=lambda: text)
         self._requested: signal.Signals | None = None
         self._was_looked_at = False
 
     @property
     def requested(self) -> signal.Signals | None:
-        """The signal that has come. The loop looks at it after each step."""
+        """The signal received, or None. The training loop reads it after each step."""
         self._was_looked_at = True
         return self._requested
 

@@ -1,8 +1,8 @@
-"""Ends a process that hangs, so that the launcher, or the cluster, starts the run again from its last checkpoint.
+"""Ends a process that hangs, so that the launcher or the cluster can restart the run from its last checkpoint.
 
-A thread looks at the last sign of life: the begin or end of a phase of the run, or a batch of an evaluation. When there
-has been none for `config.watchdog_seconds`, it prints which process hangs, at which step and in which phase,
-what every thread is at, and ends the process. A process that waits for one that hangs does so too, in its phase.
+A watchdog thread monitors progress: the start or end of a phase of the run, or a batch of an evaluation. After
+`config.watchdog_seconds` without progress, it prints the process, its step and phase and the stacks of all threads, and
+ends the process. A process that waits for a hung process makes no progress either, so it ends in the same way.
 """
 
 import faulthandler
@@ -21,17 +21,19 @@ _STDERR = 2  # the file descriptor
 
 
 def check_seconds(seconds: float) -> None:
-    """Raises UserError where config.watchdog_seconds cannot be this."""
+    """Raise UserError if config.watchdog_seconds is out of range."""
     if not 0 <= seconds <= MOST_SECONDS:
-        raise UserError(f"config.watchdog_seconds is {seconds}; it must be 0 (none) to {MOST_SECONDS:g}")
+        raise UserError(
+            f"config.watchdog_seconds is {seconds}; it must be between 0 (no watchdog) and {MOST_SECONDS:g}"
+        )
 
 
 class Watchdog:
-    """Within `with`, ends the process when `phases` has shown no sign of life for so many seconds; 0: never."""
+    """Within `with`, ends the process when `phases` has seen no progress for `seconds`; 0: never."""
 
     def __init__(self, seconds: float, phases: Phases):
         self._seconds, self._phases = seconds, phases
-        self._look = min(seconds / 10, 1.0)  # seconds from one look to the next
+        self._look = min(seconds / 10, 1.0)  # seconds between two checks
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -49,7 +51,8 @@ class Watchdog:
 
     def _watch(self) -> None:
         while True:
-            # Where a thread holds Python's lock, this one stops as well; the timer needs no lock, and ends with code 1.
+            # If a thread hangs while it holds the GIL, this thread hangs too. The timer of faulthandler does not need
+            # the GIL and then ends the process with code 1.
             faulthandler.dump_traceback_later(self._seconds + self._look, exit=True, file=_STDERR)
             if self._done.wait(self._look):
                 return
@@ -58,9 +61,9 @@ class Watchdog:
 
     def _end(self) -> None:
         process, number, phases = jax.process_index(), jax.process_count(), self._phases
-        where = f"step {phases.step}, phase {phases.name}, for {self._seconds:g} s"
+        where = f"no progress for {self._seconds:g} s at step {phases.step}, phase {phases.name}"
         print(f"jaxpar: process {process} of {number} hangs: {where}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=_STDERR, all_threads=True)
-        # The first that ends takes the others with it: they too shall have printed where they are.
+        # The first process that ends also ends the others. Wait, so that they can print their stacks too.
         time.sleep(2 * self._look)
         os._exit(HANGS)

@@ -1,1 +1,1 @@
-"""Counting and reading: FLOPs, compiled programs, seconds, versions."""
+"""Measures FLOPs, compiled programs and time, and records versions and settings."""

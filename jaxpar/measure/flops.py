@@ -1,9 +1,9 @@
-"""Counts the arithmetic that a model asks for, and knows how much a GPU can do: the two sides of MFU.
+"""Model FLOPs, counted on the jaxpr, and the peak FLOP/s of GPUs: numerator and denominator of MFU.
 
-What is counted: the multiplications and additions of matrix products, convolutions and attention,
-two for each pair, as the model's forward pass writes them; nothing for the rest, such as norms, activations and
-look-ups. A training step counts three forward passes: the backward one has two products for each. What
-rematerialisation repeats is not counted, nor what a kernel saves by skipping masked positions.
+The count covers matrix products, convolutions and attention of the forward pass, with two FLOPs per multiply-add. It
+ignores all other operations, such as norms, activations and look-ups. A training step counts as three forward passes,
+because the backward pass has two products for each product of the forward pass. Rematerialization is not counted, and
+masked positions that a kernel skips are not subtracted.
 """
 
 import math
@@ -13,9 +13,10 @@ from typing import Any
 import jax
 from jax.extend import core
 
-# By words of `jax.Device.device_kind`, the first row that matches: peak FLOP/s of dense products with float32
-# sums: of bfloat16, and of float32 as XLA computes it by default (TF32 where the GPU has it). From
-# NVIDIA's data sheets; those of Ada, Hopper and Blackwell state the double, for sparse matrices.
+# (words of `jax.Device.device_kind`, peak FLOP/s in bfloat16, peak FLOP/s in float32); the first matching row applies.
+# The peaks are for dense matrix products accumulated in float32. The float32 peak is that of XLA's default, which is
+# TF32 if the GPU has it. From NVIDIA's data sheets; for Ada, Hopper and Blackwell these list twice the values, for
+# sparse matrices.
 PEAK_FLOPS: tuple[tuple[str, float, float], ...] = (
     ("B200", 2250e12, 1125e12),  # HGX B200: 36 and 18 PFLOP/s, sparse, of eight
     ("H200 NVL", 835.5e12, 417.5e12),
@@ -30,7 +31,7 @@ PEAK_FLOPS: tuple[tuple[str, float, float], ...] = (
     ("A6000", 154.8e12, 77.4e12),  # NVIDIA Ampere GA102 whitepaper, appendix
     ("4090", 165.2e12, 82.6e12),  # NVIDIA Ada whitepaper, appendix A
     ("3090", 71e12, 35.6e12),  # NVIDIA Ampere GA102 whitepaper, appendix A
-    # No bfloat16 in hardware: XLA computes in float32.
+    # These GPUs have no bfloat16 units: XLA computes in float32.
     ("V100 PCIE", 14e12, 14e12),
     ("V100", 15.7e12, 15.7e12),
     ("T4", 8.1e12, 8.1e12),
@@ -38,7 +39,7 @@ PEAK_FLOPS: tuple[tuple[str, float, float], ...] = (
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """FLOP/s that a device can reach in matrix products of `dtype` (float32, bfloat16); None where not known."""
+    """Return the peak FLOP/s of a device in matrix products of `dtype`, float32 or bfloat16; None if unknown."""
     words = set(device_kind.replace("-", " ").split())
     for key, bfloat16, float32 in PEAK_FLOPS:
         if words.issuperset(key.split()):
@@ -47,16 +48,16 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 
 
 def forward_flops(function: Callable[..., Any], *args: Any) -> int:
-    """FLOP of one call of `function`, single-device code, counted on its jaxpr: nothing is computed.
+    """Count the FLOPs of one call of a single-device function on its jaxpr, without executing it.
 
-    Of the branches of a `cond` the most expensive one counts.
+    For a `cond`, the most expensive branch is counted.
 
     Args:
-      function: what to count.
-      *args: arrays, or `jax.ShapeDtypeStruct`s in their place.
+      function: the function to count.
+      *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
 
     Raises:
-      ValueError: a matrix product inside a `while_loop`, whose number of rounds is not known.
+      ValueError: a `while_loop` contains a matrix product, so the number of products is unknown.
     """
     return _count(jax.make_jaxpr(function)(*args).jaxpr)
 
@@ -76,13 +77,13 @@ def _count_equation(equation: core.JaxprEqn) -> int:
         return max(inner)
     if name == "while" and any(inner):
         raise ValueError(
-            "a matrix product inside a while_loop cannot be counted: use scan, or fori_loop of fixed length"
+            "a matrix product inside a while_loop cannot be counted; use scan, or fori_loop with constant bounds"
         )
     return sum(inner)
 
 
 def _jaxprs(value: object) -> Iterator[core.Jaxpr]:
-    """The jaxprs in one parameter of an equation: of jit, remat, custom_jvp, custom_vjp, scan, cond, while."""
+    """Yield the jaxprs in a parameter of an equation: of jit, remat, custom_jvp, custom_vjp, scan, cond or while."""
     if isinstance(value, core.ClosedJaxpr):
         yield value.jaxpr
     elif isinstance(value, core.Jaxpr):
@@ -92,7 +93,7 @@ def _jaxprs(value: object) -> Iterator[core.Jaxpr]:
             yield from _jaxprs(item)
 
 
-def _shape(variable: Any) -> tuple[int, ...]:  # JAX types the avals of all variables without a shape
+def _shape(variable: Any) -> tuple[int, ...]:  # Any: the type of an aval in JAX has no shape
     return variable.aval.shape
 
 
@@ -103,14 +104,17 @@ def _matrix_product(equation: core.JaxprEqn) -> int:
 
 
 def _convolution(equation: core.JaxprEqn) -> int:
-    """Each output sums over the window and over the input channels of its group: the kernel without its out dim."""
+    """Count a convolution. Each output sums over the window and the input channels of its group.
+
+    This is the size of the kernel divided by its number of output features.
+    """
     kernel, out = _shape(equation.invars[1]), _shape(equation.outvars[0])
     out_features = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
     return 2 * math.prod(out) * math.prod(kernel) // out_features
 
 
 def _fused_attention(equation: core.JaxprEqn) -> int:
-    """CuDNN's kernel, one equation: query [B, T, H, K] by key [B, S, G, K], and the probabilities by the values."""
+    """Count a cuDNN attention kernel: query [B, T, H, K] times key [B, S, G, K], and probabilities times values."""
     (B, T, H, K), S = _shape(equation.invars[0]), _shape(equation.invars[1])[1]
     return 4 * B * T * S * H * K
 

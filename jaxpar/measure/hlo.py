@@ -1,4 +1,4 @@
-"""Reads compiled programs: the text of their optimized HLO, and how often each instruction of it runs."""
+"""Parses the optimized HLO text of compiled programs and counts how often each instruction runs."""
 
 import math
 import re
@@ -7,8 +7,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple, TypeVar
 
-# Of a conditional, by its name in the program's source: how often each branch is taken, in shares. None: not known.
 Key = TypeVar("Key", bound=Hashable)
+# op_name of a conditional -> the fraction of runs in which each branch is taken; None if unknown
 Shares = Callable[[str], Sequence[float] | None]
 
 COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
@@ -23,19 +23,19 @@ DTYPE_NAMES |= {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 
 
 class HloArray(NamedTuple):
-    """The type of an array in HLO."""
+    """The type of an HLO array."""
 
     dtype: str
     dims: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one such array."""
+        """Bytes of an array of this type."""
         return math.prod(self.dims) * WIDTHS[self.dtype]
 
 
 class Instruction(NamedTuple):
-    """One line: `%name = type operation(operands), attributes`."""
+    """An HLO instruction, one line of text: `%name = type operation(operands), attributes`."""
 
     line: str
     operation: str
@@ -45,7 +45,7 @@ class Instruction(NamedTuple):
 
     @property
     def source(self) -> str:
-        """Its name in the source of the program: the scopes that it is in."""
+        """The op_name of the instruction: its path of named scopes in the JAX program."""
         name = re.search(r'op_name="([^"]*)"', self.line)
         return name[1] if name else "?"
 
@@ -54,7 +54,7 @@ class HloProgram:
     """The computations of a compiled program."""
 
     def __init__(self, text: str):
-        """text: of `jax.stages.Compiled.as_text`."""
+        """text: the result of `jax.stages.Compiled.as_text`."""
         self._computations: dict[str, dict[str, Instruction]] = {}
         name = self._entry = ""
         for line in text.splitlines():
@@ -70,13 +70,17 @@ class HloProgram:
         value: Callable[[Instruction, Sequence[HloArray]], Mapping[Key, float] | None],
         shares: Shares = lambda _name: None,
     ) -> Counter[Key]:
-        """Add up what `value` returns for an instruction and the types of its operands, as often as it runs.
+        """Sum the counts of all instructions, each multiplied by how often the instruction runs.
 
-        The body of a loop counts as often as the loop goes round; a branch of a conditional in the share of the runs in
-        which it is taken. Where `value` is None, what the instruction calls counts.
+        The body of a loop is multiplied by its trip count, and a branch of a conditional by the fraction of runs in
+        which it is taken.
+
+        Args:
+          value: (instruction, operand types) -> counts, or None to count the computations that the instruction calls.
+          shares: op_name of a conditional -> the fraction of runs in which each branch is taken.
 
         Raises:
-          ValueError: how often something that counts runs is not known: a loop or a conditional.
+          ValueError: a loop has an unknown trip count, or a conditional unknown fractions, and contains counts.
         """
 
         @cache
@@ -84,15 +88,15 @@ class HloProgram:
             return sum((of(name, instruction) for instruction in self._computations[name].values()), Counter())
 
         def of(name: str, instruction: Instruction) -> Counter[Key]:
-            there = self._computations[name]
-            types = [array for operand in instruction.operands if operand in there for array in there[operand].results]
+            local = self._computations[name]
+            types = [array for operand in instruction.operands if operand in local for array in local[operand].results]
             if (counts := value(instruction, types)) is not None:
                 return Counter(dict(counts))
             inner = [of_computation(called) for called in _called(instruction.line)]
             if instruction.operation == "while" and any(inner):
                 trips = re.search(r'known_trip_count":\{"n":"(\d+)"', instruction.line)
                 if trips is None:
-                    raise ValueError(f"a loop of unknown length: {instruction.source}")
+                    raise ValueError(f"unknown trip count of the loop {instruction.source}")
                 return _times(sum(inner, Counter()), int(trips[1]))
             if instruction.operation == "conditional":
                 if all(branch == inner[0] for branch in inner):
@@ -100,7 +104,7 @@ class HloProgram:
                 weights = shares(instruction.source)
                 if weights is None or len(weights) != len(inner):
                     raise ValueError(
-                        f"how often each of {len(inner)} branches is taken is not known: {instruction.source}"
+                        f"unknown branch fractions of the conditional {instruction.source} with {len(inner)} branches"
                     )
                 return sum((_times(branch, w) for branch, w in zip(inner, weights, strict=True)), Counter())
             return sum(inner, Counter())

@@ -1,4 +1,4 @@
-"""Seconds by phase of a run, and its last sign of life."""
+"""Measures the seconds spent in each phase of a run and records when it last made progress."""
 
 import contextlib
 import time
@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 
 
 class Phases:
-    """Seconds by phase of the run, and its last sign of life. Phases do not nest.
+    """A timer of the phases of a run. Phases do not nest.
 
     Attributes:
-      seconds: by phase.
-      name: of the phase that the run is in, or `after` and the last one.
-      step: that the run is at.
-      alive_at: when there was a sign of life, in seconds of time.monotonic; jaxpar/launch/watchdog.py looks at it.
+      seconds: time spent in each phase.
+      name: the current phase, or `after PHASE` between two phases.
+      step: the current step.
+      alive_at: time of the last progress, in seconds of time.monotonic, for jaxpar/launch/watchdog.py.
     """
 
     def __init__(self) -> None:
@@ -22,12 +22,12 @@ class Phases:
         self.alive()
 
     def alive(self) -> None:
-        """Give a sign of life."""
+        """Record that the run is making progress."""
         self.alive_at = time.monotonic()
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Count the time inside the `with` towards phase `name`."""
+        """Add the time inside the `with` block to phase `name`."""
         start = time.perf_counter()
         self.name = name
         self.alive()
@@ -39,7 +39,7 @@ class Phases:
             self.alive()
 
     def clock(self, *names: str) -> Callable[[], float]:
-        """Return a function that returns the seconds spent in phases `names` since it was last called."""
+        """Return a function that returns the seconds spent in phases `names` since its last call."""
         before = sum(self.seconds[name] for name in names)
 
         def read() -> float:

@@ -1,4 +1,4 @@
-"""The provenance of a result besides the code and the config: versions, devices, XLA's flags."""
+"""Describes the environment of a result: package versions, devices, and the flags of XLA and JAX."""
 
 import os
 import platform
@@ -18,8 +18,8 @@ JAX_SETTINGS = ("jax_default_matmul_precision", "jax_enable_x64", "jax_threefry_
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of jaxpar, Python and the packages that compute."""
-    project = Path(__file__).parents[2] / "pyproject.toml"  # of a clone; a wheel has metadata
+    """Return the versions of jaxpar, Python and the numerical packages."""
+    project = Path(__file__).parents[2] / "pyproject.toml"  # exists in a clone; a wheel has metadata
     jaxpar_version = (
         tomllib.loads(project.read_text())["project"]["version"] if project.is_file() else version("jaxpar")
     )
@@ -27,17 +27,17 @@ def versions() -> dict[str, str]:
 
 
 def describe_devices(used: Sequence[jax.Device]) -> dict[str, Any]:
-    """Return the kinds and the number of these devices."""
+    """Return the platform, the kinds and the number of these devices."""
     kinds = sorted({device.device_kind for device in used})
     return {"platform": used[0].platform, "kinds": kinds, "number": len(used), "machine": platform.machine()}
 
 
 def flags() -> dict[str, Any]:
-    """Return the settings of XLA and JAX that change how they compute."""
+    """Return the settings of XLA and JAX that affect numerical results."""
     return {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "")} | {name: getattr(jax.config, name) for name in JAX_SETTINGS}
 
 
 def changed(config: ConfigDict) -> dict[str, Any]:
-    """Return the keys that differ from configs/default.py."""
+    """Return the config keys, with their values, that differ from configs/default.py."""
     default = configs.keys(configs.default_config())
     return {key: value for key, value in configs.keys(config).items() if value != default[key]}

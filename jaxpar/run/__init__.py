@@ -1,1 +1,1 @@
-"""A run from its config to its result: built, started, stepped, evaluated, reported."""
+"""The parts of a run: build from the config, start or resume, evaluate, log and report."""

@@ -1,4 +1,4 @@
-"""Everything a run is made of, checked and built from its config."""
+"""Checks a config and builds the parts of a run from it: data, model, optimizer, plan and strategy."""
 
 import json
 import math
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import jax
 from ml_collections import ConfigDict
 
-from jaxpar import checkpoint, data, mesh, models, optimizer, state, strategies, tasks
+from jaxpar import checkpoint, data, models, optimizer, state, strategies, tasks
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar.cluster import Cluster
-from jaxpar.errors import UserError
+from jaxpar.errors import UserError, format_count
 from jaxpar.launch import processes, watchdog
 from jaxpar.measure.phases import Phases
 from jaxpar.models import Params, hf
@@ -22,23 +22,23 @@ from jaxpar.run import resume
 from jaxpar.step import Problem, abstract
 from jaxpar.strategies import Strategy
 
-# Keys that may differ between the processes of a run: where a machine has its files. What is in them may not.
+# Paths, which can differ between the processes of a run. The contents of the files must be the same.
 PLACES = ("data.train", "data.validation", "data.test", "data.tokenizer", "model.init_from", "cache_dir")
 
 
-StrategyState = Any  # the state, in the form of the run's strategy
-Result = dict[str, Any]  # of a run: the values of result.json, by name
+StrategyState = Any  # the state in the form of the run's strategy
+Result = dict[str, Any]  # the contents of result.json
 
 
 class Run(NamedTuple):
-    """Everything a run is made of, built from its config."""
+    """The parts of a run, built from its config."""
 
     config: ConfigDict
     workdir: Path
     dataset: data.Dataset
     batches: data.Batches
     problem: Problem
-    pretrained: Params | None  # abstract leaves: what it lacks
+    pretrained: Params | None  # arrays that the checkpoint lacks are abstract leaves
     cluster: Cluster
     strategy: Strategy[Any]
     schedule: optimizer.LearningRateSchedule
@@ -47,19 +47,19 @@ class Run(NamedTuple):
 
     @property
     def plan(self) -> Plan[object]:
-        """The plan that the strategy was built of."""
+        """The plan from which the strategy was built."""
         return self.strategy.plan
 
 
 class Checked(NamedTuple):
-    """Facts about a run that are known before its data is read."""
+    """The results of `check_run`, known before the data is read."""
 
     cluster: Cluster
     decision: Decision[Any] | None
 
 
 def check_run(config: ConfigDict, workdir: Path) -> Checked:
-    """Raise UserError for whatever can be known to fail before data is read and programs are compiled."""
+    """Raise UserError for any mistake that can be found before data is read and programs are compiled."""
     cluster = clusters.find_cluster()
     if config.model.init_from:
         hf.apply_directory(config)
@@ -77,24 +77,27 @@ def check_run(config: ConfigDict, workdir: Path) -> Checked:
         raise UserError(f"config.log.every_steps is {config.log.every_steps}; it must be 1 or more")
     if config.num_steps < 0 or (config.num_steps == 0 and not 0 < config.num_epochs < math.inf):
         raise UserError(
-            f"config.num_steps is {config.num_steps} and config.num_epochs {config.num_epochs}; one must be positive"
+            f"config.num_steps is {config.num_steps} and config.num_epochs is {config.num_epochs}; one of them must be "
+            "positive"
         )
     if not 0 <= config.seed < 2**31:
-        raise UserError(f"config.seed is {config.seed}; it must be 0 to {2**31 - 1}")
+        raise UserError(f"config.seed is {config.seed}; it must be between 0 and {2**31 - 1}")
     if len(config.profile) != 2 or not 0 <= config.profile[0] <= config.profile[1]:
-        raise UserError(f"config.profile is {config.profile}; it must be (first step, last step), or (0, 0) for none")
+        raise UserError(
+            f"config.profile is {config.profile}; it must be (first step, last step), or (0, 0) to profile nothing"
+        )
     watchdog.check_seconds(config.watchdog_seconds)
     resume.check_resumable(config, workdir)
     return Checked(cluster, decision)
 
 
 def make_run(config: ConfigDict, workdir: Path, phases: Phases, checked: Checked | None = None) -> Run:
-    """Build data, model, optimizer and strategy. checked: what `check` returned; None: it was not called."""
+    """Build data, model, optimizer and strategy. checked: the result of `check_run`, or None if it was not called."""
     cluster, decision = checked or Checked(clusters.find_cluster(), None)
     task = tasks.find_task(config)
     with processes.first_then_others("data"):
         if processes.is_first() and not is_begun(workdir):
-            (workdir / "tokenizer.json").unlink(missing_ok=True)  # without a run it is what a start that failed left
+            (workdir / "tokenizer.json").unlink(missing_ok=True)  # left over from a start that failed
         dataset = data.load(config, task.labels, workdir)
     check_alike(config, dataset.fingerprint)
     batches = data.Batches(dataset.train, batch_size=config.batch_size, seed=config.seed, shuffle=True)
@@ -114,55 +117,61 @@ def make_run(config: ConfigDict, workdir: Path, phases: Phases, checked: Checked
 
 
 def is_begun(workdir: Path) -> bool:
-    """Whether it holds a run."""
+    """Return whether `workdir` contains a run."""
     return (workdir / "config.json").exists() or bool(checkpoint.steps(workdir / "checkpoints"))
 
 
 def check_alike(config: ConfigDict, fingerprint: str) -> None:
-    """Raises UserError, in all processes, where one was given another config, or other data, than the first."""
+    """Raise UserError in all processes if any process has a different config or different data than process 0."""
     local = {"config": configs.keys(config), "data": fingerprint}
     first = json.loads(processes.from_first(json.dumps(local)))
     changed = [text for key, text in resume.differences(first["config"], config).items() if key not in PLACES]
     if first["data"] != fingerprint:
         changed.append("the data")
     if processes.any_of(bool(changed)):
-        this = f"process {jax.process_index()} is given another run than process 0 ({'; '.join(changed)})"
-        raise UserError(this if changed else "a process is given another run than process 0, and reports what differs")
+        number = jax.process_index()
+        this = f"process {number} differs from process 0: {'; '.join(changed)} (process 0 -> process {number})"
+        raise UserError(this if changed else "another process differs from process 0; see the error of that process")
 
 
 def check_space(config: ConfigDict, workdir: Path, problem: Problem) -> None:
-    """Raises UserError where the disk cannot hold the checkpoints that are kept, and the one being written.
+    """Raise UserError if the disk cannot hold the checkpoints to keep plus the one being written.
 
-    The private state of a strategy comes on top, and is not counted.
+    The private state of a strategy needs additional space, which is not counted.
     """
     number = config.checkpoint.keep + config.checkpoint.keep_best + 1
-    there = checkpoint.steps(workdir / "checkpoints")
+    existing = checkpoint.steps(workdir / "checkpoints")
     whole = state.abstract_state(problem.model, problem.optimizer)
-    needed = max(number - len(there), 1) * state.nbytes((whole.params, whole.optimizer))
+    missing = max(number - len(existing), 1)
+    needed = missing * state.nbytes((whole.params, whole.optimizer))
     free = shutil.disk_usage(workdir).free + checkpoint.unfinished_bytes(workdir / "checkpoints")
     if needed > free:
-        has = f"; {workdir}/checkpoints has those of steps {', '.join(map(str, there))}" if there else ""
+        has = f"; {workdir}/checkpoints contains steps {', '.join(map(str, existing))}" if existing else ""
         raise UserError(
-            f"--workdir={workdir}: the disk has {free / 1e6:.3g} MB free, and {max(number - len(there), 1)} of "
-            f"{number} checkpoints need {needed / 1e6:.3g} MB more{has}; free space or lower config.checkpoint.keep"
+            f"--workdir is {str(workdir)!r}, on a disk with {free / 1e6:.3g} MB free; it must have "
+            f"{needed / 1e6:.3g} MB for {missing} of {number} checkpoints{has}; free space or lower "
+            "config.checkpoint.keep"
         )
 
 
 def describe_run(run: Run) -> str:
-    """Return what will run, and where, in a few lines."""
+    """Return the header of a run: devices, strategy, model, data and length."""
     config, plan, cluster, model = run.config, run.plan, run.cluster, run.problem.model
     kinds = ", ".join(sorted({device.device_kind for device in run.strategy.devices}))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(model.shapes))
     ends = f"{model.layers[0].name} .. {model.layers[-2].name}, {model.layers[-1].name}"
     splits = zip(("training", "validation", "test"), run.dataset[1:4], strict=True)
-    where = f" of {cluster.num_processes} processes" if cluster.num_processes > 1 else ""
+    processes_text = f" in {cluster.num_processes} processes" if cluster.num_processes > 1 else ""
     sizes = ", ".join(f"{len(split) if split else 0:,} {name}" for name, split in splits)
+    replicas = format_count(plan.num_replicas, "replica")
     lines = {
-        "platform": f"{cluster.platform}, {cluster.num_devices} devices{where} ({kinds}), jax " + jax.__version__,
-        "mesh": f"{mesh.DATA}={plan.num_replicas}, {config.strategy}: {plan.summary}",
-        "": f"{plan.state_bytes / 1e6:.1f} MB of state on a device, {plan.wire_bytes / 1e6:.1f} MB sent in a step",
-        "model": f"{config.model.name}, layers {ends}, {parameters:,} parameters, {config.model.dtype}",
+        "platform": f"{cluster.platform}, {format_count(cluster.num_devices, 'device')}{processes_text} ({kinds}), "
+        f"jax {jax.__version__}",
+        "strategy": f"{config.strategy}, {replicas}: {plan.summary}",
+        "memory": f"{plan.state_bytes / 1e6:.1f} MB of state per device",
+        "traffic": f"{plan.wire_bytes / 1e6:.1f} MB sent per device and step",
+        "model": f"{config.model.name}, layers {ends}; {parameters:,} parameters, {config.model.dtype}",
         "data": f"{config.data.source}, {run.problem.task.name}: {sizes} examples",
-        "run": f"{run.num_steps:,} steps of {config.batch_size} examples, in {run.workdir}",
+        "run": f"{run.num_steps:,} steps of {config.batch_size} examples in {run.workdir}",
     }
     return "\n".join(f"{name:9} {text}" for name, text in lines.items())

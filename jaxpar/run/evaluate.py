@@ -1,4 +1,4 @@
-"""The batches of a run as its strategy takes them, and the metrics of a whole split."""
+"""Loads this process's shard of the batches and evaluates a model on a whole split."""
 
 from collections.abc import Iterator
 
@@ -10,13 +10,13 @@ from jaxpar.launch import processes
 from jaxpar.run.build import Run, StrategyState
 from jaxpar.tasks import add_up
 
-IN_FLIGHT = 2  # batches of an evaluation: enough that the device never waits for the host
+IN_FLIGHT = 2  # evaluation batches in flight, enough to keep the device from waiting for the host
 
 
 def load_batches(
     run: Run, batches: data.Batches, start: int, stop: int, *, with_example_ids: bool = False
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Return batches start to stop, this process's shard of them, made in the background; as `data.Batches.loader`."""
+    """Load this process's shard of the batches [start, stop) in the background, as `data.Batches.loader` does."""
     c = run.config.data
     shard = processes.local_shard(run.strategy.devices, run.plan.num_replicas, batches.batch_size)
     return batches.loader(
@@ -25,7 +25,7 @@ def load_batches(
 
 
 def evaluate_split(run: Run, state: StrategyState, split: data.Split) -> dict[str, float]:
-    """Return the metrics of all of `split`. state: the strategy's."""
+    """Return the metrics of the whole split. state: the strategy's state."""
     size = run.config.eval.batch_size or run.config.batch_size
     batches = data.Batches(split, batch_size=size, seed=run.config.seed, shuffle=False)
     with run.phases("eval"):
@@ -34,6 +34,6 @@ def evaluate_split(run: Run, state: StrategyState, split: data.Split) -> dict[st
             sums.append(run.strategy.evaluate(state, run.strategy.place(batch)))
             if number >= IN_FLIGHT:
                 jax.block_until_ready(sums[number - IN_FLIGHT])
-            run.phases.alive()  # of the devices, not only of the host that gives them work
+            run.phases.alive()  # after waiting, so that this also shows progress of the devices
         total = add_up(jax.device_get(sums))
     return run.problem.task.all_metrics(total)

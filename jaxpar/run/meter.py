@@ -1,9 +1,8 @@
-"""Sums up the metrics of steps into log intervals: loss, rates, model FLOP/s and MFU.
+"""Aggregates the metrics of steps over log intervals: loss, rates, model FLOP/s and MFU.
 
-Model FLOPs are those of the matrix products and convolutions of a forward pass, counted on the
-model's jaxpr (jaxpar/measure/flops.py), times 3 for forward and backward; what remat repeats does not
-count, padding does. MFU = model FLOPs / second / (devices x peak FLOP/s of one), after Chowdhery
-et al., "PaLM", 2022, appendix B.
+Model FLOPs are the FLOPs of the matrix products and convolutions of a forward pass, counted on the model's jaxpr
+(jaxpar/measure/flops.py), times 3 for forward and backward pass. Work repeated by remat is not counted; padding is.
+MFU = model FLOP/s / (number of devices x peak FLOP/s of one device), after Chowdhery et al., "PaLM", 2022, appendix B.
 """
 
 from collections.abc import Mapping
@@ -21,21 +20,27 @@ from jaxpar.tasks import Task, add_up, mean_loss
 
 
 class Meter:
-    """Takes in steps as they are dispatched, and reads the metrics of each one step later.
+    """Receives steps as they are dispatched and reads the metrics of each step one step later.
 
-    Reading waits for the device: so at most two steps are in flight, and a step that is not
-    finite is known before the second one after it starts.
+    Reading waits for the device. At most two steps are therefore in flight, and a step that is not finite is detected
+    before the second step after it starts.
     """
 
     def __init__(self, model: Model, *, task: Task, peak_flops: float | None, stop_if_nonfinite: bool, shares: int = 1):
-        """Args: peak_flops: FLOP/s of all devices together; None where unknown. shares: a batch has so many times
-        the examples that `add` gets, which are this process's shard.
+        """Create a meter.
+
+        Args:
+          model: the model, whose FLOPs are counted.
+          task: the task, which defines the metrics.
+          peak_flops: peak FLOP/s of all devices together; None if unknown.
+          stop_if_nonfinite: raise TrainingError if a step is not finite.
+          shares: size of the global batch / size of this process's shard, which `add` receives.
         """
         self._shares = shares
         self._model, self._task, self._peak, self._stop = model, task, peak_flops, stop_if_nonfinite
-        self._flops: dict[tuple[int, ...], int] = {}  # of a step, by shape of its inputs
+        self._flops: dict[tuple[int, ...], int] = {}  # input shape -> model FLOPs of a step
         self._pending: tuple[int, Metrics] | None = None
-        self.loss = float("nan")  # of the last step that was read
+        self.loss = float("nan")  # loss of the last step that was read
         self._reset()
 
     def _reset(self) -> None:
@@ -44,15 +49,15 @@ class Meter:
         self._grad_norm = 0.0
 
     def is_new(self, batch: Mapping[str, np.ndarray]) -> bool:
-        """Whether no batch of this shape came before: its step will be compiled."""
+        """Return whether this is the first batch of its shape, so that its step will be compiled."""
         return batch["inputs"].shape not in self._flops
 
     def add(self, step: int, batch: Mapping[str, np.ndarray], metrics: Metrics) -> None:
-        """Takes in step number `step`, just dispatched, and reads the one before it."""
+        """Add the step number `step`, which was just dispatched, and read the step before it."""
         inputs, weights = batch["inputs"], batch["weights"]
         if self.is_new(batch):
             self._flops[inputs.shape] = 3 * flops.forward_flops(self._model.apply, self._model.shapes, dict(batch))
-        else:  # rates are of steps that were not compiled: the time of compiling is not theirs
+        else:  # rates cover only steps without compilation
             self._counts["flops"] += self._shares * self._flops[inputs.shape]
             self._counts["examples"] += self._shares * int((weights.reshape(len(weights), -1) > 0).any(axis=1).sum())
             if inputs.dtype == np.int32:
@@ -62,7 +67,7 @@ class Meter:
         self._pending = (step, metrics)
 
     def read(self) -> None:
-        """Waits for the step that was taken in last, and adds its metrics. Raises TrainingError for one not finite."""
+        """Wait for the step added last and add its metrics. Raises TrainingError if the step is not finite."""
         if self._pending is None:
             return
         step, metrics = self._pending[0], jax.device_get(self._pending[1])
@@ -73,17 +78,17 @@ class Meter:
             self._grad_norm = float(metrics.grad_norm)
         elif self._stop:
             raise TrainingError(
-                f"step {step}: the loss is {self.loss}, the gradient norm {metrics.grad_norm}; the update was not "
-                "applied. Lower config.optimizer.lr, or leave such steps out by config.optimizer.nonfinite='skip'"
+                f"step {step} has loss {self.loss} and gradient norm {metrics.grad_norm}; its update was not applied. "
+                "Lower config.optimizer.lr, or skip such steps with config.optimizer.nonfinite='skip'"
             )
         else:
             self._counts["skipped"] += 1
 
     def metrics(self, seconds: float) -> dict[str, float]:
-        """Return the metrics of the interval that took `seconds`, and begin the next.
+        """Return the metrics of the interval, which took `seconds`, and start the next interval.
 
-        Losses are means over the examples or predicted tokens of the steps that were applied;
-        there are none where all were skipped.
+        Losses are means over the examples or predicted tokens of the steps whose update was applied. They are missing
+        if all steps were skipped.
         """
         counts, sums = self._counts, self._sums
         result = self._task.all_metrics(sums) if sums.weight else {}
@@ -100,7 +105,7 @@ class Meter:
 
 
 def build_meter(run: Run) -> Meter:
-    """The meter of this run's model on this run's devices."""
+    """Build the meter for the model and the devices of a run."""
     devices, size = run.strategy.devices, run.config.batch_size
     peak = run.config.log.peak_flops or run.cluster.peak_flops.get(run.config.model.dtype)
     return Meter(

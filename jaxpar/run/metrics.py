@@ -1,4 +1,4 @@
-"""Reports of a run as it goes: a progress bar, metrics.jsonl, TensorBoard events, seconds by phase."""
+"""Reports the progress of a run: a progress bar or log lines, metrics.jsonl, TensorBoard events, profiler traces."""
 
 import json
 import sys
@@ -14,17 +14,17 @@ from jaxpar import files
 from jaxpar.errors import UserError
 from jaxpar.launch import processes
 
-MetricsRow = dict[str, Any]  # step, split, and metrics by name
+MetricsRow = dict[str, Any]  # step, split and the metrics by name
 
 
 class Log:
-    """metrics.jsonl and TensorBoard events of one run, written by the first of its processes.
+    """Writes metrics.jsonl and the TensorBoard events of a run. Only process 0 writes files.
 
-    A line of metrics.jsonl: {"step": int, "split": "train" | "validation" | "test", metrics...}.
+    A line of metrics.jsonl is {"step": int, "split": "train" | "validation" | "test", metrics...}.
     """
 
     def __init__(self, workdir: Path, *, first_step: int, tensorboard: bool):
-        """Continues the files of an earlier process from `first_step`: what it wrote of later steps is dropped."""
+        """Continue the files of an earlier start. Lines of steps after `first_step` are dropped."""
         self._rows = [row for row in read_metrics(workdir) if row["step"] <= first_step and row["split"] != "test"]
         processes.wait("metrics were read")
         self._file = None
@@ -35,7 +35,7 @@ class Log:
         files.write_text(path, "".join(json.dumps(row) + "\n" for row in self._rows))
         self._file = path.open("a")
         if tensorboard:
-            import tensorboardX  # here: it takes a sixth of a second to import
+            import tensorboardX  # imported here because the import takes 0.17 s
 
             self._board = tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=first_step + 1)
 
@@ -50,18 +50,18 @@ class Log:
                 self._board.add_scalar(f"{split}/{name}", value, step)
 
     def rows(self, split: str) -> list[MetricsRow]:
-        """Return the rows of `split` so far, those of earlier processes included."""
+        """Return all rows of `split` so far, including rows from before the run was resumed."""
         return [row for row in self._rows if row["split"] == split]
 
     def close(self) -> None:
-        """Writes out what is buffered."""
+        """Flush and close the files."""
         for opened in (self._file, self._board):
             if opened:
                 opened.close()
 
 
 def read_metrics(workdir: Path) -> list[MetricsRow]:
-    """The rows of metrics.jsonl; a last line that was cut off by a crash is left out. Raises UserError for others."""
+    """Read the rows of metrics.jsonl, ignoring a last line cut short by a crash. Raises UserError for invalid lines."""
     path = workdir / "metrics.jsonl"
     lines = path.read_text(errors="replace").split("\n") if path.is_file() else [""]
     rows = []
@@ -70,15 +70,15 @@ def read_metrics(workdir: Path) -> list[MetricsRow]:
             row = json.loads(line)
             rows.append({"step": int(row["step"]), **row, "split": str(row["split"])})
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path}:{number} is not what a run writes ({error}); delete the line") from error
+            raise UserError(f"{path}:{number} is not a line that a run writes ({error}); delete the line") from error
     return rows
 
 
 class Progress:
-    """A live bar on a terminal; plain lines, one at each log interval, elsewhere."""
+    """A progress bar on a terminal; otherwise one printed line per log interval."""
 
     def __init__(self, start: int, total: int):
-        """Args: start, total: the first step and the last one."""
+        """start: the number of completed steps. total: the number of steps of the run."""
         self._total = total
         self._logged = (start, time.perf_counter())  # step and time of the last log line
         self._bar = None
@@ -93,13 +93,13 @@ class Progress:
             self._bar.close()
 
     def advance(self, loss: float) -> None:
-        """One step more."""
+        """Advance the bar by one step and show its loss."""
         if self._bar is not None:
             self._bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
             self._bar.update()
 
     def log(self, step: int, metrics: dict[str, float], shown: Sequence[str]) -> None:
-        """Print the metrics of a log interval whose names are in `shown`, and rates."""
+        """Print the metrics of a log interval whose names are in `shown`, the rate and the time left."""
         if self._bar is not None:
             return
         now = time.perf_counter()
@@ -111,7 +111,7 @@ class Progress:
         self.print_line(f"step {step}/{self._total}  {words}  {_clock(left)} left")
 
     def print_line(self, text: str) -> None:
-        """Print a line that the bar does not overwrite."""
+        """Print a line above the progress bar."""
         if self._bar is not None:
             self._bar.write(text, file=sys.stdout)
         else:
@@ -119,10 +119,10 @@ class Progress:
 
 
 class ProfilerTrace:
-    """Within `with`, profiles some steps into workdir/profile, for TensorBoard or Perfetto."""
+    """A context manager that profiles some steps into workdir/profile, for TensorBoard or Perfetto."""
 
     def __init__(self, steps: tuple[int, int], workdir: Path):
-        """Args: steps: first and last, counted from 1; (0, 0): none."""
+        """steps: the first and the last step to profile, counted from 1; (0, 0): none."""
         self._first, self._last = steps
         self._folder = workdir / "profile"
         self._running = False
@@ -131,7 +131,7 @@ class ProfilerTrace:
         return self
 
     def before(self, step: int) -> None:
-        """Begins or ends the trace as step `step` is about to be dispatched."""
+        """Start or stop the trace as needed. Call before step `step` is dispatched."""
         if step == self._first:
             jax.profiler.start_trace(str(self._folder))
             self._running = True
@@ -148,7 +148,7 @@ class ProfilerTrace:
 
 
 def format_metrics(metrics: dict[str, float]) -> str:
-    """`loss 0.1234  accuracy 0.5678`."""
+    """Format metrics as `loss 0.1234  accuracy 0.5678`."""
     return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 

@@ -1,4 +1,4 @@
-"""The results of a run: result.json and the curves as a picture."""
+"""Writes the results of a run: result.json and curves.png."""
 
 import json
 import statistics
@@ -15,7 +15,7 @@ RATES = ("examples_per_second", "tokens_per_second", "model_flops_per_second", "
 
 
 def finish(run: Run, state: StrategyState, log: metrics.Log) -> Result:
-    """Evaluate on the test split, draw the curves and put the result together. state: the strategy's."""
+    """Evaluate on the test split, draw the curves and return the result. state: the strategy's state."""
     result: Result = {}
     if run.dataset.test:
         tested = evaluate_split(run, state, run.dataset.test)
@@ -50,8 +50,8 @@ def write_result(workdir: Path, result: Result) -> None:
 
 
 def draw_curves(workdir: Path, task: Task, title: str) -> Path | None:
-    """Draw the loss and the task's curve from metrics.jsonl as workdir/curves.png. None where there is nothing."""
-    from matplotlib.figure import Figure  # here: it takes most of a second to import
+    """Draw the loss and the task's metric from metrics.jsonl as workdir/curves.png. Returns None without metrics."""
+    from matplotlib.figure import Figure  # imported here because the import takes almost a second
 
     rows = metrics.read_metrics(workdir)
     if not rows:

@@ -1,8 +1,8 @@
-"""Keys of a config that may change where a run resumes, and those that may not.
+"""Defines which config keys may change when a run resumes.
 
-A workdir holds one training. Where and how it is computed may change: strategy, mesh, batch layout, logging, the places
-of files. What is computed may not: model, data, optimizer, the seed, and which examples a step takes.
-docs/checkpoints.md says why, key by key.
+A workdir contains one training run. Keys that define where and how it is computed may change: strategy, mesh, batch
+layout, logging and file paths. Keys that define the result may not: model, data, optimizer, seed, and the choice of the
+examples of each step. docs/checkpoints.md explains each key.
 """
 
 import json
@@ -14,7 +14,7 @@ from jaxpar import checkpoint
 from jaxpar import config as configs
 from jaxpar.errors import UserError
 
-# Keys, and sections of them.
+# Keys and whole sections.
 CHANGEABLE = (
     "strategy",
     "mesh",
@@ -29,53 +29,53 @@ CHANGEABLE = (
     "watchdog_seconds",
     "profile",
     "cache_dir",
-    "data.train",  # files may move: a checkpoint knows what is in them
+    "data.train",  # files may move: a checkpoint stores a fingerprint of their contents
     "data.validation",
     "data.test",
-    "data.tokenizer",  # likewise: the workdir has a copy
+    "data.tokenizer",  # the workdir has a copy
     "data.num_threads",
     "data.prefetch",
-    "model.init_from",  # likewise: its sizes stay, its weights are in the checkpoint
+    "model.init_from",  # only read at step 0; the sizes are in config.model and the weights in the checkpoint
     "model.attention",
     "model.remat",
     "model.scan_layers",
     "optimizer.accumulation_steps",
     "optimizer.nonfinite",
 )
-# The first stretches the learning rate's schedule, the other scales gradients.
+# The first stretches the learning-rate schedule, the second scales the gradients.
 NOT_CHANGEABLE = ("exchange_options.backward_passes_per_step", "exchange_options.average_aggregated_gradients")
-LENGTH = ("num_steps", "num_epochs")  # so do these, unless there is nothing to stretch
+LENGTH = ("num_steps", "num_epochs")  # stretch the schedule too, unless the learning rate is constant
 
 
 def may_change(key: str, config: ConfigDict) -> bool:
-    """Whether a run of `config` may go on with another value of the dotted key."""
+    """Return whether a run of `config` can resume with a different value of the dotted key."""
     if key in LENGTH:
         return bool(config.optimizer.schedule == "constant" and config.optimizer.warmup == 0)
     return key not in NOT_CHANGEABLE and any(key == name or key.startswith(name + ".") for name in CHANGEABLE)
 
 
 def differences(before: configs.Values, config: ConfigDict) -> dict[str, str]:
-    """Return `config.KEY: OLD there, NEW here` by key. before: keys and values as JSON has them, else defaults."""
+    """Return `config.KEY: OLD -> NEW` by key. before: JSON values by key; keys that it lacks have their defaults."""
     default = configs.keys(configs.default_config())
-    there, now = (json.loads(json.dumps(one)) for one in ({**default, **before}, configs.keys(config)))
+    old, new = (json.loads(json.dumps(one)) for one in ({**default, **before}, configs.keys(config)))
     return {
-        key: f"config.{key}: {there[key]!r} there, {now[key]!r} here" if key in now else f"config.{key} is no more"
-        for key in sorted(there)
-        if key not in now or there[key] != now[key]
+        key: f"config.{key}: {old[key]!r} -> {new[key]!r}" if key in new else f"config.{key} no longer exists"
+        for key in sorted(old)
+        if key not in new or old[key] != new[key]
     }
 
 
 def check_resumable(config: ConfigDict, workdir: Path) -> None:
-    """Raises UserError where the workdir holds a run that `config` does not continue."""
+    """Raise UserError if the workdir contains a run that cannot be resumed with `config`."""
     before = checkpoint.newest_config(workdir / "checkpoints")
     if before is None:
         before = configs.read_saved(workdir)
     if before is not None:
-        check_same_run(before, config, f"--workdir={workdir} holds")
+        check_same_run(before, config, f"--workdir={workdir} contains")
 
 
 def check_same_run(before: configs.Values, config: ConfigDict, where: str) -> None:
-    """Raises UserError, with every key and both values, where what may not change has. where: `WHAT holds`."""
+    """Raise UserError, with both values of each key, if a key has changed that must not. where: `FILE contains`."""
     changed = [text for key, text in differences(before, config).items() if not may_change(key, config)]
     if changed:
-        raise UserError(f"{where} another run ({'; '.join(changed)}); give a new --workdir")
+        raise UserError(f"{where} a different run ({'; '.join(changed)}); use a new --workdir")

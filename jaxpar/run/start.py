@@ -1,6 +1,6 @@
-"""The state a run starts from: that of the newest whole checkpoint in its workdir, or a fresh one.
+"""Starts or resumes a run: restores the newest intact checkpoint in the workdir, or creates a fresh state.
 
-And what a run leaves in its workdir to start from: checkpoints with their info, and the ledger of its examples.
+This file also prepares the files from which a run resumes: the info of checkpoints and the ledger of examples.
 """
 
 import json
@@ -19,42 +19,43 @@ from jaxpar.run.build import Run, StrategyState
 
 
 def start(run: Run) -> tuple[StrategyState, int]:
-    """The strategy's state and the number of steps it has behind it: of the newest whole checkpoint, or a fresh one."""
+    """Return the strategy's state and its number of completed steps, from the newest intact checkpoint or fresh."""
     like = state.to_canonical(state.abstract_state(run.problem.model, run.problem.optimizer))
     saved = checkpoint.restore(run.workdir / "checkpoints", like, log=print)
-    processes.check_same_value(f"the newest whole checkpoint (-1: none) in {run.workdir}", saved.step if saved else -1)
+    processes.check_same_value(f"the newest intact checkpoint (-1: none) in {run.workdir}", saved.step if saved else -1)
     if saved is None:
         return fresh(run), 0
     before = check_continued(run, saved)
-    print(f"resume    from step {saved.step:,}", flush=True)
+    print(f"resumed   from step {saved.step:,}", flush=True)
     for change in resume.differences(before, run.config).values():
         print(f"changed   {change}", flush=True)
-    private_key = saved.info.get("private_key", {"of": saved.info.get("private_of", "")})  # the first ones had words
+    # The first checkpoints have a text, private_of, instead of a private key.
+    private_key = saved.info.get("private_key", {"of": saved.info.get("private_of", "")})
     is_continued = private_key == dict(run.plan.private_key)
     if saved.private and not is_continued:
         now = format_private_key(run.plan.private_key) or f"strategy {run.config.strategy}"
-        print(f"private   state of {format_private_key(private_key)} is left behind: this is {now}", flush=True)
+        print(f"discarded private state of {format_private_key(private_key)}; this run uses {now}", flush=True)
     return run.strategy.from_canonical(saved.tree, saved.private if is_continued else {}), saved.step
 
 
 def check_continued(run: Run, saved: checkpoint.Checkpoint) -> configs.Values:
-    """The config of the run that wrote the checkpoint. Raises UserError where this run does not continue that one."""
+    """Return the config of the run that wrote the checkpoint. Raises UserError if this run cannot continue it."""
     where = f"the checkpoint of step {saved.step} in {run.workdir}"
-    before: configs.Values = saved.info.get("config", configs.keys(run.config))  # the first ones had none
-    resume.check_same_run(before, run.config, f"{where} is of")
+    before: configs.Values = saved.info.get("config", configs.keys(run.config))  # the first checkpoints lack it
+    resume.check_same_run(before, run.config, f"{where} is from")
     if saved.info["data"] != run.dataset.fingerprint:
-        raise UserError(f"the data changed since {where}; give a new --workdir")
+        raise UserError(f"the data has changed since {where} was written; use a new --workdir")
     if saved.step > run.num_steps:
         config = run.config
         raise UserError(
-            f"config.num_steps is {config.num_steps} and config.num_epochs {config.num_epochs}: {run.num_steps} steps, "
-            f"and {where} is past them; give more, or a new --workdir"
+            f"config.num_steps is {config.num_steps} and config.num_epochs is {config.num_epochs}, which is "
+            f"{run.num_steps} steps; it must be at least the {saved.step} steps of {where}, or use a new --workdir"
         )
     return before
 
 
 def fresh(run: Run) -> StrategyState:
-    """The strategy's state at step 0, with pretrained parameters where there are some."""
+    """Return the strategy's state at step 0, with pretrained parameters if there are any."""
     fresh = run.strategy.init(jax.random.key(run.config.seed))
     if run.pretrained is None:
         return fresh
@@ -68,7 +69,7 @@ def fresh(run: Run) -> StrategyState:
 
 
 def tidy(run: Run, first_step: int) -> None:
-    """Write what a run that goes on from `first_step` needs, and remove what there is of later steps."""
+    """Write the files of a run that continues from `first_step`, and remove the records of later steps."""
     processes.wait("a checkpoint was read")
     if processes.is_first():
         ledger.cut(run.workdir / "ledger", after=first_step)
@@ -81,7 +82,7 @@ def tidy(run: Run, first_step: int) -> None:
 
 
 def open_ledger(run: Run) -> ledger.Ledger:
-    """Return the ledger of the examples that this process counts."""
+    """Return the ledger of the examples that this process records."""
     devices, size = run.strategy.devices, run.config.batch_size
     local, counted = (
         shard(devices, run.plan.num_replicas, size) for shard in (processes.local_shard, processes.counted_shard)
@@ -92,7 +93,7 @@ def open_ledger(run: Run) -> ledger.Ledger:
 
 
 def save_info(run: Run, step: int) -> Info:
-    """Return what a checkpoint holds besides its arrays."""
+    """Return the info of a checkpoint, which is saved next to its arrays."""
     return {
         "data": run.dataset.fingerprint,
         "examples": run.batches.examples_before(step),
