@@ -1,6 +1,6 @@
-"""Guard: each place in jaxpar that makes a user's error is reached by some test.
+"""Checks that every place in jaxpar that creates a UserError is reached by some test.
 
-conftest.py records where a UserError is made, in every worker, and compares at the end of a run of the whole suite.
+conftest.py records these places in every worker and compares them at the end of a run of the whole suite.
 """
 
 import ast
@@ -12,35 +12,35 @@ import jaxpar
 from jaxpar.errors import UserError
 
 ROOT = Path(jaxpar.__file__).parent
-# Files whose errors are reached in processes of their own, where nothing is recorded.
+# Files whose errors are raised in child processes, where nothing is recorded -> the test that covers them.
 IN_PROCESSES = {
     "pipeline/flags.py": "tests/pipeline/test_scripts.py",
 }
-# As that, by file and beginning of the message: tests/launch/test_processes.py starts several processes.
+# Errors, by file and start of the message, that tests/launch/test_processes.py raises in several processes.
 OF_SEVERAL = {
-    "run/build.py: this if changed else 'a process is given another run than process 0, and re",
+    "run/build.py: this if changed else 'another process differs from process 0; see the error",
 }
 
 
 class Site(NamedTuple):
-    """A `UserError(..)`: its file in jaxpar, and its lines."""
+    """A call `UserError(...)`: its file in jaxpar and its lines."""
 
     file: str
     first: int
     last: int
-    message: str  # the beginning of its source
+    message: str  # start of the source of the message
 
     @property
     def name(self) -> str:
-        """Name that stays as lines move."""
+        """Name that does not depend on line numbers."""
         return f"{self.file}: {self.message}"
 
 
-reached: set[tuple[str, int]] = set()  # file and line
+reached: set[tuple[str, int]] = set()  # (file, line)
 
 
 def record() -> None:
-    """Note from now on where this process makes a UserError."""
+    """Start recording where this process creates a UserError."""
 
     def init(self: UserError, *arguments: Any) -> None:
         Exception.__init__(self, *arguments)
@@ -53,7 +53,7 @@ def record() -> None:
 
 
 def sites() -> list[Site]:
-    """Every place in jaxpar that makes a UserError, to raise it or as the reason of `jaxpar.errors.Refusals`."""
+    """Return every place in jaxpar that creates a UserError, to raise it or to yield it from `Refusals`."""
     found = []
     for path in sorted(ROOT.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -64,7 +64,7 @@ def sites() -> list[Site]:
 
 
 def unreached(lines: set[tuple[str, int]]) -> list[str]:
-    """Names of the sites that none of these lines is in, but for those of several processes."""
+    """Return the names of the sites that contain none of these lines, except those covered in child processes."""
     return [
         site.name
         for site in sites()

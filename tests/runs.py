@@ -1,4 +1,4 @@
-"""A run small enough for a test: a one-layer BERT on a CSV file of 200 rows."""
+"""Helpers for a run small enough for tests: a one-layer BERT on a CSV file of 200 rows."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ WORDS = ("red", "green", "blue", "cat", "dog", "bird", "runs", "sleeps", "eats",
 
 
 def write_csv(path: Path, *, rows: int = 200, seed: int = 0) -> Path:
-    """Texts of random words; the label is the colour among the first three words that comes first, or none."""
+    """Write texts of random words. The label is the first colour in the text, or `none`."""
     rng = np.random.default_rng(seed)
     lines = ["text,label"]
     for number in range(rows):
@@ -28,7 +28,7 @@ def write_csv(path: Path, *, rows: int = 200, seed: int = 0) -> Path:
 
 
 def small_arguments(folder: Path) -> list[str]:
-    """Overrides of configs/default.py for 16 steps on `folder`/data.csv, which is written if need be."""
+    """Return overrides of configs/default.py for 16 steps on `folder`/data.csv, which is created if it is missing."""
     path = folder / "data.csv"
     if not path.exists():
         write_csv(path)
@@ -47,23 +47,23 @@ def small_arguments(folder: Path) -> list[str]:
         "num_epochs": 2,
         "log.every_steps": 2,
         "log.tensorboard": False,
-        "log.curves": False,  # a second, most of it to import matplotlib
+        "log.curves": False,  # saves the import of matplotlib, almost a second
         "checkpoint.every_steps": 3,
         "optimizer.lr": 0.01,
-        "watchdog_seconds": 0,  # pytest has one, and there is but one timer for both
+        "watchdog_seconds": 0,  # pytest uses the single timer of faulthandler
     }
     return [f"--config.{key}={value}" for key, value in values.items()]
 
 
 def small_config(folder: Path, *overrides: str) -> ConfigDict:
-    """The config of `small_arguments` with these overrides on top."""
+    """Return the config of `small_arguments` with additional overrides."""
     config = configs.default_config()
     configs.override(config, [*small_arguments(folder), *overrides])
     return config
 
 
 def change_info(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Changes the info of the checkpoint in `folder`, which has no checksum of it then."""
+    """Change the info of the checkpoint in `folder` and remove the checksum of the info."""
     path = folder / "info" / "metadata"
     info = json.loads(path.read_text())
     del info["checksum"]
@@ -72,7 +72,10 @@ def change_info(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def refused(folder: Path, tmp_path: Path, arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line in which the command line of a small run with these arguments is refused, nothing written."""
+    """Run the command line of a small run with these arguments, which must be refused without writing files.
+
+    Returns the single line on stderr.
+    """
     command = ["jaxpar", "--config=configs/default.py", f"--workdir={tmp_path}/run", *small_arguments(folder)]
     assert main.main([*command, *arguments]) == 2
     captured = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Config files, overrides, and the lines that mistakes end in."""
+"""Tests of config files, overrides and the errors for mistakes in them."""
 
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def test_override(arguments: list[str], key: str, value: object) -> None:
         (["--config.optimizer=adamw"], "optimizer.name"),
         (
             ["--config.asynchronous.cures=dc_asgd"],
-            "config.asynchronous.cures does not exist; its name is config.asynchronous.mitigations",
+            "config.asynchronous.cures was renamed; use config.asynchronous.mitigations",
         ),
         (["--config.optimizer.lr=fast"], "config.optimizer.lr is 'fast'; it must be a number, such as 0.001"),
         (["--config.mesh.data=2.5"], "config.mesh.data is '2.5'; it must be an integer"),
@@ -86,7 +86,7 @@ def test_override_mistakes(arguments: list[str], message: str) -> None:
         (
             "from jaxpar.config import default_config\ndef get_config():\n    c = default_config()\n"
             "    c.asynchronous.cures = 'dc_asgd'\n    return c",
-            "line 4: config has no key 'cures'. Its name is asynchronous.mitigations.",
+            "line 4: config has no key 'cures'. It was renamed to asynchronous.mitigations.",
         ),
         (
             "from jaxpar.config import default_config\ndef get_config():\n    c = default_config()\n"
@@ -106,7 +106,7 @@ def test_config_file_mistakes(tmp_path: Path, body: str, message: str) -> None:
 
 
 def test_former_names_of_keys() -> None:
-    """A saved config with a former name is read as one with the present name."""
+    """A former name in a saved config is read as the current name."""
     known = configs.keys(configs.default_config())
     assert configs.RENAMED
     assert not configs.RENAMED.keys() & known.keys()
@@ -122,14 +122,14 @@ def test_missing_config_names_the_nearest() -> None:
 
 
 def test_a_preset_that_is_not_there() -> None:
-    with pytest.raises(UserError, match=r"quickstart.py has no presets"):
+    with pytest.raises(UserError, match=r"it must be configs/quickstart.py, because this config has no presets"):
         configs.load_config("configs/quickstart.py:big")
 
 
 def test_a_config_must_begin_with_the_default(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("from ml_collections import ConfigDict\ndef get_config():\n    return ConfigDict({'seed': 1})")
-    with pytest.raises(UserError, match=r"must begin with default_config\(\); it has, or lacks, config.asynchronous"):
+    with pytest.raises(UserError, match=r"lacks config.asynchronous.*; it must return a modified default_config\(\)"):
         configs.load_config(str(path))
 
 

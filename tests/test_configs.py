@@ -1,4 +1,4 @@
-"""Every shipped config, abstractly: its model is built, and its training step traced without computing."""
+"""Builds the model of every shipped config and traces its training step abstractly, without computing."""
 
 import functools
 from pathlib import Path
@@ -19,7 +19,7 @@ NEEDS_FILES = ("cifar10", "mnist")
 @pytest.mark.parametrize("name", CASES, ids=lambda name: Path(name).name)
 def test_config(name: str) -> None:
     config = configs.load_config(name)
-    config.model.init_from = ""  # its files are not here
+    config.model.init_from = ""  # the pretrained weights are not available in tests
     models.check_model(config, cluster.find_cluster())
     optimizer.check_optimizer(config)
     strategies.decide(config, cluster.find_cluster())

@@ -1,4 +1,4 @@
-"""Checkpoints without jaxpar: as docs/checkpoints.md says, in programs of their own, and by scripts/export.py."""
+"""Tests reading checkpoints without jaxpar: with the programs of docs/checkpoints.md and after scripts/export.py."""
 
 import importlib.util
 import json
@@ -25,7 +25,7 @@ STEPS = [3, 6, 8]
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 8 devices that has saved three steps."""
+    """A run on 8 devices with checkpoints of three steps."""
     folder = tmp_path_factory.mktemp("export")
     overrides = ["mesh.data=8", "exchange=byteps_onebit", "num_steps=8", "checkpoint.keep=3", "data.test_fraction=0"]
     train.train(small_config(folder, *(f"--config.{one}" for one in overrides)), folder / "run")
@@ -38,7 +38,7 @@ def arrays_of(workdir: Path, step: int) -> dict[str, np.ndarray]:
 
 
 def python(docs: str, workdir: Path) -> list[str]:
-    """Run the Python block of a section of docs/checkpoints.md on `workdir`, on one device and without jaxpar."""
+    """Run a Python block of docs/checkpoints.md on `workdir`, with one device and without jaxpar; return its output."""
     [block] = [one.split("```")[0] for one in docs.split("```python\n")[1:]]
     assert "jaxpar" not in block
     block = block.replace("runs/stop/checkpoints/78", str(workdir / "checkpoints" / "8"))
@@ -113,7 +113,7 @@ def test_the_file_has_every_array_and_what_the_checkpoint_says(
 
 
 def test_any_layout_and_dtype(tmp_path: Path, script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Columns first, as some reader may leave them; bfloat16; nothing at all."""
+    """Export arrays in column-major order (which some readers return), in bfloat16, and an empty subtree."""
     columns = np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3))
     narrow = np.asarray(jax.numpy.ones(3, jax.numpy.bfloat16))
     tree = {"params": {"a": columns, "b": {"c": narrow}, "empty": {}}, "step": np.int32(4)}
@@ -129,10 +129,10 @@ def test_any_layout_and_dtype(tmp_path: Path, script: ModuleType, monkeypatch: p
 
 
 MISTAKES = {
-    "no run": (["{tmp}", "{tmp}/a.safetensors"], "{tmp} holds no run: {tmp}/config.json does not exist"),
+    "no run": (["{tmp}", "{tmp}/a.safetensors"], "{tmp} contains no run: {tmp}/config.json does not exist"),
     "no such step": (
         ["{run}", "{tmp}/a.safetensors", "--step=5"],
-        "{run} has no checkpoint of step 5; there are 3, 6, 8",
+        "{run} contains no checkpoint of step 5; it contains those of steps 3, 6, 8",
     ),
     "file exists": (["{run}", "{run}/config.json"], "{run}/config.json exists; choose the name of a new file"),
     "no folder": (
@@ -165,7 +165,7 @@ def test_a_damaged_checkpoint_is_not_exported(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The one before it is, and it says so; where the step was asked for, none."""
+    """The previous checkpoint is exported, with a message; if the damaged step was requested, nothing is."""
     own = shutil.copytree(workdir, tmp_path / "run")
     (own / "checkpoints" / "8" / "state" / "manifest.ocdbt").write_bytes(b"")
     assert run(script, monkeypatch, own, tmp_path / "a.safetensors", "--step=8") == 2
@@ -173,13 +173,13 @@ def test_a_damaged_checkpoint_is_not_exported(
     assert "checkpoints/8 is damaged" in error
     assert error.count("\n") == 1
     assert run(script, monkeypatch, own, tmp_path / "a.safetensors") == 0
-    said = capsys.readouterr().out
-    assert "checkpoints/8 is damaged" in said
-    assert "arrays of step 6" in said
+    output = capsys.readouterr().out
+    assert "checkpoints/8 is damaged" in output
+    assert "arrays of step 6" in output
     for step in STEPS:
         shutil.rmtree(own / "checkpoints" / str(step))
     assert run(script, monkeypatch, own, tmp_path / "b.safetensors") == 2
-    assert capsys.readouterr().err == f"jaxpar: {own} holds no checkpoint yet\n"
+    assert capsys.readouterr().err == f"jaxpar: {own} contains no checkpoint yet\n"
 
 
 def test_folders_files_and_keys_are_those_of_the_docs(workdir: Path) -> None:

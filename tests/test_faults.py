@@ -1,7 +1,8 @@
-"""Faults, for real: processes that are killed, are to end soon, hang, or find the disk full, and what is left of them.
+"""Tests with real faults: processes that are killed, receive SIGTERM, hang, or run out of disk space.
 
-All runs but `whole` have a fault, go on, and end as it does, bitwise where it is one process, each example taken once.
-Damaged checkpoints, and writes that are killed at random moments: tests/checkpoint/test_checkpoint.py, test_train.py.
+Every run except `whole` has a fault and is resumed. It must end with the result of `whole` (bitwise for a single
+process) and use each example exactly once. Damaged checkpoints and writes killed at random moments are tested in
+tests/checkpoint/test_checkpoint.py and tests/test_train.py.
 """
 
 import json
@@ -52,7 +53,7 @@ def arguments(folder: Path, workdir: Path, *overrides: str) -> list[str]:
 
 
 def start(folder: Path, workdir: Path, *overrides: str, first: str = "") -> "subprocess.Popen[str]":
-    """The binary, in a process; first: what it does before, in Python."""
+    """Start the binary in a process. first: Python code that the process runs before."""
     return subprocess.Popen(
         [sys.executable, "-c", f"{textwrap.dedent(first)}\n{BINARY}", *arguments(folder, workdir, *overrides)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -63,7 +64,7 @@ def start(folder: Path, workdir: Path, *overrides: str, first: str = "") -> "sub
 
 
 def ended(process: "subprocess.Popen[str]", code: int = 0, timeout: float = 240) -> tuple[str, str]:
-    """What it has printed when it has ended as it should."""
+    """Wait for a process to end with the expected exit code, and return its stdout and stderr."""
     out, err = process.communicate(timeout=timeout)
     assert process.returncode == code, (out, err)
     return out, err
@@ -83,7 +84,7 @@ def assert_ended_as(whole: Path, workdir: Path) -> None:
 
 def assert_proved(workdir: Path) -> None:
     proved = json.loads((workdir / "result.json").read_text())["ledger"]
-    assert proved == f"every example of {STEPS / EPOCH:.6g} epochs exactly once"
+    assert proved == f"every example of {STEPS / EPOCH:.6g} epochs was used exactly once"
 
 
 ONCE = """
@@ -96,7 +97,10 @@ if os.environ.get("JAXPAR_PROCESS_ID") == "{process}" and not (there := Path(__f
 
 
 def launched(folder: Path, tmp_path: Path, *overrides: str, process: int, first: str) -> tuple[list[str], str]:
-    """What is printed where two processes run in tmp_path/run, one of which at first does this, and then all again."""
+    """Launch two processes in tmp_path/run with one restart, and return the lines of stdout, and stderr.
+
+    At its first start, the process number `process` runs the Python code `first` before the binary.
+    """
     once = ONCE.format(process=process) + textwrap.indent(textwrap.dedent(first), "    ")
     (tmp_path / "sitecustomize.py").write_text(once)
     own = arguments(folder, tmp_path / "run", *overrides, "--config.mesh.virtual_cpu_devices=1")
@@ -145,14 +149,14 @@ AS_IT_WRITES = """
 """
 MOMENTS = {
     "a step": IN_A_PHASE.format(name="after train", step=43, signs=1),
-    "an evaluation": IN_A_PHASE.format(name="eval", step=40, signs=2),  # its begin, and its first batch
+    "an evaluation": IN_A_PHASE.format(name="eval", step=40, signs=2),  # the start of the phase and the first batch
     "a checkpoint write": AS_IT_WRITES.format(step=45),
 }
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_during(moment: str, folder: Path, tmp_path: Path, whole: Path) -> None:
-    """No more than an interval is lost where steps wait for checkpoints, and where they do not and one is written."""
+    """At most one interval is lost, both with synchronous checkpoints and while one is written asynchronously."""
     waits = [] if moment == "a checkpoint write" else ["--config.checkpoint.asynchronous=False"]
     out, _ = ended(start(folder, tmp_path, *waits, first=MOMENTS[moment]), code=-signal.SIGKILL)
     assert "step 35/" in out
@@ -162,7 +166,7 @@ def test_killed_during(moment: str, folder: Path, tmp_path: Path, whole: Path) -
     unfinished = list((tmp_path / "checkpoints").glob("*.orbax-checkpoint-tmp"))
     assert unfinished or moment != "a checkpoint write"
     out, _ = ended(start(folder, tmp_path))
-    assert f"resume    from step {saved}" in out
+    assert f"resumed   from step {saved}" in out
     assert_ended_as(whole, tmp_path)
     assert not list((tmp_path / "checkpoints").glob("*.orbax-checkpoint-tmp"))
 
@@ -180,8 +184,8 @@ def test_killed_during(moment: str, folder: Path, tmp_path: Path, whole: Path) -
 )
 def test_one_of_two_processes_is_killed(moment: str, process: int, folder: Path, tmp_path: Path, whole: Path) -> None:
     lines, err = launched(folder, tmp_path, process=process, first=MOMENTS[moment])
-    assert f"launch: process {process} ended by SIGKILL; the others were ended too" in err
-    [resumed] = [int(line.rpartition(" ")[2]) for line in lines if line.startswith("[0] resume    from step")]
+    assert f"launch: process {process} was killed by SIGKILL; the other processes were killed" in err
+    [resumed] = [int(line.rpartition(" ")[2]) for line in lines if line.startswith("[0] resumed   from step")]
     assert resumed in {"a step": (35, 40), "an evaluation": (30, 35), "a checkpoint write": (40,)}[moment]
     assert_close(tmp_path / "run", whole)
     assert_proved(tmp_path / "run")
@@ -189,14 +193,14 @@ def test_one_of_two_processes_is_killed(moment: str, process: int, folder: Path,
 
 @pytest.mark.parametrize("moment", ["an evaluation", "a checkpoint write"])
 def test_sigterm_during(moment: str, folder: Path, tmp_path: Path, whole: Path) -> None:
-    """All steps are saved well within a grace period, so that the SIGKILL at its end finds nobody."""
+    """The process saves all steps and ends well within the grace period before a SIGKILL."""
     out, _ = ended(start(folder, tmp_path, first=MOMENTS[moment].replace("SIGKILL", "SIGTERM")), timeout=GRACE_SECONDS)
     stopped = re.search(r"SIGTERM: stopped after step (\d+) of 100", out)
     assert stopped
     assert 40 <= int(stopped[1]) <= 46
-    told = out.splitlines()[-1]  # the command that goes on
-    assert told.startswith("resume    ")
-    assert f"--workdir={tmp_path}" in told
+    last_line = out.splitlines()[-1]
+    assert last_line.startswith("resume    ")
+    assert f"--workdir={tmp_path}" in last_line
     assert checkpoint.steps(tmp_path / "checkpoints")[-1] == int(stopped[1])
     ended(start(folder, tmp_path))
     assert_ended_as(whole, tmp_path)
@@ -204,13 +208,13 @@ def test_sigterm_during(moment: str, folder: Path, tmp_path: Path, whole: Path) 
 
 @pytest.mark.slow
 def test_killed_at_random_moments(folder: Path, tmp_path: Path, whole: Path) -> None:
-    """Runs, each killed and started again until it ends, until there were 20 kills."""
+    """Kill each run at random moments and restart it until it ends, for 20 kills in total."""
     draw, killed, run = random.Random(0), 0, 0
     while killed < 20:
         process = start(folder, tmp_path / str(run))
         assert process.stdout
         for line in process.stdout:
-            if line.startswith("run  "):  # it restores and compiles next
+            if line.startswith("run  "):  # the process restores and compiles next
                 break
         time.sleep(draw.uniform(0, 2))
         process.kill()
@@ -237,7 +241,7 @@ WRITES_FOR_LONG = """
 
 
 def test_a_second_sigterm_during_a_checkpoint_write(folder: Path, tmp_path: Path) -> None:
-    """It waits for nothing."""
+    """The process ends immediately, without waiting for the write."""
     first = textwrap.dedent(WRITES_FOR_LONG) + textwrap.dedent(MOMENTS["an evaluation"].replace("SIGKILL", "SIGTERM"))
     process = start(folder, tmp_path, first=first)
     assert process.stdout
@@ -246,7 +250,7 @@ def test_a_second_sigterm_during_a_checkpoint_write(folder: Path, tmp_path: Path
             break
     process.terminate()
     out, _ = ended(process, code=130)
-    assert out == "stopped at once; the steps since the last checkpoint are lost\n"
+    assert out == "stopped immediately; the steps since the last checkpoint are lost\n"
 
 
 # ---- a full disk --------------------------------------------------------------------------------
@@ -259,7 +263,7 @@ DISK_FULL = """
 
     def full(self, tree, *rest, **options):
         if int(tree["step"]) == 45:
-            self.wait()  # for the one before
+            self.wait()  # for the previous checkpoint
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
         save(self, tree, *rest, **options)
 
@@ -268,14 +272,14 @@ DISK_FULL = """
 
 
 def test_a_disk_that_fills_up_later(folder: Path, tmp_path: Path, whole: Path) -> None:
-    """The checkpoint before is whole, the run says so, and goes on from it when there is room."""
-    quiet = "--config.log.every_steps=1000"  # so that only checkpoints grow
+    """The previous checkpoint is intact, the error names it, and the run resumes from it when there is space."""
+    quiet = "--config.log.every_steps=1000"  # so that only checkpoints are written
     _, err = ended(start(folder, tmp_path, quiet, first=DISK_FULL), code=2)
     [line] = [line for line in err.splitlines() if line.startswith("jaxpar: ")]
     assert "writing a checkpoint in" in line
-    assert line.endswith("the newest whole one is of step 40")
+    assert line.endswith("the newest checkpoint is of step 40")
     out, _ = ended(start(folder, tmp_path))
-    assert "resume    from step 40" in out
+    assert "resumed   from step 40" in out
     assert_ended_as(whole, tmp_path)
 
 
@@ -304,7 +308,7 @@ def test_a_loader_that_hangs(folder: Path, tmp_path: Path, whole: Path) -> None:
     _, err = ended(start(folder, tmp_path, WATCHED, first=hanging), code=errors.HANGS)
     assert time.monotonic() - began < 8 * SECONDS
     lines = err.splitlines()
-    at = lines.index(f"jaxpar: process 0 of 1 hangs: step 13, phase input, for {SECONDS} s")
+    at = lines.index(f"jaxpar: process 0 of 1 hangs: no progress for {SECONDS} s at step 13, phase input")
     assert any(re.fullmatch(r'  File "<string>", line \d+ in hangs', line) for line in lines[at:])
     assert any(line.endswith(" in _step") for line in lines[at:])
     assert checkpoint.steps(tmp_path / "checkpoints")[-1] == 10
@@ -313,7 +317,7 @@ def test_a_loader_that_hangs(folder: Path, tmp_path: Path, whole: Path) -> None:
 
 
 def test_a_thread_that_hangs_with_the_interpreters_lock(folder: Path, tmp_path: Path) -> None:
-    """No other thread of Python's runs, not even the watchdog."""
+    """No other Python thread can run, not even the watchdog."""
     hanging = HANGS.format(how="ctypes.PyDLL(None).sleep")
     _, err = ended(start(folder, tmp_path, WATCHED, first=hanging), code=1)
     assert "Timeout (0:00:0" in err
@@ -321,22 +325,24 @@ def test_a_thread_that_hangs_with_the_interpreters_lock(folder: Path, tmp_path: 
 
 
 def test_one_of_two_processes_that_hangs(folder: Path, tmp_path: Path, whole: Path) -> None:
-    """Both say where they are; the launcher starts them again, and they end as one process does."""
+    """Both processes report where they hang. The launcher restarts them, and the result equals that of one process."""
     lines, err = launched(folder, tmp_path, WATCHED, process=1, first=HANGS.format(how="time.sleep"))
-    assert f"[1] jaxpar: process 1 of 2 hangs: step 13, phase input, for {SECONDS} s" in lines
-    assert f"[0] jaxpar: process 0 of 2 hangs: step 13, phase train, for {SECONDS} s" in lines
+    for process, phase in ((1, "input"), (0, "train")):
+        where = f"no progress for {SECONDS} s at step 13, phase {phase}"
+        assert f"[{process}] jaxpar: process {process} of 2 hangs: {where}" in lines
     assert "restart 1 of 1, from the last checkpoint" in err
-    assert "[0] resume    from step 10" in lines
+    assert "[0] resumed   from step 10" in lines
     assert_close(tmp_path / "run", whole)
     assert_proved(tmp_path / "run")
 
 
 def test_it_is_told_before_orbax_gives_up() -> None:
-    """A process that waits for one that hangs in a write says what is wrong before orbax says something else."""
+    """If a process hangs in a write, the watchdog of a process waiting for it reports that before orbax times out."""
     assert configs.default_config().watchdog_seconds < ocp.options.AsyncOptions().timeout_secs
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
 def test_a_watchdog_that_cannot_be(seconds: float) -> None:
-    with pytest.raises(UserError, match=rf"config\.watchdog_seconds is {seconds}; it must be 0 \(none\) to 1e\+09"):
+    message = rf"config\.watchdog_seconds is {seconds}; it must be between 0 \(no watchdog\) and 1e\+09"
+    with pytest.raises(UserError, match=message):
         watchdog.check_seconds(seconds)

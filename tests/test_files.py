@@ -1,4 +1,4 @@
-"""Files appear whole, and a workdir belongs to one process."""
+"""Tests of atomic writes and of the lock of a workdir."""
 
 import subprocess
 import sys
@@ -28,11 +28,11 @@ def test_a_workdir_is_locked_until_its_process_ends(tmp_path: Path) -> None:
         assert process.poll() is None
 
     def lock_until_refused() -> None:
-        while True:  # the process may not have locked yet what it made
+        while True:  # the process creates the file before it locks it
             with files.locked(tmp_path / "run"):
                 pass
 
-    with pytest.raises(UserError, match="in use by another process"):
+    with pytest.raises(UserError, match="which another process is using"):
         lock_until_refused()
     process.kill()
     process.communicate()

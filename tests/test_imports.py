@@ -1,4 +1,4 @@
-"""Imports run downwards only: between the folders of jaxpar in one order, and between files without a cycle."""
+"""Tests that imports follow the order of the folders of jaxpar, and that there are no import cycles between files."""
 
 import ast
 from graphlib import TopologicalSorter
@@ -7,10 +7,10 @@ from pathlib import Path
 import jaxpar
 
 ROOT = Path(jaxpar.__file__).parent
-# Each may import those before it. A file at the top of jaxpar stands for itself, a folder for all in it.
+# A module may import the modules before it. An entry is a file at the top of jaxpar, or a folder with all its files.
 ORDER = [
-    *("errors", "files", "config"),  # what the user wrote
-    *("measure", "cluster", "mesh", "layout", "addresses", "plan"),  # what is known without devices
+    *("errors", "files", "config"),  # user input
+    *("measure", "cluster", "mesh", "layout", "addresses", "plan"),  # usable without devices
     *("launch", "exchange", "data"),
     *("tasks", "models", "optimizer", "state", "step", "checkpoint"),
     *("asynchronous", "pipeline", "strategies"),
@@ -19,7 +19,7 @@ ORDER = [
 
 
 def modules() -> dict[str, Path]:
-    """Files by the name of their module."""
+    """Return {module name: file} of all modules of jaxpar."""
     names = {}
     for path in ROOT.rglob("*.py"):
         parts = (ROOT.name, *path.relative_to(ROOT).with_suffix("").parts)
@@ -28,7 +28,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports() -> dict[str, set[str]]:
-    """Modules of jaxpar that each of them imports, at the top or inside a function."""
+    """Return the modules of jaxpar that each module imports, at the top or inside a function."""
     known = modules()
     return {name: imported(path, known) - {name} for name, path in known.items()}
 
@@ -65,10 +65,10 @@ def test_folders_import_downwards() -> None:
 
 def test_files_import_without_a_cycle() -> None:
     graph = {name: others - {name.rpartition(".")[0]} for name, others in imports().items()}
-    TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
+    TopologicalSorter(graph).prepare()  # raises CycleError, whose message contains the cycle
 
 
-# Contracts: functions of one name and one meaning in the modules of a family.
+# Names that several modules define because they implement the same contract.
 CONTRACTS = {
     *("build", "decide", "plan"),  # strategies, and models
     *("resolve", "load", "metrics", "sums", "predictions", "main"),  # models; data sources; tasks; scripts
@@ -76,7 +76,7 @@ CONTRACTS = {
 
 
 def test_names_are_unique() -> None:
-    """A public function or class has its name to itself in the package, but for the contracts."""
+    """The name of a public function or class is unique in the package, except for the contracts."""
     places: dict[str, list[str]] = {}
     for module, path in modules().items():
         for node in ast.parse(path.read_text()).body:

@@ -1,4 +1,4 @@
-"""The binary: exit codes, one line for each mistake, and what a killed process leaves."""
+"""Tests of the command line: exit codes, one-line errors and signals."""
 
 import errno
 import os
@@ -27,7 +27,7 @@ def run(*arguments: str) -> int:
 
 
 def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The line that a command line with a mistake ends in, and that it is one, on stderr, with exit code 2."""
+    """Run a command line with a mistake, assert exit code 2 and a single line on stderr, and return that line."""
     assert run(*arguments) == 2
     captured = capsys.readouterr()
     lines = captured.err.strip().splitlines()
@@ -41,7 +41,7 @@ MISTAKES = {
     "wrong type": (["--config.batch_size=many"], "config.batch_size is 'many'; it must be an integer"),
     "unknown task": (["--config.task=clasification"], "Did you mean 'classification'?"),
     "unknown strategy": (["--config.strategy=dataparallel"], "Did you mean 'data_parallel'?"),
-    "unknown implementation": (["--config.data_parallel.implementation=ddp"], "sharding, pmap"),
+    "unknown implementation": (["--config.data_parallel.implementation=ddp"], "it must be one of sharding, pmap"),
     "unknown model": (["--config.model.name=brt"], "Did you mean 'bert'?"),
     "indivisible batch": (
         ["--config.batch_size=25"],
@@ -49,16 +49,19 @@ MISTAKES = {
     ),
     "indivisible eval batch": (["--config.eval.batch_size=5"], "config.eval.batch_size is 5"),
     "indivisible accumulation": (["--config.optimizer.accumulation_steps=5"], "a multiple of 10"),
-    "too many devices": (["--config.mesh.data=64"], "config.mesh.data is 64; there are 8 cpu devices"),
+    "too many devices": (
+        ["--config.mesh.data=64"],
+        "config.mesh.data is 64; it must be at most 8, the number of cpu devices",
+    ),
     "single on a mesh": (["--config.strategy=single"], "config.mesh.data is 2; it must be 1 or -1"),
     "missing file": (["--config.data.train=nowhere.csv"], "nowhere.csv"),
     "unknown column": (["--config.data.label_column=lable"], "label"),
     "nothing to do": (["--config.num_epochs=0"], "config.num_epochs"),
-    "endless": (["--config.num_epochs=inf"], "config.num_epochs inf"),
+    "endless": (["--config.num_epochs=inf"], "config.num_epochs is inf"),
     "half a profile": (["--config.profile=5"], "config.profile is (5,)"),
     "a profile backwards": (["--config.profile=(3,1)"], "config.profile is (3, 1)"),
     "a huge seed": (["--config.seed=99999999999999999999"], "config.seed is 99999999999999999999"),
-    "a negative seed": (["--config.seed=-1"], "config.seed is -1; it must be 0 to 2147483647"),
+    "a negative seed": (["--config.seed=-1"], "config.seed is -1; it must be between 0 and 2147483647"),
     "no columns": (["--config.data.text_columns=None"], "it must name one column"),
     "log never": (["--config.log.every_steps=0"], "config.log.every_steps is 0; it must be 1 or more"),
     "save backwards": (["--config.checkpoint.every_steps=-1"], "config.checkpoint.every_steps is -1; it must be 0 or"),
@@ -124,7 +127,7 @@ def test_a_label_that_training_never_saw(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_a_label_that_the_split_took_from_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of 60 labels with one example each, some fall into the validation or test split."""
+    """With 60 labels of one example each, some labels occur only in the validation or test split."""
     arguments = small_arguments(tmp_path)
     with (tmp_path / "data.csv").open("a") as file:
         file.writelines(f"lonely {number},only{number}\n" for number in range(60))
@@ -136,7 +139,7 @@ def test_a_label_that_the_split_took_from_training(tmp_path: Path, capsys: pytes
 def test_a_workdir_that_cannot_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/file/run", *small_arguments(tmp_path))
-    assert f"--workdir={tmp_path}/file/run cannot be written: Not a directory" in line
+    assert f"--workdir is '{tmp_path}/file/run'; it must be a writable folder: Not a directory" in line
 
 
 def test_a_disk_without_room(
@@ -144,11 +147,12 @@ def test_a_disk_without_room(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=1000))
     line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/run", *small_arguments(tmp_path))
-    assert "the disk has 0.001 MB free, and 4 of 4 checkpoints need" in line
+    assert "on a disk with 0.001 MB free; it must have" in line
+    assert "MB for 4 of 4 checkpoints" in line
 
 
 def test_a_disk_that_fills_up_while_saving(tmp_path: Path) -> None:
-    """Files may grow to 20 kB, which checkpoints of this model exceed: orbax's writes fail for real."""
+    """Real writes of orbax fail, because files are limited to 20 kB, less than a checkpoint of this model."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); from jaxpar import main"
     arguments = command(tmp_path, tmp_path / "run")[3:]
     process = subprocess.run(
@@ -158,11 +162,11 @@ def test_a_disk_that_fills_up_while_saving(tmp_path: Path) -> None:
         text=True,
     )
     assert process.returncode == 2, process.stderr
-    # JAX warns that its cache, too, cannot be written.
+    # Other lines are warnings of JAX that it cannot write its cache.
     lines = [line for line in process.stderr.splitlines() if line.startswith("jaxpar: ")]
     assert len(lines) == 1, process.stderr
     assert "writing a checkpoint in" in lines[0]
-    assert "there is none yet" in lines[0]
+    assert "no checkpoint exists yet" in lines[0]
 
 
 NO_SPACE = "RESOURCE_EXHAUSTED: Failed to write 30000 bytes to file 4: No space left on device [os_error_code='28']"
@@ -182,7 +186,7 @@ NO_SPACE = "RESOURCE_EXHAUSTED: Failed to write 30000 bytes to file 4: No space 
 def test_whose_fault_a_checkpoint_is_that_cannot_be_written(
     error: Exception, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The user's, who has to mend the disk, or one that may be gone at the next try: exit code 2, or 1."""
+    """Disk errors that the user must fix end with exit code 2, errors that may be temporary with exit code 1."""
 
     def fails(_self: Any) -> None:
         raise error
@@ -190,7 +194,7 @@ def test_whose_fault_a_checkpoint_is_that_cannot_be_written(
     saver = checkpoint.Saver(tmp_path / "checkpoints", keep=1, keep_best=False)
     with monkeypatch.context() as patch:
         patch.setattr(ocp.CheckpointManager, "wait_until_finished", fails)
-        with pytest.raises(kind, match=r"^writing a checkpoint in .* failed: .*; there is none yet$"):
+        with pytest.raises(kind, match=r"^writing a checkpoint in .* failed: .*; no checkpoint exists yet$"):
             saver.wait()
     saver.close()
 
@@ -231,7 +235,7 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
         text=True,
     )
     assert process.returncode == 130
-    assert "stopped at once" in process.stdout
+    assert "stopped immediately" in process.stdout
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,7 +244,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def command(folder: Path, workdir: Path, *overrides: str) -> list[str]:
-    """The same run as in-process ones, as a process of its own."""
+    """Return the command that starts the small run in a separate process."""
     arguments = ["--config=configs/default.py", f"--workdir={workdir}", *small_arguments(folder), *overrides]
     return [sys.executable, "-m", "jaxpar.main", *arguments, "--config.mesh.virtual_cpu_devices=2"]
 

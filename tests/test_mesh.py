@@ -1,4 +1,4 @@
-"""Virtual CPU devices, in processes of their own: JAX takes their number once."""
+"""Tests of meshes and virtual CPU devices. JAX reads the number of devices once, so some tests start processes."""
 
 import os
 import subprocess
@@ -38,10 +38,10 @@ def test_the_count_in_xla_flags_wins(tmp_path: Path) -> None:
     assert count(tmp_path, "--config.mesh.virtual_cpu_devices=3", xla_flags=flags).startswith("4 ")
 
 
-@pytest.mark.parametrize(("wanted", "message"), [(9, "there are 8 cpu devices"), (0, "it must be 1 or more")])
-def test_impossible_numbers(wanted: int, message: str) -> None:
+@pytest.mark.parametrize(("num_data", "message"), [(9, "it must be at most 8, the number of cpu"), (0, "1 or more")])
+def test_impossible_numbers(num_data: int, message: str) -> None:
     config = default_config()
-    override(config, [f"--config.mesh.data={wanted}"])
+    override(config, [f"--config.mesh.data={num_data}"])
     with pytest.raises(UserError, match=message):
         accepted(mesh.refuse_sizes(config, cluster.find_cluster()))
 

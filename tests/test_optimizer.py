@@ -1,4 +1,4 @@
-"""Schedules against closed forms, and which parameters decay."""
+"""Tests schedules against closed forms, optimizers against NumPy, and which parameters have weight decay."""
 
 import functools
 import math
@@ -47,7 +47,7 @@ def test_decay_is_on_matrices_only(name: str) -> None:
     transform = optimizer.make_optimizer(config, optimizer.build_schedule(config, 10))
     params = {"block": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2), "scale": jnp.ones((2, 2))}}
     updates, _ = transform.update(jax.tree.map(jnp.zeros_like, params), transform.init(params), params)
-    # Scaled by the learning rate. LAMB makes a layer's update as long as its weights.
+    # The decay is scaled by the learning rate. LAMB scales each update to the norm of the weights.
     expected = -0.1 if name == "lamb" else -0.1 * 0.5
     np.testing.assert_allclose(updates["block"]["kernel"], expected, rtol=1e-5)
     assert np.all(updates["block"]["bias"] == 0)
@@ -74,9 +74,8 @@ def test_adamw_with_clipping_equals_numpy() -> None:
 
 
 def test_muon_equals_numpy() -> None:
-    """Jordan et al., 2024: momentum, five steps of the quintic Newton-Schulz iteration; scaled as by Liu et al., 2025.
-
-    The classifier's kernel and the bias are AdamW's.
+    """Muon is Nesterov momentum and five steps of the quintic Newton-Schulz iteration (Jordan et al., 2024), scaled as
+    in Liu et al., 2025. AdamW updates the kernel of the classifier and the bias.
     """
     values = {"lr": 0.1, "weight_decay": 0.2, "clip_norm": 0.0, "momentum": 0.8, "schedule": "constant", "warmup": 0}
     config, adamw = config_with(name="muon", **values), config_with(name="adamw", **values)
@@ -94,7 +93,7 @@ def test_muon_equals_numpy() -> None:
         updates, other_state = other.update(grads, other_state, expected)
         expected = jax.tree.map(jnp.add, expected, updates)
         g = np.asarray(grads["block"]["kernel"], np.float64)
-        m = 0.8 * m + 0.2 * g  # a moving average; what follows is Nesterov's look ahead, without bias
+        m = 0.8 * m + 0.2 * g  # moving average; the next line is Nesterov momentum with bias correction
         x = 0.8 * m / (1 - 0.8 ** (t + 1)) + 0.2 * g / (1 - 0.8**t)
         x = x / np.linalg.norm(x)
         for _ in range(5):
@@ -109,9 +108,9 @@ def test_muon_equals_numpy() -> None:
 
 @pytest.mark.parametrize("model", ["mlp", "bert", "gpt", "vit"])
 def test_muon_updates_hidden_matrices_alone(model: str) -> None:
-    """Jordan et al., 2024: AdamW is for embeddings, the layers of input and output, biases and gains.
+    """AdamW updates embeddings, input and output layers, biases and gains (Jordan et al., 2024).
 
-    Where a pipeline's layers are addressed under marked names, it is the same.
+    The same holds for the marked layer names that `addresses` uses for pipelines.
     """
     config = default_config()
     info = DataInfo("image", (32, 32, 3), 5, tuple("abcde"), 0, 0)
@@ -134,7 +133,7 @@ def test_muon_updates_hidden_matrices_alone(model: str) -> None:
     [
         ("name", "adam", "Did you mean 'adamw'"),
         ("schedule", "cosin", "Did you mean 'cosine'"),
-        ("warmup", 100, "config.optimizer.warmup is 100.0; it must be 0 to 1"),
+        ("warmup", 100, "config.optimizer.warmup is 100.0; it must be between 0 and 1"),
         ("lr", -1, "config.optimizer.lr is -1.0"),
         ("lr", math.inf, "config.optimizer.lr is inf; it must be finite and 0 or more"),
         ("weight_decay", math.inf, "config.optimizer.weight_decay is inf; it must be finite and 0 or more"),

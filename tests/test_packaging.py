@@ -1,4 +1,4 @@
-"""What `pip install .` installs."""
+"""Tests the files that `pip install .` installs."""
 
 import zipfile
 from pathlib import Path

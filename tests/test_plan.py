@@ -1,4 +1,4 @@
-"""Plans of every strategy for a cluster that nobody has at hand, made in a process in which touching a device fails."""
+"""Tests plans of every strategy for a cluster that is not available, made in a process where using a device fails."""
 
 import ast
 import json
@@ -25,7 +25,7 @@ from jaxpar.state import nbytes
 ROOT = Path(__file__).parents[1]
 NUM_DEVICES = 64
 PIPELINE = ["strategy=pipeline", "mesh.stage=8", "model.num_layers=14"]
-# By name: overrides of the default config. A strategy or an exchange that is missing fails a test below.
+# name -> overrides of the default config. A test below fails if a strategy or an exchange is missing.
 CASES = {
     "single": ["strategy=single"],
     "sharding": ["strategy=data_parallel"],
@@ -39,7 +39,7 @@ CASES = {
     "diloco": ["strategy=async_data_parallel", "asynchronous.num_workers=64", "asynchronous.policy=diloco"],
     "live": ["strategy=async_data_parallel", "asynchronous.num_workers=32", "asynchronous.mode=live"],
 }
-# No platform of this name exists: whatever asks for a device, or makes an array, fails.
+# JAX_PLATFORMS is set to a platform that does not exist, so any use of a device or an array fails.
 PROGRAM = """
 import json, sys
 import jax
@@ -87,7 +87,7 @@ except RuntimeError:
 
 @pytest.fixture(scope="module")
 def plans() -> dict[str, dict[str, object]]:
-    """What the process without devices plans for every case."""
+    """The plans of all cases, made in a process without devices."""
     program = PROGRAM.format(num_devices=NUM_DEVICES)
     environment = {**os.environ, "JAX_PLATFORMS": "none", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", program, json.dumps(CASES)]
@@ -128,7 +128,7 @@ def test_a_plan_without_devices(name: str, plans: dict[str, dict[str, object]]) 
 
 
 def test_a_planner_gets_reasons_as_values() -> None:
-    """`possible` never raises what is the config's fault."""
+    """`possible` returns the reason why a config is refused instead of raising it."""
     from tests.strategies.pipelines import Task, make_config, make_problem
 
     task = Task("mlp", "classification")
@@ -137,7 +137,7 @@ def test_a_planner_gets_reasons_as_values() -> None:
     config.strategy, config.mesh.data = "data_parallel", 9
     reason = strategies.possible(config, problem, cluster.named_cluster("H100", 8))
     assert isinstance(reason, str)
-    assert reason.startswith("config.mesh.data is 9; there are 8 gpu devices")
+    assert reason.startswith("config.mesh.data is 9; it must be at most 8, the number of gpu devices")
     config.mesh.data = 8
     assert not isinstance(strategies.possible(config, problem, cluster.named_cluster("H100", 8)), str)
 
@@ -171,22 +171,22 @@ def test_more_than_a_device_has() -> None:
     [reason] = refuse_memory(plan_of({"parameters": 10**9}, parts), cluster.named_cluster("H100", 2))
     assert str(reason) == (
         "config.strategy is 'data_parallel', which needs 90 GB on device 1 (parameters 30 GB, optimizer 60 GB); it "
-        "must need at most the 80 GB of NVIDIA H100 80GB HBM3: shards of the state "
+        "must need at most 80 GB, the memory of NVIDIA H100 80GB HBM3; try a sharded state "
         "(config.strategy='data_parallel', config.exchange='zero3') or more stages (config.strategy='pipeline', "
-        "config.mesh.stage) or a smaller config.model may do"
+        "config.mesh.stage) or a smaller config.model"
     )
     stashed = plan_of({"parameters": 10**9, "stashes": 90 * 10**9})
     [reason] = refuse_memory(stashed, cluster.named_cluster("H100", 1))
-    assert "more config.pipeline.num_microbatches, config.pipeline.remat='full' or" in str(reason)
+    assert "try a higher config.pipeline.num_microbatches, config.pipeline.remat='full' or" in str(reason)
     assert not [*refuse_memory(plan_of(parts), cluster.named_cluster("B200", 1))]
-    assert not [*refuse_memory(plan_of(parts), cluster.named_cluster("cpu", 1))]  # whose memory is not known
+    assert not [*refuse_memory(plan_of(parts), cluster.named_cluster("cpu", 1))]  # unknown memory
     on_host = {"parameters": 80 * 10**9, f"optimizer{ON_HOST}": 60 * 10**9}
     assert not [*refuse_memory(plan_of(on_host), cluster.named_cluster("H100", 1))]
 
 
 @pytest.mark.parametrize("strategy", ["single", "data_parallel"])
 def test_activations_in_flight(strategy: str) -> None:
-    """Of what XLA keeps for a while, most is what the forward pass saves; remat and microbatches leave less of it."""
+    """Most of XLA's temporary memory is activations saved for the backward pass; remat and accumulation reduce them."""
     from tests.strategies.pipelines import Task, make_config, make_problem
 
     def in_flight(*more: str) -> tuple[int, int]:
@@ -224,7 +224,7 @@ def test_a_pipelines_activations_are_in_its_memory() -> None:
 
 
 def test_a_strategy_that_needs_less() -> None:
-    """Parameters and Adam's two averages: of three times the parameters, a device has room for two."""
+    """Parameters and Adam's two moments need three times the memory of the parameters; a device has twice as much."""
     from tests.strategies.pipelines import Task, make_config, make_problem
 
     task = Task("mlp", "classification")
@@ -241,7 +241,7 @@ def test_a_strategy_that_needs_less() -> None:
 
 
 def test_seconds_of_transfers() -> None:
-    """By hand: 6 messages and 3 MB over links of 1 us and 1 GB/s; an axis without a link has no time."""
+    """6 messages with 3 MB in total, over a link of 1 us and 1 GB/s. An axis without a link is missing."""
     traffic = (
         Traffic("all-reduce", "float32", "data", 2e6, 4),
         Traffic("all-gather", "float32", "data", 1e6, 2),
@@ -251,7 +251,7 @@ def test_seconds_of_transfers() -> None:
     assert transfer_seconds(plan_of({}, traffic=traffic), there) == {"data": pytest.approx(6e-6 + 3e-3)}
 
 
-# By name: overrides on 4 devices, and the messages of a device in a step, by axis, for a model of 6 arrays.
+# name -> (overrides for 4 devices, messages of one device per step by axis), for a model with 6 arrays
 MESSAGES: dict[str, tuple[list[str], dict[str, int]]] = {
     "sharding": (["mesh.data=4"], {"data": 6 * 6}),
     "pmap": (["mesh.data=4", "data_parallel.implementation=pmap"], {"data": 6 * 6}),
@@ -264,11 +264,11 @@ MESSAGES: dict[str, tuple[list[str], dict[str, int]]] = {
     "bagua_low_precision_decentralized": (["mesh.data=4", "exchange=bagua_low_precision_decentralized"], {"data": 2}),
     "dp": (["mesh.data=4", "exchange=dp"], {"data": 3 * 6}),
     "diloco": (
-        # A round of 2 steps: 3 of 4 workers push 6 arrays and pull them.
+        # In a round of 2 steps, 3 of 4 workers push 6 arrays and pull them.
         ["strategy=async_data_parallel", "mesh.data=4", "asynchronous.policy=diloco", "asynchronous.interval=2"],
         {"data": 2 * 3 * 6 // 2},
     ),
-    # 2 microbatches forward and backward, and a clock to fill and to drain the pipeline; both ways are one route.
+    # 2 microbatches forward and backward, plus a clock to fill and one to drain the pipeline; one route each clock.
     "gpipe": (
         ["strategy=pipeline", "mesh.stage=2", "mesh.data=2", "pipeline.schedule=gpipe", "pipeline.num_microbatches=2"],
         {"stage": 6, "data": 2},
@@ -299,15 +299,15 @@ def test_a_batch_of_nothing() -> None:
 def test_what_several_processes_cannot_run() -> None:
     config, there = default_config(), cluster.named_cluster("cpu", 8, num_processes=2)
     config.strategy, config.mesh.data = "data_parallel", 2
-    with pytest.raises(UserError, match="has data 2 and stage 1; 2 processes have 8 devices in all, and"):
+    with pytest.raises(UserError, match=r"data is 2 and config.mesh.stage is 1; their product must be 8, the number"):
         strategies.decide(config, there)
     config.strategy = "single"
-    with pytest.raises(UserError, match="is for one process, and there are 2; several may"):
+    with pytest.raises(UserError, match="runs in a single process, but there are 2 processes; use"):
         strategies.decide(config, there)
 
 
 def test_refusals_are_not_dropped() -> None:
-    """A function that refuses runs nothing where its call is a statement: it takes `yield from`."""
+    """A function that refuses is a generator: a call without `yield from` would do nothing."""
     for path in (ROOT / "jaxpar").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):

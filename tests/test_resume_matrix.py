@@ -1,9 +1,10 @@
-"""Resume anywhere: every strategy continues the checkpoint of every other one.
+"""Tests that every strategy can resume from the checkpoint of every other strategy.
 
-The first of a pair trains 4 of 9 steps, by the run's own loop, which saves it on a signal; the second starts from these
-files as `train` does, and trains on to the end by the same loop. Among synchronous strategies that ends as one device
-ends that was not interrupted: parameters, optimizer state, RNG key, step, and the rows that were read. An epoch has 5
-steps, one with filler rows. Strategies are compiled once for all of their pairs.
+For each pair, the first strategy trains 4 of 9 steps with the loop of a run, which saves a checkpoint on a signal. The
+second strategy resumes from this checkpoint, as `train` does, and trains to the end with the same loop. Between
+synchronous strategies, the result must equal that of an uninterrupted run on one device: parameters, optimizer state,
+RNG key, step and the examples read. An epoch has 5 steps, one of them with padding examples. Each strategy is compiled
+once for all of its pairs.
 """
 
 import functools
@@ -33,7 +34,7 @@ from tests.strategies.pipelines import named, relative_error
 NUM_STEPS, STOP, EXAMPLES, BATCH, MICROBATCHES = 9, 4, 72, 16, 4
 PIPELINE, ASYNCHRONOUS = "strategy=pipeline", "strategy=async_data_parallel"
 
-# In every form that a state may have on devices, and by every way to add gradients up.
+# Every form of a state on devices, and every way to sum gradients.
 SYNCHRONOUS = {
     "single": ["strategy=single"],
     "data_parallel 2": ["mesh.data=2"],
@@ -50,13 +51,13 @@ SYNCHRONOUS = {
     "zb_v 2 x 2": [PIPELINE, "mesh.data=2", "mesh.stage=2", "pipeline.schedule=zb_v"],
     "sync of 4": [ASYNCHRONOUS, "mesh.data=2", "asynchronous.policy=sync"],
 }
-# With an optimizer that treats hidden kernels unlike the rest: the tree of its state is not that of the parameters.
+# With a partitioned optimizer, whose state has a different tree structure than the parameters.
 MUON = ["optimizer.name=muon", "optimizer.momentum=0.9"]
 PARTITIONED = {
     f"{name}, muon": [*SYNCHRONOUS[name], *MUON]
     for name in ("single", "data_parallel 4 pmap", "dp 2", "horovod 4", "1f1b 2 x 2", "zb_v 2 x 2", "sync of 4")
 }
-# With a state of their own besides: weights that were read, residuals.
+# Strategies with private state, such as stale weights and residuals.
 PRIVATE = {
     "async of 4": [ASYNCHRONOUS, "mesh.data=2", "asynchronous.policy=async", "asynchronous.delays.slowdown=3"],
     "diloco of 4": [ASYNCHRONOUS, "mesh.data=2", "asynchronous.policy=diloco", "asynchronous.interval=3"],
@@ -68,7 +69,7 @@ SOME = ["single", "zero3 8", "zb_v 2 x 2"]
 
 
 def make_config(name: str) -> ConfigDict:
-    """A perceptron of 4 layers with dropout on synthetic vectors; clipped, with a schedule."""
+    """An MLP of 4 layers with dropout on synthetic vectors, with gradient clipping and a learning-rate schedule."""
     values = [
         *("model.name=mlp", "model.num_layers=2", "model.hidden_size=16", "model.dropout=0.3", "model.activation=gelu"),
         *("data.source=synthetic", "data.validation_fraction=0", "data.test_fraction=0", "data.num_threads=0"),
@@ -82,14 +83,14 @@ def make_config(name: str) -> ConfigDict:
 
 
 class Runs:
-    """Those of a test session, each in a folder of its own."""
+    """The runs of this module, each in its own folder and built once."""
 
     def __init__(self, folder: Path):
         self._folder = folder
 
-    @functools.cache  # noqa: B019 - as many as there are strategies
+    @functools.cache  # noqa: B019 - bounded by the number of strategies
     def build(self, name: str) -> Run:
-        """The run of a strategy."""
+        """Build the run of a strategy."""
         config, workdir = make_config(name), self._folder / name
         workdir.mkdir()
         build.check_run(config, workdir)
@@ -97,7 +98,7 @@ class Runs:
 
     @functools.cache  # noqa: B019
     def stopped(self, name: str) -> tuple[Path, list[np.ndarray]]:
-        """The workdir of a run that was stopped and saved, and what it read."""
+        """Return the workdir of a run that was stopped and saved, and the inputs it read."""
         workdir = self.build(name).workdir
         saver = checkpoint.Saver(workdir / "checkpoints", keep=1, keep_best=False)
         rows = go(self.build(name), saver, STOP)
@@ -106,11 +107,11 @@ class Runs:
 
     @functools.cache  # noqa: B019
     def uninterrupted(self, name: str) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
-        """What a run ends with, and what it read."""
+        """Return the final state of an uninterrupted run and the inputs it read."""
         return self.goes_on(name, self._folder / f"{name} uninterrupted")
 
     def goes_on(self, name: str, workdir: Path) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
-        """What a strategy ends with, and what it reads, when it goes on with what is in `workdir`."""
+        """Resume the run in `workdir` with a strategy, and return its final state and the inputs it read."""
         workdir.mkdir(exist_ok=True)
         saver = Kept()
         rows = go(self.build(name)._replace(workdir=workdir), saver)
@@ -118,7 +119,7 @@ class Runs:
 
 
 class Kept(checkpoint.Saver):
-    """Keeps what the loop gives to save, in the place of writing it."""
+    """A saver that keeps the state in memory instead of writing it."""
 
     def __init__(self) -> None:
         self.tree: Canonical = {}
@@ -129,7 +130,7 @@ class Kept(checkpoint.Saver):
 
 
 def go(run: Run, saver: checkpoint.Saver, stop: int | None = None) -> list[np.ndarray]:
-    """The run goes on with what is in its workdir, to the end or to step `stop`. The inputs that it read."""
+    """Resume the run in its workdir to the end, or stop it after step `stop`, and return the inputs it read."""
     interrupt, read, place = Interrupt(), list[np.ndarray](), run.strategy.place
 
     def recording(rows: Any) -> Any:
@@ -156,7 +157,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def copied(workdir: Path, to: Path, *, with_private: bool = True) -> Path:
-    """The checkpoint of a run in another workdir."""
+    """Copy the checkpoint of a run to another workdir."""
     there = shutil.copytree(workdir / "checkpoints", to / "checkpoints") / str(STOP)
     if not with_private:
         shutil.rmtree(there / "private")
@@ -189,12 +190,12 @@ def test_continues_with_a_partitioned_optimizer(first: str, second: str, runs: R
 
 
 def assert_continues(first: str, second: str, reference: str, runs: Runs, tmp_path: Path) -> None:
-    """That stopping `first` and going on with `second` ends as `reference` ends that was not interrupted."""
+    """Assert that stopping `first` and resuming with `second` gives the result of an uninterrupted `reference`."""
     workdir, before = runs.stopped(first)
     got, after = runs.goes_on(second, copied(workdir, tmp_path))
     expected, rows = runs.uninterrupted(reference)
     assert_same_rows(before + after, rows)
-    canonical = {name: value for name, value in got.items() if name.startswith("[0]")}  # of sync, also when it began
+    canonical = {name: value for name, value in got.items() if name.startswith("[0]")}  # without the private state
     assert canonical.keys() == expected.keys()
     for name, value in expected.items():
         if value.dtype.kind in "iu":  # step, key, counters
@@ -205,7 +206,7 @@ def assert_continues(first: str, second: str, reference: str, runs: Runs, tmp_pa
 
 @pytest.mark.parametrize("reference", ["single", "single, muon"])
 def test_the_uninterrupted_run_is_worth_comparing_with(reference: str, runs: Runs) -> None:
-    """All examples once in each epoch; the key is that of the seed; all but constants move, in the optimizer too."""
+    """Each epoch reads all examples once; the key does not change, and all other arrays except constants do."""
     end, rows = runs.uninterrupted(reference)
     for epoch in (rows[:5], rows[5:]):
         examples = np.concatenate(epoch)
@@ -233,7 +234,7 @@ def test_private_state_continues_bitwise_under_its_own_strategy(
 ) -> None:
     (workdir, before), (expected, rows) = runs.stopped(name), runs.uninterrupted(name)
     got, after = runs.goes_on(name, copied(workdir, tmp_path))
-    assert "left behind" not in capsys.readouterr().out
+    assert "discarded" not in capsys.readouterr().out
     assert_bitwise_equal(got, expected)
     assert_same_rows(before + after, rows)
     (tmp_path / "without").mkdir()
@@ -246,16 +247,16 @@ def test_private_state_continues_bitwise_under_its_own_strategy(
 def test_another_strategy_goes_on_without_the_private_state(
     first: str, second: str, runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From the newest weights: as where the checkpoint had never had one."""
+    """The run resumes from the newest weights, as it would if the checkpoint had no private state."""
     if first == second:
         return
     (workdir, before), (_, rows) = runs.stopped(first), runs.uninterrupted("single")
     runs.build(second)
     capsys.readouterr()
     got, after = runs.goes_on(second, copied(workdir, tmp_path))
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("private ")]
-    assert len(said) == 1
-    assert f"state of {format_private_key(runs.build(first).plan.private_key)} is left behind" in said[0]
+    discarded = [line for line in capsys.readouterr().out.splitlines() if line.startswith("discarded ")]
+    assert len(discarded) == 1
+    assert f"private state of {format_private_key(runs.build(first).plan.private_key)}; this run" in discarded[0]
     (tmp_path / "without").mkdir()
     expected, _ = runs.goes_on(second, copied(workdir, tmp_path / "without", with_private=False))
     assert_bitwise_equal(got, expected)
@@ -266,7 +267,7 @@ def test_another_strategy_goes_on_without_the_private_state(
 
 @pytest.mark.parametrize("first", PRIVATE)
 def test_exact_strategies_agree_on_where_another_one_went(first: str, runs: Runs, tmp_path: Path) -> None:
-    """What they take over is the same, and is what the stopped run had as its weights."""
+    """All exact strategies resume from the same weights, those of the stopped run."""
     workdir, _ = runs.stopped(first)
     ends = []
     for second in SOME:

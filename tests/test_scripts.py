@@ -1,4 +1,4 @@
-"""The scripts: which Python runs, and the set-up of .venv, here with a stand-in for uv that installs nothing."""
+"""Tests which Python the scripts run and how they set up .venv, with a fake uv that installs nothing."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ echo "$@" >>uv.log
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A clone whose constraints pin packages that no registry has."""
+    """A clone whose constraints pin packages that do not exist in any registry."""
     clone = tmp_path / "a clone"
     shutil.copytree(ROOT / "scripts", clone / "scripts")
     (clone / "constraints").mkdir()
@@ -47,7 +47,7 @@ def run(clone: Path, script: str, *arguments: str, **extra: str) -> subprocess.C
 
 
 def installed(clone: Path) -> list[str]:
-    """The constraints files of each call that installed."""
+    """Return the constraints files of each call of `uv pip install`."""
     calls = (clone / "uv.log").read_text().splitlines()
     files = [call.split(" -r constraints/")[1:] for call in calls if call.startswith("pip install")]
     return [" ".join(call).replace(".txt", "") for call in files]
@@ -60,7 +60,7 @@ def test_a_given_python_is_used_as_it_is(tmp_path: Path) -> None:
         command, env={**os.environ, "JAXPAR_PYTHON": sys.executable}, cwd=tmp_path, text=True, stdout=subprocess.PIPE
     )
     output, _ = process.communicate()
-    # The same process: a signal to the script reaches Python.
+    # Python runs in the same process, so a signal to the script reaches it.
     assert output.strip() == f"a b {tmp_path} {process.pid} {ROOT / 'jaxpar' / '__init__.py'}"
 
 
@@ -86,7 +86,7 @@ def test_installs_what_is_missing_or_changed(clone: Path) -> None:
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_setup_is_made_anew(clone: Path, by: signal.Signals) -> None:
     (clone / "slow").touch()
-    # SIGINT is ignored where the tests are a background job, and would be in what they start.
+    # If the tests run as a background job, SIGINT is ignored, and child processes inherit that.
     heed = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
     command = [sys.executable, "-c", heed, str(clone / "scripts" / "setup")]
     process = subprocess.Popen(command, env=environment(clone), start_new_session=True)
@@ -119,7 +119,7 @@ def test_of_two_at_once_one_waits(clone: Path) -> None:
 
 
 def test_a_failure_ends_in_one_line(clone: Path) -> None:
-    """Where uv fails pip has its turn; then the end of the log, and what to do."""
+    """If uv fails, pip is tried. If pip fails too, the end of the log and advice are printed."""
     (clone / "bin" / "uv").write_text("#!/bin/sh\nexit 1\n")
     (clone / ".venv" / "bin").mkdir(parents=True)
     (clone / ".venv" / "bin" / "pip").touch(0o755)

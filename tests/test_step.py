@@ -1,4 +1,4 @@
-"""The arithmetic of a step against NumPy: softmax regression by gradient descent, without JAX's derivatives."""
+"""Tests the arithmetic of a step against softmax regression in NumPy, with hand-written gradients."""
 
 import functools
 
@@ -17,7 +17,7 @@ ROWS, FEATURES, CLASSES = 8, 5, 3
 
 
 class Line(nnx.Module):
-    """Softmax regression: all of a model."""
+    """A model that is a single linear layer, for softmax regression."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.linear = nnx.Linear(FEATURES, CLASSES, rngs=rngs)
@@ -73,7 +73,7 @@ def test_steps_equal_numpy(accumulation_steps: int) -> None:
 
 @pytest.mark.parametrize(("name", "finite"), [("inputs", False), ("weights", True)])
 def test_a_step_that_cannot_count_changes_nothing(name: str, finite: bool) -> None:
-    """Inputs of inf: not finite. Weights of 0: nothing to learn from, a gradient of zero."""
+    """Infinite inputs make the step not finite; example weights of 0 make the gradient zero."""
     problem = step.Problem(Model({"line": Line}), optax.sgd(0.3, momentum=0.9), 1, {}, 3, TASK)
     before = state.init(problem.model, problem.optimizer, jax.random.key(0))
     rows = batch(0)
@@ -97,7 +97,7 @@ def test_dropout_keys_differ_by_step_and_run() -> None:
 
 @pytest.mark.parametrize("rule", [optax.adamw(0.1), optax.lion(0.1), optax.sgd(0.1, 0.9)])
 def test_a_state_keeps_its_dtypes(rule: optax.GradientTransformation) -> None:
-    """With some narrow parameters too, whatever clipping by a norm in float32 makes of their gradients."""
+    """Some parameters are bfloat16, and clipping by a float32 norm must not promote them."""
     clipped = optax.chain(optimizer.clip_by_norm(0.01), rule)
     problem = step.Problem(Model({"line": Line}), clipped, 1, {}, 3, TASK)
     fresh = state.init(problem.model, problem.optimizer, jax.random.key(0))

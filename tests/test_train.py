@@ -1,4 +1,4 @@
-"""Whole runs: what they leave behind, and that stopping and resuming changes nothing."""
+"""Tests of whole runs: their output files, and that stopping and resuming does not change the result."""
 
 import json
 import os
@@ -62,8 +62,8 @@ def test_result(uninterrupted: Path) -> None:
 
 def test_metrics_tell_rates(uninterrupted: Path) -> None:
     row = metrics.read_metrics(uninterrupted)[0]
-    # The forward pass by hand. T = D = 16, M = 32: 4 D^2 of attention, 2 D M of the MLP and 2 T D of scores and
-    # sums a token; D^2 of the pooler and 4 D of the classifier a text; 2 FLOP each, 3 times for a training step.
+    # FLOPs of the forward pass, with T = D = 16 and M = 32: 4 D^2 of attention, 2 D M of the MLP and 2 T D of scores
+    # and sums per token; D^2 of the pooler and 4 D of the classifier per text; 2 FLOPs each, times 3 for training.
     flops = 3 * 2 * (16 * (4 * 16**2 + 2 * 16 * 32 + 2 * 16 * 16) + 16**2 + 4 * 16)
     assert row["model_flops_per_second"] == pytest.approx(flops * row["examples_per_second"])
     assert row["tokens_per_second"] > row["examples_per_second"] > 0
@@ -71,7 +71,7 @@ def test_metrics_tell_rates(uninterrupted: Path) -> None:
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals) -> None:
-    """Sends the signal to this process as the loop has dispatched `step` more steps."""
+    """Send the signal to this process once the loop has dispatched `step` more steps."""
     left = step
     advance = metrics.Progress.advance
 
@@ -114,7 +114,7 @@ def test_stopped_by_a_signal_and_resumed_ends_bitwise_equal(
 def test_a_signal_after_the_last_step_stops_nothing(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is no step to lose, and the result is about to be written."""
+    """All steps are done, so the result is still written."""
     write = report.write_result
 
     def signalled(*arguments: Any) -> None:
@@ -170,11 +170,11 @@ def test_a_damaged_checkpoint_falls_back(
 
 
 def test_a_damaged_last_checkpoint_is_made_again(folder: Path, tmp_path: Path, uninterrupted: Path) -> None:
-    """The run goes on from an older one, and keeps as many whole ones as ever."""
+    """The run resumes from an older checkpoint, and keeps the same number of intact checkpoints as before."""
     arguments = ["--config.checkpoint.keep_best=False", "--config.checkpoint.keep=3"]
     train.train(small_config(folder, *arguments), tmp_path / "run")
     there = checkpoint.steps(tmp_path / "run" / "checkpoints")
-    assert there == [12, 15, 16]  # every 3 steps and the last; not where a validation was the best
+    assert there == [12, 15, 16]  # every 3 steps and the last step; keep_best is off
     for _ in range(2):
         (tmp_path / "run" / "checkpoints" / "16" / "state" / "manifest.ocdbt").write_bytes(b"")
         train.train(small_config(folder, *arguments), tmp_path / "run")
@@ -229,7 +229,7 @@ def test_other_models_and_tasks(name: str, tmp_path: Path) -> None:
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """Makes the weights of the batch of step number `step` nan, and so its loss and gradient."""
+    """Set the example weights of the batch of step `step` to NaN, so that its loss and gradient are NaN."""
     from jaxpar.data import Batches
 
     batch = Batches.batch
@@ -245,7 +245,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 
 def test_nonfinite_loss_stops_the_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, 8)
-    with pytest.raises(TrainingError, match=r"^step 8: the loss is nan"):
+    with pytest.raises(TrainingError, match=r"^step 8 has loss nan"):
         train.train(small_config(folder), tmp_path / "run")
     assert checkpoint.steps(tmp_path / "run" / "checkpoints")[-1] == 6
     monkeypatch.undo()
@@ -256,7 +256,7 @@ def test_nonfinite_loss_stops_the_run(folder: Path, tmp_path: Path, monkeypatch:
 
 def test_nonfinite_steps_are_skipped_if_asked(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, 8)
-    # Each step is a log interval: one has no loss to tell.
+    # Each step is a log interval, so one interval has no loss.
     overrides = ["--config.optimizer.nonfinite=skip", "--config.log.every_steps=1"]
     train.train(small_config(folder, *overrides), tmp_path / "run")
     assert sum(row.get("skipped_steps", 0) for row in metrics.read_metrics(tmp_path / "run")) == 1
@@ -272,7 +272,7 @@ def test_changed_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.undo()
     path.write_text(path.read_text() + "one more row,none\n")
     before = {file: file.read_bytes() for file in (tmp_path / "run").glob("*.json*")}
-    with pytest.raises(UserError, match="the data changed since the checkpoint of step 3"):
+    with pytest.raises(UserError, match="the data has changed since the checkpoint of step 3"):
         train.train(small_config(tmp_path, "--config.strategy=single", "--config.mesh.data=1"), tmp_path / "run")
     assert {file.name for file in before} == {"config.json", "data.json", "metrics.jsonl", "tokenizer.json"}
     assert {file: file.read_bytes() for file in (tmp_path / "run").glob("*.json*")} == before
