@@ -65,7 +65,7 @@ def refuse_choice(key: str, value: str, choices: Iterable[str]) -> Refusals[None
 
 def format_count(number: int, noun: str) -> str:
     """Return a number with its noun in singular or plural: `1 replica`, `2 replicas`, `2 microbatches`."""
-    plural = "es" if noun.endswith("ch") else "s"
+    plural = "es" if noun.endswith(("ch", "ss")) else "s"
     return f"{number} {noun}{plural if number != 1 else ''}"
 
 

@@ -62,11 +62,11 @@ def run(config: Any, workdir: Path) -> dict[str, Any]:
 def format_audit(audited: dict[str, Any]) -> str:
     """Return the audit as tables."""
     lines = [audited["layout"], ""]
-    lines.append(f"{'collective':20} {'axis':8} {'dtype':9} {'a step':>8} {'bytes':>14} {'theory':>14}  ratio")
+    lines.append(f"{'collective':20} {'axis':8} {'dtype':9} {'per step':>8} {'bytes sent':>14} {'theory':>14}  ratio")
     for row in audited["collectives"]:
         theory = "" if row["theory"] is None else f"{row['theory']:,.0f}"
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.4f}"
-        note = "" if row["explained"] else "  no formula explains this"
+        note = "" if row["explained"] else "  not explained by theory"
         what = f"{row['kind']:20} {row['axis']:8} {row['dtype']:9}"
         found_bytes = f"{row['number']:8.2f} {row['nbytes']:14,.0f}"
         if row["kind"] == "copy":  # copied by the host between programs, so not in a compiled program
@@ -75,7 +75,8 @@ def format_audit(audited: dict[str, Any]) -> str:
     devices = audited["devices"]
     for parts in [parts for number, parts in enumerate(devices) if parts not in devices[:number]]:
         alike = ", ".join(str(number) for number, other in enumerate(devices) if other == parts)
-        lines += ["", f"on device {alike:37} {'bytes':>14} {'theory':>14}  ratio"]
+        title = f"memory on {'devices' if ',' in alike else 'device'} {alike}"
+        lines += ["", f"{title:47} {'bytes':>14} {'theory':>14}  ratio"]
         for name, entry in parts.items():
             theory = "" if entry["theory"] is None else f"{entry['theory']:,}"
             nbytes = "" if entry["nbytes"] is None else f"{entry['nbytes']:,}"

@@ -27,12 +27,12 @@ from jaxpar import config as configs
 from jaxpar import data, files, mesh
 from jaxpar.analysis import certificate
 from jaxpar.analysis.certificate import QUANTITIES, TOLERANCES, Error
-from jaxpar.errors import USER_ERROR, TrainingError, UserError
+from jaxpar.errors import USER_ERROR, TrainingError, UserError, format_count
 from jaxpar.measure import provenance
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build
 
-COLUMNS = {"start": "start", "gradient": "gradient", "update": "update", "optimizer": "moments", "alone": "runs apart"}
+COLUMNS = {"start": "start", "gradient": "gradient", "update": "update", "optimizer": "moments", "alone": "drift"}
 
 
 def main() -> int:
@@ -107,9 +107,7 @@ def certify(config: ConfigDict, workdir: Path, passes: int) -> dict[str, Any]:
         "sums": {
             "batch_size": config.batch_size,
             "strategy": run.plan.decision.batch_words,
-            "reference": f"all examples on one device, in {passes} passes"
-            if passes > 1
-            else "all examples on one device, in one pass",
+            "reference": f"one device, all examples in {format_count(passes, 'pass')}",
         },
         "batches": measured.batches,
         "seeds": {"config.seed": config.seed, "config.exchange_options.seed": config.exchange_options.seed},
@@ -132,21 +130,21 @@ def format_certificate(certified: dict[str, Any]) -> str:
     packages = ", ".join(f"{name} {number}" for name, number in versions.items())
     steps = f"{len(certified['batches'])}, on batches {', '.join(map(str, certified['batches']))}"
     lines = [f"strategy   {certified['strategy']}", f"model      {certified['model']}", f"steps      {steps}"]
-    lines += [f"sums       {sums['batch_size']} examples over {sums['strategy']}", f"reference  {sums['reference']}"]
+    lines += [f"batch      {sums['batch_size']} examples over {sums['strategy']}", f"reference  {sums['reference']}"]
     lines += [f"devices    {on['number']} x {', '.join(on['kinds'])}", f"versions   {packages}", ""]
-    lines += [f"{'':14}{'relative error, largest in ULPs':20}"]
+    lines += [f"{'':14}{'relative error, max error in ULPs':20}"]
     lines += [f"{name:14}{cell(error)}" for name, error in certified["metrics"].items()]
     present = [q for q in QUANTITIES if any(q in errors for errors in certified["layers"].values())]
     lines += ["", f"{'layer':14}" + "".join(f"{COLUMNS[q]:20}" for q in present).rstrip()]
     for layer, errors in certified["layers"].items():
         lines.append(f"{layer:14}" + "".join(f"{cell(errors.get(q)):20}" for q in present).rstrip())
     if certified["differs"]:
-        return "\n".join([*lines, "", f"verdict    {certified['differs']}: no tolerance is stated"])
+        return "\n".join([*lines, "", f"verdict    no tolerance applies: {certified['differs']}"])
     if not certified["outside"]:
         most = ", ".join(f"{name} {value:.1e}" for name, value in certified["tolerance"].items())
-        return "\n".join([*lines, "", f"verdict    within the tolerance: {most}"])
+        return "\n".join([*lines, "", f"verdict    passed, within the tolerance: {most}"])
     return "\n".join(
-        [*lines, "", "verdict    outside the tolerance", *(f"outside    {one}" for one in certified["outside"])]
+        [*lines, "", "verdict    failed, outside the tolerance", *(f"outside    {one}" for one in certified["outside"])]
     )
 
 

@@ -1,4 +1,4 @@
-"""The audit: compiled steps send what the formulas say, and what no formula says is found."""
+"""Tests of the audit: the traffic of compiled steps matches the formulas, and unexplained traffic is detected."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ from tests.strategies.test_exchanges import TWICE, option, replicated
 N = 4
 MLP, ADAM = Task("mlp", "classification", "sgd", layers=1), Task("mlp", "classification", layers=1)
 WIDE = "--config.model.hidden_size=910"
-# bytes that a device sends by element of a code, in vectors much longer than a block
+# Bytes that a device sends per element, for 8-bit and 1-bit compressors, in vectors much longer than a block.
 BYTE, BIT = 3 / 4 * (1 + 8 / 4096), 3 / 4 * (1 / 8 + 4 / 2048)
 REDUCE, SCATTER, GATHER = ("all-reduce", "float32"), ("reduce-scatter", "float32"), ("all-gather", "float32")
 CODES, CODES_OF_MEANS = ("all-to-all", "uint8"), ("all-gather", "uint8")
@@ -40,7 +40,7 @@ def codes(size: float) -> Sent:
     return {CODES: size, CODES_OF_MEANS: size}
 
 
-# By hand: bytes that one of 4 devices sends, divided by the number of parameters.
+# name -> (overrides, bytes that one of 4 devices sends / number of parameters, computed by hand)
 SENT: dict[str, tuple[tuple[str, ...], Sent]] = {
     "ddp": (replicated("ddp"), {REDUCE: 6}),
     "dp": (replicated("dp"), {}),
@@ -67,7 +67,7 @@ SENT: dict[str, tuple[tuple[str, ...], Sent]] = {
     "zero3, 2 microbatches": (replicated("zero3", TWICE), {SCATTER: 6, GATHER: 12}),
     "ddp, groups": (replicated("ddp", option("group", 2)), {SCATTER: 2, REDUCE: 2, GATHER: 2}),
     "ddp, float16": (replicated("ddp", option("wire_dtype", "float16")), {("all-reduce", "float16"): 3}),
-    "horovod, bfloat16": (  # as bits: XLA widens floats of 16 bits on CPUs
+    "horovod, bfloat16": (  # sent as uint16, because XLA on CPUs widens 16-bit floats
         replicated("horovod", option("wire_dtype", "bfloat16")),
         {("collective-permute", "uint16"): 3},
     ),
@@ -97,7 +97,7 @@ def number_of_parameters(task: Task, *overrides: str) -> int:
 
 
 def counted(rows: list[CollectiveRow]) -> list[CollectiveRow]:
-    """Without the copies of dp, which are in no program, and single numbers."""
+    """Return the rows without scalars and without the copies of dp, which are in no compiled program."""
     return [row for row in rows if row.kind != "copy" and row.dtype != SCALARS]
 
 
@@ -114,7 +114,7 @@ def test_what_is_sent_is_what_theory_says(name: str) -> None:
         assert row.theory == pytest.approx(expected * size, rel=0.01), key
         assert row.axis == "data"
         assert row.ratio is not None
-        if name.startswith("zero3") and key == GATHER:  # XLA keeps gathered weights on the CPU
+        if name.startswith("zero3") and key == GATHER:  # XLA reuses gathered weights on the CPU
             assert 0.5 <= row.ratio <= 1, key
         else:
             assert row.ratio == pytest.approx(1, abs=0.01), key
@@ -176,7 +176,7 @@ def test_many_scalars_are_unexplained() -> None:
 
 
 def test_the_sums_of_many_targets_are_scalars(tmp_path: Path) -> None:
-    """Of 20 targets: 3 sums each, the loss and the weight."""
+    """20 targets have 3 sums each, plus the loss and the weight."""
     values = [
         "task=regression",
         "model.name=mlp",
@@ -195,7 +195,7 @@ def test_the_sums_of_many_targets_are_scalars(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("exchange", ["ddp", "zero1"])
 def test_one_more_sum_is_unexplained(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the largest gradient, before the exchange."""
+    """An additional all-reduce of the largest gradient before the exchange is detected."""
     gradients = step.gradients
 
     def with_another(*arguments: Any, **options: Any) -> Any:
@@ -235,7 +235,7 @@ def test_an_axis_of_one_device_has_no_groups() -> None:
     assert axis_of(((0, 1, 2, 3),), {"data": 1, "stage": 4}) == "stage"
 
 
-# As XLA writes groups, the axis, and how many devices there are in each.
+# Groups in XLA's formats -> (axis, number of devices per group).
 WRITTEN = {
     "replica_groups={{0,1,2,3},{4,5,6,7}}": ("stage", 4),
     "replica_groups={{0,4},{1,5},{2,6},{3,7}}": ("data", 2),
@@ -251,7 +251,7 @@ WRITTEN = {
 
 
 def sent_by(instruction: str) -> list[CollectiveRow]:
-    """The audit of a program of that one instruction, whose operand has 100 elements."""
+    """Audit a program with a single instruction, whose operand has 100 elements."""
     text = "ENTRY %main.1 (x: f32[100]) -> f32[100] {\n  %x = f32[100]{0} parameter(0)\n"
     text += f"  ROOT %sent = f32[100]{{0}} {instruction}\n}}\n"
     program: Any = SimpleNamespace(compiled=SimpleNamespace(as_text=lambda: text), branches={})
@@ -294,7 +294,7 @@ def test_groups_that_cannot_be_read_are_no_silence() -> None:
 
 
 def held(task: Task, exchange: str, *options: str) -> dict[str, int]:
-    """Of each device, in the compiled program, and by the strategy's formula, which is the same."""
+    """Return the bytes on each device in the compiled program, after checking that theory predicts them exactly."""
     strategy = make(task, *replicated(exchange, *options))
     devices = audit.memory(strategy.compile(), strategy)
     assert len(devices) == N
@@ -305,11 +305,14 @@ def held(task: Task, exchange: str, *options: str) -> dict[str, int]:
 
 
 def test_bytes_on_a_device() -> None:
-    """Weights; momentum and a counter of sgd; of one-bit codes the residuals, of which a server has 1/n more."""
+    """The state is the weights, momentum and counter of SGD, and the residuals of the 1-bit compressor.
+
+    Each device has a residual of the whole gradient, and as a server one of 1/n of it.
+    """
     leaves = jax.tree.leaves(make_problem(make_config(MLP), MLP).model.shapes)
     whole = 4 * sum(leaf.size for leaf in leaves)
     shards = 4 * sum(leaf.size // max(leaf.shape) * math.ceil(max(leaf.shape) / N) for leaf in leaves)
-    padded = 4 * math.ceil(whole / 4 / N) * N  # of a vector of all
+    padded = 4 * math.ceil(whole / 4 / N) * N  # for all parameters in one vector
     assert held(MLP, "ddp") == {"parameters": whole, "optimizer": whole + 4, "private": 0}
     assert held(MLP, "zero1") == {"parameters": whole, "optimizer": shards + 4, "private": 0}
     assert held(MLP, "zero3") == {"parameters": shards, "optimizer": shards + 4, "private": 0}
@@ -324,11 +327,11 @@ def test_the_bytes_of_a_master_and_of_the_others() -> None:
     master, *others = audit.memory(strategy.compile(), strategy)
     whole = 4 * number_of_parameters(MLP)
     assert [master[name] for name in ("parameters", "optimizer")] == [(whole, whole), (whole + 4, whole + 4)]
-    assert master["inputs"].nbytes == pytest.approx(N * whole, rel=0.02)  # all devices' gradients
+    assert master["inputs"].nbytes == pytest.approx(N * whole, rel=0.02)  # the gradients of all devices
     for other in others:
         assert other["parameters"] == (whole, whole)
         assert "optimizer" not in other
-        assert (other["inputs"].nbytes or 0) < whole / 10  # its share of a batch
+        assert (other["inputs"].nbytes or 0) < whole / 10  # its shard of a batch
 
 
 def test_bytes_of_a_pipelines_residuals() -> None:
@@ -368,13 +371,13 @@ def test_the_script_prints_a_table(
     assert run(monkeypatch, tmp_path, "--config.exchange=byteps") == 0
     captured = capsys.readouterr()
     assert captured.err == ""
-    assert "no formula" not in captured.out
+    assert "not explained" not in captured.out
     [line] = [line for line in captured.out.splitlines() if line.startswith("reduce-scatter")]
     _, axis, dtype, number, nbytes, theory, ratio = line.split()
     assert (axis, dtype, float(number)) == ("data", "float32", 1)
     assert float(ratio) == pytest.approx(int(nbytes.replace(",", "")) / int(theory.replace(",", "")), abs=1e-3)
     lines = [line.split() for line in captured.out.splitlines()]
-    assert ["on", "device", "0,", "1", "bytes", "theory", "ratio"] in lines
+    assert ["memory", "on", "devices", "0,", "1", "bytes", "theory", "ratio"] in lines
     rows = {line[0]: line[1:] for line in lines[-5:]}
     assert list(rows) == ["parameters", "optimizer", "private", "inputs", "temporary"]
     assert rows["parameters"][0] == rows["parameters"][1]
@@ -393,12 +396,12 @@ def test_the_script_prints_json_and_fails_where_a_row_is_unexplained(
         *("all-reduce", "data", "float32"),
         1,
     )
-    # On 2 devices the bytes that are sent are those of the gradients.
+    # On 2 devices, the bytes sent equal the bytes of the gradients.
     parameters = found["devices"][0]["parameters"]
     assert row["theory"] == parameters["nbytes"] == parameters["theory"] == pytest.approx(row["nbytes"], rel=0.01)
     monkeypatch.setattr(audit, "TOLERANCE", -0.1)
     assert run(monkeypatch, tmp_path) == 1
-    assert capsys.readouterr().out.count("no formula explains this") == 1
+    assert capsys.readouterr().out.count("not explained by theory") == 1
 
 
 @pytest.mark.parametrize(

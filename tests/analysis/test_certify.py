@@ -1,4 +1,4 @@
-"""The certificate: honest strategies are within, planted mistakes are not and are named, and lossy ones say so."""
+"""Tests of the certificate: correct strategies pass, planted mistakes fail, lossy strategies have no tolerance."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from scripts import certify as script
 from tests.runs import small_arguments
 
 ROOT = Path(__file__).parents[2]
-# 213 rows to train on in batches of 24: one of the epoch's 9 has rows that pad.
+# 213 training examples in batches of 24: one of the 9 batches of an epoch has padding examples.
 MLP = ["model.name=mlp", "model.num_heads=None", "model.mlp_size=None", "data.source=synthetic", "data.train="]
 MLP += ["data.synthetic_examples=250", "model.num_layers=2", "model.dropout=0.2"]
 BERT = ["model.dropout=0.2", "model.num_layers=2"]
@@ -37,7 +37,7 @@ PIPELINE = ["strategy=pipeline", "mesh.stage=2", "mesh.data=1", "pipeline.num_mi
 
 @pytest.fixture
 def certify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, dict[str, Any]]]:
-    """Runs the script in this process on a config with these keys: its exit code, and what it wrote."""
+    """A function that runs the script in this process with these keys and returns its exit code and the certificate."""
 
     def run(*keys: str, num_steps: int = 3) -> tuple[int, dict[str, Any]]:
         output = tmp_path / "certificate.json"
@@ -50,7 +50,7 @@ def certify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
     return run
 
 
-# ---- honest strategies ---------------------------------------------------------------------------------------------
+# ---- correct strategies --------------------------------------------------------------------------------------------
 
 HONEST = {
     "sharding, bert": BERT,
@@ -80,10 +80,10 @@ def test_honest_strategies_are_within(name: str, certify: Any) -> None:
 
 
 def test_one_device_is_bitwise_itself(tmp_path: Path) -> None:
-    """The same program twice; and the table says so in a word.
+    """The same program runs twice, so all errors in the table are `bitwise`.
 
-    In a process with the flags of users: with those of the tests, an update is contracted otherwise within a step than
-    in a program of its own.
+    This runs in a separate process without the XLA flags of the tests. With these flags, XLA contracts the operations
+    of an update differently within a step than in a separate program.
     """
     overrides = [*small_arguments(tmp_path), *(f"--config.{key}" for key in (*MLP, "strategy=single", "mesh.data=1"))]
     arguments = [
@@ -107,7 +107,7 @@ def test_one_device_is_bitwise_itself(tmp_path: Path) -> None:
 
 
 def changed(monkeypatch: pytest.MonkeyPatch, module: Any, **functions: Any) -> None:
-    """One strategy's arithmetic is changed, and not the reference's: it has other functions of jaxpar/step.py."""
+    """Replace functions of jaxpar/step.py for the strategies in `module`, but not for the reference."""
     monkeypatch.setattr(module, "steps", SimpleNamespace(**{**vars(steps), **functions}))
 
 
@@ -120,7 +120,7 @@ def dropped_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def dropped_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the function that all strategies add microbatches up by: the reference takes a batch at once, without it."""
+    """Drop a microbatch in the function that all strategies use. The reference takes a batch in one pass without it."""
     original = steps.microbatches
     monkeypatch.setattr(steps, "microbatches", lambda batch, num: {k: v[1:] for k, v in original(batch, num).items()})
 
@@ -141,7 +141,7 @@ def doubled_psum(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def key_of_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each replica draws dropout masks by the place of a row in its own share."""
+    """Draw dropout masks by the position of an example in its shard instead of in the batch."""
 
     def gradients(problem: Any, state: Any, batch: Any, *rest: Any, **options: Any) -> Any:
         index = jax.numpy.arange(len(batch["index"]), dtype=jax.numpy.int32)
@@ -151,7 +151,7 @@ def key_of_replica(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def key_of_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the step after this one."""
+    """Use the dropout key of the next step."""
     changed(monkeypatch, pipeline_engine, dropout_key=lambda key, step: steps.dropout_key(key, step + 1))
 
 
@@ -172,7 +172,7 @@ def counted_padding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def own_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients are the mean of replicas' means: wrong where shares weigh unequally, as in an epoch's last batch."""
+    """Average the means of the replicas, which is wrong if shards have different weights, as in a padded batch."""
 
     def gradients(problem: Any, state: Any, batch: Any, _weight: Any, **options: Any) -> Any:
         own = jax.numpy.maximum(batch["weights"].sum(), 1)
@@ -190,7 +190,7 @@ def forgotten_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def smaller_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one layer, by a hundredth, of right gradients."""
+    """Reduce the update of one layer by 1 %, with correct gradients."""
 
     def apply(state: Any, updates: Any, optimizer: Any, metrics: Any) -> Any:
         return steps.apply(
@@ -226,14 +226,14 @@ def test_mistakes_are_found_and_named(
     named = [line.split(":")[0] for line in found["outside"]]
     assert code == 1, found["outside"]
     assert set(places) <= set(named), found["outside"]
-    if name in ("scaled layer", "smaller update", "forgotten step"):  # and nothing else
+    if name in ("scaled layer", "smaller update", "forgotten step"):  # nothing else is reported
         assert named == places
     printed = capsys.readouterr().out
-    assert "verdict    outside the tolerance" in printed
+    assert "verdict    failed, outside the tolerance" in printed
     assert all(f"outside    {place}: " in printed for place in places)
 
 
-# ---- strategies that compute other numbers -------------------------------------------------------------------------
+# ---- strategies that differ by design ------------------------------------------------------------------------------
 
 DIFFERENT = {
     "onebit_adam compresses momentum lossily after its warm-up": ["exchange=onebit_adam"],
@@ -259,10 +259,10 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("words", DIFFERENT)
 def test_strategies_that_differ_say_so(words: str, certify: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """No tolerance, exit code 0, and the errors are there: they do differ."""
+    """The exit code is 0 without a tolerance, and the certificate contains the errors, which are large."""
     code, found = certify(*MLP, *DIFFERENT[words], num_steps=4)
     assert (code, found["differs"], found["tolerance"], found["outside"]) == (0, words, None, [])
-    assert f"verdict    {words}: no tolerance is stated" in capsys.readouterr().out
+    assert f"verdict    no tolerance applies: {words}" in capsys.readouterr().out
     assert max(errors["alone"]["relative"] for errors in found["layers"].values()) > 1e-4
     assert all("update" not in errors for errors in found["layers"].values())
 
@@ -273,7 +273,7 @@ def test_what_exchanges_do_otherwise() -> None:
     assert set(presets.DIFFERS) | same == set(EXCHANGES)
 
 
-# ---- the measure, and the command line -----------------------------------------------------------------------------
+# ---- errors and the command line -----------------------------------------------------------------------------------
 
 
 def test_errors_of_arrays() -> None:
@@ -285,7 +285,7 @@ def test_errors_of_arrays() -> None:
     assert error.ulps == 1
     assert error.relative == pytest.approx(2**-22 / 5**0.5, rel=1e-6)
     assert compare({"a": one}, {"a": zero}).relative == np.inf
-    assert compare({"a": zero}, {"a": -zero}) == Error(False, 0.0, 0.0)  # minus zero has other bits
+    assert compare({"a": zero}, {"a": -zero}) == Error(False, 0.0, 0.0)  # -0.0 differs from 0.0 in its sign bit
     nan = compare({"a": np.array([np.nan, 1], np.float32)}, {"a": one})
     for errors in ([error, nan], [nan, error]):
         assert certificate.outside(found_with(certificate.worst(errors)), certificate.TOLERANCES["float32"])
@@ -305,7 +305,7 @@ CELLS: dict[str, Any] = {
 
 
 def test_columns_of_the_table_are_apart() -> None:
-    """Whatever is in them, from rounding to the largest errors there are."""
+    """The columns do not run together for any error, from rounding to the largest possible error."""
     errors = [error and script.as_json(error) for error in CELLS.values()]
     assert [script.cell(error) for error in errors] == list(CELLS)
     found: dict[str, Any] = dict.fromkeys(("strategy", "model", "differs"), "s")
@@ -313,7 +313,7 @@ def test_columns_of_the_table_are_apart() -> None:
     found |= {"batches": [0], "versions": {}, "metrics": {}}
     found["layers"] = {str(i): dict.fromkeys(certificate.QUANTITIES, error) for i, error in enumerate(errors)}
     rows = [re.split("  +", line) for line in script.format_certificate(found).splitlines()]
-    start = rows.index(["layer", "start", "gradient", "update", "moments", "runs apart"]) + 1
+    start = rows.index(["layer", "start", "gradient", "update", "moments", "drift"]) + 1
     assert rows[start : start + len(CELLS)] == [[str(i), *5 * [text]] for i, text in enumerate(CELLS)]
 
 
@@ -348,7 +348,7 @@ def test_what_a_certificate_says(certify: Any) -> None:
     assert found["flags"]["jax_default_matmul_precision"] == "highest"
     assert found["config"]["model.name"] == "mlp"
     assert found["config"]["num_steps"] == 2
-    assert "model.size" not in found["config"]  # as in the default
+    assert "model.size" not in found["config"]  # has its default
 
 
 @pytest.mark.parametrize(
@@ -383,4 +383,4 @@ def test_what_is_not_finite_cannot_be_compared(
     overrides = [*small_arguments(tmp_path), "--config.optimizer.lr=1e38", f"--output={tmp_path}/c.json"]
     monkeypatch.setattr(sys, "argv", ["certify.py", "--config=configs/default.py", "--num_steps=3", *overrides])
     assert script.main() == 1
-    assert "is not finite: there is nothing to compare" in capsys.readouterr().err
+    assert "is not finite, so it cannot be compared" in capsys.readouterr().err

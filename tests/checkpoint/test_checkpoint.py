@@ -1,4 +1,4 @@
-"""Checkpoints: whole or found out. Each damage is done to real files."""
+"""Tests that checkpoints are written atomically and that damage to real files is detected."""
 
 import itertools
 import multiprocessing
@@ -47,19 +47,19 @@ def restored_step(directory: Path) -> int:
 
 
 def restore(directory: Path) -> tuple[checkpoint.Checkpoint | None, list[str]]:
-    said: list[str] = []
-    return checkpoint.restore(directory, LIKE, said.append), said
+    logged: list[str] = []
+    return checkpoint.restore(directory, LIKE, logged.append), logged
 
 
 def test_round_trip_is_bitwise(tmp_path: Path) -> None:
     save(tmp_path / "c", {7: None})
-    found, said = restore(tmp_path / "c")
+    found, logged = restore(tmp_path / "c")
     assert found is not None
-    assert (found.step, found.info["data"], said) == (7, "abc", [])
+    assert (found.step, found.info["data"], logged) == (7, "abc", [])
     for expected, got in zip(jax.tree.leaves(tree(7)), jax.tree.leaves(found.tree), strict=True):
         assert got.dtype == expected.dtype
         assert np.asarray(expected).tobytes() == np.asarray(got).tobytes()
-    alone = checkpoint.read(tmp_path / "c" / "7")  # without knowing the structure
+    alone = checkpoint.read(tmp_path / "c" / "7")  # without `like`
     np.testing.assert_array_equal(alone.tree["params"]["block_0"]["kernel"], tree(7)["params"]["block_0"]["kernel"])
 
 
@@ -71,7 +71,7 @@ def test_keeps_the_last_and_the_best(tmp_path: Path) -> None:
 
 
 def test_the_best_is_kept_across_processes(tmp_path: Path) -> None:
-    """A saver knows what those before it measured."""
+    """A saver reads the losses of checkpoints written by earlier savers."""
     save(tmp_path / "c", {1: 0.9, 2: 0.3, 3: 0.5, 4: None})
     save(tmp_path / "c", {5: 0.6, 6: None, 7: None})
     assert checkpoint.steps(tmp_path / "c") == [2, 6, 7]
@@ -84,7 +84,7 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 
 def array_file(folder: Path) -> Path:
-    """The file with the bits of the largest array."""
+    """Return the file with the data of the largest array."""
     return max(folder.glob("state/**/d/*"), key=lambda path: path.stat().st_size)
 
 
@@ -109,12 +109,12 @@ def empty_info(folder: Path) -> None:
 
 
 def another_step(folder: Path) -> None:
-    """A digit of the step in its info."""
+    """Change the step in the info."""
     change_info(folder, lambda info: info.update(step=info["step"] + 1))
 
 
 def another_name(folder: Path) -> None:
-    """A letter of an array's name among the checksums."""
+    """Change a letter of array names in the checksums."""
 
     def rename(info: dict[str, Any]) -> None:
         info["checksums"] = {name.replace("params", "paramt"): number for name, number in info["checksums"].items()}
@@ -123,13 +123,13 @@ def another_name(folder: Path) -> None:
 
 
 def another_fingerprint(folder: Path) -> None:
-    """A letter of the data's fingerprint: it must not be told as other data."""
+    """Change a letter of the data fingerprint. This must not be reported as different data."""
     metadata = folder / "info" / "metadata"
     metadata.write_text(metadata.read_text().replace("abc", "abd"))
 
 
 def another_name_in_state(folder: Path) -> None:
-    """A letter of an array's name in what orbax says of the tree: it must not be told as another model."""
+    """Change a letter of an array name in orbax's metadata. This must not be reported as a different model."""
     metadata = folder / "state" / "_METADATA"
     metadata.write_text(metadata.read_text().replace("kernel", "kernem"))
 
@@ -155,13 +155,13 @@ DAMAGES = [
 def test_damage_falls_back_to_the_newest_whole_one(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     save(tmp_path / "c", {1: None, 2: None})
     damage(tmp_path / "c" / "2")
-    found, said = restore(tmp_path / "c")
+    found, logged = restore(tmp_path / "c")
     assert found is not None
     assert found.step == 1
-    assert len(said) == 1
-    assert "2 is damaged" in said[0]
-    assert "\n" not in said[0]
-    assert checkpoint.steps(tmp_path / "c") == [1, 2]  # reading changes nothing
+    assert len(logged) == 1
+    assert "2 is damaged" in logged[0]
+    assert "\n" not in logged[0]
+    assert checkpoint.steps(tmp_path / "c") == [1, 2]  # reading changes no files
     checkpoint.set_aside(tmp_path / "c", after=found.step)
     assert checkpoint.steps(tmp_path / "c") == [1]
     assert (tmp_path / "c" / "2.damaged").is_dir()
@@ -170,19 +170,19 @@ def test_damage_falls_back_to_the_newest_whole_one(tmp_path: Path, damage: Calla
 
 
 @pytest.mark.parametrize("text", ["", '{"validation_loss": 0.1}', "{}", None])
-def test_a_damaged_validation_loss_is_mended(text: str | None, tmp_path: Path) -> None:
-    """Orbax would not open such a folder, or keep the wrong one."""
+def test_a_damaged_validation_loss_is_repaired(text: str | None, tmp_path: Path) -> None:
+    """Otherwise orbax fails to open the folder or keeps the wrong checkpoint."""
     save(tmp_path / "c", {1: 0.5, 2: 0.3, 3: None})
     file = tmp_path / "c" / "2" / "metrics" / "metrics"
     if text is None:
         shutil.rmtree(file.parent)
     else:
         file.write_text(text)
-    said: list[str] = []
-    checkpoint.repair_metrics(tmp_path / "c", said.append)
-    assert said == [f"checkpoint {tmp_path}/c/2: its validation loss was damaged, and is 0.3000 now"]
-    checkpoint.repair_metrics(tmp_path / "c", said.append)
-    assert len(said) == 1
+    logged: list[str] = []
+    checkpoint.repair_metrics(tmp_path / "c", logged.append)
+    assert logged == [f"checkpoint {tmp_path}/c/2: the damaged validation loss was restored to 0.3000"]
+    checkpoint.repair_metrics(tmp_path / "c", logged.append)
+    assert len(logged) == 1
     save(tmp_path / "c", {4: 0.4, 5: None, 6: None})
     assert checkpoint.steps(tmp_path / "c") == [2, 5, 6]
 
@@ -190,13 +190,13 @@ def test_a_damaged_validation_loss_is_mended(text: str | None, tmp_path: Path) -
 def test_all_damaged_is_an_error(tmp_path: Path) -> None:
     save(tmp_path / "c", {1: None})
     truncate(tmp_path / "c" / "1")
-    for _ in range(2):  # the second try must not begin anew
-        with pytest.raises(UserError, match=r"all of \[1\] are damaged"):
+    for _ in range(2):  # the second attempt must not start a new run
+        with pytest.raises(UserError, match=r"all checkpoints in .* are damaged: steps \[1\]"):
             restore(tmp_path / "c")
 
 
 def test_half_written_checkpoints_are_ignored(tmp_path: Path) -> None:
-    """What a killed process leaves: orbax's temporary folder."""
+    """A killed process leaves a temporary folder of orbax."""
     save(tmp_path / "c", {1: None})
     shutil.copytree(tmp_path / "c" / "1", tmp_path / "c" / "2.orbax-checkpoint-tmp-0")
     assert restored_step(tmp_path / "c") == 1
@@ -205,16 +205,16 @@ def test_half_written_checkpoints_are_ignored(tmp_path: Path) -> None:
 
 
 def write(directory: Path, begun: Event) -> None:
-    """Writes checkpoint after checkpoint, until it is killed."""
+    """Write checkpoints until the process is killed."""
     saver = checkpoint.Saver(directory, keep=2, keep_best=False)
     for step in itertools.count(1):
         saver.save(tree(step), {"data": "abc"})
-        if step == 2:  # there is one
+        if step == 2:  # the first checkpoint is complete
             begun.set()
 
 
 def test_killed_at_random_moments_of_writing(tmp_path: Path) -> None:
-    """20 processes: the newest checkpoint is whole, and whoever goes on finds nothing of the one that is not."""
+    """After each of 20 kills, the newest checkpoint is intact, and the next saver removes the unfinished one."""
     context, draw, unfinished = multiprocessing.get_context("forkserver"), random.Random(0), 0
     context.set_forkserver_preload([__name__])
     for number in range(20):
@@ -225,31 +225,32 @@ def test_killed_at_random_moments_of_writing(tmp_path: Path) -> None:
         time.sleep(draw.uniform(0, 0.3))
         process.kill()
         process.join()
-        found, said = restore(directory)
+        found, logged = restore(directory)
         assert found is not None
-        assert said == []
+        assert logged == []
         for got, expected in zip(jax.tree.leaves(found.tree), jax.tree.leaves(tree(found.step)), strict=True):
             assert np.asarray(expected).tobytes() == np.asarray(got).tobytes()
         unfinished += any("tmp" in path.name for path in directory.iterdir())
         save(directory, {found.step + 1: None})
         assert [path.name for path in directory.iterdir() if not path.name.isdigit()] == []
         assert restored_step(directory) == found.step + 1
-    assert unfinished >= 10  # most were in the middle of one
+    assert unfinished >= 10  # most processes were killed in the middle of a write
 
 
 def test_another_structure_is_not_read_as_this_one(tmp_path: Path) -> None:
     save(tmp_path / "c", {1: None})
     other = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((2, *leaf.shape), leaf.dtype), LIKE)
-    with pytest.raises(UserError, match=r"another model or optimizer: .* is bfloat16 \(5,\), not bfloat16 \(2, 5\)"):
+    message = r"different model or optimizer: .* is bfloat16 \(5,\); it must be bfloat16 \(2, 5\)"
+    with pytest.raises(UserError, match=message):
         checkpoint.restore(tmp_path / "c", other, lambda _line: None)
     wider = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), LIKE)
-    with pytest.raises(UserError, match=r"\['mu'\] is bfloat16 \(5,\), not float32 \(5,\)"):
+    with pytest.raises(UserError, match=r"\['mu'\] is bfloat16 \(5,\); it must be float32 \(5,\)"):
         checkpoint.restore(tmp_path / "c", wider, lambda _line: None)
     change_info(tmp_path / "c" / "1", lambda info: info.update(format=2))
-    with pytest.raises(UserError, match=r"format 2; this version of jaxpar reads 1"):
+    with pytest.raises(UserError, match=r"format 2; this version of jaxpar reads format 1"):
         restore(tmp_path / "c")
-    shutil.move(tmp_path / "c" / "1" / "state", tmp_path / "c" / "1" / "elsewhere")  # as a later format may have it
-    with pytest.raises(UserError, match=r"format 2; this version of jaxpar reads 1"):
+    shutil.move(tmp_path / "c" / "1" / "state", tmp_path / "c" / "1" / "elsewhere")  # a later format could move it
+    with pytest.raises(UserError, match=r"format 2; this version of jaxpar reads format 1"):
         restore(tmp_path / "c")
     assert checkpoint.steps(tmp_path / "c") == [1]
 
@@ -269,7 +270,7 @@ def test_checksum_is_the_same_on_devices_and_finds_any_changed_element(dtype: st
 
 
 def test_checksum_of_more_than_a_block() -> None:
-    """The host takes one at a time."""
+    """The host computes the checksum of a large array in several blocks."""
     x = np.random.default_rng(0).normal(size=(3, 50_001)).astype(np.float32)
     assert checksums.of_tree({"x": jnp.asarray(x)}) == checksums.of_tree({"x": x}) == {"['x']": checksums.of_array(x)}
     changed = x.copy()

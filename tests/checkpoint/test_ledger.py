@@ -1,4 +1,4 @@
-"""The ledger: what it proves, and that it finds what is planted."""
+"""Tests of the ledger: what it proves, and that it detects planted errors."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from jaxpar.launch import processes
 from tests.checkpoint.test_private import config, run_to
 from tests.data.test_batches import batches
 
-SOURCE = batches("texts")  # 103 examples: 12 batches of 8, and one of 7
+SOURCE = batches("texts")  # 103 examples: 12 batches of 8 and one of 7
 ALL = slice(0, 8)
 HALVES = (slice(0, 4), slice(4, 8))
 
@@ -33,9 +33,15 @@ def record(
     taken: dict[int, int] | None = None,
     read: Sequence[slice] | None = None,
 ) -> None:
-    """What so many processes write, each of its share of the rows, when they save every 5 steps.
+    """Write the ledgers of several processes that save every 5 steps.
 
-    taken: by step, the batch that it takes, where that is not its own. read: the rows that each gathers, if others.
+    Args:
+      directory: folder of the ledger.
+      start: first step, from 0.
+      stop: last step + 1.
+      shares: the shard of the batch that each process records.
+      taken: {step: batch used instead of the batch of that step}.
+      read: the shard that each process actually reads; None: `shares`.
     """
     for process, (rows, own) in enumerate(zip(shares, read or shares, strict=True)):
         with pytest.MonkeyPatch.context() as patch:
@@ -54,11 +60,11 @@ def verified(directory: Path, num_steps: int) -> str:
 @pytest.mark.parametrize("num_steps", [13, 26, 30, 7])
 def test_every_example_once(tmp_path: Path, num_steps: int) -> None:
     record(tmp_path, 0, num_steps)
-    assert verified(tmp_path, num_steps) == f"every example of {num_steps / 13:.6g} epochs exactly once"
+    assert verified(tmp_path, num_steps) == f"every example of {num_steps / 13:.6g} epochs was used exactly once"
 
 
 def test_a_line_by_hand(tmp_path: Path) -> None:
-    """Splitmix64's published first outputs from seed 0 are the mixes of 0, 1, 2."""
+    """The digests of 0, 1 and 2 are the published first outputs of splitmix64 with seed 0."""
     outputs = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert [ledger.digest_examples(np.array([number])) for number in range(3)] == outputs
     books = ledger.Ledger(tmp_path, steps_per_epoch=1, shard=slice(0, 4), first=0)
@@ -75,31 +81,31 @@ def test_a_line_by_hand(tmp_path: Path) -> None:
 
 
 def test_killed_and_resumed_by_other_numbers_of_processes(tmp_path: Path) -> None:
-    """What was written of steps that no checkpoint has is cut: of all processes, also of those that are no more."""
+    """Lines of steps after the last checkpoint are cut in all files, also those of processes that no longer exist."""
     record(tmp_path, 0, 15, HALVES)
     ledger.cut(tmp_path, after=10)
     record(tmp_path, 10, 20)
     with (tmp_path / "0.jsonl").open("a") as file:
-        file.write('{"from": 20, "to')  # the process was killed as it wrote
+        file.write('{"from": 20, "to')  # the process was killed during this write
     ledger.cut(tmp_path, after=20)
     record(tmp_path, 20, 26, HALVES)
-    assert verified(tmp_path, 26) == "every example of 2 epochs exactly once"
+    assert verified(tmp_path, 26) == "every example of 2 epochs was used exactly once"
 
 
 def test_of_a_run_that_began_without_one(tmp_path: Path) -> None:
     record(tmp_path, 4, 26)
-    assert verified(tmp_path, 26) == f"every example of {22 / 13:.6g} epochs exactly once, from step 5 on"
-    assert verified(tmp_path / "nowhere", 26) == "it has no step"
+    assert verified(tmp_path, 26) == f"every example of {22 / 13:.6g} epochs was used exactly once, since step 5"
+    assert verified(tmp_path / "nowhere", 26) == "no steps recorded"
 
 
 PLANTED: dict[str, tuple[dict[str, Any], str]] = {
-    "a repeated batch": ({"taken": {9: 8}}, "epoch 0: of 103 examples some were taken twice and others never"),
-    "one of another epoch": ({"taken": {9: 20}}, "epoch 0: of 103 examples some were taken twice and others never"),
-    "a short one twice": ({"taken": {20: 25}}, "epoch 1: "),
-    "a skipped one": ({"taken": {step: step + 1 for step in range(9, 26)}}, "epoch 0: "),
-    "a wrong row slice": ({"shares": HALVES, "read": (HALVES[0], HALVES[0])}, "epoch 0: "),
-    "a share that nobody has": ({"shares": HALVES[:1]}, "steps 1 to 5 have examples 0 to 4, of 8"),
-    "a share that two have": ({"shares": (ALL, HALVES[1])}, "steps 1 to 5 have examples 0 to 8, 4 to 8, of 8"),
+    "a repeated batch": ({"taken": {9: 8}}, "epoch 0 used 103 examples, but some of them twice and others never"),
+    "one of another epoch": ({"taken": {9: 20}}, "epoch 0 used 103 examples, but some of them twice and others never"),
+    "a short one twice": ({"taken": {20: 25}}, "epoch 1 used "),
+    "a skipped one": ({"taken": {step: step + 1 for step in range(9, 26)}}, "epoch 0 used "),
+    "a wrong row slice": ({"shares": HALVES, "read": (HALVES[0], HALVES[0])}, "epoch 0 used "),
+    "a missing shard": ({"shares": HALVES[:1]}, "steps 1 to 5 cover examples 0 to 4 of a batch of 8"),
+    "overlapping shards": ({"shares": (ALL, HALVES[1])}, "steps 1 to 5 cover examples 0 to 8, 4 to 8 of a batch of 8"),
 }
 
 
@@ -114,13 +120,13 @@ def test_finds_what_is_planted(tmp_path: Path, name: str) -> None:
 
 def test_finds_steps_that_are_missing_or_there_twice(tmp_path: Path) -> None:
     record(tmp_path, 0, 10)
-    for start, message in ((15, "steps 11 to 15 are missing"), (8, "steps 9 to 10 are there twice")):
+    for start, message in ((15, "steps 11 to 15 are missing"), (8, "steps 9 to 10 were recorded twice")):
         whole = (tmp_path / "0.jsonl").read_text()
         record(tmp_path, start, 26)
         with pytest.raises(TrainingError, match=message):
             verified(tmp_path, 26)
         (tmp_path / "0.jsonl").write_text(whole)
-    with pytest.raises(TrainingError, match="it ends with step 10, and there are 26"):
+    with pytest.raises(TrainingError, match="the last step is 10; it must be 26"):
         verified(tmp_path, 26)
 
 
@@ -128,7 +134,7 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     record(tmp_path, 0, 26)
     text = (tmp_path / "0.jsonl").read_text().replace('"rows"', '"row"', 1)
     (tmp_path / "0.jsonl").write_text(text)
-    with pytest.raises(UserError, match=r"0\.jsonl:1 is not what a run writes"):
+    with pytest.raises(UserError, match=r"0\.jsonl:1 is not a line that a run writes"):
         ledger.cut(tmp_path, after=26)
 
 
@@ -136,9 +142,9 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     ("num_replicas", "of_process", "rows"),
     [
         (4, [0, 0, 1, 1], [slice(0, 12), slice(12, 24)]),
-        (1, [0, 0, 1, 1], [slice(0, 24), slice(0, 0)]),  # a replica over both: one counts
+        (1, [0, 0, 1, 1], [slice(0, 24), slice(0, 0)]),  # one replica on both processes: only one counts
         (2, [0, 1, 2, 3], [slice(0, 12), slice(0, 0), slice(12, 24), slice(0, 0)]),
-        (2, [0, 0, 1, 1, 2, 2], [slice(0, 12), slice(12, 24), slice(0, 0)]),  # the second one reads both halves
+        (2, [0, 0, 1, 1, 2, 2], [slice(0, 12), slice(12, 24), slice(0, 0)]),  # process 1 reads both halves
     ],
 )
 def test_a_row_is_counted_by_one_process(
@@ -152,14 +158,14 @@ def test_a_row_is_counted_by_one_process(
 
 # ---- whole runs ---------------------------------------------------------------------------------
 
-EPOCHS = "--config.num_steps=45"  # three of them
+EPOCHS = "--config.num_steps=45"  # three epochs
 
 
 def test_a_run_that_changes_its_strategy(tmp_path: Path) -> None:
     run_to(5, tmp_path, EPOCHS)
     run_to(9, tmp_path, EPOCHS, "--config.mesh.data=4", "--config.exchange=zero3")
     result = train.train(config(EPOCHS, "--config.strategy=single", "--config.mesh.data=1"), tmp_path)
-    assert result["ledger"] == "every example of 3 epochs exactly once"
+    assert result["ledger"] == "every example of 3 epochs was used exactly once"
     rows = [json.loads(line) for line in (tmp_path / "ledger" / "0.jsonl").read_text().splitlines()]
     assert rows[0]["from"] == 0
     assert rows[-1]["to"] == 45
@@ -168,15 +174,15 @@ def test_a_run_that_changes_its_strategy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", [b'{"from": 0, "to": 3\n', b"", b"\xff\xfe\n"])
 def test_a_damaged_ledger_is_told_before_a_run_goes_on(text: bytes, tmp_path: Path) -> None:
-    """Not at its end. Without it the rest is proved."""
+    """The error is raised at the start. After the ledger is deleted, a new one covers the remaining steps."""
     run_to(5, tmp_path, EPOCHS)
     file = tmp_path / "ledger" / "0.jsonl"
     file.write_bytes(text or file.read_bytes().replace(b'"to": 5', b'"to": 4'))
-    with pytest.raises(UserError, match=r"delete .*ledger, and the ledger begins anew"):
+    with pytest.raises(UserError, match=r"delete .*ledger to start a new ledger"):
         train.train(config(EPOCHS), tmp_path)
     shutil.rmtree(file.parent)
     result = train.train(config(EPOCHS), tmp_path)
-    assert result["ledger"] == "every example of 2.66667 epochs exactly once, from step 6 on"
+    assert result["ledger"] == "every example of 2.66667 epochs was used exactly once, since step 6"
 
 
 def test_a_batch_that_a_run_takes_twice_fails_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +192,6 @@ def test_a_batch_that_a_run_takes_twice_fails_it(tmp_path: Path, monkeypatch: py
         return batch(self, 4 if step == 5 and self._shuffle else step, rows, **options)
 
     monkeypatch.setattr(Batches, "batch", repeated)
-    with pytest.raises(TrainingError, match="ledger: epoch 0: 152 examples were taken, and 172 are due"):
+    with pytest.raises(TrainingError, match="ledger: epoch 0 used 152 examples; it must use 172"):
         train.train(config(), tmp_path)
     assert not (tmp_path / "result.json").exists()

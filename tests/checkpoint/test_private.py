@@ -1,4 +1,4 @@
-"""Whole runs with an exchange that has a state of its own: it is saved, found damaged, and left behind where due."""
+"""Tests of runs with private state of an exchange, which is saved, checked for damage, and discarded if unusable."""
 
 import os
 import shutil
@@ -26,17 +26,17 @@ VALUES = {
 }
 ONEBIT = "--config.exchange=byteps_onebit"
 NAME = "byteps_onebit block=2048 bucket_bytes=4096000 momentum=0.0 on 2 replicas"
-LEFT = f"private   state of {NAME} is left behind: this is "
+DISCARDED = f"discarded private state of {NAME}; this run uses "
 
 
 def config(*overrides: str) -> ConfigDict:
-    """Eight steps, saved after 3, 6 and 8."""
-    folder = Path(os.environ["JAXPAR_CACHE"])  # the tests' own; `small_config` writes a data file there
+    """Return a config of eight steps with checkpoints after steps 3, 6 and 8."""
+    folder = Path(os.environ["JAXPAR_CACHE"])  # a temporary folder in tests; `small_config` writes a data file there
     return small_config(folder, *(f"--config.{key}={value}" for key, value in VALUES.items()), *overrides)
 
 
 def run_to(step: int, workdir: Path, *overrides: str) -> Path:
-    """A run that a signal stops after that step."""
+    """Train until a signal stops the run after `step` more steps."""
     with pytest.MonkeyPatch.context() as patch:
         stop_at(patch, step, signal.SIGTERM)
         with pytest.raises(train.Stopped):
@@ -53,7 +53,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """After 5 steps, with checkpoints of 3 and 5. To be copied."""
+    """A run stopped after 5 steps, with checkpoints of steps 3 and 5. Tests copy it."""
     return run_to(5, tmp_path_factory.mktemp("private") / "stopped", ONEBIT)
 
 
@@ -64,7 +64,7 @@ def run(stopped: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of ddp, after 5 steps."""
+    """A run with exchange ddp, stopped after 5 steps."""
     return run_to(5, tmp_path_factory.mktemp("private") / "plain", "--config.exchange=ddp")
 
 
@@ -73,7 +73,7 @@ def test_stopped_and_resumed_ends_bitwise_equal(
 ) -> None:
     assert checkpoint.steps(run / "checkpoints") == [3, 5]
     train.train(config(ONEBIT), run)
-    assert "left behind" not in capsys.readouterr().out
+    assert "discarded" not in capsys.readouterr().out
     assert_bitwise_equal(run, uninterrupted)
     last = [checkpoint.read(path / "checkpoints" / "8") for path in (run, uninterrupted)]
     for got, expected in zip(*(jax.tree.leaves(found.private) for found in last), strict=True):
@@ -90,7 +90,7 @@ def test_the_private_state_is_each_replicas_own(run: Path) -> None:
 
 
 def test_without_it_training_would_end_elsewhere(run: Path, uninterrupted: Path) -> None:
-    """Else the test above would pass where nothing is restored."""
+    """Otherwise the test above would pass without restoring the private state."""
     change_info(run / "checkpoints" / "5", lambda info: info["private_key"].update(replicas=3))
     train.train(config(ONEBIT), run)
     got, expected = final_params(run), final_params(uninterrupted)
@@ -102,7 +102,7 @@ def test_another_exchange_leaves_it_behind_and_trains_on(
     run: Path, change: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = train.train(config(ONEBIT, change), run)
-    assert any(line.startswith(LEFT) for line in capsys.readouterr().out.splitlines())
+    assert any(line.startswith(DISCARDED) for line in capsys.readouterr().out.splitlines())
     assert result["steps"] == 8
     assert checkpoint.steps(run / "checkpoints")[-1] == 8
     assert (run / "checkpoints" / "8" / "private").is_dir() == ("ddp" not in change)
@@ -113,9 +113,9 @@ def test_damage_falls_back_to_the_checkpoint_before(
 ) -> None:
     (run / "checkpoints" / "5" / "private" / "manifest.ocdbt").write_bytes(b"")
     train.train(config(ONEBIT), run)
-    said = capsys.readouterr().out
-    assert "checkpoints/5 is damaged" in said
-    assert "resume    from step 3" in said
+    output = capsys.readouterr().out
+    assert "checkpoints/5 is damaged" in output
+    assert "resumed   from step 3" in output
     assert (run / "checkpoints" / "5.damaged").is_dir()
     assert_bitwise_equal(run, uninterrupted)
 
@@ -143,8 +143,8 @@ def test_an_exchange_without_one_saves_none(plain: Path) -> None:
 
 def test_an_exchange_goes_on_with_what_one_without_left(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = train.train(config(ONEBIT), plain)
-    said = capsys.readouterr().out
-    assert "resume    from step 5" in said
-    assert "left behind" not in said
+    output = capsys.readouterr().out
+    assert "resumed   from step 5" in output
+    assert "discarded" not in output
     assert result["steps"] == 8
     assert jax.tree.leaves(checkpoint.read(plain / "checkpoints" / "8").private)

@@ -1,4 +1,4 @@
-"""Signals, in real processes: what they end although the main thread is not there to heed them."""
+"""Tests of signals in real processes whose main thread is busy."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ import pytest
 from jaxpar.launch.signals import Interrupt, StoppedEarly
 
 ROOT = Path(__file__).parents[2]
-# As in a compilation, or a wait for other processes: no handler of Python's runs.
+# Like a compilation or a wait for other processes, this keeps Python from running signal handlers.
 AWAY = "print('away', flush=True); ctypes.CDLL(None).sleep(1000)"
 BEFORE_THE_LOOP = f"""
 import ctypes
@@ -35,13 +35,13 @@ with Ending(nth=1, code=75, text=lambda: "stopped"):
         signal.raise_signal(signal.SIGINT)
     {AWAY}
 """
-STOPPED_AT_ONCE = "stopped at once; the steps since the last checkpoint are lost"
+STOPPED_IMMEDIATELY = "stopped immediately; the steps since the last checkpoint are lost"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
     ("program", "code", "text"),
-    [(BEFORE_THE_LOOP, 75, "stopped"), (IN_THE_LOOP, 130, STOPPED_AT_ONCE), (AFTER_THE_LOOP, 75, "stopped")],
+    [(BEFORE_THE_LOOP, 75, "stopped"), (IN_THE_LOOP, 130, STOPPED_IMMEDIATELY), (AFTER_THE_LOOP, 75, "stopped")],
 )
 def test_a_signal_while_the_main_thread_is_away(program: str, code: int, text: str, number: signal.Signals) -> None:
     process = subprocess.Popen(
@@ -58,7 +58,7 @@ def test_a_signal_while_the_main_thread_is_away(program: str, code: int, text: s
 
 
 def test_a_failure_after_a_signal_before_the_first_step() -> None:
-    """It is none: another process may have stopped, which this one waited for. After a step it is."""
+    """It is expected, as this process may have waited for another one that stopped. After a step it is an error."""
 
     def fail(*, is_stopped: bool, looks: bool = False) -> None:
         with Interrupt() as interrupt:
@@ -76,7 +76,7 @@ def test_a_failure_after_a_signal_before_the_first_step() -> None:
 
 
 def test_what_was_there_before_is_there_again() -> None:
-    """Handlers, file descriptors and threads."""
+    """Signal handlers, file descriptors and threads are restored."""
     program = """
 import os, signal, threading
 from jaxpar.launch.signals import Interrupt

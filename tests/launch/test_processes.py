@@ -1,4 +1,4 @@
-"""Several processes of one run, for real: two of them, with two virtual devices each."""
+"""Tests of runs of two real processes with two virtual devices each."""
 
 import errno
 import io
@@ -42,6 +42,7 @@ OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_orte_hnp_uri": "1.0;tcp://h:1
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "2"}
 JAXPAR = {"JAXPAR_COORDINATOR_ADDRESS": "pod-0.jobs:1234", "JAXPAR_NUM_PROCESSES": "4"}
 BY_CLUSTER = Place(None, None, None)
+NO_ADDRESS = "--coordinator_address (or JAXPAR_COORDINATOR_ADDRESS)"
 
 
 @pytest.mark.parametrize(
@@ -71,18 +72,18 @@ def test_where_a_process_is_among_the_others(given: Any, environ: dict[str, str]
 @pytest.mark.parametrize(
     ("given", "environ", "message"),
     [
-        (GIVEN | {"process_id": None}, {}, "missing: --process_id (or JAXPAR_PROCESS_ID)"),
-        (ALONE | {"num_processes": 2}, {}, "missing: --coordinator_address (or JAXPAR_COORDINATOR_ADDRESS), --proc"),
-        (ALONE | {"process_id": 1, "num_processes": 2}, {}, "missing: --coordinator_address"),
-        (ALONE | {"process_id": 1}, {}, "missing: --coordinator_address (or JAXPAR_COORDINATOR_ADDRESS), --num_proc"),
-        (ALONE | {"process_id": 0}, SLURM, "missing: --coordinator_address"),
-        (ALONE | {"process_id": 1}, POD, "missing: --coordinator_address"),
-        (ALONE, {"JAXPAR_PROCESS_ID": "1"}, "missing: --coordinator_address"),
-        (GIVEN | {"process_id": 4}, {}, "--process_id is 4; it must be 0 to 3"),
+        (GIVEN | {"process_id": None}, {}, "--process_id (or JAXPAR_PROCESS_ID) is missing; a run of several"),
+        (ALONE | {"num_processes": 2}, {}, f"{NO_ADDRESS} and --process_id (or JAXPAR_PROCESS_ID) are missing"),
+        (ALONE | {"process_id": 1, "num_processes": 2}, {}, f"{NO_ADDRESS} is missing"),
+        (ALONE | {"process_id": 1}, {}, f"{NO_ADDRESS} and --num_processes (or JAXPAR_NUM_PROCESSES) are missing"),
+        (ALONE | {"process_id": 0}, SLURM, f"{NO_ADDRESS} and"),
+        (ALONE | {"process_id": 1}, POD, f"{NO_ADDRESS} and"),
+        (ALONE, {"JAXPAR_PROCESS_ID": "1"}, f"{NO_ADDRESS} and"),
+        (GIVEN | {"process_id": 4}, {}, "--process_id is 4; it must be between 0 and 3"),
         (GIVEN | {"num_processes": 0}, {}, "--num_processes is 0; it must be 1 or more"),
-        (GIVEN | {"coordinator_address": "host"}, {}, "--coordinator_address is 'host'; it must be HOST:PORT"),
-        (ALONE, JAXPAR | {"JAXPAR_PROCESS_ID": "one"}, "--process_id is one; it must be 0 to 3"),
-        (ALONE, POD, "JOB_COMPLETION_INDEX is set, as in an indexed Job, but not JAXPAR_NUM_PROCESSES"),
+        (GIVEN | {"coordinator_address": "host"}, {}, "--coordinator_address is 'host'; it must be the HOST:PORT"),
+        (ALONE, JAXPAR | {"JAXPAR_PROCESS_ID": "one"}, "--process_id is one; it must be between 0 and 3"),
+        (ALONE, POD, "JOB_COMPLETION_INDEX is set, as in an indexed Job of Kubernetes, but JAXPAR_NUM_PROCESSES and"),
     ],
 )
 def test_a_place_that_cannot_be(given: Any, environ: dict[str, str], message: str) -> None:
@@ -96,7 +97,7 @@ def test_a_place_that_cannot_be(given: Any, environ: dict[str, str], message: st
     [
         (4, [0, 0, 1, 1], [slice(0, 12), slice(12, 24)]),
         (2, [0, 0, 1, 1], [slice(0, 12), slice(12, 24)]),
-        (1, [0, 0, 1, 1], [slice(0, 24), slice(0, 24)]),  # a replica over both
+        (1, [0, 0, 1, 1], [slice(0, 24), slice(0, 24)]),  # one replica on the devices of both processes
         (2, [0, 1, 2, 3], [slice(0, 12), slice(0, 12), slice(12, 24), slice(12, 24)]),
         (3, [0, 0, 1], [slice(0, 16), slice(16, 24)]),
     ],
@@ -112,18 +113,19 @@ def test_a_process_reads_the_rows_of_its_devices(
 
 @pytest.mark.parametrize(("values", "right"), [([3, 3], True), ([3, -1], False), ([-1, 3], False)])
 def test_processes_that_see_other_checkpoints(values: list[int], right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as of folders that are not shared: all of them end."""
+    """If processes find different checkpoints, for example in folders that are not shared, all of them fail."""
     monkeypatch.setattr(jax, "process_count", lambda: len(values))
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda _: np.array(values))
     for value in values:
         if right:
             processes.check_same_value("the step", value)
             continue
-        with pytest.raises(TrainingError, match=f"^the step is {values[0]}, {values[1]} in processes 0 to 1$"):
+        message = f"^the step is {values[0]}, {values[1]} in processes 0 to 1; it must be the same in all$"
+        with pytest.raises(TrainingError, match=message):
             processes.check_same_value("the step", value)
 
 
-# ---- for real -----------------------------------------------------------------------------------
+# ---- real processes -----------------------------------------------------------------------------
 
 PIPELINE = ("--config.strategy=pipeline", "--config.mesh.stage=4", "--config.mesh.data=1")
 RUNS: dict[str, tuple[str, ...]] = {
@@ -142,7 +144,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(name: str) -> list[str]:
-    """A small MLP on vectors, or BERT on texts, by the strategy of RUNS."""
+    """Return the overrides for a small MLP on vectors, or BERT on texts, with the strategy of RUNS."""
     return [*([] if name == "texts" else MORE), *STEPS, *RUNS[name]]
 
 
@@ -170,19 +172,20 @@ def finished(process: "subprocess.Popen[str]", code: int = 0) -> tuple[list[str]
 
 
 def assert_close(got: Path, expected: Path) -> None:
-    """Parameters to 1e-6, the optimizer's state, which has squares, to three times as much.
+    """Assert that parameters agree to 1e-6, and the optimizer state, which contains squares, to 3e-6.
 
-    But for keys' biases: the same on all scores of a query, their gradient is zero but for rounding.
+    Biases of keys are excluded. They add the same number to all scores of a query, so their gradient is zero except
+    for rounding.
     """
-    there, wanted = final_params(got), final_params(expected)
-    for name, x in wanted.items():
+    actual, reference = final_params(got), final_params(expected)
+    for name, x in reference.items():
         if "['key']['bias']" not in name:
-            assert relative_error(there[name], x) < (3e-6 if "['optimizer']" in name else 1e-6), name
+            assert relative_error(actual[name], x) < (3e-6 if "['optimizer']" in name else 1e-6), name
 
 
 @pytest.fixture(scope="module")
 def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By run: the same in one process, on four of its devices."""
+    """The workdirs of the same runs in a single process on four devices."""
     workdirs = {name: tmp_path_factory.mktemp("alone") / "run" for name in RUNS}
     for name, workdir in workdirs.items():
         train.train(small_config(folder, *settings(name)), workdir)
@@ -193,10 +196,10 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 def test_two_processes_compute_what_one_does(name: str, folder: Path, tmp_path: Path, alone: dict[str, Path]) -> None:
     out, err = finished(launch(folder, tmp_path / "run", name))
     assert not [line for line in err if line.startswith(("jaxpar", "launch", "Traceback"))]
-    told = [line for line in out if any(f"] {word} " in line for word in ("platform", "run", "step", "test"))]
-    assert len(told) >= 4
-    assert {line[:4] for line in told} == {"[0] "}
-    assert told[0] == f"[0] platform  cpu, 4 devices of 2 processes (cpu), jax {jax.__version__}"
+    lines = [line for line in out if any(f"] {word} " in line for word in ("platform", "run", "step", "test"))]
+    assert len(lines) >= 4
+    assert {line[:4] for line in lines} == {"[0] "}
+    assert lines[0] == f"[0] platform  cpu, 4 devices in 2 processes (cpu), jax {jax.__version__}"
     assert_close(tmp_path / "run", alone[name])
     rows, expected = metrics.read_metrics(tmp_path / "run"), metrics.read_metrics(alone[name])
     assert [(row["step"], row["split"]) for row in rows] == [(row["step"], row["split"]) for row in expected]
@@ -207,11 +210,11 @@ def test_two_processes_compute_what_one_does(name: str, folder: Path, tmp_path: 
         for folder in sorted((tmp_path / "run" / "checkpoints" / str(newest) / "state").glob("ocdbt.process_*"))
     ]
     assert len(written) == 2
-    assert min(written) > 0.1 * sum(written)  # half each, but for nodes of OCDBT, which it may write several times
+    assert min(written) > 0.1 * sum(written)  # about half each, plus nodes that OCDBT may write several times
 
 
 def test_from_two_processes_to_one_and_back(folder: Path, tmp_path: Path, alone: dict[str, Path]) -> None:
-    """Stopped by SIGTERM, which reaches one process only, and goes on alone; stopped, and goes on as two."""
+    """A run of two processes is stopped by a SIGTERM to one of them, resumed by one process, and again by two."""
     workdir = tmp_path / "run"
     process = launch(folder, workdir, "zero3", "--config.checkpoint.every_steps=1", "--stopped_exit_code=75")
     wait_for_step(process, workdir, 3)
@@ -219,15 +222,15 @@ def test_from_two_processes_to_one_and_back(folder: Path, tmp_path: Path, alone:
     out, err = finished(process, code=75)
     assert not [line for line in err if line.startswith("launch")]
     stopped = max(checkpoint.steps(workdir / "checkpoints"))
-    assert f"[0] SIGTERM: stopped after step {stopped} of 12, saved in {workdir}" in out
+    assert f"[0] SIGTERM: stopped after step {stopped} of 12, state saved in {workdir}" in out
     if stopped < 9:
         with pytest.MonkeyPatch.context() as patch:
             stop_at(patch, 2, signal.SIGTERM)
             with pytest.raises(train.Stopped):
                 train.train(small_config(folder, *settings("data_parallel")), workdir)
     out, _ = finished(launch(folder, workdir, "a pipeline across both"))
-    assert any(line.startswith("[0] resume    from step") for line in out)
-    assert "[0] ledger    every example of 0.8 epochs exactly once" in out
+    assert any(line.startswith("[0] resumed   from step") for line in out)
+    assert "[0] ledger    every example of 0.8 epochs was used exactly once" in out
     assert_close(workdir, alone["data_parallel"])
 
 
@@ -238,24 +241,24 @@ def test_a_killed_process_ends_all_and_they_start_again(folder: Path, tmp_path: 
     os.kill(workers(process)[1], signal.SIGKILL)
     out, err = finished(process)
     assert [line for line in err if line.startswith("launch")] == [
-        "launch: process 1 ended by SIGKILL; the others were ended too",
+        "launch: process 1 was killed by SIGKILL; the other processes were killed",
         "launch: restart 1 of 1, from the last checkpoint",
     ]
-    assert sum(line.startswith("[0] resume    from step") for line in out) == 1
-    assert "[0] ledger    every example of 0.8 epochs exactly once" in out
+    assert sum(line.startswith("[0] resumed   from step") for line in out) == 1
+    assert "[0] ledger    every example of 0.8 epochs was used exactly once" in out
     assert_close(workdir, alone["data_parallel"])
 
 
 def test_a_mistake_is_not_tried_again(folder: Path, tmp_path: Path) -> None:
     out, err = finished(launch(folder, tmp_path / "run", "data_parallel", "--config.exchange=dp", restarts=3), code=2)
-    told = [line for line in out if "jaxpar: config.exchange='dp' is for one process, and there are 2" in line]
-    assert told
+    message = "jaxpar: config.exchange='dp' runs in a single process, but there are 2 processes"
+    assert any(message in line for line in out)
     assert not [line for line in err if "restart" in line]
     assert not (tmp_path / "run" / "config.json").exists()
 
 
 def test_processes_that_slurm_starts(folder: Path, tmp_path: Path, alone: dict[str, Path]) -> None:
-    """Its variables are all they need; here the test sets them."""
+    """Processes need only the environment variables of SLURM, which this test sets."""
     job = str(free_port())
     arguments = [*small_arguments(folder), *settings("data_parallel"), "--config.mesh.virtual_cpu_devices=2"]
     command = [sys.executable, "-m", "jaxpar.main", "--config=configs/default.py", f"--workdir={tmp_path}/run"]
@@ -270,13 +273,13 @@ def test_processes_that_slurm_starts(folder: Path, tmp_path: Path, alone: dict[s
         for i in range(2)
     ]
     first, second = (finished(process) for process in started)
-    assert any("4 devices of 2 processes" in line for line in first[0])
+    assert any("4 devices in 2 processes" in line for line in first[0])
     assert not [line for line in second[0] if "Gloo" not in line]
     assert_close(tmp_path / "run", alone["data_parallel"])
 
 
 def test_processes_that_are_given_different_runs(folder: Path, tmp_path: Path) -> None:
-    """Each would write its part of another model, and the ledger would prove all of it."""
+    """Without the check, a checkpoint would mix parts of different models, and the ledger would not detect it."""
     place = [f"--coordinator_address=localhost:{free_port()}", "--num_processes=2"]
     arguments = [*small_arguments(folder), *settings("texts"), "--config.mesh.virtual_cpu_devices=2", *place]
     other = tmp_path / "other.csv"
@@ -294,9 +297,9 @@ def test_processes_that_are_given_different_runs(folder: Path, tmp_path: Path) -
         for i in range(2)
     ]
     first, second = (finished(process, code=2)[1] for process in started)
-    differs = "config.optimizer.lr: 0.01 there, 0.5 here; the data"
-    assert f"jaxpar: process 1 is given another run than process 0 ({differs})" in second
-    assert "jaxpar: a process is given another run than process 0, and reports what differs" in first
+    differs = "config.optimizer.lr: 0.01 -> 0.5; the data"
+    assert f"jaxpar: process 1 differs from process 0: {differs} (process 0 -> process 1)" in second
+    assert "jaxpar: another process differs from process 0; see the error of that process" in first
     assert not (tmp_path / "run" / "config.json").exists()
 
 
@@ -313,7 +316,7 @@ SCONTROL = 'echo "scontrol $*"'
     ],
 )
 def test_the_job_script_of_the_docs(code: int, restarts: str | None, comes_back: bool, tmp_path: Path) -> None:
-    """It does what the table of exit codes says; with stand-ins for what is SLURM's."""
+    """The script follows the table of exit codes. The commands of SLURM are replaced by fakes."""
     page = (ROOT / "docs" / "processes.md").read_text()
     script = page.partition("```bash\n")[2].partition("```")[0]
     for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
@@ -329,7 +332,7 @@ def test_the_job_script_of_the_docs(code: int, restarts: str | None, comes_back:
 
 
 def wait_for_step(process: "subprocess.Popen[str]", workdir: Path, step: int) -> None:
-    """Until there is a checkpoint of it."""
+    """Wait until there is a checkpoint of the step or a later one."""
     deadline = time.monotonic() + 200
     while max(checkpoint.steps(workdir / "checkpoints"), default=0) < step:
         assert process.poll() is None, process.communicate()
@@ -338,13 +341,13 @@ def wait_for_step(process: "subprocess.Popen[str]", workdir: Path, step: int) ->
 
 
 def workers(process: "subprocess.Popen[str]") -> list[int]:
-    """The processes that a launcher has started, in order."""
+    """Return the ids of the processes that a launcher has started, in order."""
 
     def children() -> Iterator[int]:
         for path in Path("/proc").glob("[0-9]*/stat"):
             try:
                 fields = path.read_text().rpartition(")")[2].split()
-            except OSError:  # it has ended
+            except OSError:  # the process has ended
                 continue
             if int(fields[1]) == process.pid:
                 yield int(path.parent.name)
@@ -368,7 +371,7 @@ def wait_for(what: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_no_process_outlives_the_launcher(number: signal.Signals, folder: Path, tmp_path: Path) -> None:
-    """Killed as it starts them, before they can ask for it."""
+    """The launcher is killed while it starts processes, before they have called prctl."""
     process = launch(folder, tmp_path / "run", "data_parallel", "--config.num_steps=100000")
     wait_for(lambda: len(workers(process)) == 2)
     started = workers(process)
@@ -396,11 +399,11 @@ def test_a_process_that_has_asked_for_it_ends_with_its_launcher() -> None:
     assert process.stdout
     assert process.stdout.readline() == "here\n"
     process.kill()
-    process.communicate(timeout=60)  # until nobody has its stdout any more
+    process.communicate(timeout=60)  # returns when all processes that share its stdout have ended
 
 
 def test_one_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The one before is ended."""
+    """If a process cannot be started, those started before are killed."""
     started: list[subprocess.Popen[str]] = []
 
     def start(_command: list[str], **options: Any) -> "subprocess.Popen[str]":
@@ -414,7 +417,7 @@ def test_one_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(launcher, "visible_gpus", list)
     monkeypatch.setattr(sys, "argv", ["launch", "--num_processes=2", "--", "--config=x"])
     assert launcher.main() == 1
-    assert capsys.readouterr().err == "launch: a process cannot be started: Resource temporarily unavailable\n"
+    assert capsys.readouterr().err == "launch: a process could not be started: Resource temporarily unavailable\n"
     assert started[0].returncode == -signal.SIGKILL
 
 
@@ -456,7 +459,7 @@ if number := os.environ.get("JAXPAR_PROCESS_ID"):
     [
         (signal.SIGINT, 0, FIRST_READS_FOR_LONG, {"[0] reads\n", "[1] waits\n"}),
         (signal.SIGTERM, 75, FIRST_READS_FOR_LONG, {"[0] reads\n", "[1] waits\n"}),
-        pytest.param(  # which waits until JAX misses the other's heartbeats, 100 seconds
+        pytest.param(  # takes until JAX detects missing heartbeats of the other process, 100 seconds
             signal.SIGTERM, 75, ONE_IS_LATE, {"[0] is there\n", "[1] is late\n"}, marks=pytest.mark.slow
         ),
     ],
@@ -465,7 +468,7 @@ if number := os.environ.get("JAXPAR_PROCESS_ID"):
 def test_stopped_before_the_first_step(
     number: signal.Signals, code: int, program: str, moment: set[str], folder: Path, tmp_path: Path
 ) -> None:
-    """While a process waits for another one."""
+    """A signal ends the run while one process waits for the other."""
     (tmp_path / "sitecustomize.py").write_text(program)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(f"{__name__}.ROOT", f"{ROOT}:{tmp_path}")
@@ -475,16 +478,16 @@ def test_stopped_before_the_first_step(
     while missing:
         missing.discard(line := process.stdout.readline())
         assert line, process.communicate()
-    time.sleep(0.2)  # it waits from the next moment on
+    time.sleep(0.2)  # until the process really waits
     process.send_signal(number)
     out, err = finished(process, code=code)
-    told = [line for line in out if line.startswith(("[0] stopped", "[0] resume", "[0] jaxpar", "[1]"))]
-    # On a busy machine the other one's JAX may log that the first one has gone, before it is asked to end.
-    told = [line for line in told if "coordination_service_agent" not in line]
-    assert told[0] == "[0] stopped before the first step"
-    assert told[1].startswith("[0] resume ")
-    assert len(told) == 2
-    assert "--num_processes=2 --max_restarts=3 -- " in told[1]
+    lines = [line for line in out if line.startswith(("[0] stopped", "[0] resume", "[0] jaxpar", "[1]"))]
+    # On a busy machine, JAX in the other process may log that the first one has gone before it receives the signal.
+    lines = [line for line in lines if "coordination_service_agent" not in line]
+    assert lines[0] == "[0] stopped before the first step"
+    assert lines[1].startswith("[0] resume ")
+    assert len(lines) == 2
+    assert "--num_processes=2 --max_restarts=3 -- " in lines[1]
     assert err == []
 
 
@@ -509,19 +512,19 @@ print(jax.config.read("jax_cuda_visible_devices"))
 
 @pytest.mark.parametrize("cluster", [SLURM, OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "1"}], ids=("SLURM", "Open MPI"))
 def test_inside_a_task_of_a_cluster_a_process_has_the_devices_that_it_was_given(cluster: dict[str, str]) -> None:
-    """Not the one that JAX would give to the task: the place was told."""
-    told = subprocess.run(
+    """A process whose place is given does not restrict itself to the GPU that JAX would choose for the task."""
+    result = subprocess.run(
         [sys.executable, "-c", IN_A_TASK, f"localhost:{free_port()}"],
         env=environment(**cluster),
         capture_output=True,
         text=True,
         check=True,
     )
-    assert told.stdout == "all\n"
+    assert result.stdout == "all\n"
 
 
 def test_the_one_that_failed_first_is_named() -> None:
-    """Not one that aborts because it is gone."""
+    """The launcher reports the process that failed first, not one that aborted because of that."""
 
     def ended(*codes: int, signals: Sequence[int] = ()) -> Any:
         group: Any = launcher.Group.__new__(launcher.Group)
@@ -569,7 +572,7 @@ def test_mistakes_of_the_launchers_command_line(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,5,7")
     monkeypatch.setattr(launcher, "run_processes", lambda *_: 0)
     for arguments, message in (
-        (["--num_processes=3"], "--num_processes is 3; it must divide the 4 GPUs"),
+        (["--num_processes=3"], "--num_processes is 3; it must divide the number of visible GPUs, 4"),
         (["--num_processes=0"], "--num_processes is 0; it must be 1 or more"),
         (["--num_processes=2", "--config=x"], "'--config=x' is not an argument of the launcher"),
     ):
@@ -594,11 +597,12 @@ def test_what_the_launcher_tells_may_not_be_told_otherwise(
     with pytest.raises(SystemExit) as error:
         launcher.main()
     assert error.value.code == 2
-    assert f"--{flag} is set by the launcher for each process; it must not come after --\n" in capsys.readouterr().err
+    message = f"--{flag} is set by the launcher for each process; remove it from the arguments after --\n"
+    assert message in capsys.readouterr().err
 
 
 class FakeProcess:
-    """Of which nothing is printed."""
+    """A process without output."""
 
     def __init__(self) -> None:
         self.stdout = io.StringIO()

@@ -1,4 +1,4 @@
-"""The count against closed forms."""
+"""Tests the FLOP count against closed forms."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from jaxpar.measure.flops import forward_flops, peak_flops
 from tests.models.small import BATCH, CLASSES, LENGTH, LLAMA, VOCAB, dropout_keys, make_batch, small
 
 B, T, D, F, V = BATCH, LENGTH, 16, 64, VOCAB
-ATTENTION = 4 * B * T * D * D * 2 + 2 * B * T * T * D * 2  # four maps; scores and mixture
+ATTENTION = 4 * B * T * D * D * 2 + 2 * B * T * T * D * 2  # four projections, scores and weighted sum
 MLP = 2 * B * T * D * F * 2
 
 
@@ -24,13 +24,13 @@ def test_transformers() -> None:
             assert masked_lm == 3 * (ATTENTION + MLP) + 2 * B * T * D * D + 2 * B * T * D * V
     assert count("gpt", "causal_lm") == 3 * (ATTENTION + MLP) + 2 * B * T * D * V
     assert count("bert", "classification") == 3 * (ATTENTION + MLP) + 2 * B * D * D + 2 * B * D * CLASSES
-    # Keys and values of half the width; three matrices in the MLP.
+    # Keys and values have half the width, and the MLP has three matrices.
     llama = 3 * (ATTENTION - 2 * B * T * D * D + MLP * 3 // 2) + 2 * B * T * D * V
     assert count("gpt", "causal_lm", **LLAMA) == llama
 
 
 def test_residual_network() -> None:
-    """ResNet-18 of width 32 on 8x8 images: 3x3 stem, stages at 8, 4, 2, 1 pixels, projections into the last three."""
+    """ResNet-18, width 32, 8x8 images: a 3x3 stem, stages at 8, 4, 2 and 1 pixels, the last three with projections."""
     pixels, widths = (64, 16, 4, 1), (32, 64, 128, 256)
     expected = 64 * 27 * 32 + 256 * CLASSES
     for stage, (area, width) in enumerate(zip(pixels, widths, strict=True)):

@@ -1,4 +1,4 @@
-"""How often the instructions of compiled programs run, counted in functions whose products are known."""
+"""Tests how often instructions of compiled programs run, with functions of a known number of matrix products."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
@@ -29,7 +29,7 @@ def sorts(instruction: Instruction, _operands: Sequence[HloArray]) -> Mapping[Ha
 
 
 def products(number: int, x: jax.Array) -> jax.Array:
-    """So many products of matrices, one after another."""
+    """Compute `number` matrix products in sequence."""
     y = x
     for _ in range(number):
         y = y @ x
@@ -41,13 +41,13 @@ def loop(times: int, body: Callable[[jax.Array], jax.Array], x: jax.Array) -> ja
 
 
 def pick(name: str, numbers: Sequence[int], x: jax.Array, i: jax.Array) -> jax.Array:
-    """A conditional of that name, whose branches have so many products."""
+    """Compute a conditional in the scope `name` whose branches have these numbers of products."""
     with jax.named_scope(name):
         return lax.switch(i, [partial(products, number) for number in numbers], x)
 
 
 def until(x: jax.Array, n: jax.Array) -> jax.Array:
-    """A loop of unknown length, with a product in it."""
+    """Compute a loop with an unknown trip count and a product in its body."""
     return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] @ x), (0, x))[1]
 
 
@@ -101,7 +101,7 @@ def test_conditionals_in_a_conditional_have_separate_shares() -> None:
 
 def test_a_loop_of_unknown_length_is_an_error_where_something_in_it_counts() -> None:
     program = compiled(until, X, INDEX)
-    with pytest.raises(ValueError, match=r"a loop of unknown length: .*while"):
+    with pytest.raises(ValueError, match=r"unknown trip count of the loop .*while"):
         program.total(dots)
     assert program.total(sorts) == {}
     assert compiled(lambda x, n: jnp.sort(until(x, n)), X, INDEX).total(sorts) == {"sorts": 1}
@@ -109,9 +109,9 @@ def test_a_loop_of_unknown_length_is_an_error_where_something_in_it_counts() -> 
 
 def test_a_conditional_of_unknown_shares_is_an_error_where_its_branches_differ() -> None:
     program = compiled(partial(pick, "which", (1, 2)), X, INDEX)
-    with pytest.raises(ValueError, match=r"each of 2 branches is taken is not known: .*which"):
+    with pytest.raises(ValueError, match=r"unknown branch fractions of the conditional .*which.* with 2 branches"):
         program.total(dots)
-    with pytest.raises(ValueError, match="each of 2 branches"):  # shares of another conditional
+    with pytest.raises(ValueError, match="with 2 branches"):  # the shares belong to another conditional
         program.total(dots, lambda _source: (0.5, 0.3, 0.2))
     assert program.total(sorts) == {}
 

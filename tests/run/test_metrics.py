@@ -1,4 +1,4 @@
-"""The files a run writes while it goes, and the metrics of a log interval."""
+"""Tests of the files that a run writes while it trains, and of the metrics of a log interval."""
 
 import json
 import math
@@ -27,7 +27,7 @@ def test_log_goes_on_where_the_checkpoint_is(tmp_path: Path) -> None:
     log.write(6, "test", {"loss": 0.5})
     log.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 8, "spl')  # the process was killed while it wrote
+        file.write('{"step": 8, "spl')  # the process was killed during this write
     log = metrics.Log(tmp_path, first_step=4, tensorboard=False)
     assert [row["step"] for row in log.rows("train")] == [2, 4]
     log.write(6, "train", {"loss": 0.25})
@@ -43,7 +43,7 @@ def test_log_goes_on_where_the_checkpoint_is(tmp_path: Path) -> None:
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "split": "train"}\n{"step"\n{"step": 3}\n')
-    with pytest.raises(UserError, match=r"metrics.jsonl:2 is not what a run writes"):
+    with pytest.raises(UserError, match=r"metrics.jsonl:2 is not a line that a run writes"):
         metrics.read_metrics(tmp_path)
 
 
@@ -63,12 +63,12 @@ def test_trace_covers_the_steps_asked_for(tmp_path: Path) -> None:
         for step in range(1, 6):
             trace.before(step)
             jax.block_until_ready(jnp.ones(3) * step)
-            assert (tmp_path / "profile").is_dir() == (step > 3)  # it is written as the trace ends
+            assert (tmp_path / "profile").is_dir() == (step > 3)  # the profile is written when the trace ends
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
 
 
 class Line(nnx.Module):
-    """A matrix product and nothing else: 2 * B * 5 * 7 FLOP."""
+    """A model that is a single matrix product: 2 * B * 5 * 7 FLOPs."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.linear = nnx.Linear(5, 7, use_bias=False, rngs=rngs)
@@ -99,7 +99,7 @@ def test_metrics_by_hand() -> None:
     assert meter.loss == 2.0
     meter.read()
     metrics = meter.metrics(seconds=0.5)
-    # Rates leave out step 1, which was compiled.
+    # Rates exclude step 1, which was compiled.
     flops_per_second = 3 * (2 * 6 * 5 * 7) / 0.5
     assert metrics == {
         "loss": 12 / 8,
@@ -118,7 +118,7 @@ def test_meter_names_the_step_that_is_not_finite(stop: bool) -> None:
     meter.add(1, rows([1]), step_metrics(1.0))
     meter.add(2, rows([1]), step_metrics(math.inf))
     if stop:
-        with pytest.raises(TrainingError, match=r"^step 2: the loss is inf"):
+        with pytest.raises(TrainingError, match=r"^step 2 has loss inf"):
             meter.read()
         return
     meter.read()

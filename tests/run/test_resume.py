@@ -1,4 +1,4 @@
-"""What a run may change when it resumes, and whole runs that change their strategy."""
+"""Tests of the config keys that may change when a run resumes, and of runs that resume with another strategy."""
 
 import json
 import re
@@ -30,7 +30,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 
 
 def table() -> list[tuple[list[str], str]]:
-    """The rows of the table of docs/checkpoints.md: patterns of keys, and whether they may change."""
+    """Return the rows of the table in docs/checkpoints.md: patterns of keys, and whether the keys may change."""
     text = DOCS.read_text().split("| key | may change | why |")[1].split("\n\n")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]]
     return [(re.findall(r"`([^`]+)`", keys), answer) for keys, answer, _ in rows]
@@ -62,14 +62,14 @@ def test_every_key_is_let_through_or_refused_with_both_values(key: str, tmp_path
         config.update_from_flattened_dict({key: f"{before}x" if isinstance(before, str) else after})
     now = configs.keys(config)[key]
     shown = [list(value) if isinstance(value, tuple) else value for value in (before, now)]
-    text = f"config.{key}: {shown[0]!r} there, {shown[1]!r} here"
+    text = f"config.{key}: {shown[0]!r} -> {shown[1]!r}"
     assert resume.differences(configs.read_saved(tmp_path) or {}, config) == {key: text}
     if resume.may_change(key, config):
         resume.check_resumable(config, tmp_path)
     else:
         with pytest.raises(UserError) as caught:
             resume.check_resumable(config, tmp_path)
-        assert str(caught.value) == f"--workdir={tmp_path} holds another run ({text}); give a new --workdir"
+        assert str(caught.value) == f"--workdir={tmp_path} contains a different run ({text}); use a new --workdir"
 
 
 def test_all_keys_that_may_not_change_are_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +77,7 @@ def test_all_keys_that_may_not_change_are_in_one_line(tmp_path: Path, capsys: py
     (tmp_path / "run").mkdir()
     configs.save(small_config(tmp_path), tmp_path / "run")
     line = mistake(capsys, *arguments, "--config.seed=3", "--config.strategy=pipeline", "--config.optimizer.lr=0.5")
-    assert "(config.optimizer.lr: 0.01 there, 0.5 here; config.seed: 0 there, 3 here)" in line
+    assert "(config.optimizer.lr: 0.01 -> 0.5; config.seed: 0 -> 3)" in line
 
 
 def test_an_empty_workdir_suits_any_run(tmp_path: Path) -> None:
@@ -85,20 +85,20 @@ def test_an_empty_workdir_suits_any_run(tmp_path: Path) -> None:
 
 
 def test_keys_of_other_versions() -> None:
-    """One that the run did not know had its default; one that is no more is told."""
+    """A key that is missing in the saved config has its default; a key that no longer exists is reported."""
     config = configs.default_config()
     saved = configs.keys(config) | {"optimizer.gone": 1, "log.gone": 1}
     del saved["optimizer.eps"]
     saved = {key: list(value) if isinstance(value, tuple) else value for key, value in saved.items()}
-    told = {"log.gone": "config.log.gone is no more", "optimizer.gone": "config.optimizer.gone is no more"}
-    assert resume.differences(saved, config) == told
-    with pytest.raises(UserError, match=r"\(config.optimizer.gone is no more\)"):
+    expected = {key: f"config.{key} no longer exists" for key in ("log.gone", "optimizer.gone")}
+    assert resume.differences(saved, config) == expected
+    with pytest.raises(UserError, match=r"\(config.optimizer.gone no longer exists\)"):
         resume.check_same_run(saved, config, "this is")
 
 
 # ---- whole runs ---------------------------------------------------------------------------------
 
-# A GPT, whose head is tied to its embedding; SGD, whose state is as large as the noise of gradients lets it be.
+# A GPT, whose head is tied to its embedding, with SGD, which does not amplify rounding errors of gradients.
 MODEL = [
     "task=causal_lm",
     "model.name=gpt",
@@ -124,7 +124,7 @@ PAIRS = {"zero3 to zb_h1": (ZERO3, ZB_H1), "gpipe to pmap": (GPIPE, PMAP), "sync
 
 
 class Recorded:
-    """The rows that runs read for training, step by step."""
+    """Records the examples that runs read for training, step by step."""
 
     def __init__(self) -> None:
         self.rows: list[np.ndarray] = []
@@ -147,7 +147,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
 
 
 def trained(folder: Path, workdir: Path, overrides: list[str], stop: int | None = None) -> None:
-    """Goes on in `workdir`, to the end or until a signal after so many steps."""
+    """Train in `workdir`, resuming if possible, to the end or until a signal after `stop` steps."""
     config = small_config(folder, *(f"--config.{one}" for one in MODEL + overrides))
     with pytest.MonkeyPatch.context() as patch:
         if stop is None:
@@ -165,7 +165,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(folder: Path) -> tuple[Path, list[np.ndarray]]:
-    """One device's run, and the rows it read."""
+    """An uninterrupted run on one device, and the examples it read."""
     record = Recorded()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "load_batches", record)
@@ -188,9 +188,9 @@ def test_a_run_that_changes_its_strategy_ends_as_one_that_was_not_stopped(
     trained(folder, tmp_path / "run", first, 4)
     capsys.readouterr()
     trained(folder, tmp_path / "run", second)
-    said = capsys.readouterr().out.splitlines()
-    at = said.index("resume    from step 4")
-    assert any(line.startswith("changed   config.") for line in said[at + 1 :])
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index("resumed   from step 4")
+    assert any(line.startswith("changed   config.") for line in lines[at + 1 :])
     expected, rows = uninterrupted
     assert len(recorded.rows) == len(rows) == 10
     for step, own in enumerate(rows):
@@ -207,31 +207,29 @@ def test_a_run_that_changes_its_strategy_ends_as_one_that_was_not_stopped(
 def test_what_has_changed_since_the_checkpoint_is_told(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Since the checkpoint: a start in between that wrote none does not count. Without config.json too."""
+    """The changes since the checkpoint are printed, even if config.json was overwritten since or is missing."""
     trained(folder, tmp_path / "run", SINGLE, 4)
     configs.save(small_config(folder, *(f"--config.{one}" for one in MODEL + ZERO3)), tmp_path / "run")
     capsys.readouterr()
     trained(folder, tmp_path / "run", [*SINGLE, "log.every_steps=3"], 2)
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if line.startswith("changed ")] == [
-        "changed   config.log.every_steps: 2 there, 3 here"
-    ]
+    assert [line for line in lines if line.startswith("changed ")] == ["changed   config.log.every_steps: 2 -> 3"]
     (tmp_path / "run" / "config.json").unlink()
-    with pytest.raises(UserError, match=r"holds another run \(config.seed: 0 there, 5 here\)"):
+    with pytest.raises(UserError, match=r"contains a different run \(config.seed: 0 -> 5\)"):
         trained(folder, tmp_path / "run", [*SINGLE, "seed=5"])
-    (tmp_path / "run" / "config.json").write_text('{"batch_si')  # a checkpoint knows it, too
+    (tmp_path / "run" / "config.json").write_text('{"batch_si')  # the checkpoint also contains the config
     trained(folder, tmp_path / "run", SINGLE, 2)
     assert checkpoint.steps(tmp_path / "run" / "checkpoints")[-1] == 8
     assert configs.keys(configs.read_config(tmp_path / "run"))["strategy"] == "single"
 
 
 def test_a_checkpoint_that_does_not_know_its_config_is_taken(folder: Path, tmp_path: Path) -> None:
-    """As the first ones of format 1 are; config.json has been compared."""
+    """The first checkpoints of format 1 have no config; config.json was compared before."""
     config = small_config(folder)
     run: Any = SimpleNamespace(config=config, workdir=tmp_path, dataset=SimpleNamespace(fingerprint="f"), num_steps=5)
     before = check_continued(run, checkpoint.Checkpoint(4, {}, {}, {"data": "f"}))
     assert resume.differences(before, config) == {}
-    with pytest.raises(UserError, match=r"the data changed since the checkpoint of step 4"):
+    with pytest.raises(UserError, match=r"the data has changed since the checkpoint of step 4"):
         check_continued(run, checkpoint.Checkpoint(4, {}, {}, {"data": "g"}))
 
 
@@ -239,23 +237,23 @@ CONSTANT = [*SINGLE, "optimizer.schedule=constant", "optimizer.warmup=0"]
 
 
 def test_the_length_may_change_where_no_learning_rate_does(folder: Path, tmp_path: Path) -> None:
-    """As if it had been so long from the beginning; not shorter than what is done."""
+    """The result is that of a run with the new length from the start; it must not be shorter than the steps done."""
     trained(folder, tmp_path / "long", CONSTANT)
     trained(folder, tmp_path / "run", [*CONSTANT, "num_steps=6"])
     with pytest.raises(
-        UserError, match=r"config.num_steps is 4 and .*: 4 steps, and the checkpoint of step 6 .* is past"
+        UserError, match=r"config.num_steps is 4 and .* is 4 steps; it must be at least the 6 steps of the checkpoint"
     ):
         trained(folder, tmp_path / "run", [*CONSTANT, "num_steps=4"])
     trained(folder, tmp_path / "run", CONSTANT)
     got, expected = final_params(tmp_path / "run"), final_params(tmp_path / "long")
     for name, value in expected.items():
         np.testing.assert_array_equal(got[name], value, name)
-    with pytest.raises(UserError, match=r"config.num_steps: 10 there, 12 here"):
+    with pytest.raises(UserError, match=r"config.num_steps: 10 -> 12"):
         trained(folder, tmp_path / "run", [*SINGLE, "num_steps=12"])
 
 
 def test_files_may_move(folder: Path, tmp_path: Path) -> None:
-    """The data, and the tokenizer; not what is in them."""
+    """The paths of data and tokenizer may change, but not the contents of the files."""
     trained(folder, tmp_path / "run", SINGLE, 2)
     shutil.copy(tmp_path / "run" / "tokenizer.json", tmp_path / "given.json")
     shutil.copy(folder / "data.csv", tmp_path / "moved.csv")
