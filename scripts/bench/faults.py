@@ -126,7 +126,7 @@ def go(workdir: Path, since: float, sent: Signal | None = None, *, asynchronous:
     reader.join()
     steps = [(at, int(match[1])) for at, line in lines if (match := re.match(r"step (\d+)/\d+  loss", line))]
     text = "".join(line for _, line in lines)
-    resumed, stopped = (re.search(rf"{words} step (\d+)", text) for words in ("resume    from", "stopped after"))
+    resumed, stopped = (re.search(rf"{words} step (\d+)", text) for words in ("resumed   from", "stopped after"))
     return Ended(
         code,
         steps[0][0] - since if steps else None,
@@ -203,7 +203,7 @@ def same(workdir: Path, whole: Path) -> bool:
     result = json.loads((workdir / "result.json").read_text())
     trees = [checkpoint.read(path / "checkpoints" / str(STEPS)).tree for path in (workdir, whole)]
     equal = jax.tree.map(lambda x, y: x.tobytes() == y.tobytes(), *trees)
-    return all(jax.tree.leaves(equal)) and result["ledger"].endswith("epochs exactly once")
+    return all(jax.tree.leaves(equal)) and result["ledger"].endswith("epochs was used exactly once")
 
 
 # ---- save ---------------------------------------------------------------------------------------
