@@ -41,7 +41,10 @@ MISTAKES = {
     "wrong type": (["--config.batch_size=many"], "config.batch_size is 'many'; it must be an integer"),
     "unknown task": (["--config.task=clasification"], "Did you mean 'classification'?"),
     "unknown strategy": (["--config.strategy=dataparallel"], "Did you mean 'data_parallel'?"),
-    "unknown implementation": (["--config.data_parallel.implementation=ddp"], "it must be one of auto, shard_map, sharding, pmap"),
+    "unknown implementation": (
+        ["--config.data_parallel.implementation=ddp"],
+        "it must be one of auto, shard_map, sharding, pmap",
+    ),
     "unknown model": (["--config.model.name=brt"], "Did you mean 'bert'?"),
     "indivisible batch": (
         ["--config.batch_size=25"],

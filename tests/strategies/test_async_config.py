@@ -20,13 +20,13 @@ from tests.strategies.pipelines import Task, make_config, make_problem
 from tests.test_train import assert_bitwise_equal, stop_at
 
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
-    "a policy": (["policy=asink"], ["asynchronous.policy is 'asink'; it must be sync, async", "Did you mean 'async'?"]),
+    "a policy": (["policy=asink"], ["asynchronous.policy is 'asink'; it must be one of sync, async", "Did you mean 'async'?"]),
     "no worker": (["num_workers=0"], ["asynchronous.num_workers is 0; it must be at least 1"]),
     "a setting of another policy": (["bound=2"], ["asynchronous.bound is 2; it must be None with policy 'async'"]),
     "a bound": (["policy=ssp", "bound=-1"], ["asynchronous.bound is -1; it must be at least 0"]),
     "groups": (["policy=softsync", "groups=5"], ["asynchronous.groups is 5; it must be at least 1 and at most 4"]),
     "an interval": (["policy=local_sgd", "interval=0"], ["asynchronous.interval is 0; it must be at least 1"]),
-    "a mode": (["mode=alive"], ["asynchronous.mode is 'alive'; it must be emulated, live"]),
+    "a mode": (["mode=alive"], ["asynchronous.mode is 'alive'; it must be one of emulated, live"]),
     "a policy that threads do not have": (
         ["mode=live", "policy=softsync"],
         ["asynchronous.policy is 'softsync'; it must be one of async, ssp with config.asynchronous.mode='live'"],

@@ -18,7 +18,7 @@ PIPELINE = ["strategy=pipeline", "mesh.stage=2", "mesh.data=2", "pipeline.num_mi
 MISTAKES = {
     "an unknown exchange": (
         ["exchange=bytegrad"],
-        ["config.exchange is 'bytegrad'; it must be ddp, dp, horovod", "Did you mean 'bagua_bytegrad'?"],
+        ["config.exchange is 'bytegrad'; it must be one of ddp, dp, horovod", "Did you mean 'bagua_bytegrad'?"],
     ),
     "a near exchange": (["exchange=hovorod"], ["config.exchange is 'hovorod'", "Did you mean 'horovod'?"]),
     "an unknown exchange of a pipeline": (

@@ -57,11 +57,11 @@ MISTAKES = {
     ),
     "more devices than there are": (
         ["mesh.stage=16", "mesh.data=1"],
-        ["config.mesh.stage is 16; there are 8 cpu devices"],
+        ["config.mesh.stage is 16; it must be at most 8, the number of cpu devices"],
     ),
     "more replicas than there are": (
         ["mesh.data=8"],
-        ["config.mesh.stage is 2 and config.mesh.data 8, 16 devices in all; there are 8 cpu devices"],
+        ["config.mesh.stage is 2 and config.mesh.data is 8; their product must be at most 8, the number of cpu"],
     ),
     "no stage": (["mesh.stage=0"], ["config.mesh.stage is 0; it must be 1 or more"]),
     "more stages than layers": (
@@ -90,7 +90,7 @@ MISTAKES = {
         ["optimizer.accumulation_steps=2"],
         ["config.optimizer.accumulation_steps is 2; it must be 1", "config.pipeline.num_microbatches"],
     ),
-    "remat": (["remat=fulll"], ["config.pipeline.remat is 'fulll'; it must be full, none, dots.", "'full'?"]),
+    "remat": (["remat=fulll"], ["config.pipeline.remat is 'fulll'; it must be one of full, none, dots.", "'full'?"]),
     "partition": (["partition=uniformly"], ["config.pipeline.partition is 'uniformly'", "Did you mean 'uniform'?"]),
     "a layer in the partition": (["partition=blok_0"], ["config.pipeline.partition", "Did you mean 'block_0'?"]),
     "too many cuts": (["partition=block_0,head"], ["config.pipeline.partition is 'block_0,head'"]),
