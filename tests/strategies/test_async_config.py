@@ -85,11 +85,11 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a former name": (
         ["cures=dc_asgd"],
-        ["config.asynchronous.cures does not exist; its name is config.asynchronous.mitigations"],
+        ["config.asynchronous.cures was renamed; use config.asynchronous.mitigations"],
     ),
     "a mitigation": (
         ["mitigations=dc_sgd"],
-        ["asynchronous.mitigations is 'dc_sgd'; it must be dc_asgd", "Did you mean 'dc_asgd'?"],
+        ["asynchronous.mitigations is 'dc_sgd'; it must be one of dc_asgd, adaptive", "Did you mean 'dc_asgd'?"],
     ),
     "two of one kind": (
         ["mitigations=dc_asgd,adaptive_dc_asgd"],
