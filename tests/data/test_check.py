@@ -11,7 +11,7 @@ from .conftest import check, reviews, write_csv, write_parquet
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "task": ({"task": "clasification"}, r"config.task is 'clasification'; .* Did you mean 'classification'\?"),
-    "source": ({"data.source": "cvs"}, r"config.data.source is 'cvs'; it must be one of wordnet, csv.* Did you mean 'csv'\?"),
+    "source": ({"data.source": "cvs"}, r"config.data.source is 'cvs'; it must be one of wordnet.* mean 'csv'\?"),
     "labels of text": ({"data.source": "text"}, "config.data.source is 'text', which has no labels"),
     "tokens of images": ({"task": "masked_lm", "data.source": "mnist"}, "'masked_lm', which needs text; with mnist"),
     "tokens of vectors": (

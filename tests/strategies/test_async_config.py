@@ -20,7 +20,10 @@ from tests.strategies.pipelines import Task, make_config, make_problem
 from tests.test_train import assert_bitwise_equal, stop_at
 
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
-    "a policy": (["policy=asink"], ["asynchronous.policy is 'asink'; it must be one of sync, async", "Did you mean 'async'?"]),
+    "a policy": (
+        ["policy=asink"],
+        ["asynchronous.policy is 'asink'; it must be one of sync, async", "Did you mean 'async'?"],
+    ),
     "no worker": (["num_workers=0"], ["asynchronous.num_workers is 0; it must be at least 1"]),
     "a setting of another policy": (["bound=2"], ["asynchronous.bound is 2; it must be None with policy 'async'"]),
     "a bound": (["policy=ssp", "bound=-1"], ["asynchronous.bound is -1; it must be at least 0"]),
