@@ -10,7 +10,8 @@ update has been applied, the workers synchronize:
                    "DiLoCo", 2023, algorithm 1)
     model_average  workers continue training during the averaging. Each adds mean - local, computed from the weights at
                    the start of the averaging, before the first gradient that it begins after the end of the averaging
-                   (Bagua's asynchronous model average)
+                   (Bagua's asynchronous model average). The weights of a worker that is still computing a gradient
+                   include the averagings that it will add afterwards, so that the next averaging does not repeat them
 """
 
 from collections.abc import Mapping, Sequence
@@ -118,8 +119,7 @@ class LocalEngine:
                 meeting, outer = self._outer_step(self._mean_of(params), outer)
                 params = list(self._spread(meeting))
             elif row.is_last:
-                mean = self._spread(self._mean_of(params))
-                averages |= {(row.update, i): self._subtract(mean[i], params[i]) for i in range(self._num_workers)}
+                averages |= self._average(row.update, params, averages)
         metrics = self._metrics(servers)
         servers = [
             server._replace(totals=self._programs.new_totals(device))
@@ -151,6 +151,16 @@ class LocalEngine:
     def lower(self, like: State) -> list[jax.stages.Lowered]:
         """See `UpdateEngine`. Weights are updated on every device."""
         return self._programs.lower(like, self._worker_devices, self._worker_devices, is_grouped=False)
+
+    def _average(
+        self, number: int, params: Sequence[Params], averages: Mapping[tuple[int, int], Params]
+    ) -> dict[tuple[int, int], Params]:
+        """Return an averaging of model_average: mean - local of each worker. averages: those not applied yet."""
+        local = list(params)
+        for (_, worker), difference in sorted(averages.items(), key=lambda item: item[0]):
+            local[worker] = self._add(local[worker], difference)
+        mean = self._spread(self._mean_of(local))
+        return {(number, i): self._subtract(mean[i], local[i]) for i in range(self._num_workers)}
 
     def _spread(self, tree: Params) -> tuple[Params, ...]:
         """Return a copy for each worker, on its device."""

@@ -11,7 +11,7 @@
     model_average  workers continue training while their weights are averaged (Bagua: Gan et al., 2021)
 
 A gradient takes a pull (one message), computing, and a push (one message). Its version is the newest one on the server
-when the pull ends. Simultaneous events are processed in the order of workers, and a worker does all it can before the
+when the pull begins, because a server sends the weights that it has when it is asked. Simultaneous events are processed in the order of workers, and a worker does all it can before the
 next one moves. With equal workers and no communication time, a worker therefore reads the weights that its own gradient
 has just updated.
 """
@@ -119,7 +119,7 @@ def _server(
     arrives.
     """
     n = len(compute)
-    events = [(next(communication[worker]), worker) for worker in range(n)]  # when a worker's next pull or push ends
+    events = [(0.0, worker) for worker in range(n)]  # when a worker's next pull begins, or its next push ends
     heapq.heapify(events)
     is_pulling, versions, starts = [True] * n, [0] * n, [0.0] * n
     done, least, num_least = [0] * n, 0, n  # gradients by worker; the minimum; workers at the minimum
@@ -129,7 +129,8 @@ def _server(
         now, worker = events[0]
         if is_pulling[worker]:
             is_pulling[worker], versions[worker] = False, len(rows) // size
-            heapq.heapreplace(events, (now + next(compute[worker]) + next(communication[worker]), worker))
+            duration = next(communication[worker]) + next(compute[worker]) + next(communication[worker])
+            heapq.heapreplace(events, (now + duration, worker))
             continue
         heapq.heappop(events)
         rows.append((worker, versions[worker], starts[worker], now))
@@ -146,7 +147,7 @@ def _server(
             if done[other] - least <= bound:
                 waiting.remove(other)
                 is_pulling[other], starts[other] = True, now
-                heapq.heappush(events, (now + next(communication[other]), other))
+                heapq.heappush(events, (now, other))
     workers, read, start, arrival = map(np.array, zip(*rows, strict=True))
     return workers, read, np.arange(len(rows)) // size, start, np.repeat(arrival[size - 1 :: size], size)
 
@@ -191,8 +192,9 @@ def _averagings(compute: WorkerTimes, communication: WorkerTimes, num_gradients:
     """Simulate model_average: workers never wait, and at most one averaging begins per period.
 
     An averaging begins at a multiple of `period` if the last one has ended and some gradient has finished since the
-    last one began. It reads the workers' weights at that time, which lack the gradients in flight. It ends when both
-    messages of the slowest worker have arrived, and each worker applies it before its next gradient.
+    last one began. It reads the workers' weights at that time, which lack the gradients in flight but include every
+    earlier averaging, even if the worker has not applied it yet. It ends when both messages of the slowest worker have
+    arrived, and each worker applies it before its next gradient.
 
     `read` counts the averagings that the worker has applied, `update` those that began before the gradient finished.
     """

@@ -41,10 +41,10 @@ def server_by_ticks(
     def move(worker: int) -> bool:
         if phase[worker] == "wait" and done[worker] - min(done) <= bound:
             phase[worker], left[worker], start[worker] = "pull", communication, now
+            version[worker] = len(arrived) // size
         elif phase[worker] == "wait" or left[worker]:
             return False
         elif phase[worker] == "pull":
-            version[worker] = len(arrived) // size
             phase[worker], left[worker] = "compute", times[worker][done[worker] % len(times[worker])]
         elif phase[worker] == "compute":
             phase[worker], left[worker] = "push", communication

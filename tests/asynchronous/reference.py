@@ -134,19 +134,41 @@ def meeting(
 
 
 def averaging(table: UpdateTable, start: Weights, batches: list[Batch], rule: Rule, rates: list[float]) -> Weights:
-    """Run model_average, and return the mean of all workers' final weights."""
-    n = table.num_workers
-    local, memories = [start] * n, [None] * n
+    """Run model_average, event by event, and return the mean of all workers' final weights.
+
+    A worker begins its next gradient as soon as it has applied the last one, after adding the averagings that have
+    ended. An averaging begins after the last gradient of its update. It reads `agreed`: each worker's own updates, on
+    top of all earlier averagings.
+    """
+    n, num_rows = table.num_workers, len(table.update)
+    local, memories, agreed = [start] * n, [None] * n, [start] * n
     taken, differences = [0] * n, list[list[Weights]]()
-    for row in range(len(table.update)):
-        worker, chunk, step = int(table.worker[row]), int(table.chunk[row]), int(table.step[row])
-        while taken[worker] < table.read[row]:
-            difference = differences[taken[worker]][worker]
-            local[worker] = {key: x + difference[key] for key, x in local[worker].items()}
+
+    def begin(worker: int, done: int) -> None:
+        """Add the averagings that have ended when the worker begins its first gradient after row `done`."""
+        following = [row for row in range(done + 1, num_rows) if table.worker[row] == worker]
+        while following and taken[worker] < table.read[following[0]]:
+            local[worker] = plus(local[worker], differences[taken[worker]][worker])
             taken[worker] += 1
+
+    for row in range(num_rows):
+        worker, chunk, step = int(table.worker[row]), int(table.chunk[row]), int(table.step[row])
+        assert taken[worker] == table.read[row]
         g = gradient(local[worker], batches[chunk // n], chunk % n, n)
-        local[worker], memories[worker] = rule(local[worker], g, memories[worker], rates[step])
-        if row + 1 == len(table.update) or table.update[row + 1] > table.update[row]:
-            middle = mean(local)
-            differences.append([{key: middle[key] - x[key] for key in x} for x in local])
+        new, memories[worker] = rule(local[worker], g, memories[worker], rates[step])
+        agreed[worker] = plus(agreed[worker], minus(new, local[worker]))
+        local[worker] = new
+        begin(worker, row)
+        if row + 1 == num_rows or table.update[row + 1] > table.update[row]:
+            middle = mean(agreed)
+            differences.append([minus(middle, x) for x in agreed])
+            agreed = [middle] * n
     return mean(local)
+
+
+def plus(a: Weights, b: Weights) -> Weights:
+    return {key: x + b[key] for key, x in a.items()}
+
+
+def minus(a: Weights, b: Weights) -> Weights:
+    return {key: x - b[key] for key, x in a.items()}

@@ -176,10 +176,14 @@ def test_workers_that_meet(settings: tuple[str, ...], rule: str) -> None:
     assert_close(got, reference.meeting(table, initial, BATCHES, RULES[rule][2], RATES, outer=outer), initial)
 
 
-@pytest.mark.parametrize("rule", ["momentum", "adam"])
-def test_workers_whose_weights_are_averaged_meanwhile(rule: str) -> None:
-    got, table, initial = trained(rule, *asynchronous("policy=model_average", "interval=2", *RANDOM))
-    assert table.staleness.max() >= 1
+@pytest.mark.parametrize("slowdown", [2.0, 8.0])
+@pytest.mark.parametrize("rule", ["sgd", "momentum", "adam"])
+def test_workers_whose_weights_are_averaged_meanwhile(rule: str, slowdown: float) -> None:
+    """An averaging that begins while a worker computes a gradient does not repeat the averagings before it."""
+    delays = ("delays.distribution=lognormal", "delays.spread=0.6", f"delays.slowdown={slowdown}")
+    messages = ("delays.communication_time=0.2",) if rule == "momentum" else ()
+    got, table, initial = trained(rule, *asynchronous("policy=model_average", "interval=2", *delays, *messages))
+    assert table.staleness.max() >= (1 if slowdown == 2 else 2)
     assert table.num_updates >= 3
     assert_close(got, reference.averaging(table, initial, BATCHES, RULES[rule][2], RATES), initial)
 

@@ -73,6 +73,12 @@ def test_equal_workers_go_round(n: int) -> None:
         assert table.staleness.tolist() == list(range(n)) + [n - 1] * (9 * n)
 
 
+def test_messages_do_not_lower_staleness() -> None:
+    """A server sends the weights that it has when it is asked, so seven updates come between a read and its write."""
+    table = simulate("async", num_workers=8, num_gradients=800, delays=Delays(communication_time=1.0))
+    assert (table.staleness[8:] == 7).all()
+
+
 @pytest.mark.parametrize("name", ["constant", "lognormal", "pareto"])
 @pytest.mark.parametrize("policy", POLICIES[:-1])
 def test_one_worker_is_never_stale(policy: str, name: str) -> None:
