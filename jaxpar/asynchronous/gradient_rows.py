@@ -20,7 +20,7 @@ class GradientRow(NamedTuple):
       is_first: whether it is the first gradient of its update.
       is_last: whether it is the last one.
       size: number of gradients in its update.
-      mean_staleness: over all gradients of its update.
+      mean_share: mean of 1 / max(staleness, 1) over all gradients of its update.
     """
 
     worker: int
@@ -31,19 +31,19 @@ class GradientRow(NamedTuple):
     is_first: bool
     is_last: bool
     size: int
-    mean_staleness: float
+    mean_share: float
 
 
 def single_row(worker: int, read: int, update: int, chunk: int) -> GradientRow:
     """Return the row of a gradient that makes an update by itself."""
     staleness = update - read
-    return GradientRow(worker, read, update, chunk, staleness, True, True, 1, float(staleness))
+    return GradientRow(worker, read, update, chunk, staleness, True, True, 1, 1 / max(staleness, 1))
 
 
 def rows_by_step(table: UpdateTable) -> list[list[GradientRow]]:
     """Return the rows of each step."""
     sizes = np.bincount(table.update)
-    means = np.bincount(table.update, table.staleness) / sizes
+    means = np.bincount(table.update, 1 / np.maximum(table.staleness, 1)) / sizes
     is_first, is_last = np.diff(table.update, prepend=-1) != 0, np.diff(table.update, append=-1) != 0
     columns = table.worker, table.read, table.update, table.chunk, table.staleness, is_first, is_last
     of_update = sizes[table.update], means[table.update]

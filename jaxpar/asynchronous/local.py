@@ -111,7 +111,7 @@ class LocalEngine:
             examples, weight, _ = chunks[row.chunk]
             inputs = jax.device_put((state.key, np.int32(state.step), examples, weight), device)
             made = programs.gradient(params[worker], *inputs)
-            at = Arrival(np.float32(0), np.float32(0), np.float32(1), np.int32(state.step))
+            at = Arrival(np.float32(0), np.float32(1), np.float32(1), np.int32(state.step))
             params[worker], servers[worker] = programs.arrive(
                 True, True, params[worker], servers[worker], *made, None, at
             )

@@ -1,8 +1,9 @@
 """Mitigations of staleness: optax transformations, which compose by `optax.chain`.
 
-Transformations of a gradient run before the optimizer: update(grads, state, params, staleness=, read=), where `params`
-are the weights that the gradient is applied to and `read` those that it was computed from. Transformations of an update
-run after the optimizer: update(updates, state, params, staleness=). `corrected_momentum` replaces the optimizer.
+Transformations of a gradient run before the optimizer: update(grads, state, params, staleness=, read=, mean_share=),
+where `params` are the weights that the gradient is applied to and `read` those that it was computed from.
+Transformations of an update run after the optimizer: update(updates, state, params, mean_share=). `mean_share` is the
+mean of 1 / max(staleness, 1) over the gradients of the update. `corrected_momentum` replaces the optimizer.
 """
 
 from collections.abc import Callable
@@ -74,18 +75,46 @@ def clip_by_staleness(max_norm: float) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
-def staleness_aware() -> optax.GradientTransformationExtraArgs:
-    """Divide the learning rate by max(staleness, 1). For an update of several gradients, staleness is their mean.
+class StalenessAware(NamedTuple):
+    """Two transformations, which together divide the learning rate of each gradient by max(staleness, 1).
 
-    Zhang et al., "Staleness-aware Async-SGD for Distributed Deep Learning", 2016, section 3.
+    Attributes:
+      gradients: weights the gradients of an update by 1 / max(staleness, 1), relative to their mean weight.
+      updates: multiplies the update by that mean weight.
     """
 
-    def update(
-        updates: Tree, state: Tree, _params: Tree = None, *, staleness: jax.Array, **_rest: Any
-    ) -> tuple[Tree, Tree]:
-        return jax.tree.map(lambda u: u / jnp.maximum(staleness, 1).astype(u.dtype), updates), state
+    gradients: optax.GradientTransformationExtraArgs
+    updates: optax.GradientTransformationExtraArgs
 
-    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+def staleness_aware() -> StalenessAware:
+    """Divide the learning rate of each gradient by max(staleness, 1).
+
+    Zhang et al., "Staleness-aware Async-SGD for Distributed Deep Learning", 2016, section 3. With SGD, an update of c
+    gradients is rate / c * sum(gradient / max(staleness, 1)), as there. The second factor is applied after the
+    optimizer, because optimizers such as Adam would cancel it.
+    """
+
+    def weighted(
+        grads: Tree,
+        state: Tree,
+        _params: Tree = None,
+        *,
+        staleness: jax.Array,
+        mean_share: jax.Array,
+        **_rest: Any,
+    ) -> tuple[Tree, Tree]:
+        weight = 1 / jnp.maximum(staleness, 1) / mean_share
+        return jax.tree.map(lambda g: g * weight.astype(g.dtype), grads), state
+
+    def scaled(
+        updates: Tree, state: Tree, _params: Tree = None, *, mean_share: jax.Array, **_rest: Any
+    ) -> tuple[Tree, Tree]:
+        return jax.tree.map(lambda u: u * mean_share.astype(u.dtype), updates), state
+
+    return StalenessAware(
+        *(optax.GradientTransformationExtraArgs(optax.init_empty_state, update) for update in (weighted, scaled))
+    )
 
 
 def corrected_momentum(

@@ -262,12 +262,14 @@ def build_mitigations(config: ConfigDict, problem: Problem, updates: UpdateTable
       updates: the table; None if the run is live.
     """
     a, names = config.asynchronous, named_mitigations(config)
-    made: dict[str, optax.GradientTransformationExtraArgs] = {"staleness_aware": mitigations.staleness_aware()}
+    by_staleness = mitigations.staleness_aware()
+    made: dict[str, optax.GradientTransformationExtraArgs] = {"staleness_aware": by_staleness.gradients}
     for name, function in (("dc_asgd", mitigations.dc_asgd), ("adaptive_dc_asgd", mitigations.adaptive_dc_asgd)):
         made[name] = function(STRENGTHS[name] if a.dc_strength is None else a.dc_strength)
     made["clip_by_staleness"] = mitigations.clip_by_staleness(a.max_norm or 0.0)
-    of_gradients = optax.chain(optax.identity(), *(made[name] for name in names if name in MITIGATIONS[:3]))
-    of_updates = optax.chain(optax.identity(), *(made[name] for name in names if name == "staleness_aware"))
+    of_gradients = optax.chain(optax.identity(), *(made[name] for name in names if name in made))
+    of_updates = by_staleness.updates if "staleness_aware" in names else optax.identity()
+    of_updates = optax.chain(optax.identity(), of_updates)
     if "corrected_momentum" in names and updates is not None:
         problem = problem._replace(optimizer=_corrected(config, problem.num_steps, float(updates.staleness.mean())))
     return problem, Mitigations(of_gradients, of_updates, needs_read=bool(set(names) & STRENGTHS.keys()))

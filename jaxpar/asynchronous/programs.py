@@ -64,13 +64,13 @@ class Arrival(NamedTuple):
 
     Attributes:
       staleness: of the gradient.
-      mean_staleness: over all gradients of its update.
+      mean_share: mean of 1 / max(staleness, 1) over all gradients of its update.
       size: number of gradients in its update.
       step: the step of the run in which it arrives.
     """
 
     staleness: Scalar
-    mean_staleness: Scalar
+    mean_share: Scalar
     size: Scalar
     step: Scalar
 
@@ -124,7 +124,8 @@ def arrive(
     """
     before, after = server.mitigations
     arrived = steps.is_finite(optax.tree.norm(grads), sums)
-    grads, remembered = mitigations.gradients.update(grads, before, params, staleness=at.staleness, read=read)
+    details = {"staleness": at.staleness, "read": read, "mean_share": at.mean_share}
+    grads, remembered = mitigations.gradients.update(grads, before, params, **details)
     before = jax.tree.map(lambda new, old: jnp.where(arrived, new, old), remembered, before)
     total = jax.tree.map(jnp.add, server.totals.sums, sums)
     if not (is_first and is_last):  # a nonfinite gradient or loss invalidates the whole update
@@ -148,7 +149,7 @@ def _update(
     optimizer = at_step(server.optimizer, at.step)
     updates, optimizer = problem.optimizer.update(grads, optimizer, params, grad_norm=grad_norm)
     finite = steps.is_finite(grad_norm, sums)
-    updates, remembered = mitigations.updates.update(updates, after, params, staleness=at.mean_staleness)
+    updates, remembered = mitigations.updates.update(updates, after, params, mean_share=at.mean_share)
     after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), remembered, after)
     state = State(at.step, jnp.zeros(()), params, server.optimizer)
     state, metrics = steps.apply(state, updates, optimizer, Metrics(totals.sums, grad_norm, finite))

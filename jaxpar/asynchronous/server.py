@@ -91,7 +91,7 @@ class ServerEngine:
     def _apply(self, run: ServerRun, deliveries: Iterator[Delivery]) -> None:
         for row, grads, sums, read in deliveries:
             at = Arrival(
-                np.float32(row.staleness), np.float32(row.mean_staleness), np.float32(row.size), np.int32(run.step - 1)
+                np.float32(row.staleness), np.float32(row.mean_share), np.float32(row.size), np.int32(run.step - 1)
             )
             run.params, run.server = self._programs.arrive(
                 row.is_first, row.is_last, run.params, run.server, grads, sums, read, at

@@ -11,9 +11,9 @@
     model_average  workers continue training while their weights are averaged (Bagua: Gan et al., 2021)
 
 A gradient takes a pull (one message), computing, and a push (one message). Its version is the newest one on the server
-when the pull begins, because a server sends the weights that it has when it is asked. Simultaneous events are processed in the order of workers, and a worker does all it can before the
-next one moves. With equal workers and no communication time, a worker therefore reads the weights that its own gradient
-has just updated.
+when the pull begins, because a server sends the weights that it has when it is asked. Simultaneous events are processed
+in the order of workers, and a worker does all it can before the next one moves. With equal workers, a worker therefore
+reads the weights that its own gradient has just updated.
 """
 
 import heapq

@@ -94,10 +94,11 @@ def to_server(
             for mitigation in mitigations:
                 g = mitigation(g, versions[-1], read, int(update - table.read[row]))
             grads.append(g)
-        old, staleness = versions[-1], np.mean(update - table.read[rows])
-        new, memory = rule(old, mean(grads), memory, rates[step])
-        divisor = max(float(staleness), 1.0) if staleness_aware else 1.0
-        versions.append({key: old[key] + (new[key] - old[key]) / divisor for key in old})
+        old, shares = versions[-1], [1 / max(update - read, 1) for read in table.read[rows].tolist()]
+        shares = shares if staleness_aware else [1.0] * len(rows)
+        total = {key: sum(share * g[key] for share, g in zip(shares, grads, strict=True)) for key in old}
+        new, memory = rule(old, {key: x / sum(shares) for key, x in total.items()}, memory, rates[step])
+        versions.append({key: old[key] + (new[key] - old[key]) * float(np.mean(shares)) for key in old})
     return versions[-1]
 
 

@@ -150,7 +150,7 @@ def test_the_schedule_of_live_workers() -> None:
     assert schedule.assign() is None  # worker 1 is 2 ahead
     assert not schedule.is_over(drain=False)
     row = schedule.arrived(first)
-    assert (row.worker, row.read, row.update, row.staleness, row.mean_staleness, row.size) == (0, 0, 2, 2, 2.0, 1)
+    assert (row.worker, row.read, row.update, row.staleness, row.mean_share, row.size) == (0, 0, 2, 2, 0.5, 1)
     schedule.applied(first)
     last = schedule.assign()
     assert last is not None
