@@ -92,7 +92,7 @@ class Loop:
         }
         self._best_loss = min((row["loss"] for row in log.rows("validation")), default=math.inf)
         self._meter = build_meter(run)
-        self._books = open_ledger(run)
+        self._ledger = open_ledger(run)
         self._clock = run.phases.clock("train", "input")
 
     def run(self, state: StrategyState, interrupt: Interrupt) -> StrategyState:
@@ -118,7 +118,7 @@ class Loop:
         phases, strategy = self._run.phases, self._run.strategy
         with phases("input"):
             batch = next(loader)
-            self._books.add(step - 1, batch.pop("example_ids"))
+            self._ledger.add(step - 1, batch.pop("example_ids"))
         with phases("compile" if self._meter.is_new(batch) else "train"):
             state, step_metrics = strategy.step(state, strategy.place(batch))
             self._meter.add(step, batch, step_metrics)
@@ -147,7 +147,7 @@ class Loop:
     def _save(self, step: int, state: StrategyState, validation_loss: float | None) -> None:
         run = self._run
         with run.phases("checkpoint"):
-            self._books.write()  # before the checkpoint; resuming cuts lines of steps after the last checkpoint
+            self._ledger.write()  # before the checkpoint; resuming cuts lines of steps after the last checkpoint
             tree, private = run.strategy.to_canonical(state), run.strategy.to_private(state)
             self._saver.save(tree, save_info(run, step), validation_loss, private=private)
             if not run.config.checkpoint.asynchronous:

@@ -116,12 +116,12 @@ def test_former_names_of_keys() -> None:
     }
 
 
-def test_missing_config_names_the_nearest() -> None:
+def test_a_missing_config_suggests_a_similar_name() -> None:
     with pytest.raises(UserError, match=r"Did you mean 'configs/quickstart.py'"):
         configs.load_config("configs/quikstart.py")
 
 
-def test_a_preset_that_is_not_there() -> None:
+def test_a_preset_that_does_not_exist() -> None:
     with pytest.raises(UserError, match=r"it must be configs/quickstart.py, because this config has no presets"):
         configs.load_config("configs/quickstart.py:big")
 

@@ -155,7 +155,7 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_killed_during(moment: str, folder: Path, tmp_path: Path, whole: Path) -> None:
+def test_a_run_that_is_killed(moment: str, folder: Path, tmp_path: Path, whole: Path) -> None:
     """At most one interval is lost, both with synchronous checkpoints and while one is written asynchronously."""
     waits = [] if moment == "a checkpoint write" else ["--config.checkpoint.asynchronous=False"]
     out, _ = ended(start(folder, tmp_path, *waits, first=MOMENTS[moment]), code=-signal.SIGKILL)
@@ -192,7 +192,7 @@ def test_one_of_two_processes_is_killed(moment: str, process: int, folder: Path,
 
 
 @pytest.mark.parametrize("moment", ["an evaluation", "a checkpoint write"])
-def test_sigterm_during(moment: str, folder: Path, tmp_path: Path, whole: Path) -> None:
+def test_a_run_that_receives_sigterm(moment: str, folder: Path, tmp_path: Path, whole: Path) -> None:
     """The process saves all steps and ends well within the grace period before a SIGKILL."""
     out, _ = ended(start(folder, tmp_path, first=MOMENTS[moment].replace("SIGKILL", "SIGTERM")), timeout=GRACE_SECONDS)
     stopped = re.search(r"SIGTERM: stopped after step (\d+) of 100", out)
@@ -316,7 +316,7 @@ def test_a_loader_that_hangs(folder: Path, tmp_path: Path, whole: Path) -> None:
     assert_ended_as(whole, tmp_path)
 
 
-def test_a_thread_that_hangs_with_the_interpreters_lock(folder: Path, tmp_path: Path) -> None:
+def test_a_thread_that_hangs_with_the_gil(folder: Path, tmp_path: Path) -> None:
     """No other Python thread can run, not even the watchdog."""
     hanging = HANGS.format(how="ctypes.PyDLL(None).sleep")
     _, err = ended(start(folder, tmp_path, WATCHED, first=hanging), code=1)
@@ -336,13 +336,13 @@ def test_one_of_two_processes_that_hangs(folder: Path, tmp_path: Path, whole: Pa
     assert_proved(tmp_path / "run")
 
 
-def test_it_is_told_before_orbax_gives_up() -> None:
+def test_the_watchdog_reports_before_orbax_times_out() -> None:
     """If a process hangs in a write, the watchdog of a process waiting for it reports that before orbax times out."""
     assert configs.default_config().watchdog_seconds < ocp.options.AsyncOptions().timeout_secs
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
-def test_a_watchdog_that_cannot_be(seconds: float) -> None:
+def test_an_invalid_watchdog(seconds: float) -> None:
     message = rf"config\.watchdog_seconds is {seconds}; it must be between 0 \(no watchdog\) and 1e\+09"
     with pytest.raises(UserError, match=message):
         watchdog.check_seconds(seconds)

@@ -139,7 +139,7 @@ def test_a_label_that_the_split_took_from_training(tmp_path: Path, capsys: pytes
     assert "so rare that the split by hash puts it only into" in line
 
 
-def test_a_workdir_that_cannot_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_workdir_that_cannot_be_created(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/file/run", *small_arguments(tmp_path))
     assert f"--workdir is '{tmp_path}/file/run'; it must be a writable folder: Not a directory" in line
@@ -186,7 +186,7 @@ NO_SPACE = "RESOURCE_EXHAUSTED: Failed to write 30000 bytes to file 4: No space 
         (OSError(errno.ETIMEDOUT, "Connection timed out"), TrainingError),
     ],
 )
-def test_whose_fault_a_checkpoint_is_that_cannot_be_written(
+def test_exit_codes_of_failed_checkpoint_writes(
     error: Exception, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Disk errors that the user must fix end with exit code 2, errors that may be temporary with exit code 1."""
@@ -202,7 +202,7 @@ def test_whose_fault_a_checkpoint_is_that_cannot_be_written(
     saver.close()
 
 
-def test_the_exit_code_of_a_run_that_was_stopped(
+def test_the_exit_code_of_a_stopped_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = [
@@ -230,7 +230,7 @@ with Interrupt():
 """
 
 
-def test_a_second_signal_ends_the_process_at_once() -> None:
+def test_a_second_signal_ends_the_process_immediately() -> None:
     process = subprocess.run(
         [sys.executable, "-c", TWO_SIGNALS],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -39,21 +39,21 @@ def test_the_count_in_xla_flags_wins(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("num_data", "message"), [(9, "it must be at most 8, the number of cpu"), (0, "1 or more")])
-def test_impossible_numbers(num_data: int, message: str) -> None:
+def test_invalid_mesh_sizes(num_data: int, message: str) -> None:
     config = default_config()
     override(config, [f"--config.mesh.data={num_data}"])
     with pytest.raises(UserError, match=message):
         accepted(mesh.refuse_sizes(config, cluster.find_cluster()))
 
 
-def test_less_virtual_devices_than_none(tmp_path: Path) -> None:
+def test_a_negative_number_of_virtual_devices(tmp_path: Path) -> None:
     config = default_config()
     config.mesh.virtual_cpu_devices = -1
     with pytest.raises(UserError, match=r"config\.mesh\.virtual_cpu_devices is -1; it must be 0 or more"):
         mesh.prepare_jax(config, tmp_path)
 
 
-def test_programs_over_several_cpu_devices_are_waited_for() -> None:
+def test_programs_over_several_cpu_devices_wait_for_their_results() -> None:
     calls = []
 
     class Result:

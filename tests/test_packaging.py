@@ -29,5 +29,5 @@ def test_the_wheel_has_all_code_data_and_configs(tmp_path: Path) -> None:
     assert b"jaxpar = jaxpar.main:run" in entry_points
 
 
-def test_a_clone_has_its_configs_beside_the_package() -> None:
+def test_a_clone_has_its_configs_next_to_the_package() -> None:
     assert config_folder() == ROOT / "configs"

@@ -142,7 +142,7 @@ def test_a_planner_gets_reasons_as_values() -> None:
     assert not isinstance(strategies.possible(config, problem, cluster.named_cluster("H100", 8)), str)
 
 
-def test_an_exchange_that_cannot_be_of_the_shapes() -> None:
+def test_an_exchange_that_does_not_support_the_shapes() -> None:
     from tests.strategies.pipelines import Task, make_config, make_problem
 
     task, there = Task("mlp", "classification"), cluster.named_cluster("H100", 2)
@@ -166,7 +166,7 @@ def plan_of(*memory: dict[str, int], traffic: Sequence[Traffic] = ()) -> Plan[No
     return Plan("data_parallel", decision, "", {}, None, memory, traffic)
 
 
-def test_more_than_a_device_has() -> None:
+def test_a_plan_that_needs_too_much_memory() -> None:
     parts = {"parameters": 30 * 10**9, "optimizer": 60 * 10**9, "private": 0}
     [reason] = refuse_memory(plan_of({"parameters": 10**9}, parts), cluster.named_cluster("H100", 2))
     assert str(reason) == (
@@ -289,14 +289,14 @@ def test_messages_of_a_step(name: str) -> None:
     assert {axis: messages for axis, (_, messages) in plan.sent_by_axis().items()} == expected
 
 
-def test_a_batch_of_nothing() -> None:
+def test_an_empty_batch() -> None:
     config = default_config()
     config.strategy, config.batch_size = "single", 0
     with pytest.raises(UserError, match=r"^config\.batch_size is 0; it must be 1 or more$"):
         strategies.decide(config, cluster.named_cluster("cpu", 1))
 
 
-def test_what_several_processes_cannot_run() -> None:
+def test_configs_that_several_processes_cannot_run() -> None:
     config, there = default_config(), cluster.named_cluster("cpu", 8, num_processes=2)
     config.strategy, config.mesh.data = "data_parallel", 2
     with pytest.raises(UserError, match=r"data is 2 and config.mesh.stage is 1; their product must be 8, the number"):

@@ -205,7 +205,7 @@ def assert_continues(first: str, second: str, reference: str, runs: Runs, tmp_pa
 
 
 @pytest.mark.parametrize("reference", ["single", "single, muon"])
-def test_the_uninterrupted_run_is_worth_comparing_with(reference: str, runs: Runs) -> None:
+def test_the_uninterrupted_run_is_a_valid_reference(reference: str, runs: Runs) -> None:
     """Each epoch reads all examples once; the key does not change, and all other arrays except constants do."""
     end, rows = runs.uninterrupted(reference)
     for epoch in (rows[:5], rows[5:]):
@@ -223,7 +223,7 @@ def test_the_uninterrupted_run_is_worth_comparing_with(reference: str, runs: Run
         assert np.any(value), name
 
 
-def test_every_strategy_is_here() -> None:
+def test_every_strategy_is_tested() -> None:
     names = {make_config(name).strategy for name in SYNCHRONOUS}
     assert names == set(strategies.STRATEGIES)
 
@@ -244,7 +244,7 @@ def test_private_state_continues_bitwise_under_its_own_strategy(
 
 @pytest.mark.parametrize("second", [*SOME, *PRIVATE])
 @pytest.mark.parametrize("first", PRIVATE)
-def test_another_strategy_goes_on_without_the_private_state(
+def test_another_strategy_resumes_without_the_private_state(
     first: str, second: str, runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run resumes from the newest weights, as it would if the checkpoint had no private state."""
@@ -266,7 +266,7 @@ def test_another_strategy_goes_on_without_the_private_state(
 
 
 @pytest.mark.parametrize("first", PRIVATE)
-def test_exact_strategies_agree_on_where_another_one_went(first: str, runs: Runs, tmp_path: Path) -> None:
+def test_exact_strategies_resume_from_the_same_weights(first: str, runs: Runs, tmp_path: Path) -> None:
     """All exact strategies resume from the same weights, those of the stopped run."""
     workdir, _ = runs.stopped(first)
     ends = []

@@ -84,7 +84,7 @@ def test_installs_what_is_missing_or_changed(clone: Path) -> None:
 
 
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_setup_is_made_anew(clone: Path, by: signal.Signals) -> None:
+def test_an_interrupted_setup_starts_over(clone: Path, by: signal.Signals) -> None:
     (clone / "slow").touch()
     # If the tests run as a background job, SIGINT is ignored, and child processes inherit that.
     heed = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
@@ -102,7 +102,7 @@ def test_an_interrupted_setup_is_made_anew(clone: Path, by: signal.Signals) -> N
     assert run(clone, "setup").stderr == ""
 
 
-def test_of_two_at_once_one_waits(clone: Path) -> None:
+def test_a_second_setup_waits(clone: Path) -> None:
     (clone / "slow").touch()
     first = subprocess.Popen([clone / "scripts" / "setup"], env=environment(clone), start_new_session=True)
     wait_for(clone / "uv.log", "pip install")

@@ -72,7 +72,7 @@ def test_steps_equal_numpy(accumulation_steps: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "finite"), [("inputs", False), ("weights", True)])
-def test_a_step_that_cannot_count_changes_nothing(name: str, finite: bool) -> None:
+def test_a_step_without_an_update_changes_nothing(name: str, finite: bool) -> None:
     """Infinite inputs make the step not finite; example weights of 0 make the gradient zero."""
     problem = step.Problem(Model({"line": Line}), optax.sgd(0.3, momentum=0.9), 1, {}, 3, TASK)
     before = state.init(problem.model, problem.optimizer, jax.random.key(0))

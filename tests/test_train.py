@@ -60,7 +60,7 @@ def test_result(uninterrupted: Path) -> None:
     assert len(checkpoint.steps(uninterrupted / "checkpoints")) <= 3
 
 
-def test_metrics_tell_rates(uninterrupted: Path) -> None:
+def test_metrics_contain_rates(uninterrupted: Path) -> None:
     row = metrics.read_metrics(uninterrupted)[0]
     # FLOPs of the forward pass, with T = D = 16 and M = 32: 4 D^2 of attention, 2 D M of the MLP and 2 T D of scores
     # and sums per token; D^2 of the pooler and 4 D of the classifier per text; 2 FLOPs each, times 3 for training.
@@ -143,7 +143,7 @@ def test_resumes_under_another_strategy(
             assert np.linalg.norm(got[name] - leaf) <= 1e-5 * np.linalg.norm(leaf), name
 
 
-def test_a_finished_run_is_evaluated_again_and_left_as_it_is(folder: Path, uninterrupted: Path) -> None:
+def test_a_finished_run_is_evaluated_again_without_changes(folder: Path, uninterrupted: Path) -> None:
     before = json.loads((uninterrupted / "result.json").read_text())
     rows = metrics.read_metrics(uninterrupted)
     after = train.train(small_config(folder), uninterrupted)
@@ -169,7 +169,7 @@ def test_a_damaged_checkpoint_falls_back(
     assert_bitwise_equal(tmp_path / "run", uninterrupted)
 
 
-def test_a_damaged_last_checkpoint_is_made_again(folder: Path, tmp_path: Path, uninterrupted: Path) -> None:
+def test_a_damaged_last_checkpoint_is_written_again(folder: Path, tmp_path: Path, uninterrupted: Path) -> None:
     """The run resumes from an older checkpoint, and keeps the same number of intact checkpoints as before."""
     arguments = ["--config.checkpoint.keep_best=False", "--config.checkpoint.keep=3"]
     train.train(small_config(folder, *arguments), tmp_path / "run")

@@ -60,7 +60,7 @@ class Ending:
 
 
 class StoppedEarly(Exception):
-    """Raised if a run fails after a stop was requested before its first step, for example as another process ended."""
+    """Raised if a run fails after a stop request before its first step, e.g. because another process ended."""
 
 
 class Interrupt(Ending):

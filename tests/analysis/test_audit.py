@@ -102,7 +102,7 @@ def counted(rows: list[CollectiveRow]) -> list[CollectiveRow]:
 
 
 @pytest.mark.parametrize("name", SENT)
-def test_what_is_sent_is_what_theory_says(name: str) -> None:
+def test_traffic_matches_theory(name: str) -> None:
     rows = rows_of(name)
     assert [row for row in rows if not row.is_explained] == []
     size = number_of_parameters(MLP, WIDE)
@@ -125,7 +125,7 @@ def test_every_exchange_is_audited() -> None:
 
 
 @pytest.mark.parametrize(("name", "share"), [("bagua_bytegrad", 0.2525), ("byteps_onebit", 0.0325)])
-def test_codes_are_a_small_share_of_what_ddp_sends(name: str, share: float) -> None:
+def test_compressed_traffic_is_a_small_fraction_of_ddp(name: str, share: float) -> None:
     sent, of_ddp = ([row for row in rows_of(which) if row.dtype != SCALARS] for which in (name, "ddp"))
     assert sum(row.nbytes for row in sent) <= share * sum(row.nbytes for row in of_ddp)
 
@@ -282,7 +282,7 @@ def test_the_axis_of_permutes(pairs: str, axis: str) -> None:
     assert rows == [CollectiveRow("collective-permute", axis, "float32", 1, 400, None)]
 
 
-def test_groups_that_cannot_be_read_are_no_silence() -> None:
+def test_unknown_groups_are_not_ignored() -> None:
     try:
         rows = sent_by("all-reduce(%x), channel_id=1, replica_groups=<a new way>, to_apply=%add")
     except (AssertionError, ValueError):
@@ -341,7 +341,7 @@ def test_bytes_of_a_pipelines_residuals() -> None:
     assert memory["private"] == sum(leaf.size * leaf.dtype.itemsize // 4 for leaf in jax.tree.leaves(state.private))
 
 
-def test_bytes_are_those_of_the_arrays() -> None:
+def test_planned_bytes_equal_those_of_the_arrays() -> None:
     for exchange in ("zero3", "byteps_onebit"):
         strategy = make(MLP, *replicated(exchange))
         state = strategy.init(jax.random.key(0))
@@ -412,7 +412,7 @@ def test_the_script_prints_json_and_fails_where_a_row_is_unexplained(
         ("--jsn", "--jsn"),
     ],
 )
-def test_the_script_tells_a_mistake_in_one_line(
+def test_the_script_reports_a_mistake_in_one_line(
     mistake: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, tmp_path, mistake) == 2

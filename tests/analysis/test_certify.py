@@ -52,7 +52,7 @@ def certify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
 
 # ---- correct strategies --------------------------------------------------------------------------------------------
 
-HONEST = {
+CORRECT = {
     "sharding, bert": BERT,
     "pmap, microbatches": [*MLP, "data_parallel.implementation=pmap", "optimizer.accumulation_steps=2"],
     "ddp, gpt": [*SHARD_MAP, "model.name=gpt", "task=causal_lm", "data.vocab_size=300"],
@@ -69,9 +69,9 @@ HONEST = {
 SLOW = ("sharding, bert", "zero3, bert", "bfloat16")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in HONEST])
-def test_honest_strategies_are_within(name: str, certify: Any) -> None:
-    code, found = certify(*HONEST[name])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CORRECT])
+def test_correct_strategies_pass(name: str, certify: Any) -> None:
+    code, found = certify(*CORRECT[name])
     assert (code, found["outside"], found["differs"]) == (0, [], ""), found["outside"]
     assert set(found["metrics"]) == {"loss", "gradient norm"}
     assert all(list(of) == list(certificate.QUANTITIES) for of in found["layers"].values())
@@ -258,7 +258,7 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("words", DIFFERENT)
-def test_strategies_that_differ_say_so(words: str, certify: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_strategies_that_differ_have_no_tolerance(words: str, certify: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """The exit code is 0 without a tolerance, and the certificate contains the errors, which are large."""
     code, found = certify(*MLP, *DIFFERENT[words], num_steps=4)
     assert (code, found["differs"], found["tolerance"], found["outside"]) == (0, words, None, [])
@@ -267,7 +267,7 @@ def test_strategies_that_differ_say_so(words: str, certify: Any, capsys: pytest.
     assert all("update" not in errors for errors in found["layers"].values())
 
 
-def test_what_exchanges_do_otherwise() -> None:
+def test_exchanges_that_differ() -> None:
     same = {name for name in EXCHANGES if not presets.exchange_differs(name, {})}
     assert same == {"ddp", "dp", "horovod", "byteps", "zero1", "zero2", "zero3"}
     assert set(presets.DIFFERS) | same == set(EXCHANGES)
@@ -304,7 +304,7 @@ CELLS: dict[str, Any] = {
 }
 
 
-def test_columns_of_the_table_are_apart() -> None:
+def test_columns_of_the_table_are_separate() -> None:
     """The columns do not run together for any error, from rounding to the largest possible error."""
     errors = [error and script.as_json(error) for error in CELLS.values()]
     assert [script.cell(error) for error in errors] == list(CELLS)
@@ -326,7 +326,7 @@ def padded_rows(seed: int, batch: int) -> int:
 
 
 @pytest.mark.parametrize(("seed", "expected"), [(0, [0, 3]), (1, [0, 5]), (3, [0, 1]), (5, [0, 2])])
-def test_the_batch_with_rows_that_pad_is_among_them(seed: int, expected: list[int]) -> None:
+def test_the_padded_batch_is_compared(seed: int, expected: list[int]) -> None:
     assert [padded_rows(seed, batch) for batch in expected].count(3) == 1
     config = default_config()
     config.batch_size = 24
@@ -336,7 +336,7 @@ def test_the_batch_with_rows_that_pad_is_among_them(seed: int, expected: list[in
     assert certificate.batches(run) == expected
 
 
-def test_what_a_certificate_says(certify: Any) -> None:
+def test_contents_of_a_certificate(certify: Any) -> None:
     _, found = certify(*MLP, *SHARD_MAP, "seed=1", "optimizer.accumulation_steps=2", num_steps=2)
     assert found["seeds"] == {"config.seed": 1, "config.exchange_options.seed": None}
     assert found["sums"]["strategy"] == "2 replicas (the data axis) x 2 accumulation steps"
@@ -362,7 +362,7 @@ def test_what_a_certificate_says(certify: Any) -> None:
         ("--num_steps=x", "--num_steps is 'x'; it must be an integer"),
     ],
 )
-def test_a_mistake_is_told_in_one_line(
+def test_a_mistake_is_reported_in_one_line(
     mistake: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = f"--output={tmp_path}/certificate.json"
@@ -377,7 +377,7 @@ def test_a_mistake_is_told_in_one_line(
     assert not (tmp_path / "certificate.json").exists()
 
 
-def test_what_is_not_finite_cannot_be_compared(
+def test_a_nonfinite_step_cannot_be_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = [*small_arguments(tmp_path), "--config.optimizer.lr=1e38", f"--output={tmp_path}/c.json"]

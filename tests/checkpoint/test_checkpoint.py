@@ -79,7 +79,7 @@ def test_the_best_is_kept_across_processes(tmp_path: Path) -> None:
     assert checkpoint.steps(tmp_path / "c") == [8, 9, 10]
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_an_empty_directory(tmp_path: Path) -> None:
     assert restore(tmp_path / "c") == (None, [])
 
 
@@ -152,7 +152,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_falls_back_to_the_newest_whole_one(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_damage_falls_back_to_the_newest_intact_checkpoint(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     save(tmp_path / "c", {1: None, 2: None})
     damage(tmp_path / "c" / "2")
     found, logged = restore(tmp_path / "c")

@@ -92,7 +92,7 @@ def test_killed_and_resumed_by_other_numbers_of_processes(tmp_path: Path) -> Non
     assert verified(tmp_path, 26) == "every example of 2 epochs was used exactly once"
 
 
-def test_of_a_run_that_began_without_one(tmp_path: Path) -> None:
+def test_a_run_that_started_without_a_ledger(tmp_path: Path) -> None:
     record(tmp_path, 4, 26)
     assert verified(tmp_path, 26) == f"every example of {22 / 13:.6g} epochs was used exactly once, since step 5"
     assert verified(tmp_path / "nowhere", 26) == "no steps recorded"
@@ -110,7 +110,7 @@ PLANTED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_finds_what_is_planted(tmp_path: Path, name: str) -> None:
+def test_finds_planted_errors(tmp_path: Path, name: str) -> None:
     options, message = PLANTED[name]
     record(tmp_path, 0, 26, **options)
     with pytest.raises(TrainingError, match="ledger: ") as error:
@@ -118,7 +118,7 @@ def test_finds_what_is_planted(tmp_path: Path, name: str) -> None:
     assert message in str(error.value)
 
 
-def test_finds_steps_that_are_missing_or_there_twice(tmp_path: Path) -> None:
+def test_finds_missing_and_repeated_steps(tmp_path: Path) -> None:
     record(tmp_path, 0, 10)
     for start, message in ((15, "steps 11 to 15 are missing"), (8, "steps 9 to 10 were recorded twice")):
         whole = (tmp_path / "0.jsonl").read_text()
@@ -147,7 +147,7 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
         (2, [0, 0, 1, 1, 2, 2], [slice(0, 12), slice(12, 24), slice(0, 0)]),  # process 1 reads both halves
     ],
 )
-def test_a_row_is_counted_by_one_process(
+def test_an_example_is_counted_by_one_process(
     num_replicas: int, of_process: list[int], rows: list[slice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices: Any = tuple(SimpleNamespace(process_index=process) for process in of_process)
@@ -173,7 +173,7 @@ def test_a_run_that_changes_its_strategy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [b'{"from": 0, "to": 3\n', b"", b"\xff\xfe\n"])
-def test_a_damaged_ledger_is_told_before_a_run_goes_on(text: bytes, tmp_path: Path) -> None:
+def test_a_damaged_ledger_is_reported_at_the_start(text: bytes, tmp_path: Path) -> None:
     """The error is raised at the start. After the ledger is deleted, a new one covers the remaining steps."""
     run_to(5, tmp_path, EPOCHS)
     file = tmp_path / "ledger" / "0.jsonl"

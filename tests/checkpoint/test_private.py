@@ -80,7 +80,7 @@ def test_stopped_and_resumed_ends_bitwise_equal(
         np.testing.assert_array_equal(got, expected)
 
 
-def test_the_private_state_is_each_replicas_own(run: Path) -> None:
+def test_the_private_state_differs_between_replicas(run: Path) -> None:
     found = checkpoint.read(run / "checkpoints" / "5")
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(found.private)]
     assert leaves
@@ -89,7 +89,7 @@ def test_the_private_state_is_each_replicas_own(run: Path) -> None:
     assert format_private_key(found.info["private_key"]) == NAME
 
 
-def test_without_it_training_would_end_elsewhere(run: Path, uninterrupted: Path) -> None:
+def test_the_result_depends_on_the_private_state(run: Path, uninterrupted: Path) -> None:
     """Otherwise the test above would pass without restoring the private state."""
     change_info(run / "checkpoints" / "5", lambda info: info["private_key"].update(replicas=3))
     train.train(config(ONEBIT), run)
@@ -98,7 +98,7 @@ def test_without_it_training_would_end_elsewhere(run: Path, uninterrupted: Path)
 
 
 @pytest.mark.parametrize("change", ["--config.exchange=ddp", "--config.exchange_options.momentum=0.5"])
-def test_another_exchange_leaves_it_behind_and_trains_on(
+def test_another_exchange_discards_the_private_state(
     run: Path, change: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = train.train(config(ONEBIT, change), run)
@@ -108,7 +108,7 @@ def test_another_exchange_leaves_it_behind_and_trains_on(
     assert (run / "checkpoints" / "8" / "private").is_dir() == ("ddp" not in change)
 
 
-def test_damage_falls_back_to_the_checkpoint_before(
+def test_damage_falls_back_to_the_previous_checkpoint(
     run: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "checkpoints" / "5" / "private" / "manifest.ocdbt").write_bytes(b"")
@@ -135,13 +135,13 @@ def test_a_missing_folder_is_damage(run: Path) -> None:
         checkpoint.read(run / "checkpoints" / "5")
 
 
-def test_an_exchange_without_one_saves_none(plain: Path) -> None:
+def test_an_exchange_without_private_state_saves_none(plain: Path) -> None:
     for step in checkpoint.steps(plain / "checkpoints"):
         assert not (plain / "checkpoints" / str(step) / "private").exists()
         assert checkpoint.read(plain / "checkpoints" / str(step)).private == {}
 
 
-def test_an_exchange_goes_on_with_what_one_without_left(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exchange_resumes_without_private_state(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = train.train(config(ONEBIT), plain)
     output = capsys.readouterr().out
     assert "resumed   from step 5" in output

@@ -43,7 +43,7 @@ STOPPED_IMMEDIATELY = "stopped immediately; the steps since the last checkpoint 
     ("program", "code", "text"),
     [(BEFORE_THE_LOOP, 75, "stopped"), (IN_THE_LOOP, 130, STOPPED_IMMEDIATELY), (AFTER_THE_LOOP, 75, "stopped")],
 )
-def test_a_signal_while_the_main_thread_is_away(program: str, code: int, text: str, number: signal.Signals) -> None:
+def test_a_signal_while_the_main_thread_is_busy(program: str, code: int, text: str, number: signal.Signals) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -75,7 +75,7 @@ def test_a_failure_after_a_signal_before_the_first_step() -> None:
         fail(is_stopped=False)
 
 
-def test_what_was_there_before_is_there_again() -> None:
+def test_handlers_and_threads_are_restored() -> None:
     """Signal handlers, file descriptors and threads are restored."""
     program = """
 import os, signal, threading

@@ -65,7 +65,7 @@ NO_ADDRESS = "--coordinator_address (or JAXPAR_COORDINATOR_ADDRESS)"
         (ALONE, OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, None),
     ],
 )
-def test_where_a_process_is_among_the_others(given: Any, environ: dict[str, str], place: Any) -> None:
+def test_the_place_of_a_process(given: Any, environ: dict[str, str], place: Any) -> None:
     assert find_place(given, environ) == place
 
 
@@ -86,7 +86,7 @@ def test_where_a_process_is_among_the_others(given: Any, environ: dict[str, str]
         (ALONE, POD, "JOB_COMPLETION_INDEX is set, as in an indexed Job of Kubernetes, but JAXPAR_NUM_PROCESSES and"),
     ],
 )
-def test_a_place_that_cannot_be(given: Any, environ: dict[str, str], message: str) -> None:
+def test_an_invalid_place(given: Any, environ: dict[str, str], message: str) -> None:
     with pytest.raises(UserError) as error:
         find_place(given, environ)
     assert message in str(error.value)
@@ -102,7 +102,7 @@ def test_a_place_that_cannot_be(given: Any, environ: dict[str, str], message: st
         (3, [0, 0, 1], [slice(0, 16), slice(16, 24)]),
     ],
 )
-def test_a_process_reads_the_rows_of_its_devices(
+def test_a_process_reads_the_shard_of_its_devices(
     num_replicas: int, of_process: list[int], rows: list[slice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices: Any = tuple(SimpleNamespace(process_index=process) for process in of_process)
@@ -112,7 +112,9 @@ def test_a_process_reads_the_rows_of_its_devices(
 
 
 @pytest.mark.parametrize(("values", "right"), [([3, 3], True), ([3, -1], False), ([-1, 3], False)])
-def test_processes_that_see_other_checkpoints(values: list[int], right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_see_different_checkpoints(
+    values: list[int], right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If processes find different checkpoints, for example in folders that are not shared, all of them fail."""
     monkeypatch.setattr(jax, "process_count", lambda: len(values))
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda _: np.array(values))
@@ -234,7 +236,7 @@ def test_from_two_processes_to_one_and_back(folder: Path, tmp_path: Path, alone:
     assert_close(workdir, alone["data_parallel"])
 
 
-def test_a_killed_process_ends_all_and_they_start_again(folder: Path, tmp_path: Path, alone: dict[str, Path]) -> None:
+def test_a_killed_process_restarts_the_run(folder: Path, tmp_path: Path, alone: dict[str, Path]) -> None:
     workdir = tmp_path / "run"
     process = launch(folder, workdir, "data_parallel", "--config.checkpoint.every_steps=2", restarts=1)
     wait_for_step(process, workdir, 4)
@@ -249,7 +251,7 @@ def test_a_killed_process_ends_all_and_they_start_again(folder: Path, tmp_path: 
     assert_close(workdir, alone["data_parallel"])
 
 
-def test_a_mistake_is_not_tried_again(folder: Path, tmp_path: Path) -> None:
+def test_a_user_error_is_not_retried(folder: Path, tmp_path: Path) -> None:
     out, err = finished(launch(folder, tmp_path / "run", "data_parallel", "--config.exchange=dp", restarts=3), code=2)
     message = "jaxpar: config.exchange='dp' runs in a single process, but there are 2 processes"
     assert any(message in line for line in out)
@@ -394,7 +396,7 @@ subprocess.run([sys.executable, "-c", {STARTED!r}], env=environment)
 """
 
 
-def test_a_process_that_has_asked_for_it_ends_with_its_launcher() -> None:
+def test_a_process_ends_with_its_launcher() -> None:
     process = subprocess.Popen([sys.executable, "-c", LAUNCHER], env=environment(), stdout=subprocess.PIPE, text=True)
     assert process.stdout
     assert process.stdout.readline() == "here\n"
@@ -402,7 +404,7 @@ def test_a_process_that_has_asked_for_it_ends_with_its_launcher() -> None:
     process.communicate(timeout=60)  # returns when all processes that share its stdout have ended
 
 
-def test_one_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """If a process cannot be started, those started before are killed."""
     started: list[subprocess.Popen[str]] = []
 
@@ -491,7 +493,7 @@ def test_stopped_before_the_first_step(
     assert err == []
 
 
-def test_a_signal_that_comes_before_a_process_can_heed_it(folder: Path, tmp_path: Path) -> None:
+def test_a_signal_before_the_handlers_are_installed(folder: Path, tmp_path: Path) -> None:
     process = launch(folder, tmp_path / "run", "data_parallel", restarts=3)
     wait_for(lambda: len(workers(process)) == 2)
     process.send_signal(signal.SIGINT)
@@ -511,7 +513,7 @@ print(jax.config.read("jax_cuda_visible_devices"))
 
 
 @pytest.mark.parametrize("cluster", [SLURM, OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "1"}], ids=("SLURM", "Open MPI"))
-def test_inside_a_task_of_a_cluster_a_process_has_the_devices_that_it_was_given(cluster: dict[str, str]) -> None:
+def test_a_process_inside_a_cluster_task_keeps_its_devices(cluster: dict[str, str]) -> None:
     """A process whose place is given does not restrict itself to the GPU that JAX would choose for the task."""
     result = subprocess.run(
         [sys.executable, "-c", IN_A_TASK, f"localhost:{free_port()}"],
@@ -523,7 +525,7 @@ def test_inside_a_task_of_a_cluster_a_process_has_the_devices_that_it_was_given(
     assert result.stdout == "all\n"
 
 
-def test_the_one_that_failed_first_is_named() -> None:
+def test_the_process_that_failed_first_is_reported() -> None:
     """The launcher reports the process that failed first, not one that aborted because of that."""
 
     def ended(*codes: int, signals: Sequence[int] = ()) -> Any:
@@ -585,7 +587,7 @@ def test_mistakes_of_the_launchers_command_line(
 
 @pytest.mark.parametrize("flag", FLAGS)
 @pytest.mark.parametrize("written", ["--{}=0", "-{}=0", "--{} 0", "-{} 0"])
-def test_what_the_launcher_tells_may_not_be_told_otherwise(
+def test_flags_set_by_the_launcher_are_refused(
     flag: str, written: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(launcher, "run_processes", lambda *_: 0)

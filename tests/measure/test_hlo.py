@@ -51,7 +51,7 @@ def until(x: jax.Array, n: jax.Array) -> jax.Array:
     return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] @ x), (0, x))[1]
 
 
-def test_a_loop_counts_its_body_as_often_as_it_goes_round() -> None:
+def test_a_loop_counts_its_body_once_per_iteration() -> None:
     assert compiled(lambda x: products(3, x), X).total(dots) == {"dots": 3}
     assert compiled(lambda x: loop(7, partial(products, 2), x), X).total(dots) == {"dots": 14}
 
@@ -76,7 +76,7 @@ def test_a_conditional_counts_its_branches_by_shares() -> None:
     assert all("/which/" in source for source in asked)
 
 
-def test_the_branches_of_a_condition_come_in_the_order_false_true() -> None:
+def test_branches_are_in_the_order_false_true() -> None:
     program = compiled(lambda x, p: lax.cond(p, partial(products, 3), partial(products, 1), x), X, CONDITION)
     assert program.total(dots, lambda _source: (0.9, 0.1))["dots"] == pytest.approx(0.9 * 1 + 0.1 * 3)
 

@@ -20,7 +20,7 @@ from jaxpar.tasks import Sums
 from jaxpar.tasks.classification import TASK
 
 
-def test_log_goes_on_where_the_checkpoint_is(tmp_path: Path) -> None:
+def test_log_continues_at_the_checkpoint(tmp_path: Path) -> None:
     log = metrics.Log(tmp_path, first_step=0, tensorboard=True)
     for step in (2, 4, 6):
         log.write(step, "train", {"loss": 1.0 / step})

@@ -40,7 +40,7 @@ def fits(pattern: str, key: str) -> bool:
     return key == pattern or (pattern.endswith(".*") and key.startswith(pattern[:-1]))
 
 
-def test_the_docs_have_every_key_and_say_what_is_done() -> None:
+def test_the_docs_contain_every_key() -> None:
     config, rows = configs.default_config(), table()
     keys = configs.keys(config)
     for key in keys:
@@ -53,7 +53,7 @@ def test_the_docs_have_every_key_and_say_what_is_done() -> None:
 
 
 @pytest.mark.parametrize("key", configs.keys(configs.default_config()))
-def test_every_key_is_let_through_or_refused_with_both_values(key: str, tmp_path: Path) -> None:
+def test_every_key_is_accepted_or_refused_with_both_values(key: str, tmp_path: Path) -> None:
     config = configs.default_config()
     configs.save(config, tmp_path)
     before = configs.keys(config)[key]
@@ -72,7 +72,7 @@ def test_every_key_is_let_through_or_refused_with_both_values(key: str, tmp_path
         assert str(caught.value) == f"--workdir={tmp_path} contains a different run ({text}); use a new --workdir"
 
 
-def test_all_keys_that_may_not_change_are_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_refused_keys_are_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--config=configs/default.py", f"--workdir={tmp_path}/run", *small_arguments(tmp_path)]
     (tmp_path / "run").mkdir()
     configs.save(small_config(tmp_path), tmp_path / "run")
@@ -80,7 +80,7 @@ def test_all_keys_that_may_not_change_are_in_one_line(tmp_path: Path, capsys: py
     assert "(config.optimizer.lr: 0.01 -> 0.5; config.seed: 0 -> 3)" in line
 
 
-def test_an_empty_workdir_suits_any_run(tmp_path: Path) -> None:
+def test_an_empty_workdir_accepts_any_config(tmp_path: Path) -> None:
     resume.check_resumable(configs.default_config(), tmp_path)
 
 
@@ -176,7 +176,7 @@ def uninterrupted(folder: Path) -> tuple[Path, list[np.ndarray]]:
 @pytest.mark.parametrize(
     "pair", ["zero3 to zb_h1", pytest.param("gpipe to pmap", marks=pytest.mark.slow), "sync to zero3"]
 )
-def test_a_run_that_changes_its_strategy_ends_as_one_that_was_not_stopped(
+def test_a_run_that_changes_its_strategy_equals_an_uninterrupted_run(
     pair: str,
     folder: Path,
     tmp_path: Path,
@@ -204,7 +204,7 @@ def test_a_run_that_changes_its_strategy_ends_as_one_that_was_not_stopped(
             assert relative_error(got[name], value) < 1e-6, name
 
 
-def test_what_has_changed_since_the_checkpoint_is_told(
+def test_changes_since_the_checkpoint_are_printed(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The changes since the checkpoint are printed, even if config.json was overwritten since or is missing."""
@@ -223,7 +223,7 @@ def test_what_has_changed_since_the_checkpoint_is_told(
     assert configs.keys(configs.read_config(tmp_path / "run"))["strategy"] == "single"
 
 
-def test_a_checkpoint_that_does_not_know_its_config_is_taken(folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_config_is_accepted(folder: Path, tmp_path: Path) -> None:
     """The first checkpoints of format 1 have no config; config.json was compared before."""
     config = small_config(folder)
     run: Any = SimpleNamespace(config=config, workdir=tmp_path, dataset=SimpleNamespace(fingerprint="f"), num_steps=5)
@@ -236,7 +236,7 @@ def test_a_checkpoint_that_does_not_know_its_config_is_taken(folder: Path, tmp_p
 CONSTANT = [*SINGLE, "optimizer.schedule=constant", "optimizer.warmup=0"]
 
 
-def test_the_length_may_change_where_no_learning_rate_does(folder: Path, tmp_path: Path) -> None:
+def test_the_length_may_change_with_a_constant_learning_rate(folder: Path, tmp_path: Path) -> None:
     """The result is that of a run with the new length from the start; it must not be shorter than the steps done."""
     trained(folder, tmp_path / "long", CONSTANT)
     trained(folder, tmp_path / "run", [*CONSTANT, "num_steps=6"])
