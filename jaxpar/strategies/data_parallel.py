@@ -95,7 +95,7 @@ def plan(
         implementation = "sharding" if by_xla else "shard_map"
     if implementation == "shard_map":
         return (yield from replicas.plan(config, shapes, decision, on_cpu=cluster.platform == "cpu"))
-    summary = "batch divided, state replicated"
+    summary = "batch sharded, state replicated"
     summary = f"pmap: {summary}" if implementation == "pmap" else "one device" if num_replicas == 1 else summary
     return plan_replicated("data_parallel", shapes, decision, summary, implementation)
 

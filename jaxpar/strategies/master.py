@@ -37,7 +37,7 @@ def plan(shapes: Problem, decision: Decision[None]) -> Plan[str]:
     # Traffic of the master, which sends the weights to all others; any other device only sends its gradients.
     messages = others * len(jax.tree.leaves(like.params))
     traffic = (Traffic("copy", "float32", DATA, others * size, messages),)
-    summary = "dp: batch divided, state on the first device alone"
+    summary = "dp: batch sharded, state on the first device alone"
     return Plan("data_parallel", decision, summary, layouts, "master", memory, traffic, exchange="dp")
 
 

@@ -66,7 +66,7 @@ def plan(
     }
     memory = {name: layouts[part].nbytes_on() for part, name in names.items()}
     traffic = tuple(exchange.traffic(like.params, shapes.accumulation_steps))
-    summary = f"{exchanges.name(config)}: batch divided, parameters {layouts['params'].kind}, "
+    summary = f"{exchanges.name(config)}: batch sharded, parameters {layouts['params'].kind}, "
     summary += f"optimizer {layouts['optimizer'].kind}" + (", in the host's memory" if exchange.offload else "")
     return Plan(
         "data_parallel",
