@@ -62,7 +62,9 @@ def load_config(name: str) -> ConfigDict:
     except Exception as error:  # a user's file can raise anything
         raise UserError(_where(path, error)) from error
     if not isinstance(config, ConfigDict):
-        raise UserError(f"{path}: get_config returned a {type(config).__name__}; it must return a ConfigDict")
+        raise UserError(
+            f"{path}: get_config returned an object of type {type(config).__name__}; it must return a ConfigDict"
+        )
     odd = keys(config).keys() ^ keys(default_config()).keys()
     if odd:
         state = "lacks" if min(odd) in keys(default_config()) else "adds"

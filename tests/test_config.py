@@ -75,7 +75,7 @@ def test_override_mistakes(arguments: list[str], message: str) -> None:
     ("body", "message"),
     [
         ("import x y", "line 1: SyntaxError"),
-        ("def get_config():\n    return 3", "returned a int"),
+        ("def get_config():\n    return 3", "returned an object of type int; it must"),
         ("x = 1", "get_config"),
         ("def get_config():\n    raise RuntimeError('no')", "line 2: RuntimeError: no"),
         (
