@@ -98,7 +98,7 @@ def _main(argv: list[str]) -> int:
     for name in ("config", "workdir"):
         if not values[name].value:
             raise UserError(
-                f"--{name} is missing; an example is --config=configs/quickstart.py --workdir=runs/quickstart"
+                f"--{name} is missing; it must be set, as in --config=configs/quickstart.py --workdir=runs/quickstart"
             )
     stopped = values.stopped_exit_code
     if is_failure(stopped):

@@ -54,7 +54,9 @@ def check_partitioner() -> None:
     """Raise RuntimeError if a pipeline program would be partitioned by Shardy in JAX 0.11."""
     is_shardy = jax.config.jax_use_shardy_partitioner  # type: ignore[attr-defined]
     if jax.__version_info__ >= (0, 11) and is_shardy:
-        raise RuntimeError("call jaxpar.mesh.partition_by_gspmd() before building a pipeline; its docstring says why")
+        raise RuntimeError(
+            "call jaxpar.mesh.partition_by_gspmd() before building a pipeline; its docstring explains why"
+        )
 
 
 def keep_freed_memory() -> None:

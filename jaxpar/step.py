@@ -106,7 +106,7 @@ def batch_weight(batch: Batch) -> jax.Array:
 def nonfinite_count(tree: Any) -> jax.Array:
     """Return 1.0 if any array of a tree has a value that is not finite, otherwise 0.0.
 
-    Summed over devices, this counts the devices with such a value.
+    Summed over devices, this counts the devices with a nonfinite value.
     """
     return 1.0 - jnp.isfinite(optax.tree.norm(tree))
 

@@ -30,7 +30,7 @@ SENT: dict[str, Callable[[int], float]] = {
 }
 OTHERS = ("collective-broadcast", "ragged-all-to-all", "send", "recv")  # no strategy uses them
 SCALARS = "scalars"  # small all-reduces: the task's sums, norms and batch weights
-MAX_SCALARS = 8  # most elements of such an all-reduce, unless the task's sums + 3 is larger
+MAX_SCALARS = 8  # most elements of an all-reduce of sums, unless the task's sums + 3 is larger
 SCALAR_BYTES = 128  # most bytes sent per step for each of these elements
 TOLERANCE = 0.05
 INPUTS, TEMPORARY = "inputs", "temporary"
@@ -48,7 +48,7 @@ class CollectiveRow(NamedTuple):
       dtype: the NumPy name of the dtype sent, or SCALARS.
       number: the number of collectives per step, after XLA combined some.
       nbytes: the bytes sent by the compiled programs.
-      theory: the theoretical number of bytes; None if no formula predicts such a collective.
+      theory: the theoretical number of bytes; None if no formula predicts this collective.
       required: the theoretical bytes that XLA cannot optimize away.
       limit: the most bytes of scalars, which have no formula.
     """

@@ -35,7 +35,7 @@ class GradientRow(NamedTuple):
 
 
 def single_row(worker: int, read: int, update: int, chunk: int) -> GradientRow:
-    """Return the row of a gradient that makes an update by itself."""
+    """Return the row of a gradient that makes an update alone."""
     staleness = update - read
     return GradientRow(worker, read, update, chunk, staleness, True, True, 1, 1 / max(staleness, 1))
 

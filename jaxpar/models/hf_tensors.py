@@ -129,7 +129,7 @@ def find_tensors(directory: Path) -> dict[str, TensorSource]:
         hint = (
             "; convert pytorch_model.bin by loading it in transformers and calling save_pretrained" if pickled else ""
         )
-        raise UserError(f"config.model.init_from is {str(directory)!r}, which contains no model.safetensors{hint}")
+        raise UserError(f"config.model.init_from is {str(directory)!r}; it must contain model.safetensors{hint}")
     sources = {}
     for path in paths:
         for name in _reading(path, lambda file: list(file.keys())):

@@ -84,8 +84,8 @@ def check_task(config: ConfigDict, info: DataInfo, *, heads: Sequence[Head], kin
         )
     if info.kind not in kinds:
         raise UserError(
-            f"config.model.name is {name!r}, which needs {' or '.join(kinds)} data, "
-            f"but config.data.source {config.data.source!r} provides {info.kind} data"
+            f"config.data.source is {config.data.source!r}, which provides {info.kind} data; "
+            f"it must provide {' or '.join(kinds)} data for config.model.name={name!r}"
         )
     return task
 
@@ -243,5 +243,7 @@ def attention_kernel(choice: str, dtype: DTypeLike, head_dim: int) -> AttentionK
     if head_dim > 128 or head_dim % 8:
         problems.append(f"hidden_size / num_heads at most 128 and a multiple of 8, not {head_dim}")
     if choice == "cudnn" and problems:
-        raise UserError(f"config.model.attention is 'cudnn', which needs {', and '.join(problems)}")
+        raise UserError(
+            f"config.model.attention is 'cudnn'; it must be 'auto' or 'xla' without {', and '.join(problems)}"
+        )
     return "xla" if problems else "cudnn"

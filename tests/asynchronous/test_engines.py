@@ -148,7 +148,7 @@ def test_corrected_momentum(rule: str, before: float) -> None:
 
 
 def test_corrected_momentum_composes_as_optimizers_do() -> None:
-    """It works behind a clip, as part of a chain."""
+    """The corrected optimizer works behind a clip, as part of a chain."""
     grads, params = {"w": jnp.asarray([3.0, -4.0])}, {"w": jnp.zeros(2)}
 
     def two_steps(optimizer: optax.GradientTransformation) -> np.ndarray:

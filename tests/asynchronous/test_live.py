@@ -92,7 +92,7 @@ def test_stopped_and_resumed_it_is_one_run_with_one_table(tmp_path: Path) -> Non
 
 
 def test_a_replay_that_was_stopped_goes_on(tmp_path: Path) -> None:
-    """It resumes bitwise, on another number of devices. Without its in-flight state it is refused."""
+    """A replay resumes bitwise, on another number of devices. Without its in-flight state it is refused."""
     live_run = begin("two devices", "mode=live")
     state, _ = go_on(live_run, live_run.from_canonical(start(MLP)), MLP, 0, NUM_STEPS)
     end = final(live_run, state)

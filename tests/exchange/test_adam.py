@@ -168,7 +168,7 @@ def test_a_run_that_comes_from_adamw_warms_up() -> None:
 
 @pytest.mark.parametrize("name", ["onebit_adam", "bagua_qadam"])
 def test_adamw_goes_on_with_what_it_left(name: str) -> None:
-    """It can continue long after v was frozen, even for parameters that never had a gradient."""
+    """AdamW can continue long after v was frozen, even for parameters that never had a gradient."""
     grads = {k: np.repeat(g, 8, axis=1) for k, g in draw(2).items()}
     grads["kernel"][..., 0] = 0
     params, _, _, last = train(2, make(Case(name, 2, 0.0)), START, grads)

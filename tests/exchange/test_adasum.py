@@ -78,7 +78,7 @@ def test_large_arrays_are_bitwise_the_same_on_all_replicas(n: int) -> None:
 
 
 def test_combination_is_bitwise_commutative() -> None:
-    """It is, operation by operation. But compilers may fuse operations in one half of the sum, so pairs are ordered."""
+    """Each operation is commutative. But compilers may fuse operations in one half of the sum, so pairs are ordered."""
     a, b = (jnp.asarray(x, jnp.float32) for x in np.random.default_rng(0).normal(size=(2, 1000)))
     np.testing.assert_array_equal(combine(a, b), combine(b, a))
 

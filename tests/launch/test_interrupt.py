@@ -58,7 +58,10 @@ def test_a_signal_while_the_main_thread_is_busy(program: str, code: int, text: s
 
 
 def test_a_failure_after_a_signal_before_the_first_step() -> None:
-    """It is expected, as this process may have waited for another one that stopped. After a step it is an error."""
+    """The failure is expected, because this process may have waited for another one that stopped.
+
+    After a step, it is an error.
+    """
 
     def fail(*, is_stopped: bool, looks: bool = False) -> None:
         with Interrupt() as interrupt:

@@ -135,7 +135,7 @@ def test_mistakes(name: str, overrides: dict[str, Any], words: list[str]) -> Non
     ],
 )
 def test_pairs_that_make_no_sense(name: str, task: str, info: DataInfo) -> None:
-    with pytest.raises(UserError, match=f"config.task is '{task}'|config.model.name is '{name}'"):
+    with pytest.raises(UserError, match=f"config.task is '{task}'|config.model.name='{name}'"):
         build(small_config(name, task), info, CPU)
 
 

@@ -243,7 +243,7 @@ def test_a_program_stands_for_other_layers() -> None:
 
 
 def test_a_stage_is_traced_once() -> None:
-    """It is traced again only for different inputs, phases or remat, or for another model."""
+    """A stage is traced again only for different inputs, phases or remat, or for another model."""
     stage = make_stage("gpt", "causal_lm", (0, 2, 4, 6), 1)
     cut = stage.trace(2, "none").cut
     assert stage.trace(2, "none").cut is cut
