@@ -3,10 +3,13 @@
 import contextlib
 import errno
 import fcntl
+import json
+import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from jaxpar.errors import UserError
 
@@ -33,6 +36,20 @@ def unreadable(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"byte {error.object[error.start]:#x} is not UTF-8; it must be a CSV file in UTF-8"
     return str(error)
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """Return a value as JSON. Floats that are not finite become null, because JSON has no NaN and no infinity."""
+    return json.dumps(without_nonfinite(value), indent=indent, allow_nan=False)
+
+
+def without_nonfinite(value: Any) -> Any:
+    """Return a value of JSON types with None for each float that is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: without_nonfinite(item) for key, item in value.items()}
+    return [without_nonfinite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def write_text(path: Path, text: str) -> None:

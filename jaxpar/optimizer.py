@@ -111,6 +111,8 @@ def refuse_optimizer(config: ConfigDict) -> Refusals[None]:
     yield from refuse_choice("optimizer.name", o.name, OPTIMIZERS)
     yield from refuse_choice("optimizer.schedule", o.schedule, LR_SCHEDULES)
     yield from refuse_choice("optimizer.nonfinite", o.nonfinite, ("stop", "skip"))
+    if o.max_skipped_steps < 1:
+        yield UserError(f"config.optimizer.max_skipped_steps is {o.max_skipped_steps}; it must be 1 or more")
     for key in ("warmup", "final_lr", "b1", "b2", "momentum"):
         if not 0 <= o[key] <= 1:
             yield UserError(f"config.optimizer.{key} is {o[key]}; it must be between 0 and 1")

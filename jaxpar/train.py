@@ -90,7 +90,8 @@ class Loop:
             "eval": (config.eval.every_steps or run.batches.steps_per_epoch) if run.dataset.validation else 0,
             "save": config.checkpoint.every_steps,
         }
-        self._best_loss = min((row["loss"] for row in log.rows("validation")), default=math.inf)
+        losses = (row["loss"] for row in log.rows("validation"))
+        self._best_loss = min((loss for loss in losses if loss is not None), default=math.inf)
         self._meter = build_meter(run)
         self._ledger = open_ledger(run)
         self._clock = run.phases.clock("train", "input")

@@ -142,6 +142,7 @@ def test_muon_updates_hidden_matrices_alone(model: str) -> None:
         ("clip_norm", math.nan, "config.optimizer.clip_norm is nan; it must be 0 or more"),
         ("accumulation_steps", 0, "config.optimizer.accumulation_steps is 0"),
         ("nonfinite", "ignore", "stop, skip"),
+        ("max_skipped_steps", 0, "config.optimizer.max_skipped_steps is 0; it must be 1 or more"),
     ],
 )
 def test_mistakes(key: str, value: object, message: str) -> None:

@@ -254,12 +254,16 @@ def test_nonfinite_loss_stops_the_run(folder: Path, tmp_path: Path, monkeypatch:
         assert np.isfinite(leaf).all(), name
 
 
-def test_nonfinite_steps_are_skipped_if_asked(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonfinite_steps_are_skipped_if_asked(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     poison(monkeypatch, 8)
     # Each step is a log interval, so one interval has no loss.
     overrides = ["--config.optimizer.nonfinite=skip", "--config.log.every_steps=1"]
     train.train(small_config(folder, *overrides), tmp_path / "run")
     assert sum(row.get("skipped_steps", 0) for row in metrics.read_metrics(tmp_path / "run")) == 1
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["skipped_steps"] == 1
+    assert "skipped   1 of 16 steps" in capsys.readouterr().out
     for name, leaf in final_params(tmp_path / "run").items():
         assert np.isfinite(leaf).all(), name
 

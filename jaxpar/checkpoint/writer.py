@@ -1,5 +1,6 @@
 """Writes checkpoints atomically with orbax, in the background."""
 
+import math
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -58,12 +59,14 @@ class Saver:
         Args:
           tree: the canonical state.
           info: JSON values to save besides the arrays.
-          validation_loss: the loss measured at this step, if any.
+          validation_loss: the loss measured at this step, if any. A loss that is not finite is not recorded.
           private: the strategy's private state; see Strategy.to_private.
         """
         self.wait()
         trees = {"state": tree, "private": private} if private else {"state": tree}
-        metrics = None if validation_loss is None else {"validation_loss": validation_loss}
+        metrics = None
+        if validation_loss is not None and math.isfinite(validation_loss):
+            metrics = {"validation_loss": validation_loss}
         if jax.process_count() == 1:
             self._writing = self._writer.submit(self._write, _copied(trees), info, metrics)
         else:  # orbax synchronizes the processes, which all must reach at the same point of the program
@@ -100,7 +103,8 @@ class Saver:
 
 
 def _negative_loss(metrics: dict[str, float]) -> float:
-    return -metrics["validation_loss"]
+    loss = metrics["validation_loss"]
+    return -math.inf if math.isnan(loss) else -loss  # NaN, which earlier versions recorded, is the worst
 
 
 class _explained:

@@ -26,20 +26,21 @@ class Meter:
     before the second step after it starts.
     """
 
-    def __init__(self, model: Model, *, task: Task, peak_flops: float | None, stop_if_nonfinite: bool, shares: int = 1):
+    def __init__(self, model: Model, *, task: Task, peak_flops: float | None, max_skipped: int, shares: int = 1):
         """Create a meter.
 
         Args:
           model: the model, whose FLOPs are counted.
           task: the task, which defines the metrics.
           peak_flops: peak FLOP/s of all devices together; None if unknown.
-          stop_if_nonfinite: raise TrainingError if a step is not finite.
+          max_skipped: raise TrainingError after more steps in a row than this that are not finite.
           shares: size of the global batch / size of this process's shard, which `add` receives.
         """
         self._shares = shares
-        self._model, self._task, self._peak, self._stop = model, task, peak_flops, stop_if_nonfinite
+        self._model, self._task, self._peak, self._max_skipped = model, task, peak_flops, max_skipped
         self._flops: dict[tuple[int, ...], int] = {}  # input shape -> model FLOPs of a step
         self._pending: tuple[int, Metrics] | None = None
+        self._skipped = 0  # steps in a row, up to the last one that was read
         self.loss = float("nan")  # loss of the last step that was read
         self._reset()
 
@@ -73,16 +74,22 @@ class Meter:
         step, metrics = self._pending[0], jax.device_get(self._pending[1])
         self._pending = None
         self.loss = float(mean_loss(metrics.sums.loss, metrics.sums.weight))
+        self._skipped = 0 if metrics.finite else self._skipped + 1
         if metrics.finite:
             self._sums = add_up([self._sums, metrics.sums])
             self._grad_norm = float(metrics.grad_norm)
-        elif self._stop:
+        elif self._skipped <= self._max_skipped:
+            self._counts["skipped"] += 1
+        elif self._max_skipped:
+            raise TrainingError(
+                f"steps {step - self._skipped + 1} to {step} were skipped, because their losses or gradients were not "
+                "finite. Lower config.optimizer.lr, or raise config.optimizer.max_skipped_steps"
+            )
+        else:
             raise TrainingError(
                 f"step {step} has loss {self.loss} and gradient norm {metrics.grad_norm}; its update was not applied. "
                 "Lower config.optimizer.lr, or skip such steps with config.optimizer.nonfinite='skip'"
             )
-        else:
-            self._counts["skipped"] += 1
 
     def metrics(self, seconds: float) -> dict[str, float]:
         """Return the metrics of the interval, which took `seconds`, and start the next interval.
@@ -112,6 +119,6 @@ def build_meter(run: Run) -> Meter:
         run.problem.model,
         task=run.problem.task,
         peak_flops=peak * len(devices) if peak else None,
-        stop_if_nonfinite=run.config.optimizer.nonfinite == "stop",
+        max_skipped=run.config.optimizer.max_skipped_steps if run.config.optimizer.nonfinite == "skip" else 0,
         shares=size // len(range(size)[processes.local_shard(devices, run.plan.num_replicas, size)]),
     )

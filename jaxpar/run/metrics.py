@@ -11,7 +11,7 @@ import jax
 import tqdm
 
 from jaxpar import files
-from jaxpar.errors import UserError
+from jaxpar.errors import UserError, format_count
 from jaxpar.launch import processes
 
 MetricsRow = dict[str, Any]  # step, split and the metrics by name
@@ -20,7 +20,8 @@ MetricsRow = dict[str, Any]  # step, split and the metrics by name
 class Log:
     """Writes metrics.jsonl and the TensorBoard events of a run. Only process 0 writes files.
 
-    A line of metrics.jsonl is {"step": int, "split": "train" | "validation" | "test", metrics...}.
+    A line of metrics.jsonl is {"step": int, "split": "train" | "validation" | "test", metrics...}. Metrics that are not
+    finite are null.
     """
 
     def __init__(self, workdir: Path, *, first_step: int, tensorboard: bool):
@@ -32,7 +33,7 @@ class Log:
         if not processes.is_first():
             return
         path = workdir / "metrics.jsonl"
-        files.write_text(path, "".join(json.dumps(row) + "\n" for row in self._rows))
+        files.write_text(path, "".join(files.json_text(row) + "\n" for row in self._rows))
         self._file = path.open("a")
         if tensorboard:
             import tensorboardX  # imported here because the import takes 0.17 s
@@ -41,9 +42,9 @@ class Log:
 
     def write(self, step: int, split: str, metrics: dict[str, float]) -> None:
         """Record the metrics at the end of `step`."""
-        self._rows.append({"step": step, "split": split, **metrics})
+        self._rows.append(files.without_nonfinite({"step": step, "split": split, **metrics}))
         if self._file:
-            self._file.write(json.dumps(self._rows[-1]) + "\n")
+            self._file.write(files.json_text(self._rows[-1]) + "\n")
             self._file.flush()
         if self._board:
             for name, value in metrics.items():
@@ -68,7 +69,7 @@ def read_metrics(workdir: Path) -> list[MetricsRow]:
     for number, line in enumerate(lines[:-1], start=1):
         try:
             row = json.loads(line)
-            rows.append({"step": int(row["step"]), **row, "split": str(row["split"])})
+            rows.append(files.without_nonfinite({"step": int(row["step"]), **row, "split": str(row["split"])}))
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}:{number} is not a line that a run writes ({error}); delete the line") from error
     return rows
@@ -108,7 +109,9 @@ class Progress:
         words = format_metrics({name: metrics[name] for name in shown if name in metrics})
         if "examples_per_second" in metrics:
             words += f"  {metrics['examples_per_second']:,.0f} examples/s"
-        self.print_line(f"step {step}/{self._total}  {words}  {_clock(left)} left")
+        if skipped := metrics.get("skipped_steps"):
+            words += f"  {format_count(int(skipped), 'step')} skipped"
+        self.print_line("  ".join(filter(None, [f"step {step}/{self._total}", words.strip(), f"{_clock(left)} left"])))
 
     def print_line(self, text: str) -> None:
         """Print a line above the progress bar."""

@@ -1,6 +1,5 @@
 """Writes the results of a run: result.json and curves.png."""
 
-import json
 import statistics
 from pathlib import Path
 
@@ -22,12 +21,17 @@ def finish(run: Run, state: StrategyState, log: metrics.Log) -> Result:
         log.write(run.num_steps, "test", tested)
         print(f"test      {metrics.format_metrics(tested)}", flush=True)
         result = {**run.problem.task.results(tested)}
-    trained = [row for row in log.rows("train") if "loss" in row]
-    rates = {name: [row[name] for row in trained if name in row] for name in RATES}
+    trained = log.rows("train")
+    rates = {name: [row[name] for row in trained if row.get(name) is not None] for name in RATES}
+    skipped = sum(row.get("skipped_steps") or 0 for row in trained)
+    if skipped:
+        reason = "because their losses or gradients were not finite"
+        print(f"skipped   {skipped} of {run.num_steps} steps, {reason}", flush=True)
     devices = run.strategy.devices
     result |= {
-        "train_loss": trained[-1]["loss"] if trained else None,
+        "train_loss": trained[-1].get("loss") if trained else None,  # None if all steps of the interval were skipped
         "steps": run.num_steps,
+        "skipped_steps": skipped,
         "examples": run.batches.examples_before(run.num_steps),
         **{name: statistics.median(values) for name, values in rates.items() if values},
         "strategy": run.config.strategy,
@@ -46,7 +50,7 @@ def finish(run: Run, state: StrategyState, log: metrics.Log) -> Result:
 
 def write_result(workdir: Path, result: Result) -> None:
     """Write workdir/result.json."""
-    files.write_text(workdir / "result.json", json.dumps(result, indent=2) + "\n")
+    files.write_text(workdir / "result.json", files.json_text(result, indent=2) + "\n")
 
 
 def draw_curves(workdir: Path, task: Task, title: str) -> Path | None:
@@ -59,14 +63,15 @@ def draw_curves(workdir: Path, task: Task, title: str) -> Path | None:
     figure = Figure(figsize=(10, 4), layout="constrained")
     for axis, name in zip(figure.subplots(1, 2), ("loss", task.curve), strict=True):
         for split, style in (("train", "-"), ("validation", "o--"), ("test", "*")):
-            points = [(row["step"], row[name]) for row in rows if row["split"] == split and name in row]
+            points = [(row["step"], row[name]) for row in rows if row["split"] == split and row.get(name) is not None]
             if points:
                 size = 12 if split == "test" else 5
                 axis.plot(*zip(*points, strict=True), style, label=f"{split} {points[-1][1]:.3f}", ms=size, lw=1.3)
         axis.set_xlabel("step")
         axis.set_ylabel(f"loss ({task.loss_unit})" if name == "loss" else name)
         axis.grid(alpha=0.3)
-        axis.legend()
+        if axis.lines:
+            axis.legend()
     figure.suptitle(title)
     path = workdir / "curves.png"
     figure.savefig(path, dpi=120)

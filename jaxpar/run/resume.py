@@ -40,6 +40,7 @@ CHANGEABLE = (
     "model.remat",
     "model.scan_layers",
     "optimizer.accumulation_steps",
+    "optimizer.max_skipped_steps",
     "optimizer.nonfinite",
 )
 # The first stretches the learning-rate schedule, the second scales the gradients.

@@ -1,6 +1,7 @@
 """Tests that checkpoints are written atomically and that damage to real files is detected."""
 
 import itertools
+import math
 import multiprocessing
 import random
 import shutil
@@ -8,6 +9,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,7 +18,7 @@ import numpy as np
 import pytest
 
 from jaxpar import checkpoint
-from jaxpar.checkpoint import checksums
+from jaxpar.checkpoint import checksums, writer
 from jaxpar.errors import UserError
 from tests.runs import change_info
 
@@ -61,6 +63,16 @@ def test_round_trip_is_bitwise(tmp_path: Path) -> None:
         assert np.asarray(expected).tobytes() == np.asarray(got).tobytes()
     alone = checkpoint.read(tmp_path / "c" / "7")  # without `like`
     np.testing.assert_array_equal(alone.tree["params"]["block_0"]["kernel"], tree(7)["params"]["block_0"]["kernel"])
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_loss_of_nan_is_never_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: bool) -> None:
+    """recorded: NaN is in the checkpoint, as version 0.1 wrote it."""
+    if recorded:
+        anything = SimpleNamespace(isfinite=lambda _: True, isnan=math.isnan, inf=math.inf)
+        monkeypatch.setattr(writer, "math", anything)
+    save(tmp_path / "c", {1: 0.5, 2: math.nan, 3: 0.7, 4: 0.8}, keep=1)
+    assert checkpoint.steps(tmp_path / "c") == [1, 4]
 
 
 def test_keeps_the_last_and_the_best(tmp_path: Path) -> None:

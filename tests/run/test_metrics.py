@@ -13,7 +13,7 @@ from flax import nnx
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.measure.phases import Phases
 from jaxpar.models import Context, Model
-from jaxpar.run import metrics
+from jaxpar.run import metrics, report
 from jaxpar.run.meter import Meter
 from jaxpar.step import Metrics
 from jaxpar.tasks import Sums
@@ -89,7 +89,7 @@ def rows(weights: list[float]) -> dict[str, np.ndarray]:
 
 
 def test_metrics_by_hand() -> None:
-    meter = Meter(Model({"line": Line}), task=TASK, peak_flops=1e6, stop_if_nonfinite=True)
+    meter = Meter(Model({"line": Line}), task=TASK, peak_flops=1e6, max_skipped=0)
     batch = rows([1, 1, 1, 1, 0, 0])
     assert meter.is_new(batch)
     meter.add(1, batch, step_metrics(8.0))
@@ -112,12 +112,12 @@ def test_metrics_by_hand() -> None:
     }
 
 
-@pytest.mark.parametrize("stop", [True, False])
-def test_meter_names_the_step_that_is_not_finite(stop: bool) -> None:
-    meter = Meter(Model({"line": Line}), task=TASK, peak_flops=None, stop_if_nonfinite=stop)
+@pytest.mark.parametrize("max_skipped", [0, 2])
+def test_meter_names_the_step_that_is_not_finite(max_skipped: int) -> None:
+    meter = Meter(Model({"line": Line}), task=TASK, peak_flops=None, max_skipped=max_skipped)
     meter.add(1, rows([1]), step_metrics(1.0))
     meter.add(2, rows([1]), step_metrics(math.inf))
-    if stop:
+    if not max_skipped:
         with pytest.raises(TrainingError, match=r"^step 2 has loss inf"):
             meter.read()
         return
@@ -126,3 +126,37 @@ def test_meter_names_the_step_that_is_not_finite(stop: bool) -> None:
     meter.add(3, rows([1]), step_metrics(math.nan))
     meter.read()
     assert "loss" not in meter.metrics(1.0)
+    for step, loss in ((4, 1.0), (5, math.nan), (6, math.nan), (7, math.nan)):
+        meter.add(step, rows([1]), step_metrics(loss))
+    with pytest.raises(TrainingError, match=r"^steps 5 to 7 were skipped.*config.optimizer.max_skipped_steps"):
+        meter.read()
+
+
+def strict(text: str) -> dict[str, object]:
+    """Parse JSON, without the NaN and Infinity that Python accepts."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    parsed: dict[str, object] = json.loads(text, parse_constant=refuse)
+    return parsed
+
+
+def test_metrics_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    log = metrics.Log(tmp_path, first_step=0, tensorboard=False)
+    log.write(1, "validation", {"loss": math.nan, "accuracy": 0.5})
+    log.close()
+    assert strict((tmp_path / "metrics.jsonl").read_text()) == {
+        **{"step": 1, "split": "validation"},
+        **{"loss": None, "accuracy": 0.5},
+    }
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "split": "validation", "loss": NaN}\n')  # of version 0.1
+    assert metrics.read_metrics(tmp_path)[0]["loss"] is None
+    report.write_result(tmp_path, {"test_loss": math.inf, "seconds": {"train": math.nan}})
+    assert strict((tmp_path / "result.json").read_text()) == {"test_loss": None, "seconds": {"train": None}}
+    assert report.draw_curves(tmp_path, TASK, "none") is not None
+
+
+def test_skipped_steps_are_in_the_progress_line(capsys: pytest.CaptureFixture[str]) -> None:
+    metrics.Progress(0, 10).log(5, {"skipped_steps": 5.0}, ["loss"])
+    assert "step 5/10  5 steps skipped  " in capsys.readouterr().out
