@@ -83,7 +83,7 @@ def _refuse_live(config: ConfigDict) -> Refusals[None]:
     if a.policy not in LIVE_POLICIES:
         yield UserError(
             f"config.asynchronous.policy is {a.policy!r}; it must be one of {', '.join(LIVE_POLICIES)} with "
-            "config.asynchronous.mode='live' (ssp with bound 0 is lock step)"
+            "config.asynchronous.mode='live' (ssp with bound 0 is lockstep)"
         )
     if a.table:
         yield UserError(f"config.asynchronous.table is {a.table!r}; it must be '' with config.asynchronous.mode='live'")

@@ -50,7 +50,7 @@ def simulate(
       num_gradients: number of rows of the table.
       delays: of gradients and messages; None: one second per gradient.
       seed: of the random delays.
-      bound: for ssp; 0 is lock step.
+      bound: for ssp; 0 is lockstep.
       groups: for softsync, 1 to n; n is async.
       interval: for local_sgd and diloco, the number of steps between synchronizations; for model_average, the time from
         the start of an averaging to the start of the next, in mean compute times.

@@ -169,7 +169,7 @@ def describe_run(run: Run) -> str:
         f"jax {jax.__version__}",
         "strategy": f"{config.strategy}, {replicas}: {plan.summary}",
         "memory": f"{plan.state_bytes / 1e6:.1f} MB of state per device",
-        "traffic": f"{plan.wire_bytes / 1e6:.1f} MB sent per device and step",
+        "traffic": f"{plan.wire_bytes / 1e6:.1f} MB sent per device per step",
         "model": f"{config.model.name}, layers {ends}; {parameters:,} parameters, {config.model.dtype}",
         "data": f"{config.data.source}, {run.problem.task.name}: {sizes} examples",
         "run": f"{run.num_steps:,} steps of {config.batch_size} examples in {run.workdir}",

@@ -7,7 +7,7 @@ Each result is a ratio of two measurements:
 
 emulated  time of a step of 8 workers on one device / time of 8 steps of `single` on the same shards of the batch
 history   bytes of older weights after a step of 8 equal workers on one device / 7 times the bytes of the weights
-live      gradients per second of 4 live workers on 4 devices, one of them 4 times slower / the same in lock step
+live      gradients per second of 4 live workers on 4 devices, one of them 4 times slower / the same in lockstep
 """
 
 import argparse
@@ -105,7 +105,7 @@ def history(build: Any, batch: dict[str, np.ndarray]) -> None:
 def live(build: Any, batch: dict[str, np.ndarray], rounds: int) -> None:
     """Measure the result `live`. Rounds alternate, so that a slow phase of the machine affects both contenders."""
     slow = ("mode=live", f"delays.slowdown={SLOWDOWN}")
-    ways = {"async": ("policy=async",), "lock step": ("policy=ssp", "bound=0")}
+    ways = {"async": ("policy=async",), "lockstep": ("policy=ssp", "bound=0")}
     built = {name: build(batch, *asynchronous(LIVE_WORKERS, LIVE_WORKERS, *slow, *way)) for name, way in ways.items()}
     states = {name: strategy.init(jax.random.key(0)) for name, strategy in built.items()}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -117,8 +117,8 @@ def live(build: Any, batch: dict[str, np.ndarray], rounds: int) -> None:
             strategy.to_canonical(states[name])  # waits for all workers, so that the next contender has all cores
             if number >= 2:
                 seconds[name].append(time.perf_counter() - start)
-    ratio = statistics.median(seconds["lock step"]) / statistics.median(seconds["async"])
-    print(f"live      {ratio:.2f} times the gradients per second of lock step", flush=True)
+    ratio = statistics.median(seconds["lockstep"]) / statistics.median(seconds["async"])
+    print(f"live      {ratio:.2f} times the gradients per second of lockstep", flush=True)
 
 
 if __name__ == "__main__":

@@ -91,13 +91,13 @@ class Timeline:
         title = f"{schedule}, step {self._step}"
         charts = [
             (
-                f"{title}, planned from the measured action times: {rates[0]} (in lock step {in_lock_step:.1%})",
+                f"{title}, planned from the measured action times: {rates[0]} (in lockstep {in_lock_step:.1%})",
                 planned.timeline,
             ),
             (f"{title}, measured: {rates[1]}", measured),
         ]
         draw.save_charts(path, charts)
-        print(f"timeline  {path}: planned {rates[0]} (in lock step {in_lock_step:.1%}), measured {rates[1]}")
+        print(f"timeline  {path}: planned {rates[0]} (in lockstep {in_lock_step:.1%}), measured {rates[1]}")
 
 
 def simulate_measured(table: Table, measured: Sequence[Span]) -> Simulation:

@@ -60,7 +60,7 @@ def eager_one_f_one_b(p: int, m: int, _v: int, d: int) -> Iterator[Action]:
 
     Zhuang et al., "On Optimizing the Communication of Model Parallelism", 2022, section 4.
     F of microbatch k runs at clock k + d, and its backward at clock k + 2(p - 1) - d. So in the steady state every
-    device runs one F and one backward in every clock, and no device waits for another in lock step.
+    device runs one F and one backward in every clock, and no device waits for another in lockstep.
 
     0:  F0  F1  F2  F3                   BW0    BW1  BW2  BW3
     1:      F0  F1  F2     F3     BW0    BW1    BW2  BW3
@@ -166,7 +166,7 @@ class Schedule(NamedTuple):
       num_chunks: number of chunks per device; the default number if `any_chunks`.
       any_chunks: any number of chunks is allowed.
       pairs: an F and the BW after it share a clock, so that every clock of the steady state has one of each. Other
-        schedules run one action per device and clock, because in lock step all devices wait for a device that runs two.
+        schedules run one action per device and clock, because in lockstep all devices wait for a device that runs two.
     """
 
     order: Callable[[int, int, int, int], Iterator[Action]]
