@@ -1,15 +1,15 @@
 """Reads MNIST and CIFAR-10 from the files as published (MNIST files plain or with .gz)."""
 
 import hashlib
-import pickle
+import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxpar.data import cache, files
+from jaxpar.data import cache, files, plain_pickle
 from jaxpar.data.examples import DataInfo, Dataset, Images
 from jaxpar.errors import UserError
 
@@ -88,10 +88,13 @@ def _read_idx(path: Path, ndim: int) -> np.ndarray:
             f"{path} starts with the magic number {content[:4].hex()}; an idx file of bytes starts with 0000080{ndim}"
         )
     start = 4 + 4 * ndim
-    shape = np.frombuffer(content[4:start].ljust(4 * ndim, b"\0"), ">i4")
-    expected = start + int(np.prod(shape, dtype=np.int64))
-    if len(content) != expected:
-        raise UserError(f"{path} has {len(content)} bytes, but {expected} by its header; it is truncated or damaged")
+    shape = np.frombuffer(content[4:start].ljust(4 * ndim, b"\0"), ">i4").tolist()
+    expected = start + math.prod(shape)
+    if min(shape) < 0 or len(content) != expected:
+        raise UserError(
+            f"{path} has {len(content)} bytes, but its header has sizes {shape}, which take {expected}; "
+            "it is truncated or damaged"
+        )
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
@@ -124,43 +127,23 @@ def _read_records(path: Path) -> Labelled:
 
 
 def _read_pickled(path: Path) -> Labelled:
-    """Read a pickled dict with b'data' (uint8 [N,3072]) and b'labels' (a list). Only arrays are unpickled."""
+    """Read a pickled dict with b'data' (uint8 [N,3072]) and b'labels' (a list of integers)."""
     try:
-        with path.open("rb") as file:
-            content: Any = _ArraysOnly(file, encoding="bytes").load()
-        data, labels = np.asarray(content[b"data"]), np.asarray(content[b"labels"])
-        planes = _planes(data)
+        content = plain_pickle.load(path)
+        data_ND, labels_N = np.asarray(content[b"data"]), np.asarray(content[b"labels"])
+        if data_ND.dtype != np.uint8 or data_ND.ndim != 2 or data_ND.shape[1] != 3072:
+            raise ValueError(f"its data is {data_ND.dtype} {list(data_ND.shape)}; it must be uint8 [N, 3072]")
+        if labels_N.dtype.kind not in "iu" or labels_N.ndim != 1:
+            raise ValueError(f"its labels are {labels_N.dtype} {list(labels_N.shape)}; they must be integers [N]")
     except Exception as error:  # a damaged pickle raises anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path} is truncated or not a CIFAR-10 batch of the python version: {reason}") from None
-    return _labelled(path, planes, labels)
-
-
-class _ArraysOnly(pickle.Unpickler):
-    """Unpickler that accepts only NumPy arrays.
-
-    A pickle can call any function, and these files are downloaded from the internet.
-    """
-
-    def __init__(self, file: BinaryIO, *, encoding: str):
-        super().__init__(file, encoding=encoding)
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module.replace("_core", "core"), name) in {
-            ("numpy.core.multiarray", "_reconstruct"),
-            ("numpy.core.numeric", "_frombuffer"),
-            ("numpy", "ndarray"),
-            ("numpy", "dtype"),
-        }:
-            return super().find_class(module.replace("numpy.core", "numpy._core"), name)
-        if (module, name) == ("_codecs", "encode"):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in it")
+    return _labelled(path, _planes(data_ND), labels_N)
 
 
 def _planes(data_ND: np.ndarray) -> np.ndarray:
     """Convert colour planes [N,3072] to images [N,32,32,3]."""
-    return np.ascontiguousarray(data_ND.astype(np.uint8, copy=False).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
+    return np.ascontiguousarray(data_ND.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
 
 
 def _labelled(path: Path, images_NHWC: np.ndarray, labels_N: np.ndarray) -> Labelled:

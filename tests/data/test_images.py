@@ -2,11 +2,13 @@ import gzip
 import pickle
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from jaxpar.data import plain_pickle
 from jaxpar.data.examples import DataInfo, Images
 from jaxpar.errors import UserError
 
@@ -122,9 +124,17 @@ def test_damaged_mnist(config: ConfigDict, tmp_path: Path) -> None:
     images, labels = directory / "train-images-idx3-ubyte", directory / "train-labels-idx1-ubyte"
     whole = images.read_bytes()
     images.write_bytes(whole[:-5])
-    fails(config, tmp_path, r"train-images-idx3-ubyte has 156811 bytes, but 156816 by its header; it is truncated")
+    fails(
+        config,
+        tmp_path,
+        r"train-images-idx3-ubyte has 156811 bytes, but its header has sizes .*, which take 156816; it is truncated",
+    )
     images.write_bytes(whole[:9])
-    fails(config, tmp_path, r"train-images-idx3-ubyte has 9 bytes, but \d+ by its header; it is truncated")
+    fails(
+        config,
+        tmp_path,
+        r"train-images-idx3-ubyte has 9 bytes, but its header has sizes .*, which take \d+; it is truncated",
+    )
     images.write_bytes(labels.read_bytes())
     fails(config, tmp_path, r"train-images-idx3-ubyte starts with the magic number 00000801; .* starts with 00000803")
     images.write_bytes(whole)
@@ -170,6 +180,78 @@ def test_damaged_cifar10(config: ConfigDict, tmp_path: Path) -> None:
     fails(config, tmp_path, r"contains data_batch_1 \(python version\) or data_batch_1.bin \(binary version\)")
     (directory / "data_batch_1.bin").write_bytes(bytes(3073 * 2 - 1))
     fails(config, tmp_path, "data_batch_1.bin has 6145 bytes, but a CIFAR-10 file has 3073 bytes per image")
+
+
+@pytest.mark.parametrize("sizes", [(-1, -28, 28), (2**31 - 1, 2**31 - 1, 2**31 - 1)])
+def test_idx_sizes_that_cannot_be(config: ConfigDict, tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    write_mnist(tmp_path / "images")
+    path = tmp_path / "images" / "train-images-idx3-ubyte"
+    path.write_bytes(struct.pack(">BBBB3i", 0, 0, 8, 3, *sizes) + bytes(784))
+    fails(config, tmp_path, "train-images-idx3-ubyte has 800 bytes, but its header has sizes")
+
+
+class Forged:
+    """An array in a pickle whose parts do not fit each other."""
+
+    def __init__(self, dtype: str, shape: tuple[int, ...], content: bytes) -> None:
+        self.state = (1, shape, np.dtype(dtype), False, content)
+
+    def __reduce__(self) -> Any:
+        rebuild = np.zeros(1).__reduce__()
+        assert isinstance(rebuild, tuple)
+        return (*rebuild[:2], self.state)
+
+
+PLANES, LABELS = np.zeros((2, 3072), np.uint8), [1, 2]
+FORGED: dict[str, tuple[Any, Any, str]] = {
+    "pointers": (Forged("O", (2, 3072), b"\x01" * 8 * 6144), LABELS, "dtype 'O8' is not allowed"),
+    "too short": (Forged("u1", (2, 3072), b"abc"), LABELS, "an array of shape .* has 3 elements"),
+    "negative sizes": (Forged("u1", (-2, -3072), bytes(6144)), LABELS, "an array of shape .* has 6144 elements"),
+    "floats": (PLANES / np.float32(255), LABELS, "its data is float32 .*; it must be uint8"),
+    "large integers": (PLANES + np.int64(300), LABELS, "its data is int64 .*; it must be uint8"),
+    "other sizes": (PLANES[:, :100], LABELS, r"its data is uint8 \[2, 100\]; it must be uint8 \[N, 3072\]"),
+    "fractional labels": (PLANES, [1.0, 2.7], "its labels are float64 .*; they must be integers"),
+    "labels of nan": (PLANES, [1, np.nan], "its labels are float64 .*; they must be integers"),
+    "nested labels": (PLANES, [[1], [2]], r"its labels are int64 \[2, 1\]; they must be integers \[N\]"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_forged_cifar10(config: ConfigDict, tmp_path: Path, name: str) -> None:
+    config.data.source = "cifar10"
+    write_cifar(tmp_path / "images", binary=False)
+    data, labels, reason = FORGED[name]
+    (tmp_path / "images" / "data_batch_2").write_bytes(pickle.dumps({b"data": data, b"labels": labels}, protocol=2))
+    fails(config, tmp_path, f"data_batch_2 is .* not a CIFAR-10 batch of the python version: {reason}")
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("dtype", ["u1", "<i4", ">i8", "f4", "?"])
+def test_pickled_arrays_are_read_from_any_protocol(tmp_path: Path, protocol: int, dtype: str) -> None:
+    arrays = [np.arange(24).reshape(4, 6).astype(dtype), np.asfortranarray(np.arange(6).reshape(2, 3), dtype)]
+    path = tmp_path / "pickle"
+    path.write_bytes(pickle.dumps({"arrays": arrays, "number": 2.5, "text": b"abc"}, protocol=protocol))
+    loaded = plain_pickle.load(path)
+    for got, expected in zip(loaded["arrays"], arrays, strict=True):
+        assert got.dtype == expected.dtype
+        np.testing.assert_array_equal(got, expected)
+    assert (loaded["number"], loaded["text"]) == (2.5, b"abc")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x02cnumpy\ndtype\n}X\x04\x00\x00\x00nameK\x01sb.",  # sets an attribute of a function
+        b"\x80\x02cnumpy\nndarray\n)\x81.",  # makes an ndarray without arguments
+        b"\x80\x02cnumpy\ndtype\nX\x01\x00\x00\x00O\x85R.",
+        b"\x80\x02c_codecs\nencode\nX\x01\x00\x00\x00aX\x03\x00\x00\x00hex\x86R.",
+        b"\x80\x02cos\nsystem\n.",
+    ],
+)
+def test_what_a_pickle_may_not_do(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "pickle").write_bytes(content)
+    with pytest.raises(pickle.UnpicklingError):
+        plain_pickle.load(tmp_path / "pickle")
 
 
 def test_the_fingerprint_is_of_the_images(config: ConfigDict, tmp_path: Path) -> None:
