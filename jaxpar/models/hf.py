@@ -31,6 +31,7 @@ class Family(NamedTuple):
       keys: config.model key -> config.json key.
       activations: config.model.activation -> the activation in config.json.
       defaults: default values of config.json keys that can be absent.
+      rates: other dropout rates of config.json with their defaults; None is the rate of `keys`.
       fixed: config.json keys with the only supported value of each.
       prefix: prefix of the tensor names in `transformers` classes with a head.
       classes: head of the task -> `transformers` class.
@@ -41,6 +42,7 @@ class Family(NamedTuple):
     keys: dict[str, str]
     activations: dict[str, str]
     defaults: dict[str, object]
+    rates: dict[str, float | None]
     fixed: dict[str, object]
     prefix: str
     classes: dict[str, str]
@@ -62,6 +64,7 @@ FAMILIES = {
         },
         activations={"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"},
         defaults={"hidden_dropout_prob": 0.1, "hidden_act": "gelu"},
+        rates={"classifier_dropout": None},
         fixed={
             "type_vocab_size": 2,
             "layer_norm_eps": bert.NORM_EPS,
@@ -92,6 +95,7 @@ FAMILIES = {
         },
         activations={"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"},
         defaults={"n_inner": None, "resid_pdrop": 0.1, "activation_function": "gelu_new"},
+        rates={"embd_pdrop": 0.1},
         fixed={
             "layer_norm_epsilon": gpt.NORM_EPS,
             "scale_attn_weights": True,
@@ -128,12 +132,24 @@ def apply_directory(config: ConfigDict) -> None:
         value = {**family.defaults, **theirs}[name]
         if key == "activation":
             value = {name: ours for ours, name in family.activations.items()}[value]
+        if key == "dropout" and config.model.dropout is None:
+            _refuse_other_rates(family, theirs, name, value, path)
         if config.model[key] is None:
             config.model[key] = value
         elif config.model[key] != value and key != "dropout":
             raise UserError(
                 f"config.model.{key} is {config.model[key]!r}, but {path} has {name} {value!r}; "
                 f"do not set config.model.{key}"
+            )
+
+
+def _refuse_other_rates(family: Family, theirs: dict[str, Any], name: str, rate: float, path: Path) -> None:
+    for other, default in family.rates.items():
+        value = theirs.get(other, default)
+        if value not in (None, rate):
+            raise UserError(
+                f"{path} has {name} {rate!r} and {other} {value!r}; they must be equal, because a model here "
+                "has one dropout rate, or config.model.dropout must be set"
             )
 
 
@@ -158,9 +174,27 @@ def _read_config(path: Path) -> tuple[Family, dict[str, Any]]:
             f"{', '.join(FAMILIES)}"
         )
     family = FAMILIES[kind]
+    for name in ("quantization_config", "pruned_heads"):
+        if theirs.get(name):
+            raise UserError(
+                f"config.model.init_from is {str(path.parent)!r} with {name} in config.json; "
+                f"it must be a model that is not {'quantized' if name == 'quantization_config' else 'pruned'}"
+            )
+    if theirs.get("problem_type") == "multi_label_classification":
+        raise UserError(
+            f"config.model.init_from is {str(path.parent)!r} with problem_type 'multi_label_classification' in "
+            "config.json; it must be a model without it, because no task here has several labels per example"
+        )
     missing = [name for name in family.keys.values() if name not in theirs and name not in family.defaults]
     if missing:
         raise UserError(f"{path} lacks {', '.join(missing)}")
+    for key, name in family.keys.items():
+        value = {**family.defaults, **theirs}[name]
+        is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if key == "dropout" and not (isinstance(value, int | float) and 0 <= value < 1):
+            raise UserError(f"{path} has {name} {value!r}; it must be a number from 0 to less than 1")
+        if key not in ("dropout", "activation") and not is_size and not (name in family.defaults and value is None):
+            raise UserError(f"{path} has {name} {value!r}; it must be an integer of 1 or more")
     accepted = {name: [value] for name, value in family.fixed.items()}
     accepted[family.keys["activation"]] = list(family.activations.values())
     for name, values in accepted.items():

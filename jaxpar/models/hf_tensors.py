@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxpar.errors import UserError
 
+FLOATS = ("F16", "BF16", "F32", "F64")  # dtypes of safetensors that hold weights as they are
 Value = TypeVar("Value")
 
 
@@ -139,7 +140,12 @@ def find_tensors(directory: Path) -> dict[str, TensorSource]:
 
 
 def read_tensor(source: TensorSource) -> np.ndarray:
-    """Return the array of a tensor. Raises UserError if the file is truncated."""
+    """Return the array of a tensor. Raises UserError if the file is truncated, or the tensor is quantized."""
+    dtype = _reading(source.path, lambda file: str(file.get_slice(source.name).get_dtype()))
+    if dtype not in FLOATS:
+        raise UserError(
+            f"{source.path}: tensor {source.name} has dtype {dtype!r}; it must be one of {', '.join(FLOATS)}"
+        )
     return _reading(source.path, lambda file: file.get_tensor(source.name))
 
 

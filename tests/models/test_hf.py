@@ -209,6 +209,16 @@ def test_shards(copy: Path) -> None:
         ({"hidden_size": None}, ["config.json lacks hidden_size"]),
         ({"hidden_act": "silu"}, ["hidden_act 'silu'", "gelu_new"]),
         ({"type_vocab_size": 1}, ["type_vocab_size 1"]),
+        ({"hidden_size": "many"}, ["config.json has hidden_size 'many'; it must be an integer of 1 or more"]),
+        ({"num_hidden_layers": True}, ["config.json has num_hidden_layers True; it must be an integer"]),
+        ({"hidden_dropout_prob": "0.1"}, ["hidden_dropout_prob '0.1'; it must be a number from 0 to less than 1"]),
+        ({"quantization_config": {"bits": 8}}, ["with quantization_config", "must be a model that is not quantized"]),
+        ({"pruned_heads": {"0": [1]}}, ["with pruned_heads", "must be a model that is not pruned"]),
+        ({"problem_type": "multi_label_classification"}, ["with problem_type", "several labels per example"]),
+        (
+            {"classifier_dropout": 0.5},
+            ["classifier_dropout 0.5; they must be equal", "config.model.dropout must be set"],
+        ),
         ({"layer_norm_eps": 1e-5}, ["layer_norm_eps 1e-05"]),
         ({"num_hidden_layers": 3}, ["no tensor bert.encoder.layer.2.attention.self.query.weight"]),
         ({"intermediate_size": 64}, ["model.safetensors: tensor bert.encoder.layer.0", "(16, 48)", "(16, 64)"]),
@@ -231,7 +241,7 @@ def test_damaged_directories(copy: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"model.safetensors is missing, truncated or not a safetensors file"):
             load(ANY, copy)
     file.rename(copy / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"no model.safetensors; convert pytorch_model.bin"):
+    with pytest.raises(UserError, match=r"must contain model.safetensors; convert pytorch_model.bin"):
         load(ANY, copy)
     (copy / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config.json is not the config.json of a model"):
@@ -241,6 +251,35 @@ def test_damaged_directories(copy: Path, tmp_path: Path) -> None:
         load(ANY, copy)
     with pytest.raises(UserError, match=r"nothing', which does not exist; it must be a model directory"):
         load(ANY, tmp_path / "nothing")
+
+
+def test_dropout_rates_that_differ_do_not_matter_if_the_config_sets_one(copy: Path) -> None:
+    rewrite(copy / "config.json", classifier_dropout=0.5)
+    load(ANY, copy, dropout=0.3)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.bool_])
+def test_quantized_tensors(copy: Path, dtype: Any) -> None:
+    """Without their scales, quantized weights are not the model's weights."""
+    weights = load_file(copy / "model.safetensors")
+    name = next(name for name in weights if name.endswith("query.weight"))
+    save_file(weights | {name: weights[name].astype(dtype)}, copy / "model.safetensors")
+    with pytest.raises(UserError, match=rf"tensor {name} has dtype '.*'; it must be one of F16, BF16, F32, F64"):
+        load(ANY, copy)
+
+
+def test_float8_tensors(copy: Path) -> None:
+    file = copy / "model.safetensors"
+    length = int.from_bytes(file.read_bytes()[:8], "little")
+    header = json.loads(file.read_bytes()[8 : 8 + length])
+    name = next(name for name in header if name.endswith("query.weight"))
+    begin, end = header[name]["data_offsets"]
+    header[name] |= {"dtype": "F8_E4M3", "shape": [*header[name]["shape"][:-1], 4 * header[name]["shape"][-1]]}
+    assert end - begin == np.prod(header[name]["shape"])
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + file.read_bytes()[8 + length :])
+    with pytest.raises(UserError, match=rf"tensor {name} has dtype 'F8_E4M3'; it must be one of"):
+        load(ANY, copy)
 
 
 @pytest.mark.parametrize("contents", ["{", "[]", "{}", '{"weight_map": []}'])
