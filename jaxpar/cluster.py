@@ -4,6 +4,7 @@
 Plans are made for a `Cluster` (jaxpar/plan.py); strategies are built on the devices that `devices` returns.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -66,8 +67,16 @@ class Cluster:
 
 
 def devices() -> list[jax.Device]:
-    """Return the devices of all processes, in JAX's order."""
-    return jax.devices()
+    """Return the devices of all processes, in JAX's order. Raises UserError if JAX cannot use any."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # AssertionError: no plugin for the platform is installed
+        chosen = os.environ.get("JAX_PLATFORMS", "")
+        reason = str(error).split("\n")[0] or "its plugin is not installed"
+        raise UserError(
+            f"JAX_PLATFORMS is {chosen!r}, which JAX cannot start on this machine ({reason}); it must be a platform "
+            "that has devices, such as cpu"
+        ) from error
 
 
 def find_cluster() -> Cluster:

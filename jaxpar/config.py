@@ -52,6 +52,8 @@ def load_config(name: str) -> ConfigDict:
                 f"--config is {name!r}, which does not exist; it must be a config file or one of "
                 f"{', '.join(names)}{stop}{hint}"
             )
+    if path.suffix != ".py":
+        raise UserError(f"--config is {name!r}; it must be a Python file (.py) that defines get_config")
     try:
         module = _import(path)
         if preset and not inspect.signature(module.get_config).parameters:

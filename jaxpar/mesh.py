@@ -18,6 +18,7 @@ from jaxpar.cluster import Cluster
 from jaxpar.errors import Refusals, UserError
 
 DATA = "data"  # replicas: each one trains on a shard of the batch
+MAX_VIRTUAL_DEVICES = 1024  # each one takes memory and a thread, whether it is used or not
 STAGE = "stage"  # pipeline stages: each device holds some of the layers
 
 # malloc.h: M_TRIM_THRESHOLD and M_MMAP_MAX keep freed memory in the process; M_ARENA_MAX shares it between threads.
@@ -38,8 +39,8 @@ def prepare_jax(config: ConfigDict, cache: Path) -> None:
     if config.strategy == "pipeline":
         partition_by_gspmd()
     count = config.mesh.virtual_cpu_devices
-    if count < 0:
-        raise UserError(f"config.mesh.virtual_cpu_devices is {count}; it must be 0 or more")
+    if not 0 <= count <= MAX_VIRTUAL_DEVICES:
+        raise UserError(f"config.mesh.virtual_cpu_devices is {count}; it must be from 0 to {MAX_VIRTUAL_DEVICES}")
     if count and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", count)
 

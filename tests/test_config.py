@@ -121,6 +121,12 @@ def test_a_missing_config_suggests_a_similar_name() -> None:
         configs.load_config("configs/quikstart.py")
 
 
+def test_a_config_is_a_python_file(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# Title")
+    with pytest.raises(UserError, match=r"--config is '.*README.md'; it must be a Python file \(.py\)"):
+        configs.load_config(str(tmp_path / "README.md"))
+
+
 def test_a_preset_that_does_not_exist() -> None:
     with pytest.raises(UserError, match=r"it must be configs/quickstart.py, because this config has no presets"):
         configs.load_config("configs/quickstart.py:big")

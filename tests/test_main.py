@@ -61,6 +61,11 @@ MISTAKES = {
     "unknown column": (["--config.data.label_column=lable"], "label"),
     "nothing to do": (["--config.num_epochs=0"], "config.num_epochs"),
     "endless": (["--config.num_epochs=inf"], "config.num_epochs is inf"),
+    "more steps than a counter": (
+        ["--config.num_steps=1000000000000000"],
+        "num_steps is 1000000000000000; it must be at most 2,147,483,647",
+    ),
+    "more epochs than a counter": (["--config.num_epochs=1e300"], "config.num_epochs is 1e+300; it must be at most"),
     "half a profile": (["--config.profile=5"], "config.profile is (5,)"),
     "a profile backwards": (["--config.profile=(3,1)"], "config.profile is (3, 1)"),
     "a huge seed": (["--config.seed=99999999999999999999"], "config.seed is 99999999999999999999"),
@@ -92,6 +97,13 @@ def test_mistakes_end_in_one_line_and_leave_nothing(
     )
     assert message in line
     assert {path.name for path in workdir.rglob("*") if path.is_file()} <= {".lock"}
+
+
+def test_epochs_with_too_many_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Found as soon as the data is read."""
+    arguments = small_arguments(tmp_path), "--config.num_steps=0", "--config.num_epochs=2e9"
+    line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/run", *arguments[0], *arguments[1:])
+    assert "config.num_epochs is 2000000000.0, which is" in line
 
 
 def test_missing_flags(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,11 +46,25 @@ def test_invalid_mesh_sizes(num_data: int, message: str) -> None:
         accepted(mesh.refuse_sizes(config, cluster.find_cluster()))
 
 
-def test_a_negative_number_of_virtual_devices(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [-1, 1_000_000])
+def test_a_number_of_virtual_devices_that_cannot_be(number: int, tmp_path: Path) -> None:
     config = default_config()
-    config.mesh.virtual_cpu_devices = -1
-    with pytest.raises(UserError, match=r"config\.mesh\.virtual_cpu_devices is -1; it must be 0 or more"):
+    config.mesh.virtual_cpu_devices = number
+    message = rf"config\.mesh\.virtual_cpu_devices is {number}; it must be from 0 to 1024"
+    with pytest.raises(UserError, match=message):
         mesh.prepare_jax(config, tmp_path)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Unable to initialize backend 'cuda'\nmore"), AssertionError()])
+def test_a_platform_without_devices(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(jax, "devices", fail)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    with pytest.raises(UserError, match=r"^JAX_PLATFORMS is 'cuda', which JAX cannot start .*; it must be") as caught:
+        cluster.devices()
+    assert "\n" not in str(caught.value)
 
 
 def test_programs_over_several_cpu_devices_wait_for_their_results() -> None:

@@ -27,6 +27,7 @@ PLACES = ("data.train", "data.validation", "data.test", "data.tokenizer", "model
 
 
 StrategyState = Any  # the state in the form of the run's strategy
+MAX_STEPS = 2**31 - 1  # the step counter is an int32
 Result = dict[str, Any]  # the contents of result.json
 
 
@@ -80,6 +81,9 @@ def check_run(config: ConfigDict, workdir: Path) -> Checked:
             f"config.num_steps is {config.num_steps} and config.num_epochs is {config.num_epochs}; one of them must be "
             "positive"
         )
+    for key in ("num_steps", "num_epochs"):
+        if config[key] > MAX_STEPS:
+            raise UserError(f"config.{key} is {config[key]}; it must be at most {MAX_STEPS:,}")
     if not 0 <= config.seed < 2**31:
         raise UserError(f"config.seed is {config.seed}; it must be between 0 and {2**31 - 1}")
     if len(config.profile) != 2 or not 0 <= config.profile[0] <= config.profile[1]:
@@ -102,6 +106,11 @@ def make_run(config: ConfigDict, workdir: Path, phases: Phases, checked: Checked
     check_alike(config, dataset.fingerprint)
     batches = data.Batches(dataset.train, batch_size=config.batch_size, seed=config.seed, shuffle=True)
     num_steps = config.num_steps or math.ceil(config.num_epochs * batches.steps_per_epoch)
+    if num_steps > MAX_STEPS:
+        raise UserError(
+            f"config.num_epochs is {config.num_epochs}, which is {num_steps:.3g} steps; it must be at most "
+            f"{MAX_STEPS / batches.steps_per_epoch:,.0f} ({MAX_STEPS:,} steps)"
+        )
     schedule = optimizer.build_schedule(config, num_steps)
     model = models.build(config, dataset.info, cluster)
     pretrained = None

@@ -68,7 +68,12 @@ def differences(before: configs.Values, config: ConfigDict) -> dict[str, str]:
 
 def check_resumable(config: ConfigDict, workdir: Path) -> None:
     """Raise UserError if the workdir contains a run that cannot be resumed with `config`."""
-    before = checkpoint.newest_config(workdir / "checkpoints")
+    folder = workdir / "checkpoints"
+    if folder.exists() and not folder.is_dir():
+        raise UserError(
+            f"--workdir is {str(workdir)!r}, whose {folder.name} is a file; it must be a folder, or not exist"
+        )
+    before = checkpoint.newest_config(folder)
     if before is None:
         before = configs.read_saved(workdir)
     if before is not None:

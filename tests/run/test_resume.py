@@ -252,6 +252,12 @@ def test_the_length_may_change_with_a_constant_learning_rate(folder: Path, tmp_p
         trained(folder, tmp_path / "run", [*SINGLE, "num_steps=12"])
 
 
+def test_a_folder_that_is_a_file(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(UserError, match=r"--workdir is '.*', whose checkpoints is a file; it must be a folder"):
+        resume.check_resumable(small_config(folder), tmp_path)
+
+
 def test_files_may_move(folder: Path, tmp_path: Path) -> None:
     """The paths of data and tokenizer may change, but not the contents of the files."""
     trained(folder, tmp_path / "run", SINGLE, 2)
