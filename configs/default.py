@@ -1,4 +1,4 @@
-"""Every key that a config can set, with its default. All other configs start from these values and override some.
+"""All config keys with their defaults. The other configs start from these values and override some of them.
 
 scripts/train --config=configs/default.py --workdir=runs/default
 """
@@ -10,28 +10,28 @@ from ml_collections.config_dict import placeholder
 def get_config() -> ConfigDict:
     """Return the default config: a tiny BERT classifier on WordNet glosses, trained data-parallel."""
     config = ConfigDict()
-    config.seed = 0  # seed of the initial parameters, the order of examples, dropout, masking, augmentation and delays
+    config.seed = 0  # seed of the initial parameters, the order of examples, dropout, masking, augmentation, delays
     config.task = "classification"  # classification, regression, token_classification, masked_lm, causal_lm
     config.strategy = "data_parallel"  # single, data_parallel, async_data_parallel, pipeline
 
     config.mesh = mesh = ConfigDict()
-    mesh.data = -1  # size of the data axis (number of replicas); -1: as many as there are devices for
+    mesh.data = -1  # size of the data axis (number of replicas); -1: as many as the devices allow
     mesh.stage = 1  # size of the stage axis: devices in a pipeline; more than 1 only with strategy pipeline
     mesh.virtual_cpu_devices = 0  # split the CPU into this many devices; 0: the number in XLA_FLAGS, otherwise 1
 
     config.data_parallel = ConfigDict()
     # How a step is distributed over devices.
-    # shard_map: the exchange is explicit; works with every exchange.
-    # sharding: jit over sharded inputs, XLA inserts the collectives; only exchange ddp without options, and on several
-    #   replicas only float32 models, because XLA sums gradients in the dtype of the model.
-    # pmap: only exchange ddp without options.
-    # auto: sharding where supported, because it is the fastest on CPUs, otherwise shard_map.
+    # shard_map: the exchange is explicit in the program; supports every exchange.
+    # sharding: jit over sharded inputs, where XLA inserts the collectives; supports only exchange ddp without options
+    #   and, on several replicas, only float32 models, because XLA sums gradients in the dtype of the model.
+    # pmap: supports only exchange ddp without options.
+    # auto: sharding (the fastest on CPUs) if it is supported, otherwise shard_map.
     config.data_parallel.implementation = "auto"
 
     # How replicas exchange gradients or weights: ddp, dp, horovod, horovod_adasum, byteps, byteps_onebit, byteps_topk,
     # byteps_randomk, byteps_dithering, bagua_bytegrad, bagua_qadam, bagua_decentralized,
     # bagua_low_precision_decentralized, bagua_model_average, zero1, zero2, zero3, onebit_adam.
-    # Pipelines support those that exchange only gradients: ddp, horovod, byteps with its compressors, bagua_bytegrad.
+    # Pipelines support the exchanges of gradients: ddp, horovod, byteps with its compressors, bagua_bytegrad.
     config.exchange = "ddp"
     # Options of the exchange. None: the default of the exchange. docs/exchanges.md lists the options of each.
     config.exchange_options = exchange = ConfigDict()
@@ -39,10 +39,10 @@ def get_config() -> ConfigDict:
     exchange.wire_dtype = placeholder(str)  # dtype of gradients in transfers: float16, bfloat16; None: float32
     exchange.algorithm = placeholder(str)  # all-reduce algorithm: psum (XLA's), ring (implemented with ppermute)
     exchange.group = placeholder(int)  # replicas per node, for a hierarchical all-reduce: within nodes, then between
-    exchange.predivide = placeholder(float)  # gradient divisor before the sum; after the sum it is replicas / predivide
+    exchange.predivide = placeholder(float)  # divide gradients by this before the sum, by replicas / predivide after it
     exchange.backward_passes_per_step = placeholder(int)  # training steps per optimizer step, as in Horovod
-    exchange.average_aggregated_gradients = placeholder(bool)  # over these steps: the mean gradient instead of the sum
-    exchange.block = placeholder(int)  # elements per scale (1-bit) or per range (8-bit); 0: one per part of a bucket
+    exchange.average_aggregated_gradients = placeholder(bool)  # True: mean of the gradients of these steps; False: sum
+    exchange.block = placeholder(int)  # elements per scale (1-bit) or per range (8-bit); 0: one per encoded vector
     exchange.ratio = placeholder(float)  # fraction of the elements that topk and randomk send
     exchange.levels = placeholder(int)  # quantization levels of dithering, on each side of zero
     exchange.seed = placeholder(int)  # seed of random compressors; None: config.seed
@@ -51,12 +51,12 @@ def get_config() -> ConfigDict:
     exchange.interval = placeholder(int)  # bagua_model_average: steps between averages
     exchange.offload = placeholder(bool)  # zero1, zero2, zero3: keep the optimizer state in host memory
 
-    # Strategy async_data_parallel: workers compute gradients of weights that they read some time ago.
-    # None: the default of the policy or mitigation, given in the comment.
+    # Strategy async_data_parallel: workers compute gradients from weights that may be stale.
+    # None: the default, which the comment gives.
     config.asynchronous = asynchronous = ConfigDict()
     # emulated: deterministic, in virtual time from a table of updates; live: in real threads (policies async and ssp)
     asynchronous.mode = "emulated"
-    asynchronous.table = ""  # path of the updates.csv of a live run, to repeat that run exactly
+    asynchronous.table = ""  # path of updates.csv of a live run that is to be repeated exactly
     asynchronous.policy = "async"  # sync, async, ssp, softsync, local_sgd, diloco, model_average
     asynchronous.num_workers = 4  # number of workers, which share the batch; can differ from the number of devices
     asynchronous.bound = placeholder(int)  # ssp: largest lead over the slowest worker, in iterations; default 3
@@ -68,7 +68,7 @@ def get_config() -> ConfigDict:
     # corrected_momentum
     asynchronous.mitigations = ""
     asynchronous.dc_strength = placeholder(float)  # lambda of dc_asgd (default 0.04), adaptive_dc_asgd (default 2)
-    asynchronous.max_norm = placeholder(float)  # clip_by_staleness: norm limit at staleness 0 and 1; required
+    asynchronous.max_norm = placeholder(float)  # clip_by_staleness: clip to max_norm / max(staleness, 1); required
     asynchronous.delays = delays = ConfigDict()  # durations in virtual seconds, for emulated runs
     delays.distribution = "constant"  # of the time to compute a gradient: constant, uniform, lognormal, pareto, trace
     delays.compute_time = 1.0  # mean time to compute a gradient
@@ -76,7 +76,7 @@ def get_config() -> ConfigDict:
     delays.spread = 0.0
     delays.slowdown = 1.0  # factor on the compute times of the last worker; also applies to live runs
     delays.communication_time = 0.0  # time of one message: weights to a worker, or a gradient from it
-    delays.jitter = 0.0  # random part of a message: communication_time x (1 + jitter x e), e exponential with mean 1
+    delays.jitter = 0.0  # messages take communication_time x (1 + jitter x e), e exponential with mean 1
     delays.trace = ""  # distribution trace: path of a CSV file of measured times with columns worker,seconds
 
     config.pipeline = pipeline = ConfigDict()
@@ -124,7 +124,7 @@ def get_config() -> ConfigDict:
     data.source = "wordnet"  # wordnet, csv, tsv, jsonl, parquet, text, mnist, cifar10, synthetic
     data.train = ""  # path or glob of the training data; mnist, cifar10: a directory; wordnet, synthetic: empty
     # Path or glob of the validation and test data. Empty: a part of the training data, chosen by a hash of the example
-    # (source text: the last part of the text), except that mnist and cifar10 have their own test files.
+    # (source text: the end of the text). mnist and cifar10: both empty; the test data is that of their test files.
     data.validation = ""
     data.test = ""
     data.validation_fraction = 0.05  # fraction of the training data if data.validation is empty
@@ -137,7 +137,8 @@ def get_config() -> ConfigDict:
     data.tokenizer = ""
     data.vocab_size = 8192  # largest number of tokens of a trained tokenizer
     data.max_length = 64  # tokens per example; longer texts are truncated; causal_lm: the block length
-    data.length_buckets = (16, 32, 64, 128, 256, 512)  # a batch is padded to the smallest of these that fits its texts
+    # Lengths to which batches are padded: the smallest that holds all texts of the batch
+    data.length_buckets = (16, 32, 64, 128, 256, 512)
     data.mask_fraction = 0.15  # masked_lm: fraction of the tokens to predict; the default is BERT's
     data.augment = False  # images: random shifts of up to 4 pixels, and random flips except for mnist
     data.synthetic_examples = 4096  # source synthetic: number of examples in all splits
@@ -166,8 +167,8 @@ def get_config() -> ConfigDict:
 
     config.eval = ConfigDict()
     config.eval.every_steps = 0  # steps between evaluations on the validation split; 0: at the end of every epoch
-    # Global batch size of evaluations; 0: batch_size. A pipeline divides the share of a replica into
-    # gcd(share, number of microbatches) microbatches
+    # Global batch size of evaluations; 0: batch_size. In a pipeline, each replica divides its n examples into
+    # gcd(n, number of microbatches) microbatches
     config.eval.batch_size = 0
 
     config.checkpoint = checkpoint = ConfigDict()
@@ -184,9 +185,10 @@ def get_config() -> ConfigDict:
     log.curves = True  # plot curves.png at the end
     log.peak_flops = 0.0  # peak FLOP/s of one device, for MFU; 0: from the table in jaxpar/measure/flops.py
 
-    # A process without progress for this many seconds prints where it hangs and exits; 0: no watchdog. It must be
-    # longer than any compilation, step or checkpoint write. It should be less than 1200, after which orbax no longer
-    # waits for a process that hangs in a checkpoint, and reports less. Reading the data is not watched.
+    # A process that makes no progress for this many seconds prints where it hangs and exits; 0: no watchdog. The value
+    # must be longer than any compilation, step or checkpoint write. It should be less than 1200: after that time, orbax
+    # raises its own error, with fewer details, if a process hangs in a checkpoint write. The watchdog does not cover
+    # the loading of the data at the start.
     config.watchdog_seconds = 900.0
 
     config.profile = (0, 0)  # (first, last) step to profile, into workdir/profile; (0, 0): none

@@ -10,7 +10,7 @@ from jaxpar.config import default_config
 
 
 def get_config(preset: str = "") -> ConfigDict:
-    """Return the config of 4 layers of width 128; preset `llama` adds RMSNorm, SwiGLU, rotary positions and GQA."""
+    """Return the config of a GPT with 4 layers; preset `llama` adds RMSNorm, SwiGLU, rotary positions and GQA."""
     config = default_config()
     config.task = "causal_lm"
     config.model.name = "gpt"

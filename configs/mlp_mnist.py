@@ -11,7 +11,7 @@ from jaxpar.config import default_config
 
 
 def get_config() -> ConfigDict:
-    """Return the config of 5 epochs of AdamW."""
+    """Return a config that trains the MLP for 5 epochs with AdamW."""
     config = default_config()
     config.model.name = "mlp"
     config.data.source = "mnist"

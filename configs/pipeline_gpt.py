@@ -10,7 +10,7 @@ from jaxpar.config import default_config
 
 
 def get_config(preset: str = "1f1b") -> ConfigDict:
-    """Return the config of 6 layers of width 128 on 4 devices with 8 microbatches; the preset is the schedule."""
+    """Return the config of 6 layers of width 128 on 4 devices with 8 microbatches; `preset` names the schedule."""
     config = default_config()
     config.task = "causal_lm"
     config.model.name = "gpt"

@@ -11,7 +11,7 @@ from jaxpar.config import default_config
 
 
 def get_config() -> ConfigDict:
-    """Return the config of 2 layers of width 128, data-parallel over 2 virtual CPU devices or all GPUs."""
+    """Return the config of a BERT with 2 layers of width 128, data-parallel over 2 virtual CPU devices or all GPUs."""
     config = default_config()
     config.mesh.virtual_cpu_devices = 2
     config.model.pooling = "mean"

@@ -1,4 +1,4 @@
-"""ResNet-18 with group normalisation on CIFAR-10, read from the original files.
+"""ResNet-18 with group normalization on CIFAR-10, read from the original files.
 
     scripts/train --config=configs/resnet_cifar10.py --workdir=runs/resnet --config.data.train=DIR
 
@@ -13,7 +13,7 @@ from jaxpar.config import default_config
 
 
 def get_config() -> ConfigDict:
-    """Return the config of 30 epochs of SGD with momentum, random crops and flips."""
+    """Return a config that trains for 30 epochs with SGD with momentum, on random crops and flips."""
     config = default_config()
     config.model.name = "resnet"
     config.model.size = "18"

@@ -13,7 +13,7 @@ from jaxpar.config import default_config
 
 
 def get_config() -> ConfigDict:
-    """Return the config of 6 layers of width 192, 100 epochs of AdamW, random crops and flips."""
+    """Return a config that trains 6 layers of width 192 for 100 epochs with AdamW, on random crops and flips."""
     config = default_config()
     config.model.name = "vit"
     config.model.size = "tiny"

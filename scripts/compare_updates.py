@@ -1,4 +1,4 @@
-"""Measures how stale gradients affect a model: trains it with each policy of updates, with and without a straggler.
+"""Measures how stale gradients affect a model: trains it with each update policy, with and without a straggler.
 
     scripts/python scripts/compare_updates.py [--config=configs/quickstart.py] [--workdir=runs/updates] [--workers=4]
         [--slowdown=4] [--cases=sync,async,..] [--config.KEY=VALUE ...]
@@ -7,14 +7,16 @@ Each case is a run of the training binary; a run that is already in the workdir 
 loss against steps (an equal number of gradients) and against virtual time as WORKDIR/updates.png, and prints a table,
 which it also writes as WORKDIR/updates.md:
 
-  throughput   gradients per virtual second; a single worker computes one
-  staleness    versions between the one a gradient is computed from and the one it is applied to: mean, maximum
+  throughput   gradients per virtual second; one worker computes 1 by default
+  staleness    number of versions between the one a gradient is computed from and the one it is applied to: mean,
+               maximum
   recovered    for a mitigation: the share of the gap between async and sync that it closes (of log perplexity)
-  time to      virtual seconds until the training loss is that of sync without a straggler after 1/4 of the run
+  time to      virtual seconds to the training loss that sync without a straggler has after 1/4 of the run
 
 A case that diverges is drawn up to that point, and has no results.
 
-Times follow config.asynchronous.delays. To set other delays: --config.asynchronous.delays.distribution=lognormal, ..
+The delays are those of config.asynchronous.delays; --config.asynchronous.delays.distribution=lognormal, for example,
+changes them.
 """
 
 import argparse

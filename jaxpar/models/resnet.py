@@ -1,4 +1,4 @@
-"""ResNet (He et al. 2015) with group normalisation (Wu & He 2018), so that examples do not share statistics.
+"""ResNet (He et al. 2015) with group normalization (Wu & He 2018), so that examples do not share statistics.
 
 ResNet-50 has the stride in the 3x3 convolution ("v1.5"). For small images, the stem is the one of the CIFAR experiments
 in the paper (section 4.2): one 3x3 convolution without pooling.
@@ -56,7 +56,7 @@ def build(config: ConfigDict, info: DataInfo) -> Model:
 
 
 def conv(num_in: int, num_out: int, size: int, stride: int, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Conv:
-    """Return a square convolution with equal padding on all sides and He initialisation for ReLU, by fan-out."""
+    """Return a square convolution with equal padding on all sides and He initialization for ReLU, by fan-out."""
     return nnx.Conv(
         num_in,
         num_out,

@@ -38,7 +38,7 @@ def make_parser(description: str) -> Parser:
     add("--schedule", help=f"one of {', '.join(SCHEDULES)}, or the path of a CSV table")
     add("--num_stages", type=int, metavar="P", help="number of devices")
     add("--num_microbatches", type=int, metavar="M", help="number of microbatches")
-    add("--num_chunks", type=int, metavar="V", help="stages per device (default: as many as the schedule has)")
+    add("--num_chunks", type=int, metavar="V", help="stages per device (default: the number that the schedule defines)")
     for kind, action in (("forward", "F"), ("backward", "B, without W,"), ("weight", "W")):
         add(
             f"--{kind}",
@@ -46,7 +46,7 @@ def make_parser(description: str) -> Parser:
             help=f"time of {action} for one microbatch on one device, or one time per device: 1,1.5,1 (default: 1)",
         )
     add("--communication", default="0", help="time to send a result to another device (default: 0)")
-    add("--auto", action="store_true", help="search for a schedule")
+    add("--auto", action="store_true", help="search for a fast schedule within --memory_limit")
     add(
         "--memory_limit",
         type=float,

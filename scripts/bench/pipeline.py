@@ -9,13 +9,13 @@ examples of 128 tokens, and there are four microbatches per stage. The benchmark
 shows the measured quantity, its value and the target.
 
   a  FLOPs of matrix products on all devices in the compiled program / FLOPs on a single device (times 4/3 with full
-     rematerialisation)
+     rematerialization)
   b  step time of a single device / step time of the pipeline, on the same batch and the same cores
   c  temporary memory of a device: growth of 1f1b from m = p to m = 4p / growth of gpipe; and memory of the compiled
      program / memory predicted from the table
   d  bytes of parameters on the fullest device / bytes of the layers of its stage
   e  time to trace, lower and compile / the same time for a single device, without a compilation cache
-  f  bytes that a microbatch saves between F and B in all stages, without rematerialisation / temporary bytes of a
+  f  bytes that a microbatch saves between F and B in all stages, without rematerialization / temporary bytes of a
      single device
 """
 
