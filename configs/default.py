@@ -163,7 +163,7 @@ def get_config() -> ConfigDict:
     optimizer.clip_norm = 1.0  # clip gradients to this global norm; 0: no clipping
     optimizer.accumulation_steps = 1  # number of microbatches per step, whose gradients are accumulated
     optimizer.nonfinite = "stop"  # if the loss or a gradient is not finite: stop the run, or skip the step
-    optimizer.max_skipped_steps = 20  # with nonfinite="skip": more steps in a row than this stop the run
+    optimizer.max_skipped_steps = 20  # nonfinite skip: maximum number of steps skipped in a row; more stop the run
 
     config.eval = ConfigDict()
     config.eval.every_steps = 0  # steps between evaluations on the validation split; 0: at the end of every epoch
