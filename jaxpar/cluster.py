@@ -106,7 +106,7 @@ def named_cluster(
       UserError: the device kind is unknown, or num_devices is less than 1.
     """
     if num_devices < 1:
-        raise UserError(f"num_devices is {num_devices}; it must be 1 or more")
+        raise UserError(f"num_devices is {num_devices}; it must be at least 1")
     if name == "cpu":
         return Cluster("cpu", "cpu", num_devices, num_processes, links=links or {})
     if name not in KINDS:

@@ -26,7 +26,7 @@ Values = Mapping[str, Any]  # dotted key -> value of a config
 
 
 def config_folder() -> Path:
-    """Return the folder of the configs shipped with jaxpar: inside the wheel, or next to the package in a clone."""
+    """Return the directory of the configs shipped with jaxpar: inside the wheel, or next to the package in a clone."""
     package = Path(__file__).parent
     return package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
 

@@ -34,7 +34,7 @@ def unreadable(error: Exception) -> str:
     if isinstance(error, OSError):
         return f"{error.strerror}; it must be the path of a CSV file"
     if isinstance(error, UnicodeDecodeError):
-        return f"byte {error.object[error.start]:#x} is not UTF-8; it must be a CSV file in UTF-8"
+        return f"byte {error.object[error.start]:#x} is not UTF-8; the file must be CSV in UTF-8"
     return str(error)
 
 
@@ -67,19 +67,19 @@ def locked(workdir: Path) -> Iterator[None]:
     """Create `workdir` and lock it for this process. The lock is released when the process ends for any reason.
 
     Raises:
-      UserError: the folder is not writable, or another process has locked it.
+      UserError: the directory is not writable, or another process has locked it.
     """
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         file = (workdir / ".lock").open("a")
     except OSError as error:
-        raise UserError(f"--workdir is {str(workdir)!r}; it must be a writable folder: {error.strerror}") from error
+        raise UserError(f"--workdir is {str(workdir)!r}; it must be a writable directory: {error.strerror}") from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"--workdir is {str(workdir)!r}, which another process is using; wait for that process or use another "
-                "workdir"
+                f"--workdir is {str(workdir)!r}, which another process is using; wait for that process or use a new "
+                "--workdir"
             ) from None
         yield

@@ -116,7 +116,7 @@ def _main(argv: list[str]) -> int:
 def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
     flags.DEFINE_string("config", None, "Config file, optionally followed by :PRESET.", flag_values=values)
-    flags.DEFINE_string("workdir", None, "Folder of the run. An existing run is resumed.", flag_values=values)
+    flags.DEFINE_string("workdir", None, "Directory of the run. An existing run is resumed.", flag_values=values)
     flags.DEFINE_integer("stopped_exit_code", 0, "Exit code of a run stopped by a signal.", flag_values=values)
     for name, flag in FLAGS.items():
         define = flags.DEFINE_integer if flag.kind is int else flags.DEFINE_string

@@ -40,7 +40,7 @@ def prepare_jax(config: ConfigDict, cache: Path) -> None:
         partition_by_gspmd()
     count = config.mesh.virtual_cpu_devices
     if not 0 <= count <= MAX_VIRTUAL_DEVICES:
-        raise UserError(f"config.mesh.virtual_cpu_devices is {count}; it must be from 0 to {MAX_VIRTUAL_DEVICES}")
+        raise UserError(f"config.mesh.virtual_cpu_devices is {count}; it must be between 0 and {MAX_VIRTUAL_DEVICES}")
     if count and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", count)
 
@@ -99,9 +99,9 @@ def sizes(config: ConfigDict, cluster: Cluster) -> dict[str, int]:
 def refuse_sizes(config: ConfigDict, cluster: Cluster) -> Refusals[None]:
     """Refuse a mesh that does not fit the cluster."""
     if config.mesh.stage < 1:
-        yield UserError(f"config.mesh.stage is {config.mesh.stage}; it must be 1 or more")
+        yield UserError(f"config.mesh.stage is {config.mesh.stage}; it must be at least 1")
     if config.mesh.data < 1 and config.mesh.data != -1:
-        yield UserError(f"config.mesh.data is {config.mesh.data}; it must be 1 or more, or -1 for all devices")
+        yield UserError(f"config.mesh.data is {config.mesh.data}; it must be at least 1, or -1 for all devices")
     num_data, num_stages = sizes(config, cluster).values()
     available = cluster.num_devices
     if num_data * num_stages > available:

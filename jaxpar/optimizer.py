@@ -112,17 +112,17 @@ def refuse_optimizer(config: ConfigDict) -> Refusals[None]:
     yield from refuse_choice("optimizer.schedule", o.schedule, LR_SCHEDULES)
     yield from refuse_choice("optimizer.nonfinite", o.nonfinite, ("stop", "skip"))
     if o.max_skipped_steps < 1:
-        yield UserError(f"config.optimizer.max_skipped_steps is {o.max_skipped_steps}; it must be 1 or more")
+        yield UserError(f"config.optimizer.max_skipped_steps is {o.max_skipped_steps}; it must be at least 1")
     for key in ("warmup", "final_lr", "b1", "b2", "momentum"):
         if not 0 <= o[key] <= 1:
             yield UserError(f"config.optimizer.{key} is {o[key]}; it must be between 0 and 1")
     for key in ("lr", "weight_decay", "eps"):
         if not 0 <= o[key] < math.inf:
-            yield UserError(f"config.optimizer.{key} is {o[key]}; it must be finite and 0 or more")
+            yield UserError(f"config.optimizer.{key} is {o[key]}; it must be finite and at least 0")
     if not o.clip_norm >= 0:  # inf is allowed: like 0, it clips nothing
-        yield UserError(f"config.optimizer.clip_norm is {o.clip_norm}; it must be 0 or more")
+        yield UserError(f"config.optimizer.clip_norm is {o.clip_norm}; it must be at least 0")
     if o.accumulation_steps < 1:
-        yield UserError(f"config.optimizer.accumulation_steps is {o.accumulation_steps}; it must be 1 or more")
+        yield UserError(f"config.optimizer.accumulation_steps is {o.accumulation_steps}; it must be at least 1")
 
 
 def build_schedule(config: ConfigDict, num_steps: int) -> LearningRateSchedule:

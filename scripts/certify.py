@@ -70,7 +70,7 @@ def number(flag: str, text: str) -> int:
     if not text.isdecimal():
         raise UserError(f"--{flag} is {text!r}; it must be an integer")
     if int(text) < 1:
-        raise UserError(f"--{flag} is {text}; it must be 1 or more")
+        raise UserError(f"--{flag} is {text}; it must be at least 1")
     return int(text)
 
 

@@ -13,7 +13,7 @@ which it also writes as WORKDIR/updates.md:
   recovered    for a mitigation: the share of the gap between async and sync that it closes (of log perplexity)
   time to      virtual seconds to the training loss that sync without a straggler has after 1/4 of the run
 
-A case that diverges is drawn up to that point, and has no results.
+The curve of a case that diverges ends there, and the case has no results.
 
 The delays are those of config.asynchronous.delays; --config.asynchronous.delays.distribution=lognormal, for example,
 changes them.
@@ -64,7 +64,7 @@ class Outcome(NamedTuple):
     """The outcome of one run.
 
     Attributes:
-      steps: at which the losses were logged, [P].
+      steps: the steps at which the losses were logged, [P].
       losses: training losses, means over the steps since the last one logged, [P].
       seconds: virtual times at which these steps ended, [P].
       result: the contents of result.json; None if the run diverged.
@@ -116,7 +116,7 @@ def train(config: str, workdir: Path, overrides: list[str]) -> Outcome:
     asked_file = workdir / "arguments.json"
     asked = json.dumps([f"--config={config}", *overrides], indent=1) + "\n"
     if (workdir / "config.json").exists() and (not asked_file.is_file() or asked_file.read_text() != asked):
-        print(f"{workdir} has a run with other settings; remove it or set another --workdir", file=sys.stderr)
+        print(f"{workdir} contains a run with other settings; remove it or use a new --workdir", file=sys.stderr)
         sys.exit(USER_ERROR)
     workdir.mkdir(parents=True, exist_ok=True)
     files.write_text(asked_file, asked)

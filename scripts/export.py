@@ -30,7 +30,7 @@ from jaxpar.errors import UserError, exit_code
 def export(workdir: Path, file: Path, step: int | None) -> None:
     """Write `file` atomically. Raises UserError if it exists or cannot be written, or if there is no checkpoint."""
     if file.exists():
-        raise UserError(f"{file} exists; choose the name of a new file")
+        raise UserError(f"{file} exists; choose a new file name")
     if not file.parent.is_dir():
         raise UserError(f"{file} cannot be written: the directory {file.parent} does not exist")
     saved = checkpoint.of_run(workdir, step)

@@ -132,9 +132,9 @@ MISTAKES = {
     "no run": (["{tmp}", "{tmp}/a.safetensors"], "{tmp} contains no run: {tmp}/config.json does not exist"),
     "no such step": (
         ["{run}", "{tmp}/a.safetensors", "--step=5"],
-        "{run} contains no checkpoint of step 5; it contains those of steps 3, 6, 8",
+        "{run} contains no checkpoint of step 5; its checkpoints are from steps 3, 6, 8",
     ),
-    "file exists": (["{run}", "{run}/config.json"], "{run}/config.json exists; choose the name of a new file"),
+    "file exists": (["{run}", "{run}/config.json"], "{run}/config.json exists; choose a new file name"),
     "no folder": (
         ["{run}", "{tmp}/b/a.safetensors"],
         "{tmp}/b/a.safetensors cannot be written: the directory {tmp}/b does not exist",

@@ -277,7 +277,7 @@ def test_a_disk_that_fills_up_later(folder: Path, tmp_path: Path, whole: Path) -
     _, err = ended(start(folder, tmp_path, quiet, first=DISK_FULL), code=2)
     [line] = [line for line in err.splitlines() if line.startswith("jaxpar: ")]
     assert "writing a checkpoint in" in line
-    assert line.endswith("the newest checkpoint is of step 40")
+    assert line.endswith("the newest checkpoint is from step 40")
     out, _ = ended(start(folder, tmp_path))
     assert "resumed   from step 40" in out
     assert_ended_as(whole, tmp_path)

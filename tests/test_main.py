@@ -71,9 +71,12 @@ MISTAKES = {
     "a huge seed": (["--config.seed=99999999999999999999"], "config.seed is 99999999999999999999"),
     "a negative seed": (["--config.seed=-1"], "config.seed is -1; it must be between 0 and 2147483647"),
     "no columns": (["--config.data.text_columns=None"], "it must name one column"),
-    "log never": (["--config.log.every_steps=0"], "config.log.every_steps is 0; it must be 1 or more"),
-    "save backwards": (["--config.checkpoint.every_steps=-1"], "config.checkpoint.every_steps is -1; it must be 0 or"),
-    "evaluate backwards": (["--config.eval.every_steps=-2"], "config.eval.every_steps is -2; it must be 0 or more"),
+    "log never": (["--config.log.every_steps=0"], "config.log.every_steps is 0; it must be at least 1"),
+    "save backwards": (
+        ["--config.checkpoint.every_steps=-1"],
+        "config.checkpoint.every_steps is -1; it must be at least",
+    ),
+    "evaluate backwards": (["--config.eval.every_steps=-2"], "config.eval.every_steps is -2; it must be at least 0"),
     "keep nothing": (["--config.checkpoint.keep=0"], "config.checkpoint.keep is 0"),
     "init_from nowhere": (["--config.model.init_from=nowhere"], "nowhere"),
     "stray argument": (["quickstart"], "'quickstart' is not an argument"),
@@ -154,7 +157,7 @@ def test_a_label_that_the_split_took_from_training(tmp_path: Path, capsys: pytes
 def test_a_workdir_that_cannot_be_created(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/file/run", *small_arguments(tmp_path))
-    assert f"--workdir is '{tmp_path}/file/run'; it must be a writable folder: Not a directory" in line
+    assert f"--workdir is '{tmp_path}/file/run'; it must be a writable directory: Not a directory" in line
 
 
 def test_a_disk_without_room(

@@ -38,7 +38,7 @@ def test_the_count_in_xla_flags_wins(tmp_path: Path) -> None:
     assert count(tmp_path, "--config.mesh.virtual_cpu_devices=3", xla_flags=flags).startswith("4 ")
 
 
-@pytest.mark.parametrize(("num_data", "message"), [(9, "it must be at most 8, the number of cpu"), (0, "1 or more")])
+@pytest.mark.parametrize(("num_data", "message"), [(9, "it must be at most 8, the number of cpu"), (0, "at least 1")])
 def test_invalid_mesh_sizes(num_data: int, message: str) -> None:
     config = default_config()
     override(config, [f"--config.mesh.data={num_data}"])
@@ -50,7 +50,7 @@ def test_invalid_mesh_sizes(num_data: int, message: str) -> None:
 def test_a_number_of_virtual_devices_that_cannot_be(number: int, tmp_path: Path) -> None:
     config = default_config()
     config.mesh.virtual_cpu_devices = number
-    message = rf"config\.mesh\.virtual_cpu_devices is {number}; it must be from 0 to 1024"
+    message = rf"config\.mesh\.virtual_cpu_devices is {number}; it must be between 0 and 1024"
     with pytest.raises(UserError, match=message):
         mesh.prepare_jax(config, tmp_path)
 

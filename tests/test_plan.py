@@ -151,7 +151,7 @@ def test_an_exchange_that_does_not_support_the_shapes() -> None:
     config = make_config(task, *replicas, "--config.exchange=horovod", passes)
     problem = make_problem(config, task)
     assert strategies.possible(config, problem, there) == (
-        "config.exchange_options.backward_passes_per_step is 3; it must be a divisor of the number of steps, 10"
+        "config.exchange_options.backward_passes_per_step is 3; it must divide the number of steps, 10"
     )
     config = make_config(task, *replicas, "--config.exchange=zero1")
     empty = Model({"empty": lambda rngs: nnx.Linear(0, 3, kernel_init=nnx.initializers.zeros, rngs=rngs)})
@@ -292,7 +292,7 @@ def test_messages_of_a_step(name: str) -> None:
 def test_an_empty_batch() -> None:
     config = default_config()
     config.strategy, config.batch_size = "single", 0
-    with pytest.raises(UserError, match=r"^config\.batch_size is 0; it must be 1 or more$"):
+    with pytest.raises(UserError, match=r"^config\.batch_size is 0; it must be at least 1$"):
         strategies.decide(config, cluster.named_cluster("cpu", 1))
 
 
@@ -318,11 +318,11 @@ def test_refusals_are_not_dropped() -> None:
 def test_nothing_runs_after_the_first_reason() -> None:
     def refusals(number: int) -> Refusals[int]:
         if number < 0:
-            yield UserError(f"number is {number}; it must be 0 or more")
+            yield UserError(f"number is {number}; it must be at least 0")
         return math.isqrt(number)
 
     assert outcome(refusals(9)) == accepted(refusals(9)) == 3
-    assert str(outcome(refusals(-1))) == "number is -1; it must be 0 or more"
+    assert str(outcome(refusals(-1))) == "number is -1; it must be at least 0"
     with pytest.raises(UserError, match="number is -1"):
         accepted(refusals(-1))
 
@@ -336,5 +336,5 @@ def test_clusters() -> None:
     assert named.links["data"].bandwidth == 4e11
     with pytest.raises(UserError, match=r"device kind is 'H10'; it must be one of .* Did you mean 'H100'"):
         cluster.named_cluster("H10", 8)
-    with pytest.raises(UserError, match="num_devices is 0; it must be 1 or more"):
+    with pytest.raises(UserError, match="num_devices is 0; it must be at least 1"):
         cluster.named_cluster("H100", 0)

@@ -50,7 +50,7 @@ class CollectiveRow(NamedTuple):
       nbytes: the bytes sent by the compiled programs.
       theory: the theoretical number of bytes; None if no formula predicts this collective.
       required: the theoretical bytes that XLA cannot optimize away.
-      limit: the most bytes of scalars, which have no formula.
+      limit: the maximum number of bytes for scalars, which have no formula.
     """
 
     kind: str
@@ -183,7 +183,7 @@ def axis_of(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> str:
 
 
 class DeviceBytes(NamedTuple):
-    """The bytes of one kind on a device: measured in the compiled programs, and theoretical. None: not available."""
+    """The bytes of one kind on a device: measured in the compiled programs, and theoretical; None if not available."""
 
     nbytes: int | None
     theory: int | None

@@ -1,1 +1,1 @@
-"""Asynchronous data parallelism, driven by a table of which gradient, from which weights, makes which update."""
+"""Asynchronous data parallelism, driven by a table that gives the weights and the update of each gradient."""

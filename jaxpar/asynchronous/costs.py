@@ -21,7 +21,7 @@ class Costs(NamedTuple):
       memory: by device number, bytes by purpose: parameters (the newest weights), history (older versions that some
         worker still needs), optimizer, waiting (the sum of the gradients that wait for the rest of their update),
         mitigations (their states), outer (diloco: the weights at the start of the round, and the outer optimizer),
-        averages (model_average: averagings that workers have not applied yet).
+        averages (model_average: corrections of averagings that workers have not applied yet).
       sent: number of trees as large as the parameters that are sent between devices in a step.
     """
 
@@ -38,8 +38,8 @@ def emulated_server(like: State, mitigations: Mitigations, table: UpdateTable, p
     Args:
       like: the state, abstract.
       mitigations: against staleness.
-      table: of the run.
-      places: of workers and server.
+      table: update table of the run.
+      places: device numbers of workers and server.
     """
     history = history_peaks(table, places)
     worker_places = np.take(places.of_workers, table.worker)
@@ -67,8 +67,8 @@ def local_costs(
 
     Args:
       like: the state, abstract.
-      table: of the run.
-      places: of the workers, and of the state that they share.
+      table: update table of the run.
+      places: device numbers of the workers and of the state that they share.
       outer: the outer optimizer of diloco.
       waits: whether workers wait for each other when they synchronize: true for all policies except model_average.
     """

@@ -60,7 +60,7 @@ def delays_obstacle(delays: Delays) -> str | None:
     if kind not in DISTRIBUTIONS:
         return f"distribution is {kind!r}; it must be one of {', '.join(DISTRIBUTIONS)}"
     if not 0 < delays.compute_time < math.inf:
-        return f"compute_time is {delays.compute_time}; it must be finite and more than 0"
+        return f"compute_time is {delays.compute_time}; it must be finite and greater than 0"
     for name, least in (("slowdown", 1), ("communication_time", 0), ("jitter", 0)):
         if not least <= getattr(delays, name) < math.inf:
             return f"{name} is {getattr(delays, name)}; it must be finite and at least {least}"
@@ -73,14 +73,14 @@ def delays_obstacle(delays: Delays) -> str | None:
     if kind == "uniform" and not 0 <= spread < 1:
         return f"spread is {spread}; it must be at least 0 and less than 1 with distribution 'uniform'"
     if kind == "lognormal" and not 0 <= spread <= MAX_SIGMA:
-        return f"spread is {spread}; it must be at least 0 and at most {MAX_SIGMA} with distribution 'lognormal'"
+        return f"spread is {spread}; it must be between 0 and {MAX_SIGMA} with distribution 'lognormal'"
     if kind == "pareto" and not 1 < spread < math.inf:
-        return f"spread is {spread}; it must be finite and more than 1 with distribution 'pareto'"
+        return f"spread is {spread}; it must be finite and greater than 1 with distribution 'pareto'"
     if kind == "trace" and not (delays.trace and all(delays.trace)):
         return "trace has no times for some worker; it must have at least one for each worker"
     for seconds in itertools.chain(*delays.trace) if kind == "trace" else ():
         if not 0 < seconds < math.inf:
-            return f"trace has a time of {seconds}; every time must be finite and more than 0"
+            return f"trace has a time of {seconds}; every time must be finite and greater than 0"
     return None
 
 
@@ -146,7 +146,7 @@ def read_trace(path: Path | str) -> MeasuredTimes:
             lines, rows = read_rows(file, ("worker", "seconds"))
         for line, (worker, seconds) in zip(lines, rows, strict=True):
             if seconds == 0:
-                raise ValueError(f"line {line}: seconds is 0; it must be more than 0")
+                raise ValueError(f"line {line}: seconds is 0; it must be greater than 0")
             times.setdefault(int(worker), []).append(seconds)
         for worker in range(len(times) or 1):
             if worker not in times:

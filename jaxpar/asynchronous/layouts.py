@@ -4,7 +4,7 @@
     a server     params, optimizer, waiting, mitigations: also on the server's device;
                  copies of the newest weights: on the other devices of workers; history: older weights, at their peak
     local        params, optimizer, mitigations: a tuple of each worker's, on its device; outer: on the server's device;
-                 averages: averagings that workers have not applied yet, at their peak
+                 averages: corrections of averagings that workers have not applied yet, at their peak
 
 The number of trees in history and averages changes during a run. Their layouts are tuples of trees; tree i is on the
 devices that hold more than i trees at their peak.
@@ -41,7 +41,7 @@ def server_layouts(
       like: the state, abstract.
       mitigations: against staleness.
       updates: the table; None: workers are live, and each may have read a different version.
-      places: of workers and server.
+      places: device numbers of workers and server.
     """
     axes = _axes(places)
     on_server = partial(layout.on_one, axes, axis=DATA, number=places.server)

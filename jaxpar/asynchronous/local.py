@@ -8,10 +8,10 @@ update has been applied, the workers synchronize:
     diloco         an outer optimizer, SGD with Nesterov momentum, takes as its gradient the weights at the start of the
                    round minus the mean of the weights at its end; all continue from its result (Douillard et al.,
                    "DiLoCo", 2023, algorithm 1)
-    model_average  workers continue training during the averaging. Each adds mean - local, computed from the weights at
-                   the start of the averaging, before the first gradient that it begins after the end of the averaging
-                   (Bagua's asynchronous model average). The weights of a worker that is still computing a gradient
-                   include the averagings that it will add afterwards, so that the next averaging does not repeat them
+    model_average  workers continue training during an averaging, which computes the correction mean - local of each
+                   worker from the weights at its start. A worker adds the correction before the first gradient that it
+                   begins after the end of the averaging (Bagua's asynchronous model average). If the next averaging
+                   starts before that, it counts the correction as added, so that it does not correct twice
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,14 +37,14 @@ class LocalState(NamedTuple):
     """State of training at a step.
 
     Attributes:
-      step: on the host.
+      step: the step, on the host.
       first_step: the step at which the run switched to this strategy.
-      key: of the run.
+      key: key of the run.
       params: each worker's weights, on its device.
       servers: each worker's server state, on its device: its optimizer, for example.
       outer: for diloco: the weights at the start of the round and the state of the outer optimizer; otherwise ().
-      averages: for model_average: {(number of an averaging, worker that has not applied it yet): mean - local}.
-      taken: for each worker, the number of averagings that it has applied.
+      averages: for model_average: {(number of an averaging, worker that has not added its correction yet): correction}.
+      taken: for each worker, the number of averagings whose corrections it has added.
     """
 
     step: int

@@ -40,7 +40,7 @@ class UpdateSource(NamedTuple):
     """The source of a run's table. Its files have been read.
 
     Attributes:
-      delays: of a simulation.
+      delays: the delays to simulate.
       recorded: the table of a live run, to be replayed; None: the table is simulated, or made by the run.
     """
 
@@ -71,10 +71,10 @@ def _refuse_policy_settings(a: ConfigDict) -> Refusals[None]:
         if a[key] is not None and key not in POLICY_SETTINGS.get(a.policy, {}):
             yield UserError(f"config.asynchronous.{key} is {a[key]}; it must be None with policy {a.policy!r}")
     if a.outer_lr is not None and not 0 <= a.outer_lr < math.inf:
-        yield UserError(f"config.asynchronous.outer_lr is {a.outer_lr}; it must be finite and 0 or more")
+        yield UserError(f"config.asynchronous.outer_lr is {a.outer_lr}; it must be finite and at least 0")
     if a.outer_momentum is not None and not 0 <= a.outer_momentum < 1:
         yield UserError(
-            f"config.asynchronous.outer_momentum is {a.outer_momentum}; it must be 0 or more and less than 1"
+            f"config.asynchronous.outer_momentum is {a.outer_momentum}; it must be at least 0 and less than 1"
         )
 
 
@@ -86,7 +86,9 @@ def _refuse_live(config: ConfigDict) -> Refusals[None]:
             "config.asynchronous.mode='live' (ssp with bound 0 is lockstep)"
         )
     if a.table:
-        yield UserError(f"config.asynchronous.table is {a.table!r}; it must be '' with config.asynchronous.mode='live'")
+        yield UserError(
+            f"config.asynchronous.table is {a.table!r}; it must be empty with config.asynchronous.mode='live'"
+        )
     if "corrected_momentum" in named_mitigations(config):
         yield UserError(
             f"config.asynchronous.mitigations is {a.mitigations!r}; it must not contain corrected_momentum with "
@@ -125,13 +127,13 @@ def _refuse_mitigations(config: ConfigDict) -> Refusals[None]:
         yield from refuse_choice("asynchronous.mitigations", name, MITIGATIONS)
     if names and a.policy in LOCAL_POLICIES:
         yield UserError(
-            f"config.asynchronous.mitigations is {a.mitigations!r}; it must be '' with policy {a.policy!r}, whose "
+            f"config.asynchronous.mitigations is {a.mitigations!r}; it must be empty with policy {a.policy!r}, whose "
             "workers apply gradients to the local weights that they were computed from"
         )
     if len(set(names)) < len(names):
         yield UserError(f"config.asynchronous.mitigations is {a.mitigations!r}; it must not repeat a name")
     if a.dc_strength is not None and not 0 <= a.dc_strength < math.inf:
-        yield UserError(f"config.asynchronous.dc_strength is {a.dc_strength}; it must be finite and 0 or more")
+        yield UserError(f"config.asynchronous.dc_strength is {a.dc_strength}; it must be finite and at least 0")
     if STRENGTHS.keys() <= set(names):
         yield UserError(
             f"config.asynchronous.mitigations is {a.mitigations!r}; it must contain at most one of "
@@ -143,14 +145,14 @@ def _refuse_mitigations(config: ConfigDict) -> Refusals[None]:
             "config.asynchronous.mitigations"
         )
     if a.max_norm is None and "clip_by_staleness" in names:
-        yield UserError("config.asynchronous.max_norm is None; it must be more than 0 with clip_by_staleness")
+        yield UserError("config.asynchronous.max_norm is None; it must be greater than 0 with clip_by_staleness")
     if a.max_norm is not None and "clip_by_staleness" not in names:
         yield UserError(
             f"config.asynchronous.max_norm is {a.max_norm}; it must be None without clip_by_staleness in "
             "config.asynchronous.mitigations"
         )
     if a.max_norm is not None and not a.max_norm > 0:
-        yield UserError(f"config.asynchronous.max_norm is {a.max_norm}; it must be more than 0")
+        yield UserError(f"config.asynchronous.max_norm is {a.max_norm}; it must be greater than 0")
     if "corrected_momentum" in names:
         yield from _refuse_momentum(config.optimizer)
 
@@ -162,7 +164,7 @@ def _refuse_momentum(o: ConfigDict) -> Refusals[None]:
         names = [name for name, one in optimizer.OPTIMIZERS.items() if one.momentum]
         yield UserError(f"config.optimizer.name is {o.name!r}; it must be one of {', '.join(names)} {where}")
     if not o[key]:
-        yield UserError(f"config.optimizer.{key} is {o[key]}; it must be more than 0 {where}")
+        yield UserError(f"config.optimizer.{key} is {o[key]}; it must be greater than 0 {where}")
 
 
 def named_mitigations(config: ConfigDict) -> list[str]:
@@ -228,7 +230,8 @@ def _read_recorded(config: ConfigDict) -> Refusals[UpdateTable]:
     chunks = np.arange(len(recorded.chunk))
     if (np.sort(recorded.chunk) != chunks).any() or (recorded.chunk // a.num_workers > recorded.step).any():
         yield UserError(
-            f"config.asynchronous.table is {a.table!r}; it must contain every chunk, none before its batch's step"
+            f"config.asynchronous.table is {a.table!r}; it must contain every chunk, and no chunk "
+            "before the step of its batch"
         )
     if len(np.unique(recorded.step)) <= recorded.step[-1]:
         yield UserError(f"config.asynchronous.table is {a.table!r}; it must have a row for every step")
@@ -241,7 +244,7 @@ def _read_delays(config: ConfigDict) -> Refusals[Delays]:
     if (d.distribution == "trace") != bool(d.trace):
         yield UserError(
             f"config.asynchronous.delays.trace is {d.trace!r}; it must be the path of a CSV file with "
-            "config.asynchronous.delays.distribution='trace', and '' otherwise"
+            "config.asynchronous.delays.distribution='trace', and empty otherwise"
         )
     try:
         trace = delays.read_trace(d.trace) if d.trace else ()
@@ -257,8 +260,8 @@ def build_mitigations(config: ConfigDict, problem: Problem, updates: UpdateTable
     """Return the problem, with its optimizer replaced if a mitigation requires that, and the mitigations.
 
     Args:
-      config: of the run, checked.
-      problem: of the run.
+      config: checked config of the run.
+      problem: problem of the run.
       updates: the table; None if the run is live.
     """
     a, names = config.asynchronous, named_mitigations(config)

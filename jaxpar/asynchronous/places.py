@@ -11,7 +11,7 @@ class Places(NamedTuple):
     """Device numbers of workers and server.
 
     Attributes:
-      num_workers: of the run.
+      num_workers: number of workers of the run.
       num_devices: number of the workers' devices.
       server: number of the server's device.
     """

@@ -31,7 +31,7 @@ class Totals(NamedTuple):
     """Totals over the gradients that have arrived in a step.
 
     Attributes:
-      sums: over their examples.
+      sums: sums over their examples.
       square: sum of the squared gradient norms of the updates.
       num_updates: number of updates that they have made.
       finite: whether all of them are finite.
@@ -50,7 +50,7 @@ class Server(NamedTuple):
       optimizer: state of the optimizer.
       waiting: the sum of the gradients that have arrived for the next update; () if each gradient makes an update.
       mitigations: states of the mitigations, of gradients and of updates.
-      totals: of this step.
+      totals: totals of this step.
     """
 
     optimizer: Tree
@@ -63,7 +63,7 @@ class Arrival(NamedTuple):
     """The scalars of a gradient that the server's program takes.
 
     Attributes:
-      staleness: of the gradient.
+      staleness: staleness of the gradient.
       mean_share: mean of 1 / max(staleness, 1) over all gradients of its update.
       size: number of gradients in its update.
       step: the step of the run in which it arrives.
@@ -111,14 +111,14 @@ def arrive(
     """Take a gradient, and update the weights if it is the last one of its update. This is the server's program.
 
     Args:
-      problem: of the run.
+      problem: problem of the run.
       mitigations: against staleness.
       is_first: whether it is the first gradient of its update.
       is_last: whether it is the last one.
       params: the newest weights.
       server: the rest of the server's state.
       grads: the gradient.
-      sums: over its examples.
+      sums: sums over its examples.
       read: the weights that it was computed from; None if no mitigation needs them.
       at: its staleness and its update.
     """
@@ -215,7 +215,7 @@ class Programs:
 
         Args:
           like: the state, abstract.
-          devices: of the workers.
+          devices: devices of the workers.
           update_devices: devices on which weights are updated.
           is_grouped: as in `server`.
         """

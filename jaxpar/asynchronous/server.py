@@ -27,11 +27,11 @@ class ServerRun:
     """State of training at a step. It is modified in place.
 
     Attributes:
-      step: on the host.
-      key: of the run.
-      params: on the server's device.
+      step: the step, on the host.
+      key: key of the run.
+      params: the newest weights, on the server's device.
       server: the rest of the server's state, also on its device.
-      transport: to the workers.
+      transport: the transport to the workers.
     """
 
     step: int

@@ -48,9 +48,9 @@ def simulate(
       policy: one of POLICIES.
       num_workers: number of workers, n.
       num_gradients: number of rows of the table.
-      delays: of gradients and messages; None: one second per gradient.
-      seed: of the random delays.
-      bound: for ssp; 0 is lockstep.
+      delays: durations of gradients and messages; None: one second per gradient.
+      seed: seed of the random delays.
+      bound: for ssp: how many iterations a worker may be ahead of the slowest; 0 is lockstep.
       groups: for softsync, 1 to n; n is async.
       interval: for local_sgd and diloco, the number of steps between synchronizations; for model_average, the time from
         the start of an averaging to the start of the next, in mean compute times.
@@ -104,7 +104,7 @@ def simulation_obstacle(
     if policy == "ssp" and bound < 0:
         return f"bound is {bound}; it must be at least 0"
     if policy == "softsync" and not 1 <= groups <= num_workers:
-        return f"groups is {groups}; it must be at least 1 and at most {num_workers}, the number of workers"
+        return f"groups is {groups}; it must be between 1 and {num_workers}, the number of workers"
     if policy in ("local_sgd", "diloco", "model_average") and interval < 1:
         return f"interval is {interval}; it must be at least 1"
     return None

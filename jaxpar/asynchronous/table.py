@@ -27,7 +27,7 @@ class UpdateTable(NamedTuple):
     be the beginning of a longer one, so its last update may lack some of its gradients.
 
     Args:
-      num_workers: of the run; some of them may have no row.
+      num_workers: number of workers of the run; some of them may have no row.
       worker: [G] int32, the worker that computed the gradient.
       read: [G] int32, the version that it was computed from.
       update: [G] int32, the update that it belongs to, which is also the version that it is applied to.
@@ -151,7 +151,7 @@ def _rules(table: UpdateTable) -> Iterator[tuple[np.ndarray, str, Callable[[int]
     n, worker, read, update, chunk, step, start, finish = table
     for column in COLUMNS:
         values = getattr(table, column)
-        yield ~np.isfinite(values) | (values < 0), column, lambda _row: "it must be a number, at least 0"
+        yield ~np.isfinite(values) | (values < 0), column, lambda _row: "it must be a non-negative number"
     yield worker >= n, "worker", lambda _row: f"it must be less than {n}, the number of workers"
     is_first = np.arange(len(update)) == 0
     yield is_first & (update > 0), "update", lambda _row: "it must be 0 in the first row"
@@ -206,7 +206,7 @@ def read_updates(path: Path | str) -> UpdateTable:
 def read_rows(file: TextIO, columns: Sequence[str], line: int = 1) -> tuple[list[int], list[tuple[int | float, ...]]]:
     """Return the line numbers and values of the rows of a CSV file whose header is at line `line`.
 
-    Columns start, finish and seconds are seconds, the others whole numbers. Raises ValueError with the line.
+    Columns start, finish and seconds contain seconds, the others integers. Raises ValueError with the line.
     """
     lines, rows = [], []
     reader = csv.reader(file, strict=True)
@@ -216,7 +216,7 @@ def read_rows(file: TextIO, columns: Sequence[str], line: int = 1) -> tuple[list
         for row in filter(None, reader):
             lines.append(reader.line_num + line - 1)
             if len(row) != len(columns):
-                raise ValueError(f"line {lines[-1]}: the number of values is {len(row)}; it must be {len(columns)}")
+                raise ValueError(f"line {lines[-1]} has {len(row)} values; it must have {len(columns)}, one per column")
             values = zip(columns, map(str.strip, row), strict=True)
             rows.append(tuple(_number(column, value, lines[-1]) for column, value in values))
     except csv.Error as error:
@@ -232,7 +232,7 @@ def _num_workers(text: str) -> int:
 
 
 def _is_whole(text: str) -> bool:
-    """Return whether the text is a whole number, at least 0, that fits int32."""
+    """Return whether the text is a non-negative integer that fits in int32."""
     return text.isascii() and text.isdigit() and len(text) < 11 and int(text) < 2**31
 
 
@@ -243,8 +243,8 @@ def _number(column: str, text: str, line: int) -> int | float:
         except ValueError:
             seconds = math.nan
         if not 0 <= seconds < math.inf:
-            raise ValueError(f"line {line}: {column} is {text[:40]!r}; it must be a number of seconds, at least 0")
+            raise ValueError(f"line {line}: {column} is {text[:40]!r}; it must be a non-negative number of seconds")
         return seconds
     if not _is_whole(text):
-        raise ValueError(f"line {line}: {column} is {text[:40]!r}; it must be a whole number, at least 0")
+        raise ValueError(f"line {line}: {column} is {text[:40]!r}; it must be a non-negative integer")
     return int(text)

@@ -2,7 +2,7 @@
 
 The algorithm belongs to the server (server.py), which applies gradients one by one as a transport delivers them:
 
-    virtual time (virtual_time.py)   in the order of a table: the same every time, whatever the devices
+    virtual time (virtual_time.py)   in the order of a table: the same every time, on any devices
     threads (threads.py)             a thread for each worker; in the order of arrival
 
 To add a transport, such as processes on other machines, write a class with the methods of `Transport`, and a
@@ -34,7 +34,7 @@ class Delivery(NamedTuple):
     Attributes:
       row: its row of the table.
       grads: the gradient.
-      sums: over its examples.
+      sums: sums over its examples.
       read: the weights that it was computed from; None if no mitigation needs them.
     """
 
@@ -48,7 +48,7 @@ class InFlight(NamedTuple):
     """The state of a transport between steps.
 
     Attributes:
-      weights: by version, older weights that workers have read and whose gradients are still to come.
+      weights: by version, older weights that workers have read and whose gradients have not arrived yet.
       record: arrays by name, which must not be a number: chunks to come, and the data of `table`.
     """
 
@@ -60,11 +60,11 @@ class Workers(NamedTuple):
     """The workers of a run: their programs and devices.
 
     Attributes:
-      programs: of the run.
-      places: of workers and server.
-      devices: of the workers, by device number.
+      programs: programs of the run.
+      places: device numbers of workers and server.
+      devices: devices of the workers, by device number.
       server: the server's device, which may be one of them.
-      key: of the run, as in State.
+      key: key of the run, as in State.
     """
 
     programs: Programs

@@ -23,7 +23,7 @@ WEIGHT = "weight of the batch"  # in the record, next to the examples of a chunk
 
 
 class Emulation:
-    """A table, with the uses of its versions by workers at these places. `begin` begins a run."""
+    """An update table, and how long each device needs each version of the weights. `begin` begins a run."""
 
     def __init__(self, table: UpdateTable, places: Places):
         self.table, self.rows, self.last_uses = table, rows_by_step(table), last_uses(table, places)

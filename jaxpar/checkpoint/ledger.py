@@ -61,7 +61,7 @@ class Ledger:
         """Create the ledger of this process.
 
         Args:
-          directory: folder of the ledger.
+          directory: directory of the ledger.
           steps_per_epoch: number of steps of an epoch.
           shard: the examples of a batch that this process counts; empty if another process counts them.
           first: position in the batch of the first example that this process reads.
@@ -136,7 +136,7 @@ def verify(directory: Path, batches: PlannedBatches, num_steps: int) -> str:
         of_epoch = [line for line in lines if line.epoch == epoch]
         count, got = sum(line.examples for line in of_epoch), sum(line.digest for line in of_epoch) % 2**64
         if count != len(expected):
-            raise TrainingError(f"ledger: epoch {epoch} used {count} examples; it must use {len(expected)}")
+            raise TrainingError(f"ledger: epoch {epoch} used {count} examples; it must have used {len(expected)}")
         if got != (digest_of_every if whole else digest_examples(expected)):
             raise TrainingError(f"ledger: epoch {epoch} used {count} examples, but some of them twice and others never")
     since = f", since step {begun + 1}" if begun else ""
@@ -179,6 +179,6 @@ def _read(path: Path) -> list[Line]:
             )
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"{path}:{number} is not a line that a run writes ({error}); delete {path.parent} to start a new ledger"
+                f"{path}:{number} is not a valid line of a ledger ({error}); delete {path.parent} to start a new ledger"
             ) from error
     return lines

@@ -52,7 +52,7 @@ def restore(directory: Path, like: Canonical | None, log: Callable[[str], None])
     Changes no files.
 
     Args:
-      directory: folder of the checkpoints.
+      directory: directory of the checkpoints.
       like: tree with the expected structure, shapes and dtypes; leaves can be abstract. None: accept any.
       log: called with one line for each newer checkpoint that is damaged.
 
@@ -71,7 +71,7 @@ def restore(directory: Path, like: Canonical | None, log: Callable[[str], None])
 
 
 def read(path: Path, like: Canonical | None = None) -> Checkpoint:
-    """Read the checkpoint in folder `path`. See `restore` for `like`.
+    """Read the checkpoint in directory `path`. See `restore` for `like`.
 
     Raises:
       Damaged: files are missing, truncated or changed.
@@ -100,7 +100,7 @@ def read(path: Path, like: Canonical | None = None) -> Checkpoint:
 
 
 def _arrays(path: Path, shapes: Canonical, sums: dict[str, int]) -> Canonical:
-    """Read the arrays in a folder, with these shapes, as NumPy arrays and verify their checksums."""
+    """Read the arrays in a directory, with these shapes, as NumPy arrays and verify their checksums."""
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:
             as_numpy = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype), shapes)
@@ -120,7 +120,7 @@ def _arrays(path: Path, shapes: Canonical, sums: dict[str, int]) -> Canonical:
 
 
 def _shapes(path: Path) -> Canonical:
-    """Return the shapes and dtypes of the arrays in a folder."""
+    """Return the shapes and dtypes of the arrays in a directory."""
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:
             saved = checkpointer.metadata(path.absolute()).item_metadata.tree
@@ -132,7 +132,7 @@ def _shapes(path: Path) -> Canonical:
 
 
 def info_of(path: Path) -> Info:
-    """Return the info of the checkpoint in folder `path`. Raises Damaged and UserError as `read` does."""
+    """Return the info of the checkpoint in directory `path`. Raises Damaged and UserError as `read` does."""
     try:
         info: Info = json.loads((path / "info" / "metadata").read_text())
         number, expected = info["format"], checksums.of_info(info)
@@ -178,7 +178,7 @@ def of_run(workdir: Path, step: int | None = None) -> Checkpoint:
         return newest
     if step not in existing:
         listed = ", ".join(map(str, existing))
-        raise UserError(f"{workdir} contains no checkpoint of step {step}; it contains those of steps {listed}")
+        raise UserError(f"{workdir} contains no checkpoint of step {step}; its checkpoints are from steps {listed}")
     try:
         return read(directory / str(step))
     except Damaged as error:

@@ -119,7 +119,7 @@ class _explained:
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception):
             newest = max(steps(self._directory), default=None)
-            left = f"the newest checkpoint is of step {newest}" if newest is not None else "no checkpoint exists yet"
+            left = f"the newest checkpoint is from step {newest}" if newest is not None else "no checkpoint exists yet"
             reason = files.disk_error(error)
             kind = UserError if reason else TrainingError
             raise kind(f"writing a checkpoint in {self._directory} failed: {reason or gist(error)}; {left}") from error

@@ -3,8 +3,8 @@
 `load` reads the data source, creates or opens the cached token arrays and returns a `Dataset`. `Batches` returns the
 global batch at step t, or a shard of it, as a function of (seed, t) alone.
 
-A batch is a dict of arrays. Dims: B examples (always batch_size, fillers included), T positions, H W C image height,
-width and channels, D features, K targets.
+A batch is a dict of arrays. Dims: B examples (always batch_size; fillers, which are examples of weight 0, complete a
+batch), T positions, H W C image height, width and channels, D features, K targets.
 
 - inputs: int32 [B,T] tokens, uint8 [B,H,W,C] images or float32 [B,D] vectors
 - mask: bool [B,T], True at real tokens; padding is on the right (absent for causal_lm, whose blocks are full)

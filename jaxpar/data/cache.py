@@ -67,7 +67,9 @@ def entry(parent: Path, name: str, make: Callable[[Path], Facts], *, doing: str)
         temporary = parent / f".{name[:16]}.{uuid.uuid4().hex}"
         temporary.mkdir()
     except OSError as error:
-        raise UserError(f"Cannot write to the cache {parent}: {error}. Set config.cache_dir or JAXPAR_CACHE") from None
+        raise UserError(
+            f"the cache {parent} cannot be written: {error}; set config.cache_dir or JAXPAR_CACHE"
+        ) from None
     try:
         if path.exists():
             print(f"Cache entry {path} is damaged; rebuilding it", flush=True)
@@ -78,7 +80,9 @@ def entry(parent: Path, name: str, make: Callable[[Path], Facts], *, doing: str)
         facts = make(temporary)
         _finish(temporary, path, facts)
     except OSError as error:
-        raise UserError(f"Cannot write to the cache {parent}: {error}. Set config.cache_dir or JAXPAR_CACHE") from None
+        raise UserError(
+            f"the cache {parent} cannot be written: {error}; set config.cache_dir or JAXPAR_CACHE"
+        ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return Entry(path, facts)

@@ -118,7 +118,7 @@ def _check_text(config: ConfigDict, labels: Labels) -> None:
     data = config.data
     buckets = tuple(data.length_buckets)
     if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 1:
-        raise UserError(f"config.data.length_buckets is {buckets}; it must be one or more lengths in ascending order")
+        raise UserError(f"config.data.length_buckets is {buckets}; it must be at least one length, in ascending order")
     least = 1 if labels is Labels.NEXT else 8
     if data.max_length < least:
         raise UserError(f"config.data.max_length is {data.max_length}; for {config.task} it must be at least {least}")
@@ -158,6 +158,6 @@ def _check_columns(config: ConfigDict, labels: Labels) -> None:
 def _check_targets(config: ConfigDict) -> None:
     targets, columns = tuple(config.data.target_columns), tuple(config.data.text_columns)
     if not targets or len(set(targets)) < len(targets) or not all(targets):
-        raise UserError(f"config.data.target_columns is {targets}; it must name one or more different columns")
+        raise UserError(f"config.data.target_columns is {targets}; it must name at least one column, each once")
     if set(targets) & set(columns):
         raise UserError(f"config.data.target_columns is {targets}; it must not contain any of text_columns {columns}")

@@ -65,7 +65,8 @@ class Corpus:
                 if name == "train":
                     known |= labels_of(row)
                 elif unseen := sorted(labels_of(row) - known):
-                    seen = f"is not one of the {len(known)} labels in the training file.{nearest(unseen[0], known)}"
+                    hint = nearest(unseen[0], known)
+                    seen = f"is not one of the {len(known)} labels in the training file{hint and '.' + hint}"
                     raise UserError(f"{row.place}: the label {unseen[0]!r} {seen}")
                 yield name if name != "train" else split_of(row.texts, self._validation, self._test), row
 
@@ -89,7 +90,7 @@ class Corpus:
                     what = f"config.data.{name} is too short; it must yield one or more {unit}"
                 else:
                     what = f"config.data.{key} is too small; it must be 0, or leave {unit} for the {name} split"
-                raise UserError(f"{what}. Number of {unit}: {there}")
+                raise UserError(f"{what} (number of {unit}: {there})")
 
 
 def labels_of(row: TextRow) -> set[str]:

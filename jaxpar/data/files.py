@@ -72,5 +72,5 @@ def invalid_utf8(path: Path) -> UserError:
                 line.decode("utf-8")
             except UnicodeDecodeError as error:
                 place = f"{path}:{number}: byte {error.start + 1} of the line (0x{line[error.start]:02x})"
-                return UserError(f"{place} is not UTF-8. Convert the file, for example with iconv -f latin1 -t utf-8")
+                return UserError(f"{place} is not UTF-8; convert the file, for example with iconv -f latin1 -t utf-8")
     raise AssertionError(f"{path} is UTF-8")

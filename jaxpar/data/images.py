@@ -85,7 +85,7 @@ def _read_idx(path: Path, ndim: int) -> np.ndarray:
     content = _content(path)
     if content[:4] != bytes((0, 0, 8, ndim)):
         raise UserError(
-            f"{path} starts with the magic number {content[:4].hex()}; an idx file of bytes starts with 0000080{ndim}"
+            f"{path} starts with the magic number {content[:4].hex()}; an idx file of uint8 starts with 0000080{ndim}"
         )
     start = 4 + 4 * ndim
     shape = np.frombuffer(content[4:start].ljust(4 * ndim, b"\0"), ">i4").tolist()

@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Labels(Enum):
-    """A kind of labels; several tasks may share one. The value, the first of these tasks, names it in fingerprints."""
+    """A kind of labels, shared by one or more tasks. The value, the first task's name, is used in fingerprints."""
 
     CLASSES = "classification"  # int32 [B]: the class of each example, from the label column
     MASKED = "masked_lm"  # int32 [B, T]: the input tokens before masking

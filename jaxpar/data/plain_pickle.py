@@ -82,7 +82,7 @@ class _Function(_Refusing):
             return _array(content, dtype, shape, _text(order))
         text, encoding = values
         if _text(encoding) != "latin1":
-            raise pickle.UnpicklingError(f"encoding {encoding!r} is not allowed in it")
+            raise pickle.UnpicklingError(f"it must not contain the encoding {encoding!r}")
         return text.encode("latin1")
 
 
@@ -102,7 +102,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         key = (module.replace("_core", "core"), name)
         if key not in NAMES:
-            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in it")
+            raise pickle.UnpicklingError(f"it must contain only arrays, but it contains {module}.{name}")
         return NAMES[key]
 
 
@@ -119,7 +119,7 @@ def _array(content: Any, dtype: Any, shape: Any, order: str) -> np.ndarray:
 
 def _checked(name: str) -> str:
     if not NUMERIC.fullmatch(name):
-        raise pickle.UnpicklingError(f"dtype {name!r} is not allowed in it")
+        raise pickle.UnpicklingError(f"it must not contain the dtype {name!r}")
     return name
 
 

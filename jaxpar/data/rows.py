@@ -143,7 +143,9 @@ def _read_jsonl(path: Path, columns: Columns) -> Iterator[TextRow]:
                 digits = sys.get_int_max_str_digits()
                 raise UserError(f"{path}:{number}: a number must have at most {digits} digits") from None
             if not isinstance(record, dict):
-                raise UserError(f"{path}:{number}: a line must be a JSON object, not {type(record).__name__}")
+                raise UserError(
+                    f"{path}:{number}: the line is JSON of type {type(record).__name__}; it must be an object"
+                )
             places = _places(path, list(record), columns, number)
             yield _typed_row(path, number, [list(record.values())[place] for place in places], columns)
 
@@ -192,8 +194,11 @@ def _places(path: Path, names: Sequence[str], columns: Columns, line: int = 1) -
             key = "label_column" if name == columns.label else "text_columns"
             key = "target_columns" if name in columns.targets else key
             there = ", ".join(map(repr, names))
-            missing = f"{path}:{line} has no column {name!r}; its columns are {there}.{nearest(name, names)}"
-            raise UserError(f"{missing} Set config.data.{key}")
+            hint = nearest(name, names)
+            raise UserError(
+                f"{path}:{line} has no column {name!r}; its columns are {there}; set config.data.{key}"
+                f"{hint and '.' + hint}"
+            )
         if list(names).count(name) > 1:
             raise UserError(f"{path}:{line} has more than one column {name!r}")
     return [list(names).index(name) for name in columns.all]
@@ -215,10 +220,10 @@ def _targets(path: Path, line: int, values: Sequence[Any], columns: Columns) -> 
     for name, value in zip(columns.targets, values[-len(columns.targets) :], strict=True):
         number = _target(value)
         if not math.isfinite(number):
-            raise UserError(f"{path}:{line}: column {name!r} must be a finite number, not {value!r:.40}")
+            raise UserError(f"{path}:{line}: column {name!r} is {value!r:.40}; it must be a finite number")
         if abs(number) > LARGEST_TARGET:
             limits = f"in the range of float32, from -{LARGEST_TARGET:.7g} to {LARGEST_TARGET:.7g}"
-            raise UserError(f"{path}:{line}: column {name!r} must be {limits}, not {value!r:.40}")
+            raise UserError(f"{path}:{line}: column {name!r} is {value!r:.40}; it must be {limits}")
         numbers.append(number)
     return tuple(numbers)
 
@@ -245,7 +250,7 @@ def _typed_row(path: Path, line: int, values: Sequence[Any], columns: Columns) -
             raise UserError(f"{path}:{line}: the label (column {name!r}) is empty")
         if not fits:
             kinds = "a string or an integer" if is_label else "a string"
-            raise UserError(f"{path}:{line}: column {name!r} must be {kinds}, not {value!r}")
+            raise UserError(f"{path}:{line}: column {name!r} is {value!r}; it must be {kinds}")
     texts = tuple(values[: len(columns.texts)])
     if columns.targets:
         return TextRow(texts, "", path, line, _targets(path, line, values, columns))

@@ -44,8 +44,8 @@ def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:
         )
     if len(classes) == 1:
         raise UserError(
-            f"config.data.train is {config.data.train!r}, whose only class is {classes[0]!r}; it must have two or more "
-            "classes"
+            f"config.data.train is {config.data.train!r}, whose only class is {classes[0]!r}; it must have at least "
+            "two classes"
         )
     _check_labels(entry, labels, classes, config.data.train)
     _save_tokenizer(workdir, serialized)
@@ -145,7 +145,7 @@ def _tokenizer(config: ConfigDict, labels: Labels, workdir: Path, corpus: Corpus
         serialized = tokenizer.read_tokenizer(named)
         if saved.exists() and tokenizer.read_tokenizer(saved) != serialized:
             raise UserError(
-                f"{saved} differs from {named}, so this workdir belongs to another run; choose another --workdir"
+                f"{saved} differs from {named}, so this workdir belongs to another run; use a new --workdir"
             )
         return named, serialized
     size = config.data.vocab_size
@@ -154,8 +154,8 @@ def _tokenizer(config: ConfigDict, labels: Labels, workdir: Path, corpus: Corpus
         num_tokens = tokenizer.vocab_size(Tokenizer.from_str(serialized))
         if num_tokens > size:
             raise UserError(
-                f"config.data.vocab_size is {size}; it must be at least {num_tokens}, the number of tokens in {saved}. "
-                "To use another tokenizer, choose another --workdir"
+                f"config.data.vocab_size is {size}; it must be at least {num_tokens}, the number of tokens in {saved}; "
+                "to use another tokenizer, use a new --workdir"
             )
         return saved, serialized
     byte_level = labels is Labels.NEXT
@@ -197,4 +197,4 @@ def _save_tokenizer(workdir: Path, serialized: str) -> None:
         temporary.write_text(serialized, "utf-8")
         temporary.replace(workdir / "tokenizer.json")
     except OSError as error:
-        raise UserError(f"--workdir={workdir} cannot be written: {error}") from None
+        raise UserError(f"--workdir is {str(workdir)!r}, which cannot be written: {error}") from None

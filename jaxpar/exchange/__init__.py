@@ -1,4 +1,6 @@
-"""Exchanges: algorithms by which replicas agree. Each is a chain of small transformations around any optax optimizer.
+"""Exchanges: algorithms that combine the gradients or weights of replicas, around any optax optimizer.
+
+Each is a chain of small transformations:
 
     fuse.py            packs trees into vectors: buckets, partitions
     reduce.py          averages a vector over replicas: psum, ring, push and pull, hierarchical; in any dtype
@@ -75,7 +77,8 @@ def distributed_optimizer(
     def built() -> Exchange:
         if axis_name in jax.typeof(jax.lax.axis_index(axis_name)).manual_axis_type.varying:
             raise ValueError(
-                "distributed_optimizer needs shard_map(.., check_vma=False); otherwise jax.grad sums gradients already"
+                "distributed_optimizer needs shard_map(.., check_vma=False), because jax.grad otherwise sums the "
+                "gradients itself"
             )
         axis = Axis(axis_name, jax.lax.axis_size(axis_name))
         if reason := obstacle(exchange, axis.size, options):

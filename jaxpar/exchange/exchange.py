@@ -1,4 +1,4 @@
-"""The contract of an exchange: an optax optimizer wrapped in an algorithm by which replicas agree.
+"""The contract of an exchange: an optax optimizer wrapped in an algorithm that combines gradients or weights.
 
 The functions of an exchange are called inside `shard_map` over the replicas' axis. They take the mean gradient of each
 replica, and return the update of the parameters that the replica holds.
@@ -34,7 +34,7 @@ class ExchangeUpdate(NamedTuple):
     """The result of `Exchange.update`.
 
     Attributes:
-      updates: to be added to the parameters.
+      updates: the updates, to be added to the parameters.
       state: the next state.
       grad_norm: norm of the gradient that replicas agreed on; None if they do not agree on one.
     """

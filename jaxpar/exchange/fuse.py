@@ -46,7 +46,7 @@ def fused(reducer: Reducer, num_bytes: int, *, cut: bool = False, backwards: boo
       num_bytes: size limit of a bucket; a larger leaf gets a bucket of its own.
       cut: split a larger leaf instead.
       backwards: start with the last leaf, whose gradient is ready first.
-      seed: for random compressors.
+      seed: seed of the random compressors.
     """
 
     def plan(leaves: Sequence[Leaf]) -> list[list[Piece]]:

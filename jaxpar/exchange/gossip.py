@@ -1,4 +1,4 @@
-"""Decentralized exchanges, in which replicas have different weights and average them with each other.
+"""Decentralized exchanges, in which replicas have different weights and average them with those of other replicas.
 
 Gradients are never exchanged: a replica steps on its local gradient, and sends weights. `x` denotes a replica's
 weights.

@@ -273,9 +273,9 @@ def obstacle(name: str, num_replicas: int, settings: Mapping[str, Any]) -> tuple
         if key in CHOICES and value not in CHOICES[key]:
             return key, f"is {value!r}; it must be one of {', '.join(CHOICES[key])}"
         if key in POSITIVE and not 0 < value < math.inf:
-            return key, f"is {value!r}; it must be {'finite and ' if isinstance(value, float) else ''}more than 0"
+            return key, f"is {value!r}; it must be {'finite and ' if isinstance(value, float) else ''}greater than 0"
         if key in SHARES and not 0 < value <= 1:
-            return key, f"is {value!r}; it must be more than 0 and at most 1"
+            return key, f"is {value!r}; it must be greater than 0 and at most 1"
         if key in RANGES and not RANGES[key][0] <= value <= RANGES[key][1]:
             return key, f"is {value!r}; it must be between {RANGES[key][0]} and {RANGES[key][1]}"
     group = settings.get("group", 1)
@@ -284,9 +284,9 @@ def obstacle(name: str, num_replicas: int, settings: Mapping[str, Any]) -> tuple
     if group > 1 and settings.get("algorithm") == "ring":
         return "algorithm", f"is 'ring'; it must be 'psum' with group={group}"
     if name == "horovod_adasum" and num_replicas & (num_replicas - 1):
-        return "exchange", f"is {name!r}; the number of replicas must then be a power of 2, not {num_replicas}"
+        return "exchange", f"is {name!r} with {num_replicas} replicas; their number must be a power of 2"
     if name == "bagua_decentralized" and num_replicas % 2:
-        return "exchange", f"is {name!r}; the number of replicas must then be even, not {num_replicas}"
+        return "exchange", f"is {name!r} with {num_replicas} replicas; their number must be even"
     return None
 
 

@@ -142,8 +142,8 @@ def _mean_of(
     Args:
       total: [L] -> the sum over replicas, [L].
       traffic: (L, dtype) -> traffic of `total`.
-      axis: of the replicas.
-      predivide: more than 0.
+      axis: axis of the replicas.
+      predivide: greater than 0.
       dtype: the dtype of quotients, sums and messages; None: that of the vector.
       multiple: L must be a multiple of this.
     """
@@ -178,13 +178,13 @@ def ring_traffic(
     Patarasuk and Yuan, 2009.
 
     Args:
-      kind: of the collective.
+      kind: kind of the collective.
       ways: number of passes: 2 for an all-reduce, 1 for a reduce-scatter or an all-gather, times the number of such
         collectives for each vector.
       axis: name of the mesh axis.
       size: n, the size of the axis.
       nbytes: bytes of all vectors together.
-      dtype: of the vectors.
+      dtype: dtype of the vectors.
       num_vectors: number of vectors, each of which is sent in separate messages.
     """
     return Traffic(kind, dtype, axis, ways * (size - 1) * nbytes / size, ways * (size - 1) * num_vectors)

@@ -1,8 +1,8 @@
 """A lossy all-reduce that sends only compressed vectors.
 
-Compressed vectors cannot be added, so XLA's all-reduce cannot take them. Instead replica i is the server of shard i of
-the vector: it receives that shard from all replicas, decompresses and averages it in float32, and sends the compressed
-mean to all.
+Compressed vectors cannot be added, so XLA's all-reduce does not apply to them. Instead, replica i is the server of
+shard i of the vector: it receives that shard from all replicas, decompresses and averages it in float32, and sends the
+compressed mean to all.
 """
 
 import jax
@@ -23,7 +23,7 @@ def scatter_gather(axis: Axis, worker: Compressor, server: Compressor) -> Reduce
     each worker's machine.
 
     Args:
-      axis: of the replicas.
+      axis: axis of the replicas.
       worker: compressor of the shards that a replica sends to the servers; it has a state for each shard.
       server: compressor of the mean that a server sends to all.
     """

@@ -126,7 +126,7 @@ def zero(
     parameters are shards, and `fetch` gathers those of a layer.
 
     Args:
-      axis: of the replicas.
+      axis: axis of the replicas.
       stage: 1, 2 or 3.
       optimizer: its update is passed grad_norm, the norm of the full gradient.
       tree: the parameters or their shapes.

@@ -66,9 +66,9 @@ def read_arguments() -> tuple[argparse.Namespace, list[str]]:
         if argument.startswith("-") and name in FLAGS:
             parser.error(f"--{name} is set by the launcher for each process; remove it from the arguments after --")
     if arguments.num_processes < 1:
-        parser.error(f"--num_processes is {arguments.num_processes}; it must be 1 or more")
+        parser.error(f"--num_processes is {arguments.num_processes}; it must be at least 1")
     if arguments.max_restarts < 0:
-        parser.error(f"--max_restarts is {arguments.max_restarts}; it must be 0 or more")
+        parser.error(f"--max_restarts is {arguments.max_restarts}; it must be at least 0")
     gpus = visible_gpus()
     if len(gpus) % arguments.num_processes:
         parser.error(

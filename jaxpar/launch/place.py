@@ -1,4 +1,4 @@
-"""Finds the place of a process among several: from flags, environment variables or the cluster. Imports no JAX."""
+"""Finds the place of a process in a run of several, from flags, environment variables or the cluster, without JAX."""
 
 import os
 from collections.abc import Mapping
@@ -61,7 +61,7 @@ def find_place(flags: Mapping[str, str | int | None], environ: Mapping[str, str]
         if KUBERNETES_INDEX in environ and environ.get("KUBERNETES_SERVICE_HOST"):
             number = FLAGS["num_processes"].variable
             raise UserError(
-                f"{KUBERNETES_INDEX} is set, as in an indexed Job of Kubernetes, but {number} and "
+                f"{KUBERNETES_INDEX} is set, as in a Kubernetes indexed Job, but {number} and "
                 f"{FLAGS['coordinator_address'].variable} are not; set both, or {number}=1 to run each pod separately"
             )
         return _of_cluster(environ)
@@ -74,7 +74,7 @@ def find_place(flags: Mapping[str, str | int | None], environ: Mapping[str, str]
         raise UserError(f"{lacking} {verb} missing; a run of several processes needs all of --{', --'.join(FLAGS)}")
     address, number, process = (str(values[name]) for name in FLAGS)
     if not number.isdigit() or int(number) < 1:
-        raise UserError(f"--num_processes is {number}; it must be 1 or more")
+        raise UserError(f"--num_processes is {number}; it must be at least 1")
     if not process.isdigit() or int(process) >= int(number):
         raise UserError(f"--process_id is {process}; it must be between 0 and {int(number) - 1}")
     if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdigit():

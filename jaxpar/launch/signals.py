@@ -60,13 +60,13 @@ class Ending:
 
 
 class StoppedEarly(Exception):
-    """Raised if a run fails after a stop request before its first step, e.g. because another process ended."""
+    """Raised if a run fails after a stop request before its first step, for example because another process ended."""
 
 
 class Interrupt(Ending):
     """Within `with`, the first SIGINT or SIGTERM sets `requested`; the second one ends the process with code 130.
 
-    If the `with` block raises after a signal that nobody has read from `requested` yet, StoppedEarly is raised instead.
+    If the `with` block raises after a signal, before `requested` has been read, StoppedEarly is raised instead.
     """
 
     was_entered = False  # whether any Interrupt was entered in this process

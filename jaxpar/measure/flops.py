@@ -1,7 +1,7 @@
 """Model FLOPs, counted on the jaxpr, and the peak FLOP/s of GPUs: numerator and denominator of MFU.
 
 The count covers matrix products, convolutions and attention of the forward pass, with two FLOPs per multiply-add. It
-ignores all other operations, such as norms, activations and look-ups. A training step counts as three forward passes,
+ignores all other operations, such as norms, activations and lookups. A training step counts as three forward passes,
 because the backward pass has two products for each product of the forward pass. Rematerialization is not counted, and
 masked positions that a kernel skips are not subtracted.
 """

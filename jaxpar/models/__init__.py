@@ -84,9 +84,10 @@ def _module(name: str) -> ModuleType:
 
 def _import_from_path(name: str) -> ModuleType:
     if "." not in name:
+        hint = nearest(name, MODELS)
         raise UserError(
             f"config.model.name is {name!r}; it must be one of {', '.join(MODELS)}, or the dotted name of your own "
-            f"module, such as my_package.my_model.{nearest(name, MODELS)}"
+            f"module, such as my_package.my_model{hint and '.' + hint}"
         )
     try:
         module = importlib.import_module(name)

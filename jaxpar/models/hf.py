@@ -192,9 +192,9 @@ def _read_config(path: Path) -> tuple[Family, dict[str, Any]]:
         value = {**family.defaults, **theirs}[name]
         is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
         if key == "dropout" and not (isinstance(value, int | float) and 0 <= value < 1):
-            raise UserError(f"{path} has {name} {value!r}; it must be a number from 0 to less than 1")
+            raise UserError(f"{path} has {name} {value!r}; it must be a number, at least 0 and less than 1")
         if key not in ("dropout", "activation") and not is_size and not (name in family.defaults and value is None):
-            raise UserError(f"{path} has {name} {value!r}; it must be an integer of 1 or more")
+            raise UserError(f"{path} has {name} {value!r}; it must be a positive integer")
     accepted = {name: [value] for name, value in family.fixed.items()}
     accepted[family.keys["activation"]] = list(family.activations.values())
     for name, values in accepted.items():
@@ -306,8 +306,7 @@ def _their_config(config: ConfigDict, info: DataInfo) -> tuple[dict[str, Any], F
     for key, (value, unknown) in differing.items():
         if value == unknown:
             raise UserError(
-                f"config.model.{key} is {value!r}; it must be another value, because Hugging Face {kind} does not "
-                "support it"
+                f"config.model.{key} is {value!r}, which Hugging Face {kind} does not support; it must be another value"
             )
     values = {theirs: getattr(spec, ours) for ours, theirs in family.keys.items()}
     values[family.keys["activation"]] = family.activations[spec.activation]

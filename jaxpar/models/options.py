@@ -239,11 +239,11 @@ def attention_kernel(choice: str, dtype: DTypeLike, head_dim: int) -> AttentionK
         return "xla"
     problems = []
     if dtype not in (jnp.bfloat16, jnp.float16):
-        problems.append(f"config.model.dtype bfloat16, not {dtype}")
+        problems.append(f"config.model.dtype is {dtype}, not bfloat16")
     if head_dim > 128 or head_dim % 8:
-        problems.append(f"hidden_size / num_heads at most 128 and a multiple of 8, not {head_dim}")
+        problems.append(f"hidden_size / num_heads is {head_dim}, not a multiple of 8 of at most 128")
     if choice == "cudnn" and problems:
         raise UserError(
-            f"config.model.attention is 'cudnn'; it must be 'auto' or 'xla' without {', and '.join(problems)}"
+            f"config.model.attention is 'cudnn'; it must be 'auto' or 'xla', because {' and '.join(problems)}"
         )
     return "xla" if problems else "cudnn"

@@ -1,6 +1,6 @@
 """ResNet (He et al. 2015) with group normalization (Wu & He 2018), so that examples do not share statistics.
 
-ResNet-50 has the stride in the 3x3 convolution ("v1.5"). For small images, the stem is the one of the CIFAR experiments
+ResNet-50 has the stride in the 3x3 convolution ("v1.5"). For small images, the stem is that of the CIFAR experiments
 in the paper (section 4.2): one 3x3 convolution without pooling.
 
 Array dims: B examples, H height, W width, C channels (in logits: classes).

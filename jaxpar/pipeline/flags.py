@@ -70,7 +70,7 @@ def find_schedule(arguments: argparse.Namespace) -> tuple[SearchResult, Simulati
     times = Times(*(_times(kind, getattr(arguments, kind)) for kind in Times._fields))
     communication = _time(arguments.communication)
     if communication is None:
-        raise UserError(f"--communication is {arguments.communication!r}; it must be a time of at least 0")
+        raise UserError(f"--communication is {arguments.communication!r}; it must be a non-negative time")
     try:
         result = _auto(arguments, times, communication) if arguments.auto else _named(arguments)
         _check_devices(times, result.table.num_devices)
@@ -116,7 +116,7 @@ def _auto(arguments: argparse.Namespace, times: Times, communication: float) -> 
     limit = num_stages if arguments.memory_limit is None else arguments.memory_limit
     weight_memory = 1.0 if arguments.weight_memory is None else arguments.weight_memory
     if not 0 <= weight_memory <= 1:
-        raise UserError(f"--weight_memory is {weight_memory:g}; it must be from 0 to 1")
+        raise UserError(f"--weight_memory is {weight_memory:g}; it must be between 0 and 1")
     candidates: list[tuple[float, int, SearchResult]] = []
     for num_chunks in (1, 2) if arguments.num_chunks is None else (arguments.num_chunks,):
         sizes = (num_stages, num_microbatches, num_chunks)
@@ -142,7 +142,7 @@ def _times(flag: str, text: str) -> float | list[float]:
     values = [time for part in text.split(",") if (time := _time(part)) is not None]
     if len(values) != text.count(",") + 1:
         raise UserError(
-            f"--{flag} is {text!r}; it must be a time of at least 0, or one time per device, such as 1,1.5,1"
+            f"--{flag} is {text!r}; it must be a non-negative time, or one time per device, such as 1,1.5,1"
         )
     return values if len(values) > 1 else values[0]
 

@@ -69,17 +69,17 @@ def check_run(config: ConfigDict, workdir: Path) -> Checked:
     optimizer.check_optimizer(config)
     decision = strategies.decide(config, cluster, model)
     if config.checkpoint.keep < 1:
-        raise UserError(f"config.checkpoint.keep is {config.checkpoint.keep}; it must be 1 or more")
+        raise UserError(f"config.checkpoint.keep is {config.checkpoint.keep}; it must be at least 1")
     for key in ("eval.every_steps", "checkpoint.every_steps"):
         section, _, name = key.partition(".")
         if config[section][name] < 0:
-            raise UserError(f"config.{key} is {config[section][name]}; it must be 0 or more")
+            raise UserError(f"config.{key} is {config[section][name]}; it must be at least 0")
     if config.log.every_steps < 1:
-        raise UserError(f"config.log.every_steps is {config.log.every_steps}; it must be 1 or more")
+        raise UserError(f"config.log.every_steps is {config.log.every_steps}; it must be at least 1")
     if config.num_steps < 0 or (config.num_steps == 0 and not 0 < config.num_epochs < math.inf):
         raise UserError(
-            f"config.num_steps is {config.num_steps} and config.num_epochs is {config.num_epochs}; one of them must be "
-            "positive"
+            f"config.num_steps is {config.num_steps} and config.num_epochs is {config.num_epochs}; num_steps must be "
+            "positive, or 0 with a finite, positive num_epochs"
         )
     for key in ("num_steps", "num_epochs"):
         if config[key] > MAX_STEPS:

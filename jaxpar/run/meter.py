@@ -87,8 +87,8 @@ class Meter:
             )
         else:
             raise TrainingError(
-                f"step {step} has loss {self.loss} and gradient norm {metrics.grad_norm}; its update was not applied. "
-                "Lower config.optimizer.lr, or skip such steps with config.optimizer.nonfinite='skip'"
+                f"step {step} has loss {self.loss} and gradient norm {metrics.grad_norm}; its update was not applied; "
+                "lower config.optimizer.lr, or skip such steps with config.optimizer.nonfinite='skip'"
             )
 
     def metrics(self, seconds: float) -> dict[str, float]:

@@ -71,7 +71,7 @@ def read_metrics(workdir: Path) -> list[MetricsRow]:
             row = json.loads(line)
             rows.append(files.without_nonfinite({"step": int(row["step"]), **row, "split": str(row["split"])}))
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path}:{number} is not a line that a run writes ({error}); delete the line") from error
+            raise UserError(f"{path}:{number} is not a valid line of metrics ({error}); delete the line") from error
     return rows
 
 

@@ -81,7 +81,7 @@ def _decide(config: ConfigDict, cluster: Cluster, model: Model | None) -> Refusa
     decision = yield from STRATEGIES[config.strategy].decide(config, cluster, model)
     number, words = decision.batch_divisor, decision.batch_words
     if config.batch_size < 1 and number == 1:
-        yield UserError(f"config.batch_size is {config.batch_size}; it must be 1 or more")
+        yield UserError(f"config.batch_size is {config.batch_size}; it must be at least 1")
     if config.batch_size < 1 or config.batch_size % number:
         yield UserError(f"config.batch_size is {config.batch_size}; it must be a multiple of {number}: {words}")
     if config.eval.batch_size < 0 or config.eval.batch_size % decision.num_replicas:

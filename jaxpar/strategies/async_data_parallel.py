@@ -173,8 +173,8 @@ def build(plan: Plan[AsyncDetails], problem: Problem, devices: Sequence[jax.Devi
         step, path = int(tree["step"]), config.asynchronous.table
         if not private and path and updates is not None and needs_earlier_batches(updates, step):
             raise UserError(
-                f"config.asynchronous.table is {path!r}, which applies gradients of batches before step {step} after "
-                "that step; a run can resume there only if it began with this table"
+                f"config.asynchronous.table is {path!r}, which applies gradients of batches before step {step} only "
+                "after that step; a run can resume there only if it began with this table"
             )
         return engine.start(placed.from_canonical(tree), private or None)
 

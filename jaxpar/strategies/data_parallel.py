@@ -60,7 +60,7 @@ def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Ref
     if config.data_parallel.implementation == "sharding" and not sums_are_float32(config, axes[DATA]):
         yield UserError(
             "config.data_parallel.implementation is 'sharding', with which XLA sums gradients in config.model.dtype, "
-            f"{config.model.dtype!r}; it must be one of 'auto', 'shard_map', 'pmap', which sum in float32, "
+            f"{config.model.dtype!r}; it must be one of auto, shard_map, pmap, which sum in float32, "
             "with several replicas"
         )
     return Decision(axes, *batch_divisor(config, axes[DATA]), num_replicas=axes[DATA], source=None)

@@ -80,8 +80,7 @@ def configured_exchange(config: ConfigDict, problem: Problem, num_replicas: int)
     passes = given(config).get(PASSES, 1)
     if problem.num_steps % passes:
         yield UserError(
-            f"config.exchange_options.{PASSES} is {passes}; it must be a divisor of the number of steps, "
-            f"{problem.num_steps}"
+            f"config.exchange_options.{PASSES} is {passes}; it must divide the number of steps, {problem.num_steps}"
         )
     if config.exchange in AROUND and AROUND[config.exchange].divides:
         for path, leaf in jax.tree_util.tree_leaves_with_path(problem.model.shapes):

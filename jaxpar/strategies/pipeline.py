@@ -3,7 +3,7 @@
 All schedules sum the same gradients, so training is equal to `single` with as many accumulation steps as there are
 microbatches. Schedules are tables (jaxpar/pipeline/tables/schedule.py), and one engine runs all of them
 (jaxpar/pipeline/executor/engine.py, whose docstring lists the steps of a training step). Replicas of the pipeline on
-the data axis exchange gradients by config.exchange.
+the data axis exchange gradients as config.exchange specifies.
 """
 
 import functools
@@ -60,7 +60,7 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Refu
         )
     if config.pipeline.trace < 0:
         yield UserError(
-            f"config.pipeline.trace is {config.pipeline.trace}; it must be the number of a step, or 0 to measure none"
+            f"config.pipeline.trace is {config.pipeline.trace}; it must be a step number, or 0 to measure no step"
         )
     if config.pipeline.trace:
         yield from meshes.refuse_processes(f"config.pipeline.trace={config.pipeline.trace}", cluster)
@@ -84,7 +84,7 @@ def refuse_evaluation(config: ConfigDict, num_replicas: int, num_microbatches: i
     if share > 1 and not rest and num_microbatches > 1 and math.gcd(share, num_microbatches) == 1:
         yield UserError(
             f"config.eval.batch_size is {config.eval.batch_size}, which is {share} examples per replica; it must be 0, "
-            "or the examples per replica must share a divisor above 1 with the number of microbatches, "
+            "or the examples per replica must have a common divisor greater than 1 with the number of microbatches, "
             f"{num_microbatches}"
         )
 

@@ -43,7 +43,9 @@ def _table_from_file(config: ConfigDict) -> Refusals[Table]:
             f"config.pipeline.schedule is {name!r}, which mixes BW with B and W; it must have either BW, or B and W"
         )
     if table.actions["version"].any():
-        yield UserError(f"config.pipeline.schedule is {name!r}, which has other weight versions than 0; all must be 0")
+        yield UserError(
+            f"config.pipeline.schedule is {name!r}, which has weight versions other than 0; they must all be 0"
+        )
     return table
 
 

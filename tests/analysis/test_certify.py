@@ -354,7 +354,7 @@ def test_contents_of_a_certificate(certify: Any) -> None:
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
-        ("--num_steps=0", "--num_steps is 0; it must be 1 or more"),
+        ("--num_steps=0", "--num_steps is 0; it must be at least 1"),
         ("--reference_passes=5", "--reference_passes is 5; it must divide config.batch_size (24)"),
         ("--output=no/such/file.json", "--output is no/such/file.json; it must be in an existing directory"),
         ("--config.exchange=zero4", "config.exchange is 'zero4'"),

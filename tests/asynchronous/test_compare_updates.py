@@ -63,7 +63,7 @@ def test_a_straggler_slows_sync_to_its_pace(
     with pytest.raises(SystemExit) as error:
         compare(monkeypatch, f"--workdir={tmp_path}", "--cases=sync", "--workers=4", "--config.num_steps=12")
     assert error.value.code == 2
-    assert "sync_1 has a run with other settings" in capsys.readouterr().err
+    assert "sync_1 contains a run with other settings" in capsys.readouterr().err
 
 
 def test_recovered_of_a_loss_and_of_a_perplexity() -> None:

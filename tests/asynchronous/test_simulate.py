@@ -201,12 +201,12 @@ def test_staleness_of_a_slow_worker() -> None:
         ({"num_gradients": 0}, "num_gradients is 0; it must be at least 1"),
         ({"seed": -1}, "seed is -1; it must be at least 0"),
         ({"policy": "ssp", "bound": -1}, "bound is -1; it must be at least 0"),
-        ({"policy": "softsync", "groups": 0}, "groups is 0; it must be at least 1 and at most 4, the number of .*"),
-        ({"policy": "softsync", "groups": 5}, "groups is 5; it must be at least 1 and at most 4, the number of .*"),
+        ({"policy": "softsync", "groups": 0}, "groups is 0; it must be between 1 and 4, the number of .*"),
+        ({"policy": "softsync", "groups": 5}, "groups is 5; it must be between 1 and 4, the number of .*"),
         ({"policy": "local_sgd", "interval": 0}, "interval is 0; it must be at least 1"),
         ({"policy": "diloco", "interval": 0}, "interval is 0; it must be at least 1"),
         ({"policy": "model_average", "interval": 0}, "interval is 0; it must be at least 1"),
-        ({"delays": Delays(compute_time=-1)}, "compute_time is -1; it must be finite and more than 0"),
+        ({"delays": Delays(compute_time=-1)}, "compute_time is -1; it must be finite and greater than 0"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:

@@ -134,7 +134,7 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     record(tmp_path, 0, 26)
     text = (tmp_path / "0.jsonl").read_text().replace('"rows"', '"row"', 1)
     (tmp_path / "0.jsonl").write_text(text)
-    with pytest.raises(UserError, match=r"0\.jsonl:1 is not a line that a run writes"):
+    with pytest.raises(UserError, match=r"0\.jsonl:1 is not a valid line of a ledger"):
         ledger.cut(tmp_path, after=26)
 
 
@@ -192,6 +192,6 @@ def test_a_batch_that_a_run_takes_twice_fails_it(tmp_path: Path, monkeypatch: py
         return batch(self, 4 if step == 5 and self._shuffle else step, rows, **options)
 
     monkeypatch.setattr(Batches, "batch", repeated)
-    with pytest.raises(TrainingError, match="ledger: epoch 0 used 152 examples; it must use 172"):
+    with pytest.raises(TrainingError, match="ledger: epoch 0 used 152 examples; it must have used 172"):
         train.train(config(), tmp_path)
     assert not (tmp_path / "result.json").exists()

@@ -105,7 +105,7 @@ def test_two_at_once_both_get_a_whole_entry(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"file.*Set config.cache_dir or JAXPAR_CACHE"):
+    with pytest.raises(UserError, match=r"file.*set config.cache_dir or JAXPAR_CACHE"):
         get(tmp_path / "file" / "inner", Maker())
 
 
@@ -113,7 +113,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     def make(_directory: Path) -> dict[str, Any]:
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(UserError, match=r"No space left on device. Set config.cache_dir"):
+    with pytest.raises(UserError, match=r"No space left on device; set config.cache_dir"):
         get(tmp_path, make)
 
 

@@ -45,7 +45,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"data.validation_fraction": 0.5, "data.test_fraction": 0.5},
         r"validation_fraction \+ test_fraction is 0.5 \+ 0.5; it must be less than 1",
     ),
-    "no buckets": ({"data.length_buckets": ()}, r"config.data.length_buckets is \(\); it must be one or more lengths"),
+    "no buckets": ({"data.length_buckets": ()}, r"config.data.length_buckets is \(\); it must be at least one length"),
     "buckets": ({"data.length_buckets": (32, 16)}, r"length_buckets is \(32, 16\); it must be .* in ascending order"),
     "length": ({"data.max_length": 2}, "config.data.max_length is 2; for classification it must be at least 8"),
     "positions": (
@@ -67,7 +67,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "directory without": ({"model.init_from": "folder"}, "no tokenizer.json or vocab.txt; set config.data.tokenizer"),
     "no targets of vectors": (
         {"task": "regression", "data.source": "synthetic", "model.name": "mlp", "data.target_columns": ()},
-        r"config.data.target_columns is \(\); it must name one or more different columns",
+        r"config.data.target_columns is \(\); it must name at least one column, each once",
     ),
     "threads": ({"data.num_threads": -1}, "config.data.num_threads is -1; it must be at least 0"),
     "prefetch": ({"data.prefetch": 0}, "config.data.prefetch is 0; it must be at least 1"),

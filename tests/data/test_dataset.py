@@ -262,7 +262,9 @@ def test_a_missing_column_is_found_before_a_tokenizer_is_trained(config: ConfigD
 def test_one_class_only(config: ConfigDict, tmp_path: Path) -> None:
     write_csv(tmp_path / "one.csv", [{**record, "label": "pos"} for record in reviews(100)])
     config.data.train = str(tmp_path / "one.csv")
-    with pytest.raises(UserError, match=r"config.data.train is '.*', whose only class is 'pos'; it must have two"):
+    with pytest.raises(
+        UserError, match=r"config.data.train is '.*', whose only class is 'pos'; it must have at least two classes"
+    ):
         load(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -281,5 +283,5 @@ def test_a_class_that_training_lacks(config: ConfigDict, tmp_path: Path) -> None
 
 def test_a_workdir_that_cannot_be_written(config: ConfigDict, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"--workdir=.*file/run cannot be written"):
+    with pytest.raises(UserError, match=r"--workdir is '.*file/run', which cannot be written"):
         load(config, tmp_path / "file" / "run")

@@ -87,10 +87,10 @@ MISTAKES = {
     "blank.jsonl": ("\n\n", "blank.jsonl contains no examples"),
     "blank.csv": ("\n\n", "blank.csv contains no examples"),
     "blank.txt": (" \n", "blank.txt contains no examples"),
-    "unknown.csv": ("txt,label\na,x\n", r"unknown.csv:1 has no column 'text'; its columns are 'txt', 'label'. Did you "
-                    r"mean 'txt'\? Set config.data.text_columns"),
-    "nolabel.tsv": ("text\tLabel\na\tx\n", r"no column 'label'; its columns are 'text', 'Label'. Did you mean "
-                    r"'Label'\? Set config.data.label_column"),
+    "unknown.csv": ("txt,label\na,x\n", r"unknown.csv:1 has no column 'text'; its columns are 'txt', 'label'; set "
+                    r"config.data.text_columns. Did you mean 'txt'\?$"),
+    "nolabel.tsv": ("text\tLabel\na\tx\n", r"no column 'label'; its columns are 'text', 'Label'; set "
+                    r"config.data.label_column. Did you mean 'Label'\?$"),
     "twice.csv": ("text,label,text\na,x,b\n", "twice.csv:1 has more than one column 'text'"),
     "unknown.jsonl": ('{"text": "a", "label": "x"}\n{"text": "b"}\n', "unknown.jsonl:2 has no column 'label'"),
     "empty.csv": (HEADER + "a,x\nb,\n", r"empty.csv:3: the label \(column 'label'\) is empty"),
@@ -99,9 +99,9 @@ MISTAKES = {
     "quote.csv": (HEADER + 'a,x\n"b,x\nc,x\n', "quote.csv:3: a quote opens here and is not closed"),
     "quote2.csv": (HEADER + 'a,x\n"b" c,x\n', "quote2.csv:3: a quote opens here and is not closed"),
     "broken.jsonl": ('{"text": "a", "label": "x"}\n{"text": \n', "broken.jsonl:2: invalid JSON: Expecting value at"),
-    "list.jsonl": ('["a", "x"]\n', "list.jsonl:1: a line must be a JSON object, not list"),
-    "number.jsonl": ('{"text": 1, "label": "x"}\n', "number.jsonl:1: column 'text' must be a string, not 1"),
-    "float.jsonl": ('{"text": "a", "label": 0.5}\n', "column 'label' must be a string or an integer, not 0.5"),
+    "list.jsonl": ('["a", "x"]\n', "list.jsonl:1: the line is JSON of type list; it must be an object"),
+    "number.jsonl": ('{"text": 1, "label": "x"}\n', "number.jsonl:1: column 'text' is 1; it must be a string"),
+    "float.jsonl": ('{"text": "a", "label": 0.5}\n', "column 'label' is 0.5; it must be a string or an integer"),
     "half.jsonl": ('{"text": "\\ud83d", "label": "x"}\n', "half.jsonl:1: the text contains an unpaired surrogate"),
 }  # fmt: skip
 
@@ -118,13 +118,13 @@ def test_mistakes_name_file_and_line(name: str, tmp_path: Path) -> None:
 
 
 TARGETS = {
-    "word": ("csv", "two", "must be a finite number, not 'two'"),
-    "nan": ("csv", "nan", "must be a finite number, not 'nan'"),
-    "underscore": ("csv", "1_0", "must be a finite number, not '1_0'"),
-    "beyond float64": ("jsonl", "9" * 400, f"must be a finite number, not {'9' * 40}"),
-    "beyond float32": ("jsonl", "1e39", r"must be in the range .*, from -3.402823e\+38 to 3.402823e\+38, not 1e\+39"),
-    "beyond float32 in csv": ("csv", "-1e39", "must be in the range of float32, from .*, not '-1e39'"),
-    "true": ("jsonl", "true", "must be a finite number, not True"),
+    "word": ("csv", "two", "is 'two'; it must be a finite number"),
+    "nan": ("csv", "nan", "is 'nan'; it must be a finite number"),
+    "underscore": ("csv", "1_0", "is '1_0'; it must be a finite number"),
+    "beyond float64": ("jsonl", "9" * 400, f"is {'9' * 40}; it must be a finite number"),
+    "beyond float32": ("jsonl", "1e39", r"is 1e\+39; it must be in the range .*, from -3.402823e\+38 to 3.402823e\+38"),
+    "beyond float32 in csv": ("csv", "-1e39", "is '-1e39'; it must be in the range of float32, from .*"),
+    "true": ("jsonl", "true", "is True; it must be a finite number"),
 }
 
 
@@ -175,9 +175,9 @@ def test_parquet_mistakes(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-30])
     fails("a.parquet is not a readable parquet file")
     pq.write_table(pa.table({"txt": ["a"], "label": ["x"]}), path)
-    fails(r"has no column 'text'; its columns are 'txt', 'label'. Did you mean 'txt'\?")
+    fails(r"has no column 'text'; its columns are 'txt', 'label'; set config.data.text_columns. Did you mean 'txt'\?")
     pq.write_table(pa.table({"text": ["a", None], "label": ["x", "y"]}), path)
-    fails("a.parquet:2: column 'text' must be a string, not None")
+    fails("a.parquet:2: column 'text' is None; it must be a string")
     pq.write_table(pa.table({"text": ["a", "b"], "label": ["x", None]}), path)
     fails(r"a.parquet:2: the label \(column 'label'\) is empty")
     pq.write_table(pa.table({"text": ["a"], "label": ["x"]}).slice(0, 0), path)

@@ -80,10 +80,10 @@ def test_the_place_of_a_process(given: Any, environ: dict[str, str], place: Any)
         (ALONE | {"process_id": 1}, POD, f"{NO_ADDRESS} and"),
         (ALONE, {"JAXPAR_PROCESS_ID": "1"}, f"{NO_ADDRESS} and"),
         (GIVEN | {"process_id": 4}, {}, "--process_id is 4; it must be between 0 and 3"),
-        (GIVEN | {"num_processes": 0}, {}, "--num_processes is 0; it must be 1 or more"),
+        (GIVEN | {"num_processes": 0}, {}, "--num_processes is 0; it must be at least 1"),
         (GIVEN | {"coordinator_address": "host"}, {}, "--coordinator_address is 'host'; it must be the HOST:PORT"),
         (ALONE, JAXPAR | {"JAXPAR_PROCESS_ID": "one"}, "--process_id is one; it must be between 0 and 3"),
-        (ALONE, POD, "JOB_COMPLETION_INDEX is set, as in an indexed Job of Kubernetes, but JAXPAR_NUM_PROCESSES and"),
+        (ALONE, POD, "JOB_COMPLETION_INDEX is set, as in a Kubernetes indexed Job, but JAXPAR_NUM_PROCESSES and"),
     ],
 )
 def test_an_invalid_place(given: Any, environ: dict[str, str], message: str) -> None:
@@ -575,7 +575,7 @@ def test_mistakes_of_the_launchers_command_line(
     monkeypatch.setattr(launcher, "run_processes", lambda *_: 0)
     for arguments, message in (
         (["--num_processes=3"], "--num_processes is 3; it must divide the number of visible GPUs, 4"),
-        (["--num_processes=0"], "--num_processes is 0; it must be 1 or more"),
+        (["--num_processes=0"], "--num_processes is 0; it must be at least 1"),
         (["--num_processes=2", "--config=x"], "'--config=x' is not an argument of the launcher"),
     ):
         monkeypatch.setattr(sys, "argv", ["launch", *arguments])

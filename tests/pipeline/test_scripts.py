@@ -121,12 +121,12 @@ SIZES = ["--num_stages=4", "--num_microbatches=6"]
         (
             "simulate.py",
             ["--schedule=gpipe", *SIZES, "--weight=-1"],
-            "--weight is '-1'; it must be a time of at least 0",
+            "--weight is '-1'; it must be a non-negative time",
         ),
         (
             "simulate.py",
             ["--schedule=gpipe", *SIZES, "--weight=1,x"],
-            "--weight is '1,x'; it must be a time of at least 0",
+            "--weight is '1,x'; it must be a non-negative time",
         ),
         (
             "simulate.py",
@@ -145,7 +145,7 @@ SIZES = ["--num_stages=4", "--num_microbatches=6"]
             "--memory_limit is 3; it must not be set without --auto",
         ),
         ("simulate.py", ["--auto", *SIZES, "--memory_limit=0.5"], "memory_limit is 0.5; it must be at least 1"),
-        ("simulate.py", ["--auto", *SIZES, "--weight_memory=2"], "--weight_memory is 2; it must be from 0 to 1"),
+        ("simulate.py", ["--auto", *SIZES, "--weight_memory=2"], "--weight_memory is 2; it must be between 0 and 1"),
         (
             "simulate.py",
             ["--schedule=gpipe", *SIZES, "--save=none/x.csv"],

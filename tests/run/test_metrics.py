@@ -43,7 +43,7 @@ def test_log_continues_at_the_checkpoint(tmp_path: Path) -> None:
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "split": "train"}\n{"step"\n{"step": 3}\n')
-    with pytest.raises(UserError, match=r"metrics.jsonl:2 is not a line that a run writes"):
+    with pytest.raises(UserError, match=r"metrics.jsonl:2 is not a valid line of metrics"):
         metrics.read_metrics(tmp_path)
 
 

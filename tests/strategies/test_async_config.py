@@ -27,7 +27,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "no worker": (["num_workers=0"], ["asynchronous.num_workers is 0; it must be at least 1"]),
     "a setting of another policy": (["bound=2"], ["asynchronous.bound is 2; it must be None with policy 'async'"]),
     "a bound": (["policy=ssp", "bound=-1"], ["asynchronous.bound is -1; it must be at least 0"]),
-    "groups": (["policy=softsync", "groups=5"], ["asynchronous.groups is 5; it must be at least 1 and at most 4"]),
+    "groups": (["policy=softsync", "groups=5"], ["asynchronous.groups is 5; it must be between 1 and 4"]),
     "an interval": (["policy=local_sgd", "interval=0"], ["asynchronous.interval is 0; it must be at least 1"]),
     "a mode": (["mode=alive"], ["asynchronous.mode is 'alive'; it must be one of emulated, live"]),
     "a policy that threads do not have": (
@@ -45,7 +45,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "an outer rate": (
         ["policy=diloco", "outer_lr=-1"],
-        ["asynchronous.outer_lr is -1.0; it must be finite and 0 or more"],
+        ["asynchronous.outer_lr is -1.0; it must be finite and at least 0"],
     ),
     "an infinite outer rate": (["policy=diloco", "outer_lr=inf"], ["asynchronous.outer_lr is inf; it must be finite"]),
     "an outer momentum": (["policy=diloco", "outer_momentum=1"], ["asynchronous.outer_momentum is 1.0", "less than 1"]),
@@ -55,12 +55,12 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a time": (
         ["delays.compute_time=0"],
-        ["asynchronous.delays.compute_time is 0.0; it must be finite and more than 0"],
+        ["asynchronous.delays.compute_time is 0.0; it must be finite and greater than 0"],
     ),
     "no number": (["delays.slowdown=nan"], ["asynchronous.delays.slowdown is nan"]),
     "a spread": (
         ["delays.distribution=pareto"],
-        ["asynchronous.delays.spread is 0.0; it must be finite and more than 1 with distribution 'pareto'"],
+        ["asynchronous.delays.spread is 0.0; it must be finite and greater than 1 with distribution 'pareto'"],
     ),
     "a trace without its distribution": (["delays.trace=times.csv"], ["asynchronous.delays.trace is 'times.csv'"]),
     "no trace": (["delays.distribution=trace"], ["asynchronous.delays.trace is ''; it must be the path of a CSV file"]),
@@ -100,7 +100,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "mitigations of workers with their own weights": (
         ["policy=local_sgd", "mitigations=dc_asgd"],
-        ["asynchronous.mitigations is 'dc_asgd'; it must be '' with policy 'local_sgd'"],
+        ["asynchronous.mitigations is 'dc_asgd'; it must be empty with policy 'local_sgd'"],
     ),
     "a mitigation twice": (
         ["mitigations=staleness_aware,staleness_aware"],
@@ -108,11 +108,11 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a strength": (
         ["mitigations=dc_asgd", "dc_strength=nan"],
-        ["asynchronous.dc_strength is nan; it must be finite and 0 or more"],
+        ["asynchronous.dc_strength is nan; it must be finite and at least 0"],
     ),
     "no momentum to correct": (
         ["mitigations=corrected_momentum", "optimizer.name=sgd", "optimizer.momentum=0"],
-        ["config.optimizer.momentum is 0.0; it must be more than 0 with corrected_momentum"],
+        ["config.optimizer.momentum is 0.0; it must be greater than 0 with corrected_momentum"],
     ),
     "a strength without a mitigation": (
         ["dc_strength=1"],
@@ -120,7 +120,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a mitigation without its norm": (
         ["mitigations=clip_by_staleness"],
-        ["asynchronous.max_norm is None; it must be more than 0"],
+        ["asynchronous.max_norm is None; it must be greater than 0"],
     ),
     "a norm without its mitigation": (
         ["max_norm=1"],
@@ -128,7 +128,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a norm of 0": (
         ["mitigations=clip_by_staleness", "max_norm=0"],
-        ["asynchronous.max_norm is 0.0; it must be more than 0"],
+        ["asynchronous.max_norm is 0.0; it must be greater than 0"],
     ),
     "no momentum": (
         ["mitigations=corrected_momentum", "optimizer.name=adafactor"],
@@ -203,12 +203,12 @@ RECORDED: dict[str, tuple[Callable[[UpdateTable], UpdateTable], int, str]] = {
     "a missing chunk": (
         lambda table: table._replace(chunk=table.chunk + 1),
         4,
-        "table is {path!r}; it must contain every chunk, none before its batch's step",
+        "table is {path!r}; it must contain every chunk, and no chunk before the step of its batch",
     ),
     "a chunk before its batch": (
         lambda table: table._replace(chunk=table.chunk[::-1].copy()),
         4,
-        "table is {path!r}; it must contain every chunk, none before its batch's step",
+        "table is {path!r}; it must contain every chunk, and no chunk before the step of its batch",
     ),
     "a step without a row": (
         lambda table: table._replace(step=table.step * 2),

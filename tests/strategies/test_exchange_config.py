@@ -9,9 +9,9 @@ from jaxpar import cluster
 from tests.runs import refused
 
 POSITIVE, UNIT, SHARE = (
-    "it must be more than 0",
+    "it must be greater than 0",
     "it must be between 0.0 and 1.0",
-    "it must be more than 0 and at most 1",
+    "it must be greater than 0 and at most 1",
 )
 SINGLE = ["strategy=single", "mesh.data=1"]
 PIPELINE = ["strategy=pipeline", "mesh.stage=2", "mesh.data=2", "pipeline.num_microbatches=2"]
@@ -52,10 +52,13 @@ MISTAKES = {
         ["algorithm=ring", "group=2"],
         ["options.algorithm is 'ring'; it must be 'psum' with group=2"],
     ),
-    "predivide": (["exchange=horovod", "predivide=0"], ["options.predivide is 0.0; it must be finite and more than 0"]),
+    "predivide": (
+        ["exchange=horovod", "predivide=0"],
+        ["options.predivide is 0.0; it must be finite and greater than 0"],
+    ),
     "an infinite predivide": (
         ["exchange=horovod", "predivide=inf"],
-        ["options.predivide is inf; it must be finite and more than 0"],
+        ["options.predivide is inf; it must be finite and greater than 0"],
     ),
     "no pass": (
         ["exchange=horovod_adasum", "backward_passes_per_step=0"],
@@ -73,11 +76,11 @@ MISTAKES = {
     "a block": (["exchange=bagua_bytegrad", "block=-1"], ["options.block is -1; it must be between 0 and 2147483648"]),
     "adasum on 3": (
         ["exchange=horovod_adasum", "mesh.data=3"],
-        ["config.exchange is 'horovod_adasum'; the number of replicas must then be a power of 2, not 3"],
+        ["config.exchange is 'horovod_adasum' with 3 replicas; their number must be a power of 2"],
     ),
     "decentralized on 3": (
         ["exchange=bagua_decentralized", "mesh.data=3"],
-        ["config.exchange is 'bagua_decentralized'; the number of replicas must then be even, not 3"],
+        ["config.exchange is 'bagua_decentralized' with 3 replicas; their number must be even"],
     ),
     "zero with lamb": (
         ["exchange=zero1", "optimizer.name=lamb"],
@@ -116,7 +119,7 @@ MISTAKES = {
         ["data_parallel.implementation=sharding", "model.dtype=bfloat16"],
         [
             "config.data_parallel.implementation is 'sharding'",
-            "'bfloat16'; it must be one of 'auto', 'shard_map', 'pmap'",
+            "'bfloat16'; it must be one of auto, shard_map, pmap",
         ],
     ),
     "an option with pmap": (

@@ -63,7 +63,7 @@ MISTAKES = {
         ["mesh.data=8"],
         ["config.mesh.stage is 2 and config.mesh.data is 8; their product must be at most 8, the number of cpu"],
     ),
-    "no stage": (["mesh.stage=0"], ["config.mesh.stage is 0; it must be 1 or more"]),
+    "no stage": (["mesh.stage=0"], ["config.mesh.stage is 0; it must be at least 1"]),
     "more stages than layers": (
         ["mesh.stage=4", "mesh.data=1"],
         ["config.mesh.stage", "4 stages; it must be at most 3, the number of layers of the model (embed .. head)"],

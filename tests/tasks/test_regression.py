@@ -95,10 +95,13 @@ def test_targets_come_from_columns(source: str, tmp_path: Path) -> None:
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "column": ({"target_columns": ("star",)}, r"a.csv:1 has no column 'star'.*'stars'.*config.data.target_columns"),
-    "none": ({"target_columns": ()}, r"config.data.target_columns is \(\); it must name one or more different columns"),
-    "twice": ({"target_columns": ("stars", "stars")}, "it must name one or more different columns"),
+    "none": (
+        {"target_columns": ()},
+        r"config.data.target_columns is \(\); it must name at least one column, each once",
+    ),
+    "twice": ({"target_columns": ("stars", "stars")}, "it must name at least one column, each once"),
     "text": ({"target_columns": ("text",)}, r"target_columns is \('text',\); it must not contain any of text_columns"),
-    "word": ({"target_columns": ("stars", "text2")}, r"a.csv:3: column 'text2' must be a finite number, not 'two'"),
+    "word": ({"target_columns": ("stars", "text2")}, r"a.csv:3: column 'text2' is 'two'; it must be a finite number"),
     "wordnet": (
         {"source": "wordnet", "train": ""},
         "source is 'wordnet'; for task regression it must be one of csv",

@@ -35,7 +35,7 @@ One training step then runs on every device as follows. Comments in the code cit
     10. Take the optimizer step on the parameters of this device. If the loss or a gradient is not finite, all devices
         keep their parameters and optimizer state.
 
-Evaluation runs steps 1 to 7 on a table that has F actions alone.
+Evaluation runs steps 1 to 7 on a table that has only F actions.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Packs trees of different structure into arrays of the same shapes, so that unlike stages can run one program.
+"""Packs trees of different structure into arrays of the same shapes, so that different stages can run one program.
 
 All devices of a mesh run the same program, so an array has the same shape on all of them. Leaves whose shape and dtype
 occur in every non-empty tree are stored unchanged; they are called "shared". The remaining leaves of a tree are

@@ -80,7 +80,7 @@ def _columns(header: list[str]) -> list[str]:
 
 def _row(columns: list[str], row: list[str], line: str) -> dict[str, int]:
     if len(row) != len(columns):
-        raise ValueError(f"{line}: {len(row)} values; there must be {len(columns)}, one per column")
+        raise ValueError(f"{line} has {len(row)} values; it must have {len(columns)}, one per column")
     result = {}
     for column, value in zip(columns, map(str.strip, row), strict=True):
         if column == "kind":
@@ -89,7 +89,7 @@ def _row(columns: list[str], row: list[str], line: str) -> dict[str, int]:
             result[column] = ACTION_KINDS.index(value)
         else:
             if not (value.isascii() and value.isdigit() and len(value) < 10):
-                raise ValueError(f"{line}: {column} is {value!r}; it must be a whole number, at least 0")
+                raise ValueError(f"{line}: {column} is {value!r}; it must be a non-negative integer")
             result[column] = int(value)
     return result
 

@@ -202,10 +202,10 @@ HEADER = "clock,device,kind,microbatch,chunk\n"
         ("clock,clock\n", "line 1: column 'clock' occurs twice"),
         (HEADER, "the table has no actions"),
         (HEADER + "0,0,F,0,0\n1,0,X,0,0\n", "line 3: kind is 'X'; it must be one of F, B, W, BW"),
-        (HEADER + "0,0,F,0,0\n\n1.5,0,BW,0,0\n", "line 4: clock is '1.5'; it must be a whole number, at least 0"),
-        (HEADER + "0,-1,F,0,0\n", "line 2: device is '-1'; it must be a whole number, at least 0"),
-        (HEADER + "0,0,F,9999999999,0\n", "line 2: microbatch is '9999999999'; it must be a whole number, at least 0"),
-        (HEADER + "0,0,F,0\n", "line 2: 4 values; there must be 5, one per column"),
+        (HEADER + "0,0,F,0,0\n\n1.5,0,BW,0,0\n", "line 4: clock is '1.5'; it must be a non-negative integer"),
+        (HEADER + "0,-1,F,0,0\n", "line 2: device is '-1'; it must be a non-negative integer"),
+        (HEADER + "0,0,F,9999999999,0\n", "line 2: microbatch is '9999999999'; it must be a non-negative integer"),
+        (HEADER + "0,0,F,0\n", "line 2 has 4 values; it must have 5, one per column"),
         (HEADER + '0,0,"F,0,0\n', "unexpected end of data"),
         (HEADER + "0,0,F,0,0\n0,0,F,1,0\n", "clock 0, device 0: F of microbatch 1, stage 0 and F of microbatch 0.*"),
         (HEADER + "0,999999999,F,0,0\n", "clock 0, device 999999999: F of .* needs the result of F .* never runs"),
@@ -228,6 +228,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         read_table(tmp_path / "none.csv")
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(
-        ValueError, match=rf"^{tmp_path}/binary.csv: byte 0xff is not UTF-8; it must be a CSV file in UTF-8$"
+        ValueError, match=rf"^{tmp_path}/binary.csv: byte 0xff is not UTF-8; the file must be CSV in UTF-8$"
     ):
         read_table(tmp_path / "binary.csv")
