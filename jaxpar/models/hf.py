@@ -133,7 +133,7 @@ def apply_directory(config: ConfigDict) -> None:
         if key == "activation":
             value = {name: ours for ours, name in family.activations.items()}[value]
         if key == "dropout" and config.model.dropout is None:
-            _refuse_other_rates(family, theirs, name, value, path)
+            _check_other_rates(family, theirs, name, value, path)
         if config.model[key] is None:
             config.model[key] = value
         elif config.model[key] != value and key != "dropout":
@@ -143,7 +143,7 @@ def apply_directory(config: ConfigDict) -> None:
             )
 
 
-def _refuse_other_rates(family: Family, theirs: dict[str, Any], name: str, rate: float, path: Path) -> None:
+def _check_other_rates(family: Family, theirs: dict[str, Any], name: str, rate: float, path: Path) -> None:
     for other, default in family.rates.items():
         value = theirs.get(other, default)
         if value not in (None, rate):

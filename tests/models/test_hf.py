@@ -211,7 +211,10 @@ def test_shards(copy: Path) -> None:
         ({"type_vocab_size": 1}, ["type_vocab_size 1"]),
         ({"hidden_size": "many"}, ["config.json has hidden_size 'many'; it must be a positive integer"]),
         ({"num_hidden_layers": True}, ["config.json has num_hidden_layers True; it must be a positive integer"]),
-        ({"hidden_dropout_prob": "0.1"}, ["hidden_dropout_prob '0.1'; it must be a number, at least 0 and less than 1"]),
+        (
+            {"hidden_dropout_prob": "0.1"},
+            ["hidden_dropout_prob '0.1'; it must be a number, at least 0 and less than 1"],
+        ),
         ({"quantization_config": {"bits": 8}}, ["with quantization_config", "must be a model that is not quantized"]),
         ({"pruned_heads": {"0": [1]}}, ["with pruned_heads", "must be a model that is not pruned"]),
         ({"problem_type": "multi_label_classification"}, ["with problem_type", "several labels per example"]),
