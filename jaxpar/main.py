@@ -26,7 +26,7 @@ from absl import flags, logging
 from ml_collections import ConfigDict
 
 from jaxpar import config as configs
-from jaxpar.errors import FAILED, STOPPED_CODES, USER_ERROR, TrainingError, UserError, is_failure
+from jaxpar.errors import FAILED, STOPPED_CODES, USER_ERROR, TrainingError, UserError, is_failure, nearest
 from jaxpar.files import disk_error
 from jaxpar.launch.launcher import end_with_launcher
 from jaxpar.launch.place import COMMAND, FLAGS, find_place
@@ -85,6 +85,10 @@ def _main(argv: list[str]) -> int:
     values = _flags()
     try:
         rest = values([argv[0], *arguments])[1:]
+    except flags.UnrecognizedFlagError as error:
+        hint = nearest(error.flagname, [*FLAGS, "config", "workdir", "stopped_exit_code"])
+        stop = "." if hint else ""
+        raise UserError(f"--{error.flagname} is not a flag; it must be one that --help lists{stop}{hint}") from error
     except flags.Error as error:
         raise UserError(" ".join(str(error).split())) from error
     if values.help:

@@ -83,7 +83,10 @@ def _decide(config: ConfigDict, cluster: Cluster, model: Model | None) -> Refusa
     if config.batch_size < 1 and number == 1:
         yield UserError(f"config.batch_size is {config.batch_size}; it must be at least 1")
     if config.batch_size < 1 or config.batch_size % number:
-        yield UserError(f"config.batch_size is {config.batch_size}; it must be a multiple of {number}: {words}")
+        positive = "positive " if config.batch_size < 1 else ""
+        yield UserError(
+            f"config.batch_size is {config.batch_size}; it must be a {positive}multiple of {number}: {words}"
+        )
     if config.eval.batch_size < 0 or config.eval.batch_size % decision.num_replicas:
         yield UserError(
             f"config.eval.batch_size is {config.eval.batch_size}; it must be a multiple of {decision.num_replicas}, "

@@ -28,7 +28,7 @@ class Passage(NamedTuple):
     Attributes:
       file: path from the root of the repository.
       line: its first line in the file, counted from 1.
-      kind: "document", "docstring", "comment" or "message".
+      kind: "document", "docstring", "comment", "message", or "file" for the whole of another file.
       text: the words.
     """
 
@@ -49,12 +49,20 @@ def code() -> list[Path]:
     return sorted(path for path in files if str(path.relative_to(ROOT)) not in CHECK)
 
 
+def others() -> list[Path]:
+    """Return the other files with comments and descriptions that people read."""
+    scripts = [path for path in (ROOT / "scripts").rglob("*") if path.is_file() and not path.suffix]
+    return sorted([*scripts, *(ROOT / name for name in ("pyproject.toml", "mkdocs.yml", "CITATION.cff"))])
+
+
 def passages() -> Iterator[Passage]:
     """Yield all texts of the repository that people read."""
     for path in documents():
         yield from of_document(path)
     for path in code():
         yield from of_code(path)
+    for path in others():
+        yield Passage(str(path.relative_to(ROOT)), 1, "file", path.read_text())
 
 
 def of_document(path: Path) -> Iterator[Passage]:

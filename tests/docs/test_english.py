@@ -1,8 +1,8 @@
 """Plain English: words and forms that documents, docstrings, comments and messages do without."""
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -67,12 +67,15 @@ class Use(NamedTuple):
     line: str
 
 
-def uses() -> Iterator[Use]:
+@functools.cache
+def uses() -> list[Use]:
+    found = []
     for passage in passages():
         for match in PATTERN.finditer(passage.text):
             before = passage.text[: match.start()].count("\n")
             line = passage.text.splitlines()[before].strip()
-            yield Use(passage.file, passage.line + before, passage.kind, match[0], line)
+            found.append(Use(passage.file, passage.line + before, passage.kind, match[0], line))
+    return found
 
 
 def is_allowed(use: Use) -> bool:
@@ -94,8 +97,7 @@ def test_words() -> None:
 
 
 def test_every_exception_is_needed() -> None:
-    used = list(uses())
-    unused = [(file, part) for file, part, _ in ALLOWED if not any(u.file == file and part in u.line for u in used)]
+    unused = [(file, part) for file, part, _ in ALLOWED if not any(u.file == file and part in u.line for u in uses())]
     assert not unused
 
 

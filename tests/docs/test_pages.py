@@ -1,6 +1,7 @@
 """Documents: links, anchors, widths, and code blocks whose commands and Python are what jaxpar takes today."""
 
 import ast
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -124,10 +125,44 @@ def module_file(name: str) -> Path:
     return ROOT / (name.replace(".", "/") + ".py")
 
 
+KEYS = re.compile(r"`config\.(?!py`|json`)([a-z_]+(?:\.[a-z_]+)*)[=`]")  # config.json is a file
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_config_keys_exist(page: str) -> None:
+    keys = configs.keys(configs.default_config())
+    sections = {key.rpartition(".")[0] for key in keys}
+    former = set(configs.RENAMED) if page == "CHANGELOG.md" else set()
+    unknown = set(KEYS.findall(prose(page))) - keys.keys() - sections - former
+    assert not unknown, f"{page}: {sorted(unknown)}"
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if any(language == "python" for language, _ in blocks(page))])
-def test_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All Python blocks of a page run, from top to bottom, as one program."""
+def test_python_runs(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All Python blocks of a page run, from top to bottom, as one program, and print the text blocks behind them."""
     monkeypatch.chdir(tmp_path)
-    program = compile("\n".join(text for language, text in blocks(page) if language == "python"), page, "exec")
-    if page not in PARTS:
-        exec(program, {"__name__": "__main__"})
+    of_page = list(blocks(page))
+    program = compile("\n".join(text for language, text in of_page if language == "python"), page, "exec")
+    if page in PARTS:
+        return
+    exec(program, {"__name__": "__main__"})
+    pairs = itertools.pairwise(of_page)
+    expected = "".join(text for (before, _), (language, text) in pairs if (before, language) == ("python", "text"))
+    printed = capsys.readouterr().out  # what goes before, such as the progress of a first run, is not on the page
+    assert printed.split()[-len(expected.split()) :] == expected.split() or not expected
+
+
+def test_the_api_has_what_pages_import() -> None:
+    source = (ROOT / "docs" / "api.md").read_text()
+    listed = set(re.findall(r"\w+", " ".join(re.findall(r"members: \[(.*)\]", source))))
+    modules = re.findall(r"^::: (\S+)", source, re.MULTILINE)
+    text = "\n".join(
+        text for page in PAGES if page not in PARTS for language, text in blocks(page) if language == "python"
+    )
+    imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+    names = {(node.module or "", alias.name) for node in imports for alias in node.names}
+    used = {name for name in names if name[0].startswith("jaxpar")}
+    lacking = {name for name in used if name[1] not in listed and f"{name[0]}.{name[1]}" not in modules}
+    assert not lacking, sorted(lacking)

@@ -22,7 +22,7 @@ class Times(NamedTuple):
     weight: Time | Sequence[Time]
 
     def by_kind(self, num_devices: int, num_chunks: int) -> list[tuple[Time, Time, Time, Time]]:
-        """Return the time of an action by [device][kind]: 1 / num_chunks of the time of the device."""
+        """Return the time of an action by `[device][kind]`: 1 / num_chunks of the time of the device."""
         spread = []
         for name, times in zip(self._fields, self, strict=True):
             of_devices = list(times) if isinstance(times, Sequence) else [times] * num_devices

@@ -30,7 +30,8 @@ class TableError(ValueError):
 def check_table(table: Table) -> None:
     """Raise TableError if the table breaks a rule.
 
-    The rules are:
+    These are the rules.
+
       - Numbers are in range, and rows are sorted.
       - Every stage is one chunk of one device.
       - A device runs at most one action of each phase per clock.
