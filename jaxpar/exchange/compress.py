@@ -22,7 +22,7 @@ class Compressor(NamedTuple):
     """A lossy compressor of float32 vectors.
 
     Attributes:
-      init: (L, key, sender) -> state of the sender. key: the same for all senders of this vector; sender: its number.
+      init: (L, key, sender) -> state of the sender. key: the same for all senders of this vector. sender: its index.
       encode: ([L], state) -> (payload, state).
       decode: (payload, L) -> [L].
     """
