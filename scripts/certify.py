@@ -12,8 +12,6 @@ different numbers by design; 1 if they are outside the tolerance, or if the trai
 """
 
 import argparse
-import json
-import math
 import sys
 import tempfile
 from datetime import UTC, datetime
@@ -26,7 +24,7 @@ from ml_collections import ConfigDict
 from jaxpar import config as configs
 from jaxpar import data, files, mesh
 from jaxpar.analysis import certificate
-from jaxpar.analysis.certificate import QUANTITIES, TOLERANCES, Error
+from jaxpar.analysis.certificate import QUANTITIES, TOLERANCES
 from jaxpar.errors import USER_ERROR, TrainingError, UserError, format_count
 from jaxpar.measure import provenance
 from jaxpar.measure.phases import Phases
@@ -54,7 +52,7 @@ def main() -> int:
         mesh.prepare_jax(config, data.cache_dir(config) / "xla")
         with tempfile.TemporaryDirectory() as folder:
             certified = certify(config, Path(folder), passes)
-        files.write_text(arguments.output, json.dumps(certified, indent=1, allow_nan=False) + "\n")
+        files.write_text(arguments.output, files.json_text(certified, indent=1) + "\n")
     except UserError as error:
         print(f"jaxpar: {error}", file=sys.stderr)
         return USER_ERROR
@@ -103,8 +101,11 @@ def certify(config: ConfigDict, workdir: Path, passes: int) -> dict[str, Any]:
         "differs": run.plan.differs,
         "tolerance": tolerance,
         "outside": certificate.outside(measured, tolerance) if tolerance else [],
-        "metrics": {name: as_json(error) for name, error in measured.metrics.items()},
-        "layers": {layer: {q: as_json(e) for q, e in errors.items()} for layer, errors in measured.layers.items()},
+        "metrics": {name: files.without_nonfinite(error._asdict()) for name, error in measured.metrics.items()},
+        "layers": {
+            layer: {quantity: files.without_nonfinite(error._asdict()) for quantity, error in errors.items()}
+            for layer, errors in measured.layers.items()
+        },
         "counters": measured.counters,
         "sums": {
             "batch_size": config.batch_size,
@@ -119,11 +120,6 @@ def certify(config: ConfigDict, workdir: Path, passes: int) -> dict[str, Any]:
         "config": provenance.changed(config),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def as_json(error: Error) -> dict[str, Any]:
-    """Return an error as a dict, with None in place of infinities and NaN, which JSON cannot represent."""
-    return {name: value if math.isfinite(value) else None for name, value in error._asdict().items()}
 
 
 def format_certificate(certified: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpar import files
 from jaxpar import step as steps
 from jaxpar.analysis import certificate
 from jaxpar.analysis.certificate import Error, compare
@@ -306,7 +307,7 @@ CELLS: dict[str, Any] = {
 
 def test_columns_of_the_table_are_separate() -> None:
     """The columns do not run together for any error, from rounding to the largest possible error."""
-    errors = [error and script.as_json(error) for error in CELLS.values()]
+    errors = [error and files.without_nonfinite(error._asdict()) for error in CELLS.values()]
     assert [script.cell(error) for error in errors] == list(CELLS)
     found: dict[str, Any] = dict.fromkeys(("strategy", "model", "differs"), "s")
     found |= {"sums": {"batch_size": 24, "strategy": "s", "reference": "r"}, "devices": {"number": 1, "kinds": ["cpu"]}}
