@@ -1,7 +1,7 @@
 """The schedule of a live run: the assignment of chunks to workers, and the record. It uses no devices and no threads.
 
 The next chunk goes to the worker that has been idle longest, and a worker reads the newest weights. No worker waits for
-others, unless a bound limits how far it may be ahead of the slowest (ssp).
+others, unless a bound limits how far it can run ahead of the slowest (ssp).
 """
 
 import time

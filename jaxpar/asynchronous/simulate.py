@@ -203,8 +203,8 @@ def _averagings(compute: WorkerTimes, communication: WorkerTimes, num_gradients:
     heapq.heapify(events)
     rows: list[tuple[int, float, float]] = []
     while len(rows) < num_gradients:
-        now, worker, begun = events[0]
-        rows.append((worker, begun, now))
+        now, worker, started = events[0]
+        rows.append((worker, started, now))
         heapq.heapreplace(events, (now + next(compute[worker]), worker, now))
     workers, start, finish = map(np.array, zip(*rows, strict=True))
     late = 1 + ROUNDING  # sums of compute times may equal multiples of the period

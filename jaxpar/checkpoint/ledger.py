@@ -125,12 +125,12 @@ def verify(directory: Path, batches: PlannedBatches, num_steps: int) -> str:
     lines = sorted(line for path in directory.glob("*.jsonl") for line in _read(path))
     if not lines:
         return "no steps recorded"
-    begun, size = lines[0].start, batches.steps_per_epoch
+    first_step, size = lines[0].start, batches.steps_per_epoch
     check_steps(lines, num_steps, batches.batch_size)
     every = np.arange(batches.examples_per_epoch)
     digest_of_every = digest_examples(every)
-    for epoch in range(begun // size, -(-num_steps // size)):
-        start, stop = max(begun, epoch * size), min(num_steps, (epoch + 1) * size)
+    for epoch in range(first_step // size, -(-num_steps // size)):
+        start, stop = max(first_step, epoch * size), min(num_steps, (epoch + 1) * size)
         whole = stop - start == size
         expected = every if whole else batches.planned(start, stop)
         of_epoch = [line for line in lines if line.epoch == epoch]
@@ -139,8 +139,8 @@ def verify(directory: Path, batches: PlannedBatches, num_steps: int) -> str:
             raise TrainingError(f"ledger: epoch {epoch} used {count} examples; it must have used {len(expected)}")
         if got != (digest_of_every if whole else digest_examples(expected)):
             raise TrainingError(f"ledger: epoch {epoch} used {count} examples, but some of them twice and others never")
-    since = f", since step {begun + 1}" if begun else ""
-    return f"every example of {(num_steps - begun) / size:.6g} epochs was used exactly once{since}"
+    since = f", since step {first_step + 1}" if first_step else ""
+    return f"every example of {(num_steps - first_step) / size:.6g} epochs was used exactly once{since}"
 
 
 def check_steps(lines: list[Line], num_steps: int, batch_size: int) -> None:
