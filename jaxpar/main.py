@@ -89,8 +89,12 @@ def _main(argv: list[str]) -> int:
         hint = nearest(error.flagname, [*FLAGS, "config", "workdir", "stopped_exit_code"])
         stop = "." if hint else ""
         raise UserError(f"--{error.flagname} is not a flag; it must be one that --help lists{stop}{hint}") from error
-    except flags.Error as error:
-        raise UserError(" ".join(str(error).split())) from error
+    except flags.IllegalFlagValueError as error:  # "flag --NAME=VALUE: reason"
+        name, _, value = str(error).removeprefix("flag --").partition(":")[0].partition("=")
+        kind = {"int": "an integer", "bool": "true or false"}[values[name].flag_type()]
+        raise UserError(f"--{name} is {value!r}; it must be {kind}") from error
+    except flags.Error as error:  # "Missing value for flag --NAME"
+        raise UserError(f"--{str(error).rpartition('--')[2]} is the last argument; it must have a value") from error
     if values.help:
         print(__doc__)
         print(f"Configs: {', '.join(f'configs/{file.name}' for file in sorted(configs.config_folder().glob('*.py')))}")

@@ -86,6 +86,9 @@ MISTAKES = {
     ),
     "an exit code of a shell": (["--stopped_exit_code=137"], "--stopped_exit_code is 137; it must be 0, or 4 to 125"),
     "stray flag": (["--wrkdir=x"], "wrkdir"),
+    "a flag of another type": (["--process_id=two"], "--process_id is 'two'; it must be an integer"),
+    "a switch with a value": (["--help=5"], "--help is '5'; it must be true or false"),
+    "a flag without a value": (["--config"], "--config is the last argument; it must have a value"),
 }
 
 
