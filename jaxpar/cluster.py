@@ -12,6 +12,7 @@ import jax
 
 from jaxpar.errors import UserError, nearest
 from jaxpar.measure.flops import peak_flops
+from jaxpar.memory import host_bytes
 
 # name -> (device kind as JAX reports it, memory in bytes, compute capability), from NVIDIA's data sheets.
 KINDS = {
@@ -48,7 +49,8 @@ class Cluster:
       device_kind: the device kind as JAX reports it.
       num_devices: the number of devices on all hosts together.
       num_processes: the number of processes that share the devices.
-      memory_bytes: the memory of one device that JAX can use; None if unknown.
+      memory_bytes: the memory of one device that JAX can use; None if unknown. The CPU devices of a machine share its
+        memory.
       peak_flops: peak FLOP/s of one device by dtype; unknown dtypes are missing.
       compute_capability: the compute capability of NVIDIA GPUs, such as 9.0; empty for other devices.
       has_pinned_host_memory: whether arrays can be placed in pinned host memory.
@@ -85,12 +87,13 @@ def find_cluster() -> Cluster:
     first = jax.local_devices()[0]
     stats = first.memory_stats() or {}
     kinds = {memory.kind for memory in first.addressable_memories()}
+    platform = jax.default_backend()
     return Cluster(
-        platform=jax.default_backend(),
+        platform=platform,
         device_kind=first.device_kind,
         num_devices=len(all_devices),
         num_processes=jax.process_count(),
-        memory_bytes=stats.get("bytes_limit"),
+        memory_bytes=host_bytes() if platform == "cpu" else stats.get("bytes_limit"),
         peak_flops=_peaks(first.device_kind),
         compute_capability=str(getattr(first, "compute_capability", "")),
         has_pinned_host_memory="pinned_host" in kinds,

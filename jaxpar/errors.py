@@ -69,6 +69,15 @@ def format_count(number: int, noun: str) -> str:
     return f"{number} {noun}{plural if number != 1 else ''}"
 
 
+_BYTES = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15}
+
+
+def format_bytes(nbytes: float) -> str:
+    """Format a number of bytes with three significant digits: `12.3 kB`, `80 GB`, `1.54 TB`."""
+    unit = next((unit for unit, size in _BYTES.items() if nbytes < 999.5 * size), "PB")
+    return f"{nbytes / _BYTES[unit]:.3g} {unit}"
+
+
 FAILED, USER_ERROR, HANGS = 1, 2, 3  # exit codes of a process
 STOPPED_CODES = range(4, 126)  # codes that --stopped_exit_code accepts besides 0; shells reserve 126 and above
 

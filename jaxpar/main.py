@@ -31,6 +31,7 @@ from jaxpar.files import disk_error
 from jaxpar.launch.launcher import end_with_launcher
 from jaxpar.launch.place import COMMAND, FLAGS, find_place
 from jaxpar.launch.signals import Ending, Interrupt, StoppedEarly
+from jaxpar.memory import memory_error
 
 
 def run() -> None:
@@ -78,6 +79,12 @@ def main(argv: Sequence[str]) -> int:
             raise
         what = f"{error.filename or 'the disk'}: {error.strerror}"
         return _fail(f"{what}; the existing checkpoints are intact", USER_ERROR)
+    except (MemoryError, RuntimeError) as error:  # JAX raises a RuntimeError
+        reason = memory_error(error)
+        if reason is None:
+            raise
+        smaller = "lower config.batch_size or config.data.max_length, or choose a smaller config.model"
+        return _fail(f"out of memory ({reason}); {smaller}; the existing checkpoints are intact", USER_ERROR)
 
 
 def _main(argv: list[str]) -> int:
@@ -114,10 +121,10 @@ def _main(argv: list[str]) -> int:
             f"--stopped_exit_code is {stopped}; it must be 0, or {STOPPED_CODES[0]} to {STOPPED_CODES[-1]}, "
             "because other codes are reserved"
         )
-    config = configs.load_config(values.config)
-    configs.override(config, overrides)
     place = {name: values[name].value for name in FLAGS}
     with Ending(nth=1, code=stopped, text=lambda: _stopped(argv, early=not Interrupt.was_entered)):
+        config = configs.load_config(values.config)
+        configs.override(config, overrides)
         return _train(config, Path(values.workdir), place, argv, stopped)
 
 
@@ -183,7 +190,7 @@ def _resume(argv: Sequence[str]) -> str:
 
 def _command(argv: Sequence[str]) -> str:
     """Return the command line that starts the run again."""
-    program = os.environ.get(COMMAND, "python -m jaxpar.main" if argv[0].endswith(".py") else argv[0])
+    program = os.environ.get(COMMAND, "python -m jaxpar" if argv[0].endswith(".py") else argv[0])
     return " ".join([program, *map(shlex.quote, argv[1:])])
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from jaxpar.cluster import Cluster
-from jaxpar.errors import Refusals, UserError
+from jaxpar.errors import Refusals, UserError, format_bytes
 from jaxpar.layout import Layout
 
 Source = TypeVar("Source", covariant=True)
@@ -152,11 +152,12 @@ def refuse_memory(plan: Plan[object], cluster: Cluster) -> Refusals[None]:
     if cluster.memory_bytes is None or needed <= cluster.memory_bytes:
         return
     device = plan.device_bytes.index(needed)
-    parts = [f"{part} {format_gb(n)}" for part, n in plan.memory[device].items() if n and not part.endswith(ON_HOST)]
+    owner = "this machine" if cluster.platform == "cpu" else cluster.device_kind
+    parts = [f"{part} {format_bytes(n)}" for part, n in plan.memory[device].items() if n and not part.endswith(ON_HOST)]
     yield UserError(
-        f"config.strategy is {plan.strategy!r}, which needs {format_gb(needed)} on device {device} "
-        f"({', '.join(parts)}); it must need at most {format_gb(cluster.memory_bytes)}, the memory of "
-        f"{cluster.device_kind}; " + _relief(plan, device)
+        f"config.strategy is {plan.strategy!r}, which needs {format_bytes(needed)} on device {device} "
+        f"({', '.join(parts)}); it must need at most {format_bytes(cluster.memory_bytes)}, the memory of "
+        f"{owner}; " + _relief(plan, device)
     )
 
 
@@ -170,11 +171,6 @@ def _relief(plan: Plan[object], device: int) -> str:
     if not plan.exchange.startswith("zero3") and plan.strategy != "pipeline":
         ways.insert(0, "a sharded state (config.strategy='data_parallel', config.exchange='zero3')")
     return "try " + " or ".join(ways)
-
-
-def format_gb(nbytes: float) -> str:
-    """Format a number of bytes with three significant digits: `80 GB`."""
-    return f"{nbytes / 1e9:.3g} GB"
 
 
 def format_private_key(key: Mapping[str, Any]) -> str:

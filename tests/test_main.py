@@ -11,10 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxpar import checkpoint, main
+from jaxpar import checkpoint, main, memory, train
 from jaxpar.errors import TrainingError, UserError
 from tests.runs import small_arguments
 from tests.test_train import stop_at
@@ -68,6 +69,17 @@ MISTAKES = {
     "more epochs than a counter": (["--config.num_epochs=1e300"], "config.num_epochs is 1e+300; it must be at most"),
     "half a profile": (["--config.profile=5"], "config.profile is (5,)"),
     "a profile backwards": (["--config.profile=(3,1)"], "config.profile is (3, 1)"),
+    "a batch of too many tokens": (
+        ["--config.batch_size=200000000"],
+        "config.batch_size is 200000000 and config.data.max_length is 16, which is 3,200,000,000 tokens; a batch must "
+        "have at most 2,147,483,647",
+    ),
+    "an evaluation of too many tokens": (["--config.eval.batch_size=200000000"], "config.eval.batch_size is 200000000"),
+    "synthetic data of too many bytes": (
+        ["--config.data.source=synthetic", "--config.data.train=", "--config.data.synthetic_examples=1000000000000"],
+        "config.data.synthetic_examples is 1000000000000 and config.data.max_length is 16, which needs 680 TB of host "
+        "memory; it must need at most",
+    ),
     "a huge seed": (["--config.seed=99999999999999999999"], "config.seed is 99999999999999999999"),
     "a negative seed": (["--config.seed=-1"], "config.seed is -1; it must be between 0 and 2147483647"),
     "no columns": (["--config.data.text_columns=None"], "it must name one column"),
@@ -110,6 +122,74 @@ def test_epochs_with_too_many_steps(tmp_path: Path, capsys: pytest.CaptureFixtur
     arguments = small_arguments(tmp_path), "--config.num_steps=0", "--config.num_epochs=2e9"
     line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/run", *arguments[0], *arguments[1:])
     assert "config.num_epochs is 2000000000.0, which is" in line
+
+
+@pytest.mark.parametrize("key", ["profile", "pipeline.trace"])
+def test_a_measured_step_after_the_last_one(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    value = {"profile": "(3, 17)", "pipeline.trace": "17"}[key]
+    arguments = [*small_arguments(tmp_path), f"--config.{key}={value}"]
+    line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/run", *arguments)
+    assert line == f"jaxpar: config.{key} is {value}; it must be at most 16, the last step of the run"
+
+
+def test_batches_larger_than_the_host_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An example of 16 tokens takes 92 bytes: 4 per token, 1 in the mask, and 4 each for label, weight and index.
+
+    Nine batches of 24 examples are in memory: eight prepared ahead, and the one in use. Preparing one takes the memory
+    of three more.
+    """
+    monkeypatch.setattr(memory, "host_bytes", lambda: 12 * 24 * 92 - 1)
+    arguments = ["--config=configs/default.py", f"--workdir={tmp_path}/run", *small_arguments(tmp_path)]
+    line = mistake(capsys, *arguments)
+    assert "config.batch_size is 24, which needs 26.5 kB of host memory for preparing and holding 9 batches; it" in line
+    monkeypatch.setattr(memory, "host_bytes", lambda: 12 * 24 * 92)
+    line = mistake(capsys, *arguments, "--config.eval.batch_size=240")  # a single batch holds the split
+    assert (
+        "config.eval.batch_size is 240, which needs 88.3 kB of host memory for preparing and holding 1 batch; it"
+        in line
+    )
+
+
+def test_a_text_length_whose_positions_exceed_the_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Batches are short, because the texts are, but the model has an embedding for every position."""
+    changes = ["--config.data.max_length=1000000000", "--config.batch_size=2", "--config.model.hidden_size=64"]
+    arguments = ["--config=configs/default.py", f"--workdir={tmp_path}/run", *small_arguments(tmp_path)]
+    line = mistake(capsys, *arguments, *changes)
+    assert "config.strategy is 'data_parallel', which needs 768 GB on device 0 (parameters 256 GB" in line
+    assert "the memory of this machine" in line
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (MemoryError("Unable to allocate 12. TiB for an array"), "Unable to allocate 12. TiB for an array"),
+        (MemoryError(), "Unable to allocate memory"),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.\nmore"),
+         "Out of memory allocating 8 bytes"),
+    ],
+)  # fmt: skip
+def test_running_out_of_memory(
+    error: Exception, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(train, "train", fails)
+    line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/run", *small_arguments(tmp_path))
+    assert line.startswith(f"jaxpar: out of memory ({reason}); lower config.batch_size or ")
+    assert memory.memory_error(RuntimeError("INTERNAL: something else")) is None
+
+
+def test_the_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [tmp_path / "missing", tmp_path / "none", tmp_path / "some"]
+    limits[1].write_text("max\n")
+    monkeypatch.setattr(memory, "_LIMITS", limits[:2])
+    assert memory.host_bytes() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits[2].write_text("1000\n")
+    monkeypatch.setattr(memory, "_LIMITS", limits)
+    assert memory.host_bytes() == 1000
 
 
 def test_missing_flags(capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,8 +248,9 @@ def test_a_disk_without_room(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=1000))
     line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/run", *small_arguments(tmp_path))
-    assert "on a disk with 0.001 MB free; it must have" in line
-    assert "MB for 4 of 4 checkpoints" in line
+    # 4,220 parameters with Adam's two moments and counter, 4 bytes each
+    assert "on a disk with 1 kB free; it must have" in line
+    assert "kB free, for 4 of 4 checkpoints" in line
 
 
 def test_a_disk_that_fills_up_while_saving(tmp_path: Path) -> None:
@@ -257,6 +338,33 @@ def test_a_second_signal_ends_the_process_immediately() -> None:
     )
     assert process.returncode == 130
     assert "stopped immediately" in process.stdout
+
+
+EARLY_SIGNAL = """
+import builtins, os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with SIGINT ignored
+from jaxpar.__main__ import enter
+load = builtins.__import__
+def interrupted(name, *arguments):
+    if name == "jaxpar.main":
+        os.kill(os.getpid(), signal.SIGINT)
+    return load(name, *arguments)
+builtins.__import__ = interrupted
+enter()
+"""
+
+
+def test_a_signal_during_the_imports(tmp_path: Path) -> None:
+    """The signal ends the process like any signal before the first step, without a traceback."""
+    arguments = ["--config=configs/default.py", f"--workdir={tmp_path}", "--stopped_exit_code=75"]
+    process = subprocess.run(
+        [sys.executable, "-c", EARLY_SIGNAL, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (process.returncode, process.stderr) == (75, "")
+    assert process.stdout.startswith("stopped before the first step\nresume ")
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

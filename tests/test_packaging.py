@@ -26,7 +26,7 @@ def test_the_wheel_has_all_code_data_and_configs(tmp_path: Path) -> None:
     }
     assert names == expected
     assert {"jaxpar/configs/quickstart.py", "jaxpar/data/wordnet/glosses.tsv.xz"} <= names
-    assert b"jaxpar = jaxpar.main:run" in entry_points
+    assert b"jaxpar = jaxpar.__main__:enter" in entry_points
 
 
 def test_a_clone_has_its_configs_next_to_the_package() -> None:

@@ -55,9 +55,13 @@ class Batches:
         return batch
 
     def longest(self) -> Arrays:
-        """Return a batch that repeats the longest example: no batch has a larger shape."""
+        """Return a batch of the largest shape, which repeats the longest example.
+
+        The arrays are read-only views that take the memory of one example.
+        """
         longest = 0 if self._lengths_N is None else int(self._lengths_N.argmax())
-        return self._gather(np.full(self.batch_size, longest), slice(None), drawn_at=0)
+        example = self._gather(np.array([longest]), slice(None), drawn_at=0)
+        return {name: np.broadcast_to(x, (self.batch_size, *x.shape[1:])) for name, x in example.items()}
 
     def examples_before(self, step: int) -> int:
         """Return the number of examples in the batches of steps [0, step), without fillers."""
@@ -95,7 +99,7 @@ class Batches:
     def _gather(self, examples_B: np.ndarray, shard: slice, *, drawn_at: int) -> Arrays:
         random = np.random.Generator(np.random.Philox(np.random.SeedSequence((self._seed, drawn_at, 1))))
         batch = self._split.gather(examples_B, shard, random, training=self._shuffle)
-        return {**batch, "index": np.arange(self.batch_size, dtype=np.int32)[shard]}
+        return {**batch, "index": np.arange(len(examples_B), dtype=np.int32)[shard]}
 
     def _plan(self, epoch: int) -> np.ndarray:
         with self._lock:

@@ -7,11 +7,13 @@ from ml_collections import ConfigDict
 from jaxpar.data import files, images, rows, synthetic, text
 from jaxpar.data.labels import Labels
 from jaxpar.errors import UserError, check_choice
+from jaxpar.memory import check_host_memory
 
 TABLES = tuple(name for name in rows.READERS if name != "text")
 SOURCES = ("wordnet", *rows.READERS, *images.IMAGE_READERS, "synthetic")
 # Sources that provide each kind of label; every source provides the kinds that are not listed here.
 LABEL_SOURCES = {Labels.TARGETS: (*TABLES, "synthetic"), Labels.TAGS: ("jsonl", "parquet", "synthetic")}
+MAX_POSITIONS = 2**31 - 1  # tokens, or examples without tokens, of a batch: JAX counts them with int32
 
 
 def check_data(config: ConfigDict, labels: Labels) -> None:
@@ -25,6 +27,7 @@ def check_data(config: ConfigDict, labels: Labels) -> None:
     _check_files(config)
     if _is_text(config):
         _check_text(config, labels)
+    _check_sizes(config)
 
 
 def _is_text(config: ConfigDict) -> bool:
@@ -58,6 +61,20 @@ def _check_numbers(config: ConfigDict) -> None:
     for key, bound in least.items():
         if data[key] < bound:
             raise UserError(f"config.data.{key} is {data[key]}; it must be at least {bound}")
+
+
+def _check_sizes(config: ConfigDict) -> None:
+    """Check sizes whose arrays would exceed the indices of JAX or the host memory."""
+    data = config.data
+    length = data.max_length if _is_text(config) else 1
+    for key, size in (("batch_size", config.batch_size), ("eval.batch_size", config.eval.batch_size)):
+        if size * length > MAX_POSITIONS:
+            texts = f" and config.data.max_length is {length}, which is {size * length:,} tokens" * (length > 1)
+            raise UserError(f"config.{key} is {size}{texts}; a batch must have at most {MAX_POSITIONS:,}")
+    if data.source == "synthetic":
+        texts = f" and config.data.max_length is {length}" * (length > 1)
+        needed = data.synthetic_examples * synthetic.bytes_per_example(config)
+        check_host_memory(f"config.data.synthetic_examples is {data.synthetic_examples}{texts}", needed)
 
 
 def _check_fractions(config: ConfigDict) -> None:

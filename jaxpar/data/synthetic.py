@@ -26,6 +26,11 @@ def kind(config: ConfigDict) -> str:
     return _KINDS.get(config.model.name, "text")
 
 
+def bytes_per_example(config: ConfigDict) -> int:
+    """Return the approximate bytes of host memory in which an example is generated, temporary arrays included."""
+    return {"text": 40 * (config.data.max_length + 1), "image": 3 * 32 * 32 * 3, "vector": 3 * 32 * 4}[kind(config)]
+
+
 Make = tuple[DataInfo, Callable[[slice], Split]]
 
 

@@ -13,9 +13,10 @@ from jaxpar import checkpoint, data, models, optimizer, state, strategies, tasks
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar.cluster import Cluster
-from jaxpar.errors import UserError, format_count
+from jaxpar.errors import UserError, format_bytes, format_count
 from jaxpar.launch import processes, watchdog
 from jaxpar.measure.phases import Phases
+from jaxpar.memory import check_host_memory
 from jaxpar.models import Params, hf
 from jaxpar.plan import Decision, Plan
 from jaxpar.run import resume
@@ -28,6 +29,7 @@ PLACES = ("data.train", "data.validation", "data.test", "data.tokenizer", "model
 
 StrategyState = Any  # the state in the form of the run's strategy
 MAX_STEPS = 2**31 - 1  # the step counter is an int32
+PREPARATION = 3  # size of the temporary arrays with which a batch of text is prepared, in batches
 Result = dict[str, Any]  # the contents of result.json
 
 
@@ -111,6 +113,7 @@ def make_run(config: ConfigDict, workdir: Path, phases: Phases, checked: Checked
             f"config.num_epochs is {config.num_epochs}, which is {num_steps:.3g} steps; it must be at most "
             f"{MAX_STEPS / batches.steps_per_epoch:,.0f} ({MAX_STEPS:,} steps)"
         )
+    check_measured_steps(config, num_steps)
     schedule = optimizer.build_schedule(config, num_steps)
     model = models.build(config, dataset.info, cluster)
     pretrained = None
@@ -122,6 +125,7 @@ def make_run(config: ConfigDict, workdir: Path, phases: Phases, checked: Checked
     plan = strategies.plan(config, problem, cluster, decision)
     strategy = strategies.build(plan, problem, clusters.devices())
     check_space(config, workdir, problem)
+    check_batches(config, dataset, strategy, num_steps)
     return Run(config, workdir, dataset, batches, problem, pretrained, cluster, strategy, schedule, num_steps, phases)
 
 
@@ -157,10 +161,36 @@ def check_space(config: ConfigDict, workdir: Path, problem: Problem) -> None:
     if needed > free:
         has = f"; {workdir}/checkpoints contains steps {', '.join(map(str, existing))}" if existing else ""
         raise UserError(
-            f"--workdir is {str(workdir)!r}, on a disk with {free / 1e6:.3g} MB free; it must have "
-            f"{needed / 1e6:.3g} MB for {missing} of {number} checkpoints{has}; free space or lower "
+            f"--workdir is {str(workdir)!r}, on a disk with {format_bytes(free)} free; it must have "
+            f"{format_bytes(needed)} free, for {missing} of {number} checkpoints{has}; free space or lower "
             "config.checkpoint.keep"
         )
+
+
+def check_measured_steps(config: ConfigDict, num_steps: int) -> None:
+    """Raise UserError if a step that is to be profiled or measured is later than the last one."""
+    for key, value, last in (
+        ("profile", config.profile, config.profile[1]),
+        ("pipeline.trace", config.pipeline.trace, config.pipeline.trace),
+    ):
+        if last > num_steps:
+            raise UserError(f"config.{key} is {value}; it must be at most {num_steps}, the last step of the run")
+
+
+def check_batches(config: ConfigDict, dataset: data.Dataset, strategy: Strategy[Any], num_steps: int) -> None:
+    """Raise UserError if the batches that a process prepares ahead do not fit into host memory."""
+    eval_key = "eval.batch_size" if config.eval.batch_size else "batch_size"
+    for key, split in (("batch_size", dataset.train), (eval_key, dataset.validation), (eval_key, dataset.test)):
+        if split is None:
+            continue
+        size = config.eval.batch_size if key == "eval.batch_size" else config.batch_size
+        batches = data.Batches(split, batch_size=size, seed=config.seed, shuffle=False)
+        shard = processes.local_shard(strategy.devices, strategy.plan.num_replicas, size)
+        nbytes = sum(x.nbytes for x in batches.longest().values()) * len(range(size)[shard]) // size
+        steps = num_steps if split is dataset.train else batches.steps_per_epoch
+        number = min((config.data.prefetch if config.data.num_threads else 0) + 1, steps)
+        needed = (number + PREPARATION) * nbytes
+        check_host_memory(f"config.{key} is {size}", needed, f"preparing and holding {format_count(number, 'batch')}")
 
 
 def describe_run(run: Run) -> str:

@@ -111,7 +111,7 @@ def test_commands_are_known(command: str) -> None:
 def sources(path: Path) -> str:
     """Return the source of a script and of the modules of jaxpar that it imports or starts."""
     source = path.read_text()
-    names = re.findall(r"-m (jaxpar[\w.]*)", source)
+    names = [name if "." in name else f"{name}.main" for name in re.findall(r"-m (jaxpar[\w.]*)", source)]
     if path.suffix == ".py":
         imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.module]
         names += [f"{node.module}.{alias.name}" for node in imports for alias in node.names]
