@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from ml_collections import ConfigDict
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
@@ -258,11 +259,16 @@ def save_directory(params: Params, config: ConfigDict, info: DataInfo, tokenizer
       directory: a directory that does not exist or is empty.
 
     Raises:
-      UserError: `transformers` has no equivalent model, or the directory is not empty.
+      UserError: `transformers` has no equivalent model, the run has no tokenizer, or the directory is not empty or
+        cannot be written.
     """
     settings, family = _their_config(config, info)
     if directory.exists() and any(directory.iterdir()):
         raise UserError(f"{directory} is not empty; choose a new directory")
+    if not tokenizer.is_file():
+        raise UserError(
+            f"{tokenizer} does not exist; an export needs the tokenizer of the run (runs on synthetic data have none)"
+        )
     flat = flatten_dict(params, sep=".")
     tensors, left = {}, set(flat)
     for tensor in family.tensors(settings[family.keys["num_layers"]]):
@@ -271,14 +277,18 @@ def save_directory(params: Params, config: ConfigDict, info: DataInfo, tokenizer
             tensors[family.prefix * tensor.prefixed + tensor.name] = tensor.from_ours(arrays)
             left -= set(tensor.keys)
     assert not left, left
-    directory.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(tokenizer, directory / "tokenizer.json")
     special = _special_tokens(Tokenizer.from_file(str(tokenizer)))
     uses = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": info.input_shape[0]}
-    _write_json(directory / "tokenizer_config.json", {**uses, **{use: token for use, (token, _) in special.items()}})
     ids = {f"{use}_id": index for use, (_, index) in special.items() if use in ("bos_token", "eos_token")}
-    _write_json(directory / "config.json", {**settings, **ids})
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(tokenizer, directory / "tokenizer.json")
+        names = {use: token for use, (token, _) in special.items()}
+        _write_json(directory / "tokenizer_config.json", {**uses, **names})
+        _write_json(directory / "config.json", {**settings, **ids})
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{directory} cannot be written: {error}") from error
 
 
 def _their_config(config: ConfigDict, info: DataInfo) -> tuple[dict[str, Any], Family]:

@@ -320,6 +320,16 @@ def test_models_that_transformers_lacks(
     assert not (tmp_path / "out").exists()
 
 
+def test_an_export_that_is_refused_creates_nothing(tmp_path: Path, tokenizer: Path) -> None:
+    _, params, config = load(ANY)
+    with pytest.raises(UserError, match=r"missing.json does not exist; an export needs the tokenizer of the run"):
+        hf.save_directory(params, config, info_of(config), tmp_path / "missing.json", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file/out cannot be written: .*Not a directory"):
+        hf.save_directory(params, config, info_of(config), tokenizer, tmp_path / "file" / "out")
+
+
 def test_export_overwrites_nothing(tmp_path: Path, tokenizer: Path) -> None:
     _, params, config = load(ANY)
     with pytest.raises(UserError, match="is not empty"):
