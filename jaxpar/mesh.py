@@ -3,6 +3,7 @@
 import ctypes
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -28,8 +29,11 @@ GLIBC_MALLOC = {-1: 2**31 - 1, -4: 0, -8: 1}
 def prepare_jax(config: ConfigDict, cache: Path) -> None:
     """Configure JAX for a run: the number of virtual CPU devices, and `cache` as the compilation cache.
 
-    This must be called before JAX touches a device. The user's environment takes precedence: a device count in
-    XLA_FLAGS, JAX_COMPILATION_CACHE_DIR and JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS.
+    This must be called before JAX touches a device. The user's environment takes precedence:
+    JAX_COMPILATION_CACHE_DIR and JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS.
+
+    Raises:
+      UserError: the number of devices is out of range, or XLA_FLAGS contains another number.
     """
     keep_freed_memory()
     settings = {"jax_compilation_cache_dir": str(cache), "jax_persistent_cache_min_compile_time_secs": 0.1}
@@ -41,7 +45,13 @@ def prepare_jax(config: ConfigDict, cache: Path) -> None:
     count = config.mesh.virtual_cpu_devices
     if not 0 <= count <= MAX_VIRTUAL_DEVICES:
         raise UserError(f"config.mesh.virtual_cpu_devices is {count}; it must be between 0 and {MAX_VIRTUAL_DEVICES}")
-    if count and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    in_flags = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    if count and in_flags and int(in_flags[-1]) != count:
+        raise UserError(
+            f"config.mesh.virtual_cpu_devices is {count}; it must be {in_flags[-1]}, the device count in XLA_FLAGS, or "
+            "0 to use that count"
+        )
+    if count and not in_flags:
         jax.config.update("jax_num_cpu_devices", count)
 
 

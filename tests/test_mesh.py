@@ -33,9 +33,15 @@ def test_virtual_devices(tmp_path: Path) -> None:
     assert count(tmp_path, "--config.mesh.virtual_cpu_devices=3") == "3 {'data': 3, 'stage': 1}"
 
 
-def test_the_count_in_xla_flags_wins(tmp_path: Path) -> None:
+def test_the_count_in_xla_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = "--xla_force_host_platform_device_count=4"
-    assert count(tmp_path, "--config.mesh.virtual_cpu_devices=3", xla_flags=flags).startswith("4 ")
+    assert count(tmp_path, "--config.mesh.virtual_cpu_devices=4", xla_flags=flags).startswith("4 ")
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    config = default_config()
+    config.mesh.virtual_cpu_devices = 3
+    message = r"^config\.mesh\.virtual_cpu_devices is 3; it must be 4, the device count in XLA_FLAGS, or 0"
+    with pytest.raises(UserError, match=message):
+        mesh.prepare_jax(config, tmp_path)
 
 
 @pytest.mark.parametrize(("num_data", "message"), [(9, "it must be at most 8, the number of cpu"), (0, "at least 1")])

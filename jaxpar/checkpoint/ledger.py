@@ -106,6 +106,16 @@ def cut(directory: Path, after: int) -> None:
         files.write_text(path, "".join(_text(line) for line in _read(path) if line.stop <= after))
 
 
+def begin(directory: Path, step: int, steps_per_epoch: int) -> None:
+    """Record in a ledger without lines that it begins after the first `step` steps, if there are any.
+
+    Without this record, which is a line of no steps, a ledger that begins later than the run is damaged.
+    """
+    if step and not any(_read(path) for path in directory.glob("*.jsonl")):
+        directory.mkdir(exist_ok=True)
+        files.write_text(directory / "0.jsonl", _text(Line(step, step, (0, 0), step // steps_per_epoch, 0, 0)))
+
+
 def check_ledger(directory: Path, batches: PlannedBatches, num_steps: int) -> None:
     """Verify the ledger before a run resumes. Raises UserError if it does not prove the completed steps."""
     try:
@@ -117,16 +127,17 @@ def check_ledger(directory: Path, batches: PlannedBatches, num_steps: int) -> No
 def verify(directory: Path, batches: PlannedBatches, num_steps: int) -> str:
     """Verify the ledger of the steps [0, num_steps) and return a text that states what it proves.
 
-    Versions of jaxpar without a ledger wrote no lines; the text then contains the first step that the ledger covers.
+    If the ledger begins later than the run (see `begin`), the text contains the first step that it covers.
 
     Raises:
       TrainingError: examples or steps are missing or were used more than once.
     """
     lines = sorted(line for path in directory.glob("*.jsonl") for line in _read(path))
-    if not lines:
+    if not lines or lines[0].start == num_steps:
         return "no steps recorded"
     first_step, size = lines[0].start, batches.steps_per_epoch
-    check_steps(lines, num_steps, batches.batch_size)
+    is_begun_later = lines[0].stop == first_step
+    check_steps(lines[is_begun_later:], first_step if is_begun_later else 0, num_steps, batches.batch_size)
     every = np.arange(batches.examples_per_epoch)
     digest_of_every = digest_examples(every)
     for epoch in range(first_step // size, -(-num_steps // size)):
@@ -143,9 +154,9 @@ def verify(directory: Path, batches: PlannedBatches, num_steps: int) -> str:
     return f"every example of {(num_steps - first_step) / size:.6g} epochs was used exactly once{since}"
 
 
-def check_steps(lines: list[Line], num_steps: int, batch_size: int) -> None:
-    """Raise TrainingError unless the sorted lines cover each position of each batch exactly once, for all steps."""
-    at = lines[0].start
+def check_steps(lines: list[Line], first_step: int, num_steps: int, batch_size: int) -> None:
+    """Raise TrainingError unless the sorted lines cover each position of the batches [first_step, num_steps) once."""
+    at = first_step
     for (start, stop), group in itertools.groupby(lines, key=lambda line: line[:2]):
         if start != at:
             what = "are missing" if start > at else "were recorded twice"

@@ -73,6 +73,13 @@ def check_resumable(config: ConfigDict, workdir: Path) -> None:
         raise UserError(
             f"--workdir is {str(workdir)!r}, whose {folder.name} is a file; it must be a folder, or not exist"
         )
+    # A run creates the folder before it writes metrics, and its last checkpoint before the result.
+    remains = workdir / ("result.json" if folder.exists() else "metrics.jsonl")
+    if remains.exists() and not checkpoint.steps(folder):
+        raise UserError(
+            f"--workdir is {str(workdir)!r}, which contains {remains.name}, but no checkpoint; restore "
+            f"{folder.name}/, or use a new --workdir"
+        )
     before = checkpoint.newest_config(folder)
     if before is None:
         before = configs.read_saved(workdir)

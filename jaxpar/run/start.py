@@ -24,6 +24,8 @@ def start(run: Run) -> tuple[StrategyState, int]:
     saved = checkpoint.restore(run.workdir / "checkpoints", like, log=print)
     processes.check_same_value(f"the newest intact checkpoint (-1: none) in {run.workdir}", saved.step if saved else -1)
     if saved is None:
+        if (run.workdir / "metrics.jsonl").exists():
+            print(f"restarted from step 0, because {run.workdir}/checkpoints contains no checkpoint", flush=True)
         return fresh(run), 0
     before = check_continued(run, saved)
     print(f"resumed   from step {saved.step:,}", flush=True)
@@ -73,6 +75,7 @@ def tidy(run: Run, first_step: int) -> None:
     processes.wait("a checkpoint was read")
     if processes.is_first():
         ledger.cut(run.workdir / "ledger", after=first_step)
+        ledger.begin(run.workdir / "ledger", first_step, run.batches.steps_per_epoch)
         ledger.check_ledger(run.workdir / "ledger", run.batches, first_step)
         configs.save(run.config, run.workdir)
         files.write_text(run.workdir / "data.json", json.dumps(run.dataset.info._asdict(), indent=1) + "\n")

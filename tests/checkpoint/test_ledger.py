@@ -92,10 +92,23 @@ def test_killed_and_resumed_by_other_numbers_of_processes(tmp_path: Path) -> Non
     assert verified(tmp_path, 26) == "every example of 2 epochs was used exactly once"
 
 
-def test_a_run_that_started_without_a_ledger(tmp_path: Path) -> None:
+def test_a_ledger_that_begins_later(tmp_path: Path) -> None:
+    ledger.begin(tmp_path, 4, SOURCE.steps_per_epoch)
+    assert verified(tmp_path, 4) == "no steps recorded"
     record(tmp_path, 4, 26)
+    ledger.begin(tmp_path, 26, SOURCE.steps_per_epoch)  # does nothing, because there are lines
     assert verified(tmp_path, 26) == f"every example of {22 / 13:.6g} epochs was used exactly once, since step 5"
     assert verified(tmp_path / "nowhere", 26) == "no steps recorded"
+
+
+@pytest.mark.parametrize("start", [0, 4])
+def test_a_missing_first_line(start: int, tmp_path: Path) -> None:
+    ledger.begin(tmp_path, start, SOURCE.steps_per_epoch)
+    record(tmp_path, start, 26)
+    lines = (tmp_path / "0.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "0.jsonl").write_text("".join(lines[1 + (start > 0) :]))
+    with pytest.raises(TrainingError, match="ledger: steps 1 to 5 are missing"):
+        verified(tmp_path, 26)
 
 
 PLANTED: dict[str, tuple[dict[str, Any], str]] = {

@@ -84,6 +84,26 @@ def test_an_empty_workdir_accepts_any_config(tmp_path: Path) -> None:
     resume.check_resumable(configs.default_config(), tmp_path)
 
 
+def test_deleted_checkpoints(tmp_path: Path) -> None:
+    """A run creates its folder of checkpoints before it writes metrics, and its last checkpoint before the result."""
+    config = configs.default_config()
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match=r"which contains metrics.jsonl, but no checkpoint; restore checkpoints/, or"):
+        resume.check_resumable(config, tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    resume.check_resumable(config, tmp_path)  # the run was killed before its first checkpoint
+    (tmp_path / "result.json").write_text("{}")
+    with pytest.raises(UserError, match=r"which contains result.json, but no checkpoint; restore checkpoints/, or"):
+        resume.check_resumable(config, tmp_path)
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 2, "split": "train", "loss": 1.0}\n')
+    train.train(small_config(tmp_path, "--config.num_steps=1"), tmp_path / "run")
+    assert f"\nrestarted from step 0, because {tmp_path}/run/checkpoints contains" in capsys.readouterr().out
+
+
 def test_keys_of_other_versions() -> None:
     """A key that is missing in the saved config has its default; a key that no longer exists is reported."""
     config = configs.default_config()
