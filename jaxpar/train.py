@@ -128,6 +128,7 @@ class Loop:
     def _after(self, step: int, state: StrategyState, due: set[str], bar: Progress) -> None:
         run = self._run
         with run.phases("train"):
+            self._meter.revise(run.strategy.drain(state))  # late gradients are part of the state that is saved
             self._meter.read()  # raises if the step failed, before anything is logged or saved
         if "log" in due:
             results = self._meter.metrics(self._clock()) | {"learning_rate": float(run.schedule(step - 1))}

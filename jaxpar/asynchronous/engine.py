@@ -38,6 +38,12 @@ class UpdateEngine(Protocol[EngineRun]):
           RuntimeError: another run has started.
         """
 
+    def drain(self, run: EngineRun) -> Metrics | None:
+        """Wait for in-flight gradients, and return the last step's metrics, which count them.
+
+        None if no gradient can be in flight. The other methods that read the run drain it, too, but return no metrics.
+        """
+
     def params(self, run: EngineRun) -> Params:
         """Return the weights to evaluate, on the server's device."""
 

@@ -128,6 +128,9 @@ class LocalEngine:
         rest = tuple(params), tuple(servers), outer, averages, tuple(taken)
         return LocalState(state.step + 1, state.first_step, state.key, *rest), metrics
 
+    def drain(self, _state: LocalState) -> None:
+        """Return None: no gradient is in flight between steps."""
+
     def params(self, state: LocalState) -> Params:
         """Return the mean of all workers' weights, on the first device."""
         return self._mean_of(state.params)

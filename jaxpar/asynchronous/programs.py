@@ -183,6 +183,7 @@ class Programs:
       arrive: (is it the first of its update, is it the last, params, server, grads, sums, read, at) -> (params,
         server); the old server is donated.
       weight: (batch) -> the divisor of a worker's gradient: the sum of the batch's weights / num_workers.
+      metrics: (totals) -> a step's metrics. The norm is the root mean square over its updates; nan if one is nonfinite.
     """
 
     def __init__(self, problem: Problem, mitigations: Mitigations, num_workers: int):
@@ -193,7 +194,7 @@ class Programs:
             partial(arrive, problem, mitigations), static_argnums=(0, 1), donate_argnums=3, keep_unused=True
         )
         self.weight = jax.jit(lambda batch: steps.batch_weight(batch) / num_workers)
-        self._root_mean = jax.jit(_root_mean)
+        self.metrics = jax.jit(_metrics)
 
     def server(self, params: Params, optimizer: Tree, device: jax.Device | None, *, is_grouped: bool) -> Server:
         """Return the server's initial state. is_grouped: whether an update has several gradients."""
@@ -241,18 +242,16 @@ class Programs:
         totals: Totals = jax.device_put(Totals(self._problem.task.zeros(), zero, zero, np.ones((), bool)), device)
         return totals
 
-    def metrics(self, totals: Totals) -> Metrics:
-        """Return a step's metrics. The norm is the root mean square over its updates, or nan if one is nonfinite."""
-        return Metrics(totals.sums, self._root_mean(totals), totals.finite)
-
 
 def _on(tree: Tree, device: jax.Device) -> Tree:
     """Return abstract arrays on a device."""
     return steps.with_shardings(tree, SingleDeviceSharding(device))
 
 
-def _root_mean(totals: Totals) -> jax.Array:
-    return jnp.where(totals.finite, jnp.sqrt(totals.square / jnp.maximum(totals.num_updates, 1)), jnp.nan)
+def _metrics(totals: Totals) -> Metrics:
+    root_mean = jnp.sqrt(totals.square / jnp.maximum(totals.num_updates, 1))
+    sums, finite = jax.tree.map(jnp.copy, (totals.sums, totals.finite))  # later arrivals are given `totals` itself
+    return Metrics(sums, jnp.where(finite, root_mean, jnp.nan), finite)
 
 
 def add_up_totals(totals: Sequence[Totals]) -> Totals:

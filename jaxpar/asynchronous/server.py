@@ -81,12 +81,11 @@ class ServerEngine:
     def step(self, run: ServerRun, batch: Mapping[str, np.ndarray]) -> tuple[ServerRun, Metrics]:
         """See `UpdateEngine`."""
         chunks = self._programs.chunks(run.step, batch, self._at)
+        run.server = run.server._replace(totals=self._programs.new_totals(self._at))
         run.step += 1
         is_last = run.step == self._problem.num_steps  # no later step could take the remaining gradients
         self._apply(run, run.transport.deliver(chunks, drain=is_last))
-        metrics = self._programs.metrics(run.server.totals)
-        run.server = run.server._replace(totals=self._programs.new_totals(self._at))
-        return run, metrics
+        return run, self._programs.metrics(run.server.totals)
 
     def _apply(self, run: ServerRun, deliveries: Iterator[Delivery]) -> None:
         for row, grads, sums, read in deliveries:
@@ -98,6 +97,11 @@ class ServerEngine:
             )
             if row.is_last:
                 run.transport.publish(run.params)
+
+    def drain(self, run: ServerRun) -> Metrics:
+        """See `UpdateEngine`."""
+        self._drain(run)
+        return self._programs.metrics(run.server.totals)
 
     def _drain(self, run: ServerRun) -> None:
         self._apply(run, run.transport.deliver({}, drain=True))

@@ -67,6 +67,11 @@ class Meter:
         self.read()
         self._pending = (step, metrics)
 
+    def revise(self, metrics: Metrics | None) -> None:
+        """Replace the metrics of the step added last; None: keep them."""
+        if metrics is not None and self._pending is not None:
+            self._pending = (self._pending[0], metrics)
+
     def read(self) -> None:
         """Wait for the step added last and add its metrics. Raises TrainingError if the step is not finite."""
         if self._pending is None:

@@ -193,6 +193,7 @@ def build(plan: Plan[AsyncDetails], problem: Problem, devices: Sequence[jax.Devi
         from_canonical=from_canonical,
         compile=lambda: [CompiledProgram(one.compile(), arguments=("parameters",)) for one in engine.lower(like)],
         to_private=engine.private,
+        drain=engine.drain,
         report=lambda state, workdir: report(engine.table(state), workdir),
     )
 

@@ -12,6 +12,7 @@ from jaxpar import train
 from jaxpar.asynchronous import programs, server, table, threads
 from jaxpar.asynchronous.table import UpdateTable
 from jaxpar.errors import UserError
+from jaxpar.run.metrics import read_metrics
 from jaxpar.strategies import Strategy
 from tests.asynchronous.test_engines import asynchronous
 from tests.checkpoint.test_private import config as small_run
@@ -205,4 +206,7 @@ def test_a_run_of_the_binary_and_its_replay(tmp_path: Path) -> None:
     config.asynchronous.mode, config.asynchronous.table = "emulated", str(tmp_path / "live" / "updates.csv")
     again = train.train(config, tmp_path / "replay")
     assert again["test_loss"] == result["test_loss"]
+    assert again["train_loss"] == result["train_loss"]
+    losses = [[row["loss"] for row in read_metrics(tmp_path / run)] for run in ("live", "replay")]
+    assert losses[0] == losses[1]
     assert (again["staleness_mean"], again["updates"]) == (result["staleness_mean"], result["updates"])
