@@ -26,7 +26,7 @@ class Meter:
     before the second step after it starts.
     """
 
-    def __init__(self, model: Model, *, task: Task, peak_flops: float | None, max_skipped: int, shares: int = 1):
+    def __init__(self, model: Model, *, task: Task, peak_flops: float | None, max_skipped: int, shares: float = 1):
         """Create a meter.
 
         Args:
@@ -46,7 +46,7 @@ class Meter:
 
     def _reset(self) -> None:
         self._sums = self._task.zeros()
-        self._counts = dict.fromkeys(("examples", "tokens", "flops", "skipped"), 0)
+        self._counts: dict[str, float] = dict.fromkeys(("examples", "tokens", "flops", "skipped"), 0)
         self._grad_norm = 0.0
 
     def is_new(self, batch: Mapping[str, np.ndarray]) -> bool:
@@ -125,5 +125,5 @@ def build_meter(run: Run) -> Meter:
         task=run.problem.task,
         peak_flops=peak * len(devices) if peak else None,
         max_skipped=run.config.optimizer.max_skipped_steps if run.config.optimizer.nonfinite == "skip" else 0,
-        shares=size // len(range(size)[processes.local_shard(devices, run.plan.num_replicas, size)]),
+        shares=size / len(range(size)[processes.local_shard(devices, run.plan.num_replicas, size)]),
     )

@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar import layout
 from jaxpar import state as states
+from jaxpar.launch import processes
 from jaxpar.layout import Layout
 from jaxpar.mesh import DATA
 from jaxpar.state import Canonical, State
@@ -26,13 +27,23 @@ def by_replica(mesh: Mesh) -> NamedSharding:
 
 
 def batch_placer(mesh: Mesh) -> Callable[[Mapping[str, np.ndarray]], dict[str, jax.Array]]:
-    """Return a function that builds a batch on devices from the examples that this host has read."""
-    sharding = by_replica(mesh)
+    """Return a function that builds a batch on devices from the examples that this process has read.
 
-    def place(batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        return {name: jax.make_array_from_process_local_data(sharding, x) for name, x in batch.items()}
+    They are those of `processes.local_shard`. If a replica spans processes, the shards of processes overlap.
+    """
+    sharding, num_replicas = by_replica(mesh), mesh.shape[DATA]
+    local = processes.local_shard(tuple(mesh.devices.flat), num_replicas, num_replicas)  # the process's replicas
 
-    return place
+    def on_devices(x: np.ndarray) -> jax.Array:
+        share = len(x) // (local.stop - local.start)
+
+        def rows(index: Any) -> np.ndarray:
+            start, stop, _ = index[0].indices(num_replicas * share)
+            return x[start - local.start * share : stop - local.start * share]
+
+        return jax.make_array_from_callback((num_replicas * share, *x.shape[1:]), sharding, rows)
+
+    return lambda batch: {name: on_devices(x) for name, x in batch.items()}
 
 
 class PlacedState:
