@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpar.exchange.clip import clipped
 from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate, shared
 from jaxpar.exchange.fuse import AllReduce
 from jaxpar.layout import Tree
@@ -74,8 +75,8 @@ def momentum_exchange(
 
     def frozen(grads: Tree, state: DistributedState, params: Tree) -> tuple[Tree, DistributedState]:
         adam: optax.ScaleByAdamState = _only(state.optimizer, optax.ScaleByAdamState)
-        scale = clip_scale(optax.tree.norm(grads), clip_norm)
-        local = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * scale * g, adam.mu, grads)
+        grads = clipped(grads, optax.tree.norm(grads), clip_norm)
+        local = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, adam.mu, grads)
         mean, lossy_state = lossy.mean(local, state.private["lossy"])
         after, direction = frozen_adam(adam, mean, b1=b1, b2=b2, eps=eps)
         decayed = jax.tree.map(lambda _p: True, params) if mask is None else mask(params)
@@ -110,11 +111,6 @@ def frozen_adam(
     nu = jax.tree.map(lambda v: v * growth, adam.nu)
     direction = jax.tree.map(lambda m, v: m / (1 - b1**count) / (jnp.sqrt(v / (1 - b2**count)) + eps), mu, nu)
     return optax.ScaleByAdamState(count, mu, nu), direction
-
-
-def clip_scale(norm: jax.Array, clip_norm: float) -> jax.Array:
-    """Return the factor that clips a gradient of this norm to clip_norm; 1 if it is shorter or clip_norm is 0."""
-    return jnp.where(norm > clip_norm, clip_norm / norm, 1.0) if clip_norm else jnp.ones(())
 
 
 def _only(state: Tree, kind: type) -> Tree:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpar.exchange.clip import already_clipped, clipped
 from jaxpar.exchange.fuse import AllReduce
 from jaxpar.layout import REPLICATED, Tree
 from jaxpar.plan import Traffic
@@ -72,9 +73,11 @@ class Exchange(NamedTuple):
 
 def averaged(all_reduce: AllReduce, optimizer: optax.GradientTransformation) -> Exchange:
     """Return an exchange that averages gradients, after which each replica takes the same step."""
-    optimizer = optax.with_extra_args_support(optimizer)
+    optimizer = already_clipped(optimizer) if all_reduce.clip_norm else optax.with_extra_args_support(optimizer)
 
     def update(grads: Tree, state: DistributedState, params: Tree, **extra: Any) -> ExchangeUpdate:
+        if all_reduce.clip_norm:
+            grads = clipped(grads, optax.tree.norm(grads), all_reduce.clip_norm)
         grads, private = all_reduce.mean(grads, state.private)
         grad_norm = optax.tree.norm(grads)
         updates, inner = optimizer.update(grads, state.optimizer, params, **{"grad_norm": grad_norm, **extra})

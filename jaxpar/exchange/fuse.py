@@ -29,11 +29,13 @@ class AllReduce(NamedTuple):
       init: tree of arrays, or of their shapes -> state of this replica.
       mean: (tree, state) -> (exact or approximate mean over replicas; state).
       traffic: tree -> the traffic that a device sends.
+      clip_norm: the norm to which callers clip a replica's gradient before `mean` (see clip.py); 0: they do not.
     """
 
     init: Callable[[Tree], Tree]
     mean: Callable[[Tree, Tree], tuple[Tree, Tree]]
     traffic: Callable[[Tree], list[Traffic]]
+    clip_norm: float = 0.0
 
 
 def fused(reducer: Reducer, num_bytes: int, *, cut: bool = False, backwards: bool = True, seed: int = 0) -> AllReduce:
@@ -89,7 +91,11 @@ def in_layer_order(all_reduce: AllReduce, layers: Sequence[str]) -> AllReduce:
         means, state = all_reduce.mean(ordered(tree), state)
         return dict(zip(layers, means, strict=True)), state
 
-    return AllReduce(lambda tree: all_reduce.init(ordered(tree)), mean, lambda tree: all_reduce.traffic(ordered(tree)))
+    return all_reduce._replace(
+        init=lambda tree: all_reduce.init(ordered(tree)),
+        mean=mean,
+        traffic=lambda tree: all_reduce.traffic(ordered(tree)),
+    )
 
 
 def buckets(leaves: Sequence[Leaf], num_bytes: int, *, cut: bool, backwards: bool) -> list[list[Piece]]:

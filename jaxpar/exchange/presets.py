@@ -38,12 +38,14 @@ class Rule(NamedTuple):
       params: the parameters or their shapes, for exchanges that depend on them.
       adamw: if the optimizer is optax.adamw, the arguments of `momentum_exchange` that describe it.
       layers: if the parameters are {layer: ..}, the layers in order, so that the last layers' gradients are sent first.
+      clip_norm: the norm to which `optimizer` clips the gradient; exchanges with error feedback clip to it themselves.
     """
 
     optimizer: optax.GradientTransformation
     params: Tree
     adamw: Mapping[str, Any] | None = None
     layers: Sequence[str] = ()
+    clip_norm: float = 0.0
 
     def in_order(self, all_reduce: AllReduce) -> AllReduce:
         """Return the same all-reduce, with buckets in the order of the layers."""
@@ -231,6 +233,7 @@ AROUND = {
     "zero3": AroundOptimizer(zero3, divides=True),
     "onebit_adam": AroundOptimizer(onebit_adam, has_adamw=True),
 }
+ERROR_FEEDBACK = ("byteps_onebit", "byteps_topk", "byteps_randomk", "byteps_dithering")
 EXCHANGES = ("ddp", "dp", *(name for name in (*GRADIENTS, *AROUND) if name != "ddp"))
 # How training with an exchange differs from a single device. Exchanges not listed here differ only by rounding.
 DIFFERS = {
@@ -299,11 +302,17 @@ def exchange_differs(name: str, settings: Mapping[str, Any]) -> str:
     return f"{name} sends gradients in {settings['wire_dtype']}" if settings.get("wire_dtype") else ""
 
 
+def make_all_reduce(name: str, axis: Axis, clip_norm: float, **settings: Any) -> AllReduce:
+    """Return the named exchange of gradients with these options. clip_norm: as in `Rule`."""
+    all_reduce = GRADIENTS[name](axis, **settings)
+    return all_reduce._replace(clip_norm=clip_norm) if name in ERROR_FEEDBACK else all_reduce
+
+
 def make_exchange(name: str, axis: Axis, rule: Rule, **settings: Any) -> Exchange:
     """Return the named exchange with these options, around an optimizer. dp is not supported."""
     passes, average = settings.pop(PASSES, 1), settings.pop(AVERAGE, False)
     if name in GRADIENTS:
-        exchange = averaged(rule.in_order(GRADIENTS[name](axis, **settings)), rule.optimizer)
+        exchange = averaged(rule.in_order(make_all_reduce(name, axis, rule.clip_norm, **settings)), rule.optimizer)
     else:
         exchange = AROUND[name].make(axis, rule, **settings)
     return exchange if passes == 1 else every(passes, exchange, average=average)

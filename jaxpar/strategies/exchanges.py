@@ -97,7 +97,7 @@ def configured_exchange(config: ConfigDict, problem: Problem, num_replicas: int)
         adamw = {"schedule": schedule, "num_steps": problem.num_steps, "mask": optimizer.decayed}
         adamw |= {key: o[key] for key in ("b1", "b2", "eps", "weight_decay", "clip_norm")}
     layers = [layer.name for layer in problem.model.layers]
-    rule = Rule(problem.optimizer, problem.model.shapes, adamw, layers)
+    rule = Rule(problem.optimizer, problem.model.shapes, adamw, layers, o.clip_norm)
     return presets.make_exchange(config.exchange, Axis(DATA, num_replicas), rule, **_with_seed(config))
 
 
@@ -123,4 +123,5 @@ def refuse_beyond_gradients(config: ConfigDict, num_replicas: int, cluster: Clus
 
 def on_gradients(config: ConfigDict, num_replicas: int) -> AllReduce:
     """Return the exchange of gradients over the data axis, for pipelines."""
-    return GRADIENTS[config.exchange](Axis(DATA, num_replicas), **_with_seed(config))
+    clip_norm = config.optimizer.clip_norm
+    return presets.make_all_reduce(config.exchange, Axis(DATA, num_replicas), clip_norm, **_with_seed(config))

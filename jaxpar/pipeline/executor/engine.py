@@ -30,7 +30,8 @@ One training step then runs on every device as follows. Comments in the code cit
 
     After the last clock:
 
-     8. Sum the metrics over all devices, and average the gradients over the replicas with the configured exchange.
+     8. Sum the metrics over all devices, and average the gradients over the replicas with the configured exchange. If
+        it has error feedback, each replica clips its gradient first.
      9. Sum the gradients of tied arrays over the stages that use them, and compute the global gradient norm.
     10. Take the optimizer step on the parameters of this device. If the loss or a gradient is not finite, all devices
         keep their parameters and optimizer state.
@@ -44,8 +45,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jaxpar import step as steps
+from jaxpar.exchange.clip import clipped
 from jaxpar.exchange.reduce import psum_small
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Batch
@@ -264,6 +267,9 @@ def pipeline_step(
         # 8. Check for infinities and NaNs before the exchange: a compressor may hide them.
         nonfinite_count = steps.nonfinite_count(local_grads)
         sums, nonfinite_count = psum_small((local_sums, nonfinite_count), (DATA, STAGE))
+        if staged.all_reduce.clip_norm:  # the parts of a tied array count separately, as they are sent
+            replica_norm = jnp.sqrt(jax.lax.psum(optax.tree.norm(local_grads) ** 2, STAGE))
+            local_grads = clipped(local_grads, replica_norm, staged.all_reduce.clip_norm)
         grads, residuals = staged.all_reduce.mean(local_grads, state.private)
         # 9. The gradient of an array that several devices use is the sum of their gradients.
         update = StageUpdate(staged, jax.lax.axis_index(STAGE))

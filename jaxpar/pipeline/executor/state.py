@@ -18,6 +18,7 @@ from jaxpar import layout
 from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar.addresses import Address, addresses
+from jaxpar.exchange.clip import already_clipped
 from jaxpar.exchange.fuse import AllReduce
 from jaxpar.launch import processes
 from jaxpar.layout import Holders, Layout, LeafLayout
@@ -130,7 +131,7 @@ class StagedState:
     """The distribution of a problem's state over the devices of a pipeline. It can be computed without devices.
 
     Attributes:
-      problem: the problem.
+      problem: the problem; its optimizer clips nothing if `all_reduce` has a clip_norm.
       stages: the stages.
       params: distribution of the parameters.
       optimizer: distribution of the optimizer state.
@@ -140,6 +141,8 @@ class StagedState:
     """
 
     def __init__(self, axes: Mapping[str, int], problem: Problem, stages: Stages, all_reduce: AllReduce):
+        if all_reduce.clip_norm:
+            problem = problem._replace(optimizer=already_clipped(problem.optimizer))
         self.problem, self.stages, self.all_reduce = problem, stages, all_reduce
         self.params = StagedTree(axes, lambda params: params, stages)
         self.optimizer = StagedTree(axes, problem.optimizer.init, stages)
