@@ -11,8 +11,20 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TypeVar
 
 
+def printable(text: str) -> str:
+    """Return the text in one line with control characters escaped, because part of it can be from a file.
+
+    A terminal would obey control characters: they can move the cursor, change colours or hide text.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class UserError(Exception):
     """A mistake that the user must correct. The message names the key or file, its value and what it must be."""
+
+    def __str__(self) -> str:
+        """Return the message as it is printed."""
+        return printable(super().__str__())
 
 
 T = TypeVar("T")
@@ -40,6 +52,10 @@ def accepted(refusals: Refusals[T]) -> T:
 
 class TrainingError(Exception):
     """A failure of the training itself. `main` prints the message and exits with code 1."""
+
+    def __str__(self) -> str:
+        """Return the message as it is printed."""
+        return printable(super().__str__())
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

@@ -53,9 +53,13 @@ def without_nonfinite(value: Any) -> Any:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file atomically: readers, also after a crash, see either the old text or the new text."""
+    """Replace a file atomically: readers, also after a crash, see either the old text or the new text.
+
+    A link at the place of the temporary file is replaced, not followed.
+    """
     temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w") as file:
+    temporary.unlink(missing_ok=True)  # left over from a crash
+    with temporary.open("x") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

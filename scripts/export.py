@@ -39,6 +39,7 @@ def export(workdir: Path, file: Path, step: int | None) -> None:
     info = {key: value for key, value in saved.info.items() if "checksum" not in key}
     metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in info.items()}
     temporary = file.with_name(f"{file.name}.tmp")
+    temporary.unlink(missing_ok=True)  # a link is replaced, not followed
     try:
         save_file(arrays, temporary, metadata)
         temporary.replace(file)

@@ -20,6 +20,16 @@ def test_a_failed_write_leaves_the_old_text(tmp_path: Path) -> None:
     assert path.read_text() == "old"
 
 
+def test_a_link_in_place_of_the_temporary_file_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("precious")
+    (tmp_path / "file.tmp").symlink_to(tmp_path / "other")
+    for text in ("new", "newer"):
+        files.write_text(tmp_path / "file", text)
+        assert (tmp_path / "file").read_text() == text
+    assert (tmp_path / "other").read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "other"]
+
+
 def test_a_workdir_is_locked_until_its_process_ends(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path / "run")], stdin=subprocess.PIPE, cwd=Path(__file__).parent.parent

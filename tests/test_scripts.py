@@ -64,6 +64,21 @@ def test_a_given_python_is_used_as_it_is(tmp_path: Path) -> None:
     assert output.strip() == f"a b {tmp_path} {process.pid} {ROOT / 'jaxpar' / '__init__.py'}"
 
 
+@pytest.mark.parametrize("arguments", [["train", "--help"], ["launch", "--num_processes=1", "--", "--help"]])
+def test_modules_in_the_current_folder_are_not_imported(arguments: list[str], tmp_path: Path) -> None:
+    """Neither by the script nor by the processes that the launcher starts."""
+    for name in ("absl", "ml_collections", "numpy"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('planted')")
+    script, *rest = arguments
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    environment = {**kept, "JAXPAR_PYTHON": sys.executable}
+    ended = subprocess.run(
+        [ROOT / "scripts" / script, *rest], env=environment, cwd=tmp_path, text=True, capture_output=True
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "--workdir" in ended.stdout
+
+
 def test_sets_up_once(clone: Path) -> None:
     first = run(clone, "python", "-c", "print('ran')")
     assert first.stdout == "ran\n", first

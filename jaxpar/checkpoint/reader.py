@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from jaxpar import config as configs
 from jaxpar.checkpoint import checksums
 from jaxpar.checkpoint.checksums import Info
-from jaxpar.errors import UserError
+from jaxpar.errors import UserError, printable
 from jaxpar.models.model import Params
 from jaxpar.state import Canonical
 
@@ -49,7 +49,8 @@ def unfinished_bytes(directory: Path) -> int:
 def restore(directory: Path, like: Canonical | None, log: Callable[[str], None]) -> Checkpoint | None:
     """Return the newest intact checkpoint, with NumPy leaves, or None if the directory contains no checkpoint.
 
-    Changes no files.
+    Changes no files. The directory is listed again after each checkpoint that cannot be read, because a run that is
+    being trained removes old checkpoints after it has written new ones.
 
     Args:
       directory: directory of the checkpoints.
@@ -59,15 +60,26 @@ def restore(directory: Path, like: Canonical | None, log: Callable[[str], None])
     Raises:
       UserError: all checkpoints are damaged, or the newest intact one is from a different model or format.
     """
-    existing = steps(directory)
-    for step in reversed(existing):
+    failed: dict[int, Damaged] = {}
+    while untried := [step for step in steps(directory) if step not in failed]:
         try:
-            return read(directory / str(step), like)
+            newest = read(directory / str(untried[-1]), like)
         except Damaged as error:
-            log(f"checkpoint {directory / str(step)} is damaged: {error}")
-    if existing:
+            failed[untried[-1]] = error
+        else:
+            _log_damaged(directory, failed, log)
+            return newest
+    _log_damaged(directory, failed, log)
+    if existing := steps(directory):
         raise UserError(f"all checkpoints in {directory} are damaged: steps {existing}; use a new --workdir")
     return None
+
+
+def _log_damaged(directory: Path, failed: Mapping[int, Damaged], log: Callable[[str], None]) -> None:
+    """Log the checkpoints that could not be read, except those that have been removed in the meantime."""
+    for step, error in failed.items():
+        if (directory / str(step)).exists():
+            log(f"checkpoint {directory / str(step)} is damaged: {error}")
 
 
 def read(path: Path, like: Canonical | None = None) -> Checkpoint:
@@ -158,7 +170,7 @@ def newest_config(directory: Path) -> Info | None:
 
 def gist(error: Exception) -> str:
     """Return a one-line summary of an exception."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    text = printable(" ".join(f"{type(error).__name__}: {error}".split()))
     return text if len(text) < 200 else text[:200] + "..."
 
 
@@ -169,13 +181,12 @@ def of_run(workdir: Path, step: int | None = None) -> Checkpoint:
       UserError: there is no run or no such checkpoint, or the checkpoint cannot be read.
     """
     directory = workdir / "checkpoints"
-    if not (existing := steps(directory)):
+    if step is None and (newest := restore(directory, None, log=print)):
+        return newest
+    existing = steps(directory)
+    if step is None or not existing:
         configs.read_config(workdir)
         raise UserError(f"{workdir} contains no checkpoint yet")
-    if step is None:
-        newest = restore(directory, None, log=print)
-        assert newest is not None
-        return newest
     if step not in existing:
         listed = ", ".join(map(str, existing))
         raise UserError(f"{workdir} contains no checkpoint of step {step}; its checkpoints are from steps {listed}")

@@ -4,15 +4,19 @@ import difflib
 import glob
 import gzip
 import hashlib
+import io
 import lzma
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO
 
 from jaxpar.errors import UserError
 
+DECOMPRESS: dict[str, Callable[[Path], io.BufferedIOBase]] = {".gz": gzip.GzipFile, ".xz": lzma.LZMAFile}
+MAX_EXPANSION = 200  # texts are compressed about 3 to 30 times, malicious files up to 1,000 (gz) or 7,000 times (xz)
+ALWAYS_EXPANDED = 2**26  # bytes, which are accepted from a file of any size
 DAMAGED = (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile)  # raised on reading a damaged .gz or .xz file
 
 
@@ -46,12 +50,42 @@ def _nearest_file(path: Path) -> str:
     return f". Did you mean {path.parent / names[0]}?" if names else ""
 
 
+class Expanded(io.RawIOBase):
+    """The expanded contents of a compressed file, up to MAX_EXPANSION times its size."""
+
+    def __init__(self, path: Path, file: io.BufferedIOBase):
+        """file: decompresses the file at `path`."""
+        self._path, self._file = path, file
+        self._left = max(MAX_EXPANSION * path.stat().st_size, ALWAYS_EXPANDED)
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Read into the buffer and return the number of bytes. Raises UserError beyond the limit."""
+        count = self._file.readinto(buffer)
+        self._left -= count
+        if self._left < 0:
+            raise UserError(
+                f"{self._path} expands to more than {MAX_EXPANSION} times its size; it must be less compressed, or not "
+                "compressed at all"
+            )
+        return count
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        super().close()
+
+
 def open_bytes(path: Path) -> BinaryIO:
-    """Open the file for reading in binary mode, and decompress it if its name ends in .gz or .xz."""
-    if path.suffix == ".gz":
-        return cast(BinaryIO, gzip.open(path, "rb"))
-    if path.suffix == ".xz":
-        return cast(BinaryIO, lzma.open(path, "rb"))
+    """Open the file for reading in binary mode, and decompress it if its name ends in .gz or .xz.
+
+    Reading raises UserError for a file that expands to implausibly many bytes.
+    """
+    if path.suffix in DECOMPRESS:
+        return io.BufferedReader(Expanded(path, DECOMPRESS[path.suffix](path)), buffer_size=2**16)
     return path.open("rb")
 
 

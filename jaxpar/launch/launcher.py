@@ -133,7 +133,8 @@ class Group:
                 environment = os.environ | variables | {FLAGS["process_id"].variable: str(number)}
                 if gpus:
                     environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[number * share : (number + 1) * share])
-                self._start([sys.executable, "-m", "jaxpar.main", *arguments], environment)
+                options = ["-P"] if sys.flags.safe_path else []  # do not import from the current folder
+                self._start([sys.executable, *options, "-m", "jaxpar.main", *arguments], environment)
         except BaseException:
             self._end()
             raise

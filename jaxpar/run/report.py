@@ -74,5 +74,6 @@ def draw_curves(workdir: Path, task: Task, title: str) -> Path | None:
             axis.legend()
     figure.suptitle(title)
     path = workdir / "curves.png"
+    path.unlink(missing_ok=True)  # a link is replaced, not followed
     figure.savefig(path, dpi=120)
     return path

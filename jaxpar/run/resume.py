@@ -80,6 +80,9 @@ def check_resumable(config: ConfigDict, workdir: Path) -> None:
             f"--workdir is {str(workdir)!r}, which contains {remains.name}, but no checkpoint; restore "
             f"{folder.name}/, or use a new --workdir"
         )
+    for step in checkpoint.steps(folder):
+        if (folder / str(step)).is_symlink():  # the run would have to remove it later, and with it files elsewhere
+            raise UserError(f"{folder / str(step)} is a symbolic link; it must be a folder, or not exist")
     before = checkpoint.newest_config(folder)
     if before is None:
         before = configs.read_saved(workdir)

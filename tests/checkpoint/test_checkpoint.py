@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from jaxpar import checkpoint
-from jaxpar.checkpoint import checksums, writer
+from jaxpar.checkpoint import checksums, reader, writer
 from jaxpar.errors import UserError
 from tests.runs import change_info
 
@@ -205,6 +205,22 @@ def test_all_damaged_is_an_error(tmp_path: Path) -> None:
     for _ in range(2):  # the second attempt must not start a new run
         with pytest.raises(UserError, match=r"all checkpoints in .* are damaged: steps \[1\]"):
             restore(tmp_path / "c")
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With keep=1, a run that is being trained replaces the only checkpoint."""
+    save(tmp_path / "c", {1: None}, keep=1)
+    shapes = reader._shapes
+
+    def removing(path: Path) -> Any:
+        if path.parent.name == "1":
+            save(tmp_path / "c", {2: None}, keep=1, keep_best=False)
+        return shapes(path)
+
+    monkeypatch.setattr(reader, "_shapes", removing)
+    found, logged = restore(tmp_path / "c")
+    assert found is not None
+    assert (found.step, logged) == (2, [])
 
 
 def test_half_written_checkpoints_are_ignored(tmp_path: Path) -> None:

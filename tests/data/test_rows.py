@@ -1,11 +1,13 @@
 import gzip
 import lzma
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from jaxpar.data import files
 from jaxpar.data.rows import Columns, TextRow, read_files
 from jaxpar.errors import UserError
 
@@ -44,6 +46,21 @@ def test_compressed_files(source: str, tmp_path: Path) -> None:
         other.write_bytes(other.read_bytes()[:-20])
         with pytest.raises(UserError, match=f"{other.name}: the compressed file is damaged"):
             rows(source, other)
+
+
+@pytest.mark.parametrize(("suffix", "compress"), [(".gz", gzip.compress), (".xz", lzma.compress)])
+def test_a_file_that_expands_to_too_much(
+    suffix: str, compress: Callable[[bytes], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small files may expand to any ratio, and large files to 200 times their size."""
+    path = tmp_path / f"a.csv{suffix}"
+    path.write_bytes(compress(b"text,label\n" + b"a" * 2**20 + b",b\n"))
+    assert [len(row.texts[0]) for row in rows("csv", path)] == [2**20]
+    monkeypatch.setattr(files, "ALWAYS_EXPANDED", 2**16)
+    with pytest.raises(UserError, match=rf"a.csv{suffix} expands to more than 200 times its size; it must be less"):
+        rows("csv", path)
+    monkeypatch.setattr(files, "MAX_EXPANSION", 10_000)
+    assert len(rows("csv", path)) == 1
 
 
 def test_csv_fields_over_several_lines(tmp_path: Path) -> None:

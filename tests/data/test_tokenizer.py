@@ -116,6 +116,10 @@ def test_files_that_are_not_tokenizers(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"tokenizer.json is not a tokenizer.json or vocab.txt") as caught:
             tokenizer.read_tokenizer(path)
         assert "\n" not in str(caught.value)
+    path.write_text(json.dumps({"version": "\x1b[2J\u202e", "model": {"type": "WordLevel"}}))
+    with pytest.raises(UserError, match=r"\\x1b\[2J\\u202e") as caught:
+        tokenizer.read_tokenizer(path)
+    assert str(caught.value).isprintable()
     vocab = tmp_path / "vocab.txt"
     vocab.write_text("[UNK]\n[CLS]\n[SEP]\nword\n")
     with pytest.raises(UserError, match=r"vocab.txt lacks \[PAD\], \[MASK\]"):

@@ -278,6 +278,13 @@ def test_a_folder_that_is_a_file(folder: Path, tmp_path: Path) -> None:
         resume.check_resumable(small_config(folder), tmp_path)
 
 
+def test_a_checkpoint_that_is_a_link(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "4").symlink_to(tmp_path)
+    with pytest.raises(UserError, match=r"checkpoints/4 is a symbolic link; it must be a folder, or not exist$"):
+        resume.check_resumable(small_config(folder), tmp_path)
+
+
 def test_files_may_move(folder: Path, tmp_path: Path) -> None:
     """The paths of data and tokenizer may change, but not the contents of the files."""
     trained(folder, tmp_path / "run", SINGLE, 2)

@@ -42,6 +42,7 @@ def letter(chunk: int) -> str:
 
 def save_charts(path: Path | str, charts: Sequence[tuple[str, Sequence[Span]]]) -> None:
     """Write a picture with one chart per (title, timeline), stacked. The suffix of the path selects the format."""
+    Path(path).unlink(missing_ok=True)  # a link is replaced, not followed
     with matplotlib.rc_context(
         {"svg.fonttype": "none", "svg.hashsalt": "jaxpar"}
     ):  # text stays text; output is reproducible
