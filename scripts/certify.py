@@ -4,8 +4,8 @@
         [--config.KEY=VALUE ...]
 
 For each layer, reports the error of the initial parameters, the largest errors over all steps of the gradient and of
-the optimizer update, and the difference of the parameters after two independent runs. docs/certificate.md explains
-what is compared and why.
+the optimizer update, the error of a resumed state, and the difference of the parameters after two independent runs.
+docs/certificate.md explains what is compared and why.
 
 Exit codes: 0 if the differences are within the tolerance, or if there is no tolerance because the strategy computes
 different numbers by design; 1 if they are outside the tolerance, or if the training failed; 2 for invalid arguments.
@@ -23,14 +23,14 @@ from ml_collections import ConfigDict
 
 from jaxpar import config as configs
 from jaxpar import data, files, mesh
-from jaxpar.analysis import certificate
-from jaxpar.analysis.certificate import QUANTITIES, TOLERANCES
+from jaxpar.analysis import certificate, reference
+from jaxpar.analysis.certificate import QUANTITIES, ROUNDINGS, TOLERANCES
 from jaxpar.errors import USER_ERROR, TrainingError, UserError, format_count
 from jaxpar.measure import provenance
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build
 
-COLUMNS = {"start": "start", "gradient": "gradient", "update": "update", "optimizer": "moments", "alone": "drift"}
+COLUMNS = {"optimizer": "moments", "alone": "drift"}  # headings that differ from the quantity
 
 
 def main() -> int:
@@ -91,8 +91,8 @@ def certify(config: ConfigDict, workdir: Path, passes: int) -> dict[str, Any]:
     # By default GPUs round the factors of matrix products to 10 bits, which would hide small errors.
     with jax.default_matmul_precision("highest"):
         checked = build.check_run(config, workdir)
-        run, reference = certificate.make_pair(build.make_run(config, workdir, Phases(), checked), passes)
-        measured = certificate.measure(run, reference)
+        run = build.make_run(config, workdir, Phases(), checked)
+        measured = certificate.measure(reference.make_runs(run, passes))
         flags = provenance.flags()
     tolerance = None if run.plan.differs else TOLERANCES[config.model.dtype]
     return {
@@ -125,38 +125,53 @@ def certify(config: ConfigDict, workdir: Path, passes: int) -> dict[str, Any]:
 def format_certificate(certified: dict[str, Any]) -> str:
     """Return the certificate as a table."""
     sums, on, versions = certified["sums"], certified["devices"], certified["versions"]
+    metrics, layers = certified["metrics"], certified["layers"]
     packages = ", ".join(f"{name} {number}" for name, number in versions.items())
     steps = f"{len(certified['batches'])}, on batches {', '.join(map(str, certified['batches']))}"
     lines = [f"strategy   {certified['strategy']}", f"model      {certified['model']}", f"steps      {steps}"]
     lines += [f"batch      {sums['batch_size']} examples over {sums['strategy']}", f"reference  {sums['reference']}"]
     lines += [f"devices    {on['number']} x {', '.join(on['kinds'])}", f"versions   {packages}", ""]
-    lines += [f"{'':14}{'relative error, max error in ULPs':20}"]
-    lines += [f"{name:14}{cell(error)}" for name, error in certified["metrics"].items()]
-    present = [q for q in QUANTITIES if any(q in errors for errors in certified["layers"].values())]
-    lines += ["", f"{'layer':14}" + "".join(f"{COLUMNS[q]:20}" for q in present).rstrip()]
-    for layer, errors in certified["layers"].items():
-        lines.append(f"{layer:14}" + "".join(f"{cell(errors.get(q)):20}" for q in present).rstrip())
+    lines += [
+        format_table([["", "relative error, max error in ULPs"], *([n, cell(e)] for n, e in metrics.items())]),
+        "",
+    ]
+    present = [q for q in QUANTITIES if any(q in errors for errors in layers.values())]
+    heading = ["layer", *(COLUMNS.get(q, q) for q in present)]
+    lines += [format_table([heading, *([name, *(cell(of.get(q)) for q in present)] for name, of in layers.items())])]
     if certified["differs"]:
         return "\n".join([*lines, "", f"verdict    no tolerance applies: {certified['differs']}"])
     if not certified["outside"]:
-        most = ", ".join(f"{name} {value:.1e}" for name, value in certified["tolerance"].items())
-        return "\n".join([*lines, "", f"verdict    passed, within the tolerance: {most}"])
+        most = ", ".join(f"{name} {scientific(value)}" for name, value in certified["tolerance"].items())
+        rounded = f", or {ROUNDINGS:g} x rounding" if "rounding" in present else ""
+        return "\n".join([*lines, "", f"verdict    passed, within the tolerance: {most}{rounded}"])
     return "\n".join(
         [*lines, "", "verdict    failed, outside the tolerance", *(f"outside    {one}" for one in certified["outside"])]
     )
 
 
+def format_table(rows: list[list[str]]) -> str:
+    """Return rows of cells as lines with columns of equal width."""
+    widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+    lines = ["".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
+
+
 def cell(error: dict[str, Any] | None) -> str:
-    """Return an error as text that fits into a table column of 20 characters."""
+    """Return an error as text for a table."""
     if error is None:
         return "-"
     if error["bitwise"]:
         return "bitwise"
     if error["ulps"] is None:
         return "not finite"
-    relative = "inf" if error["relative"] is None else f"{error['relative']:.1e}"  # the norm is zero
+    relative = "inf" if error["relative"] is None else scientific(error["relative"])  # None: the norm is zero
     spec = ".1f" if error["ulps"] < 1e6 else ".1e"
     return f"{relative}, {error['ulps']:{spec}}"
+
+
+def scientific(value: float) -> str:
+    """Return a number with two digits."""
+    return f"{value:.1e}" if value else "0"
 
 
 if __name__ == "__main__":

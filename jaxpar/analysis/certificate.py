@@ -3,185 +3,61 @@
 A step consists of a gradient and an update, which are compared separately. Before each step of the strategy, the
 reference (`single`) receives the strategy's canonical state and the same batch and takes the step too: losses, gradient
 norms and gradients must agree. Then one device applies the optimizer to the *strategy's* gradient: the resulting
-parameters and optimizer state must agree with the strategy's state after the step. A run is therefore correct if its
-start, its gradients and its updates are correct.
+update, parameters and optimizer state must agree with those of the strategy. A run is therefore correct if its start,
+its gradients and its updates are correct. After the first step, the strategy continues from its canonical state, as a
+resumed run does; after the last step, the strategy and the reference evaluate the same parameters.
 
 This separates mistakes from rounding errors, which grow between two independent runs: Adam makes full-size steps from a
 gradient that is zero except for rounding, such as the gradient of a key bias. The drift between two independent runs is
 reported without a tolerance.
 
-The compared gradient is the optimizer's input, which the transformation `recording` in front of the optimizer stores
-in its state.
+The compared gradient is the optimizer's input, and the compared update its output. Two transformations `recording`,
+in front of the optimizer and behind it, store them in their states. The update is compared itself, because rounding to
+the parameters hides the smallest parts of an update, such as the weight decay of a small learning rate.
+
+A gradient in bfloat16 depends on the order of its sums, by an amount that depends on the batch. So the gradient of a
+bfloat16 model is compared with the float32 gradient of one device, and the tolerance follows from the error of one
+device in bfloat16.
 """
 
-import functools
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import serialization
-from ml_collections import ConfigDict
 
-from jaxpar import state as states
-from jaxpar import step as steps
-from jaxpar import strategies
-from jaxpar.addresses import Address, addresses
+from jaxpar.analysis.errors import Error, Leaves, compare, compare_change, worst
+from jaxpar.analysis.reference import HostBatch, Reference, Runs, Snapshot
 from jaxpar.errors import TrainingError
-from jaxpar.layout import Tree
-from jaxpar.models import Params
-from jaxpar.run.build import Run, StrategyState
+from jaxpar.run.build import Run
 from jaxpar.run.start import start
-from jaxpar.state import Canonical
-from jaxpar.step import Metrics, Problem
-from jaxpar.strategies import Strategy
-from jaxpar.strategies.strategy import S
-from jaxpar.tasks import mean_loss
+from jaxpar.step import Metrics
+from jaxpar.tasks import Sums, mean_loss
 
-# Relative errors by dtype of the computation. The tolerance of the gradient is larger, because a gradient can be a
-# small sum of thousands of large terms. In bfloat16, the gradient of each batch shard is rounded to 8 bits before the
-# shards are added up.
+# Relative errors. The tolerance of the gradient is larger, because a gradient can be a small sum of thousands of large
+# terms. In bfloat16, the terms of the metrics, such as the number of correct predictions, have no tolerance, because
+# rounding decides between nearly equal logits.
+OF_LAYERS = {"start": 1e-6, "gradient": 1e-5, "update": 1e-5, "optimizer": 1e-6, "resume": 0.0}
 TOLERANCES = {
-    "float32": {"metrics": 1e-6, "start": 1e-6, "gradient": 1e-5, "update": 1e-6, "optimizer": 1e-6},
-    "bfloat16": {"metrics": 2**-8, "start": 1e-6, "gradient": 2**-7, "update": 1e-6, "optimizer": 1e-6},
+    "float32": {"metrics": 1e-6, "terms": 1e-6, **OF_LAYERS},
+    "bfloat16": {"metrics": 2**-8, **OF_LAYERS},
 }
-STEP_METRICS = ("loss", "gradient norm")
-QUANTITIES = ("start", "gradient", "update", "optimizer", "alone")  # compared per layer; "alone" has no tolerance
-
-Leaves = Mapping[str, np.ndarray]
-
-
-class Recorded(NamedTuple):
-    """The state of `recording`: the last gradient passed to the optimizer."""
-
-    last_gradient: Params
-
-
-def recording() -> optax.GradientTransformation:
-    """Return a transformation that passes gradients through unchanged and stores them in its state."""
-
-    def init(params: Params) -> Recorded:
-        return Recorded(jax.tree.map(jnp.zeros_like, params))
-
-    return optax.GradientTransformation(init, lambda grads, _state, _params=None: (grads, Recorded(grads)))
-
-
-class Error(NamedTuple):
-    """The error of a set of arrays with respect to the reference.
-
-    Attributes:
-      bitwise: whether all arrays are bitwise equal.
-      ulps: the largest difference, in units in the last place (ULPs) of the largest reference value.
-      relative: norm of the difference / norm of the reference, over all arrays; infinite if only the latter is zero.
-    """
-
-    bitwise: bool
-    ulps: float
-    relative: float
-
-
-def compare(got: Leaves, expected: Leaves) -> Error:
-    """Compare arrays with the reference arrays of the same names."""
-    assert got.keys() == expected.keys(), got.keys() ^ expected.keys()
-    pairs = [(np.asarray(got[name]), np.asarray(value)) for name, value in expected.items()]
-    bitwise = all(a.tobytes() == b.tobytes() for a, b in pairs)
-    differences = [a.astype(np.float64) - b for a, b in pairs]
-    largest = max((np.abs(b).max() for _, b in pairs if b.size), default=0.0)
-    ulps = max((np.abs(d).max() for d in differences if d.size), default=0.0) / np.spacing(np.float32(largest))
-    square, total = (
-        sum(float((x.astype(np.float64) ** 2).sum()) for x in of) for of in (differences, expected.values())
-    )
-    relative = np.sqrt(square / total) if total else (np.inf if square else 0.0)
-    return Error(bitwise, float(ulps), float(relative))
-
-
-def worst(errors: Iterable[Error]) -> Error:
-    """Return the largest error over several steps, separately for each attribute."""
-    bitwise, ulps, relative = zip(*errors, strict=True)
-    return Error(all(bitwise), float(np.max(ulps)), float(np.max(relative)))  # np.max propagates NaN
-
-
-class Snapshot(NamedTuple):
-    """A canonical state on the host, split by layer.
-
-    Attributes:
-      tree: the canonical state.
-      params: parameters of each layer.
-      gradient: last gradient passed to the optimizer, by layer; empty if the strategy brings its own optimizer.
-      optimizer: optimizer moments of each layer.
-      counters: leaves that belong to no layer: the step, the run's key and the optimizer's step counters.
-    """
-
-    tree: Canonical
-    params: dict[str, Leaves]
-    gradient: dict[str, Leaves]
-    optimizer: dict[str, Leaves]
-    counters: Leaves
-
-
-def split_by_layer(tree: Tree, within: Sequence[Address]) -> tuple[dict[str, Leaves], dict[str, np.ndarray]]:
-    """Return the leaves of each layer by path, and the leaves of no layer. within: addresses of the tree's leaves."""
-    layers: dict[str, dict[str, np.ndarray]] = {}
-    of_no_layer: dict[str, np.ndarray] = {}
-    for address, leaf in zip(within, jax.tree.leaves(tree), strict=True):
-        leaves = of_no_layer if address.layer is None else layers.setdefault(address.layer, {})
-        leaves[address.path] = leaf
-    return dict(layers), of_no_layer
-
-
-def moment_addresses(problem: Problem) -> list[Address]:
-    """Return the addresses of the canonical optimizer state, for a problem whose optimizer records gradients."""
-
-    def init(params: Params) -> Canonical:
-        _, moments = problem.optimizer.init(params)
-        return dict(serialization.to_state_dict(moments))
-
-    return addresses(init, problem.model.shapes)
-
-
-class Reference:
-    """The reference, which takes steps from any canonical state on one device."""
-
-    def __init__(self, run: Run):
-        """run: a run of strategy `single` whose optimizer records gradients."""
-        self.strategy, problem = run.strategy, run.problem
-        self._like = states.abstract_state(problem.model, problem.optimizer)
-        self._params, self._moments = addresses(lambda params: params, problem.model.shapes), moment_addresses(problem)
-        self._update = jax.jit(functools.partial(steps.update, problem))
-
-    def snapshot(self, strategy: Strategy[S], state: S) -> Snapshot:
-        """Copy the state of any strategy to the host. The copy is needed because the next step donates the state."""
-        tree = jax.tree.map(np.array, strategy.to_canonical(state))
-        params, _ = split_by_layer(tree["params"], self._params)
-        counters = {"step": tree["step"], "key": tree["key"]}
-        recorded = tree["optimizer"].get("0", {}).get("last_gradient")
-        if recorded is None:
-            return Snapshot(tree, params, {}, {}, counters)
-        gradient, _ = split_by_layer(recorded, self._params)
-        moments, of_no_layer = split_by_layer(tree["optimizer"]["1"], self._moments)
-        return Snapshot(tree, params, gradient, moments, of_no_layer | counters)
-
-    def step(self, tree: Canonical, batch: Mapping[str, np.ndarray]) -> tuple[Snapshot, Metrics]:
-        """Take a step from a canonical state."""
-        state, metrics = self.strategy.step(self.strategy.from_canonical(tree), self.strategy.place(batch))
-        return self.snapshot(self.strategy, state), metrics
-
-    def update(self, before: Canonical, after: Canonical, metrics: Metrics) -> Snapshot:
-        """Update the state `before` a step on one device, with the gradient recorded in the state `after` the step."""
-        grads = states.from_canonical(after, self._like).optimizer[0].last_gradient
-        sums, norm = jax.device_get((metrics.sums, metrics.grad_norm))
-        state, _ = self._update(states.from_canonical(before, self._like), grads, sums, norm)
-        return self.snapshot(self.strategy, state)
+# In bfloat16 an error can also be this multiple of the error of one device in bfloat16, the "rounding": two orders of
+# summation have rounding errors of about the same size.
+ROUNDINGS = 2.0
+METRICS = ("loss", "weight", "gradient norm")  # all other metrics are terms
+EVALUATION = "evaluation "  # prefix of the metrics of an evaluation
+# Compared per layer; "rounding" and "alone" have no tolerance.
+QUANTITIES = ("start", "gradient", "rounding", "update", "optimizer", "resume", "alone")
 
 
 class Measured(NamedTuple):
     """The largest errors that a comparison found.
 
     Attributes:
-      metrics: the errors of "loss" and "gradient norm".
+      metrics: the errors of the loss, the gradient norm and the sums of the task, in a step and in an evaluation. For a
+        bfloat16 model also "rounding of METRIC", the error of one device in bfloat16.
       layers: {layer: {quantity: error}}. If the strategy differs by design, gradient and metrics are compared only at
         the first step, and update and optimizer are not compared.
       counters: names of the counters whose values differ from the reference.
@@ -192,27 +68,6 @@ class Measured(NamedTuple):
     layers: dict[str, dict[str, Error]]
     counters: list[str]
     batches: list[int]
-
-
-def make_pair(run: Run, passes: int) -> tuple[Run, Run]:
-    """Return the run, with an optimizer that records gradients, and its reference.
-
-    passes: number of microbatches over which the reference accumulates the gradient of a batch.
-    """
-    problem = run.problem._replace(optimizer=optax.chain(recording(), run.problem.optimizer))
-    whole = problem._replace(accumulation_steps=passes)
-    ours = run._replace(problem=problem, strategy=strategies.make(run.config, problem))
-    return ours, run._replace(problem=whole, strategy=make_single(run.config, whole))
-
-
-def make_single(config: ConfigDict, problem: Problem) -> Strategy[StrategyState]:
-    """Build the reference strategy `single`, ignoring the devices and exchanges of the config."""
-    config = config.copy_and_resolve_references()
-    config.strategy, config.exchange, config.mesh.data, config.mesh.stage = "single", "ddp", 1, 1
-    config.optimizer.accumulation_steps = problem.accumulation_steps
-    for option in config.exchange_options:
-        config.exchange_options[option] = None
-    return strategies.make(config, problem)
 
 
 def batches(run: Run) -> list[int]:
@@ -231,64 +86,137 @@ def batches(run: Run) -> list[int]:
     return [*range(run.num_steps - 1), padded]
 
 
-def measure(run: Run, reference: Run) -> Measured:
-    """Run both runs of `make_pair` for all steps. Raises TrainingError if a loss or gradient is not finite."""
-    strategy, one_device = run.strategy, Reference(reference)
-    (state, _), (alone, _) = start(run), start(reference)
-    after = one_device.snapshot(strategy, state)
-    errors: dict[tuple[str, str], list[Error]] = {}  # (layer, quantity), or ("", metric)
-    add(errors, "start", after.params, one_device.snapshot(reference.strategy, alone).params)
-    counters: set[str] = set()
+class Comparison:
+    """The steps of a strategy, compared one by one with the reference. All states are snapshots."""
+
+    def __init__(self, runs: Runs):
+        self.single, self.exact = Reference(runs.one_device), Reference(runs.exact)
+        self.is_exact = runs.exact is runs.one_device
+        self.counters: set[str] = set()  # names of counters that differ
+        self._errors: dict[tuple[str, str], list[Error]] = {}  # by (layer, quantity), or (metric, "")
+
+    def add(self, quantity: str, got: Mapping[str, Leaves], expected: Mapping[str, Leaves]) -> None:
+        """Compare a quantity of each layer with the reference; for quantity "", compare metrics."""
+        for name, leaves in got.items():
+            self._append(name, quantity, compare(leaves, expected[name]))
+
+    def gradient(self, before: Snapshot, after: Snapshot, batch: HostBatch, metrics: Metrics) -> None:
+        """Compare the gradient and the metrics of a step with those of one device."""
+        expected, exact_metrics = self.exact.step(before.tree, batch)
+        self.add("gradient", after.gradient, expected.gradient)
+        self.add("", step_metrics(metrics), step_metrics(exact_metrics))
+        if self.is_exact:
+            return
+        rounded, rounded_metrics = self.single.step(before.tree, batch)
+        self.add("rounding", rounded.gradient, expected.gradient)
+        loss, exact_loss = (step_metrics(of)["loss"] for of in (rounded_metrics, exact_metrics))
+        self._append("rounding of loss", "", compare(loss, exact_loss))
+        # The norms of two gradients differ by at most the norm of their difference.
+        self._append("rounding of gradient norm", "", compare(joined(rounded.gradient), joined(expected.gradient)))
+
+    def update(self, before: Snapshot, after: Snapshot, metrics: Metrics) -> None:
+        """Compare the update of a step with the update of one device for the same gradient."""
+        expected = self.single.update(before.tree, after.tree, metrics)
+        self.add("update", after.update, expected.update)
+        for layer, params in after.params.items():
+            self._append(layer, "update", compare_change(before.params[layer], params, expected.params[layer]))
+        self.add("optimizer", after.optimizer, expected.optimizer)
+        self._compare_counters(after, expected)
+
+    def resumed(self, saved: Snapshot, resumed: Snapshot) -> None:
+        """Compare a state that was made from a canonical state with this canonical state."""
+        for got, expected in (
+            (resumed.params, saved.params),
+            (resumed.gradient, saved.gradient),
+            (resumed.update, saved.update),
+            (resumed.optimizer, saved.optimizer),
+        ):
+            self.add("resume", got, expected)
+        self._compare_counters(resumed, saved)
+
+    def measured(self, layers: Iterable[str], batches: list[int]) -> Measured:
+        """Return the largest errors of all steps."""
+        of = {key: worst(errors) for key, errors in self._errors.items()}
+        by_layer = {layer: {q: of[layer, q] for q in QUANTITIES if (layer, q) in of} for layer in layers}
+        by_metric = {name: error for (name, quantity), error in of.items() if not quantity}
+        return Measured(by_metric, by_layer, sorted(self.counters), batches)
+
+    def _append(self, name: str, quantity: str, error: Error) -> None:
+        self._errors.setdefault((name, quantity), []).append(error)
+
+    def _compare_counters(self, got: Snapshot, expected: Snapshot) -> None:
+        self.counters |= {name for name, value in expected.counters.items() if (got.counters[name] != value).any()}
+
+
+def measure(runs: Runs) -> Measured:
+    """Run the strategy and its reference for all steps. Raises TrainingError if a loss or gradient is not finite."""
+    run, strategy, single = runs.ours, runs.ours.strategy, runs.one_device.strategy
+    compared = Comparison(runs)
+    snapshot = compared.single.snapshot
+    (state, _), (alone, _) = start(run), start(runs.one_device)
+    after = snapshot(strategy, state)
+    compared.add("start", after.params, snapshot(single, alone).params)
     for count, number in enumerate(batches(run)):
         batch, before = run.batches.batch(number), after
-        alone, expected_metrics = reference.strategy.step(alone, reference.strategy.place(batch))
-        if not strategy.plan.differs:
-            expected, expected_metrics = one_device.step(before.tree, batch)
-        elif count == 0:  # both still have the same state
-            expected = one_device.snapshot(reference.strategy, alone)
+        alone, metrics_alone = single.step(alone, single.place(batch))
         state, metrics = strategy.step(state, strategy.place(batch))
-        after = one_device.snapshot(strategy, state)
-        if count == 0 or not strategy.plan.differs:
-            add(errors, "", *(compared_metrics(of, number) for of in (metrics, expected_metrics)))
-            add(errors, "gradient", after.gradient, expected.gradient)
+        check_finite(number, metrics, metrics_alone)
+        after = snapshot(strategy, state)
         if not strategy.plan.differs:
-            updated = one_device.update(before.tree, after.tree, metrics)
-            add(errors, "update", after.params, updated.params)
-            add(errors, "optimizer", after.optimizer, updated.optimizer)
-            counters |= {name for name, value in updated.counters.items() if (after.counters[name] != value).any()}
-    add(errors, "alone", after.params, one_device.snapshot(reference.strategy, alone).params)
-    worst_of = {key: worst(of) for key, of in errors.items()}
+            compared.gradient(before, after, batch, metrics)
+            compared.update(before, after, metrics)
+        elif count == 0:  # both started from the same state
+            compared.add("gradient", after.gradient, snapshot(single, alone).gradient)
+            compared.add("", step_metrics(metrics), step_metrics(metrics_alone))
+        if count == 0:  # continue as a resumed run does
+            state = strategy.from_canonical(after.tree, jax.tree.map(np.array, strategy.to_private(state)))
+            compared.resumed(after, snapshot(strategy, state))
+    evaluated = jax.device_get(strategy.evaluate(state, strategy.place(batch)))
+    expected = compared.exact.evaluate(alone, after.tree["params"], batch)
+    compared.add("", *(sums_by_name(sums, EVALUATION) for sums in (evaluated, expected)))
+    compared.add("alone", after.params, snapshot(single, alone).params)
     layers = [layer.name for layer in run.problem.model.layers if layer.name in after.params]
-    by_quantity = {layer: {q: worst_of[layer, q] for q in QUANTITIES if (layer, q) in worst_of} for layer in layers}
-    by_metric = {name: worst_of[name, ""] for name in STEP_METRICS}
-    return Measured(by_metric, by_quantity, sorted(counters), batches(run))
+    return compared.measured(layers, batches(run))
 
 
-def add(
-    errors: dict[tuple[str, str], list[Error]], quantity: str, got: Mapping[str, Leaves], expected: Mapping[str, Leaves]
-) -> None:
-    """Compare a quantity of each layer in `got` with the reference and append the errors."""
-    for layer, leaves in got.items():
-        errors.setdefault((layer, quantity), []).append(compare(leaves, expected[layer]))
+def check_finite(number: int, *metrics: Metrics) -> None:
+    """Raise TrainingError if a loss or gradient of a batch is not finite. number: index of the batch."""
+    if not all(jax.device_get([of.finite for of in metrics])):
+        raise TrainingError(f"the loss or the gradient of batch {number} is not finite, so it cannot be compared")
 
 
-def compared_metrics(metrics: Metrics, batch: int) -> dict[str, Leaves]:
-    """Return the compared metrics of a step, in the form of layers with one leaf each."""
+def step_metrics(metrics: Metrics) -> dict[str, Leaves]:
+    """Return the metrics of a step, in the form of layers with one leaf each."""
     step = jax.device_get(metrics)
-    if not step.finite:
-        raise TrainingError(f"the loss or the gradient of batch {batch} is not finite, so it cannot be compared")
-    values = {"loss": mean_loss(step.sums.loss, step.sums.weight), "gradient norm": step.grad_norm}
-    return {name: {name: values[name]} for name in STEP_METRICS}
+    return sums_by_name(step.sums) | {"gradient norm": {"": step.grad_norm}}
+
+
+def sums_by_name(sums: Sums, prefix: str = "") -> dict[str, Leaves]:
+    """Return the mean loss, the weight and the terms of sums on the host, in the form of layers with one leaf each."""
+    values = {"loss": mean_loss(sums.loss, sums.weight), "weight": sums.weight, **sums.terms}
+    return {prefix + name: {"": value} for name, value in values.items()}
+
+
+def joined(layers: Mapping[str, Leaves]) -> Leaves:
+    """Return the leaves of all layers as those of one."""
+    return {f"{layer}.{path}": leaf for layer, leaves in layers.items() for path, leaf in leaves.items()}
 
 
 def outside(measured: Measured, tolerance: Mapping[str, float]) -> list[str]:
-    """Return one line for each quantity that exceeds the tolerance."""
-    wrong = [(name, error, tolerance["metrics"]) for name, error in measured.metrics.items()]
+    """Return one line for each quantity whose error exceeds both the tolerance and ROUNDINGS times the rounding."""
+    wrong: list[tuple[str, Error, float, Error | None]] = []
+    for name, error in measured.metrics.items():
+        kind = "metrics" if name.removeprefix(EVALUATION) in METRICS else "terms"
+        if kind in tolerance and not name.startswith("rounding"):
+            wrong.append((name, error, tolerance[kind], measured.metrics.get(f"rounding of {name}")))
     for layer, errors in measured.layers.items():
-        wrong += [(f"{q} of {layer}", error, tolerance[q]) for q, error in errors.items() if q in tolerance]
-    lines = [
-        f"{name}: {error.relative:.1e}, tolerance {most:.1e}"
-        for name, error, most in wrong
-        if not error.relative <= most
-    ]
+        for quantity, error in errors.items():
+            if quantity in tolerance:
+                rounding = errors.get("rounding") if quantity == "gradient" else None
+                wrong.append((f"{quantity} of {layer}", error, tolerance[quantity], rounding))
+    lines = []
+    for name, error, most, rounding in wrong:
+        allowed = max(most, ROUNDINGS * rounding.relative) if rounding else most
+        if not error.relative <= allowed:
+            lines.append(f"{name}: {error.relative:.1e}, tolerance {allowed:.1e}")
     return lines + [f"{name}: differs from the reference" for name in measured.counters]

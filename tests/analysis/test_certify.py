@@ -12,18 +12,22 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
+from ml_collections import ConfigDict
 
-from jaxpar import files
+from jaxpar import config as configs
+from jaxpar import files, strategies
 from jaxpar import step as steps
-from jaxpar.analysis import certificate
-from jaxpar.analysis.certificate import Error, compare
+from jaxpar.analysis import certificate, reference
+from jaxpar.analysis.errors import Error, compare, compare_change, worst
 from jaxpar.config import default_config
 from jaxpar.data import Batches, plan
 from jaxpar.data.examples import Vectors
 from jaxpar.exchange import EXCHANGES, presets
 from jaxpar.pipeline.executor import engine as pipeline_engine
-from jaxpar.strategies import data_parallel, replicas
+from jaxpar.step import Problem
+from jaxpar.strategies import Strategy, data_parallel, replicas
 from scripts import certify as script
 from tests.runs import small_arguments
 
@@ -33,12 +37,27 @@ MLP = ["model.name=mlp", "model.num_heads=None", "model.mlp_size=None", "data.so
 MLP += ["data.synthetic_examples=250", "model.num_layers=2", "model.dropout=0.2"]
 BERT = ["model.dropout=0.2", "model.num_layers=2"]
 SHARD_MAP = ["data_parallel.implementation=shard_map"]
+REFERENCES: dict[str, Strategy[Any]] = {}  # by config
 PIPELINE = ["strategy=pipeline", "mesh.stage=2", "mesh.data=1", "pipeline.num_microbatches=4"]
 
 
 @pytest.fixture
 def certify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, dict[str, Any]]]:
-    """A function that runs the script in this process with these keys and returns its exit code and the certificate."""
+    """A function that runs the script in this process with these keys and returns its exit code and the certificate.
+
+    Certificates with equal problems share the programs of the reference, which are traced once.
+    """
+    make_single = reference.make_single
+
+    def make_shared(config: ConfigDict, problem: Problem) -> Any:
+        ignored = ("strategy", "exchange", "mesh", "data_parallel", "pipeline", "asynchronous", "data.train")
+        values = {k: v for k, v in configs.keys(config).items() if not k.startswith(ignored)}
+        key = repr((values, problem.accumulation_steps, problem.model.shapes))
+        if key not in REFERENCES:
+            REFERENCES[key] = make_single(config, problem)
+        return REFERENCES[key]
+
+    monkeypatch.setattr(reference, "make_single", make_shared)
 
     def run(*keys: str, num_steps: int = 3) -> tuple[int, dict[str, Any]]:
         output = tmp_path / "certificate.json"
@@ -64,6 +83,7 @@ CORRECT = {
     "zb_h1, sgd": [*MLP, *PIPELINE, "pipeline.schedule=zb_h1", "mesh.data=2", "optimizer.name=sgd"],
     "sync of 4 workers": [*MLP, "strategy=async_data_parallel", "asynchronous.policy=sync"],
     "bfloat16": [*BERT, *SHARD_MAP, "model.dtype=bfloat16"],
+    "bfloat16, mlp": [*MLP, *SHARD_MAP, "mesh.data=3", "model.dtype=bfloat16"],
 }
 
 
@@ -74,8 +94,12 @@ SLOW = ("sharding, bert", "zero3, bert", "bfloat16")
 def test_correct_strategies_pass(name: str, certify: Any) -> None:
     code, found = certify(*CORRECT[name])
     assert (code, found["outside"], found["differs"]) == (0, [], ""), found["outside"]
-    assert set(found["metrics"]) == {"loss", "gradient norm"}
-    assert all(list(of) == list(certificate.QUANTITIES) for of in found["layers"].values())
+    rounding = {"rounding of loss", "rounding of gradient norm"} if found["model"].endswith("bfloat16") else set()
+    assert {"loss", "gradient norm", "weight", "evaluation loss", "evaluation weight", *rounding} <= set(
+        found["metrics"]
+    )
+    expected = [q for q in certificate.QUANTITIES if rounding or q != "rounding"]
+    assert all(list(of) == expected for of in found["layers"].values())
     assert found["layers"]
     assert found["batches"][:2] == [0, 1]
 
@@ -101,7 +125,8 @@ def test_one_device_is_bitwise_itself(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "certificate.json").read_text())
     errors = [error for of in (found["metrics"], *found["layers"].values()) for error in of.values()]
     assert all(error == {"bitwise": True, "ulps": 0, "relative": 0} for error in errors)
-    assert script.format_certificate(found).count("bitwise") == len(errors) == 2 + 5 * len(found["layers"])
+    assert script.format_certificate(found).count("bitwise") == len(errors)
+    assert len(errors) == len(found["metrics"]) + 6 * len(found["layers"])
 
 
 # ---- mistakes ------------------------------------------------------------------------------------------------------
@@ -201,6 +226,77 @@ def smaller_update(monkeypatch: pytest.MonkeyPatch) -> None:
     changed(monkeypatch, replicas, apply=apply)
 
 
+def changed_strategy(monkeypatch: pytest.MonkeyPatch, change: Callable[[Strategy[Any]], Strategy[Any]]) -> None:
+    """Change the strategy, but not the reference."""
+    original = strategies.make
+
+    def make(config: ConfigDict, problem: Problem) -> Strategy[Any]:
+        made = original(config, problem)
+        return made if config.strategy == "single" else change(made)
+
+    monkeypatch.setattr(strategies, "make", make)
+
+
+def lost_decay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call the optimizer with parameters of 0, so that there is no weight decay."""
+    original = strategies.make
+
+    def make(config: ConfigDict, problem: Problem) -> Strategy[Any]:
+        inner = problem.optimizer
+
+        def update(grads: Any, state: Any, params: Any, **options: Any) -> Any:
+            return inner.update(grads, state, jax.tree.map(jax.numpy.zeros_like, params), **options)
+
+        without = problem._replace(optimizer=optax.GradientTransformationExtraArgs(inner.init, update))
+        return original(config, problem if config.strategy == "single" else without)
+
+    monkeypatch.setattr(strategies, "make", make)
+
+
+def lost_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the optimizer state to zero when a run is resumed."""
+
+    def change(made: Strategy[Any]) -> Strategy[Any]:
+        def from_canonical(tree: Any, private: Any = None) -> Any:
+            return made.from_canonical({**tree, "optimizer": jax.tree.map(np.zeros_like, tree["optimizer"])}, private)
+
+        return made._replace(from_canonical=from_canonical)
+
+    changed_strategy(monkeypatch, change)
+
+
+def doubled_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count every example twice, so that the mean loss is right."""
+    changed_strategy(
+        monkeypatch,
+        lambda made: made._replace(evaluate=lambda *of: jax.tree.map(lambda x: 2 * x, made.evaluate(*of))),
+    )
+
+
+def wrong_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count the correct predictions of a step twice."""
+
+    def change(made: Strategy[Any]) -> Strategy[Any]:
+        def step(state: Any, batch: Any) -> Any:
+            state, metrics = made.step(state, batch)
+            terms = {name: 2 * value for name, value in metrics.sums.terms.items()}
+            return state, metrics._replace(sums=metrics.sums._replace(terms=terms))
+
+        return made._replace(step=step)
+
+    changed_strategy(monkeypatch, change)
+
+
+def scaled_layer_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make an error in one layer of about the size of the rounding errors in bfloat16."""
+
+    def gradients(*arguments: Any, **options: Any) -> Any:
+        grads, sums = steps.gradients(*arguments, **options)
+        return {**grads, "block_1": jax.tree.map(lambda g: g * (1 + 2**-5), grads["block_1"])}, sums
+
+    changed(monkeypatch, replicas, gradients=gradients)
+
+
 LAYERS = ["embed", "block_0", "block_1", "head"]
 GRADIENTS = [f"gradient of {layer}" for layer in LAYERS]
 MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str], list[str]]] = {
@@ -214,6 +310,16 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str], list[
     "own mean": (own_mean, [*MLP, *SHARD_MAP], GRADIENTS),
     "forgotten step": (forgotten_step, MLP, ["step"]),
     "smaller update": (smaller_update, [*MLP, *SHARD_MAP], ["update of head"]),
+    # lr * weight_decay is 2e-7, which is two roundings of a parameter.
+    "lost decay": (lost_decay, [*MLP, *SHARD_MAP, "optimizer.lr=2e-5"], [f"update of {layer}" for layer in LAYERS]),
+    "lost moments": (lost_moments, [*MLP, *PIPELINE], [f"resume of {layer}" for layer in LAYERS]),
+    "doubled evaluation": (doubled_evaluation, MLP, ["evaluation weight", "evaluation correct"]),
+    "wrong accuracy": (wrong_accuracy, MLP, ["correct"]),
+    "scaled layer, bfloat16": (
+        scaled_layer_bfloat16,
+        [*MLP, *SHARD_MAP, "model.dtype=bfloat16"],
+        ["gradient of block_1"],
+    ),
 }
 
 
@@ -227,7 +333,13 @@ def test_mistakes_are_found_and_named(
     named = [line.split(":")[0] for line in found["outside"]]
     assert code == 1, found["outside"]
     assert set(places) <= set(named), found["outside"]
-    if name in ("scaled layer", "smaller update", "forgotten step"):  # nothing else is reported
+    if name in (
+        "scaled layer",
+        "smaller update",
+        "forgotten step",
+        "wrong accuracy",
+        "doubled evaluation",
+    ):  # nothing else is reported
         assert named == places
     printed = capsys.readouterr().out
     assert "verdict    failed, outside the tolerance" in printed
@@ -289,7 +401,22 @@ def test_errors_of_arrays() -> None:
     assert compare({"a": zero}, {"a": -zero}) == Error(False, 0.0, 0.0)  # -0.0 differs from 0.0 in its sign bit
     nan = compare({"a": np.array([np.nan, 1], np.float32)}, {"a": one})
     for errors in ([error, nan], [nan, error]):
-        assert certificate.outside(found_with(certificate.worst(errors)), certificate.TOLERANCES["float32"])
+        assert certificate.outside(found_with(worst(errors)), certificate.TOLERANCES["float32"])
+
+
+def test_errors_of_changes() -> None:
+    """A difference of one ULP is rounding; a larger one counts relative to the change."""
+    old = np.array([1, 100], np.float32)
+    new = old + np.float32(1e-3)
+    near = np.nextafter(new, np.float32(200))
+    assert compare_change({"a": old}, {"a": near}, {"a": new}).relative == 0
+    got = np.array([new[0] + 1e-4, new[1]], np.float32)
+    error = compare_change({"a": old}, {"a": got}, {"a": new})
+    change = np.sqrt(((new.astype(np.float64) - old) ** 2).sum())
+    assert error.relative == pytest.approx((1e-4 - 2**-23) / change, rel=1e-3)
+    assert error.ulps == pytest.approx(1e-4 / np.spacing(np.float32(100)), rel=1e-2)
+    assert compare_change({"a": old}, {"a": got}, {"a": old}).relative == np.inf
+    assert np.isnan(compare_change({"a": old}, {"a": np.full(2, np.nan, np.float32)}, {"a": new}).relative)
 
 
 LARGEST, SMALLEST = np.finfo(np.float32).max, np.finfo(np.float32).smallest_subnormal
@@ -314,8 +441,8 @@ def test_columns_of_the_table_are_separate() -> None:
     found |= {"batches": [0], "versions": {}, "metrics": {}}
     found["layers"] = {str(i): dict.fromkeys(certificate.QUANTITIES, error) for i, error in enumerate(errors)}
     rows = [re.split("  +", line) for line in script.format_certificate(found).splitlines()]
-    start = rows.index(["layer", "start", "gradient", "update", "moments", "drift"]) + 1
-    assert rows[start : start + len(CELLS)] == [[str(i), *5 * [text]] for i, text in enumerate(CELLS)]
+    start = rows.index(["layer", "start", "gradient", "rounding", "update", "moments", "resume", "drift"]) + 1
+    assert rows[start : start + len(CELLS)] == [[str(i), *7 * [text]] for i, text in enumerate(CELLS)]
 
 
 def found_with(error: Error) -> certificate.Measured:
