@@ -103,11 +103,10 @@ def is_failure(code: int) -> bool:
     return code != 0 and code not in STOPPED_CODES
 
 
-def exit_code(command: Callable[[], None]) -> int:
-    """Run a script's `command` and return its exit code: 0, or 2 after printing a UserError to stderr."""
+def exit_code(command: Callable[[], int | None]) -> int:
+    """Run a script's `command` and return its exit code: 2 for a UserError and 1 for a TrainingError, both printed."""
     try:
-        command()
-    except UserError as error:
+        return command() or 0
+    except (UserError, TrainingError) as error:
         print(f"jaxpar: {error}", file=sys.stderr)
-        return USER_ERROR
-    return 0
+        return USER_ERROR if isinstance(error, UserError) else FAILED

@@ -25,8 +25,10 @@ from pathlib import Path
 from absl import flags, logging
 from ml_collections import ConfigDict
 
+from jaxpar import command_line
 from jaxpar import config as configs
-from jaxpar.errors import FAILED, STOPPED_CODES, USER_ERROR, TrainingError, UserError, is_failure, nearest
+from jaxpar.command_line import OVERRIDE
+from jaxpar.errors import FAILED, STOPPED_CODES, USER_ERROR, TrainingError, UserError, is_failure
 from jaxpar.files import disk_error
 from jaxpar.launch.launcher import end_with_launcher
 from jaxpar.launch.place import COMMAND, FLAGS, find_place
@@ -88,28 +90,25 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    arguments, overrides = _split(argv[1:])
+    arguments, overrides = command_line.split_overrides(argv[1:])
     values = _flags()
     try:
         rest = values([argv[0], *arguments])[1:]
     except flags.UnrecognizedFlagError as error:
-        hint = nearest(error.flagname, [*FLAGS, "config", "workdir", "stopped_exit_code"])
-        stop = "." if hint else ""
-        raise UserError(f"--{error.flagname} is not a flag; it must be one that --help lists{stop}{hint}") from error
+        known = [f"--{name}" for name in (*FLAGS, "config", "workdir", "stopped_exit_code")]
+        raise command_line.unknown(f"--{error.flagname}", known, OVERRIDE) from error
     except flags.IllegalFlagValueError as error:  # "flag --NAME=VALUE: reason"
         name, _, value = str(error).removeprefix("flag --").partition(":")[0].partition("=")
         kind = {"int": "an integer", "bool": "true or false"}[values[name].flag_type()]
         raise UserError(f"--{name} is {value!r}; it must be {kind}") from error
     except flags.Error as error:  # "Missing value for flag --NAME"
-        raise UserError(f"--{str(error).rpartition('--')[2]} is the last argument; it must have a value") from error
+        raise command_line.no_value(f"--{str(error).rpartition('--')[2]}") from error
     if values.help:
         print(__doc__)
         print(f"Configs: {', '.join(f'configs/{file.name}' for file in sorted(configs.config_folder().glob('*.py')))}")
         return 0
     if rest:
-        raise UserError(
-            f"{rest[0]!r} is not an argument; it must be --config, --workdir, --config.KEY=VALUE or a flag of --help"
-        )
+        raise command_line.unknown(rest[0], (), OVERRIDE)
     for name in ("config", "workdir"):
         if not values[name].value:
             raise UserError(
@@ -159,23 +158,6 @@ def _train(
         return stopped_exit_code
     print(_closing(result, workdir, tasks.find_task(config).headline), flush=True)
     return 0
-
-
-def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Separate the overrides, --config.KEY=VALUE or --config.KEY VALUE, from the other flags."""
-    others: list[str] = []
-    overrides: list[str] = []
-    while arguments:
-        argument, *arguments = arguments
-        name = argument.lstrip("-")
-        if not argument.startswith("-") or not name.startswith(("config.", "noconfig.")):
-            others.append(argument)
-            continue
-        overrides.append(argument)
-        if "=" not in argument and arguments and not arguments[0].startswith("--"):
-            overrides.append(arguments[0])
-            arguments = arguments[1:]
-    return others, overrides
 
 
 def _stopped(argv: Sequence[str], *, early: bool) -> str:

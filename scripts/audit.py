@@ -12,7 +12,6 @@ only the formula.
 The exit code is 1 if no formula explains a collective, and 2 for invalid arguments.
 """
 
-import argparse
 import json
 import sys
 import tempfile
@@ -22,26 +21,23 @@ from typing import Any
 from jaxpar import config as configs
 from jaxpar import data, mesh
 from jaxpar.analysis import audit
-from jaxpar.errors import USER_ERROR, UserError
+from jaxpar.command_line import Parser
+from jaxpar.errors import exit_code
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build
 
 
 def main() -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="configs/quickstart.py", help="config file as PATH[:PRESET]")
+    parser = Parser(__doc__)
+    parser.require("--config", "--config=configs/quickstart.py", help="config file as PATH[:PRESET]")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    arguments, overrides = parser.parse_known_args()
-    try:
-        config = configs.load_config(arguments.config)
-        configs.override(config, overrides)
-        mesh.prepare_jax(config, data.cache_dir(config) / "xla")
-        with tempfile.TemporaryDirectory() as folder:
-            audited = run(config, Path(folder))
-    except UserError as error:
-        print(f"jaxpar: {error}", file=sys.stderr)
-        return USER_ERROR
+    arguments, overrides = parser.parse_with_overrides()
+    config = configs.load_config(arguments.config)
+    configs.override(config, overrides)
+    mesh.prepare_jax(config, data.cache_dir(config) / "xla")
+    with tempfile.TemporaryDirectory() as folder:
+        audited = run(config, Path(folder))
     print(json.dumps(audited, indent=1) if arguments.json else format_audit(audited))
     return 0 if all(row["explained"] for row in audited["collectives"]) else 1
 
@@ -87,4 +83,4 @@ def format_audit(audited: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

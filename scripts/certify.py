@@ -25,7 +25,8 @@ from jaxpar import config as configs
 from jaxpar import data, files, mesh
 from jaxpar.analysis import certificate, reference
 from jaxpar.analysis.certificate import QUANTITIES, ROUNDINGS, TOLERANCES
-from jaxpar.errors import USER_ERROR, TrainingError, UserError, format_count
+from jaxpar.command_line import Parser, integer
+from jaxpar.errors import UserError, exit_code, format_count
 from jaxpar.measure import provenance
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build
@@ -35,47 +36,34 @@ COLUMNS = {"optimizer": "moments", "alone": "drift"}  # headings that differ fro
 
 def main() -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--config", default="configs/quickstart.py", help="config file as PATH[:PRESET]")
-    parser.add_argument("--num_steps", default="10", help="number of steps; the learning rate schedule spans them")
+    parser = Parser(__doc__)
+    parser.require("--config", "--config=configs/quickstart.py", help="config file as PATH[:PRESET]")
     parser.add_argument(
-        "--reference_passes", default="1", help="number of microbatches into which the reference divides a batch"
+        "--num_steps", type=integer(1), default=10, help="number of steps; the learning rate schedule spans them"
+    )
+    parser.add_argument(
+        "--reference_passes",
+        type=integer(1),
+        default=1,
+        help="number of microbatches into which the reference divides a batch",
     )
     parser.add_argument("--output", type=Path, default=Path("certificate.json"), help="JSON file to write")
-    arguments, overrides = parser.parse_known_args()
-    try:
-        config = configs.load_config(arguments.config)
-        configs.override(config, overrides)
-        passes = check(config, arguments)
-        mesh.prepare_jax(config, data.cache_dir(config) / "xla")
-        with tempfile.TemporaryDirectory() as folder:
-            certified = certify(config, Path(folder), passes)
-        files.write_text(arguments.output, files.json_text(certified, indent=1) + "\n")
-    except UserError as error:
-        print(f"jaxpar: {error}", file=sys.stderr)
-        return USER_ERROR
-    except TrainingError as error:
-        print(f"jaxpar: {error}", file=sys.stderr)
-        return 1
+    arguments, overrides = parser.parse_with_overrides()
+    config = configs.load_config(arguments.config)
+    configs.override(config, overrides)
+    check(config, arguments)
+    mesh.prepare_jax(config, data.cache_dir(config) / "xla")
+    with tempfile.TemporaryDirectory() as folder:
+        certified = certify(config, Path(folder), arguments.reference_passes)
+    files.write_text(arguments.output, files.json_text(certified, indent=1) + "\n")
     print(f"{format_certificate(certified)}\nwritten    {arguments.output}")
     return 1 if certified["outside"] else 0
 
 
-def number(flag: str, text: str) -> int:
-    """Return the value of a flag. Raises UserError unless it is an integer of at least 1."""
-    if not text.isdecimal():
-        raise UserError(f"--{flag} is {text!r}; it must be an integer")
-    if int(text) < 1:
-        raise UserError(f"--{flag} is {text}; it must be at least 1")
-    return int(text)
-
-
-def check(config: ConfigDict, arguments: argparse.Namespace) -> int:
-    """Set config.num_steps and return the number of passes of the reference. Raises UserError for invalid flags."""
-    config.num_steps = number("num_steps", arguments.num_steps)
-    passes = number("reference_passes", arguments.reference_passes)
+def check(config: ConfigDict, arguments: argparse.Namespace) -> None:
+    """Set config.num_steps. Raises UserError for invalid flags."""
+    config.num_steps = arguments.num_steps
+    passes = arguments.reference_passes
     if config.batch_size % passes:
         raise UserError(f"--reference_passes is {passes}; it must divide config.batch_size ({config.batch_size})")
     if not arguments.output.parent.is_dir():
@@ -83,7 +71,6 @@ def check(config: ConfigDict, arguments: argparse.Namespace) -> int:
             f"--output is {arguments.output}; it must be in an existing directory, and {arguments.output.parent} does "
             "not exist"
         )
-    return passes
 
 
 def certify(config: ConfigDict, workdir: Path, passes: int) -> dict[str, Any]:
@@ -175,4 +162,4 @@ def scientific(value: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

@@ -1,6 +1,6 @@
 """Measures how stale gradients affect a model: trains it with each update policy, with and without a straggler.
 
-    scripts/python scripts/compare_updates.py [--config=configs/quickstart.py] [--workdir=runs/updates] [--workers=4]
+    scripts/python scripts/compare_updates.py --config=configs/quickstart.py [--workdir=runs/updates] [--workers=4]
         [--slowdown=4] [--cases=sync,async,..] [--config.KEY=VALUE ...]
 
 Each case is a run of the training binary; a run that is already in the workdir is not repeated. The script draws the
@@ -19,7 +19,6 @@ The delays are those of config.asynchronous.delays; --config.asynchronous.delays
 changes them.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -35,7 +34,8 @@ from matplotlib import pyplot
 from jaxpar import config as configs
 from jaxpar import files, tasks
 from jaxpar.asynchronous import table
-from jaxpar.errors import USER_ERROR
+from jaxpar.command_line import Parser, integer, names, number
+from jaxpar.errors import TrainingError, UserError, exit_code
 from jaxpar.run import metrics
 from jaxpar.tasks import Score
 
@@ -80,20 +80,27 @@ class Outcome(NamedTuple):
 
 def main() -> None:
     """Run all cases, and write the table and the plot."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="configs/quickstart.py")
-    parser.add_argument("--workdir", type=Path, default=Path("runs/updates"))
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--slowdown", type=float, default=4.0)
-    parser.add_argument("--cases", default=",".join(CASES))
-    arguments, overrides = parser.parse_known_args()
-    names = [name.strip() for name in arguments.cases.split(",")]
-    if unknown := [name for name in names if name not in CASES]:
-        parser.error(f"--cases contains {unknown[0]!r}; each case must be one of {', '.join(CASES)}")
+    parser = Parser(__doc__)
+    parser.require("--config", "--config=configs/quickstart.py", help="config file as PATH[:PRESET]")
+    parser.add_argument("--workdir", type=Path, default=Path("runs/updates"), help="directory of the runs")
+    parser.add_argument("--workers", type=integer(1), default=4, help="number of workers")
+    parser.add_argument(
+        "--slowdown",
+        type=number("a number of at least 1", minimum=1),
+        default=4.0,
+        help="how many times slower the straggler is",
+    )
+    parser.add_argument(
+        "--cases", type=names(CASES), default=list(CASES), help=f"some of {', '.join(CASES)} (default: all)"
+    )
+    arguments, overrides = parser.parse_with_overrides()
+    config = configs.load_config(arguments.config)
+    configs.override(config, overrides)
+    score = tasks.find_task(config).score
     base = ["--config.strategy=async_data_parallel", f"--config.asynchronous.num_workers={arguments.workers}"]
     outcomes: dict[tuple[str, float], Outcome] = {}
-    mitigated = ["async"] if any("+" in name for name in names) else []
-    for name in dict.fromkeys(["sync", *mitigated, *names]):
+    mitigated = ["async"] if any("+" in name for name in arguments.cases) else []
+    for name in dict.fromkeys(["sync", *mitigated, *arguments.cases]):
         for slowdown in (1.0, arguments.slowdown):
             settings = [f"--config.asynchronous.{setting}" for setting in (*CASES[name], f"delays.slowdown={slowdown}")]
             workdir = arguments.workdir / f"{name.replace('+', '_')}_{slowdown:g}"
@@ -101,10 +108,7 @@ def main() -> None:
             did = f"{made.throughput:.2f} gradients per virtual second" if made.result else "diverged"
             print(f"{name:26} straggler {slowdown:g}: {did}", flush=True)
             if name == "sync" and not made.result:
-                sys.exit("sync diverged, so there is nothing to compare with; lower config.optimizer.lr")
-    config = configs.load_config(arguments.config)
-    configs.override(config, overrides)
-    score = tasks.find_task(config).score
+                raise TrainingError("sync diverged, so there is nothing to compare with; lower config.optimizer.lr")
     lines = rows(outcomes, score)
     files.write_text(arguments.workdir / "updates.md", "\n".join(lines) + "\n")
     draw(outcomes, arguments.workdir / "updates.png")
@@ -116,8 +120,7 @@ def train(config: str, workdir: Path, overrides: list[str]) -> Outcome:
     asked_file = workdir / "arguments.json"
     asked = json.dumps([f"--config={config}", *overrides], indent=1) + "\n"
     if (workdir / "config.json").exists() and (not asked_file.is_file() or asked_file.read_text() != asked):
-        print(f"{workdir} contains a run with other settings; remove it or use a new --workdir", file=sys.stderr)
-        sys.exit(USER_ERROR)
+        raise UserError(f"{workdir} contains a run with other settings; remove it or use a new --workdir")
     workdir.mkdir(parents=True, exist_ok=True)
     files.write_text(asked_file, asked)
     if not (workdir / "result.json").is_file():
@@ -179,11 +182,11 @@ def draw(outcomes: dict[tuple[str, float], Outcome], path: Path) -> None:
     )
     colors = pyplot.get_cmap("tab20")
     for line, slowdown in zip(axes, slowdowns, strict=True):
-        for number, name in enumerate(dict.fromkeys(name for name, _ in outcomes)):
+        for index, name in enumerate(dict.fromkeys(name for name, _ in outcomes)):
             outcome = outcomes[name, slowdown]
             for axis, x in zip(line, (outcome.steps, outcome.seconds), strict=True):
                 style = "k-" if name == "sync" else "-"
-                color = {} if name == "sync" else {"color": colors(number)}
+                color = {} if name == "sync" else {"color": colors(index)}
                 axis.plot(x, outcome.losses, style, label=name, lw=1.4, **color)
         title = "no straggler" if slowdown == 1 else f"one worker {slowdown:g} times slower"
         for axis, label in zip(line, ("step", "virtual seconds"), strict=True):
@@ -197,4 +200,4 @@ def draw(outcomes: dict[tuple[str, float], Outcome], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

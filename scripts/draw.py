@@ -7,24 +7,21 @@ scripts/python scripts/draw.py --schedule=mine.csv --forward=2 --backward=2.2 --
 import sys
 from pathlib import Path
 
-from jaxpar.errors import UserError
+from jaxpar.errors import UserError, exit_code
 from jaxpar.pipeline import flags as options
 from jaxpar.pipeline.tables import draw
 
 SUFFIXES = (".txt", ".svg", ".png")
 
 
-def main() -> int:
-    """Run the command line, and return the exit code. A user error prints one line and exits with code 2."""
+def main() -> None:
+    """Run the command line."""
     parser = options.make_parser(__doc__ or "")
     parser.add_argument("--out", type=Path, metavar="FILE.{txt,svg,png}", help="file to write")
     arguments = parser.parse()
     if arguments.out is None or arguments.out.suffix not in SUFFIXES:
-        parser.error(f"--out is {arguments.out or 'missing'}; it must end in one of {', '.join(SUFFIXES)}")
-    try:
-        schedule, simulation = options.find_schedule(arguments)
-    except UserError as error:
-        parser.error(str(error))
+        raise UserError(f"--out is {arguments.out or 'missing'}; it must end in one of {', '.join(SUFFIXES)}")
+    schedule, simulation = options.find_schedule(arguments)
     title = (
         f"{schedule.policy}, {schedule.table.num_devices} devices, {schedule.table.num_microbatches} microbatches: "
         f"bubble {simulation.bubble_rate:.1%}"
@@ -35,9 +32,8 @@ def main() -> int:
         else:
             draw.save_charts(arguments.out, [(title, simulation.timeline)])
     except OSError as error:
-        parser.error(f"--out is {arguments.out}, which cannot be written: {error.strerror}")
-    return 0
+        raise UserError(f"--out is {arguments.out}, which cannot be written: {error.strerror}") from error
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

@@ -11,7 +11,6 @@ checkpoint. Exports the newest complete checkpoint, or the checkpoint of step N.
 formats.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -24,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from jaxpar import checkpoint
+from jaxpar.command_line import Parser, integer
 from jaxpar.errors import UserError, exit_code
 
 
@@ -49,16 +49,18 @@ def export(workdir: Path, file: Path, step: int | None) -> None:
     print(f"{file}: {len(arrays)} arrays of step {saved.step}, {file.stat().st_size / 1e6:.1f} MB")
 
 
-def main() -> int:
-    """Run the command line and return the exit code: 0, or 2 after a user's mistake, reported in one line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workdir", type=Path, help="workdir of a run")
-    parser.add_argument("file", type=Path, metavar="FILE.safetensors", help="file to write; it must not exist")
-    parser.add_argument("--step", type=int, help="step of the checkpoint; default: the newest complete checkpoint")
-    arguments = parser.parse_args()
+def main() -> None:
+    """Run the command line."""
+    parser = Parser(__doc__)
+    parser.require("workdir", "runs/quickstart", type=Path, help="workdir of a run")
+    parser.require("file", "quickstart.safetensors", type=Path, help="file to write; it must not exist")
+    parser.add_argument(
+        "--step", type=integer(0), help="step of the checkpoint (default: the newest complete checkpoint)"
+    )
+    arguments = parser.parse()
     logging.set_verbosity(logging.FATAL)  # orbax also logs the errors that it raises
-    return exit_code(lambda: export(arguments.workdir, arguments.file, arguments.step))
+    export(arguments.workdir, arguments.file, arguments.step)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

@@ -11,7 +11,6 @@ The weights are from the newest checkpoint. `transformers` has no BERT classifie
 config.model.pooling must be cls.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 from absl import logging
 
 from jaxpar import checkpoint, data
+from jaxpar.command_line import Parser
 from jaxpar.errors import exit_code
 from jaxpar.models import hf
 
@@ -31,15 +31,15 @@ def export(workdir: Path, directory: Path) -> None:
     print(f"{directory}: {', '.join(sorted(path.name for path in directory.iterdir()))}")
 
 
-def main() -> int:
-    """Run the command line and return the exit code: 0, or 2 after a user's mistake, reported in one line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workdir", type=Path, help="workdir of a run")
-    parser.add_argument("directory", type=Path, help="directory to write; it must be new or empty")
-    arguments = parser.parse_args()
+def main() -> None:
+    """Run the command line."""
+    parser = Parser(__doc__)
+    parser.require("workdir", "runs/cls", type=Path, help="workdir of a run")
+    parser.require("directory", "exported", type=Path, help="directory to write; it must be new or empty")
+    arguments = parser.parse()
     logging.set_verbosity(logging.ERROR)  # silences orbax
-    return exit_code(lambda: export(arguments.workdir, arguments.directory))
+    export(arguments.workdir, arguments.directory)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

@@ -20,7 +20,7 @@ from the start of its first action to the end of its last one.
 import json
 import sys
 
-from jaxpar.errors import UserError
+from jaxpar.errors import exit_code
 from jaxpar.pipeline import flags as options
 
 METRICS = (
@@ -35,26 +35,22 @@ METRICS = (
 )
 
 
-def main() -> int:
-    """Run the command line, and return the exit code. A user error prints one line and exits with code 2."""
+def main() -> None:
+    """Run the command line."""
     parser = options.make_parser(__doc__ or "")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse()
-    try:
-        schedule, simulation = options.find_schedule(arguments)
-    except UserError as error:
-        parser.error(str(error))
+    schedule, simulation = options.find_schedule(arguments)
     metrics = {"schedule": schedule.policy} | {name: getattr(simulation, name) for name in METRICS}
     if arguments.json:
         print(json.dumps(metrics))
-        return 0
+        return
     lines = []
     for name, value in metrics.items():
         values = value if isinstance(value, tuple) else (value,)
         lines.append(" ".join([name, *(each if isinstance(each, str) else f"{each:.10g}" for each in values)]))
     print("\n".join([*lines, ""]), end="")  # a single write, so that `| head` causes no broken pipe
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

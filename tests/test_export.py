@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from jaxpar import checkpoint, train
+from jaxpar.errors import exit_code
 from tests.runs import small_config
 
 ROOT = Path(__file__).parent.parent
@@ -68,8 +69,7 @@ def script() -> ModuleType:
 
 def run(script: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     monkeypatch.setattr(sys, "argv", ["export.py", *map(str, arguments)])
-    code: int = script.main()
-    return code
+    return exit_code(script.main)
 
 
 def test_orbax_reads_it_as_the_docs_say(workdir: Path) -> None:

@@ -91,16 +91,22 @@ MISTAKES = {
     "evaluate backwards": (["--config.eval.every_steps=-2"], "config.eval.every_steps is -2; it must be at least 0"),
     "keep nothing": (["--config.checkpoint.keep=0"], "config.checkpoint.keep is 0"),
     "init_from nowhere": (["--config.model.init_from=nowhere"], "nowhere"),
-    "stray argument": (["quickstart"], "'quickstart' is not an argument"),
+    "stray argument": (
+        ["quickstart"],
+        "'quickstart' is not an argument; it must be a flag that --help lists or --config.KEY=VALUE",
+    ),
     "an exit code that has a meaning": (
         ["--stopped_exit_code=3"],
         "--stopped_exit_code is 3; it must be 0, or 4 to 125",
     ),
     "an exit code of a shell": (["--stopped_exit_code=137"], "--stopped_exit_code is 137; it must be 0, or 4 to 125"),
-    "stray flag": (["--wrkdir=x"], "wrkdir"),
+    "stray flag": (
+        ["--wrkdir=x"],
+        "--wrkdir is not a flag; it must be one that --help lists or --config.KEY=VALUE. Did you mean '--workdir'?",
+    ),
     "a flag of another type": (["--process_id=two"], "--process_id is 'two'; it must be an integer"),
     "a switch with a value": (["--help=5"], "--help is '5'; it must be true or false"),
-    "a flag without a value": (["--config"], "--config is the last argument; it must have a value"),
+    "a flag without a value": (["--config"], "--config has no value; it must be written --config=VALUE"),
 }
 
 

@@ -27,7 +27,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from jaxpar.errors import FAILED, HANGS, USER_ERROR, is_failure
+from jaxpar.command_line import Parser, integer
+from jaxpar.errors import FAILED, HANGS, USER_ERROR, UserError, exit_code, is_failure
 from jaxpar.launch.place import COMMAND, FLAGS
 from jaxpar.launch.signals import SIGNALS
 
@@ -44,44 +45,39 @@ def main() -> int:
     """Run the command line and return the exit code."""
     signals: list[int] = []
     with forwarded(signals):
-        arguments, gpus = read_arguments()
-        return run_processes(arguments, gpus, signals)
+        arguments, rest = read_arguments(sys.argv[1:])
+        gpus = visible_gpus()
+        if len(gpus) % arguments.num_processes:
+            raise UserError(
+                f"--num_processes is {arguments.num_processes}; it must divide the number of visible GPUs, {len(gpus)}"
+            )
+        return run_processes(arguments, rest, gpus, signals)
 
 
-def read_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """Return the command-line arguments and the visible GPUs."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--num_processes", type=int, required=True, help="number of processes, 1 or more")
+def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the arguments of the launcher, and those of scripts/train, which follow `--`."""
+    parser = Parser(__doc__, prog="scripts/launch", others=", or follow --, as the arguments of scripts/train do")
+    parser.require("--num_processes", "--num_processes=2", type=integer(1), help="number of processes, 1 or more")
     parser.add_argument(
-        "--max_restarts", type=int, default=0, help="maximum number of restarts after a failure (default: 0)"
+        "--max_restarts", type=integer(0), default=0, help="maximum number of restarts after a failure (default: 0)"
     )
-    parser.add_argument("arguments", nargs="*", help="arguments of scripts/train, after --")
-    arguments, unknown = parser.parse_known_args()
-    if unknown:
-        parser.error(f"{unknown[0]!r} is not an argument of the launcher; put arguments of scripts/train after --")
-    for argument in arguments.arguments:
+    end = argv.index("--") if "--" in argv else len(argv)
+    arguments, rest = parser.parse(argv[:end]), argv[end + 1 :]
+    for argument in rest:
         name = argument.partition("=")[0].lstrip("-")
         if argument.startswith("-") and name in FLAGS:
-            parser.error(f"--{name} is set by the launcher for each process; remove it from the arguments after --")
-    if arguments.num_processes < 1:
-        parser.error(f"--num_processes is {arguments.num_processes}; it must be at least 1")
-    if arguments.max_restarts < 0:
-        parser.error(f"--max_restarts is {arguments.max_restarts}; it must be at least 0")
-    gpus = visible_gpus()
-    if len(gpus) % arguments.num_processes:
-        parser.error(
-            f"--num_processes is {arguments.num_processes}; it must divide the number of visible GPUs, {len(gpus)}"
-        )
-    return arguments, gpus
+            raise UserError(f"--{name} is set by the launcher for each process; remove it from the arguments after --")
+    return arguments, rest
 
 
-def run_processes(arguments: argparse.Namespace, gpus: Sequence[str], signals: list[int]) -> int:
+def run_processes(
+    arguments: argparse.Namespace, of_process: Sequence[str], gpus: Sequence[str], signals: list[int]
+) -> int:
     """Start the processes, restart them if one fails, and return the exit code.
 
     Args:
       arguments: the launcher's arguments.
+      of_process: the arguments of scripts/train.
       gpus: the visible GPUs, to divide between the processes.
       signals: the signals received so far; signal handlers append to it.
     """
@@ -91,7 +87,7 @@ def run_processes(arguments: argparse.Namespace, gpus: Sequence[str], signals: l
     command = f"{os.environ.get(COMMAND, NAME)} {flags}"
     for restart in range(arguments.max_restarts + 1):
         try:
-            group = Group(arguments.arguments, arguments.num_processes, gpus, command)
+            group = Group(of_process, arguments.num_processes, gpus, command)
         except OSError as error:
             print_line(f"a process could not be started: {error.strerror}")
             return FAILED
@@ -271,4 +267,4 @@ def visible_gpus() -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

@@ -1,60 +1,48 @@
 """The command line flags that scripts/simulate.py and scripts/draw.py share: the schedule and its action times."""
 
 import argparse
-import math
-import sys
 from pathlib import Path
-from typing import NoReturn
 
-from jaxpar.errors import USER_ERROR, UserError, nearest
+from jaxpar.command_line import Parser, integer, number
+from jaxpar.errors import UserError
 from jaxpar.pipeline.search.search import SearchResult, search
 from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table
 from jaxpar.pipeline.tables.simulate import Simulation, Times, simulate_table
 from jaxpar.pipeline.tables.table_file import is_table_file, read_table, write_table
 
-
-class Parser(argparse.ArgumentParser):
-    """A parser that reports a user error in one line on stderr, suggests the nearest flag, and exits with code 2."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print the message and exit, without the usage text that argparse would print."""
-        print(f"jaxpar: {message}", file=sys.stderr)
-        sys.exit(USER_ERROR)
-
-    def parse(self) -> argparse.Namespace:
-        """Parse the command line of this process."""
-        arguments, unknown = self.parse_known_args()
-        if unknown:
-            flag = unknown[0].split("=")[0]
-            hint = nearest(flag, self._option_string_actions)
-            self.error(f"{flag} is not a flag{hint and '.' + hint}")
-        return arguments
+_time = number("a non-negative time")
 
 
 def make_parser(description: str) -> Parser:
     """Make a parser for the flags of a schedule and its action times."""
-    result = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    result = Parser(description)
     add = result.add_argument
     add("--schedule", help=f"one of {', '.join(SCHEDULES)}, or the path of a CSV table")
-    add("--num_stages", type=int, metavar="P", help="number of devices")
-    add("--num_microbatches", type=int, metavar="M", help="number of microbatches")
-    add("--num_chunks", type=int, metavar="V", help="stages per device (default: the number that the schedule defines)")
+    add("--num_stages", type=integer(1), metavar="P", help="number of devices")
+    add("--num_microbatches", type=integer(1), metavar="M", help="number of microbatches")
+    add(
+        "--num_chunks",
+        type=integer(1),
+        metavar="V",
+        help="stages per device (default: the number that the schedule defines)",
+    )
     for kind, action in (("forward", "F"), ("backward", "B, without W,"), ("weight", "W")):
         add(
             f"--{kind}",
+            type=_times,
             default="1",
             help=f"time of {action} for one microbatch on one device, or one time per device: 1,1.5,1 (default: 1)",
         )
-    add("--communication", default="0", help="time to send a result to another device (default: 0)")
+    add("--communication", type=_time, default="0", help="time to send a result to another device (default: 0)")
     add("--auto", action="store_true", help="search for a fast schedule within --memory_limit")
     add(
         "--memory_limit",
-        type=float,
+        type=number("a non-negative number"),
         help="with --auto: maximum number of microbatches on a device between F and W (default: --num_stages)",
     )
     add(
         "--weight_memory",
-        type=float,
+        type=number("a number between 0 and 1", maximum=1),
         help="with --auto: weight of a microbatch in --memory_limit between B and W, from 0 to 1 (default: 1)",
     )
     add("--save", type=Path, metavar="FILE.csv", help="write the table to this file")
@@ -67,18 +55,16 @@ def find_schedule(arguments: argparse.Namespace) -> tuple[SearchResult, Simulati
     Raises:
       UserError: a flag is invalid.
     """
-    times = Times(*(_times(kind, getattr(arguments, kind)) for kind in Times._fields))
-    communication = _time(arguments.communication)
-    if communication is None:
-        raise UserError(f"--communication is {arguments.communication!r}; it must be a non-negative time")
+    times, communication = Times(*(getattr(arguments, kind) for kind in Times._fields)), arguments.communication
     try:
         result = _auto(arguments, times, communication) if arguments.auto else _named(arguments)
         _check_devices(times, result.table.num_devices)
         simulation = simulate_table(result.table, times, communication)
         if arguments.save:
             write_table(result.table, arguments.save)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    except ValueError as error:  # often begins with the name of an argument, which here is a flag
+        flag = "--" if str(error).split(" ")[0] in vars(arguments) else ""
+        raise UserError(f"{flag}{error}") from error
     except OSError as error:
         raise UserError(f"--save is {arguments.save}, which cannot be written: {error.strerror}") from error
     return result, simulation
@@ -115,8 +101,6 @@ def _auto(arguments: argparse.Namespace, times: Times, communication: float) -> 
     _check_devices(times, num_stages)
     limit = num_stages if arguments.memory_limit is None else arguments.memory_limit
     weight_memory = 1.0 if arguments.weight_memory is None else arguments.weight_memory
-    if not 0 <= weight_memory <= 1:
-        raise UserError(f"--weight_memory is {weight_memory:g}; it must be between 0 and 1")
     candidates: list[tuple[float, int, SearchResult]] = []
     for num_chunks in (1, 2) if arguments.num_chunks is None else (arguments.num_chunks,):
         sizes = (num_stages, num_microbatches, num_chunks)
@@ -132,19 +116,9 @@ def _auto(arguments: argparse.Namespace, times: Times, communication: float) -> 
 
 def _sizes(arguments: argparse.Namespace) -> tuple[int, int]:
     for flag in ("num_stages", "num_microbatches"):
-        value = getattr(arguments, flag)
-        if value is None or value < 1:
-            raise UserError(f"--{flag} is {'missing' if value is None else value}; it must be at least 1")
+        if getattr(arguments, flag) is None:
+            raise UserError(f"--{flag} is missing; it must be set, as in --{flag}=4")
     return arguments.num_stages, arguments.num_microbatches
-
-
-def _times(flag: str, text: str) -> float | list[float]:
-    values = [time for part in text.split(",") if (time := _time(part)) is not None]
-    if len(values) != text.count(",") + 1:
-        raise UserError(
-            f"--{flag} is {text!r}; it must be a non-negative time, or one time per device, such as 1,1.5,1"
-        )
-    return values if len(values) > 1 else values[0]
 
 
 def _check_devices(times: Times, num_devices: int) -> None:
@@ -155,9 +129,10 @@ def _check_devices(times: Times, num_devices: int) -> None:
             )
 
 
-def _time(text: str) -> float | None:
+def _times(text: str) -> float | list[float]:
     try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if 0 <= value < math.inf else None
+        values = [_time(time) for time in text.split(",")]
+    except argparse.ArgumentTypeError:
+        one_or_each = "a non-negative time, or one time per device, such as 1,1.5,1"
+        raise argparse.ArgumentTypeError(f"{text!r}; it must be {one_or_each}") from None
+    return values if len(values) > 1 else values[0]

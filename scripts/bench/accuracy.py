@@ -6,7 +6,6 @@
 Each exchange is trained by the command line in a separate process. Runs with results in the workdir are not repeated.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -14,25 +13,28 @@ from pathlib import Path
 
 from jaxpar import config as configs
 from jaxpar import tasks
+from jaxpar.command_line import Parser, integer, names
+from jaxpar.errors import exit_code
 from jaxpar.exchange import EXCHANGES
 
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="configs/quickstart.py")
-    parser.add_argument("--replicas", type=int, default=4)
-    parser.add_argument("--exchanges", default=",".join(EXCHANGES))
-    parser.add_argument("--workdir", type=Path, default=Path("runs/accuracy"))
-    arguments, overrides = parser.parse_known_args()
-    names = dict.fromkeys(["ddp", *arguments.exchanges.split(",")])
+    parser = Parser(__doc__)
+    parser.add_argument("--config", default="configs/quickstart.py", help="config file as PATH[:PRESET]")
+    parser.add_argument("--replicas", type=integer(1), default=4, help="number of replicas")
+    parser.add_argument(
+        "--exchanges", type=names(EXCHANGES), default=list(EXCHANGES), help="exchanges to compare (default: all)"
+    )
+    parser.add_argument("--workdir", type=Path, default=Path("runs/accuracy"), help="directory of the runs")
+    arguments, overrides = parser.parse_with_overrides()
     overrides += [f"--config.mesh.{key}={arguments.replicas}" for key in ("data", "virtual_cpu_devices")]
     config = configs.load_config(arguments.config)
     configs.override(config, overrides)
     score = tasks.find_task(config).score
     print(f"{'exchange':36} {score.key:>14} {'minus ddp':>18}", flush=True)
     values: list[float] = []
-    for name in names:
+    for name in dict.fromkeys(["ddp", *arguments.exchanges]):
         result = train(arguments.config, arguments.workdir / name, [*overrides, f"--config.exchange={name}"])
         values.append(result[score.key])
         value, difference = format(values[-1], score.format), format(values[-1] - values[0], f"+{score.format}")
@@ -50,4 +52,4 @@ def train(config: str, workdir: Path, overrides: list[str]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -10,8 +10,8 @@ history   bytes of older weights after a step of 8 equal workers on one device /
 live      gradients per second of 4 live workers on 4 devices, one of them 4 times slower / the same in lockstep
 """
 
-import argparse
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,19 +25,24 @@ from ml_collections import ConfigDict
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import data, mesh, strategies, tasks
+from jaxpar.command_line import Parser, integer, names
+from jaxpar.errors import exit_code
 from jaxpar.strategies import Strategy
 from scripts.bench.steps import make_problem, race
 
+RESULTS = ("emulated", "history", "live")
 WORKERS, LIVE_WORKERS, SLOWDOWN = 8, 4, 4
 
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", default="emulated,history,live")
-    parser.add_argument("--config", default="configs/quickstart.py")
-    parser.add_argument("--rounds", type=int, default=20)
-    arguments, overrides = parser.parse_known_args()
+    parser = Parser(__doc__)
+    parser.add_argument(
+        "--results", type=names(RESULTS), default=list(RESULTS), help="results to measure (default: all)"
+    )
+    parser.add_argument("--config", default="configs/quickstart.py", help="config file as PATH[:PRESET]")
+    parser.add_argument("--rounds", type=integer(1), default=20, help="number of repetitions")
+    arguments, overrides = parser.parse_with_overrides()
     config = configs.load_config(arguments.config)
     configs.override(config, [*overrides, f"--config.mesh.virtual_cpu_devices={LIVE_WORKERS}"])
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
@@ -122,4 +127,4 @@ def live(build: Any, batch: dict[str, np.ndarray], rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

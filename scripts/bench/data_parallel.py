@@ -15,6 +15,7 @@ from pathlib import Path
 from jaxpar import config as configs
 from jaxpar import data, mesh, tasks
 from jaxpar.cluster import find_cluster
+from jaxpar.errors import exit_code
 from scripts.bench.steps import arguments_of, measure
 
 ROUNDS = 30
@@ -26,9 +27,9 @@ VARIANTS = {
 }
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     """Print the ratios."""
-    name, overrides = arguments_of(arguments)
+    name, overrides = arguments_of(__doc__)
     config = configs.load_config(name)
     configs.override(config, overrides)
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
@@ -56,4 +57,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(exit_code(main))

@@ -11,8 +11,8 @@ steps     time of a step / time of a ddp step, on the same batch and cores, for 
           config.data_parallel.implementation of ddp
 """
 
-import argparse
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -29,9 +29,12 @@ from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import data, mesh, strategies, tasks
 from jaxpar.analysis import audit
+from jaxpar.command_line import Parser, integer, names
+from jaxpar.errors import exit_code
 from jaxpar.exchange import EXCHANGES, compress, reduce
 from scripts.bench.steps import Contender, make_problem, race
 
+RESULTS = ("bytes", "memory", "ring", "compress", "steps")
 SIZE = 25 * 2**20 // 4  # elements
 COMPRESSORS = {
     "MinMaxUInt8, a range per 4096": compress.min_max_uint8(4096),
@@ -46,19 +49,21 @@ WAYS = ("shard_map", "sharding", "pmap")
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", default="bytes,memory,ring,compress,steps")
-    parser.add_argument("--config", default="configs/quickstart.py")
-    parser.add_argument("--replicas", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=20)
-    arguments, overrides = parser.parse_known_args()
+    parser = Parser(__doc__)
+    parser.add_argument(
+        "--results", type=names(RESULTS), default=list(RESULTS), help="results to measure (default: all)"
+    )
+    parser.add_argument("--config", default="configs/quickstart.py", help="config file as PATH[:PRESET]")
+    parser.add_argument("--replicas", type=integer(1), default=4, help="number of replicas")
+    parser.add_argument("--rounds", type=integer(1), default=20, help="number of repetitions")
+    arguments, overrides = parser.parse_with_overrides()
     overrides += [f"--config.mesh.{key}={arguments.replicas}" for key in ("data", "virtual_cpu_devices")]
     config = configs.load_config(arguments.config)
     configs.override(config, overrides)
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     there = clusters.find_cluster()
     print(f"{arguments.config}, {there.num_devices} {there.device_kind} devices")
-    results = arguments.results.split(",")
+    results = arguments.results
     if {"bytes", "memory", "steps"} & set(results):
         with tempfile.TemporaryDirectory() as folder:
             dataset = data.load(config, tasks.find_task(config).labels, Path(folder))
@@ -164,4 +169,4 @@ def in_turn(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, fl
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -11,7 +11,6 @@ The runs train a tiny MLP in separate processes. They are killed at random times
 step, and restarted.
 """
 
-import argparse
 import json
 import random
 import re
@@ -32,10 +31,13 @@ from absl import logging
 from jaxpar import checkpoint, data, mesh
 from jaxpar import config as configs
 from jaxpar.cluster import find_cluster
+from jaxpar.command_line import Parser, integer, names
+from jaxpar.errors import exit_code
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build
 from jaxpar.run.start import save_info
 
+RESULTS = ("faults", "save")
 STEPS, EVERY = 400, 10
 RUN = {
     "data.source": "synthetic",
@@ -64,13 +66,13 @@ LARGE = {
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", default="faults,save")
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--terms", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
+    parser = Parser(__doc__)
+    parser.add_argument("--results", type=names(RESULTS), default=list(RESULTS), help="results to measure")
+    parser.add_argument("--kills", type=integer(1), default=20, help="number of random kills")
+    parser.add_argument("--terms", type=integer(1), default=5, help="number of runs that SIGTERM stops")
+    parser.add_argument("--rounds", type=integer(1), default=15, help="number of repetitions of a save")
+    parser.add_argument("--seed", type=integer(0), default=0, help="seed of the random times")
+    arguments = parser.parse()
     logging.set_verbosity(logging.FATAL)  # as in the training command
     with tempfile.TemporaryDirectory() as folder:
         if "faults" in arguments.results:
@@ -265,4 +267,4 @@ def copy(tree: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

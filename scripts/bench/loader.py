@@ -7,7 +7,6 @@ from a new loader; the median of the runs is printed. `--consumption` is the rat
 (examples_per_second in the quickstart's result.json). The exit code is 1 if the ratio is below 10.
 """
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -16,7 +15,9 @@ from pathlib import Path
 
 from jaxpar import config as configs
 from jaxpar import tasks
+from jaxpar.command_line import Parser, integer, number
 from jaxpar.data import Batches, load
+from jaxpar.errors import exit_code
 
 
 def rates(batches: Batches, steps: int, runs: int, num_threads: int, prefetch: int) -> list[float]:
@@ -30,14 +31,15 @@ def rates(batches: Batches, steps: int, runs: int, num_threads: int, prefetch: i
     return result
 
 
-def main() -> None:
-    """Print the rates and the ratio."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="configs/quickstart.py")
-    parser.add_argument("--consumption", type=float, required=True, help="examples per second of training")
-    parser.add_argument("--runs", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=400, help="batches per run")
-    arguments = parser.parse_args()
+def main() -> int:
+    """Print the rates and the ratio, and return the exit code."""
+    parser = Parser(__doc__)
+    parser.add_argument("--config", default="configs/quickstart.py", help="config file as PATH[:PRESET]")
+    rate = number("a number of at least 1", minimum=1)
+    parser.require("--consumption", "--consumption=4000", type=rate, help="examples per second of training")
+    parser.add_argument("--runs", type=integer(1), default=9, help="number of runs")
+    parser.add_argument("--steps", type=integer(1), default=400, help="batches per run")
+    arguments = parser.parse()
     config = configs.load_config(arguments.config)
     with tempfile.TemporaryDirectory() as workdir:
         dataset = load(config, tasks.find_task(config).labels, Path(workdir))
@@ -48,8 +50,8 @@ def main() -> None:
     ratio = median / arguments.consumption
     print(f"loader: {median:,.0f} examples/s (median of {len(speeds)} runs, {min(speeds):,.0f} to {max(speeds):,.0f})")
     print(f"training consumes {arguments.consumption:,.0f} examples/s; the loader is {ratio:.1f} times as fast")
-    sys.exit(ratio < 10)
+    return int(ratio < 10)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -19,7 +19,6 @@ shows the measured quantity, its value and the target.
      single device
 """
 
-import argparse
 import subprocess
 import sys
 import time
@@ -32,6 +31,8 @@ import jax
 from jaxpar import config as configs
 from jaxpar import data, mesh
 from jaxpar.cluster import find_cluster
+from jaxpar.command_line import Parser, integer, names
+from jaxpar.errors import exit_code
 from jaxpar.measure import flops
 from jaxpar.step import abstract
 from scripts.bench import executed, pipeline_memory
@@ -210,18 +211,21 @@ RESULTS: dict[str, Callable[[Options], None]] = {
 }
 
 
+def stage_counts(text: str) -> list[int]:
+    """Return the value of --stages."""
+    return [integer(1)(number) for number in text.split(",")]
+
+
 def main(arguments: list[str]) -> None:
     """Parse the command line and print the results."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--results", default=",".join(RESULTS))
-    parser.add_argument("--stages", default="")
-    parser.add_argument("--schedules", default="1f1b,eager_1f1b,zb_h1")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--examples", type=int, default=4)
-    parsed, overrides = parser.parse_known_args(arguments)
-    results, stages = parsed.results.split(","), [int(number) for number in (parsed.stages or "4,8").split(",")]
-    if unknown := set(results) - RESULTS.keys():
-        parser.error(f"--results contains {min(unknown)!r}; each must be one of {', '.join(RESULTS)}")
+    parser = Parser(__doc__)
+    parser.add_argument("--results", type=names(RESULTS), default=list(RESULTS), help="results to measure")
+    parser.add_argument("--stages", type=stage_counts, default=[], help="numbers of stages (default: 4,8)")
+    parser.add_argument("--schedules", type=names(SCHEDULES), default=["1f1b", "eager_1f1b", "zb_h1"], help="schedules")
+    parser.add_argument("--rounds", type=integer(1), default=3, help="number of repetitions")
+    parser.add_argument("--examples", type=integer(1), default=4, help="examples per microbatch")
+    parsed, overrides = parser.parse_with_overrides(arguments)
+    results, stages = parsed.results, parsed.stages or [4, 8]
     config = configs.default_config()
     configs.override(config, [f"--config.mesh.virtual_cpu_devices={max(stages)}", *overrides])
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
@@ -232,7 +236,7 @@ def main(arguments: list[str]) -> None:
     if is_gpu and not parsed.stages:
         stages = [there.num_devices]
     print(f"{there.num_devices} devices of kind {there.device_kind}", flush=True)
-    options = Options(Maker(tuple(overrides), parsed.examples), stages, parsed.schedules.split(","), parsed.rounds)
+    options = Options(Maker(tuple(overrides), parsed.examples), stages, parsed.schedules, parsed.rounds)
     for result in results:
         start = time.perf_counter()
         if result == "b" and len(stages) > 1 and not is_gpu:
@@ -246,4 +250,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(exit_code(lambda: main(sys.argv[1:])))

@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 
 from jaxpar import data, models, optimizer, strategies, tasks
 from jaxpar.cluster import find_cluster
+from jaxpar.command_line import Parser
 from jaxpar.step import Metrics, Problem, abstract
 from jaxpar.tasks import mean_loss
 
@@ -39,10 +40,12 @@ class Timing(NamedTuple):
     first_loss: float
 
 
-def arguments_of(arguments: list[str]) -> tuple[str, list[str]]:
-    """Return the name of the config (--config=, by default the quickstart) and the overrides."""
-    name = next((a.removeprefix("--config=") for a in arguments if a.startswith("--config=")), "configs/quickstart.py")
-    return name, [a for a in arguments if not a.startswith("--config=")]
+def arguments_of(description: str | None) -> tuple[str, list[str]]:
+    """Return the name of the config (--config, by default the quickstart) and the overrides of the command line."""
+    parser = Parser(description)
+    parser.add_argument("--config", default="configs/quickstart.py", help="config file as PATH[:PRESET]")
+    arguments, overrides = parser.parse_with_overrides()
+    return arguments.config, overrides
 
 
 def make_problem(config: ConfigDict, info: data.DataInfo, batch: Mapping[str, np.ndarray]) -> Problem:

@@ -17,6 +17,7 @@ import jax
 
 from jaxpar import checkpoint, data, mesh
 from jaxpar import config as configs
+from jaxpar.errors import exit_code
 from jaxpar.launch.signals import Interrupt
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build, metrics
@@ -27,9 +28,9 @@ ROUNDS = 3
 STEPS = 250
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     """Print the ratio."""
-    name, overrides = arguments_of(arguments)
+    name, overrides = arguments_of(__doc__)
     config = configs.load_config(name)
     configs.override(config, [f"--config.num_steps={STEPS}", f"--config.checkpoint.every_steps={STEPS}", *overrides])
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
@@ -63,4 +64,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(exit_code(main))

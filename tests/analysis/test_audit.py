@@ -16,6 +16,7 @@ from jaxpar import config as configs
 from jaxpar import step
 from jaxpar.analysis import audit
 from jaxpar.analysis.audit import SCALARS, CollectiveRow, axis_of
+from jaxpar.errors import exit_code
 from jaxpar.exchange import EXCHANGES, Axis, reduce
 from jaxpar.plan import Decision, Plan, Traffic
 from jaxpar.strategies.strategy import CompiledProgram
@@ -362,7 +363,7 @@ SMALL = [*SYNTHETIC, "model.name=mlp", "model.num_heads=None", "model.mlp_size=N
 def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> int:
     small = [*small_arguments(folder), *(f"--config.{key}" for key in SMALL)]
     monkeypatch.setattr(sys, "argv", ["audit.py", "--config=configs/default.py", *small, *arguments])
-    return script.main()
+    return exit_code(script.main)
 
 
 def test_the_script_prints_a_table(

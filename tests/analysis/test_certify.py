@@ -24,6 +24,7 @@ from jaxpar.analysis.errors import Error, compare, compare_change, worst
 from jaxpar.config import default_config
 from jaxpar.data import Batches, plan
 from jaxpar.data.examples import Vectors
+from jaxpar.errors import exit_code
 from jaxpar.exchange import EXCHANGES, presets
 from jaxpar.pipeline.executor import engine as pipeline_engine
 from jaxpar.step import Problem
@@ -486,7 +487,10 @@ def test_contents_of_a_certificate(certify: Any) -> None:
         ("--reference_passes=5", "--reference_passes is 5; it must divide config.batch_size (24)"),
         ("--output=no/such/file.json", "--output is no/such/file.json; it must be in an existing directory"),
         ("--config.exchange=zero4", "config.exchange is 'zero4'"),
-        ("--steps=4", "'--steps=4' is not an argument"),
+        (
+            "--steps=4",
+            "--steps is not a flag; it must be one that --help lists or --config.KEY=VALUE. Did you mean '--num_st",
+        ),
         ("--num_steps=x", "--num_steps is 'x'; it must be an integer"),
     ],
 )
@@ -497,7 +501,7 @@ def test_a_mistake_is_reported_in_one_line(
     monkeypatch.setattr(
         sys, "argv", ["certify.py", "--config=configs/default.py", *small_arguments(tmp_path), output, mistake]
     )
-    assert script.main() == 2
+    assert exit_code(script.main) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert len(captured.err.splitlines()) == 1
@@ -510,5 +514,5 @@ def test_a_nonfinite_step_cannot_be_compared(
 ) -> None:
     overrides = [*small_arguments(tmp_path), "--config.optimizer.lr=1e38", f"--output={tmp_path}/c.json"]
     monkeypatch.setattr(sys, "argv", ["certify.py", "--config=configs/default.py", "--num_steps=3", *overrides])
-    assert script.main() == 1
+    assert exit_code(script.main) == 1
     assert "is not finite, so it cannot be compared" in capsys.readouterr().err

@@ -1,15 +1,18 @@
-"""Runs scripts/simulate.py and scripts/draw.py as subprocesses."""
+"""Tests of scripts/simulate.py and scripts/draw.py: a subprocess without JAX, and mistakes."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from jaxpar.errors import exit_code
 from jaxpar.pipeline.tables.schedule import SCHEDULES
 from jaxpar.pipeline.tables.table_file import read_table
 from jaxpar.pipeline.tables.validate import peak_stashed
+from scripts import draw, simulate
 
 ROOT = Path(__file__).parents[2]
 RUN = "import runpy, sys; sys.argv = sys.argv[1:]; code = 0\n"
@@ -94,82 +97,105 @@ SIZES = ["--num_stages=4", "--num_microbatches=6"]
     ("script", "flags", "message"),
     [
         (
-            "simulate.py",
+            simulate,
             ["--schedule=zbh1", *SIZES],
-            f"schedule is 'zbh1'; it must be one of {', '.join(SCHEDULES)}",
+            f"--schedule is 'zbh1'; it must be one of {', '.join(SCHEDULES)}. Did you mean 'zb_h1'?",
         ),
         (
-            "simulate.py",
+            simulate,
             ["--schedule=gpipe", *SIZES, "--foward=1"],
-            "--foward is not a flag. Did you mean '--forward'?",
+            "--foward is not a flag; it must be one that --help lists. Did you mean '--forward'?",
         ),
-        ("simulate.py", ["--sched=gpipe", *SIZES], "--sched is not a flag. Did you mean '--schedule'?"),
-        ("simulate.py", SIZES, "--schedule is missing; "),
-        ("simulate.py", ["--schedule=gpipe", "--num_stages=4"], "--num_microbatches is missing; it must be at least 1"),
-        ("simulate.py", ["--schedule=gpipe", "--num_stages=0", SIZES[1]], "--num_stages is 0; it must be at least 1"),
-        ("simulate.py", ["--schedule=gpipe", "--num_stages=two"], "argument --num_stages: invalid int value: 'two'"),
         (
-            "simulate.py",
+            simulate,
+            ["--sched=gpipe", *SIZES],
+            "--sched is not a flag; it must be one that --help lists. Did you mean '--schedule'?",
+        ),
+        (
+            simulate,
+            SIZES,
+            "--schedule is missing; it must be a schedule or the path of a CSV table, unless --auto is set",
+        ),
+        (
+            simulate,
+            ["--schedule=gpipe", "--num_stages=4"],
+            "--num_microbatches is missing; it must be set, as in --num_microbatches=4",
+        ),
+        (simulate, ["--schedule=gpipe", "--num_stages=0", SIZES[1]], "--num_stages is 0; it must be at least 1"),
+        (simulate, ["--schedule=gpipe", "--num_stages=two"], "--num_stages is 'two'; it must be an integer"),
+        (simulate, ["--communication=-1"], "--communication is '-1'; it must be a non-negative time"),
+        (
+            simulate,
             ["--schedule=interleaved_1f1b", *SIZES],
-            "num_microbatches is 6; it must be a multiple of 4, the number of devices, for schedule interleaved_1f1b",
+            "--num_microbatches is 6; it must be a multiple of 4, the number of devices, for schedule interleaved_1f1b",
         ),
         (
-            "simulate.py",
+            simulate,
             ["--schedule=gpipe", *SIZES, "--num_chunks=2"],
-            "num_chunks is 2; it must be 1 for schedule gpipe",
+            "--num_chunks is 2; it must be 1 for schedule gpipe",
         ),
         (
-            "simulate.py",
+            simulate,
             ["--schedule=gpipe", *SIZES, "--weight=-1"],
-            "--weight is '-1'; it must be a non-negative time",
+            "--weight is '-1'; it must be a non-negative time, or one time per device, such as 1,1.5,1",
         ),
         (
-            "simulate.py",
+            simulate,
             ["--schedule=gpipe", *SIZES, "--weight=1,x"],
-            "--weight is '1,x'; it must be a non-negative time",
+            "--weight is '1,x'; it must be a non-negative time, or one time per device, such as 1,1.5,1",
         ),
         (
-            "simulate.py",
+            simulate,
             ["--schedule=gpipe", *SIZES, "--weight=1,2"],
             "--weight has 2 times; it must have one, or one per device (4)",
         ),
-        ("simulate.py", ["--schedule=none.csv"], "none.csv: No such file or directory"),
+        (simulate, ["--schedule=none.csv"], "none.csv: No such file or directory"),
         (
-            "simulate.py",
+            simulate,
             ["--schedule=gpipe", "--auto", *SIZES],
-            "--schedule is 'gpipe'; it must not be set with --auto",
+            "--schedule is 'gpipe'; it must not be set with --auto, which searches for a schedule",
         ),
         (
-            "simulate.py",
+            simulate,
             ["--schedule=gpipe", *SIZES, "--memory_limit=3"],
             "--memory_limit is 3; it must not be set without --auto",
         ),
-        ("simulate.py", ["--auto", *SIZES, "--memory_limit=0.5"], "memory_limit is 0.5; it must be at least 1"),
-        ("simulate.py", ["--auto", *SIZES, "--weight_memory=2"], "--weight_memory is 2; it must be between 0 and 1"),
+        (simulate, ["--auto", *SIZES, "--memory_limit=0.5"], "--memory_limit is 0.5; it must be at least 1"),
         (
-            "simulate.py",
+            simulate,
+            ["--auto", *SIZES, "--weight_memory=2"],
+            "--weight_memory is '2'; it must be a number between 0 and 1",
+        ),
+        (
+            simulate,
             ["--schedule=gpipe", *SIZES, "--save=none/x.csv"],
             "--save is none/x.csv, which cannot be written: No such file or directory",
         ),
-        ("draw.py", ["--schedule=gpipe", *SIZES], "--out is missing; it must end in one of .txt, .svg, .png"),
+        (draw, ["--schedule=gpipe", *SIZES], "--out is missing; it must end in one of .txt, .svg, .png"),
         (
-            "draw.py",
+            draw,
             ["--schedule=gpipe", *SIZES, "--out=x.pdf"],
             "--out is x.pdf; it must end in one of .txt, .svg, .png",
         ),
         (
-            "draw.py",
+            draw,
             ["--schedule=gpipe", *SIZES, "--out=none/x.svg"],
             "--out is none/x.svg, which cannot be written: No such file or directory",
         ),
     ],
 )
-def test_a_mistake_is_reported_in_one_line(script: str, flags: list[str], message: str) -> None:
-    process = run(script, *flags)
-    assert process.returncode == 2
-    assert process.stdout == ""
-    assert process.stderr.startswith(f"jaxpar: {message}"), process.stderr
-    assert process.stderr.count("\n") == 1, process.stderr
+def test_a_mistake_is_reported_in_one_line(
+    script: ModuleType,
+    flags: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", [script.__name__, *flags])
+    assert exit_code(script.main) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"jaxpar: {message}\n"
 
 
 def test_sizes_are_those_of_the_file(tmp_path: Path) -> None:

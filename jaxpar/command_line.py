@@ -1,0 +1,150 @@
+"""Command lines of the scripts, whose mistakes are reported in the same words as those of scripts/train."""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+from jaxpar.errors import UserError, nearest
+
+OVERRIDE = " or --config.KEY=VALUE"  # what else an argument can be if a script takes overrides
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of flags and arguments that raises UserError for a mistake."""
+
+    def __init__(self, description: str | None, prog: str | None = None, others: str = "") -> None:
+        """Make a parser with the flag --help.
+
+        Args:
+          description: text for --help.
+          prog: name of the script, if it differs from the file.
+          others: what an argument can be instead of a flag of this parser, as the end of an error message.
+        """
+        super().__init__(
+            prog=prog,
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self._others = others
+        self._examples: dict[str, str] = {}
+
+    def require(self, name: str, example: str, **options: Any) -> None:
+        """Add a flag or an argument that must be set. example: an argument that sets it, for the error message."""
+        required: dict[str, Any] = {"required": True} if name.startswith("-") else {}  # arguments always are
+        self.add_argument(name, **options, **required)
+        self._examples[name] = example
+
+    def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        """Parse `argv`, by default the command line of this process."""
+        argv = sys.argv[1:] if argv is None else argv
+        flags = self._option_string_actions
+        for argument in argv:
+            if argument.startswith("--") and argument.partition("=")[0] not in flags:
+                raise unknown(argument, flags, self._others)
+        arguments, rest = self.parse_known_args(argv)
+        if rest:
+            raise unknown(rest[0], flags, self._others)
+        return arguments
+
+    def parse_with_overrides(self, argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+        """Parse `argv`, by default the command line of this process. Also return its overrides of the config."""
+        self._others = OVERRIDE
+        others, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
+        return self.parse(others), overrides
+
+    def error(self, message: str) -> NoReturn:
+        """Raise a UserError for an error of argparse: `argument NAME: REASON`, or a list of missing arguments."""
+        name, _, reason = message.removeprefix("argument ").partition(": ")
+        if not message.startswith("argument "):
+            missing = reason.split(", ")[0]
+            raise UserError(f"{missing} is missing; it must be set, as in {self._examples[missing]}")
+        if reason.startswith("expected"):
+            raise no_value(name)
+        if reason.startswith("ignored explicit argument "):
+            value = reason.removeprefix("ignored explicit argument ")
+            raise UserError(f"{name} is {value}; it must be set without a value")
+        raise UserError(f"{name} is {reason}")
+
+
+def unknown(argument: str, flags: Iterable[str], others: str) -> UserError:
+    """Return the error for an argument that is neither one of `flags`, such as `--workdir`, nor one of `others`."""
+    if not argument.startswith("-"):
+        return UserError(f"{argument!r} is not an argument; it must be a flag that --help lists{others}")
+    flag = argument.partition("=")[0]
+    hint = nearest(flag, [known for known in flags if known != "--help"])
+    return UserError(f"{flag} is not a flag; it must be one that --help lists{others}{hint and '.' + hint}")
+
+
+def no_value(flag: str) -> UserError:
+    """Return the error for a flag, such as `--workdir`, at whose value the command line ends."""
+    return UserError(f"{flag} has no value; it must be written {flag}=VALUE")
+
+
+def split_overrides(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Separate the overrides, --config.KEY=VALUE or --config.KEY VALUE, from the other arguments, and return both."""
+    arguments = list(arguments)
+    others: list[str] = []
+    overrides: list[str] = []
+    while arguments:
+        argument, *arguments = arguments
+        name = argument.lstrip("-")
+        if not argument.startswith("-") or not name.startswith(("config.", "noconfig.")):
+            others.append(argument)
+            continue
+        overrides.append(argument)
+        if "=" not in argument and arguments and not arguments[0].startswith("--"):
+            overrides.append(arguments[0])
+            arguments = arguments[1:]
+    return others, overrides
+
+
+# ---- types of flags: their errors are the end of a message, after `--FLAG is` -----------------------------------
+
+
+def integer(minimum: int) -> Callable[[str], int]:
+    """Return the type of a flag whose value is an integer of at least `minimum`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r}; it must be an integer") from None
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{value}; it must be at least {minimum}")
+        return value
+
+    return parse
+
+
+def number(rule: str, minimum: float = 0, maximum: float = math.inf) -> Callable[[str], float]:
+    """Return the type of a flag whose value is a finite number in this range. rule: the range, for an error message."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and minimum <= value <= maximum):
+            raise argparse.ArgumentTypeError(f"{text!r}; it must be {rule}")
+        return value
+
+    return parse
+
+
+def names(choices: Iterable[str]) -> Callable[[str], list[str]]:
+    """Return the type of a flag whose value is a list of some of `choices`, separated by commas."""
+    choices = list(choices)
+
+    def parse(text: str) -> list[str]:
+        values = [name.strip() for name in text.split(",")]
+        for value in values:
+            if value not in choices:
+                hint = nearest(value, choices)
+                one_or_more = f"one or more of {', '.join(choices)}"
+                raise argparse.ArgumentTypeError(f"{text!r}; it must be {one_or_more}{hint and '.' + hint}")
+        return values
+
+    return parse

@@ -1,0 +1,99 @@
+"""Tests of the command lines of scripts: each mistake is one line on stderr with exit code 2."""
+
+import sys
+from types import ModuleType
+
+import pytest
+
+from jaxpar.command_line import Parser, integer, names, number, split_overrides
+from jaxpar.errors import TrainingError, UserError, exit_code
+from jaxpar.launch import launcher
+from scripts import audit, certify, compare_updates, draw, export, export_hf, simulate
+
+CONFIG = "--config is missing; it must be set, as in --config=configs/quickstart.py"
+LISTED = "it must be one that --help lists"
+OVERRIDE = " or --config.KEY=VALUE"
+BEHIND = ", or follow --, as the arguments of scripts/train do"
+# A script, its arguments, and the message.
+MISTAKES: list[tuple[ModuleType, list[str], str]] = [
+    (audit, [], CONFIG),
+    (audit, ["--config"], "--config has no value; it must be written --config=VALUE"),
+    (audit, ["--json=5"], "--json is '5'; it must be set without a value"),
+    (audit, ["--jsn"], f"--jsn is not a flag; {LISTED}{OVERRIDE}. Did you mean '--json'?"),
+    (audit, ["--config=x", "y"], f"'y' is not an argument; it must be a flag that --help lists{OVERRIDE}"),
+    (certify, ["--num_steps=10", "--config.seed=1"], CONFIG),
+    (certify, ["--num_steps=0.5"], "--num_steps is '0.5'; it must be an integer"),
+    (compare_updates, ["--cases=sync"], CONFIG),
+    (compare_updates, ["--workers=0"], "--workers is 0; it must be at least 1"),
+    (compare_updates, ["--slowdown=nan"], "--slowdown is 'nan'; it must be a number of at least 1"),
+    (draw, ["--auto=yes"], "--auto is 'yes'; it must be set without a value"),
+    (export, [], "workdir is missing; it must be set, as in runs/quickstart"),
+    (export, ["runs/x"], "file is missing; it must be set, as in quickstart.safetensors"),
+    (export, ["runs/x", "x", "y"], "'y' is not an argument; it must be a flag that --help lists"),
+    (export, ["runs/x", "x", "--step=last"], "--step is 'last'; it must be an integer"),
+    (export_hf, ["runs/x"], "directory is missing; it must be set, as in exported"),
+    (export_hf, ["runs/x", "x", "--step=1"], f"--step is not a flag; {LISTED}"),
+    (simulate, ["zb_h1"], "'zb_h1' is not an argument; it must be a flag that --help lists"),
+    (launcher, [], "--num_processes is missing; it must be set, as in --num_processes=2"),
+    (launcher, ["--num_processes=two"], "--num_processes is 'two'; it must be an integer"),
+    (launcher, ["--num_processes=0"], "--num_processes is 0; it must be at least 1"),
+    (launcher, ["--num_processes=3"], "--num_processes is 3; it must divide the number of visible GPUs, 4"),
+    (launcher, ["--num_processes=2", "--max_restarts=-1"], "--max_restarts is -1; it must be at least 0"),
+    (launcher, ["--num_processes=2", "--workdir=x"], f"--workdir is not a flag; {LISTED}{BEHIND}"),
+    (
+        launcher,
+        ["--num_processes=2", "--", "--process_id=1"],
+        "--process_id is set by the launcher for each process; remove it from the arguments after --",
+    ),
+]
+
+
+@pytest.mark.parametrize(("script", "arguments", "message"), MISTAKES)
+def test_a_mistake_is_one_line(
+    script: ModuleType,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setattr(sys, "argv", [script.__name__, *arguments])
+    assert exit_code(script.main) == 2
+    captured = capsys.readouterr()
+    assert captured.err == f"jaxpar: {message}\n"
+    assert captured.out == ""
+
+
+def test_values() -> None:
+    parser = Parser("A script.")
+    parser.require("--count", "--count=1", type=integer(-2))
+    parser.add_argument("--share", type=number("between 0 and 1", maximum=1), default=0.5)
+    parser.add_argument("--some", type=names(["a", "b", "c"]))
+    arguments, overrides = parser.parse_with_overrides(["--count=-2", "--config.seed", "3", "--some", "c, a"])
+    assert vars(arguments) == {"count": -2, "share": 0.5, "some": ["c", "a"]}
+    assert overrides == ["--config.seed", "3"]
+    for share in ("-0.1", "1.1", "inf", "half"):
+        with pytest.raises(UserError, match=rf"^--share is '{share}'; it must be between 0 and 1$"):
+            parser.parse(["--count=1", f"--share={share}"])
+    with pytest.raises(UserError, match=r"^--some is 'a,d'; it must be one or more of a, b, c$"):
+        parser.parse(["--count=1", "--some=a,d"])
+    with pytest.raises(UserError, match=r"^--coun is not a flag; .*'--count'\?$"):  # flags are not abbreviated
+        parser.parse(["--coun=1"])
+
+
+def test_an_override_has_its_value_behind_it_or_an_equals_sign() -> None:
+    arguments = ["--a", "--config.x=1", "--config.y", "2", "--noconfig.z", "--b", "c", "--config.w", "--d"]
+    others, overrides = split_overrides(arguments)
+    assert others == ["--a", "--b", "c", "--d"]
+    assert overrides == ["--config.x=1", "--config.y", "2", "--noconfig.z", "--config.w"]
+
+
+def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(error: Exception) -> None:
+        raise error
+
+    assert exit_code(lambda: None) == 0
+    assert exit_code(lambda: 1) == 1
+    assert exit_code(lambda: fails(UserError("x is 1; it must be 2"))) == 2
+    assert exit_code(lambda: fails(TrainingError("the loss is nan"))) == 1
+    assert capsys.readouterr().err == "jaxpar: x is 1; it must be 2\njaxpar: the loss is nan\n"
