@@ -68,8 +68,8 @@ def check(config: ConfigDict, arguments: argparse.Namespace) -> None:
         raise UserError(f"--reference_passes is {passes}; it must divide config.batch_size ({config.batch_size})")
     if not arguments.output.parent.is_dir():
         raise UserError(
-            f"--output is {arguments.output}; it must be in an existing directory, and {arguments.output.parent} does "
-            "not exist"
+            f"--output is '{arguments.output}'; it must be in an existing directory, and '{arguments.output.parent}' "
+            "does not exist"
         )
 
 

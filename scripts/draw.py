@@ -20,7 +20,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="FILE.{txt,svg,png}", help="file to write")
     arguments = parser.parse()
     if arguments.out is None or arguments.out.suffix not in SUFFIXES:
-        raise UserError(f"--out is {arguments.out or 'missing'}; it must end in one of {', '.join(SUFFIXES)}")
+        out = "missing" if arguments.out is None else repr(str(arguments.out))
+        raise UserError(f"--out is {out}; it must end in one of {', '.join(SUFFIXES)}")
     schedule, simulation = options.find_schedule(arguments)
     title = (
         f"{schedule.policy}, {schedule.table.num_devices} devices, {schedule.table.num_microbatches} microbatches: "
@@ -32,7 +33,7 @@ def main() -> None:
         else:
             draw.save_charts(arguments.out, [(title, simulation.timeline)])
     except OSError as error:
-        raise UserError(f"--out is {arguments.out}, which cannot be written: {error.strerror}") from error
+        raise UserError(f"--out is '{arguments.out}'; it must be a writable file: {error.strerror}") from error
 
 
 if __name__ == "__main__":

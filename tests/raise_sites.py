@@ -12,10 +12,6 @@ import jaxpar
 from jaxpar.errors import UserError
 
 ROOT = Path(jaxpar.__file__).parent
-# Files whose errors are raised in child processes, where nothing is recorded -> the test that covers them.
-IN_PROCESSES = {
-    "pipeline/flags.py": "tests/pipeline/test_scripts.py",
-}
 # Errors, by file and start of the message, that tests/launch/test_processes.py raises in several processes.
 OF_SEVERAL = {
     "run/build.py: this if changed else 'another process differs from process 0; see the error",
@@ -64,11 +60,10 @@ def sites() -> list[Site]:
 
 
 def unreached(lines: set[tuple[str, int]]) -> list[str]:
-    """Return the names of the sites that contain none of these lines, except those covered in child processes."""
+    """Return the names of the sites that contain none of these lines, except those of several processes."""
     return [
         site.name
         for site in sites()
-        if site.file not in IN_PROCESSES
-        and site.name not in OF_SEVERAL
+        if site.name not in OF_SEVERAL
         and not any(file == site.file and site.first <= line <= site.last for file, line in lines)
     ]

@@ -134,10 +134,10 @@ MISTAKES = {
         ["{run}", "{tmp}/a.safetensors", "--step=5"],
         "{run} contains no checkpoint of step 5; its checkpoints are from steps 3, 6, 8",
     ),
-    "file exists": (["{run}", "{run}/config.json"], "{run}/config.json exists; choose a new file name"),
+    "file exists": (["{run}", "{run}/config.json"], "file is '{run}/config.json', which exists; it must be a new file"),
     "no folder": (
         ["{run}", "{tmp}/b/a.safetensors"],
-        "{tmp}/b/a.safetensors cannot be written: the directory {tmp}/b does not exist",
+        "file is '{tmp}/b/a.safetensors'; it must be in an existing directory, and '{tmp}/b' does not exist",
     ),
 }
 

@@ -143,7 +143,7 @@ def _broken_shape_rule(table: UpdateTable) -> str | None:
             return f"{column} has dtype {getattr(values, 'dtype', type(values).__name__)}; it must be {dtype.__name__}"
         if values.ndim != 1 or values.shape != size:
             return f"{column} has shape {values.shape}; it must be 1-D and as long as worker, which has shape {size}"
-    return None if size[0] else "the table has no rows"
+    return None if size[0] else "the table has no rows; it must have at least one"
 
 
 def _rules(table: UpdateTable) -> Iterator[tuple[np.ndarray, str, Callable[[int], str]]]:
@@ -199,7 +199,7 @@ def read_updates(path: Path | str) -> UpdateTable:
         if broken := _broken_rule(table):
             raise ValueError(broken[1] if broken[0] is None else f"line {lines[broken[0]]}: {broken[1]}")
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {unreadable(error)}") from error
+        raise UserError(f"{str(path)!r}: {unreadable(error)}") from error
     return table
 
 

@@ -197,4 +197,4 @@ def _save_tokenizer(workdir: Path, serialized: str) -> None:
         temporary.write_text(serialized, "utf-8")
         temporary.replace(workdir / "tokenizer.json")
     except OSError as error:
-        raise UserError(f"--workdir is {str(workdir)!r}, which cannot be written: {error}") from None
+        raise UserError(f"--workdir is {str(workdir)!r}; it must be a writable directory: {error}") from None

@@ -77,8 +77,8 @@ def distributed_optimizer(
     def built() -> Exchange:
         if axis_name in jax.typeof(jax.lax.axis_index(axis_name)).manual_axis_type.varying:
             raise ValueError(
-                "distributed_optimizer needs shard_map(.., check_vma=False), because jax.grad otherwise sums the "
-                "gradients itself"
+                "check_vma of shard_map is True; it must be False with distributed_optimizer, because jax.grad "
+                "otherwise sums the gradients itself"
             )
         axis = Axis(axis_name, jax.lax.axis_size(axis_name))
         if reason := obstacle(exchange, axis.size, options):

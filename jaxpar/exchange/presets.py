@@ -267,8 +267,8 @@ def obstacle(name: str, num_replicas: int, settings: Mapping[str, Any]) -> tuple
     allowed = options(name)
     for key, value in settings.items():
         if key not in allowed:
-            has = f"; its options are {', '.join(allowed)}" if allowed else ", which has no options"
-            return key, f"is {value!r}; it is not an option of exchange {name!r}{has}"
+            has = f"whose options are {', '.join(allowed)}" if allowed else "which has no options"
+            return key, f"is {value!r}; it must be None with exchange {name!r}, {has}"
         if isinstance(allowed[key], int) and not isinstance(value, int):
             return key, f"is {value!r}; it must be an integer"
         if isinstance(allowed[key], float) and not isinstance(value, int | float):

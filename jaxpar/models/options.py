@@ -110,7 +110,7 @@ def pick(config: ConfigDict, sizes: Mapping[str, Mapping[str, Any]], defaults: M
         if key not in values:
             takes = ", ".join(key for key in OVERRIDES if key in values)
             raise UserError(
-                f"config.model.{key} is {value!r}; it is not an option of model {config.model.name!r} for task "
+                f"config.model.{key} is {value!r}; it must be None with model {config.model.name!r} for task "
                 f"{tasks.find_task(config).name!r}, whose options are {takes}"
             )
         if isinstance(value, int) and not isinstance(value, bool) and key != "dropout" and value < 1:

@@ -66,7 +66,7 @@ def find_schedule(arguments: argparse.Namespace) -> tuple[SearchResult, Simulati
         flag = "--" if str(error).split(" ")[0] in vars(arguments) else ""
         raise UserError(f"{flag}{error}") from error
     except OSError as error:
-        raise UserError(f"--save is {arguments.save}, which cannot be written: {error.strerror}") from error
+        raise UserError(f"--save is '{arguments.save}'; it must be a writable file: {error.strerror}") from error
     return result, simulation
 
 
@@ -78,7 +78,10 @@ def _named(arguments: argparse.Namespace) -> SearchResult:
         if getattr(arguments, flag) is not None:
             raise UserError(f"--{flag} is {getattr(arguments, flag):g}; it must not be set without --auto")
     if is_table_file(name):
-        table = read_table(name)
+        try:
+            table = read_table(name)
+        except ValueError as error:
+            raise UserError(f"--schedule is {error}") from error
         for flag, of_table in zip(("num_stages", "num_chunks", "num_microbatches"), table[:3], strict=True):
             if getattr(arguments, flag) not in (None, of_table):
                 raise UserError(f"--{flag} is {getattr(arguments, flag)}; it must be {of_table}, as in {name}")

@@ -485,7 +485,10 @@ def test_contents_of_a_certificate(certify: Any) -> None:
     [
         ("--num_steps=0", "--num_steps is 0; it must be at least 1"),
         ("--reference_passes=5", "--reference_passes is 5; it must divide config.batch_size (24)"),
-        ("--output=no/such/file.json", "--output is no/such/file.json; it must be in an existing directory"),
+        (
+            "--output=no/such/file.json",
+            "--output is 'no/such/file.json'; it must be in an existing directory, and 'no/such' does not exist",
+        ),
         ("--config.exchange=zero4", "config.exchange is 'zero4'"),
         (
             "--steps=4",

@@ -193,5 +193,5 @@ def test_a_bad_trace_file_is_one_line_with_the_place(text: str | None, message: 
     path = tmp_path / "trace.csv"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(UserError, match=f"^{path}: {message}$"):
+    with pytest.raises(UserError, match=f"^'{path}': {message}$"):
         read_trace(path)

@@ -67,7 +67,7 @@ def test_properties_of_a_table() -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (table_of(ROWS[:0]), "the table has no rows"),
+        (table_of(ROWS[:0]), "the table has no rows; it must have at least one"),
         (table_of(ROWS, num_workers=0), "num_workers is 0; it must be at least 1"),
         (
             table_of(ROWS)._replace(read=np.zeros(6, np.int64)),
@@ -233,7 +233,7 @@ def test_a_bad_file_is_one_line_with_the_place(line: int, text: str, message: st
     lines = path.read_text().splitlines()
     lines[line - 1] = text
     path.write_text("\n".join(lines))
-    with pytest.raises(UserError, match=f"^{path}: {message}$"):
+    with pytest.raises(UserError, match=f"^'{path}': {message}$"):
         read_updates(path)
 
 
@@ -243,10 +243,10 @@ def test_files_that_are_no_tables(tmp_path: Path) -> None:
         (None, "No such file or directory; it must be the path of a CSV file"),
         (b"", "line 1 is ''; it must be '# num_workers=N' for N workers"),
         (b"# num_workers=1\n", "line 2 must be the header .*"),
-        (b"# num_workers=1\nworker,read,update,chunk,step,start,finish\n", "the table has no rows"),
+        (b"# num_workers=1\nworker,read,update,chunk,step,start,finish\n", "the table has no rows; it must .*"),
         (b"\xff\xfe", "byte 0xff is not UTF-8; the file must be CSV in UTF-8"),
     ):
         if content is not None:
             path.write_bytes(content)
-        with pytest.raises(UserError, match=f"^{path}: {message}$"):
+        with pytest.raises(UserError, match=f"^'{path}': {message}$"):
             read_updates(path)

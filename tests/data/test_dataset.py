@@ -283,5 +283,5 @@ def test_a_class_that_training_lacks(config: ConfigDict, tmp_path: Path) -> None
 
 def test_a_workdir_that_cannot_be_written(config: ConfigDict, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"--workdir is '.*file/run', which cannot be written"):
+    with pytest.raises(UserError, match=r"--workdir is '.*file/run'; it must be a writable directory: "):
         load(config, tmp_path / "file" / "run")

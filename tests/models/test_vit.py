@@ -84,7 +84,7 @@ def test_sizes(size: str, count: int) -> None:
         ({"patch_size": 4, "hidden_size": 16}, r"model.hidden_size is 16; it must be a multiple .*num_heads \(3\)"),
         ({"pooling": "max"}, "model.pooling is 'max'"),
         ({"activation": "swiglu"}, "model.activation is 'swiglu'"),
-        ({"norm": "rmsnorm"}, "model.norm is 'rmsnorm'; it is not an option of model 'vit'"),
+        ({"norm": "rmsnorm"}, "model.norm is 'rmsnorm'; it must be None with model 'vit'"),
     ],
 )
 def test_mistakes(overrides: dict[str, Any], message: str) -> None:

@@ -149,7 +149,11 @@ SIZES = ["--num_stages=4", "--num_microbatches=6"]
             ["--schedule=gpipe", *SIZES, "--weight=1,2"],
             "--weight has 2 times; it must have one, or one per device (4)",
         ),
-        (simulate, ["--schedule=none.csv"], "none.csv: No such file or directory"),
+        (
+            simulate,
+            ["--schedule=none.csv"],
+            "--schedule is 'none.csv': No such file or directory; it must be the path of a CSV file",
+        ),
         (
             simulate,
             ["--schedule=gpipe", "--auto", *SIZES],
@@ -169,18 +173,18 @@ SIZES = ["--num_stages=4", "--num_microbatches=6"]
         (
             simulate,
             ["--schedule=gpipe", *SIZES, "--save=none/x.csv"],
-            "--save is none/x.csv, which cannot be written: No such file or directory",
+            "--save is 'none/x.csv'; it must be a writable file: No such file or directory",
         ),
         (draw, ["--schedule=gpipe", *SIZES], "--out is missing; it must end in one of .txt, .svg, .png"),
         (
             draw,
             ["--schedule=gpipe", *SIZES, "--out=x.pdf"],
-            "--out is x.pdf; it must end in one of .txt, .svg, .png",
+            "--out is 'x.pdf'; it must end in one of .txt, .svg, .png",
         ),
         (
             draw,
             ["--schedule=gpipe", *SIZES, "--out=none/x.svg"],
-            "--out is none/x.svg, which cannot be written: No such file or directory",
+            "--out is 'none/x.svg'; it must be a writable file: No such file or directory",
         ),
     ],
 )
@@ -198,17 +202,18 @@ def test_a_mistake_is_reported_in_one_line(
     assert captured.err == f"jaxpar: {message}\n"
 
 
-def test_sizes_are_those_of_the_file(tmp_path: Path) -> None:
+def test_sizes_are_those_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*flags: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["simulate.py", f"--schedule={path}", *flags])
+        exit_code(simulate.main)
+        return "".join(capsys.readouterr())
+
     path = tmp_path / "mine.csv"
     path.write_text("clock,device,kind,microbatch,chunk\n0,0,F,0,0\n0,0,BW,0,0\n")
-    assert (
-        json.loads(run("simulate.py", f"--schedule={path}", "--num_stages=1", "--json").stdout)["schedule"]
-        == "mine.csv"
-    )
-    process = run("simulate.py", f"--schedule={path}", "--num_stages=2")
-    assert process.stderr == f"jaxpar: --num_stages is 2; it must be 1, as in {path}\n"
+    assert json.loads(run("--num_stages=1", "--json"))["schedule"] == "mine.csv"
+    assert run("--num_stages=2") == f"jaxpar: --num_stages is 2; it must be 1, as in {path}\n"
     path.write_text("clock,device,kind,microbatch,chunk\n0,0,BW,0,0\n0,0,F,1,0\n")
-    process = run("simulate.py", f"--schedule={path}")
-    assert process.stderr.startswith(
-        f"jaxpar: {path}: clock 0, device 0: BW of microbatch 0, stage 0 needs the result of F"
-    )
+    where = f"--schedule is '{path}': clock 0, device 0"
+    assert run().startswith(f"jaxpar: {where}: BW of microbatch 0, stage 0 needs the result of F")

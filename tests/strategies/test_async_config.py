@@ -37,7 +37,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "a table of a live run": (["mode=live", "table=updates.csv"], ["asynchronous.table is 'updates.csv'"]),
     "a missing table": (
         ["table=no.csv"],
-        ["config.asynchronous.table is no.csv: No such file", "it must be the path of a CSV file"],
+        ["config.asynchronous.table is 'no.csv': No such file", "it must be the path of a CSV file"],
     ),
     "a momentum before the run": (
         ["mode=live", "mitigations=corrected_momentum"],
@@ -66,7 +66,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "no trace": (["delays.distribution=trace"], ["asynchronous.delays.trace is ''; it must be the path of a CSV file"]),
     "a missing trace": (
         ["delays.distribution=trace", "delays.trace=no.csv"],
-        ["config.asynchronous.delays.trace is no.csv: No such file", "it must be the path of a CSV file"],
+        ["config.asynchronous.delays.trace is 'no.csv': No such file", "it must be the path of a CSV file"],
     ),
     "a jitter of nothing": (["delays.jitter=1"], ["delays.jitter is 1.0; it must be 0 if communication_time is 0"]),
     "a spread of nothing": (["delays.spread=1"], ["delays.spread is 1.0; it must be 0 with distribution 'constant'"]),

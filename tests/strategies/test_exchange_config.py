@@ -28,8 +28,8 @@ MISTAKES = {
     "an option of another exchange": (
         ["exchange=ddp", "ratio=0.1"],
         [
-            "options.ratio is 0.1; it is not an option of exchange 'ddp'; its options are bucket_bytes, wire_dtype, "
-            "algorithm"
+            "config.exchange_options.ratio is 0.1; it must be None with exchange 'ddp', whose options are "
+            "bucket_bytes, wire_dtype, algorithm"
         ],
     ),
     "an option of dp": (
@@ -38,7 +38,7 @@ MISTAKES = {
     ),
     "passes of another exchange": (
         ["exchange=byteps", "backward_passes_per_step=2"],
-        ["backward_passes_per_step is 2; it is not an option of exchange 'byteps'; its options are bucket_bytes"],
+        ["backward_passes_per_step is 2; it must be None with exchange 'byteps', whose options are bucket_bytes"],
     ),
     "a wire_dtype": (["wire_dtype=float8"], ["options.wire_dtype is 'float8'; it must be one of float16, bfloat16"]),
     "an algorithm": (["algorithm=tree"], ["options.algorithm is 'tree'; it must be one of psum, ring"]),

@@ -20,7 +20,7 @@ MISTAKES = {
     "schedule": (["schedule=1f1"], ["config.pipeline.schedule is '1f1'", "zb_v", "Did you mean '1f1b'?"]),
     "missing table": (
         ["schedule=nowhere.csv"],
-        ["config.pipeline.schedule is nowhere.csv", "No such file", "it must be"],
+        ["config.pipeline.schedule is 'nowhere.csv'", "No such file", "it must be"],
     ),
     "a folder as a table": (["schedule={folder}"], ["config.pipeline.schedule is '{folder}'"]),
     "invalid table": (
@@ -29,7 +29,7 @@ MISTAKES = {
     ),
     "unknown kind in a table": (
         ["schedule={folder}/unknown_kind.csv"],
-        ["config.pipeline.schedule", "unknown_kind.csv: line 3: kind is 'G'; it must be one of F, B, W, BW"],
+        ["config.pipeline.schedule", "unknown_kind.csv': line 3: kind is 'G'; it must be one of F, B, W, BW"],
     ),
     "weight versions": (
         ["schedule={folder}/versions.csv", "num_microbatches=0"],

@@ -48,7 +48,7 @@ def read_table(path: Path | str) -> Table:
             columns = _columns(next(reader, []))
             rows = [_row(columns, row, f"line {reader.line_num}") for row in reader if row]
         if not rows:
-            raise ValueError("the table has no actions")
+            raise ValueError("the table has no actions; it must have at least one")
         table = _table(columns, rows)
         check_table(table)
         if table.num_clocks > MAX_CLOCKS * len(rows):
@@ -59,7 +59,9 @@ def read_table(path: Path | str) -> Table:
         # Remove unused slots, because the engine allocates all slots up to the last one.
         table.actions["slot"] = np.unique(table.actions["slot"], return_inverse=True)[1]
     except (OSError, ValueError, csv.Error) as error:
-        raise (TableError if isinstance(error, TableError) else ValueError)(f"{path}: {unreadable(error)}") from error
+        raise (TableError if isinstance(error, TableError) else ValueError)(
+            f"{str(path)!r}: {unreadable(error)}"
+        ) from error
     return table
 
 
@@ -72,9 +74,9 @@ def _columns(header: list[str]) -> list[str]:
                 f"line 1: column {name!r} is unknown; it must be one of {', '.join(FIELDS)}{hint and '.' + hint}"
             )
         if names.count(name) > 1:
-            raise ValueError(f"line 1: column {name!r} occurs twice")
+            raise ValueError(f"line 1: column {name!r} occurs twice; it must occur once")
     if missing := [name for name in FIELDS[:5] if name not in names]:
-        raise ValueError(f"line 1: missing columns: {', '.join(missing)}; the first line must name the columns")
+        raise ValueError(f"line 1 lacks {', '.join(missing)}; it must name the columns {', '.join(FIELDS[:5])}")
     return names
 
 

@@ -62,7 +62,7 @@ def _name(row: ActionRow) -> str:
 
 def _check_rows(table: Table, rows: list[ActionRow]) -> None:
     if not rows:
-        raise TableError("the table has no actions")
+        raise TableError("the table has no actions; it must have at least one")
     assert table.actions.dtype == ACTION, table.actions.dtype
     ends = {
         "device": table.num_devices,
@@ -95,7 +95,7 @@ def _check_stages(rows: list[ActionRow]) -> dict[int, int]:
         if device != where[0]:
             _fail(row, f"stage {stage} is also on device {device}; a stage must be on one device")
         if chunk != where[1] or stage_of.setdefault(where, stage) != stage:
-            _fail(row, f"chunk {where[1]} cannot be stage {stage}: a chunk must be one stage, and a stage one chunk")
+            _fail(row, f"chunk {where[1]} is stage {stage}; a chunk must be one stage, and a stage must be one chunk")
     return {stage: device for stage, (device, _) in chunk_of.items()}
 
 
@@ -107,7 +107,7 @@ def _check_clocks(table: Table, rows: list[ActionRow], device_of: dict[int, int]
         if other is not row:
             _fail(
                 row,
-                f"{_name(row)} and {_name(other)} in one clock; there must be at most one action per phase",
+                f"{_name(row)} and {_name(other)} are in one clock; there must be at most one action per phase",
             )
         device = row["device"]
         distance = (device_of.get(receiver(row["kind"], row["stage"]), device) - device) % table.num_devices
@@ -115,9 +115,8 @@ def _check_clocks(table: Table, rows: list[ActionRow], device_of: dict[int, int]
             other = transfers.setdefault((row["clock"], device, distance), row)
             if other is not row:
                 to = (device + distance) % table.num_devices
-                _fail(
-                    row, f"{_name(other)} and {_name(row)} both send to device {to}; a clock has room for one transfer"
-                )
+                both = f"{_name(other)} and {_name(row)}"
+                _fail(row, f"{both} send to device {to}; there must be at most one transfer per clock")
 
 
 def _check_once(rows: list[ActionRow]) -> dict[tuple[int, int, int], ActionRow]:
@@ -127,9 +126,10 @@ def _check_once(rows: list[ActionRow]) -> dict[tuple[int, int, int], ActionRow]:
         key = PHASE_OF_KIND[row["kind"]], row["microbatch"], row["stage"]
         other = made.setdefault(key, row)
         if other is not row:
-            _fail(row, f"{_name(row)} repeats {_name(other)} at clock {other['clock']}")
+            _fail(row, f"{_name(row)} repeats {_name(other)} at clock {other['clock']}; it must run once")
         if row["kind"] == W and (backward := made.get((1, *key[1:]))) and backward["kind"] == BW:
-            _fail(row, f"{_name(row)} repeats a part of {_name(backward)} at clock {backward['clock']}")
+            part = f"repeats a part of {_name(backward)} at clock {backward['clock']}"
+            _fail(row, f"{_name(row)} {part}; there must be either BW, or B and W")
     return made
 
 
@@ -139,14 +139,14 @@ def _check_inputs(table: Table, rows: list[ActionRow], made: dict[tuple[int, int
         for key in action_inputs(row["kind"], row["microbatch"], row["stage"], table.num_stages):
             if key not in made:
                 source = f"{('F', 'B or BW')[key[0]]} of microbatch {key[1]}, stage {key[2]}"
-                _fail(row, f"{_name(row)} needs the result of {source}, which never runs")
+                _fail(row, f"{_name(row)} needs the result of {source}, which the table lacks; it must run earlier")
             before = made[key]
             shares = row["kind"] == W or (key[0] == 0 and row["kind"] != F and row["stage"] == last_stage)
             if before["clock"] >= row["clock"] + shares:
                 _fail(
                     row,
-                    f"{_name(row)} needs the result of {_name(before)}, which runs at clock {before['clock']}; the "
-                    f"result is available {'from that clock on' if shares else 'from the next clock on'}",
+                    f"{_name(row)} needs the result of {_name(before)}, which runs at clock {before['clock']}; it "
+                    f"must run {'no later' if shares else 'earlier'}",
                 )
 
 
@@ -161,16 +161,16 @@ def _check_complete(
                 device = device_of[stage] if stage in device_of else min(nowhere)[0]
                 _fail(
                     rows[-1] | {"device": device},
-                    f"the table ends without F of microbatch {microbatch}, stage {stage}",
+                    f"the table ends without F of microbatch {microbatch}, stage {stage}; it must have it",
                 )
     if not is_training(table):
         return
     for row in rows:
         where = row["microbatch"], row["stage"]
         if row["kind"] == F and (1, *where) not in made:
-            _fail(row, f"{_name(row)} has no backward")
+            _fail(row, f"{_name(row)} has no backward; it must have BW, or B and W")
         if row["kind"] == B and (2, *where) not in made:
-            _fail(row, f"{_name(row)} has no W")
+            _fail(row, f"{_name(row)} has no W; it must have one")
 
 
 def _check_slots(rows: list[ActionRow]) -> None:
@@ -188,7 +188,7 @@ def _check_slots(rows: list[ActionRow]) -> None:
             if other is not row:
                 stash = "the stash of B" if kind == B else "the stash of F"
                 holder = f"microbatch {other['microbatch']}, stage {other['stage']}"
-                _fail(row, f"{_name(row)} writes slot {slot} of {stash}, which still holds {holder}")
+                _fail(row, f"{_name(row)} writes slot {slot} of {stash}, which still holds {holder}; it must be free")
 
 
 def peak_in_flight(table: Table) -> np.ndarray:

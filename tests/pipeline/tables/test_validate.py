@@ -44,7 +44,7 @@ NOWHERE = Table(1, 1, 1, np.zeros(0, ACTION))
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (NOWHERE, "the table has no actions"),
+        (NOWHERE, "the table has no actions; it must have at least one"),
         # ranges and order
         (changed(F1B, 1, F, 0, device=3), "clock 1, device 3: device is 3; it must be at least 0 and less than 3"),
         (changed(F1B, 1, F, 0, kind=4), "clock 1, device 1: kind is 4; it must be at least 0 and less than 4"),
@@ -62,70 +62,78 @@ NOWHERE = Table(1, 1, 1, np.zeros(0, ACTION))
             changed(F1B, 1, F, 0, device=2),
             "clock 2, device 1: stage 1 is also on device 2; a stage must be on one device",
         ),
-        (changed(V, 0, F, 1, chunk=1), "clock 1, device 0: chunk 1 cannot be stage 0: .*"),
-        (changed(V, 1, F, 1, stage=2), "clock 3, device 1: chunk 0 cannot be stage 2: .*"),
+        (
+            changed(V, 0, F, 1, chunk=1),
+            "clock 1, device 0: chunk 1 is stage 0; a chunk must be one stage, and a stage must be one chunk",
+        ),
+        (changed(V, 1, F, 1, stage=2), "clock 3, device 1: chunk 0 is stage 2; a chunk .*"),
         # no repetition, and one action per phase in a clock
         (
             changed(F1B, 0, F, 1, clock=0),
-            "clock 0, device 0: F of microbatch 1, stage 0 and F of microbatch 0, stage 0 in one clock; "
+            "clock 0, device 0: F of microbatch 1, stage 0 and F of microbatch 0, stage 0 are in one clock; "
             "there must be at most one action per phase",
         ),
         (
             changed(H1, 2, B, 1, kind=BW, clock=3),
-            "clock 3, device 2: BW of microbatch 1, stage 2 and B of microbatch 0, stage 2 in one clock; .*",
+            "clock 3, device 2: BW of microbatch 1, stage 2 and B of microbatch 0, stage 2 are in one clock; .*",
         ),
         (
             changed(F1B, 0, F, 1, microbatch=0),
-            "clock 1, device 0: F of microbatch 0, stage 0 repeats F of microbatch 0, stage 0 at clock 0",
+            "clock 1, device 0: F of microbatch 0, stage 0 repeats F of microbatch 0, stage 0 at clock 0; "
+            "it must run once",
         ),
         (
             changed(H1, 2, B, 0, kind=BW),
-            "clock 8, device 2: W of microbatch 0, stage 2 repeats a part of BW of microbatch 0, stage 2 at clock 3",
+            "clock 8, device 2: W of microbatch 0, stage 2 repeats a part of BW of microbatch 0, stage 2 at clock 3; "
+            "there must be either BW, or B and W",
         ),
         # inputs
         (
             changed(F1B, 1, F, 0, clock=0),
             "clock 0, device 1: F of microbatch 0, stage 1 needs the result of F of microbatch 0, stage 0, "
-            "which runs at clock 0; the result is available from the next clock on",
+            "which runs at clock 0; it must run earlier",
         ),
         (
             changed(F1B, 1, BW, 0, clock=3),
             "clock 3, device 1: BW of microbatch 0, stage 1 needs the result of BW of microbatch 0, stage 2, "
-            "which runs at clock 3; .*",
+            "which runs at clock 3; it must run earlier",
         ),
         (
             changed(EAGER, 2, F, 3, clock=6),
             "clock 5, device 2: BW of microbatch 3, stage 2 needs the result of F of microbatch 3, stage 2, "
-            "which runs at clock 6; the result is available from that clock on",
+            "which runs at clock 6; it must run no later",
         ),
         (
             changed(H1, 0, W, 0, clock=4),
-            "clock 4, device 0: W of microbatch 0, stage 0 needs the result of B .* at clock 5; .* from that clock on",
+            "clock 4, device 0: W of microbatch 0, stage 0 needs the result of B .* at clock 5; it must run no later",
         ),
         # completeness
         (
             dropped(F1B, 0, F, 2),
             "clock 5, device 1: F of microbatch 2, stage 1 needs the result of F of microbatch 2, stage 0, "
-            "which never runs",
+            "which the table lacks; it must run earlier",
         ),
         (
             dropped(H1, 1, B, 3),
-            r"clock 12, device 0: B of microbatch 3, stage 0 needs .* B or BW of .* 3, stage 1, which never runs",
+            r"clock 12, device 0: B of microbatch 3, stage 0 needs .* B or BW of .* 3, stage 1, .* must run earlier",
         ),
-        (dropped(F1B, 0, BW, 1), "clock 1, device 0: F of microbatch 1, stage 0 has no backward"),
-        (dropped(H1, 1, W, 2), "clock 9, device 1: B of microbatch 2, stage 1 has no W"),
+        (
+            dropped(F1B, 0, BW, 1),
+            "clock 1, device 0: F of microbatch 1, stage 0 has no backward; it must have BW, or B and W",
+        ),
+        (dropped(H1, 1, W, 2), "clock 9, device 1: B of microbatch 2, stage 1 has no W; it must have one"),
         (
             F1B._replace(num_microbatches=5),
-            "clock 11, device 0: the table ends without F of microbatch 4, stage 0",
+            "clock 11, device 0: the table ends without F of microbatch 4, stage 0; it must have it",
         ),
         (
             F1B._replace(num_devices=4),
-            "clock 3, device 2: BW of microbatch 0, stage 2 needs .* B or BW of .* 0, stage 3, which never runs",
+            "clock 3, device 2: BW of microbatch 0, stage 2 needs .* B or BW of .* 0, stage 3, .* must run earlier",
         ),
         # slots
         (
             changed(F1B, 0, F, 1, slot=0),
-            "clock 1, device 0: F of microbatch 1, stage 0 writes slot 0 of the stash of F, which still holds .*",
+            "clock 1, device 0: F of microbatch 1, stage 0 writes slot 0 of the stash of F, which .*; it must be free",
         ),
         (
             changed(F1B, 0, BW, 1, slot=2),
@@ -133,7 +141,7 @@ NOWHERE = Table(1, 1, 1, np.zeros(0, ACTION))
         ),
         (
             changed(H1, 2, W, 1, slot=0),
-            "clock 5, device 2: B of microbatch 1, stage 2 writes slot 0 of the stash of B, which still holds .*",
+            "clock 5, device 2: B of microbatch 1, stage 2 writes slot 0 of the stash of B, which .*; it must be free",
         ),
     ],
 )
@@ -148,7 +156,7 @@ def test_one_transfer_a_clock_over_a_distance() -> None:
     late = changed(table, 0, F, 1, 1, clock=find_clock(table, 0, BW, 0, 1))
     with pytest.raises(
         TableError,
-        match=r"^clock 4, device 0: F .* and BW .* both send to device 1; a clock has room for one transfer$",
+        match=r"^clock 4, device 0: F .* and BW .* send to device 1; there must be at most one transfer per clock$",
     ):
         check_table(late)
 
@@ -259,7 +267,7 @@ def test_within_a_clock() -> None:
     ):
         check_table(changed(turn, 0, F, 0, 1, clock=0))
     with pytest.raises(
-        TableError, match=r"clock 1, device 0: B .* stage 0 and B of microbatch 0, stage 1 in one clock"
+        TableError, match=r"clock 1, device 0: B .* stage 0 and B of microbatch 0, stage 1 are in one clock"
     ):
         check_table(changed(changed(turn, 0, B, 0, 1, clock=1), 0, B, 0, 0, clock=1))
 
