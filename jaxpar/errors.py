@@ -80,8 +80,8 @@ def refuse_choice(key: str, value: str, choices: Iterable[str]) -> Refusals[None
 
 
 def format_count(number: int, noun: str) -> str:
-    """Return a number with its noun in singular or plural: `1 replica`, `2 replicas`, `2 microbatches`."""
-    plural = "es" if noun.endswith(("ch", "ss")) else "s"
+    """Return a number with its noun in singular or plural: `1 replica`, `2 epochs`, `2 microbatches`."""
+    plural = "es" if noun.endswith(("tch", "ss")) else "s"
     return f"{number} {noun}{plural if number != 1 else ''}"
 
 

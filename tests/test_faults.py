@@ -84,7 +84,7 @@ def assert_ended_as(whole: Path, workdir: Path) -> None:
 
 def assert_proved(workdir: Path) -> None:
     proved = json.loads((workdir / "result.json").read_text())["ledger"]
-    assert proved == f"every example of {STEPS / EPOCH:.6g} epochs was used exactly once"
+    assert proved == f"every example of {STEPS // EPOCH} epochs and {STEPS % EPOCH} steps was used exactly once"
 
 
 ONCE = """

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from jaxpar import files
-from jaxpar.errors import TrainingError, UserError
+from jaxpar.errors import TrainingError, UserError, format_count
 
 
 class PlannedBatches(Protocol):
@@ -151,7 +151,9 @@ def verify(directory: Path, batches: PlannedBatches, num_steps: int) -> str:
         if got != (digest_of_every if whole else digest_examples(expected)):
             raise TrainingError(f"ledger: epoch {epoch} used {count} examples, but some of them twice and others never")
     since = f", since step {first_step + 1}" if first_step else ""
-    return f"every example of {(num_steps - first_step) / size:.6g} epochs was used exactly once{since}"
+    epochs, steps = divmod(num_steps - first_step, size)
+    covered = [format_count(number, noun) for number, noun in ((epochs, "epoch"), (steps, "step")) if number]
+    return f"every example of {' and '.join(covered)} was used exactly once{since}"
 
 
 def check_steps(lines: list[Line], first_step: int, num_steps: int, batch_size: int) -> None:

@@ -57,10 +57,12 @@ def verified(directory: Path, num_steps: int) -> str:
     return ledger.verify(directory, SOURCE, num_steps)
 
 
-@pytest.mark.parametrize("num_steps", [13, 26, 30, 7])
-def test_every_example_once(tmp_path: Path, num_steps: int) -> None:
+@pytest.mark.parametrize(
+    ("num_steps", "covered"), [(13, "1 epoch"), (26, "2 epochs"), (30, "2 epochs and 4 steps"), (7, "7 steps")]
+)
+def test_every_example_once(tmp_path: Path, num_steps: int, covered: str) -> None:
     record(tmp_path, 0, num_steps)
-    assert verified(tmp_path, num_steps) == f"every example of {num_steps / 13:.6g} epochs was used exactly once"
+    assert verified(tmp_path, num_steps) == f"every example of {covered} was used exactly once"
 
 
 def test_a_line_by_hand(tmp_path: Path) -> None:
@@ -97,7 +99,7 @@ def test_a_ledger_that_begins_later(tmp_path: Path) -> None:
     assert verified(tmp_path, 4) == "no steps recorded"
     record(tmp_path, 4, 26)
     ledger.begin(tmp_path, 26, SOURCE.steps_per_epoch)  # does nothing, because there are lines
-    assert verified(tmp_path, 26) == f"every example of {22 / 13:.6g} epochs was used exactly once, since step 5"
+    assert verified(tmp_path, 26) == "every example of 1 epoch and 9 steps was used exactly once, since step 5"
     assert verified(tmp_path / "nowhere", 26) == "no steps recorded"
 
 
@@ -195,7 +197,7 @@ def test_a_damaged_ledger_is_reported_at_the_start(text: bytes, tmp_path: Path) 
         train.train(config(EPOCHS), tmp_path)
     shutil.rmtree(file.parent)
     result = train.train(config(EPOCHS), tmp_path)
-    assert result["ledger"] == "every example of 2.66667 epochs was used exactly once, since step 6"
+    assert result["ledger"] == "every example of 2 epochs and 10 steps was used exactly once, since step 6"
 
 
 def test_a_batch_that_a_run_takes_twice_fails_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

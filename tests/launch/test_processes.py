@@ -241,7 +241,7 @@ def test_from_two_processes_to_one_and_back(folder: Path, tmp_path: Path, alone:
                 train.train(small_config(folder, *settings("data_parallel")), workdir)
     out, _ = finished(launch(folder, workdir, "a pipeline across both"))
     assert any(line.startswith("[0] resumed   from step") for line in out)
-    assert "[0] ledger    every example of 0.8 epochs was used exactly once" in out
+    assert "[0] ledger    every example of 12 steps was used exactly once" in out
     assert_close(workdir, alone["data_parallel"])
 
 
@@ -256,7 +256,7 @@ def test_a_killed_process_restarts_the_run(folder: Path, tmp_path: Path, alone: 
         "launch: restart 1 of 1, from the last checkpoint",
     ]
     assert sum(line.startswith("[0] resumed   from step") for line in out) == 1
-    assert "[0] ledger    every example of 0.8 epochs was used exactly once" in out
+    assert "[0] ledger    every example of 12 steps was used exactly once" in out
     assert_close(workdir, alone["data_parallel"])
 
 
