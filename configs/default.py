@@ -133,6 +133,7 @@ def get_config() -> ConfigDict:
     data.text_columns = ("text",)
     data.label_column = "label"  # classification: column of the class; token_classification: column of the tags
     data.target_columns = ("target",)  # regression: one or more numeric columns
+    data.drop_unlabelled = False  # rows without a label or a target. False: end with an error; True: drop them
     # tokenizer.json or vocab.txt; empty: the tokenizer in model.init_from, otherwise trained on the training split
     data.tokenizer = ""
     data.vocab_size = 8192  # maximum vocabulary size of a tokenizer that the run trains

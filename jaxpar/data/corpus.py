@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,13 +11,16 @@ from ml_collections import ConfigDict
 from jaxpar.data import files
 from jaxpar.data.cache import Facts
 from jaxpar.data.labels import Labels
-from jaxpar.data.rows import Columns, TextRow, read_files
-from jaxpar.errors import UserError, nearest
+from jaxpar.data.rows import Columns, TextRow, format_places, read_files
+from jaxpar.errors import UserError, format_count, nearest
 
 SPLITS = ("train", "validation", "test")
 WORDNET = Path(__file__).parent / "wordnet" / "glosses.tsv.xz"
 
 SplitRow = tuple[str, TextRow]
+
+
+SHOWN = 5  # rows without a label that an error message names
 
 
 class Corpus:
@@ -25,6 +29,10 @@ class Corpus:
     A split without a file of its own is taken from the training file. Rows of a table are split by the hash of their
     text, so that no text is in two splits. Plain text is split by position: the test split is the end of the text and
     the validation split comes before it.
+
+    Attributes:
+      counts: number of rows that `rows` has read so far: all (`rows`), those without a label (`unlabelled`), and those
+        with an empty text (`empty`).
     """
 
     def __init__(self, config: ConfigDict, labels: Labels):
@@ -39,13 +47,17 @@ class Corpus:
             self._files = {"train": [WORDNET]}
         self._validation = 0.0 if data.validation else float(data.validation_fraction)
         self._test = 0.0 if data.test else float(data.test_fraction)
+        self._drops_unlabelled = bool(data.drop_unlabelled)
+        self.counts: Counter[str] = Counter()
 
     def facts(self) -> Facts:
         """Return everything that determines the rows; file contents are represented by their hash."""
         digests = {name: files.digest_files(paths) for name, paths in self._files.items()}
         targets = {"targets": self._columns.targets} if self._columns.targets else {}
+        dropped = {"drop_unlabelled": True} if self._drops_unlabelled else {}
         return {
             **targets,
+            **dropped,
             "source": self._source,
             "columns": (self._columns.texts, self._columns.label),
             "files": digests,
@@ -54,10 +66,15 @@ class Corpus:
         }
 
     def rows(self) -> Iterator[SplitRow]:
-        """Yield (split, row) for every row. Raises UserError for a label that does not occur in the training file."""
+        """Yield (split, row) for every row that has a label.
+
+        Raises UserError for a label that does not occur in the training file and, after the last row of a split, for
+        rows without a label, unless config.data.drop_unlabelled is set.
+        """
         known: set[str] = set()
+        self.counts.clear()
         for name, paths in self._files.items():
-            rows = read_files(self._source, paths, self._columns)
+            rows = self._labelled(read_files(self._source, paths, self._columns))
             if name == "train" and self._source == "text":
                 yield from split_by_place(list(rows), self._validation, self._test)
                 continue
@@ -69,6 +86,27 @@ class Corpus:
                     seen = f"is not one of the {len(known)} labels in the training file{hint and '.' + hint}"
                     raise UserError(f"{row.place}: the label {unseen[0]!r} {seen}")
                 yield name if name != "train" else split_of(row.texts, self._validation, self._test), row
+
+    def _labelled(self, rows: Iterator[TextRow]) -> Iterator[TextRow]:
+        """Yield the rows that have a label, and count the rows. Raises UserError as `rows` does."""
+        number = 0
+        first: list[TextRow] = []
+        for row in rows:
+            self.counts["rows"] += 1
+            if row.is_labelled(self._columns):
+                self.counts["empty"] += not all(text.strip() for text in row.texts)
+                yield row
+                continue
+            number += 1
+            if len(first) < SHOWN:
+                first.append(row)
+        self.counts["unlabelled"] += number
+        if number and not self._drops_unlabelled:
+            names = ", ".join(map(repr, [self._columns.label] if self._columns.label else self._columns.targets))
+            raise UserError(
+                f"{format_count(number, 'row')} without a label (column {names}): {format_places(first, number)}; add "
+                "the labels, or drop these rows with config.data.drop_unlabelled=True"
+            )
 
     def check_columns(self) -> None:
         """Raise UserError if the first row of a table does not match the config, before reading the rest."""

@@ -47,11 +47,11 @@ class TextRow(NamedTuple):
 
     Attributes:
       texts: one or two texts; with tags, the words.
-      label: the class, or '' if there is none.
+      label: the class; '' if the row has none, or blank.
       file: the file that contains the example.
       line: the line in the file, from 1 (for parquet, the row).
-      targets: the regression targets.
-      tags: the tags of the words, in IOB2 format.
+      targets: the regression targets; () if one of them is missing.
+      tags: the tags of the words, in IOB2 format; () if there are none.
     """
 
     texts: tuple[str, ...]
@@ -66,6 +66,12 @@ class TextRow(NamedTuple):
         """The location as file:line, for error messages."""
         return f"{self.file}:{self.line}"
 
+    def is_labelled(self, columns: Columns) -> bool:
+        """Return whether the row has a value in the label column and in the target columns, if there are any."""
+        if columns.targets or columns.has_tags:
+            return bool(self.targets or self.tags)
+        return columns.label is None or bool(self.label.strip())
+
 
 def read_files(source: str, files: Sequence[Path], columns: Columns) -> Iterator[TextRow]:
     """Yield the rows of all files. `source` is a key of READERS.
@@ -76,7 +82,7 @@ def read_files(source: str, files: Sequence[Path], columns: Columns) -> Iterator
         row = None
         try:
             for row in READERS[source](path, columns):
-                yield _valid(row, columns)
+                yield _valid(row)
         except UnicodeDecodeError:
             raise invalid_utf8(path) from None
         except DAMAGED as error:
@@ -85,9 +91,7 @@ def read_files(source: str, files: Sequence[Path], columns: Columns) -> Iterator
             raise UserError(f"{path} contains no examples")
 
 
-def _valid(row: TextRow, columns: Columns) -> TextRow:
-    if columns.label is not None and not columns.has_tags and not row.label.strip():
-        raise UserError(f"{row.place}: the label (column {columns.label!r}) is empty")
+def _valid(row: TextRow) -> TextRow:
     for text in row.texts:
         try:
             text.encode()
@@ -174,6 +178,12 @@ def _read_text(path: Path, _columns: Columns) -> Iterator[TextRow]:
         yield TextRow((text,), "", path, 1)
 
 
+def format_places(rows: Sequence[TextRow], number: int) -> str:
+    """Format the places of the first of `number` rows: `a.csv:5, 17, b.csv:3 and 8 more`."""
+    names = [row.place if i == 0 or rows[i - 1].file != row.file else str(row.line) for i, row in enumerate(rows)]
+    return ", ".join(names) + (f" and {number - len(rows):,} more" if number > len(rows) else "")
+
+
 READERS: dict[str, Callable[[Path, Columns], Iterator[TextRow]]] = {
     "csv": _read_csv,
     "tsv": _read_tsv,
@@ -215,9 +225,12 @@ def _row(path: Path, line: int, fields: Sequence[str], places: Iterable[int], wi
 
 
 def _targets(path: Path, line: int, values: Sequence[Any], columns: Columns) -> tuple[float, ...]:
-    """Return the last values of a row, the targets, as numbers."""
+    """Return the last values of a row, the targets, as numbers; () if one of them is missing."""
     numbers = []
-    for name, value in zip(columns.targets, values[-len(columns.targets) :], strict=True):
+    targets = values[-len(columns.targets) :]
+    if any(value is None or (isinstance(value, str) and not value.strip()) for value in targets):
+        return ()
+    for name, value in zip(columns.targets, targets, strict=True):
         number = _target(value)
         if not math.isfinite(number):
             raise UserError(f"{path}:{line}: column {name!r} is {value!r:.40}; it must be a finite number")
@@ -239,29 +252,40 @@ def _target(value: Any) -> float:
 
 
 def _typed_row(path: Path, line: int, values: Sequence[Any], columns: Columns) -> TextRow:
-    """Return a row of typed values. Texts must be strings, labels strings or integers, and targets numbers."""
+    """Return a row of typed values. Texts must be strings, labels strings, numbers or booleans, and targets numbers."""
     if columns.has_tags:
         return _tagged_row(path, line, values[0], values[1], columns)
-    num_words = len(columns.all) - len(columns.targets)
-    for name, value in zip(columns.all[:num_words], values[:num_words], strict=True):
-        is_label = name == columns.label
-        fits = isinstance(value, str) or (is_label and isinstance(value, int) and not isinstance(value, bool))
-        if is_label and value is None:
-            raise UserError(f"{path}:{line}: the label (column {name!r}) is empty")
-        if not fits:
-            kinds = "a string or an integer" if is_label else "a string"
-            raise UserError(f"{path}:{line}: column {name!r} is {value!r}; it must be {kinds}")
     texts = tuple(values[: len(columns.texts)])
+    for name, text in zip(columns.texts, texts, strict=True):
+        if not isinstance(text, str):
+            raise UserError(f"{path}:{line}: column {name!r} is {text!r:.40}; it must be a string")
     if columns.targets:
         return TextRow(texts, "", path, line, _targets(path, line, values, columns))
-    return TextRow(texts, "".join(map(str, values[len(texts) :])), path, line)
+    if columns.label is None:
+        return TextRow(texts, "", path, line)
+    label = values[-1]
+    if not (label is None or isinstance(label, str | int | float)):
+        kinds = "a string, a number or a boolean"
+        raise UserError(f"{path}:{line}: column {columns.label!r} is {label!r:.40}; it must be {kinds}")
+    return TextRow(texts, _label(label), path, line)
+
+
+def _label(value: str | int | float | None) -> str:
+    """Return a label as text: numbers and booleans as in JSON, an empty text for null and NaN."""
+    if isinstance(value, str):
+        return value
+    is_missing = value is None or (isinstance(value, float) and math.isnan(value))
+    return "" if is_missing else json.dumps(value)
 
 
 def _tagged_row(path: Path, line: int, words: Any, tags: Any, columns: Columns) -> TextRow:
     """Return a row of words and their tags, one per word: O, B-TYPE or I-TYPE."""
-    for name, value in zip(columns.all, (words, tags), strict=True):
+    is_tagged = tags is not None and tags != []
+    for name, value in zip(columns.all, (words, tags) if is_tagged else (words,), strict=False):
         if not isinstance(value, list) or not value or not all(isinstance(item, str) and item for item in value):
             raise UserError(f"{path}:{line}: column {name!r} must be a non-empty list of non-empty strings")
+    if not is_tagged:
+        return TextRow(tuple(words), "", path, line)
     if len(words) != len(tags):
         raise UserError(f"{path}:{line} has {len(words)} words, but {len(tags)} tags; every word must have one tag")
     for tag in tags:

@@ -19,6 +19,7 @@ from jaxpar.errors import UserError
 # Versions of the cached arrays. Increase a version whenever the code produces different arrays from the same input.
 _FORMAT = 1
 _FORMAT_OF_TAGS = 2
+_FORMAT_OF_TOKENIZERS = 2
 
 
 def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:
@@ -36,6 +37,7 @@ def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:
     make = partial(_write, config=config, labels=labels, corpus=corpus, made=made, path=path)
     doing = f"Tokenizing {config.data.train or config.data.source}"
     entry = cache.entry(cache.cache_dir(config) / "data", cache.fingerprint(facts), make, doing=doing)
+    _report_rows(entry.facts, config)
     corpus.check_sizes(entry.facts["examples"], "blocks" if labels is Labels.NEXT else "examples")
     classes = tuple(entry.facts["classes"]) if labels in (Labels.CLASSES, Labels.TAGS) else ()
     if len(classes) == 1 and labels is Labels.TAGS:
@@ -59,6 +61,17 @@ def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:
     }
     assert splits["train"] is not None
     return Dataset(info, splits["train"], splits["validation"], splits["test"], cache.fingerprint(facts))
+
+
+def _report_rows(facts: Facts, config: ConfigDict) -> None:
+    """Print the number of rows that were dropped or have no text. Raises UserError if no row has a text."""
+    rows: dict[str, int] = facts.get("rows", {})  # entries of earlier versions lack it
+    if rows.get("empty", 0) == rows.get("rows", 0) > 0:
+        columns = tuple(config.data.text_columns)
+        raise UserError(f"config.data.text_columns is {columns}, which is empty in all rows; it must contain texts")
+    for name, what in (("unlabelled", "dropped, because they have no label"), ("empty", "with an empty text")):
+        if rows.get(name):
+            print(f"rows      {rows[name]:,} of {rows['rows']:,} {what}", flush=True)
 
 
 def _check_labels(entry: cache.Entry, labels: Labels, classes: tuple[str, ...], path: str) -> None:
@@ -114,7 +127,14 @@ def _split(
 def _write(
     directory: Path, *, config: ConfigDict, labels: Labels, corpus: Corpus, made: Tokenizer, path: Path
 ) -> Facts:
-    """Write the arrays of a cache entry, as required by the labels and the source."""
+    """Write the arrays of a cache entry, as required by the labels and the source. Returns its metadata."""
+    facts = _write_arrays(directory, config=config, labels=labels, corpus=corpus, made=made, path=path)
+    return {**facts, "rows": dict(corpus.counts)}
+
+
+def _write_arrays(
+    directory: Path, *, config: ConfigDict, labels: Labels, corpus: Corpus, made: Tokenizer, path: Path
+) -> Facts:
     longest = config.data.max_length
     if labels is Labels.NEXT:
         end = tokenizer.special(made, tokenizer.END_OF_TEXT, "the end of a text", path)
@@ -165,7 +185,7 @@ def _tokenizer(config: ConfigDict, labels: Labels, workdir: Path, corpus: Corpus
         (directory / "tokenizer.json").write_text(trained.to_str(), "utf-8")
         return {}
 
-    name = cache.fingerprint({**facts, "format": _FORMAT, "vocab_size": size, "byte_level": byte_level})
+    name = cache.fingerprint({**facts, "format": _FORMAT_OF_TOKENIZERS, "vocab_size": size, "byte_level": byte_level})
     doing = f"Training a tokenizer of up to {size} tokens"
     trained = cache.entry(cache.cache_dir(config) / "tokenizers", name, make, doing=doing)
     return saved, (trained.directory / "tokenizer.json").read_text("utf-8")

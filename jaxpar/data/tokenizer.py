@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from jaxpar.errors import UserError
 
@@ -20,6 +20,10 @@ END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 PADDING = ("[PAD]", "<pad>", "<|endoftext|>")  # GPT-2 has no padding token; padding is masked, so any token works
 MASK = ("[MASK]", "<mask>")
 UNKNOWN = ("[UNK]", "<unk>", *PADDING)  # a byte-level vocabulary has no unknown token; padding works as well
+# Training takes time that is quadratic in the length of a word, so long words are left out (WordPiece, which encodes
+# them as [UNK]) or cut (byte-level BPE).
+MAX_CHARACTERS = 100  # in a word, as in BERT
+MAX_BYTES = 1000  # in a word: more than in a sentence of a language without spaces
 
 
 def train_tokenizer(texts: Callable[[], Iterator[str]], vocab_size: int, *, byte_level: bool) -> Tokenizer:
@@ -33,7 +37,8 @@ def train_tokenizer(texts: Callable[[], Iterator[str]], vocab_size: int, *, byte
 def _train_wordpiece(texts: Callable[[], Iterator[str]], vocab_size: int) -> Tokenizer:
     scratch = Tokenizer(models.BPE(unk_token="[UNK]", continuing_subword_prefix="##"))
     scratch.normalizer = normalizers.BertNormalizer()
-    scratch.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    long_word = pre_tokenizers.Split(Regex(rf"^.{{{MAX_CHARACTERS + 1},}}$"), "removed")
+    scratch.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.BertPreTokenizer(), long_word])
     pieces = [f"##{char}" for char in _inner_characters(scratch, texts())]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -65,12 +70,15 @@ def _train_bytes(texts: Iterator[str], vocab_size: int) -> Tokenizer:
     if vocab_size <= len(alphabet):
         raise _too_small(vocab_size, len(alphabet) + 1)
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    short_words = pre_tokenizers.Split(Regex(rf".{{1,{MAX_BYTES}}}"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, short_words])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.pre_tokenizer = words
     return tokenizer
 
 
@@ -82,7 +90,7 @@ def _too_small(vocab_size: int, least: int) -> UserError:
 
 def _wordpiece(vocab: dict[str, int], *, lowercase: bool, strip_accents: bool | None, chinese: bool) -> Tokenizer:
     """Return BERT's tokenizer for a vocabulary that contains WORDPIECE_SPECIALS."""
-    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=100))
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=MAX_CHARACTERS))
     tokenizer.normalizer = normalizers.BertNormalizer(
         lowercase=lowercase, strip_accents=strip_accents, handle_chinese_chars=chinese
     )

@@ -82,6 +82,19 @@ def test_a_trained_byte_level_bpe_loses_nothing() -> None:
         assert made.decode(made.encode(text).ids) == text
 
 
+def test_long_words() -> None:
+    """WordPiece leaves out words of more than 100 characters; byte-level BPE cuts words after 1000 bytes."""
+
+    def made(word: str, *, byte_level: bool = False) -> str:
+        texts = [*TEXTS, *([word] if word else [])]
+        return tokenizer.train_tokenizer(lambda: iter(texts), 400, byte_level=byte_level).to_str()
+
+    assert made("q" * 101) == made("") != made("q" * 100)
+    whole, pieces = made("ab" * 1250, byte_level=True), ["ab" * 500, "ab" * 500, "ab" * 250]
+    cut = tokenizer.train_tokenizer(lambda: iter([*TEXTS, *pieces]), 400, byte_level=True)
+    assert whole == cut.to_str() != made("", byte_level=True)
+
+
 def test_vocabularies_that_are_too_small() -> None:
     with pytest.raises(
         UserError, match=r"config.data.vocab_size is 40; it must be at least \d+, to have one token per character"
