@@ -94,7 +94,7 @@ class Corpus:
         for row in rows:
             self.counts["rows"] += 1
             if row.is_labelled(self._columns):
-                self.counts["empty"] += not all(text.strip() for text in row.texts)
+                self.counts["empty"] += not self._columns.has_tags and not all(text.strip() for text in row.texts)
                 yield row
                 continue
             number += 1

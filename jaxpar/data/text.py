@@ -2,6 +2,7 @@
 
 import hashlib
 import uuid
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -65,12 +66,12 @@ def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:
 
 def _report_rows(facts: Facts, config: ConfigDict) -> None:
     """Print the number of rows that were dropped or have no text. Raises UserError if no row has a text."""
-    rows: dict[str, int] = facts.get("rows", {})  # entries of earlier versions lack it
-    if rows.get("empty", 0) == rows.get("rows", 0) > 0:
+    rows: Counter[str] = Counter(facts.get("rows", {}))  # entries of earlier versions lack it
+    if rows["empty"] and rows["empty"] == rows["rows"] - rows["unlabelled"]:
         columns = tuple(config.data.text_columns)
         raise UserError(f"config.data.text_columns is {columns}, which is empty in all rows; it must contain texts")
     for name, what in (("unlabelled", "dropped, because they have no label"), ("empty", "with an empty text")):
-        if rows.get(name):
+        if rows[name]:
             print(f"rows      {rows[name]:,} of {rows['rows']:,} {what}", flush=True)
 
 

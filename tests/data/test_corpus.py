@@ -1,4 +1,5 @@
 import hashlib
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -67,6 +68,27 @@ def test_labels_that_training_never_saw(config: ConfigDict, tmp_path: Path) -> N
     message = r"test.csv:5: the label 'negg' is not one of the 3 labels in the training file. Did you mean 'neg'\?"
     with pytest.raises(UserError, match=message):
         list(made.rows())
+
+
+def test_rows_without_a_label(config: ConfigDict, tmp_path: Path) -> None:
+    """The error names the first five of all such rows of a split."""
+    records = [{"text": f"text {i}", "label": "" if i in (1, 2, 30, 40, 50, 60, 70) else "x"} for i in range(80)]
+    for number, part in enumerate((records[:40], records[40:])):
+        write_csv(tmp_path / f"{number}.csv", part)
+    config.data.source, config.data.train = "csv", f"{tmp_path}/*.csv"
+    reader = Corpus(config, Labels.CLASSES)
+    message = (
+        f"7 rows without a label (column 'label'): {tmp_path}/0.csv:3, 4, 32, {tmp_path}/1.csv:2, 12 and 2 more; add "
+        "the labels, or drop these rows with config.data.drop_unlabelled=True"
+    )
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+        list(reader.rows())
+    config.data.drop_unlabelled = True
+    dropping = Corpus(config, Labels.CLASSES)
+    assert dropping.facts() != reader.facts()
+    assert [row.texts[0] for _, row in dropping.rows()] == [row["text"] for row in records if row["label"]]
+    assert dropping.counts == {"rows": 80, "unlabelled": 7, "empty": 0}
+    assert len(list(Corpus(config, Labels.MASKED).rows())) == 80  # labels that the task does not need
 
 
 def test_several_files_by_a_glob(config: ConfigDict, tmp_path: Path) -> None:

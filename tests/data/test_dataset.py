@@ -251,6 +251,24 @@ def test_splits_that_come_out_empty(config: ConfigDict, tmp_path: Path) -> None:
         load(config, tmp_path / "run2")
 
 
+def test_rows_without_a_label_or_a_text(config: ConfigDict, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their numbers are printed whether the data is tokenized or comes from the cache."""
+    records = reviews(60)
+    records[3]["label"] = records[4]["label"] = ""
+    records[7]["text"] = " "
+    write_csv(tmp_path / "a.csv", records)
+    config.data.source, config.data.train, config.data.drop_unlabelled = "csv", str(tmp_path / "a.csv"), True
+    config.data.validation_fraction = config.data.test_fraction = 0.0
+    for name in ("run", "again"):
+        assert len(load(config, tmp_path / name).train) == 58
+        out = capsys.readouterr().out
+        assert "rows      2 of 60 dropped, because they have no label\nrows      1 of 60 with an empty text\n" in out
+    write_csv(tmp_path / "b.csv", [{**record, "text": ""} for record in records])
+    config.data.train = str(tmp_path / "b.csv")
+    with pytest.raises(UserError, match=r"data.text_columns is \('text',\), which is empty in all rows; it must"):
+        load(config, tmp_path / "empty")
+
+
 def test_a_missing_column_is_found_before_a_tokenizer_is_trained(config: ConfigDict, tmp_path: Path) -> None:
     write_csv(tmp_path / "test.csv", [{"text": "good", "lable": "pos"}])
     config.data.test = str(tmp_path / "test.csv")
