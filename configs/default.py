@@ -48,7 +48,10 @@ def get_config() -> ConfigDict:
     exchange.seed = placeholder(int)  # seed of random compressors; None: config.seed
     exchange.momentum = placeholder(float)  # Nesterov momentum applied before compression
     exchange.warmup = placeholder(float)  # bagua_qadam, onebit_adam: fraction of the steps before compression starts
-    exchange.interval = placeholder(int)  # bagua_model_average: steps between averages
+    exchange.interval = placeholder(int)  # bagua_model_average, bagua_decentralized: steps between averages of weights
+    exchange.peers = placeholder(
+        str
+    )  # bagua_decentralized: average with one peer (shift_one) or with all replicas (all)
     exchange.offload = placeholder(bool)  # zero1, zero2, zero3: keep the optimizer state in host memory
 
     # Strategy async_data_parallel: workers compute gradients from weights that may be stale.
@@ -61,12 +64,13 @@ def get_config() -> ConfigDict:
     asynchronous.num_workers = 4  # number of workers, which share the batch; can differ from the number of devices
     asynchronous.bound = placeholder(int)  # ssp: largest lead over the slowest worker, in iterations; default 3
     asynchronous.groups = placeholder(int)  # softsync: one update per num_workers / groups gradients; default 2
-    asynchronous.interval = placeholder(int)  # local_sgd, diloco, model_average: local steps per round; default 8
+    # local_sgd, diloco, model_average: local steps per round; default 8, diloco: num_steps / 100, but 8 to 500
+    asynchronous.interval = placeholder(int)
     asynchronous.outer_lr = placeholder(float)  # diloco: learning rate of the outer optimizer; default 0.7
     asynchronous.outer_momentum = placeholder(float)  # diloco: Nesterov momentum of the outer optimizer; default 0.9
     # Mitigations for stale gradients, comma-separated: dc_asgd or adaptive_dc_asgd, clip_by_staleness, staleness_aware,
-    # corrected_momentum
-    asynchronous.mitigations = ""
+    # corrected_momentum; empty: none. None: staleness_aware with policies async and ssp, otherwise none
+    asynchronous.mitigations = placeholder(str)
     asynchronous.dc_strength = placeholder(float)  # lambda of dc_asgd (default 0.04), adaptive_dc_asgd (default 2)
     asynchronous.max_norm = placeholder(float)  # clip_by_staleness: clip to max_norm / max(staleness, 1); required
     asynchronous.delays = delays = ConfigDict()  # durations in virtual seconds, for emulated runs

@@ -78,6 +78,7 @@ class Plan(Generic[Details]):
       private_key: JSON values that identify the private state in a checkpoint. Only a plan with an equal key can
         resume from that private state. Empty if the strategy has no private state.
       differs: the reason why the results differ from those of `single`; empty if they are the same.
+      advice: what is known to train badly in this config, and what to use instead; empty if nothing is.
     """
 
     strategy: str
@@ -90,6 +91,7 @@ class Plan(Generic[Details]):
     exchange: str = ""
     private_key: Mapping[str, Any] = field(default_factory=dict)
     differs: str = ""
+    advice: str = ""
 
     @property
     def axes(self) -> Mapping[str, int]:

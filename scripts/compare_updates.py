@@ -42,8 +42,8 @@ from jaxpar.tasks import Score
 # By name: overrides of config.asynchronous. The cases with a + are mitigations of async.
 CASES: dict[str, tuple[str, ...]] = {
     "sync": ("policy=sync",),
-    "async": ("policy=async",),
-    "ssp": ("policy=ssp",),
+    "async": ("policy=async", "mitigations="),
+    "ssp": ("policy=ssp", "mitigations="),
     "softsync": ("policy=softsync",),
     "local_sgd": ("policy=local_sgd",),
     "diloco": ("policy=diloco",),

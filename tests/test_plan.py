@@ -289,6 +289,31 @@ def test_messages_of_a_step(name: str) -> None:
     assert {axis: messages for axis, (_, messages) in plan.sent_by_axis().items()} == expected
 
 
+ASYNC = "strategy=async_data_parallel"
+# (overrides, start of the advice)
+ADVICE: dict[str, tuple[list[str], str]] = {
+    "onebit": (["exchange=byteps_onebit"], "adamw divides by the size of the noise that byteps_onebit adds"),
+    "randomk": (["exchange=byteps_randomk", "optimizer.name=lamb"], "lamb divides by the size of the noise that"),
+    "onebit with sgd": (["exchange=byteps_onebit", "optimizer.name=sgd"], ""),
+    "topk": (["exchange=byteps_topk"], ""),
+    "diloco": ([ASYNC, "asynchronous.policy=diloco"], "config.asynchronous.outer_momentum is 0.9, which is too high"),
+    "diloco with less": ([ASYNC, "asynchronous.policy=diloco", "asynchronous.outer_momentum=0.7"], ""),
+    "local_sgd": ([ASYNC, "asynchronous.policy=local_sgd"], ""),
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_advice_against_settings_that_train_badly(name: str) -> None:
+    from tests.strategies.pipelines import Task, make_config, make_problem
+
+    overrides, expected = ADVICE[name]
+    task = Task("mlp", "classification", layers=1)
+    config = make_config(task, "--config.strategy=data_parallel", *(f"--config.{one}" for one in overrides))
+    advice = strategies.plan(config, make_problem(config, task), cluster.named_cluster("cpu", 4)).advice
+    assert advice.startswith(expected)
+    assert bool(advice) == bool(expected)
+
+
 def test_an_empty_batch() -> None:
     config = default_config()
     config.strategy, config.batch_size = "single", 0

@@ -21,18 +21,22 @@ from jaxpar.asynchronous.table import UpdateTable
 from jaxpar.errors import Refusals, UserError, refuse_choice
 from jaxpar.step import Problem
 
-# By policy: its settings and their defaults. Other policies do not have these settings.
+# By policy: its settings and their defaults. Other policies do not have these settings. The interval of diloco depends
+# on the length of the run: see `diloco_interval`.
 POLICY_SETTINGS: dict[str, dict[str, Any]] = {
     "ssp": {"bound": 3},
     "softsync": {"groups": 2},
     "local_sgd": {"interval": 8},
-    "diloco": {"interval": 8, "outer_lr": 0.7, "outer_momentum": 0.9},
+    "diloco": {"interval": None, "outer_lr": 0.7, "outer_momentum": 0.9},
     "model_average": {"interval": 8},
 }
 MODES = ("emulated", "live")
 LIVE_POLICIES = ("async", "ssp")
+DEFAULT_MITIGATIONS = {"async": "staleness_aware", "ssp": "staleness_aware"}  # by policy
 LOCAL_POLICIES = ("local_sgd", "diloco", "model_average")  # their workers have local weights
 MITIGATIONS = ("dc_asgd", "adaptive_dc_asgd", "clip_by_staleness", "staleness_aware", "corrected_momentum")
+DILOCO_STEPS, DILOCO_ROUNDS = 500, 100  # of a round, and of a run (Douillard et al., 2023: 500 and 128)
+FEW_ROUNDS_MOMENTUM = 0.8  # more outer momentum than this needs about DILOCO_ROUNDS rounds
 STRENGTHS = {"dc_asgd": 0.04, "adaptive_dc_asgd": 2.0}  # Zheng et al., 2017, section 6.1
 
 
@@ -168,12 +172,40 @@ def _refuse_momentum(o: ConfigDict) -> Refusals[None]:
 
 
 def named_mitigations(config: ConfigDict) -> list[str]:
-    """Return the names in config.asynchronous.mitigations."""
-    return [name.strip() for name in config.asynchronous.mitigations.split(",") if name.strip()]
+    """Return the names in config.asynchronous.mitigations, or the default of the policy if it is None."""
+    a = config.asynchronous
+    names = DEFAULT_MITIGATIONS.get(a.policy, "") if a.mitigations is None else a.mitigations
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
+def diloco_interval(num_steps: int) -> int:
+    """Return the default interval of diloco: that of its paper, or less so that the run has 100 rounds, but at least 8.
+
+    num_steps: of the run.
+    """
+    return max(8, min(DILOCO_STEPS, num_steps // DILOCO_ROUNDS))
+
+
+def diloco_advice(config: ConfigDict, updates: UpdateTable | None) -> str:
+    """Return advice against an outer momentum that is too high for the number of rounds, for `Plan.advice`.
+
+    updates: the table; None if the run is live.
+    """
+    if config.asynchronous.policy != "diloco" or updates is None or updates.num_updates >= DILOCO_ROUNDS:
+        return ""
+    if (momentum := policy_settings(config)["outer_momentum"]) <= FEW_ROUNDS_MOMENTUM:
+        return ""
+    return (
+        f"config.asynchronous.outer_momentum is {momentum}, which is too high for {updates.num_updates} rounds of "
+        f"diloco; use 0.5 to 0.8 below {DILOCO_ROUNDS} rounds"
+    )
 
 
 def policy_settings(config: ConfigDict) -> dict[str, Any]:
-    """Return the settings of the policy, with defaults for those that are None."""
+    """Return the settings of the policy, with defaults for those that are None.
+
+    The default interval of diloco, which is known only with the number of steps, stays None.
+    """
     a = config.asynchronous
     defaults = POLICY_SETTINGS.get(a.policy, {})
     settings = {key: default if a[key] is None else a[key] for key, default in defaults.items()}
@@ -208,6 +240,8 @@ def _simulation_settings(config: ConfigDict, num_steps: int) -> dict[str, int]:
     num_workers = config.asynchronous.num_workers
     sizes = {"num_workers": num_workers, "num_gradients": max(num_workers, 1) * num_steps}
     settings = {key: value for key, value in policy_settings(config).items() if key in ("bound", "groups", "interval")}
+    if "interval" in settings and settings["interval"] is None:
+        settings["interval"] = diloco_interval(num_steps)
     return sizes | settings
 
 

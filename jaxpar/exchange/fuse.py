@@ -38,7 +38,16 @@ class AllReduce(NamedTuple):
     clip_norm: float = 0.0
 
 
-def fused(reducer: Reducer, num_bytes: int, *, cut: bool = False, backwards: bool = True, seed: int = 0) -> AllReduce:
+def fused(
+    reducer: Reducer,
+    num_bytes: int,
+    *,
+    cut: bool = False,
+    backwards: bool = True,
+    first_bytes: int | None = None,
+    overfull: bool = False,
+    seed: int = 0,
+) -> AllReduce:
     """Return an all-reduce that applies the reducer to buckets of up to `num_bytes` bytes each.
 
     A bucket depends only on its leaves, so that its transfer can start as soon as the backward pass has computed them.
@@ -48,11 +57,13 @@ def fused(reducer: Reducer, num_bytes: int, *, cut: bool = False, backwards: boo
       num_bytes: size limit of a bucket; a larger leaf gets a bucket of its own.
       cut: split a larger leaf instead.
       backwards: start with the last leaf, whose gradient is ready first.
+      first_bytes: size limit of the first bucket; None: `num_bytes`.
+      overfull: close a bucket only once its size has reached the limit, so that its last leaf may exceed it.
       seed: seed of the random compressors.
     """
 
     def plan(leaves: Sequence[Leaf]) -> list[list[Piece]]:
-        return buckets(leaves, num_bytes, cut=cut, backwards=backwards)
+        return buckets(leaves, num_bytes, cut=cut, backwards=backwards, first_bytes=first_bytes, overfull=overfull)
 
     def init(tree: Tree) -> Tree:
         lengths = [_padded(bucket, reducer.multiple) for bucket in plan(jax.tree.leaves(tree))]
@@ -98,17 +109,26 @@ def in_layer_order(all_reduce: AllReduce, layers: Sequence[str]) -> AllReduce:
     )
 
 
-def buckets(leaves: Sequence[Leaf], num_bytes: int, *, cut: bool, backwards: bool) -> list[list[Piece]]:
-    """Return the pieces of leaves in each bucket. A bucket has consecutive pieces of one dtype."""
+def buckets(
+    leaves: Sequence[Leaf],
+    num_bytes: int,
+    *,
+    cut: bool,
+    backwards: bool,
+    first_bytes: int | None = None,
+    overfull: bool = False,
+) -> list[list[Piece]]:
+    """Return the pieces of leaves in each bucket. A bucket has consecutive pieces of one dtype. See `fused`."""
     result: list[list[Piece]] = []
-    used, dtype = 0, None
+    used, limit, dtype = 0, 0, None
     for number in reversed(range(len(leaves))) if backwards else range(len(leaves)):
         leaf, start = leaves[number], 0
-        limit = max(1, num_bytes // leaf.dtype.itemsize)
         while start < leaf.size:
-            if not result or leaf.dtype != dtype or used == limit or (used + leaf.size > limit and not cut):
+            is_full = used >= limit or (used + leaf.size > limit and not (cut or overfull))
+            if is_full or leaf.dtype != dtype:
+                size, width = num_bytes if result or first_bytes is None else first_bytes, leaf.dtype.itemsize
+                used, limit, dtype = 0, -(-size // width) if overfull else max(1, size // width), leaf.dtype
                 result.append([])
-                used, dtype = 0, leaf.dtype
             stop = min(leaf.size, start + limit - used) if cut else leaf.size
             result[-1].append(Piece(number, start, stop))
             used, start = used + stop - start, stop

@@ -14,7 +14,7 @@ import optax
 from jaxpar.exchange.compress import Compressor, from_bytes, payload_nbytes, to_bytes
 from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate, shared
 from jaxpar.exchange.fuse import AllReduce, flat
-from jaxpar.exchange.reduce import Axis
+from jaxpar.exchange.reduce import Axis, ring_traffic
 from jaxpar.layout import PER_REPLICA, Tree
 from jaxpar.plan import Traffic
 
@@ -44,12 +44,20 @@ def mixed(
     return Exchange(init, update, traffic, params=PER_REPLICA, optimizer=PER_REPLICA, branches=branches)
 
 
-def decentralized(axis: Axis, optimizer: optax.GradientTransformation) -> Exchange:
-    """Return an exchange with x = (x + x_peer) / 2 + step, with a different peer in each step.
+def decentralized(
+    axis: Axis, optimizer: optax.GradientTransformation, *, peers: str = "shift_one", interval: int = 1
+) -> Exchange:
+    """Return an exchange with x = mean + step, where the mean is over x and the weights of peers.
 
-    Bagua's decentralized algorithm with peers "shift_one" (Gan et al., 2021, section 3.3; Lian et al., "Can
-    Decentralized Algorithms Outperform Centralized Algorithms?", 2017): in step t, replica i of the first half is
-    paired with replica n/2 + (i + t) mod n/2 of the second half.
+    Bagua's decentralized algorithm (Gan et al., 2021, section 3.3; Lian et al., "Can Decentralized Algorithms
+    Outperform Centralized Algorithms?", 2017). The step is computed at x, not at the mean.
+
+    Args:
+      axis: axis of the replicas.
+      optimizer: any optimizer.
+      peers: "shift_one": one peer, and a different one each time: at time t, replica i of the first half is paired with
+        replica n/2 + (i + t) mod n/2 of the second half; "all": all other replicas.
+      interval: steps from one mean to the next; otherwise x = x + step.
     """
     half = axis.size // 2
 
@@ -57,20 +65,39 @@ def decentralized(axis: Axis, optimizer: optax.GradientTransformation) -> Exchan
         pairs = [(i, half + (i + shift) % half) for i in range(half)]
         return pairs + [(b, a) for a, b in pairs]
 
-    def mix(updates: Tree, params: Tree, step: jax.Array) -> tuple[Tree, Tree]:
-        vector, unflatten = flat(params)
+    def change(x: jax.Array, time: jax.Array) -> jax.Array:
+        """Return mean - x."""
+        if peers == "all":
+            return jax.lax.pmean(x, axis.name) - x
         ways = [lambda x, shift=shift: jax.lax.ppermute(x, axis.name, peer(shift)) for shift in range(half)]
         with jax.named_scope(PEER):
-            theirs = unflatten(jax.lax.switch(step % half, ways, vector))
-        return jax.tree.map(lambda u, x, y: u + (y - x) / 2, updates, params, theirs), step + 1
+            return (jax.lax.switch(time % half, ways, x) - x) / 2
+
+    def mix(updates: Tree, params: Tree, step: jax.Array) -> tuple[Tree, Tree]:
+        def communicate() -> Tree:
+            vector, unflatten = flat(params)
+            return jax.tree.map(jnp.add, updates, unflatten(change(vector, step // interval)))
+
+        if interval == 1:
+            return communicate(), step + 1
+        with jax.named_scope(AVERAGE):
+            return jax.lax.cond(step % interval == 0, communicate, lambda: updates), step + 1
 
     def init(_params: Tree) -> jax.Array:
         return jnp.zeros((), jnp.int32)
 
     def traffic(params: Tree, _num_microbatches: int) -> list[Traffic]:
-        return [_permutes(axis, 1, 4 * _size(params), "float32")]
+        nbytes = 4 * _size(params)
+        if peers == "all":
+            return shared([ring_traffic("all-reduce", 2, axis.name, axis.size, nbytes, "float32")], 1 / interval)
+        return shared([_permutes(axis, 1, nbytes, "float32")], 1 / interval)
 
-    return mixed(optimizer, mix, init, traffic, {PEER: (1 / half,) * half})
+    branches: dict[str, tuple[float, ...]] = {}
+    if interval > 1:
+        branches[AVERAGE] = (1 - 1 / interval, 1 / interval)
+    if peers == "shift_one":
+        branches[PEER] = (1 / half,) * half
+    return mixed(optimizer, mix, init, traffic, branches)
 
 
 def low_precision_decentralized(

@@ -27,7 +27,9 @@ from jaxpar.layout import Tree
 
 MIB = 2**20
 BYTEPS_PARTITION = 4_096_000
-BLOCK, BYTES_BLOCK = 2048, 4096  # elements that share a scale (1-bit), and a range (8-bit)
+# Elements that share a scale (1-bit gradients, 1-bit momentum), and a range (8-bit). The gradient of most rows of an
+# embedding is zero, so the scale of 1-bit gradients should be that of one row or less.
+ROW_BLOCK, BLOCK, BYTES_BLOCK = 128, 2048, 4096
 
 
 class Rule(NamedTuple):
@@ -61,9 +63,11 @@ def ddp(
     """Return the exchange of PyTorch's DistributedDataParallel: gradients in buckets, the last layers first.
 
     Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020. Gradients are divided by
-    the number of replicas before they are summed, in the dtype in which they are sent, as by PyTorch's fp16 hook.
+    the number of replicas before they are summed, in the dtype in which they are sent, as by PyTorch's fp16 hook. As in
+    PyTorch, the first bucket is smaller, so that sending starts early, and a bucket is closed once it is full.
     """
-    return fused(_exact(axis, algorithm, group, wire_dtype, predivide=axis.size), bucket_bytes)
+    reducer = _exact(axis, algorithm, group, wire_dtype, predivide=axis.size)
+    return fused(reducer, bucket_bytes, first_bytes=min(MIB, bucket_bytes), overfull=True)
 
 
 def horovod(
@@ -88,7 +92,7 @@ def byteps(axis: Axis, *, bucket_bytes: int = BYTEPS_PARTITION, wire_dtype: str 
 
 
 def byteps_onebit(
-    axis: Axis, *, bucket_bytes: int = BYTEPS_PARTITION, block: int = BLOCK, momentum: float = 0.0
+    axis: Axis, *, bucket_bytes: int = BYTEPS_PARTITION, block: int = ROW_BLOCK, momentum: float = 0.0
 ) -> AllReduce:
     """Return BytePS with 1-bit compression: signs, and a scale for each `block` elements."""
     return _byteps(axis, onebit(block=block), bucket_bytes, momentum)
@@ -102,7 +106,7 @@ def byteps_topk(
 
 
 def byteps_randomk(
-    axis: Axis, *, bucket_bytes: int = BYTEPS_PARTITION, ratio: float = 0.05, momentum: float = 0.0, seed: int = 0
+    axis: Axis, *, bucket_bytes: int = BYTEPS_PARTITION, ratio: float = 0.25, momentum: float = 0.0, seed: int = 0
 ) -> AllReduce:
     """Return BytePS with random-k compression: random values."""
     return _byteps(axis, random_k(ratio), bucket_bytes, momentum, seed)
@@ -161,9 +165,9 @@ def onebit_adam(
     return _adam(axis, rule, lossy, bucket_bytes, warmup)
 
 
-def bagua_decentralized(axis: Axis, rule: Rule) -> Exchange:
-    """Return Bagua's decentralized algorithm: pairs of replicas average their weights, with new pairs each step."""
-    return gossip.decentralized(axis, rule.optimizer)
+def bagua_decentralized(axis: Axis, rule: Rule, *, peers: str = "shift_one", interval: int = 1) -> Exchange:
+    """Return Bagua's decentralized algorithm: pairs of replicas average their weights, with new pairs each time."""
+    return gossip.decentralized(axis, rule.optimizer, peers=peers, interval=interval)
 
 
 def bagua_low_precision_decentralized(axis: Axis, rule: Rule, *, block: int = BYTES_BLOCK) -> Exchange:
@@ -249,7 +253,7 @@ DIFFERS = {
 AVERAGE = "average_aggregated_gradients"  # the other option of Horovod's passes
 PASSES = "backward_passes_per_step"  # an option of Horovod, with any reduction
 POSITIVE = ("bucket_bytes", "group", "predivide", PASSES, "interval")
-CHOICES = {"wire_dtype": ("float16", "bfloat16"), "algorithm": ("psum", "ring")}
+CHOICES = {"wire_dtype": ("float16", "bfloat16"), "algorithm": ("psum", "ring"), "peers": ("shift_one", "all")}
 SHARES = ("ratio", "warmup")
 RANGES = {"momentum": (0.0, 1.0), "levels": (1, 127), "block": (0, 2**31)}
 
@@ -288,7 +292,7 @@ def obstacle(name: str, num_replicas: int, settings: Mapping[str, Any]) -> tuple
         return "algorithm", f"is 'ring'; it must be 'psum' with group={group}"
     if name == "horovod_adasum" and num_replicas & (num_replicas - 1):
         return "exchange", f"is {name!r} with {num_replicas} replicas; their number must be a power of 2"
-    if name == "bagua_decentralized" and num_replicas % 2:
+    if name == "bagua_decentralized" and num_replicas % 2 and settings.get("peers") != "all":
         return "exchange", f"is {name!r} with {num_replicas} replicas; their number must be even"
     return None
 

@@ -212,5 +212,5 @@ def describe_run(run: Run) -> str:
         "model": f"{config.model.name}, layers {ends}; {parameters:,} parameters, {config.model.dtype}",
         "data": f"{config.data.source}, {run.problem.task.name}: {sizes} examples",
         "run": f"{run.num_steps:,} steps of {config.batch_size} examples in {run.workdir}",
-    }
+    } | ({"advice": plan.advice} if plan.advice else {})
     return "\n".join(f"{name:9} {text}" for name, text in lines.items())

@@ -121,6 +121,7 @@ def plan(
         differs=""
         if is_lock_step(config)
         else f"{describe_workers(config)} computes gradients of {'local' if is_local(config) else 'stale'} weights",
+        advice=options.diloco_advice(config, updates),
     )
 
 

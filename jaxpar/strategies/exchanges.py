@@ -17,6 +17,9 @@ from jaxpar.mesh import DATA
 from jaxpar.optimizer import OPTIMIZERS
 from jaxpar.step import Problem
 
+NOISY = ("byteps_onebit", "byteps_randomk")  # most of what they send is noise, which error feedback cancels only later
+ADAMS = ("adamw", "lamb")
+
 
 def given(config: ConfigDict) -> dict[str, Any]:
     """Return the exchange options that the config sets."""
@@ -37,6 +40,17 @@ def private_key(config: ConfigDict, num_replicas: int) -> dict[str, Any]:
 def differs(config: ConfigDict) -> str:
     """Return how training with the exchange differs from training on one device, for `Plan.differs`."""
     return presets.exchange_differs(config.exchange, given(config))
+
+
+def exchange_advice(config: ConfigDict) -> str:
+    """Return advice against an exchange that trains badly with the optimizer, for `Plan.advice`."""
+    if config.exchange not in NOISY or config.optimizer.name not in ADAMS:
+        return ""
+    others = "bagua_bytegrad or byteps_topk" if config.strategy == "pipeline" else "onebit_adam or byteps_topk"
+    return (
+        f"{config.optimizer.name} divides by the size of the noise that {config.exchange} adds, and learns slowly; "
+        f"use exchange {others}, or optimizer sgd"
+    )
 
 
 def _with_seed(config: ConfigDict) -> dict[str, Any]:

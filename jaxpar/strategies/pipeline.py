@@ -153,6 +153,7 @@ def plan(
         exchanges.name(config),
         exchanges.private_key(config, num_data) | {"bounds": list(bounds), "stages": table.stages.tolist()},
         exchanges.differs(config),
+        exchanges.exchange_advice(config),
     )
 
 

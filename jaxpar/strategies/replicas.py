@@ -80,6 +80,7 @@ def plan(
         exchanges.name(config),
         exchanges.private_key(config, decision.num_replicas),
         exchanges.differs(config),
+        exchanges.exchange_advice(config),
     )
 
 

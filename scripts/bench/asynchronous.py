@@ -69,7 +69,7 @@ def main() -> None:
 
 def asynchronous(workers: int, devices: int, *settings: str) -> list[str]:
     """Return the config overrides for the strategy."""
-    chosen = [f"--config.asynchronous.{setting}" for setting in (f"num_workers={workers}", *settings)]
+    chosen = [f"--config.asynchronous.{setting}" for setting in (f"num_workers={workers}", "mitigations=", *settings)]
     return ["--config.strategy=async_data_parallel", f"--config.mesh.data={devices}", *chosen]
 
 

@@ -33,8 +33,8 @@ RULES: dict[str, tuple[str, tuple[str, ...], Rule]] = {
 
 
 def asynchronous(*settings: str, devices: int = 2, workers: int = 4) -> tuple[str, ...]:
-    """Return the overrides of the strategy."""
-    chosen = (f"--config.asynchronous.{setting}" for setting in settings)
+    """Return the overrides of the strategy, without mitigations unless `settings` contain some."""
+    chosen = (f"--config.asynchronous.{setting}" for setting in ("mitigations=", *settings))
     base = ("--config.strategy=async_data_parallel", f"--config.mesh.data={devices}")
     return (*base, f"--config.asynchronous.num_workers={workers}", *chosen)
 

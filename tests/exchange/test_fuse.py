@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxpar.exchange import reduce
+from jaxpar.exchange import presets, reduce
 from jaxpar.exchange.fuse import Piece, buckets, fused, in_layer_order
 from tests.exchange.replicas import axis, on_replicas, only
 
@@ -61,6 +61,39 @@ def test_buckets_of_three_arrays() -> None:
         [Piece(0, 4, 5), Piece(1, 0, 3)],
         [Piece(1, 3, 6), Piece(2, 0, 1)],
     ]
+
+
+def torch_buckets(sizes: list[int], limits: list[int]) -> list[list[int]]:
+    """Port of PyTorch's compute_bucket_assignment_by_size, for tensors of one dtype. sizes: bytes, in its order."""
+    result: list[list[int]] = []
+    bucket: list[int] = []
+    total = 0
+    for number, size in enumerate(sizes):
+        bucket.append(number)
+        total += size
+        if total >= limits[0]:
+            result.append(bucket)
+            bucket, total, limits = [], 0, limits[1:] or limits
+    return [*result, bucket] if bucket else result
+
+
+@pytest.mark.parametrize(("num_bytes", "first"), [(40, 8), (30, 30), (64, 16), (1000, 10)])
+def test_buckets_of_ddp_are_those_of_torch(num_bytes: int, first: int) -> None:
+    rng = np.random.default_rng(num_bytes)
+    for _ in range(50):
+        sizes = rng.choice([1, 2, 3, 7, 16, 50], 12).tolist()
+        arrays = [jax.ShapeDtypeStruct((size,), np.float32) for size in sizes]
+        plan = buckets(arrays, num_bytes, cut=False, backwards=True, first_bytes=first, overfull=True)
+        backwards = [4 * size for size in sizes[::-1]]
+        expected = torch_buckets(backwards, [first, num_bytes])
+        assert [[len(sizes) - 1 - piece.leaf for piece in bucket] for bucket in plan] == expected
+
+
+def test_ddp_starts_with_a_small_bucket() -> None:
+    """1 MiB, as in PyTorch: of five arrays of 1 MiB, the last one is sent first, alone."""
+    arrays = [jax.ShapeDtypeStruct((2**18,), np.float32) for _ in range(5)]
+    messages = [len(presets.ddp(axis(2), bucket_bytes=size * 2**20).traffic(arrays)) for size in (1, 2, 25)]
+    assert messages == [5, 3, 2]
 
 
 def assert_fused_mean(n: int, tree: dict[str, np.ndarray], num_bytes: int, cut: bool, backwards: bool) -> None:

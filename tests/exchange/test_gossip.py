@@ -64,6 +64,24 @@ def test_decentralized_is_the_mean_with_a_peer_and_a_step(n: int) -> None:
     np.testing.assert_array_equal(state.private, 6)
 
 
+@pytest.mark.parametrize(
+    ("n", "mode", "interval"), [(4, "shift_one", 2), (8, "shift_one", 3), (3, "all", 1), (4, "all", 2)]
+)
+def test_decentralized_with_all_peers_or_sometimes(n: int, mode: str, interval: int) -> None:
+    """As in the reference of Bagua's own tests: weights are averaged in every `interval`-th step, from the first on."""
+    grads = draw(n, 7)
+    exchange = gossip.decentralized(axis(n), optax.sgd(RATE, momentum=0.9), peers=mode, interval=interval)
+    params, *_ = train(n, exchange, START, grads)
+    got, g_NSL = vectors(params, 2), vectors(grads, 2)
+    x, momentum = np.stack([vectors(START, 0)] * n), np.zeros((n, 10))
+    for step in range(7):
+        momentum = 0.9 * momentum + g_NSL[:, step]
+        if step % interval == 0:
+            x = np.full((n, n), 1 / n) @ x if mode == "all" else peers(n, step // interval) @ x
+        x = x - RATE * momentum
+        np.testing.assert_allclose(got[:, step], x, 1e-5, 1e-5)
+
+
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_decentralized_comes_to_consensus(n: int) -> None:
     """The first step drives replicas apart; a cycle of all shifts without gradients brings them together."""

@@ -5,11 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxpar import cluster, strategies, train
-from jaxpar.asynchronous import delays, table
+from jaxpar.asynchronous import delays, options, table
+from jaxpar.asynchronous.simulate import POLICIES
 from jaxpar.asynchronous.table import UpdateTable
+from jaxpar.config import default_config
 from jaxpar.errors import UserError
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build
@@ -191,6 +194,38 @@ def test_a_file_is_read_once_a_start(key: str, tmp_path: Path, monkeypatch: pyte
     workdir.mkdir()
     build.make_run(config, workdir, Phases(), build.check_run(config, workdir))
     assert opened == [str(path)]
+
+
+def test_default_settings() -> None:
+    """Every policy with stale single gradients reduces their learning rates; an empty text means no mitigation."""
+    config = default_config()
+    for policy in POLICIES:
+        config.asynchronous.policy = policy
+        expected = ["staleness_aware"] if policy in ("async", "ssp") else []
+        assert options.named_mitigations(config) == expected, policy
+    config.asynchronous.policy, config.asynchronous.mitigations = "async", ""
+    assert options.named_mitigations(config) == []
+    # diloco: 100 rounds, of at least 8 steps and at most the 500 of its paper
+    lengths = {40: 8, 799: 8, 900: 9, 5000: 50, 50_000: 500, 10**6: 500}
+    assert {steps: options.diloco_interval(steps) for steps in lengths} == lengths
+
+
+def test_the_header_of_a_run_gives_the_advice(tmp_path: Path) -> None:
+    """If there is some. Nothing is compiled."""
+    config = small_run("--config.strategy=async_data_parallel", "--config.asynchronous.policy=diloco")
+    for momentum in (0.9, 0.6):
+        config.asynchronous.outer_momentum = momentum
+        run = build.make_run(config, tmp_path, Phases(), build.check_run(config, tmp_path))
+        advised = [line for line in build.describe_run(run).splitlines() if line.startswith("advice    ")]
+        assert ["outer_momentum is 0.9" in line for line in advised] == [True] * (momentum == 0.9)
+
+
+def test_the_interval_of_diloco_follows_the_length() -> None:
+    config = make_config(Task("mlp", "classification", layers=1), *asynchronous("policy=diloco", workers=2))
+    for num_steps, interval in ((40, 8), (1200, 12)):
+        made = table_of(config, num_steps)
+        assert made.num_updates == num_steps // interval
+        assert set(np.bincount(made.update)) == {2 * interval}
 
 
 RECORDED: dict[str, tuple[Callable[[UpdateTable], UpdateTable], int, str]] = {

@@ -82,6 +82,10 @@ MISTAKES = {
         ["exchange=bagua_decentralized", "mesh.data=3"],
         ["config.exchange is 'bagua_decentralized' with 3 replicas; their number must be even"],
     ),
+    "other peers": (
+        ["exchange=bagua_decentralized", "peers=ring"],
+        ["exchange_options.peers is 'ring'; it must be one of shift_one, all"],
+    ),
     "zero with lamb": (
         ["exchange=zero1", "optimizer.name=lamb"],
         ["config.optimizer.name is 'lamb'", "config.exchange='zero1'", "it must be one of adamw, sgd, lion"],
