@@ -43,6 +43,7 @@ def get_config() -> ConfigDict:
     exchange.backward_passes_per_step = placeholder(int)  # training steps per optimizer step, as in Horovod
     exchange.average_aggregated_gradients = placeholder(bool)  # True: mean of the gradients of these steps; False: sum
     exchange.block = placeholder(int)  # elements per scale (1-bit) or per range (8-bit); 0: one per encoded vector
+    exchange.min_compress_bytes = placeholder(int)  # byteps_*: arrays of fewer bytes are sent uncompressed
     exchange.ratio = placeholder(float)  # fraction of the elements that topk and randomk send
     exchange.levels = placeholder(int)  # quantization levels of dithering, on each side of zero
     exchange.seed = placeholder(int)  # seed of random compressors; None: config.seed

@@ -5,9 +5,11 @@ Each is a chain of small transformations:
     fuse.py            packs trees into vectors: buckets, partitions
     reduce.py          averages a vector over replicas: psum, ring, push and pull, hierarchical; in any dtype
     compress.py        compresses a vector: 8-bit, 1-bit, top-k, random-k, dithering; error feedback, momentum
+    clip.py            clips the gradient of a replica before it is compressed with error feedback
     scatter_gather.py  averages a vector approximately, compressed in both directions
     exchange.py        the contract of an exchange; adasum.py, adam.py, gossip.py and zero.py implement it
     presets.py         the named exchanges: ddp, horovod, byteps, bagua_bytegrad, zero3, onebit_adam, ..
+    settings.py        their options
 
 To use an exchange in your own `shard_map` step, wrap the optimizer in `distributed_optimizer`.
 """
@@ -20,8 +22,9 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate
-from jaxpar.exchange.presets import AROUND, EXCHANGES, GRADIENTS, Rule, make_exchange, obstacle
+from jaxpar.exchange.presets import AROUND, EXCHANGES, GRADIENTS, Rule, make_exchange
 from jaxpar.exchange.reduce import Axis
+from jaxpar.exchange.settings import obstacle
 from jaxpar.layout import Tree
 from jaxpar.plan import Traffic
 

@@ -92,6 +92,35 @@ def fused(
     return AllReduce(init, mean, traffic)
 
 
+def by_size(small: AllReduce, large: AllReduce, num_bytes: int) -> AllReduce:
+    """Return an all-reduce that applies `small` to leaves of less than `num_bytes` bytes, and `large` to the others."""
+
+    def is_small(leaf: Leaf) -> bool:
+        return leaf.size * leaf.dtype.itemsize < num_bytes
+
+    def divided(tree: Tree) -> tuple[list[Leaf], list[Leaf]]:
+        leaves = jax.tree.leaves(tree)
+        return [leaf for leaf in leaves if is_small(leaf)], [leaf for leaf in leaves if not is_small(leaf)]
+
+    def init(tree: Tree) -> Tree:
+        few, many = divided(tree)
+        return small.init(few), large.init(many)
+
+    def mean(tree: Tree, state: Tree) -> tuple[Tree, Tree]:
+        few, many = divided(tree)
+        few, small_state = small.mean(few, state[0])
+        many, large_state = large.mean(many, state[1])
+        next_small, next_large = iter(few), iter(many)
+        means = jax.tree.map(lambda leaf: next(next_small if is_small(leaf) else next_large), tree)
+        return means, (small_state, large_state)
+
+    def traffic(tree: Tree) -> list[Traffic]:
+        few, many = divided(tree)
+        return small.traffic(few) + large.traffic(many)
+
+    return AllReduce(init, mean, traffic)
+
+
 def in_layer_order(all_reduce: AllReduce, layers: Sequence[str]) -> AllReduce:
     """Return the same all-reduce for a tree {layer: ..}, with buckets in the order of `layers`, not of their names."""
 

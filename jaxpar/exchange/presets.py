@@ -5,8 +5,6 @@ horovod_adasum, bagua_qadam, ..  wrap an optimizer (AROUND)
 dp                               is a program for the master device (jaxpar/strategies/master.py)
 """
 
-import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +17,7 @@ from jaxpar.exchange.compress import Compressor, dithering, error_feedback, min_
 from jaxpar.exchange.compress import randomk as random_k
 from jaxpar.exchange.compress import topk as top_k
 from jaxpar.exchange.exchange import Exchange, averaged, every
-from jaxpar.exchange.fuse import AllReduce, fused, in_layer_order
+from jaxpar.exchange.fuse import AllReduce, by_size, fused, in_layer_order
 from jaxpar.exchange.reduce import Axis, Reducer
 from jaxpar.exchange.scatter_gather import scatter_gather
 from jaxpar.exchange.zero import zero
@@ -92,31 +90,53 @@ def byteps(axis: Axis, *, bucket_bytes: int = BYTEPS_PARTITION, wire_dtype: str 
 
 
 def byteps_onebit(
-    axis: Axis, *, bucket_bytes: int = BYTEPS_PARTITION, block: int = ROW_BLOCK, momentum: float = 0.0
+    axis: Axis,
+    *,
+    bucket_bytes: int = BYTEPS_PARTITION,
+    min_compress_bytes: int = 0,
+    block: int = ROW_BLOCK,
+    momentum: float = 0.0,
 ) -> AllReduce:
     """Return BytePS with 1-bit compression: signs, and a scale for each `block` elements."""
-    return _byteps(axis, onebit(block=block), bucket_bytes, momentum)
+    return _byteps(axis, onebit(block=block), bucket_bytes, min_compress_bytes, momentum)
 
 
 def byteps_topk(
-    axis: Axis, *, bucket_bytes: int = BYTEPS_PARTITION, ratio: float = 0.01, momentum: float = 0.0
+    axis: Axis,
+    *,
+    bucket_bytes: int = BYTEPS_PARTITION,
+    min_compress_bytes: int = 0,
+    ratio: float = 0.01,
+    momentum: float = 0.0,
 ) -> AllReduce:
     """Return BytePS with top-k compression: the largest values."""
-    return _byteps(axis, top_k(ratio), bucket_bytes, momentum)
+    return _byteps(axis, top_k(ratio), bucket_bytes, min_compress_bytes, momentum)
 
 
 def byteps_randomk(
-    axis: Axis, *, bucket_bytes: int = BYTEPS_PARTITION, ratio: float = 0.25, momentum: float = 0.0, seed: int = 0
+    axis: Axis,
+    *,
+    bucket_bytes: int = BYTEPS_PARTITION,
+    min_compress_bytes: int = 0,
+    ratio: float = 0.25,
+    momentum: float = 0.0,
+    seed: int = 0,
 ) -> AllReduce:
     """Return BytePS with random-k compression: random values."""
-    return _byteps(axis, random_k(ratio), bucket_bytes, momentum, seed)
+    return _byteps(axis, random_k(ratio), bucket_bytes, min_compress_bytes, momentum, seed)
 
 
 def byteps_dithering(
-    axis: Axis, *, bucket_bytes: int = BYTEPS_PARTITION, levels: int = 127, momentum: float = 0.0, seed: int = 0
+    axis: Axis,
+    *,
+    bucket_bytes: int = BYTEPS_PARTITION,
+    min_compress_bytes: int = 0,
+    levels: int = 127,
+    momentum: float = 0.0,
+    seed: int = 0,
 ) -> AllReduce:
     """Return BytePS with dithering: values rounded randomly."""
-    return _byteps(axis, dithering(levels), bucket_bytes, momentum, seed)
+    return _byteps(axis, dithering(levels), bucket_bytes, min_compress_bytes, momentum, seed)
 
 
 def bagua_bytegrad(axis: Axis, *, bucket_bytes: int = 10 * MIB, block: int = BYTES_BLOCK) -> AllReduce:
@@ -134,10 +154,14 @@ def _exact(axis: Axis, algorithm: str, group: int, wire_dtype: str, predivide: f
     return {"psum": reduce.psum, "ring": reduce.ring}[algorithm](axis, predivide=predivide, dtype=dtype)
 
 
-def _byteps(axis: Axis, compressor: Compressor, bucket_bytes: int, mu: float, seed: int = 0) -> AllReduce:
+def _byteps(
+    axis: Axis, compressor: Compressor, bucket_bytes: int, min_bytes: int, mu: float, seed: int = 0
+) -> AllReduce:
+    """Return BytePS with a compressor for arrays of at least `min_bytes` bytes. mu: momentum before compression."""
     server = error_feedback(compressor)
     worker = momentum(server, mu) if mu else server
-    return fused(scatter_gather(axis, worker, server), bucket_bytes, cut=True, backwards=False, seed=seed)
+    lossy = fused(scatter_gather(axis, worker, server), bucket_bytes, cut=True, backwards=False, seed=seed)
+    return by_size(byteps(axis, bucket_bytes=bucket_bytes), lossy, min_bytes) if min_bytes else lossy
 
 
 # ---- exchanges that wrap an optimizer -----------------------------------------------------------
@@ -252,49 +276,6 @@ DIFFERS = {
 }
 AVERAGE = "average_aggregated_gradients"  # the other option of Horovod's passes
 PASSES = "backward_passes_per_step"  # an option of Horovod, with any reduction
-POSITIVE = ("bucket_bytes", "group", "predivide", PASSES, "interval")
-CHOICES = {"wire_dtype": ("float16", "bfloat16"), "algorithm": ("psum", "ring"), "peers": ("shift_one", "all")}
-SHARES = ("ratio", "warmup")
-RANGES = {"momentum": (0.0, 1.0), "levels": (1, 127), "block": (0, 2**31)}
-
-
-def options(name: str) -> dict[str, Any]:
-    """Return the options of an exchange, with their defaults."""
-    function = AROUND[name].make if name in AROUND else GRADIENTS.get(name)
-    parameters = inspect.signature(function).parameters.values() if function else ()
-    keywords = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
-    return keywords | ({PASSES: 1, AVERAGE: False} if name.startswith("horovod") else {})
-
-
-def obstacle(name: str, num_replicas: int, settings: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return why an exchange is impossible, as (the option or "exchange", what is wrong with it), or None."""
-    allowed = options(name)
-    for key, value in settings.items():
-        if key not in allowed:
-            has = f"whose options are {', '.join(allowed)}" if allowed else "which has no options"
-            return key, f"is {value!r}; it must be None with exchange {name!r}, {has}"
-        if isinstance(allowed[key], int) and not isinstance(value, int):
-            return key, f"is {value!r}; it must be an integer"
-        if isinstance(allowed[key], float) and not isinstance(value, int | float):
-            return key, f"is {value!r}; it must be a number"
-        if key in CHOICES and value not in CHOICES[key]:
-            return key, f"is {value!r}; it must be one of {', '.join(CHOICES[key])}"
-        if key in POSITIVE and not 0 < value < math.inf:
-            return key, f"is {value!r}; it must be {'finite and ' if isinstance(value, float) else ''}greater than 0"
-        if key in SHARES and not 0 < value <= 1:
-            return key, f"is {value!r}; it must be greater than 0 and at most 1"
-        if key in RANGES and not RANGES[key][0] <= value <= RANGES[key][1]:
-            return key, f"is {value!r}; it must be between {RANGES[key][0]} and {RANGES[key][1]}"
-    group = settings.get("group", 1)
-    if num_replicas % group:
-        return "group", f"is {group}; it must divide the number of replicas, {num_replicas}"
-    if group > 1 and settings.get("algorithm") == "ring":
-        return "algorithm", f"is 'ring'; it must be 'psum' with group={group}"
-    if name == "horovod_adasum" and num_replicas & (num_replicas - 1):
-        return "exchange", f"is {name!r} with {num_replicas} replicas; their number must be a power of 2"
-    if name == "bagua_decentralized" and num_replicas % 2 and settings.get("peers") != "all":
-        return "exchange", f"is {name!r} with {num_replicas} replicas; their number must be even"
-    return None
 
 
 def exchange_differs(name: str, settings: Mapping[str, Any]) -> str:

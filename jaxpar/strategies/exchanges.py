@@ -11,8 +11,9 @@ from jaxpar.errors import Refusals, UserError, refuse_choice
 from jaxpar.exchange import presets
 from jaxpar.exchange.exchange import Exchange
 from jaxpar.exchange.fuse import AllReduce
-from jaxpar.exchange.presets import AROUND, AVERAGE, EXCHANGES, GRADIENTS, PASSES, Rule, obstacle, options
+from jaxpar.exchange.presets import AROUND, AVERAGE, EXCHANGES, GRADIENTS, PASSES, Rule
 from jaxpar.exchange.reduce import Axis
+from jaxpar.exchange.settings import obstacle, options
 from jaxpar.mesh import DATA
 from jaxpar.optimizer import OPTIMIZERS
 from jaxpar.step import Problem

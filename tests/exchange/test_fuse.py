@@ -89,6 +89,30 @@ def test_buckets_of_ddp_are_those_of_torch(num_bytes: int, first: int) -> None:
         assert [[len(sizes) - 1 - piece.leaf for piece in bucket] for bucket in plan] == expected
 
 
+def test_small_arrays_are_not_compressed() -> None:
+    """Arrays of fewer bytes than the limit are averaged exactly, others lossily, and all come back in their places."""
+    rng = np.random.default_rng(0)
+    sizes = {"a": 3, "b": 40, "c": 1, "d": 16, "e": 17}
+    tree = {name: rng.normal(size=(2, size)).astype(np.float32) for name, size in sizes.items()}
+    all_reduce = presets.byteps_topk(axis(2), ratio=0.25, min_compress_bytes=4 * 17)
+    got = only(on_replicas(2, lambda x: all_reduce.mean(x, all_reduce.init(x))[0], tree))
+    for name, x in tree.items():
+        if name in ("a", "c", "d"):
+            np.testing.assert_allclose(got[name], x.mean(0), rtol=1e-6)
+    sent = np.concatenate([got["b"], got["e"]])
+    mean = np.concatenate([tree["b"].mean(0), tree["e"].mean(0)])
+    # Of the 28 or 29 elements of a shard, a worker sends 8 to each server, which sends 8 of the mean.
+    assert 8 <= np.count_nonzero(sent) <= 16
+    assert np.linalg.norm(sent - mean) < np.linalg.norm(mean)
+    traffic = {(one.kind, one.dtype): one.nbytes for one in all_reduce.traffic({k: x[0] for k, x in tree.items()})}
+    assert traffic == {
+        ("reduce-scatter", "float32"): 20 * 4 / 2,  # of 20 exact elements
+        ("all-gather", "float32"): 20 * 4 / 2,
+        ("all-to-all", "uint8"): 8 * 8,  # 8 values and indices, to the other replica
+        ("all-gather", "uint8"): 8 * 8,
+    }
+
+
 def test_ddp_starts_with_a_small_bucket() -> None:
     """1 MiB, as in PyTorch: of five arrays of 1 MiB, the last one is sent first, alone."""
     arrays = [jax.ShapeDtypeStruct((2**18,), np.float32) for _ in range(5)]

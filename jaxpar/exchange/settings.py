@@ -1,0 +1,52 @@
+"""The options of the named exchanges: which there are, and their ranges."""
+
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxpar.exchange.presets import AROUND, AVERAGE, GRADIENTS, PASSES
+
+POSITIVE = ("bucket_bytes", "group", "predivide", PASSES, "interval")
+CHOICES = {"wire_dtype": ("float16", "bfloat16"), "algorithm": ("psum", "ring"), "peers": ("shift_one", "all")}
+SHARES = ("ratio", "warmup")
+RANGES = {"momentum": (0.0, 1.0), "levels": (1, 127), "block": (0, 2**31), "min_compress_bytes": (0, 2**31)}
+
+
+def options(name: str) -> dict[str, Any]:
+    """Return the options of an exchange, with their defaults."""
+    function = AROUND[name].make if name in AROUND else GRADIENTS.get(name)
+    parameters = inspect.signature(function).parameters.values() if function else ()
+    keywords = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    return keywords | ({PASSES: 1, AVERAGE: False} if name.startswith("horovod") else {})
+
+
+def obstacle(name: str, num_replicas: int, settings: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return why an exchange is impossible, as (the option or "exchange", what is wrong with it), or None."""
+    allowed = options(name)
+    for key, value in settings.items():
+        if key not in allowed:
+            has = f"whose options are {', '.join(allowed)}" if allowed else "which has no options"
+            return key, f"is {value!r}; it must be None with exchange {name!r}, {has}"
+        if isinstance(allowed[key], int) and not isinstance(value, int):
+            return key, f"is {value!r}; it must be an integer"
+        if isinstance(allowed[key], float) and not isinstance(value, int | float):
+            return key, f"is {value!r}; it must be a number"
+        if key in CHOICES and value not in CHOICES[key]:
+            return key, f"is {value!r}; it must be one of {', '.join(CHOICES[key])}"
+        if key in POSITIVE and not 0 < value < math.inf:
+            return key, f"is {value!r}; it must be {'finite and ' if isinstance(value, float) else ''}greater than 0"
+        if key in SHARES and not 0 < value <= 1:
+            return key, f"is {value!r}; it must be greater than 0 and at most 1"
+        if key in RANGES and not RANGES[key][0] <= value <= RANGES[key][1]:
+            return key, f"is {value!r}; it must be between {RANGES[key][0]} and {RANGES[key][1]}"
+    group = settings.get("group", 1)
+    if num_replicas % group:
+        return "group", f"is {group}; it must divide the number of replicas, {num_replicas}"
+    if group > 1 and settings.get("algorithm") == "ring":
+        return "algorithm", f"is 'ring'; it must be 'psum' with group={group}"
+    if name == "horovod_adasum" and num_replicas & (num_replicas - 1):
+        return "exchange", f"is {name!r} with {num_replicas} replicas; their number must be a power of 2"
+    if name == "bagua_decentralized" and num_replicas % 2 and settings.get("peers") != "all":
+        return "exchange", f"is {name!r} with {num_replicas} replicas; their number must be even"
+    return None
