@@ -93,8 +93,11 @@ def override(config: ConfigDict, arguments: Sequence[str]) -> None:
         if key not in known:
             inside = [leaf for leaf in known if leaf.startswith(key + ".")]
             if inside:
-                raise UserError(f"config.{key} is a section; its keys are {', '.join(inside)}")
-            hint = nearest(key, known)
+                name = f"; to set its name, use config.{key}.name" if f"{key}.name" in known else ""
+                raise UserError(f"config.{key} is a section{name}; its keys are {', '.join(inside)}")
+            end = key.rpartition(".")[2]
+            same_end = [name for name in known if name.rpartition(".")[2] == end]
+            hint = f" Did you mean {same_end[0]!r}?" if len(same_end) == 1 else nearest(key, known)
             raise UserError(f"config.{key} does not exist{'.' if hint else ''}{hint}")
         kind = _kind(config, key)
         if not equals:

@@ -58,10 +58,33 @@ class TrainingError(Exception):
         return printable(super().__str__())
 
 
+SIMILAR = 0.6  # ratio of equal characters in two names, one of which the user probably meant
+
+
 def nearest(name: str, choices: Iterable[str]) -> str:
     """Return ` Did you mean 'x'?` for the choice most similar to `name`, or an empty string if none is similar."""
-    match = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
-    return f" Did you mean {match[0]!r}?" if match else ""
+    match = most_similar(name, choices)
+    return f" Did you mean {match!r}?" if match else ""
+
+
+def most_similar(name: str, choices: Iterable[str]) -> str | None:
+    """Return the choice most similar to `name`, or None if none is similar.
+
+    Sections, folders and an extension that both have do not count: `configs/a.py` is not similar to `configs/b.py`.
+    """
+    best, ratio = None, SIMILAR
+    for choice in choices:
+        match = difflib.SequenceMatcher(None, *_without_common_parts(name, choice))
+        if match.real_quick_ratio() >= ratio and match.quick_ratio() >= ratio and match.ratio() >= ratio:
+            best, ratio = choice, match.ratio()
+    return best
+
+
+def _without_common_parts(a: str, b: str) -> tuple[str, str]:
+    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    start = max(a.rfind(".", 0, same), a.rfind("/", 0, same)) + 1
+    (stem_a, dot_a, end_a), (stem_b, dot_b, end_b) = (name[start:].rpartition(".") for name in (a, b))
+    return (stem_a, stem_b) if dot_a and dot_b and end_a == end_b else (a[start:], b[start:])
 
 
 def check_choice(key: str, value: str, choices: Iterable[str]) -> None:

@@ -52,6 +52,16 @@ def without_nonfinite(value: Any) -> Any:
     return [without_nonfinite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Within `with`, add the path to an OSError without one: those of writes lack it."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace a file atomically: readers, also after a crash, see either the old text or the new text.
 
@@ -59,7 +69,7 @@ def write_text(path: Path, text: str) -> None:
     """
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # left over from a crash
-    with temporary.open("x") as file:
+    with naming(path), temporary.open("x") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -1,5 +1,7 @@
 """Tests of atomic writes and of the lock of a workdir."""
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +20,18 @@ def test_a_failed_write_leaves_the_old_text(tmp_path: Path) -> None:
     with pytest.raises(UnicodeEncodeError):
         files.write_text(path, "new\udcff")
     assert path.read_text() == "old"
+
+
+def test_the_error_of_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's errors of writes lack the name."""
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        files.write_text(tmp_path / "file", "new")
+    assert caught.value.filename == str(tmp_path / "file")
 
 
 def test_a_link_in_place_of_the_temporary_file_is_not_followed(tmp_path: Path) -> None:

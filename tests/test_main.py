@@ -39,6 +39,11 @@ def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 MISTAKES = {
     "unknown key": (["--config.optimizer.lrr=1"], "config.optimizer.lrr does not exist. Did you mean 'optimizer.lr'?"),
+    "key of another section": (["--config.model.lr=1"], "config.model.lr does not exist. Did you mean 'optimizer.lr'?"),
+    "a section": (
+        ["--config.model=gpt"],
+        "config.model is a section; to set its name, use config.model.name; its keys",
+    ),
     "wrong type": (["--config.batch_size=many"], "config.batch_size is 'many'; it must be an integer"),
     "unknown task": (["--config.task=clasification"], "Did you mean 'classification'?"),
     "unknown strategy": (["--config.strategy=dataparallel"], "Did you mean 'data_parallel'?"),

@@ -246,5 +246,5 @@ def _number(column: str, text: str, line: int) -> int | float:
             raise ValueError(f"line {line}: {column} is {text[:40]!r}; it must be a non-negative number of seconds")
         return seconds
     if not _is_whole(text):
-        raise ValueError(f"line {line}: {column} is {text[:40]!r}; it must be a non-negative integer")
+        raise ValueError(f"line {line}: {column} is {text[:40]!r}; it must be an integer between 0 and {2**31 - 1}")
     return int(text)

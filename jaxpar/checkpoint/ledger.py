@@ -93,7 +93,7 @@ class Ledger:
         if not self._open:
             return
         self._path.parent.mkdir(exist_ok=True)
-        with self._path.open("a") as file:
+        with files.naming(self._path), self._path.open("a") as file:
             file.writelines(map(_text, self._open))
             file.flush()
             os.fsync(file.fileno())

@@ -1,6 +1,6 @@
 """Finds, opens and hashes the user's files, and reports every failure in one line."""
 
-import difflib
+import codecs
 import glob
 import gzip
 import hashlib
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxpar.errors import UserError
+from jaxpar.errors import UserError, most_similar
 
 DECOMPRESS: dict[str, Callable[[Path], io.BufferedIOBase]] = {".gz": gzip.GzipFile, ".xz": lzma.LZMAFile}
 MAX_EXPANSION = 200  # texts are compressed about 3 to 30 times, malicious files up to 1,000 (gz) or 7,000 times (xz)
@@ -46,8 +46,11 @@ def find_files(key: str, pattern: str) -> list[Path]:
 def _nearest_file(path: Path) -> str:
     if not path.parent.is_dir():
         return f". The directory {path.parent} does not exist either"
-    names = difflib.get_close_matches(path.name, [file.name for file in path.parent.iterdir()], n=1, cutoff=0.5)
-    return f". Did you mean {path.parent / names[0]}?" if names else ""
+    files = sorted(path.parent.iterdir())
+    stem = most_similar(path.stem, [file.stem for file in files])
+    same = [file for file in files if file.stem == stem]
+    suffix = most_similar(path.suffix, [file.suffix for file in same])
+    return f". Did you mean {next((file for file in same if file.suffix == suffix), same[0])}?" if same else ""
 
 
 class Expanded(io.RawIOBase):
@@ -99,7 +102,13 @@ def digest_files(paths: Iterable[Path]) -> str:
 
 
 def invalid_utf8(path: Path) -> UserError:
-    """Return the error for a file that is not UTF-8, with the line and the byte."""
+    """Return the error for a file that is not UTF-8: that it is not text, or the line and the byte."""
+    with open_bytes(path) as file:
+        start = file.read(2**16)
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return UserError(f"{path} is UTF-16; convert it to UTF-8, for example with iconv -f utf-16 -t utf-8")
+    if b"\0" in start:
+        return UserError(f"{path} is not a text file; it must be text in UTF-8")
     with open_bytes(path) as file:
         for number, line in enumerate(file, start=1):
             try:

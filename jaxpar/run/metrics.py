@@ -32,9 +32,9 @@ class Log:
         self._board: Any = None
         if not processes.is_first():
             return
-        path = workdir / "metrics.jsonl"
-        files.write_text(path, "".join(files.json_text(row) + "\n" for row in self._rows))
-        self._file = path.open("a")
+        self._path = workdir / "metrics.jsonl"
+        files.write_text(self._path, "".join(files.json_text(row) + "\n" for row in self._rows))
+        self._file = self._path.open("a")
         if tensorboard:
             import tensorboardX  # imported here because the import takes 0.17 s
 
@@ -44,8 +44,9 @@ class Log:
         """Record the metrics at the end of `step`."""
         self._rows.append(files.without_nonfinite({"step": step, "split": split, **metrics}))
         if self._file:
-            self._file.write(files.json_text(self._rows[-1]) + "\n")
-            self._file.flush()
+            with files.naming(self._path):
+                self._file.write(files.json_text(self._rows[-1]) + "\n")
+                self._file.flush()
         if self._board:
             for name, value in metrics.items():
                 self._board.add_scalar(f"{split}/{name}", value, step)

@@ -183,7 +183,7 @@ def test_a_trace_file(tmp_path: Path) -> None:
         ("worker,seconds\n", "no times for worker 0; workers must be numbered from 0 without gaps"),
         ("worker,seconds\n0,1\n2,1\n", "no times for worker 1; workers must be numbered from 0 without gaps"),
         ("worker,seconds\n0,1\n\n0\n", "line 4 has 1 values; it must have 2, one per column"),
-        ("worker,seconds\n-1,1\n", "line 2: worker is '-1'; it must be a non-negative integer"),
+        ("worker,seconds\n-1,1\n", "line 2: worker is '-1'; it must be an integer between 0 and 2147483647"),
         ("worker,seconds\n0,1\n0,0\n", "line 3: seconds is 0; it must be greater than 0"),
         ("worker,seconds\n0,fast\n", "line 2: seconds is 'fast'; it must be a non-negative number of seconds"),
         ("worker,seconds\n0,inf\n", "line 2: seconds is 'inf'; it must be a non-negative number of seconds"),

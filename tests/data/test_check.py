@@ -108,6 +108,13 @@ def test_a_file_that_may_not_be_read(good: ConfigDict, monkeypatch: pytest.Monke
         check(good)
 
 
+def test_no_file_of_another_name_is_suggested(good: ConfigDict) -> None:
+    Path("nested.jsonl").write_text("{}")
+    good.data.train = "nope.json"
+    with pytest.raises(UserError, match=r"train is 'nope.json', which does not exist; it must be a file or a glob$"):
+        check(good)
+
+
 def test_globs_and_other_suffixes_are_fine(good: ConfigDict) -> None:
     for train in ("good.txt", "good.c*", "g*d.csv"):
         good.data.train = train

@@ -202,6 +202,16 @@ def test_invalid_utf8_names_the_line(source: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_files_that_are_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"\x7fELF\x02\x01\x00\xff")
+    with pytest.raises(UserError, match=r"a.csv is not a text file; it must be text in UTF-8"):
+        rows("csv", path)
+    path.write_text("text,label\na,b\n", "utf-16")
+    with pytest.raises(UserError, match=r"a.csv is UTF-16; convert it to UTF-8, .* iconv -f utf-16 -t utf-8"):
+        rows("csv", path)
+
+
 def test_parquet_mistakes(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
 

@@ -1,8 +1,10 @@
 """Tests of the files that a run writes while it trains, and of the metrics of a log interval."""
 
+import errno
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,18 @@ from jaxpar.run.meter import Meter
 from jaxpar.step import Metrics
 from jaxpar.tasks import Sums
 from jaxpar.tasks.classification import TASK
+
+
+def test_metrics_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    log = metrics.Log(tmp_path, first_step=0, tensorboard=False)
+    log.close()
+    monkeypatch.setattr(log, "_file", SimpleNamespace(write=full))
+    with pytest.raises(OSError, match="No space left") as caught:
+        log.write(2, "train", {"loss": 1.0})
+    assert caught.value.filename == str(tmp_path / "metrics.jsonl")
 
 
 def test_log_continues_at_the_checkpoint(tmp_path: Path) -> None:

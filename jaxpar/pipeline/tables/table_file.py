@@ -91,7 +91,7 @@ def _row(columns: list[str], row: list[str], line: str) -> dict[str, int]:
             result[column] = ACTION_KINDS.index(value)
         else:
             if not (value.isascii() and value.isdigit() and len(value) < 10):
-                raise ValueError(f"{line}: {column} is {value!r}; it must be a non-negative integer")
+                raise ValueError(f"{line}: {column} is {value!r}; it must be an integer between 0 and 999999999")
             result[column] = int(value)
     return result
 
