@@ -22,7 +22,9 @@ class Compressor(NamedTuple):
     """A lossy compressor of float32 vectors.
 
     Attributes:
-      init: (L, key, sender) -> state of the sender. key: the same for all senders of this vector. sender: its index.
+      init: (L, key, sender) -> state of the sender. key: the same for all senders of this vector. sender: with n
+        replicas, 0 to n - 1 for a replica that encodes its local vector, and n for the server of a shard (the replica
+        that averages the shard), which encodes the mean.
       encode: ([L], state) -> (payload, state).
       decode: (payload, L) -> [L].
     """
