@@ -1,9 +1,8 @@
-"""Documents: links, anchors, widths, and code blocks whose commands and Python are what jaxpar takes today."""
+"""Documents: links, anchors, widths, keys, and Python that runs."""
 
 import ast
 import itertools
 import re
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,10 +20,6 @@ PARTS = {
 }
 WIDTH = 100
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-# Commands of the system that pages use.
-SYSTEM = {"cat", "cd", "git", "kubectl", "ls", "mpirun", "sbatch", "srun", "unzip"}
-# Flags of pip and mpirun.
-OTHERS = {"no-deps", "dest", "map-by"}
 
 
 def prose(page: str) -> str:
@@ -69,60 +64,6 @@ def test_lines_are_wrapped(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_code_blocks_have_a_language(page: str) -> None:
     assert {language for language, _ in blocks(page)} <= LANGUAGES
-
-
-def commands() -> list[str]:
-    """Return the commands of all pages, each joined to one line."""
-    texts = [text for page in PAGES for language, text in blocks(page) if language == "console"]
-    lines = [line for text in texts for line in text.replace("\\\n", " ").splitlines()]
-    return sorted({" ".join(line[2:].split()) for line in lines if line.startswith("$ ")})
-
-
-@pytest.mark.parametrize("command", commands())
-def test_commands_are_known(command: str) -> None:
-    """Scripts exist, they have these flags, and configs have these keys, with values of their types."""
-    words = [word for word in shlex.split(command, comments=True) if not re.fullmatch(r"[A-Z_]+=.*|\d?>.*|&", word)]
-    program = words[0]
-    if program in SYSTEM:
-        words = words[next((n for n, word in enumerate(words) if word.startswith("scripts/")), len(words)) :]
-        if not words:
-            return
-    path = ROOT / words[0]
-    assert path.is_file(), command
-    if words[0] == "scripts/python" and words[1] == "-c":
-        compile(words[2], command, "exec")
-        return
-    if words[0] == "scripts/python" and words[1] != "-m":
-        path = ROOT / words[1]
-        assert path.is_file(), command
-    config = [word for word in words if re.match(r"--config=", word)]
-    overrides = [word for word in words if word.startswith("--config.")]
-    if config or overrides:
-        name = config[0].removeprefix("--config=") if config else "configs/quickstart.py"
-        configs.override(configs.load_config(str(ROOT / name)), overrides)
-    flags = {word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--") and word != "--"}
-    source = sources(path)
-    unknown = {
-        flag for flag in flags - OTHERS if not re.match(r"config\b", flag) and not re.search(f'"(--)?{flag}"', source)
-    }
-    assert not unknown, f"{command}: {sorted(unknown)}"
-
-
-def sources(path: Path) -> str:
-    """Return the source of a script and of the modules of jaxpar that it imports or starts."""
-    source = path.read_text()
-    names = [name if "." in name else f"{name}.main" for name in re.findall(r"-m (jaxpar[\w.]*)", source)]
-    if path.suffix == ".py":
-        imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.module]
-        names += [f"{node.module}.{alias.name}" for node in imports for alias in node.names]
-        names += [node.module for node in imports]
-        return source + "".join(file.read_text() for file in map(module_file, names) if file.is_file())
-    names += ["jaxpar.main"] * ("jaxpar.launch.launcher" in names)  # the launcher passes it the flags after --
-    return source + "".join(sources(module_file(name)) for name in names)
-
-
-def module_file(name: str) -> Path:
-    return ROOT / (name.replace(".", "/") + ".py")
 
 
 KEYS = re.compile(r"`config\.(?!py`|json`)([a-z_]+(?:\.[a-z_]+)*)[=`]")  # config.json is a file

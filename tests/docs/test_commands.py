@@ -1,0 +1,210 @@
+"""Commands of the documents: they exist, take these flags and values, and print the output that the documents show."""
+
+import ast
+import importlib
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from ml_collections import ConfigDict
+
+from jaxpar import cluster, main, mesh
+from jaxpar import config as configs
+from jaxpar.errors import exit_code
+from jaxpar.run import build
+from tests.docs.prose import ROOT
+from tests.docs.test_pages import PAGES, blocks
+
+# Commands of the system that pages use.
+SYSTEM = {"cat", "mpirun", "unzip"}
+# Flags of pip and mpirun.
+OTHERS = {"no-deps", "dest", "map-by"}
+# Workdirs of commands whose config cannot be checked here.
+FROM_OTHERS = {
+    "runs/again": "reads the table of another run",
+    "runs/finetuned": "reads the export of another run",
+    "runs/minilm": "reads a downloaded model",
+    "runs/mine": "reads the model of the page above it",
+}
+# Starts of commands whose output is not compared.
+NOT_RUN = {
+    "JAXPAR_": "installs packages, or trains",
+    "PYTHONPATH=. ": "trains",
+    "mpirun": "needs several hosts",
+    "scripts/launch": "trains",
+    'scripts/python -c "import jax;': "depends on the machine",
+    "scripts/python -m pip": "installs packages",
+    "scripts/python scripts/audit.py": "compiles, and the temporary memory depends on the flags of XLA",
+    "scripts/python scripts/bench": "measures",
+    "scripts/python scripts/certify.py": "trains",
+    "scripts/python scripts/compare_updates.py": "trains",
+    "scripts/python scripts/export": "needs a run",
+    "scripts/setup": "installs packages",
+    "scripts/test": "tests",
+    "scripts/train": "trains, unless its output is an error",
+    "unzip": "needs a download",
+}
+
+
+class Shown(NamedTuple):
+    """A command of a page in one line, and the lines below it up to the next command."""
+
+    command: str
+    output: str
+
+
+def shown(page: str) -> Iterator[Shown]:
+    """Yield the commands of a page."""
+    for language, text in blocks(page):
+        for part in re.split(r"^\$ ", text.replace("\\\n", " "), flags=re.MULTILINE)[1:] * (language == "console"):
+            command, _, output = part.partition("\n")
+            yield Shown(" ".join(command.split()), output)
+
+
+COMMANDS = sorted({one.command for page in PAGES for one in shown(page)})
+
+
+def split(command: str) -> list[str]:
+    """Return the words of a command without variables and redirections."""
+    return [word for word in shlex.split(command, comments=True) if not re.fullmatch(r"[A-Z_]+=.*|\d?>.*|&", word)]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_are_known(command: str) -> None:
+    """Scripts exist and have these flags."""
+    words = split(command)
+    if words[0] in SYSTEM:
+        words = words[next((n for n, word in enumerate(words) if word.startswith("scripts/")), len(words)) :]
+        if not words:
+            return
+    path = ROOT / words[0]
+    assert path.is_file(), command
+    if words[0] == "scripts/python" and words[1] == "-c":
+        compile(words[2], command, "exec")
+        return
+    if words[0] == "scripts/python" and words[1] != "-m":
+        path = ROOT / words[1]
+        assert path.is_file(), command
+    flags = {word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--") and word != "--"}
+    source = sources(path)
+    unknown = {
+        flag for flag in flags - OTHERS if not re.match(r"config\b", flag) and not re.search(f'"(--)?{flag}"', source)
+    }
+    assert not unknown, f"{command}: {sorted(unknown)}"
+
+
+def sources(path: Path) -> str:
+    """Return the source of a script and of the modules of jaxpar that it imports or starts."""
+    source = path.read_text()
+    names = [name if "." in name else f"{name}.main" for name in re.findall(r"-m (jaxpar[\w.]*)", source)]
+    if path.suffix == ".py":
+        imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.module]
+        names += [f"{node.module}.{alias.name}" for node in imports for alias in node.names]
+        names += [node.module for node in imports]
+        return source + "".join(file.read_text() for file in map(module_file, names) if file.is_file())
+    names += ["jaxpar.main"] * ("jaxpar.launch.launcher" in names)  # the launcher passes it the flags after --
+    return source + "".join(sources(module_file(name)) for name in names)
+
+
+def module_file(name: str) -> Path:
+    return ROOT / (name.replace(".", "/") + ".py")
+
+
+@pytest.mark.parametrize("path", [*PAGES, *(f"configs/{path.name}" for path in (ROOT / "configs").glob("*.py"))])
+def test_overrides_have_the_right_type(path: str) -> None:
+    """This includes `config.KEY=VALUE` in sentences and tables."""
+    overrides = re.findall(r"(?:--|`)(config\.[a-z_.]+=[^\s`\\]+)", (ROOT / path).read_text())
+    configs.override(configs.default_config(), [f"--{one.rstrip('.,;:)')}" for one in overrides])
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if "--config=" in command])
+def test_values_are_accepted(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All checks before the data is read accept the config, on as many CPUs as it asks for. Its files are made up."""
+    words = split(command)
+    config = config_of(words)
+    if value(words, "--workdir") in FROM_OTHERS:
+        return
+    monkeypatch.chdir(tmp_path)
+    for key in ("train", "validation", "test"):
+        path = Path(config.data[key].replace("*", "0"))
+        if path.suffix:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("\n")
+        else:
+            path.mkdir(exist_ok=True)
+    use_cpus(monkeypatch, config.mesh.virtual_cpu_devices or 1)
+    build.check_run(config, tmp_path / "run")
+
+
+def config_of(words: list[str]) -> ConfigDict:
+    """Return the config that a command selects and overrides."""
+    config = configs.load_config(value(words, "--config"))
+    configs.override(config, [word for word in words if word.startswith("--config.")])
+    return config
+
+
+def value(words: list[str], flag: str) -> str:
+    """Return the value of a flag, or an empty string if it is not set."""
+    return next((word.removeprefix(f"{flag}=") for word in words if word.startswith(f"{flag}=")), "")
+
+
+def use_cpus(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Make configs believe that there are this many CPU devices, because JAX has started with another number."""
+    monkeypatch.setattr(cluster, "find_cluster", lambda: cluster.named_cluster("cpu", number))
+    monkeypatch.setattr(mesh, "prepare_jax", lambda *_: None)
+
+
+def test_every_reason_is_needed() -> None:
+    assert not [start for start in NOT_RUN if not any(command.startswith(start) for command in COMMANDS)]
+    assert not [workdir for workdir in FROM_OTHERS if not any(f"={workdir} " in f"{one} " for one in COMMANDS)]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(shown(page))])
+def test_outputs(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Run the commands of a page that NOT_RUN does not exclude. A run that is left out leaves only its config."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAXPAR_CACHE", str(tmp_path / "cache"))
+    use_cpus(monkeypatch, 2)
+    (tmp_path / "jaxpar").symlink_to(ROOT / "jaxpar")
+    (tmp_path / "docs").mkdir()
+    for command, output in shown(page):
+        words = split(command)
+        if words[0] == "scripts/train" and output.startswith("jaxpar: "):
+            assert main.main(words) == 2
+        elif command.startswith(tuple(NOT_RUN)):
+            leave_config(words)
+            continue
+        else:
+            run(words, output)
+        printed = "".join(capsys.readouterr())
+        assert printed.splitlines() == output.splitlines(), command
+
+
+def leave_config(words: list[str]) -> None:
+    """Write the config of a run, as the run does before its first step."""
+    workdir = Path(value(words, "--workdir"))
+    if words[0] == "scripts/train" and not workdir.is_absolute() and not workdir.exists():
+        workdir.mkdir(parents=True)
+        configs.save(config_of(words), workdir)
+
+
+def run(words: list[str], output: str) -> None:
+    """Run a command in this process. A file that `cat` shows first is created."""
+    if words[0] == "cat":
+        path = Path(words[1])
+        if not path.exists():
+            path.write_text(output)
+        print(path.read_text(), end="")
+    elif words[1] == "-c":
+        exec(words[2])
+    else:
+        script = importlib.import_module(words[1].removesuffix(".py").replace("/", "."))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", words[1:])
+            exit_code(script.main)
