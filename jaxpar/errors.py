@@ -117,7 +117,7 @@ def format_bytes(nbytes: float) -> str:
     return f"{nbytes / _BYTES[unit]:.3g} {unit}"
 
 
-FAILED, USER_ERROR, HANGS = 1, 2, 3  # exit codes of a process
+FAILED, USER_ERROR, HANGS, AT_ONCE = 1, 2, 3, 130  # exit codes of a process; AT_ONCE: interrupted without saving
 STOPPED_CODES = range(4, 126)  # codes that --stopped_exit_code accepts besides 0; shells reserve 126 and above
 
 
@@ -127,9 +127,14 @@ def is_failure(code: int) -> bool:
 
 
 def exit_code(command: Callable[[], int | None]) -> int:
-    """Run a script's `command` and return its exit code: 2 for a UserError and 1 for a TrainingError, both printed."""
+    """Run a script's `command` and return its exit code.
+
+    It is 2 for a UserError and 1 for a TrainingError, which are printed in one line, and 130 for a Ctrl-C.
+    """
     try:
         return command() or 0
+    except KeyboardInterrupt:
+        return AT_ONCE
     except (UserError, TrainingError) as error:
         print(f"jaxpar: {error}", file=sys.stderr)
         return USER_ERROR if isinstance(error, UserError) else FAILED

@@ -89,11 +89,12 @@ def test_an_override_has_its_value_behind_it_or_an_equals_sign() -> None:
 
 
 def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    def fails(error: Exception) -> None:
+    def fails(error: BaseException) -> None:
         raise error
 
     assert exit_code(lambda: None) == 0
     assert exit_code(lambda: 1) == 1
+    assert exit_code(lambda: fails(KeyboardInterrupt())) == 130
     assert exit_code(lambda: fails(UserError("x is 1; it must be 2"))) == 2
     assert exit_code(lambda: fails(TrainingError("the loss is nan"))) == 1
     assert capsys.readouterr().err == "jaxpar: x is 1; it must be 2\njaxpar: the loss is nan\n"

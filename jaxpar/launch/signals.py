@@ -13,8 +13,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Self
 
+from jaxpar.errors import AT_ONCE
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-AT_ONCE = 130  # exit code
 
 
 class Ending:

@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 
 from jaxpar.errors import exit_code
+from jaxpar.pipeline import flags as options
 from jaxpar.pipeline.tables.schedule import SCHEDULES
 from jaxpar.pipeline.tables.table_file import read_table
 from jaxpar.pipeline.tables.validate import peak_stashed
@@ -78,6 +79,17 @@ def test_a_schedule_is_found_saved_and_read_again(tmp_path: Path) -> None:
     assert again | {"schedule": ""} == found | {"schedule": ""}
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_long_search_is_announced(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(options, "SEARCH_SECONDS", 1.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "argv", ["simulate.py", "--auto", "--num_stages=2", "--num_microbatches=4"])
+    simulate.main()
+    assert capsys.readouterr().err == "searching for about 8 s\n" * is_terminal
+
+
 @pytest.mark.parametrize("suffix", ["txt", "svg", "png"])
 def test_draw_by_the_suffix(suffix: str, tmp_path: Path) -> None:
     out = tmp_path / f"chart.{suffix}"
@@ -120,6 +132,18 @@ SIZES = ["--num_stages=4", "--num_microbatches=6"]
             simulate,
             ["--schedule=gpipe", "--num_stages=4"],
             "--num_microbatches is missing; it must be set, as in --num_microbatches=4",
+        ),
+        (
+            simulate,
+            ["--schedule=1f1b", "--num_stages=64", "--num_microbatches=100000"],
+            "--num_microbatches is 100000; it must be at most 7812 with 64 stages, because every microbatch is "
+            "simulated; the results of two smaller numbers show what one more costs",
+        ),
+        (
+            simulate,
+            ["--auto", "--num_stages=1000", "--num_microbatches=1000"],
+            "--num_microbatches is 1000; it must be at most 500 with 1000 stages, because every microbatch is "
+            "simulated; the results of two smaller numbers show what one more costs",
         ),
         (simulate, ["--schedule=gpipe", "--num_stages=0", SIZES[1]], "--num_stages is 0; it must be at least 1"),
         (simulate, ["--schedule=gpipe", "--num_stages=two"], "--num_stages is 'two'; it must be an integer"),

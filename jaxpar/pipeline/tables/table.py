@@ -6,6 +6,7 @@ numbered in the order of computation. A device has one or several stages, called
 that all devices take together.
 """
 
+import heapq
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
@@ -150,7 +151,31 @@ def place_actions(
     return with_slots(Table(len(orders), stages.shape[1], num_microbatches, np.array(rows, dtype=ACTION)))
 
 
-Stash = dict[tuple[int, int], int]  # slot by microbatch and chunk
+class Stash:
+    """The slots of a device's stash, and the microbatch and chunk in each of them."""
+
+    def __init__(self) -> None:
+        self._slot_of: dict[tuple[int, int], int] = {}
+        self._free: list[int] = []  # a heap: the slots below `_size` that hold nothing
+        self._size = 0
+
+    def take(self, key: tuple[int, int]) -> int:
+        """Return the lowest free slot, which now holds `key`."""
+        self.release(key)  # an invalid table may take a slot twice
+        if self._free:
+            slot = heapq.heappop(self._free)
+        else:
+            slot, self._size = self._size, self._size + 1
+        self._slot_of[key] = slot
+        return slot
+
+    def release(self, key: tuple[int, int]) -> int:
+        """Return the slot that holds `key`, which is now free; 0 if there is none, as in an invalid table."""
+        slot = self._slot_of.pop(key, None)
+        if slot is None:
+            return 0
+        heapq.heappush(self._free, slot)
+        return slot
 
 
 def with_slots(table: Table) -> Table:
@@ -160,25 +185,19 @@ def with_slots(table: Table) -> Table:
     """
     # By device, the slots of (microbatch, chunk) in the two stashes: F to B, and B to W. It is a dict, as an invalid
     # table may have a device number of 10^9.
-    stashes: defaultdict[int, tuple[Stash, Stash]] = defaultdict(lambda: ({}, {}))
+    stashes: defaultdict[int, tuple[Stash, Stash]] = defaultdict(lambda: (Stash(), Stash()))
     actions = table.actions.copy()
-
-    def take(stash: Stash, key: tuple[int, int]) -> int:
-        taken = set(stash.values())
-        stash[key] = next(slot for slot in itertools.count() if slot not in taken)
-        return stash[key]
-
     slots = []
     for kind, device, microbatch, chunk in actions[["kind", "device", "microbatch", "chunk"]].tolist():
         (activations, gradients), key = stashes[device], (microbatch, chunk)
         if kind == F:
-            slots.append(take(activations, key))
+            slots.append(activations.take(key))
         elif kind == W:
-            slots.append(gradients.pop(key, 0))
+            slots.append(gradients.release(key))
         else:
-            slots.append(activations.pop(key, 0))
+            slots.append(activations.release(key))
             if kind == B:
-                take(gradients, key)
+                gradients.take(key)
     actions["slot"] = slots if is_training(table) else 0
     return table._replace(actions=actions)
 
