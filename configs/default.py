@@ -30,7 +30,7 @@ def get_config() -> ConfigDict:
 
     # How replicas exchange gradients or weights: ddp, dp, horovod, horovod_adasum, byteps, byteps_onebit, byteps_topk,
     # byteps_randomk, byteps_dithering, bagua_bytegrad, bagua_qadam, bagua_decentralized,
-    # bagua_low_precision_decentralized, bagua_model_average, zero1, zero2, zero3, onebit_adam.
+    # bagua_low_precision_decentralized, bagua_model_average, zero1, zero2, zero3, onebit_adam, powersgd.
     # Pipelines support the exchanges of gradients: ddp, horovod, byteps with its compressors, bagua_bytegrad.
     config.exchange = "ddp"
     # Options of the exchange. None: the default of the exchange. docs/exchanges.md lists the options of each.
@@ -48,7 +48,8 @@ def get_config() -> ConfigDict:
     exchange.levels = placeholder(int)  # quantization levels of dithering, on each side of zero
     exchange.seed = placeholder(int)  # seed of random compressors; None: config.seed
     exchange.momentum = placeholder(float)  # Nesterov momentum applied before compression
-    exchange.warmup = placeholder(float)  # bagua_qadam, onebit_adam: fraction of the steps before compression starts
+    exchange.warmup = placeholder(float)  # bagua_qadam, onebit_adam, powersgd: fraction of steps before compression
+    exchange.rank = placeholder(int)  # powersgd: rank of the matrices that approximate the gradients
     exchange.interval = placeholder(int)  # bagua_model_average, bagua_decentralized: steps between averages of weights
     exchange.peers = placeholder(
         str

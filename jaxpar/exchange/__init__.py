@@ -105,7 +105,8 @@ def state_specs(axis_name: str, exchange: str = "horovod") -> DistributedState:
     exchanges of weights, `state.optimizer`. Raises ValueError if the exchange does not exist.
     """
     if exchange not in (*GRADIENTS, *WHOLE):
-        others = ", which shards state or replaces the optimizer" if exchange in AROUND else ""
+        others = ", which shards state, replaces the optimizer or depends on the length of the run"
+        others = others if exchange in AROUND else ""
         raise ValueError(f"exchange is {exchange!r}{others}; it must be one of {', '.join((*GRADIENTS, *WHOLE))}")
     each = PartitionSpec(axis_name)
     return DistributedState(each if exchange in WHOLE else PartitionSpec(), each)

@@ -16,12 +16,14 @@ from jaxpar.exchange.adasum import adasum
 from jaxpar.exchange.compress import Compressor, dithering, error_feedback, min_max_uint8, momentum, onebit
 from jaxpar.exchange.compress import randomk as random_k
 from jaxpar.exchange.compress import topk as top_k
-from jaxpar.exchange.exchange import Exchange, averaged, every
+from jaxpar.exchange.exchange import Exchange, averaged, every, shared
 from jaxpar.exchange.fuse import AllReduce, by_size, fused, in_layer_order
+from jaxpar.exchange.powersgd import WARMUP, low_rank
 from jaxpar.exchange.reduce import Axis, Reducer
 from jaxpar.exchange.scatter_gather import scatter_gather
 from jaxpar.exchange.zero import zero
 from jaxpar.layout import Tree
+from jaxpar.plan import Traffic
 
 MIB = 2**20
 BYTEPS_PARTITION = 4_096_000
@@ -39,6 +41,7 @@ class Rule(NamedTuple):
       adamw: if the optimizer is optax.adamw, the arguments of `momentum_exchange` that describe it.
       layers: if the parameters are {layer: ..}, the layers in order, so that the last layers' gradients are sent first.
       clip_norm: the norm to which `optimizer` clips the gradient; exchanges with error feedback clip to it themselves.
+      num_steps: number of steps of the run, for exchanges with a warm-up.
     """
 
     optimizer: optax.GradientTransformation
@@ -46,6 +49,7 @@ class Rule(NamedTuple):
     adamw: Mapping[str, Any] | None = None
     layers: Sequence[str] = ()
     clip_norm: float = 0.0
+    num_steps: int = 1
 
     def in_order(self, all_reduce: AllReduce) -> AllReduce:
         """Return the same all-reduce, with buckets in the order of the layers."""
@@ -189,6 +193,22 @@ def onebit_adam(
     return _adam(axis, rule, lossy, bucket_bytes, warmup)
 
 
+def powersgd(
+    axis: Axis, rule: Rule, *, bucket_bytes: int = 25 * MIB, rank: int = 4, warmup: float = 0.1, seed: int = 0
+) -> Exchange:
+    """Return PowerSGD: low-rank factors of the gradients, with error feedback, after a warm-up."""
+    warmup_steps = round(warmup * rule.num_steps)
+    share = min(1.0, warmup_steps / rule.num_steps)
+    exact = fused(reduce.psum(axis), bucket_bytes)
+    lossy = low_rank(exact, rank=rank, warmup_steps=warmup_steps, seed=seed)
+    exchange = averaged(rule.in_order(lossy)._replace(clip_norm=rule.clip_norm), rule.optimizer)
+
+    def traffic(params: Tree, _num_microbatches: int) -> list[Traffic]:
+        return shared(rule.in_order(exact).traffic(params), share) + shared(lossy.traffic(params), 1 - share)
+
+    return exchange._replace(traffic=traffic, branches={WARMUP: (1 - share, share)} if warmup_steps else {})
+
+
 def bagua_decentralized(axis: Axis, rule: Rule, *, peers: str = "shift_one", interval: int = 1) -> Exchange:
     """Return Bagua's decentralized algorithm: pairs of replicas average their weights, with new pairs each time."""
     return gossip.decentralized(axis, rule.optimizer, peers=peers, interval=interval)
@@ -222,7 +242,7 @@ def zero3(axis: Axis, rule: Rule, *, bucket_bytes: int = 25 * MIB, offload: bool
 def _adam(axis: Axis, rule: Rule, lossy: AllReduce, bucket_bytes: int, warmup: float) -> Exchange:
     assert rule.adamw is not None
     exact, lossy = (rule.in_order(one) for one in (fused(reduce.psum(axis), bucket_bytes), lossy))
-    return momentum_exchange(exact, lossy, rule.optimizer, warmup=warmup, **rule.adamw)
+    return momentum_exchange(exact, lossy, rule.optimizer, warmup=warmup, num_steps=rule.num_steps, **rule.adamw)
 
 
 # ---- by name ------------------------------------------------------------------------------------
@@ -260,12 +280,14 @@ AROUND = {
     "zero2": AroundOptimizer(zero2, divides=True),
     "zero3": AroundOptimizer(zero3, divides=True),
     "onebit_adam": AroundOptimizer(onebit_adam, has_adamw=True),
+    "powersgd": AroundOptimizer(powersgd),
 }
 ERROR_FEEDBACK = ("byteps_onebit", "byteps_topk", "byteps_randomk", "byteps_dithering")
 EXCHANGES = ("ddp", "dp", *(name for name in (*GRADIENTS, *AROUND) if name != "ddp"))
 # How training with an exchange differs from a single device. Exchanges not listed here differ only by rounding.
 DIFFERS = {
     "horovod_adasum": "combines updates with Adasum instead of averaging gradients",
+    "powersgd": "sends low-rank approximations of gradients after its warm-up",
     **dict.fromkeys(("byteps_onebit", "bagua_bytegrad", "byteps_dithering"), "compresses gradients lossily"),
     **dict.fromkeys(("byteps_topk", "byteps_randomk"), "sends only part of the gradients in each step"),
     **dict.fromkeys(

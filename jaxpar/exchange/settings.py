@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxpar.exchange.presets import AROUND, AVERAGE, GRADIENTS, PASSES
 
-POSITIVE = ("bucket_bytes", "group", "predivide", PASSES, "interval")
+POSITIVE = ("bucket_bytes", "group", "predivide", PASSES, "interval", "rank")
 CHOICES = {"wire_dtype": ("float16", "bfloat16"), "algorithm": ("psum", "ring"), "peers": ("shift_one", "all")}
 SHARES = ("ratio", "warmup")
 RANGES = {"momentum": (0.0, 1.0), "levels": (1, 127), "block": (0, 2**31), "min_compress_bytes": (0, 2**31)}

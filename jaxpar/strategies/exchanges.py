@@ -109,10 +109,10 @@ def configured_exchange(config: ConfigDict, problem: Problem, num_replicas: int)
     adamw = None
     if OPTIMIZERS[o.name].is_adamw:
         schedule = optimizer.build_schedule(config, problem.num_steps)
-        adamw = {"schedule": schedule, "num_steps": problem.num_steps, "mask": optimizer.decayed}
+        adamw = {"schedule": schedule, "mask": optimizer.decayed}
         adamw |= {key: o[key] for key in ("b1", "b2", "eps", "weight_decay", "clip_norm")}
     layers = [layer.name for layer in problem.model.layers]
-    rule = Rule(problem.optimizer, problem.model.shapes, adamw, layers, o.clip_norm)
+    rule = Rule(problem.optimizer, problem.model.shapes, adamw, layers, o.clip_norm, problem.num_steps)
     return presets.make_exchange(config.exchange, Axis(DATA, num_replicas), rule, **_with_seed(config))
 
 

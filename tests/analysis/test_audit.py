@@ -69,6 +69,11 @@ SENT: dict[str, tuple[tuple[str, ...], Sent]] = {
     "zero2": (replicated("zero2"), {SCATTER: 3, GATHER: 3}),
     "zero3": (replicated("zero3"), {SCATTER: 3, GATHER: 6}),
     "onebit_adam": (replicated("onebit_adam"), {REDUCE: 0.2 * 6, **codes(0.8 * BIT)}),
+    # 4 (m + n) elements of the arrays [192, 910] and [910, 910], and all of [910, 5], [910], [910] and [5].
+    "powersgd": (
+        replicated("powersgd"),
+        {REDUCE: 6 * (0.1 + 0.9 * (4 * (192 + 910 + 910 + 910) + 910 * 5 + 910 + 910 + 5) / 1_009_195)},
+    ),
     "zero2, 2 microbatches": (replicated("zero2", TWICE), {SCATTER: 6, GATHER: 3}),
     "zero3, 2 microbatches": (replicated("zero3", TWICE), {SCATTER: 6, GATHER: 12}),
     "ddp, groups": (replicated("ddp", option("group", 2)), {SCATTER: 2, REDUCE: 2, GATHER: 2}),

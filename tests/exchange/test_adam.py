@@ -43,10 +43,14 @@ def optimizer(clip_norm: float) -> optax.GradientTransformation:
 
 def make(case: Case, num_steps: int = STEPS, warmup: float = WARM / STEPS) -> Exchange:
     adamw = {"b1": B1, "b2": B2, "eps": EPS, "weight_decay": DECAY, "mask": lambda _params: DECAYED}
-    adamw |= {"schedule": schedule, "num_steps": num_steps, "clip_norm": case.clip_norm}
+    adamw |= {"schedule": schedule, "clip_norm": case.clip_norm}
     options = {"block": 2} if case.name == "onebit_adam" else {}
     return make_exchange(
-        case.name, axis(case.n), Rule(optimizer(case.clip_norm), None, adamw), warmup=warmup, **options
+        case.name,
+        axis(case.n),
+        Rule(optimizer(case.clip_norm), None, adamw, num_steps=num_steps),
+        warmup=warmup,
+        **options,
     )
 
 

@@ -30,11 +30,11 @@ def loss(params: Any, inputs: Any, targets: Any) -> Any:
 
 def test_names_are_all_there_are() -> None:
     names = {*EXACT, *CODED, *OWN}
-    assert set(EXCHANGES) - names == {"dp", "zero1", "zero2", "zero3", "onebit_adam", "bagua_qadam"}
+    assert set(EXCHANGES) - names == {"dp", "zero1", "zero2", "zero3", "onebit_adam", "bagua_qadam", "powersgd"}
     assert names < set(EXCHANGES)
 
 
-@pytest.mark.parametrize("name", ["", "hovorod", "dp", "zero1", "zero3", "onebit_adam", "bagua_qadam"])
+@pytest.mark.parametrize("name", ["", "hovorod", "dp", "zero1", "zero3", "onebit_adam", "bagua_qadam", "powersgd"])
 def test_other_exchanges_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"exchange is '.*it must be"):
         state_specs(DATA, name)

@@ -132,6 +132,7 @@ PRIVATE = {
     "bagua_low_precision_decentralized": replicated("bagua_low_precision_decentralized"),
     "bagua_model_average": replicated("bagua_model_average", option("interval", 3)),
     "onebit_adam": replicated("onebit_adam", option("warmup", 0.2)),
+    "powersgd": replicated("powersgd", option("rank", 1), option("warmup", 0.2)),
     "backward passes": replicated("horovod", option("backward_passes_per_step", 2)),
     "pipeline": pipeline("1f1b", 2, "--config.exchange=byteps_onebit", replicas=2),
 }
@@ -156,7 +157,9 @@ def test_exact_exchanges_have_nothing_private() -> None:
         assert not strategy.to_private(strategy.init(jax.random.key(0)))
 
 
-@pytest.mark.parametrize("name", ["ddp", "byteps_randomk", "onebit_adam", "bagua_decentralized", "zero3", "pipeline"])
+@pytest.mark.parametrize(
+    "name", ["ddp", "byteps_randomk", "onebit_adam", "powersgd", "bagua_decentralized", "zero3", "pipeline"]
+)
 def test_a_fault_on_one_replica_leaves_everything_as_it_was(name: str) -> None:
     randomk = pipeline("1f1b", 2, "--config.exchange=byteps_randomk", replicas=2)
     strategy = shared(MLP, *(randomk if name == "pipeline" else replicated(name)))

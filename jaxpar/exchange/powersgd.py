@@ -1,0 +1,122 @@
+"""PowerSGD: replicas average low-rank factors of their gradients instead of the gradients.
+
+The factors of the replicas can be added, unlike signs or indices, so they are averaged by ordinary all-reduces.
+
+Dims: an array is seen as a matrix M [m, n]; its factors have R columns, P [m, R] and Q [n, R].
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.exchange.fuse import AllReduce
+from jaxpar.layout import Tree
+from jaxpar.plan import Traffic
+
+WARMUP = "powersgd_warmup"  # name of the conditional in compiled programs
+SAVING = 2  # arrays whose factors are not smaller by more than this are averaged exactly
+
+
+class PowerState(NamedTuple):
+    """State of `low_rank` on a replica.
+
+    Attributes:
+      steps: number of steps so far.
+      residuals: the gradient that was not sent, [m, n] for each compressed array.
+      factors: Q of the last step, [n, R] for each compressed array; equal on all replicas.
+    """
+
+    steps: jax.Array
+    residuals: list[jax.Array]
+    factors: list[jax.Array]
+
+
+def low_rank(exact: AllReduce, *, rank: int, warmup_steps: int, seed: int) -> AllReduce:
+    """Return PowerSGD (Vogels et al., 2019, algorithms 1 and 2), with error feedback and warm start.
+
+    Each step is one power iteration that starts from the Q of the last step:
+    M = gradient + residual; P = orthonormal basis of mean(M Q); Q = mean(M^T P); the mean of the gradients is
+    approximated by P Q^T, and the new residual is M - P Q^T.
+
+    Biases and other arrays that cannot be compressed by more than SAVING are averaged exactly.
+
+    Args:
+      exact: an all-reduce without state; it averages the factors, and everything during the warm-up.
+      rank: R, the rank of the approximation.
+      warmup_steps: number of steps before compression starts.
+      seed: seed of the first Q.
+    """
+
+    def init(tree: Tree) -> PowerState:
+        shapes = [matrix_shape(leaf.shape) for leaf in compressed(tree)]
+        keys = jax.random.split(jax.random.key(seed), max(len(shapes), 1))
+        factors = [jax.random.normal(key, (n, rank)) for key, (_, n) in zip(keys, shapes, strict=False)]
+        return PowerState(jnp.zeros((), jnp.int32), [jnp.zeros(shape) for shape in shapes], factors)
+
+    def compressed(tree: Tree) -> list[Any]:
+        return [leaf for leaf in jax.tree.leaves(tree) if is_compressed(leaf.shape, rank)]
+
+    def mean(tree: Tree, state: PowerState) -> tuple[Tree, PowerState]:
+        if not warmup_steps:
+            means, after = approximate(tree, state)
+        else:
+            with jax.named_scope(WARMUP):
+                is_warm = state.steps < warmup_steps
+                means, after = jax.lax.cond(is_warm, average, approximate, tree, state)
+        return means, after._replace(steps=state.steps + 1)
+
+    def average(tree: Tree, state: PowerState) -> tuple[Tree, PowerState]:
+        return exact.mean(tree, exact.init(tree))[0], state
+
+    def approximate(tree: Tree, state: PowerState) -> tuple[Tree, PowerState]:
+        leaves, structure = jax.tree.flatten(tree)
+        others = [leaf for leaf in leaves if not is_compressed(leaf.shape, rank)]
+        matrices = [
+            leaf.reshape(residual.shape).astype(jnp.float32) + residual
+            for leaf, residual in zip(compressed(tree), state.residuals, strict=True)
+        ]
+        projected = [m @ q for m, q in zip(matrices, state.factors, strict=True)]
+        others, projected = _mean(exact, (others, projected))
+        bases = [jnp.linalg.qr(p)[0] for p in projected]
+        factors = _mean(exact, [m.T @ p for m, p in zip(matrices, bases, strict=True)])
+        sent = [p @ q.T for p, q in zip(bases, factors, strict=True)]
+        residuals = [m - s for m, s in zip(matrices, sent, strict=True)]
+        next_sent, next_other = iter(sent), iter(others)
+        means = [
+            next(next_sent).reshape(leaf.shape).astype(leaf.dtype)
+            if is_compressed(leaf.shape, rank)
+            else next(next_other)
+            for leaf in leaves
+        ]
+        return jax.tree.unflatten(structure, means), PowerState(state.steps, residuals, factors)
+
+    def traffic(tree: Tree) -> list[Traffic]:
+        others = [leaf for leaf in jax.tree.leaves(tree) if not is_compressed(leaf.shape, rank)]
+        shapes = [matrix_shape(leaf.shape) for leaf in compressed(tree)]
+        p, q = ([jax.ShapeDtypeStruct((size, rank), jnp.float32) for size in sizes] for sizes in _columns(shapes))
+        return exact.traffic((others, p)) + exact.traffic(q)
+
+    return AllReduce(init, mean, traffic)
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Return the shape [m, n] of an array as a matrix: the last split of its dims with the smallest m + n."""
+    splits = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in reversed(range(len(shape) + 1))]
+    return min(splits, key=sum)
+
+
+def is_compressed(shape: Sequence[int], rank: int) -> bool:
+    """Return whether the factors of an array of this shape are smaller than the array by more than SAVING."""
+    m, n = matrix_shape(shape)
+    return SAVING * rank * (m + n) < m * n
+
+
+def _mean(exact: AllReduce, tree: Tree) -> Tree:
+    return exact.mean(tree, exact.init(tree))[0]
+
+
+def _columns(shapes: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    return [m for m, _ in shapes], [n for _, n in shapes]
