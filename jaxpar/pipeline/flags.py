@@ -7,11 +7,10 @@ from pathlib import Path
 from jaxpar.command_line import Parser, integer, number
 from jaxpar.errors import UserError
 from jaxpar.pipeline.search.search import SearchResult, search
-from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table
+from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table, size_obstacle
 from jaxpar.pipeline.tables.simulate import Simulation, Times, simulate_table
 from jaxpar.pipeline.tables.table_file import is_table_file, read_table, write_table
 
-MAX_SIZE = 500_000  # stages x microbatches: they take about 20 seconds
 SEARCH_SECONDS = 0.01  # approximate time of a search per stage and microbatch
 
 _time = number("a non-negative time")
@@ -94,7 +93,6 @@ def _named(arguments: argparse.Namespace) -> SearchResult:
     num_chunks = arguments.num_chunks
     if num_chunks is None:
         num_chunks = SCHEDULES[name].num_chunks if name in SCHEDULES else 1
-    _check_size(num_stages, num_microbatches, num_chunks)
     return SearchResult(
         name, make_table(name, num_devices=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
     )
@@ -114,7 +112,8 @@ def _auto(arguments: argparse.Namespace, times: Times, communication: float) -> 
     candidates: list[tuple[float, int, SearchResult]] = []
     for num_chunks in (1, 2) if arguments.num_chunks is None else (arguments.num_chunks,):
         sizes = (num_stages, num_microbatches, num_chunks)
-        _check_size(*sizes)
+        if reason := size_obstacle(*sizes):
+            raise ValueError(reason)
         try:
             result = search(times, communication, limit, *sizes, weight_memory=weight_memory)
         except ValueError:
@@ -130,14 +129,6 @@ def _sizes(arguments: argparse.Namespace) -> tuple[int, int]:
         if getattr(arguments, flag) is None:
             raise UserError(f"--{flag} is missing; it must be set, as in --{flag}=4")
     return arguments.num_stages, arguments.num_microbatches
-
-
-def _check_size(num_stages: int, num_microbatches: int, num_chunks: int) -> None:
-    if (size := num_stages * num_chunks) * num_microbatches > MAX_SIZE:
-        raise UserError(
-            f"--num_microbatches is {num_microbatches}; it must be at most {MAX_SIZE // size} with {size} stages, "
-            "because every microbatch is simulated; the results of two smaller numbers show what one more costs"
-        )
 
 
 def _check_devices(times: Times, num_devices: int) -> None:

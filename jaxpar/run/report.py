@@ -75,5 +75,6 @@ def draw_curves(workdir: Path, task: Task, title: str) -> Path | None:
     figure.suptitle(title)
     path = workdir / "curves.png"
     path.unlink(missing_ok=True)  # a link is replaced, not followed
-    figure.savefig(path, dpi=120)
+    with files.naming(path):
+        figure.savefig(path, dpi=120)
     return path

@@ -136,14 +136,14 @@ SIZES = ["--num_stages=4", "--num_microbatches=6"]
         (
             simulate,
             ["--schedule=1f1b", "--num_stages=64", "--num_microbatches=100000"],
-            "--num_microbatches is 100000; it must be at most 7812 with 64 stages, because every microbatch is "
-            "simulated; the results of two smaller numbers show what one more costs",
+            "--num_microbatches is 100000; it must be at most 7812 with 64 stages, because a table can "
+            "have at most 500000 actions of each kind",
         ),
         (
             simulate,
             ["--auto", "--num_stages=1000", "--num_microbatches=1000"],
-            "--num_microbatches is 1000; it must be at most 500 with 1000 stages, because every microbatch is "
-            "simulated; the results of two smaller numbers show what one more costs",
+            "--num_microbatches is 1000; it must be at most 500 with 1000 stages, because a table can "
+            "have at most 500000 actions of each kind",
         ),
         (simulate, ["--schedule=gpipe", "--num_stages=0", SIZES[1]], "--num_stages is 0; it must be at least 1"),
         (simulate, ["--schedule=gpipe", "--num_stages=two"], "--num_stages is 'two'; it must be an integer"),

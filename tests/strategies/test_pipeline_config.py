@@ -18,6 +18,10 @@ TABLES = {
 }
 MISTAKES = {
     "schedule": (["schedule=1f1"], ["config.pipeline.schedule is '1f1'", "zb_v", "Did you mean '1f1b'?"]),
+    "a table of millions of actions": (
+        ["batch_size=1000000", "num_microbatches=1000000"],
+        ["config.pipeline.num_microbatches is 1000000; it must be at most 250000 with 2 stages, because a table"],
+    ),
     "missing table": (
         ["schedule=nowhere.csv"],
         ["config.pipeline.schedule is 'nowhere.csv'", "No such file", "it must be"],
@@ -131,7 +135,7 @@ def test_mistakes_end_in_one_line_and_leave_nothing(
 ) -> None:
     overrides, messages = MISTAKES[name]
     keys = [
-        text if "." in text.partition("=")[0] or text.startswith("strategy") else f"pipeline.{text}"
+        text if "." in text.partition("=")[0] or text.startswith(("strategy", "batch_size")) else f"pipeline.{text}"
         for text in overrides
     ]
     arguments = ["--config.strategy=pipeline", "--config.mesh.stage=2", "--config.pipeline.num_microbatches=4"]

@@ -188,6 +188,9 @@ SCHEDULES = {
 }
 
 
+MAX_SIZE = 500_000  # microbatches x stages: making and simulating a table of this size takes about 20 s
+
+
 def schedule_obstacle(name: str, *, num_devices: int, num_microbatches: int, num_chunks: int) -> str | None:
     """Return an error message in one line if a schedule cannot have these sizes; None if it can."""
     schedule = SCHEDULES[name]
@@ -195,6 +198,8 @@ def schedule_obstacle(name: str, *, num_devices: int, num_microbatches: int, num
     for size, value in sizes.items():
         if value < 1:
             return f"{size} is {value}; it must be at least 1"
+    if reason := size_obstacle(num_devices, num_microbatches, num_chunks):
+        return reason
     if not schedule.any_chunks and num_chunks != schedule.num_chunks:
         return f"num_chunks is {num_chunks}; it must be {schedule.num_chunks} for schedule {name}"
     if name == "interleaved_1f1b" and num_microbatches % num_devices:
@@ -203,6 +208,17 @@ def schedule_obstacle(name: str, *, num_devices: int, num_microbatches: int, num
             f"for schedule {name}"
         )
     return None
+
+
+def size_obstacle(num_devices: int, num_microbatches: int, num_chunks: int) -> str | None:
+    """Return an error message in one line if a table would have too many actions; None if it would not."""
+    stages = num_devices * num_chunks
+    if stages * num_microbatches <= MAX_SIZE:
+        return None
+    return (
+        f"num_microbatches is {num_microbatches}; it must be at most {MAX_SIZE // stages} with {stages} stages, "
+        f"because a table can have at most {MAX_SIZE} actions of each kind"
+    )
 
 
 def make_table(name: str, *, num_devices: int, num_microbatches: int, num_chunks: int) -> Table:
