@@ -55,6 +55,8 @@ def get_config() -> ConfigDict:
         str
     )  # bagua_decentralized: average with one peer (shift_one) or with all replicas (all)
     exchange.offload = placeholder(bool)  # zero1, zero2, zero3: keep the optimizer state in host memory
+    exchange.quantized_weights = placeholder(bool)  # zero3: gather parameters with 8 bits per element, as in ZeRO++
+    exchange.quantized_gradients = placeholder(bool)  # zero3: scatter gradients with 8 bits per element
 
     # Strategy async_data_parallel: workers compute gradients from weights that may be stale.
     # None: the default, which the comment gives.

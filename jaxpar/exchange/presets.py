@@ -21,7 +21,7 @@ from jaxpar.exchange.fuse import AllReduce, by_size, fused, in_layer_order
 from jaxpar.exchange.powersgd import WARMUP, low_rank
 from jaxpar.exchange.reduce import Axis, Reducer
 from jaxpar.exchange.scatter_gather import scatter_gather
-from jaxpar.exchange.zero import zero
+from jaxpar.exchange.zero import Codes, zero
 from jaxpar.layout import Tree
 from jaxpar.plan import Traffic
 
@@ -234,9 +234,20 @@ def zero2(axis: Axis, rule: Rule, *, bucket_bytes: int = 25 * MIB, offload: bool
     return zero(axis, 2, rule.optimizer, rule.params, bucket_bytes, offload=offload)
 
 
-def zero3(axis: Axis, rule: Rule, *, bucket_bytes: int = 25 * MIB, offload: bool = False) -> Exchange:
+def zero3(
+    axis: Axis,
+    rule: Rule,
+    *,
+    bucket_bytes: int = 25 * MIB,
+    offload: bool = False,
+    quantized_weights: bool = False,
+    quantized_gradients: bool = False,
+    block: int = BLOCK,
+) -> Exchange:
     """Return ZeRO stage 3: each replica also holds only 1/n of the parameters, which are gathered layer by layer."""
-    return zero(axis, 3, rule.optimizer, rule.params, bucket_bytes, offload=offload)
+    coded = min_max_uint8(block)
+    codes = Codes(coded if quantized_weights else None, coded if quantized_gradients else None)
+    return zero(axis, 3, rule.optimizer, rule.params, bucket_bytes, offload=offload, codes=codes)
 
 
 def _adam(axis: Axis, rule: Rule, lossy: AllReduce, bucket_bytes: int, warmup: float) -> Exchange:
@@ -306,6 +317,9 @@ def exchange_differs(name: str, settings: Mapping[str, Any]) -> str:
         return f"{name} {DIFFERS[name]}"
     if settings.get(PASSES, 1) > 1:
         return f"{name} takes one optimizer step for every {settings[PASSES]} training steps"
+    quantized = [what for what in ("weights", "gradients") if settings.get(f"quantized_{what}")]
+    if quantized:
+        return f"{name} sends {' and '.join(quantized)} with 8 bits per element"
     return f"{name} sends gradients in {settings['wire_dtype']}" if settings.get("wire_dtype") else ""
 
 

@@ -1,15 +1,19 @@
-"""A lossy all-reduce that sends only compressed vectors.
+"""Lossy collectives that send only compressed vectors.
 
 Compressed vectors cannot be added, so XLA's all-reduce does not apply to them. Instead, replica i is the server of
 shard i of the vector: it receives that shard from all replicas, decompresses and averages it in float32, and sends the
 compressed mean to all.
+
+Dims: n replicas.
 """
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxpar.exchange.compress import Compressor, from_bytes, payload_nbytes, to_bytes
+from jaxpar.exchange.compress import Compressor, Payload, from_bytes, payload_nbytes, to_bytes
 from jaxpar.exchange.reduce import Axis, Reducer, ring_traffic
 from jaxpar.layout import Tree
 from jaxpar.plan import Traffic
@@ -56,3 +60,46 @@ def scatter_gather(axis: Axis, worker: Compressor, server: Compressor) -> Reduce
         ]
 
     return Reducer(init, mean, traffic, multiple=n)
+
+
+def all_gather_coded(axis: Axis, compressor: Compressor, vectors: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return the vectors [L] of all replicas, [n, L], as the receivers decompress them.
+
+    compressor: a compressor without state, which compresses each vector separately.
+    """
+    payloads = [compressor.encode(vector, ())[0] for vector in vectors]
+    received = jax.lax.all_gather(jnp.concatenate([to_bytes(payload) for payload in payloads]), axis.name)
+    return _decode(compressor, received, [len(vector) for vector in vectors])
+
+
+def reduce_scatter_coded(axis: Axis, compressor: Compressor, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return the sum over replicas of this replica's row [L] of arrays [n, L], as it decompresses them.
+
+    compressor: a compressor without state, which compresses each row separately.
+    """
+
+    def encode(rows: list[jax.Array]) -> jax.Array:
+        return jnp.concatenate([to_bytes(compressor.encode(row, ())[0]) for row in rows])
+
+    received = jax.lax.all_to_all(jax.vmap(encode)(list(arrays)), axis.name, 0, 0)
+    return [rows.sum(0) for rows in _decode(compressor, received, [x.shape[1] for x in arrays])]
+
+
+def coded_nbytes(compressor: Compressor, lengths: Sequence[int]) -> int:
+    """Return the bytes that a replica sends to one other for vectors of these lengths."""
+    return sum(payload_nbytes(compressor.payload(length)) for length in lengths)
+
+
+def _decode(compressor: Compressor, received: jax.Array, lengths: Sequence[int]) -> list[jax.Array]:
+    """Return the arrays [n, L] of several vectors from the bytes [n, ..] of their payloads."""
+    offset, arrays = 0, []
+    for length in lengths:
+        like = compressor.payload(length)
+        size = payload_nbytes(like)
+
+        def decode(sent: jax.Array, like: Payload = like, length: int = length) -> jax.Array:
+            return compressor.decode(from_bytes(sent, like), length)
+
+        arrays.append(jax.vmap(decode)(received[:, offset : offset + size]))
+        offset += size
+    return arrays

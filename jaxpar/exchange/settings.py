@@ -9,6 +9,7 @@ from jaxpar.exchange.presets import AROUND, AVERAGE, GRADIENTS, PASSES
 
 POSITIVE = ("bucket_bytes", "group", "predivide", PASSES, "interval", "rank")
 CHOICES = {"wire_dtype": ("float16", "bfloat16"), "algorithm": ("psum", "ring"), "peers": ("shift_one", "all")}
+QUANTIZED = ("quantized_weights", "quantized_gradients")
 SHARES = ("ratio", "warmup")
 RANGES = {"momentum": (0.0, 1.0), "levels": (1, 127), "block": (0, 2**31), "min_compress_bytes": (0, 2**31)}
 
@@ -45,6 +46,11 @@ def obstacle(name: str, num_replicas: int, settings: Mapping[str, Any]) -> tuple
         return "group", f"is {group}; it must divide the number of replicas, {num_replicas}"
     if group > 1 and settings.get("algorithm") == "ring":
         return "algorithm", f"is 'ring'; it must be 'psum' with group={group}"
+    if name == "zero3" and "block" in settings and not any(settings.get(key) for key in QUANTIZED):
+        return (
+            "block",
+            f"is {settings['block']}; it must be None with exchange 'zero3' without {' or '.join(QUANTIZED)}",
+        )
     if name == "horovod_adasum" and num_replicas & (num_replicas - 1):
         return "exchange", f"is {name!r} with {num_replicas} replicas; their number must be a power of 2"
     if name == "bagua_decentralized" and num_replicas % 2 and settings.get("peers") != "all":

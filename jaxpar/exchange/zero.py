@@ -5,29 +5,50 @@ optimizer state, stage 2 also the accumulated gradients, stage 3 also the parame
 
 An array is sharded along its longest dim, padded to a multiple of n, so a shard has as many dims as the array. Scalars
 are not sharded: every replica holds them, and their gradients are summed by a psum.
+
+Stage 3 can send parameters and gradients with 8 bits per element, as in ZeRO++ (Wang et al., "ZeRO++: Extremely
+Efficient Collective Communication for Giant Model Training", 2023).
 """
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxpar.exchange.compress import Compressor
 from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate
 from jaxpar.exchange.fuse import buckets
 from jaxpar.exchange.reduce import Axis, ring_traffic
+from jaxpar.exchange.scatter_gather import all_gather_coded, coded_nbytes, reduce_scatter_coded
 from jaxpar.layout import REPLICATED, SHARDED, Tree, pad, shard_shape, split_dim, unpad
 from jaxpar.plan import Traffic
+
+
+class Codes(NamedTuple):
+    """The compressors of what stage 3 sends, which have no state; None: it is sent uncompressed.
+
+    Attributes:
+      params: compressor of the shards of parameters that are gathered.
+      grads: compressor of the shards of gradients that are scattered.
+    """
+
+    params: Compressor | None = None
+    grads: Compressor | None = None
+
+
+UNCODED = Codes()
 
 
 class Shards:
     """The arrays of a tree and their shards. Its methods convert between them, inside `shard_map`."""
 
-    def __init__(self, axis: Axis, tree: Tree, num_bytes: int):
+    def __init__(self, axis: Axis, tree: Tree, num_bytes: int, codes: Codes = UNCODED):
         """tree: full arrays or their shapes; num_bytes: size limit of the bucket that a collective sends."""
-        self._axis = axis
+        self._axis, self._codes = axis, codes
         self._leaves, self._structure = jax.tree.flatten(tree)
         self._shapes = [shard_shape(leaf.shape, axis.size) for leaf in self._leaves]
         plan = buckets(self._leaves, num_bytes, cut=False, backwards=True)
@@ -39,6 +60,11 @@ class Shards:
         """Bytes of all sharded arrays, including their padding."""
         sizes = [math.prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(self._shapes, self._leaves, strict=True)]
         return self._axis.size * sum(sizes[number] for bucket in self._buckets for number in bucket)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Number of elements of each shard."""
+        return [math.prod(self._shapes[number]) for bucket in self._buckets for number in bucket]
 
     @property
     def num_vectors(self) -> int:
@@ -77,11 +103,36 @@ class Shards:
         """Return full arrays from all replicas' shards. `jax.grad` turns it into `scatter` without `add_up_whole`."""
         leaves = jax.tree.leaves(tree)
         for bucket in self._buckets:
-            vector = jnp.concatenate([_front(leaves[number], self._dim(number)).reshape(-1) for number in bucket])
-            gathered = self._split(jax.lax.all_gather(vector, self._axis.name), bucket)
-            for number, shards in zip(bucket, gathered, strict=True):
+            vectors = [_front(leaves[number], self._dim(number)).reshape(-1) for number in bucket]
+            gather = self._gather_coded if any(self._codes) else self._gather
+            for number, shards in zip(bucket, gather(vectors), strict=True):
                 leaves[number] = self._full(shards, number)
         return jax.tree.unflatten(self._structure, leaves)
+
+    def _gather(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the vectors [L] of all replicas, [n, L]."""
+        gathered = jax.lax.all_gather(jnp.concatenate(vectors), self._axis.name)
+        return jnp.split(gathered, np.cumsum([len(vector) for vector in vectors])[:-1], axis=1)
+
+    def _gather_coded(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the vectors of all replicas as `_gather` does, but send the vectors and their gradients compressed.
+
+        The gradient of the result is the gradient of the vectors, as if compression did not change them.
+        """
+        axis, (params, grads) = self._axis, self._codes
+
+        def forward(vectors: Sequence[jax.Array]) -> list[jax.Array]:
+            return all_gather_coded(axis, params, vectors) if params else self._gather(vectors)
+
+        def backward(_: None, slopes: Sequence[jax.Array]) -> tuple[list[jax.Array]]:
+            if grads:
+                return (reduce_scatter_coded(axis, grads, slopes),)
+            total = jax.lax.psum_scatter(jnp.concatenate(slopes, axis=1), axis.name)
+            return (jnp.split(total, np.cumsum([x.shape[1] for x in slopes])[:-1]),)
+
+        gather = jax.custom_vjp(forward)
+        gather.defvjp(lambda vectors: (forward(vectors), None), backward)
+        return gather(list(vectors))
 
     def _dim(self, number: int) -> int:
         dim = split_dim(self._leaves[number].shape)
@@ -117,6 +168,7 @@ def zero(
     num_bytes: int,
     *,
     offload: bool = False,
+    codes: Codes = UNCODED,
 ) -> Exchange:
     """Return a stage of ZeRO around an elementwise optimizer.
 
@@ -132,6 +184,7 @@ def zero(
       tree: the parameters or their shapes.
       num_bytes: size limit of the bucket that a collective sends.
       offload: whether the optimizer state is kept in host memory between updates.
+      codes: what stage 3 sends compressed.
     """
     optimizer = optax.with_extra_args_support(optimizer)
     shards = Shards(axis, tree, num_bytes)
@@ -150,18 +203,21 @@ def zero(
         return ExchangeUpdate(updates, DistributedState(inner, ()), grad_norm)
 
     def fetch(shapes: Tree, local: Tree) -> Tree:
-        return Shards(axis, shapes, num_bytes).gather(local)
+        return Shards(axis, shapes, num_bytes, codes).gather(local)
 
     def traffic(params: Tree, num_microbatches: int = 1) -> list[Traffic]:
-        nbytes = Shards(axis, params, num_bytes).nbytes
+        whole = Shards(axis, params, num_bytes)
         together = list(params.values()) if stage == 3 else [params]  # scattered, or gathered, one after another
         num_vectors = sum(Shards(axis, tree, num_bytes).num_vectors for tree in together)
 
-        def ring(kind: str, times: int) -> Traffic:
-            return ring_traffic(kind, times, axis.name, axis.size, nbytes, "float32", num_vectors=num_vectors)
+        def ring(kind: str, times: int, coded_kind: str = "", compressor: Compressor | None = None) -> Traffic:
+            nbytes, dtype = whole.nbytes, "float32"
+            if compressor:
+                kind, nbytes, dtype = coded_kind, axis.size * coded_nbytes(compressor, whole.lengths), "uint8"
+            return ring_traffic(kind, times, axis.name, axis.size, nbytes, dtype, num_vectors=num_vectors)
 
-        scatter = ring("reduce-scatter", 1 if stage == 1 else num_microbatches)
-        gather = ring("all-gather", 2 * num_microbatches if stage == 3 else 1)
+        scatter = ring("reduce-scatter", 1 if stage == 1 else num_microbatches, "all-to-all", codes.grads)
+        gather = ring("all-gather", 2 * num_microbatches if stage == 3 else 1, "all-gather", codes.params)
         # On CPUs XLA drops the barriers between a layer's gathers for forward and backward, and may merge them.
         return [scatter, gather._replace(required=0.5 if stage == 3 else 1.0)]
 

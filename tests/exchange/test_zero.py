@@ -6,9 +6,11 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpar.exchange.zero import Shards, zero
+from jaxpar.exchange.compress import min_max_uint8
+from jaxpar.exchange.zero import Codes, Shards, zero
 from jaxpar.layout import pad, shard_shape, split_dim, unpad
 from jaxpar.optimizer import clip_by_norm
+from tests.exchange import compressors
 from tests.exchange.replicas import Tree, adamw, axis, close, on_replicas, only, repeated, train
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (5,), "b": (3, 7), "c": (8, 8), "d": (2, 3, 5), "e": ()}
@@ -62,6 +64,37 @@ def test_shards(n: int) -> None:
             np.testing.assert_array_equal(local[name], cut(tree[name], dim, n))
             np.testing.assert_allclose(scattered[name], cut(others[name].sum(0), dim, n), 1e-5, 1e-5)
             np.testing.assert_allclose(slope[name], cut(weights[name].sum(0), dim, n), 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("coded", [("params",), ("grads",), ("params", "grads")])
+def test_quantized_shards(n: int, coded: tuple[str, ...]) -> None:
+    """Every shard has a range of its own, and the gradient is that of `gather` without compression."""
+    tree, weights = draw(), draw(n)
+    codes = Codes(**dict.fromkeys(coded, min_max_uint8()))
+
+    def replica(tree: Tree, weights: Tree) -> Any:
+        results = []
+        for num_bytes in LIMITS:
+            shards = Shards(axis(n), jax.eval_shape(lambda: tree), num_bytes, codes)
+
+            def weighted(local: Any, shards: Shards = shards) -> jax.Array:
+                return optax.tree.vdot(shards.gather(local), weights)
+
+            local = shards.local(tree)
+            results.append((shards.gather(local), jax.grad(weighted)(local)))
+        return results
+
+    lossy_params, lossy_grads = (compressors.min_max_uint8 if which in coded else np.asarray for which in Codes._fields)
+    for gathered, slope in on_replicas(n, replica, repeated(n, tree), weights):
+        close(only(gathered)["e"], tree["e"], 0)
+        for name, dim in DIMS.items():
+            sent = join(np.stack([lossy_params(shard) for shard in cut(tree[name], dim, n)]), dim)
+            np.testing.assert_allclose(only(gathered)[name], unpad(sent, SHAPES[name]), 1e-5, 1e-5)
+            received = sum(np.stack([lossy_grads(shard) for shard in cut(of, dim, n)]) for of in weights[name])
+            np.testing.assert_allclose(slope[name], received, 1e-5, 1e-5)
+            if "params" in coded:
+                assert np.abs(only(gathered)[name] - tree[name]).max() > 1e-4
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8])

@@ -70,6 +70,11 @@ MISTAKES = {
     "not a number": (["exchange=byteps_randomk", "ratio=nan"], ["options.ratio is nan", SHARE]),
     "a negative warm-up": (["exchange=onebit_adam", "warmup=-0.1"], ["options.warmup is -0.1", SHARE]),
     "a long warm-up": (["exchange=bagua_qadam", "warmup=5"], ["options.warmup is 5.0", SHARE]),
+    "no rank": (["exchange=powersgd", "rank=0"], ["options.rank is 0", POSITIVE]),
+    "a block of floats": (
+        ["exchange=zero3", "block=64"],
+        ["options.block is 64; it must be None with exchange 'zero3' without quantized_weights or quantized_gradients"],
+    ),
     "momentum": (["exchange=byteps_onebit", "momentum=1.1"], ["options.momentum is 1.1", UNIT]),
     "no level": (["exchange=byteps_dithering", "levels=0"], ["options.levels is 0; it must be between 1 and 127"]),
     "levels": (["exchange=byteps_dithering", "levels=128"], ["options.levels is 128; it must be between 1 and 127"]),

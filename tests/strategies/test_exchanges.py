@@ -195,6 +195,15 @@ def test_zero_divides_what_its_stage_says(name: str) -> None:
     assert sum(sizes) <= 1.05 * 2 * sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
+def test_quantized_zero3_stays_close_to_zero3() -> None:
+    quantized = option("quantized_weights", "True"), option("quantized_gradients", "True")
+    strategy = shared(MLP, *replicated("zero3", *quantized))
+    assert strategy.plan.differs == "zero3 sends weights and gradients with 8 bits per element"
+    got, exact = (outcome(MLP, *replicated("zero3", *options)) for options in (quantized, ()))
+    np.testing.assert_allclose(got.losses, exact.losses, rtol=3e-3)
+    assert np.abs(np.subtract(got.losses, exact.losses)).max() > 1e-7
+
+
 def test_offloaded_state_is_in_the_hosts_memory() -> None:
     strategy = shared(MLP, *replicated("zero2", option("offload", "True")))
     state, _ = strategy.step(strategy.init(jax.random.key(0)), strategy.place(make_batch(MLP, 0)))
