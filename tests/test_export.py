@@ -28,7 +28,8 @@ STEPS = [3, 6, 8]
 def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on 8 devices with checkpoints of three steps."""
     folder = tmp_path_factory.mktemp("export")
-    overrides = ["mesh.data=8", "exchange=byteps_onebit", "num_steps=8", "checkpoint.keep=3", "data.test_fraction=0"]
+    overrides = ["mesh.data=8", "exchange=byteps_onebit", "exchange_options.min_compress_bytes=0"]
+    overrides += ["num_steps=8", "checkpoint.keep=3", "data.test_fraction=0"]
     train.train(small_config(folder, *(f"--config.{one}" for one in overrides)), folder / "run")
     return folder / "run"
 

@@ -57,13 +57,14 @@ PARTITIONED = {
     f"{name}, muon": [*SYNCHRONOUS[name], *MUON]
     for name in ("single", "data_parallel 4 pmap", "dp 2", "horovod 4", "1f1b 2 x 2", "zb_v 2 x 2", "sync of 4")
 }
+ONEBIT = ["exchange=byteps_onebit", "exchange_options.min_compress_bytes=0"]
 # Strategies with private state, such as stale weights and residuals.
 PRIVATE = {
     "async of 4": [ASYNCHRONOUS, "mesh.data=2", "asynchronous.policy=async", "asynchronous.delays.slowdown=3"],
     "diloco of 4": [ASYNCHRONOUS, "mesh.data=2", "asynchronous.policy=diloco", "asynchronous.interval=3"],
-    "onebit 2": ["mesh.data=2", "exchange=byteps_onebit"],
-    "onebit 2, momentum": ["mesh.data=2", "exchange=byteps_onebit", "exchange_options.momentum=0.5"],
-    "onebit in 1f1b 2 x 2": [PIPELINE, "mesh.data=2", "mesh.stage=2", "exchange=byteps_onebit"],
+    "onebit 2": ["mesh.data=2", *ONEBIT],
+    "onebit 2, momentum": ["mesh.data=2", *ONEBIT, "exchange_options.momentum=0.5"],
+    "onebit in 1f1b 2 x 2": [PIPELINE, "mesh.data=2", "mesh.stage=2", *ONEBIT],
 }
 SOME = ["single", "zero3 8", "zb_v 2 x 2"]
 

@@ -26,7 +26,7 @@ from jaxpar.layout import Tree
 from jaxpar.plan import Traffic
 
 MIB = 2**20
-BYTEPS_PARTITION = 4_096_000
+BYTEPS_PARTITION, MIN_COMPRESS_BYTES = 4_096_000, 65_536  # the defaults of BytePS
 # Elements that share a scale (1-bit gradients, 1-bit momentum), and a range (8-bit). The gradient of most rows of an
 # embedding is zero, so the scale of 1-bit gradients should be that of one row or less.
 ROW_BLOCK, BLOCK, BYTES_BLOCK = 128, 2048, 4096
@@ -97,7 +97,7 @@ def byteps_onebit(
     axis: Axis,
     *,
     bucket_bytes: int = BYTEPS_PARTITION,
-    min_compress_bytes: int = 0,
+    min_compress_bytes: int = MIN_COMPRESS_BYTES,
     block: int = ROW_BLOCK,
     momentum: float = 0.0,
 ) -> AllReduce:
@@ -109,7 +109,7 @@ def byteps_topk(
     axis: Axis,
     *,
     bucket_bytes: int = BYTEPS_PARTITION,
-    min_compress_bytes: int = 0,
+    min_compress_bytes: int = MIN_COMPRESS_BYTES,
     ratio: float = 0.01,
     momentum: float = 0.0,
 ) -> AllReduce:
@@ -121,7 +121,7 @@ def byteps_randomk(
     axis: Axis,
     *,
     bucket_bytes: int = BYTEPS_PARTITION,
-    min_compress_bytes: int = 0,
+    min_compress_bytes: int = MIN_COMPRESS_BYTES,
     ratio: float = 0.25,
     momentum: float = 0.0,
     seed: int = 0,
@@ -134,7 +134,7 @@ def byteps_dithering(
     axis: Axis,
     *,
     bucket_bytes: int = BYTEPS_PARTITION,
-    min_compress_bytes: int = 0,
+    min_compress_bytes: int = MIN_COMPRESS_BYTES,
     levels: int = 127,
     momentum: float = 0.0,
     seed: int = 0,

@@ -151,7 +151,9 @@ def test_dp_has_copies_and_no_collective() -> None:
 
 
 def test_a_pipeline_of_2_replicas() -> None:
-    strategy = make(MLP, *pipeline("gpipe", 2, "--config.exchange=byteps_onebit", replicas=2))
+    strategy = make(
+        MLP, *pipeline("gpipe", 2, "--config.exchange=byteps_onebit", option("min_compress_bytes", 0), replicas=2)
+    )
     rows = audit.audit(strategy.compile(), strategy.plan, TASK)
     assert [row for row in rows if not row.is_explained] == []
     sent = {(row.kind, row.axis, row.dtype): row for row in counted(rows)}
@@ -350,7 +352,9 @@ def test_the_bytes_of_a_master_and_of_the_others() -> None:
 
 
 def test_bytes_of_a_pipelines_residuals() -> None:
-    strategy = make(MLP, *pipeline("gpipe", 2, "--config.exchange=byteps_onebit", replicas=2))
+    strategy = make(
+        MLP, *pipeline("gpipe", 2, "--config.exchange=byteps_onebit", option("min_compress_bytes", 0), replicas=2)
+    )
     memory = strategy.plan.memory[0]
     state = jax.eval_shape(strategy.init, jax.random.key(0))
     assert memory["private"] == sum(leaf.size * leaf.dtype.itemsize // 4 for leaf in jax.tree.leaves(state.private))

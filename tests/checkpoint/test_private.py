@@ -24,8 +24,8 @@ VALUES = {
     "model.mlp_size": "None",
     "num_steps": 8,
 }
-ONEBIT = "--config.exchange=byteps_onebit"
-NAME = "byteps_onebit block=128 bucket_bytes=4096000 momentum=0.0 on 2 replicas"
+ONEBIT = "--config.exchange=byteps_onebit", "--config.exchange_options.min_compress_bytes=0"
+NAME = "byteps_onebit block=128 bucket_bytes=4096000 min_compress_bytes=0 momentum=0.0 on 2 replicas"
 DISCARDED = f"discarded private state of {NAME}; this run uses "
 
 
@@ -47,14 +47,14 @@ def run_to(step: int, workdir: Path, *overrides: str) -> Path:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     workdir = tmp_path_factory.mktemp("private") / "uninterrupted"
-    train.train(config(ONEBIT), workdir)
+    train.train(config(*ONEBIT), workdir)
     return workdir
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run stopped after 5 steps, with checkpoints of steps 3 and 5. Tests copy it."""
-    return run_to(5, tmp_path_factory.mktemp("private") / "stopped", ONEBIT)
+    return run_to(5, tmp_path_factory.mktemp("private") / "stopped", *ONEBIT)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_stopped_and_resumed_ends_bitwise_equal(
     run: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert checkpoint.steps(run / "checkpoints") == [3, 5]
-    train.train(config(ONEBIT), run)
+    train.train(config(*ONEBIT), run)
     assert "discarded" not in capsys.readouterr().out
     assert_bitwise_equal(run, uninterrupted)
     last = [checkpoint.read(path / "checkpoints" / "8") for path in (run, uninterrupted)]
@@ -92,7 +92,7 @@ def test_the_private_state_differs_between_replicas(run: Path) -> None:
 def test_the_result_depends_on_the_private_state(run: Path, uninterrupted: Path) -> None:
     """Otherwise the test above would pass without restoring the private state."""
     change_info(run / "checkpoints" / "5", lambda info: info["private_key"].update(replicas=3))
-    train.train(config(ONEBIT), run)
+    train.train(config(*ONEBIT), run)
     got, expected = final_params(run), final_params(uninterrupted)
     assert any((got[name] != leaf).any() for name, leaf in expected.items() if "params" in name)
 
@@ -101,7 +101,7 @@ def test_the_result_depends_on_the_private_state(run: Path, uninterrupted: Path)
 def test_another_exchange_discards_the_private_state(
     run: Path, change: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = train.train(config(ONEBIT, change), run)
+    result = train.train(config(*(() if "ddp" in change else ONEBIT), change), run)
     assert any(line.startswith(DISCARDED) for line in capsys.readouterr().out.splitlines())
     assert result["steps"] == 8
     assert checkpoint.steps(run / "checkpoints")[-1] == 8
@@ -112,7 +112,7 @@ def test_damage_falls_back_to_the_previous_checkpoint(
     run: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "checkpoints" / "5" / "private" / "manifest.ocdbt").write_bytes(b"")
-    train.train(config(ONEBIT), run)
+    train.train(config(*ONEBIT), run)
     output = capsys.readouterr().out
     assert "checkpoints/5 is damaged" in output
     assert "resumed   from step 3" in output
@@ -142,7 +142,7 @@ def test_an_exchange_without_private_state_saves_none(plain: Path) -> None:
 
 
 def test_an_exchange_resumes_without_private_state(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = train.train(config(ONEBIT), plain)
+    result = train.train(config(*ONEBIT), plain)
     output = capsys.readouterr().out
     assert "resumed   from step 5" in output
     assert "discarded" not in output

@@ -41,11 +41,12 @@ ASYNC_CASES: dict[str, tuple[str, ...]] = {
     "model_average": ("policy=model_average", "num_workers=8", "interval=2"),
 }
 PIPELINE = ("strategy=pipeline", "mesh.stage=2", "pipeline.num_microbatches=4")
+ONEBIT = "exchange=byteps_onebit", "exchange_options.min_compress_bytes=0"
 PIPELINE_CASES: dict[str, tuple[str, ...]] = {
     "1f1b": (*PIPELINE, "mesh.data=2", "pipeline.schedule=1f1b"),
-    "1f1b, private state": (*PIPELINE, "mesh.data=2", "pipeline.schedule=1f1b", "exchange=byteps_onebit"),
+    "1f1b, private state": (*PIPELINE, "mesh.data=2", "pipeline.schedule=1f1b", *ONEBIT),
     "zb_v": (*PIPELINE, "pipeline.schedule=zb_v"),
-    "zb_v, private state": (*PIPELINE, "mesh.data=2", "pipeline.schedule=zb_v", "exchange=byteps_onebit"),
+    "zb_v, private state": (*PIPELINE, "mesh.data=2", "pipeline.schedule=zb_v", *ONEBIT),
 }
 # The kinds of layout of parameters and optimizer state.
 KINDS = {
