@@ -38,7 +38,7 @@ def get_config() -> ConfigDict:
     exchange.bucket_bytes = placeholder(int)  # bytes per message: size of a bucket (ddp), fusion buffer or partition
     exchange.wire_dtype = placeholder(str)  # dtype of gradients in transfers: float16, bfloat16; None: float32
     exchange.algorithm = placeholder(str)  # all-reduce algorithm: psum (XLA's), ring (implemented with ppermute)
-    exchange.group = placeholder(int)  # replicas per node, for a hierarchical all-reduce: within nodes, then between
+    exchange.group = placeholder(int)  # replicas per node: average exactly within nodes, then compress between them
     exchange.predivide = placeholder(float)  # divide gradients by this before the sum, by replicas / predivide after it
     exchange.backward_passes_per_step = placeholder(int)  # training steps per optimizer step, as in Horovod
     exchange.average_aggregated_gradients = placeholder(bool)  # True: mean of the gradients of these steps; False: sum

@@ -20,7 +20,7 @@ from jaxpar.exchange.exchange import Exchange, averaged, every, shared
 from jaxpar.exchange.fuse import AllReduce, by_size, fused, in_layer_order
 from jaxpar.exchange.powersgd import WARMUP, low_rank
 from jaxpar.exchange.reduce import Axis, Reducer
-from jaxpar.exchange.scatter_gather import scatter_gather
+from jaxpar.exchange.scatter_gather import in_groups, scatter_gather
 from jaxpar.exchange.zero import Codes, zero
 from jaxpar.layout import Tree
 from jaxpar.plan import Traffic
@@ -97,58 +97,62 @@ def byteps_onebit(
     axis: Axis,
     *,
     bucket_bytes: int = BYTEPS_PARTITION,
+    group: int = 1,
     min_compress_bytes: int = MIN_COMPRESS_BYTES,
     block: int = ROW_BLOCK,
     momentum: float = 0.0,
 ) -> AllReduce:
     """Return BytePS with 1-bit compression: signs, and a scale for each `block` elements."""
-    return _byteps(axis, onebit(block=block), bucket_bytes, min_compress_bytes, momentum)
+    return _byteps(axis, onebit(block=block), bucket_bytes, group, min_compress_bytes, momentum)
 
 
 def byteps_topk(
     axis: Axis,
     *,
     bucket_bytes: int = BYTEPS_PARTITION,
+    group: int = 1,
     min_compress_bytes: int = MIN_COMPRESS_BYTES,
     ratio: float = 0.01,
     momentum: float = 0.0,
 ) -> AllReduce:
     """Return BytePS with top-k compression: the largest values."""
-    return _byteps(axis, top_k(ratio), bucket_bytes, min_compress_bytes, momentum)
+    return _byteps(axis, top_k(ratio), bucket_bytes, group, min_compress_bytes, momentum)
 
 
 def byteps_randomk(
     axis: Axis,
     *,
     bucket_bytes: int = BYTEPS_PARTITION,
+    group: int = 1,
     min_compress_bytes: int = MIN_COMPRESS_BYTES,
     ratio: float = 0.25,
     momentum: float = 0.0,
     seed: int = 0,
 ) -> AllReduce:
     """Return BytePS with random-k compression: random values."""
-    return _byteps(axis, random_k(ratio), bucket_bytes, min_compress_bytes, momentum, seed)
+    return _byteps(axis, random_k(ratio), bucket_bytes, group, min_compress_bytes, momentum, seed)
 
 
 def byteps_dithering(
     axis: Axis,
     *,
     bucket_bytes: int = BYTEPS_PARTITION,
+    group: int = 1,
     min_compress_bytes: int = MIN_COMPRESS_BYTES,
     levels: int = 127,
     momentum: float = 0.0,
     seed: int = 0,
 ) -> AllReduce:
     """Return BytePS with dithering: values rounded randomly."""
-    return _byteps(axis, dithering(levels), bucket_bytes, min_compress_bytes, momentum, seed)
+    return _byteps(axis, dithering(levels), bucket_bytes, group, min_compress_bytes, momentum, seed)
 
 
-def bagua_bytegrad(axis: Axis, *, bucket_bytes: int = 10 * MIB, block: int = BYTES_BLOCK) -> AllReduce:
+def bagua_bytegrad(axis: Axis, *, bucket_bytes: int = 10 * MIB, group: int = 1, block: int = BYTES_BLOCK) -> AllReduce:
     """Return Bagua's ByteGrad: a byte for each element, and a range for each `block` elements.
 
     Bagua's own block is 1/n of a bucket.
     """
-    return fused(scatter_gather(axis, min_max_uint8(block), min_max_uint8(block)), bucket_bytes)
+    return fused(_lossy(axis, group, min_max_uint8(block), min_max_uint8(block)), bucket_bytes)
 
 
 def _exact(axis: Axis, algorithm: str, group: int, wire_dtype: str, predivide: float) -> Reducer:
@@ -158,13 +162,20 @@ def _exact(axis: Axis, algorithm: str, group: int, wire_dtype: str, predivide: f
     return {"psum": reduce.psum, "ring": reduce.ring}[algorithm](axis, predivide=predivide, dtype=dtype)
 
 
+def _lossy(axis: Axis, group: int, worker: Compressor, server: Compressor) -> Reducer:
+    if group > 1:
+        return in_groups(axis, group, lambda between: scatter_gather(between, worker, server))
+    return scatter_gather(axis, worker, server)
+
+
 def _byteps(
-    axis: Axis, compressor: Compressor, bucket_bytes: int, min_bytes: int, mu: float, seed: int = 0
+    axis: Axis, compressor: Compressor, bucket_bytes: int, group: int, min_bytes: int, mu: float, seed: int = 0
 ) -> AllReduce:
     """Return BytePS with a compressor for arrays of at least `min_bytes` bytes. mu: momentum before compression."""
     server = error_feedback(compressor)
     worker = momentum(server, mu) if mu else server
-    lossy = fused(scatter_gather(axis, worker, server), bucket_bytes, cut=True, backwards=False, seed=seed)
+    reducer = _lossy(axis, group, worker, server)
+    lossy = fused(reducer, bucket_bytes, cut=True, backwards=False, seed=seed)
     return by_size(byteps(axis, bucket_bytes=bucket_bytes), lossy, min_bytes) if min_bytes else lossy
 
 

@@ -19,10 +19,34 @@ from jaxpar.plan import Traffic
 
 
 class Axis(NamedTuple):
-    """The mesh axis of the replicas."""
+    """The mesh axis of the replicas, or groups of the replicas on it. Collectives of different groups are independent.
+
+    Attributes:
+      name: name of the mesh axis.
+      size: number of replicas, in each group.
+      groups: the replicas of each group; None: all replicas are one group.
+    """
 
     name: str
     size: int
+    groups: tuple[tuple[int, ...], ...] | None = None
+
+    def position(self) -> jax.Array:
+        """Return the position of this replica in its group."""
+        replica = jax.lax.axis_index(self.name)
+        if self.groups is None:
+            return replica
+        place_of = {member: place for members in self.groups for place, member in enumerate(members)}
+        return jnp.array([place_of[member] for member in sorted(place_of)])[replica]
+
+    def within(self, group: int) -> "Axis":
+        """Return the axis of groups of `group` neighbours, such as the replicas of a node."""
+        return Axis(self.name, group, tuple(tuple(range(i, i + group)) for i in range(0, self.size, group)))
+
+    def between(self, group: int) -> "Axis":
+        """Return the axis of groups with one replica of each group of `within`, at the same position."""
+        groups = tuple(tuple(range(i, self.size, group)) for i in range(group))
+        return Axis(self.name, self.size // group, groups)
 
 
 class Reducer(NamedTuple):
@@ -107,20 +131,18 @@ def hierarchical(axis: Axis, group: int, *, predivide: float = 1.0, dtype: DType
 
     Each replica of a group sums 1/group of the vector, and only that shard is reduced between groups.
     """
-    num_groups = axis.size // group
-    within = [[first * group + i for i in range(group)] for first in range(num_groups)]
-    between = [[first * group + i for first in range(num_groups)] for i in range(group)]
+    within, between = axis.within(group), axis.between(group)
 
     def total(x: jax.Array) -> jax.Array:
-        shard = jax.lax.psum_scatter(x, axis.name, axis_index_groups=within, tiled=True)
-        shard = jax.lax.psum(shard, axis.name, axis_index_groups=between)
-        return jax.lax.all_gather(shard, axis.name, axis_index_groups=within, tiled=True)
+        shard = jax.lax.psum_scatter(x, axis.name, axis_index_groups=within.groups, tiled=True)
+        shard = jax.lax.psum(shard, axis.name, axis_index_groups=between.groups)
+        return jax.lax.all_gather(shard, axis.name, axis_index_groups=within.groups, tiled=True)
 
     def traffic(length: int, dtype: DTypeLike) -> list[Traffic]:
         return [
-            _traffic("reduce-scatter", 1, axis._replace(size=group), length, dtype),
-            _traffic("all-reduce", 2, axis._replace(size=num_groups), length // group, dtype),
-            _traffic("all-gather", 1, axis._replace(size=group), length, dtype),
+            _traffic("reduce-scatter", 1, within, length, dtype),
+            _traffic("all-reduce", 2, between, length // group, dtype),
+            _traffic("all-gather", 1, within, length, dtype),
         ]
 
     return _mean_of(total, traffic, axis, predivide, dtype, multiple=group)

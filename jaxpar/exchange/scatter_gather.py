@@ -7,7 +7,7 @@ compressed mean to all.
 Dims: n replicas.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def scatter_gather(axis: Axis, worker: Compressor, server: Compressor) -> Reduce
     n = axis.size
 
     def init(length: int, key: jax.Array) -> Tree:
-        replica, keys = jax.lax.axis_index(axis.name), jax.random.split(key, n)
+        replica, keys = axis.position(), jax.random.split(key, n)
         workers = jax.vmap(lambda key: worker.init(length // n, key, replica))(keys)
         return {"worker": workers, "server": server.init(length // n, keys[replica], n)}
 
@@ -45,10 +45,10 @@ def scatter_gather(axis: Axis, worker: Compressor, server: Compressor) -> Reduce
             return compressor.decode(from_bytes(sent, compressor.payload(length)), length)
 
         payloads, workers = jax.vmap(worker.encode)(x.astype(jnp.float32).reshape(n, length), state["worker"])
-        received = jax.lax.all_to_all(jax.vmap(to_bytes)(payloads), axis.name, 0, 0)
+        received = jax.lax.all_to_all(jax.vmap(to_bytes)(payloads), axis.name, 0, 0, axis_index_groups=axis.groups)
         mean = jnp.mean(jax.vmap(lambda sent: decode(worker, sent))(received), axis=0)
         payload, of_server = server.encode(mean, state["server"])
-        received = jax.lax.all_gather(to_bytes(payload), axis.name)
+        received = jax.lax.all_gather(to_bytes(payload), axis.name, axis_index_groups=axis.groups)
         whole = jax.vmap(lambda sent: decode(server, sent))(received).reshape(-1)
         return whole.astype(x.dtype), {"worker": workers, "server": of_server}
 
@@ -60,6 +60,35 @@ def scatter_gather(axis: Axis, worker: Compressor, server: Compressor) -> Reduce
         ]
 
     return Reducer(init, mean, traffic, multiple=n)
+
+
+def in_groups(axis: Axis, group: int, between: Callable[[Axis], Reducer]) -> Reducer:
+    """Return a reducer that averages exactly within groups of `group` neighbours, and by `between` between the groups.
+
+    The links within a group, such as a node, are faster. Each replica of a group averages 1/group of the vector, and
+    only this shard is sent between groups. BytePS and, with hierarchical=True, Bagua compress only between nodes too.
+
+    Args:
+      axis: axis of the replicas.
+      group: replicas per group.
+      between: axis of the replicas that average a shard -> reducer.
+    """
+    within, reducer = axis.within(group), between(axis.between(group))
+
+    def init(length: int, key: jax.Array) -> Tree:
+        return reducer.init(length // group, jax.random.fold_in(key, within.position()))
+
+    def mean(x: jax.Array, state: Tree) -> tuple[jax.Array, Tree]:
+        shard = jax.lax.psum_scatter(x / group, axis.name, axis_index_groups=within.groups, tiled=True)
+        shard, state = reducer.mean(shard, state)
+        return jax.lax.all_gather(shard, axis.name, axis_index_groups=within.groups, tiled=True), state
+
+    def traffic(length: int, dtype: DTypeLike) -> list[Traffic]:
+        nbytes, name = length * jnp.dtype(dtype).itemsize, jnp.dtype(dtype).name
+        exact = [ring_traffic(kind, 1, axis.name, group, nbytes, name) for kind in ("reduce-scatter", "all-gather")]
+        return [*exact, *reducer.traffic(length // group, dtype)]
+
+    return Reducer(init, mean, traffic, multiple=group * reducer.multiple)
 
 
 def all_gather_coded(axis: Axis, compressor: Compressor, vectors: Sequence[jax.Array]) -> list[jax.Array]:

@@ -81,6 +81,14 @@ SENT: dict[str, tuple[tuple[str, ...], Sent]] = {
         {CODES: 3 / 4 * (1 + 8 / 2048), CODES_OF_MEANS: 2 * 3 / 4 * (1 + 8 / 2048)},
     ),
     "ddp, groups": (replicated("ddp", option("group", 2)), {SCATTER: 2, REDUCE: 2, GATHER: 2}),
+    "bagua_bytegrad, groups": (  # half of each vector is sent between the 2 groups
+        replicated("bagua_bytegrad", option("group", 2)),
+        {
+            SCATTER: 2,
+            GATHER: 2,
+            **codes(1 / 2 * 1 / 2 * (1 + 8 / 4096)),
+        },
+    ),
     "ddp, float16": (replicated("ddp", option("wire_dtype", "float16")), {("all-reduce", "float16"): 3}),
     "horovod, bfloat16": (  # sent as uint16, because XLA on CPUs widens 16-bit floats
         replicated("horovod", option("wire_dtype", "bfloat16")),

@@ -7,7 +7,8 @@ import pytest
 
 from jaxpar.exchange.compress import Compressor, dithering, error_feedback, min_max_uint8, onebit, randomk, topk
 from jaxpar.exchange.fuse import fused
-from jaxpar.exchange.scatter_gather import scatter_gather
+from jaxpar.exchange.reduce import Reducer
+from jaxpar.exchange.scatter_gather import in_groups, scatter_gather
 from tests.exchange import compressors
 from tests.exchange.replicas import axis, on_replicas, only
 
@@ -20,9 +21,8 @@ PAIRS: dict[str, tuple[Compressor, compressors.Lossy]] = {
 }
 
 
-def run(n: int, worker: Compressor, server: Compressor, x_NSL: np.ndarray) -> tuple[np.ndarray, Any]:
+def run(n: int, reducer: Reducer, x_NSL: np.ndarray) -> tuple[np.ndarray, Any]:
     """Return the means of all steps [N, S, L], and the last states."""
-    reducer = scatter_gather(axis(n), worker, server)
 
     def replica(x_SL: jax.Array) -> Any:
         def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
@@ -49,11 +49,29 @@ def test_as_workers_and_servers_in_numpy(n: int, name: str) -> None:
     if name == "topk":
         lossy = compressors.topk(int(np.ceil(0.3 * LENGTH / n)))
     x = draw(n)
-    got = only(run(n, compressor, compressor, x)[0])
+    got = only(run(n, scatter_gather(axis(n), compressor, compressor), x)[0])
     servers = compressors.Servers(n, LENGTH, lossy, lossy, name in FEEDBACK)
     expected = np.array([servers.mean(x[:, step]) for step in range(STEPS)])
     np.testing.assert_allclose(got, expected, 1e-4, 1e-5)
     assert n == 1 or np.abs(got - x.mean(0)).max() > 1e-3  # it must be lossy
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize(("n", "group"), [(4, 2), (8, 2), (8, 4)])
+def test_exact_within_groups_and_compressed_between(n: int, group: int, name: str) -> None:
+    """Neighbours average their vectors exactly; replica i of each group is then a worker for shard i of the mean."""
+    compressor, lossy = PAIRS[name]
+    num_groups, length = n // group, LENGTH // group
+    if name == "topk":
+        lossy = compressors.topk(int(np.ceil(0.3 * length / num_groups)))
+    x = draw(n)
+    reducer = in_groups(axis(n), group, lambda between: scatter_gather(between, compressor, compressor))
+    got = only(run(n, reducer, x)[0])
+    shards = x.reshape(num_groups, group, STEPS, group, length).mean(1)  # group, step, shard, element
+    servers = [compressors.Servers(num_groups, length, lossy, lossy, name in FEEDBACK) for _ in range(group)]
+    expected = [np.concatenate([s.mean(shards[:, step, i]) for i, s in enumerate(servers)]) for step in range(STEPS)]
+    np.testing.assert_allclose(got, expected, 1e-4, 1e-5)
+    assert np.abs(got - x.mean(0)).max() > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -65,7 +83,7 @@ def test_as_workers_and_servers_in_numpy(n: int, name: str) -> None:
 )
 def test_all_comes_out_or_is_left(n: int, compressor: Compressor) -> None:
     x = draw(n)
-    means, state = run(n, error_feedback(compressor), error_feedback(compressor), x)
+    means, state = run(n, scatter_gather(axis(n), error_feedback(compressor), error_feedback(compressor)), x)
     workers = state["worker"]["residual"].reshape(n, LENGTH)
     servers = state["server"]["residual"].reshape(LENGTH)
     got = only(means).sum(0, np.float64) + workers.mean(0, np.float64) + servers
@@ -78,7 +96,7 @@ def test_what_is_not_finite_on_one_replica_comes_out_on_all(name: str, value: fl
     compressor, _ = PAIRS[name]
     x = draw(4)
     x[2, 1, 17] = value
-    for means in run(4, compressor, compressor, x)[0]:
+    for means in run(4, scatter_gather(axis(4), compressor, compressor), x)[0]:
         assert np.all(np.isfinite(means[0]))
         assert not np.all(np.isfinite(means[1]))
 
@@ -86,7 +104,7 @@ def test_what_is_not_finite_on_one_replica_comes_out_on_all(name: str, value: fl
 def test_all_draw_the_same_elements_of_a_part() -> None:
     """A server therefore sends on exactly the elements it received. Each shard has a different draw."""
     x = np.ones((4, 1, 160), np.float32)
-    means, state = run(4, error_feedback(randomk(0.5)), error_feedback(randomk(0.5)), x)
+    means, state = run(4, scatter_gather(axis(4), error_feedback(randomk(0.5)), error_feedback(randomk(0.5))), x)
     unsent = state["worker"]["residual"].reshape(4, 4, 40)
     assert (unsent == unsent[0]).all()
     assert len(np.unique(unsent[0], axis=0)) == 4
@@ -97,7 +115,7 @@ def test_all_draw_the_same_elements_of_a_part() -> None:
 def test_senders_round_apart() -> None:
     x = np.full((4, 1, 160), 0.3, np.float32)
     x[..., ::40] = 1
-    _, state = run(4, error_feedback(dithering(1)), error_feedback(topk(1.0)), x)
+    _, state = run(4, scatter_gather(axis(4), error_feedback(dithering(1)), error_feedback(topk(1.0))), x)
     assert len(np.unique(state["worker"]["residual"].reshape(16, 40), axis=0)) == 16
 
 

@@ -130,6 +130,7 @@ def resumed(strategy: Strategy[Any], task: Task, steps: tuple[int, ...], *, with
 PRIVATE = {
     "byteps_onebit": replicated("byteps_onebit", option("momentum", 0.5)),
     "byteps_randomk": replicated("byteps_randomk"),
+    "byteps_onebit in groups": replicated("byteps_onebit", option("group", 2)),
     "horovod_adasum": replicated("horovod_adasum"),
     "bagua_decentralized": replicated("bagua_decentralized"),
     "bagua_low_precision_decentralized": replicated("bagua_low_precision_decentralized"),
