@@ -30,7 +30,8 @@ def get_config() -> ConfigDict:
 
     # How replicas exchange gradients or weights: ddp, dp, horovod, horovod_adasum, byteps, byteps_onebit, byteps_topk,
     # byteps_randomk, byteps_dithering, bagua_bytegrad, bagua_qadam, bagua_decentralized,
-    # bagua_low_precision_decentralized, bagua_model_average, zero1, zero2, zero3, onebit_adam, powersgd.
+    # bagua_low_precision_decentralized, bagua_model_average, zero1, zero2, zero3, hsdp, onebit_adam,
+    # powersgd.
     # Pipelines support the exchanges of gradients: ddp, horovod, byteps with its compressors, bagua_bytegrad.
     config.exchange = "ddp"
     # Options of the exchange. None: the default of the exchange. docs/exchanges.md lists the options of each.
@@ -55,8 +56,8 @@ def get_config() -> ConfigDict:
         str
     )  # bagua_decentralized: average with one peer (shift_one) or with all replicas (all)
     exchange.offload = placeholder(bool)  # zero1, zero2, zero3: keep the optimizer state in host memory
-    exchange.quantized_weights = placeholder(bool)  # zero3: gather parameters with 8 bits per element, as in ZeRO++
-    exchange.quantized_gradients = placeholder(bool)  # zero3: scatter gradients with 8 bits per element
+    exchange.quantized_weights = placeholder(bool)  # zero3, hsdp: gather parameters with 8 bits per element
+    exchange.quantized_gradients = placeholder(bool)  # zero3, hsdp: scatter gradients with 8 bits per element
 
     # Strategy async_data_parallel: workers compute gradients from weights that may be stale.
     # None: the default, which the comment gives.

@@ -5,7 +5,8 @@ Shardings, local views, conversions between forms and memory sizes are derived f
 that one device sees inside `shard_map`. A leaf is replicated over every mesh axis that its layout does not mention:
 
     replicated              P()              canonical = global = local
-    split over an axis      P(.., axis)      global is padded along the split dim, local is one shard
+    split over an axis      P(.., axis)      global is padded along the split dim, and repeated if groups of devices
+                                             hold copies; local is one shard
     differing over axes     P(axis, ..)      global has a leading dim per axis, canonical is the mean over one axis
     copied over an axis     P(axis)          global has a leading dim, as in pmap; all copies equal the canonical array
     held by some devices                     only some devices of an axis store the leaf: pipeline stages, or a master
@@ -31,10 +32,17 @@ KINDS = (HELD, SHARDED, PER_REPLICA, REPLICATED)
 
 
 class DimSplit(NamedTuple):
-    """A dim that is split over a mesh axis, zero-padded to a multiple of the axis size."""
+    """A dim that is split over a mesh axis, zero-padded to a multiple of the number of shards.
+
+    Attributes:
+      dim: the dim.
+      axis: the mesh axis.
+      copies: number of groups of neighbours on the axis, each of which holds all shards.
+    """
 
     dim: int
     axis: str
+    copies: int = 1
 
 
 class Holders(NamedTuple):
@@ -67,7 +75,9 @@ class LeafLayout(NamedTuple):
 
     def local_shape(self, axes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape of the array on one device, without leading dims."""
-        return shard_shape(self.shape, axes[self.split.axis], self.split.dim) if self.split else self.shape
+        if self.split is None:
+            return self.shape
+        return shard_shape(self.shape, axes[self.split.axis] // self.split.copies, self.split.dim)
 
     def global_shape(self, axes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape of the global array."""
@@ -183,7 +193,11 @@ class Layout:
         def made(leaf: LeafLayout, x: Any) -> Any:
             if leaf.leading:
                 return numpy.broadcast_to(x, leaf.global_shape(self.axes))
-            return pad(x, self.axes[leaf.split.axis], numpy, leaf.split.dim) if leaf.split else x
+            if leaf.split is None:
+                return x
+            dim, axis, copies = leaf.split
+            padded = pad(x, self.axes[axis] // copies, numpy, dim)
+            return numpy.concatenate([padded] * copies, dim) if copies > 1 else padded
 
         return self._map(made, tree)
 
@@ -194,7 +208,7 @@ class Layout:
             if leaf.leading:
                 is_mean = jnp.issubdtype(x.dtype, jnp.floating) and not leaf.are_copies
                 return jnp.mean(x, axis=0) if is_mean else x[0]
-            return unpad(x, leaf.shape) if leaf.split else x
+            return unpad(x, leaf.shape) if leaf.split else x  # of several copies, the first one
 
         return self._map(canonical, tree)
 
@@ -254,12 +268,15 @@ def made_by_replicas(axes: Mapping[str, int], make: Callable[[], Tree], axis: st
     return per_replica(axes, like, *outer, axis)
 
 
-def sharded(axes: Mapping[str, int], like: Any, axis: str) -> Layout:
-    """Return the layout of a tree sharded over `axis` along each array's longest dim. Scalars are replicated."""
+def sharded(axes: Mapping[str, int], like: Any, axis: str, copies: int = 1) -> Layout:
+    """Return the layout of a tree sharded over `axis` along each array's longest dim. Scalars are replicated.
+
+    copies: as in `DimSplit`.
+    """
 
     def leaf(x: Any) -> LeafLayout:
         dim = split_dim(x.shape)
-        return LeafLayout(x.shape, x.dtype, split=None if dim is None else DimSplit(dim, axis))
+        return LeafLayout(x.shape, x.dtype, split=None if dim is None else DimSplit(dim, axis, copies))
 
     return Layout(axes, jax.tree.map(leaf, like))
 
@@ -275,11 +292,11 @@ def on_some(axes: Mapping[str, int], like: Tree, axis: str, numbers: Sequence[in
     return Layout(axes, jax.tree.map(lambda x: LeafLayout(x.shape, x.dtype, holders=holders), like))
 
 
-def by_kind(kind: str, axes: Mapping[str, int], like: Any, axis: str) -> Layout:
-    """Return the layout of the given kind: REPLICATED, or PER_REPLICA or SHARDED over `axis`."""
+def by_kind(kind: str, axes: Mapping[str, int], like: Any, axis: str, copies: int = 1) -> Layout:
+    """Return the layout of the given kind: REPLICATED, or PER_REPLICA or SHARDED over `axis`, with `copies` copies."""
     if kind == REPLICATED:
         return replicated(axes, like)
-    return per_replica(axes, like, axis) if kind == PER_REPLICA else sharded(axes, like, axis)
+    return per_replica(axes, like, axis) if kind == PER_REPLICA else sharded(axes, like, axis, copies)
 
 
 # ---- shards -------------------------------------------------------------------------------------

@@ -170,7 +170,7 @@ def _relief(plan: Plan[object], device: int) -> str:
             "try a higher config.pipeline.num_microbatches, config.pipeline.remat='full' or a lower config.batch_size"
         )
     ways = ["more stages (config.strategy='pipeline', config.mesh.stage)", "a smaller config.model"]
-    if not plan.exchange.startswith("zero3") and plan.strategy != "pipeline":
+    if not plan.exchange.startswith(("zero3", "hsdp")) and plan.strategy != "pipeline":
         ways.insert(0, "a sharded state (config.strategy='data_parallel', config.exchange='zero3')")
     return "try " + " or ".join(ways)
 

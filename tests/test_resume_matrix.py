@@ -45,6 +45,7 @@ SYNCHRONOUS = {
     "zero1 2": ["mesh.data=2", "exchange=zero1"],
     "zero2 4": ["mesh.data=4", "exchange=zero2", f"optimizer.accumulation_steps={MICROBATCHES}"],
     "zero3 8": ["mesh.data=8", "exchange=zero3"],
+    "hsdp 2 x 2": ["mesh.data=4", "exchange=hsdp", "exchange_options.group=2"],
     "gpipe 4": [PIPELINE, "mesh.data=1", "mesh.stage=4", "pipeline.schedule=gpipe"],
     "1f1b 2 x 2": [PIPELINE, "mesh.data=2", "mesh.stage=2", "pipeline.schedule=1f1b"],
     "interleaved 2": [PIPELINE, "mesh.data=1", "mesh.stage=2", "pipeline.schedule=interleaved_1f1b"],

@@ -58,6 +58,7 @@ class Exchange(NamedTuple):
       fetch: (shapes of a layer's arrays, the replica's shards) -> the arrays; None: the replica holds full arrays.
       branches: {name of a conditional in the compiled program: the share of steps in which each branch is taken}.
       offload: whether the optimizer state is kept in host memory between steps.
+      copies: number of groups of replicas that each hold all shards, if `params` or `optimizer` are sharded.
     """
 
     init: Callable[[Tree], DistributedState]
@@ -69,6 +70,7 @@ class Exchange(NamedTuple):
     fetch: Callable[[Tree, Tree], Tree] | None = None
     branches: Mapping[str, tuple[float, ...]] = {}
     offload: bool = False
+    copies: int = 1
 
 
 def averaged(all_reduce: AllReduce, optimizer: optax.GradientTransformation) -> Exchange:

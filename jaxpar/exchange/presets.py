@@ -5,6 +5,7 @@ horovod_adasum, bagua_qadam, ..  wrap an optimizer (AROUND)
 dp                               is a program for the master device (jaxpar/strategies/master.py)
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from jaxpar.layout import Tree
 from jaxpar.plan import Traffic
 
 MIB = 2**20
+NODE = 8  # GPUs of most nodes
 BYTEPS_PARTITION, MIN_COMPRESS_BYTES = 4_096_000, 65_536  # the defaults of BytePS
 # Elements that share a scale (1-bit gradients, 1-bit momentum), and a range (8-bit). The gradient of most rows of an
 # embedding is zero, so the scale of 1-bit gradients should be that of one row or less.
@@ -256,9 +258,33 @@ def zero3(
     block: int = BLOCK,
 ) -> Exchange:
     """Return ZeRO stage 3: each replica also holds only 1/n of the parameters, which are gathered layer by layer."""
-    coded = min_max_uint8(block)
-    codes = Codes(coded if quantized_weights else None, coded if quantized_gradients else None)
+    codes = _codes(quantized_weights, quantized_gradients, block)
     return zero(axis, 3, rule.optimizer, rule.params, bucket_bytes, offload=offload, codes=codes)
+
+
+def hsdp(
+    axis: Axis,
+    rule: Rule,
+    *,
+    bucket_bytes: int = 25 * MIB,
+    group: int = 0,
+    offload: bool = False,
+    quantized_weights: bool = False,
+    quantized_gradients: bool = False,
+    block: int = BLOCK,
+) -> Exchange:
+    """Return hybrid sharding: ZeRO stage 3 within groups of replicas, each of which has a copy of all arrays.
+
+    group: replicas per group; 0: the greatest common divisor of the number of replicas and NODE.
+    """
+    group = group or math.gcd(axis.size, NODE)
+    codes = _codes(quantized_weights, quantized_gradients, block)
+    return zero(axis, 3, rule.optimizer, rule.params, bucket_bytes, offload=offload, codes=codes, group=group)
+
+
+def _codes(weights: bool, gradients: bool, block: int) -> Codes:
+    coded = min_max_uint8(block)
+    return Codes(coded if weights else None, coded if gradients else None)
 
 
 def _adam(axis: Axis, rule: Rule, lossy: AllReduce, bucket_bytes: int, warmup: float) -> Exchange:
@@ -301,6 +327,7 @@ AROUND = {
     "zero1": AroundOptimizer(zero1, divides=True),
     "zero2": AroundOptimizer(zero2, divides=True),
     "zero3": AroundOptimizer(zero3, divides=True),
+    "hsdp": AroundOptimizer(hsdp, divides=True),
     "onebit_adam": AroundOptimizer(onebit_adam, has_adamw=True),
     "powersgd": AroundOptimizer(powersgd),
 }

@@ -97,7 +97,9 @@ def all_gather_coded(axis: Axis, compressor: Compressor, vectors: Sequence[jax.A
     compressor: a compressor without state, which compresses each vector separately.
     """
     payloads = [compressor.encode(vector, ())[0] for vector in vectors]
-    received = jax.lax.all_gather(jnp.concatenate([to_bytes(payload) for payload in payloads]), axis.name)
+    received = jax.lax.all_gather(
+        jnp.concatenate([to_bytes(payload) for payload in payloads]), axis.name, axis_index_groups=axis.groups
+    )
     return _decode(compressor, received, [len(vector) for vector in vectors])
 
 
@@ -110,7 +112,7 @@ def reduce_scatter_coded(axis: Axis, compressor: Compressor, arrays: Sequence[ja
     def encode(rows: list[jax.Array]) -> jax.Array:
         return jnp.concatenate([to_bytes(compressor.encode(row, ())[0]) for row in rows])
 
-    received = jax.lax.all_to_all(jax.vmap(encode)(list(arrays)), axis.name, 0, 0)
+    received = jax.lax.all_to_all(jax.vmap(encode)(list(arrays)), axis.name, 0, 0, axis_index_groups=axis.groups)
     return [rows.sum(0) for rows in _decode(compressor, received, [x.shape[1] for x in arrays])]
 
 

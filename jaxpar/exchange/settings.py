@@ -46,10 +46,10 @@ def obstacle(name: str, num_replicas: int, settings: Mapping[str, Any]) -> tuple
         return "group", f"is {group}; it must divide the number of replicas, {num_replicas}"
     if group > 1 and settings.get("algorithm") == "ring":
         return "algorithm", f"is 'ring'; it must be 'psum' with group={group}"
-    if name == "zero3" and "block" in settings and not any(settings.get(key) for key in QUANTIZED):
+    if name in ("zero3", "hsdp") and "block" in settings and not any(settings.get(key) for key in QUANTIZED):
         return (
             "block",
-            f"is {settings['block']}; it must be None with exchange 'zero3' without {' or '.join(QUANTIZED)}",
+            f"is {settings['block']}; it must be None with exchange {name!r} without {' or '.join(QUANTIZED)}",
         )
     if name == "horovod_adasum" and num_replicas & (num_replicas - 1):
         return "exchange", f"is {name!r} with {num_replicas} replicas; their number must be a power of 2"

@@ -6,6 +6,9 @@ optimizer state, stage 2 also the accumulated gradients, stage 3 also the parame
 An array is sharded along its longest dim, padded to a multiple of n, so a shard has as many dims as the array. Scalars
 are not sharded: every replica holds them, and their gradients are summed by a psum.
 
+With groups, stage 3 is hybrid sharded data parallelism (HSDP), as in PyTorch's FSDP (Zhao et al., 2023, section 3.2):
+each group of replicas, such as a node, shards its own copy of all arrays, so arrays are gathered only within groups.
+
 Stage 3 can send parameters and gradients with 8 bits per element, as in ZeRO++ (Wang et al., "ZeRO++: Extremely
 Efficient Collective Communication for Giant Model Training", 2023).
 """
@@ -73,7 +76,7 @@ class Shards:
 
     def local(self, tree: Tree) -> Tree:
         """Return this replica's shards of full arrays."""
-        replica = jax.lax.axis_index(self._axis.name)
+        replica = self._axis.position()
         leaves = dict(enumerate(jax.tree.leaves(tree)))
         for number in [number for bucket in self._buckets for number in bucket]:
             shard = jax.lax.dynamic_index_in_dim(self._flat_shards(leaves[number]), replica, keepdims=False)
@@ -81,20 +84,31 @@ class Shards:
         return jax.tree.unflatten(self._structure, leaves.values())
 
     def add_up_whole(self, tree: Tree) -> Tree:
-        """Sum unsharded arrays over replicas, and leave shards unchanged."""
+        """Sum unsharded arrays over all replicas, and leave shards unchanged."""
         return jax.tree.map(lambda x: x if x.ndim else jax.lax.psum(x, self._axis.name), tree)
+
+    def add_up_shards(self, tree: Tree, between: Axis) -> Tree:
+        """Sum shards over the replicas of `between`, which hold the same shards, and leave other arrays unchanged."""
+        leaves = jax.tree.leaves(tree)
+        for bucket in self._buckets:
+            vector = jnp.concatenate([leaves[number].reshape(-1) for number in bucket])
+            total = jax.lax.psum(vector, between.name, axis_index_groups=between.groups)
+            for number, part in zip(bucket, self._split(total, bucket), strict=True):
+                leaves[number] = part.reshape(self._shapes[number])
+        return jax.tree.unflatten(self._structure, leaves)
 
     def norm(self, tree: Tree) -> jax.Array:
         """Return the norm of the full arrays, given each replica's shards."""
         local = [x if x.ndim else x / math.sqrt(self._axis.size) for x in jax.tree.leaves(tree)]
-        return jnp.sqrt(jax.lax.psum(optax.tree.norm(local) ** 2, self._axis.name))
+        square = optax.tree.norm(local) ** 2
+        return jnp.sqrt(jax.lax.psum(square, self._axis.name, axis_index_groups=self._axis.groups))
 
     def scatter(self, tree: Tree) -> Tree:
         """Return this replica's shards of the sum of full arrays over replicas."""
         leaves = jax.tree.leaves(self.add_up_whole(tree))
         for bucket in self._buckets:
             vectors = jnp.concatenate([self._flat_shards(leaves[number]) for number in bucket], axis=1)
-            shards = self._split(jax.lax.psum_scatter(vectors, self._axis.name), bucket)
+            shards = self._split(self._scatter(vectors), bucket)
             for number, shard in zip(bucket, shards, strict=True):
                 leaves[number] = self._shard(shard, number)
         return jax.tree.unflatten(self._structure, leaves)
@@ -109,9 +123,13 @@ class Shards:
                 leaves[number] = self._full(shards, number)
         return jax.tree.unflatten(self._structure, leaves)
 
+    def _scatter(self, vectors: jax.Array) -> jax.Array:
+        """Return the sum over replicas of this replica's row [L] of vectors [n, L]."""
+        return jax.lax.psum_scatter(vectors, self._axis.name, axis_index_groups=self._axis.groups)
+
     def _gather(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
         """Return the vectors [L] of all replicas, [n, L]."""
-        gathered = jax.lax.all_gather(jnp.concatenate(vectors), self._axis.name)
+        gathered = jax.lax.all_gather(jnp.concatenate(vectors), self._axis.name, axis_index_groups=self._axis.groups)
         return jnp.split(gathered, np.cumsum([len(vector) for vector in vectors])[:-1], axis=1)
 
     def _gather_coded(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
@@ -127,7 +145,7 @@ class Shards:
         def backward(_: None, slopes: Sequence[jax.Array]) -> tuple[list[jax.Array]]:
             if grads:
                 return (reduce_scatter_coded(axis, grads, slopes),)
-            total = jax.lax.psum_scatter(jnp.concatenate(slopes, axis=1), axis.name)
+            total = self._scatter(jnp.concatenate(slopes, axis=1))
             return (jnp.split(total, np.cumsum([x.shape[1] for x in slopes])[:-1]),)
 
         gather = jax.custom_vjp(forward)
@@ -169,6 +187,7 @@ def zero(
     *,
     offload: bool = False,
     codes: Codes = UNCODED,
+    group: int = 0,
 ) -> Exchange:
     """Return a stage of ZeRO around an elementwise optimizer.
 
@@ -185,9 +204,15 @@ def zero(
       num_bytes: size limit of the bucket that a collective sends.
       offload: whether the optimizer state is kept in host memory between updates.
       codes: what stage 3 sends compressed.
+      group: in stage 3, the number of neighbours that share one copy of all arrays; 0: all replicas do. Groups sum
+        their gradients once per update, with an all-reduce.
     """
     optimizer = optax.with_extra_args_support(optimizer)
-    shards = Shards(axis, tree, num_bytes)
+    group = group or axis.size
+    is_grouped, within, between = group < axis.size, axis, axis
+    if is_grouped:
+        within, between = axis.within(group), axis.between(group)
+    shards = Shards(within, tree, num_bytes)
 
     def init(params: Tree) -> DistributedState:
         return DistributedState(optimizer.init(params if stage == 3 else shards.local(params)), ())
@@ -195,6 +220,8 @@ def zero(
     def update(grads: Tree, state: DistributedState, params: Tree, **extra: Any) -> ExchangeUpdate:
         if stage != 2:  # stage 2's gradients are scattered already
             grads = shards.scatter(grads) if stage == 1 else shards.add_up_whole(grads)
+        if is_grouped:
+            grads = shards.add_up_shards(grads, between)
         grads = jax.tree.map(lambda g: g / axis.size, grads)
         grad_norm = shards.norm(grads)
         local = params if stage == 3 else shards.local(params)
@@ -203,23 +230,29 @@ def zero(
         return ExchangeUpdate(updates, DistributedState(inner, ()), grad_norm)
 
     def fetch(shapes: Tree, local: Tree) -> Tree:
-        return Shards(axis, shapes, num_bytes, codes).gather(local)
+        return Shards(within, shapes, num_bytes, codes).gather(local)
 
     def traffic(params: Tree, num_microbatches: int = 1) -> list[Traffic]:
-        whole = Shards(axis, params, num_bytes)
+        whole = Shards(within, params, num_bytes)
         together = list(params.values()) if stage == 3 else [params]  # scattered, or gathered, one after another
-        num_vectors = sum(Shards(axis, tree, num_bytes).num_vectors for tree in together)
+        num_vectors = sum(Shards(within, tree, num_bytes).num_vectors for tree in together)
 
         def ring(kind: str, times: int, coded_kind: str = "", compressor: Compressor | None = None) -> Traffic:
             nbytes, dtype = whole.nbytes, "float32"
             if compressor:
-                kind, nbytes, dtype = coded_kind, axis.size * coded_nbytes(compressor, whole.lengths), "uint8"
-            return ring_traffic(kind, times, axis.name, axis.size, nbytes, dtype, num_vectors=num_vectors)
+                kind, nbytes, dtype = coded_kind, group * coded_nbytes(compressor, whole.lengths), "uint8"
+            return ring_traffic(kind, times, axis.name, group, nbytes, dtype, num_vectors=num_vectors)
 
         scatter = ring("reduce-scatter", 1 if stage == 1 else num_microbatches, "all-to-all", codes.grads)
         gather = ring("all-gather", 2 * num_microbatches if stage == 3 else 1, "all-gather", codes.params)
         # On CPUs XLA drops the barriers between a layer's gathers for forward and backward, and may merge them.
-        return [scatter, gather._replace(required=0.5 if stage == 3 else 1.0)]
+        sent = [scatter, gather._replace(required=0.5 if stage == 3 else 1.0)]
+        if is_grouped:
+            nbytes, num_vectors = whole.nbytes / group, whole.num_vectors
+            sent.append(
+                ring_traffic("all-reduce", 2, axis.name, between.size, nbytes, "float32", num_vectors=num_vectors)
+            )
+        return sent
 
     return Exchange(
         init,
@@ -230,6 +263,7 @@ def zero(
         scatter=shards.scatter if stage == 2 else None,
         fetch=fetch if stage == 3 else None,
         offload=offload,
+        copies=axis.size // group,
     )
 
 

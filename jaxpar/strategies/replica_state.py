@@ -19,8 +19,8 @@ from jaxpar.strategies.placement import PlacedState
 
 def make_layouts(exchange: Exchange, axes: dict[str, int], like: State) -> dict[str, Layout]:
     """Return the layouts of the parts of the state with an exchange. like: shapes of the canonical state."""
-    params = layout.by_kind(exchange.params, axes, like.params, DATA)
-    optimizer = layout.by_kind(exchange.optimizer, axes, like.optimizer, DATA)
+    params = layout.by_kind(exchange.params, axes, like.params, DATA, exchange.copies)
+    optimizer = layout.by_kind(exchange.optimizer, axes, like.optimizer, DATA, exchange.copies)
 
     def private() -> Any:
         held = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params.local_shapes)

@@ -383,7 +383,7 @@ def test_strategies_that_differ_have_no_tolerance(words: str, certify: Any, caps
 
 def test_exchanges_that_differ() -> None:
     same = {name for name in EXCHANGES if not presets.exchange_differs(name, {})}
-    assert same == {"ddp", "dp", "horovod", "byteps", "zero1", "zero2", "zero3"}
+    assert same == {"ddp", "dp", "horovod", "byteps", "zero1", "zero2", "zero3", "hsdp"}
     assert set(presets.DIFFERS) | same == set(EXCHANGES)
 
 

@@ -30,7 +30,7 @@ def loss(params: Any, inputs: Any, targets: Any) -> Any:
 
 def test_names_are_all_there_are() -> None:
     names = {*EXACT, *CODED, *OWN}
-    assert set(EXCHANGES) - names == {"dp", "zero1", "zero2", "zero3", "onebit_adam", "bagua_qadam", "powersgd"}
+    assert set(EXCHANGES) - names == {"dp", "zero1", "zero2", "zero3", "hsdp", "onebit_adam", "bagua_qadam", "powersgd"}
     assert names < set(EXCHANGES)
 
 

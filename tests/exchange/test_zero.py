@@ -164,10 +164,11 @@ def test_stages_with_whole_parameters(n: int, stage: int) -> None:
         assert_padding_is_zero(n, moment)
 
 
-@pytest.mark.parametrize("n", [3, 8])
-def test_stage_with_divided_parameters(n: int) -> None:
+@pytest.mark.parametrize(("n", "group"), [(3, 3), (8, 8), (6, 3), (8, 2), (4, 1)])
+def test_stage_with_divided_parameters(n: int, group: int) -> None:
     """Gradients are taken through `fetch` with respect to the replica's shards, as in a training step."""
-    exchange = zero(axis(n), 3, OPTIMIZER, draw(), 300)
+    exchange = zero(axis(n), 3, OPTIMIZER, draw(), 300, group=group)
+    assert exchange.copies == n // group
     fetch = exchange.fetch
     assert fetch is not None
     shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, draw()))
@@ -180,14 +181,16 @@ def test_stage_with_divided_parameters(n: int) -> None:
             local = optax.apply_updates(local, made.updates)
             return (local, made.state), (fetch(shapes, local), made.grad_norm)
 
-        local = Shards(axis(n), params, 300).local(params)
+        local = Shards(axis(n).within(group), params, 300).local(params)
         return jax.lax.scan(step, (local, exchange.init(local)), grads)
 
     (local, state), (params, norms) = on_replicas(n, replica, repeated(n, draw()), gradients(n))
     assert_as_on_one_device(n, only(params), norms)
     adam = state.optimizer[1][0]
     for tree in (local, adam.mu, adam.nu):
-        assert_padding_is_zero(n, tree)
+        for name, x in tree.items():
+            np.testing.assert_array_equal(x, np.tile(x[:group], (n // group, *[1] * (x.ndim - 1))), err_msg=name)
+        assert_padding_is_zero(group, {name: x[:group] for name, x in tree.items()})
 
 
 @pytest.mark.parametrize(("stage", "scattered", "gathered"), [(1, 1, 1), (2, 5, 1), (3, 5, 10)])

@@ -76,6 +76,7 @@ EXACT = {
     "zero2": (BERT, replicated("zero2", TWICE)),
     "zero2, offload": (MLP, replicated("zero2", option("offload", "True"))),
     "zero3": (MLP_SGD, replicated("zero3", TWICE)),
+    "hsdp": (MLP, replicated("hsdp", option("group", 2), TWICE)),
     "zero3, gpt, remat": (GPT, replicated("zero3", "--config.model.remat=dots", n=8)),
     "zero3, resnet": (RESNET, replicated("zero3", option("bucket_bytes", 1000))),
 }

@@ -55,6 +55,8 @@ KINDS = {
     "exchange zero2": (REPLICATED, SHARDED),
     "exchange zero2, offload": (REPLICATED, SHARDED),
     "exchange zero3": (SHARDED, SHARDED),
+    "exchange hsdp": (SHARDED, SHARDED),
+    "exchange hsdp, groups": (SHARDED, SHARDED),
     "exchange horovod_adasum": (REPLICATED, PER_REPLICA),
     "exchange bagua_decentralized": (PER_REPLICA, PER_REPLICA),
     "exchange bagua_low_precision_decentralized": (PER_REPLICA, PER_REPLICA),
@@ -83,7 +85,7 @@ def expected_shards(leaf: LeafLayout, axes: Mapping[str, int]) -> dict[int, tupl
             continue
         shape, begin = list(leaf.shape), [0] * len(leaf.shape)
         if leaf.split:
-            share = math.ceil(shape[leaf.split.dim] / axes[leaf.split.axis])
+            share = math.ceil(shape[leaf.split.dim] / (axes[leaf.split.axis] // leaf.split.copies))
             shape[leaf.split.dim], begin[leaf.split.dim] = share, share * number[leaf.split.axis]
         shards[device] = ((1,) * len(leaf.leading) + tuple(shape), (*[number[axis] for axis in leaf.leading], *begin))
     return shards
