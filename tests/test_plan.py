@@ -119,6 +119,8 @@ def test_a_plan_without_devices(name: str, plans: dict[str, dict[str, object]]) 
         assert memory[0]["transfers"] > 0
         assert set(plan["sent"]) == {"data", "stage"}
         assert all(of[1] > 0 for of in plan["sent"].values())
+    elif "hsdp" in name:  # in 8 groups of 8 devices
+        assert params / 8 <= held < 1.5 * params / 8
     elif "zero3" in name:
         assert params / NUM_DEVICES <= held < 1.5 * params / NUM_DEVICES
     else:
