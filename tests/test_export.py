@@ -1,5 +1,6 @@
 """Tests reading checkpoints without jaxpar: with the programs of docs/checkpoints.md and after scripts/export.py."""
 
+import ast
 import importlib.util
 import json
 import os
@@ -89,6 +90,21 @@ def test_safetensors_read_it_as_the_docs_say(
     shape = arrays_of(workdir, 8)["params.embed.tokens"].shape
     assert python(docs("### With safetensors"), workdir) == [f"8 {shape}"]
     file.unlink()
+
+
+def test_the_readme_predicts(
+    workdir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [block] = [one.split("```")[0] for one in (ROOT / "README.md").read_text().split("```python\n")[1:]]
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "quickstart").symlink_to(workdir)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
+    predictions = [ast.literal_eval(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(predictions) == 2
+    for prediction in predictions:
+        assert prediction["class"] in {"red", "green", "blue", "none"}
+        assert 1 / 4 <= prediction["probability"] <= 1  # the largest of four
 
 
 @pytest.mark.parametrize("step", [None, *STEPS])

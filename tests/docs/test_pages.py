@@ -15,6 +15,7 @@ PAGES = [str(path.relative_to(ROOT)) for path in documents()]
 LANGUAGES = {"bash", "console", "json", "python", "text", "yaml"}
 # Pages whose Python does not run alone.
 PARTS = {
+    "README.md": "reads the checkpoint of a run, as tests/test_export.py does",
     "CONTRIBUTING.md": "parts of new files; its guides were followed by hand",
     "docs/checkpoints.md": "reads the checkpoint of a run, as tests/test_export.py does",
 }
