@@ -7,6 +7,7 @@ scripts/train --config=configs/gpt_wordnet.py:llama --workdir=runs/llama
 from ml_collections import ConfigDict
 
 from jaxpar.config import default_config
+from jaxpar.errors import UserError
 
 
 def get_config(preset: str = "") -> ConfigDict:
@@ -26,5 +27,5 @@ def get_config(preset: str = "") -> ConfigDict:
         config.model.positions = "rotary"
         config.model.num_kv_heads = 1
     elif preset:
-        raise ValueError(f"preset is {preset!r}; it must be empty or 'llama'")
+        raise UserError(f"the preset of --config is {preset!r}; it must be 'llama', or left out")
     return config

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from jaxpar.errors import UserError, nearest
 
+EXAMPLE = "--config=configs/quickstart.py --workdir=runs/quickstart"  # flags that scripts/train requires
 OVERRIDE = " or --config.KEY=VALUE"  # what else an argument can be if a script takes overrides
 
 
@@ -29,13 +30,23 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
         self._others = others
-        self._examples: dict[str, str] = {}
+        self._required: dict[str, tuple[str, str, str]] = {}  # arguments of `missing`, by name in argparse's errors
 
-    def require(self, name: str, example: str, **options: Any) -> None:
-        """Add a flag or an argument that must be set. example: an argument that sets it, for the error message."""
-        required: dict[str, Any] = {"required": True} if name.startswith("-") else {}  # arguments always are
-        self.add_argument(name, **options, **required)
-        self._examples[name] = example
+    def require(self, name: str, example: str, *, rule: str = "set", **options: Any) -> None:
+        """Add a flag, or an argument without a flag, that the command line must contain.
+
+        Args:
+          name: `--FLAG`, or the name of the argument.
+          example: a part of a command line that contains it, for the error message.
+          rule: what it must be, for the error message.
+          options: as for `add_argument`.
+        """
+        if name.startswith("-"):
+            self.add_argument(name, required=True, **options)
+            self._required[name] = (name, example, rule)
+        else:
+            self.add_argument(name, metavar=name.upper(), **options)
+            self._required[name.upper()] = (f"the argument {name.upper()}", example, rule)
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse `argv`, by default the command line of this process."""
@@ -59,8 +70,7 @@ class Parser(argparse.ArgumentParser):
         """Raise a UserError for an error of argparse: `argument NAME: REASON`, or a list of missing arguments."""
         name, _, reason = message.removeprefix("argument ").partition(": ")
         if not message.startswith("argument "):
-            missing = reason.split(", ")[0]
-            raise UserError(f"{missing} is missing; it must be set, as in {self._examples[missing]}")
+            raise missing(*self._required[reason.split(", ")[0]])
         if reason.startswith("expected"):
             raise no_value(name)
         if reason.startswith("ignored explicit argument "):
@@ -76,6 +86,11 @@ def unknown(argument: str, flags: Iterable[str], others: str) -> UserError:
     flag = argument.partition("=")[0]
     hint = nearest(flag, [known for known in flags if known != "--help"])
     return UserError(f"{flag} is not a flag; it must be one that --help lists{others}{hint and '.' + hint}")
+
+
+def missing(name: str, example: str, rule: str = "set") -> UserError:
+    """Return the error for a flag or an argument that the command line must contain. See `Parser.require`."""
+    return UserError(f"{name} is missing; it must be {rule}, as in {example}")
 
 
 def no_value(flag: str) -> UserError:

@@ -141,7 +141,7 @@ def _parse(key: str, text: str, kind: type, now: Any) -> Any:
             return tuple(name.strip() for name in text.strip("()").split(","))
         if kind is float and text.lower() in ("inf", "nan"):
             return float(text)
-    example = f", such as {now!r}" if now is not None else ""
+    example = f", such as {now!r}" if now and kind is not bool else ""  # 0 often means that a key is not set
     items = {str: " of strings", int: " of integers"}.get(type(now[0]), "") if kind is tuple and now else ""
     names = {int: "an integer", float: "a number", bool: "true or false", tuple: f"a tuple{items}"}
     raise UserError(f"config.{key} is {text!r}; it must be {names[kind]}{example}")

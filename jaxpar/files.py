@@ -26,16 +26,36 @@ def disk_error(error: BaseException) -> str | None:
     return next((os.strerror(number) for number in numbers if number in DISK_ERRORS), None)
 
 
-def unreadable(error: Exception) -> str:
-    """Return the reason why a user's CSV file cannot be read and what it must be, as the end of an error message.
+_STATES = {
+    errno.ENOENT: "which does not exist",
+    errno.EISDIR: "which is a directory",
+    errno.EEXIST: "which is a file",
+    errno.ENOTDIR: "which is inside a file",
+}
 
-    For an error in the contents of the file, this is the text of `error`.
+
+def path_error(error: OSError) -> str:
+    """Return the reason why a path cannot be used, as a clause that follows the path in an error message."""
+    return _STATES.get(error.errno or 0, f"which cannot be used ({error.strerror})")
+
+
+def unreadable(path: str | Path, error: Exception) -> str:
+    """Return the path of a user's CSV file, why it cannot be read and what it must be: the end of an error message.
+
+    For an error in the contents of the file, the reason is the text of `error`.
     """
     if isinstance(error, OSError):
-        return f"{error.strerror}; it must be the path of a CSV file"
+        return f"{str(path)!r}, {path_error(error)}; it must be the path of a CSV file"
     if isinstance(error, UnicodeDecodeError):
-        return f"byte {error.object[error.start]:#x} is not UTF-8; the file must be CSV in UTF-8"
-    return str(error)
+        return f"{str(path)!r}: byte {error.object[error.start]:#x} is not UTF-8; the file must be CSV in UTF-8"
+    return f"{str(path)!r}: {error}"
+
+
+def unwritable(path: Path, error: OSError) -> str:
+    """Return what the path of a file must be if it cannot be written, as the end of an error message."""
+    if not path.parent.is_dir():
+        return f"in an existing directory, and '{path.parent}' is not one"
+    return f"a writable file: {error.strerror}"
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
@@ -87,7 +107,9 @@ def locked(workdir: Path) -> Iterator[None]:
         workdir.mkdir(parents=True, exist_ok=True)
         file = (workdir / ".lock").open("a")
     except OSError as error:
-        raise UserError(f"--workdir is {str(workdir)!r}; it must be a writable directory: {error.strerror}") from error
+        raise UserError(
+            f"--workdir is {str(workdir)!r}, {path_error(error)}; it must be a writable directory"
+        ) from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

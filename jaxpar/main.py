@@ -111,9 +111,7 @@ def _main(argv: list[str]) -> int:
         raise command_line.unknown(rest[0], (), OVERRIDE)
     for name in ("config", "workdir"):
         if not values[name].value:
-            raise UserError(
-                f"--{name} is missing; it must be set, as in --config=configs/quickstart.py --workdir=runs/quickstart"
-            )
+            raise command_line.missing(f"--{name}", command_line.EXAMPLE)
     stopped = values.stopped_exit_code
     if is_failure(stopped):
         raise UserError(

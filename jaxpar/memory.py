@@ -28,7 +28,7 @@ def check_host_memory(what: str, needed: int, purpose: str = "") -> None:
     if needed > available:
         use = f"host memory for {purpose}" if purpose else "host memory"
         raise UserError(
-            f"{what}, which needs {format_bytes(needed)} of {use}; it must need at most {format_bytes(available)}, the "
+            f"{what}, which needs {format_bytes(needed)} of {use}; it must fit in {format_bytes(available)}, the "
             "memory of this machine"
         )
 

@@ -158,7 +158,7 @@ def refuse_memory(plan: Plan[object], cluster: Cluster) -> Refusals[None]:
     parts = [f"{part} {format_bytes(n)}" for part, n in plan.memory[device].items() if n and not part.endswith(ON_HOST)]
     yield UserError(
         f"config.strategy is {plan.strategy!r}, which needs {format_bytes(needed)} on device {device} "
-        f"({', '.join(parts)}); it must need at most {format_bytes(cluster.memory_bytes)}, the memory of "
+        f"({', '.join(parts)}); it must fit in {format_bytes(cluster.memory_bytes)}, the memory of "
         f"{owner}; " + _relief(plan, device)
     )
 

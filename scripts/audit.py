@@ -1,4 +1,4 @@
-"""Audits the traffic and memory of a training step: compiles the step without running it and compares with theory.
+r"""Audits the traffic and memory of a training step: compiles the step without running it and compares with theory.
 
     scripts/python scripts/audit.py --config=configs/quickstart.py --config.mesh.data=4 \
         --config.mesh.virtual_cpu_devices=4 --config.exchange=bagua_bytegrad [--json]

@@ -1,4 +1,4 @@
-"""Certifies a strategy: runs it and a single-device reference on the same batches, and reports the differences.
+r"""Certifies a strategy: runs it and a single-device reference on the same batches, and reports the differences.
 
     scripts/python scripts/certify.py --config=configs/quickstart.py [--num_steps=10] [--output=certificate.json] \
         [--config.KEY=VALUE ...]
@@ -30,8 +30,6 @@ from jaxpar.errors import UserError, exit_code, format_count
 from jaxpar.measure import provenance
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build
-
-COLUMNS = {"optimizer": "moments", "alone": "drift"}  # headings that differ from the quantity
 
 
 def main() -> int:
@@ -69,7 +67,7 @@ def check(config: ConfigDict, arguments: argparse.Namespace) -> None:
     if not arguments.output.parent.is_dir():
         raise UserError(
             f"--output is '{arguments.output}'; it must be in an existing directory, and '{arguments.output.parent}' "
-            "does not exist"
+            "is not one"
         )
 
 
@@ -123,7 +121,7 @@ def format_certificate(certified: dict[str, Any]) -> str:
         "",
     ]
     present = [q for q in QUANTITIES if any(q in errors for errors in layers.values())]
-    heading = ["layer", *(COLUMNS.get(q, q) for q in present)]
+    heading = ["layer", *present]
     lines += [format_table([heading, *([name, *(cell(of.get(q)) for q in present)] for name, of in layers.items())])]
     if certified["differs"]:
         return "\n".join([*lines, "", f"verdict    no tolerance applies: {certified['differs']}"])

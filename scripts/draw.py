@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from jaxpar.errors import UserError, exit_code
+from jaxpar.files import unwritable
 from jaxpar.pipeline import flags as options
 from jaxpar.pipeline.tables import draw
 
@@ -33,7 +34,7 @@ def main() -> None:
         else:
             draw.save_charts(arguments.out, [(title, simulation.timeline)])
     except OSError as error:
-        raise UserError(f"--out is '{arguments.out}'; it must be a writable file: {error.strerror}") from error
+        raise UserError(f"--out is '{arguments.out}'; it must be {unwritable(arguments.out, error)}") from error
 
 
 if __name__ == "__main__":

@@ -30,9 +30,9 @@ from jaxpar.errors import UserError, exit_code
 def export(workdir: Path, file: Path, step: int | None) -> None:
     """Write `file` atomically. Raises UserError if it exists or cannot be written, or if there is no checkpoint."""
     if file.exists():
-        raise UserError(f"file is '{file}', which exists; it must be a new file")
+        raise UserError(f"FILE is '{file}', which exists; it must be a new file")
     if not file.parent.is_dir():
-        raise UserError(f"file is '{file}'; it must be in an existing directory, and '{file.parent}' does not exist")
+        raise UserError(f"FILE is '{file}'; it must be in an existing directory, and '{file.parent}' is not one")
     saved = checkpoint.of_run(workdir, step)
     arrays = {name: np.asarray(x, order="C") for name, x in flatten_dict(saved.tree, sep=".").items()}
     assert len(arrays) == len(jax.tree.leaves(saved.tree)), "array names are not unique"
@@ -45,15 +45,16 @@ def export(workdir: Path, file: Path, step: int | None) -> None:
         temporary.replace(file)
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)
-        raise UserError(f"file is '{file}'; it must be a writable file: {error}") from error
+        raise UserError(f"FILE is '{file}'; it must be a writable file: {error}") from error
     print(f"{file}: {len(arrays)} arrays of step {saved.step}, {file.stat().st_size / 1e6:.1f} MB")
 
 
 def main() -> None:
     """Run the command line."""
     parser = Parser(__doc__)
-    parser.require("workdir", "runs/quickstart", type=Path, help="workdir of a run")
-    parser.require("file", "quickstart.safetensors", type=Path, help="file to write; it must not exist")
+    example = "scripts/export.py runs/quickstart quickstart.safetensors"
+    parser.require("workdir", example, rule="the workdir of a run", type=Path, help="workdir of a run")
+    parser.require("file", example, rule="a new file", type=Path, help="file to write; it must not exist")
     parser.add_argument(
         "--step", type=integer(0), help="step of the checkpoint (default: the newest complete checkpoint)"
     )

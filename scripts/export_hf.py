@@ -34,8 +34,9 @@ def export(workdir: Path, directory: Path) -> None:
 def main() -> None:
     """Run the command line."""
     parser = Parser(__doc__)
-    parser.require("workdir", "runs/cls", type=Path, help="workdir of a run")
-    parser.require("directory", "exported", type=Path, help="directory to write; it must be new or empty")
+    example = "scripts/export_hf.py runs/cls exported"
+    parser.require("workdir", example, rule="the workdir of a run", type=Path, help="workdir of a run")
+    parser.require("directory", example, rule="a new or empty directory", type=Path, help="new or empty directory")
     arguments = parser.parse()
     logging.set_verbosity(logging.ERROR)  # silences orbax
     export(arguments.workdir, arguments.directory)

@@ -9,8 +9,12 @@ from jaxpar.command_line import Parser, integer, names, number, split_overrides
 from jaxpar.errors import TrainingError, UserError, exit_code
 from jaxpar.launch import launcher
 from scripts import audit, certify, compare_updates, draw, export, export_hf, simulate
+from scripts.bench import pipeline
 
 CONFIG = "--config is missing; it must be set, as in --config=configs/quickstart.py"
+EXPORT = "scripts/export.py runs/quickstart quickstart.safetensors"
+LAUNCH = "scripts/launch --num_processes=2 -- --config=configs/quickstart.py --workdir=runs/quickstart"
+TRAIN = ["--", "--config=x", "--workdir=y"]
 LISTED = "it must be one that --help lists"
 OVERRIDE = " or --config.KEY=VALUE"
 BEHIND = ", or follow --, as the arguments of scripts/train do"
@@ -27,19 +31,27 @@ MISTAKES: list[tuple[ModuleType, list[str], str]] = [
     (compare_updates, ["--workers=0"], "--workers is 0; it must be at least 1"),
     (compare_updates, ["--slowdown=nan"], "--slowdown is 'nan'; it must be a number of at least 1"),
     (draw, ["--auto=yes"], "--auto is 'yes'; it must be set without a value"),
-    (export, [], "workdir is missing; it must be set, as in runs/quickstart"),
-    (export, ["runs/x"], "file is missing; it must be set, as in quickstart.safetensors"),
+    (export, [], f"the argument WORKDIR is missing; it must be the workdir of a run, as in {EXPORT}"),
+    (export, ["runs/x"], f"the argument FILE is missing; it must be a new file, as in {EXPORT}"),
     (export, ["runs/x", "x", "y"], "'y' is not an argument; it must be a flag that --help lists"),
     (export, ["runs/x", "x", "--step=last"], "--step is 'last'; it must be an integer"),
-    (export_hf, ["runs/x"], "directory is missing; it must be set, as in exported"),
+    (
+        export_hf,
+        ["runs/x"],
+        "the argument DIRECTORY is missing; it must be a new or empty directory, as in "
+        "scripts/export_hf.py runs/cls exported",
+    ),
     (export_hf, ["runs/x", "x", "--step=1"], f"--step is not a flag; {LISTED}"),
     (simulate, ["zb_h1"], "'zb_h1' is not an argument; it must be a flag that --help lists"),
     (launcher, [], "--num_processes is missing; it must be set, as in --num_processes=2"),
     (launcher, ["--num_processes=two"], "--num_processes is 'two'; it must be an integer"),
     (launcher, ["--num_processes=0"], "--num_processes is 0; it must be at least 1"),
-    (launcher, ["--num_processes=3"], "--num_processes is 3; it must divide the number of visible GPUs, 4"),
+    (launcher, ["--num_processes=3", *TRAIN], "--num_processes is 3; it must divide the number of visible GPUs, 4"),
     (launcher, ["--num_processes=2", "--max_restarts=-1"], "--max_restarts is -1; it must be at least 0"),
     (launcher, ["--num_processes=2", "--workdir=x"], f"--workdir is not a flag; {LISTED}{BEHIND}"),
+    (launcher, ["--num_processes=2"], f"--config is missing; it must be set, as in {LAUNCH}"),
+    (launcher, ["--num_processes=2", "--", "--config=x"], f"--workdir is missing; it must be set, as in {LAUNCH}"),
+    (pipeline, ["--stages=4,x"], "--stages is '4,x'; it must be one or more positive integers, such as 4,8"),
     (
         launcher,
         ["--num_processes=2", "--", "--process_id=1"],
@@ -58,7 +70,8 @@ def test_a_mistake_is_one_line(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     monkeypatch.setattr(sys, "argv", [script.__name__, *arguments])
-    assert exit_code(script.main) == 2
+    main = script.main if script is not pipeline else lambda: pipeline.main(arguments)
+    assert exit_code(main) == 2
     captured = capsys.readouterr()
     assert captured.err == f"jaxpar: {message}\n"
     assert captured.out == ""

@@ -54,7 +54,7 @@ def test_override(arguments: list[str], key: str, value: object) -> None:
         (["--config.mesh.data=2.5"], "config.mesh.data is '2.5'; it must be an integer"),
         (["--config.mesh.data=None"], "config.mesh.data is ''; it must be an integer"),
         (["--config.mesh.data"], "config.mesh.data has no value"),
-        (["--config.log.tensorboard=maybe"], "true or false"),
+        (["--config.log.tensorboard=maybe"], "config.log.tensorboard is 'maybe'; it must be true or false"),
         (["--config.data.length_buckets=(8,'x')"], "a tuple of integers, such as (16, 32"),
         (
             ["--config.data.target_columns=(1,2)"],
@@ -68,6 +68,7 @@ def test_override_mistakes(arguments: list[str], message: str) -> None:
     with pytest.raises(UserError) as caught:
         overridden(*arguments)
     assert message in str(caught.value)
+    assert not str(caught.value).endswith((", such as 0", ", such as False"))
     assert "\n" not in str(caught.value)
 
 
@@ -101,6 +102,7 @@ def test_config_file_mistakes(tmp_path: Path, body: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         configs.load_config(str(path))
     assert message in str(caught.value)
+    assert not str(caught.value).endswith((", such as 0", ", such as False"))
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -130,6 +132,12 @@ def test_a_config_is_a_python_file(tmp_path: Path) -> None:
 def test_a_preset_that_does_not_exist() -> None:
     with pytest.raises(UserError, match=r"it must be configs/quickstart.py, because this config has no presets"):
         configs.load_config("configs/quickstart.py:big")
+    with pytest.raises(
+        UserError, match=r"^the preset of --config is 'zbh1'; it must be one of .*CSV table. Did you mean"
+    ):
+        configs.load_config("configs/pipeline_gpt.py:zbh1")
+    with pytest.raises(UserError, match=r"^the preset of --config is 'lama'; it must be 'llama', or left out$"):
+        configs.load_config("configs/gpt_wordnet.py:lama")
 
 
 def test_a_config_must_begin_with_the_default(tmp_path: Path) -> None:

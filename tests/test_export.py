@@ -151,10 +151,10 @@ MISTAKES = {
         ["{run}", "{tmp}/a.safetensors", "--step=5"],
         "{run} contains no checkpoint of step 5; its checkpoints are from steps 3, 6, 8",
     ),
-    "file exists": (["{run}", "{run}/config.json"], "file is '{run}/config.json', which exists; it must be a new file"),
+    "file exists": (["{run}", "{run}/config.json"], "FILE is '{run}/config.json', which exists; it must be a new file"),
     "no folder": (
         ["{run}", "{tmp}/b/a.safetensors"],
-        "file is '{tmp}/b/a.safetensors'; it must be in an existing directory, and '{tmp}/b' does not exist",
+        "FILE is '{tmp}/b/a.safetensors'; it must be in an existing directory, and '{tmp}/b' is not one",
     ),
 }
 

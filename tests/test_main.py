@@ -83,7 +83,7 @@ MISTAKES = {
     "synthetic data of too many bytes": (
         ["--config.data.source=synthetic", "--config.data.train=", "--config.data.synthetic_examples=1000000000000"],
         "config.data.synthetic_examples is 1000000000000 and config.data.max_length is 16, which needs 680 TB of host "
-        "memory; it must need at most",
+        "memory; it must fit in",
     ),
     "a huge seed": (["--config.seed=99999999999999999999"], "config.seed is 99999999999999999999"),
     "a negative seed": (["--config.seed=-1"], "config.seed is -1; it must be between 0 and 2147483647"),
@@ -251,7 +251,7 @@ def test_a_label_that_the_split_took_from_training(tmp_path: Path, capsys: pytes
 def test_a_workdir_that_cannot_be_created(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/file/run", *small_arguments(tmp_path))
-    assert f"--workdir is '{tmp_path}/file/run'; it must be a writable directory: Not a directory" in line
+    assert f"--workdir is '{tmp_path}/file/run', which is inside a file; it must be a writable directory" in line
 
 
 def test_a_disk_without_room(

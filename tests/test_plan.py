@@ -173,7 +173,7 @@ def test_a_plan_that_needs_too_much_memory() -> None:
     [reason] = refuse_memory(plan_of({"parameters": 10**9}, parts), cluster.named_cluster("H100", 2))
     assert str(reason) == (
         "config.strategy is 'data_parallel', which needs 90 GB on device 1 (parameters 30 GB, optimizer 60 GB); it "
-        "must need at most 80 GB, the memory of NVIDIA H100 80GB HBM3; try a sharded state "
+        "must fit in 80 GB, the memory of NVIDIA H100 80GB HBM3; try a sharded state "
         "(config.strategy='data_parallel', config.exchange='zero3') or more stages (config.strategy='pipeline', "
         "config.mesh.stage) or a smaller config.model"
     )

@@ -12,8 +12,9 @@ gradient that is zero except for rounding, such as the gradient of a key bias. T
 reported without a tolerance.
 
 The compared gradient is the optimizer's input, and the compared update its output. Two transformations `recording`,
-in front of the optimizer and behind it, store them in their states. The update is compared itself, because rounding to
-the parameters hides the smallest parts of an update, such as the weight decay of a small learning rate.
+in front of the optimizer and behind it, store them in their states. The update itself is compared, because
+rounding it to the precision of the parameters hides its smallest parts, such as the weight decay of a small learning
+rate.
 
 A gradient in bfloat16 depends on the order of its sums, by an amount that depends on the batch. So the gradient of a
 bfloat16 model is compared with the float32 gradient of one device, and the tolerance follows from the error of one
@@ -38,9 +39,9 @@ from jaxpar.tasks import Sums, mean_loss
 # Relative errors. The tolerance of the gradient is larger, because a gradient can be a small sum of thousands of large
 # terms. In bfloat16, the terms of the metrics, such as the number of correct predictions, have no tolerance, because
 # rounding decides between nearly equal logits.
-OF_LAYERS = {"start": 1e-6, "gradient": 1e-5, "update": 1e-5, "optimizer": 1e-6, "resume": 0.0}
+OF_LAYERS = {"start": 1e-6, "gradient": 1e-5, "update": 1e-5, "moments": 1e-6, "resume": 0.0}
 TOLERANCES = {
-    "float32": {"metrics": 1e-6, "terms": 1e-6, **OF_LAYERS},
+    "float32": {"metrics": 1e-6, "sums of the task": 1e-6, **OF_LAYERS},
     "bfloat16": {"metrics": 2**-8, **OF_LAYERS},
 }
 # In bfloat16 an error can also be this multiple of the error of one device in bfloat16, the "rounding": two orders of
@@ -48,8 +49,8 @@ TOLERANCES = {
 ROUNDINGS = 2.0
 METRICS = ("loss", "weight", "gradient norm")  # all other metrics are terms
 EVALUATION = "evaluation "  # prefix of the metrics of an evaluation
-# Compared per layer; "rounding" and "alone" have no tolerance.
-QUANTITIES = ("start", "gradient", "rounding", "update", "optimizer", "resume", "alone")
+# Compared per layer; "rounding" and "drift" have no tolerance.
+QUANTITIES = ("start", "gradient", "rounding", "update", "moments", "resume", "drift")
 
 
 class Measured(NamedTuple):
@@ -59,7 +60,7 @@ class Measured(NamedTuple):
       metrics: the errors of the loss, the gradient norm and the sums of the task, in a step and in an evaluation. For a
         bfloat16 model also "rounding of METRIC", the error of one device in bfloat16.
       layers: {layer: {quantity: error}}. If the strategy differs by design, gradient and metrics are compared only at
-        the first step, and update and optimizer are not compared.
+        the first step, and update and moments are not compared.
       counters: names of the counters whose values differ from the reference.
       batches: indices of the batches used.
     """
@@ -120,7 +121,7 @@ class Comparison:
         self.add("update", after.update, expected.update)
         for layer, params in after.params.items():
             self._append(layer, "update", compare_change(before.params[layer], params, expected.params[layer]))
-        self.add("optimizer", after.optimizer, expected.optimizer)
+        self.add("moments", after.optimizer, expected.optimizer)
         self._compare_counters(after, expected)
 
     def resumed(self, saved: Snapshot, resumed: Snapshot) -> None:
@@ -174,7 +175,7 @@ def measure(runs: Runs) -> Measured:
     evaluated = jax.device_get(strategy.evaluate(state, strategy.place(batch)))
     expected = compared.exact.evaluate(alone, after.tree["params"], batch)
     compared.add("", *(sums_by_name(sums, EVALUATION) for sums in (evaluated, expected)))
-    compared.add("alone", after.params, snapshot(single, alone).params)
+    compared.add("drift", after.params, snapshot(single, alone).params)
     layers = [layer.name for layer in run.problem.model.layers if layer.name in after.params]
     return compared.measured(layers, batches(run))
 
@@ -206,7 +207,7 @@ def outside(measured: Measured, tolerance: Mapping[str, float]) -> list[str]:
     """Return one line for each quantity whose error exceeds both the tolerance and ROUNDINGS times the rounding."""
     wrong: list[tuple[str, Error, float, Error | None]] = []
     for name, error in measured.metrics.items():
-        kind = "metrics" if name.removeprefix(EVALUATION) in METRICS else "terms"
+        kind = "metrics" if name.removeprefix(EVALUATION) in METRICS else "sums of the task"
         if kind in tolerance and not name.startswith("rounding"):
             wrong.append((name, error, tolerance[kind], measured.metrics.get(f"rounding of {name}")))
     for layer, errors in measured.layers.items():

@@ -152,5 +152,5 @@ def read_trace(path: Path | str) -> MeasuredTimes:
             if worker not in times:
                 raise ValueError(f"no times for worker {worker}; workers must be numbered from 0 without gaps")
     except (OSError, ValueError) as error:
-        raise UserError(f"{str(path)!r}: {unreadable(error)}") from error
+        raise UserError(unreadable(path, error)) from error
     return tuple(tuple(times[worker]) for worker in range(len(times)))

@@ -264,8 +264,8 @@ def _read_recorded(config: ConfigDict) -> Refusals[UpdateTable]:
     chunks = np.arange(len(recorded.chunk))
     if (np.sort(recorded.chunk) != chunks).any() or (recorded.chunk // a.num_workers > recorded.step).any():
         yield UserError(
-            f"config.asynchronous.table is {a.table!r}; it must contain every chunk, and no chunk "
-            "before the step of its batch"
+            f"config.asynchronous.table is {a.table!r}; it must contain every shard of every batch, "
+            "and none before the step of its batch"
         )
     if len(np.unique(recorded.step)) <= recorded.step[-1]:
         yield UserError(f"config.asynchronous.table is {a.table!r}; it must have a row for every step")

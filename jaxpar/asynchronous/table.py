@@ -31,7 +31,7 @@ class UpdateTable(NamedTuple):
       worker: [G] int32, the worker that computed the gradient.
       read: [G] int32, the version that it was computed from.
       update: [G] int32, the update that it belongs to, which is also the version that it is applied to.
-      chunk: [G] int32, the chunk of the data that it was computed on. Each chunk occurs once; the order is free.
+      chunk: [G] int32, the shard of the data that it was computed on. Each shard occurs once; the order is free.
       step: [G] int32, the step of the training loop in which it is applied.
       start: [G] float64, virtual seconds: when its worker began to read the weights.
       finish: [G] float64, virtual seconds: when it was applied.
@@ -86,7 +86,7 @@ TIMES = ("start", "finish")
 def validate(table: UpdateTable) -> None:
     """Raise ValueError at the first rule that the table breaks, with the row and the column.
 
-    Rules: shapes and dtypes; numbers in range; each chunk once; `step` and `finish` never decrease, and `update` starts
+    Rules: shapes and dtypes; numbers in range; each shard once; `step` and `finish` never decrease, and `update` starts
     at 0 and increases by at most 1; a gradient finishes after it starts, and is applied to the version that it read or
     a later one. As rows are in order, the gradients that made the version it read are in rows above it, and finished
     before it. A worker computes one gradient at a time: see `_free`.
@@ -160,7 +160,7 @@ def _rules(table: UpdateTable) -> Iterator[tuple[np.ndarray, str, Callable[[int]
     yield read > update, "read", lambda row: f"it must be at most update, {update[row]}, which is the newest version"
     again = np.ones(len(chunk), bool)
     again[np.unique(chunk, return_index=True)[1]] = False
-    yield again, "chunk", lambda _row: "it must not repeat a chunk of a row above"
+    yield again, "chunk", lambda _row: "it must not repeat a number of a row above"
     fell = "it must be at least the value in the row above, "
     yield np.diff(step, prepend=0) < 0, "step", lambda row: f"{fell}{step[row - 1]}"
     yield np.diff(finish, prepend=0) < 0, "finish", lambda row: f"{fell}{finish[row - 1]}"
@@ -199,7 +199,7 @@ def read_updates(path: Path | str) -> UpdateTable:
         if broken := _broken_rule(table):
             raise ValueError(broken[1] if broken[0] is None else f"line {lines[broken[0]]}: {broken[1]}")
     except (OSError, ValueError) as error:
-        raise UserError(f"{str(path)!r}: {unreadable(error)}") from error
+        raise UserError(unreadable(path, error)) from error
     return table
 
 

@@ -29,7 +29,11 @@ def load(config: ConfigDict) -> Dataset:
     directory = Path(data.train).expanduser()
     train, test, class_names = IMAGE_READERS[data.source](directory)
     if train.images_NHWC.shape[1:] != test.images_NHWC.shape[1:]:
-        raise UserError(f"{directory}: training and test images have different sizes")
+        sizes = [list(images.images_NHWC.shape[1:]) for images in (train, test)]
+        raise UserError(
+            f"{directory} has training images of shape {sizes[0]} and test images of shape {sizes[1]}; "
+            "they must have the same shape"
+        )
     place_N = np.array([_place(image) for image in train.images_NHWC])
     is_validation_N = place_N < data.validation_fraction
     if data.validation_fraction > 0 and not 0 < is_validation_N.sum() < len(place_N):
@@ -148,7 +152,9 @@ def _planes(data_ND: np.ndarray) -> np.ndarray:
 
 def _labelled(path: Path, images_NHWC: np.ndarray, labels_N: np.ndarray) -> Labelled:
     if len(images_NHWC) != len(labels_N) or not len(labels_N):
-        raise UserError(f"{path} has {len(labels_N)} labels for {len(images_NHWC)} images")
+        raise UserError(
+            f"{path} has {len(labels_N)} labels for {len(images_NHWC)} images; it must have one label per image"
+        )
     if labels_N.min() < 0 or labels_N.max() > 9:
         raise UserError(f"{path} has labels from {labels_N.min()} to {labels_N.max()}; they must be 0 to 9")
     return Labelled(images_NHWC, labels_N.astype(np.int32))

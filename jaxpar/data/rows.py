@@ -210,13 +210,13 @@ def _places(path: Path, names: Sequence[str], columns: Columns, line: int = 1) -
                 f"{hint and '.' + hint}"
             )
         if list(names).count(name) > 1:
-            raise UserError(f"{path}:{line} has more than one column {name!r}")
+            raise UserError(f"{path}:{line} has more than one column {name!r}; it must have one")
     return [list(names).index(name) for name in columns.all]
 
 
 def _row(path: Path, line: int, fields: Sequence[str], places: Iterable[int], width: int, columns: Columns) -> TextRow:
     if len(fields) != width:
-        raise UserError(f"{path}:{line} has {len(fields)} columns, but the header has {width}")
+        raise UserError(f"{path}:{line} has {len(fields)} columns; it must have {width}, as the header has")
     values = [fields[place] for place in places]
     texts = tuple(values[: len(columns.texts)])
     if columns.targets:

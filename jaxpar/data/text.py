@@ -16,6 +16,7 @@ from jaxpar.data.corpus import Corpus
 from jaxpar.data.examples import Blocks, DataInfo, Dataset, Masking, Split, Texts
 from jaxpar.data.labels import Labels
 from jaxpar.errors import UserError
+from jaxpar.files import path_error
 
 # Versions of the cached arrays. Increase a version whenever the code produces different arrays from the same input.
 _FORMAT = 1
@@ -218,4 +219,6 @@ def _save_tokenizer(workdir: Path, serialized: str) -> None:
         temporary.write_text(serialized, "utf-8")
         temporary.replace(workdir / "tokenizer.json")
     except OSError as error:
-        raise UserError(f"--workdir is {str(workdir)!r}; it must be a writable directory: {error}") from None
+        raise UserError(
+            f"--workdir is {str(workdir)!r}, {path_error(error)}; it must be a writable directory"
+        ) from None

@@ -6,6 +6,7 @@ Each is a chain of small transformations:
     reduce.py          averages a vector over replicas: psum, ring, push and pull, hierarchical; in any dtype
     compress.py        compresses a vector: 8-bit, 1-bit, top-k, random-k, dithering; error feedback, momentum
     clip.py            clips the gradient of a replica before it is compressed with error feedback
+    powersgd.py        averages low-rank factors of gradients
     scatter_gather.py  averages a vector approximately, compressed in both directions
     exchange.py        the contract of an exchange; adasum.py, adam.py, gossip.py and zero.py implement it
     presets.py         the named exchanges: ddp, horovod, byteps, bagua_bytegrad, zero3, onebit_adam, ..

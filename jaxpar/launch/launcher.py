@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from jaxpar.command_line import Parser, integer
+from jaxpar.command_line import EXAMPLE, Parser, integer, missing
 from jaxpar.errors import FAILED, HANGS, USER_ERROR, UserError, exit_code, is_failure
 from jaxpar.launch.place import COMMAND, FLAGS
 from jaxpar.launch.signals import SIGNALS
@@ -63,10 +63,12 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     end = argv.index("--") if "--" in argv else len(argv)
     arguments, rest = parser.parse(argv[:end]), argv[end + 1 :]
-    for argument in rest:
-        name = argument.partition("=")[0].lstrip("-")
-        if argument.startswith("-") and name in FLAGS:
-            raise UserError(f"--{name} is set by the launcher for each process; remove it from the arguments after --")
+    flags = {argument.partition("=")[0].lstrip("-") for argument in rest if argument.startswith("-")}
+    for name in sorted(flags & FLAGS.keys()):
+        raise UserError(f"--{name} is set by the launcher for each process; remove it from the arguments after --")
+    for name in ("config", "workdir"):
+        if name not in flags and "help" not in flags:
+            raise missing(f"--{name}", f"scripts/launch --num_processes=2 -- {EXAMPLE}")
     return arguments, rest
 
 

@@ -188,7 +188,7 @@ def _read_config(path: Path) -> tuple[Family, dict[str, Any]]:
         )
     missing = [name for name in family.keys.values() if name not in theirs and name not in family.defaults]
     if missing:
-        raise UserError(f"{path} lacks {', '.join(missing)}")
+        raise UserError(f"{path} lacks {', '.join(missing)}; it must be the config.json of a {kind} model")
     for key, name in family.keys.items():
         value = {**family.defaults, **theirs}[name]
         is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
@@ -302,21 +302,25 @@ def _their_config(config: ConfigDict, info: DataInfo) -> tuple[dict[str, Any], F
     if kind == "bert":
         task, spec, pooling = bert.resolve(config, info)
         extras: dict[str, object] = {"attention_probs_dropout_prob": 0.0}
-        differing = {"pooling": (pooling, "mean")}
+        differing = {"pooling": (pooling, "mean", repr("cls"))}
     else:
         task, spec = gpt.resolve(config, info)
         extras = {"attn_pdrop": 0.0, "embd_pdrop": spec.dropout, "bos_token_id": None, "eos_token_id": None}
-        differing = {"norm": (spec.norm, "rmsnorm"), "positions": (spec.positions, "rotary")}
-        differing["activation"] = (spec.activation, "swiglu")
+        activations = " or ".join(map(repr, family.activations))
+        differing = {
+            "norm": (spec.norm, "rmsnorm", repr("layernorm")),
+            "positions": (spec.positions, "rotary", repr("learned")),
+            "activation": (spec.activation, "swiglu", activations),
+        }
         if spec.num_kv_heads != spec.num_heads:
             raise UserError(
                 f"config.model.num_kv_heads is {spec.num_kv_heads}; it must equal num_heads ({spec.num_heads}), "
                 f"because Hugging Face {kind} has no grouped-query attention"
             )
-    for key, (value, unknown) in differing.items():
+    for key, (value, unknown, known) in differing.items():
         if value == unknown:
             raise UserError(
-                f"config.model.{key} is {value!r}, which Hugging Face {kind} does not support; it must be another value"
+                f"config.model.{key} is {value!r}, which Hugging Face {kind} does not support; it must be {known}"
             )
     values = {theirs: getattr(spec, ours) for ours, theirs in family.keys.items()}
     values[family.keys["activation"]] = family.activations[spec.activation]

@@ -4,8 +4,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from jaxpar.command_line import Parser, integer, number
+from jaxpar.command_line import Parser, integer, missing, number
 from jaxpar.errors import UserError
+from jaxpar.files import unwritable
 from jaxpar.pipeline.search.search import SearchResult, search
 from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table, size_obstacle
 from jaxpar.pipeline.tables.simulate import Simulation, Times, simulate_table
@@ -46,7 +47,7 @@ def make_parser(description: str) -> Parser:
     add(
         "--weight_memory",
         type=number("a number between 0 and 1", maximum=1),
-        help="with --auto: weight of a microbatch in --memory_limit between B and W, from 0 to 1 (default: 1)",
+        help="with --auto: fraction of a microbatch's memory that is held between B and W, from 0 to 1 (default: 1)",
     )
     add("--save", type=Path, metavar="FILE.csv", help="write the table to this file")
     return result
@@ -69,7 +70,7 @@ def find_schedule(arguments: argparse.Namespace) -> tuple[SearchResult, Simulati
         flag = "--" if str(error).split(" ")[0] in vars(arguments) else ""
         raise UserError(f"{flag}{error}") from error
     except OSError as error:
-        raise UserError(f"--save is '{arguments.save}'; it must be a writable file: {error.strerror}") from error
+        raise UserError(f"--save is '{arguments.save}'; it must be {unwritable(arguments.save, error)}") from error
     return result, simulation
 
 
@@ -127,7 +128,7 @@ def _auto(arguments: argparse.Namespace, times: Times, communication: float) -> 
 def _sizes(arguments: argparse.Namespace) -> tuple[int, int]:
     for flag in ("num_stages", "num_microbatches"):
         if getattr(arguments, flag) is None:
-            raise UserError(f"--{flag} is missing; it must be set, as in --{flag}=4")
+            raise missing(f"--{flag}", f"--{flag}=4")
     return arguments.num_stages, arguments.num_microbatches
 
 

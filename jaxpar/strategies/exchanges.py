@@ -127,7 +127,7 @@ def refuse_beyond_gradients(config: ConfigDict, num_replicas: int, cluster: Clus
         reason = (
             "holds the whole model on one device"
             if config.exchange == "dp"
-            else "exchanges more than gradients, but stages hold different arrays"
+            else "wraps the optimizer of the whole model, but each stage has only a part of it"
         )
         yield UserError(
             f"config.exchange is {config.exchange!r}, which {reason}; it must be one of {', '.join(GRADIENTS)} with "

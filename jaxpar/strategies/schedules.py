@@ -2,8 +2,8 @@
 
 from ml_collections import ConfigDict
 
-from jaxpar.errors import Refusals, UserError, nearest
-from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table, schedule_obstacle
+from jaxpar.errors import Refusals, UserError
+from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table, schedule_obstacle, unknown_schedule
 from jaxpar.pipeline.tables.table import BW, F, Table, is_training
 from jaxpar.pipeline.tables.table_file import is_table_file, read_table
 
@@ -52,11 +52,7 @@ def _table_from_file(config: ConfigDict) -> Refusals[Table]:
 def _table_by_name(config: ConfigDict) -> Refusals[Table]:
     c, p = config.pipeline, config.mesh.stage
     if c.schedule not in SCHEDULES:
-        hint = nearest(c.schedule, SCHEDULES)
-        yield UserError(
-            f"config.pipeline.schedule is {c.schedule!r}; it must be one of {', '.join(SCHEDULES)}, or the path of a "
-            f"CSV table{hint and '.' + hint}"
-        )
+        yield UserError(unknown_schedule("config.pipeline.schedule", c.schedule))
     if c.num_microbatches > config.batch_size:
         yield UserError(
             f"config.pipeline.num_microbatches is {c.num_microbatches}; it must be at most config.batch_size, "

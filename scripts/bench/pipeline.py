@@ -22,6 +22,7 @@ shows the measured quantity, its value and the target.
 import subprocess
 import sys
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -213,7 +214,10 @@ RESULTS: dict[str, Callable[[Options], None]] = {
 
 def stage_counts(text: str) -> list[int]:
     """Return the value of --stages."""
-    return [integer(1)(number) for number in text.split(",")]
+    try:
+        return [integer(1)(number) for number in text.split(",")]
+    except ArgumentTypeError:
+        raise ArgumentTypeError(f"{text!r}; it must be one or more positive integers, such as 4,8") from None
 
 
 def main(arguments: list[str]) -> None:

@@ -377,7 +377,7 @@ def test_strategies_that_differ_have_no_tolerance(words: str, certify: Any, caps
     code, found = certify(*MLP, *DIFFERENT[words], num_steps=4)
     assert (code, found["differs"], found["tolerance"], found["outside"]) == (0, words, None, [])
     assert f"verdict    no tolerance applies: {words}" in capsys.readouterr().out
-    assert max(errors["alone"]["relative"] for errors in found["layers"].values()) > 1e-4
+    assert max(errors["drift"]["relative"] for errors in found["layers"].values()) > 1e-4
     assert all("update" not in errors for errors in found["layers"].values())
 
 
@@ -487,7 +487,7 @@ def test_contents_of_a_certificate(certify: Any) -> None:
         ("--reference_passes=5", "--reference_passes is 5; it must divide config.batch_size (24)"),
         (
             "--output=no/such/file.json",
-            "--output is 'no/such/file.json'; it must be in an existing directory, and 'no/such' does not exist",
+            "--output is 'no/such/file.json'; it must be in an existing directory, and 'no/such' is not one",
         ),
         ("--config.exchange=zero4", "config.exchange is 'zero4'"),
         (

@@ -90,7 +90,7 @@ def test_properties_of_a_table() -> None:
         (changed("update", 3, 0), "row 3: update is 0; it must be 1, as in the row above, or 1 more"),
         (changed("update", 4, 3), "row 4: update is 3; it must be 1, as in the row above, or 1 more"),
         (changed("chunk", 1, -2), "row 1: chunk is -2; it must be a non-negative number"),
-        (changed("chunk", 4, 1), "row 4: chunk is 1; it must not repeat a chunk of a row above"),
+        (changed("chunk", 4, 1), "row 4: chunk is 1; it must not repeat a number of a row above"),
         (changed("step", 5, 0), "row 5: step is 0; it must be at least the value in the row above, 1"),
         (changed("start", 1, -0.5), "row 1: start is -0.5; it must be a non-negative number"),
         (changed("start", 1, np.nan), "row 1: start is nan; it must be a non-negative number"),
@@ -240,7 +240,7 @@ def test_a_bad_file_is_one_line_with_the_place(line: int, text: str, message: st
 def test_files_that_are_no_tables(tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     for content, message in (
-        (None, "No such file or directory; it must be the path of a CSV file"),
+        (None, "which does not exist; it must be the path of a CSV file"),
         (b"", "line 1 is ''; it must be '# num_workers=N' for N workers"),
         (b"# num_workers=1\n", "line 2 must be the header .*"),
         (b"# num_workers=1\nworker,read,update,chunk,step,start,finish\n", "the table has no rows; it must .*"),
@@ -248,5 +248,5 @@ def test_files_that_are_no_tables(tmp_path: Path) -> None:
     ):
         if content is not None:
             path.write_bytes(content)
-        with pytest.raises(UserError, match=f"^'{path}': {message}$"):
+        with pytest.raises(UserError, match=f"^'{path}'{':' if content is not None else ','} {message}$"):
             read_updates(path)

@@ -301,5 +301,7 @@ def test_a_class_that_training_lacks(config: ConfigDict, tmp_path: Path) -> None
 
 def test_a_workdir_that_cannot_be_written(config: ConfigDict, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"--workdir is '.*file/run'; it must be a writable directory: "):
+    with pytest.raises(
+        UserError, match=r"--workdir is '.*file/run', which is inside a file; it must be a writable directory$"
+    ):
         load(config, tmp_path / "file" / "run")

@@ -139,7 +139,7 @@ def test_damaged_mnist(config: ConfigDict, tmp_path: Path) -> None:
     fails(config, tmp_path, r"train-images-idx3-ubyte starts with the magic number 00000801; .* starts with 00000803")
     images.write_bytes(whole)
     labels.write_bytes(struct.pack(">BBBBI", 0, 0, 8, 1, 3) + b"\x01\x02\x03")
-    fails(config, tmp_path, "train-labels-idx1-ubyte has 3 labels for 200 images")
+    fails(config, tmp_path, "train-labels-idx1-ubyte has 3 labels for 200 images; it must have one label per image")
     labels.write_bytes(struct.pack(">BBBBI", 0, 0, 8, 1, 200) + b"\x0b" * 200)
     fails(config, tmp_path, "train-labels-idx1-ubyte has labels from 11 to 11; they must be 0 to 9")
     labels.unlink()
@@ -152,7 +152,11 @@ def test_images_of_two_sizes(config: ConfigDict, tmp_path: Path) -> None:
     write_mnist(tmp_path / "images")
     header = struct.pack(">BBBBIII", 0, 0, 8, 3, 30, 20, 28)
     (tmp_path / "images" / "t10k-images-idx3-ubyte").write_bytes(header + bytes(30 * 20 * 28))
-    fails(config, tmp_path, "images: training and test images have different sizes")
+    fails(
+        config,
+        tmp_path,
+        r"images of shape \[28, 28, 1\] and test images of shape \[20, 28, 1\]; they must have the same shape$",
+    )
 
 
 def test_a_fraction_that_takes_no_image(config: ConfigDict, tmp_path: Path) -> None:

@@ -123,9 +123,9 @@ def test_a_text_file_is_one_document(tmp_path: Path) -> None:
 
 HEADER = "text,label\n"
 MISTAKES = {
-    "ragged.csv": (HEADER + "a,x\nb\n", r"ragged.csv:3 has 1 columns, but the header has 2"),
-    "wide.csv": (HEADER + '"a\nb",x\nc,d,y\n', r"wide.csv:4 has 3 columns, but the header has 2"),
-    "ragged.tsv": ("text\tlabel\na\tx\tz\n", r"ragged.tsv:2 has 3 columns, but the header has 2"),
+    "ragged.csv": (HEADER + "a,x\nb\n", r"ragged.csv:3 has 1 columns; it must have 2, as the header has"),
+    "wide.csv": (HEADER + '"a\nb",x\nc,d,y\n', r"wide.csv:4 has 3 columns; it must have 2, as the header has"),
+    "ragged.tsv": ("text\tlabel\na\tx\tz\n", r"ragged.tsv:2 has 3 columns; it must have 2, as the header has"),
     "header.csv": (HEADER, "header.csv contains no examples"),
     "header.tsv": ("text\tlabel\n", "header.tsv contains no examples"),
     "blank.jsonl": ("\n\n", "blank.jsonl contains no examples"),
@@ -135,7 +135,7 @@ MISTAKES = {
                     r"config.data.text_columns. Did you mean 'txt'\?$"),
     "nolabel.tsv": ("text\tLabel\na\tx\n", r"no column 'label'; its columns are 'text', 'Label'; set "
                     r"config.data.label_column. Did you mean 'Label'\?$"),
-    "twice.csv": ("text,label,text\na,x,b\n", "twice.csv:1 has more than one column 'text'"),
+    "twice.csv": ("text,label,text\na,x,b\n", "twice.csv:1 has more than one column 'text'; it must have one"),
     "unknown.jsonl": ('{"text": "a", "label": "x"}\n{"text": "b"}\n', "unknown.jsonl:2 has no column 'label'"),
     "quote.csv": (HEADER + 'a,x\n"b,x\nc,x\n', "quote.csv:3: a quote opens here and is not closed"),
     "quote2.csv": (HEADER + 'a,x\n"b" c,x\n', "quote2.csv:3: a quote opens here and is not closed"),

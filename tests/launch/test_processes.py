@@ -426,7 +426,7 @@ def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, capsy
     real = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", start)
     monkeypatch.setattr(launcher, "visible_gpus", list)
-    monkeypatch.setattr(sys, "argv", ["launch", "--num_processes=2", "--", "--config=x"])
+    monkeypatch.setattr(sys, "argv", ["launch", "--num_processes=2", "--", "--config=x", "--workdir=y"])
     assert launcher.main() == 1
     assert capsys.readouterr().err == "launch: a process could not be started: Resource temporarily unavailable\n"
     assert started[0].returncode == -signal.SIGKILL

@@ -205,7 +205,10 @@ def test_shards(copy: Path) -> None:
     ("changes", "words"),
     [
         ({"model_type": "roberta"}, ["with model_type 'roberta'; it must be one of bert, gpt2"]),
-        ({"model_type": "gpt2", "n_layer": 2}, ["config.json lacks n_embd, n_head, n_positions"]),
+        (
+            {"model_type": "gpt2", "n_layer": 2},
+            ["config.json lacks n_embd, n_head, n_positions; it must be the config.json of a gpt2 model"],
+        ),
         ({"hidden_size": None}, ["config.json lacks hidden_size"]),
         ({"hidden_act": "silu"}, ["hidden_act 'silu'", "gelu_new"]),
         ({"type_vocab_size": 1}, ["type_vocab_size 1"]),
@@ -303,11 +306,16 @@ def test_sizes_of_the_config_that_contradict() -> None:
 @pytest.mark.parametrize(
     ("name", "task", "overrides", "words"),
     [
-        ("bert", "classification", {"pooling": "mean"}, "config.model.pooling is 'mean'"),
+        ("bert", "classification", {"pooling": "mean"}, "config.model.pooling is 'mean'.*; it must be 'cls'$"),
         ("gpt", "causal_lm", LLAMA, "config.model.num_kv_heads is 2"),
-        ("gpt", "causal_lm", {"activation": "swiglu"}, "config.model.activation is 'swiglu'"),
-        ("gpt", "causal_lm", {"positions": "rotary"}, "config.model.positions is 'rotary'"),
-        ("gpt", "causal_lm", {"norm": "rmsnorm"}, "config.model.norm is 'rmsnorm'"),
+        (
+            "gpt",
+            "causal_lm",
+            {"activation": "swiglu"},
+            "activation is 'swiglu'.*; it must be 'gelu' or 'gelu_tanh' or 'relu'$",
+        ),
+        ("gpt", "causal_lm", {"positions": "rotary"}, "config.model.positions is 'rotary'.*; it must be 'learned'$"),
+        ("gpt", "causal_lm", {"norm": "rmsnorm"}, "config.model.norm is 'rmsnorm'.*; it must be 'layernorm'$"),
         ("mlp", "classification", {}, "config.model.name is 'mlp'; .* it must be one of bert, gpt"),
     ],
 )

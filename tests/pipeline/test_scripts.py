@@ -111,7 +111,8 @@ SIZES = ["--num_stages=4", "--num_microbatches=6"]
         (
             simulate,
             ["--schedule=zbh1", *SIZES],
-            f"--schedule is 'zbh1'; it must be one of {', '.join(SCHEDULES)}. Did you mean 'zb_h1'?",
+            f"--schedule is 'zbh1'; it must be one of {', '.join(SCHEDULES)}, or the path of a CSV table. "
+            "Did you mean 'zb_h1'?",
         ),
         (
             simulate,
@@ -176,7 +177,7 @@ SIZES = ["--num_stages=4", "--num_microbatches=6"]
         (
             simulate,
             ["--schedule=none.csv"],
-            "--schedule is 'none.csv': No such file or directory; it must be the path of a CSV file",
+            "--schedule is 'none.csv', which does not exist; it must be the path of a CSV file",
         ),
         (
             simulate,
@@ -197,7 +198,7 @@ SIZES = ["--num_stages=4", "--num_microbatches=6"]
         (
             simulate,
             ["--schedule=gpipe", *SIZES, "--save=none/x.csv"],
-            "--save is 'none/x.csv'; it must be a writable file: No such file or directory",
+            "--save is 'none/x.csv'; it must be in an existing directory, and 'none' is not one",
         ),
         (draw, ["--schedule=gpipe", *SIZES], "--out is missing; it must end in one of .txt, .svg, .png"),
         (
@@ -208,7 +209,7 @@ SIZES = ["--num_stages=4", "--num_microbatches=6"]
         (
             draw,
             ["--schedule=gpipe", *SIZES, "--out=none/x.svg"],
-            "--out is 'none/x.svg'; it must be a writable file: No such file or directory",
+            "--out is 'none/x.svg'; it must be in an existing directory, and 'none' is not one",
         ),
     ],
 )

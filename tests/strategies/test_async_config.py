@@ -40,7 +40,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "a table of a live run": (["mode=live", "table=updates.csv"], ["asynchronous.table is 'updates.csv'"]),
     "a missing table": (
         ["table=no.csv"],
-        ["config.asynchronous.table is 'no.csv': No such file", "it must be the path of a CSV file"],
+        ["config.asynchronous.table is 'no.csv', which does not exist", "it must be the path of a CSV file"],
     ),
     "a momentum before the run": (
         ["mode=live", "mitigations=corrected_momentum"],
@@ -69,7 +69,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "no trace": (["delays.distribution=trace"], ["asynchronous.delays.trace is ''; it must be the path of a CSV file"]),
     "a missing trace": (
         ["delays.distribution=trace", "delays.trace=no.csv"],
-        ["config.asynchronous.delays.trace is 'no.csv': No such file", "it must be the path of a CSV file"],
+        ["config.asynchronous.delays.trace is 'no.csv', which does not exist", "it must be the path of a CSV file"],
     ),
     "a jitter of nothing": (["delays.jitter=1"], ["delays.jitter is 1.0; it must be 0 if communication_time is 0"]),
     "a spread of nothing": (["delays.spread=1"], ["delays.spread is 1.0; it must be 0 with distribution 'constant'"]),
@@ -238,12 +238,12 @@ RECORDED: dict[str, tuple[Callable[[UpdateTable], UpdateTable], int, str]] = {
     "a missing chunk": (
         lambda table: table._replace(chunk=table.chunk + 1),
         4,
-        "table is {path!r}; it must contain every chunk, and no chunk before the step of its batch",
+        "table is {path!r}; it must contain every shard of every batch, and none before the step of its batch",
     ),
     "a chunk before its batch": (
         lambda table: table._replace(chunk=table.chunk[::-1].copy()),
         4,
-        "table is {path!r}; it must contain every chunk, and no chunk before the step of its batch",
+        "table is {path!r}; it must contain every shard of every batch, and none before the step of its batch",
     ),
     "a step without a row": (
         lambda table: table._replace(step=table.step * 2),

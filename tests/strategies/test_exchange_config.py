@@ -138,7 +138,7 @@ MISTAKES = {
     "zero1 of pipelines": (
         [*PIPELINE, "exchange=zero1"],
         [
-            "config.exchange is 'zero1', which exchanges more than gradients",
+            "config.exchange is 'zero1', which wraps the optimizer of the whole model",
             "it must be one of ddp, horovod, byteps, byteps_onebit",
             "with config.strategy='pipeline'",
         ],
@@ -149,7 +149,10 @@ MISTAKES = {
     ),
     "onebit_adam of pipelines": (
         [*PIPELINE, "exchange=onebit_adam"],
-        ["config.exchange is 'onebit_adam', which exchanges more than gradients", "it must be one of ddp, horovod"],
+        [
+            "config.exchange is 'onebit_adam', which wraps the optimizer of the whole model",
+            "it must be one of ddp, horovod",
+        ],
     ),
     "dp of pipelines": (
         [*PIPELINE, "exchange=dp"],

@@ -24,7 +24,7 @@ MISTAKES = {
     ),
     "missing table": (
         ["schedule=nowhere.csv"],
-        ["config.pipeline.schedule is 'nowhere.csv'", "No such file", "it must be"],
+        ["config.pipeline.schedule is 'nowhere.csv'", "which does not exist", "it must be"],
     ),
     "a folder as a table": (["schedule={folder}"], ["config.pipeline.schedule is '{folder}'"]),
     "invalid table": (

@@ -221,6 +221,13 @@ def size_obstacle(num_devices: int, num_microbatches: int, num_chunks: int) -> s
     )
 
 
+def unknown_schedule(key: str, name: str) -> str:
+    """Return the error message if `key` names a schedule that does not exist."""
+    hint = nearest(name, SCHEDULES)
+    names = ", ".join(SCHEDULES)
+    return f"{key} is {name!r}; it must be one of {names}, or the path of a CSV table{hint and '.' + hint}"
+
+
 def make_table(name: str, *, num_devices: int, num_microbatches: int, num_chunks: int) -> Table:
     """Make the table of a named schedule.
 
@@ -228,8 +235,7 @@ def make_table(name: str, *, num_devices: int, num_microbatches: int, num_chunks
       ValueError: the schedule does not exist, or it cannot have these sizes. The message is one line.
     """
     if name not in SCHEDULES:
-        hint = nearest(name, SCHEDULES)
-        raise ValueError(f"schedule is {name!r}; it must be one of {', '.join(SCHEDULES)}{hint and '.' + hint}")
+        raise ValueError(unknown_schedule("schedule", name))
     p, m, v = num_devices, num_microbatches, num_chunks
     if reason := schedule_obstacle(name, num_devices=p, num_microbatches=m, num_chunks=v):
         raise ValueError(reason)

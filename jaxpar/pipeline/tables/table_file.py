@@ -59,9 +59,7 @@ def read_table(path: Path | str) -> Table:
         # Remove unused slots, because the engine allocates all slots up to the last one.
         table.actions["slot"] = np.unique(table.actions["slot"], return_inverse=True)[1]
     except (OSError, ValueError, csv.Error) as error:
-        raise (TableError if isinstance(error, TableError) else ValueError)(
-            f"{str(path)!r}: {unreadable(error)}"
-        ) from error
+        raise (TableError if isinstance(error, TableError) else ValueError)(unreadable(path, error)) from error
     return table
 
 

@@ -141,7 +141,14 @@ def test_orders_that_wait_for_each_other_are_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "p", "m", "v", "message"),
     [
-        ("zbh1", 2, 2, 1, r"schedule is 'zbh1'; it must be one of model_parallel, .*zb_v. Did you mean 'zb_h1'\?"),
+        (
+            "zbh1",
+            2,
+            2,
+            1,
+            r"schedule is 'zbh1'; it must be one of model_parallel, .*zb_v, or the path of a CSV table. Did you "
+            r"mean 'zb_h1'\?",
+        ),
         ("gpipe", 0, 2, 1, "num_devices is 0; it must be at least 1"),
         ("gpipe", 2, 0, 1, "num_microbatches is 0; it must be at least 1"),
         ("gpipe", 2, 2, 2, "num_chunks is 2; it must be 1 for schedule gpipe"),
@@ -224,7 +231,7 @@ def test_a_wrong_file_is_named_with_the_line(content: str, message: str, tmp_pat
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=rf"^'{tmp_path}/none.csv': No such file or directory; it must be the path of a CSV file$"
+        ValueError, match=rf"^'{tmp_path}/none.csv', which does not exist; it must be the path of a CSV file$"
     ):
         read_table(tmp_path / "none.csv")
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
