@@ -64,7 +64,7 @@ class Snapshot(NamedTuple):
 
 
 def split_by_layer(tree: Tree, within: Sequence[Address]) -> tuple[dict[str, Leaves], dict[str, np.ndarray]]:
-    """Return the leaves of each layer by path, and the leaves of no layer. within: addresses of the tree's leaves."""
+    """Return the leaves of each layer by path, and the leaves of no layer. within: where each leaf of the tree is."""
     layers: dict[str, dict[str, np.ndarray]] = {}
     of_no_layer: dict[str, np.ndarray] = {}
     for address, leaf in zip(within, jax.tree.leaves(tree), strict=True):
@@ -74,7 +74,7 @@ def split_by_layer(tree: Tree, within: Sequence[Address]) -> tuple[dict[str, Lea
 
 
 def moment_addresses(problem: Problem) -> list[Address]:
-    """Return the addresses of the canonical optimizer state, for a problem whose optimizer records gradients."""
+    """Return where each leaf of the canonical optimizer state is, for a problem whose optimizer records gradients."""
 
     def init(params: Params) -> Canonical:
         _, moments, _ = problem.optimizer.init(params)

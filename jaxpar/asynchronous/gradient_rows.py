@@ -15,7 +15,7 @@ class GradientRow(NamedTuple):
       worker: the worker that computes it.
       read: the version of the weights that it is computed from.
       update: the version that it is applied to.
-      chunk: number of its chunk of the data.
+      chunk: number of its shard of the data.
       staleness: update - read.
       is_first: whether it is the first gradient of its update.
       is_last: whether it is the last one.

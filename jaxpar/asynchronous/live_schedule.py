@@ -1,6 +1,6 @@
-"""The schedule of a live run: the assignment of chunks to workers, and the record. It uses no devices and no threads.
+"""The schedule of a live run: the assignment of shards to workers, and the record. It uses no devices and no threads.
 
-The next chunk goes to the worker that has been idle longest, and a worker reads the newest weights. No worker waits for
+The next shard goes to the worker that has been idle longest, and a worker reads the newest weights. No worker waits for
 others, unless a bound limits how far it can run ahead of the slowest (ssp).
 """
 
@@ -18,12 +18,12 @@ from jaxpar.state import Canonical
 
 
 class Assignment(NamedTuple):
-    """A chunk for a worker to compute, and the weights to compute it from.
+    """A shard for a worker to compute, and the weights to compute it from.
 
     Attributes:
       worker: its number.
-      number: number of the chunk.
-      chunk: the chunk itself.
+      number: number of the shard.
+      chunk: the shard itself.
       version: version of the weights that the worker reads.
       start: seconds since the run began.
     """
@@ -47,12 +47,12 @@ class LiveSchedule:
         self._chunks = deque[tuple[int, Chunk]]()
 
     def give_out(self, chunks: Mapping[int, Chunk]) -> None:
-        """Begin a step with these chunks."""
+        """Begin a step with these shards."""
         self._chunks.extend(chunks.items())
         self._num_steps += 1
 
     def assign(self) -> Assignment | None:
-        """Return the next assignment; None if there is no chunk, or no worker that may take one."""
+        """Return the next assignment; None if there is no shard, or no worker that may take one."""
         ready = self._ready()
         if not self._chunks or not ready:
             return None
@@ -60,7 +60,7 @@ class LiveSchedule:
         return Assignment(ready[0], *self._chunks.popleft(), len(self._rows), self._now())
 
     def is_over(self, *, drain: bool) -> bool:
-        """Return whether the step is over: all chunks are assigned, and a worker is ready for more.
+        """Return whether the step is over: all shards are assigned, and a worker is ready for more.
 
         drain: require that all workers are idle.
         """

@@ -92,7 +92,7 @@ class Chunk(NamedTuple):
 def gradient(
     problem: Problem, params: Params, key: jax.Array, step: jax.Array, examples: Batch, weight: Scalar
 ) -> tuple[Params, Sums]:
-    """Return the gradient of a chunk's examples at the weights that the worker has read. This is a worker's program."""
+    """Return the gradient of a shard's examples at the weights that the worker has read. This is a worker's program."""
     return steps.gradients(problem, State(step, key, params, None), examples, weight)
 
 
@@ -232,7 +232,7 @@ class Programs:
         return [*workers, *updates]
 
     def chunks(self, step: int, batch: Mapping[str, np.ndarray], device: jax.Device) -> dict[int, Chunk]:
-        """Return the chunks of a step's batch, by their number in the run. device: of their weight."""
+        """Return the shards of a step's batch, by their number in the run. device: the device of their weight."""
         weight, n = self.weight(jax.device_put({"weights": batch["weights"]}, device)), self.num_workers
         return {step * n + i: Chunk({k: x[i::n] for k, x in batch.items()}, weight, step) for i in range(n)}
 
@@ -250,7 +250,7 @@ def _on(tree: Tree, device: jax.Device) -> Tree:
 
 def _metrics(totals: Totals) -> Metrics:
     root_mean = jnp.sqrt(totals.square / jnp.maximum(totals.num_updates, 1))
-    sums, finite = jax.tree.map(jnp.copy, (totals.sums, totals.finite))  # later arrivals are given `totals` itself
+    sums, finite = jax.tree.map(jnp.copy, (totals.sums, totals.finite))  # copies: later arrivals donate `totals`
     return Metrics(sums, jnp.where(finite, root_mean, jnp.nan), finite)
 
 
@@ -262,7 +262,7 @@ def add_up_totals(totals: Sequence[Totals]) -> Totals:
 
 
 def leaves(tree: Tree) -> dict[str, Any]:
-    """Return the arrays of a tree by number."""
+    """Return the arrays of a tree, keyed by index."""
     return {str(number): leaf for number, leaf in enumerate(jax.tree.leaves(tree))}
 
 

@@ -117,9 +117,9 @@ class ServerEngine:
         return State(jnp.int32(run.step), run.key, run.params, run.server.optimizer)
 
     def private(self, run: ServerRun) -> Canonical:
-        """Return older weights, waiting gradients and states of mitigations, by number, and the transport's record.
+        """Return older weights, waiting gradients, the states of mitigations, and the transport's record.
 
-        Waiting gradients have arrived, but their update is not complete.
+        Arrays are keyed by index. Waiting gradients have arrived, but their update is not complete.
         """
         self._drain(run)
         return leaves(jax.device_put(_arrays(run), self._at)) | run.transport.in_flight().record

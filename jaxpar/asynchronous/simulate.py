@@ -12,8 +12,8 @@
 
 A gradient takes a pull (one message), computing, and a push (one message). Its version is the newest one on the server
 when the pull begins, because a server sends the weights that it has when it is asked. Simultaneous events are processed
-in the order of workers, and a worker does all it can before the next one moves. With equal workers, a worker therefore
-reads the weights that its own gradient has just updated.
+in the order of workers: all of one worker before those of the next. With equal workers, a worker therefore reads the
+weights that its last gradient has just updated.
 """
 
 import heapq
@@ -42,7 +42,7 @@ def simulate(
     groups: int = 1,
     interval: int = 1,
 ) -> UpdateTable:
-    """Return the first rows of a policy's endless run, so that a longer run begins with the same rows.
+    """Return the first rows of a policy's table. A longer run begins with the same rows.
 
     Args:
       policy: one of POLICIES.
@@ -113,10 +113,10 @@ def simulation_obstacle(
 def _server(
     compute: WorkerTimes, communication: WorkerTimes, num_gradients: int, size: int, bound: float
 ) -> TableColumns:
-    """Simulate async, ssp and softsync: the server makes an update of every `size` gradients. `bound` limits workers.
+    """Simulate async, ssp and softsync: the server makes an update of every `size` gradients.
 
-    A gradient that waits for others of its update finishes with the update; its worker continues when the gradient
-    arrives.
+    `bound` limits how far a worker runs ahead of the slowest. A gradient that waits for others of its update finishes
+    with the update; its worker continues when the gradient arrives.
     """
     n = len(compute)
     events = [(0.0, worker) for worker in range(n)]  # when a worker's next pull begins, or its next push ends

@@ -1,6 +1,6 @@
 """The transport of live runs: each worker is a thread that computes on its device. Gradients are applied on arrival.
 
-A step ends when all its chunks are assigned and a worker is ready for more. Other workers may still be computing; their
+A step ends when all its shards are assigned and a worker is ready for more. Other workers may still be computing; their
 gradients belong to the next step, unless the run is drained. The run is recorded as a table, and virtual time
 (virtual_time.py) computes bitwise the same weights from that table, because the programs are the same.
 """
@@ -31,13 +31,20 @@ class Threads(LiveTransport):
     """A `Transport`. Only the server's thread accesses the schedule; workers receive assignments and return results."""
 
     def __init__(self, workers: Workers, state: State, *, bound: float, slowdown: float):
-        """bound: iterations that a worker may be ahead of the slowest; slowdown: of the last worker, at least 1."""
+        """Start no threads yet.
+
+        Args:
+          workers: the workers of the run.
+          state: the state at the start.
+          bound: number of iterations that a worker may be ahead of the slowest.
+          slowdown: factor on the time of the last worker, at least 1.
+        """
         super().__init__(workers, state, bound=bound)
         self._slowdown = slowdown
         self._assignments = [SimpleQueue[tuple[Assignment, Params] | None]() for _ in range(workers.number)]
         self._answers = SimpleQueue[Answer]()
         self._threads: list[threading.Thread] = []
-        self._compiled = set[tuple[tuple[int, ...], ...]]()  # shapes of chunks compiled by the slow worker
+        self._compiled = set[tuple[tuple[int, ...], ...]]()  # shapes of shards compiled by the slow worker
         self._is_closed = False
         self._error: BaseException | None = None
 

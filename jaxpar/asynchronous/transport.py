@@ -49,7 +49,7 @@ class InFlight(NamedTuple):
 
     Attributes:
       weights: by version, older weights that workers have read and whose gradients have not arrived yet.
-      record: arrays by name, which must not be a number: chunks to come, and the data of `table`.
+      record: arrays by name (names must not be numbers): shards that are still to be computed, and the data of `table`.
     """
 
     weights: Mapping[int, Params]
@@ -83,7 +83,7 @@ class Workers(NamedTuple):
         return self.devices[self.places.of_worker(worker)]
 
     def compute(self, worker: int, read: Params, chunk: Chunk) -> tuple[Params, Sums]:
-        """Return a chunk's gradient and the sums over its examples. `read` and results are on the worker's device."""
+        """Return a shard's gradient and the sums over its examples. `read` and results are on the worker's device."""
         inputs = (self.key, np.int32(chunk.step), chunk.examples, chunk.weight)
         inputs = jax.device_put(inputs, self.device_of(worker))
         made: tuple[Params, Sums] = self.programs.gradient(read, *inputs)
@@ -100,16 +100,16 @@ class Transport(Protocol):
     """The server's interface to the workers of one run. Only one thread calls these methods."""
 
     def deliver(self, chunks: Mapping[int, Chunk], *, drain: bool) -> Iterator[Delivery]:
-        """Begin a step: assign its chunks, and yield gradients in the order of their updates until the step is over.
+        """Begin a step: assign its shards, and yield gradients in the order of their updates until the step is over.
 
         The server applies each gradient, and publishes the new weights, before it takes the next gradient.
 
         Args:
-          chunks: the chunks of the step's batch, by their number in the run; empty: no step begins.
+          chunks: the workers' shards of the step's batch, by their number in the run; empty: no step begins.
           drain: whether to wait for the gradients that workers are still computing.
 
         Raises:
-          RuntimeError: the transport is closed, and there are chunks.
+          RuntimeError: the transport is closed, and there are shards.
         """
 
     def publish(self, params: Params) -> None:
@@ -145,7 +145,7 @@ class LiveTransport:
         return InFlight({}, self._schedule.record())
 
     def restore(self, in_flight: InFlight) -> None:
-        """Continue the record."""
+        """Continue from a restored record."""
         self._schedule.restore(in_flight.record)
 
     def table(self) -> UpdateTable | None:

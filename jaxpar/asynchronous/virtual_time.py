@@ -1,9 +1,9 @@
 """The transport of emulated runs, which delivers the gradients of a table in its order, without waiting.
 
 The order of events has been decided in virtual time (simulate.py) or recorded (live_schedule.py). A gradient is
-computed when its row is next, from the version of the weights given in the row. Older versions are stashed on the
-devices whose workers need them, for as long as they do. The host does not wait for programs, so that devices compute
-concurrently if the table allows it.
+computed when its row is next, from the version of the weights given in the row. Each device stashes the
+older versions that its workers still need. The host does not wait for programs, so that devices compute concurrently
+if the table allows it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ from jaxpar.asynchronous.transport import Delivery, InFlight, Workers
 from jaxpar.models.model import Params
 from jaxpar.state import Canonical, State
 
-WEIGHT = "weight of the batch"  # in the record, next to the examples of a chunk
+WEIGHT = "weight of the batch"  # in the record, next to the examples of a shard
 
 
 class Emulation:
@@ -55,7 +55,7 @@ class VirtualTime:
         return copy
 
     def deliver(self, chunks: Mapping[int, Chunk], *, drain: bool) -> Iterator[Delivery]:
-        """Yield the gradients of the next step, if there are chunks. There is nothing to drain."""
+        """Yield the gradients of the next step, if there are shards. There is nothing to drain."""
         if not chunks:
             return
         self._chunks.update(chunks)
@@ -85,7 +85,7 @@ class VirtualTime:
         return InFlight({version: x for (version, _), x in self.history.items()}, record)
 
     def restore(self, in_flight: InFlight) -> None:
-        """Put older weights on their devices, and restore chunks whose gradients are still to come."""
+        """Put older weights on their devices, and restore shards whose gradients are still to come."""
         self._first_step = int(in_flight.record[FIRST_STEP])
         self.history = {
             (version, place): self._put(in_flight.weights[version], place) for version, place in self.history

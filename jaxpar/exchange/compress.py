@@ -141,7 +141,8 @@ def randomk(ratio: float) -> Compressor:
         now, state = _next_key(state)
         first, within = jax.random.split(now)
         number = _share(ratio, len(x))
-        # Draw one of each `size` consecutive elements from a random offset on: equally likely, and without repetition.
+        # From a random offset on, draw one of every `size` consecutive elements: all are equally likely, and none is
+        # drawn twice.
         size = len(x) // number
         starts = jax.random.randint(first, (), 0, len(x)) + size * jnp.arange(number)
         indices = (starts + jax.random.randint(within, (number,), 0, size)) % len(x)

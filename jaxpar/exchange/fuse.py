@@ -1,4 +1,4 @@
-"""Pack trees into the vectors that are exchanged: small arrays share a vector, and large ones may be split."""
+"""Packs trees into the vectors that are exchanged: small arrays share a vector, and large ones may be split."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

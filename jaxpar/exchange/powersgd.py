@@ -2,7 +2,7 @@
 
 The factors of the replicas can be added, unlike signs or indices, so they are averaged by ordinary all-reduces.
 
-Dims: an array is seen as a matrix M [m, n]; its factors have R columns, P [m, R] and Q [n, R].
+Dims: an array is treated as a matrix M [m, n]; its factors have R columns, P [m, R] and Q [n, R].
 """
 
 import math
@@ -17,7 +17,7 @@ from jaxpar.layout import Tree
 from jaxpar.plan import Traffic
 
 WARMUP = "powersgd_warmup"  # name of the conditional in compiled programs
-SAVING = 2  # arrays whose factors are not smaller by more than this are averaged exactly
+SAVING = 2  # an array is compressed only if its factors are more than SAVING times smaller
 
 
 class PowerState(NamedTuple):
@@ -41,7 +41,7 @@ def low_rank(exact: AllReduce, *, rank: int, warmup_steps: int, seed: int) -> Al
     M = gradient + residual; P = orthonormal basis of mean(M Q); Q = mean(M^T P); the mean of the gradients is
     approximated by P Q^T, and the new residual is M - P Q^T.
 
-    Biases and other arrays that cannot be compressed by more than SAVING are averaged exactly.
+    Biases and other arrays that cannot be compressed by more than a factor of SAVING are averaged exactly.
 
     Args:
       exact: an all-reduce without state; it averages the factors, and everything during the warm-up.
@@ -109,7 +109,7 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def is_compressed(shape: Sequence[int], rank: int) -> bool:
-    """Return whether the factors of an array of this shape are smaller than the array by more than SAVING."""
+    """Return whether the factors of an array of this shape are more than SAVING times smaller than the array."""
     m, n = matrix_shape(shape)
     return SAVING * rank * (m + n) < m * n
 

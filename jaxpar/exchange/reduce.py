@@ -1,4 +1,4 @@
-"""Reducers: they average a vector over the replicas of a mesh axis, inside `shard_map`.
+"""Reducers, which average a vector over the replicas of a mesh axis, inside `shard_map`.
 
 A `Reducer` may have state, which is private to this replica. `fused` (jaxpar/exchange/fuse.py) applies a reducer to
 trees.

@@ -1,4 +1,4 @@
-"""`async_data_parallel`: workers compute gradients of the weights that they last read, without waiting for each other.
+"""`async_data_parallel`: workers compute gradients at the weights that they last read, without waiting for each other.
 
 In an emulated run, the order of reads and updates is a table, which a simulation in virtual time derives from
 config.asynchronous (jaxpar/asynchronous/simulate.py). An engine runs the rows of the table in order: server.py if

@@ -70,7 +70,7 @@ def mean(trees: list[Weights]) -> Weights:
     return {key: np.mean([tree[key] for tree in trees], axis=0) for key in trees[0]}
 
 
-Mitigation = Callable[[Weights, Weights, Weights, int], Weights]  # (gradient, current weights, read weights, staleness)
+Mitigation = Callable[[Weights, Weights, Weights, int], Weights]  # (gradient, newest weights, read weights, staleness)
 
 
 def to_server(

@@ -26,7 +26,8 @@ WORDS = {
     r"homes?": "device of a stage",
     r"hungry": "idle",
     r"in words": "(a format_... function)",
-    r"judged": "compared; checked",
+    r"judg(e|es|ed|ing)": "compare; check",
+    r"current (parameters|params|state|weights)": "newest weights; state",
     r"kept weights": "stashed weights",
     r"knows? (nothing )?of": "contains; depends on; supports",
     r"likewise": "also; the same",
@@ -34,6 +35,8 @@ WORDS = {
     r"on (its|their) way": "in flight",
     r"packets?": "transfer",
     r"parted": "split",
+    r"parts of (a|the|each|every|its) batch": "microbatches; accumulation steps; batch divisor",
+    r"rank (of )?[fbw]": "phase",
     r"rows? of (a|the|each|every|its|this) (global |local )?batch": "examples",
     r"(say|says|said|saying)": "log, print, report, return; according to",
     r"so many": "the number of; accumulation",
@@ -46,6 +49,7 @@ WORDS = {
 # Passages that may keep a word of WORDS: file, a part of the line, and why.
 ALLOWED = [
     ("jaxpar/config.py", "asynchronous.cures", "the former name of a key, from which its new name is suggested"),
+    ("docs/glossary.md", "one of the parts of a batch", "the definitions of accumulation step and microbatch"),
     ("jaxpar/data/tokenizer.py", "occur in words after", "characters within words of a text"),
 ]
 PREPOSITIONS = ("As", "At", "By", "For", "From", "In", "On", "Per", "To")

@@ -267,7 +267,8 @@ def pipeline_step(
         # 8. Check for infinities and NaNs before the exchange: a compressor may hide them.
         nonfinite_count = steps.nonfinite_count(local_grads)
         sums, nonfinite_count = psum_small((local_sums, nonfinite_count), (DATA, STAGE))
-        if staged.all_reduce.clip_norm:  # the parts of a tied array count separately, as they are sent
+        # The gradients of a tied array on different stages count separately, because they are sent separately.
+        if staged.all_reduce.clip_norm:
             replica_norm = jnp.sqrt(jax.lax.psum(optax.tree.norm(local_grads) ** 2, STAGE))
             local_grads = clipped(local_grads, replica_norm, staged.all_reduce.clip_norm)
         grads, residuals = staged.all_reduce.mean(local_grads, state.private)

@@ -138,7 +138,7 @@ class StagePrograms:
         return self._by_stage[stage - 1] if stage else None
 
     def params(self, number: int, held: Params) -> Params:
-        """Return the subset of a device's parameters that a program uses, under the names of the example device."""
+        """Return the subset of a device's parameters that a program uses, named as on the representative device."""
         return self.stages.part(held, self.stages.examples[self.kind(number)], self.chunk(number))
 
     def run(self, number: int, phase: int, inputs: StageInputs, saved: Saved) -> tuple[StageOutputs, Saved]:

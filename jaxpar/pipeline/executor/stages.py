@@ -53,7 +53,7 @@ class Stages:
 
     @cached_property
     def shifts(self) -> np.ndarray:
-        """Layer-index offset of each [device, chunk] from the same chunk of the example device of its kind."""
+        """Layer-index offset of each [device, chunk] from the same chunk of the representative device of its kind."""
         return np.array(
             [
                 [

@@ -123,7 +123,10 @@ class StagedTree:
 
 
 def _of_device(address: Address, names: Mapping[str, str]) -> Address:
-    """Translate an address on the example device of a kind. names: a device's layer names by those of the example."""
+    """Translate an address on the representative device of a kind.
+
+    names: a device's layer names, keyed by those of the representative device.
+    """
     return address if address.layer is None else address._replace(layer=names[address.layer])
 
 

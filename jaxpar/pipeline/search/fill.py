@@ -34,7 +34,7 @@ class SearchProblem(NamedTuple):
     times: Times
     communication: Time
     memory: float
-    weight_memory: float  # weight of a microbatch between its B and its W
+    weight_memory: float  # fraction of a microbatch's memory that is still held between its B and its W
 
     def change(self, kind: int) -> float:
         """Return the change in the number of stashed microbatches that an action of this kind causes."""

@@ -54,8 +54,9 @@ def search(
       num_devices: number of devices.
       num_microbatches: number of microbatches.
       num_chunks: number of chunks per device.
-      weight_memory: weight of a microbatch between its B and its W. The paper stashes only the inputs of the matrix
-        products of a transformer for W: 32h of 34h + 5as bytes per token (appendix; hidden size h, a heads, s tokens).
+      weight_memory: fraction of a microbatch's memory that is still held between its B and its W. The paper stashes
+        only the inputs of the matrix products of a transformer for W: 32h of 34h + 5as bytes per token (appendix;
+        hidden size h, a heads, s tokens).
       evaluations: number of orders that step 3 tries.
       seed: seed of the random moves of step 3.
 

@@ -206,8 +206,8 @@ def peak_stashed(table: Table, weight_memory: float = 1.0) -> np.ndarray:
 
     Args:
       table: the table.
-      weight_memory: weight of a microbatch between its B and its W. It is less than 1 if W needs only a part of the
-        values that F stashed.
+      weight_memory: fraction of a microbatch's memory that is still held between its B and its W. It is less than
+        1 if W needs only a part of the values that F stashed.
     """
     return _peak(table, [1, weight_memory - 1, -weight_memory, -1])
 
