@@ -25,7 +25,7 @@ VALUES = {
     "num_steps": 8,
 }
 ONEBIT = "--config.exchange=byteps_onebit", "--config.exchange_options.min_compress_bytes=0"
-NAME = "byteps_onebit block=128 bucket_bytes=4096000 min_compress_bytes=0 momentum=0.0 on 2 replicas"
+NAME = "byteps_onebit block=128 bucket_bytes=4096000 group=1 min_compress_bytes=0 momentum=0.0 on 2 replicas"
 DISCARDED = f"discarded private state of {NAME}; this run uses "
 
 
