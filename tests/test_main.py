@@ -252,6 +252,8 @@ def test_a_workdir_that_cannot_be_created(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "file").write_text("")
     line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/file/run", *small_arguments(tmp_path))
     assert f"--workdir is '{tmp_path}/file/run', which is inside a file; it must be a writable directory" in line
+    line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/file", *small_arguments(tmp_path))
+    assert f"--workdir is '{tmp_path}/file', which is a file; it must be a writable directory" in line
 
 
 def test_a_disk_without_room(

@@ -465,7 +465,7 @@ def test_the_padded_batch_is_compared(seed: int, expected: list[int]) -> None:
     assert certificate.batches(run) == expected
 
 
-def test_contents_of_a_certificate(certify: Any) -> None:
+def test_contents_of_a_certificate(certify: Any, capsys: pytest.CaptureFixture[str]) -> None:
     _, found = certify(*MLP, *SHARD_MAP, "seed=1", "optimizer.accumulation_steps=2", num_steps=2)
     assert found["seeds"] == {"config.seed": 1, "config.exchange_options.seed": None}
     assert found["sums"]["strategy"] == "2 replicas (the data axis) x 2 accumulation steps"
@@ -478,6 +478,11 @@ def test_contents_of_a_certificate(certify: Any) -> None:
     assert found["config"]["model.name"] == "mlp"
     assert found["config"]["num_steps"] == 2
     assert "model.size" not in found["config"]  # has its default
+    # The verdict uses the words of the table.
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+    assert lines["layer"].split() == ["layer", "start", "gradient", "update", "moments", "resume", "drift"]
+    named = re.findall(r"([a-z][a-z ]+) \d", lines["verdict"])
+    assert named == ["metrics", "sums of the task", "start", "gradient", "update", "moments", "resume"]
 
 
 @pytest.mark.parametrize(
