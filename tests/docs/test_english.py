@@ -49,7 +49,6 @@ WORDS = {
 # Passages that may keep a word of WORDS: file, a part of the line, and why.
 ALLOWED = [
     ("jaxpar/config.py", "asynchronous.cures", "the former name of a key, from which its new name is suggested"),
-    ("docs/glossary.md", "one of the parts of a batch", "the definitions of accumulation step and microbatch"),
     ("jaxpar/data/tokenizer.py", "occur in words after", "characters within words of a text"),
 ]
 PREPOSITIONS = ("As", "At", "By", "For", "From", "In", "On", "Per", "To")
