@@ -65,7 +65,7 @@ class Shards:
         return self._axis.size * sum(sizes[number] for bucket in self._buckets for number in bucket)
 
     @property
-    def lengths(self) -> list[int]:
+    def _lengths(self) -> list[int]:
         """Number of elements of each shard."""
         return [math.prod(self._shapes[number]) for bucket in self._buckets for number in bucket]
 
@@ -73,6 +73,26 @@ class Shards:
     def num_vectors(self) -> int:
         """Number of collectives that scatter, or gather, all arrays once."""
         return len(self._buckets)
+
+    def traffic(self, kind: str, times: int, num_vectors: int, compressor: Compressor | None) -> Traffic:
+        """Return the traffic of a device that scatters or gathers all arrays `times` times.
+
+        Args:
+          kind: "reduce-scatter" or "all-gather". An all-to-all scatters compressed vectors, which cannot be summed.
+          times: number of times.
+          num_vectors: number of vectors that hold all arrays.
+          compressor: compressor of the vectors; None: they are sent uncompressed.
+        """
+        nbytes, dtype = self.nbytes, "float32"
+        if compressor:
+            nbytes, dtype = self._axis.size * coded_nbytes(compressor, self._lengths), "uint8"
+            kind = {"reduce-scatter": "all-to-all"}.get(kind, kind)
+        return ring_traffic(kind, times, self._axis.name, self._axis.size, nbytes, dtype, num_vectors=num_vectors)
+
+    def traffic_between(self, between: Axis) -> Traffic:
+        """Return the traffic of a device in `add_up_shards`."""
+        nbytes, num_vectors = self.nbytes / self._axis.size, self.num_vectors
+        return ring_traffic("all-reduce", 2, between.name, between.size, nbytes, "float32", num_vectors=num_vectors)
 
     def local(self, tree: Tree) -> Tree:
         """Return this replica's shards of full arrays."""
@@ -233,26 +253,14 @@ def zero(
         return Shards(within, shapes, num_bytes, codes).gather(local)
 
     def traffic(params: Tree, num_microbatches: int = 1) -> list[Traffic]:
-        whole = Shards(within, params, num_bytes)
         together = list(params.values()) if stage == 3 else [params]  # scattered, or gathered, one after another
         num_vectors = sum(Shards(within, tree, num_bytes).num_vectors for tree in together)
-
-        def ring(kind: str, times: int, coded_kind: str = "", compressor: Compressor | None = None) -> Traffic:
-            nbytes, dtype = whole.nbytes, "float32"
-            if compressor:
-                kind, nbytes, dtype = coded_kind, group * coded_nbytes(compressor, whole.lengths), "uint8"
-            return ring_traffic(kind, times, axis.name, group, nbytes, dtype, num_vectors=num_vectors)
-
-        scatter = ring("reduce-scatter", 1 if stage == 1 else num_microbatches, "all-to-all", codes.grads)
-        gather = ring("all-gather", 2 * num_microbatches if stage == 3 else 1, "all-gather", codes.params)
+        whole = Shards(within, params, num_bytes)
+        scatter = whole.traffic("reduce-scatter", 1 if stage == 1 else num_microbatches, num_vectors, codes.grads)
+        gather = whole.traffic("all-gather", 2 * num_microbatches if stage == 3 else 1, num_vectors, codes.params)
         # On CPUs XLA drops the barriers between a layer's gathers for forward and backward, and may merge them.
         sent = [scatter, gather._replace(required=0.5 if stage == 3 else 1.0)]
-        if is_grouped:
-            nbytes, num_vectors = whole.nbytes / group, whole.num_vectors
-            sent.append(
-                ring_traffic("all-reduce", 2, axis.name, between.size, nbytes, "float32", num_vectors=num_vectors)
-            )
-        return sent
+        return [*sent, whole.traffic_between(between)] if is_grouped else sent
 
     return Exchange(
         init,
