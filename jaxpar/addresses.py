@@ -12,7 +12,7 @@ class Address(NamedTuple):
 
     Attributes:
       layer: the layer that the leaf belongs to; None if it belongs to no layer, such as a step counter.
-      path: the path of the leaf without the layer name, so corresponding arrays of equal layers have equal paths.
+      path: the path of the leaf without the layer name, so corresponding arrays of identical layers have equal paths.
     """
 
     layer: str | None

@@ -78,7 +78,7 @@ class Plan(Generic[Details]):
       private_key: JSON values that identify the private state in a checkpoint. Only a plan with an equal key can
         resume from that private state. Empty if the strategy has no private state.
       differs: the reason why the results differ from those of `single`; empty if they are the same.
-      advice: what is known to train badly in this config, and what to use instead; empty if nothing is.
+      advice: which setting of this config is known to train badly, and what to use instead; empty if there is none.
     """
 
     strategy: str

@@ -21,7 +21,7 @@ echo "$@" >>uv.log
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A clone whose constraints pin packages that do not exist in any registry."""
+    """A clone whose constraints pin packages that do not exist in any index."""
     clone = tmp_path / "a clone"
     shutil.copytree(ROOT / "scripts", clone / "scripts")
     (clone / "constraints").mkdir()
@@ -123,7 +123,7 @@ def test_a_second_setup_waits(clone: Path) -> None:
     wait_for(clone / "uv.log", "pip install")
     second = subprocess.Popen([clone / "scripts" / "setup"], env=environment(clone), stderr=subprocess.PIPE, text=True)
     assert second.stderr is not None
-    assert "waiting for another set-up" in second.stderr.readline()
+    assert "waiting for another setup" in second.stderr.readline()
     assert installed(clone) == ["base"]
     (clone / "slow").unlink()
     os.killpg(first.pid, signal.SIGKILL)

@@ -197,7 +197,11 @@ def of_run(workdir: Path, step: int | None = None) -> Checkpoint:
 
 
 def restore_params(workdir: Path) -> tuple[ConfigDict, Params]:
-    """Return the config and the newest parameters, NumPy arrays, of the run in `workdir`. Raises as `of_run` does."""
+    """Return the config and the newest parameters, as NumPy arrays, of the run in `workdir`.
+
+    Raises:
+      UserError: there is no run or no checkpoint yet, or no checkpoint can be read.
+    """
     saved = of_run(workdir)
     config = saved.info.get("config")  # the first checkpoints lack it
     return configs.from_keys(config) if config else configs.read_config(workdir), saved.tree["params"]

@@ -3,14 +3,14 @@
 `load` reads the data source, creates or opens the cached token arrays and returns a `Dataset`. `Batches` returns the
 global batch at step t, or a shard of it, as a function of (seed, t) alone.
 
-A batch is a dict of arrays. Dims: B examples (always batch_size; fillers, which are examples of weight 0, complete a
+A batch is a dict of arrays. Dims: B examples (always batch_size; padding examples, which have weight 0, fill up a
 batch), T positions, H W C image height, width and channels, D features, K targets.
 
 - inputs: int32 [B,T] tokens, uint8 [B,H,W,C] images or float32 [B,D] vectors
 - mask: bool [B,T], True at real tokens; padding is on the right (absent for causal_lm, whose blocks are full)
 - segments: int32 [B,T], 1 in the second text of a pair (only with two text columns)
 - labels: int32 [B] classes, float32 [B,K] targets, int32 [B,T] tokens (masked_lm, causal_lm) or int32 [B,T] word tags
-- weights: float32 [B] or [B,T], matching the labels; 0 at fillers, at padding and at positions without a prediction
+- weights: float32 [B] or [B,T], matching the labels; 0 for padding and for positions without a prediction
 - index: int32 [B], the position of each example in the global batch
 """
 

@@ -17,9 +17,9 @@ class Batches:
     """The batches of a split, step by step, epoch after epoch.
 
     Attributes:
-      batch_size: number of examples in a batch, fillers included.
+      batch_size: number of examples in a batch, padding examples included.
       steps_per_epoch: ceil(examples / batch_size). One batch of an epoch holds the remainder and is filled up with
-        examples of weight 0 (fillers).
+        padding examples, which have weight 0.
       examples_per_epoch: number of examples in the split; each occurs exactly once per epoch.
     """
 
@@ -41,12 +41,12 @@ class Batches:
     def batch(self, step: int, shard: slice = slice(None), *, with_example_ids: bool = False) -> Arrays:
         """Return the batch of step `step` >= 0, or the given shard of it. See jaxpar.data for the keys.
 
-        with_example_ids: also return `example_ids`, int64 [R], each example's index in the split, or -1 for a filler.
+        with_example_ids: also return `example_ids`, int64 [R], each example's index in the split, or -1 for padding.
         """
         epoch, place = divmod(step, self.steps_per_epoch)
         examples_B = self._plan(epoch)[place]
         is_real_B = examples_B >= 0
-        examples_B = np.where(is_real_B, examples_B, examples_B[0])  # fillers repeat the first example with weight 0
+        examples_B = np.where(is_real_B, examples_B, examples_B[0])  # padding: the first example, with weight 0
         batch = self._gather(examples_B, shard, drawn_at=step if self._shuffle else place)
         is_real_R = is_real_B[shard]
         batch["weights"] *= is_real_R.reshape(-1, *[1] * (batch["weights"].ndim - 1))
@@ -64,12 +64,12 @@ class Batches:
         return {name: np.broadcast_to(x, (self.batch_size, *x.shape[1:])) for name, x in example.items()}
 
     def examples_before(self, step: int) -> int:
-        """Return the number of examples in the batches of steps [0, step), without fillers."""
+        """Return the number of examples in the batches of steps [0, step), without padding examples."""
         epoch, place = divmod(step, self.steps_per_epoch)
         return epoch * self.examples_per_epoch + int((self._plan(epoch)[:place] >= 0).sum())
 
     def planned(self, start: int, stop: int) -> np.ndarray:
-        """Return the indices of the examples in the batches of steps [start, stop) of one epoch, without fillers."""
+        """Return the indices of the examples in the batches of steps [start, stop) of one epoch, without padding."""
         epoch, place = divmod(start, self.steps_per_epoch)
         examples_SB = self._plan(epoch)[place : place + stop - start]
         return examples_SB[examples_SB >= 0]

@@ -1,8 +1,8 @@
 """The plan of an epoch: a NumPy table of the examples in each of its batches.
 
-A plan is int64 [S,B]: the index of example b of batch s of the epoch, or -1 for a filler. Every example occurs exactly
-once, and S = ceil(examples / B). Examples of similar length share a batch, so that short examples are not padded to the
-length of long ones:
+A plan is int64 [S,B]: the index of example b of batch s of the epoch, or -1 for a padding example. Every example occurs
+exactly once, and S = ceil(examples / B). Examples of similar length share a batch, so that short examples are not
+padded to the length of long ones:
 
     shuffle all  ->  windows of 64 batches  ->  sort each by length  ->  cut into batches  ->  shuffle the batches
 

@@ -27,7 +27,7 @@ MAX_BYTES = 1000  # in a word: more than in a sentence of a language without spa
 
 
 def train_tokenizer(texts: Callable[[], Iterator[str]], vocab_size: int, *, byte_level: bool) -> Tokenizer:
-    """Train a tokenizer of at most `vocab_size` tokens: BERT's lower-casing WordPiece, or GPT-2's byte-level BPE.
+    """Train a tokenizer of at most `vocab_size` tokens: BERT's uncased WordPiece, or GPT-2's byte-level BPE.
 
     `texts` returns a new iterator over the training texts; it is called up to twice.
     """

@@ -91,7 +91,7 @@ class PoolingHead(nnx.Module):
 
 
 def mean_over_mask(x_BTD: jax.Array, mask_BT: jax.Array) -> jax.Array:
-    """Return the mean over the positions where mask_BT is True, [B, D] in the dtype of x; zero for fillers.
+    """Return the mean over the positions where mask_BT is True, [B, D] in the dtype of x; zero for padding examples.
 
     The sum is computed in float32.
     """

@@ -155,7 +155,7 @@ class Attention(nnx.Module):
 
 
 def real_lengths(mask_BT: jax.Array) -> jax.Array:
-    """Return the number of real tokens of each example, int32 [B], at least 1 so that outputs of fillers are finite."""
+    """Return the number of real tokens of each example, int32 [B]; at least 1, so that padding gives finite outputs."""
     return jnp.maximum(mask_BT.sum(axis=1, dtype=jnp.int32), 1)
 
 

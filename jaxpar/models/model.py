@@ -66,7 +66,7 @@ class Tie(NamedTuple):
 
 
 class LayerRun(NamedTuple):
-    """Consecutive layers[start:stop] with equal definitions and shapes, which one scan can compute."""
+    """Consecutive layers[start:stop] with the same definition and shapes, which one scan can compute."""
 
     start: int
     stop: int
@@ -86,7 +86,7 @@ class Model:
     Attributes:
       layers: the layers in the order of computation.
       ties: arrays that two layers share.
-      runs: the layers, grouped into runs of equal consecutive layers.
+      runs: the layers, grouped into runs of identical consecutive layers.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Model:
           makers: layer name -> function that creates the layer, in order. Equal layers should share one function: they
             are then traced and initialized together.
           ties: arrays that two layers share.
-          scan: whether to compute a run of equal layers with one `lax.scan`.
+          scan: whether to compute a run of identical layers with one `lax.scan`.
           remat: none, full or dots: which values the backward pass recomputes in each layer.
         """
         self._makers = dict(makers)

@@ -47,7 +47,7 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None = None) -> 
 
 
 def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[Any] | None = None) -> Plan[Any]:
-    """Plan the strategy of a config for a cluster, which may be a description alone. See `StrategyModule.plan`.
+    """Plan the strategy of a config for a cluster, which need not exist. See `StrategyModule.plan`.
 
     Args:
       config: the config of the run.
@@ -62,7 +62,7 @@ def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decisi
 
 
 def possible(config: ConfigDict, shapes: Problem, cluster: Cluster) -> Plan[Any] | str:
-    """Return the plan, or an error message in one line. For callers that compare many configs; raises no UserError."""
+    """Return the plan, or the message of the UserError in one line. For callers that compare many configs."""
     result = outcome(_plan(config, shapes, cluster, None))
     return str(result) if isinstance(result, UserError) else result
 

@@ -123,7 +123,7 @@ TASK = Task(
     metrics=metrics,
     curve="f1",
     loss_unit="nats",
-    headline="test F1 {test_f1:.2%} by entity",
+    headline="test entity-level F1 {test_f1:.2%}",
     score=Score("test_f1", ".2%"),
     predictions=predictions,
 )

@@ -105,7 +105,7 @@ def test_the_loader_gives_the_same_batches_in_order(num_threads: int) -> None:
     assert list(source.loader(3, 3)) == []
 
 
-def test_fillers_weigh_nothing() -> None:
+def test_padding_examples_weigh_nothing() -> None:
     for kind in KINDS:
         source = batches(kind, shuffle=False)
         last = source.batch(12)  # 103 = 12 * 8 + 7
@@ -166,7 +166,7 @@ print(next(loader)["inputs"].shape)
     assert (result.stdout, result.returncode) == ("(8, 8)\n", 0), result.stderr
 
 
-def test_examples_before_counts_no_fillers() -> None:
+def test_examples_before_counts_no_padding() -> None:
     """The incomplete batch of an epoch can be at any step, because batches are shuffled."""
     source = batches("texts")
     counted = 0

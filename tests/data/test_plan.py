@@ -15,9 +15,9 @@ def test_every_example_comes_once(num_examples: int, batch_size: int, same_lengt
     ):
         assert plan_SB.shape == (-(-num_examples // batch_size), batch_size)
         assert sorted(plan_SB[plan_SB >= 0]) == list(range(num_examples))
-        fillers_S = (plan_SB < 0).sum(1)
-        assert (fillers_S > 0).sum() <= 1  # only one batch has fillers, at its end
-        assert all((row[len(row) - fillers :] < 0).all() for row, fillers in zip(plan_SB, fillers_S, strict=True))
+        padding_S = (plan_SB < 0).sum(1)
+        assert (padding_S > 0).sum() <= 1  # only one batch has padding, at its end
+        assert all((row[len(row) - padding :] < 0).all() for row, padding in zip(plan_SB, padding_S, strict=True))
 
 
 def test_an_epoch_is_a_function_of_seed_and_epoch() -> None:

@@ -141,7 +141,7 @@ def test_bfloat16_is_close_to_float32(name: str, task: str, overrides: dict[str,
     assert 1e-6 < difference < 0.05
 
 
-def test_filler_rows_give_finite_numbers() -> None:
+def test_padding_examples_give_finite_numbers() -> None:
     for task, overrides in (("classification", {"pooling": "mean"}), ("masked_lm", {})):
         model, params, batch = small("bert", task, **overrides)
         batch["mask"] = np.zeros_like(batch["mask"])

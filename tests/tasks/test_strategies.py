@@ -30,7 +30,7 @@ VARIANTS = {
 
 
 def make_batch(task: str, step: int) -> dict[str, np.ndarray]:
-    """Return a batch of random texts or images. Examples have different weights, and the last is a filler."""
+    """Return a batch of random texts or images. Examples have different weights, and the last is padding."""
     rng = np.random.default_rng(step)
     index, weights_B = np.arange(BATCH, dtype=np.int32), rng.uniform(0.5, 2, BATCH).astype(np.float32)
     weights_B[-1] = 0

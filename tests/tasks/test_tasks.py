@@ -11,13 +11,13 @@ from jaxpar.tasks.classification import TASK
 from jaxpar.tasks.task import Sums
 
 
-def test_sums_equal_numpy_and_ignore_filler_rows() -> None:
+def test_sums_equal_numpy_and_ignore_padding_examples() -> None:
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(4, 3, 7)).astype(np.float32)
     labels = rng.integers(0, 7, (4, 3))
     weights = rng.uniform(0, 2, (4, 3)).astype(np.float32)
     weights[1] = 0
-    logits[1] = 1e6  # the outputs for a filler must not affect the sums
+    logits[1] = 1e6  # the outputs for a padding example must not affect the sums
     got = cross_entropy.sums(jnp.asarray(logits), {"labels": jnp.asarray(labels), "weights": jnp.asarray(weights)})
     loss = correct = 0.0
     for i, j in np.ndindex(4, 3):

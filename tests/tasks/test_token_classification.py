@@ -51,7 +51,7 @@ def test_entities_equal_conlleval(seed: int) -> None:
     shape = (16, 20)
     actual, weights = rng.integers(0, 5, shape), rng.integers(0, 2, shape).astype(np.float32)
     predicted = np.where(rng.random(shape) < 0.7, actual, rng.integers(0, 5, shape))
-    weights[5] = 0  # a filler
+    weights[5] = 0  # a padding example
     logits = 9 * np.eye(5, dtype=np.float32)[predicted]
     batch = {"labels": jnp.asarray(actual), "weights": jnp.asarray(weights)}
     sums = jax.device_get(jax.jit(TASK.sums)(jnp.asarray(logits), batch))
@@ -99,7 +99,7 @@ def test_a_tag_is_at_the_first_token_of_its_word(tmp_path: Path) -> None:
     made = Tokenizer.from_file(str(tmp_path / "run" / "tokenizer.json"))
     batch = Batches(dataset.train, batch_size=3, seed=0, shuffle=False).batch(0)
     rows = {tuple(row[row > 0].tolist()): i for i, row in enumerate(batch["inputs"]) if batch["weights"][i].any()}
-    assert len(rows) == 2  # the third example is a filler
+    assert len(rows) == 2  # the third example is padding
     for words, tags in SENTENCES:
         pieces = [made.encode(word, add_special_tokens=False).ids for word in words]
         tokens = [made.token_to_id("[CLS]"), *itertools.chain(*pieces), made.token_to_id("[SEP]")]

@@ -52,8 +52,8 @@ class Simulation(NamedTuple):
 
     Attributes:
       makespan: time from the first start to the last end on any device.
-      cost: the longest of `spans`.
-      bubble_rate: fraction of the cost in which the device with the longest span waits.
+      cost: the longest of `spans`, which is what a schedule search minimizes.
+      bubble_rate: idle fraction of the longest span.
       lockstep: time of a step if all devices step through the clocks together. A clock then costs the time of its most
         expensive device, plus the communication time if any device sends.
       idle: makespan minus work.

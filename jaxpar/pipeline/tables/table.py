@@ -22,7 +22,7 @@ ACTION = np.dtype([(name, np.int32) for name in FIELDS])
 
 
 class Table(NamedTuple):
-    """A schedule on clocks.
+    """A schedule whose actions are assigned to clocks.
 
     `actions` has dtype ACTION and is sorted by clock, device and order within the clock. `version` is the version of
     the weights. `slot` is the slot in the device's stash that a microbatch occupies from its F to its B or BW. For W,
