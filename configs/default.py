@@ -37,7 +37,8 @@ def get_config() -> ConfigDict:
     # Options of the exchange. None: the default of the exchange. docs/exchanges.md lists the options of each.
     config.exchange_options = exchange = ConfigDict()
     exchange.bucket_bytes = placeholder(int)  # bytes per message: size of a bucket (ddp), fusion buffer or partition
-    exchange.wire_dtype = placeholder(str)  # dtype of gradients in transfers: float16, bfloat16; None: float32
+    # Dtype of gradients in transfers: float16, bfloat16, float8_e4m3fn, float8_e5m2; None: float32.
+    exchange.wire_dtype = placeholder(str)
     exchange.algorithm = placeholder(str)  # all-reduce algorithm: psum (XLA's), ring (implemented with ppermute)
     exchange.group = placeholder(int)  # replicas per node: average exactly within nodes, then compress between them
     exchange.predivide = placeholder(float)  # divide gradients by this before the sum, by replicas / predivide after it

@@ -4,7 +4,7 @@ Each is a chain of small transformations:
 
     fuse.py            packs trees into vectors: buckets, partitions
     reduce.py          averages a vector over replicas: psum, ring, push and pull, hierarchical; in any dtype
-    compress.py        compresses a vector: 8-bit, 1-bit, top-k, random-k, dithering; error feedback, momentum
+    compress.py        compresses a vector: 8-bit, float8, 1-bit, top-k, random-k, dithering; error feedback, momentum
     clip.py            clips the gradient of a replica before it is compressed with error feedback
     powersgd.py        averages low-rank factors of gradients
     scatter_gather.py  averages a vector approximately, compressed in both directions

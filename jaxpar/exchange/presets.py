@@ -14,7 +14,16 @@ import optax
 from jaxpar.exchange import gossip, reduce
 from jaxpar.exchange.adam import momentum_exchange
 from jaxpar.exchange.adasum import adasum
-from jaxpar.exchange.compress import Compressor, dithering, error_feedback, min_max_uint8, momentum, onebit
+from jaxpar.exchange.compress import (
+    FLOAT8,
+    Compressor,
+    dithering,
+    error_feedback,
+    float8,
+    min_max_uint8,
+    momentum,
+    onebit,
+)
 from jaxpar.exchange.compress import randomk as random_k
 from jaxpar.exchange.compress import topk as top_k
 from jaxpar.exchange.exchange import Exchange, averaged, every, shared
@@ -70,7 +79,7 @@ def ddp(
     the number of replicas before they are summed, in the dtype in which they are sent, as by PyTorch's fp16 hook. As in
     PyTorch, the first bucket is smaller, so that sending starts early, and a bucket is closed once it is full.
     """
-    reducer = _exact(axis, algorithm, group, wire_dtype, predivide=axis.size)
+    reducer = _in_dtype(axis, algorithm, group, wire_dtype, predivide=axis.size)
     return fused(reducer, bucket_bytes, first_bytes=min(MIB, bucket_bytes), overfull=True)
 
 
@@ -87,12 +96,12 @@ def horovod(
 
     Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow", 2018.
     """
-    return fused(_exact(axis, algorithm, group, wire_dtype, predivide), bucket_bytes)
+    return fused(_in_dtype(axis, algorithm, group, wire_dtype, predivide), bucket_bytes)
 
 
 def byteps(axis: Axis, *, bucket_bytes: int = BYTEPS_PARTITION, wire_dtype: str = "") -> AllReduce:
     """Return BytePS: partitions are pushed to servers and pulled from them, the first layers first."""
-    return fused(reduce.push_pull(axis, dtype=wire_dtype or None), bucket_bytes, cut=True, backwards=False)
+    return fused(_in_dtype(axis, "push_pull", 1, wire_dtype), bucket_bytes, cut=True, backwards=False)
 
 
 def byteps_onebit(
@@ -157,11 +166,15 @@ def bagua_bytegrad(axis: Axis, *, bucket_bytes: int = 10 * MIB, group: int = 1, 
     return fused(_lossy(axis, group, min_max_uint8(block), min_max_uint8(block)), bucket_bytes)
 
 
-def _exact(axis: Axis, algorithm: str, group: int, wire_dtype: str, predivide: float) -> Reducer:
+def _in_dtype(axis: Axis, algorithm: str, group: int, wire_dtype: str, predivide: float = 1.0) -> Reducer:
+    """Return the reducer that sends `wire_dtype`, and sums in it. A float8 is too coarse for sums: they are float32."""
+    if wire_dtype in FLOAT8:
+        return _lossy(axis, group, float8(wire_dtype, BYTES_BLOCK), float8(wire_dtype, BYTES_BLOCK))
     dtype = wire_dtype or None
     if group > 1:
         return reduce.hierarchical(axis, group, predivide=predivide, dtype=dtype)
-    return {"psum": reduce.psum, "ring": reduce.ring}[algorithm](axis, predivide=predivide, dtype=dtype)
+    algorithms = {"psum": reduce.psum, "ring": reduce.ring, "push_pull": reduce.push_pull}
+    return algorithms[algorithm](axis, predivide=predivide, dtype=dtype)
 
 
 def _lossy(axis: Axis, group: int, worker: Compressor, server: Compressor) -> Reducer:

@@ -5,10 +5,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jaxpar.exchange.compress import FLOAT8
 from jaxpar.exchange.presets import AROUND, AVERAGE, GRADIENTS, PASSES
 
 POSITIVE = ("bucket_bytes", "group", "predivide", PASSES, "interval", "rank")
-CHOICES = {"wire_dtype": ("float16", "bfloat16"), "algorithm": ("psum", "ring"), "peers": ("shift_one", "all")}
+CHOICES = {
+    "wire_dtype": ("float16", "bfloat16", *FLOAT8),
+    "algorithm": ("psum", "ring"),
+    "peers": ("shift_one", "all"),
+}
 QUANTIZED = ("quantized_weights", "quantized_gradients")
 SHARES = ("ratio", "warmup")
 RANGES = {"momentum": (0.0, 1.0), "levels": (1, 127), "block": (0, 2**31), "min_compress_bytes": (0, 2**31)}
@@ -46,6 +51,10 @@ def obstacle(name: str, num_replicas: int, settings: Mapping[str, Any]) -> tuple
         return "group", f"is {group}; it must divide the number of replicas, {num_replicas}"
     if group > 1 and settings.get("algorithm") == "ring":
         return "algorithm", f"is 'ring'; it must be 'psum' with group={group}"
+    if (wire := settings.get("wire_dtype")) in FLOAT8:
+        for key in ("algorithm", "predivide"):
+            if key in settings:
+                return key, f"is {settings[key]!r}; it must be None with wire_dtype={wire!r}, whose sums are in float32"
     if name in ("zero3", "hsdp") and "block" in settings and not any(settings.get(key) for key in QUANTIZED):
         return (
             "block",

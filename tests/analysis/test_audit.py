@@ -96,6 +96,11 @@ SENT: dict[str, tuple[tuple[str, ...], Sent]] = {
         replicated("horovod", option("wire_dtype", "bfloat16")),
         {("collective-permute", "uint16"): 3},
     ),
+    "ddp, float8": (replicated("ddp", option("wire_dtype", "float8_e4m3fn")), codes(3 / 4 * (1 + 4 / 4096))),
+    "horovod, float8, groups": (
+        replicated("horovod", option("wire_dtype", "float8_e5m2"), option("group", 2)),
+        {SCATTER: 2, GATHER: 2, **codes(1 / 2 * 1 / 2 * (1 + 4 / 4096))},
+    ),
     "byteps, cut": (replicated("byteps", option("bucket_bytes", 2 * 10**6)), {SCATTER: 3, GATHER: 3}),
     "5 passes": (replicated("horovod", option("backward_passes_per_step", 5)), {PERMUTE: 6 / 5}),
     "sharding": (replicated("ddp", "--config.data_parallel.implementation=sharding"), {REDUCE: 6}),

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 
+import ml_dtypes
 import numpy as np
 
 Lossy = Callable[[np.ndarray], np.ndarray]
@@ -15,6 +16,20 @@ def min_max_uint8(x: np.ndarray) -> np.ndarray:
     lower = upper - 255
     q = np.clip(np.minimum(np.rint(x * s), upper) - lower, 0, 255)
     return (q + lower) / s
+
+
+def float8(dtype: str, block: int) -> Lossy:
+    """Return the rounding of x / s to float8, times s = max |x| / the largest float8, in blocks."""
+
+    def lossy(x: np.ndarray) -> np.ndarray:
+        size, parts = block or len(x), []
+        for start in range(0, len(x), size):
+            part = x[start : start + size].astype(np.float32)
+            scale = max(np.abs(part).max() / np.float32(ml_dtypes.finfo(dtype).max), np.finfo(np.float32).tiny)
+            parts.append((part / scale).astype(dtype).astype(np.float32) * scale)
+        return np.concatenate(parts).astype(x.dtype)
+
+    return lossy
 
 
 def onebit(norm: str, block: int) -> Lossy:

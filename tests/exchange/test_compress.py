@@ -13,6 +13,7 @@ from jaxpar.exchange.compress import (
     Payload,
     dithering,
     error_feedback,
+    float8,
     from_bytes,
     min_max_uint8,
     momentum,
@@ -25,8 +26,10 @@ from jaxpar.exchange.compress import (
 from tests.exchange import compressors
 
 ONEBITS = {f"onebit {norm} {block}": (norm, block) for norm in ("mean", "l2") for block in (0, 1, 5, 8, 1000)}
+FLOAT8S = {f"{dtype} {block}": (dtype, block) for dtype, block in (("float8_e4m3fn", 0), ("float8_e5m2", 8))}
 COMPRESSORS: dict[str, Compressor] = {
     "min_max_uint8": min_max_uint8(),
+    **{name: float8(*arguments) for name, arguments in FLOAT8S.items()},
     **{name: onebit(*arguments) for name, arguments in ONEBITS.items()},
     "topk": topk(0.2),
     "randomk": randomk(0.2),
@@ -34,6 +37,7 @@ COMPRESSORS: dict[str, Compressor] = {
 }
 LOSSY: dict[str, compressors.Lossy] = {
     "min_max_uint8": compressors.min_max_uint8,
+    **{name: compressors.float8(*arguments) for name, arguments in FLOAT8S.items()},
     **{name: compressors.onebit(*arguments) for name, arguments in ONEBITS.items()},
     "topk": compressors.topk(5),
 }
@@ -85,13 +89,13 @@ def test_compressors_lose_what_numpys_lose(name: str, vector: str) -> None:
     np.testing.assert_allclose(sent(name, x)[1], LOSSY[name](x), 0, tolerance(name, x))
 
 
-@pytest.mark.parametrize("name", ["min_max_uint8", "onebit mean 0", "onebit l2 8", "dithering"])
+@pytest.mark.parametrize("name", ["min_max_uint8", *FLOAT8S, "onebit mean 0", "onebit l2 8", "dithering"])
 def test_huge_constants_are_preserved(name: str) -> None:
     x = np.full(LENGTH, 1e30, np.float32)
     np.testing.assert_allclose(sent(name, x)[1], x, 1e-6)
 
 
-@pytest.mark.parametrize("name", ["onebit mean 0", "onebit l2 8", "dithering"])
+@pytest.mark.parametrize("name", [*FLOAT8S, "onebit mean 0", "onebit l2 8", "dithering"])
 def test_the_largest_floats_stay_in_order(name: str) -> None:
     x = np.float32(3e38) * np.sign(RANDOM)
     got = sent(name, x)[1]
@@ -129,6 +133,18 @@ def test_min_max_by_blocks(length: int) -> None:
     assert [leaf.shape for leaf in payload] == [(length,), (-(-length // 8), 2)]
     expected = [compressors.min_max_uint8(x[first : first + 8]) for first in range(0, length, 8)]
     np.testing.assert_allclose(compressor.decode(payload, length), np.concatenate(expected), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "error"), [("float8_e4m3fn 0", 1 / 16), ("float8_e5m2 8", 1 / 8)])
+def test_float8_bounds_the_relative_error(name: str, error: float) -> None:
+    """The errors of values that are not far smaller than the largest of their block are relative to the values."""
+    x = (RANDOM * np.logspace(0, -3, LENGTH)).astype(np.float32)
+    (q, scales), decoded = sent(name, x)
+    dtype, block = FLOAT8S[name]
+    assert [q.dtype, scales.dtype] == [np.dtype(dtype), np.float32]
+    assert (q.shape, scales.shape) == ((LENGTH,), (1 if block == 0 else 3,))
+    errors = np.abs(decoded / x - 1)
+    assert 0.4 * error < errors.max() <= 1.0001 * error
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 21, 33])

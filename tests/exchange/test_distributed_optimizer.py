@@ -174,7 +174,7 @@ def test_what_else_is_given_reaches_the_optimizer(name: str) -> None:
 
 
 def test_a_dtype_is_any_that_numpy_knows() -> None:
-    for dtype in ("bfloat16", jnp.bfloat16, jnp.dtype("bfloat16"), np.float16):
+    for dtype in ("bfloat16", jnp.bfloat16, jnp.dtype("bfloat16"), np.float16, jnp.float8_e5m2):
         use(2, distributed_optimizer(OPTIMIZER, DATA, "ddp", wire_dtype=dtype))
     with pytest.raises(ValueError, match="wire_dtype is 'int32'"):
         use(2, distributed_optimizer(OPTIMIZER, DATA, "ddp", wire_dtype=jnp.int32))

@@ -1,3 +1,4 @@
+import jax
 import numpy as np
 import optax
 import pytest
@@ -7,6 +8,7 @@ from jaxpar.exchange.exchange import EVERY, averaged, every
 from jaxpar.exchange.fuse import fused
 from jaxpar.exchange.presets import Rule, make_exchange
 from jaxpar.optimizer import clip_by_norm
+from tests.exchange import compressors
 from tests.exchange.replicas import Tree, adamw, axis, close, only, train
 
 N, PASSES, STEPS = 4, 3, 2
@@ -72,3 +74,19 @@ def test_passes_share_the_traffic() -> None:
     assert sum(one.nbytes for one in exchange.traffic(START, 1)) == pytest.approx(1.5 * 9 * 4 / PASSES)
     assert exchange.branches == {EVERY: (1 - 1 / PASSES, 1 / PASSES)}
     assert make_exchange("horovod", axis(N), Rule(OPTIMIZER, None), backward_passes_per_step=1).branches == {}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("ddp", "float8_e4m3fn"), ("byteps", "float8_e5m2")])
+def test_float8_gradients_are_summed_in_float32(name: str, dtype: str) -> None:
+    """Gradients far beyond the largest float8 do not overflow, because each shard that a replica sends has a scale."""
+    grads = {k: 1e6 * g for k, g in draw(2).items()}
+    exchange = make_exchange(name, axis(N), Rule(optax.sgd(1.0), START), wire_dtype=dtype)
+    _, updates, _, state = train(N, exchange, START, grads)
+    order = "ba" if name == "ddp" else "ab"  # ddp sends the last gradients first
+    lossy = compressors.float8(dtype, 4096)
+    servers = compressors.Servers(N, 9, lossy, lossy, feedback=False)
+    for step in range(2):
+        expected = servers.mean(np.concatenate([grads[k][:, step].reshape(N, -1) for k in order], axis=1))
+        got = np.concatenate([only(updates[k])[step].reshape(-1) for k in order])
+        close(got, -expected, 1e-6)
+    assert not jax.tree.leaves(state.private)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.exchange.compress import Compressor, dithering, error_feedback, min_max_uint8, onebit, randomk, topk
+from jaxpar.exchange.compress import Compressor, dithering, error_feedback, float8, min_max_uint8, onebit, randomk, topk
 from jaxpar.exchange.fuse import fused
 from jaxpar.exchange.reduce import Reducer
 from jaxpar.exchange.scatter_gather import in_groups, scatter_gather
@@ -18,6 +18,7 @@ PAIRS: dict[str, tuple[Compressor, compressors.Lossy]] = {
     "onebit": (error_feedback(onebit(block=4)), compressors.onebit("mean", 4)),
     "topk": (error_feedback(topk(0.3)), compressors.topk(0)),  # the test sets k, which depends on the shard length
     "min_max_uint8": (min_max_uint8(), compressors.min_max_uint8),
+    "float8_e4m3fn": (float8("float8_e4m3fn", 4), compressors.float8("float8_e4m3fn", 4)),
 }
 
 

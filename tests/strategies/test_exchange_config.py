@@ -40,7 +40,18 @@ MISTAKES = {
         ["exchange=byteps", "backward_passes_per_step=2"],
         ["backward_passes_per_step is 2; it must be None with exchange 'byteps', whose options are bucket_bytes"],
     ),
-    "a wire_dtype": (["wire_dtype=float8"], ["options.wire_dtype is 'float8'; it must be one of float16, bfloat16"]),
+    "a wire_dtype": (
+        ["wire_dtype=float8"],
+        ["options.wire_dtype is 'float8'; it must be one of float16, bfloat16, float8_e4m3fn, float8_e5m2"],
+    ),
+    "an algorithm of float8": (
+        ["exchange=horovod", "wire_dtype=float8_e5m2", "algorithm=ring"],
+        ["options.algorithm is 'ring'; it must be None with wire_dtype='float8_e5m2', whose sums are in float32"],
+    ),
+    "float8 of lossy exchanges": (
+        ["exchange=bagua_bytegrad", "wire_dtype=float8_e5m2"],
+        ["options.wire_dtype is 'float8_e5m2'; it must be None with exchange 'bagua_bytegrad'"],
+    ),
     "an algorithm": (["algorithm=tree"], ["options.algorithm is 'tree'; it must be one of psum, ring"]),
     "no bytes": (["bucket_bytes=0"], ["options.bucket_bytes is 0", POSITIVE]),
     "less bytes than none": (["exchange=zero1", "bucket_bytes=-5"], ["options.bucket_bytes is -5", POSITIVE]),

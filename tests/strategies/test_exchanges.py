@@ -110,8 +110,9 @@ def test_replicas_of_pipelines_clip_their_whole_gradients() -> None:
 def test_lossy_exchanges_are_near() -> None:
     """The strategies use the lossy exchanges and still train. tests/exchange bounds their errors."""
     expected = trained(MLP)
-    for name in ("bagua_bytegrad", "byteps_dithering"):
-        got = trained(MLP, *replicated(name))
+    float8 = [option("wire_dtype", "float8_e4m3fn")]
+    for name, options in {"bagua_bytegrad": [], "byteps_dithering": [], "ddp": float8}.items():
+        got = trained(MLP, *replicated(name, *options))
         errors = [relative_error(got.params[k], v) for k, v in expected.params.items() if "['key']['bias']" not in k]
         assert 1e-4 < max(errors) < 0.1, name
         np.testing.assert_allclose(got.losses, expected.losses, rtol=3e-3)
