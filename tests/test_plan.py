@@ -155,6 +155,13 @@ def test_an_exchange_that_does_not_support_the_shapes() -> None:
     assert strategies.possible(config, problem, there) == (
         "config.exchange_options.backward_passes_per_step is 3; it must divide the number of steps, 10"
     )
+    # Of the largest array, [192, 16], the factors of rank 7 have 1456 elements, less than half of its 3072.
+    config = make_config(task, *replicas, "--config.exchange=powersgd", "--config.exchange_options.rank=8")
+    assert strategies.possible(config, problem, there) == (
+        "config.exchange_options.rank is 8; it must be at most 7, or no array of this model is compressed"
+    )
+    config.exchange_options.rank = 7
+    assert not isinstance(strategies.possible(config, problem, there), str)
     config = make_config(task, *replicas, "--config.exchange=zero1")
     empty = Model({"empty": lambda rngs: nnx.Linear(0, 3, kernel_init=nnx.initializers.zeros, rngs=rngs)})
     assert strategies.possible(config, problem._replace(model=empty), there) == (

@@ -114,6 +114,12 @@ def is_compressed(shape: Sequence[int], rank: int) -> bool:
     return SAVING * rank * (m + n) < m * n
 
 
+def largest_rank(tree: Tree) -> int:
+    """Return the largest rank with which any array of the tree is compressed; 0: none is."""
+    shapes = [matrix_shape(leaf.shape) for leaf in jax.tree.leaves(tree)]
+    return max(((m * n - 1) // (SAVING * (m + n)) for m, n in shapes), default=0)
+
+
 def _mean(exact: AllReduce, tree: Tree) -> Tree:
     return exact.mean(tree, exact.init(tree))[0]
 

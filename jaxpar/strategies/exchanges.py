@@ -11,6 +11,7 @@ from jaxpar.errors import Refusals, UserError, refuse_choice
 from jaxpar.exchange import presets
 from jaxpar.exchange.exchange import Exchange
 from jaxpar.exchange.fuse import AllReduce
+from jaxpar.exchange.powersgd import largest_rank
 from jaxpar.exchange.presets import AROUND, AVERAGE, EXCHANGES, GRADIENTS, PASSES, Rule
 from jaxpar.exchange.reduce import Axis
 from jaxpar.exchange.settings import obstacle, options
@@ -105,6 +106,12 @@ def configured_exchange(config: ConfigDict, problem: Problem, num_replicas: int)
                     f"config.exchange is {config.exchange!r}, which cannot shard {where} of shape {leaf.shape}; "
                     "parameters must not be empty"
                 )
+    rank = (options(config.exchange) | given(config)).get("rank")
+    if rank is not None and rank > (largest := largest_rank(problem.model.shapes)):
+        yield UserError(
+            f"config.exchange_options.rank is {rank}; it must be at most {largest}, or no array of this model is "
+            "compressed"
+        )
     o = config.optimizer
     adamw = None
     if OPTIMIZERS[o.name].is_adamw:

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpar.exchange.powersgd import matrix_shape
+from jaxpar.exchange.powersgd import is_compressed, largest_rank, matrix_shape
 from jaxpar.exchange.presets import Rule, make_exchange
 from tests.exchange.replicas import axis, close, only, train
 
@@ -105,6 +105,16 @@ def test_the_warm_up_is_exact() -> None:
 )
 def test_arrays_as_matrices(shape: tuple[int, ...], expected: tuple[int, int]) -> None:
     assert matrix_shape(shape) == expected
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"), [([(20, 12), (40, 2), (7,)], 3), ([(64, 4, 16)], 15), ([(4, 4)], 0), ([(4, 5)], 1), ([], 0)]
+)
+def test_largest_rank(shapes: list[tuple[int, ...]], expected: int) -> None:
+    """Factors of rank 3 of [20, 12] have 96 elements, less than half of 240; those of rank 4 have 128."""
+    assert largest_rank([jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]) == expected
+    for rank in range(1, 20):
+        assert any(is_compressed(shape, rank) for shape in shapes) == (rank <= expected)
 
 
 def test_traffic() -> None:
