@@ -9,7 +9,9 @@ Each is a chain of small transformations:
     powersgd.py        averages low-rank factors of gradients
     scatter_gather.py  averages a vector approximately, compressed in both directions
     exchange.py        the contract of an exchange; adasum.py, adam.py, gossip.py and zero.py implement it
-    presets.py         the named exchanges: ddp, horovod, byteps, bagua_bytegrad, zero3, onebit_adam, ..
+    gradients.py       the named exchanges that average gradients: ddp, horovod, byteps, bagua_bytegrad, ..
+    around.py          the named exchanges that wrap an optimizer: zero3, onebit_adam, powersgd, ..
+    presets.py         all of them by name
     settings.py        their options
 
 To use an exchange in your own `shard_map` step, wrap the optimizer in `distributed_optimizer`.
@@ -22,8 +24,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from jaxpar.exchange.around import AROUND, Rule
 from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate
-from jaxpar.exchange.presets import AROUND, EXCHANGES, GRADIENTS, Rule, make_exchange
+from jaxpar.exchange.gradients import GRADIENTS
+from jaxpar.exchange.presets import EXCHANGES, make_exchange
 from jaxpar.exchange.reduce import Axis
 from jaxpar.exchange.settings import obstacle
 from jaxpar.layout import Tree
@@ -59,7 +63,7 @@ def distributed_optimizer(
       axis_name: name of the mesh axis of the replicas.
       exchange: an exchange of gradients (ddp, horovod, byteps, byteps_onebit, ..., bagua_bytegrad), horovod_adasum,
         bagua_decentralized, bagua_low_precision_decentralized or bagua_model_average.
-      options: options of the exchange; see jaxpar/exchange/presets.py. A dtype may be given by name.
+      options: options of the exchange; see docs/exchanges.md. A dtype may be given by name.
 
     Raises:
       ValueError: the exchange does not exist. `init` and `update` raise ValueError if an option is invalid, if the

@@ -5,8 +5,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jaxpar.exchange.around import AROUND
 from jaxpar.exchange.compress import FLOAT8
-from jaxpar.exchange.presets import AROUND, AVERAGE, GRADIENTS, PASSES
+from jaxpar.exchange.gradients import GRADIENTS
+from jaxpar.exchange.presets import AVERAGE, PASSES
 
 POSITIVE = ("bucket_bytes", "group", "predivide", PASSES, "interval", "rank")
 CHOICES = {

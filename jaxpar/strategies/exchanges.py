@@ -9,10 +9,12 @@ from jaxpar import optimizer
 from jaxpar.cluster import Cluster
 from jaxpar.errors import Refusals, UserError, refuse_choice
 from jaxpar.exchange import presets
+from jaxpar.exchange.around import AROUND, Rule
 from jaxpar.exchange.exchange import Exchange
 from jaxpar.exchange.fuse import AllReduce
+from jaxpar.exchange.gradients import GRADIENTS
 from jaxpar.exchange.powersgd import largest_rank
-from jaxpar.exchange.presets import AROUND, AVERAGE, EXCHANGES, GRADIENTS, PASSES, Rule
+from jaxpar.exchange.presets import AVERAGE, EXCHANGES, PASSES
 from jaxpar.exchange.reduce import Axis
 from jaxpar.exchange.settings import obstacle, options
 from jaxpar.mesh import DATA

@@ -26,6 +26,7 @@ from jaxpar.data import Batches, plan
 from jaxpar.data.examples import Vectors
 from jaxpar.errors import exit_code
 from jaxpar.exchange import EXCHANGES, presets
+from jaxpar.exchange import gradients as averaging
 from jaxpar.pipeline.executor import engine as pipeline_engine
 from jaxpar.step import Problem
 from jaxpar.strategies import Strategy, data_parallel, replicas
@@ -153,7 +154,7 @@ def dropped_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def doubled_psum(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = presets.ddp
+    original = averaging.ddp
 
     def ddp(*arguments: Any, **options: Any) -> Any:
         reduce = original(*arguments, **options)
@@ -164,7 +165,7 @@ def doubled_psum(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return reduce._replace(mean=mean)
 
-    monkeypatch.setitem(presets.GRADIENTS, "ddp", ddp)
+    monkeypatch.setitem(averaging.GRADIENTS, "ddp", ddp)
 
 
 def key_of_replica(monkeypatch: pytest.MonkeyPatch) -> None:

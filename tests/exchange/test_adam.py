@@ -7,7 +7,8 @@ import optax
 import pytest
 
 from jaxpar.exchange import Exchange
-from jaxpar.exchange.presets import Rule, make_exchange
+from jaxpar.exchange.around import Rule
+from jaxpar.exchange.presets import make_exchange
 from jaxpar.optimizer import clip_by_norm
 from tests.exchange import compressors
 from tests.exchange.replicas import Tree, adamw, axis, close, only, train

@@ -9,7 +9,9 @@ import pytest
 from jax.tree_util import tree_leaves_with_path
 
 from jaxpar import layout
-from jaxpar.exchange.presets import GRADIENTS, Rule, make_all_reduce, make_exchange
+from jaxpar.exchange.around import Rule
+from jaxpar.exchange.gradients import GRADIENTS
+from jaxpar.exchange.presets import make_all_reduce, make_exchange
 from jaxpar.exchange.settings import options
 from jaxpar.optimizer import clip_by_norm
 from tests.exchange import compressors

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.exchange import EXCHANGES, broadcast, distributed_optimizer, state_specs
-from jaxpar.exchange.presets import AVERAGE, ERROR_FEEDBACK
+from jaxpar.exchange.gradients import ERROR_FEEDBACK
+from jaxpar.exchange.presets import AVERAGE
 from tests.exchange.replicas import DATA, on_replicas, only
 
 N, ROWS, WIDTH, STEPS = 4, 32, 16, 6

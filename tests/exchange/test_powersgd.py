@@ -10,8 +10,9 @@ import numpy as np
 import optax
 import pytest
 
+from jaxpar.exchange.around import Rule
 from jaxpar.exchange.powersgd import is_compressed, largest_rank, matrix_shape
-from jaxpar.exchange.presets import Rule, make_exchange
+from jaxpar.exchange.presets import make_exchange
 from tests.exchange.replicas import axis, close, only, train
 
 N, STEPS, RANK = 4, 5, 2

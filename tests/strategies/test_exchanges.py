@@ -14,7 +14,9 @@ from jax.sharding import PartitionSpec
 
 from jaxpar import mesh as meshes
 from jaxpar import state as states
-from jaxpar.exchange.presets import AROUND, ERROR_FEEDBACK, EXCHANGES, GRADIENTS, Rule, make_exchange
+from jaxpar.exchange.around import AROUND, Rule
+from jaxpar.exchange.gradients import ERROR_FEEDBACK, GRADIENTS
+from jaxpar.exchange.presets import EXCHANGES, make_exchange
 from jaxpar.exchange.reduce import Axis
 from jaxpar.layout import shard_shape
 from jaxpar.models.model import Model
