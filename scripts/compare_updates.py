@@ -39,7 +39,9 @@ from jaxpar.errors import TrainingError, UserError, exit_code
 from jaxpar.run import metrics
 from jaxpar.tasks import Score
 
-# By name: overrides of config.asynchronous. The cases with a + are mitigations of async.
+# By name: overrides of config.asynchronous. The cases with a + are mitigations of async. RATE also divides
+# config.optimizer.lr by the number of workers, whatever the staleness of a gradient.
+RATE = "async+rate/n"
 CASES: dict[str, tuple[str, ...]] = {
     "sync": ("policy=sync",),
     "async": ("policy=async", "mitigations="),
@@ -48,6 +50,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "local_sgd": ("policy=local_sgd",),
     "diloco": ("policy=diloco",),
     "model_average": ("policy=model_average",),
+    RATE: ("policy=async", "mitigations="),
     "async+staleness_aware": ("policy=async", "mitigations=staleness_aware"),
     "async+dc_asgd": ("policy=async", "mitigations=dc_asgd"),
     "async+adaptive_dc_asgd": ("policy=async", "mitigations=adaptive_dc_asgd"),
@@ -103,8 +106,9 @@ def main() -> None:
     for name in dict.fromkeys(["sync", *mitigated, *arguments.cases]):
         for slowdown in (1.0, arguments.slowdown):
             settings = [f"--config.asynchronous.{setting}" for setting in (*CASES[name], f"delays.slowdown={slowdown}")]
-            workdir = arguments.workdir / f"{name.replace('+', '_')}_{slowdown:g}"
-            made = outcomes[name, slowdown] = train(arguments.config, workdir, [*base, *settings, *overrides])
+            rate = [f"--config.optimizer.lr={config.optimizer.lr / arguments.workers}"] if name == RATE else []
+            workdir = arguments.workdir / f"{name.replace('+', '_').replace('/', '_')}_{slowdown:g}"
+            made = outcomes[name, slowdown] = train(arguments.config, workdir, [*base, *settings, *overrides, *rate])
             did = f"{made.throughput:.2f} gradients per virtual second" if made.result else "diverged"
             print(f"{name:26} straggler {slowdown:g}: {did}", flush=True)
             if name == "sync" and not made.result:

@@ -1,9 +1,10 @@
 """Measures the accuracy cost of exchanges: the score of a config with each exchange, compared with ddp.
 
-    scripts/python scripts/bench/accuracy.py [--config=configs/quickstart.py] [--replicas=4] [--exchanges=ddp,dp,..]
-        [--workdir=runs/accuracy] [--config.KEY=VALUE ...]
+    scripts/python scripts/bench/accuracy.py [--config=configs/quickstart.py] [--replicas=4] [--seeds=1]
+        [--exchanges=ddp,dp,..] [--workdir=runs/accuracy] [--config.KEY=VALUE ...]
 
-Each exchange is trained by the command line in a separate process. Runs with results in the workdir are not repeated.
+Each exchange is trained by the command line in a separate process, once for each seed. The table has the mean over
+seeds, and the range from the lowest to the highest score. Runs with results in the workdir are not repeated.
 """
 
 import json
@@ -11,11 +12,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+
 from jaxpar import config as configs
 from jaxpar import tasks
 from jaxpar.command_line import Parser, integer, names
 from jaxpar.errors import exit_code
 from jaxpar.exchange import EXCHANGES
+
+# Exchanges whose options change the accuracy, and the options.
+VARIANTS = (
+    "ddp wire_dtype=bfloat16",
+    "ddp wire_dtype=float8_e4m3fn",
+    "ddp wire_dtype=float8_e5m2",
+    "zero3 quantized_weights=True quantized_gradients=True",
+    "bagua_bytegrad group=2",
+    "byteps_onebit group=2",
+    "byteps_topk group=2",
+)
+DIVERGED = 1  # exit code of a run that diverged
 
 
 def main() -> None:
@@ -23,8 +38,13 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--config", default="configs/quickstart.py", help="config file as PATH[:PRESET]")
     parser.add_argument("--replicas", type=integer(1), default=4, help="number of replicas")
+    parser.add_argument("--seeds", type=integer(1), default=1, help="number of runs of each exchange")
+    rows = [*EXCHANGES, *VARIANTS]
     parser.add_argument(
-        "--exchanges", type=names(EXCHANGES), default=list(EXCHANGES), help="exchanges to compare (default: all)"
+        "--exchanges",
+        type=names(rows),
+        default=rows,
+        help=f"exchanges to compare, by name or as one of {', '.join(map(repr, VARIANTS))} (default: all)",
     )
     parser.add_argument("--workdir", type=Path, default=Path("runs/accuracy"), help="directory of the runs")
     arguments, overrides = parser.parse_with_overrides()
@@ -32,21 +52,44 @@ def main() -> None:
     config = configs.load_config(arguments.config)
     configs.override(config, overrides)
     score = tasks.find_task(config).score
-    print(f"{'exchange':36} {score.key:>14} {'minus ddp':>18}", flush=True)
-    values: list[float] = []
-    for name in dict.fromkeys(["ddp", *arguments.exchanges]):
-        result = train(arguments.config, arguments.workdir / name, [*overrides, f"--config.exchange={name}"])
-        values.append(result[score.key])
-        value, difference = format(values[-1], score.format), format(values[-1] - values[0], f"+{score.format}")
-        print(f"{name:36} {value:>14} {difference:>18} {result['wire_bytes'] / 1e6:8.3f} MB per step", flush=True)
+    print(f"{'exchange':54} {score.key:>14} {'lowest to highest':>20} {'minus ddp':>10} MB per step", flush=True)
+    reference: float | None = None
+    for row in dict.fromkeys(["ddp", *arguments.exchanges]):
+        results = []
+        for seed in range(config.seed, config.seed + arguments.seeds):
+            workdir = arguments.workdir / row.replace(" ", "_") / str(seed)
+            results.append(train(arguments.config, workdir, [*overrides, *chosen(row), f"--config.seed={seed}"]))
+        finished = [result for result in results if result]
+        if len(finished) < len(results):
+            print(f"{row:54} {len(results) - len(finished)} of {len(results)} runs diverged", flush=True)
+            continue
+        values = [result[score.key] for result in finished]
+        mean = float(np.mean(values))
+        reference = mean if reference is None else reference
+        extent = f"{min(values):{score.format}} to {max(values):{score.format}}"
+        megabytes = finished[0]["wire_bytes"] / 1e6
+        print(
+            f"{row:54} {mean:>14{score.format}} {extent:>20} {mean - reference:>+10{score.format}} {megabytes:11.3f}",
+            flush=True,
+        )
 
 
-def train(config: str, workdir: Path, overrides: list[str]) -> dict[str, float]:
-    """Return the result of a run, and train it if there is no result yet."""
+def chosen(row: str) -> list[str]:
+    """Return the overrides that select an exchange and its options: `NAME`, or `NAME KEY=VALUE ..`."""
+    exchange, *options = row.split()
+    return [f"--config.exchange={exchange}", *(f"--config.exchange_options.{option}" for option in options)]
+
+
+def train(config: str, workdir: Path, overrides: list[str]) -> dict[str, float] | None:
+    """Return the result of a run, and train it if there is no result yet; None if it diverges."""
     path = workdir / "result.json"
     if not path.is_file():
         command = [sys.executable, "-m", "jaxpar.main", f"--config={config}", f"--workdir={workdir}", *overrides]
-        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+        done = subprocess.run(command, stdout=subprocess.DEVNULL)
+        if done.returncode == DIVERGED:
+            return None
+        if done.returncode:
+            sys.exit(done.returncode)  # the run has printed the reason
     result: dict[str, float] = json.loads(path.read_text())
     return result
 

@@ -65,6 +65,23 @@ def test_a_straggler_slows_sync_to_its_pace(
         compare(monkeypatch, f"--workdir={tmp_path}", "--cases=sync", "--workers=4", "--config.num_steps=12")
 
 
+def test_the_rate_is_divided_by_the_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {}
+
+    def run(_config: str, workdir: Path, overrides: list[str]) -> compare_updates.Outcome:
+        config = configs.default_config()
+        configs.override(config, overrides)
+        rates[workdir.name] = config.optimizer.lr
+        result = {"test_accuracy": 0.5, "staleness_mean": 0.0, "staleness_max": 0}
+        return compare_updates.Outcome(np.arange(2), np.ones(2), np.arange(2.0), result, 4.0)
+
+    monkeypatch.setattr(compare_updates, "train", run)
+    cases = f"--cases={compare_updates.RATE}", "--slowdown=2"
+    compare(monkeypatch, f"--workdir={tmp_path}", *cases, "--workers=4", "--config.optimizer.lr=0.2")
+    expected = {"sync": 0.2, "async": 0.2, "async_rate_n": 0.05}
+    assert rates == {f"{name}_{slowdown}": rate for name, rate in expected.items() for slowdown in (1, 2)}
+
+
 def test_recovered_of_a_loss_and_of_a_perplexity() -> None:
     def outcomes(figure: str, *ends: float) -> Any:
         names = ("sync", "async", "async+dc_asgd")
