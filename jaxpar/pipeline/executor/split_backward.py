@@ -3,7 +3,7 @@
 The forward and backward pass are traced as one jaxpr. F computes the output of the stage, B the gradient of its input
 (dX), and W the gradient of its weights (dW). An equation belongs to the first phase whose outputs depend on it, and
 values that a later phase needs are saved. Weights and the batch are available in every phase. So they are never saved,
-and neither are values that depend only on weights and on arrays of the batch other than its inputs, such as a cast
+and neither are values that depend only on weights and on arrays of the batch other than `inputs`, such as a cast
 weight or an attention mask: these are recomputed.
 
 Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241), section 2, introduced B and W as separate phases.
