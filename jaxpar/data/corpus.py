@@ -32,7 +32,7 @@ class Corpus:
 
     Attributes:
       counts: number of rows that `rows` has read so far: all (`rows`), those without a label (`unlabelled`), and those
-        with an empty text (`empty`).
+        with empty text (`empty`).
     """
 
     def __init__(self, config: ConfigDict, labels: Labels):

@@ -271,7 +271,7 @@ def _typed_row(path: Path, line: int, values: Sequence[Any], columns: Columns) -
 
 
 def _label(value: str | int | float | None) -> str:
-    """Return a label as text: numbers and booleans as in JSON, an empty text for null and NaN."""
+    """Return a label as text: numbers and booleans as in JSON, an empty string for null and NaN."""
     if isinstance(value, str):
         return value
     is_missing = value is None or (isinstance(value, float) and math.isnan(value))

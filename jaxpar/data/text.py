@@ -71,7 +71,7 @@ def _report_rows(facts: Facts, config: ConfigDict) -> None:
     if rows["empty"] and rows["empty"] == rows["rows"] - rows["unlabelled"]:
         columns = tuple(config.data.text_columns)
         raise UserError(f"config.data.text_columns is {columns}, which is empty in all rows; it must contain texts")
-    for name, what in (("unlabelled", "dropped, because they have no label"), ("empty", "with an empty text")):
+    for name, what in (("unlabelled", "dropped, because they have no label"), ("empty", "with empty text")):
         if rows[name]:
             print(f"rows      {rows[name]:,} of {rows['rows']:,} {what}", flush=True)
 

@@ -262,7 +262,7 @@ def test_rows_without_a_label_or_a_text(config: ConfigDict, tmp_path: Path, caps
     for name in ("run", "again"):
         assert len(load(config, tmp_path / name).train) == 58
         out = capsys.readouterr().out
-        assert "rows      2 of 60 dropped, because they have no label\nrows      1 of 60 with an empty text\n" in out
+        assert "rows      2 of 60 dropped, because they have no label\nrows      1 of 60 with empty text\n" in out
     write_csv(tmp_path / "b.csv", [{**record, "text": ""} for record in records])
     config.data.train = str(tmp_path / "b.csv")
     with pytest.raises(UserError, match=r"data.text_columns is \('text',\), which is empty in all rows; it must"):
