@@ -20,6 +20,7 @@ from jaxpar.step import example_keys
 from jaxpar.tasks import Sums, Task, mean_loss
 
 REMATS = ("full", "none", "dots")
+NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 # Stages that have been traced, by model.
@@ -164,8 +165,8 @@ class StagePrograms:
 def trace_stage(stages: Stages, stage: int, inputs: StageInputs, *, num_phases: int, remat: str) -> StageProgram:
     """Trace the layers of a stage, and cut the trace into phases.
 
-    Traces are cached, because a planner compares many pipelines of one model. Stages with the same layers, inputs and
-    phases share a trace. The cache key includes the abstract mesh, because a trace inside `shard_map` depends on it.
+    Traces are cached: stages with the same layers, inputs and phases share one, as do all plans of a model and the
+    programs built from them. They are made without a mesh, so that those outside and inside `shard_map` are the same.
 
     Args:
       stages: the stages.
@@ -179,10 +180,11 @@ def trace_stage(stages: Stages, stage: int, inputs: StageInputs, *, num_phases: 
     )
     leaves, structure = jax.tree.flatten(inputs)
     avals = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-    key = (stage, *computation[1:], avals, structure, num_phases, remat, jax.sharding.get_abstract_mesh())
+    key = (stage, *computation[1:], avals, structure, num_phases, remat)
     traced = _TRACED.setdefault(stages.model, {})
     if key not in traced:
-        traced[key] = _trace(stage, computation, inputs, num_phases=num_phases, remat=remat)
+        with jax.sharding.use_abstract_mesh(NO_MESH):
+            traced[key] = _trace(stage, computation, inputs, num_phases=num_phases, remat=remat)
     return traced[key]
 
 
