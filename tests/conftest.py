@@ -61,6 +61,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         config.workeroutput["raised"] = sorted(raise_sites.reached)
     elif is_whole(config) and session.testsfailed == 0 and raise_sites.unreached(raise_sites.reached):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    gc.freeze()  # pytest and the interpreter collect garbage several times as they end, gigabytes of traced programs
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -1,8 +1,8 @@
 """Tests with real faults: processes that are killed, receive SIGTERM, hang, or run out of disk space.
 
-Every run except `whole` has a fault and is resumed. It must end with the result of `whole` (bitwise for a single
-process) and use each example exactly once. Damaged checkpoints and writes killed at random moments are tested in
-tests/checkpoint/test_checkpoint.py and tests/test_train.py.
+Every run except `whole` has a fault, in a process of its own, and is resumed. It must end with the result of `whole`
+(bitwise for a single process) and use each example exactly once. Damaged checkpoints and writes killed at random
+moments are tested in tests/checkpoint/test_checkpoint.py and tests/test_train.py.
 """
 
 import json
@@ -19,7 +19,7 @@ from pathlib import Path
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxpar import checkpoint, errors
+from jaxpar import checkpoint, errors, main
 from jaxpar import config as configs
 from jaxpar.errors import UserError
 from jaxpar.launch import watchdog
@@ -70,9 +70,15 @@ def ended(process: "subprocess.Popen[str]", code: int = 0, timeout: float = 240)
     return out, err
 
 
+def run(folder: Path, workdir: Path) -> None:
+    """Run the binary in this process, which has more devices than the run uses: starts or resumes a run."""
+    rest = [one for one in arguments(folder, workdir) if not one.startswith("--config.mesh.virtual_cpu_devices")]
+    assert main.main(["jaxpar", *rest]) == 0
+
+
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Path:
-    ended(start(folder, folder / "whole"))
+    run(folder, folder / "whole")
     return folder / "whole"
 
 
@@ -155,7 +161,9 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_run_that_is_killed(moment: str, folder: Path, tmp_path: Path, whole: Path) -> None:
+def test_a_run_that_is_killed(
+    moment: str, folder: Path, tmp_path: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """At most one interval is lost, both with synchronous checkpoints and while one is written asynchronously."""
     waits = [] if moment == "a checkpoint write" else ["--config.checkpoint.asynchronous=False"]
     out, _ = ended(start(folder, tmp_path, *waits, first=MOMENTS[moment]), code=-signal.SIGKILL)
@@ -165,8 +173,8 @@ def test_a_run_that_is_killed(moment: str, folder: Path, tmp_path: Path, whole: 
     assert checkpoint.steps(tmp_path / "checkpoints")[-1] == saved
     unfinished = list((tmp_path / "checkpoints").glob("*.orbax-checkpoint-tmp"))
     assert unfinished or moment != "a checkpoint write"
-    out, _ = ended(start(folder, tmp_path))
-    assert f"resumed   from step {saved}" in out
+    run(folder, tmp_path)
+    assert f"resumed   from step {saved}" in capsys.readouterr().out
     assert_ended_as(whole, tmp_path)
     assert not list((tmp_path / "checkpoints").glob("*.orbax-checkpoint-tmp"))
 
@@ -202,7 +210,7 @@ def test_a_run_that_receives_sigterm(moment: str, folder: Path, tmp_path: Path, 
     assert last_line.startswith("resume    ")
     assert f"--workdir={tmp_path}" in last_line
     assert checkpoint.steps(tmp_path / "checkpoints")[-1] == int(stopped[1])
-    ended(start(folder, tmp_path))
+    run(folder, tmp_path)
     assert_ended_as(whole, tmp_path)
 
 
@@ -271,15 +279,17 @@ DISK_FULL = """
 """
 
 
-def test_a_disk_that_fills_up_later(folder: Path, tmp_path: Path, whole: Path) -> None:
+def test_a_disk_that_fills_up_later(
+    folder: Path, tmp_path: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The previous checkpoint is intact, the error names it, and the run resumes from it when there is space."""
     quiet = "--config.log.every_steps=1000"  # so that only checkpoints are written
     _, err = ended(start(folder, tmp_path, quiet, first=DISK_FULL), code=2)
     [line] = [line for line in err.splitlines() if line.startswith("jaxpar: ")]
     assert "writing a checkpoint in" in line
     assert line.endswith("the newest checkpoint is from step 40")
-    out, _ = ended(start(folder, tmp_path))
-    assert "resumed   from step 40" in out
+    run(folder, tmp_path)
+    assert "resumed   from step 40" in capsys.readouterr().out
     assert_ended_as(whole, tmp_path)
 
 
@@ -312,7 +322,7 @@ def test_a_loader_that_hangs(folder: Path, tmp_path: Path, whole: Path) -> None:
     assert any(re.fullmatch(r'  File "<string>", line \d+ in hangs', line) for line in lines[at:])
     assert any(line.endswith(" in _step") for line in lines[at:])
     assert checkpoint.steps(tmp_path / "checkpoints")[-1] == 10
-    ended(start(folder, tmp_path, WATCHED))
+    run(folder, tmp_path)
     assert_ended_as(whole, tmp_path)
 
 

@@ -79,7 +79,13 @@ def test_config_keys_exist(page: str) -> None:
     assert not unknown, f"{page}: {sorted(unknown)}"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(language == "python" for language, _ in blocks(page))])
+WITH_PYTHON = [page for page in PAGES if any(language == "python" for language, _ in blocks(page))]
+TOKENIZES = "docs/data.md"  # all 100,000 glosses
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.slow) if page == TOKENIZES else page for page in WITH_PYTHON]
+)
 def test_python_runs(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,8 +61,13 @@ def on(devices: int, name: str, task: Task = MLP) -> Outcome:
     return outcome(task, *asynchronous(*POLICIES[name], *RANDOM, workers=8, devices=devices))
 
 
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("devices", [2, 8])
+def with_slow(devices: int, name: str) -> Any:
+    """Mark most runs on 8 devices as slow. Those on 2 devices are also the reference of test_stopped_and_resumed."""
+    is_fast = devices == 2 or name in ("softsync", "local_sgd")
+    return (devices, name) if is_fast else pytest.param(devices, name, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("devices", "name"), [with_slow(devices, name) for devices in (2, 8) for name in POLICIES])
 def test_the_same_on_any_number_of_devices(devices: int, name: str) -> None:
     assert_same(on(devices, name), on(1, name))
 

@@ -84,7 +84,9 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if "resnet" in name else name for name in EXACT]
+)
 def test_exact_exchanges_equal_single(name: str) -> None:
     task, overrides = EXACT[name]
     size = 12 if "--config.batch_size=12" in overrides else 16
