@@ -135,7 +135,7 @@ def test_values_are_accepted(command: str, tmp_path: Path, monkeypatch: pytest.M
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("\n")
         else:
-            path.mkdir(exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
     use_cpus(monkeypatch, config.mesh.virtual_cpu_devices or 1)
     build.check_run(config, tmp_path / "run")
 
