@@ -9,7 +9,7 @@ from jaxpar.command_line import Parser, integer, names, number, split_overrides
 from jaxpar.errors import TrainingError, UserError, exit_code
 from jaxpar.launch import launcher
 from scripts import audit, certify, compare_updates, draw, export, export_hf, simulate
-from scripts.bench import pipeline
+from scripts.bench import peers, pipeline
 
 CONFIG = "--config is missing; it must be set, as in --config=configs/quickstart.py"
 EXPORT = "scripts/export.py runs/quickstart quickstart.safetensors"
@@ -51,6 +51,13 @@ MISTAKES: list[tuple[ModuleType, list[str], str]] = [
     (launcher, ["--num_processes=2", "--workdir=x"], f"--workdir is not a flag; {LISTED}{BEHIND}"),
     (launcher, ["--num_processes=2"], f"--config is missing; it must be set, as in {LAUNCH}"),
     (launcher, ["--num_processes=2", "--", "--config=x"], f"--workdir is missing; it must be set, as in {LAUNCH}"),
+    (peers, [], "--torch_python is missing; it must be set, as in --torch_python=TORCH/bin/python"),
+    (peers, ["--torch_python=nowhere"], "--torch_python is 'nowhere', which does not exist; it must be an interpreter"),
+    (
+        peers,
+        ["--torch_python=nowhere", "--widths=100"],
+        "--widths is '100'; it must be one or more positive multiples of 64, such as 128,256",
+    ),
     (pipeline, ["--stages=4,x"], "--stages is '4,x'; it must be one or more positive integers, such as 4,8"),
     (
         launcher,

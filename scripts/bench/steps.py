@@ -48,9 +48,11 @@ def arguments_of(description: str | None) -> tuple[str, list[str]]:
     return arguments.config, overrides
 
 
-def make_problem(config: ConfigDict, info: data.DataInfo, batch: Mapping[str, np.ndarray]) -> Problem:
+def make_problem(
+    config: ConfigDict, info: data.DataInfo, batch: Mapping[str, np.ndarray], *, lr: float = 1e-3
+) -> Problem:
     """Return the problem of a config, with a constant learning rate."""
-    transform = optimizer.make_optimizer(config, lambda _step: 1e-3)
+    transform = optimizer.make_optimizer(config, lambda _step: lr)
     model, shapes = models.build(config, info, find_cluster()), abstract(dict(batch))
     return Problem(model, transform, config.optimizer.accumulation_steps, shapes, 1000, tasks.find_task(config))
 

@@ -1,0 +1,169 @@
+"""Compares jaxpar with PyTorch: seconds of a training step of the same GPT, with equal weights and batches.
+
+    scripts/python scripts/bench/peers.py --torch_python=TORCH/bin/python [--widths=128,256,768] [--rounds=7]
+        [--norms=layernorm,rmsnorm] [--strategies=single,ddp,1f1b] [--config.KEY=VALUE ...]
+
+The GPT has 8 layers, with LayerNorm and biases or with RMSNorm and no biases. A batch has 32 texts of 128 random
+tokens, and the optimizer of both is SGD without momentum. `single` is one device, `ddp` two replicas, `1f1b` a pipeline
+of two stages with 8 microbatches. jaxpar runs on virtual CPU devices, torch (scripts/bench/peers_torch.py) in one
+process per device, connected by gloo. Both use all cores.
+
+The first steps do not count: their losses must be equal to 1e-5. Then the two take turns, and the medians are compared.
+A ratio above 1 means that jaxpar is faster. Overrides of the config change jaxpar only.
+
+Make the environment of torch with
+
+    python3 -m venv TORCH
+    TORCH/bin/pip install torch numpy --index-url https://download.pytorch.org/whl/cpu
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpar import config as configs
+from jaxpar import data, mesh, strategies
+from jaxpar.command_line import Parser, integer, names
+from jaxpar.errors import TrainingError, UserError, exit_code
+from jaxpar.tasks import mean_loss
+from scripts.bench.pipeline_case import MODEL, random_data
+from scripts.bench.steps import make_problem
+
+HEAD = 64  # features of an attention head
+LR = 0.1
+EQUAL_STEPS = 3
+TOLERANCE = 1e-5
+STRATEGIES = {
+    "single": ["--config.strategy=single"],
+    "ddp": ["--config.strategy=data_parallel", "--config.mesh.data=2"],
+    "1f1b": ["--config.strategy=pipeline", "--config.mesh.data=1", "--config.mesh.stage=2"],
+}
+SGD = [f"--config.optimizer.{key}" for key in ("name=sgd", "momentum=0", "weight_decay=0", "clip_norm=0")]
+# Both sides keep the memory that a step frees; see jaxpar.mesh.keep_freed_memory.
+KEEP_FREED_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_MAX_": "0", "MALLOC_ARENA_MAX": "1"}
+
+
+class Torch:
+    """The processes of torch, one per device. Each takes a step when it reads a line, then prints its loss."""
+
+    def __init__(self, python: str, case: Path, strategy: str):
+        """Start the processes on the weights and the batch in `case`."""
+        world = 1 if strategy == "single" else 2
+        threads = max(len(os.sched_getaffinity(0)) // world, 1)
+        script, environment = Path(__file__).with_name("peers_torch.py"), {**os.environ, **KEEP_FREED_MEMORY}
+        self._processes = [
+            subprocess.Popen(
+                [python, str(script), str(case), strategy, str(rank), str(threads)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
+            for rank in range(world)
+        ]
+
+    def step(self) -> float:
+        """Take a step, and return its loss."""
+        for process in self._processes:
+            assert process.stdin
+            process.stdin.write("step\n")
+            process.stdin.flush()
+        shares = [process.stdout.readline() for process in self._processes if process.stdout]
+        if not all(shares):
+            raise TrainingError("a process of torch ended; its error is above")
+        return sum(map(float, shares))
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.communicate()
+
+
+def compare(python: str, width: int, norm: str, strategy: str, overrides: Sequence[str], rounds: int) -> list[float]:
+    """Return the median seconds of a step of torch and of jaxpar, after checking that their losses are equal."""
+    config = configs.default_config()
+    model = {**MODEL, "hidden_size": width, "num_heads": width // HEAD, "norm": norm}
+    of_model = [f"--config.model.{key}={value}" for key, value in model.items()]
+    more = ["--config.task=causal_lm", "--config.batch_size=32", *SGD, *of_model, *STRATEGIES[strategy]]
+    configs.override(config, [*more, *overrides])
+    info, batch = random_data(config)
+    contender = strategies.make(config, make_problem(config, info, batch, lr=LR))
+    state, placed = contender.init(jax.random.key(0)), contender.place(batch)
+
+    def step() -> float:
+        nonlocal state
+        state, metrics = contender.step(state, placed)
+        jax.block_until_ready(state)
+        return float(mean_loss(metrics.sums.loss, metrics.sums.weight))
+
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        case = Path(folder) / "case.npz"
+        np.savez(case, **flat(contender.to_canonical(state)["params"]), inputs=batch["inputs"], labels=batch["labels"])
+        torch = Torch(python, case, strategy)
+        stack.callback(torch.close)
+        peers: dict[str, Callable[[], float]] = {"torch": torch.step, "jaxpar": step}
+        for _ in range(EQUAL_STEPS):
+            losses = {name: take_step() for name, take_step in peers.items()}
+            if not abs(losses["torch"] - losses["jaxpar"]) <= TOLERANCE:
+                raise TrainingError(f"the losses of a step differ by more than {TOLERANCE}: {losses}")
+        times: dict[str, list[float]] = {name: [] for name in peers}
+        for _ in range(rounds):
+            for name, take_step in peers.items():
+                start = time.perf_counter()
+                take_step()
+                times[name].append(time.perf_counter() - start)
+    return [statistics.median(times[name]) for name in peers]
+
+
+def flat(params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the arrays of a nested dict, keyed by their names joined by dots."""
+    arrays: dict[str, Any] = {}
+    for name, value in params.items():
+        arrays |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return arrays
+
+
+def widths(text: str) -> list[int]:
+    """Return the value of --widths."""
+    values = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
+    if not all(value and value % HEAD == 0 for value in values):
+        raise ArgumentTypeError(f"{text!r}; it must be one or more positive multiples of {HEAD}, such as 128,256")
+    return values
+
+
+def main() -> None:
+    """Print the ratios."""
+    parser = Parser(__doc__)
+    parser.require("--torch_python", "--torch_python=TORCH/bin/python", help="interpreter of an environment with torch")
+    parser.add_argument("--widths", type=widths, default=[128, 256, 768], help="widths of the model")
+    parser.add_argument("--norms", type=names(["layernorm", "rmsnorm"]), default=["layernorm", "rmsnorm"], help="norms")
+    parser.add_argument("--strategies", type=names(STRATEGIES), default=list(STRATEGIES), help="strategies")
+    parser.add_argument("--rounds", type=integer(1), default=7, help="steps of each, after those that do not count")
+    parsed, overrides = parser.parse_with_overrides()
+    if not Path(parsed.torch_python).is_file():
+        raise UserError(f"--torch_python is {parsed.torch_python!r}, which does not exist; it must be an interpreter")
+    config = configs.default_config()
+    configs.override(config, ["--config.mesh.virtual_cpu_devices=2", *overrides])
+    mesh.prepare_jax(config, data.cache_dir(config) / "xla")
+    mesh.partition_by_gspmd()
+    for norm in parsed.norms:
+        for width in parsed.widths:
+            for strategy in parsed.strategies:
+                torch, ours = compare(parsed.torch_python, width, norm, strategy, overrides, parsed.rounds)
+                words = f"torch {torch:.3f} s / jaxpar {ours:.3f} s = {torch / ours:.3f}"
+                print(f"{norm:9}  width {width:4}  {strategy:6}  {words}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
