@@ -130,7 +130,9 @@ def _called(line: str) -> Iterator[str]:
         yield from re.findall(r"%([\w.-]+)", lists[1])
     else:
         yield from CALLED.findall(line)
-        yield from re.findall(r"(?:true|false)_computation=%([\w.-]+)", line)
+        # Some backends compile a conditional with an index to one with a predicate. Index 0 is false.
+        for value in ("false", "true"):
+            yield from re.findall(rf"{value}_computation=%([\w.-]+)", line)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

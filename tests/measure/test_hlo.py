@@ -1,5 +1,6 @@
 """Tests how often instructions of compiled programs run, with functions of a known number of matrix products."""
 
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -79,6 +80,16 @@ def test_a_conditional_counts_its_branches_by_shares() -> None:
 def test_branches_are_in_the_order_false_true() -> None:
     program = compiled(lambda x, p: lax.cond(p, partial(products, 3), partial(products, 1), x), X, CONDITION)
     assert program.total(dots, lambda _source: (0.9, 0.1))["dots"] == pytest.approx(0.9 * 1 + 0.1 * 3)
+
+
+def test_a_conditional_with_a_predicate_as_gpus_compile_it() -> None:
+    """XLA for GPUs lists the branch of `true` first, which is the second one of `lax.cond`."""
+    program = jax.jit(partial(pick, "which", (1, 3))).lower(X, INDEX).compile().as_text() or ""
+    text, number = re.subn(
+        r"branch_computations=\{(%[\w.-]+), (%[\w.-]+)\}", r"true_computation=\2, false_computation=\1", program
+    )
+    assert number == 1
+    assert HloProgram(text).total(dots, lambda _: (0.25, 0.75)) == {"dots": 0.25 + 0.75 * 3}
 
 
 def test_a_conditional_in_a_loop() -> None:
