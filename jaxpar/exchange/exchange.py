@@ -52,6 +52,7 @@ class Exchange(NamedTuple):
       init: params -> DistributedState.
       update: (grads, state, params, **extra) -> ExchangeUpdate; extra: passed to the optimizer's update.
       traffic: (params or their shapes, microbatches) -> the traffic that a device sends in a step, without scalars.
+        With `fetch`, each layer's params include those that it shares with another layer.
       params: layout of the parameters: a kind of jaxpar/layout.py.
       optimizer: layout of the optimizer state, also a kind of jaxpar/layout.py.
       scatter: gradients of a microbatch -> the shards of them that this replica accumulates; None: it accumulates all.

@@ -8,9 +8,12 @@ Dims: n replicas.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.typing import DTypeLike
 
 from jaxpar.exchange.compress import Compressor, Payload, from_bytes, payload_nbytes, to_bytes
@@ -100,7 +103,9 @@ def all_gather_coded(axis: Axis, compressor: Compressor, vectors: Sequence[jax.A
     received = jax.lax.all_gather(
         jnp.concatenate([to_bytes(payload) for payload in payloads]), axis.name, axis_index_groups=axis.groups
     )
-    return _decode(compressor, received, [len(vector) for vector in vectors])
+    lengths = tuple(len(vector) for vector in vectors)
+    vectors_of_all: list[jax.Array] = DECOMPRESS.bind(received, compressor=compressor, lengths=lengths)
+    return vectors_of_all
 
 
 def reduce_scatter_coded(axis: Axis, compressor: Compressor, arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -113,7 +118,8 @@ def reduce_scatter_coded(axis: Axis, compressor: Compressor, arrays: Sequence[ja
         return jnp.concatenate([to_bytes(compressor.encode(row, ())[0]) for row in rows])
 
     received = jax.lax.all_to_all(jax.vmap(encode)(list(arrays)), axis.name, 0, 0, axis_index_groups=axis.groups)
-    return [rows.sum(0) for rows in _decode(compressor, received, [x.shape[1] for x in arrays])]
+    lengths = [x.shape[1] for x in arrays]
+    return [rows.sum(0) for rows in _decode(received, compressor=compressor, lengths=lengths)]
 
 
 def coded_nbytes(compressor: Compressor, lengths: Sequence[int]) -> int:
@@ -121,7 +127,7 @@ def coded_nbytes(compressor: Compressor, lengths: Sequence[int]) -> int:
     return sum(payload_nbytes(compressor.payload(length)) for length in lengths)
 
 
-def _decode(compressor: Compressor, received: jax.Array, lengths: Sequence[int]) -> list[jax.Array]:
+def _decode(received: jax.Array, *, compressor: Compressor, lengths: Sequence[int]) -> list[jax.Array]:
     """Return the arrays [n, L] of several vectors from the bytes [n, ..] of their payloads."""
     offset, arrays = 0, []
     for length in lengths:
@@ -134,3 +140,16 @@ def _decode(compressor: Compressor, received: jax.Array, lengths: Sequence[int])
         arrays.append(jax.vmap(decode)(received[:, offset : offset + size]))
         offset += size
     return arrays
+
+
+def _decoded_shapes(received: Any, *, lengths: Sequence[int], **_: Any) -> list[jax.core.ShapedArray]:
+    return [jax.core.ShapedArray((received.shape[0], length), jnp.float32) for length in lengths]
+
+
+# `_decode` as one primitive, which a policy of `jax.checkpoint` can distinguish from the arithmetic of a layer: the
+# arrays are received and decompressed again for the backward pass.
+DECOMPRESS = Primitive("decompress")
+DECOMPRESS.multiple_results = True
+DECOMPRESS.def_impl(_decode)
+DECOMPRESS.def_abstract_eval(_decoded_shapes)
+mlir.register_lowering(DECOMPRESS, mlir.lower_fun(_decode, multiple_results=True))

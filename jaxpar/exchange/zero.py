@@ -260,7 +260,7 @@ def zero(
         gather = whole.traffic("all-gather", 2 * num_microbatches if stage == 3 else 1, num_vectors, codes.params)
         # On CPUs XLA drops the barriers between a layer's gathers for forward and backward, and may merge them.
         sent = [scatter, gather._replace(required=0.5 if stage == 3 else 1.0)]
-        return [*sent, whole.traffic_between(between)] if is_grouped else sent
+        return [*sent, shards.traffic_between(between)] if is_grouped else sent
 
     return Exchange(
         init,

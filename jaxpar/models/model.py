@@ -33,14 +33,14 @@ REMAT_POLICIES: dict[str, Any] = {
 }
 # (shapes of a layer's arrays, their stored form in params) -> the arrays
 Fetch = Callable[[LayerParams, Tree], LayerParams]
-MOVES = (  # primitives that only gather, move or cast data
-    *("all_gather", "broadcast_in_dim", "concatenate", "convert_element_type", "dynamic_slice", "pad", "reshape"),
-    *("slice", "split", "squeeze", "transpose"),
+MOVES = (  # primitives that only gather, move, cast or decompress data
+    *("all_gather", "broadcast_in_dim", "concatenate", "convert_element_type", "decompress", "dynamic_slice", "pad"),
+    *("reshape", "slice", "split", "squeeze", "transpose"),
 )
 
 
 def is_computed(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Policy for `jax.checkpoint` that saves computed values, but not values that are only gathered, moved or cast."""
+    """Policy for `jax.checkpoint` that saves computed values, but not the results of MOVES."""
     return primitive.name not in MOVES
 
 

@@ -65,7 +65,9 @@ def plan(
         "private": "private",
     }
     memory = {name: layouts[part].nbytes_on() for part, name in names.items()}
-    traffic = tuple(exchange.traffic(like.params, shapes.accumulation_steps))
+    # With `fetch`, a layer receives all arrays that it uses, including those that it shares with another layer.
+    used = {layer.name: layer.shapes for layer in shapes.model.layers}
+    traffic = tuple(exchange.traffic(used if exchange.fetch else like.params, shapes.accumulation_steps))
     summary = f"{exchanges.name(config)}: batch sharded, parameters {layouts['params'].kind}, "
     summary += f"optimizer {layouts['optimizer'].kind}" + (", in the host's memory" if exchange.offload else "")
     return Plan(

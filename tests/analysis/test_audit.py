@@ -23,7 +23,7 @@ from jaxpar.strategies.strategy import CompiledProgram
 from jaxpar.tasks.classification import TASK
 from scripts import audit as script
 from tests.runs import small_arguments
-from tests.strategies.pipelines import Task, make, make_config, make_problem, pipeline
+from tests.strategies.pipelines import TRANSFORMER, VOCABULARY, Task, make, make_config, make_problem, pipeline
 from tests.strategies.test_exchanges import TWICE, option, replicated
 
 N = 4
@@ -148,6 +148,17 @@ def test_traffic_matches_theory(name: str) -> None:
             assert 0.5 <= row.ratio <= 1, key
         else:
             assert row.ratio == pytest.approx(1, abs=0.01), key
+
+
+def test_zero3_sends_a_tied_array_with_each_of_its_layers() -> None:
+    """The head of a GPT gathers the token embedding again, and scatters the gradient of it separately."""
+    task = Task("gpt", "causal_lm", "sgd", layers=1)
+    strategy = make(task, *replicated("zero3"))
+    sent = {(row.kind, row.dtype): row for row in counted(audit.audit(strategy.compile(), strategy.plan, TASK))}
+    used = number_of_parameters(task) + VOCABULARY * TRANSFORMER["hidden_size"]
+    assert sent[SCATTER].nbytes == sent[SCATTER].theory == 3 * used
+    assert sent[GATHER].theory == 2 * 3 * used
+    assert sent[GATHER].is_explained
 
 
 def test_every_exchange_is_audited() -> None:

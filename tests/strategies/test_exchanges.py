@@ -191,6 +191,24 @@ def test_dp_has_its_state_on_the_first_device_alone() -> None:
     assert {device for leaf in jax.tree.leaves(state) for device in leaf.devices()} == {jax.devices()[0]}
 
 
+@pytest.mark.parametrize("name", ["quantized_weights", "quantized_gradients"])
+def test_quantized_weights_are_gathered_again_for_the_backward_pass(name: str) -> None:
+    """A replica that kept the decompressed weights would hold all parameters at the end of the forward pass."""
+    problem = make_problem(make_config(MLP_SGD), MLP_SGD)
+    axes, like = {"data": N, "stage": 1}, states.abstract_state(problem.model, problem.optimizer)
+    mesh, rule = meshes.make_mesh(axes, jax.devices()), Rule(problem.optimizer, None)
+    gathers = []
+    for options in ({}, {name: True}):
+        exchange = make_exchange("zero3", Axis("data", N), rule, **options)
+        placed = ReplicaState(problem, mesh, exchange, make_layouts(exchange, axes, like))
+        step = replicas.train_step(problem, exchange, placed.layout, N)
+        in_specs, out_specs = (placed.layout.specs, PartitionSpec("data")), (placed.layout.specs, PartitionSpec())
+        mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        gathers.append(str(jax.make_jaxpr(mapped)(placed.abstract, problem.batch)).count("all_gather["))
+    # Twice for the scanned blocks and for the head. Nothing needs the gradient of the input of the first layer.
+    assert gathers == [5, 5]
+
+
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
 def test_zero_divides_what_its_stage_says(name: str) -> None:
     strategy = shared(MLP, *replicated(name))
