@@ -11,7 +11,8 @@ def get_config() -> ConfigDict:
     """Return the default config: a tiny BERT classifier on WordNet glosses, trained data-parallel."""
     config = ConfigDict()
     config.seed = 0  # seed of initial parameters, example order, dropout, masking, augmentation, emulated delays
-    config.task = "classification"  # classification, regression, token_classification, masked_lm, causal_lm
+    # What is trained: classification, regression, token_classification, masked_lm, causal_lm
+    config.task = "classification"
     config.strategy = "data_parallel"  # single, data_parallel, async_data_parallel, pipeline
 
     config.mesh = mesh = ConfigDict()
