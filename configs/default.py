@@ -129,7 +129,9 @@ def get_config() -> ConfigDict:
     # matrix products
     model.remat = "none"
     model.scan_layers = True  # compute consecutive equal layers with one scan, which shortens compilation
-    model.attention = "auto"  # attention kernel: xla, cudnn (bfloat16 on GPUs), auto (cudnn where supported)
+    # Attention kernel. xla: JAX's own; batched: products of contiguous matrices; cudnn: for bfloat16 on GPUs.
+    # auto: batched on CPUs, cudnn where it is supported, otherwise xla
+    model.attention = "auto"
 
     config.data = data = ConfigDict()
     data.source = "wordnet"  # wordnet, csv, tsv, jsonl, parquet, text, mnist, cifar10, synthetic

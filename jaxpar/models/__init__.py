@@ -73,7 +73,7 @@ def build(config: ConfigDict, info: DataInfo, cluster: Cluster) -> Model:
 def _check_choices(config: ConfigDict) -> None:
     check_choice("model.dtype", config.model.dtype, DTYPES)
     check_choice("model.remat", config.model.remat, ("none", *REMAT_POLICIES))
-    check_choice("model.attention", config.model.attention, ("auto", "xla", "cudnn"))
+    check_choice("model.attention", config.model.attention, ("auto", "xla", "batched", "cudnn"))
 
 
 def _module(name: str) -> ModuleType:

@@ -125,5 +125,5 @@ class MaskedLMHead(nnx.Module):
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
         """Compute logits from hidden states: [B, T, D] -> [B, T, V]."""
         x_BTD = normalize(self.norm, ACTIVATIONS[self.spec.activation](self.transform(x_BTD)))
-        logits_BTV = token_logits(x_BTD, self.tokens[...])
+        logits_BTV = token_logits(x_BTD, self.tokens[...], self.spec)
         return logits_BTV + self.bias[...][None, None, :]

@@ -73,12 +73,13 @@ class CausalLMHead(nnx.Module):
     """Language-model head: the final norm, then the token embedding as the decoder."""
 
     def __init__(self, spec: Spec, rngs: nnx.Rngs):
+        self.spec = spec
         self.norm = norm(spec, rngs)
         self.tokens = nnx.Param(INIT_SCALE * jax.random.normal(rngs.params(), (spec.vocab_size, spec.hidden_size)))
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
         """Compute logits from hidden states: [B, T, D] -> [B, T, V]."""
-        return token_logits(normalize(self.norm, x_BTD), self.tokens[...])
+        return token_logits(normalize(self.norm, x_BTD), self.tokens[...], self.spec)
 
 
 class LastTokenHead(nnx.Module):

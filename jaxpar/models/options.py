@@ -14,7 +14,7 @@ from jaxpar.data import DataInfo
 from jaxpar.errors import UserError, check_choice
 from jaxpar.tasks import Head, Task
 
-AttentionKernel = Literal["xla", "cudnn"]
+AttentionKernel = Literal["xla", "batched", "cudnn"]
 # The keys of config.model that override a size. Each model supports some of them.
 OVERRIDES = (
     "num_layers",
@@ -205,11 +205,14 @@ def _max_length(rows: int | None, positions: str, info: DataInfo) -> int:
 
 
 def with_attention_of(config: ConfigDict, cluster: Cluster) -> ConfigDict:
-    """Return the config, with attention `auto` replaced by `xla` if the cluster does not support cuDNN attention."""
+    """Return the config, with attention `auto` replaced if the cluster does not support cuDNN attention.
+
+    On CPUs, it becomes `batched`; on GPUs, `xla`.
+    """
     if config.model.attention != "auto" or _has_cudnn_attention(cluster):
         return config
     config = config.copy_and_resolve_references()
-    config.model.attention = "xla"
+    config.model.attention = "batched" if cluster.platform == "cpu" else "xla"
     return config
 
 
@@ -228,7 +231,7 @@ def _has_cudnn_attention(cluster: Cluster) -> bool:
 
 
 def attention_kernel(choice: str, dtype: DTypeLike, head_dim: int) -> AttentionKernel:
-    """Return the attention kernel, xla or cudnn, for a config.model.attention on devices that support cuDNN attention.
+    """Return the attention kernel for a config.model.attention, on devices that support cuDNN attention.
 
     The restrictions are those of cuDNN flash attention as called by `jax.nn.dot_product_attention`.
 
@@ -237,6 +240,8 @@ def attention_kernel(choice: str, dtype: DTypeLike, head_dim: int) -> AttentionK
     """
     if choice == "xla":
         return "xla"
+    if choice == "batched":
+        return "batched"
     problems = []
     if dtype not in (jnp.bfloat16, jnp.float16):
         problems.append(f"config.model.dtype is {dtype}, not bfloat16")

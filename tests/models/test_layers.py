@@ -1,0 +1,84 @@
+"""Tests that the forms of computation that are fast on CPUs equal the usual forms, in values and gradients."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxpar.cluster import named_cluster
+from jaxpar.models import gpt, layers
+from jaxpar.models.options import with_attention_of
+from tests.models.small import TEXT, fast_jit, small_config
+
+B, T, H, K = 3, 7, 4, 5
+
+
+def draw(*shape: int, seed: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def values_and_gradients(function: Any, *args: Any) -> Any:
+    """Return the results, and the gradients for a random gradient of the result."""
+
+    def both(*args: Any) -> Any:
+        y, pullback = jax.vjp(function, *args)
+        return y, pullback(draw(*y.shape, seed=9).astype(y.dtype))
+
+    with jax.numpy_dtype_promotion("standard"):  # JAX's attention mixes bfloat16 and float32
+        return fast_jit(both)(*args)
+
+
+def check_equal(actual: Any, expected: Any, tolerance: float = 1e-6) -> None:
+    def check(a: Any, b: Any) -> None:
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(float(np.abs(b).max()), 1.0))
+
+    jax.tree.map(check, actual, expected)
+
+
+@pytest.mark.parametrize(("is_causal", "num_kv_heads", "lengths"), [(True, 2, None), (False, 4, (7, 1, 4))])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 1e-2)])
+def test_batched_attention(
+    is_causal: bool, num_kv_heads: int, lengths: tuple[int, ...] | None, dtype: str, tolerance: float
+) -> None:
+    """The products of contiguous matrices are JAX's attention, with as many value heads or fewer."""
+    lengths_B = None if lengths is None else jnp.array(lengths)
+    q, k, v = (draw(B, T, heads, K, seed=i).astype(dtype) for i, heads in enumerate((H, num_kv_heads, num_kv_heads)))
+
+    def ours(q: Any, k: Any, v: Any) -> Any:
+        return layers.batched_attention(q, k, v, is_causal=is_causal, lengths_B=lengths_B)
+
+    def of_jax(q: Any, k: Any, v: Any) -> Any:
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=is_causal, key_value_seq_lengths=lengths_B, implementation="xla"
+        )
+
+    check_equal(values_and_gradients(ours, q, k, v), values_and_gradients(of_jax, q, k, v), tolerance)
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_products_of_all_tokens(norm: str) -> None:
+    """With attention batched, an MLP and a decoder on [B x T, D] equal products with a dim for B and one for T."""
+    config = small_config("gpt", "causal_lm", norm=norm, attention="batched")
+    spec = gpt.resolve(config, TEXT)[1]
+    graphdef, params = nnx.split(layers.MLP(spec, nnx.Rngs(params=0), out_scale=0.02))
+    arguments = params, draw(B, T, spec.hidden_size, seed=0), draw(11, spec.hidden_size, seed=1)
+
+    def ours(params: Any, x_BTD: Any, tokens_VD: Any) -> Any:
+        return layers.token_logits(nnx.merge(graphdef, params)(x_BTD), tokens_VD, spec)
+
+    def usual(params: Any, x_BTD: Any, tokens_VD: Any) -> Any:
+        module = nnx.merge(graphdef, params)
+        return jnp.einsum("btd,vd->btv", module.down(jax.nn.gelu(module.up(x_BTD))), tokens_VD)
+
+    check_equal(values_and_gradients(ours, *arguments), values_and_gradients(usual, *arguments))
+
+
+@pytest.mark.parametrize(("cluster", "dtype", "kernel"), [("cpu", "float32", "batched"), ("V100", "bfloat16", "xla")])
+def test_kernel_of_auto(cluster: str, dtype: str, kernel: str) -> None:
+    """Only CPUs use batched attention; GPUs without cuDNN's use JAX's own."""
+    config = with_attention_of(small_config("gpt", "causal_lm", dtype=dtype), named_cluster(cluster, 1))
+    assert gpt.resolve(config, TEXT)[1].attention == kernel
