@@ -106,10 +106,12 @@ def named_cluster(
     """Describe a cluster of CPUs (`cpu`) or of devices of one of KINDS, without touching a device.
 
     Raises:
-      UserError: the device kind is unknown, or num_devices is less than 1.
+      UserError: the device kind is unknown, num_devices is less than 1, or num_processes does not divide it.
     """
     if num_devices < 1:
         raise UserError(f"num_devices is {num_devices}; it must be at least 1")
+    if num_processes < 1 or num_devices % num_processes:
+        raise UserError(f"num_processes is {num_processes}; it must divide the number of devices, {num_devices}")
     if name == "cpu":
         return Cluster("cpu", "cpu", num_devices, num_processes, links=links or {})
     if name not in KINDS:

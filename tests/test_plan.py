@@ -372,3 +372,6 @@ def test_clusters() -> None:
         cluster.named_cluster("H10", 8)
     with pytest.raises(UserError, match="num_devices is 0; it must be at least 1"):
         cluster.named_cluster("H100", 0)
+    for number in (16, 3, 0, -1):
+        with pytest.raises(UserError, match=f"num_processes is {number}; it must divide the number of devices, 8"):
+            cluster.named_cluster("H100", 8, num_processes=number)
