@@ -135,10 +135,14 @@ def test_epochs_with_too_many_steps(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "config.num_epochs is 2000000000.0, which is" in line
 
 
-@pytest.mark.parametrize("key", ["profile", "pipeline.trace"])
-def test_a_measured_step_after_the_last_one(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    value = {"profile": "(3, 17)", "pipeline.trace": "17"}[key]
-    arguments = [*small_arguments(tmp_path), f"--config.{key}={value}"]
+@pytest.mark.parametrize(
+    ("key", "value", "strategy"),
+    [("profile", "(3, 17)", "data_parallel"), ("pipeline.trace", "17", "pipeline")],
+)
+def test_a_measured_step_after_the_last_one(
+    key: str, value: str, strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*small_arguments(tmp_path), f"--config.strategy={strategy}", f"--config.{key}={value}"]
     line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/run", *arguments)
     assert line == f"jaxpar: config.{key} is {value}; it must be at most 16, the last step of the run"
 

@@ -113,7 +113,8 @@ def make_run(config: ConfigDict, workdir: Path, phases: Phases, checked: Checked
             f"config.num_epochs is {config.num_epochs}, which is {num_steps:.3g} steps; it must be at most "
             f"{MAX_STEPS / batches.steps_per_epoch:,.0f} ({MAX_STEPS:,} steps)"
         )
-    check_measured_steps(config, num_steps)
+    if config.profile[1] > num_steps:
+        raise UserError(f"config.profile is {config.profile}; it must be at most {num_steps}, the last step of the run")
     schedule = optimizer.build_schedule(config, num_steps)
     model = models.build(config, dataset.info, cluster)
     pretrained = None
@@ -165,16 +166,6 @@ def check_space(config: ConfigDict, workdir: Path, problem: Problem) -> None:
             f"{format_bytes(needed)} free, for {missing} of {number} checkpoints{has}; free space or lower "
             "config.checkpoint.keep"
         )
-
-
-def check_measured_steps(config: ConfigDict, num_steps: int) -> None:
-    """Raise UserError if a step that is to be profiled or measured is later than the last one."""
-    for key, value, last in (
-        ("profile", config.profile, config.profile[1]),
-        ("pipeline.trace", config.pipeline.trace, config.pipeline.trace),
-    ):
-        if last > num_steps:
-            raise UserError(f"config.{key} is {value}; it must be at most {num_steps}, the last step of the run")
 
 
 def check_batches(config: ConfigDict, dataset: data.Dataset, strategy: Strategy[Any], num_steps: int) -> None:

@@ -124,8 +124,13 @@ def plan(
 ) -> Refusals[Plan[PipelineDetails]]:
     """Plan the stages of config.pipeline, and the replicas of the pipeline on the data axis.
 
-    Refuses a model that cannot be cut according to config.pipeline.partition.
+    Refuses a model that cannot be cut according to config.pipeline.partition, and a trace after the last step.
     """
+    if config.pipeline.trace > shapes.num_steps:
+        yield UserError(
+            f"config.pipeline.trace is {config.pipeline.trace}; it must be at most {shapes.num_steps}, the last step "
+            "of the run"
+        )
     table, num_data = decision.source, decision.num_replicas
     inputs = shapes.model.inputs(shapes.batch)
     bounds = yield from partition.stage_bounds(
