@@ -13,6 +13,7 @@ from jaxpar.addresses import layer_name
 from jaxpar.errors import Refusals, UserError, accepted, refuse_choice
 
 LearningRateSchedule = Callable[[Any], Any]  # step -> learning rate
+INPUT_LAYERS = ("embed", "stem")  # names of layers that map the input to the first hidden state
 
 
 def _adamw(o: ConfigDict, schedule: LearningRateSchedule) -> optax.GradientTransformation:
@@ -50,23 +51,40 @@ def _muon(o: ConfigDict, schedule: LearningRateSchedule) -> optax.GradientTransf
     Training", 2025, section 2.2).
     """
     muon = optax.contrib.muon(
-        schedule, beta=o.momentum, weight_decay=o.weight_decay, weight_decay_mask=decayed, consistent_rms=0.2
+        schedule,
+        beta=o.momentum,
+        weight_decay=o.weight_decay,
+        weight_decay_mask=decayed,
+        muon_weight_dimension_numbers=_as_matrices,
+        consistent_rms=0.2,
     )
     return optax.partition({"muon": muon, "adamw": _adamw(o, schedule)}, _by_muon_or_adamw)
+
+
+def _as_matrices(kernels: Any) -> Any:
+    """Return the dims of each kernel as a matrix [in, out]: convolutions [h, w, in, out] become [h * w * in, out]."""
+
+    def as_matrix(kernel: Any) -> optax.contrib.MuonDimensionNumbers:
+        *reduced, output = range(jnp.ndim(kernel))
+        return optax.contrib.MuonDimensionNumbers(reduction_axis=tuple(reduced), output_axis=output)
+
+    return jax.tree.map(as_matrix, kernels)
 
 
 def _by_muon_or_adamw(params: Any) -> Any:
     """Label each leaf with the optimizer that updates it, `muon` or `adamw`.
 
-    Muon is designed for matrices that map one hidden state to another. Jordan et al. (2024) use AdamW for embeddings,
-    input and output layers, biases and gains. Muon therefore updates all kernels with two dims except those of
-    classifiers and of the layer `embed`, which maps the input and is a matrix in an MLP.
+    Muon is designed for matrices that map one hidden state to another. Jordan et al. (2024) flatten the kernels of
+    convolutions to matrices, and use AdamW for embeddings, input and output layers, biases and gains. Muon therefore
+    updates all kernels with two dims, and with the four of a convolution of images, except those of classifiers and of
+    INPUT_LAYERS.
     """
 
     def label(path: tuple[Any, ...], leaf: Any) -> str:
         layer, *names = [part.key for part in path if isinstance(part, jax.tree_util.DictKey)]
-        is_kernel = jnp.ndim(leaf) == 2 and names[-1:] == ["kernel"]
-        return "muon" if is_kernel and "classifier" not in names and layer_name(layer) != "embed" else "adamw"
+        is_kernel = jnp.ndim(leaf) in (2, 4) and names[-1:] == ["kernel"]
+        is_hidden = "classifier" not in names and layer_name(layer) not in INPUT_LAYERS
+        return "muon" if is_kernel and is_hidden else "adamw"
 
     return jax.tree_util.tree_map_with_path(label, params)
 
@@ -123,6 +141,16 @@ def refuse_optimizer(config: ConfigDict) -> Refusals[None]:
         yield UserError(f"config.optimizer.clip_norm is {o.clip_norm}; it must be at least 0")
     if o.accumulation_steps < 1:
         yield UserError(f"config.optimizer.accumulation_steps is {o.accumulation_steps}; it must be at least 1")
+
+
+def refuse_without_kernels(config: ConfigDict, params: Any) -> Refusals[None]:
+    """Refuse muon if it would update none of these parameters, {layer: ...}, or parameters of these shapes."""
+    if config.optimizer.name == "muon" and "muon" not in jax.tree.leaves(_by_muon_or_adamw(params)):
+        others = [name for name in OPTIMIZERS if name != "muon"]
+        yield UserError(
+            f"config.optimizer.name is 'muon'; it must be one of {', '.join(others)} with "
+            f"config.model.name={config.model.name!r}, none of whose parameters is a kernel of a hidden layer"
+        )
 
 
 def build_schedule(config: ConfigDict, num_steps: int) -> LearningRateSchedule:

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,39 +76,46 @@ def test_adamw_with_clipping_equals_numpy() -> None:
 
 def test_muon_equals_numpy() -> None:
     """Muon is Nesterov momentum and five steps of the quintic Newton-Schulz iteration (Jordan et al., 2024), scaled as
-    in Liu et al., 2025. AdamW updates the kernel of the classifier and the bias.
+    in Liu et al., 2025. The kernel of a convolution is a matrix with a column for each output channel. AdamW updates
+    the kernels of the input layer and of the classifier, and the bias.
     """
     values = {"lr": 0.1, "weight_decay": 0.2, "clip_norm": 0.0, "momentum": 0.8, "schedule": "constant", "warmup": 0}
     config, adamw = config_with(name="muon", **values), config_with(name="adamw", **values)
     transform, other = (optimizer.make_optimizer(c, optimizer.build_schedule(c, 10)) for c in (config, adamw))
     rng = np.random.default_rng(0)
-    shapes = {"block": {"kernel": (3, 5), "bias": (5,)}, "head": {"classifier": {"kernel": (3, 2)}}}
+    hidden = {"linear": (3, 5), "wide": (3, 2, 2, 20), "tall": (3, 3, 2, 4)}
+    shapes: dict[str, Any] = {name: {"kernel": shape, "bias": shape[-1:]} for name, shape in hidden.items()}
+    shapes |= {"stem": {"kernel": (3, 3, 2, 4)}, "head": {"classifier": {"kernel": (3, 2)}}}
     draw = functools.partial(jax.tree.map, lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32))
     params = expected = draw(shapes, is_leaf=lambda x: isinstance(x, tuple))
     state, other_state = transform.init(params), other.init(params)
-    w, m = np.asarray(params["block"]["kernel"], np.float64), np.zeros((3, 5))
+    weights = {name: np.asarray(params[name]["kernel"], np.float64).reshape(-1, hidden[name][-1]) for name in hidden}
+    momenta = {name: np.zeros_like(w) for name, w in weights.items()}
     for t in range(1, 6):
         grads = draw(shapes, is_leaf=lambda x: isinstance(x, tuple))
         updates, state = transform.update(grads, state, params)
         params = jax.tree.map(jnp.add, params, updates)
         updates, other_state = other.update(grads, other_state, expected)
         expected = jax.tree.map(jnp.add, expected, updates)
-        g = np.asarray(grads["block"]["kernel"], np.float64)
-        m = 0.8 * m + 0.2 * g  # moving average; the next line is Nesterov momentum with bias correction
-        x = 0.8 * m / (1 - 0.8 ** (t + 1)) + 0.2 * g / (1 - 0.8**t)
-        x = x / np.linalg.norm(x)
-        for _ in range(5):
-            a = x @ x.T
-            x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
-        w = w - 0.1 * (0.2 * math.sqrt(5) * x + 0.2 * w)
-    np.testing.assert_allclose(params["block"]["kernel"], w, rtol=1e-4)
-    np.testing.assert_allclose(params["block"]["bias"], expected["block"]["bias"], rtol=1e-5)
+        for name, w in weights.items():
+            g = np.asarray(grads[name]["kernel"], np.float64).reshape(w.shape)
+            m = momenta[name] = 0.8 * momenta[name] + 0.2 * g  # moving average
+            x = 0.8 * m / (1 - 0.8 ** (t + 1)) + 0.2 * g / (1 - 0.8**t)  # Nesterov momentum with bias correction
+            x = x / np.linalg.norm(x)
+            for _ in range(5):
+                a = x @ x.T
+                x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+            weights[name] = w - 0.1 * (0.2 * math.sqrt(max(w.shape)) * x + 0.2 * w)
+    for name, w in weights.items():
+        np.testing.assert_allclose(params[name]["kernel"], w.reshape(hidden[name]), rtol=1e-4, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(params[name]["bias"], expected[name]["bias"], rtol=1e-5)
+    np.testing.assert_allclose(params["stem"]["kernel"], expected["stem"]["kernel"], rtol=1e-5)
     head, expected_head = (tree["head"]["classifier"]["kernel"] for tree in (params, expected))
     np.testing.assert_allclose(head, expected_head, rtol=1e-5)
 
 
-@pytest.mark.parametrize("model", ["mlp", "bert", "gpt", "vit"])
-def test_muon_updates_hidden_matrices_alone(model: str) -> None:
+@pytest.mark.parametrize("model", ["mlp", "bert", "gpt", "vit", "resnet"])
+def test_muon_updates_hidden_kernels_alone(model: str) -> None:
     """AdamW updates embeddings, input and output layers, biases and gains (Jordan et al., 2024).
 
     The same holds for the marked layer names that `addresses` uses for pipelines.
@@ -117,6 +125,7 @@ def test_muon_updates_hidden_matrices_alone(model: str) -> None:
     if model in ("bert", "gpt"):
         info = DataInfo("text", (8,), 5, tuple("abcde"), 24, 0)
     config.model.name, config.optimizer.name = model, "muon"
+    config.model.size = "18" if model == "resnet" else "tiny"
     shapes = models.build(config, info, cluster.named_cluster("cpu", 1)).shapes
     transform = optimizer.make_optimizer(config, optimizer.build_schedule(config, 10))
     found = {address for address in addresses(transform.init, shapes) if "['muon']" in address.path}
@@ -124,6 +133,9 @@ def test_muon_updates_hidden_matrices_alone(model: str) -> None:
     block = ["['linear']"] if model == "mlp" else [*ATTENTION, "['mlp']['up']", "['mlp']['down']"]
     expected = {(layer, f"{kernel}['kernel']") for layer in layers for kernel in block}
     expected |= {("head", "['pooler']['kernel']")} if model == "bert" else set()
+    if model == "resnet":
+        expected = {(layer, f"['convs'][{i}]['kernel']") for layer in layers for i in (0, 1)}
+        expected |= {(f"block_{i}", "['projection']['kernel']") for i in (2, 4, 6)}
     moments = [address for address in found if ".mu[]" in address.path]
     assert {(address.layer, address.path.split("[]")[1]) for address in moments} == expected
 

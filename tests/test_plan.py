@@ -170,6 +170,20 @@ def test_an_exchange_that_does_not_support_the_shapes() -> None:
     )
 
 
+def test_muon_needs_a_kernel_of_a_hidden_layer() -> None:
+    from tests.strategies.pipelines import Task, make_config, make_problem
+
+    task, there = Task("mlp", "classification"), cluster.named_cluster("H100", 1)
+    config = make_config(task, "--config.optimizer.name=muon")
+    problem = make_problem(config, task)
+    assert not isinstance(strategies.possible(config, problem, there), str)
+    linear = Model({"embed": lambda rngs: nnx.Linear(3, 2, rngs=rngs)})
+    assert strategies.possible(config, problem._replace(model=linear), there) == (
+        "config.optimizer.name is 'muon'; it must be one of adamw, lamb, sgd, adafactor, lion with "
+        "config.model.name='mlp', none of whose parameters is a kernel of a hidden layer"
+    )
+
+
 def plan_of(*memory: dict[str, int], traffic: Sequence[Traffic] = ()) -> Plan[None]:
     decision = Decision({"data": len(memory), "stage": 1}, 1, "", len(memory), None)
     return Plan("data_parallel", decision, "", {}, None, memory, traffic)

@@ -15,7 +15,7 @@ from jaxpar import cluster as clusters
 from jaxpar.cluster import Cluster
 from jaxpar.errors import Refusals, UserError, accepted, outcome, refuse_choice
 from jaxpar.models.model import Model
-from jaxpar.optimizer import refuse_optimizer
+from jaxpar.optimizer import refuse_optimizer, refuse_without_kernels
 from jaxpar.plan import ACTIVATIONS, Decision, Plan, refuse_memory
 from jaxpar.state import nbytes
 from jaxpar.step import Problem, saved_bytes
@@ -70,6 +70,7 @@ def possible(config: ConfigDict, shapes: Problem, cluster: Cluster) -> Plan[Any]
 def _plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[Any] | None) -> Refusals[Plan[Any]]:
     if decision is None:
         decision = yield from _decide(config, cluster, None)  # the strategy's plan checks the model
+    yield from refuse_without_kernels(config, shapes.model.shapes)
     plan = yield from STRATEGIES[config.strategy].plan(config, shapes, cluster, decision)
     yield from refuse_memory(plan, cluster)
     return plan
