@@ -14,7 +14,6 @@ replicas of a model that is not float32.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -178,30 +177,22 @@ def build_pmap(plan: Plan[str], problem: Problem, devices: Sequence[jax.Device])
         divided = {name: x.reshape(n, -1, *x.shape[1:]) for name, x in batch.items()}
         return jax.device_put(divided, by_replica(mesh))
 
-    def first(tree: Any) -> Any:
-        """Return the sums or metrics of the first replica, which are equal on all replicas."""
-        return jax.tree.map(lambda x: x.addressable_shards[0].data[0], tree)
-
-    def step_with_metrics(state: State, batch: Any) -> tuple[State, Metrics]:
-        state, metrics = mapped_step(state, batch)
-        return state, first(metrics)
-
     def programs() -> list[CompiledProgram]:
         batch = {
             name: jax.ShapeDtypeStruct((n, len(x) // n, *x.shape[1:]), x.dtype) for name, x in problem.batch.items()
         }
         return [CompiledProgram(compiled_step.lower(placed.abstract, batch).compile())]
 
-    compiled_step = jax.pmap(step, axis_name=DATA, devices=devices, donate_argnums=0)
-    mapped_step = meshes.one_at_a_time(compiled_step, mesh)
-    mapped_evaluate = meshes.one_at_a_time(jax.pmap(evaluate, axis_name=DATA, devices=devices), mesh)
+    # Metrics and sums are equal on all replicas and have no leading dim: their out axis is None.
+    compiled_step = jax.pmap(step, axis_name=DATA, devices=devices, donate_argnums=0, out_axes=(0, None))
+    compiled_evaluate = jax.pmap(evaluate, axis_name=DATA, devices=devices, out_axes=None)
     return Strategy(
         plan,
         tuple(devices),
         init=placed.init,
         place=place,
-        step=step_with_metrics,
-        evaluate=lambda state, batch: first(mapped_evaluate(state, batch)),
+        step=meshes.one_at_a_time(compiled_step, mesh),
+        evaluate=meshes.one_at_a_time(compiled_evaluate, mesh),
         to_canonical=placed.to_canonical,
         from_canonical=placed.from_canonical,
         compile=programs,
