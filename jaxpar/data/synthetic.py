@@ -18,7 +18,8 @@ NUM_CLASSES = 8
 _PAD, _CLS, _SEP, _MASK, _FIRST = 0, 2, 3, 4, 5  # as in a trained WordPiece vocabulary
 _TAGS = ("O", "B-A", "I-A", "B-B", "I-B")
 _USED = 256  # number of regular tokens that occur, if the vocabulary is large enough
-_KINDS = {"resnet": "image", "vit": "image", "mlp": "vector"}  # kind of data by config.model.name; otherwise text
+# Kind of data by config.model.name; otherwise text. This repeats models.MODELS, because models import data.
+_KINDS = {"resnet": "image", "vit": "image", "mlp": "vector"}
 
 
 def kind(config: ConfigDict) -> str:

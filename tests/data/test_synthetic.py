@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from jaxpar.data import Batches
+from jaxpar.data import Batches, synthetic
+from jaxpar.models import MODELS
 
 from .conftest import load
 
@@ -29,6 +30,12 @@ CASES = {
     ("mlp", "regression"): ("vector", (32,), 0),
     ("bert", "token_classification"): ("text", (32,), 5),
 }
+
+
+def test_the_kinds_are_those_of_the_models(config: ConfigDict) -> None:
+    for name, info in MODELS.items():
+        config.model.name = name
+        assert synthetic.kind(config) == info.kind, name
 
 
 @pytest.mark.parametrize(("model", "task"), CASES)
