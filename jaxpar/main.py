@@ -154,7 +154,7 @@ def _train(
     except StoppedEarly:
         print(_stopped(argv, early=True), flush=True)
         return stopped_exit_code
-    print(_closing(result, workdir, tasks.find_task(config).headline), flush=True)
+    print(_closing(result, workdir, tasks.find_task(config).headline, changes_to_try(config)), flush=True)
     return 0
 
 
@@ -174,16 +174,37 @@ def _command(argv: Sequence[str]) -> str:
     return " ".join([program, *map(shlex.quote, argv[1:])])
 
 
-def _closing(result: Mapping[str, object], workdir: Path, headline: str) -> str:
-    """Return the lines to print at the end of a run. headline: format string of the task's main metric."""
+def changes_to_try(config: ConfigDict) -> list[str]:
+    """Return flags for runs to compare with a run of `config`. Each of them, added alone, is possible."""
+    from jaxpar import cluster, strategies  # late, as above
+
+    flags, found = [], cluster.find_cluster()
+    other = config.copy_and_resolve_references()
+    other.strategy = "data_parallel" if config.strategy == "single" else "single"
+    if found.num_devices > 1 and strategies.accepts(other, found):
+        flags.append(f"--config.strategy={other.strategy}")
+    if (config.model.name, config.model.size, config.model.init_from) == ("bert", "tiny", ""):
+        flags.append("--config.model.size=mini")
+    return flags
+
+
+def _closing(result: Mapping[str, object], workdir: Path, headline: str, changes: Sequence[str]) -> str:
+    """Return the lines to print at the end of a run.
+
+    Args:
+      result: the contents of result.json.
+      workdir: directory of the run.
+      headline: format string of the task's main metric.
+      changes: flags to try next.
+    """
     reached = headline.format(**result) if "test_loss" in result else "finished"
     left = {"result.json": "", "metrics.jsonl": "", "curves.png": "", "checkpoints": "/", "tensorboard": "/"}
     results = ", ".join(name + end for name, end in left.items() if (workdir / name).exists())
+    first = f"try {' or '.join(changes)} with a new --workdir;\n          " if changes else ""
     return (
         f"\n{reached} after {result['steps']:,} steps, {result.get('examples_per_second', 0):,.0f} examples/s\n"
         f"results   {workdir}/{results}\n"
-        "next      try --config.strategy=single or --config.model.size=mini with a new --workdir;\n"
-        "          train on your own data (docs/data.md) or fine-tune a model (configs/wordnet_minilm.py)"
+        f"next      {first}train on your own data (docs/data.md) or fine-tune a model (configs/wordnet_minilm.py)"
     )
 
 

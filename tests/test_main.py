@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxpar import checkpoint, main, memory, train
+from jaxpar import config as configs
 from jaxpar.errors import TrainingError, UserError
 from tests.runs import small_arguments
 from tests.test_train import stop_at
@@ -334,6 +335,24 @@ def test_the_exit_code_of_a_stopped_run(
     assert resume.startswith("resume ")
     assert resume.endswith("--stopped_exit_code=75")
     assert run(*arguments) == 0
+    assert capsys.readouterr().out.splitlines()[-2] == "next      try --config.model.size=mini with a new --workdir;"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "flags"),
+    [
+        ([], ["--config.strategy=single", "--config.model.size=mini"]),
+        (["strategy=single"], ["--config.strategy=data_parallel", "--config.model.size=mini"]),
+        (["strategy=async_data_parallel", "model.name=gpt"], ["--config.strategy=single"]),
+        (["exchange=zero3", "model.size=base"], []),
+        (["strategy=pipeline", "mesh.stage=2", "model.name=gpt"], []),
+    ],
+)
+def test_the_changes_to_try_after_a_run(overrides: list[str], flags: list[str]) -> None:
+    """`single` accepts only exchange ddp and one stage. Only BERT has the size mini."""
+    config = configs.default_config()
+    configs.override(config, [f"--config.{text}" for text in overrides])
+    assert main.changes_to_try(config) == flags
 
 
 TWO_SIGNALS = """

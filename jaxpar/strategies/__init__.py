@@ -22,7 +22,7 @@ from jaxpar.step import Problem, saved_bytes
 from jaxpar.strategies import async_data_parallel, data_parallel, pipeline, single
 from jaxpar.strategies.strategy import Strategy, StrategyModule
 
-__all__ = ["STRATEGIES", "Strategy", "build", "decide", "in_flight_bytes", "make", "plan", "possible"]
+__all__ = ["STRATEGIES", "Strategy", "accepts", "build", "decide", "in_flight_bytes", "make", "plan", "possible"]
 
 STRATEGIES: dict[str, StrategyModule[Any, Any]] = {
     "single": single,
@@ -44,6 +44,11 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None = None) -> 
       UserError: the strategy cannot run on this cluster, or not with this batch size.
     """
     return accepted(_decide(config, cluster, model))
+
+
+def accepts(config: ConfigDict, cluster: Cluster) -> bool:
+    """Return whether `decide` accepts the config."""
+    return not isinstance(outcome(_decide(config, cluster, None)), UserError)
 
 
 def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[Any] | None = None) -> Plan[Any]:
