@@ -97,23 +97,23 @@ class OptimizerKind(NamedTuple):
       elementwise: whether each element of an update depends only on the gradient and state of that element, so that
         arrays can be sharded. Other optimizers need whole arrays: norms (lamb), rows and columns (adafactor) or
         matrices (muon).
-      momentum: the key of config.optimizer that sets the momentum; None if the optimizer has no momentum.
+      momentum: the keys of config.optimizer that set the momentum; empty if the optimizer has no momentum.
       is_adamw: whether the update is AdamW's, so that exchanges of momentum can compute it themselves.
     """
 
     make: Callable[[ConfigDict, LearningRateSchedule], optax.GradientTransformation]
     elementwise: bool
-    momentum: str | None
+    momentum: tuple[str, ...]
     is_adamw: bool = False
 
 
 OPTIMIZERS = {
-    "adamw": OptimizerKind(_adamw, elementwise=True, momentum="b1", is_adamw=True),
-    "lamb": OptimizerKind(_lamb, elementwise=False, momentum="b1"),
-    "sgd": OptimizerKind(_sgd, elementwise=True, momentum="momentum"),
-    "adafactor": OptimizerKind(_adafactor, elementwise=False, momentum=None),
-    "lion": OptimizerKind(_lion, elementwise=True, momentum="b1"),
-    "muon": OptimizerKind(_muon, elementwise=False, momentum="momentum"),
+    "adamw": OptimizerKind(_adamw, elementwise=True, momentum=("b1",), is_adamw=True),
+    "lamb": OptimizerKind(_lamb, elementwise=False, momentum=("b1",)),
+    "sgd": OptimizerKind(_sgd, elementwise=True, momentum=("momentum",)),
+    "adafactor": OptimizerKind(_adafactor, elementwise=False, momentum=()),
+    "lion": OptimizerKind(_lion, elementwise=True, momentum=("b1",)),
+    "muon": OptimizerKind(_muon, elementwise=False, momentum=("momentum", "b1")),
 }
 LR_SCHEDULES = ("constant", "cosine", "linear")
 

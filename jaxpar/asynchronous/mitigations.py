@@ -6,7 +6,7 @@ Transformations of an update run after the optimizer: update(updates, state, par
 mean of 1 / max(staleness, 1) over the gradients of the update. `corrected_momentum` replaces the optimizer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -118,17 +118,19 @@ def staleness_aware() -> StalenessAware:
 
 
 def corrected_momentum(
-    optimizer: Callable[[float], optax.GradientTransformation], momentum: float, mean_staleness: float
+    optimizer: Callable[..., optax.GradientTransformation], momenta: Mapping[str, float], mean_staleness: float
 ) -> optax.GradientTransformation:
     """Return the optimizer with its momentum reduced by the momentum that staleness adds.
 
     Args:
-      optimizer: momentum -> optimizer; `optax.lion` as a function of b1, for example.
-      momentum: the total momentum wanted.
+      optimizer: builds the optimizer from `momenta` as keyword arguments; `partial(optax.lion, rate)`, for example.
+      momenta: the total momentum wanted, by the argument that sets it. Optimizers that treat parameters differently,
+        such as Muon, have several.
       mean_staleness: mean staleness of its updates.
     """
-    left = momentum_left(momentum, mean_staleness)
-    return optimizer(max(left, 1e-6))  # with 0, the optimizer state would have another structure
+    left = {key: momentum_left(momentum, mean_staleness) for key, momentum in momenta.items()}
+    # with a momentum of 0, the optimizer state would have another structure
+    return optimizer(**{key: max(momentum, 1e-6) for key, momentum in left.items()})
 
 
 def momentum_left(momentum: float, mean_staleness: float) -> float:

@@ -162,13 +162,14 @@ def _refuse_mitigations(config: ConfigDict) -> Refusals[None]:
 
 
 def _refuse_momentum(o: ConfigDict) -> Refusals[None]:
-    key = optimizer.OPTIMIZERS[o.name].momentum
+    keys = optimizer.OPTIMIZERS[o.name].momentum
     where = "with corrected_momentum in config.asynchronous.mitigations"
-    if key is None:
+    if not keys:
         names = [name for name, one in optimizer.OPTIMIZERS.items() if one.momentum]
         yield UserError(f"config.optimizer.name is {o.name!r}; it must be one of {', '.join(names)} {where}")
-    if not o[key]:
-        yield UserError(f"config.optimizer.{key} is {o[key]}; it must be greater than 0 {where}")
+    for key in keys:
+        if not o[key]:
+            yield UserError(f"config.optimizer.{key} is {o[key]}; it must be greater than 0 {where}")
 
 
 def named_mitigations(config: ConfigDict) -> list[str]:
@@ -313,13 +314,12 @@ def build_mitigations(config: ConfigDict, problem: Problem, updates: UpdateTable
 
 
 def _corrected(config: ConfigDict, num_steps: int, mean_staleness: float) -> optax.GradientTransformationExtraArgs:
-    key = optimizer.OPTIMIZERS[config.optimizer.name].momentum
-    assert key is not None
     schedule = optimizer.build_schedule(config, num_steps)
 
-    def with_momentum(momentum: float) -> optax.GradientTransformationExtraArgs:
+    def with_momenta(**momenta: float) -> optax.GradientTransformationExtraArgs:
         copy = config.copy_and_resolve_references()
-        copy.optimizer[key] = momentum
+        copy.optimizer.update(momenta)
         return optimizer.make_optimizer(copy, schedule)
 
-    return mitigations.corrected_momentum(with_momentum, config.optimizer[key], mean_staleness)
+    momenta = {key: config.optimizer[key] for key in optimizer.OPTIMIZERS[config.optimizer.name].momentum}
+    return mitigations.corrected_momentum(with_momenta, momenta, mean_staleness)

@@ -1,5 +1,6 @@
 """Compares engines with the plain loop of reference.py on the same tables, up to rounding."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from jaxpar.asynchronous.table import UpdateTable
 from jaxpar.errors import accepted
 from tests.asynchronous import reference
 from tests.asynchronous.reference import Rule, Weights
-from tests.strategies.pipelines import NUM_STEPS, Task, make, make_batch, make_config, named, start
+from tests.strategies.pipelines import NUM_STEPS, Task, make, make_batch, make_config, make_problem, named, start
 
 TASKS = {name: Task("mlp", "classification", name, layers=1) for name in ("sgd", "adamw")}
 RATE = ("--config.optimizer.schedule=linear", "--config.optimizer.warmup=0.3", "--config.optimizer.lr=0.05")
@@ -147,6 +148,29 @@ def test_corrected_momentum(rule: str, before: float) -> None:
     assert_close(got, reference.to_server(table, initial, BATCHES, corrected, RATES), initial)
 
 
+def test_corrected_momentum_corrects_both_halves_of_muon() -> None:
+    """Muon has the momentum `momentum` for kernels, and AdamW's `b1` for the rest."""
+    task, mitigation = TASKS["adamw"], asynchronous("policy=async", "mitigations=corrected_momentum")
+    muon = ("--config.optimizer.name=muon", "--config.optimizer.momentum=0.8", "--config.optimizer.b1=0.9")
+    config = make_config(task, *PLAIN, *mitigation, *muon)
+    problem, table = make_problem(config, task), table_of(config)
+    staleness = table.staleness.mean()
+    assert staleness > 1
+    left = [f"--config.optimizer.{key}={1 - rest * (1 + staleness)}" for key, rest in (("momentum", 0.2), ("b1", 0.1))]
+    params = start(task)["params"]
+
+    def two_steps(optimizer: optax.GradientTransformation) -> Weights:
+        state = optimizer.init(params)
+        _, state = optimizer.update(jax.tree.map(jnp.ones_like, params), state, params)
+        updates, _ = optimizer.update(params, state, params)
+        return named(updates)
+
+    got = two_steps(options.build_mitigations(config, problem, table)[0].optimizer)
+    expected = two_steps(make_problem(make_config(task, *PLAIN, *muon, *left), task).optimizer)
+    for key, x in expected.items():
+        np.testing.assert_allclose(got[key], x, rtol=1e-5, err_msg=key)
+
+
 def test_corrected_momentum_composes_as_optimizers_do() -> None:
     """The corrected optimizer works behind a clip, as part of a chain."""
     grads, params = {"w": jnp.asarray([3.0, -4.0])}, {"w": jnp.zeros(2)}
@@ -158,7 +182,7 @@ def test_corrected_momentum_composes_as_optimizers_do() -> None:
         return np.asarray(updates["w"])
 
     clip = optax.clip_by_global_norm(1.0)
-    corrected = corrected_momentum(lambda momentum: optax.sgd(0.1, momentum), 0.9, 3)
+    corrected = corrected_momentum(functools.partial(optax.sgd, 0.1), {"momentum": 0.9}, 3)
     got, expected = two_steps(optax.chain(clip, corrected)), two_steps(optax.chain(clip, optax.sgd(0.1, 0.6)))
     np.testing.assert_allclose(got, expected, rtol=1e-6)
 

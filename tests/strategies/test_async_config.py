@@ -117,6 +117,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["mitigations=corrected_momentum", "optimizer.name=sgd", "optimizer.momentum=0"],
         ["config.optimizer.momentum is 0.0; it must be greater than 0 with corrected_momentum"],
     ),
+    "no momentum of AdamW inside muon to correct": (
+        ["mitigations=corrected_momentum", "optimizer.name=muon", "optimizer.b1=0"],
+        ["config.optimizer.b1 is 0.0; it must be greater than 0 with corrected_momentum"],
+    ),
     "a strength without a mitigation": (
         ["dc_strength=1"],
         ["asynchronous.dc_strength is 1.0; it must be None without dc_asgd"],
