@@ -5,7 +5,8 @@ compiling. `strategies.build` builds the strategy from a plan and real devices. 
 certificate all read the same plan.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -149,28 +150,51 @@ def transfer_seconds(plan: Plan[object], cluster: Cluster) -> dict[str, float]:
 
 
 def refuse_memory(plan: Plan[object], cluster: Cluster) -> Refusals[None]:
-    """Refuse a plan that needs more memory on a device than it has. Accept any plan if the memory is unknown."""
-    needed = max(plan.device_bytes)
-    if cluster.memory_bytes is None or needed <= cluster.memory_bytes:
+    """Refuse a plan that needs more memory than there is. Accept any plan if the memory is unknown.
+
+    A GPU has its own memory. The CPU devices of a process share the memory of its machine, which also holds what other
+    devices keep on the host. Other processes may be on other machines, so what they need is not counted.
+    """
+    if cluster.memory_bytes is None:
         return
-    device = plan.device_bytes.index(needed)
-    owner = "this machine" if cluster.platform == "cpu" else cluster.device_kind
-    parts = [f"{part} {format_bytes(n)}" for part, n in plan.memory[device].items() if n and not part.endswith(ON_HOST)]
+    shared = cluster.platform == "cpu"
+    size = -(-cluster.num_devices // cluster.num_processes) if shared else 1
+    groups = [range(first, min(first + size, plan.num_devices)) for first in range(0, plan.num_devices, size)]
+    totals = [_sum_parts(plan, group, on_host=shared) for group in groups]
+    parts = max(totals, key=lambda total: sum(total.values()))
+    needed, devices = sum(parts.values()), groups[totals.index(parts)]
+    if needed <= cluster.memory_bytes:
+        return
+    where = f"device {devices[0]}" if len(devices) == 1 else f"devices {devices[0]} to {devices[-1]}"
+    owner = "this machine" if shared else cluster.device_kind
+    listed = ", ".join(f"{part} {format_bytes(n)}" for part, n in parts.items() if n)
     yield UserError(
-        f"config.strategy is {plan.strategy!r}, which needs {format_bytes(needed)} on device {device} "
-        f"({', '.join(parts)}); it must fit in {format_bytes(cluster.memory_bytes)}, the memory of "
-        f"{owner}; " + _relief(plan, device)
+        f"config.strategy is {plan.strategy!r}, which needs {format_bytes(needed)} on {where} ({listed}); it must fit "
+        f"in {format_bytes(cluster.memory_bytes)}, the memory of {owner}; " + _relief(plan, parts, shared)
     )
 
 
-def _relief(plan: Plan[object], device: int) -> str:
-    """Return advice on how to reduce the memory of a device."""
-    if sum(plan.memory[device].get(part, 0) for part in ACTIVATIONS) > plan.device_bytes[device] / 2:
+def _sum_parts(plan: Plan[object], devices: Iterable[int], *, on_host: bool) -> Counter[str]:
+    """Return the bytes that the devices hold together, by purpose."""
+    total: Counter[str] = Counter()
+    for device in devices:
+        total.update({part: n for part, n in plan.memory[device].items() if on_host or not part.endswith(ON_HOST)})
+    return total
+
+
+def _relief(plan: Plan[object], parts: Mapping[str, int], shared: bool) -> str:
+    """Return advice on how to reduce the memory of devices that hold these parts, and that may share one memory."""
+    if sum(parts.get(part, 0) for part in ACTIVATIONS) > sum(parts.values()) / 2:
         return (
             "try a higher config.pipeline.num_microbatches, config.pipeline.remat='full' or a lower config.batch_size"
         )
-    ways = ["more stages (config.strategy='pipeline', config.mesh.stage)", "a smaller config.model"]
-    if not plan.exchange.startswith(("zero3", "hsdp")) and plan.strategy != "pipeline":
+    ways = ["a smaller config.model"]
+    if not shared:
+        ways.insert(0, "more stages (config.strategy='pipeline', config.mesh.stage)")
+    elif plan.num_replicas > 1:
+        ways.insert(0, "fewer replicas (config.mesh.data)")
+    is_whole = not plan.exchange.startswith(("zero3", "hsdp")) and plan.strategy != "pipeline"
+    if is_whole and not (shared and plan.num_replicas == 1):
         ways.insert(0, "a sharded state (config.strategy='data_parallel', config.exchange='zero3')")
     return "try " + " or ".join(ways)
 

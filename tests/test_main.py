@@ -173,7 +173,7 @@ def test_a_text_length_whose_positions_exceed_the_memory(tmp_path: Path, capsys:
     changes = ["--config.data.max_length=1000000000", "--config.batch_size=2", "--config.model.hidden_size=64"]
     arguments = ["--config=configs/default.py", f"--workdir={tmp_path}/run", *small_arguments(tmp_path)]
     line = mistake(capsys, *arguments, *changes)
-    assert "config.strategy is 'data_parallel', which needs 768 GB on device 0 (parameters 256 GB" in line
+    assert "config.strategy is 'data_parallel', which needs 1.54 TB on devices 0 to 1 (parameters 512 GB" in line
     assert "the memory of this machine" in line
 
 

@@ -207,6 +207,29 @@ def test_a_plan_that_needs_too_much_memory() -> None:
     assert not [*refuse_memory(plan_of(on_host), cluster.named_cluster("H100", 1))]
 
 
+def test_cpu_devices_share_the_memory_of_a_machine() -> None:
+    parts = {"parameters": 10 * 10**9, "optimizer": 20 * 10**9, f"optimizer{ON_HOST}": 5 * 10**9, "private": 0}
+    one_machine = cluster.Cluster("cpu", "cpu", 4, memory_bytes=100 * 10**9)
+    assert not [*refuse_memory(plan_of(parts, parts), one_machine)]
+    [reason] = refuse_memory(plan_of(parts, parts, parts), one_machine)
+    assert str(reason) == (
+        "config.strategy is 'data_parallel', which needs 105 GB on devices 0 to 2 (parameters 30 GB, optimizer 60 GB, "
+        "optimizer on the host 15 GB); it must fit in 100 GB, the memory of this machine; try a sharded state "
+        "(config.strategy='data_parallel', config.exchange='zero3') or fewer replicas (config.mesh.data) or a smaller "
+        "config.model"
+    )
+    two_processes = cluster.Cluster("cpu", "cpu", 4, num_processes=2, memory_bytes=100 * 10**9)
+    assert not [*refuse_memory(plan_of(parts, parts, parts, parts), two_processes)]
+    large = {"parameters": 70 * 10**9}
+    [reason] = refuse_memory(plan_of(parts, parts, parts, large), two_processes)
+    assert "needs 105 GB on devices 2 to 3 (parameters 80 GB, " in str(reason)
+    [reason] = refuse_memory(plan_of({"parameters": 101 * 10**9}), one_machine)
+    assert str(reason).endswith(
+        "needs 101 GB on device 0 (parameters 101 GB); it must fit in 100 GB, the memory of "
+        "this machine; try a smaller config.model"
+    )
+
+
 @pytest.mark.parametrize("strategy", ["single", "data_parallel"])
 def test_activations_in_flight(strategy: str) -> None:
     """Most of XLA's temporary memory is activations saved for the backward pass; remat and accumulation reduce them."""
