@@ -14,7 +14,7 @@ A ratio above 1 means that jaxpar is faster. Overrides of the config change jaxp
 Make the environment of torch with
 
     python3 -m venv TORCH
-    TORCH/bin/pip install torch numpy --index-url https://download.pytorch.org/whl/cpu
+    TORCH/bin/pip install torch numpy
 """
 
 import os

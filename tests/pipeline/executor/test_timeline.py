@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxpar import train
-from jaxpar.pipeline.executor.timeline import measured_bubble_rate
+from jaxpar.pipeline.executor.timeline import Timeline, measured_bubble_rate
 from jaxpar.pipeline.tables import draw
 from jaxpar.pipeline.tables.schedule import make_table
 from jaxpar.pipeline.tables.simulate import Span
@@ -58,12 +58,14 @@ def test_actions_are_measured_in_an_order_that_their_inputs_allow(
             assert start > ends[0, F, microbatch]
 
 
-@pytest.mark.slow
-def test_a_step_that_is_not_in_the_run_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(tmp_path, 9, monkeypatch) == []
-    assert "timeline  none: this run did not include step 9" in capsys.readouterr().out
+def test_a_step_before_the_resumed_ones_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    timeline = Timeline(9)
+    timeline.steps_before(20)
+    assert not timeline.next_step()
+    table = make_table("zb_h1", num_devices=2, num_microbatches=3, num_chunks=1)
+    timeline.save(tmp_path / "timeline.png", "zb_h1", table)
+    assert capsys.readouterr().out == "timeline  none: this run did not include step 9\n"
+    assert not list(tmp_path.iterdir())
 
 
 def test_bubble_rate_is_that_of_the_longest_span() -> None:
