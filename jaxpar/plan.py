@@ -208,5 +208,5 @@ def format_private_key(key: Mapping[str, Any]) -> str:
         elif isinstance(value, str):
             words.append(value)
         else:
-            words.append(f"on {value} {name}" if isinstance(value, int) else f"{name} {value}")
+            words.append(f"on {value} {name}" if isinstance(value, int) else f"{name}={','.join(map(str, value))}")
     return " ".join(words)

@@ -101,6 +101,17 @@ def test_every_strategy_is_planned(plans: dict[str, dict[str, object]]) -> None:
     assert {plan["strategy"] for plan in plans.values()} == set(strategies.STRATEGIES)
 
 
+def test_only_private_state_has_a_key(plans: dict[str, dict[str, object]]) -> None:
+    """Residuals, momentum or an Adam of their own, weights that differ between replicas, and gradients in flight."""
+    exchanges = [
+        *("byteps_onebit", "byteps_topk", "byteps_randomk", "byteps_dithering", "powersgd", "horovod_adasum"),
+        *("onebit_adam", "bagua_qadam"),
+        *("bagua_decentralized", "bagua_low_precision_decentralized", "bagua_model_average"),
+    ]
+    private = {*(f"exchange {name}" for name in exchanges), "zb_h1 onebit", "async", "diloco", "live"}
+    assert {name for name, plan in plans.items() if plan["key"]} == private
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_plan_without_devices(name: str, plans: dict[str, dict[str, object]]) -> None:
     plan = plans[name]

@@ -244,6 +244,32 @@ def test_private_state_continues_bitwise_under_its_own_strategy(
     assert any(not np.array_equal(other[path], value) for path, value in expected.items() if "params" in path)
 
 
+@pytest.mark.parametrize("is_text", [False, True])
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [("async of 4", "async of 4 workers with staleness_aware"), ("diloco of 4", "diloco of 4 workers")],
+)
+def test_private_state_with_an_earlier_form_of_key(
+    name: str, policy: str, is_text: bool, runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The policy in the key was a text. Before that, the whole key was a text, whose private state is discarded."""
+    (workdir, _), (expected, _) = runs.stopped(name), runs.uninterrupted(name)
+
+    def change(info: dict[str, Any]) -> None:
+        table = info.pop("private_key")["table"]
+        info |= (
+            {"private_of": f"{policy} ({table})"} if is_text else {"private_key": {"policy": policy, "table": table}}
+        )
+
+    change_info(copied(workdir, tmp_path) / "checkpoints" / str(STOP), change)
+    capsys.readouterr()
+    got, _ = runs.goes_on(name, tmp_path)
+    output = capsys.readouterr().out
+    assert (f"discarded private state of {policy} (" in output) == is_text
+    if not is_text:
+        assert_bitwise_equal(got, expected)
+
+
 @pytest.mark.parametrize("second", [*SOME, *PRIVATE])
 @pytest.mark.parametrize("first", PRIVATE)
 def test_another_strategy_resumes_without_the_private_state(

@@ -4,6 +4,8 @@ This file also prepares the files from which a run resumes: the info of checkpoi
 """
 
 import json
+import re
+from typing import Any
 
 import jax
 
@@ -16,6 +18,9 @@ from jaxpar.launch import processes
 from jaxpar.plan import format_private_key
 from jaxpar.run import resume
 from jaxpar.run.build import Run, StrategyState
+
+# Policy, workers and mitigations in earlier private keys, such as `live async of 4 workers with dc_asgd`.
+WORKERS = re.compile(r"(?:live )?(\w+) of (\d+) workers(?: with (.+))?")
 
 
 def start(run: Run) -> tuple[StrategyState, int]:
@@ -31,13 +36,24 @@ def start(run: Run) -> tuple[StrategyState, int]:
     print(f"resumed   from step {saved.step:,}", flush=True)
     for change in resume.differences(before, run.config).values():
         print(f"changed   {change}", flush=True)
-    # The first checkpoints have a text, private_of, instead of a private key.
-    private_key = saved.info.get("private_key", {"of": saved.info.get("private_of", "")})
+    private_key = saved_private_key(saved.info)
     is_continued = private_key == dict(run.plan.private_key)
     if saved.private and not is_continued:
-        now = format_private_key(run.plan.private_key) or f"strategy {run.config.strategy}"
+        now = format_private_key(run.plan.private_key) or run.plan.exchange or f"strategy {run.config.strategy}"
         print(f"discarded private state of {format_private_key(private_key)}; this run uses {now}", flush=True)
     return run.strategy.from_canonical(saved.tree, saved.private if is_continued else {}), saved.step
+
+
+def saved_private_key(info: Info) -> dict[str, Any]:
+    """Return the private key of a checkpoint. info: its info, whose key can be in one of two earlier forms."""
+    if "private_key" not in info:
+        return {"of": info.get("private_of", "")}  # a text, which equals no key
+    key: dict[str, Any] = info["private_key"]
+    if not (found := WORKERS.fullmatch(key.get("policy", ""))):
+        return key
+    policy, workers, mitigations = found.groups()
+    named = mitigations.split(", ") if mitigations else []
+    return {"policy": policy, "workers": int(workers), "mitigations": named, "table": key["table"]}
 
 
 def check_continued(run: Run, saved: checkpoint.Checkpoint) -> configs.Values:

@@ -117,7 +117,7 @@ def plan(
         AsyncDetails(config, updates, mitigations, problem.optimizer, places),
         memory,
         (Traffic("copy", "float32", DATA, nbytes_sent, messages),) if sent else (),
-        private_key={"policy": describe_workers(config), "table": table_fingerprint(updates) if updates else "live"},
+        private_key=async_private_key(config, updates),
         differs=""
         if is_lock_step(config)
         else f"{describe_workers(config)} computes gradients of {'local' if is_local(config) else 'stale'} weights",
@@ -144,6 +144,16 @@ def plan_layouts(
         return server_layouts(like, mitigations, updates, places)
     outer, waits = outer_optimizer(config), workers_wait(config)
     return local_layouts(like, mitigations, updates, places, outer=outer, waits=waits)
+
+
+def async_private_key(config: ConfigDict, updates: UpdateTable | None) -> dict[str, Any]:
+    """Return the settings that the private state depends on. updates: the table; None if the run is live."""
+    return {
+        "policy": config.asynchronous.policy,
+        "workers": config.asynchronous.num_workers,
+        "mitigations": options.named_mitigations(config),
+        "table": table_fingerprint(updates) if updates else "live",
+    }
 
 
 def summarize_updates(config: ConfigDict, updates: UpdateTable | None, has_device: bool) -> str:

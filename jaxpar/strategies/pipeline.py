@@ -25,7 +25,7 @@ from jaxpar import step as steps
 from jaxpar.cluster import Cluster
 from jaxpar.errors import Refusals, UserError, format_count, refuse_choice
 from jaxpar.exchange.reduce import ring_traffic
-from jaxpar.layout import Layout
+from jaxpar.layout import PER_REPLICA, Layout
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Batch, Model
 from jaxpar.pipeline.executor import partition
@@ -147,6 +147,7 @@ def plan(
         "private": state.private.nbytes_on(),
         **engine.activation_bytes,
     }
+    private_key = exchanges.private_key(config, num_data) | {"bounds": list(bounds), "stages": table.stages.tolist()}
     return Plan(
         "pipeline",
         decision,
@@ -156,7 +157,7 @@ def plan(
         (memory,) * (num_data * table.num_devices),
         plan_traffic(shapes.model, details, engine),
         exchanges.name(config),
-        exchanges.private_key(config, num_data) | {"bounds": list(bounds), "stages": table.stages.tolist()},
+        private_key if state.private.kind == PER_REPLICA else {},
         exchanges.differs(config),
         exchanges.exchange_advice(config),
     )

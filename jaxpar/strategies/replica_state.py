@@ -35,6 +35,11 @@ def make_layouts(exchange: Exchange, axes: dict[str, int], like: State) -> dict[
     }
 
 
+def private_parts(layouts: Mapping[str, Layout]) -> list[str]:
+    """Return the names of the parts of the state that differ between replicas, which are its private state."""
+    return [name for name in ("params", "optimizer", "private") if layouts[name].kind == PER_REPLICA]
+
+
 class ReplicaState:
     """Converts between the forms of the state of replicas: a State whose `optimizer` is a DistributedState.
 
@@ -87,8 +92,7 @@ class ReplicaState:
 
     def _private(self, state: State) -> dict[str, Any]:
         parts = {"params": state.params, "optimizer": state.optimizer.optimizer, "private": state.optimizer.private}
-        private = {name: part for name, part in parts.items() if self._layouts[name].kind == PER_REPLICA}
-        return private if jax.tree.leaves(private) else {}
+        return {name: parts[name] for name in private_parts(self._layouts)}
 
     def _with_private(self, state: State) -> State:
         return state._replace(optimizer=DistributedState(state.optimizer, self._fresh_private(state.params)))

@@ -28,7 +28,7 @@ from jaxpar.state import State
 from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies import exchanges
 from jaxpar.strategies.placement import batch_placer, by_replica, on_all
-from jaxpar.strategies.replica_state import ReplicaState, make_layouts
+from jaxpar.strategies.replica_state import ReplicaState, make_layouts, private_parts
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
@@ -80,7 +80,7 @@ def plan(
         (memory,) * decision.num_replicas,
         traffic,
         exchanges.name(config),
-        exchanges.private_key(config, decision.num_replicas),
+        exchanges.private_key(config, decision.num_replicas) if private_parts(layouts) else {},
         exchanges.differs(config),
         exchanges.exchange_advice(config),
     )

@@ -17,7 +17,7 @@ from jaxpar import config as configs
 from jaxpar.errors import UserError
 from jaxpar.run import evaluate, resume
 from jaxpar.run.build import Run
-from jaxpar.run.start import check_continued
+from jaxpar.run.start import check_continued, saved_private_key
 from tests.runs import small_arguments, small_config
 from tests.strategies.pipelines import relative_error
 from tests.test_main import mistake
@@ -114,6 +114,19 @@ def test_keys_of_other_versions() -> None:
     assert resume.differences(saved, config) == expected
     with pytest.raises(UserError, match=r"\(config.optimizer.gone no longer exists\)"):
         resume.check_same_run(saved, config, "this is")
+
+
+@pytest.mark.parametrize(
+    ("text", "policy", "workers", "mitigations"),
+    [
+        ("live ssp of 3 workers with dc_asgd, clip_by_staleness", "ssp", 3, ["dc_asgd", "clip_by_staleness"]),
+        ("local_sgd of 12 workers", "local_sgd", 12, []),
+    ],
+)
+def test_private_keys_whose_policy_is_a_text(text: str, policy: str, workers: int, mitigations: list[str]) -> None:
+    key = {"policy": policy, "workers": workers, "mitigations": mitigations, "table": "0123"}
+    assert saved_private_key({"private_key": {"policy": text, "table": "0123"}}) == key
+    assert saved_private_key({"private_key": key}) == key
 
 
 # ---- whole runs ---------------------------------------------------------------------------------

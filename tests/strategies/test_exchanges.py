@@ -155,6 +155,7 @@ def test_private_state_resumes_bitwise(name: str) -> None:
     got, wanted = named((tree, private)), named((expected, expected_private))
     assert got.keys() == wanted.keys()
     assert jax.tree.leaves(private)
+    assert strategy.plan.private_key
     for leaf, value in wanted.items():
         np.testing.assert_array_equal(got[leaf], value, err_msg=leaf)
     without, _ = resumed(strategy, MLP, (3, 7), with_private=False)
@@ -165,6 +166,7 @@ def test_exact_exchanges_have_nothing_private() -> None:
     for name in ("ddp", "horovod", "byteps", "zero1", "bagua_bytegrad"):
         strategy = shared(MLP, *replicated(name))
         assert not strategy.to_private(strategy.init(jax.random.key(0)))
+        assert not strategy.plan.private_key
 
 
 @pytest.mark.parametrize(
