@@ -89,7 +89,8 @@ def _refuse_optimizer(config: ConfigDict) -> Refusals[None]:
     adamw = [name for name, one in OPTIMIZERS.items() if one.is_adamw]
     if AROUND[exchange].has_adamw and kind not in adamw:
         yield UserError(
-            f"config.optimizer.name is {kind!r}; it must be {', '.join(adamw)} with config.exchange={exchange!r}"
+            f"config.optimizer.name is {kind!r}; it must be {', '.join(adamw)} with config.exchange={exchange!r}, "
+            "which computes the update of AdamW itself"
         )
 
 

@@ -119,6 +119,13 @@ MISTAKES = {
         ["exchange=bagua_qadam", "optimizer.name=lion"],
         ["config.optimizer.name is 'lion'; it must be adamw with config.exchange='bagua_qadam'"],
     ),
+    "onebit_adam with muon": (
+        ["exchange=onebit_adam", "optimizer.name=muon"],
+        [
+            "config.optimizer.name is 'muon'; it must be adamw with config.exchange='onebit_adam', which computes the "
+            "update of AdamW itself"
+        ],
+    ),
     "single": (
         [*SINGLE, "exchange=horovod"],
         ["config.exchange is 'horovod'; it must be 'ddp' without options with config.strategy='single'"],
