@@ -98,22 +98,25 @@ class OptimizerKind(NamedTuple):
         arrays can be sharded. Other optimizers need whole arrays: norms (lamb), rows and columns (adafactor) or
         matrices (muon).
       momentum: the keys of config.optimizer that set the momentum; empty if the optimizer has no momentum.
+      adaptive: whether updates, or some of them, are divided by the magnitude of recent gradients, so that noise in
+        gradients makes them smaller.
       is_adamw: whether the update is AdamW's, so that exchanges of momentum can compute it themselves.
     """
 
     make: Callable[[ConfigDict, LearningRateSchedule], optax.GradientTransformation]
     elementwise: bool
     momentum: tuple[str, ...]
+    adaptive: bool
     is_adamw: bool = False
 
 
 OPTIMIZERS = {
-    "adamw": OptimizerKind(_adamw, elementwise=True, momentum=("b1",), is_adamw=True),
-    "lamb": OptimizerKind(_lamb, elementwise=False, momentum=("b1",)),
-    "sgd": OptimizerKind(_sgd, elementwise=True, momentum=("momentum",)),
-    "adafactor": OptimizerKind(_adafactor, elementwise=False, momentum=()),
-    "lion": OptimizerKind(_lion, elementwise=True, momentum=("b1",)),
-    "muon": OptimizerKind(_muon, elementwise=False, momentum=("momentum", "b1")),
+    "adamw": OptimizerKind(_adamw, elementwise=True, momentum=("b1",), adaptive=True, is_adamw=True),
+    "lamb": OptimizerKind(_lamb, elementwise=False, momentum=("b1",), adaptive=True),
+    "sgd": OptimizerKind(_sgd, elementwise=True, momentum=("momentum",), adaptive=False),
+    "adafactor": OptimizerKind(_adafactor, elementwise=False, momentum=(), adaptive=True),
+    "lion": OptimizerKind(_lion, elementwise=True, momentum=("b1",), adaptive=False),
+    "muon": OptimizerKind(_muon, elementwise=False, momentum=("momentum", "b1"), adaptive=True),
 }
 LR_SCHEDULES = ("constant", "cosine", "linear")
 

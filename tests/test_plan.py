@@ -347,10 +347,15 @@ def test_messages_of_a_step(name: str) -> None:
 
 
 ASYNC = "strategy=async_data_parallel"
-# (overrides, start of the advice)
+INSTEAD = "and learns slowly; use exchange"
+# (overrides, part of the advice)
 ADVICE: dict[str, tuple[list[str], str]] = {
     "onebit": (["exchange=byteps_onebit"], "adamw divides by the size of the noise that byteps_onebit adds"),
     "randomk": (["exchange=byteps_randomk", "optimizer.name=lamb"], "lamb divides by the size of the noise that"),
+    "onebit_adam instead": (["exchange=byteps_onebit"], f"{INSTEAD} onebit_adam or byteps_topk, or optimizer sgd"),
+    "onebit with muon": (["exchange=byteps_onebit", "optimizer.name=muon"], f"{INSTEAD} bagua_bytegrad or byteps_topk"),
+    "randomk with adafactor": (["exchange=byteps_randomk", "optimizer.name=adafactor"], "adafactor divides by the"),
+    "onebit with lion": (["exchange=byteps_onebit", "optimizer.name=lion"], ""),
     "onebit with sgd": (["exchange=byteps_onebit", "optimizer.name=sgd"], ""),
     "topk": (["exchange=byteps_topk"], ""),
     "diloco": ([ASYNC, "asynchronous.policy=diloco"], "config.asynchronous.outer_momentum is 0.9, which is too high"),
@@ -367,7 +372,7 @@ def test_advice_against_settings_that_train_badly(name: str) -> None:
     task = Task("mlp", "classification", layers=1)
     config = make_config(task, "--config.strategy=data_parallel", *(f"--config.{one}" for one in overrides))
     advice = strategies.plan(config, make_problem(config, task), cluster.named_cluster("cpu", 4)).advice
-    assert advice.startswith(expected)
+    assert expected in advice
     assert bool(advice) == bool(expected)
 
 

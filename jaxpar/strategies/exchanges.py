@@ -22,7 +22,6 @@ from jaxpar.optimizer import OPTIMIZERS
 from jaxpar.step import Problem
 
 NOISY = ("byteps_onebit", "byteps_randomk")  # most of what they send is noise, which error feedback cancels only later
-ADAMS = ("adamw", "lamb")
 
 
 def given(config: ConfigDict) -> dict[str, Any]:
@@ -48,9 +47,11 @@ def differs(config: ConfigDict) -> str:
 
 def exchange_advice(config: ConfigDict) -> str:
     """Return advice against an exchange that trains badly with the optimizer, for `Plan.advice`."""
-    if config.exchange not in NOISY or config.optimizer.name not in ADAMS:
+    kind = OPTIMIZERS[config.optimizer.name]
+    if config.exchange not in NOISY or not kind.adaptive:
         return ""
-    others = "bagua_bytegrad or byteps_topk" if config.strategy == "pipeline" else "onebit_adam or byteps_topk"
+    has_onebit_adam = kind.is_adamw and config.strategy != "pipeline"
+    others = "onebit_adam or byteps_topk" if has_onebit_adam else "bagua_bytegrad or byteps_topk"
     return (
         f"{config.optimizer.name} divides by the size of the noise that {config.exchange} adds, and learns slowly; "
         f"use exchange {others}, or optimizer sgd"
