@@ -24,7 +24,7 @@ KINDS = {
     "V100": ("Tesla V100-SXM2-32GB", 32e9, "7.0"),
     "T4": ("Tesla T4", 16e9, "7.5"),
 }
-DTYPES = ("float32", "bfloat16")
+PEAK_DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -123,5 +123,5 @@ def named_cluster(
 
 
 def _peaks(device_kind: str) -> dict[str, float]:
-    known = {dtype: peak_flops(device_kind, dtype) for dtype in DTYPES}
+    known = {dtype: peak_flops(device_kind, dtype) for dtype in PEAK_DTYPES}
     return {dtype: peak for dtype, peak in known.items() if peak is not None}

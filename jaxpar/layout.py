@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 Tree = Any  # a pytree of arrays or of their shapes
 
 REPLICATED, PER_REPLICA, SHARDED, HELD = "replicated", "per replica", "sharded", "on some devices"
-KINDS = (HELD, SHARDED, PER_REPLICA, REPLICATED)
+LAYOUT_KINDS = (HELD, SHARDED, PER_REPLICA, REPLICATED)
 
 
 class DimSplit(NamedTuple):
@@ -94,7 +94,7 @@ class LeafLayout(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Kind of the layout, one of KINDS."""
+        """Kind of the layout, one of LAYOUT_KINDS."""
         if self.holders:
             return HELD
         return SHARDED if self.split else PER_REPLICA if self.leading and not self.are_copies else REPLICATED
@@ -128,8 +128,8 @@ class Layout:
 
     @cached_property
     def kind(self) -> str:
-        """Kind of the whole layout: among the kinds of its leaves, the one that comes first in KINDS."""
-        return min((leaf.kind for leaf in self._flat), key=KINDS.index, default=REPLICATED)
+        """Kind of the whole layout: among the kinds of its leaves, the one that comes first in LAYOUT_KINDS."""
+        return min((leaf.kind for leaf in self._flat), key=LAYOUT_KINDS.index, default=REPLICATED)
 
     @cached_property
     def _flat(self) -> list[LeafLayout]:

@@ -17,7 +17,7 @@ from jaxpar.layout import Layout
 Source = TypeVar("Source", covariant=True)
 Details = TypeVar("Details", covariant=True)
 ON_HOST = " on the host"  # suffix of the name of a part of the state that is in host memory
-ACTIVATIONS = ("stashes", "transfers")  # parts of a pipeline's memory that do not belong to the state
+ACTIVATION_PARTS = ("stashes", "transfers")  # parts of a pipeline's memory that do not belong to the state
 
 
 class Traffic(NamedTuple):
@@ -72,7 +72,7 @@ class Plan(Generic[Details]):
       summary: one-line description of the placement.
       layouts: layout of each part of the state: step, key, params, optimizer and any strategy-specific parts.
       details: strategy-specific inputs of the strategy's `build`, such as the table of a pipeline.
-      memory: for each device, bytes by purpose: the parts of the state, and the ACTIVATIONS of a pipeline. For an
+      memory: for each device, bytes by purpose: the parts of the state, and the ACTIVATION_PARTS of a pipeline. For an
         estimate of the other memory that a step needs, see `strategies.in_flight_bytes`.
       traffic: theoretical traffic of one device per step, except scalars such as the loss.
       exchange: name and options of the gradient exchange; empty if nothing is exchanged.
@@ -118,7 +118,7 @@ class Plan(Generic[Details]):
     def state_bytes(self) -> int:
         """Bytes of the state on the device that holds the largest part of it."""
         return max(
-            sum(n for part, n in parts.items() if not part.endswith(ON_HOST) and part not in ACTIVATIONS)
+            sum(n for part, n in parts.items() if not part.endswith(ON_HOST) and part not in ACTIVATION_PARTS)
             for parts in self.memory
         )
 
@@ -184,7 +184,7 @@ def _sum_parts(plan: Plan[object], devices: Iterable[int], *, on_host: bool) -> 
 
 def _relief(plan: Plan[object], parts: Mapping[str, int], shared: bool) -> str:
     """Return advice on how to reduce the memory of devices that hold these parts, and that may share one memory."""
-    if sum(parts.get(part, 0) for part in ACTIVATIONS) > sum(parts.values()) / 2:
+    if sum(parts.get(part, 0) for part in ACTIVATION_PARTS) > sum(parts.values()) / 2:
         return (
             "try a higher config.pipeline.num_microbatches, config.pipeline.remat='full' or a lower config.batch_size"
         )

@@ -72,14 +72,26 @@ def test_files_import_without_a_cycle() -> None:
 CONTRACTS = {
     *("build", "decide", "plan"),  # strategies, and models
     *("resolve", "load", "metrics", "sums", "predictions", "main"),  # models; data sources; tasks; scripts
+    *("SIZES", "DEFAULTS", "NORM_EPS", "TASK"),  # models; tasks
 }
 
 
+def defined(node: ast.stmt) -> set[str]:
+    """Return the names of the functions, classes and constants that a statement at the top of a module defines."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name}
+    if not isinstance(node, ast.Assign | ast.AnnAssign):
+        return set()
+    stored = {name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)}
+    return {name for name in stored if name.isupper()}
+
+
 def test_names_are_unique() -> None:
-    """The name of a public function or class is unique in the package, except for the contracts."""
+    """The name of a public function, class or constant is unique in the package, except for the contracts."""
     places: dict[str, list[str]] = {}
     for module, path in modules().items():
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
-                places.setdefault(node.name, []).append(module)
+            for name in defined(node):
+                if not name.startswith("_"):
+                    places.setdefault(name, []).append(module)
     assert {name for name, found in places.items() if len(found) > 1} == CONTRACTS

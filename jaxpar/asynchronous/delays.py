@@ -18,7 +18,7 @@ from jaxpar.files import unreadable
 
 DISTRIBUTIONS = ("constant", "uniform", "lognormal", "pareto", "trace")
 MAX_SIGMA = 10.0  # of lognormal: e**-MAX_SIGMA**2 does not underflow
-BLOCK = 1024  # random numbers per draw
+DRAW_SIZE = 1024  # random numbers per draw
 COMPUTE, COMMUNICATION = range(2)  # random streams
 
 MeasuredTimes = tuple[tuple[float, ...], ...]  # measured seconds, by worker
@@ -104,7 +104,7 @@ def communication_times(delays: Delays, num_workers: int, seed: int) -> list[Ite
         return [itertools.repeat(seconds) for _ in range(num_workers)]
 
     def draw(generator: np.random.Generator) -> np.ndarray:
-        return seconds * (1 + jitter * generator.standard_exponential(BLOCK))
+        return seconds * (1 + jitter * generator.standard_exponential(DRAW_SIZE))
 
     return [_drawn(draw, worker, COMMUNICATION, seed) for worker in range(num_workers)]
 
@@ -118,10 +118,10 @@ def _compute_times(delays: Delays, worker: int, seed: int, slowdown: float) -> I
 
     def draw(generator: np.random.Generator) -> np.ndarray:
         if kind == "uniform":
-            return mean * generator.uniform(1 - spread, 1 + spread, BLOCK)
+            return mean * generator.uniform(1 - spread, 1 + spread, DRAW_SIZE)
         if kind == "lognormal":
-            return mean * np.exp(spread * generator.standard_normal(BLOCK) - spread**2 / 2)
-        return mean * (1 - 1 / spread) * (1 + generator.pareto(spread, BLOCK))  # NumPy's starts at 0, not at 1
+            return mean * np.exp(spread * generator.standard_normal(DRAW_SIZE) - spread**2 / 2)
+        return mean * (1 - 1 / spread) * (1 + generator.pareto(spread, DRAW_SIZE))  # NumPy's starts at 0, not at 1
 
     return _drawn(draw, worker, COMPUTE, seed)
 

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from jaxpar.errors import UserError, most_similar
 
-DECOMPRESS: dict[str, Callable[[Path], io.BufferedIOBase]] = {".gz": gzip.GzipFile, ".xz": lzma.LZMAFile}
+DECOMPRESSORS: dict[str, Callable[[Path], io.BufferedIOBase]] = {".gz": gzip.GzipFile, ".xz": lzma.LZMAFile}
 MAX_EXPANSION = 200  # texts are compressed about 3 to 30 times, malicious files up to 1,000 (gz) or 7,000 times (xz)
 ALWAYS_EXPANDED = 2**26  # bytes, which are accepted from a file of any size
 DAMAGED = (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile)  # raised on reading a damaged .gz or .xz file
@@ -87,8 +87,8 @@ def open_bytes(path: Path) -> BinaryIO:
 
     Reading raises UserError for a file that expands to implausibly many bytes.
     """
-    if path.suffix in DECOMPRESS:
-        return io.BufferedReader(Expanded(path, DECOMPRESS[path.suffix](path)), buffer_size=2**16)
+    if path.suffix in DECOMPRESSORS:
+        return io.BufferedReader(Expanded(path, DECOMPRESSORS[path.suffix](path)), buffer_size=2**16)
     return path.open("rb")
 
 

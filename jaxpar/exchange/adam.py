@@ -17,7 +17,7 @@ from jaxpar.exchange.fuse import AllReduce
 from jaxpar.layout import Tree
 from jaxpar.plan import Traffic
 
-WARMUP = "warmup"  # name of the conditional in compiled programs
+ADAM_WARMUP = "warmup"  # name of the conditional in compiled programs
 
 
 def momentum_exchange(
@@ -88,7 +88,7 @@ def momentum_exchange(
         return updates, DistributedState(inner, {**state.private, "lossy": lossy_state})
 
     def update(grads: Tree, state: DistributedState, params: Tree, **_extra: Any) -> ExchangeUpdate:
-        with jax.named_scope(WARMUP):
+        with jax.named_scope(ADAM_WARMUP):
             is_warm = state.private["steps"] < warmup_steps
             updates, after = jax.lax.cond(is_warm, warm, frozen, grads, state, params)
         private = {**after.private, "steps": state.private["steps"] + 1}
@@ -98,7 +98,7 @@ def momentum_exchange(
         return shared(exact.traffic(params), share) + shared(lossy.traffic(params), 1 - share)
 
     share = min(1.0, warmup_steps / num_steps)
-    return Exchange(init, update, traffic, branches={WARMUP: (1 - share, share)})
+    return Exchange(init, update, traffic, branches={ADAM_WARMUP: (1 - share, share)})
 
 
 def frozen_adam(

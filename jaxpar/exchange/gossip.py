@@ -18,7 +18,7 @@ from jaxpar.exchange.reduce import Axis, ring_traffic
 from jaxpar.layout import PER_REPLICA, Tree
 from jaxpar.plan import Traffic
 
-PEER, AVERAGE = "peer", "average"  # names of the conditionals in compiled programs
+PEER, AVERAGING = "peer", "average"  # names of the conditionals in compiled programs
 # (updates, params, private state) -> (updates, private state)
 Mix = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
 
@@ -80,7 +80,7 @@ def decentralized(
 
         if interval == 1:
             return communicate(), step + 1
-        with jax.named_scope(AVERAGE):
+        with jax.named_scope(AVERAGING):
             return jax.lax.cond(step % interval == 0, communicate, lambda: updates), step + 1
 
     def init(_params: Tree) -> jax.Array:
@@ -94,7 +94,7 @@ def decentralized(
 
     branches: dict[str, tuple[float, ...]] = {}
     if interval > 1:
-        branches[AVERAGE] = (1 - 1 / interval, 1 / interval)
+        branches[AVERAGING] = (1 - 1 / interval, 1 / interval)
     if peers == "shift_one":
         branches[PEER] = (1 / half,) * half
     return mixed(optimizer, mix, init, traffic, branches)
@@ -153,7 +153,7 @@ def model_average(
             return jax.tree.map(lambda m, p, u: (m - p).astype(u.dtype), mean, params, updates), state
 
         step = private["step"] + 1
-        with jax.named_scope(AVERAGE):
+        with jax.named_scope(AVERAGING):
             updates, state = jax.lax.cond(step % interval == 0, average, lambda: (updates, private["reducer"]))
         return updates, {"step": step, "reducer": state}
 
@@ -163,7 +163,7 @@ def model_average(
     def traffic(params: Tree, _num_microbatches: int) -> list[Traffic]:
         return shared(all_reduce.traffic(params), 1 / interval)
 
-    return mixed(optimizer, mix, init, traffic, {AVERAGE: (1 - 1 / interval, 1 / interval)})
+    return mixed(optimizer, mix, init, traffic, {AVERAGING: (1 - 1 / interval, 1 / interval)})
 
 
 def _size(params: Tree) -> int:

@@ -16,7 +16,7 @@ from jaxpar.cluster import Cluster
 from jaxpar.errors import Refusals, UserError, accepted, outcome, refuse_choice
 from jaxpar.models.model import Model
 from jaxpar.optimizer import refuse_optimizer, refuse_without_kernels
-from jaxpar.plan import ACTIVATIONS, Decision, Plan, refuse_memory
+from jaxpar.plan import ACTIVATION_PARTS, Decision, Plan, refuse_memory
 from jaxpar.state import nbytes
 from jaxpar.step import Problem, saved_bytes
 from jaxpar.strategies import async_data_parallel, data_parallel, pipeline, single
@@ -110,7 +110,7 @@ def in_flight_bytes(plan: Plan[Any], shapes: Problem) -> dict[str, int]:
     cause a plan to be refused.
     """
     memory = plan.memory[0]
-    if any(part in memory for part in ACTIVATIONS):
+    if any(part in memory for part in ACTIVATION_PARTS):
         return {"gradients": memory["parameters"]}
     saved = saved_bytes(shapes, plan.num_replicas * shapes.accumulation_steps)
     return {"gradients": nbytes(shapes.model.shapes), "activations": saved}
