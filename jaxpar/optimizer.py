@@ -98,8 +98,8 @@ class OptimizerKind(NamedTuple):
         arrays can be sharded. Other optimizers need whole arrays: norms (lamb), rows and columns (adafactor) or
         matrices (muon).
       momentum: the keys of config.optimizer that set the momentum; empty if the optimizer has no momentum.
-      adaptive: whether updates, or some of them, are divided by the magnitude of recent gradients, so that noise in
-        gradients makes them smaller.
+      adaptive: whether each element of an update, or of some arrays' updates, is divided by the magnitude of its recent
+        gradients, so that noise makes it smaller. Adafactor instead divides by averages over rows and columns.
       is_adamw: whether the update is AdamW's, so that exchanges of momentum can compute it themselves.
     """
 
@@ -114,7 +114,7 @@ OPTIMIZERS = {
     "adamw": OptimizerKind(_adamw, elementwise=True, momentum=("b1",), adaptive=True, is_adamw=True),
     "lamb": OptimizerKind(_lamb, elementwise=False, momentum=("b1",), adaptive=True),
     "sgd": OptimizerKind(_sgd, elementwise=True, momentum=("momentum",), adaptive=False),
-    "adafactor": OptimizerKind(_adafactor, elementwise=False, momentum=(), adaptive=True),
+    "adafactor": OptimizerKind(_adafactor, elementwise=False, momentum=(), adaptive=False),
     "lion": OptimizerKind(_lion, elementwise=True, momentum=("b1",), adaptive=False),
     "muon": OptimizerKind(_muon, elementwise=False, momentum=("momentum", "b1"), adaptive=True),
 }

@@ -354,7 +354,7 @@ ADVICE: dict[str, tuple[list[str], str]] = {
     "randomk": (["exchange=byteps_randomk", "optimizer.name=lamb"], "lamb divides by the size of the noise that"),
     "onebit_adam instead": (["exchange=byteps_onebit"], f"{INSTEAD} onebit_adam or byteps_topk, or optimizer sgd"),
     "onebit with muon": (["exchange=byteps_onebit", "optimizer.name=muon"], f"{INSTEAD} bagua_bytegrad or byteps_topk"),
-    "randomk with adafactor": (["exchange=byteps_randomk", "optimizer.name=adafactor"], "adafactor divides by the"),
+    "randomk with adafactor": (["exchange=byteps_randomk", "optimizer.name=adafactor"], ""),
     "onebit with lion": (["exchange=byteps_onebit", "optimizer.name=lion"], ""),
     "onebit with sgd": (["exchange=byteps_onebit", "optimizer.name=sgd"], ""),
     "topk": (["exchange=byteps_topk"], ""),
