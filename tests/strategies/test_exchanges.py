@@ -15,11 +15,13 @@ from jax.sharding import PartitionSpec
 from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar.exchange.around import AROUND, Rule
+from jaxpar.exchange.exchange import Exchange
 from jaxpar.exchange.gradients import ERROR_FEEDBACK, GRADIENTS
 from jaxpar.exchange.presets import EXCHANGES, make_exchange
 from jaxpar.exchange.reduce import Axis
 from jaxpar.layout import shard_shape
 from jaxpar.models.model import Model
+from jaxpar.step import Problem
 from jaxpar.strategies import Strategy, replicas
 from jaxpar.strategies.replica_state import ReplicaState, make_layouts
 from tests.strategies.pipelines import (
@@ -63,6 +65,17 @@ def trained(task: Task, *overrides: str) -> Outcome:
     """Train some steps with a strategy; half as many for a ResNet, whose convolutions are slow."""
     num_steps = NUM_STEPS // 2 if task.model == "resnet" else NUM_STEPS
     return advance(shared(task, *overrides), task, start(task), 0, num_steps)
+
+
+def traced_step(problem: Problem, exchange: Exchange) -> Any:
+    """Return the jaxpr of a training step of N replicas, before XLA."""
+    axes, like = {"data": N, "stage": 1}, states.abstract_state(problem.model, problem.optimizer)
+    mesh = meshes.make_mesh(axes, jax.devices())
+    placed = ReplicaState(problem, mesh, exchange, make_layouts(exchange, axes, like))
+    step = replicas.train_step(problem, exchange, placed.layout, N)
+    in_specs, out_specs = (placed.layout.specs, PartitionSpec("data")), (placed.layout.specs, PartitionSpec())
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.make_jaxpr(mapped)(placed.abstract, problem.batch)
 
 
 EXACT = {
@@ -197,16 +210,10 @@ def test_dp_has_its_state_on_the_first_device_alone() -> None:
 def test_quantized_weights_are_gathered_again_for_the_backward_pass(name: str) -> None:
     """A replica that kept the decompressed weights would hold all parameters at the end of the forward pass."""
     problem = make_problem(make_config(MLP_SGD), MLP_SGD)
-    axes, like = {"data": N, "stage": 1}, states.abstract_state(problem.model, problem.optimizer)
-    mesh, rule = meshes.make_mesh(axes, jax.devices()), Rule(problem.optimizer, None)
     gathers = []
     for options in ({}, {name: True}):
-        exchange = make_exchange("zero3", Axis("data", N), rule, **options)
-        placed = ReplicaState(problem, mesh, exchange, make_layouts(exchange, axes, like))
-        step = replicas.train_step(problem, exchange, placed.layout, N)
-        in_specs, out_specs = (placed.layout.specs, PartitionSpec("data")), (placed.layout.specs, PartitionSpec())
-        mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        gathers.append(str(jax.make_jaxpr(mapped)(placed.abstract, problem.batch)).count("all_gather["))
+        exchange = make_exchange("zero3", Axis("data", N), Rule(problem.optimizer, None), **options)
+        gathers.append(str(traced_step(problem, exchange)).count("all_gather["))
     # Twice for the scanned blocks and for the head. Nothing needs the gradient of the input of the first layer.
     assert gathers == [5, 5]
 
@@ -286,17 +293,9 @@ def test_a_bucket_waits_for_its_own_layers_alone() -> None:
     """In the traced program, a bucket of the last layers depends only on a part of the matrix products."""
     config = make_config(BERT._replace(layers=4), "--config.model.scan_layers=False")
     problem = make_problem(config, BERT._replace(layers=4))
-    axes = {"data": N, "stage": 1}
-    mesh = meshes.make_mesh(axes, jax.devices())
     layers = [layer.name for layer in problem.model.layers]
     exchange = make_exchange("ddp", Axis("data", N), Rule(problem.optimizer, None, layers=layers), bucket_bytes=4000)
-    like = states.abstract_state(problem.model, problem.optimizer)
-    placed = ReplicaState(problem, mesh, exchange, make_layouts(exchange, axes, like))
-    specs = (placed.layout.specs, PartitionSpec("data")), (placed.layout.specs, PartitionSpec())
-    step = replicas.train_step(problem, exchange, placed.layout, N)
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
-    state = placed.abstract
-    [inner] = [eqn.params["jaxpr"] for eqn in jax.make_jaxpr(mapped)(state, problem.batch).eqns]
+    [inner] = [eqn.params["jaxpr"] for eqn in traced_step(problem, exchange).eqns]
     needs: dict[Any, frozenset[int]] = {}  # by variable: the equations with products on which it depends
     products, buckets = set(), []
     for number, eqn in enumerate(inner.eqns):
