@@ -5,8 +5,8 @@ tests, evaluation, export and resuming all use the canonical form:
 
     {"step": int32 [], "key": uint32 [2], "params": {layer: {...}}, "optimizer": {...}}
 
-`key` is the key data of the run's PRNG key. The step is also the data position, because the batch at step t depends
-only on the seed and t.
+`key` is the key data of the run's PRNG key. There is no data loader state, because the batch at step t depends only on
+the data, the seed, the batch size and t.
 """
 
 from typing import Any, NamedTuple
