@@ -2,13 +2,13 @@
 
 Each is a chain of small transformations:
 
-    fuse.py            packs trees into vectors: buckets, partitions
+    fuse.py            averages trees as vectors: buckets, partitions
     reduce.py          averages a vector over replicas: psum, ring, push and pull, hierarchical; in any dtype
     compress.py        compresses a vector: 8-bit, float8, 1-bit, top-k, random-k, dithering; error feedback, momentum
     clip.py            clips the gradient of a replica before it is compressed with error feedback
     powersgd.py        averages low-rank factors of gradients
     scatter_gather.py  averages a vector approximately, compressed in both directions
-    exchange.py        the contract of an exchange; adasum.py, adam.py, gossip.py and zero.py implement it
+    exchange.py        the contracts of an exchange; adasum.py, adam.py, gossip.py and zero.py implement it
     gradients.py       the named exchanges that average gradients: ddp, horovod, byteps, bagua_bytegrad, ..
     around.py          the named exchanges that wrap an optimizer: zero3, onebit_adam, powersgd, ..
     presets.py         all of them by name

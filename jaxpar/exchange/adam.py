@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.exchange.clip import clipped
-from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate, shared
-from jaxpar.exchange.fuse import AllReduce
+from jaxpar.exchange.exchange import AllReduce, DistributedState, Exchange, ExchangeUpdate, shared
 from jaxpar.layout import Tree
 from jaxpar.plan import Traffic
 

@@ -13,8 +13,8 @@ from jaxpar.exchange import gossip, reduce
 from jaxpar.exchange.adam import momentum_exchange
 from jaxpar.exchange.adasum import adasum
 from jaxpar.exchange.compress import error_feedback, min_max_uint8, onebit
-from jaxpar.exchange.exchange import Exchange, averaged, shared
-from jaxpar.exchange.fuse import AllReduce, fused, in_layer_order
+from jaxpar.exchange.exchange import AllReduce, Exchange, shared
+from jaxpar.exchange.fuse import averaged, fused, in_layer_order
 from jaxpar.exchange.gradients import BYTES_BLOCK, MIB
 from jaxpar.exchange.powersgd import WARMUP, low_rank
 from jaxpar.exchange.reduce import Axis

@@ -1,4 +1,4 @@
-"""The contract of an exchange: an optax optimizer wrapped in an algorithm that combines gradients or weights.
+"""The contracts: an all-reduce of gradients, and an exchange, which is an optax optimizer that combines replicas.
 
 The functions of an exchange are called inside `shard_map` over the replicas' axis. They take the mean gradient of each
 replica, and return the update of the parameters that the replica holds.
@@ -9,14 +9,27 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from jaxpar.exchange.clip import already_clipped, clipped
-from jaxpar.exchange.fuse import AllReduce
 from jaxpar.layout import REPLICATED, Tree
 from jaxpar.plan import Traffic
 
 EVERY = "every_so_many_passes"  # name of the conditional in compiled programs
+
+
+class AllReduce(NamedTuple):
+    """An algorithm that averages a tree over replicas, exactly or approximately.
+
+    Attributes:
+      init: tree of arrays, or of their shapes -> state of this replica.
+      mean: (tree, state) -> (exact or approximate mean over replicas; state).
+      traffic: tree -> the traffic that a device sends.
+      clip_norm: the norm to which callers clip a replica's gradient before `mean` (see clip.py); 0: they do not.
+    """
+
+    init: Callable[[Tree], Tree]
+    mean: Callable[[Tree, Tree], tuple[Tree, Tree]]
+    traffic: Callable[[Tree], list[Traffic]]
+    clip_norm: float = 0.0
 
 
 class DistributedState(NamedTuple):
@@ -72,25 +85,6 @@ class Exchange(NamedTuple):
     branches: Mapping[str, tuple[float, ...]] = {}
     offload: bool = False
     copies: int = 1
-
-
-def averaged(all_reduce: AllReduce, optimizer: optax.GradientTransformation) -> Exchange:
-    """Return an exchange that averages gradients, after which each replica takes the same step."""
-    optimizer = already_clipped(optimizer) if all_reduce.clip_norm else optax.with_extra_args_support(optimizer)
-
-    def update(grads: Tree, state: DistributedState, params: Tree, **extra: Any) -> ExchangeUpdate:
-        if all_reduce.clip_norm:
-            grads = clipped(grads, optax.tree.norm(grads), all_reduce.clip_norm)
-        grads, private = all_reduce.mean(grads, state.private)
-        grad_norm = optax.tree.norm(grads)
-        updates, inner = optimizer.update(grads, state.optimizer, params, **{"grad_norm": grad_norm, **extra})
-        return ExchangeUpdate(updates, DistributedState(inner, private), grad_norm)
-
-    return Exchange(
-        lambda params: DistributedState(optimizer.init(params), all_reduce.init(params)),
-        update,
-        lambda params, _num_microbatches: all_reduce.traffic(params),
-    )
 
 
 def every(num_passes: int, exchange: Exchange, *, average: bool) -> Exchange:

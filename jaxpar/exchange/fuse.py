@@ -1,12 +1,15 @@
-"""Packs trees into the vectors that are exchanged: small arrays share a vector, and large ones may be split."""
+"""Averages the gradients of replicas as vectors: small arrays share a vector, and large ones may be split."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
+from jaxpar.exchange.clip import already_clipped, clipped
+from jaxpar.exchange.exchange import AllReduce, DistributedState, Exchange, ExchangeUpdate
 from jaxpar.exchange.reduce import Reducer
 from jaxpar.layout import Tree
 from jaxpar.plan import Traffic
@@ -20,22 +23,6 @@ class Piece(NamedTuple):
     leaf: int
     start: int
     stop: int
-
-
-class AllReduce(NamedTuple):
-    """An algorithm that averages a tree over replicas, exactly or approximately.
-
-    Attributes:
-      init: tree of arrays, or of their shapes -> state of this replica.
-      mean: (tree, state) -> (exact or approximate mean over replicas; state).
-      traffic: tree -> the traffic that a device sends.
-      clip_norm: the norm to which callers clip a replica's gradient before `mean` (see clip.py); 0: they do not.
-    """
-
-    init: Callable[[Tree], Tree]
-    mean: Callable[[Tree, Tree], tuple[Tree, Tree]]
-    traffic: Callable[[Tree], list[Traffic]]
-    clip_norm: float = 0.0
 
 
 def fused(
@@ -90,6 +77,25 @@ def fused(
         return [traffic for length, dtype in lengths for traffic in reducer.traffic(length, dtype)]
 
     return AllReduce(init, mean, traffic)
+
+
+def averaged(all_reduce: AllReduce, optimizer: optax.GradientTransformation) -> Exchange:
+    """Return an exchange that averages gradients, after which each replica takes the same step."""
+    optimizer = already_clipped(optimizer) if all_reduce.clip_norm else optax.with_extra_args_support(optimizer)
+
+    def update(grads: Tree, state: DistributedState, params: Tree, **extra: Any) -> ExchangeUpdate:
+        if all_reduce.clip_norm:
+            grads = clipped(grads, optax.tree.norm(grads), all_reduce.clip_norm)
+        grads, private = all_reduce.mean(grads, state.private)
+        grad_norm = optax.tree.norm(grads)
+        updates, inner = optimizer.update(grads, state.optimizer, params, **{"grad_norm": grad_norm, **extra})
+        return ExchangeUpdate(updates, DistributedState(inner, private), grad_norm)
+
+    return Exchange(
+        lambda params: DistributedState(optimizer.init(params), all_reduce.init(params)),
+        update,
+        lambda params, _num_microbatches: all_reduce.traffic(params),
+    )
 
 
 def by_size(small: AllReduce, large: AllReduce, num_bytes: int) -> AllReduce:

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.exchange.compress import Compressor, from_bytes, payload_nbytes, to_bytes
-from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate, shared
-from jaxpar.exchange.fuse import AllReduce, flat
+from jaxpar.exchange.exchange import AllReduce, DistributedState, Exchange, ExchangeUpdate, shared
+from jaxpar.exchange.fuse import flat
 from jaxpar.exchange.reduce import Axis, ring_traffic
 from jaxpar.layout import PER_REPLICA, Tree
 from jaxpar.plan import Traffic

@@ -18,7 +18,8 @@ from jaxpar.exchange.compress import (
 )
 from jaxpar.exchange.compress import randomk as random_k
 from jaxpar.exchange.compress import topk as top_k
-from jaxpar.exchange.fuse import AllReduce, by_size, fused
+from jaxpar.exchange.exchange import AllReduce
+from jaxpar.exchange.fuse import by_size, fused
 from jaxpar.exchange.reduce import Axis, Reducer
 from jaxpar.exchange.scatter_gather import in_groups, scatter_gather
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpar.exchange.fuse import AllReduce
+from jaxpar.exchange.exchange import AllReduce
 from jaxpar.layout import Tree
 from jaxpar.plan import Traffic
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpar.exchange.around import AROUND, Rule
-from jaxpar.exchange.exchange import Exchange, averaged, every
-from jaxpar.exchange.fuse import AllReduce
+from jaxpar.exchange.exchange import AllReduce, Exchange, every
+from jaxpar.exchange.fuse import averaged
 from jaxpar.exchange.gradients import ERROR_FEEDBACK, GRADIENTS
 from jaxpar.exchange.reduce import Axis
 

@@ -10,8 +10,7 @@ from jaxpar.cluster import Cluster
 from jaxpar.errors import Refusals, UserError, refuse_choice
 from jaxpar.exchange import presets
 from jaxpar.exchange.around import AROUND, Rule
-from jaxpar.exchange.exchange import Exchange
-from jaxpar.exchange.fuse import AllReduce
+from jaxpar.exchange.exchange import AllReduce, Exchange
 from jaxpar.exchange.gradients import GRADIENTS
 from jaxpar.exchange.powersgd import largest_rank
 from jaxpar.exchange.presets import AVERAGE, EXCHANGES, PASSES

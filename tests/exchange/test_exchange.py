@@ -5,8 +5,8 @@ import pytest
 
 from jaxpar.exchange import Exchange, reduce
 from jaxpar.exchange.around import Rule
-from jaxpar.exchange.exchange import EVERY, averaged, every
-from jaxpar.exchange.fuse import fused
+from jaxpar.exchange.exchange import EVERY, every
+from jaxpar.exchange.fuse import averaged, fused
 from jaxpar.exchange.presets import make_exchange
 from jaxpar.optimizer import clip_by_norm
 from tests.exchange import compressors

@@ -19,7 +19,7 @@ from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar.addresses import Address, addresses
 from jaxpar.exchange.clip import already_clipped
-from jaxpar.exchange.fuse import AllReduce
+from jaxpar.exchange.exchange import AllReduce
 from jaxpar.launch import processes
 from jaxpar.layout import Holders, Layout, LeafLayout
 from jaxpar.mesh import DATA, STAGE
