@@ -16,6 +16,7 @@ The arrays of different pipeline stages differ in shape, so each device also pac
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, reduce
 from typing import Any, NamedTuple
@@ -86,10 +87,8 @@ class LeafLayout(NamedTuple):
             return (*leading, *local)
         return tuple(size * axes[self.split.axis] if i == self.split.dim else size for i, size in enumerate(local))
 
-    def nbytes_on(self, axes: Mapping[str, int], number: Mapping[str, int]) -> int:
-        """Return the bytes on one device. number: the device's index on each axis."""
-        if self.holders and number[self.holders.axis] not in self.holders.numbers:
-            return 0
+    def local_nbytes(self, axes: Mapping[str, int]) -> int:
+        """Return the bytes on one of the devices that hold the array."""
         return math.prod(self.local_shape(axes)) * np.dtype(self.dtype).itemsize
 
     @property
@@ -175,7 +174,7 @@ class Layout:
         """Whether the global arrays equal the canonical arrays."""
         return not any(leaf.leading or leaf.split for leaf in self._flat)
 
-    def on_host(self) -> "Layout":
+    def moved_to_host(self) -> "Layout":
         """Return the same layout for arrays that are in host memory between steps."""
         return Layout(self.axes, self._map(lambda leaf: leaf._replace(on_host=True)))
 
@@ -212,10 +211,23 @@ class Layout:
 
         return self._map(canonical, tree)
 
-    def nbytes_on(self, **number: int) -> int:
-        """Return the bytes on one device. number: the device's index on each axis; 0 on axes not given."""
-        where = {**dict.fromkeys(self.axes, 0), **number}
-        return sum(leaf.nbytes_on(self.axes, where) for leaf in self._flat)
+    @cached_property
+    def nbytes_by_device(self) -> list[int]:
+        """Bytes on each device, in mesh order."""
+        held: Counter[Holders | None] = Counter()
+        for leaf in self._flat:
+            held[leaf.holders] += leaf.local_nbytes(self.axes)
+        total = np.full(tuple(self.axes.values()), held[None])
+        for holders, nbytes in held.items():
+            if holders is not None:
+                by_index = np.moveaxis(total, list(self.axes).index(holders.axis), 0)  # a view
+                by_index[list(holders.numbers)] += nbytes
+        return total.ravel().tolist()
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the arrays are in host memory between steps."""
+        return any(leaf.on_host for leaf in self._flat)
 
     def held_by(self, axis: str, number: int) -> list[int]:
         """Return the indices, in tree order, of the leaves that a device of the axis holds."""

@@ -12,12 +12,14 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from jaxpar.cluster import Cluster
 from jaxpar.errors import Refusals, UserError, format_bytes
-from jaxpar.layout import Layout
+from jaxpar.layout import SHARDED, Layout
 
 Source = TypeVar("Source", covariant=True)
 Details = TypeVar("Details", covariant=True)
 ON_HOST = " on the host"  # suffix of the name of a part of the state that is in host memory
 ACTIVATION_PARTS = ("stashes", "transfers")  # parts of a pipeline's memory that do not belong to the state
+# The purposes of the parts of a state whose names differ from their parts', and of the scalars, which are not counted.
+PURPOSES = {"params": "parameters", "copies": "parameters", "step": "", "key": ""}
 
 
 class Traffic(NamedTuple):
@@ -70,7 +72,8 @@ class Plan(Generic[Details]):
       strategy: name of the strategy in STRATEGIES.
       decision: mesh axes and batch divisor.
       summary: one-line description of the placement.
-      layouts: layout of each part of the state: step, key, params, optimizer and any strategy-specific parts.
+      layouts: layout of each part of the state, leaf by leaf: step, key, params, optimizer and any strategy-specific
+        parts. A pipeline packs the leaves of each device (jaxpar/pipeline/executor/state.py).
       details: strategy-specific inputs of the strategy's `build`, such as the table of a pipeline.
       memory: for each device, bytes by purpose: the parts of the state, and the ACTIVATION_PARTS of a pipeline. For an
         estimate of the other memory that a step needs, see `strategies.in_flight_bytes`.
@@ -136,6 +139,17 @@ class Plan(Generic[Details]):
         return total
 
 
+def state_memory(layouts: Mapping[str, Layout]) -> tuple[dict[str, int], ...]:
+    """Return the bytes on each device, by purpose, of a state with these layouts, without the scalars step and key."""
+    memory: tuple[dict[str, int], ...] = tuple({} for _ in next(iter(layouts.values())).nbytes_by_device)
+    for part, layout in layouts.items():
+        purpose = PURPOSES.get(part, part) + (ON_HOST if layout.on_host else "")
+        for on_device, nbytes in zip(memory, layout.nbytes_by_device, strict=True):
+            if nbytes and purpose:
+                on_device[purpose] = on_device.get(purpose, 0) + nbytes
+    return memory
+
+
 def transfer_seconds(plan: Plan[object], cluster: Cluster) -> dict[str, float]:
     """Return the seconds that one device spends sending per step, by mesh axis, for axes whose link is known.
 
@@ -193,7 +207,7 @@ def _relief(plan: Plan[object], parts: Mapping[str, int], shared: bool) -> str:
         ways.insert(0, "more stages (config.strategy='pipeline', config.mesh.stage)")
     elif plan.num_replicas > 1:
         ways.insert(0, "fewer replicas (config.mesh.data)")
-    is_whole = not plan.exchange.startswith(("zero3", "hsdp")) and plan.strategy != "pipeline"
+    is_whole = plan.layouts["params"].kind != SHARDED and not any(part in parts for part in ACTIVATION_PARTS)
     if is_whole and not (shared and plan.num_replicas == 1):
         ways.insert(0, "a sharded state (config.strategy='data_parallel', config.exchange='zero3')")
     return "try " + " or ".join(ways)

@@ -10,16 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpar import cluster, strategies
+from jaxpar import cluster, layout, strategies
 from jaxpar.cluster import Link
 from jaxpar.config import default_config
 from jaxpar.errors import Refusals, UserError, accepted, outcome
 from jaxpar.exchange import EXCHANGES
 from jaxpar.models import Model
-from jaxpar.plan import ON_HOST, Decision, Plan, Traffic, refuse_memory, transfer_seconds
+from jaxpar.plan import ON_HOST, Decision, Plan, Traffic, refuse_memory, state_memory, transfer_seconds
 from jaxpar.state import nbytes
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +44,7 @@ CASES = {
 PROGRAM = """
 import json, sys
 import jax
+import numpy as np
 import numpy as np
 from jaxpar import cluster, config, models, optimizer, strategies, tasks
 from jaxpar.data import DataInfo
@@ -197,7 +199,28 @@ def test_muon_needs_a_kernel_of_a_hidden_layer() -> None:
 
 def plan_of(*memory: dict[str, int], traffic: Sequence[Traffic] = ()) -> Plan[None]:
     decision = Decision({"data": len(memory), "stage": 1}, 1, "", len(memory), None)
-    return Plan("data_parallel", decision, "", {}, None, memory, traffic)
+    layouts = {"params": layout.replicated(decision.axes, {"kernel": np.zeros(3, np.float32)})}
+    return Plan("data_parallel", decision, "", layouts, None, memory, traffic)
+
+
+def test_memory_of_a_state_by_device_and_purpose() -> None:
+    """Counted by hand: 12 bytes of weights, 2 devices on each of 2 axes."""
+    axes, tree = {"data": 2, "stage": 2}, {"kernel": np.zeros(3, np.float32)}
+    layouts = {
+        "step": layout.replicated(axes, np.zeros((), np.int32)),
+        "params": layout.on_one(axes, tree, "stage", 1),
+        "copies": layout.on_some(axes, tree, "data", (0, 1)),
+        "optimizer": layout.sharded(axes, tree, "data").moved_to_host(),  # padded to 4 elements
+        "private": layout.per_replica(axes, {}, "data"),
+        "history": layout.on_one(axes, (tree, tree), "data", 1),
+    }
+    expected = [
+        {"parameters": 12, f"optimizer{ON_HOST}": 8},
+        {"parameters": 24, f"optimizer{ON_HOST}": 8},
+        {"parameters": 12, f"optimizer{ON_HOST}": 8, "history": 24},
+        {"parameters": 24, f"optimizer{ON_HOST}": 8, "history": 24},
+    ]
+    assert state_memory(layouts) == tuple(expected)
 
 
 def test_a_plan_that_needs_too_much_memory() -> None:

@@ -70,7 +70,16 @@ def local_layouts(
     outer: optax.GradientTransformation | None,
     waits: bool,
 ) -> dict[str, Layout]:
-    """Return the layouts of workers with local weights. For the arguments see `server_layouts` and `local_costs`."""
+    """Return the layouts of workers with local weights.
+
+    Args:
+      like: the state, abstract.
+      mitigations: against staleness.
+      updates: the table.
+      places: device numbers of the workers and of the state that they share.
+      outer: the outer optimizer of diloco; None for other policies.
+      waits: whether workers wait for each other when they synchronize: true for all policies except model_average.
+    """
     axes = _axes(places)
     on_server = partial(layout.on_one, axes, axis=DATA, number=places.server)
 

@@ -62,17 +62,26 @@ def plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decisi
 
     Raises:
       UserError: `decide` fails, the strategy cannot train these shapes, or a device has too little memory.
+      ValueError: the shapes are those of a batch of another size.
     """
     return accepted(_plan(config, shapes, cluster, decision))
 
 
 def possible(config: ConfigDict, shapes: Problem, cluster: Cluster) -> Plan[Any] | str:
-    """Return the plan, or the message of the UserError in one line. For callers that compare many configs."""
+    """Return the plan, or the message of the UserError in one line. For callers that compare many configs.
+
+    Raises ValueError if the shapes are those of a batch of another size.
+    """
     result = outcome(_plan(config, shapes, cluster, None))
     return str(result) if isinstance(result, UserError) else result
 
 
 def _plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[Any] | None) -> Refusals[Plan[Any]]:
+    for name, x in shapes.batch.items():
+        if len(x) != config.batch_size:
+            raise ValueError(
+                f"{name} of the problem has {len(x)} examples; it must have {config.batch_size}, batch_size"
+            )
     if decision is None:
         decision = yield from _decide(config, cluster, None)  # the strategy's plan checks the model
     yield from refuse_without_kernels(config, shapes.model.shapes)

@@ -25,8 +25,7 @@ from ml_collections import ConfigDict
 from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
-from jaxpar.asynchronous import costs, options, table
-from jaxpar.asynchronous.costs import Costs
+from jaxpar.asynchronous import options, table
 from jaxpar.asynchronous.engine import UpdateEngine
 from jaxpar.asynchronous.gradient_rows import is_grouped, needs_earlier_batches
 from jaxpar.asynchronous.layouts import layouts_on_server, local_layouts, server_layouts
@@ -37,6 +36,7 @@ from jaxpar.asynchronous.places import Places
 from jaxpar.asynchronous.server import ServerEngine
 from jaxpar.asynchronous.table import UpdateTable, staleness_summary
 from jaxpar.asynchronous.threads import Threads
+from jaxpar.asynchronous.traffic import trees_sent
 from jaxpar.asynchronous.transport import BeginTransport
 from jaxpar.asynchronous.virtual_time import Emulation
 from jaxpar.cluster import Cluster
@@ -44,7 +44,7 @@ from jaxpar.errors import Refusals, UserError
 from jaxpar.layout import Layout
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Model
-from jaxpar.plan import Decision, Plan, Traffic
+from jaxpar.plan import Decision, Plan, Traffic, state_memory
 from jaxpar.state import Canonical, State, nbytes
 from jaxpar.step import Problem
 from jaxpar.strategies import exchanges
@@ -107,15 +107,16 @@ def plan(
     places = Places(num_workers, num_devices, server=num_devices if has_device else 0)
     problem, mitigations = options.build_mitigations(config, shapes, updates)
     like = states.abstract_state(problem.model, problem.optimizer)
-    memory, sent = plan_costs(config, like, mitigations, updates, places)
+    layouts = plan_layouts(config, like, mitigations, updates, places)
+    sent = trees_sent(updates, mitigations, places, local=is_local(config))
     nbytes_sent, messages = round(sent * nbytes(like.params)), sent * len(jax.tree.leaves(like.params))
     return Plan(
         "async_data_parallel",
         decision,
         summarize_updates(config, updates, has_device),
-        plan_layouts(config, like, mitigations, updates, places),
+        layouts,
         AsyncDetails(config, updates, mitigations, problem.optimizer, places),
-        memory,
+        state_memory(layouts),
         (Traffic("copy", "float32", DATA, nbytes_sent, messages),) if sent else (),
         private_key=async_private_key(config, updates),
         differs=""
@@ -125,21 +126,10 @@ def plan(
     )
 
 
-def plan_costs(
-    config: ConfigDict, like: State, mitigations: Mitigations, updates: UpdateTable | None, places: Places
-) -> Costs:
-    """Return the bytes on each device, by kind, and the traffic. like: shapes of the state; updates: None if live."""
-    if updates is None:
-        return costs.live_server(like, mitigations, places)
-    if not is_local(config):
-        return costs.emulated_server(like, mitigations, updates, places)
-    return costs.local_costs(like, updates, places, outer=outer_optimizer(config), waits=workers_wait(config))
-
-
 def plan_layouts(
     config: ConfigDict, like: State, mitigations: Mitigations, updates: UpdateTable | None, places: Places
 ) -> dict[str, Layout]:
-    """Return the layouts of the arrays. The arguments are those of `plan_costs`."""
+    """Return the layouts of the arrays. like: shapes of the state; updates: None if live."""
     if updates is None or not is_local(config):
         return server_layouts(like, mitigations, updates, places)
     outer, waits = outer_optimizer(config), workers_wait(config)

@@ -28,7 +28,7 @@ from jaxpar.errors import Refusals, UserError, format_count, refuse_choice
 from jaxpar.exchange.reduce import ring_traffic
 from jaxpar.mesh import DATA
 from jaxpar.models.model import Model
-from jaxpar.plan import Decision, Plan
+from jaxpar.plan import Decision, Plan, state_memory
 from jaxpar.state import State, nbytes
 from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies import exchanges, master, replicas
@@ -116,11 +116,10 @@ def plan_replicated(
     layouts = {
         part: layout.per_replica(decision.axes, tree, *over, are_copies=True) for part, tree in like._asdict().items()
     }
-    memory = {"parameters": layouts["params"].nbytes_on(), "optimizer": layouts["optimizer"].nbytes_on()}
     size, num_arrays = nbytes(like.params), len(jax.tree.leaves(like.params))
     traffic = (ring_traffic("all-reduce", 2, DATA, n, size, "float32", num_vectors=num_arrays),) if n > 1 else ()
     exchange = "" if strategy == "single" else "ddp"
-    return Plan(strategy, decision, summary, layouts, implementation, (memory,) * n, traffic, exchange)
+    return Plan(strategy, decision, summary, layouts, implementation, state_memory(layouts), traffic, exchange)
 
 
 def build(plan: DataParallelPlan, problem: Problem, devices: Sequence[jax.Device]) -> Strategy[State]:

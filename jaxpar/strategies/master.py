@@ -20,7 +20,7 @@ from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar.mesh import DATA
 from jaxpar.models.model import Batch
-from jaxpar.plan import Decision, Plan, Traffic
+from jaxpar.plan import Decision, Plan, Traffic, state_memory
 from jaxpar.state import State, nbytes
 from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies.placement import PlacedState, batch_placer, by_replica, on_all
@@ -29,16 +29,15 @@ from jaxpar.tasks import Sums
 
 
 def plan(shapes: Problem, decision: Decision[None]) -> Plan[str]:
-    """Plan the whole state on the first device."""
-    like, others = states.abstract_state(shapes.model, shapes.optimizer), decision.num_replicas - 1
+    """Plan the whole state on the first device, and copies of the weights on the others during a step."""
+    like, others = states.abstract_state(shapes.model, shapes.optimizer), range(1, decision.num_replicas)
     layouts = {part: layout.on_one(decision.axes, tree, DATA) for part, tree in like._asdict().items()}
-    size = nbytes(like.params)
-    memory = [{"parameters": size, "optimizer": nbytes(like.optimizer)}, *[{"parameters": size}] * others]
+    layouts["copies"] = layout.on_some(decision.axes, like.params, DATA, others)
     # Traffic of the master, which sends the weights to all others; any other device only sends its gradients.
-    messages = others * len(jax.tree.leaves(like.params))
-    traffic = (Traffic("copy", "float32", DATA, others * size, messages),)
+    nbytes_sent, messages = len(others) * nbytes(like.params), len(others) * len(jax.tree.leaves(like.params))
+    traffic = (Traffic("copy", "float32", DATA, nbytes_sent, messages),)
     summary = "dp: batch sharded, state on the first device alone"
-    return Plan("data_parallel", decision, summary, layouts, "master", memory, traffic, exchange="dp")
+    return Plan("data_parallel", decision, summary, layouts, "master", state_memory(layouts), traffic, exchange="dp")
 
 
 def build(plan: Plan[str], problem: Problem, given: Sequence[jax.Device]) -> Strategy[State]:

@@ -37,7 +37,7 @@ from jaxpar.pipeline.executor.state import PackedState, StagedState
 from jaxpar.pipeline.executor.timeline import Timeline
 from jaxpar.pipeline.tables.schedule import forward_only
 from jaxpar.pipeline.tables.table import Table
-from jaxpar.plan import Decision, Plan, Traffic
+from jaxpar.plan import Decision, Plan, Traffic, state_memory
 from jaxpar.state import nbytes
 from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies import exchanges
@@ -141,20 +141,16 @@ def plan(
     c = config.pipeline
     details = PipelineDetails(c.schedule, table, lower_table(table), stages, state, c.remat, c.trace)
     engine = details.engine(shapes, num_data)
-    memory = {
-        "parameters": state.params.packed.nbytes_on(),
-        "optimizer": state.optimizer.packed.nbytes_on(),
-        "private": state.private.nbytes_on(),
-        **engine.activation_bytes,
-    }
+    held = state_memory(state.packed_layouts._asdict())  # packed: each device needs as much as the one with most
+    memory = tuple({**parts, **engine.activation_bytes} for parts in held)
     private_key = exchanges.private_key(config, num_data) | {"bounds": list(bounds), "stages": table.stages.tolist()}
     return Plan(
         "pipeline",
         decision,
         summarize_stages(config, table, stages),
-        state.layouts,
+        state.layouts._asdict(),
         details,
-        (memory,) * (num_data * table.num_devices),
+        memory,
         plan_traffic(shapes.model, details, engine),
         exchanges.name(config),
         private_key if state.private.kind == PER_REPLICA else {},
@@ -253,7 +249,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
 def lower_step(plan: Plan[PipelineDetails], problem: Problem, mesh: Mesh) -> jax.stages.Lowered:
     """Trace and lower a training step for the problem's batch, from shapes alone."""
     shape, *arrays = plan.details.lowered
-    state, tables = plan.layouts["packed"].abstract(mesh), table_layout(plan.axes, arrays).abstract(mesh)
+    state, tables = plan.details.state.packed.abstract(mesh), table_layout(plan.axes, arrays).abstract(mesh)
     batch = with_shardings(problem.batch, by_replica(mesh))
     lowered: jax.stages.Lowered = jit_train_step(plan.details, mesh).lower(shape, state, batch, *tables)
     return lowered

@@ -30,7 +30,7 @@ def make_layouts(exchange: Exchange, axes: dict[str, int], like: State) -> dict[
         "step": layout.replicated(axes, like.step),
         "key": layout.replicated(axes, like.key),
         "params": params,
-        "optimizer": optimizer.on_host() if exchange.offload else optimizer,
+        "optimizer": optimizer.moved_to_host() if exchange.offload else optimizer,
         "private": layout.made_by_replicas(axes, private, DATA),
     }
 

@@ -23,7 +23,7 @@ from jaxpar.exchange.reduce import psum_small
 from jaxpar.layout import PER_REPLICA, Layout
 from jaxpar.mesh import DATA
 from jaxpar.models.model import Batch
-from jaxpar.plan import ON_HOST, Decision, Plan
+from jaxpar.plan import Decision, Plan, state_memory
 from jaxpar.state import State
 from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies import exchanges
@@ -59,12 +59,6 @@ def plan(
     exchange = yield from exchanges.configured_exchange(config, shapes, decision.num_replicas)
     like = states.abstract_state(shapes.model, shapes.optimizer)
     layouts = make_layouts(exchange, dict(decision.axes), like)
-    names = {
-        "params": "parameters",
-        "optimizer": "optimizer" + (ON_HOST if exchange.offload else ""),
-        "private": "private",
-    }
-    memory = {name: layouts[part].nbytes_on() for part, name in names.items()}
     # With `fetch`, a layer receives all arrays that it uses, including those that it shares with another layer.
     used = {layer.name: layer.shapes for layer in shapes.model.layers}
     traffic = tuple(exchange.traffic(used if exchange.fetch else like.params, shapes.accumulation_steps))
@@ -77,7 +71,7 @@ def plan(
         layouts,
         # On CPUs, nothing orders collectives inside a loop relative to those outside of it, so devices could deadlock.
         ReplicaDetails(exchange, unrolled=bool(exchange.fetch) and on_cpu),
-        (memory,) * decision.num_replicas,
+        state_memory(layouts),
         traffic,
         exchanges.name(config),
         exchanges.private_key(config, decision.num_replicas) if private_parts(layouts) else {},

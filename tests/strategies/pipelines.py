@@ -18,9 +18,11 @@ from jaxpar import state as states
 from jaxpar.config import default_config, override
 from jaxpar.data import DataInfo
 from jaxpar.models import resnet
+from jaxpar.pipeline.executor.state import StagedState
 from jaxpar.state import Canonical
 from jaxpar.step import Problem, abstract
 from jaxpar.strategies import Strategy
+from jaxpar.strategies.pipeline import PipelineDetails
 
 NUM_STEPS = 10
 BATCH, LENGTH, VOCABULARY, CLASSES = 16, 8, 24, 5
@@ -69,6 +71,13 @@ class Outcome(NamedTuple):
     gradients: dict[str, np.ndarray]
     params: dict[str, np.ndarray]
     tree: Canonical
+
+
+def staged_state(strategy: Strategy[Any]) -> StagedState:
+    """Return the distribution of the state of a pipeline."""
+    details = strategy.plan.details
+    assert isinstance(details, PipelineDetails)
+    return details.state
 
 
 def make_batch(task: Task, step: int, size: int = BATCH) -> dict[str, np.ndarray]:
@@ -130,7 +139,7 @@ def make_problem(config: ConfigDict, task: Task) -> Problem:
         model,
         rule,
         config.optimizer.accumulation_steps,
-        abstract(make_batch(task, 0)),
+        abstract(make_batch(task, 0, config.batch_size)),
         NUM_STEPS,
         tasks.find_task(config),
     )

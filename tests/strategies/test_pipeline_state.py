@@ -11,8 +11,6 @@ from flax import serialization
 from jaxpar.layout import LeafLayout
 from jaxpar.optimizer import OPTIMIZERS
 from jaxpar.pipeline.executor.state import PackedState, StagedState
-from jaxpar.strategies import Strategy
-from jaxpar.strategies.pipeline import PipelineDetails
 from tests.strategies.pipelines import (
     LEARNING_RATES,
     NUM_STEPS,
@@ -27,6 +25,7 @@ from tests.strategies.pipelines import (
     outcome,
     pipeline,
     shared,
+    staged_state,
     start,
 )
 from tests.strategies.test_pipeline import CASES, Case
@@ -66,13 +65,6 @@ def test_resuming_is_bitwise() -> None:
     strategy = shared(TINY, *overrides)
     half = advance(strategy, TINY, start(TINY), 0, 4)
     assert_bitwise_equal(advance(strategy, TINY, half.tree, 4).tree, outcome(TINY, *overrides).tree)
-
-
-def staged_state(strategy: Strategy[Any]) -> StagedState:
-    """Return the distribution of the state of a pipeline."""
-    details = strategy.plan.details
-    assert isinstance(details, PipelineDetails)
-    return details.state
 
 
 def local_params(staged: StagedState, state: PackedState, device: int) -> Any:
@@ -118,7 +110,7 @@ def test_a_device_holds_its_layers_and_no_more(case: Case) -> None:
             by_device[shard.index[0].start or 0] += shard.data.nbytes // case.replicas
     assert max(by_device) <= 1.05 * max(expected_bytes)
     assert max(by_device) == staged.params.packing.nbytes
-    assert [layout.nbytes_on(stage=device) for device in range(case.stages)] == expected_bytes
+    assert layout.nbytes_by_device == expected_bytes * case.replicas
     devices = serialization.to_state_dict(
         jax.tree.map(
             lambda leaf: set(leaf.holders.numbers), layout.leaves, is_leaf=lambda node: isinstance(node, LeafLayout)

@@ -140,6 +140,8 @@ class StagedState:
       optimizer: distribution of the optimizer state.
       all_reduce: the gradient exchange between replicas.
       private: layout of the private state of `all_reduce`.
+      layouts: the devices that hold each leaf of the canonical state, and the layout of the private state.
+      packed_layouts: layouts of the parts of a PackedState.
       packed: layout of a PackedState.
     """
 
@@ -152,12 +154,9 @@ class StagedState:
         self.private = layout.made_by_replicas(axes, self._init_private, DATA, STAGE)
         like = states.abstract_state(problem.model, problem.optimizer)
         step, key = layout.replicated(axes, like.step), layout.replicated(axes, like.key)
-        self.packed = layout.join(PackedState(step, key, self.params.packed, self.optimizer.packed, self.private))
-
-    @property
-    def layouts(self) -> dict[str, Layout]:
-        """The layouts of the canonical params and optimizer state, and of the packed state."""
-        return {"params": self.params.layout, "optimizer": self.optimizer.layout, "packed": self.packed}
+        self.layouts = PackedState(step, key, self.params.layout, self.optimizer.layout, self.private)
+        self.packed_layouts = PackedState(step, key, self.params.packed, self.optimizer.packed, self.private)
+        self.packed = layout.join(self.packed_layouts)
 
     def init(self, key: jax.Array, mesh: Mesh) -> PackedState:
         """Return the state at step 0. Each device initializes only its own part."""
