@@ -149,6 +149,19 @@ def number(rule: str, minimum: float = 0, maximum: float = math.inf) -> Callable
     return parse
 
 
+def choice(choices: Iterable[str]) -> Callable[[str], str]:
+    """Return the type of a flag whose value is one of `choices`."""
+    choices = list(choices)
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            hint = nearest(text, choices)
+            raise argparse.ArgumentTypeError(f"{text!r}; it must be one of {', '.join(choices)}{hint and '.' + hint}")
+        return text
+
+    return parse
+
+
 def names(choices: Iterable[str]) -> Callable[[str], list[str]]:
     """Return the type of a flag whose value is a list of some of `choices`, separated by commas."""
     choices = list(choices)

@@ -1,0 +1,83 @@
+"""Profiles: the times and sizes of a model's layers, as a JSON file that can also be written by hand.
+
+{"layers": [{"name": "embed", "forward_s": 0.001, "backward_s": 0.002, "output_bytes": 4096, "stash_bytes": 8192,
+             "weight_bytes": 65536}, ...]}
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxpar.errors import UserError, nearest
+from jaxpar.files import path_error
+
+
+class LayerProfile(NamedTuple):
+    """One layer of a profile, for one microbatch.
+
+    Attributes:
+      name: name of the layer.
+      forward_s: seconds of the forward pass.
+      backward_s: seconds of the backward pass.
+      output_bytes: bytes of the output, which the next layer reads.
+      stash_bytes: bytes that the forward pass saves for the backward pass.
+      weight_bytes: bytes of the weights.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    output_bytes: float
+    stash_bytes: float
+    weight_bytes: float
+
+
+NUMBERS = LayerProfile._fields[1:]
+
+
+def write_profile(layers: list[LayerProfile], path: Path) -> None:
+    """Write a profile."""
+    path.write_text(json.dumps({"layers": [layer._asdict() for layer in layers]}, indent=1) + "\n", encoding="utf-8")
+
+
+def read_profile(path: Path) -> list[LayerProfile]:
+    """Read a profile.
+
+    Raises:
+      UserError: the file cannot be read, has no layers, or a layer has a missing or invalid value.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"--profile is {str(path)!r}, {path_error(error)}; it must be the path of a profile") from None
+    except ValueError as error:
+        raise UserError(f"--profile is {str(path)!r}, which is not JSON ({error}); it must be a profile") from None
+    layers = content.get("layers") if isinstance(content, dict) else None
+    if not isinstance(layers, list) or not layers:
+        raise UserError(f"{path}: layers is {_short(layers)}; it must be a list of one or more layers")
+    return [_read_layer(layer, f"{path}: layers[{number}]") for number, layer in enumerate(layers)]
+
+
+def _read_layer(layer: Any, where: str) -> LayerProfile:
+    if not isinstance(layer, dict):
+        raise UserError(f"{where} is {_short(layer)}; it must be an object with {', '.join(LayerProfile._fields)}")
+    for key in LayerProfile._fields:
+        if key not in layer:
+            raise UserError(f"{where}.{key} is missing; it must be set")
+    for key in layer:
+        if key not in LayerProfile._fields:
+            known = ", ".join(LayerProfile._fields)
+            raise UserError(f"{where}.{key} is not a key; it must be one of {known}.{nearest(key, NUMBERS)}")
+    if not isinstance(layer["name"], str):
+        raise UserError(f"{where}.name is {_short(layer['name'])}; it must be a string")
+    for key in NUMBERS:
+        value = layer[key]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise UserError(f"{where}.{key} is {_short(value)}; it must be a non-negative number")
+    return LayerProfile(**layer)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

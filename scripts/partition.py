@@ -1,0 +1,131 @@
+r"""Divides a profiled model into pipeline stages and replicas, by PipeDream's partitioner. Needs no JAX and no devices.
+
+    scripts/python scripts/partition.py --profile=profile.json --num_workers=16 --bandwidth=1.25e9
+    scripts/python scripts/partition.py --profile=profile.json --num_workers=16 --levels=8:3e11,2:1.25e9 --json
+
+The profile is a JSON file with the times and sizes of the layers (docs/pipelines.md). The plan minimizes the time of
+the slowest stage, transfer, or exchange of gradients.
+"""
+
+import json
+import math
+import sys
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+from jaxpar.command_line import Parser, choice, integer, missing, number
+from jaxpar.errors import UserError, exit_code, format_count
+from jaxpar.pipeline.search.layer_profile import LayerProfile, read_profile
+from jaxpar.pipeline.search.stage_search import COMMUNICATION_MODELS, Level, StagePlan, StageSearch
+
+RULE = "SIZE:BANDWIDTH of each level, the innermost first, as in 8:3e11,2:1.25e9"
+
+
+def levels(text: str) -> list[Level]:
+    """Parse the levels of a hierarchy: `SIZE:BANDWIDTH`, separated by commas."""
+    result = []
+    for part in text.split(","):
+        size, _, bandwidth = part.partition(":")
+        try:
+            level = Level(int(size), float(bandwidth))
+        except ValueError:
+            raise ArgumentTypeError(f"{text!r}; it must be {RULE}") from None
+        if level.size < 1 or not 0 < level.bandwidth < math.inf:
+            raise ArgumentTypeError(f"{text!r}; it must be {RULE}, with sizes and bandwidths above 0")
+        result.append(level)
+    return result
+
+
+def hierarchy(num_workers: int, bandwidth: float | None, given: list[Level] | None) -> list[Level]:
+    """Return the levels that the flags describe: `given`, or one level with this bandwidth."""
+    if given is None:
+        if bandwidth is None:
+            raise missing("--bandwidth", "--bandwidth=1.25e9", "set without --levels")
+        return [Level(num_workers, bandwidth)]
+    if bandwidth is not None:
+        raise UserError(f"--bandwidth is {bandwidth:g}; it must not be set with --levels, which has bandwidths")
+    if (product := math.prod(level.size for level in given)) != num_workers:
+        raise UserError(f"--num_workers is {num_workers}; it must be {product}, the product of the sizes in --levels")
+    return given
+
+
+def as_json(plan: StagePlan) -> str:
+    """Return the plan as a JSON object."""
+    time = plan.seconds_per_microbatch
+    return json.dumps(
+        {
+            "stages": [stage._asdict() for stage in plan.stages],
+            "seconds_per_microbatch": time,
+            "speedup_over_data_parallel": plan.data_parallel_seconds / time if time else 1.0,
+            "speedup_over_model_parallel": plan.model_parallel_seconds / time if time else 1.0,
+            "num_in_flight": plan.num_in_flight,
+        }
+    )
+
+
+def as_text(plan: StagePlan, layers: list[LayerProfile]) -> str:
+    """Return the plan as lines: a table of the stages, and the predictions."""
+    rows = [("stage", "layers", "replicas", "first layer", "last layer")]
+    for index, (first, last, replicas) in enumerate(plan.stages):
+        rows.append((str(index), f"{first}-{last}", str(replicas), layers[first].name, layers[last].name))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    time = plan.seconds_per_microbatch
+    lines += ["", f"time per microbatch   {time:.6g} s"]
+    if time:
+        lines += [
+            f"data parallelism      {plan.data_parallel_seconds / time:.3g} times as long",
+            f"model parallelism     {plan.model_parallel_seconds / time:.3g} times as long",
+        ]
+    return "\n".join(
+        [*lines, f"in flight             {format_count(plan.num_in_flight, 'microbatch')} per input stage"]
+    )
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = Parser(__doc__)
+    parser.require(
+        "--profile", "--profile=profile.json", type=Path, metavar="FILE.json", help="the profile of the model"
+    )
+    parser.require(
+        "--num_workers", "--num_workers=16", type=integer(1), metavar="N", help="number of workers (devices)"
+    )
+    add = parser.add_argument
+    add("--bandwidth", type=number("a positive number of bytes per second", minimum=5e-324), help="bytes per second")
+    add("--levels", type=levels, help=f"a hierarchy instead of --bandwidth: {RULE}")
+    add("--memory_limit", type=number("a non-negative number of bytes"), default=math.inf, help="bytes of a worker")
+    add(
+        "--communication_model",
+        type=choice(COMMUNICATION_MODELS),
+        metavar="|".join(COMMUNICATION_MODELS),
+        default="ring",
+        help="time of a gradient exchange: of a ring all-reduce (default), or by the formula of PipeDream's paper or "
+        "released code",
+    )
+    add("--straight", action="store_true", help="give every stage one worker")
+    add("--no_transfers", action="store_true", help="ignore the transfers of activations and gradients between stages")
+    add("--json", action="store_true", help="print one JSON object")
+    arguments = parser.parse()
+    layers = read_profile(arguments.profile)
+    search = StageSearch(
+        layers,
+        hierarchy(arguments.num_workers, arguments.bandwidth, arguments.levels),
+        model=arguments.communication_model,
+        transfers=not arguments.no_transfers,
+        straight=arguments.straight,
+        memory_limit=arguments.memory_limit,
+    )
+    plan = search.find()
+    if plan is None and arguments.straight and len(layers) < arguments.num_workers:
+        raise UserError(
+            f"--num_workers is {arguments.num_workers}; it must be at most {len(layers)}, the number of layers, with "
+            "--straight"
+        )
+    if plan is None:
+        raise UserError(f"--memory_limit is {arguments.memory_limit:g}; it must be larger, because no plan fits")
+    print(as_json(plan) if arguments.json else as_text(plan, layers))
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
