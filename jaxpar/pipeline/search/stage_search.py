@@ -21,7 +21,7 @@ import numpy as np
 from jaxpar.pipeline.search.layer_profile import LayerProfile
 
 COMMUNICATION_MODELS = ("ring", "paper", "released")
-BLOCK = 64  # rows that are compared at a time, so that they stay in the cache of the CPU
+COMPARED_ROWS = 64  # rows that are compared at a time, so that they stay in the cache of the CPU
 
 
 class Level(NamedTuple):
@@ -248,8 +248,8 @@ def _fastest_cut(before: np.ndarray, times: np.ndarray, first: int) -> np.ndarra
       first: the first layer.
     """
     result = np.full(len(times), np.inf)
-    for start in range(first + 1, len(times), BLOCK):
-        stop = min(start + BLOCK, len(times))
+    for start in range(first + 1, len(times), COMPARED_ROWS):
+        stop = min(start + COMPARED_ROWS, len(times))
         last_stage = times[start:stop, first + 1 : stop]
         result[start:stop] = np.maximum(last_stage, before[first : stop - 1]).min(axis=1)
     return result

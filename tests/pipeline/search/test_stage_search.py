@@ -155,7 +155,7 @@ def test_a_replicated_stage() -> None:
 
 
 def test_the_hierarchy_keeps_replicas_within_a_node() -> None:
-    """By hand: 2 nodes of 2 workers with fast links inside. Replicas of a stage are in the same node."""
+    """By hand: of 2 nodes of 2 workers with fast links inside, each holds the replicas of one stage."""
     layers = [layer(1, weights=1e6, output=1e3), layer(1, weights=1e6, output=1e3)]
     plan = StageSearch(layers, [Level(2, 1e9), Level(2, 1e5)]).find()
     assert plan is not None
