@@ -16,7 +16,7 @@ import numpy as np
 from jaxpar import layout
 from jaxpar.layout import Layout
 from jaxpar.mesh import STAGE
-from jaxpar.pipeline.tables.table import PHASE_OF_KIND, Table, device_of_stage, receiver
+from jaxpar.pipeline.tables.table import ACTION_KINDS, Table, device_of_stage, receiver
 from jaxpar.step import abstract
 
 NONE = -1
@@ -122,10 +122,10 @@ class _Transfer(NamedTuple):
 def lower_table(table: Table) -> LoweredTable:
     """Lower a valid table to the form that the engine runs."""
     rows = table.actions[["clock", "device", "kind", "microbatch", "chunk", "stage", "slot"]].tolist()
-    clocks = {(PHASE_OF_KIND[kind], microbatch, stage): clock for clock, _, kind, microbatch, _, stage, _ in rows}
+    clocks = {(ACTION_KINDS[kind].phase, microbatch, stage): clock for clock, _, kind, microbatch, _, stage, _ in rows}
     slots = {buffer: _share_slots(lives) for buffer, lives in _lives(table, clocks).items()}
     if (0, 1) in slots:
-        slots[0, 1] = {(row[3], row[5]): row[6] for row in rows if PHASE_OF_KIND[row[2]] == 0}
+        slots[0, 1] = {(row[3], row[5]): row[6] for row in rows if ACTION_KINDS[row[2]].phase == 0}
 
     def empty() -> np.ndarray:
         return np.full((table.num_devices, table.num_clocks), NONE, np.int32)
@@ -136,7 +136,7 @@ def lower_table(table: Table) -> LoweredTable:
 
     actions = [actions_of(phase) for phase in range(1 + max(phase for phase, _, _ in clocks))]
     for clock, device, kind, microbatch, chunk, stage, _ in rows:
-        phase, place, key = PHASE_OF_KIND[kind], (device, clock), (microbatch, stage)
+        phase, place, key = ACTION_KINDS[kind].phase, (device, clock), (microbatch, stage)
         of_phase = actions[phase]
         of_phase.chunk[place], of_phase.microbatch[place] = chunk, microbatch
         of_phase.inbox[place] = slots.get(INBOXES[phase], {}).get(key, NONE) if phase < len(INBOXES) else NONE
@@ -164,7 +164,7 @@ def _transfers(table: Table, slots: dict[Buffer, dict[tuple[int, int], int]]) ->
     for clock, device, kind, microbatch, stage in table.actions[
         ["clock", "device", "kind", "microbatch", "stage"]
     ].tolist():
-        phase, to = PHASE_OF_KIND[kind], receiver(kind, stage)
+        phase, to = ACTION_KINDS[kind].phase, receiver(kind, stage)
         if phase < len(INBOXES) and 0 <= to < table.num_stages:
             offset = (device_of[to] - device) % table.num_devices
             transfers.append(

@@ -13,7 +13,7 @@ from jax.experimental import io_callback
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.pipeline.executor.lowering import Actions
 from jaxpar.pipeline.tables.simulate import Simulation, Span, Times, simulate_table
-from jaxpar.pipeline.tables.table import BW, PHASE_OF_KIND, B, F, Table, W
+from jaxpar.pipeline.tables.table import ACTION_KINDS, BW, B, F, Table, W
 
 
 class Timeline:
@@ -70,7 +70,7 @@ class Timeline:
         first = min(min(times) for times in self._times.values())
         spans = []
         for device, kind, microbatch, chunk in table.actions[["device", "kind", "microbatch", "chunk"]].tolist():
-            start, end = self._times[device, PHASE_OF_KIND[kind], microbatch, chunk]
+            start, end = self._times[device, ACTION_KINDS[kind].phase, microbatch, chunk]
             spans.append(Span(device, kind, microbatch, chunk, start - first, end - first))
         return spans
 

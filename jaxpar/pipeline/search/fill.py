@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpar.pipeline.tables.simulate import Time, Times
-from jaxpar.pipeline.tables.table import PHASE_OF_KIND, Action, B, F, W, action_inputs, device_of_stage
+from jaxpar.pipeline.tables.table import ACTION_KINDS, Action, B, F, W, action_inputs, device_of_stage
 
 Orders = list[list[Action]]  # by device
 
@@ -38,7 +38,7 @@ class SearchProblem(NamedTuple):
 
     def change(self, kind: int) -> float:
         """Return the change in the number of stashed microbatches that an action of this kind causes."""
-        return (1, self.weight_memory - 1, -self.weight_memory, -1)[kind]
+        return ACTION_KINDS[kind].stashes(self.weight_memory)
 
     def fits(self, stashed: float) -> bool:
         """Return whether this many stashed microbatches fit, with a tolerance for rounded sums of weight_memory."""
@@ -129,7 +129,7 @@ class Filling:
         else:
             self._waited[device] += wait
         self._now[device] += wait + self._durations[device][kind]
-        self._ends[PHASE_OF_KIND[kind], microbatch, self._stages[device][chunk]] = self._now[device]
+        self._ends[ACTION_KINDS[kind].phase, microbatch, self._stages[device][chunk]] = self._now[device]
         self._stashed[device] += self.problem.change(kind)
         if kind == B:
             self._owed[device].append(Action(W, microbatch, chunk))

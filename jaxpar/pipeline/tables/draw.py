@@ -12,12 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from jaxpar.pipeline.tables.simulate import Span
-from jaxpar.pipeline.tables.table import ACTION_KINDS, Table
+from jaxpar.pipeline.tables.table import ACTION_KINDS, Kind, Table
 
 CHUNKS = "abcdefghijklmnopqrstuvwxyz"  # further chunks are numbered
-# Colours by kind, which remain distinct with colour blindness (Okabe and Ito, "Color Universal Design", 2008).
-COLOURS = {"F": "#56b4e9", "B": "#e69f00", "W": "#009e73", "BW": "#d55e00"}
-KIND_NAMES = {"F": "F forward", "B": "B input gradient", "W": "W weight gradient", "BW": "BW backward"}
 ROW_INCHES, CELL_INCHES = 0.32, 0.14
 MIN_INCHES, MAX_INCHES = 8.0, 30.0  # total width of the cells
 TITLE_INCHES, AXIS_INCHES, LEGEND_INCHES, SIDE_INCHES = 0.4, 0.5, 0.2, 0.6
@@ -29,7 +26,9 @@ def format_table(table: Table) -> str:
     """Format the table as a grid with a column per clock. `F3b` is F of microbatch 3 on the second chunk."""
     cells = [[""] * table.num_clocks for _ in range(table.num_devices)]
     for clock, device, kind, microbatch, chunk, *_ in table.actions.tolist():
-        cells[device][clock] += f"{ACTION_KINDS[kind]}{microbatch}" + (letter(chunk) if table.num_chunks > 1 else "")
+        cells[device][clock] += f"{ACTION_KINDS[kind].name}{microbatch}" + (
+            letter(chunk) if table.num_chunks > 1 else ""
+        )
     widths = [max(len(row[clock]) for row in cells) for clock in range(table.num_clocks)]
     rows = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
     return "\n".join(f"{device}:  {row}".rstrip() for device, row in enumerate(rows))
@@ -99,7 +98,7 @@ def _chart(ax: Axes, title: str, timeline: Sequence[Span], inches: float) -> Non
     legend = [
         Patch(
             color=shade(kind, chunk, num_chunks),
-            label=KIND_NAMES[kind] + (f", chunk {letter(chunk)}" * (num_chunks > 1)),
+            label=kind.title + (f", chunk {letter(chunk)}" * (num_chunks > 1)),
         )
         for kind in kinds
         for chunk in range(num_chunks)
@@ -108,8 +107,8 @@ def _chart(ax: Axes, title: str, timeline: Sequence[Span], inches: float) -> Non
     ax.legend(handles=legend, loc="upper left", bbox_to_anchor=below, ncols=len(kinds), frameon=False, fontsize=8)
 
 
-def shade(kind: str, chunk: int, num_chunks: int) -> tuple[float, float, float]:
+def shade(kind: Kind, chunk: int, num_chunks: int) -> tuple[float, float, float]:
     """Return the colour of a kind. Later chunks are lighter."""
     white = 0.65 * chunk / max(1, num_chunks - 1)
-    red, green, blue = (value + (1 - value) * white for value in to_rgb(COLOURS[kind]))
+    red, green, blue = (value + (1 - value) * white for value in to_rgb(kind.colour))
     return red, green, blue

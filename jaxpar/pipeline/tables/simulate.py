@@ -8,7 +8,7 @@ of that span in which the device waits. If every flush ends in a barrier, a step
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxpar.pipeline.tables.table import PHASE_OF_KIND, Table, action_inputs, device_of_stage, receiver
+from jaxpar.pipeline.tables.table import ACTION_KINDS, Table, action_inputs, device_of_stage, receiver
 from jaxpar.pipeline.tables.validate import peak_in_flight, peak_stashed
 
 Time = float  # in any one unit; Fractions stay exact
@@ -21,7 +21,7 @@ class Times(NamedTuple):
     backward: Time | Sequence[Time]  # B alone; a fused backward takes backward + weight
     weight: Time | Sequence[Time]
 
-    def by_kind(self, num_devices: int, num_chunks: int) -> list[tuple[Time, Time, Time, Time]]:
+    def by_kind(self, num_devices: int, num_chunks: int) -> list[tuple[Time, ...]]:
         """Return the time of an action by `[device][kind]`: 1 / num_chunks of the time of the device."""
         spread = []
         for name, times in zip(self._fields, self, strict=True):
@@ -31,7 +31,8 @@ class Times(NamedTuple):
                     f"{name} has {len(of_devices)} times; it must have one, or one per device ({num_devices})"
                 )
             spread.append([time / num_chunks for time in of_devices])
-        return [(f, b, w, b + w) for f, b, w in zip(*spread, strict=True)]
+        by_device = [dict(zip(self._fields, times, strict=True)) for times in zip(*spread, strict=True)]
+        return [tuple(sum(times[one] for one in kind.passes) for kind in ACTION_KINDS) for times in by_device]
 
 
 class Span(NamedTuple):
@@ -117,7 +118,7 @@ def action_graph(table: Table, times: Times, communication: Time) -> tuple[Actio
     device_of = device_of_stage(table.stages)
     durations = times.by_kind(table.num_devices, table.num_chunks)
     rows = [(kind, microbatch, stage) for _, _, kind, microbatch, _, stage, _, _ in table.actions.tolist()]
-    index = {(PHASE_OF_KIND[kind], microbatch, stage): i for i, (kind, microbatch, stage) in enumerate(rows)}
+    index = {(ACTION_KINDS[kind].phase, microbatch, stage): i for i, (kind, microbatch, stage) in enumerate(rows)}
     waits = [
         [
             (index[key], communication if device_of[key[2]] != device_of[stage] else 0)

@@ -14,11 +14,49 @@ from typing import NamedTuple
 
 import numpy as np
 
-ACTION_KINDS = ("F", "B", "W", "BW")
-F, B, W, BW = range(4)
-PHASE_OF_KIND = (0, 1, 2, 1)  # the order within a clock: F, then B or BW, then W
 FIELDS = ("clock", "device", "kind", "microbatch", "chunk", "stage", "version", "slot")
 ACTION = np.dtype([(name, np.int32) for name in FIELDS])
+
+
+class Kind(NamedTuple):
+    """The properties of a kind of action.
+
+    Attributes:
+      name: its name in tables.
+      title: its name in pictures.
+      colour: its colour in pictures; they remain distinct with colour blindness (Okabe and Ito, "Color Universal
+        Design", 2008).
+      phase: its place in the order within a clock.
+      passes: the passes that it computes, out of forward, backward (dX) and weight (dW), which add up to its time.
+      reads: the actions whose results it needs: their phase, and the distance of their stage.
+      sends_to: distance to the stage that receives its result; 0 if no other stage does.
+    """
+
+    name: str
+    title: str
+    colour: str
+    phase: int
+    passes: tuple[str, ...]
+    reads: tuple[tuple[int, int], ...]
+    sends_to: int
+
+    def stashes(self, weight_memory: float = 1.0) -> float:
+        """Return the change in the number of stashed microbatches that an action of this kind causes.
+
+        weight_memory: fraction of a microbatch's memory that is still held between its B and its W. It is less than 1
+        if W needs only a part of the values that F stashed.
+        """
+        freed = ("backward" in self.passes) * (1 - weight_memory) + ("weight" in self.passes) * weight_memory
+        return ("forward" in self.passes) - freed
+
+
+ACTION_KINDS = (
+    Kind("F", "F forward", "#56b4e9", 0, ("forward",), reads=((0, -1),), sends_to=1),
+    Kind("B", "B input gradient", "#e69f00", 1, ("backward",), reads=((0, 0), (1, 1)), sends_to=-1),
+    Kind("W", "W weight gradient", "#009e73", 2, ("weight",), reads=((1, 0),), sends_to=0),
+    Kind("BW", "BW backward", "#d55e00", 1, ("backward", "weight"), reads=((0, 0), (1, 1)), sends_to=-1),
+)
+F, B, W, BW = range(len(ACTION_KINDS))
 
 
 class Table(NamedTuple):
@@ -79,16 +117,13 @@ def device_of_stage(stages: np.ndarray) -> list[int]:
 
 def receiver(kind: int, stage: int) -> int:
     """Return the stage that receives the result of an action; a stage that does not exist if there is none."""
-    return stage + (1, -1, 0, -1)[kind]
+    return stage + ACTION_KINDS[kind].sends_to
 
 
 def action_inputs(kind: int, microbatch: int, stage: int, num_stages: int) -> list[tuple[int, int, int]]:
     """Return the (phase, microbatch, stage) of the actions whose results an action needs."""
-    if kind == W:
-        return [(1, microbatch, stage)]
-    if kind == F:
-        return [(0, microbatch, stage - 1)] if stage else []
-    return [(0, microbatch, stage)] + ([(1, microbatch, stage + 1)] if stage + 1 < num_stages else [])
+    senders = ((phase, stage + distance) for phase, distance in ACTION_KINDS[kind].reads)
+    return [(phase, microbatch, sender) for phase, sender in senders if 0 <= sender < num_stages]
 
 
 def place_actions(
@@ -120,7 +155,7 @@ def place_actions(
         used, offsets = -1, {0}  # latest phase in this clock; distances of its transfers
         for index in range(nexts[device], len(orders[device])):
             kind, microbatch, chunk = orders[device][index]
-            stage, phase = int(stages[device, chunk]), PHASE_OF_KIND[kind]
+            stage, phase = int(stages[device, chunk]), ACTION_KINDS[kind].phase
             before = clock + (phase == 1 and stage == last_stage)
             arrived = all(
                 made.get(key, before) < before for key in action_inputs(kind, microbatch, stage, last_stage + 1)
@@ -145,7 +180,7 @@ def place_actions(
         if len(rows) == before:
             kind, microbatch, chunk = orders[late[0]][nexts[late[0]]]
             raise ValueError(
-                f"the orders deadlock: device {late[0]} never reaches {ACTION_KINDS[kind]} of "
+                f"the orders deadlock: device {late[0]} never reaches {ACTION_KINDS[kind].name} of "
                 f"microbatch {microbatch}, stage {stages[late[0], chunk]}"
             )
     return with_slots(Table(len(orders), stages.shape[1], num_microbatches, np.array(rows, dtype=ACTION)))

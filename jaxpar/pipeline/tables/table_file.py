@@ -8,9 +8,10 @@ import numpy as np
 from jaxpar.errors import nearest
 from jaxpar.files import unreadable
 from jaxpar.pipeline.tables.schedule import SCHEDULES
-from jaxpar.pipeline.tables.table import ACTION, ACTION_KINDS, FIELDS, PHASE_OF_KIND, Table, with_slots
+from jaxpar.pipeline.tables.table import ACTION, ACTION_KINDS, FIELDS, Table, with_slots
 from jaxpar.pipeline.tables.validate import TableError, check_table
 
+KIND_NAMES = [kind.name for kind in ACTION_KINDS]
 MAX_CLOCKS = 10  # per action, in a table read from a file
 
 
@@ -21,7 +22,7 @@ def write_table(table: Table, path: Path | str) -> None:
         writer.writerow(FIELDS)
         for row in table.actions.tolist():
             writer.writerow(
-                ACTION_KINDS[value] if field == "kind" else value for field, value in zip(FIELDS, row, strict=True)
+                ACTION_KINDS[value].name if field == "kind" else value for field, value in zip(FIELDS, row, strict=True)
             )
 
 
@@ -84,9 +85,9 @@ def _row(columns: list[str], row: list[str], line: str) -> dict[str, int]:
     result = {}
     for column, value in zip(columns, map(str.strip, row), strict=True):
         if column == "kind":
-            if value not in ACTION_KINDS:
-                raise ValueError(f"{line}: kind is {value!r}; it must be one of {', '.join(ACTION_KINDS)}")
-            result[column] = ACTION_KINDS.index(value)
+            if value not in KIND_NAMES:
+                raise ValueError(f"{line}: kind is {value!r}; it must be one of {', '.join(KIND_NAMES)}")
+            result[column] = KIND_NAMES.index(value)
         else:
             if not (value.isascii() and value.isdigit() and len(value) < 10):
                 raise ValueError(f"{line}: {column} is {value!r}; it must be an integer between 0 and 999999999")
@@ -95,7 +96,7 @@ def _row(columns: list[str], row: list[str], line: str) -> dict[str, int]:
 
 
 def _table(columns: list[str], rows: list[dict[str, int]]) -> Table:
-    rows.sort(key=lambda row: (row["clock"], row["device"], PHASE_OF_KIND[row["kind"]]))
+    rows.sort(key=lambda row: (row["clock"], row["device"], ACTION_KINDS[row["kind"]].phase))
     devices, chunks, microbatches = (max(row[size] for row in rows) + 1 for size in ("device", "chunk", "microbatch"))
     for row in rows:
         row.setdefault("stage", row["chunk"] * devices + row["device"])

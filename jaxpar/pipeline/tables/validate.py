@@ -1,6 +1,7 @@
 """Checks that the engine can run a table, and counts the microbatches that each device holds at its peak."""
 
 import itertools
+from collections.abc import Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -10,7 +11,6 @@ from jaxpar.pipeline.tables.table import (
     ACTION_KINDS,
     BW,
     FIELDS,
-    PHASE_OF_KIND,
     B,
     F,
     Table,
@@ -57,7 +57,7 @@ def _fail(row: ActionRow, rule: str) -> NoReturn:
 
 
 def _name(row: ActionRow) -> str:
-    return f"{ACTION_KINDS[row['kind']]} of microbatch {row['microbatch']}, stage {row['stage']}"
+    return f"{ACTION_KINDS[row['kind']].name} of microbatch {row['microbatch']}, stage {row['stage']}"
 
 
 def _check_rows(table: Table, rows: list[ActionRow]) -> None:
@@ -82,7 +82,7 @@ def _check_rows(table: Table, rows: list[ActionRow]) -> None:
 
 
 def _place(row: ActionRow) -> tuple[int, int, int]:
-    return row["clock"], row["device"], PHASE_OF_KIND[row["kind"]]
+    return row["clock"], row["device"], ACTION_KINDS[row["kind"]].phase
 
 
 def _check_stages(rows: list[ActionRow]) -> dict[int, int]:
@@ -123,7 +123,7 @@ def _check_once(rows: list[ActionRow]) -> dict[tuple[int, int, int], ActionRow]:
     """Check that no action runs twice, and return the actions by (phase, microbatch, stage)."""
     made: dict[tuple[int, int, int], ActionRow] = {}
     for row in rows:
-        key = PHASE_OF_KIND[row["kind"]], row["microbatch"], row["stage"]
+        key = ACTION_KINDS[row["kind"]].phase, row["microbatch"], row["stage"]
         other = made.setdefault(key, row)
         if other is not row:
             _fail(row, f"{_name(row)} repeats {_name(other)} at clock {other['clock']}; it must run once")
@@ -193,26 +193,23 @@ def _check_slots(rows: list[ActionRow]) -> None:
 
 def peak_in_flight(table: Table) -> np.ndarray:
     """Return, by device, the peak number of microbatches, counted per chunk, between their F and their B or BW."""
-    return _peak(table, [1, -1, 0, -1]).astype(int)
+    return _peak(table, [kind.stashes(weight_memory=0) for kind in ACTION_KINDS]).astype(int)
 
 
 def peak_handed(table: Table) -> np.ndarray:
     """Return, by device, the peak number of microbatches, counted per chunk, between their B and their W."""
-    return _peak(table, [0, 1, -1, 0]).astype(int)
+    return _peak(table, [("backward" in kind.passes) - ("weight" in kind.passes) for kind in ACTION_KINDS]).astype(int)
 
 
 def peak_stashed(table: Table, weight_memory: float = 1.0) -> np.ndarray:
     """Return, by device, the peak number of microbatches, counted per chunk, between their F and their W or BW.
 
-    Args:
-      table: the table.
-      weight_memory: fraction of a microbatch's memory that is still held between its B and its W. It is less than
-        1 if W needs only a part of the values that F stashed.
+    weight_memory: as in `Kind.stashes`.
     """
-    return _peak(table, [1, weight_memory - 1, -weight_memory, -1])
+    return _peak(table, [kind.stashes(weight_memory) for kind in ACTION_KINDS])
 
 
-def _peak(table: Table, change_by_kind: list[float]) -> np.ndarray:
+def _peak(table: Table, change_by_kind: Sequence[float]) -> np.ndarray:
     if not is_training(table):  # a forward-only table stashes nothing
         return np.zeros(table.num_devices)
     change = np.array(change_by_kind, float)[table.actions["kind"]]

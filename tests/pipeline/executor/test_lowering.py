@@ -12,8 +12,8 @@ from jaxpar.pipeline.executor.lowering import INBOXES, NONE, LoweredTable, lower
 from jaxpar.pipeline.tables.schedule import SCHEDULES, forward_only
 from jaxpar.pipeline.tables.table import (
     ACTION,
+    ACTION_KINDS,
     BW,
-    PHASE_OF_KIND,
     B,
     F,
     Table,
@@ -107,7 +107,7 @@ def run(table: Table) -> None:
     machine = Machine(table, lowered)
     machine.run()
     expected = table.actions[["clock", "device", "kind", "microbatch", "stage"]].tolist()
-    assert machine.done == [(*row[:2], PHASE_OF_KIND[row[2]], *row[3:]) for row in expected]
+    assert machine.done == [(*row[:2], ACTION_KINDS[row[2]].phase, *row[3:]) for row in expected]
     kinds = set(table.actions["kind"].tolist())
     peaks: dict[Any, int] = dict(machine.peaks)
     if B in kinds or BW in kinds:
@@ -159,7 +159,7 @@ def random_table(rng: random.Random, p: int, v: int, m: int, fused: bool) -> Tab
         busy: set[tuple[int, int]] = set()  # device, phase
         sent: set[tuple[int, int]] = set()  # device, offset
         for device, phase in itertools.product(range(p), range(3)):
-            mine = [a for a in todo if device_of[a[2]] == device and PHASE_OF_KIND[a[0]] == phase]
+            mine = [a for a in todo if device_of[a[2]] == device and ACTION_KINDS[a[0]].phase == phase]
             rng.shuffle(mine)
             for kind, k, stage in mine:
                 shares = kind == W or (phase == 1 and stage == last)  # may share the clock of its F or B

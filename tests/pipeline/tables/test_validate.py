@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar.pipeline.tables.schedule import SCHEDULES, forward_only
-from jaxpar.pipeline.tables.table import ACTION, BW, PHASE_OF_KIND, B, F, Table, W, loop_stages, with_slots
+from jaxpar.pipeline.tables.table import ACTION, ACTION_KINDS, BW, B, F, Table, W, loop_stages, with_slots
 from jaxpar.pipeline.tables.validate import TableError, check_table, peak_handed, peak_in_flight, peak_stashed
 from tests.pipeline.named_tables import make
 
@@ -32,7 +32,7 @@ def dropped(table: Table, *row: int) -> Table:
 
 
 def ordered(actions: np.ndarray) -> np.ndarray:
-    in_clock = np.array(PHASE_OF_KIND)[np.clip(actions["kind"], 0, 3)]
+    in_clock = np.array([kind.phase for kind in ACTION_KINDS])[np.clip(actions["kind"], 0, 3)]
     return actions[np.lexsort((in_clock, actions["device"], actions["clock"]))]
 
 
@@ -204,7 +204,7 @@ def is_valid(table: Table) -> bool:
         for clock, d, kind, _, _, s, _, _ in rows
         if kind != W and 0 <= (to := s + (1 if kind == F else -1)) <= last and device_of[to] != d
     ]
-    busy = [(clock, d, PHASE_OF_KIND[kind]) for clock, d, kind, *_ in rows]
+    busy = [(clock, d, ACTION_KINDS[kind].phase) for clock, d, kind, *_ in rows]
     if len(set(transfers)) < len(transfers) or len(set(busy)) < len(busy):
         return False
     slot = {(kind, k, s): x for _, _, kind, k, _, s, _, x in rows}
