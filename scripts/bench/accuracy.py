@@ -10,6 +10,7 @@ seeds, and the range from the lowest to the highest score. Runs with results in 
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -49,16 +50,34 @@ def main() -> None:
     parser.add_argument("--workdir", type=Path, default=Path("runs/accuracy"), help="directory of the runs")
     arguments, overrides = parser.parse_with_overrides()
     overrides += [f"--config.mesh.{key}={arguments.replicas}" for key in ("data", "virtual_cpu_devices")]
-    config = configs.load_config(arguments.config)
+    settings = {row: chosen(row) for row in ("ddp", *arguments.exchanges)}
+    compare("exchange", settings, arguments.config, overrides, arguments.workdir, arguments.seeds)
+
+
+def compare(
+    head: str, rows: Mapping[str, list[str]], config_path: str, overrides: list[str], workdir: Path, seeds: int
+) -> None:
+    """Train each row with several seeds, and print the scores and their difference from those of the first row.
+
+    Args:
+      head: head of the column with the names of the rows.
+      rows: overrides of the config, by name.
+      config_path: config of all rows, as PATH[:PRESET].
+      overrides: overrides of all rows.
+      workdir: directory of the runs.
+      seeds: number of runs of each row.
+    """
+    config = configs.load_config(config_path)
     configs.override(config, overrides)
     score = tasks.find_task(config).score
-    print(f"{'exchange':54} {score.key:>14} {'lowest to highest':>20} {'minus ddp':>10} MB per step", flush=True)
     reference: float | None = None
-    for row in dict.fromkeys(["ddp", *arguments.exchanges]):
+    minus = f"minus {next(iter(rows))}"
+    print(f"{head:54} {score.key:>14} {'lowest to highest':>20} {minus:>10} MB per step", flush=True)
+    for row, settings in rows.items():
         results = []
-        for seed in range(config.seed, config.seed + arguments.seeds):
-            workdir = arguments.workdir / row.replace(" ", "_") / str(seed)
-            results.append(train(arguments.config, workdir, [*overrides, *chosen(row), f"--config.seed={seed}"]))
+        for seed in range(config.seed, config.seed + seeds):
+            path = workdir / row.replace(" ", "_") / str(seed)
+            results.append(train(config_path, path, [*overrides, *settings, f"--config.seed={seed}"]))
         finished = [result for result in results if result]
         if len(finished) < len(results):
             print(f"{row:54} {len(results) - len(finished)} of {len(results)} runs diverged", flush=True)

@@ -9,10 +9,12 @@ import pytest
 
 from jaxpar import config as configs
 from jaxpar import train
-from jaxpar.errors import UserError
+from jaxpar.asynchronous import options
+from jaxpar.errors import UserError, accepted
 from jaxpar.tasks import Score
 from jaxpar.tasks.classification import TASK
 from scripts import compare_updates
+from scripts.bench import mitigations
 from tests.checkpoint.test_private import config as small_run
 
 
@@ -112,3 +114,15 @@ def test_a_case_that_diverges() -> None:
     assert cells[2] == ["sync", "none", "4.00", "0.00, 0", "50.00%", "", "1"]
     assert cells[3] == ["async", "none", "", "", "diverged", "", ""]
     assert cells[4][5] == "async diverged"
+
+
+@pytest.mark.parametrize("row", mitigations.ROWS)
+def test_rows_of_the_benchmark_of_mitigations(row: str) -> None:
+    config = configs.default_config()
+    configs.override(config, ["--config.strategy=async_data_parallel", *mitigations.chosen(row)])
+    accepted(options.decide_updates(config))
+    policy, _, rest = row.partition("+")
+    name, _, strength = rest.partition(" dc_strength=")
+    assert config.asynchronous.policy == policy
+    assert options.named_mitigations(config) == ([name] if name else [])
+    assert config.asynchronous.dc_strength == (float(strength) if strength else None)
