@@ -14,15 +14,16 @@ from jaxpar.errors import UserError, nearest
 from jaxpar.measure.flops import peak_flops
 from jaxpar.memory import host_bytes
 
-# name -> (device kind as JAX reports it, memory in bytes, compute capability), from NVIDIA's data sheets.
+# name -> (device kind as JAX reports it, memory in bytes, compute capability, bytes per second read from memory), from
+# NVIDIA's data sheets.
 KINDS = {
-    "B200": ("NVIDIA B200", 180e9, "10.0"),
-    "H200": ("NVIDIA H200", 141e9, "9.0"),
-    "H100": ("NVIDIA H100 80GB HBM3", 80e9, "9.0"),
-    "A100": ("NVIDIA A100-SXM4-80GB", 80e9, "8.0"),
-    "L4": ("NVIDIA L4", 24e9, "8.9"),
-    "V100": ("Tesla V100-SXM2-32GB", 32e9, "7.0"),
-    "T4": ("Tesla T4", 16e9, "7.5"),
+    "B200": ("NVIDIA B200", 180e9, "10.0", 8e12),
+    "H200": ("NVIDIA H200", 141e9, "9.0", 4.8e12),
+    "H100": ("NVIDIA H100 80GB HBM3", 80e9, "9.0", 3.35e12),
+    "A100": ("NVIDIA A100-SXM4-80GB", 80e9, "8.0", 2.039e12),
+    "L4": ("NVIDIA L4", 24e9, "8.9", 300e9),
+    "V100": ("Tesla V100-SXM2-32GB", 32e9, "7.0", 900e9),
+    "T4": ("Tesla T4", 16e9, "7.5", 300e9),
 }
 PEAK_DTYPES = ("float32", "bfloat16")
 
@@ -51,6 +52,7 @@ class Cluster:
       num_processes: the number of processes that share the devices.
       memory_bytes: the memory of one device that JAX can use; None if unknown. The CPU devices of a machine share its
         memory.
+      memory_bandwidth: the rate at which a device reads its memory, in bytes/s; None if unknown.
       peak_flops: peak FLOP/s of one device by dtype; unknown dtypes are missing.
       compute_capability: the compute capability of NVIDIA GPUs, such as 9.0; empty for other devices.
       has_pinned_host_memory: whether arrays can be placed in pinned host memory.
@@ -62,6 +64,7 @@ class Cluster:
     num_devices: int
     num_processes: int = 1
     memory_bytes: float | None = None
+    memory_bandwidth: float | None = None
     peak_flops: Mapping[str, float] = field(default_factory=dict)
     compute_capability: str = ""
     has_pinned_host_memory: bool = True
@@ -118,8 +121,10 @@ def named_cluster(
         hint = nearest(name, KINDS)
         stop = "." if hint else ""
         raise UserError(f"device kind is {name!r}; it must be one of cpu, {', '.join(KINDS)}{stop}{hint}")
-    kind, memory, capability = KINDS[name]
-    return Cluster("gpu", kind, num_devices, num_processes, memory, _peaks(kind), capability, links=links or {})
+    kind, memory, capability, bandwidth = KINDS[name]
+    return Cluster(
+        "gpu", kind, num_devices, num_processes, memory, bandwidth, _peaks(kind), capability, links=links or {}
+    )
 
 
 def _peaks(device_kind: str) -> dict[str, float]:

@@ -43,6 +43,7 @@ NOT_RUN = {
     "scripts/python scripts/certify.py": "trains",
     "scripts/python scripts/compare_updates.py": "trains",
     "scripts/python scripts/export": "needs a run",
+    "scripts/python scripts/profile_layers.py": "measures",
     "scripts/setup": "installs packages",
     "scripts/test": "tests",
     "scripts/train": "trains, unless its output is an error",

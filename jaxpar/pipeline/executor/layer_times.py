@@ -1,0 +1,110 @@
+"""Profiles the layers of a model, each as a pipeline stage of its own: measured on a device, or estimated for a GPU."""
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.cluster import Cluster
+from jaxpar.measure.flops import forward_flops
+from jaxpar.pipeline.executor.programs import StageInputs, StagePrograms
+from jaxpar.pipeline.executor.stages import Stages
+from jaxpar.pipeline.search.layer_profile import LayerProfile
+from jaxpar.pipeline.tables.table import loop_stages
+from jaxpar.state import nbytes
+from jaxpar.step import Problem, abstract
+
+K = TypeVar("K")
+FORWARD, BACKWARD = range(2)  # phases of the programs
+
+
+class LayerPrograms:
+    """The forward and backward programs of every layer for one microbatch. Equal layers share theirs.
+
+    Attributes:
+      programs: the programs; stage i is layer i.
+      numbers: number of the program of each layer.
+    """
+
+    def __init__(self, problem: Problem, microbatch: Mapping[str, Any], *, remat: str):
+        """Trace the programs. microbatch: its arrays or their shapes; remat: none, full or dots."""
+        self._model, num_layers = problem.model, len(problem.model.layers)
+        inputs = problem.model.inputs(abstract(microbatch))
+        stages = Stages(problem.model, range(num_layers + 1), loop_stages(num_layers, 1), inputs, problem.task)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        self.programs = StagePrograms(stages, abstract(dict(microbatch)), key, num_phases=2, remat=remat)
+        self.numbers = self.programs.numbers[:, 0].tolist()
+
+    def measure(self, microbatch: Mapping[str, np.ndarray], *, repeats: int) -> list[LayerProfile]:
+        """Return the profile measured on the default device: medians of `repeats` calls of each program."""
+        run = jax.jit(self.programs.run, static_argnums=(0, 1))
+        calls: dict[tuple[int, int], Callable[[], Any]] = {}
+        arrays, key, x = jax.device_put(dict(microbatch)), jax.random.key(0), None
+        for layer, number in enumerate(self.numbers):
+            inputs = StageInputs(self._init(layer), arrays, key, jnp.int32(0), jnp.float32(1), x)
+            outputs, saved = run(number, FORWARD, inputs, {})
+            backward = inputs._replace(dy=outputs.y)
+            calls.setdefault((number, FORWARD), partial(run, number, FORWARD, inputs, {}))
+            calls.setdefault((number, BACKWARD), partial(run, number, BACKWARD, backward, saved))
+            x = outputs.y
+        seconds = _median_seconds(calls, repeats)
+        return self._profile({number: (seconds[number, FORWARD], seconds[number, BACKWARD]) for number in self.numbers})
+
+    def estimate(self, cluster: Cluster, dtype: str) -> list[LayerProfile]:
+        """Return the profile by the roofline of a device whose peak rates are known.
+
+        Williams et al., "Roofline: an insightful visual performance model", 2009. A program takes as long as its
+        matrix products at the peak rate of `dtype`, or as long as moving its inputs, outputs, stash and weights.
+        """
+        assert cluster.memory_bandwidth is not None
+        peak, bandwidth, times = cluster.peak_flops[dtype], cluster.memory_bandwidth, {}
+
+        def seconds(number: int, phase: int, num_moved: int) -> float:
+            program = self.programs.programs[number]
+            saved = dict(program.cut.saved) if phase == BACKWARD else {}
+            work = forward_flops(partial(self.programs.run, number, phase), program.inputs, saved)
+            return max(work / peak, num_moved / bandwidth)
+
+        for number, program in enumerate(self.programs.programs):
+            weights = nbytes(program.inputs.params)
+            others = nbytes((program.inputs.x, program.y)) + self._stash_bytes(number)
+            times[number] = seconds(number, FORWARD, weights + others), seconds(number, BACKWARD, 2 * weights + others)
+        return self._profile(times)
+
+    def _init(self, layer: int) -> Any:
+        """Return initial parameters of a layer, with the arrays that are tied to it."""
+        stages = self.programs.stages
+        device = stages.examples[stages.kinds[layer]]
+        held = stages.init(jax.random.key(0), stages.kinds[layer], jnp.zeros(1, jnp.int32))
+        return stages.part(held, device, 0)
+
+    def _stash_bytes(self, number: int) -> int:
+        return nbytes(self.programs.programs[number].cut.saved.get((FORWARD, BACKWARD), []))
+
+    def _profile(self, times: Mapping[int, tuple[float, float]]) -> list[LayerProfile]:
+        """Return the profile with the times of each program."""
+        return [
+            LayerProfile(
+                layer.name,
+                *times[number],
+                nbytes(self.programs.programs[number].y),
+                self._stash_bytes(number),
+                nbytes(layer.shapes),
+            )
+            for layer, number in zip(self._model.layers, self.numbers, strict=True)
+        ]
+
+
+def _median_seconds(calls: Mapping[K, Callable[[], Any]], repeats: int) -> dict[K, float]:
+    """Return the median time of each call, after one call to compile it. Calls are interleaved."""
+    seconds: dict[K, list[float]] = {name: [] for name in calls}
+    for _ in range(1 + repeats):
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            jax.block_until_ready(call())
+            seconds[name].append(time.perf_counter() - begin)
+    return {name: float(np.median(times[1:])) for name, times in seconds.items()}

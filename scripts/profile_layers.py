@@ -1,0 +1,86 @@
+r"""Profiles the layers of a model for scripts/partition.py: times and sizes of the forward and backward pass.
+
+    scripts/python scripts/profile_layers.py --config=configs/quickstart.py --out=profile.json [--device=H100]
+
+Each layer runs alone on the first device, forward and backward, on a microbatch with the longest texts; layers that are
+equal are measured once. With --device, nothing runs: the times are estimates from the peak rates of a GPU.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from jaxpar import cluster as clusters
+from jaxpar import config as configs
+from jaxpar import data, mesh
+from jaxpar.command_line import Parser, choice, integer
+from jaxpar.errors import UserError, exit_code, format_bytes
+from jaxpar.files import unwritable
+from jaxpar.measure.phases import Phases
+from jaxpar.pipeline.executor.layer_times import LayerPrograms
+from jaxpar.pipeline.search.layer_profile import LayerProfile, write_profile
+from jaxpar.run import build
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = Parser(__doc__)
+    parser.require("--config", "--config=configs/quickstart.py", help="config file as PATH[:PRESET]")
+    parser.require("--out", "--out=profile.json", type=Path, metavar="FILE.json", help="the file to write")
+    add = parser.add_argument
+    add(
+        "--device",
+        type=choice(clusters.KINDS),
+        metavar="KIND",
+        help=f"estimate the times on this GPU: {', '.join(clusters.KINDS)}",
+    )
+    add(
+        "--microbatch_size",
+        type=integer(1),
+        metavar="B",
+        help="examples of a microbatch (default: config.batch_size divided by the replicas and microbatches)",
+    )
+    add("--repeats", type=integer(1), default=10, metavar="N", help="measurements of each layer (default: 10)")
+    arguments, overrides = parser.parse_with_overrides()
+    config = configs.load_config(arguments.config)
+    configs.override(config, overrides)
+    if not arguments.out.parent.is_dir():
+        raise UserError(f"--out is {str(arguments.out)!r}; it must be a path in a folder that exists")
+    mesh.prepare_jax(config, data.cache_dir(config) / "xla")
+    with tempfile.TemporaryDirectory() as folder:
+        run = build.make_run(config, Path(folder), Phases(), build.check_run(config, Path(folder)))
+        layers = profile(run, arguments.microbatch_size, arguments.device, arguments.repeats)
+    try:
+        write_profile(layers, arguments.out)
+    except OSError as error:
+        raise UserError(f"--out is {unwritable(arguments.out, error)}") from None
+    print(as_text(layers))
+
+
+def profile(run: build.Run, microbatch_size: int | None, device: str | None, repeats: int) -> list[LayerProfile]:
+    """Return the profile of a run's layers, measured, or estimated for a kind of GPU."""
+    size = microbatch_size or run.config.batch_size // run.plan.decision.batch_divisor
+    if size > run.config.batch_size:
+        raise UserError(f"--microbatch_size is {size}; it must be at most config.batch_size, {run.config.batch_size}")
+    microbatch = {name: x[:size] for name, x in run.batches.longest().items()}
+    programs = LayerPrograms(run.problem, microbatch, remat=run.config.pipeline.remat)
+    if device is None:
+        return programs.measure(microbatch, repeats=repeats)
+    return programs.estimate(clusters.named_cluster(device, 1), run.config.model.dtype)
+
+
+def as_text(layers: list[LayerProfile]) -> str:
+    """Return the profile as a table."""
+    rows: list[tuple[str, ...]] = [("layer", "forward", "backward", "output", "stash", "weights")]
+    for layer in layers:
+        times = (f"{seconds * 1e3:.3f} ms" for seconds in (layer.forward_s, layer.backward_s))
+        rows.append((layer.name, *times, *(format_bytes(size) for size in layer[3:])))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(n) for cell, n in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
