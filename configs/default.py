@@ -4,7 +4,7 @@ scripts/train --config=configs/default.py --workdir=runs/default
 """
 
 from ml_collections import ConfigDict
-from ml_collections.config_dict import placeholder
+from ml_collections.config_dict import FieldReference, placeholder
 
 
 def get_config() -> ConfigDict:
@@ -128,7 +128,9 @@ def get_config() -> ConfigDict:
     # Activations stored for the backward pass of a layer. none: all; full: only layer inputs; dots: the results of
     # matrix products
     model.remat = "none"
-    model.scan_layers = True  # compute consecutive equal layers with one scan, which shortens compilation
+    # Compute consecutive equal layers with one scan: True, False. auto: False on CPUs if remat is none, because layers
+    # are faster without a scan there; otherwise True
+    model.scan_layers = FieldReference("auto", field_type=bool | str)
     # Attention kernel. xla: JAX's own; batched: products of contiguous matrices; cudnn: for bfloat16 on GPUs.
     # auto: batched on CPUs, cudnn where it is supported, otherwise xla
     model.attention = "auto"

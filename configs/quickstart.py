@@ -15,7 +15,6 @@ def get_config() -> ConfigDict:
     config = default_config()
     config.mesh.virtual_cpu_devices = 2
     config.model.pooling = "mean"
-    config.model.scan_layers = False
     config.data.max_length = 48
     config.data.length_buckets = (16, 24, 48)
     config.num_epochs = 2.0

@@ -11,6 +11,7 @@ import json
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -20,6 +21,7 @@ from jaxpar.errors import UserError, nearest
 
 # Former name -> current name of dotted keys.
 RENAMED = {"asynchronous.cures": "asynchronous.mitigations"}
+BOOL_OR_NAME = bool | str  # type of a key that is true, false or a name, such as auto
 
 
 Values = Mapping[str, Any]  # dotted key -> value of a config
@@ -101,7 +103,7 @@ def override(config: ConfigDict, arguments: Sequence[str]) -> None:
             raise UserError(f"config.{key} does not exist{'.' if hint else ''}{hint}")
         kind = _kind(config, key)
         if not equals:
-            if kind is bool:
+            if kind in (bool, BOOL_OR_NAME):
                 text = str(not negated)
             elif not rest:
                 raise UserError(f"config.{key} has no value; it must be written --config.{key}=VALUE")
@@ -110,7 +112,7 @@ def override(config: ConfigDict, arguments: Sequence[str]) -> None:
         config.update_from_flattened_dict({key: _parse(key, text, kind, known[key])})
 
 
-def _kind(config: ConfigDict, key: str) -> type:
+def _kind(config: ConfigDict, key: str) -> type | UnionType:
     """Return the type that the default config declares for `key`."""
     parent, _, name = key.rpartition(".")
     for part in parent.split(".") if parent else []:
@@ -118,12 +120,12 @@ def _kind(config: ConfigDict, key: str) -> type:
     return config.get_type(name)
 
 
-def _parse(key: str, text: str, kind: type, now: Any) -> Any:
+def _parse(key: str, text: str, kind: type | UnionType, now: Any) -> Any:
     """Parse `text` as a `kind`, for the config key `key` whose current value is `now`. Raises UserError."""
-    if kind is str:
-        return text
-    if kind is bool and text.lower() in ("true", "false", "1", "0"):
+    if kind in (bool, BOOL_OR_NAME) and text.lower() in ("true", "false", "1", "0"):
         return text.lower() in ("true", "1")
+    if kind in (str, BOOL_OR_NAME):
+        return text
     if now is not None and text == "None":
         text = ""  # only a key whose default is None can be set to None
     try:
@@ -143,7 +145,7 @@ def _parse(key: str, text: str, kind: type, now: Any) -> Any:
             return float(text)
     example = f", such as {now!r}" if now and kind is not bool else ""  # 0 often means that a key is not set
     items = {str: " of strings", int: " of integers"}.get(type(now[0]), "") if kind is tuple and now else ""
-    names = {int: "an integer", float: "a number", bool: "true or false", tuple: f"a tuple{items}"}
+    names: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false", tuple: f"a tuple{items}"}
     raise UserError(f"config.{key} is {text!r}; it must be {names[kind]}{example}")
 
 

@@ -28,6 +28,11 @@ def overridden(*arguments: str) -> dict[str, Any]:
         (["--config.model.num_layers=3"], "model.num_layers", 3),
         (["--config.model.num_layers=None"], "model.num_layers", None),
         (["--config.model.norm=rmsnorm"], "model.norm", "rmsnorm"),
+        (["--config.model.scan_layers=True"], "model.scan_layers", True),
+        (["--config.model.scan_layers=false"], "model.scan_layers", False),
+        (["--config.model.scan_layers"], "model.scan_layers", True),
+        (["--noconfig.model.scan_layers"], "model.scan_layers", False),
+        (["--config.model.scan_layers=0", "--config.model.scan_layers=auto"], "model.scan_layers", "auto"),
         (["--config.data.length_buckets=(8,16)"], "data.length_buckets", (8, 16)),
         (["--config.data.length_buckets=8"], "data.length_buckets", (8,)),
         (["--config.data.text_columns=premise,hypothesis"], "data.text_columns", ("premise", "hypothesis")),
@@ -93,6 +98,11 @@ def test_override_mistakes(arguments: list[str], message: str) -> None:
             "from jaxpar.config import default_config\ndef get_config():\n    c = default_config()\n"
             "    c.optimizer.lr = 'fast'\n    return c",
             "line 4: TypeError",
+        ),
+        (
+            "from jaxpar.config import default_config\ndef get_config():\n    c = default_config()\n"
+            "    c.model.scan_layers = 2\n    return c",
+            "line 4: TypeError: Could not override field 'scan_layers'",
         ),
     ],
 )

@@ -9,7 +9,7 @@ from jaxpar.cluster import Cluster
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError, check_choice, nearest
 from jaxpar.models.model import REMAT_POLICIES, Batch, Context, LayerRun, Model, Params, Tie
-from jaxpar.models.options import check_attention, with_attention_of
+from jaxpar.models.options import check_attention, decide_computation
 
 __all__ = ["MODELS", "Batch", "Context", "LayerRun", "Model", "Params", "Tie", "build", "check_model"]
 
@@ -60,7 +60,7 @@ def build(config: ConfigDict, info: DataInfo, cluster: Cluster) -> Model:
     """
     _check_choices(config)
     name = config.model.name
-    model = _module(name).build(with_attention_of(config, cluster), info)
+    model = _module(name).build(decide_computation(config, cluster), info)
     check_attention(config, cluster)  # last, because the model's own errors do not depend on the cluster
     if not isinstance(model, Model):
         raise UserError(
@@ -74,6 +74,8 @@ def _check_choices(config: ConfigDict) -> None:
     check_choice("model.dtype", config.model.dtype, DTYPES)
     check_choice("model.remat", config.model.remat, ("none", *REMAT_POLICIES))
     check_choice("model.attention", config.model.attention, ("auto", "xla", "batched", "cudnn"))
+    if config.model.scan_layers not in ("auto", True, False):
+        raise UserError(f"config.model.scan_layers is {config.model.scan_layers!r}; it must be True, False or 'auto'")
 
 
 def _module(name: str) -> ModuleType:

@@ -204,15 +204,19 @@ def _max_length(rows: int | None, positions: str, info: DataInfo) -> int:
     return rows or longest
 
 
-def with_attention_of(config: ConfigDict, cluster: Cluster) -> ConfigDict:
-    """Return the config, with attention `auto` replaced if the cluster does not support cuDNN attention.
+def decide_computation(config: ConfigDict, cluster: Cluster) -> ConfigDict:
+    """Return a copy of the config in which `auto` in config.model is replaced by the choice for the cluster.
 
-    On CPUs, it becomes `batched`; on GPUs, `xla`.
+    On CPUs, layers are scanned only for remat, which XLA undoes in unrolled layers, and the attention is `batched`. On
+    other platforms, layers are scanned, and the attention is `xla`; it stays `auto` if the cluster supports cuDNN
+    attention, which also depends on the model.
     """
-    if config.model.attention != "auto" or _has_cudnn_attention(cluster):
-        return config
-    config = config.copy_and_resolve_references()
-    config.model.attention = "batched" if cluster.platform == "cpu" else "xla"
+    config, on_cpu = config.copy_and_resolve_references(), cluster.platform == "cpu"
+    if config.model.scan_layers == "auto":
+        with config.ignore_type():  # a resolved reference has the type of its value
+            config.model.scan_layers = not on_cpu or config.model.remat != "none"
+    if config.model.attention == "auto" and not _has_cudnn_attention(cluster):
+        config.model.attention = "batched" if on_cpu else "xla"
     return config
 
 

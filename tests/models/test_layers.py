@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxpar.cluster import named_cluster
 from jaxpar.models import gpt, layers
-from jaxpar.models.options import with_attention_of
+from jaxpar.models.options import decide_computation
 from tests.models.small import TEXT, fast_jit, small_config
 
 B, T, H, K = 3, 7, 4, 5
@@ -77,8 +77,28 @@ def test_products_of_all_tokens(norm: str) -> None:
     check_equal(values_and_gradients(ours, *arguments), values_and_gradients(usual, *arguments))
 
 
+@pytest.mark.parametrize(
+    ("cluster", "overrides", "scan"),
+    [
+        ("cpu", {}, False),
+        ("cpu", {"remat": "dots"}, True),
+        ("cpu", {"scan_layers": True}, True),
+        ("H100", {}, True),
+        ("V100", {}, True),
+        ("H100", {"scan_layers": False}, False),
+    ],
+)
+def test_scan_of_auto(cluster: str, overrides: dict[str, Any], scan: bool) -> None:
+    """Layers are unrolled on CPUs without remat. The config of the user does not change."""
+    config = small_config("bert", "classification", **overrides)
+    assert decide_computation(config, named_cluster(cluster, 1)).model.scan_layers is scan
+    assert config.model.scan_layers == overrides.get("scan_layers", "auto")
+    resolved = config.copy_and_resolve_references()
+    assert decide_computation(resolved, named_cluster(cluster, 1)).model.scan_layers is scan
+
+
 @pytest.mark.parametrize(("cluster", "dtype", "kernel"), [("cpu", "float32", "batched"), ("V100", "bfloat16", "xla")])
 def test_kernel_of_auto(cluster: str, dtype: str, kernel: str) -> None:
     """Only CPUs use batched attention; GPUs without cuDNN's use JAX's own."""
-    config = with_attention_of(small_config("gpt", "causal_lm", dtype=dtype), named_cluster(cluster, 1))
+    config = decide_computation(small_config("gpt", "causal_lm", dtype=dtype), named_cluster(cluster, 1))
     assert gpt.resolve(config, TEXT)[1].attention == kernel

@@ -209,7 +209,7 @@ def test_dp_has_its_state_on_the_first_device_alone() -> None:
 @pytest.mark.parametrize("name", ["quantized_weights", "quantized_gradients"])
 def test_quantized_weights_are_gathered_again_for_the_backward_pass(name: str) -> None:
     """A replica that kept the decompressed weights would hold all parameters at the end of the forward pass."""
-    problem = make_problem(make_config(MLP_SGD), MLP_SGD)
+    problem = make_problem(make_config(MLP_SGD, "--config.model.scan_layers=True"), MLP_SGD)
     gathers = []
     for options in ({}, {name: True}):
         exchange = make_exchange("zero3", Axis("data", N), Rule(problem.optimizer, None), **options)
@@ -347,7 +347,7 @@ def test_what_overflows_on_the_wire_is_a_fault(passes: int) -> None:
 def test_zero3_gathers_a_layer_at_a_time_inside_the_scan(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program is compiled as on GPUs. It cannot run on CPUs, where collectives have no order."""
     monkeypatch.setattr(Model, "unrolled", lambda model: model)
-    strategy = make(BERT._replace(layers=4), *replicated("zero3"))
+    strategy = make(BERT._replace(layers=4), *replicated("zero3", "--config.model.scan_layers=True"))
     text = strategy.compile()[0].compiled.as_text() or ""
     gathers = [line for line in text.splitlines() if " all-gather(" in line or " all-gather-start(" in line]
     forward = [line for line in gathers if "/jvp()/while/body/" in line]
