@@ -131,6 +131,9 @@ def get_config() -> ConfigDict:
     # Compute consecutive equal layers with one scan: True, False. auto: False on CPUs if remat is none, because layers
     # are faster without a scan there; otherwise True
     model.scan_layers = FieldReference("auto", field_type=bool | str)
+    # Linear maps of transformers multiply one matrix [examples x positions, features]: True, or an array [examples,
+    # positions, features]: False. auto: True on CPUs, where the matrix is faster, otherwise False
+    model.flatten_positions = FieldReference("auto", field_type=bool | str)
     # Attention kernel. xla: JAX's own; batched: products of contiguous matrices; cudnn: for bfloat16 on GPUs.
     # auto: batched on CPUs, cudnn where it is supported, otherwise xla
     model.attention = "auto"

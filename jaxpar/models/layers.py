@@ -116,11 +116,11 @@ class Embed(nnx.Module):
 
 
 def as_matrix(x_BTD: jax.Array, spec: Spec) -> jax.Array:
-    """Return the input of a linear map: with attention `batched`, [B x T, D], otherwise x itself.
+    """Return the input of a linear map: with flatten_positions, [B x T, D], otherwise x itself.
 
     The weight gradient of a product with x itself sums over two dims, for which XLA on CPUs copies activations.
     """
-    return x_BTD.reshape(-1, x_BTD.shape[-1]) if spec.attention == "batched" else x_BTD
+    return x_BTD.reshape(-1, x_BTD.shape[-1]) if spec.flatten_positions else x_BTD
 
 
 class Attention(nnx.Module):

@@ -47,6 +47,7 @@ class Spec:
         outputs of the embedding and after both residual branches (BERT).
       causal: whether positions attend only to themselves and earlier positions.
       dtype: dtype of the computation.
+      flatten_positions: whether linear maps multiply one matrix [B x T, D] rather than an array [B, T, D].
     """
 
     num_layers: int
@@ -66,6 +67,7 @@ class Spec:
     causal: bool
     dtype: DTypeLike
     attention: AttentionKernel
+    flatten_positions: bool
 
     @property
     def head_dim(self) -> int:
@@ -171,6 +173,7 @@ def transformer_spec(
         causal=causal,
         dtype=dtype,
         attention=attention_kernel(config.model.attention, dtype, hidden // heads),
+        flatten_positions=config.model.flatten_positions,
     )
 
 
@@ -207,14 +210,16 @@ def _max_length(rows: int | None, positions: str, info: DataInfo) -> int:
 def decide_computation(config: ConfigDict, cluster: Cluster) -> ConfigDict:
     """Return a copy of the config in which `auto` in config.model is replaced by the choice for the cluster.
 
-    On CPUs, layers are scanned only for remat, which XLA undoes in unrolled layers, and the attention is `batched`. On
-    other platforms, layers are scanned, and the attention is `xla`; it stays `auto` if the cluster supports cuDNN
-    attention, which also depends on the model.
+    On CPUs, layers are scanned only for remat, which XLA undoes in unrolled layers, linear maps multiply one matrix,
+    and the attention is `batched`. On other platforms, layers are scanned. If the cluster does not support cuDNN
+    attention, the attention there is `xla`; otherwise it stays `auto`, because the choice also depends on the model.
     """
     config, on_cpu = config.copy_and_resolve_references(), cluster.platform == "cpu"
-    if config.model.scan_layers == "auto":
-        with config.ignore_type():  # a resolved reference has the type of its value
+    with config.ignore_type():  # a resolved reference has the type of its value
+        if config.model.scan_layers == "auto":
             config.model.scan_layers = not on_cpu or config.model.remat != "none"
+        if config.model.flatten_positions == "auto":
+            config.model.flatten_positions = on_cpu
     if config.model.attention == "auto" and not _has_cudnn_attention(cluster):
         config.model.attention = "batched" if on_cpu else "xla"
     return config

@@ -77,6 +77,7 @@ def resolve(config: ConfigDict, info: DataInfo, values: dict[str, Any]) -> Spec:
         causal=False,
         dtype=dtype,
         attention=attention_kernel(config.model.attention, dtype, hidden // heads),
+        flatten_positions=config.model.flatten_positions,
     )
 
 

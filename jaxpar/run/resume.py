@@ -37,6 +37,7 @@ CHANGEABLE = (
     "data.prefetch",
     "model.init_from",  # only read at step 0; the sizes are in config.model and the weights in the checkpoint
     "model.attention",
+    "model.flatten_positions",
     "model.remat",
     "model.scan_layers",
     "optimizer.accumulation_steps",

@@ -61,8 +61,8 @@ def test_batched_attention(
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_products_of_all_tokens(norm: str) -> None:
-    """With attention batched, an MLP and a decoder on [B x T, D] equal products with a dim for B and one for T."""
-    config = small_config("gpt", "causal_lm", norm=norm, attention="batched")
+    """With flatten_positions, an MLP and a decoder on [B x T, D] equal products with a dim for B and one for T."""
+    config = small_config("gpt", "causal_lm", norm=norm, flatten_positions=True)
     spec = gpt.resolve(config, TEXT)[1]
     graphdef, params = nnx.split(layers.MLP(spec, nnx.Rngs(params=0), out_scale=0.02))
     arguments = params, draw(B, T, spec.hidden_size, seed=0), draw(11, spec.hidden_size, seed=1)
@@ -95,6 +95,24 @@ def test_scan_of_auto(cluster: str, overrides: dict[str, Any], scan: bool) -> No
     assert config.model.scan_layers == overrides.get("scan_layers", "auto")
     resolved = config.copy_and_resolve_references()
     assert decide_computation(resolved, named_cluster(cluster, 1)).model.scan_layers is scan
+
+
+@pytest.mark.parametrize(
+    ("cluster", "overrides", "dims"),
+    [
+        ("cpu", {}, 2),
+        ("cpu", {"attention": "xla"}, 2),
+        ("cpu", {"flatten_positions": False}, 3),
+        ("V100", {}, 3),
+        ("V100", {"attention": "batched"}, 3),
+        ("V100", {"flatten_positions": True}, 2),
+    ],
+)
+def test_linear_maps_of_auto(cluster: str, overrides: dict[str, Any], dims: int) -> None:
+    """Only CPUs flatten positions, whatever the attention kernel is."""
+    config = decide_computation(small_config("gpt", "causal_lm", **overrides), named_cluster(cluster, 1))
+    spec = gpt.resolve(config, TEXT)[1]
+    assert layers.as_matrix(jnp.zeros((B, T, spec.hidden_size)), spec).ndim == dims
 
 
 @pytest.mark.parametrize(("cluster", "dtype", "kernel"), [("cpu", "float32", "batched"), ("V100", "bfloat16", "xla")])
