@@ -179,7 +179,7 @@ def get_config() -> ConfigDict:
     optimizer.b1 = 0.9  # decay rate of the first moment: adamw, lamb, lion, and adamw inside muon
     optimizer.b2 = 0.999  # decay rate of the second moment: adamw, lamb, lion, and adamw inside muon
     optimizer.eps = 1e-8  # added to the denominator: adamw, lamb, and adamw inside muon
-    # Clip gradients to this global norm; 0: no clipping. Exchanges with error feedback clip those of each replica.
+    # Clip gradients to this global norm; 0: no clipping. BytePS's compressors clip those of each replica.
     optimizer.clip_norm = 1.0
     optimizer.accumulation_steps = 1  # number of microbatches per step, whose gradients are accumulated
     optimizer.nonfinite = "stop"  # if the loss or a gradient is not finite: stop the run, or skip the step

@@ -1,11 +1,12 @@
-"""Clipping before compression, for exchanges of gradients with error feedback.
+"""Clipping before compression, for BytePS's compressors and 1-bit Adam.
 
 Error feedback sends later what compression leaves out now, so the vector that replicas agree on also has gradients of
 earlier steps in it. Clipping that vector would discard them for good, because no residual holds what is clipped. So
 each replica clips its local gradient by its own norm, before error feedback. This is what DeepSpeed does with 1-bit
 Adam, and "local gradient clipping" in Lin et al., "Deep Gradient Compression", 2018, section 3.2.
 
-The norm of the mean gradient is not known at that point: computing it would take an exact all-reduce.
+The norm of the mean gradient is not known at that point: computing it would take an exact all-reduce. PowerSGD instead
+clips the approximate mean, as users of PyTorch's hook do.
 """
 
 from typing import Any

@@ -30,6 +30,7 @@ VARIANTS = (
     "bagua_bytegrad group=2",
     "byteps_onebit group=2",
     "byteps_topk group=2",
+    "powersgd rank=16",
 )
 DIVERGED = 1  # exit code of a run that diverged
 

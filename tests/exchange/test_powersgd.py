@@ -13,6 +13,7 @@ import pytest
 from jaxpar.exchange.around import Rule
 from jaxpar.exchange.powersgd import is_compressed, largest_rank, matrix_shape
 from jaxpar.exchange.presets import make_exchange
+from jaxpar.optimizer import clip_by_norm
 from tests.exchange.replicas import axis, close, only, train
 
 N, STEPS, RANK = 4, 5, 2
@@ -81,6 +82,22 @@ def test_gradients_of_low_rank_are_exact() -> None:
     close(sent[0], wanted[0], 1e-4, 1e-5)
     assert not only(updates["conv"]).any()
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
+
+
+def test_clips_the_approximate_mean() -> None:
+    clip = 5.0
+    rule = Rule(optax.chain(clip_by_norm(clip), optax.sgd(1.0)), START, clip_norm=clip, num_steps=STEPS)
+    exchange = make_exchange("powersgd", axis(N), rule, rank=RANK, warmup=0.0)
+    _, whole, norms, wanted = train(N, make(), START, GRADS)
+    _, updates, clipped_norms, state = train(N, exchange, START, GRADS)
+    squares = sum((only(whole[name]).reshape(STEPS, -1) ** 2).sum(1) for name in SHAPES)
+    scales = np.minimum(1, clip / np.sqrt(squares))
+    assert scales.max() < 0.8
+    for name, shape in SHAPES.items():
+        close(only(updates[name]), only(whole[name]) * scales.reshape(STEPS, *[1] * len(shape)), 1e-4, 1e-5)
+    close(only(clipped_norms), only(norms), 1e-5, 1e-5)
+    for got, expected in zip(state.private.residuals, wanted.private.residuals, strict=True):
+        close(got, expected, 1e-5, 1e-5)
 
 
 def test_nothing_is_lost() -> None:
