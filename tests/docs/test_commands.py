@@ -172,7 +172,8 @@ def test_outputs(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JAXPAR_CACHE", str(tmp_path / "cache"))
     use_cpus(monkeypatch, 2)
-    (tmp_path / "jaxpar").symlink_to(ROOT / "jaxpar")
+    for name in ("jaxpar", "scripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "docs").mkdir()
     for command, output in shown(page):
         words = split(command)
