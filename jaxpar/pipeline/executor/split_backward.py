@@ -1,14 +1,16 @@
-"""Cuts the forward and backward pass of a stage into the phases F, B and W, without computing anything twice.
+"""Cuts the forward and backward pass of a stage into the phases F, B and W, without computing a product twice.
 
 The forward and backward pass are traced as one jaxpr. F computes the output of the stage, B the gradient of its input
 (dX), and W the gradient of its weights (dW). An equation belongs to the first phase whose outputs depend on it, and
 values that a later phase needs are saved. Weights and the batch are available in every phase. So they are never saved,
 and neither are values that depend only on weights and on arrays of the batch other than `inputs`, such as a cast
-weight or an attention mask: these are recomputed.
+weight or an attention mask: these are recomputed. An elementwise function of values that are saved anyway, such as an
+activation function and its derivative, is recomputed too.
 
 Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241), section 2, introduced B and W as separate phases.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -20,11 +22,22 @@ from jax.extend import core
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 REMAT_CALLS = {"remat2": "jaxpr", "checkpoint": "jaxpr"}
 
+# Primitives that compute an element of the result from one element of each operand.
+ELEMENTWISE = frozenset(
+    (
+        *("abs", "add", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy", "cos", "div", "eq", "erf"),
+        *("erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log"),
+        *("log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "reshape", "round", "rsqrt"),
+        *("select_n", "sign", "sin", "sqrt", "square", "squeeze", "sub", "tan", "tanh", "xor"),
+    )
+)
+
 # The origin of an input of the jaxpr. "free" and "saved" inputs are available in every phase. Values that depend on
 # "free" inputs alone are recomputed wherever they are needed. Values that depend on "saved" inputs are saved, except
 # for PRNG keys. An int is the number of the only phase that receives the input.
 Origin = Literal["free", "saved"] | int
 Saved = Mapping[tuple[int, int], Any]  # (phase that computes them, last phase that uses them) -> list of values
+Variables = dict[tuple[int, int], list[Any]]  # the same, for variables of a jaxpr
 
 
 class Cut(NamedTuple):
@@ -53,6 +66,16 @@ def cut_phases(closed: core.ClosedJaxpr, num_outputs: Sequence[int], sources: Se
     ends = [sum(num_outputs[: i + 1]) for i in range(len(num_outputs))]
     outputs = [jaxpr.outvars[end - number : end] for end, number in zip(ends, num_outputs, strict=True)]
     is_cheap = _cheap(jaxpr, sources)
+    _, saved = _assign(jaxpr, outputs, sources, is_cheap)
+    equations, saved = _assign(jaxpr, outputs, sources, is_cheap | _elementwise(jaxpr, sources, is_cheap, saved))
+    runs = tuple(_runner(closed, equations[phase], outputs[phase], saved, phase) for phase in range(len(outputs)))
+    return Cut(runs, {key: [_abstract(var) for var in variables] for key, variables in saved.items()})
+
+
+def _assign(
+    jaxpr: Any, outputs: Sequence[Any], sources: Sequence[Origin], is_cheap: Mapping[int, bool]
+) -> tuple[list[list[Any]], Variables]:
+    """Return the equations that each phase runs, and the values to save by (phase that computes them, last use)."""
     maker = {var: source for var, source in zip(jaxpr.invars, sources, strict=True) if isinstance(source, int)}
     first_use: dict[Any, int] = {}
     for phase in reversed(range(len(outputs))):
@@ -70,12 +93,11 @@ def cut_phases(closed: core.ClosedJaxpr, num_outputs: Sequence[int], sources: Se
     for phase, own in enumerate(equations):
         for var in _variables([var for equation in own for var in equation.invars] + list(outputs[phase])):
             last_use[var] = phase
-    saved: dict[tuple[int, int], list[Any]] = {}
+    saved: Variables = {}
     for var, made_by in maker.items():
         if last_use.get(var, made_by) > made_by:
             saved.setdefault((made_by, last_use[var]), []).append(var)
-    runs = tuple(_runner(closed, equations[phase], outputs[phase], saved, phase) for phase in range(len(outputs)))
-    return Cut(runs, {key: [_abstract(var) for var in variables] for key, variables in saved.items()})
+    return equations, saved
 
 
 def _cheap(jaxpr: Any, sources: Sequence[Origin]) -> dict[int, bool]:
@@ -89,6 +111,26 @@ def _cheap(jaxpr: Any, sources: Sequence[Origin]) -> dict[int, bool]:
         kind = "free" if origins <= {"free"} else "saved" if origins <= {"free", "saved"} else 0
         origin |= dict.fromkeys(equation.outvars, kind)
     return is_cheap
+
+
+def _elementwise(
+    jaxpr: Any, sources: Sequence[Origin], is_cheap: Mapping[int, bool], saved: Variables
+) -> dict[int, bool]:
+    """Return the equations, by id, whose results are elementwise functions of values that are saved for long enough."""
+    last_use = {var: phases[1] for phases, variables in saved.items() for var in variables}
+    until: dict[Any, float] = dict.fromkeys(jaxpr.constvars, math.inf)  # last phase in which a value is available
+    for var, source in zip(jaxpr.invars, sources, strict=True):
+        until[var] = last_use.get(var, source) if isinstance(source, int) else math.inf
+    found = {}
+    for equation in jaxpr.eqns:
+        is_elementwise = equation.primitive.name in ELEMENTWISE or is_cheap[id(equation)]
+        end = min((until[var] for var in _variables(equation.invars)), default=math.inf) if is_elementwise else -1
+        if end >= max(last_use.get(var, 0) for var in equation.outvars):
+            found[id(equation)] = True
+            until |= dict.fromkeys(equation.outvars, end)
+        else:
+            until |= {var: last_use.get(var, -1) for var in equation.outvars}
+    return found
 
 
 def _needed(

@@ -69,6 +69,14 @@ def in_bfloat16(w: Weights, x_BD: jax.Array) -> jax.Array:
     return plain(cast, x_BD.astype(jnp.bfloat16)).astype(jnp.float32)
 
 
+def gelu(w: Weights, x_BD: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x_BD @ w["up"] + w["bias"][None]) @ w["down"]
+
+
+def softmax(w: Weights, x_BD: jax.Array) -> jax.Array:
+    return jax.nn.softmax(x_BD @ w["up"]) @ w["down"]
+
+
 def identity(_w: Weights, x_BD: jax.Array) -> jax.Array:
     return x_BD
 
@@ -77,7 +85,19 @@ def without_input(w: Weights, _x_BD: jax.Array) -> jax.Array:
     return jnp.ones((B, E)) @ w["down"]
 
 
-FUNCTIONS = [plain, in_jit, in_checkpoint, with_constant, in_scan, of_weights, in_bfloat16, identity, without_input]
+FUNCTIONS = [
+    plain,
+    in_jit,
+    in_checkpoint,
+    with_constant,
+    in_scan,
+    of_weights,
+    in_bfloat16,
+    identity,
+    without_input,
+    gelu,
+    softmax,
+]
 SOURCES: list[Origin] = ["free", "free", "free", "free", 0, 1]
 
 
@@ -137,6 +157,17 @@ def test_what_is_saved_of_a_linear_map() -> None:
     pieces = split(lambda w, x_BD: x_BD @ w["square"])
     saved = {key: [value.shape for value in values] for key, values in pieces.saved.items()}
     assert saved == {(0, 2): [(B, D)], (1, 2): [(B, D)]}
+
+
+def test_elementwise_functions_are_recomputed() -> None:
+    """A GELU saves its input. W would need it for longer than B, so there the result is saved too."""
+
+    def saved(function: Function, *, fused: bool) -> dict[tuple[int, int], list[Any]]:
+        return {key: [value.shape for value in values] for key, values in split(function, fused=fused).saved.items()}
+
+    assert saved(gelu, fused=True) == {(0, 1): [(B, D), (B, E)]}
+    assert {key: len(of) for key, of in saved(gelu, fused=False).items()} == {(0, 1): 1, (0, 2): 2, (1, 2): 2}
+    assert saved(softmax, fused=True) == {(0, 1): [(B, D), (B, 1), (B, E)]}  # x, the sum of the exponentials, these
 
 
 def test_custom_rules_survive() -> None:
