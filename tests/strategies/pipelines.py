@@ -139,7 +139,7 @@ def make_problem(config: ConfigDict, task: Task) -> Problem:
         model,
         rule,
         config.optimizer.accumulation_steps,
-        abstract(make_batch(task, 0, config.batch_size)),
+        abstract(make_batch(task, 0, size=config.batch_size)),
         NUM_STEPS,
         tasks.find_task(config),
     )
