@@ -105,6 +105,8 @@ def make_config(task: Task, *overrides: str) -> ConfigDict:
     config = default_config()
     config.task, config.model.name, config.model.dtype = task.task, task.model, task.dtype
     config.model.update(SIZES[task.model] | ({} if task.model == "resnet" else {"num_layers": task.layers}))
+    with config.ignore_type():
+        config.model.scan_layers = task.layers > 2  # the reference of a deep model takes long to load if it is unrolled
     config.optimizer.name, config.optimizer.lr = task.optimizer, LEARNING_RATES[task.optimizer]
     config.optimizer.weight_decay = 0.1 if task.optimizer == "adamw" else 0.0  # with sgd, the trace would include it
     base = ["--config.strategy=single", "--config.mesh.data=1", f"--config.batch_size={BATCH}"]
