@@ -1,8 +1,10 @@
 """Helpers for a run small enough for tests: a one-layer BERT on a CSV file of 200 rows."""
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from ml_collections import ConfigDict
 
 from jaxpar import config as configs
 from jaxpar import main
+from jaxpar.errors import exit_code
 
 WORDS = ("red", "green", "blue", "cat", "dog", "bird", "runs", "sleeps", "eats", "now")
 
@@ -84,3 +87,9 @@ def refused(folder: Path, tmp_path: Path, arguments: Sequence[str], capsys: pyte
     assert captured.out == ""
     assert {path.name for path in (tmp_path / "run").rglob("*") if path.is_file()} <= {".lock"}
     return str(lines[0])
+
+
+def run_script(monkeypatch: pytest.MonkeyPatch, script: ModuleType, *arguments: str) -> int:
+    """Run a script of scripts/ with these arguments in this process, and return its exit code."""
+    monkeypatch.setattr(sys, "argv", [f"{script.__name__.rpartition('.')[2]}.py", *arguments])
+    return exit_code(script.main)

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import math
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +15,12 @@ from jaxpar import config as configs
 from jaxpar import step
 from jaxpar.analysis import audit
 from jaxpar.analysis.audit import SCALARS, CollectiveRow, axis_of
-from jaxpar.errors import exit_code
 from jaxpar.exchange import EXCHANGES, Axis, reduce
 from jaxpar.plan import Decision, Plan, Traffic
 from jaxpar.strategies.strategy import CompiledProgram
 from jaxpar.tasks.classification import TASK
 from scripts import audit as script
-from tests.runs import small_arguments
+from tests.runs import run_script, small_arguments
 from tests.strategies.pipelines import TRANSFORMER, VOCABULARY, Task, make, make_config, make_problem, pipeline
 from tests.strategies.test_exchanges import TWICE, option, replicated
 
@@ -407,8 +405,7 @@ SMALL = [*SYNTHETIC, "model.name=mlp", "model.num_heads=None", "model.mlp_size=N
 
 def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> int:
     small = [*small_arguments(folder), *(f"--config.{key}" for key in SMALL)]
-    monkeypatch.setattr(sys, "argv", ["audit.py", "--config=configs/default.py", *small, *arguments])
-    return exit_code(script.main)
+    return run_script(monkeypatch, script, "--config=configs/default.py", *small, *arguments)
 
 
 def test_the_script_prints_a_table(

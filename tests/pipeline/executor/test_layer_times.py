@@ -1,6 +1,5 @@
 """Profiles of layers: sizes and estimates by hand, and the script that writes them."""
 
-import sys
 from pathlib import Path
 
 import jax
@@ -8,11 +7,10 @@ import numpy as np
 import pytest
 
 from jaxpar.cluster import named_cluster
-from jaxpar.errors import exit_code
 from jaxpar.pipeline.executor.layer_times import LayerPrograms
 from jaxpar.pipeline.search.layer_profile import read_profile
 from scripts import profile_layers
-from tests.runs import small_arguments
+from tests.runs import run_script, small_arguments
 from tests.strategies.pipelines import BATCH, LENGTH, Task, make_batch, make_config, make_problem, pipeline, shared
 
 GPT = Task("gpt", "causal_lm", layers=3)
@@ -74,14 +72,10 @@ def test_estimates_by_the_roofline() -> None:
     assert slower.backward_s == pytest.approx(2 * slower.forward_s)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["profile_layers.py", *small_arguments(folder), *arguments])
-    return exit_code(profile_layers.main)
-
-
 def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "profile.json"
-    assert run(monkeypatch, tmp_path, "--config=configs/default.py", f"--out={path}", "--device=A100") == 0
+    flags = "--config=configs/default.py", f"--out={path}", "--device=A100"
+    assert run_script(monkeypatch, profile_layers, *small_arguments(tmp_path), *flags) == 0
     layers = read_profile(path)
     table = capsys.readouterr().out.splitlines()[-len(layers) - 1 :]
     assert table[0].split() == ["layer", "forward", "backward", "output", "stash", "weights"]
@@ -101,5 +95,5 @@ WRONG = {
 def test_mistakes(
     flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, tmp_path, *flags.split()) == 2
+    assert run_script(monkeypatch, profile_layers, *small_arguments(tmp_path), *flags.split()) == 2
     assert capsys.readouterr().err.startswith(f"jaxpar: {WRONG[flags]}")

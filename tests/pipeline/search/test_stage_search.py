@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.errors import UserError, exit_code
+from jaxpar.errors import UserError
 from jaxpar.pipeline.search.layer_profile import LayerProfile, read_profile, write_profile
 from jaxpar.pipeline.search.stage_search import COMMUNICATION_MODELS, Level, PlannedStage, StagePlan, StageSearch
 from scripts import partition
+from tests.runs import run_script
 
 Stages = list[tuple[int, int, int]]
 
@@ -194,20 +195,15 @@ def profile(tmp_path: Path) -> Path:
     return tmp_path / "profile.json"
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
-    monkeypatch.setattr("sys.argv", ["partition.py", *flags])
-    return exit_code(partition.main)
-
-
 def test_a_profile_is_read_as_written(profile: Path) -> None:
     assert read_profile(profile) == LAYERS
 
 
 def test_the_script(profile: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [f"--profile={profile}", "--num_workers=4"]
-    assert run(monkeypatch, *flags, "--bandwidth=1.25e9") == 0
+    assert run_script(monkeypatch, partition, *flags, "--bandwidth=1.25e9") == 0
     text = capsys.readouterr().out
-    assert run(monkeypatch, *flags, "--bandwidth=1.25e9", "--json") == 0
+    assert run_script(monkeypatch, partition, *flags, "--bandwidth=1.25e9", "--json") == 0
     plan = json.loads(capsys.readouterr().out)
     found = StageSearch(LAYERS, [Level(4, 1.25e9)]).find()
     assert found is not None
@@ -220,7 +216,12 @@ def test_the_script(profile: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     }
     assert f"time per microbatch   {found.seconds_per_microbatch:.6g} s" in text
     assert text.splitlines()[1].split() == ["0", "0-0", "1", "embed", "embed"]
-    assert run(monkeypatch, *flags, "--levels=2:1e11,2:1.25e9", "--no_transfers", "--communication_model=paper") == 0
+    assert (
+        run_script(
+            monkeypatch, partition, *flags, "--levels=2:1e11,2:1.25e9", "--no_transfers", "--communication_model=paper"
+        )
+        == 0
+    )
 
 
 WRONG_FLAGS = {
@@ -241,7 +242,7 @@ WRONG_FLAGS = {
 def test_wrong_flags(
     flags: str, profile: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, f"--profile={profile}", *flags.split()) == 2
+    assert run_script(monkeypatch, partition, f"--profile={profile}", *flags.split()) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith(f"jaxpar: {WRONG_FLAGS[flags]}")
