@@ -182,7 +182,7 @@ def test_a_run_that_is_killed(
 @pytest.mark.parametrize(
     ("moment", "process"),
     [
-        ("a checkpoint write", 1),
+        pytest.param("a checkpoint write", 1, marks=pytest.mark.slow),
         pytest.param("an evaluation", 0, marks=pytest.mark.slow),
         pytest.param("a step", 0, marks=pytest.mark.slow),
         pytest.param("a step", 1, marks=pytest.mark.slow),
@@ -326,6 +326,7 @@ def test_a_loader_that_hangs(folder: Path, tmp_path: Path, whole: Path) -> None:
     assert_ended_as(whole, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_thread_that_hangs_with_the_gil(folder: Path, tmp_path: Path) -> None:
     """No other Python thread can run, not even the watchdog."""
     hanging = HANGS.format(how="ctypes.PyDLL(None).sleep")
@@ -334,6 +335,7 @@ def test_a_thread_that_hangs_with_the_gil(folder: Path, tmp_path: Path) -> None:
     assert " in hangs" in err
 
 
+@pytest.mark.slow
 def test_one_of_two_processes_that_hangs(folder: Path, tmp_path: Path, whole: Path) -> None:
     """Both processes report where they hang. The launcher restarts them, and the result equals that of one process."""
     lines, err = launched(folder, tmp_path, WATCHED, process=1, first=HANGS.format(how="time.sleep"))

@@ -38,6 +38,7 @@ def compare(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     compare_updates.main()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 def test_a_straggler_slows_sync_to_its_pace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -241,6 +241,7 @@ def write(directory: Path, begun: Event) -> None:
             begun.set()
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_of_writing(tmp_path: Path) -> None:
     """After each of 20 kills, the newest checkpoint is intact, and the next saver removes the unfinished one."""
     context, draw, unfinished = multiprocessing.get_context("forkserver"), random.Random(0), 0

@@ -1,6 +1,7 @@
 """Tests of runs of two real processes with two or three virtual devices each."""
 
 import errno
+import functools
 import io
 import os
 import signal
@@ -193,24 +194,38 @@ def assert_close(got: Path, expected: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The workdirs of the same runs in a single process on as many devices."""
-    workdirs = {name: tmp_path_factory.mktemp("alone") / "run" for name in RUNS}
-    for name, workdir in workdirs.items():
+def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The function that trains one of RUNS in a single process on as many devices, once, and returns its workdir."""
+
+    @functools.cache
+    def trained(name: str) -> Path:
+        workdir = tmp_path_factory.mktemp("alone") / "run"
         train.train(small_config(folder, *settings(name)), workdir)
-    return workdirs
+        return workdir
+
+    return trained
 
 
-@pytest.mark.parametrize("name", sorted(RUNS.keys() - {"data_parallel"}))  # which the tests below run
-def test_two_processes_compute_what_one_does(name: str, folder: Path, tmp_path: Path, alone: dict[str, Path]) -> None:
+# The tests below run the data-parallel case, and zero3.
+@pytest.mark.parametrize(
+    "name",
+    [
+        "texts",
+        "a pipeline across both",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero3", "one of three pipelines across both")),
+    ],
+)
+def test_two_processes_compute_what_one_does(
+    name: str, folder: Path, tmp_path: Path, alone: Callable[[str], Path]
+) -> None:
     out, err = finished(launch(folder, tmp_path / "run", name))
     assert not [line for line in err if line.startswith(("jaxpar", "launch", "Traceback"))]
     lines = [line for line in out if any(f"] {word} " in line for word in ("platform", "run", "step", "test"))]
     assert len(lines) >= 4
     assert {line[:4] for line in lines} == {"[0] "}
     assert lines[0] == f"[0] platform  cpu, {num_devices(name)} devices in 2 processes (cpu), jax {jax.__version__}"
-    assert_close(tmp_path / "run", alone[name])
-    rows, expected = metrics.read_metrics(tmp_path / "run"), metrics.read_metrics(alone[name])
+    assert_close(tmp_path / "run", alone(name))
+    rows, expected = metrics.read_metrics(tmp_path / "run"), metrics.read_metrics(alone(name))
     assert [(row["step"], row["split"]) for row in rows] == [(row["step"], row["split"]) for row in expected]
     np.testing.assert_allclose([row["loss"] for row in rows], [row["loss"] for row in expected], 1e-5)
     if num_devices(name) == 6:
@@ -224,7 +239,7 @@ def test_two_processes_compute_what_one_does(name: str, folder: Path, tmp_path: 
     assert min(written) > 0.1 * sum(written)  # about half each, plus nodes that OCDBT may write several times
 
 
-def test_from_two_processes_to_one_and_back(folder: Path, tmp_path: Path, alone: dict[str, Path]) -> None:
+def test_from_two_processes_to_one_and_back(folder: Path, tmp_path: Path, alone: Callable[[str], Path]) -> None:
     """A run of two processes is stopped by a SIGTERM to one of them, resumed by one process, and again by two."""
     workdir = tmp_path / "run"
     process = launch(folder, workdir, "zero3", "--config.checkpoint.every_steps=1", "--stopped_exit_code=75")
@@ -242,10 +257,10 @@ def test_from_two_processes_to_one_and_back(folder: Path, tmp_path: Path, alone:
     out, _ = finished(launch(folder, workdir, "a pipeline across both"))
     assert any(line.startswith("[0] resumed   from step") for line in out)
     assert "[0] ledger    every example of 12 steps was used exactly once" in out
-    assert_close(workdir, alone["data_parallel"])
+    assert_close(workdir, alone("data_parallel"))
 
 
-def test_a_killed_process_restarts_the_run(folder: Path, tmp_path: Path, alone: dict[str, Path]) -> None:
+def test_a_killed_process_restarts_the_run(folder: Path, tmp_path: Path, alone: Callable[[str], Path]) -> None:
     workdir = tmp_path / "run"
     process = launch(folder, workdir, "data_parallel", "--config.checkpoint.every_steps=2", restarts=1)
     wait_for_step(process, workdir, 4)
@@ -257,7 +272,7 @@ def test_a_killed_process_restarts_the_run(folder: Path, tmp_path: Path, alone: 
     ]
     assert sum(line.startswith("[0] resumed   from step") for line in out) == 1
     assert "[0] ledger    every example of 12 steps was used exactly once" in out
-    assert_close(workdir, alone["data_parallel"])
+    assert_close(workdir, alone("data_parallel"))
 
 
 def test_a_user_error_is_not_retried(folder: Path, tmp_path: Path) -> None:
@@ -268,7 +283,7 @@ def test_a_user_error_is_not_retried(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "config.json").exists()
 
 
-def test_processes_that_slurm_starts(folder: Path, tmp_path: Path, alone: dict[str, Path]) -> None:
+def test_processes_that_slurm_starts(folder: Path, tmp_path: Path, alone: Callable[[str], Path]) -> None:
     """Processes need only the environment variables of SLURM, which this test sets."""
     job = str(free_port())
     arguments = [*small_arguments(folder), *settings("data_parallel"), "--config.mesh.virtual_cpu_devices=2"]
@@ -286,7 +301,7 @@ def test_processes_that_slurm_starts(folder: Path, tmp_path: Path, alone: dict[s
     first, second = (finished(process) for process in started)
     assert any("4 devices in 2 processes" in line for line in first[0])
     assert not [line for line in second[0] if "Gloo" not in line]
-    assert_close(tmp_path / "run", alone["data_parallel"])
+    assert_close(tmp_path / "run", alone("data_parallel"))
 
 
 def test_processes_that_are_given_different_runs(folder: Path, tmp_path: Path) -> None:

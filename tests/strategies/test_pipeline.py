@@ -127,8 +127,12 @@ def test_all_pairs_are_covered() -> None:
 
 
 def in_turn(case: Case) -> Any:
-    """Mark ResNets as slow, because XLA's fast compilation makes them slow. test_pipeline_state.py runs one as well."""
-    return pytest.param(case, marks=pytest.mark.slow) if case.task.model == "resnet" else case
+    """Mark ResNets, which XLA's fast compilation makes slow, and some pipelines of 8 devices as slow.
+
+    test_pipeline_state.py runs a ResNet as well.
+    """
+    is_slow = case.task.model == "resnet" or (case.stages == 8 and case.schedule not in ("1f1b", "eager_1f1b", "zb_v"))
+    return pytest.param(case, marks=pytest.mark.slow) if is_slow else case
 
 
 @pytest.mark.parametrize("case", [in_turn(case) for case in CASES + ONE_STAGE_CASES], ids=str)

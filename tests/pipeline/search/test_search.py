@@ -83,7 +83,10 @@ def test_best_of_all_orders(p: int, m: int) -> None:
         )
 
 
-@pytest.mark.parametrize(("v", "share"), [(1, 0.45), (2, 0.75), pytest.param(3, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("v", "share"),
+    [(1, 0.45), pytest.param(2, 0.75, marks=pytest.mark.slow), pytest.param(3, 1, marks=pytest.mark.slow)],
+)
 def test_never_worse_than_a_named_schedule_that_fits(v: int, share: float) -> None:
     better = []
     for (p, m), times, communication in itertools.product([(2, 4), (4, 8), (4, 6)], TIMES, (0, 0.5)):
