@@ -13,6 +13,7 @@ from the start of its first action to the end of its last one.
   bubble_rate           fraction of the longest span in which its device waits
   idle                  time without work within the makespan
   idle_in_span          time without work within the span of the device
+  steady_bubble_rate    for a schedule without flush: the bubble rate once the pipeline is full
   peak_in_flight        maximum number of microbatches between F and B; in one of v chunks, each counts 1 / v
   peak_stashed          maximum number of microbatches between F and W
 """
@@ -22,6 +23,7 @@ import sys
 
 from jaxpar.errors import exit_code
 from jaxpar.pipeline import flags as options
+from jaxpar.pipeline.tables.periodic import CONTINUOUS
 
 METRICS = (
     "makespan",
@@ -42,6 +44,8 @@ def main() -> None:
     arguments = parser.parse()
     schedule, simulation = options.find_schedule(arguments)
     metrics = {"schedule": schedule.policy} | {name: getattr(simulation, name) for name in METRICS}
+    if schedule.policy in CONTINUOUS:
+        metrics["steady_bubble_rate"] = options.steady_bubble(arguments)
     if arguments.json:
         print(json.dumps(metrics))
         return

@@ -8,8 +8,9 @@ from jaxpar.command_line import Parser, integer, missing, number
 from jaxpar.errors import UserError
 from jaxpar.files import unwritable
 from jaxpar.pipeline.search.search import SearchResult, search
+from jaxpar.pipeline.tables.periodic import CONTINUOUS, fewest_microbatches, periodic_table
 from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table, size_obstacle
-from jaxpar.pipeline.tables.simulate import Simulation, Times, simulate_table
+from jaxpar.pipeline.tables.simulate import Simulation, Times, simulate_table, steady_bubble_rate
 from jaxpar.pipeline.tables.table_file import is_table_file, read_table, write_table
 
 SEARCH_SECONDS = 0.01  # approximate time of a search per stage and microbatch
@@ -21,7 +22,7 @@ def make_parser(description: str) -> Parser:
     """Make a parser for the flags of a schedule and its action times."""
     result = Parser(description)
     add = result.add_argument
-    add("--schedule", help=f"one of {', '.join(SCHEDULES)}, or the path of a CSV table")
+    add("--schedule", help=f"one of {', '.join((*SCHEDULES, *CONTINUOUS))}, or the path of a CSV table")
     add("--num_stages", type=integer(1), metavar="P", help="number of devices")
     add("--num_microbatches", type=integer(1), metavar="M", help="number of microbatches")
     add(
@@ -59,7 +60,7 @@ def find_schedule(arguments: argparse.Namespace) -> tuple[SearchResult, Simulati
     Raises:
       UserError: a flag is invalid.
     """
-    times, communication = Times(*(getattr(arguments, kind) for kind in Times._fields)), arguments.communication
+    times, communication = _flagged_times(arguments), arguments.communication
     try:
         result = _auto(arguments, times, communication) if arguments.auto else _named(arguments)
         _check_devices(times, result.table.num_devices)
@@ -72,6 +73,17 @@ def find_schedule(arguments: argparse.Namespace) -> tuple[SearchResult, Simulati
     except OSError as error:
         raise UserError(f"--save is '{arguments.save}'; it must be {unwritable(arguments.save, error)}") from error
     return result, simulation
+
+
+def steady_bubble(arguments: argparse.Namespace) -> float:
+    """Return the bubble rate of a schedule without flush once the pipeline is full. The flags must be valid."""
+    name, p = arguments.schedule, arguments.num_stages
+    table = periodic_table(name, p, fewest_microbatches(name, p))
+    return float(steady_bubble_rate(table, _flagged_times(arguments), arguments.communication))
+
+
+def _flagged_times(arguments: argparse.Namespace) -> Times:
+    return Times(*(getattr(arguments, kind) for kind in Times._fields))
 
 
 def _named(arguments: argparse.Namespace) -> SearchResult:

@@ -10,6 +10,7 @@ import pytest
 
 from jaxpar.errors import exit_code
 from jaxpar.pipeline import flags as options
+from jaxpar.pipeline.tables.periodic import CONTINUOUS
 from jaxpar.pipeline.tables.schedule import SCHEDULES
 from jaxpar.pipeline.tables.table_file import read_table
 from jaxpar.pipeline.tables.validate import peak_stashed
@@ -111,8 +112,8 @@ SIZES = ["--num_stages=4", "--num_microbatches=6"]
         (
             simulate,
             ["--schedule=zbh1", *SIZES],
-            f"--schedule is 'zbh1'; it must be one of {', '.join(SCHEDULES)}, or the path of a CSV table. "
-            "Did you mean 'zb_h1'?",
+            f"--schedule is 'zbh1'; it must be one of {', '.join((*SCHEDULES, *CONTINUOUS))}, or the path of a CSV "
+            "table. Did you mean 'zb_h1'?",
         ),
         (
             simulate,

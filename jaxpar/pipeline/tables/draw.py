@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from jaxpar.pipeline.tables.simulate import Span
-from jaxpar.pipeline.tables.table import ACTION_KINDS, Kind, Table
+from jaxpar.pipeline.tables.table import ACTION_KINDS, Kind, Table, U
 
 CHUNKS = "abcdefghijklmnopqrstuvwxyz"  # further chunks are numbered
 ROW_INCHES, CELL_INCHES = 0.32, 0.14
@@ -81,6 +81,7 @@ def _chart(ax: Axes, title: str, timeline: Sequence[Span], inches: float) -> Non
     start, makespan = float(min(span.start for span in timeline)), _makespan(timeline)
     points = POINTS * inches / makespan  # per unit of time
     boxes, colours = [], []
+    timeline = [span for span in timeline if span.kind != U]  # updates take no time
     for device, kind, microbatch, chunk, begin, end in timeline:
         left, length = float(begin) - start, float(end - begin)
         colour = shade(ACTION_KINDS[kind], chunk, num_chunks)

@@ -11,6 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpar.errors import nearest
+from jaxpar.pipeline.tables.periodic import (
+    CONTINUOUS,
+    continuous_obstacle,
+    fewest_microbatches,
+    periodic_table,
+    unroll,
+)
 from jaxpar.pipeline.tables.table import BW, Action, B, F, Table, W, loop_stages, place_actions, v_stages
 
 
@@ -223,20 +230,32 @@ def size_obstacle(num_devices: int, num_microbatches: int, num_chunks: int) -> s
 
 def unknown_schedule(key: str, name: str) -> str:
     """Return the error message if `key` names a schedule that does not exist."""
-    hint = nearest(name, SCHEDULES)
-    names = ", ".join(SCHEDULES)
+    known = (*SCHEDULES, *CONTINUOUS)
+    hint, names = nearest(name, known), ", ".join(known)
     return f"{key} is {name!r}; it must be one of {names}, or the path of a CSV table{hint and '.' + hint}"
 
 
 def make_table(name: str, *, num_devices: int, num_microbatches: int, num_chunks: int) -> Table:
-    """Make the table of a named schedule.
+    """Make the table of a named schedule. One without flush is unrolled, and drains after the last microbatch.
 
     Raises:
       ValueError: the schedule does not exist, or it cannot have these sizes. The message is one line.
     """
+    p, m, v = num_devices, num_microbatches, num_chunks
+    if name in CONTINUOUS:
+        if reason := continuous_obstacle(name, num_devices=p, num_microbatches=m, num_chunks=v):
+            raise ValueError(reason)
+        if reason := size_obstacle(p, m, v):
+            raise ValueError(reason)
+        per_batch = fewest_microbatches(name, p)
+        if m % per_batch:
+            raise ValueError(
+                f"num_microbatches is {m}; it must be a multiple of {per_batch}, the microbatches of a batch, for "
+                f"schedule {name}"
+            )
+        return unroll(periodic_table(name, p, per_batch), m // per_batch)
     if name not in SCHEDULES:
         raise ValueError(unknown_schedule("schedule", name))
-    p, m, v = num_devices, num_microbatches, num_chunks
     if reason := schedule_obstacle(name, num_devices=p, num_microbatches=m, num_chunks=v):
         raise ValueError(reason)
     schedule = SCHEDULES[name]

@@ -8,6 +8,7 @@ of that span in which the device waits. If every flush ends in a barrier, a step
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jaxpar.pipeline.tables.periodic import num_in_flight, unroll
 from jaxpar.pipeline.tables.table import ACTION_KINDS, Table, action_inputs, device_of_stage, receiver
 from jaxpar.pipeline.tables.validate import peak_in_flight, peak_stashed
 
@@ -146,17 +147,17 @@ def simulate_table(table: Table, times: Times, communication: Time = 0) -> Simul
     assert ends is not None, "not a valid table: its devices deadlock"
     starts = [end - duration for end, duration in zip(ends, actions.durations, strict=True)]
     spans = [ends[order[-1]] - starts[order[0]] for order in orders]
-    work = [sum(actions.durations[action] for action in order) for order in orders]
+    busy = [sum(actions.durations[action] for action in order) for order in orders]
     makespan, cost = max(ends), max(spans)
     longest = spans.index(cost)
     rows = table.actions[["device", "kind", "microbatch", "chunk"]].tolist()
     return Simulation(
         makespan=makespan,
         cost=cost,
-        bubble_rate=(cost - work[longest]) / cost if cost else 0,
-        lockstep=_lockstep(table, actions.durations, communication),
-        idle=tuple(max(makespan - busy, 0) for busy in work),
-        idle_in_span=tuple(max(span - busy, 0) for span, busy in zip(spans, work, strict=True)),
+        bubble_rate=(cost - busy[longest]) / cost if cost else 0,
+        lockstep=lockstep(table, times, communication),
+        idle=tuple(max(makespan - of_device, 0) for of_device in busy),
+        idle_in_span=tuple(max(span - of_device, 0) for span, of_device in zip(spans, busy, strict=True)),
         spans=tuple(spans),
         peak_in_flight=tuple((peak_in_flight(table) / table.num_chunks).tolist()),
         peak_stashed=tuple((peak_stashed(table) / table.num_chunks).tolist()),
@@ -166,13 +167,34 @@ def simulate_table(table: Table, times: Times, communication: Time = 0) -> Simul
     )
 
 
-def _lockstep(table: Table, durations: Sequence[Time], communication: Time) -> Time:
+def steady_bubble_rate(table: Table, times: Times, communication: Time = 0) -> Time:
+    """Return the bubble rate of a periodic table once the pipeline is full. Arguments are those of `simulate_table`."""
+    few, many = (unroll(table, count * num_in_flight(table)) for count in (4, 8))
+    periods = 4 * num_in_flight(table)
+    spans = [simulate_table(finite, times, communication).spans for finite in (few, many)]
+    # All devices take the same time per period, except for rounding; the busiest one defines the bubble.
+    period = max(after - before for before, after in zip(*spans, strict=True)) / periods
+    return (period - max(work(table, times))) / period if period else 0
+
+
+def work(table: Table, times: Times) -> list[Time]:
+    """Return the total time of the actions of each device."""
+    durations, total = times.by_kind(table.num_devices, table.num_chunks), [0.0] * table.num_devices
+    for device, kind in table.actions[["device", "kind"]].tolist():
+        total[device] += durations[device][kind]
+    return total
+
+
+def lockstep(table: Table, times: Times, communication: Time = 0) -> Time:
+    """Return the time of all clocks if all devices step through them together. Arguments: see `simulate_table`."""
+    by_kind = times.by_kind(table.num_devices, table.num_chunks)
+    durations = [by_kind[device][kind] for device, kind in table.actions[["device", "kind"]].tolist()]
     device_of = dict(enumerate(device_of_stage(table.stages)))
-    work: list[dict[int, Time]] = [{} for _ in range(table.num_clocks)]  # by device
+    busy: list[dict[int, Time]] = [{} for _ in range(table.num_clocks)]  # by device
     sends = [False] * table.num_clocks
     for (clock, device, kind, _, _, stage, _, _), duration in zip(table.actions.tolist(), durations, strict=True):
-        work[clock][device] = work[clock].get(device, 0) + duration
+        busy[clock][device] = busy[clock].get(device, 0) + duration
         sends[clock] |= device_of.get(receiver(kind, stage), device) != device
     return sum(
-        max(of_clock.values(), default=0) + communication * sent for of_clock, sent in zip(work, sends, strict=True)
+        max(of_clock.values(), default=0) + communication * sent for of_clock, sent in zip(busy, sends, strict=True)
     )

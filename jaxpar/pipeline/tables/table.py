@@ -1,9 +1,12 @@
 """Schedule tables. A schedule is data: a NumPy table that is complete before anything runs.
 
 An *action* is one kind of work on one microbatch at one stage. The kinds are F (forward), B (gradient of the input,
-dX), W (gradient of the weights, dW) and BW (both gradients). A *stage* is a run of consecutive layers; stages are
-numbered in the order of computation. A device has one or several stages, called its *chunks*. A *clock* is one step
-that all devices take together.
+dX), W (gradient of the weights, dW), BW (both gradients) and U (update of the weights). A *stage* is a run of
+consecutive layers; stages are numbered in the order of computation. A device has one or several stages, called its
+*chunks*. A *clock* is one step that all devices take together.
+
+Most tables have no U: the pipeline drains, and then all stages are updated together. A table with U belongs to a
+pipeline that never drains (periodic.py).
 """
 
 import heapq
@@ -55,22 +58,27 @@ ACTION_KINDS = (
     Kind("B", "B input gradient", "#e69f00", 1, ("backward",), reads=((0, 0), (1, 1)), sends_to=-1),
     Kind("W", "W weight gradient", "#009e73", 2, ("weight",), reads=((1, 0),), sends_to=0),
     Kind("BW", "BW backward", "#d55e00", 1, ("backward", "weight"), reads=((0, 0), (1, 1)), sends_to=-1),
+    Kind("U", "U update", "#cc79a7", 3, (), reads=((1, 0),), sends_to=0),
 )
-F, B, W, BW = range(len(ACTION_KINDS))
+F, B, W, BW, U = range(len(ACTION_KINDS))
 
 
 class Table(NamedTuple):
     """A schedule whose actions are assigned to clocks.
 
     `actions` has dtype ACTION and is sorted by clock, device and order within the clock. `version` is the version of
-    the weights. `slot` is the slot in the device's stash that a microbatch occupies from its F to its B or BW. For W,
-    it is the slot in a second stash that the microbatch occupies from its B to its W.
+    the weights that an action reads, or that a U writes; version 0 is that of the start. The `microbatch` of a U is the
+    last one whose gradient it applies. `slot` is the slot in the device's stash that a microbatch occupies from its F
+    to its B or BW. For W, it is the slot in a second stash that the microbatch occupies from its B to its W.
+
+    If `period` is not 0, the table repeats after this number of clocks, and numbers are relative (periodic.py).
     """
 
     num_devices: int
     num_chunks: int
     num_microbatches: int
     actions: np.ndarray
+    period: int = 0
 
     @property
     def num_stages(self) -> int:
@@ -79,8 +87,8 @@ class Table(NamedTuple):
 
     @property
     def num_clocks(self) -> int:
-        """Number of clocks up to and including the last one with an action."""
-        return int(self.actions["clock"].max(initial=-1)) + 1
+        """Number of clocks up to and including the last one with an action, or the period."""
+        return self.period or int(self.actions["clock"].max(initial=-1)) + 1
 
     @property
     def stages(self) -> np.ndarray:
@@ -227,6 +235,8 @@ def with_slots(table: Table) -> Table:
         (activations, gradients), key = stashes[device], (microbatch, chunk)
         if kind == F:
             slots.append(activations.take(key))
+        elif kind == U:
+            slots.append(0)
         elif kind == W:
             slots.append(gradients.release(key))
         else:

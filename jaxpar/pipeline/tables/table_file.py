@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxpar.errors import nearest
 from jaxpar.files import unreadable
+from jaxpar.pipeline.tables.periodic import CONTINUOUS
 from jaxpar.pipeline.tables.schedule import SCHEDULES
 from jaxpar.pipeline.tables.table import ACTION, ACTION_KINDS, FIELDS, Table, with_slots
 from jaxpar.pipeline.tables.validate import TableError, check_table
@@ -27,8 +28,8 @@ def write_table(table: Table, path: Path | str) -> None:
 
 
 def is_table_file(name: str) -> bool:
-    """Return whether the name of a schedule is the path of a table. A name in SCHEDULES never is."""
-    return name not in SCHEDULES and (name.endswith(".csv") or Path(name).is_file())
+    """Return whether the name of a schedule is the path of a table. A named schedule never is."""
+    return name not in {*SCHEDULES, *CONTINUOUS} and (name.endswith(".csv") or Path(name).is_file())
 
 
 def read_table(path: Path | str) -> Table:

@@ -14,6 +14,7 @@ from jaxpar.pipeline.tables.table import (
     B,
     F,
     Table,
+    U,
     W,
     action_inputs,
     is_training,
@@ -37,9 +38,11 @@ def check_table(table: Table) -> None:
       - A device runs at most one action of each phase per clock.
       - Every microbatch has one F at every stage, and one BW, or one B and one W. A forward-only table has no backward.
       - Results are available from the next clock on. Two actions may also run in the same clock as the action that they
-        depend on: the backward of the last stage after its F, and W after its B.
+        depend on: the backward of the last stage after its F, and W after its B. So may U after a backward.
       - A device sends at most one transfer per clock over each distance on the ring of devices.
       - Microbatches that are stashed on a device at the same time have different slots.
+      - Every U writes the version after the newest one of its stage. An action reads a version that a U has written in
+        an earlier clock, or version 0.
     """
     rows = [dict(zip(FIELDS, row, strict=True)) for row in table.actions.tolist()]
     _check_rows(table, rows)
@@ -50,6 +53,7 @@ def check_table(table: Table) -> None:
     _check_complete(table, rows, made, device_of)
     if is_training(table):
         _check_slots(rows)
+    _check_versions(rows)
 
 
 def _fail(row: ActionRow, rule: str) -> NoReturn:
@@ -78,7 +82,9 @@ def _check_rows(table: Table, rows: list[ActionRow]) -> None:
                 _fail(row, f"{field} is {row[field]}; it must be at least 0{upper}")
     for before, row in itertools.pairwise(rows):
         if _place(row) < _place(before):
-            _fail(row, "rows must be sorted by clock, device and order within the clock (F, then B or BW, then W)")
+            _fail(
+                row, "rows must be sorted by clock, device and order within the clock (F, then B or BW, then W, then U)"
+            )
 
 
 def _place(row: ActionRow) -> tuple[int, int, int]:
@@ -141,7 +147,7 @@ def _check_inputs(table: Table, rows: list[ActionRow], made: dict[tuple[int, int
                 source = f"{('F', 'B or BW')[key[0]]} of microbatch {key[1]}, stage {key[2]}"
                 _fail(row, f"{_name(row)} needs the result of {source}, which the table lacks; it must run earlier")
             before = made[key]
-            shares = row["kind"] == W or (key[0] == 0 and row["kind"] != F and row["stage"] == last_stage)
+            shares = row["kind"] in (W, U) or (key[0] == 0 and row["kind"] != F and row["stage"] == last_stage)
             if before["clock"] >= row["clock"] + shares:
                 _fail(
                     row,
@@ -178,6 +184,8 @@ def _check_slots(rows: list[ActionRow]) -> None:
     slots = {(row["kind"], row["microbatch"], row["stage"]): row["slot"] for row in rows}
     for row in rows:
         kind, device, where = row["kind"], row["device"], (row["microbatch"], row["stage"])
+        if kind == U:
+            continue
         if kind != F:
             if kind != W and row["slot"] != slots[F, *where]:
                 _fail(row, f"{_name(row)} has slot {row['slot']}; it must have the slot of its F, {slots[F, *where]}")
@@ -189,6 +197,18 @@ def _check_slots(rows: list[ActionRow]) -> None:
                 stash = "the stash of B" if kind == B else "the stash of F"
                 holder = f"microbatch {other['microbatch']}, stage {other['stage']}"
                 _fail(row, f"{_name(row)} writes slot {slot} of {stash}, which still holds {holder}; it must be free")
+
+
+def _check_versions(rows: list[ActionRow]) -> None:
+    written: dict[int, list[int]] = {}  # by stage, the clock in which each version after 0 was written
+    for row in rows:
+        clocks, version = written.setdefault(row["stage"], []), row["version"]
+        if row["kind"] == U:
+            if version != len(clocks) + 1:
+                _fail(row, f"{_name(row)} writes version {version}; it must write version {len(clocks) + 1}")
+            clocks.append(row["clock"])
+        elif version and (version > len(clocks) or clocks[version - 1] >= row["clock"]):
+            _fail(row, f"{_name(row)} reads version {version}; it must be a version that a U wrote in an earlier clock")
 
 
 def peak_in_flight(table: Table) -> np.ndarray:

@@ -13,6 +13,8 @@ from jaxpar.pipeline.tables.simulate import Span, Times, simulate_table
 from jaxpar.pipeline.tables.table import ACTION_KINDS, BW, B, F, W
 from tests.pipeline.named_tables import make
 
+DRAWN = [kind for kind in ACTION_KINDS if kind.passes]  # an update takes no time
+
 
 def test_text_of_one_chunk() -> None:
     expected = """
@@ -79,14 +81,14 @@ def test_pixels_have_the_colour_of_their_kind(tmp_path: Path) -> None:
     pixels = Counter(
         map(tuple, np.round(imread(tmp_path / "chart.png")[..., :3] * 255).astype(int).reshape(-1, 3).tolist())
     )
-    for kind in ACTION_KINDS:
+    for kind in DRAWN:
         colour = tuple(round(255 * value) for value in draw.shade(kind, 0, 1))
         assert pixels[colour] > 1000, (kind, colour)
 
 
 def test_kinds_and_chunks_differ_for_every_eye() -> None:
     """Kinds differ with every type of colour blindness. Chunks of a kind differ in lightness."""
-    kinds = np.array([draw.shade(kind, 0, 1) for kind in ACTION_KINDS]) ** 2.2
+    kinds = np.array([draw.shade(kind, 0, 1) for kind in DRAWN]) ** 2.2
     # Machado, Oliveira and Fernandes, 2009: protanomaly, deuteranomaly and tritanomaly of severity 1.
     eyes = [
         np.eye(3),
@@ -98,7 +100,7 @@ def test_kinds_and_chunks_differ_for_every_eye() -> None:
         seen = np.clip(kinds @ np.array(eye).T, 0, 1) ** (1 / 2.2)
         apart = np.linalg.norm(seen[:, None] - seen[None], axis=-1) + 10 * np.eye(4)
         assert apart.min() > 0.2, apart
-    for kind in ACTION_KINDS:
+    for kind in DRAWN:
         light = [np.dot(draw.shade(kind, chunk, 3), (0.299, 0.587, 0.114)) for chunk in range(3)]
         assert light[1] - light[0] > 0.08
         assert light[2] - light[1] > 0.08

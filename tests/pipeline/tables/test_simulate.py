@@ -27,7 +27,7 @@ def excess(table: Table, times: tuple[int, int, int]) -> float:
 def test_idle_time_of_fused_schedules(name: str, times: tuple[int, int, int]) -> None:
     """The closed forms are exact for all times, even with few microbatches."""
     for table in grid(name):
-        p, v, m, _ = table
+        p, v, m, *_ = table
         idle = {"model_parallel": m * (p - 1) * sum(times)}.get(name, (p - 1) * sum(times) / v)
         simulation = simulate_table(table, Times(*times))
         assert simulation.idle == (idle,) * p, (p, m, v)
@@ -46,13 +46,13 @@ def test_idle_time_of_zb_h1_and_zb_h2(times: tuple[int, int, int]) -> None:
     assert w <= f
     assert 2 * w <= f + b
     for table in grid("zb_h1"):
-        p, _, m, _ = table
+        p, _, m, *_ = table
         bubble = (p - 1) * (f + b) - (min(m, p) - 1) * w
         assert excess(table, times) == bubble
         if w <= b:  # then all devices end at the same time
             assert simulate_table(table, Times(*times)).idle == (bubble,) * p
     for table in grid("zb_h2"):
-        p, _, m, _ = table
+        p, _, m, *_ = table
         assert excess(table, times) == (p - 1) * (f + b) - (min(m, 2 * p - 1) - 1) * w
 
 
@@ -74,7 +74,7 @@ def test_idle_time_of_zb_v(times: tuple[int, int, int]) -> None:
     f, b, w = times
     assert w <= f <= b
     for table in grid("zb_v"):
-        p, _, m, _ = table
+        p, _, m, *_ = table
         few = max(0, 2 * p - 1 - max(m, p)) * w + max(0, p - m) * f
         assert excess(table, times) == (p - 1) * (b - w) + few
         assert times != EQUAL or m < 2 * p - 1 or simulate_table(table, Times(*times)).idle_in_span == (0,) * p

@@ -32,7 +32,7 @@ def dropped(table: Table, *row: int) -> Table:
 
 
 def ordered(actions: np.ndarray) -> np.ndarray:
-    in_clock = np.array([kind.phase for kind in ACTION_KINDS])[np.clip(actions["kind"], 0, 3)]
+    in_clock = np.array([kind.phase for kind in ACTION_KINDS])[np.clip(actions["kind"], 0, 4)]
     return actions[np.lexsort((in_clock, actions["device"], actions["clock"]))]
 
 
@@ -47,7 +47,7 @@ NOWHERE = Table(1, 1, 1, np.zeros(0, ACTION))
         (NOWHERE, "the table has no actions; it must have at least one"),
         # ranges and order
         (changed(F1B, 1, F, 0, device=3), "clock 1, device 3: device is 3; it must be at least 0 and less than 3"),
-        (changed(F1B, 1, F, 0, kind=4), "clock 1, device 1: kind is 4; it must be at least 0 and less than 4"),
+        (changed(F1B, 1, F, 0, kind=5), "clock 1, device 1: kind is 5; it must be at least 0 and less than 5"),
         (changed(F1B, 0, F, 3, microbatch=4), "clock 6, device 0: microbatch is 4; .* less than 4"),
         (changed(F1B, 1, F, 0, chunk=1), "clock 1, device 1: chunk is 1; .* less than 1"),
         (changed(F1B, 1, F, 0, stage=-1), "clock 1, device 1: stage is -1; .* less than 3"),
@@ -176,7 +176,7 @@ def refusal(table: Table) -> str | None:
 
 def is_valid(table: Table) -> bool:
     """Check the rules with an independent implementation, one rule at a time over the whole table."""
-    p, v, m, actions = table
+    p, v, m, actions, _ = table
     rows = actions.tolist()
     last = p * v - 1
     where = {(d, c): s for _, d, _, _, c, s, _, _ in rows}
