@@ -91,9 +91,11 @@ def get_config() -> ConfigDict:
     delays.trace = ""  # distribution trace: path of a CSV file of measured times with columns worker,seconds
 
     config.pipeline = pipeline = ConfigDict()
-    # model_parallel, gpipe, 1f1b, eager_1f1b, interleaved_1f1b, zb_h1, zb_h2, zb_v, or the path of a CSV table
+    # model_parallel, gpipe, 1f1b, eager_1f1b, interleaved_1f1b, zb_h1, zb_h2, zb_v, or the path of a CSV table; without
+    # flush: pipedream, pipedream_vertical_sync, pipedream_2bw; for comparison: pipedream_without_stashing
     pipeline.schedule = "1f1b"
-    pipeline.num_microbatches = 0  # microbatches per replica and step; 0: 4 x mesh.stage (model_parallel: 1)
+    # Microbatches per replica and step. 0: 4 x mesh.stage (model_parallel and pipedream: 1; pipedream_2bw: mesh.stage)
+    pipeline.num_microbatches = 0
     pipeline.num_chunks = 0  # stages per device; 0: the smallest number that the schedule supports
     # How layers are divided into stages: balanced by flops, parameters or number of layers (uniform), or the names of
     # the layers that begin stages 1, 2, ...: block_2,head

@@ -115,12 +115,12 @@ def in_flight_bytes(plan: Plan[Any], shapes: Problem) -> dict[str, int]:
 
     Gradients have the size of the parameters on the device; ZeRO, which accumulates shards of them, needs less.
     Activations are the values that the forward pass of a microbatch saves, according to the traced model. The stashes
-    of a pipeline are part of plan.memory instead. XLA may store less, or temporarily more, so these estimates never
-    cause a plan to be refused.
+    of a pipeline are part of plan.memory instead, and so are its gradients if it never drains. XLA may store less, or
+    temporarily more, so these estimates never cause a plan to be refused.
     """
     memory = plan.memory[0]
     if any(part in memory for part in ACTIVATION_PARTS):
-        return {"gradients": memory["parameters"]}
+        return {} if "gradients" in memory else {"gradients": memory["parameters"]}
     saved = saved_bytes(shapes, plan.num_replicas * shapes.accumulation_steps)
     return {"gradients": nbytes(shapes.model.shapes), "activations": saved}
 

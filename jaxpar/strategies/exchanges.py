@@ -33,6 +33,12 @@ def name(config: ConfigDict) -> str:
     return " ".join([config.exchange, *(f"{key}={value}" for key, value in sorted(given(config).items()))])
 
 
+def algorithm(config: ConfigDict) -> str | None:
+    """Return the algorithm with which the exchange sums vectors; None if it has no such option."""
+    chosen = {**options(config.exchange), **given(config)}.get("algorithm")
+    return None if chosen is None else str(chosen)
+
+
 def private_key(config: ConfigDict, num_replicas: int) -> dict[str, Any]:
     """Return the settings that the private state of an exchange depends on: its name, options and replicas."""
     chosen = {**options(config.exchange), **_with_seed(config)}

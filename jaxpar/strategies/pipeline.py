@@ -8,14 +8,14 @@ the data axis exchange gradients as config.exchange specifies.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-from flax import serialization
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from ml_collections import ConfigDict
 
@@ -29,12 +29,14 @@ from jaxpar.layout import PER_REPLICA, Layout
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Batch, Model
 from jaxpar.pipeline.executor import partition
+from jaxpar.pipeline.executor.continuous import ContinuousState, continuous_step, padded, update_branches
 from jaxpar.pipeline.executor.engine import PipelineEngine, make_engine, pipeline_evaluation, pipeline_step
-from jaxpar.pipeline.executor.lowering import LoweredTable, TableShape, lower_table, table_layout
+from jaxpar.pipeline.executor.lowering import LoweredTable, TableArrays, TableShape, lower_table, table_layout
 from jaxpar.pipeline.executor.programs import REMATS
 from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.executor.state import PackedState, StagedState
 from jaxpar.pipeline.executor.timeline import Timeline
+from jaxpar.pipeline.tables.periodic import CONTINUOUS
 from jaxpar.pipeline.tables.schedule import forward_only
 from jaxpar.pipeline.tables.table import Table
 from jaxpar.plan import Decision, Plan, Traffic, state_memory
@@ -98,7 +100,8 @@ class PipelineDetails:
       table: the table of the schedule.
       lowered: the table in the form that the engine runs, as NumPy arrays.
       stages: the stages.
-      state: distribution of the state, and the exchange of gradients between replicas.
+      staged: distribution of the state between flushes, and the exchange of gradients between replicas.
+      state: distribution of the state; `staged`, unless the pipeline never drains.
       remat: none, full or dots: which values the forward pass saves for the backward pass.
       trace: number of the step whose actions are measured; 0: none.
     """
@@ -107,16 +110,10 @@ class PipelineDetails:
     table: Table
     lowered: LoweredTable
     stages: Stages
-    state: StagedState
+    staged: StagedState
+    state: StagedState | ContinuousState
     remat: str
     trace: int
-
-    def engine(self, problem: Problem, num_data: int) -> PipelineEngine:
-        """Trace the stage programs for the problem's batch, and build their engine."""
-        batch = steps.abstract_share(problem.batch, num_data)
-        microbatches = jax.eval_shape(partial(steps.microbatches, num=self.lowered.shape.num_microbatches), batch)
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        return make_engine(self.state, self.lowered.shape, microbatches, key, self.remat)
 
 
 def plan(
@@ -137,13 +134,19 @@ def plan(
         shapes.model, shapes.batch, inputs, config.pipeline.partition, table.num_stages
     )
     stages = Stages(shapes.model, bounds, table.stages, inputs, shapes.task)
-    state = StagedState(decision.axes, shapes, stages, exchanges.on_gradients(config, num_data))
-    c = config.pipeline
-    details = PipelineDetails(c.schedule, table, lower_table(table), stages, state, c.remat, c.trace)
-    engine = details.engine(shapes, num_data)
-    held = state_memory(state.packed_layouts._asdict())  # packed: each device needs as much as the one with most
-    memory = tuple({**parts, **engine.activation_bytes} for parts in held)
+    staged = StagedState(decision.axes, shapes, stages, exchanges.on_gradients(config, num_data))
+    c, lowered = config.pipeline, lower_table(table)
+    microbatches = abstract_microbatches(shapes, num_data, table.num_microbatches)
+    engine = make_engine(staged, lowered.shape, microbatches, jax.eval_shape(lambda: jax.random.key(0)), c.remat)
+    state: StagedState | ContinuousState = staged
     private_key = exchanges.private_key(config, num_data) | {"bounds": list(bounds), "stages": table.stages.tolist()}
+    if table.period:
+        yield from refuse_ties(config, stages)
+        yield from refuse_ring(config, num_data)
+        state = ContinuousState(staged, lowered, engine, microbatches)
+        private_key |= {"schedule": c.schedule, "microbatches": table.num_microbatches, "remat": c.remat}
+    details = PipelineDetails(c.schedule, table, lowered, stages, staged, state, c.remat, c.trace)
+    memory = tuple({**parts, **engine.activation_bytes} for parts in state_memory(state.memory))
     return Plan(
         "pipeline",
         decision,
@@ -153,17 +156,48 @@ def plan(
         memory,
         plan_traffic(shapes.model, details, engine),
         exchanges.name(config),
-        private_key if state.private.kind == PER_REPLICA else {},
-        exchanges.differs(config),
+        private_key if table.period or staged.private.kind == PER_REPLICA else {},
+        CONTINUOUS[c.schedule].reason if table.period else exchanges.differs(config),
         exchanges.exchange_advice(config),
     )
+
+
+def abstract_microbatches(problem: Problem, num_data: int, num_microbatches: int) -> Batch:
+    """Return the shapes of the microbatches of a replica's shard of a batch, [m, B, ..]."""
+    shard = steps.abstract_share(problem.batch, num_data)
+    microbatches: Batch = jax.eval_shape(partial(steps.microbatches, num=num_microbatches), shard)
+    return microbatches
+
+
+def refuse_ties(config: ConfigDict, stages: Stages) -> Refusals[None]:
+    """Refuse a model with tied arrays on different stages, which are at different batches if they never drain."""
+    for device in stages.examples:
+        for tie in stages.copies(device):
+            yield UserError(
+                f"config.pipeline.schedule is {config.pipeline.schedule!r}, whose stages are at different batches, so "
+                f"{tie.layer} cannot share its array {tie.source_name} with {tie.source}; it must be a schedule with a "
+                "flush, such as '1f1b', for this model and task"
+            )
+
+
+def refuse_ring(config: ConfigDict, num_data: int) -> Refusals[None]:
+    """Refuse a ring all-reduce between replicas of stages that exchange their gradients at different times.
+
+    A `ppermute` along the ring is one operation of all devices, including those of other stages.
+    """
+    algorithm = exchanges.algorithm(config)
+    if num_data > 1 and algorithm == "ring":
+        yield UserError(
+            f"config.exchange_options.algorithm is {algorithm!r}; it must be 'psum' or 'push_pull' with "
+            f"config.pipeline.schedule={config.pipeline.schedule!r}, whose stages exchange gradients at different times"
+        )
 
 
 def summarize_stages(config: ConfigDict, table: Table, stages: Stages) -> str:
     """Return the schedule and the cut points of the model in one line."""
     layers = [layer.name for layer in stages.model.layers]
     begins = ", ".join(layers[begin] for begin in stages.bounds[1:-1])
-    summary = f"{config.pipeline.schedule}, {table.num_microbatches} microbatches, "
+    summary = f"{config.pipeline.schedule}, {format_count(table.num_microbatches, 'microbatch')}, "
     return (
         summary
         + f"{table.num_stages} stages on {table.num_devices} devices"
@@ -183,7 +217,7 @@ def plan_traffic(model: Model, details: PipelineDetails, engine: PipelineEngine)
     copied_bytes = nbytes([model.shapes[layer][name] for layer, name in sorted(copied)])
     # The sum of the gradients of tied arrays.
     tied = ring_traffic("all-reduce", 2, STAGE, table.num_devices, copied_bytes, "float32", num_vectors=len(copied))
-    gradients = details.state.all_reduce.traffic(details.state.params.packing.shapes)
+    gradients = details.staged.all_reduce.traffic(details.staged.params.packing.shapes)
     return (*transfers, *gradients, tied)
 
 
@@ -192,7 +226,8 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
     meshes.check_partitioner()
     details, num_data = plan.details, plan.num_replicas
     table = details.table
-    mesh, staged, timeline = meshes.make_mesh(plan.axes, devices), details.state, Timeline(details.trace)
+    mesh, staged, timeline = meshes.make_mesh(plan.axes, devices), details.staged, Timeline(details.trace)
+    of_state = details.state
     like = states.abstract_state(problem.model, problem.optimizer)
     step, timed_step = (jit_train_step(details, mesh, each) for each in (None, timeline))
     forward = jit_on_mesh(pipeline_evaluation(staged), staged.params.packed, PartitionSpec(), mesh)
@@ -200,8 +235,8 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
 
     def on_devices(lowered: LoweredTable) -> LoweredTable:
         """Place the arrays of a table on the mesh."""
-        arrays = lowered.actions, lowered.arrivals
-        return LoweredTable(lowered.shape, *jax.device_put(arrays, table_layout(plan.axes, arrays).shardings(mesh)))
+        shape, arrays = lowered
+        return LoweredTable(shape, jax.device_put(arrays, table_layout(plan.axes, arrays).shardings(mesh)))
 
     @functools.cache
     def training() -> LoweredTable:
@@ -216,65 +251,75 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
     def train(state: PackedState, batch: dict[str, jax.Array]) -> tuple[PackedState, Metrics]:
         run = timed_step if timeline.next_step() else step
         lowered = training()
-        return one_at_a_time(run)(lowered.shape, state, batch, lowered.actions, lowered.arrivals)
+        return one_at_a_time(run)(lowered.shape, state, batch, lowered.arrays)
 
     def evaluate(state: PackedState, batch: dict[str, jax.Array]) -> Sums:
         lowered = evaluation(len(batch["index"]) // num_data)
-        return one_at_a_time(forward)(lowered.shape, state.params, batch, lowered.actions, lowered.arrivals)
+        return one_at_a_time(forward)(lowered.shape, of_state.newest(state).params, batch, lowered.arrays)
 
     def from_canonical(tree: states.Canonical, private: states.Canonical | None = None) -> PackedState:
         timeline.steps_before(int(tree["step"]))
-        return staged.distribute(states.from_canonical(tree, like), private, mesh)
+        return of_state.distribute(states.from_canonical(tree, like), private, mesh)
 
     def report(_: PackedState, workdir: Path) -> dict[str, Any]:
         if details.trace:
             timeline.save(workdir / "timeline.png", details.schedule, table)
         return {}
 
+    on_mesh, never_drains = batch_placer(mesh), isinstance(of_state, ContinuousState)
+
+    def place(batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        return on_mesh(padded(batch, problem.batch) if never_drains else batch)
+
+    branches = update_branches(details.lowered.shape, table.num_clocks)
     return Strategy(
         plan,
         tuple(mesh.devices.flat),
-        init=lambda key: staged.init(key, mesh),
-        place=batch_placer(mesh),
+        init=lambda key: of_state.init(key, mesh),
+        place=place,
         step=train,
         evaluate=evaluate,
-        to_canonical=lambda state: states.to_canonical(staged.gather(state)),
+        to_canonical=lambda state: states.to_canonical(of_state.gather(state)),
         from_canonical=from_canonical,
-        compile=lambda: [CompiledProgram(lower_step(plan, problem, mesh).compile())],
-        to_private=lambda state: serialization.to_state_dict(state.private) if jax.tree.leaves(state.private) else {},
+        compile=lambda: [CompiledProgram(lower_step(plan, problem, mesh).compile(), branches)],
+        to_private=of_state.private_state,
         report=report,
     )
 
 
 def lower_step(plan: Plan[PipelineDetails], problem: Problem, mesh: Mesh) -> jax.stages.Lowered:
     """Trace and lower a training step for the problem's batch, from shapes alone."""
-    shape, *arrays = plan.details.lowered
+    shape, arrays = plan.details.lowered
     state, tables = plan.details.state.packed.abstract(mesh), table_layout(plan.axes, arrays).abstract(mesh)
     batch = with_shardings(problem.batch, by_replica(mesh))
-    lowered: jax.stages.Lowered = jit_train_step(plan.details, mesh).lower(shape, state, batch, *tables)
+    lowered: jax.stages.Lowered = jit_train_step(plan.details, mesh).lower(shape, state, batch, tables)
     return lowered
 
 
 def jit_train_step(details: PipelineDetails, mesh: Mesh, timeline: Timeline | None = None) -> Any:
-    """Jit a training step: (table's shape, state, batch, actions, arrivals) -> (state, metrics). It donates the state.
+    """Jit a training step: (table's shape, state, batch, table's arrays) -> (state, metrics). It donates the state.
 
     Tables of the same shape, with arrays of the same size, share a compiled program.
     """
-    function, packed = pipeline_step(details.state, details.remat, timeline), details.state.packed
+    state, packed = details.state, details.state.packed
+    if isinstance(state, ContinuousState):
+        function = continuous_step(state, details.remat, timeline)
+    else:
+        function = pipeline_step(state, details.remat, timeline)
     return jit_on_mesh(function, packed, (packed.specs, PartitionSpec()), mesh, donate_argnums=1)
 
 
 def jit_on_mesh(function: Callable[..., Any], of_state: Layout, out_specs: Any, mesh: Mesh, **options: Any) -> Any:
-    """Jit a function over the mesh: (table's shape, state, batch, actions, arrivals) -> results.
+    """Jit a function over the mesh: (table's shape, state, batch, table's arrays) -> results.
 
     Inside `shard_map`, `function` receives each device's parts of these arguments.
     """
 
-    def mapped(shape: TableShape, state: Any, batch: Batch, *arrays: Any) -> Any:
+    def mapped(shape: TableShape, state: Any, batch: Batch, arrays: TableArrays) -> Any:
         tables = table_layout(of_state.axes, arrays)
 
-        def on_device(state: Any, batch: Batch, arrays: Any) -> Any:
-            return function(shape, state, batch, *tables.local(arrays))
+        def on_device(state: Any, batch: Batch, arrays: TableArrays) -> Any:
+            return function(shape, state, batch, tables.local(arrays))
 
         in_specs = of_state.specs, PartitionSpec(DATA), tables.specs
         return jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(

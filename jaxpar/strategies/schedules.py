@@ -3,8 +3,9 @@
 from ml_collections import ConfigDict
 
 from jaxpar.errors import Refusals, UserError
+from jaxpar.pipeline.tables.periodic import CONTINUOUS, continuous_obstacle, fewest_microbatches, periodic_table
 from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table, schedule_obstacle, unknown_schedule
-from jaxpar.pipeline.tables.table import BW, F, Table, is_training
+from jaxpar.pipeline.tables.table import BW, B, Table, U, W, is_training
 from jaxpar.pipeline.tables.table_file import is_table_file, read_table
 
 
@@ -38,19 +39,30 @@ def _table_from_file(config: ConfigDict) -> Refusals[Table]:
     kinds = table.actions["kind"]
     if not is_training(table):
         yield UserError(f"config.pipeline.schedule is {name!r}, which has no backward; it must be a table for training")
-    if (kinds == BW).any() and (kinds != BW)[kinds != F].any():
+    if (kinds == BW).any() and ((kinds == B) | (kinds == W)).any():
         yield UserError(
             f"config.pipeline.schedule is {name!r}, which mixes BW with B and W; it must have either BW, or B and W"
         )
-    if table.actions["version"].any():
+    if (kinds == U).any():
         yield UserError(
-            f"config.pipeline.schedule is {name!r}, which has weight versions other than 0; they must all be 0"
+            f"config.pipeline.schedule is {name!r}, which has updates (U); it must have none, because only "
+            f"{', '.join(CONTINUOUS)} update their weights within the table"
         )
     return table
 
 
+def _periodic_table(config: ConfigDict) -> Refusals[Table]:
+    c, p = config.pipeline, config.mesh.stage
+    m = c.num_microbatches or fewest_microbatches(c.schedule, p)
+    if reason := continuous_obstacle(c.schedule, num_devices=p, num_microbatches=m, num_chunks=c.num_chunks or 1):
+        yield UserError(f"config.pipeline.{reason}".replace("pipeline.num_devices", "mesh.stage"))
+    return periodic_table(c.schedule, p, m)
+
+
 def _table_by_name(config: ConfigDict) -> Refusals[Table]:
     c, p = config.pipeline, config.mesh.stage
+    if c.schedule in CONTINUOUS:
+        return (yield from _periodic_table(config))
     if c.schedule not in SCHEDULES:
         yield UserError(unknown_schedule("config.pipeline.schedule", c.schedule))
     if c.num_microbatches > config.batch_size:

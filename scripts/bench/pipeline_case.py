@@ -13,7 +13,7 @@ from jaxpar import mesh as meshes
 from jaxpar import step as steps
 from jaxpar import strategies, tasks
 from jaxpar.data import DataInfo, Labels
-from jaxpar.pipeline.executor.engine import PipelineEngine
+from jaxpar.pipeline.executor.engine import PipelineEngine, make_engine
 from jaxpar.pipeline.executor.lowering import NONE
 from jaxpar.pipeline.tables.table import Table
 from jaxpar.step import Problem
@@ -161,13 +161,15 @@ class Parts:
 
     def engine(self) -> PipelineEngine:
         """Trace the stage programs of a step."""
-        return self.details.engine(self.case.problem, 1)
+        microbatches = pipeline.abstract_microbatches(self.case.problem, 1, self.table.num_microbatches)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        return make_engine(self.details.staged, self.lowered.shape, microbatches, key, self.details.remat)
 
     def shares(self) -> list[list[float]]:
         """Return the share of (device, clock) pairs that take each branch, by phase and branch of the switches."""
         number = self.engine().programs.numbers
         result = []
-        for actions in self.lowered.actions:
+        for actions in self.lowered.arrays.actions:
             taken = np.take_along_axis(number, np.maximum(actions.chunk, 0), axis=1) + 1
             counts = np.bincount(np.where(actions.chunk == NONE, 0, taken).reshape(-1), minlength=number.max() + 2)
             result.append((counts / actions.chunk.size).tolist())

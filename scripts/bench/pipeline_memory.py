@@ -37,7 +37,7 @@ def terms(parts: Parts) -> dict[str, int]:
         "most expensive action": max(
             _action(engine, number, phase) for number in range(numbers) for phase in range(phases)
         ),
-        "gradients": parts.details.state.params.packing.nbytes,
+        "gradients": parts.details.staged.params.packing.nbytes,
         "update": max(_update(parts, kind) for kind in range(kinds)),
     }
 
@@ -89,7 +89,7 @@ def _action(engine: PipelineEngine, number: int, phase: int) -> int:
 def _update(parts: Parts, kind: int) -> int:
     """Return the temporary bytes of the optimizer update of the parameters on a device."""
     problem = parts.case.problem
-    params = parts.details.state.params.packing.tree(kind)
+    params = parts.details.staged.params.packing.tree(kind)
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     state = State(scalar(jnp.int32), key, params, jax.eval_shape(problem.optimizer.init, params))
     sums = steps.abstract(problem.task.zeros())

@@ -77,7 +77,7 @@ def staged_state(strategy: Strategy[Any]) -> StagedState:
     """Return the distribution of the state of a pipeline."""
     details = strategy.plan.details
     assert isinstance(details, PipelineDetails)
-    return details.state
+    return details.staged
 
 
 def make_batch(task: Task, step: int, size: int = BATCH) -> dict[str, np.ndarray]:

@@ -13,6 +13,10 @@ TABLES = {
     "invalid.csv": [HEADER, "0,0,F,0,0", "0,1,F,0,0", "1,1,BW,0,0", "2,0,BW,0,0"],
     "unknown_kind.csv": [HEADER, "0,0,F,0,0", "1,0,G,0,0"],
     "versions.csv": [HEADER + ",version", "0,0,F,0,0,1", "1,1,F,0,0,1", "2,1,BW,0,0,1", "3,0,BW,0,0,1"],
+    "updates.csv": [
+        HEADER + ",version",
+        *("0,0,F,0,0,0", "1,1,F,0,0,0", "2,1,BW,0,0,0", "2,1,U,0,0,1", "3,0,BW,0,0,0", "3,0,U,0,0,1"),
+    ],
     "mixed.csv": [HEADER, "0,0,F,0,0", "1,1,F,0,0", "2,1,BW,0,0", "3,0,B,0,0", "4,0,W,0,0"],
     "forward.csv": [HEADER, "0,0,F,0,0", "1,1,F,0,0"],
 }
@@ -33,11 +37,15 @@ MISTAKES = {
     ),
     "unknown kind in a table": (
         ["schedule={folder}/unknown_kind.csv"],
-        ["config.pipeline.schedule", "unknown_kind.csv': line 3: kind is 'G'; it must be one of F, B, W, BW"],
+        ["config.pipeline.schedule", "unknown_kind.csv': line 3: kind is 'G'; it must be one of F, B, W, BW, U"],
     ),
     "weight versions": (
         ["schedule={folder}/versions.csv", "num_microbatches=0"],
-        ["config.pipeline.schedule", "weight versions"],
+        ["config.pipeline.schedule", "reads version 1; it must be a version that a U wrote in an earlier clock"],
+    ),
+    "updates": (
+        ["schedule={folder}/updates.csv", "num_microbatches=0"],
+        ["config.pipeline.schedule", "which has updates (U); it must have none, because only pipedream, "],
     ),
     "no backward": (
         ["schedule={folder}/forward.csv", "num_microbatches=0"],

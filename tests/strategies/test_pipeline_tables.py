@@ -106,7 +106,7 @@ def test_tables_of_one_shape_share_a_program(monkeypatch: pytest.MonkeyPatch) ->
         state = piped.from_canonical(start(TASK))
         for number in range(3):
             batch = piped.place(make_batch(TASK, number))
-            state, _ = step(lowered.shape, state, batch, lowered.actions, lowered.arrivals)
+            state, _ = step(lowered.shape, state, batch, lowered.arrays)
         after[name] = named(details.state.gather(state).params)
     assert len(traced) == 1
     expected = advance(make(TASK, f"--config.optimizer.accumulation_steps={m}"), TASK, start(TASK), 0, 3).params

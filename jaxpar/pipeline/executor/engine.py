@@ -36,7 +36,8 @@ One training step then runs on every device as follows. Comments in the code cit
     10. Take the optimizer step on the parameters of this device. If the loss or a gradient is not finite, all devices
         keep their parameters and optimizer state.
 
-Evaluation runs steps 1 to 7 on a table that has only F actions.
+Evaluation runs steps 1 to 7 on a table that has only F actions. A pipeline that never drains replaces steps 8 to 10 by
+an action of its table, U, which runs at the end of a clock (continuous.py).
 """
 
 from collections.abc import Callable
@@ -52,7 +53,7 @@ from jaxpar.exchange.clip import clipped
 from jaxpar.exchange.reduce import psum_small
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Batch
-from jaxpar.pipeline.executor.lowering import INBOXES, NONE, Actions, Arrivals, TableShape
+from jaxpar.pipeline.executor.lowering import INBOXES, NONE, Actions, TableArrays, TableShape
 from jaxpar.pipeline.executor.packing import Packed, Packing
 from jaxpar.pipeline.executor.programs import StageInputs, StagePrograms
 from jaxpar.pipeline.executor.state import PackedState, StagedState, StageUpdate
@@ -71,6 +72,7 @@ class Carry(NamedTuple):
       gradient: send buffer of B: the latest dX, packed as a transfer.
       grads: the gradients accumulated so far, packed like the parameters.
       sums: the metric sums accumulated so far; only the last stage adds to them.
+      weights: the weights that updates in the table change; None if there are none.
     """
 
     inboxes: dict[str, Packed]
@@ -79,6 +81,34 @@ class Carry(NamedTuple):
     gradient: Packed
     grads: Packed
     sums: Sums
+    weights: Any = None
+
+
+class StepBatches(NamedTuple):
+    """The batches that a step works on: the one of the step, followed by earlier ones whose work is not finished.
+
+    Attributes:
+      microbatches: [number of batches x m, B, ..] the microbatches of a replica.
+      keys: dropout key by batch, an array or a list; None disables dropout.
+      weights: by batch, the divisor of the loss: the global batch weight divided by the number of replicas.
+    """
+
+    microbatches: Batch
+    keys: Any
+    weights: Any
+
+    def of(self, microbatch: jax.Array) -> tuple[Batch, jax.Array | None, jax.Array]:
+        """Return a microbatch, and the dropout key and the divisor of its batch."""
+        chosen = jax.tree.map(partial(_at, index=microbatch), self.microbatches)
+        num_batches = len(self.weights)
+        if num_batches == 1:
+            return chosen, None if self.keys is None else self.keys[0], self.weights[0]
+        batch = microbatch // (len(self.microbatches["index"]) // num_batches)
+        return chosen, None if self.keys is None else self.keys[batch], self.weights[batch]
+
+
+def _at(x: jax.Array, index: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
 
 
 class PipelineEngine:
@@ -110,48 +140,48 @@ class PipelineEngine:
 
     def run(
         self,
-        plan: tuple[tuple[Actions, ...], tuple[Arrivals, ...]],
-        params: Packed,
-        microbatches: Batch,
-        key: jax.Array | None,
-        weight: jax.Array,
-    ) -> tuple[Packed, Sums]:
-        """Run all clocks on this device (steps 2 to 7). Return its gradients, and its metric sums.
+        arrays: TableArrays,
+        read: Callable[[Any, Any], Packed],
+        batches: StepBatches,
+        start: Carry,
+        update: Callable[[Carry, jax.Array], Carry] | None = None,
+    ) -> Carry:
+        """Run all clocks on this device (steps 3 to 7), and return what it carries after the last one.
 
-        The sums are zero except on the device with the last stage.
+        Its metric sums are zero except on the device with the last stage.
 
         Args:
-          plan: this device's part of LoweredTable.actions and LoweredTable.arrivals: arrays over clocks.
-          params: the parameters on this device, packed.
-          microbatches: [m, B, ..] all microbatches of this replica.
-          key: dropout key of the step; None disables dropout.
-          weight: divisor of the loss: the global batch weight divided by the number of replicas.
+          arrays: this device's part of the table: arrays over clocks.
+          read: (Carry.weights, Actions.version) -> the parameters that an action reads, packed.
+          batches: the batches of this replica.
+          start: what the device carries before the first clock: `self.start()`, unless the pipeline is not empty.
+          update: (carry, entry of TableArrays.updates) -> carry after the update of a clock; None if there are none.
         """
         device, programs = jax.lax.axis_index(STAGE), self.programs
         numbers, shifts = jnp.asarray(programs.numbers)[device], jnp.asarray(programs.stages.shifts)[device]
 
-        def inputs(number: int, action: Actions) -> StageInputs:
+        def inputs(number: int, action: Actions, carry: Carry) -> StageInputs:
             """Return the inputs of an action, except x and dy."""
-            part = programs.params(number, self.packing.unpack(programs.kind(number), params))
-            microbatch = jax.tree.map(
-                lambda x: jax.lax.dynamic_index_in_dim(x, action.microbatch, 0, keepdims=False), microbatches
-            )
-            return StageInputs(part, microbatch, key, shifts[programs.chunk(number)], weight)
+            held = self.packing.unpack(programs.kind(number), read(carry.weights, action.version))
+            microbatch, key, weight = batches.of(action.microbatch)
+            return StageInputs(programs.params(number, held), microbatch, key, shifts[programs.chunk(number)], weight)
 
-        def clock(carry: Carry, now: tuple[tuple[Actions, ...], tuple[Arrivals, ...]]) -> tuple[Carry, None]:
-            for phase, action in enumerate(now[0]):
+        def clock(carry: Carry, now: TableArrays) -> tuple[Carry, None]:
+            for phase, action in enumerate(now.actions):
                 # 3. Branch 0 is the empty one; branch 1 + n runs program n.
                 branch = jnp.where(action.chunk == NONE, 0, 1 + numbers[action.chunk])
                 acts = [partial(self._act, phase, number, inputs) for number in range(len(programs.programs))]
                 with jax.named_scope(f"phase_{phase}"):
                     touched = jax.lax.switch(branch, [partial(self._idle, phase), *acts], action, carry)
                 carry = carry._replace(**touched | {"stashes": carry.stashes | touched["stashes"]})
-            return self._deliver(carry, *now), None
+            if update is not None:
+                carry = update(carry, now.updates)
+            return self._deliver(carry, now), None
 
-        end, _ = jax.lax.scan(clock, self._start(), plan)
-        return end.grads, end.sums
+        end, _ = jax.lax.scan(clock, start, arrays)
+        return end
 
-    def _start(self) -> Carry:
+    def start(self) -> Carry:
         """Step 2: empty buffers, and gradients and sums of zero."""
         slots = dict(self.shape.num_slots)
         return Carry(
@@ -181,7 +211,7 @@ class PipelineEngine:
         if self._timeline is not None:
             action = self._timeline.begin(phase, action)
         # 4. Stage 0 has no x, as its input is in the microbatch; the last stage has no dy, as its output is the loss.
-        given, sender = inputs(number, action), self.programs.sender(number)
+        given, sender = inputs(number, action, carry), self.programs.sender(number)
         if phase == 0 and sender is not None:
             given = given._replace(x=self.transfers.read(sender, carry.inboxes["activations"], action.inbox))
         if phase == 1 and self.programs.programs[number].y is not None:
@@ -217,8 +247,9 @@ class PipelineEngine:
         which = jax.tree.leaves(self.programs.params(number, leaf_numbers))
         return self.packing.add(kind, grads, jax.tree.leaves(dparams), which)
 
-    def _deliver(self, carry: Carry, actions: tuple[Actions, ...], arrivals: tuple[Arrivals, ...]) -> Carry:
+    def _deliver(self, carry: Carry, now: TableArrays) -> Carry:
         """Step 7: send the outputs of a clock, and store them in the inboxes of their receivers."""
+        actions, arrivals = now.actions, now.arrivals
         outputs = (carry.activation, carry.gradient)
         inboxes = dict(carry.inboxes)
 
@@ -253,9 +284,7 @@ def pipeline_step(
     state still has its leading dims of size 1, for the device and the replica.
     """
 
-    def step(
-        shape: TableShape, state: PackedState, batch: Batch, actions: Any, arrivals: Any
-    ) -> tuple[PackedState, Metrics]:
+    def step(shape: TableShape, state: PackedState, batch: Batch, arrays: TableArrays) -> tuple[PackedState, Metrics]:
         state = staged.packed.local(state)
         # 1. Split the batch.
         microbatches = steps.microbatches(batch, shape.num_microbatches)
@@ -263,7 +292,9 @@ def pipeline_step(
         weight = jax.lax.pmean(steps.batch_weight(batch), DATA)  # so that the gradient is the mean over replicas
         # 2. to 7. Run the clocks.
         engine = make_engine(staged, shape, microbatches, key, remat, timeline)
-        local_grads, local_sums = engine.run((actions, arrivals), state.params, microbatches, key, weight)
+        batches = StepBatches(microbatches, [key], [weight])
+        end = engine.run(arrays, lambda _weights, _version: state.params, batches, engine.start())
+        local_grads, local_sums = end.grads, end.sums
         # 8. Check for infinities and NaNs before the exchange: a compressor may hide them.
         nonfinite_count = steps.nonfinite_count(local_grads)
         sums, nonfinite_count = psum_small((local_sums, nonfinite_count), (DATA, STAGE))
@@ -291,11 +322,12 @@ def pipeline_evaluation(staged: StagedState) -> Callable[..., Sums]:
     Its arguments are those of `pipeline_step`, with the parameters instead of the state.
     """
 
-    def evaluate(shape: TableShape, params: Packed, batch: Batch, actions: Any, arrivals: Any) -> Sums:
-        microbatches = steps.microbatches(batch, shape.num_microbatches)
+    def evaluate(shape: TableShape, params: Packed, batch: Batch, arrays: TableArrays) -> Sums:
+        microbatches, held = steps.microbatches(batch, shape.num_microbatches), staged.params.packed.local(params)
         engine = make_engine(staged, shape, microbatches, None, "none")
-        _, sums = engine.run((actions, arrivals), staged.params.packed.local(params), microbatches, None, jnp.ones(()))
-        return jax.lax.psum(sums, (DATA, STAGE))
+        batches = StepBatches(microbatches, None, [jnp.ones(())])
+        end = engine.run(arrays, lambda _weights, _version: held, batches, engine.start())
+        return jax.lax.psum(end.sums, (DATA, STAGE))
 
     return evaluate
 

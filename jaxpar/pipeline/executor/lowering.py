@@ -6,17 +6,24 @@ Every device has stashes, which save values of one phase for a later phase of th
 where transfers (activations for F, gradients for B) wait for the action that reads them. All devices allocate the same
 number of slots for a buffer: the largest number that any device needs in any clock. The stash between F and B uses
 the slots given in the table.
+
+The values of a periodic table (jaxpar/pipeline/tables/periodic.py) outlive the step that writes them, so a buffer is
+used as a ring: a microbatch has the slot of its number, modulo the number of slots. The arrays hold the slots of the
+first step; `arrays_at_step` converts them to those of any other step.
 """
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpar import layout
 from jaxpar.layout import Layout
 from jaxpar.mesh import STAGE
-from jaxpar.pipeline.tables.table import ACTION_KINDS, Table, device_of_stage, receiver
+from jaxpar.pipeline.tables.periodic import num_in_flight, unroll, versions_kept
+from jaxpar.pipeline.tables.table import ACTION_KINDS, Table, U, device_of_stage, receiver
 from jaxpar.step import abstract
 
 NONE = -1
@@ -41,11 +48,13 @@ class Actions(NamedTuple):
 
     Attributes:
       chunk: chunk of the action; NONE if the device has no action of this phase in the clock.
-      microbatch: microbatch of the action.
+      microbatch: microbatch of the action. Microbatches of earlier batches follow those of the batch of the step.
       inbox: inbox slot of its input.
       stash: slot in each stash that the action reads or writes.
       local_inbox: inbox slot for its output if the receiving stage is on the same device; otherwise NONE.
       route: number of the route that carries its output to another device; otherwise NONE.
+      version: slot of the weights that it reads; before `arrays_at_step`, how many batches have entered since the
+        version was the newest one possible. None if all actions of a step read the same weights.
     """
 
     chunk: Any
@@ -54,6 +63,7 @@ class Actions(NamedTuple):
     stash: dict[tuple[int, int], Any]
     local_inbox: Any
     route: Any
+    version: Any = None
 
 
 class Arrivals(NamedTuple):
@@ -86,6 +96,8 @@ class TableShape(NamedTuple):
       num_slots: number of slots of each buffer.
       num_phases: 1: F alone; 2: F and BW; 3: F, B and W.
       local_phases: phases that have an output whose receiving stage is on the same device.
+      num_batches: number of batches that a step works on; more than 1 only if the table is periodic.
+      num_versions: by device, the number of versions of the weights that it keeps; empty if the table has no updates.
     """
 
     num_microbatches: int
@@ -93,14 +105,30 @@ class TableShape(NamedTuple):
     num_slots: tuple[tuple[Buffer, int], ...]
     num_phases: int
     local_phases: tuple[int, ...]
+    num_batches: int = 1
+    num_versions: tuple[int, ...] = ()
+
+
+class TableArrays(NamedTuple):
+    """The arrays of a lowered table.
+
+    Attributes:
+      actions: the actions, by phase.
+      arrivals: the transfers that arrive, by route.
+      updates: int32 [device, clock]: the number of batches that have entered since the batch whose gradient is applied
+        at the end of the clock, or NONE; None if the table has no updates.
+    """
+
+    actions: tuple[Actions, ...]
+    arrivals: tuple[Arrivals, ...]
+    updates: Any = None
 
 
 class LoweredTable(NamedTuple):
     """A table in the form that the engine runs."""
 
     shape: TableShape
-    actions: tuple[Actions, ...]  # by phase
-    arrivals: tuple[Arrivals, ...]  # by route
+    arrays: TableArrays
 
 
 def table_layout(axes: Mapping[str, int], arrays: Any) -> Layout:
@@ -121,27 +149,28 @@ class _Transfer(NamedTuple):
 
 def lower_table(table: Table) -> LoweredTable:
     """Lower a valid table to the form that the engine runs."""
-    rows = table.actions[["clock", "device", "kind", "microbatch", "chunk", "stage", "slot"]].tolist()
-    clocks = {(ACTION_KINDS[kind].phase, microbatch, stage): clock for clock, _, kind, microbatch, _, stage, _ in rows}
-    slots = {buffer: _share_slots(lives) for buffer, lives in _lives(table, clocks).items()}
-    if (0, 1) in slots:
-        slots[0, 1] = {(row[3], row[5]): row[6] for row in rows if ACTION_KINDS[row[2]].phase == 0}
+    slots, num_slots = _slots_in_rings(table) if table.period else _slots(table)
+    rows = table.actions[table.actions["kind"] != U]
+    m, num_phases = table.num_microbatches, 1 + max(ACTION_KINDS[kind].phase for kind in rows["kind"])
 
     def empty() -> np.ndarray:
         return np.full((table.num_devices, table.num_clocks), NONE, np.int32)
 
     def actions_of(phase: int) -> Actions:
         stashes = [buffer for buffer in slots if isinstance(buffer, tuple) and buffer[0] <= phase <= buffer[1]]
-        return Actions(empty(), empty(), empty(), {stash: empty() for stash in stashes}, empty(), empty())
+        version = empty() if table.period else None
+        return Actions(empty(), empty(), empty(), {stash: empty() for stash in stashes}, empty(), empty(), version)
 
-    actions = [actions_of(phase) for phase in range(1 + max(phase for phase, _, _ in clocks))]
-    for clock, device, kind, microbatch, chunk, stage, _ in rows:
+    actions = [actions_of(phase) for phase in range(num_phases)]
+    for clock, device, kind, microbatch, chunk, stage, version, _ in rows.tolist():
         phase, place, key = ACTION_KINDS[kind].phase, (device, clock), (microbatch, stage)
-        of_phase = actions[phase]
-        of_phase.chunk[place], of_phase.microbatch[place] = chunk, microbatch
+        of_phase, age = actions[phase], -(microbatch // m)
+        of_phase.chunk[place], of_phase.microbatch[place] = chunk, age * m + microbatch % m
         of_phase.inbox[place] = slots.get(INBOXES[phase], {}).get(key, NONE) if phase < len(INBOXES) else NONE
         for stash, array in of_phase.stash.items():
             array[place] = slots[stash][key]
+        if table.period:
+            of_phase.version[place] = age - version
     transfers = _transfers(table, slots)
     routes = _routes(transfers)
     arrivals = [Arrivals(empty(), empty()) for _ in routes]
@@ -153,10 +182,94 @@ def lower_table(table: Table) -> LoweredTable:
             number = numbers[transfer.offset]
             actions[transfer.phase].route[transfer.sender, transfer.clock] = number
             arrivals[number][transfer.phase][transfer.receiver, transfer.clock] = transfer.slot
-    num_slots = tuple((buffer, max(slot.values()) + 1) for buffer, slot in slots.items())
     local_phases = tuple(sorted({transfer.phase for transfer in transfers if transfer.offset == 0}))
-    shape = TableShape(table.num_microbatches, routes, num_slots, len(actions), local_phases)
-    return LoweredTable(shape, tuple(actions), tuple(arrivals))
+    shape = TableShape(m, routes, num_slots, num_phases, local_phases)
+    if not table.period:
+        return LoweredTable(shape, TableArrays(tuple(actions), tuple(arrivals)))
+    updates = empty()
+    for clock, device, _, microbatch, *_ in table.actions[table.actions["kind"] == U].tolist():
+        updates[device, clock] = -(microbatch // m)
+    shape = shape._replace(num_batches=num_in_flight(table), num_versions=tuple(versions_kept(table)))
+    return LoweredTable(shape, TableArrays(tuple(actions), tuple(arrivals), updates))
+
+
+def arrays_at_step(shape: TableShape, arrays: TableArrays, device: jax.Array, num_entered: jax.Array) -> TableArrays:
+    """Return the arrays of a device for one step of a periodic table.
+
+    Actions on batches before the first one are left out.
+
+    Args:
+      shape: shape of the table.
+      arrays: the device's part of the arrays, over clocks.
+      device: index of the device.
+      num_entered: number of batches that entered the pipeline before this step.
+    """
+    sizes, m = dict(shape.num_slots), shape.num_microbatches
+    num_versions = jnp.asarray(shape.num_versions)[device]
+
+    def slot(first: Any, buffer: Buffer) -> Any:
+        return jnp.where(first == NONE, NONE, (first + m * num_entered) % sizes[buffer]) if buffer in sizes else first
+
+    def of_phase(phase: int, now: Actions) -> Actions:
+        has_begun = now.microbatch // m <= num_entered
+        inbox, local = (slot(array, INBOXES[phase]) for array in (now.inbox, now.local_inbox))
+        return now._replace(
+            chunk=jnp.where(has_begun, now.chunk, NONE),
+            inbox=inbox,
+            stash={stash: slot(array, stash) for stash, array in now.stash.items()},
+            local_inbox=local,
+            version=version_slot(num_entered - now.version, num_versions),
+        )
+
+    actions = tuple(of_phase(phase, now) for phase, now in enumerate(arrays.actions))
+    arrivals = tuple(
+        Arrivals(*(slot(array, inbox) for array, inbox in zip(arrival, INBOXES, strict=True)))
+        for arrival in arrays.arrivals
+    )
+    return TableArrays(actions, arrivals, jnp.where(arrays.updates > num_entered, NONE, arrays.updates))
+
+
+def version_slot(version: jax.Array, num_versions: jax.Array) -> jax.Array:
+    """Return the slot of a version of the weights on a device that keeps `num_versions`. There is none before 0."""
+    return jnp.maximum(version, 0) % num_versions
+
+
+Slots = dict[Buffer, dict[tuple[int, int], int]]  # slot by buffer and (microbatch, stage)
+NumSlots = tuple[tuple[Buffer, int], ...]
+
+
+def _slots(table: Table) -> tuple[Slots, NumSlots]:
+    """Return the slots of all values, and the number of slots of each buffer."""
+    slots: Slots = {buffer: _share_slots(lives) for buffer, lives in _lives(table).items()}
+    if (0, 1) in slots:
+        rows = table.actions[["kind", "microbatch", "stage", "slot"]].tolist()
+        slots[0, 1] = {
+            (microbatch, stage): slot for kind, microbatch, stage, slot in rows if ACTION_KINDS[kind].phase == 0
+        }
+    return slots, tuple((buffer, max(slot.values()) + 1) for buffer, slot in slots.items())
+
+
+def _slots_in_rings(table: Table) -> tuple[Slots, NumSlots]:
+    """Return the slots of all values of a periodic table in the first step, and the number of slots of each buffer."""
+    lives = _lives(unroll(table, 3 * num_in_flight(table)))
+    sizes = {buffer: _ring_size(of_buffer) for buffer, of_buffer in lives.items()}
+    keys = {(microbatch, stage) for microbatch, stage in table.actions[["microbatch", "stage"]].tolist()}
+    keys |= {(microbatch, stage + step) for microbatch, stage in keys for step in (-1, 1)}  # those that are sent there
+    slots: Slots = {buffer: {key: key[0] % size for key in keys} for buffer, size in sizes.items()}
+    return slots, tuple(sizes.items())
+
+
+def _ring_size(lives: dict[tuple[int, int], _Life]) -> int:
+    """Return the largest range of microbatches that are in a buffer of one device at the same time."""
+    by_device: dict[int, list[tuple[int, _Life]]] = {}
+    for (microbatch, _), life in lives.items():
+        by_device.setdefault(life.device, []).append((microbatch, life))
+    largest = 1
+    for on_device in by_device.values():
+        for _, life in on_device:
+            numbers = [microbatch for microbatch, other in on_device if other.first <= life.first <= other.last]
+            largest = max(largest, max(numbers) - min(numbers) + 1)
+    return largest
 
 
 def _transfers(table: Table, slots: dict[Buffer, dict[tuple[int, int], int]]) -> list[_Transfer]:
@@ -183,11 +296,13 @@ def _routes(transfers: list[_Transfer]) -> tuple[Route, ...]:
     return tuple(routes)
 
 
-def _lives(table: Table, clocks: dict[tuple[int, int, int], int]) -> dict[Buffer, dict[tuple[int, int], _Life]]:
+def _lives(table: Table) -> dict[Buffer, dict[tuple[int, int], _Life]]:
     """Return the lifetimes of all values, by buffer and (microbatch, stage).
 
     A transfer is written at the end of a clock, so its lifetime starts with the next clock.
     """
+    rows = table.actions[table.actions["kind"] != U][["clock", "kind", "microbatch", "stage"]].tolist()
+    clocks = {(ACTION_KINDS[kind].phase, microbatch, stage): clock for clock, kind, microbatch, stage in rows}
     lives: dict[Buffer, dict[tuple[int, int], _Life]] = {}
     device_of = device_of_stage(table.stages)
     num_phases = 1 + max(phase for phase, _, _ in clocks)

@@ -158,6 +158,12 @@ class StagedState:
         self.packed_layouts = PackedState(step, key, self.params.packed, self.optimizer.packed, self.private)
         self.packed = layout.join(self.packed_layouts)
 
+    @property
+    def memory(self) -> Mapping[str, Layout]:
+        """Layouts of the state by purpose, for `state_memory`. Each device needs as much as the one with most."""
+        layouts: dict[str, Layout] = self.packed_layouts._asdict()
+        return layouts
+
     def init(self, key: jax.Array, mesh: Mesh) -> PackedState:
         """Return the state at step 0. Each device initializes only its own part."""
         params_of, optimizer_of = self.params.packing, self.optimizer.packing
@@ -203,6 +209,15 @@ class StagedState:
             tree = serialization.from_state_dict(self.private.shapes, private)
             return PackedState(step, key, params, optimizer, jax.device_put(tree, shardings.private))
         return PackedState(step, key, params, optimizer, self.init_private(mesh))
+
+    def newest(self, state: PackedState) -> PackedState:
+        """Return the state with the newest weights alone: the state itself."""
+        return state
+
+    def private_state(self, state: PackedState) -> Canonical:
+        """Return the private state of the exchange."""
+        private: Canonical = serialization.to_state_dict(state.private) if jax.tree.leaves(state.private) else {}
+        return private
 
     def gather(self, state: PackedState) -> State:
         """Return the canonical state, as NumPy arrays."""

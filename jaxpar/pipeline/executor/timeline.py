@@ -12,8 +12,9 @@ from jax.experimental import io_callback
 
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.pipeline.executor.lowering import Actions
-from jaxpar.pipeline.tables.simulate import Simulation, Span, Times, simulate_table
-from jaxpar.pipeline.tables.table import ACTION_KINDS, BW, B, F, Table, W
+from jaxpar.pipeline.tables.periodic import num_in_flight, unroll
+from jaxpar.pipeline.tables.simulate import Span, Times, lockstep, simulate_table, steady_bubble_rate, work
+from jaxpar.pipeline.tables.table import ACTION_KINDS, BW, B, F, Table, U, W
 
 
 class Timeline:
@@ -69,8 +70,10 @@ class Timeline:
         jax.effects_barrier()
         first = min(min(times) for times in self._times.values())
         spans = []
-        for device, kind, microbatch, chunk in table.actions[["device", "kind", "microbatch", "chunk"]].tolist():
-            start, end = self._times[device, ACTION_KINDS[kind].phase, microbatch, chunk]
+        rows, m = table.actions[table.actions["kind"] != U], table.num_microbatches
+        for device, kind, microbatch, chunk in rows[["device", "kind", "microbatch", "chunk"]].tolist():
+            number = -(microbatch // m) * m + microbatch % m  # as in Actions.microbatch
+            start, end = self._times[device, ACTION_KINDS[kind].phase, number, chunk]
             spans.append(Span(device, kind, microbatch, chunk, start - first, end - first))
         return spans
 
@@ -85,9 +88,10 @@ class Timeline:
         from jaxpar.pipeline.tables import draw  # imports matplotlib, which is slow to load
 
         measured = self.spans(table)
-        planned = simulate_measured(table, measured)
-        rates = [f"bubble {rate:.1%}" for rate in (planned.bubble_rate, measured_bubble_rate(measured))]
-        in_lock_step = 1 - (1 - planned.bubble_rate) * planned.cost / planned.lockstep
+        times = measured_times(table, measured)
+        planned = simulate_table(unroll(table, 4 * num_in_flight(table)) if table.period else table, times)
+        rate, in_lock_step = planned_bubble_rates(table, times)
+        rates = [f"bubble {rate:.1%}", f"bubble {measured_bubble_rate(measured):.1%}"]
         title = f"{schedule}, step {self._step}"
         charts = [
             (
@@ -100,8 +104,8 @@ class Timeline:
         print(f"timeline  {path}: planned {rates[0]} (in lockstep {in_lock_step:.1%}), measured {rates[1]}")
 
 
-def simulate_measured(table: Table, measured: Sequence[Span]) -> Simulation:
-    """Simulate the table with the median measured time of each device's actions."""
+def measured_times(table: Table, measured: Sequence[Span]) -> Times:
+    """Return the median measured times of each device's actions."""
 
     def times(kind: int) -> list[float]:
         of_device = [[span.end - span.start for span in measured if span[:2] == (d, kind)] for d in devices]
@@ -109,7 +113,15 @@ def simulate_measured(table: Table, measured: Sequence[Span]) -> Simulation:
 
     devices = range(table.num_devices)
     backward = BW if any(span.kind == BW for span in measured) else B
-    return simulate_table(table, Times(times(F), times(backward), times(W)))
+    return Times(times(F), times(backward), times(W))
+
+
+def planned_bubble_rates(table: Table, times: Times) -> tuple[float, float]:
+    """Return the bubble rate of a table, and its rate in lockstep; of a periodic table, once the pipeline is full."""
+    if table.period:
+        return float(steady_bubble_rate(table, times)), float(1 - max(work(table, times)) / lockstep(table, times))
+    planned = simulate_table(table, times)
+    return float(planned.bubble_rate), float(1 - (1 - planned.bubble_rate) * planned.cost / planned.lockstep)
 
 
 def measured_bubble_rate(timeline: Sequence[Span]) -> float:

@@ -33,7 +33,7 @@ class Machine:
     """A reference engine for lowered tables, with buffers of symbols. `peaks`: the most waiting values per inbox."""
 
     def __init__(self, table: Table, lowered: LoweredTable):
-        self.table, (self.shape, self.actions, self.arrivals) = table, lowered
+        self.table, (self.shape, (self.actions, self.arrivals, _)) = table, lowered
         self.stages, self.num_devices = table.stages.tolist(), table.num_devices
         self.slots = dict(self.shape.num_slots)
         self.buffers: list[dict[Any, list[Symbol]]] = [
@@ -116,8 +116,8 @@ def run(table: Table) -> None:
         peaks |= {(0, 2): int(peak_stashed(table).max()), (1, 2): int(peak_handed(table).max())}
     assert dict(lowered.shape.num_slots) == peaks
     assert lowered.shape.num_microbatches == table.num_microbatches
-    assert lowered.shape.num_phases == len(lowered.actions) == (3 if B in kinds else 2 if BW in kinds else 1)
-    for array in (array for action in lowered.actions for array in (action.chunk, action.inbox, action.route)):
+    assert lowered.shape.num_phases == len(lowered.arrays.actions) == (3 if B in kinds else 2 if BW in kinds else 1)
+    for array in (array for action in lowered.arrays.actions for array in (action.chunk, action.inbox, action.route)):
         assert array.shape == (table.num_devices, table.num_clocks)
         assert array.dtype == np.int32
 
@@ -192,12 +192,12 @@ def test_one_f_one_b_by_hand() -> None:
         (1, (0, 1), (0, 1))
     ]  # on two devices, both directions have offset 1
     assert dict(lowered.shape.num_slots) == {"activations": 1, "gradients": 1, (0, 1): 2}
-    forward, backward = lowered.actions
+    forward, backward = lowered.arrays.actions
     assert forward.microbatch.tolist() == [[0, 1, -1, -1, -1, -1], [-1, 0, -1, 1, -1, -1]]
     assert backward.microbatch.tolist() == [[-1, -1, -1, 0, -1, 1], [-1, -1, 0, -1, 1, -1]]
     assert forward.inbox.tolist() == [[-1] * 6, [-1, 0, -1, 0, -1, -1]]
     assert backward.inbox.tolist() == [[-1, -1, -1, 0, -1, 0], [-1] * 6]
     assert backward.stash[0, 1].tolist() == [[-1, -1, -1, 0, -1, 1], [-1, -1, 0, -1, 0, -1]]
-    (arrival,) = lowered.arrivals
+    (arrival,) = lowered.arrays.arrivals
     assert arrival.activations.tolist() == [[-1] * 6, [0, 0, -1, -1, -1, -1]]
     assert arrival.gradients.tolist() == [[-1, -1, 0, -1, 0, -1], [-1] * 6]

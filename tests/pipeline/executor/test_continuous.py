@@ -1,0 +1,120 @@
+"""Lowered periodic tables: every action finds its inputs and its version of the weights, in every step."""
+
+import itertools
+from collections import defaultdict
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar.pipeline.executor.lowering import INBOXES, NONE, arrays_at_step, lower_table
+from jaxpar.pipeline.tables.periodic import CONTINUOUS, fewest_microbatches, periodic_table, unroll
+from jaxpar.pipeline.tables.table import ACTION_KINDS, Table, U
+
+NUM_STEPS = 12
+
+
+def taken(arrays: Any, index: int) -> Any:
+    """Return the entries of arrays at an index of their first dim."""
+    return jax.tree.map(lambda x: x[index], arrays)
+
+
+class Machine:
+    """A reference engine for lowered periodic tables, with buffers of symbols.
+
+    Attributes:
+      ledger: the version of the weights that each action read, by (phase, microbatch, stage). Microbatches are counted
+        from the start.
+    """
+
+    def __init__(self, table: Table):
+        self.lowered, self.num_devices, self.m = lower_table(table), table.num_devices, table.num_microbatches
+        self.shape = self.lowered.shape
+        self.buffers: list[dict[Any, dict[int, Any]]] = [defaultdict(dict) for _ in range(self.num_devices)]
+        self.versions = [{0: 0} for _ in range(self.num_devices)]  # version by slot
+        self.gradients: list[list[int]] = [[] for _ in range(self.num_devices)]
+        self.outputs: list[list[Any]] = [[None, None] for _ in range(self.num_devices)]
+        self.ledger: dict[tuple[int, int, int], int] = {}
+        self._at_step = jax.jit(arrays_at_step, static_argnums=0)
+
+    def step(self, entered: int) -> None:
+        of_device = [
+            jax.device_get(self._at_step(self.shape, taken(self.lowered.arrays, device), device, entered))
+            for device in range(self.num_devices)
+        ]
+        for clock in range(of_device[0].updates.size):
+            now = [taken(arrays, clock) for arrays in of_device]
+            for device, phase in itertools.product(range(self.num_devices), (0, 1)):
+                if now[device].actions[phase].chunk != NONE:
+                    self.act(device, phase, entered, now[device].actions[phase])
+            for device in range(self.num_devices):
+                if now[device].updates != NONE:
+                    self.update(device, entered - int(now[device].updates))
+            self.deliver(now)
+
+    def act(self, device: int, phase: int, entered: int, action: Any) -> None:
+        age, number = divmod(int(action.microbatch), self.m)
+        k = (entered - age) * self.m + number
+        sender = device + (-1, 1)[phase]
+        if 0 <= sender < self.num_devices:
+            assert self.buffers[device][INBOXES[phase]][int(action.inbox)] == (phase, k, sender)
+        stash, slot = self.buffers[device][0, 1], int(action.stash[0, 1])
+        assert slot < dict(self.shape.num_slots)[0, 1]
+        if phase == 0:
+            stash[slot] = k
+        else:
+            assert stash.pop(slot) == k
+            self.gradients[device].append(k)
+        self.ledger[phase, k, device] = self.versions[device][int(action.version)]
+        self.outputs[device][phase] = (phase, k, device)
+
+    def update(self, device: int, batch: int) -> None:
+        """A U applies the gradient of the microbatches of one batch to the newest version."""
+        kept = self.shape.num_versions[device]
+        assert self.gradients[device] == list(range(self.m * batch, self.m * (batch + 1)))
+        assert self.versions[device][batch % kept] == batch == max(self.versions[device].values())
+        self.versions[device][(batch + 1) % kept] = batch + 1
+        self.gradients[device] = []
+
+    def deliver(self, now: list[Any]) -> None:
+        for number, route in enumerate(self.shape.routes):
+            for sender in route.senders:
+                receiver = (sender + route.offset) % self.num_devices
+                for phase in route.phases:
+                    slot = int(now[receiver].arrivals[number][phase])
+                    sent = route.phases[0]
+                    if len(route.phases) == 2:
+                        sent = 0 if now[sender].actions[0].route == number else 1
+                    if slot != NONE and sent == phase:
+                        assert slot < dict(self.shape.num_slots)[INBOXES[phase]]
+                        self.buffers[receiver][INBOXES[phase]][slot] = self.outputs[sender][phase]
+
+
+def cases() -> list[tuple[str, int, int]]:
+    sizes = [(name, n, fewest_microbatches(name, n)) for name in CONTINUOUS for n in range(2, 9)]
+    return [
+        *sizes,
+        ("pipedream", 3, 2),
+        ("pipedream", 4, 8),
+        ("pipedream_vertical_sync", 3, 4),
+        ("pipedream_2bw", 2, 5),
+    ]
+
+
+@pytest.mark.parametrize(("name", "n", "m"), cases())
+def test_the_ledger_of_versions(name: str, n: int, m: int) -> None:
+    """The buffers give each action the version in the table; test_periodic.py compares tables with papers."""
+    table = periodic_table(name, n, m)
+    machine = Machine(table)
+    for entered in range(NUM_STEPS):
+        machine.step(entered)
+    expected = {
+        (ACTION_KINDS[kind].phase, k, stage): version
+        for _, _, kind, k, _, stage, version, _ in unroll(table, NUM_STEPS).actions.tolist()
+        if kind != U
+    }
+    assert machine.ledger == {key: expected[key] for key in machine.ledger}
+    # Only the batches in flight lack actions.
+    assert len(expected) - len(machine.ledger) <= 2 * n * m * machine.shape.num_batches
+    assert np.unique([version for _, version in machine.ledger.items()]).size >= min(NUM_STEPS - 2 * n, 3)

@@ -1,0 +1,340 @@
+"""Pipelines that never drain equal an explicit recurrence of delayed updates, computed without any pipeline."""
+
+import functools
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxpar import step as steps
+from jaxpar.errors import UserError
+from jaxpar.pipeline.tables.periodic import CONTINUOUS
+from jaxpar.state import Canonical
+from jaxpar.step import Problem
+from jaxpar.strategies import Strategy
+from jaxpar.strategies.strategy import CompiledProgram
+from tests.strategies.pipelines import (
+    LENGTH,
+    Task,
+    assert_bitwise_equal,
+    assert_survives,
+    make,
+    make_batch,
+    make_config,
+    make_problem,
+    named,
+    relative_error,
+    shared,
+    staged_state,
+    start,
+)
+
+SGD, ADAMW = (Task("bert", "classification", name, layers=6) for name in ("sgd", "adamw"))
+BATCHES = 50
+
+
+def settings(schedule: str, stages: int, per_batch: int, replicas: int = 1, *more: str) -> tuple[str, ...]:
+    return (
+        "--config.strategy=pipeline",
+        f"--config.pipeline.schedule={schedule}",
+        f"--config.mesh.stage={stages}",
+        f"--config.pipeline.num_microbatches={per_batch}",
+        f"--config.mesh.data={replicas}",
+        *more,
+    )
+
+
+class Recurrence:
+    """Delayed updates on one device: gradients of a microbatch at given versions of the weights of each stage.
+
+    Attributes:
+      versions: by stage, all versions of its parameters, {layer: ...}.
+      loss: sum of the losses of all microbatches.
+    """
+
+    def __init__(self, problem: Problem, bounds: tuple[int, ...], tree: Canonical, per_batch: int):
+        self.problem, self.m, self.step = problem, per_batch, int(tree["step"])
+        names = [layer.name for layer in problem.model.layers]
+        self.layers = [names[begin:end] for begin, end in itertools.pairwise(bounds)]
+        self.versions = [[{name: tree["params"][name] for name in layers}] for layers in self.layers]
+        self.optimizers = [problem.optimizer.init(of[0]) for of in self.versions]
+        self.key, self.losses = jnp.asarray(tree["key"]), [np.float32(0)] * 0
+
+    def batch(self, version: Any, batch: Mapping[str, np.ndarray]) -> None:
+        """Apply the gradient of a batch. version: (microbatch, counted from the start, and stage) -> version."""
+        number = len(self.versions[0]) - 1
+        total: Any = None
+        key, weight = steps.dropout_key(self.key, jnp.asarray(self.step + number)), batch["weights"].sum()
+        for j in range(self.m):
+            k = number * self.m + j
+            params = {
+                name: self.versions[s][max(version(k, s), 0)][name]
+                for s, layers in enumerate(self.layers)
+                for name in layers
+            }
+            part = {name: x[j :: self.m] for name, x in batch.items()}  # as the examples of a microbatch are chosen
+            loss, grads = _gradient(self.problem.model, self.problem.task, params, part, weight, key)
+            self.losses.append(loss)
+            total = grads if total is None else jax.tree.map(jnp.add, total, grads)
+        for stage, layers in enumerate(self.layers):
+            newest = self.versions[stage][-1]
+            grads = {name: total[name] for name in layers}
+            updates, self.optimizers[stage] = _update(self.problem.optimizer, grads, self.optimizers[stage], newest)
+            self.versions[stage].append(optax.apply_updates(newest, updates))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _gradient(model: Any, task: Any, params: Any, batch: Any, weight: Any, key: Any) -> Any:
+    def loss(params: Any) -> Any:
+        return task.sums(model.apply(params, batch, steps.example_keys(key, batch)), batch).loss / weight
+
+    return jax.value_and_grad(loss)(params)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _update(optimizer: Any, grads: Any, state: Any, params: Any) -> Any:
+    return optimizer.update(grads, state, params)
+
+
+def formula(schedule: str, n: int, m: int) -> Any:
+    """Return (microbatch, stage) -> version, by the rules of the papers for n stages and m microbatches per batch.
+
+    Stage s works on n - s microbatches at a time, so at its forward of microbatch k it has applied those up to
+    k - (n - s), of which only whole batches count.
+    """
+    return {
+        "pipedream": lambda k, s: (k - (n - s) + 1) // m,
+        "pipedream_vertical_sync": lambda k, _s: (k - n + 1) // m,
+        "pipedream_2bw": lambda k, _s: k // m - 1,
+    }[schedule]
+
+
+def num_updates(n: int, m: int, stage: int, num_steps: int) -> int:
+    """Return the number of updates of a stage in the first steps, each of which lasts 2 m clocks."""
+    return max((2 * m * num_steps + 2 - 2 * n + stage) // (2 * m), 0)
+
+
+def train(strategy: Strategy[Any], state: Any, task: Task, first: int, last: int) -> tuple[Any, list[Any]]:
+    metrics = []
+    for number in range(first, last):
+        state, of_step = strategy.step(state, strategy.place(make_batch(task, number)))
+        metrics.append(jax.device_get(of_step))
+    return state, metrics
+
+
+def bounds_of(strategy: Strategy[Any]) -> tuple[int, ...]:
+    return staged_state(strategy).stages.bounds
+
+
+def argument_bytes(program: CompiledProgram) -> int:
+    analysis = program.compiled.memory_analysis()
+    assert analysis is not None
+    return int(analysis.argument_size_in_bytes)
+
+
+def host(tree: Any) -> Any:
+    return jax.tree.map(np.array, tree)
+
+
+@functools.cache
+def recurrence(schedule: str, n: int, m: int, task: Task, bounds: tuple[int, ...], *more: str) -> Recurrence:
+    """Apply 50 batches."""
+    problem = make_problem(make_config(task, *settings(schedule, n, m), *more), task)
+    result = Recurrence(problem, bounds, start(task), m)
+    for number in range(BATCHES):
+        result.batch(formula(schedule, n, m), make_batch(task, number))
+    return result
+
+
+def errors(got: Canonical, expected: Recurrence, n: int, m: int, num_steps: int) -> dict[str, float]:
+    """Return the relative error of each array of the newest weights."""
+    result: dict[str, float] = {}
+    for stage, versions in enumerate(expected.versions):
+        for name, layer in versions[num_updates(n, m, stage, num_steps)].items():
+            actual = named(got["params"][name])
+            result |= {f"{name}{path}": relative_error(actual[path], x) for path, x in named(layer).items()}
+    return {name: of for name, of in result.items() if "['key']['bias']" not in name}  # whose gradients are rounding
+
+
+CASES = [
+    ("pipedream", 4, 1, SGD, 1),
+    ("pipedream", 4, 1, ADAMW, 2),
+    ("pipedream", 3, 2, ADAMW, 1),
+    ("pipedream_vertical_sync", 4, 1, ADAMW, 1),
+    ("pipedream_vertical_sync", 2, 1, SGD, 2),
+    ("pipedream_2bw", 4, 4, SGD, 1),
+    ("pipedream_2bw", 2, 4, ADAMW, 2),
+]
+
+
+FAST = [CASES[1], CASES[2], CASES[5]]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "n", "m", "task", "replicas"),
+    [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+    ids=str,
+)
+def test_equals_the_recurrence(schedule: str, n: int, m: int, task: Task, replicas: int) -> None:
+    strategy = make(task, *settings(schedule, n, m, replicas))
+    state, metrics = train(strategy, strategy.from_canonical(start(task)), task, 0, BATCHES)
+    got = host(strategy.to_canonical(state))
+    expected = recurrence(schedule, n, m, task, bounds_of(strategy))
+    wrong = {name: of for name, of in errors(got, expected, n, m, BATCHES).items() if of >= 1e-6}
+    assert not wrong
+    assert got["step"] == BATCHES
+    # Each microbatch counts once, in the step in which it reaches the last stage.
+    last = [number for number in range(BATCHES * m) if 2 * number + n - 1 < 2 * m * BATCHES]
+    weights = np.array([make_batch(task, number)["weights"].sum() for number in range(BATCHES)])
+    losses = sum(float(expected.losses[number]) * weights[number // m] for number in last)
+    np.testing.assert_allclose(sum(float(of.sums.loss) for of in metrics), losses, rtol=1e-6)
+    assert all(of.finite for of in metrics)
+    kernels = [of["params"]["head"]["classifier"]["kernel"] for of in (got, start(task))]
+    assert relative_error(*kernels) > 1e-3  # the run trains
+
+
+def test_without_stashing_the_gradient_is_wrong() -> None:
+    """A backward at newer weights than its forward computes no gradient. Weight stashing makes the difference."""
+    found = {}
+    for schedule in ("pipedream", "pipedream_without_stashing"):
+        strategy = make(SGD, *settings(schedule, 4, 1))
+        state, _ = train(strategy, strategy.from_canonical(start(SGD)), SGD, 0, BATCHES)
+        expected = recurrence("pipedream", 4, 1, SGD, bounds_of(strategy))
+        by_array = errors(host(strategy.to_canonical(state)), expected, 4, 1, BATCHES)
+        found[schedule] = max(of for name, of in by_array.items() if not name.startswith("head"))
+    assert found["pipedream"] < 1e-6
+    assert found["pipedream_without_stashing"] > 1e-4
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
+def test_resumes_bitwise(schedule: str) -> None:
+    """The batches in flight and the stashed versions are private state."""
+    strategy = shared(ADAMW, *settings(schedule, 2, 2))
+    state, _ = train(strategy, strategy.from_canonical(start(ADAMW)), ADAMW, 0, 5)
+    saved = host((strategy.to_canonical(state), strategy.to_private(state)))
+    state, _ = train(strategy, state, ADAMW, 5, 9)
+    whole = host((strategy.to_canonical(state), strategy.to_private(state)))
+    again, _ = train(strategy, strategy.from_canonical(*saved), ADAMW, 5, 9)
+    assert_bitwise_equal(host((strategy.to_canonical(again), strategy.to_private(again))), whole)
+
+
+def test_other_strategies_resume_from_the_newest_weights() -> None:
+    strategy, single = shared(ADAMW, *settings("pipedream", 2, 2)), make(ADAMW)
+    assert_survives(strategy, start(ADAMW))
+    state, _ = train(strategy, strategy.from_canonical(start(ADAMW)), ADAMW, 0, 5)
+    saved = host(strategy.to_canonical(state))
+    expected = recurrence("pipedream", 2, 2, ADAMW, bounds_of(strategy))
+    assert max(errors(saved, expected, 2, 2, 5).values()) < 1e-6
+    assert_bitwise_equal(host(single.to_canonical(single.from_canonical(saved))), saved)
+    batch = make_batch(ADAMW, 7)
+    sums = [of.evaluate(of.from_canonical(saved), of.place(batch)) for of in (strategy, single)]
+    np.testing.assert_allclose(float(sums[0].loss), float(sums[1].loss), rtol=1e-6)
+    evaluated = strategy.evaluate(state, strategy.place(batch))
+    assert float(evaluated.loss) == float(sums[0].loss)
+    # Without its private state, the pipeline starts empty: no stage has an update in the first step.
+    state, metrics = train(strategy, strategy.from_canonical(saved), ADAMW, 5, 6)
+    assert float(metrics[0].grad_norm) == 0
+    assert_bitwise_equal(host(strategy.to_canonical(state)), saved | {"step": np.array(6, np.int32)})
+
+
+def test_shorter_batches_are_padded() -> None:
+    strategy = make(SGD, *settings("pipedream", 2, 1))
+    states = []
+    for short in (False, True):
+        state = strategy.from_canonical(start(SGD))
+        for number in range(6):
+            batch = make_batch(SGD, number)
+            batch["mask"][:, LENGTH - 2 :], batch["inputs"][:, LENGTH - 2 :] = False, 0
+            if short and number % 2:
+                batch |= {name: batch[name][:, : LENGTH - 2] for name in ("mask", "inputs")}
+            state, _ = strategy.step(state, strategy.place(batch))
+        states.append(host(strategy.to_canonical(state)))
+    assert_bitwise_equal(*states)
+
+
+def test_a_gradient_that_is_not_finite_skips_its_updates() -> None:
+    strategy = make(SGD, *settings("pipedream", 4, 1))
+    state, finite = strategy.from_canonical(start(SGD)), []
+    for number in range(12):
+        batch = make_batch(SGD, number)
+        if number == 4:
+            batch["weights"][:] = np.nan
+        state, metrics = strategy.step(state, strategy.place(batch))
+        finite.append(bool(metrics.finite))
+    assert finite.count(False) >= 2  # its loss, and the updates of its stages, in several steps
+    assert all(finite[:4])
+    assert all(finite[-4:])
+    assert all(np.isfinite(x).all() for x in named(strategy.to_canonical(state)["params"]).values())
+
+
+@pytest.mark.parametrize(("schedule", "n", "m", "kept"), [("pipedream", 4, 1, 4), ("pipedream_2bw", 4, 4, 2)])
+def test_the_compiled_program_keeps_so_many_versions(schedule: str, n: int, m: int, kept: int) -> None:
+    """A device holds as many versions as the stage with the most, because all devices run one program."""
+    strategy = make(SGD, *settings(schedule, n, m))
+    [program] = strategy.compile()
+    flush = make(SGD, *settings("1f1b", n, max(m, 2)))
+    [flushing] = flush.compile()
+    packed = staged_state(strategy).params.packing.nbytes
+    extra = argument_bytes(program) - argument_bytes(flushing)
+    memory = strategy.plan.memory[0]
+    assert memory["versions"] == (kept - 1) * packed
+    in_flight = memory["gradients"] + memory["stashes"] + memory["transfers"] + memory["batches"]
+    assert abs(extra - (memory["versions"] + in_flight)) < 2000  # the arrays of the table
+
+
+@pytest.mark.parametrize(
+    ("task", "overrides", "message"),
+    [
+        (
+            Task("gpt", "causal_lm"),
+            settings("pipedream", 2, 1),
+            r"config\.pipeline\.schedule is 'pipedream', whose stages are at different batches, so head cannot share",
+        ),
+        (
+            SGD,
+            settings("pipedream", 2, 1, 2, "--config.exchange=horovod"),
+            r"config\.exchange_options\.algorithm is 'ring'; it must be 'psum' or 'push_pull' with",
+        ),
+        (SGD, settings("pipedream", 1, 1), r"config\.mesh\.stage is 1; it must be at least 2 for schedule pipedream"),
+        (SGD, settings("pipedream_2bw", 4, 2), r"config\.pipeline\.num_microbatches is 2; it must be at least 4"),
+        (
+            SGD,
+            settings("pipedream", 2, 1, 1, "--config.pipeline.num_chunks=2"),
+            r"config\.pipeline\.num_chunks is 2; it must be 1 for schedule pipedream",
+        ),
+    ],
+)
+def test_refused(task: Task, overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make(task, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "tolerance"),
+    [
+        pytest.param("byteps", 1e-6, marks=pytest.mark.slow),
+        pytest.param("bagua_bytegrad", 0.1, marks=pytest.mark.slow),
+        ("byteps_topk", 0.1),
+    ],
+)
+def test_compressed_gradients_between_replicas(exchange: str, tolerance: float) -> None:
+    """Every exchange without a ring works, with its residuals."""
+    strategy = make(ADAMW, *settings("pipedream", 2, 1, 2, f"--config.exchange={exchange}"))
+    state, metrics = train(strategy, strategy.from_canonical(start(ADAMW)), ADAMW, 0, 4)
+    assert all(of.finite for of in metrics)
+    expected = recurrence("pipedream", 2, 1, ADAMW, bounds_of(strategy))
+    by_array = errors(host(strategy.to_canonical(state)), expected, 2, 1, 4)
+    assert max(by_array.values()) < tolerance
+
+
+def test_every_schedule_has_a_reason() -> None:
+    for name in CONTINUOUS:
+        per_batch = 4 if name == "pipedream_2bw" else 1
+        plan = make(SGD, *settings(name, 4, per_batch)).plan
+        assert plan.differs == CONTINUOUS[name].reason
+        assert plan.private_key["schedule"] == name
