@@ -45,6 +45,34 @@ class Traffic(NamedTuple):
     required: float = 1.0
 
 
+class StageDelay(NamedTuple):
+    """The delays of one stage of a pipeline that never drains.
+
+    Attributes:
+      layers: names of the layers of the stage, which are updated together.
+      updated_after: number of steps from the step in which a batch enters to the step in which its gradient is applied.
+      computed_after: the same for the forward pass of each microbatch of a batch.
+      lags: for each microbatch, the number of earlier batches whose updates are missing in the weights that it reads.
+    """
+
+    layers: tuple[str, ...]
+    updated_after: int
+    computed_after: tuple[int, ...]
+    lags: tuple[int, ...]
+
+
+class DelayedUpdates(NamedTuple):
+    """The recurrence that a pipeline that never drains follows: an update for each batch, from delayed weights.
+
+    Attributes:
+      stages: the delays of each stage.
+      differs: the reason why the results differ from those of the recurrence; empty if they are the same.
+    """
+
+    stages: tuple[StageDelay, ...]
+    differs: str
+
+
 @dataclass(frozen=True)
 class Decision(Generic[Source]):
     """The mesh of a config on a cluster and the batch divisor, both known before the data and shapes are.
@@ -83,6 +111,7 @@ class Plan(Generic[Details]):
         resume from that private state. Empty if the strategy has no private state.
       differs: the reason why the results differ from those of `single`; empty if they are the same.
       advice: which setting of this config is known to train badly, and what to use instead; empty if there is none.
+      delays: the delays of a pipeline that never drains; None for all other strategies.
     """
 
     strategy: str
@@ -96,6 +125,7 @@ class Plan(Generic[Details]):
     private_key: Mapping[str, Any] = field(default_factory=dict)
     differs: str = ""
     advice: str = ""
+    delays: DelayedUpdates | None = None
 
     @property
     def axes(self) -> Mapping[str, int]:

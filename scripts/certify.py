@@ -5,6 +5,7 @@ r"""Certifies a strategy: runs it and a single-device reference on the same batc
 
 For each layer, reports the error of the initial parameters, the largest errors over all steps of the gradient and of
 the optimizer update, the error of a resumed state, and the difference of the parameters after two independent runs.
+A pipeline that never drains is compared with one device that delays its updates as the pipeline does.
 docs/certificate.md explains what is compared and why.
 
 Exit codes: 0 if the differences are within the tolerance, or if there is no tolerance because the strategy computes
@@ -23,7 +24,7 @@ from ml_collections import ConfigDict
 
 from jaxpar import config as configs
 from jaxpar import data, files, mesh
-from jaxpar.analysis import certificate, reference
+from jaxpar.analysis import certificate, delayed, reference
 from jaxpar.analysis.certificate import QUANTITIES, ROUNDINGS, TOLERANCES
 from jaxpar.command_line import Parser, integer
 from jaxpar.errors import UserError, exit_code, format_count
@@ -77,13 +78,17 @@ def certify(config: ConfigDict, workdir: Path, passes: int) -> dict[str, Any]:
     with jax.default_matmul_precision("highest"):
         checked = build.check_run(config, workdir)
         run = build.make_run(config, workdir, Phases(), checked)
-        measured = certificate.measure(reference.make_runs(run, passes))
+        runs, delays = reference.make_runs(run, passes), run.plan.delays
+        measured = delayed.measure_recurrence(runs) if delays else certificate.measure(runs)
         flags = provenance.flags()
-    tolerance = None if run.plan.differs else TOLERANCES[config.model.dtype]
+    differs = delays.differs if delays else run.plan.differs
+    tolerance = None if differs else TOLERANCES[config.model.dtype]
+    updates = " with delayed updates" if delays else ""
     return {
         "strategy": f"{config.strategy}: {run.plan.summary}",
         "model": f"{config.model.name}, {config.model.dtype}",
-        "differs": run.plan.differs,
+        "differs": differs,
+        "delays": [stage._asdict() for stage in delays.stages] if delays else [],
         "tolerance": tolerance,
         "outside": certificate.outside(measured, tolerance) if tolerance else [],
         "metrics": {name: files.without_nonfinite(error._asdict()) for name, error in measured.metrics.items()},
@@ -95,7 +100,7 @@ def certify(config: ConfigDict, workdir: Path, passes: int) -> dict[str, Any]:
         "sums": {
             "batch_size": config.batch_size,
             "strategy": run.plan.decision.batch_words,
-            "reference": f"one device, all examples in {format_count(passes, 'pass')}",
+            "reference": f"one device{updates}, all examples in {format_count(passes, 'pass')}",
         },
         "batches": measured.batches,
         "seeds": {"config.seed": config.seed, "config.exchange_options.seed": config.exchange_options.seed},
@@ -115,6 +120,8 @@ def format_certificate(certified: dict[str, Any]) -> str:
     steps = f"{len(certified['batches'])}, on batches {', '.join(map(str, certified['batches']))}"
     lines = [f"strategy   {certified['strategy']}", f"model      {certified['model']}", f"steps      {steps}"]
     lines += [f"batch      {sums['batch_size']} examples over {sums['strategy']}", f"reference  {sums['reference']}"]
+    for number, stage in enumerate(certified["delays"]):
+        lines += [f"{'' if number else 'delays':10} {format_delays(stage)}"]
     lines += [f"devices    {on['number']} x {', '.join(on['kinds'])}", f"versions   {packages}", ""]
     lines += [
         format_table([["", "relative error, max error in ULPs"], *([n, cell(e)] for n, e in metrics.items())]),
@@ -132,6 +139,14 @@ def format_certificate(certified: dict[str, Any]) -> str:
     return "\n".join(
         [*lines, "", "verdict    failed, outside the tolerance", *(f"outside    {one}" for one in certified["outside"])]
     )
+
+
+def format_delays(stage: dict[str, Any]) -> str:
+    """Return the delays of a stage in one line. stage: a StageDelay as a dict."""
+    layers, lags, steps = stage["layers"], sorted(set(stage["lags"])), format_count(stage["updated_after"], "step")
+    names = ", ".join(layers) if len(layers) < 3 else f"{layers[0]} .. {layers[-1]}"
+    missing = f"{' or '.join(map(str, lags))} {'update' if lags == [1] else 'updates'}"
+    return f"{names}: gradients at weights that lack {missing}, applied after {steps}"
 
 
 def format_table(rows: list[list[str]]) -> str:

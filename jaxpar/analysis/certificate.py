@@ -22,7 +22,7 @@ device in bfloat16.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -31,7 +31,7 @@ import numpy as np
 from jaxpar.analysis.errors import Error, Leaves, compare, compare_change, worst
 from jaxpar.analysis.reference import HostBatch, Reference, Runs, Snapshot
 from jaxpar.errors import TrainingError
-from jaxpar.run.build import Run
+from jaxpar.run.build import Run, StrategyState
 from jaxpar.run.start import start
 from jaxpar.step import Metrics
 from jaxpar.tasks import Sums, mean_loss
@@ -88,12 +88,19 @@ def batches(run: Run) -> list[int]:
 
 
 class Comparison:
-    """The steps of a strategy, compared one by one with the reference. All states are snapshots."""
+    """The steps of a strategy, compared one by one with the reference. All states are snapshots.
+
+    Attributes:
+      single: the reference with the dtype of the model.
+      references: the references of gradients and metrics: the exact one, and `single` if its model is not exact.
+      counters: names of the counters whose values differ from the reference.
+    """
 
     def __init__(self, runs: Runs):
-        self.single, self.exact = Reference(runs.one_device), Reference(runs.exact)
-        self.is_exact = runs.exact is runs.one_device
-        self.counters: set[str] = set()  # names of counters that differ
+        self.single = Reference(runs.one_device)
+        exact = runs.exact is runs.one_device
+        self.references = [self.single] if exact else [Reference(runs.exact), self.single]
+        self.counters: set[str] = set()
         self._errors: dict[tuple[str, str], list[Error]] = {}  # by (layer, quantity), or (metric, "")
 
     def add(self, quantity: str, got: Mapping[str, Leaves], expected: Mapping[str, Leaves]) -> None:
@@ -103,17 +110,26 @@ class Comparison:
 
     def gradient(self, before: Snapshot, after: Snapshot, batch: HostBatch, metrics: Metrics) -> None:
         """Compare the gradient and the metrics of a step with those of one device."""
-        expected, exact_metrics = self.exact.step(before.tree, batch)
-        self.add("gradient", after.gradient, expected.gradient)
-        self.add("", step_metrics(metrics), step_metrics(exact_metrics))
-        if self.is_exact:
-            return
-        rounded, rounded_metrics = self.single.step(before.tree, batch)
-        self.add("rounding", rounded.gradient, expected.gradient)
-        loss, exact_loss = (step_metrics(of)["loss"] for of in (rounded_metrics, exact_metrics))
-        self._append("rounding of loss", "", compare(loss, exact_loss))
-        # The norms of two gradients differ by at most the norm of their difference.
-        self._append("rounding of gradient norm", "", compare(joined(rounded.gradient), joined(expected.gradient)))
+        expected = [reference.step(before.tree, batch) for reference in self.references]
+        self.gradients(after.gradient, *(snapshot.gradient for snapshot, _ in expected))
+        self.metrics(metrics, *(of_step for _, of_step in expected))
+
+    def gradients(
+        self, got: Mapping[str, Leaves], exact: Mapping[str, Leaves], rounded: Mapping[str, Leaves] | None = None
+    ) -> None:
+        """Compare the gradient of a batch with that of each reference."""
+        self.add("gradient", got, exact)
+        if rounded is not None:
+            self.add("rounding", rounded, exact)
+            # The norms of two gradients differ by at most the norm of their difference.
+            self._append("rounding of gradient norm", "", compare(joined(rounded), joined(exact)))
+
+    def metrics(self, got: Metrics, exact: Metrics, rounded: Metrics | None = None) -> None:
+        """Compare the metrics of a step with those of each reference."""
+        self.add("", step_metrics(got), step_metrics(exact))
+        if rounded is not None:
+            loss, exact_loss = (step_metrics(of)["loss"] for of in (rounded, exact))
+            self._append("rounding of loss", "", compare(loss, exact_loss))
 
     def update(self, before: Snapshot, after: Snapshot, metrics: Metrics) -> None:
         """Compare the update of a step with the update of one device for the same gradient."""
@@ -135,9 +151,15 @@ class Comparison:
             self.add("resume", got, expected)
         self._compare_counters(resumed, saved)
 
-    def measured(self, layers: Iterable[str], batches: list[int]) -> Measured:
+    def evaluation(self, got: Sums, alone: StrategyState, after: Snapshot, batch: HostBatch) -> None:
+        """Compare the evaluation of a state on a batch with that of the reference. alone: any state of the latter."""
+        expected = self.references[0].evaluate(alone, after.tree["params"], batch)
+        self.add("", *(sums_by_name(sums, EVALUATION) for sums in (jax.device_get(got), expected)))
+
+    def measured(self, run: Run, batches: list[int]) -> Measured:
         """Return the largest errors of all steps."""
         of = {key: worst(errors) for key, errors in self._errors.items()}
+        layers = [layer.name for layer in run.problem.model.layers if (layer.name, "start") in of]
         by_layer = {layer: {q: of[layer, q] for q in QUANTITIES if (layer, q) in of} for layer in layers}
         by_metric = {name: error for (name, quantity), error in of.items() if not quantity}
         return Measured(by_metric, by_layer, sorted(self.counters), batches)
@@ -150,7 +172,10 @@ class Comparison:
 
 
 def measure(runs: Runs) -> Measured:
-    """Run the strategy and its reference for all steps. Raises TrainingError if a loss or gradient is not finite."""
+    """Run the strategy and its reference for all steps. Raises TrainingError if a loss or gradient is not finite.
+
+    For pipelines that never drain, see jaxpar/analysis/delayed.py.
+    """
     run, strategy, single = runs.ours, runs.ours.strategy, runs.one_device.strategy
     compared = Comparison(runs)
     snapshot = compared.single.snapshot
@@ -172,18 +197,17 @@ def measure(runs: Runs) -> Measured:
         if count == 0:  # continue as a resumed run does
             state = strategy.from_canonical(after.tree, jax.tree.map(np.array, strategy.to_private(state)))
             compared.resumed(after, snapshot(strategy, state))
-    evaluated = jax.device_get(strategy.evaluate(state, strategy.place(batch)))
-    expected = compared.exact.evaluate(alone, after.tree["params"], batch)
-    compared.add("", *(sums_by_name(sums, EVALUATION) for sums in (evaluated, expected)))
+    compared.evaluation(strategy.evaluate(state, strategy.place(batch)), alone, after, batch)
     compared.add("drift", after.params, snapshot(single, alone).params)
-    layers = [layer.name for layer in run.problem.model.layers if layer.name in after.params]
-    return compared.measured(layers, batches(run))
+    return compared.measured(run, batches(run))
 
 
 def check_finite(number: int, *metrics: Metrics) -> None:
-    """Raise TrainingError if a loss or gradient of a batch is not finite. number: index of the batch."""
+    """Raise TrainingError if a loss or gradient of a step is not finite. number: index of the batch of the step."""
     if not all(jax.device_get([of.finite for of in metrics])):
-        raise TrainingError(f"the loss or the gradient of batch {number} is not finite, so it cannot be compared")
+        raise TrainingError(
+            f"in the step of batch {number}, the loss or a gradient is not finite, so it cannot be compared"
+        )
 
 
 def step_metrics(metrics: Metrics) -> dict[str, Leaves]:

@@ -92,10 +92,14 @@ class Reference:
         self._like = states.abstract_state(problem.model, problem.optimizer)
         self._params, self._moments = addresses(lambda params: params, problem.model.shapes), moment_addresses(problem)
         self._update = jax.jit(functools.partial(steps.update, problem))
+        self._gradients = jax.jit(functools.partial(steps.gradients, problem))
 
     def snapshot(self, strategy: Strategy[S], state: S) -> Snapshot:
         """Copy the state of any strategy to the host. The copy is needed because the next step donates the state."""
-        tree = jax.tree.map(np.array, strategy.to_canonical(state))
+        return self.split(jax.tree.map(np.array, strategy.to_canonical(state)))
+
+    def split(self, tree: Canonical) -> Snapshot:
+        """Split a canonical state on the host by layer."""
         params, _ = split_by_layer(tree["params"], self._params)
         counters = {"step": tree["step"], "key": tree["key"]}
         if "last" not in tree["optimizer"].get("0", {}):
@@ -108,6 +112,18 @@ class Reference:
         """Take a step from a canonical state."""
         state, metrics = self.strategy.step(self.strategy.from_canonical(tree), self.strategy.place(batch))
         return self.snapshot(self.strategy, state), metrics
+
+    def gradient(self, tree: Canonical, batch: HostBatch, weight: np.ndarray) -> tuple[dict[str, Leaves], Sums]:
+        """Return the gradient of the sum of weights * losses / weight, by layer, and the sums of a batch.
+
+        Args:
+          tree: a canonical state, whose optimizer state is not used.
+          batch: the batch.
+          weight: the divisor.
+        """
+        state = states.State(tree["step"], tree["key"], tree["params"], ())
+        grads, sums = jax.device_get(self._gradients(state, batch, weight))
+        return split_by_layer(grads, self._params)[0], sums
 
     def update(self, before: Canonical, after: Canonical, metrics: Metrics) -> Snapshot:
         """Update the state `before` a step on one device, with the gradient recorded in the state `after` the step."""

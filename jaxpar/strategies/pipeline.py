@@ -39,12 +39,12 @@ from jaxpar.pipeline.executor.timeline import Timeline
 from jaxpar.pipeline.tables.periodic import CONTINUOUS
 from jaxpar.pipeline.tables.schedule import forward_only
 from jaxpar.pipeline.tables.table import Table
-from jaxpar.plan import Decision, Plan, Traffic, state_memory
+from jaxpar.plan import Decision, DelayedUpdates, Plan, Traffic, state_memory
 from jaxpar.state import nbytes
 from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies import exchanges
 from jaxpar.strategies.placement import batch_placer, by_replica
-from jaxpar.strategies.schedules import configured_table
+from jaxpar.strategies.schedules import configured_table, stage_delays
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
@@ -139,12 +139,17 @@ def plan(
     microbatches = abstract_microbatches(shapes, num_data, table.num_microbatches)
     engine = make_engine(staged, lowered.shape, microbatches, jax.eval_shape(lambda: jax.random.key(0)), c.remat)
     state: StagedState | ContinuousState = staged
+    differs, delays = exchanges.differs(config), None
     private_key = exchanges.private_key(config, num_data) | {"bounds": list(bounds), "stages": table.stages.tolist()}
     if table.period:
         yield from refuse_ties(config, stages)
         yield from refuse_ring(config, num_data)
         state = ContinuousState(staged, lowered, engine, microbatches)
         private_key |= {"schedule": c.schedule, "microbatches": table.num_microbatches, "remat": c.remat}
+        delays = DelayedUpdates(
+            stage_delays(table, [stages.layer_names(device) for device in range(len(table.stages))]), differs
+        )
+        differs = "; ".join(filter(None, [CONTINUOUS[c.schedule].reason, differs]))
     details = PipelineDetails(c.schedule, table, lowered, stages, staged, state, c.remat, c.trace)
     memory = tuple({**parts, **engine.activation_bytes} for parts in state_memory(state.memory))
     return Plan(
@@ -157,8 +162,9 @@ def plan(
         plan_traffic(shapes.model, details, engine),
         exchanges.name(config),
         private_key if table.period or staged.private.kind == PER_REPLICA else {},
-        CONTINUOUS[c.schedule].reason if table.period else exchanges.differs(config),
+        differs,
         exchanges.exchange_advice(config),
+        delays,
     )
 
 

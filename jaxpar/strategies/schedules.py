@@ -1,12 +1,16 @@
-"""Makes the table that config.pipeline selects: a named schedule, or a CSV file."""
+"""Makes the table that config.pipeline selects, a named schedule or a CSV file, and the delays of a periodic table."""
 
+from collections.abc import Sequence
+
+import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar.errors import Refusals, UserError
 from jaxpar.pipeline.tables.periodic import CONTINUOUS, continuous_obstacle, fewest_microbatches, periodic_table
 from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table, schedule_obstacle, unknown_schedule
-from jaxpar.pipeline.tables.table import BW, B, Table, U, W, is_training
+from jaxpar.pipeline.tables.table import BW, B, F, Table, U, W, is_training
 from jaxpar.pipeline.tables.table_file import is_table_file, read_table
+from jaxpar.plan import StageDelay
 
 
 def configured_table(config: ConfigDict) -> Refusals[Table]:
@@ -78,3 +82,20 @@ def _table_by_name(config: ConfigDict) -> Refusals[Table]:
     if reason := schedule_obstacle(c.schedule, **sizes):
         yield UserError(f"config.pipeline.{reason}")
     return make_table(c.schedule, **sizes)
+
+
+def stage_delays(table: Table, layers: Sequence[Sequence[str]]) -> tuple[StageDelay, ...]:
+    """Return the delays of each stage of a periodic table. layers: names of the layers of each stage.
+
+    The lags are those of the forward passes: the gradient of a batch belongs to the weights that these read.
+    """
+    m, delays = table.num_microbatches, []
+    for stage, of_stage in enumerate(layers):
+        rows = table.actions[table.actions["stage"] == stage]
+        [update] = rows[rows["kind"] == U]
+        forwards = rows[rows["kind"] == F]
+        forwards = forwards[np.argsort(forwards["microbatch"] % m)]
+        computed_after, lags = -(forwards["microbatch"] // m), -forwards["version"]
+        updated_after = -(int(update["microbatch"]) // m)
+        delays.append(StageDelay(tuple(of_stage), updated_after, tuple(computed_after.tolist()), tuple(lags.tolist())))
+    return tuple(delays)

@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,9 +27,13 @@ from jaxpar.data.examples import Vectors
 from jaxpar.errors import exit_code
 from jaxpar.exchange import EXCHANGES, presets
 from jaxpar.exchange import gradients as averaging
+from jaxpar.pipeline.executor import continuous, lowering
 from jaxpar.pipeline.executor import engine as pipeline_engine
+from jaxpar.pipeline.executor.lowering import LoweredTable
+from jaxpar.pipeline.executor.state import PackedState, StageUpdate
+from jaxpar.pipeline.tables.table import Table, U
 from jaxpar.step import Problem
-from jaxpar.strategies import Strategy, data_parallel, replicas
+from jaxpar.strategies import Strategy, data_parallel, pipeline, replicas
 from scripts import certify as script
 from tests.runs import small_arguments
 
@@ -41,6 +45,7 @@ BERT = ["model.dropout=0.2", "model.num_layers=2"]
 SHARD_MAP = ["data_parallel.implementation=shard_map"]
 REFERENCES: dict[str, Strategy[Any]] = {}  # by config
 PIPELINE = ["strategy=pipeline", "mesh.stage=2", "mesh.data=1", "pipeline.num_microbatches=4"]
+PIPEDREAM = [*PIPELINE, "pipeline.num_microbatches=1", "pipeline.schedule=pipedream"]
 
 
 @pytest.fixture
@@ -83,16 +88,32 @@ CORRECT = {
     "zero3, bert": [*BERT, "exchange=zero3", "optimizer.accumulation_steps=2"],
     "1f1b, bert": [*BERT, *PIPELINE],
     "zb_h1, sgd": [*MLP, *PIPELINE, "pipeline.schedule=zb_h1", "mesh.data=2", "optimizer.name=sgd"],
+    "pipedream, bert": [*BERT, *PIPEDREAM],
+    "pipedream, 4 stages, 3 microbatches, clipped": [
+        *[*MLP, *PIPEDREAM, "mesh.stage=4", "pipeline.num_microbatches=3"],
+        *["optimizer.clip_norm=0.1", "optimizer.name=sgd"],
+    ],
+    "pipedream_vertical_sync": [*MLP, *PIPEDREAM, "pipeline.schedule=pipedream_vertical_sync", "mesh.stage=3"],
+    "pipedream_2bw, 2 replicas": [*MLP, *PIPELINE, "pipeline.schedule=pipedream_2bw", "mesh.data=2"],
+    "pipedream, bfloat16": [*MLP, *PIPEDREAM, "model.dtype=bfloat16"],
     "sync of 4 workers": [*MLP, "strategy=async_data_parallel", "asynchronous.policy=sync"],
     "bfloat16": [*BERT, *SHARD_MAP, "model.dtype=bfloat16"],
     "bfloat16, mlp": [*MLP, *SHARD_MAP, "mesh.data=3", "model.dtype=bfloat16"],
 }
 
 
-SLOW = ("sharding, bert", "zero3, bert", "bfloat16")
+SLOW = [
+    *("sharding, bert", "zero3, bert", "bfloat16", "pipedream, bert", "pipedream_vertical_sync", "pipedream, bfloat16"),
+    *("doubled norm", "lost work"),
+]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CORRECT])
+def cases(names: Iterable[str]) -> list[Any]:
+    """Return the parameters of a test, with the slow ones marked."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in names]
+
+
+@pytest.mark.parametrize("name", cases(CORRECT))
 def test_correct_strategies_pass(name: str, certify: Any) -> None:
     code, found = certify(*CORRECT[name])
     assert (code, found["outside"], found["differs"]) == (0, [], ""), found["outside"]
@@ -299,6 +320,55 @@ def scaled_layer_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     changed(monkeypatch, replicas, gradients=gradients)
 
 
+def earlier_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a pipeline that never drains with a table whose first stage reads the version before the planned one."""
+
+    def lower_table(table: Table) -> LoweredTable:
+        actions = table.actions.copy()
+        actions["version"][(actions["stage"] == 0) & (actions["kind"] != U)] -= 1
+        return lowering.lower_table(table._replace(actions=actions))
+
+    monkeypatch.setattr(pipeline, "lower_table", lower_table)
+
+
+def changed_update(monkeypatch: pytest.MonkeyPatch, change: Callable[..., tuple[PackedState, Any]]) -> None:
+    """Replace the update of a stage by change(update, state, grads, sums, grad_norm)."""
+
+    class Changed(StageUpdate):
+        def __call__(self, *arguments: Any) -> tuple[PackedState, Any]:
+            return change(super().__call__, *arguments)
+
+    monkeypatch.setattr(continuous, "StageUpdate", Changed)
+
+
+def missing_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Discard the new parameters of all updates of a step."""
+
+    def change(update: Any, state: PackedState, *arguments: Any) -> tuple[PackedState, Any]:
+        after, metrics = update(state, *arguments)
+        params = jax.tree.map(lambda old, new: jax.numpy.where(state.step == 2, old, new), state.params, after.params)
+        return after._replace(params=params), metrics
+
+    changed_update(monkeypatch, change)
+
+
+def doubled_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clip the gradient of a stage by a norm that is too large, as if it included other stages."""
+    changed_update(monkeypatch, lambda update, state, grads, sums, norm: update(state, grads, sums, 2 * norm))
+
+
+def lost_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resume from the canonical state alone, without what is in flight."""
+
+    def change(made: Strategy[Any]) -> Strategy[Any]:
+        def from_canonical(tree: Any, _private: Any = None) -> Any:
+            return made.from_canonical(tree)
+
+        return made._replace(from_canonical=from_canonical)
+
+    changed_strategy(monkeypatch, change)
+
+
 LAYERS = ["embed", "block_0", "block_1", "head"]
 GRADIENTS = [f"gradient of {layer}" for layer in LAYERS]
 MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str], list[str]]] = {
@@ -317,6 +387,19 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str], list[
     "lost moments": (lost_moments, [*MLP, *PIPELINE], [f"resume of {layer}" for layer in LAYERS]),
     "doubled evaluation": (doubled_evaluation, MLP, ["evaluation weight", "evaluation correct"]),
     "wrong accuracy": (wrong_accuracy, MLP, ["correct"]),
+    "earlier version": (earlier_version, [*MLP, *PIPEDREAM], ["gradient of embed", "gradient of head"]),
+    "missing update": (missing_update, [*MLP, *PIPEDREAM], [f"update of {layer}" for layer in LAYERS]),
+    "doubled norm": (
+        doubled_norm,
+        [*MLP, *PIPEDREAM, "optimizer.name=sgd", "optimizer.clip_norm=0.1"],
+        [f"update of {layer}" for layer in LAYERS],
+    ),
+    "no stashing": (
+        lambda _: None,
+        [*MLP, *PIPEDREAM, "pipeline.schedule=pipedream_without_stashing", "mesh.stage=3"],
+        ["gradient norm", "gradient of embed"],  # the backward of block_0 multiplies by newer weights
+    ),
+    "lost work": (lost_work, [*MLP, *PIPEDREAM], GRADIENTS),
     "scaled layer, bfloat16": (
         scaled_layer_bfloat16,
         [*MLP, *SHARD_MAP, "model.dtype=bfloat16"],
@@ -325,7 +408,7 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str], list[
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", cases(MISTAKES))
 def test_mistakes_are_found_and_named(
     name: str, certify: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -341,6 +424,8 @@ def test_mistakes_are_found_and_named(
         "forgotten step",
         "wrong accuracy",
         "doubled evaluation",
+        "missing update",
+        "no stashing",
     ):  # nothing else is reported
         assert named == places
     printed = capsys.readouterr().out
@@ -360,6 +445,7 @@ DIFFERENT = {
         "exchange_options.backward_passes_per_step=2",
     ],
     "byteps_topk sends only part of the gradients in each step": [*PIPELINE, "mesh.data=2", "exchange=byteps_topk"],
+    "ddp sends gradients in bfloat16": [*PIPEDREAM, "mesh.data=2", "exchange_options.wire_dtype=bfloat16"],
     "local_sgd of 4 workers computes gradients of local weights": [
         "strategy=async_data_parallel",
         "asynchronous.policy=local_sgd",
@@ -440,11 +526,18 @@ def test_columns_of_the_table_are_separate() -> None:
     assert [script.cell(error) for error in errors] == list(CELLS)
     found: dict[str, Any] = dict.fromkeys(("strategy", "model", "differs"), "s")
     found |= {"sums": {"batch_size": 24, "strategy": "s", "reference": "r"}, "devices": {"number": 1, "kinds": ["cpu"]}}
-    found |= {"batches": [0], "versions": {}, "metrics": {}}
+    found |= {"batches": [0], "versions": {}, "metrics": {}, "delays": []}
     found["layers"] = {str(i): dict.fromkeys(certificate.QUANTITIES, error) for i, error in enumerate(errors)}
     rows = [re.split("  +", line) for line in script.format_certificate(found).splitlines()]
     start = rows.index(["layer", "start", "gradient", "rounding", "update", "moments", "resume", "drift"]) + 1
     assert rows[start : start + len(CELLS)] == [[str(i), *7 * [text]] for i, text in enumerate(CELLS)]
+
+
+def test_delays_of_a_stage_are_one_line() -> None:
+    stage = {"layers": ["embed"], "updated_after": 1, "computed_after": [0], "lags": [1]}
+    assert script.format_delays(stage) == "embed: gradients at weights that lack 1 update, applied after 1 step"
+    stage = {"layers": ["a", "b", "c"], "updated_after": 3, "computed_after": [0, 0, 1], "lags": [2, 1, 1]}
+    assert script.format_delays(stage) == "a .. c: gradients at weights that lack 1 or 2 updates, applied after 3 steps"
 
 
 def found_with(error: Error) -> certificate.Measured:

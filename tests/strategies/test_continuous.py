@@ -13,10 +13,11 @@ import pytest
 
 from jaxpar import step as steps
 from jaxpar.errors import UserError
-from jaxpar.pipeline.tables.periodic import CONTINUOUS
+from jaxpar.pipeline.tables.periodic import CONTINUOUS, fewest_microbatches, periodic_table
 from jaxpar.state import Canonical
 from jaxpar.step import Problem
 from jaxpar.strategies import Strategy
+from jaxpar.strategies.schedules import stage_delays
 from jaxpar.strategies.strategy import CompiledProgram
 from tests.strategies.pipelines import (
     LENGTH,
@@ -337,4 +338,26 @@ def test_every_schedule_has_a_reason() -> None:
         per_batch = 4 if name == "pipedream_2bw" else 1
         plan = make(SGD, *settings(name, 4, per_batch)).plan
         assert plan.differs == CONTINUOUS[name].reason
+        assert plan.delays is not None
+        assert plan.delays.differs == ""
         assert plan.private_key["schedule"] == name
+    plan = make(SGD, *settings("pipedream", 2, 1, 2, "--config.exchange=byteps_topk")).plan
+    assert plan.delays is not None
+    assert plan.delays.differs == "byteps_topk sends only part of the gradients in each step"
+    assert plan.differs == f"{CONTINUOUS['pipedream'].reason}; {plan.delays.differs}"
+    assert make(SGD, *settings("1f1b", 2, 2)).plan.delays is None
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream_vertical_sync", "pipedream_2bw"])
+def test_delays_are_those_of_the_recurrence(schedule: str) -> None:
+    for n, m in itertools.product(range(2, 6), range(1, 9)):
+        if m < fewest_microbatches(schedule, n):
+            continue
+        version, batch = formula(schedule, n, m), 2 * n  # late enough that all versions exist
+        delays = stage_delays(periodic_table(schedule, n, m), [[f"layer_{stage}"] for stage in range(n)])
+        for stage, of in enumerate(delays):
+            assert of.layers == (f"layer_{stage}",)
+            assert [batch - lag for lag in of.lags] == [version(batch * m + j, stage) for j in range(m)]
+            assert list(of.computed_after) == [(2 * j + stage) // (2 * m) for j in range(m)]  # steps of 2 m clocks
+            for num_steps in range(4 * n):
+                assert num_updates(n, m, stage, num_steps) == max(num_steps - of.updated_after, 0)
