@@ -1,7 +1,7 @@
 """Compares pipelines with a single device and with a scan-and-mask pipeline: FLOPs, time, memory and compilation time.
 
-    scripts/python scripts/bench/pipeline.py [--results=a,b,c,d,e,f] [--stages=4,8] [--schedules=1f1b,eager_1f1b,zb_h1]
-        [--rounds=3] [--examples=4] [--config.KEY=VALUE ...]
+    scripts/python scripts/bench/pipeline.py [--results=a,b,c,d,e,f,g] [--stages=4,8]
+        [--schedules=1f1b,eager_1f1b,zb_h1] [--rounds=3] [--examples=4] [--config.KEY=VALUE ...]
 
 The model is a GPT with 8 layers and hidden size 256 on random tokens. Unless overridden, a microbatch has `--examples`
 examples of 128 tokens, and there are four microbatches per stage. The benchmark runs on GPUs if there are any, with
@@ -17,6 +17,8 @@ shows the measured quantity, its value and the target.
   e  time to trace, lower and compile / the same time for a single device, without a compilation cache
   f  bytes that a microbatch saves between F and B in all stages, without rematerialization / temporary bytes of a
      single device
+  g  pipelines without a flush / 1f1b: time of a microbatch of the same size, once the pipeline is full, and time to
+     trace, lower and compile; for BERT, as GPT is tied
 """
 
 import subprocess
@@ -39,6 +41,7 @@ from jaxpar.step import abstract
 from scripts.bench import executed, pipeline_memory
 from scripts.bench.pipeline_case import (
     BERT,
+    CLASSIFIER,
     FAST,
     RESNET,
     Case,
@@ -146,15 +149,7 @@ def parameter_bytes(options: Options) -> None:
 
 def compile_time(options: Options) -> None:
     """Measure result (e)."""
-    p = options.stages[-1]
-
-    def seconds(case: Case) -> float:
-        lower = step_lowering(case)
-        jax.clear_caches()
-        start = time.perf_counter()
-        lower().compile()
-        return time.perf_counter() - start
-
+    p, seconds = options.stages[-1], compile_seconds
     seconds(options.maker.more("--config.model.num_layers=1").single(1))  # one-time costs of the first compilation
     for maker in (options.maker, options.maker.more(f"--config.model.num_layers={DEEP}")):
         for remat in REMATS:
@@ -169,6 +164,36 @@ def compile_time(options: Options) -> None:
                 aim = "" if name == "unrolled" else f"at most 3  ({value:.1f} s / {single:.1f} s)"
                 report("e", f"{name}, {size} / single device", value / single, aim)
             report("e", f"{p} stages, {size} / unrolled", times[f"{p} stages"] / times["unrolled"], "")
+
+
+def compile_seconds(case: Case) -> float:
+    """Return the time to trace, lower and compile a step."""
+    lower = step_lowering(case)
+    jax.clear_caches()
+    start = time.perf_counter()
+    lower().compile()
+    return time.perf_counter() - start
+
+
+def without_flush(options: Options) -> None:
+    """Measure result (g)."""
+    p, maker = options.stages[0], options.maker.more(*CLASSIFIER)
+    m = 4 * p
+    cases = {name: maker.pipeline(p, name) for name in ("1f1b", "pipedream", "pipedream_2bw")}
+    alone = maker.pipeline(p, "pipedream", m=1)
+    timings = race({name: case.contender for name, case in cases.items()}, cases["1f1b"].batch, rounds=options.rounds)
+    # Of batches of one microbatch, p fill the pipeline.
+    of_one = race({"pipedream": alone.contender}, alone.batch, rounds=m * options.rounds, warm_up=2 * p)["pipedream"]
+    flush = timings.pop("1f1b")
+    results = {f"{name}, {m} microbatches": (of.seconds, of.cpu_seconds) for name, of in timings.items()}
+    results["pipedream, 1 microbatch"] = (m * of_one.seconds, m * of_one.cpu_seconds)
+    for name, (seconds, cpu) in results.items():
+        report("g", f"{name} / 1f1b, {p} stages: time", seconds / flush.seconds, "at most 1.03")
+        report("g", f"{name} / 1f1b, {p} stages: CPU time", cpu / flush.cpu_seconds, "")
+    compile_seconds(alone)  # one-time costs
+    reference = compile_seconds(cases["1f1b"])
+    for name, case in {**cases, "pipedream, 1 microbatch": alone}.items():
+        report("g", f"{name} / 1f1b, {p} stages: compilation", compile_seconds(case) / reference, "at most 1.3")
 
 
 def memory_growth(options: Options) -> None:
@@ -209,6 +234,7 @@ RESULTS: dict[str, Callable[[Options], None]] = {
     "d": parameter_bytes,
     "e": compile_time,
     "f": saved,
+    "g": without_flush,
 }
 
 

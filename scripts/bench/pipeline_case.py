@@ -32,6 +32,7 @@ MODEL = {
     "dropout": 0.0,
 }
 BERT = ["--config.model.name=bert", "--config.task=masked_lm"]
+CLASSIFIER = ["--config.model.name=bert", "--config.task=classification"]
 RESNET = ["--config.model.name=resnet", "--config.model.size=18", "--config.task=classification"]
 FAST: dict[str, Any] = {"xla_backend_optimization_level": 0}  # affects only machine code; the optimized HLO is the same
 IMAGE, NUM_CLASSES = (32, 32, 3), 10
@@ -88,7 +89,7 @@ class Maker(NamedTuple):
 
     def _case(self, m: int, overrides: Sequence[str], *, is_masked: bool = False) -> Case:
         config = configs.default_config()
-        is_image = any(override in RESNET for override in self.overrides)
+        is_image = RESNET[0] in self.overrides
         model = [] if is_image else [f"--config.model.{key}={value}" for key, value in MODEL.items()]
         configs.override(config, ["--config.task=causal_lm", *model, *self.overrides, *overrides])
         configs.override(config, [f"--config.batch_size={m * self.num_examples}"])
@@ -107,6 +108,11 @@ def random_data(config: ConfigDict) -> tuple[DataInfo, dict[str, np.ndarray]]:
         batch["weights"] = np.ones(num, np.float32)
         return DataInfo("image", IMAGE, NUM_CLASSES, tuple(map(str, range(NUM_CLASSES))), 0, 0), batch
     length, vocab = config.model.max_length, config.model.vocab_size
+    if config.task == "classification":
+        batch["inputs"] = random.integers(0, vocab, (num, length)).astype(np.int32)
+        batch["labels"] = random.integers(0, NUM_CLASSES, num).astype(np.int32)
+        batch["weights"], batch["mask"] = np.ones(num, np.float32), np.ones((num, length), bool)
+        return DataInfo("text", (length,), NUM_CLASSES, tuple(map(str, range(NUM_CLASSES))), vocab, 0), batch
     batch["inputs"] = random.integers(0, vocab, (num, length)).astype(np.int32)
     batch["labels"] = np.roll(batch["inputs"], -1, axis=1)
     batch["weights"] = np.ones((num, length), np.float32)
