@@ -96,10 +96,14 @@ def get_config() -> ConfigDict:
     pipeline.schedule = "1f1b"
     # Microbatches per replica and step. 0: 4 x mesh.stage (model_parallel and pipedream: 1; pipedream_2bw: mesh.stage)
     pipeline.num_microbatches = 0
+    # Devices of each stage, such as 2,1,1 with mesh.stage=4: the replicas of a stage take turns with the microbatches.
+    # Empty: one device each. Only gpipe, 1f1b and the schedules without flush support it
+    pipeline.replicas = ""
     pipeline.num_chunks = 0  # stages per device; 0: the smallest number that the schedule supports
-    # How layers are divided into stages: balanced by flops, parameters or number of layers (uniform), or the names of
-    # the layers that begin stages 1, 2, ...: block_2,head
+    # How layers are divided into stages: balanced by flops, parameters or number of layers (uniform), the names of the
+    # layers that begin stages 1, 2, ...: block_2,head, or auto: the fastest stages and replicas by pipeline.profile
     pipeline.partition = "flops"
+    pipeline.profile = ""  # profile of the layers, from scripts/profile_layers.py, for partition auto
     # Activations stored for the backward pass. none: all (no recomputation); full: only stage inputs; dots: the results
     # of matrix products
     pipeline.remat = "none"

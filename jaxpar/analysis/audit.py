@@ -12,6 +12,7 @@ from jaxpar.asynchronous.programs import Server
 from jaxpar.exchange.exchange import DistributedState
 from jaxpar.layout import Tree
 from jaxpar.measure import hlo
+from jaxpar.pipeline.executor.continuous import BUFFERS, WorkInFlight
 from jaxpar.pipeline.executor.state import PackedState
 from jaxpar.plan import ON_HOST, Plan
 from jaxpar.run.build import StrategyState
@@ -236,6 +237,11 @@ def _kinds(argument: Tree) -> Tree:
             return State._make((INPUTS, INPUTS, "parameters", DistributedState("optimizer", "private")))
         case State():
             return State._make((INPUTS, INPUTS, "parameters", "optimizer"))
+        case PackedState(private=WorkInFlight()):
+            buffers = dict.fromkeys(BUFFERS, "transfers") | {"stashes": "stashes", "grads": "gradients"}
+            return PackedState(
+                INPUTS, INPUTS, "parameters", "optimizer", WorkInFlight(INPUTS, "private", buffers, "batches")
+            )
         case PackedState():
             return PackedState(INPUTS, INPUTS, "parameters", "optimizer", "private")
         case Server():

@@ -77,8 +77,8 @@ def find_schedule(arguments: argparse.Namespace) -> tuple[SearchResult, Simulati
 
 def steady_bubble(arguments: argparse.Namespace) -> float:
     """Return the bubble rate of a schedule without flush once the pipeline is full. The flags must be valid."""
-    name, p = arguments.schedule, arguments.num_stages
-    table = periodic_table(name, p, fewest_microbatches(name, p))
+    name, replicas = arguments.schedule, [1] * arguments.num_stages
+    table = periodic_table(name, replicas, fewest_microbatches(name, replicas))
     return float(steady_bubble_rate(table, _flagged_times(arguments), arguments.communication))
 
 

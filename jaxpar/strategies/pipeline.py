@@ -44,7 +44,7 @@ from jaxpar.state import nbytes
 from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies import exchanges
 from jaxpar.strategies.placement import batch_placer, by_replica
-from jaxpar.strategies.schedules import configured_table, stage_delays
+from jaxpar.strategies.schedules import Division, configured_division, refuse_other_layers, stage_delays
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
@@ -52,7 +52,7 @@ from jaxpar.tasks import Sums
 IN_PLACE = {f"xla_{backend}_copy_insertion_use_region_analysis": True for backend in ("cpu", "gpu")}
 
 
-def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Refusals[Decision[Table]]:
+def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Refusals[Decision[Division]]:
     """Decide on the mesh and the table. Refuses an invalid config.mesh or config.pipeline."""
     yield from refuse_choice("pipeline.remat", config.pipeline.remat, REMATS)
     if config.optimizer.accumulation_steps != 1:
@@ -69,15 +69,17 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Refu
     yield from meshes.refuse_sizes(config, cluster)
     axes = meshes.sizes(config, cluster)
     yield from exchanges.refuse_beyond_gradients(config, axes[DATA], cluster)
-    table = yield from configured_table(config)
+    division = yield from configured_division(config, cluster)
+    table = division.table
     if model is not None:
+        yield from refuse_other_layers(config, division, model)
         names = [layer.name for layer in model.layers]
-        yield from partition.explicit_cuts(names, config.pipeline.partition, table.num_stages)
+        yield from partition.explicit_cuts(names, division.partition, table.num_stages)
     m = table.num_microbatches
     replicas, microbatches = format_count(axes[DATA], "replica"), format_count(m, "microbatch")
     words = f"{replicas} (the data axis) x {microbatches} (config.pipeline.num_microbatches)"
     yield from refuse_evaluation(config, axes[DATA], m)
-    return Decision(axes, axes[DATA] * m, words, axes[DATA], table)
+    return Decision(axes, axes[DATA] * m, words, axes[DATA], division)
 
 
 def refuse_evaluation(config: ConfigDict, num_replicas: int, num_microbatches: int) -> Refusals[None]:
@@ -117,7 +119,7 @@ class PipelineDetails:
 
 
 def plan(
-    config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decision[Table], /
+    config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decision[Division], /
 ) -> Refusals[Plan[PipelineDetails]]:
     """Plan the stages of config.pipeline, and the replicas of the pipeline on the data axis.
 
@@ -128,11 +130,10 @@ def plan(
             f"config.pipeline.trace is {config.pipeline.trace}; it must be at most {shapes.num_steps}, the last step "
             "of the run"
         )
-    table, num_data = decision.source, decision.num_replicas
+    yield from refuse_other_layers(config, decision.source, shapes.model)
+    (table, cuts, _), num_data = decision.source, decision.num_replicas
     inputs = shapes.model.inputs(shapes.batch)
-    bounds = yield from partition.stage_bounds(
-        shapes.model, shapes.batch, inputs, config.pipeline.partition, table.num_stages
-    )
+    bounds = yield from partition.stage_bounds(shapes.model, shapes.batch, inputs, cuts, table.num_stages)
     stages = Stages(shapes.model, bounds, table.stages, inputs, shapes.task)
     staged = StagedState(decision.axes, shapes, stages, exchanges.on_gradients(config, num_data))
     c, lowered = config.pipeline, lower_table(table)
@@ -146,9 +147,7 @@ def plan(
         yield from refuse_ring(config, num_data)
         state = ContinuousState(staged, lowered, engine, microbatches)
         private_key |= {"schedule": c.schedule, "microbatches": table.num_microbatches, "remat": c.remat}
-        delays = DelayedUpdates(
-            stage_delays(table, [stages.layer_names(device) for device in range(len(table.stages))]), differs
-        )
+        delays = DelayedUpdates(stage_delays(table, stages.layers), differs)
         differs = "; ".join(filter(None, [CONTINUOUS[c.schedule].reason, differs]))
     details = PipelineDetails(c.schedule, table, lowered, stages, staged, state, c.remat, c.trace)
     memory = tuple({**parts, **engine.activation_bytes} for parts in state_memory(state.memory))
@@ -223,8 +222,12 @@ def plan_traffic(model: Model, details: PipelineDetails, engine: PipelineEngine)
     copied_bytes = nbytes([model.shapes[layer][name] for layer, name in sorted(copied)])
     # The sum of the gradients of tied arrays.
     tied = ring_traffic("all-reduce", 2, STAGE, table.num_devices, copied_bytes, "float32", num_vectors=len(copied))
-    gradients = details.staged.all_reduce.traffic(details.staged.params.packing.shapes)
-    return (*transfers, *gradients, tied)
+    params = details.staged.params.packing
+    gradients = details.staged.all_reduce.traffic(params.shapes)
+    most = max((len(group) for group in stages.groups), default=1)
+    # The sum of the gradients of the replicas of a stage.
+    within = ring_traffic("all-reduce", 2, STAGE, most, params.nbytes, "float32", num_vectors=len(params.shapes))
+    return (*transfers, *gradients, within, tied)
 
 
 def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[PackedState]:

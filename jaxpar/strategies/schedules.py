@@ -1,25 +1,120 @@
-"""Makes the table that config.pipeline selects, a named schedule or a CSV file, and the delays of a periodic table."""
+"""Makes the table that config.pipeline selects, the stages of a profile, and the delays of a periodic table."""
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from ml_collections import ConfigDict
 
+from jaxpar.cluster import Cluster
 from jaxpar.errors import Refusals, UserError
+from jaxpar.mesh import STAGE
+from jaxpar.models.model import Model
+from jaxpar.pipeline.executor.partition import AUTO
+from jaxpar.pipeline.search.layer_profile import read_profile
+from jaxpar.pipeline.search.stage_search import Level, StageSearch
 from jaxpar.pipeline.tables.periodic import CONTINUOUS, continuous_obstacle, fewest_microbatches, periodic_table
-from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table, schedule_obstacle, unknown_schedule
+from jaxpar.pipeline.tables.schedule import (
+    SCHEDULES,
+    WITH_REPLICAS,
+    make_table,
+    replicated_table,
+    schedule_obstacle,
+    unknown_schedule,
+)
 from jaxpar.pipeline.tables.table import BW, B, F, Table, U, W, is_training
 from jaxpar.pipeline.tables.table_file import is_table_file, read_table
 from jaxpar.plan import StageDelay
 
+UNLIMITED = 1e30  # bandwidth of a link that is not known, in bytes per second: its transfers take no time
 
-def configured_table(config: ConfigDict) -> Refusals[Table]:
-    """Return the table that config.pipeline.schedule selects.
 
-    Refuses a schedule that does not exist or does not support the sizes in the config, and an invalid table.
+class Division(NamedTuple):
+    """The division of a model into stages, and of a step into actions.
+
+    Attributes:
+      table: the table of the schedule.
+      partition: config.pipeline.partition, or the cut points of the profile.
+      layers: layers of the profile; empty without a profile.
+    """
+
+    table: Table
+    partition: str
+    layers: tuple[str, ...] = ()
+
+
+def configured_division(config: ConfigDict, cluster: Cluster) -> Refusals[Division]:
+    """Return the table that config.pipeline.schedule selects, and how the layers are divided into stages.
+
+    Refuses a schedule that does not exist or does not support the sizes in the config, an invalid table, and an invalid
+    profile. cluster: the links between its devices decide about the stages of a profile.
     """
     c = config.pipeline
-    table = yield from (_table_from_file(config) if is_table_file(c.schedule) else _table_by_name(config))
+    replicas = yield from _replicas(config)
+    partition, layers = c.partition, tuple[str, ...]()
+    if partition == AUTO:
+        partition, replicas, layers = yield from _divide_by_profile(config, cluster)
+    elif c.profile:
+        yield UserError(
+            f"config.pipeline.profile is {c.profile!r}; it must be empty without config.pipeline.partition={AUTO!r}"
+        )
+    if is_table_file(c.schedule):
+        table = yield from _table_from_file(config, replicas)
+    else:
+        table = yield from _table_by_name(config, replicas)
+    yield from _refuse_other_sizes(config, table)
+    return Division(table, partition, layers)
+
+
+def _divide_by_profile(config: ConfigDict, cluster: Cluster) -> Refusals[tuple[str, tuple[int, ...], tuple[str, ...]]]:
+    """Return cut points and replicas of the fastest stages on mesh.stage devices, and the layers of the profile.
+
+    The fastest stages are those of PipeDream's partitioner.
+    """
+    c = config.pipeline
+    if c.replicas:
+        yield UserError(
+            f"config.pipeline.replicas is {c.replicas!r}; it must be empty with config.pipeline.partition={AUTO!r}, "
+            "which chooses them"
+        )
+    if not c.profile:
+        yield UserError(
+            f"config.pipeline.profile is ''; it must be the path of a profile, which scripts/profile_layers.py writes, "
+            f"with config.pipeline.partition={AUTO!r}"
+        )
+    layers = read_profile(Path(c.profile), "config.pipeline.profile")
+    names = [layer.name for layer in layers]
+    link, has_replicas = cluster.links.get(STAGE), c.schedule in {*WITH_REPLICAS, *CONTINUOUS}
+    level = Level(config.mesh.stage, link.bandwidth if link else UNLIMITED)
+    found = StageSearch(layers, [level], straight=not has_replicas).find()
+    if found is None:
+        yield UserError(
+            f"config.mesh.stage is {config.mesh.stage}; it must be at most {len(layers)}, the number of layers of "
+            f"config.pipeline.profile={c.profile!r}, with config.pipeline.schedule={c.schedule!r}"
+        )
+    assert found is not None  # refused above
+    if len(found.stages) == 1:
+        yield UserError(
+            f"config.strategy is 'pipeline'; it must be 'data_parallel', which is the fastest on {config.mesh.stage} "
+            f"devices by config.pipeline.profile={c.profile!r}, or config.pipeline.partition must not be {AUTO!r}"
+        )
+    cuts = ",".join(names[stage.first_layer] for stage in found.stages[1:])
+    return cuts, tuple(stage.replicas for stage in found.stages), tuple(names)
+
+
+def refuse_other_layers(config: ConfigDict, division: Division, model: Model) -> Refusals[None]:
+    """Refuse the profile of another model."""
+    names = tuple(layer.name for layer in model.layers)
+    if division.layers not in ((), names):
+        yield UserError(
+            f"config.pipeline.profile is {config.pipeline.profile!r}, which has layers {', '.join(division.layers)}; "
+            f"it must be a profile of this model, with layers {', '.join(names)}"
+        )
+
+
+def _refuse_other_sizes(config: ConfigDict, table: Table) -> Refusals[None]:
+    c = config.pipeline
     sizes = {
         "mesh.stage": (config.mesh.stage, table.num_devices),
         "pipeline.num_microbatches": (c.num_microbatches, table.num_microbatches),
@@ -31,11 +126,15 @@ def configured_table(config: ConfigDict) -> Refusals[Table]:
                 f"config.{key} is {value}; it must be {of_table}, as in the table of "
                 f"config.pipeline.schedule={c.schedule!r}"
             )
-    return table
 
 
-def _table_from_file(config: ConfigDict) -> Refusals[Table]:
+def _table_from_file(config: ConfigDict, replicas: Sequence[int]) -> Refusals[Table]:
     name = config.pipeline.schedule
+    if replicas and max(replicas) > 1:
+        yield UserError(
+            f"config.pipeline.replicas is {config.pipeline.replicas!r}; it must be empty with the table of "
+            f"config.pipeline.schedule={name!r}"
+        )
     try:
         table = read_table(name)
     except ValueError as error:
@@ -55,18 +154,39 @@ def _table_from_file(config: ConfigDict) -> Refusals[Table]:
     return table
 
 
-def _periodic_table(config: ConfigDict) -> Refusals[Table]:
-    c, p = config.pipeline, config.mesh.stage
-    m = c.num_microbatches or fewest_microbatches(c.schedule, p)
-    if reason := continuous_obstacle(c.schedule, num_devices=p, num_microbatches=m, num_chunks=c.num_chunks or 1):
+def _periodic_table(config: ConfigDict, replicas: Sequence[int]) -> Refusals[Table]:
+    c = config.pipeline
+    replicas = replicas or (1,) * config.mesh.stage
+    m = c.num_microbatches or fewest_microbatches(c.schedule, replicas)
+    if reason := continuous_obstacle(c.schedule, replicas, num_microbatches=m, num_chunks=c.num_chunks or 1):
         yield UserError(f"config.pipeline.{reason}".replace("pipeline.num_devices", "mesh.stage"))
-    return periodic_table(c.schedule, p, m)
+    return periodic_table(c.schedule, replicas, m)
 
 
-def _table_by_name(config: ConfigDict) -> Refusals[Table]:
+def _replicas(config: ConfigDict) -> Refusals[tuple[int, ...]]:
+    """Return the number of devices of each stage that config.pipeline.replicas lists; empty if it lists none."""
+    text = config.pipeline.replicas
+    if not text:
+        return ()
+    numbers = [part.strip() for part in text.split(",")]
+    if not all(number.isascii() and number.isdigit() and int(number[:9]) > 0 for number in numbers):
+        yield UserError(
+            f"config.pipeline.replicas is {text!r}; it must list the number of devices of each stage, separated by "
+            "commas, such as 2,1,1"
+        )
+    replicas = tuple(int(number[:9]) for number in numbers)
+    if sum(replicas) != config.mesh.stage:
+        yield UserError(
+            f"config.pipeline.replicas is {text!r}, {sum(replicas)} devices; they must be as many as "
+            f"config.mesh.stage, {config.mesh.stage}"
+        )
+    return replicas
+
+
+def _table_by_name(config: ConfigDict, replicas: Sequence[int]) -> Refusals[Table]:
     c, p = config.pipeline, config.mesh.stage
     if c.schedule in CONTINUOUS:
-        return (yield from _periodic_table(config))
+        return (yield from _periodic_table(config, replicas))
     if c.schedule not in SCHEDULES:
         yield UserError(unknown_schedule("config.pipeline.schedule", c.schedule))
     if c.num_microbatches > config.batch_size:
@@ -81,7 +201,14 @@ def _table_by_name(config: ConfigDict) -> Refusals[Table]:
     }
     if reason := schedule_obstacle(c.schedule, **sizes):
         yield UserError(f"config.pipeline.{reason}")
-    return make_table(c.schedule, **sizes)
+    if not replicas or max(replicas) == 1:
+        return make_table(c.schedule, **sizes)
+    if c.schedule not in WITH_REPLICAS:
+        yield UserError(
+            f"config.pipeline.replicas is {c.replicas!r}; it must be empty with config.pipeline.schedule="
+            f"{c.schedule!r}; only {', '.join((*WITH_REPLICAS, *CONTINUOUS))} have replicated stages"
+        )
+    return replicated_table(c.schedule, replicas, sizes["num_microbatches"])
 
 
 def stage_delays(table: Table, layers: Sequence[Sequence[str]]) -> tuple[StageDelay, ...]:
@@ -92,7 +219,7 @@ def stage_delays(table: Table, layers: Sequence[Sequence[str]]) -> tuple[StageDe
     m, delays = table.num_microbatches, []
     for stage, of_stage in enumerate(layers):
         rows = table.actions[table.actions["stage"] == stage]
-        [update] = rows[rows["kind"] == U]
+        update, *_ = rows[rows["kind"] == U]  # one for each replica
         forwards = rows[rows["kind"] == F]
         forwards = forwards[np.argsort(forwards["microbatch"] % m)]
         computed_after, lags = -(forwards["microbatch"] // m), -forwards["version"]

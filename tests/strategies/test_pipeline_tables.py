@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxpar import mesh as meshes
+from jaxpar.cluster import find_cluster
 from jaxpar.errors import accepted
 from jaxpar.pipeline.executor import engine
 from jaxpar.pipeline.executor.lowering import lower_table
@@ -18,7 +19,7 @@ from jaxpar.pipeline.tables.table import BW, Action, F, Table, loop_stages, plac
 from jaxpar.pipeline.tables.table_file import write_table
 from jaxpar.pipeline.tables.validate import check_table
 from jaxpar.strategies import pipeline as strategy
-from jaxpar.strategies.schedules import configured_table
+from jaxpar.strategies.schedules import configured_division
 from tests.strategies.pipelines import (
     NUM_MICROBATCHES,
     Task,
@@ -53,7 +54,9 @@ def test_a_table_of_the_users_own(tmp_path: Path) -> None:
         ",".join(row[:5]) for row in [header.split(","), *late]
     )  # stages, versions and slots are left to the reader
     (tmp_path / "late.csv").write_text(text + "\n")
-    changed = accepted(configured_table(make_config(TASK, *pipeline(f"{tmp_path}/late.csv", 2))))
+    changed = accepted(
+        configured_division(make_config(TASK, *pipeline(f"{tmp_path}/late.csv", 2)), find_cluster())
+    ).table
     assert changed.num_clocks == table.num_clocks + 6
     got = outcome(TASK, *pipeline(f"{tmp_path}/late.csv", 2))
     assert_equal(got, outcome(TASK))

@@ -132,12 +132,9 @@ class ContinuousState:
     @property
     def memory(self) -> Mapping[str, Layout]:
         """Layouts of the state by purpose, for `state_memory`, except stashes and transfers."""
-        axes = self.packed.axes
-        earlier = [jax.ShapeDtypeStruct((x.shape[0] - 1, *x.shape[1:]), x.dtype) for x in self.versions.local_shapes]
         return {
-            **self.staged.packed_layouts._asdict(),
-            "versions": layout.per_replica(axes, earlier, STAGE),
-            "gradients": Layout(axes, self.in_flight.buffers.leaves["grads"]),
+            **self.packed_layouts._replace(private=self.staged.private)._asdict(),
+            "gradients": Layout(self.packed.axes, self.in_flight.buffers.leaves["grads"]),
             "batches": self.in_flight.batches,
         }
 
@@ -244,7 +241,7 @@ def continuous_step(
         end = engine.run(now, read_version, batches, start, partial(update_stage, staged, shape, update, state))
         weights: Weights = end.weights
         sums, nonfinite = psum_small((end.sums, weights.nonfinite), (DATA, STAGE))
-        grad_norm = jnp.sqrt(jax.lax.psum(weights.squared_norm, STAGE))
+        grad_norm = jnp.sqrt(jax.lax.psum(update.counted(weights.squared_norm), STAGE))
         metrics = Metrics(sums, grad_norm, (nonfinite == 0) & jnp.isfinite(sums.loss))
         kept = (
             {name: x[: len(in_flight.batches[name])] for name, x in microbatches.items()} if in_flight.batches else {}
@@ -285,8 +282,8 @@ def update_stage(
     kept = jnp.asarray(shape.num_versions)[jax.lax.axis_index(STAGE)]
     version = before.private.num_entered - age
 
-    def apply(carry: Carry) -> Carry:
-        weights, grads = carry.weights, carry.grads
+    def apply(accumulated: Packed, weights: Weights) -> tuple[Packed, Weights]:
+        grads = update.over_replicas(accumulated)
         nonfinite = jax.lax.psum(steps.nonfinite_count(grads), DATA)
         if staged.all_reduce.clip_norm:
             grads = clipped(grads, optax.tree.norm(grads), staged.all_reduce.clip_norm)
@@ -304,11 +301,12 @@ def update_stage(
         )
         nonfinite = jnp.maximum(weights.nonfinite, 1.0 - metrics.finite)
         weights = Weights(versions, after.optimizer, residuals, jnp.square(norm), nonfinite)
-        return carry._replace(grads=jax.tree.map(jnp.zeros_like, carry.grads), weights=weights)
+        return jax.tree.map(jnp.zeros_like, accumulated), weights
 
     with jax.named_scope(UPDATE):
-        carry = jax.lax.cond(age == NONE, lambda carry: carry, apply, carry)
-    if staged.packed.axes[DATA] == 1:
+        grads, weights = jax.lax.cond(age == NONE, lambda *x: x, apply, carry.grads, carry.weights)
+    carry = carry._replace(grads=grads, weights=weights)
+    if staged.packed.axes[DATA] == 1 and not staged.stages.groups:
         return carry
     # On the CPU, nothing orders collectives inside a branch relative to those outside of it, so devices could deadlock.
     # To order the transfers at the end of the clock after those of the update, make them depend on its result.

@@ -46,7 +46,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxpar import step as steps
 from jaxpar.exchange.clip import clipped
@@ -299,12 +298,13 @@ def pipeline_step(
         nonfinite_count = steps.nonfinite_count(local_grads)
         sums, nonfinite_count = psum_small((local_sums, nonfinite_count), (DATA, STAGE))
         # The gradients of a tied array on different stages count separately, because they are sent separately.
+        update = StageUpdate(staged, jax.lax.axis_index(STAGE))
+        local_grads = update.over_replicas(local_grads)
         if staged.all_reduce.clip_norm:
-            replica_norm = jnp.sqrt(jax.lax.psum(optax.tree.norm(local_grads) ** 2, STAGE))
+            replica_norm = jnp.sqrt(jax.lax.psum(update.norm_part(local_grads), STAGE))
             local_grads = clipped(local_grads, replica_norm, staged.all_reduce.clip_norm)
         grads, residuals = staged.all_reduce.mean(local_grads, state.private)
         # 9. The gradient of an array that several devices use is the sum of their gradients.
-        update = StageUpdate(staged, jax.lax.axis_index(STAGE))
         for tie in update.copied:
             grads = update.replace(tie, grads, jax.lax.psum(update.part(tie, grads), STAGE))
         grad_norm = jnp.sqrt(jax.lax.psum(update.squares(grads), STAGE))

@@ -8,11 +8,12 @@ number of slots for a buffer: the largest number that any device needs in any cl
 the slots given in the table.
 
 The values of a periodic table (jaxpar/pipeline/tables/periodic.py) outlive the step that writes them, so a buffer is
-used as a ring: a microbatch has the slot of its number, modulo the number of slots. The arrays hold the slots of the
+used as a ring: a microbatch has the slot of its number among those of the device, modulo the number of slots. The
+arrays hold the slots of the
 first step; `arrays_at_step` converts them to those of any other step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +24,7 @@ from jaxpar import layout
 from jaxpar.layout import Layout
 from jaxpar.mesh import STAGE
 from jaxpar.pipeline.tables.periodic import num_in_flight, unroll, versions_kept
-from jaxpar.pipeline.tables.table import ACTION_KINDS, Table, U, device_of_stage, receiver
+from jaxpar.pipeline.tables.table import ACTION_KINDS, StageDevices, Table, U, receiver
 from jaxpar.step import abstract
 
 NONE = -1
@@ -98,6 +99,7 @@ class TableShape(NamedTuple):
       local_phases: phases that have an output whose receiving stage is on the same device.
       num_batches: number of batches that a step works on; more than 1 only if the table is periodic.
       num_versions: by device, the number of versions of the weights that it keeps; empty if the table has no updates.
+      num_own: by device, the number of microbatches of a batch that it runs; empty if the table has no updates.
     """
 
     num_microbatches: int
@@ -107,6 +109,7 @@ class TableShape(NamedTuple):
     local_phases: tuple[int, ...]
     num_batches: int = 1
     num_versions: tuple[int, ...] = ()
+    num_own: tuple[int, ...] = ()
 
 
 class TableArrays(NamedTuple):
@@ -189,7 +192,12 @@ def lower_table(table: Table) -> LoweredTable:
     updates = empty()
     for clock, device, _, microbatch, *_ in table.actions[table.actions["kind"] == U].tolist():
         updates[device, clock] = -(microbatch // m)
-    shape = shape._replace(num_batches=num_in_flight(table), num_versions=tuple(versions_kept(table)))
+    devices, stages = StageDevices(table.stages), table.stages[:, 0].tolist()
+    shape = shape._replace(
+        num_batches=num_in_flight(table),
+        num_versions=tuple(versions_kept(table)),
+        num_own=tuple(m // len(devices.of(stage)) for stage in stages),
+    )
     return LoweredTable(shape, TableArrays(tuple(actions), tuple(arrivals), updates))
 
 
@@ -205,10 +213,14 @@ def arrays_at_step(shape: TableShape, arrays: TableArrays, device: jax.Array, nu
       num_entered: number of batches that entered the pipeline before this step.
     """
     sizes, m = dict(shape.num_slots), shape.num_microbatches
-    num_versions = jnp.asarray(shape.num_versions)[device]
+    num_versions, num_own = (jnp.asarray(of_devices)[device] for of_devices in (shape.num_versions, shape.num_own))
 
     def slot(first: Any, buffer: Buffer) -> Any:
-        return jnp.where(first == NONE, NONE, (first + m * num_entered) % sizes[buffer]) if buffer in sizes else first
+        return (
+            jnp.where(first == NONE, NONE, (first + num_own * num_entered) % sizes[buffer])
+            if buffer in sizes
+            else first
+        )
 
     def of_phase(phase: int, now: Actions) -> Actions:
         has_begun = now.microbatch // m <= num_entered
@@ -251,19 +263,24 @@ def _slots(table: Table) -> tuple[Slots, NumSlots]:
 
 def _slots_in_rings(table: Table) -> tuple[Slots, NumSlots]:
     """Return the slots of all values of a periodic table in the first step, and the number of slots of each buffer."""
+    devices = StageDevices(table.stages)
+    replicas = [len(devices.of(stage)) for stage in range(table.num_stages)]
     lives = _lives(unroll(table, 3 * num_in_flight(table)))
-    sizes = {buffer: _ring_size(of_buffer) for buffer, of_buffer in lives.items()}
+    sizes = {buffer: _ring_size(of_buffer, replicas) for buffer, of_buffer in lives.items()}
     keys = {(microbatch, stage) for microbatch, stage in table.actions[["microbatch", "stage"]].tolist()}
     keys |= {(microbatch, stage + step) for microbatch, stage in keys for step in (-1, 1)}  # those that are sent there
-    slots: Slots = {buffer: {key: key[0] % size for key in keys} for buffer, size in sizes.items()}
+    keys = {(microbatch, stage) for microbatch, stage in keys if 0 <= stage < table.num_stages}
+    slots: Slots = {
+        buffer: {(k, stage): k // replicas[stage] % size for k, stage in keys} for buffer, size in sizes.items()
+    }
     return slots, tuple(sizes.items())
 
 
-def _ring_size(lives: dict[tuple[int, int], _Life]) -> int:
-    """Return the largest range of microbatches that are in a buffer of one device at the same time."""
+def _ring_size(lives: dict[tuple[int, int], _Life], replicas: Sequence[int]) -> int:
+    """Return the largest range of a device's own microbatches that are in a buffer at the same time."""
     by_device: dict[int, list[tuple[int, _Life]]] = {}
-    for (microbatch, _), life in lives.items():
-        by_device.setdefault(life.device, []).append((microbatch, life))
+    for (microbatch, stage), life in lives.items():
+        by_device.setdefault(life.device, []).append((microbatch // replicas[stage], life))
     largest = 1
     for on_device in by_device.values():
         for _, life in on_device:
@@ -273,16 +290,14 @@ def _ring_size(lives: dict[tuple[int, int], _Life]) -> int:
 
 
 def _transfers(table: Table, slots: dict[Buffer, dict[tuple[int, int], int]]) -> list[_Transfer]:
-    device_of, transfers = device_of_stage(table.stages), []
+    devices, transfers = StageDevices(table.stages), []
     for clock, device, kind, microbatch, stage in table.actions[
         ["clock", "device", "kind", "microbatch", "stage"]
     ].tolist():
-        phase, to = ACTION_KINDS[kind].phase, receiver(kind, stage)
-        if phase < len(INBOXES) and 0 <= to < table.num_stages:
-            offset = (device_of[to] - device) % table.num_devices
-            transfers.append(
-                _Transfer(offset, phase, clock, device, device_of[to], slots[INBOXES[phase]][microbatch, to])
-            )
+        phase, to = ACTION_KINDS[kind].phase, devices.receiver(kind, stage, microbatch)
+        if phase < len(INBOXES) and to is not None:
+            offset, slot = (to - device) % table.num_devices, slots[INBOXES[phase]][microbatch, receiver(kind, stage)]
+            transfers.append(_Transfer(offset, phase, clock, device, to, slot))
     return transfers
 
 
@@ -304,10 +319,10 @@ def _lives(table: Table) -> dict[Buffer, dict[tuple[int, int], _Life]]:
     rows = table.actions[table.actions["kind"] != U][["clock", "kind", "microbatch", "stage"]].tolist()
     clocks = {(ACTION_KINDS[kind].phase, microbatch, stage): clock for clock, kind, microbatch, stage in rows}
     lives: dict[Buffer, dict[tuple[int, int], _Life]] = {}
-    device_of = device_of_stage(table.stages)
+    devices = StageDevices(table.stages)
     num_phases = 1 + max(phase for phase, _, _ in clocks)
     for (phase, microbatch, stage), clock in clocks.items():
-        device, key = device_of[stage], (microbatch, stage)
+        device, key = devices.device(stage, microbatch), (microbatch, stage)
         for later in range(phase + 1, num_phases):
             lives.setdefault((phase, later), {})[key] = _Life(device, clock, clocks[later, microbatch, stage])
         sender = (phase, microbatch, stage - 1 if phase == 0 else stage + 1)

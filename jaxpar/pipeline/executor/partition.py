@@ -14,6 +14,7 @@ from jaxpar.measure import flops
 from jaxpar.models.model import Batch, Model
 
 METHODS = ("uniform", "parameters", "flops")
+AUTO = "auto"  # by a profile; jaxpar/strategies/schedules.py replaces it by layer names
 
 
 def stage_bounds(
@@ -120,14 +121,14 @@ def _explicit(names: list[str], text: str, num_stages: int) -> Refusals[list[int
     if unknown is not None:
         hint = nearest(unknown, [*METHODS, *names])
         yield UserError(
-            f"config.pipeline.partition is {text!r}; it must be one of {', '.join(METHODS)}, or list the first layers "
-            f"of stages 1, 2, .. (layers after {names[0]}, up to {names[-1]}), separated by commas; {unknown!r} is "
-            f"not a layer{hint and '.' + hint}"
+            f"config.pipeline.partition is {text!r}; it must be one of {', '.join((*METHODS, AUTO))}, or list the "
+            f"first layers of stages 1, 2, .. (layers after {names[0]}, up to {names[-1]}), separated by commas; "
+            f"{unknown!r} is not a layer{hint and '.' + hint}"
         )
     indices = [names.index(cut) for cut in cuts]
     if len(cuts) != num_stages - 1 or not np.all(np.diff([0, *indices]) > 0):
         yield UserError(
-            f"config.pipeline.partition is {text!r}; it must be one of {', '.join(METHODS)}, or the first layer of "
-            f"each stage but the first ({num_stages - 1} layers), in model order and after {names[0]}"
+            f"config.pipeline.partition is {text!r}; it must be one of {', '.join((*METHODS, AUTO))}, or the first "
+            f"layer of each stage but the first ({num_stages - 1} layers), in model order and after {names[0]}"
         )
     return indices

@@ -110,7 +110,8 @@ class StagePrograms:
         self.stages, self.num_phases = stages, num_phases
         num_chunks = stages.placement.shape[1]
         self.numbers = np.array(stages.kinds)[:, None] * num_chunks + np.arange(num_chunks)
-        by_stage = self.numbers.ravel()[np.argsort(stages.placement, axis=None)].tolist()
+        _, firsts = np.unique(stages.placement, return_index=True)
+        by_stage = self.numbers.ravel()[firsts].tolist()
         scalar = partial(jax.ShapeDtypeStruct, ())
         traced: dict[int, StageProgram] = {}
         x = None

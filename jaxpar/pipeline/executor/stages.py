@@ -1,9 +1,10 @@
 """Assigns the layers of a model, and so its parameters, to the devices of a pipeline.
 
-Devices whose stages differ only in their position in the model are of the same *kind*. Devices of a kind share one
-program, which is traced for the first of them, its *example*, and uses the layer names of the example.
+Devices whose stages differ only in their position in the model, or not at all, are of the same *kind*. Devices of a
+kind share one program, which is traced for the first of them, its *example*, and uses the layer names of the example.
 """
 
+import itertools
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -12,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxpar.models.model import Model, Params, Tie
+from jaxpar.pipeline.tables.table import StageDevices
 from jaxpar.tasks import Task
 
 
@@ -44,7 +46,24 @@ class Stages:
     @property
     def num_stages(self) -> int:
         """Number of stages of the whole pipeline."""
-        return self.placement.size
+        return int(self.placement.max()) + 1
+
+    @property
+    def layers(self) -> list[list[str]]:
+        """The names of the layers of each stage."""
+        names = [layer.name for layer in self.model.layers]
+        return [names[start:stop] for start, stop in itertools.pairwise(self.bounds)]
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """The devices of each stage if some stages have replicas; otherwise empty."""
+        devices = StageDevices(self.placement)
+        groups = [devices.of(stage) for stage in range(self.num_stages)]
+        return groups if self.placement.size > self.num_stages else []
+
+    def is_first(self, device: int) -> bool:
+        """Return whether a device is the first replica of its stage."""
+        return device == 0 or self.placement[device].tolist() != self.placement[device - 1].tolist()
 
     def span(self, device: int, chunk: int) -> tuple[int, int]:
         """Return the range of layers of a chunk: [start, stop)."""
@@ -112,6 +131,8 @@ class Stages:
 
     def _are_equal(self, a: int, b: int) -> bool:
         """Return whether two devices can share a program. The first, the last and tied stages share none."""
+        if self.placement[a].tolist() == self.placement[b].tolist():
+            return True
         tied = {name for tie in self.model.ties for name in (tie.layer, tie.source)}
         ends = {0, self.num_stages - 1}
         for chunk in range(self.placement.shape[1]):

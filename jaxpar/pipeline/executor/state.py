@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import serialization
 from jax.sharding import Mesh, PartitionSpec
 
@@ -79,17 +80,19 @@ class StagedTree:
     def _find_holders(self, layers: Sequence[str | None], stages: Stages) -> list[Holders | None]:
         """Return the devices that hold each leaf, its owner first; None for leaves on all devices, such as a counter.
 
-        The owner is the device with the leaf's layer.
+        The owner is the device with the leaf's layer, or the first of its replicas.
 
         Args:
           layers: layer of each leaf; None for leaves that belong to no layer.
           stages: the stages.
         """
-        devices: list[list[int]] = [[] for _ in layers]
+        owners: list[list[int]] = [[] for _ in layers]
+        others: list[list[int]] = [[] for _ in layers]
         for device, numbers in enumerate(self._numbers):
             names = set(stages.layer_names(device))
             for leaf in numbers:
-                devices[leaf].insert(0 if layers[leaf] in names else len(devices[leaf]), device)
+                (owners if layers[leaf] in names else others)[leaf].append(device)
+        devices = [first + rest for first, rest in zip(owners, others, strict=True)]
         return [None if layer is None else Holders(STAGE, tuple(of)) for layer, of in zip(layers, devices, strict=True)]
 
     def is_owner(self, device: int) -> list[bool]:
@@ -253,7 +256,16 @@ class StageUpdate:
         self._copies = [{(tie.source, tie.source_name) for tie in stages.copies(d)} for d in stages.examples]
         self._is_owner = [staged.params.is_owner(d) for d in stages.examples]
         self._kind = jnp.asarray(stages.kinds)[device]
+        # Replicas of a stage hold the same gradient, of which one counts.
+        self._groups = stages.groups
+        self._counts = jnp.asarray([stages.is_first(d) for d in range(len(stages.kinds))])[device]
         self.copied: list[tuple[str, str]] = sorted(set().union(*self._copies))
+
+    def over_replicas(self, grads: Packed) -> Packed:
+        """Return the sum of the gradients of the replicas of a stage, each of which has some of the microbatches."""
+        if not self._groups:
+            return grads
+        return tuple(jax.lax.psum(array, STAGE, axis_index_groups=self._groups) for array in grads)
 
     def part(self, array: tuple[str, str], grads: Packed) -> jax.Array:
         """Return this device's contribution to the gradient of an array; zeros if the device does not hold it."""
@@ -263,7 +275,7 @@ class StageUpdate:
             held = self._params.unpack(kind, grads)
             return held[layer][name] if name in held.get(layer, ()) else jnp.zeros_like(self._shape(array))
 
-        return self._switch(of_kind, grads)
+        return self.counted(self._switch(of_kind, grads))
 
     def replace(self, array: tuple[str, str], grads: Packed, total: jax.Array) -> Packed:
         """Return the gradients with that of an array replaced by `total`, if the device holds the array."""
@@ -284,7 +296,15 @@ class StageUpdate:
             leaves = zip(jax.tree.leaves(self._params.unpack(kind, grads)), self._is_owner[kind], strict=True)
             return sum((jnp.sum(jnp.square(leaf)) for leaf, is_owner in leaves if is_owner), jnp.zeros(()))
 
-        return self._switch(of_kind, grads)
+        return self.counted(self._switch(of_kind, grads))
+
+    def norm_part(self, grads: Packed) -> jax.Array:
+        """Return the sum of squared gradients, with copies, so that the sum over devices counts each stage once."""
+        return self.counted(optax.tree.norm(grads) ** 2)
+
+    def counted(self, x: jax.Array) -> jax.Array:
+        """Return a value of the first replica of each stage, and zeros on the others, so that a sum counts it once."""
+        return jnp.where(self._counts, x, jnp.zeros_like(x)) if self._groups else x
 
     def __call__(
         self, state: PackedState, grads: Packed, sums: Sums, grad_norm: jax.Array

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpar.pipeline.tables.simulate import Time, Times
-from jaxpar.pipeline.tables.table import ACTION_KINDS, Action, B, F, W, action_inputs, device_of_stage
+from jaxpar.pipeline.tables.table import ACTION_KINDS, Action, B, F, StageDevices, W, action_inputs
 
 Orders = list[list[Action]]  # by device
 
@@ -60,7 +60,8 @@ class Filling:
         p = problem.num_devices
         self.problem, self.skeleton, self.rule = problem, skeleton, rule
         self.orders: Orders = [[] for _ in range(p)]
-        self._device_of = device_of_stage(skeleton.stages)
+        devices = StageDevices(skeleton.stages)
+        self._device_of = [devices.device(stage, 0) for stage in range(skeleton.stages.size)]
         self._stages = skeleton.stages.tolist()
         self._durations = problem.times.by_kind(p, problem.num_chunks)
         self._ends: dict[tuple[int, int, int], Time] = {}  # by phase, microbatch, stage

@@ -41,8 +41,8 @@ def write_profile(layers: list[LayerProfile], path: Path) -> None:
     path.write_text(json.dumps({"layers": [layer._asdict() for layer in layers]}, indent=1) + "\n", encoding="utf-8")
 
 
-def read_profile(path: Path) -> list[LayerProfile]:
-    """Read a profile.
+def read_profile(path: Path, key: str = "--profile") -> list[LayerProfile]:
+    """Read a profile. key: the flag or config key that names it, for messages.
 
     Raises:
       UserError: the file cannot be read, has no layers, or a layer has a missing or invalid value.
@@ -50,9 +50,9 @@ def read_profile(path: Path) -> list[LayerProfile]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"--profile is {str(path)!r}, {path_error(error)}; it must be the path of a profile") from None
+        raise UserError(f"{key} is {str(path)!r}, {path_error(error)}; it must be the path of a profile") from None
     except ValueError as error:
-        raise UserError(f"--profile is {str(path)!r}, which is not JSON ({error}); it must be a profile") from None
+        raise UserError(f"{key} is {str(path)!r}, which is not JSON ({error}); it must be a profile") from None
     layers = content.get("layers") if isinstance(content, dict) else None
     if not isinstance(layers, list) or not layers:
         raise UserError(f"{path}: layers is {_short(layers)}; it must be a list of one or more layers")

@@ -11,7 +11,8 @@ batch, -m to -1 are those of the batch before it, and so on. A version is relati
 is the result of all earlier batches, -1 lacks the last one of them, and a U writes version 1.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,7 +41,7 @@ class Continuous(NamedTuple):
 
     Attributes:
       version: the version that an action reads.
-      whole_batches: whether a batch must have as many microbatches as the pipeline has stages, or more.
+      whole_batches: whether a batch must have as many microbatches as the pipeline has devices, or more.
       reason: why it differs from training on one device, for `Plan.differs`.
     """
 
@@ -69,60 +70,89 @@ CONTINUOUS = {
 }
 
 
-def continuous_obstacle(name: str, *, num_devices: int, num_microbatches: int, num_chunks: int) -> str | None:
+def continuous_obstacle(name: str, replicas: Sequence[int], *, num_microbatches: int, num_chunks: int) -> str | None:
     """Return an error message in one line if a schedule without flush cannot have these sizes; None if it can.
-
-    num_microbatches: microbatches per batch.
-    """
-    if num_devices < 2:
-        return f"num_devices is {num_devices}; it must be at least 2 for schedule {name}"
-    if num_chunks != 1:
-        return f"num_chunks is {num_chunks}; it must be 1 for schedule {name}"
-    fewest = fewest_microbatches(name, num_devices)
-    if num_microbatches < fewest:
-        return f"num_microbatches is {num_microbatches}; it must be at least {fewest} for schedule {name}"
-    return None
-
-
-def fewest_microbatches(name: str, num_devices: int) -> int:
-    """Return the smallest number of microbatches per batch that a schedule without flush can have."""
-    return num_devices if CONTINUOUS[name].whole_batches else 1
-
-
-def periodic_table(name: str, num_devices: int, num_microbatches: int) -> Table:
-    """Make the periodic table of a schedule without flush.
-
-    The order of actions is that of 1F1B in its steady state. With p stages, F of microbatch k runs in clock 2 k + s at
-    stage s, and its backward in clock 2 k + 2 p - 1 - s. So a stage has an action in every clock, and works on p - s
-    microbatches at a time.
 
     Args:
       name: one of CONTINUOUS.
-      num_devices: number p of devices, each with one stage.
+      replicas: number of devices of each stage.
       num_microbatches: number of microbatches per batch.
+      num_chunks: number of chunks per device.
     """
-    p, m = num_devices, num_microbatches
+    if len(replicas) < 2:
+        return f"num_devices is {len(replicas)}; it must be at least 2 for schedule {name}"
+    if num_chunks != 1:
+        return f"num_chunks is {num_chunks}; it must be 1 for schedule {name}"
+    fewest, multiple = fewest_microbatches(name, replicas), math.lcm(*replicas)
+    if num_microbatches < fewest:
+        return f"num_microbatches is {num_microbatches}; it must be at least {fewest} for schedule {name}"
+    if num_microbatches % multiple:
+        return (
+            f"num_microbatches is {num_microbatches}; it must be a multiple of {multiple}, because the replicas of a "
+            f"stage take turns, for schedule {name}"
+        )
+    return None
+
+
+def fewest_microbatches(name: str, replicas: Sequence[int]) -> int:
+    """Return the smallest number of microbatches per batch that a schedule without flush can have."""
+    multiple = math.lcm(*replicas)
+    if not CONTINUOUS[name].whole_batches:
+        return multiple
+    fewest = max(sum(replicas), microbatches_in_flight(replicas)[0] - 1)
+    return -(-fewest // multiple) * multiple
+
+
+def periodic_table(name: str, replicas: Sequence[int], num_microbatches: int) -> Table:
+    """Make the periodic table of a schedule without flush.
+
+    The order of actions is that of 1F1B in its steady state. If a stage has i microbatches in flight, F of microbatch k
+    runs in clock 2 k + s at stage s, and its backward in clock 2 k + s + 2 i - 1. Without replicas, a stage has an
+    action in every clock.
+
+    Args:
+      name: one of CONTINUOUS.
+      replicas: number of devices of each stage.
+      num_microbatches: number of microbatches per batch, a multiple of every number of replicas.
+    """
+    m = num_microbatches
+    first_backward = [stage + 2 * number - 1 for stage, number in enumerate(microbatches_in_flight(replicas))]
 
     def newest(clock: int, stage: int) -> int:
         """Return the newest version of a stage before a clock, relative to the batch that enters at clock 0."""
-        first_update = 2 * (m - 1) + 2 * p - 1 - stage
+        first_update = first_backward[stage] + 2 * (m - 1)
         return 1 + (clock - 1 - first_update) // (2 * m)
 
     rows = []
 
-    def add(clock: int, stage: int, kind: int, microbatch: int, version: int) -> None:
+    def add(clock: int, device: int, kind: int, microbatch: int, stage: int, version: int) -> None:
         age, in_step = divmod(clock, 2 * m)
-        rows.append((in_step, stage, kind, microbatch - m * age, 0, stage, version, 0))
+        rows.append((in_step, device, kind, microbatch - m * age, 0, stage, version, 0))
 
-    for stage in range(p):
+    for stage, number in enumerate(replicas):
+        first_device = sum(replicas[:stage])
         for k in range(m):
-            forward, backward = 2 * k + stage, 2 * k + 2 * p - 1 - stage
+            forward, backward = 2 * k + stage, 2 * k + first_backward[stage]
             for kind, clock in ((F, forward), (BW, backward)):
                 reads = Reads(newest(2 * k, 0), newest(forward, stage), newest(clock, stage))
-                add(clock, stage, kind, k, CONTINUOUS[name].version(reads))
-        add(backward, stage, U, m - 1, 1)
+                add(clock, first_device + k % number, kind, k, stage, CONTINUOUS[name].version(reads))
+        for replica in range(number):
+            add(backward, first_device + replica, U, m - 1, stage, 1)
     rows.sort(key=lambda row: (row[0], row[1], row[2]))  # the kinds of these tables are numbered as their phases
-    return Table(p, 1, m, np.array(rows, ACTION), period=2 * m)
+    of_stages = tuple(replicas) if max(replicas) > 1 else ()
+    return Table(sum(replicas), 1, m, np.array(rows, ACTION), period=2 * m, replicas=of_stages)
+
+
+def microbatches_in_flight(replicas: Sequence[int]) -> list[int]:
+    """Return the number of microbatches that each stage works on at a time.
+
+    A stage needs one for each device from this stage on (NOAM in PipeDream, section 3.2), and here one more for each
+    later pair of neighbours with different numbers of replicas, whose replicas wait for each other otherwise.
+    """
+    result: list[int] = []
+    for number, after in zip(reversed(replicas), [None, *reversed(replicas)], strict=False):
+        result.append((result[-1] if result else 0) + number + (after not in (None, number)))
+    return result[::-1]
 
 
 def num_in_flight(table: Table) -> int:
@@ -143,7 +173,7 @@ def unroll(table: Table, num_batches: int) -> Table:
             if 0 <= batch < num_batches:
                 at = max(batch + version, 0)
                 rows.append((step * table.period + clock, device, kind, number, chunk, stage, at, 0))
-    return with_slots(Table(table.num_devices, table.num_chunks, m * num_batches, np.array(rows, ACTION)))
+    return with_slots(table._replace(num_microbatches=m * num_batches, actions=np.array(rows, ACTION), period=0))
 
 
 def versions_kept(table: Table) -> list[int]:

@@ -5,7 +5,7 @@ device v, and the device d. The diagrams are in the format of jaxpar/pipeline/ta
 column is a clock.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,19 @@ from jaxpar.pipeline.tables.periodic import (
     periodic_table,
     unroll,
 )
-from jaxpar.pipeline.tables.table import BW, Action, B, F, Table, W, loop_stages, place_actions, v_stages
+from jaxpar.pipeline.tables.table import (
+    BW,
+    Action,
+    B,
+    F,
+    StageDevices,
+    Table,
+    W,
+    loop_stages,
+    place_actions,
+    replicated_stages,
+    v_stages,
+)
 
 
 def model_parallel(_p: int, m: int, _v: int, _d: int) -> Iterator[Action]:
@@ -243,17 +255,17 @@ def make_table(name: str, *, num_devices: int, num_microbatches: int, num_chunks
     """
     p, m, v = num_devices, num_microbatches, num_chunks
     if name in CONTINUOUS:
-        if reason := continuous_obstacle(name, num_devices=p, num_microbatches=m, num_chunks=v):
+        if reason := continuous_obstacle(name, [1] * p, num_microbatches=m, num_chunks=v):
             raise ValueError(reason)
         if reason := size_obstacle(p, m, v):
             raise ValueError(reason)
-        per_batch = fewest_microbatches(name, p)
+        per_batch = fewest_microbatches(name, [1] * p)
         if m % per_batch:
             raise ValueError(
                 f"num_microbatches is {m}; it must be a multiple of {per_batch}, the microbatches of a batch, for "
                 f"schedule {name}"
             )
-        return unroll(periodic_table(name, p, per_batch), m // per_batch)
+        return unroll(periodic_table(name, [1] * p, per_batch), m // per_batch)
     if name not in SCHEDULES:
         raise ValueError(unknown_schedule("schedule", name))
     if reason := schedule_obstacle(name, num_devices=p, num_microbatches=m, num_chunks=v):
@@ -261,6 +273,30 @@ def make_table(name: str, *, num_devices: int, num_microbatches: int, num_chunks
     schedule = SCHEDULES[name]
     orders = [list(schedule.order(p, m, v, device)) for device in range(p)]
     return place_actions(orders, schedule.stages(p, v), m, pairs=schedule.pairs)
+
+
+WITH_REPLICAS = ("gpipe", "1f1b")  # besides the schedules without flush
+
+
+def replicated_table(name: str, replicas: Sequence[int], num_microbatches: int) -> Table:
+    """Make the table of a schedule whose stages have replicas.
+
+    Each replica runs its microbatches in the order of the schedule. 1F1B has as many microbatches in flight as there
+    are devices from this stage on, divided by the replicas of the stage: NOAM in PipeDream, section 3.2.
+
+    Args:
+      name: one of WITH_REPLICAS.
+      replicas: number of devices of each stage.
+      num_microbatches: number of microbatches.
+    """
+    orders = []
+    for stage, number in enumerate(replicas):
+        in_flight = -(-sum(replicas[stage:]) // number)
+        for replica in range(number):
+            own = range(replica, num_microbatches, number)
+            order = gpipe(0, len(own), 1, 0) if name == "gpipe" else _alternate(len(own), warmup=in_flight)
+            orders.append([action._replace(microbatch=own[action.microbatch]) for action in order])
+    return place_actions(orders, replicated_stages(replicas), num_microbatches)
 
 
 def forward_only(num_devices: int, num_microbatches: int, stages: np.ndarray) -> Table:
@@ -274,16 +310,17 @@ def forward_only(num_devices: int, num_microbatches: int, stages: np.ndarray) ->
       num_microbatches: number of microbatches.
       stages: stage by [device, chunk].
     """
-    num_chunks = stages.shape[1]
     busy: set[tuple[int, int]] = set()  # device, clock
     clocks: list[list[tuple[int, Action]]] = [[] for _ in range(num_devices)]
     entry = 0
+    devices = StageDevices(stages)
     for k in range(num_microbatches):
-        while any((d, entry + int(stages[d, c])) in busy for d in range(num_devices) for c in range(num_chunks)):
+        places = [(d, c, int(stage)) for (d, c), stage in np.ndenumerate(stages) if devices.device(stage, k) == d]
+        while any((d, entry + stage) in busy for d, _, stage in places):
             entry += 1
-        for (d, c), stage in np.ndenumerate(stages):
-            busy.add((d, entry + int(stage)))
-            clocks[d].append((entry + int(stage), Action(F, k, c)))
+        for d, c, stage in places:
+            busy.add((d, entry + stage))
+            clocks[d].append((entry + stage, Action(F, k, c)))
     return place_actions(
         [[action for _, action in sorted(of_device)] for of_device in clocks], stages, num_microbatches
     )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxpar.pipeline.tables.periodic import num_in_flight, unroll
-from jaxpar.pipeline.tables.table import ACTION_KINDS, Table, action_inputs, device_of_stage, receiver
+from jaxpar.pipeline.tables.table import ACTION_KINDS, StageDevices, Table, action_inputs
 from jaxpar.pipeline.tables.validate import peak_in_flight, peak_stashed
 
 Time = float  # in any one unit; Fractions stay exact
@@ -116,22 +116,18 @@ def end_times(graph: ActionGraph, orders: Sequence[Sequence[int]]) -> list[Time]
 
 def action_graph(table: Table, times: Times, communication: Time) -> tuple[ActionGraph, list[list[int]]]:
     """Return the dependency graph of a table, whose actions are numbered by row, and the order of each device."""
-    device_of = device_of_stage(table.stages)
-    durations = times.by_kind(table.num_devices, table.num_chunks)
-    rows = [(kind, microbatch, stage) for _, _, kind, microbatch, _, stage, _, _ in table.actions.tolist()]
-    index = {(ACTION_KINDS[kind].phase, microbatch, stage): i for i, (kind, microbatch, stage) in enumerate(rows)}
-    waits = [
-        [
-            (index[key], communication if device_of[key[2]] != device_of[stage] else 0)
-            for key in action_inputs(*row, table.num_stages)
-        ]
-        for row in rows
-        for stage in row[2:]
-    ]
+    devices, durations = StageDevices(table.stages), times.by_kind(table.num_devices, table.num_chunks)
+    rows = table.actions[["device", "kind", "microbatch", "stage"]].tolist()
+    index = {(ACTION_KINDS[kind].phase, microbatch, stage): i for i, (_, kind, microbatch, stage) in enumerate(rows)}
+    waits = []
+    for device, kind, microbatch, stage in rows:
+        keys = action_inputs(kind, microbatch, stage, table.num_stages)
+        delays = (communication if devices.device(sender, k) != device else 0 for _, k, sender in keys)
+        waits.append([(index[key], delay) for key, delay in zip(keys, delays, strict=True)])
     orders: list[list[int]] = [[] for _ in range(table.num_devices)]
-    for action, (_, _, stage) in enumerate(rows):
-        orders[device_of[stage]].append(action)
-    return ActionGraph([durations[device_of[stage]][kind] for kind, _, stage in rows], waits), orders
+    for action, (device, *_) in enumerate(rows):
+        orders[device].append(action)
+    return ActionGraph([durations[device][kind] for device, kind, *_ in rows], waits), orders
 
 
 def simulate_table(table: Table, times: Times, communication: Time = 0) -> Simulation:
@@ -189,12 +185,12 @@ def lockstep(table: Table, times: Times, communication: Time = 0) -> Time:
     """Return the time of all clocks if all devices step through them together. Arguments: see `simulate_table`."""
     by_kind = times.by_kind(table.num_devices, table.num_chunks)
     durations = [by_kind[device][kind] for device, kind in table.actions[["device", "kind"]].tolist()]
-    device_of = dict(enumerate(device_of_stage(table.stages)))
+    devices = StageDevices(table.stages)
     busy: list[dict[int, Time]] = [{} for _ in range(table.num_clocks)]  # by device
     sends = [False] * table.num_clocks
-    for (clock, device, kind, _, _, stage, _, _), duration in zip(table.actions.tolist(), durations, strict=True):
+    for (clock, device, kind, k, _, stage, _, _), duration in zip(table.actions.tolist(), durations, strict=True):
         busy[clock][device] = busy[clock].get(device, 0) + duration
-        sends[clock] |= device_of.get(receiver(kind, stage), device) != device
+        sends[clock] |= devices.receiver(kind, stage, k) not in (None, device)
     return sum(
         max(of_clock.values(), default=0) + communication * sent for of_clock, sent in zip(busy, sends, strict=True)
     )

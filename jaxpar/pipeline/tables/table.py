@@ -5,6 +5,9 @@ dX), W (gradient of the weights, dW), BW (both gradients) and U (update of the w
 consecutive layers; stages are numbered in the order of computation. A device has one or several stages, called its
 *chunks*. A *clock* is one step that all devices take together.
 
+A stage can have *replicas* on several devices. Replica i of a stage with r replicas runs the microbatches k with
+k % r = i, forward and backward alike (1F1B-RR in PipeDream, section 3.2).
+
 Most tables have no U: the pipeline drains, and then all stages are updated together. A table with U belongs to a
 pipeline that never drains (periodic.py).
 """
@@ -72,6 +75,7 @@ class Table(NamedTuple):
     to its B or BW. For W, it is the slot in a second stash that the microbatch occupies from its B to its W.
 
     If `period` is not 0, the table repeats after this number of clocks, and numbers are relative (periodic.py).
+    `replicas` is the number of devices of each stage; empty if each stage is on one device.
     """
 
     num_devices: int
@@ -79,11 +83,12 @@ class Table(NamedTuple):
     num_microbatches: int
     actions: np.ndarray
     period: int = 0
+    replicas: tuple[int, ...] = ()
 
     @property
     def num_stages(self) -> int:
-        """Number of stages of the whole pipeline: devices x chunks."""
-        return self.num_devices * self.num_chunks
+        """Number of stages of the whole pipeline: devices x chunks, if no stage has replicas."""
+        return len(self.replicas) or self.num_devices * self.num_chunks
 
     @property
     def num_clocks(self) -> int:
@@ -118,9 +123,37 @@ def v_stages(num_devices: int, num_chunks: int = 2) -> np.ndarray:
     return np.stack([down, 2 * num_devices - 1 - down], axis=1)
 
 
-def device_of_stage(stages: np.ndarray) -> list[int]:
-    """Return the device of each stage. stages: stage by [device, chunk]."""
-    return [int(device) for device in np.argsort(stages, axis=None) // stages.shape[1]]
+def replicated_stages(replicas: Sequence[int]) -> np.ndarray:
+    """Return the stage of every [device, chunk] if the devices of each stage are next to each other.
+
+    replicas: number of devices of each stage.
+    """
+    return np.repeat(np.arange(len(replicas)), replicas)[:, None]
+
+
+class StageDevices:
+    """The devices of each stage."""
+
+    def __init__(self, stages: np.ndarray):
+        """stages: stage by [device, chunk]."""
+        in_order = np.argsort(stages, axis=None, kind="stable")
+        self._devices: list[list[int]] = [[] for _ in range(int(stages.max()) + 1)]
+        for place in in_order.tolist():
+            self._devices[stages.flat[place]].append(place // stages.shape[1])
+
+    def of(self, stage: int) -> list[int]:
+        """Return the devices of a stage."""
+        return self._devices[stage]
+
+    def device(self, stage: int, microbatch: int) -> int:
+        """Return the device that runs a microbatch at a stage."""
+        devices = self._devices[stage]
+        return devices[microbatch % len(devices)]
+
+    def receiver(self, kind: int, stage: int, microbatch: int) -> int | None:
+        """Return the device that receives the result of an action; None if no stage does."""
+        to = receiver(kind, stage)
+        return self.device(to, microbatch) if 0 <= to < len(self._devices) else None
 
 
 def receiver(kind: int, stage: int) -> int:
@@ -153,7 +186,7 @@ def place_actions(
     Raises:
       ValueError: the orders deadlock.
     """
-    device_of, last_stage = dict(enumerate(device_of_stage(stages))), stages.size - 1
+    devices, last_stage = StageDevices(stages), int(stages.max())
     made: dict[tuple[int, int, int], int] = {}  # clock by (phase, microbatch, stage)
     nexts = [0] * len(orders)
     rows: list[tuple[int, ...]] = []
@@ -168,7 +201,8 @@ def place_actions(
             arrived = all(
                 made.get(key, before) < before for key in action_inputs(kind, microbatch, stage, last_stage + 1)
             )
-            offset = (device_of.get(receiver(kind, stage), device) - device) % len(orders)
+            to = devices.receiver(kind, stage, microbatch)
+            offset = 0 if to is None else (to - device) % len(orders)
             if not arrived or phase <= used or (offset and offset in offsets):
                 return
             made[phase, microbatch, stage] = clock
@@ -191,7 +225,9 @@ def place_actions(
                 f"the orders deadlock: device {late[0]} never reaches {ACTION_KINDS[kind].name} of "
                 f"microbatch {microbatch}, stage {stages[late[0], chunk]}"
             )
-    return with_slots(Table(len(orders), stages.shape[1], num_microbatches, np.array(rows, dtype=ACTION)))
+    replicas = tuple(len(devices.of(stage)) for stage in range(last_stage + 1)) if stages.size > last_stage + 1 else ()
+    actions = np.array(rows, dtype=ACTION)
+    return with_slots(Table(len(orders), stages.shape[1], num_microbatches, actions, replicas=replicas))
 
 
 class Stash:

@@ -1,7 +1,7 @@
 """Checks that the engine can run a table, and counts the microbatches that each device holds at its peak."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -22,6 +22,7 @@ from jaxpar.pipeline.tables.table import (
 )
 
 ActionRow = dict[str, int]  # an action, by field
+DeviceOf = Callable[[int, int], int | None]  # (stage, microbatch) -> device; None if there is none
 
 
 class TableError(ValueError):
@@ -34,7 +35,7 @@ def check_table(table: Table) -> None:
     These are the rules.
 
       - Numbers are in range, and rows are sorted.
-      - Every stage is one chunk of one device.
+      - Every stage is one chunk of one device, or of as many neighbours as it has replicas, which take turns.
       - A device runs at most one action of each phase per clock.
       - Every microbatch has one F at every stage, and one BW, or one B and one W. A forward-only table has no backward.
       - Results are available from the next clock on. Two actions may also run in the same clock as the action that they
@@ -46,7 +47,7 @@ def check_table(table: Table) -> None:
     """
     rows = [dict(zip(FIELDS, row, strict=True)) for row in table.actions.tolist()]
     _check_rows(table, rows)
-    device_of = _check_stages(rows)
+    device_of = _check_replicas(table, rows) if table.replicas else _check_stages(rows)
     _check_clocks(table, rows, device_of)
     made = _check_once(rows)
     _check_inputs(table, rows, made)
@@ -91,8 +92,8 @@ def _place(row: ActionRow) -> tuple[int, int, int]:
     return row["clock"], row["device"], ACTION_KINDS[row["kind"]].phase
 
 
-def _check_stages(rows: list[ActionRow]) -> dict[int, int]:
-    """Check the placement of the stages, and return the device of each stage."""
+def _check_stages(rows: list[ActionRow]) -> DeviceOf:
+    """Check the placement of the stages, and return the device of (stage, any microbatch)."""
     chunk_of: dict[int, tuple[int, int]] = {}  # device and chunk by stage
     stage_of: dict[tuple[int, int], int] = {}
     for row in rows:
@@ -102,10 +103,30 @@ def _check_stages(rows: list[ActionRow]) -> dict[int, int]:
             _fail(row, f"stage {stage} is also on device {device}; a stage must be on one device")
         if chunk != where[1] or stage_of.setdefault(where, stage) != stage:
             _fail(row, f"chunk {where[1]} is stage {stage}; a chunk must be one stage, and a stage must be one chunk")
-    return {stage: device for stage, (device, _) in chunk_of.items()}
+    devices = {stage: device for stage, (device, _) in chunk_of.items()}
+    return lambda stage, _microbatch: devices.get(stage)
 
 
-def _check_clocks(table: Table, rows: list[ActionRow], device_of: dict[int, int]) -> None:
+def _check_replicas(table: Table, rows: list[ActionRow]) -> DeviceOf:
+    """Check that each microbatch is on its replica of every stage, and return the device of (stage, microbatch)."""
+    firsts = [0, *itertools.accumulate(table.replicas)]
+
+    def device_of(stage: int, microbatch: int) -> int | None:
+        if not 0 <= stage < len(table.replicas):
+            return None
+        return firsts[stage] + microbatch % table.replicas[stage]
+
+    for row in rows:
+        if row["kind"] == U:
+            is_right = firsts[row["stage"]] <= row["device"] < firsts[row["stage"] + 1]
+        else:
+            is_right = row["device"] == device_of(row["stage"], row["microbatch"])
+        if not is_right or row["chunk"]:
+            _fail(row, f"{_name(row)} is on another device than its replica of the stage")
+    return device_of
+
+
+def _check_clocks(table: Table, rows: list[ActionRow], device_of: DeviceOf) -> None:
     actions: dict[tuple[int, int, int], ActionRow] = {}
     transfers: dict[tuple[int, int, int], ActionRow] = {}  # by clock, device and distance
     for row in rows:
@@ -116,11 +137,11 @@ def _check_clocks(table: Table, rows: list[ActionRow], device_of: dict[int, int]
                 f"{_name(row)} and {_name(other)} are in one clock; there must be at most one action per phase",
             )
         device = row["device"]
-        distance = (device_of.get(receiver(row["kind"], row["stage"]), device) - device) % table.num_devices
+        to = device_of(receiver(row["kind"], row["stage"]), row["microbatch"])
+        distance = 0 if to is None else (to - device) % table.num_devices
         if distance:
             other = transfers.setdefault((row["clock"], device, distance), row)
             if other is not row:
-                to = (device + distance) % table.num_devices
                 both = f"{_name(other)} and {_name(row)}"
                 _fail(row, f"{both} send to device {to}; there must be at most one transfer per clock")
 
@@ -128,9 +149,11 @@ def _check_clocks(table: Table, rows: list[ActionRow], device_of: dict[int, int]
 def _check_once(rows: list[ActionRow]) -> dict[tuple[int, int, int], ActionRow]:
     """Check that no action runs twice, and return the actions by (phase, microbatch, stage)."""
     made: dict[tuple[int, int, int], ActionRow] = {}
+    updates: dict[tuple[int, int, int], ActionRow] = {}
     for row in rows:
         key = ACTION_KINDS[row["kind"]].phase, row["microbatch"], row["stage"]
-        other = made.setdefault(key, row)
+        is_update = row["kind"] == U  # each replica of the stage has its own
+        other = updates.setdefault((row["device"], *key[1:]), row) if is_update else made.setdefault(key, row)
         if other is not row:
             _fail(row, f"{_name(row)} repeats {_name(other)} at clock {other['clock']}; it must run once")
         if row["kind"] == W and (backward := made.get((1, *key[1:]))) and backward["kind"] == BW:
@@ -157,14 +180,15 @@ def _check_inputs(table: Table, rows: list[ActionRow], made: dict[tuple[int, int
 
 
 def _check_complete(
-    table: Table, rows: list[ActionRow], made: dict[tuple[int, int, int], ActionRow], device_of: dict[int, int]
+    table: Table, rows: list[ActionRow], made: dict[tuple[int, int, int], ActionRow], device_of: DeviceOf
 ) -> None:
     nowhere = {(d, c) for d in range(table.num_devices) for c in range(table.num_chunks)}
     nowhere -= {(row["device"], row["chunk"]) for row in rows}
     for stage in range(table.num_stages):
         for microbatch in range(table.num_microbatches):
             if (0, microbatch, stage) not in made:
-                device = device_of[stage] if stage in device_of else min(nowhere)[0]
+                device = device_of(stage, microbatch)
+                device = min(nowhere)[0] if device is None else device
                 _fail(
                     rows[-1] | {"device": device},
                     f"the table ends without F of microbatch {microbatch}, stage {stage}; it must have it",
@@ -200,9 +224,9 @@ def _check_slots(rows: list[ActionRow]) -> None:
 
 
 def _check_versions(rows: list[ActionRow]) -> None:
-    written: dict[int, list[int]] = {}  # by stage, the clock in which each version after 0 was written
+    written: dict[tuple[int, int], list[int]] = {}  # by stage and device, the clocks in which versions were written
     for row in rows:
-        clocks, version = written.setdefault(row["stage"], []), row["version"]
+        clocks, version = written.setdefault((row["stage"], row["device"]), []), row["version"]
         if row["kind"] == U:
             if version != len(clocks) + 1:
                 _fail(row, f"{_name(row)} writes version {version}; it must write version {len(clocks) + 1}")

@@ -10,7 +10,7 @@ import pytest
 
 from jaxpar.pipeline.executor.lowering import INBOXES, NONE, arrays_at_step, lower_table
 from jaxpar.pipeline.tables.periodic import CONTINUOUS, fewest_microbatches, periodic_table, unroll
-from jaxpar.pipeline.tables.table import ACTION_KINDS, Table, U
+from jaxpar.pipeline.tables.table import ACTION_KINDS, StageDevices, Table, U
 
 NUM_STEPS = 12
 
@@ -30,6 +30,7 @@ class Machine:
 
     def __init__(self, table: Table):
         self.lowered, self.num_devices, self.m = lower_table(table), table.num_devices, table.num_microbatches
+        self.devices, self.stages = StageDevices(table.stages), table.stages[:, 0].tolist()
         self.shape = self.lowered.shape
         self.buffers: list[dict[Any, dict[int, Any]]] = [defaultdict(dict) for _ in range(self.num_devices)]
         self.versions = [{0: 0} for _ in range(self.num_devices)]  # version by slot
@@ -56,8 +57,10 @@ class Machine:
     def act(self, device: int, phase: int, entered: int, action: Any) -> None:
         age, number = divmod(int(action.microbatch), self.m)
         k = (entered - age) * self.m + number
-        sender = device + (-1, 1)[phase]
-        if 0 <= sender < self.num_devices:
+        stage = self.stages[device]
+        assert device == self.devices.device(stage, k)
+        sender = stage + (-1, 1)[phase]
+        if 0 <= sender <= max(self.stages):
             assert self.buffers[device][INBOXES[phase]][int(action.inbox)] == (phase, k, sender)
         stash, slot = self.buffers[device][0, 1], int(action.stash[0, 1])
         assert slot < dict(self.shape.num_slots)[0, 1]
@@ -66,13 +69,14 @@ class Machine:
         else:
             assert stash.pop(slot) == k
             self.gradients[device].append(k)
-        self.ledger[phase, k, device] = self.versions[device][int(action.version)]
-        self.outputs[device][phase] = (phase, k, device)
+        self.ledger[phase, k, stage] = self.versions[device][int(action.version)]
+        self.outputs[device][phase] = (phase, k, stage)
 
     def update(self, device: int, batch: int) -> None:
         """A U applies the gradient of the microbatches of one batch to the newest version."""
         kept = self.shape.num_versions[device]
-        assert self.gradients[device] == list(range(self.m * batch, self.m * (batch + 1)))
+        numbers, stage = range(self.m * batch, self.m * (batch + 1)), self.stages[device]
+        assert self.gradients[device] == [k for k in numbers if self.devices.device(stage, k) == device]
         assert self.versions[device][batch % kept] == batch == max(self.versions[device].values())
         self.versions[device][(batch + 1) % kept] = batch + 1
         self.gradients[device] = []
@@ -91,21 +95,19 @@ class Machine:
                         self.buffers[receiver][INBOXES[phase]][slot] = self.outputs[sender][phase]
 
 
-def cases() -> list[tuple[str, int, int]]:
-    sizes = [(name, n, fewest_microbatches(name, n)) for name in CONTINUOUS for n in range(2, 9)]
-    return [
-        *sizes,
-        ("pipedream", 3, 2),
-        ("pipedream", 4, 8),
-        ("pipedream_vertical_sync", 3, 4),
-        ("pipedream_2bw", 2, 5),
-    ]
+def cases() -> list[tuple[str, tuple[int, ...], int]]:
+    """Return schedules, the number of devices of each stage, and the number of microbatches of a batch."""
+    replicated = [(2, 1), (1, 2, 1), (1, 3), (2, 2), (4, 2, 1), (2, 3)]
+    stages = [*((1,) * n for n in range(2, 9)), *replicated]
+    sizes = [(name, of_stages, fewest_microbatches(name, of_stages)) for name in CONTINUOUS for of_stages in stages]
+    more = [("pipedream", 3, 2), ("pipedream", 4, 8), ("pipedream_vertical_sync", 3, 4), ("pipedream_2bw", 2, 5)]
+    return [*sizes, *((name, (1,) * n, m) for name, n, m in more), ("pipedream", (2, 1), 4)]
 
 
-@pytest.mark.parametrize(("name", "n", "m"), cases())
-def test_the_ledger_of_versions(name: str, n: int, m: int) -> None:
+@pytest.mark.parametrize(("name", "replicas", "m"), cases())
+def test_the_ledger_of_versions(name: str, replicas: tuple[int, ...], m: int) -> None:
     """The buffers give each action the version in the table; test_periodic.py compares tables with papers."""
-    table = periodic_table(name, n, m)
+    table, n = periodic_table(name, replicas, m), sum(replicas)
     machine = Machine(table)
     for entered in range(NUM_STEPS):
         machine.step(entered)

@@ -16,10 +16,10 @@ from jaxpar.pipeline.tables.table import (
     BW,
     B,
     F,
+    StageDevices,
     Table,
     W,
     action_inputs,
-    device_of_stage,
     with_slots,
 )
 from jaxpar.pipeline.tables.validate import check_table, peak_handed, peak_in_flight, peak_stashed
@@ -148,7 +148,8 @@ def test_random_tables() -> None:
 def random_table(rng: random.Random, p: int, v: int, m: int, fused: bool) -> Table:
     """Return a valid table in which every device runs a random subset of its possible actions in each clock."""
     stages = np.array(rng.sample(range(p * v), p * v)).reshape(p, v)
-    device_of, last = device_of_stage(stages), p * v - 1
+    last = p * v - 1
+    device_of = [StageDevices(stages).device(stage, 0) for stage in range(last + 1)]
     kinds = (F, BW) if fused else (F, B, W)
     todo = [(kind, k, stage) for kind in kinds for k in range(m) for stage in range(p * v)]
     made: dict[tuple[int, int, int], int] = {}

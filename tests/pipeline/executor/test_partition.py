@@ -88,7 +88,7 @@ def test_what_is_no_partition(model: Model, method: str, num_stages: int, rule: 
         bounds_of(model, method, num_stages)
     text = str(error.value)
     assert text.startswith(
-        f"config.pipeline.partition is {method!r}; it must be one of uniform, parameters, flops, or "
+        f"config.pipeline.partition is {method!r}; it must be one of uniform, parameters, flops, auto, or "
     )
     assert text.endswith(rule)
     assert "\n" not in text

@@ -52,7 +52,7 @@ def in_flight(name: str, p: int, m: int, v: int, d: int) -> int:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_complete_valid_and_of_the_stated_peak(name: str) -> None:
     for table in grid(name):
-        p, v, m, actions, _ = table
+        p, v, m, actions, *_ = table
         check_table(table)
         kinds = (F, B, W) if name.startswith("zb") else (F, BW)
         work = set(actions[["kind", "microbatch", "stage"]].tolist())

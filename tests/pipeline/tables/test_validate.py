@@ -176,7 +176,7 @@ def refusal(table: Table) -> str | None:
 
 def is_valid(table: Table) -> bool:
     """Check the rules with an independent implementation, one rule at a time over the whole table."""
-    p, v, m, actions, _ = table
+    p, v, m, actions, *_ = table
     rows = actions.tolist()
     last = p * v - 1
     where = {(d, c): s for _, d, _, _, c, s, _, _ in rows}
