@@ -12,7 +12,7 @@ from jaxpar.asynchronous.programs import Server
 from jaxpar.exchange.exchange import DistributedState
 from jaxpar.layout import Tree
 from jaxpar.measure import hlo
-from jaxpar.pipeline.executor.continuous import BUFFERS, WorkInFlight
+from jaxpar.pipeline.executor.continuous_state import BUFFERS, WorkInFlight
 from jaxpar.pipeline.executor.state import PackedState
 from jaxpar.plan import ON_HOST, Plan
 from jaxpar.run.build import StrategyState

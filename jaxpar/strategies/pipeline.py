@@ -29,7 +29,8 @@ from jaxpar.layout import PER_REPLICA, Layout
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Batch, Model
 from jaxpar.pipeline.executor import partition
-from jaxpar.pipeline.executor.continuous import ContinuousState, continuous_step, padded, update_branches
+from jaxpar.pipeline.executor.continuous import continuous_step, padded, update_branches
+from jaxpar.pipeline.executor.continuous_state import ContinuousState
 from jaxpar.pipeline.executor.engine import PipelineEngine, make_engine, pipeline_evaluation, pipeline_step
 from jaxpar.pipeline.executor.lowering import LoweredTable, TableArrays, TableShape, lower_table, table_layout
 from jaxpar.pipeline.executor.programs import REMATS

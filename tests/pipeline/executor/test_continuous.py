@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.pipeline.executor.lowering import INBOXES, NONE, arrays_at_step, lower_table
+from jaxpar.pipeline.executor.lowering import INBOXES, NONE, lower_table
+from jaxpar.pipeline.executor.rings import arrays_at_step
 from jaxpar.pipeline.tables.periodic import CONTINUOUS, fewest_microbatches, periodic_table, unroll
 from jaxpar.pipeline.tables.table import ACTION_KINDS, StageDevices, Table, U
 
