@@ -121,6 +121,20 @@ def main() -> None:
 
 def train(config: str, workdir: Path, overrides: list[str]) -> Outcome:
     """Start or resume the run if it is not finished, and return its outcome."""
+    is_finished = finish_run(config, workdir, overrides)
+    trained = [row for row in metrics.read_metrics(workdir) if row["split"] == "train" and "loss" in row]
+    steps = np.array([row["step"] for row in trained], int)
+    losses = np.array([row["loss"] for row in trained])
+    if not is_finished:
+        return Outcome(steps, losses, np.full(len(steps), np.nan), None, np.nan)
+    made = table.read_updates(workdir / "updates.csv")
+    ends = made.finish[np.searchsorted(made.step, np.arange(1, made.step[-1] + 2)) - 1]  # end of each step
+    result = json.loads((workdir / "result.json").read_text())
+    return Outcome(steps, losses, ends[steps - 1], result, len(made.finish) / float(made.finish[-1]))
+
+
+def finish_run(config: str, workdir: Path, overrides: list[str]) -> bool:
+    """Start or resume the run if it is not finished, and return whether it is now; otherwise it diverged."""
     asked_file = workdir / "arguments.json"
     asked = json.dumps([f"--config={config}", *overrides], indent=1) + "\n"
     if (workdir / "config.json").exists() and (not asked_file.is_file() or asked_file.read_text() != asked):
@@ -132,15 +146,7 @@ def train(config: str, workdir: Path, overrides: list[str]) -> Outcome:
         done = subprocess.run(command, stdout=subprocess.DEVNULL)
         if done.returncode not in (0, DIVERGED):
             sys.exit(done.returncode)  # the run has printed the reason
-    trained = [row for row in metrics.read_metrics(workdir) if row["split"] == "train" and "loss" in row]
-    steps = np.array([row["step"] for row in trained], int)
-    losses = np.array([row["loss"] for row in trained])
-    if not (workdir / "result.json").is_file():
-        return Outcome(steps, losses, np.full(len(steps), np.nan), None, np.nan)
-    made = table.read_updates(workdir / "updates.csv")
-    ends = made.finish[np.searchsorted(made.step, np.arange(1, made.step[-1] + 2)) - 1]  # end of each step
-    result = json.loads((workdir / "result.json").read_text())
-    return Outcome(steps, losses, ends[steps - 1], result, len(made.finish) / float(made.finish[-1]))
+    return (workdir / "result.json").is_file()
 
 
 def rows(outcomes: dict[tuple[str, float], Outcome], score: Score) -> list[str]:
