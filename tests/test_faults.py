@@ -160,7 +160,9 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment", ["a step", pytest.param("an evaluation", marks=pytest.mark.slow), "a checkpoint write"]
+)
 def test_a_run_that_is_killed(
     moment: str, folder: Path, tmp_path: Path, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,7 +201,7 @@ def test_one_of_two_processes_is_killed(moment: str, process: int, folder: Path,
     assert_proved(tmp_path / "run")
 
 
-@pytest.mark.parametrize("moment", ["an evaluation", "a checkpoint write"])
+@pytest.mark.parametrize("moment", [pytest.param("an evaluation", marks=pytest.mark.slow), "a checkpoint write"])
 def test_a_run_that_receives_sigterm(moment: str, folder: Path, tmp_path: Path, whole: Path) -> None:
     """The process saves all steps and ends well within the grace period before a SIGKILL."""
     out, _ = ended(start(folder, tmp_path, first=MOMENTS[moment].replace("SIGKILL", "SIGTERM")), timeout=GRACE_SECONDS)

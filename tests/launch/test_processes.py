@@ -206,13 +206,12 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     return trained
 
 
-# The tests below run the data-parallel case, and zero3.
+# The tests below run the data-parallel case, zero3 and texts.
 @pytest.mark.parametrize(
     "name",
     [
-        "texts",
         "a pipeline across both",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero3", "one of three pipelines across both")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in RUNS if name.startswith(("texts", "zero3", "one of"))),
     ],
 )
 def test_two_processes_compute_what_one_does(
