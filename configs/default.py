@@ -94,7 +94,7 @@ def get_config() -> ConfigDict:
     # model_parallel, gpipe, 1f1b, eager_1f1b, interleaved_1f1b, zb_h1, zb_h2, zb_v, or the path of a CSV table; without
     # flush: pipedream, pipedream_vertical_sync, pipedream_2bw; for comparison: pipedream_without_stashing
     pipeline.schedule = "1f1b"
-    # Microbatches per replica and step. 0: 4 x mesh.stage (model_parallel and pipedream: 1; pipedream_2bw: mesh.stage)
+    # Microbatches per replica and step. 0: 4 x mesh.stage (model_parallel: 1; without flush: the fewest possible)
     pipeline.num_microbatches = 0
     # Devices of each stage, such as 2,1,1 with mesh.stage=4: the replicas of a stage take turns with the microbatches.
     # Empty: one device each. Only gpipe, 1f1b and the schedules without flush support it
@@ -104,6 +104,7 @@ def get_config() -> ConfigDict:
     # layers that begin stages 1, 2, ...: block_2,head, or auto: the fastest stages and replicas by pipeline.profile
     pipeline.partition = "flops"
     pipeline.profile = ""  # profile of the layers, from scripts/profile_layers.py, for partition auto
+    pipeline.bandwidth = 0.0  # bytes per second between two devices, for partition auto
     # Activations stored for the backward pass. none: all (no recomputation); full: only stage inputs; dots: the results
     # of matrix products
     pipeline.remat = "none"

@@ -1,5 +1,6 @@
 """Makes the table that config.pipeline selects, the stages of a profile, and the delays of a periodic table."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -26,8 +27,6 @@ from jaxpar.pipeline.tables.schedule import (
 from jaxpar.pipeline.tables.table import BW, B, F, Table, U, W, is_training
 from jaxpar.pipeline.tables.table_file import is_table_file, read_table
 from jaxpar.plan import StageDelay
-
-UNLIMITED = 1e30  # bandwidth of a link that is not known, in bytes per second: its transfers take no time
 
 
 class Division(NamedTuple):
@@ -86,8 +85,12 @@ def _divide_by_profile(config: ConfigDict, cluster: Cluster) -> Refusals[tuple[s
     layers = read_profile(Path(c.profile), "config.pipeline.profile")
     names = [layer.name for layer in layers]
     link, has_replicas = cluster.links.get(STAGE), c.schedule in {*WITH_REPLICAS, *CONTINUOUS}
-    level = Level(config.mesh.stage, link.bandwidth if link else UNLIMITED)
-    found = StageSearch(layers, [level], straight=not has_replicas).find()
+    if not 0 < (bandwidth := link.bandwidth if link else c.bandwidth) < math.inf:
+        yield UserError(
+            f"config.pipeline.bandwidth is {c.bandwidth}; it must be the bandwidth between two devices in bytes per "
+            f"second, such as 1.25e9, with config.pipeline.partition={AUTO!r}"
+        )
+    found = StageSearch(layers, [Level(config.mesh.stage, bandwidth)], straight=not has_replicas).find()
     if found is None:
         yield UserError(
             f"config.mesh.stage is {config.mesh.stage}; it must be at most {len(layers)}, the number of layers of "
@@ -158,8 +161,13 @@ def _periodic_table(config: ConfigDict, replicas: Sequence[int]) -> Refusals[Tab
     c = config.pipeline
     replicas = replicas or (1,) * config.mesh.stage
     m = c.num_microbatches or fewest_microbatches(c.schedule, replicas)
+    if len(replicas) < 2:
+        yield UserError(
+            f"config.pipeline.replicas is {c.replicas!r} and config.mesh.stage is {config.mesh.stage}, which is one "
+            f"stage; there must be at least two with config.pipeline.schedule={c.schedule!r}"
+        )
     if reason := continuous_obstacle(c.schedule, replicas, num_microbatches=m, num_chunks=c.num_chunks or 1):
-        yield UserError(f"config.pipeline.{reason}".replace("pipeline.num_devices", "mesh.stage"))
+        yield UserError(f"config.pipeline.{reason}")
     return periodic_table(c.schedule, replicas, m)
 
 
@@ -174,7 +182,7 @@ def _replicas(config: ConfigDict) -> Refusals[tuple[int, ...]]:
             f"config.pipeline.replicas is {text!r}; it must list the number of devices of each stage, separated by "
             "commas, such as 2,1,1"
         )
-    replicas = tuple(int(number[:9]) for number in numbers)
+    replicas = tuple(int(number) for number in numbers)
     if sum(replicas) != config.mesh.stage:
         yield UserError(
             f"config.pipeline.replicas is {text!r}, {sum(replicas)} devices; they must be as many as "
@@ -185,15 +193,15 @@ def _replicas(config: ConfigDict) -> Refusals[tuple[int, ...]]:
 
 def _table_by_name(config: ConfigDict, replicas: Sequence[int]) -> Refusals[Table]:
     c, p = config.pipeline, config.mesh.stage
-    if c.schedule in CONTINUOUS:
-        return (yield from _periodic_table(config, replicas))
-    if c.schedule not in SCHEDULES:
+    if c.schedule not in {*SCHEDULES, *CONTINUOUS}:
         yield UserError(unknown_schedule("config.pipeline.schedule", c.schedule))
     if c.num_microbatches > config.batch_size:
         yield UserError(
             f"config.pipeline.num_microbatches is {c.num_microbatches}; it must be at most config.batch_size, "
             f"{config.batch_size}"
         )
+    if c.schedule in CONTINUOUS:
+        return (yield from _periodic_table(config, replicas))
     sizes = {
         "num_devices": p,
         "num_microbatches": c.num_microbatches or (1 if c.schedule == "model_parallel" else 4 * p),

@@ -10,7 +10,7 @@ from jaxpar.errors import UserError
 from jaxpar.mesh import STAGE
 from jaxpar.pipeline.search.layer_profile import LayerProfile, write_profile
 from jaxpar.plan import Plan
-from tests.strategies.pipelines import Task, make_config, make_problem, outcome, relative_error
+from tests.strategies.pipelines import Task, make, make_config, make_problem, outcome, relative_error
 
 TASK = Task("bert", "classification", layers=4)
 LAYERS = ("embed", "block_0", "block_1", "block_2", "block_3", "head")
@@ -35,6 +35,7 @@ def settings(path: Path | str, schedule: str, *more: str, stages: int = 4) -> tu
         "--config.pipeline.partition=auto",
         f"--config.pipeline.schedule={schedule}",
         f"--config.pipeline.profile={path}",
+        "--config.pipeline.bandwidth=1e9",
         *more,
     )
 
@@ -70,6 +71,11 @@ def test_it_trains_as_one_device(profile: Path) -> None:
     got, expected = outcome(TASK, *overrides), outcome(TASK)
     for name, value in expected.params.items():
         assert "['key']['bias']" in name or relative_error(got.params[name], value) < 1e-6, name
+
+
+def test_an_unknown_bandwidth(profile: Path) -> None:
+    with pytest.raises(UserError, match=r"config\.pipeline\.bandwidth is 0\.0; it must be the bandwidth between two"):
+        make(TASK, *settings(profile, "1f1b", "--config.pipeline.bandwidth=0"))
 
 
 def test_mistakes(profile: Path, tmp_path: Path) -> None:

@@ -323,7 +323,7 @@ def test_the_compiled_program_keeps_so_many_versions(schedule: str, n: int, m: i
             settings("pipedream", 2, 1, 2, "--config.exchange=horovod"),
             r"config\.exchange_options\.algorithm is 'ring'; it must be 'psum' or 'push_pull' with",
         ),
-        (SGD, settings("pipedream", 1, 1), r"config\.mesh\.stage is 1; it must be at least 2 for schedule pipedream"),
+        (SGD, settings("pipedream", 1, 1), r"config\.mesh\.stage is 1, which is one stage; there must be at least two"),
         (SGD, settings("pipedream_2bw", 4, 2), r"config\.pipeline\.num_microbatches is 2; it must be at least 4"),
         (
             SGD,

@@ -5,7 +5,6 @@
 """
 
 import json
-import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +32,7 @@ class LayerProfile(NamedTuple):
     weight_bytes: float
 
 
+LARGEST = 1e30  # so that sums of times and bytes stay finite
 NUMBERS = LayerProfile._fields[1:]
 
 
@@ -51,7 +51,7 @@ def read_profile(path: Path, key: str = "--profile") -> list[LayerProfile]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{key} is {str(path)!r}, {path_error(error)}; it must be the path of a profile") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{key} is {str(path)!r}, which is not JSON ({error}); it must be a profile") from None
     layers = content.get("layers") if isinstance(content, dict) else None
     if not isinstance(layers, list) or not layers:
@@ -73,8 +73,8 @@ def _read_layer(layer: Any, where: str) -> LayerProfile:
         raise UserError(f"{where}.name is {_short(layer['name'])}; it must be a string")
     for key in NUMBERS:
         value = layer[key]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise UserError(f"{where}.{key} is {_short(value)}; it must be a non-negative number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < LARGEST:
+            raise UserError(f"{where}.{key} is {_short(value)}; it must be between 0 and {LARGEST:g}")
     return LayerProfile(**layer)
 
 

@@ -255,11 +255,15 @@ WRONG_PROFILES = {
     "[]": "layers is null; it must be a list of one or more layers",
     '{"layers": []}': "layers is []; it must be a list of one or more layers",
     '{"layers": [3]}': "layers[0] is 3; it must be an object with name, forward_s,",
-    json.dumps({"layers": [GOOD, {**GOOD, "forward_s": -1}]}): "layers[1].forward_s is -1; it must be a non-negative",
+    json.dumps(
+        {"layers": [GOOD, {**GOOD, "forward_s": -1}]}
+    ): "layers[1].forward_s is -1; it must be between 0 and 1e+30",
     json.dumps({"layers": [{**GOOD, "forward_s": "a" * 100}]}): 'layers[0].forward_s is "aaaaaaaaaaaa',
-    json.dumps({"layers": [{**GOOD, "backward_s": math.nan}]}): "layers[0].backward_s is NaN; it must be a",
-    json.dumps({"layers": [{**GOOD, "stash_bytes": True}]}): "layers[0].stash_bytes is true; it must be a",
+    json.dumps({"layers": [{**GOOD, "backward_s": math.nan}]}): "layers[0].backward_s is NaN; it must be between",
+    json.dumps({"layers": [{**GOOD, "stash_bytes": True}]}): "layers[0].stash_bytes is true; it must be between",
     json.dumps({"layers": [{**GOOD, "name": 1}]}): "layers[0].name is 1; it must be a string",
+    json.dumps({"layers": [{**GOOD, "weight_bytes": 10**400}]}): "layers[0].weight_bytes is 1000",
+    "[" * 100_000: "which is not JSON",
     json.dumps({"layers": [{**GOOD, "weight": 1}]}): "layers[0].weight is not a key; it must be one of name,",
     json.dumps({"layers": [{"name": "a"}]}): "layers[0].forward_s is missing; it must be set",
 }
