@@ -6,6 +6,8 @@ check is a generator of type `Refusals`. Another check calls it with `yield from
 """
 
 import difflib
+import errno
+import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TypeVar
@@ -129,12 +131,23 @@ def is_failure(code: int) -> bool:
 def exit_code(command: Callable[[], int | None]) -> int:
     """Run a script's `command` and return its exit code.
 
-    It is 2 for a UserError and 1 for a TrainingError, which are printed in one line, and 130 for a Ctrl-C.
+    It is 2 for a UserError and 1 for a TrainingError, which are printed in one line, and 130 for a Ctrl-C. It is also 1
+    if the reader of the output has closed its pipe, and 2 if the output cannot be written.
     """
     try:
-        return command() or 0
+        code = command() or 0
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return AT_ONCE
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest, which Python writes when it exits
+        if error.errno == errno.EPIPE:
+            return FAILED
+        print(f"jaxpar: the standard output cannot be written: {error.strerror}", file=sys.stderr)
+        return USER_ERROR
     except (UserError, TrainingError) as error:
         print(f"jaxpar: {error}", file=sys.stderr)
         return USER_ERROR if isinstance(error, UserError) else FAILED

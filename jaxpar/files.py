@@ -13,7 +13,10 @@ from typing import Any
 
 from jaxpar.errors import UserError
 
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM)
+DISK_ERRORS = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM),
+    errno.ENAMETOOLONG,
+)
 _OS_ERROR = r"(?:os_error_code='|OS error )(\d+)"  # in tensorstore's messages; the form depends on its version
 
 
@@ -58,6 +61,71 @@ def unwritable(path: Path, error: OSError) -> str:
     return f"a writable file: {error.strerror}"
 
 
+JSON_DEPTH = 100  # levels of nested lists and objects
+JSON_DIGITS = 4000  # of an integer; Python itself accepts a few more
+
+
+def parse_json(text: str | bytes, *, nonfinite: bool = False) -> Any:
+    """Return the value of a JSON text that other programs wrote or that can be damaged.
+
+    nonfinite: whether to accept NaN and Infinity, which are not JSON but which Python and earlier versions of jaxpar
+    write.
+
+    Raises:
+      ValueError: the text is not JSON, a key occurs twice in an object, a number has too many digits or is too large,
+        or the value is nested more than JSON_DEPTH levels deep.
+    """
+    text = text if isinstance(text, str) else text.decode()
+    try:
+        value = (_NONFINITE_JSON if nonfinite else _JSON).decode(text)
+    except RecursionError:
+        depth = math.inf
+    else:
+        depth, level = 0, [value]
+        while level := [each for each in level if isinstance(each, dict | list)]:
+            depth += 1
+            level = [item for each in level for item in (each.values() if isinstance(each, dict) else each)]
+    if depth > JSON_DEPTH:
+        raise ValueError(f"nested more than {JSON_DEPTH} levels deep")
+    return value
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > JSON_DIGITS:  # parsing takes quadratic time
+        raise ValueError(f"a number has {len(digits)} digits; it must have at most {JSON_DIGITS}")
+    return int(digits)
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    return value if math.isfinite(value) else _refused(digits)
+
+
+def _refused(number: str) -> float:
+    raise ValueError(f"{number[:40]} is not a finite number")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        twice = next(key for place, (key, _) in enumerate(pairs) if key in dict(pairs[:place]))
+        raise ValueError(f"the key {twice[:40]!r} occurs twice")
+    return value
+
+
+_JSON = json.JSONDecoder(parse_int=_integer, parse_float=_finite, parse_constant=_refused, object_pairs_hook=_object)
+_NONFINITE_JSON = json.JSONDecoder(parse_int=_integer, object_pairs_hook=_object)
+
+
+def shortened(value: Any) -> str:
+    """Return the representation of a value of a user, with at most 60 characters."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not print an integer of more than 4300 digits
+        text = "a number of thousands of digits"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def json_text(value: Any, indent: int | None = None) -> str:
     """Return a value as JSON. Floats that are not finite become null, because JSON has no NaN and no infinity."""
     return json.dumps(without_nonfinite(value), indent=indent, allow_nan=False)
@@ -100,12 +168,18 @@ def write_text(path: Path, text: str) -> None:
 def locked(workdir: Path) -> Iterator[None]:
     """Create `workdir` and lock it for this process. The lock is released when the process ends for any reason.
 
+    If a UserError ends the `with` block, the lock file and the directories that were created for it are removed, unless
+    they contain other files.
+
     Raises:
       UserError: the directory is not writable, or another process has locked it.
     """
+    path = workdir / ".lock"
+    folders = [folder for folder in (workdir, *workdir.parents) if not folder.exists()]
+    is_new = not path.exists()
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        file = (workdir / ".lock").open("a")
+        file = path.open("a")
     except OSError as error:
         raise UserError(
             f"--workdir is {str(workdir)!r}, {path_error(error)}; it must be a writable directory"
@@ -113,9 +187,19 @@ def locked(workdir: Path) -> Iterator[None]:
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                raise BlockingIOError  # another process locked the file and removed it
         except BlockingIOError:
             raise UserError(
                 f"--workdir is {str(workdir)!r}, which another process is using; wait for that process or use a new "
                 "--workdir"
             ) from None
-        yield
+        try:
+            yield
+        except UserError:
+            if is_new:
+                path.unlink()
+                with contextlib.suppress(OSError):  # a directory that contains files stays
+                    for folder in folders:
+                        folder.rmdir()
+            raise

@@ -11,7 +11,6 @@ The weights are from the newest checkpoint. `transformers` has no BERT classifie
 config.model.pooling must be cls.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from jaxpar.models import hf
 def export(workdir: Path, directory: Path) -> None:
     """Write the model of the run in `workdir` to `directory`. Raises UserError if that is not empty or not possible."""
     config, params = checkpoint.restore_params(workdir)
-    info = data.DataInfo(**json.loads((workdir / "data.json").read_text()))
+    info = data.read_info(workdir)
     hf.save_directory(params, config, info, workdir / "tokenizer.json", directory)
     print(f"{directory}: {', '.join(sorted(path.name for path in directory.iterdir()))}")
 

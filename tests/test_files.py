@@ -1,15 +1,48 @@
 """Tests of atomic writes and of the lock of a workdir."""
 
+import contextlib
 import errno
+import fcntl
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jaxpar import files
 from jaxpar.errors import UserError
+
+# Text -> the value, or the start of the message. Python accepts the first three.
+JSON: dict[str, Any] = {
+    '{"a": 1, "b": {"a": 2}, "a": 3}': "the key 'a' occurs twice",
+    "[1, -Infinity]": "-Infinity is not a finite number",
+    '{"a": 1e999}': "1e999 is not a finite number",
+    "[" * 100_000: "nested more than 100 levels deep",
+    '{"a":' * 101 + "1" + "}" * 101: "nested more than 100 levels deep",
+    "[" * 900 + "]" * 900: "nested more than 100 levels deep",
+    "1" * 5000: "a number has 5000 digits; it must have at most 4000",
+    "": "Expecting value",
+    '["' + "[" * 1000 + '", 1e3]': ["[" * 1000, 1000.0],
+}
+
+
+@pytest.mark.parametrize("text", JSON)
+def test_json_of_others(text: str) -> None:
+    if isinstance(JSON[text], list):
+        assert files.parse_json(text) == files.parse_json(text.encode()) == JSON[text]
+        return
+    with pytest.raises(ValueError, match=f"^{JSON[text]}"):
+        files.parse_json(text)
+
+
+def test_json_with_nonfinite_numbers() -> None:
+    assert files.parse_json("[Infinity, 1e999, -Infinity]", nonfinite=True) == [math.inf, math.inf, -math.inf]
+    assert math.isnan(files.parse_json("NaN", nonfinite=True))
+    assert files.parse_json("[" * 100 + "]" * 100) != []
+
 
 HOLD = "import pathlib, sys; from jaxpar import files\nwith files.locked(pathlib.Path(sys.argv[1])):\n    input()"
 
@@ -61,4 +94,30 @@ def test_a_workdir_is_locked_until_its_process_ends(tmp_path: Path) -> None:
     process.kill()
     process.communicate()
     with files.locked(tmp_path / "run"):
+        pass
+
+
+def test_a_refused_run_leaves_nothing(tmp_path: Path) -> None:
+    """The lock file and the new directories are removed, but not what was there before."""
+
+    def refused(workdir: Path, *, written: str = "") -> None:
+        with contextlib.suppress(UserError), files.locked(workdir):
+            if written:
+                (workdir / written).touch()
+            raise UserError("no")
+
+    refused(tmp_path / "a" / "b")
+    assert not list(tmp_path.iterdir())
+    refused(tmp_path / "a" / "b", written="file")
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["file"]
+    with files.locked(tmp_path / "a" / "b"):
+        pass
+    refused(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b" / ".lock").exists()
+
+
+def test_a_lock_that_is_removed_while_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process can remove the file between opening and locking; a lock on a removed file would lock nothing."""
+    monkeypatch.setattr(fcntl, "flock", lambda *_: (tmp_path / ".lock").unlink())
+    with pytest.raises(UserError, match="which another process is using"), files.locked(tmp_path):
         pass

@@ -61,12 +61,14 @@ class Measured(NamedTuple):
         bfloat16 model also "rounding of METRIC", the error of one device in bfloat16.
       layers: {layer: {quantity: error}}. If the strategy differs by design, gradient and metrics are compared only at
         the first step, and update and moments are not compared.
+      by_step: for a bfloat16 model, {"loss", "gradient norm" or "gradient of LAYER": (error, rounding) of each step}.
       counters: names of the counters whose values differ from the reference.
       batches: indices of the batches used.
     """
 
     metrics: dict[str, Error]
     layers: dict[str, dict[str, Error]]
+    by_step: dict[str, list[tuple[float, float]]]
     counters: list[str]
     batches: list[int]
 
@@ -162,7 +164,14 @@ class Comparison:
         layers = [layer.name for layer in run.problem.model.layers if (layer.name, "start") in of]
         by_layer = {layer: {q: of[layer, q] for q in QUANTITIES if (layer, q) in of} for layer in layers}
         by_metric = {name: error for (name, quantity), error in of.items() if not quantity}
-        return Measured(by_metric, by_layer, sorted(self.counters), batches)
+        keys = {f"gradient of {layer}": ((layer, "gradient"), (layer, "rounding")) for layer in layers}
+        keys |= {name: ((name, ""), (f"rounding of {name}", "")) for name in METRICS}
+        by_step = {name: self._by_step(*pair) for name, pair in keys.items() if of.keys() >= set(pair)}
+        return Measured(by_metric, by_layer, by_step, sorted(self.counters), batches)
+
+    def _by_step(self, *keys: tuple[str, str]) -> list[tuple[float, float]]:
+        errors, roundings = ([error.relative for error in self._errors[key]] for key in keys)
+        return list(zip(errors, roundings, strict=True))
 
     def _append(self, name: str, quantity: str, error: Error) -> None:
         self._errors.setdefault((name, quantity), []).append(error)
@@ -228,20 +237,25 @@ def joined(layers: Mapping[str, Leaves]) -> Leaves:
 
 
 def outside(measured: Measured, tolerance: Mapping[str, float]) -> list[str]:
-    """Return one line for each quantity whose error exceeds both the tolerance and ROUNDINGS times the rounding."""
-    wrong: list[tuple[str, Error, float, Error | None]] = []
+    """Return one line for each quantity whose error exceeds both the tolerance and ROUNDINGS times the rounding.
+
+    The error of each step is compared with the rounding of the same step, which depends on the batch. The line contains
+    the step whose error exceeds what is allowed by the largest factor.
+    """
+    errors: dict[str, tuple[float, float]] = {}  # the largest error of a quantity, and its tolerance
     for name, error in measured.metrics.items():
         kind = "metrics" if name.removeprefix(EVALUATION) in METRICS else "sums of the task"
         if kind in tolerance and not name.startswith("rounding"):
-            wrong.append((name, error, tolerance[kind], measured.metrics.get(f"rounding of {name}")))
-    for layer, errors in measured.layers.items():
-        for quantity, error in errors.items():
+            errors[name] = error.relative, tolerance[kind]
+    for layer, quantities in measured.layers.items():
+        for quantity, error in quantities.items():
             if quantity in tolerance:
-                rounding = errors.get("rounding") if quantity == "gradient" else None
-                wrong.append((f"{quantity} of {layer}", error, tolerance[quantity], rounding))
+                errors[f"{quantity} of {layer}"] = error.relative, tolerance[quantity]
     lines = []
-    for name, error, most, rounding in wrong:
-        allowed = max(most, ROUNDINGS * rounding.relative) if rounding else most
-        if not error.relative <= allowed:
-            lines.append(f"{name}: {error.relative:.1e}, tolerance {allowed:.1e}")
+    for name, (largest, most) in errors.items():
+        steps = [(of_step, max(most, ROUNDINGS * rounding)) for of_step, rounding in measured.by_step.get(name, [])]
+        wrong = [(of_step, allowed) for of_step, allowed in steps or [(largest, most)] if not of_step <= allowed]
+        if wrong:
+            of_step, allowed = max(wrong, key=lambda pair: pair[0] / (pair[1] or 1))
+            lines.append(f"{name}: {of_step:.1e}, tolerance {allowed:.1e}")
     return lines + [f"{name}: differs from the reference" for name in measured.counters]

@@ -14,8 +14,9 @@ on how batches are sharded between processes, and it changes if an example is re
 import itertools
 import json
 import os
+import re
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -101,9 +102,28 @@ class Ledger:
 
 
 def cut(directory: Path, after: int) -> None:
-    """Remove the lines of all steps after the first `after` steps, in the files of all processes and earlier starts."""
-    for path in directory.glob("*.jsonl"):
-        files.write_text(path, "".join(_text(line) for line in _read(path) if line.stop <= after))
+    """Remove the lines of all steps after the first `after` steps, in the files of all processes and earlier starts.
+
+    Raises UserError if a file has an invalid line or a line of steps before and after this step, or if the ledger has
+    files, but no lines, which no run leaves after a checkpoint.
+    """
+    paths = list(directory.glob("*.jsonl"))
+    lines = {path: _read(path) for path in paths}
+    if after and paths and not any(lines.values()):  # lines are written before a checkpoint
+        raise UserError(f"{paths[0]} is damaged, because it has no lines; delete {directory} to start a new ledger")
+    for path in paths:
+        for line in lines[path]:
+            if line.start < after < line.stop:
+                raise UserError(
+                    f"{path} is damaged, because one line covers the steps {line.start + 1} to {line.stop}, before and "
+                    f"after the checkpoint of step {after}; delete {directory} to start a new ledger"
+                )
+    for path in paths:
+        remaining = [line for line in lines[path] if line.stop <= after]
+        if remaining:
+            files.write_text(path, "".join(map(_text, remaining)))
+        else:
+            path.unlink()
 
 
 def begin(directory: Path, step: int, steps_per_epoch: int) -> None:
@@ -192,15 +212,29 @@ def _text(line: Line) -> str:
 def _read(path: Path) -> list[Line]:
     """Read the lines of a file, ignoring a last line cut short by a crash. Raises UserError for invalid lines."""
     lines = []
-    for number, text in enumerate(path.read_text(errors="replace").split("\n")[:-1], start=1):
+    try:
+        texts = path.read_text(errors="replace").split("\n")[:-1]
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder; it must be a file of a ledger, or not exist") from None
+    for number, text in enumerate(texts, start=1):
         try:
-            row = json.loads(text)
-            first, last = row["rows"]
-            lines.append(
-                Line(row["from"], row["to"], (first, last), row["epoch"], row["examples"], int(row["digest"], 16))
-            )
+            lines.append(_line(files.parse_json(text)))
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{path}:{number} is not a valid line of a ledger ({error}); delete {path.parent} to start a new ledger"
             ) from error
     return lines
+
+
+def _line(row: Any) -> Line:
+    """Return the line that `_text` wrote. Raises ValueError, KeyError or TypeError if it is invalid."""
+    first, last = row["rows"]
+    numbers = {"from": row["from"], "to": row["to"], "epoch": row["epoch"], "examples": row["examples"]}
+    for name, value in (numbers | {"rows": first, "rows ": last}).items():
+        if type(value) is not int or not 0 <= value < 2**63:
+            raise ValueError(f"{name.strip()} is {value!r:.40}; it must be a non-negative integer")
+    if numbers["to"] < numbers["from"] or last < first:
+        raise ValueError("it ends before it begins")
+    if not re.fullmatch("[0-9a-f]{16}", row["digest"]):
+        raise ValueError(f"digest is {row['digest']!r:.40}; it must have 16 hexadecimal digits")
+    return Line(row["from"], row["to"], (first, last), row["epoch"], row["examples"], int(row["digest"], 16))

@@ -1,7 +1,7 @@
 """Reads checkpoints and detects damage to their files. Reading changes no files; repair.py does."""
 
 import contextlib
-import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -15,10 +15,13 @@ from jaxpar import config as configs
 from jaxpar.checkpoint import checksums
 from jaxpar.checkpoint.checksums import Info
 from jaxpar.errors import UserError, printable
+from jaxpar.files import parse_json
 from jaxpar.models.model import Params
 from jaxpar.state import Canonical
 
 FORMAT = 1
+_REQUIRED: dict[str, type] = {"step": int, "data": str, "checksums": dict}  # the keys of info and their types
+_INFO = _REQUIRED | {"config": dict, "private_key": dict, "private_checksums": dict, "in_flight": int}
 
 
 class Checkpoint(NamedTuple):
@@ -38,7 +41,7 @@ def steps(directory: Path) -> list[int]:
     """Return the steps of the checkpoints in `directory`, in ascending order."""
     if not directory.is_dir():
         return []
-    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
+    return sorted(int(path.name) for path in directory.iterdir() if re.fullmatch(r"0|[1-9][0-9]*", path.name))
 
 
 def unfinished_bytes(directory: Path) -> int:
@@ -146,7 +149,7 @@ def _shapes(path: Path) -> Canonical:
 def info_of(path: Path) -> Info:
     """Return the info of the checkpoint in directory `path`. Raises Damaged and UserError as `read` does."""
     try:
-        info: Info = json.loads((path / "info" / "metadata").read_text())
+        info: Info = parse_json((path / "info" / "metadata").read_text(), nonfinite=True)
         number, expected = info["format"], checksums.of_info(info)
     except (MemoryError, PermissionError):
         raise
@@ -156,6 +159,9 @@ def info_of(path: Path) -> Info:
         raise UserError(f"checkpoint {path} has format {number}; this version of jaxpar reads format {FORMAT}")
     if info.get("checksum", expected) != expected:  # the first checkpoints lack it
         raise Damaged("the checksum of its info is wrong")
+    for key, kinds in _INFO.items():  # of checkpoints without that checksum
+        if not isinstance(info.get(key, None if key in _REQUIRED else kinds()), kinds):
+            raise Damaged(f"{key} in its info is {info.get(key)!r:.40}")
     return info
 
 

@@ -42,6 +42,6 @@ def repair_metrics(directory: Path, log: Callable[[str], None]) -> None:
 def _measured(file: Path) -> float | None:
     """Return the validation loss in a file, or None if the file is missing or damaged."""
     try:
-        return float(json.loads(file.read_bytes())["validation_loss"])
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return float(files.parse_json(file.read_bytes(), nonfinite=True)["validation_loss"])
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, KeyError, TypeError, OverflowError):
         return None

@@ -17,8 +17,19 @@ batch), T positions, H W C image height, width and channels, D features, K targe
 from jaxpar.data.batches import Batches
 from jaxpar.data.cache import cache_dir
 from jaxpar.data.check import check_data
-from jaxpar.data.dataset import load
+from jaxpar.data.dataset import load, read_info, write_info
 from jaxpar.data.examples import DataInfo, Dataset, Split
 from jaxpar.data.labels import Labels
 
-__all__ = ["Batches", "DataInfo", "Dataset", "Labels", "Split", "cache_dir", "check_data", "load"]
+__all__ = [
+    "Batches",
+    "DataInfo",
+    "Dataset",
+    "Labels",
+    "Split",
+    "cache_dir",
+    "check_data",
+    "load",
+    "read_info",
+    "write_info",
+]

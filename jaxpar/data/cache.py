@@ -20,6 +20,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar.errors import UserError
+from jaxpar.files import parse_json
 
 Facts = dict[str, Any]  # metadata by name; values must be JSON-serializable
 
@@ -106,9 +107,9 @@ def _finish(temporary: Path, path: Path, facts: Facts) -> None:
 def _whole(path: Path) -> Facts | None:
     """Return the metadata of the entry, or None if one of its files is missing or does not have the recorded size."""
     try:
-        record = json.loads((path / _RECORD).read_text())
+        record = parse_json((path / _RECORD).read_text())
         sizes = {name: (path / name).stat().st_size for name in record["sizes"]}
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+        facts: Facts = record["facts"]
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, KeyError, TypeError):
         return None
-    facts: Facts = record["facts"]
     return facts if sizes == record["sizes"] else None

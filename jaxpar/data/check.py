@@ -61,6 +61,10 @@ def _check_numbers(config: ConfigDict) -> None:
     for key, bound in least.items():
         if data[key] < bound:
             raise UserError(f"config.data.{key} is {data[key]}; it must be at least {bound}")
+    most = {"num_threads": 1000, "prefetch": 1_000_000, "vocab_size": 10_000_000}
+    for key, bound in most.items():
+        if data[key] > bound:
+            raise UserError(f"config.data.{key} is {data[key]}; it must be at most {bound:,}")
 
 
 def _check_sizes(config: ConfigDict) -> None:

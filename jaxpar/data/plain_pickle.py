@@ -2,11 +2,15 @@
 
 A pickle can call any function, and even NumPy's own constructors can be made to read arbitrary memory (an object array
 over bytes takes them for pointers). Therefore no name in a pickle leads to a function of NumPy: arrays are rebuilt
-here, from checked values. And a list of a few bytes can contain another one many times over, so lists are not nested.
+here, from checked values. And a tuple or list of a few bytes can contain another one many times over, so that its
+contents, or its hash if it is a key, take forever. Therefore opcodes that refer to an earlier object are checked before
+any object is made: they can refer to short texts, names and arrays only, so the work is linear in the size of the file.
 """
 
+import io
 import math
 import pickle
+import pickletools
 import re
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,8 +22,42 @@ NUMERIC = re.compile(r"[<>=|]?(b1|[iu][1248]|f[248])")
 
 def load(path: Path) -> Any:
     """Return the contents of a pickle; texts of Python 2 are bytes. Raises any exception if it is damaged."""
-    with path.open("rb") as file:
-        return _rebuilt(_Unpickler(file).load())
+    content = path.read_bytes()
+    _check_opcodes(content)
+    return _rebuilt(_Unpickler(io.BytesIO(content)).load())
+
+
+TEXTS = (
+    *("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+    *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+)
+LONGEST_SHARED = 1000  # characters or bytes of a text that other opcodes refer to
+SHARED = ("GLOBAL", "STACK_GLOBAL", "REDUCE")  # opcodes whose results other opcodes can refer to: names and arrays
+PUTS, GETS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), ("GET", "BINGET", "LONG_BINGET")
+ALLOWED = {
+    *(*TEXTS, *SHARED, *PUTS, *GETS),
+    *("PROTO", "FRAME", "STOP", "MARK", "BUILD", "EMPTY_DICT", "DICT", "SETITEM", "SETITEMS"),
+    *("EMPTY_LIST", "LIST", "APPEND", "APPENDS", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+    *("NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4"),
+    *("FLOAT", "BINFLOAT", "BYTEARRAY8"),
+}
+
+
+def _check_opcodes(content: bytes) -> None:
+    """Raise UnpicklingError for an opcode that pickles of arrays do not need, or that shares what can be large."""
+    memo: dict[int, bool] = {}  # whether other opcodes can refer to the object with this number
+    previous, size = "", 0
+    argument: Any
+    for opcode, argument, _ in pickletools.genops(content):
+        name = opcode.name
+        if name not in ALLOWED:
+            raise pickle.UnpicklingError(f"it must contain only arrays, but it contains {name}")
+        if name in PUTS:
+            number = len(memo) if argument is None else int(argument)
+            memo[number] = previous in SHARED or (previous in TEXTS and size <= LONGEST_SHARED)
+        elif name in GETS and not memo.get(argument):
+            raise pickle.UnpicklingError("it refers to a list, a tuple or a long text more than once")
+        previous, size = name, len(argument) if name in TEXTS else 0
 
 
 class _Refusing:

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxpar.data.files import DAMAGED, invalid_utf8, open_bytes
 from jaxpar.errors import UserError, nearest
+from jaxpar.files import parse_json
 
 LARGEST_TARGET = float(np.finfo(np.float32).max)  # targets are trained in float32
 
@@ -140,12 +141,11 @@ def _read_jsonl(path: Path, columns: Columns) -> Iterator[TextRow]:
             if not text.strip():
                 continue
             try:
-                record = json.loads(text)
+                record = parse_json(text, nonfinite=True)  # for numbers that are missing; `_targets` checks the rest
             except json.JSONDecodeError as error:
                 raise UserError(f"{path}:{number}: invalid JSON: {error.msg} at column {error.colno}") from None
-            except ValueError:  # Python limits the digits of an integer, because parsing takes quadratic time
-                digits = sys.get_int_max_str_digits()
-                raise UserError(f"{path}:{number}: a number must have at most {digits} digits") from None
+            except ValueError as error:
+                raise UserError(f"{path}:{number}: invalid JSON: {error}") from None
             if not isinstance(record, dict):
                 raise UserError(
                     f"{path}:{number}: the line is JSON of type {type(record).__name__}; it must be an object"

@@ -22,6 +22,7 @@ from jaxpar.files import path_error
 _FORMAT = 1
 _FORMAT_OF_TAGS = 2
 _FORMAT_OF_TOKENIZERS = 2
+CHUNK = 2**20  # tokens that are examined at a time
 
 
 def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:
@@ -52,6 +53,8 @@ def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:
             "two classes"
         )
     _check_labels(entry, labels, classes, config.data.train)
+    if masking is not None:
+        _check_maskable(entry, masking)
     _save_tokenizer(workdir, serialized)
     size = tokenizer.vocab_size(made)
     targets = tuple(config.data.target_columns) if labels is Labels.TARGETS else ()
@@ -97,6 +100,19 @@ def _check_labels(entry: cache.Entry, labels: Labels, classes: tuple[str, ...], 
             raise UserError(
                 f"config.data.train is {path!r}, whose label {classes[unseen[0]]!r} is so rare that the split by hash "
                 f"puts it only into {name}; remove the label, or set config.data.validation and config.data.test"
+            )
+
+
+def _check_maskable(entry: cache.Entry, masking: Masking) -> None:
+    """Raise UserError for a split without a token to predict: its loss would be 0."""
+    for name in (name for name, count in entry.facts["examples"].items() if count):
+        tokens_M = entry.array(f"{name}.tokens")
+        chunks = (tokens_M[start : start + CHUNK] for start in range(0, len(tokens_M), CHUNK))
+        if all(masking.is_special_V[chunk].all() for chunk in chunks):
+            raise UserError(
+                f"the {name} split has only special tokens, such as [UNK], none of which can be masked; it must have "
+                "other tokens (a tokenizer that the run trains has none for words of more than "
+                f"{tokenizer.MAX_CHARACTERS} characters)"
             )
 
 

@@ -5,7 +5,6 @@ numbers the initial pieces inside words in the order of a hash table, and breaks
 `_train_wordpiece` therefore passes these pieces in sorted order.
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from jaxpar.errors import UserError
+from jaxpar.files import parse_json
 
 WORDPIECE_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 # Names of the special tokens by use; the first name in the vocabulary is used.
@@ -23,6 +23,7 @@ UNKNOWN = ("[UNK]", "<unk>", *PADDING)  # a byte-level vocabulary has no unknown
 # Training takes time that is quadratic in the length of a word, so long words are left out (WordPiece, which encodes
 # them as [UNK]) or cut (byte-level BPE).
 MAX_CHARACTERS = 100  # in a word, as in BERT
+MAX_TOKENS = 10_000_000  # of a vocabulary that is read, for each of which masking keeps a byte
 MAX_BYTES = 1000  # in a word: more than in a sentence of a language without spaces
 
 
@@ -111,12 +112,16 @@ def read_tokenizer(path: Path) -> str:
         text = path.read_text("utf-8")
         if path.suffix == ".txt":
             return _read_vocab(path, text).to_str()
-        Tokenizer.from_str(text)
+        made = Tokenizer.from_str(text)
     except UserError:
         raise
     except Exception as error:  # the library raises bare Exception
-        reason = str(error).splitlines()[0]
+        reason = (str(error) or repr(error)).splitlines()[0]
         raise UserError(f"{path} is not a tokenizer.json or vocab.txt in Hugging Face format: {reason}") from None
+    ids = made.get_vocab(with_added_tokens=True).values()
+    if not ids or max(ids) >= MAX_TOKENS:
+        largest = f"token {max(ids)}" if ids else "no tokens"
+        raise UserError(f"{path} has {largest}; it must have tokens with numbers less than {MAX_TOKENS:,}")
     return text
 
 
@@ -128,14 +133,26 @@ def _read_vocab(path: Path, text: str) -> Tokenizer:
         raise UserError(
             f"{path} lacks {', '.join(missing)}; a BERT vocabulary must have one token per line, including these"
         )
-    settings_path = path.parent / "tokenizer_config.json"
-    settings = json.loads(settings_path.read_text("utf-8")) if settings_path.exists() else {}
-    return _wordpiece(
-        vocab,
-        lowercase=settings.get("do_lower_case", True),
-        strip_accents=settings.get("strip_accents"),
-        chinese=settings.get("tokenize_chinese_chars", True),
-    )
+    lowercase, strip_accents, chinese = _settings(path.parent / "tokenizer_config.json")
+    return _wordpiece(vocab, lowercase=lowercase, strip_accents=strip_accents, chinese=chinese)
+
+
+def _settings(path: Path) -> tuple[bool, bool | None, bool]:
+    """Return do_lower_case, strip_accents and tokenize_chinese_chars of a tokenizer_config.json that can be missing."""
+    defaults = {"do_lower_case": True, "strip_accents": None, "tokenize_chinese_chars": True}
+    if not path.exists():
+        return True, None, True
+    try:
+        settings = parse_json(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is not JSON ({error}); it must be the settings of a tokenizer, or not exist") from None
+    if not isinstance(settings, dict):
+        raise UserError(f"{path} is {settings!r:.40}; it must be an object with the settings of a tokenizer")
+    for key, default in defaults.items():
+        if not isinstance(value := settings.get(key, default), bool) and value is not default:
+            raise UserError(f"{path} has {key} {value!r:.40}; it must be true or false")
+    lowercase, strip_accents, chinese = ({**defaults, **settings}[key] for key in defaults)
+    return bool(lowercase), strip_accents, bool(chinese)
 
 
 def special(tokenizer: Tokenizer, names: Iterable[str], use: str, path: Path) -> int:

@@ -22,9 +22,9 @@ _STDERR = 2  # the file descriptor
 
 def check_seconds(seconds: float) -> None:
     """Raise UserError if config.watchdog_seconds is out of range."""
-    if not 0 <= seconds <= MOST_SECONDS:
+    if seconds != 0 and not 1 <= seconds <= MOST_SECONDS:
         raise UserError(
-            f"config.watchdog_seconds is {seconds}; it must be between 0 (no watchdog) and {MOST_SECONDS:g}"
+            f"config.watchdog_seconds is {seconds}; it must be 0 (no watchdog), or between 1 and {MOST_SECONDS:g}"
         )
 
 

@@ -123,4 +123,5 @@ _PRODUCTS: dict[str, Callable[[core.JaxprEqn], int]] = {
     "dot_general": _matrix_product,
     "conv_general_dilated": _convolution,
     "dot_product_attention_fwd_wrapper": _fused_attention,
+    "cudnn_attention_forward": _fused_attention,  # the same, traced where cuDNN is not installed
 }

@@ -8,9 +8,9 @@ from functools import cache
 from typing import NamedTuple, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
-# op_name of a conditional -> the fraction of runs in which each branch is taken; op_name of a loop whose trip count
-# varies -> (mean trip count,); None if unknown
-Shares = Callable[[str], Sequence[float] | None]
+# How often parts of a program run: op_name of a conditional -> the fraction of runs in which each branch is taken;
+# op_name of a loop whose trip count varies -> (mean trip count,); None if unknown.
+Frequency = Callable[[str], Sequence[float] | None]
 
 COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
 INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (.*)$")
@@ -69,7 +69,7 @@ class HloProgram:
     def total(
         self,
         value: Callable[[Instruction, Sequence[HloArray]], Mapping[Key, float] | None],
-        shares: Shares = lambda _name: None,
+        frequency: Frequency = lambda _name: None,
     ) -> Counter[Key]:
         """Sum the counts of all instructions, each multiplied by how often the instruction runs.
 
@@ -78,7 +78,7 @@ class HloProgram:
 
         Args:
           value: (instruction, operand types) -> counts, or None to count the computations that the instruction calls.
-          shares: op_name of a conditional -> the fraction of runs in which each branch is taken; op_name of a loop
+          frequency: op_name of a conditional -> the fraction of runs in which each branch is taken; op_name of a loop
             whose trip count varies -> (mean trip count,).
 
         Raises:
@@ -97,14 +97,14 @@ class HloProgram:
             inner = [of_computation(called) for called in _called(instruction.line)]
             if instruction.operation == "while" and any(inner):
                 trips = re.search(r'known_trip_count":\{"n":"(\d+)"', instruction.line)
-                expected = (int(trips[1]),) if trips else shares(instruction.source)
+                expected = (int(trips[1]),) if trips else frequency(instruction.source)
                 if expected is None or len(expected) != 1:
                     raise ValueError(f"unknown trip count of the loop {instruction.source}")
                 return _times(sum(inner, Counter()), expected[0])
             if instruction.operation == "conditional":
                 if all(branch == inner[0] for branch in inner):
                     return inner[0]
-                weights = shares(instruction.source)
+                weights = frequency(instruction.source)
                 if weights is None or len(weights) != len(inner):
                     raise ValueError(
                         f"unknown branch fractions of the conditional {instruction.source} with {len(inner)} branches"

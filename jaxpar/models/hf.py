@@ -20,7 +20,8 @@ from tokenizers import Tokenizer
 from jaxpar.data import DataInfo
 from jaxpar.data import tokenizer as tokenizers
 from jaxpar.errors import UserError
-from jaxpar.models import bert, gpt, hf_tensors
+from jaxpar.files import parse_json
+from jaxpar.models import bert, gpt, hf_labels, hf_tensors
 from jaxpar.models.model import Model, Params
 
 
@@ -33,6 +34,7 @@ class Family(NamedTuple):
       activations: config.model.activation -> the activation in config.json.
       defaults: default values of config.json keys that can be absent.
       rates: other dropout rates of config.json with their defaults; None is the rate of `keys`.
+      unapplied: the dropout rate of the attention probabilities in config.json, which models here do not have.
       fixed: config.json keys with the only supported value of each.
       prefix: prefix of the tensor names in `transformers` classes with a head.
       classes: head of the task -> `transformers` class.
@@ -44,6 +46,7 @@ class Family(NamedTuple):
     activations: dict[str, str]
     defaults: dict[str, object]
     rates: dict[str, float | None]
+    unapplied: str
     fixed: dict[str, object]
     prefix: str
     classes: dict[str, str]
@@ -66,6 +69,7 @@ FAMILIES = {
         activations={"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"},
         defaults={"hidden_dropout_prob": 0.1, "hidden_act": "gelu"},
         rates={"classifier_dropout": None},
+        unapplied="attention_probs_dropout_prob",
         fixed={
             "type_vocab_size": 2,
             "layer_norm_eps": bert.NORM_EPS,
@@ -97,6 +101,7 @@ FAMILIES = {
         activations={"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"},
         defaults={"n_inner": None, "resid_pdrop": 0.1, "activation_function": "gelu_new"},
         rates={"embd_pdrop": 0.1},
+        unapplied="attn_pdrop",
         fixed={
             "layer_norm_epsilon": gpt.NORM_EPS,
             "scale_attn_weights": True,
@@ -123,6 +128,7 @@ def apply_directory(config: ConfigDict) -> None:
       UserError: the directory does not exist, the kind of model is unsupported, or a size conflicts with the config.
     """
     path = Path(config.model.init_from).expanduser() / "config.json"
+    _check_blocks(config)
     family, theirs = _read_config(path)
     if config.model.name != family.model:
         raise UserError(
@@ -141,6 +147,14 @@ def apply_directory(config: ConfigDict) -> None:
             raise UserError(
                 f"config.model.{key} is {config.model[key]!r}, but {path} has {name} {value!r}; "
                 f"do not set config.model.{key}"
+            )
+
+
+def _check_blocks(config: ConfigDict) -> None:
+    for key in ("num_applications", "bottlenecks"):
+        if config.model[key] not in (None, 1):
+            raise UserError(
+                f"config.model.{key} is {config.model[key]!r}, which Hugging Face models do not have; it must be None"
             )
 
 
@@ -165,13 +179,13 @@ def _read_config(path: Path) -> tuple[Family, dict[str, Any]]:
             f"config.model.init_from is {str(path.parent)!r}; it must be a directory that contains config.json"
         )
     try:
-        theirs = json.loads(path.read_text())
+        theirs = parse_json(path.read_text())
         kind = theirs["model_type"]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not the config.json of a model: {error!r}") from error
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError(
-            f"config.model.init_from is {str(path.parent)!r} with model_type {kind!r}; it must be one of "
+            f"config.model.init_from is {str(path.parent)!r} with model_type {kind!r:.60}; it must be one of "
             f"{', '.join(FAMILIES)}"
         )
     family = FAMILIES[kind]
@@ -181,11 +195,7 @@ def _read_config(path: Path) -> tuple[Family, dict[str, Any]]:
                 f"config.model.init_from is {str(path.parent)!r} with {name} in config.json; "
                 f"it must be a model that is not {'quantized' if name == 'quantization_config' else 'pruned'}"
             )
-    if theirs.get("problem_type") == "multi_label_classification":
-        raise UserError(
-            f"config.model.init_from is {str(path.parent)!r} with problem_type 'multi_label_classification' in "
-            "config.json; it must be a model without it, because no task here has several labels per example"
-        )
+    hf_labels.check_labels(theirs, path)
     missing = [name for name in family.keys.values() if name not in theirs and name not in family.defaults]
     if missing:
         raise UserError(f"{path} lacks {', '.join(missing)}; it must be the config.json of a {kind} model")
@@ -207,21 +217,27 @@ def _read_config(path: Path) -> tuple[Family, dict[str, Any]]:
     return family, theirs
 
 
-def load_params(model: Model, params: Params, directory: Path, log: Callable[[str], None] = print) -> Params:
+def load_params(
+    model: Model, params: Params, directory: Path, info: DataInfo, log: Callable[[str], None] = print
+) -> Params:
     """Return `params` with the arrays in the directory in place of the initial ones, as NumPy arrays.
 
-    Heads that the directory lacks, and a classifier with a different number of classes, stay as in `params`.
+    Heads that the directory lacks, and a classifier of other classes, stay as in `params`. A classifier of the same
+    classes in another order is reordered.
 
     Args:
       model: the model, built from a config processed by `apply_directory`.
       params: initial parameters, which fill in for arrays that the directory lacks, or only their shapes.
       directory: the directory that config.model.init_from named.
-      log: called with one line that lists the directory and the parameters that keep their initial values.
+      info: properties of the data set.
+      log: called with one line that lists the directory, the parameters that keep their initial values, and the dropout
+        rate that is not applied.
 
     Raises:
-      UserError: a file or tensor is missing, a file is damaged, or a tensor has the wrong shape.
+      UserError: a file or tensor is missing, a file is damaged, or a tensor has the wrong shape or is not finite.
     """
-    family, _ = _read_config(directory / "config.json")
+    family, theirs = _read_config(directory / "config.json")
+    order = hf_labels.output_order(theirs, info)
     sources = hf_tensors.find_tensors(directory)
     prefix = family.prefix if any(name.startswith(family.prefix) for name in sources) else ""
     flat = flatten_dict(params, sep=".")
@@ -235,13 +251,22 @@ def load_params(model: Model, params: Params, directory: Path, log: Callable[[st
         arrays = tensor.to_ours(hf_tensors.read_tensor(sources[name])) if name in sources else []
         shapes = [(key, np.shape(flat[key]), array.shape) for key, array in zip(tensor.keys, arrays, strict=False)]
         wrong = [f"{key} {there}, but the model has {here}" for key, here, there in shapes if here != there]
-        if not arrays or (wrong and tensor.keys[0].startswith("head.classifier")):
+        is_classifier = tensor.keys[0].startswith("head.classifier")
+        if not arrays or (is_classifier and (wrong or order is None)):
             fresh.append(tensor.keys[0])
         elif wrong:
             raise UserError(f"{sources[name].path}: tensor {name} has the wrong shape: {'; '.join(wrong)}")
+        elif not all(np.isfinite(array).all() for array in arrays):
+            raise UserError(
+                f"{sources[name].path}: tensor {name} has values that are not finite in float32; they must be finite"
+            )
         else:
+            arrays = [array[..., order] for array in arrays] if is_classifier else arrays
             flat |= dict(zip(tensor.keys, arrays, strict=True))
-    log(f"init      from {directory}" + (f"; newly initialized: {', '.join(fresh)}" if fresh else ""))
+    rate = theirs.get(family.unapplied, 0.1)
+    notes = [f"newly initialized: {', '.join(fresh)}"] if fresh else []
+    notes += [f"{family.unapplied} {rate!r:.60} is not applied"] if rate else []
+    log("; ".join([f"init      from {directory}", *notes]))
     return unflatten_dict(flat, sep=".")
 
 
@@ -277,7 +302,7 @@ def save_directory(params: Params, config: ConfigDict, info: DataInfo, tokenizer
             tensors[family.prefix * tensor.prefixed + tensor.name] = tensor.from_ours(arrays)
             left -= set(tensor.keys)
     assert not left, left
-    special = _special_tokens(Tokenizer.from_file(str(tokenizer)))
+    special = _special_tokens(Tokenizer.from_str(tokenizers.read_tokenizer(tokenizer)))
     uses = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": info.input_shape[0]}
     ids = {f"{use}_id": index for use, (_, index) in special.items() if use in ("bos_token", "eos_token")}
     try:
@@ -298,6 +323,7 @@ def _their_config(config: ConfigDict, info: DataInfo) -> tuple[dict[str, Any], F
             f"config.model.name is {config.model.name!r}; for an export to Hugging Face it must be one of "
             f"{', '.join(families)}"
         )
+    _check_blocks(config)
     kind, family = families[config.model.name]
     if kind == "bert":
         task, spec, pooling = bert.resolve(config, info)

@@ -5,7 +5,6 @@ BertForTokenClassification, GPT2LMHeadModel and GPT2ForSequenceClassification. B
 names without the prefix.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -14,6 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxpar.errors import UserError
+from jaxpar.files import parse_json
 
 FLOATS = ("F16", "BF16", "F32", "F64")  # dtypes of safetensors that hold weights as they are
 Value = TypeVar("Value")
@@ -37,8 +37,9 @@ class Tensor(NamedTuple):
     head: bool = False
 
     def to_ours(self, array: np.ndarray) -> list[np.ndarray]:
-        """Return the parameters, one float32 array for each key."""
-        array = np.ascontiguousarray(array.T if self.transposed else array, np.float32)
+        """Return the parameters, one float32 array for each key. Values can be infinite or NaN."""
+        with np.errstate(over="ignore"):  # float64 beyond float32 becomes infinite
+            array = np.ascontiguousarray(array.T if self.transposed else array, np.float32)
         return np.split(array, len(self.keys), axis=-1)
 
     def from_ours(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -122,7 +123,7 @@ def find_tensors(directory: Path) -> dict[str, TensorSource]:
         paths = [single]
     elif index.is_file():
         try:
-            paths = sorted({directory / name for name in json.loads(index.read_text())["weight_map"].values()})
+            paths = sorted({directory / name for name in parse_json(index.read_text())["weight_map"].values()})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{index} is not an index of safetensors files: {error!r}") from error
     else:

@@ -1,6 +1,5 @@
 """Reports the progress of a run: a progress bar or log lines, metrics.jsonl, TensorBoard events, profiler traces."""
 
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -69,11 +68,21 @@ def read_metrics(workdir: Path) -> list[MetricsRow]:
     rows = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
-            row = json.loads(line)
-            rows.append(files.without_nonfinite({"step": int(row["step"]), **row, "split": str(row["split"])}))
+            rows.append(_read_row(files.parse_json(line, nonfinite=True)))  # NaN is from earlier versions
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}:{number} is not a valid line of metrics ({error}); delete the line") from error
     return rows
+
+
+def _read_row(row: Any) -> MetricsRow:
+    """Return a row with None for nonfinite metrics. Raises ValueError, KeyError or TypeError for other values."""
+    step, split = row["step"], row["split"]
+    if type(step) is not int or not isinstance(split, str):
+        raise ValueError("step must be an integer and split a string")
+    for name in row.keys() - {"step", "split"}:
+        if not (row[name] is None or type(row[name]) in (int, float)):
+            raise ValueError(f"{name} must be a number")
+    return dict(files.without_nonfinite(row))
 
 
 class Progress:

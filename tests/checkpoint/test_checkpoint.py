@@ -181,7 +181,9 @@ def test_damage_falls_back_to_the_newest_intact_checkpoint(tmp_path: Path, damag
     assert restored_step(tmp_path / "c") == 2
 
 
-@pytest.mark.parametrize("text", ["", '{"validation_loss": 0.1}', "{}", None])
+@pytest.mark.parametrize(
+    "text", ["", '{"validation_loss": 0.1}', "{}", None, "[" * 100_000, f'{{"validation_loss": 1{"0" * 400}}}']
+)
 def test_a_damaged_validation_loss_is_repaired(text: str | None, tmp_path: Path) -> None:
     """Otherwise orbax fails to open the folder or keeps the wrong checkpoint."""
     save(tmp_path / "c", {1: 0.5, 2: 0.3, 3: None})

@@ -1,6 +1,7 @@
 """Tests of the ledger: what it proves, and that it detects planted errors."""
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -158,6 +159,44 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "0.jsonl").write_text(text)
     with pytest.raises(UserError, match=r"0\.jsonl:1 is not a valid line of a ledger"):
         ledger.cut(tmp_path, after=26)
+
+
+LINE = {"from": 0, "to": 5, "epoch": 0, "rows": [0, 8], "examples": 40, "digest": "0123456789abcdef"}
+DAMAGED: dict[str, Any] = {
+    "to is 100000000000000.0; it must be a non-negative integer": {"to": 1e14},
+    "one line covers the steps 1 to 100000000000000, before and after the checkpoint of step 5": {"to": 10**14},
+    "from is -1; it must be": {"from": -1},
+    "rows is True; it must be": {"rows": [0, True]},
+    "epoch is '0'; it must be": {"epoch": "0"},
+    "examples is None; it must be": {"examples": None},
+    "it ends before it begins": {"rows": [8, 0]},
+    "digest is '-1'; it must have 16 hexadecimal digits": {"digest": "-1"},
+    "nested more than 100 levels deep": {"rows": "[" * 100_000},
+}
+
+
+@pytest.mark.parametrize("message", DAMAGED)
+def test_damaged_values_are_reported(message: str, tmp_path: Path) -> None:
+    """A line with a value like this is neither taken for one of later steps nor does it end in a traceback."""
+    text = json.dumps(LINE | DAMAGED[message]).replace('"[', "[").replace('["', "[") + "\n"
+    (tmp_path / "0.jsonl").write_text(text)
+    with pytest.raises(UserError, match=re.escape(message)):
+        ledger.cut(tmp_path, after=5)
+    assert (tmp_path / "0.jsonl").read_text() == text
+
+
+def test_a_ledger_that_lost_its_lines(tmp_path: Path) -> None:
+    """A run writes its lines before a checkpoint, so a file without lines is damaged, unless the run starts over."""
+    record(tmp_path, 0, 5)
+    for text in ("", '{"from": 0, "t'):
+        (tmp_path / "0.jsonl").write_text(text)
+        with pytest.raises(UserError, match=r"0\.jsonl is damaged, because it has no lines; delete .* to start a new"):
+            ledger.cut(tmp_path, after=5)
+    ledger.cut(tmp_path, after=0)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "0.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"0\.jsonl is a folder; it must be a file of a ledger, or not exist"):
+        ledger.cut(tmp_path, after=5)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,8 @@ def truncate(path: Path) -> None:
         lambda entry: truncate(entry / "entry.json"),
         lambda entry: (entry / "entry.json").unlink(),
         lambda entry: (entry / "entry.json").write_text("[]"),
+        lambda entry: (entry / "entry.json").write_text("[" * 100_000),
+        lambda entry: (entry / "entry.json").write_text('{"sizes": {}}'),
     ],
 )
 def test_a_damaged_entry_is_made_anew(

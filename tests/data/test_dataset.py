@@ -176,6 +176,22 @@ def test_a_tokenizer_without_marks_around_a_text(config: ConfigDict, tmp_path: P
         load(config, tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    ("source", "name", "message"),
+    [("text", "train", "the train split has only special tokens, such as"), ("csv", "test", "the test split has only")],
+)
+def test_a_split_that_cannot_be_masked(
+    source: str, name: str, message: str, config: ConfigDict, tmp_path: Path
+) -> None:
+    """Words of more than 100 characters are not in a trained vocabulary, so their only token is [UNK]."""
+    path = tmp_path / f"long.{source}"
+    path.write_text("a" * 5000 + "\n" if source == "text" else f"text\n{'a' * 5000}\n")
+    config.task, config.data.source, config.data[name] = "masked_lm", source, str(path)
+    config.data.validation_fraction = config.data.test_fraction = 0.0
+    with pytest.raises(UserError, match=message):
+        load(config, tmp_path / "run")
+
+
 @pytest.mark.parametrize("task", ["causal_lm", "masked_lm"])
 def test_plain_text(task: str, config: ConfigDict, tmp_path: Path) -> None:
     path = tmp_path / "poem.txt"

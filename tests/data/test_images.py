@@ -223,8 +223,9 @@ FORGED: dict[str, tuple[Any, Any, str]] = {
     "nested labels": (PLANES, [[1], [2]], "values must be arrays or flat lists, but it contains a nested list"),
     "labels of two axes": (PLANES, np.ones((2, 1), int), r"its labels are int64 \[2, 1\]; they must be integers"),
     "labels of texts": (PLANES, [b"1", b"2"], r"its labels must be integers \[N\]"),
-    "lists that double 40 times": (PLANES, DOUBLED, ".*contains a nested list"),
-    "tuples that double 40 times": (DOUBLED_TUPLES, LABELS, ".*contains a nested tuple"),
+    "lists that double 40 times": (PLANES, DOUBLED, "it refers to a list, a tuple or a long"),
+    "tuples that double 40 times": (DOUBLED_TUPLES, LABELS, "it refers to a list, a tuple or a"),
+    "a nested tuple": (((0,), 1), LABELS, ".*contains a nested tuple"),
     "many times one array": ([PLANES] * 9, LABELS, ".*contains a nested array"),
 }
 
@@ -261,6 +262,11 @@ def test_pickled_arrays_are_read_from_any_protocol(tmp_path: Path, protocol: int
         b"\x80\x02c_codecs\nencode\nX\x01\x00\x00\x00aX\x03\x00\x00\x00hex\x86R.",
         b"\x80\x02cos\nsystem\n.",
         b"\x80\x02K\x01.",  # is not a dict
+        # A key of tuples that double 40 times, whose hash takes forever; also with numbers of the memo that repeat.
+        b"\x80\x02}K\x00\x85q\x00" + 40 * b"h\x00\x86q\x00" + b"K\x01s.",
+        b"\x80\x02}U\x00q\x01" + 3 * b"U\x00q\x00" + b"K\x00\x85\x94" + 40 * b"h\x02\x86q\x02" + b"K\x01s.",
+        b"\x80\x02}U\x01aK\x01K\x002s.",  # the opcode DUP
+        b"\x80\x02}X\xe9\x03\x00\x00" + 1001 * b"a" + b"q\x00h\x00s.",  # a text of 1001 characters, twice
     ],
 )
 def test_what_a_pickle_may_not_do(tmp_path: Path, content: bytes) -> None:

@@ -140,6 +140,8 @@ MISTAKES = {
     "quote.csv": (HEADER + 'a,x\n"b,x\nc,x\n', "quote.csv:3: a quote opens here and is not closed"),
     "quote2.csv": (HEADER + 'a,x\n"b" c,x\n', "quote2.csv:3: a quote opens here and is not closed"),
     "broken.jsonl": ('{"text": "a", "label": "x"}\n{"text": \n', "broken.jsonl:2: invalid JSON: Expecting value at"),
+    "deep.jsonl": ('{"text": "a", "label": ' + "[" * 100_000 + "\n", "deep.jsonl:1: invalid JSON: nested more than"),
+    "twice.jsonl": ('{"text": "a", "label": "x", "text": "b"}\n', "invalid JSON: the key 'text' occurs twice"),
     "list.jsonl": ('["a", "x"]\n', "list.jsonl:1: the line is JSON of type list; it must be an object"),
     "number.jsonl": ('{"text": 1, "label": "x"}\n', "number.jsonl:1: column 'text' is 1; it must be a string"),
     "array.jsonl": ('{"text": "a", "label": [1]}\n', r"column 'label' is \[1\]; it must be a string, a number"),
@@ -185,7 +187,9 @@ def test_targets_that_are_no_numbers_of_float32(name: str, tmp_path: Path) -> No
 def test_a_number_of_too_many_digits(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a", "y": ' + "9" * 5000 + "}\n")
-    with pytest.raises(UserError, match=r"a.jsonl:1: a number must have at most 4300 digits"):
+    with pytest.raises(
+        UserError, match=r"a.jsonl:1: invalid JSON: a number has 5000 digits; it must have at most 4000"
+    ):
         rows("jsonl", path, Columns(("text",), None, ("y",)))
 
 

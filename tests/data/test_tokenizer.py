@@ -145,3 +145,33 @@ def test_special_tokens_by_their_usual_names(tmp_path: Path) -> None:
     assert tokenizer.special(made, tokenizer.PADDING, "padding", tmp_path) == 0
     with pytest.raises(UserError, match=r"has no token for masking; it must contain \[MASK\] or <mask>"):
         tokenizer.special(made, tokenizer.MASK, "masking", tmp_path)
+
+
+SETTINGS = {
+    "{": "tokenizer_config.json is not JSON (",
+    "[" * 100_000: "tokenizer_config.json is not JSON (nested more than 100 levels deep)",
+    "[]": "tokenizer_config.json is []; it must be an object with the settings of a tokenizer",
+    '{"do_lower_case": "no"}': "tokenizer_config.json has do_lower_case 'no'; it must be true or false",
+    '{"do_lower_case": null}': "tokenizer_config.json has do_lower_case None; it must be true or false",
+    '{"strip_accents": 1}': "tokenizer_config.json has strip_accents 1; it must be true or false",
+}
+
+
+@pytest.mark.parametrize("text", SETTINGS)
+def test_damaged_settings_of_a_vocabulary_are_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("\n".join([*tokenizer.WORDPIECE_SPECIALS, "a"]))
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    with pytest.raises(UserError) as caught:
+        tokenizer.read_tokenizer(tmp_path / "vocab.txt")
+    assert SETTINGS[text] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "message"),
+    [({}, "has no tokens; it must have tokens"), ({"a": 4294967295}, "has token 4294967295; it m")],
+)
+def test_vocabularies_without_tokens_or_with_huge_numbers(vocab: dict[str, int], message: str, tmp_path: Path) -> None:
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "a"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    with pytest.raises(UserError, match=message):
+        tokenizer.read_tokenizer(tmp_path / "tokenizer.json")

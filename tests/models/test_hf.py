@@ -13,10 +13,13 @@ from ml_collections import ConfigDict
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from jaxpar.data import DataInfo
+from jaxpar import checkpoint
+from jaxpar.data import DataInfo, read_info, write_info
 from jaxpar.errors import UserError
 from jaxpar.models import Model, build, hf
+from scripts import export_hf
 from tests.models.small import CPU, LLAMA, fast_jit, make_params, small_config
+from tests.runs import script_error
 
 REFERENCE = Path(__file__).parent / "reference"
 NAMES = sorted(path.name for path in REFERENCE.iterdir())
@@ -40,7 +43,8 @@ def load(name: str, directory: Path | None = None, **overrides: Any) -> tuple[Mo
     hf.apply_directory(config)
     model = build(config, info_of(config), CPU)
     fresh = make_params(model)
-    return model, hf.load_params(model, fresh, Path(config.model.init_from), log=lambda _line: None), config
+    directory = Path(config.model.init_from)
+    return model, hf.load_params(model, fresh, directory, info_of(config), log=lambda _line: None), config
 
 
 @pytest.fixture
@@ -132,7 +136,7 @@ def test_other_tasks_are_exported(
     assert ("bert.pooler.dense.weight" in tensors) == is_regression
     np.testing.assert_array_equal(tensors["classifier.weight"], params["head"]["classifier"]["kernel"].T)
     again = hf.load_params(
-        model, jax.eval_shape(model.init, jax.random.key(0)), tmp_path / "out", log=lambda _line: None
+        model, jax.eval_shape(model.init, jax.random.key(0)), tmp_path / "out", info, log=lambda _line: None
     )
     jax.tree.map(np.testing.assert_array_equal, again, params)
 
@@ -159,7 +163,7 @@ def test_encoder_without_heads_and_prefix(copy: Path) -> None:
     model = build(config, info_of(config, num_classes=7), CPU)
     lines: list[str] = []
     fresh = make_params(model)
-    params = hf.load_params(model, fresh, copy, log=lines.append)
+    params = hf.load_params(model, fresh, copy, info_of(config, num_classes=7), log=lines.append)
     assert "newly initialized: head.classifier.kernel, head.classifier.bias" in lines[0]
     np.testing.assert_array_equal(params["head"]["classifier"]["kernel"], fresh["head"]["classifier"]["kernel"])
     kernel = weights["bert.encoder.layer.1.attention.self.query.weight"].T.astype(ml_dtypes.bfloat16)
@@ -169,7 +173,7 @@ def test_encoder_without_heads_and_prefix(copy: Path) -> None:
     config = config_of("bert_masked_lm", copy)
     hf.apply_directory(config)
     model = build(config, info_of(config), CPU)
-    hf.load_params(model, make_params(model), copy, log=lines.append)
+    hf.load_params(model, make_params(model), copy, info_of(config), log=lines.append)
     assert "newly initialized: head.transform.kernel" in lines[1]
     assert "head.bias" in lines[1]
 
@@ -179,9 +183,57 @@ def test_classifier_of_other_classes_stays_fresh() -> None:
     hf.apply_directory(config)
     model = build(config, info_of(config, num_classes=7), CPU)
     lines: list[str] = []
-    params = hf.load_params(model, make_params(model), REFERENCE / ANY, log=lines.append)
+    params = hf.load_params(
+        model, make_params(model), REFERENCE / ANY, info_of(config, num_classes=7), log=lines.append
+    )
     assert params["head"]["classifier"]["kernel"].shape == (16, 7)
-    assert lines[0].endswith("newly initialized: head.classifier.kernel, head.classifier.bias")
+    fresh = "newly initialized: head.classifier.kernel, head.classifier.bias"
+    assert lines[0].endswith(f"; {fresh}; attention_probs_dropout_prob 0.1 is not applied")
+
+
+# Changes of config.json, classes of the data -> the output of the directory for each class; None: newly initialized.
+ORDERS: list[tuple[dict[str, Any], tuple[str, ...], list[int] | None]] = [
+    ({"id2label": {"0": "y", "1": "z", "2": "x"}}, ("x", "y", "z"), [2, 0, 1]),
+    ({"id2label": {"2": "x", "0": "y", "1": "z"}}, ("0", "1", "2"), [0, 1, 2]),
+    ({"id2label": {"0": "y", "1": "z", "2": "x"}}, ("x", "y", "w"), None),
+    ({}, ("2", "0", "1"), [2, 0, 1]),  # LABEL_0, LABEL_1, LABEL_2
+    ({}, ("x", "y", "z"), [0, 1, 2]),
+    ({"problem_type": "regression"}, ("x", "y", "z"), None),
+    ({"problem_type": "single_label_classification"}, ("x", "y", "z"), [0, 1, 2]),
+]
+
+
+@pytest.mark.parametrize(("changes", "classes", "order"), ORDERS)
+def test_the_meaning_of_outputs(
+    changes: dict[str, Any], classes: tuple[str, ...], order: list[int] | None, copy: Path
+) -> None:
+    """The classifier of other classes is not taken, and one of the same classes in another order is reordered."""
+    rewrite(copy / "config.json", **changes)
+    config = config_of(ANY, copy)
+    hf.apply_directory(config)
+    info = info_of(config, class_names=classes)
+    model = build(config, info, CPU)
+    lines: list[str] = []
+    params = hf.load_params(model, model.shapes, copy, info, log=lines.append)
+    weights = load_file(copy / "model.safetensors")
+    if order is None:
+        assert "newly initialized: head.classifier.kernel, head.classifier.bias" in lines[0]
+        assert params["head"]["classifier"]["kernel"] == model.shapes["head"]["classifier"]["kernel"]
+        return
+    np.testing.assert_array_equal(params["head"]["classifier"]["kernel"], weights["classifier.weight"][order].T)
+    np.testing.assert_array_equal(params["head"]["classifier"]["bias"], weights["classifier.bias"][order])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e300])
+def test_weights_that_are_not_finite(value: float, copy: Path) -> None:
+    """Also without NumPy's warning, which would be an error here."""
+    weights = load_file(copy / "model.safetensors")
+    name = next(name for name in weights if name.endswith("query.weight"))
+    array = weights[name].astype(np.float64)
+    array[1, 2] = value
+    save_file(weights | {name: array}, copy / "model.safetensors")
+    with pytest.raises(UserError, match=rf"tensor {name} has values that are not finite in float32; they must be fini"):
+        load(ANY, copy)
 
 
 def test_shards(copy: Path) -> None:
@@ -210,6 +262,12 @@ def test_shards(copy: Path) -> None:
             ["config.json lacks n_embd, n_head, n_positions; it must be the config.json of a gpt2 model"],
         ),
         ({"hidden_size": None}, ["config.json lacks hidden_size"]),
+        ({"model_type": []}, ["with model_type []; it must be one of bert, gpt2"]),
+        ({"model_type": {}}, ["with model_type {}; it must be one of bert, gpt2"]),
+        ({"num_hidden_layers": 10_001}, ["config.model.num_layers is 10001; it must be at most 10,000"]),
+        ({"id2label": ["x", "y", "z"]}, ["config.json has id2label ['x', 'y', 'z']; it must be the name of each"]),
+        ({"id2label": {"0": "x", "2": "y"}}, ["config.json has id2label {'0': 'x', '2': 'y'}; it must be the name"]),
+        ({"problem_type": []}, ["with problem_type [] in config.json; it must be regression or single_label_cl"]),
         ({"hidden_act": "silu"}, ["hidden_act 'silu'", "gelu_new"]),
         ({"type_vocab_size": 1}, ["type_vocab_size 1"]),
         ({"hidden_size": "many"}, ["config.json has hidden_size 'many'; it must be a positive integer"]),
@@ -248,6 +306,11 @@ def test_damaged_directories(copy: Path, tmp_path: Path) -> None:
             load(ANY, copy)
     file.rename(copy / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"must contain model.safetensors; convert pytorch_model.bin"):
+        load(ANY, copy)
+    (copy / "config.json").write_text("[" * 100_000)
+    with pytest.raises(
+        UserError, match=r"config.json is not the config.json of a model: .*nested more than 100 levels"
+    ):
         load(ANY, copy)
     (copy / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config.json is not the config.json of a model"):
@@ -288,7 +351,7 @@ def test_float8_tensors(copy: Path) -> None:
         load(ANY, copy)
 
 
-@pytest.mark.parametrize("contents", ["{", "[]", "{}", '{"weight_map": []}'])
+@pytest.mark.parametrize("contents", ["{", "[]", "{}", '{"weight_map": []}', "[" * 100_000, '{"weight_map": {"a": 3}}'])
 def test_a_damaged_index(copy: Path, contents: str) -> None:
     (copy / "model.safetensors").unlink()
     (copy / "model.safetensors.index.json").write_text(contents)
@@ -301,6 +364,8 @@ def test_sizes_of_the_config_that_contradict() -> None:
         load(ANY, num_layers=4)
     with pytest.raises(UserError, match=r"config.model.name is 'gpt', but .*'bert' model; set config.model.name=bert"):
         load("gpt_causal_lm", REFERENCE / ANY)
+    with pytest.raises(UserError, match=r"num_applications is 2, which Hugging Face models do not have"):
+        load(ANY, num_applications=2)
 
 
 @pytest.mark.parametrize(
@@ -317,6 +382,8 @@ def test_sizes_of_the_config_that_contradict() -> None:
         ("gpt", "causal_lm", {"positions": "rotary"}, "config.model.positions is 'rotary'.*; it must be 'learned'$"),
         ("gpt", "causal_lm", {"norm": "rmsnorm"}, "config.model.norm is 'rmsnorm'.*; it must be 'layernorm'$"),
         ("mlp", "classification", {}, "config.model.name is 'mlp'; .* it must be one of bert, gpt"),
+        ("bert", "classification", {"num_applications": 2}, "num_applications is 2, which Hugging Face models do not"),
+        ("gpt", "causal_lm", {"bottlenecks": "block_1"}, "bottlenecks is 'block_1', which Hugging Face models do not"),
     ],
 )
 def test_models_that_transformers_lacks(
@@ -342,3 +409,47 @@ def test_export_overwrites_nothing(tmp_path: Path, tokenizer: Path) -> None:
     _, params, config = load(ANY)
     with pytest.raises(UserError, match="is not empty"):
         hf.save_directory(params, config, info_of(config), tokenizer, tmp_path)
+
+
+DATA_JSON = {
+    None: "data.json cannot be read, which does not exist; it must be the file that the run wrote",
+    "[]": "data.json is damaged (",
+    "[" * 100_000: "data.json is damaged (ValueError('nested more than 100 levels deep'))",
+    "{}": "data.json is damaged (TypeError(",
+    '{"kind": "text", "input_shape": [10], "num_classes": "3", "class_names": [], "vocab_size": 40, "pad_id": 0}': (
+        "data.json is damaged (TypeError(\"num_classes is '3'\"))"
+    ),
+    '{"kind": "text", "input_shape": [10], "num_classes": 3, "class_names": "xyz", "vocab_size": 40, "pad_id": 0}': (
+        "data.json is damaged (TypeError(\"class_names is 'xyz'\"))"
+    ),
+}
+
+
+@pytest.mark.parametrize("text", DATA_JSON)
+def test_an_export_of_a_damaged_run(
+    text: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = config_of(ANY)
+    monkeypatch.setattr(checkpoint, "restore_params", lambda _workdir: (config, {}))
+    if text is not None:
+        (tmp_path / "data.json").write_text(text)
+    _, message = script_error(monkeypatch, capsys, export_hf, str(tmp_path), str(tmp_path / "out"))
+    assert DATA_JSON[text] in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_with_a_damaged_tokenizer(tmp_path: Path, tokenizer: Path) -> None:
+    _, params, config = load(ANY)
+    tokenizer.write_text("{")
+    with pytest.raises(UserError, match=r"tokenizer.json is not a tokenizer.json or vocab.txt in Hugging Face format"):
+        hf.save_directory(params, config, info_of(config), tokenizer, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_properties_of_the_data_read_back_equal(tmp_path: Path) -> None:
+    info = DataInfo("text", (10,), 2, ("no", "yes"), 40, 3, ("stars",))
+    write_info(tmp_path, info)
+    assert read_info(tmp_path) == info

@@ -61,6 +61,25 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
         metrics.read_metrics(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": "5", "split": "train"}',
+        '{"step": 1e14, "split": "train"}',
+        '{"step": 1, "split": null}',
+        '{"step": 1, "split": "train", "loss": "low"}',
+        '{"step": 1, "split": "train", "loss": [1]}',
+        '{"step": 1, "step": 2, "split": "train"}',
+        "[" * 100_000,
+        "3",
+    ],
+)
+def test_a_line_with_other_values_is_damaged(line: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(line + "\n")
+    with pytest.raises(UserError, match=r"metrics.jsonl:1 is not a valid line of metrics \(.*\); delete the line"):
+        metrics.read_metrics(tmp_path)
+
+
 def test_clock_counts_only_its_phases() -> None:
     phases = Phases()
     clock = phases.clock("train", "input")
