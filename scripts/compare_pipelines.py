@@ -45,7 +45,7 @@ from jaxpar.command_line import Parser, choice, integer, names, number
 from jaxpar.errors import UserError, exit_code, format_bytes
 from jaxpar.measure.phases import Phases
 from jaxpar.mesh import DATA, STAGE
-from jaxpar.pipeline.search.layer_profile import LARGEST, LayerProfile
+from jaxpar.pipeline.search.layer_profile import LARGEST_VALUE, LayerProfile
 from jaxpar.pipeline.tables.simulate import Times, simulate_table, steady_bubble_rate, work
 from jaxpar.pipeline.tables.table import Table
 from jaxpar.run import build, metrics
@@ -116,7 +116,7 @@ def main() -> None:
     add("--bandwidth", type=rate, default=1.5e11, help="of each link, in bytes per second")
     add(
         "--latency",
-        type=number(f"a time between 0 and {LARGEST:g}", maximum=LARGEST),
+        type=number(f"a time between 0 and {LARGEST_VALUE:g}", maximum=LARGEST_VALUE),
         default=5e-6,
         help="of each link, in seconds",
     )

@@ -7,7 +7,6 @@ The profile is a JSON file with the times and sizes of the layers (docs/pipeline
 the slowest stage, transfer, or exchange of gradients.
 """
 
-import json
 import math
 import sys
 from argparse import ArgumentTypeError
@@ -15,8 +14,18 @@ from pathlib import Path
 
 from jaxpar.command_line import Parser, choice, integer, missing, number
 from jaxpar.errors import UserError, exit_code, format_count
+from jaxpar.files import json_text
 from jaxpar.pipeline.search.layer_profile import LayerProfile, read_profile
-from jaxpar.pipeline.search.stage_search import COMMUNICATION_MODELS, Level, StagePlan, StageSearch, most_workers
+from jaxpar.pipeline.search.stage_costs import COMMUNICATION_MODELS
+from jaxpar.pipeline.search.stage_search import (
+    MAX_WORK,
+    WORK_PER_SECOND,
+    Level,
+    StagePlan,
+    StageSearch,
+    most_workers,
+    search_work,
+)
 
 RULE = "SIZE:BANDWIDTH of each level, the innermost first, as in 8:3e11,2:1.25e9"
 
@@ -52,7 +61,7 @@ def hierarchy(num_workers: int, bandwidth: float | None, given: list[Level] | No
 def as_json(plan: StagePlan) -> str:
     """Return the plan as a JSON object."""
     time = plan.seconds_per_microbatch
-    return json.dumps(
+    return json_text(
         {
             "stages": [stage._asdict() for stage in plan.stages],
             "seconds_per_microbatch": time,
@@ -97,7 +106,12 @@ def main() -> None:
     add = parser.add_argument
     add("--bandwidth", type=number("at least 1 byte per second", minimum=1), help="bytes per second")
     add("--levels", type=levels, help=f"a hierarchy instead of --bandwidth: {RULE}")
-    add("--memory_limit", type=number("a non-negative number of bytes"), default=math.inf, help="bytes of a worker")
+    add(
+        "--memory_limit",
+        type=number("a non-negative number of bytes"),
+        default=0.0,
+        help="bytes of a worker; 0 (default): no limit",
+    )
     add(
         "--communication_model",
         type=choice(COMMUNICATION_MODELS),
@@ -117,13 +131,20 @@ def main() -> None:
             f"--num_workers is {arguments.num_workers}; it must be at most {most} for a profile of "
             f"{format_count(len(layers), 'layer')}, because the search would take too long"
         )
+    work = search_work(len(layers), chosen_levels, has_limit=bool(arguments.memory_limit))
+    if len(chosen_levels) > 1 and work > MAX_WORK:
+        raise UserError(
+            f"--levels has {len(chosen_levels)} levels; for {format_count(len(layers), 'layer')} and "
+            f"{arguments.num_workers} workers the search would take about {work / WORK_PER_SECOND:,.0f} s, and it must "
+            f"take at most {MAX_WORK / WORK_PER_SECOND:,.0f} s; merge layers, or use fewer workers"
+        )
     search = StageSearch(
         layers,
         chosen_levels,
         model=arguments.communication_model,
         transfers=not arguments.no_transfers,
         straight=arguments.straight,
-        memory_limit=arguments.memory_limit,
+        memory_limit=arguments.memory_limit or math.inf,
     )
     plan = search.find()
     if plan is None and arguments.straight and len(layers) < arguments.num_workers:

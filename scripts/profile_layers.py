@@ -80,7 +80,7 @@ def as_text(layers: list[LayerProfile]) -> str:
     rows: list[tuple[str, ...]] = [("layer", "forward", "backward", "output", "stash", "weights")]
     for layer in layers:
         times = (f"{seconds * 1e3:.3f} ms" for seconds in (layer.forward_s, layer.backward_s))
-        rows.append((layer.name, *times, *(format_bytes(size) for size in layer[3:])))
+        rows.append((layer.name, *times, *(format_bytes(size) for size in layer[3:6])))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(n) for cell, n in zip(row[1:], widths[1:], strict=True))])

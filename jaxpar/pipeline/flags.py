@@ -7,11 +7,12 @@ from pathlib import Path
 from jaxpar.command_line import Parser, integer, missing, number
 from jaxpar.errors import UserError
 from jaxpar.files import unwritable
-from jaxpar.pipeline.search.layer_profile import LARGEST
+from jaxpar.pipeline.search.layer_profile import LARGEST_VALUE
 from jaxpar.pipeline.search.search import SearchResult, search
 from jaxpar.pipeline.tables.periodic import CONTINUOUS, continuous_obstacle, fewest_microbatches, periodic_table
 from jaxpar.pipeline.tables.replicated import WITH_REPLICAS, parse_replicas, replicated_table
 from jaxpar.pipeline.tables.schedule import (
+    MAX_TABLE_SIZE,
     SCHEDULES,
     make_table,
     schedule_obstacle,
@@ -25,7 +26,7 @@ from jaxpar.pipeline.tables.table_file import is_table_file, read_table, write_t
 
 SEARCH_SECONDS = 0.01  # approximate time of a search per stage and microbatch
 
-_time = number(f"a time between 0 and {LARGEST:g}", maximum=LARGEST)
+_time = number(f"a time between 0 and {LARGEST_VALUE:g}", maximum=LARGEST_VALUE)
 
 
 def make_parser(description: str) -> Parser:
@@ -87,6 +88,11 @@ def find_schedule(arguments: argparse.Namespace) -> tuple[SearchResult, Simulati
     except ValueError as error:  # often begins with the name of an argument, which here is a flag
         name, space, rest = str(error).partition(" ")
         flag = "num_stages" if name == "num_devices" else name
+        if flag == "num_stages" and arguments.replicas:
+            listed = ",".join(map(str, arguments.replicas))
+            of = "devices" if sum(arguments.replicas) > MAX_TABLE_SIZE else "stages"
+            number, _, rule = rest.partition("; it must ")
+            raise UserError(f"--replicas is {listed}, whose number of {of} {number}; it must {rule}") from error
         raise UserError(f"--{flag}{space}{rest}" if flag in vars(arguments) else str(error)) from error
     except OSError as error:
         raise UserError(f"--save is '{arguments.save}'; it must be {unwritable(arguments.save, error)}") from error
@@ -235,7 +241,8 @@ def _replicas(text: str) -> tuple[int, ...]:
     replicas = parse_replicas(text)
     if replicas is None:
         raise argparse.ArgumentTypeError(
-            f"{text!r}; it must list the number of devices of each stage, separated by commas, such as 2,1,1"
+            f"{text!r}; it must list the number of devices of each stage, separated by commas, such as 2,1,1, and each "
+            "must be less than 1,000,000,000"
         )
     return replicas
 
@@ -244,6 +251,6 @@ def _times(text: str) -> float | list[float]:
     try:
         values = [_time(time) for time in text.split(",")]
     except argparse.ArgumentTypeError:
-        one_or_each = f"a time between 0 and {LARGEST:g}, or one time per device, such as 1,1.5,1"
+        one_or_each = f"a time between 0 and {LARGEST_VALUE:g}, or one time per device, such as 1,1.5,1"
         raise argparse.ArgumentTypeError(f"{text!r}; it must be {one_or_each}") from None
     return values if len(values) > 1 else values[0]

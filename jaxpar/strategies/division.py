@@ -1,31 +1,44 @@
 """Divides a model into the stages of a pipeline, if config.pipeline.partition=auto by a profile of its layers.
 
 The profile is a file, config.pipeline.profile. If it is not set, the start of a run measures the layers and decides
-again, because a plan touches no device.
+again, because a plan touches no device. Only divisions that can run are searched.
 """
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar.cluster import Cluster
-from jaxpar.errors import Refusals, UserError, format_count
-from jaxpar.mesh import STAGE
+from jaxpar.errors import Refusals, UserError, format_count, outcome
+from jaxpar.mesh import DATA, STAGE, sizes
 from jaxpar.models.model import Model
+from jaxpar.optimizer import make_optimizer
 from jaxpar.pipeline.executor.partition import AUTO
-from jaxpar.pipeline.search.layer_profile import LARGEST, LayerProfile, read_profile
-from jaxpar.pipeline.search.stage_search import Level, PlannedStage, StageSearch, most_workers
+from jaxpar.pipeline.search.engine_costs import (
+    EngineCosts,
+    continuous_candidates,
+    flushing_candidates,
+    flushing_costs,
+)
+from jaxpar.pipeline.search.engine_search import EnginePlan, EngineSearch
+from jaxpar.pipeline.search.layer_profile import LARGEST_VALUE, LayerProfile, read_profile
+from jaxpar.pipeline.search.stage_costs import sync_seconds
+from jaxpar.pipeline.search.stage_search import most_workers
 from jaxpar.pipeline.tables.periodic import CONTINUOUS
 from jaxpar.pipeline.tables.replicated import WITH_REPLICAS
 from jaxpar.pipeline.tables.table import Table
 from jaxpar.state import nbytes
-from jaxpar.strategies.schedules import configured_replicas, configured_table
+from jaxpar.strategies.schedules import configured_replicas, configured_table, refuse_evaluation
 
 EQUAL = 0.01  # largest relative difference between a size in a profile and that of the model, for rounded numbers
+UNKNOWN_LAYERS = 700  # number of layers to assume while the model is not known
 UNSET = {"profile": "", "bandwidth": 0.0, "memory_limit": 0.0}  # keys that only partition auto reads
 
 
@@ -33,36 +46,32 @@ class Division(NamedTuple):
     """The division of a model into stages, and of a step into actions.
 
     Attributes:
-      table: the table of the schedule; without replicas while the stages are not known.
-      partition: config.pipeline.partition, or the cut points of the profile. It remains auto while there is no profile,
-        and if data parallelism is the fastest by the profile.
+      table: the table of the schedule; of a possible division while there is no profile.
+      partition: config.pipeline.partition, or the cut points of the profile. It remains auto while there is no profile.
       profile: the layers of the profile; empty without one.
+      advice: whether data parallelism would be faster by the profile, and by how much; empty if not.
     """
 
     table: Table
     partition: str
     profile: tuple[LayerProfile, ...] = ()
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the stages are known."""
-        return self.partition != AUTO
+    advice: str = ""
 
     @property
     def needs_profile(self) -> bool:
         """Whether a profile is missing."""
-        return not self.is_known and not self.profile
+        return self.partition == AUTO
 
 
-def configured_division(config: ConfigDict, cluster: Cluster, names: Sequence[str] = ()) -> Refusals[Division]:
+def configured_division(config: ConfigDict, cluster: Cluster, model: Model | None) -> Refusals[Division]:
     """Return the table that config.pipeline.schedule selects, and how the layers are divided into stages.
 
-    Refuses what `configured_table` refuses, an invalid profile, and a profile that cannot be divided.
+    Refuses what `configured_table` refuses, an invalid profile, and sizes or a profile that cannot be divided.
 
     Args:
       config: the config of the run.
       cluster: the links between its devices decide about the stages of a profile.
-      names: names of the layers of the model; empty if not known.
+      model: the model; None if it is not known.
     """
     c = config.pipeline
     replicas = yield from configured_replicas(config)
@@ -79,33 +88,47 @@ def configured_division(config: ConfigDict, cluster: Cluster, names: Sequence[st
             f"config.pipeline.replicas is {c.replicas!r}; it must be empty with config.pipeline.partition={AUTO!r}, "
             "which chooses them"
         )
-    if not 0 <= c.memory_limit < LARGEST:
+    if not 0 <= c.memory_limit < LARGEST_VALUE:
         yield UserError(
             f"config.pipeline.memory_limit is {c.memory_limit}; it must be the bytes of a device, or 0 for no limit"
         )
     bandwidth = yield from _bandwidth(config, cluster)
+    profile = (yield from _read_profile(c.profile)) if c.profile else ()
+    if profile and model is not None:
+        yield from _refuse_other_layers(config, profile, model)
+    num_layers = len(profile or (model.layers if model is not None else ())) or UNKNOWN_LAYERS
     table = yield from configured_table(config, ())
-    if not c.profile:
-        if names:
-            yield from _refuse_too_few(config, table.num_stages, len(names))
-        return Division(table, AUTO)
-    profile = tuple(read_profile(Path(c.profile), "config.pipeline.profile"))
-    if names:
-        yield from _refuse_other_layers(config, profile, names)
-    stages = yield from _fastest_stages(config, table, profile, bandwidth)
-    if len(stages) == 1:
-        return Division(table, AUTO, profile)
-    cuts = ",".join(profile[stage.first_layer].name for stage in stages[1:])
-    if has_replicas(config):
-        chosen = [stage.replicas for stage in stages]
-        yield from _refuse_uneven(config, chosen)
-        table = yield from configured_table(config, chosen)
-    return Division(table, cuts, profile)
+    yield from _refuse_sizes(config, table, num_layers)
+    candidates = _candidates(config, cluster, table, profile, num_layers)
+    first = next(candidates, None)
+    if first is None:
+        yield from _refuse_replicas(config, num_layers)
+    assert first is not None  # refused above
+    if not profile:
+        return Division((yield from configured_table(config, first.replicas)), AUTO)
+    search = EngineSearch(
+        _without_cuts_of_ties(config, profile, model), bandwidth=bandwidth, memory_limit=c.memory_limit or math.inf
+    )
+    found = search.find(itertools.chain([first], candidates))
+    if found is None:
+        yield from _refuse_profile(config, num_layers)
+    assert found is not None  # refused above
+    cuts = ",".join(profile[stage.first_layer].name for stage in found.stages[1:])
+    table = yield from configured_table(config, found.costs.replicas)
+    return Division(table, cuts, profile, _advice(config, cluster, profile, bandwidth, found))
 
 
 def has_replicas(config: ConfigDict) -> bool:
     """Return whether the stages of the schedule can have replicas."""
     return config.pipeline.schedule in {*WITH_REPLICAS, *CONTINUOUS}
+
+
+def _read_profile(path: str) -> Refusals[tuple[LayerProfile, ...]]:
+    try:
+        profile = tuple(read_profile(Path(path), "config.pipeline.profile"))
+    except UserError as error:
+        yield error
+    return profile
 
 
 def _bandwidth(config: ConfigDict, cluster: Cluster) -> Refusals[float]:
@@ -121,56 +144,122 @@ def _bandwidth(config: ConfigDict, cluster: Cluster) -> Refusals[float]:
     return bandwidth
 
 
-def _fastest_stages(
-    config: ConfigDict, table: Table, profile: Sequence[LayerProfile], bandwidth: float
-) -> Refusals[tuple[PlannedStage, ...]]:
-    """Return the stages of PipeDream's partitioner: on mesh.stage devices, or without replicas one for each chunk."""
-    c, straight = config.pipeline, not has_replicas(config)
-    number, most = table.num_stages, most_workers(len(profile))
-    layers = format_count(len(profile), "layer")
-    if number > most:
+def _refuse_sizes(config: ConfigDict, table: Table, num_layers: int) -> Refusals[None]:
+    """Refuse numbers of stages that cannot be searched, or that the layers are too few for."""
+    number, stage = table.num_stages, config.mesh.stage
+    if number < 2:
+        yield UserError(f"config.mesh.stage is {stage}; it must be at least 2 with config.pipeline.partition={AUTO!r}")
+    if number > (most := most_workers(num_layers)):
         yield UserError(
-            f"config.mesh.stage is {config.mesh.stage}, with {format_count(number, 'stage')}; there must be at most "
-            f"{most} for a profile of {layers}, because the search would take too long"
+            f"config.mesh.stage is {stage}, with {format_count(number, 'stage')}; there must be at most {most} for "
+            f"{num_layers} layers, because the search would take too long"
         )
-    yield from _refuse_too_few(config, number, len(profile))
-    limit = c.memory_limit or math.inf
-    found = StageSearch(profile, [Level(number, bandwidth)], straight=straight, memory_limit=limit).find()
-    if found is None:
+    if number > num_layers and not has_replicas(config):
+        yield UserError(
+            f"config.mesh.stage is {stage}, with {number} stages; there must be at most {num_layers}, the number of "
+            f"layers, with config.pipeline.schedule={config.pipeline.schedule!r}"
+        )
+
+
+def _candidates(
+    config: ConfigDict, cluster: Cluster, table: Table, profile: Sequence[LayerProfile], num_layers: float
+) -> Iterator[EngineCosts]:
+    """Yield the costs of all replicas with which config.pipeline can run.
+
+    Args:
+      config: the config of the run.
+      cluster: the cluster.
+      table: the table of the schedule if all stages have one device.
+      profile: the layers of the profile; empty if not known.
+      num_layers: number of layers of the model.
+    """
+    c, moments = config.pipeline, optimizer_moments(config)
+    num_devices = config.mesh.stage
+    forward, backward = sum(layer.forward_s for layer in profile), sum(layer.backward_s for layer in profile)
+    ratio = backward / forward if forward else 2.0
+    most_stages = min(num_devices, num_layers)
+    if not has_replicas(config):
+        yield flushing_costs(table, ratio, moments)
+    elif c.schedule not in CONTINUOUS:
+        yield from flushing_candidates(c.schedule, num_devices, table.num_microbatches, most_stages, ratio, moments)
+    else:
+        num_data = sizes(config, cluster)[DATA]
+        of_replica = max(config.batch_size // num_data, 1)
+
+        def accepts(m: int) -> bool:
+            if c.num_microbatches:  # other checks refuse a number that is not possible
+                return True
+            return of_replica % m == 0 and outcome(refuse_evaluation(config, num_data, m)) is None
+
+        yield from continuous_candidates(
+            c.schedule, num_devices, c.num_microbatches, most_stages, of_replica, accepts, moments
+        )
+
+
+def optimizer_moments(config: ConfigDict) -> float:
+    """Return the bytes of the optimizer state of a large matrix / the bytes of the matrix."""
+    like = {"layer": {"kernel": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}}
+    return nbytes(jax.eval_shape(make_optimizer(config, lambda _step: 0.0).init, like)) / nbytes(like)
+
+
+def _without_cuts_of_ties(
+    config: ConfigDict, profile: Sequence[LayerProfile], model: Model | None
+) -> list[LayerProfile]:
+    """Return the profile, without the cuts between layers that share an array if these must be on one stage."""
+    layers = list(profile)
+    if model is None or config.pipeline.schedule not in CONTINUOUS:
+        return layers
+    numbers = {layer.name: number for number, layer in enumerate(layers)}
+    for tie in model.ties:
+        first, last = sorted((numbers[tie.layer], numbers[tie.source]))
+        layers[first:last] = [layer._replace(can_cut=False) for layer in layers[first:last]]
+    return layers
+
+
+def _advice(
+    config: ConfigDict, cluster: Cluster, profile: Sequence[LayerProfile], bandwidth: float, found: EnginePlan
+) -> str:
+    """Return advice to use data parallelism if it is faster by the profile, with an exchange after the backward."""
+    number = config.mesh.stage
+    compute = found.costs.num_microbatches / number * sum(layer.forward_s + layer.backward_s for layer in profile)
+    weights = np.array(sum(layer.weight_bytes for layer in profile))
+    seconds = compute + float(sync_seconds("ring", weights, number, bandwidth))
+    if config.batch_size % math.prod(sizes(config, cluster).values()) or seconds >= found.seconds:
+        return ""
+    return (
+        f"by the profile, config.strategy='data_parallel' on these {number} devices would take "
+        f"{seconds / found.seconds:.0%} of the time of the pipeline"
+    )
+
+
+def _refuse_replicas(config: ConfigDict, num_layers: int) -> Refusals[None]:
+    """Refuse sizes for which no replicas are possible."""
+    c = config.pipeline
+    key = "pipeline.num_microbatches" if c.num_microbatches else "batch_size"
+    yield UserError(
+        f"config.mesh.stage is {config.mesh.stage}; it must be at most {num_layers}, the number of layers, because "
+        f"config.{key}={config.pipeline.num_microbatches or config.batch_size} cannot be shared by the replicas of "
+        f"fewer stages with config.pipeline.schedule={c.schedule!r}"
+    )
+
+
+def _refuse_profile(config: ConfigDict, num_layers: int) -> Refusals[None]:
+    """Refuse a profile that cannot be divided at all, or not within the memory limit."""
+    c = config.pipeline
+    if c.memory_limit:
         yield UserError(
             f"config.pipeline.memory_limit is {c.memory_limit:g}; it must be larger, because no division of the "
-            f"{layers} of config.pipeline.profile={c.profile!r} fits"
+            f"{format_count(num_layers, 'layer')} of config.pipeline.profile={c.profile!r} fits"
         )
-    assert found is not None  # refused above
-    return found.stages
+    yield UserError(
+        f"config.mesh.stage is {config.mesh.stage}; it must be smaller, because the {num_layers} layers of the model "
+        f"can be cut at too few places with config.pipeline.schedule={c.schedule!r}"
+    )
 
 
-def _refuse_uneven(config: ConfigDict, replicas: Sequence[int]) -> Refusals[None]:
-    """Refuse microbatches and examples that the chosen replicas of a schedule without a flush cannot share."""
-    multiple = math.lcm(*replicas) if config.pipeline.schedule in CONTINUOUS else 1
-    for key, value in (
-        ("pipeline.num_microbatches", config.pipeline.num_microbatches),
-        ("batch_size", config.batch_size),
-    ):
-        if value % multiple:
-            yield UserError(
-                f"config.{key} is {value}; it must be a multiple of {multiple}, because "
-                f"config.pipeline.partition={AUTO!r} chose stages with {','.join(map(str, replicas))} replicas"
-            )
-
-
-def _refuse_too_few(config: ConfigDict, num_stages: int, num_layers: int) -> Refusals[None]:
-    """Refuse more stages than layers if the stages cannot have replicas."""
-    if num_stages > num_layers and not has_replicas(config):
-        yield UserError(
-            f"config.mesh.stage is {config.mesh.stage}, with {num_stages} stages; there must be at most {num_layers}, "
-            f"the number of layers, with config.pipeline.schedule={config.pipeline.schedule!r}"
-        )
-
-
-def _refuse_other_layers(config: ConfigDict, profile: Sequence[LayerProfile], names: Sequence[str]) -> Refusals[None]:
+def _refuse_other_layers(config: ConfigDict, profile: Sequence[LayerProfile], model: Model) -> Refusals[None]:
     """Refuse a profile whose layers are not those of the model."""
-    listed = [layer.name for layer in profile]
+    listed, names = [layer.name for layer in profile], [layer.name for layer in model.layers]
     for number, (stated, name) in enumerate(itertools.zip_longest(listed, names, fillvalue="missing")):
         if stated != name:
             yield UserError(
@@ -190,14 +279,8 @@ def refuse_division(config: ConfigDict, division: Division, model: Model, inputs
             f"for a plan with config.pipeline.partition={AUTO!r}; only the start of a run measures the layers itself"
         )
     if division.profile:
-        yield from _refuse_other_layers(config, division.profile, [layer.name for layer in model.layers])
+        yield from _refuse_other_layers(config, division.profile, model)
     yield from _refuse_other_sizes(config, division.profile, model, inputs)
-    if not division.is_known:
-        yield UserError(
-            f"config.strategy is 'pipeline'; it must be 'data_parallel', which is the fastest on {config.mesh.stage} "
-            f"devices by config.pipeline.profile={config.pipeline.profile!r}, or config.pipeline.partition must not be "
-            f"{AUTO!r}"
-        )
 
 
 def _refuse_other_sizes(

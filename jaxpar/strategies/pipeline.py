@@ -47,7 +47,7 @@ from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies import exchanges
 from jaxpar.strategies.division import Division, configured_division, refuse_division
 from jaxpar.strategies.placement import batch_placer, by_replica
-from jaxpar.strategies.schedules import stage_delays
+from jaxpar.strategies.schedules import refuse_evaluation, stage_delays
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
@@ -71,12 +71,13 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Refu
         yield from meshes.refuse_processes(f"config.pipeline.trace={config.pipeline.trace}", cluster)
     yield from meshes.refuse_sizes(config, cluster)
     axes = meshes.sizes(config, cluster)
-    yield from exchanges.refuse_beyond_gradients(config, axes[DATA], cluster)
-    names = [layer.name for layer in model.layers] if model is not None else []
-    division = yield from configured_division(config, cluster, names)
+    has_ring = axes[DATA] == 1 or config.pipeline.schedule not in CONTINUOUS
+    yield from exchanges.refuse_beyond_gradients(config, axes[DATA], cluster, has_ring=has_ring)
+    division = yield from configured_division(config, cluster, model)
     table = division.table
     if model is not None:
-        if division.is_known:
+        names = [layer.name for layer in model.layers]
+        if not division.needs_profile:
             yield from partition.explicit_cuts(names, division.partition, table.num_stages)
         if table.period:
             ends = {names[0], names[-1]}  # they are never on one stage
@@ -88,17 +89,6 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Refu
     words = f"{replicas} (the data axis) x {microbatches} (config.pipeline.num_microbatches)"
     yield from refuse_evaluation(config, axes[DATA], m)
     return Decision(axes, axes[DATA] * m, words, axes[DATA], division, division.needs_profile)
-
-
-def refuse_evaluation(config: ConfigDict, num_replicas: int, num_microbatches: int) -> Refusals[None]:
-    """Refuse an evaluation batch that cannot be split into microbatches: all stages but one would be idle."""
-    share, rest = divmod(config.eval.batch_size, num_replicas)
-    if share > 1 and not rest and num_microbatches > 1 and math.gcd(share, num_microbatches) == 1:
-        yield UserError(
-            f"config.eval.batch_size is {config.eval.batch_size}, which is {share} examples per replica; it must be 0, "
-            "or the examples per replica must have a common divisor greater than 1 with the number of microbatches, "
-            f"{num_microbatches}"
-        )
 
 
 @dataclass(frozen=True)
@@ -139,10 +129,11 @@ def plan(
             f"config.pipeline.trace is {config.pipeline.trace}; it must be at most {shapes.num_steps}, the last step "
             "of the run"
         )
-    (table, cuts, _), num_data = decision.source, decision.num_replicas
+    division, num_data = decision.source, decision.num_replicas
+    table = division.table
     inputs = shapes.model.inputs(shapes.batch)
-    yield from refuse_division(config, decision.source, shapes.model, inputs)
-    bounds = yield from partition.stage_bounds(shapes.model, shapes.batch, inputs, cuts, table.num_stages)
+    yield from refuse_division(config, division, shapes.model, inputs)
+    bounds = yield from partition.stage_bounds(shapes.model, shapes.batch, inputs, division.partition, table.num_stages)
     stages = Stages(shapes.model, bounds, table.stages, inputs, shapes.task)
     staged = StagedState(decision.axes, shapes, stages, exchanges.on_gradients(config, num_data))
     c, lowered = config.pipeline, lower_table(table)
@@ -173,7 +164,7 @@ def plan(
         exchanges.name(config),
         private_key if table.period or staged.private.kind == PER_REPLICA else {},
         differs,
-        exchanges.exchange_advice(config),
+        "; ".join(filter(None, [exchanges.exchange_advice(config), division.advice])),
         delays,
     )
 
@@ -200,11 +191,11 @@ def refuse_ring(config: ConfigDict, num_data: int) -> Refusals[None]:
 
     A `ppermute` along the ring is one operation of all devices, including those of other stages.
     """
-    algorithm = exchanges.algorithm(config)
-    if num_data > 1 and algorithm == "ring":
+    if num_data > 1 and exchanges.sums_along_a_ring(config):
         yield UserError(
-            f"config.exchange_options.algorithm is {algorithm!r}; it must be 'psum' or 'push_pull' with "
-            f"config.pipeline.schedule={config.pipeline.schedule!r}, whose stages exchange gradients at different times"
+            f"config.exchange_options.algorithm is {config.exchange_options.algorithm!r}; it must be 'psum' with "
+            f"exchange {config.exchange!r} and config.pipeline.schedule={config.pipeline.schedule!r}, whose stages "
+            "exchange gradients at different times, so that they cannot send them round a ring"
         )
 
 
@@ -292,7 +283,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
     def place(batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         return on_mesh(padded(batch, problem.batch) if never_drains else batch)
 
-    branches = update_trips(details.lowered.shape, table.num_clocks)
+    trips = update_trips(details.lowered.shape, table.num_clocks)
     return Strategy(
         plan,
         tuple(mesh.devices.flat),
@@ -302,7 +293,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         evaluate=evaluate,
         to_canonical=lambda state: states.to_canonical(of_state.gather(state)),
         from_canonical=from_canonical,
-        compile=lambda: [CompiledProgram(lower_step(plan, problem, mesh).compile(), branches)],
+        compile=lambda: [CompiledProgram(lower_step(plan, problem, mesh).compile(), trips)],
         to_private=of_state.private_state,
         report=report,
     )

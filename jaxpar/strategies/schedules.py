@@ -1,5 +1,6 @@
 """Makes the table that config.pipeline selects, and computes the delays of a periodic table."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -131,6 +132,17 @@ def _table_by_name(config: ConfigDict, replicas: Sequence[int]) -> Refusals[Tabl
             f"{c.schedule!r}; only {', '.join((*WITH_REPLICAS, *CONTINUOUS))} have replicated stages"
         )
     return replicated_table(c.schedule, replicas, sizes["num_microbatches"])
+
+
+def refuse_evaluation(config: ConfigDict, num_replicas: int, num_microbatches: int) -> Refusals[None]:
+    """Refuse an evaluation batch that cannot be split into microbatches: all stages but one would be idle."""
+    share, rest = divmod(config.eval.batch_size, num_replicas)
+    if share > 1 and not rest and num_microbatches > 1 and math.gcd(share, num_microbatches) == 1:
+        yield UserError(
+            f"config.eval.batch_size is {config.eval.batch_size}, which is {share} examples per replica; it must be 0, "
+            "or the examples per replica must have a common divisor greater than 1 with the number of microbatches, "
+            f"{num_microbatches}"
+        )
 
 
 def stage_delays(table: Table, layers: Sequence[Sequence[str]]) -> tuple[StageDelay, ...]:

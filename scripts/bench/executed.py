@@ -5,12 +5,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxpar.measure.hlo import HloArray, HloProgram, Instruction, Shares
+from jaxpar.measure.hlo import Frequency, HloArray, HloProgram, Instruction
 
 LIBRARIES = ("gemm", "matmul", "conv", "cublas", "cudnn", "onednn", "triton")
 
 
-def flops(text: str, shares: Shares = lambda _name: None) -> float:
+def flops(text: str, shares: Frequency = lambda _name: None) -> float:
     """Return the FLOPs that one device executes, averaged over devices that take branches in the given shares.
 
     Args:

@@ -250,8 +250,18 @@ ONLY_WITH_REPLICAS = "it must not be set with --schedule=zb_h1, only with one of
         (
             simulate,
             ["--schedule=pipedream", "--num_stages=1000000000", SIZES[1]],
-            "--num_microbatches is 6; it must be at most 0 with 1000000000 stages, because a table can have at most "
-            "500000 actions of each kind",
+            "--num_stages is 1000000000; it must be at most 500,000 with num_chunks=1",
+        ),
+        (
+            simulate,
+            ["--schedule=1f1b", "--replicas=900000000,1", SIZES[1]],
+            "--replicas is 900000000,1, whose number of devices is 900000001; it must be at most 500,000 with "
+            "num_chunks=1",
+        ),
+        (
+            simulate,
+            ["--schedule=pipedream", "--replicas=2", SIZES[1]],
+            "--replicas is 2, whose number of stages is 1; it must be at least 2 for schedule pipedream",
         ),
         (
             simulate,
@@ -261,7 +271,8 @@ ONLY_WITH_REPLICAS = "it must not be set with --schedule=zb_h1, only with one of
         (
             simulate,
             ["--schedule=1f1b", "--replicas=2,x", SIZES[1]],
-            "--replicas is '2,x'; it must list the number of devices of each stage, separated by commas, such as 2,1,1",
+            "--replicas is '2,x'; it must list the number of devices of each stage, separated by commas, such as 2,1,1"
+            ", and each must be less than 1,000,000,000",
         ),
         (
             simulate,

@@ -19,6 +19,7 @@ from jaxpar.config import default_config, override
 from jaxpar.data import DataInfo
 from jaxpar.models import resnet
 from jaxpar.pipeline.executor.state import StagedState
+from jaxpar.plan import Plan
 from jaxpar.state import Canonical
 from jaxpar.step import Problem, abstract
 from jaxpar.strategies import Strategy
@@ -157,6 +158,12 @@ def without_kinks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.nn, "relu", jax.nn.gelu)
         yield
+
+
+def plan_of(task: Task, *overrides: str) -> Plan[Any]:
+    """Plan the strategy of a config, which is faster than to build it."""
+    config = make_config(task, *overrides)
+    return strategies.plan(config, make_problem(config, task), cluster.find_cluster())
 
 
 def make(task: Task, *overrides: str) -> Strategy[Any]:

@@ -55,7 +55,7 @@ def test_a_table_of_the_users_own(tmp_path: Path) -> None:
     )  # stages, versions and slots are left to the reader
     (tmp_path / "late.csv").write_text(text + "\n")
     changed = accepted(
-        configured_division(make_config(TASK, *pipeline(f"{tmp_path}/late.csv", 2)), find_cluster())
+        configured_division(make_config(TASK, *pipeline(f"{tmp_path}/late.csv", 2)), find_cluster(), None)
     ).table
     assert changed.num_clocks == table.num_clocks + 6
     got = outcome(TASK, *pipeline(f"{tmp_path}/late.csv", 2))

@@ -133,54 +133,83 @@ def update_stage(
       carry: what the device carries.
       age: entry of TableArrays.updates.
     """
-    kept = jnp.asarray(shape.num_versions)[jax.lax.axis_index(STAGE)]
-    version = before.private.num_entered - age
 
-    def timed(accumulated: Packed, weights: Weights) -> tuple[Packed, Weights]:
-        if timeline is None:
-            return apply(accumulated, weights)
+    def apply(_: jax.Array, values: tuple[Packed, Weights]) -> tuple[Packed, Weights]:
         of_action = ActionNumbers(ACTION_KINDS[U].phase, (age + 1) * shape.num_microbatches - 1, 0)
-        results: tuple[Packed, Weights] = timeline.end(
-            of_action, apply(*timeline.begin(of_action, (accumulated, weights)))
-        )
-        return results
+        if timeline is not None:
+            values = timeline.begin(of_action, values)
+        accumulated, weights = values
+        weights = updated_weights(staged, shape, update, before, accumulated, weights, age)
+        values = jax.tree.map(jnp.zeros_like, accumulated), weights
+        if timeline is not None:
+            values = timeline.end(of_action, values)
+        return values
 
-    def apply(accumulated: Packed, weights: Weights) -> tuple[Packed, Weights]:
-        grads = update.over_replicas(accumulated)
-        nonfinite = jax.lax.psum(steps.nonfinite_count(grads), DATA)
-        if staged.all_reduce.clip_norm:
-            grads = clipped(grads, optax.tree.norm(grads), staged.all_reduce.clip_norm)
-        grads, residuals = staged.all_reduce.mean(grads, weights.residuals)
-        norm = optax.tree.norm(grads)
-        newest = read_version(weights, version_slot(version, kept))
-        state = PackedState(before.step, before.key, newest, weights.optimizer)
-        zeros = staged.problem.task.zeros()
-        after, metrics = update(state, grads, zeros, jnp.where(nonfinite == 0, norm, jnp.nan))
-        residuals = jax.tree.map(lambda new, old: jnp.where(metrics.finite, new, old), residuals, weights.residuals)
-        slot = version_slot(version + 1, kept)
-        versions = tuple(
-            jax.lax.dynamic_update_index_in_dim(x, new, slot, 0)
-            for x, new in zip(weights.versions, after.params, strict=True)
-        )
-        nonfinite = jnp.maximum(weights.nonfinite, 1.0 - metrics.finite)
-        weights = Weights(versions, after.optimizer, residuals, jnp.square(norm), nonfinite)
-        return jax.tree.map(jnp.zeros_like, accumulated), weights
-
+    has_update = age != NONE
     with jax.named_scope(UPDATE):
         # A loop with at most one iteration: XLA copies all weights in the empty branch of a conditional.
-        grads, weights = jax.lax.fori_loop(
-            0, jnp.where(age == NONE, 0, 1), lambda _, values: timed(*values), (carry.grads, carry.weights)
-        )
+        grads, weights = jax.lax.fori_loop(0, jnp.where(has_update, 1, 0), apply, (carry.grads, carry.weights))
     carry = carry._replace(grads=grads, weights=weights)
-    if staged.packed.axes[DATA] == 1 and not staged.stages.groups:
+    has_collectives = staged.packed.axes[DATA] > 1 or bool(staged.stages.groups)
+    if not has_collectives:
         return carry
     # On the CPU, nothing orders collectives inside a loop relative to those outside of it, so devices could deadlock.
-    # To order the transfers at the end of the clock after those of the update, make them depend on its result.
-    is_done = carry.weights.nonfinite >= 0  # always true
-    activation, gradient = jax.tree.map(
-        lambda x: jnp.where(is_done, x, jnp.zeros_like(x)), (carry.activation, carry.gradient)
-    )
+    # So the transfers at the end of the clock must start after those of the update.
+    activation, gradient = computed_after(weights.nonfinite, (carry.activation, carry.gradient))
     return carry._replace(activation=activation, gradient=gradient)
+
+
+def updated_weights(
+    staged: StagedState,
+    shape: TableShape,
+    update: StageUpdate,
+    before: PackedState,
+    accumulated: Packed,
+    weights: Weights,
+    age: jax.Array,
+) -> Weights:
+    """Exchange the gradient of a batch with the replicas of the stage, and write the next version of the weights.
+
+    Args:
+      staged: distribution of the state.
+      shape: shape of the table.
+      update: the optimizer step.
+      before: the state before the step, in local form.
+      accumulated: the gradient of the batch on this device.
+      weights: the weights before the update.
+      age: number of batches that have entered since this one.
+    """
+    kept = jnp.asarray(shape.num_versions)[jax.lax.axis_index(STAGE)]
+    version = before.private.num_entered - age
+    # 1. Exchange the gradient. A compressor may hide infinities and NaNs, so count them before.
+    grads = update.over_replicas(accumulated)
+    nonfinite_count = jax.lax.psum(steps.nonfinite_count(grads), DATA)
+    if staged.all_reduce.clip_norm:
+        grads = clipped(grads, optax.tree.norm(grads), staged.all_reduce.clip_norm)
+    grads, residuals = staged.all_reduce.mean(grads, weights.residuals)
+    # 2. Take the optimizer step from the newest version. With a gradient norm of NaN it keeps that version.
+    norm = optax.tree.norm(grads)
+    newest = read_version(weights, version_slot(version, kept))
+    state = PackedState(before.step, before.key, newest, weights.optimizer)
+    checked_norm = jnp.where(nonfinite_count == 0, norm, jnp.nan)
+    after, metrics = update(state, grads, staged.problem.task.zeros(), checked_norm)
+    # 3. Write the version that follows it.
+    slot = version_slot(version + 1, kept)
+    versions = tuple(
+        jax.lax.dynamic_update_index_in_dim(x, new, slot, 0)
+        for x, new in zip(weights.versions, after.params, strict=True)
+    )
+    residuals = jax.tree.map(lambda new, old: jnp.where(metrics.finite, new, old), residuals, weights.residuals)
+    nonfinite = jnp.maximum(weights.nonfinite, 1.0 - metrics.finite)
+    return Weights(versions, after.optimizer, residuals, jnp.square(norm), nonfinite)
+
+
+def computed_after(flag: jax.Array, values: Any) -> Any:
+    """Return the values, which depend on `flag` now, so that nothing can use them before it is known.
+
+    flag: a number that is at least 0. The compiler does not know this, so it cannot remove the dependence.
+    """
+    return jax.tree.map(lambda x: jnp.where(flag >= 0, x, jnp.zeros_like(x)), values)
 
 
 def update_trips(shape: TableShape, num_clocks: int) -> dict[str, tuple[float, ...]]:

@@ -34,6 +34,7 @@ class LayerPrograms:
         """Trace the programs. microbatch: its arrays or their shapes; remat: none, full or dots."""
         self._model, num_layers = problem.model, len(problem.model.layers)
         inputs = problem.model.inputs(abstract(microbatch))
+        self._can_cut = [all(map(_has_gradient, jax.tree.leaves(x))) for x in inputs[1:]] + [True]  # after each layer
         stages = Stages(problem.model, range(num_layers + 1), loop_stages(num_layers, 1), inputs, problem.task)
         key = jax.eval_shape(lambda: jax.random.key(0))
         self.programs = StagePrograms(stages, abstract(dict(microbatch)), key, num_phases=2, remat=remat)
@@ -94,9 +95,14 @@ class LayerPrograms:
                 nbytes(self.programs.programs[number].y),
                 self._stash_bytes(number),
                 nbytes(layer.shapes),
+                can_cut,
             )
-            for layer, number in zip(self._model.layers, self.numbers, strict=True)
+            for layer, number, can_cut in zip(self._model.layers, self.numbers, self._can_cut, strict=True)
         ]
+
+
+def _has_gradient(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 def _median_seconds(calls: Mapping[K, Callable[[], Any]], repeats: int) -> dict[K, float]:

@@ -13,8 +13,8 @@ from jaxpar.errors import Refusals, UserError, nearest
 from jaxpar.measure import flops
 from jaxpar.models.model import Batch, Model
 
-METHODS = ("uniform", "parameters", "flops")
-AUTO = "auto"  # by a profile; jaxpar/strategies/schedules.py replaces it by layer names
+METHODS = ("uniform", "parameters", "flops", "narrow")
+AUTO = "auto"  # by a profile; jaxpar/strategies/division.py replaces it by layer names
 
 
 def stage_bounds(
@@ -30,7 +30,8 @@ def stage_bounds(
       batch: shapes of a batch, for counting FLOPs.
       inputs: inputs of every layer: model.inputs(batch).
       method: uniform balances the number of layers, parameters the number of parameters, and flops the FLOPs of the
-        most expensive stage. Any other value lists the first layers of stages 1, 2, .., separated by commas.
+        most expensive stage. narrow balances the FLOPs too, but cuts only where the activations are smallest, such as
+        at the bottlenecks of a model. Any other value lists the first layers of stages 1, 2, .., separated by commas.
       num_stages: number of stages of the whole pipeline.
     """
     cuts = yield from explicit_cuts([layer.name for layer in model.layers], method, num_stages)
@@ -38,8 +39,12 @@ def stage_bounds(
         bounds = (0, *cuts, len(model.layers))
     else:
         by_layer = {"uniform": uniform, "parameters": parameters}
-        costs = layer_flops(model, batch, inputs) if method == "flops" else by_layer[method](model)
-        bounds = balanced(costs, num_stages)
+        costs = by_layer[method](model) if method in by_layer else layer_flops(model, batch, inputs)
+        starts = list(range(len(costs)))
+        if method == "narrow":
+            starts = yield from _narrow_starts(model, inputs, num_stages)
+        chosen = balanced(np.add.reduceat(costs, starts).tolist(), num_stages)
+        bounds = tuple([*starts, len(costs)][start] for start in chosen)
     for begin in bounds[1:-1]:
         dtypes = [leaf.dtype for leaf in jax.tree.leaves(inputs[begin])]
         if other := next((dtype for dtype in dtypes if not jnp.issubdtype(dtype, jnp.inexact)), None):
@@ -48,6 +53,19 @@ def stage_bounds(
                 f"elsewhere, because the input of {model.layers[begin].name} is {other}, which has no gradient"
             )
     return bounds
+
+
+def _narrow_starts(model: Model, inputs: Sequence[Any], num_stages: int) -> Refusals[list[int]]:
+    """Return layer 0 and the layers whose input is smallest, at which a stage can start. Refuses fewer than stages."""
+    sizes = [sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(x)) for x in inputs]
+    starts = [0, *(index for index in range(1, len(sizes)) if sizes[index] == min(sizes[1:]))]
+    if len(starts) < num_stages:
+        names = ", ".join(model.layers[index].name for index in starts[1:])
+        yield UserError(
+            f"config.pipeline.partition is 'narrow'; it must be another method for {num_stages} stages, because the "
+            f"input is smallest only at {names}"
+        )
+    return starts
 
 
 def explicit_cuts(names: Sequence[str], method: str, num_stages: int) -> Refusals[list[int] | None]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpar.errors import UserError, nearest
-from jaxpar.files import path_error, write_text
+from jaxpar.files import parse_json, path_error, write_text
 
 
 class LayerProfile(NamedTuple):
@@ -22,6 +22,7 @@ class LayerProfile(NamedTuple):
       output_bytes: bytes of the output, which the next layer reads.
       stash_bytes: bytes that the forward pass saves for the backward pass.
       weight_bytes: bytes of the weights.
+      can_cut: whether a pipeline can be cut after the layer: not if its output has no gradient. Files can omit it.
     """
 
     name: str
@@ -30,16 +31,21 @@ class LayerProfile(NamedTuple):
     output_bytes: float
     stash_bytes: float
     weight_bytes: float
+    can_cut: bool = True
 
 
-LARGEST = 1e30  # of a time or a size, so that sums stay finite
-MAX_LAYERS = 10_000
-NUMBERS = LayerProfile._fields[1:]
+LARGEST_VALUE = 1e30  # of a time or a size, so that sums stay finite
+MAX_PROFILED_LAYERS = 10_000
+NUMBERS = LayerProfile._fields[1:-1]
 
 
 def write_profile(layers: list[LayerProfile], path: Path) -> None:
     """Write a profile."""
-    write_text(path, json.dumps({"layers": [layer._asdict() for layer in layers]}, indent=1) + "\n")
+    listed = [layer._asdict() for layer in layers]
+    for layer in listed:
+        if layer["can_cut"]:
+            del layer["can_cut"]
+    write_text(path, json.dumps({"layers": listed}, indent=1) + "\n")
 
 
 def read_profile(path: Path, key: str = "--profile") -> list[LayerProfile]:
@@ -49,17 +55,17 @@ def read_profile(path: Path, key: str = "--profile") -> list[LayerProfile]:
       UserError: the file cannot be read, has no layers, or a layer has a missing or invalid value.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"), nonfinite=True)  # `_read_layer` refuses it
     except OSError as error:
         raise UserError(f"{key} is {str(path)!r}, {path_error(error)}; it must be the path of a profile") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{key} is {str(path)!r}, which is not JSON ({error}); it must be a profile") from None
     if not isinstance(content, dict):
         raise UserError(f'{path} is {_short(content)}; it must be an object: {{"layers": [...]}}')
     layers = content.get("layers")
-    if not isinstance(layers, list) or not 0 < len(layers) <= MAX_LAYERS:
+    if not isinstance(layers, list) or not 0 < len(layers) <= MAX_PROFILED_LAYERS:
         stated = f"a list of {len(layers)}" if isinstance(layers, list) and layers else _short(layers)
-        raise UserError(f"{path}: layers is {stated}; it must be a list of 1 to {MAX_LAYERS} layers")
+        raise UserError(f"{path}: layers is {stated}; it must be a list of 1 to {MAX_PROFILED_LAYERS} layers")
     read = [_read_layer(layer, f"{path}: layers[{number}]") for number, layer in enumerate(layers)]
     numbers: dict[str, int] = {}  # by name
     for index, layer in enumerate(read):
@@ -74,7 +80,7 @@ def read_profile(path: Path, key: str = "--profile") -> list[LayerProfile]:
 def _read_layer(layer: Any, where: str) -> LayerProfile:
     if not isinstance(layer, dict):
         raise UserError(f"{where} is {_short(layer)}; it must be an object with {', '.join(LayerProfile._fields)}")
-    for key in LayerProfile._fields:
+    for key in ("name", *NUMBERS):
         if key not in layer:
             raise UserError(f"{where}.{key} is missing; it must be set")
     for key in layer:
@@ -85,8 +91,10 @@ def _read_layer(layer: Any, where: str) -> LayerProfile:
         raise UserError(f"{where}.name is {_short(layer['name'])}; it must be a string of printable characters")
     for key in NUMBERS:
         value = layer[key]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < LARGEST:
-            raise UserError(f"{where}.{key} is {_short(value)}; it must be between 0 and {LARGEST:g}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < LARGEST_VALUE:
+            raise UserError(f"{where}.{key} is {_short(value)}; it must be between 0 and {LARGEST_VALUE:g}")
+    if not isinstance(layer.get("can_cut", True), bool):
+        raise UserError(f"{where}.can_cut is {_short(layer['can_cut'])}; it must be true or false")
     return LayerProfile(**layer)
 
 

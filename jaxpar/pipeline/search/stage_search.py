@@ -19,11 +19,12 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpar.pipeline.search.layer_profile import LayerProfile
+from jaxpar.pipeline.search.stage_costs import fastest_cut, paper_rates, spans, stage_seconds, sync_seconds
 from jaxpar.pipeline.tables.replicated import noam
 
-COMMUNICATION_MODELS = ("ring", "paper", "released")
-COMPARED_ROWS = 64  # rows that are compared at a time, so that they stay in the cache of the CPU
 MAX_WORKERS = 1024  # a search for them takes about 7 s with a few layers, or 16 s with a memory limit
+WORK_PER_SECOND = 1.2e8  # comparisons, on one core
+MAX_WORK = 300 * WORK_PER_SECOND  # of a hierarchical search
 MAX_VALUES = 500_000_000  # workers x layers^2, the most numbers that a search keeps, of 8 bytes each
 
 
@@ -60,29 +61,23 @@ class StagePlan(NamedTuple):
     num_in_flight: int
 
 
-def sync_seconds(model: str, nbytes: np.ndarray, num_replicas: int, bandwidth: float) -> np.ndarray:
-    """Return the seconds in which replicas of a stage exchange gradients of `nbytes` bytes.
+def search_work(num_layers: int, levels: Sequence[Level], *, has_limit: bool) -> float:
+    """Return the approximate number of comparisons of a search.
 
-    Args:
-      model: ring: ring all-reduce. paper: the formula of the paper, in which every replica exchanges all bytes with
-        every other one. released: the formula of PipeDream's released code.
-      nbytes: bytes of the weights.
-      num_replicas: number of replicas.
-      bandwidth: bytes per second.
+    A cut of the layers i..j is tried for each i, j, number of workers and number of replicas. All spans of layers have
+    plans on the inner levels. With a memory limit, these plans depend on the number of replicas and of later workers.
     """
-    others = num_replicas - 1
-    factor = {"ring": 2 * others / num_replicas, "paper": 2 * others, "released": 4 * others / num_replicas}[model]
-    return factor * nbytes / bandwidth
+    work, groups = 0.0, 1.0
+    for number, level in enumerate(reversed(levels)):
+        firsts = num_layers if number else 1
+        work += groups * firsts * level.size**2 / 2 * num_layers**2 / 2
+        groups *= level.size**2 / 2 if has_limit else 1
+    return work
 
 
 def most_workers(num_layers: int) -> int:
     """Return the largest number of workers for which a profile of this many layers can be searched."""
     return min(MAX_WORKERS, MAX_VALUES // num_layers**2)
-
-
-def replicated_seconds(model: str, compute: np.ndarray, sync: np.ndarray, num_replicas: int) -> np.ndarray:
-    """Return the time of a stage per microbatch, from the times of one replica. The released code adds the two."""
-    return (compute + sync if model == "released" else np.maximum(compute, sync)) / num_replicas
 
 
 class _Group(NamedTuple):
@@ -124,10 +119,11 @@ class StageSearch:
         """
         self._levels, self._model, self._straight, self._limit = tuple(levels), model, straight, memory_limit
         self._num_layers = len(layers)
-        self._compute = _spans([layer.forward_s + layer.backward_s for layer in layers])
-        self._weights = _spans([layer.weight_bytes for layer in layers])
-        self._held = self._weights + _spans([layer.stash_bytes for layer in layers])
+        self._compute = spans([layer.forward_s + layer.backward_s for layer in layers])
+        self._weights = spans([layer.weight_bytes for layer in layers])
+        self._held = self._weights + spans([layer.stash_bytes for layer in layers])
         self._outputs = np.array([layer.output_bytes for layer in layers], float) * (2 if transfers else 0)
+        self._outputs[[not layer.can_cut for layer in layers]] = np.inf
         self._sizes = [1, *np.cumprod([level.size for level in levels]).tolist()]  # workers of a group, by level
         self._known: dict[_Group, np.ndarray] = {}
 
@@ -151,7 +147,8 @@ class StageSearch:
         """Return the time of one stage on all workers, whose memory is not limited."""
         time, weights = self._compute[-1:, :1], self._weights[-1:, :1]
         for size, bandwidth in self._levels:
-            time = replicated_seconds(self._model, time, sync_seconds(self._model, weights, size, bandwidth), size)
+            sync = sync_seconds(self._model, weights, size, bandwidth)
+            time = stage_seconds(paper_rates(self._model, size), time, sync)
         return float(time.item())
 
     def _alone(self, group: _Group) -> np.ndarray:
@@ -186,7 +183,7 @@ class StageSearch:
         if num_replicas == 1:
             return times
         sync = sync_seconds(self._model, self._weights, num_replicas, self._levels[group.level - 1].bandwidth)
-        return replicated_seconds(self._model, times, sync, num_replicas)
+        return stage_seconds(paper_rates(self._model, num_replicas), times, sync)
 
     def _rows(self, group: _Group, first: int) -> list[np.ndarray]:
         """Return A_k(first..j, m) by [m - 1][j]: the times of the best plans of a group's first m workers."""
@@ -207,7 +204,7 @@ class StageSearch:
                 if replicas == m:
                     found = times[:, first]
                 else:
-                    found = _fastest_cut(np.maximum(rows[m - replicas - 1], transfers), times, first)
+                    found = fastest_cut(np.maximum(rows[m - replicas - 1], transfers), times, first)
                 best = found if best is None else np.minimum(best, found)
             assert best is not None
             rows.append(best)
@@ -233,26 +230,3 @@ class StageSearch:
             stages = [(head, self._outputs[cut] / bandwidth if cut >= first else 0.0), *tail, *stages]
             m, last = m - replicas, cut
         return stages
-
-
-def _spans(values: Sequence[float]) -> np.ndarray:
-    """Return the sums of values first to last, [last, first]; infinite where last < first."""
-    sums = np.cumsum([0.0, *values])
-    spans = sums[1:, None] - sums[None, :-1]
-    return np.where(np.tri(len(values), dtype=bool), spans, np.inf)
-
-
-def _fastest_cut(before: np.ndarray, times: np.ndarray, first: int) -> np.ndarray:
-    """Return the shortest time of layers first to j if they are cut anywhere, by j.
-
-    Args:
-      before: time of layers first to s and of the transfer after s, by s.
-      times: time of a stage, by [last layer, first layer].
-      first: the first layer.
-    """
-    result = np.full(len(times), np.inf)
-    for start in range(first + 1, len(times), COMPARED_ROWS):
-        stop = min(start + COMPARED_ROWS, len(times))
-        last_stage = times[start:stop, first + 1 : stop]
-        result[start:stop] = np.maximum(last_stage, before[first : stop - 1]).min(axis=1)
-    return result

@@ -42,30 +42,41 @@ class Continuous(NamedTuple):
     Attributes:
       version: the version that an action reads.
       whole_batches: whether a batch must have as many microbatches as the pipeline has devices, or more.
+      most_behind: largest number of versions that an action reads behind the newest one; None: no limit.
       reason: why it differs from training on one device, for `Plan.differs`.
     """
 
     version: Callable[[Reads], int]
     whole_batches: bool
+    most_behind: int | None
     reason: str
 
 
 CONTINUOUS = {
     # PipeDream, section 3.3: a backward reads the weights of its forward, which are stashed in between.
     "pipedream": Continuous(
-        lambda reads: reads.at_forward, False, "each stage computes a batch with the newest weights that it has"
+        lambda reads: reads.at_forward,
+        False,
+        None,
+        "each stage computes a batch with the newest weights that it has",
     ),
     # PipeDream, section 3.3, "vertical sync": a microbatch reads one version at all stages.
     "pipedream_vertical_sync": Continuous(
-        lambda reads: reads.at_entry, False, "all stages compute a batch with the weights that the first stage had"
+        lambda reads: reads.at_entry,
+        False,
+        None,
+        "all stages compute a batch with the weights that the first stage had",
     ),
     # Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021, section 3.1: W_t+1 comes from W_t - 1.
     "pipedream_2bw": Continuous(
-        lambda _: -1, True, "all stages compute a batch with weights that lack the last update"
+        lambda _: -1, True, 1, "all stages compute a batch with weights that lack the last update"
     ),
     # PipeDream, section 3.3: what happens without weight stashing. For comparison only: the gradient is wrong.
     "pipedream_without_stashing": Continuous(
-        lambda reads: reads.at_action, False, "a backward reads newer weights than its forward, so gradients are wrong"
+        lambda reads: reads.at_action,
+        False,
+        0,
+        "a backward reads newer weights than its forward, so gradients are wrong",
     ),
 }
 
@@ -153,6 +164,13 @@ def microbatches_in_flight(replicas: Sequence[int]) -> list[int]:
     for number, after in zip(reversed(replicas), [None, *reversed(replicas)], strict=False):
         result.append((result[-1] if result else 0) + number + (after not in (None, number)))
     return result[::-1]
+
+
+def most_versions(name: str, replicas: Sequence[int], num_microbatches: int) -> int:
+    """Return the largest number of versions of the weights that a device keeps. See `versions_kept`."""
+    behind = -(-(microbatches_in_flight(replicas)[0] - 1) // num_microbatches)
+    most = CONTINUOUS[name].most_behind
+    return 1 + (behind if most is None else min(behind, most))
 
 
 def num_in_flight(table: Table) -> int:

@@ -206,7 +206,7 @@ SCHEDULES = {
 }
 
 
-MAX_SIZE = 500_000  # microbatches x stages: making and simulating a table of this size takes about 20 s
+MAX_TABLE_SIZE = 500_000  # microbatches x stages: making and simulating a table of this size takes about 20 s
 
 
 def schedule_obstacle(name: str, *, num_devices: int, num_microbatches: int, num_chunks: int) -> str | None:
@@ -231,11 +231,14 @@ def schedule_obstacle(name: str, *, num_devices: int, num_microbatches: int, num
 def size_obstacle(num_devices: int, num_microbatches: int, num_chunks: int) -> str | None:
     """Return an error message in one line if a table would have too many actions; None if it would not."""
     stages = num_devices * num_chunks
-    if stages * num_microbatches <= MAX_SIZE:
+    if stages * num_microbatches <= MAX_TABLE_SIZE:
         return None
+    if stages > MAX_TABLE_SIZE:
+        most = MAX_TABLE_SIZE // num_chunks
+        return f"num_devices is {num_devices}; it must be at most {most:,} with num_chunks={num_chunks}"
     return (
-        f"num_microbatches is {num_microbatches}; it must be at most {MAX_SIZE // stages} with {stages} stages, "
-        f"because a table can have at most {MAX_SIZE} actions of each kind"
+        f"num_microbatches is {num_microbatches}; it must be at most {MAX_TABLE_SIZE // stages} with {stages} stages, "
+        f"because a table can have at most {MAX_TABLE_SIZE} actions of each kind"
     )
 
 

@@ -88,10 +88,25 @@ def test_what_is_no_partition(model: Model, method: str, num_stages: int, rule: 
         bounds_of(model, method, num_stages)
     text = str(error.value)
     assert text.startswith(
-        f"config.pipeline.partition is {method!r}; it must be one of uniform, parameters, flops, auto, or "
+        f"config.pipeline.partition is {method!r}; it must be one of uniform, parameters, flops, narrow, auto, or "
     )
     assert text.endswith(rule)
     assert "\n" not in text
+
+
+def test_narrow_cuts() -> None:
+    """Cuts are at bottlenecks; of more than are needed, those that balance the FLOPs are chosen."""
+    model, _, _ = small("gpt", "causal_lm", num_layers=8, bottlenecks="block_1,block_4,block_7")
+    names = [layer.name for layer in model.layers]
+    cuts = [names.index(f"expand_{number}") for number in (1, 4, 7)]
+    assert bounds_of(model, "narrow", 2) == (0, cuts[1], 16)
+    assert bounds_of(model, "narrow", 4) == (0, *cuts, 16)
+    with pytest.raises(UserError) as error:
+        bounds_of(model, "narrow", 5)
+    assert str(error.value) == (
+        "config.pipeline.partition is 'narrow'; it must be another method for 5 stages, because the input is smallest "
+        "only at expand_1, expand_4, expand_7"
+    )
 
 
 @pytest.mark.parametrize("method", ["flops", "block_0"])

@@ -3,7 +3,10 @@
 import itertools
 import json
 import math
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,10 +14,12 @@ import pytest
 
 from jaxpar.errors import UserError
 from jaxpar.pipeline.search.layer_profile import LayerProfile, read_profile, write_profile
-from jaxpar.pipeline.search.stage_search import COMMUNICATION_MODELS, Level, PlannedStage, StagePlan, StageSearch
+from jaxpar.pipeline.search.stage_costs import COMMUNICATION_MODELS
+from jaxpar.pipeline.search.stage_search import Level, PlannedStage, StagePlan, StageSearch
 from scripts import partition
 from tests.runs import run_script, script_error
 
+ROOT = Path(__file__).parents[3]
 Stages = list[tuple[int, int, int]]
 
 
@@ -57,7 +62,7 @@ class Brute:
         size, bandwidth = self.levels[level - 1]
         for num in range(1, min(size, len(span)) + 1):
             divisions = [parts for parts in itertools.product(range(1, size + 1), repeat=num) if sum(parts) == size]
-            for cuts in itertools.combinations(range(first, last), num - 1):
+            for cuts in itertools.combinations((n for n in range(first, last) if self.layers[n].can_cut), num - 1):
                 for parts in divisions:
                     if self.straight and max(parts) > 1:
                         continue
@@ -88,7 +93,15 @@ class Brute:
 def random_layers(rng: random.Random, num: int) -> list[LayerProfile]:
     has_weights = [rng.random() < 0.7 for _ in range(num)]
     return [
-        LayerProfile(f"l{n}", rng.random(), 2 * rng.random(), 3 * rng.random(), rng.random(), 4 * rng.random() * has)
+        LayerProfile(
+            f"l{n}",
+            rng.random(),
+            2 * rng.random(),
+            3 * rng.random(),
+            rng.random(),
+            4 * rng.random() * has,
+            rng.random() < 0.9,
+        )
         for n, has in enumerate(has_weights)
     ]
 
@@ -197,6 +210,10 @@ def profile(tmp_path: Path) -> Path:
 
 def test_a_profile_is_read_as_written(profile: Path) -> None:
     assert read_profile(profile) == LAYERS
+    assert "can_cut" not in profile.read_text()
+    whole = [LAYERS[0]._replace(can_cut=False), *LAYERS[1:]]
+    write_profile(whole, profile)
+    assert read_profile(profile) == whole
 
 
 def test_the_script(profile: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,11 +282,14 @@ WRONG_PROFILES = {
     ): "layers[1].forward_s is -1; it must be between 0 and 1e+30",
     json.dumps({"layers": [{**GOOD, "forward_s": "a" * 100}]}): 'layers[0].forward_s is "aaaaaaaaaaaa',
     json.dumps({"layers": [{**GOOD, "backward_s": math.nan}]}): "layers[0].backward_s is NaN; it must be between",
+    json.dumps({"layers": [{**GOOD, "can_cut": 1}]}): "layers[0].can_cut is 1; it must be true or false",
     json.dumps({"layers": [{**GOOD, "stash_bytes": True}]}): "layers[0].stash_bytes is true; it must be between",
     json.dumps({"layers": [{**GOOD, "name": 1}]}): "layers[0].name is 1; it must be a string",
     json.dumps({"layers": [{**GOOD, "name": "\ud800"}]}): "it must be a string of printable characters",
     json.dumps({"layers": [{**GOOD, "weight_bytes": 10**400}]}): "layers[0].weight_bytes is 1000",
     "[" * 100_000: "which is not JSON",
+    '{"layers": [], "layers": []}': "which is not JSON (the key 'layers' occurs twice)",
+    json.dumps({"layers": [GOOD]}).replace("{", '{"name": "a", ', 2): "which is not JSON (the key 'name' occurs twice)",
     json.dumps({"layers": [{**GOOD, "weight": 1}]}): "layers[0].weight is not a key; it must be one of name,",
     json.dumps({"layers": [{"name": "a"}]}): "layers[0].forward_s is missing; it must be set",
 }
@@ -288,3 +308,54 @@ def test_wrong_profiles(text: str, tmp_path: Path) -> None:
 def test_a_profile_that_is_missing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"profile.json', which does not exist; it must be the path of a profile"):
         read_profile(tmp_path / "profile.json")
+
+
+def test_a_search_that_would_take_hours_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_profile([LAYERS[1]._replace(name=f"block_{i}") for i in range(400)], tmp_path / "profile.json")
+    flags = ["--num_workers=256", "--levels=16:1e11,16:1e9", "--memory_limit=1e12"]
+    _, message = script_error(monkeypatch, capsys, partition, f"--profile={tmp_path}/profile.json", *flags)
+    seconds = 128 * 400 * (256 / 2) * (400**2 / 2) / 1.2e8
+    assert f"2 levels; for 400 layers and 256 workers the search would take about {seconds:,.0f} s, and" in message
+
+
+def test_a_memory_limit_of_0_is_none(
+    profile: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The script and config.pipeline.memory_limit agree."""
+    printed = []
+    for flags in ([], ["--memory_limit=0"]):
+        arguments = [f"--profile={profile}", "--num_workers=2", "--bandwidth=1e9", *flags]
+        assert run_script(monkeypatch, partition, *arguments) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+
+
+def test_times_that_overflow_are_null(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layer = LAYERS[0]._replace(forward_s=1e-320, backward_s=0.0, weight_bytes=1e9, stash_bytes=0.0)
+    layers = [layer, layer._replace(name="b", output_bytes=0.0, weight_bytes=0.0)]
+    write_profile([layers[0]._replace(output_bytes=0.0), layers[1]], tmp_path / "profile.json")
+    flags = ["--num_workers=2", "--bandwidth=1", "--json"]
+    assert run_script(monkeypatch, partition, f"--profile={tmp_path}/profile.json", *flags) == 0
+    printed = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert printed["speedup_over_data_parallel"] is None
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "message"),
+    [("/dev/full", 2, "jaxpar: the standard output cannot be written: No space left on device\n"), ("pipe", 1, "")],
+)
+def test_an_output_that_cannot_be_written(output: str, code: int, message: str, profile: Path) -> None:
+    if output == "pipe":
+        reader, writer = os.pipe()
+        os.close(reader)
+    else:
+        writer = os.open(output, os.O_WRONLY)
+    command = [sys.executable, partition.__file__, f"--profile={profile}", "--num_workers=2", "--bandwidth=1e9"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (code, message)
