@@ -229,10 +229,6 @@ class Layout:
         """Whether the arrays are in host memory between steps."""
         return any(leaf.on_host for leaf in self._flat)
 
-    def held_by(self, axis: str, number: int) -> list[int]:
-        """Return the indices, in tree order, of the leaves that a device of the axis holds."""
-        return [i for i, leaf in enumerate(self._flat) if _holds(leaf.holders, axis, number)]
-
     def owner_of(self, leaf: int) -> int:
         """Return the index of the device that owns a leaf on the axis of its holders; 0 if all devices hold it."""
         holders = self._flat[leaf].holders
@@ -247,10 +243,6 @@ def join(layouts: Tree) -> Layout:
 
 def _is_layout(node: Any) -> bool:
     return isinstance(node, LeafLayout)
-
-
-def _holds(holders: Holders | None, axis: str, number: int) -> bool:
-    return holders is None or holders.axis != axis or number in holders.numbers
 
 
 # ---- layouts of whole trees ---------------------------------------------------------------------

@@ -95,9 +95,9 @@ class Decision(Generic[Source]):
     needs_profile: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan(Generic[Details]):
-    """A strategy for a problem on a cluster.
+    """A strategy for a problem on a cluster. Plans are equal only if they are the same object.
 
     Attributes:
       strategy: name of the strategy in STRATEGIES.

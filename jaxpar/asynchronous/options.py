@@ -127,6 +127,10 @@ def _refuse_delays(config: ConfigDict, why: str, but: Collection[str] = ()) -> R
 def _refuse_mitigations(config: ConfigDict) -> Refusals[None]:
     a, names = config.asynchronous, named_mitigations(config)
     has_strength = bool(set(names) & STRENGTHS.keys())
+    if a.mitigations and "" in map(str.strip, a.mitigations.split(",")):
+        yield UserError(
+            f"config.asynchronous.mitigations is {a.mitigations!r}; it must be names separated by commas, or empty"
+        )
     for name in names:
         yield from refuse_choice("asynchronous.mitigations", name, MITIGATIONS)
     if names and a.policy in LOCAL_POLICIES:

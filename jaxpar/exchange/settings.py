@@ -10,7 +10,7 @@ from jaxpar.exchange.compress import FLOAT8
 from jaxpar.exchange.gradients import GRADIENTS
 from jaxpar.exchange.presets import AVERAGE, PASSES
 
-POSITIVE = ("bucket_bytes", "group", "predivide", PASSES, "interval", "rank")
+POSITIVE = ("bucket_bytes", "group", "predivide", PASSES, "rank")
 CHOICES = {
     "wire_dtype": ("float16", "bfloat16", *FLOAT8),
     "algorithm": ("psum", "ring"),
@@ -18,7 +18,15 @@ CHOICES = {
 }
 QUANTIZED = ("quantized_weights", "quantized_gradients")
 SHARES = ("ratio", "warmup")
-RANGES = {"momentum": (0.0, 1.0), "levels": (1, 127), "block": (0, 2**31), "min_compress_bytes": (0, 2**31)}
+INT32 = 2**31 - 1  # seeds and steps are int32
+RANGES = {
+    "momentum": (0.0, 1.0),
+    "levels": (1, 127),
+    "block": (0, 2**31),
+    "min_compress_bytes": (0, 2**31),
+    "seed": (0, INT32),
+    "interval": (1, INT32),
+}
 
 
 def options(name: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Models by name: `build` finds the model's module and calls it to create the sequence of layers."""
 
 import importlib
+import inspect
 from types import ModuleType
 
 from ml_collections import ConfigDict
@@ -92,6 +93,10 @@ def _import_from_path(name: str) -> ModuleType:
             f"config.model.name is {name!r}; it must be one of {', '.join(MODELS)}, or the dotted name of your own "
             f"module, such as my_package.my_model{hint and '.' + hint}"
         )
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise UserError(
+            f"config.model.name is {name!r}; it must be one of {', '.join(MODELS)}, or a dotted module name"
+        )
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -102,6 +107,15 @@ def _import_from_path(name: str) -> ModuleType:
             f"config.model.name is {name!r}, but PYTHONPATH contains no module {error.name!r}; "
             f"it must be one of {', '.join(MODELS)}, or your own module"
         ) from error
-    if not hasattr(module, "build"):
+    if not _takes_two(getattr(module, "build", None)):
         raise UserError(f"config.model.name is {name!r}, but {module.__file__} has no function build(config, info)")
     return module
+
+
+def _takes_two(function: object) -> bool:
+    """Return whether the object is a function that can be called with two arguments."""
+    try:
+        inspect.signature(function).bind(None, None)  # type: ignore[arg-type]  # raises TypeError for other objects
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -16,6 +16,7 @@ from jaxpar.models.layers import (
     ACTIVATIONS,
     INIT_SCALE,
     TIED_HEAD,
+    Embed,
     classifier,
     dropout,
     linear,
@@ -25,7 +26,7 @@ from jaxpar.models.layers import (
     transformer,
 )
 from jaxpar.models.model import Context, Model
-from jaxpar.models.options import Spec, check_task, pick, transformer_spec
+from jaxpar.models.options import BLOCK_DEFAULTS, Spec, check_task, pick, transformer_spec
 from jaxpar.tasks import Task
 
 # Sizes from https://github.com/google-research/bert
@@ -37,6 +38,7 @@ SIZES = {
     "large": {"num_layers": 24, "hidden_size": 1024, "num_heads": 16},
 }
 DEFAULTS = {"mlp_size": None, "vocab_size": None, "max_length": None, "dropout": 0.1, "activation": "gelu"}
+DEFAULTS |= BLOCK_DEFAULTS
 FIXED = {"num_kv_heads": None, "norm": "layernorm", "positions": "learned"}
 NORM_EPS = 1e-12
 
@@ -48,10 +50,10 @@ def build(config: ConfigDict, info: DataInfo) -> Model:
     """
     task, spec, pooling = resolve(config, info)
     if task.head == "masked_lm":
-        return transformer(config, spec, partial(MaskedLMHead, spec), TIED_HEAD)
+        return transformer(config, spec, partial(Embed, spec), partial(MaskedLMHead, spec), TIED_HEAD)
     if task.head == "token":
-        return transformer(config, spec, partial(TokenHead, spec, info.num_outputs))
-    return transformer(config, spec, partial(PoolingHead, spec, pooling, info.num_outputs))
+        return transformer(config, spec, partial(Embed, spec), partial(TokenHead, spec, info.num_outputs))
+    return transformer(config, spec, partial(Embed, spec), partial(PoolingHead, spec, pooling, info.num_outputs))
 
 
 def resolve(config: ConfigDict, info: DataInfo) -> tuple[Task, Spec, str]:

@@ -19,6 +19,7 @@ from jaxpar.models.layers import (
     ACTIVATIONS,
     INIT_SCALE,
     TIED_HEAD,
+    Embed,
     classifier,
     dropout,
     norm,
@@ -28,7 +29,7 @@ from jaxpar.models.layers import (
     transformer,
 )
 from jaxpar.models.model import Context, Model
-from jaxpar.models.options import Spec, check_task, pick, transformer_spec
+from jaxpar.models.options import BLOCK_DEFAULTS, Spec, check_task, pick, transformer_spec
 from jaxpar.tasks import Task
 
 SIZES = {
@@ -47,6 +48,7 @@ DEFAULTS = {
     "norm": "layernorm",
     "activation": "gelu_tanh",
     "positions": "learned",
+    **BLOCK_DEFAULTS,
 }
 NORM_EPS = 1e-5
 
@@ -55,8 +57,8 @@ def build(config: ConfigDict, info: DataInfo) -> Model:
     """Build the layers embed, block_0 to block_(num_layers - 1), head. Outputs logits [B, T, V] or [B, C], float32."""
     task, spec = resolve(config, info)
     if task.head == "causal_lm":
-        return transformer(config, spec, partial(CausalLMHead, spec), TIED_HEAD)
-    return transformer(config, spec, partial(LastTokenHead, spec, info.num_outputs))
+        return transformer(config, spec, partial(Embed, spec), partial(CausalLMHead, spec), TIED_HEAD)
+    return transformer(config, spec, partial(Embed, spec), partial(LastTokenHead, spec, info.num_outputs))
 
 
 def resolve(config: ConfigDict, info: DataInfo) -> tuple[Task, Spec]:

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from ml_collections import ConfigDict
 
+from jaxpar.models.attention import attend
+from jaxpar.models.bottleneck import Maker, with_bottlenecks
 from jaxpar.models.model import Context, Model, Tie
 from jaxpar.models.options import Spec
 
@@ -151,48 +153,8 @@ class Attention(nnx.Module):
         # Padding is on the right, so with causal attention no real position attends to it.
         if "mask" in context.batch and not spec.causal:
             lengths_B = real_lengths(context.batch["mask"])
-        if spec.attention == "batched":
-            y_BTHK = batched_attention(q_BTHK, k_BTGK, v_BTGK, is_causal=spec.causal, lengths_B=lengths_B)
-        else:
-            with jax.numpy_dtype_promotion("standard"):  # JAX's own code mixes bfloat16 and float32
-                y_BTHK = jax.nn.dot_product_attention(
-                    q_BTHK,
-                    k_BTGK,
-                    v_BTGK,
-                    is_causal=spec.causal,
-                    key_value_seq_lengths=lengths_B,
-                    implementation=spec.attention,
-                )
+        y_BTHK = attend(q_BTHK, k_BTGK, v_BTGK, spec.attention, is_causal=spec.causal, lengths_B=lengths_B)
         return self.out(y_BTHK.reshape(x.shape)).reshape(B, T, D)
-
-
-def batched_attention(
-    q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, *, is_causal: bool, lengths_B: jax.Array | None
-) -> jax.Array:
-    """Compute `jax.nn.dot_product_attention` by products of contiguous matrices, one per head: [B, T, H, K].
-
-    XLA on CPUs then takes about three quarters of the time, forward and backward.
-
-    Args:
-      q_BTHK: queries.
-      k_BTGK: keys.
-      v_BTGK: values.
-      is_causal: whether positions attend only to themselves and earlier positions.
-      lengths_B: number of positions of each example that can be attended to; None: all.
-    """
-    (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
-    q_BGRTK = q_BTHK.reshape(B, T, G, H // G, K).transpose(0, 2, 3, 1, 4)
-    k_BGSK, v_BGSK = k_BTGK.swapaxes(1, 2), v_BTGK.swapaxes(1, 2)
-    scores = jnp.einsum("bgrtk,bgsk->bgrts", q_BGRTK, k_BGSK, preferred_element_type=jnp.float32) / math.sqrt(K)
-    lowest = 0.5 * jnp.finfo(scores.dtype).min  # finite, so that a row without any position to attend to is not NaN
-    if is_causal:
-        scores = jnp.where(jnp.tril(jnp.ones((1, 1, 1, T, T), bool)), scores, lowest)
-    if lengths_B is not None:
-        is_real_BT = jnp.arange(T)[None, :] < lengths_B[:, None]
-        scores = jnp.where(is_real_BT[:, None, None, None, :], scores, lowest)
-    probabilities = jax.nn.softmax(scores, axis=-1).astype(v_BGSK.dtype)
-    y_BGRTK = jnp.einsum("bgrts,bgsk->bgrtk", probabilities, v_BGSK)
-    return y_BGRTK.transpose(0, 3, 1, 2, 4).reshape(B, T, H, K)
 
 
 def real_lengths(mask_BT: jax.Array) -> jax.Array:
@@ -226,7 +188,8 @@ class Block(nnx.Module):
     def __init__(self, spec: Spec, rngs: nnx.Rngs):
         self.spec = spec
         # GPT-2 (Radford et al. 2019, section 2.3) scales the initial weights of residual branches down with depth.
-        out_scale = INIT_SCALE / math.sqrt(2 * spec.num_layers) if spec.pre_norm else INIT_SCALE
+        depth = spec.num_layers * spec.num_applications
+        out_scale = INIT_SCALE / math.sqrt(2 * depth) if spec.pre_norm else INIT_SCALE
         self.attention = Attention(spec, rngs, out_scale=out_scale)
         self.attention_norm = norm(spec, rngs)
         self.mlp = MLP(spec, rngs, out_scale=out_scale)
@@ -249,13 +212,13 @@ def token_logits(x_BTD: jax.Array, tokens_VD: jax.Array, spec: Spec) -> jax.Arra
     return logits.reshape(*x_BTD.shape[:-1], len(tokens_VD))
 
 
-def transformer(
-    config: ConfigDict, spec: Spec, head: Callable[[nnx.Rngs], nnx.Module], ties: tuple[Tie, ...] = ()
-) -> Model:
-    """Return the model with layers embed, block_0 to block_(num_layers - 1), head."""
-    makers: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {"embed": partial(Embed, spec)}
-    makers |= dict.fromkeys((f"block_{i}" for i in range(spec.num_layers)), partial(Block, spec))
-    return Model({**makers, "head": head}, ties=ties, scan=config.model.scan_layers, remat=config.model.remat)
+def transformer(config: ConfigDict, spec: Spec, embed: Maker, head: Maker, ties: tuple[Tie, ...] = ()) -> Model:
+    """Return the model with layers embed, block_0 to block_(num_layers - 1), head, and bottlenecks of the config."""
+    blocks = dict.fromkeys((f"block_{i}" for i in range(spec.num_layers)), partial(Block, spec))
+    makers = {"embed": embed, **with_bottlenecks(config, blocks, spec.hidden_size), "head": head}
+    applications = dict.fromkeys(blocks, spec.num_applications)
+    scan, remat = config.model.scan_layers, config.model.remat
+    return Model(makers, ties=ties, applications=applications, scan=scan, remat=remat)
 
 
 TIED_HEAD = (Tie("head", "tokens", "embed", "tokens"),)

@@ -3,7 +3,6 @@
 Array dims: B examples, D features, C classes.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -15,12 +14,13 @@ from ml_collections import ConfigDict
 
 from jaxpar.data import DataInfo
 from jaxpar.errors import check_choice
+from jaxpar.models.bottleneck import Maker, with_bottlenecks
 from jaxpar.models.layers import ACTIVATIONS, dropout
 from jaxpar.models.model import Context, Model
-from jaxpar.models.options import check_task, pick
+from jaxpar.models.options import BLOCK_DEFAULTS, check_task, pick
 
 SIZES = {"tiny": {"num_layers": 2, "hidden_size": 128}}
-DEFAULTS = {"dropout": 0.0, "activation": "relu"}
+DEFAULTS = {"dropout": 0.0, "activation": "relu", **BLOCK_DEFAULTS}
 
 
 def build(config: ConfigDict, info: DataInfo) -> Model:
@@ -35,11 +35,15 @@ def build(config: ConfigDict, info: DataInfo) -> Model:
         dropout=values["dropout"],
         dtype=jnp.dtype(config.model.dtype),
     )
-    makers: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {"embed": partial(hidden, int(np.prod(info.input_shape)))}
-    names = (f"block_{i}" for i in range(values["num_layers"]))
-    makers |= dict.fromkeys(names, partial(hidden, values["hidden_size"]))
-    makers["head"] = partial(MLPHead, values["hidden_size"], info.num_outputs)
-    return Model(makers, scan=config.model.scan_layers, remat=config.model.remat)
+    width = values["hidden_size"]
+    blocks = dict.fromkeys((f"block_{i}" for i in range(values["num_layers"])), partial(hidden, width))
+    makers: dict[str, Maker] = {
+        "embed": partial(hidden, int(np.prod(info.input_shape))),
+        **with_bottlenecks(config, blocks, width),
+        "head": partial(MLPHead, width, info.num_outputs),
+    }
+    applications = dict.fromkeys(blocks, values["num_applications"] or 1)
+    return Model(makers, applications=applications, scan=config.model.scan_layers, remat=config.model.remat)
 
 
 def unit_range(x: jax.Array, dtype: DTypeLike) -> jax.Array:

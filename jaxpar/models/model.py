@@ -73,11 +73,12 @@ class LayerRun(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """One layer: its name, its structure without arrays, and the shapes of its parameters."""
+    """One layer: its name, its structure without arrays, the shapes of its parameters, and how often it is applied."""
 
     name: str
     graphdef: GraphDef
     shapes: LayerParams
+    num_applications: int
 
 
 class Model:
@@ -94,6 +95,7 @@ class Model:
         makers: Mapping[str, Callable[[nnx.Rngs], nnx.Module]],
         *,
         ties: tuple[Tie, ...] = (),
+        applications: Mapping[str, int] | None = None,
         scan: bool = False,
         remat: str = "none",
     ):
@@ -103,6 +105,8 @@ class Model:
           makers: layer name -> function that creates the layer, in order. Equal layers should share one function: they
             are then traced and initialized together.
           ties: arrays that two layers share.
+          applications: layer name -> number of times that the layer is applied, one after another, with the same
+            parameters (Lan et al., "ALBERT", 2020); by default 1.
           scan: whether to compute a run of identical layers with one `lax.scan`.
           remat: none, full or dots: which values the backward pass recomputes in each layer.
         """
@@ -112,7 +116,8 @@ class Model:
         self.ties = ties
         different = {id(make): make for make in self._makers.values()}
         abstract = {key: _abstract(make) for key, make in different.items()}
-        self.layers = tuple(Layer(name, *abstract[id(make)]) for name, make in self._makers.items())
+        times = applications or {}
+        self.layers = tuple(Layer(name, *abstract[id(make)], times.get(name, 1)) for name, make in self._makers.items())
         self.runs = tuple(self._find_runs())
 
     def unrolled(self) -> "Model":
@@ -191,7 +196,7 @@ class Model:
                 for index in range(first, last):
                     layer = self.layers[index]
                     weights = self._with_ties(params, layer.name)
-                    x = self._call(layer, weights, x, batch, keys_B, index + shift, fetch)
+                    x = self._call(layer, weights, x, batch, keys_B, index + shift, fetch, scan=scan)
         return x
 
     def inputs(self, batch: Batch) -> list[Activations]:
@@ -235,17 +240,45 @@ class Model:
         keys_B: jax.Array | None,
         index: Index,
         fetch: Fetch | None,
+        *,
+        scan: bool = True,
     ) -> Activations:
         def call(weights: LayerParams, x: Activations) -> Activations:
             keys = None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, index)
             weights = weights if fetch is None else fetch(layer.shapes, weights)
+            if layer.num_applications > 1:
+                return self._repeat(layer, weights, x, batch, keys, scan=scan)
             return nnx.merge(layer.graphdef, weights)(x, Context(batch, keys))
 
-        if self._remat != "none":
+        if self._remat != "none" and layer.num_applications == 1:
             call = jax.checkpoint(call, policy=REMAT_POLICIES[self._remat])
         elif fetch is not None:
             call = jax.checkpoint(call, policy=is_computed)
         return call(weights, x)
+
+    def _repeat(
+        self,
+        layer: Layer,
+        weights: LayerParams,
+        x: Activations,
+        batch: Batch,
+        keys_B: jax.Array | None,
+        *,
+        scan: bool,
+    ) -> Activations:
+        """Apply a layer several times. Each application has dropout keys and a rematerialization of its own."""
+
+        def apply(x: Activations, number: Index) -> tuple[Activations, None]:
+            keys = None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, number)
+            return nnx.merge(layer.graphdef, weights)(x, Context(batch, keys)), None
+
+        if self._remat != "none":
+            apply = jax.checkpoint(apply, policy=REMAT_POLICIES[self._remat])
+        if self._scan and scan:
+            return jax.lax.scan(apply, x, jnp.arange(layer.num_applications))[0]
+        for number in range(layer.num_applications):
+            x, _ = apply(x, number)
+        return x
 
     def _with_ties(self, params: Params, name: str) -> LayerParams:
         tied = {tie.name: params[tie.source][tie.source_name] for tie in self.ties if tie.layer == name}

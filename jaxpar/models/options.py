@@ -15,6 +15,8 @@ from jaxpar.errors import UserError, check_choice
 from jaxpar.tasks import Head, Task
 
 AttentionKernel = Literal["xla", "batched", "cudnn"]
+MAX_LAYERS, MAX_SIZE = 10_000, 10_000_000  # of the keys in DEPTHS, and of the other numbers in config.model
+DEPTHS = ("num_layers", "num_applications")
 # The keys of config.model that override a size. Each model supports some of them.
 OVERRIDES = (
     "num_layers",
@@ -30,7 +32,13 @@ OVERRIDES = (
     "positions",
     "pooling",
     "patch_size",
+    "num_applications",
+    "bottlenecks",
+    "bottleneck",
+    "bottleneck_factor",
 )
+# Of every model with blocks. None: the default, which configs/default.py gives.
+BLOCK_DEFAULTS = dict.fromkeys(("num_applications", "bottlenecks", "bottleneck", "bottleneck_factor"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +56,7 @@ class Spec:
       causal: whether positions attend only to themselves and earlier positions.
       dtype: dtype of the computation.
       flatten_positions: whether linear maps multiply one matrix [B x T, D] rather than an array [B, T, D].
+      num_applications: number of times that each block is applied, one after another.
     """
 
     num_layers: int
@@ -68,6 +77,7 @@ class Spec:
     dtype: DTypeLike
     attention: AttentionKernel
     flatten_positions: bool
+    num_applications: int
 
     @property
     def head_dim(self) -> int:
@@ -117,6 +127,8 @@ def pick(config: ConfigDict, sizes: Mapping[str, Mapping[str, Any]], defaults: M
             )
         if isinstance(value, int) and not isinstance(value, bool) and key != "dropout" and value < 1:
             raise UserError(f"config.model.{key} is {value}; it must be at least 1")
+        if isinstance(value, int) and value > (most := MAX_LAYERS if key in DEPTHS else MAX_SIZE):
+            raise UserError(f"config.model.{key} is {value}; it must be at most {most:,}")
         values[key] = value
     if "num_heads" not in values and config.model.attention == "cudnn":
         raise UserError(
@@ -174,6 +186,7 @@ def transformer_spec(
         dtype=dtype,
         attention=attention_kernel(config.model.attention, dtype, hidden // heads),
         flatten_positions=config.model.flatten_positions,
+        num_applications=values["num_applications"] or 1,
     )
 
 

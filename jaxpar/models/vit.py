@@ -3,7 +3,6 @@
 Array dims: B examples, H height, W width, C channels, T positions (patches, after the class token), D features.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,10 +13,10 @@ from ml_collections import ConfigDict
 
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError, check_choice
-from jaxpar.models.layers import INIT_SCALE, Block, classifier, dropout, norm, normalize
+from jaxpar.models.layers import INIT_SCALE, classifier, dropout, norm, normalize, transformer
 from jaxpar.models.mlp import unit_range
 from jaxpar.models.model import Context, Model
-from jaxpar.models.options import Spec, attention_kernel, check_task, pick
+from jaxpar.models.options import BLOCK_DEFAULTS, Spec, attention_kernel, check_task, pick
 
 # Sizes: base and large from table 1 of the paper; tiny and small from table 1 of DeiT (Touvron et al. 2020).
 SIZES = {
@@ -27,6 +26,7 @@ SIZES = {
     "large": {"num_layers": 24, "hidden_size": 1024, "num_heads": 16},
 }
 DEFAULTS = {"mlp_size": None, "dropout": 0.1, "activation": "gelu", "pooling": "cls", "patch_size": 16}
+DEFAULTS |= BLOCK_DEFAULTS
 NORM_EPS = 1e-6
 
 
@@ -35,11 +35,8 @@ def build(config: ConfigDict, info: DataInfo) -> Model:
     check_task(config, info, heads=("example",), kinds=("image",))
     values = pick(config, SIZES, DEFAULTS)
     spec, pooling, patch = resolve(config, info, values), values["pooling"], values["patch_size"]
-    channels = info.input_shape[2]
-    makers: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {"embed": partial(PatchEmbed, spec, pooling, patch, channels)}
-    makers |= dict.fromkeys((f"block_{i}" for i in range(spec.num_layers)), partial(Block, spec))
-    makers["head"] = partial(ImageHead, spec, pooling, info.num_outputs)
-    return Model(makers, scan=config.model.scan_layers, remat=config.model.remat)
+    embed = partial(PatchEmbed, spec, pooling, patch, info.input_shape[2])
+    return transformer(config, spec, embed, partial(ImageHead, spec, pooling, info.num_outputs))
 
 
 def resolve(config: ConfigDict, info: DataInfo, values: dict[str, Any]) -> Spec:
@@ -78,6 +75,7 @@ def resolve(config: ConfigDict, info: DataInfo, values: dict[str, Any]) -> Spec:
         dtype=dtype,
         attention=attention_kernel(config.model.attention, dtype, hidden // heads),
         flatten_positions=config.model.flatten_positions,
+        num_applications=values["num_applications"] or 1,
     )
 
 

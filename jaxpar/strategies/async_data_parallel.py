@@ -40,7 +40,7 @@ from jaxpar.asynchronous.traffic import trees_sent
 from jaxpar.asynchronous.transport import BeginTransport
 from jaxpar.asynchronous.virtual_time import Emulation
 from jaxpar.cluster import Cluster
-from jaxpar.errors import Refusals, UserError
+from jaxpar.errors import Refusals, UserError, format_count
 from jaxpar.layout import Layout
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Model
@@ -69,7 +69,8 @@ def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Ref
     workers, microbatches = config.asynchronous.num_workers, config.optimizer.accumulation_steps
     yield from meshes.refuse_sizes(config, cluster)
     taken = min(meshes.sizes(config, cluster)[DATA], workers)
-    words = f"{workers} workers (config.asynchronous.num_workers) x {microbatches} accumulation steps"
+    steps_words = format_count(microbatches, "accumulation step")
+    words = f"{format_count(workers, 'worker')} (config.asynchronous.num_workers) x {steps_words}"
     divisor = math.lcm(workers * microbatches, taken)
     return Decision({DATA: taken, STAGE: 1}, divisor, f"{words}, on {taken} devices", taken, source)
 
@@ -79,7 +80,7 @@ class AsyncDetails:
     """The details of a plan that `build` needs.
 
     Attributes:
-      config: the config of the run.
+      config: a copy of the config of the run.
       updates: the update table; None for a live run.
       mitigations: mitigations of staleness.
       optimizer: the optimizer of the problem, possibly modified by a mitigation.
@@ -115,7 +116,7 @@ def plan(
         decision,
         summarize_updates(config, updates, has_device),
         layouts,
-        AsyncDetails(config, updates, mitigations, problem.optimizer, places),
+        AsyncDetails(config.copy_and_resolve_references(), updates, mitigations, problem.optimizer, places),
         state_memory(layouts),
         (Traffic("copy", "float32", DATA, nbytes_sent, messages),) if sent else (),
         private_key=async_private_key(config, updates),

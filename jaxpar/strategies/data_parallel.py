@@ -19,20 +19,17 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxpar import layout
 from jaxpar import mesh as meshes
-from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar.cluster import Cluster
-from jaxpar.errors import Refusals, UserError, format_count, refuse_choice
-from jaxpar.exchange.reduce import ring_traffic
+from jaxpar.errors import Refusals, UserError, refuse_choice
 from jaxpar.mesh import DATA
 from jaxpar.models.model import Model
-from jaxpar.plan import Decision, Plan, state_memory
-from jaxpar.state import State, nbytes
-from jaxpar.step import Metrics, Problem, with_shardings
-from jaxpar.strategies import exchanges, master, replicas
-from jaxpar.strategies.placement import PlacedState, batch_placer, by_replica, on_all
+from jaxpar.plan import Decision, Plan
+from jaxpar.state import State
+from jaxpar.step import Metrics, Problem
+from jaxpar.strategies import exchanges, master, replicas, single
+from jaxpar.strategies.placement import PlacedState, by_replica
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
@@ -62,7 +59,7 @@ def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Ref
             f"{config.model.dtype!r}; it must be one of auto, shard_map, pmap, which sum in float32, "
             "with several replicas"
         )
-    return Decision(axes, *batch_divisor(config, axes[DATA]), num_replicas=axes[DATA], source=None)
+    return Decision(axes, *single.batch_divisor(config, axes[DATA]), num_replicas=axes[DATA], source=None)
 
 
 def is_plain(config: ConfigDict) -> bool:
@@ -73,13 +70,6 @@ def is_plain(config: ConfigDict) -> bool:
 def sums_are_float32(config: ConfigDict, num_replicas: int) -> bool:
     """Return whether XLA's partitioner would sum gradients in float32. It sums in the dtype of the model."""
     return num_replicas == 1 or config.model.dtype == "float32"
-
-
-def batch_divisor(config: ConfigDict, num_replicas: int) -> tuple[int, str]:
-    """Return the batch divisor, which is replicas x accumulation steps, and its description."""
-    number = config.optimizer.accumulation_steps
-    words = f"{format_count(num_replicas, 'replica')} (the data axis) x {format_count(number, 'accumulation step')}"
-    return num_replicas * number, words
 
 
 def plan(
@@ -96,65 +86,15 @@ def plan(
         return (yield from replicas.plan(config, shapes, decision, on_cpu=cluster.platform == "cpu"))
     summary = "batch sharded, state replicated"
     summary = f"pmap: {summary}" if implementation == "pmap" else "one device" if num_replicas == 1 else summary
-    return plan_replicated("data_parallel", shapes, decision, summary, implementation)
-
-
-def plan_replicated(
-    strategy: str, shapes: Problem, decision: Decision[None], summary: str, implementation: str = "sharding"
-) -> Plan[str]:
-    """Plan the whole state on each device, and an all-reduce of the gradients by XLA, assumed to be a ring.
-
-    Args:
-      strategy: name of the strategy.
-      shapes: the problem.
-      decision: the mesh and the batch divisor.
-      summary: summary of the plan.
-      implementation: sharding or pmap; becomes the `details` of the plan.
-    """
-    like, n = states.abstract_state(shapes.model, shapes.optimizer), decision.num_replicas
-    over = (DATA,) if implementation == "pmap" else ()  # arrays of pmap have a leading dim over the replicas
-    layouts = {
-        part: layout.per_replica(decision.axes, tree, *over, are_copies=True) for part, tree in like._asdict().items()
-    }
-    size, num_arrays = nbytes(like.params), len(jax.tree.leaves(like.params))
-    traffic = (ring_traffic("all-reduce", 2, DATA, n, size, "float32", num_vectors=num_arrays),) if n > 1 else ()
-    exchange = "" if strategy == "single" else "ddp"
-    return Plan(strategy, decision, summary, layouts, implementation, state_memory(layouts), traffic, exchange)
+    return single.plan_replicated("data_parallel", shapes, decision, summary, implementation)
 
 
 def build(plan: DataParallelPlan, problem: Problem, devices: Sequence[jax.Device]) -> Strategy[State]:
     """Build the implementation that was planned."""
     if isinstance(plan.details, replicas.ReplicaDetails):
         return replicas.build(plan, problem, devices)
-    builders = {"master": master.build, "sharding": build_sharding, "pmap": build_pmap}
+    builders = {"master": master.build, "sharding": single.build, "pmap": build_pmap}
     return builders[plan.details](plan, problem, devices)
-
-
-def build_sharding(plan: Plan[str], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[State]:
-    """Build data parallelism with `jit` over a mesh: the batch is split, the state replicated."""
-    mesh = meshes.make_mesh(plan.axes, devices)
-    placed = PlacedState(problem, plan.layouts, mesh)
-
-    def step(state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
-        grads, sums = steps.gradients(problem, state, batch, steps.batch_weight(batch))
-        return steps.update(problem, state, grads, sums)
-
-    def evaluate(state: State, batch: dict[str, jax.Array]) -> Sums:
-        return steps.evaluate(problem, state.params, batch)
-
-    compiled_step = jax.jit(step, donate_argnums=0, out_shardings=(placed.shardings, on_all(mesh)))
-    arguments = placed.abstract, with_shardings(problem.batch, by_replica(mesh))
-    return Strategy(
-        plan,
-        tuple(mesh.devices.flat),
-        init=placed.init,
-        place=batch_placer(mesh),
-        step=meshes.one_at_a_time(compiled_step, mesh),
-        evaluate=meshes.one_at_a_time(jax.jit(evaluate, out_shardings=on_all(mesh)), mesh),
-        to_canonical=placed.to_canonical,
-        from_canonical=placed.from_canonical,
-        compile=lambda: [CompiledProgram(compiled_step.lower(*arguments).compile())],
-    )
 
 
 def build_pmap(plan: Plan[str], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[State]:

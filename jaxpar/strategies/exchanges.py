@@ -10,6 +10,7 @@ from jaxpar.cluster import Cluster
 from jaxpar.errors import Refusals, UserError, refuse_choice
 from jaxpar.exchange import presets
 from jaxpar.exchange.around import AROUND, Rule
+from jaxpar.exchange.compress import FLOAT8
 from jaxpar.exchange.exchange import AllReduce, Exchange
 from jaxpar.exchange.gradients import GRADIENTS
 from jaxpar.exchange.powersgd import largest_rank
@@ -33,10 +34,10 @@ def name(config: ConfigDict) -> str:
     return " ".join([config.exchange, *(f"{key}={value}" for key, value in sorted(given(config).items()))])
 
 
-def algorithm(config: ConfigDict) -> str | None:
-    """Return the algorithm with which the exchange sums vectors; None if it has no such option."""
-    chosen = {**options(config.exchange), **given(config)}.get("algorithm")
-    return None if chosen is None else str(chosen)
+def sums_along_a_ring(config: ConfigDict) -> bool:
+    """Return whether replicas send gradients to their neighbours on a ring. A float8 or a group rules that out."""
+    chosen = {**options(config.exchange), **given(config)}
+    return chosen.get("algorithm") == "ring" and chosen["wire_dtype"] not in FLOAT8 and chosen["group"] == 1
 
 
 def private_key(config: ConfigDict, num_replicas: int) -> dict[str, Any]:
@@ -132,8 +133,13 @@ def configured_exchange(config: ConfigDict, problem: Problem, num_replicas: int)
     return presets.make_exchange(config.exchange, Axis(DATA, num_replicas), rule, **_with_seed(config))
 
 
-def refuse_beyond_gradients(config: ConfigDict, num_replicas: int, cluster: Cluster) -> Refusals[None]:
-    """Refuse an invalid exchange of a pipeline, whose replicas can exchange only gradients."""
+def refuse_beyond_gradients(
+    config: ConfigDict, num_replicas: int, cluster: Cluster, *, has_ring: bool = True
+) -> Refusals[None]:
+    """Refuse an invalid exchange of a pipeline, whose replicas can exchange only gradients.
+
+    has_ring: whether the pipeline supports a ring all-reduce, the default of some exchanges.
+    """
     for key in given(config).keys() & {PASSES, AVERAGE}:
         yield UserError(
             f"config.exchange_options.{key} is {given(config)[key]}; it must be None with "
@@ -145,8 +151,9 @@ def refuse_beyond_gradients(config: ConfigDict, num_replicas: int, cluster: Clus
             if config.exchange == "dp"
             else "wraps the optimizer of the whole model, but each stage has only a part of it"
         )
+        names = [name for name in GRADIENTS if has_ring or options(name).get("algorithm") != "ring"]
         yield UserError(
-            f"config.exchange is {config.exchange!r}, which {reason}; it must be one of {', '.join(GRADIENTS)} with "
+            f"config.exchange is {config.exchange!r}, which {reason}; it must be one of {', '.join(names)} with "
             "config.strategy='pipeline'"
         )
     yield from refuse_exchange(config, num_replicas, cluster)

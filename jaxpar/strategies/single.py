@@ -1,28 +1,36 @@
-"""`single`: training on one device, the reference for all other strategies."""
+"""`single`: training on one device, the reference for all other strategies.
+
+The same program, compiled for a mesh of several devices, is data parallelism with the implementation `sharding`.
+"""
 
 from collections.abc import Sequence
 
 import jax
 from ml_collections import ConfigDict
 
-from jaxpar import mesh
+from jaxpar import layout
+from jaxpar import mesh as meshes
+from jaxpar import state as states
+from jaxpar import step as steps
 from jaxpar.cluster import Cluster
-from jaxpar.errors import Refusals, UserError, refuse_choice
+from jaxpar.errors import Refusals, UserError, format_count, refuse_choice
 from jaxpar.exchange.presets import EXCHANGES
+from jaxpar.exchange.reduce import ring_traffic
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Model
-from jaxpar.plan import Decision, Plan
-from jaxpar.state import State
-from jaxpar.step import Problem
+from jaxpar.plan import Decision, Plan, state_memory
+from jaxpar.state import State, nbytes
+from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies import exchanges
-from jaxpar.strategies.data_parallel import batch_divisor, build_sharding, plan_replicated
-from jaxpar.strategies.strategy import Strategy
+from jaxpar.strategies.placement import PlacedState, batch_placer, by_replica, on_all
+from jaxpar.strategies.strategy import CompiledProgram, Strategy
+from jaxpar.tasks import Sums
 
 
 def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Refusals[Decision[None]]:
     """Decide on one device. Refuses a config with several devices or an exchange."""
-    yield from mesh.refuse_processes("config.strategy='single'", cluster)
-    yield from mesh.refuse_stages(config)
+    yield from meshes.refuse_processes("config.strategy='single'", cluster)
+    yield from meshes.refuse_stages(config)
     if config.mesh.data not in (-1, 1):
         yield UserError(
             f"config.mesh.data is {config.mesh.data}; it must be 1 or -1 with config.strategy='single' "
@@ -37,12 +45,64 @@ def decide(config: ConfigDict, cluster: Cluster, _model: Model | None, /) -> Ref
     return Decision({DATA: 1, STAGE: 1}, *batch_divisor(config, 1), num_replicas=1, source=None)
 
 
+def batch_divisor(config: ConfigDict, num_replicas: int) -> tuple[int, str]:
+    """Return the batch divisor, which is replicas x accumulation steps, and its description."""
+    number = config.optimizer.accumulation_steps
+    words = f"{format_count(num_replicas, 'replica')} (the data axis) x {format_count(number, 'accumulation step')}"
+    return num_replicas * number, words
+
+
 def plan(_config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decision[None], /) -> Refusals[Plan[str]]:
     """Plan the whole state and every batch on one device."""
     yield from ()  # this strategy refuses nothing
     return plan_replicated("single", shapes, decision, "one device")
 
 
+def plan_replicated(
+    strategy: str, shapes: Problem, decision: Decision[None], summary: str, implementation: str = "sharding"
+) -> Plan[str]:
+    """Plan the whole state on each device, and an all-reduce of the gradients by XLA, assumed to be a ring.
+
+    Args:
+      strategy: name of the strategy.
+      shapes: the problem.
+      decision: the mesh and the batch divisor.
+      summary: summary of the plan.
+      implementation: sharding or pmap; becomes the `details` of the plan.
+    """
+    like, n = states.abstract_state(shapes.model, shapes.optimizer), decision.num_replicas
+    over = (DATA,) if implementation == "pmap" else ()  # arrays of pmap have a leading dim over the replicas
+    layouts = {
+        part: layout.per_replica(decision.axes, tree, *over, are_copies=True) for part, tree in like._asdict().items()
+    }
+    size, num_arrays = nbytes(like.params), len(jax.tree.leaves(like.params))
+    traffic = (ring_traffic("all-reduce", 2, DATA, n, size, "float32", num_vectors=num_arrays),) if n > 1 else ()
+    exchange = "" if strategy == "single" else "ddp"
+    return Plan(strategy, decision, summary, layouts, implementation, state_memory(layouts), traffic, exchange)
+
+
 def build(plan: Plan[str], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[State]:
-    """Build the step of jaxpar/step.py on the first device, with a mesh of size 1."""
-    return build_sharding(plan, problem, devices)
+    """Build the step with `jit` over the planned mesh: the batch is split over `data`, the state replicated."""
+    mesh = meshes.make_mesh(plan.axes, devices)
+    placed = PlacedState(problem, plan.layouts, mesh)
+
+    def step(state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
+        grads, sums = steps.gradients(problem, state, batch, steps.batch_weight(batch))
+        return steps.update(problem, state, grads, sums)
+
+    def evaluate(state: State, batch: dict[str, jax.Array]) -> Sums:
+        return steps.evaluate(problem, state.params, batch)
+
+    compiled_step = jax.jit(step, donate_argnums=0, out_shardings=(placed.shardings, on_all(mesh)))
+    arguments = placed.abstract, with_shardings(problem.batch, by_replica(mesh))
+    return Strategy(
+        plan,
+        tuple(mesh.devices.flat),
+        init=placed.init,
+        place=batch_placer(mesh),
+        step=meshes.one_at_a_time(compiled_step, mesh),
+        evaluate=meshes.one_at_a_time(jax.jit(evaluate, out_shardings=on_all(mesh)), mesh),
+        to_canonical=placed.to_canonical,
+        from_canonical=placed.from_canonical,
+        compile=lambda: [CompiledProgram(compiled_step.lower(*arguments).compile())],
+    )

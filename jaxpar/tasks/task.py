@@ -113,6 +113,7 @@ class Task:
 
     def all_metrics(self, sums: Sums) -> dict[str, float]:
         """Return the loss and the metrics computed from sums on the host; their weight must be positive."""
+        assert sums.weight > 0, "nothing was predicted"
         return {"loss": float(mean_loss(sums.loss, sums.weight)), **self.metrics(sums)}
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar.exchange import gradients
 from jaxpar.exchange.compress import Compressor, dithering, error_feedback, float8, min_max_uint8, onebit, randomk, topk
 from jaxpar.exchange.fuse import fused
 from jaxpar.exchange.reduce import Reducer
@@ -73,6 +74,13 @@ def test_exact_within_groups_and_compressed_between(n: int, group: int, name: st
     expected = [np.concatenate([s.mean(shards[:, step, i]) for i, s in enumerate(servers)]) for step in range(STEPS)]
     np.testing.assert_allclose(got, expected, 1e-4, 1e-5)
     assert np.abs(got - x.mean(0)).max() > 1e-3
+
+
+def test_one_group_of_all_replicas_compresses_nothing() -> None:
+    """BytePS sums exactly within a machine and compresses only between machines."""
+    x = draw(4)
+    reducer = gradients._lossy(axis(4), 4, onebit(), onebit())
+    np.testing.assert_allclose(only(run(4, reducer, x)[0]), x.mean(0), 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jaxpar.cluster import named_cluster
-from jaxpar.models import gpt, layers
+from jaxpar.models import attention, gpt, layers
 from jaxpar.models.options import decide_computation
 from tests.models.small import TEXT, fast_jit, small_config
 
@@ -49,7 +49,7 @@ def test_batched_attention(
     q, k, v = (draw(B, T, heads, K, seed=i).astype(dtype) for i, heads in enumerate((H, num_kv_heads, num_kv_heads)))
 
     def ours(q: Any, k: Any, v: Any) -> Any:
-        return layers.batched_attention(q, k, v, is_causal=is_causal, lengths_B=lengths_B)
+        return attention.batched_attention(q, k, v, is_causal=is_causal, lengths_B=lengths_B)
 
     def of_jax(q: Any, k: Any, v: Any) -> Any:
         return jax.nn.dot_product_attention(
@@ -115,8 +115,17 @@ def test_linear_maps_of_auto(cluster: str, overrides: dict[str, Any], dims: int)
     assert layers.as_matrix(jnp.zeros((B, T, spec.hidden_size)), spec).ndim == dims
 
 
-@pytest.mark.parametrize(("cluster", "dtype", "kernel"), [("cpu", "float32", "batched"), ("V100", "bfloat16", "xla")])
+@pytest.mark.parametrize(
+    ("cluster", "dtype", "kernel"),
+    [
+        ("cpu", "float32", "batched"),
+        ("V100", "bfloat16", "xla"),
+        ("H100", "float32", "xla"),
+        ("H100", "bfloat16", "cudnn"),
+    ],
+)
 def test_kernel_of_auto(cluster: str, dtype: str, kernel: str) -> None:
     """Only CPUs use batched attention; GPUs without cuDNN's use JAX's own."""
-    config = decide_computation(small_config("gpt", "causal_lm", dtype=dtype), named_cluster(cluster, 1))
+    config = small_config("gpt", "causal_lm", dtype=dtype, hidden_size=32)
+    config = decide_computation(config, named_cluster(cluster, 1))
     assert gpt.resolve(config, TEXT)[1].attention == kernel

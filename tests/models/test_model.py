@@ -23,6 +23,7 @@ EVERY: list[tuple[str, str, dict[str, Any]]] = [
     ("resnet", "classification", {"size": "50"}),
     ("mlp", "classification", {"dropout": 0.3}),
     ("vit", "classification", {}),
+    ("gpt", "causal_lm", {"num_applications": 2, "bottlenecks": "block_2"}),
 ]
 every = pytest.mark.parametrize(("name", "task", "overrides"), EVERY)
 

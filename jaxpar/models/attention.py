@@ -1,0 +1,106 @@
+"""Attention by one of three kernels. Dims: B batch, T positions, H query heads, G key and value heads, K head size.
+
+    xla      as `jax.nn.dot_product_attention` writes it, for any device
+    batched  the same, as one product per head, which is faster on CPUs
+    cudnn    the fused kernel of cuDNN, for NVIDIA GPUs of compute capability 8.0 or higher
+
+JAX traces the call of cuDNN only where cuDNN is installed, but a model for GPUs can be planned anywhere: elsewhere, a
+primitive with the same shapes and the same saved arrays is traced. It has no lowering, so it cannot be compiled.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from jaxpar.models.options import AttentionKernel
+
+
+def attend(
+    q_BTHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGK: jax.Array,
+    kernel: AttentionKernel,
+    *,
+    is_causal: bool,
+    lengths_B: jax.Array | None,
+) -> jax.Array:
+    """Compute `jax.nn.dot_product_attention`: [B, T, H, K].
+
+    Args:
+      q_BTHK: queries.
+      k_BTGK: keys.
+      v_BTGK: values.
+      kernel: which kernel computes it.
+      is_causal: whether positions attend only to themselves and earlier positions.
+      lengths_B: number of positions of each example that can be attended to; None: all.
+    """
+    if kernel == "batched":
+        return batched_attention(q_BTHK, k_BTGK, v_BTGK, is_causal=is_causal, lengths_B=lengths_B)
+    if kernel == "cudnn" and not _is_cudnn_installed():
+        return _abstract_cudnn(q_BTHK, k_BTGK, v_BTGK, lengths_B)
+    with jax.numpy_dtype_promotion("standard"):  # JAX's own code mixes bfloat16 and float32
+        return jax.nn.dot_product_attention(
+            q_BTHK, k_BTGK, v_BTGK, is_causal=is_causal, key_value_seq_lengths=lengths_B, implementation=kernel
+        )
+
+
+def batched_attention(
+    q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, *, is_causal: bool, lengths_B: jax.Array | None
+) -> jax.Array:
+    """Compute `jax.nn.dot_product_attention` by products of contiguous matrices, one per head: [B, T, H, K].
+
+    XLA on CPUs then takes about three quarters of the time, forward and backward. The arguments are those of `attend`.
+    """
+    (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
+    q_BGRTK = q_BTHK.reshape(B, T, G, H // G, K).transpose(0, 2, 3, 1, 4)
+    k_BGSK, v_BGSK = k_BTGK.swapaxes(1, 2), v_BTGK.swapaxes(1, 2)
+    scores = jnp.einsum("bgrtk,bgsk->bgrts", q_BGRTK, k_BGSK, preferred_element_type=jnp.float32) / math.sqrt(K)
+    lowest = 0.5 * jnp.finfo(scores.dtype).min  # finite, so that a row without any position to attend to is not NaN
+    if is_causal:
+        scores = jnp.where(jnp.tril(jnp.ones((1, 1, 1, T, T), bool)), scores, lowest)
+    if lengths_B is not None:
+        is_real_BT = jnp.arange(T)[None, :] < lengths_B[:, None]
+        scores = jnp.where(is_real_BT[:, None, None, None, :], scores, lowest)
+    probabilities = jax.nn.softmax(scores, axis=-1).astype(v_BGSK.dtype)
+    y_BGRTK = jnp.einsum("bgrts,bgsk->bgrtk", probabilities, v_BGSK)
+    return y_BGRTK.transpose(0, 3, 1, 2, 4).reshape(B, T, H, K)
+
+
+@functools.cache
+def _is_cudnn_installed() -> bool:
+    x = jax.ShapeDtypeStruct((1, 2, 1, 8), jnp.bfloat16)
+    try:
+        jax.eval_shape(functools.partial(jax.nn.dot_product_attention, implementation="cudnn"), x, x, x)
+    except RuntimeError:
+        return False
+    return True
+
+
+_forward = core.Primitive("cudnn_attention_forward")  # q, k, v -> y, float32 statistics of the softmax [B, H, T]
+_backward = core.Primitive("cudnn_attention_backward")  # q, k, v, y, statistics, dy -> dq, dk, dv
+_forward.multiple_results = _backward.multiple_results = True
+_forward.def_abstract_eval(lambda q, *_: [q, q.update(shape=(q.shape[0], q.shape[2], q.shape[1]), dtype=jnp.float32)])
+_backward.def_abstract_eval(lambda q, k, v, *_: [q, k, v])
+
+
+@jax.custom_vjp
+def _abstract_cudnn(q: jax.Array, k: jax.Array, v: jax.Array, lengths_B: jax.Array | None) -> jax.Array:
+    return _abstract_forward(q, k, v, lengths_B)[0]
+
+
+def _abstract_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, lengths_B: jax.Array | None
+) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
+    y, statistics = _forward.bind(q, k, v)
+    return y, (q, k, v, y, statistics, lengths_B)
+
+
+def _abstract_backward(saved: tuple[jax.Array | None, ...], dy: jax.Array) -> tuple[jax.Array | None, ...]:
+    *arrays, _lengths_B = saved
+    return (*_backward.bind(*arrays, dy), None)
+
+
+_abstract_cudnn.defvjp(_abstract_forward, _abstract_backward)
