@@ -4,6 +4,7 @@ r"""Simulates pipelines over unreliable peers (SWARM): rebalancing, latency, and
     scripts/python scripts/swarm_simulate.py --peers=400 --stages=4 --make_trace=trace.csv --lifetime=24 --rejoin=4
     scripts/python scripts/swarm_simulate.py --report=latency --peers=16 --stages=4
     scripts/python scripts/swarm_simulate.py --report=width
+    scripts/python scripts/swarm_simulate.py --report=replay --scenario=runs/swarm/scenario.json
 
 Peers and traces are CSV files (docs/swarm.md). If --peers is a number, the peers are named p0, p1, .. and are equal.
 Without --trace, a trace is generated from --hours, --lifetime, --rejoin, --groups, --group_lifetime, --group_share and
@@ -16,9 +17,11 @@ Without --trace, a trace is generated from --hours, --lifetime, --rejoin, --grou
   latency      throughput at latencies from 0 to 200 ms, as a fraction of that without any idle time, of GPipe in fixed
                pipelines and of a swarm whose peers do not fail, without the averaging of gradients
   width        utilization of devices by the width of a transformer layer, the bandwidth and the round-trip time
+  replay       the simulated run of a scenario that a training run has written, again, and its check
 """
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -27,24 +30,31 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.command_line import Parser, choice, integer, number
+from jaxpar.command_line import Parser, choice, integer, missing, number
 from jaxpar.errors import UserError, exit_code
 from jaxpar.files import unwritable
 from jaxpar.pipeline.tables.schedule import make_table
 from jaxpar.pipeline.tables.simulate import Times, simulate_table
 from jaxpar.swarm.costs import SwarmSettings, Workload
+from jaxpar.swarm.failures import RandomTrace, events_before
 from jaxpar.swarm.fluid import FluidRun, run_fluid
 from jaxpar.swarm.rebalancing import REBALANCING_RULES
-from jaxpar.swarm.run import SwarmRun, run_swarm
+from jaxpar.swarm.record import SwarmRun
+from jaxpar.swarm.run import run_swarm
+from jaxpar.swarm.scenario import read_scenario
 from jaxpar.swarm.square_cube import TransformerLayer, device_utilization
+from jaxpar.swarm.table import OUTCOME_NAMES, check_routing
 from jaxpar.swarm.trace import (
+    LEAVE,
+    MAX_EVENTS,
     PeerEvent,
     SwarmPeer,
-    make_trace,
     present_at_start,
-    read_peers,
     read_swarm_trace,
     write_trace,
+)
+from jaxpar.swarm.trace import (
+    find_peers as find_all_peers,
 )
 
 HOUR = 3600.0
@@ -52,6 +62,7 @@ PERIODS = (300.0, 60.0)
 # Ryabinin et al., 2023: throughput / optimal on the trace of its authors, by period; 0: no rebalancing.
 PUBLISHED = {0.0: 0.827, 300.0: 0.958, 60.0: 0.976}
 LATENCIES = (0.0, 0.01, 0.05, 0.1, 0.2)
+MAX_LATENCY_SIZE = 1000  # peers or microbatches of a simulation of all passes
 MEGABIT = 1e6 / 8
 WIDTHS = {768: "base", 4096: "xxlarge", 12288: "GPT-3"}
 V100_FLOPS = 15.7e12  # peak of float32, from NVIDIA's data sheet
@@ -62,7 +73,7 @@ PUBLISHED_UTILIZATION = {(768, 0): 0.18, (768, 200): 0.015, (12288, 0): 0.82, (1
 def main() -> None:
     """Print the report."""
     arguments = make_parser().parse()
-    lines, metrics = {"rebalancing": rebalancing, "latency": latency, "width": width}[arguments.report](arguments)
+    lines, metrics = REPORTS[arguments.report](arguments)
     print(json.dumps(metrics) if arguments.json else "\n".join(lines))
 
 
@@ -70,13 +81,14 @@ def make_parser() -> Parser:
     """Return the flags."""
     parser = Parser(__doc__)
     positive = number("a number greater than 0", minimum=1e-12)
-    seconds = number("at least 1", minimum=1)
-    hours = number("at least 0.01", minimum=0.01)
-    parser.add_argument("--report", type=choice(["rebalancing", "latency", "width"]), default="rebalancing")
+    seconds = number("between 1 and 1000000000", minimum=1, maximum=1e9)
+    hours = number("between 0.01 and 1000000", minimum=0.01, maximum=1e6)
+    parser.add_argument("--report", type=choice(REPORTS), default="rebalancing")
     parser.add_argument("--peers", default="400", help="number of equal peers, or a file of peers")
     parser.add_argument("--stages", type=integer(1), default=4, help="number of stages")
     parser.add_argument("--trace", type=Path, help="file of the trace")
     parser.add_argument("--make_trace", type=Path, metavar="FILE", help="file to write the generated trace to")
+    parser.add_argument("--scenario", type=Path, help="file of the scenario to replay")
     parser.add_argument("--hours", type=hours, default=16.0, help="length of the run")
     parser.add_argument("--lifetime", type=hours, default=24.0, help="mean hours that a peer stays")
     parser.add_argument("--rejoin", type=hours, default=4.0, help="mean hours until it joins again")
@@ -102,11 +114,9 @@ def make_parser() -> Parser:
 def find_peers(arguments: argparse.Namespace, latency_seconds: float = 0.0) -> list[SwarmPeer]:
     """Return the peers of --peers, at least as many as stages."""
     text = arguments.peers
-    if text.lstrip("-").isdecimal():
-        bandwidth = arguments.bandwidth * MEGABIT
-        peers = [SwarmPeer(f"p{n}", bandwidth=bandwidth, latency=latency_seconds) for n in range(int(text))]
-    else:
-        peers = [peer._replace(latency=peer.latency + latency_seconds) for peer in read_peers(text)]
+    peers = [peer._replace(latency=peer.latency + latency_seconds) for peer in find_all_peers(text, "--peers")]
+    if text.isdecimal():
+        peers = [peer._replace(bandwidth=arguments.bandwidth * MEGABIT) for peer in peers]
     if len(peers) < arguments.stages:
         raise UserError(f"--peers is {text}, {len(peers)} peers; it must be at least --stages, {arguments.stages}")
     return peers
@@ -125,9 +135,10 @@ def find_trace(arguments: argparse.Namespace, peers: Sequence[SwarmPeer]) -> lis
                 f"--stages, {arguments.stages}"
             )
         return trace
-    trace = make_trace(
+    if arguments.groups > len(peers):
+        raise UserError(f"--groups is {arguments.groups}; it must be at most the number of peers, {len(peers)}")
+    rates = RandomTrace(
         len(peers),
-        arguments.hours * HOUR,
         lifetime=arguments.lifetime * HOUR,
         rejoin=arguments.rejoin * HOUR,
         groups=arguments.groups,
@@ -135,6 +146,13 @@ def find_trace(arguments: argparse.Namespace, peers: Sequence[SwarmPeer]) -> lis
         group_share=arguments.group_share,
         seed=arguments.seed,
     )
+    events = itertools.takewhile(lambda event: event.seconds < arguments.hours * HOUR, rates)
+    trace = list(itertools.islice(events, MAX_EVENTS + 1))
+    if len(trace) > MAX_EVENTS:
+        raise UserError(
+            f"--hours is {arguments.hours:g}; it must be less than {trace[-1].seconds / HOUR:g}, because by then peers "
+            f"with these rates have failed and joined {MAX_EVENTS:,} times"
+        )
     if arguments.make_trace:
         try:
             write_trace(arguments.make_trace, trace, peers)
@@ -148,10 +166,15 @@ def rebalancing(arguments: argparse.Namespace) -> tuple[list[str], dict[str, Any
     """Return the table of rules and periods, and its metrics."""
     if arguments.out and arguments.out.suffix not in (".png", ".svg"):
         raise UserError(f"--out is '{arguments.out}'; it must end in one of .png, .svg")
+    periods = [arguments.rebalance_seconds] if arguments.rebalance_seconds else PERIODS
+    if arguments.hours * HOUR > MAX_EVENTS * min(periods):
+        raise UserError(
+            f"--hours is {arguments.hours:g}; it must be at most {MAX_EVENTS * min(periods) / HOUR:g} with a period of "
+            f"{min(periods):g} s"
+        )
     peers = find_peers(arguments)
     trace = find_trace(arguments, peers)
     rules = [arguments.rule] if arguments.rule else list(REBALANCING_RULES)
-    periods = [arguments.rebalance_seconds] if arguments.rebalance_seconds else PERIODS
     cases = [("none", 0.0), *((rule, period) for rule in rules for period in periods)]
     runs = {
         case: run_fluid(
@@ -221,6 +244,9 @@ def latency(arguments: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
     if not arguments.peers.isdecimal():
         raise UserError(f"--peers is {arguments.peers!r}; for --report=latency it must be a number of equal peers")
     num_peers = len(find_peers(arguments))
+    for flag, value in (("peers", num_peers), ("num_microbatches", total)):
+        if value > MAX_LATENCY_SIZE:
+            raise UserError(f"--{flag} is {value}; it must be at most {MAX_LATENCY_SIZE} for --report=latency")
     if num_peers % stages or total % (num_peers // stages):
         raise UserError(
             f"--peers is {num_peers}; for GPipe it must be a multiple of --stages, {stages}, and --num_microbatches, "
@@ -280,6 +306,30 @@ def width(_arguments: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
             metrics.append({"width": size, "latency": seconds, "utilization": values, "published": known})
     return lines, {"cases": metrics}
 
+
+def replay(arguments: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
+    """Return what happened in the run of --scenario, and its metrics. The table of the run is checked."""
+    if arguments.scenario is None:
+        raise missing("--scenario", "--report=replay --scenario=runs/swarm/scenario.json")
+    scenario = read_scenario(arguments.scenario, "--scenario")
+    try:
+        run = scenario.run()
+    except UserError as error:
+        raise UserError(f"--scenario is '{arguments.scenario}'; it must let the peers train, but {error}") from error
+    check_routing(run.table, run.service)
+    steps, seconds = scenario.settings.num_steps, run.update_times[-1]
+    failures = sum(event.event == LEAVE for event in events_before(scenario.trace, seconds))
+    outcomes = dict(zip(OUTCOME_NAMES, np.bincount(run.table.outcome, minlength=3).tolist(), strict=True))
+    metrics = {"steps": steps, "seconds": seconds, "failures": failures, "moves": len(run.moves), **outcomes}
+    lines = [
+        f"{len(scenario.peers)} peers, {run.table.num_stages} stages, {steps} steps: {failures} failures, "
+        f"{len(run.moves)} moves, {seconds:.6g} s",
+        "passes: " + ", ".join(f"{number} {name}" for name, number in outcomes.items()),
+    ]
+    return lines, metrics
+
+
+REPORTS = {"rebalancing": rebalancing, "latency": latency, "width": width, "replay": replay}
 
 if __name__ == "__main__":
     sys.exit(exit_code(main))

@@ -83,6 +83,8 @@ def _plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decis
             raise ValueError(
                 f"{name} of the problem has {len(x)} examples; it must have {config.batch_size}, batch_size"
             )
+    if shapes.num_steps < 1:
+        raise ValueError(f"num_steps of the problem is {shapes.num_steps}; it must be at least 1")
     if decision is None:
         decision = yield from _decide(config, cluster, shapes.model)
     yield from refuse_without_kernels(config, shapes.model.shapes)
@@ -93,6 +95,8 @@ def _plan(config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decis
 
 def _decide(config: ConfigDict, cluster: Cluster, model: Model | None) -> Refusals[Decision[Any]]:
     yield from refuse_choice("strategy", config.strategy, STRATEGIES)
+    if not 0 <= config.seed < 2**31:
+        yield UserError(f"config.seed is {config.seed}; it must be between 0 and {2**31 - 1}")
     yield from refuse_optimizer(config)  # the batch divisor depends on the optimizer config
     decision = yield from STRATEGIES[config.strategy].decide(config, cluster, model)
     number, words = decision.batch_divisor, decision.batch_words
@@ -115,14 +119,15 @@ def in_flight_bytes(plan: Plan[Any], shapes: Problem) -> dict[str, int]:
     """Return an estimate of the bytes that a step needs on a device in addition to plan.memory, by purpose.
 
     Gradients have the size of the parameters on the device; ZeRO, which accumulates shards of them, needs less.
-    Activations are the values that the forward pass of a microbatch saves, according to the traced model. The stashes
+    Activations are the values that the forward pass of a microbatch saves, according to the traced model; a microbatch
+    is the smallest part of a batch that the batch divisor allows, of one worker or all stages of a swarm. The stashes
     of a pipeline are part of plan.memory instead, and so are its gradients if it never drains. XLA may store less, or
     temporarily more, so these estimates never cause a plan to be refused.
     """
     memory = plan.memory[0]
     if any(part in memory for part in ACTIVATION_PARTS):
         return {} if "gradients" in memory else {"gradients": memory["parameters"]}
-    saved = saved_bytes(shapes, plan.num_replicas * shapes.accumulation_steps)
+    saved = saved_bytes(shapes, plan.decision.batch_divisor)
     return {"gradients": nbytes(shapes.model.shapes), "activations": saved}
 
 

@@ -27,13 +27,13 @@ class CompiledProgram(NamedTuple):
 
     Attributes:
       compiled: the compiled program.
-      branches: for each named conditional, the fraction of steps in which each of its branches is taken; for each
-        named loop whose trip count varies, its mean alone.
+      frequencies: how often parts of the program run: for each named conditional, the fraction of steps in which each
+        of its branches is taken; for each named loop whose trip count varies, its mean alone.
       arguments: the keys of Plan.memory that the first arguments belong to, if each argument is one part of the state.
     """
 
     compiled: jax.stages.Compiled
-    branches: Mapping[str, tuple[float, ...]] = {}
+    frequencies: Mapping[str, tuple[float, ...]] = {}
     arguments: tuple[str, ...] = ()
 
 

@@ -31,18 +31,20 @@ from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.plan import Decision, DelayedUpdates, Plan, StageDelay, Traffic, state_memory
 from jaxpar.state import Canonical, State
 from jaxpar.step import Problem
-from jaxpar.strategies import exchanges
+from jaxpar.strategies import exchanges, live_swarm
 from jaxpar.strategies.placement import PlacedState, batch_placer, on_all
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.swarm import options
 from jaxpar.swarm.actions import devices_of_stages, num_messages
-from jaxpar.swarm.costs import Workload
-from jaxpar.swarm.executor import SwarmExecutor, SwarmPrograms, SwarmState
+from jaxpar.swarm.executor import SwarmExecutor, SwarmState
+from jaxpar.swarm.failures import events_before
 from jaxpar.swarm.fluid import run_fluid
 from jaxpar.swarm.ledger import LOST, REPEATED
 from jaxpar.swarm.messages import MESSAGE_COMPRESSORS, MessageFormat
-from jaxpar.swarm.options import SwarmSource
-from jaxpar.swarm.run import SwarmRun
+from jaxpar.swarm.options import StageSizes, SwarmSource
+from jaxpar.swarm.programs import SwarmPrograms
+from jaxpar.swarm.record import SwarmRun
+from jaxpar.swarm.scenario import RunActions, SwarmScenario, write_scenario
 from jaxpar.swarm.table import write_routing
 from jaxpar.swarm.trace import LEAVE
 from jaxpar.tasks import Sums
@@ -73,10 +75,8 @@ def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Refu
     yield from meshes.refuse_sizes(config, cluster)
     if model is not None:
         yield from options.refuse_stage_count(config, [layer.name for layer in model.layers])
-    taken, microbatches = (
-        min(meshes.sizes(config, cluster)[DATA], len(source.peers)),
-        options.swarm_microbatches(config),
-    )
+    most = 1 if config.swarm.mode == "live" else len(source.peers)
+    taken, microbatches = min(meshes.sizes(config, cluster)[DATA], most), options.swarm_microbatches(config)
     words = f"{format_count(microbatches, 'microbatch')} (config.swarm.num_microbatches), on {taken} devices"
     return Decision({DATA: taken, STAGE: 1}, math.lcm(microbatches, taken), words, taken, source)
 
@@ -87,6 +87,7 @@ class SwarmDetails:
 
     Attributes:
       stages: the stages.
+      scenario: the inputs of the simulated run.
       run: the simulated run.
       messages: form of activations and their gradients between peers.
       num_microbatches: number of microbatches of a step.
@@ -95,6 +96,7 @@ class SwarmDetails:
     """
 
     stages: Stages
+    scenario: SwarmScenario
     run: SwarmRun
     messages: MessageFormat
     num_microbatches: int
@@ -104,21 +106,28 @@ class SwarmDetails:
 
 def plan(
     config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decision[SwarmSource], /
-) -> Refusals[Plan[SwarmDetails]]:
-    """Plan the stages, and simulate the run.
+) -> Refusals[Plan[Any]]:
+    """Plan the stages, and simulate the run if it is emulated.
 
     Refuses a model that cannot be cut into the stages, and a trace that leaves a stage without a peer.
     """
+    if config.swarm.mode == "live":
+        return (yield from live_swarm.plan_live(config, shapes, decision))
+    return (yield from plan_emulated(config, shapes, decision))
+
+
+def plan_emulated(config: ConfigDict, shapes: Problem, decision: Decision[SwarmSource]) -> Refusals[Plan[SwarmDetails]]:
+    """Plan the stages, and simulate the run. Refuses what `plan` refuses."""
     s, source, num_microbatches = config.swarm, decision.source, options.swarm_microbatches(config)
     like = states.abstract_state(shapes.model, shapes.optimizer)
-    stages, workload = yield from options.plan_stages(config, shapes)
-    run = yield from options.simulate_swarm(config, source, workload, like, shapes.num_steps)
+    stages, workload, sizes = yield from options.plan_stages(config, shapes)
+    scenario, run = yield from options.simulate_swarm(config, source, workload, like, shapes.num_steps)
     seconds = run.update_times[-1]
     works = [sum(both) for both in zip(workload.forward, workload.backward, strict=True)]
     optimal = run_fluid(source.peers, works, source.trace, seconds)
     most = float((optimal.optimal * np.diff(optimal.time)).sum())
-    efficiency = shapes.num_steps * num_microbatches / most
-    num_failures = sum(event.event == LEAVE and event.seconds <= seconds for event in source.trace)
+    rate = shapes.num_steps * num_microbatches / most
+    num_failures = sum(event.event == LEAVE for event in events_before(source.trace, seconds))
     num_peers, num_devices = len(source.peers), decision.num_replicas
     devices = devices_of_stages(run.actions, stages.num_stages, lambda peer: peer % num_devices)
     layouts = swarm_layouts(stages, like, devices, decision.axes, delayed=s.delayed)
@@ -131,13 +140,13 @@ def plan(
         decision,
         f"{format_count(num_peers, 'peer')} in {format_count(stages.num_stages, 'stage')}, "
         f"{format_count(num_microbatches, 'microbatch')}, {format_count(num_failures, 'failure')}, "
-        f"{efficiency:.3f} of the optimal throughput",
+        f"{rate:.3f} of the optimal throughput",
         layouts,
         SwarmDetails(
-            stages, run, MessageFormat(MESSAGE_COMPRESSORS[s.compress]), num_microbatches, s.delayed, efficiency
+            stages, scenario, run, MessageFormat(MESSAGE_COMPRESSORS[s.compress]), num_microbatches, s.delayed, rate
         ),
         state_memory(layouts),
-        swarm_traffic(run, workload, num_peers, s.compress),
+        swarm_traffic(run, sizes, num_peers, s.compress),
         private_key={"swarm": "delayed"} if s.delayed else {},
         differs="; ".join(filter(None, ["delayed updates use weights one step older" if s.delayed else "", reason])),
         delays=DelayedUpdates((stage_delay,), reason) if s.delayed else None,
@@ -157,21 +166,42 @@ def swarm_layouts(
     return {**on_first, "copies": layout.join(tuple(copies)), "history": history}
 
 
-def swarm_traffic(run: SwarmRun, workload: Workload, num_peers: int, compress: str) -> tuple[Traffic, ...]:
-    """Return the activations and gradients that a peer sends per step, on average over peers and steps."""
-    number = num_messages(run.actions) / len(run.actions) / num_peers
+def swarm_traffic(run: SwarmRun, sizes: StageSizes, num_peers: int, compress: str) -> tuple[Traffic, ...]:
+    """Return what a peer sends per step, on average over peers and steps: messages to other stages, and averaging.
+
+    A ring all-reduce among n peers of a stage sends 2 (n - 1) / n of the bytes of its gradient from each of them.
+    """
+    share = 1 / len(run.actions) / num_peers
+    messages = num_messages(run.actions)
+    rings = [(len(group), sizes.gradients[stage]) for groups in run.groups for stage, group in enumerate(groups)]
+    message_bytes = sum(number * sizes.messages[boundary] for boundary, number in messages.items())
+    ring_bytes = sum(2 * (size - 1) * nbytes for size, nbytes in rings)
+    num_ring_messages = sum(2 * (size - 1) * size for size, _ in rings)
     dtype = "float32" if compress == "none" else compress
-    return (Traffic("copy", dtype, STAGE, number * workload.activation_bytes, number),) if number else ()
+    traffic = (
+        Traffic("copy", dtype, STAGE, share * message_bytes, share * messages.total()),
+        Traffic("copy", "float32", DATA, share * ring_bytes, share * num_ring_messages),
+    )
+    return tuple(one for one in traffic if one.messages)
 
 
-def build(plan: Plan[SwarmDetails], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[SwarmState]:
+def build(plan: Plan[Any], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[Any]:
+    """Build the executor of the simulated run, or the trainer of a live one, on the first of these devices."""
+    return (build_emulated if isinstance(plan.details, SwarmDetails) else live_swarm.build_live)(plan, problem, devices)
+
+
+def build_emulated(plan: Plan[SwarmDetails], problem: Problem, devices: Sequence[jax.Device]) -> Strategy[SwarmState]:
     """Build the executor of the simulated run on the first of these devices."""
     details, mesh = plan.details, meshes.make_mesh(plan.axes, devices)
     placed = PlacedState(problem, plan.layouts, mesh)
     [at] = placed.shardings.key.device_set
     programs = SwarmPrograms(problem, details.stages, details.messages, keeps_params=details.delayed)
     executor = SwarmExecutor(
-        programs, details.stages, details.run.actions, details.num_microbatches, tuple(mesh.devices.flat)
+        programs,
+        details.stages,
+        RunActions(details.scenario, details.run),
+        details.num_microbatches,
+        tuple(mesh.devices.flat),
     )
     everywhere, place_on_devices = on_all(mesh), batch_placer(mesh)
     sums = meshes.one_at_a_time(jax.jit(partial(steps.evaluate, problem), out_shardings=everywhere), mesh)
@@ -206,8 +236,9 @@ def build(plan: Plan[SwarmDetails], problem: Problem, devices: Sequence[jax.Devi
 
 
 def report_swarm(details: SwarmDetails, workdir: Path) -> dict[str, Any]:
-    """Write the routing table of the run, and return its results."""
+    """Write the scenario and the routing table of the run, and return its results."""
     run = details.run
+    write_scenario(workdir / "scenario.json", details.scenario)
     write_routing(workdir / "routing.csv", run.table)
     return {
         "moves": len(run.moves),

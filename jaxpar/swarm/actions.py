@@ -3,6 +3,7 @@
 The routing table lists the passes. The actions also contain the messages that arrive, and the failures.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -33,9 +34,10 @@ class SwarmAction(NamedTuple):
     is_counted: bool = False
 
 
-def num_messages(actions: Sequence[Sequence[SwarmAction]]) -> int:
-    """Return the number of activations and gradients that peers send to each other in all steps."""
-    return sum(action.kind in RECEIVE for step in actions for action in step)
+def num_messages(actions: Sequence[Sequence[SwarmAction]]) -> Counter[int]:
+    """Return the number of activations and gradients that peers send to each other, by the stage before the link."""
+    messages = (action for step in actions for action in step if action.kind in RECEIVE)
+    return Counter(action.stage - (action.kind == RECEIVE_INPUT) for action in messages)
 
 
 def devices_of_stages(

@@ -32,4 +32,5 @@ class GlobalBatch:
     waiting: deque[int]
     finished: set[int] = field(default_factory=set)
     is_averaging: bool = False
+    groups: list[list[int]] = field(default_factory=list)  # by stage, the peers of the averaging
     num_failures: int = 0  # number of times that gradients were lost, so that an older averaging is void

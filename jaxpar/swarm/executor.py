@@ -1,21 +1,14 @@
 """Emulated training of a swarm: peers on the devices of this machine repeat the actions of a simulated run.
 
-Each peer holds what its machine would hold: messages and gradients, until the update of the step. A peer that fails
-loses them. A pass reads only what its peer holds, so it fails with a KeyError if the simulated run lacks a message. The
-weights of a step, which all peers of a stage have downloaded, come from the state on the first device: the copy outside
-the swarm. One step:
+One step:
 
- 1. Do the actions of the step in their order: forward and backward passes, messages, failures.
- 2. Add up the gradients that the peers of each stage have accumulated.
- 3. Take the optimizer step for all stages together, as `single` does, so that it clips by the norm over all layers.
-
-Every result depends only on the weights and the data of a microbatch, and not on the peer that computes it.
+1. Do the actions of the step in their order: forward and backward passes, messages, failures (emulated.py).
+2. Add up the gradients that the peers of each stage have accumulated.
+3. Take the optimizer step for all stages together, as `single` does, so that it clips by the norm over all layers.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -25,15 +18,14 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxpar import step as steps
 from jaxpar.layout import Tree
-from jaxpar.models.model import Batch, Params
-from jaxpar.pipeline.executor.programs import StageInputs, StageOutputs, StagePrograms
+from jaxpar.models.model import Params
 from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.state import State
-from jaxpar.step import Metrics, Problem
-from jaxpar.swarm.actions import FAILURE, RECEIVE, SwarmAction
-from jaxpar.swarm.ledger import BACKWARD_PASS, FORWARD_PASS, OUTPUT_GRADIENT, STAGE_INPUT
-from jaxpar.swarm.messages import MessageFormat
-from jaxpar.tasks import Sums
+from jaxpar.step import Metrics
+from jaxpar.swarm.actions import SwarmAction
+from jaxpar.swarm.emulated import EmulatedStep
+from jaxpar.swarm.ledger import FORWARD_PASS
+from jaxpar.swarm.programs import SwarmPrograms, by_layer, split_params
 
 
 class SwarmState(NamedTuple):
@@ -50,204 +42,6 @@ class SwarmState(NamedTuple):
     older: Params | None
 
 
-class SwarmPrograms:
-    """The programs of a swarm, compiled when they are first called on a device.
-
-    Stages that differ only in their position share the programs of their kind.
-
-    Attributes:
-      messages: form of activations and their gradients between peers.
-      forward: (kind, inputs) -> outputs; x and y are messages.
-      backward: (kind, inputs) -> outputs. Computes the inside of the stage again; x, dy and dx are messages.
-      add: (tree, tree) -> their sum; the first one is donated.
-      begin: (run's key, step, weights of the examples) -> data of the step's dropout key, divisor of the loss.
-      update: (params, state without params, gradients by stage, sums by microbatch) -> state, metrics. Donates the
-        state.
-    """
-
-    def __init__(self, problem: Problem, stages: Stages, messages: MessageFormat, *, keeps_params: bool):
-        """keeps_params: whether the old parameters are still needed after an update."""
-        self._problem, self._stages, self.messages = problem, stages, messages
-        self.forward = jax.jit(self._forward, static_argnums=0)
-        self.backward = jax.jit(self._backward, static_argnums=0)
-        self.add = jax.jit(partial(jax.tree.map, jnp.add), donate_argnums=0)
-        self.begin = jax.jit(_begin)
-        self.update = jax.jit(self._update, donate_argnums=1 if keeps_params else (0, 1))
-
-    def of_stages(self, microbatch: Batch) -> StagePrograms:
-        """Return the stage programs for microbatches of these shapes."""
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        return StagePrograms(self._stages, steps.abstract(microbatch), key, num_phases=2, remat="none")
-
-    def _unpacked(self, programs: StagePrograms, kind: int, inputs: StageInputs) -> StageInputs:
-        like, unpack = programs.programs[kind].inputs, self.messages.unpack
-        key = jax.random.wrap_key_data(inputs.key)
-        return inputs._replace(key=key, x=unpack(inputs.x, like.x), dy=unpack(inputs.dy, like.dy))
-
-    def _forward(self, kind: int, inputs: StageInputs) -> StageOutputs:
-        programs = self.of_stages(inputs.microbatch)
-        outputs, _ = programs.run(kind, FORWARD_PASS, self._unpacked(programs, kind, inputs), {})
-        return outputs._replace(y=self.messages.pack(outputs.y))
-
-    def _backward(self, kind: int, inputs: StageInputs) -> StageOutputs:
-        programs = self.of_stages(inputs.microbatch)
-        unpacked = self._unpacked(programs, kind, inputs)
-        _, saved = programs.run(kind, FORWARD_PASS, unpacked, {})
-        outputs, _ = programs.run(kind, BACKWARD_PASS, unpacked, saved)
-        return outputs._replace(dx=self.messages.pack(outputs.dx))
-
-    def _update(
-        self, params: Params, rest: State, gradients: Sequence[Params], sums: Sequence[Sums]
-    ) -> tuple[State, Metrics]:
-        state, total = rest._replace(params=params), sum_over_stages(gradients)
-        added = reduce(partial(jax.tree.map, jnp.add), sums)
-        return steps.update(self._problem, state, total, added)
-
-
-def split_params(state: State) -> tuple[Params, State]:
-    """Return the parameters, and the state without them."""
-    rest: Any = state._asdict() | {"params": None}
-    return state.params, State(**rest)
-
-
-def _begin(key: jax.Array, step: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return jax.random.key_data(steps.dropout_key(key, step)), steps.batch_weight({"weights": weights})
-
-
-def stage_params(stages: Stages, params: Params, stage: int) -> Params:
-    """Return the parameters of a stage, including copies of arrays tied to it, named as in the program of its kind."""
-    selected = stages.select(params, stage)
-    return {name: selected[layer] for name, layer in stages.local_names(stage).items()}
-
-
-def by_layer(stages: Stages, gradient: Params, stage: int) -> Params:
-    """Return the gradient of a stage by the names of its layers. The inverse of `stage_params`."""
-    names = stages.local_names(stage)
-    return {names[name]: arrays for name, arrays in gradient.items()}
-
-
-def sum_over_stages(gradients: Sequence[Params]) -> Params:
-    """Return the gradient of all layers. That of a tied array is the sum over the stages that use it."""
-    total: Params = {}
-    for gradient in gradients:
-        for layer, arrays in gradient.items():
-            of_layer = total.setdefault(layer, {})
-            for name, array in arrays.items():
-                of_layer[name] = jax.tree.map(jnp.add, of_layer[name], array) if name in of_layer else array
-    return total
-
-
-@dataclass
-class EmulatedPeer:
-    """The values that a peer holds until the update.
-
-    Attributes:
-      messages: by (STAGE_INPUT or OUTPUT_GRADIENT, stage, microbatch).
-      gradients: accumulated gradients by stage.
-      counted: the microbatches that the accumulated gradients contain, by stage.
-    """
-
-    messages: dict[tuple[int, int, int], Tree] = field(default_factory=dict)
-    gradients: dict[int, Params] = field(default_factory=dict)
-    counted: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-
-
-class EmulatedStep:
-    """A step on the peers.
-
-    Attributes:
-      peers: what each peer holds.
-      sums: the sums of each microbatch that has passed the last stage. They are sent to the trainer, and never lost.
-    """
-
-    def __init__(
-        self,
-        programs: SwarmPrograms,
-        stages: Stages,
-        devices: Sequence[jax.Device],
-        params: Params,
-        scalars: tuple[jax.Array, jax.Array],
-        microbatches: Sequence[Mapping[str, np.ndarray]],
-    ):
-        """Begin a step. params: the weights that it reads; scalars: from `SwarmPrograms.begin`."""
-        self._programs, self._stages, self._devices = programs, stages, devices
-        self._params, self._scalars, self._microbatches = params, scalars, microbatches
-        self._placed: dict[tuple[str, int, jax.Device], Any] = {}
-        self.peers: defaultdict[int, EmulatedPeer] = defaultdict(EmulatedPeer)
-        self.sums: dict[int, Sums] = {}
-
-    def act(self, action: SwarmAction) -> None:
-        """Do one action."""
-        if action.kind == FAILURE:
-            self.peers.pop(action.peer, None)
-        elif action.kind in RECEIVE:
-            key = (RECEIVE.index(action.kind), action.stage, action.microbatch)
-            message = self.peers[action.source].messages[key]
-            self.peers[action.peer].messages[key] = jax.device_put(message, self._device(action.peer))
-        elif action.kind == FORWARD_PASS:
-            self._forward(action)
-        else:
-            self._backward(action)
-
-    def totals(self) -> tuple[list[Params], list[Sums]]:
-        """Return the gradient of each stage, by layer, and the sums of each microbatch, on the first device."""
-        sums = [self.sums[number] for number in range(len(self._microbatches))]
-        gradients = [by_layer(self._stages, self._total(stage), stage) for stage in range(self._stages.num_stages)]
-        return gradients, jax.device_put(sums, self._devices[0])
-
-    def _total(self, stage: int) -> Params:
-        contributors = [peer for _, peer in sorted(self.peers.items()) if stage in peer.gradients]
-        counted = sorted(number for peer in contributors for number in peer.counted[stage])
-        assert counted == [*range(len(self._microbatches))], (stage, counted)
-        first, *others = (jax.device_put(peer.gradients[stage], self._devices[0]) for peer in contributors)
-        return reduce(self._programs.add, others, first)
-
-    def _forward(self, action: SwarmAction) -> None:
-        held, (_, microbatch, stage, *_) = self.peers[action.peer], action
-        outputs = self._programs.forward(self._stages.kinds[stage], self._inputs(action))
-        if outputs.sums is None:
-            held.messages[STAGE_INPUT, stage + 1, microbatch] = outputs.y
-        else:
-            self.sums[microbatch] = outputs.sums
-
-    def _backward(self, action: SwarmAction) -> None:
-        held, (_, microbatch, stage, *_) = self.peers[action.peer], action
-        inputs = self._inputs(action)
-        if stage < self._stages.num_stages - 1:
-            inputs = inputs._replace(dy=held.messages[OUTPUT_GRADIENT, stage, microbatch])
-        outputs = self._programs.backward(self._stages.kinds[stage], inputs)
-        if stage > 0:
-            held.messages[OUTPUT_GRADIENT, stage - 1, microbatch] = outputs.dx
-        if action.is_counted:
-            before = held.gradients.get(stage)
-            held.gradients[stage] = outputs.dparams if before is None else self._programs.add(before, outputs.dparams)
-            held.counted[stage].append(microbatch)
-
-    def _inputs(self, action: SwarmAction) -> StageInputs:
-        """Return the inputs of a pass, without the gradient of the output."""
-        stage, number, device = action.stage, action.microbatch, self._device(action.peer)
-        key, weight = self._place("scalars", 0, device, lambda: self._scalars)
-        x = self.peers[action.peer].messages[STAGE_INPUT, stage, number] if stage else None
-        return StageInputs(
-            self._place("params", stage, device, lambda: stage_params(self._stages, self._params, stage)),
-            self._place("microbatch", number, device, lambda: self._microbatches[number]),
-            key,
-            self._stages.shifts[stage, 0],
-            weight,
-            x,
-        )
-
-    def _device(self, peer: int) -> jax.Device:
-        return self._devices[peer % len(self._devices)]
-
-    def _place(self, name: str, number: int, device: jax.Device, make: Callable[[], Tree]) -> Any:
-        """Return a value on a device, where it remains until the end of the step."""
-        key = (name, number, device)
-        if key not in self._placed:
-            self._placed[key] = jax.device_put(make(), device)
-        return self._placed[key]
-
-
 class SwarmExecutor:
     """Executes the steps of a simulated run."""
 
@@ -255,12 +49,15 @@ class SwarmExecutor:
         self,
         programs: SwarmPrograms,
         stages: Stages,
-        actions: Sequence[Sequence[SwarmAction]],
+        actions_of: Callable[[int], Sequence[SwarmAction]],
         num_microbatches: int,
         devices: Sequence[jax.Device],
     ):
-        """Take the devices of the peers, round-robin, of which the first one holds the state. actions: by step."""
-        self._programs, self._stages, self._actions = programs, stages, actions
+        """Take the devices of the peers, round-robin, of which the first one holds the state.
+
+        actions_of: step -> its actions.
+        """
+        self._programs, self._stages, self._actions_of = programs, stages, actions_of
         self._num_microbatches, self._devices = num_microbatches, devices
 
     def step(self, before: SwarmState, batch: Mapping[str, np.ndarray]) -> tuple[SwarmState, Metrics]:
@@ -272,7 +69,7 @@ class SwarmExecutor:
         ]
         params = state.params if older is None else older
         step = EmulatedStep(self._programs, self._stages, self._devices, params, scalars, microbatches)
-        for action in self._actions[number]:
+        for action in self._actions_of(number):
             step.act(action)
         gradients, sums = step.totals()
         del step  # with the weights on the devices, which the update donates

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpar.swarm.costs import download_seconds
+from jaxpar.swarm.failures import Trace, events_before, first_present
 from jaxpar.swarm.membership import (
     ABSENT,
     Move,
@@ -24,7 +25,7 @@ from jaxpar.swarm.membership import (
     removed,
 )
 from jaxpar.swarm.rebalancing import REBALANCING_RULES
-from jaxpar.swarm.trace import JOIN, PeerEvent, SwarmPeer, present_at_start
+from jaxpar.swarm.trace import JOIN, SwarmPeer
 
 
 class FluidRun(NamedTuple):
@@ -58,7 +59,7 @@ class FluidRun(NamedTuple):
 def run_fluid(
     peers: Sequence[SwarmPeer],
     work: Sequence[float],
-    trace: Sequence[PeerEvent],
+    trace: Trace,
     seconds: float,
     *,
     state_bytes: float = 0.0,
@@ -76,8 +77,8 @@ def run_fluid(
       rebalance_seconds: the period of rebalancing; 0: none.
       rule: key of REBALANCING_RULES.
     """
-    swarm = make_swarm(tuple(peer.speed for peer in peers), tuple(work), present_at_start(len(peers), trace))
-    events = [event for event in trace if event.seconds < seconds]
+    swarm = make_swarm(tuple(peer.speed for peer in peers), tuple(work), first_present(len(peers), trace))
+    events = events_before(trace, seconds)
     period = rebalance_seconds or math.inf
     tick, next_event, now = period, 0, 0.0
     times, rates, optima, rows, counts = [0.0], [], [], [], []

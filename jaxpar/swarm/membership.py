@@ -52,13 +52,6 @@ def removed(swarm: Swarm, peer: int) -> Swarm:
     return placed(swarm, peer, ABSENT, 0.0)
 
 
-def members(swarm: Swarm, stage: int, now: float = math.inf) -> list[int]:
-    """Return the peers that serve a stage at time `now`; by default also those that are still downloading."""
-    return [
-        p for p, (at, ready) in enumerate(zip(swarm.stage, swarm.ready, strict=True)) if at == stage and ready <= now
-    ]
-
-
 def capacities(swarm: Swarm, now: float = math.inf) -> np.ndarray:
     """Return [S]: the microbatches per second of each stage, by default with the peers that are still downloading."""
     stage = np.array(swarm.stage)
@@ -106,7 +99,7 @@ def refills(swarm: Swarm, now: float) -> list[Move]:
     """Return the moves that give each stage without any peer a new one, as far as other stages have peers to spare."""
     moves = []
     for stage in range(len(swarm.work)):
-        if not members(swarm, stage) and (found := best_move(swarm, stage, now)):
+        if stage not in swarm.stage and (found := best_move(swarm, stage, now)):
             moves.append(found[0])
             swarm = placed(swarm, found[0].peer, stage, math.inf)
     return moves

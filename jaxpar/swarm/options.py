@@ -12,13 +12,16 @@ from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.tables.table import loop_stages
 from jaxpar.state import State, nbytes
 from jaxpar.step import Problem, abstract_share
+from jaxpar.swarm import live_options
 from jaxpar.swarm.costs import SwarmSettings, Workload
+from jaxpar.swarm.failures import RandomTrace, Trace
 from jaxpar.swarm.messages import MESSAGE_COMPRESSORS, MessageFormat
 from jaxpar.swarm.rebalancing import REBALANCING_RULES
-from jaxpar.swarm.run import SwarmRun, run_swarm
-from jaxpar.swarm.trace import PeerEvent, SwarmPeer, read_peers, read_swarm_trace
+from jaxpar.swarm.record import SwarmRun
+from jaxpar.swarm.scenario import SwarmScenario
+from jaxpar.swarm.trace import SwarmPeer, find_peers, read_swarm_trace
 
-SWARM_MODES = ("emulated",)
+SWARM_MODES = ("emulated", "live")
 BACKWARD_WORK = 3.0  # of a backward pass, in forward passes: two products for each one, and the forward pass again
 LEAST_WORK = 0.01  # of a stage, in means: a lookup has no FLOPs, but takes time
 
@@ -27,42 +30,89 @@ class SwarmSource(NamedTuple):
     """The peers and the trace of config.swarm, from files that have been read."""
 
     peers: list[SwarmPeer]
-    trace: list[PeerEvent]
+    trace: Trace
+
+
+class StageSizes(NamedTuple):
+    """Sizes of S stages.
+
+    Attributes:
+      messages: [S - 1], bytes of the activation of a microbatch between a stage and the next one, as it is sent.
+      gradients: [S], bytes of the gradient of a stage, with copies of arrays tied to it.
+    """
+
+    messages: list[int]
+    gradients: list[int]
 
 
 def decide_swarm(config: ConfigDict) -> Refusals[SwarmSource]:
-    """Read the files that config.swarm names. Refuses invalid settings, and files that cannot be read."""
+    """Read the files that config.swarm names; live mode has none.
+
+    Refuses invalid settings, and files that cannot be read.
+    """
     s = config.swarm
     yield from refuse_choice("swarm.mode", s.mode, SWARM_MODES)
     yield from refuse_choice("swarm.rule", s.rule, REBALANCING_RULES)
     yield from refuse_choice("swarm.compress", s.compress, MESSAGE_COMPRESSORS)
+    yield from live_options.refuse_other_mode(config)
     if s.stages < 1:
         yield UserError(f"config.swarm.stages is {s.stages}; it must be at least 1")
     if s.num_microbatches < 0:
         yield UserError(f"config.swarm.num_microbatches is {s.num_microbatches}; it must be at least 0")
-    if not 0 < s.forward_seconds < math.inf:
-        yield UserError(f"config.swarm.forward_seconds is {s.forward_seconds}; it must be finite and greater than 0")
-    if not 0 <= s.rebalance_seconds < math.inf:
-        yield UserError(f"config.swarm.rebalance_seconds is {s.rebalance_seconds}; it must be finite and at least 0")
+    yield from _refuse_range("forward_seconds", s.forward_seconds, 1e-9, 1e9)
+    if s.rebalance_seconds != 0:
+        yield from _refuse_range("rebalance_seconds", s.rebalance_seconds, s.forward_seconds, 1e12, " or 0")
     if config.pipeline.partition == AUTO:
         yield UserError(
             f"config.pipeline.partition is {AUTO!r}; it must be one of {', '.join(METHODS)}, or layer names, with "
             "config.strategy='swarm'"
         )
+    if s.mode == "live":
+        yield from live_options.refuse_live(config)
+        return SwarmSource([], [])
     try:
-        if s.peers.lstrip("-").isdecimal():
-            peers = [SwarmPeer(f"p{number}") for number in range(int(s.peers))]
-        else:
-            peers = read_peers(s.peers, "config.swarm.peers")
+        peers = find_peers(s.peers, "config.swarm.peers")
         trace = read_swarm_trace(s.trace, peers, "config.swarm.trace") if s.trace else []
     except UserError as error:
         yield error
+    rates = yield from _decide_rates(config, len(peers))
     if len(peers) < s.stages:
         yield UserError(
             f"config.swarm.stages is {s.stages}; it must be at most {len(peers)}, the number of peers "
             f"(config.swarm.peers={s.peers!r})"
         )
-    return SwarmSource(peers, trace)
+    if rates and s.trace:
+        yield UserError(
+            f"config.swarm.trace is {s.trace!r}; it must be empty with config.swarm.failures, which generate a trace"
+        )
+    return SwarmSource(peers, rates or trace)
+
+
+def _decide_rates(config: ConfigDict, num_peers: int) -> Refusals[RandomTrace | None]:
+    """Return the random trace of config.swarm.failures; None if peers do not fail. Refuses invalid rates."""
+    f = config.swarm.failures
+    for name in ("lifetime", "group_lifetime"):
+        if f[name] != 0:
+            yield from _refuse_range(f"failures.{name}", f[name], 1e-9, 1e12, " or 0")
+    yield from _refuse_range("failures.rejoin", f.rejoin, 0, 1e12)
+    yield from _refuse_range("failures.groups", f.groups, 1, num_peers)
+    yield from _refuse_range("failures.group_share", f.group_share, 0, 1)
+    if not f.lifetime and not f.group_lifetime:
+        return None
+    return RandomTrace(
+        num_peers,
+        lifetime=f.lifetime or math.inf,
+        rejoin=f.rejoin,
+        groups=f.groups,
+        group_lifetime=f.group_lifetime or math.inf,
+        group_share=f.group_share,
+        seed=config.seed,
+    )
+
+
+def _refuse_range(key: str, value: float, least: float, greatest: float, other: str = "") -> Refusals[None]:
+    if not least <= value <= greatest:
+        yield UserError(f"config.swarm.{key} is {value}; it must be between {least:g} and {greatest:g}{other}")
 
 
 def swarm_microbatches(config: ConfigDict) -> int:
@@ -79,8 +129,8 @@ def refuse_stage_count(config: ConfigDict, names: list[str]) -> Refusals[None]:
         )
 
 
-def plan_stages(config: ConfigDict, shapes: Problem) -> Refusals[tuple[Stages, Workload]]:
-    """Return the stages, and what they cost. Refuses a model that cannot be cut into them."""
+def plan_stages(config: ConfigDict, shapes: Problem) -> Refusals[tuple[Stages, Workload, StageSizes]]:
+    """Return the stages, what they cost, and their sizes. Refuses a model that cannot be cut into them."""
     model = shapes.model
     microbatch: Any = abstract_share(shapes.batch, swarm_microbatches(config))
     inputs = model.inputs(microbatch)
@@ -92,24 +142,23 @@ def plan_stages(config: ConfigDict, shapes: Problem) -> Refusals[tuple[Stages, W
     ratios = np.maximum(flops / flops.mean(), LEAST_WORK)
     forward = [config.swarm.forward_seconds * ratio for ratio in ratios.tolist()]
     messages = MessageFormat(MESSAGE_COMPRESSORS[config.swarm.compress])
+    sizes = StageSizes(
+        [messages.nbytes(inputs[begin]) for begin in bounds[1:-1]],
+        [nbytes(stages.select(model.shapes, stage)) for stage in range(num_stages)],
+    )
     workload = Workload(
         tuple(forward),
         tuple(BACKWARD_WORK * seconds for seconds in forward),
-        max((messages.nbytes(inputs[begin]) for begin in bounds[1:-1]), default=0),
-        max(stage_nbytes(stages)),
+        max(sizes.messages, default=0),
+        max(sizes.gradients),
     )
-    return stages, workload
-
-
-def stage_nbytes(stages: Stages) -> list[int]:
-    """Return the bytes of the parameters of each stage, with copies of arrays tied to it."""
-    return [nbytes(stages.select(stages.model.shapes, stage)) for stage in range(stages.num_stages)]
+    return stages, workload, sizes
 
 
 def simulate_swarm(
     config: ConfigDict, source: SwarmSource, workload: Workload, like: State, num_steps: int
-) -> Refusals[SwarmRun]:
-    """Return the simulated run. Refuses a trace that leaves a stage without a peer. like: shapes of the state."""
+) -> Refusals[tuple[SwarmScenario, SwarmRun]]:
+    """Return the scenario of the config, and its run. Refuses failures that prevent training. like: of the state."""
     s = config.swarm
     settings = SwarmSettings(
         num_steps,
@@ -120,8 +169,12 @@ def simulate_swarm(
         seed=config.seed,
     )
     state_bytes = workload.gradient_bytes * (1 + nbytes(like.optimizer) / nbytes(like.params))
+    scenario = SwarmScenario(source.peers, workload._replace(state_bytes=state_bytes), source.trace, settings)
     try:
-        run = run_swarm(source.peers, workload._replace(state_bytes=state_bytes), source.trace, settings)
+        run = scenario.run()
     except UserError as error:
-        yield UserError(f"config.swarm.trace is {s.trace!r}; it must leave at least one peer per stage, but {error}")
-    return run
+        f = s.failures
+        name, value = ("lifetime", f.lifetime) if f.lifetime else ("group_lifetime", f.group_lifetime)
+        what = f"failures.{name} is {value}" if isinstance(source.trace, RandomTrace) else f"trace is {s.trace!r}"
+        yield UserError(f"config.swarm.{what}; it must let each stage have a peer for long enough, but {error}")
+    return scenario, run

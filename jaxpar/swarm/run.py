@@ -21,8 +21,7 @@ Assumptions:
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -31,55 +30,36 @@ from jaxpar.swarm import routing
 from jaxpar.swarm.actions import FAILURE, RECEIVE, SwarmAction
 from jaxpar.swarm.batch import AssignedPass, GlobalBatch
 from jaxpar.swarm.costs import SwarmSettings, Workload, averaging_seconds, download_seconds, message_seconds
+from jaxpar.swarm.failures import RandomTrace, Trace, first_present
 from jaxpar.swarm.ledger import COUNTED, LOST, GradientLedger, next_phase
 from jaxpar.swarm.membership import ABSENT, Move, make_swarm, neediest, placed, refills, removed
 from jaxpar.swarm.rebalancing import REBALANCING_RULES
-from jaxpar.swarm.table import ROUTING_COLUMNS, RoutingTable, ServiceTable, make_routing_table
-from jaxpar.swarm.trace import JOIN, PeerEvent, SwarmPeer, present_at_start
+from jaxpar.swarm.record import RunRecord, SwarmRun
+from jaxpar.swarm.trace import JOIN, PeerEvent, SwarmPeer
+from jaxpar.swarm.virtual_time import LoadMeter, VirtualClock
 
-_FINISH, _OUTCOME = ROUTING_COLUMNS.index("finish"), ROUTING_COLUMNS.index("outcome")
-
-
-class SwarmRun(NamedTuple):
-    """Result of a run.
-
-    Attributes:
-      table: its passes.
-      service: which peer served which stage when.
-      update_times: time of the update of each step.
-      moves: moves of peers between stages, with their times.
-      actions: what the peers did in each step.
-    """
-
-    table: RoutingTable
-    service: ServiceTable
-    update_times: list[float]
-    moves: list[tuple[float, Move]]
-    actions: list[list[SwarmAction]]
+MOST_EVENTS = 300_000  # of a step, and 10 more per event of a list; more mean that failures prevent the step
 
 
-def run_swarm(
-    peers: Sequence[SwarmPeer], workload: Workload, trace: Sequence[PeerEvent], settings: SwarmSettings
-) -> SwarmRun:
+def run_swarm(peers: Sequence[SwarmPeer], workload: Workload, trace: Trace, settings: SwarmSettings) -> SwarmRun:
     """Return a run. The same arguments return the same run, to the last bit; a longer run begins with the same rows.
 
     Raises:
-      UserError: a stage has no peer for the rest of the trace, so training cannot continue.
+      UserError: a stage has no peer for the rest of the trace, so training cannot continue; or peers fail so often that
+        a step never ends.
     """
     return _Simulation(peers, workload, trace, settings).run()
 
 
 class _Simulation:
-    def __init__(
-        self, peers: Sequence[SwarmPeer], workload: Workload, trace: Sequence[PeerEvent], settings: SwarmSettings
-    ) -> None:
+    def __init__(self, peers: Sequence[SwarmPeer], workload: Workload, trace: Trace, settings: SwarmSettings) -> None:
         self.peers, self.workload, self.settings = peers, workload, settings
         self.num_stages = len(workload.forward)
         self.work = (workload.forward, workload.backward)
         self.rng = np.random.default_rng(settings.seed)
-        self.now, self.events = 0.0, 0
-        self.heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
-        present = present_at_start(len(peers), trace)
+        self.clock, self.record = VirtualClock(), RunRecord()
+        self.loads = LoadMeter(len(peers), self.clock)
+        present = first_present(len(peers), trace)
         totals = tuple(f + b for f, b in zip(*self.work, strict=True))
         self.swarm = make_swarm(tuple(peer.speed for peer in peers), totals, present)
         self.queues = [routing.StageQueue()] * self.num_stages
@@ -93,54 +73,44 @@ class _Simulation:
         self.parked: set[tuple[int, int]] = set()  # microbatches for whose stage there is no peer
         self.batches: dict[int, GlobalBatch] = {}  # without update
         self.num_started = 0
-        self.depth, self.area, self.changed = [0] * len(peers), [0.0] * len(peers), [0.0] * len(peers)
-        self.rows: list[list[float]] = []
-        self.service: list[tuple[int, int, float, float]] = []
-        self.update_times: list[float] = []
-        self.moves: list[tuple[float, Move]] = []
-        self.actions: list[list[SwarmAction]] = []  # by step
-        for event in trace:
-            self.at(event.seconds, self.join if event.event == JOIN else self.leave, event.peer)
+        self.most_events = MOST_EVENTS + (0 if isinstance(trace, RandomTrace) else 10 * len(trace))
+        self.trace = iter(trace)
+        self.follow_trace()
         for peer in sorted(present):
             self.serve(peer, 0)
 
     def run(self) -> SwarmRun:
         """Process all events until the last update. With delayed updates, the next batch has started by then."""
-        if self.settings.rebalance_seconds:
-            self.at(self.settings.rebalance_seconds, self.rebalance)
+        clock, record, settings = self.clock, self.record, self.settings
+        if settings.rebalance_seconds:
+            clock.at(settings.rebalance_seconds, self.rebalance)
         self.start_batches()
-        while self.heap and len(self.update_times) < self.settings.num_steps:
-            self.now, _, action, arguments = heapq.heappop(self.heap)
-            action(*arguments)
-        if len(self.update_times) < self.settings.num_steps:
+        while not clock.is_idle and len(record.update_times) < settings.num_steps:
+            step, limit = len(record.update_times), clock.num_advances + self.most_events
+            while not clock.is_idle and len(record.update_times) == step:
+                if clock.num_advances == limit:
+                    raise UserError(f"step {step} does not end within {self.most_events:,} events")
+                clock.advance()
+        if len(record.update_times) < settings.num_steps:
             empty = [stage for stage, queue in enumerate(self.queues) if not queue.peers]
             raise UserError(
-                f"stage {empty[0]} has no peer from second {self.now:g} on, and no other peer can move there or joins"
+                f"stage {empty[0]} has no peer from second {clock.now:g} on, and no other peer can move there or joins"
             )
         for peer in range(len(self.peers)):
             self.end_service(peer)
-        delay = int(self.settings.delayed)
-        rows = [row for row in self.rows if row[0] < self.settings.num_steps]
-        table = make_routing_table(self.num_stages, self.settings.num_microbatches, delay, rows)
-        columns = np.array(self.service).T
-        service = ServiceTable(columns[0].astype(np.int32), columns[1].astype(np.int32), columns[2], columns[3])
-        return SwarmRun(table, service, self.update_times, self.moves, self.actions[: self.settings.num_steps])
-
-    def at(self, time: float, action: Callable[..., None], *arguments: object) -> None:
-        self.events += 1
-        heapq.heappush(self.heap, (time, self.events, action, arguments))
+        return record.run(self.num_stages, settings.num_microbatches, int(settings.delayed), settings.num_steps)
 
     # ---- batches --------------------------------------------------------------------------------------------------
 
     def start_batches(self) -> None:
         """Start the next batch if the weights that it reads exist, and all microbatches of the one before started."""
         before = self.batches.get(self.num_started - 1)
-        has_weights = self.num_started <= len(self.update_times) + self.settings.delayed
+        has_weights = self.num_started <= len(self.record.update_times) + self.settings.delayed
         if has_weights and not (before and before.waiting):
             number = self.settings.num_microbatches
             step, self.num_started = self.num_started, self.num_started + 1
             self.batches[step] = GlobalBatch(GradientLedger(self.num_stages, number), deque(range(number)))
-            self.actions.append([])
+            self.record.actions.append([])
             for _ in range(self.settings.in_flight or number):
                 self.admit(step)
 
@@ -153,23 +123,28 @@ class _Simulation:
 
     def average(self) -> None:
         """Begin the averaging of the oldest batch if it is complete."""
-        step = len(self.update_times)
+        step = len(self.record.update_times)
         batch = self.batches.get(step)
         if batch and batch.ledger.is_complete and not batch.is_averaging:
             batch.is_averaging = True
-            seconds = max(self.averaging_time(batch, stage) for stage in range(self.num_stages))
-            self.at(self.now + seconds, self.update, step, batch.num_failures)
+            batch.groups = [self.averaging_group(batch, stage) for stage in range(self.num_stages)]
+            seconds = max(
+                averaging_seconds([self.peers[peer] for peer in group], self.workload.gradient_bytes)
+                for group in batch.groups
+            )
+            self.clock.at(self.clock.now + seconds, self.update, step, batch.num_failures)
 
-    def averaging_time(self, batch: GlobalBatch, stage: int) -> float:
-        group = batch.ledger.contributors(stage) | {p for p, at in enumerate(self.serving) if at == stage}
-        return averaging_seconds([self.peers[peer] for peer in group], self.workload.gradient_bytes)
+    def averaging_group(self, batch: GlobalBatch, stage: int) -> list[int]:
+        """Return the peers that have accumulated gradients of a stage, and those that serve it and need the update."""
+        return sorted(batch.ledger.contributors(stage) | {p for p, at in enumerate(self.serving) if at == stage})
 
     def update(self, step: int, num_failures: int) -> None:
         batch = self.batches.get(step)
         if batch is None or batch.num_failures != num_failures:
             return  # the averaging has started over
         del self.batches[step]
-        self.update_times.append(self.now)
+        self.record.update_times.append(self.clock.now)
+        self.record.groups.append(batch.groups)
         self.start_batches()
         self.average()
 
@@ -199,10 +174,10 @@ class _Simulation:
         }
         one = AssignedPass(step, microbatch, phase, stage, peer, sources)
         self.active[key] = one
-        self.count(peer, 1)
+        self.loads.count(peer, 1)
         froms = [self.peers[source] for source in sources.values()]
         seconds = message_seconds(froms, self.peers[peer], self.workload.activation_bytes)
-        self.at(self.now + seconds, self.arrive, one)
+        self.clock.at(self.clock.now + seconds, self.arrive, one)
 
     def arrive(self, one: AssignedPass) -> None:
         if self.active.get(one.key) is not one:
@@ -211,10 +186,9 @@ class _Simulation:
             holders.add(one.peer)
             if value in one.sources:
                 place = one.microbatch, one.stage, one.peer
-                self.actions[one.step].append(SwarmAction(RECEIVE[value], *place, source=one.sources[value]))
+                self.record.actions[one.step].append(SwarmAction(RECEIVE[value], *place, source=one.sources[value]))
         one.sources = {}
-        self.events += 1
-        heapq.heappush(self.inbox[one.peer], (one.step, -one.phase, self.events, one))
+        heapq.heappush(self.inbox[one.peer], (one.step, -one.phase, self.clock.next_number(), one))
         self.start_pass(one.peer)
 
     def start_pass(self, peer: int) -> None:
@@ -222,22 +196,19 @@ class _Simulation:
             one = heapq.heappop(self.inbox[peer])[-1]
             if self.active.get(one.key) is not one:
                 continue  # routed to another peer
-            one.row, self.running[peer] = len(self.rows), one
             version = max(one.step - self.settings.delayed, 0)
-            place = [one.step, one.microbatch, one.stage, one.phase, peer, version]
-            self.rows.append([*place, self.now, math.nan, LOST])
+            one.row, self.running[peer] = self.record.begin_pass(one, version, self.clock.now), one
             work = self.work[one.phase][one.stage]
-            self.at(self.now + work / self.peers[peer].speed, self.finish, one)
+            self.clock.at(self.clock.now + work / self.peers[peer].speed, self.finish, one)
 
     def finish(self, one: AssignedPass) -> None:
         if self.active.get(one.key) is not one:
             return
         peer, ledger = one.peer, self.batches[one.step].ledger
         outcome = ledger.finish(one.microbatch, one.phase, one.stage, peer, one.row)
-        self.rows[one.row][_FINISH:] = [self.now, outcome]
+        seconds = self.record.end_pass(one.row, self.clock.now, outcome)
         place = one.microbatch, one.stage, peer
-        self.actions[one.step].append(SwarmAction(one.phase, *place, is_counted=outcome == COUNTED))
-        seconds = self.now - self.rows[one.row][_FINISH - 1]
+        self.record.actions[one.step].append(SwarmAction(one.phase, *place, is_counted=outcome == COUNTED))
         self.queues[one.stage] = routing.observe(self.queues[one.stage], peer, self.work[one.phase][one.stage], seconds)
         self.running[peer] = None
         self.drop(one)
@@ -249,13 +220,7 @@ class _Simulation:
     def drop(self, one: AssignedPass) -> None:
         """Forget an assigned pass, which has finished or which another peer computes."""
         del self.active[one.key]
-        self.count(one.peer, -1)
-
-    def count(self, peer: int, change: int) -> None:
-        """Change the number of passes that a peer has been assigned, and integrate it over time."""
-        self.area[peer] += self.depth[peer] * (self.now - self.changed[peer])
-        self.depth[peer] += change
-        self.changed[peer] = self.now
+        self.loads.count(one.peer, -1)
 
     def reroute(self, passes: Iterable[AssignedPass], lost: Iterable[tuple[int, int]] = ()) -> None:
         """Route these passes again, and microbatches that are not in any queue but have lost a gradient."""
@@ -274,22 +239,30 @@ class _Simulation:
         if epoch != self.epoch[peer]:
             return
         stage = self.swarm.stage[peer]
-        self.serving[peer], self.since[peer] = stage, self.now
+        self.serving[peer], self.since[peer] = stage, self.clock.now
         self.queues[stage] = routing.announce(self.queues[stage], peer, self.rng.random())
-        self.apply(refills(self.swarm, self.now))
+        self.apply(refills(self.swarm, self.clock.now))
         self.reroute(())
 
     def end_service(self, peer: int) -> None:
         if self.serving[peer] != ABSENT:
-            self.service.append((peer, self.serving[peer], self.since[peer], self.now))
+            self.record.service.append((peer, self.serving[peer], self.since[peer], self.clock.now))
             self.serving[peer] = ABSENT
 
     def download(self, peer: int, stage: int) -> None:
         self.end_service(peer)
         self.epoch[peer] += 1
-        seconds = download_seconds(self.peers, self.swarm, peer, stage, self.now, self.workload.state_bytes)
-        self.swarm = placed(self.swarm, peer, stage, self.now + seconds)
-        self.at(self.now + seconds, self.serve, peer, self.epoch[peer])
+        seconds = download_seconds(self.peers, self.swarm, peer, stage, self.clock.now, self.workload.state_bytes)
+        self.swarm = placed(self.swarm, peer, stage, self.clock.now + seconds)
+        self.clock.at(self.clock.now + seconds, self.serve, peer, self.epoch[peer])
+
+    def follow_trace(self, event: PeerEvent | None = None) -> None:
+        """Let a peer join or leave. The next event of the trace comes before anything else at the same time."""
+        if event is not None:
+            (self.join if event.event == JOIN else self.leave)(event.peer)
+        upcoming = next(self.trace, None)
+        if upcoming is not None:
+            self.clock.at(upcoming.seconds, self.follow_trace, upcoming, is_first=True)
 
     def join(self, peer: int) -> None:
         self.download(peer, neediest(self.swarm))
@@ -304,34 +277,31 @@ class _Simulation:
         self.swarm = removed(self.swarm, peer)
         running, self.running[peer], self.inbox[peer] = self.running[peer], None, []
         if running:
-            self.rows[running.row][_FINISH] = self.now
+            self.record.end_pass(running.row, self.clock.now, LOST)
         lost: list[tuple[int, int]] = []
         for step, batch in self.batches.items():
-            self.actions[step].append(SwarmAction(FAILURE, peer=peer))
+            self.record.actions[step].append(SwarmAction(FAILURE, peer=peer))
             gradients = batch.ledger.lose(peer)
             if gradients:
                 batch.is_averaging, batch.num_failures = False, batch.num_failures + 1
             for microbatch, row in gradients:
-                self.rows[row][_OUTCOME] = LOST
+                self.record.lose_pass(row)
                 lost.append((step, microbatch))
-        self.apply(refills(self.swarm, self.now))
+        self.apply(refills(self.swarm, self.clock.now))
         self.reroute([one for one in self.active.values() if one.peer == peer or peer in one.sources.values()], lost)
 
     def rebalance(self) -> None:
         """Apply the rule of rebalancing to the mean number of passes that each peer had in the period."""
-        if not self.heap:
+        if self.clock.is_idle:
             return  # nothing can happen any more
-        for peer in range(len(self.peers)):
-            self.count(peer, 0)
-        loads = [area / self.settings.rebalance_seconds for area in self.area]
-        self.area = [0.0] * len(self.peers)
-        self.apply(REBALANCING_RULES[self.settings.rule](self.swarm, loads, self.now))
-        self.at(self.now + self.settings.rebalance_seconds, self.rebalance)
+        loads = self.loads.read(self.settings.rebalance_seconds)
+        self.apply(REBALANCING_RULES[self.settings.rule](self.swarm, loads, self.clock.now))
+        self.clock.at(self.clock.now + self.settings.rebalance_seconds, self.rebalance)
 
     def apply(self, moves: Iterable[Move]) -> None:
         """Move peers. A peer that is computing a pass moves when it ends; its other microbatches go to other peers."""
         for move in moves:
-            self.moves.append((self.now, move))
+            self.record.moves.append((self.clock.now, move))
             self.swarm = placed(self.swarm, move.peer, move.target, math.inf)
             self.queues[move.source] = routing.withdraw(self.queues[move.source], move.peer)
             running = self.running[move.peer]

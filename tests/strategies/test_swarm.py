@@ -17,14 +17,22 @@ from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar.analysis import audit
 from jaxpar.errors import UserError
+from jaxpar.plan import Plan
 from jaxpar.state import Canonical
 from jaxpar.strategies import Strategy
 from jaxpar.strategies.swarm import SwarmDetails
-from jaxpar.swarm.actions import FAILURE
+from jaxpar.swarm import live_options
+from jaxpar.swarm import run as run_module
+from jaxpar.swarm.actions import FAILURE, RECEIVE, SwarmAction
 from jaxpar.swarm.costs import SwarmSettings, Workload
-from jaxpar.swarm.executor import SwarmExecutor, SwarmPrograms
+from jaxpar.swarm.emulated import EmulatedStep
+from jaxpar.swarm.executor import SwarmExecutor
+from jaxpar.swarm.failures import RandomTrace, events_before
 from jaxpar.swarm.ledger import BACKWARD_PASS, COUNTED, FORWARD_PASS, LOST, REPEATED
-from jaxpar.swarm.run import SwarmRun, run_swarm
+from jaxpar.swarm.programs import SwarmPrograms
+from jaxpar.swarm.record import SwarmRun
+from jaxpar.swarm.run import run_swarm
+from jaxpar.swarm.scenario import RunActions, read_scenario
 from jaxpar.swarm.table import read_routing
 from jaxpar.swarm.trace import JOIN, LEAVE, PeerEvent, SwarmPeer
 from jaxpar.tasks.classification import TASK
@@ -125,7 +133,7 @@ def repeat(task: Task, run: SwarmRun, *overrides: str, devices: int = 1) -> tupl
     """Train with the actions of a run, and return losses, gradient norms and the final state."""
     strategy, programs = programs_of(task, *overrides)
     executor = SwarmExecutor(
-        programs, details_of(strategy).stages, run.actions, NUM_MICROBATCHES, cluster.devices()[:devices]
+        programs, details_of(strategy).stages, run.actions.__getitem__, NUM_MICROBATCHES, cluster.devices()[:devices]
     )
     state, metrics = strategy.from_canonical(start(task)), []
     for step in range(NUM_STEPS):
@@ -136,9 +144,11 @@ def repeat(task: Task, run: SwarmRun, *overrides: str, devices: int = 1) -> tupl
 
 
 @functools.cache
-def one_device(task: Task, *, delay: int = 0) -> tuple[list[float], list[float], Canonical]:
+def one_device(
+    task: Task, *overrides: str, delay: int = 0, num_steps: int = NUM_STEPS
+) -> tuple[list[float], list[float], Canonical]:
     """Train by a plain recurrence: step t applies the gradient at version max(t - delay, 0) of the weights."""
-    problem = make_problem(make_config(task), task)
+    problem = make_problem(make_config(task, *overrides), task)
     state = states.from_canonical(start(task), states.abstract_state(problem.model, problem.optimizer))
 
     @jax.jit
@@ -147,7 +157,7 @@ def one_device(task: Task, *, delay: int = 0) -> tuple[list[float], list[float],
         return steps.update(problem, state, grads, sums)
 
     versions, losses, norms = [state.params], [], []
-    for number in range(NUM_STEPS):
+    for number in range(num_steps):
         state, metrics = step(state, versions[max(number - delay, 0)], make_batch(task, number))
         versions.append(state.params)
         losses.append(float(metrics.sums.loss / metrics.sums.weight))
@@ -234,15 +244,88 @@ def test_a_run_of_the_config(tmp_path: Path) -> None:
     table = read_routing(tmp_path / "routing.csv")
     assert results["lost_passes"] == (table.outcome == LOST).sum() > 0
     assert results["table_seconds"] == details_of(strategy).run.update_times[-1]
+    assert read_scenario(tmp_path / "scenario.json", "--scenario").run().actions == details_of(strategy).run.actions
     assert 0 < results["efficiency"] < 1
     programs = strategy.compile()
     rows = audit.audit(programs, strategy.plan, TASK)
-    assert [(row.kind, row.axis, row.is_explained) for row in rows] == [("copy", "stage", True)]
+    assert [(row.kind, row.axis, row.is_explained) for row in rows] == [("copy", "data", True), ("copy", "stage", True)]
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(got))
     first, second = audit.memory(programs, strategy)
     assert first["parameters"] == (nbytes, nbytes)
     assert "optimizer" not in second
     assert 0 < (second["parameters"].theory or 0) <= nbytes
+
+
+def plan_of(*settings: str, **more: int) -> Plan[Any]:
+    """Return the plan of a config of the small MLP."""
+    config = make_config(MLP, *swarm(*settings, **more))
+    return strategies.plan(config, make_problem(config, MLP), cluster.find_cluster())
+
+
+def test_failures_at_a_rate() -> None:
+    """Rates generate the trace of their seed; the run is that of the same trace in a list, to its end and beyond."""
+    rates = ("failures.lifetime=20", "failures.rejoin=2", "failures.groups=2", "failures.group_lifetime=30")
+    details = plan_of(*rates, "rebalance_seconds=1").details
+    events = events_before(RandomTrace(NUM_PEERS, 20.0, 2.0, 2, 30.0, 0.5, seed=0), 1e3)
+    assert sum(event.event == LEAVE and event.seconds < details.run.update_times[-1] for event in events) > 3
+    listed = details.scenario._replace(trace=events)
+    assert listed.run().actions == details.run.actions
+    longer = RunActions(details.scenario, details.run)
+    assert [longer(step) for step in range(25)] == listed.run(25).actions
+
+
+def test_rates_that_prevent_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers that fail after a tenth of a pass, on average, are noticed by the number of events."""
+    monkeypatch.setattr(run_module, "MOST_EVENTS", 20_000)
+    with pytest.raises(UserError) as raised:
+        plan_of("failures.lifetime=0.01", "failures.rejoin=0.01")
+    assert str(raised.value) == (
+        "config.swarm.failures.lifetime is 0.01; it must let each stage have a peer for long enough, but step 0 does "
+        "not end within 20,000 events"
+    )
+
+
+def test_a_step_after_the_planned_ones() -> None:
+    """A strategy can take more steps than its plan has simulated."""
+    strategy = shared(MLP, *swarm())
+    last = details_of(strategy).scenario.settings.num_steps
+    state = strategy.from_canonical(start(MLP))._replace(step=last)
+    state, metrics = strategy.step(state, strategy.place(make_batch(MLP, last)))
+    assert state.step == last + 1
+    assert metrics.finite
+
+
+@pytest.mark.parametrize("compress", ["none", "int8"])
+def test_traffic_is_what_peers_send(compress: str) -> None:
+    """Messages are measured in a repeated run. Without failures, the peers of a stage average in the same ring."""
+    overrides = swarm(f"compress={compress}")
+    strategy, sent = shared(MLP, *overrides), [0, 0]
+    receive = EmulatedStep.act
+
+    def measure(self: EmulatedStep, action: SwarmAction) -> None:
+        receive(self, action)
+        if action.kind in RECEIVE:
+            key = (RECEIVE.index(action.kind), action.stage, action.microbatch)
+            sent[0] += sum(array.nbytes for array in jax.tree.leaves(self.peers[action.peer].messages[key]))
+            sent[1] += 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EmulatedStep, "act", measure)
+        state = strategy.from_canonical(start(MLP))
+        for step in range(10):
+            state, _ = strategy.step(state, strategy.place(make_batch(MLP, step)))
+    messages, averages = strategy.plan.traffic
+    assert (messages.dtype, averages.dtype) == ("float32" if compress == "none" else compress, "float32")
+    assert np.array(messages[3:5]) * NUM_PEERS * 10 == pytest.approx(sent)
+    details = details_of(strategy)
+    sizes = np.bincount(details.run.service.stage, minlength=4)
+    assert sizes.sum() == NUM_PEERS
+    params = strategy.to_canonical(state)["params"]
+    held = [
+        sum(leaf.nbytes for name in names for leaf in jax.tree.leaves(params[name])) for names in details.stages.layers
+    ]
+    assert averages.nbytes * NUM_PEERS == pytest.approx(sum(2 * (sizes - 1) * held))
+    assert averages.messages * NUM_PEERS == pytest.approx(sum(2 * (sizes - 1) * sizes))
 
 
 def test_a_resumed_run_is_bitwise_the_same() -> None:
@@ -273,7 +356,7 @@ def test_messages_in_8_bits() -> None:
     config = make_config(MLP, *swarm(), *sizes)
     sent = []
     for config.swarm.compress in ("none", "int8"):
-        [traffic] = strategies.plan(config, make_problem(config, MLP), cluster.find_cluster()).traffic
+        traffic, _ = strategies.plan(config, make_problem(config, MLP), cluster.find_cluster()).traffic
         sent.append(traffic.nbytes)
     assert sent[1] / sent[0] == pytest.approx(1 / 4 + 1 / 4096, rel=1e-6)
     assert sent[1] / sent[0] < 0.2525
@@ -292,8 +375,9 @@ def test_nonfinite_gradients_skip_the_step() -> None:
 
 
 # Overrides, and what the message must contain.
+LIVE = "swarm.mode=live"
 REFUSED: dict[str, tuple[list[str], str]] = {
-    "a mode": (["swarm.mode=life"], "swarm.mode is 'life'; it must be emulated"),
+    "a mode": (["swarm.mode=life"], "swarm.mode is 'life'; it must be one of emulated, live. Did you mean 'live'?"),
     "a rule": (["swarm.rule=best"], "swarm.rule is 'best'; it must be one of paper, balance"),
     "a compressor": (["swarm.compress=int4"], "swarm.compress is 'int4'; it must be one of none, int8"),
     "no stages": (["swarm.stages=0"], "swarm.stages is 0; it must be at least 1"),
@@ -306,14 +390,44 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         "swarm.stages is 9; it must be at most 4, the number of layers of the model (embed .. head)",
     ),
     "microbatches": (["swarm.num_microbatches=-1"], "swarm.num_microbatches is -1; it must be at least 0"),
-    "times": (["swarm.forward_seconds=0"], "swarm.forward_seconds is 0.0; it must be finite and greater than 0"),
-    "a period": (["swarm.rebalance_seconds=-1"], "rebalance_seconds is -1.0; it must be finite and at least 0"),
+    "times": (["swarm.forward_seconds=0"], "swarm.forward_seconds is 0.0; it must be between 1e-09 and 1e+09"),
+    "a period": (["swarm.rebalance_seconds=-1"], "rebalance_seconds is -1.0; it must be between 0.1 and 1e+12 or 0"),
+    "a short period": (["swarm.rebalance_seconds=1e-9"], "rebalance_seconds is 1e-09; it must be between 0.1 and"),
+    "no peers": (["swarm.peers=0"], "config.swarm.peers is 0; it must be between 1 and 5000, or a file of peers"),
+    "peers": (["swarm.peers=1000000000"], "config.swarm.peers is 1000000000; it must be between 1 and 5000, or"),
+    "lifetimes": (["swarm.failures.lifetime=-1"], "failures.lifetime is -1.0; it must be between 1e-09 and 1e+12 or 0"),
+    "a rate": (["swarm.failures.rejoin=nan"], "swarm.failures.rejoin is nan; it must be between 0 and 1e+12"),
+    "groups": (["swarm.failures.groups=5"], "swarm.failures.groups is 5; it must be between 1 and 4"),
+    "a share": (["swarm.failures.group_share=2"], "swarm.failures.group_share is 2.0; it must be between 0 and 1"),
     "no file of peers": (["swarm.peers=no.csv"], "config.swarm.peers is 'no.csv', which does not exist"),
     "no trace": (["swarm.trace=no.csv"], "config.swarm.trace is 'no.csv', which does not exist"),
     "a profile": (["pipeline.partition=auto"], "config.pipeline.partition is 'auto'; it must be one of uniform,"),
     "stages of the mesh": (["mesh.stage=2"], "mesh.stage is 2; it must be 1 with config.strategy='swarm'"),
     "an exchange": (["exchange=horovod"], "exchange is 'horovod'; it must be 'ddp' without options with"),
     "accumulation": (["optimizer.accumulation_steps=2"], "accumulation_steps is 2; it must be 1 with"),
+    "live, a trace": (
+        [LIVE, "swarm.trace=a.csv"],
+        "swarm.trace is 'a.csv'; it must be '' with config.swarm.mode='l",
+    ),
+    "live, delayed": ([LIVE, "swarm.delayed=True"], "swarm.delayed is True; it must be False with config.swarm.mode="),
+    "live, a time": ([LIVE, "swarm.forward_seconds=1"], "swarm.forward_seconds is 1.0; it must be 0.1 with config"),
+    "live, rates": ([LIVE, "swarm.failures.lifetime=9"], "swarm.failures.lifetime is 9.0; it must be 0.0 with config"),
+    "emulated, live": (
+        ["swarm.namespace=a"],
+        "swarm.namespace is 'a'; it must be '' with config.swarm.mode=",
+    ),
+    "live, a file": ([LIVE, "swarm.peers=a.csv"], "swarm.peers is 'a.csv'; it must be a number, at least 2 (config."),
+    "live, few peers": ([LIVE, "swarm.peers=1"], "swarm.peers is '1'; it must be a number, at least 2 (config.swarm.s"),
+    "live, address": (
+        [LIVE, "swarm.address=ray://a:1"],
+        "address is 'ray://a:1'; it must be HOST:PORT, auto, or",
+    ),
+    "live, CPUs": ([LIVE, "swarm.peer_cpus=-1"], "swarm.peer_cpus is -1.0; it must be finite and at least 0"),
+    "live, no CPUs": (
+        [LIVE, "swarm.peer_cpus=0"],
+        "peer_cpus is 0.0; it must be greater than 0 if config.swarm.p",
+    ),
+    "live, patience": ([LIVE, "swarm.patience=1"], "swarm.patience is 1.0; it must be finite and greater than 1"),
     "a batch": (["swarm.num_microbatches=3"], "config.batch_size is 16; it must be a multiple of 3: 3 microbatches"),
 }
 
@@ -325,6 +439,20 @@ def test_invalid_settings(name: str) -> None:
     config = make_config(MLP, "--config.strategy=swarm", *(f"--config.{one}" for one in overrides))
     with pytest.raises(UserError, match=re.escape(message)):
         strategies.decide(config, cluster.find_cluster(), model)
+
+
+def test_a_trace_excludes_rates(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("seconds,peer,event\n1,p0,leave\n")
+    config = make_config(MLP, *swarm(f"trace={path}", "failures.lifetime=9"))
+    with pytest.raises(UserError, match=r"trace is '.*'; it must be empty with config.swarm.failures, which"):
+        strategies.decide(config, cluster.find_cluster())
+
+
+def test_live_mode_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_options, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"swarm.mode is 'live'; it must be 'emulated' without Ray, which `pip install"):
+        strategies.decide(make_config(MLP, *swarm(LIVE.removeprefix("swarm."), stages=2)), cluster.find_cluster())
 
 
 def test_several_processes() -> None:

@@ -1,11 +1,30 @@
 """Random scenarios: heterogeneous peers that join, fail and move while they train."""
 
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
 import numpy as np
 
 from jaxpar.swarm.costs import SwarmSettings, Workload
-from jaxpar.swarm.trace import PeerEvent, SwarmPeer, make_trace
+from jaxpar.swarm.failures import RandomTrace, events_before
+from jaxpar.swarm.scenario import SwarmScenario, write_scenario
+from jaxpar.swarm.trace import PeerEvent, SwarmPeer
 
 Scenario = tuple[list[SwarmPeer], Workload, list[PeerEvent], SwarmSettings]
+
+
+@contextlib.contextmanager
+def replayable(scenario: Scenario) -> Iterator[None]:
+    """Within `with`, write the scenario of a failing test to a file, and add to the error how to replay it."""
+    try:
+        yield
+    except Exception as error:
+        path = Path(tempfile.gettempdir()) / "jaxpar_scenario.json"
+        write_scenario(path, SwarmScenario(*scenario))
+        error.add_note(f"replay: scripts/python scripts/swarm_simulate.py --report=replay --scenario={path}")
+        raise
 
 
 def make_scenario(seed: int) -> Scenario:
@@ -28,5 +47,5 @@ def make_scenario(seed: int) -> Scenario:
         rule=str(rng.choice(["paper", "balance"])),
         seed=seed,
     )
-    trace = make_trace(num_peers, 2000, lifetime=60, rejoin=15, seed=seed)
+    trace = events_before(RandomTrace(num_peers, lifetime=60, rejoin=15, seed=seed), 2000)
     return peers, Workload(forward, backward, 1.0, 5.0, 20.0), trace, settings

@@ -1,6 +1,7 @@
 """Checks routing, membership and rebalancing against bounds and hand counts, for random peers and random events."""
 
 import itertools
+import math
 import subprocess
 import sys
 from collections import Counter
@@ -15,7 +16,6 @@ from jaxpar.swarm.membership import (
     Swarm,
     capacities,
     make_swarm,
-    members,
     neediest,
     optimal_throughput,
     placed,
@@ -24,6 +24,12 @@ from jaxpar.swarm.membership import (
 )
 from jaxpar.swarm.rebalancing import REBALANCING_RULES, balance_rule, paper_rule
 from jaxpar.swarm.routing import StageQueue
+
+
+def members(swarm: Swarm, stage: int, now: float = math.inf) -> list[int]:
+    """Return the peers that serve a stage at time `now`; by default also those that are still downloading."""
+    both = zip(swarm.stage, swarm.ready, strict=True)
+    return [peer for peer, (at, ready) in enumerate(both) if at == stage and ready <= now]
 
 
 def assign(paces: list[float], number: int, rng: np.random.Generator) -> Counter[int]:

@@ -1,6 +1,7 @@
 """Checks runs under random failures: nothing is lost, nothing is counted twice, and every run replays exactly."""
 
 import math
+import tempfile
 from pathlib import Path
 
 import hypothesis
@@ -12,10 +13,12 @@ from jaxpar.errors import UserError
 from jaxpar.swarm.costs import SwarmSettings, Workload
 from jaxpar.swarm.fluid import run_fluid
 from jaxpar.swarm.ledger import BACKWARD_PASS, COUNTED, FORWARD_PASS, LOST, GradientLedger, PassProgress, next_phase
-from jaxpar.swarm.run import SwarmRun, run_swarm
+from jaxpar.swarm.record import SwarmRun
+from jaxpar.swarm.run import run_swarm
+from jaxpar.swarm.scenario import read_scenario
 from jaxpar.swarm.table import RoutingTable, check_routing, read_routing, write_routing
 from jaxpar.swarm.trace import JOIN, LEAVE, PeerEvent, SwarmPeer, read_peers, read_swarm_trace, write_peers, write_trace
-from tests.swarm.scenarios import make_scenario
+from tests.swarm.scenarios import make_scenario, replayable
 
 SEEDS = range(25)
 RUNS: dict[int, SwarmRun] = {}
@@ -75,15 +78,26 @@ def test_any_sequence_of_joins_deaths_and_moves(
         present ^= {peer}
     trace += [PeerEvent(now + 1.0, peer, JOIN) for peer in sorted(set(range(7)) - present)]  # so that the run can end
     workload = Workload((1.0, 0.5, 1.0), (2.0, 2.0, 1.0), 1.0, 8.0, 10.0)
-    run = run_swarm(peers, workload, trace, SwarmSettings(3, 5, in_flight, delayed, period, rule))
-    check_routing(run.table, run.service)
-    kept = run.table.outcome == COUNTED
-    assert kept.sum() == 3 * 5 * 3 * 2
-    is_gradient = kept & (run.table.phase == BACKWARD_PASS)
-    for step, peer, finish in zip(
-        *(getattr(run.table, name)[is_gradient].tolist() for name in ("step", "peer", "finish")), strict=True
-    ):
-        assert not any(finish < time < run.update_times[step] for time, who, event in trace if who == peer)
+    settings = SwarmSettings(3, 5, in_flight, delayed, period, rule)
+    with replayable((peers, workload, trace, settings)):
+        run = run_swarm(peers, workload, trace, settings)
+        check_routing(run.table, run.service)
+        kept = run.table.outcome == COUNTED
+        assert kept.sum() == 3 * 5 * 3 * 2
+        is_gradient = kept & (run.table.phase == BACKWARD_PASS)
+        for step, peer, finish in zip(
+            *(getattr(run.table, name)[is_gradient].tolist() for name in ("step", "peer", "finish")), strict=True
+        ):
+            assert not any(finish < time < run.update_times[step] for time, who, event in trace if who == peer)
+
+
+def test_a_failing_test_writes_its_scenario(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    scenario = make_scenario(1)
+    with pytest.raises(AssertionError) as raised, replayable(scenario):
+        raise AssertionError
+    assert raised.value.__notes__[0].endswith(f"--report=replay --scenario={tmp_path / 'jaxpar_scenario.json'}")
+    assert tuple(read_scenario(tmp_path / "jaxpar_scenario.json", "--scenario")) == scenario
 
 
 def test_scenarios_have_all_that_can_happen() -> None:

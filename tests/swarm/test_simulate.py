@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 
+from jaxpar.swarm.costs import SwarmSettings, Workload
+from jaxpar.swarm.ledger import COUNTED, LOST, REPEATED
+from jaxpar.swarm.scenario import SwarmScenario, write_scenario
 from jaxpar.swarm.square_cube import TransformerLayer, device_utilization
-from jaxpar.swarm.trace import SwarmPeer, read_swarm_trace
+from jaxpar.swarm.trace import LEAVE, PeerEvent, SwarmPeer, read_swarm_trace
 from scripts import swarm_simulate
 from tests.runs import script_error
+from tests.swarm.scenarios import make_scenario
 
 
 def simulate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
@@ -66,6 +70,29 @@ def test_square_cube_law(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert {case["published"] for case in cases if case["width"] == 768} == {0.18, 0.015, None}
 
 
+def test_too_many_events(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(swarm_simulate, "MAX_EVENTS", 1000)
+    output, error = script_error(monkeypatch, capsys, swarm_simulate, "--lifetime=0.01", "--rejoin=0.01", "--hours=2")
+    assert output == ""
+    assert error.startswith("--hours is 2; it must be less than 0.0")
+    assert error.endswith("because by then peers with these rates have failed and joined 1,000 times\n")
+
+
+def test_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    scenario = SwarmScenario(*make_scenario(3))
+    write_scenario(tmp_path / "scenario.json", scenario)
+    run = scenario.run()
+    assert simulate(monkeypatch, capsys, "--report=replay", f"--scenario={tmp_path / 'scenario.json'}") == {
+        "steps": 6,
+        "seconds": run.update_times[-1],
+        "failures": sum(event.event == LEAVE and event.seconds < run.update_times[-1] for event in scenario.trace),
+        "moves": len(run.moves),
+        "counted": int((run.table.outcome == COUNTED).sum()),
+        "repeated": int((run.table.outcome == REPEATED).sum()),
+        "lost": int((run.table.outcome == LOST).sum()),
+    }
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -77,9 +104,30 @@ def test_square_cube_law(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
             ["--trace=late.csv", "--peers=4"],
             "--trace is 'late.csv', which begins with 3 peers; it must begin with at least --stages, 4",
         ),
-        (["--lifetime=0"], "--lifetime is '0'; it must be at least 0.01"),
+        (["--peers=0"], "--peers is 0; it must be between 1 and 5000, or a file of peers"),
+        (
+            ["--report=replay"],
+            "--scenario is missing; it must be set, as in --report=replay --scenario=runs/swarm/scenario.json",
+        ),
+        (
+            ["--report=replay", "--scenario=empty.json"],
+            "--scenario is 'empty.json'; it must let the peers train, but stage 1 has no peer from second 5 on, and no "
+            "other peer can move there or joins",
+        ),
+        (["--lifetime=0"], "--lifetime is '0'; it must be between 0.01 and 1000000"),
+        (["--hours=1e300"], "--hours is '1e300'; it must be between 0.01 and 1000000"),
+        (["--hours=1e6"], "--hours is 1e+06; it must be at most 16666.7 with a period of 60 s"),
+        (["--groups=401"], "--groups is 401; it must be at most the number of peers, 400"),
+        (
+            ["--report=latency", "--num_microbatches=1000000000"],
+            "--num_microbatches is 1000000000; it must be at most 1000 for --report=latency",
+        ),
+        (
+            ["--report=latency", "--peers=4000"],
+            "--peers is 4000; it must be at most 1000 for --report=latency",
+        ),
         (["--bandwidth=-1"], "--bandwidth is '-1'; it must be a number greater than 0"),
-        (["--rebalance_seconds=-1"], "--rebalance_seconds is '-1'; it must be at least 1"),
+        (["--rebalance_seconds=-1"], "--rebalance_seconds is '-1'; it must be between 1 and 1000000000"),
         (["--stages=0"], "--stages is 0; it must be at least 1"),
         (["--out=load.txt"], "--out is 'load.txt'; it must end in one of .png, .svg"),
         (
@@ -110,4 +158,7 @@ def test_mistakes(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("late.csv").write_text("seconds,peer,event\n5,p1,join\n")
+    stays, fails = SwarmPeer("a"), SwarmPeer("b")
+    work, trace = Workload((1.0, 1.0), (1.0, 1.0)), [PeerEvent(5.0, 1, LEAVE)]
+    write_scenario("empty.json", SwarmScenario([stays, fails], work, trace, SwarmSettings(9, 2)))
     assert script_error(monkeypatch, capsys, swarm_simulate, *arguments) == ("", f"{message}\n")

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from jaxpar.errors import UserError
+from jaxpar.swarm import trace as trace_module
+from jaxpar.swarm.failures import RandomTrace, events_before
 from jaxpar.swarm.trace import (
     JOIN,
     LEAVE,
     PeerEvent,
     SwarmPeer,
-    make_trace,
     present_at_start,
     read_peers,
     read_swarm_trace,
@@ -37,12 +38,12 @@ def test_files_keep_every_bit(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("peer,speed\n", "line 1 must be the header peer,speed,bandwidth,latency"),
-        ("HEAD\n", "the file has no peers; it must have a line for each peer"),
-        ("HEAD\na,1,1,0\na,1,1,0\n", "line 3: peer is 'a'; it must be a name that no other line has"),
-        ("HEAD\na,0,1,0\n", "line 2: speed is '0'; it must be a number greater than 0"),
-        ("HEAD\na,inf,1,0\n", "line 2: speed is 'inf'; it must be a number greater than 0"),
-        ("HEAD\na,1,-5,0\n", "line 2: bandwidth is '-5'; it must be a number greater than 0"),
-        ("HEAD\na,1,1,-1\n", "line 2: latency is '-1'; it must be a non-negative number"),
+        ("HEAD\n", "there are 0 peers; there must be 1 to 5000"),
+        ("HEAD\na,1,1,0\na,1,1,0\n", "line 3: peer is 'a'; it must be a name that no other row has"),
+        ("HEAD\na,0,1,0\n", "line 2: speed is '0'; it must be between 1e-06 and 1e+06"),
+        ("HEAD\na,inf,1,0\n", "line 2: speed is 'inf'; it must be between 1e-06 and 1e+06"),
+        ("HEAD\na,1,-5,0\n", "line 2: bandwidth is '-5'; it must be between 1 and inf"),
+        ("HEAD\na,1,1,-1\n", "line 2: latency is '-1'; it must be between 0 and 1e+06"),
         ("HEAD\na,1,1\n", "line 2 has 3 values; it must have 4"),
         ('HEAD\n"a,1,1,0\n', "line 2: unexpected end of data"),
     ],
@@ -62,7 +63,7 @@ def test_peers_that_cannot_be(tmp_path: Path, text: str, message: str) -> None:
         ("5,d,leave\n", "line 2: peer is 'd'; it must be one of the 3 peers"),
         ("5,a,stop\n", "line 2: event is 'stop'; it must be join or leave"),
         ("5,a,leave\n6,a,leave\n", "line 3: event is leave; it must be join, because a did so before"),
-        ("nan,a,leave\n", "line 2: seconds is 'nan'; it must be a non-negative number"),
+        ("nan,a,leave\n", "line 2: seconds is 'nan'; it must be between 0 and 1e+12"),
     ],
 )
 def test_traces_that_cannot_be(tmp_path: Path, text: str, message: str) -> None:
@@ -71,6 +72,17 @@ def test_traces_that_cannot_be(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UserError) as error:
         read_swarm_trace(path, PEERS)
     assert str(error.value) == f"--trace is '{path}': {message}"
+
+
+def test_files_that_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("seconds,peer,event\n" + "".join(f"{n},a,{(LEAVE, JOIN)[n % 2]}\n" for n in range(4)))
+    monkeypatch.setattr(trace_module, "MAX_EVENTS", 3)
+    with pytest.raises(UserError, match=r"line 5: there are more than 3 events; there must be at most as many$"):
+        read_swarm_trace(path, PEERS)
+    monkeypatch.setattr(trace_module, "MAX_FILE_BYTES", 10)
+    with pytest.raises(UserError, match=r"the file has 10 characters or more; it must have fewer$"):
+        read_swarm_trace(path, PEERS)
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
@@ -90,15 +102,16 @@ def presence(trace: list[PeerEvent], num_peers: int, seconds: float) -> np.ndarr
 
 def test_generated_traces_have_the_stated_means() -> None:
     """A peer that stays 3 units and is away 1 is present for 3/4 of the time."""
-    trace = make_trace(200, 400.0, lifetime=3.0, rejoin=1.0, seed=1)
+    trace = events_before(RandomTrace(200, lifetime=3.0, rejoin=1.0, seed=1), 400.0)
     assert [event.seconds for event in trace] == sorted(event.seconds for event in trace)
     assert presence(trace, 200, 400.0).mean() == pytest.approx(0.75, abs=0.01)
-    assert trace == make_trace(200, 400.0, lifetime=3.0, rejoin=1.0, seed=1)
-    assert trace != make_trace(200, 400.0, lifetime=3.0, rejoin=1.0, seed=2)
+    assert trace == events_before(RandomTrace(200, lifetime=3.0, rejoin=1.0, seed=1), 400.0)
+    assert trace != events_before(RandomTrace(200, lifetime=3.0, rejoin=1.0, seed=2), 400.0)
 
 
 def test_a_group_is_preempted_together() -> None:
-    trace = make_trace(40, 100.0, lifetime=1e9, rejoin=1e9, groups=4, group_lifetime=1e2, group_share=1.0, seed=3)
+    rates = RandomTrace(40, lifetime=math.inf, rejoin=1e9, groups=4, group_lifetime=1e2, group_share=1.0, seed=3)
+    trace = events_before(rates, 100.0)
     by_time: dict[float, set[int]] = {}
     for time, peer, event in trace:
         assert event == LEAVE

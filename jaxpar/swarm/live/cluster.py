@@ -1,0 +1,157 @@
+"""The Ray cluster of a live swarm: starts or joins it, and starts and finds peers. Only this folder uses Ray.
+
+Without an address, Ray is started on this machine alone: it listens on the loopback interface, and ends with this
+process. With an address, this process joins the cluster that `ray start` started. Ray's usage statistics are off, and
+the output of peers stays in Ray's log files.
+
+Peers of a run with a namespace are detached: they stay in the cluster if the trainer ends, and a later trainer of the
+same namespace finds them by their names. Other peers end with their trainer.
+"""
+
+import contextlib
+import logging
+import math
+import os
+import secrets
+import signal
+import socket
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from jaxpar.errors import UserError
+from jaxpar.swarm.live.peer import StagePeer
+from jaxpar.swarm.live.tickets import PeerSettings
+
+PEER_NAME = "peer"
+CONNECT_SECONDS = 10.0
+
+
+class PeerResources(NamedTuple):
+    """Resources of a machine that a peer takes."""
+
+    cpus: float
+    gpus: float
+
+
+class Room(NamedTuple):
+    """A machine of the cluster, by Ray's identifier, and the number of peers that it can hold."""
+
+    node: str
+    number: int
+
+
+def load_ray(*, alone: bool) -> Any:
+    """Import Ray, with its usage statistics and its warnings off, and return it. alone: on this machine only."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # messages of the raylet, such as that a worker died
+    if alone:  # Ray then uses the loopback interface as that of this machine. It is read when Ray is imported
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import ray
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    return ray
+
+
+def connect(address: str, resources: PeerResources, most: int) -> Any:
+    """Return Ray, connected to a cluster. A process that is connected already stays where it is.
+
+    Args:
+      address: HOST:PORT of a cluster, `auto` for the one of this machine, or empty to start one here.
+      resources: resources of a peer.
+      most: number of peers for which a cluster that is started here has room.
+
+    Raises:
+      UserError: there is no cluster at the address, or it has another version of Ray or Python.
+    """
+    ray = load_ray(alone=not address)
+    if ray.is_initialized():
+        return ray
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+    with _signal_handlers():
+        if not address:
+            ray.init(address="local", num_cpus=math.ceil(most * resources.cpus), **quiet)
+            return ray
+        try:
+            if address != "auto":  # Ray itself tries for minutes
+                host, _, port = address.rpartition(":")
+                socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+            ray.init(address=address, **quiet)
+        except (OSError, RuntimeError, ValueError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise UserError(
+                f"config.swarm.address is {address!r}, where no Ray cluster answers ({reason}); it must be HOST:PORT "
+                "of a cluster that `ray start --head` started, auto, or empty to start one on this machine"
+            ) from error
+    return ray
+
+
+@contextlib.contextmanager
+def _signal_handlers() -> Iterator[None]:
+    """Keep the handlers of signals, because ray.init replaces that of SIGTERM."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def rooms(ray: Any, resources: PeerResources) -> list[Room]:
+    """Return the machines that are alive, with the number of peers for which each has resources, used or free."""
+    found = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            shares = [
+                node["Resources"].get(name, 0.0) / needed
+                for name, needed in (("CPU", resources.cpus), ("GPU", resources.gpus))
+                if needed
+            ]
+            found.append(Room(node["NodeID"], int(min(shares))))
+    return found
+
+
+def check_room(ray: Any, resources: PeerResources, num_stages: int) -> None:
+    """Raise UserError if the cluster has room for fewer peers than there are stages."""
+    number = sum(room.number for room in rooms(ray, resources))
+    if number < num_stages:
+        raise UserError(
+            f"config.swarm.stages is {num_stages}; it must be at most {number}, the number of peers for which the Ray "
+            f"cluster has room (config.swarm.peer_cpus={resources.cpus:g}, config.swarm.peer_gpus={resources.gpus:g})"
+        )
+
+
+def start_peer(ray: Any, node: str, namespace: str, resources: PeerResources, settings: PeerSettings) -> Any:
+    """Start a peer on a machine, and return its handle, without waiting for it."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    name = f"{PEER_NAME}-{secrets.token_hex(4)}"
+    lasting = {"name": name, "namespace": namespace, "lifetime": "detached"} if namespace else {}
+    actor = ray.remote(StagePeer).options(
+        num_cpus=resources.cpus,
+        num_gpus=resources.gpus,
+        max_restarts=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        **lasting,
+    )
+    return actor.remote(settings, node)
+
+
+def named_peers(ray: Any, namespace: str) -> list[Any]:
+    """Return the handles of the peers that an earlier trainer of this namespace has left."""
+    if not namespace:
+        return []
+    peers = []
+    for named in ray.util.list_named_actors(all_namespaces=True):
+        if named["namespace"] == namespace and named["name"].startswith(PEER_NAME):
+            with contextlib.suppress(ValueError):  # it has ended meanwhile
+                peers.append(ray.get_actor(named["name"], namespace=namespace))
+    return peers

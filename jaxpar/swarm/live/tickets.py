@@ -1,0 +1,87 @@
+"""Tickets of calls, answers, and other small values that a trainer and its peers send each other besides arrays."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxpar.pipeline.executor.stages import Stages
+from jaxpar.step import Problem
+from jaxpar.swarm.messages import MessageFormat
+
+SUPERSEDED, STALE = "superseded", "stale"  # faults: the trainer has been replaced; the call is of an earlier generation
+Arrays = list[np.ndarray]
+Examples = Mapping[str, Any]  # arrays of a microbatch by name, on the host
+
+
+class PeerSettings(NamedTuple):
+    """Settings of a peer's process.
+
+    Attributes:
+      platform: the JAX platform: cpu, cuda; empty: the default of its machine.
+      num_threads: threads of a peer on CPUs; 0: JAX's default.
+      memory_fraction: the fraction of the memory of a GPU that it takes; 0: JAX's default.
+      cache: folder of compiled programs; empty: none.
+    """
+
+    platform: str = ""
+    num_threads: int = 0
+    memory_fraction: float = 0.0
+    cache: str = ""
+
+
+class PeerPlace(NamedTuple):
+    """The place of a peer: Ray's identifier of its machine, the machine's name, the process, and the kind of device."""
+
+    node: str
+    host: str
+    pid: int
+    device: str
+
+
+class SwarmSpec(NamedTuple):
+    """The problem of a run, its stages, and the form of messages, from which a peer builds its programs."""
+
+    problem: Problem
+    stages: Stages
+    messages: MessageFormat
+
+
+class Ticket(NamedTuple):
+    """Identifies a call.
+
+    Attributes:
+      trainer: the trainer that calls; a peer obeys the one that attached it last.
+      generation: number of times that the trainer has given up this peer. With a new one, the peer starts over.
+      step: the step. With a new one, the accumulated gradients are void.
+    """
+
+    trainer: str
+    generation: int
+    step: int
+
+
+class Fault(NamedTuple):
+    """A reason for not computing.
+
+    Attributes:
+      kind: SUPERSEDED, STALE, MALFORMED or NONFINITE_VALUES.
+      source: what was received: STAGE_INPUT, OUTPUT_GRADIENT, or the position of a peer in an averaging; -1 if nothing.
+    """
+
+    kind: str
+    source: int = -1
+
+
+class PeerAnswer(NamedTuple):
+    """The small part of the result of a call, which the trainer reads.
+
+    Attributes:
+      fault: why there is no result, or None.
+      seconds: the time that the peer measured.
+      sums: leaves of the metric sums of a microbatch, from the forward pass of the last stage; otherwise empty.
+    """
+
+    fault: Fault | None = None
+    seconds: float = 0.0
+    sums: Sequence[np.ndarray] = ()

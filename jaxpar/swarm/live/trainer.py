@@ -1,0 +1,302 @@
+"""Trains with a live swarm: the training step, and the copy of the state outside the swarm.
+
+One step:
+
+ 1. The peers compute the passes of all microbatches, and average the gradients of each stage (step.py).
+ 2. The trainer reads the total gradients, and computes their norm over all stages. From here on, the step is decided:
+    whoever fails now has lost nothing, because the trainer can complete it alone.
+ 3. Each peer takes the optimizer step of its stage. The trainer takes the same step for its copy of the whole state.
+    Nobody waits: a peer computes its calls in order, so that its next pass reads the new weights.
+
+A peer that joins, moves or returns loads its stage from the copy. If the loss or the gradient is not finite, no state
+changes.
+"""
+
+import functools
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial, reduce
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import serialization
+
+from jaxpar import state as states
+from jaxpar import step as steps
+from jaxpar.models.model import Params
+from jaxpar.pipeline.executor.programs import StagePrograms
+from jaxpar.state import Canonical, State
+from jaxpar.step import Metrics, Problem
+from jaxpar.swarm.costs import Workload
+from jaxpar.swarm.ledger import FORWARD_PASS, LOST, OUTPUT_GRADIENT, REPEATED, STAGE_INPUT
+from jaxpar.swarm.live import cluster
+from jaxpar.swarm.live.events import EventKind, LiveEvent, emit
+from jaxpar.swarm.live.members import SUSPECTED, Members
+from jaxpar.swarm.live.peer import shard_sizes, unflatten_arrays
+from jaxpar.swarm.live.received import find_fault
+from jaxpar.swarm.live.roster import LiveSettings, PeerStatus, StateSource
+from jaxpar.swarm.live.shapes import StepShapes
+from jaxpar.swarm.live.step import Diverged, LiveStep
+from jaxpar.swarm.live.tickets import PeerAnswer, PeerSettings, SwarmSpec
+from jaxpar.swarm.live_options import LiveDetails
+from jaxpar.swarm.programs import SwarmPrograms, sum_over_stages
+from jaxpar.swarm.table import RoutingTable, make_routing_table, write_routing
+from jaxpar.tasks import Sums
+
+
+class LiveState(NamedTuple):
+    """State between steps, on the trainer's device. step: the step, on the host."""
+
+    step: int
+    state: State
+
+
+class LiveTrainer:
+    """The trainer of a live swarm."""
+
+    def __init__(
+        self, ray: Any, spec: SwarmSpec, workload: Workload, num_microbatches: int, settings: LiveSettings
+    ) -> None:
+        """Start the peers, without waiting for them."""
+        self._ray, self._spec, self._workload = ray, spec, workload
+        self._num_microbatches = num_microbatches
+        work = tuple(f + b for f, b in zip(workload.forward, workload.backward, strict=True))
+        self.members = Members(ray, ray.put(spec), work, settings)
+        self._programs = SwarmPrograms(spec.problem, spec.stages, spec.messages, keeps_params=False)
+        self._combine = jax.jit(combine_gradients)
+        self._update = jax.jit(partial(steps.update, spec.problem), donate_argnums=0)
+        self._likes = [spec.stages.select(spec.problem.model.shapes, stage) for stage in range(spec.stages.num_stages)]
+        self._shapes: dict[Any, StepShapes] = {}
+        self._compiled: set[Any] = set()
+        self._newest: State | None = None
+        self.rows: list[list[float]] = []  # of the routing table of all completed steps since the start
+        self.num_steps = 0
+        self.members.gather()
+        if not settings.namespace:
+            weakref.finalize(self, end_peers, ray, self.members)
+
+    def report(self, workdir: Path) -> dict[str, Any]:
+        """End the peers, write the routing table of this process's steps, and return the results of the run."""
+        end_peers(self._ray, self.members)
+        table = self.routing_table()
+        write_routing(workdir / "routing.csv", table)
+        return {
+            **self.members.counts,
+            "lost_passes": int((table.outcome == LOST).sum()),
+            "repeated_passes": int((table.outcome == REPEATED).sum()),
+        }
+
+    def routing_table(self) -> RoutingTable:
+        """Return the passes of all steps with an update since the trainer started, numbered from 0."""
+        return make_routing_table(len(self._likes), self._num_microbatches, 0, self.rows)
+
+    def step(self, before: LiveState, batch: Mapping[str, np.ndarray]) -> tuple[LiveState, Metrics]:
+        """Take a step. batch: on the host.
+
+        Raises:
+          TrainingError: see `Members.turn`.
+        """
+        number, state = before
+        members = self.members
+        key, weight = self._programs.begin(state.key, np.int32(number), batch["weights"])
+        scalars = [np.asarray(key), np.asarray(weight)]
+        microbatches = [
+            {name: x[i :: self._num_microbatches] for name, x in batch.items()} for i in range(self._num_microbatches)
+        ]
+        references = [self._ray.put(one) for one in microbatches]
+        members.step_number = number
+        self._share(state, references[0], scalars)
+        step = LiveStep(members, self._workload, self._expected(microbatches[0]), references, scalars, self._compiled)
+        try:
+            totals = self._total_gradients(step)
+        except Diverged:
+            return self._skip(before, step)
+        finally:
+            members.batch = None
+        return self._apply(before, step, totals)
+
+    def _total_gradients(self, step: LiveStep) -> list[Params]:
+        """Return the total gradient of each stage, by layer, once the step is complete."""
+        while True:
+            while not step.is_averaged:
+                self.members.turn()
+            if (totals := self._read(step)) is not None:
+                return totals
+
+    def _read(self, step: LiveStep) -> list[Params] | None:
+        """Return the total gradients; None if they must be computed again."""
+        assert step.averaging is not None
+        gradients = []
+        for stage, (totals, peers) in enumerate(zip(step.averaging.totals, step.averaging.contributors, strict=True)):
+            try:
+                shards = [self._ray.get(totals[index]) for index in range(len(peers))]
+            except self._ray.exceptions.ObjectLostError:
+                step.average_again()
+                return None
+            for peer, shard, size in zip(peers, shards, shard_sizes(step.shapes.sizes[stage], len(peers)), strict=True):
+                if kind := find_fault(shard, [jax.ShapeDtypeStruct((size,), np.float32)]):
+                    step.blame_gradient(stage, peer, kind)
+                    return None
+            gradients.append(unflatten_arrays(np.concatenate([shard[0] for shard in shards]), self._likes[stage]))
+        return gradients
+
+    def _apply(self, before: LiveState, step: LiveStep, gradients: Sequence[Params]) -> tuple[LiveState, Metrics]:
+        """Apply the total gradients, on the peers and to the copy."""
+        members = self.members
+        for peer in step.suspects:
+            members.give_up(peer, SUSPECTED, is_gone=True, is_hostile=True)
+        structure = jax.tree.structure(self._spec.problem.task.zeros())
+        sums = [jax.tree.unflatten(structure, step.sums[number]) for number in range(self._num_microbatches)]
+        total, added, norm = self._combine(gradients, sums)
+        if np.isfinite(norm) and np.isfinite(added.loss):
+            self._update_peers(step, total, np.asarray(norm))
+        after, metrics = self._update(before.state, total, added, norm)
+        self._newest = after
+        self._record(step)
+        emit(LiveEvent(EventKind.UPDATED, number=before.step))
+        members.source = self._source(after, members.source)
+        return LiveState(before.step + 1, after), metrics
+
+    def _update_peers(self, step: LiveStep, total: Params, norm: np.ndarray) -> None:
+        """Let all peers take the optimizer step of their stage, without waiting for them."""
+        assert step.averaging is not None
+        members, stages = self.members, self._spec.stages
+        tied = jax.device_get([tied_gradients(stages, total, stage) for stage in range(stages.num_stages)])
+        for peer, one in enumerate(members.peers):
+            if one.status in (PeerStatus.LOADING, PeerStatus.SERVING):
+                stage = members.swarm.stage[peer]
+                totals = step.averaging.totals[stage]
+                shards = [totals[index] for index in range(len(totals))]
+                arguments = (members.ticket(peer), norm, tied[stage], *shards)
+                members.call(peer, "update", *arguments, label=("update", stage), num_arrays=0, done=self._updated)
+
+    def _updated(self, answer: PeerAnswer, _arrays: list[Any], call: Any) -> None:
+        if answer.fault is not None:
+            self.members.fault(call.peer, answer)
+
+    def _skip(self, before: LiveState, step: LiveStep) -> tuple[LiveState, Metrics]:
+        """End a step whose loss or gradient is not finite: no state changes."""
+        for peer in step.suspects:
+            self.members.clear(peer)
+        nan = jnp.float32(jnp.nan)
+        zeros = jax.tree.map(jnp.zeros_like, before.state.params)
+        sums = self._spec.problem.task.zeros()._replace(loss=nan)
+        after, metrics = self._update(before.state, zeros, sums, nan)
+        self._newest = after
+        self.members.source = self._source(after, self.members.source)
+        return LiveState(before.step + 1, after), metrics
+
+    def _record(self, step: LiveStep) -> None:
+        """Add the passes of a step to the routing table."""
+        for microbatch, stage, phase, peer, begun, end, outcome in step.rows:
+            self.rows.append([self.num_steps, microbatch, stage, phase, peer, self.num_steps, begun, end, outcome])
+        self.num_steps += 1
+
+    # ---- state ----------------------------------------------------------------------------------------------------
+
+    def _share(self, state: State, microbatch: Any, scalars: list[np.ndarray]) -> None:
+        """Let the peers load a state that is not the result of the step before."""
+        source = self._source(state, StateSource(lambda _: None, microbatch, scalars))
+        if state is self._newest:
+            self.members.source = source
+            return
+        self._newest = state
+        self.members.distribute(source)
+        self.members.begin_periods()
+
+    def _source(self, state: State, before: StateSource | None) -> StateSource:
+        """Return what peers load: the parts of a state, each copied to the object store when it is first needed."""
+        assert before is not None
+        stages, optimizer = self._spec.stages, self._spec.problem.optimizer
+
+        @functools.cache
+        def tree(stage: int) -> Any:
+            return self._ray.put(jax.device_get(stage_tree(stages, optimizer, states.to_canonical(state), stage)))
+
+        return before._replace(tree=tree)
+
+    def _expected(self, microbatch: Mapping[str, Any]) -> StepShapes:
+        """Return the shapes of what peers send for a microbatch like this."""
+        key = tuple((name, x.shape, str(x.dtype)) for name, x in sorted(microbatch.items()))
+        if key not in self._shapes:
+            programs: StagePrograms = self._programs.of_stages(microbatch)
+            messages: dict[tuple[int, int], Sequence[Any]] = {}
+            sums: Sequence[Any] = []
+            for stage, kind in enumerate(self._spec.stages.kinds):
+                program = programs.programs[kind]
+                for value, like in ((STAGE_INPUT, program.inputs.x), (OUTPUT_GRADIENT, program.inputs.dy)):
+                    messages[value, stage] = jax.tree.leaves(jax.eval_shape(self._spec.messages.pack, like))
+                sums = jax.tree.leaves(program.outputs[FORWARD_PASS].sums) or sums
+            sizes = [states.nbytes(like) // np.dtype(np.float32).itemsize for like in self._likes]
+            self._shapes[key] = StepShapes(key, messages, sums, sizes)
+        return self._shapes[key]
+
+
+def start_trainer(details: LiveDetails, problem: Problem) -> LiveTrainer:
+    """Join or start the Ray cluster of a run, and start its peers, without waiting for them.
+
+    Raises:
+      UserError: no cluster answers at config.swarm.address, or it has room for fewer peers than stages.
+    """
+    s = details.settings
+    resources, most = cluster.PeerResources(s.peer_cpus, s.peer_gpus), int(s.peers)
+    ray = cluster.connect(s.address, resources, most)
+    cluster.check_room(ray, resources, s.stages)
+    cache: str | None = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    peer = PeerSettings(
+        platform="cuda" if s.peer_gpus else "cpu",
+        num_threads=0 if s.peer_gpus else int(s.peer_cpus),
+        memory_fraction=0.75 * s.peer_gpus if 0 < s.peer_gpus < 1 else 0.0,
+        cache=cache or "",
+    )
+    settings = LiveSettings(
+        most, resources, peer, s.namespace, s.rebalance_seconds, s.rule, s.join_seconds, s.patience, details.seed
+    )
+    spec = SwarmSpec(problem, details.stages, details.messages)
+    return LiveTrainer(ray, spec, details.workload, details.num_microbatches, settings)
+
+
+def combine_gradients(gradients: Sequence[Params], sums: Sequence[Sums]) -> tuple[Params, Sums, jax.Array]:
+    """Return the gradient of all layers, the metric sums of all microbatches, and the norm of the gradient. Jittable.
+
+    Args:
+      gradients: the total gradient of each stage; that of a tied array is the sum over the stages that use it.
+      sums: the sums of each microbatch.
+    """
+    total = sum_over_stages(gradients)
+    return total, reduce(partial(jax.tree.map, jnp.add), sums), optax.tree.norm(total)
+
+
+def tied_gradients(stages: Any, total: Params, stage: int) -> Params:
+    """Return the gradients of the arrays of a stage that other stages use, too."""
+    tied: Params = {}
+    held = [stages.select(total, other) for other in range(stages.num_stages)]
+    for layer, arrays in held[stage].items():
+        shared = {name for other, of_other in enumerate(held) if other != stage for name in of_other.get(layer, ())}
+        if common := {name: arrays[name] for name in arrays if name in shared}:
+            tied[layer] = common
+    return tied
+
+
+def stage_tree(stages: Any, optimizer: Any, tree: Canonical, stage: int) -> Canonical:
+    """Return the part of a canonical state that the peers of a stage hold, with copies of tied arrays."""
+    params = stages.select(tree["params"], stage)
+    like = serialization.to_state_dict(jax.eval_shape(optimizer.init, params))
+    return tree | {"params": params, "optimizer": picked(tree["optimizer"], like)}
+
+
+def picked(tree: Any, like: Any) -> Any:
+    """Return the entries of a nested dict that another one has, too."""
+    return {key: picked(tree[key], value) for key, value in like.items()} if isinstance(like, dict) else tree
+
+
+def end_peers(ray: Any, members: Members) -> None:
+    """End all peers."""
+    if ray.is_initialized():
+        for peer in members.peers:
+            if peer.status != PeerStatus.GONE:
+                ray.kill(peer.handle)

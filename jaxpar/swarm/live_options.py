@@ -1,0 +1,73 @@
+"""Checks config.swarm for live mode, which needs Ray. Ray itself is imported later (jaxpar/swarm/live)."""
+
+import math
+import re
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from ml_collections import ConfigDict
+
+from jaxpar import config as configs
+from jaxpar.errors import Refusals, UserError
+from jaxpar.pipeline.executor.stages import Stages
+from jaxpar.swarm.costs import Workload
+from jaxpar.swarm.messages import MessageFormat
+
+ADDRESS = re.compile(r"[^/\s]+:\d{1,5}")
+ONLY_LIVE = ("address", "namespace", "peer_cpus", "peer_gpus", "join_seconds", "patience")
+ONLY_EMULATED = ("trace", "failures", "forward_seconds", "delayed")
+
+
+@dataclass(frozen=True)
+class LiveDetails:
+    """The details of a plan that the trainer needs.
+
+    Attributes:
+      stages: the stages.
+      workload: units of work of the passes, which are the FLOPs of a stage relative to the mean.
+      messages: form of activations and their gradients between peers.
+      num_microbatches: number of microbatches of a step.
+      settings: config.swarm.
+      seed: seed of the ties in routing.
+    """
+
+    stages: Stages
+    workload: Workload
+    messages: MessageFormat
+    num_microbatches: int
+    settings: ConfigDict
+    seed: int
+
+
+def refuse_other_mode(config: ConfigDict) -> Refusals[None]:
+    """Refuse keys that do not apply to config.swarm.mode, unless they have their default values."""
+    mode, values, default = config.swarm.mode, configs.keys(config), configs.keys(configs.default_config())
+    others = ONLY_EMULATED if mode == "live" else ONLY_LIVE
+    for key, value in values.items():
+        section, *names = key.split(".")
+        if section == "swarm" and names[0] in others and value != default[key]:
+            yield UserError(f"config.{key} is {value!r}; it must be {default[key]!r} with config.swarm.mode={mode!r}")
+
+
+def refuse_live(config: ConfigDict) -> Refusals[None]:
+    """Refuse invalid settings of live mode, and a Python without Ray."""
+    s = config.swarm
+    if find_spec("ray") is None:
+        yield UserError(
+            "config.swarm.mode is 'live'; it must be 'emulated' without Ray, which `pip install 'jaxpar[swarm]'` "
+            "installs, and `scripts/setup swarm` in a clone"
+        )
+    if not s.peers.isdecimal() or int(s.peers) < s.stages:
+        yield UserError(
+            f"config.swarm.peers is {s.peers!r}; it must be a number, at least {s.stages} (config.swarm.stages), with "
+            "config.swarm.mode='live'"
+        )
+    if s.address not in ("", "auto") and not ADDRESS.fullmatch(s.address):
+        yield UserError(f"config.swarm.address is {s.address!r}; it must be HOST:PORT, auto, or empty")
+    for key in ("peer_cpus", "peer_gpus", "join_seconds"):
+        if not 0 <= s[key] < math.inf:
+            yield UserError(f"config.swarm.{key} is {s[key]}; it must be finite and at least 0")
+    if s.peer_cpus == 0 and s.peer_gpus == 0:
+        yield UserError("config.swarm.peer_cpus is 0.0; it must be greater than 0 if config.swarm.peer_gpus is 0")
+    if not 1 < s.patience < math.inf:
+        yield UserError(f"config.swarm.patience is {s.patience}; it must be finite and greater than 1")

@@ -1,0 +1,82 @@
+"""The parts of live swarms that need no Ray cluster."""
+
+import math
+import re
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.errors import UserError
+from jaxpar.swarm.live import cluster
+from jaxpar.swarm.live.patience import Patience
+from jaxpar.swarm.live.received import MALFORMED, NONFINITE_VALUES, find_fault
+
+ARRAY = np.ones((2, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("received", "fault"),
+    [
+        ([ARRAY], ""),
+        ([np.full((2, 3), 3e38, np.float32)], ""),
+        ([np.ones((2, 4), np.float32)], MALFORMED),
+        ([np.ones((2, 3), np.float64)], MALFORMED),
+        ([ARRAY, ARRAY], MALFORMED),
+        ([], MALFORMED),
+        ((ARRAY,), MALFORMED),
+        (ARRAY, MALFORMED),
+        (None, MALFORMED),
+        ([[1.0, 2.0]], MALFORMED),
+        ([np.ma.masked_array(ARRAY)], MALFORMED),  # a subclass can have methods of its own
+        ([np.where(ARRAY > 0, np.nan, ARRAY).astype(np.float32)], NONFINITE_VALUES),
+        ([-np.inf * ARRAY], NONFINITE_VALUES),
+    ],
+)
+def test_faults_of_received_arrays(received: object, fault: str) -> None:
+    assert find_fault(received, [ARRAY]) == fault
+
+
+def test_faults_of_narrow_arrays() -> None:
+    narrow = np.array([1, 2], jnp.bfloat16)
+    assert find_fault([narrow], [narrow]) == ""
+    assert find_fault([np.array([1, np.nan], jnp.bfloat16)], [narrow]) == NONFINITE_VALUES
+    assert find_fault([np.array([1], np.int8)], [np.array([1], np.int8)]) == ""
+
+
+def test_patience_is_measured() -> None:
+    """Limits are a multiple of the longest comparable call: of the peer itself, otherwise of any peer."""
+    patience = Patience(10)
+    assert patience.limit(0, "F") == math.inf
+    patience.observe(0, "F", 2.0)
+    assert patience.limit(0, "F") == 20
+    assert patience.limit(1, "F") == 20  # nothing else is known
+    patience.observe(1, "F", 0.5)
+    assert patience.limit(1, "F") == 5
+    assert patience.limit(0, "B") == math.inf
+    patience.observe(1, "B", 1.0)
+    assert patience.limit(1, "F") == 10  # its calls can take a second
+    assert patience.limit(0, "B") == 20
+    for _ in range(100):
+        patience.observe(0, "F", 0.1)
+    assert patience.limit(0, "F") == pytest.approx(1.0, rel=1e-2)
+
+
+def test_no_cluster_answers() -> None:
+    with pytest.raises(UserError, match=r"swarm.address is '127.0.0.1:1', where no Ray cluster answers \(.*refused"):
+        cluster.connect("127.0.0.1:1", cluster.PeerResources(1, 0), most=1)
+
+
+def test_a_cluster_without_room() -> None:
+    nodes = [
+        {"Alive": True, "NodeID": "a", "Resources": {"CPU": 5.0, "GPU": 1.0}},
+        {"Alive": True, "NodeID": "b", "Resources": {"CPU": 1.0}},
+        {"Alive": False, "NodeID": "c", "Resources": {"CPU": 8.0}},
+    ]
+    ray = SimpleNamespace(nodes=lambda: nodes)
+    assert cluster.rooms(ray, cluster.PeerResources(2, 0)) == [("a", 2), ("b", 0)]
+    assert cluster.rooms(ray, cluster.PeerResources(1, 0.5)) == [("a", 2), ("b", 0)]
+    message = "config.swarm.stages is 3; it must be at most 2, the number of peers for which the Ray cluster has room"
+    with pytest.raises(UserError, match=re.escape(message)):
+        cluster.check_room(ray, cluster.PeerResources(2, 0), num_stages=3)
