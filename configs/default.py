@@ -100,8 +100,9 @@ def get_config() -> ConfigDict:
     # Empty: one device each. Only gpipe, 1f1b and the schedules without flush support it
     pipeline.replicas = ""
     pipeline.num_chunks = 0  # stages per device; 0: the smallest number that the schedule supports
-    # How layers are divided into stages: balanced by flops, parameters or number of layers (uniform), the names of the
-    # layers that begin stages 1, 2, ...: block_2,head, or auto: the fastest stages and replicas by a profile
+    # How layers are divided into stages: balanced by flops, parameters or number of layers (uniform), by flops but only
+    # where the activations are smallest (narrow), the names of the layers that begin stages 1, 2, ...: block_2,head, or
+    # auto: stages and replicas by a profile
     pipeline.partition = "flops"
     # For partition auto: profile of the layers, from scripts/profile_layers.py. Empty: measured at the start of the run
     pipeline.profile = ""
@@ -114,10 +115,19 @@ def get_config() -> ConfigDict:
 
     # Strategy swarm: a pipeline whose stages have several peers, which can be slow, differ, fail and join again.
     config.swarm = swarm = ConfigDict()
-    swarm.mode = "emulated"  # emulated: the devices of this machine repeat a run that is simulated in virtual time
+    # emulated: the devices of this machine repeat a run that is simulated in virtual time; live: peers are processes on
+    # Ray, on this machine or others
+    swarm.mode = "emulated"
     swarm.stages = 2  # number of stages, which config.pipeline.partition divides the layers into
     swarm.peers = "4"  # number of equal peers, named p0, p1, ...; or the path of a CSV file of peers (docs/swarm.md)
-    swarm.trace = ""  # path of a CSV file of the times at which peers join and leave; empty: all peers stay
+    swarm.trace = ""  # path of a CSV file of the times at which peers join and leave; empty: see failures
+    # Without a trace: random failures. Times are exponentially distributed, in virtual seconds.
+    swarm.failures = failures = ConfigDict()
+    failures.lifetime = 0.0  # mean time that a peer stays; 0: peers do not fail one by one
+    failures.rejoin = 60.0  # mean time until a peer that left joins again
+    failures.groups = 1  # groups of peers that are preempted together; peer n is in group n modulo groups
+    failures.group_lifetime = 0.0  # mean time between the preemptions of a group; 0: there are none
+    failures.group_share = 0.5  # fraction of the present peers of its group that a preemption stops
     swarm.num_microbatches = 0  # microbatches of a step; 0: 4 x stages
     # Mean time of a forward pass of a microbatch through a stage, on a peer of speed 1. A backward pass, which also
     # repeats the forward pass, takes three times as long.
@@ -126,6 +136,13 @@ def get_config() -> ConfigDict:
     swarm.rule = "balance"  # who moves: paper, balance (docs/swarm.md)
     swarm.delayed = False  # begin a step before the update of the previous one, with weights that are one step older
     swarm.compress = "none"  # activations and their gradients between peers. int8: 8 bits per element; none: exact
+    # Only for mode live, where swarm.peers is the most peers at a time.
+    swarm.address = ""  # HOST:PORT of a Ray cluster; auto: the one of this machine; empty: start one on this machine
+    swarm.namespace = ""  # peers stay under this name if the trainer ends, for a resumed run; empty: they end with it
+    swarm.peer_cpus = 1.0  # CPUs of its machine that a peer takes
+    swarm.peer_gpus = 0.0  # GPUs of its machine that a peer takes; 0: it computes on CPUs
+    swarm.join_seconds = 10.0  # period after which peers start on machines that joined, or replace others; 0: never
+    swarm.patience = 20.0  # a peer is silent after this many times the longest time of comparable calls
 
     config.model = model = ConfigDict()
     model.name = "bert"  # bert, gpt, resnet, vit, mlp, or the dotted name of your own module: my_package.my_model
@@ -147,6 +164,13 @@ def get_config() -> ConfigDict:
     model.positions = placeholder(str)  # gpt: learned, rotary
     model.pooling = placeholder(str)  # bert (classification and regression), vit: cls, mean
     model.patch_size = placeholder(int)  # vit: height and width of a patch, in pixels
+    # bert, gpt, vit, mlp: number of times that each block is applied, one after another, with the same parameters
+    model.num_applications = placeholder(int)  # default 1
+    # bert, gpt, vit, mlp: blocks before which the hidden states pass a bottleneck, such as block_2,block_4. The layers
+    # compress_2 and expand_2 are then before block_2; a pipeline that is cut between them sends fewer features
+    model.bottlenecks = placeholder(str)  # None: no bottlenecks
+    model.bottleneck = placeholder(str)  # linear (default), maxout: how the features are compressed
+    model.bottleneck_factor = placeholder(int)  # features / features that are sent; default 2
     # How the model is computed. These keys do not change the parameters.
     model.dtype = "float32"  # dtype of the computation: float32, bfloat16; parameters are always float32
     # Activations stored for the backward pass of a layer. none: all; full: only layer inputs; dots: the results of

@@ -8,6 +8,7 @@ import ast
 import importlib.util
 import inspect
 import json
+import math
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from jaxpar.errors import UserError, nearest
 
 # Former name -> current name of dotted keys.
 RENAMED = {"asynchronous.cures": "asynchronous.mitigations"}
+LARGEST = 2**63  # magnitudes of integers are less
 BOOL_OR_NAME = bool | str  # type of a key that is true, false or a name, such as auto
 
 
@@ -79,6 +81,8 @@ def load_config(name: str) -> ConfigDict:
 def override(config: ConfigDict, arguments: Sequence[str]) -> None:
     """Set keys of `config` in place from arguments such as --config.optimizer.lr=1e-4.
 
+    Raises UserError for an invalid argument, and for an integer beyond int64, which no key can have.
+
     ml_collections.config_flags is not used because it reads only sys.argv and words its errors differently.
     """
     known = keys(config)
@@ -110,6 +114,17 @@ def override(config: ConfigDict, arguments: Sequence[str]) -> None:
             else:
                 text = rest.pop(0)
         config.update_from_flattened_dict({key: _parse(key, text, kind, known[key])})
+    for key, value in keys(config).items():
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, int) and abs(number) >= LARGEST:
+                raise UserError(f"config.{key} is {files.shortened(value)}; its magnitude must be less than 2^63")
+
+
+def check_no_nan(config: ConfigDict) -> None:
+    """Raise UserError for a key that is NaN: no key can be, and two configs with NaN would differ."""
+    for key, value in keys(config).items():
+        if isinstance(value, float) and math.isnan(value):
+            raise UserError(f"config.{key} is nan; it must be a number")
 
 
 def _kind(config: ConfigDict, key: str) -> type | UnionType:
@@ -138,7 +153,9 @@ def _parse(key: str, text: str, kind: type | UnionType, now: Any) -> Any:
             value = tuple(value) if isinstance(value, tuple | list) else (value,)
             if now and {type(item) for item in value} <= {type(item) for item in now}:
                 return value
-    except (ValueError, SyntaxError):
+    except OverflowError:
+        raise UserError(f"config.{key} is {files.shortened(text)}; it must be a number less than 1.8e308") from None
+    except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: nested too deeply
         if kind is tuple and now and type(now[0]) is str:
             return tuple(name.strip() for name in text.strip("()").split(","))
         if kind is float and text.lower() in ("inf", "nan"):
@@ -146,7 +163,7 @@ def _parse(key: str, text: str, kind: type | UnionType, now: Any) -> Any:
     example = f", such as {now!r}" if now and kind is not bool else ""  # 0 often means that a key is not set
     items = {str: " of strings", int: " of integers"}.get(type(now[0]), "") if kind is tuple and now else ""
     names: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false", tuple: f"a tuple{items}"}
-    raise UserError(f"config.{key} is {text!r}; it must be {names[kind]}{example}")
+    raise UserError(f"config.{key} is {files.shortened(text)}; it must be {names[kind]}{example}")
 
 
 def keys(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
@@ -190,7 +207,7 @@ def read_saved(workdir: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        saved = json.loads(path.read_text())
+        saved = files.parse_json(path.read_text(), nonfinite=True)  # of numbers such as clip_norm
     except ValueError:
         saved = None
     if not isinstance(saved, dict):

@@ -1,11 +1,11 @@
 """Builds the optax optimizer and the learning-rate schedule from the config."""
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from ml_collections import ConfigDict
 
@@ -13,6 +13,8 @@ from jaxpar.addresses import layer_name
 from jaxpar.errors import Refusals, UserError, accepted, refuse_choice
 
 LearningRateSchedule = Callable[[Any], Any]  # step -> learning rate
+TINY, HUGE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 INPUT_LAYERS = ("embed", "stem")  # names of layers that map the input to the first hidden state
 
 
@@ -134,12 +136,24 @@ def refuse_optimizer(config: ConfigDict) -> Refusals[None]:
     yield from refuse_choice("optimizer.nonfinite", o.nonfinite, ("stop", "skip"))
     if o.max_skipped_steps < 1:
         yield UserError(f"config.optimizer.max_skipped_steps is {o.max_skipped_steps}; it must be at least 1")
-    for key in ("warmup", "final_lr", "b1", "b2", "momentum"):
+    for key in ("warmup", "final_lr"):
         if not 0 <= o[key] <= 1:
             yield UserError(f"config.optimizer.{key} is {o[key]}; it must be between 0 and 1")
-    for key in ("lr", "weight_decay", "eps"):
-        if not 0 <= o[key] < math.inf:
-            yield UserError(f"config.optimizer.{key} is {o[key]}; it must be finite and at least 0")
+    for key in ("b1", "b2", "momentum"):
+        if not 0 <= o[key] <= BELOW_ONE:
+            yield UserError(
+                f"config.optimizer.{key} is {o[key]}; it must be at least 0 and less than 1, also when it is rounded "
+                "to float32"
+            )
+    for key in ("lr", "weight_decay"):
+        if not 0 <= o[key] <= HUGE:
+            yield UserError(
+                f"config.optimizer.{key} is {o[key]}; it must be at least 0 and at most {HUGE:.7g}, the largest float32"
+            )
+    if not TINY <= o.eps <= HUGE:  # without it, an update by a gradient of zero is NaN
+        yield UserError(
+            f"config.optimizer.eps is {o.eps}; it must be in the range of float32, from {TINY:.7g} to {HUGE:.7g}"
+        )
     if not o.clip_norm >= 0:  # inf is allowed: like 0, it clips nothing
         yield UserError(f"config.optimizer.clip_norm is {o.clip_norm}; it must be at least 0")
     if o.accumulation_steps < 1:

@@ -173,7 +173,7 @@ def test_shipped_configs_are_found_from_anywhere(tmp_path: Path, monkeypatch: py
         assert configs.keys(config).keys() == configs.keys(configs.default_config()).keys()
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "{"])
+@pytest.mark.parametrize("text", ["", "[1]", "{", "[" * 100_000, '{"seed": 1, "seed": 2}'])
 def test_a_damaged_saved_config(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=r"config.json is damaged"):
@@ -182,6 +182,8 @@ def test_a_damaged_saved_config(tmp_path: Path, text: str) -> None:
 
 def test_saved_config_reads_back_equal(tmp_path: Path) -> None:
     config = configs.load_config("configs/quickstart.py")
-    configs.override(config, ["--config.model.num_layers=3", "--config.data.text_columns=a,b"])
+    configs.override(
+        config, ["--config.model.num_layers=3", "--config.data.text_columns=a,b", "--config.optimizer.clip_norm=inf"]
+    )
     configs.save(config, tmp_path)
     assert configs.keys(configs.read_config(tmp_path)) == configs.keys(config)

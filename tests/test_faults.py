@@ -356,8 +356,8 @@ def test_the_watchdog_reports_before_orbax_times_out() -> None:
     assert configs.default_config().watchdog_seconds < ocp.options.AsyncOptions().timeout_secs
 
 
-@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), 1e-9])
 def test_an_invalid_watchdog(seconds: float) -> None:
-    message = rf"config\.watchdog_seconds is {seconds}; it must be between 0 \(no watchdog\) and 1e\+09"
+    message = rf"config\.watchdog_seconds is {seconds}; it must be 0 \(no watchdog\), or between 1 and 1e\+09"
     with pytest.raises(UserError, match=message):
         watchdog.check_seconds(seconds)

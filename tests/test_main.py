@@ -86,6 +86,46 @@ MISTAKES = {
         "config.data.synthetic_examples is 1000000000000 and config.data.max_length is 16, which needs 680 TB of host "
         "memory; it must fit in",
     ),
+    "a huge number of layers": (["--config.model.num_layers=10001"], "num_layers is 10001; it must be at most 10,000"),
+    "a huge width": (["--config.model.hidden_size=20000000"], "hidden_size is 20000000; it must be at most 10,000,000"),
+    "a number beyond int64": (
+        [f"--config.exchange_options.seed={10**30}"],
+        f"config.exchange_options.seed is {10**30}; its magnitude must be less than 2^63",
+    ),
+    "a tuple beyond int64": (
+        [f"--config.profile=(0,{10**99})"],
+        f"config.profile is (0, 1{'0' * 52}...; its magnitude must be less than 2^63",
+    ),
+    "a number beyond float64": (
+        [f"--config.optimizer.lr={'9' * 400}"],
+        f"config.optimizer.lr is '{'9' * 56}...; it must be a number less than 1.8e308",
+    ),
+    "a number that is too long for Python": (
+        [f"--config.batch_size={'9' * 5000}"],
+        f"config.batch_size is '{'9' * 56}...; it must be an integer",
+    ),
+    "not a number": (
+        ["--config.swarm.forward_seconds=nan"],
+        "config.swarm.forward_seconds is nan; it must be a number",
+    ),
+    "parentheses": ([f"--config.profile={'(' * 5000}"], "...; it must be a tuple of integers"),
+    "a module of dots": (["--config.model.name=.."], "config.model.name is '..'; it must be one of bert, gpt, resnet"),
+    "a relative module": (["--config.model.name=.x"], "config.model.name is '.x'; it must be one of bert, gpt, resnet"),
+    "a module whose build is another": (
+        ["--config.model.name=jaxpar.models"],
+        "jaxpar/models/__init__.py has no function build(config, info)",
+    ),
+    "a name that is too long": ([f"--config.model.init_from={'a' * 300}"], "File name too long"),
+    "many threads": (["--config.data.num_threads=1000000"], "data.num_threads is 1000000; it must be at most 1,000"),
+    "prefetch forever": (
+        ["--config.data.prefetch=10000000"],
+        "data.prefetch is 10000000; it must be at most 1,000,000",
+    ),
+    "negative FLOP/s": (
+        ["--config.log.peak_flops=-1"],
+        "config.log.peak_flops is -1.0; it must be finite and at least",
+    ),
+    "an impatient watchdog": (["--config.watchdog_seconds=1e-9"], "it must be 0 (no watchdog), or between 1 and 1e+09"),
     "a huge seed": (["--config.seed=99999999999999999999"], "config.seed is 99999999999999999999"),
     "a negative seed": (["--config.seed=-1"], "config.seed is -1; it must be between 0 and 2147483647"),
     "no columns": (["--config.data.text_columns=None"], "it must name one column"),
@@ -126,7 +166,7 @@ def test_mistakes_end_in_one_line_and_leave_nothing(
         capsys, "--config=configs/default.py", f"--workdir={workdir}", *small_arguments(tmp_path), *arguments
     )
     assert message in line
-    assert {path.name for path in workdir.rglob("*") if path.is_file()} <= {".lock"}
+    assert not workdir.exists()
 
 
 def test_epochs_with_too_many_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,9 +91,9 @@ def audit(programs: Sequence[CompiledProgram], plan: Plan[object], task: Task) -
     mesh, num_scalars = plan.axes, max(MAX_SCALARS, task.num_sums + 3)
     measured: dict[tuple[str, str, str], list[float]] = {}
     for program in programs:
-        text, branches = program.compiled.as_text(), program.branches
+        text, frequencies = program.compiled.as_text(), program.frequencies
         assert text is not None
-        for (kind, groups, dtype), (count, nbytes) in _collectives(text, branches, num_scalars).items():
+        for (kind, groups, dtype), (count, nbytes) in _collectives(text, frequencies, num_scalars).items():
             entry = measured.setdefault((kind, axis_of(groups, mesh), dtype), [0.0, 0.0])
             entry[0], entry[1] = entry[0] + count, entry[1] + nbytes
     theory: dict[tuple[str, str, str], list[float]] = {}
@@ -106,7 +106,7 @@ def audit(programs: Sequence[CompiledProgram], plan: Plan[object], task: Task) -
 
 
 def _collectives(
-    text: str, branches: Mapping[str, tuple[float, ...]], num_scalars: int
+    text: str, frequencies: Mapping[str, tuple[float, ...]], num_scalars: int
 ) -> dict[Sent, tuple[float, float]]:
     """Return {(kind, groups, dtype): (number of collectives per step, bytes that a device sends per step)}.
 
@@ -132,11 +132,11 @@ def _collectives(
             counts["count", key] = 1.0
         return counts
 
-    def shares(source: str) -> Sequence[float] | None:
-        names = [name for name in branches if f"/{name}/" in source]
-        return branches[names[-1]] if names else None
+    def frequency(source: str) -> Sequence[float] | None:
+        names = [name for name in frequencies if f"/{name}/" in source]
+        return frequencies[names[-1]] if names else None
 
-    total = hlo.HloProgram(text).total(value, shares)
+    total = hlo.HloProgram(text).total(value, frequency)
     return {key: (total["count", key], nbytes) for (what, key), nbytes in total.items() if what == "bytes"}
 
 

@@ -92,6 +92,10 @@ def check_run(config: ConfigDict, workdir: Path) -> Checked:
             raise UserError(f"config.{key} is {config[section][name]}; it must be at least 0")
     if config.log.every_steps < 1:
         raise UserError(f"config.log.every_steps is {config.log.every_steps}; it must be at least 1")
+    if not 0 <= config.log.peak_flops < math.inf:
+        raise UserError(
+            f"config.log.peak_flops is {config.log.peak_flops}; it must be finite and at least 0 (0: from the table)"
+        )
     if config.num_steps < 0 or (config.num_steps == 0 and not 0 < config.num_epochs < math.inf):
         raise UserError(
             f"config.num_steps is {config.num_steps} and config.num_epochs is {config.num_epochs}; num_steps must be "
@@ -100,13 +104,12 @@ def check_run(config: ConfigDict, workdir: Path) -> Checked:
     for key in ("num_steps", "num_epochs"):
         if config[key] > MAX_STEPS:
             raise UserError(f"config.{key} is {config[key]}; it must be at most {MAX_STEPS:,}")
-    if not 0 <= config.seed < 2**31:
-        raise UserError(f"config.seed is {config.seed}; it must be between 0 and {2**31 - 1}")
     if len(config.profile) != 2 or not 0 <= config.profile[0] <= config.profile[1]:
         raise UserError(
             f"config.profile is {config.profile}; it must be (first step, last step), or (0, 0) to profile nothing"
         )
     watchdog.check_seconds(config.watchdog_seconds)
+    configs.check_no_nan(config)
     resume.check_resumable(config, workdir)
     return Checked(cluster, decision)
 
@@ -120,10 +123,24 @@ def make_run(config: ConfigDict, workdir: Path, phases: Phases, checked: Checked
     cluster = checked.cluster if checked else clusters.find_cluster()
     decision = checked.decision if checked else strategies.decide(config, cluster)
     loaded = load_parts(config, workdir, cluster)
+    if not decision.needs_profile:
+        return _make_run(config, workdir, phases, cluster, decision, loaded)
+    decision = strategies.decide(config, cluster, loaded.problem.model)  # refuse what does not depend on the profile
+    config, path = with_profile(config, workdir, loaded, decision)
+    try:
+        decision = strategies.decide(config, cluster, loaded.problem.model)
+        return _make_run(config, workdir, phases, cluster, decision, loaded)
+    except UserError:
+        if processes.is_first() and not is_begun(workdir):
+            path.unlink()
+        raise
+
+
+def _make_run(
+    config: ConfigDict, workdir: Path, phases: Phases, cluster: Cluster, decision: Decision[Any], loaded: Loaded
+) -> Run:
+    """Plan and build the strategy. Raises UserError if it cannot train, or if disk or host memory are too small."""
     dataset, batches, problem, pretrained, schedule, num_steps = loaded
-    if decision.needs_profile:
-        config = with_profile(config, workdir, loaded, decision)
-        decision = strategies.decide(config, cluster, problem.model)
     plan = strategies.plan(config, problem, cluster, decision)
     strategy = strategies.build(plan, problem, clusters.devices())
     check_space(config, workdir, problem)
@@ -152,15 +169,15 @@ def load_parts(config: ConfigDict, workdir: Path, cluster: Cluster) -> Loaded:
     model = models.build(config, dataset.info, cluster)
     pretrained = None
     if config.model.init_from and not checkpoint.steps(workdir / "checkpoints"):
-        pretrained = hf.load_params(model, model.shapes, Path(config.model.init_from).expanduser())
+        pretrained = hf.load_params(model, model.shapes, Path(config.model.init_from).expanduser(), dataset.info)
     longest = abstract(batches.longest())
     accumulation = config.optimizer.accumulation_steps
     problem = Problem(model, optimizer.make_optimizer(config, schedule), accumulation, longest, num_steps, task)
     return Loaded(dataset, batches, problem, pretrained, schedule, num_steps)
 
 
-def with_profile(config: ConfigDict, workdir: Path, loaded: Loaded, decision: Decision[Any]) -> ConfigDict:
-    """Return the config with a profile of the layers in the workdir.
+def with_profile(config: ConfigDict, workdir: Path, loaded: Loaded, decision: Decision[Any]) -> tuple[ConfigDict, Path]:
+    """Return the config with a profile of the layers in the workdir, and the path of the profile.
 
     The first start of a run measures it in one process; later starts read the same file, and so keep the partition.
     """
@@ -171,7 +188,7 @@ def with_profile(config: ConfigDict, workdir: Path, loaded: Loaded, decision: De
             write_profile(measure_layers(config, loaded, size, REPEATS), path)
     config = config.copy_and_resolve_references()
     config.pipeline.profile = str(path)
-    return config
+    return config, path
 
 
 def measure_layers(config: ConfigDict, loaded: Loaded, size: int, repeats: int) -> list[LayerProfile]:

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from jaxpar import checkpoint
 from jaxpar import config as configs
 from jaxpar.errors import UserError
+from jaxpar.run.workdir import check_paths
 
 # Keys and whole sections.
 CHANGEABLE = (
@@ -70,11 +71,8 @@ def differences(before: configs.Values, config: ConfigDict) -> dict[str, str]:
 
 def check_resumable(config: ConfigDict, workdir: Path) -> None:
     """Raise UserError if the workdir contains a run that cannot be resumed with `config`."""
+    check_paths(workdir)
     folder = workdir / "checkpoints"
-    if folder.exists() and not folder.is_dir():
-        raise UserError(
-            f"--workdir is {str(workdir)!r}, whose {folder.name} is a file; it must be a folder, or not exist"
-        )
     # A run creates the folder before it writes metrics, and its last checkpoint before the result.
     remains = workdir / ("result.json" if folder.exists() else "metrics.jsonl")
     if remains.exists() and not checkpoint.steps(folder):

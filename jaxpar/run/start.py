@@ -3,13 +3,12 @@
 This file also prepares the files from which a run resumes: the info of checkpoints and the ledger of examples.
 """
 
-import json
 import re
 from typing import Any
 
 import jax
 
-from jaxpar import checkpoint, files, state
+from jaxpar import checkpoint, data, state
 from jaxpar import config as configs
 from jaxpar.checkpoint import ledger
 from jaxpar.checkpoint.checksums import Info
@@ -96,7 +95,7 @@ def tidy(run: Run, first_step: int) -> None:
         ledger.begin(run.workdir / "ledger", first_step, run.batches.steps_per_epoch)
         ledger.check_ledger(run.workdir / "ledger", run.batches, first_step)
         configs.save(run.config, run.workdir)
-        files.write_text(run.workdir / "data.json", json.dumps(run.dataset.info._asdict(), indent=1) + "\n")
+        data.write_info(run.workdir, run.dataset.info)
         checkpoint.set_aside(run.workdir / "checkpoints", after=first_step)
         checkpoint.repair_metrics(run.workdir / "checkpoints", log=print)
     processes.wait("the workdir is tidy")

@@ -303,7 +303,7 @@ def sent_by(instruction: str) -> list[CollectiveRow]:
     """Audit a program with a single instruction, whose operand has 100 elements."""
     text = "ENTRY %main.1 (x: f32[100]) -> f32[100] {\n  %x = f32[100]{0} parameter(0)\n"
     text += f"  ROOT %sent = f32[100]{{0}} {instruction}\n}}\n"
-    program: Any = SimpleNamespace(compiled=SimpleNamespace(as_text=lambda: text), branches={})
+    program: Any = SimpleNamespace(compiled=SimpleNamespace(as_text=lambda: text), frequencies={})
     return audit.audit([program], Plan("single", Decision(MESH, 1, "", 2, None), "", {}, None, ()), TASK)
 
 

@@ -381,7 +381,7 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str], list[
     "scaled layer": (scaled_layer, [*MLP, *SHARD_MAP], ["gradient norm", "gradient of block_1"]),
     "counted padding": (counted_padding, [*MLP, *SHARD_MAP], ["loss", *GRADIENTS]),
     "own mean": (own_mean, [*MLP, *SHARD_MAP], GRADIENTS),
-    "forgotten step": (forgotten_step, MLP, ["step"]),
+    "forgotten step": (forgotten_step, [*MLP, "data_parallel.implementation=pmap"], ["step"]),
     "smaller update": (smaller_update, [*MLP, *SHARD_MAP], ["update of head"]),
     # lr * weight_decay is 2e-7, which is two roundings of a parameter.
     "lost decay": (lost_decay, [*MLP, *SHARD_MAP, "optimizer.lr=2e-5"], [f"update of {layer}" for layer in LAYERS]),
@@ -542,7 +542,36 @@ def test_delays_of_a_stage_are_one_line() -> None:
 
 
 def found_with(error: Error) -> certificate.Measured:
-    return certificate.Measured({"loss": error}, {}, [], [0])
+    return certificate.Measured({"loss": error}, {}, {}, [], [0])
+
+
+def test_each_step_is_compared_with_its_own_rounding() -> None:
+    """The rounding of a noisy step does not excuse the error of another one."""
+    tolerance = certificate.TOLERANCES["bfloat16"]
+    layers = {"head": {"gradient": Error(False, 9, 0.03), "rounding": Error(False, 9, 0.04)}}
+    for by_step, expected in (
+        ([(0.03, 0.04), (0.001, 0.01)], []),
+        ([(0.001, 0.04), (0.03, 0.01)], ["gradient of head: 3.0e-02, tolerance 2.0e-02"]),
+        ([(0.03, 0.01), (0.02, 0.001)], ["gradient of head: 2.0e-02, tolerance 2.0e-03"]),
+        ([(np.nan, 0.04)], ["gradient of head: nan, tolerance 8.0e-02"]),
+        ([(9e-6, 0.0)], []),
+    ):
+        measured = certificate.Measured({}, layers, {"gradient of head": by_step}, [], [0, 1])
+        assert certificate.outside(measured, tolerance) == expected
+    # An error of 5% in one step, whose rounding is 1%, next to a step whose rounding is 50%.
+    compared = certificate.Comparison.__new__(certificate.Comparison)
+    compared.counters, compared._errors = set(), {}
+    gradient = np.linspace(-1, 1, 64)
+    for error, rounding in ((0.0, 0.5), (0.05, 0.01)):
+        exact, got, rounded = ({"head": {"w": gradient * factor}} for factor in (1, 1 + error, 1 + rounding))
+        compared.gradients(got, exact, rounded)
+    compared.add("start", {"head": {"w": gradient}}, {"head": {"w": gradient}})
+    run: Any = SimpleNamespace(problem=SimpleNamespace(model=SimpleNamespace(layers=[SimpleNamespace(name="head")])))
+    found = compared.measured(run, [0, 1])
+    assert certificate.outside(found, tolerance) == ["gradient of head: 5.0e-02, tolerance 2.0e-02"]
+    errors = {"loss": Error(False, 9, 0.01), "rounding of loss": Error(False, 9, 0.02)}
+    measured = certificate.Measured(errors, {}, {"loss": [(0.001, 0.02), (0.01, 0.001)]}, [], [0, 1])
+    assert certificate.outside(measured, tolerance) == ["loss: 1.0e-02, tolerance 3.9e-03"]
 
 
 def padded_rows(seed: int, batch: int) -> int:

@@ -20,9 +20,9 @@ from tests.docs.prose import ROOT
 from tests.docs.test_pages import PAGES, blocks
 
 # Commands of the system that pages use.
-SYSTEM = {"cat", "mpirun", "unzip"}
-# Flags of pip and mpirun.
-OTHERS = {"no-deps", "dest", "map-by"}
+SYSTEM = {"cat", "mpirun", "ray", "unzip"}
+# Flags of pip, mpirun and ray.
+OTHERS = {"no-deps", "dest", "map-by", "head", "port", "address"}
 # Workdirs of commands whose config cannot be checked here.
 FROM_OTHERS = {
     "runs/again": "reads the table of another run",
@@ -48,6 +48,7 @@ NOT_RUN = {
     "scripts/python scripts/export": "needs a run",
     "scripts/python scripts/profile_layers.py": "measures",
     "scripts/python scripts/swarm_simulate.py --peers=400": "takes 3 s; tests/swarm/test_simulate.py checks it",
+    "scripts/python scripts/swarm_simulate.py --report=replay": "needs a run",
     "scripts/setup": "installs packages",
     "scripts/test": "tests",
     "scripts/train": "trains, unless its output is an error",

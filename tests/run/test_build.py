@@ -8,9 +8,10 @@ import pytest
 from ml_collections import ConfigDict
 
 from jaxpar import config as configs
+from jaxpar.errors import UserError
 from jaxpar.measure.phases import Phases
 from jaxpar.pipeline.executor.layer_times import LayerPrograms
-from jaxpar.pipeline.search.layer_profile import LayerProfile, read_profile
+from jaxpar.pipeline.search.layer_profile import LayerProfile, read_profile, write_profile
 from jaxpar.run import build
 from jaxpar.strategies.pipeline import PipelineDetails
 from tests.runs import small_config
@@ -70,3 +71,19 @@ def test_the_profile_of_a_run_is_measured(tmp_path: Path) -> None:
     layers = json.loads((tmp_path / "profile.json").read_text())["layers"]
     assert [layer["name"] for layer in layers] == [layer.name for layer in run.problem.model.layers]
     assert all(layer["forward_s"] > 0 for layer in layers)
+
+
+def test_a_refused_run_leaves_no_profile(tmp_path: Path) -> None:
+    """The search itself refuses this run, after the layers were measured. A run that has begun keeps its profile."""
+    config, workdir = auto_config(tmp_path), tmp_path / "run"
+    config.pipeline.memory_limit = 1.0
+    workdir.mkdir()
+    with pytest.raises(UserError, match=r"config\.pipeline\.memory_limit is 1; it must be larger"):
+        make_run(config, workdir)
+    assert not (workdir / "profile.json").exists()
+    profile = [LayerProfile(name, 1.0, 1.0, 0, 0, 1) for name in ("embed", "block_0", "head")]
+    write_profile(profile, workdir / "profile.json")
+    configs.save(config, workdir)
+    with pytest.raises(UserError, match=r"config\.pipeline\.memory_limit is 1; it must be larger"):
+        make_run(config, workdir)
+    assert read_profile(workdir / "profile.json") == profile

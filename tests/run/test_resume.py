@@ -18,6 +18,7 @@ from jaxpar.errors import UserError
 from jaxpar.run import evaluate, resume
 from jaxpar.run.build import Run
 from jaxpar.run.start import check_continued, saved_private_key
+from jaxpar.run.workdir import FILES, FOLDERS
 from tests.runs import small_arguments, small_config
 from tests.strategies.pipelines import relative_error
 from tests.test_main import mistake
@@ -285,10 +286,27 @@ def test_the_length_may_change_with_a_constant_learning_rate(folder: Path, tmp_p
         trained(folder, tmp_path / "run", [*SINGLE, "num_steps=12"])
 
 
-def test_a_folder_that_is_a_file(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").write_text("")
-    with pytest.raises(UserError, match=r"--workdir is '.*', whose checkpoints is a file; it must be a folder"):
-        resume.check_resumable(small_config(folder), tmp_path)
+@pytest.mark.parametrize("name", [*FOLDERS, *FILES, "result.json.tmp"])
+def test_a_path_of_another_kind(name: str, tmp_path: Path) -> None:
+    """All paths that a run writes are checked before it starts."""
+    wrong, right = ("file", "folder") if name in FOLDERS else ("folder", "file")
+    (tmp_path / name).touch() if name in FOLDERS else (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match=rf"--workdir is '.*', whose {name} is a {wrong}; it must be a {right}, or not"):
+        resume.check_resumable(configs.default_config(), tmp_path)
+
+
+def test_a_folder_that_is_a_broken_link(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(
+        UserError, match=r"whose checkpoints is a link to '.*nowhere', which does not exist; it must be"
+    ):
+        resume.check_resumable(configs.default_config(), tmp_path)
+    (tmp_path / "nowhere").mkdir()
+    resume.check_resumable(configs.default_config(), tmp_path)
+
+
+def test_a_run_writes_only_paths_that_are_checked(uninterrupted: tuple[Path, list[np.ndarray]]) -> None:
+    assert {path.name for path in uninterrupted[0].iterdir()} <= {*FOLDERS, *FILES}
 
 
 def test_a_checkpoint_that_is_a_link(folder: Path, tmp_path: Path) -> None:

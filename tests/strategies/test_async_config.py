@@ -109,6 +109,8 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["mitigations=staleness_aware,staleness_aware"],
         ["asynchronous.mitigations is", "it must not repeat a name"],
     ),
+    "a comma": (["mitigations=,"], ["asynchronous.mitigations is ','; it must be names separated by commas, or empty"]),
+    "a comma at the end": (["mitigations=dc_asgd,"], ["is 'dc_asgd,'; it must be names separated by commas, or empty"]),
     "a strength": (
         ["mitigations=dc_asgd", "dc_strength=nan"],
         ["asynchronous.dc_strength is nan; it must be finite and at least 0"],

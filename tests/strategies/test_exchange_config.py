@@ -75,7 +75,10 @@ MISTAKES = {
         ["exchange=horovod_adasum", "backward_passes_per_step=0"],
         ["options.backward_passes_per_step is 0", POSITIVE],
     ),
-    "no interval": (["exchange=bagua_model_average", "interval=0"], ["options.interval is 0", POSITIVE]),
+    "no interval": (
+        ["exchange=bagua_model_average", "interval=0"],
+        ["options.interval is 0; it must be between 1 and 2147483647"],
+    ),
     "no share": (["exchange=byteps_topk", "ratio=0"], ["options.ratio is 0.0", SHARE]),
     "more than all": (["exchange=byteps_randomk", "ratio=1.5"], ["options.ratio is 1.5", SHARE]),
     "not a number": (["exchange=byteps_randomk", "ratio=nan"], ["options.ratio is nan", SHARE]),
@@ -88,6 +91,14 @@ MISTAKES = {
     ),
     "momentum": (["exchange=byteps_onebit", "momentum=1.1"], ["options.momentum is 1.1", UNIT]),
     "no level": (["exchange=byteps_dithering", "levels=0"], ["options.levels is 0; it must be between 1 and 127"]),
+    "a negative seed": (
+        ["exchange=byteps_randomk", "seed=-1"],
+        ["options.seed is -1; it must be between 0 and 2147483647"],
+    ),
+    "a long interval": (
+        ["exchange=bagua_model_average", "interval=3000000000"],
+        ["options.interval is 3000000000; it must be between 1 and 2147483647"],
+    ),
     "levels": (["exchange=byteps_dithering", "levels=128"], ["options.levels is 128; it must be between 1 and 127"]),
     "a block": (["exchange=bagua_bytegrad", "block=-1"], ["options.block is -1; it must be between 0 and 2147483648"]),
     "adasum on 3": (
@@ -160,6 +171,10 @@ MISTAKES = {
             "it must be one of ddp, horovod, byteps, byteps_onebit",
             "with config.strategy='pipeline'",
         ],
+    ),
+    "zero2 of pipelines without a flush, whose replicas cannot use horovod's ring": (
+        [*PIPELINE, "pipeline.schedule=pipedream", "exchange=zero2"],
+        ["config.exchange is 'zero2', which wraps the optimizer", "it must be one of ddp, byteps, byteps_onebit"],
     ),
     "averaged passes of pipelines": (
         [*PIPELINE, "exchange=horovod", "average_aggregated_gradients=True"],
