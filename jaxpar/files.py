@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from jaxpar.errors import UserError
 
@@ -52,6 +52,14 @@ def unreadable(path: str | Path, error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"{str(path)!r}: byte {error.object[error.start]:#x} is not UTF-8; the file must be CSV in UTF-8"
     return f"{str(path)!r}: {error}"
+
+
+def open_text(path: str | Path) -> TextIO:
+    """Open a user's text file in UTF-8. Raises OSError also for a device or a pipe, which could be read forever."""
+    path = Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return path.open(newline="", encoding="utf-8-sig")
 
 
 def unwritable(path: Path, error: OSError) -> str:

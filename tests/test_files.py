@@ -97,6 +97,15 @@ def test_a_workdir_is_locked_until_its_process_ends(tmp_path: Path) -> None:
         pass
 
 
+def test_text_of_a_device_or_a_pipe_is_refused(tmp_path: Path) -> None:
+    """Reading one could last forever."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("/dev/zero", tmp_path / "pipe"):
+        with pytest.raises(OSError, match="not a regular file") as caught:
+            files.open_text(path)
+        assert files.path_error(caught.value) == "which cannot be used (not a regular file)"
+
+
 def test_a_refused_run_leaves_nothing(tmp_path: Path) -> None:
     """The lock file and the new directories are removed, but not what was there before."""
 

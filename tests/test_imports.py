@@ -14,7 +14,7 @@ ORDER = [
     *("launch", "exchange", "data"),
     *("tasks", "models", "optimizer", "state", "step", "checkpoint"),
     *("asynchronous", "pipeline", "swarm", "strategies"),
-    *("run", "analysis", "train", "main", "__main__"),
+    *("run", "analysis", "train", "main", "swarm_demo", "__main__"),
 ]
 
 

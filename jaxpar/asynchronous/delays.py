@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxpar.asynchronous.table import read_rows
 from jaxpar.errors import UserError
-from jaxpar.files import unreadable
+from jaxpar.files import open_text, unreadable
 
 DISTRIBUTIONS = ("constant", "uniform", "lognormal", "pareto", "trace")
 MAX_SIGMA = 10.0  # of lognormal: e**-MAX_SIGMA**2 does not underflow
@@ -142,7 +142,7 @@ def read_trace(path: Path | str) -> MeasuredTimes:
     """
     times: dict[int, list[float]] = {}
     try:
-        with Path(path).open(newline="", encoding="utf-8-sig") as file:
+        with open_text(path) as file:
             lines, rows = read_rows(file, ("worker", "seconds"))
         for line, (worker, seconds) in zip(lines, rows, strict=True):
             if seconds == 0:

@@ -14,7 +14,7 @@ from typing import NamedTuple, TextIO
 import numpy as np
 
 from jaxpar.errors import UserError
-from jaxpar.files import unreadable, write_text
+from jaxpar.files import open_text, unreadable, write_text
 
 ROUNDING = 1e-9  # relative: by this much, two sums of the same seconds may differ
 HEAD = "# num_workers="  # start of the first line of a file
@@ -191,7 +191,7 @@ def read_updates(path: Path | str) -> UpdateTable:
       UserError: the file is invalid. The message is one line, with the file and, if there is one, the line.
     """
     try:
-        with Path(path).open(newline="", encoding="utf-8-sig") as file:
+        with open_text(path) as file:
             num_workers = _num_workers(file.readline().strip())
             lines, rows = read_rows(file, COLUMNS, line=2)
         columns = np.array(rows, dtype=[(name, "f8" if name in TIMES else "i4") for name in COLUMNS])

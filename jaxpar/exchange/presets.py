@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpar.exchange.around import AROUND, Rule
+from jaxpar.exchange.compress import FLOAT8
 from jaxpar.exchange.exchange import AllReduce, Exchange, every
 from jaxpar.exchange.fuse import averaged
 from jaxpar.exchange.gradients import ERROR_FEEDBACK, GRADIENTS
@@ -31,8 +32,11 @@ AVERAGE = "average_aggregated_gradients"  # the other option of Horovod's passes
 PASSES = "backward_passes_per_step"  # an option of Horovod, with any reduction
 
 
-def exchange_differs(name: str, settings: Mapping[str, Any]) -> str:
+def exchange_differs(name: str, settings: Mapping[str, Any], num_replicas: int) -> str:
     """Return how training with this exchange differs from a single device; '' if it differs only by rounding."""
+    is_compressor = name in GRADIENTS and (name in DIFFERS or settings.get("wire_dtype") in FLOAT8)
+    if is_compressor and settings.get("group") == num_replicas > 1:
+        return ""  # it compresses between groups only
     if name in DIFFERS:
         return f"{name} {DIFFERS[name]}"
     if settings.get(PASSES, 1) > 1:

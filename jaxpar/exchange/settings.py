@@ -59,6 +59,9 @@ def obstacle(name: str, num_replicas: int, settings: Mapping[str, Any]) -> tuple
     group = settings.get("group", 1)
     if num_replicas % group:
         return "group", f"is {group}; it must divide the number of replicas, {num_replicas}"
+    if group == num_replicas > 1 and settings.get("momentum"):
+        reason = "the number of replicas, because nothing is compressed"
+        return "momentum", f"is {settings['momentum']}; it must be 0 with group={group}, {reason}"
     if group > 1 and settings.get("algorithm") == "ring":
         return "algorithm", f"is 'ring'; it must be 'psum' with group={group}"
     if (wire := settings.get("wire_dtype")) in FLOAT8:

@@ -131,7 +131,7 @@ def make_run(config: ConfigDict, workdir: Path, phases: Phases, checked: Checked
         decision = strategies.decide(config, cluster, loaded.problem.model)
         return _make_run(config, workdir, phases, cluster, decision, loaded)
     except UserError:
-        if processes.is_first() and not is_begun(workdir):
+        if processes.is_first() and not contains_run(workdir):
             path.unlink()
         raise
 
@@ -152,7 +152,7 @@ def load_parts(config: ConfigDict, workdir: Path, cluster: Cluster) -> Loaded:
     """Read the data, and build the model and the optimizer."""
     task = tasks.find_task(config)
     with processes.first_then_others("data"):
-        if processes.is_first() and not is_begun(workdir):
+        if processes.is_first() and not contains_run(workdir):
             (workdir / "tokenizer.json").unlink(missing_ok=True)  # left over from a start that failed
         dataset = data.load(config, task.labels, workdir)
     check_alike(config, dataset.fingerprint)
@@ -183,7 +183,7 @@ def with_profile(config: ConfigDict, workdir: Path, loaded: Loaded, decision: De
     """
     path = workdir / "profile.json"
     with processes.first_then_others("profile"):
-        if processes.is_first() and not (path.exists() and is_begun(workdir)):
+        if processes.is_first() and not (path.exists() and contains_run(workdir)):
             size = config.batch_size // decision.batch_divisor
             write_profile(measure_layers(config, loaded, size, REPEATS), path)
     config = config.copy_and_resolve_references()
@@ -198,7 +198,7 @@ def measure_layers(config: ConfigDict, loaded: Loaded, size: int, repeats: int) 
     return programs.measure(microbatch, repeats=repeats)
 
 
-def is_begun(workdir: Path) -> bool:
+def contains_run(workdir: Path) -> bool:
     """Return whether `workdir` contains a run."""
     return (workdir / "config.json").exists() or bool(checkpoint.steps(workdir / "checkpoints"))
 

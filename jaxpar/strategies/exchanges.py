@@ -46,9 +46,9 @@ def private_key(config: ConfigDict, num_replicas: int) -> dict[str, Any]:
     return {"exchange": config.exchange, "options": dict(sorted(chosen.items())), "replicas": num_replicas}
 
 
-def differs(config: ConfigDict) -> str:
+def differs(config: ConfigDict, num_replicas: int) -> str:
     """Return how training with the exchange differs from training on one device, for `Plan.differs`."""
-    return presets.exchange_differs(config.exchange, given(config))
+    return presets.exchange_differs(config.exchange, given(config), num_replicas)
 
 
 def exchange_advice(config: ConfigDict) -> str:

@@ -93,12 +93,8 @@ def build_live(plan: Plan[LiveDetails], problem: Problem, devices: Sequence[jax.
 
     def compile_programs() -> list[CompiledProgram]:
         programs = SwarmPrograms(problem, details.stages, details.messages, keeps_params=False)
-        executor = SwarmExecutor(
-            programs, details.stages, lambda _: [], details.num_microbatches, tuple(mesh.devices.flat)
-        )
-        *passes, update = executor.lower(states.abstract_state(problem.model, problem.optimizer), problem.batch)
-        compiled = [CompiledProgram(one.compile()) for one in passes]
-        return [*compiled, CompiledProgram(update.compile(), arguments=("parameters",))]
+        num, on = details.num_microbatches, tuple(mesh.devices.flat)
+        return compile_swarm(SwarmExecutor(programs, details.stages, lambda _: [], num, on), problem)
 
     return Strategy(
         plan,
@@ -112,3 +108,10 @@ def build_live(plan: Plan[LiveDetails], problem: Problem, devices: Sequence[jax.
         compile=compile_programs,
         report=lambda _state, workdir: trainer.report(workdir),
     )
+
+
+def compile_swarm(executor: SwarmExecutor, problem: Problem) -> list[CompiledProgram]:
+    """Compile the passes of all stages and the optimizer step, from shapes alone."""
+    *passes, update = executor.lower(states.abstract_state(problem.model, problem.optimizer), problem.batch)
+    compiled = [CompiledProgram(one.compile()) for one in passes]
+    return [*compiled, CompiledProgram(update.compile(), arguments=("parameters",))]

@@ -140,7 +140,7 @@ def plan(
     microbatches = abstract_microbatches(shapes, num_data, table.num_microbatches)
     engine = make_engine(staged, lowered.shape, microbatches, jax.eval_shape(lambda: jax.random.key(0)), c.remat)
     state: StagedState | ContinuousState = staged
-    differs, delays = exchanges.differs(config), None
+    differs, delays = exchanges.differs(config, num_data), None
     private_key = exchanges.private_key(config, num_data) | {"bounds": list(bounds), "stages": table.stages.tolist()}
     if table.period:
         yield from refuse_ties(config, [tie for device in stages.examples for tie in stages.copies(device)])

@@ -75,7 +75,7 @@ def plan(
         traffic,
         exchanges.name(config),
         exchanges.private_key(config, decision.num_replicas) if private_parts(layouts) else {},
-        exchanges.differs(config),
+        exchanges.differs(config, decision.num_replicas),
         exchanges.exchange_advice(config),
     )
 

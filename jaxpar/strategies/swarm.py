@@ -33,7 +33,7 @@ from jaxpar.state import Canonical, State
 from jaxpar.step import Problem
 from jaxpar.strategies import exchanges, live_swarm
 from jaxpar.strategies.placement import PlacedState, batch_placer, on_all
-from jaxpar.strategies.strategy import CompiledProgram, Strategy
+from jaxpar.strategies.strategy import Strategy
 from jaxpar.swarm import options
 from jaxpar.swarm.actions import devices_of_stages, num_messages
 from jaxpar.swarm.executor import SwarmExecutor, SwarmState
@@ -214,12 +214,6 @@ def build_emulated(plan: Plan[SwarmDetails], problem: Problem, devices: Sequence
         total: Sums = sums(jax.device_put(state.state.params, everywhere), place_on_devices(batch))
         return total
 
-    def compile_programs() -> list[CompiledProgram]:
-        like = states.abstract_state(problem.model, problem.optimizer)
-        *passes, update = executor.lower(like, problem.batch)
-        compiled = [CompiledProgram(one.compile()) for one in passes]
-        return [*compiled, CompiledProgram(update.compile(), arguments=("parameters",))]
-
     return Strategy(
         plan,
         tuple(mesh.devices.flat),
@@ -229,7 +223,7 @@ def build_emulated(plan: Plan[SwarmDetails], problem: Problem, devices: Sequence
         evaluate=evaluate,
         to_canonical=lambda state: placed.to_canonical(state.state),
         from_canonical=lambda tree, private=None: begin(placed.from_canonical(tree), private),
-        compile=compile_programs,
+        compile=lambda: live_swarm.compile_swarm(executor, problem),
         to_private=lambda state: {} if state.older is None else {"params": state.older},
         report=lambda _state, workdir: report_swarm(details, workdir),
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpar.errors import UserError
-from jaxpar.files import json_text, path_error, write_text
+from jaxpar.files import json_text, open_text, parse_json, path_error, write_text
 from jaxpar.swarm.actions import SwarmAction
 from jaxpar.swarm.costs import SwarmSettings, Workload
 from jaxpar.swarm.failures import RandomTrace, Trace
@@ -72,7 +72,8 @@ def write_scenario(path: Path | str, scenario: SwarmScenario) -> None:
 def read_scenario(path: Path | str, key: str) -> SwarmScenario:
     """Read the file of a scenario. Raises UserError, which begins with `key`, if it is not one that was written."""
     try:
-        return _parse(json.loads(Path(path).read_text(encoding="utf-8")))
+        with open_text(path) as file:
+            return _parse(parse_json(file.read()))
     except OSError as error:
         raise UserError(f"{key} is {str(path)!r}, {path_error(error)}; it must be the path of a scenario") from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:

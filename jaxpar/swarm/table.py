@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpar.errors import UserError
-from jaxpar.files import unreadable, write_text
+from jaxpar.files import open_text, unreadable, write_text
 from jaxpar.swarm.ledger import BACKWARD_PASS, COUNTED, FORWARD_PASS, LOST
 
 ROUTING_HEAD = ("num_stages", "num_microbatches", "delay")
@@ -184,7 +184,7 @@ def write_routing(path: Path | str, table: RoutingTable) -> None:
 def read_routing(path: Path | str, key: str = "the routing table") -> RoutingTable:
     """Read and check a table that `write_routing` wrote. Raises UserError, which begins with `key`."""
     try:
-        with Path(path).open(newline="", encoding="utf-8-sig") as file:
+        with open_text(path) as file:
             sizes = _read_head(file.readline())
             reader = csv.reader(file, strict=True)
             if tuple(next(reader, [])) != ROUTING_COLUMNS:

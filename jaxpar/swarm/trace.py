@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxpar.errors import UserError
-from jaxpar.files import unreadable, write_text
+from jaxpar.files import open_text, unreadable, write_text
 
 JOIN, LEAVE = "join", "leave"
 MAX_EVENTS = 1_000_000
@@ -148,7 +148,7 @@ def _write(path: Path | str, columns: Sequence[str], rows: Sequence[Sequence[obj
 
 def _rows(path: Path | str, columns: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield the line and the values of each row of a CSV file with this header."""
-    with Path(path).open(newline="", encoding="utf-8-sig") as file:
+    with open_text(path) as file:
         text = file.read(MAX_FILE_BYTES)
     if len(text) == MAX_FILE_BYTES:
         raise ValueError(f"the file has {MAX_FILE_BYTES:,} characters or more; it must have fewer")

@@ -46,7 +46,7 @@ def main() -> None:
 
     def listen(event: LiveEvent) -> None:
         if event.kind == EventKind.COMPUTED:
-            computed.append(event.seconds)
+            computed.append(event.value)
 
     listeners.append(listen)
     states: list[Any] = [contender.init(jax.random.key(0)) for contender in contenders]

@@ -470,9 +470,12 @@ def test_strategies_that_differ_have_no_tolerance(words: str, certify: Any, caps
 
 
 def test_exchanges_that_differ() -> None:
-    same = {name for name in EXCHANGES if not presets.exchange_differs(name, {})}
+    same = {name for name in EXCHANGES if not presets.exchange_differs(name, {}, 4)}
     assert same == {"ddp", "dp", "horovod", "byteps", "zero1", "zero2", "zero3", "hsdp"}
     assert set(presets.DIFFERS) | same == set(EXCHANGES)
+    for name, settings in {"byteps_onebit": {}, "bagua_bytegrad": {}, "ddp": {"wire_dtype": "float8_e4m3fn"}}.items():
+        assert presets.exchange_differs(name, settings | {"group": 2}, 4)
+        assert not presets.exchange_differs(name, settings | {"group": 4}, 4)  # one group of all replicas
 
 
 # ---- errors and the command line -----------------------------------------------------------------------------------

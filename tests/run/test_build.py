@@ -74,7 +74,7 @@ def test_the_profile_of_a_run_is_measured(tmp_path: Path) -> None:
 
 
 def test_a_refused_run_leaves_no_profile(tmp_path: Path) -> None:
-    """The search itself refuses this run, after the layers were measured. A run that has begun keeps its profile."""
+    """The search itself refuses this run, after the layers were measured. A run that has started keeps its profile."""
     config, workdir = auto_config(tmp_path), tmp_path / "run"
     config.pipeline.memory_limit = 1.0
     workdir.mkdir()

@@ -59,6 +59,10 @@ MISTAKES = {
     "no group": (["group=0"], ["options.group is 0", POSITIVE]),
     "an indivisible group": (["group=3"], ["options.group is 3; it must divide the number of replicas, 4"]),
     "a group that is too large": (["group=8"], ["options.group is 8; it must divide the number of replicas, 4"]),
+    "momentum that is not used": (
+        ["exchange=byteps_onebit", "momentum=0.9", "group=4"],
+        ["options.momentum is 0.9; it must be 0 with group=4, the number of replicas"],
+    ),
     "a ring with groups": (
         ["algorithm=ring", "group=2"],
         ["options.algorithm is 'ring'; it must be 'psum' with group=2"],

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpar.errors import UserError, nearest
-from jaxpar.files import parse_json, path_error, write_text
+from jaxpar.files import open_text, parse_json, path_error, write_text
 
 
 class LayerProfile(NamedTuple):
@@ -55,7 +55,8 @@ def read_profile(path: Path, key: str = "--profile") -> list[LayerProfile]:
       UserError: the file cannot be read, has no layers, or a layer has a missing or invalid value.
     """
     try:
-        content = parse_json(path.read_text(encoding="utf-8"), nonfinite=True)  # `_read_layer` refuses it
+        with open_text(path) as file:
+            content = parse_json(file.read(), nonfinite=True)  # `_read_layer` refuses it
     except OSError as error:
         raise UserError(f"{key} is {str(path)!r}, {path_error(error)}; it must be the path of a profile") from None
     except ValueError as error:

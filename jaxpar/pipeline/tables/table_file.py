@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxpar.errors import nearest
-from jaxpar.files import unreadable
+from jaxpar.files import open_text, unreadable
 from jaxpar.pipeline.tables.periodic import CONTINUOUS
 from jaxpar.pipeline.tables.schedule import SCHEDULES
 from jaxpar.pipeline.tables.table import ACTION, ACTION_KINDS, FIELDS, Table, with_slots
@@ -45,7 +45,7 @@ def read_table(path: Path | str) -> Table:
         line number, or with the clock, the device and the rule.
     """
     try:
-        with Path(path).open(newline="", encoding="utf-8-sig") as file:
+        with open_text(path) as file:
             reader = csv.reader(file, strict=True)
             columns = _columns(next(reader, []))
             rows = [_row(columns, row, f"line {reader.line_num}") for row in reader if row]

@@ -23,8 +23,8 @@ class Call:
       answer: reference to the `PeerAnswer`, or to the only result.
       label: calls with the same label take comparable times; None: the call has no limit.
       done: receives the answer and the call.
-      is_begun: whether it is the first call that its peer has not answered.
-      begun: since when, in seconds of `time.monotonic`.
+      is_first: whether it is the first call that its peer has not answered.
+      start: since when, in seconds of `time.monotonic`.
       ended: when it was answered.
     """
 
@@ -32,8 +32,8 @@ class Call:
     answer: Any
     label: Label | None
     done: Callable[[Any, "Call"], None]
-    is_begun: bool
-    begun: float
+    is_first: bool
+    start: float
     ended: float = math.inf
 
 
@@ -61,7 +61,7 @@ class Calls:
     def add(self, peer: int, answer: Any, label: Label | None, done: Callable[[Any, Call], None]) -> Call:
         """Add a call that was just made."""
         queue = self._queues.setdefault(peer, [])
-        call = Call(peer, answer, label, done, is_begun=not queue, begun=time.monotonic())
+        call = Call(peer, answer, label, done, is_first=not queue, start=time.monotonic())
         queue.append(call)
         return call
 
@@ -122,22 +122,22 @@ class Calls:
         queue, now = self._queues[call.peer], time.monotonic()
         call.ended = now
         if call.label is not None:
-            self.patience.observe(call.peer, call.label, now - call.begun)
+            self.patience.observe(call.peer, call.label, now - call.start)
         queue.remove(call)
-        if queue and not queue[0].is_begun:
-            queue[0].is_begun, queue[0].begun = True, now
+        if queue and not queue[0].is_first:
+            queue[0].is_first, queue[0].start = True, now
 
     def _deadline(self, peer: int) -> float:
         call = self._queues[peer][0] if self._queues[peer] else None
         if call is None or call.label is None:
             return math.inf
-        return call.begun + self.patience.limit(peer, call.label)
+        return call.start + self.patience.limit(peer, call.label)
 
     def _silent(self) -> list[CallFailure | ValueLost]:
         now, found = time.monotonic(), list[CallFailure | ValueLost]()
         for peer, queue in self._queues.items():
             if now > self._deadline(peer):
-                text = f"no answer for {now - queue[0].begun:.3g} s"
+                text = f"no answer for {now - queue[0].start:.3g} s"
                 found.append(CallFailure(queue[0], SILENT, text))
         return found
 

@@ -15,6 +15,7 @@ class EventKind(StrEnum):
     FAILED = "failed"
     BANNED = "banned"
     MOVED = "moved"
+    QUEUED = "queued"
     ASSIGNED = "assigned"
     SENT = "sent"
     COMPUTED = "computed"
@@ -31,10 +32,11 @@ class LiveEvent(NamedTuple):
       kind: the kind.
       peer: the peer; -1 if none.
       stage: the stage; -1 if none.
-      number: ATTACHED: the process; LOST: the number of gradients; UPDATED: the step; otherwise the microbatch, or -1.
+      number: ATTACHED: the process; QUEUED: the number of passes that the peer has been assigned; LOST: the number of
+        gradients; UPDATED: the step; otherwise the microbatch, or -1.
       text: ATTACHED: the machine; FAILED and BANNED: the reason; MOVED: from where; otherwise empty.
       phase: FORWARD_PASS or BACKWARD_PASS; -1 if none.
-      seconds: COMPUTED: the time that the peer measured for the pass; otherwise 0.
+      value: COMPUTED: the seconds that the peer measured for the pass; UPDATED: the mean loss; otherwise 0.
     """
 
     kind: EventKind
@@ -43,7 +45,7 @@ class LiveEvent(NamedTuple):
     number: int = -1
     text: str = ""
     phase: int = -1
-    seconds: float = 0.0
+    value: float = 0.0
 
 
 listeners: list[Callable[[LiveEvent], None]] = []  # called in the trainer's thread, in order

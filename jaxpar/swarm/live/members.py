@@ -169,7 +169,7 @@ class Members:
                 self.load(number, neediest(self.swarm) if stage == ABSENT else stage)
 
     def load(self, peer: int, stage: int) -> None:
-        """Let a peer load the state of a stage, after the passes that it has begun. It serves the stage then."""
+        """Let a peer load the state of a stage, after the passes that it has started. It serves the stage then."""
         assert self.source is not None
         self.peers[peer].status = PeerStatus.LOADING
         self.swarm = placed(self.swarm, peer, stage, math.inf)
@@ -278,7 +278,7 @@ class Members:
         self.apply(REBALANCING_RULES[self.settings.rule](self.swarm, loads, self.now))
 
     def apply(self, moves: Iterable[Move]) -> None:
-        """Move peers. Each finishes the passes that it has begun; the others that it was assigned go to other peers."""
+        """Move peers. Each finishes the passes that it has started; the others go to other peers."""
         for move in moves:
             self.counts["moves"] += 1
             emit(LiveEvent(EventKind.MOVED, move.peer, move.target, text=f"from stage {move.source}"))
@@ -294,6 +294,8 @@ class Members:
         one.area += one.depth * (self.now - one.changed)
         one.depth += change
         one.changed = self.now
+        if change:
+            emit(LiveEvent(EventKind.QUEUED, peer, number=one.depth))
 
     def _remember_pace(self, peer: int, stage: int) -> None:
         for entry in self.queues[stage].peers:

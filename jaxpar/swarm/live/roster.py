@@ -103,7 +103,7 @@ class StepInProgress(Protocol):
         """Route again what a peer was assigned and had accumulated. The peer has been given up."""
 
     def release(self, peer: int) -> None:
-        """Route again what a peer was assigned but has not begun, because it moves."""
+        """Route again what a peer was assigned but has not started, because it moves."""
 
     def resume(self) -> None:
         """Route microbatches that wait for a peer of their stage."""

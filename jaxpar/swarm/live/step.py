@@ -205,9 +205,9 @@ class LiveStep:
         if not self._is_sound(one, answer):
             return
         self._compiled.add((one.peer, one.phase, one.stage, self.shapes.key))
-        begun, now = self.members.since(call.begun), self.members.since(call.ended)
+        start, now = self.members.since(call.start), self.members.since(call.ended)
         outcome = self.ledger.finish(one.microbatch, one.phase, one.stage, one.peer, len(self.rows))
-        self.rows.append([one.microbatch, one.stage, one.phase, one.peer, begun, now, outcome])
+        self.rows.append([one.microbatch, one.stage, one.phase, one.peer, start, now, outcome])
         target = one.stage + 1 if one.phase == FORWARD_PASS else one.stage - 1
         if 0 <= target < self.num_stages:
             value = (STAGE_INPUT if one.phase == FORWARD_PASS else OUTPUT_GRADIENT, target, one.microbatch)
@@ -215,10 +215,10 @@ class LiveStep:
             self._holders(value).add(STORE)
         if not one.is_first:
             queues, work = self.members.queues, self._work[one.phase][one.stage]
-            queues[one.stage] = routing.observe(queues[one.stage], one.peer, work, now - begun)
+            queues[one.stage] = routing.observe(queues[one.stage], one.peer, work, now - start)
         self._drop(one)
         place = one.peer, one.stage, one.microbatch
-        emit(LiveEvent(EventKind.COMPUTED, *place, phase=one.phase, seconds=answer.seconds))
+        emit(LiveEvent(EventKind.COMPUTED, *place, phase=one.phase, value=answer.seconds))
         self._feed(one.peer)
         self._dispatch(one.microbatch)
 
@@ -329,9 +329,9 @@ class LiveStep:
         self._route(again)
 
     def _interrupted(self, one: LivePass, now: float) -> None:
-        if one.call is not None and one.call.is_begun:
-            begun = self.members.since(one.call.begun)
-            self.rows.append([one.microbatch, one.stage, one.phase, one.peer, begun, now, LOST])
+        if one.call is not None and one.call.is_first:
+            start = self.members.since(one.call.start)
+            self.rows.append([one.microbatch, one.stage, one.phase, one.peer, start, now, LOST])
 
     def release(self, peer: int) -> None:
         """Route again what a peer was assigned but was not sent, because it moves."""

@@ -45,7 +45,7 @@ from jaxpar.swarm.live.tickets import PeerAnswer, PeerSettings, SwarmSpec
 from jaxpar.swarm.live_options import LiveDetails
 from jaxpar.swarm.programs import SwarmPrograms, sum_over_stages
 from jaxpar.swarm.table import RoutingTable, make_routing_table, write_routing
-from jaxpar.tasks import Sums
+from jaxpar.tasks import Sums, mean_loss
 
 
 class LiveState(NamedTuple):
@@ -157,7 +157,8 @@ class LiveTrainer:
         after, metrics = self._update(before.state, total, added, norm)
         self._newest = after
         self._record(step)
-        emit(LiveEvent(EventKind.UPDATED, number=before.step))
+        loss = float(mean_loss(*jax.device_get((added.loss, added.weight))))
+        emit(LiveEvent(EventKind.UPDATED, number=before.step, value=loss))
         members.source = self._source(after, members.source)
         return LiveState(before.step + 1, after), metrics
 
@@ -192,8 +193,8 @@ class LiveTrainer:
 
     def _record(self, step: LiveStep) -> None:
         """Add the passes of a step to the routing table."""
-        for microbatch, stage, phase, peer, begun, end, outcome in step.rows:
-            self.rows.append([self.num_steps, microbatch, stage, phase, peer, self.num_steps, begun, end, outcome])
+        for microbatch, stage, phase, peer, start, end, outcome in step.rows:
+            self.rows.append([self.num_steps, microbatch, stage, phase, peer, self.num_steps, start, end, outcome])
         self.num_steps += 1
 
     # ---- state ----------------------------------------------------------------------------------------------------

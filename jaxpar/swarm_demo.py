@@ -1,0 +1,137 @@
+"""Trains a live swarm on this machine, draws it in the terminal, and kills a random peer from time to time.
+
+    scripts/swarm --peers=6 --stages=3 [--kill_every=20s] -- --config=configs/quickstart.py --workdir=DIR [...]
+
+Arguments after -- are passed to scripts/train. The training is as without kills, to the rounding of float32. Without
+a terminal, only lines are printed. Needs the extra `swarm`.
+
+Exit codes: those of scripts/train.
+"""
+
+import argparse
+import contextlib
+import io
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from jaxpar import main
+from jaxpar.command_line import EXAMPLE, Parser, integer, missing
+from jaxpar.errors import UserError, exit_code
+from jaxpar.swarm.live import events
+from jaxpar.swarm.live.events import EventKind, LiveEvent
+
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def run_demo(argv: Sequence[str]) -> int:
+    """Run the command line and return the exit code."""
+    arguments, rest = read_demo(argv)
+    if arguments.peers < arguments.stages:
+        raise UserError(f"--peers is {arguments.peers}; it must be at least {arguments.stages}, as --stages")
+    try:
+        from rich.console import Console
+
+        from jaxpar.swarm.live.view import Screen, SwarmView
+    except ImportError as error:
+        raise UserError(
+            f"{error.name} is not installed; scripts/swarm needs it: install the extra swarm (scripts/setup swarm, or "
+            "pip install 'jaxpar[swarm]')"
+        ) from None
+    view = SwarmView(arguments.stages)
+    with Screen(Console(file=sys.stdout), view) as screen, contextlib.redirect_stdout(Lines(screen.write)):
+        events.listeners.append(screen.listen)
+        if arguments.kill_every:
+            events.listeners.append(PeerKiller(arguments.kill_every, random.Random(arguments.seed), screen.write))
+        settings = {"mode": "live", "peers": arguments.peers, "stages": arguments.stages}
+        overrides = [f"--config.swarm.{key}={value}" for key, value in settings.items()]
+        code = main.main(["", "--config.strategy=swarm", *overrides, *rest])
+        if view.step:
+            screen.write(f"swarm     {view.summary}")
+    return code
+
+
+def read_demo(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the arguments of the demonstration, and those of scripts/train, which follow `--`."""
+    parser = Parser(__doc__, prog="scripts/swarm", others=", or follow --, as the arguments of scripts/train do")
+    parser.add_argument("--peers", type=integer(1), default=6, help="number of peers (default: 6)")
+    parser.add_argument("--stages", type=integer(1), default=3, help="number of stages (default: 3)")
+    parser.add_argument(
+        "--kill_every", type=duration, default=0.0, help="kill a random peer after this time, such as 20s (default: 0)"
+    )
+    parser.add_argument("--seed", type=integer(0), help="seed of the random kills (default: a different one each time)")
+    end = argv.index("--") if "--" in argv else len(argv)
+    arguments, rest = parser.parse(argv[:end]), list(argv[end + 1 :])
+    flags = {argument.partition("=")[0].lstrip("-") for argument in rest}
+    for name in ("config", "workdir"):
+        if name not in flags and "help" not in flags:
+            raise missing(f"--{name}", f"scripts/swarm --peers=6 --stages=3 -- {EXAMPLE}")
+    for name in ("strategy", "swarm.mode", "swarm.peers", "swarm.stages"):
+        if f"config.{name}" in flags:
+            raise UserError(f"--config.{name} is set by scripts/swarm; remove it from the arguments after --")
+    return arguments, rest
+
+
+def duration(text: str) -> float:
+    """Return the seconds of a duration, such as 20, 20s, 1.5m or 1h; the type of a flag."""
+    number, unit = (text[:-1], UNITS[text[-1]]) if text[-1:] in UNITS else (text, 1.0)
+    try:
+        seconds = float(number) * unit
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}; it must be a time such as 20s or 1.5m, or 0")
+    return seconds
+
+
+class Lines(io.TextIOBase):
+    """A text stream that is not a terminal and passes on whole lines."""
+
+    def __init__(self, write_line: Callable[[str], None]) -> None:
+        self._write_line, self._rest = write_line, ""
+
+    def write(self, text: str) -> int:
+        """Pass on the lines that the text completes."""
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            self._write_line(line)
+        return len(text)
+
+
+class PeerKiller:
+    """A listener that kills (-9) a random peer of this machine once a period, from the first update on."""
+
+    def __init__(self, period: float, rng: random.Random, write_line: Callable[[str], None]) -> None:
+        """period: seconds."""
+        self._period, self._rng, self._write_line = period, rng, write_line
+        self._processes: dict[int, int] = {}
+        self._next: float | None = None
+
+    def __call__(self, event: LiveEvent) -> None:
+        """Take in an event, and kill a peer if it is time."""
+        now = time.monotonic()
+        if event.kind == EventKind.ATTACHED and event.text == socket.gethostname():
+            self._processes[event.peer] = event.number
+        elif event.kind in (EventKind.FAILED, EventKind.BANNED):
+            self._processes.pop(event.peer, None)
+        elif event.kind == EventKind.UPDATED and self._next is None:
+            self._next = now + self._period
+        if self._next is not None and now >= self._next and self._processes:
+            self._next = now + self._period
+            peer = self._rng.choice(sorted(self._processes))
+            self._write_line(f"swarm     kill -9 {self._processes[peer]}, peer {peer}")
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(self._processes.pop(peer), signal.SIGKILL)
+
+
+def enter_demo() -> None:
+    """Run the command line of this process."""
+    sys.exit(exit_code(lambda: run_demo(sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    enter_demo()
