@@ -128,7 +128,7 @@ def get_config() -> ConfigDict:
     failures.groups = 1  # groups of peers that are preempted together; peer n is in group n modulo groups
     failures.group_lifetime = 0.0  # mean time between the preemptions of a group; 0: there are none
     failures.group_share = 0.5  # fraction of the present peers of its group that a preemption stops
-    swarm.num_microbatches = 0  # microbatches of a step; 0: 4 x stages
+    swarm.num_microbatches = 0  # microbatches of a step; 0: 4 to 8 per stage, so that they divide batch_size
     # Mean time of a forward pass of a microbatch through a stage, on a peer of speed 1. A backward pass, which also
     # repeats the forward pass, takes three times as long.
     swarm.forward_seconds = 0.1

@@ -116,8 +116,10 @@ def _refuse_range(key: str, value: float, least: float, greatest: float, other: 
 
 
 def swarm_microbatches(config: ConfigDict) -> int:
-    """Return the number of microbatches of a step."""
-    return int(config.swarm.num_microbatches or 4 * config.swarm.stages)
+    """Return the number of microbatches of a step: by default four per stage, or a few more if those divide a batch."""
+    least = 4 * config.swarm.stages
+    divisors = (number for number in range(least, 2 * least) if config.batch_size % number == 0)
+    return int(config.swarm.num_microbatches or next(divisors, least))
 
 
 def refuse_stage_count(config: ConfigDict, names: list[str]) -> Refusals[None]:

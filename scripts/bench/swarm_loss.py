@@ -108,7 +108,6 @@ def start(arguments: Any, layers: Sequence[int]) -> tuple[LiveTrainer, Any, list
         "stages": num_stages,
         "peers": num_peers,
         "num_microbatches": 4 * num_peers,
-        "forward_seconds": arguments.seconds,
         "rebalance_seconds": arguments.period,
         "join_seconds": 0,
         "namespace": namespace,
@@ -119,7 +118,9 @@ def start(arguments: Any, layers: Sequence[int]) -> tuple[LiveTrainer, Any, list
     ray = ray_cluster.connect("", ray_cluster.PeerResources(1.0, 0.0), num_peers)
     node = ray.nodes()[0]["NodeID"]
     plan: Any = strategies.plan(config, case.problem, clusters.find_cluster())
-    times = plan.details.workload.forward, plan.details.workload.backward
+    workload = plan.details.workload
+    scale = arguments.seconds / statistics.mean(workload.forward)
+    times = [[scale * one for one in part] for part in (workload.forward, workload.backward)]
     for peer in range(num_peers):
         lasting = {"name": f"{ray_cluster.PEER_NAME}-{peer}", "namespace": namespace, "lifetime": "detached"}
         actor = ray.remote(PacedPeer).options(num_cpus=0, **lasting)

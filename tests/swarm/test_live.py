@@ -215,7 +215,7 @@ def test_a_silent_peer_is_given_up_and_returns() -> None:
             if len(queues[event.stage].peers) > 1:
                 stopped.append(event.peer)
                 os.kill(run.pid(event.peer), signal.SIGSTOP)
-        if event.kind == EventKind.FAILED and event.peer in stopped:
+        if event.kind == EventKind.GIVEN_UP and event.peer in stopped:
             os.kill(run.pid(event.peer), signal.SIGCONT)
 
     def wait(step: int) -> None:
@@ -226,8 +226,8 @@ def test_a_silent_peer_is_given_up_and_returns() -> None:
     got = run.train(before_step=wait)
     assert_close(got, one_device(MLP), 1e-5)
     run.check_peers(got)
-    [failed] = [event for event in run.kinds(EventKind.FAILED) if event.peer in stopped]
-    assert failed.text.startswith("silent: no answer for ")
+    [given_up] = [event for event in run.kinds(EventKind.GIVEN_UP) if event.peer in stopped]
+    assert given_up.text.startswith("silent: no answer for ")
     assert len([event for event in run.kinds(EventKind.SERVING) if event.peer in stopped]) == 2
     check_routing(run.trainer.routing_table())
 

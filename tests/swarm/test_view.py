@@ -19,14 +19,15 @@ from jaxpar.swarm.live.view import Screen, SwarmView, notable
 
 ROOT = Path(__file__).parents[2]
 HISTORY = [
-    *(LiveEvent(EventKind.STARTED, peer) for peer in range(3)),
-    *(LiveEvent(EventKind.ATTACHED, peer, number=100 + peer, text="host") for peer in range(3)),
-    *(LiveEvent(EventKind.SERVING, peer, peer % 2) for peer in range(3)),
+    *(LiveEvent(EventKind.STARTED, peer) for peer in range(4)),
+    *(LiveEvent(EventKind.ATTACHED, peer, number=100 + peer, text="host") for peer in range(4)),
+    *(LiveEvent(EventKind.SERVING, peer, peer % 2) for peer in range(4)),
     LiveEvent(EventKind.QUEUED, 0, number=2),
     LiveEvent(EventKind.COMPUTED, 0, 0, 5, phase=FORWARD_PASS, value=0.25),
     LiveEvent(EventKind.COMPUTED, 0, 0, 5, phase=BACKWARD_PASS, value=0.75),
     LiveEvent(EventKind.COMPUTED, 1, 1, 6, phase=BACKWARD_PASS, value=0.5),
-    LiveEvent(EventKind.FAILED, 2, 0, text="died: killed"),
+    LiveEvent(EventKind.FAILED, 2, 0, text="died: its process ended"),
+    LiveEvent(EventKind.GIVEN_UP, 3, 1, text="silent: no answer for 3 s"),
     LiveEvent(EventKind.LOST, 2, number=3),
     LiveEvent(EventKind.MOVED, 1, 0, text="from stage 1"),
     LiveEvent(EventKind.LOADING, 1, 0),
@@ -47,23 +48,24 @@ def test_view() -> None:
     view = SwarmView(2, now=lambda: seconds)
     for event in HISTORY:
         view.listen(event)
-    assert view.summary == "7 steps, 1 failure, 1 move, 3 lost gradients"
+    assert view.summary == "7 steps, 2 failures, 1 move, 3 lost gradients"
     _, head, _, *rows = drawn(view)
     assert " ".join(head) == f"{view.summary} loss 2.5000 0.1 microbatches/s"
     assert rows == [
         ["0", "0", "host", "100", "serving", "0.350", "2", "■■", "2"],  # 0.25, then a fifth of the way to 0.75
         ["1", "host", "101", "loading", "0.500", "1", "0"],
         ["1", "no", "peer"],
-        ["none", "2", "host", "102", "given", "up", "0", "0"],
+        ["none", "3", "host", "103", "given", "up", "0", "0"],
     ]
     seconds = 60.0
     assert view.rate == 0
 
 
 def test_lines_of_events() -> None:
-    assert [line for event in HISTORY if (line := notable(event))][3:] == [
-        *("peer 0 serves stage 0", "peer 1 serves stage 1", "peer 2 serves stage 0"),
-        "peer 2 of stage 0 failed, died: killed",
+    assert [line for event in HISTORY if (line := notable(event))][4:] == [
+        *("peer 0 serves stage 0", "peer 1 serves stage 1", "peer 2 serves stage 0", "peer 3 serves stage 1"),
+        "peer 2 of stage 0 failed, died: its process ended",
+        "peer 3 of stage 1 is given up until it answers, silent: no answer for 3 s",
         "3 gradients of peer 2 computed again",
         "peer 1 moves to stage 0 from stage 1",
     ]

@@ -101,8 +101,8 @@ class Calls:
         exceptions = self._ray.exceptions
         try:
             answer = self._ray.get(call.answer)
-        except exceptions.RayActorError as error:
-            return CallFailure(call, DIED, _first_line(error))
+        except exceptions.RayActorError:
+            return CallFailure(call, DIED, "its process ended")
         except exceptions.RayTaskError as error:
             if isinstance(error.cause, exceptions.ObjectLostError):
                 self._answered(call)

@@ -13,6 +13,7 @@ class EventKind(StrEnum):
     LOADING = "loading"
     SERVING = "serving"
     FAILED = "failed"
+    GIVEN_UP = "given up"
     BANNED = "banned"
     MOVED = "moved"
     QUEUED = "queued"
@@ -34,7 +35,7 @@ class LiveEvent(NamedTuple):
       stage: the stage; -1 if none.
       number: ATTACHED: the process; QUEUED: the number of passes that the peer has been assigned; LOST: the number of
         gradients; UPDATED: the step; otherwise the microbatch, or -1.
-      text: ATTACHED: the machine; FAILED and BANNED: the reason; MOVED: from where; otherwise empty.
+      text: ATTACHED: the machine; FAILED, GIVEN_UP, BANNED: the reason; MOVED: from where; otherwise empty.
       phase: FORWARD_PASS or BACKWARD_PASS; -1 if none.
       value: COMPUTED: the seconds that the peer measured for the pass; UPDATED: the mean loss; otherwise 0.
     """

@@ -240,7 +240,8 @@ class Members:
         self.swarm = removed(self.swarm, peer)
         self.counts["failures"] += 1
         self._reason = reason
-        emit(LiveEvent(EventKind.BANNED if is_hostile else EventKind.FAILED, peer, stage, text=reason))
+        kind = EventKind.BANNED if is_hostile else EventKind.FAILED if is_gone else EventKind.GIVEN_UP
+        emit(LiveEvent(kind, peer, stage, text=reason))
         if is_gone:
             self.ray.kill(one.handle)
         if self._failed_starts >= MOST_FAILED_STARTS * self.settings.most:

@@ -24,7 +24,8 @@ STATUS = {
     EventKind.ATTACHED: PeerStatus.WAITING,
     EventKind.LOADING: PeerStatus.LOADING,
     EventKind.SERVING: PeerStatus.SERVING,
-    EventKind.FAILED: PeerStatus.GIVEN_UP,
+    EventKind.FAILED: PeerStatus.GONE,
+    EventKind.GIVEN_UP: PeerStatus.GIVEN_UP,
     EventKind.BANNED: PeerStatus.GONE,
 }
 STYLES = {PeerStatus.SERVING: "green", PeerStatus.GIVEN_UP: "red", PeerStatus.GONE: "red"}
@@ -69,7 +70,7 @@ class SwarmView:
                 row.pace += (event.value - row.pace) * (PACE_SHARE if row.pace else 1)
                 if (event.phase, event.stage) == (BACKWARD_PASS, 0):
                     self._finished.append(self._now())
-            case EventKind.FAILED | EventKind.BANNED:
+            case EventKind.FAILED | EventKind.GIVEN_UP | EventKind.BANNED:
                 row.stage = -1
                 self.counts["failure"] += 1
             case EventKind.MOVED:
@@ -123,6 +124,8 @@ def notable(event: LiveEvent) -> str:
             return f"{peer} serves {stage}"
         case EventKind.FAILED:
             return f"{peer} of {stage} failed, {event.text}" if event.stage >= 0 else f"{peer} failed, {event.text}"
+        case EventKind.GIVEN_UP:
+            return f"{peer} of {stage} is given up until it answers, {event.text}"
         case EventKind.BANNED:
             return f"{peer} of {stage} was banned, it {event.text}"
         case EventKind.MOVED:
@@ -143,9 +146,6 @@ class Screen:
         self._live = Live(view, console=console, auto_refresh=False, transient=True, redirect_stdout=False)
 
     def __enter__(self) -> "Screen":
-        if self._console.is_terminal:
-            self._live.start()
-            self._console.show_cursor(True)  # it would stay hidden if the process is killed
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -160,6 +160,9 @@ class Screen:
         self._view.listen(event)
         if line := notable(event):
             self.write(f"swarm     {line}")
-        if self._live.is_started and time.monotonic() - self._drawn > REDRAW_SECONDS:
+        if self._console.is_terminal and time.monotonic() - self._drawn > REDRAW_SECONDS:
+            if not self._live.is_started:
+                self._live.start()
+                self._console.show_cursor(True)  # it would stay hidden if the process is killed
             self._drawn = time.monotonic()
             self._live.refresh()
