@@ -10,21 +10,11 @@ from dataclasses import dataclass, field
 
 import jax
 
-from jaxpar.errors import UserError, nearest
+from jaxpar.errors import UserError
+from jaxpar.gpus import GpuKind, find_gpu
 from jaxpar.measure.flops import peak_flops
 from jaxpar.memory import host_bytes
 
-# name -> (device kind as JAX reports it, memory in bytes, compute capability, bytes per second read from memory), from
-# NVIDIA's data sheets.
-KINDS = {
-    "B200": ("NVIDIA B200", 180e9, "10.0", 8e12),
-    "H200": ("NVIDIA H200", 141e9, "9.0", 4.8e12),
-    "H100": ("NVIDIA H100 80GB HBM3", 80e9, "9.0", 3.35e12),
-    "A100": ("NVIDIA A100-SXM4-80GB", 80e9, "8.0", 2.039e12),
-    "L4": ("NVIDIA L4", 24e9, "8.9", 300e9),
-    "V100": ("Tesla V100-SXM2-32GB", 32e9, "7.0", 900e9),
-    "T4": ("Tesla T4", 16e9, "7.5", 300e9),
-}
 PEAK_DTYPES = ("float32", "bfloat16")
 
 
@@ -106,7 +96,7 @@ def find_cluster() -> Cluster:
 def named_cluster(
     name: str, num_devices: int, *, num_processes: int = 1, links: Mapping[str, Link] | None = None
 ) -> Cluster:
-    """Describe a cluster of CPUs (`cpu`) or of devices of one of KINDS, without touching a device.
+    """Describe a cluster of CPUs (`cpu`) or of GPUs (jaxpar/gpus), without touching a device.
 
     Raises:
       UserError: the device kind is unknown, num_devices is less than 1, or num_processes does not divide it.
@@ -117,13 +107,23 @@ def named_cluster(
         raise UserError(f"num_processes is {num_processes}; it must divide the number of devices, {num_devices}")
     if name == "cpu":
         return Cluster("cpu", "cpu", num_devices, num_processes, links=links or {})
-    if name not in KINDS:
-        hint = nearest(name, KINDS)
-        stop = "." if hint else ""
-        raise UserError(f"device kind is {name!r}; it must be one of cpu, {', '.join(KINDS)}{stop}{hint}")
-    kind, memory, capability, bandwidth = KINDS[name]
+    return gpu_cluster(find_gpu(name), num_devices, num_processes=num_processes, links=links)
+
+
+def gpu_cluster(
+    gpu: GpuKind, num_devices: int, *, num_processes: int = 1, links: Mapping[str, Link] | None = None
+) -> Cluster:
+    """Describe a cluster of GPUs of one kind."""
     return Cluster(
-        "gpu", kind, num_devices, num_processes, memory, bandwidth, _peaks(kind), capability, links=links or {}
+        platform="gpu",
+        device_kind=gpu.device_kind,
+        num_devices=num_devices,
+        num_processes=num_processes,
+        memory_bytes=gpu.memory_bytes,
+        memory_bandwidth=gpu.memory_bandwidth,
+        peak_flops=_peaks(gpu.device_kind),
+        compute_capability=gpu.compute_capability,
+        links=links or {},
     )
 
 

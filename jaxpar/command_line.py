@@ -149,15 +149,16 @@ def number(rule: str, minimum: float = 0, maximum: float = math.inf) -> Callable
     return parse
 
 
-def choice(choices: Iterable[str]) -> Callable[[str], str]:
-    """Return the type of a flag whose value is one of `choices`."""
+def choice(choices: Iterable[str], *, ignore_case: bool = False) -> Callable[[str], str]:
+    """Return the type of a flag whose value is one of `choices`. ignore_case: which are in lower case."""
     choices = list(choices)
 
     def parse(text: str) -> str:
-        if text not in choices:
-            hint = nearest(text, choices)
+        value = text.lower() if ignore_case else text
+        if value not in choices:
+            hint = nearest(value, choices)
             raise argparse.ArgumentTypeError(f"{text!r}; it must be one of {', '.join(choices)}{hint and '.' + hint}")
-        return text
+        return value
 
     return parse
 

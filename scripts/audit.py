@@ -9,6 +9,9 @@ each device, in the compiled program and by the formula: parameters, optimizer, 
 inputs (batches, plans, in-flight gradients) and temporaries. For copies that the host makes between programs, there is
 only the formula.
 
+With --target, the step is compiled for GPUs that this machine does not have (jaxpar/gpus; the extra `targets`), and the
+last line compares the memory that XLA's buffer assignment needs on a GPU with that of the GPU.
+
 The exit code is 1 if no formula explains a collective, and 2 for invalid arguments.
 """
 
@@ -19,41 +22,55 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar import config as configs
-from jaxpar import data, mesh
+from jaxpar import data, mesh, strategies
 from jaxpar.analysis import audit
 from jaxpar.command_line import Parser
-from jaxpar.errors import exit_code
+from jaxpar.errors import exit_code, format_bytes
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build
+from jaxpar.target import Target, find_target
 
 
 def main() -> int:
     """Run the command line and return the exit code."""
     parser = Parser(__doc__)
     parser.require("--config", "--config=configs/quickstart.py", help="config file as PATH[:PRESET]")
+    parser.add_argument("--target", help="compile for these GPUs, such as h100:8 or h100:16x8 (hosts x GPUs)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     arguments, overrides = parser.parse_with_overrides()
     config = configs.load_config(arguments.config)
     configs.override(config, overrides)
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
+    target = find_target(arguments.target) if arguments.target else None
     with tempfile.TemporaryDirectory() as folder:
-        audited = run(config, Path(folder))
+        audited = run(config, Path(folder), target)
     print(json.dumps(audited, indent=1) if arguments.json else format_audit(audited))
     return 0 if all(row["explained"] for row in audited["collectives"]) else 1
 
 
-def run(config: Any, workdir: Path) -> dict[str, Any]:
-    """Audit the training step of a config."""
-    built = build.make_run(config, workdir, Phases(), build.check_run(config, workdir))
-    programs = built.strategy.compile()
-    rows = audit.audit(programs, built.plan, built.problem.task)
-    return {
-        "layout": built.plan.summary,
+def run(config: Any, workdir: Path, target: Target | None = None) -> dict[str, Any]:
+    """Audit the training step of a config, on the devices of this machine or of a target."""
+    if target:
+        cluster, decision = build.check_run(config, workdir, target.cluster)
+        problem = build.load_parts(config, workdir, cluster).problem
+        plan = strategies.plan(config, problem, cluster, decision)
+        strategy = strategies.build(plan, problem, target.devices)
+    else:
+        built = build.make_run(config, workdir, Phases(), build.check_run(config, workdir))
+        problem, strategy = built.problem, built.strategy
+    programs = strategy.compile()
+    rows = audit.audit(programs, strategy.plan, problem.task)
+    audited: dict[str, Any] = {
+        "layout": strategy.plan.summary,
         "collectives": [row._asdict() | {"ratio": row.ratio, "explained": row.is_explained} for row in rows],
         "devices": [
-            {name: entry._asdict() for name, entry in parts.items()} for parts in audit.memory(programs, built.strategy)
+            {name: entry._asdict() for name, entry in parts.items()} for parts in audit.memory(programs, strategy)
         ],
     }
+    if target:
+        audited["needed"] = audit.needed_bytes(programs)
+        audited["memory_bytes"] = target.cluster.memory_bytes
+    return audited
 
 
 def format_audit(audited: dict[str, Any]) -> str:
@@ -79,7 +96,17 @@ def format_audit(audited: dict[str, Any]) -> str:
             nbytes = "" if entry["nbytes"] is None else f"{entry['nbytes']:,}"
             ratio = f"{entry['nbytes'] / entry['theory']:.4f}" if entry["theory"] and nbytes else ""
             lines.append(f"{name:47} {nbytes:>14} {theory:>14}  {ratio}".rstrip())
+    if "needed" in audited:
+        lines += ["", format_needed(audited["needed"], audited["memory_bytes"])]
     return "\n".join(lines)
+
+
+def format_needed(needed: dict[str, int], memory_bytes: float) -> str:
+    """Return whether the largest program of the step fits into the memory of a GPU."""
+    left = memory_bytes - sum(needed.values())
+    parts = ", ".join(f"{format_bytes(nbytes)} of {kind}" for kind, nbytes in needed.items() if nbytes)
+    verdict = f"fits, with {format_bytes(left)} to spare" if left >= 0 else f"does not fit, by {format_bytes(-left)}"
+    return f"A GPU needs {format_bytes(sum(needed.values()))} of {format_bytes(memory_bytes)} ({parts}): {verdict}."
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Compares pipeline schedules and data parallelism by the time to a target accuracy, in virtual time on a cluster.
 
     scripts/python scripts/compare_pipelines.py --config=configs/quickstart.py [--workdir=runs/pipelines] [--stages=2]
-        [--num_microbatches=8] [--target=0.7] [--cases=1f1b,pipedream,..] [--device=V100] [--bandwidth=1.5e11]
+        [--num_microbatches=8] [--target=0.7] [--cases=1f1b,pipedream,..] [--device=v100] [--bandwidth=1.5e11]
         [--latency=5e-6] [--config.KEY=VALUE ...]
 
 Each case is a run of the training binary, with the same batches and seed; a run that is already in the workdir is not
@@ -43,6 +43,7 @@ from jaxpar import data, files, mesh, strategies
 from jaxpar.cluster import Cluster, Link
 from jaxpar.command_line import Parser, choice, integer, names, number
 from jaxpar.errors import UserError, exit_code, format_bytes
+from jaxpar.gpus import gpu_kinds
 from jaxpar.measure.phases import Phases
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.pipeline.search.layer_profile import LARGEST_VALUE, LayerProfile
@@ -111,7 +112,8 @@ def main() -> None:
     add("--num_microbatches", type=integer(1), default=8, help="number of microbatches of a batch")
     add("--target", type=number("a number between 0 and 1", maximum=1), default=0.7, help="accuracy to reach")
     add("--cases", type=names(CASES), default=list(CASES), help=f"some of {', '.join(CASES)} (default: all)")
-    add("--device", type=choice(clusters.KINDS), default="V100", help=f"GPU: {', '.join(clusters.KINDS)}")
+    kinds = gpu_kinds()
+    add("--device", type=choice(kinds, ignore_case=True), default="v100", help=f"GPU: {', '.join(kinds)}")
     rate = number("at least 1 byte per second", minimum=1)
     add("--bandwidth", type=rate, default=1.5e11, help="of each link, in bytes per second")
     add(
@@ -177,7 +179,7 @@ def plan_case(run: build.Run, cluster: Cluster, config: ConfigDict, settings: li
     """Plan a case for the cluster. run: a run with the same data and model."""
     plan = strategies.plan(config, run.problem, cluster)
     memory = max(plan.device_bytes) + sum(strategies.in_flight_bytes(plan, run.problem).values())
-    [device] = [name for name, kind in clusters.KINDS.items() if kind[0] == cluster.device_kind]
+    [device] = [name for name, kind in gpu_kinds().items() if kind.device_kind == cluster.device_kind]
     size = config.batch_size // plan.decision.batch_divisor
     layers = estimate_layers(run.config, run.problem, run.batches, size, device)
     if config.strategy != "pipeline":

@@ -18,6 +18,7 @@ from jaxpar import data, mesh
 from jaxpar.command_line import Parser, choice, integer
 from jaxpar.errors import UserError, exit_code, format_bytes
 from jaxpar.files import unwritable
+from jaxpar.gpus import gpu_kinds
 from jaxpar.pipeline.executor.layer_times import LayerPrograms
 from jaxpar.pipeline.search.layer_profile import LayerProfile, write_profile
 from jaxpar.run import build
@@ -32,9 +33,9 @@ def main() -> None:
     add = parser.add_argument
     add(
         "--device",
-        type=choice(clusters.KINDS),
+        type=choice(gpu_kinds(), ignore_case=True),
         metavar="KIND",
-        help=f"estimate the times on this GPU: {', '.join(clusters.KINDS)}",
+        help=f"estimate the times on this GPU: {', '.join(gpu_kinds())}",
     )
     add(
         "--microbatch_size",

@@ -451,7 +451,7 @@ def test_clusters() -> None:
     assert named.peak_flops["bfloat16"] == 989.5e12
     assert named.compute_capability == "9.0"
     assert named.links["data"].bandwidth == 4e11
-    with pytest.raises(UserError, match=r"device kind is 'H10'; it must be one of .* Did you mean 'H100'"):
+    with pytest.raises(UserError, match=r"device kind is 'H10'; it must be one of .* Did you mean 'h100'"):
         cluster.named_cluster("H10", 8)
     with pytest.raises(UserError, match="num_devices is 0; it must be at least 1"):
         cluster.named_cluster("H100", 0)

@@ -149,7 +149,10 @@ def test_a_failure_ends_in_one_line(clone: Path) -> None:
 
 def test_mistakes(clone: Path) -> None:
     result = run(clone, "train", JAXPAR_EXTRAS="gpus")
-    assert (result.returncode, result.stderr) == (2, "jaxpar: the extra is 'gpus'; it must be one of gpu, swarm, dev\n")
+    assert (result.returncode, result.stderr) == (
+        2,
+        "jaxpar: the extra is 'gpus'; it must be one of gpu, targets, swarm, dev\n",
+    )
     (clone / "bin" / "python3").unlink()
     (clone / "bin" / "python3").write_text("#!/bin/sh\n[ $1 = --version ] && echo Python 3.9.9\n")
     (clone / "bin" / "python3").chmod(0o755)

@@ -210,6 +210,26 @@ def memory(programs: Sequence[CompiledProgram], strategy: Strategy[StrategyState
     ]
 
 
+def needed_bytes(programs: Sequence[CompiledProgram]) -> dict[str, int]:
+    """Return the bytes on a device of the program of the step that needs most, by kind, from XLA's buffer assignment.
+
+    Results that reuse the memory of an argument do not count.
+    """
+    found = []
+    for program in programs:
+        analysis = program.compiled.memory_analysis()
+        assert analysis is not None
+        found.append(
+            {
+                "arguments": analysis.argument_size_in_bytes,
+                "results": analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
+                "temporary arrays": analysis.temp_size_in_bytes,
+                "machine code": analysis.generated_code_size_in_bytes,
+            }
+        )
+    return max(found, key=lambda parts: sum(parts.values()))
+
+
 def _arguments(program: CompiledProgram) -> dict[jax.Device, dict[str, int]]:
     """Return the bytes of the arguments of a program by device and kind."""
     arguments, _ = program.compiled.args_info

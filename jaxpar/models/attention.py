@@ -5,16 +5,19 @@
     cudnn    the fused kernel of cuDNN, for NVIDIA GPUs of compute capability 8.0 or higher
 
 JAX traces the call of cuDNN only where cuDNN is installed, but a model for GPUs can be planned anywhere: elsewhere, a
-primitive with the same shapes and the same saved arrays is traced. It has no lowering, so it cannot be compiled.
+primitive with the same shapes and the same saved arrays is traced. Compiling it raises UserError.
 """
 
 import functools
 import math
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.interpreters import mlir
 
+from jaxpar.errors import UserError
 from jaxpar.models.options import AttentionKernel
 
 
@@ -84,6 +87,17 @@ _backward = core.Primitive("cudnn_attention_backward")  # q, k, v, y, statistics
 _forward.multiple_results = _backward.multiple_results = True
 _forward.def_abstract_eval(lambda q, *_: [q, q.update(shape=(q.shape[0], q.shape[2], q.shape[1]), dtype=jnp.float32)])
 _backward.def_abstract_eval(lambda q, k, v, *_: [q, k, v])
+
+
+def _refuse_to_lower(*_arguments: Any, **_parameters: Any) -> NoReturn:
+    raise UserError(
+        "config.model.attention selects cuDNN attention, but cuDNN is not installed; it must be 'xla', or install "
+        "nvidia-cudnn-cu12"
+    )
+
+
+for _primitive in (_forward, _backward):
+    mlir.register_lowering(_primitive, _refuse_to_lower)
 
 
 @jax.custom_vjp

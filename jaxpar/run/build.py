@@ -75,9 +75,12 @@ class Loaded(NamedTuple):
     num_steps: int
 
 
-def check_run(config: ConfigDict, workdir: Path) -> Checked:
-    """Raise UserError for any mistake that can be found before data is read and programs are compiled."""
-    cluster = clusters.find_cluster()
+def check_run(config: ConfigDict, workdir: Path, cluster: Cluster | None = None) -> Checked:
+    """Raise UserError for any mistake that can be found before data is read and programs are compiled.
+
+    cluster: the cluster to run on; None: the devices of this run.
+    """
+    cluster = cluster or clusters.find_cluster()
     if config.model.init_from:
         hf.apply_directory(config)
     data.check_data(config, tasks.find_task(config).labels)

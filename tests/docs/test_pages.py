@@ -106,8 +106,8 @@ def test_python_runs(
     printed = capsys.readouterr().out  # what goes before, such as the progress of a first run, is not on the page
     got = printed.split()[-len(expected.split()) :] if expected else []
     assert ESTIMATE.sub("about", " ".join(got)) == ESTIMATE.sub("about", " ".join(expected.split()))
-    estimates = [[float(number) for number in ESTIMATE.findall(text)] for text in (" ".join(got), expected)]
-    np.testing.assert_allclose(*estimates, rtol=0.1)
+    actual, wanted = ([float(number) for number in ESTIMATE.findall(text)] for text in (" ".join(got), expected))
+    np.testing.assert_allclose(actual, wanted, rtol=0.1)
 
 
 def test_the_api_has_what_pages_import() -> None:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxpar.errors import UserError
 from jaxpar.measure.flops import forward_flops
 from jaxpar.models.attention import attend
 from jaxpar.models.options import AttentionKernel
@@ -50,5 +51,5 @@ def test_saved_arrays() -> None:
 
 
 def test_no_program() -> None:
-    with pytest.raises(NotImplementedError, match="cudnn_attention_forward"):
+    with pytest.raises(UserError, match=r"model\.attention selects cuDNN attention, but cuDNN is not installed"):
         jax.jit(attention("cudnn")).lower(Q, KV, KV, LENGTHS)

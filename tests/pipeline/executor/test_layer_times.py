@@ -58,12 +58,12 @@ def test_estimates_by_the_roofline() -> None:
     task = Task("mlp", "classification", layers=3)
     problem, batch = make_problem(make_config(task), task), make_batch(task, 0)
     there = named_cluster("H100", 1)
-    assert there.memory_bandwidth == 3.35e12
+    assert there.memory_bandwidth == 3.35232e12
     layers = LayerPrograms(problem, batch, remat="none").estimate(there, "float32")
     hidden = layers[1]
     moved = hidden.weight_bytes + 2 * hidden.output_bytes + hidden.stash_bytes
-    assert hidden.forward_s == pytest.approx(moved / 3.35e12)
-    assert hidden.backward_s == pytest.approx((moved + hidden.weight_bytes) / 3.35e12)
+    assert hidden.forward_s == pytest.approx(moved / 3.35232e12)
+    assert hidden.backward_s == pytest.approx((moved + hidden.weight_bytes) / 3.35232e12)
     slow = named_cluster("H100", 1).__class__("gpu", "slow", 1, memory_bandwidth=1e30, peak_flops={"float32": 1e6})
     slower = LayerPrograms(problem, batch, remat="none").estimate(slow, "float32")[1]
     [kernel] = [leaf for leaf in jax.tree.leaves(problem.model.layers[1].shapes) if len(leaf.shape) == 2]
@@ -74,7 +74,7 @@ def test_estimates_by_the_roofline() -> None:
 
 def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "profile.json"
-    flags = "--config=configs/default.py", f"--out={path}", "--device=A100"
+    flags = "--config=configs/default.py", f"--out={path}", "--device=A100-80GB"
     assert run_script(monkeypatch, profile_layers, *small_arguments(tmp_path), *flags) == 0
     layers = read_profile(path)
     table = capsys.readouterr().out.splitlines()[-len(layers) - 1 :]
@@ -86,7 +86,7 @@ def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 WRONG = {
     "--config=configs/default.py": "--out is missing; it must be set",
     "--config=configs/default.py --out=nowhere/x.json": "--out is 'nowhere/x.json'; it must be a path in a folder that",
-    "--config=configs/default.py --out=x.json --device=H10": "--device is 'H10'; it must be one of B200, H200, H100,",
+    "--config=configs/default.py --out=x.json --device=H10": "--device is 'H10'; it must be one of a100-40gb, ",
     "--config=configs/default.py --out=x.json --microbatch_size=9999": "--microbatch_size is 9999; it must be at most ",
 }
 

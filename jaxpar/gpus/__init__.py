@@ -1,0 +1,114 @@
+"""The kinds of GPUs that jaxpar knows: one TOML file each, with its source. Another file of this form can be named.
+
+A file has `device_kind`, as JAX reports it; `memory_bytes`, of the data sheet; `compute_capability`; and a table `xla`
+with the numbers that XLA needs to compile for the GPU.
+"""
+
+import functools
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxpar.errors import UserError, nearest
+from jaxpar.files import open_text, path_error
+
+# Fields of XLA's gpu_device_info that are equal for all of these GPUs.
+COMMON = {
+    "threads_per_block_limit": 1024,
+    "threads_per_warp": 32,
+    "shared_memory_per_block": 49152,
+    "block_dim_limit_x": 2**31 - 1,
+    "block_dim_limit_y": 65535,
+    "block_dim_limit_z": 65535,
+    "registers_per_core_limit": 65536,
+    "registers_per_block_limit": 65536,
+}
+DIFFERENT = (
+    *("shared_memory_per_core", "threads_per_core_limit", "core_count", "fpus_per_core", "memory_bandwidth"),
+    *("l2_cache_size", "clock_rate_ghz", "device_memory_size", "shared_memory_per_block_optin"),
+)
+CUDA, CUDNN = (12, 9), (9, 10)  # versions for which XLA compiles
+
+
+@dataclass(frozen=True)
+class GpuKind:
+    """A kind of GPU.
+
+    Attributes:
+      device_kind: the name that JAX reports.
+      memory_bytes: memory according to the data sheet.
+      compute_capability: such as 9.0.
+      numbers: values of COMMON and DIFFERENT, by name.
+    """
+
+    device_kind: str
+    memory_bytes: float
+    compute_capability: str
+    numbers: Mapping[str, float]
+
+    @property
+    def memory_bandwidth(self) -> float:
+        """The rate at which the GPU reads its memory, in bytes/s."""
+        return self.numbers["memory_bandwidth"]
+
+    @property
+    def config(self) -> str:
+        """XLA's description of the GPU: the text form of a GpuTargetConfigProto."""
+        major, minor = self.compute_capability.split(".")
+        lines = [f"{name}: {value}" for name, value in self.numbers.items()]
+        lines.append(f"cuda_compute_capability {{ major: {major} minor: {minor} }}")
+        versions = (("dnn_version_info", CUDNN), ("runtime_version", CUDA))
+        rest = [f"{name} {{ major: {major} minor: {minor} }}" for name, (major, minor) in versions]
+        info = "gpu_device_info {\n" + "\n".join(lines) + "\n}"
+        return "\n".join([info, 'platform_name: "CUDA"', *rest, f'device_description_str: "{self.device_kind}"\n'])
+
+
+@functools.cache
+def gpu_kinds() -> dict[str, GpuKind]:
+    """Return the known kinds by name, such as h100."""
+    return {path.stem: read_gpu(path) for path in sorted(Path(__file__).parent.glob("*.toml"))}
+
+
+def find_gpu(name: str, key: str = "device kind") -> GpuKind:
+    """Return the kind with this name in lower or upper case, or that of a TOML file with this path.
+
+    Raises:
+      UserError: there is none, or the file is invalid. The message begins with `key`.
+    """
+    kinds = gpu_kinds()
+    if name.lower() in kinds:
+        return kinds[name.lower()]
+    if name.endswith(".toml"):
+        return read_gpu(Path(name), key)
+    hint = nearest(name.lower(), kinds)
+    raise UserError(
+        f"{key} is {name!r}; it must be one of {', '.join(kinds)}, or the path of a TOML file{hint and '.' + hint}"
+    )
+
+
+def read_gpu(path: Path, key: str = "device kind") -> GpuKind:
+    """Read the file of a kind. Raises UserError, which begins with `key`."""
+    try:
+        with open_text(path) as file:
+            content = tomllib.loads(file.read())
+    except OSError as error:
+        raise UserError(f"{key} is {str(path)!r}, {path_error(error)}; it must be the path of a TOML file") from None
+    except ValueError as error:
+        raise UserError(f"{key} is {str(path)!r}, which is not TOML ({error}); it must be a TOML file") from None
+    numbers: Any = content.get("xla")
+    if not isinstance(numbers, dict):
+        raise UserError(f"{path} has no table xla; it must have one with {', '.join(DIFFERENT)}")
+    values = {f"xla.{name}": numbers.get(name) for name in DIFFERENT} | {"memory_bytes": content.get("memory_bytes")}
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**63:
+            raise UserError(f"{path}: {name} is {value!r}; it must be a number greater than 0")
+    rules = {"device_kind": r'[^"\\\n]+', "compute_capability": r"\d+\.\d"}
+    for name, rule in rules.items():
+        if not re.fullmatch(rule, str(content.get(name, ""))):
+            what = "a name" if name == "device_kind" else "a version such as 9.0"
+            raise UserError(f"{path}: {name} is {content.get(name)!r}; it must be {what}")
+    known = COMMON | {name: numbers[name] for name in DIFFERENT}
+    return GpuKind(content["device_kind"], content["memory_bytes"], str(content["compute_capability"]), known)

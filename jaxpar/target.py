@@ -1,0 +1,56 @@
+"""Targets: clusters of GPUs that this machine does not have, for which XLA compiles all the same.
+
+A target is written NAME:DEVICES or NAME:HOSTSxDEVICES, such as h100:8 or h100:16x8. NAME is a kind of GPU
+(jaxpar/gpus), or the path of a file for another one. Compiling needs JAX's plugin for GPUs, but no GPU.
+"""
+
+import os
+import re
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+from jaxpar.cluster import Cluster, gpu_cluster
+from jaxpar.errors import UserError
+from jaxpar.gpus import find_gpu
+
+MOST_DEVICES = 2**16
+# Autotuning would run kernels, and there is nothing to run them on.
+NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
+
+
+class Target(NamedTuple):
+    """GPUs to compile for. devices: those of a topology, on which nothing can be placed."""
+
+    cluster: Cluster
+    devices: list[Any]
+
+
+def find_target(text: str) -> Target:
+    """Return the target that a `--target` names. Call before JAX uses a device: it restricts JAX to CPUs.
+
+    Raises:
+      UserError: the text is not a target, or the plugin is not installed.
+    """
+    parts = re.fullmatch(r"(?P<name>.+?)(:((?P<hosts>\d+)x)?(?P<number>\d+))?", text)
+    name, hosts, number = (
+        (parts["name"], int(parts["hosts"] or 1), int(parts["number"] or 1)) if parts else (text, 1, 1)
+    )
+    if not 0 < hosts * number <= MOST_DEVICES:
+        raise UserError(f"--target is {text!r}; it must have between 1 and {MOST_DEVICES:,} devices, as in h100:16x8")
+    gpu = find_gpu(name, "--target")
+    if NO_AUTOTUNING not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {NO_AUTOTUNING}".strip()
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda", target_config=gpu.config, topology=f"1x{hosts}x{number}"
+        )
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        reason = str(error).split("\n")[0]
+        raise UserError(
+            f"--target is {text!r}, for which XLA cannot compile here ({reason}); install the extra targets "
+            "(scripts/setup targets, or pip install 'jaxpar[targets]')"
+        ) from error
+    return Target(gpu_cluster(gpu, hosts * number, num_processes=hosts), list(topology.devices))

@@ -1,0 +1,112 @@
+"""Kinds of GPUs, targets, and programs that are compiled for GPUs which this machine does not have."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxpar import gpus, target
+from jaxpar.errors import UserError
+from jaxpar.gpus import gpu_kinds
+
+H100 = (Path(gpus.__file__).parent / "h100.toml").read_text()
+HAS_PLUGIN = importlib.util.find_spec("jax_cuda12_plugin") is not None
+ROOT = Path(__file__).parents[1]
+
+
+def test_files_of_gpus() -> None:
+    kinds = gpu_kinds()
+    assert {"a100-40gb", "a100-80gb", "h100", "h200", "b200", "v100", "l4", "t4", "rtx-4090"} == set(kinds)
+    for name, kind in kinds.items():
+        assert name.split("-")[0].upper() in kind.device_kind.upper().replace(" ", ""), name
+        in_xla = kind.numbers["device_memory_size"]
+        assert 0.95 <= in_xla / kind.memory_bytes <= 1.1, name  # the data sheet rounds
+        assert f"cuda_compute_capability {{ major: {kind.compute_capability.split('.')[0]} " in kind.config
+        assert "source" in (Path(gpus.__file__).parent / f"{name}.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("core_count = 132", "core_count = 0", "xla.core_count is 0; it must be a number greater than 0"),
+        ("core_count = 132", "", "xla.core_count is None; it must be a number greater than 0"),
+        ("core_count = 132", 'core_count = "x"', "xla.core_count is 'x'; it must be a number greater than 0"),
+        ("core_count = 132", "core_count = nan", "xla.core_count is nan; it must be a number greater than 0"),
+        ("memory_bytes = 80", "memory_bytes = -80", "memory_bytes is -80"),
+        ('"9.0"', '"nine"', "compute_capability is 'nine'; it must be a version such as 9.0"),
+        ("device_kind = ", "kind = ", "device_kind is None; it must be a name"),
+        ("[xla]", "[gpu]", "has no table xla; it must have one with shared_memory_per_core"),
+        ("core_count = 132", "core_count = = 132", "which is not TOML ("),
+    ],
+)
+def test_wrong_files(old: str, new: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "gpu.toml"
+    path.write_text(H100.replace(old, new, 1))
+    with pytest.raises(UserError, match=re.escape(message)):
+        gpus.find_gpu(str(path), "--target")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    {
+        "h10:8": "--target is 'h10'; it must be one of a100-40gb, ",
+        "h100:0": "--target is 'h100:0'; it must have between 1 and 65,536 devices, as in h100:16x8",
+        "h100:0x8": "--target is 'h100:0x8'; it must have between 1 and 65,536 devices",
+        "h100:1000000": "--target is 'h100:1000000'; it must have between 1 and 65,536 devices",
+        "nope.toml:8": "--target is 'nope.toml', which does not exist; it must be the path of a TOML file",
+        "h100:8x": "--target is 'h100:8x'; it must be one of",
+        "": "--target is ''; it must be one of",
+    }.items(),
+)
+def test_wrong_targets(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        target.find_target(text)
+
+
+def audit(*overrides: str, on: str = "h100:8") -> "subprocess.CompletedProcess[str]":
+    """Run the audit for a target."""
+    command = [sys.executable, "scripts/audit.py", "--config=configs/quickstart.py", f"--target={on}", "--json"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment.pop("XLA_FLAGS", None)
+    return subprocess.run(
+        [*command, *overrides], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.skipif(HAS_PLUGIN, reason="XLA's compiler for GPUs is installed")
+def test_without_the_plugin() -> None:
+    done = audit()
+    assert done.returncode == 2
+    assert re.fullmatch(
+        r"jaxpar: --target is 'h100:8', for which XLA cannot compile here \(.*\); install the extra targets "
+        r"\(scripts/setup targets, or pip install 'jaxpar\[targets\]'\)\n",
+        done.stderr,
+    )
+
+
+TINY = ("--config.model.num_layers=2", "--config.model.hidden_size=64", "--config.batch_size=64")
+STRATEGIES = {
+    "ddp": [],
+    "zero3": ["--config.exchange=zero3"],
+    "1f1b": ["--config.strategy=pipeline", "--config.mesh.stage=2"],
+    "bytegrad": ["--config.exchange=bagua_bytegrad"],
+}
+
+
+@pytest.mark.skipif(not HAS_PLUGIN, reason="XLA's compiler for GPUs is not installed (scripts/setup targets)")
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_audit_of_absent_gpus(name: str) -> None:
+    """The collectives of the GPU program are those of theory, and the memory is that of the buffer assignment."""
+    done = audit(*TINY, *STRATEGIES[name])
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found["devices"]) == 8
+    assert all(row["explained"] for row in found["collectives"])
+    held = sum(part["nbytes"] or 0 for part in found["devices"][0].values()) - found["needed"]["temporary arrays"]
+    assert found["needed"]["arguments"] == pytest.approx(held, rel=0.1)
+    assert 0 < sum(found["needed"].values()) < found["memory_bytes"] == 80e9
