@@ -17,6 +17,7 @@ from jaxpar.errors import UserError
 from jaxpar.files import open_text, unreadable
 
 DISTRIBUTIONS = ("constant", "uniform", "lognormal", "pareto", "trace")
+LARGEST = 1e9  # of times and factors; the least time is its reciprocal
 MAX_SIGMA = 10.0  # of lognormal: e**-MAX_SIGMA**2 does not underflow
 DRAW_SIZE = 1024  # random numbers per draw
 COMPUTE, COMMUNICATION = range(2)  # random streams
@@ -59,11 +60,9 @@ def delays_obstacle(delays: Delays) -> str | None:
     kind, spread = delays.distribution, delays.spread
     if kind not in DISTRIBUTIONS:
         return f"distribution is {kind!r}; it must be one of {', '.join(DISTRIBUTIONS)}"
-    if not 0 < delays.compute_time < math.inf:
-        return f"compute_time is {delays.compute_time}; it must be finite and greater than 0"
-    for name, least in (("slowdown", 1), ("communication_time", 0), ("jitter", 0)):
-        if not least <= getattr(delays, name) < math.inf:
-            return f"{name} is {getattr(delays, name)}; it must be finite and at least {least}"
+    for name, least in (("compute_time", 1 / LARGEST), ("slowdown", 1), ("communication_time", 0), ("jitter", 0)):
+        if not least <= getattr(delays, name) <= LARGEST:
+            return f"{name} is {getattr(delays, name)}; it must be between {least:g} and {LARGEST:g}"
     if delays.jitter > 0 and delays.communication_time == 0:
         return f"jitter is {delays.jitter}; it must be 0 if communication_time is 0"
     if kind in ("constant", "trace") and spread != 0:

@@ -10,7 +10,7 @@ from jaxpar.exchange.compress import FLOAT8
 from jaxpar.exchange.gradients import GRADIENTS
 from jaxpar.exchange.presets import AVERAGE, PASSES
 
-POSITIVE = ("bucket_bytes", "group", "predivide", PASSES, "rank")
+POSITIVE = ("bucket_bytes", "group", PASSES, "rank")
 CHOICES = {
     "wire_dtype": ("float16", "bfloat16", *FLOAT8),
     "algorithm": ("psum", "ring"),
@@ -20,7 +20,8 @@ QUANTIZED = ("quantized_weights", "quantized_gradients")
 SHARES = ("ratio", "warmup")
 INT32 = 2**31 - 1  # seeds and steps are int32
 RANGES = {
-    "momentum": (0.0, 1.0),
+    "momentum": (0.0, 0.9999),
+    "predivide": (0.0001, 10000),  # gradients in float16 would overflow or become 0
     "levels": (1, 127),
     "block": (0, 2**31),
     "min_compress_bytes": (0, 2**31),

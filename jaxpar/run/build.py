@@ -224,7 +224,7 @@ def check_space(config: ConfigDict, workdir: Path, problem: Problem) -> None:
 
     The private state of a strategy needs additional space, which is not counted.
     """
-    number = config.checkpoint.keep + config.checkpoint.keep_best + 1
+    number = min(config.checkpoint.keep, problem.num_steps) + config.checkpoint.keep_best + 1
     existing = checkpoint.steps(workdir / "checkpoints")
     whole = state.abstract_state(problem.model, problem.optimizer)
     missing = max(number - len(existing), 1)

@@ -58,7 +58,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a time": (
         ["delays.compute_time=0"],
-        ["asynchronous.delays.compute_time is 0.0; it must be finite and greater than 0"],
+        ["asynchronous.delays.compute_time is 0.0; it must be between 1e-09 and 1e+09"],
     ),
     "no number": (["delays.slowdown=nan"], ["asynchronous.delays.slowdown is nan"]),
     "a spread": (

@@ -67,6 +67,8 @@ class Members:
         if self.calls.is_idle and wake == math.inf:
             self._stuck()
         for failure in self.calls.wait(max(min(wake, 1.0), 0.0)):
+            if self.peers[failure.call.peer].status == PeerStatus.GONE:
+                continue  # another call of this peer has failed, too
             if isinstance(failure, ValueLost):
                 self._lose_value(failure.call)
             else:
