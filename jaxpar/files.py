@@ -161,8 +161,11 @@ def naming(path: Path) -> Iterator[None]:
 def write_text(path: Path, text: str) -> None:
     """Replace a file atomically: readers, also after a crash, see either the old text or the new text.
 
-    A link at the place of the temporary file is replaced, not followed.
+    A link at the place of the temporary file is replaced, not followed. Raises OSError for a device or a pipe, which
+    must not be replaced.
     """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # left over from a crash
     with naming(path), temporary.open("x") as file:

@@ -16,6 +16,7 @@ from jaxpar.layout import SHARDED, Layout
 
 Source = TypeVar("Source", covariant=True)
 Details = TypeVar("Details", covariant=True)
+ARRAYS = "arrays"  # key of the hash of the private arrays in a private key
 ON_HOST = " on the host"  # suffix of the name of a part of the state that is in host memory
 ACTIVATION_PARTS = ("stashes", "transfers")  # parts of a pipeline's memory that do not belong to the state
 # The purposes of the parts of a state whose names differ from their parts', and of the scalars, which are not counted.
@@ -257,6 +258,8 @@ def format_private_key(key: Mapping[str, Any]) -> str:
     for name, value in key.items():
         if isinstance(value, Mapping):
             words += [f"{option}={chosen}" for option, chosen in sorted(value.items())]
+        elif name == ARRAYS:  # a hash tells the reader nothing
+            continue
         elif isinstance(value, str):
             words.append(value)
         else:

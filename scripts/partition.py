@@ -147,10 +147,11 @@ def main() -> None:
         memory_limit=arguments.memory_limit or math.inf,
     )
     plan = search.find()
-    if plan is None and arguments.straight and len(layers) < arguments.num_workers:
+    most_stages = 1 + sum(layer.can_cut for layer in layers[:-1])
+    if plan is None and arguments.straight and most_stages < arguments.num_workers:
         raise UserError(
-            f"--num_workers is {arguments.num_workers}; it must be at most {len(layers)}, the number of layers, with "
-            "--straight"
+            f"--num_workers is {arguments.num_workers}; it must be at most {most_stages}, the number of stages that "
+            f"the {format_count(len(layers), 'layer')} can be cut into, with --straight"
         )
     if plan is None:
         raise UserError(f"--memory_limit is {arguments.memory_limit:g}; it must be larger, because no plan fits")

@@ -47,8 +47,8 @@ def main() -> None:
     arguments, overrides = parser.parse_with_overrides()
     config = configs.load_config(arguments.config)
     configs.override(config, overrides)
-    if not arguments.out.parent.is_dir():
-        raise UserError(f"--out is {str(arguments.out)!r}; it must be a path in a folder that exists")
+    if not arguments.out.parent.is_dir() or arguments.out.is_dir():
+        raise UserError(f"--out is {str(arguments.out)!r}; it must be the path of a file in a folder that exists")
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     with tempfile.TemporaryDirectory() as folder:
         cluster, decision = build.check_run(config, Path(folder))
@@ -63,7 +63,7 @@ def main() -> None:
     try:
         write_profile(layers, arguments.out)
     except OSError as error:
-        raise UserError(f"--out is {unwritable(arguments.out, error)}") from None
+        raise UserError(f"--out is {str(arguments.out)!r}; it must be {unwritable(arguments.out, error)}") from None
     print(as_text(layers))
 
 
@@ -80,7 +80,7 @@ def as_text(layers: list[LayerProfile]) -> str:
     """Return the profile as a table."""
     rows: list[tuple[str, ...]] = [("layer", "forward", "backward", "output", "stash", "weights")]
     for layer in layers:
-        times = (f"{seconds * 1e3:.3f} ms" for seconds in (layer.forward_s, layer.backward_s))
+        times = (f"{seconds * 1e3:.3g} ms" for seconds in (layer.forward_s, layer.backward_s))
         rows.append((layer.name, *times, *(format_bytes(size) for size in layer[3:6])))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(

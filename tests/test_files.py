@@ -98,8 +98,11 @@ def test_a_workdir_is_locked_until_its_process_ends(tmp_path: Path) -> None:
 
 
 def test_text_of_a_device_or_a_pipe_is_refused(tmp_path: Path) -> None:
-    """Reading one could last forever."""
+    """Reading one could last forever, and one that is replaced is lost."""
     os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a regular file"):
+        files.write_text(tmp_path / "pipe", "text")
+    assert (tmp_path / "pipe").is_fifo()
     for path in ("/dev/zero", tmp_path / "pipe"):
         with pytest.raises(OSError, match="not a regular file") as caught:
             files.open_text(path)

@@ -41,7 +41,7 @@ from jaxpar.pipeline.executor.timeline import Timeline
 from jaxpar.pipeline.tables.periodic import CONTINUOUS
 from jaxpar.pipeline.tables.schedule import forward_only
 from jaxpar.pipeline.tables.table import Table
-from jaxpar.plan import Decision, DelayedUpdates, Plan, Traffic, state_memory
+from jaxpar.plan import ARRAYS, Decision, DelayedUpdates, Plan, Traffic, state_memory
 from jaxpar.state import nbytes
 from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies import exchanges
@@ -148,7 +148,7 @@ def plan(
         private_key |= {"schedule": c.schedule, "microbatches": table.num_microbatches, "remat": c.remat}
         # Stashes depend on more settings, such as the kernel of attention.
         arrays = [f"{x.dtype} {x.shape}" for x in jax.tree.leaves(state.layouts.private.shapes)]
-        private_key["arrays"] = fingerprint({"private": arrays})
+        private_key[ARRAYS] = fingerprint({"private": arrays})
         delays = DelayedUpdates(stage_delays(table, stages.layers), differs)
         differs = "; ".join(filter(None, [CONTINUOUS[c.schedule].reason, differs]))
     details = PipelineDetails(c.schedule, table, lowered, stages, staged, state, c.remat, c.trace)

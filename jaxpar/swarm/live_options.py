@@ -13,7 +13,9 @@ from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.swarm.costs import Workload
 from jaxpar.swarm.messages import MessageFormat
 
-ADDRESS = re.compile(r"[^/\s]+:\d{1,5}")
+ADDRESS = re.compile(r"[^/\s]+:(?P<port>\d{1,5})")
+MOST_PEERS = 1000  # of a live swarm: its trainer routes every pass
+RESOURCE_UNITS = 10_000  # Ray counts resources in ten-thousandths
 ONLY_LIVE = ("address", "namespace", "peer_cpus", "peer_gpus", "join_seconds", "patience")
 ONLY_EMULATED = ("trace", "failures", "forward_seconds", "delayed")
 
@@ -57,16 +59,23 @@ def refuse_live(config: ConfigDict) -> Refusals[None]:
             "config.swarm.mode is 'live'; it must be 'emulated' without Ray, which `pip install 'jaxpar[swarm]'` "
             "installs, and `scripts/setup swarm` in a clone"
         )
-    if not s.peers.isdecimal() or int(s.peers) < s.stages:
+    is_number = s.peers.isascii() and s.peers.isdecimal() and len(s.peers) <= len(str(MOST_PEERS))
+    if not is_number or not s.stages <= int(s.peers) <= MOST_PEERS:
         yield UserError(
-            f"config.swarm.peers is {s.peers!r}; it must be a number, at least {s.stages} (config.swarm.stages), with "
-            "config.swarm.mode='live'"
+            f"config.swarm.peers is {s.peers[:40]!r}; it must be a number, at least {s.stages} (config.swarm.stages) "
+            f"and at most {MOST_PEERS}, with config.swarm.mode='live'"
         )
-    if s.address not in ("", "auto") and not ADDRESS.fullmatch(s.address):
+    address = ADDRESS.fullmatch(s.address)
+    if s.address not in ("", "auto") and not (address and 0 < int(address["port"]) < 2**16):
         yield UserError(f"config.swarm.address is {s.address!r}; it must be HOST:PORT, auto, or empty")
     for key in ("peer_cpus", "peer_gpus", "join_seconds"):
         if not 0 <= s[key] < math.inf:
             yield UserError(f"config.swarm.{key} is {s[key]}; it must be finite and at least 0")
+    for key in ("peer_cpus", "peer_gpus"):
+        if math.isfinite(s[key]) and not math.isclose(s[key] * RESOURCE_UNITS, round(s[key] * RESOURCE_UNITS)):
+            yield UserError(f"config.swarm.{key} is {s[key]}; it must be a multiple of {1 / RESOURCE_UNITS}")
+    if s.peer_gpus > 1 and s.peer_gpus % 1:
+        yield UserError(f"config.swarm.peer_gpus is {s.peer_gpus}; it must be a whole number or less than 1")
     if s.peer_cpus == 0 and s.peer_gpus == 0:
         yield UserError("config.swarm.peer_cpus is 0.0; it must be greater than 0 if config.swarm.peer_gpus is 0")
     if not 1 < s.patience < math.inf:

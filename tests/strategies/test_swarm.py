@@ -423,6 +423,14 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         "address is 'ray://a:1'; it must be HOST:PORT, auto, or",
     ),
     "live, CPUs": ([LIVE, "swarm.peer_cpus=-1"], "swarm.peer_cpus is -1.0; it must be finite and at least 0"),
+    "live, a port": (
+        [LIVE, "swarm.address=a:99999"],
+        "swarm.address is 'a:99999'; it must be HOST:PORT, auto, or empty",
+    ),
+    "live, many peers": ([LIVE, "swarm.peers=" + 5000 * "9"], "at least 2 (config.swarm.stages) and at most 1000"),
+    "live, digits": ([LIVE, "swarm.peers=\u0663"], "it must be a number, at least 2"),
+    "live, units": ([LIVE, "swarm.peer_cpus=1e-5"], "swarm.peer_cpus is 1e-05; it must be a multiple of 0.0001"),
+    "live, GPUs": ([LIVE, "swarm.peer_gpus=1.5"], "swarm.peer_gpus is 1.5; it must be a whole number or less than 1"),
     "live, no CPUs": (
         [LIVE, "swarm.peer_cpus=0"],
         "peer_cpus is 0.0; it must be greater than 0 if config.swarm.p",

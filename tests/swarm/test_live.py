@@ -232,6 +232,28 @@ def test_a_silent_peer_is_given_up_and_returns() -> None:
     check_routing(run.trainer.routing_table())
 
 
+def test_a_peer_that_stays_silent_is_replaced() -> None:
+    """A stopped process does not even see that it shall end."""
+    run = LiveRun(MLP, *live("patience=2"))
+    stopped: list[int] = []
+
+    def stop(event: LiveEvent) -> None:
+        if not stopped and run.trainer.num_steps == 1 and event.kind == EventKind.SENT:
+            stopped.append(event.peer)
+            os.kill(run.pid(event.peer), signal.SIGSTOP)
+
+    def wait(step: int) -> None:
+        if step == 2:
+            run.wait_for(lambda: bool(run.kinds(EventKind.FAILED)))
+
+    run.react = stop
+    got = run.train(before_step=wait)
+    assert_close(got, one_device(MLP), 1e-5)
+    assert [event.text[:7] for event in run.kinds(EventKind.FAILED) if event.peer in stopped] == ["silent:"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(run.pid(stopped[0]), 0)
+
+
 @pytest.mark.parametrize("lie", ["nan", "shape", pytest.param("gradient", marks=pytest.mark.slow)])
 def test_a_hostile_peer_is_banned(lie: str, ray: Any) -> None:
     node = ray.nodes()[0]["NodeID"]

@@ -88,12 +88,12 @@ def _read_layer(layer: Any, where: str) -> LayerProfile:
         if key not in LayerProfile._fields:
             known = ", ".join(LayerProfile._fields)
             raise UserError(f"{where}.{key} is not a key; it must be one of {known}.{nearest(key, NUMBERS)}")
-    if not isinstance(layer["name"], str) or not layer["name"].isprintable():
+    if not isinstance(layer["name"], str) or not layer["name"] or not layer["name"].isprintable():
         raise UserError(f"{where}.name is {_short(layer['name'])}; it must be a string of printable characters")
     for key in NUMBERS:
         value = layer[key]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < LARGEST_VALUE:
-            raise UserError(f"{where}.{key} is {_short(value)}; it must be between 0 and {LARGEST_VALUE:g}")
+            raise UserError(f"{where}.{key} is {_short(value)}; it must be a number between 0 and {LARGEST_VALUE:g}")
     if not isinstance(layer.get("can_cut", True), bool):
         raise UserError(f"{where}.can_cut is {_short(layer['can_cut'])}; it must be true or false")
     return LayerProfile(**layer)

@@ -95,13 +95,14 @@ def continuous_obstacle(name: str, replicas: Sequence[int], *, num_microbatches:
     if num_chunks != 1:
         return f"num_chunks is {num_chunks}; it must be 1 for schedule {name}"
     fewest, multiple = fewest_microbatches(name, replicas), math.lcm(*replicas)
+    if num_microbatches % multiple:
+        least = f" of at least {fewest}" if fewest > multiple else ""
+        return (
+            f"num_microbatches is {num_microbatches}; it must be a multiple of {multiple}{least}, because the replicas "
+            f"of a stage take turns, for schedule {name}"
+        )
     if num_microbatches < fewest:
         return f"num_microbatches is {num_microbatches}; it must be at least {fewest} for schedule {name}"
-    if num_microbatches % multiple:
-        return (
-            f"num_microbatches is {num_microbatches}; it must be a multiple of {multiple}, because the replicas of a "
-            f"stage take turns, for schedule {name}"
-        )
     return None
 
 

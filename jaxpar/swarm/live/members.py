@@ -4,8 +4,12 @@ All decisions are those of routing.py, membership.py and rebalancing.py, on snap
 carries them out: it starts and attaches peers, lets them load the state of a stage, and gives up those that fail.
 """
 
+import contextlib
 import math
+import os
 import secrets
+import signal
+import socket
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -125,6 +129,9 @@ class Members:
             self._next_join = self.now + self.settings.join_seconds
         if any(peer.node == "" and peer.status == PeerStatus.STARTING for peer in self.peers):
             return  # peers of an earlier trainer, whose machines are not known yet
+        for number, peer in enumerate(self.peers):
+            if self.now - peer.silent_since >= self.settings.join_seconds > 0:
+                self._end(number, f"no answer for {self.now - peer.silent_since:.3g} s more")
         present = [peer for peer in self.peers if peer.status != PeerStatus.GONE]
         for room in cluster.rooms(self.ray, self.settings.resources):
             taken = sum(
@@ -152,7 +159,7 @@ class Members:
 
     def _attached(self, peer: int, place: PeerPlace) -> None:
         one = self.peers[peer]
-        one.place, one.node, one.status = place, place.node, PeerStatus.WAITING
+        one.place, one.node, one.status, one.silent_since = place, place.node, PeerStatus.WAITING, math.inf
         self.counts["peers"] += 1
         self._failed_starts = -MOST_FAILED_STARTS * self.settings.most
         emit(LiveEvent(EventKind.ATTACHED, peer, number=place.pid, text=place.host))
@@ -208,6 +215,7 @@ class Members:
         peer = failure.call.peer
         self.give_up(peer, f"{failure.kind}: {failure.text}", is_gone=failure.kind != SILENT)
         if failure.kind == SILENT:
+            self.peers[peer].silent_since = self.now
             self._attach(peer, label=None)
 
     def fault(self, peer: int, answer: PeerAnswer) -> None:
@@ -251,6 +259,17 @@ class Members:
         self.refill()
         if self.batch:
             self.batch.lose(peer)
+
+    def _end(self, peer: int, reason: str) -> None:
+        """End the process of a peer that was given up, so that another one can take its place."""
+        one = self.peers[peer]
+        one.status, one.silent_since = PeerStatus.GONE, math.inf
+        self.calls.drop(peer)
+        emit(LiveEvent(EventKind.FAILED, peer, text=f"{SILENT}: {reason}"))
+        self.ray.kill(one.handle)
+        if one.place and one.place.host == socket.gethostname():  # a stopped process does not see Ray's request
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one.place.pid, signal.SIGKILL)
 
     def clear(self, peer: int) -> None:
         """Let a peer return that was suspected without reason."""

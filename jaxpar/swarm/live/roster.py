@@ -1,10 +1,12 @@
 """A peer of a live swarm as its trainer sees it, the settings of a swarm, and the contract of a batch with its peers.
 
 STARTING -> attached -> WAITING -> load a stage -> LOADING -> SERVING -> (move) LOADING -> ...
-a peer that is silent or suspected is GIVEN_UP, and attached again when it answers or is cleared
+a peer that is silent or suspected is GIVEN_UP, and attached again when it answers or is cleared; if it does not for
+join_seconds, its process is ended
 a peer that died, raised an error or sent a malformed array is GONE
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -64,6 +66,7 @@ class LivePeer:
       status: its status.
       generation: number of times that it was given up.
       is_hostile: whether it was banned for what it sent.
+      silent_since: when it was given up because it was silent, in seconds since the run began; inf if it was not.
       pace: its last seconds per unit of work; None if unknown.
       area: integral over time of its number of assigned passes, since the last rebalancing.
       changed: the time up to which `area` has been integrated.
@@ -76,6 +79,7 @@ class LivePeer:
     status: PeerStatus = PeerStatus.STARTING
     generation: int = 0
     is_hostile: bool = False
+    silent_since: float = math.inf
     pace: float | None = None
     area: float = 0.0
     changed: float = 0.0

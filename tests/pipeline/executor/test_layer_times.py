@@ -85,7 +85,8 @@ def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 WRONG = {
     "--config=configs/default.py": "--out is missing; it must be set",
-    "--config=configs/default.py --out=nowhere/x.json": "--out is 'nowhere/x.json'; it must be a path in a folder that",
+    "--config=configs/default.py --out=nowhere/x.json": "--out is 'nowhere/x.json'; it must be the path of a file",
+    "--config=configs/default.py --out=.": "--out is '.'; it must be the path of a file in a folder that exists",
     "--config=configs/default.py --out=x.json --device=H10": "--device is 'H10'; it must be one of a100-40gb, ",
     "--config=configs/default.py --out=x.json --microbatch_size=9999": "--microbatch_size is 9999; it must be at most ",
 }

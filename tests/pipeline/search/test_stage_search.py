@@ -279,7 +279,7 @@ WRONG_PROFILES = {
     '{"layers": [3]}': "layers[0] is 3; it must be an object with name, forward_s,",
     json.dumps(
         {"layers": [GOOD, {**GOOD, "forward_s": -1}]}
-    ): "layers[1].forward_s is -1; it must be between 0 and 1e+30",
+    ): "layers[1].forward_s is -1; it must be a number between 0 and 1e+30",
     json.dumps({"layers": [{**GOOD, "forward_s": "a" * 100}]}): 'layers[0].forward_s is "aaaaaaaaaaaa',
     json.dumps({"layers": [{**GOOD, "backward_s": math.nan}]}): "layers[0].backward_s is NaN; it must be between",
     json.dumps({"layers": [{**GOOD, "can_cut": 1}]}): "layers[0].can_cut is 1; it must be true or false",
