@@ -258,8 +258,8 @@ def format_private_key(key: Mapping[str, Any]) -> str:
     for name, value in key.items():
         if isinstance(value, Mapping):
             words += [f"{option}={chosen}" for option, chosen in sorted(value.items())]
-        elif name == ARRAYS:  # a hash tells the reader nothing
-            continue
+        elif name == ARRAYS:
+            continue  # a hash is of no use to the reader
         elif isinstance(value, str):
             words.append(value)
         else:

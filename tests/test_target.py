@@ -68,6 +68,13 @@ def test_wrong_targets(text: str, message: str) -> None:
         target.find_target(text)
 
 
+@pytest.mark.skipif(HAS_PLUGIN, reason="XLA's compiler for GPUs is installed")
+def test_a_target_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "")
+    with pytest.raises(UserError, match=r"--target is 'h100:2x8', for which XLA cannot compile here \(.*\); install"):
+        target.find_target("h100:2x8")
+
+
 def audit(*overrides: str, on: str = "h100:8") -> "subprocess.CompletedProcess[str]":
     """Run the audit for a target."""
     command = [sys.executable, "scripts/audit.py", "--config=configs/quickstart.py", f"--target={on}", "--json"]

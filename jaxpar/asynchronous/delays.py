@@ -17,7 +17,7 @@ from jaxpar.errors import UserError
 from jaxpar.files import open_text, unreadable
 
 DISTRIBUTIONS = ("constant", "uniform", "lognormal", "pareto", "trace")
-LARGEST = 1e9  # of times and factors; the least time is its reciprocal
+LARGEST_DELAY = 1e9  # of times and factors; the least time is its reciprocal
 MAX_SIGMA = 10.0  # of lognormal: e**-MAX_SIGMA**2 does not underflow
 DRAW_SIZE = 1024  # random numbers per draw
 COMPUTE, COMMUNICATION = range(2)  # random streams
@@ -60,9 +60,9 @@ def delays_obstacle(delays: Delays) -> str | None:
     kind, spread = delays.distribution, delays.spread
     if kind not in DISTRIBUTIONS:
         return f"distribution is {kind!r}; it must be one of {', '.join(DISTRIBUTIONS)}"
-    for name, least in (("compute_time", 1 / LARGEST), ("slowdown", 1), ("communication_time", 0), ("jitter", 0)):
-        if not least <= getattr(delays, name) <= LARGEST:
-            return f"{name} is {getattr(delays, name)}; it must be between {least:g} and {LARGEST:g}"
+    for name, least in (("compute_time", 1 / LARGEST_DELAY), ("slowdown", 1), ("communication_time", 0), ("jitter", 0)):
+        if not least <= getattr(delays, name) <= LARGEST_DELAY:
+            return f"{name} is {getattr(delays, name)}; it must be between {least:g} and {LARGEST_DELAY:g}"
     if delays.jitter > 0 and delays.communication_time == 0:
         return f"jitter is {delays.jitter}; it must be 0 if communication_time is 0"
     if kind in ("constant", "trace") and spread != 0:

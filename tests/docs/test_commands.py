@@ -50,6 +50,7 @@ NOT_RUN = {
     "scripts/python scripts/swarm_simulate.py --peers=400": "takes 3 s; tests/swarm/test_simulate.py checks it",
     "scripts/python scripts/swarm_simulate.py --report=replay": "needs a run",
     "scripts/setup": "installs packages",
+    "scripts/swarm": "trains",
     "scripts/test": "tests",
     "scripts/train": "trains, unless its output is an error",
     "unzip": "needs a download",

@@ -109,6 +109,12 @@ def test_mistakes(arguments: str, message: str) -> None:
         swarm_demo.run_demo(arguments.split())
 
 
+def test_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    with pytest.raises(UserError, match=r"rich.console is not installed; scripts/swarm needs it: install the extra"):
+        swarm_demo.run_demo(["--", "--config=c.py", "--workdir=w"])
+
+
 def test_killer_kills_one_process_per_period() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         lines: list[str] = []

@@ -96,8 +96,10 @@ class Calls:
 
     def _receive(self, call: Call) -> CallFailure | ValueLost | None:
         queue = self._queues.get(call.peer, [])
-        if call not in queue:
-            return None  # dropped by the handler of another answer
+        if not queue or queue[0] is not call:
+            return (
+                None  # dropped by the handler of another answer; or the answer to the call before it has not been read
+            )
         exceptions = self._ray.exceptions
         try:
             answer = self._ray.get(call.answer)
