@@ -249,7 +249,7 @@ def _refuse_profile(config: ConfigDict, num_layers: int) -> Refusals[None]:
     if c.memory_limit:
         yield UserError(
             f"config.pipeline.memory_limit is {c.memory_limit:g}; it must be larger, because no division of the "
-            f"{format_count(num_layers, 'layer')} of config.pipeline.profile={c.profile!r} fits"
+            f"{format_count(num_layers, 'layer')} fits"
         )
     yield UserError(
         f"config.mesh.stage is {config.mesh.stage}; it must be smaller, because the {num_layers} layers of the model "
