@@ -80,7 +80,7 @@ def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     table = capsys.readouterr().out.splitlines()[-len(layers) - 1 :]
     assert table[0].split() == ["layer", "forward", "backward", "output", "stash", "weights"]
     assert [line.split()[0] for line in table[1:]] == [layer.name for layer in layers]
-    assert table[2].split()[1] == f"{layers[1].forward_s * 1e3:.3f}"
+    assert table[2].split()[1] == f"{layers[1].forward_s * 1e3:.3g}"
 
 
 WRONG = {

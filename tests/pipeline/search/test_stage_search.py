@@ -251,7 +251,7 @@ WRONG_FLAGS = {
     "--num_workers=4 --levels=0:1": "--levels is '0:1'; it must be SIZE:BANDWIDTH of each level",
     "--num_workers=4 --levels=2:1,3:1": "--num_workers is 4; it must be 6, the product of the sizes in --levels",
     "--num_workers=4 --levels=4:1 --bandwidth=2": "--bandwidth is 2; it must not be set with --levels",
-    "--num_workers=4 --bandwidth=1 --straight": "--num_workers is 4; it must be at most 3, the number of layers",
+    "--num_workers=4 --bandwidth=1 --straight": "--num_workers is 4; it must be at most 3, the number of stages",
     "--num_workers=2 --bandwidth=1 --memory_limit=9": "--memory_limit is 9; it must be larger, because no plan fits",
     "--num_workers=2 --bandwidth=1 --communication_model=rings": "--communication_model is 'rings'; it must be one of",
 }
@@ -281,9 +281,13 @@ WRONG_PROFILES = {
         {"layers": [GOOD, {**GOOD, "forward_s": -1}]}
     ): "layers[1].forward_s is -1; it must be a number between 0 and 1e+30",
     json.dumps({"layers": [{**GOOD, "forward_s": "a" * 100}]}): 'layers[0].forward_s is "aaaaaaaaaaaa',
-    json.dumps({"layers": [{**GOOD, "backward_s": math.nan}]}): "layers[0].backward_s is NaN; it must be between",
+    json.dumps(
+        {"layers": [{**GOOD, "backward_s": math.nan}]}
+    ): "layers[0].backward_s is NaN; it must be a number between",
     json.dumps({"layers": [{**GOOD, "can_cut": 1}]}): "layers[0].can_cut is 1; it must be true or false",
-    json.dumps({"layers": [{**GOOD, "stash_bytes": True}]}): "layers[0].stash_bytes is true; it must be between",
+    json.dumps(
+        {"layers": [{**GOOD, "stash_bytes": True}]}
+    ): "layers[0].stash_bytes is true; it must be a number between",
     json.dumps({"layers": [{**GOOD, "name": 1}]}): "layers[0].name is 1; it must be a string",
     json.dumps({"layers": [{**GOOD, "name": "\ud800"}]}): "it must be a string of printable characters",
     json.dumps({"layers": [{**GOOD, "weight_bytes": 10**400}]}): "layers[0].weight_bytes is 1000",
