@@ -215,7 +215,8 @@ class Members:
         peer = failure.call.peer
         self.give_up(peer, f"{failure.kind}: {failure.text}", is_gone=failure.kind != SILENT)
         if failure.kind == SILENT:
-            self.peers[peer].silent_since = self.now
+            if self.peers[peer].place is not None:  # otherwise its process still starts
+                self.peers[peer].silent_since = self.now
             self._attach(peer, label=None)
 
     def fault(self, peer: int, answer: PeerAnswer) -> None:
