@@ -6,6 +6,7 @@ A target is written NAME:DEVICES or NAME:HOSTSxDEVICES, such as h100:8 or h100:1
 
 import os
 import re
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from jaxpar.errors import UserError
 from jaxpar.gpus import find_gpu
 
 MOST_DEVICES = 2**16
+PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 # Autotuning would run kernels, and there is nothing to run them on.
 NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
 
@@ -40,6 +42,11 @@ def find_target(text: str) -> Target:
     if not 0 < hosts * number <= MOST_DEVICES:
         raise UserError(f"--target is {text!r}; it must have between 1 and {MOST_DEVICES:,} devices, as in h100:16x8")
     gpu = find_gpu(name, "--target")
+    if not any(find_spec(name) for name in PLUGINS):
+        raise UserError(
+            f"--target is {text!r}, for which XLA cannot compile here; install the extra targets (scripts/setup "
+            "targets, or pip install 'jaxpar[targets]')"
+        )
     if NO_AUTOTUNING not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {NO_AUTOTUNING}".strip()
     jax.config.update("jax_platforms", "cpu")
@@ -47,10 +54,9 @@ def find_target(text: str) -> Target:
         topology = topologies.get_topology_desc(
             platform="cuda", target_config=gpu.config, topology=f"1x{hosts}x{number}"
         )
-    except (RuntimeError, NotImplementedError, ValueError) as error:
+    except RuntimeError as error:
         reason = str(error).split("\n")[0]
         raise UserError(
-            f"--target is {text!r}, for which XLA cannot compile here ({reason}); install the extra targets "
-            "(scripts/setup targets, or pip install 'jaxpar[targets]')"
+            f"--target is {text!r}, which XLA refuses ({reason}); it must be a GPU that XLA knows"
         ) from error
     return Target(gpu_cluster(gpu, hosts * number, num_processes=hosts), list(topology.devices))

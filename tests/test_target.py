@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from jax.experimental import topologies
 
 from jaxpar import gpus, target
 from jaxpar.errors import UserError
@@ -71,8 +72,19 @@ def test_wrong_targets(text: str, message: str) -> None:
 @pytest.mark.skipif(HAS_PLUGIN, reason="XLA's compiler for GPUs is installed")
 def test_a_target_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", "")
-    with pytest.raises(UserError, match=r"--target is 'h100:2x8', for which XLA cannot compile here \(.*\); install"):
+    with pytest.raises(UserError, match=r"--target is 'h100:2x8', for which XLA cannot compile here; install the"):
         target.find_target("h100:2x8")
+
+
+def test_a_target_that_xla_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_arguments: object) -> None:
+        raise RuntimeError("no such GPU\nmore")
+
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setattr(target, "PLUGINS", ("json",))
+    monkeypatch.setattr(topologies, "get_topology_desc", refuse)
+    with pytest.raises(UserError, match=r"--target is 'h100:8', which XLA refuses \(no such GPU\); it must be a GPU"):
+        target.find_target("h100:8")
 
 
 def audit(*overrides: str, on: str = "h100:8") -> "subprocess.CompletedProcess[str]":
@@ -90,7 +102,7 @@ def test_without_the_plugin() -> None:
     done = audit()
     assert done.returncode == 2
     assert re.fullmatch(
-        r"jaxpar: --target is 'h100:8', for which XLA cannot compile here \(.*\); install the extra targets "
+        r"jaxpar: --target is 'h100:8', for which XLA cannot compile here; install the extra targets "
         r"\(scripts/setup targets, or pip install 'jaxpar\[targets\]'\)\n",
         done.stderr,
     )

@@ -280,8 +280,8 @@ def test_divergence_bans_nobody() -> None:
     first, _, state = run.train(1)
     batch = make_batch(MLP, 0)
     batch["weights"][1] = np.nan
-    begun = run.strategy.from_canonical(state)
-    after, metrics = run.strategy.step(begun, batch)
+    before = run.strategy.from_canonical(state)
+    after, metrics = run.strategy.step(before, batch)
     assert not metrics.finite
     skipped = jax.device_get(run.strategy.to_canonical(after))
     assert int(skipped["step"]) == 2
