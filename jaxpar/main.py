@@ -16,6 +16,7 @@ Exit codes:
 
 import os
 import shlex
+import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -51,6 +52,7 @@ def run() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # from here on, Ctrl-C ends the process without a traceback
     sys.exit(code)
 
 

@@ -130,7 +130,9 @@ class PeerKiller:
 
 def enter_demo() -> None:
     """Run the command line of this process."""
-    sys.exit(exit_code(lambda: run_demo(sys.argv[1:])))
+    code = exit_code(lambda: run_demo(sys.argv[1:]))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while Ray ends, without a traceback
+    sys.exit(code)
 
 
 if __name__ == "__main__":

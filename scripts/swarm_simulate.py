@@ -59,6 +59,15 @@ from jaxpar.swarm.trace import (
 
 HOUR = 3600.0
 PERIODS = (300.0, 60.0)
+# Flags of a generated trace, and the flags that each report reads.
+GENERATED = ("lifetime", "rejoin", "groups", "group_lifetime", "group_share", "seed", "make_trace")
+PASSES = ("peers", "stages", "forward", "backward", "bandwidth")
+FLAGS = {
+    "rebalancing": (*PASSES, "trace", *GENERATED, "hours", "state_bytes", "rebalance_seconds", "rule", "out"),
+    "latency": (*PASSES, "activation_bytes", "num_microbatches"),
+    "width": (),
+    "replay": ("scenario",),
+}
 # Ryabinin et al., 2023: throughput / optimal on the trace of its authors, by period; 0: no rebalancing.
 PUBLISHED = {0.0: 0.827, 300.0: 0.958, 60.0: 0.976}
 LATENCIES = (0.0, 0.01, 0.05, 0.1, 0.2)
@@ -72,7 +81,9 @@ PUBLISHED_UTILIZATION = {(768, 0): 0.18, (768, 200): 0.015, (12288, 0): 0.82, (1
 
 def main() -> None:
     """Print the report."""
-    arguments = make_parser().parse()
+    parser = make_parser()
+    arguments = parser.parse()
+    check_flags(arguments, parser)
     lines, metrics = REPORTS[arguments.report](arguments)
     print(json.dumps(metrics) if arguments.json else "\n".join(lines))
 
@@ -80,7 +91,7 @@ def main() -> None:
 def make_parser() -> Parser:
     """Return the flags."""
     parser = Parser(__doc__)
-    positive = number("a number greater than 0", minimum=1e-12)
+    positive = number("finite and greater than 0", minimum=1e-12)
     seconds = number("between 1 and 1000000000", minimum=1, maximum=1e9)
     hours = number("between 0.01 and 1000000", minimum=0.01, maximum=1e6)
     parser.add_argument("--report", type=choice(REPORTS), default="rebalancing")
@@ -111,6 +122,18 @@ def make_parser() -> Parser:
     return parser
 
 
+def check_flags(arguments: argparse.Namespace, parser: Parser) -> None:
+    """Raise UserError for a flag that the report does not read, or a trace from a file does not."""
+    read = FLAGS[arguments.report]
+    for name, value in vars(arguments).items():
+        if value == parser.get_default(name) or name in ("report", "json"):
+            continue
+        if name not in read:
+            raise UserError(f"--{name} is {value}; it must be left out with --report={arguments.report}")
+        if arguments.trace and name in GENERATED:
+            raise UserError(f"--{name} is {value}; it must be left out with --trace")
+
+
 def find_peers(arguments: argparse.Namespace, latency_seconds: float = 0.0) -> list[SwarmPeer]:
     """Return the peers of --peers, at least as many as stages."""
     text = arguments.peers
@@ -125,8 +148,6 @@ def find_peers(arguments: argparse.Namespace, latency_seconds: float = 0.0) -> l
 def find_trace(arguments: argparse.Namespace, peers: Sequence[SwarmPeer]) -> list[PeerEvent]:
     """Return the trace of --trace, or a generated one."""
     if arguments.trace:
-        if arguments.make_trace:
-            raise UserError("--make_trace is set with --trace; it must be set without it")
         trace = read_swarm_trace(arguments.trace, peers)
         present = len(present_at_start(len(peers), trace))
         if present < arguments.stages:

@@ -268,6 +268,13 @@ def test_nonfinite_steps_are_skipped_if_asked(
         assert np.isfinite(leaf).all(), name
 
 
+def test_a_start_that_is_refused_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    """Even if the mistake is found after the data was read, for which a tokenizer was trained."""
+    with pytest.raises(UserError, match=r"config.profile is \(1, 1000\); it must be at most \d+, the last step"):
+        train.train(small_config(folder, "--config.profile=(1,1000)"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_changed_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_csv(tmp_path / "data.csv")
     stop_at(monkeypatch, 3, signal.SIGTERM)

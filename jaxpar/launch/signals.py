@@ -1,4 +1,4 @@
-"""Handles SIGINT (Ctrl-C) and SIGTERM.
+"""Handles SIGINT (Ctrl-C), SIGTERM, and SIGHUP, which arrives when the terminal is closed.
 
 In the training loop a signal is a request to stop after the current step. Outside the loop it ends the process.
 
@@ -15,11 +15,15 @@ from typing import Self
 
 from jaxpar.errors import AT_ONCE
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+OUTPUTS = (1, 2)  # file descriptors
 
 
 class Ending:
-    """Within `with`, the nth SIGINT or SIGTERM ends the process, even if the main thread is busy."""
+    """Within `with`, the nth signal ends the process, even if the main thread is busy.
+
+    SIGHUP stays ignored under `nohup`. It counts only as the first signal, because a closed terminal can send several.
+    """
 
     def __init__(self, nth: int, code: int, text: Callable[[], str]):
         """nth: the signal that ends the process. code: the exit code. text: returns the message to print."""
@@ -30,7 +34,9 @@ class Ending:
         os.set_blocking(self._writer, False)
         self._thread = threading.Thread(target=self._watch, args=(reader,), name="signals", daemon=True)
         self._thread.start()
-        self._handlers = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        self._terminals = [output for output in OUTPUTS if os.isatty(output)]
+        handled = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+        self._handlers = {number: signal.signal(number, self._handle) for number in handled}
         self._wakeup = signal.set_wakeup_fd(self._writer)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher starts processes with blocked signals
         return self
@@ -43,13 +49,18 @@ class Ending:
         self._thread.join()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal in the main thread."""
+        """Handle a signal in the main thread. A terminal that was closed is replaced, as writing to it fails."""
+        if number == signal.SIGHUP:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for output in self._terminals:
+                os.dup2(nowhere, output)
+            os.close(nowhere)
 
     def _watch(self, reader: int) -> None:
         count = 0
         with open(reader, "rb", buffering=0) as numbers:
             while number := numbers.read(1):  # empty: the writer was closed
-                count += number[0] in SIGNALS
+                count += number[0] in SIGNALS and (count == 0 or number[0] != signal.SIGHUP)
                 if count == self._nth:
                     self._end()
 
@@ -65,7 +76,7 @@ class StoppedEarly(Exception):
 
 
 class Interrupt(Ending):
-    """Within `with`, the first SIGINT or SIGTERM sets `requested`; the second one ends the process with code 130.
+    """Within `with`, the first signal sets `requested`; a second SIGINT or SIGTERM ends the process with code 130.
 
     If the `with` block raises after a signal, before `requested` has been read, StoppedEarly is raised instead.
     """
@@ -99,4 +110,5 @@ class Interrupt(Ending):
             raise StoppedEarly from error
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        super()._handle(number, frame)
         self.requested = signal.Signals(number)

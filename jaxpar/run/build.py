@@ -1,8 +1,10 @@
 """Checks a config and builds the parts of a run from it: data, model, optimizer, plan and strategy."""
 
+import contextlib
 import json
 import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,17 +127,25 @@ def make_run(config: ConfigDict, workdir: Path, phases: Phases, checked: Checked
     """
     cluster = checked.cluster if checked else clusters.find_cluster()
     decision = checked.decision if checked else strategies.decide(config, cluster)
-    loaded = load_parts(config, workdir, cluster)
-    if not decision.needs_profile:
-        return _make_run(config, workdir, phases, cluster, decision, loaded)
-    decision = strategies.decide(config, cluster, loaded.problem.model)  # refuse what does not depend on the profile
-    config, path = with_profile(config, workdir, loaded, decision)
+    with unless_refused(workdir, "tokenizer.json"):
+        loaded = load_parts(config, workdir, cluster)
+        if not decision.needs_profile:
+            return _make_run(config, workdir, phases, cluster, decision, loaded)
+        decision = strategies.decide(config, cluster, loaded.problem.model)  # refuse what needs no profile
+        with unless_refused(workdir, "profile.json"):
+            config = with_profile(config, workdir, loaded, decision)
+            decision = strategies.decide(config, cluster, loaded.problem.model)
+            return _make_run(config, workdir, phases, cluster, decision, loaded)
+
+
+@contextlib.contextmanager
+def unless_refused(workdir: Path, name: str) -> Iterator[None]:
+    """Remove a file that is prepared in the `with` block if it raises UserError, and the workdir contains no run."""
     try:
-        decision = strategies.decide(config, cluster, loaded.problem.model)
-        return _make_run(config, workdir, phases, cluster, decision, loaded)
+        yield
     except UserError:
         if processes.is_first() and not contains_run(workdir):
-            path.unlink()
+            (workdir / name).unlink(missing_ok=True)
         raise
 
 
@@ -179,8 +189,8 @@ def load_parts(config: ConfigDict, workdir: Path, cluster: Cluster) -> Loaded:
     return Loaded(dataset, batches, problem, pretrained, schedule, num_steps)
 
 
-def with_profile(config: ConfigDict, workdir: Path, loaded: Loaded, decision: Decision[Any]) -> tuple[ConfigDict, Path]:
-    """Return the config with a profile of the layers in the workdir, and the path of the profile.
+def with_profile(config: ConfigDict, workdir: Path, loaded: Loaded, decision: Decision[Any]) -> ConfigDict:
+    """Return the config with a profile of the layers in the workdir.
 
     The first start of a run measures it in one process; later starts read the same file, and so keep the partition.
     """
@@ -191,7 +201,7 @@ def with_profile(config: ConfigDict, workdir: Path, loaded: Loaded, decision: De
             write_profile(measure_layers(config, loaded, size, REPEATS), path)
     config = config.copy_and_resolve_references()
     config.pipeline.profile = str(path)
-    return config, path
+    return config
 
 
 def measure_layers(config: ConfigDict, loaded: Loaded, size: int, repeats: int) -> list[LayerProfile]:

@@ -28,8 +28,9 @@ def _check(workdir: Path, name: str, *, is_folder: bool) -> None:
                 f"--workdir is {str(workdir)!r}, whose {name} is a link to {str(path.readlink())!r}, which does not "
                 "exist; it must be a folder, or not exist"
             )
-    elif path.is_dir() != is_folder:
-        found, expected = ("file", "folder") if is_folder else ("folder", "file")
+    elif not (path.is_dir() if is_folder else path.is_file()):
+        found = "file" if path.is_file() else "folder" if path.is_dir() else "device or pipe"
+        expected = "folder" if is_folder else "file"
         raise UserError(
             f"--workdir is {str(workdir)!r}, whose {name} is a {found}; it must be a {expected}, or not exist"
         )

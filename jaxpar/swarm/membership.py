@@ -76,33 +76,56 @@ def neediest(swarm: Swarm) -> int:
     return int(np.argmin(capacities(swarm)))
 
 
-def best_move(swarm: Swarm, target: int, now: float) -> tuple[Move, float] | None:
+def best_move(swarm: Swarm, target: int, now: float) -> tuple[list[Move], float]:
     """Return the move to stage `target` after which the slower one of its two stages is fastest, and that throughput.
 
-    Only serving peers move, and none that is the last serving peer of its stage. Returns None if no peer can move.
+    Only serving peers move, and none that is the last serving peer of its stage. If no peer can move, there is no move,
+    and the throughput is 0.
     """
     stage, speed, work = np.array(swarm.stage), np.array(swarm.speed), np.array(swarm.work)
-    serves = (stage != ABSENT) & (np.array(swarm.ready) <= now)
-    counts = np.bincount(stage[serves], minlength=len(work))
-    movable = np.flatnonzero(serves & (stage != target) & (counts[stage] > 1))
-    if not len(movable):
-        return None
-    capacity, source = capacities(swarm), stage[movable]
-    source_after = capacity[source] - speed[movable] / work[source]
-    target_after = capacity[target] + speed[movable] / work[target]
-    slower = np.minimum(source_after, target_after)
+    peers = np.flatnonzero(_movable(swarm, now) & (stage != target))
+    if not len(peers):
+        return [], 0.0
+    capacity, source = capacities(swarm), stage[peers]
+    slower = np.minimum(capacity[source] - speed[peers] / work[source], capacity[target] + speed[peers] / work[target])
     best = int(np.argmax(slower))
-    return Move(int(movable[best]), int(source[best]), target), float(slower[best])
+    return [Move(int(peers[best]), int(source[best]), target)], float(slower[best])
+
+
+def best_swap(swarm: Swarm, target: int, now: float) -> tuple[list[Move], float]:
+    """Return the two moves that exchange a peer of stage `target` for one of another stage; otherwise as `best_move`.
+
+    Each of the two stages keeps another serving peer while these two download.
+    """
+    stage, speed, work = np.array(swarm.stage), np.array(swarm.speed), np.array(swarm.work)
+    movable = _movable(swarm, now)
+    inside, outside = np.flatnonzero(movable & (stage == target)), np.flatnonzero(movable & (stage != target))
+    if not len(inside) or not len(outside):
+        return [], 0.0
+    capacity, source = capacities(swarm), stage[outside]
+    gained = speed[outside] - speed[inside][:, None]  # by the target
+    slower = np.minimum(capacity[source] - gained / work[source], capacity[target] + gained / work[target])
+    a, b = np.unravel_index(np.argmax(slower), slower.shape)
+    comes, leaves, other = int(outside[b]), int(inside[a]), int(source[b])
+    return [Move(comes, other, target), Move(leaves, target, other)], float(slower[a, b])
 
 
 def refills(swarm: Swarm, now: float) -> list[Move]:
     """Return the moves that give each stage without any peer a new one, as far as other stages have peers to spare."""
     moves = []
     for stage in range(len(swarm.work)):
-        if stage not in swarm.stage and (found := best_move(swarm, stage, now)):
-            moves.append(found[0])
-            swarm = placed(swarm, found[0].peer, stage, math.inf)
+        if stage not in swarm.stage:
+            for move in best_move(swarm, stage, now)[0]:
+                moves.append(move)
+                swarm = placed(swarm, move.peer, stage, math.inf)
     return moves
+
+
+def _movable(swarm: Swarm, now: float) -> np.ndarray:
+    """Return [P]: whether a peer serves, and is not the last serving peer of its stage."""
+    stage = np.array(swarm.stage)
+    serves = (stage != ABSENT) & (np.array(swarm.ready) <= now)
+    return serves & (np.bincount(stage[serves], minlength=len(swarm.work))[stage] > 1)
 
 
 def _set(values: tuple[Value, ...], index: int, value: Value) -> tuple[Value, ...]:

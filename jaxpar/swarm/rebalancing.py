@@ -2,7 +2,8 @@
 
     paper     one move per period (Ryabinin et al., "SWARM Parallelism", 2023, section 3.3): each peer publishes the
               load of its queue, and the least loaded peer of the least loaded stage moves to the most loaded stage
-    balance   the moves that make the slowest stage faster, by the measured speeds of the peers, until no move does
+    balance   the moves that make the slowest stage faster, by the measured speeds of the peers, until no move does;
+              where none does, an exchange of two peers between two stages
 
 A stage keeps at least one serving peer.
 """
@@ -12,9 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from jaxpar.swarm.membership import ABSENT, Move, Swarm, best_move, capacities, placed
+from jaxpar.swarm.membership import ABSENT, Move, Swarm, best_move, best_swap, capacities, placed
 
-LEAST_GAIN = 1e-9  # relative: a smaller increase is a rounding error
+# Relative increases of the throughput of the slowest stage. Below the first it is a rounding error. An exchange takes
+# two peers out of service, and in large swarms there is always one that gains a little.
+MOVE_GAIN = 1e-9
+SWAP_GAIN = 0.01
 
 
 def paper_rule(swarm: Swarm, loads: Sequence[float], now: float) -> list[Move]:
@@ -39,16 +43,22 @@ def paper_rule(swarm: Swarm, loads: Sequence[float], now: float) -> list[Move]:
 
 
 def balance_rule(swarm: Swarm, _loads: Sequence[float], now: float) -> list[Move]:
-    """Return moves that each increase the throughput of the slowest stage, with the peers that are downloading."""
+    """Return moves and exchanges that each increase the throughput of the slowest stage.
+
+    Peers that are downloading count as if they served.
+    """
     moves: list[Move] = []
     while True:
         capacity = capacities(swarm)
         target = int(np.argmin(capacity))
-        found = best_move(swarm, target, now)
-        if found is None or found[1] <= capacity[target] * (1 + LEAST_GAIN):
-            return moves
-        moves.append(found[0])
-        swarm = placed(swarm, found[0].peer, target, math.inf)
+        found, slower = best_move(swarm, target, now)
+        if slower <= capacity[target] * (1 + MOVE_GAIN):
+            found, slower = best_swap(swarm, target, now)
+            if slower <= capacity[target] * (1 + SWAP_GAIN):
+                return moves
+        moves += found
+        for move in found:
+            swarm = placed(swarm, move.peer, move.target, math.inf)
 
 
 RebalancingRule = Callable[[Swarm, Sequence[float], float], list[Move]]

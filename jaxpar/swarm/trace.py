@@ -72,11 +72,11 @@ def find_peers(text: str, key: str) -> list[SwarmPeer]:
     Raises:
       UserError: the number or the file is invalid. It begins with `key`.
     """
-    if not text.removeprefix("-").isdecimal():
+    if text and not text.removeprefix("-").isdecimal():
         return read_peers(text, key)
     digits = text.lstrip("0")
     if text.startswith("-") or not digits or len(digits) > len(str(MAX_PEERS)) or int(digits) > MAX_PEERS:
-        raise UserError(f"{key} is {text[:40]}; it must be between 1 and {MAX_PEERS}, or a file of peers")
+        raise UserError(f"{key} is {text[:40] or repr(text)}; it must be between 1 and {MAX_PEERS}, or a file of peers")
     return [SwarmPeer(f"p{number}") for number in range(int(digits))]
 
 

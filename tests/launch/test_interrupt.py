@@ -1,6 +1,7 @@
 """Tests of signals in real processes whose main thread is busy."""
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -55,6 +56,47 @@ def test_a_signal_while_the_main_thread_is_busy(program: str, code: int, text: s
     process.send_signal(number)
     out, _ = process.communicate(timeout=60)
     assert (process.returncode, out) == (code, f"{text}\n")
+
+
+ON_A_TERMINAL = """
+import os, pathlib, sys, time
+os.login_tty(int(sys.argv[1]))
+from jaxpar.launch.signals import Ending, Interrupt
+with Ending(nth=1, code=75, text=lambda: "stopped"), Interrupt() as interrupt:
+    while not interrupt.requested:
+        print("a step", flush=True)
+        time.sleep(0.01)
+    for _ in range(2):
+        os.kill(os.getpid(), interrupt.requested)
+    print("stopped", flush=True)
+    pathlib.Path(sys.argv[2]).write_text(interrupt.requested.name)
+"""
+
+
+def test_a_terminal_that_is_closed(tmp_path: Path) -> None:
+    """Is a request to stop, however often the signal arrives, and the lines that are printed go nowhere."""
+    terminal, own = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", ON_A_TERMINAL, str(own), str(tmp_path / "saved")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        pass_fds=[own],
+    )
+    os.close(own)
+    assert os.read(terminal, 6) == b"a step"
+    os.close(terminal)
+    assert process.wait(timeout=60) == 0
+    assert (tmp_path / "saved").read_text() == "SIGHUP"
+
+
+def test_a_run_under_nohup_ignores_the_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupt() as interrupt:
+            signal.raise_signal(signal.SIGHUP)
+            assert interrupt.requested is None
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_failure_after_a_signal_before_the_first_step() -> None:

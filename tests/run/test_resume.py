@@ -1,6 +1,7 @@
 """Tests of the config keys that may change when a run resumes, and of runs that resume with another strategy."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -292,6 +293,12 @@ def test_a_path_of_another_kind(name: str, tmp_path: Path) -> None:
     wrong, right = ("file", "folder") if name in FOLDERS else ("folder", "file")
     (tmp_path / name).touch() if name in FOLDERS else (tmp_path / name).mkdir()
     with pytest.raises(UserError, match=rf"--workdir is '.*', whose {name} is a {wrong}; it must be a {right}, or not"):
+        resume.check_resumable(configs.default_config(), tmp_path)
+
+
+def test_a_path_that_is_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(UserError, match=r"whose metrics.jsonl is a device or pipe; it must be a file, or not exist"):
         resume.check_resumable(configs.default_config(), tmp_path)
 
 

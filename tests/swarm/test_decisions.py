@@ -150,6 +150,29 @@ def test_balancing_moves_until_no_move_helps() -> None:
     assert balance_rule(swarm([[5, 1], [1]]), [], 0.0) == [Move(1, 0, 1)]  # the slow peer, not the fast one
 
 
+def test_balancing_exchanges_peers_where_no_move_helps() -> None:
+    """Two moves of 2 | 4 to 3 | 3. A stage keeps a serving peer, and an exchange must gain more than 1%."""
+    assert balance_rule(swarm([[1, 1], [2, 2]]), [], 0.0) == [Move(2, 1, 0), Move(0, 0, 1)]
+    assert balance_rule(swarm([[1], [2]]), [], 0.0) == []
+    assert balance_rule(placed(swarm([[1, 1], [2, 2]]), 1, 0, 5.0), [], 0.0) == []
+    assert balance_rule(swarm([[1, 1], [1.02, 1]]), [], 0.0) == []
+    assert balance_rule(swarm([[1, 1], [1.05, 1.05]]), [], 0.0) == [Move(2, 1, 0), Move(0, 0, 1)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_balancing_is_within_5_percent_of_the_bound(seed: int) -> None:
+    """Unequal peers, from wherever they are, with at least four times as many peers as stages."""
+    rng = np.random.default_rng(seed)
+    num_stages = int(rng.integers(2, 5))
+    num_peers = int(rng.integers(4 * num_stages, 40))
+    stages = (*range(num_stages), *range(num_stages), *rng.integers(0, num_stages, num_peers - 2 * num_stages).tolist())
+    speed, work = (tuple(rng.uniform(low, 1, size)) for low, size in ((0.2, num_peers), (0.5, num_stages)))
+    made = Swarm(speed, work, stages, (0.0,) * num_peers)
+    for move in balance_rule(made, [], 0.0):
+        made = placed(made, move.peer, move.target, 0.0)
+    assert capacities(made).min() > 0.95 * optimal_throughput(made)
+
+
 @pytest.mark.parametrize("rule", REBALANCING_RULES)
 @pytest.mark.parametrize("seed", range(10))
 def test_no_stage_is_empty_while_peers_can_move(rule: str, seed: int) -> None:

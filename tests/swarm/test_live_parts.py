@@ -80,3 +80,7 @@ def test_a_cluster_without_room() -> None:
     message = "config.swarm.stages is 3; it must be at most 2, the number of peers for which the Ray cluster has room"
     with pytest.raises(UserError, match=re.escape(message)):
         cluster.check_room(ray, cluster.PeerResources(2, 0), num_stages=3)
+    nodes[0]["Alive"] = False
+    message = "config.swarm.peer_gpus is 0.5; it must be 0, because no machine of the Ray cluster has a GPU"
+    with pytest.raises(UserError, match=re.escape(message)):
+        cluster.check_room(ray, cluster.PeerResources(1, 0.5), num_stages=1)

@@ -120,7 +120,12 @@ def rooms(ray: Any, resources: PeerResources) -> list[Room]:
 
 
 def check_room(ray: Any, resources: PeerResources, num_stages: int) -> None:
-    """Raise UserError if the cluster has room for fewer peers than there are stages."""
+    """Raise UserError if the cluster has room for fewer peers than stages, or no GPU for peers that need one."""
+    if resources.gpus and not any(node["Resources"].get("GPU") for node in ray.nodes() if node["Alive"]):
+        raise UserError(
+            f"config.swarm.peer_gpus is {resources.gpus:g}; it must be 0, because no machine of the Ray cluster has a "
+            "GPU"
+        )
     number = sum(room.number for room in rooms(ray, resources))
     if number < num_stages:
         raise UserError(
