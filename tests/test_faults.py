@@ -26,6 +26,7 @@ from jaxpar.launch import watchdog
 from tests.checkpoint.test_private import VALUES
 from tests.launch.test_processes import assert_close
 from tests.runs import small_arguments
+from tests.selection import slow
 from tests.test_train import assert_bitwise_equal
 
 ROOT = Path(__file__).parent.parent
@@ -160,9 +161,7 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "moment", ["a step", pytest.param("an evaluation", marks=pytest.mark.slow), "a checkpoint write"]
-)
+@pytest.mark.parametrize("moment", [slow("a step"), slow("an evaluation"), "a checkpoint write"])
 def test_a_run_that_is_killed(
     moment: str, folder: Path, tmp_path: Path, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

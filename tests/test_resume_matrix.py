@@ -4,12 +4,14 @@ For each pair, the first strategy trains 4 of 9 steps with the loop of a run, wh
 second strategy resumes from this checkpoint, as `train` does, and trains to the end with the same loop. Between
 synchronous strategies, the result must equal that of an uninterrupted run on one device: parameters, optimizer state,
 RNG key, step and the examples read. An epoch has 5 steps, one of them with padding examples. Each strategy is compiled
-once for all of its pairs.
+once for all of its pairs. Every run of the suite has the pairs with one of a few strategies (SOME), `-m slow` the rest.
 """
 
 import functools
+import itertools
 import shutil
 import signal
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from jaxpar.run.start import start
 from jaxpar.state import Canonical
 from jaxpar.train import Loop, Stopped
 from tests.runs import change_info
+from tests.selection import slow_except
 from tests.strategies.pipelines import named, relative_error
 
 NUM_STEPS, STOP, EXAMPLES, BATCH, MICROBATCHES = 9, 4, 72, 16, 4
@@ -70,6 +73,13 @@ PRIVATE = {
     "swarm of 4, delayed": [SWARM, "mesh.data=2", "swarm.delayed=True"],
 }
 SOME = ["single", "zero3 8", "zb_v 2 x 2"]
+SOME_PARTITIONED = ["single, muon", "zb_v 2 x 2, muon"]
+
+
+def pairs(firsts: Iterable[str], seconds: Iterable[str], some: Sequence[str]) -> list[Any]:
+    """Return all pairs of strategies, those without one of `some` marked as slow."""
+    every = list(itertools.product(firsts, seconds))
+    return slow_except([pair for pair in every if set(pair) & set(some)], every)
 
 
 def make_config(name: str) -> ConfigDict:
@@ -182,14 +192,12 @@ def assert_bitwise_equal(got: dict[str, np.ndarray], expected: dict[str, np.ndar
         np.testing.assert_array_equal(got[name], value, name)
 
 
-@pytest.mark.parametrize("second", SYNCHRONOUS)
-@pytest.mark.parametrize("first", SYNCHRONOUS)
+@pytest.mark.parametrize(("first", "second"), pairs(SYNCHRONOUS, SYNCHRONOUS, SOME))
 def test_continues_as_if_never_interrupted(first: str, second: str, runs: Runs, tmp_path: Path) -> None:
     assert_continues(first, second, "single", runs, tmp_path)
 
 
-@pytest.mark.parametrize("second", PARTITIONED)
-@pytest.mark.parametrize("first", PARTITIONED)
+@pytest.mark.parametrize(("first", "second"), pairs(PARTITIONED, PARTITIONED, SOME_PARTITIONED))
 def test_continues_with_a_partitioned_optimizer(first: str, second: str, runs: Runs, tmp_path: Path) -> None:
     assert_continues(first, second, "single, muon", runs, tmp_path)
 
@@ -273,8 +281,7 @@ def test_private_state_with_an_earlier_form_of_key(
         assert_bitwise_equal(got, expected)
 
 
-@pytest.mark.parametrize("second", [*SOME, *PRIVATE])
-@pytest.mark.parametrize("first", PRIVATE)
+@pytest.mark.parametrize(("first", "second"), pairs(PRIVATE, [*SOME, *PRIVATE], ["zb_v 2 x 2", "onebit 2"]))
 def test_another_strategy_resumes_without_the_private_state(
     first: str, second: str, runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from jaxpar import checkpoint, train
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.run import metrics, report
 from tests.runs import small_config, write_csv
+from tests.selection import slow
 
 
 def final_params(workdir: Path) -> dict[str, np.ndarray]:
@@ -86,7 +87,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Signals) 
 
 
 @pytest.mark.parametrize(
-    ("step", "number"), [(1, signal.SIGTERM), (5, signal.SIGINT), (9, signal.SIGTERM)], ids=["1", "5", "9"]
+    ("step", "number"), [slow((1, signal.SIGTERM)), (5, signal.SIGINT), slow((9, signal.SIGTERM))], ids=["1", "5", "9"]
 )
 def test_stopped_by_a_signal_and_resumed_ends_bitwise_equal(
     folder: Path,
@@ -127,7 +128,7 @@ def test_a_signal_after_the_last_step_stops_nothing(
     assert (tmp_path / "run" / "result.json").exists()
 
 
-@pytest.mark.parametrize("change", ["--config.strategy=single", "--config.data_parallel.implementation=pmap"])
+@pytest.mark.parametrize("change", ["--config.strategy=single", slow("--config.data_parallel.implementation=pmap")])
 def test_resumes_under_another_strategy(
     folder: Path, tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:

@@ -104,7 +104,15 @@ CORRECT = {
 
 
 SLOW = [
-    *("sharding, bert", "zero3, bert", "bfloat16", "pipedream, bert", "pipedream_vertical_sync", "pipedream, bfloat16"),
+    *(
+        "sharding, bert",
+        "zero3, bert",
+        "1f1b, bert",
+        "bfloat16",
+        "pipedream, bert",
+        "pipedream_vertical_sync",
+        "pipedream, bfloat16",
+    ),
     *("doubled norm", "lost work"),
 ]
 

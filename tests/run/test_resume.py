@@ -21,6 +21,7 @@ from jaxpar.run.build import Run
 from jaxpar.run.start import check_continued, saved_private_key
 from jaxpar.run.workdir import FILES, FOLDERS
 from tests.runs import small_arguments, small_config
+from tests.selection import slow
 from tests.strategies.pipelines import relative_error
 from tests.test_main import mistake
 from tests.test_train import final_params, stop_at
@@ -208,9 +209,7 @@ def uninterrupted(folder: Path) -> tuple[Path, list[np.ndarray]]:
     return folder / "uninterrupted", record.rows
 
 
-@pytest.mark.parametrize(
-    "pair", ["zero3 to zb_h1", pytest.param("gpipe to pmap", marks=pytest.mark.slow), "sync to zero3"]
-)
+@pytest.mark.parametrize("pair", ["zero3 to zb_h1", slow("gpipe to pmap"), slow("sync to zero3")])
 def test_a_run_that_changes_its_strategy_equals_an_uninterrupted_run(
     pair: str,
     folder: Path,

@@ -1,6 +1,7 @@
 """`async_data_parallel` gives bitwise equal results on any number of devices, and when stopped and resumed."""
 
 import functools
+import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from jaxpar.asynchronous.virtual_time import VirtualTime
 from jaxpar.plan import Traffic
 from jaxpar.state import nbytes
 from tests.asynchronous.test_engines import RANDOM, asynchronous, table_of
+from tests.selection import slow, slow_except
 from tests.strategies.pipelines import (
     NUM_STEPS,
     Outcome,
@@ -50,7 +52,7 @@ def assert_same(got: Outcome, expected: Outcome) -> None:
         np.testing.assert_array_equal(named(got.tree)[name], x, name)
 
 
-@pytest.mark.parametrize("task", [MLP, BERT, GPT], ids=lambda task: task.model)
+@pytest.mark.parametrize("task", [MLP, BERT, slow(GPT)], ids=lambda task: task.model)
 @pytest.mark.parametrize("settings", [("policy=async",), ("policy=sync",), ("policy=local_sgd", "interval=1")])
 def test_one_worker_is_the_single_device(settings: tuple[str, ...], task: Task) -> None:
     assert_same(outcome(task, *asynchronous(*settings, workers=1, devices=1)), outcome(task, *SINGLE))
@@ -61,13 +63,12 @@ def on(devices: int, name: str, task: Task = MLP) -> Outcome:
     return outcome(task, *asynchronous(*POLICIES[name], *RANDOM, workers=8, devices=devices))
 
 
-def with_slow(devices: int, name: str) -> Any:
-    """Mark most runs on 8 devices as slow. Those on 2 devices are also the reference of test_stopped_and_resumed."""
-    is_fast = devices == 2 or name in ("softsync", "local_sgd")
-    return (devices, name) if is_fast else pytest.param(devices, name, marks=pytest.mark.slow)
+ON_DEVICES = [*itertools.product((2, 8), POLICIES)]
+# Most runs on 2 devices are also the reference of test_stopped_and_resumed.
+FAST = [*itertools.product((2,), ("async", "diloco", "mitigations", "sync")), (8, "softsync"), (8, "local_sgd")]
 
 
-@pytest.mark.parametrize(("devices", "name"), [with_slow(devices, name) for devices in (2, 8) for name in POLICIES])
+@pytest.mark.parametrize(("devices", "name"), slow_except(FAST, ON_DEVICES))
 def test_the_same_on_any_number_of_devices(devices: int, name: str) -> None:
     assert_same(on(devices, name), on(1, name))
 
@@ -84,7 +85,7 @@ def test_another_seed_is_another_run() -> None:
     assert losses[0] != losses[1]
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", slow_except(("async", "diloco", "mitigations", "sync"), POLICIES))
 def test_stopped_and_resumed(name: str) -> None:
     """Resuming with the private state is bitwise exact, also on other devices. Without it, the result differs."""
     overrides = asynchronous(*POLICIES[name], *RANDOM, workers=8, devices=2)
@@ -220,7 +221,7 @@ def test_memory_is_what_there_is(settings: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [*TO_SERVER, "policy=sync", "policy=local_sgd", "policy=model_average"])
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [slow(2), 4])
 def test_bytes_that_are_sent_are_those_that_are_copied(
     settings: str, devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from jaxpar.step import Problem
 from jaxpar.strategies import Strategy
 from jaxpar.strategies.schedules import stage_delays
 from jaxpar.strategies.strategy import CompiledProgram
+from tests.selection import slow_except
 from tests.strategies.pipelines import (
     LENGTH,
     Task,
@@ -194,15 +195,16 @@ CASES: list[tuple[str, int | tuple[int, ...], int, Task, int]] = [
     ("pipedream", (1, 2, 1), 4, SGD, 1),
     ("pipedream_vertical_sync", (2, 1), 2, MLP, 1),
     ("pipedream_2bw", (2, 1), 4, ADAMW, 1),
+    ("pipedream", 4, 1, MLP, 2),
 ]
 
 
-FAST = [CASES[1], CASES[9]]
+FAST = CASES[-3::2]
 
 
 @pytest.mark.parametrize(
     ("schedule", "n", "m", "task", "replicas"),
-    [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+    slow_except(FAST, CASES),
     ids=str,
 )
 def test_equals_the_recurrence(schedule: str, n: int | tuple[int, ...], m: int, task: Task, replicas: int) -> None:

@@ -14,6 +14,7 @@ from jaxpar import cluster, models, optimizer, strategies, tasks
 from jaxpar.config import default_config, override
 from jaxpar.data import DataInfo
 from jaxpar.step import Problem, abstract
+from tests.selection import slow_except
 
 NUM_STEPS = 20
 BATCH, LENGTH, VOCABULARY, CLASSES = 16, 12, 64, 5
@@ -116,17 +117,10 @@ def test_every_strategy_is_here() -> None:
 
 CASES = [(variant, optimizer) for variant in VARIANTS if variant != "single" for optimizer in LEARNING_RATES]
 # AdamW runs under every variant. Muon, whose state differs from matrix to matrix, runs with and without stages.
-FAST = [
-    *((variant, "adamw") for variant in VARIANTS),
-    ("data_parallel, 8 devices", "muon"),
-    ("pipeline, zb_h1, 2 stages, 2 replicas", "muon"),
-]
+FAST = [*((variant, "adamw") for variant in VARIANTS), ("pipeline, zb_h1, 2 stages, 2 replicas", "muon")]
 
 
-@pytest.mark.parametrize(
-    ("variant", "optimizer_name"),
-    [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.parametrize(("variant", "optimizer_name"), slow_except(FAST, CASES))
 def test_equals_single(variant: str, optimizer_name: str) -> None:
     expected, got = outcome("single", optimizer_name), outcome(variant, optimizer_name)
     np.testing.assert_allclose(got.losses, expected.losses, rtol=1e-6)

@@ -2,8 +2,9 @@
 
 CASES covers all pairs: every schedule occurs with every number of stages, every number of replicas, every transformer
 and every remat, and so on (`test_all_pairs_are_covered`). ResNets, which are the slowest to compile, do not occur with
-every schedule. `scripts/test -m slow` runs all 144 combinations of schedule, stages, replicas and model. All cases have
-dropout and clipping, gpt and bert have tied weights, and some partitions are unequal.
+every schedule. `scripts/test -m slow` runs those that are not in FAST, and all 144 combinations of schedule, stages,
+replicas and model. All cases have dropout and clipping, gpt and bert have tied weights, and some partitions are
+unequal.
 
 Schedules are bitwise equal if they run the same actions on the same layers and sum the gradients of each stage in the
 order of the microbatches: gpipe, 1f1b and eager_1f1b on the one hand, and zb_h1 and zb_h2 on the other
@@ -17,12 +18,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from jaxpar.pipeline.tables.schedule import SCHEDULES
+from tests.selection import slow_except
 from tests.strategies.pipelines import (
     NUM_STEPS,
     RESNET_BLOCKS,
@@ -126,16 +128,22 @@ def test_all_pairs_are_covered() -> None:
     assert {(c.task.model, c.task.optimizer) for c in CASES} == set(itertools.product(values[3], ("adamw", "sgd")))
 
 
-def in_turn(case: Case) -> Any:
-    """Mark ResNets, which XLA's fast compilation makes slow, and some pipelines of 8 devices as slow.
+# Every schedule, number of stages, number of replicas, transformer and remat.
+FAST = [
+    *(case for case in CASES if case.stages == 2 and case.task.model != "resnet"),
+    *(case for case in CASES if (case.schedule, case.stages) in (("zb_h1", 4), ("1f1b", 8))),
+    *ONE_STAGE_CASES,
+]
 
-    test_pipeline_state.py runs a ResNet as well.
-    """
-    is_slow = case.task.model == "resnet" or (case.stages == 8 and case.schedule not in ("1f1b", "eager_1f1b", "zb_v"))
-    return pytest.param(case, marks=pytest.mark.slow) if is_slow else case
+
+def test_every_value_has_a_fast_case() -> None:
+    for index, values in enumerate((tuple(SCHEDULES), (1, 2, 4, 8), (1, 2))):
+        assert {case[index] for case in FAST} == set(values)
+    assert {case.task.model for case in FAST} == {"bert", "gpt"}
+    assert {case.remat for case in FAST} == {"none", "full", "dots"}
 
 
-@pytest.mark.parametrize("case", [in_turn(case) for case in CASES + ONE_STAGE_CASES], ids=str)
+@pytest.mark.parametrize("case", slow_except(FAST, CASES + ONE_STAGE_CASES), ids=str)
 def test_equals_single(case: Case) -> None:
     # After 14 blocks of convolutions and norms, rounding occasionally decides which of two pixels is the maximum.
     norm_error = 5e-6 if case.task.model == "resnet" and case.task.layers == 14 else 1e-6
@@ -143,17 +151,20 @@ def test_equals_single(case: Case) -> None:
     assert_survives(shared(case.task, *case.overrides), filled(start(case.task)))
 
 
-def test_training_learns_and_dropout_is_on() -> None:
+TASKS = dict.fromkeys(case.task for case in CASES if case.task.model != "resnet")
+
+
+@pytest.mark.parametrize("task", slow_except([case.task for case in FAST], TASKS), ids=str)
+def test_training_learns_and_dropout_is_on(task: Task) -> None:
     """Guards the tests above: the equality of runs that do not train would prove nothing."""
-    for task in {case.task for case in CASES if case.task.model != "resnet"}:
-        reference, strategy = outcome(task), shared(task)
-        assert len(set(reference.losses)) == NUM_STEPS
-        assert max(reference.norms) > 1  # clipping is active
-        for name, before in named(start(task)["params"]).items():  # ten times the tolerance of equality
-            moved = error(reference.params[name], before)
-            assert moved > 1e-5 or "['key']['bias']" in name, f"{name} moved by {moved}"
-        sums = strategy.evaluate(strategy.from_canonical(start(task)), strategy.place(make_batch(task, 0)))
-        assert abs(float(sums.loss / sums.weight) - reference.losses[0]) > 1e-3
+    reference, strategy = outcome(task), shared(task)
+    assert len(set(reference.losses)) == NUM_STEPS
+    assert max(reference.norms) > 1  # clipping is active
+    for name, before in named(start(task)["params"]).items():  # ten times the tolerance of equality
+        moved = error(reference.params[name], before)
+        assert moved > 1e-5 or "['key']['bias']" in name, f"{name} moved by {moved}"
+    sums = strategy.evaluate(strategy.from_canonical(start(task)), strategy.place(make_batch(task, 0)))
+    assert abs(float(sums.loss / sums.weight) - reference.losses[0]) > 1e-3
 
 
 PROCESS = """

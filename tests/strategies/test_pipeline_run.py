@@ -53,10 +53,11 @@ def test_result(uninterrupted: Path) -> None:
     assert transferred + fullest <= result["wire_bytes"] <= transferred + fullest * 1.05
 
 
-@pytest.mark.parametrize("step", [5])
+@pytest.mark.slow
 def test_stopped_and_resumed_ends_bitwise_equal(
-    folder: Path, tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, step: int
+    folder: Path, tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    step = 5
     stop_at(monkeypatch, step, signal.SIGTERM)
     with pytest.raises(train.Stopped, match=f"SIGTERM: stopped after step {step} of"):
         train.train(config(folder, PIPELINE), tmp_path / "run")

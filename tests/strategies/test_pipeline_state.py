@@ -11,6 +11,7 @@ from flax import serialization
 from jaxpar.layout import LeafLayout
 from jaxpar.optimizer import OPTIMIZERS
 from jaxpar.pipeline.executor.state import PackedState, StagedState
+from tests.selection import slow
 from tests.strategies.pipelines import (
     LEARNING_RATES,
     NUM_STEPS,
@@ -50,7 +51,7 @@ def test_canonical_state_of_every_optimizer_survives(name: str) -> None:
     [
         Case("1f1b", 8, 1, Task("bert", "masked_lm"), "none"),  # equal stages
         Case("zb_v", 2, 2, Task("gpt", "causal_lm"), "none"),  # two chunks, embedding and head on one device
-        Case("interleaved_1f1b", 4, 1, Task("resnet", "classification"), "none"),  # all stages differ
+        slow(Case("interleaved_1f1b", 4, 1, Task("resnet", "classification"), "none")),  # all stages differ
     ],
     ids=str,
 )
@@ -83,7 +84,7 @@ LAYOUTS = [
     Case("interleaved_1f1b", 2, 1, Task("gpt", "causal_lm"), "none"),
     Case("zb_v", 4, 1, Task("bert", "masked_lm"), "none"),
     Case("1f1b", 4, 1, Task("resnet", "classification"), "none"),
-    Case("1f1b", 8, 1, Task("resnet", "classification"), "none", "parameters"),
+    slow(Case("1f1b", 8, 1, Task("resnet", "classification"), "none", "parameters")),
 ]
 
 

@@ -21,6 +21,7 @@ from jaxpar.swarm.live.events import EventKind, LiveEvent
 from jaxpar.swarm.live.tickets import PeerSettings
 from jaxpar.swarm.live.trainer import LiveTrainer
 from jaxpar.swarm.table import check_routing
+from tests.selection import slow
 from tests.strategies.pipelines import (
     NUM_MICROBATCHES,
     Task,
@@ -232,6 +233,7 @@ def test_a_silent_peer_is_given_up_and_returns() -> None:
     check_routing(run.trainer.routing_table())
 
 
+@pytest.mark.slow
 def test_a_peer_that_stays_silent_is_replaced() -> None:
     """A stopped process does not even see that it shall end."""
     run = LiveRun(MLP, *live("patience=2"))
@@ -254,7 +256,7 @@ def test_a_peer_that_stays_silent_is_replaced() -> None:
         os.kill(run.pid(stopped[0]), 0)
 
 
-@pytest.mark.parametrize("lie", ["nan", "shape", pytest.param("gradient", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lie", ["nan", slow("shape"), slow("gradient")])
 def test_a_hostile_peer_is_banned(lie: str, ray: Any) -> None:
     node = ray.nodes()[0]["NodeID"]
     lasting = {"name": f"peer-{lie}", "namespace": NAMESPACE, "lifetime": "detached"}

@@ -12,6 +12,7 @@ from jaxpar.cluster import find_cluster
 from jaxpar.config import default_config, override
 from jaxpar.data import DataInfo
 from jaxpar.step import Problem, abstract
+from tests.selection import slow_except
 
 BATCH, LENGTH, VOCABULARY, NUM_STEPS = 8, 8, 24, 3
 INFO = {
@@ -79,9 +80,7 @@ CASES = [(task, variant) for variant in VARIANTS for task in INFO]
 FAST = [*((task, "pipeline") for task in INFO), *(("token_classification", variant) for variant in VARIANTS)]
 
 
-@pytest.mark.parametrize(
-    ("task", "variant"), [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize(("task", "variant"), slow_except(FAST, CASES))
 def test_equals_single(task: str, variant: str) -> None:
     (expected, expected_evaluation, expected_params), (got, evaluation, params) = (
         outcome(task, name) for name in ("single", variant)

@@ -20,6 +20,7 @@ from jaxpar.tasks.classification import TASK
 from tests.models.small import CPU, fast_jit, info_of, make_params, small_config
 from tests.pipeline.cuts import readable
 from tests.pipeline.executor.test_programs import GPT, B, T, V, by_hand, make_rows
+from tests.selection import slow
 
 KEY, WEIGHT = jax.random.key(5), jnp.float32(9.5)
 BOUNDS = (0, 2, 3, 4, 6)  # stages: embed and a block; a block; a block; a block and head, tied to embed
@@ -79,7 +80,7 @@ def one_device(model: Model, params: Params) -> tuple[jax.Array, Params]:
 @pytest.mark.parametrize(
     ("placement", "num_phases", "remat", "num_programs"),
     [
-        (loop_stages(4, 1), 3, "none", 3),  # the middle stages share a program
+        slow((loop_stages(4, 1), 3, "none", 3)),  # the middle stages share a program
         (loop_stages(4, 1), 2, "full", 3),
         (v_stages(2), 3, "dots", 4),  # embed and head on one device
     ],
