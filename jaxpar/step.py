@@ -60,7 +60,7 @@ def gradients(
 
     def loss(params: Params, examples: Batch) -> tuple[jax.Array, Sums]:
         keys_B = example_keys(key, examples)
-        total = problem.task.sums(problem.model.apply(params, examples, keys_B, fetch=fetch), examples)
+        total = problem.task.sums(problem.model.outputs(params, examples, keys_B, fetch=fetch), examples)
         return mean_loss(total.loss, weight), total
 
     def microbatch_gradients(examples: Batch) -> tuple[Params, Sums]:
@@ -87,7 +87,7 @@ def saved_bytes(problem: Problem, num_shares: int) -> int:
 
     def saved(state_key: jax.Array, params: Params, shard: Batch) -> Any:
         keys_B = example_keys(dropout_key(state_key, jnp.zeros((), jnp.int32)), shard)
-        return jax.vjp(lambda p: problem.task.sums(problem.model.apply(p, shard, keys_B), shard).loss, params)[1]
+        return jax.vjp(lambda p: problem.task.sums(problem.model.outputs(p, shard, keys_B), shard).loss, params)[1]
 
     state_key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     share = abstract_share(problem.batch, num_shares)
@@ -147,7 +147,7 @@ def apply(state: State, updates: Params, optimizer: Any, metrics: Metrics) -> tu
 
 def evaluate(problem: Problem, params: Params, batch: Batch, *, fetch: Fetch | None = None) -> Sums:
     """Return the task's sums over a batch, computed without dropout."""
-    return problem.task.sums(problem.model.apply(params, batch, fetch=fetch), batch)
+    return problem.task.sums(problem.model.outputs(params, batch, fetch=fetch), batch)
 
 
 def microbatches(batch: Batch, num: int) -> dict[str, jax.Array]:

@@ -22,12 +22,12 @@ from jaxpar.models.layers import (
     linear,
     norm,
     normalize,
-    token_logits,
     transformer,
 )
 from jaxpar.models.model import Context, Model
 from jaxpar.models.options import BLOCK_DEFAULTS, Spec, check_task, pick, transformer_spec
 from jaxpar.tasks import Task
+from jaxpar.tasks.token_logits import TokenLogits
 
 # Sizes from https://github.com/google-research/bert
 SIZES = {
@@ -124,8 +124,7 @@ class MaskedLMHead(nnx.Module):
         self.tokens = nnx.Param(INIT_SCALE * jax.random.normal(rngs.params(), (spec.vocab_size, spec.hidden_size)))
         self.bias = nnx.Param(jnp.zeros(spec.vocab_size))
 
-    def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        """Compute logits from hidden states: [B, T, D] -> [B, T, V]."""
+    def __call__(self, x_BTD: jax.Array, context: Context) -> TokenLogits:
+        """Return logits [B, T, V] from hidden states [B, T, D]."""
         x_BTD = normalize(self.norm, ACTIVATIONS[self.spec.activation](self.transform(x_BTD)))
-        logits_BTV = token_logits(x_BTD, self.tokens[...], self.spec)
-        return logits_BTV + self.bias[...][None, None, :]
+        return TokenLogits(x_BTD, self.tokens[...].astype(x_BTD.dtype), self.bias[...])

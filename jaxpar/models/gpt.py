@@ -25,12 +25,12 @@ from jaxpar.models.layers import (
     norm,
     normalize,
     real_lengths,
-    token_logits,
     transformer,
 )
 from jaxpar.models.model import Context, Model
 from jaxpar.models.options import BLOCK_DEFAULTS, Spec, check_task, pick, transformer_spec
 from jaxpar.tasks import Task
+from jaxpar.tasks.token_logits import TokenLogits
 
 SIZES = {
     "tiny": {"num_layers": 2, "hidden_size": 128, "num_heads": 2},
@@ -79,9 +79,9 @@ class CausalLMHead(nnx.Module):
         self.norm = norm(spec, rngs)
         self.tokens = nnx.Param(INIT_SCALE * jax.random.normal(rngs.params(), (spec.vocab_size, spec.hidden_size)))
 
-    def __call__(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        """Compute logits from hidden states: [B, T, D] -> [B, T, V]."""
-        return token_logits(normalize(self.norm, x_BTD), self.tokens[...], self.spec)
+    def __call__(self, x_BTD: jax.Array, context: Context) -> TokenLogits:
+        """Return logits [B, T, V] from hidden states [B, T, D]."""
+        return TokenLogits(normalize(self.norm, x_BTD), self.tokens[...].astype(x_BTD.dtype))
 
 
 class LastTokenHead(nnx.Module):

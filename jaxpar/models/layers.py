@@ -7,6 +7,7 @@ and value heads, R query heads per key and value head, K features of a head, V v
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,25 @@ def norm(spec: Spec, rngs: nnx.Rngs) -> nnx.Module:
 
 def normalize(norm: nnx.Module, x: jax.Array) -> jax.Array:
     """Apply a norm in float32 and return the result in the dtype of x."""
-    return norm(x.astype(jnp.float32)).astype(x.dtype)
+    graphdef, weights = nnx.split(norm)
+
+    def apply(weights: Any, x: jax.Array) -> jax.Array:
+        return nnx.merge(graphdef, weights)(x.astype(jnp.float32)).astype(x.dtype)
+
+    return from_inputs(apply, x.dtype)(weights, x)
+
+
+def activate(name: str, x: jax.Array) -> jax.Array:
+    """Apply an activation function of ACTIVATIONS."""
+    return from_inputs(ACTIVATIONS[name], x.dtype)(x)
+
+
+def from_inputs(function: Callable[..., jax.Array], dtype: Any) -> Callable[..., jax.Array]:
+    """Return an elementwise function that saves only its inputs for the backward pass, and computes the rest again.
+
+    Otherwise several arrays are saved for each of its operations, some in float32. That is faster with float32 on CPUs.
+    """
+    return function if dtype == jnp.float32 else jax.checkpoint(function)
 
 
 def rotate(x_BTHK: jax.Array) -> jax.Array:
@@ -174,7 +193,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Apply the MLP to each position: [B, T, D] -> [B, T, D]."""
-        activation, x = ACTIVATIONS[self.spec.activation], as_matrix(x_BTD, self.spec)
+        activation, x = partial(activate, self.spec.activation), as_matrix(x_BTD, self.spec)
         if self.spec.activation == "swiglu":
             y = self.down(activation(self.gate(x)) * self.up(x))
         else:
@@ -203,13 +222,6 @@ class Block(nnx.Module):
             return x_BTD + dropout(self.mlp(normalize(self.mlp_norm, x_BTD)), rate, context, 1)
         x_BTD = normalize(self.attention_norm, x_BTD + dropout(self.attention(x_BTD, context), rate, context, 0))
         return normalize(self.mlp_norm, x_BTD + dropout(self.mlp(x_BTD), rate, context, 1))
-
-
-def token_logits(x_BTD: jax.Array, tokens_VD: jax.Array, spec: Spec) -> jax.Array:
-    """Return the product of x and the token embedding, [B, T, V]: factors in the dtype of x, sums in float32."""
-    x, tokens_VD = as_matrix(x_BTD, spec), tokens_VD.astype(x_BTD.dtype)
-    logits = jnp.einsum("...d,vd->...v", x, tokens_VD, preferred_element_type=jnp.float32)
-    return logits.reshape(*x_BTD.shape[:-1], len(tokens_VD))
 
 
 def transformer(config: ConfigDict, spec: Spec, embed: Maker, head: Maker, ties: tuple[Tie, ...] = ()) -> Model:

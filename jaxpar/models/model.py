@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.layout import Tree
+from jaxpar.tasks.token_logits import TokenLogits, whole
 
 LayerParams = dict[str, Any]  # parameters of one layer: nested dict of arrays, or of their shapes
 Params = dict[str, LayerParams]  # by layer name
@@ -157,7 +158,13 @@ class Model:
     def apply(
         self, params: Params, batch: Batch, keys_B: jax.Array | None = None, *, fetch: Fetch | None = None
     ) -> jax.Array:
-        """Return the output of the last layer.
+        """Return the output of the last layer as one array. Arguments: see `outputs`."""
+        return whole(self.outputs(params, batch, keys_B, fetch=fetch))
+
+    def outputs(
+        self, params: Params, batch: Batch, keys_B: jax.Array | None = None, *, fetch: Fetch | None = None
+    ) -> jax.Array | TokenLogits:
+        """Return the output of the last layer in the form from which a task computes its sums.
 
         Args:
           params: parameters as returned by `init`, or in the form that `fetch` accepts.

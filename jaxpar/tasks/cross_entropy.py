@@ -9,25 +9,26 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jaxpar.tasks.task import Sums, mean_loss
+from jaxpar.tasks.token_logits import TokenLogits, chunked_sums, weighted_sums, whole
 
 TERMS: dict[str, tuple[int, ...]] = {"correct": ()}
 
 
-def sums(logits: jax.Array, batch: Mapping[str, jax.Array]) -> Sums:
+def sums(logits: jax.Array | TokenLogits, batch: Mapping[str, jax.Array]) -> Sums:
     """Return the sums of the cross entropy in nats and of correct answers, weighted by batch["weights"].
 
     Args:
-      logits: [..., C], any float dtype; converted to float32.
+      logits: [..., C], any float dtype; converted to float32. Large `TokenLogits` are computed in chunks.
       batch: "labels", integers, and "weights", of shape [...].
     """
-    logits = logits.astype(jnp.float32)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
-    correct = (jnp.argmax(logits, axis=-1) == batch["labels"]).astype(jnp.float32)
-    weights = batch["weights"]
-    return Sums(jnp.sum(losses * weights), {"correct": jnp.sum(correct * weights)}, jnp.sum(weights))
+    labels, weights = batch["labels"], batch["weights"]
+    if isinstance(logits, TokenLogits) and logits.num_chunks > 1:
+        loss, correct = chunked_sums(logits.num_chunks, logits, labels, weights)
+    else:
+        loss, correct = weighted_sums(whole(logits).astype(jnp.float32), labels, weights)
+    return Sums(loss, {"correct": correct}, jnp.sum(weights))
 
 
 def best_choices(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -73,7 +73,8 @@ class Task:
       head: kind of head of the model; models without it are rejected. The head returns DataInfo.num_outputs numbers
         or logits over the vocabulary.
       terms: shape of each of `Sums.terms`, by name.
-      sums: (model outputs, batch) -> Sums over the examples of the batch. Examples of weight 0 do not contribute.
+      sums: (output of the model's last layer, batch) -> Sums over the examples of the batch. Examples of weight 0 do
+        not contribute.
       metrics: Sums on the host, of positive weight -> metrics by name, without the loss.
       curve: the metric that is logged and plotted next to the loss.
       loss_unit: unit of the loss, for the axis label.
@@ -88,7 +89,7 @@ class Task:
     labels: Labels
     head: Head
     terms: Mapping[str, tuple[int, ...]]
-    sums: Callable[[jax.Array, Mapping[str, jax.Array]], Sums]
+    sums: Callable[[Any, Mapping[str, jax.Array]], Sums]
     metrics: Callable[[Sums], dict[str, float]]
     curve: str
     loss_unit: str

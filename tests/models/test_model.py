@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxpar.models import MODELS, Context, LayerRun, Model, Tie
+from jaxpar.tasks.token_logits import whole as whole_logits
 from tests.models.small import BATCH, CLASSES, LENGTH, LLAMA, VOCAB, dropout_keys, fast_jit, small
 
 EVERY: list[tuple[str, str, dict[str, Any]]] = [
@@ -51,7 +52,7 @@ def test_partitions_equal_the_whole(name: str, task: str, overrides: dict[str, A
         results = [model.apply(params, batch, keys_B)]
         for cut in (1, count // 2):
             x = model.apply_layers(params, batch["inputs"], batch, keys_B, 0, cut)
-            results.append(model.apply_layers(params, x, batch, keys_B, cut, count))
+            results.append(whole_logits(model.apply_layers(params, x, batch, keys_B, cut, count)))
         return results
 
     whole, *parts = outputs(params, dropout_keys())

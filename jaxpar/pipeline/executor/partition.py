@@ -11,7 +11,8 @@ import numpy as np
 
 from jaxpar.errors import Refusals, UserError, nearest
 from jaxpar.measure import flops
-from jaxpar.models.model import Batch, Model
+from jaxpar.models.model import Activations, Batch, Model, Params
+from jaxpar.tasks.token_logits import whole
 
 METHODS = ("uniform", "parameters", "flops", "narrow")
 AUTO = "auto"  # by a profile; jaxpar/strategies/division.py replaces it by layer names
@@ -102,9 +103,13 @@ def layer_flops(model: Model, batch: Batch, inputs: Sequence[Any]) -> list[int]:
         if index not in starts and x == inputs[index - 1]:  # same layer, same input shapes
             costs.append(costs[-1])
             continue
-        apply = partial(model.apply_layers, keys_B=None, start=index, stop=index + 1)
-        costs.append(flops.forward_flops(apply, shapes, x, dict(batch)))
+        costs.append(flops.forward_flops(partial(_apply, model, index), shapes, x, dict(batch)))
     return costs
+
+
+def _apply(model: Model, index: int, params: Params, x: Activations, batch: Batch) -> Any:
+    """Return the output of a layer; logits as one array."""
+    return whole(model.apply_layers(params, x, batch, None, index, index + 1))
 
 
 def balanced(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:

@@ -1,0 +1,125 @@
+"""Logits over a vocabulary that are never whole in training: the product of hidden states and the token embedding.
+
+The logits of a large batch are the largest array of a language model: 32 x 1,024 tokens with a vocabulary of 50,304
+take 6.6 GB in float32, several times over in the backward pass. So the last layer returns the factors, and the loss
+computes the product for some positions at a time, together with its gradient. That needs no more products than whole
+logits do (Hsu et al., "Liger Kernel", arXiv 2410.10989, section 3.2, FusedLinearCrossEntropy).
+
+Dims: B examples, T positions, D features, V vocabulary; t positions of a chunk.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+CHUNK_BYTES = 2**28  # logits of at most this size are whole
+MOST_CHUNKS = 32  # with more, a matrix product would be too small
+LossAndCorrect = tuple[Any, Any]  # scalars
+ZEROS = (np.float32(0), np.float32(0))
+
+
+class TokenLogits(NamedTuple):
+    """The logits x @ tokens.T + bias, [B, T, V], as their factors.
+
+    Attributes:
+      x: [B, T, D] hidden states.
+      tokens: [V, D] token embedding, in the dtype of x.
+      bias: [V], float32; or None.
+    """
+
+    x: jax.Array
+    tokens: jax.Array
+    bias: jax.Array | None = None
+
+    def whole(self) -> jax.Array:
+        """Return the logits, [B, T, V], with sums in float32."""
+        x_ND = self.x.reshape(-1, self.x.shape[-1])
+        logits_NV = jnp.einsum("nd,vd->nv", x_ND, self.tokens, preferred_element_type=jnp.float32)
+        logits_BTV = logits_NV.reshape(*self.x.shape[:-1], len(self.tokens))
+        return logits_BTV if self.bias is None else logits_BTV + self.bias[None, None, :]
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks of positions in which the loss is computed."""
+        positions, size = self.x.shape[1], 4 * self.x.shape[0] * self.x.shape[1] * len(self.tokens)
+        divisors = [n for n in range(1, min(positions, MOST_CHUNKS) + 1) if positions % n == 0]
+        return next((n for n in divisors if size <= n * CHUNK_BYTES), divisors[-1])
+
+
+def whole(outputs: Any) -> jax.Array:
+    """Return the outputs of a model as one array."""
+    return outputs.whole() if isinstance(outputs, TokenLogits) else outputs
+
+
+def weighted_sums(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> LossAndCorrect:
+    """Return the sums of the cross entropy in nats and of correct answers, for logits [..., V]."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    correct = (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
+    return jnp.sum(losses * weights), jnp.sum(correct * weights)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def chunked_sums(num_chunks: int, logits: TokenLogits, labels_BT: jax.Array, weights_BT: jax.Array) -> LossAndCorrect:
+    """Return the weighted sums of the cross entropy and of correct answers, without whole logits.
+
+    The positions are divided, not the examples, because these can be sharded. Only the loss can be differentiated, with
+    respect to the logits. The factors of its gradient are in their own dtype, and its sums in float32.
+
+    Args:
+      num_chunks: number of chunks of positions, a divisor of T.
+      logits: the logits.
+      labels_BT: integers.
+      weights_BT: float32.
+    """
+
+    def add(sums: LossAndCorrect, chunk: Any) -> tuple[LossAndCorrect, None]:
+        x_BtD, labels_Bt, weights_Bt = chunk
+        more = weighted_sums(logits._replace(x=x_BtD).whole(), labels_Bt, weights_Bt)
+        return jax.tree.map(jnp.add, sums, more), None
+
+    return jax.lax.scan(add, ZEROS, _chunks(num_chunks, (logits.x, labels_BT, weights_BT)))[0]
+
+
+def _sums_and_gradient(
+    num_chunks: int, logits: TokenLogits, labels_BT: jax.Array, weights_BT: jax.Array
+) -> tuple[LossAndCorrect, TokenLogits]:
+    """Return `chunked_sums`, and the gradient of the loss."""
+
+    def add(carry: tuple[LossAndCorrect, TokenLogits], chunk: Any) -> tuple[Any, jax.Array]:
+        (sums, gradient), (x_BtD, labels_Bt, weights_Bt) = carry, chunk
+        logits_BtV = logits._replace(x=x_BtD).whole()
+        of_label = jax.nn.one_hot(labels_Bt, len(logits.tokens))
+        dlogits_BtV = (jax.nn.softmax(logits_BtV) - of_label) * weights_Bt[..., None]
+        dlogits_NV = dlogits_BtV.reshape(-1, len(logits.tokens)).astype(x_BtD.dtype)
+        x_ND = x_BtD.reshape(len(dlogits_NV), -1)
+        dtokens_VD = jnp.einsum("nv,nd->vd", dlogits_NV, x_ND, preferred_element_type=jnp.float32)
+        dbias_V = None if logits.bias is None else gradient.bias + dlogits_BtV.sum((0, 1))
+        dx_ND = jnp.einsum("nv,vd->nd", dlogits_NV, logits.tokens, preferred_element_type=jnp.float32)
+        total = gradient._replace(tokens=gradient.tokens + dtokens_VD, bias=dbias_V)
+        sums = jax.tree.map(jnp.add, sums, weighted_sums(logits_BtV, labels_Bt, weights_Bt))
+        return (sums, total), dx_ND.astype(x_BtD.dtype)
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape), logits._replace(x=jnp.zeros(())))
+    chunks = _chunks(num_chunks, (logits.x, labels_BT, weights_BT))
+    (sums, gradient), dx = jax.lax.scan(add, (ZEROS, zeros), chunks)
+    B, T, D = logits.x.shape
+    dx_BTD = jnp.moveaxis(dx.reshape(num_chunks, B, -1, D), 0, 1).reshape(B, T, D)
+    return sums, gradient._replace(x=dx_BTD)
+
+
+def _gradient(_num_chunks: int, gradient: TokenLogits, cotangents: LossAndCorrect) -> tuple[Any, ...]:
+    scaled = jax.tree.map(lambda x: x.astype(jnp.float32) * cotangents[0], gradient)
+    dtype = gradient.x.dtype
+    return scaled._replace(x=scaled.x.astype(dtype), tokens=scaled.tokens.astype(dtype)), None, None
+
+
+chunked_sums.defvjp(_sums_and_gradient, _gradient)
+
+
+def _chunks(num_chunks: int, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Split the positions of arrays [B, T, ..]: [num_chunks, B, t, ..]."""
+    return tuple(jnp.moveaxis(x.reshape(x.shape[0], num_chunks, -1, *x.shape[2:]), 1, 0) for x in arrays)

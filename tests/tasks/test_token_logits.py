@@ -1,0 +1,124 @@
+"""The loss over a vocabulary, computed for some positions at a time, is that of whole logits, as is its gradient."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.analysis import audit
+from jaxpar.measure.flops import forward_flops
+from jaxpar.tasks import TASKS, cross_entropy, token_logits
+from jaxpar.tasks.token_logits import TokenLogits
+from tests.strategies.pipelines import Task, advance, make, pipeline, relative_error, shared, start
+
+B, T, D, V = 3, 12, 8, 50
+
+
+def make_logits(dtype: Any = jnp.float32, *, bias: bool = True) -> tuple[TokenLogits, Any]:
+    """Return logits and a batch. Some weights are 0."""
+    rng = np.random.default_rng(0)
+    x, tokens, b = (rng.normal(size=shape).astype(np.float32) for shape in ((B, T, D), (V, D), (V,)))
+    batch = {
+        "labels": rng.integers(0, V, (B, T)).astype(np.int32),
+        "weights": rng.choice([0.0, 0.5, 1.0], (B, T)).astype(np.float32),
+    }
+    return TokenLogits(jnp.asarray(x, dtype), jnp.asarray(tokens, dtype), jnp.asarray(b) if bias else None), batch
+
+
+def by_hand(logits: TokenLogits, batch: Any) -> tuple[float, float, list[np.ndarray]]:
+    """Return loss, correct answers, and the gradient of the loss / 7, in float64."""
+    x, tokens = (np.asarray(one, np.float64) for one in logits[:2])
+    scores = x @ tokens.T + (0 if logits.bias is None else np.asarray(logits.bias, np.float64))
+    powers = np.exp(scores - scores.max(-1, keepdims=True))
+    p, label = powers / powers.sum(-1, keepdims=True), np.eye(V)[batch["labels"]]
+    loss = -(np.log((p * label).sum(-1)) * batch["weights"]).sum()
+    d = (p - label) * batch["weights"][..., None] / 7
+    gradient = [d @ tokens, np.einsum("btv,btd->vd", d, x)]
+    correct = ((scores.argmax(-1) == batch["labels"]) * batch["weights"]).sum()
+    return loss, correct, gradient if logits.bias is None else [*gradient, d.sum((0, 1))]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_chunks", [1, 3, 12])
+def test_sums_and_gradient(num_chunks: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_logits, "CHUNK_BYTES", 4 * B * T * V // num_chunks)
+    logits, batch = make_logits(bias=bias)
+    assert logits.num_chunks == num_chunks
+    loss, correct, expected = by_hand(logits, batch)
+    sums = jax.jit(cross_entropy.sums)(logits, batch)
+    np.testing.assert_allclose(sums.loss, loss, rtol=1e-6)
+    np.testing.assert_allclose(sums.terms["correct"], correct, rtol=1e-6)
+    np.testing.assert_allclose(sums.weight, batch["weights"].sum())
+
+    def objective(logits: TokenLogits) -> tuple[jax.Array, Any]:
+        sums = cross_entropy.sums(logits, batch)
+        return sums.loss / 7, sums
+
+    gradient, again = jax.jit(jax.grad(objective, has_aux=True))(logits)
+    np.testing.assert_allclose(again.loss, loss, rtol=1e-6)
+    np.testing.assert_allclose(again.terms["correct"], correct, rtol=1e-6)
+    for got, wanted in zip(jax.tree.leaves(gradient), expected, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_chunks", [3, 12])
+def test_bfloat16(num_chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All products have factors in bfloat16 and sums in float32. More chunks do not round the gradient more often."""
+    monkeypatch.setattr(token_logits, "CHUNK_BYTES", 4 * B * T * V // num_chunks)
+    logits, batch = make_logits(jnp.bfloat16)
+    loss, _, expected = by_hand(logits, batch)
+    objective = lambda logits: cross_entropy.sums(logits, batch).loss / 7  # noqa: E731
+    got, gradient = jax.value_and_grad(objective)(logits)
+    np.testing.assert_allclose(got, loss / 7, rtol=1e-6)
+    assert [leaf.dtype for leaf in gradient] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
+    for leaf, wanted in zip(gradient, expected, strict=True):
+        assert np.linalg.norm(np.asarray(leaf, np.float64) - wanted) < 0.005 * np.linalg.norm(wanted)
+    text = str(jax.make_jaxpr(jax.grad(objective))(logits))
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert len(products) == 3
+    assert all(":f32[" in line for line in products)
+
+
+def test_the_forward_pass_computes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, batch = make_logits()
+    whole = forward_flops(cross_entropy.sums, logits, batch)
+    monkeypatch.setattr(token_logits, "CHUNK_BYTES", B * T * V)
+    assert logits.num_chunks == 4
+    assert forward_flops(cross_entropy.sums, logits, batch) == whole == 2 * B * T * D * V
+
+
+@pytest.mark.parametrize(("positions", "num_chunks"), [(1024, 32), (1000, 25), (509, 1), (8, 8), (1, 1)], ids=str)
+def test_number_of_chunks(positions: int, num_chunks: int) -> None:
+    """At most 32, and a divisor of the number of positions."""
+    shapes = [(32, positions, 768), (50304, 768)]
+    x, tokens = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    size = 4 * 32 * positions * 50304
+    logits: Any = TokenLogits(x, tokens)  # type: ignore[arg-type]
+    assert logits.num_chunks == (num_chunks if size > token_logits.CHUNK_BYTES else 1)
+
+
+STRATEGIES = {
+    "single, remat": ("--config.strategy=single", "--config.model.remat=full"),
+    "sharding": ("--config.strategy=data_parallel", "--config.mesh.data=2"),
+    "zero3": ("--config.strategy=data_parallel", "--config.mesh.data=2", "--config.exchange=zero3"),
+    "1f1b": pipeline("1f1b", 2),
+    "zb_h1": pipeline("zb_h1", 2, replicas=2),
+}
+
+
+@pytest.mark.parametrize("task", [Task("gpt", "causal_lm", layers=2), Task("bert", "masked_lm", layers=2)], ids=str)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategies_equal_one_device_with_whole_logits(name: str, task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks are of positions, so that no strategy has to move examples between devices."""
+    expected = advance(shared(task, "--config.strategy=single"), task, start(task), 0, 3)
+    monkeypatch.setattr(token_logits, "CHUNK_BYTES", 1)
+    strategy = make(task, *STRATEGIES[name])
+    got = advance(strategy, task, start(task), 0, 3)
+    np.testing.assert_allclose(got.losses, expected.losses, rtol=1e-6)
+    np.testing.assert_allclose(got.norms, expected.norms, rtol=1e-6)
+    for path, array in expected.params.items():
+        assert relative_error(got.params[path], array) < 1e-6 or "['key']['bias']" in path, path
+    if name != "sharding":  # on CPUs, XLA leaves the all-reduce of the token embedding's gradient in the loop
+        assert all(row.is_explained for row in audit.audit(strategy.compile(), strategy.plan, TASKS[task.task](None)))
