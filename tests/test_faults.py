@@ -183,12 +183,12 @@ def test_a_run_that_is_killed(
 @pytest.mark.parametrize(
     ("moment", "process"),
     [
-        pytest.param("a checkpoint write", 1, marks=pytest.mark.slow),
-        pytest.param("an evaluation", 0, marks=pytest.mark.slow),
-        pytest.param("a step", 0, marks=pytest.mark.slow),
-        pytest.param("a step", 1, marks=pytest.mark.slow),
-        pytest.param("an evaluation", 1, marks=pytest.mark.slow),
-        pytest.param("a checkpoint write", 0, marks=pytest.mark.slow),
+        slow(("a checkpoint write", 1)),
+        slow(("an evaluation", 0)),
+        slow(("a step", 0)),
+        slow(("a step", 1)),
+        slow(("an evaluation", 1)),
+        slow(("a checkpoint write", 0)),
     ],
 )
 def test_one_of_two_processes_is_killed(moment: str, process: int, folder: Path, tmp_path: Path, whole: Path) -> None:
@@ -200,7 +200,7 @@ def test_one_of_two_processes_is_killed(moment: str, process: int, folder: Path,
     assert_proved(tmp_path / "run")
 
 
-@pytest.mark.parametrize("moment", [pytest.param("an evaluation", marks=pytest.mark.slow), "a checkpoint write"])
+@pytest.mark.parametrize("moment", [slow("an evaluation"), "a checkpoint write"])
 def test_a_run_that_receives_sigterm(moment: str, folder: Path, tmp_path: Path, whole: Path) -> None:
     """The process saves all steps and ends well within the grace period before a SIGKILL."""
     out, _ = ended(start(folder, tmp_path, first=MOMENTS[moment].replace("SIGKILL", "SIGTERM")), timeout=GRACE_SECONDS)

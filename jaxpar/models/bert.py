@@ -13,10 +13,10 @@ from ml_collections import ConfigDict
 from jaxpar.data import DataInfo
 from jaxpar.errors import check_choice
 from jaxpar.models.layers import (
-    ACTIVATIONS,
     INIT_SCALE,
     TIED_HEAD,
     Embed,
+    activate,
     classifier,
     dropout,
     linear,
@@ -126,5 +126,5 @@ class MaskedLMHead(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> TokenLogits:
         """Return logits [B, T, V] from hidden states [B, T, D]."""
-        x_BTD = normalize(self.norm, ACTIVATIONS[self.spec.activation](self.transform(x_BTD)))
+        x_BTD = normalize(self.norm, activate(self.spec.activation, self.transform(x_BTD)))
         return TokenLogits(x_BTD, self.tokens[...].astype(x_BTD.dtype), self.bias[...])

@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +36,7 @@ from jaxpar.step import Problem
 from jaxpar.strategies import Strategy, data_parallel, pipeline, replicas
 from scripts import certify as script
 from tests.runs import small_arguments
+from tests.selection import slow_except
 
 ROOT = Path(__file__).parents[2]
 # 213 training examples in batches of 24: one of the 9 batches of an epoch has padding examples.
@@ -103,26 +104,11 @@ CORRECT = {
 }
 
 
-SLOW = [
-    *(
-        "sharding, bert",
-        "zero3, bert",
-        "1f1b, bert",
-        "bfloat16",
-        "pipedream, bert",
-        "pipedream_vertical_sync",
-        "pipedream, bfloat16",
-    ),
-    *("doubled norm", "lost work"),
-]
+SLOW = ["sharding, bert", "zero3, bert", "1f1b, bert", "bfloat16", "pipedream, bert", "pipedream_vertical_sync"]
+SLOW += ["pipedream, bfloat16", "doubled norm", "lost work"]
 
 
-def cases(names: Iterable[str]) -> list[Any]:
-    """Return the parameters of a test, with the slow ones marked."""
-    return [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in names]
-
-
-@pytest.mark.parametrize("name", cases(CORRECT))
+@pytest.mark.parametrize("name", slow_except(CORRECT.keys() - SLOW, CORRECT))
 def test_correct_strategies_pass(name: str, certify: Any) -> None:
     code, found = certify(*CORRECT[name])
     assert (code, found["outside"], found["differs"]) == (0, [], ""), found["outside"]
@@ -417,7 +403,7 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str], list[
 }
 
 
-@pytest.mark.parametrize("name", cases(MISTAKES))
+@pytest.mark.parametrize("name", slow_except(MISTAKES.keys() - SLOW, MISTAKES))
 def test_mistakes_are_found_and_named(
     name: str, certify: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from jaxpar import config as configs
 from tests.docs.prose import FENCE, ROOT, documents
+from tests.selection import slow
 
 PAGES = [str(path.relative_to(ROOT)) for path in documents()]
 LANGUAGES = {"bash", "console", "json", "python", "text", "yaml"}
@@ -85,9 +86,7 @@ ESTIMATE = re.compile(r"about\s+([\d.]+)")
 TOKENIZES = "docs/data.md"  # all 100,000 glosses
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=pytest.mark.slow) if page == TOKENIZES else page for page in WITH_PYTHON]
-)
+@pytest.mark.parametrize("page", [slow(page) if page == TOKENIZES else page for page in WITH_PYTHON])
 def test_python_runs(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -212,7 +212,7 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     "name",
     [
         "a pipeline across both",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in RUNS if name.startswith(("texts", "zero3", "one of"))),
+        *(slow(name) for name in RUNS if name.startswith(("texts", "zero3", "one of"))),
     ],
 )
 def test_two_processes_compute_what_one_does(
@@ -486,9 +486,8 @@ if number := os.environ.get("JAXPAR_PROCESS_ID"):
     [
         slow((signal.SIGINT, 0, FIRST_READS_FOR_LONG, {"[0] reads\n", "[1] waits\n"})),
         (signal.SIGTERM, 75, FIRST_READS_FOR_LONG, {"[0] reads\n", "[1] waits\n"}),
-        pytest.param(  # takes until JAX detects missing heartbeats of the other process, 100 seconds
-            signal.SIGTERM, 75, ONE_IS_LATE, {"[0] is there\n", "[1] is late\n"}, marks=pytest.mark.slow
-        ),
+        # Takes until JAX detects missing heartbeats of the other process, 100 seconds.
+        slow((signal.SIGTERM, 75, ONE_IS_LATE, {"[0] is there\n", "[1] is late\n"})),
     ],
     ids=["Ctrl-C as one reads", "SIGTERM as one reads", "SIGTERM as one is at the loop"],
 )

@@ -19,7 +19,7 @@ from jaxpar.step import Problem
 from jaxpar.strategies import Strategy
 from jaxpar.strategies.schedules import stage_delays
 from jaxpar.strategies.strategy import CompiledProgram
-from tests.selection import slow_except
+from tests.selection import slow, slow_except
 from tests.strategies.pipelines import (
     LENGTH,
     Task,
@@ -239,7 +239,7 @@ def test_without_stashing_the_gradient_is_wrong() -> None:
     assert found["pipedream_without_stashing"] > 1e-4
 
 
-@pytest.mark.parametrize("schedule", ["pipedream", pytest.param("pipedream_2bw", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["pipedream", slow("pipedream_2bw")])
 def test_resumes_bitwise(schedule: str) -> None:
     """The batches in flight and the stashed versions are private state."""
     strategy = shared(SHALLOW, *settings(schedule, 2, 2))
@@ -354,10 +354,10 @@ def test_refused(task: Task, overrides: tuple[str, ...], message: str) -> None:
 @pytest.mark.parametrize(
     ("exchange", "tolerance"),
     [
-        pytest.param("byteps", 1e-6, marks=pytest.mark.slow),
-        pytest.param("horovod --config.exchange_options.group=2", 1e-6, marks=pytest.mark.slow),
-        pytest.param("horovod --config.exchange_options.wire_dtype=float8_e4m3fn", 0.1, marks=pytest.mark.slow),
-        pytest.param("bagua_bytegrad", 0.1, marks=pytest.mark.slow),
+        slow(("byteps", 1e-6)),
+        slow(("horovod --config.exchange_options.group=2", 1e-6)),
+        slow(("horovod --config.exchange_options.wire_dtype=float8_e4m3fn", 0.1)),
+        slow(("bagua_bytegrad", 0.1)),
         ("byteps_topk", 0.1),
     ],
 )

@@ -143,10 +143,7 @@ def test_a_device_holds_its_layers_and_no_more(case: Case) -> None:
     "case",
     [
         Case("1f1b", 3, 1, Task("bert", "masked_lm", layers=4), "full", "block_0,block_2"),
-        pytest.param(
-            Case("eager_1f1b", 4, 2, Task("gpt", "causal_lm"), "dots", "block_1,block_2,block_5"),
-            marks=pytest.mark.slow,
-        ),
+        slow(Case("eager_1f1b", 4, 2, Task("gpt", "causal_lm"), "dots", "block_1,block_2,block_5")),
     ],
     ids=str,
 )

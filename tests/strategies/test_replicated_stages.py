@@ -7,6 +7,7 @@ import pytest
 from jaxpar.errors import UserError
 from jaxpar.pipeline.tables.schedule import make_table
 from jaxpar.pipeline.tables.table_file import write_table
+from tests.selection import slow_except
 from tests.strategies.pipelines import (
     NUM_MICROBATCHES,
     Outcome,
@@ -45,7 +46,7 @@ def worst(got: Outcome, expected: Outcome) -> float:
 
 @pytest.mark.parametrize(
     ("schedule", "replicas", "task", "data"),
-    [case if case is CASES[1] else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+    slow_except([CASES[1]], CASES),
     ids=str,
 )
 def test_equals_single(schedule: str, replicas: tuple[int, ...], task: Task, data: int) -> None:

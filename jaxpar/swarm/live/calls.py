@@ -96,10 +96,8 @@ class Calls:
 
     def _receive(self, call: Call) -> CallFailure | ValueLost | None:
         queue = self._queues.get(call.peer, [])
-        if not queue or queue[0] is not call:
-            return (
-                None  # dropped by the handler of another answer; or the answer to the call before it has not been read
-            )
+        if not queue or queue[0] is not call:  # dropped by the handler of another answer, or an earlier one is unread
+            return None
         exceptions = self._ray.exceptions
         try:
             answer = self._ray.get(call.answer)

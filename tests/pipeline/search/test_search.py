@@ -12,6 +12,7 @@ from jaxpar.pipeline.tables.simulate import Times, simulate_table
 from jaxpar.pipeline.tables.table import B, F, Table
 from jaxpar.pipeline.tables.validate import check_table, peak_stashed
 from tests.pipeline.named_tables import make
+from tests.selection import slow
 
 TIMES = [(1, 1, 1), (4, 5, 3), (5, 4, 2), (2, 5, 7), (7, 2, 3), (1, 2, 1)]
 
@@ -85,7 +86,7 @@ def test_best_of_all_orders(p: int, m: int) -> None:
 
 @pytest.mark.parametrize(
     ("v", "share"),
-    [(1, 0.45), pytest.param(2, 0.75, marks=pytest.mark.slow), pytest.param(3, 1, marks=pytest.mark.slow)],
+    [(1, 0.45), slow((2, 0.75)), slow((3, 1))],
 )
 def test_never_worse_than_a_named_schedule_that_fits(v: int, share: float) -> None:
     better = []
