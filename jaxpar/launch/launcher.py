@@ -198,7 +198,7 @@ class Group:
             printer.join(timeout=5)
 
     def _send(self, number: int) -> None:
-        for process in self._processes:
+        for process in reversed(self._processes):  # the first coordinates the others, which fail once it has ended
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(number)
 

@@ -132,10 +132,10 @@ def test_killer_kills_one_process_per_period() -> None:
 @pytest.mark.slow
 def test_demonstration(tmp_path: Path) -> None:
     """Peers are killed, and the run ends like one whose peers live."""
-    train = ["--config=configs/quickstart.py", "--config.num_steps=6", "--config.swarm.join_seconds=1"]
-    own = ["--peers=4", "--stages=2", "--kill_every=2s"]
+    train = ["--config=configs/quickstart.py", "--config.num_steps=12", "--config.swarm.join_seconds=1"]
+    own = ["--peers=4", "--stages=2", "--kill_every=5s"]
     command = ["scripts/swarm", *own, "--", *train, f"--workdir={tmp_path}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     assert "kill -9" in done.stdout
-    assert re.search(r"swarm     6 steps, [1-9]\d* failures?, ", done.stdout)
+    assert re.search(r"swarm     12 steps, [1-9]\d* failures?, ", done.stdout)
