@@ -6,7 +6,7 @@ trees.
 Dims: n replicas, L elements of a vector.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import jax
@@ -210,6 +210,15 @@ def ring_traffic(
       num_vectors: number of vectors, each of which is sent in separate messages.
     """
     return Traffic(kind, dtype, axis, ways * (size - 1) * nbytes / size, ways * (size - 1) * num_vectors)
+
+
+def added_up(traffic: Iterable[Traffic]) -> list[Traffic]:
+    """Return the traffic of each kind, dtype and axis in one entry. All of it is required, or the same fraction."""
+    total: dict[tuple[str, str, str], Traffic] = {}
+    for one in traffic:
+        before = total.get(one[:3], one._replace(nbytes=0.0, messages=0.0))
+        total[one[:3]] = one._replace(nbytes=before.nbytes + one.nbytes, messages=before.messages + one.messages)
+    return list(total.values())
 
 
 def _traffic(kind: str, ways: int, axis: Axis, length: int, dtype: DTypeLike) -> Traffic:

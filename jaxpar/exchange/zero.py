@@ -9,12 +9,13 @@ are not sharded: every replica holds them, and their gradients are summed by a p
 With groups, stage 3 is hybrid sharded data parallelism (HSDP), as in PyTorch's FSDP (Zhao et al., 2023, section 3.2):
 each group of replicas, such as a node, shards its own copy of all arrays, so arrays are gathered only within groups.
 
-Stage 3 can send parameters and gradients with 8 bits per element, as in ZeRO++ (Wang et al., "ZeRO++: Extremely
-Efficient Collective Communication for Giant Model Training", 2023).
+Stage 3 gathers an array in the dtype in which its layer reads it: half of the bytes, if a bfloat16 model casts it
+first. Gradients are summed in float32. Stage 3 can also send parameters and gradients with 8 bits per element, as in
+ZeRO++ (Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", 2023).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +26,7 @@ import optax
 from jaxpar.exchange.compress import Compressor
 from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate
 from jaxpar.exchange.fuse import buckets
-from jaxpar.exchange.reduce import Axis, ring_traffic
+from jaxpar.exchange.reduce import Axis, added_up, ring_traffic
 from jaxpar.exchange.scatter_gather import all_gather_coded, coded_nbytes, reduce_scatter_coded
 from jaxpar.layout import REPLICATED, SHARDED, Tree, pad, shard_shape, split_dim, unpad
 from jaxpar.plan import Traffic
@@ -44,61 +45,87 @@ class Codes(NamedTuple):
 
 
 UNCODED = Codes()
+FLOAT = np.dtype(np.float32)
+WORD = np.dtype(np.uint16)  # in which arrays are sent if not all are float32, because XLA may widen 16-bit floats
 
 
 class Shards:
     """The arrays of a tree and their shards. Its methods convert between them, inside `shard_map`."""
 
     def __init__(self, axis: Axis, tree: Tree, num_bytes: int, codes: Codes = UNCODED):
-        """tree: full arrays or their shapes; num_bytes: size limit of the bucket that a collective sends."""
+        """Plan the buckets of arrays that are sent together.
+
+        Args:
+          axis: axis of the replicas.
+          tree: full arrays or their shapes, with the dtypes in which `gather` returns them.
+          num_bytes: size limit of the bucket that a collective sends.
+          codes: compressors of what is sent.
+        """
         self._axis, self._codes = axis, codes
         self._leaves, self._structure = jax.tree.flatten(tree)
         self._shapes = [shard_shape(leaf.shape, axis.size) for leaf in self._leaves]
-        plan = buckets(self._leaves, num_bytes, cut=False, backwards=True)
+        self._wire = FLOAT if all(leaf.dtype == FLOAT for leaf in self._leaves) else WORD
+        widths = [leaf.dtype.itemsize // self._wire.itemsize for leaf in self._leaves]
+        sizes = [leaf.size * width for leaf, width in zip(self._leaves, widths, strict=True)]
+        sent = [jax.ShapeDtypeStruct((size,), self._wire) for size in sizes]
+        plan = buckets(sent, num_bytes, cut=False, backwards=True)
         divided = [[piece.leaf for piece in bucket if self._shapes[piece.leaf]] for bucket in plan]
         self._buckets = [bucket for bucket in divided if bucket]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all sharded arrays, including their padding."""
-        sizes = [math.prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(self._shapes, self._leaves, strict=True)]
-        return self._axis.size * sum(sizes[number] for bucket in self._buckets for number in bucket)
+        """Bytes of all sharded arrays, including their padding, as `gather` sends them uncompressed."""
+        widths = [self._leaves[number].dtype.itemsize for number in self._numbers]
+        return self._axis.size * sum(map(math.prod, zip(self._lengths, widths, strict=True)))
+
+    @property
+    def size(self) -> int:
+        """Number of elements of all sharded arrays, including their padding."""
+        return self._axis.size * sum(self._lengths)
+
+    @property
+    def _numbers(self) -> list[int]:
+        """The indices of the sharded arrays."""
+        return [number for bucket in self._buckets for number in bucket]
 
     @property
     def _lengths(self) -> list[int]:
         """Number of elements of each shard."""
-        return [math.prod(self._shapes[number]) for bucket in self._buckets for number in bucket]
+        return [math.prod(self._shapes[number]) for number in self._numbers]
 
     @property
     def num_vectors(self) -> int:
         """Number of collectives that scatter, or gather, all arrays once."""
         return len(self._buckets)
 
-    def traffic(self, kind: str, times: int, num_vectors: int, compressor: Compressor | None) -> Traffic:
-        """Return the traffic of a device that scatters or gathers all arrays `times` times.
+    def scatter_traffic(self, times: int) -> Traffic:
+        """Return the traffic of a device that scatters all arrays `times` times, in float32 or compressed.
 
-        Args:
-          kind: "reduce-scatter" or "all-gather". An all-to-all scatters compressed vectors, which cannot be summed.
-          times: number of times.
-          num_vectors: number of vectors that hold all arrays.
-          compressor: compressor of the vectors; None: they are sent uncompressed.
+        Compressed vectors cannot be summed, so an all-to-all scatters them.
         """
-        nbytes, dtype = self.nbytes, "float32"
-        if compressor:
+        kind, nbytes, dtype = "reduce-scatter", 4 * self.size, "float32"
+        if compressor := self._codes.grads:
+            kind, nbytes, dtype = "all-to-all", self._axis.size * coded_nbytes(compressor, self._lengths), "uint8"
+        return ring_traffic(kind, times, self._axis.name, self._axis.size, nbytes, dtype, num_vectors=self.num_vectors)
+
+    def gather_traffic(self, times: int) -> Traffic:
+        """Return the traffic of a device that gathers all arrays `times` times."""
+        nbytes, dtype = self.nbytes, self._wire.name
+        if compressor := self._codes.params:
             nbytes, dtype = self._axis.size * coded_nbytes(compressor, self._lengths), "uint8"
-            kind = {"reduce-scatter": "all-to-all"}.get(kind, kind)
-        return ring_traffic(kind, times, self._axis.name, self._axis.size, nbytes, dtype, num_vectors=num_vectors)
+        sizes = (self._axis.name, self._axis.size)
+        return ring_traffic("all-gather", times, *sizes, nbytes, dtype, num_vectors=self.num_vectors)
 
     def traffic_between(self, between: Axis) -> Traffic:
         """Return the traffic of a device in `add_up_shards`."""
-        nbytes, num_vectors = self.nbytes / self._axis.size, self.num_vectors
+        nbytes, num_vectors = 4 * self.size / self._axis.size, self.num_vectors
         return ring_traffic("all-reduce", 2, between.name, between.size, nbytes, "float32", num_vectors=num_vectors)
 
     def local(self, tree: Tree) -> Tree:
         """Return this replica's shards of full arrays."""
         replica = self._axis.position()
         leaves = dict(enumerate(jax.tree.leaves(tree)))
-        for number in [number for bucket in self._buckets for number in bucket]:
+        for number in self._numbers:
             shard = jax.lax.dynamic_index_in_dim(self._flat_shards(leaves[number]), replica, keepdims=False)
             leaves[number] = self._shard(shard, number)
         return jax.tree.unflatten(self._structure, leaves.values())
@@ -113,7 +140,9 @@ class Shards:
         for bucket in self._buckets:
             vector = jnp.concatenate([leaves[number].reshape(-1) for number in bucket])
             total = jax.lax.psum(vector, between.name, axis_index_groups=between.groups)
-            for number, part in zip(bucket, self._split(total, bucket), strict=True):
+            for number, part in zip(
+                bucket, _split(total, map(math.prod, (self._shapes[number] for number in bucket))), strict=True
+            ):
                 leaves[number] = part.reshape(self._shapes[number])
         return jax.tree.unflatten(self._structure, leaves)
 
@@ -128,7 +157,7 @@ class Shards:
         leaves = jax.tree.leaves(self.add_up_whole(tree))
         for bucket in self._buckets:
             vectors = jnp.concatenate([self._flat_shards(leaves[number]) for number in bucket], axis=1)
-            shards = self._split(self._scatter(vectors), bucket)
+            shards = _split(self._scatter(vectors), map(math.prod, (self._shapes[number] for number in bucket)))
             for number, shard in zip(bucket, shards, strict=True):
                 leaves[number] = self._shard(shard, number)
         return jax.tree.unflatten(self._structure, leaves)
@@ -138,8 +167,7 @@ class Shards:
         leaves = jax.tree.leaves(tree)
         for bucket in self._buckets:
             vectors = [_front(leaves[number], self._dim(number)).reshape(-1) for number in bucket]
-            gather = self._gather_coded if any(self._codes) else self._gather
-            for number, shards in zip(bucket, gather(vectors), strict=True):
+            for number, shards in zip(bucket, self._gather(vectors, bucket), strict=True):
                 leaves[number] = self._full(shards, number)
         return jax.tree.unflatten(self._structure, leaves)
 
@@ -147,26 +175,27 @@ class Shards:
         """Return the sum over replicas of this replica's row [L] of vectors [n, L]."""
         return jax.lax.psum_scatter(vectors, self._axis.name, axis_index_groups=self._axis.groups)
 
-    def _gather(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the vectors [L] of all replicas, [n, L]."""
-        gathered = jax.lax.all_gather(jnp.concatenate(vectors), self._axis.name, axis_index_groups=self._axis.groups)
-        return jnp.split(gathered, np.cumsum([len(vector) for vector in vectors])[:-1], axis=1)
+    def _gather(self, vectors: Sequence[jax.Array], bucket: Sequence[int]) -> list[jax.Array]:
+        """Return the vectors [L] of all replicas, [n, L], in the dtypes of the arrays of a bucket.
 
-    def _gather_coded(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the vectors of all replicas as `_gather` does, but send the vectors and their gradients compressed.
-
-        The gradient of the result is the gradient of the vectors, as if compression did not change them.
+        The gradient of the result is the gradient of the vectors, as if casts and compression did not change them.
         """
         axis, (params, grads) = self._axis, self._codes
+        dtypes = [self._leaves[number].dtype for number in bucket]
 
         def forward(vectors: Sequence[jax.Array]) -> list[jax.Array]:
-            return all_gather_coded(axis, params, vectors) if params else self._gather(vectors)
+            if params:
+                decoded = all_gather_coded(axis, params, vectors)
+                return [x.astype(dtype) for x, dtype in zip(decoded, dtypes, strict=True)]
+            words = [_words(x.astype(dtype), self._wire) for x, dtype in zip(vectors, dtypes, strict=True)]
+            gathered = jax.lax.all_gather(jnp.concatenate(words), axis.name, axis_index_groups=axis.groups)
+            return [_from_words(x, dtype) for x, dtype in zip(_split(gathered, map(len, words)), dtypes, strict=True)]
 
         def backward(_: None, slopes: Sequence[jax.Array]) -> tuple[list[jax.Array]]:
+            slopes = [slope.astype(x.dtype) for slope, x in zip(slopes, vectors, strict=True)]
             if grads:
                 return (reduce_scatter_coded(axis, grads, slopes),)
-            total = self._scatter(jnp.concatenate(slopes, axis=1))
-            return (jnp.split(total, np.cumsum([x.shape[1] for x in slopes])[:-1]),)
+            return (_split(self._scatter(jnp.concatenate(slopes, axis=1)), map(len, vectors)),)
 
         gather = jax.custom_vjp(forward)
         gather.defvjp(lambda vectors: (forward(vectors), None), backward)
@@ -180,11 +209,6 @@ class Shards:
     def _flat_shards(self, x: jax.Array) -> jax.Array:
         """Reshape a full array to [n, elements of a shard], with the sharded dim of each shard first."""
         return _front(pad(x, self._axis.size), split_dim(x.shape) or 0).reshape(self._axis.size, -1)
-
-    def _split(self, x: jax.Array, bucket: list[int]) -> list[jax.Array]:
-        """Split a concatenation of the arrays of a bucket, along the last dim."""
-        sizes = [math.prod(self._shapes[number]) for number in bucket]
-        return jnp.split(x, np.cumsum(sizes)[:-1], axis=-1)
 
     def _shard(self, flat_shard: jax.Array, number: int) -> jax.Array:
         """Return one row of `_flat_shards` in the shape of a shard."""
@@ -253,13 +277,15 @@ def zero(
         return Shards(within, shapes, num_bytes, codes).gather(local)
 
     def traffic(params: Tree, num_microbatches: int = 1) -> list[Traffic]:
-        together = list(params.values()) if stage == 3 else [params]  # scattered, or gathered, one after another
-        num_vectors = sum(Shards(within, tree, num_bytes).num_vectors for tree in together)
-        whole = Shards(within, params, num_bytes)
-        scatter = whole.traffic("reduce-scatter", 1 if stage == 1 else num_microbatches, num_vectors, codes.grads)
-        gather = whole.traffic("all-gather", 2 * num_microbatches if stage == 3 else 1, num_vectors, codes.params)
-        # On CPUs XLA drops the barriers between a layer's gathers for forward and backward, and may merge them.
-        sent = [scatter, gather._replace(required=0.5 if stage == 3 else 1.0)]
+        # In stage 3, the arrays of the layers are scattered and gathered one layer after another.
+        each = [Shards(within, tree, num_bytes, codes) for tree in (params.values() if stage == 3 else [params])]
+        scatter = added_up(one.scatter_traffic(1 if stage == 1 else num_microbatches) for one in each)
+        gather = added_up(one.gather_traffic(2 * num_microbatches if stage == 3 else 1) for one in each)
+        # XLA may add up the gradients of an array that two layers share before it scatters them. On CPUs it drops the
+        # barriers between a layer's gathers for forward and backward, and may merge them.
+        shared = shards.size / sum(one.size for one in each)
+        sent = [one._replace(required=shared) for one in scatter]
+        sent += [one._replace(required=0.5 if stage == 3 else 1.0) for one in gather]
         return [*sent, shards.traffic_between(between)] if is_grouped else sent
 
     return Exchange(
@@ -281,3 +307,21 @@ def _front(x: jax.Array, dim: int) -> jax.Array:
 
 def _back(x: jax.Array, dim: int) -> jax.Array:
     return jnp.moveaxis(x, 0, dim)
+
+
+def _split(x: jax.Array, sizes: Iterable[int]) -> list[jax.Array]:
+    """Split an array into parts of these sizes, along the last dim."""
+    return jnp.split(x, np.cumsum(list(sizes))[:-1], axis=-1)
+
+
+def _words(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    """Return the bits of a vector as elements of `dtype`, which are at most as wide as its own."""
+    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype).reshape(-1)
+
+
+def _from_words(words: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    """Invert `_words` for the vectors [n, L] of n replicas."""
+    if words.dtype == dtype:
+        return words
+    width = dtype.itemsize // words.dtype.itemsize
+    return jax.lax.bitcast_convert_type(words if width == 1 else words.reshape(len(words), -1, width), dtype)

@@ -32,11 +32,11 @@ REMAT_POLICIES: dict[str, Any] = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
-# (shapes of a layer's arrays, their stored form in params) -> the arrays
+# (shapes of a layer's arrays, with the dtypes in which it reads them; their stored form in params) -> the arrays
 Fetch = Callable[[LayerParams, Tree], LayerParams]
 MOVES = (  # primitives that only gather, move, cast or decompress data
-    *("all_gather", "broadcast_in_dim", "concatenate", "convert_element_type", "decompress", "dynamic_slice", "pad"),
-    *("reshape", "slice", "split", "squeeze", "transpose"),
+    *("all_gather", "bitcast_convert_type", "broadcast_in_dim", "concatenate", "convert_element_type", "decompress"),
+    *("dynamic_slice", "pad", "reshape", "slice", "split", "squeeze", "transpose"),
 )
 
 
@@ -120,6 +120,7 @@ class Model:
         times = applications or {}
         self.layers = tuple(Layer(name, *abstract[id(make)], times.get(name, 1)) for name, make in self._makers.items())
         self.runs = tuple(self._find_runs())
+        self._read_dtypes: dict[Any, Tree] = {}  # of layers for inputs of these shapes
 
     def unrolled(self) -> "Model":
         """Return the same model, computed without a scan."""
@@ -218,6 +219,30 @@ class Model:
             xs.append(jax.eval_shape(apply, shapes, xs[-1], dict(batch)))
         return xs
 
+    def read_shapes(self, batch: Batch) -> Params:
+        """Return the shapes of the arrays that each layer uses, with the dtypes in which it reads them.
+
+        These are narrower if all that a layer does with an array is to cast it. They include arrays that the layer
+        shares with another one. batch: an abstract batch.
+        """
+        inputs = self.inputs(batch)
+        return {layer.name: self._read_shapes(layer, x, batch) for layer, x in zip(self.layers, inputs, strict=True)}
+
+    def _read_shapes(self, layer: Layer, x: Activations, batch: Batch) -> LayerParams:
+        if layer.num_applications > 1:  # its gradients are added up over the applications
+            return layer.shapes
+
+        def call(weights: LayerParams, x: Activations, batch: Batch) -> Activations:
+            return nnx.merge(layer.graphdef, weights)(x, Context(batch, None))
+
+        inputs = jax.eval_shape(lambda *values: values, x, dict(batch))
+        avals = jax.tree.leaves((inputs, layer.shapes))
+        key = (layer.graphdef, *((leaf.shape, leaf.dtype) for leaf in avals))
+        if key not in self._read_dtypes:
+            self._read_dtypes[key] = read_dtypes(call, layer.shapes, *inputs)
+        dtypes = self._read_dtypes[key]
+        return jax.tree.map(lambda leaf, dtype: jax.ShapeDtypeStruct(leaf.shape, dtype), layer.shapes, dtypes)
+
     def _scan_run(
         self,
         params: Params,
@@ -234,7 +259,7 @@ class Model:
 
         def body(x: Activations, layer: tuple[LayerParams, jax.Array]) -> tuple[Activations, None]:
             weights, index = layer
-            return self._call(layers[0], weights, x, batch, keys_B, index, fetch), None
+            return self._call(layers[0], weights, x, batch, keys_B, index, fetch, in_scan=True), None
 
         return jax.lax.scan(body, x, (stacked, jnp.arange(first, last) + shift))[0]
 
@@ -249,18 +274,19 @@ class Model:
         fetch: Fetch | None,
         *,
         scan: bool = True,
+        in_scan: bool = False,
     ) -> Activations:
         def call(weights: LayerParams, x: Activations) -> Activations:
             keys = None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, index)
-            weights = weights if fetch is None else fetch(layer.shapes, weights)
+            weights = weights if fetch is None else fetch(self._read_shapes(layer, x, batch), weights)
             if layer.num_applications > 1:
                 return self._repeat(layer, weights, x, batch, keys, scan=scan)
             return nnx.merge(layer.graphdef, weights)(x, Context(batch, keys))
 
         if self._remat != "none" and layer.num_applications == 1:
-            call = jax.checkpoint(call, policy=REMAT_POLICIES[self._remat])
+            call = jax.checkpoint(call, policy=REMAT_POLICIES[self._remat], prevent_cse=not in_scan)
         elif fetch is not None:
-            call = jax.checkpoint(call, policy=is_computed)
+            call = jax.checkpoint(call, policy=is_computed, prevent_cse=not in_scan)
         return call(weights, x)
 
     def _repeat(
@@ -299,6 +325,36 @@ class Model:
             if ended or self.layers[index].name in tied or self.layers[start].name in tied:
                 yield LayerRun(start, index)
                 start = index
+
+
+def read_dtypes(function: Callable[..., Any], weights: Tree, *others: Any) -> Tree:
+    """Return the dtype in which a function reads each array of `weights`.
+
+    That is a narrower one if all that the function does with the array is to cast it, once. With several casts, the
+    gradients of the results would be added in the narrower dtype.
+
+    Args:
+      function: function of the weights and the other arguments.
+      weights: arrays or their shapes.
+      others: arrays or their shapes.
+    """
+    traced = jax.make_jaxpr(function)(weights, *others).jaxpr
+    uses: dict[int, list[Any]] = {id(variable): [] for variable in traced.invars}
+    for equation in traced.eqns:
+        is_cast = equation.primitive.name == "convert_element_type"
+        for variable in equation.invars:
+            uses.setdefault(id(variable), []).append(equation.params["new_dtype"] if is_cast else None)
+    for variable in traced.outvars:
+        uses.setdefault(id(variable), []).append(None)
+
+    def dtype(leaf: Any, variable: Any) -> Any:
+        match uses[id(variable)]:
+            case [narrow] if narrow is not None and narrow.itemsize < leaf.dtype.itemsize:
+                return narrow
+        return leaf.dtype
+
+    leaves, structure = jax.tree.flatten(weights)
+    return jax.tree.unflatten(structure, map(dtype, leaves, traced.invars))
 
 
 def _fresh(make: Callable[[nnx.Rngs], nnx.Module], key: jax.Array) -> LayerParams:

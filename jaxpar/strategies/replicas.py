@@ -32,11 +32,12 @@ from jaxpar.strategies.replica_state import ReplicaState, make_layouts, private_
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
-# Let XLA overlap the exchange with the backward pass on GPUs: do not combine the buckets again, as the combined
-# collective would wait for the whole backward pass, and schedule collectives to hide their latency.
+# Let XLA overlap the exchange with computation on GPUs: do not combine the buckets again, as the combined collective
+# would wait for the whole backward pass, schedule collectives to hide their latency, and gather the arrays of a layer
+# while the layer before it is computed.
 OVERLAP: dict[str, Any] = {
     f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in ("all_reduce", "all_gather", "reduce_scatter")
-} | {"xla_gpu_enable_latency_hiding_scheduler": True}
+} | {"xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_enable_pipelined_all_gather": True}
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ def plan(
     like = states.abstract_state(shapes.model, shapes.optimizer)
     layouts = make_layouts(exchange, dict(decision.axes), like)
     # With `fetch`, a layer receives all arrays that it uses, including those that it shares with another layer.
-    used = {layer.name: layer.shapes for layer in shapes.model.layers}
-    traffic = tuple(exchange.traffic(used if exchange.fetch else like.params, shapes.accumulation_steps))
+    sent = shapes.model.read_shapes(shapes.batch) if exchange.fetch else like.params
+    traffic = tuple(exchange.traffic(sent, shapes.accumulation_steps))
     summary = f"{exchanges.name(config)}: batch sharded, parameters {layouts['params'].kind}, "
     summary += f"optimizer {layouts['optimizer'].kind}" + (", in the host's memory" if exchange.offload else "")
     return Plan(

@@ -126,6 +126,39 @@ def test_arrays_of_two_dtypes(num_bytes: int) -> None:
     close(got, {k: 2 * x for k, x in tree.items()}, 1e-2, 1e-5)
 
 
+@pytest.mark.parametrize("num_bytes", LIMITS)
+def test_narrow_arrays_are_gathered_narrow(num_bytes: int) -> None:
+    """Shards are cast before they are sent. Their gradients are cast back before the sum over replicas."""
+    n, tree, weights = 4, draw(), draw(4)
+    narrow = {"b": jnp.bfloat16, "d": jnp.float16}
+    shapes = {k: jax.ShapeDtypeStruct(x.shape, narrow.get(k, np.float32)) for k, x in tree.items()}
+
+    def replica(tree: Tree, weights: Tree) -> Any:
+        shards = Shards(axis(n), shapes, num_bytes)
+
+        def weighted(local: Any) -> jax.Array:
+            return optax.tree.vdot(jax.tree.map(lambda x: x.astype(np.float32), shards.gather(local)), weights)
+
+        local = shards.local(tree)
+        return shards.gather(local), jax.grad(weighted)(local)
+
+    gathered, slope = on_replicas(n, replica, repeated(n, tree), weights)
+    for name, dim in DIMS.items():
+        dtype = shapes[name].dtype
+        assert gathered[name].dtype == dtype
+        np.testing.assert_array_equal(only(gathered)[name], tree[name].astype(dtype))
+        assert slope[name].dtype == np.float32
+        expected = weights[name].astype(dtype).astype(np.float32).sum(0)
+        np.testing.assert_allclose(slope[name], cut(expected, dim, n), 1e-6, 1e-6)
+    sent = {one.kind: one for one in zero(axis(n), 3, OPTIMIZER, tree, num_bytes).traffic({"layer": shapes}, 1)}
+    elements = {"a": 2, "b": 6, "c": 16, "d": 12}
+    widths = {"a": 4, "b": 2, "c": 4, "d": 2}
+    assert sent["reduce-scatter"].dtype == "float32"
+    assert sent["reduce-scatter"].nbytes == 3 * 4 * sum(elements.values())
+    assert sent["all-gather"].dtype == "uint16"
+    assert sent["all-gather"].nbytes == 2 * 3 * sum(elements[k] * widths[k] for k in elements)
+
+
 OPTIMIZER = optax.chain(clip_by_norm(0.5), optax.adamw(0.05, weight_decay=0.1))
 
 

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxpar.models import MODELS, Context, LayerRun, Model, Tie
+from jaxpar.models.model import read_dtypes
 from jaxpar.tasks.token_logits import whole as whole_logits
 from tests.models.small import BATCH, CLASSES, LENGTH, LLAMA, VOCAB, dropout_keys, fast_jit, small
 
@@ -40,6 +41,36 @@ def test_output_is_float32_logits(name: str, task: str, overrides: dict[str, Any
     expected = (BATCH, CLASSES) if task == "classification" else (BATCH, LENGTH, VOCAB)
     assert (output.shape, output.dtype) == (expected, jnp.float32)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
+
+
+def test_dtypes_in_which_arrays_are_read() -> None:
+    """Narrower only if the one use of an array is a cast."""
+
+    def function(w: dict[str, jax.Array], x: jax.Array) -> Any:
+        half = jnp.float16
+        twice = w["twice"].astype(half) + w["twice"].astype(half)
+        inside = jax.jit(lambda y: y.astype(half))(w["inside"])
+        wide = w["wide"].astype(jnp.float32)
+        return w["once"].astype(half) @ x, twice, w["both"].astype(half), w["both"].sum(), inside, wide, w["returned"]
+
+    names = ("once", "twice", "both", "inside", "wide", "returned", "unused")
+    weights = {name: jax.ShapeDtypeStruct((2, 2), jnp.float16 if name == "wide" else jnp.float32) for name in names}
+    got = read_dtypes(function, weights, jax.ShapeDtypeStruct((2,), jnp.float16))
+    assert got == {name: jnp.float16 if name in ("once", "wide") else jnp.float32 for name in names}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_matrices_are_read_in_the_dtype_of_the_computation(dtype: str) -> None:
+    model, _, batch = small("gpt", "causal_lm", dtype=dtype)
+    read = model.read_shapes(jax.eval_shape(lambda: batch))
+    block = {jax.tree_util.keystr(path): leaf.dtype for path, leaf in jax.tree.leaves_with_path(read["block_0"])}
+    assert {read_as for name, read_as in block.items() if "norm" not in name} == {np.dtype(dtype)}
+    assert {read_as for name, read_as in block.items() if "norm" in name} == {np.dtype(np.float32)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(read["embed"])} == {np.dtype(np.float32)}  # added up in float32
+    assert read["head"]["tokens"].dtype == dtype  # which it shares with embed
+    repeated, _, batch = small("gpt", "causal_lm", dtype=dtype, num_applications=2)
+    read = repeated.read_shapes(jax.eval_shape(lambda: batch))  # gradients are added up over the applications
+    assert {leaf.dtype for leaf in jax.tree.leaves(read["block_0"])} == {np.dtype(np.float32)}
 
 
 @pytest.mark.parametrize(("name", "task", "overrides"), [EVERY[2], EVERY[4], EVERY[6], EVERY[8], EVERY[9]])

@@ -343,6 +343,15 @@ def test_what_overflows_on_the_wire_is_a_fault(passes: int) -> None:
         np.testing.assert_array_equal(x, before[name])
 
 
+def test_zero3_of_a_bfloat16_model_trains_like_ddp() -> None:
+    """Matrices are gathered in bfloat16. If their gradients were added up in bfloat16, they would differ by 1e-3."""
+    task = MLP_SGD._replace(dtype="bfloat16")
+    got, exact = (outcome(task, *replicated(exchange)) for exchange in ("zero3", "ddp"))
+    assert_equal(got, exact)
+    gathered = [one for one in shared(task, *replicated("zero3")).plan.traffic if one.kind == "all-gather"]
+    assert {one.dtype for one in gathered} == {"uint16", "float32"}  # the head is computed in float32
+
+
 def test_zero3_gathers_a_layer_at_a_time_inside_the_scan(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program is compiled as on GPUs. It cannot run on CPUs, where collectives have no order."""
     monkeypatch.setattr(Model, "unrolled", lambda model: model)
