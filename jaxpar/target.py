@@ -20,20 +20,49 @@ MOST_DEVICES = 2**16
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 # Autotuning would run kernels, and there is nothing to run them on.
 NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
+FRACTION = "XLA_CLIENT_MEM_FRACTION"
+FORMER_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+DEFAULT_FRACTION = 0.75
 
 
 class Target(NamedTuple):
-    """GPUs to compile for. devices: those of a topology, on which nothing can be placed."""
+    """GPUs to compile for.
+
+    Attributes:
+      cluster: the GPUs, with the memory of their data sheet.
+      devices: those of a topology, on which nothing can be placed.
+      memory_fraction: the fraction of its memory that JAX takes on a GPU.
+    """
 
     cluster: Cluster
     devices: list[Any]
+    memory_fraction: float
+
+    @property
+    def usable_bytes(self) -> float:
+        """The memory of a GPU that JAX takes, in bytes."""
+        assert self.cluster.memory_bytes is not None  # every kind of GPU has its own
+        return self.memory_fraction * self.cluster.memory_bytes
+
+
+def memory_fraction() -> float:
+    """Return the fraction of the memory that JAX takes on a GPU with the present environment variables.
+
+    Raises:
+      UserError: the variable is not a number above 0 and up to 1.
+    """
+    name = FRACTION if os.environ.get(FRACTION) else FORMER_FRACTION
+    text = os.environ.get(name) or str(DEFAULT_FRACTION)
+    if not re.fullmatch(r"\d*\.?\d+", text) or not 0 < float(text) <= 1:
+        raise UserError(f"{name} is {text!r}; it must be a number above 0 and up to 1, such as 0.9")
+    return float(text)
 
 
 def find_target(text: str) -> Target:
     """Return the target that a `--target` names. Call before JAX uses a device: it restricts JAX to CPUs.
 
     Raises:
-      UserError: the text is not a target, or the plugin is not installed.
+      UserError: the text is not a target, the plugin is not installed, or XLA_CLIENT_MEM_FRACTION is invalid.
     """
     parts = re.fullmatch(r"(?P<name>.+?)(:((?P<hosts>\d+)x)?(?P<number>\d+))?", text)
     name, hosts, number = (
@@ -41,7 +70,7 @@ def find_target(text: str) -> Target:
     )
     if not 0 < hosts * number <= MOST_DEVICES:
         raise UserError(f"--target is {text!r}; it must have between 1 and {MOST_DEVICES:,} devices, as in h100:16x8")
-    gpu = find_gpu(name, "--target")
+    gpu, fraction = find_gpu(name, "--target"), memory_fraction()
     if not any(find_spec(name) for name in PLUGINS):
         raise UserError(
             f"--target is {text!r}, for which XLA cannot compile here; install the extra targets (scripts/setup "
@@ -50,6 +79,7 @@ def find_target(text: str) -> Target:
     if NO_AUTOTUNING not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {NO_AUTOTUNING}".strip()
     jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)  # XLA cannot load a cached program without a GPU
     try:
         topology = topologies.get_topology_desc(
             platform="cuda", target_config=gpu.config, topology=f"1x{hosts}x{number}"
@@ -59,4 +89,4 @@ def find_target(text: str) -> Target:
         raise UserError(
             f"--target is {text!r}, which XLA refuses ({reason}); it must be a GPU that XLA knows"
         ) from error
-    return Target(gpu_cluster(gpu, hosts * number, num_processes=hosts), list(topology.devices))
+    return Target(gpu_cluster(gpu, hosts * number, num_processes=hosts), list(topology.devices), fraction)

@@ -10,7 +10,8 @@ inputs (batches, plans, in-flight gradients) and temporaries. For copies that th
 only the formula.
 
 With --target, the step is compiled for GPUs that this machine does not have (jaxpar/gpus; the extra `targets`), and the
-last line compares the memory that XLA's buffer assignment needs on a GPU with that of the GPU.
+last line compares the memory that XLA's buffer assignment needs on a GPU with what JAX takes there: 0.75 of the memory,
+or XLA_CLIENT_MEM_FRACTION.
 
 The exit code is 1 if no formula explains a collective, and 2 for invalid arguments.
 """
@@ -28,7 +29,9 @@ from jaxpar.command_line import Parser
 from jaxpar.errors import exit_code, format_bytes
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build
-from jaxpar.target import Target, find_target
+from jaxpar.target import FRACTION, Target, find_target
+
+LARGEST_FRACTION = 0.95  # of the memory of a GPU; the rest is for CUDA and its libraries
 
 
 def main() -> int:
@@ -69,7 +72,7 @@ def run(config: Any, workdir: Path, target: Target | None = None) -> dict[str, A
     }
     if target:
         audited["needed"] = audit.needed_bytes(programs)
-        audited["memory_bytes"] = target.cluster.memory_bytes
+        audited["memory_bytes"], audited["usable_bytes"] = target.cluster.memory_bytes, target.usable_bytes
     return audited
 
 
@@ -97,16 +100,20 @@ def format_audit(audited: dict[str, Any]) -> str:
             ratio = f"{entry['nbytes'] / entry['theory']:.4f}" if entry["theory"] and nbytes else ""
             lines.append(f"{name:47} {nbytes:>14} {theory:>14}  {ratio}".rstrip())
     if "needed" in audited:
-        lines += ["", format_needed(audited["needed"], audited["memory_bytes"])]
+        lines += ["", format_needed(audited["needed"], audited["usable_bytes"], audited["memory_bytes"])]
     return "\n".join(lines)
 
 
-def format_needed(needed: dict[str, int], memory_bytes: float) -> str:
-    """Return whether the largest program of the step fits into the memory of a GPU."""
-    left = memory_bytes - sum(needed.values())
+def format_needed(needed: dict[str, int], usable_bytes: float, memory_bytes: float) -> str:
+    """Return whether the largest program of the step fits into the memory that JAX takes on a GPU."""
+    total = sum(needed.values())
+    left = usable_bytes - total
     parts = ", ".join(f"{format_bytes(nbytes)} of {kind}" for kind, nbytes in needed.items() if nbytes)
     verdict = f"fits, with {format_bytes(left)} to spare" if left >= 0 else f"does not fit, by {format_bytes(-left)}"
-    return f"A GPU needs {format_bytes(sum(needed.values()))} of {format_bytes(memory_bytes)} ({parts}): {verdict}."
+    if left < 0 and total <= LARGEST_FRACTION * memory_bytes:
+        verdict += f" (but {FRACTION}={LARGEST_FRACTION:g} would suffice)"
+    memory = f"{format_bytes(usable_bytes)} that JAX takes of {format_bytes(memory_bytes)}"
+    return f"A GPU needs {format_bytes(total)} ({parts}) of the {memory}: {verdict}."
 
 
 if __name__ == "__main__":

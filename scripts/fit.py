@@ -1,0 +1,127 @@
+r"""Finds the largest batch that fits on GPUs which this machine does not have, by compiling the step for them.
+
+    scripts/python scripts/fit.py --config=configs/quickstart.py --target=h100:8 [--vary=microbatch] \
+        [--remat=none,full] [--json]
+
+The memory is that of XLA's buffer assignment, and must fit into what JAX takes on a GPU: 0.75 of the memory, or
+XLA_CLIENT_MEM_FRACTION. The search of a remat (full, none, dots) compiles the step about six times.
+
+--vary=batch varies config.batch_size, up to the number of training examples. --vary=microbatch keeps it and varies the
+number of microbatches: config.pipeline.num_microbatches, or config.optimizer.accumulation_steps without a pipeline.
+
+The exit code is 1 if no size fits with any remat, and 2 for invalid arguments.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from jaxpar import config as configs
+from jaxpar import data, mesh
+from jaxpar.analysis import fit
+from jaxpar.analysis.fit import Fit, Sizes, Tried
+from jaxpar.command_line import Parser, choice, names
+from jaxpar.errors import exit_code, format_bytes
+from jaxpar.pipeline.executor.programs import REMATS
+from jaxpar.run import build
+from jaxpar.target import FRACTION, Target, find_target
+
+
+def main() -> int:
+    """Run the command line and return the exit code."""
+    parser = Parser(__doc__)
+    parser.require("--config", "--config=configs/quickstart.py", help="config file as PATH[:PRESET]")
+    parser.require("--target", "--target=h100:8", help="the GPUs, such as h100:8 or h100:16x8 (hosts x GPUs)")
+    vary = (fit.BATCH, fit.MICROBATCH)
+    parser.add_argument("--vary", type=choice(vary), default=fit.BATCH, help="what to vary: batch or microbatch")
+    parser.add_argument(
+        "--remat", type=names(REMATS), default=list(REMATS), help="some of full,none,dots; default: all"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    arguments, overrides = parser.parse_with_overrides()
+    config = configs.load_config(arguments.config)
+    configs.override(config, overrides)
+    fit.check_strategy(config)
+    mesh.prepare_jax(config, data.cache_dir(config) / "xla")
+    target = find_target(arguments.target)
+    with tempfile.TemporaryDirectory() as folder:
+        sizes, fits = run(config, Path(folder), target, arguments.vary, arguments.remat)
+    if arguments.json:
+        print(json.dumps(as_json(config, target, sizes, fits), indent=1))
+    else:
+        print(as_text(config, target, sizes, fits))
+    return 0 if any(one.largest for one in fits) else 1
+
+
+def run(config: Any, workdir: Path, target: Target, vary: str, remats: list[str]) -> tuple[Sizes, list[Fit]]:
+    """Return the sizes and the largest that fits for each remat. Prints each attempt to stderr."""
+    cluster, decision = build.check_run(config, workdir, target.cluster)
+    loaded = build.load_parts(config, workdir, cluster)
+    if vary == fit.BATCH:
+        sizes = fit.batch_sizes(decision, len(loaded.dataset.train))
+    else:
+        sizes = fit.microbatch_sizes(config, decision, target)
+
+    def report(remat: str, tried: Tried) -> None:
+        print(f"remat {remat}, {vary} of {tried.size:,}: {tried.reason or format_tried(tried)}", file=sys.stderr, flush=True)
+
+    info = loaded.dataset.info
+    return sizes, list(fit.find_fits(config, loaded.problem, info, target, sizes, remats, report))
+
+
+def format_tried(tried: Tried) -> str:
+    """Format what a size needs: `needs 12.3 GB`."""
+    return f"needs {format_bytes(tried.needed_bytes)}"
+
+
+def as_json(config: Any, target: Target, sizes: Sizes, fits: list[Fit]) -> dict[str, Any]:
+    """Return the result as a JSON object."""
+    value_of = dict(zip(sizes.sizes, sizes.values, strict=True))
+
+    def row(tried: Tried | None) -> dict[str, Any] | None:
+        if tried is None:
+            return None
+        finite = None if tried.reason else tried.needed_bytes
+        return {"size": tried.size, sizes.key: value_of[tried.size], "needed": finite, "reason": tried.reason}
+
+    return {
+        "usable_bytes": target.usable_bytes,
+        "memory_bytes": target.cluster.memory_bytes,
+        "fits": [
+            {fit.remat_key(config): one.remat, "largest": row(one.largest), "following": row(one.following)}
+            for one in fits
+        ],
+    }
+
+
+def as_text(config: Any, target: Target, sizes: Sizes, fits: list[Fit]) -> str:
+    """Return the result as a table."""
+    memory = target.cluster.memory_bytes
+    assert memory is not None
+    what = "batch_size" if sizes.key == "batch_size" else "microbatch"
+    value_of = dict(zip(sizes.sizes, sizes.values, strict=True))
+    lines = [
+        f"JAX takes {format_bytes(target.usable_bytes)} of the {format_bytes(memory)} of a GPU "
+        f"({FRACTION}={target.memory_fraction:g})",
+        "",
+        f"{fit.remat_key(config):14} {'largest ' + what:>18} {'needs':>8}  next",
+    ]
+    for one in fits:
+        size, needed = (
+            (f"{one.largest.size:,}", format_bytes(one.largest.needed_bytes)) if one.largest else ("none", "")
+        )
+        if one.following is None:
+            following = "this is the largest possible"
+        else:
+            following = f"{one.following.size:,} {one.following.reason or format_tried(one.following)}"
+        lines.append(f"{one.remat:14} {size:>18} {needed:>8}  {following}")
+    if what == "microbatch":
+        found = [(one.remat, value_of[one.largest.size]) for one in fits if one.largest]
+        lines += ["", *(f"config.{sizes.key}={value} with remat {remat}" for remat, value in found)]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
