@@ -13,20 +13,27 @@ With --target, the step is compiled for GPUs that this machine does not have (ja
 last line compares the memory that XLA's buffer assignment needs on a GPU with what JAX takes there: 0.75 of the memory,
 or XLA_CLIENT_MEM_FRACTION.
 
+--program also describes the schedule of that program: for every collective, its bytes and how many kernels and matrix
+products run at the same time (0: the GPU waits for it), the dtypes of the matrix products, copies of large arrays in
+loops, and the number of kernels.
+
 The exit code is 1 if no formula explains a collective, and 2 for invalid arguments.
 """
 
+import contextlib
 import json
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from jaxpar import config as configs
 from jaxpar import data, mesh, strategies
 from jaxpar.analysis import audit
+from jaxpar.analysis.schedule import schedule_of
 from jaxpar.command_line import Parser
-from jaxpar.errors import exit_code, format_bytes
+from jaxpar.errors import UserError, exit_code, format_bytes
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build
 from jaxpar.target import FRACTION, Target, find_target
@@ -39,19 +46,24 @@ def main() -> int:
     parser = Parser(__doc__)
     parser.require("--config", "--config=configs/quickstart.py", help="config file as PATH[:PRESET]")
     parser.add_argument("--target", help="compile for these GPUs, such as h100:8 or h100:16x8 (hosts x GPUs)")
+    parser.add_argument(
+        "--program", action="store_true", help="with --target: describe the schedule of the GPU program"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     arguments, overrides = parser.parse_with_overrides()
     config = configs.load_config(arguments.config)
     configs.override(config, overrides)
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
+    if arguments.program and not arguments.target:
+        raise UserError("--program is set; it must be set with --target, because it describes a program for GPUs")
     target = find_target(arguments.target) if arguments.target else None
-    with tempfile.TemporaryDirectory() as folder:
-        audited = run(config, Path(folder), target)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        audited = run(config, Path(folder), target, with_program=arguments.program)
     print(json.dumps(audited, indent=1) if arguments.json else format_audit(audited))
     return 0 if all(row["explained"] for row in audited["collectives"]) else 1
 
 
-def run(config: Any, workdir: Path, target: Target | None = None) -> dict[str, Any]:
+def run(config: Any, workdir: Path, target: Target | None = None, *, with_program: bool = False) -> dict[str, Any]:
     """Audit the training step of a config, on the devices of this machine or of a target."""
     if target:
         cluster, decision = build.check_run(config, workdir, target.cluster)
@@ -73,6 +85,12 @@ def run(config: Any, workdir: Path, target: Target | None = None) -> dict[str, A
     if target:
         audited["needed"] = audit.needed_bytes(programs)
         audited["memory_bytes"], audited["usable_bytes"] = target.cluster.memory_bytes, target.usable_bytes
+    if with_program:
+        schedules = [schedule_of(program) for program in programs]
+        audited["programs"] = [
+            {name: [one._asdict() for one in part] if isinstance(part, list) else part for name, part in rows.items()}
+            for rows in (schedule._asdict() for schedule in schedules)
+        ]
     return audited
 
 
@@ -101,7 +119,28 @@ def format_audit(audited: dict[str, Any]) -> str:
             lines.append(f"{name:47} {nbytes:>14} {theory:>14}  {ratio}".rstrip())
     if "needed" in audited:
         lines += ["", format_needed(audited["needed"], audited["usable_bytes"], audited["memory_bytes"])]
+    for program in audited.get("programs", []):
+        lines += ["", *format_program(program)]
     return "\n".join(lines)
+
+
+def format_program(program: dict[str, Any]) -> list[str]:
+    """Return the schedule of a program as lines."""
+    lines = [f"{'collective':16} {'dtype':9} {'bytes':>14} {'per step':>8}  kernels, matrix products meanwhile"]
+    for row in program["collectives"]:
+        sent = f"{row['kind']:16} {row['dtype']:9} {row['nbytes']:14,} {row['per_step']:8.2f}"
+        lines.append(f"{sent} {row['kernels']:8,} {row['products']:8,}")
+    numbers = Counter[str]()
+    for row in program["products"]:
+        numbers[row["dtype"]] += row["per_step"]
+    products = ", ".join(f"{number:,.0f} of {dtype}" for dtype, number in sorted(numbers.items()))
+    copied = f"{program['copies']:,.0f} ({format_bytes(program['copied_bytes'])})" if program["copies"] else "none"
+    lines.append(f"matrix products: {products or 'none'}; copies of 1 MiB or more in loops: {copied}")
+    if len(numbers) > 1:
+        wide = Counter(row["source"] for row in program["products"] if row["dtype"] == "float32")
+        lines += [f"    of float32: {source}" for source in wide]
+    lines.append(f"kernels: {program['kernels']:,.0f}; conditionals: {program['conditionals']:,.0f}")
+    return lines
 
 
 def format_needed(needed: dict[str, int], usable_bytes: float, memory_bytes: float) -> str:

@@ -12,6 +12,7 @@ number of microbatches: config.pipeline.num_microbatches, or config.optimizer.ac
 The exit code is 1 if no size fits with any remat, and 2 for invalid arguments.
 """
 
+import contextlib
 import json
 import sys
 import tempfile
@@ -46,7 +47,7 @@ def main() -> int:
     fit.check_strategy(config)
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     target = find_target(arguments.target)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         sizes, fits = run(config, Path(folder), target, arguments.vary, arguments.remat)
     if arguments.json:
         print(json.dumps(as_json(config, target, sizes, fits), indent=1))
@@ -65,7 +66,11 @@ def run(config: Any, workdir: Path, target: Target, vary: str, remats: list[str]
         sizes = fit.microbatch_sizes(config, decision, target)
 
     def report(remat: str, tried: Tried) -> None:
-        print(f"remat {remat}, {vary} of {tried.size:,}: {tried.reason or format_tried(tried)}", file=sys.stderr, flush=True)
+        print(
+            f"remat {remat}, {vary} of {tried.size:,}: {tried.reason or format_tried(tried)}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     info = loaded.dataset.info
     return sizes, list(fit.find_fits(config, loaded.problem, info, target, sizes, remats, report))

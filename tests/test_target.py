@@ -69,6 +69,20 @@ def test_wrong_targets(text: str, message: str) -> None:
         target.find_target(text)
 
 
+def test_memory_that_jax_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (target.FRACTION, target.FORMER_FRACTION):
+        monkeypatch.delenv(name, raising=False)
+    assert target.memory_fraction() == 0.75
+    monkeypatch.setenv(target.FORMER_FRACTION, ".5")
+    assert target.memory_fraction() == 0.5
+    monkeypatch.setenv(target.FRACTION, "0.9")
+    assert target.memory_fraction() == 0.9
+    for text in ("0", "1.5", "-0.5", "nan", "90%"):
+        monkeypatch.setenv(target.FRACTION, text)
+        with pytest.raises(UserError, match=re.escape(f"XLA_CLIENT_MEM_FRACTION is {text!r}; it must be a number")):
+            target.find_target("h100:8")
+
+
 @pytest.mark.skipif(HAS_PLUGIN, reason="XLA's compiler for GPUs is installed")
 def test_a_target_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", "")
@@ -129,3 +143,31 @@ def test_audit_of_absent_gpus(name: str) -> None:
     held = sum(part["nbytes"] or 0 for part in found["devices"][0].values()) - found["needed"]["temporary arrays"]
     assert found["needed"]["arguments"] == pytest.approx(held, rel=0.1)
     assert 0 < sum(found["needed"].values()) < found["usable_bytes"] == 0.75 * found["memory_bytes"] == 60e9
+
+
+@pytest.mark.skipif(not HAS_PLUGIN, reason="XLA's compiler for GPUs is not installed (scripts/setup targets)")
+def test_zero3_gathers_ahead() -> None:
+    """In the loops of both passes, the next layer's arrays are gathered while a layer is computed."""
+    wide = ("--config.model.num_layers=4", "--config.model.hidden_size=512", "--config.model.dtype=bfloat16")
+    done = audit("--program", *wide, "--config.exchange=zero3", "--config.model.attention=xla")
+    assert done.returncode == 0, done.stderr
+    [program] = json.loads(done.stdout)["programs"]
+    looped = [row for row in program["collectives"] if row["per_step"] > 1 and row["kind"] == "all-gather"]
+    assert [row["dtype"] for row in looped] == ["uint16"] * 2
+    assert all(row["kernels"] for row in looped)
+
+
+@pytest.mark.skipif(not HAS_PLUGIN, reason="XLA's compiler for GPUs is not installed (scripts/setup targets)")
+def test_the_largest_batch() -> None:
+    command = [sys.executable, "scripts/fit.py", "--config=configs/quickstart.py", "--target=t4:2", "--json", *TINY]
+    command += ["--config.data.source=synthetic", "--remat=none,full"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), target.FRACTION: "0.002"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["usable_bytes"] == pytest.approx(0.002 * 16e9)
+    sizes = [fit["largest"]["size"] for fit in found["fits"]]
+    for one in found["fits"]:
+        assert one["largest"]["needed"] <= found["usable_bytes"] < one["following"]["needed"]
+        assert one["following"]["size"] == one["largest"]["size"] + 2
+    assert sizes[1] > sizes[0]  # with remat

@@ -177,9 +177,9 @@ def _guess(sizes: Sequence[int], points: Sequence[Tried], limit: float, low: int
     if len(points) < 2:
         return low + 1  # the smallest two
     finite = [point for point in points if point.needed_bytes < float("inf")][-2:]
-    if len(points) % 3 == 0 or len(finite) < 2 or finite[0].needed_bytes == finite[1].needed_bytes:
+    if len(points) % 3 == 0 or len(finite) < 2:
         return (low + high) // 2
-    (x, y, _), (x2, y2, _) = finite
-    wanted = x + (limit - y) * (x2 - x) / (y2 - y)
+    (x, y, _), (x2, y2, _) = sorted(finite)
+    wanted = x + (limit - y) * (x2 - x) / (y2 - y) if y2 > y else sizes[-1]
     nearest = sum(size <= wanted for size in sizes[low + 1 : high]) + low  # the last size below it
     return min(max(nearest, low + 1), high - 1)

@@ -66,6 +66,23 @@ class HloProgram:
             elif match := INSTRUCTION.match(line):
                 self._computations[name][match[1]] = _instruction(match[2])
 
+    @property
+    def computations(self) -> Mapping[str, Mapping[str, Instruction]]:
+        """The instructions of each computation by name, in the order in which they run if the program is scheduled."""
+        return self._computations
+
+    def inside(self, computation: str, instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
+        """Return an instruction and all that it calls, such as those of a fusion, each with its computation."""
+        yield computation, instruction
+        for called in _called(instruction.line):
+            for inner in self._computations[called].values():
+                yield from self.inside(called, inner)
+
+    def operand_types(self, computation: str, instruction: Instruction) -> list[HloArray]:
+        """Return the types of the operands of an instruction."""
+        local = self._computations[computation]
+        return [array for name in instruction.operands if name in local for array in local[name].results]
+
     def total(
         self,
         value: Callable[[Instruction, Sequence[HloArray]], Mapping[Key, float] | None],
@@ -90,9 +107,7 @@ class HloProgram:
             return sum((of(name, instruction) for instruction in self._computations[name].values()), Counter())
 
         def of(name: str, instruction: Instruction) -> Counter[Key]:
-            local = self._computations[name]
-            types = [array for operand in instruction.operands if operand in local for array in local[operand].results]
-            if (counts := value(instruction, types)) is not None:
+            if (counts := value(instruction, self.operand_types(name, instruction))) is not None:
                 return Counter(dict(counts))
             inner = [of_computation(called) for called in _called(instruction.line)]
             if instruction.operation == "while" and any(inner):

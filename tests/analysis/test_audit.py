@@ -17,6 +17,7 @@ from jaxpar.analysis import audit
 from jaxpar.analysis.audit import SCALARS, CollectiveRow, axis_of
 from jaxpar.exchange import EXCHANGES, Axis, reduce
 from jaxpar.plan import Decision, Plan, Traffic
+from jaxpar.run import build
 from jaxpar.strategies.strategy import CompiledProgram
 from jaxpar.tasks.classification import TASK
 from scripts import audit as script
@@ -455,12 +456,30 @@ def test_the_script_prints_json_and_fails_where_a_row_is_unexplained(
     assert capsys.readouterr().out.count("not explained by theory") == 1
 
 
+def test_the_script_prints_only_the_audit_to_stdout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The progress of preparing the data, for example, is on stderr."""
+    make_run = build.make_run
+
+    def with_progress(*arguments: Any) -> Any:
+        print("Counting")
+        return make_run(*arguments)
+
+    monkeypatch.setattr(build, "make_run", with_progress)
+    assert run(monkeypatch, tmp_path, "--json") == 0
+    captured = capsys.readouterr()
+    assert "layout" in json.loads(captured.out)
+    assert captured.err == "Counting\n"
+
+
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
         ("--config.exchang=ddp", "exchang"),
         ("--config.exchange=zero4", "config.exchange is 'zero4'"),
         ("--jsn", "--jsn"),
+        ("--program", "--program is set; it must be set with --target"),
     ],
 )
 def test_the_script_reports_a_mistake_in_one_line(
