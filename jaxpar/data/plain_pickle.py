@@ -148,8 +148,10 @@ def _array(content: Any, dtype: Any, shape: Any, order: str) -> np.ndarray:
     """Return the array with these bytes. Raises ValueError if they do not match the dtype and the shape."""
     if not isinstance(dtype, _DType) or not isinstance(shape, tuple):
         raise pickle.UnpicklingError("an array in it has no dtype or no shape")
+    if not isinstance(content, bytes | bytearray):  # bytes(10**10) would make as many zeros
+        raise pickle.UnpicklingError(f"the content of an array in it is {type(content).__name__}; it must be bytes")
     sizes = [int(size) for size in shape]
-    flat = np.frombuffer(bytes(content), _checked(dtype.name))
+    flat = np.frombuffer(content, _checked(dtype.name))
     if min(sizes, default=0) < 0 or math.prod(sizes) != len(flat) or order not in ("C", "F"):
         raise ValueError(f"an array of shape {sizes} in it has {len(flat)} elements")
     return flat.reshape(sizes, order="F" if order == "F" else "C")

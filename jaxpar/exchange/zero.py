@@ -282,10 +282,10 @@ def zero(
         scatter = added_up(one.scatter_traffic(1 if stage == 1 else num_microbatches) for one in each)
         gather = added_up(one.gather_traffic(2 * num_microbatches if stage == 3 else 1) for one in each)
         # XLA may add up the gradients of an array that two layers share before it scatters them. On CPUs it drops the
-        # barriers between a layer's gathers for forward and backward, and may merge them.
+        # barriers between a layer's gathers for forward and backward, and may merge them, over all microbatches too.
         shared = shards.size / sum(one.size for one in each)
         sent = [one._replace(required=shared) for one in scatter]
-        sent += [one._replace(required=0.5 if stage == 3 else 1.0) for one in gather]
+        sent += [one._replace(required=1 / (2 * num_microbatches) if stage == 3 else 1.0) for one in gather]
         return [*sent, shards.traffic_between(between)] if is_grouped else sent
 
     return Exchange(

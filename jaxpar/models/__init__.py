@@ -4,6 +4,8 @@ import importlib
 import inspect
 from types import ModuleType
 
+import jax
+import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from jaxpar.cluster import Cluster
@@ -68,6 +70,12 @@ def build(config: ConfigDict, info: DataInfo, cluster: Cluster) -> Model:
             f"config.model.name is {name!r}, whose function build returned {type(model).__name__}; "
             "it must return a jaxpar.models.Model"
         )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model.shapes):
+        if leaf.dtype != jnp.float32:
+            raise UserError(
+                f"config.model.name is {name!r}, whose parameter {jax.tree_util.keystr(path)} is {leaf.dtype}; it must "
+                "be float32 (layers can cast their parameters to the dtype of the computation)"
+            )
     return model
 
 

@@ -220,24 +220,25 @@ class Model:
         return xs
 
     def read_shapes(self, batch: Batch) -> Params:
-        """Return the shapes of the arrays that each layer uses, with the dtypes in which it reads them.
+        """Return the shapes of the arrays that each layer uses, with the dtypes in which it reads them in training.
 
         These are narrower if all that a layer does with an array is to cast it. They include arrays that the layer
         shares with another one. batch: an abstract batch.
         """
-        inputs = self.inputs(batch)
-        return {layer.name: self._read_shapes(layer, x, batch) for layer, x in zip(self.layers, inputs, strict=True)}
+        inputs = zip(self.layers, self.inputs(batch), strict=True)
+        keys_B = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), len(batch["inputs"])))
+        return {layer.name: self._read_shapes(layer, x, batch, keys_B) for layer, x in inputs}
 
-    def _read_shapes(self, layer: Layer, x: Activations, batch: Batch) -> LayerParams:
+    def _read_shapes(self, layer: Layer, x: Activations, batch: Batch, keys_B: jax.Array | None) -> LayerParams:
         if layer.num_applications > 1:  # its gradients are added up over the applications
             return layer.shapes
 
-        def call(weights: LayerParams, x: Activations, batch: Batch) -> Activations:
-            return nnx.merge(layer.graphdef, weights)(x, Context(batch, None))
+        def call(weights: LayerParams, x: Activations, context: Context) -> Activations:
+            return nnx.merge(layer.graphdef, weights)(x, context)
 
-        inputs = jax.eval_shape(lambda *values: values, x, dict(batch))
+        inputs = jax.eval_shape(lambda *values: values, x, Context(dict(batch), keys_B))
         avals = jax.tree.leaves((inputs, layer.shapes))
-        key = (layer.graphdef, *((leaf.shape, leaf.dtype) for leaf in avals))
+        key = (layer.graphdef, keys_B is None, *((leaf.shape, leaf.dtype) for leaf in avals))
         if key not in self._read_dtypes:
             self._read_dtypes[key] = read_dtypes(call, layer.shapes, *inputs)
         dtypes = self._read_dtypes[key]
@@ -278,7 +279,7 @@ class Model:
     ) -> Activations:
         def call(weights: LayerParams, x: Activations) -> Activations:
             keys = None if keys_B is None else jax.vmap(jax.random.fold_in, (0, None))(keys_B, index)
-            weights = weights if fetch is None else fetch(self._read_shapes(layer, x, batch), weights)
+            weights = weights if fetch is None else fetch(self._read_shapes(layer, x, batch, keys), weights)
             if layer.num_applications > 1:
                 return self._repeat(layer, weights, x, batch, keys, scan=scan)
             return nnx.merge(layer.graphdef, weights)(x, Context(batch, keys))
@@ -330,8 +331,8 @@ class Model:
 def read_dtypes(function: Callable[..., Any], weights: Tree, *others: Any) -> Tree:
     """Return the dtype in which a function reads each array of `weights`.
 
-    That is a narrower one if all that the function does with the array is to cast it, once. With several casts, the
-    gradients of the results would be added in the narrower dtype.
+    That is a 16-bit float dtype if all that the function does with the array is to cast it to that one, once. With
+    several casts, the gradients of the results would be added in the narrower dtype.
 
     Args:
       function: function of the weights and the other arguments.
@@ -349,7 +350,7 @@ def read_dtypes(function: Callable[..., Any], weights: Tree, *others: Any) -> Tr
 
     def dtype(leaf: Any, variable: Any) -> Any:
         match uses[id(variable)]:
-            case [narrow] if narrow is not None and narrow.itemsize < leaf.dtype.itemsize:
+            case [jnp.bfloat16 | jnp.float16 as narrow]:
                 return narrow
         return leaf.dtype
 

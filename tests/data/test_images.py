@@ -197,7 +197,7 @@ def test_idx_sizes_that_cannot_be(config: ConfigDict, tmp_path: Path, sizes: tup
 class Forged:
     """An array in a pickle whose parts do not fit each other."""
 
-    def __init__(self, dtype: str, shape: tuple[int, ...], content: bytes) -> None:
+    def __init__(self, dtype: str, shape: tuple[int, ...], content: Any) -> None:
         self.state = (1, shape, np.dtype(dtype), False, content)
 
     def __reduce__(self) -> Any:
@@ -214,6 +214,11 @@ for _ in range(40):
 FORGED: dict[str, tuple[Any, Any, str]] = {
     "pointers": (Forged("O", (2, 3072), b"\x01" * 8 * 6144), LABELS, "it must not contain the dtype 'O8'"),
     "too short": (Forged("u1", (2, 3072), b"abc"), LABELS, "an array of shape .* has 3 elements"),
+    "a number of bytes": (
+        Forged("u1", (2, 3072), 6144),
+        LABELS,
+        "the content of an array in it is int; it must be bytes",
+    ),
     "negative sizes": (Forged("u1", (-2, -3072), bytes(6144)), LABELS, "an array of shape .* has 6144 elements"),
     "floats": (PLANES / np.float32(255), LABELS, "its data is float32 .*; it must be uint8"),
     "large integers": (PLANES + np.int64(300), LABELS, "its data is int64 .*; it must be uint8"),

@@ -44,19 +44,46 @@ def test_output_is_float32_logits(name: str, task: str, overrides: dict[str, Any
 
 
 def test_dtypes_in_which_arrays_are_read() -> None:
-    """Narrower only if the one use of an array is a cast."""
+    """Narrower only if the one use of an array is a cast to a float dtype of 16 bits."""
 
     def function(w: dict[str, jax.Array], x: jax.Array) -> Any:
         half = jnp.float16
         twice = w["twice"].astype(half) + w["twice"].astype(half)
         inside = jax.jit(lambda y: y.astype(half))(w["inside"])
         wide = w["wide"].astype(jnp.float32)
-        return w["once"].astype(half) @ x, twice, w["both"].astype(half), w["both"].sum(), inside, wide, w["returned"]
+        narrower = w["byte"].astype(jnp.float8_e4m3fn), w["bool"].astype(bool)
+        both = w["both"].astype(half), w["both"].sum()
+        return w["once"].astype(half) @ x, twice, both, inside, wide, w["returned"], narrower
 
-    names = ("once", "twice", "both", "inside", "wide", "returned", "unused")
+    names = ("once", "twice", "both", "inside", "wide", "returned", "unused", "byte", "bool")
     weights = {name: jax.ShapeDtypeStruct((2, 2), jnp.float16 if name == "wide" else jnp.float32) for name in names}
     got = read_dtypes(function, weights, jax.ShapeDtypeStruct((2,), jnp.float16))
     assert got == {name: jnp.float16 if name in ("once", "wide") else jnp.float32 for name in names}
+
+
+def test_layers_that_read_differently_in_training() -> None:
+    class Layer(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.kernel = nnx.Param(jax.random.normal(rngs.params(), (4, 4)))
+
+        def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+            kernel = self.kernel[...]
+            return x @ (kernel.astype(jnp.bfloat16).astype(jnp.float32) if context.keys_B is None else kernel)
+
+    seen: list[Any] = []
+
+    def fetch(shapes: Any, weights: Any) -> Any:
+        seen.append(shapes["kernel"].dtype)
+        return weights
+
+    model = Model({"first": Layer, "second": Layer})
+    params = model.init(jax.random.key(0))
+    batch = {"inputs": jnp.ones((2, 4))}
+    for keys in (None, jax.random.split(jax.random.key(0), 2), None):
+        model.outputs(params, batch, keys, fetch=fetch)
+    assert seen == [jnp.bfloat16] * 2 + [jnp.float32] * 2 + [jnp.bfloat16] * 2
+    read = model.read_shapes(jax.eval_shape(lambda: batch))
+    assert {leaf.dtype for leaf in jax.tree.leaves(read)} == {np.dtype(np.float32)}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

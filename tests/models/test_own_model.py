@@ -51,6 +51,26 @@ def test_bug_in_the_users_module_is_not_hidden(own_package: Path) -> None:
         build(small_config("my_package.broken", "classification"), TEXT, CPU)
 
 
+def test_parameters_must_be_float32(own_package: Path) -> None:
+    source = example() + textwrap.dedent(
+        """
+        import jax.numpy as jnp
+
+        def build(config, info):
+            def make(rngs):
+                return nnx.Linear(2, 2, param_dtype=jnp.bfloat16, rngs=rngs)
+
+            return Model({"first": make, "head": make})
+        """
+    )
+    (own_package / "narrow.py").write_text(source)
+    message = (
+        r"config.model.name is 'my_package.narrow', whose parameter \['first'\]\['bias'\] is bfloat16; it must be f"
+    )
+    with pytest.raises(UserError, match=message):
+        build(small_config("my_package.narrow", "classification"), TEXT, CPU)
+
+
 def test_build_must_return_a_model(own_package: Path) -> None:
     source = """
         def build(config, info):
