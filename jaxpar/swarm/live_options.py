@@ -15,6 +15,7 @@ from jaxpar.swarm.messages import MessageFormat
 
 ADDRESS = re.compile(r"[^/\s]+:(?P<port>\d{1,5})")
 MOST_PEERS = 1000  # of a live swarm: its trainer routes every pass
+MOST_RESOURCES = 10_000  # of a peer
 RESOURCE_UNITS = 10_000  # Ray counts resources in ten-thousandths
 ONLY_LIVE = ("address", "namespace", "peer_cpus", "peer_gpus", "join_seconds", "patience")
 ONLY_EMULATED = ("trace", "failures", "forward_seconds", "delayed")
@@ -68,9 +69,11 @@ def refuse_live(config: ConfigDict) -> Refusals[None]:
     address = ADDRESS.fullmatch(s.address)
     if s.address not in ("", "auto") and not (address and 0 < int(address["port"]) < 2**16):
         yield UserError(f"config.swarm.address is {s.address!r}; it must be HOST:PORT, auto, or empty")
-    for key in ("peer_cpus", "peer_gpus", "join_seconds"):
-        if not 0 <= s[key] < math.inf:
-            yield UserError(f"config.swarm.{key} is {s[key]}; it must be finite and at least 0")
+    if not 0 <= s.join_seconds < math.inf:
+        yield UserError(f"config.swarm.join_seconds is {s.join_seconds}; it must be finite and at least 0")
+    for key in ("peer_cpus", "peer_gpus"):
+        if not 0 <= s[key] <= MOST_RESOURCES:
+            yield UserError(f"config.swarm.{key} is {s[key]}; it must be between 0 and {MOST_RESOURCES:,}")
     for key in ("peer_cpus", "peer_gpus"):
         if math.isfinite(s[key]) and not math.isclose(s[key] * RESOURCE_UNITS, round(s[key] * RESOURCE_UNITS)):
             yield UserError(f"config.swarm.{key} is {s[key]}; it must be a multiple of {1 / RESOURCE_UNITS}")

@@ -72,7 +72,7 @@ def find_peers(text: str, key: str) -> list[SwarmPeer]:
     Raises:
       UserError: the number or the file is invalid. It begins with `key`.
     """
-    if text and not text.removeprefix("-").isdecimal():
+    if text and not (text.isascii() and text.removeprefix("-").isdecimal()):
         return read_peers(text, key)
     digits = text.lstrip("0")
     if text.startswith("-") or not digits or len(digits) > len(str(MAX_PEERS)) or int(digits) > MAX_PEERS:

@@ -422,7 +422,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         [LIVE, "swarm.address=ray://a:1"],
         "address is 'ray://a:1'; it must be HOST:PORT, auto, or",
     ),
-    "live, CPUs": ([LIVE, "swarm.peer_cpus=-1"], "swarm.peer_cpus is -1.0; it must be finite and at least 0"),
+    "live, CPUs": ([LIVE, "swarm.peer_cpus=-1"], "swarm.peer_cpus is -1.0; it must be between 0 and 10,000"),
     "live, a port": (
         [LIVE, "swarm.address=a:99999"],
         "swarm.address is 'a:99999'; it must be HOST:PORT, auto, or empty",

@@ -2,13 +2,15 @@
 
 import math
 import re
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.errors import UserError
+from jaxpar.errors import TrainingError, UserError
 from jaxpar.swarm.live import cluster
 from jaxpar.swarm.live.patience import Patience
 from jaxpar.swarm.live.received import MALFORMED, NONFINITE_VALUES, find_fault
@@ -66,6 +68,35 @@ def test_patience_is_measured() -> None:
 def test_no_cluster_answers() -> None:
     with pytest.raises(UserError, match=r"swarm.address is '127.0.0.1:1', where no Ray cluster answers \(.*refused"):
         cluster.connect("127.0.0.1:1", cluster.PeerResources(1, 0), most=1)
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+def test_the_cluster_of_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray does not find a cluster on the loopback interface again."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for process, command in {"12": "sh\0-c\0ls\0", "345": "raylet\0--gcs-address=127.0.0.1:4567\0--x=y\0"}.items():
+        (tmp_path / process).mkdir()
+        (tmp_path / process / "cmdline").write_text(command)
+    here = cluster.addresses_here(tmp_path)
+    assert here == {"127.0.0.1:4567"}
+    with monkeypatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+        assert cluster.addresses_here(tmp_path) == set()
+    monkeypatch.setattr(cluster, "addresses_here", lambda: here)
+    message = "is 'auto', where no Ray cluster answers (the cluster at 127.0.0.1:4567 is that of another run, which"
+    with pytest.raises(UserError, match=re.escape(message)):
+        cluster.connect("auto", cluster.PeerResources(1, 0), most=1)
+
+
+def test_a_cluster_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_options: object) -> None:
+        raise Exception("The current node timed out during startup.\nMore lines.")
+
+    ray = SimpleNamespace(is_initialized=lambda: False, init=init)
+    monkeypatch.setattr(cluster, "load_ray", lambda **_options: ray)
+    message = r"^Ray does not start on this machine: The current node timed out during startup\.$"
+    with pytest.raises(TrainingError, match=message):
+        cluster.connect("", cluster.PeerResources(1, 0), most=1)
 
 
 def test_a_cluster_without_room() -> None:

@@ -70,6 +70,16 @@ def test_square_cube_law(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert {case["published"] for case in cases if case["width"] == 768} == {0.18, 0.015, None}
 
 
+@pytest.mark.parametrize(("flag", "is_published"), [("--seed=1", True), ("--lifetime=3", False), ("--groups=2", False)])
+def test_published_figures(
+    flag: str, is_published: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The published results are next to failures with the same parameters only."""
+    monkeypatch.setattr(sys, "argv", ["swarm_simulate.py", "--peers=8", "--stages=2", "--hours=0.1", flag])
+    swarm_simulate.main()
+    assert ("0.827" in capsys.readouterr().out) == is_published
+
+
 def test_too_many_events(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(swarm_simulate, "MAX_EVENTS", 1000)
     output, error = script_error(monkeypatch, capsys, swarm_simulate, "--lifetime=0.01", "--rejoin=0.01", "--hours=2")
@@ -109,6 +119,11 @@ def test_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
             ["--trace=late.csv", "--peers=4"],
             "--trace is 'late.csv', which begins with 3 peers; it must begin with at least --stages, 4",
         ),
+        (
+            ["--trace=at_once.csv", "--peers=4"],
+            "--trace is 'at_once.csv', which begins with 0 peers; it must begin with at least --stages, 4",
+        ),
+        (["--peers=\u0664"], "--peers is '\u0664', which does not exist; it must be the path of a CSV file"),
         (["--peers=0"], "--peers is 0; it must be between 1 and 5000, or a file of peers"),
         (
             ["--report=replay"],
@@ -163,6 +178,7 @@ def test_mistakes(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("late.csv").write_text("seconds,peer,event\n5,p1,join\n")
+    Path("at_once.csv").write_text("seconds,peer,event\n" + "".join(f"0,p{peer},leave\n" for peer in range(4)))
     stays, fails = SwarmPeer("a"), SwarmPeer("b")
     work, trace = Workload((1.0, 1.0), (1.0, 1.0)), [PeerEvent(5.0, 1, LEAVE)]
     write_scenario("empty.json", SwarmScenario([stays, fails], work, trace, SwarmSettings(9, 2)))

@@ -14,8 +14,8 @@ from rich.console import Console
 from jaxpar import swarm_demo
 from jaxpar.errors import UserError
 from jaxpar.swarm.ledger import BACKWARD_PASS, FORWARD_PASS
-from jaxpar.swarm.live.events import EventKind, LiveEvent
-from jaxpar.swarm.live.view import Screen, SwarmView, notable
+from jaxpar.swarm.live.events import EventKind, LinePrinter, LiveEvent, notable
+from jaxpar.swarm.live.view import Screen, SwarmView
 
 ROOT = Path(__file__).parents[2]
 HISTORY = [
@@ -68,6 +68,20 @@ def test_lines_of_events() -> None:
         "peer 3 of stage 1 is given up until it answers, silent: no answer for 3 s",
         "3 gradients of peer 2 computed again",
         "peer 1 moves to stage 0 from stage 1",
+    ]
+
+
+def test_lines_of_a_training_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Peers that join and serve are printed after the first update only."""
+    listen = LinePrinter()
+    for event in (*HISTORY, LiveEvent(EventKind.UPDATED), LiveEvent(EventKind.SERVING, 4, 1)):
+        listen(event)
+    assert capsys.readouterr().out.splitlines() == [
+        "swarm     peer 2 of stage 0 failed, died: its process ended",
+        "swarm     peer 3 of stage 1 is given up until it answers, silent: no answer for 3 s",
+        "swarm     3 gradients of peer 2 computed again",
+        "swarm     peer 1 moves to stage 0 from stage 1",
+        "swarm     peer 4 serves stage 1",
     ]
 
 

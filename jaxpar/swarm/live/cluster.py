@@ -12,20 +12,24 @@ import contextlib
 import logging
 import math
 import os
+import re
 import secrets
 import signal
 import socket
 import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxpar.errors import UserError
+from jaxpar.errors import TrainingError, UserError
 from jaxpar.swarm.live.peer import StagePeer
 from jaxpar.swarm.live.tickets import PeerSettings
 
 PEER_NAME = "peer"
 CONNECT_SECONDS = 10.0
+LOOPBACK = "127."
+GCS_ADDRESS = re.compile(r"--gcs-address=([^\0\s]+)")
 
 
 class PeerResources(NamedTuple):
@@ -73,12 +77,15 @@ def connect(address: str, resources: PeerResources, most: int) -> Any:
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     with _signal_handlers():
         if not address:
-            ray.init(address="local", num_cpus=math.ceil(most * resources.cpus), **quiet)
+            _start(ray, math.ceil(most * resources.cpus), quiet)
             return ray
         try:
-            if address != "auto":  # Ray itself tries for minutes
+            # Without these checks, Ray itself tries for minutes.
+            if address != "auto":
                 host, _, port = address.rpartition(":")
                 socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+            elif (here := addresses_here()) and all(one.startswith(LOOPBACK) for one in here):
+                raise ValueError(f"the cluster at {min(here)} is that of another run, which nothing else can join")
             ray.init(address=address, **quiet)
         except (OSError, RuntimeError, ValueError) as error:
             reason = str(error).strip().split("\n")[0]
@@ -87,6 +94,25 @@ def connect(address: str, resources: PeerResources, most: int) -> Any:
                 "of a cluster that `ray start --head` started, auto, or empty to start one on this machine"
             ) from error
     return ray
+
+
+def _start(ray: Any, num_cpus: int, options: dict[str, Any]) -> None:
+    """Start Ray on this machine. Raises TrainingError if one of its processes does not start."""
+    try:
+        ray.init(address="local", num_cpus=num_cpus, **options)
+    except Exception as error:  # Ray raises bare exceptions
+        reason = str(error).strip().split("\n")[0]
+        raise TrainingError(f"Ray does not start on this machine: {reason}") from error
+
+
+def addresses_here(processes: Path = Path("/proc")) -> set[str]:
+    """Return the addresses of the clusters to which Ray's processes on this machine belong, on Linux."""
+    found: set[str] = set()
+    if not os.environ.get("RAY_ADDRESS"):  # which `auto` means then
+        for path in processes.glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile, or belongs to someone else
+                found.update(GCS_ADDRESS.findall(path.read_text(errors="replace")))
+    return found
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ from jaxpar.step import Metrics, Problem
 from jaxpar.swarm.costs import Workload
 from jaxpar.swarm.ledger import FORWARD_PASS, LOST, OUTPUT_GRADIENT, REPEATED, STAGE_INPUT
 from jaxpar.swarm.live import cluster
-from jaxpar.swarm.live.events import EventKind, LiveEvent, emit
+from jaxpar.swarm.live.events import EventKind, LinePrinter, LiveEvent, emit, listeners
 from jaxpar.swarm.live.members import SUSPECTED, Members
 from jaxpar.swarm.live.peer import shard_sizes, unflatten_arrays
 from jaxpar.swarm.live.received import find_fault
@@ -244,6 +244,8 @@ def start_trainer(details: LiveDetails, problem: Problem) -> LiveTrainer:
       UserError: no cluster answers at config.swarm.address, or it has room for fewer peers than stages.
     """
     s = details.settings
+    if not listeners:  # otherwise it is they who show what happens
+        listeners.append(LinePrinter())
     resources, most = cluster.PeerResources(s.peer_cpus, s.peer_gpus), int(s.peers)
     ray = cluster.connect(s.address, resources, most)
     cluster.check_room(ray, resources, s.stages)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from jaxpar.errors import format_count
 from jaxpar.swarm.ledger import BACKWARD_PASS
-from jaxpar.swarm.live.events import EventKind, LiveEvent
+from jaxpar.swarm.live.events import EventKind, LiveEvent, notable
 from jaxpar.swarm.live.roster import PeerStatus
 
 REDRAW_SECONDS = 0.1
@@ -112,27 +112,6 @@ class SwarmView:
         loss = f"  loss {self.loss:.4f}" if self.step else ""
         head = Text(f"{self.summary}{loss}  {self.rate:.1f} microbatches/s", "bold")
         return Group(Text(), head, table)
-
-
-def notable(event: LiveEvent) -> str:
-    """Return a line for an event that changes who serves which stage; otherwise an empty one."""
-    peer, stage = f"peer {event.peer}", f"stage {event.stage}"
-    match event.kind:
-        case EventKind.ATTACHED:
-            return f"{peer} joined, process {event.number} on {event.text}"
-        case EventKind.SERVING:
-            return f"{peer} serves {stage}"
-        case EventKind.FAILED:
-            return f"{peer} of {stage} failed, {event.text}" if event.stage >= 0 else f"{peer} failed, {event.text}"
-        case EventKind.GIVEN_UP:
-            return f"{peer} of {stage} is given up until it answers, {event.text}"
-        case EventKind.BANNED:
-            return f"{peer} of {stage} was banned, it {event.text}"
-        case EventKind.MOVED:
-            return f"{peer} moves to {stage} {event.text}"
-        case EventKind.LOST:
-            return f"{format_count(event.number, 'gradient')} of {peer} computed again"
-    return ""
 
 
 class Screen:
