@@ -435,6 +435,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         [LIVE, "swarm.peer_cpus=0"],
         "peer_cpus is 0.0; it must be greater than 0 if config.swarm.p",
     ),
+    "live, joins": ([LIVE, "swarm.join_seconds=inf"], "swarm.join_seconds is inf; it must be finite and at least 0"),
     "live, patience": ([LIVE, "swarm.patience=1"], "swarm.patience is 1.0; it must be finite and greater than 1"),
     "a batch": (["swarm.num_microbatches=3"], "config.batch_size is 16; it must be a multiple of 3: 3 microbatches"),
 }
