@@ -3,6 +3,8 @@
 jaxpar/exchange defines the communication between replicas, and the part of the state that each replica holds.
 """
 
+import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,12 +34,16 @@ from jaxpar.strategies.replica_state import ReplicaState, make_layouts, private_
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
-# Let XLA overlap the exchange with computation on GPUs: do not combine the buckets again, as the combined collective
-# would wait for the whole backward pass, schedule collectives to hide their latency, and gather the arrays of a layer
-# while the layer before it is computed.
+# Let XLA overlap the exchange with the backward pass on GPUs: do not combine the buckets again, as the combined
+# collective would wait for the whole backward pass, and schedule collectives to hide their latency.
 OVERLAP: dict[str, Any] = {
     f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in ("all_reduce", "all_gather", "reduce_scatter")
-} | {"xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_enable_pipelined_all_gather": True}
+} | {"xla_gpu_enable_latency_hiding_scheduler": True}
+# Let XLA gather the arrays of a layer while the layer before it is computed. Later versions have only the first name.
+AHEAD: tuple[dict[str, Any], ...] = (
+    {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"},
+    {"xla_gpu_enable_pipelined_all_gather": True},
+)
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,8 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
         return [CompiledProgram(lowered.compile(), exchange.branches)]
 
     shardings = jax.tree.map(lambda x: x.sharding, placed.abstract), on_all(mesh)
-    compiled_step = jax.jit(step, donate_argnums=0, out_shardings=shardings, compiler_options=OVERLAP)
+    options = OVERLAP | gather_ahead() if exchange.fetch else OVERLAP
+    compiled_step = jax.jit(step, donate_argnums=0, out_shardings=shardings, compiler_options=options)
     waiting_evaluate = meshes.one_at_a_time(evaluate, mesh)
     return Strategy(
         plan,
@@ -121,6 +128,20 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
         compile=programs,
         to_private=placed.to_private,
     )
+
+
+@functools.cache
+def gather_ahead() -> dict[str, Any]:
+    """Return the first of AHEAD that this version of XLA knows.
+
+    Raises:
+      RuntimeError: it knows none of them.
+    """
+    for options in AHEAD:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            jax.jit(lambda: 0).lower().compile(options)
+            return options
+    raise RuntimeError(f"XLA knows no option to gather ahead: {', '.join(name for one in AHEAD for name in one)}")
 
 
 def train_step(
