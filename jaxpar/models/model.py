@@ -238,7 +238,8 @@ class Model:
 
         inputs = jax.eval_shape(lambda *values: values, x, Context(dict(batch), keys_B))
         avals = jax.tree.leaves((inputs, layer.shapes))
-        key = (layer.graphdef, keys_B is None, *((leaf.shape, leaf.dtype) for leaf in avals))
+        # Layers of one maker share the structure, which cannot always be hashed.
+        key = (id(layer.graphdef), keys_B is None, *((leaf.shape, leaf.dtype) for leaf in avals))
         if key not in self._read_dtypes:
             self._read_dtypes[key] = read_dtypes(call, layer.shapes, *inputs)
         dtypes = self._read_dtypes[key]

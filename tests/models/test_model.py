@@ -86,6 +86,18 @@ def test_layers_that_read_differently_in_training() -> None:
     assert {leaf.dtype for leaf in jax.tree.leaves(read)} == {np.dtype(np.float32)}
 
 
+@every
+def test_dtypes_of_all_models(name: str, task: str, overrides: dict[str, Any]) -> None:
+    """All but a repeated layer read some arrays in bfloat16."""
+    model, _, batch = small(name, task, dtype="bfloat16", **overrides)
+    read = model.read_shapes(jax.eval_shape(lambda: batch))
+    for layer in model.layers:
+        jax.tree.map(
+            lambda leaf, as_read: np.testing.assert_equal(leaf.shape, as_read.shape), layer.shapes, read[layer.name]
+        )
+    assert np.dtype(jnp.bfloat16) in {leaf.dtype for leaf in jax.tree.leaves(read)}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_matrices_are_read_in_the_dtype_of_the_computation(dtype: str) -> None:
     model, _, batch = small("gpt", "causal_lm", dtype=dtype)
