@@ -17,6 +17,9 @@ from jaxpar.gpus import gpu_kinds
 
 H100 = (Path(gpus.__file__).parent / "h100.toml").read_text()
 HAS_PLUGIN = importlib.util.find_spec("jax_cuda12_plugin") is not None
+needs_plugin = pytest.mark.skipif(
+    not HAS_PLUGIN, reason="XLA's compiler for GPUs is not installed (scripts/setup targets)"
+)
 ROOT = Path(__file__).parents[1]
 
 
@@ -131,7 +134,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.skipif(not HAS_PLUGIN, reason="XLA's compiler for GPUs is not installed (scripts/setup targets)")
+@needs_plugin
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_audit_of_absent_gpus(name: str) -> None:
     """The collectives of the GPU program are those of theory, and the memory is that of the buffer assignment."""
@@ -145,7 +148,7 @@ def test_audit_of_absent_gpus(name: str) -> None:
     assert 0 < sum(found["needed"].values()) < found["usable_bytes"] == 0.75 * found["memory_bytes"] == 60e9
 
 
-@pytest.mark.skipif(not HAS_PLUGIN, reason="XLA's compiler for GPUs is not installed (scripts/setup targets)")
+@needs_plugin
 def test_zero3_gathers_ahead() -> None:
     """In the loops of both passes, the next layer's arrays are gathered while a layer is computed."""
     wide = ("--config.model.num_layers=4", "--config.model.hidden_size=512", "--config.model.dtype=bfloat16")
@@ -157,7 +160,7 @@ def test_zero3_gathers_ahead() -> None:
     assert all(row["kernels"] for row in looped)
 
 
-@pytest.mark.skipif(not HAS_PLUGIN, reason="XLA's compiler for GPUs is not installed (scripts/setup targets)")
+@needs_plugin
 def test_the_largest_batch() -> None:
     command = [sys.executable, "scripts/fit.py", "--config=configs/quickstart.py", "--target=t4:2", "--json", *TINY]
     command += ["--config.data.source=synthetic", "--remat=none,full"]

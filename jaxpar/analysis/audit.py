@@ -132,18 +132,8 @@ def _collectives(
             counts["count", key] = 1.0
         return counts
 
-    total = hlo.HloProgram(text).total(value, by_scope(frequencies))
+    total = hlo.HloProgram(text).total(value, hlo.by_scope(frequencies))
     return {key: (total["count", key], nbytes) for (what, key), nbytes in total.items() if what == "bytes"}
-
-
-def by_scope(frequencies: Mapping[str, tuple[float, ...]]) -> hlo.Frequency:
-    """Return how often parts of a program run, given the frequencies by the named scope of the part."""
-
-    def frequency(source: str) -> Sequence[float] | None:
-        names = [name for name in frequencies if f"/{name}/" in source]
-        return frequencies[names[-1]] if names else None
-
-    return frequency
 
 
 def _groups(instruction: hlo.Instruction) -> Groups:

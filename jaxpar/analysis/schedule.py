@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from jaxpar.analysis.audit import SENT, by_scope
-from jaxpar.measure.hlo import DTYPE_NAMES, HloArray, HloProgram, Instruction
+from jaxpar.analysis.audit import SENT
+from jaxpar.measure.hlo import DTYPE_NAMES, HloArray, HloProgram, Instruction, by_scope
 from jaxpar.strategies.strategy import CompiledProgram
 
 SMALL = 8  # elements of a collective that is not reported, such as a norm

@@ -140,9 +140,7 @@ class Shards:
         for bucket in self._buckets:
             vector = jnp.concatenate([leaves[number].reshape(-1) for number in bucket])
             total = jax.lax.psum(vector, between.name, axis_index_groups=between.groups)
-            for number, part in zip(
-                bucket, _split(total, map(math.prod, (self._shapes[number] for number in bucket))), strict=True
-            ):
+            for number, part in zip(bucket, self._split(total, bucket), strict=True):
                 leaves[number] = part.reshape(self._shapes[number])
         return jax.tree.unflatten(self._structure, leaves)
 
@@ -157,7 +155,7 @@ class Shards:
         leaves = jax.tree.leaves(self.add_up_whole(tree))
         for bucket in self._buckets:
             vectors = jnp.concatenate([self._flat_shards(leaves[number]) for number in bucket], axis=1)
-            shards = _split(self._scatter(vectors), map(math.prod, (self._shapes[number] for number in bucket)))
+            shards = self._split(self._scatter(vectors), bucket)
             for number, shard in zip(bucket, shards, strict=True):
                 leaves[number] = self._shard(shard, number)
         return jax.tree.unflatten(self._structure, leaves)
@@ -195,7 +193,7 @@ class Shards:
             slopes = [slope.astype(x.dtype) for slope, x in zip(slopes, vectors, strict=True)]
             if grads:
                 return (reduce_scatter_coded(axis, grads, slopes),)
-            return (_split(self._scatter(jnp.concatenate(slopes, axis=1)), map(len, vectors)),)
+            return (self._split(self._scatter(jnp.concatenate(slopes, axis=1)), bucket),)
 
         gather = jax.custom_vjp(forward)
         gather.defvjp(lambda vectors: (forward(vectors), None), backward)
@@ -209,6 +207,10 @@ class Shards:
     def _flat_shards(self, x: jax.Array) -> jax.Array:
         """Reshape a full array to [n, elements of a shard], with the sharded dim of each shard first."""
         return _front(pad(x, self._axis.size), split_dim(x.shape) or 0).reshape(self._axis.size, -1)
+
+    def _split(self, x: jax.Array, bucket: Sequence[int]) -> list[jax.Array]:
+        """Split a concatenation of the shards of a bucket, along the last dim."""
+        return _split(x, [math.prod(self._shapes[number]) for number in bucket])
 
     def _shard(self, flat_shard: jax.Array, number: int) -> jax.Array:
         """Return one row of `_flat_shards` in the shape of a shard."""

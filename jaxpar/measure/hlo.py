@@ -130,6 +130,16 @@ class HloProgram:
         return of_computation(self._entry)
 
 
+def by_scope(frequencies: Mapping[str, tuple[float, ...]]) -> Frequency:
+    """Return how often parts of a program run, given the frequencies by the named scope of the part."""
+
+    def frequency(source: str) -> Sequence[float] | None:
+        names = [name for name in frequencies if f"/{name}/" in source]
+        return frequencies[names[-1]] if names else None
+
+    return frequency
+
+
 def _times(counts: Counter[Key], factor: float) -> Counter[Key]:
     return Counter({key: count * factor for key, count in counts.items()})
 
