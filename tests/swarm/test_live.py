@@ -15,7 +15,7 @@ import pytest
 
 from jaxpar.errors import TrainingError
 from jaxpar.strategies import Strategy
-from jaxpar.swarm.ledger import BACKWARD_PASS, FORWARD_PASS, LOST
+from jaxpar.swarm.ledger import BACKWARD_PASS, FORWARD_PASS, LOST, OUTPUT_GRADIENT, STAGE_INPUT
 from jaxpar.swarm.live import cluster, events
 from jaxpar.swarm.live.events import EventKind, LiveEvent
 from jaxpar.swarm.live.tickets import PeerSettings
@@ -33,7 +33,7 @@ from tests.strategies.pipelines import (
     shared,
     start,
 )
-from tests.strategies.test_swarm import GPT, MLP, NUM_STEPS, assert_close, one_device
+from tests.strategies.test_swarm import GPT, MLP, NUM_STEPS, assert_close, one_device, swarm
 from tests.swarm.hostile_peer import HostilePeer
 
 NAMESPACE, NUM_PEERS = "tests", 4
@@ -164,6 +164,43 @@ def test_kills_in_every_phase_change_nothing() -> None:
     lost = {event.peer for event in run.kinds(EventKind.LOST)}
     assert lost >= set(killed[2:])
     check_routing(run.trainer.routing_table())
+
+
+def test_messages_in_8_bits() -> None:
+    """Peers send 8 bits per element: the run is that of emulated peers, also if one is killed."""
+    run = LiveRun(MLP, *live("compress=int8"))
+    sent, killed = list[np.ndarray](), list[int]()
+
+    def react(event: LiveEvent) -> None:
+        if event.kind != EventKind.COMPUTED:
+            return
+        batch: Any = run.trainer.members.batch
+        target = (STAGE_INPUT, event.stage + 1) if event.phase == FORWARD_PASS else (OUTPUT_GRADIENT, event.stage - 1)
+        if run.trainer.num_steps == 0 and (message := batch.messages.get((*target, event.number))):
+            sent.extend(run.trainer.members.ray.get(message.reference))
+        if not killed and (run.trainer.num_steps, event.phase, event.number) == (2, BACKWARD_PASS, 3):
+            killed.append(event.peer)
+            os.kill(run.pid(event.peer), signal.SIGKILL)
+
+    run.react = react
+    got = run.train()
+    assert {array.dtype.name for array in sent} == {"int8", "float32"}
+    messages = run.strategy.plan.traffic[0]
+    assert messages.dtype == "int8"
+    assert sum(array.nbytes for array in sent) == pytest.approx(messages.nbytes * NUM_PEERS)
+    emulated = shared(MLP, *swarm("compress=int8", stages=3))
+    state, losses, norms = emulated.from_canonical(start(MLP)), [], []
+    for step in range(NUM_STEPS):
+        state, metrics = emulated.step(state, emulated.place(make_batch(MLP, step)))
+        losses.append(float(metrics.sums.loss / metrics.sums.weight))
+        norms.append(float(metrics.grad_norm))
+    expected = losses, norms, jax.device_get(emulated.to_canonical(state))
+    assert_close(got, expected, 1e-5)
+    exact = named(one_device(MLP)[2]["params"])
+    assert max(relative_error(named(got[2]["params"])[name], array) for name, array in exact.items()) > 1e-3
+    run.check_peers(got)
+    assert killed
+    assert {event.peer for event in run.kinds(EventKind.FAILED)} == set(killed)
 
 
 @pytest.mark.slow
