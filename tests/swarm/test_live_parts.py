@@ -1,6 +1,7 @@
 """The parts of live swarms that need no Ray cluster."""
 
 import math
+import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.swarm.live import cluster
+from jaxpar.swarm.live.calls import DIED, CallFailure, Calls
 from jaxpar.swarm.live.patience import Patience
 from jaxpar.swarm.live.received import MALFORMED, NONFINITE_VALUES, find_fault
 
@@ -77,15 +79,32 @@ def test_the_cluster_of_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for process, command in {"12": "sh\0-c\0ls\0", "345": "raylet\0--gcs-address=127.0.0.1:4567\0--x=y\0"}.items():
         (tmp_path / process).mkdir()
         (tmp_path / process / "cmdline").write_text(command)
-    here = cluster.addresses_here(tmp_path)
-    assert here == {"127.0.0.1:4567"}
-    with monkeypatch.context() as patch:
-        patch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-        assert cluster.addresses_here(tmp_path) == set()
-    monkeypatch.setattr(cluster, "addresses_here", lambda: here)
+    here = cluster.clusters_here(tmp_path)
+    assert here == {"127.0.0.1:4567": ""}
+    monkeypatch.setattr(cluster, "clusters_here", lambda: here)
     message = "is 'auto', where no Ray cluster answers (the cluster at 127.0.0.1:4567 is that of another run, which"
     with pytest.raises(UserError, match=re.escape(message)):
         cluster.connect("auto", cluster.PeerResources(1, 0), most=1)
+
+
+def test_a_cluster_that_asks_for_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's client does not notice. The environment of the cluster's processes shows it."""
+    for process, (mode, address) in {"1": ("a", "127.0.0.1:1"), "2": ("b", "10.0.0.1:2"), "3": ("", "h:3")}.items():
+        (tmp_path / process).mkdir()
+        (tmp_path / process / "cmdline").write_text(f"raylet\0--gcs-address={address}\0")
+        (tmp_path / process / "environ").write_text(
+            "NO_RAY_AUTH_MODE=x" + (f"\0RAY_AUTH_MODE={mode}\0" if mode else "")
+        )
+    here = cluster.clusters_here(tmp_path)
+    assert here == {"127.0.0.1:1": "a", "10.0.0.1:2": "b", "h:3": ""}
+    for address, expected in {"auto": "b", "localhost:1": "a", "h:3": "", "localhost:4": ""}.items():
+        monkeypatch.setenv("RAY_AUTH_MODE", "")  # restored after the test, also if it was unset
+        monkeypatch.delenv("RAY_AUTH_MODE")
+        cluster.adopt_token_mode(address, here)
+        assert os.environ.get("RAY_AUTH_MODE", "") == expected
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    cluster.adopt_token_mode("auto", here)
+    assert os.environ["RAY_AUTH_MODE"] == "disabled"
 
 
 def test_a_cluster_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,6 +116,28 @@ def test_a_cluster_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     message = r"^Ray does not start on this machine: The current node timed out during startup\.$"
     with pytest.raises(TrainingError, match=message):
         cluster.connect("", cluster.PeerResources(1, 0), most=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_at_start", "expected"),
+    [
+        ("The actor died because of an error\nModuleNotFoundError: No module named 'jaxpar'\n", True, "ModuleNotFound"),
+        ("The actor is dead because its node has died", False, "its process ended"),
+    ],
+)
+def test_why_a_peer_died(text: str, is_at_start: bool, expected: str) -> None:
+    error = type("RayActorError", (Exception,), {"actor_init_failed": is_at_start})
+
+    def get(_: object) -> None:
+        raise error(text)
+
+    exceptions = SimpleNamespace(RayActorError=error)
+    ray = SimpleNamespace(wait=lambda refs, **_: (refs, []), get=get, exceptions=exceptions)
+    calls = Calls(ray, Patience(2.0))
+    calls.add(0, "answer", None, lambda *_: None)
+    [failure] = calls.wait(1.0)
+    assert isinstance(failure, CallFailure)
+    assert (failure.kind, failure.text[: len(expected)]) == (DIED, expected)
 
 
 def test_a_cluster_without_room() -> None:

@@ -101,8 +101,9 @@ class Calls:
         exceptions = self._ray.exceptions
         try:
             answer = self._ray.get(call.answer)
-        except exceptions.RayActorError:
-            return CallFailure(call, DIED, "its process ended")
+        except exceptions.RayActorError as error:
+            lines = str(error).strip().splitlines()
+            return CallFailure(call, DIED, lines[-1] if error.actor_init_failed else "its process ended")
         except exceptions.RayTaskError as error:
             if isinstance(error.cause, exceptions.ObjectLostError):
                 self._answered(call)

@@ -18,7 +18,7 @@ import signal
 import socket
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ PEER_NAME = "peer"
 CONNECT_SECONDS = 10.0
 LOOPBACK = "127."
 GCS_ADDRESS = re.compile(r"--gcs-address=([^\0\s]+)")
+AUTH_MODE = re.compile(r"(?:^|\0)RAY_AUTH_MODE=([^\0]*)")
 
 
 class PeerResources(NamedTuple):
@@ -63,6 +64,8 @@ def load_ray(*, alone: bool) -> Any:
 def connect(address: str, resources: PeerResources, most: int) -> Any:
     """Return Ray, connected to a cluster. A process that is connected already stays where it is.
 
+    Peers find jaxpar and an own model in the folders of this process's PYTHONPATH, if they are not installed.
+
     Args:
       address: HOST:PORT of a cluster, `auto` for the one of this machine, or empty to start one here.
       resources: resources of a peer.
@@ -71,6 +74,8 @@ def connect(address: str, resources: PeerResources, most: int) -> Any:
     Raises:
       UserError: there is no cluster at the address, or it has another version of Ray or Python.
     """
+    here = clusters_here() if address else {}
+    adopt_token_mode(address, here)
     ray = load_ray(alone=not address)
     if ray.is_initialized():
         return ray
@@ -84,10 +89,11 @@ def connect(address: str, resources: PeerResources, most: int) -> Any:
             if address != "auto":
                 host, _, port = address.rpartition(":")
                 socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
-            elif (here := addresses_here()) and all(one.startswith(LOOPBACK) for one in here):
+            elif here and not os.environ.get("RAY_ADDRESS") and all(one.startswith(LOOPBACK) for one in here):
                 raise ValueError(f"the cluster at {min(here)} is that of another run, which nothing else can join")
-            ray.init(address=address, **quiet)
-        except (OSError, RuntimeError, ValueError) as error:
+            folders = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+            ray.init(address=address, job_config=ray.job_config.JobConfig(code_search_path=folders), **quiet)
+        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             reason = str(error).strip().split("\n")[0]
             raise UserError(
                 f"config.swarm.address is {address!r}, where no Ray cluster answers ({reason}); it must be HOST:PORT "
@@ -105,14 +111,28 @@ def _start(ray: Any, num_cpus: int, options: dict[str, Any]) -> None:
         raise TrainingError(f"Ray does not start on this machine: {reason}") from error
 
 
-def addresses_here(processes: Path = Path("/proc")) -> set[str]:
-    """Return the addresses of the clusters to which Ray's processes on this machine belong, on Linux."""
-    found: set[str] = set()
-    if not os.environ.get("RAY_ADDRESS"):  # which `auto` means then
-        for path in processes.glob("[0-9]*/cmdline"):
-            with contextlib.suppress(OSError):  # it has ended meanwhile, or belongs to someone else
-                found.update(GCS_ADDRESS.findall(path.read_text(errors="replace")))
+def clusters_here(processes: Path = Path("/proc")) -> dict[str, str]:
+    """Return the clusters to which Ray's processes on this machine belong, on Linux: RAY_AUTH_MODE by address."""
+    found: dict[str, str] = {}
+    for folder in processes.glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile, or belongs to someone else
+            for address in GCS_ADDRESS.findall((folder / "cmdline").read_text(errors="replace")):
+                found.setdefault(address, "")
+                if modes := AUTH_MODE.findall((folder / "environ").read_text(errors="replace")):
+                    found[address] = modes[0]
     return found
+
+
+def adopt_token_mode(address: str, here: Mapping[str, str]) -> None:
+    """Set RAY_AUTH_MODE as the cluster at an address has it, unless it is set. Before Ray is imported.
+
+    `ray start --head` asks for tokens if it finds one, `ray start --address` and ray.init do not.
+    """
+    port = address.rpartition(":")[-1]
+    for one, mode in here.items():
+        is_meant = not one.startswith(LOOPBACK) if address == "auto" else one.rpartition(":")[-1] == port
+        if mode and is_meant:
+            os.environ.setdefault("RAY_AUTH_MODE", mode)
 
 
 @contextlib.contextmanager
