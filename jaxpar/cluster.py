@@ -47,6 +47,8 @@ class Cluster:
       compute_capability: the compute capability of NVIDIA GPUs, such as 9.0; empty for other devices.
       has_pinned_host_memory: whether arrays can be placed in pinned host memory.
       links: the link of each mesh axis; axes with an unknown link are missing.
+      send_rates: the rates at which a device can send to others of its host (`host`) and over the network
+        (`network`), in bytes/s; empty if unknown.
     """
 
     platform: str
@@ -59,6 +61,7 @@ class Cluster:
     compute_capability: str = ""
     has_pinned_host_memory: bool = True
     links: Mapping[str, Link] = field(default_factory=dict)
+    send_rates: Mapping[str, float] = field(default_factory=dict)
 
 
 def devices() -> list[jax.Device]:
@@ -124,6 +127,7 @@ def gpu_cluster(
         peak_flops=_peaks(gpu.device_kind),
         compute_capability=gpu.compute_capability,
         links=links or {},
+        send_rates=gpu.links,
     )
 
 

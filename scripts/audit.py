@@ -17,6 +17,9 @@ or XLA_CLIENT_MEM_FRACTION.
 products run at the same time (0: the GPU waits for it), the dtypes of the matrix products, copies of large arrays in
 loops, and the number of kernels.
 
+--time predicts the time of a step: of each kernel by its FLOPs and bytes and the rates of the GPU, of collectives by
+the link that they cross (jaxpar/analysis/step_time.py). It prints what takes longest, and MFU as a run does.
+
 The exit code is 1 if no formula explains a collective, and 2 for invalid arguments.
 """
 
@@ -25,19 +28,28 @@ import json
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jaxpar import config as configs
 from jaxpar import data, mesh, strategies
 from jaxpar.analysis import audit
 from jaxpar.analysis.schedule import schedule_of
+from jaxpar.analysis.step_time import predict, short_source
+from jaxpar.cluster import Cluster
 from jaxpar.command_line import Parser
 from jaxpar.errors import UserError, exit_code, format_bytes
+from jaxpar.measure.flops import forward_flops
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build
+from jaxpar.step import Problem
+from jaxpar.strategies.strategy import CompiledProgram
 from jaxpar.target import FRACTION, Target, find_target
 
+LONGEST = 5  # parts of a step whose predicted time is printed
 LARGEST_FRACTION = 0.95  # of the memory of a GPU; the rest is for CUDA and its libraries
 
 
@@ -49,21 +61,25 @@ def main() -> int:
     parser.add_argument(
         "--program", action="store_true", help="with --target: describe the schedule of the GPU program"
     )
+    parser.add_argument("--time", action="store_true", help="with --target: predict the time of a step")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     arguments, overrides = parser.parse_with_overrides()
     config = configs.load_config(arguments.config)
     configs.override(config, overrides)
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
-    if arguments.program and not arguments.target:
-        raise UserError("--program is set; it must be set with --target, because it describes a program for GPUs")
+    for flag in ("program", "time"):
+        if getattr(arguments, flag) and not arguments.target:
+            raise UserError(f"--{flag} is set; it must be set with --target, because it describes a program for GPUs")
     target = find_target(arguments.target) if arguments.target else None
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-        audited = run(config, Path(folder), target, with_program=arguments.program)
+        audited = run(config, Path(folder), target, with_program=arguments.program, with_time=arguments.time)
     print(json.dumps(audited, indent=1) if arguments.json else format_audit(audited))
     return 0 if all(row["explained"] for row in audited["collectives"]) else 1
 
 
-def run(config: Any, workdir: Path, target: Target | None = None, *, with_program: bool = False) -> dict[str, Any]:
+def run(
+    config: Any, workdir: Path, target: Target | None = None, *, with_program: bool = False, with_time: bool = False
+) -> dict[str, Any]:
     """Audit the training step of a config, on the devices of this machine or of a target."""
     if target:
         cluster, decision = build.check_run(config, workdir, target.cluster)
@@ -91,7 +107,29 @@ def run(config: Any, workdir: Path, target: Target | None = None, *, with_progra
             {name: [one._asdict() for one in part] if isinstance(part, list) else part for name, part in rows.items()}
             for rows in (schedule._asdict() for schedule in schedules)
         ]
+    if with_time:
+        assert target is not None
+        audited["time"] = predicted(programs, problem, config.model.dtype, target.cluster)
     return audited
+
+
+def predicted(programs: Sequence[CompiledProgram], problem: Problem, dtype: str, cluster: Cluster) -> dict[str, Any]:
+    """Return the predicted time of a step, its rates, and the parts that take longest. dtype: that of the model."""
+    time, inputs = predict(programs, cluster), problem.batch["inputs"]
+    flops = 3 * forward_flops(problem.model.apply, problem.model.shapes, dict(problem.batch))
+    peak = cluster.peak_flops[dtype] * cluster.num_devices
+    return {
+        "seconds": time.seconds,
+        "exposed_seconds": time.exposed,
+        "examples_per_second": len(inputs) / time.seconds,
+        "tokens_per_second": inputs.size / time.seconds if inputs.dtype == np.int32 else None,
+        "mfu": flops / time.seconds / peak,
+        "by_kind": time.by_kind(),
+        "longest": [
+            {"kind": part.kind, "source": short_source(part.source), "seconds": seconds}
+            for part, seconds in time.longest()[:LONGEST]
+        ],
+    }
 
 
 def format_audit(audited: dict[str, Any]) -> str:
@@ -121,7 +159,22 @@ def format_audit(audited: dict[str, Any]) -> str:
         lines += ["", format_needed(audited["needed"], audited["usable_bytes"], audited["memory_bytes"])]
     for program in audited.get("programs", []):
         lines += ["", *format_program(program)]
+    if "time" in audited:
+        lines += ["", *format_time(audited["time"])]
     return "\n".join(lines)
+
+
+def format_time(time: dict[str, Any]) -> list[str]:
+    """Return the predicted time of a step as lines."""
+    seconds = time["seconds"]
+    tokens = f", {time['tokens_per_second']:,.0f} tokens/s" if time["tokens_per_second"] else ""
+    exposed = f"{1e3 * time['exposed_seconds']:.3g} ms of it wait for collectives"
+    lines = [
+        f"predicted time of a step: {1e3 * seconds:.3g} ms ({time['examples_per_second']:,.0f} examples/s{tokens}, MFU "
+        f"{time['mfu']:.3f}); {exposed}"
+    ]
+    lines.append(", ".join(f"{kind} {of_kind / seconds:.1%}" for kind, of_kind in time["by_kind"].items()))
+    return [*lines, *(f"{row['seconds'] / seconds:8.1%}  {row['kind']:10} {row['source']}" for row in time["longest"])]
 
 
 def format_program(program: dict[str, Any]) -> list[str]:

@@ -46,6 +46,9 @@ def test_files_of_gpus() -> None:
         ("device_kind = ", "kind = ", "device_kind is None; it must be a name"),
         ("[xla]", "[gpu]", "has no table xla; it must have one with shared_memory_per_core"),
         ("core_count = 132", "core_count = = 132", "which is not TOML ("),
+        ("network = 50", "net = 50", "links.network is None; it must be a number greater than 0"),
+        ("host = 450", "host = -450", "links.host is -450000000000; it must be a number greater than 0"),
+        ("[xla]", "links = 3\n[xla]", "which is not TOML ("),
     ],
 )
 def test_wrong_files(old: str, new: str, message: str, tmp_path: Path) -> None:
@@ -137,8 +140,11 @@ STRATEGIES = {
 @needs_plugin
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_audit_of_absent_gpus(name: str) -> None:
-    """The collectives of the GPU program are those of theory, and the memory is that of the buffer assignment."""
-    done = audit(*TINY, *STRATEGIES[name])
+    """The collectives of the GPU program are those of theory, the memory is that of the buffer assignment.
+
+    The predicted time of each part is below that of the step.
+    """
+    done = audit("--time", *TINY, *STRATEGIES[name])
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert len(found["devices"]) == 8
@@ -146,6 +152,11 @@ def test_audit_of_absent_gpus(name: str) -> None:
     held = sum(part["nbytes"] or 0 for part in found["devices"][0].values()) - found["needed"]["temporary arrays"]
     assert found["needed"]["arguments"] == pytest.approx(held, rel=0.1)
     assert 0 < sum(found["needed"].values()) < found["usable_bytes"] == 0.75 * found["memory_bytes"] == 60e9
+    time = found["time"]
+    assert sum(time["by_kind"].values()) == pytest.approx(time["seconds"])
+    assert 0 < time["exposed_seconds"] < time["seconds"] == pytest.approx(64 / time["examples_per_second"])
+    assert 0 < time["mfu"] < 0.7
+    assert time["longest"][0]["seconds"] >= time["longest"][-1]["seconds"] > 0
 
 
 @needs_plugin

@@ -122,7 +122,7 @@ def _collectives(
             return {("bytes", other): sum(array.nbytes for array in operands), ("count", other): 1.0}
         if kind not in SENT:
             return None
-        groups = _groups(instruction)
+        groups = groups_of(instruction)
         counts: dict[tuple[str, Sent], float] = {}
         for array in operands:
             is_scalars = math.prod(array.dims) <= num_scalars and kind == "all-reduce"
@@ -136,7 +136,7 @@ def _collectives(
     return {key: (total["count", key], nbytes) for (what, key), nbytes in total.items() if what == "bytes"}
 
 
-def _groups(instruction: hlo.Instruction) -> Groups:
+def groups_of(instruction: hlo.Instruction) -> Groups:
     """Return the groups of devices that communicate. For a permute, these are the devices connected by its pairs."""
     if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", instruction.line):
         written = re.findall(r"\{?(\d+),(\d+)", pairs[1])

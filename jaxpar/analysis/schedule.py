@@ -11,14 +11,13 @@ from typing import NamedTuple
 
 from jaxpar.analysis.audit import SENT
 from jaxpar.measure.hlo import DTYPE_NAMES, HloArray, HloProgram, Instruction, by_scope
+from jaxpar.measure.kernels import is_product
 from jaxpar.strategies.strategy import CompiledProgram
 
 SMALL = 8  # elements of a collective that is not reported, such as a norm
 LARGE = 2**20  # bytes of a copy that is reported
 LOOPS_AND_BRANCHES = ("while", "conditional", "call")
 NO_KERNELS = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all")
-PRODUCTS = ("dot", "convolution")
-LIBRARY_PRODUCTS = ("__cublas", "__cudnn")  # targets of custom calls
 
 
 class ScheduledCollective(NamedTuple):
@@ -104,7 +103,7 @@ def schedule_of(compiled: CompiledProgram) -> ProgramSchedule:
             products += [one._replace(per_step=times) for one in _products(program, name, instruction)]
             if instruction.operation == "copy" and times > 1 and instruction.results[0].nbytes >= LARGE:
                 copies, copied_bytes = copies + times, copied_bytes + times * instruction.results[0].nbytes
-            kernels += times * _is_kernel(instruction)
+            kernels += times * is_kernel(instruction)
     conditionals = program.total(_conditional, frequency)[True]
     return ProgramSchedule(collectives, products, copies, copied_bytes, kernels, conditionals)
 
@@ -117,7 +116,8 @@ def _conditional(instruction: Instruction, _operands: Sequence[HloArray]) -> dic
     return {True: 1.0} if instruction.operation == "conditional" else None
 
 
-def _is_kernel(instruction: Instruction) -> bool:
+def is_kernel(instruction: Instruction) -> bool:
+    """Return whether an instruction of a scheduled computation runs a kernel that is no collective."""
     operation = instruction.operation
     is_collective = operation.removesuffix("-start") in SENT
     return not (is_collective or operation in NO_KERNELS or operation.endswith("-done"))
@@ -135,7 +135,7 @@ def _until_done(program: HloProgram, computation: str, place: int) -> tuple[int,
     if len(between) == len(rest):
         raise ValueError(f"{name} has no end")
     products = sum(len(list(_products(program, computation, instruction))) for _, instruction in between)
-    return sum(_is_kernel(instruction) for _, instruction in between), products
+    return sum(is_kernel(instruction) for _, instruction in between), products
 
 
 def _ends(start: str, instruction: Instruction) -> bool:
@@ -145,8 +145,7 @@ def _ends(start: str, instruction: Instruction) -> bool:
 def _products(program: HloProgram, computation: str, instruction: Instruction) -> Iterator[MatrixProduct]:
     """Return the matrix products of one run of an instruction."""
     for name, inner in program.inside(computation, instruction):
-        is_library = any(f'custom_call_target="{target}' in inner.line for target in LIBRARY_PRODUCTS)
-        if inner.operation in PRODUCTS or (inner.operation == "custom-call" and is_library):
+        if is_product(inner):
             yield MatrixProduct(_dtype(program.operand_types(name, inner)), 1.0, inner.source)
 
 

@@ -1,7 +1,8 @@
 """The kinds of GPUs that jaxpar knows: one TOML file each, with its source. Another file of this form can be named.
 
-A file has `device_kind`, as JAX reports it; `memory_bytes`, of the data sheet; `compute_capability`; and a table `xla`
-with the numbers that XLA needs to compile for the GPU.
+A file has `device_kind`, as JAX reports it; `memory_bytes`, of the data sheet; `compute_capability`; a table `xla`
+with the numbers that XLA needs to compile for the GPU; and, if known, a table `links` with the bytes/s that a GPU can
+send to others of its host and over the network.
 """
 
 import functools
@@ -30,6 +31,7 @@ DIFFERENT = (
     *("shared_memory_per_core", "threads_per_core_limit", "core_count", "fpus_per_core", "memory_bandwidth"),
     *("l2_cache_size", "clock_rate_ghz", "device_memory_size", "shared_memory_per_block_optin"),
 )
+LINKS = ("host", "network")  # to the other GPUs of the host, and to those of other hosts
 CUDA, CUDNN = (12, 9), (9, 10)  # versions for which XLA compiles
 
 
@@ -42,12 +44,14 @@ class GpuKind:
       memory_bytes: memory according to the data sheet.
       compute_capability: such as 9.0.
       numbers: values of COMMON and DIFFERENT, by name.
+      links: the rates of LINKS, in bytes/s, by name; empty if unknown.
     """
 
     device_kind: str
     memory_bytes: float
     compute_capability: str
     numbers: Mapping[str, float]
+    links: Mapping[str, float]
 
     @property
     def memory_bandwidth(self) -> float:
@@ -102,6 +106,11 @@ def read_gpu(path: Path, key: str = "device kind") -> GpuKind:
     if not isinstance(numbers, dict):
         raise UserError(f"{path} has no table xla; it must have one with {', '.join(DIFFERENT)}")
     values = {f"xla.{name}": numbers.get(name) for name in DIFFERENT} | {"memory_bytes": content.get("memory_bytes")}
+    links = content.get("links", {})
+    if not isinstance(links, dict):
+        raise UserError(f"{path}: links is {links!r}; it must be a table with {' and '.join(LINKS)}")
+    if links:
+        values |= {f"links.{name}": links.get(name) for name in LINKS}
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**63:
             raise UserError(f"{path}: {name} is {value!r}; it must be a number greater than 0")
@@ -111,4 +120,5 @@ def read_gpu(path: Path, key: str = "device kind") -> GpuKind:
             what = "a name" if name == "device_kind" else "a version such as 9.0"
             raise UserError(f"{path}: {name} is {content.get(name)!r}; it must be {what}")
     known = COMMON | {name: numbers[name] for name in DIFFERENT}
-    return GpuKind(content["device_kind"], content["memory_bytes"], str(content["compute_capability"]), known)
+    capability = str(content["compute_capability"])
+    return GpuKind(content["device_kind"], content["memory_bytes"], capability, known, links)

@@ -19,6 +19,7 @@ OPERATION = re.compile(r"(?:^|[\]})] )([a-z][a-z0-9-]*)\((.*)$")
 CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%([\w.-]+)")
 CALLED_LISTS = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
 WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
+WIDTHS |= {"f8e4m3fn": 1, "f8e5m2": 1, "s64": 8, "u64": 8, "f64": 8, "token": 0}
 DTYPE_NAMES = {"u8": "uint8", "u16": "uint16", "u32": "uint32", "s8": "int8", "s32": "int32"}
 DTYPE_NAMES |= {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 
@@ -71,10 +72,41 @@ class HloProgram:
         """The instructions of each computation by name, in the order in which they run if the program is scheduled."""
         return self._computations
 
+    def called(self, instruction: Instruction) -> list[str]:
+        """Return the names of the computations that an instruction calls: of a loop, the condition and the body."""
+        return list(_called(instruction.line))
+
+    @property
+    def entry(self) -> str:
+        """The name of the computation that runs first."""
+        return self._entry
+
+    def runs(self, instruction: Instruction, frequency: Frequency) -> list[float]:
+        """Return how often each of the computations in `called` runs when an instruction runs once.
+
+        Raises:
+          ValueError: a loop has an unknown trip count, or a conditional unknown fractions.
+        """
+        called = self.called(instruction)
+        if instruction.operation == "while":
+            trips = re.search(r'known_trip_count":\{"n":"(\d+)"', instruction.line)
+            expected = (int(trips[1]),) if trips else frequency(instruction.source)
+            if expected is None or len(expected) != 1:
+                raise ValueError(f"unknown trip count of the loop {instruction.source}")
+            return [float(expected[0])] * len(called)
+        if instruction.operation == "conditional":
+            weights = frequency(instruction.source)
+            if weights is None or len(weights) != len(called):
+                raise ValueError(
+                    f"unknown branch fractions of the conditional {instruction.source} with {len(called)} branches"
+                )
+            return list(weights)
+        return [1.0] * len(called)
+
     def inside(self, computation: str, instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
         """Return an instruction and all that it calls, such as those of a fusion, each with its computation."""
         yield computation, instruction
-        for called in _called(instruction.line):
+        for called in self.called(instruction):
             for inner in self._computations[called].values():
                 yield from self.inside(called, inner)
 
@@ -109,23 +141,13 @@ class HloProgram:
         def of(name: str, instruction: Instruction) -> Counter[Key]:
             if (counts := value(instruction, self.operand_types(name, instruction))) is not None:
                 return Counter(dict(counts))
-            inner = [of_computation(called) for called in _called(instruction.line)]
-            if instruction.operation == "while" and any(inner):
-                trips = re.search(r'known_trip_count":\{"n":"(\d+)"', instruction.line)
-                expected = (int(trips[1]),) if trips else frequency(instruction.source)
-                if expected is None or len(expected) != 1:
-                    raise ValueError(f"unknown trip count of the loop {instruction.source}")
-                return _times(sum(inner, Counter()), expected[0])
-            if instruction.operation == "conditional":
-                if all(branch == inner[0] for branch in inner):
-                    return inner[0]
-                weights = frequency(instruction.source)
-                if weights is None or len(weights) != len(inner):
-                    raise ValueError(
-                        f"unknown branch fractions of the conditional {instruction.source} with {len(inner)} branches"
-                    )
-                return sum((_times(branch, w) for branch, w in zip(inner, weights, strict=True)), Counter())
-            return sum(inner, Counter())
+            inner = [of_computation(called) for called in self.called(instruction)]
+            if instruction.operation == "conditional" and all(branch == inner[0] for branch in inner):
+                return inner[0]
+            if not any(inner):
+                return Counter()
+            runs = self.runs(instruction, frequency)
+            return sum((_times(counts, number) for counts, number in zip(inner, runs, strict=True)), Counter())
 
         return of_computation(self._entry)
 

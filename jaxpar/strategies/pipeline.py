@@ -32,7 +32,13 @@ from jaxpar.models.model import Batch, Model, Tie
 from jaxpar.pipeline.executor import partition
 from jaxpar.pipeline.executor.continuous import continuous_step, padded, update_trips
 from jaxpar.pipeline.executor.continuous_state import ContinuousState
-from jaxpar.pipeline.executor.engine import PipelineEngine, make_engine, pipeline_evaluation, pipeline_step
+from jaxpar.pipeline.executor.engine import (
+    PipelineEngine,
+    branches_taken,
+    make_engine,
+    pipeline_evaluation,
+    pipeline_step,
+)
 from jaxpar.pipeline.executor.lowering import LoweredTable, TableArrays, TableShape, lower_table, table_layout
 from jaxpar.pipeline.executor.programs import REMATS
 from jaxpar.pipeline.executor.stages import Stages
@@ -284,6 +290,11 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         return on_mesh(padded(batch, problem.batch) if never_drains else batch)
 
     trips = update_trips(details.lowered.shape, table.num_clocks)
+
+    def compile_programs() -> list[CompiledProgram]:
+        taken = branches_taken(details.lowered, staged.stages.program_numbers)
+        return [CompiledProgram(lower_step(plan, problem, mesh).compile(), trips, branches=taken)]
+
     return Strategy(
         plan,
         tuple(mesh.devices.flat),
@@ -293,7 +304,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         evaluate=evaluate,
         to_canonical=lambda state: states.to_canonical(of_state.gather(state)),
         from_canonical=from_canonical,
-        compile=lambda: [CompiledProgram(lower_step(plan, problem, mesh).compile(), trips)],
+        compile=compile_programs,
         to_private=of_state.private_state,
         report=report,
     )

@@ -30,11 +30,14 @@ class CompiledProgram(NamedTuple):
       frequencies: how often parts of the program run: for each named conditional, the fraction of steps in which each
         of its branches is taken; for each named loop whose trip count varies, its mean alone.
       arguments: the keys of Plan.memory that the first arguments belong to, if each argument is one part of the state.
+      branches: for each named conditional in a loop over clocks, the number of the branch that each device takes: int
+        [clock, device]. The devices wait for each other at the end of a clock.
     """
 
     compiled: jax.stages.Compiled
     frequencies: Mapping[str, tuple[float, ...]] = {}
     arguments: tuple[str, ...] = ()
+    branches: Mapping[str, np.ndarray] = {}
 
 
 class FromCanonical(Protocol[S_co]):

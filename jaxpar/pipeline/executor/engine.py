@@ -54,13 +54,23 @@ from jaxpar.exchange.clip import clipped
 from jaxpar.exchange.reduce import psum_small
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Batch
-from jaxpar.pipeline.executor.lowering import INBOXES, NONE, Actions, ClockShape, TableArrays, TableShape
+from jaxpar.pipeline.executor.lowering import (
+    INBOXES,
+    NONE,
+    Actions,
+    ClockShape,
+    LoweredTable,
+    TableArrays,
+    TableShape,
+)
 from jaxpar.pipeline.executor.packing import Packed, Packing
 from jaxpar.pipeline.executor.programs import StageInputs, StagePrograms
 from jaxpar.pipeline.executor.state import PackedState, StagedState, StageUpdate
 from jaxpar.pipeline.executor.timeline import ActionNumbers, Timeline
 from jaxpar.step import Metrics
 from jaxpar.tasks import Sums
+
+PHASE_SCOPE = "phase_{}"  # name of the conditionals of a phase
 
 
 class Carry(NamedTuple):
@@ -112,6 +122,31 @@ def _at(x: jax.Array, index: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
 
 
+def possible_programs(of_clock: ClockShape, phase: int, numbers: np.ndarray) -> tuple[int, ...]:
+    """Return the numbers of the programs that a device can run in a phase of a clock, in ascending order.
+
+    numbers: number of the program that each [device, chunk] runs.
+    """
+    of_actors = numbers if of_clock.actors is None else numbers[list(of_clock.actors[phase])]
+    return tuple(sorted(set(of_actors.ravel().tolist())))
+
+
+def branches_taken(lowered: LoweredTable, numbers: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the branch that each device takes in each clock, int [clock, device], by the named scope of the phase.
+
+    numbers: as in `possible_programs`.
+    """
+    clocks, taken = lowered.shape.clocks, dict[str, np.ndarray]()
+    for phase, action in enumerate(lowered.arrays.actions):
+        chunks = np.asarray(action.chunk)
+        branches = np.zeros(chunks.T.shape, int)
+        for device, clock in np.argwhere(chunks != NONE):
+            able = possible_programs(clocks[clock % len(clocks)], phase, numbers)
+            branches[clock, device] = 1 + np.searchsorted(able, numbers[device, chunks[device, clock]])
+        taken[PHASE_SCOPE.format(phase)] = branches
+    return taken
+
+
 class PipelineEngine:
     """Runs the stage programs as branches of one program for all devices, for any table of a given shape.
 
@@ -159,7 +194,10 @@ class PipelineEngine:
           update: (carry, entry of TableArrays.updates) -> carry after the update of a clock; None if there are none.
         """
         device, programs, clocks = jax.lax.axis_index(STAGE), self.programs, self.shape.clocks
-        possible = [[self._possible(of_clock, phase) for phase in range(self.shape.num_phases)] for of_clock in clocks]
+        possible = [
+            [possible_programs(of_clock, phase, programs.numbers) for phase in range(self.shape.num_phases)]
+            for of_clock in clocks
+        ]
         places = {each: jnp.asarray(np.searchsorted(each, programs.numbers))[device] for each in chain(*possible)}
         shifts = jnp.asarray(programs.stages.shifts)[device]
 
@@ -174,7 +212,7 @@ class PipelineEngine:
                 # 3. Branch 0 is the empty one; branch 1 + n runs the n-th program that can run in this clock.
                 branch = jnp.where(action.chunk == NONE, 0, 1 + places[able][action.chunk])
                 acts = [partial(self._act, phase, number, inputs) for number in able]
-                with jax.named_scope(f"phase_{phase}"):
+                with jax.named_scope(PHASE_SCOPE.format(phase)):
                     touched = jax.lax.switch(branch, [partial(self._idle, phase), *acts], action, carry)
                 carry = carry._replace(**touched | {"stashes": carry.stashes | touched["stashes"]})
             if update is not None and clocks[index].has_update:
@@ -203,12 +241,6 @@ class PipelineEngine:
             self.packing.zeros() if self.shape.num_phases > 1 else (),
             self.programs.stages.task.zeros(),
         )
-
-    def _possible(self, of_clock: ClockShape, phase: int) -> tuple[int, ...]:
-        """Return the numbers of the programs that a device can run in a phase of a clock, in ascending order."""
-        numbers = self.programs.numbers
-        of_actors = numbers if of_clock.actors is None else numbers[list(of_clock.actors[phase])]
-        return tuple(sorted(set(of_actors.ravel().tolist())))
 
     def _touched(self, phase: int, carry: Carry) -> dict[str, Any]:
         """Return the fields of the carry that an action of this phase may change: the outputs of its branches."""

@@ -108,8 +108,7 @@ class StagePrograms:
           remat: none, full or dots: which values the forward pass saves for the backward pass.
         """
         self.stages, self.num_phases = stages, num_phases
-        num_chunks = stages.placement.shape[1]
-        self.numbers = np.array(stages.kinds)[:, None] * num_chunks + np.arange(num_chunks)
+        self.numbers = stages.program_numbers
         _, firsts = np.unique(stages.placement, return_index=True)
         by_stage = self.numbers.ravel()[firsts].tolist()
         scalar = partial(jax.ShapeDtypeStruct, ())

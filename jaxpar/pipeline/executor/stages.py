@@ -70,6 +70,12 @@ class Stages:
         stage = self.placement[device, chunk]
         return self.bounds[stage], self.bounds[stage + 1]
 
+    @property
+    def program_numbers(self) -> np.ndarray:
+        """The number of the program that each [device, chunk] runs: devices of a kind share their programs."""
+        num_chunks = self.placement.shape[1]
+        return np.array(self.kinds)[:, None] * num_chunks + np.arange(num_chunks)
+
     @cached_property
     def shifts(self) -> np.ndarray:
         """Layer-index offset of each [device, chunk] from the same chunk of the representative device of its kind."""

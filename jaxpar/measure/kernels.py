@@ -1,0 +1,131 @@
+"""Counts the FLOPs and the bytes of kernels in the optimized HLO of a GPU program.
+
+A kernel is one instruction of a scheduled program: a fusion, or a call of a library such as cuDNN. It reads each of its
+operands and writes its results once, except that it touches only the slices that it takes out of an operand, or writes
+into one.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxpar.measure.hlo import HloArray, HloProgram, Instruction
+
+SLICES = ("dynamic-slice", "slice", "gather")
+GEMM, ATTENTION, CONVOLUTION = "__cublas$", "__cudnn$fmha", "__cudnn$conv"  # beginnings of library targets
+CALL_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # of attention: scores and values; these scores again and four gradients
+
+
+def call_target(instruction: Instruction) -> str:
+    """Return the name of the library function that an instruction calls; empty if it calls none."""
+    target = CALL_TARGET.search(instruction.line)
+    return target[1] if target else ""
+
+
+def is_product(instruction: Instruction) -> bool:
+    """Return whether an instruction is a matrix product, a convolution or attention."""
+    return instruction.operation in ("dot", "convolution") or call_target(instruction).startswith(
+        (GEMM, ATTENTION, CONVOLUTION)
+    )
+
+
+def product_flops(instruction: Instruction, operands: Sequence[HloArray]) -> float:
+    """Return the FLOPs of a matrix product, a convolution or attention; two for each multiply-add.
+
+    Masked positions that a causal attention kernel skips are not counted.
+    """
+    target = call_target(instruction)
+    if target.startswith(ATTENTION):
+        return _attention_flops(instruction, target)
+    result = math.prod(instruction.results[0].dims)
+    if instruction.operation == "convolution" or target.startswith(CONVOLUTION):
+        return _convolution_flops(instruction, operands, target)
+    lhs = operands[0].dims
+    return 2.0 * result * math.prod(lhs[dim] for dim in _contracted(instruction))
+
+
+def _contracted(instruction: Instruction) -> list[int]:
+    """Return the contracted dims of the left operand of a matrix product."""
+    if found := re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.line):
+        return [int(dim) for dim in found[1].split(",") if dim]
+    found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.line.replace(" ", ""))
+    assert found, instruction.line
+    return [int(dim) for dim in re.findall(r"\d+", found[1])]
+
+
+def _convolution_flops(instruction: Instruction, operands: Sequence[HloArray], target: str) -> float:
+    """Count a convolution: each output sums over the kernel's window and input features."""
+    found = re.search(r"dim_labels=\w+_(\w+)->", instruction.line)
+    assert found, instruction.line
+    result = instruction.results[0]
+    # The gradient of the kernel is the result, and one of the input has the output as its first operand.
+    backward_kernel, backward_input = "BackwardFilter" in target, "BackwardInput" in target
+    kernel = (result if backward_kernel else operands[1]).dims
+    output = (operands[1] if backward_kernel else operands[0] if backward_input else result).dims
+    return 2.0 * math.prod(output) * math.prod(kernel) / kernel[found[1].index("o")]
+
+
+def _attention_flops(instruction: Instruction, target: str) -> float:
+    found = re.search(r"backend_config=(\{.*\})", instruction.line)
+    assert found, instruction.line
+    config: Mapping[str, Any] = json.loads(found[1])["cudnn_fmha_backend_config"]
+    scores = math.prod(int(size) for size in config["intermediate_tensor_shape"]["dimensions"])
+    number = BACKWARD_PRODUCTS if target.endswith("Backward") else FORWARD_PRODUCTS
+    is_causal = "CAUSAL" in config.get("mask_type", "")
+    return 2.0 * number * scores * instruction.results[0].dims[-1] * (0.5 if is_causal else 1)
+
+
+def kernel_bytes(program: HloProgram, computation: str, instruction: Instruction) -> float:
+    """Return the bytes that a kernel reads and writes."""
+    operands = program.operand_types(computation, instruction)
+    if instruction.operation == "fusion":
+        [called] = program.called(instruction)
+        return sum(_fusion_bytes(program.computations[called]))
+    if instruction.operation in SLICES:
+        return 2.0 * _size(instruction.results)
+    if instruction.operation == "dynamic-update-slice":
+        return 2.0 * operands[1].nbytes
+    return float(_size(instruction.results) + _size(operands))
+
+
+def _size(arrays: Sequence[HloArray]) -> int:
+    return sum(array.nbytes for array in arrays)
+
+
+def _fusion_bytes(body: Mapping[str, Instruction]) -> Iterator[float]:
+    """Return the bytes of each parameter that a fusion reads, and of each result that it writes."""
+    for name, instruction in body.items():
+        if instruction.operation == "parameter":
+            yield _read_bytes(body, name, instruction)
+    *_, root = body
+    written = body[root].operands if body[root].operation == "tuple" else [root]
+    for name in written:
+        yield _written_bytes(body, name)
+
+
+def _read_bytes(body: Mapping[str, Instruction], name: str, value: Instruction) -> float:
+    """Return the bytes of a value that the instructions of a fusion read."""
+    nbytes = 0.0
+    for user_name, user in body.items():
+        if name not in user.operands:
+            continue
+        if user.operation == "bitcast":
+            nbytes += _read_bytes(body, user_name, user)
+        elif user.operation in SLICES and user.operands[0] == name:
+            nbytes += _size(user.results)
+        elif user.operation != "dynamic-update-slice" or user.operands[0] != name:
+            return float(_size(value.results))
+    return min(nbytes, _size(value.results))
+
+
+def _written_bytes(body: Mapping[str, Instruction], name: str) -> float:
+    """Return the bytes that a fusion writes for one of its results."""
+    value = body[name]
+    if value.operation == "bitcast" and value.operands[0] in body:
+        return _written_bytes(body, value.operands[0])
+    if value.operation == "dynamic-update-slice":
+        return float(_size(body[value.operands[1]].results))
+    return float(_size(value.results))
