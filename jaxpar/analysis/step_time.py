@@ -143,9 +143,14 @@ class _Roofline:
         return total
 
     def _called(self, instruction: Instruction) -> StepTime:
-        """Return the mean time of what an instruction calls; of a conditional with unknown fractions, the longest."""
+        """Return the mean time of what an instruction calls.
+
+        For a conditional in which devices differ, or whose fractions are unknown, this is the longest branch.
+        """
         times = [self._of_computation(one) for one in self._program.called(instruction)]
-        if instruction.operation == "conditional" and self._frequency(instruction.source) is None:
+        source = instruction.source
+        differ = any(f"/{scope}/" in source for scope, branches in self._branches.items() if len(branches.taken) == 1)
+        if instruction.operation == "conditional" and (differ or self._frequency(source) is None):
             return max(times, key=lambda one: one.seconds)
         total = NOTHING
         if any(one.seconds for one in times):
@@ -180,21 +185,15 @@ class _Roofline:
         return total
 
     def _branches_of(self, body: str, trips: int) -> dict[str, np.ndarray]:
-        """Return the branches that devices take in the conditionals of a loop over clocks: int [trip, device], by name.
-
-        An iteration can consist of several clocks.
-        """
-        found: dict[str, list[str]] = {}
+        """Return the branches taken in the conditionals of a loop over clocks: int [trip, device], by instruction."""
+        found: dict[str, np.ndarray] = {}
         for name, instruction in self._program.computations[body].items():
-            scopes = [scope for scope in self._branches if f"/{scope}/" in instruction.source]
-            if instruction.operation == "conditional" and scopes:
-                found.setdefault(scopes[0], []).append(name)
-        by_name: dict[str, np.ndarray] = {}
-        for scope, names in found.items():
-            taken = self._branches[scope]
-            assert len(taken) == trips * len(names), "the loop is not over the clocks of the table"
-            by_name |= {name: taken[place :: len(names)] for place, name in enumerate(names)}
-        return by_name
+            for scope, branches in self._branches.items():
+                is_inside = f"/{scope}/" in instruction.source and len(branches.taken) > 1
+                if instruction.operation == "conditional" and is_inside:
+                    assert len(branches.taken) == trips, "the loop is not over the clocks of the table"
+                    found[name] = branches.taken
+        return found
 
     def _kernel(self, computation: str, instruction: Instruction) -> StepTime:
         kind, flops, seconds = "kernel", 0.0, 0.0

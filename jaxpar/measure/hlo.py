@@ -153,11 +153,11 @@ class HloProgram:
 
 
 def by_scope(frequencies: Mapping[str, tuple[float, ...]]) -> Frequency:
-    """Return how often parts of a program run, given the frequencies by the named scope of the part."""
+    """Return how often parts of a program run, given the frequencies by the innermost named scope of the part."""
 
     def frequency(source: str) -> Sequence[float] | None:
         names = [name for name in frequencies if f"/{name}/" in source]
-        return frequencies[names[-1]] if names else None
+        return frequencies[max(names, key=lambda name: source.rindex(f"/{name}/"))] if names else None
 
     return frequency
 

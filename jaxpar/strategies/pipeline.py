@@ -34,7 +34,7 @@ from jaxpar.pipeline.executor.continuous import continuous_step, padded, update_
 from jaxpar.pipeline.executor.continuous_state import ContinuousState
 from jaxpar.pipeline.executor.engine import (
     PipelineEngine,
-    branches_taken,
+    device_branches,
     make_engine,
     pipeline_evaluation,
     pipeline_step,
@@ -292,8 +292,9 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
     trips = update_trips(details.lowered.shape, table.num_clocks)
 
     def compile_programs() -> list[CompiledProgram]:
-        taken = branches_taken(details.lowered, staged.stages.program_numbers)
-        return [CompiledProgram(lower_step(plan, problem, mesh).compile(), trips, branches=taken)]
+        branches = device_branches(details.lowered, staged.stages)
+        frequencies = trips | {scope: one.fractions for scope, one in branches.items()}
+        return [CompiledProgram(lower_step(plan, problem, mesh).compile(), frequencies, branches=branches)]
 
     return Strategy(
         plan,

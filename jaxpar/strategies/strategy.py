@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 from jaxpar.cluster import Cluster
 from jaxpar.errors import Refusals
 from jaxpar.models.model import Model
+from jaxpar.pipeline.executor.lowering import DeviceBranches
 from jaxpar.plan import Decision, Plan
 from jaxpar.state import Canonical
 from jaxpar.step import Metrics, Problem
@@ -30,14 +31,14 @@ class CompiledProgram(NamedTuple):
       frequencies: how often parts of the program run: for each named conditional, the fraction of steps in which each
         of its branches is taken; for each named loop whose trip count varies, its mean alone.
       arguments: the keys of Plan.memory that the first arguments belong to, if each argument is one part of the state.
-      branches: for each named conditional in a loop over clocks, the number of the branch that each device takes: int
-        [clock, device]. The devices wait for each other at the end of a clock.
+      branches: the branches that the devices take, for each named conditional in which they differ. The devices wait
+        for each other at the end of a clock.
     """
 
     compiled: jax.stages.Compiled
     frequencies: Mapping[str, tuple[float, ...]] = {}
     arguments: tuple[str, ...] = ()
-    branches: Mapping[str, np.ndarray] = {}
+    branches: Mapping[str, DeviceBranches] = {}
 
 
 class FromCanonical(Protocol[S_co]):

@@ -11,6 +11,7 @@ from jaxpar.analysis import step_time
 from jaxpar.analysis.step_time import EFFICIENCY, HOP_SECONDS, LAUNCH_SECONDS, Part, predict, short_source
 from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError
+from jaxpar.pipeline.executor.lowering import DeviceBranches
 
 META = 'metadata={op_name="jit(step)/%s"}'
 BRANCHES = "".join(
@@ -111,12 +112,13 @@ def test_branches() -> None:
 def test_a_clock_lasts_as_long_as_its_slowest_device() -> None:
     """Two devices, three clocks of two phases: the devices wait for each other at the end of a clock only."""
     first, second = np.array([[1, 0], [2, 1], [0, 0]]), np.array([[0, 1], [0, 2], [0, 1]])  # [clock, device]
-    found = time_of(WHILE, BRANCHES + LOOP, branches={"phase_0": first, "phase_1": second})
+    branches = {"phase_0": DeviceBranches(first, 3), "phase_1": DeviceBranches(second, 3)}
+    found = time_of(WHILE, BRANCHES + LOOP, branches=branches)
     none, short, long = kernel(0), kernel(8), kernel(16)
     assert found.seconds == pytest.approx((short + none) + (short + long) + (none + short))
     assert sum(found.parts.values()) == pytest.approx(found.seconds)
     with pytest.raises(AssertionError, match="not over the clocks"):
-        time_of(WHILE, BRANCHES + LOOP, branches={"phase_0": first[:2]})
+        time_of(WHILE, BRANCHES + LOOP, branches={"phase_0": DeviceBranches(first[:2], 3)})
 
 
 @pytest.mark.parametrize(

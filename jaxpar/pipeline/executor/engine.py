@@ -59,18 +59,18 @@ from jaxpar.pipeline.executor.lowering import (
     NONE,
     Actions,
     ClockShape,
+    DeviceBranches,
     LoweredTable,
     TableArrays,
     TableShape,
 )
 from jaxpar.pipeline.executor.packing import Packed, Packing
 from jaxpar.pipeline.executor.programs import StageInputs, StagePrograms
-from jaxpar.pipeline.executor.state import PackedState, StagedState, StageUpdate
+from jaxpar.pipeline.executor.stages import Stages
+from jaxpar.pipeline.executor.state import OF_KIND, PackedState, StagedState, StageUpdate
 from jaxpar.pipeline.executor.timeline import ActionNumbers, Timeline
 from jaxpar.step import Metrics
 from jaxpar.tasks import Sums
-
-PHASE_SCOPE = "phase_{}"  # name of the conditionals of a phase
 
 
 class Carry(NamedTuple):
@@ -131,20 +131,40 @@ def possible_programs(of_clock: ClockShape, phase: int, numbers: np.ndarray) -> 
     return tuple(sorted(set(of_actors.ravel().tolist())))
 
 
-def branches_taken(lowered: LoweredTable, numbers: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the branch that each device takes in each clock, int [clock, device], by the named scope of the phase.
+def device_branches(lowered: LoweredTable, stages: Stages) -> dict[str, DeviceBranches]:
+    """Return the branches that devices take in the conditionals of a training step, by named scope."""
+    numbers, kinds = stages.program_numbers, np.array([stages.kinds])
+    (shape, arrays), found = lowered, {OF_KIND: DeviceBranches(kinds, len(stages.examples))}
+    for index, of_clock in enumerate(shape.clocks):
+        nows: TableArrays = jax.tree.map(lambda x, index=index: np.asarray(x)[:, index :: len(shape.clocks)].T, arrays)
+        for phase, action in enumerate(nows.actions):
+            able = possible_programs(of_clock, phase, numbers)
+            branches = 1 + np.searchsorted(able, numbers[np.arange(len(numbers)), action.chunk])
+            taken = np.where(action.chunk == NONE, 0, branches)
+            found[_scope(index, _phase_scope(phase))] = DeviceBranches(taken, 1 + len(able))
+        slots = {_delivery_scope(phase, "local"): nows.actions[phase].local_inbox for phase in shape.local_phases}
+        for number, (route, arrival) in enumerate(zip(of_clock.routes, nows.arrivals, strict=True)):
+            if route.senders:
+                slots |= {_delivery_scope(phase, str(number)): arrival[phase] for phase in route.phases}
+        for name, slot in slots.items():
+            found[_scope(index, name)] = DeviceBranches((slot == NONE).astype(int), 2)
+    return found
 
-    numbers: as in `possible_programs`.
-    """
-    clocks, taken = lowered.shape.clocks, dict[str, np.ndarray]()
-    for phase, action in enumerate(lowered.arrays.actions):
-        chunks = np.asarray(action.chunk)
-        branches = np.zeros(chunks.T.shape, int)
-        for device, clock in np.argwhere(chunks != NONE):
-            able = possible_programs(clocks[clock % len(clocks)], phase, numbers)
-            branches[clock, device] = 1 + np.searchsorted(able, numbers[device, chunks[device, clock]])
-        taken[PHASE_SCOPE.format(phase)] = branches
-    return taken
+
+def _scope(index: int, name: str) -> str:
+    return f"{_clock_scope(index)}/{name}"
+
+
+def _clock_scope(index: int) -> str:
+    return f"clock_{index}"
+
+
+def _phase_scope(phase: int) -> str:
+    return f"phase_{phase}"
+
+
+def _delivery_scope(phase: int, where: str) -> str:
+    return f"deliver_{phase}_{where}"
 
 
 class PipelineEngine:
@@ -212,7 +232,7 @@ class PipelineEngine:
                 # 3. Branch 0 is the empty one; branch 1 + n runs the n-th program that can run in this clock.
                 branch = jnp.where(action.chunk == NONE, 0, 1 + places[able][action.chunk])
                 acts = [partial(self._act, phase, number, inputs) for number in able]
-                with jax.named_scope(PHASE_SCOPE.format(phase)):
+                with jax.named_scope(_phase_scope(phase)):
                     touched = jax.lax.switch(branch, [partial(self._idle, phase), *acts], action, carry)
                 carry = carry._replace(**touched | {"stashes": carry.stashes | touched["stashes"]})
             if update is not None and clocks[index].has_update:
@@ -221,7 +241,8 @@ class PipelineEngine:
 
         def iteration(carry: Carry, nows: Sequence[TableArrays]) -> tuple[Carry, None]:
             for index, now in enumerate(nows):
-                carry = clock(carry, index, now)
+                with jax.named_scope(_clock_scope(index)):
+                    carry = clock(carry, index, now)
             return carry, None
 
         by_clock = [
@@ -303,15 +324,18 @@ class PipelineEngine:
         outputs = (carry.activation, carry.gradient)
         inboxes = dict(carry.inboxes)
 
-        def store(inbox: str, slot: jax.Array, transfer: Packed) -> None:
+        def store(phase: int, where: str, slot: jax.Array, transfer: Packed) -> None:
+            inbox = INBOXES[phase]
+
             def write(slots: Packed) -> Packed:
                 update = jax.lax.dynamic_update_index_in_dim
                 return tuple(update(old, new, slot, 0) for old, new in zip(slots, transfer, strict=True))
 
-            inboxes[inbox] = jax.lax.cond(slot == NONE, lambda slots: slots, write, inboxes[inbox])
+            with jax.named_scope(_delivery_scope(phase, where)):
+                inboxes[inbox] = jax.lax.cond(slot == NONE, lambda slots: slots, write, inboxes[inbox])
 
         for phase in self.shape.local_phases:
-            store(INBOXES[phase], actions[phase].local_inbox, outputs[phase])
+            store(phase, "local", actions[phase].local_inbox, outputs[phase])
         num_devices = len(self.programs.stages.placement)
         for number, (route, arrival) in enumerate(zip(of_clock.routes, arrivals, strict=True)):
             if not route.senders:
@@ -323,7 +347,7 @@ class PipelineEngine:
             pairs = [(sender, (sender + route.offset) % num_devices) for sender in route.senders]
             transfer = tuple(jax.lax.ppermute(part, STAGE, pairs) for part in transfer)
             for phase in route.phases:
-                store(INBOXES[phase], arrival[phase], transfer)
+                store(phase, str(number), arrival[phase], transfer)
         return carry._replace(inboxes=inboxes)
 
 

@@ -145,6 +145,24 @@ class TableArrays(NamedTuple):
     updates: Any = None
 
 
+class DeviceBranches(NamedTuple):
+    """The branches that devices take in a conditional.
+
+    Attributes:
+      taken: int [iteration, device], the number of the branch in each iteration of the loop over clocks; one row if the
+        conditional is not in that loop.
+      number: number of branches.
+    """
+
+    taken: np.ndarray
+    number: int
+
+    @property
+    def fractions(self) -> tuple[float, ...]:
+        """How often each branch is taken, on average over iterations and devices."""
+        return tuple((np.bincount(self.taken.ravel(), minlength=self.number) / self.taken.size).tolist())
+
+
 class LoweredTable(NamedTuple):
     """A table in the form that the engine runs."""
 

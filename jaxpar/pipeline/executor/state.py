@@ -30,6 +30,8 @@ from jaxpar.state import Canonical, State
 from jaxpar.step import Metrics, Problem
 from jaxpar.tasks import Sums
 
+OF_KIND = "of_kind"  # name of the conditionals whose branch depends on the kind of the device
+
 
 class PackedState(NamedTuple):
     """A State in packed form. Arrays of `params` and `optimizer` have a leading dim over the devices of the stage axis.
@@ -327,4 +329,5 @@ class StageUpdate:
 
     def _switch(self, of_kind: Callable[..., Any], *operands: Any) -> Any:
         kinds = range(len(self._copies))
-        return jax.lax.switch(self._kind, [partial(of_kind, kind) for kind in kinds], *operands)
+        with jax.named_scope(OF_KIND):
+            return jax.lax.switch(self._kind, [partial(of_kind, kind) for kind in kinds], *operands)
