@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,15 @@ from jax.experimental import topologies
 
 from jaxpar import gpus, target
 from jaxpar.errors import UserError
+from jaxpar.exchange import EXCHANGES
 from jaxpar.gpus import gpu_kinds
+from jaxpar.pipeline.tables.periodic import CONTINUOUS
+from jaxpar.pipeline.tables.schedule import SCHEDULES
+from tests.absent_gpus import TINY
 
 H100 = (Path(gpus.__file__).parent / "h100.toml").read_text()
-HAS_PLUGIN = importlib.util.find_spec("jax_cuda12_plugin") is not None
+COMPILER = Path(sys.prefix) / "targets"  # where scripts/setup installs it
+HAS_PLUGIN = importlib.util.find_spec("jax_cuda12_plugin") is not None or COMPILER.is_dir()
 needs_plugin = pytest.mark.skipif(
     not HAS_PLUGIN, reason="XLA's compiler for GPUs is not installed (scripts/setup targets)"
 )
@@ -107,19 +113,23 @@ def test_a_target_that_xla_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         target.find_target("h100:8")
 
 
-def audit(*overrides: str, on: str = "h100:8") -> "subprocess.CompletedProcess[str]":
-    """Run the audit for a target."""
-    command = [sys.executable, "scripts/audit.py", "--config=configs/quickstart.py", f"--target={on}", "--json"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+def run(command: Sequence[str], **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run a command of Python with the compiler for GPUs, and these environment variables."""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{COMPILER}"} | variables
     environment.pop("XLA_FLAGS", None)
     return subprocess.run(
-        [*command, *overrides], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
 
 
-@pytest.mark.skipif(HAS_PLUGIN, reason="XLA's compiler for GPUs is installed")
+def audit(*overrides: str, on: str = "h100:8") -> "subprocess.CompletedProcess[str]":
+    """Run the audit for a target."""
+    return run(["scripts/audit.py", "--config=configs/quickstart.py", f"--target={on}", "--json", *overrides])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda12_plugin") is not None, reason="XLA's compiler is found")
 def test_without_the_plugin() -> None:
-    done = audit()
+    done = run(["scripts/audit.py", "--config=configs/quickstart.py", "--target=h100:8"], PYTHONPATH=str(ROOT))
     assert done.returncode == 2
     assert re.fullmatch(
         r"jaxpar: --target is 'h100:8', for which XLA cannot compile here; install the extra targets "
@@ -128,7 +138,6 @@ def test_without_the_plugin() -> None:
     )
 
 
-TINY = ("--config.model.num_layers=2", "--config.model.hidden_size=64", "--config.batch_size=64")
 STRATEGIES = {
     "ddp": [],
     "zero3": ["--config.exchange=zero3"],
@@ -171,12 +180,45 @@ def test_zero3_gathers_ahead() -> None:
     assert all(row["kernels"] for row in looped)
 
 
+EVERY = {
+    "single": ["--config.strategy=single"],
+    "pmap": ["--config.data_parallel.implementation=pmap"],
+    "swarm": ["--config.strategy=swarm"],
+    "async": ["--config.strategy=async_data_parallel"],
+    **{exchange: [f"--config.exchange={exchange}"] for exchange in EXCHANGES},
+    **{
+        schedule: ["--config.strategy=pipeline", f"--config.pipeline.schedule={schedule}", "--config.mesh.stage=2"]
+        for schedule in (*SCHEDULES, *CONTINUOUS)
+    },
+}
+IN_PROCESS = 7  # cases that share a process
+
+
 @needs_plugin
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, len(EVERY), IN_PROCESS))
+def test_every_strategy_on_absent_gpus(first: int) -> None:
+    """The step compiles, theory explains its collectives exactly, and its schedule and time are known."""
+    cases = dict([*EVERY.items()][first : first + IN_PROCESS])
+    done = run(["-m", "tests.absent_gpus", json.dumps(cases)])
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found.keys() == cases.keys()
+    for name, audited in found.items():
+        assert all(row["explained"] for row in audited["collectives"]), name
+        for row in audited["collectives"]:
+            assert row["kind"] == "copy" or row["ratio"] is None or row["ratio"] == pytest.approx(1, abs=1e-3), name
+        assert 0 < audited["time"]["exposed_seconds"] + 1e-9 < audited["time"]["seconds"], name
+        assert any(program["products"] for program in audited["programs"]), name
+        assert sum(audited["needed"].values()) < audited["usable_bytes"], name
+
+
+@needs_plugin
+@pytest.mark.slow
 def test_the_largest_batch() -> None:
-    command = [sys.executable, "scripts/fit.py", "--config=configs/quickstart.py", "--target=t4:2", "--json", *TINY]
+    command = ["scripts/fit.py", "--config=configs/quickstart.py", "--target=t4:2", "--json", *TINY]
     command += ["--config.data.source=synthetic", "--remat=none,full"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), target.FRACTION: "0.002"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = run(command, **{target.FRACTION: "0.002"})
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["usable_bytes"] == pytest.approx(0.002 * 16e9)

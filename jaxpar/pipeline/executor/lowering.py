@@ -159,7 +159,7 @@ class DeviceBranches(NamedTuple):
 
     @property
     def fractions(self) -> tuple[float, ...]:
-        """How often each branch is taken, on average over iterations and devices."""
+        """The fraction of iterations and devices in which each branch is taken."""
         return tuple((np.bincount(self.taken.ravel(), minlength=self.number) / self.taken.size).tolist())
 
 
