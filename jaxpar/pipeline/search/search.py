@@ -63,18 +63,23 @@ def search(
     Raises:
       ValueError: a size or the memory limit is below 1.
     """
-    sizes = {"num_devices": num_devices, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
-    for name, value in (sizes | {"memory_limit": memory_limit}).items():
-        if not value >= 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
+    check_sizes(num_devices, num_microbatches, num_chunks, memory_limit)
     memory = memory_limit * num_chunks
     problem = SearchProblem(num_devices, num_microbatches, num_chunks, times, communication, memory, weight_memory)
-    first, *others = [*_named(problem), _filled(problem)]
+    first, *others = [*named_schedules(problem), filled(problem)]
     best = first
     for other in others:
         best = _better(problem, best, other)
     improved = improve(problem, best.table, evaluations, random.Random(seed))
     return _better(problem, best, SearchResult(f"{best.policy}, improved", improved))
+
+
+def check_sizes(num_devices: int, num_microbatches: int, num_chunks: int, memory_limit: float) -> None:
+    """Raise ValueError if a size or the memory limit of a search is below 1."""
+    sizes = {"num_devices": num_devices, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
+    for name, value in (sizes | {"memory_limit": memory_limit}).items():
+        if not value >= 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
 
 
 def _better(problem: SearchProblem, old: SearchResult, new: SearchResult) -> SearchResult:
@@ -83,7 +88,7 @@ def _better(problem: SearchProblem, old: SearchResult, new: SearchResult) -> Sea
     return new if costs[1] < costs[0] * (1 - 1e-9) else old
 
 
-def _named(problem: SearchProblem) -> Iterator[SearchResult]:
+def named_schedules(problem: SearchProblem) -> Iterator[SearchResult]:
     """Yield the named schedules that fit the memory limit."""
     p, m, v = problem[:3]
     for name in SCHEDULES:
@@ -93,7 +98,7 @@ def _named(problem: SearchProblem) -> Iterator[SearchResult]:
                 yield SearchResult(name, table)
 
 
-def _filled(problem: SearchProblem) -> SearchResult:
+def filled(problem: SearchProblem) -> SearchResult:
     """Return the result of steps 1 and 2: the best of all skeletons, each filled with W by every rule."""
     best: Filling | None = None
     for skeleton in _skeletons(problem):
