@@ -16,6 +16,8 @@ from the start of its first action to the end of its last one.
   steady_bubble_rate    for a schedule without flush: the bubble rate once the pipeline is full
   peak_in_flight        maximum number of microbatches between F and B; in one of v chunks, each counts 1 / v
   peak_stashed          maximum number of microbatches between F and W
+  lockstep_bound        with --auto and --objective=lockstep: a lower bound of `lockstep` for all schedules with these
+                        stages and this memory
 """
 
 import json
@@ -46,6 +48,8 @@ def main() -> None:
     metrics = {"schedule": schedule.policy} | {name: getattr(simulation, name) for name in METRICS}
     if schedule.policy in CONTINUOUS:
         metrics["steady_bubble_rate"] = options.steady_bubble(arguments)
+    if arguments.objective == "lockstep":
+        metrics["lockstep_bound"] = options.flagged_bound(arguments, schedule.table)
     if arguments.json:
         print(json.dumps(metrics))
         return

@@ -8,6 +8,8 @@ from jaxpar.command_line import Parser, integer, missing, number
 from jaxpar.errors import UserError
 from jaxpar.files import unwritable
 from jaxpar.pipeline.search.layer_profile import LARGEST_VALUE
+from jaxpar.pipeline.search.lockstep_bound import lockstep_bound
+from jaxpar.pipeline.search.lockstep_search import search_lockstep
 from jaxpar.pipeline.search.search import SearchResult, search
 from jaxpar.pipeline.tables.periodic import CONTINUOUS, continuous_obstacle, fewest_microbatches, periodic_table
 from jaxpar.pipeline.tables.replicated import WITH_REPLICAS, parse_replicas, replicated_table
@@ -25,6 +27,8 @@ from jaxpar.pipeline.tables.table import Table
 from jaxpar.pipeline.tables.table_file import is_table_file, read_table, write_table
 
 SEARCH_SECONDS = 0.01  # approximate time of a search per stage and microbatch
+
+OBJECTIVES = ("cost", "lockstep")
 
 _time = number(f"a time between 0 and {LARGEST_VALUE:g}", maximum=LARGEST_VALUE)
 
@@ -58,6 +62,7 @@ def make_parser(description: str) -> Parser:
         )
     add("--communication", type=_time, default="0", help="time to send a result to another device (default: 0)")
     add("--auto", action="store_true", help="search for a fast schedule within --memory_limit")
+    add("--objective", choices=OBJECTIVES, help="with --auto: the metric to minimize (default: cost)")
     add(
         "--memory_limit",
         type=number("a non-negative number"),
@@ -105,6 +110,13 @@ def steady_bubble(arguments: argparse.Namespace) -> float:
     return float(steady_bubble_rate(table, _flagged_times(arguments), arguments.communication))
 
 
+def flagged_bound(arguments: argparse.Namespace, table: Table) -> float:
+    """Return the lower bound in lockstep for all tables with the stages of the table that --auto found."""
+    limit, weight_memory = _limits(arguments)
+    m = table.num_microbatches
+    return lockstep_bound(_flagged_times(arguments), arguments.communication, limit, m, table.stages, weight_memory)
+
+
 def _flagged_times(arguments: argparse.Namespace) -> Times:
     return Times(*(getattr(arguments, kind) for kind in Times._fields))
 
@@ -113,6 +125,8 @@ def _named(arguments: argparse.Namespace) -> SearchResult:
     name = arguments.schedule
     if name is None:
         raise UserError("--schedule is missing; it must be a schedule or the path of a CSV table, unless --auto is set")
+    if arguments.objective is not None:
+        raise UserError(f"--objective is {arguments.objective!r}; it must not be set without --auto")
     for flag in ("memory_limit", "weight_memory"):
         if getattr(arguments, flag) is not None:
             raise UserError(f"--{flag} is {getattr(arguments, flag):g}; it must not be set without --auto")
@@ -203,8 +217,9 @@ def _auto(arguments: argparse.Namespace, times: Times, communication: float) -> 
         raise _refuse_microbatches_per_batch(arguments, "--auto")
     num_stages, num_microbatches = _required(arguments, "num_stages"), _required(arguments, "num_microbatches")
     _check_devices(times, num_stages)
-    limit = num_stages if arguments.memory_limit is None else arguments.memory_limit
-    weight_memory = 1.0 if arguments.weight_memory is None else arguments.weight_memory
+    limit, weight_memory = _limits(arguments)
+    is_lockstep = arguments.objective == "lockstep"
+    searches = search_lockstep if is_lockstep else search
     if sys.stderr.isatty() and (seconds := SEARCH_SECONDS * num_stages * num_microbatches) > 5:
         print(f"searching for about {seconds:.0f} s", file=sys.stderr, flush=True)
     candidates: list[tuple[float, int, SearchResult]] = []
@@ -213,13 +228,21 @@ def _auto(arguments: argparse.Namespace, times: Times, communication: float) -> 
         if reason := size_obstacle(*sizes):
             raise ValueError(reason)
         try:
-            result = search(times, communication, limit, *sizes, weight_memory=weight_memory)
+            result = searches(times, communication, limit, *sizes, weight_memory=weight_memory)
         except ValueError:
             if not candidates and (num_chunks == 2 or arguments.num_chunks is not None):
                 raise
             continue
-        candidates.append((simulate_table(result.table, times, communication).cost, num_chunks, result))
+        simulation = simulate_table(result.table, times, communication)
+        candidates.append((simulation.lockstep if is_lockstep else simulation.cost, num_chunks, result))
     return min(candidates)[-1]
+
+
+def _limits(arguments: argparse.Namespace) -> tuple[float, float]:
+    """Return --memory_limit and --weight_memory, or their defaults."""
+    limit: float = arguments.num_stages if arguments.memory_limit is None else arguments.memory_limit
+    weight_memory: float = 1.0 if arguments.weight_memory is None else arguments.weight_memory
+    return limit, weight_memory
 
 
 def _required(arguments: argparse.Namespace, flag: str) -> int:

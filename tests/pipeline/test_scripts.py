@@ -82,6 +82,25 @@ def test_a_schedule_is_found_saved_and_read_again(tmp_path: Path) -> None:
     assert again | {"schedule": ""} == found | {"schedule": ""}
 
 
+def test_a_schedule_is_found_for_lockstep() -> None:
+    """The result is faster in lockstep than that of the search for `cost`, and has a higher cost."""
+    search = ["--auto", "--num_stages=4", "--num_microbatches=8", "--memory_limit=7", "--num_chunks=1", "--json"]
+    times = ["--forward=1.74", "--backward=1.88", "--weight=1.61"]
+    cost, of_lockstep = (
+        json.loads(run("simulate.py", *search, *times, f"--objective={name}").stdout) for name in ("cost", "lockstep")
+    )
+    assert of_lockstep["schedule"] == "zb_h2, improved in lockstep"
+    assert of_lockstep["lockstep"] < 0.98 * cost["lockstep"]
+    assert of_lockstep["cost"] > cost["cost"]
+    assert of_lockstep["lockstep_bound"] == pytest.approx(3 * 1.74 + 8 * (1.74 + 1.88 + 1.61))
+    assert "lockstep_bound" not in cost
+    # zb_v, which has two chunks, beats all schedules with one chunk if F, B and W take the same time.
+    two = json.loads(run("simulate.py", *search[:-2], "--json", "--objective=lockstep").stdout)
+    assert two["schedule"] == "zb_v"
+    assert two["lockstep"] == 25.5
+    assert two["lockstep_bound"] <= 25.5
+
+
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_long_search_is_announced(
     is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -218,6 +237,16 @@ ONLY_WITH_REPLICAS = "it must not be set with --schedule=zb_h1, only with one of
             simulate,
             ["--schedule=gpipe", *SIZES, "--memory_limit=3"],
             "--memory_limit is 3; it must not be set without --auto",
+        ),
+        (
+            simulate,
+            ["--schedule=gpipe", *SIZES, "--objective=lockstep"],
+            "--objective is 'lockstep'; it must not be set without --auto",
+        ),
+        (
+            simulate,
+            ["--auto", *SIZES, "--objective=lockstep", "--memory_limit=0.5"],
+            "--memory_limit is 0.5; it must be at least 1",
         ),
         (simulate, ["--auto", *SIZES, "--memory_limit=0.5"], "--memory_limit is 0.5; it must be at least 1"),
         (

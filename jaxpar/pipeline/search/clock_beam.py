@@ -26,6 +26,7 @@ from jaxpar.pipeline.tables.table import ACTION, BW, B, F, Table, W, with_slots
 SETS = np.array(list(itertools.product((0, 1), repeat=3)))  # the sets of F, B and W: [set, F or B or W]
 SET_OF_KIND = {F: 4, B: 2, W: 1, BW: 3}
 PREFERENCES = np.array([SETS @ weights for weights in itertools.permutations((4, 2, 1))])  # [order, set]
+MAX_LENGTHS = 24  # lengths of a clock that are tried, of all that the times of the devices allow
 EPSILON = 1e-9  # differences of times below this, in units of the work of a microbatch, are rounding
 
 
@@ -75,9 +76,8 @@ class ClockBeam:
         self._times = times.T / unit  # [F or B or W, device]
         self._communication = float(problem.communication) / unit
         self._durations = SETS @ self._times  # [set, device]
-        busiest = int(times.sum(1).argmax())
-        lengths = np.concatenate([self._durations[1:, busiest], self._durations[1:].max(1)])
-        self._lengths = np.unique(lengths.round(9))
+        lengths = np.unique(self._durations[1:].round(9))
+        self._lengths = lengths[np.linspace(0, len(lengths) - 1, min(len(lengths), MAX_LENGTHS)).astype(int)]
         self._sends = np.zeros((len(SETS), p), bool)
         self._sends[:, :-1] |= SETS[:, :1] > 0
         self._sends[:, 1:] |= SETS[:, 1:2] > 0
@@ -96,7 +96,9 @@ class ClockBeam:
         parents, sets = [np.array([-1])], [np.zeros((1, p), int)]  # the history
         size, best, best_number = 1, np.inf, -1
         start = PartialTables(np.zeros((1, 3, p), int), np.zeros(1), np.zeros(1), np.zeros(1, int))
-        beams: defaultdict[int, list[PartialTables]] = defaultdict(list, {0: [start]})  # by actions per device
+        beams: defaultdict[int, list[PartialTables]] = defaultdict(
+            list, {0: [start]}
+        )  # by twice the actions per device
 
         def add(made: PartialTables, parent: np.ndarray, made_sets: np.ndarray) -> None:
             nonlocal size
@@ -104,13 +106,13 @@ class ClockBeam:
             parents.append(parent)
             sets.append(made_sets)
             size += len(parent)
-            actions = made.counts.sum((1, 2)) // p
+            actions = made.counts.sum((1, 2)) * 2 // p
             for number in np.unique(actions).tolist():
                 beams[number].append(made.select(actions == number))
 
         for table in known:
             add(self._prefixes(table), np.array([0, *range(size, size + len(table) - 1)]), table)
-            best = min(best, float(beams[3 * m][-1].elapsed[-1]))
+            best = min(best, float(self._clock_times(table).sum()))
         while beams:
             beam = self._keep(beams.pop(min(beams)))
             is_done = (beam.counts == m).all((1, 2))
@@ -140,8 +142,7 @@ class ClockBeam:
     def _keep(self, beam: Sequence[PartialTables]) -> PartialTables:
         """Return the beam: the fastest partial table of equal counts, and of these the ones with low estimates."""
         merged = PartialTables(*map(np.concatenate, zip(*beam, strict=True)))
-        first = self._fastest(merged)
-        merged = merged.select(first)
+        merged = merged.select(self._fastest(merged))
         return merged.select(np.argsort(merged.estimate, kind="stable")[: self._width])
 
     def _fastest(self, tables: PartialTables) -> np.ndarray:

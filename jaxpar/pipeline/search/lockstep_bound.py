@@ -18,8 +18,6 @@ import numpy as np
 from jaxpar.pipeline.tables.simulate import Time, Times
 from jaxpar.pipeline.tables.table import BW, B, F, StageDevices, W
 
-ROUNDING = 1e-6  # memory limits and sums of weight_memory may differ by this much
-
 
 def lockstep_bound(
     times: Times,
@@ -55,7 +53,7 @@ def lockstep_bound(
             fill + (m - 1) * own[F] + stay + drain,
         ]
         if num_chunks == 1:
-            turns = -(-m // int(memory_limit + ROUNDING))
+            turns = -(-m // int(memory_limit))
             occupied = stay + (own[W] if weight_memory == 1 else 0)
             bounds.append(fill + (turns - 1) * occupied + stay + drain)
     hops = sum(before != after for before, after in pairwise(route))
