@@ -92,7 +92,8 @@ def get_config() -> ConfigDict:
 
     config.pipeline = pipeline = ConfigDict()
     # model_parallel, gpipe, 1f1b, eager_1f1b, interleaved_1f1b, zb_h1, zb_h2, zb_v, or the path of a CSV table; without
-    # flush: pipedream, pipedream_vertical_sync, pipedream_2bw; for comparison: pipedream_without_stashing
+    # flush: pipedream, pipedream_vertical_sync, pipedream_2bw; for comparison: pipedream_without_stashing; auto: the
+    # fastest one with a flush and one stage per device that fits the memory, by the FLOPs or the profile of the stages
     pipeline.schedule = "1f1b"
     # Microbatches per replica and step. 0: 4 x mesh.stage (model_parallel: 1; without flush: the fewest possible)
     pipeline.num_microbatches = 0
@@ -107,7 +108,8 @@ def get_config() -> ConfigDict:
     # For partition auto: profile of the layers, from scripts/profile_layers.py. Empty: measured at the start of the run
     pipeline.profile = ""
     pipeline.bandwidth = 0.0  # for partition auto: bytes per second between two devices; required
-    pipeline.memory_limit = 0.0  # for partition auto: bytes of a device; 0: no limit
+    # For partition auto and schedule auto: bytes of a device. 0: no limit; for schedule auto: the memory of the device
+    pipeline.memory_limit = 0.0
     # Activations stored for the backward pass. none: all (no recomputation); full: only stage inputs; dots: the results
     # of matrix products
     pipeline.remat = "none"

@@ -35,7 +35,7 @@ from jaxpar.pipeline.tables.periodic import CONTINUOUS
 from jaxpar.pipeline.tables.replicated import WITH_REPLICAS
 from jaxpar.pipeline.tables.table import Table
 from jaxpar.state import nbytes
-from jaxpar.strategies.schedules import configured_replicas, configured_table, refuse_evaluation
+from jaxpar.strategies.schedules import AUTO_SCHEDULE, configured_replicas, configured_table, refuse_evaluation
 
 EQUAL = 0.01  # largest relative difference between a size in a profile and that of the model, for rounded numbers
 UNKNOWN_LAYERS = 700  # number of layers to assume while the model is not known
@@ -75,22 +75,23 @@ def configured_division(config: ConfigDict, cluster: Cluster, model: Model | Non
     """
     c = config.pipeline
     replicas = yield from configured_replicas(config)
+    if not 0 <= c.memory_limit < LARGEST_VALUE:
+        yield UserError(
+            f"config.pipeline.memory_limit is {c.memory_limit}; it must be the bytes of a device, or 0 for no limit"
+        )
     if c.partition != AUTO:
         for key, unset in UNSET.items():
-            if c[key] != unset:
+            if c[key] != unset and not (key == "memory_limit" and c.schedule == AUTO_SCHEDULE):
                 yield UserError(
                     f"config.pipeline.{key} is {c[key]!r}; it must be {unset!r} without "
                     f"config.pipeline.partition={AUTO!r}"
+                    f"{f' or config.pipeline.schedule={AUTO_SCHEDULE!r}' * (key == 'memory_limit')}"
                 )
         return Division((yield from configured_table(config, replicas)), c.partition)
     if replicas:
         yield UserError(
             f"config.pipeline.replicas is {c.replicas!r}; it must be empty with config.pipeline.partition={AUTO!r}, "
             "which chooses them"
-        )
-    if not 0 <= c.memory_limit < LARGEST_VALUE:
-        yield UserError(
-            f"config.pipeline.memory_limit is {c.memory_limit}; it must be the bytes of a device, or 0 for no limit"
         )
     bandwidth = yield from _bandwidth(config, cluster)
     profile = (yield from _read_profile(c.profile)) if c.profile else ()

@@ -45,15 +45,16 @@ from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.executor.state import PackedState, StagedState
 from jaxpar.pipeline.executor.timeline import Timeline
 from jaxpar.pipeline.tables.periodic import CONTINUOUS
-from jaxpar.pipeline.tables.schedule import forward_only
+from jaxpar.pipeline.tables.schedule import SCHEDULES, forward_only
 from jaxpar.pipeline.tables.table import Table
 from jaxpar.plan import ARRAYS, Decision, DelayedUpdates, Plan, Traffic, state_memory
 from jaxpar.state import nbytes
 from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies import exchanges
+from jaxpar.strategies.auto_schedule import choose_schedule
 from jaxpar.strategies.division import Division, configured_division, refuse_division
 from jaxpar.strategies.placement import batch_placer, by_replica
-from jaxpar.strategies.schedules import refuse_evaluation, stage_delays
+from jaxpar.strategies.schedules import AUTO_SCHEDULE, refuse_evaluation, stage_delays
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
@@ -102,7 +103,7 @@ class PipelineDetails:
     """The details of a plan that `build` needs.
 
     Attributes:
-      schedule: the schedule in the config: a name or a path.
+      schedule: the schedule: its name or path, or how the plan chose it.
       table: the table of the schedule.
       lowered: the table in the form that the engine runs, as NumPy arrays.
       stages: the stages.
@@ -123,7 +124,7 @@ class PipelineDetails:
 
 
 def plan(
-    config: ConfigDict, shapes: Problem, _cluster: Cluster, decision: Decision[Division], /
+    config: ConfigDict, shapes: Problem, cluster: Cluster, decision: Decision[Division], /
 ) -> Refusals[Plan[PipelineDetails]]:
     """Plan the stages of config.pipeline, and the replicas of the pipeline on the data axis.
 
@@ -142,9 +143,20 @@ def plan(
     bounds = yield from partition.stage_bounds(shapes.model, shapes.batch, inputs, division.partition, table.num_stages)
     stages = Stages(shapes.model, bounds, table.stages, inputs, shapes.task)
     staged = StagedState(decision.axes, shapes, stages, exchanges.on_gradients(config, num_data))
-    c, lowered = config.pipeline, lower_table(table)
+    c, schedule = config.pipeline, config.pipeline.schedule
     microbatches = abstract_microbatches(shapes, num_data, table.num_microbatches)
-    engine = make_engine(staged, lowered.shape, microbatches, jax.eval_shape(lambda: jax.random.key(0)), c.remat)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    lowered = lower_table(table)
+    engine = make_engine(staged, lowered.shape, microbatches, key, c.remat)
+    if schedule == AUTO_SCHEDULE:
+        state_bytes = max(sum(parts.values()) for parts in state_memory(staged.memory))
+        chosen = choose_schedule(config, cluster, engine, division.profile, state_bytes)
+        table, schedule = chosen.table, f"auto ({chosen.policy if chosen.policy in SCHEDULES else 'searched'})"
+        lowered = lower_table(table)
+        if lowered.shape.num_phases == engine.shape.num_phases:
+            engine = PipelineEngine(engine.programs, engine.packing, lowered.shape)
+        else:
+            engine = make_engine(staged, lowered.shape, microbatches, key, c.remat)
     state: StagedState | ContinuousState = staged
     differs, delays = exchanges.differs(config, num_data), None
     private_key = exchanges.private_key(config, num_data) | {"bounds": list(bounds), "stages": table.stages.tolist()}
@@ -157,12 +169,12 @@ def plan(
         private_key[ARRAYS] = fingerprint({"private": arrays})
         delays = DelayedUpdates(stage_delays(table, stages.layers), differs)
         differs = "; ".join(filter(None, [CONTINUOUS[c.schedule].reason, differs]))
-    details = PipelineDetails(c.schedule, table, lowered, stages, staged, state, c.remat, c.trace)
+    details = PipelineDetails(schedule, table, lowered, stages, staged, state, c.remat, c.trace)
     memory = tuple({**parts, **engine.activation_bytes} for parts in state_memory(state.memory))
     return Plan(
         "pipeline",
         decision,
-        summarize_stages(config, table, stages),
+        summarize_stages(schedule, table, stages),
         state.layouts._asdict(),
         details,
         memory,
@@ -205,11 +217,11 @@ def refuse_ring(config: ConfigDict, num_data: int) -> Refusals[None]:
         )
 
 
-def summarize_stages(config: ConfigDict, table: Table, stages: Stages) -> str:
+def summarize_stages(schedule: str, table: Table, stages: Stages) -> str:
     """Return the schedule, the replicas of the stages, and the cut points of the model in one line."""
     layers = [layer.name for layer in stages.model.layers]
     begins = ", ".join(layers[begin] for begin in stages.bounds[1:-1])
-    summary = f"{config.pipeline.schedule}, {format_count(table.num_microbatches, 'microbatch')}, "
+    summary = f"{schedule}, {format_count(table.num_microbatches, 'microbatch')}, "
     replicas = f" with {','.join(map(str, table.replicas))} replicas" if table.replicas else ""
     return (
         summary

@@ -14,13 +14,18 @@ from jaxpar.pipeline.tables.table import BW, B, F, Table, U, W, is_training
 from jaxpar.pipeline.tables.table_file import is_table_file, read_table
 from jaxpar.plan import StageDelay
 
+AUTO_SCHEDULE = "auto"  # the plan chooses it, when the stages are known (auto_schedule.py)
+UNTIL_CHOSEN = "zb_h1"  # the schedule with the sizes of AUTO_SCHEDULE that stands for it before
+
 
 def configured_table(config: ConfigDict, replicas: Sequence[int]) -> Refusals[Table]:
     """Return the table that config.pipeline.schedule selects, whose stages have this many replicas; empty: one each.
 
+    It is that of UNTIL_CHOSEN if the plan will choose the schedule.
+
     Refuses a schedule that does not exist or does not support the sizes in the config, and an invalid table.
     """
-    if is_table_file(config.pipeline.schedule):
+    if config.pipeline.schedule != AUTO_SCHEDULE and is_table_file(config.pipeline.schedule):
         table = yield from _table_from_file(config, replicas)
     else:
         table = yield from _table_by_name(config, replicas)
@@ -105,8 +110,9 @@ def configured_replicas(config: ConfigDict) -> Refusals[tuple[int, ...]]:
 
 def _table_by_name(config: ConfigDict, replicas: Sequence[int]) -> Refusals[Table]:
     c, p = config.pipeline, config.mesh.stage
-    if c.schedule not in {*SCHEDULES, *CONTINUOUS}:
-        yield UserError(unknown_schedule("config.pipeline.schedule", c.schedule))
+    if c.schedule not in {*SCHEDULES, *CONTINUOUS, AUTO_SCHEDULE}:
+        yield UserError(unknown_schedule("config.pipeline.schedule", c.schedule, (AUTO_SCHEDULE,)))
+    name = UNTIL_CHOSEN if c.schedule == AUTO_SCHEDULE else c.schedule
     for key in ("num_microbatches", "num_chunks"):
         if c[key] < 0:
             yield UserError(f"config.pipeline.{key} is {c[key]}; it must be at least 0")
@@ -119,19 +125,19 @@ def _table_by_name(config: ConfigDict, replicas: Sequence[int]) -> Refusals[Tabl
         return (yield from _periodic_table(config, replicas))
     sizes = {
         "num_devices": p,
-        "num_microbatches": c.num_microbatches or (1 if c.schedule == "model_parallel" else 4 * p),
-        "num_chunks": c.num_chunks or SCHEDULES[c.schedule].num_chunks,
+        "num_microbatches": c.num_microbatches or (1 if name == "model_parallel" else 4 * p),
+        "num_chunks": c.num_chunks or SCHEDULES[name].num_chunks,
     }
-    if reason := schedule_obstacle(c.schedule, **sizes):
-        yield UserError(f"config.pipeline.{reason}")
+    if reason := schedule_obstacle(name, **sizes):
+        yield UserError(f"config.pipeline.{reason.replace(name, c.schedule)}")
     if not replicas or max(replicas) == 1:
-        return make_table(c.schedule, **sizes)
+        return make_table(name, **sizes)
     if c.schedule not in WITH_REPLICAS:
         yield UserError(
             f"config.pipeline.replicas is {c.replicas!r}; it must be empty with config.pipeline.schedule="
             f"{c.schedule!r}; only {', '.join((*WITH_REPLICAS, *CONTINUOUS))} have replicated stages"
         )
-    return replicated_table(c.schedule, replicas, sizes["num_microbatches"])
+    return replicated_table(name, replicas, sizes["num_microbatches"])
 
 
 def refuse_evaluation(config: ConfigDict, num_replicas: int, num_microbatches: int) -> Refusals[None]:

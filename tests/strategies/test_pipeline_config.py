@@ -22,6 +22,25 @@ TABLES = {
 }
 MISTAKES = {
     "schedule": (["schedule=1f1"], ["config.pipeline.schedule is '1f1'", "zb_v", "Did you mean '1f1b'?"]),
+    "replicas of an auto schedule": (
+        ["schedule=auto", "mesh.stage=3", "replicas=2,1"],
+        ["config.pipeline.replicas is '2,1'; it must be empty with config.pipeline.schedule='auto'; only gpipe, 1f1b"],
+    ),
+    "chunks of an auto schedule": (
+        ["schedule=auto", "num_chunks=2"],
+        ["config.pipeline.num_chunks is 2; it must be 1 for schedule auto"],
+    ),
+    "memory of an auto schedule": (
+        ["schedule=auto", "memory_limit=-1"],
+        ["config.pipeline.memory_limit is -1.0; it must be the bytes of a device, or 0 for no limit"],
+    ),
+    "memory of a named schedule": (
+        ["schedule=1f1b", "memory_limit=1e9"],
+        [
+            "config.pipeline.memory_limit is 1000000000.0; it must be 0.0 without config.pipeline.partition='auto' or "
+            "config.pipeline.schedule='auto'"
+        ],
+    ),
     "a table of millions of actions": (
         ["batch_size=1000000", "num_microbatches=1000000"],
         ["config.pipeline.num_microbatches is 1000000; it must be at most 250000 with 2 stages, because a table"],

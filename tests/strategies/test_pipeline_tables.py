@@ -12,10 +12,11 @@ from jaxpar.errors import accepted
 from jaxpar.pipeline.executor import engine
 from jaxpar.pipeline.executor.lowering import lower_table
 from jaxpar.pipeline.executor.programs import StagePrograms
+from jaxpar.pipeline.search.lockstep_search import search_lockstep
 from jaxpar.pipeline.search.search import search
 from jaxpar.pipeline.tables.schedule import make_table
 from jaxpar.pipeline.tables.simulate import Times
-from jaxpar.pipeline.tables.table import BW, Action, F, Table, loop_stages, place_actions
+from jaxpar.pipeline.tables.table import ACTION_KINDS, BW, Action, F, Table, loop_stages, place_actions
 from jaxpar.pipeline.tables.table_file import write_table
 from jaxpar.pipeline.tables.validate import check_table
 from jaxpar.strategies import pipeline as strategy
@@ -72,6 +73,24 @@ def test_a_table_that_the_search_finds(num_chunks: int, tmp_path: Path) -> None:
         for name, chunks in (("zb_h1", 1), ("zb_h2", 1), ("zb_v", 2))
     ]
     assert all(found.table.actions.tolist() != table.actions.tolist() for table in handmade)
+    write_table(found.table, tmp_path / "found.csv")
+    assert_equal(outcome(TASK, *pipeline(f"{tmp_path}/found.csv", 2)), outcome(TASK))
+
+
+def test_a_table_that_the_search_in_lockstep_finds(tmp_path: Path) -> None:
+    """The table has clocks with three actions of a device, and clocks with a W next to an F of another device."""
+    found = search_lockstep(Times(1.74, 1.88, 1.61), 0, 3, 2, NUM_MICROBATCHES)
+    assert found.policy == "zb_h2, improved in lockstep"
+    sets = [
+        {
+            device: "".join(ACTION_KINDS[kind].name for kind in rows[rows["device"] == device]["kind"])
+            for device in (0, 1)
+        }
+        for clock in range(found.table.num_clocks)
+        for rows in [found.table.actions[found.table.actions["clock"] == clock]]
+    ]
+    assert any("FBW" in of_clock.values() for of_clock in sets)
+    assert any("W" in one and "W" not in other and "F" in other for one, other in map(dict.values, sets))
     write_table(found.table, tmp_path / "found.csv")
     assert_equal(outcome(TASK, *pipeline(f"{tmp_path}/found.csv", 2)), outcome(TASK))
 

@@ -43,7 +43,9 @@ def search_lockstep(
     check_sizes(num_devices, num_microbatches, num_chunks, memory_limit)
     memory = memory_limit * num_chunks
     problem = SearchProblem(num_devices, num_microbatches, num_chunks, times, communication, memory, weight_memory)
-    candidates = [*named_schedules(problem), filled(problem)]
+    candidates = list(named_schedules(problem))  # with one chunk, model_parallel fits any limit
+    if num_chunks > 1:
+        candidates.append(filled(problem))
     best = min(candidates, key=lambda result: lockstep(result.table, times, communication))
     if num_chunks > 1:
         return best

@@ -242,9 +242,9 @@ def size_obstacle(num_devices: int, num_microbatches: int, num_chunks: int) -> s
     )
 
 
-def unknown_schedule(key: str, name: str) -> str:
-    """Return the error message if `key` names a schedule that does not exist."""
-    known = (*SCHEDULES, *CONTINUOUS)
+def unknown_schedule(key: str, name: str, others: Sequence[str] = ()) -> str:
+    """Return the error message if `key` names a schedule that does not exist. others: more values that `key` can be."""
+    known = (*SCHEDULES, *CONTINUOUS, *others)
     hint, names = nearest(name, known), ", ".join(known)
     return f"{key} is {name!r}; it must be one of {names}, or the path of a CSV table{hint and '.' + hint}"
 
