@@ -7,7 +7,8 @@ For every kind of collective, prints the mesh axis, the dtype of the transfer, t
 bytes that a device sends, the bytes according to the formula of the exchange, and the ratio. Then prints the bytes on
 each device, in the compiled program and by the formula: parameters, optimizer, exchange state (residuals, copies),
 inputs (batches, plans, in-flight gradients) and temporaries. For copies that the host makes between programs, there is
-only the formula.
+only the formula. Last, lists the largest of the temporary arrays that are in memory at the peak, with the layers and
+lines of code that compute them.
 
 With --target, the step is compiled for GPUs that this machine does not have (jaxpar/gpus; the extra `targets`), and the
 last line compares the memory that XLA's buffer assignment needs on a GPU with what JAX takes there: 0.75 of the memory,
@@ -25,6 +26,7 @@ The exit code is 1 if no formula explains a collective, and 2 for invalid argume
 
 import contextlib
 import json
+import re
 import sys
 import tempfile
 from collections import Counter
@@ -37,6 +39,7 @@ import numpy as np
 from jaxpar import config as configs
 from jaxpar import data, mesh, strategies
 from jaxpar.analysis import audit
+from jaxpar.analysis.buffers import buffers_at_peak
 from jaxpar.analysis.schedule import schedule_of
 from jaxpar.analysis.step_time import predict, short_source
 from jaxpar.cluster import Cluster
@@ -44,12 +47,14 @@ from jaxpar.command_line import Parser
 from jaxpar.errors import UserError, exit_code, format_bytes
 from jaxpar.measure.flops import forward_flops
 from jaxpar.measure.phases import Phases
+from jaxpar.measure.source_lines import present_lines
 from jaxpar.run import build
 from jaxpar.step import Problem
 from jaxpar.strategies.strategy import CompiledProgram
 from jaxpar.target import FRACTION, Target, find_target
 
 LONGEST = 5  # parts of a step whose predicted time is printed
+NUM_BUFFERS = 5  # lines of temporary arrays
 LARGEST_FRACTION = 0.95  # of the memory of a GPU; the rest is for CUDA and its libraries
 
 
@@ -89,13 +94,17 @@ def run(
     else:
         built = build.make_run(config, workdir, Phases(), build.check_run(config, workdir))
         problem, strategy = built.problem, built.strategy
-    programs = strategy.compile()
+    with present_lines():
+        programs = strategy.compile()
     rows = audit.audit(programs, strategy.plan, problem.task)
     audited: dict[str, Any] = {
         "layout": strategy.plan.summary,
         "collectives": [row._asdict() | {"ratio": row.ratio, "explained": row.is_explained} for row in rows],
         "devices": [
             {name: entry._asdict() for name, entry in parts.items()} for parts in audit.memory(programs, strategy)
+        ],
+        "buffers": [
+            buffers._asdict() for buffers in buffers_at_peak(programs, [layer.name for layer in problem.model.layers])
         ],
     }
     if target:
@@ -155,6 +164,7 @@ def format_audit(audited: dict[str, Any]) -> str:
             nbytes = "" if entry["nbytes"] is None else f"{entry['nbytes']:,}"
             ratio = f"{entry['nbytes'] / entry['theory']:.4f}" if entry["theory"] and nbytes else ""
             lines.append(f"{name:47} {nbytes:>14} {theory:>14}  {ratio}".rstrip())
+    lines += ["", *format_buffers(audited["buffers"])]
     if "needed" in audited:
         lines += ["", format_needed(audited["needed"], audited["usable_bytes"], audited["memory_bytes"])]
     for program in audited.get("programs", []):
@@ -175,6 +185,21 @@ def format_time(time: dict[str, Any]) -> list[str]:
     ]
     lines.append(", ".join(f"{kind} {of_kind / seconds:.1%}" for kind, of_kind in time["by_kind"].items()))
     return [*lines, *(f"{row['seconds'] / seconds:8.1%}  {row['kind']:10} {row['source']}" for row in time["longest"])]
+
+
+def format_buffers(buffers: list[dict[str, Any]]) -> list[str]:
+    """Return the largest temporary arrays as lines, and the bytes of the others."""
+    lines = [f"{'largest temporary arrays at the peak':47} {'bytes':>14}  layer and line"]
+    for row in buffers[:NUM_BUFFERS]:
+        number = f"{row['number']} x " if row["number"] > 1 else ""
+        arrays = f"{number}{row['dtype']}[{','.join(map(str, row['shape']))}]"
+        layers = {re.sub(r"\d+", "*", layer) if len(row["layers"]) > 1 else layer for layer in row["layers"]}
+        lines.append(f"{arrays:47} {row['nbytes']:14,}  {'  '.join([*layers, row['source']])}")
+    others = buffers[NUM_BUFFERS:]
+    lines.append(
+        f"{sum(row['number'] for row in others)} others".ljust(47) + f" {sum(row['nbytes'] for row in others):14,}"
+    )
+    return lines
 
 
 def format_program(program: dict[str, Any]) -> list[str]:

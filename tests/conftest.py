@@ -12,6 +12,7 @@ import jax
 import pytest
 
 from jaxpar import mesh
+from jaxpar.measure.source_lines import present_lines
 from tests import raise_sites
 
 NUM_DEVICES = 8
@@ -120,3 +121,12 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAXPAR_CACHE", str(path))
         yield path
+
+
+@pytest.fixture
+def lines_in_programs() -> Iterator[None]:
+    """Compile programs with the present lines of code, which other tests leave out."""
+    jax.config.update("jax_traceback_in_locations_limit", 10)
+    with present_lines():
+        yield
+    jax.config.update("jax_traceback_in_locations_limit", 0)

@@ -115,7 +115,14 @@ def test_a_target_that_xla_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(command: Sequence[str], **variables: str) -> "subprocess.CompletedProcess[str]":
     """Run a command of Python with the compiler for GPUs, and these environment variables."""
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{COMPILER}"} | variables
+    environment = (
+        os.environ
+        | {
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{COMPILER}",
+            "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "10",
+        }
+        | variables
+    )
     environment.pop("XLA_FLAGS", None)
     return subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
@@ -166,6 +173,11 @@ def test_audit_of_absent_gpus(name: str) -> None:
     assert 0 < time["exposed_seconds"] < time["seconds"] == pytest.approx(64 / time["examples_per_second"])
     assert 0 < time["mfu"] < 0.7
     assert time["longest"][0]["seconds"] >= time["longest"][-1]["seconds"] > 0
+    live = sum(row["nbytes"] for row in found["buffers"])
+    assert live == pytest.approx(found["needed"]["temporary arrays"], rel=0.05)
+    layers = {layer for row in found["buffers"] for layer in row["layers"]}
+    assert layers <= {"embed", "block_0", "block_1", "block_0-block_1", "head"}
+    assert sum(row["source"].startswith("jaxpar/") for row in found["buffers"]) > 0.8 * len(found["buffers"])
 
 
 @needs_plugin

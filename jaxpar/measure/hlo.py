@@ -13,14 +13,16 @@ Key = TypeVar("Key", bound=Hashable)
 Frequency = Callable[[str], Sequence[float] | None]
 
 COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
-INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (.*)$")
-ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
+INSTRUCTION = re.compile(r"^\s+(ROOT )?%(\S+) = (.*)$")
+ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^{}]*)\})?")  # dtype, dims, layout
+HOST_MEMORY = "S(5)"  # part of the layout of an array in the memory of the host
 OPERATION = re.compile(r"(?:^|[\]})] )([a-z][a-z0-9-]*)\((.*)$")
 CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%([\w.-]+)")
 CALLED_LISTS = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
 WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
-WIDTHS |= {"f8e4m3fn": 1, "f8e5m2": 1, "s64": 8, "u64": 8, "f64": 8, "token": 0}
+WIDTHS |= {"f8e4m3fn": 1, "f8e5m2": 1, "s64": 8, "u64": 8, "f64": 8, "c64": 8, "token": 0}
 DTYPE_NAMES = {"u8": "uint8", "u16": "uint16", "u32": "uint32", "s8": "int8", "s32": "int32"}
+DTYPE_NAMES |= {"pred": "bool", "s64": "int64", "u64": "uint64", "f64": "float64"}
 DTYPE_NAMES |= {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 
 
@@ -29,6 +31,7 @@ class HloArray(NamedTuple):
 
     dtype: str
     dims: tuple[int, ...]
+    is_on_host: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -51,6 +54,11 @@ class Instruction(NamedTuple):
         name = re.search(r'op_name="([^"]*)"', self.line)
         return name[1] if name else "?"
 
+    @property
+    def has_source(self) -> bool:
+        """Whether the instruction has an op_name; those that XLA adds may have none."""
+        return self.source != "?"
+
 
 class HloProgram:
     """The computations of a compiled program."""
@@ -58,6 +66,7 @@ class HloProgram:
     def __init__(self, text: str):
         """text: the result of `jax.stages.Compiled.as_text`."""
         self._computations: dict[str, dict[str, Instruction]] = {}
+        self._roots: dict[str, str] = {}
         name = self._entry = ""
         for line in text.splitlines():
             if header := COMPUTATION.match(line):
@@ -65,7 +74,9 @@ class HloProgram:
                 self._computations[name] = {}
                 self._entry = name if header[1] else self._entry
             elif match := INSTRUCTION.match(line):
-                self._computations[name][match[1]] = _instruction(match[2])
+                self._computations[name][match[2]] = _instruction(match[3])
+                if match[1]:
+                    self._roots[name] = match[2]
 
     @property
     def computations(self) -> Mapping[str, Mapping[str, Instruction]]:
@@ -75,11 +86,6 @@ class HloProgram:
     def called(self, instruction: Instruction) -> list[str]:
         """Return the names of the computations that an instruction calls: of a loop, the condition and the body."""
         return list(_called(instruction.line))
-
-    @property
-    def entry(self) -> str:
-        """The name of the computation that runs first."""
-        return self._entry
 
     def runs(self, instruction: Instruction, frequency: Frequency) -> list[float]:
         """Return how often each of the computations in `called` runs when an instruction runs once.
@@ -102,6 +108,16 @@ class HloProgram:
                 )
             return list(weights)
         return [1.0] * len(called)
+
+    @property
+    def entry(self) -> str:
+        """The name of the computation that the program runs."""
+        return self._entry
+
+    @property
+    def roots(self) -> Mapping[str, str]:
+        """The name of the instruction that each computation returns."""
+        return self._roots
 
     def inside(self, computation: str, instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
         """Return an instruction and all that it calls, such as those of a fusion, each with its computation."""
@@ -170,7 +186,8 @@ def _instruction(line: str) -> Instruction:
     plain = re.sub(r"/\*.*?\*/", "", line)
     match = OPERATION.search(plain)
     assert match, line
-    results = tuple(HloArray(dtype, _numbers(dims)) for dtype, dims in ARRAY.findall(plain[: match.start(1)]))
+    found = ARRAY.findall(plain[: match.start(1)])
+    results = tuple(HloArray(dtype, _numbers(dims), HOST_MEMORY in layout) for dtype, dims, layout in found)
     operands, _, attributes = match[2].partition(")")
     return Instruction(line, match[1], results, tuple(re.findall(r"%([\w.-]+)", operands)), attributes)
 

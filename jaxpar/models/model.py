@@ -199,12 +199,14 @@ class Model:
         for run in self.runs:
             first, last = max(run.start, start), min(run.stop, stop)
             if last - first > 1 and self._scan and scan:
-                x = self._scan_run(params, x, batch, keys_B, first, last, shift, fetch)
+                with jax.named_scope(f"{self.layers[first].name}-{self.layers[last - 1].name}"):
+                    x = self._scan_run(params, x, batch, keys_B, first, last, shift, fetch)
             else:
                 for index in range(first, last):
                     layer = self.layers[index]
                     weights = self._with_ties(params, layer.name)
-                    x = self._call(layer, weights, x, batch, keys_B, index + shift, fetch, scan=scan)
+                    with jax.named_scope(layer.name):
+                        x = self._call(layer, weights, x, batch, keys_B, index + shift, fetch, scan=scan)
         return x
 
     def inputs(self, batch: Batch) -> list[Activations]:
