@@ -54,7 +54,7 @@ def test_files_of_gpus() -> None:
         ("core_count = 132", "core_count = = 132", "which is not TOML ("),
         ("network = 50", "net = 50", "links.network is None; it must be a number greater than 0"),
         ("host = 450", "host = -450", "links.host is -450000000000; it must be a number greater than 0"),
-        ("[xla]", "links = 3\n[xla]", "which is not TOML ("),
+        ("[links]", "[[links]]", "links is [{'host': 450000000000, 'network': 50000000000}]; it must be a table with"),
     ],
 )
 def test_wrong_files(old: str, new: str, message: str, tmp_path: Path) -> None:
@@ -95,9 +95,9 @@ def test_memory_that_jax_takes(monkeypatch: pytest.MonkeyPatch) -> None:
             target.find_target("h100:8")
 
 
-@pytest.mark.skipif(HAS_PLUGIN, reason="XLA's compiler for GPUs is installed")
 def test_a_target_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setattr(target, "PLUGINS", ("no_such_plugin",))
     with pytest.raises(UserError, match=r"--target is 'h100:2x8', for which XLA cannot compile here; install the"):
         target.find_target("h100:2x8")
 
