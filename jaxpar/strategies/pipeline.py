@@ -30,11 +30,11 @@ from jaxpar.layout import PER_REPLICA, Layout
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Batch, Model, Tie
 from jaxpar.pipeline.executor import partition
+from jaxpar.pipeline.executor.branches import device_branches
 from jaxpar.pipeline.executor.continuous import continuous_step, padded, update_trips
 from jaxpar.pipeline.executor.continuous_state import ContinuousState
 from jaxpar.pipeline.executor.engine import (
     PipelineEngine,
-    device_branches,
     make_engine,
     pipeline_evaluation,
     pipeline_step,

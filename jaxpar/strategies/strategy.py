@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 from jaxpar.cluster import Cluster
 from jaxpar.errors import Refusals
 from jaxpar.models.model import Model
-from jaxpar.pipeline.executor.lowering import DeviceBranches
+from jaxpar.pipeline.executor.branches import DeviceBranches
 from jaxpar.plan import Decision, Plan
 from jaxpar.state import Canonical
 from jaxpar.step import Metrics, Problem

@@ -11,7 +11,7 @@ from jaxpar.analysis import step_time
 from jaxpar.analysis.step_time import EFFICIENCY, HOP_SECONDS, LAUNCH_SECONDS, Part, predict, short_source
 from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError
-from jaxpar.pipeline.executor.lowering import DeviceBranches
+from jaxpar.pipeline.executor.branches import DeviceBranches
 
 META = 'metadata={op_name="jit(step)/%s"}'
 BRANCHES = "".join(

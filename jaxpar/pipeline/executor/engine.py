@@ -54,20 +54,18 @@ from jaxpar.exchange.clip import clipped
 from jaxpar.exchange.reduce import psum_small
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models.model import Batch
+from jaxpar.pipeline.executor.branches import clock_scope, delivery_scope, phase_scope, possible_programs
 from jaxpar.pipeline.executor.lowering import (
     INBOXES,
     NONE,
     Actions,
     ClockShape,
-    DeviceBranches,
-    LoweredTable,
     TableArrays,
     TableShape,
 )
 from jaxpar.pipeline.executor.packing import Packed, Packing
 from jaxpar.pipeline.executor.programs import StageInputs, StagePrograms
-from jaxpar.pipeline.executor.stages import Stages
-from jaxpar.pipeline.executor.state import OF_KIND, PackedState, StagedState, StageUpdate
+from jaxpar.pipeline.executor.state import PackedState, StagedState, StageUpdate
 from jaxpar.pipeline.executor.timeline import ActionNumbers, Timeline
 from jaxpar.step import Metrics
 from jaxpar.tasks import Sums
@@ -120,51 +118,6 @@ class StepBatches(NamedTuple):
 
 def _at(x: jax.Array, index: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
-
-
-def possible_programs(of_clock: ClockShape, phase: int, numbers: np.ndarray) -> tuple[int, ...]:
-    """Return the numbers of the programs that a device can run in a phase of a clock, in ascending order.
-
-    numbers: number of the program that each [device, chunk] runs.
-    """
-    of_actors = numbers if of_clock.actors is None else numbers[list(of_clock.actors[phase])]
-    return tuple(sorted(set(of_actors.ravel().tolist())))
-
-
-def device_branches(lowered: LoweredTable, stages: Stages) -> dict[str, DeviceBranches]:
-    """Return the branches that devices take in the conditionals of a training step, by named scope."""
-    numbers, kinds = stages.program_numbers, np.array([stages.kinds])
-    (shape, arrays), found = lowered, {OF_KIND: DeviceBranches(kinds, len(stages.examples))}
-    for index, of_clock in enumerate(shape.clocks):
-        nows: TableArrays = jax.tree.map(lambda x, index=index: np.asarray(x)[:, index :: len(shape.clocks)].T, arrays)
-        for phase, action in enumerate(nows.actions):
-            able = possible_programs(of_clock, phase, numbers)
-            branches = 1 + np.searchsorted(able, numbers[np.arange(len(numbers)), action.chunk])
-            taken = np.where(action.chunk == NONE, 0, branches)
-            found[_scope(index, _phase_scope(phase))] = DeviceBranches(taken, 1 + len(able))
-        slots = {_delivery_scope(phase, "local"): nows.actions[phase].local_inbox for phase in shape.local_phases}
-        for number, (route, arrival) in enumerate(zip(of_clock.routes, nows.arrivals, strict=True)):
-            if route.senders:
-                slots |= {_delivery_scope(phase, str(number)): arrival[phase] for phase in route.phases}
-        for name, slot in slots.items():
-            found[_scope(index, name)] = DeviceBranches((slot == NONE).astype(int), 2)
-    return found
-
-
-def _scope(index: int, name: str) -> str:
-    return f"{_clock_scope(index)}/{name}"
-
-
-def _clock_scope(index: int) -> str:
-    return f"clock_{index}"
-
-
-def _phase_scope(phase: int) -> str:
-    return f"phase_{phase}"
-
-
-def _delivery_scope(phase: int, where: str) -> str:
-    return f"deliver_{phase}_{where}"
 
 
 class PipelineEngine:
@@ -232,7 +185,7 @@ class PipelineEngine:
                 # 3. Branch 0 is the empty one; branch 1 + n runs the n-th program that can run in this clock.
                 branch = jnp.where(action.chunk == NONE, 0, 1 + places[able][action.chunk])
                 acts = [partial(self._act, phase, number, inputs) for number in able]
-                with jax.named_scope(_phase_scope(phase)):
+                with jax.named_scope(phase_scope(phase)):
                     touched = jax.lax.switch(branch, [partial(self._idle, phase), *acts], action, carry)
                 carry = carry._replace(**touched | {"stashes": carry.stashes | touched["stashes"]})
             if update is not None and clocks[index].has_update:
@@ -241,7 +194,7 @@ class PipelineEngine:
 
         def iteration(carry: Carry, nows: Sequence[TableArrays]) -> tuple[Carry, None]:
             for index, now in enumerate(nows):
-                with jax.named_scope(_clock_scope(index)):
+                with jax.named_scope(clock_scope(index)):
                     carry = clock(carry, index, now)
             return carry, None
 
@@ -331,7 +284,7 @@ class PipelineEngine:
                 update = jax.lax.dynamic_update_index_in_dim
                 return tuple(update(old, new, slot, 0) for old, new in zip(slots, transfer, strict=True))
 
-            with jax.named_scope(_delivery_scope(phase, where)):
+            with jax.named_scope(delivery_scope(phase, where)):
                 inboxes[inbox] = jax.lax.cond(slot == NONE, lambda slots: slots, write, inboxes[inbox])
 
         for phase in self.shape.local_phases:

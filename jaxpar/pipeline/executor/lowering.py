@@ -145,24 +145,6 @@ class TableArrays(NamedTuple):
     updates: Any = None
 
 
-class DeviceBranches(NamedTuple):
-    """The branches that devices take in a conditional.
-
-    Attributes:
-      taken: int [iteration, device], the number of the branch in each iteration of the loop over clocks; one row if the
-        conditional is not in that loop.
-      number: number of branches.
-    """
-
-    taken: np.ndarray
-    number: int
-
-    @property
-    def fractions(self) -> tuple[float, ...]:
-        """The fraction of iterations and devices in which each branch is taken."""
-        return tuple((np.bincount(self.taken.ravel(), minlength=self.number) / self.taken.size).tolist())
-
-
 class LoweredTable(NamedTuple):
     """A table in the form that the engine runs."""
 

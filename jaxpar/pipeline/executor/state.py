@@ -24,13 +24,12 @@ from jaxpar.exchange.exchange import AllReduce
 from jaxpar.launch import processes
 from jaxpar.layout import Holders, Layout, LeafLayout
 from jaxpar.mesh import DATA, STAGE
+from jaxpar.pipeline.executor.branches import OF_KIND
 from jaxpar.pipeline.executor.packing import Packed, Packing
 from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.state import Canonical, State
 from jaxpar.step import Metrics, Problem
 from jaxpar.tasks import Sums
-
-OF_KIND = "of_kind"  # name of the conditionals whose branch depends on the kind of the device
 
 
 class PackedState(NamedTuple):
