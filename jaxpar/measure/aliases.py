@@ -6,10 +6,10 @@ array in the final program is the same.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxpar.measure.hlo import ARRAY, HloArray, HloProgram, Instruction
+from jaxpar.measure.hlo import ARRAY, HloArray, HloProgram, Instruction, without_bitcasts
 
 FORWARDS = ("bitcast", "get-tuple-element", "optimization-barrier", "parameter", "tuple")  # these compute nothing
 FLOW = ("call", "conditional", "while")  # these run other computations
@@ -156,12 +156,11 @@ class Aliases:
                 yield int(number or 0), int(operand), int(number_in_operand or 0)
         elif instruction.operation == "fusion":
             fused = attribute(instruction, "calls")
-            instructions, root = self.program.computations[fused], self.program.roots[fused]
-            returned = instructions[root].operands if instructions[root].operation == "tuple" else (root,)
-            for number, name in enumerate(returned):
-                update = _without_bitcasts(instructions, name)
+            instructions = self.program.computations[fused]
+            for number, name in enumerate(self.program.returned(fused)):
+                update = without_bitcasts(instructions, name)
                 if update.operation in UPDATES:
-                    target = _without_bitcasts(instructions, update.operands[0])
+                    target = without_bitcasts(instructions, update.operands[0])
                     if target.operation == "parameter":
                         yield number, parameter_number(target), 0
 
@@ -209,9 +208,3 @@ def _element(instruction: Instruction, places: list[HloPlace], index: int) -> li
     counts = [len(ARRAY.findall(element)) for element in elements]
     start = sum(counts[:index])
     return places[start : start + counts[index]]
-
-
-def _without_bitcasts(instructions: Mapping[str, Instruction], name: str) -> Instruction:
-    while instructions[name].operation == "bitcast":
-        name = instructions[name].operands[0]
-    return instructions[name]

@@ -119,6 +119,12 @@ class HloProgram:
         """The name of the instruction that each computation returns."""
         return self._roots
 
+    def returned(self, computation: str) -> Sequence[str]:
+        """Return the names of the instructions whose results a fused computation returns, one for each array."""
+        root = self._roots[computation]
+        instruction = self._computations[computation][root]
+        return instruction.operands if instruction.operation == "tuple" else (root,)
+
     def inside(self, computation: str, instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
         """Return an instruction and all that it calls, such as those of a fusion, each with its computation."""
         yield computation, instruction
@@ -166,6 +172,13 @@ class HloProgram:
             return sum((_times(counts, number) for counts, number in zip(inner, runs, strict=True)), Counter())
 
         return of_computation(self._entry)
+
+
+def without_bitcasts(instructions: Mapping[str, Instruction], name: str) -> Instruction:
+    """Return what an instruction is a bitcast of, or the instruction itself."""
+    while instructions[name].operation == "bitcast":
+        name = instructions[name].operands[0]
+    return instructions[name]
 
 
 def by_scope(frequencies: Mapping[str, tuple[float, ...]]) -> Frequency:

@@ -8,10 +8,10 @@ into one.
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxpar.measure.hlo import HloArray, HloProgram, Instruction
+from jaxpar.measure.hlo import HloArray, HloProgram, Instruction, without_bitcasts
 
 SLICES = ("dynamic-slice", "slice", "gather")
 GEMM, ATTENTION, CONVOLUTION = "__cublas$", "__cudnn$fmha", "__cudnn$conv"  # beginnings of library targets
@@ -74,7 +74,7 @@ def _attention_flops(instruction: Instruction, target: str) -> float:
     config: Mapping[str, Any] = json.loads(found[1])["cudnn_fmha_backend_config"]
     scores = math.prod(int(size) for size in config["intermediate_tensor_shape"]["dimensions"])
     number = BACKWARD_PRODUCTS if target.endswith("Backward") else FORWARD_PRODUCTS
-    is_causal = "CAUSAL" in config.get("mask_type", "")
+    is_causal = "CAUSAL" in config["mask_type"]
     return 2.0 * number * scores * instruction.results[0].dims[-1] * (0.5 if is_causal else 1)
 
 
@@ -83,7 +83,9 @@ def kernel_bytes(program: HloProgram, computation: str, instruction: Instruction
     operands = program.operand_types(computation, instruction)
     if instruction.operation == "fusion":
         [called] = program.called(instruction)
-        return sum(_fusion_bytes(program.computations[called]))
+        body = program.computations[called]
+        read = sum(_read_bytes(body, name, one) for name, one in body.items() if one.operation == "parameter")
+        return read + sum(_written_bytes(body, name) for name in program.returned(called))
     if instruction.operation in SLICES:
         return 2.0 * _size(instruction.results)
     if instruction.operation == "dynamic-update-slice":
@@ -93,17 +95,6 @@ def kernel_bytes(program: HloProgram, computation: str, instruction: Instruction
 
 def _size(arrays: Sequence[HloArray]) -> int:
     return sum(array.nbytes for array in arrays)
-
-
-def _fusion_bytes(body: Mapping[str, Instruction]) -> Iterator[float]:
-    """Return the bytes of each parameter that a fusion reads, and of each result that it writes."""
-    for name, instruction in body.items():
-        if instruction.operation == "parameter":
-            yield _read_bytes(body, name, instruction)
-    *_, root = body
-    written = body[root].operands if body[root].operation == "tuple" else [root]
-    for name in written:
-        yield _written_bytes(body, name)
 
 
 def _read_bytes(body: Mapping[str, Instruction], name: str, value: Instruction) -> float:
@@ -123,9 +114,6 @@ def _read_bytes(body: Mapping[str, Instruction], name: str, value: Instruction) 
 
 def _written_bytes(body: Mapping[str, Instruction], name: str) -> float:
     """Return the bytes that a fusion writes for one of its results."""
-    value = body[name]
-    if value.operation == "bitcast" and value.operands[0] in body:
-        return _written_bytes(body, value.operands[0])
-    if value.operation == "dynamic-update-slice":
-        return float(_size(body[value.operands[1]].results))
-    return float(_size(value.results))
+    value = without_bitcasts(body, name)
+    written = body[value.operands[1]] if value.operation == "dynamic-update-slice" else value
+    return float(_size(written.results))

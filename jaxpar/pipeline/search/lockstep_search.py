@@ -6,8 +6,7 @@ for devices that wait only for their inputs.
 """
 
 from jaxpar.pipeline.search.clock_beam import ClockBeam, SearchEstimate, sets_of_actions, table_of_sets
-from jaxpar.pipeline.search.fill import SearchProblem
-from jaxpar.pipeline.search.search import SearchResult, check_sizes, filled, named_schedules
+from jaxpar.pipeline.search.search import SearchResult, filled, make_search_problem, named_schedules
 from jaxpar.pipeline.tables.simulate import Time, Times, lockstep
 
 # None of these estimates is best for all times and limits.
@@ -40,9 +39,8 @@ def search_lockstep(
     Raises:
       ValueError: a size or the memory limit is below 1.
     """
-    check_sizes(num_devices, num_microbatches, num_chunks, memory_limit)
-    memory = memory_limit * num_chunks
-    problem = SearchProblem(num_devices, num_microbatches, num_chunks, times, communication, memory, weight_memory)
+    sizes = num_devices, num_microbatches, num_chunks
+    problem = make_search_problem(times, communication, memory_limit, sizes, weight_memory)
     candidates = list(named_schedules(problem))  # with one chunk, model_parallel fits any limit
     if num_chunks > 1:
         candidates.append(filled(problem))

@@ -63,9 +63,8 @@ def search(
     Raises:
       ValueError: a size or the memory limit is below 1.
     """
-    check_sizes(num_devices, num_microbatches, num_chunks, memory_limit)
-    memory = memory_limit * num_chunks
-    problem = SearchProblem(num_devices, num_microbatches, num_chunks, times, communication, memory, weight_memory)
+    sizes = num_devices, num_microbatches, num_chunks
+    problem = make_search_problem(times, communication, memory_limit, sizes, weight_memory)
     first, *others = [*named_schedules(problem), filled(problem)]
     best = first
     for other in others:
@@ -74,12 +73,26 @@ def search(
     return _better(problem, best, SearchResult(f"{best.policy}, improved", improved))
 
 
-def check_sizes(num_devices: int, num_microbatches: int, num_chunks: int, memory_limit: float) -> None:
-    """Raise ValueError if a size or the memory limit of a search is below 1."""
-    sizes = {"num_devices": num_devices, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
-    for name, value in (sizes | {"memory_limit": memory_limit}).items():
+def make_search_problem(
+    times: Times, communication: Time, memory_limit: float, sizes: tuple[int, int, int], weight_memory: float
+) -> SearchProblem:
+    """Return a problem whose memory limit counts microbatches of a whole device.
+
+    Args:
+      times: times of the actions.
+      communication: time of a transfer to another device.
+      memory_limit: as in `search`.
+      sizes: number of devices, of microbatches, and of chunks per device.
+      weight_memory: as in `search`.
+
+    Raises:
+      ValueError: a size or the memory limit is below 1.
+    """
+    names = ("num_devices", "num_microbatches", "num_chunks", "memory_limit")
+    for name, value in zip(names, (*sizes, memory_limit), strict=True):
         if not value >= 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
+    return SearchProblem(*sizes, times, communication, memory_limit * sizes[-1], weight_memory)
 
 
 def _better(problem: SearchProblem, old: SearchResult, new: SearchResult) -> SearchResult:
