@@ -45,8 +45,9 @@ def run_demo(argv: Sequence[str]) -> int:
     view = SwarmView(arguments.stages)
     with Screen(Console(file=sys.stdout), view) as screen, contextlib.redirect_stdout(Lines(screen.write)):
         events.listeners.append(screen.listen)
+        rng = random.Random(arguments.seed)
         if arguments.kill_every:
-            events.listeners.append(PeerKiller(arguments.kill_every, random.Random(arguments.seed), screen.write))
+            events.listeners.append(PeerKiller(arguments.kill_every, arguments.peers, rng, screen.write))
         settings = {"mode": "live", "peers": arguments.peers, "stages": arguments.stages}
         overrides = [f"--config.swarm.{key}={value}" for key, value in settings.items()]
         code = main.main(["", "--config.strategy=swarm", *overrides, *rest])
@@ -61,7 +62,10 @@ def read_demo(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--peers", type=integer(1), default=6, help="number of peers (default: 6)")
     parser.add_argument("--stages", type=integer(1), default=3, help="number of stages (default: 3)")
     parser.add_argument(
-        "--kill_every", type=duration, default=0.0, help="kill a random peer after this time, such as 20s (default: 0)"
+        "--kill_every",
+        type=duration,
+        default=0.0,
+        help="kill a random peer after this time, such as 20s, once all are present (default: 0)",
     )
     parser.add_argument("--seed", type=integer(0), help="seed of the random kills (default: a different one each time)")
     end = argv.index("--") if "--" in argv else len(argv)
@@ -103,29 +107,48 @@ class Lines(io.TextIOBase):
 
 
 class PeerKiller:
-    """A listener that kills (-9) a random peer of this machine once a period, from the first update on."""
+    """A listener that kills (-9) a random peer of this machine once a period, from the first update on.
 
-    def __init__(self, period: float, rng: random.Random, write_line: Callable[[str], None]) -> None:
-        """period: seconds."""
-        self._period, self._rng, self._write_line = period, rng, write_line
-        self._processes: dict[int, int] = {}
+    It waits until the peer that it killed before is replaced, so that a slow machine does not lose all peers.
+    """
+
+    def __init__(self, period: float, num_peers: int, rng: random.Random, write_line: Callable[[str], None]) -> None:
+        """Kill nothing yet.
+
+        Args:
+          period: seconds.
+          num_peers: number of peers that must be present.
+          rng: chooses the peers.
+          write_line: called with a line for each one.
+        """
+        self._period, self._num_peers, self._rng, self._write_line = period, num_peers, rng, write_line
+        self._processes: dict[int, int] = {}  # of this machine, by peer
+        self._present = set[int]()  # peers, on all machines
         self._next: float | None = None
 
     def __call__(self, event: LiveEvent) -> None:
         """Take in an event, and kill a peer if it is time."""
         now = time.monotonic()
-        if event.kind == EventKind.ATTACHED and event.text == socket.gethostname():
-            self._processes[event.peer] = event.number
+        if event.kind == EventKind.ATTACHED:
+            self._present.add(event.peer)
+            if event.text == socket.gethostname():
+                self._processes[event.peer] = event.number
         elif event.kind in (EventKind.FAILED, EventKind.BANNED):
-            self._processes.pop(event.peer, None)
+            self._forget(event.peer)
         elif event.kind == EventKind.UPDATED and self._next is None:
             self._next = now + self._period
-        if self._next is not None and now >= self._next and self._processes:
+        is_due = self._next is not None and now >= self._next
+        if is_due and self._processes and len(self._present) >= self._num_peers:
             self._next = now + self._period
             peer = self._rng.choice(sorted(self._processes))
             self._write_line(f"swarm     kill -9 {self._processes[peer]}, peer {peer}")
             with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
-                os.kill(self._processes.pop(peer), signal.SIGKILL)
+                os.kill(self._processes[peer], signal.SIGKILL)
+            self._forget(peer)
+
+    def _forget(self, peer: int) -> None:
+        self._present.discard(peer)
+        self._processes.pop(peer, None)
 
 
 def enter_demo() -> None:

@@ -132,7 +132,7 @@ def test_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_killer_kills_one_process_per_period() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         lines: list[str] = []
-        killer = swarm_demo.PeerKiller(0.0, random.Random(0), lines.append)
+        killer = swarm_demo.PeerKiller(0.0, 2, random.Random(0), lines.append)
         host = socket.gethostname()
         killer(LiveEvent(EventKind.ATTACHED, 4, number=process.pid, text=host))
         killer(LiveEvent(EventKind.ATTACHED, 5, number=1, text=f"not-{host}"))
@@ -141,6 +141,19 @@ def test_killer_kills_one_process_per_period() -> None:
         killer(LiveEvent(EventKind.UPDATED))
         assert process.wait(10) == -9
     assert lines == [f"swarm     kill -9 {process.pid}, peer 4"]
+
+
+def test_killer_waits_until_a_killed_peer_is_replaced() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        lines: list[str] = []
+        killer, host = swarm_demo.PeerKiller(0.0, 2, random.Random(0), lines.append), socket.gethostname()
+        killer(LiveEvent(EventKind.ATTACHED, 4, number=process.pid, text=host))
+        for _ in range(2):
+            killer(LiveEvent(EventKind.UPDATED))
+        assert (lines, process.poll()) == ([], None)  # one of two peers
+        killer(LiveEvent(EventKind.ATTACHED, 5, number=1, text=f"not-{host}"))
+        assert process.wait(10) == -9
+    assert len(lines) == 1
 
 
 @pytest.mark.slow
