@@ -49,6 +49,7 @@ class Cluster:
       links: the link of each mesh axis; axes with an unknown link are missing.
       send_rates: the rates at which a device can send to others of its host (`host`) and over the network
         (`network`), in bytes/s; empty if unknown.
+      latencies: the seconds of a hop on these links; those that are not known are missing.
     """
 
     platform: str
@@ -62,6 +63,7 @@ class Cluster:
     has_pinned_host_memory: bool = True
     links: Mapping[str, Link] = field(default_factory=dict)
     send_rates: Mapping[str, float] = field(default_factory=dict)
+    latencies: Mapping[str, float] = field(default_factory=dict)
 
 
 def devices() -> list[jax.Device]:

@@ -6,11 +6,9 @@ the slowest link that it crosses. If it is asynchronous, it runs at the same tim
 its end; the time that the GPU then still waits is exposed. Collectives run one after the other. In a pipeline, each
 clock takes as long as the actions of its slowest device.
 
-Rates are those of data sheets (jaxpar/gpus, jaxpar/measure/flops.py) times the efficiencies below, which are
-assumptions: docs/benchmarks.md compares predicted rates with published ones.
+The rates are those of jaxpar/analysis/rates.py.
 """
 
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,25 +18,12 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpar.analysis.audit import SENT, groups_of
+from jaxpar.analysis.rates import LAUNCH_SECONDS, collective_seconds, memory_seconds, product_seconds
 from jaxpar.analysis.schedule import is_kernel
 from jaxpar.cluster import Cluster
-from jaxpar.errors import UserError
-from jaxpar.measure.hlo import HloProgram, Instruction, by_scope
+from jaxpar.measure.hlo import DTYPE_NAMES, HloProgram, Instruction, by_scope
 from jaxpar.measure.kernels import ATTENTION, call_target, is_product, kernel_bytes, product_flops
 from jaxpar.strategies.strategy import CompiledProgram
-
-EFFICIENCY = {
-    "product": 0.7,  # of the peak FLOP/s, in matrix products and convolutions
-    "attention": 0.5,  # of the peak FLOP/s, in attention kernels
-    "memory": 0.85,  # of the rate of the memory
-    "link": 0.8,  # of the rate of a link
-}
-# By the first digit of the compute capability, if it differs. A100s: matrix products reach 80% to 90% of the peak, and
-# attention 50% to 73% (Dao, "FlashAttention-2", 2023, abstract and section 1).
-EFFICIENCY_OF = {"8": {"product": 0.85, "attention": 0.6}}
-LAUNCH_SECONDS = 2e-6  # from the end of a kernel to the start of the next one
-HOP_SECONDS = {"host": 3e-6, "network": 1e-5}  # of each of the log2(n) hops of a collective of n GPUs
-HALF_WIDTH = ("bf16", "f16", "f8e4m3fn", "f8e5m2")  # dtypes of products at the rate of bfloat16
 
 
 class Part(NamedTuple):
@@ -202,45 +187,17 @@ class _Roofline:
                 operands = self._program.operand_types(inside, inner)
                 of_product = product_flops(inner, operands)
                 kind = "attention" if call_target(inner).startswith(ATTENTION) else "product"
-                dtype = "bfloat16" if operands[0].dtype in HALF_WIDTH else "float32"
-                flops, seconds = flops + of_product, seconds + of_product / self._flop_rate(kind, dtype)
-        memory = kernel_bytes(self._program, computation, instruction) / self._memory_rate()
+                dtype = DTYPE_NAMES.get(operands[0].dtype, operands[0].dtype)
+                flops, seconds = flops + of_product, seconds + product_seconds(self._cluster, kind, dtype, of_product)
+        memory = memory_seconds(self._cluster, kernel_bytes(self._program, computation, instruction))
         seconds = max(seconds, memory) + LAUNCH_SECONDS
         return StepTime(seconds, 0.0, flops, {Part(kind, instruction.source): seconds})
 
-    def _flop_rate(self, kind: str, dtype: str) -> float:
-        peak = self._cluster.peak_flops.get(dtype)
-        if peak is None:
-            raise UserError(
-                f"--time is set; it must be unset for the GPU {self._cluster.device_kind!r}, whose peak FLOP/s in "
-                f"{dtype} are unknown"
-            )
-        generation = self._cluster.compute_capability.partition(".")[0]
-        return (EFFICIENCY | EFFICIENCY_OF.get(generation, {}))[kind] * peak
-
-    def _memory_rate(self) -> float:
-        assert self._cluster.memory_bandwidth is not None  # every kind of GPU has its own
-        return EFFICIENCY["memory"] * self._cluster.memory_bandwidth
-
     def _collective_seconds(self, computation: str, instruction: Instruction) -> float:
         groups = groups_of(instruction)
-        size = max(map(len, groups), default=1)
-        if size == 1:
-            return 0.0
-        if not self._cluster.send_rates:
-            raise UserError(
-                f"--time is set; it must be unset for the GPU {self._cluster.device_kind!r}, whose file has no links"
-            )
-        per_host = self._cluster.num_devices // self._cluster.num_processes
-        rates, hops = self._cluster.send_rates, math.ceil(math.log2(size))
-        rate, hop = rates["host"], HOP_SECONDS["host"]
-        if any(len({device // per_host for device in group}) > 1 for group in groups):
-            # The rings of a group share the network of all its GPUs on a host.
-            together = min(Counter(device // per_host for device in group).most_common()[-1][1] for group in groups)
-            rate, hop = min(rate, together * rates["network"]), HOP_SECONDS["network"]
-        kind = instruction.operation.removesuffix("-start")
+        kind, size = instruction.operation.removesuffix("-start"), max(map(len, groups), default=1)
         nbytes = sum(array.nbytes for array in self._program.operand_types(computation, instruction))
-        return SENT[kind](size) * nbytes / (EFFICIENCY["link"] * rate) + hops * hop
+        return collective_seconds(self._cluster, groups, SENT[kind](size) * nbytes)
 
 
 def short_source(source: str) -> str:

@@ -66,10 +66,16 @@ def _count(jaxpr: core.Jaxpr) -> int:
     return sum(_count_equation(equation) for equation in jaxpr.eqns)
 
 
+def equation_flops(equation: core.JaxprEqn) -> int:
+    """Count the FLOPs of a matrix product, a convolution or the forward pass of attention; 0 for other primitives."""
+    count = _PRODUCTS.get(equation.primitive.name)
+    return count(equation) if count else 0
+
+
 def _count_equation(equation: core.JaxprEqn) -> int:
     name, params = equation.primitive.name, equation.params
     if name in _PRODUCTS:
-        return _PRODUCTS[name](equation)
+        return equation_flops(equation)
     inner = [_count(jaxpr) for value in params.values() for jaxpr in _jaxprs(value)]
     if name == "scan":
         return params["length"] * sum(inner)
@@ -113,8 +119,11 @@ def _convolution(equation: core.JaxprEqn) -> int:
     return 2 * math.prod(out) * math.prod(kernel) // out_features
 
 
-def _fused_attention(equation: core.JaxprEqn) -> int:
-    """Count a cuDNN attention kernel: query [B, T, H, K] times key [B, S, G, K], and probabilities times values."""
+def attention_flops(equation: core.JaxprEqn) -> int:
+    """Count the forward pass of a cuDNN attention kernel.
+
+    It multiplies queries [B, T, H, K] by keys [B, S, G, K], and probabilities by values.
+    """
     (B, T, H, K), S = _shape(equation.invars[0]), _shape(equation.invars[1])[1]
     return 4 * B * T * S * H * K
 
@@ -122,6 +131,6 @@ def _fused_attention(equation: core.JaxprEqn) -> int:
 _PRODUCTS: dict[str, Callable[[core.JaxprEqn], int]] = {
     "dot_general": _matrix_product,
     "conv_general_dilated": _convolution,
-    "dot_product_attention_fwd_wrapper": _fused_attention,
-    "cudnn_attention_forward": _fused_attention,  # the same, traced where cuDNN is not installed
+    "dot_product_attention_fwd_wrapper": attention_flops,
+    "cudnn_attention_forward": attention_flops,  # the same, traced where cuDNN is not installed
 }

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxpar.analysis import step_time
-from jaxpar.analysis.step_time import EFFICIENCY, HOP_SECONDS, LAUNCH_SECONDS, Part, predict, short_source
+from jaxpar.analysis.rates import EFFICIENCY, HOP_SECONDS, LAUNCH_SECONDS
+from jaxpar.analysis.step_time import Part, predict, short_source
 from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError
 from jaxpar.pipeline.executor.branches import DeviceBranches
@@ -124,11 +125,8 @@ def test_a_clock_lasts_as_long_as_its_slowest_device() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"send_rates": {}}, "--time is set; it must be unset for the GPU 'A GPU', whose file has no links"),
-        (
-            {"peak_flops": {}},
-            "--time is set; it must be unset for the GPU 'A GPU', whose peak FLOP/s in float32 are un",
-        ),
+        ({"send_rates": {}}, "the GPU is 'A GPU', whose file has no links; it must have them to predict times"),
+        ({"peak_flops": {}}, "the GPU is 'A GPU', whose peak FLOP/s in float32 are unknown; it must be one of"),
     ],
 )
 def test_unknown_rates(changes: dict[str, Any], message: str) -> None:

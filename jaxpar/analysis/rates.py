@@ -1,0 +1,91 @@
+"""The rates that predicted times assume: those of data sheets, times efficiencies.
+
+The rates of data sheets are in jaxpar/gpus and jaxpar/measure/flops.py. The efficiencies below are assumptions:
+docs/benchmarks.md compares predicted rates of training with published ones.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from jaxpar.cluster import Cluster
+from jaxpar.errors import UserError
+
+EFFICIENCY = {
+    "product": 0.7,  # of the peak FLOP/s, in matrix products and convolutions
+    "attention": 0.5,  # of the peak FLOP/s, in attention kernels
+    "memory": 0.85,  # of the rate of the memory
+    "link": 0.8,  # of the rate of a link
+}
+# By the first digit of the compute capability, if it differs. A100s: matrix products reach 80% to 90% of the peak, and
+# attention 50% to 73% (Dao, "FlashAttention-2", 2023, abstract and section 1).
+EFFICIENCY_OF = {"8": {"product": 0.85, "attention": 0.6}}
+LAUNCH_SECONDS = 2e-6  # from the end of a kernel to the start of the next one
+HOP_SECONDS = {"host": 3e-6, "network": 1e-5}  # of each of the log2(n) hops of a collective of n GPUs
+HALF_WIDTH = ("bfloat16", "float16", "f8e4m3fn", "f8e5m2")  # dtypes of products at the rate of bfloat16
+
+
+def product_seconds(cluster: Cluster, kind: str, dtype: str, flops: float) -> float:
+    """Return the time of matrix products.
+
+    Args:
+      cluster: the GPUs.
+      kind: product or attention.
+      dtype: the NumPy name of the dtype of the first operand.
+      flops: the FLOPs.
+
+    Raises:
+      UserError: the peak FLOP/s of the GPU are unknown.
+    """
+    wide = "bfloat16" if dtype in HALF_WIDTH else "float32"
+    peak = cluster.peak_flops.get(wide)
+    if peak is None:
+        raise UserError(
+            f"the GPU is {cluster.device_kind!r}, whose peak FLOP/s in {wide} are unknown; it must be one of "
+            "jaxpar/measure/flops.py to predict times"
+        )
+    generation = cluster.compute_capability.partition(".")[0]
+    return flops / ((EFFICIENCY | EFFICIENCY_OF.get(generation, {}))[kind] * peak)
+
+
+def memory_seconds(cluster: Cluster, nbytes: float) -> float:
+    """Return the time in which a GPU reads or writes `nbytes` bytes of its memory."""
+    assert cluster.memory_bandwidth is not None  # every kind of GPU has its own
+    return nbytes / (EFFICIENCY["memory"] * cluster.memory_bandwidth)
+
+
+def collective_seconds(
+    cluster: Cluster, groups: Sequence[Sequence[int]], nbytes: float, number: float = 1.0, *, hops: int | None = None
+) -> float:
+    """Return the time of collectives, each of which takes that of a ring on the slowest link that it crosses.
+
+    Args:
+      cluster: the GPUs.
+      groups: the devices of each group.
+      nbytes: bytes that a device sends in all of them together.
+      number: number of collectives.
+      hops: number of messages that follow each other in a collective; None: log2 of the size of a group.
+
+    Raises:
+      UserError: the links of the GPU are unknown.
+    """
+    size = max(map(len, groups), default=1)
+    if size == 1:
+        return 0.0
+    if not cluster.send_rates:
+        raise UserError(
+            f"the GPU is {cluster.device_kind!r}, whose file has no links; it must have them to predict times"
+        )
+    per_host = cluster.num_devices // cluster.num_processes
+    hops = math.ceil(math.log2(size)) if hops is None else hops
+    rate, hop = cluster.send_rates["host"], hop_seconds(cluster, "host")
+    if any(len({device // per_host for device in group}) > 1 for group in groups):
+        # The rings of a group share the network of all its GPUs on a host.
+        together = min(Counter(device // per_host for device in group).most_common()[-1][1] for group in groups)
+        rate, hop = min(rate, together * cluster.send_rates["network"]), hop_seconds(cluster, "network")
+    return nbytes / (EFFICIENCY["link"] * rate) + number * hops * hop
+
+
+def hop_seconds(cluster: Cluster, link: str) -> float:
+    """Return the time of one hop on a link, `host` or `network`."""
+    return cluster.latencies.get(link, HOP_SECONDS[link])
