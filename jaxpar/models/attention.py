@@ -43,7 +43,7 @@ def attend(
     if kernel == "batched":
         return batched_attention(q_BTHK, k_BTGK, v_BTGK, is_causal=is_causal, lengths_B=lengths_B)
     if kernel == "cudnn" and not _is_cudnn_installed():
-        return _abstract_cudnn(q_BTHK, k_BTGK, v_BTGK, lengths_B)
+        return _abstract_cudnn(is_causal, q_BTHK, k_BTGK, v_BTGK, lengths_B)
     with jax.numpy_dtype_promotion("standard"):  # JAX's own code mixes bfloat16 and float32
         return jax.nn.dot_product_attention(
             q_BTHK, k_BTGK, v_BTGK, is_causal=is_causal, key_value_seq_lengths=lengths_B, implementation=kernel
@@ -85,8 +85,10 @@ def _is_cudnn_installed() -> bool:
 _forward = core.Primitive("cudnn_attention_forward")  # q, k, v -> y, float32 statistics of the softmax [B, H, T]
 _backward = core.Primitive("cudnn_attention_backward")  # q, k, v, y, statistics, dy -> dq, dk, dv
 _forward.multiple_results = _backward.multiple_results = True
-_forward.def_abstract_eval(lambda q, *_: [q, q.update(shape=(q.shape[0], q.shape[2], q.shape[1]), dtype=jnp.float32)])
-_backward.def_abstract_eval(lambda q, k, v, *_: [q, k, v])
+_forward.def_abstract_eval(
+    lambda q, *_arrays, **_options: [q, q.update(shape=(q.shape[0], q.shape[2], q.shape[1]), dtype=jnp.float32)]
+)
+_backward.def_abstract_eval(lambda q, k, v, *_arrays, **_options: [q, k, v])
 
 
 def _refuse_to_lower(*_arguments: Any, **_parameters: Any) -> NoReturn:
@@ -100,21 +102,25 @@ for _primitive in (_forward, _backward):
     mlir.register_lowering(_primitive, _refuse_to_lower)
 
 
-@jax.custom_vjp
-def _abstract_cudnn(q: jax.Array, k: jax.Array, v: jax.Array, lengths_B: jax.Array | None) -> jax.Array:
-    return _abstract_forward(q, k, v, lengths_B)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _abstract_cudnn(
+    is_causal: bool, q: jax.Array, k: jax.Array, v: jax.Array, lengths_B: jax.Array | None
+) -> jax.Array:
+    return _abstract_forward(is_causal, q, k, v, lengths_B)[0]
 
 
 def _abstract_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, lengths_B: jax.Array | None
+    is_causal: bool, q: jax.Array, k: jax.Array, v: jax.Array, lengths_B: jax.Array | None
 ) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
-    y, statistics = _forward.bind(q, k, v)
+    y, statistics = _forward.bind(q, k, v, is_causal=is_causal)
     return y, (q, k, v, y, statistics, lengths_B)
 
 
-def _abstract_backward(saved: tuple[jax.Array | None, ...], dy: jax.Array) -> tuple[jax.Array | None, ...]:
+def _abstract_backward(
+    is_causal: bool, saved: tuple[jax.Array | None, ...], dy: jax.Array
+) -> tuple[jax.Array | None, ...]:
     *arrays, _lengths_B = saved
-    return (*_backward.bind(*arrays, dy), None)
+    return (*_backward.bind(*arrays, dy, is_causal=is_causal), None)
 
 
 _abstract_cudnn.defvjp(_abstract_forward, _abstract_backward)

@@ -1,0 +1,88 @@
+"""Counted operations, against counts by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxpar.measure.operations import ATTENTION_KERNEL, PASS, PRODUCT, Operation, operations
+from jaxpar.models.attention import attend
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+
+
+def array(*shape: int, dtype: jnp.dtype = F32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def passes(found: list[Operation]) -> float:
+    return sum(one.calls * one.nbytes for one in found if one.kind == PASS)
+
+
+def products(found: list[Operation]) -> list[Operation]:
+    return [one for one in found if one.kind == PRODUCT]
+
+
+def test_products_and_passes() -> None:
+    """Between two products, the first result is read and the operand of the second is written; views are free."""
+
+    def function(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
+        y = jnp.tanh(x @ w) * 2
+        return y.reshape(5, 2, 3).reshape(10, 3).T.T @ v
+
+    found = operations(function, array(10, 4), array(4, 3), array(3, 7))
+    assert products(found) == [
+        Operation(PRODUCT, "float32", 2 * 10 * 4 * 3, 4 * (10 * 4 + 4 * 3 + 10 * 3)),
+        Operation(PRODUCT, "float32", 2 * 10 * 3 * 7, 4 * (10 * 3 + 3 * 7 + 10 * 7)),
+    ]
+    assert passes(found) == 2 * 4 * 30
+
+
+def test_fused_operations_move_inputs_and_outputs_once() -> None:
+    found = operations(lambda x, y: (jnp.exp(x) + y * x, x - 1), array(100), array(100))
+    assert (len(found), passes(found)) == (1, 4 * 400)
+
+
+def test_a_reduction_ends_a_pass() -> None:
+    """The input of the sum is read by it, and again by what uses the sum; what is between products is not written."""
+    found = operations(lambda x: x * x - (x * x).sum(), array(100))
+    assert passes(found) == 400 + 400 + 400  # read x; reduce x * x; write the result
+
+
+def test_loops_and_branches() -> None:
+    """A scan counts every trip, a conditional its most expensive branch."""
+
+    def scanned(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, _: (x @ w, None), x, None, length=6)[0]
+
+    [once] = products(operations(scanned, array(4, 4), array(4, 4)))
+    assert (once.calls, once.flops) == (6, 2 * 64)
+
+    def chosen(x: jax.Array) -> jax.Array:
+        return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x, lambda x: x, x)
+
+    assert len(products(operations(chosen, array(4, 4)))) == 1
+
+
+def test_slices_move_what_they_take() -> None:
+    """A lookup does not read the whole table, and its gradient adds to one of zeros."""
+    found = operations(lambda table, i: table[i], array(1000, 8), array(3, dtype=jnp.int32))
+    assert passes(found) < 400
+    moved = passes(
+        operations(lambda t, i: jax.grad(lambda t: t[i].sum())(t), array(1000, 8), array(3, dtype=jnp.int32))
+    )
+    assert 32_000 <= moved < 2.1 * 32_000
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention(is_causal: bool) -> None:
+    """The backward pass repeats the scores: five products instead of two. A causal kernel skips half of them."""
+    B, T, H, K = 2, 16, 4, 8
+    x = array(B, T, H, K, dtype=BF16)
+
+    def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attend(q, k, v, "cudnn", is_causal=is_causal, lengths_B=None).astype(F32).sum()
+
+    found = [one for one in operations(jax.grad(total, (0, 1, 2)), x, x, x) if one.kind == ATTENTION_KERNEL]
+    of_product = 2 * B * H * T * T * K * (0.5 if is_causal else 1)
+    assert [one.flops for one in found] == [2 * of_product, 5 * of_product]
+    assert {one.dtype for one in found} == {"bfloat16"}
