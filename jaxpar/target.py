@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import topologies
 
-from jaxpar.cluster import Cluster, gpu_cluster
+from jaxpar.cluster import Cluster
+from jaxpar.cluster_file import find_named
 from jaxpar.errors import UserError
-from jaxpar.gpus import find_gpu
 
-MOST_DEVICES = 2**16
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 # Autotuning would run kernels, and there is nothing to run them on.
 NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
@@ -58,22 +57,20 @@ def memory_fraction() -> float:
     return float(text)
 
 
-def find_target(text: str) -> Target:
-    """Return the target that a `--target` names. Call before JAX uses a device: it restricts JAX to CPUs.
+def find_target(text: str, key: str = "--target") -> Target:
+    """Return the target that a flag names. Call before JAX uses a device: it restricts JAX to CPUs.
+
+    Args:
+      text: the value of the flag.
+      key: the flag, for messages.
 
     Raises:
       UserError: the text is not a target, the plugin is not installed, or XLA_CLIENT_MEM_FRACTION is invalid.
     """
-    parts = re.fullmatch(r"(?P<name>.+?)(:((?P<hosts>\d+)x)?(?P<number>\d+))?", text)
-    name, hosts, number = (
-        (parts["name"], int(parts["hosts"] or 1), int(parts["number"] or 1)) if parts else (text, 1, 1)
-    )
-    if not 0 < hosts * number <= MOST_DEVICES:
-        raise UserError(f"--target is {text!r}; it must have between 1 and {MOST_DEVICES:,} devices, as in h100:16x8")
-    gpu, fraction = find_gpu(name, "--target"), memory_fraction()
+    (gpu, cluster), fraction = find_named(text, key), memory_fraction()
     if not any(find_spec(name) for name in PLUGINS):
         raise UserError(
-            f"--target is {text!r}, for which XLA cannot compile here; install the extra targets (scripts/setup "
+            f"{key} is {text!r}, for which XLA cannot compile here; install the extra targets (scripts/setup "
             "targets, or pip install 'jaxpar[targets]')"
         )
     if NO_AUTOTUNING not in os.environ.get("XLA_FLAGS", ""):
@@ -82,11 +79,11 @@ def find_target(text: str) -> Target:
     jax.config.update("jax_enable_compilation_cache", False)  # XLA cannot load a cached program without a GPU
     try:
         topology = topologies.get_topology_desc(
-            platform="cuda", target_config=gpu.config, topology=f"1x{hosts}x{number}"
+            platform="cuda",
+            target_config=gpu.config,
+            topology=f"1x{cluster.num_processes}x{cluster.num_devices // cluster.num_processes}",
         )
     except RuntimeError as error:
         reason = str(error).split("\n")[0]
-        raise UserError(
-            f"--target is {text!r}, which XLA refuses ({reason}); it must be a GPU that XLA knows"
-        ) from error
-    return Target(gpu_cluster(gpu, hosts * number, num_processes=hosts), list(topology.devices), fraction)
+        raise UserError(f"{key} is {text!r}, which XLA refuses ({reason}); it must be a GPU that XLA knows") from error
+    return Target(cluster, list(topology.devices), fraction)

@@ -10,7 +10,17 @@ ROOT = Path(jaxpar.__file__).parent
 # A module may import the modules before it. An entry is a file at the top of jaxpar, or a folder with all its files.
 ORDER = [
     *("errors", "files", "memory", "config", "command_line"),  # user input
-    *("measure", "gpus", "cluster", "target", "mesh", "layout", "addresses", "plan"),  # usable without devices
+    *(
+        "measure",
+        "gpus",
+        "cluster",
+        "cluster_file",
+        "target",
+        "mesh",
+        "layout",
+        "addresses",
+        "plan",
+    ),  # usable without devices
     *("launch", "exchange", "data"),
     *("tasks", "models", "optimizer", "state", "step", "checkpoint"),
     *("asynchronous", "pipeline", "swarm", "strategies"),

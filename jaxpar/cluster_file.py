@@ -1,0 +1,105 @@
+"""Clusters that are named: NAME:DEVICES, NAME:HOSTSxDEVICES, or a TOML file that describes one.
+
+NAME is a kind of GPU (jaxpar/gpus), or the path of a file for another one. A cluster file has `gpu`, a NAME; `hosts`;
+`gpus_per_host`; the tables `host` and `network`, each with the `bandwidth` in bytes/s that a GPU sends to others of its
+host or of other hosts, and the `latency` of a message in seconds; and, if they differ from those of the GPU, its
+`memory_bytes` and a table `peak_flops` by dtype.
+"""
+
+import re
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxpar.cluster import PEAK_DTYPES, Cluster, gpu_cluster
+from jaxpar.errors import UserError, nearest
+from jaxpar.files import open_text, path_error
+from jaxpar.gpus import GpuKind, find_gpu
+
+MOST_DEVICES = 2**16
+CLUSTER_LINKS = ("host", "network")
+KEYS = ("gpu", "hosts", "gpus_per_host", *CLUSTER_LINKS, "memory_bytes", "peak_flops", "source")
+
+
+def find_named(text: str, key: str) -> tuple[GpuKind, Cluster]:
+    """Return the cluster that a flag names, and its kind of GPU. Raises UserError, which begins with `key`."""
+    if text.endswith(".toml") and Path(text).is_file() and "gpu" in (content := read_toml(Path(text), key)):
+        return read_cluster(content, text)
+    gpu, hosts, number = parse_devices(text, key)
+    return gpu, gpu_cluster(gpu, hosts * number, num_processes=hosts)
+
+
+def parse_devices(text: str, key: str) -> tuple[GpuKind, int, int]:
+    """Return the kind of GPU, the hosts and the GPUs of a host that a flag names.
+
+    Raises:
+      UserError: it names none; the message begins with `key`.
+    """
+    parts = re.fullmatch(r"(?P<name>.+?)(:((?P<hosts>\d+)x)?(?P<number>\d+))?", text)
+    name, hosts, number = (
+        (parts["name"], int(parts["hosts"] or 1), int(parts["number"] or 1)) if parts else (text, 1, 1)
+    )
+    if not 0 < hosts * number <= MOST_DEVICES:
+        raise UserError(f"{key} is {text!r}; it must have between 1 and {MOST_DEVICES:,} devices, as in h100:16x8")
+    return find_gpu(name, key), hosts, number
+
+
+def read_toml(path: Path, key: str) -> dict[str, Any]:
+    """Return the content of a TOML file. Raises UserError, which begins with `key`."""
+    try:
+        with open_text(path) as file:
+            return tomllib.loads(file.read())
+    except OSError as error:
+        raise UserError(f"{key} is {str(path)!r}, {path_error(error)}; it must be the path of a TOML file") from None
+    except ValueError as error:
+        raise UserError(f"{key} is {str(path)!r}, which is not TOML ({error}); it must be a TOML file") from None
+
+
+def read_cluster(content: dict[str, Any], path: str) -> tuple[GpuKind, Cluster]:
+    """Return the cluster of a file, and its kind of GPU.
+
+    Args:
+      content: the content of the file.
+      path: its path, for messages.
+
+    Raises:
+      UserError: a key is missing, unknown or invalid.
+    """
+    for name in content:
+        if name not in KEYS:
+            raise UserError(f"{path}: {name} is not a key; it must be one of {', '.join(KEYS)}.{nearest(name, KEYS)}")
+    gpu = find_gpu(str(content["gpu"]), f"{path}: gpu")
+    hosts, each = (_number(content, name, path, integer=True) for name in ("hosts", "gpus_per_host"))
+    if hosts * each > MOST_DEVICES:
+        raise UserError(f"{path}: hosts x gpus_per_host is {hosts * each:,}; it must be at most {MOST_DEVICES:,}")
+    rates, latencies = dict(gpu.links), dict[str, float]()
+    for link in CLUSTER_LINKS:
+        if link in content:
+            of_link = content[link]
+            if not isinstance(of_link, dict) or set(of_link) != {"bandwidth", "latency"}:
+                raise UserError(f"{path}: {link} is {of_link!r}; it must be a table with bandwidth and latency")
+            rates[link] = _number(of_link, "bandwidth", f"{path}: {link}")
+            latencies[link] = _number(of_link, "latency", f"{path}: {link}", least=0)
+    missing = [
+        link for link, number in zip(CLUSTER_LINKS, (each, hosts), strict=True) if number > 1 and link not in rates
+    ]
+    if missing:
+        raise UserError(f"{path} has no table {missing[0]}; it must have one with bandwidth and latency")
+    cluster = gpu_cluster(gpu, int(hosts * each), num_processes=int(hosts))
+    peaks = content.get("peak_flops", {})
+    if not isinstance(peaks, dict) or not set(peaks) <= set(PEAK_DTYPES):
+        raise UserError(f"{path}: peak_flops is {peaks!r}; it must be a table with {' and '.join(PEAK_DTYPES)}")
+    peaks = {dtype: _number(peaks, dtype, f"{path}: peak_flops") for dtype in peaks}
+    memory = _number(content, "memory_bytes", path) if "memory_bytes" in content else cluster.memory_bytes
+    peaks = {**cluster.peak_flops, **peaks}
+    return gpu, replace(cluster, memory_bytes=memory, peak_flops=peaks, send_rates=rates, latencies=latencies)
+
+
+def _number(content: dict[str, Any], name: str, path: str, *, integer: bool = False, least: float = 1) -> float:
+    value = content.get(name)
+    kinds = int if integer else int | float
+    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value < 2**63:
+        what = "an integer" if integer else "a number"
+        raise UserError(f"{path}: {name} is {value!r}; it must be {what} of at least {least}")
+    return value
