@@ -36,6 +36,7 @@ class Traffic(NamedTuple):
         contains an array, a vector of several arrays, or the chunk that one step of the ring algorithm sends: an
         all-reduce of a vector over n devices is 2 (n - 1) messages per device.
       required: the fraction of `nbytes` that is sent even if XLA can optimize some transfers away.
+      members: positions on the axis of the devices of the first group, if groups of them communicate; empty: all do.
     """
 
     kind: str
@@ -44,6 +45,7 @@ class Traffic(NamedTuple):
     nbytes: float
     messages: float
     required: float = 1.0
+    members: tuple[int, ...] = ()
 
 
 class StageDelay(NamedTuple):

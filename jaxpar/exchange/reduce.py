@@ -31,6 +31,11 @@ class Axis(NamedTuple):
     size: int
     groups: tuple[tuple[int, ...], ...] | None = None
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The replicas of the first group; empty if all replicas are one group."""
+        return self.groups[0] if self.groups else ()
+
     def position(self) -> jax.Array:
         """Return the position of this replica in its group."""
         replica = jax.lax.axis_index(self.name)
@@ -193,7 +198,15 @@ def _stateless(_length: int, _key: jax.Array) -> Tree:
 
 
 def ring_traffic(
-    kind: str, ways: int, axis: str, size: int, nbytes: float, dtype: str, *, num_vectors: int = 1
+    kind: str,
+    ways: int,
+    axis: str,
+    size: int,
+    nbytes: float,
+    dtype: str,
+    *,
+    num_vectors: int = 1,
+    members: tuple[int, ...] = (),
 ) -> Traffic:
     """Return a device's traffic under ring algorithms, which send (n-1)/n of the vectors' bytes in each pass.
 
@@ -208,19 +221,22 @@ def ring_traffic(
       nbytes: bytes of all vectors together.
       dtype: dtype of the vectors.
       num_vectors: number of vectors, each of which is sent in separate messages.
+      members: as in Traffic.
     """
-    return Traffic(kind, dtype, axis, ways * (size - 1) * nbytes / size, ways * (size - 1) * num_vectors)
+    steps = ways * (size - 1)
+    return Traffic(kind, dtype, axis, steps * nbytes / size, steps * num_vectors, members=members)
 
 
 def added_up(traffic: Iterable[Traffic]) -> list[Traffic]:
-    """Return the traffic of each kind, dtype and axis in one entry. All of it is required, or the same fraction."""
-    total: dict[tuple[str, str, str], Traffic] = {}
+    """Return the traffic of each kind, dtype and group in one entry. All of it is required, or the same fraction."""
+    total: dict[tuple[str, str, str, tuple[int, ...]], Traffic] = {}
     for one in traffic:
-        before = total.get(one[:3], one._replace(nbytes=0.0, messages=0.0))
-        total[one[:3]] = one._replace(nbytes=before.nbytes + one.nbytes, messages=before.messages + one.messages)
+        key = (*one[:3], one.members)
+        before = total.get(key, one._replace(nbytes=0.0, messages=0.0))
+        total[key] = one._replace(nbytes=before.nbytes + one.nbytes, messages=before.messages + one.messages)
     return list(total.values())
 
 
 def _traffic(kind: str, ways: int, axis: Axis, length: int, dtype: DTypeLike) -> Traffic:
     dtype = jnp.dtype(dtype)
-    return ring_traffic(kind, ways, axis.name, axis.size, length * dtype.itemsize, dtype.name)
+    return ring_traffic(kind, ways, axis.name, axis.size, length * dtype.itemsize, dtype.name, members=axis.members)

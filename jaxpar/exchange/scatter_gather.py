@@ -58,7 +58,15 @@ def scatter_gather(axis: Axis, worker: Compressor, server: Compressor) -> Reduce
     def traffic(length: int, _dtype: DTypeLike) -> list[Traffic]:
         sizes = {"all-to-all": worker, "all-gather": server}
         return [
-            ring_traffic(kind, 1, axis.name, n, n * payload_nbytes(compressor.payload(length // n)), "uint8")
+            ring_traffic(
+                kind,
+                1,
+                axis.name,
+                n,
+                n * payload_nbytes(compressor.payload(length // n)),
+                "uint8",
+                members=axis.members,
+            )
             for kind, compressor in sizes.items()
         ]
 
@@ -88,7 +96,10 @@ def in_groups(axis: Axis, group: int, between: Callable[[Axis], Reducer]) -> Red
 
     def traffic(length: int, dtype: DTypeLike) -> list[Traffic]:
         nbytes, name = length * jnp.dtype(dtype).itemsize, jnp.dtype(dtype).name
-        exact = [ring_traffic(kind, 1, axis.name, group, nbytes, name) for kind in ("reduce-scatter", "all-gather")]
+        exact = [
+            ring_traffic(kind, 1, axis.name, group, nbytes, name, members=within.members)
+            for kind in ("reduce-scatter", "all-gather")
+        ]
         return [*exact, *reducer.traffic(length // group, dtype)]
 
     return Reducer(init, mean, traffic, multiple=group * reducer.multiple)

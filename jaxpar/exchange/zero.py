@@ -106,7 +106,16 @@ class Shards:
         kind, nbytes, dtype = "reduce-scatter", 4 * self.size, "float32"
         if compressor := self._codes.grads:
             kind, nbytes, dtype = "all-to-all", self._axis.size * coded_nbytes(compressor, self._lengths), "uint8"
-        return ring_traffic(kind, times, self._axis.name, self._axis.size, nbytes, dtype, num_vectors=self.num_vectors)
+        return ring_traffic(
+            kind,
+            times,
+            self._axis.name,
+            self._axis.size,
+            nbytes,
+            dtype,
+            num_vectors=self.num_vectors,
+            members=self._axis.members,
+        )
 
     def gather_traffic(self, times: int) -> Traffic:
         """Return the traffic of a device that gathers all arrays `times` times."""
@@ -114,12 +123,23 @@ class Shards:
         if compressor := self._codes.params:
             nbytes, dtype = self._axis.size * coded_nbytes(compressor, self._lengths), "uint8"
         sizes = (self._axis.name, self._axis.size)
-        return ring_traffic("all-gather", times, *sizes, nbytes, dtype, num_vectors=self.num_vectors)
+        return ring_traffic(
+            "all-gather", times, *sizes, nbytes, dtype, num_vectors=self.num_vectors, members=self._axis.members
+        )
 
     def traffic_between(self, between: Axis) -> Traffic:
         """Return the traffic of a device in `add_up_shards`."""
         nbytes, num_vectors = 4 * self.size / self._axis.size, self.num_vectors
-        return ring_traffic("all-reduce", 2, between.name, between.size, nbytes, "float32", num_vectors=num_vectors)
+        return ring_traffic(
+            "all-reduce",
+            2,
+            between.name,
+            between.size,
+            nbytes,
+            "float32",
+            num_vectors=num_vectors,
+            members=between.members,
+        )
 
     def local(self, tree: Tree) -> Tree:
         """Return this replica's shards of full arrays."""

@@ -53,7 +53,9 @@ class LayerPrograms:
             calls.setdefault((number, BACKWARD), partial(run, number, BACKWARD, backward, saved))
             x = outputs.y
         seconds = _median_seconds(calls, repeats)
-        return self._profile({number: (seconds[number, FORWARD], seconds[number, BACKWARD]) for number in self.numbers})
+        return self.with_times(
+            {number: (seconds[number, FORWARD], seconds[number, BACKWARD]) for number in self.numbers}
+        )
 
     def estimate(self, cluster: Cluster, dtype: str) -> list[LayerProfile]:
         """Return the profile by the roofline of a device whose peak rates are known.
@@ -74,7 +76,7 @@ class LayerPrograms:
             weights = nbytes(program.inputs.params)
             others = nbytes((program.inputs.x, program.y)) + self._stash_bytes(number)
             times[number] = seconds(number, FORWARD, weights + others), seconds(number, BACKWARD, 2 * weights + others)
-        return self._profile(times)
+        return self.with_times(times)
 
     def _init(self, layer: int) -> Any:
         """Return initial parameters of a layer, with the arrays that are tied to it."""
@@ -86,8 +88,8 @@ class LayerPrograms:
     def _stash_bytes(self, number: int) -> int:
         return nbytes(self.programs.programs[number].cut.saved.get((FORWARD, BACKWARD), []))
 
-    def _profile(self, times: Mapping[int, tuple[float, float]]) -> list[LayerProfile]:
-        """Return the profile with the times of each program."""
+    def with_times(self, times: Mapping[int, tuple[float, float]]) -> list[LayerProfile]:
+        """Return the profile with the seconds of the forward and backward pass of each program."""
         return [
             LayerProfile(
                 layer.name,

@@ -1,0 +1,110 @@
+"""The times and sizes of the layers of a model, for any number of examples and each kind of rematerialization.
+
+On GPUs, they follow from the operations of the traced layers and the rates of the GPU (jaxpar/analysis/rates.py). On
+this machine, they are measured for two numbers of examples. Both are linear in the number of examples.
+"""
+
+from collections.abc import Mapping
+from functools import cache, partial
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jaxpar.analysis.rates import LAUNCH_SECONDS, memory_seconds, product_seconds
+from jaxpar.cluster import Cluster
+from jaxpar.measure.operations import PASS, Operation, operations
+from jaxpar.pipeline.executor.layer_times import BACKWARD, FORWARD, LayerPrograms
+from jaxpar.pipeline.search.layer_profile import LayerProfile
+from jaxpar.step import Problem
+
+KINDS_OF_REMAT = ("none", "dots", "full")
+SIZES = (4, 8)  # numbers of examples for which layers are traced
+PASS_KERNELS = 5  # kernels into which the passes of a layer are assumed to be fused
+SIZED = ("forward_s", "backward_s", "output_bytes", "stash_bytes")  # what depends on the number of examples
+
+
+class Layers(Protocol):
+    """The layers of a model on a device."""
+
+    def profile(self, size: float, remat: str) -> list[LayerProfile]:
+        """Return the times and sizes of each layer.
+
+        Args:
+          size: number of examples that a layer computes at a time.
+          remat: none, dots or full.
+        """
+
+
+def resized(batch: Mapping[str, Any], size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of a batch with `size` examples."""
+    return {name: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for name, x in batch.items()}
+
+
+class TracedLayers:
+    """Layers on a GPU that need not exist."""
+
+    def __init__(self, problem: Problem, cluster: Cluster) -> None:
+        """Trace nothing yet. cluster: the GPUs."""
+        self._problem, self._cluster = problem, cluster
+        self._traced = cache(self._trace)
+        self.profile = cache(self._profile)
+
+    def _trace(self, remat: str) -> tuple[list[list[LayerProfile]], dict[tuple[int, int], "_Kernels"], list[int]]:
+        """Return the sizes of the layers for each of SIZES, and the kernels of each program and phase."""
+        traced = [LayerPrograms(self._problem, resized(self._problem.batch, size), remat=remat) for size in SIZES]
+        numbers = traced[0].numbers
+        kernels = {
+            (number, phase): _Kernels([counted(programs, number, phase) for programs in traced])
+            for number in set(numbers)
+            for phase in (FORWARD, BACKWARD)
+        }
+        nothing = dict.fromkeys(numbers, (0.0, 0.0))
+        return [programs.with_times(nothing) for programs in traced], kernels, numbers
+
+    def _profile(self, size: float, remat: str) -> list[LayerProfile]:
+        of_sizes, kernels, numbers = self._traced(remat)
+        share = (size - SIZES[0]) / (SIZES[1] - SIZES[0])
+        seconds = {key: of_phase.seconds(share, self._cluster) for key, of_phase in kernels.items()}
+        return [
+            between(few, many, share)._replace(forward_s=seconds[number, FORWARD], backward_s=seconds[number, BACKWARD])
+            for few, many, number in zip(*of_sizes, numbers, strict=True)
+        ]
+
+
+def between(few: LayerProfile, many: LayerProfile, share: float) -> LayerProfile:
+    """Return the layer with what depends on the number of examples at `share` of the way from `few` to `many`."""
+    values = {name: getattr(few, name) + share * (getattr(many, name) - getattr(few, name)) for name in SIZED}
+    return few._replace(**{name: max(value, 0.0) for name, value in values.items()})
+
+
+def counted(programs: LayerPrograms, number: int, phase: int) -> list[Operation]:
+    """Return the operations of a phase of a layer's program."""
+    program = programs.programs.programs[number]
+    saved = {stash: values for stash, values in program.cut.saved.items() if stash[0] < phase <= stash[1]}
+    return operations(partial(programs.programs.run, number, phase), program.inputs, saved)
+
+
+class _Kernels:
+    """The operations of a program for SIZES[0] and SIZES[1] examples: kinds, and FLOPs, bytes and calls [size, O]."""
+
+    def __init__(self, of_sizes: list[list[Operation]]) -> None:
+        few, many = of_sizes
+        if [one[:2] for one in few] != [one[:2] for one in many]:  # only the larger one has a loss in chunks
+            few = [one._replace(calls=one.calls * SIZES[0] / SIZES[1]) for one in many]
+        self._kinds = [(one.kind, one.dtype) for one in few]
+        self._flops = np.array([[one.calls * one.flops for one in found] for found in (few, many)])
+        self._nbytes = np.array([[one.calls * one.nbytes for one in found] for found in (few, many)])
+        self._calls = np.array([[one.calls for one in found] for found in (few, many)])
+
+    def seconds(self, share: float, cluster: Cluster) -> float:
+        """Return the time at `share` of the way between the two sizes."""
+        total = 0.0
+        rows = (few + share * (many - few) for few, many in (self._flops, self._nbytes, self._calls))
+        for (kind, dtype), flops, nbytes, calls in zip(self._kinds, *rows, strict=True):
+            memory = memory_seconds(cluster, float(nbytes))
+            if kind == PASS:
+                total += memory + PASS_KERNELS * LAUNCH_SECONDS * bool(nbytes)
+            else:
+                total += max(product_seconds(cluster, kind, dtype, float(flops)), memory) + calls * LAUNCH_SECONDS
+        return total

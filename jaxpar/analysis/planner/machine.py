@@ -1,0 +1,150 @@
+"""The costs of computation and communication on a cluster: by the rates of GPUs, or as measured on CPUs."""
+
+import math
+from collections.abc import Mapping
+from functools import cache
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from jaxpar.analysis.rates import LAUNCH_SECONDS, collective_seconds, hop_seconds, memory_seconds
+from jaxpar.cluster import Cluster
+from jaxpar.mesh import DATA, STAGE
+from jaxpar.plan import Traffic
+
+ONE_HOP = "collective-permute"
+# Messages of a ring algorithm in a collective of n devices.
+MESSAGES = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1, "all-to-all": 1}  # times n - 1
+CLOCK_KERNELS = 10  # launches that a clock of a pipeline needs besides those of its actions
+
+
+class Machine(Protocol):
+    """The costs of a cluster."""
+
+    @property
+    def cluster(self) -> Cluster:
+        """The devices."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a device sends and computes at the same time."""
+
+    @property
+    def clock_seconds(self) -> float:
+        """Seconds of a clock of a pipeline besides its actions and transfers."""
+
+    def together(self, seconds: np.ndarray) -> np.ndarray:
+        """Return how long devices take that compute at the same time.
+
+        Args:
+          seconds: the time that each device takes alone, [.., device].
+        """
+
+    def collective(self, sent: Traffic, axes: Mapping[str, int]) -> float:
+        """Return the time of collectives. axes: sizes of the mesh axes."""
+
+    def started(self, num_devices: int) -> float:
+        """Return the time that a step takes besides everything else."""
+
+    def moved(self, nbytes: float, num_devices: int) -> float:
+        """Return the time in which `num_devices` devices each read or write `nbytes` bytes at the same time."""
+
+
+def num_collectives(sent: Traffic, size: int) -> float:
+    """Return the number of collectives of a traffic over an axis of this size."""
+    return sent.messages / (MESSAGES[sent.kind] * (size - 1)) if sent.kind in MESSAGES else sent.messages
+
+
+@cache
+def axis_groups(axis: str, num_data: int, num_stages: int) -> tuple[tuple[int, ...], ...]:
+    """Return the devices of each group of a mesh axis; the stages of a replica are adjacent."""
+    mesh = np.arange(num_data * num_stages).reshape(num_data, num_stages)
+    return tuple(map(tuple, (mesh.T if axis == DATA else mesh).tolist()))
+
+
+class GpuMachine(NamedTuple):
+    """GPUs, with the rates of jaxpar/analysis/rates.py."""
+
+    cluster: Cluster
+    overlaps: bool = True
+    clock_seconds: float = CLOCK_KERNELS * LAUNCH_SECONDS
+
+    def together(self, seconds: np.ndarray) -> np.ndarray:
+        """GPUs share nothing."""
+        return np.max(seconds, axis=-1)
+
+    def collective(self, sent: Traffic, axes: Mapping[str, int]) -> float:
+        """Return the time of a ring on the slowest link that it crosses. A copy by the host is sent one by one."""
+        if sent.kind == "copy":
+            rate = self.cluster.send_rates["host"]
+            return axes[sent.axis] * (sent.nbytes / rate + sent.messages * hop_seconds(self.cluster, "host"))
+        within = axis_groups(sent.axis, axes[DATA], axes[STAGE])
+        if sent.members:
+            within = tuple(tuple(group[member] for member in sent.members) for group in within)
+        size = len(within[0])
+        if size == 1:
+            return 0.0
+        hops = 1 if sent.kind == ONE_HOP else math.ceil(math.log2(size))
+        return collective_seconds(self.cluster, within, sent.nbytes, num_collectives(sent, size), hops=hops)
+
+    def started(self, num_devices: int) -> float:
+        """The host starts a step while GPUs compute the one before."""
+        return 0.0
+
+    def moved(self, nbytes: float, num_devices: int) -> float:
+        """Return the time of one GPU."""
+        return memory_seconds(self.cluster, nbytes)
+
+
+class CpuMachine(NamedTuple):
+    """Virtual devices that share the cores of this machine, with measured rates (calibrate.py).
+
+    Attributes:
+      cluster: the devices.
+      slowdown: time of a computation on n devices at the same time / on one device alone, by n.
+      byte_seconds: seconds to read or write a byte of memory, by the number of devices that do so at the same time.
+      collectives: by kind and number of devices, the seconds of a collective and of each byte that a device sends.
+      clock_seconds: what a clock of a pipeline costs.
+      step_seconds: what a program costs that computes nothing, by number of devices.
+    """
+
+    cluster: Cluster
+    slowdown: Mapping[int, float]
+    byte_seconds: Mapping[int, float]
+    collectives: Mapping[str, Mapping[int, tuple[float, float]]]
+    clock_seconds: float
+    step_seconds: Mapping[int, float]
+    overlaps: bool = False
+
+    def together(self, seconds: np.ndarray) -> np.ndarray:
+        """Devices share the cores: n of them take slowdown(n) times their mean, and at least the longest."""
+        busy = np.count_nonzero(seconds, axis=-1)
+        numbers = np.array([0, *self.slowdown])
+        factor = np.interp(busy, numbers, [0.0, *self.slowdown.values()])
+        mean = seconds.sum(axis=-1) / np.maximum(busy, 1)
+        return np.maximum(factor * mean, seconds.max(axis=-1))
+
+    def collective(self, sent: Traffic, axes: Mapping[str, int]) -> float:
+        """Return the measured time of collectives; all groups of an axis run at the same time."""
+        size = len(sent.members) or axes[sent.axis]
+        if size == 1:
+            return 0.0
+        measured = self.collectives["all-reduce" if sent.kind not in self.collectives else sent.kind]
+        latency, of_byte = (
+            float(np.interp(math.prod(axes.values()), list(measured), values))
+            for values in zip(*measured.values(), strict=True)
+        )
+        return num_collectives(sent, size) * latency + sent.nbytes * of_byte
+
+    def moved(self, nbytes: float, num_devices: int) -> float:
+        """Return the time of devices that share the memory."""
+        return nbytes * _at(num_devices, self.byte_seconds)
+
+    def started(self, num_devices: int) -> float:
+        """Return the time that a program takes that computes nothing."""
+        return _at(num_devices, self.step_seconds)
+
+
+def _at(number: int, measured: Mapping[int, float]) -> float:
+    """Return a value between those that were measured for numbers of devices."""
+    return float(np.interp(number, list(measured), list(measured.values())))

@@ -1,0 +1,189 @@
+"""Predicts the time of a training step and the memory that it needs, from the costs of its layers and of the cluster.
+
+A step of replicas is the forward and backward pass of each microbatch, the exchange of gradients and the update. On
+GPUs, links work at the same time as the GPU: gradients are sent while earlier layers are computed backward, unless a
+scan over the layers returns them all at its end; and parameters of zero3 are gathered while other layers compute. In a
+pipeline, all devices step through the clocks of the table together.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxpar.analysis.planner.machine import Machine
+from jaxpar.mesh import DATA, STAGE
+from jaxpar.pipeline.search.layer_profile import LayerProfile
+from jaxpar.pipeline.tables.simulate import Times
+from jaxpar.pipeline.tables.table import StageDevices, Table
+from jaxpar.pipeline.tables.validate import peak_stashed
+from jaxpar.plan import Traffic
+
+# Bytes that a scan over the layers moves in addition, for each byte of the stacks of what layers save and of their
+# weights: compiled programs of GPT-2 124M for H100s with and without a scan differ by this much.
+SCAN_OF_STASH, SCAN_OF_WEIGHTS = 6.5, 16.0
+GATHER_PASSES = 40.0  # the same for the parameters that zero3 packs into vectors, which it sends, and unpacks
+UPDATE_PASSES = {"parameters": 2, "optimizer": 2, "gradients": 2}  # how often an update reads or writes a byte of them
+
+
+class StepCosts(NamedTuple):
+    """The predicted time of a step, in seconds, and the memory of the fullest device.
+
+    Attributes:
+      seconds: the whole step.
+      compute: forward and backward passes of the busiest device.
+      waiting: waiting of that device for other stages.
+      exposed: communication during which it does not compute.
+      update: the update of the parameters.
+      nbytes: bytes that the device needs.
+    """
+
+    seconds: float
+    compute: float
+    waiting: float
+    exposed: float
+    update: float
+    nbytes: float
+
+    def limit(self) -> str:
+        """Return what takes the longest besides computing: waiting, exposed or update."""
+        return max(("waiting", "exposed", "update"), key=lambda name: float(getattr(self, name)))
+
+
+class StateBytes(NamedTuple):
+    """Bytes of the state on the fullest device: parameters, optimizer, and the gradients that it accumulates."""
+
+    parameters: float
+    optimizer: float
+    gradients: float
+
+
+def update_seconds(machine: Machine, state: StateBytes, num_devices: int) -> float:
+    """Return the time of an update of the state on a device."""
+    nbytes = sum(UPDATE_PASSES[name] * value for name, value in state._asdict().items())
+    return machine.moved(nbytes, num_devices)
+
+
+def replicas_costs(
+    layers: Sequence[LayerProfile],
+    machine: Machine,
+    axes: Mapping[str, int],
+    accumulation: int,
+    traffic: Sequence[Traffic],
+    state: StateBytes,
+    *,
+    is_scanned: bool,
+    gathers_layers: bool,
+) -> StepCosts:
+    """Return the costs of data parallelism, or of a single device.
+
+    Args:
+      layers: the layers, for the examples of a microbatch of a replica.
+      machine: the cluster.
+      axes: sizes of the mesh axes.
+      accumulation: microbatches per step.
+      traffic: what a device sends in a step.
+      state: the state on a device.
+      is_scanned: whether the blocks are computed by a scan.
+      gathers_layers: whether the parameters are gathered layer by layer (zero3).
+    """
+    n = axes[DATA]
+    forward, backward = (sum(values) for values in zip(*((x.forward_s, x.backward_s) for x in layers), strict=True))
+    stash, weights = sum(layer.stash_bytes for layer in layers), sum(layer.weight_bytes for layer in layers)
+    alone = forward + backward
+    if is_scanned:
+        alone += machine.moved(SCAN_OF_STASH * stash + SCAN_OF_WEIGHTS * weights, 1)
+    if gathers_layers:
+        alone += machine.moved(GATHER_PASSES * weights, 1) if machine.overlaps else 0.0
+    if accumulation > 1:
+        alone += machine.moved(3 * state.gradients, 1)
+    compute = accumulation * float(machine.together(np.full(n, alone)))
+    gathered = [one for one in traffic if gathers_layers and one.kind == "all-gather"]
+    gather = sum(machine.collective(one, axes) for one in gathered)
+    reduce = sum(machine.collective(one, axes) for one in traffic) - gather
+    exposed = gather + reduce
+    if machine.overlaps:
+        hidden = sum(layer.backward_s for layer in layers[:1]) if is_scanned else backward
+        exposed = max(gather - compute, 0.0) + max(reduce - hidden, reduce / len(layers))
+    update = update_seconds(machine, state, n)
+    working = max(layer.stash_bytes + layer.output_bytes for layer in layers)
+    return StepCosts(
+        machine.started(n) + compute + exposed + update, compute, 0.0, exposed, update, sum(state) + stash + working
+    )
+
+
+def pipeline_costs(
+    layers: Sequence[LayerProfile],
+    machine: Machine,
+    axes: Mapping[str, int],
+    table: Table,
+    bounds: Sequence[int],
+    traffic: Sequence[Traffic],
+    states: Sequence[StateBytes],
+) -> StepCosts:
+    """Return the costs of a pipeline; of a step in the steady state, if it never drains.
+
+    Args:
+      layers: the layers, for a microbatch of a replica.
+      machine: the cluster.
+      axes: sizes of the mesh axes.
+      table: the schedule.
+      bounds: first layer of each stage, and the number of layers.
+      traffic: what a device sends over the data axis in a step.
+      states: the state on each device.
+    """
+    stages = [layers[first:end] for first, end in pairwise(bounds)]
+    clocks = clock_seconds(table, stage_times(stages))
+    replicas = axes[DATA]
+    of_clocks = machine.together(np.repeat(clocks, replicas, axis=1))
+    compute = float(clocks.sum(axis=0).max())
+    sent = max((stage[-1].output_bytes for stage in stages[:-1]), default=0.0)
+    sends = sending_clocks(table)
+    transfer = machine.collective(Traffic("collective-permute", "", STAGE, sent, 1), axes)
+    transfers = sends * transfer
+    exchange = sum(machine.collective(one, axes) for one in traffic if one.axis == DATA)
+    update = max(update_seconds(machine, state, table.num_devices * replicas) for state in states)
+    clocks_s = float(of_clocks.sum()) + len(clocks) * machine.clock_seconds
+    exposed = exchange + transfers
+    nbytes = max(map(sum, states)) + activation_bytes(table, stages, sent)
+    started = machine.started(table.num_devices * replicas)
+    return StepCosts(
+        started + clocks_s + exposed + update, compute, max(clocks_s - compute, 0.0), exposed, update, nbytes
+    )
+
+
+def stage_times(stages: Sequence[Sequence[LayerProfile]]) -> Times:
+    """Return the times of F, B and W by stage. B and W each take half of a backward pass."""
+    half = [sum(layer.backward_s for layer in stage) / 2 for stage in stages]
+    return Times([sum(layer.forward_s for layer in stage) for stage in stages], half, half)
+
+
+def clock_seconds(table: Table, times: Times) -> np.ndarray:
+    """Return the time of the actions of each device in each clock, [clock, device]. times: by stage."""
+    by_stage = np.array(times.by_kind(table.num_stages, 1))  # [stage, kind]
+    number, actions = table.num_clocks, table.actions
+    seconds = np.zeros((number, table.num_devices))
+    of_actions = by_stage[actions["stage"], actions["kind"]]
+    np.add.at(seconds, (actions["clock"] % number, actions["device"]), of_actions)
+    return seconds
+
+
+def sending_clocks(table: Table) -> int:
+    """Return the number of clocks after which a device sends a result to another one."""
+    devices, number = StageDevices(table.stages), table.num_clocks
+    sends = set[int]()
+    for clock, device, kind, k, _, stage, *_ in table.actions.tolist():
+        if clock % number not in sends and devices.receiver(kind, stage, k) not in (None, device):
+            sends.add(clock % number)
+    return len(sends)
+
+
+def activation_bytes(table: Table, stages: Sequence[Sequence[LayerProfile]], sent: float) -> float:
+    """Return the bytes of stashes and transfers on a device. sent: bytes of the largest transfer."""
+    of_stage = np.array([sum(layer.stash_bytes for layer in stage) for stage in stages])
+    working = [max(layer.stash_bytes + layer.output_bytes for layer in stage) for stage in stages]
+    slots = math.ceil(float(np.max(peak_stashed(table))))  # all devices run one program
+    largest = float(of_stage.max())
+    return slots * largest + 4 * sent + max(working)

@@ -1,0 +1,138 @@
+"""Describes candidates: as table rows, in sentences, and as a config file."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxpar.analysis.planner.search import DEFAULTS_OF_CHOICES, Candidate, Settings
+from jaxpar.errors import format_bytes
+
+OVERHEADS = {
+    "waiting": "waiting for other stages",
+    "exposed": "communication that nothing hides",
+    "update": "the update",
+}
+
+
+class StepWork(NamedTuple):
+    """The work of a step, and the memory for it.
+
+    Attributes:
+      examples: examples of a step.
+      tokens: tokens of a step; 0 if the inputs are not tokens.
+      flops: FLOPs of the model in a step.
+      peak_flops: peak FLOP/s of all devices in the dtype of the model; None if unknown.
+      usable_bytes: memory of a device that a run can use.
+    """
+
+    examples: int
+    tokens: int
+    flops: float
+    peak_flops: float | None
+    usable_bytes: float
+
+
+def best_of_each(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the first candidate of each name."""
+    found: dict[str, Candidate] = {}
+    for one in candidates:
+        found.setdefault(one.name, one)
+    return list(found.values())
+
+
+def changes(settings: Settings) -> dict[str, Any]:
+    """Return the settings that differ from those of a config without any of them."""
+    return {key: value for key, value in settings.items() if DEFAULTS_OF_CHOICES.get(key, ...) != value}
+
+
+def as_json(candidate: Candidate, workload: StepWork) -> dict[str, Any]:
+    """Return a candidate as JSON values."""
+    costs = candidate.costs
+    return {
+        "name": candidate.name,
+        "fits": candidate.fits,
+        **{f"{name}_seconds" if name != "seconds" else name: getattr(costs, name) for name in costs._fields[:-1]},
+        "bytes": costs.nbytes,
+        "examples_per_second": workload.examples / costs.seconds,
+        "tokens_per_second": workload.tokens / costs.seconds if workload.tokens else None,
+        "mfu": workload.flops / costs.seconds / workload.peak_flops if workload.peak_flops else None,
+        "settings": changes(candidate.settings),
+    }
+
+
+def rows(candidates: Sequence[Candidate], workload: StepWork) -> list[str]:
+    """Return the lines of a table."""
+    lines = [f"{'':3}{'step':>10} {'examples/s':>12} {'MFU':>6} {'waits':>6} {'sends':>6} {'memory':>10}  strategy"]
+    for number, one in enumerate(candidates, 1):
+        costs, values = one.costs, as_json(one, workload)
+        mfu = "" if values["mfu"] is None else f"{values['mfu']:.3f}"
+        lines.append(
+            f"{number:2} {_seconds(costs.seconds):>10} {values['examples_per_second']:12,.0f} {mfu:>6} "
+            f"{costs.waiting / costs.seconds:6.1%} {costs.exposed / costs.seconds:6.1%} "
+            f"{format_bytes(costs.nbytes):>10}  {one.name}{_details(one.settings)}"
+        )
+    return lines
+
+
+def explain(candidate: Candidate, best: Candidate, workload: StepWork) -> str:
+    """Return one sentence: why a candidate is the best, or why it is not."""
+    costs = candidate.costs
+    largest = costs.limit()
+    share = getattr(costs, largest) / costs.seconds
+    needs = f"it needs {format_bytes(costs.nbytes)} of {format_bytes(workload.usable_bytes)}"
+    if not candidate.fits:
+        return f"{candidate.name} does not fit: {needs} of a device."
+    if candidate is best:
+        return (
+            f"{candidate.name} computes {costs.compute / costs.seconds:.0%} of the time, and {OVERHEADS[largest]} "
+            f"takes {share:.1%}; {needs}."
+        )
+    reasons = {name: getattr(costs, name) - getattr(best.costs, name) for name in ("compute", *OVERHEADS)}
+    worst = max(reasons, key=lambda name: reasons[name])
+    what = {"compute": "computing"} | OVERHEADS
+    slower = costs.seconds / best.costs.seconds - 1
+    if slower < 0.0005:
+        return f"{candidate.name} takes as long as the first; {needs}."
+    return (
+        f"{candidate.name} takes {slower:.1%} longer: {what[worst]} takes {_seconds(getattr(costs, worst))} instead of "
+        f"{_seconds(getattr(best.costs, worst))}; {needs}."
+    )
+
+
+def config_file(name: str, overrides: Sequence[str], candidate: Candidate, cluster: str) -> str:
+    """Return the text of a config file that runs a candidate.
+
+    Args:
+      name: the config that was planned, as PATH[:PRESET].
+      overrides: the overrides of the command line.
+      candidate: the candidate.
+      cluster: the name of the cluster that it is for.
+    """
+    settings = {**DEFAULTS_OF_CHOICES, **candidate.settings}
+    lines = "\n".join(f"        {key!r}: {value!r}," for key, value in settings.items())
+    overriding = f"    configs.override(config, {list(overrides)!r})\n" if overrides else ""
+    return (
+        f'"""{name} with {candidate.name}, planned for {cluster}."""\n\n'
+        "from ml_collections import ConfigDict\n\n"
+        "from jaxpar import config as configs\n\n\n"
+        "def get_config() -> ConfigDict:\n"
+        f'    """Return the config of {name} with the planned strategy."""\n'
+        f"    config = configs.load_config({name!r})\n"
+        f"{overriding}"
+        f"    config.update_from_flattened_dict({{\n{lines}\n    }})\n"
+        "    return config\n"
+    )
+
+
+def _details(settings: Mapping[str, Any]) -> str:
+    """Return the settings that the name of a candidate lacks, such as `, remat full`."""
+    numbers = (settings.get(key, 1) for key in ("pipeline.num_microbatches", "optimizer.accumulation_steps"))
+    texts = [f"{number} microbatches" for number in numbers if number > 1]
+    remats = [settings.get(key, "none") for key in ("model.remat", "pipeline.remat")]
+    texts += [f"remat {remat}" for remat in remats if remat != "none"]
+    if settings.get("model.scan_layers") is False:
+        texts.append("no scan")
+    return "".join(f", {text}" for text in texts)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

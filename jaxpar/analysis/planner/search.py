@@ -1,0 +1,287 @@
+"""Searches the strategies, meshes, microbatches, schedules and kinds of rematerialization for the fastest step.
+
+Thousands of candidates are compared by their predicted costs alone. Only strategies that equal training on one device
+are compared, with config.batch_size examples in a step.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from jaxpar import strategies
+from jaxpar.analysis.planner.layers import KINDS_OF_REMAT, Layers
+from jaxpar.analysis.planner.machine import Machine
+from jaxpar.analysis.planner.predict import StateBytes, StepCosts, pipeline_costs, replicas_costs
+from jaxpar.exchange.presets import EXCHANGES, exchange_differs
+from jaxpar.exchange.reduce import ring_traffic
+from jaxpar.mesh import DATA, STAGE
+from jaxpar.pipeline.executor.partition import balanced
+from jaxpar.pipeline.search.layer_profile import LayerProfile
+from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table, schedule_obstacle
+from jaxpar.pipeline.tables.table import Table
+from jaxpar.plan import Plan
+from jaxpar.state import abstract_state, nbytes
+from jaxpar.step import Problem
+
+Settings = Mapping[str, Any]  # dotted key of the config -> value
+LARGEST_TABLE = 20_000  # devices x microbatches of the largest table that is made
+NANOSECOND = 1e-9
+# Keys that a candidate sets, and their values without the strategy that needs another one.
+DEFAULTS_OF_CHOICES: Settings = {
+    "mesh.stage": 1,
+    "exchange": "ddp",
+    "exchange_options.group": None,
+    "optimizer.accumulation_steps": 1,
+    "model.remat": "none",
+    "model.scan_layers": "auto",
+    "pipeline.schedule": "1f1b",
+    "pipeline.num_microbatches": 0,
+    "pipeline.num_chunks": 0,
+    "pipeline.partition": "flops",
+    "pipeline.replicas": "",
+    "pipeline.remat": "none",
+    "data_parallel.implementation": "auto",
+}
+
+
+class Candidate(NamedTuple):
+    """A way to train, and its predicted costs.
+
+    Attributes:
+      name: the strategy and its sizes, such as `zero3` or `zb_h1, 4 stages x 2 replicas`.
+      settings: the keys of the config that select it.
+      costs: its costs.
+      fits: whether it fits into the memory of a device.
+    """
+
+    name: str
+    settings: Settings
+    costs: StepCosts
+    fits: bool
+
+
+class Space(NamedTuple):
+    """The space of candidates.
+
+    Attributes:
+      config: the config of the run.
+      problem: its problem, without rematerialization and accumulation.
+      layers: the costs of its layers.
+      machine: the cluster.
+      usable_bytes: the memory of a device that a run can use.
+    """
+
+    config: ConfigDict
+    problem: Problem
+    layers: Layers
+    machine: Machine
+    usable_bytes: float
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices of the cluster."""
+        return self.machine.cluster.num_devices
+
+
+def candidates(space: Space) -> list[Candidate]:
+    """Return all candidates, the fastest that fit first, then the others by the memory that they need."""
+    found = [*_of_replicas(space), *_of_pipelines(space)]
+    return sorted(found, key=lambda one: (0, one.costs.seconds) if one.fits else (1, one.costs.nbytes))
+
+
+def with_settings(config: ConfigDict, settings: Settings) -> ConfigDict:
+    """Return a copy of a config with the settings of a candidate."""
+    changed = copy.deepcopy(config)  # with its references, which allow values of several types
+    changed.update_from_flattened_dict(dict(DEFAULTS_OF_CHOICES) | dict(settings))
+    return changed
+
+
+def state_ratio(problem: Problem) -> float:
+    """Return the bytes of the optimizer state / the bytes of the parameters."""
+    state = abstract_state(problem.model, problem.optimizer)
+    return nbytes(state.optimizer) / nbytes(state.params)
+
+
+def powers(most: int) -> list[int]:
+    """Return the powers of two up to a number."""
+    return [2**exponent for exponent in range(most.bit_length()) if 2**exponent <= most]
+
+
+# ---- replicas -------------------------------------------------------------------------------------------------------
+
+
+def _of_replicas(space: Space) -> Iterator[Candidate]:
+    """Yield, for each exchange, remat and form of the layers, the smallest accumulation that fits; else the largest."""
+    n, batch = space.num_devices, space.config.batch_size
+    if n == 1:
+        exchanges: list[tuple[str, Settings]] = [("single", {"strategy": "single", "mesh.data": 1})]
+    else:
+        equal = (name for name in EXCHANGES if not exchange_differs(name, {}, n))
+        exchanges = [(name, _exchange_settings(name, space)) for name in equal]
+    for name, settings in exchanges:
+        plan = plan_of(space, settings)
+        if isinstance(plan, str):
+            continue
+        for remat in KINDS_OF_REMAT:
+            for scan in ("auto", False) if space.machine.overlaps and not _gathers_layers(plan) else ("auto",):
+                steps = [steps for steps in powers(batch // n) if batch % (n * steps) == 0]
+                best: Candidate | None = None
+                for number in steps:
+                    more = {"model.remat": remat, "model.scan_layers": scan, "optimizer.accumulation_steps": number}
+                    best = replicas_candidate(space, name, {**settings, **more}, plan)
+                    if best.fits:
+                        break
+                if best is not None:
+                    yield best
+
+
+def _exchange_settings(name: str, space: Space) -> Settings:
+    settings: dict[str, Any] = {"strategy": "data_parallel", "mesh.data": space.num_devices, "exchange": name}
+    cluster = space.machine.cluster
+    if name == "hsdp":
+        settings["exchange_options.group"] = cluster.num_devices // cluster.num_processes
+    return settings
+
+
+def plan_of(space: Space, settings: Settings) -> Plan[Any] | str:
+    """Return the plan of some settings, or the reason why there is none."""
+    return strategies.possible(with_settings(space.config, settings), space.problem, space.machine.cluster)
+
+
+def _gathers_layers(plan: Plan[Any]) -> bool:
+    """Return whether a plan gathers the parameters layer by layer, which is done in a scan on GPUs."""
+    exchange = getattr(plan.details, "exchange", None)
+    return exchange is not None and exchange.fetch is not None
+
+
+def replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[Any]) -> Candidate:
+    """Return a candidate without stages, with the plan of its exchange."""
+    accumulation, remat = settings["optimizer.accumulation_steps"], settings["model.remat"]
+    exchange = getattr(plan.details, "exchange", None)
+    traffic = plan.traffic
+    if exchange is not None:
+        read = space.problem.model.read_shapes(space.problem.batch) if exchange.fetch else space.problem.model.shapes
+        traffic = tuple(exchange.traffic(read, accumulation))
+    gathers_layers = _gathers_layers(plan)
+    shards = exchange is not None and (exchange.fetch or exchange.scatter)
+    memory = plan.memory[0]
+    params, optimizer = memory["parameters"], sum(memory.values()) - memory["parameters"]
+    gradients = params if gathers_layers or not shards else params / plan.num_replicas
+    costs = replicas_costs(
+        space.layers.profile(space.config.batch_size // (plan.num_replicas * accumulation), remat),
+        space.machine,
+        plan.axes,
+        accumulation,
+        traffic,
+        StateBytes(params, optimizer, gradients),
+        is_scanned=settings["model.scan_layers"] is not False and space.machine.overlaps,
+        gathers_layers=gathers_layers,
+    )
+    return Candidate(name, settings, costs, costs.nbytes <= space.usable_bytes)
+
+
+# ---- pipelines ------------------------------------------------------------------------------------------------------
+
+
+def _of_pipelines(space: Space) -> Iterator[Candidate]:
+    n, batch, num_layers = space.num_devices, space.config.batch_size, len(space.problem.model.layers)
+    ratio = state_ratio(space.problem)
+    for stages in (number for number in range(2, min(n, num_layers) + 1) if n % number == 0):
+        replicas = n // stages
+        if batch % replicas:
+            continue
+        for number in powers(batch // replicas):
+            if batch % (replicas * number) or number < stages // 2 or stages * number > LARGEST_TABLE:
+                continue
+            for schedule in SCHEDULES:
+                table = _table(schedule, stages, number)
+                if table is not None and table.num_stages <= num_layers:
+                    for remat in KINDS_OF_REMAT:
+                        yield pipeline_candidate(space, schedule, table, remat, replicas, ratio)
+
+
+@cache
+def _table(schedule: str, num_devices: int, num_microbatches: int) -> Table | None:
+    chunks = SCHEDULES[schedule].num_chunks
+    sizes = {"num_devices": num_devices, "num_microbatches": num_microbatches, "num_chunks": chunks}
+    if schedule_obstacle(schedule, **sizes):
+        return None
+    return make_table(schedule, **sizes)
+
+
+def pipeline_candidate(space: Space, schedule: str, table: Table, remat: str, replicas: int, ratio: float) -> Candidate:
+    """Return a pipeline. ratio: that of `state_ratio`."""
+    layers = space.layers.profile(space.config.batch_size // (replicas * table.num_microbatches), remat)
+    bounds = balanced_bounds(layers, table.num_stages)
+    axes = {DATA: replicas, STAGE: table.num_devices}
+    weights = [0.0] * table.num_devices
+    for device, of_device in enumerate(table.stages.tolist()):
+        for stage in of_device:
+            weights[device] += sum(layer.weight_bytes for layer in layers[bounds[stage] : bounds[stage + 1]])
+    largest = max(weights)  # all devices allocate what the fullest one needs
+    states = [StateBytes(largest, ratio * largest, largest)] * table.num_devices
+    vectors = len(layers)  # of gradients; the engine packs the arrays of a device
+    traffic = [ring_traffic("all-reduce", 2, DATA, replicas, largest, "float32", num_vectors=vectors)]
+    costs = pipeline_costs(layers, space.machine, axes, table, bounds, traffic, states)
+    cuts = ",".join(layers[bound].name for bound in bounds[1:-1])
+    settings = {
+        "strategy": "pipeline",
+        "mesh.data": replicas,
+        "mesh.stage": table.num_devices,
+        "pipeline.schedule": schedule,
+        "pipeline.num_microbatches": table.num_microbatches,
+        "pipeline.num_chunks": table.num_chunks,
+        "pipeline.remat": remat,
+        "pipeline.partition": cuts,
+    }
+    name = f"{schedule}, {table.num_devices} stages" + (f" x {replicas} replicas" if replicas > 1 else "")
+    return Candidate(name, settings, costs, costs.nbytes <= space.usable_bytes)
+
+
+def balanced_bounds(layers: Sequence[LayerProfile], num_stages: int) -> tuple[int, ...]:
+    """Return the bounds of stages of nearly equal times. Layers whose output has no gradient stay with the next one."""
+    starts = [0, *(number + 1 for number, layer in enumerate(layers[:-1]) if layer.can_cut)]
+    times = [layer.forward_s + layer.backward_s for layer in layers]
+    merged = [sum(times[start:end]) for start, end in zip(starts, [*starts[1:], len(times)], strict=True)]
+    chosen = _balanced(tuple(round(seconds / NANOSECOND) for seconds in merged), num_stages)
+    return tuple([*starts, len(times)][index] for index in chosen)
+
+
+@cache
+def _balanced(costs: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
+    return balanced(costs, num_stages)
+
+
+def choice_of(space: Space) -> Candidate | str:
+    """Return the user's own config as a candidate, or the reason why it is not compared."""
+    config = space.config
+    plan = strategies.possible(config, space.problem, space.machine.cluster)
+    if isinstance(plan, str):
+        return plan
+    return candidate_of_plan(space, config, plan)
+
+
+def candidate_of_plan(space: Space, config: ConfigDict, plan: Plan[Any]) -> Candidate | str:
+    """Return the candidate of a plan, or the reason why its time is not predicted."""
+    if plan.strategy == "pipeline":
+        details, layers = plan.details, space.layers
+        table, bounds = details.table, details.stages.bounds
+        size = config.batch_size // plan.decision.batch_divisor
+        layers_s = layers.profile(size, details.remat)
+        states = []
+        for parts in plan.memory:
+            params, optimizer = parts["parameters"], parts.get("optimizer", 0)
+            states.append(StateBytes(params, optimizer, params))
+        costs = pipeline_costs(layers_s, space.machine, plan.axes, table, bounds, plan.traffic, states)
+        return Candidate(plan.summary, {}, costs, costs.nbytes <= space.usable_bytes)
+    if plan.strategy not in ("single", "data_parallel"):
+        return f"config.strategy is {plan.strategy!r}, whose time depends on delays of workers"
+    settings = {
+        "optimizer.accumulation_steps": config.optimizer.accumulation_steps,
+        "model.remat": config.model.remat,
+        "model.scan_layers": config.model.scan_layers,
+    }
+    return replicas_candidate(space, plan.summary, settings, plan)

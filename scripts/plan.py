@@ -1,0 +1,151 @@
+r"""Finds the fastest way to train a config on a cluster, which need not exist.
+
+    scripts/python scripts/plan.py --config=configs/quickstart.py --cluster=h100:8 [--verify=3] [--out=best.py]
+        [--json] [--config.KEY=VALUE ...]
+
+Predicts the time and the memory of a step for every strategy that trains like one device, on every mesh, with every
+number of microbatches, schedule and rematerialization, for batches of config.batch_size examples. Compiles nothing,
+unless --verify asks for it. The columns of the table:
+
+  step      predicted time of a step
+  MFU       FLOPs of the model / what the devices could compute in this time
+  waits     share of the step in which the busiest device waits for other stages
+  sends     share of the step in which it only communicates
+  memory    what the fullest device needs
+
+The cluster is written as in --target of scripts/audit.py, such as h100:4x8 for 4 hosts of 8 H100s, or is a file
+(configs/clusters).
+"""
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jaxpar import config as configs
+from jaxpar import strategies
+from jaxpar.analysis import audit, step_time
+from jaxpar.analysis.planner import report, search
+from jaxpar.analysis.planner.layers import TracedLayers
+from jaxpar.analysis.planner.machine import GpuMachine
+from jaxpar.analysis.planner.search import Candidate, Space, with_settings
+from jaxpar.cluster import Cluster
+from jaxpar.cluster_file import find_named
+from jaxpar.command_line import Parser, integer
+from jaxpar.errors import UserError, exit_code, format_bytes
+from jaxpar.files import unwritable, write_text
+from jaxpar.measure.flops import forward_flops
+from jaxpar.run import build
+from jaxpar.step import Problem
+from jaxpar.target import Target, find_target, memory_fraction
+
+SHOWN = 10  # rows of the table
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = Parser(__doc__)
+    parser.require("--config", "--config=configs/quickstart.py", help="config file as PATH[:PRESET]")
+    parser.require("--cluster", "--cluster=h100:8", metavar="FILE|NAME:HOSTSxDEVICES", help="the cluster")
+    add = parser.add_argument
+    add("--verify", type=integer(1), default=0, metavar="N", help="compile the first N, and correct their memory")
+    add("--out", type=Path, metavar="FILE.py", help="write the first one as a config file")
+    add("--json", action="store_true", help="print all candidates as JSON")
+    arguments, overrides = parser.parse_with_overrides()
+    begin = time.monotonic()
+    target = find_target(arguments.cluster, "--cluster") if arguments.verify else None
+    cluster = target.cluster if target else find_named(arguments.cluster, "--cluster")[1]
+    config = configs.load_config(arguments.config)
+    configs.override(config, overrides)
+    if arguments.out and (arguments.out.suffix != ".py" or not arguments.out.absolute().parent.is_dir()):
+        raise UserError(f"--out is {str(arguments.out)!r}; it must be the path of a .py file in a folder that exists")
+    space = make_space(config, cluster)
+    found = search.candidates(space)
+    work = workload(space)
+    if arguments.json:
+        print(json.dumps([report.as_json(one, work) for one in found], indent=1))
+    else:
+        print(describe(space, found, work, time.monotonic() - begin))
+    best = found[0]
+    if target:
+        for one in report.best_of_each(found)[: arguments.verify]:
+            print(verified(one, space, target), flush=True)
+    if not best.fits:
+        raise UserError(
+            f"--cluster is {arguments.cluster!r}, on which nothing fits; it must have more devices or memory: "
+            f"{best.name} needs {format_bytes(best.costs.nbytes)} on each"
+        )
+    if arguments.out:
+        text = report.config_file(arguments.config, overrides, best, arguments.cluster)
+        try:
+            write_text(arguments.out, text)
+        except OSError as error:
+            raise UserError(f"--out is {str(arguments.out)!r}; it must be {unwritable(arguments.out, error)}") from None
+
+
+def make_space(config: ConfigDict, cluster: Cluster) -> Space:
+    """Return what to search: the problem of a config, and the costs of its layers on a cluster."""
+    single = with_settings(config, {"strategy": "single", "mesh.data": 1})
+    with tempfile.TemporaryDirectory() as folder:
+        build.check_run(single, Path(folder), cluster)
+        problem = build.load_parts(single, Path(folder), cluster).problem
+    assert cluster.memory_bytes is not None
+    usable = memory_fraction() * cluster.memory_bytes
+    return Space(config, problem, TracedLayers(problem, cluster), GpuMachine(cluster), usable)
+
+
+def workload(space: Space) -> report.StepWork:
+    """Return what a step of the problem computes."""
+    problem, cluster = space.problem, space.machine.cluster
+    inputs = problem.batch["inputs"]
+    flops = 3.0 * forward_flops(problem.model.apply, problem.model.shapes, dict(problem.batch))
+    peak = cluster.peak_flops.get(space.config.model.dtype)
+    tokens = inputs.size if inputs.dtype.kind == "i" else 0
+    return report.StepWork(len(inputs), tokens, flops, peak and peak * cluster.num_devices, space.usable_bytes)
+
+
+def describe(space: Space, found: list[Candidate], work: report.StepWork, seconds: float) -> str:
+    """Return the table of the best candidates, and why they are."""
+    cluster, best = space.machine.cluster, found[0]
+    each = report.best_of_each([one for one in found if one.fits])
+    hosts = f" on {cluster.num_processes} hosts" if cluster.num_processes > 1 else ""
+    lines = [
+        f"{cluster.num_devices} x {cluster.device_kind}{hosts}: {len(found):,} candidates in {seconds:.1f} s, of which "
+        f"{sum(one.fits for one in found):,} fit; {work.examples:,} examples in a step",
+        "",
+        *report.rows(each[:SHOWN], work),
+        "",
+        *(report.explain(one, best, work) for one in each[:3]),
+    ]
+    own = search.choice_of(space)
+    lines.append("Your config: " + (own if isinstance(own, str) else report.explain(own, best, work)))
+    lines += [
+        "",
+        "The first one:",
+        *(f"  --config.{key}={value}" for key, value in report.changes(best.settings).items()),
+    ]
+    return "\n".join(lines)
+
+
+def verified(candidate: Candidate, space: Space, target: Target) -> str:
+    """Compile a candidate for the target, and return its memory and time according to the compiler."""
+    config = with_settings(space.config, candidate.settings)
+    with tempfile.TemporaryDirectory() as folder:
+        cluster, decision = build.check_run(config, Path(folder), target.cluster)
+        problem: Problem = build.load_parts(config, Path(folder), cluster).problem
+    plan: Any = strategies.plan(config, problem, cluster, decision)
+    programs = strategies.build(plan, problem, target.devices).compile()
+    needed, seconds = sum(audit.needed_bytes(programs).values()), step_time.predict(programs, cluster).seconds
+    fits = "fits" if needed <= space.usable_bytes else "does not fit"
+    return (
+        f"compiled: {candidate.name}: needs {format_bytes(needed)} (predicted {format_bytes(candidate.costs.nbytes)}), "
+        f"{fits}; {seconds * 1e3:.3g} ms (predicted {candidate.costs.seconds * 1e3:.3g} ms)"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

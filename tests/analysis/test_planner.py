@@ -1,0 +1,314 @@
+"""The planner: costs against sums by hand and the simulator, and what it chooses against brute force."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxpar
+from jaxpar import cluster as clusters
+from jaxpar import config as configs
+from jaxpar import models, optimizer, strategies, tasks
+from jaxpar.analysis.planner import report, search
+from jaxpar.analysis.planner.layers import TracedLayers
+from jaxpar.analysis.planner.machine import CpuMachine, GpuMachine
+from jaxpar.analysis.planner.predict import (
+    StateBytes,
+    clock_seconds,
+    pipeline_costs,
+    replicas_costs,
+    sending_clocks,
+    update_seconds,
+)
+from jaxpar.analysis.rates import EFFICIENCY, HOP_SECONDS
+from jaxpar.cluster import Cluster
+from jaxpar.cluster_file import find_named
+from jaxpar.data import DataInfo
+from jaxpar.errors import UserError
+from jaxpar.mesh import DATA, STAGE
+from jaxpar.pipeline.search.layer_profile import LayerProfile
+from jaxpar.pipeline.tables.periodic import periodic_table
+from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table
+from jaxpar.pipeline.tables.simulate import Times, lockstep
+from jaxpar.plan import Traffic
+from jaxpar.step import Problem
+from scripts import plan as script
+from tests.runs import run_script
+
+H100 = clusters.named_cluster("h100", 16, num_processes=2)
+GPUS = GpuMachine(H100)
+HOST, NETWORK = (EFFICIENCY["link"] * H100.send_rates[name] for name in ("host", "network"))
+NO_STATE = StateBytes(0, 0, 0)
+
+
+def layer(forward: float, backward: float = 0.0, *, output: float = 0.0, stash: float = 0.0) -> LayerProfile:
+    return LayerProfile("layer", forward, backward or 2 * forward, output, stash, 0.0)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_clocks_take_as_long_as_in_lockstep(schedule: str) -> None:
+    p, m = 4, 8 if schedule != "model_parallel" else 1
+    table = make_table(schedule, num_devices=p, num_microbatches=m, num_chunks=SCHEDULES[schedule].num_chunks)
+    forward = [0.5 + device / 7 for device in range(table.num_stages)]
+    by_stage = Times(forward, [2 * x for x in forward], [x / 3 for x in forward])
+    of_device = Times(*(_by_device(table, times) for times in by_stage))
+    clocks = clock_seconds(table, by_stage)
+    together = GPUS.together(clocks).sum() + 0.25 * sending_clocks(table)
+    if table.num_chunks == 1:
+        assert together == pytest.approx(lockstep(table, of_device, 0.25))
+    assert clocks.sum() == pytest.approx(m * np.sum(by_stage))
+
+
+def _by_device(table: Any, times: Any) -> list[float]:
+    return [sum(times[stage] for stage in of_device) for of_device in table.stages.tolist()]
+
+
+def test_a_pipeline_that_never_drains_takes_its_period() -> None:
+    table = periodic_table("pipedream", (1, 1, 1), 4)
+    clocks = clock_seconds(table, Times([1.0] * 3, [1.0] * 3, [1.0] * 3))
+    assert clocks.shape == (table.period, 3)
+    assert clocks.sum(axis=0).tolist() == [12.0] * 3  # every stage is busy with 4 microbatches
+
+
+@pytest.mark.parametrize(
+    ("axis", "axes", "size", "rate", "hop"),
+    [
+        (DATA, {DATA: 2, STAGE: 8}, 2, NETWORK, "network"),  # replicas of a stage are on different hosts
+        (DATA, {DATA: 8, STAGE: 2}, 8, min(4 * NETWORK, HOST), "network"),  # four of them share a host
+        (DATA, {DATA: 16, STAGE: 1}, 16, min(8 * NETWORK, HOST), "network"),
+        (STAGE, {DATA: 2, STAGE: 8}, 8, HOST, "host"),
+    ],
+)
+def test_collectives(axis: str, axes: dict[str, int], size: int, rate: float, hop: str) -> None:
+    sent = Traffic("all-reduce", "float32", axis, 1e9, 3 * 2 * (size - 1))  # of three vectors
+    expected = 1e9 / rate + 3 * math.log2(size) * HOP_SECONDS[hop]
+    assert GPUS.collective(sent, axes) == pytest.approx(expected)
+
+
+def test_groups_within_a_host_do_not_cross_the_network() -> None:
+    axes = {DATA: 16, STAGE: 1}
+    within = Traffic("all-gather", "float32", DATA, 1e9, 7, members=tuple(range(8)))
+    between = Traffic("all-reduce", "float32", DATA, 1e9, 2, members=(0, 8))
+    assert GPUS.collective(within, axes) == pytest.approx(1e9 / HOST + 3 * HOP_SECONDS["host"])
+    assert GPUS.collective(between, axes) == pytest.approx(1e9 / NETWORK + HOP_SECONDS["network"])
+
+
+def test_devices_that_share_cores() -> None:
+    """Two cores: four devices take twice as long as one, unless one of them has more to do than all others."""
+    machine = CpuMachine(
+        H100, {1: 1.0, 2: 1.0, 4: 2.0}, {1: 1e-9, 4: 4e-9}, {"all-reduce": {2: (1e-3, 1e-9)}}, 0, {1: 0}
+    )
+    seconds = np.array([[1.0, 1, 1, 1], [3.0, 0, 0, 0], [2.0, 2, 0, 0], [9.0, 1, 0, 0], [0, 0, 0, 0]])
+    assert machine.together(seconds).tolist() == [2.0, 3.0, 2.0, 9.0, 0.0]
+    assert machine.moved(1e9, 2) == pytest.approx(2.0)
+    sent = Traffic("all-reduce", "float32", DATA, 1e6, 2)
+    assert machine.collective(sent, {DATA: 2, STAGE: 1}) == pytest.approx(1e-3 + 1e-3)
+
+
+def test_exposed_communication() -> None:
+    """Gradients are hidden behind the backward pass, unless a scan returns them all at its end."""
+    layers, axes = [layer(0.01)] * 10, {DATA: 8, STAGE: 1}
+    sent = [Traffic("all-reduce", "float32", DATA, 0.1 * HOST, 14)]
+    cluster = GpuMachine(clusters.named_cluster("h100", 8))
+
+    def exposed(*, is_scanned: bool) -> float:
+        return replicas_costs(
+            layers, cluster, axes, 1, sent, NO_STATE, is_scanned=is_scanned, gathers_layers=False
+        ).exposed
+
+    assert exposed(is_scanned=False) == pytest.approx(0.01, rel=0.01)  # that of the last layer
+    assert exposed(is_scanned=True) == pytest.approx(0.1 - 0.02, rel=0.2)
+
+
+def test_steps_add_up() -> None:
+    state = StateBytes(1e9, 2e9, 1e9)
+    costs = replicas_costs(
+        [layer(0.01, stash=5e8)], GPUS, {DATA: 16, STAGE: 1}, 4, [], state, is_scanned=False, gathers_layers=False
+    )
+    assert costs.compute == pytest.approx(4 * (0.03 + GPUS.moved(3e9, 1)))
+    assert costs.update == update_seconds(GPUS, state, 16) == pytest.approx(GPUS.moved(8e9, 1))
+    assert costs.seconds == pytest.approx(costs.compute + costs.update)
+    table = make_table("1f1b", num_devices=2, num_microbatches=4, num_chunks=1)
+    layers = [layer(0.01, output=HOST * 1e-3)] * 4
+    axes = {DATA: 8, STAGE: 2}
+    piped = pipeline_costs(layers, GPUS, axes, table, (0, 2, 4), [], [NO_STATE] * 2)
+    assert piped.compute == pytest.approx(4 * 2 * 0.03)
+    total = piped.compute + piped.waiting + piped.exposed + piped.update
+    assert piped.seconds == pytest.approx(total)
+    assert piped.exposed == pytest.approx(sending_clocks(table) * (1e-3 + HOP_SECONDS["host"]))
+
+
+@pytest.fixture(scope="module")
+def space() -> search.Space:
+    """BERT with 6 layers on 8 H100s whose memory does not hold everything."""
+    return small_space(clusters.named_cluster("h100", 8), usable=0.7e9)
+
+
+def small_space(cluster: Cluster, usable: float) -> search.Space:
+    config = configs.default_config()
+    settings = ("model.num_layers=6", "model.hidden_size=768", "model.num_heads=12", "batch_size=256")
+    configs.override(config, [f"--config.{value}" for value in settings])
+    info = DataInfo("text", (64,), 10, tuple("0123456789"), 8000, 0)
+    dtypes: dict[str, tuple[Any, tuple[int, ...]]] = {
+        "inputs": (np.int32, (256, 64)),
+        "mask": (np.bool_, (256, 64)),
+        "labels": (np.int32, (256,)),
+        "weights": (np.float32, (256,)),
+        "index": (np.int32, (256,)),
+    }
+    batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (dtype, shape) in dtypes.items()}
+    adamw = optimizer.make_optimizer(config, optimizer.build_schedule(config, 100))
+    problem = Problem(models.build(config, info, cluster), adamw, 1, batch, 100, tasks.find_task(config))
+    return search.Space(config, problem, TracedLayers(problem, cluster), GpuMachine(cluster), usable)
+
+
+@pytest.fixture(scope="module")
+def found(space: search.Space) -> list[search.Candidate]:
+    return search.candidates(space)
+
+
+def test_the_fastest_that_fits_is_first(space: search.Space, found: list[search.Candidate]) -> None:
+    fitting = [one for one in found if one.fits]
+    assert 10 < len(fitting) < len(found)
+    assert all(one.costs.nbytes <= space.usable_bytes for one in fitting)
+    assert all(one.costs.nbytes > space.usable_bytes for one in found if not one.fits)
+    assert found[0] == min(fitting, key=lambda one: one.costs.seconds)
+    names = {one.name for one in found}
+    assert {"ddp", "zero1", "zero2", "zero3", "1f1b, 4 stages x 2 replicas", "zb_h1, 8 stages"} <= names
+    assert not {"onebit_adam", "bagua_bytegrad"} & names  # they do not equal training on one device
+
+
+def test_candidates_are_planned_as_predicted(space: search.Space, found: list[search.Candidate]) -> None:
+    """The plan of a candidate's settings has the costs that were predicted without it."""
+    wanted = ("zero2", "zero3", "1f1b, 4 stages x 2 replicas", "interleaved_1f1b, 2 stages x 4 replicas")
+    each = {one.name: one for one in reversed(found)}
+    for name in wanted:
+        config = search.with_settings(space.config, each[name].settings)
+        plan = strategies.possible(config, space.problem, space.machine.cluster)
+        assert not isinstance(plan, str), plan
+        again = search.candidate_of_plan(space, config, plan)
+        assert not isinstance(again, str), again
+        assert again.costs.seconds == pytest.approx(each[name].costs.seconds, rel=0.03), name
+        assert again.costs.nbytes == pytest.approx(each[name].costs.nbytes, rel=0.1), name
+
+
+def test_time_and_memory_follow_the_sizes(space: search.Space) -> None:
+    for remat in ("none", "full"):
+        few, many = (space.layers.profile(size, remat) for size in (8, 64))
+        assert all(a.forward_s <= b.forward_s for a, b in zip(few, many, strict=True))
+    none, full = (space.layers.profile(64, remat) for remat in ("none", "full"))
+    assert sum(one.stash_bytes for one in full) < 0.2 * sum(one.stash_bytes for one in none)
+    assert sum(one.backward_s for one in full) > 1.3 * sum(one.backward_s for one in none)
+
+
+def test_config_file(found: list[search.Candidate], tmp_path: Path) -> None:
+    """The file that is written can be loaded, and selects the candidate."""
+    best = next(one for one in found if "stages" in one.name)
+    path = tmp_path / "best.py"
+    path.write_text(report.config_file("configs/quickstart.py", ["--config.batch_size=128"], best, "h100:8"))
+    config = configs.load_config(str(path))
+    flat = configs.keys(config)
+    assert {key: flat[key] for key in best.settings} == best.settings
+    assert flat["batch_size"] == 128
+    assert flat["num_epochs"] == 2.0  # that of the quickstart
+
+
+def test_explanations(found: list[search.Candidate]) -> None:
+    work = report.StepWork(256, 256 * 64, 1e15, 8e15, 0.7e9)
+    best = found[0]
+    assert re.match(
+        rf"{best.name} computes \d+% of the time, and .* takes .*; it needs .* of 700 MB",
+        report.explain(best, best, work),
+    )
+    slower = next(one for one in found if one.fits and one.costs.seconds > 1.5 * best.costs.seconds)
+    ratio = slower.costs.seconds / best.costs.seconds - 1
+    assert f"takes {ratio:.1%} longer" in report.explain(slower, best, work)
+    assert "does not fit" in report.explain(found[-1], best, work)
+    assert len(report.rows(report.best_of_each(found), work)) == 1 + len({one.name for one in found})
+
+
+CLUSTER = 'gpu = "v100"\nhosts = 2\ngpus_per_host = 4\n[host]\nbandwidth = 1e11\nlatency = 1e-6\n'
+NETWORK_LINK = "[network]\nbandwidth = 1e9\nlatency = 1e-5\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (CLUSTER.replace("hosts = 2", "hosts = 0"), "hosts is 0; it must be an integer of at least 1"),
+        (CLUSTER.replace('"v100"', '"v10"'), "gpu is 'v10'; it must be one of"),
+        (CLUSTER.replace("latency = 1e-6", ""), "host is {'bandwidth': 100000000000.0}; it must be a table with"),
+        (CLUSTER.replace("hosts", "host_s", 1), "host_s is not a key; it must be one of"),
+        (CLUSTER + NETWORK_LINK.replace("1e9", "true"), "network: bandwidth is True; it must be a number"),
+        (CLUSTER + NETWORK_LINK + "[peak_flops]\nint8 = 1e12\n", "peak_flops is {'int8': 1000000000000.0}; it must be"),
+        ("gpu = ", "which is not TOML"),
+    ],
+)
+def test_invalid_clusters(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(content)
+    with pytest.raises(UserError, match=re.escape(message)):
+        clusters_of(str(path))
+
+
+def clusters_of(text: str) -> Cluster:
+    return find_named(text, "--cluster")[1]
+
+
+def test_a_gpu_without_links(tmp_path: Path) -> None:
+    """The links of a kind of GPU can be unknown; then a cluster file must have those that it needs."""
+    gpu = (Path(jaxpar.gpus.__file__).parent / "t4.toml").read_text().partition("[links]")[0]
+    (tmp_path / "gpu.toml").write_text(gpu)
+    path = tmp_path / "cluster.toml"
+    path.write_text(CLUSTER.replace("v100", str(tmp_path / "gpu.toml")))
+    with pytest.raises(UserError, match="has no table network; it must have one with bandwidth and latency"):
+        clusters_of(str(path))
+
+
+def test_clusters(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(CLUSTER + NETWORK_LINK + "[peak_flops]\nfloat32 = 1e13\n")
+    cluster = clusters_of(str(path))
+    assert (cluster.num_devices, cluster.num_processes) == (8, 2)
+    assert cluster.send_rates == {"host": 1e11, "network": 1e9}
+    assert cluster.latencies == {"host": 1e-6, "network": 1e-5}
+    assert cluster.peak_flops["float32"] == 1e13
+    assert clusters_of("h100:2x8") == H100
+    shipped = sorted((configs.config_folder() / "clusters").glob("*.toml"))
+    assert len(shipped) >= 5
+    assert all(clusters_of(str(each)).num_devices > 1 for each in shipped)
+
+
+def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The table, the JSON, and the config file that can be trained."""
+    base = ("--config=configs/quickstart.py", "--config.data.source=synthetic", "--config.batch_size=64")
+    out = tmp_path / "best.py"
+    assert run_script(monkeypatch, script, *base, "--cluster=h100:4", f"--out={out}") == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^4 x NVIDIA H100 80GB HBM3: \d+ candidates in", printed)
+    assert "Your config: " in printed
+    config = configs.load_config(str(out))
+    assert config.mesh.data * config.mesh.stage == 4
+    assert run_script(monkeypatch, script, *base, "--cluster=h100:4", "--json") == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert listed[0]["seconds"] == min(one["seconds"] for one in listed if one["fits"])
+
+
+MISTAKES = {
+    "--cluster=h10:8": "--cluster is 'h10'; it must be one of",
+    "--cluster=h100:0": "--cluster is 'h100:0'; it must have between 1 and",
+    "--cluster=no.toml": "--cluster is 'no.toml', which does not exist",
+    "--out=x.txt": "--out is 'x.txt'; it must be the path of a .py file in a folder that exists",
+    "--config.model.size=gigantic": "config.model.size is 'gigantic'; it must be one of",
+}
+
+
+@pytest.mark.parametrize("flag", MISTAKES)
+def test_mistakes(flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [flag] if "cluster" in flag else ["--cluster=h100:8", flag]
+    assert run_script(monkeypatch, script, "--config=configs/quickstart.py", *flags) == 2
+    assert MISTAKES[flag] in capsys.readouterr().err
