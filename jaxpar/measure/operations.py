@@ -129,7 +129,7 @@ def _nbytes(variable: Any) -> int:
 
 def _called(equation: core.JaxprEqn) -> core.Jaxpr | None:
     """Return the jaxpr that an equation calls once with its own operands; None if it calls none, or differently."""
-    if equation.primitive.name in ("scan", "while", "cond", "shard_map"):
+    if equation.primitive.name in ("scan", "while", "cond"):
         return None
     for value in equation.params.values():
         if isinstance(value, core.ClosedJaxpr):

@@ -14,7 +14,7 @@ import jaxpar
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import models, optimizer, strategies, tasks
-from jaxpar.analysis.planner import report, search
+from jaxpar.analysis.planner import report, search, updates
 from jaxpar.analysis.planner.layers import TracedLayers
 from jaxpar.analysis.planner.machine import CpuMachine, GpuMachine
 from jaxpar.analysis.planner.predict import (
@@ -23,7 +23,6 @@ from jaxpar.analysis.planner.predict import (
     pipeline_costs,
     replicas_costs,
     sending_clocks,
-    update_seconds,
 )
 from jaxpar.analysis.rates import EFFICIENCY, HOP_SECONDS
 from jaxpar.cluster import Cluster
@@ -36,6 +35,7 @@ from jaxpar.pipeline.tables.periodic import periodic_table
 from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table
 from jaxpar.pipeline.tables.simulate import Times, lockstep
 from jaxpar.plan import Traffic
+from jaxpar.state import nbytes
 from jaxpar.step import Problem
 from scripts import plan as script
 from tests.runs import run_script
@@ -118,7 +118,7 @@ def test_exposed_communication() -> None:
 
     def exposed(*, is_scanned: bool) -> float:
         return replicas_costs(
-            layers, cluster, axes, 1, sent, NO_STATE, is_scanned=is_scanned, gathers_layers=False
+            layers, cluster, axes, 1, sent, NO_STATE, 0.0, is_scanned=is_scanned, gathers_layers=False
         ).exposed
 
     assert exposed(is_scanned=False) == pytest.approx(0.01, rel=0.01)  # that of the last layer
@@ -128,15 +128,15 @@ def test_exposed_communication() -> None:
 def test_steps_add_up() -> None:
     state = StateBytes(1e9, 2e9, 1e9)
     costs = replicas_costs(
-        [layer(0.01, stash=5e8)], GPUS, {DATA: 16, STAGE: 1}, 4, [], state, is_scanned=False, gathers_layers=False
+        [layer(0.01, stash=5e8)], GPUS, {DATA: 16, STAGE: 1}, 4, [], state, 8e9, is_scanned=False, gathers_layers=False
     )
     assert costs.compute == pytest.approx(4 * (0.03 + GPUS.moved(3e9, 1)))
-    assert costs.update == update_seconds(GPUS, state, 16) == pytest.approx(GPUS.moved(8e9, 1))
+    assert costs.update == pytest.approx(GPUS.moved(8e9, 1))
     assert costs.seconds == pytest.approx(costs.compute + costs.update)
     table = make_table("1f1b", num_devices=2, num_microbatches=4, num_chunks=1)
     layers = [layer(0.01, output=HOST * 1e-3)] * 4
     axes = {DATA: 8, STAGE: 2}
-    piped = pipeline_costs(layers, GPUS, axes, table, (0, 2, 4), [], [NO_STATE] * 2)
+    piped = pipeline_costs(layers, GPUS, axes, table, (0, 2, 4), [], [NO_STATE] * 2, 0.0)
     assert piped.compute == pytest.approx(4 * 2 * 0.03)
     total = piped.compute + piped.waiting + piped.exposed + piped.update
     assert piped.seconds == pytest.approx(total)
@@ -312,3 +312,16 @@ def test_mistakes(flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     flags = [flag] if "cluster" in flag else ["--cluster=h100:8", flag]
     assert run_script(monkeypatch, script, "--config=configs/quickstart.py", *flags) == 2
     assert MISTAKES[flag] in capsys.readouterr().err
+
+
+def test_updates(space: search.Space) -> None:
+    """An update of AdamW moves 8 times the bytes of the parameters; ZeRO moves an eighth of some of them."""
+    params = nbytes(space.problem.model.shapes)
+    whole = updates.update_bytes(space.problem) / updates.REPEATED / params
+    assert whole == pytest.approx(2 + 4 + 2, rel=0.01)  # parameters, two moments, gradients and their norm
+    of_exchange = {}
+    for name in ("ddp", "zero1", "zero3"):
+        plan = search.plan_of(space, {"strategy": "data_parallel", "exchange": name})
+        assert not isinstance(plan, str)
+        of_exchange[name] = search.update_of(space, plan) / updates.REPEATED / params
+    assert of_exchange["zero3"] < 2 < of_exchange["zero1"] <= of_exchange["ddp"]

@@ -25,7 +25,6 @@ from jaxpar.plan import Traffic
 # weights: compiled programs of GPT-2 124M for H100s with and without a scan differ by this much.
 SCAN_OF_STASH, SCAN_OF_WEIGHTS = 6.5, 16.0
 GATHER_PASSES = 40.0  # the same for the parameters that zero3 packs into vectors, which it sends, and unpacks
-UPDATE_PASSES = {"parameters": 2, "optimizer": 2, "gradients": 2}  # how often an update reads or writes a byte of them
 
 
 class StepCosts(NamedTuple):
@@ -60,12 +59,6 @@ class StateBytes(NamedTuple):
     gradients: float
 
 
-def update_seconds(machine: Machine, state: StateBytes, num_devices: int) -> float:
-    """Return the time of an update of the state on a device."""
-    nbytes = sum(UPDATE_PASSES[name] * value for name, value in state._asdict().items())
-    return machine.moved(nbytes, num_devices)
-
-
 def replicas_costs(
     layers: Sequence[LayerProfile],
     machine: Machine,
@@ -73,6 +66,7 @@ def replicas_costs(
     accumulation: int,
     traffic: Sequence[Traffic],
     state: StateBytes,
+    update_bytes: float,
     *,
     is_scanned: bool,
     gathers_layers: bool,
@@ -86,6 +80,7 @@ def replicas_costs(
       accumulation: microbatches per step.
       traffic: what a device sends in a step.
       state: the state on a device.
+      update_bytes: what an update moves on a device.
       is_scanned: whether the blocks are computed by a scan.
       gathers_layers: whether the parameters are gathered layer by layer (zero3).
     """
@@ -107,7 +102,7 @@ def replicas_costs(
     if machine.overlaps:
         hidden = sum(layer.backward_s for layer in layers[:1]) if is_scanned else backward
         exposed = max(gather - compute, 0.0) + max(reduce - hidden, reduce / len(layers))
-    update = update_seconds(machine, state, n)
+    update = machine.moved(update_bytes, n)
     working = max(layer.stash_bytes + layer.output_bytes for layer in layers)
     return StepCosts(
         machine.started(n) + compute + exposed + update, compute, 0.0, exposed, update, sum(state) + stash + working
@@ -122,6 +117,7 @@ def pipeline_costs(
     bounds: Sequence[int],
     traffic: Sequence[Traffic],
     states: Sequence[StateBytes],
+    update_bytes: float,
 ) -> StepCosts:
     """Return the costs of a pipeline; of a step in the steady state, if it never drains.
 
@@ -133,6 +129,7 @@ def pipeline_costs(
       bounds: first layer of each stage, and the number of layers.
       traffic: what a device sends over the data axis in a step.
       states: the state on each device.
+      update_bytes: what an update moves on the fullest device.
     """
     stages = [layers[first:end] for first, end in pairwise(bounds)]
     clocks = clock_seconds(table, stage_times(stages))
@@ -144,7 +141,7 @@ def pipeline_costs(
     transfer = machine.collective(Traffic("collective-permute", "", STAGE, sent, 1), axes)
     transfers = sends * transfer
     exchange = sum(machine.collective(one, axes) for one in traffic if one.axis == DATA)
-    update = max(update_seconds(machine, state, table.num_devices * replicas) for state in states)
+    update = machine.moved(update_bytes, table.num_devices * replicas)
     clocks_s = float(of_clocks.sum()) + len(clocks) * machine.clock_seconds
     exposed = exchange + transfers
     nbytes = max(map(sum, states)) + activation_bytes(table, stages, sent)

@@ -15,6 +15,7 @@ from jaxpar import strategies
 from jaxpar.analysis.planner.layers import KINDS_OF_REMAT, Layers
 from jaxpar.analysis.planner.machine import Machine
 from jaxpar.analysis.planner.predict import StateBytes, StepCosts, pipeline_costs, replicas_costs
+from jaxpar.analysis.planner.updates import exchange_bytes, update_bytes
 from jaxpar.exchange.presets import EXCHANGES, exchange_differs
 from jaxpar.exchange.reduce import ring_traffic
 from jaxpar.mesh import DATA, STAGE
@@ -25,6 +26,7 @@ from jaxpar.pipeline.tables.table import Table
 from jaxpar.plan import Plan
 from jaxpar.state import abstract_state, nbytes
 from jaxpar.step import Problem
+from jaxpar.strategies.replicas import ReplicaDetails
 
 Settings = Mapping[str, Any]  # dotted key of the config -> value
 LARGEST_TABLE = 20_000  # devices x microbatches of the largest table that is made
@@ -99,10 +101,18 @@ def with_settings(config: ConfigDict, settings: Settings) -> ConfigDict:
     return changed
 
 
-def state_ratio(problem: Problem) -> float:
-    """Return the bytes of the optimizer state / the bytes of the parameters."""
+class StateRatios(NamedTuple):
+    """Bytes for each byte of the parameters: of the optimizer state, and that an update moves."""
+
+    optimizer: float
+    update: float
+
+
+def state_ratios(problem: Problem) -> StateRatios:
+    """Return the ratios of a problem."""
     state = abstract_state(problem.model, problem.optimizer)
-    return nbytes(state.optimizer) / nbytes(state.params)
+    params = nbytes(state.params)
+    return StateRatios(nbytes(state.optimizer) / params, update_bytes(problem) / params)
 
 
 def powers(most: int) -> list[int]:
@@ -125,13 +135,14 @@ def _of_replicas(space: Space) -> Iterator[Candidate]:
         plan = plan_of(space, settings)
         if isinstance(plan, str):
             continue
+        update = update_of(space, plan)
         for remat in KINDS_OF_REMAT:
             for scan in ("auto", False) if space.machine.overlaps and not _gathers_layers(plan) else ("auto",):
                 steps = [steps for steps in powers(batch // n) if batch % (n * steps) == 0]
                 best: Candidate | None = None
                 for number in steps:
                     more = {"model.remat": remat, "model.scan_layers": scan, "optimizer.accumulation_steps": number}
-                    best = replicas_candidate(space, name, {**settings, **more}, plan)
+                    best = replicas_candidate(space, name, {**settings, **more}, plan, update)
                     if best.fits:
                         break
                 if best is not None:
@@ -153,20 +164,37 @@ def plan_of(space: Space, settings: Settings) -> Plan[Any] | str:
 
 def _gathers_layers(plan: Plan[Any]) -> bool:
     """Return whether a plan gathers the parameters layer by layer, which is done in a scan on GPUs."""
-    exchange = getattr(plan.details, "exchange", None)
-    return exchange is not None and exchange.fetch is not None
+    return has_exchange(plan) and plan.details.exchange.fetch is not None
 
 
-def replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[Any]) -> Candidate:
-    """Return a candidate without stages, with the plan of its exchange."""
+def update_of(space: Space, plan: Plan[Any]) -> float:
+    """Return the bytes that an update of replicas moves on a device."""
+    return exchange_bytes(space.problem, plan) if has_exchange(plan) else update_bytes(space.problem)
+
+
+def has_exchange(plan: Plan[Any]) -> bool:
+    """Return whether the program of a replica contains the exchange; otherwise XLA or the host adds it."""
+    return isinstance(plan.details, ReplicaDetails)
+
+
+def replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[Any], update: float) -> Candidate:
+    """Return a candidate without stages.
+
+    Args:
+      space: what is searched.
+      name: its name.
+      settings: its settings.
+      plan: the plan of its exchange, without accumulation.
+      update: the bytes of `update_of`.
+    """
     accumulation, remat = settings["optimizer.accumulation_steps"], settings["model.remat"]
-    exchange = getattr(plan.details, "exchange", None)
+    exchange = plan.details.exchange if has_exchange(plan) else None
     traffic = plan.traffic
-    if exchange is not None:
+    if exchange:
         read = space.problem.model.read_shapes(space.problem.batch) if exchange.fetch else space.problem.model.shapes
         traffic = tuple(exchange.traffic(read, accumulation))
     gathers_layers = _gathers_layers(plan)
-    shards = exchange is not None and (exchange.fetch or exchange.scatter)
+    shards = exchange and (exchange.fetch or exchange.scatter)
     memory = plan.memory[0]
     params, optimizer = memory["parameters"], sum(memory.values()) - memory["parameters"]
     gradients = params if gathers_layers or not shards else params / plan.num_replicas
@@ -177,6 +205,7 @@ def replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[A
         accumulation,
         traffic,
         StateBytes(params, optimizer, gradients),
+        update,
         is_scanned=settings["model.scan_layers"] is not False and space.machine.overlaps,
         gathers_layers=gathers_layers,
     )
@@ -188,7 +217,7 @@ def replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[A
 
 def _of_pipelines(space: Space) -> Iterator[Candidate]:
     n, batch, num_layers = space.num_devices, space.config.batch_size, len(space.problem.model.layers)
-    ratio = state_ratio(space.problem)
+    ratios = state_ratios(space.problem)
     for stages in (number for number in range(2, min(n, num_layers) + 1) if n % number == 0):
         replicas = n // stages
         if batch % replicas:
@@ -200,7 +229,7 @@ def _of_pipelines(space: Space) -> Iterator[Candidate]:
                 table = _table(schedule, stages, number)
                 if table is not None and table.num_stages <= num_layers:
                     for remat in KINDS_OF_REMAT:
-                        yield pipeline_candidate(space, schedule, table, remat, replicas, ratio)
+                        yield pipeline_candidate(space, schedule, table, remat, replicas, ratios)
 
 
 @cache
@@ -212,8 +241,10 @@ def _table(schedule: str, num_devices: int, num_microbatches: int) -> Table | No
     return make_table(schedule, **sizes)
 
 
-def pipeline_candidate(space: Space, schedule: str, table: Table, remat: str, replicas: int, ratio: float) -> Candidate:
-    """Return a pipeline. ratio: that of `state_ratio`."""
+def pipeline_candidate(
+    space: Space, schedule: str, table: Table, remat: str, replicas: int, ratios: StateRatios
+) -> Candidate:
+    """Return a pipeline."""
     layers = space.layers.profile(space.config.batch_size // (replicas * table.num_microbatches), remat)
     bounds = balanced_bounds(layers, table.num_stages)
     axes = {DATA: replicas, STAGE: table.num_devices}
@@ -222,10 +253,11 @@ def pipeline_candidate(space: Space, schedule: str, table: Table, remat: str, re
         for stage in of_device:
             weights[device] += sum(layer.weight_bytes for layer in layers[bounds[stage] : bounds[stage + 1]])
     largest = max(weights)  # all devices allocate what the fullest one needs
-    states = [StateBytes(largest, ratio * largest, largest)] * table.num_devices
+    states = [StateBytes(largest, ratios.optimizer * largest, largest)] * table.num_devices
     vectors = len(layers)  # of gradients; the engine packs the arrays of a device
     traffic = [ring_traffic("all-reduce", 2, DATA, replicas, largest, "float32", num_vectors=vectors)]
-    costs = pipeline_costs(layers, space.machine, axes, table, bounds, traffic, states)
+    update = ratios.update * largest
+    costs = pipeline_costs(layers, space.machine, axes, table, bounds, traffic, states, update)
     cuts = ",".join(layers[bound].name for bound in bounds[1:-1])
     settings = {
         "strategy": "pipeline",
@@ -275,7 +307,8 @@ def candidate_of_plan(space: Space, config: ConfigDict, plan: Plan[Any]) -> Cand
         for parts in plan.memory:
             params, optimizer = parts["parameters"], parts.get("optimizer", 0)
             states.append(StateBytes(params, optimizer, params))
-        costs = pipeline_costs(layers_s, space.machine, plan.axes, table, bounds, plan.traffic, states)
+        update = state_ratios(space.problem).update * max(parts["parameters"] for parts in plan.memory)
+        costs = pipeline_costs(layers_s, space.machine, plan.axes, table, bounds, plan.traffic, states, update)
         return Candidate(plan.summary, {}, costs, costs.nbytes <= space.usable_bytes)
     if plan.strategy not in ("single", "data_parallel"):
         return f"config.strategy is {plan.strategy!r}, whose time depends on delays of workers"
@@ -284,4 +317,4 @@ def candidate_of_plan(space: Space, config: ConfigDict, plan: Plan[Any]) -> Cand
         "model.remat": config.model.remat,
         "model.scan_layers": config.model.scan_layers,
     }
-    return replicas_candidate(space, plan.summary, settings, plan)
+    return replicas_candidate(space, plan.summary, settings, plan, update_of(space, plan))
