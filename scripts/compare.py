@@ -52,11 +52,10 @@ SWARM = "swarm"
 NAMES = (REFERENCE, *EXCHANGES, *SCHEDULES, *POLICIES, SWARM)
 LOG = "log.txt"
 NOTES = (
-    "The time of a step is the median without compilation. An emulated strategy takes turns on these devices as a "
-    "simulation in virtual time decides: its time is that of the emulation, and is not compared.",
-    "What a device sends and holds is computed from the plan, and what is in flight during a step is an estimate.",
-    "The last column is what the plan promises, up to rounding. `scripts/certify.py` with the flags of a run and "
-    f"`--output=WORKDIR/STRATEGY/{CERTIFICATE}` measures it, and its verdict is added to the table.",
+    "The time of a step is the median of a run, without compilation. The strategies run one after another, so what "
+    "else runs on the machine changes their ratios. An emulated strategy takes turns on these devices as a simulation "
+    "in virtual time decides: its time is that of the emulation, and is not compared.",
+    "What a device sends and holds follows from the plan, and what is in flight during a step is an estimate.",
 )
 ERROR = re.compile(r"jaxpar: |[\w.]+(Error|Exception)\b")  # start of the line in which a program reports an error
 
@@ -225,13 +224,25 @@ def write(
         f"{loaded.num_steps:,} steps of {config.batch_size} examples, learning rate {config.optimizer.lr:g}, seed "
         f"{config.seed}. Times are measured on {machine}."
     )
-    lines = [header, "", *table.markdown(columns), *(f"\n{note}" for note in NOTES)]
+    notes = [*NOTES, certify_note(planned, arguments)]
+    lines = [header, "", *table.markdown(columns), *(f"\n{note}" for note in notes)]
     figures = {picture.title: pictures.svg(picture) for picture in drawn}
     title = f"{len(outcomes)} strategies, {loaded.problem.task.name} with {config.model.name}"
     files.write_text(workdir / "compare.md", "\n".join(lines) + "\n")
     files.write_text(workdir / "compare.csv", table.csv_text(columns))
-    files.write_text(workdir / "compare.html", page.html_page(title, columns, figures, [header, *NOTES]))
+    files.write_text(workdir / "compare.html", page.html_page(title, columns, figures, [header, *notes]))
     return lines
+
+
+def certify_note(planned: Mapping[str, Planned], arguments: argparse.Namespace) -> str:
+    """Return the note on the last column, with the command that certifies the last strategy."""
+    name, one = list(planned.items())[-1]
+    output = f"--output={arguments.workdir / name / CERTIFICATE}"
+    command = ["scripts/python", "scripts/certify.py", f"--config={arguments.config}", *one.overrides, output]
+    return (
+        "The last column is what the plan promises, up to rounding. Certificates measure it, and their verdicts are "
+        f"added to the column. For {name}: `{shlex.join(command)}`"
+    )
 
 
 def parameters(loaded: build.Loaded) -> int:
