@@ -23,8 +23,7 @@ tbody th { position: sticky; left: 0; }
 td.number { text-align: right; white-space: nowrap; }
 td.text { min-width: 12rem; }
 .pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }
-figure { margin: 0; }
-figure svg { width: 100%; height: auto; }
+.pictures svg { width: 100%; height: auto; }
 code { overflow-wrap: anywhere; }
 """.strip()
 
@@ -38,7 +37,7 @@ def html_page(title: str, columns: Sequence[Column], pictures: Mapping[str, str]
       pictures: SVG elements by their titles.
       notes: lines below the title. Text between two backticks is code.
     """
-    figures = [f"<figure><h2>{escape(name)}</h2>{picture}</figure>" for name, picture in pictures.items()]
+    sections = [f"<section><h2>{escape(name)}</h2>{picture}</section>" for name, picture in pictures.items()]
     lines = [
         "<!DOCTYPE html>",
         '<html lang="en"><head><meta charset="utf-8">',
@@ -53,7 +52,7 @@ def html_page(title: str, columns: Sequence[Column], pictures: Mapping[str, str]
         *(f"<tr>{''.join(cells)}</tr>" for cells in zip(*map(body_cells, columns), strict=True)),
         "</tbody></table></div>",
         '<div class="pictures">',
-        *figures,
+        *sections,
         "</div></body></html>",
     ]
     return "\n".join(lines) + "\n"

@@ -126,7 +126,7 @@ def draw_curves(timed: Mapping[str, Outcome], colors: Mapping[str, str], metric:
 
 
 def _bars(names: Sequence[str]) -> tuple[Figure, Axes]:
-    """Return a figure with a line for each name, from top to bottom."""
+    """Return a picture without bars that has a line for each name, from top to bottom, and its axes."""
     figure = Figure(figsize=(WIDTH, 1 + 0.23 * len(names)), layout="constrained")
     axis = figure.subplots()
     axis.set_yticks(range(len(names)), names)
