@@ -36,7 +36,7 @@ from jaxpar import files, mesh, strategies
 from jaxpar.checkpoint import ledger
 from jaxpar.cluster import Cluster
 from jaxpar.command_line import Parser, integer, names
-from jaxpar.errors import FAILED, exit_code, format_count
+from jaxpar.errors import FAILED, UserError, exit_code, format_count
 from jaxpar.launch.launcher import format_exit, forwarded
 from jaxpar.plan import Plan
 from jaxpar.run import build, metrics
@@ -79,10 +79,15 @@ def main() -> int:
     parser.add_argument("--devices", type=integer(2), help="number of devices (default: all)")
     arguments, overrides = parser.parse_with_overrides()
     jax.config.update("jax_platforms", "cpu")  # runs need the memory of the GPUs
-    if configured(arguments.config, overrides).mesh.virtual_cpu_devices and arguments.devices:
+    virtual = configured(arguments.config, overrides).mesh.virtual_cpu_devices
+    if virtual and arguments.devices:
         overrides.append(f"--config.mesh.virtual_cpu_devices={arguments.devices}")
     cluster = find_cluster_apart(arguments.config, overrides)
     num_devices = arguments.devices or cluster.num_devices
+    if num_devices < 2:
+        raise UserError(
+            f"config.mesh.virtual_cpu_devices is {virtual}; it must be at least 2, because this machine has one device"
+        )
     wanted = [name for name in NAMES if name in {REFERENCE, *arguments.strategies}]
     settings = {name: [*overrides, *strategy_settings(name, num_devices)] for name in wanted}
     all_configs = {name: configured(arguments.config, of_strategy) for name, of_strategy in settings.items()}

@@ -426,6 +426,14 @@ def test_mistakes(
     assert not (tmp_path / "runs").exists()
 
 
+def test_one_device_is_not_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compare, "find_cluster_apart", lambda *_: cluster.named_cluster("cpu", 1))
+    _, message = script_error(monkeypatch, capsys, compare, *flags(tmp_path))
+    assert message.startswith("config.mesh.virtual_cpu_devices is 0; it must be at least 2, ")
+
+
 CHILD = """
 import signal, sys, time
 print("ready", flush=True)

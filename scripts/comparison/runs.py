@@ -35,7 +35,7 @@ def check_settings(config: ConfigDict, workdir: Path) -> None:
         return
     changed = "unknown"
     if (workdir / SETTINGS).is_file():
-        before = files.parse_json((workdir / SETTINGS).read_text(), nonfinite=True)
+        before = files.parse_json((workdir / SETTINGS).read_text(), nonfinite=True)  # written atomically
         changed = "; ".join(resume.differences(before, config).values())
     if changed:
         raise UserError(f"{workdir} contains a run with other settings ({changed}); remove it or use a new --workdir")
