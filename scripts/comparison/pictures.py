@@ -83,7 +83,7 @@ def draw_throughput(timed: Mapping[str, Outcome], colors: Mapping[str, str], bat
 
 
 def draw_memory(outcomes: Mapping[str, Outcome], colors: Mapping[str, str]) -> Figure:
-    """Draw two bars in a line for each strategy: the bytes that a device holds, and those in flight during a step."""
+    """Draw two bars in a line for each strategy: the bytes that the plan counts, and those in flight during a step."""
     rows = {name: row for name, row in outcomes.items() if row.device_bytes}
     figure, axis = _bars(list(rows))
     for place, (name, row) in enumerate(rows.items()):
@@ -91,7 +91,7 @@ def draw_memory(outcomes: Mapping[str, Outcome], colors: Mapping[str, str]) -> F
         axis.barh(place, held / 1e6, color=colors[name])
         bar = axis.barh(place, more / 1e6, left=held / 1e6, color=colors[name], alpha=0.4)
         axis.bar_label(bar, [format_bytes(held + more)], padding=3, fontsize=8)
-    axis.set_xlabel("MB: held during the whole training (solid), in flight during a step (light, estimated)")
+    axis.set_xlabel("MB: state and stashes, from the plan (solid); in flight during a step, estimated (light)")
     axis.margins(x=0.18)
     return figure
 
