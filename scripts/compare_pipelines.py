@@ -38,7 +38,6 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from jaxpar import cluster as clusters
-from jaxpar import config as configs
 from jaxpar import data, files, mesh, strategies
 from jaxpar.cluster import Cluster, Link
 from jaxpar.command_line import Parser, choice, integer, names, number
@@ -50,7 +49,7 @@ from jaxpar.pipeline.search.layer_profile import LARGEST_VALUE, LayerProfile
 from jaxpar.pipeline.tables.simulate import Times, simulate_table, steady_bubble_rate, work
 from jaxpar.pipeline.tables.table import Table
 from jaxpar.run import build, metrics
-from scripts.compare_updates import finish_run
+from scripts.comparison.runs import configured, finish_run
 from scripts.profile_layers import estimate_layers
 
 DDP = "ddp"
@@ -157,13 +156,6 @@ def case_settings(name: str, num_devices: int, num_microbatches: int) -> list[st
             "pipeline.num_microbatches": 1 if name == UNSPLIT else num_microbatches,
         }
     return [f"--config.{key}={value}" for key, value in settings.items()]
-
-
-def configured(name: str, overrides: Sequence[str]) -> ConfigDict:
-    """Return a config with overrides."""
-    config = configs.load_config(name)
-    configs.override(config, overrides)
-    return config
 
 
 def make_run(config: ConfigDict, workdir: Path) -> build.Run:

@@ -20,7 +20,6 @@ changes them.
 """
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,13 +30,13 @@ import numpy as np
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-from jaxpar import config as configs
 from jaxpar import files, tasks
 from jaxpar.asynchronous import table
 from jaxpar.command_line import Parser, integer, names, number
-from jaxpar.errors import TrainingError, UserError, exit_code
+from jaxpar.errors import TrainingError, exit_code
 from jaxpar.run import metrics
 from jaxpar.tasks import Score
+from scripts.comparison.runs import UNTESTED, configured, finish_run
 
 # By name: overrides of config.asynchronous. The cases with a + are mitigations of async. RATE also divides
 # config.optimizer.lr by the number of workers, whatever the staleness of a gradient.
@@ -57,10 +56,6 @@ CASES: dict[str, tuple[str, ...]] = {
     "async+clip_by_staleness": ("policy=async", "mitigations=clip_by_staleness", "max_norm=1.0"),
     "async+corrected_momentum": ("policy=async", "mitigations=corrected_momentum"),
 }
-
-
-UNTESTED = Score("train_loss", ".4f")  # metric by which runs without a test split are compared
-DIVERGED = 1  # exit code of a run that diverged
 
 
 class Outcome(NamedTuple):
@@ -97,8 +92,7 @@ def main() -> None:
         "--cases", type=names(CASES), default=list(CASES), help=f"some of {', '.join(CASES)} (default: all)"
     )
     arguments, overrides = parser.parse_with_overrides()
-    config = configs.load_config(arguments.config)
-    configs.override(config, overrides)
+    config = configured(arguments.config, overrides)
     score = tasks.find_task(config).score
     base = ["--config.strategy=async_data_parallel", f"--config.asynchronous.num_workers={arguments.workers}"]
     outcomes: dict[tuple[str, float], Outcome] = {}
@@ -131,22 +125,6 @@ def train(config: str, workdir: Path, overrides: list[str]) -> Outcome:
     ends = made.finish[np.searchsorted(made.step, np.arange(1, made.step[-1] + 2)) - 1]  # end of each step
     result = json.loads((workdir / "result.json").read_text())
     return Outcome(steps, losses, ends[steps - 1], result, len(made.finish) / float(made.finish[-1]))
-
-
-def finish_run(config: str, workdir: Path, overrides: list[str]) -> bool:
-    """Start or resume the run if it is not finished, and return whether it is now; otherwise it diverged."""
-    asked_file = workdir / "arguments.json"
-    asked = json.dumps([f"--config={config}", *overrides], indent=1) + "\n"
-    if (workdir / "config.json").exists() and (not asked_file.is_file() or asked_file.read_text() != asked):
-        raise UserError(f"{workdir} contains a run with other settings; remove it or use a new --workdir")
-    workdir.mkdir(parents=True, exist_ok=True)
-    files.write_text(asked_file, asked)
-    if not (workdir / "result.json").is_file():
-        command = [sys.executable, "-m", "jaxpar.main", f"--config={config}", f"--workdir={workdir}", *overrides]
-        done = subprocess.run(command, stdout=subprocess.DEVNULL)
-        if done.returncode not in (0, DIVERGED):
-            sys.exit(done.returncode)  # the run has printed the reason
-    return (workdir / "result.json").is_file()
 
 
 def rows(outcomes: dict[tuple[str, float], Outcome], score: Score) -> list[str]:

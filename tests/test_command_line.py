@@ -8,7 +8,7 @@ import pytest
 from jaxpar.command_line import Parser, integer, names, number, split_overrides
 from jaxpar.errors import TrainingError, UserError, exit_code
 from jaxpar.launch import launcher
-from scripts import audit, certify, compare_updates, draw, export, export_hf, simulate
+from scripts import audit, certify, compare, compare_updates, draw, export, export_hf, simulate
 from scripts.bench import peers, pipeline
 
 CONFIG = "--config is missing; it must be set, as in --config=configs/quickstart.py"
@@ -27,6 +27,7 @@ MISTAKES: list[tuple[ModuleType, list[str], str]] = [
     (audit, ["--config=x", "y"], f"'y' is not an argument; it must be a flag that --help lists{OVERRIDE}"),
     (certify, ["--num_steps=10", "--config.seed=1"], CONFIG),
     (certify, ["--num_steps=0.5"], "--num_steps is '0.5'; it must be an integer"),
+    (compare, ["--strategies=ddp"], CONFIG.replace("quickstart", "compare_bert")),
     (compare_updates, ["--cases=sync"], CONFIG),
     (compare_updates, ["--workers=0"], "--workers is 0; it must be at least 1"),
     (compare_updates, ["--slowdown=nan"], "--slowdown is 'nan'; it must be a number of at least 1"),

@@ -164,14 +164,14 @@ def verify(directory: Path, batches: PlannedBatches, num_steps: int, in_flight: 
     first_step, size = lines[0].start, batches.steps_per_epoch
     is_begun_later = lines[0].stop == first_step
     check_steps(lines[is_begun_later:], first_step if is_begun_later else 0, num_steps, batches.batch_size)
+    used = _by_epoch(lines)
     every = np.arange(batches.examples_per_epoch)
     digest_of_every = digest_examples(every)
     for epoch in range(first_step // size, -(-num_steps // size)):
         start, stop = max(first_step, epoch * size), min(num_steps, (epoch + 1) * size)
         whole = stop - start == size
         expected = every if whole else batches.planned(start, stop)
-        of_epoch = [line for line in lines if line.epoch == epoch]
-        count, got = sum(line.examples for line in of_epoch), sum(line.digest for line in of_epoch) % 2**64
+        count, got = used.get(epoch, (0, 0))
         if count != len(expected):
             raise TrainingError(f"ledger: epoch {epoch} used {count} examples; it must have used {len(expected)}")
         if got != (digest_of_every if whole else digest_examples(expected)):
@@ -183,6 +183,19 @@ def verify(directory: Path, batches: PlannedBatches, num_steps: int, in_flight: 
     last = f"the last {number} batches are" if number > 1 else "the last batch is"
     still = f"; {last} still in flight" if number else ""
     return f"every example of {' and '.join(covered)} was used exactly once{since}{still}"
+
+
+def used_examples(directory: Path) -> dict[int, tuple[int, int]]:
+    """Return the number of examples that each epoch used, and their digest. Raises UserError for invalid lines."""
+    return _by_epoch([line for path in directory.glob("*.jsonl") for line in _read(path)])
+
+
+def _by_epoch(lines: list[Line]) -> dict[int, tuple[int, int]]:
+    total: dict[int, tuple[int, int]] = {}
+    for line in lines:
+        count, digest = total.get(line.epoch, (0, 0))
+        total[line.epoch] = (count + line.examples, (digest + line.digest) % 2**64)
+    return total
 
 
 def check_steps(lines: list[Line], first_step: int, num_steps: int, batch_size: int) -> None:

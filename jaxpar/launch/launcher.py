@@ -25,7 +25,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TextIO
 
 from jaxpar.command_line import EXAMPLE, Parser, integer, missing
 from jaxpar.errors import FAILED, HANGS, USER_ERROR, UserError, exit_code, is_failure
@@ -39,6 +40,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 ORDER = {HANGS: 0, USER_ERROR: 1, -signal.SIGABRT: 3}
 NOISE = "[Gloo] Rank "  # prefix of lines that Gloo prints about its connections
 POLL_SECONDS = 0.05
+MAX_FORWARDED = 2  # signals that are forwarded; another one kills the processes
 
 
 def main() -> int:
@@ -138,20 +140,7 @@ class Group:
             raise
 
     def _start(self, command: list[str], environment: dict[str, str]) -> None:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the process unblocks them: signals.Ending
-        try:
-            process = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                start_new_session=True,  # only the launcher receives a Ctrl-C from the terminal
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        process = start_process(command, environment, subprocess.PIPE)
         self._processes.append(process)
         printer = threading.Thread(target=show, args=(len(self._printers), process), daemon=True)
         printer.start()
@@ -172,7 +161,7 @@ class Group:
             while True:
                 for number in signals[sent:]:
                     sent += 1
-                    self._send(number if sent <= 2 else signal.SIGKILL)
+                    self._send(number if sent <= MAX_FORWARDED else signal.SIGKILL)
                 codes = [process.poll() for process in self._processes]
                 ended = [(number, code) for number, code in enumerate(codes) if code is not None]
                 failed = [(number, code) for number, code in ended if is_failure(code)]
@@ -211,6 +200,24 @@ def end_with_launcher() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(launcher):  # the launcher ended before the call of prctl
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def start_process(command: list[str], environment: Mapping[str, str], output: int | TextIO) -> "subprocess.Popen[str]":
+    """Start a process of scripts/train whose signals this process forwards, and whose output goes to `output`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the process unblocks them: signals.Ending
+    try:
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # only this process receives a Ctrl-C from the terminal
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def show(number: int, process: "subprocess.Popen[str]") -> None:

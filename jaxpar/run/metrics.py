@@ -123,7 +123,9 @@ class Progress:
             words += f"  {format_count(int(skipped), 'step')} skipped"
         elif "loss" not in metrics:
             words = f"no loss yet, the pipeline is filling{words}"
-        self.print_line("  ".join(filter(None, [f"step {step}/{self._total}", words.strip(), f"{_clock(left)} left"])))
+        self.print_line(
+            "  ".join(filter(None, [f"step {step}/{self._total}", words.strip(), f"{format_clock(left)} left"]))
+        )
 
     def print_line(self, text: str) -> None:
         """Print a line above the progress bar."""
@@ -167,6 +169,7 @@ def format_metrics(metrics: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
-def _clock(seconds: float) -> str:
+def format_clock(seconds: float) -> str:
+    """Format a duration as `1:23`, or as `1:23:45` from one hour on."""
     minutes, seconds = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}" if minutes >= 60 else f"{minutes}:{seconds:02d}"

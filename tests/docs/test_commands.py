@@ -43,6 +43,7 @@ NOT_RUN = {
     "scripts/python scripts/audit.py": "compiles, and the temporary memory depends on the flags of XLA",
     "scripts/python scripts/bench": "measures",
     "scripts/python scripts/certify.py": "trains",
+    "scripts/python scripts/compare.py": "trains",
     "scripts/python scripts/compare_pipelines.py": "trains",
     "scripts/python scripts/compare_updates.py": "trains",
     "scripts/python scripts/export": "needs a run",

@@ -1,0 +1,259 @@
+"""Trains a config with every strategy, and compares their time, traffic, memory and accuracy.
+
+    scripts/python scripts/compare.py --config=configs/compare_bert.py [--workdir=runs/compare]
+        [--strategies=ddp,gpipe,..] [--devices=2] [--config.KEY=VALUE ...]
+
+Each strategy is a run of the training binary in WORKDIR/STRATEGY, with the same examples in the same order and the same
+seed. Finished runs are kept, and unfinished ones are resumed. `single`, the reference, is always one of them. The
+settings of a strategy override those of the config and the command line.
+
+The script writes a table as WORKDIR/compare.md and WORKDIR/compare.csv, pictures as WORKDIR/*.png, and both as the page
+WORKDIR/compare.html, which needs no other file. docs/strategies.md explains the columns. A strategy that fails is in
+the table with the reason.
+
+Exit codes: 0 if all strategies have results; 1 if some failed; 2 for invalid arguments; 130 for a Ctrl-C, which stops
+the current run after it has saved its state.
+"""
+
+import argparse
+import multiprocessing
+import os
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from jaxpar import cluster as clusters
+from jaxpar import files, mesh, strategies
+from jaxpar.checkpoint import ledger
+from jaxpar.cluster import Cluster
+from jaxpar.command_line import Parser, integer, names
+from jaxpar.errors import FAILED, UserError, exit_code, format_count
+from jaxpar.launch.launcher import format_exit, forwarded
+from jaxpar.plan import Plan
+from jaxpar.run import build, metrics
+from scripts.comparison import page, pictures, table
+from scripts.comparison.results import CERTIFICATE, find_score, read_outcome, run_seconds
+from scripts.comparison.runs import check_settings, configured, is_finished, prepare_run, run_logged
+from scripts.comparison.table import REFERENCE, Outcome, format_seconds
+
+EXCHANGES = ("dp", "ddp", "horovod", "byteps", "bagua_bytegrad", "zero1", "zero2", "zero3", "onebit_adam")
+SCHEDULES = ("model_parallel", "gpipe", "1f1b", "zb_h1", "pipedream", "pipedream_2bw")
+POLICIES = ("async", "ssp")
+SWARM = "swarm"
+NAMES = (REFERENCE, *EXCHANGES, *SCHEDULES, *POLICIES, SWARM)
+LOG = "log.txt"
+NOTES = (
+    "The time of a step is the median of a run, without compilation. The strategies run one after another, so what "
+    "else runs on the machine changes their ratios. An emulated strategy takes turns on these devices as a simulation "
+    "in virtual time decides: its time is that of the emulation, and is not compared.",
+    "What a device sends and holds follows from the plan, and what is in flight during a step is an estimate.",
+)
+ERROR = re.compile(r"jaxpar: |[\w.]+(Error|Exception)\b")  # start of the line in which a program reports an error
+
+
+class Planned(NamedTuple):
+    """A strategy of the comparison: its overrides, its config, and its plan, or the reason why there is none."""
+
+    overrides: list[str]
+    config: ConfigDict
+    plan: Plan[Any] | str
+
+
+def main() -> int:
+    """Train all strategies, and write the table, the pictures and the page."""
+    parser = Parser(__doc__)
+    parser.require("--config", "--config=configs/compare_bert.py", help="config file as PATH[:PRESET]")
+    parser.add_argument("--workdir", type=Path, default=Path("runs/compare"), help="directory of the runs")
+    parser.add_argument(
+        "--strategies", type=names(NAMES), default=list(NAMES), help=f"some of {', '.join(NAMES)} (default: all)"
+    )
+    parser.add_argument("--devices", type=integer(2), help="number of devices (default: all)")
+    arguments, overrides = parser.parse_with_overrides()
+    jax.config.update("jax_platforms", "cpu")  # runs need the memory of the GPUs
+    virtual = configured(arguments.config, overrides).mesh.virtual_cpu_devices
+    if virtual and arguments.devices:
+        overrides.append(f"--config.mesh.virtual_cpu_devices={arguments.devices}")
+    cluster = find_cluster_apart(arguments.config, overrides)
+    num_devices = arguments.devices or cluster.num_devices
+    if num_devices < 2:
+        raise UserError(
+            f"config.mesh.virtual_cpu_devices is {virtual}; it must be at least 2, because this machine has one device"
+        )
+    wanted = [name for name in NAMES if name in {REFERENCE, *arguments.strategies}]
+    settings = {name: [*overrides, *strategy_settings(name, num_devices)] for name in wanted}
+    all_configs = {name: configured(arguments.config, of_strategy) for name, of_strategy in settings.items()}
+    for name, config in all_configs.items():
+        check_settings(config, arguments.workdir / name)
+    loaded = load(all_configs[REFERENCE], cluster)
+    planned = {
+        name: Planned(settings[name], config, strategies.possible(config, loaded.problem, cluster))
+        for name, config in all_configs.items()
+    }
+    outcomes = train_all(planned, arguments.config, arguments.workdir, loaded)
+    lines = write(outcomes, planned, arguments, loaded, describe_machine(cluster, num_devices))
+    print("\n".join(["", *lines, "", f"page      {arguments.workdir}/compare.html"]))
+    return FAILED if any(row.failed for row in outcomes.values()) else 0
+
+
+def find_cluster_apart(config: str, overrides: list[str]) -> Cluster:
+    """Return the devices of this machine. They are found in another process, which then releases them."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(find_cluster_of, config, overrides).result()
+
+
+def find_cluster_of(config: str, overrides: list[str]) -> Cluster:
+    """Return the devices that a run of this config would find."""
+    mesh.prepare_jax(configured(config, overrides), Path())
+    return clusters.find_cluster()
+
+
+def describe_machine(cluster: Cluster, num_devices: int) -> str:
+    """Return the devices of the comparison: `2 CPU cores (2 virtual devices)`, or `8 x Tesla V100-SXM2-32GB`."""
+    if cluster.platform != "cpu":
+        return f"{num_devices} x {cluster.device_kind}"
+    return f"{format_count(os.cpu_count() or 1, 'CPU core')} ({format_count(num_devices, 'virtual device')})"
+
+
+def strategy_settings(name: str, num_devices: int) -> list[str]:
+    """Return the overrides that select a strategy of NAMES on this number of devices."""
+    settings: dict[str, object] = {"exchange": "ddp", "mesh.data": num_devices, "mesh.stage": 1}
+    if name in EXCHANGES:
+        settings |= {"strategy": "data_parallel", "exchange": name}
+    elif name in SCHEDULES:
+        settings |= {"strategy": "pipeline", "pipeline.schedule": name, "mesh.data": 1, "mesh.stage": num_devices}
+    elif name in POLICIES:
+        settings |= {"strategy": "async_data_parallel", "asynchronous.policy": name}
+        settings |= {"asynchronous.num_workers": num_devices}
+    elif name == SWARM:
+        settings |= {"strategy": SWARM, "swarm.peers": num_devices}
+    else:
+        settings |= {"strategy": REFERENCE, "mesh.data": 1}
+    return [f"--config.{key}={value}" for key, value in settings.items()]
+
+
+def load(config: ConfigDict, cluster: Cluster) -> build.Loaded:
+    """Read the data and build the model, which all strategies have in common. Raises UserError for their mistakes."""
+    with tempfile.TemporaryDirectory() as folder:
+        build.check_run(config, Path(folder), cluster)
+        return build.load_parts(config, Path(folder), cluster)
+
+
+def train_all(planned: Mapping[str, Planned], config: str, workdir: Path, loaded: build.Loaded) -> dict[str, Outcome]:
+    """Train all strategies, one after another, and return the outcomes. Raises KeyboardInterrupt after a signal."""
+    outcomes: dict[str, Outcome] = {}
+    signals: list[int] = []
+    with forwarded(signals):
+        for number, (name, one) in enumerate(planned.items(), start=1):
+            print(f"row {number} of {len(planned)}  {name}: ", end="", flush=True)
+            outcomes[name] = train(one, config, workdir / name, signals, loaded)
+            if signals:
+                command = " ".join(["scripts/python", *map(shlex.quote, sys.argv)])
+                print(f"stopped\nresume    {command}", flush=True)
+                raise KeyboardInterrupt
+            left = [
+                other
+                for other, its in list(planned.items())[number:]
+                if not isinstance(its.plan, str) and not is_finished(workdir / other)
+            ]
+            seconds = [run_seconds(workdir / other) for other in planned if is_finished(workdir / other)]
+            clock = metrics.format_clock(len(left) * float(np.mean(seconds))) if left and seconds else "0:00"
+            print(f"{describe_outcome(outcomes[name])}; {clock} left", flush=True)
+    return check_examples(outcomes, workdir)
+
+
+def train(one: Planned, config: str, workdir: Path, signals: list[int], loaded: build.Loaded) -> Outcome:
+    """Return the outcome of a strategy, and train it if it is not finished."""
+    if isinstance(one.plan, str):
+        return Outcome(failed=one.plan)
+    command = prepare_run(config, workdir, one.overrides)
+    if not is_finished(workdir):
+        code = run_logged(command, workdir / LOG, signals)
+        if not is_finished(workdir):
+            return Outcome(failed=failure(code, (workdir / LOG).read_text(errors="replace")))
+    return read_outcome(one.config, one.plan, workdir, loaded)
+
+
+def failure(code: int, output: str) -> str:
+    """Return the reason why a run failed: the last line of its output that reports an error, or how it ended."""
+    reported = [line for line in output.splitlines() if ERROR.match(line)]
+    return reported[-1].removeprefix("jaxpar: ") if reported and code > 0 else format_exit(code)
+
+
+def check_examples(outcomes: Mapping[str, Outcome], workdir: Path) -> dict[str, Outcome]:
+    """Return the outcomes, in which a run has failed if its examples are not those of the first one."""
+    used = {name: ledger.used_examples(workdir / name / "ledger") for name, row in outcomes.items() if not row.failed}
+    first = next(iter(used), "")
+    reason = f"the run did not use the same examples as {first}"
+    return {
+        name: Outcome(failed=reason) if name in used and used[name] != used[first] else row
+        for name, row in outcomes.items()
+    }
+
+
+def describe_outcome(outcome: Outcome) -> str:
+    """Return an outcome in one line."""
+    if outcome.failed:
+        return f"failed: {outcome.failed}"
+    return f"{format_seconds(outcome.step_seconds)} per step" if outcome.step_seconds else "not timed"
+
+
+def write(
+    outcomes: Mapping[str, Outcome],
+    planned: Mapping[str, Planned],
+    arguments: argparse.Namespace,
+    loaded: build.Loaded,
+    machine: str,
+) -> list[str]:
+    """Write the table, the pictures and the page, and return the table in Markdown, with its notes."""
+    workdir, config, score = arguments.workdir, planned[REFERENCE].config, find_score(loaded)
+    columns = table.comparison_columns(
+        outcomes, batch_size=config.batch_size, machine=machine, metric=score.key, metric_format=score.format
+    )
+    kinds = {name: one.config.strategy for name, one in planned.items()}
+    drawn = pictures.pictures(
+        outcomes, kinds, batch_size=config.batch_size, machine=machine, metric=loaded.problem.task.curve
+    )
+    for picture in drawn:
+        picture.figure.savefig(workdir / f"{picture.name}.png", dpi=150)
+    header = (
+        f"`{arguments.config}`: {config.model.name} of {parameters(loaded):,} parameters, {config.data.source}, "
+        f"{loaded.num_steps:,} steps of {config.batch_size} examples, learning rate {config.optimizer.lr:g}, seed "
+        f"{config.seed}. Times are measured on {machine}."
+    )
+    notes = [*NOTES, certify_note(planned, arguments)]
+    lines = [header, "", *table.markdown(columns), *(f"\n{note}" for note in notes)]
+    figures = {picture.title: pictures.svg(picture) for picture in drawn}
+    title = f"{len(outcomes)} strategies, {loaded.problem.task.name} with {config.model.name}"
+    files.write_text(workdir / "compare.md", "\n".join(lines) + "\n")
+    files.write_text(workdir / "compare.csv", table.csv_text(columns))
+    files.write_text(workdir / "compare.html", page.html_page(title, columns, figures, [header, *notes]))
+    return lines
+
+
+def certify_note(planned: Mapping[str, Planned], arguments: argparse.Namespace) -> str:
+    """Return the note on the last column, with the command that certifies the last strategy."""
+    name, one = list(planned.items())[-1]
+    output = f"--output={arguments.workdir / name / CERTIFICATE}"
+    command = ["scripts/python", "scripts/certify.py", f"--config={arguments.config}", *one.overrides, output]
+    return (
+        "The last column is what the plan promises, up to rounding. Certificates measure it, and their verdicts are "
+        f"added to the column. For {name}: `{shlex.join(command)}`"
+    )
+
+
+def parameters(loaded: build.Loaded) -> int:
+    """Return the number of parameters of the model."""
+    return sum(leaf.size for leaf in jax.tree.leaves(loaded.problem.model.shapes))
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -1,0 +1,82 @@
+"""Runs of the training binary that a script compares: kept if they are finished, otherwise started or resumed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from jaxpar import config as configs
+from jaxpar import files
+from jaxpar.errors import FAILED, UserError
+from jaxpar.launch.launcher import LAUNCHER, MAX_FORWARDED, POLL_SECONDS, start_process
+from jaxpar.run import resume
+from jaxpar.tasks import Score
+
+UNTESTED = Score("train_loss", ".4f")  # metric by which runs without a test split are compared
+SETTINGS = "settings.json"  # the config that a run was started with, before the run completes it
+
+
+def configured(name: str, overrides: Sequence[str]) -> ConfigDict:
+    """Return the config `PATH[:PRESET]` with overrides."""
+    config = configs.load_config(name)
+    configs.override(config, overrides)
+    return config
+
+
+def check_settings(config: ConfigDict, workdir: Path) -> None:
+    """Raise UserError if the workdir contains a run that was started with another config."""
+    if not (workdir / "config.json").exists():
+        return
+    changed = "unknown"
+    if (workdir / SETTINGS).is_file():
+        before = files.parse_json((workdir / SETTINGS).read_text(), nonfinite=True)  # written atomically
+        changed = "; ".join(resume.differences(before, config).values())
+    if changed:
+        raise UserError(f"{workdir} contains a run with other settings ({changed}); remove it or use a new --workdir")
+
+
+def is_finished(workdir: Path) -> bool:
+    """Return whether the run in the workdir is finished."""
+    return (workdir / "result.json").is_file()
+
+
+def finish_run(config: str, workdir: Path, overrides: list[str]) -> bool:
+    """Start or resume the run if it is not finished, and return whether it is now; otherwise it diverged."""
+    command = prepare_run(config, workdir, overrides)
+    if not is_finished(workdir):
+        done = subprocess.run(command, stdout=subprocess.DEVNULL)
+        if done.returncode not in (0, FAILED):
+            sys.exit(done.returncode)  # the run has printed the reason
+    return is_finished(workdir)
+
+
+def prepare_run(name: str, workdir: Path, overrides: list[str]) -> list[str]:
+    """Record the settings of a run in its workdir, and return its command. Raises UserError if they have changed."""
+    config = configured(name, overrides)
+    check_settings(config, workdir)
+    workdir.mkdir(parents=True, exist_ok=True)
+    files.write_text(workdir / SETTINGS, json.dumps(configs.keys(config), indent=1) + "\n")
+    return [sys.executable, "-m", "jaxpar.main", f"--config={name}", f"--workdir={workdir}", *overrides]
+
+
+def run_logged(command: list[str], log: Path, signals: list[int]) -> int:
+    """Run a command with its output in a file, and return its exit code, or -N if signal N killed it.
+
+    signals: the signals that this process receives (`jaxpar.launch.launcher.forwarded`), which are forwarded. The
+    command does not receive a Ctrl-C from the terminal itself, so it has time to save, and ends with this process.
+    """
+    with log.open("w") as output:
+        process = start_process(command, os.environ | {LAUNCHER: str(os.getpid())}, output)
+    sent = 0
+    while process.poll() is None:
+        for number in signals[sent:]:
+            sent += 1
+            process.send_signal(number if sent <= MAX_FORWARDED else signal.SIGKILL)
+        time.sleep(POLL_SECONDS)
+    return process.returncode

@@ -1,0 +1,483 @@
+"""Tests of scripts/compare.py: the table and its files from outcomes by hand, and which runs are started."""
+
+import csv
+import io
+import json
+import math
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxpar import cluster, files, strategies
+from jaxpar import config as configs
+from jaxpar.checkpoint.ledger import Ledger
+from jaxpar.errors import UserError
+from jaxpar.measure import provenance
+from jaxpar.plan import DelayedUpdates, StageDelay
+from scripts import compare
+from scripts.comparison import results
+from scripts.comparison.page import html_page
+from scripts.comparison.pictures import pictures, svg
+from scripts.comparison.runs import configured, run_logged
+from scripts.comparison.table import Column, Outcome, comparison_columns, csv_text, format_range, markdown, time_columns
+from tests.checkpoint.test_private import VALUES
+from tests.runs import run_script, script_error, small_arguments
+from tests.selection import slow
+
+OUTCOMES = {
+    "single": Outcome(step_seconds=0.2, wire_bytes=0, device_bytes=(8_000_000,), in_flight_bytes=2_000_000, metric=0.5),
+    "ddp": Outcome(
+        step_seconds=0.16,
+        wire_bytes=4_000_000,
+        device_bytes=(8_000_000, 8_000_000),
+        in_flight_bytes=1_000_000,
+        metric=0.504,
+        guarantee="equal to single",
+        certificate="passed, 10 steps",
+        curve=((10, 0.25), (20, 0.5)),
+    ),
+    "gpipe": Outcome(failed="a | b <script>alert(1)</script>"),
+    "async": Outcome(
+        step_seconds=2.5,
+        is_emulated=True,
+        wire_bytes=1,
+        device_bytes=(1_000_000, 3_000_000),
+        in_flight_bytes=0,
+        metric=0.25,
+        staleness=(0.75, 3),
+        guarantee="differs: stale",
+        curve=((10, 0.125),),
+    ),
+}
+
+
+def columns() -> list[Column]:
+    return comparison_columns(OUTCOMES, batch_size=128, machine="2 cores", metric="test_accuracy", metric_format=".1%")
+
+
+def cells_of(lines: Sequence[str]) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split(" | ")] for line in (line[2:-2] for line in lines if line[0] == "|")]
+
+
+def test_the_table() -> None:
+    head, _, single, ddp, gpipe, emulated = cells_of(markdown(columns()))
+    assert head[:4] == ["strategy", "measured time of a step", "measured examples/s", "measured relative to single"]
+    assert head[4:8] == ["sent by a device", "held by a device", "in flight, about", "test accuracy"]
+    assert single[:8] == ["single", "200 ms", "640", "1.00", "0 B", "8 MB", "2 MB", "50.0%"]
+    assert ddp == ["ddp", "160 ms", "800", "1.25", "4 MB", "8 MB", "1 MB", "50.4%", "", "", ddp[-1]]
+    assert ddp[-1] == "equal to single; certified: passed, 10 steps"
+    assert gpipe == ["gpipe", *[""] * 9, r"failed: a \| b <script>alert(1)</script>"]
+    assert emulated[1:6] == ["2.5 s (emulated)", "51", "", "1 B", "1 to 3 MB"]  # not compared with single
+    assert emulated[8:] == ["0.75", "3", "differs: stale"]
+
+
+def test_the_csv_file_has_exact_values() -> None:
+    rows = {row["strategy"]: row for row in csv.DictReader(io.StringIO(csv_text(columns())))}
+    assert list(rows) == list(OUTCOMES)
+    assert float(rows["ddp"]["measured_relative"]) == pytest.approx(1.25)
+    assert (rows["async"]["measured_relative"], rows["async"]["staleness_max"]) == ("", "3")
+    assert (rows["ddp"]["held_bytes"], rows["ddp"]["test_accuracy"]) == ("8000000", "0.504")
+    assert rows["gpipe"]["certificate"] == "failed: a | b <script>alert(1)</script>"
+
+
+def test_times_of_another_origin_are_another_group() -> None:
+    group = time_columns(
+        {"single": 1.0, "ddp": 0.25, "gpipe": None, "async": 2.0}, "predicted for 8 GPUs", batch_size=64
+    )
+    assert [column.name for column in group] == [
+        "predicted_step_seconds",
+        "predicted_examples_per_second",
+        "predicted_relative",
+    ]
+    step, rate, relative = (list(column.cells) for column in group)
+    assert (step, rate) == (["1 s", "250 ms", "", "2 s"], ["64", "256", "", "32"])
+    assert relative == ["1.00", "4.00", "", "0.50"]
+    page = html_page("t", [*columns(), *group], {}, [])
+    assert 'colspan="3">measured on 2 cores</th>' in page
+    assert 'colspan="3">predicted for 8 GPUs</th>' in page
+    assert [column.cells for column in time_columns({"ddp": 2.0}, "x", batch_size=2)][2] == [""]  # without a reference
+
+
+def test_bytes_of_devices() -> None:
+    assert format_range([]) == ""
+    assert format_range([3_000_000, 1_500_000]) == "1.5 to 3 MB"
+    assert format_range([999, 2_000]) == "999 B to 2 kB"
+
+
+class Page(HTMLParser):
+    """Checks that elements end in order, and collects the rows of the table and the attributes of all elements."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.rows: list[list[str]] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.tags: set[str] = set()
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes += attrs
+        if tag not in ("meta",):
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "td" in self.open or "th" in self.open:
+            self.rows[-1][-1] += data
+
+
+def test_the_page_needs_no_other_file_and_escapes_text() -> None:
+    kinds = {"single": "single", "ddp": "data_parallel", "gpipe": "pipeline", "async": "async_data_parallel"}
+    drawn = pictures(OUTCOMES, kinds, batch_size=128, machine="2 cores", metric="accuracy")
+    assert [picture.name for picture in drawn] == ["throughput", "accuracy", "memory"]
+    images = {picture.title: svg(picture) for picture in drawn}
+    text = html_page("a <b> & c", columns(), images, ["code `--x=<y>` ends"])
+    page = Page(text)
+    assert not page.open
+    assert page.tags.isdisjoint({"script", "link", "img", "iframe"})
+    links = [value for name, value in page.attributes if name in ("src", "href", "xlink:href", "action")]
+    assert all(link is not None and link.startswith("#") for link in links)  # parts of the pictures
+    assert "<title>a &lt;b&gt; &amp; c</title>" in text
+    assert "<p>code <code>--x=&lt;y&gt;</code> ends</p>" in text
+    assert "@import" not in text
+    assert "prefers-color-scheme: dark" in text
+    assert text.count("currentColor") > 20  # the text of the pictures has the color of the page
+    body = {row[0]: row for row in page.rows[2:]}
+    assert list(body) == list(OUTCOMES)
+    assert body["gpipe"][-1] == "failed: a | b <script>alert(1)</script>"
+    assert body["ddp"] == [column.cells[1] for column in columns()]
+
+
+def heights(axis: Any) -> list[float]:
+    return [bar.get_width() for bars in axis.containers for bar in bars]
+
+
+def test_pictures_show_the_values_of_the_table() -> None:
+    kinds = {"single": "single", "ddp": "data_parallel", "gpipe": "pipeline", "async": "async_data_parallel"}
+    throughput, accuracy, memory = (
+        picture.figure.axes[0] for picture in pictures(OUTCOMES, kinds, batch_size=128, machine="m", metric="accuracy")
+    )
+    assert heights(throughput) == pytest.approx([640, 800, 51.2])
+    assert heights(memory) == pytest.approx([8, 2, 8, 1, 3, 0])
+    lines = {str(line.get_label()): np.array(line.get_xydata()).tolist() for line in accuracy.lines}
+    assert lines["ddp"] == [[1.6, 0.25], [3.2, 0.5]]  # 10 and 20 steps of 0.16 s
+    assert lines["async (emulated)"] == [[25.0, 0.125]]
+    assert "gpipe" not in lines
+
+
+def problem_of(folder: Path, num_devices: int = 2) -> Any:
+    config = configured("configs/default.py", [*overrides(folder), *compare.strategy_settings("single", num_devices)])
+    return compare.load(config, cluster.named_cluster("cpu", num_devices))
+
+
+def overrides(folder: Path) -> list[str]:
+    return [*small_arguments(folder), *(f"--config.{key}={value}" for key, value in VALUES.items())]
+
+
+def write_run(
+    workdir: Path, *, examples_per_second: float = 64.0, seconds: float = 60, ids: Sequence[int] = range(48)
+) -> None:
+    """Write what a finished run of 2 steps leaves in its workdir."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    result = {"test_accuracy": 0.25, "seconds": {"train": seconds - 10, "compile": 10.0}, "staleness_mean": 0.5}
+    result |= {"staleness_max": 2, "examples_per_second": examples_per_second}
+    (workdir / "result.json").write_text(json.dumps(result))
+    (workdir / "config.json").write_text("{}")
+    rows = [{"step": 1, "split": "train", "accuracy": 0.9}, {"step": 2, "split": "validation", "accuracy": 0.125}]
+    (workdir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    used = Ledger(workdir / "ledger", steps_per_epoch=8, shard=slice(0, 24), first=0)
+    for step, part in enumerate(np.array(ids).reshape(2, -1)):
+        used.add(step, part)
+    used.write()
+
+
+def test_an_outcome_of_a_run(tmp_path: Path) -> None:
+    loaded = problem_of(tmp_path)
+    config = configured("configs/default.py", [*overrides(tmp_path), *compare.strategy_settings("async", 2)])
+    plan = strategies.plan(config, loaded.problem, cluster.named_cluster("cpu", 2))
+    write_run(tmp_path / "run")
+    outcome = results.read_outcome(config, plan, tmp_path / "run", loaded)
+    assert outcome.step_seconds == 24 / 64
+    assert outcome.is_emulated
+    assert outcome.metric == 0.25
+    assert outcome.staleness == (0.5, 2)
+    assert outcome.curve == ((2, 0.125),)
+    assert outcome.guarantee.startswith("differs: async of 2 workers")
+    assert outcome.device_bytes == tuple(plan.device_bytes)
+    assert outcome.wire_bytes == plan.wire_bytes > 0
+    assert outcome.certificate == ""
+    assert results.run_seconds(tmp_path / "run") == 60
+
+
+def test_guarantee_and_staleness_of_plans() -> None:
+    stages = (StageDelay(("a",), 2, (1, 1), (2, 1)), StageDelay(("b",), 0, (0, 0), (0, 0)))
+    exact: Any = SimpleNamespace(differs="older weights", delays=DelayedUpdates(stages, ""))
+    lossy: Any = SimpleNamespace(differs="older weights; lossy", delays=DelayedUpdates(stages, "lossy"))
+    plain: Any = SimpleNamespace(differs="", delays=None)
+    assert results.find_guarantee(exact) == "differs: older weights; equal to one device with the same delays"
+    assert results.find_guarantee(lossy) == "differs: older weights; lossy"
+    assert results.find_guarantee(plain) == "equal to single"
+    assert results.find_staleness(exact, {}) == (0.75, 2)
+    assert results.find_staleness(plain, {}) is None
+
+
+def test_only_virtual_time_is_emulated() -> None:
+    def emulated(*values: str) -> bool:
+        return results.is_emulated(configured("configs/default.py", [f"--config.{value}" for value in values]))
+
+    assert emulated("strategy=async_data_parallel")
+    assert emulated("strategy=swarm")
+    assert not emulated("strategy=async_data_parallel", "asynchronous.mode=live")
+    assert not emulated("strategy=swarm", "swarm.mode=live")
+    assert not emulated("strategy=pipeline")
+
+
+def test_verdicts(tmp_path: Path) -> None:
+    config, path = configs.default_config(), tmp_path / "certificate.json"
+    config.optimizer.lr = 0.5
+    assert results.read_verdict(path, config) == ""
+    certified = {"outside": [], "batches": [0, 1], "tolerance": {"loss": 1}}
+    certified["config"] = provenance.changed(config) | {"num_steps": 2}  # the command sets its own length
+    for changed, verdict in (
+        ({}, "passed, 2 steps"),
+        ({"outside": ["x"]}, "failed: 1 error outside the tolerance"),
+        ({"tolerance": None}, "no tolerance applies"),
+        ({"config": {"optimizer.lr": 0.25}}, "of other settings"),
+    ):
+        path.write_text(files.json_text(certified | changed))
+        assert results.read_verdict(path, config) == verdict
+    path.write_text("[]")
+    with pytest.raises(UserError, match=r"certificate.json is damaged: it is not a certificate \("):
+        results.read_verdict(path, config)
+
+
+@pytest.mark.parametrize("num_devices", [2, slow(4)])
+def test_every_strategy_can_be_planned(num_devices: int) -> None:
+    """For the default of the config, with synthetic data instead of a tokenizer."""
+    base = ["--config.data.source=synthetic", f"--config.mesh.virtual_cpu_devices={num_devices}"]
+    on = cluster.named_cluster("cpu", num_devices)
+    settings = {name: [*base, *compare.strategy_settings(name, num_devices)] for name in compare.NAMES}
+    loaded = compare.load(configured("configs/compare_bert.py", settings["single"]), on)
+    plans = {
+        name: strategies.possible(configured("configs/compare_bert.py", of_strategy), loaded.problem, on)
+        for name, of_strategy in settings.items()
+    }
+    assert len(plans) == 19
+    assert not [plan for plan in plans.values() if isinstance(plan, str)]
+    used = {name: plan.num_devices for name, plan in plans.items() if not isinstance(plan, str)}
+    assert used == {name: 1 if name == "single" else num_devices for name in compare.NAMES}
+
+
+def test_the_preset_for_gpus() -> None:
+    base = configs.load_config("configs/compare_bert.py:base")
+    assert (base.model.size, base.optimizer.lr, base.num_epochs, base.batch_size) == ("base", 2e-5, 1.0, 128)
+    assert (base.mesh.virtual_cpu_devices, base.data.max_length, base.optimizer.name) == (0, 128, "adamw")
+    with pytest.raises(UserError, match="the preset of --config is 'large'; it must be one of small, base"):
+        configs.load_config("configs/compare_bert.py:large")
+
+
+# ---- the script --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Replaces training by files of a finished run, and returns the options of the runs that are started, by name.
+
+    A function under the key of a strategy runs instead, with its workdir and the signals.
+    """
+    ran: dict[str, Any] = {"order": [], "instead": {}}
+
+    def run(_: Sequence[str], log: Path, signals: list[int]) -> int:
+        ran["order"].append(log.parent.name)
+        log.write_text("")
+        if log.parent.name in ran["instead"]:
+            return int(ran["instead"][log.parent.name](log, signals))
+        write_run(log.parent)
+        return 0
+
+    monkeypatch.setattr(compare, "run_logged", run)
+    monkeypatch.setattr(compare, "find_cluster_apart", lambda *_: cluster.named_cluster("cpu", 2))
+    return ran
+
+
+def flags(folder: Path, *others: str) -> Sequence[str]:
+    return "--config=configs/default.py", f"--workdir={folder}/runs", *overrides(folder), *others
+
+
+def test_failed_and_finished_runs(
+    tmp_path: Path, started: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def diverge(log: Path, _: list[int]) -> int:
+        log.write_text("step 1\njaxpar: step 2 has loss nan\n--------------------\nFor simplicity, ..\n")
+        return 1
+
+    started["instead"]["zero1"] = diverge
+    chosen = "--strategies=zero1,gpipe,dp", "--config.pipeline.num_microbatches=5"  # 24 examples are not divisible
+    assert run_script(monkeypatch, compare, *flags(tmp_path, *chosen)) == 1
+    assert started["order"] == ["single", "dp", "zero1"]
+    out = capsys.readouterr().out.splitlines()
+    assert out[:3] == [
+        "row 1 of 4  single: 375 ms per step; 2:00 left",
+        "row 2 of 4  dp: 375 ms per step; 1:00 left",
+        "row 3 of 4  zero1: failed: step 2 has loss nan; 0:00 left",
+    ]
+    assert out[3].startswith("row 4 of 4  gpipe: failed: config.batch_size is 24; it must be a multiple of 5: ")
+    rows = {row[0]: row for row in cells_of([line for line in out if line])}
+    assert list(rows)[2:] == ["single", "dp", "zero1", "gpipe"]
+    assert rows["dp"][1:4] == ["375 ms", "64", "1.00"]
+    assert rows["zero1"][-1] == "failed: step 2 has loss nan"
+    written = tmp_path / "runs"
+    assert (written / "compare.md").read_text().splitlines() == out[out.index("") + 1 : -2]
+    assert [row["strategy"] for row in csv.DictReader((written / "compare.csv").read_text().splitlines())] == list(
+        rows
+    )[2:]
+    assert "failed: step 2 has loss nan" in (written / "compare.html").read_text()
+    assert all((written / f"{name}.png").stat().st_size > 10_000 for name in ("throughput", "accuracy", "memory"))
+
+    started["order"].clear()
+    del started["instead"]["zero1"]
+    assert run_script(monkeypatch, compare, *flags(tmp_path, *chosen)) == 1  # gpipe
+    assert started["order"] == ["zero1"]  # the others are finished
+    assert capsys.readouterr().out.splitlines()[2] == "row 3 of 4  zero1: 375 ms per step; 0:00 left"
+
+    started["order"].clear()
+    assert run_script(monkeypatch, compare, *flags(tmp_path, "--strategies=dp", "--config.seed=1")) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"jaxpar: {tmp_path}/runs/single contains a run with other settings (config.pipeline.num_")
+    assert "config.seed: 0 -> 1" in line
+    assert not started["order"]
+
+
+def test_other_examples_are_a_failure(
+    tmp_path: Path, started: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def other(log: Path, _: list[int]) -> int:
+        write_run(log.parent, ids=[*range(47), 48])
+        return 0
+
+    started["instead"]["ddp"] = other
+    assert run_script(monkeypatch, compare, *flags(tmp_path, "--strategies=ddp,horovod")) == 1
+    rows = {row[0]: row for row in cells_of([line for line in capsys.readouterr().out.splitlines() if line])}
+    assert rows["ddp"][-1] == "failed: the run did not use the same examples as single"
+    assert rows["horovod"][-1] == "equal to single"
+
+
+def test_a_signal_stops_the_comparison(
+    tmp_path: Path, started: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(_: Path, signals: list[int]) -> int:
+        signal.raise_signal(signal.SIGINT)
+        assert signals == [signal.SIGINT]
+        return 0
+
+    started["instead"]["dp"] = stop
+    before = signal.getsignal(signal.SIGINT)
+    assert run_script(monkeypatch, compare, *flags(tmp_path, "--strategies=dp,ddp")) == 130
+    assert signal.getsignal(signal.SIGINT) is before
+    assert started["order"] == ["single", "dp"]
+    *_, stopped, resume = capsys.readouterr().out.splitlines()
+    assert stopped == "row 2 of 3  dp: stopped"
+    assert resume.startswith("resume    scripts/python compare.py --config=configs/default.py --workdir=")
+    assert resume.endswith("--strategies=dp,ddp")
+    assert not (tmp_path / "runs" / "compare.md").exists()
+
+
+MISTAKES = {
+    "--strategies=ddp,zero4": "--strategies is 'ddp,zero4'; it must be one or more of single, dp, ddp, horovod, ",
+    "--devices=1": "--devices is 1; it must be at least 2",
+    "--config.optimizer.lr=-1": "config.optimizer.lr is -1.0; it must be ",
+    "--config.data.train=missing.csv --config.data.source=csv": "config.data.train is 'missing.csv'",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes(
+    mistake: str,
+    tmp_path: Path,
+    started: Mapping[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, message = script_error(monkeypatch, capsys, compare, *flags(tmp_path, *mistake.split()))
+    assert message.startswith(MISTAKES[mistake])
+    assert "zero4" not in mistake or message.endswith("Did you mean 'zero3'?\n")
+    assert not started["order"]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_one_device_is_not_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compare, "find_cluster_apart", lambda *_: cluster.named_cluster("cpu", 1))
+    _, message = script_error(monkeypatch, capsys, compare, *flags(tmp_path))
+    assert message.startswith("config.mesh.virtual_cpu_devices is 0; it must be at least 2, ")
+
+
+CHILD = """
+import signal, sys, time
+print("ready", flush=True)
+signal.signal(signal.SIGINT, lambda *_: (print("saved", flush=True), sys.exit(0)))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+time.sleep(60)
+"""
+
+
+def test_a_run_receives_signals_and_has_time_to_save(tmp_path: Path) -> None:
+    log, signals = tmp_path / "log.txt", list[int]()
+
+    def send() -> None:
+        while not log.exists() or "ready" not in log.read_text():
+            time.sleep(0.01)
+        signals.append(signal.SIGINT)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    assert run_logged([sys.executable, "-c", CHILD], log, signals) == 0
+    sender.join()
+    assert log.read_text().splitlines() == ["ready", "saved"]
+
+
+def test_the_reason_of_a_failure() -> None:
+    output = (
+        "step 1\nTraceback (most recent call last):\n  File x\njax.errors.JaxRuntimeError: INTERNAL: no\n----\nFor ..\n"
+    )
+    assert compare.failure(1, output) == "jax.errors.JaxRuntimeError: INTERNAL: no"
+    assert compare.failure(2, "jaxpar: config.x is 1; it must be 2\n") == "config.x is 1; it must be 2"
+    assert compare.failure(-9, output) == "was killed by SIGKILL"
+    assert compare.failure(3, "hangs\n") == "exited with code 3"
+
+
+@pytest.mark.slow
+def test_trained_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command trains two strategies in processes of their own: ddp equals single, up to rounding."""
+    arguments = [one for one in flags(tmp_path, "--strategies=ddp", "--config.num_steps=8") if "mesh.data" not in one]
+    on_cpus = ["--config.mesh.virtual_cpu_devices=2"]
+    assert run_script(monkeypatch, compare, *arguments, *on_cpus) == 0
+    [single, ddp] = csv.DictReader((tmp_path / "runs" / "compare.csv").read_text().splitlines())
+    assert ddp["test_accuracy"] == single["test_accuracy"]
+    assert math.isclose(
+        float(ddp["measured_relative"]), float(single["measured_step_seconds"]) / float(ddp["measured_step_seconds"])
+    )
+    assert int(ddp["sent_bytes"]) > int(single["sent_bytes"]) == 0
+    assert ddp["certificate"] == "equal to single"
