@@ -1,4 +1,4 @@
-"""Counts the bytes that an update moves on a device: those of the optimizer, and of packing and compressing gradients."""
+"""Counts the bytes that an update moves on a device, with those that pack and compress gradients."""
 
 from typing import Any
 
