@@ -1,11 +1,13 @@
 """Trains a config with every strategy, and compares their time, traffic, memory and accuracy.
 
     scripts/python scripts/compare.py --config=configs/compare_bert.py [--workdir=runs/compare]
-        [--strategies=ddp,gpipe,..] [--devices=2] [--config.KEY=VALUE ...]
+        [--strategies=ddp,gpipe,..] [--devices=2] [--cluster=h100:8] [--config.KEY=VALUE ...]
 
 Each strategy is a run of the training binary in WORKDIR/STRATEGY, with the same examples in the same order and the same
 seed. Finished runs are kept, and unfinished ones are resumed. `single`, the reference, is always one of them. The
 settings of a strategy override those of the config and the command line.
+
+With --cluster, further columns are the times that scripts/plan.py predicts for a cluster that need not exist.
 
 The script writes a table as WORKDIR/compare.md and WORKDIR/compare.csv, pictures as WORKDIR/*.png, and both as the page
 WORKDIR/compare.html, which needs no other file. docs/strategies.md explains the columns. A strategy that fails is in
@@ -22,7 +24,7 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,8 +35,10 @@ from ml_collections import ConfigDict
 
 from jaxpar import cluster as clusters
 from jaxpar import files, mesh, strategies
+from jaxpar.analysis.planner.search import candidate_of_plan
 from jaxpar.checkpoint import ledger
 from jaxpar.cluster import Cluster
+from jaxpar.cluster_file import find_named
 from jaxpar.command_line import Parser, integer, names
 from jaxpar.errors import FAILED, UserError, exit_code, format_count
 from jaxpar.launch.launcher import format_exit, forwarded
@@ -44,6 +48,7 @@ from scripts.comparison import page, pictures, table
 from scripts.comparison.results import CERTIFICATE, find_score, read_outcome, run_seconds
 from scripts.comparison.runs import check_settings, configured, is_finished, prepare_run, run_logged
 from scripts.comparison.table import REFERENCE, Outcome, format_seconds
+from scripts.plan import make_space
 
 EXCHANGES = ("dp", "ddp", "horovod", "byteps", "bagua_bytegrad", "zero1", "zero2", "zero3", "onebit_adam")
 SCHEDULES = ("model_parallel", "gpipe", "1f1b", "zb_h1", "pipedream", "pipedream_2bw")
@@ -56,6 +61,10 @@ NOTES = (
     "else runs on the machine changes their ratios. An emulated strategy takes turns on these devices as a simulation "
     "in virtual time decides: its time is that of the emulation, and is not compared.",
     "What a device sends and holds follows from the plan, and what is in flight during a step is an estimate.",
+)
+PREDICTED = (
+    "Predicted times are those of scripts/plan.py, for the same batch on all devices of the cluster. Strategies whose "
+    "time depends on delays have none, and neither have those that are impossible there."
 )
 ERROR = re.compile(r"jaxpar: |[\w.]+(Error|Exception)\b")  # start of the line in which a program reports an error
 
@@ -77,7 +86,9 @@ def main() -> int:
         "--strategies", type=names(NAMES), default=list(NAMES), help=f"some of {', '.join(NAMES)} (default: all)"
     )
     parser.add_argument("--devices", type=integer(2), help="number of devices (default: all)")
+    parser.add_argument("--cluster", metavar="FILE|NAME:HOSTSxDEVICES", help="also predict times on this cluster")
     arguments, overrides = parser.parse_with_overrides()
+    elsewhere = find_named(arguments.cluster, "--cluster")[1] if arguments.cluster else None
     jax.config.update("jax_platforms", "cpu")  # runs need the memory of the GPUs
     virtual = configured(arguments.config, overrides).mesh.virtual_cpu_devices
     if virtual and arguments.devices:
@@ -98,8 +109,9 @@ def main() -> int:
         name: Planned(settings[name], config, strategies.possible(config, loaded.problem, cluster))
         for name, config in all_configs.items()
     }
+    predicted = predict_all(arguments.config, wanted, overrides, elsewhere) if elsewhere else {}
     outcomes = train_all(planned, arguments.config, arguments.workdir, loaded)
-    lines = write(outcomes, planned, arguments, loaded, describe_machine(cluster, num_devices))
+    lines = write(outcomes, planned, arguments, loaded, describe_machine(cluster, num_devices), predicted)
     print("\n".join(["", *lines, "", f"page      {arguments.workdir}/compare.html"]))
     return FAILED if any(row.failed for row in outcomes.values()) else 0
 
@@ -138,6 +150,20 @@ def strategy_settings(name: str, num_devices: int) -> list[str]:
     else:
         settings |= {"strategy": REFERENCE, "mesh.data": 1}
     return [f"--config.{key}={value}" for key, value in settings.items()]
+
+
+def predict_all(
+    config: str, wanted: Sequence[str], overrides: Sequence[str], cluster: Cluster
+) -> dict[str, float | None]:
+    """Return the predicted time of a step of each strategy on all devices of a cluster; None if it has none."""
+    space = make_space(configured(config, overrides), cluster)
+    seconds: dict[str, float | None] = {}
+    for name in wanted:
+        of_strategy = configured(config, [*overrides, *strategy_settings(name, cluster.num_devices)])
+        plan = strategies.possible(of_strategy, space.problem, cluster)
+        found = plan if isinstance(plan, str) else candidate_of_plan(space, of_strategy, plan)
+        seconds[name] = None if isinstance(found, str) else found.costs.seconds
+    return seconds
 
 
 def load(config: ConfigDict, cluster: Cluster) -> build.Loaded:
@@ -212,12 +238,16 @@ def write(
     arguments: argparse.Namespace,
     loaded: build.Loaded,
     machine: str,
+    predicted: Mapping[str, float | None],
 ) -> list[str]:
     """Write the table, the pictures and the page, and return the table in Markdown, with its notes."""
     workdir, config, score = arguments.workdir, planned[REFERENCE].config, find_score(loaded)
     columns = table.comparison_columns(
         outcomes, batch_size=config.batch_size, machine=machine, metric=score.key, metric_format=score.format
     )
+    if predicted:
+        heading = f"predicted for {arguments.cluster}"
+        columns += table.time_columns(predicted, heading, batch_size=config.batch_size)
     kinds = {name: one.config.strategy for name, one in planned.items()}
     drawn = pictures.pictures(
         outcomes, kinds, batch_size=config.batch_size, machine=machine, metric=loaded.problem.task.curve
@@ -229,7 +259,7 @@ def write(
         f"{loaded.num_steps:,} steps of {config.batch_size} examples, learning rate {config.optimizer.lr:g}, seed "
         f"{config.seed}. Times are measured on {machine}."
     )
-    notes = [*NOTES, certify_note(planned, arguments)]
+    notes = [*NOTES, *([PREDICTED] if predicted else []), certify_note(planned, arguments)]
     lines = [header, "", *table.markdown(columns), *(f"\n{note}" for note in notes)]
     figures = {picture.title: pictures.svg(picture) for picture in drawn}
     title = f"{len(outcomes)} strategies, {loaded.problem.task.name} with {config.model.name}"

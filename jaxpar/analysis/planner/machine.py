@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from jaxpar.analysis.rates import LAUNCH_SECONDS, collective_seconds, hop_seconds, memory_seconds
+from jaxpar.analysis.rates import EFFICIENCY, LAUNCH_SECONDS, collective_seconds, hop_seconds, memory_seconds
 from jaxpar.cluster import Cluster
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.plan import Traffic
@@ -74,10 +74,11 @@ class GpuMachine(NamedTuple):
         return np.max(seconds, axis=-1)
 
     def collective(self, sent: Traffic, axes: Mapping[str, int]) -> float:
-        """Return the time of a ring on the slowest link that it crosses. A copy by the host is sent one by one."""
+        """Return the time of a ring on the slowest link that it crosses, or of copies by the host, one by one."""
         if sent.kind == "copy":
-            rate = self.cluster.send_rates["host"]
-            return axes[sent.axis] * (sent.nbytes / rate + sent.messages * hop_seconds(self.cluster, "host"))
+            link = "host" if self.cluster.num_processes == 1 else "network"
+            rate = EFFICIENCY["link"] * self.cluster.send_rates[link]
+            return sent.nbytes / rate + sent.messages * hop_seconds(self.cluster, link)
         within = axis_groups(sent.axis, axes[DATA], axes[STAGE])
         if sent.members:
             within = tuple(tuple(group[member] for member in sent.members) for group in within)

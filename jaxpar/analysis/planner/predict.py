@@ -21,6 +21,7 @@ from jaxpar.pipeline.tables.table import StageDevices, Table
 from jaxpar.pipeline.tables.validate import peak_stashed
 from jaxpar.plan import Traffic
 
+COPY = "copy"  # the kind of what the host sends between programs, while no device computes
 # Bytes that a scan over the layers moves in addition, for each byte of the stacks of what layers save and of their
 # weights: compiled programs of GPT-2 124M for H100s with and without a scan differ by this much.
 SCAN_OF_STASH, SCAN_OF_WEIGHTS = 6.5, 16.0
@@ -97,11 +98,12 @@ def replicas_costs(
     compute = accumulation * float(machine.together(np.full(n, alone)))
     gathered = [one for one in traffic if gathers_layers and one.kind == "all-gather"]
     gather = sum(machine.collective(one, axes) for one in gathered)
-    reduce = sum(machine.collective(one, axes) for one in traffic) - gather
-    exposed = gather + reduce
+    copied = 2 * sum(machine.collective(one, axes) for one in traffic if one.kind == COPY)  # there and back
+    reduce = sum(machine.collective(one, axes) for one in traffic if one.kind != COPY) - gather
+    exposed = gather + reduce + copied
     if machine.overlaps:
         hidden = sum(layer.backward_s for layer in layers[:1]) if is_scanned else backward
-        exposed = max(gather - compute, 0.0) + max(reduce - hidden, reduce / len(layers))
+        exposed = max(gather - compute, 0.0) + max(reduce - hidden, reduce / len(layers)) + copied
     update = machine.moved(update_bytes, n)
     working = max(layer.stash_bytes + layer.output_bytes for layer in layers)
     return StepCosts(
