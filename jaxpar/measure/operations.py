@@ -173,7 +173,7 @@ def _kernel(one: _Equation, flat: _Flat) -> Iterator[Operation]:
         yield Operation(PASS, "", 0.0, 2.0 * written)
     elif name in UPDATING:
         update = _nbytes(equation.invars[1 if name == "dynamic_update_slice" else 2])
-        yield Operation(PASS, "", 0.0, 3.0 * update + (0 if name == "dynamic_update_slice" else written))
+        yield Operation(PASS, "", 0.0, 3.0 * update)  # in place
     else:
         dtype = equation.invars[0].aval.dtype.name  # type: ignore[attr-defined]
         if name in (*ATTENTION_FORWARD, *ATTENTION_BACKWARD):
