@@ -66,9 +66,9 @@ def rows(candidates: Sequence[Candidate], workload: StepWork) -> list[str]:
         costs, values = one.costs, as_json(one, workload)
         mfu = "" if values["mfu"] is None else f"{values['mfu']:.3f}"
         lines.append(
-            f"{number:2} {_seconds(costs.seconds):>10} {values['examples_per_second']:12,.0f} {mfu:>6} "
+            f"{number:2} {format_seconds(costs.seconds):>10} {values['examples_per_second']:12,.0f} {mfu:>6} "
             f"{costs.waiting / costs.seconds:6.1%} {costs.exposed / costs.seconds:6.1%} "
-            f"{format_bytes(costs.nbytes):>10}  {one.name}{_details(one.settings)}"
+            f"{format_bytes(costs.nbytes):>10}  {one.name}{details(one.settings)}"
         )
     return lines
 
@@ -92,10 +92,8 @@ def explain(candidate: Candidate, best: Candidate, workload: StepWork) -> str:
     slower = costs.seconds / best.costs.seconds - 1
     if slower < 0.0005:
         return f"{candidate.name} takes as long as the first; {needs}."
-    return (
-        f"{candidate.name} takes {slower:.1%} longer: {what[worst]} takes {_seconds(getattr(costs, worst))} instead of "
-        f"{_seconds(getattr(best.costs, worst))}; {needs}."
-    )
+    here, there = (format_seconds(getattr(one, worst)) for one in (costs, best.costs))
+    return f"{candidate.name} takes {slower:.1%} longer: {what[worst]} takes {here} instead of {there}; {needs}."
 
 
 def config_file(name: str, overrides: Sequence[str], candidate: Candidate, cluster: str) -> str:
@@ -123,7 +121,7 @@ def config_file(name: str, overrides: Sequence[str], candidate: Candidate, clust
     )
 
 
-def _details(settings: Mapping[str, Any]) -> str:
+def details(settings: Mapping[str, Any]) -> str:
     """Return the settings that the name of a candidate lacks, such as `, remat full`."""
     numbers = (settings.get(key, 1) for key in ("pipeline.num_microbatches", "optimizer.accumulation_steps"))
     texts = [f"{number} microbatches" for number in numbers if number > 1]
@@ -134,5 +132,6 @@ def _details(settings: Mapping[str, Any]) -> str:
     return "".join(f", {text}" for text in texts)
 
 
-def _seconds(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
+    """Format a time."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
