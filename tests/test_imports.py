@@ -12,7 +12,7 @@ ORDER = [
     *("errors", "files", "memory", "config", "command_line"),  # user input
     *("measure", "gpus", "cluster", "target", "mesh", "layout", "addresses", "plan"),  # usable without devices
     *("launch", "exchange", "data"),
-    *("tasks", "models", "optimizer", "state", "step", "checkpoint"),
+    *("products", "tasks", "models", "optimizer", "state", "step", "checkpoint"),
     *("asynchronous", "pipeline", "swarm", "strategies"),
     *("run", "analysis", "train", "main", "swarm_demo", "__main__"),
 ]
