@@ -17,6 +17,7 @@ INSTRUCTION = re.compile(r"^\s+(ROOT )?%(\S+) = (.*)$")
 ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^{}]*)\})?")  # dtype, dims, layout
 HOST_MEMORY = "S(5)"  # part of the layout of an array in the memory of the host
 OPERATION = re.compile(r"(?:^|[\]})] )([a-z][a-z0-9-]*)\((.*)$")
+TRIP_COUNT = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%([\w.-]+)")
 CALLED_LISTS = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
 WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
@@ -95,7 +96,7 @@ class HloProgram:
         """
         called = self.called(instruction)
         if instruction.operation == "while":
-            trips = re.search(r'known_trip_count":\{"n":"(\d+)"', instruction.line)
+            trips = TRIP_COUNT.search(instruction.line)
             expected = (int(trips[1]),) if trips else frequency(instruction.source)
             if expected is None or len(expected) != 1:
                 raise ValueError(f"unknown trip count of the loop {instruction.source}")
@@ -108,6 +109,10 @@ class HloProgram:
                 )
             return list(weights)
         return [1.0] * len(called)
+
+    def has_known_trip_count(self, loop: Instruction) -> bool:
+        """Return whether XLA knows how often a loop runs. On GPUs, the host otherwise asks before each iteration."""
+        return TRIP_COUNT.search(loop.line) is not None
 
     @property
     def entry(self) -> str:

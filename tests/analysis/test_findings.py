@@ -1,0 +1,89 @@
+"""Each kind of finding, in a program that has it and in one without. tests/test_target.py compiles for GPUs."""
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import pytest
+
+from jaxpar.analysis import findings
+from jaxpar.analysis.findings import Finding, Kind
+from jaxpar.analysis.schedule import schedule_of
+from jaxpar.analysis.step_time import predict
+from jaxpar.cluster import named_cluster
+from jaxpar.config import default_config
+from scripts.audit import format_findings
+from tests.analysis.test_schedule import TEXT, program
+from tests.analysis.test_step_time import cluster
+
+GROUPS = ", replica_groups=[1,8]<=[8]"
+SEND = "%{0}-start = f32[1024,1024]{{1,0}} all-reduce-start(%{1})" + GROUPS
+DONE = "%{0}-done = f32[1024,1024]{{1,0}} all-reduce-done(%{0}-start)"
+LAST = f"{SEND.format('last', 'a')}\n  {DONE.format('last')}\n  %copy.3 ="
+BEFORE = TEXT.replace("-start(%large)", f"-start(%large){GROUPS}").replace("-start(%bits)", f"-start(%bits){GROUPS}")
+ALL = BEFORE.replace("-start(%scalar)", f"-start(%scalar){GROUPS}").replace("%copy.3 =", LAST)
+PRODUCTS = 1024 * (5 * 3 + 0.75)  # FLOPs: three products in five iterations, and one in a branch
+CONDITIONAL = "conditional(%choice, %small, %small), true_computation=%yes, false_computation=%no"
+KERNEL = "%between = f32[1024,1024]{1,0} negate(%large)"
+
+
+def find(text: str, dtype: str = "bfloat16", flops: float = PRODUCTS / 1.2, **expected: str) -> list[Finding]:
+    compiled, gpus = program(text), cluster(num_processes=1)
+    reasons: Mapping[Any, str] = expected
+    return findings.find(
+        [schedule_of(compiled)], [predict([compiled], gpus)], gpus, reasons, dtype=dtype, model_flops=flops
+    )
+
+
+def test_every_kind() -> None:
+    found = {one.kind: one for one in find(ALL, copies="a reason")}
+    assert found.keys() == set(get_args(Kind))
+    assert {kind for kind, one in found.items() if one.reason} == {"copies"}
+    text = {kind: one.text for kind, one in found.items()}
+    assert text["float32"] == "4.8% of the FLOPs are products of float32 arrays in jit(step)/branch"
+    assert text["copies"] == "10 copies of large arrays in loops, of 41.9 MB, 98.7 ms"
+    assert text["exposed in a loop"].startswith("the GPU waits for 5 all-reduces in loops of 21 MB, ")
+    assert text["exposed"].startswith("the GPU waits for 1 all-reduces of 4.19 MB, ")
+    assert text["synchronization"] == "the host waits for the GPU 1 times"
+    assert text["recomputation"] == "the products have 1.20 times the FLOPs of both passes of the model"
+    lines = format_findings([one._asdict() for one in found.values()])
+    assert [line.partition(":")[0] for line in lines] == ["finding"] * 5 + ["normal"]
+    assert lines[-1] == f"normal: {text['copies']} (a reason)"
+    assert format_findings([]) == ["no findings"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "arguments"),
+    [
+        ("float32", {}, {"dtype": "float32"}),
+        ("copies", {" copy(%large)": " negate(%large)", " copy(%c)": " negate(%c)"}, {}),
+        ("exposed in a loop", {"%all-reduce-done =": f"{KERNEL}\n  %all-reduce-done ="}, {}),
+        ("exposed", {DONE.format("last"): f"{KERNEL.replace('large', 'a')}\n  {DONE.format('last')}"}, {}),
+        ("synchronization", {CONDITIONAL: "fusion(%small), kind=kLoop, calls=%yes"}, {}),
+        ("recomputation", {}, {"flops": PRODUCTS / 1.05}),
+    ],
+)
+def test_a_program_without_one(kind: Kind, changes: Mapping[str, str], arguments: Mapping[str, Any]) -> None:
+    text = ALL
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    assert {one.kind for one in find(text, **arguments)} == set(get_args(Kind)) - {kind}
+
+
+def test_expectations() -> None:
+    """A pipeline chooses actions and exchanges at the end. Gathers in a loop must overlap under every strategy."""
+    h100s, config = named_cluster("h100", 8), default_config()
+
+    def kinds(**overrides: str) -> set[Kind]:
+        changed = config.copy_and_resolve_references()
+        changed.update_from_flattened_dict(overrides)
+        return set(findings.expectations(changed, h100s))
+
+    assert kinds(exchange="zero3") == {"exposed"}
+    assert kinds(strategy="single") == set()
+    assert kinds(strategy="pipeline") == {"exposed", "synchronization"}
+    assert kinds(strategy="single", **{"model.remat": "dots"}) == {"recomputation"}
+    assert kinds(strategy="single", **{"pipeline.remat": "full"}) == set()
+    assert set(findings.expectations(config, named_cluster("v100", 8))) == {"exposed", "float32"}
+    every = {kind for reasons in findings.EXPECTED.values() for kind in reasons}
+    assert every.isdisjoint({"float32", "copies", "recomputation"})
