@@ -131,13 +131,13 @@ def described(programs: Sequence[CompiledProgram], problem: Problem, config: Any
     """Return the schedules of the programs, and the findings. Without the rates of the GPUs, no time is known."""
     schedules = [schedule_of(program) for program in programs]
     times = [predict([program], cluster) if can_predict(cluster) else NOTHING for program in programs]
-    flops = model_flops(problem) / cluster.num_devices
+    flops = model_flops(problem)
     found = findings.find(
         schedules, times, cluster, findings.expectations(config, cluster), dtype=config.model.dtype, model_flops=flops
     )
     rows = []
     for schedule, time in zip(schedules, times, strict=True):
-        row: dict[str, Any] = schedule._asdict()
+        row: dict[str, Any] = schedule._asdict() | {"flops": schedule.flops}
         row["products"] = [product._asdict() for product in schedule.products]
         row["collectives"] = [
             one._asdict()
@@ -194,9 +194,11 @@ def format_audit(audited: dict[str, Any]) -> str:
     if "needed" in audited:
         lines += ["", format_needed(audited["needed"], audited["usable_bytes"], audited["memory_bytes"])]
     for program in audited.get("programs", []):
-        lines += ["", *format_program(program, audited["model_flops"])]
+        lines += ["", *format_program(program)]
     if "findings" in audited:
-        lines += ["", *format_findings(audited["findings"])]
+        flops = sum(program["num_devices"] * program["flops"] for program in audited["programs"])
+        lines += ["", f"FLOPs of all products / those of the model: {flops / audited['model_flops']:.2f}"]
+        lines += format_findings(audited["findings"])
     if "time" in audited:
         lines += ["", *format_time(audited["time"])]
     return "\n".join(lines)
@@ -230,8 +232,8 @@ def format_buffers(buffers: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def format_program(program: dict[str, Any], model_flops: float) -> list[str]:
-    """Return the schedule of a program as lines. model_flops: FLOPs of a device without recomputation."""
+def format_program(program: dict[str, Any]) -> list[str]:
+    """Return the schedule of a program as lines."""
     lines = [
         f"{'collective':18} {'dtype':9} {'bytes':>14} {'per step':>8}  kernels, matrix products meanwhile  ms, exposed"
     ]
@@ -248,17 +250,16 @@ def format_program(program: dict[str, Any], model_flops: float) -> list[str]:
             attention[row["library"]] += row["per_step"]
     products = ", ".join(f"{number:,.0f} of {dtype}" for dtype, number in sorted(numbers.items()))
     kernels = ", ".join(f"{number:,.0f} of {name}" for name, number in attention.items())
-    flops = sum(row["per_step"] * row["flops"] for row in program["products"])
     copied = f"{program['copies']:,.0f} ({format_bytes(program['copied_bytes'])})" if program["copies"] else "none"
     lines += [
-        f"matrix products: {products or 'none'}; their FLOPs: {flops / model_flops:.2f} times those of the model",
+        f"matrix products: {products or 'none'}; attention kernels: {kernels or 'none'}",
         *(
             f"    of float32: {source}"
             for source in dict.fromkeys(row["source"] for row in program["products"] if row["dtype"] == "float32")
             if len(numbers) > 1
         ),
-        f"attention kernels: {kernels or 'none'}; copies of 1 MiB or more in loops: {copied}",
-        f"kernels: {program['kernels']:,.0f}; the host waits for the GPU: {program['synchronizations']:,.0f} times",
+        f"kernels: {program['kernels']:,.0f}; copies of 1 MiB or more in loops: {copied}; the host waits for the GPU: "
+        f"{program['synchronizations']:,.0f} times",
     ]
     return lines
 

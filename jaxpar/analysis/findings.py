@@ -67,7 +67,7 @@ def find(
       cluster: the GPUs.
       expected: the result of `expectations`.
       dtype: the dtype of the model.
-      model_flops: FLOPs of a device in the forward and backward pass without recomputation.
+      model_flops: FLOPs of both passes of the model for the global batch, without recomputation.
     """
     found = [
         *_float32_products(schedules, dtype),
@@ -93,7 +93,7 @@ def expectations(config: ConfigDict, cluster: Cluster) -> Mapping[Kind, str]:
 def _float32_products(schedules: Sequence[ProgramSchedule], dtype: str) -> list[Finding]:
     """Find products in float32 of a model in another dtype, by source."""
     products = [product for schedule in schedules for product in schedule.products]
-    total = sum(product.per_step * product.flops for product in products)
+    total = sum(schedule.flops for schedule in schedules)
     flops: dict[str, float] = {}
     for product in products:
         if product.dtype == "float32" != dtype:
@@ -146,7 +146,7 @@ def _synchronizations(schedules: Sequence[ProgramSchedule]) -> list[Finding]:
 
 
 def _recomputation(schedules: Sequence[ProgramSchedule], model_flops: float) -> list[Finding]:
-    flops = sum(product.per_step * product.flops for schedule in schedules for product in schedule.products)
+    flops = sum(schedule.num_devices * schedule.flops for schedule in schedules)
     if flops <= (1 + RECOMPUTED_SHARE) * model_flops:
         return []
     return [

@@ -67,6 +67,7 @@ class ProgramSchedule(NamedTuple):
     """The schedule of a step. All numbers are per step and device.
 
     Attributes:
+      num_devices: the number of devices that run the program.
       collectives: the collectives of more than SMALL elements, in the order of the program.
       products: the matrix products.
       copies: number of copies of at least LARGE bytes in loops.
@@ -76,12 +77,18 @@ class ProgramSchedule(NamedTuple):
         whether a loop goes on whose trip count XLA does not know.
     """
 
+    num_devices: int
     collectives: list[ScheduledCollective]
     products: list[MatrixProduct]
     copies: float
     copied_bytes: float
     kernels: float
     synchronizations: float
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the matrix products on a device."""
+        return sum(product.per_step * product.flops for product in self.products)
 
 
 def schedule_of(compiled: CompiledProgram) -> ProgramSchedule:
@@ -115,7 +122,7 @@ def schedule_of(compiled: CompiledProgram) -> ProgramSchedule:
                 if nbytes >= LARGE:
                     copies, copied_bytes = copies + times, copied_bytes + times * nbytes
             kernels += times * is_kernel(instruction)
-    return ProgramSchedule(collectives, products, copies, copied_bytes, kernels, synchronizations)
+    return ProgramSchedule(program.num_devices, collectives, products, copies, copied_bytes, kernels, synchronizations)
 
 
 def _runs(program: HloProgram, frequency: Frequency) -> Mapping[str, float]:

@@ -12,6 +12,7 @@ Key = TypeVar("Key", bound=Hashable)
 # op_name of a loop whose trip count varies -> (mean trip count,); None if unknown.
 Frequency = Callable[[str], Sequence[float] | None]
 
+NUM_DEVICES = re.compile(r"(?:replica_count|num_partitions)=(\d+)")
 COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
 INSTRUCTION = re.compile(r"^\s+(ROOT )?%(\S+) = (.*)$")
 ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^{}]*)\})?")  # dtype, dims, layout
@@ -68,6 +69,7 @@ class HloProgram:
         """text: the result of `jax.stages.Compiled.as_text`."""
         self._computations: dict[str, dict[str, Instruction]] = {}
         self._roots: dict[str, str] = {}
+        self._num_devices = math.prod(map(int, NUM_DEVICES.findall(text.partition("\n")[0])))
         name = self._entry = ""
         for line in text.splitlines():
             if header := COMPUTATION.match(line):
@@ -83,6 +85,11 @@ class HloProgram:
     def computations(self) -> Mapping[str, Mapping[str, Instruction]]:
         """The instructions of each computation by name, in the order in which they run if the program is scheduled."""
         return self._computations
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices that run the program."""
+        return self._num_devices
 
     def called(self, instruction: Instruction) -> list[str]:
         """Return the names of the computations that an instruction calls: of a loop, the condition and the body."""

@@ -21,7 +21,7 @@ DONE = "%{0}-done = f32[1024,1024]{{1,0}} all-reduce-done(%{0}-start)"
 LAST = f"{SEND.format('last', 'a')}\n  {DONE.format('last')}\n  %copy.3 ="
 BEFORE = TEXT.replace("-start(%large)", f"-start(%large){GROUPS}").replace("-start(%bits)", f"-start(%bits){GROUPS}")
 ALL = BEFORE.replace("-start(%scalar)", f"-start(%scalar){GROUPS}").replace("%copy.3 =", LAST)
-PRODUCTS = 1024 * (5 * 3 + 0.75)  # FLOPs: three products in five iterations, and one in a branch
+PRODUCTS = 8 * 1024 * (5 * 3 + 0.75)  # FLOPs: three products in five iterations, and one in a branch, on 8 devices
 CONDITIONAL = "conditional(%choice, %small, %small), true_computation=%yes, false_computation=%no"
 KERNEL = "%between = f32[1024,1024]{1,0} negate(%large)"
 

@@ -8,7 +8,7 @@ import pytest
 from jaxpar.analysis.schedule import MatrixProduct, ScheduledCollective, schedule_of
 
 META = 'metadata={op_name="jit(step)/%s"}'
-TEXT = f"""HloModule jit_step, is_scheduled=true
+TEXT = f"""HloModule jit_step, is_scheduled=true, replica_count=2, num_partitions=4
 
 %fused (p: bf16[8,8], q: bf16[8,8]) -> bf16[8,8] {{
   %p = bf16[8,8]{{1,0}} parameter(0)
@@ -88,6 +88,8 @@ def test_schedule() -> None:
         MatrixProduct("float32", 0.75, 1024.0, "", "jit(step)/branch"),
     ]
     assert (found.copies, found.copied_bytes) == (10, 10 * 2**22)  # of the large array, inside the loop
+    assert found.num_devices == 8
+    assert found.flops == 1024 * 15.75
     # Of an iteration: three fusions, the library call, two copies and the condition. Outside: a copy and a fusion, and
     # the product of a branch.
     assert found.kernels == 5 * 7 + 2 + 0.75
