@@ -42,8 +42,8 @@ from jaxpar import config as configs
 from jaxpar import data, mesh, strategies
 from jaxpar.analysis import audit, findings
 from jaxpar.analysis.buffers import buffers_at_peak
-from jaxpar.analysis.schedule import schedule_of
-from jaxpar.analysis.step_time import NOTHING, can_predict, predict, short_source
+from jaxpar.analysis.schedule import ProgramSchedule, schedule_of
+from jaxpar.analysis.step_time import NOTHING, StepTime, can_predict, predict, short_source
 from jaxpar.cluster import Cluster
 from jaxpar.command_line import Parser
 from jaxpar.errors import UserError, exit_code, format_bytes
@@ -135,17 +135,19 @@ def described(programs: Sequence[CompiledProgram], problem: Problem, config: Any
     found = findings.find(
         schedules, times, cluster, findings.expectations(config, cluster), dtype=config.model.dtype, model_flops=flops
     )
-    rows = []
-    for schedule, time in zip(schedules, times, strict=True):
-        row: dict[str, Any] = schedule._asdict() | {"flops": schedule.flops}
-        row["products"] = [product._asdict() for product in schedule.products]
-        row["collectives"] = [
-            one._asdict()
-            | dict(zip(("seconds", "exposed_seconds"), time.collectives.get(one.name, (None, None)), strict=True))
-            for one in schedule.collectives
-        ]
-        rows.append(row)
+    rows = [describe(schedule, time) for schedule, time in zip(schedules, times, strict=True)]
     return {"programs": rows, "model_flops": flops, "findings": [one._asdict() for one in found]}
+
+
+def describe(schedule: ProgramSchedule, time: StepTime) -> dict[str, Any]:
+    """Return the schedule of a program with the predicted seconds of its collectives; None if `time` lacks them."""
+    row: dict[str, Any] = schedule._asdict() | {"flops": schedule.flops}
+    row["products"] = [product._asdict() for product in schedule.products]
+    row["collectives"] = []
+    for one in schedule.collectives:
+        seconds, exposed = time.collectives.get(one.name, (None, None))
+        row["collectives"].append(one._asdict() | {"seconds": seconds, "exposed_seconds": exposed})
+    return row
 
 
 def predicted(programs: Sequence[CompiledProgram], problem: Problem, dtype: str, cluster: Cluster) -> dict[str, Any]:

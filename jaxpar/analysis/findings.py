@@ -16,7 +16,7 @@ from jaxpar.errors import format_bytes
 
 Kind = Literal["float32", "copies", "exposed in a loop", "exposed", "synchronization", "recomputation"]
 FLOAT32_SHARE = 0.01  # of the FLOPs of a step; a head for classes computes less than this in float32
-COPIED_SHARE = 0.01  # of the time of a step
+TIME_SHARE = 0.01  # of the time of a step: less is no finding
 EXPOSED_SHARE = 0.5  # of the time of a collective of at least LARGE bytes
 RECOMPUTED_SHARE = 0.1  # of the FLOPs of both passes: cuDNN attention computes its scores again, which is less
 
@@ -72,7 +72,7 @@ def find(
     found = [
         *_float32_products(schedules, dtype),
         *_copies(schedules, times, cluster),
-        *(one for schedule, time in zip(schedules, times, strict=True) for one in _exposed(schedule, time)),
+        *_exposed(schedules, times),
         *_synchronizations(schedules),
         *_recomputation(schedules, model_flops),
     ]
@@ -110,7 +110,7 @@ def _copies(schedules: Sequence[ProgramSchedule], times: Sequence[StepTime], clu
     assert cluster.memory_bandwidth is not None  # every kind of GPU has its own
     nbytes = sum(schedule.copied_bytes for schedule in schedules)
     seconds = 2 * nbytes / (EFFICIENCY["memory"] * cluster.memory_bandwidth)
-    if seconds <= COPIED_SHARE * sum(time.seconds for time in times):
+    if seconds <= TIME_SHARE * sum(time.seconds for time in times):
         return []
     number = sum(schedule.copies for schedule in schedules)
     return [
@@ -121,23 +121,27 @@ def _copies(schedules: Sequence[ProgramSchedule], times: Sequence[StepTime], clu
     ]
 
 
-def _exposed(schedule: ProgramSchedule, time: StepTime) -> list[Finding]:
-    """Find large collectives for which the GPU waits most of their time, by kind and loop."""
-    groups: dict[tuple[Kind, str], list[ScheduledCollective]] = {}
-    for one in schedule.collectives:
-        seconds, exposed = time.collectives.get(one.name, (0.0, 0.0))
-        if one.nbytes >= LARGE and exposed > EXPOSED_SHARE * seconds:
-            groups.setdefault(("exposed in a loop" if one.per_step > 1 else "exposed", one.kind), []).append(one)
-    return [
-        Finding(
-            kind,
-            f"the GPU waits for {sum(one.per_step for one in group):,.0f} {operation}s"
-            f"{' in loops' if kind == 'exposed in a loop' else ''} of "
-            f"{format_bytes(sum(one.per_step * one.nbytes for one in group))}, "
-            f"{1e3 * sum(time.collectives[one.name][1] for one in group):.3g} ms",
-        )
-        for (kind, operation), group in groups.items()
-    ]
+def _exposed(schedules: Sequence[ProgramSchedule], times: Sequence[StepTime]) -> list[Finding]:
+    """Find large collectives for which the GPU waits most of their time, by kind, inside and outside of loops."""
+    groups: dict[tuple[Kind, str], list[tuple[ScheduledCollective, float]]] = {}
+    for schedule, time in zip(schedules, times, strict=True):
+        for one in schedule.collectives:
+            seconds, exposed = time.collectives.get(one.name, (0.0, 0.0))
+            if one.nbytes >= LARGE and exposed > EXPOSED_SHARE * seconds:
+                kind: Kind = "exposed in a loop" if one.per_step > 1 else "exposed"
+                groups.setdefault((kind, one.kind), []).append((one, exposed))
+    found = []
+    for (kind, operation), group in groups.items():
+        number = sum(one.per_step for one, _ in group)
+        nbytes = sum(one.per_step * one.nbytes for one, _ in group)
+        exposed = sum(seconds for _, seconds in group)
+        if exposed > TIME_SHARE * sum(time.seconds for time in times):
+            where = " in loops" if kind == "exposed in a loop" else ""
+            text = (
+                f"the GPU waits for {number:,.0f} {operation}s{where} of {format_bytes(nbytes)}, {1e3 * exposed:.3g} ms"
+            )
+            found.append(Finding(kind, text))
+    return found
 
 
 def _synchronizations(schedules: Sequence[ProgramSchedule]) -> list[Finding]:

@@ -8,10 +8,10 @@ import pytest
 from jaxpar.analysis import findings
 from jaxpar.analysis.findings import Finding, Kind
 from jaxpar.analysis.schedule import schedule_of
-from jaxpar.analysis.step_time import predict
+from jaxpar.analysis.step_time import NOTHING, predict
 from jaxpar.cluster import named_cluster
 from jaxpar.config import default_config
-from scripts.audit import format_findings
+from scripts.audit import describe, format_findings, format_program
 from tests.analysis.test_schedule import TEXT, program
 from tests.analysis.test_step_time import cluster
 
@@ -87,3 +87,24 @@ def test_expectations() -> None:
     assert set(findings.expectations(config, named_cluster("v100", 8))) == {"exposed", "float32"}
     every = {kind for reasons in findings.EXPECTED.values() for kind in reasons}
     assert every.isdisjoint({"float32", "copies", "recomputation"})
+
+
+def test_format_program() -> None:
+    compiled, gpus = program(ALL), cluster(num_processes=1)
+    text = "\n".join(format_program(describe(schedule_of(compiled), predict([compiled], gpus))))
+    [reduced] = [line.split() for line in text.splitlines() if line.startswith("all-reduce") and " 5.00 " in line]
+    assert reduced[1:6] == ["float32", "4,194,304", "5.00", "0", "0"]
+    assert float(reduced[6]) == float(reduced[7]) > 0  # ms in five iterations, all exposed
+    assert "matrix products: 15 of bfloat16, 1 of float32; attention kernels: none" in text
+    assert "    of float32: jit(step)/branch" in text
+    assert text.endswith("copies of 1 MiB or more in loops: 10 (41.9 MB); the host waits for the GPU: 1 times")
+    unknown = format_program(describe(schedule_of(compiled), NOTHING))
+    assert all(line.split()[-1] == "0" for line in unknown if line.startswith("all-reduce"))  # without times
+
+
+def test_small_parts_are_no_findings() -> None:
+    """Copies and collectives that take less than 1% of the time of the step are not listed."""
+    huge = "%huge = f32[1024,2097152]{1,0} negate(%a)\n  %last-start ="
+    assert {one.kind for one in find(ALL.replace("%last-start =", huge))} == {
+        *("float32", "synchronization", "recomputation")
+    }
