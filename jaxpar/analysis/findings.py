@@ -133,13 +133,10 @@ def _exposed(schedules: Sequence[ProgramSchedule], times: Sequence[StepTime]) ->
     found = []
     for (kind, operation), group in groups.items():
         number = sum(one.per_step for one, _ in group)
-        nbytes = sum(one.per_step * one.nbytes for one, _ in group)
         exposed = sum(seconds for _, seconds in group)
         if exposed > TIME_SHARE * sum(time.seconds for time in times):
             where = " in loops" if kind == "exposed in a loop" else ""
-            text = (
-                f"the GPU waits for {number:,.0f} {operation}s{where} of {format_bytes(nbytes)}, {1e3 * exposed:.3g} ms"
-            )
+            text = f"the GPU waits {1e3 * exposed:.3g} ms for {number:,.0f} {operation}s{where}"
             found.append(Finding(kind, text))
     return found
 

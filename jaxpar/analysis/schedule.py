@@ -16,7 +16,7 @@ from jaxpar.strategies.strategy import CompiledProgram
 
 SMALL = 8  # elements of a collective that is not reported, such as a norm
 LARGE = 2**20  # bytes of a copy that is reported
-FLOW = ("while", "conditional", "call")
+LOOPS_AND_BRANCHES = ("while", "conditional", "call")
 COPIES = ("copy", "copy-start")
 NO_KERNELS = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all")
 
@@ -74,7 +74,7 @@ class ProgramSchedule(NamedTuple):
       copied_bytes: bytes of these copies.
       kernels: number of kernels besides collectives.
       synchronizations: how often the host waits for a value of the GPU: to choose the branch of a conditional, or
-        whether a loop goes on whose trip count XLA does not know.
+        to end a loop whose trip count XLA does not know.
     """
 
     num_devices: int
@@ -113,7 +113,7 @@ def schedule_of(compiled: CompiledProgram) -> ProgramSchedule:
                     meanwhile, source = _until_done(program, computation, place), instruction.source
                     collectives.append(ScheduledCollective(kind, dtype, nbytes, times, *meanwhile, source, name))
                 continue
-            if instruction.operation in FLOW:
+            if instruction.operation in LOOPS_AND_BRANCHES:
                 synchronizations += times * _synchronizations(program, instruction, by_scope(compiled.frequencies))
                 continue
             products += [one._replace(per_step=times) for one in _products(program, computation, instruction)]
@@ -132,7 +132,7 @@ def _runs(program: HloProgram, frequency: Frequency) -> Mapping[str, float]:
     def visit(computation: str, times: float) -> None:
         runs[computation] = runs.get(computation, 0.0) + times
         for instruction in program.computations[computation].values():
-            if times and instruction.operation in FLOW:
+            if times and instruction.operation in LOOPS_AND_BRANCHES:
                 inner = program.runs(instruction, frequency)
                 for called, number in zip(program.called(instruction), inner, strict=True):
                     visit(called, times * number)
