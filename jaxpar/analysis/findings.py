@@ -21,18 +21,21 @@ EXPOSED_SHARE = 0.5  # of the time of a collective of at least LARGE bytes
 RECOMPUTED_SHARE = 0.1  # of the FLOPs of both passes: cuDNN attention computes its scores again, which is less
 
 AT_THE_END = "gradients are exchanged after the backward pass"
+AFTER_WARMUP = "compression begins after the warm-up"
 AT_BOTH_ENDS = "nothing is left to compute before the first parameters arrive, and after the last gradients"
 # Findings that are normal: strategy or exchange -> kind -> reason. An exchange precedes its strategy.
 EXPECTED: Mapping[str, Mapping[Kind, str]] = {
     "data_parallel": {"exposed": AT_THE_END},
-    "async_data_parallel": {"exposed": "the devices wait for the weights of the server"},
     "pipeline": {
         "exposed": AT_THE_END,
         "synchronization": "in each clock, a device chooses the action of its row of the table",
     },
-    "swarm": {"exposed": AT_THE_END},
     "zero3": {"exposed": AT_BOTH_ENDS},
     "hsdp": {"exposed": AT_BOTH_ENDS},
+    "bagua_model_average": {"synchronization": "weights are averaged once in several steps"},
+    "bagua_qadam": {"synchronization": AFTER_WARMUP},
+    "onebit_adam": {"synchronization": AFTER_WARMUP},
+    "powersgd": {"synchronization": AFTER_WARMUP},
 }
 
 

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxpar.analysis.audit import SENT
+from jaxpar.measure.aliases import FLOW
 from jaxpar.measure.hlo import DTYPE_NAMES, Frequency, HloArray, HloProgram, Instruction, by_scope
 from jaxpar.measure.kernels import call_target, is_product, product_flops
 from jaxpar.strategies.strategy import CompiledProgram
 
 SMALL = 8  # elements of a collective that is not reported, such as a norm
 LARGE = 2**20  # bytes of a copy that is reported
-LOOPS_AND_BRANCHES = ("while", "conditional", "call")
 COPIES = ("copy", "copy-start")
 NO_KERNELS = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all")
 
@@ -113,7 +113,7 @@ def schedule_of(compiled: CompiledProgram) -> ProgramSchedule:
                     meanwhile, source = _until_done(program, computation, place), instruction.source
                     collectives.append(ScheduledCollective(kind, dtype, nbytes, times, *meanwhile, source, name))
                 continue
-            if instruction.operation in LOOPS_AND_BRANCHES:
+            if instruction.operation in FLOW:
                 synchronizations += times * _synchronizations(program, instruction, by_scope(compiled.frequencies))
                 continue
             products += [one._replace(per_step=times) for one in _products(program, computation, instruction)]
@@ -132,7 +132,7 @@ def _runs(program: HloProgram, frequency: Frequency) -> Mapping[str, float]:
     def visit(computation: str, times: float) -> None:
         runs[computation] = runs.get(computation, 0.0) + times
         for instruction in program.computations[computation].values():
-            if times and instruction.operation in LOOPS_AND_BRANCHES:
+            if times and instruction.operation in FLOW:
                 inner = program.runs(instruction, frequency)
                 for called, number in zip(program.called(instruction), inner, strict=True):
                     visit(called, times * number)
