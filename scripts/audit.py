@@ -14,9 +14,11 @@ With --target, the step is compiled for GPUs that this machine does not have (ja
 last line compares the memory that XLA's buffer assignment needs on a GPU with what JAX takes there: 0.75 of the memory,
 or XLA_CLIENT_MEM_FRACTION.
 
---program also describes the schedule of that program: for every collective, its bytes and how many kernels and matrix
-products run at the same time (0: the GPU waits for it), the dtypes of the matrix products, copies of large arrays in
-loops, and the number of kernels.
+--program also describes the schedule of that program: for every collective, its bytes, how many kernels and matrix
+products run at the same time, and of its predicted time the part in which the GPU only waits; the dtypes of the matrix
+products, attention kernels, FLOPs compared with those of the model, copies of large arrays in loops, the number of
+kernels, and how often the host waits for the GPU. Findings are what of this costs time without need
+(jaxpar/analysis/findings.py); those that are normal for the strategy have the reason.
 
 --time predicts the time of a step: of each kernel by its FLOPs and bytes and the rates of the GPU, of collectives by
 the link that they cross (jaxpar/analysis/step_time.py). It prints what takes longest, and MFU as a run does.
@@ -38,14 +40,15 @@ import numpy as np
 
 from jaxpar import config as configs
 from jaxpar import data, mesh, strategies
-from jaxpar.analysis import audit
+from jaxpar.analysis import audit, findings
 from jaxpar.analysis.buffers import buffers_at_peak
-from jaxpar.analysis.schedule import schedule_of
-from jaxpar.analysis.step_time import predict, short_source
+from jaxpar.analysis.schedule import ProgramSchedule, schedule_of
+from jaxpar.analysis.step_time import NOTHING, StepTime, can_predict, predict, short_source
 from jaxpar.cluster import Cluster
 from jaxpar.command_line import Parser
 from jaxpar.errors import UserError, exit_code, format_bytes
 from jaxpar.measure.flops import forward_flops
+from jaxpar.measure.kernels import ATTENTION
 from jaxpar.measure.phases import Phases
 from jaxpar.measure.source_lines import present_lines
 from jaxpar.run import build
@@ -111,21 +114,46 @@ def run(
         audited["needed"] = audit.needed_bytes(programs)
         audited["memory_bytes"], audited["usable_bytes"] = target.cluster.memory_bytes, target.usable_bytes
     if with_program:
-        schedules = [schedule_of(program) for program in programs]
-        audited["programs"] = [
-            {name: [one._asdict() for one in part] if isinstance(part, list) else part for name, part in rows.items()}
-            for rows in (schedule._asdict() for schedule in schedules)
-        ]
+        assert target is not None
+        audited |= described(programs, problem, config, target.cluster)
     if with_time:
         assert target is not None
         audited["time"] = predicted(programs, problem, config.model.dtype, target.cluster)
     return audited
 
 
+def model_flops(problem: Problem) -> float:
+    """Return the FLOPs of the forward and backward pass of the global batch, without recomputation."""
+    return 3 * forward_flops(problem.model.apply, problem.model.shapes, dict(problem.batch))
+
+
+def described(programs: Sequence[CompiledProgram], problem: Problem, config: Any, cluster: Cluster) -> dict[str, Any]:
+    """Return the schedules of the programs, and the findings. Without the rates of the GPUs, no time is known."""
+    schedules = [schedule_of(program) for program in programs]
+    times = [predict([program], cluster) if can_predict(cluster) else NOTHING for program in programs]
+    flops = model_flops(problem)
+    found = findings.find(
+        schedules, times, cluster, findings.expectations(config, cluster), dtype=config.model.dtype, model_flops=flops
+    )
+    rows = [describe(schedule, time) for schedule, time in zip(schedules, times, strict=True)]
+    return {"programs": rows, "model_flops": flops, "findings": [one._asdict() for one in found]}
+
+
+def describe(schedule: ProgramSchedule, time: StepTime) -> dict[str, Any]:
+    """Return the schedule of a program with the predicted seconds of its collectives; None if `time` lacks them."""
+    row: dict[str, Any] = schedule._asdict() | {"flops": schedule.flops}
+    row["products"] = [product._asdict() for product in schedule.products]
+    row["collectives"] = []
+    for one in schedule.collectives:
+        seconds, exposed = time.collectives.get(one.name, (None, None))
+        row["collectives"].append(one._asdict() | {"seconds": seconds, "exposed_seconds": exposed})
+    return row
+
+
 def predicted(programs: Sequence[CompiledProgram], problem: Problem, dtype: str, cluster: Cluster) -> dict[str, Any]:
     """Return the predicted time of a step, its rates, and the parts that take longest. dtype: that of the model."""
     time, inputs = predict(programs, cluster), problem.batch["inputs"]
-    flops = 3 * forward_flops(problem.model.apply, problem.model.shapes, dict(problem.batch))
+    flops = model_flops(problem)
     peak = cluster.peak_flops[dtype] * cluster.num_devices
     return {
         "seconds": time.seconds,
@@ -169,6 +197,10 @@ def format_audit(audited: dict[str, Any]) -> str:
         lines += ["", format_needed(audited["needed"], audited["usable_bytes"], audited["memory_bytes"])]
     for program in audited.get("programs", []):
         lines += ["", *format_program(program)]
+    if "findings" in audited:
+        flops = sum(program["num_devices"] * program["flops"] for program in audited["programs"])
+        lines += ["", f"FLOPs of all products / those of the model: {flops / audited['model_flops']:.2f}"]
+        lines += format_findings(audited["findings"])
     if "time" in audited:
         lines += ["", *format_time(audited["time"])]
     return "\n".join(lines)
@@ -204,21 +236,41 @@ def format_buffers(buffers: list[dict[str, Any]]) -> list[str]:
 
 def format_program(program: dict[str, Any]) -> list[str]:
     """Return the schedule of a program as lines."""
-    lines = [f"{'collective':16} {'dtype':9} {'bytes':>14} {'per step':>8}  kernels, matrix products meanwhile"]
+    lines = [
+        f"{'collective':18} {'dtype':9} {'bytes':>14} {'per step':>8}  kernels, matrix products meanwhile  ms, exposed"
+    ]
     for row in program["collectives"]:
-        sent = f"{row['kind']:16} {row['dtype']:9} {row['nbytes']:14,} {row['per_step']:8.2f}"
-        lines.append(f"{sent} {row['kernels']:8,} {row['products']:8,}")
-    numbers = Counter[str]()
+        sent = f"{row['kind']:18} {row['dtype']:9} {row['nbytes']:14,} {row['per_step']:8.2f}"
+        line = f"{sent} {row['kernels']:8,} {row['products']:16,}"
+        if row["seconds"] is not None:
+            line += f" {1e3 * row['seconds']:16.3f} {1e3 * row['exposed_seconds']:8.3f}"
+        lines.append(line)
+    numbers, attention = Counter[str](), Counter[str]()
     for row in program["products"]:
         numbers[row["dtype"]] += row["per_step"]
+        if row["library"].startswith(ATTENTION):
+            attention[row["library"]] += row["per_step"]
     products = ", ".join(f"{number:,.0f} of {dtype}" for dtype, number in sorted(numbers.items()))
+    kernels = ", ".join(f"{number:,.0f} of {name}" for name, number in attention.items())
     copied = f"{program['copies']:,.0f} ({format_bytes(program['copied_bytes'])})" if program["copies"] else "none"
-    lines.append(f"matrix products: {products or 'none'}; copies of 1 MiB or more in loops: {copied}")
-    if len(numbers) > 1:
-        wide = Counter(row["source"] for row in program["products"] if row["dtype"] == "float32")
-        lines += [f"    of float32: {source}" for source in wide]
-    lines.append(f"kernels: {program['kernels']:,.0f}; conditionals: {program['conditionals']:,.0f}")
+    lines += [
+        f"matrix products: {products or 'none'}; attention kernels: {kernels or 'none'}",
+        *(
+            f"    of float32: {source}"
+            for source in dict.fromkeys(row["source"] for row in program["products"] if row["dtype"] == "float32")
+            if len(numbers) > 1
+        ),
+        f"kernels: {program['kernels']:,.0f}; copies of 1 MiB or more in loops: {copied}; the host waits for the GPU: "
+        f"{program['synchronizations']:,.0f} times",
+    ]
     return lines
+
+
+def format_findings(found: list[dict[str, str]]) -> list[str]:
+    """Return the findings as lines: first those without a reason, then those that are normal for the strategy."""
+    defects = [f"finding: {row['text']}" for row in found if not row["reason"]]
+    normal = [f"normal: {row['text']} ({row['reason']})" for row in found if row["reason"]]
+    return [*(defects or ["no findings"]), *normal]
 
 
 def format_needed(needed: dict[str, int], usable_bytes: float, memory_bytes: float) -> str:

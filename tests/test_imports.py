@@ -22,7 +22,7 @@ ORDER = [
         "plan",
     ),  # usable without devices
     *("launch", "exchange", "data"),
-    *("tasks", "models", "optimizer", "state", "step", "checkpoint"),
+    *("products", "tasks", "models", "optimizer", "state", "step", "checkpoint"),
     *("asynchronous", "pipeline", "swarm", "strategies"),
     *("run", "analysis", "train", "main", "swarm_demo", "__main__"),
 ]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jax.experimental import topologies
@@ -145,11 +146,12 @@ def test_without_the_plugin() -> None:
     )
 
 
+IN_BFLOAT16 = ["--config.model.dtype=bfloat16", "--config.model.attention=xla"]
 STRATEGIES = {
     "ddp": [],
-    "zero3": ["--config.exchange=zero3"],
-    "1f1b": ["--config.strategy=pipeline", "--config.mesh.stage=2"],
-    "bytegrad": ["--config.exchange=bagua_bytegrad"],
+    "zero3": ["--config.exchange=zero3", *IN_BFLOAT16],
+    "1f1b": ["--config.strategy=pipeline", "--config.mesh.stage=2", *IN_BFLOAT16],
+    "bytegrad": ["--config.exchange=bagua_bytegrad", *IN_BFLOAT16],
 }
 
 
@@ -158,9 +160,9 @@ STRATEGIES = {
 def test_audit_of_absent_gpus(name: str) -> None:
     """The collectives of the GPU program are those of theory, the memory is that of the buffer assignment.
 
-    The predicted time of each part is below that of the step.
+    The predicted time of each part is below that of the step. All findings are normal for the strategy.
     """
-    done = audit("--time", *TINY, *STRATEGIES[name])
+    done = audit("--time", "--program", *TINY, *STRATEGIES[name])
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert len(found["devices"]) == 8
@@ -178,6 +180,21 @@ def test_audit_of_absent_gpus(name: str) -> None:
     layers = {layer for row in found["buffers"] for layer in row["layers"]}
     assert layers <= {"embed", "block_0", "block_1", "block_0-block_1", "head"}
     assert sum(row["source"].startswith("jaxpar/") for row in found["buffers"]) > 0.8 * len(found["buffers"])
+    check_findings(name, found)
+    dtypes = {product["dtype"] for program in found["programs"] for product in program["products"]}
+    assert dtypes == {"float32"} | ({"bfloat16"} if name != "ddp" else set())  # the head is in float32
+
+
+def check_findings(name: str, audited: dict[str, Any]) -> None:
+    """All findings are normal. The exposed seconds by collective are those of the step."""
+    assert [row for row in audited["findings"] if not row["reason"]] == [], name
+    waits = sum(row["exposed_seconds"] for program in audited["programs"] for row in program["collectives"])
+    assert waits <= audited["time"]["exposed_seconds"] * (1 + 1e-9), name  # that of small collectives is not listed
+    for program in audited["programs"]:
+        assert all(row["exposed_seconds"] <= row["seconds"] * (1 + 1e-9) for row in program["collectives"]), name
+        assert (program["synchronizations"] > 0) == any(
+            row["kind"] == "synchronization" for row in audited["findings"]
+        ), name
 
 
 @needs_plugin
@@ -222,6 +239,7 @@ def test_every_strategy_on_absent_gpus(first: int) -> None:
             assert row["kind"] == "copy" or row["ratio"] is None or row["ratio"] == pytest.approx(1, abs=1e-3), name
         assert 0 < audited["time"]["exposed_seconds"] + 1e-9 < audited["time"]["seconds"], name
         assert any(program["products"] for program in audited["programs"]), name
+        check_findings(name, audited)
         assert sum(audited["needed"].values()) < audited["usable_bytes"], name
 
 

@@ -6,17 +6,18 @@ at the same time. If that is nothing, the collective is exposed: the GPU waits f
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxpar.analysis.audit import SENT
-from jaxpar.measure.hlo import DTYPE_NAMES, HloArray, HloProgram, Instruction, by_scope
-from jaxpar.measure.kernels import is_product
+from jaxpar.measure.aliases import FLOW
+from jaxpar.measure.hlo import DTYPE_NAMES, Frequency, HloArray, HloProgram, Instruction, by_scope
+from jaxpar.measure.kernels import call_target, is_product, product_flops
 from jaxpar.strategies.strategy import CompiledProgram
 
 SMALL = 8  # elements of a collective that is not reported, such as a norm
 LARGE = 2**20  # bytes of a copy that is reported
-LOOPS_AND_BRANCHES = ("while", "conditional", "call")
+COPIES = ("copy", "copy-start")
 NO_KERNELS = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all")
 
 
@@ -31,6 +32,7 @@ class ScheduledCollective(NamedTuple):
       kernels: number of kernels that run between its start and its end; 0 if it is not asynchronous.
       products: number of matrix products in these kernels.
       source: the path of named scopes in the JAX program.
+      name: the name of the instruction that starts it.
     """
 
     kind: str
@@ -40,6 +42,7 @@ class ScheduledCollective(NamedTuple):
     kernels: int
     products: int
     source: str
+    name: str
 
 
 class MatrixProduct(NamedTuple):
@@ -48,11 +51,15 @@ class MatrixProduct(NamedTuple):
     Attributes:
       dtype: the NumPy name of the dtype of its first operand.
       per_step: how often it runs in a step.
+      flops: FLOPs of one run.
+      library: the library function that computes it; empty for code of XLA.
       source: the path of named scopes in the JAX program.
     """
 
     dtype: str
     per_step: float
+    flops: float
+    library: str
     source: str
 
 
@@ -60,20 +67,28 @@ class ProgramSchedule(NamedTuple):
     """The schedule of a step. All numbers are per step and device.
 
     Attributes:
+      num_devices: the number of devices that run the program.
       collectives: the collectives of more than SMALL elements, in the order of the program.
       products: the matrix products.
       copies: number of copies of at least LARGE bytes in loops.
       copied_bytes: bytes of these copies.
       kernels: number of kernels besides collectives.
-      conditionals: number of conditionals that are not inside another one.
+      synchronizations: how often the host waits for a value of the GPU: to choose the branch of a conditional, or
+        to end a loop whose trip count XLA does not know.
     """
 
+    num_devices: int
     collectives: list[ScheduledCollective]
     products: list[MatrixProduct]
     copies: float
     copied_bytes: float
     kernels: float
-    conditionals: float
+    synchronizations: float
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the matrix products on a device."""
+        return sum(product.per_step * product.flops for product in self.products)
 
 
 def schedule_of(compiled: CompiledProgram) -> ProgramSchedule:
@@ -84,36 +99,64 @@ def schedule_of(compiled: CompiledProgram) -> ProgramSchedule:
     """
     text = compiled.compiled.as_text()
     assert text is not None
-    program, frequency = HloProgram(text), by_scope(compiled.frequencies)
-    per_step = program.total(_once, frequency)
+    program = HloProgram(text)
+    runs = _runs(program, by_scope(compiled.frequencies))
     collectives: list[ScheduledCollective] = []
     products: list[MatrixProduct] = []
-    copies = copied_bytes = kernels = 0.0
-    for name, instructions in program.computations.items():
-        for place, instruction in enumerate(instructions.values()):
-            if not (times := per_step.get(id(instruction), 0.0)):
-                continue
-            operands = program.operand_types(name, instruction)
+    copies = copied_bytes = kernels = synchronizations = 0.0
+    for computation, times in runs.items():
+        for place, (name, instruction) in enumerate(program.computations[computation].items()):
+            operands = program.operand_types(computation, instruction)
             if (kind := instruction.operation.removesuffix("-start")) in SENT:
                 if sum(math.prod(array.dims) for array in operands) > SMALL:
                     nbytes, dtype = sum(array.nbytes for array in operands), _dtype(operands)
-                    between = _until_done(program, name, place)
-                    collectives.append(ScheduledCollective(kind, dtype, nbytes, times, *between, instruction.source))
+                    meanwhile, source = _until_done(program, computation, place), instruction.source
+                    collectives.append(ScheduledCollective(kind, dtype, nbytes, times, *meanwhile, source, name))
                 continue
-            products += [one._replace(per_step=times) for one in _products(program, name, instruction)]
-            if instruction.operation == "copy" and times > 1 and instruction.results[0].nbytes >= LARGE:
-                copies, copied_bytes = copies + times, copied_bytes + times * instruction.results[0].nbytes
+            if instruction.operation in FLOW:
+                synchronizations += times * _synchronizations(program, instruction, by_scope(compiled.frequencies))
+                continue
+            products += [one._replace(per_step=times) for one in _products(program, computation, instruction)]
+            if times > 1 and instruction.results and _is_copy(program, instruction):
+                nbytes = sum(array.nbytes for array in operands)
+                if nbytes >= LARGE:
+                    copies, copied_bytes = copies + times, copied_bytes + times * nbytes
             kernels += times * is_kernel(instruction)
-    conditionals = program.total(_conditional, frequency)[True]
-    return ProgramSchedule(collectives, products, copies, copied_bytes, kernels, conditionals)
+    return ProgramSchedule(program.num_devices, collectives, products, copies, copied_bytes, kernels, synchronizations)
 
 
-def _once(instruction: Instruction, _operands: Sequence[HloArray]) -> dict[int, float] | None:
-    return None if instruction.operation in LOOPS_AND_BRANCHES else {id(instruction): 1.0}
+def _runs(program: HloProgram, frequency: Frequency) -> Mapping[str, float]:
+    """Return how often each scheduled computation runs in a step: the entry, and what loops and branches contain."""
+    runs: dict[str, float] = {}
+
+    def visit(computation: str, times: float) -> None:
+        runs[computation] = runs.get(computation, 0.0) + times
+        for instruction in program.computations[computation].values():
+            if times and instruction.operation in FLOW:
+                inner = program.runs(instruction, frequency)
+                for called, number in zip(program.called(instruction), inner, strict=True):
+                    visit(called, times * number)
+
+    visit(program.entry, 1.0)
+    return {computation: times for computation, times in runs.items() if times}
 
 
-def _conditional(instruction: Instruction, _operands: Sequence[HloArray]) -> dict[bool, float] | None:
-    return {True: 1.0} if instruction.operation == "conditional" else None
+def _synchronizations(program: HloProgram, instruction: Instruction, frequency: Frequency) -> float:
+    """Return how often the host waits for the GPU in one run of an instruction."""
+    if instruction.operation == "conditional":
+        return 1.0
+    if instruction.operation == "while" and not program.has_known_trip_count(instruction):
+        return program.runs(instruction, frequency)[0] + 1
+    return 0.0
+
+
+def _is_copy(program: HloProgram, instruction: Instruction) -> bool:
+    """Return whether an instruction only copies its operands: a copy, or a fusion of nothing else."""
+    if instruction.operation != "fusion":
+        return instruction.operation in COPIES
+    [called] = program.called(instruction)
+    operations = {one.operation for one in program.computations[called].values()}
+    return bool(operations & set(COPIES)) and operations <= {*COPIES, *NO_KERNELS}
 
 
 def is_kernel(instruction: Instruction) -> bool:
@@ -146,7 +189,8 @@ def _products(program: HloProgram, computation: str, instruction: Instruction) -
     """Return the matrix products of one run of an instruction."""
     for name, inner in program.inside(computation, instruction):
         if is_product(inner):
-            yield MatrixProduct(_dtype(program.operand_types(name, inner)), 1.0, inner.source)
+            operands = program.operand_types(name, inner)
+            yield MatrixProduct(_dtype(operands), 1.0, product_flops(inner, operands), call_target(inner), inner.source)
 
 
 def _dtype(arrays: Sequence[HloArray]) -> str:

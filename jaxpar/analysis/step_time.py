@@ -20,7 +20,7 @@ import numpy as np
 from jaxpar.analysis.audit import SENT, groups_of
 from jaxpar.analysis.rates import LAUNCH_SECONDS, collective_seconds, memory_seconds, product_seconds
 from jaxpar.analysis.schedule import is_kernel
-from jaxpar.cluster import Cluster
+from jaxpar.cluster import PEAK_DTYPES, Cluster
 from jaxpar.measure.hlo import DTYPE_NAMES, HloProgram, Instruction, by_scope
 from jaxpar.measure.kernels import ATTENTION, call_target, is_product, kernel_bytes, product_flops
 from jaxpar.strategies.strategy import CompiledProgram
@@ -41,12 +41,15 @@ class StepTime(NamedTuple):
       exposed: the seconds in which the device waits for collectives.
       flops: FLOPs of the matrix products, convolutions and attention kernels.
       parts: the seconds of each part.
+      collectives: of each collective, by the name of the instruction that starts it, the seconds on the link and the
+        exposed seconds.
     """
 
     seconds: float
     exposed: float
     flops: float
     parts: Mapping[Part, float]
+    collectives: Mapping[str, tuple[float, float]] = {}
 
     def by_kind(self) -> dict[str, float]:
         """Return the seconds by kind, from the largest."""
@@ -64,11 +67,16 @@ class StepTime(NamedTuple):
         parts = dict(self.parts)
         for part, seconds in other.parts.items():
             parts[part] = parts.get(part, 0.0) + times * seconds
+        collectives = dict(self.collectives)
+        for name, (on_link, exposed) in other.collectives.items():
+            before = collectives.get(name, (0.0, 0.0))
+            collectives[name] = (before[0] + times * on_link, before[1] + times * exposed)
         return StepTime(
             self.seconds + times * other.seconds,
             self.exposed + times * other.exposed,
             self.flops + times * other.flops,
             parts,
+            collectives,
         )
 
 
@@ -89,6 +97,11 @@ def predict(programs: Sequence[CompiledProgram], cluster: Cluster) -> StepTime:
     return total
 
 
+def can_predict(cluster: Cluster) -> bool:
+    """Return whether all rates of the GPUs are known."""
+    return bool(cluster.send_rates) and all(dtype in cluster.peak_flops for dtype in PEAK_DTYPES)
+
+
 class _Roofline:
     """The times of a program's computations."""
 
@@ -107,16 +120,18 @@ class _Roofline:
         """
         total, link_is_free = NOTHING, 0.0
         ends: dict[str, float] = {}
+        on_link: dict[str, float] = {}
         for name, instruction in self._program.computations[computation].items():
             operation = instruction.operation
             if operation.removesuffix("-start") in SENT:
-                seconds = self._collective_seconds(computation, instruction)
+                on_link[name] = seconds = self._collective_seconds(computation, instruction)
                 ends[name] = link_is_free = max(total.seconds, link_is_free) + seconds
             if operation in SENT or operation.endswith("-done"):
                 started = name if operation in SENT else instruction.operands[0]
                 wait = max(ends.get(started, 0.0) - total.seconds, 0.0)
-                kind = operation.removesuffix("-done")
-                total = total.plus(StepTime(wait, wait, 0.0, {Part(kind, instruction.source): wait}))
+                part = Part(operation.removesuffix("-done"), instruction.source)
+                collectives = {started: (on_link[started], wait)} if started in on_link else {}
+                total = total.plus(StepTime(wait, wait, 0.0, {part: wait}, collectives))
             elif name in chosen:
                 total = total.plus(chosen[name])
             elif operation == "while":

@@ -12,11 +12,13 @@ Key = TypeVar("Key", bound=Hashable)
 # op_name of a loop whose trip count varies -> (mean trip count,); None if unknown.
 Frequency = Callable[[str], Sequence[float] | None]
 
+NUM_DEVICES = re.compile(r"(?:replica_count|num_partitions)=(\d+)")
 COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
 INSTRUCTION = re.compile(r"^\s+(ROOT )?%(\S+) = (.*)$")
 ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^{}]*)\})?")  # dtype, dims, layout
 HOST_MEMORY = "S(5)"  # part of the layout of an array in the memory of the host
 OPERATION = re.compile(r"(?:^|[\]})] )([a-z][a-z0-9-]*)\((.*)$")
+TRIP_COUNT = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 CALLED = re.compile(r"(?:calls|to_apply|body|condition)=%([\w.-]+)")
 CALLED_LISTS = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
 WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
@@ -67,6 +69,7 @@ class HloProgram:
         """text: the result of `jax.stages.Compiled.as_text`."""
         self._computations: dict[str, dict[str, Instruction]] = {}
         self._roots: dict[str, str] = {}
+        self._num_devices = math.prod(map(int, NUM_DEVICES.findall(text.partition("\n")[0])))
         name = self._entry = ""
         for line in text.splitlines():
             if header := COMPUTATION.match(line):
@@ -83,6 +86,11 @@ class HloProgram:
         """The instructions of each computation by name, in the order in which they run if the program is scheduled."""
         return self._computations
 
+    @property
+    def num_devices(self) -> int:
+        """The number of devices that run the program."""
+        return self._num_devices
+
     def called(self, instruction: Instruction) -> list[str]:
         """Return the names of the computations that an instruction calls: of a loop, the condition and the body."""
         return list(_called(instruction.line))
@@ -95,7 +103,7 @@ class HloProgram:
         """
         called = self.called(instruction)
         if instruction.operation == "while":
-            trips = re.search(r'known_trip_count":\{"n":"(\d+)"', instruction.line)
+            trips = TRIP_COUNT.search(instruction.line)
             expected = (int(trips[1]),) if trips else frequency(instruction.source)
             if expected is None or len(expected) != 1:
                 raise ValueError(f"unknown trip count of the loop {instruction.source}")
@@ -108,6 +116,10 @@ class HloProgram:
                 )
             return list(weights)
         return [1.0] * len(called)
+
+    def has_known_trip_count(self, loop: Instruction) -> bool:
+        """Return whether XLA knows how often a loop runs. On GPUs, the host otherwise asks before each iteration."""
+        return TRIP_COUNT.search(loop.line) is not None
 
     @property
     def entry(self) -> str:

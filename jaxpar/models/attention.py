@@ -1,7 +1,7 @@
 """Attention by one of three kernels. Dims: B batch, T positions, H query heads, G key and value heads, K head size.
 
-    xla      as `jax.nn.dot_product_attention` writes it, for any device
-    batched  the same, as one product per head, which is faster on CPUs
+    xla      two products and a softmax, for any device
+    batched  the same on contiguous matrices, one per head, which is faster on CPUs
     cudnn    the fused kernel of cuDNN, for NVIDIA GPUs of compute capability 8.0 or higher
 
 JAX traces the call of cuDNN only where cuDNN is installed, but a model for GPUs can be planned anywhere: elsewhere, a
@@ -16,9 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import mlir
+from jax.typing import DTypeLike
 
 from jaxpar.errors import UserError
 from jaxpar.models.options import AttentionKernel
+from jaxpar.products import float32_einsum
 
 
 def attend(
@@ -40,36 +42,36 @@ def attend(
       is_causal: whether positions attend only to themselves and earlier positions.
       lengths_B: number of positions of each example that can be attended to; None: all.
     """
-    if kernel == "batched":
-        return batched_attention(q_BTHK, k_BTGK, v_BTGK, is_causal=is_causal, lengths_B=lengths_B)
+    (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
     if kernel == "cudnn" and not _is_cudnn_installed():
         return _abstract_cudnn(is_causal, q_BTHK, k_BTGK, v_BTGK, lengths_B)
-    with jax.numpy_dtype_promotion("standard"):  # JAX's own code mixes bfloat16 and float32
-        return jax.nn.dot_product_attention(
-            q_BTHK, k_BTGK, v_BTGK, is_causal=is_causal, key_value_seq_lengths=lengths_B, implementation=kernel
-        )
+    if kernel == "cudnn":
+        with jax.numpy_dtype_promotion("standard"):  # JAX's own code mixes bfloat16 and float32
+            return jax.nn.dot_product_attention(
+                q_BTHK, k_BTGK, v_BTGK, is_causal=is_causal, key_value_seq_lengths=lengths_B, implementation="cudnn"
+            )
+    q_BTGRK = q_BTHK.reshape(B, T, G, H // G, K)
+    if kernel == "xla":
+        scores = float32_einsum("btgrk,bsgk->bgrts", q_BTGRK, k_BTGK) / math.sqrt(K)
+        probabilities = _probabilities(scores, v_BTGK.dtype, is_causal, lengths_B)
+        return jnp.einsum("bgrts,bsgk->btgrk", probabilities, v_BTGK).reshape(B, T, H, K)
+    # Transposed first, XLA on CPUs takes about three quarters of the time, forward and backward.
+    q_BGRTK, k_BGSK, v_BGSK = q_BTGRK.transpose(0, 2, 3, 1, 4), k_BTGK.swapaxes(1, 2), v_BTGK.swapaxes(1, 2)
+    scores = float32_einsum("bgrtk,bgsk->bgrts", q_BGRTK, k_BGSK) / math.sqrt(K)
+    y_BGRTK = jnp.einsum("bgrts,bgsk->bgrtk", _probabilities(scores, v_BGSK.dtype, is_causal, lengths_B), v_BGSK)
+    return y_BGRTK.transpose(0, 3, 1, 2, 4).reshape(B, T, H, K)
 
 
-def batched_attention(
-    q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, *, is_causal: bool, lengths_B: jax.Array | None
-) -> jax.Array:
-    """Compute `jax.nn.dot_product_attention` by products of contiguous matrices, one per head: [B, T, H, K].
-
-    XLA on CPUs then takes about three quarters of the time, forward and backward. The arguments are those of `attend`.
-    """
-    (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
-    q_BGRTK = q_BTHK.reshape(B, T, G, H // G, K).transpose(0, 2, 3, 1, 4)
-    k_BGSK, v_BGSK = k_BTGK.swapaxes(1, 2), v_BTGK.swapaxes(1, 2)
-    scores = jnp.einsum("bgrtk,bgsk->bgrts", q_BGRTK, k_BGSK, preferred_element_type=jnp.float32) / math.sqrt(K)
+def _probabilities(scores: jax.Array, dtype: DTypeLike, is_causal: bool, lengths_B: jax.Array | None) -> jax.Array:
+    """Return the attention probabilities, [B, G, R, T, S], for scores in float32."""
+    T = scores.shape[-1]
     lowest = 0.5 * jnp.finfo(scores.dtype).min  # finite, so that a row without any position to attend to is not NaN
     if is_causal:
         scores = jnp.where(jnp.tril(jnp.ones((1, 1, 1, T, T), bool)), scores, lowest)
     if lengths_B is not None:
         is_real_BT = jnp.arange(T)[None, :] < lengths_B[:, None]
         scores = jnp.where(is_real_BT[:, None, None, None, :], scores, lowest)
-    probabilities = jax.nn.softmax(scores, axis=-1).astype(v_BGSK.dtype)
-    y_BGRTK = jnp.einsum("bgrts,bgsk->bgrtk", probabilities, v_BGSK)
-    return y_BGRTK.transpose(0, 3, 1, 2, 4).reshape(B, T, H, K)
+    return jax.nn.softmax(scores, axis=-1).astype(dtype)
 
 
 @functools.cache

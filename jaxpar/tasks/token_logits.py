@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxpar.products import float32_einsum
+
 CHUNK_BYTES = 2**28  # logits of at most this size are whole
 MOST_CHUNKS = 32  # with more, a matrix product would be too small
 LossAndCorrect = tuple[Any, Any]  # scalars
@@ -38,7 +40,7 @@ class TokenLogits(NamedTuple):
     def whole(self) -> jax.Array:
         """Return the logits, [B, T, V], with sums in float32."""
         x_ND = self.x.reshape(-1, self.x.shape[-1])
-        logits_NV = jnp.einsum("nd,vd->nv", x_ND, self.tokens, preferred_element_type=jnp.float32)
+        logits_NV = float32_einsum("nd,vd->nv", x_ND, self.tokens)
         logits_BTV = logits_NV.reshape(*self.x.shape[:-1], len(self.tokens))
         return logits_BTV if self.bias is None else logits_BTV + self.bias[None, None, :]
 

@@ -317,12 +317,12 @@ def test_mistakes(flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 def test_updates(space: search.Space) -> None:
     """An update of AdamW moves 8 times the bytes of the parameters; ZeRO moves an eighth of some of them."""
     params = nbytes(space.problem.model.shapes)
-    whole = updates.update_bytes(space.problem) / updates.REPEATED / params
+    whole = updates.update_bytes(space.problem) / updates.KERNEL_REPEATS / params
     assert whole == pytest.approx(2 + 4 + 2, rel=0.01)  # parameters, two moments, gradients and their norm
     of_exchange = {}
     for name in ("ddp", "zero1", "zero3"):
         plan = search.plan_of(space, {"strategy": "data_parallel", "exchange": name})
         assert not isinstance(plan, str)
-        of_exchange[name] = search.update_of(space, plan) / updates.REPEATED / params
+        of_exchange[name] = search.update_of(space, plan) / updates.KERNEL_REPEATS / params
     assert of_exchange["ddp"] == pytest.approx(whole)
     assert of_exchange["zero3"] < 2 < of_exchange["zero1"] < 10

@@ -8,12 +8,12 @@ import pytest
 from jaxpar.analysis.schedule import MatrixProduct, ScheduledCollective, schedule_of
 
 META = 'metadata={op_name="jit(step)/%s"}'
-TEXT = f"""HloModule jit_step, is_scheduled=true
+TEXT = f"""HloModule jit_step, is_scheduled=true, replica_count=2, num_partitions=4
 
 %fused (p: bf16[8,8], q: bf16[8,8]) -> bf16[8,8] {{
   %p = bf16[8,8]{{1,0}} parameter(0)
   %q = bf16[8,8]{{1,0}} parameter(1)
-  ROOT %dot.1 = bf16[8,8]{{1,0}} dot(%p, %q), {META % "fused"}
+  ROOT %dot.1 = bf16[8,8]{{1,0}} dot(%p, %q), lhs_contracting_dims={{1}}, {META % "fused"}
 }}
 
 %body (arg: (s32[], bf16[8,8], f32[1024,1024])) -> (s32[], bf16[8,8], f32[1024,1024]) {{
@@ -23,7 +23,8 @@ TEXT = f"""HloModule jit_step, is_scheduled=true
   %bits = u16[512]{{0}} bitcast(%large)
   %all-gather-start = (u16[512]{{0}}, u16[2,512]{{1,0}}) all-gather-start(%bits), {META % "gather"}
   %first = bf16[8,8]{{1,0}} fusion(%x, %x), kind=kCustom, calls=%fused
-  %second = bf16[8,8]{{1,0}} custom-call(%first, %x), custom_call_target="__cublas$gemm", {META % "library"}
+  %second = bf16[8,8]{{1,0}} custom-call(%first, %x), custom_call_target="__cublas$gemm", {META % "library"}, \
+backend_config={{"gemm_backend_config":{{"dot_dimension_numbers":{{"lhs_contracting_dimensions":["1"]}}}}}}
   %all-gather-done = u16[2,512]{{1,0}} all-gather-done(%all-gather-start), {META % "gather"}
   %third = bf16[8,8]{{1,0}} fusion(%second, %x), kind=kCustom, calls=%fused
   %all-reduce-start = f32[1024,1024]{{1,0}} all-reduce-start(%large), {META % "reduce"}
@@ -31,8 +32,14 @@ TEXT = f"""HloModule jit_step, is_scheduled=true
   %norm-start = f32[] all-reduce-start(%scalar), {META % "norm"}
   %norm-done = f32[] all-reduce-done(%norm-start)
   %copy.1 = f32[1024,1024]{{1,0}} copy(%large)
+  %copy.4 = f32[1024,1024]{{0,1}} fusion(%large), kind=kLoop, calls=%copied
   %copy.2 = bf16[8,8]{{1,0}} copy(%x)
   ROOT %out = (s32[], bf16[8,8]{{1,0}}, f32[1024,1024]{{1,0}}) tuple(%arg, %third, %copy.1)
+}}
+
+%copied (c: f32[1024,1024]) -> f32[1024,1024] {{
+  %c = f32[1024,1024]{{1,0}} parameter(0)
+  ROOT %copy.5 = f32[1024,1024]{{0,1}} copy(%c)
 }}
 
 %condition (arg: (s32[], bf16[8,8], f32[1024,1024])) -> pred[] {{
@@ -42,7 +49,7 @@ TEXT = f"""HloModule jit_step, is_scheduled=true
 
 %yes (y: f32[8,8]) -> f32[8,8] {{
   %y = f32[8,8]{{1,0}} parameter(0)
-  ROOT %dot.2 = f32[8,8]{{1,0}} dot(%y, %y), {META % "branch"}
+  ROOT %dot.2 = f32[8,8]{{1,0}} dot(%y, %y), lhs_contracting_dims={{1}}, {META % "branch"}
 }}
 
 %no (n: f32[8,8]) -> f32[8,8] {{
@@ -54,7 +61,7 @@ ENTRY %main (a: f32[1024,1024], choice: pred[]) -> f32[8,8] {{
   %choice = pred[] parameter(1)
   %start = (s32[], bf16[8,8]{{1,0}}, f32[1024,1024]{{1,0}}) tuple(%a, %a, %a)
   %loop = (s32[], bf16[8,8]{{1,0}}, f32[1024,1024]{{1,0}}) while(%start), condition=%condition, body=%body, \
-backend_config={{"known_trip_count":{{"n":"5"}}}}, {META % "loop"}
+backend_config={{"known_trip_count":{{"n":"5"}}}}, {META % "loop/while"}
   %copy.3 = f32[1024,1024]{{1,0}} copy(%a)
   %small = f32[8,8]{{1,0}} fusion(%a), kind=kLoop, calls=%no
   ROOT %chosen = f32[8,8]{{1,0}} conditional(%choice, %small, %small), true_computation=%yes, false_computation=%no, \
@@ -63,27 +70,33 @@ backend_config={{"known_trip_count":{{"n":"5"}}}}, {META % "loop"}
 """
 
 
-def program(text: str = TEXT) -> Any:
-    return SimpleNamespace(compiled=SimpleNamespace(as_text=lambda: text), frequencies={"choose": (0.25, 0.75)})
+def program(text: str = TEXT, **frequencies: Any) -> Any:
+    compiled = SimpleNamespace(as_text=lambda: text)
+    return SimpleNamespace(compiled=compiled, frequencies={"choose": (0.25, 0.75)} | frequencies, branches={})
 
 
 def test_schedule() -> None:
     found = schedule_of(program())
     assert found.collectives == [
-        ScheduledCollective("all-gather", "uint16", 1024, 5.0, 2, 2, "jit(step)/gather"),
-        ScheduledCollective("all-reduce", "float32", 2**22, 5.0, 0, 0, "jit(step)/reduce"),
+        ScheduledCollective("all-gather", "uint16", 1024, 5.0, 2, 2, "jit(step)/gather", "all-gather-start"),
+        ScheduledCollective("all-reduce", "float32", 2**22, 5.0, 0, 0, "jit(step)/reduce", "all-reduce-start"),
     ]
     assert sorted(found.products) == [
-        MatrixProduct("bfloat16", 5.0, "jit(step)/fused"),
-        MatrixProduct("bfloat16", 5.0, "jit(step)/fused"),
-        MatrixProduct("bfloat16", 5.0, "jit(step)/library"),
-        MatrixProduct("float32", 0.75, "jit(step)/branch"),
+        MatrixProduct("bfloat16", 5.0, 1024.0, "", "jit(step)/fused"),
+        MatrixProduct("bfloat16", 5.0, 1024.0, "", "jit(step)/fused"),
+        MatrixProduct("bfloat16", 5.0, 1024.0, "__cublas$gemm", "jit(step)/library"),
+        MatrixProduct("float32", 0.75, 1024.0, "", "jit(step)/branch"),
     ]
-    assert (found.copies, found.copied_bytes) == (5, 5 * 2**22)  # of the large array, inside the loop
-    # Of an iteration: two fusions, the library call, two copies and the condition. Outside: a copy and a fusion, and
+    assert (found.copies, found.copied_bytes) == (10, 10 * 2**22)  # of the large array, inside the loop
+    assert found.num_devices == 8
+    assert found.flops == 1024 * 15.75
+    # Of an iteration: three fusions, the library call, two copies and the condition. Outside: a copy and a fusion, and
     # the product of a branch.
-    assert found.kernels == 5 * 6 + 2 + 0.75
-    assert found.conditionals == 1
+    assert found.kernels == 5 * 7 + 2 + 0.75
+    assert found.synchronizations == 1  # the conditional
+    # Of the loop, the host now also asks before each iteration, and at the end.
+    text = TEXT.replace('"known_trip_count"', '"other"')
+    assert schedule_of(program(text, loop=(5.0,))).synchronizations == 1 + 6
 
 
 def test_a_collective_without_an_end() -> None:

@@ -1,5 +1,6 @@
 """Tests that the forms of computation that are fast on CPUs equal the usual forms, in values and gradients."""
 
+import re
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from flax import nnx
 
 from jaxpar.cluster import named_cluster
 from jaxpar.models import attention, gpt, layers
-from jaxpar.models.options import decide_computation
+from jaxpar.models.options import AttentionKernel, decide_computation
 from jaxpar.tasks.token_logits import TokenLogits
 from tests.models.small import TEXT, fast_jit, small_config
 
@@ -40,24 +41,42 @@ def check_equal(actual: Any, expected: Any, tolerance: float = 1e-6) -> None:
     jax.tree.map(check, actual, expected)
 
 
+@pytest.mark.parametrize("kernel", ["xla", "batched"])
 @pytest.mark.parametrize(("is_causal", "num_kv_heads", "lengths"), [(True, 2, None), (False, 4, (7, 1, 4))])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 1e-2)])
-def test_batched_attention(
-    is_causal: bool, num_kv_heads: int, lengths: tuple[int, ...] | None, dtype: str, tolerance: float
+def test_attention(
+    kernel: AttentionKernel,
+    is_causal: bool,
+    num_kv_heads: int,
+    lengths: tuple[int, ...] | None,
+    dtype: str,
+    tolerance: float,
 ) -> None:
-    """The products of contiguous matrices are JAX's attention, with as many value heads or fewer."""
+    """Both forms of attention are JAX's, with as many value heads or fewer.
+
+    In bfloat16, the products of the gradient have operands in bfloat16, and its error is about that of JAX's.
+    """
     lengths_B = None if lengths is None else jnp.array(lengths)
     q, k, v = (draw(B, T, heads, K, seed=i).astype(dtype) for i, heads in enumerate((H, num_kv_heads, num_kv_heads)))
 
     def ours(q: Any, k: Any, v: Any) -> Any:
-        return attention.batched_attention(q, k, v, is_causal=is_causal, lengths_B=lengths_B)
+        return attention.attend(q, k, v, kernel, is_causal=is_causal, lengths_B=lengths_B)
 
     def of_jax(q: Any, k: Any, v: Any) -> Any:
         return jax.nn.dot_product_attention(
             q, k, v, is_causal=is_causal, key_value_seq_lengths=lengths_B, implementation="xla"
         )
 
-    check_equal(values_and_gradients(ours, q, k, v), values_and_gradients(of_jax, q, k, v), tolerance)
+    found, expected = (values_and_gradients(function, q, k, v) for function in (ours, of_jax))
+    check_equal(found, expected, tolerance)
+    if dtype == "bfloat16":
+        exact = jax.tree.leaves(values_and_gradients(of_jax, *(x.astype(jnp.float32) for x in (q, k, v))))
+        for actual, other, true in zip(*map(jax.tree.leaves, (found, expected)), exact, strict=True):
+            error, of_other = (np.abs(np.float32(x) - true).mean() for x in (actual, other))
+            assert error <= 1.25 * of_other + 1e-6
+    gradient = jax.jit(jax.grad(lambda *args: ours(*args).sum(), argnums=(0, 1, 2))).lower(q, k, v).as_text()
+    operands = re.findall(r"dot_general .*: \(tensor<\w+x(\w+)>, tensor<\w+x(\w+)>\)", gradient)
+    assert operands == [({"float32": "f32", "bfloat16": "bf16"}[dtype],) * 2] * 5  # y is not needed
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])

@@ -15,7 +15,7 @@ from jaxpar.state import State, abstract_state
 from jaxpar.step import Metrics, Problem
 from jaxpar.tasks import Sums
 
-REPEATED = 2.0  # programs compiled for H100s move 1.8 to 2.4 times the bytes, because several kernels read an array
+KERNEL_REPEATS = 2.0  # programs compiled for H100s move 1.8 to 2.4 times the bytes, because several kernels read an array
 
 
 def update_bytes(problem: Problem) -> float:
@@ -55,7 +55,7 @@ def exchange_bytes(problem: Problem, plan: Plan[Any]) -> float:
 
 def moved(function: Any, *args: Any) -> float:
     """Return the bytes that a function reads and writes on a device."""
-    return REPEATED * sum(one.calls * one.nbytes for one in operations(function, *args))
+    return KERNEL_REPEATS * sum(one.calls * one.nbytes for one in operations(function, *args))
 
 
 def _sums() -> Sums:

@@ -1,0 +1,93 @@
+"""Compiles training steps of large models for GPUs that this machine does not have: memory, findings, predicted time.
+
+    scripts/python scripts/bench/large_models.py [--only=bert_base]
+
+In bfloat16, with cuDNN attention. Compiles each of CASES, prints a row for it and its findings, those that are normal
+for the strategy included. Needs the extra `targets`, and nvidia-cudnn-cu12.
+"""
+
+import contextlib
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxpar import config as configs
+from jaxpar.command_line import Parser
+from jaxpar.errors import exit_code, format_bytes
+from jaxpar.target import find_target
+from scripts import audit
+
+
+class Case(NamedTuple):
+    """A model and strategy: the GPUs, and what differs from configs/default.py."""
+
+    target: str
+    values: dict[str, Any]
+
+
+GPT = {"task": "causal_lm", "model.name": "gpt", "model.dropout": 0.0, "model.remat": "full", "data.max_length": 1024}
+LLAMA = GPT | {
+    "model.num_layers": 32,
+    "model.hidden_size": 4096,
+    "model.num_heads": 32,
+    "model.num_kv_heads": 8,
+    "model.mlp_size": 14336,
+    "model.norm": "rmsnorm",
+    "model.activation": "swiglu",
+    "model.positions": "rotary",
+    "data.vocab_size": 128256,
+    "data.max_length": 4096,
+    "batch_size": 64,
+}
+CASES = {
+    "bert_base": Case(
+        "h100:8", {"model.size": "base", "data.max_length": 512, "data.vocab_size": 30522, "batch_size": 256}
+    ),
+    "gpt2_xl": Case(
+        "h100:8", GPT | {"model.size": "gpt2_xl", "data.vocab_size": 50304, "batch_size": 64, "exchange": "zero3"}
+    ),
+    "llama_8b_zero3": Case("h100:8x8", LLAMA | {"exchange": "zero3"}),
+    "llama_8b_pipeline": Case(
+        "h100:8x8",
+        LLAMA
+        | {
+            "strategy": "pipeline",
+            "mesh.stage": 8,
+            "pipeline.num_microbatches": 16,
+            "pipeline.remat": "full",
+            "model.remat": "none",
+            "batch_size": 128,
+        },
+    ),
+}
+
+
+def audited(case: Case) -> dict[str, Any]:
+    """Return the audit of a case."""
+    config: Any = configs.default_config()
+    config.update_from_flattened_dict(
+        {"model.dtype": "bfloat16", "data.source": "synthetic", "data.synthetic_examples": 512} | case.values
+    )
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        return audit.run(config, Path(folder), find_target(case.target), with_program=True, with_time=True)
+
+
+def main() -> None:
+    """Print a row and the findings for each case."""
+    parser = Parser(__doc__)
+    parser.add_argument("--only", choices=list(CASES), help="the case to compile; without it, all")
+    arguments = parser.parse()
+    print(f"{'model':18} {'GPUs':9} {'arguments':>10} {'temporary':>10} {'fits':>5} {'step, s':>8} {'MFU':>6}")
+    for name, case in CASES.items():
+        if arguments.only in (None, name):
+            found = audited(case)
+            needed, time = found["needed"], found["time"]
+            fits = "yes" if sum(needed.values()) <= found["usable_bytes"] else "no"
+            sizes = f"{format_bytes(needed['arguments']):>10} {format_bytes(needed['temporary arrays']):>10}"
+            print(f"{name:18} {case.target:9} {sizes} {fits:>5} {time['seconds']:8.3f} {time['mfu']:6.3f}")
+            print("\n".join(f"    {line}" for line in audit.format_findings(found["findings"])), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
