@@ -14,7 +14,7 @@ unless --verify asks for it. The columns of the table:
   memory    what the fullest device needs
 
 The cluster is written as in --target of scripts/audit.py, such as h100:4x8 for 4 hosts of 8 H100s, or is a file
-(configs/clusters).
+(configs/clusters). `here` are the CPU devices of this machine, whose layers and links are measured first.
 """
 
 import json
@@ -26,10 +26,12 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from jaxpar import cluster as clusters
 from jaxpar import config as configs
-from jaxpar import strategies
+from jaxpar import data, mesh, strategies
 from jaxpar.analysis import audit, step_time
 from jaxpar.analysis.planner import report, search
+from jaxpar.analysis.planner.calibrate import MeasuredLayers, calibrate
 from jaxpar.analysis.planner.layers import TracedLayers
 from jaxpar.analysis.planner.machine import GpuMachine
 from jaxpar.analysis.planner.search import Candidate, Space, with_settings
@@ -44,26 +46,32 @@ from jaxpar.step import Problem
 from jaxpar.target import Target, find_target, memory_fraction
 
 SHOWN = 10  # rows of the table
+HERE = "here"
+REPEATS = 5  # measurements of a layer
 
 
 def main() -> None:
     """Run the command line."""
     parser = Parser(__doc__)
     parser.require("--config", "--config=configs/quickstart.py", help="config file as PATH[:PRESET]")
-    parser.require("--cluster", "--cluster=h100:8", metavar="FILE|NAME:HOSTSxDEVICES", help="the cluster")
+    parser.require("--cluster", "--cluster=h100:8", metavar="FILE|NAME:HOSTSxDEVICES|here", help="the cluster")
     add = parser.add_argument
     add("--verify", type=integer(1), default=0, metavar="N", help="compile the first N, and correct their memory")
     add("--out", type=Path, metavar="FILE.py", help="write the first one as a config file")
     add("--json", action="store_true", help="print all candidates as JSON")
     arguments, overrides = parser.parse_with_overrides()
     begin = time.monotonic()
+    if arguments.cluster == HERE and arguments.verify:
+        raise UserError(f"--verify is {arguments.verify}; it must be unset with --cluster={HERE}")
     target = find_target(arguments.cluster, "--cluster") if arguments.verify else None
-    cluster = target.cluster if target else find_named(arguments.cluster, "--cluster")[1]
     config = configs.load_config(arguments.config)
     configs.override(config, overrides)
     if arguments.out and (arguments.out.suffix != ".py" or not arguments.out.absolute().parent.is_dir()):
         raise UserError(f"--out is {str(arguments.out)!r}; it must be the path of a .py file in a folder that exists")
-    space = make_space(config, cluster)
+    if arguments.cluster == HERE:
+        space = measured_space(config)
+    else:
+        space = make_space(config, target.cluster if target else find_named(arguments.cluster, "--cluster")[1])
     found = search.candidates(space)
     work = workload(space)
     if arguments.json:
@@ -89,13 +97,34 @@ def main() -> None:
 
 def make_space(config: ConfigDict, cluster: Cluster) -> Space:
     """Return what to search: the problem of a config, and the costs of its layers on a cluster."""
-    single = with_settings(config, {"strategy": "single", "mesh.data": 1})
-    with tempfile.TemporaryDirectory() as folder:
-        build.check_run(single, Path(folder), cluster)
-        problem = build.load_parts(single, Path(folder), cluster).problem
+    problem = load(config, cluster).problem
     assert cluster.memory_bytes is not None
     usable = memory_fraction() * cluster.memory_bytes
     return Space(config, problem, TracedLayers(problem, cluster), GpuMachine(cluster), usable)
+
+
+def measured_space(config: ConfigDict) -> Space:
+    """Return what to search on the CPU devices of this machine, after measuring what layers and links cost."""
+    mesh.prepare_jax(config, data.cache_dir(config) / "xla")
+    cluster = clusters.find_cluster()
+    if cluster.platform != "cpu":
+        raise UserError(f"--cluster is {HERE!r}, {cluster.device_kind}; it must be a kind of GPU, such as h100:8")
+    loaded = load(config, cluster)
+    batch = {name: x for name, x in loaded.batches.longest().items() if name in loaded.problem.batch}
+    size, n = config.batch_size, cluster.num_devices
+    share = {name: x[: max(size // n, 1)] for name, x in batch.items()}
+    machine = calibrate(cluster, clusters.devices(), loaded.problem, share)
+    layers = MeasuredLayers(loaded.problem, batch, (max(size // (4 * n), 1), size), REPEATS, machine.started(1))
+    assert cluster.memory_bytes is not None
+    return Space(config, loaded.problem, layers, machine, cluster.memory_bytes / n)
+
+
+def load(config: ConfigDict, cluster: Cluster) -> build.Loaded:
+    """Read the data and build the model of a config, whatever its strategy. Raises UserError for its mistakes."""
+    single = with_settings(config, {"strategy": "single", "mesh.data": 1})
+    with tempfile.TemporaryDirectory() as folder:
+        build.check_run(single, Path(folder), cluster)
+        return build.load_parts(single, Path(folder), cluster)
 
 
 def workload(space: Space) -> report.StepWork:

@@ -131,7 +131,7 @@ def test_steps_add_up() -> None:
         [layer(0.01, stash=5e8)], GPUS, {DATA: 16, STAGE: 1}, 4, [], state, 8e9, is_scanned=False, gathers_layers=False
     )
     assert costs.compute == pytest.approx(4 * (0.03 + GPUS.moved(3e9, 1)))
-    assert costs.update == pytest.approx(GPUS.moved(8e9, 1))
+    assert costs.update == pytest.approx(GPUS.update_repeats * GPUS.moved(8e9, 1))
     assert costs.seconds == pytest.approx(costs.compute + costs.update)
     table = make_table("1f1b", num_devices=2, num_microbatches=4, num_chunks=1)
     layers = [layer(0.01, output=HOST * 1e-3)] * 4
@@ -317,12 +317,12 @@ def test_mistakes(flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 def test_updates(space: search.Space) -> None:
     """An update of AdamW moves 8 times the bytes of the parameters; ZeRO moves an eighth of some of them."""
     params = nbytes(space.problem.model.shapes)
-    whole = updates.update_bytes(space.problem) / updates.KERNEL_REPEATS / params
+    whole = updates.update_bytes(space.problem) / params
     assert whole == pytest.approx(2 + 4 + 2, rel=0.01)  # parameters, two moments, gradients and their norm
     of_exchange = {}
     for name in ("ddp", "zero1", "zero3"):
         plan = search.plan_of(space, {"strategy": "data_parallel", "exchange": name})
         assert not isinstance(plan, str)
-        of_exchange[name] = search.update_of(space, plan) / updates.KERNEL_REPEATS / params
+        of_exchange[name] = search.update_of(space, plan) / params
     assert of_exchange["ddp"] == pytest.approx(whole)
     assert of_exchange["zero3"] < 2 < of_exchange["zero1"] < 10

@@ -27,6 +27,10 @@ SIZED = ("forward_s", "backward_s", "output_bytes", "stash_bytes")  # what depen
 class Layers(Protocol):
     """The layers of a model on a device."""
 
+    @property
+    def remats(self) -> tuple[str, ...]:
+        """Kinds of rematerialization for which `profile` is cheap."""
+
     def profile(self, size: float, remat: str) -> list[LayerProfile]:
         """Return the times and sizes of each layer.
 
@@ -43,6 +47,8 @@ def resized(batch: Mapping[str, Any], size: int) -> dict[str, jax.ShapeDtypeStru
 
 class TracedLayers:
     """Layers on a GPU that need not exist."""
+
+    remats = KINDS_OF_REMAT
 
     def __init__(self, problem: Problem, cluster: Cluster) -> None:
         """Trace nothing yet. cluster: the GPUs."""

@@ -15,6 +15,7 @@ from jaxpar.plan import Traffic
 ONE_HOP = "collective-permute"
 # Messages of a ring algorithm in a collective of n devices.
 MESSAGES = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1, "all-to-all": 1}  # times n - 1
+KERNEL_REPEATS = 2.0  # updates compiled for H100s move 1.8 to 2.4 times the bytes, as several kernels read an array
 CLOCK_KERNELS = 10  # launches that a clock of a pipeline needs besides those of its actions
 
 
@@ -30,14 +31,19 @@ class Machine(Protocol):
         """Whether a device sends and computes at the same time."""
 
     @property
+    def update_repeats(self) -> float:
+        """Bytes that an update moves / those that are counted (updates.py)."""
+
+    @property
     def clock_seconds(self) -> float:
         """Seconds of a clock of a pipeline besides its actions and transfers."""
 
-    def together(self, seconds: np.ndarray) -> np.ndarray:
+    def together(self, seconds: np.ndarray, copies: int = 1) -> np.ndarray:
         """Return how long devices take that compute at the same time.
 
         Args:
           seconds: the time that each device takes alone, [.., device].
+          copies: number of replicas of these devices, which compute the same.
         """
 
     def collective(self, sent: Traffic, axes: Mapping[str, int]) -> float:
@@ -67,9 +73,10 @@ class GpuMachine(NamedTuple):
 
     cluster: Cluster
     overlaps: bool = True
+    update_repeats: float = KERNEL_REPEATS
     clock_seconds: float = CLOCK_KERNELS * LAUNCH_SECONDS
 
-    def together(self, seconds: np.ndarray) -> np.ndarray:
+    def together(self, seconds: np.ndarray, copies: int = 1) -> np.ndarray:
         """GPUs share nothing."""
         return np.max(seconds, axis=-1)
 
@@ -116,12 +123,13 @@ class CpuMachine(NamedTuple):
     clock_seconds: float
     step_seconds: Mapping[int, float]
     overlaps: bool = False
+    update_repeats: float = 1.0
 
-    def together(self, seconds: np.ndarray) -> np.ndarray:
+    def together(self, seconds: np.ndarray, copies: int = 1) -> np.ndarray:
         """Devices share the cores: n of them take slowdown(n) times their mean, and at least the longest."""
         busy = np.count_nonzero(seconds, axis=-1)
         numbers = np.array([0, *self.slowdown])
-        factor = np.interp(busy, numbers, [0.0, *self.slowdown.values()])
+        factor = np.interp(copies * busy, numbers, [0.0, *self.slowdown.values()])
         mean = seconds.sum(axis=-1) / np.maximum(busy, 1)
         return np.maximum(factor * mean, seconds.max(axis=-1))
 

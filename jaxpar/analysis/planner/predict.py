@@ -95,7 +95,7 @@ def replicas_costs(
         alone += machine.moved(GATHER_PASSES * weights, 1) if machine.overlaps else 0.0
     if accumulation > 1:
         alone += machine.moved(3 * state.gradients, 1)
-    compute = accumulation * float(machine.together(np.full(n, alone)))
+    compute = accumulation * float(machine.together(np.array([alone]), n))
     gathered = [one for one in traffic if gathers_layers and one.kind == "all-gather"]
     gather = sum(machine.collective(one, axes) for one in gathered)
     copied = 2 * sum(machine.collective(one, axes) for one in traffic if one.kind == COPY)  # there and back
@@ -104,7 +104,7 @@ def replicas_costs(
     if machine.overlaps:
         hidden = sum(layer.backward_s for layer in layers[:1]) if is_scanned else backward
         exposed = max(gather - compute, 0.0) + max(reduce - hidden, reduce / len(layers)) + copied
-    update = machine.moved(update_bytes, n)
+    update = machine.moved(machine.update_repeats * update_bytes, n)
     working = max(layer.stash_bytes + layer.output_bytes for layer in layers)
     return StepCosts(
         machine.started(n) + compute + exposed + update, compute, 0.0, exposed, update, sum(state) + stash + working
@@ -136,14 +136,14 @@ def pipeline_costs(
     stages = [layers[first:end] for first, end in pairwise(bounds)]
     clocks = clock_seconds(table, stage_times(stages))
     replicas = axes[DATA]
-    of_clocks = machine.together(np.repeat(clocks, replicas, axis=1))
+    of_clocks = machine.together(clocks, replicas)
     compute = float(clocks.sum(axis=0).max())
     sent = max((stage[-1].output_bytes for stage in stages[:-1]), default=0.0)
     sends = sending_clocks(table)
     transfer = machine.collective(Traffic("collective-permute", "", STAGE, sent, 1), axes)
     transfers = sends * transfer
     exchange = sum(machine.collective(one, axes) for one in traffic if one.axis == DATA)
-    update = machine.moved(update_bytes, table.num_devices * replicas)
+    update = machine.moved(machine.update_repeats * update_bytes, table.num_devices * replicas)
     clocks_s = float(of_clocks.sum()) + len(clocks) * machine.clock_seconds
     exposed = exchange + transfers
     nbytes = max(map(sum, states)) + activation_bytes(table, stages, sent)

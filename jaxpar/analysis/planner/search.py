@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from jaxpar import strategies
-from jaxpar.analysis.planner.layers import KINDS_OF_REMAT, Layers
+from jaxpar.analysis.planner.layers import Layers
 from jaxpar.analysis.planner.machine import Machine
 from jaxpar.analysis.planner.predict import StateBytes, StepCosts, pipeline_costs, replicas_costs
 from jaxpar.analysis.planner.updates import exchange_bytes, update_bytes
@@ -26,10 +26,12 @@ from jaxpar.pipeline.tables.table import Table
 from jaxpar.plan import Plan
 from jaxpar.state import abstract_state, nbytes
 from jaxpar.step import Problem
+from jaxpar.strategies.exchanges import sums_along_a_ring
 from jaxpar.strategies.replicas import ReplicaDetails
 
 Settings = Mapping[str, Any]  # dotted key of the config -> value
 LARGEST_TABLE = 20_000  # devices x microbatches of the largest table that is made
+LARGEST_RING = 64  # replicas of a ring whose steps are written out in the program
 NANOSECOND = 1e-9
 # Keys that a candidate sets, and their values without the strategy that needs another one.
 DEFAULTS_OF_CHOICES: Settings = {
@@ -132,11 +134,13 @@ def _of_replicas(space: Space) -> Iterator[Candidate]:
         equal = (name for name in EXCHANGES if not exchange_differs(name, {}, n))
         exchanges = [(name, _exchange_settings(name, space)) for name in equal]
     for name, settings in exchanges:
+        if n > LARGEST_RING and sums_along_a_ring(with_settings(space.config, settings)):
+            continue
         plan = plan_of(space, settings)
         if isinstance(plan, str):
             continue
         update = update_of(space, plan)
-        for remat in KINDS_OF_REMAT:
+        for remat in space.layers.remats:
             for scan in ("auto", False) if space.machine.overlaps and not _gathers_layers(plan) else ("auto",):
                 steps = [steps for steps in powers(batch // n) if batch % (n * steps) == 0]
                 best: Candidate | None = None
@@ -228,7 +232,7 @@ def _of_pipelines(space: Space) -> Iterator[Candidate]:
             for schedule in SCHEDULES:
                 table = _table(schedule, stages, number)
                 if table is not None and table.num_stages <= num_layers:
-                    for remat in KINDS_OF_REMAT:
+                    for remat in space.layers.remats:
                         yield pipeline_candidate(space, schedule, table, remat, replicas, ratios)
 
 

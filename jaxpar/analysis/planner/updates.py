@@ -15,8 +15,6 @@ from jaxpar.state import State, abstract_state
 from jaxpar.step import Metrics, Problem
 from jaxpar.tasks import Sums
 
-KERNEL_REPEATS = 2.0  # programs compiled for H100s move 1.8 to 2.4 times the bytes, because several kernels read an array
-
 
 def update_bytes(problem: Problem) -> float:
     """Return the bytes that the update of the whole state moves on one device."""
@@ -55,7 +53,7 @@ def exchange_bytes(problem: Problem, plan: Plan[Any]) -> float:
 
 def moved(function: Any, *args: Any) -> float:
     """Return the bytes that a function reads and writes on a device."""
-    return KERNEL_REPEATS * sum(one.calls * one.nbytes for one in operations(function, *args))
+    return sum(one.calls * one.nbytes for one in operations(function, *args))
 
 
 def _sums() -> Sums:

@@ -1,7 +1,7 @@
 """Profiles the layers of a model, each as a pipeline stage of its own: measured on a device, or estimated for a GPU."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -56,6 +56,22 @@ class LayerPrograms:
         return self.with_times(
             {number: (seconds[number, FORWARD], seconds[number, BACKWARD]) for number in self.numbers}
         )
+
+    def on_devices(
+        self, microbatch: Mapping[str, np.ndarray], devices: Sequence[jax.Device]
+    ) -> list[Callable[[], Any]]:
+        """Return a function for each device that runs the backward pass of the layer in the middle of the model."""
+        run, number = jax.jit(self.programs.run, static_argnums=(0, 1)), self.numbers[len(self.numbers) // 2]
+        layer, program = self.numbers.index(number), self.programs.programs[number]
+        x, dy = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), (program.inputs.x, program.y))
+        arrays = jax.device_put(dict(microbatch))
+        inputs = StageInputs(self._init(layer), arrays, jax.random.key(0), jnp.int32(0), jnp.float32(1), x, dy)
+        calls: list[Callable[[], Any]] = []
+        for device in devices:
+            there = jax.device_put(inputs, device)
+            _, saved = run(number, FORWARD, there._replace(dy=None), {})
+            calls.append(partial(run, number, BACKWARD, there, saved))
+        return calls
 
     def estimate(self, cluster: Cluster, dtype: str) -> list[LayerProfile]:
         """Return the profile by the roofline of a device whose peak rates are known.

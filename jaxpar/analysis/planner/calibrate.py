@@ -1,0 +1,183 @@
+"""Measures what computation and communication cost on this machine, whose virtual devices share its cores.
+
+Each constant is the median of short programs that run on 1, 2, 4, .. devices. They take turns, so that a slow phase of
+the machine affects all of them.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxpar.analysis.planner.layers import between
+from jaxpar.analysis.planner.machine import CpuMachine
+from jaxpar.cluster import Cluster
+from jaxpar.pipeline.executor.layer_times import LayerPrograms
+from jaxpar.pipeline.search.layer_profile import LayerProfile
+from jaxpar.step import Problem
+
+AXIS = "devices"
+LONG, SHORT = 2**20, 2**8  # elements of the vectors that are sent
+NUM_REPEATED = 16  # collectives, or clocks, in a program
+PASS_ELEMENTS = 2**21  # of the vectors that are added
+PASS_BYTES = 3 * 4 * PASS_ELEMENTS  # two are read, one is written
+KINDS = ("all-reduce", "reduce-scatter", "all-gather", "collective-permute")
+
+
+def calibrate(
+    cluster: Cluster,
+    devices: Sequence[jax.Device],
+    problem: Problem,
+    batch: Mapping[str, np.ndarray],
+    rounds: int = 15,
+) -> CpuMachine:
+    """Return the machine with measured constants.
+
+    Args:
+      cluster: the description of the devices.
+      devices: the devices.
+      problem: the problem, one of whose layers is computed on several devices at the same time.
+      batch: examples for this layer.
+      rounds: measurements of each program.
+    """
+    numbers = [2**e for e in range(len(devices).bit_length()) if 2**e <= len(devices)]
+    if numbers[-1] != len(devices):
+        numbers.append(len(devices))
+    calls: dict[tuple[str, int], Callable[[], Any]] = {}
+    for n in numbers:
+        mesh = Mesh(np.asarray(devices[:n]), (AXIS,))
+        for name, (function, shape) in _programs(n).items():
+            calls[name, n] = _on_mesh(function, shape, mesh)
+    on_device = LayerPrograms(problem, batch, remat="none").on_devices(batch, devices)
+    calls |= {("layer", n): partial(_on_first, on_device[:n]) for n in numbers}
+    seconds = _medians(calls, rounds)
+    collectives = {kind: {n: _line(kind, n, seconds) for n in numbers if n > 1} or {1: (0.0, 0.0)} for kind in KINDS}
+    most = numbers[-1]
+    clock = max(seconds["clocks", most] - seconds["nothing", most], 0.0) / NUM_REPEATED
+    return CpuMachine(
+        cluster,
+        slowdown={n: seconds["layer", n] / seconds["layer", 1] for n in numbers},
+        byte_seconds={n: (seconds["passes", n] - seconds["nothing", n]) / PASS_BYTES for n in numbers},
+        collectives=collectives,
+        clock_seconds=clock,
+        step_seconds={n: seconds["nothing", n] for n in numbers},
+    )
+
+
+def _programs(n: int) -> dict[str, tuple[Callable[[jax.Array], jax.Array], tuple[int, ...]]]:
+    """Return the programs of n devices, and the shape of the array that each device has."""
+    shift = [(i, (i + 1) % n) for i in range(n)]
+    steps: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+        "all-reduce": lambda x: jax.lax.psum(x, AXIS),
+        "reduce-scatter": lambda x: jnp.resize(jax.lax.psum_scatter(x, AXIS, tiled=True), x.shape),
+        "all-gather": lambda x: jax.lax.all_gather(x, AXIS, tiled=True)[: len(x)],
+        "collective-permute": lambda x: jax.lax.ppermute(x, AXIS, shift),
+    }
+    programs: dict[str, tuple[Callable[[jax.Array], jax.Array], tuple[int, ...]]] = {
+        "nothing": (lambda x: x + 1, (SHORT,)),
+        "passes": (lambda x: x + 2 * x[::-1], (PASS_ELEMENTS,)),
+        "clocks": (_clocks, (SHORT,)),
+    }
+    if n > 1:
+        for kind, step in steps.items():
+            for length in (SHORT, LONG):
+                programs[f"{kind} {length}"] = (partial(_repeated, step), (length,))
+    return programs
+
+
+def _on_first(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Call functions of different devices, which compute at the same time."""
+    return [call() for call in calls]
+
+
+def _clocks(x: jax.Array) -> jax.Array:
+    """Run clocks in which a device does nothing."""
+
+    def clock(x: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
+        branch = (number + jax.lax.axis_index(AXIS)) % 3
+        return jax.lax.switch(branch, [lambda x: x, lambda x: x + 1, lambda x: x * 2], x), None
+
+    return jax.lax.scan(clock, x, jnp.arange(NUM_REPEATED))[0]
+
+
+def _repeated(step: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda x, _: (step(x) * 0.5, None), x, None, length=NUM_REPEATED)[0]
+
+
+def _on_mesh(function: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], mesh: Mesh) -> Callable[[], Any]:
+    spec = PartitionSpec(AXIS)
+    run = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    whole = np.full((mesh.size * shape[0], *shape[1:]), 0.01, np.float32)
+    return partial(run, jax.device_put(whole, jax.NamedSharding(mesh, spec)))
+
+
+def _line(kind: str, n: int, seconds: Mapping[tuple[str, int], float]) -> tuple[float, float]:
+    """Return the seconds of one collective, and of each byte that a device sends."""
+    short, long = (
+        max(seconds[f"{kind} {size}", n] - seconds["nothing", n], 0.0) / NUM_REPEATED for size in (SHORT, LONG)
+    )
+    sent = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": (n - 1) / n, "all-gather": n - 1, "collective-permute": 1}
+    of_byte = (long - short) / (4 * (LONG - SHORT) * sent[kind])
+    return short, max(of_byte, 0.0)
+
+
+def _medians(calls: Mapping[tuple[str, int], Callable[[], Any]], rounds: int) -> dict[tuple[str, int], float]:
+    times: dict[tuple[str, int], list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            jax.block_until_ready(call())
+            if number:
+                times[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+class MeasuredLayers:
+    """Layers on the first device of this machine, measured for two numbers of examples."""
+
+    remats = ("none",)  # each one takes a minute to compile
+
+    def __init__(
+        self,
+        problem: Problem,
+        batch: Mapping[str, np.ndarray],
+        sizes: tuple[int, int],
+        repeats: int,
+        started: float = 0.0,
+    ) -> None:
+        """Measure nothing yet.
+
+        Args:
+          problem: the problem.
+          batch: a batch with the longest examples.
+          sizes: the numbers of examples, in ascending order.
+          repeats: measurements of each layer.
+          started: seconds that a program takes that computes nothing, which are not a layer's.
+        """
+        self._problem, self._batch, self._sizes, self._repeats = problem, batch, sizes, repeats
+        self._started = started
+        self._measured: dict[str, list[list[LayerProfile]]] = {}
+
+    def profile(self, size: float, remat: str) -> list[LayerProfile]:
+        """Return the times and sizes of each layer. See `Layers`."""
+        if remat not in self._measured:
+            self._measured[remat] = []
+            for number in self._sizes:
+                examples = {name: x[:number] for name, x in self._batch.items()}
+                programs = LayerPrograms(self._problem, examples, remat=remat)
+                measured = programs.measure(examples, repeats=self._repeats)
+                self._measured[remat].append([without(layer, self._started) for layer in measured])
+        share = (size - self._sizes[0]) / (self._sizes[1] - self._sizes[0])
+        return [between(few, many, share) for few, many in zip(*self._measured[remat], strict=True)]
+
+
+def without(layer: LayerProfile, seconds: float) -> LayerProfile:
+    """Return the layer with these seconds subtracted from its passes."""
+    forward, backward = (max(value - seconds, 0.0) for value in (layer.forward_s, layer.backward_s))
+    return layer._replace(forward_s=forward, backward_s=backward)

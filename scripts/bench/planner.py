@@ -1,0 +1,149 @@
+"""Compares predicted with measured times of a step, on the virtual devices of this machine.
+
+    scripts/python scripts/bench/planner.py [--rounds=15] [--only=TEXT]
+
+Calibrates the machine, measures the layers of each model, predicts the time of a step of each config, and measures it.
+Prints predicted / measured for each, the median error, the share within 20%, and for each model and number of devices
+how much slower the config that is predicted to be the fastest is than the fastest one.
+"""
+
+import statistics
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxpar import cluster as clusters
+from jaxpar import config as configs
+from jaxpar import mesh, strategies
+from jaxpar.analysis.planner import search
+from jaxpar.analysis.planner.calibrate import MeasuredLayers, calibrate
+from jaxpar.command_line import Parser, integer
+from jaxpar.data import DataInfo
+from jaxpar.errors import exit_code
+from jaxpar.memory import host_bytes
+from scripts.bench.steps import make_problem, race
+
+DEVICES = 4
+PIPELINE = ("strategy=pipeline",)
+# By name: the settings of a config. Each is run with each model.
+CONFIGS: dict[str, tuple[str, ...]] = {
+    "single": ("strategy=single",),
+    "ddp 2": ("mesh.data=2",),
+    "ddp 4": ("mesh.data=4",),
+    "ddp 4, shard_map": ("mesh.data=4", "data_parallel.implementation=shard_map"),
+    "ddp 4, 2 microbatches": ("mesh.data=4", "optimizer.accumulation_steps=2"),
+    "horovod 4": ("mesh.data=4", "exchange=horovod"),
+    "zero1 4": ("mesh.data=4", "exchange=zero1"),
+    "zero2 2": ("mesh.data=2", "exchange=zero2"),
+    "zero3 4": ("mesh.data=4", "exchange=zero3"),
+    "gpipe 2": (*PIPELINE, "mesh.stage=2", "mesh.data=1", "pipeline.schedule=gpipe", "pipeline.num_microbatches=4"),
+    "1f1b 2": (*PIPELINE, "mesh.stage=2", "mesh.data=1", "pipeline.schedule=1f1b", "pipeline.num_microbatches=8"),
+    "1f1b 4": (*PIPELINE, "mesh.stage=4", "mesh.data=1", "pipeline.schedule=1f1b", "pipeline.num_microbatches=8"),
+    "zb_h1 2": (*PIPELINE, "mesh.stage=2", "mesh.data=1", "pipeline.schedule=zb_h1", "pipeline.num_microbatches=4"),
+    "zb_h1 4": (*PIPELINE, "mesh.stage=4", "mesh.data=1", "pipeline.schedule=zb_h1", "pipeline.num_microbatches=8"),
+    "1f1b 2 x 2": (*PIPELINE, "mesh.stage=2", "mesh.data=2", "pipeline.schedule=1f1b", "pipeline.num_microbatches=4"),
+}
+MODELS: dict[str, tuple[int, int, tuple[str, ...]]] = {  # name: examples, tokens of each, settings
+    "bert 4 x 128": (64, 64, ("model.num_layers=4", "model.hidden_size=128", "model.num_heads=2")),
+    "bert 6 x 256": (32, 128, ("model.num_layers=6", "model.hidden_size=256", "model.num_heads=4")),
+}
+VOCABULARY, CLASSES = 2000, 10
+
+
+class Row(NamedTuple):
+    """A config, its predicted and its measured time of a step, in seconds."""
+
+    model: str
+    name: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Relative error of the predicted time."""
+        return abs(self.predicted / self.measured - 1)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = Parser(__doc__)
+    parser.add_argument("--rounds", type=integer(1), default=15, help="measurements of each step")
+    parser.add_argument("--only", default="", help="run the configs whose name contains this text")
+    arguments = parser.parse()
+    config: Any = configs.default_config()
+    config.mesh.virtual_cpu_devices, config.strategy = DEVICES, "pipeline"
+    mesh.prepare_jax(config, configs.config_folder().parent / ".cache")
+    rows = []
+    for model in MODELS:
+        rows += measured(model, arguments.rounds, arguments.only)
+    errors = [row.error for row in rows]
+    print(
+        f"median error {statistics.median(errors):.1%}; {sum(error <= 0.2 for error in errors)} of {len(rows)} within "
+        "20%"
+    )
+    for model in MODELS:
+        of_model = [row for row in rows if row.model == model]
+        first, best = min(of_model, key=lambda row: row.predicted), min(of_model, key=lambda row: row.measured)
+        slower = first.measured / best.measured - 1
+        print(f"{model}: the first choice, {first.name}, is {slower:.1%} slower than the fastest, {best.name}")
+
+
+def rounded(values: Any) -> str:
+    """Return numbers by key in a short form."""
+    return ", ".join(f"{key}: {value:.3g}" for key, value in values.items())
+
+
+def measured(model: str, rounds: int, only: str) -> list[Row]:
+    """Return the rows of a model."""
+    size, length, settings = MODELS[model]
+    info = DataInfo("text", (length,), CLASSES, tuple(map(str, range(CLASSES))), VOCABULARY, 0)
+    random = np.random.default_rng(0)
+    batch = {
+        "inputs": random.integers(1, VOCABULARY, (size, length), np.int32),
+        "mask": np.ones((size, length), bool),
+        "labels": random.integers(0, CLASSES, size, np.int32),
+        "weights": np.ones(size, np.float32),
+        "index": np.arange(size, dtype=np.int32),
+    }
+
+    def configured(more: tuple[str, ...]) -> Any:
+        config = configs.default_config()
+        base = (f"batch_size={size}", f"data.max_length={length}", "model.pooling=mean", *settings)
+        configs.override(config, [f"--config.{value}" for value in (*base, *more)])
+        return config
+
+    single = configured(("strategy=single",))
+    problem = make_problem(single, info, batch)
+    share = {name: x[: size // DEVICES] for name, x in batch.items()}
+    machine = calibrate(clusters.find_cluster(), clusters.devices(), problem, share)
+    print(f"{model}: slowdown {rounded(machine.slowdown)}, clock {machine.clock_seconds * 1e6:.0f} us")
+    layers = MeasuredLayers(problem, batch, (size // 8, size), rounds, machine.started(1))
+    wanted = {name: configured(more) for name, more in CONFIGS.items() if only in name}
+    contenders, predicted = {}, {}
+    for name, config in wanted.items():
+        of_config = make_problem(config, info, batch)
+        space = search.Space(config, of_config, layers, machine, host_bytes())
+        plan = strategies.plan(config, of_config, machine.cluster)
+        candidate = search.candidate_of_plan(space, config, plan)
+        assert not isinstance(candidate, str), candidate
+        predicted[name] = candidate.costs
+        contenders[name] = strategies.build(plan, of_config, clusters.devices())
+    timings = race(contenders, batch, rounds=rounds)
+    rows = []
+    for name, costs in predicted.items():
+        row = Row(model, name, costs.seconds, timings[name].seconds)
+        parts = ", ".join(
+            f"{part} {getattr(costs, part) * 1e3:.1f}" for part in ("compute", "waiting", "exposed", "update")
+        )
+        print(
+            f"{model:14} {name:24} predicted {row.predicted * 1e3:8.1f} ms / measured {row.measured * 1e3:8.1f} ms = "
+            f"{row.predicted / row.measured:.3f}  ({parts})",
+            flush=True,
+        )
+        rows.append(row)
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
