@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.cluster import PEAK_DTYPES, Cluster, gpu_cluster
+from jaxpar.config import config_folder
 from jaxpar.errors import UserError, nearest
 from jaxpar.files import open_text, path_error
 from jaxpar.gpus import GpuKind, find_gpu
@@ -24,10 +25,17 @@ KEYS = ("gpu", "hosts", "gpus_per_host", *CLUSTER_LINKS, "memory_bytes", "peak_f
 
 def find_named(text: str, key: str) -> tuple[GpuKind, Cluster]:
     """Return the cluster that a flag names, and its kind of GPU. Raises UserError, which begins with `key`."""
-    if text.endswith(".toml") and Path(text).is_file() and "gpu" in (content := read_toml(Path(text), key)):
+    path = shipped(Path(text))
+    if path.suffix == ".toml" and path.is_file() and "gpu" in (content := read_toml(path, key)):
         return read_cluster(content, text)
     gpu, hosts, number = parse_devices(text, key)
     return gpu, gpu_cluster(gpu, hosts * number, num_processes=hosts)
+
+
+def shipped(path: Path) -> Path:
+    """Return the path, or that of the cluster file with this name that is shipped with jaxpar."""
+    other = config_folder() / "clusters" / path.name
+    return other if not path.exists() and other.is_file() else path
 
 
 def parse_devices(text: str, key: str) -> tuple[GpuKind, int, int]:

@@ -29,6 +29,7 @@ from scripts.bench.vocabulary import DEFAULTS, make_problem
 
 TOKENS, TEXTS = 2048, 2048
 GPUS = (8, 64, 512, 4096)
+SMALL = 0.05  # share of the step below which an overhead does not limit it
 # Features, heads and layers: GPT-2 small, and models of Brown et al., "Language Models are Few-Shot Learners", 2020.
 MODELS = {"124M": (768, 12, 12), "1.3B": (2048, 16, 24), "13B": (5120, 40, 40), "175B": (12288, 96, 96)}
 COLORS = ("#0072b2", "#009e73", "#e69f00", "#d55e00")  # Okabe and Ito, "Color Universal Design", 2008
@@ -51,10 +52,12 @@ def main() -> None:
                 continue
             points.append((number, values["mfu"]))
             limit = costs.limit()
+            share = getattr(costs, limit) / costs.seconds
+            limited_by = f"{report.OVERHEADS[limit]}, {share:.0%}" if share >= SMALL else "computing"
             print(
                 f"| {model} | {number:,} | {best.name}{report.details(best.settings)} | "
-                f"{report.format_seconds(costs.seconds)} | {values['mfu']:.3f} | {report.OVERHEADS[limit]}, "
-                f"{getattr(costs, limit) / costs.seconds:.0%} | {format_bytes(costs.nbytes)} |",
+                f"{report.format_seconds(costs.seconds)} | {values['mfu']:.3f} | {limited_by} | "
+                f"{format_bytes(costs.nbytes)} |",
                 flush=True,
             )
         axis.plot(*zip(*points, strict=True), "o-", color=color, label=model)

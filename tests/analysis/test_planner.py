@@ -278,6 +278,7 @@ def test_clusters(tmp_path: Path) -> None:
     assert cluster.latencies == {"host": 1e-6, "network": 1e-5}
     assert cluster.peak_flops["float32"] == 1e13
     assert clusters_of("h100:2x8") == H100
+    assert clusters_of("elsewhere/8xa100.toml").num_devices == 8  # like configs
     shipped = sorted((configs.config_folder() / "clusters").glob("*.toml"))
     assert len(shipped) >= 5
     assert all(clusters_of(str(each)).num_devices > 1 for each in shipped)

@@ -48,6 +48,7 @@ NOT_RUN = {
     "scripts/python scripts/compare_updates.py": "trains",
     "scripts/python scripts/export": "needs a run",
     "scripts/python scripts/fit.py": "compiles for several minutes",
+    "scripts/python scripts/plan.py": "prints how long it took",
     "scripts/python scripts/profile_layers.py": "measures",
     "scripts/python scripts/swarm_simulate.py --peers=400": "takes 3 s; tests/swarm/test_simulate.py checks it",
     "scripts/python scripts/swarm_simulate.py --report=replay": "needs a run",

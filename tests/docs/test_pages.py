@@ -14,7 +14,7 @@ from tests.docs.prose import FENCE, ROOT, documents
 from tests.selection import slow
 
 PAGES = [str(path.relative_to(ROOT)) for path in documents()]
-LANGUAGES = {"bash", "console", "json", "python", "text", "yaml"}
+LANGUAGES = {"bash", "console", "json", "python", "text", "toml", "yaml"}
 # Pages whose Python does not run alone.
 PARTS = {
     "README.md": "reads the checkpoint of a run, as tests/test_export.py does",

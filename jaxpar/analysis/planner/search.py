@@ -33,6 +33,7 @@ Settings = Mapping[str, Any]  # dotted key of the config -> value
 LARGEST_TABLE = 20_000  # devices x microbatches of the largest table that is made
 LARGEST_RING = 64  # replicas of a ring whose steps are written out in the program
 NANOSECOND = 1e-9
+HSDP = "hsdp"  # with a group for each host; on one host, it is zero3
 # Keys that a candidate sets, and their values without the strategy that needs another one.
 DEFAULTS_OF_CHOICES: Settings = {
     "mesh.stage": 1,
@@ -131,7 +132,8 @@ def _of_replicas(space: Space) -> Iterator[Candidate]:
     if n == 1:
         exchanges: list[tuple[str, Settings]] = [("single", {"strategy": "single", "mesh.data": 1})]
     else:
-        equal = (name for name in EXCHANGES if not exchange_differs(name, {}, n))
+        one_host = space.machine.cluster.num_processes == 1
+        equal = (name for name in EXCHANGES if not exchange_differs(name, {}, n) and not (one_host and name == HSDP))
         exchanges = [(name, _exchange_settings(name, space)) for name in equal]
     for name, settings in exchanges:
         if n > LARGEST_RING and sums_along_a_ring(with_settings(space.config, settings)):
@@ -156,7 +158,7 @@ def _of_replicas(space: Space) -> Iterator[Candidate]:
 def _exchange_settings(name: str, space: Space) -> Settings:
     settings: dict[str, Any] = {"strategy": "data_parallel", "mesh.data": space.num_devices, "exchange": name}
     cluster = space.machine.cluster
-    if name == "hsdp":
+    if name == HSDP:
         settings["exchange_options.group"] = cluster.num_devices // cluster.num_processes
     return settings
 
