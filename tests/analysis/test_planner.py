@@ -26,7 +26,7 @@ from jaxpar.analysis.planner.predict import (
 )
 from jaxpar.analysis.rates import EFFICIENCY, HOP_SECONDS
 from jaxpar.cluster import Cluster
-from jaxpar.cluster_file import find_named
+from jaxpar.cluster_file import find_named, read_toml
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError
 from jaxpar.mesh import DATA, STAGE
@@ -245,6 +245,7 @@ NETWORK_LINK = "[network]\nbandwidth = 1e9\nlatency = 1e-5\n"
         (CLUSTER.replace("hosts", "host_s", 1), "host_s is not a key; it must be one of"),
         (CLUSTER + NETWORK_LINK.replace("1e9", "true"), "network: bandwidth is True; it must be a number"),
         (CLUSTER + NETWORK_LINK + "[peak_flops]\nint8 = 1e12\n", "peak_flops is {'int8': 1000000000000.0}; it must be"),
+        (CLUSTER.replace("hosts = 2", "hosts = 20_000"), "hosts x gpus_per_host is 80,000; it must be at most 65,536"),
         ("gpu = ", "which is not TOML"),
     ],
 )
@@ -253,6 +254,11 @@ def test_invalid_clusters(content: str, message: str, tmp_path: Path) -> None:
     path.write_text(content)
     with pytest.raises(UserError, match=re.escape(message)):
         clusters_of(str(path))
+
+
+def test_a_cluster_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="which is a directory; it must be the path of a TOML file"):
+        read_toml(tmp_path, "--cluster")
 
 
 def clusters_of(text: str) -> Cluster:

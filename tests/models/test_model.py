@@ -11,6 +11,7 @@ from flax import nnx
 
 from jaxpar.models import MODELS, Context, LayerRun, Model, Tie
 from jaxpar.models.model import read_dtypes
+from jaxpar.state import nbytes
 from jaxpar.tasks.token_logits import whole as whole_logits
 from tests.models.small import BATCH, CLASSES, LENGTH, LLAMA, VOCAB, dropout_keys, fast_jit, small
 
@@ -110,6 +111,27 @@ def test_matrices_are_read_in_the_dtype_of_the_computation(dtype: str) -> None:
     repeated, _, batch = small("gpt", "causal_lm", dtype=dtype, num_applications=2)
     read = repeated.read_shapes(jax.eval_shape(lambda: batch))  # gradients are added up over the applications
     assert {leaf.dtype for leaf in jax.tree.leaves(read["block_0"])} == {np.dtype(np.float32)}
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize(("name", "task", "overrides"), [EVERY[0], EVERY[3], EVERY[4], EVERY[9]])
+def test_fetched_arrays_are_not_saved(name: str, task: str, overrides: dict[str, Any], *, scan: bool) -> None:
+    """With `fetch`, the backward pass reads no more than without it, and the parameters as they are stored."""
+    model, params, batch = small(name, task, dtype="bfloat16", scan_layers=scan, **overrides)
+    stored = jax.eval_shape(lambda: jax.tree.map(lambda x: x.reshape(-1), params))
+
+    def fetch(shapes: Any, local: Any) -> Any:
+        return jax.tree.map(lambda like, x: x.astype(like.dtype).reshape(like.shape), shapes, local)
+
+    def saved(params: Any, **options: Any) -> dict[int, int]:
+        """Return the bytes of the arrays that the backward pass reads, by the width of their elements."""
+        pullback = jax.eval_shape(lambda p: jax.vjp(lambda p: model.apply(p, batch, **options), p)[1], params)
+        leaves = jax.tree.leaves(pullback)
+        return {width: nbytes([leaf for leaf in leaves if leaf.dtype.itemsize == width]) for width in (2, 4)}
+
+    fetched, whole = saved(stored, fetch=fetch), saved(params)
+    assert fetched[4] - nbytes(stored) <= whole[4]  # no float32 activations besides the stored parameters
+    assert fetched[2] <= whole[2]
 
 
 @pytest.mark.parametrize(("name", "task", "overrides"), [EVERY[2], EVERY[4], EVERY[6], EVERY[8], EVERY[9]])
