@@ -44,6 +44,8 @@ AHEAD: tuple[dict[str, Any], ...] = (
     {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"},
     {"xla_gpu_enable_pipelined_all_gather": True},
 )
+# Unroll the loop over layers by two: gathered arrays then alternate between two buffers, and are not copied.
+ALTERNATE: dict[str, Any] = {"xla_gpu_enable_while_loop_double_buffering": True}
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
         return [CompiledProgram(lowered.compile(), exchange.branches)]
 
     shardings = jax.tree.map(lambda x: x.sharding, placed.abstract), on_all(mesh)
-    options = OVERLAP | gather_ahead() if exchange.fetch else OVERLAP
+    options = OVERLAP | gather_ahead() | ALTERNATE if exchange.fetch else OVERLAP
     compiled_step = jax.jit(step, donate_argnums=0, out_shardings=shardings, compiler_options=options)
     waiting_evaluate = meshes.one_at_a_time(evaluate, mesh)
     return Strategy(
