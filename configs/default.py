@@ -94,11 +94,11 @@ def get_config() -> ConfigDict:
     # model_parallel, gpipe, 1f1b, eager_1f1b, interleaved_1f1b, zb_h1, zb_h2, zb_v, or the path of a CSV table; without
     # flush: pipedream, pipedream_vertical_sync, pipedream_2bw; for comparison: pipedream_without_stashing; auto: the
     # fastest one with a flush and one stage per device that fits the memory, by the FLOPs or the profile of the stages
-    pipeline.schedule = "1f1b"
+    pipeline.schedule = "auto"
     # Microbatches per replica and step. 0: 4 x mesh.stage (model_parallel: 1; without flush: the fewest possible)
     pipeline.num_microbatches = 0
     # Devices of each stage, such as 2,1,1 with mesh.stage=4: the replicas of a stage take turns with the microbatches.
-    # Empty: one device each. Only gpipe, 1f1b and the schedules without flush support it
+    # Empty: one device each. Only auto, gpipe, 1f1b and the schedules without flush support it
     pipeline.replicas = ""
     pipeline.num_chunks = 0  # stages per device; 0: the smallest number that the schedule supports
     # How layers are divided into stages: balanced by flops, parameters or number of layers (uniform), by flops but only

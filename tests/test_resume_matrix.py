@@ -69,7 +69,7 @@ PRIVATE = {
     "diloco of 4": [ASYNCHRONOUS, "mesh.data=2", "asynchronous.policy=diloco", "asynchronous.interval=3"],
     "onebit 2": ["mesh.data=2", *ONEBIT],
     "onebit 2, momentum": ["mesh.data=2", *ONEBIT, "exchange_options.momentum=0.5"],
-    "onebit in 1f1b 2 x 2": [PIPELINE, "mesh.data=2", "mesh.stage=2", *ONEBIT],
+    "onebit in 1f1b 2 x 2": [PIPELINE, "mesh.data=2", "mesh.stage=2", "pipeline.schedule=1f1b", *ONEBIT],
     "swarm of 4, delayed": [SWARM, "mesh.data=2", "swarm.delayed=True"],
 }
 SOME = ["single", "zero3 8", "zb_v 2 x 2"]

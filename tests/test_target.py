@@ -150,7 +150,7 @@ IN_BFLOAT16 = ["--config.model.dtype=bfloat16", "--config.model.attention=xla"]
 STRATEGIES = {
     "ddp": [],
     "zero3": ["--config.exchange=zero3", *IN_BFLOAT16],
-    "1f1b": ["--config.strategy=pipeline", "--config.mesh.stage=2", *IN_BFLOAT16],
+    "1f1b": ["--config.strategy=pipeline", "--config.pipeline.schedule=1f1b", "--config.mesh.stage=2", *IN_BFLOAT16],
     "bytegrad": ["--config.exchange=bagua_bytegrad", *IN_BFLOAT16],
 }
 

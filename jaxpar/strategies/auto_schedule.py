@@ -1,10 +1,15 @@
 """Chooses the schedule of a pipeline with config.pipeline.schedule=auto: the cheapest one in lockstep that fits.
 
-The times of a stage's F, B and W are those of the profile with config.pipeline.partition=auto, and otherwise
-proportional to the FLOPs of its programs, rematerialization included.
+The candidates are the named schedules with a fused backward pass and, unless stages have replicas, tables with separate
+B and W that a search finds. Each kind is compared by the costs of its own programs: the passes of the profile with
+config.pipeline.partition=auto, and otherwise the FLOPs of F, B and W, rematerialization included. To separate B and W,
+a device stashes more; where the rates of the device are known, the time of reading and writing stashes counts too.
+
+The CPU devices of a process share its processors, so a device that waits leaves them to the others. A clock then takes
+the time of all its actions, every schedule takes as long as its work, and separate B and W gain nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -13,50 +18,139 @@ from ml_collections import ConfigDict
 from jaxpar.cluster import Cluster
 from jaxpar.measure.flops import forward_flops
 from jaxpar.pipeline.executor.engine import PipelineEngine
+from jaxpar.pipeline.executor.lowering import TableShape, lower_table
 from jaxpar.pipeline.executor.programs import StagePrograms
 from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.pipeline.search.lockstep_search import search_lockstep
 from jaxpar.pipeline.search.search import SearchResult
-from jaxpar.pipeline.tables.simulate import Times
+from jaxpar.pipeline.tables.replicated import WITH_REPLICAS, replicated_table
+from jaxpar.pipeline.tables.schedule import make_table
+from jaxpar.pipeline.tables.simulate import Times, lockstep
+from jaxpar.pipeline.tables.table import BW, Table
+from jaxpar.pipeline.tables.validate import peak_stashed
+from jaxpar.state import nbytes
 
 WIDTH = 4  # of the beam; a search for 8 unequal stages and 64 microbatches takes about 1.5 s
+LARGEST_SEARCH = 1024  # stages x microbatches, about 4 s; above, only named schedules are compared
+FUSED = ("1f1b", "eager_1f1b", "gpipe", "model_parallel")  # of those with equal costs, the first one is chosen
+SPLIT = "zb_h1"  # any schedule with separate B and W
 
 
 def choose_schedule(
-    config: ConfigDict, cluster: Cluster, engine: PipelineEngine, profile: Sequence[LayerProfile], state_bytes: int
+    config: ConfigDict,
+    cluster: Cluster,
+    start: Table,
+    engine_of: Callable[[TableShape], PipelineEngine],
+    profile: Sequence[LayerProfile],
+    state_bytes: int,
 ) -> SearchResult:
     """Return the table that is cheapest in lockstep of those that fit.
 
     Args:
       config: the config of the run.
       cluster: the cluster that the plan is for.
-      engine: the engine of any table with separate B and W for these stages, with one stage per device.
+      start: a table with a fused backward pass, with one stage per device.
+      engine_of: function that traces the engine of tables of a shape, for the same stages.
       profile: the layers of the profile; empty without one.
       state_bytes: bytes of the state on the fullest device.
     """
-    programs, p, m = engine.programs, len(engine.programs.stages.placement), engine.shape.num_microbatches
-    limit = min(m, 2 * p - 1, _microbatches_that_fit(config, cluster, engine, state_bytes))
-    times = profiled_times(programs, profile) if profile else flops_of_programs(programs)
-    return search_lockstep(times, 0, limit, p, m, width=WIDTH)
+    p, m = start.num_devices, start.num_microbatches
+    sharing = devices_that_share(cluster)
+
+    def costs(table: Table) -> tuple[Times, int]:
+        """Return the times of the stages, and how many microbatches fit, with the programs of this table."""
+        engine = engine_of(lower_table(table).shape)
+        limit = min(m, 2 * p - 1, _microbatches_that_fit(config, cluster, engine, state_bytes))
+        times = (
+            profiled_times(engine.programs, profile)
+            if profile
+            else phase_times(engine.programs, cluster, config.model.dtype)
+        )
+        return times, limit
+
+    times, limit = costs(start)
+    best = _cheapest_fused(start, times, limit, sharing)
+    if start.replicas or sharing >= p:
+        return best
+    split_times, limit = costs(make_table(SPLIT, num_devices=p, num_microbatches=m, num_chunks=1))
+    width = WIDTH if p * m <= LARGEST_SEARCH else 0
+    found = search_lockstep(split_times, 0, limit, p, m, width=width)
+    if (found.table.actions["kind"] == BW).any():  # then it is no cheaper than the best one with fused programs
+        return best
+    seconds = lockstep(found.table, split_times, sharing=sharing)
+    return found if seconds < lockstep(best.table, times, sharing=sharing) * (1 - 1e-9) else best
 
 
-def flops_of_programs(programs: StagePrograms) -> Times:
-    """Return the FLOPs of F, B and W by stage."""
+def _cheapest_fused(start: Table, times: Times, limit: int, sharing: int) -> SearchResult:
+    """Return the cheapest named schedule with a fused backward pass that fits.
+
+    If stages have replicas and none fits, it is the one with the fewest microbatches in memory.
+    """
+    p, m = start.num_devices, start.num_microbatches
+    if start.replicas:
+        names = [name for name in FUSED if name in WITH_REPLICAS]
+        found = [SearchResult(name, replicated_table(name, start.replicas, m)) for name in names]
+    else:
+        found = [
+            SearchResult(name, make_table(name, num_devices=p, num_microbatches=m, num_chunks=1)) for name in FUSED
+        ]
+    peaks = [int(peak_stashed(result.table).max()) for result in found]
+    fitting = [result for result, peak in zip(found, peaks, strict=True) if peak <= max(limit, min(peaks))]
+    best, *others = fitting
+    for other in others:
+        if lockstep(other.table, times, sharing=sharing) < lockstep(best.table, times, sharing=sharing) * (1 - 1e-9):
+            best = other
+    return best
+
+
+def devices_that_share(cluster: Cluster) -> int:
+    """Return the number of neighbouring devices that share their processors."""
+    return max(1, cluster.num_devices // cluster.num_processes) if cluster.platform == "cpu" else 1
+
+
+def phase_times(programs: StagePrograms, cluster: Cluster, dtype: str) -> Times:
+    """Return the times of F, B and W by device. B is all of a fused backward pass.
+
+    They are seconds if the rates of a device are known: those of the FLOPs at the peak rate of `dtype`, and those in
+    which stashes are read and written. Otherwise they are the FLOPs.
+    """
+    peak, bandwidth = cluster.peak_flops.get(dtype), cluster.memory_bandwidth
+    phases = range(programs.num_phases)
+    times = [phase_flops(programs, phase) for phase in phases]
+    if peak is not None and bandwidth is not None:
+        moved = [stash_traffic(programs, phase) for phase in phases]
+        times = [
+            [flops / peak + size / bandwidth for flops, size in zip(*of_phase, strict=True)]
+            for of_phase in zip(times, moved, strict=True)
+        ]
+    forward, backward, *weight = times
+    return Times(forward, backward, *(weight or [[0.0] * len(forward)]))
+
+
+def phase_flops(programs: StagePrograms, phase: int) -> list[float]:
+    """Return the FLOPs of a phase by device."""
     flops = []
     for number, program in enumerate(programs.programs):
-        for phase in range(programs.num_phases):
-            saved = {stash: values for stash, values in program.cut.saved.items() if stash[0] < phase <= stash[1]}
-            flops.append(forward_flops(partial(programs.run, number, phase), program.inputs, saved))
-    numbers = programs.numbers[:, 0].tolist()
-    return Times(*([float(flops[programs.num_phases * number + phase]) for number in numbers] for phase in range(3)))
+        saved = {stash: values for stash, values in program.cut.saved.items() if stash[0] < phase <= stash[1]}
+        flops.append(float(forward_flops(partial(programs.run, number, phase), program.inputs, saved)))
+    return [flops[number] for number in programs.numbers[:, 0].tolist()]
+
+
+def stash_traffic(programs: StagePrograms, phase: int) -> list[float]:
+    """Return the bytes of stashes that a phase reads and writes, by device."""
+    moved = [
+        float(sum(nbytes(values) for (first, last), values in program.cut.saved.items() if first <= phase <= last))
+        for program in programs.programs
+    ]
+    return [moved[number] for number in programs.numbers[:, 0].tolist()]
 
 
 def profiled_times(programs: StagePrograms, profile: Sequence[LayerProfile]) -> Times:
-    """Return the seconds of F, B and W by stage. B and W each take half of a backward pass."""
-    bounds = programs.stages.bounds
-    spans = [profile[begin:end] for begin, end in pairwise(bounds)]
-    half = [sum(layer.backward_s for layer in span) / 2 for span in spans]
-    return Times([sum(layer.forward_s for layer in span) for span in spans], half, half)
+    """Return the seconds of F, B and W by device. B and W each take half of a backward pass."""
+    spans = [profile[begin:end] for begin, end in pairwise(programs.stages.bounds)]
+    of_device = [spans[stage] for stage in programs.stages.placement[:, 0].tolist()]
+    half = [sum(layer.backward_s for layer in span) / 2 for span in of_device]
+    return Times([sum(layer.forward_s for layer in span) for span in of_device], half, half)
 
 
 def _microbatches_that_fit(config: ConfigDict, cluster: Cluster, engine: PipelineEngine, state_bytes: int) -> int:
@@ -68,8 +162,8 @@ def _microbatches_that_fit(config: ConfigDict, cluster: Cluster, engine: Pipelin
     memory = config.pipeline.memory_limit or cluster.memory_bytes
     if memory is None:
         return len(engine.programs.stages.placement)
-    if not config.pipeline.memory_limit and cluster.platform == "cpu":  # the CPU devices of a machine share its memory
-        memory /= max(1, cluster.num_devices // cluster.num_processes)
+    if not config.pipeline.memory_limit:  # the CPU devices of a machine share its memory
+        memory /= devices_that_share(cluster)
     transfers = 2 * engine.transfers.nbytes
     of_microbatch = sum(stash.nbytes for stash in engine.stashes.values()) + transfers
     return max(1, int((memory - state_bytes - transfers) // max(of_microbatch, 1)))

@@ -35,7 +35,13 @@ from jaxpar.pipeline.tables.periodic import CONTINUOUS
 from jaxpar.pipeline.tables.replicated import WITH_REPLICAS
 from jaxpar.pipeline.tables.table import Table
 from jaxpar.state import nbytes
-from jaxpar.strategies.schedules import AUTO_SCHEDULE, configured_replicas, configured_table, refuse_evaluation
+from jaxpar.strategies.schedules import (
+    AUTO_SCHEDULE,
+    UNTIL_CHOSEN,
+    configured_replicas,
+    configured_table,
+    refuse_evaluation,
+)
 
 EQUAL = 0.01  # largest relative difference between a size in a profile and that of the model, for rounded numbers
 UNKNOWN_LAYERS = 700  # number of layers to assume while the model is not known
@@ -121,7 +127,7 @@ def configured_division(config: ConfigDict, cluster: Cluster, model: Model | Non
 
 def has_replicas(config: ConfigDict) -> bool:
     """Return whether the stages of the schedule can have replicas."""
-    return config.pipeline.schedule in {*WITH_REPLICAS, *CONTINUOUS}
+    return config.pipeline.schedule in {*WITH_REPLICAS, *CONTINUOUS, AUTO_SCHEDULE}
 
 
 def _read_profile(path: str) -> Refusals[tuple[LayerProfile, ...]]:
@@ -182,7 +188,8 @@ def _candidates(
     if not has_replicas(config):
         yield flushing_costs(table, ratio, moments)
     elif c.schedule not in CONTINUOUS:
-        yield from flushing_candidates(c.schedule, num_devices, table.num_microbatches, most_stages, ratio, moments)
+        name = UNTIL_CHOSEN if c.schedule == AUTO_SCHEDULE else c.schedule
+        yield from flushing_candidates(name, num_devices, table.num_microbatches, most_stages, ratio, moments)
     else:
         num_data = sizes(config, cluster)[DATA]
         of_replica = max(config.batch_size // num_data, 1)

@@ -146,17 +146,16 @@ def plan(
     c, schedule = config.pipeline, config.pipeline.schedule
     microbatches = abstract_microbatches(shapes, num_data, table.num_microbatches)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    lowered = lower_table(table)
-    engine = make_engine(staged, lowered.shape, microbatches, key, c.remat)
+
+    def engine_of(shape: TableShape) -> PipelineEngine:
+        return make_engine(staged, shape, microbatches, key, c.remat)
+
     if schedule == AUTO_SCHEDULE:
         state_bytes = max(sum(parts.values()) for parts in state_memory(staged.memory))
-        chosen = choose_schedule(config, cluster, engine, division.profile, state_bytes)
+        chosen = choose_schedule(config, cluster, table, engine_of, division.profile, state_bytes)
         table, schedule = chosen.table, f"auto ({chosen.policy if chosen.policy in SCHEDULES else 'searched'})"
-        lowered = lower_table(table)
-        if lowered.shape.num_phases == engine.shape.num_phases:
-            engine = PipelineEngine(engine.programs, engine.packing, lowered.shape)
-        else:
-            engine = make_engine(staged, lowered.shape, microbatches, key, c.remat)
+    lowered = lower_table(table)
+    engine = engine_of(lowered.shape)
     state: StagedState | ContinuousState = staged
     differs, delays = exchanges.differs(config, num_data), None
     private_key = exchanges.private_key(config, num_data) | {"bounds": list(bounds), "stages": table.stages.tolist()}

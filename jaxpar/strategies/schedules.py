@@ -15,7 +15,7 @@ from jaxpar.pipeline.tables.table_file import is_table_file, read_table
 from jaxpar.plan import StageDelay
 
 AUTO_SCHEDULE = "auto"  # the plan chooses it, when the stages are known (auto_schedule.py)
-UNTIL_CHOSEN = "zb_h1"  # the schedule with the sizes of AUTO_SCHEDULE that stands for it before
+UNTIL_CHOSEN = "1f1b"  # the schedule with the sizes of AUTO_SCHEDULE that stands for it before
 
 
 def configured_table(config: ConfigDict, replicas: Sequence[int]) -> Refusals[Table]:
@@ -132,10 +132,10 @@ def _table_by_name(config: ConfigDict, replicas: Sequence[int]) -> Refusals[Tabl
         yield UserError(f"config.pipeline.{reason.replace(name, c.schedule)}")
     if not replicas or max(replicas) == 1:
         return make_table(name, **sizes)
-    if c.schedule not in WITH_REPLICAS:
+    if name not in WITH_REPLICAS:
         yield UserError(
             f"config.pipeline.replicas is {c.replicas!r}; it must be empty with config.pipeline.schedule="
-            f"{c.schedule!r}; only {', '.join((*WITH_REPLICAS, *CONTINUOUS))} have replicated stages"
+            f"{c.schedule!r}; only {', '.join((AUTO_SCHEDULE, *WITH_REPLICAS, *CONTINUOUS))} have replicated stages"
         )
     return replicated_table(name, replicas, sizes["num_microbatches"])
 

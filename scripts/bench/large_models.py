@@ -54,6 +54,7 @@ CASES = {
         | {
             "strategy": "pipeline",
             "mesh.stage": 8,
+            "pipeline.schedule": "1f1b",
             "pipeline.num_microbatches": 16,
             "pipeline.remat": "full",
             "model.remat": "none",

@@ -47,7 +47,12 @@ TOLERANCE = 1e-5
 STRATEGIES = {
     "single": ["--config.strategy=single"],
     "ddp": ["--config.strategy=data_parallel", "--config.mesh.data=2"],
-    "1f1b": ["--config.strategy=pipeline", "--config.mesh.data=1", "--config.mesh.stage=2"],
+    "1f1b": [
+        "--config.strategy=pipeline",
+        "--config.pipeline.schedule=1f1b",
+        "--config.mesh.data=1",
+        "--config.mesh.stage=2",
+    ],
 }
 SGD = [f"--config.optimizer.{key}" for key in ("name=sgd", "momentum=0", "weight_decay=0", "clip_norm=0")]
 # Both sides keep the memory that a step frees; see jaxpar.mesh.keep_freed_memory.

@@ -87,7 +87,7 @@ CORRECT = {
     "dp": [*MLP, "exchange=dp"],
     "zero1": [*MLP, "exchange=zero1", "mesh.data=4"],
     "zero3, bert": [*BERT, "exchange=zero3", "optimizer.accumulation_steps=2"],
-    "1f1b, bert": [*BERT, *PIPELINE],
+    "1f1b, bert": [*BERT, *PIPELINE, "pipeline.schedule=1f1b"],
     "zb_h1, sgd": [*MLP, *PIPELINE, "pipeline.schedule=zb_h1", "mesh.data=2", "optimizer.name=sgd"],
     "pipedream, bert": [*BERT, *PIPEDREAM],
     "pipedream, 4 stages, 3 microbatches, clipped": [

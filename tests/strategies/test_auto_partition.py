@@ -65,6 +65,7 @@ def make_plan(bandwidth: float, *overrides: str) -> Plan[Any]:
         ("pipedream", 15, 0, (3, 1), "head"),
         ("pipedream", 15, 5, (), "block_1,block_3,head"),
         ("1f1b", 16, 0, (2, 2), "block_3"),
+        ("auto", 16, 0, (2, 2), "block_3"),
     ],
 )
 def test_replicas_share_the_batch(

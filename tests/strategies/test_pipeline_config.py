@@ -22,9 +22,9 @@ TABLES = {
 }
 MISTAKES = {
     "schedule": (["schedule=1f1"], ["config.pipeline.schedule is '1f1'", "zb_v", "Did you mean '1f1b'?"]),
-    "replicas of an auto schedule": (
-        ["schedule=auto", "mesh.stage=3", "replicas=2,1"],
-        ["config.pipeline.replicas is '2,1'; it must be empty with config.pipeline.schedule='auto'; only gpipe, 1f1b"],
+    "replicas of a schedule without": (
+        ["schedule=zb_h1", "mesh.stage=3", "replicas=2,1"],
+        ["config.pipeline.replicas is '2,1'; it must be empty with config.pipeline.schedule='zb_h1'; only auto, gpipe"],
     ),
     "chunks of an auto schedule": (
         ["schedule=auto", "num_chunks=2"],
@@ -130,7 +130,7 @@ MISTAKES = {
         ["config.pipeline.partition is 'head,block_0'", "order"],
     ),
     "a first stage without layers": (["partition=embed"], ["config.pipeline.partition is 'embed'", "after embed"]),
-    "chunks": (["num_chunks=2"], ["config.pipeline.num_chunks is 2; it must be 1 for schedule 1f1b"]),
+    "chunks": (["schedule=1f1b", "num_chunks=2"], ["config.pipeline.num_chunks is 2; it must be 1 for schedule 1f1b"]),
     "chunks of a V": (
         ["schedule=zb_v", "num_chunks=3"],
         ["config.pipeline.num_chunks is 3; it must be 2 for schedule zb_v"],

@@ -42,7 +42,7 @@ DEFAULTS_OF_CHOICES: Settings = {
     "optimizer.accumulation_steps": 1,
     "model.remat": "none",
     "model.scan_layers": "auto",
-    "pipeline.schedule": "1f1b",
+    "pipeline.schedule": "auto",
     "pipeline.num_microbatches": 0,
     "pipeline.num_chunks": 0,
     "pipeline.partition": "flops",

@@ -34,7 +34,7 @@ def search_lockstep(
       num_microbatches: number of microbatches.
       num_chunks: number of chunks per device.
       weight_memory: as in `search`.
-      width: partial tables that the beam search keeps. More are slower, and find better tables.
+      width: partial tables that the beam search keeps. More are slower, and find better tables. 0: no beam search.
 
     Raises:
       ValueError: a size or the memory limit is below 1.
@@ -45,7 +45,7 @@ def search_lockstep(
     if num_chunks > 1:
         candidates.append(filled(problem))
     best = min(candidates, key=lambda result: lockstep(result.table, times, communication))
-    if num_chunks > 1:
+    if num_chunks > 1 or width == 0:
         return best
     beam, sets = ClockBeam(problem, width), sets_of_actions(best.table)
     for estimate in ESTIMATES:

@@ -182,15 +182,23 @@ def work(table: Table, times: Times) -> list[Time]:
     return total
 
 
-def lockstep(table: Table, times: Times, communication: Time = 0) -> Time:
-    """Return the time of all clocks if all devices step through them together. Arguments: see `simulate_table`."""
+def lockstep(table: Table, times: Times, communication: Time = 0, *, sharing: int = 1) -> Time:
+    """Return the time of all clocks if all devices step through them together.
+
+    Args:
+      table: the table.
+      times: times of the actions.
+      communication: time of a clock in which any device sends, in addition to its actions.
+      sharing: number of neighbouring devices that share a processor, which runs their actions one after the other.
+    """
     by_kind = times.by_kind(table.num_devices, table.num_chunks)
     durations = [by_kind[device][kind] for device, kind in table.actions[["device", "kind"]].tolist()]
     devices = StageDevices(table.stages)
-    busy: list[dict[int, Time]] = [{} for _ in range(table.num_clocks)]  # by device
+    busy: list[dict[int, Time]] = [{} for _ in range(table.num_clocks)]  # by processor
     sends = [False] * table.num_clocks
     for (clock, device, kind, k, _, stage, _, _), duration in zip(table.actions.tolist(), durations, strict=True):
-        busy[clock][device] = busy[clock].get(device, 0) + duration
+        processor = device // sharing
+        busy[clock][processor] = busy[clock].get(processor, 0) + duration
         sends[clock] |= devices.receiver(kind, stage, k) not in (None, device)
     return sum(
         max(of_clock.values(), default=0) + communication * sent for of_clock, sent in zip(busy, sends, strict=True)

@@ -1,0 +1,64 @@
+"""Compares the time of a step with config.pipeline.schedule=auto and other schedules with that of 1f1b.
+
+    scripts/python scripts/bench/auto_schedule.py [--stages=2,4,8] [--microbatches=8,16]
+        [--schedules=eager_1f1b,zb_h1] [--rounds=9] [--config.KEY=VALUE ...]
+
+The model and the microbatches are those of scripts/bench/pipeline.py. Each row is a number of stages, a number of
+microbatches and a schedule. It has the median time of a step in alternating rounds / that of 1f1b, and the same for the
+CPU time; behind auto is the schedule that it chose. The benchmark runs on GPUs if there are any, and otherwise on as
+many virtual CPU devices as there are stages, in a process for each number of stages.
+"""
+
+import subprocess
+import sys
+
+import jax
+
+from jaxpar import config as configs
+from jaxpar import data, mesh
+from jaxpar.command_line import Parser, integer, names
+from jaxpar.errors import exit_code
+from jaxpar.strategies.schedules import AUTO_SCHEDULE
+from scripts.bench.pipeline import SCHEDULES, stage_counts
+from scripts.bench.pipeline_case import Maker, Parts
+from scripts.bench.steps import race
+
+REFERENCE = "1f1b"
+EXAMPLES = 4  # of a microbatch
+
+
+def compare(maker: Maker, p: int, m: int, schedules: list[str], rounds: int) -> None:
+    """Print the rows of a number of stages and of microbatches."""
+    cases = {name: maker.pipeline(p, name, m=m) for name in dict.fromkeys((REFERENCE, AUTO_SCHEDULE, *schedules))}
+    contenders = {name: case.contender for name, case in cases.items()}
+    timings = race(contenders, cases[REFERENCE].batch, rounds=rounds)
+    reference = timings[REFERENCE]
+    for name, timing in timings.items():
+        time, cpu_time = timing.seconds / reference.seconds, timing.cpu_seconds / reference.cpu_seconds
+        chosen = Parts(cases[name]).details.schedule
+        print(f"{p:6}  {m:12}  {chosen:<18}  {timing.seconds:8.3f} s  {time:6.3f}  {cpu_time:6.3f}", flush=True)
+    jax.clear_caches()
+
+
+def main(arguments: list[str]) -> None:
+    """Parse the command line and print the ratios."""
+    parser = Parser(__doc__)
+    parser.add_argument("--stages", type=stage_counts, default=[2, 4, 8], help="numbers of stages")
+    parser.add_argument("--microbatches", type=stage_counts, default=[8, 16], help="numbers of microbatches")
+    parser.add_argument("--schedules", type=names(SCHEDULES), default=["eager_1f1b", "zb_h1"], help="others")
+    parser.add_argument("--rounds", type=integer(1), default=9, help="number of repetitions")
+    parsed, overrides = parser.parse_with_overrides(arguments)
+    first, *others = parsed.stages
+    config = configs.default_config()
+    configs.override(config, [f"--config.mesh.virtual_cpu_devices={first}", *overrides])
+    mesh.prepare_jax(config, data.cache_dir(config) / "xla")
+    mesh.partition_by_gspmd()
+    print("stages  microbatches  schedule                  time / 1f1b  CPU time / 1f1b", flush=True)
+    for m in parsed.microbatches:
+        compare(Maker(tuple(overrides), EXAMPLES), first, m, parsed.schedules, parsed.rounds)
+    for p in others:
+        subprocess.run([sys.executable, __file__, *arguments, f"--stages={p}"], check=True)  # the last flags win
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(lambda: main(sys.argv[1:])))
