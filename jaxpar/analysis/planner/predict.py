@@ -25,7 +25,9 @@ COPY = "copy"  # the kind of what the host sends between programs, while no devi
 # Bytes that a scan over the layers moves in addition, for each byte of the stacks of what layers save and of their
 # weights: compiled programs of GPT-2 124M for H100s with and without a scan differ by this much.
 SCAN_OF_STASH, SCAN_OF_WEIGHTS = 6.5, 16.0
-GATHER_PASSES = 40.0  # the same for the parameters that zero3 packs into vectors, which it sends, and unpacks
+# The same for the parameters that zero3 packs into vectors, which it sends, and unpacks: from compiled GPTs of 1 and 7
+# billion parameters. Its stacks are those of the shards.
+GATHER_PASSES = 4.0
 
 
 class StepCosts(NamedTuple):
@@ -90,7 +92,8 @@ def replicas_costs(
     stash, weights = sum(layer.stash_bytes for layer in layers), sum(layer.weight_bytes for layer in layers)
     alone = forward + backward
     if is_scanned:
-        alone += machine.moved(SCAN_OF_STASH * stash + SCAN_OF_WEIGHTS * weights, 1)
+        stacked = weights / n if gathers_layers else weights
+        alone += machine.moved(SCAN_OF_STASH * stash + SCAN_OF_WEIGHTS * stacked, 1)
     if gathers_layers:
         alone += machine.moved(GATHER_PASSES * weights, 1) if machine.overlaps else 0.0
     if accumulation > 1:
