@@ -2,15 +2,27 @@
 
     scripts/python scripts/bench/published.py
 
-The published rates are those of MPT models trained with FSDP (fully sharded, as zero3) in bfloat16 with 2,048 tokens a
-text: mosaicml/llm-foundry at 495218376, scripts/train/benchmarking/README.md. A row has the same layers, GPUs, texts of
-a microbatch, microbatches and rematerialization. MPT has other positions and norms, so what is compared is jaxpar's
-step with that of another program. Prints both rates and their ratio. Nothing is compiled.
+A row has the layers, GPUs, texts of a microbatch, microbatches and rematerialization of the run that it names. The
+programs differ, so what is compared is jaxpar's step with that of another program. Prints both rates and their ratio.
+Nothing is compiled. The rates are in bfloat16, from
+
+- MPT with FSDP: mosaicml/llm-foundry at 495218376, scripts/train/benchmarking/README.md. 2,048 tokens a text. MPT has
+  other positions and norms.
+- Megatron-LM with a distributed optimizer: NVIDIA/Megatron-LM at d98e8a64dd, README.md (images/model_table.png): 408.8
+  TFLOP/s, the only row without tensor parallelism. Its microbatches are not published.
+- MaxText: AI-Hypercomputer/maxtext at e591f30cbb, MaxText/configs/a3/llama_2_7b/README.md: 492, 422, 407, 409 and 375
+  TFLOP/s, with full attention counted. FSDP within hosts, data parallelism between them.
+- torchtitan with FSDP and torch.compile: pytorch/torchtitan at b5bcd76c66, benchmarks/llama3_h100_202412_torchtitan.md.
+  Its H100s have slower memory (2.4 TB/s) and less power than those that are sold with 80 GB.
+
+The rates of Megatron-LM and MaxText are their FLOP/s over the FLOPs of a token, 6 per parameter of a matrix and 12 per
+layer, feature and position. MaxText and torchtitan choose what to save operation by operation, here remat dots.
 """
 
 import math
 import statistics
 import sys
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxpar import config as configs
@@ -22,25 +34,40 @@ from jaxpar.cluster_file import find_named
 from jaxpar.command_line import Parser
 from jaxpar.errors import exit_code
 from jaxpar.target import Target, memory_fraction
-from scripts.bench.vocabulary import DEFAULTS, make_problem
+from scripts.bench.vocabulary import DEFAULTS, WORDS, make_problem
 
-TOKENS = 2048  # of a text
-# Features, heads and layers of a model.
+LLAMA: dict[str, Any] = {"model.norm": "rmsnorm", "model.activation": "swiglu", "model.positions": "rotary"}
+
+
+class Model(NamedTuple):
+    """A model: its features, heads and layers, the tokens of a text, the words, and other keys of the config."""
+
+    features: int
+    heads: int
+    layers: int
+    tokens: int = 2048
+    words: int = WORDS
+    others: Mapping[str, Any] = {}
+
+
 MODELS = {
-    "125m": (768, 12, 12),
-    "350m": (1024, 16, 24),
-    "760m": (1536, 12, 24),
-    "1b": (2048, 16, 24),
-    "3b": (2560, 20, 32),
-    "7b": (4096, 32, 32),
-    "13b": (5120, 40, 40),
-    "30b": (7168, 56, 48),
-    "70b": (8192, 64, 80),
+    "125m": Model(768, 12, 12),
+    "350m": Model(1024, 16, 24),
+    "760m": Model(1536, 12, 24),
+    "1b": Model(2048, 16, 24),
+    "3b": Model(2560, 20, 32),
+    "7b": Model(4096, 32, 32),
+    "13b": Model(5120, 40, 40),
+    "30b": Model(7168, 56, 48),
+    "70b": Model(8192, 64, 80),
+    "gpt 1.7b": Model(2048, 16, 24, 4096, 131_072),
+    "llama2 7b": Model(4096, 32, 32, 4096, 32_000, LLAMA | {"model.mlp_size": 11_008}),
+    "llama3 8b": Model(4096, 32, 32, 8192, 128_256, LLAMA | {"model.mlp_size": 14_336, "model.num_kv_heads": 8}),
 }
 
 
 class Published(NamedTuple):
-    """A published rate: the model, the GPUs, texts of a microbatch, microbatches, remat, and tokens/s of a GPU."""
+    """A published rate: the model, the GPUs, texts of a microbatch, microbatches, remat, tokens/s of a GPU, others."""
 
     model: str
     cluster: str
@@ -48,8 +75,11 @@ class Published(NamedTuple):
     accumulation: int
     remat: str
     rate: float
+    program: str = "MPT"
+    exchange: Mapping[str, Any] = {"exchange": "zero3"}
 
 
+HSDP: dict[str, Any] = {"exchange": "hsdp", "exchange_options.group": 8}
 ROWS = (
     Published("125m", "a100-80gb:8", 32, 2, "none", 141_737),
     Published("350m", "a100-80gb:8", 32, 2, "none", 58_782),
@@ -68,6 +98,14 @@ ROWS = (
     Published("30b", "h100:16x8", 8, 1, "full", 2_199),
     Published("70b", "h100:16x8", 8, 1, "full", 1_058),
     Published("70b", "h100:64x8", 8, 1, "full", 1_007),
+    Published("gpt 1.7b", "h100:6x8", 4, 1, "none", 36_259, "Megatron", {"exchange": "zero1"}),
+    Published("llama2 7b", "h100:8", 4, 1, "dots", 10_676, "MaxText"),
+    Published("llama2 7b", "h100:2x8", 4, 1, "dots", 9_157, "MaxText", HSDP),
+    Published("llama2 7b", "h100:4x8", 4, 1, "dots", 8_832, "MaxText", HSDP),
+    Published("llama2 7b", "h100:8x8", 4, 1, "dots", 8_875, "MaxText", HSDP),
+    Published("llama2 7b", "h100:16x8", 4, 1, "dots", 8_137, "MaxText", HSDP),
+    Published("llama3 8b", "h100:8", 2, 1, "dots", 6_667, "torchtitan"),
+    Published("llama3 8b", "h100:16x8", 2, 1, "dots", 6_514, "torchtitan"),
 )
 
 
@@ -75,15 +113,15 @@ def main() -> None:
     """Print a row for each published rate, and the median error."""
     Parser(__doc__).parse()
     rates = f"{'predicted':>10} {'published':>10} tokens/s of a GPU"
-    print(f"{'model':6} {'GPUs':14} {'microbatch':>10} {'remat':6} {rates}  ratio")
+    print(f"{'model':10} {'GPUs':14} {'microbatch':>10} {'remat':6} {rates}  ratio  program")
     ratios = []
     for row in ROWS:
         rate = predicted_rate(row)
         ratios.append(rate / row.rate)
         size = f"{row.accumulation} x {row.size}"
         print(
-            f"{row.model:6} {row.cluster:14} {size:>10} {row.remat:6} {rate:10,.0f} {row.rate:10,.0f} "
-            f"{ratios[-1]:25.3f}",
+            f"{row.model:10} {row.cluster:14} {size:>10} {row.remat:6} {rate:10,.0f} {row.rate:10,.0f} "
+            f"{ratios[-1]:25.3f}  {row.program}",
             flush=True,
         )
     errors = [abs(ratio - 1) for ratio in ratios]
@@ -95,29 +133,29 @@ def predicted_rate(row: Published) -> float:
     """Return the predicted tokens/s of a GPU."""
     cluster = find_named(row.cluster, "cluster")[1]
     config: Any = configs.default_config()
-    features, heads, layers = MODELS[row.model]
+    model = MODELS[row.model]
     config.update_from_flattened_dict(
-        DEFAULTS
+        {key: value for key, value in DEFAULTS.items() if key != "model.max_length"}
         | {
-            "model.max_length": TOKENS,
-            "model.hidden_size": features,
-            "model.num_heads": heads,
-            "model.num_layers": layers,
+            "model.hidden_size": model.features,
+            "model.num_heads": model.heads,
+            "model.num_layers": model.layers,
             "model.remat": row.remat,
             "mesh.data": cluster.num_devices,
-            "exchange": "zero3",
             "batch_size": cluster.num_devices * row.size * row.accumulation,
             "optimizer.accumulation_steps": row.accumulation,
         }
+        | dict(model.others or {"model.max_length": model.tokens})
+        | dict(row.exchange)
     )
-    problem = make_problem(config, Target(cluster, [], memory_fraction()))
+    problem = make_problem(config, Target(cluster, [], memory_fraction()), words=model.words, length=model.tokens)
     assert cluster.memory_bytes is not None
     layers_of = TracedLayers(problem._replace(accumulation_steps=1), cluster)
     space = search.Space(config, problem, layers_of, GpuMachine(cluster), cluster.memory_bytes)
     plan = strategies.plan(config, problem, cluster)
     found = search.candidate_of_plan(space, config, plan)
     assert not isinstance(found, str), found
-    return config.batch_size * TOKENS / found.costs.seconds / cluster.num_devices
+    return config.batch_size * model.tokens / found.costs.seconds / cluster.num_devices
 
 
 if __name__ == "__main__":

@@ -37,10 +37,17 @@ DEFAULTS = {
 }
 
 
-def make_problem(config: Any, target: Target) -> Problem:
-    """Return the problem of a config on texts that fill its positions."""
-    length = config.model.max_length
-    info = DataInfo("text", (length,), num_classes=0, class_names=(), vocab_size=WORDS, pad_id=0)
+def make_problem(config: Any, target: Target, *, words: int = WORDS, length: int | None = None) -> Problem:
+    """Return the problem of a config on texts of one length.
+
+    Args:
+      config: the config.
+      target: the GPUs.
+      words: the size of the vocabulary.
+      length: tokens of a text; None: as many as the model has positions.
+    """
+    length = length or config.model.max_length
+    info = DataInfo("text", (length,), num_classes=0, class_names=(), vocab_size=words, pad_id=0)
     dtypes: dict[str, Any] = {"inputs": np.int32, "labels": np.int32, "weights": np.float32}
     batch = {name: jax.ShapeDtypeStruct((config.batch_size, length), dtype) for name, dtype in dtypes.items()}
     batch["index"] = jax.ShapeDtypeStruct((config.batch_size,), np.int32)
