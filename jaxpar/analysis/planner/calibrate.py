@@ -156,7 +156,7 @@ class MeasuredLayers:
         Args:
           problem: the problem.
           batch: a batch with the longest examples.
-          sizes: the numbers of examples, in ascending order.
+          sizes: the numbers of examples, in ascending order; equal for a batch of one.
           repeats: measurements of each layer.
           started: seconds that a program takes that computes nothing, which are not a layer's.
         """
@@ -173,7 +173,7 @@ class MeasuredLayers:
                 programs = LayerPrograms(self._problem, examples, remat=remat)
                 measured = programs.measure(examples, repeats=self._repeats)
                 self._measured[remat].append([without(layer, self._started) for layer in measured])
-        share = (size - self._sizes[0]) / (self._sizes[1] - self._sizes[0])
+        share = (size - self._sizes[0]) / max(self._sizes[1] - self._sizes[0], 1)
         return [between(few, many, share) for few, many in zip(*self._measured[remat], strict=True)]
 
 

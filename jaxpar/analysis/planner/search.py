@@ -5,8 +5,9 @@ are compared, with config.batch_size examples in a step.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
@@ -77,6 +78,7 @@ class Space(NamedTuple):
       layers: the costs of its layers.
       machine: the cluster.
       usable_bytes: the memory of a device that a run can use.
+      kept: settings of the config that every candidate must have.
     """
 
     config: ConfigDict
@@ -84,16 +86,26 @@ class Space(NamedTuple):
     layers: Layers
     machine: Machine
     usable_bytes: float
+    kept: Settings = MappingProxyType({})
 
     @property
     def num_devices(self) -> int:
         """The number of devices of the cluster."""
         return self.machine.cluster.num_devices
 
+    def choices(self, key: str, values: Iterable[Any]) -> list[Any]:
+        """Return the values of a key to compare: only that of the config if it is kept."""
+        return [self.kept[key]] if key in self.kept else list(values)
+
+    def keeps(self, settings: Settings) -> bool:
+        """Return whether a candidate has the settings that are kept."""
+        has = {**DEFAULTS_OF_CHOICES, **settings}
+        return all(has[key] == value for key, value in self.kept.items())
+
 
 def candidates(space: Space) -> list[Candidate]:
     """Return all candidates, the fastest that fit first, then the others by the memory that they need."""
-    found = [*_of_replicas(space), *_of_pipelines(space)]
+    found = [one for one in (*_of_replicas(space), *_of_pipelines(space)) if space.keeps(one.settings)]
     return sorted(found, key=lambda one: (0, one.costs.seconds) if one.fits else (1, one.costs.nbytes))
 
 
@@ -142,11 +154,12 @@ def _of_replicas(space: Space) -> Iterator[Candidate]:
         if isinstance(plan, str):
             continue
         update = update_of(space, plan)
-        for remat in space.layers.remats:
-            for scan in ("auto", False) if space.machine.overlaps and not _gathers_layers(plan) else ("auto",):
-                steps = [steps for steps in powers(batch // n) if batch % (n * steps) == 0]
+        scans = ("auto", False) if space.machine.overlaps and not _gathers_layers(plan) else ("auto",)
+        for remat in space.choices("model.remat", space.layers.remats):
+            for scan in space.choices("model.scan_layers", scans):
+                numbers = space.choices("optimizer.accumulation_steps", powers(batch // n))
                 best: Candidate | None = None
-                for number in steps:
+                for number in (number for number in numbers if batch % (n * number) == 0):
                     more = {"model.remat": remat, "model.scan_layers": scan, "optimizer.accumulation_steps": number}
                     best = replicas_candidate(space, name, {**settings, **more}, plan, update)
                     if best.fits:
@@ -228,13 +241,13 @@ def _of_pipelines(space: Space) -> Iterator[Candidate]:
         replicas = n // stages
         if batch % replicas:
             continue
-        for number in powers(batch // replicas):
+        for number in space.choices("pipeline.num_microbatches", powers(batch // replicas)):
             if batch % (replicas * number) or number < stages // 2 or stages * number > LARGEST_TABLE:
                 continue
             for schedule in SCHEDULES:
                 table = _table(schedule, stages, number)
                 if table is not None and table.num_stages <= num_layers:
-                    for remat in space.layers.remats:
+                    for remat in space.choices("pipeline.remat", space.layers.remats):
                         yield pipeline_candidate(space, schedule, table, remat, replicas, ratios)
 
 
