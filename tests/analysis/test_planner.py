@@ -15,7 +15,7 @@ from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import models, optimizer, strategies, tasks
 from jaxpar.analysis.planner import report, search, updates
-from jaxpar.analysis.planner.layers import TracedLayers
+from jaxpar.analysis.planner.layers import LayerMemory, TracedLayers
 from jaxpar.analysis.planner.machine import CpuMachine, GpuMachine
 from jaxpar.analysis.planner.predict import (
     StateBytes,
@@ -44,6 +44,7 @@ H100 = clusters.named_cluster("h100", 16, num_processes=2)
 GPUS = GpuMachine(H100)
 HOST, NETWORK = (EFFICIENCY["link"] * H100.send_rates[name] for name in ("host", "network"))
 NO_STATE = StateBytes(0, 0, 0)
+NOTHING = LayerMemory(0, 0)
 
 
 def layer(forward: float, backward: float = 0.0, *, output: float = 0.0, stash: float = 0.0) -> LayerProfile:
@@ -118,7 +119,7 @@ def test_exposed_communication() -> None:
 
     def exposed(*, is_scanned: bool) -> float:
         return replicas_costs(
-            layers, cluster, axes, 1, sent, NO_STATE, 0.0, is_scanned=is_scanned, gathers_layers=False
+            layers, [NOTHING] * 10, cluster, axes, 1, sent, NO_STATE, 0.0, is_scanned=is_scanned, gathers_layers=False
         ).exposed
 
     assert exposed(is_scanned=False) == pytest.approx(0.01, rel=0.01)  # that of the last layer
@@ -128,7 +129,16 @@ def test_exposed_communication() -> None:
 def test_steps_add_up() -> None:
     state = StateBytes(1e9, 2e9, 1e9)
     costs = replicas_costs(
-        [layer(0.01, stash=5e8)], GPUS, {DATA: 16, STAGE: 1}, 4, [], state, 8e9, is_scanned=False, gathers_layers=False
+        [layer(0.01, stash=5e8)],
+        [NOTHING],
+        GPUS,
+        {DATA: 16, STAGE: 1},
+        4,
+        [],
+        state,
+        8e9,
+        is_scanned=False,
+        gathers_layers=False,
     )
     assert costs.compute == pytest.approx(4 * (0.03 + GPUS.moved(3e9, 1)))
     assert costs.update == pytest.approx(GPUS.update_repeats * GPUS.moved(8e9, 1))
@@ -136,7 +146,7 @@ def test_steps_add_up() -> None:
     table = make_table("1f1b", num_devices=2, num_microbatches=4, num_chunks=1)
     layers = [layer(0.01, output=HOST * 1e-3)] * 4
     axes = {DATA: 8, STAGE: 2}
-    piped = pipeline_costs(layers, GPUS, axes, table, (0, 2, 4), [], [NO_STATE] * 2, 0.0)
+    piped = pipeline_costs(layers, [NOTHING] * 4, GPUS, axes, table, (0, 2, 4), [], [NO_STATE] * 2, 0.0, remat="none")
     assert piped.compute == pytest.approx(4 * 2 * 0.03)
     total = piped.compute + piped.waiting + piped.exposed + piped.update
     assert piped.seconds == pytest.approx(total)

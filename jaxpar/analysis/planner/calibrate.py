@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxpar.analysis.planner.layers import between
+from jaxpar.analysis.planner.layers import LayerMemory, SplitLayers, between, memory_of, narrowed_bytes
 from jaxpar.analysis.planner.machine import CpuMachine
 from jaxpar.cluster import Cluster
 from jaxpar.pipeline.executor.layer_times import LayerPrograms
@@ -163,6 +163,13 @@ class MeasuredLayers:
         self._problem, self._batch, self._sizes, self._repeats = problem, batch, sizes, repeats
         self._started = started
         self._measured: dict[str, list[list[LayerProfile]]] = {}
+        self._splits, self._narrowed = SplitLayers(problem), narrowed_bytes(problem)
+
+    def memory(self, size: float, remat: str, *, is_split: bool) -> list[LayerMemory]:
+        """Return what each layer holds in addition. See `Layers`."""
+        return memory_of(
+            self.profile(size, "none"), self._narrowed, self._splits.sizes(size, remat) if is_split else None
+        )
 
     def profile(self, size: float, remat: str) -> list[LayerProfile]:
         """Return the times and sizes of each layer. See `Layers`."""

@@ -35,6 +35,10 @@ class Machine(Protocol):
         """Bytes that an update moves / those that are counted (updates.py)."""
 
     @property
+    def copies_packed_state(self) -> bool:
+        """Whether the update of a pipeline, whose arrays are packed in vectors, needs a second copy of the state."""
+
+    @property
     def clock_seconds(self) -> float:
         """Seconds of a clock of a pipeline besides its actions and transfers."""
 
@@ -74,6 +78,7 @@ class GpuMachine(NamedTuple):
     cluster: Cluster
     overlaps: bool = True
     update_repeats: float = KERNEL_REPEATS
+    copies_packed_state: bool = True  # as in programs compiled for H100s
     clock_seconds: float = CLOCK_KERNELS * LAUNCH_SECONDS
 
     def together(self, seconds: np.ndarray, copies: int = 1) -> np.ndarray:
@@ -124,6 +129,7 @@ class CpuMachine(NamedTuple):
     step_seconds: Mapping[int, float]
     overlaps: bool = False
     update_repeats: float = 1.0
+    copies_packed_state: bool = False
 
     def together(self, seconds: np.ndarray, copies: int = 1) -> np.ndarray:
         """Devices share the cores: n of them take slowdown(n) times their mean, and at least the longest."""

@@ -15,7 +15,13 @@ from ml_collections import ConfigDict
 from jaxpar import strategies
 from jaxpar.analysis.planner.layers import Layers
 from jaxpar.analysis.planner.machine import Machine
-from jaxpar.analysis.planner.predict import StateBytes, StepCosts, pipeline_costs, replicas_costs
+from jaxpar.analysis.planner.predict import (
+    StateBytes,
+    StepCosts,
+    pipeline_costs,
+    replicas_costs,
+    splits_backward,
+)
 from jaxpar.analysis.planner.updates import exchange_bytes, update_bytes
 from jaxpar.exchange.presets import EXCHANGES, exchange_differs
 from jaxpar.exchange.reduce import ring_traffic
@@ -217,8 +223,10 @@ def replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[A
     memory = plan.memory[0]
     params, optimizer = memory["parameters"], sum(memory.values()) - memory["parameters"]
     gradients = params if gathers_layers or not shards else params / plan.num_replicas
+    size = space.config.batch_size // (plan.num_replicas * accumulation)
     costs = replicas_costs(
-        space.layers.profile(space.config.batch_size // (plan.num_replicas * accumulation), remat),
+        space.layers.profile(size, remat),
+        space.layers.memory(size, remat, is_split=False),
         space.machine,
         plan.axes,
         accumulation,
@@ -264,7 +272,11 @@ def pipeline_candidate(
     space: Space, schedule: str, table: Table, remat: str, replicas: int, ratios: StateRatios
 ) -> Candidate:
     """Return a pipeline."""
-    layers = space.layers.profile(space.config.batch_size // (replicas * table.num_microbatches), remat)
+    size = space.config.batch_size // (replicas * table.num_microbatches)
+    layers, memory = (
+        space.layers.profile(size, remat),
+        space.layers.memory(size, remat, is_split=splits_backward(table)),
+    )
     bounds = balanced_bounds(layers, table.num_stages)
     axes = {DATA: replicas, STAGE: table.num_devices}
     weights = [0.0] * table.num_devices
@@ -276,7 +288,7 @@ def pipeline_candidate(
     vectors = len(layers)  # of gradients; the engine packs the arrays of a device
     traffic = [ring_traffic("all-reduce", 2, DATA, replicas, largest, "float32", num_vectors=vectors)]
     update = ratios.update * largest
-    costs = pipeline_costs(layers, space.machine, axes, table, bounds, traffic, states, update)
+    costs = pipeline_costs(layers, memory, space.machine, axes, table, bounds, traffic, states, update, remat=remat)
     cuts = ",".join(layers[bound].name for bound in bounds[1:-1])
     settings = {
         "strategy": "pipeline",
@@ -321,13 +333,18 @@ def candidate_of_plan(space: Space, config: ConfigDict, plan: Plan[Any]) -> Cand
         details, layers = plan.details, space.layers
         table, bounds = details.table, details.stages.bounds
         size = config.batch_size // plan.decision.batch_divisor
-        layers_s = layers.profile(size, details.remat)
+        profile, memory = (
+            layers.profile(size, details.remat),
+            layers.memory(size, details.remat, is_split=splits_backward(table)),
+        )
         states = []
         for parts in plan.memory:
             params, optimizer = parts["parameters"], parts.get("optimizer", 0)
             states.append(StateBytes(params, optimizer, params))
         update = state_ratios(space.problem).update * max(parts["parameters"] for parts in plan.memory)
-        costs = pipeline_costs(layers_s, space.machine, plan.axes, table, bounds, plan.traffic, states, update)
+        costs = pipeline_costs(
+            profile, memory, space.machine, plan.axes, table, bounds, plan.traffic, states, update, remat=details.remat
+        )
         return Candidate(plan.summary, {}, costs, costs.nbytes <= space.usable_bytes)
     if plan.strategy not in ("single", "data_parallel"):
         return f"config.strategy is {plan.strategy!r}, whose time depends on delays of workers"
