@@ -1,10 +1,11 @@
 """The times and sizes of the layers of a model, for any number of examples and each kind of rematerialization.
 
 On GPUs, they follow from the operations of the traced layers and the rates of the GPU (jaxpar/analysis/rates.py). On
-this machine, they are measured for two numbers of examples. Both are linear in the number of examples.
+this machine, they are measured for two numbers of examples. Both are linear in the number of examples. The sizes of
+what layers save are those of the layers traced for this number.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +23,6 @@ from jaxpar.step import Problem
 KINDS_OF_REMAT = ("none", "dots", "full")
 SIZES = (4, 8)  # numbers of examples for which layers are traced
 PASS_KERNELS = 5  # kernels into which the passes of a layer are assumed to be fused
-SIZED = ("forward_s", "backward_s", "output_bytes", "stash_bytes")  # what depends on the number of examples
 
 
 class SplitStash(NamedTuple):
@@ -54,7 +54,7 @@ class Layers(Protocol):
     def remats(self) -> tuple[str, ...]:
         """Kinds of rematerialization for which `profile` is cheap."""
 
-    def profile(self, size: float, remat: str) -> list[LayerProfile]:
+    def profile(self, size: int, remat: str) -> list[LayerProfile]:
         """Return the times and sizes of each layer.
 
         Args:
@@ -62,7 +62,7 @@ class Layers(Protocol):
           remat: none, dots or full.
         """
 
-    def memory(self, size: float, remat: str, *, is_split: bool) -> list[LayerMemory]:
+    def memory(self, size: int, remat: str, *, is_split: bool) -> list[LayerMemory]:
         """Return what each layer holds in addition. size, remat: as in `profile`; is_split: W is separate from B."""
 
 
@@ -78,50 +78,35 @@ def narrowed_bytes(problem: Problem) -> list[float]:
     return [float(nbytes(arrays)) for arrays in narrow]
 
 
-class SplitLayers:
-    """Sizes of what layers save if W is separate from B, for any number of examples."""
+class LayerSizes:
+    """What layers save and hold for any number of examples, without measuring them.
+
+    The loss of many examples is computed in chunks, so sizes are not linear in the number of examples.
+    """
 
     def __init__(self, problem: Problem) -> None:
         """Trace nothing yet."""
-        self._problem = problem
-        self._traced = cache(self._trace)
+        self._problem, self._narrowed = problem, narrowed_bytes(problem)
+        self.profile = cache(self._profile)
+        self._split = cache(self._split_stashes)
 
-    def _trace(self, remat: str) -> list[list[SplitStash]]:
-        of_sizes = []
-        for size in SIZES:
-            batch = resized(self._problem.batch, size)
-            programs = LayerPrograms(self._problem, batch, remat=remat, num_phases=3)
-            spans = ((0, 1), (0, 2), (1, 2))  # phases F, B, W
-            saved = [
-                SplitStash(*(programs.saved_bytes(number, *span) for span in spans)) for number in programs.numbers
-            ]
-            of_sizes.append(saved)
-        return of_sizes
+    def _profile(self, size: int, remat: str) -> list[LayerProfile]:
+        """Return the sizes of each layer, and no times. See `Layers`."""
+        programs = LayerPrograms(self._problem, resized(self._problem.batch, size), remat=remat)
+        return programs.with_times(dict.fromkeys(programs.numbers, (0.0, 0.0)))
 
-    def sizes(self, size: float, remat: str) -> list[SplitStash]:
-        """Return what each layer saves. size, remat: as in `Layers.profile`."""
-        share = (size - SIZES[0]) / (SIZES[1] - SIZES[0])
+    def _split_stashes(self, size: int, remat: str) -> list[SplitStash]:
+        programs = LayerPrograms(self._problem, resized(self._problem.batch, size), remat=remat, num_phases=3)
+        spans = ((0, 1), (0, 2), (1, 2))  # phases F, B, W
+        return [SplitStash(*(programs.saved_bytes(number, *span) for span in spans)) for number in programs.numbers]
+
+    def memory(self, size: int, remat: str, *, is_split: bool) -> list[LayerMemory]:
+        """Return what each layer holds in addition. See `Layers`."""
+        splits = self._split(size, remat) if is_split else [SplitStash(0.0, 0.0, 0.0)] * len(self._narrowed)
         return [
-            SplitStash(*(max(a + share * (b - a), 0.0) for a, b in zip(few, many, strict=True)))
-            for few, many in zip(*self._traced(remat), strict=True)
+            LayerMemory(layer.stash_bytes, narrowed, split)
+            for layer, narrowed, split in zip(self.profile(size, "none"), self._narrowed, splits, strict=True)
         ]
-
-
-def memory_of(
-    profile: Sequence[LayerProfile], narrowed: Sequence[float], split: Sequence[SplitStash] | None
-) -> list[LayerMemory]:
-    """Return the memory of layers.
-
-    Args:
-      profile: their profile without rematerialization.
-      narrowed: the result of `narrowed_bytes`.
-      split: what they save if W is separate from B; None if it is not.
-    """
-    splits = split or [SplitStash(0.0, 0.0, 0.0)] * len(profile)
-    return [
-        LayerMemory(layer.stash_bytes, copied, of_layer)
-        for layer, copied, of_layer in zip(profile, narrowed, splits, strict=True)
-    ]
 
 
 class TracedLayers:
@@ -134,17 +119,11 @@ class TracedLayers:
         self._problem, self._cluster = problem, cluster
         self._traced = cache(self._trace)
         self.profile = cache(self._profile)
-        self._splits = SplitLayers(problem)
-        self._narrowed = narrowed_bytes(problem)
+        self._sizes = LayerSizes(problem)
+        self.memory = self._sizes.memory
 
-    def memory(self, size: float, remat: str, *, is_split: bool) -> list[LayerMemory]:
-        """Return what each layer holds in addition. See `Layers`."""
-        return memory_of(
-            self.profile(size, "none"), self._narrowed, self._splits.sizes(size, remat) if is_split else None
-        )
-
-    def _trace(self, remat: str) -> tuple[list[list[LayerProfile]], dict[tuple[int, int], "_Kernels"], list[int]]:
-        """Return the sizes of the layers for each of SIZES, and the kernels of each program and phase."""
+    def _trace(self, remat: str) -> tuple[dict[tuple[int, int], "_Kernels"], list[int]]:
+        """Return the kernels of each program and phase, and the number of the program of each layer."""
         traced = [LayerPrograms(self._problem, resized(self._problem.batch, size), remat=remat) for size in SIZES]
         numbers = traced[0].numbers
         kernels = {
@@ -152,23 +131,16 @@ class TracedLayers:
             for number in set(numbers)
             for phase in (FORWARD, BACKWARD)
         }
-        nothing = dict.fromkeys(numbers, (0.0, 0.0))
-        return [programs.with_times(nothing) for programs in traced], kernels, numbers
+        return kernels, numbers
 
-    def _profile(self, size: float, remat: str) -> list[LayerProfile]:
-        of_sizes, kernels, numbers = self._traced(remat)
+    def _profile(self, size: int, remat: str) -> list[LayerProfile]:
+        kernels, numbers = self._traced(remat)
         share = (size - SIZES[0]) / (SIZES[1] - SIZES[0])
         seconds = {key: of_phase.seconds(share, self._cluster) for key, of_phase in kernels.items()}
         return [
-            between(few, many, share)._replace(forward_s=seconds[number, FORWARD], backward_s=seconds[number, BACKWARD])
-            for few, many, number in zip(*of_sizes, numbers, strict=True)
+            layer._replace(forward_s=seconds[number, FORWARD], backward_s=seconds[number, BACKWARD])
+            for layer, number in zip(self._sizes.profile(size, remat), numbers, strict=True)
         ]
-
-
-def between(few: LayerProfile, many: LayerProfile, share: float) -> LayerProfile:
-    """Return the layer with what depends on the number of examples at `share` of the way from `few` to `many`."""
-    values = {name: getattr(few, name) + share * (getattr(many, name) - getattr(few, name)) for name in SIZED}
-    return few._replace(**{name: max(value, 0.0) for name, value in values.items()})
 
 
 def counted(programs: LayerPrograms, number: int, phase: int) -> list[Operation]:

@@ -108,7 +108,9 @@ def replicas_costs(
         exposed = max(gather - compute, 0.0) + max(reduce - hidden, reduce / len(layers)) + copied
     update = machine.moved(machine.update_repeats * update_bytes, n)
     seconds = machine.started(n) + compute + exposed + update
-    nbytes = replica_bytes(layers, memory, state, accumulation, gathers_layers=gathers_layers)
+    nbytes = replica_bytes(
+        layers, memory, state, accumulation, machine.activation_repeats, gathers_layers=gathers_layers
+    )
     return StepCosts(seconds, compute, 0.0, exposed, update, nbytes)
 
 
@@ -117,10 +119,11 @@ def replica_bytes(
     memory: Sequence[LayerMemory],
     state: StateBytes,
     accumulation: int,
+    repeats: float,
     *,
     gathers_layers: bool,
 ) -> float:
-    """Return the bytes of a replica. See `replicas_costs`.
+    """Return the bytes of a replica. See `replicas_costs`; repeats: `Machine.activation_repeats`.
 
     The peak is in the backward pass. There, a layer has what its forward pass computed, again with rematerialization,
     and as much for gradients. The gradient of a microbatch is whole until the exchange scatters it, except with zero3,
@@ -134,7 +137,7 @@ def replica_bytes(
     else:
         gradient, copies = sum(weights), sum(of.narrowed for of in memory)
     accumulated = state.gradients if accumulation > 1 else 0.0
-    return state.parameters + state.optimizer + gradient + accumulated + held + working + copies
+    return state.parameters + state.optimizer + gradient + accumulated + copies + repeats * (held + working)
 
 
 def pipeline_costs(
@@ -179,7 +182,10 @@ def pipeline_costs(
     exposed = exchange + transfers
     fullest = max(states, key=sum)
     updating = sum(fullest) + (fullest.parameters + fullest.optimizer if machine.copies_packed_state else 0.0)
-    nbytes = max(sum(fullest) + activation_bytes(table, layers, memory, bounds, sent, remat), updating)
+    # The gradient of a layer exists before it is added to the accumulated one.
+    computing = sum(fullest) + max(layer.weight_bytes for layer in layers)
+    activations = machine.activation_repeats * activation_bytes(table, layers, memory, bounds, sent, remat)
+    nbytes = max(computing + activations, updating)
     started = machine.started(table.num_devices * replicas)
     return StepCosts(
         started + clocks_s + exposed + update, compute, max(clocks_s - compute, 0.0), exposed, update, nbytes
