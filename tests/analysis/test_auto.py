@@ -16,8 +16,9 @@ from jaxpar.analysis.planner.auto import resolve_strategy
 from jaxpar.analysis.planner.spaces import gpu_space, load_problem
 from jaxpar.errors import UserError
 from jaxpar.target import Target
+from scripts import plan as script
 from tests.launch.test_processes import finished, launch
-from tests.runs import refused, small_config
+from tests.runs import refused, run_script, small_arguments, small_config
 from tests.selection import slow_except
 
 H100 = clusters.named_cluster("h100", 8)
@@ -86,6 +87,17 @@ def test_settings_of_the_user_are_kept(name: str, folder: Path, tmp_path: Path) 
     assert flat["mesh.data"] * flat["mesh.stage"] == 4
     assert strategies.accepts(resolved, absent(4).cluster)
     assert resolved.strategy == ("pipeline" if "stage" in name or "schedule" in name else "data_parallel")
+
+
+def test_the_script_compares_the_same_candidates(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [*small_arguments(folder), UNSET, "--config.strategy=auto", "--config.pipeline.schedule=gpipe"]
+    arguments = ("--config=configs/default.py", "--cluster=h100:2", *settings)
+    assert run_script(monkeypatch, script, *arguments) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^ 1 .*  gpipe, 2 stages", printed, re.MULTILINE)
+    assert not re.search(r"ddp|1f1b|Your config", printed)
 
 
 REFUSED: dict[str, tuple[list[str], float, str]] = {
