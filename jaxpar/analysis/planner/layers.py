@@ -34,7 +34,7 @@ class SplitStash(NamedTuple):
 
 
 class LayerMemory(NamedTuple):
-    """What a layer holds besides its state and what its forward pass saves.
+    """Bytes that a layer holds besides its state and what its forward pass saves.
 
     Attributes:
       computed: bytes that the forward pass saves without rematerialization, which are recomputed with it.
@@ -79,7 +79,7 @@ def narrowed_bytes(problem: Problem) -> list[float]:
 
 
 class LayerSizes:
-    """What layers save and hold for any number of examples, without measuring them.
+    """Sizes of what layers save and hold for any number of examples, without measuring them.
 
     The loss of many examples is computed in chunks, so sizes are not linear in the number of examples.
     """
