@@ -13,7 +13,10 @@ def get_config() -> ConfigDict:
     config.seed = 0  # seed of initial parameters, example order, dropout, masking, augmentation, emulated delays
     # What is trained: classification, regression, token_classification, masked_lm, causal_lm
     config.task = "classification"
-    config.strategy = "data_parallel"  # single, data_parallel, async_data_parallel, pipeline, swarm
+    # single, data_parallel, async_data_parallel, pipeline, swarm; auto: the planner chooses single, data_parallel or
+    # pipeline for the devices of the run, with mesh, exchange, microbatches, schedule and remat (docs/planner.md)
+    config.strategy = "data_parallel"
+    config.planned_for = ""  # set by strategy auto: the devices for which it chose; a resumed run then keeps the choice
 
     config.mesh = mesh = ConfigDict()
     mesh.data = -1  # size of the data axis (number of replicas); -1: as many as the devices allow

@@ -14,6 +14,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar import checkpoint, files
+from jaxpar.analysis.planner.auto import resolve_strategy
 from jaxpar.checkpoint import ledger
 from jaxpar.launch import processes
 from jaxpar.launch.signals import Interrupt
@@ -38,6 +39,7 @@ def train(config: ConfigDict, workdir: Path) -> Result:
       UserError: the config, the data or the workdir has a mistake; nothing was compiled or lost.
       Stopped: SIGTERM or SIGINT was received; the state is saved.
     """
+    config = resolve_strategy(config, workdir)
     checked = build.check_run(config, workdir)
     with files.locked(workdir) if processes.is_first() else contextlib.nullcontext():
         phases = Phases()

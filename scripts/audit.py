@@ -42,6 +42,7 @@ from jaxpar import config as configs
 from jaxpar import data, mesh, strategies
 from jaxpar.analysis import audit, findings
 from jaxpar.analysis.buffers import buffers_at_peak
+from jaxpar.analysis.planner.auto import resolve_strategy
 from jaxpar.analysis.schedule import ProgramSchedule, schedule_of
 from jaxpar.analysis.step_time import NOTHING, StepTime, can_predict, predict, short_source
 from jaxpar.cluster import Cluster
@@ -89,6 +90,7 @@ def run(
     config: Any, workdir: Path, target: Target | None = None, *, with_program: bool = False, with_time: bool = False
 ) -> dict[str, Any]:
     """Audit the training step of a config, on the devices of this machine or of a target."""
+    config = resolve_strategy(config, workdir, target)
     if target:
         cluster, decision = build.check_run(config, workdir, target.cluster)
         problem = build.load_parts(config, workdir, cluster).problem

@@ -26,6 +26,7 @@ from jaxpar import config as configs
 from jaxpar import data, files, mesh
 from jaxpar.analysis import certificate, delayed, reference
 from jaxpar.analysis.certificate import QUANTITIES, ROUNDINGS, TOLERANCES
+from jaxpar.analysis.planner.auto import resolve_strategy
 from jaxpar.command_line import Parser, integer
 from jaxpar.errors import UserError, exit_code, format_count
 from jaxpar.measure import provenance
@@ -76,6 +77,7 @@ def certify(config: ConfigDict, workdir: Path, passes: int) -> dict[str, Any]:
     """Compute the certificate of the strategy of a config."""
     # By default GPUs round the factors of matrix products to 10 bits, which would hide small errors.
     with jax.default_matmul_precision("highest"):
+        config = resolve_strategy(config, workdir)
         checked = build.check_run(config, workdir)
         run = build.make_run(config, workdir, Phases(), checked)
         runs, delays = reference.make_runs(run, passes), run.plan.delays

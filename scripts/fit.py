@@ -23,6 +23,7 @@ from jaxpar import config as configs
 from jaxpar import data, mesh
 from jaxpar.analysis import fit
 from jaxpar.analysis.fit import Fit, Sizes, Tried
+from jaxpar.analysis.planner.auto import resolve_strategy
 from jaxpar.command_line import Parser, choice, names
 from jaxpar.errors import exit_code, format_bytes
 from jaxpar.pipeline.executor.programs import REMATS
@@ -44,10 +45,11 @@ def main() -> int:
     arguments, overrides = parser.parse_with_overrides()
     config = configs.load_config(arguments.config)
     configs.override(config, overrides)
-    fit.check_strategy(config)
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     target = find_target(arguments.target)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        config = resolve_strategy(config, Path(folder), target)
+        fit.check_strategy(config)
         sizes, fits = run(config, Path(folder), target, arguments.vary, arguments.remat)
     if arguments.json:
         print(json.dumps(as_json(config, target, sizes, fits), indent=1))

@@ -31,23 +31,20 @@ from jaxpar import config as configs
 from jaxpar import data, mesh, strategies
 from jaxpar.analysis import audit, step_time
 from jaxpar.analysis.planner import report, search
-from jaxpar.analysis.planner.calibrate import MeasuredLayers, calibrate
-from jaxpar.analysis.planner.layers import TracedLayers
-from jaxpar.analysis.planner.machine import GpuMachine
-from jaxpar.analysis.planner.search import Candidate, Space, with_settings
+from jaxpar.analysis.planner.auto import AUTO_STRATEGY, kept_settings
+from jaxpar.analysis.planner.search import Candidate, Settings, Space, with_settings
+from jaxpar.analysis.planner.spaces import cpu_space, gpu_space, load_problem
 from jaxpar.cluster import Cluster
 from jaxpar.cluster_file import find_named
 from jaxpar.command_line import Parser, integer
 from jaxpar.errors import UserError, exit_code, format_bytes
 from jaxpar.files import unwritable, write_text
-from jaxpar.measure.flops import forward_flops
 from jaxpar.run import build
 from jaxpar.step import Problem
 from jaxpar.target import Target, find_target, memory_fraction
 
 SHOWN = 10  # rows of the table
 HERE = "here"
-REPEATS = 5  # measurements of a layer
 
 
 def main() -> None:
@@ -73,7 +70,7 @@ def main() -> None:
     else:
         space = make_space(config, target.cluster if target else find_named(arguments.cluster, "--cluster")[1])
     found = search.candidates(space)
-    work = workload(space)
+    work = report.work_of(space)
     if arguments.json:
         print(json.dumps([report.as_json(one, work) for one in found], indent=1))
     else:
@@ -96,11 +93,10 @@ def main() -> None:
 
 
 def make_space(config: ConfigDict, cluster: Cluster) -> Space:
-    """Return what to search: the problem of a config, and the costs of its layers on a cluster."""
+    """Return what to search on GPUs: the problem of a config, and the costs of its layers."""
     problem = load(config, cluster).problem
     assert cluster.memory_bytes is not None
-    usable = memory_fraction() * cluster.memory_bytes
-    return Space(config, problem, TracedLayers(problem, cluster), GpuMachine(cluster), usable)
+    return gpu_space(config, problem, cluster, memory_fraction() * cluster.memory_bytes, kept(config))
 
 
 def measured_space(config: ConfigDict) -> Space:
@@ -109,32 +105,18 @@ def measured_space(config: ConfigDict) -> Space:
     cluster = clusters.find_cluster()
     if cluster.platform != "cpu":
         raise UserError(f"--cluster is {HERE!r}, {cluster.device_kind}; it must be a kind of GPU, such as h100:8")
-    loaded = load(config, cluster)
-    batch = {name: x for name, x in loaded.batches.longest().items() if name in loaded.problem.batch}
-    size, n = config.batch_size, cluster.num_devices
-    share = {name: x[: max(size // n, 1)] for name, x in batch.items()}
-    machine = calibrate(cluster, clusters.devices(), loaded.problem, share)
-    layers = MeasuredLayers(loaded.problem, batch, (max(size // (4 * n), 1), size), REPEATS, machine.started(1))
-    assert cluster.memory_bytes is not None
-    return Space(config, loaded.problem, layers, machine, cluster.memory_bytes / n)
+    return cpu_space(config, load(config, cluster), cluster, kept(config))
 
 
 def load(config: ConfigDict, cluster: Cluster) -> build.Loaded:
     """Read the data and build the model of a config, whatever its strategy. Raises UserError for its mistakes."""
-    single = with_settings(config, {"strategy": "single", "mesh.data": 1})
     with tempfile.TemporaryDirectory() as folder:
-        build.check_run(single, Path(folder), cluster)
-        return build.load_parts(single, Path(folder), cluster)
+        return load_problem(config, cluster, Path(folder))
 
 
-def workload(space: Space) -> report.StepWork:
-    """Return what a step of the problem computes."""
-    problem, cluster = space.problem, space.machine.cluster
-    inputs = problem.batch["inputs"]
-    flops = 3.0 * forward_flops(problem.model.apply, problem.model.shapes, dict(problem.batch))
-    peak = cluster.peak_flops.get(space.config.model.dtype)
-    tokens = inputs.size if inputs.dtype.kind == "i" else 0
-    return report.StepWork(len(inputs), tokens, flops, peak and peak * cluster.num_devices, space.usable_bytes)
+def kept(config: ConfigDict) -> Settings:
+    """Return the settings that all candidates must have: those that a run with strategy auto keeps."""
+    return kept_settings(config) if config.strategy == AUTO_STRATEGY else {}
 
 
 def describe(space: Space, found: list[Candidate], work: report.StepWork, seconds: float) -> str:
@@ -150,8 +132,9 @@ def describe(space: Space, found: list[Candidate], work: report.StepWork, second
         "",
         *(report.explain(one, best, work) for one in each[:3]),
     ]
-    own = search.choice_of(space)
-    lines.append("Your config: " + (own if isinstance(own, str) else report.explain(own, best, work)))
+    if space.config.strategy != AUTO_STRATEGY:
+        own = search.choice_of(space)
+        lines.append("Your config: " + (own if isinstance(own, str) else report.explain(own, best, work)))
     lines += [
         "",
         "The first one:",

@@ -6,7 +6,9 @@ batch and writes its part of each checkpoint. Process 0 writes all other files, 
 
 import contextlib
 import os
+import platform
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +54,12 @@ def check_same_value(what: str, value: int) -> None:
         if set(values) != {value}:
             found = ", ".join(map(str, values))
             raise TrainingError(f"{what} is {found} in processes 0 to {len(values) - 1}; it must be the same in all")
+
+
+def num_hosts() -> int:
+    """Return the number of machines on which the processes run, by their names."""
+    name = np.uint32(zlib.crc32(platform.node().encode()))
+    return 1 if jax.process_count() == 1 else len(set(multihost_utils.process_allgather(name).tolist()))
 
 
 def from_first(text: str) -> str:

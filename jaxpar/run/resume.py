@@ -18,6 +18,7 @@ from jaxpar.run.workdir import check_paths
 # Keys and whole sections.
 CHANGEABLE = (
     "strategy",
+    "planned_for",
     "mesh",
     "data_parallel",
     "exchange",

@@ -9,20 +9,24 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 import jaxpar
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import models, optimizer, strategies, tasks
 from jaxpar.analysis.planner import report, search, updates
-from jaxpar.analysis.planner.layers import TracedLayers
+from jaxpar.analysis.planner.layers import LayerMemory, TracedLayers, narrowed_bytes
 from jaxpar.analysis.planner.machine import CpuMachine, GpuMachine
 from jaxpar.analysis.planner.predict import (
     StateBytes,
+    activation_bytes,
     clock_seconds,
     pipeline_costs,
+    replica_bytes,
     replicas_costs,
     sending_clocks,
+    splits_backward,
 )
 from jaxpar.analysis.rates import EFFICIENCY, HOP_SECONDS
 from jaxpar.cluster import Cluster
@@ -44,6 +48,7 @@ H100 = clusters.named_cluster("h100", 16, num_processes=2)
 GPUS = GpuMachine(H100)
 HOST, NETWORK = (EFFICIENCY["link"] * H100.send_rates[name] for name in ("host", "network"))
 NO_STATE = StateBytes(0, 0, 0)
+NOTHING = LayerMemory(0, 0)
 
 
 def layer(forward: float, backward: float = 0.0, *, output: float = 0.0, stash: float = 0.0) -> LayerProfile:
@@ -118,7 +123,7 @@ def test_exposed_communication() -> None:
 
     def exposed(*, is_scanned: bool) -> float:
         return replicas_costs(
-            layers, cluster, axes, 1, sent, NO_STATE, 0.0, is_scanned=is_scanned, gathers_layers=False
+            layers, [NOTHING] * 10, cluster, axes, 1, sent, NO_STATE, 0.0, is_scanned=is_scanned, gathers_layers=False
         ).exposed
 
     assert exposed(is_scanned=False) == pytest.approx(0.01, rel=0.01)  # that of the last layer
@@ -128,7 +133,16 @@ def test_exposed_communication() -> None:
 def test_steps_add_up() -> None:
     state = StateBytes(1e9, 2e9, 1e9)
     costs = replicas_costs(
-        [layer(0.01, stash=5e8)], GPUS, {DATA: 16, STAGE: 1}, 4, [], state, 8e9, is_scanned=False, gathers_layers=False
+        [layer(0.01, stash=5e8)],
+        [NOTHING],
+        GPUS,
+        {DATA: 16, STAGE: 1},
+        4,
+        [],
+        state,
+        8e9,
+        is_scanned=False,
+        gathers_layers=False,
     )
     assert costs.compute == pytest.approx(4 * (0.03 + GPUS.moved(3e9, 1)))
     assert costs.update == pytest.approx(GPUS.update_repeats * GPUS.moved(8e9, 1))
@@ -136,11 +150,66 @@ def test_steps_add_up() -> None:
     table = make_table("1f1b", num_devices=2, num_microbatches=4, num_chunks=1)
     layers = [layer(0.01, output=HOST * 1e-3)] * 4
     axes = {DATA: 8, STAGE: 2}
-    piped = pipeline_costs(layers, GPUS, axes, table, (0, 2, 4), [], [NO_STATE] * 2, 0.0)
+    piped = pipeline_costs(layers, [NOTHING] * 4, GPUS, axes, table, (0, 2, 4), [], [NO_STATE] * 2, 0.0, remat="none")
     assert piped.compute == pytest.approx(4 * 2 * 0.03)
     total = piped.compute + piped.waiting + piped.exposed + piped.update
     assert piped.seconds == pytest.approx(total)
     assert piped.exposed == pytest.approx(sending_clocks(table) * (1e-3 + HOP_SECONDS["host"]))
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "gathers_layers", "expected"),
+    [
+        (1, False, 10 + 20 + 7 + 3 + (9 + 4)),  # the gradient is whole, although the exchange scatters it later
+        (2, False, 10 + 20 + 7 + 5 + 3 + (9 + 4)),  # and exists besides the accumulated one
+        (1, True, 10 + 20 + (5 + 6) + 2 * 6 + (9 + 4)),  # the weights of two layers are gathered
+    ],
+)
+def test_the_memory_of_a_replica(accumulation: int, gathers_layers: bool, expected: float) -> None:
+    """Two layers save 2 bytes each, and compute 7 and 4 bytes again; their outputs have 2 bytes."""
+    layers = [LayerProfile("layer", 0, 0, 2, 2, weight) for weight in (6, 1)]
+    memory = [LayerMemory(7, 1), LayerMemory(4, 2)]
+    state = StateBytes(10, 20, 5)
+    for repeats in (1, 2):
+        nbytes = replica_bytes(layers, memory, state, accumulation, repeats, gathers_layers=gathers_layers)
+        assert nbytes == expected + (repeats - 1) * (9 + 4)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "remat"), [("1f1b", "none"), ("1f1b", "full"), ("gpipe", "none"), ("zb_h1", "none"), ("zb_v", "none")]
+)
+def test_stashes_are_those_of_the_engine(schedule: str, remat: str, space: search.Space) -> None:
+    """The engine allocates what the planner predicts from the layers alone."""
+    settings = {"strategy": "pipeline", "mesh.data": 4, "mesh.stage": 2, "pipeline.num_microbatches": 4}
+    plan = search.plan_of(space, {**settings, "pipeline.schedule": schedule, "pipeline.remat": remat})
+    assert not isinstance(plan, str), plan
+    table, bounds = plan.details.table, plan.details.stages.bounds
+    layers = [one._replace(output_bytes=0) for one in space.layers.profile(16, remat)]
+    memory = [
+        one._replace(computed=0, narrowed=0) for one in space.layers.memory(16, remat, is_split=splits_backward(table))
+    ]
+    stashes = activation_bytes(table, layers, memory, bounds, 0.0, remat)
+    assert stashes == pytest.approx(plan.memory[0]["stashes"], rel=0.1)
+
+
+def test_copies_in_the_dtype_of_the_computation() -> None:
+    """Linear maps of bfloat16 models read narrow copies of their kernels and biases; norms read float32."""
+    config = configs.default_config()
+    settings = ("dtype=bfloat16", "num_layers=1", "hidden_size=32", "num_heads=2", "mlp_size=64")
+    configs.override(config, [f"--config.model.{value}" for value in settings])
+    _, block, _ = narrowed_bytes(small_problem(config, H100))
+    assert block == 2 * (4 * (32 * 32 + 32) + (32 * 64 + 64) + (64 * 32 + 32))
+    config.model.dtype = "float32"
+    assert narrowed_bytes(small_problem(config, H100)) == [0.0] * 3
+
+
+def test_the_update_of_a_pipeline_copies_its_state() -> None:
+    """On GPUs; there, the second copy needs more than the activations of these layers."""
+    table, layers = make_table("1f1b", num_devices=2, num_microbatches=4, num_chunks=1), [layer(0.01)] * 4
+    for machine, expected in ((GPUS, 2 * (3 + 6) + 3), (GPUS._replace(copies_packed_state=False), 3 + 6 + 3)):
+        axes, states = {DATA: 8, STAGE: 2}, [StateBytes(3, 6, 3)] * 2
+        costs = pipeline_costs(layers, [NOTHING] * 4, machine, axes, table, (0, 2, 4), [], states, 0.0, remat="none")
+        assert costs.nbytes == expected
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +222,12 @@ def small_space(cluster: Cluster, usable: float) -> search.Space:
     config = configs.default_config()
     settings = ("model.num_layers=6", "model.hidden_size=768", "model.num_heads=12", "batch_size=256")
     configs.override(config, [f"--config.{value}" for value in settings])
+    problem = small_problem(config, cluster)
+    return search.Space(config, problem, TracedLayers(problem, cluster), GpuMachine(cluster), usable)
+
+
+def small_problem(config: ConfigDict, cluster: Cluster) -> Problem:
+    """Return the problem of classifying 256 texts of 64 tokens."""
     info = DataInfo("text", (64,), 10, tuple("0123456789"), 8000, 0)
     dtypes: dict[str, tuple[Any, tuple[int, ...]]] = {
         "inputs": (np.int32, (256, 64)),
@@ -163,8 +238,7 @@ def small_space(cluster: Cluster, usable: float) -> search.Space:
     }
     batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (dtype, shape) in dtypes.items()}
     adamw = optimizer.make_optimizer(config, optimizer.build_schedule(config, 100))
-    problem = Problem(models.build(config, info, cluster), adamw, 1, batch, 100, tasks.find_task(config))
-    return search.Space(config, problem, TracedLayers(problem, cluster), GpuMachine(cluster), usable)
+    return Problem(models.build(config, info, cluster), adamw, 1, batch, 100, tasks.find_task(config))
 
 
 @pytest.fixture(scope="module")

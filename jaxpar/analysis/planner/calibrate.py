@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxpar.analysis.planner.layers import between
+from jaxpar.analysis.planner.layers import LayerSizes
 from jaxpar.analysis.planner.machine import CpuMachine
 from jaxpar.cluster import Cluster
 from jaxpar.pipeline.executor.layer_times import LayerPrograms
@@ -156,25 +156,33 @@ class MeasuredLayers:
         Args:
           problem: the problem.
           batch: a batch with the longest examples.
-          sizes: the numbers of examples, in ascending order.
+          sizes: the numbers of examples, in ascending order; equal for a batch of one.
           repeats: measurements of each layer.
           started: seconds that a program takes that computes nothing, which are not a layer's.
         """
-        self._problem, self._batch, self._sizes, self._repeats = problem, batch, sizes, repeats
+        self._problem, self._batch, self._numbers, self._repeats = problem, batch, sizes, repeats
         self._started = started
         self._measured: dict[str, list[list[LayerProfile]]] = {}
+        self._sizes = LayerSizes(problem)
+        self.memory = self._sizes.memory
 
-    def profile(self, size: float, remat: str) -> list[LayerProfile]:
+    def profile(self, size: int, remat: str) -> list[LayerProfile]:
         """Return the times and sizes of each layer. See `Layers`."""
         if remat not in self._measured:
             self._measured[remat] = []
-            for number in self._sizes:
+            for number in self._numbers:
                 examples = {name: x[:number] for name, x in self._batch.items()}
                 programs = LayerPrograms(self._problem, examples, remat=remat)
                 measured = programs.measure(examples, repeats=self._repeats)
                 self._measured[remat].append([without(layer, self._started) for layer in measured])
-        share = (size - self._sizes[0]) / (self._sizes[1] - self._sizes[0])
-        return [between(few, many, share) for few, many in zip(*self._measured[remat], strict=True)]
+        share = (size - self._numbers[0]) / max(self._numbers[1] - self._numbers[0], 1)
+        return [
+            layer._replace(
+                forward_s=max(few.forward_s + share * (many.forward_s - few.forward_s), 0.0),
+                backward_s=max(few.backward_s + share * (many.backward_s - few.backward_s), 0.0),
+            )
+            for layer, few, many in zip(self._sizes.profile(size, remat), *self._measured[remat], strict=True)
+        ]
 
 
 def without(layer: LayerProfile, seconds: float) -> LayerProfile:

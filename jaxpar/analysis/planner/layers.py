@@ -1,12 +1,13 @@
 """The times and sizes of the layers of a model, for any number of examples and each kind of rematerialization.
 
 On GPUs, they follow from the operations of the traced layers and the rates of the GPU (jaxpar/analysis/rates.py). On
-this machine, they are measured for two numbers of examples. Both are linear in the number of examples.
+this machine, they are measured for two numbers of examples. Both are linear in the number of examples. The sizes of
+what layers save are those of the layers traced for this number.
 """
 
 from collections.abc import Mapping
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -16,12 +17,34 @@ from jaxpar.cluster import Cluster
 from jaxpar.measure.operations import PASS, Operation, operations
 from jaxpar.pipeline.executor.layer_times import BACKWARD, FORWARD, LayerPrograms
 from jaxpar.pipeline.search.layer_profile import LayerProfile
+from jaxpar.state import nbytes
 from jaxpar.step import Problem
 
 KINDS_OF_REMAT = ("none", "dots", "full")
 SIZES = (4, 8)  # numbers of examples for which layers are traced
 PASS_KERNELS = 5  # kernels into which the passes of a layer are assumed to be fused
-SIZED = ("forward_s", "backward_s", "output_bytes", "stash_bytes")  # what depends on the number of examples
+
+
+class SplitStash(NamedTuple):
+    """Bytes that a layer saves if W is separate from B: from F to B, from F to W, and from B to W."""
+
+    until_backward: float
+    until_weight: float
+    from_backward: float
+
+
+class LayerMemory(NamedTuple):
+    """Bytes that a layer holds besides its state and what its forward pass saves.
+
+    Attributes:
+      computed: bytes that the forward pass saves without rematerialization, which are recomputed with it.
+      narrowed: bytes of copies of the weights in the dtype of the computation.
+      split: what it saves if W is separate from B.
+    """
+
+    computed: float
+    narrowed: float
+    split: SplitStash = SplitStash(0.0, 0.0, 0.0)
 
 
 class Layers(Protocol):
@@ -31,7 +54,7 @@ class Layers(Protocol):
     def remats(self) -> tuple[str, ...]:
         """Kinds of rematerialization for which `profile` is cheap."""
 
-    def profile(self, size: float, remat: str) -> list[LayerProfile]:
+    def profile(self, size: int, remat: str) -> list[LayerProfile]:
         """Return the times and sizes of each layer.
 
         Args:
@@ -39,10 +62,51 @@ class Layers(Protocol):
           remat: none, dots or full.
         """
 
+    def memory(self, size: int, remat: str, *, is_split: bool) -> list[LayerMemory]:
+        """Return what each layer holds in addition. size, remat: as in `profile`; is_split: W is separate from B."""
+
 
 def resized(batch: Mapping[str, Any], size: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes of a batch with `size` examples."""
     return {name: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for name, x in batch.items()}
+
+
+def narrowed_bytes(problem: Problem) -> list[float]:
+    """Return the bytes of the arrays that each layer reads in a narrower dtype than float32, in that dtype."""
+    read = problem.model.read_shapes(problem.batch)
+    narrow = [[x for x in jax.tree.leaves(read[layer.name]) if x.dtype.itemsize < 4] for layer in problem.model.layers]
+    return [float(nbytes(arrays)) for arrays in narrow]
+
+
+class LayerSizes:
+    """Sizes of what layers save and hold for any number of examples, without measuring them.
+
+    The loss of many examples is computed in chunks, so sizes are not linear in the number of examples.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        """Trace nothing yet."""
+        self._problem, self._narrowed = problem, narrowed_bytes(problem)
+        self.profile = cache(self._profile)
+        self._split = cache(self._split_stashes)
+
+    def _profile(self, size: int, remat: str) -> list[LayerProfile]:
+        """Return the sizes of each layer, and no times. See `Layers`."""
+        programs = LayerPrograms(self._problem, resized(self._problem.batch, size), remat=remat)
+        return programs.with_times(dict.fromkeys(programs.numbers, (0.0, 0.0)))
+
+    def _split_stashes(self, size: int, remat: str) -> list[SplitStash]:
+        programs = LayerPrograms(self._problem, resized(self._problem.batch, size), remat=remat, num_phases=3)
+        spans = ((0, 1), (0, 2), (1, 2))  # phases F, B, W
+        return [SplitStash(*(programs.saved_bytes(number, *span) for span in spans)) for number in programs.numbers]
+
+    def memory(self, size: int, remat: str, *, is_split: bool) -> list[LayerMemory]:
+        """Return what each layer holds in addition. See `Layers`."""
+        splits = self._split(size, remat) if is_split else [SplitStash(0.0, 0.0, 0.0)] * len(self._narrowed)
+        return [
+            LayerMemory(layer.stash_bytes, narrowed, split)
+            for layer, narrowed, split in zip(self.profile(size, "none"), self._narrowed, splits, strict=True)
+        ]
 
 
 class TracedLayers:
@@ -55,9 +119,11 @@ class TracedLayers:
         self._problem, self._cluster = problem, cluster
         self._traced = cache(self._trace)
         self.profile = cache(self._profile)
+        self._sizes = LayerSizes(problem)
+        self.memory = self._sizes.memory
 
-    def _trace(self, remat: str) -> tuple[list[list[LayerProfile]], dict[tuple[int, int], "_Kernels"], list[int]]:
-        """Return the sizes of the layers for each of SIZES, and the kernels of each program and phase."""
+    def _trace(self, remat: str) -> tuple[dict[tuple[int, int], "_Kernels"], list[int]]:
+        """Return the kernels of each program and phase, and the number of the program of each layer."""
         traced = [LayerPrograms(self._problem, resized(self._problem.batch, size), remat=remat) for size in SIZES]
         numbers = traced[0].numbers
         kernels = {
@@ -65,23 +131,16 @@ class TracedLayers:
             for number in set(numbers)
             for phase in (FORWARD, BACKWARD)
         }
-        nothing = dict.fromkeys(numbers, (0.0, 0.0))
-        return [programs.with_times(nothing) for programs in traced], kernels, numbers
+        return kernels, numbers
 
-    def _profile(self, size: float, remat: str) -> list[LayerProfile]:
-        of_sizes, kernels, numbers = self._traced(remat)
+    def _profile(self, size: int, remat: str) -> list[LayerProfile]:
+        kernels, numbers = self._traced(remat)
         share = (size - SIZES[0]) / (SIZES[1] - SIZES[0])
         seconds = {key: of_phase.seconds(share, self._cluster) for key, of_phase in kernels.items()}
         return [
-            between(few, many, share)._replace(forward_s=seconds[number, FORWARD], backward_s=seconds[number, BACKWARD])
-            for few, many, number in zip(*of_sizes, numbers, strict=True)
+            layer._replace(forward_s=seconds[number, FORWARD], backward_s=seconds[number, BACKWARD])
+            for layer, number in zip(self._sizes.profile(size, remat), numbers, strict=True)
         ]
-
-
-def between(few: LayerProfile, many: LayerProfile, share: float) -> LayerProfile:
-    """Return the layer with what depends on the number of examples at `share` of the way from `few` to `many`."""
-    values = {name: getattr(few, name) + share * (getattr(many, name) - getattr(few, name)) for name in SIZED}
-    return few._replace(**{name: max(value, 0.0) for name, value in values.items()})
 
 
 def counted(programs: LayerPrograms, number: int, phase: int) -> list[Operation]:
@@ -107,10 +166,10 @@ class _Kernels:
         """Return the time at `share` of the way between the two sizes."""
         total = 0.0
         rows = (few + share * (many - few) for few, many in (self._flops, self._nbytes, self._calls))
-        for (kind, dtype), flops, nbytes, calls in zip(self._kinds, *rows, strict=True):
-            memory = memory_seconds(cluster, float(nbytes))
+        for (kind, dtype), flops, moved, calls in zip(self._kinds, *rows, strict=True):
+            memory = memory_seconds(cluster, float(moved))
             if kind == PASS:
-                total += memory + PASS_KERNELS * LAUNCH_SECONDS * bool(nbytes)
+                total += memory + PASS_KERNELS * LAUNCH_SECONDS * bool(moved)
             else:
                 total += max(product_seconds(cluster, kind, dtype, float(flops)), memory) + calls * LAUNCH_SECONDS
         return total

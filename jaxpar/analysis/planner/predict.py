@@ -6,19 +6,19 @@ scan over the layers returns them all at its end; and parameters of zero3 are ga
 pipeline, all devices step through the clocks of the table together.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxpar.analysis.planner.layers import LayerMemory
 from jaxpar.analysis.planner.machine import Machine
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.pipeline.tables.simulate import Times
-from jaxpar.pipeline.tables.table import StageDevices, Table
-from jaxpar.pipeline.tables.validate import peak_stashed
+from jaxpar.pipeline.tables.table import StageDevices, Table, W
+from jaxpar.pipeline.tables.validate import peak_handed, peak_in_flight, peak_stashed
 from jaxpar.plan import Traffic
 
 COPY = "copy"  # the kind of what the host sends between programs, while no device computes
@@ -64,6 +64,7 @@ class StateBytes(NamedTuple):
 
 def replicas_costs(
     layers: Sequence[LayerProfile],
+    memory: Sequence[LayerMemory],
     machine: Machine,
     axes: Mapping[str, int],
     accumulation: int,
@@ -78,6 +79,7 @@ def replicas_costs(
 
     Args:
       layers: the layers, for the examples of a microbatch of a replica.
+      memory: what they hold in addition.
       machine: the cluster.
       axes: sizes of the mesh axes.
       accumulation: microbatches per step.
@@ -108,14 +110,42 @@ def replicas_costs(
         hidden = sum(layer.backward_s for layer in layers[:1]) if is_scanned else backward
         exposed = max(gather - compute, 0.0) + max(reduce - hidden, reduce / len(layers)) + copied
     update = machine.moved(machine.update_repeats * update_bytes, n)
-    working = max(layer.stash_bytes + layer.output_bytes for layer in layers)
-    return StepCosts(
-        machine.started(n) + compute + exposed + update, compute, 0.0, exposed, update, sum(state) + stash + working
+    seconds = machine.started(n) + compute + exposed + update
+    nbytes = replica_bytes(
+        layers, memory, state, accumulation, machine.activation_repeats, gathers_layers=gathers_layers
     )
+    return StepCosts(seconds, compute, 0.0, exposed, update, nbytes)
+
+
+def replica_bytes(
+    layers: Sequence[LayerProfile],
+    memory: Sequence[LayerMemory],
+    state: StateBytes,
+    accumulation: int,
+    repeats: float,
+    *,
+    gathers_layers: bool,
+) -> float:
+    """Return the bytes of a replica. See `replicas_costs`; repeats: `Machine.activation_repeats`.
+
+    The peak is in the backward pass. There, a layer has what its forward pass computed, again with rematerialization,
+    and as much for gradients. The gradient of a microbatch is whole until the exchange scatters it, except with zero3,
+    which gathers the weights of a layer while it computes the one before it.
+    """
+    weights = [layer.weight_bytes for layer in layers]
+    working = max(of.computed + layer.output_bytes for layer, of in zip(layers, memory, strict=True))
+    held = sum(layer.stash_bytes for layer in layers)
+    if gathers_layers:
+        gradient, copies = state.gradients + max(weights), 2 * max(weights)
+    else:
+        gradient, copies = sum(weights), sum(of.narrowed for of in memory)
+    accumulated = state.gradients if accumulation > 1 else 0.0
+    return state.parameters + state.optimizer + gradient + accumulated + copies + repeats * (held + working)
 
 
 def pipeline_costs(
     layers: Sequence[LayerProfile],
+    memory: Sequence[LayerMemory],
     machine: Machine,
     axes: Mapping[str, int],
     table: Table,
@@ -123,11 +153,14 @@ def pipeline_costs(
     traffic: Sequence[Traffic],
     states: Sequence[StateBytes],
     update_bytes: float,
+    *,
+    remat: str,
 ) -> StepCosts:
     """Return the costs of a pipeline; of a step in the steady state, if it never drains.
 
     Args:
       layers: the layers, for a microbatch of a replica.
+      memory: what they hold in addition.
       machine: the cluster.
       axes: sizes of the mesh axes.
       table: the schedule.
@@ -135,6 +168,7 @@ def pipeline_costs(
       traffic: what a device sends over the data axis in a step.
       states: the state on each device.
       update_bytes: what an update moves on the fullest device.
+      remat: none, dots or full.
     """
     stages = [layers[first:end] for first, end in pairwise(bounds)]
     clocks = clock_seconds(table, stage_times(stages))
@@ -149,7 +183,12 @@ def pipeline_costs(
     update = machine.moved(machine.update_repeats * update_bytes, table.num_devices * replicas)
     clocks_s = float(of_clocks.sum()) + len(clocks) * machine.clock_seconds
     exposed = exchange + transfers
-    nbytes = max(map(sum, states)) + activation_bytes(table, stages, sent)
+    fullest = max(states, key=sum)
+    updating = sum(fullest) + (fullest.parameters + fullest.optimizer if machine.copies_packed_state else 0.0)
+    # The gradient of a layer exists before it is added to the accumulated one.
+    computing = sum(fullest) + max(layer.weight_bytes for layer in layers)
+    activations = machine.activation_repeats * activation_bytes(table, layers, memory, bounds, sent, remat)
+    nbytes = max(computing + activations, updating)
     started = machine.started(table.num_devices * replicas)
     return StepCosts(
         started + clocks_s + exposed + update, compute, max(clocks_s - compute, 0.0), exposed, update, nbytes
@@ -182,10 +221,43 @@ def sending_clocks(table: Table) -> int:
     return len(sends)
 
 
-def activation_bytes(table: Table, stages: Sequence[Sequence[LayerProfile]], sent: float) -> float:
-    """Return the bytes of stashes and transfers on a device. sent: bytes of the largest transfer."""
-    of_stage = np.array([sum(layer.stash_bytes for layer in stage) for stage in stages])
-    working = [max(layer.stash_bytes + layer.output_bytes for layer in stage) for stage in stages]
-    slots = math.ceil(float(np.max(peak_stashed(table))))  # all devices run one program
-    largest = float(of_stage.max())
-    return slots * largest + 4 * sent + max(working)
+def activation_bytes(
+    table: Table,
+    layers: Sequence[LayerProfile],
+    memory: Sequence[LayerMemory],
+    bounds: Sequence[int],
+    sent: float,
+    remat: str,
+) -> float:
+    """Return the bytes of stashes, transfers and the backward pass of a stage, on a device; all run one program.
+
+    An action reads what a stage has saved of one microbatch into arrays of its own, or computes it again. With remat
+    full, a stage saves only its input, that of its first layer. A device has two inboxes and two outputs.
+
+    Args:
+      table: the schedule.
+      layers: as in `pipeline_costs`.
+      memory: as in `pipeline_costs`.
+      bounds: as in `pipeline_costs`.
+      sent: bytes of the largest transfer.
+      remat: none, dots or full.
+    """
+    ranges = list(pairwise(bounds))
+    computed = max(sum(of.computed + of.narrowed for of in memory[first:end]) for first, end in ranges)
+    working = computed + max(layer.output_bytes for layer in layers)
+
+    def largest(nbytes: Sequence[float]) -> float:
+        return max(nbytes[first] if remat == "full" else sum(nbytes[first:end]) for first, end in ranges)
+
+    if splits_backward(table):
+        peaks = peak_in_flight(table), peak_stashed(table), peak_handed(table)
+        by_span = zip(*(of.split for of in memory), strict=True)
+        stashes = sum(float(peak.max()) * largest(of_span) for peak, of_span in zip(peaks, by_span, strict=True))
+    else:
+        stashes = float(peak_stashed(table).max()) * largest([layer.stash_bytes for layer in layers])
+    return stashes + 4 * sent + working
+
+
+def splits_backward(table: Table) -> bool:
+    """Return whether W is separate from B."""
+    return bool((table.actions["kind"] == W).any())

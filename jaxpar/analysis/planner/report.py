@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxpar.analysis.planner.search import DEFAULTS_OF_CHOICES, Candidate, Settings
+from jaxpar.analysis.planner.search import DEFAULTS_OF_CHOICES, Candidate, Settings, Space
 from jaxpar.errors import format_bytes
+from jaxpar.measure.flops import forward_flops
 
 OVERHEADS = {
     "waiting": "waiting for other stages",
@@ -29,6 +30,16 @@ class StepWork(NamedTuple):
     flops: float
     peak_flops: float | None
     usable_bytes: float
+
+
+def work_of(space: Space) -> StepWork:
+    """Return the work of a step of the problem."""
+    problem, cluster = space.problem, space.machine.cluster
+    inputs = problem.batch["inputs"]
+    flops = 3.0 * forward_flops(problem.model.apply, problem.model.shapes, dict(problem.batch))
+    peak = cluster.peak_flops.get(space.config.model.dtype)
+    tokens = inputs.size if inputs.dtype.kind == "i" else 0
+    return StepWork(len(inputs), tokens, flops, peak and peak * cluster.num_devices, space.usable_bytes)
 
 
 def best_of_each(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -5,8 +5,9 @@ are compared, with config.batch_size examples in a step.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
@@ -14,7 +15,13 @@ from ml_collections import ConfigDict
 from jaxpar import strategies
 from jaxpar.analysis.planner.layers import Layers
 from jaxpar.analysis.planner.machine import Machine
-from jaxpar.analysis.planner.predict import StateBytes, StepCosts, pipeline_costs, replicas_costs
+from jaxpar.analysis.planner.predict import (
+    StateBytes,
+    StepCosts,
+    pipeline_costs,
+    replicas_costs,
+    splits_backward,
+)
 from jaxpar.analysis.planner.updates import exchange_bytes, update_bytes
 from jaxpar.exchange.presets import EXCHANGES, exchange_differs
 from jaxpar.exchange.reduce import ring_traffic
@@ -77,6 +84,7 @@ class Space(NamedTuple):
       layers: the costs of its layers.
       machine: the cluster.
       usable_bytes: the memory of a device that a run can use.
+      kept: settings of the config that every candidate must have.
     """
 
     config: ConfigDict
@@ -84,16 +92,26 @@ class Space(NamedTuple):
     layers: Layers
     machine: Machine
     usable_bytes: float
+    kept: Settings = MappingProxyType({})
 
     @property
     def num_devices(self) -> int:
         """The number of devices of the cluster."""
         return self.machine.cluster.num_devices
 
+    def choices(self, key: str, values: Iterable[Any]) -> list[Any]:
+        """Return the values of a key to compare: only that of the config if it is kept."""
+        return [self.kept[key]] if key in self.kept else list(values)
+
+    def keeps(self, settings: Settings) -> bool:
+        """Return whether a candidate has the settings that are kept."""
+        has = {**DEFAULTS_OF_CHOICES, **settings}
+        return all(has[key] == value for key, value in self.kept.items())
+
 
 def candidates(space: Space) -> list[Candidate]:
     """Return all candidates, the fastest that fit first, then the others by the memory that they need."""
-    found = [*_of_replicas(space), *_of_pipelines(space)]
+    found = [one for one in (*_of_replicas(space), *_of_pipelines(space)) if space.keeps(one.settings)]
     return sorted(found, key=lambda one: (0, one.costs.seconds) if one.fits else (1, one.costs.nbytes))
 
 
@@ -142,11 +160,12 @@ def _of_replicas(space: Space) -> Iterator[Candidate]:
         if isinstance(plan, str):
             continue
         update = update_of(space, plan)
-        for remat in space.layers.remats:
-            for scan in ("auto", False) if space.machine.overlaps and not _gathers_layers(plan) else ("auto",):
-                steps = [steps for steps in powers(batch // n) if batch % (n * steps) == 0]
+        scans = ("auto", False) if space.machine.overlaps and not _gathers_layers(plan) else ("auto",)
+        for remat in space.choices("model.remat", space.layers.remats):
+            for scan in space.choices("model.scan_layers", scans):
+                numbers = space.choices("optimizer.accumulation_steps", powers(batch // n))
                 best: Candidate | None = None
-                for number in steps:
+                for number in (number for number in numbers if batch % (n * number) == 0):
                     more = {"model.remat": remat, "model.scan_layers": scan, "optimizer.accumulation_steps": number}
                     best = replicas_candidate(space, name, {**settings, **more}, plan, update)
                     if best.fits:
@@ -204,8 +223,10 @@ def replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[A
     memory = plan.memory[0]
     params, optimizer = memory["parameters"], sum(memory.values()) - memory["parameters"]
     gradients = params if gathers_layers or not shards else params / plan.num_replicas
+    size = space.config.batch_size // (plan.num_replicas * accumulation)
     costs = replicas_costs(
-        space.layers.profile(space.config.batch_size // (plan.num_replicas * accumulation), remat),
+        space.layers.profile(size, remat),
+        space.layers.memory(size, remat, is_split=False),
         space.machine,
         plan.axes,
         accumulation,
@@ -228,13 +249,13 @@ def _of_pipelines(space: Space) -> Iterator[Candidate]:
         replicas = n // stages
         if batch % replicas:
             continue
-        for number in powers(batch // replicas):
+        for number in space.choices("pipeline.num_microbatches", powers(batch // replicas)):
             if batch % (replicas * number) or number < stages // 2 or stages * number > LARGEST_TABLE:
                 continue
             for schedule in SCHEDULES:
                 table = _table(schedule, stages, number)
                 if table is not None and table.num_stages <= num_layers:
-                    for remat in space.layers.remats:
+                    for remat in space.choices("pipeline.remat", space.layers.remats):
                         yield pipeline_candidate(space, schedule, table, remat, replicas, ratios)
 
 
@@ -251,7 +272,11 @@ def pipeline_candidate(
     space: Space, schedule: str, table: Table, remat: str, replicas: int, ratios: StateRatios
 ) -> Candidate:
     """Return a pipeline."""
-    layers = space.layers.profile(space.config.batch_size // (replicas * table.num_microbatches), remat)
+    size = space.config.batch_size // (replicas * table.num_microbatches)
+    layers, memory = (
+        space.layers.profile(size, remat),
+        space.layers.memory(size, remat, is_split=splits_backward(table)),
+    )
     bounds = balanced_bounds(layers, table.num_stages)
     axes = {DATA: replicas, STAGE: table.num_devices}
     weights = [0.0] * table.num_devices
@@ -263,7 +288,7 @@ def pipeline_candidate(
     vectors = len(layers)  # of gradients; the engine packs the arrays of a device
     traffic = [ring_traffic("all-reduce", 2, DATA, replicas, largest, "float32", num_vectors=vectors)]
     update = ratios.update * largest
-    costs = pipeline_costs(layers, space.machine, axes, table, bounds, traffic, states, update)
+    costs = pipeline_costs(layers, memory, space.machine, axes, table, bounds, traffic, states, update, remat=remat)
     cuts = ",".join(layers[bound].name for bound in bounds[1:-1])
     settings = {
         "strategy": "pipeline",
@@ -308,13 +333,18 @@ def candidate_of_plan(space: Space, config: ConfigDict, plan: Plan[Any]) -> Cand
         details, layers = plan.details, space.layers
         table, bounds = details.table, details.stages.bounds
         size = config.batch_size // plan.decision.batch_divisor
-        layers_s = layers.profile(size, details.remat)
+        profile, memory = (
+            layers.profile(size, details.remat),
+            layers.memory(size, details.remat, is_split=splits_backward(table)),
+        )
         states = []
         for parts in plan.memory:
             params, optimizer = parts["parameters"], parts.get("optimizer", 0)
             states.append(StateBytes(params, optimizer, params))
         update = state_ratios(space.problem).update * max(parts["parameters"] for parts in plan.memory)
-        costs = pipeline_costs(layers_s, space.machine, plan.axes, table, bounds, plan.traffic, states, update)
+        costs = pipeline_costs(
+            profile, memory, space.machine, plan.axes, table, bounds, plan.traffic, states, update, remat=details.remat
+        )
         return Candidate(plan.summary, {}, costs, costs.nbytes <= space.usable_bytes)
     if plan.strategy not in ("single", "data_parallel"):
         return f"config.strategy is {plan.strategy!r}, whose time depends on delays of workers"

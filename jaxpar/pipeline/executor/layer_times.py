@@ -30,14 +30,21 @@ class LayerPrograms:
       numbers: number of the program of each layer.
     """
 
-    def __init__(self, problem: Problem, microbatch: Mapping[str, Any], *, remat: str):
-        """Trace the programs. microbatch: its arrays or their shapes; remat: none, full or dots."""
+    def __init__(self, problem: Problem, microbatch: Mapping[str, Any], *, remat: str, num_phases: int = 2):
+        """Trace the programs.
+
+        Args:
+          problem: the problem.
+          microbatch: its arrays or their shapes.
+          remat: none, full or dots.
+          num_phases: 2: F and BW; 3: F, B and W, which can be sized but not measured.
+        """
         self._model, num_layers = problem.model, len(problem.model.layers)
         inputs = problem.model.inputs(abstract(microbatch))
         self._can_cut = [all(map(_has_gradient, jax.tree.leaves(x))) for x in inputs[1:]] + [True]  # after each layer
         stages = Stages(problem.model, range(num_layers + 1), loop_stages(num_layers, 1), inputs, problem.task)
         key = jax.eval_shape(lambda: jax.random.key(0))
-        self.programs = StagePrograms(stages, abstract(dict(microbatch)), key, num_phases=2, remat=remat)
+        self.programs = StagePrograms(stages, abstract(dict(microbatch)), key, num_phases=num_phases, remat=remat)
         self.numbers = self.programs.numbers[:, 0].tolist()
 
     def measure(self, microbatch: Mapping[str, np.ndarray], *, repeats: int) -> list[LayerProfile]:
@@ -102,7 +109,11 @@ class LayerPrograms:
         return stages.part(held, device, 0)
 
     def _stash_bytes(self, number: int) -> int:
-        return nbytes(self.programs.programs[number].cut.saved.get((FORWARD, BACKWARD), []))
+        return self.saved_bytes(number, FORWARD, BACKWARD)
+
+    def saved_bytes(self, number: int, made: int, read: int) -> int:
+        """Return the bytes that phase `made` of a program saves until phase `read`."""
+        return nbytes(self.programs.programs[number].cut.saved.get((made, read), []))
 
     def with_times(self, times: Mapping[int, tuple[float, float]]) -> list[LayerProfile]:
         """Return the profile with the seconds of the forward and backward pass of each program."""

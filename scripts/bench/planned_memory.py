@@ -1,0 +1,142 @@
+"""Compares the memory that the planner predicts for a device with what the compiled step needs there.
+
+    scripts/python scripts/bench/planned_memory.py [--target=h100:8] [--only=TEXT]
+
+Compiles the step of each config for 8 devices: GPUs of --target, which need not exist, or virtual CPU devices. Prints
+the predicted bytes, those of XLA's buffer assignment (arguments + temporary arrays + results that reuse no argument, as
+scripts/audit.py), the ratio, the median error and the share within 10%. Nothing is computed. --target needs the extra
+`targets`.
+"""
+
+import statistics
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxpar import cluster as clusters
+from jaxpar import config as configs
+from jaxpar import mesh, models, optimizer, strategies, tasks
+from jaxpar.analysis import audit
+from jaxpar.analysis.planner import search
+from jaxpar.analysis.planner.layers import TracedLayers
+from jaxpar.analysis.planner.machine import CpuMachine, GpuMachine, Machine
+from jaxpar.cluster import Cluster
+from jaxpar.command_line import Parser
+from jaxpar.data import DataInfo
+from jaxpar.errors import exit_code, format_bytes
+from jaxpar.step import Problem
+from jaxpar.target import find_target
+
+DEVICES, CLASSES, STEPS = 8, 10, 100
+PIPELINE = ("strategy=pipeline", "mesh.stage=2", "mesh.data=4", "pipeline.num_microbatches=4")
+CONFIGS: dict[str, tuple[str, ...]] = {
+    "ddp": (),
+    "ddp, remat full": ("model.remat=full",),
+    "ddp, 2 microbatches": ("optimizer.accumulation_steps=2",),
+    "zero1": ("exchange=zero1",),
+    "zero2": ("exchange=zero2",),
+    "zero3": ("exchange=zero3",),
+    "gpipe 2 x 4": (*PIPELINE, "pipeline.schedule=gpipe"),
+    "1f1b 2 x 4": (*PIPELINE, "pipeline.schedule=1f1b"),
+    "1f1b 2 x 4, remat full": (*PIPELINE, "pipeline.schedule=1f1b", "pipeline.remat=full"),
+    "zb_h1 2 x 4": (*PIPELINE, "pipeline.schedule=zb_h1"),
+}
+GPT = ("task=causal_lm", "model.name=gpt", "model.size=gpt2")
+
+
+class Case(NamedTuple):
+    """A model: the texts of a batch, tokens of each, words, and settings."""
+
+    size: int
+    length: int
+    words: int
+    settings: tuple[str, ...]
+
+
+CPU_CASES = {
+    "bert tiny": Case(512, 64, 8192, ("model.size=tiny",)),
+    "gpt2, 2 layers": Case(16, 256, 50257, (*GPT, "model.num_layers=2")),
+}
+GPU_CASES = {
+    "bert base, 3 layers": Case(
+        256, 128, 30522, ("model.size=base", "model.num_layers=3", "model.dtype=bfloat16", "model.attention=xla")
+    ),
+    "gpt2, 3 layers": Case(
+        64, 512, 50304, (*GPT, "model.num_layers=3", "model.dtype=bfloat16", "model.dropout=0.0", "model.attention=xla")
+    ),
+}
+
+
+def main() -> None:
+    """Print the table."""
+    parser = Parser(__doc__)
+    parser.add_argument("--target", help="compile for these GPUs, such as h100:8")
+    parser.add_argument("--only", default="", help="compile the configs whose model or name contains this text")
+    arguments = parser.parse()
+    if arguments.target:
+        target = find_target(arguments.target)
+        cluster, devices, cases = target.cluster, target.devices, GPU_CASES
+        machine: Machine = GpuMachine(cluster)
+    else:
+        config: Any = configs.default_config()
+        config.mesh.virtual_cpu_devices, config.strategy = DEVICES, "pipeline"
+        mesh.prepare_jax(config, configs.config_folder().parent / ".cache")
+        cluster, devices, cases = clusters.find_cluster(), clusters.devices(), CPU_CASES
+        none = {kind: {1: (0.0, 0.0)} for kind in ("all-reduce", "reduce-scatter", "all-gather", "collective-permute")}
+        machine = CpuMachine(cluster, {1: 1.0}, {1: 0.0}, none, 0.0, {1: 0.0})  # only the memory is compared
+    errors = []
+    for model, case in cases.items():
+        for name, settings in CONFIGS.items():
+            if arguments.only not in f"{model}: {name}":
+                continue
+            config = configured(case, settings)
+            problem = make_problem(config, case, cluster)
+            plan: Any = strategies.plan(config, problem, cluster)
+            rates = cluster if arguments.target else clusters.named_cluster("h100", DEVICES)  # times do not matter
+            whole = make_problem(configured(case, ()), case, cluster)  # without rematerialization
+            space = search.Space(config, whole, TracedLayers(whole, rates), machine, usable_bytes=0)
+            found = search.candidate_of_plan(space, config, plan)
+            assert not isinstance(found, str), found
+            predicted = found.costs.nbytes
+            needed = audit.needed_bytes(strategies.build(plan, problem, devices).compile())
+            total = sum(needed.values())
+            errors.append(abs(predicted / total - 1))
+            parts = ", ".join(f"{part} {format_bytes(nbytes)}" for part, nbytes in needed.items())
+            print(
+                f"{model:20} {name:24} {format_bytes(predicted):>8} / {format_bytes(total):>8} = "
+                f"{predicted / total:.3f}  ({parts})",
+                flush=True,
+            )
+    within = sum(error <= 0.1 for error in errors)
+    print(f"median error {statistics.median(errors):.1%}; {within} of {len(errors)} within 10%")
+
+
+def configured(case: Case, settings: tuple[str, ...]) -> Any:
+    """Return the config of a row."""
+    config = configs.default_config()
+    lengths = (f"data.max_length={case.length}", f"model.max_length={case.length}", f"batch_size={case.size}")
+    configs.override(config, [f"--config.{value}" for value in (*lengths, *case.settings, *settings)])
+    return config
+
+
+def make_problem(config: Any, case: Case, cluster: Cluster) -> Problem:
+    """Return the problem of a config on texts that fill all positions."""
+    is_lm = config.task == "causal_lm"
+    names = () if is_lm else tuple(map(str, range(CLASSES)))
+    info = DataInfo("text", (case.length,), len(names), names, case.words, 0)
+    text, of_text = (case.size, case.length), (case.size,)
+    shapes: dict[str, tuple[Any, tuple[int, ...]]] = {"inputs": (np.int32, text), "index": (np.int32, of_text)}
+    if is_lm:
+        shapes |= {"labels": (np.int32, text), "weights": (np.float32, text)}
+    else:
+        shapes |= {"mask": (np.bool_, text), "labels": (np.int32, of_text), "weights": (np.float32, of_text)}
+    batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (dtype, shape) in shapes.items()}
+    made = optimizer.make_optimizer(config, optimizer.build_schedule(config, STEPS))
+    model, task = models.build(config, info, cluster), tasks.find_task(config)
+    return Problem(model, made, config.optimizer.accumulation_steps, batch, STEPS, task)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
