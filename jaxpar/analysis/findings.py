@@ -33,6 +33,7 @@ EXPECTED: Mapping[str, Mapping[Kind, str]] = {
     },
     "zero3": {"exposed": AT_BOTH_ENDS},
     "hsdp": {"exposed": AT_BOTH_ENDS},
+    "bagua_decentralized": {"synchronization": "a step chooses the replica to average weights with"},
     "bagua_model_average": {"synchronization": "weights are averaged once in several steps"},
     "bagua_qadam": {"synchronization": AFTER_WARMUP},
     "onebit_adam": {"synchronization": AFTER_WARMUP},
