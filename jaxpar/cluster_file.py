@@ -44,10 +44,13 @@ def parse_devices(text: str, key: str) -> tuple[GpuKind, int, int]:
     Raises:
       UserError: it names none; the message begins with `key`.
     """
-    parts = re.fullmatch(r"(?P<name>.+?)(:((?P<hosts>\d+)x)?(?P<number>\d+))?", text)
-    name, hosts, number = (
-        (parts["name"], int(parts["hosts"] or 1), int(parts["number"] or 1)) if parts else (text, 1, 1)
-    )
+    name, colon, devices = text.partition(":")
+    parts = re.fullmatch(r"((?P<hosts>\d+)x)?(?P<number>\d+)", devices if colon else "1", re.ASCII)
+    if parts is None:
+        raise UserError(
+            f"{key} is {text!r}; it must end with the number of GPUs, as in h100:8 or h100:16x8 (hosts x GPUs)"
+        )
+    hosts, number = int(parts["hosts"] or 1), int(parts["number"])
     if not 0 < hosts * number <= MOST_DEVICES:
         raise UserError(f"{key} is {text!r}; it must have between 1 and {MOST_DEVICES:,} devices, as in h100:16x8")
     return find_gpu(name, key), hosts, number

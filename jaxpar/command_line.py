@@ -174,6 +174,6 @@ def names(choices: Iterable[str]) -> Callable[[str], list[str]]:
                 hint = nearest(value, choices)
                 one_or_more = f"one or more of {', '.join(choices)}"
                 raise argparse.ArgumentTypeError(f"{text!r}; it must be {one_or_more}{hint and '.' + hint}")
-        return values
+        return list(dict.fromkeys(values))
 
     return parse

@@ -43,6 +43,7 @@ from jaxpar import data, mesh, strategies
 from jaxpar.analysis import audit, findings
 from jaxpar.analysis.buffers import buffers_at_peak
 from jaxpar.analysis.planner.auto import resolve_strategy
+from jaxpar.analysis.rates import require_rates
 from jaxpar.analysis.schedule import ProgramSchedule, schedule_of
 from jaxpar.analysis.step_time import NOTHING, StepTime, can_predict, predict, short_source
 from jaxpar.cluster import Cluster
@@ -77,9 +78,11 @@ def main() -> int:
     configs.override(config, overrides)
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     for flag in ("program", "time"):
-        if getattr(arguments, flag) and not arguments.target:
+        if getattr(arguments, flag) and arguments.target is None:
             raise UserError(f"--{flag} is set; it must be set with --target, because it describes a program for GPUs")
-    target = find_target(arguments.target) if arguments.target else None
+    target = None if arguments.target is None else find_target(arguments.target)
+    if arguments.time and target:
+        require_rates(target.cluster)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         audited = run(config, Path(folder), target, with_program=arguments.program, with_time=arguments.time)
     print(json.dumps(audited, indent=1) if arguments.json else format_audit(audited))

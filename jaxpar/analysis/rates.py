@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from jaxpar.cluster import Cluster
+from jaxpar.cluster import PEAK_DTYPES, Cluster
 from jaxpar.errors import UserError
 
 EFFICIENCY = {
@@ -40,10 +40,7 @@ def product_seconds(cluster: Cluster, kind: str, dtype: str, flops: float) -> fl
     wide = "bfloat16" if dtype in HALF_WIDTH else "float32"
     peak = cluster.peak_flops.get(wide)
     if peak is None:
-        raise UserError(
-            f"the GPU is {cluster.device_kind!r}, whose peak FLOP/s in {wide} are unknown; it must be one of "
-            "jaxpar/measure/flops.py to predict times"
-        )
+        raise unknown_peak(cluster)
     generation = cluster.compute_capability.partition(".")[0]
     return flops / ((EFFICIENCY | EFFICIENCY_OF.get(generation, {}))[kind] * peak)
 
@@ -73,9 +70,7 @@ def collective_seconds(
     if size == 1:
         return 0.0
     if not cluster.send_rates:
-        raise UserError(
-            f"the GPU is {cluster.device_kind!r}, whose file has no links; it must have them to predict times"
-        )
+        raise unknown_links(cluster)
     per_host = cluster.num_devices // cluster.num_processes
     hops = math.ceil(math.log2(size)) if hops is None else hops
     rate, hop = cluster.send_rates["host"], hop_seconds(cluster, "host")
@@ -89,3 +84,24 @@ def collective_seconds(
 def hop_seconds(cluster: Cluster, link: str) -> float:
     """Return the time of one hop on a link, `host` or `network`."""
     return cluster.latencies.get(link, HOP_SECONDS[link])
+
+
+def require_rates(cluster: Cluster) -> None:
+    """Raise a UserError if times cannot be predicted, because rates of the GPUs are unknown."""
+    if any(dtype not in cluster.peak_flops for dtype in PEAK_DTYPES):
+        raise unknown_peak(cluster)
+    if not cluster.send_rates:
+        raise unknown_links(cluster)
+
+
+def unknown_peak(cluster: Cluster) -> UserError:
+    """Return the error for a GPU of unknown peak FLOP/s."""
+    return UserError(
+        f"the GPU is {cluster.device_kind!r}, whose peak FLOP/s are unknown; it must be in a cluster file with a table "
+        f"peak_flops ({' and '.join(PEAK_DTYPES)}) to predict times"
+    )
+
+
+def unknown_links(cluster: Cluster) -> UserError:
+    """Return the error for a GPU of unknown links."""
+    return UserError(f"the GPU is {cluster.device_kind!r}, whose file has no links; it must have them to predict times")

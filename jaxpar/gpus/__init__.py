@@ -8,7 +8,7 @@ send to others of its host and over the network.
 import functools
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,13 @@ DIFFERENT = (
     *("shared_memory_per_core", "threads_per_core_limit", "core_count", "fpus_per_core", "memory_bandwidth"),
     *("l2_cache_size", "clock_rate_ghz", "device_memory_size", "shared_memory_per_block_optin"),
 )
+KEYS = ("device_kind", "memory_bytes", "compute_capability", "xla", "links", "source")
 LINKS = ("host", "network")  # to the other GPUs of the host, and to those of other hosts
 CUDA, CUDNN = (12, 9), (9, 10)  # versions for which XLA compiles
+CAPABILITIES = (  # those that this CUDA compiles for
+    *("5.0", "5.2", "5.3", "6.0", "6.1", "6.2", "7.0", "7.2", "7.5", "8.0", "8.6", "8.7", "8.9", "9.0"),
+    *("10.0", "10.1", "10.3", "12.0", "12.1"),
+)
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,8 @@ def find_gpu(name: str, key: str = "device kind") -> GpuKind:
         return kinds[name.lower()]
     if name.endswith(".toml"):
         return read_gpu(Path(name), key)
-    hint = nearest(name.lower(), kinds)
+    begins = [kind for kind in kinds if kind.startswith(name.lower() + "-")]  # a100: one of several sizes
+    hint = f" Did you mean {' or '.join(map(repr, begins))}?" if begins else nearest(name.lower(), kinds)
     raise UserError(
         f"{key} is {name!r}; it must be one of {', '.join(kinds)}, or the path of a TOML file{hint and '.' + hint}"
     )
@@ -102,11 +108,26 @@ def read_gpu(path: Path, key: str = "device kind") -> GpuKind:
         raise UserError(f"{key} is {str(path)!r}, {path_error(error)}; it must be the path of a TOML file") from None
     except ValueError as error:
         raise UserError(f"{key} is {str(path)!r}, which is not TOML ({error}); it must be a TOML file") from None
-    numbers: Any = content.get("xla")
+    if "gpu" in content:
+        raise UserError(
+            f"{key} is {str(path)!r}, which describes a cluster; it must be the file of a kind of GPU, or a cluster "
+            "file without a number of GPUs behind it"
+        )
+    links, numbers = content.get("links", {}), content.get("xla")
+    tables: list[tuple[str, Any, Sequence[str]]] = [
+        ("", content, KEYS),
+        ("xla.", numbers, DIFFERENT),
+        ("links.", links, LINKS),
+    ]
+    for prefix, table, keys in tables:
+        for name in table if isinstance(table, dict) else ():
+            if name not in keys:
+                raise UserError(
+                    f"{path}: {prefix}{name} is not a key; it must be one of {', '.join(keys)}.{nearest(name, keys)}"
+                )
     if not isinstance(numbers, dict):
         raise UserError(f"{path} has no table xla; it must have one with {', '.join(DIFFERENT)}")
     values = {f"xla.{name}": numbers.get(name) for name in DIFFERENT} | {"memory_bytes": content.get("memory_bytes")}
-    links = content.get("links", {})
     if not isinstance(links, dict):
         raise UserError(f"{path}: links is {links!r}; it must be a table with {' and '.join(LINKS)}")
     if links:
@@ -114,11 +135,10 @@ def read_gpu(path: Path, key: str = "device kind") -> GpuKind:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**63:
             raise UserError(f"{path}: {name} is {value!r}; it must be a number greater than 0")
-    rules = {"device_kind": r'[^"\\\n]+', "compute_capability": r"\d+\.\d"}
-    for name, rule in rules.items():
-        if not re.fullmatch(rule, str(content.get(name, ""))):
-            what = "a name" if name == "device_kind" else "a version such as 9.0"
-            raise UserError(f"{path}: {name} is {content.get(name)!r}; it must be {what}")
+    kind, capability = content.get("device_kind"), str(content.get("compute_capability"))
+    if not isinstance(kind, str) or not re.fullmatch(r'[^"\\\x00-\x1f]+', kind):
+        raise UserError(f"{path}: device_kind is {kind!r}; it must be a name")
+    if capability not in CAPABILITIES:
+        raise UserError(f"{path}: compute_capability is {capability!r}; it must be one of {', '.join(CAPABILITIES)}")
     known = COMMON | {name: numbers[name] for name in DIFFERENT}
-    capability = str(content["compute_capability"])
-    return GpuKind(content["device_kind"], content["memory_bytes"], capability, known, links)
+    return GpuKind(kind, content["memory_bytes"], capability, known, links)

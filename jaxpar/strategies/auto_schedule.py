@@ -16,6 +16,7 @@ from itertools import pairwise
 from ml_collections import ConfigDict
 
 from jaxpar.cluster import Cluster
+from jaxpar.errors import UserError
 from jaxpar.measure.flops import forward_flops
 from jaxpar.pipeline.executor.engine import PipelineEngine
 from jaxpar.pipeline.executor.lowering import TableShape, lower_table
@@ -29,6 +30,7 @@ from jaxpar.pipeline.tables.simulate import Times, lockstep
 from jaxpar.pipeline.tables.table import BW, Table
 from jaxpar.pipeline.tables.validate import peak_stashed
 from jaxpar.state import nbytes
+from jaxpar.strategies.schedules import AUTO_SCHEDULE
 
 WIDTH = 4  # of the beam; a search for 8 unequal stages and 64 microbatches takes about 1.5 s
 LARGEST_SEARCH = 1024  # stages x microbatches, about 4 s; above, only named schedules are compared
@@ -57,9 +59,8 @@ def choose_schedule(
     p, m = start.num_devices, start.num_microbatches
     sharing = devices_that_share(cluster)
 
-    def costs(table: Table) -> tuple[Times, int]:
-        """Return the times of the stages, and how many microbatches fit, with the programs of this table."""
-        engine = engine_of(lower_table(table).shape)
+    def costs(engine: PipelineEngine) -> tuple[Times, int]:
+        """Return the times of the stages, and how many microbatches fit, with the programs of an engine."""
         limit = min(m, 2 * p - 1, _microbatches_that_fit(config, cluster, engine, state_bytes))
         times = (
             profiled_times(engine.programs, profile)
@@ -68,11 +69,17 @@ def choose_schedule(
         )
         return times, limit
 
-    times, limit = costs(start)
+    fused = engine_of(lower_table(start).shape)
+    times, limit = costs(fused)
+    if limit < 1 and config.pipeline.memory_limit:
+        raise _refuse_limit(config, fused, state_bytes)
     best = _cheapest_fused(start, times, limit, sharing)
     if start.replicas or sharing >= p:
         return best
-    split_times, limit = costs(make_table(SPLIT, num_devices=p, num_microbatches=m, num_chunks=1))
+    split = lower_table(make_table(SPLIT, num_devices=p, num_microbatches=m, num_chunks=1))
+    split_times, limit = costs(engine_of(split.shape))
+    if limit < 1:
+        return best
     width = WIDTH if p * m <= LARGEST_SEARCH else 0
     found = search_lockstep(split_times, 0, limit, p, m, width=width)
     if (found.table.actions["kind"] == BW).any():  # then it is no cheaper than the best one with fused programs
@@ -154,16 +161,32 @@ def profiled_times(programs: StagePrograms, profile: Sequence[LayerProfile]) -> 
 
 
 def _microbatches_that_fit(config: ConfigDict, cluster: Cluster, engine: PipelineEngine, state_bytes: int) -> int:
-    """Return for how many microbatches a device has memory between F and W, at least 1.
+    """Return for how many microbatches a device has memory between F and W; below 1 if not even the state fits.
 
     The memory is config.pipeline.memory_limit, or that of a device of the cluster. If neither is known, it is the
-    number of devices, as for 1f1b. A microbatch counts as if all its stashes and transfers existed at the same time.
+    number of devices, as for 1f1b.
     """
     memory = config.pipeline.memory_limit or cluster.memory_bytes
     if memory is None:
         return len(engine.programs.stages.placement)
     if not config.pipeline.memory_limit:  # the CPU devices of a machine share its memory
         memory /= devices_that_share(cluster)
+    transfers, of_microbatch = _bytes_of_microbatches(engine)
+    return int((memory - state_bytes - transfers) // max(of_microbatch, 1))
+
+
+def _bytes_of_microbatches(engine: PipelineEngine) -> tuple[int, int]:
+    """Return the bytes that a device needs once, and for each microbatch.
+
+    A microbatch counts as if all its stashes and transfers existed at the same time.
+    """
     transfers = 2 * engine.transfers.nbytes
-    of_microbatch = sum(stash.nbytes for stash in engine.stashes.values()) + transfers
-    return max(1, int((memory - state_bytes - transfers) // max(of_microbatch, 1)))
+    return transfers, sum(stash.nbytes for stash in engine.stashes.values()) + transfers
+
+
+def _refuse_limit(config: ConfigDict, engine: PipelineEngine, state_bytes: int) -> UserError:
+    least = state_bytes + sum(_bytes_of_microbatches(engine))
+    return UserError(
+        f"config.pipeline.memory_limit is {config.pipeline.memory_limit:g}; it must be at least {least:,} with "
+        f"config.pipeline.schedule={AUTO_SCHEDULE!r}, for the state and one microbatch of a device"
+    )

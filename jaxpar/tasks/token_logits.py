@@ -46,10 +46,14 @@ class TokenLogits(NamedTuple):
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks of positions in which the loss is computed."""
+        """Number of chunks of positions in which the loss is computed.
+
+        It divides the positions, unless that takes more than twice as many chunks; then the last one is padded.
+        """
         positions, size = self.x.shape[1], 4 * self.x.shape[0] * self.x.shape[1] * len(self.tokens)
-        divisors = [n for n in range(1, min(positions, MOST_CHUNKS) + 1) if positions % n == 0]
-        return next((n for n in divisors if size <= n * CHUNK_BYTES), divisors[-1])
+        most = min(positions, MOST_CHUNKS)
+        least = min(-(-size // CHUNK_BYTES), most)
+        return next((n for n in range(least, min(2 * least, most) + 1) if positions % n == 0), least)
 
 
 def whole(outputs: Any) -> jax.Array:
@@ -72,7 +76,7 @@ def chunked_sums(num_chunks: int, logits: TokenLogits, labels_BT: jax.Array, wei
     respect to the logits. The factors of its gradient are in their own dtype, and its sums in float32.
 
     Args:
-      num_chunks: number of chunks of positions, a divisor of T.
+      num_chunks: number of chunks of positions, at most T.
       logits: the logits.
       labels_BT: integers.
       weights_BT: float32.
@@ -109,7 +113,7 @@ def _sums_and_gradient(
     chunks = _chunks(num_chunks, (logits.x, labels_BT, weights_BT))
     (sums, gradient), dx = jax.lax.scan(add, (ZEROS, zeros), chunks)
     B, T, D = logits.x.shape
-    dx_BTD = jnp.moveaxis(dx.reshape(num_chunks, B, -1, D), 0, 1).reshape(B, T, D)
+    dx_BTD = jnp.moveaxis(dx.reshape(num_chunks, B, -1, D), 0, 1).reshape(B, -1, D)[:, :T]
     return sums, gradient._replace(x=dx_BTD)
 
 
@@ -123,5 +127,10 @@ chunked_sums.defvjp(_sums_and_gradient, _gradient)
 
 
 def _chunks(num_chunks: int, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Split the positions of arrays [B, T, ..]: [num_chunks, B, t, ..]."""
-    return tuple(jnp.moveaxis(x.reshape(x.shape[0], num_chunks, -1, *x.shape[2:]), 1, 0) for x in arrays)
+    """Split the positions of arrays [B, T, ..], padded with zeros: [num_chunks, B, t, ..]."""
+
+    def split(x: jax.Array) -> jax.Array:
+        padded = jnp.pad(x, [(0, -x.shape[1] % num_chunks if dim == 1 else 0) for dim in range(x.ndim)])
+        return jnp.moveaxis(padded.reshape(len(x), num_chunks, -1, *x.shape[2:]), 1, 0)
+
+    return tuple(map(split, arrays))

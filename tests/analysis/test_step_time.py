@@ -126,7 +126,7 @@ def test_a_clock_lasts_as_long_as_its_slowest_device() -> None:
     ("changes", "message"),
     [
         ({"send_rates": {}}, "the GPU is 'A GPU', whose file has no links; it must have them to predict times"),
-        ({"peak_flops": {}}, "the GPU is 'A GPU', whose peak FLOP/s in float32 are unknown; it must be one of"),
+        ({"peak_flops": {}}, "the GPU is 'A GPU', whose peak FLOP/s are unknown; it must be in a cluster file"),
     ],
 )
 def test_unknown_rates(changes: dict[str, Any], message: str) -> None:

@@ -1,6 +1,7 @@
 """config.pipeline.schedule=auto chooses the schedule that is cheapest in lockstep by the times of the stages."""
 
 import functools
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from jaxpar import cluster, strategies
 from jaxpar.cluster import Cluster
 from jaxpar.config import default_config
+from jaxpar.errors import UserError
 from jaxpar.pipeline.executor.programs import StagePrograms
 from jaxpar.pipeline.search.layer_profile import LayerProfile, write_profile
 from jaxpar.pipeline.search.lockstep_search import search_lockstep
@@ -161,7 +163,11 @@ def test_memory() -> None:
         peaks.append(peak(plan))
     assert peaks == sorted(peaks)
     assert peaks[0] < peaks[-1]
-    assert peak(plan_with(1)) == 1
+    with pytest.raises(UserError, match=r"config\.pipeline\.memory_limit is 1; it must be at least ") as raised:
+        plan_with(1)
+    least = re.search(r"at least ([\d,]+) with", str(raised.value))
+    assert least
+    assert peak(plan_with(float(least[1].replace(",", "")))) == 1
 
 
 def peak(plan: Plan[Any]) -> int:

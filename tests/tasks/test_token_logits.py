@@ -41,11 +41,11 @@ def by_hand(logits: TokenLogits, batch: Any) -> tuple[float, float, list[np.ndar
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("num_chunks", [1, 3, 12])
+@pytest.mark.parametrize("num_chunks", [1, 3, 5, 12])
 def test_sums_and_gradient(num_chunks: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_logits, "CHUNK_BYTES", 4 * B * T * V // num_chunks)
     logits, batch = make_logits(bias=bias)
-    assert logits.num_chunks == num_chunks
+    assert logits.num_chunks == {5: 6}.get(num_chunks, num_chunks)
     loss, correct, expected = by_hand(logits, batch)
     sums = jax.jit(cross_entropy.sums)(logits, batch)
     np.testing.assert_allclose(sums.loss, loss, rtol=1e-6)
@@ -89,9 +89,24 @@ def test_the_forward_pass_computes_no_gradient(monkeypatch: pytest.MonkeyPatch) 
     assert forward_flops(cross_entropy.sums, logits, batch) == whole == 2 * B * T * D * V
 
 
-@pytest.mark.parametrize(("positions", "num_chunks"), [(1024, 32), (1000, 25), (509, 1), (8, 8), (1, 1)], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_padded_chunks(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """11 positions are computed as 3 chunks of 4."""
+    logits, batch = make_logits(bias=bias)
+    logits, batch = logits._replace(x=logits.x[:, :11]), {name: x[:, :11] for name, x in batch.items()}
+    monkeypatch.setattr(token_logits, "CHUNK_BYTES", 4 * B * 11 * V // 3 + 1)
+    assert logits.num_chunks == 3
+    loss, correct, expected = by_hand(logits, batch)
+    sums = cross_entropy.sums(logits, batch)
+    np.testing.assert_allclose((sums.loss, sums.terms["correct"]), (loss, correct), rtol=1e-6)
+    gradient = jax.grad(lambda logits: cross_entropy.sums(logits, batch).loss / 7)(logits)
+    for got, want in zip(jax.tree.leaves(gradient), expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("positions", "num_chunks"), [(1024, 32), (1000, 25), (509, 13), (8, 8), (1, 1)], ids=str)
 def test_number_of_chunks(positions: int, num_chunks: int) -> None:
-    """At most 32, and a divisor of the number of positions."""
+    """At most 32, each of at most CHUNK_BYTES, and if possible a divisor of the number of positions."""
     shapes = [(32, positions, 768), (50304, 768)]
     x, tokens = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
     size = 4 * 32 * positions * 50304
