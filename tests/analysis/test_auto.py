@@ -65,6 +65,7 @@ def test_the_fastest_that_fits_is_chosen(folder: Path, tmp_path: Path, capsys: p
 
 KEPT: dict[str, tuple[str, ...]] = {
     "stages": ("mesh.stage=2",),
+    "replicas": ("mesh.data=2",),
     "replicas, stages and microbatches": ("mesh.data=2", "mesh.stage=2", "pipeline.num_microbatches=3"),
     "a schedule": ("pipeline.schedule=zb_h1", "pipeline.remat=full"),
     "an exchange": ("exchange=zero3",),
@@ -86,7 +87,9 @@ def test_settings_of_the_user_are_kept(name: str, folder: Path, tmp_path: Path) 
         assert flat[key] == own[key], key
     assert flat["mesh.data"] * flat["mesh.stage"] == 4
     assert strategies.accepts(resolved, absent(4).cluster)
-    assert resolved.strategy == ("pipeline" if "stage" in name or "schedule" in name else "data_parallel")
+    assert resolved.strategy == (
+        "pipeline" if "replicas" in name or "stage" in name or "schedule" in name else "data_parallel"
+    )
 
 
 def test_the_script_compares_the_same_candidates(
@@ -102,17 +105,21 @@ def test_the_script_compares_the_same_candidates(
 
 REFUSED: dict[str, tuple[list[str], float, str]] = {
     "too few of the devices": (
-        ["mesh.data=2"],
+        ["mesh.data=1", "mesh.stage=2"],
         80e9,
-        "config.mesh.data is 2 and config.mesh.stage is 1; their product",
+        "config.mesh.data is 1 and config.mesh.stage is 2; their product must be 4, the number of devices, with",
     ),
+    "replicas that do not divide": (["mesh.data=3"], 80e9, "config.mesh.data is 3; it must divide 4, the number"),
+    "an exchange that differs": (["exchange=onebit_adam"], 80e9, "config.exchange is 'onebit_adam'; it must be one of"),
+    "no exchange": (["exchange=foo"], 80e9, "config.exchange is 'foo'; it must be one of ddp, "),
+    "no remat": (["model.remat=foo"], 80e9, "config.model.remat is 'foo'; it must be one of full, none, dots with"),
     "too many devices": (["mesh.stage=8"], 80e9, "config.mesh.stage is 8; it must be at most 4, the number of gpu"),
     "no stages": (["mesh.stage=0"], 80e9, "config.mesh.stage is 0; it must be at least 1"),
     "settings of different strategies": (
         ["mesh.stage=2", "exchange=zero3"],
         80e9,
-        "config.strategy is 'auto', which has no choice for 4 devices with config.batch_size=24, config.mesh.stage=2, "
-        "config.exchange='zero3'; it must be one of single, data_parallel",
+        "config.batch_size is 24, with which nothing is possible on 4 devices with config.mesh.stage=2 and "
+        "config.exchange='zero3'; it must be a multiple of replicas x microbatches",
     ),
     "what the plan refuses": (
         ["mesh.data=2", "mesh.stage=2", "eval.batch_size=3"],

@@ -15,7 +15,7 @@ import jaxpar
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import models, optimizer, strategies, tasks
-from jaxpar.analysis.planner import report, search, updates
+from jaxpar.analysis.planner import calibrate, report, search, updates
 from jaxpar.analysis.planner.layers import LayerMemory, TracedLayers, narrowed_bytes
 from jaxpar.analysis.planner.machine import CpuMachine, GpuMachine
 from jaxpar.analysis.planner.predict import (
@@ -379,7 +379,50 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert listed[0]["seconds"] == min(one["seconds"] for one in listed if one["fits"])
 
 
+def test_compiled_candidates_are_corrected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A candidate that does not fit according to the compiler is not written, and comes after those that fit."""
+
+    def verified(found: list[search.Candidate], number: int, space: search.Space, target: Any) -> list[Any]:
+        assert (number, target) == (1, "target")
+        large = found[0]._replace(costs=found[0].costs._replace(nbytes=2 * space.usable_bytes), fits=False)
+        return [script.Verified(found[0], large, 0.5)]
+
+    monkeypatch.setattr(script, "verified", verified)
+    monkeypatch.setattr(script, "find_target", lambda *_: "target")
+    monkeypatch.setattr(script, "cluster_of", lambda *_: H100)
+    out, config = tmp_path / "best.py", ("--config=configs/quickstart.py", "--config.data.source=synthetic")
+    assert run_script(monkeypatch, script, *config, "--cluster=h100:4x8", "--verify=1", f"--out={out}", "--json") == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert listed[0]["fits"]
+    assert [one["bytes"] for one in listed if not one["fits"]] == [2 * 60e9]
+    assert configs.keys(configs.load_config(str(out)))["exchange"] == listed[0]["settings"].get("exchange", "ddp")
+
+
+def test_the_path_of_a_config_is_absolute(
+    found: list[search.Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A config file that loads one of the user works in every folder."""
+    (tmp_path / "mine.py").write_text((configs.config_folder() / "quickstart.py").read_text())
+    monkeypatch.chdir(tmp_path)
+    Path("best.py").write_text(report.config_file("mine.py", [], found[0], "h100:8"))
+    monkeypatch.chdir("/")
+    assert configs.load_config(str(tmp_path / "best.py")).num_epochs == 2.0
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_collectives_that_are_measured_can_be_divided(n: int) -> None:
+    shapes = [shape for name, (_, shape) in calibrate._programs(n).items() if " " in name]
+    assert len(shapes) == 8
+    assert all(size % n == 0 for (size,) in shapes)
+
+
 MISTAKES = {
+    "--cluster=h100:7": "config.batch_size is 256, with which nothing is possible on 7 devices; it must be",
+    "--config.strategy=foo": "config.strategy is 'foo'; it must be one of single, data_parallel",
+    "--out=configs/quickstart.py": "--out is 'configs/quickstart.py'; it must be another file than that of --config",
+    "--out=configs.py/x.py": "--out is 'configs.py/x.py'; it must be the path of a .py file in a folder that exists",
     "--cluster=h10:8": "--cluster is 'h10'; it must be one of",
     "--cluster=h100:0": "--cluster is 'h100:0'; it must have between 1 and",
     "--cluster=no.toml": "--cluster is 'no.toml', which does not exist",

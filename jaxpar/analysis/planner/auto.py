@@ -20,8 +20,11 @@ from jaxpar.analysis.planner.search import DEFAULTS_OF_CHOICES, Candidate, Setti
 from jaxpar.analysis.planner.spaces import cpu_space, gpu_space, load_problem
 from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError, accepted, check_choice, format_bytes, format_count
+from jaxpar.exchange.presets import EXCHANGES, exchange_differs
 from jaxpar.gpus import gpu_kinds
 from jaxpar.launch import processes
+from jaxpar.pipeline.executor.programs import REMATS
+from jaxpar.pipeline.tables.schedule import SCHEDULES
 from jaxpar.run import build
 from jaxpar.strategies import STRATEGIES
 from jaxpar.target import Target
@@ -48,11 +51,7 @@ def resolve_strategy(config: ConfigDict, workdir: Path, target: Target | None = 
         return config
     cluster = target.cluster if target else clusters.find_cluster()
     accepted(mesh.refuse_sizes(config, cluster))
-    if math.prod(mesh.sizes(config, cluster).values()) != cluster.num_devices:
-        raise UserError(
-            f"config.mesh.data is {config.mesh.data} and config.mesh.stage is {config.mesh.stage}; their product must "
-            f"be {cluster.num_devices}, the number of devices, with config.strategy={AUTO_STRATEGY!r}"
-        )
+    check_kept(kept_settings(config), cluster.num_devices)
     planned_for = f"{cluster.num_devices} x {cluster.device_kind}, {format_count(cluster.num_processes, 'process')}"
     settings = settings_before(config, workdir, planned_for)
     if settings is None:
@@ -71,6 +70,24 @@ def kept_settings(config: ConfigDict) -> Settings:
     """Return the keys among those of a candidate that a config sets to another value than the default."""
     own, default = configs.keys(config), configs.keys(configs.default_config())
     return {key: own[key] for key in ("mesh.data", *DEFAULTS_OF_CHOICES) if own[key] != default[key]}
+
+
+def check_kept(kept: Settings, num_devices: int) -> None:
+    """Raise a UserError if no candidate can have one of the values that are kept, whatever the model costs."""
+    with_auto = f"with config.strategy={AUTO_STRATEGY!r}"
+    sizes = {key: kept[key] for key in ("mesh.data", "mesh.stage") if key in kept}
+    if num_devices % math.prod(sizes.values()) or (len(sizes) == 2 and math.prod(sizes.values()) != num_devices):
+        given = " and ".join(f"config.{key} is {size}" for key, size in sizes.items())
+        what = "their product must be" if len(sizes) == 2 else "it must divide"
+        raise UserError(f"{given}; {what} {num_devices}, the number of devices, {with_auto}")
+    equal = [name for name in EXCHANGES if not exchange_differs(name, {}, num_devices)]
+    choices = {"exchange": equal, "pipeline.schedule": SCHEDULES, "model.remat": REMATS, "pipeline.remat": REMATS}
+    for key, names in choices.items():
+        if key in kept and kept[key] not in names:
+            raise UserError(
+                f"config.{key} is {kept[key]!r}; it must be one of {', '.join(names)} {with_auto}, which compares what "
+                "trains like one device"
+            )
 
 
 def settings_before(config: ConfigDict, workdir: Path, planned_for: str) -> Settings | None:
@@ -135,12 +152,7 @@ def choose(space: Space, cluster: Cluster) -> Candidate:
     """Return the fastest candidate that fits and has a plan for the cluster. Raises UserError if there is none."""
     found = search.candidates(space)
     if not found:
-        values = {"batch_size": space.config.batch_size, **space.kept}
-        kept = ", ".join(f"config.{key}={value!r}" for key, value in values.items())
-        raise UserError(
-            f"config.strategy is {AUTO_STRATEGY!r}, which has no choice for {space.num_devices} devices with {kept}; "
-            f"it must be one of {', '.join(STRATEGIES)} with these values"
-        )
+        raise no_candidate(space)
     reasons = []
     for one in found:
         if one.fits:
@@ -156,6 +168,16 @@ def choose(space: Space, cluster: Cluster) -> Candidate:
         f"config.strategy is {AUTO_STRATEGY!r}, with which nothing fits: {name} needs "
         f"{format_bytes(least.costs.nbytes)} of a device, {format_bytes(missing)} more than there is; it must fit in "
         f"{format_bytes(space.usable_bytes)}; try more devices, a lower config.batch_size or a smaller config.model"
+    )
+
+
+def no_candidate(space: Space) -> UserError:
+    """Return the error for a space without candidates."""
+    kept = " and ".join(f"config.{key}={value!r}" for key, value in space.kept.items())
+    return UserError(
+        f"config.batch_size is {space.config.batch_size}, with which nothing is possible on "
+        f"{format_count(space.num_devices, 'device')}{kept and f' with {kept}'}; it must be a multiple of replicas x "
+        "microbatches, and other settings must allow each other"
     )
 
 

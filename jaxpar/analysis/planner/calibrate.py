@@ -87,7 +87,8 @@ def _programs(n: int) -> dict[str, tuple[Callable[[jax.Array], jax.Array], tuple
     if n > 1:
         for kind, step in steps.items():
             for length in (SHORT, LONG):
-                programs[f"{kind} {length}"] = (partial(_repeated, step), (length,))
+                divisible = -(-length // n) * n
+                programs[f"{kind} {length}"] = (partial(_repeated, step), (divisible,))
     return programs
 
 

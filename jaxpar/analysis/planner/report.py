@@ -1,9 +1,11 @@
 """Describes candidates: as table rows, in sentences, and as a config file."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpar.analysis.planner.search import DEFAULTS_OF_CHOICES, Candidate, Settings, Space
+from jaxpar.config import config_folder
 from jaxpar.errors import format_bytes
 from jaxpar.measure.flops import forward_flops
 
@@ -107,16 +109,26 @@ def explain(candidate: Candidate, best: Candidate, workload: StepWork) -> str:
     return f"{candidate.name} takes {slower:.1%} longer: {what[worst]} takes {here} instead of {there}; {needs}."
 
 
+def explain_own(own: Candidate, best: Candidate, workload: StepWork) -> str:
+    """Return the sentence of `explain` for the user's own choice, with its options."""
+    named = own._replace(name=own.name + details(own.settings))
+    same = own.name == best.name and details(own.settings) == details(best.settings)
+    return explain(named, named if same else best, workload)
+
+
 def config_file(name: str, overrides: Sequence[str], candidate: Candidate, cluster: str) -> str:
     """Return the text of a config file that runs a candidate.
 
     Args:
-      name: the config that was planned, as PATH[:PRESET].
+      name: the config that was planned, as PATH[:PRESET]. The path of the user's own file becomes absolute.
       overrides: the overrides of the command line.
       candidate: the candidate.
       cluster: the name of the cluster that it is for.
     """
     settings = {**DEFAULTS_OF_CHOICES, **candidate.settings}
+    path, colon, preset = name.partition(":")
+    if Path(path).is_file() and Path(path).resolve().parent != config_folder().resolve():
+        name = f"{Path(path).resolve()}{colon}{preset}"
     lines = "\n".join(f"        {key!r}: {value!r}," for key, value in settings.items())
     overriding = f"    configs.override(config, {list(overrides)!r})\n" if overrides else ""
     return (

@@ -111,7 +111,11 @@ class Space(NamedTuple):
 
 def candidates(space: Space) -> list[Candidate]:
     """Return all candidates, the fastest that fit first, then the others by the memory that they need."""
-    found = [one for one in (*_of_replicas(space), *_of_pipelines(space)) if space.keeps(one.settings)]
+    return ranked(one for one in (*_of_replicas(space), *_of_pipelines(space)) if space.keeps(one.settings))
+
+
+def ranked(found: Iterable[Candidate]) -> list[Candidate]:
+    """Return candidates, the fastest that fit first, then the others by the memory that they need."""
     return sorted(found, key=lambda one: (0, one.costs.seconds) if one.fits else (1, one.costs.nbytes))
 
 
@@ -345,7 +349,10 @@ def candidate_of_plan(space: Space, config: ConfigDict, plan: Plan[Any]) -> Cand
         costs = pipeline_costs(
             profile, memory, space.machine, plan.axes, table, bounds, plan.traffic, states, update, remat=details.remat
         )
-        return Candidate(plan.summary, {}, costs, costs.nbytes <= space.usable_bytes)
+        replicas = f" x {plan.num_replicas} replicas" if plan.num_replicas > 1 else ""
+        name = f"{config.pipeline.schedule}, {table.num_devices} stages{replicas}"
+        shown = {"pipeline.num_microbatches": table.num_microbatches, "pipeline.remat": details.remat}
+        return Candidate(name, shown, costs, costs.nbytes <= space.usable_bytes)
     if plan.strategy not in ("single", "data_parallel"):
         return f"config.strategy is {plan.strategy!r}, whose time depends on delays of workers"
     settings = {
@@ -353,4 +360,5 @@ def candidate_of_plan(space: Space, config: ConfigDict, plan: Plan[Any]) -> Cand
         "model.remat": config.model.remat,
         "model.scan_layers": config.model.scan_layers,
     }
-    return replicas_candidate(space, plan.summary, settings, plan, update_of(space, plan))
+    name = config.exchange if plan.strategy == "data_parallel" else plan.strategy
+    return replicas_candidate(space, name, settings, plan, update_of(space, plan))
