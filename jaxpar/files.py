@@ -168,11 +168,16 @@ def write_text(path: Path, text: str) -> None:
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # left over from a crash
-    with naming(path), temporary.open("x") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    with naming(path):
+        try:
+            with temporary.open("x") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 @contextlib.contextmanager

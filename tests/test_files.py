@@ -67,6 +67,13 @@ def test_the_error_of_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: py
     assert caught.value.filename == str(tmp_path / "file")
 
 
+def test_a_write_that_fails_leaves_no_temporary_file(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        files.write_text(tmp_path / "folder", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
 def test_a_link_in_place_of_the_temporary_file_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("precious")
     (tmp_path / "file.tmp").symlink_to(tmp_path / "other")
