@@ -102,16 +102,17 @@ def main() -> int:
     wanted = [name for name in NAMES if name in {REFERENCE, *arguments.strategies}]
     settings = {name: [*overrides, *strategy_settings(name, num_devices)] for name in wanted}
     all_configs = {name: configured(arguments.config, of_strategy) for name, of_strategy in settings.items()}
-    for name, config in all_configs.items():
-        check_settings(config, arguments.workdir / name)
-    loaded = load(all_configs[REFERENCE], cluster)
-    planned = {
-        name: Planned(settings[name], config, strategies.possible(config, loaded.problem, cluster))
-        for name, config in all_configs.items()
-    }
-    predicted = predict_all(arguments.config, wanted, overrides, elsewhere) if elsewhere else {}
-    outcomes = train_all(planned, arguments.config, arguments.workdir, loaded)
-    lines = write(outcomes, planned, arguments, loaded, describe_machine(cluster, num_devices), predicted)
+    with files.locked(arguments.workdir):
+        for name, config in all_configs.items():
+            check_settings(config, arguments.workdir / name)
+        loaded = load(all_configs[REFERENCE], cluster)
+        planned = {
+            name: Planned(settings[name], config, strategies.possible(config, loaded.problem, cluster))
+            for name, config in all_configs.items()
+        }
+        predicted = predict_all(arguments.config, wanted, overrides, elsewhere) if elsewhere else {}
+        outcomes = train_all(planned, arguments.config, arguments.workdir, loaded)
+        lines = write(outcomes, planned, arguments, loaded, describe_machine(cluster, num_devices), predicted)
     print("\n".join(["", *lines, "", f"page      {arguments.workdir}/compare.html"]))
     return FAILED if any(row.failed for row in outcomes.values()) else 0
 
@@ -175,12 +176,21 @@ def load(config: ConfigDict, cluster: Cluster) -> build.Loaded:
 
 def train_all(planned: Mapping[str, Planned], config: str, workdir: Path, loaded: build.Loaded) -> dict[str, Outcome]:
     """Train all strategies, one after another, and return the outcomes. Raises KeyboardInterrupt after a signal."""
+    commands = {
+        name: prepare_run(config, workdir / name, one.overrides)
+        for name, one in planned.items()
+        if not isinstance(one.plan, str)
+    }
     outcomes: dict[str, Outcome] = {}
     signals: list[int] = []
     with forwarded(signals):
         for number, (name, one) in enumerate(planned.items(), start=1):
             print(f"row {number} of {len(planned)}  {name}: ", end="", flush=True)
-            outcomes[name] = train(one, config, workdir / name, signals, loaded)
+            outcomes[name] = (
+                Outcome(failed=one.plan)
+                if isinstance(one.plan, str)
+                else train(commands[name], one.config, one.plan, workdir / name, signals, loaded)
+            )
             if signals:
                 command = " ".join(["scripts/python", *map(shlex.quote, sys.argv)])
                 print(f"stopped\nresume    {command}", flush=True)
@@ -196,16 +206,15 @@ def train_all(planned: Mapping[str, Planned], config: str, workdir: Path, loaded
     return check_examples(outcomes, workdir)
 
 
-def train(one: Planned, config: str, workdir: Path, signals: list[int], loaded: build.Loaded) -> Outcome:
-    """Return the outcome of a strategy, and train it if it is not finished."""
-    if isinstance(one.plan, str):
-        return Outcome(failed=one.plan)
-    command = prepare_run(config, workdir, one.overrides)
+def train(
+    command: list[str], config: ConfigDict, plan: Plan[Any], workdir: Path, signals: list[int], loaded: build.Loaded
+) -> Outcome:
+    """Return the outcome of a strategy, and train it with the command if it is not finished."""
     if not is_finished(workdir):
         code = run_logged(command, workdir / LOG, signals)
         if not is_finished(workdir):
             return Outcome(failed=failure(code, (workdir / LOG).read_text(errors="replace")))
-    return read_outcome(one.config, one.plan, workdir, loaded)
+    return read_outcome(config, plan, workdir, loaded)
 
 
 def failure(code: int, output: str) -> str:

@@ -426,6 +426,27 @@ def test_mistakes(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("name", ["", "/new", "/ddp"])
+def test_a_workdir_that_cannot_be_written(
+    name: str,
+    tmp_path: Path,
+    started: Mapping[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The workdir is a file or is inside one, or the directory of a row is a file."""
+    file = tmp_path / "runs" / "ddp" if name == "/ddp" else tmp_path / "runs"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("kept")
+    flag = f"--workdir={tmp_path}/runs{'' if name == '/ddp' else name}"
+    out, message = script_error(monkeypatch, capsys, compare, *flags(tmp_path, "--strategies=ddp", flag))
+    assert message.startswith(f"--workdir is '{tmp_path}/runs{name}', which is ")
+    assert message.endswith("; it must be a writable directory\n")
+    assert not out
+    assert not started["order"]
+    assert file.read_text() == "kept"
+
+
 def test_one_device_is_not_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

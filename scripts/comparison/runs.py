@@ -57,11 +57,17 @@ def finish_run(config: str, workdir: Path, overrides: list[str]) -> bool:
 
 
 def prepare_run(name: str, workdir: Path, overrides: list[str]) -> list[str]:
-    """Record the settings of a run in its workdir, and return its command. Raises UserError if they have changed."""
+    """Record the settings of a run in its workdir, and return its command. Raises UserError if they have changed.
+
+    UserError is also raised if the workdir cannot be created or written.
+    """
     config = configured(name, overrides)
     check_settings(config, workdir)
-    workdir.mkdir(parents=True, exist_ok=True)
-    files.write_text(workdir / SETTINGS, json.dumps(configs.keys(config), indent=1) + "\n")
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        files.write_text(workdir / SETTINGS, json.dumps(configs.keys(config), indent=1) + "\n")
+    except OSError as error:
+        raise files.unusable(workdir, error) from error
     return [sys.executable, "-m", "jaxpar.main", f"--config={name}", f"--workdir={workdir}", *overrides]
 
 
