@@ -362,6 +362,7 @@ def test_clusters(tmp_path: Path) -> None:
     shipped = sorted((configs.config_folder() / "clusters").glob("*.toml"))
     assert len(shipped) >= 5
     assert all(clusters_of(str(each)).num_devices > 1 for each in shipped)
+    assert clusters_of("configs/clusters/8xv100_nvlink.toml").memory_bytes == 16e9  # not the 32 GB of the other model
 
 
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
