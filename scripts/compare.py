@@ -4,8 +4,9 @@
         [--strategies=ddp,gpipe,..] [--devices=2] [--cluster=h100:8] [--config.KEY=VALUE ...]
 
 Each strategy is a run of the training binary in WORKDIR/STRATEGY, with the same examples in the same order and the same
-seed. Finished runs are kept, and unfinished ones are resumed. `single`, the reference, is always one of them. The
-settings of a strategy override those of the config and the command line.
+seed. Finished runs are kept, and unfinished ones are resumed. `single`, the reference, is always one of them, and so is
+every strategy with a finished run of these settings in WORKDIR. The settings of a strategy override those of the config
+and the command line.
 
 With --cluster, further columns are the times that scripts/plan.py predicts for a cluster that need not exist.
 
@@ -46,7 +47,7 @@ from jaxpar.plan import Plan
 from jaxpar.run import build, metrics
 from scripts.comparison import page, pictures, table
 from scripts.comparison.results import CERTIFICATE, find_score, read_outcome, run_seconds
-from scripts.comparison.runs import check_settings, configured, is_finished, prepare_run, run_logged
+from scripts.comparison.runs import changed_settings, check_settings, configured, is_finished, prepare_run, run_logged
 from scripts.comparison.table import REFERENCE, Outcome, format_seconds
 from scripts.plan import make_space
 
@@ -99,22 +100,38 @@ def main() -> int:
         raise UserError(
             f"config.mesh.virtual_cpu_devices is {virtual}; it must be at least 2, because this machine has one device"
         )
-    wanted = [name for name in NAMES if name in {REFERENCE, *arguments.strategies}]
-    settings = {name: [*overrides, *strategy_settings(name, num_devices)] for name in wanted}
+    settings = {name: [*overrides, *strategy_settings(name, num_devices)] for name in NAMES}
     all_configs = {name: configured(arguments.config, of_strategy) for name, of_strategy in settings.items()}
     with files.locked(arguments.workdir):
-        for name, config in all_configs.items():
-            check_settings(config, arguments.workdir / name)
+        wanted = choose_rows(arguments.strategies, all_configs, arguments.workdir)
         loaded = load(all_configs[REFERENCE], cluster)
         planned = {
             name: Planned(settings[name], config, strategies.possible(config, loaded.problem, cluster))
             for name, config in all_configs.items()
+            if name in wanted
         }
         predicted = predict_all(arguments.config, wanted, overrides, elsewhere) if elsewhere else {}
         outcomes = train_all(planned, arguments.config, arguments.workdir, loaded)
         lines = write(outcomes, planned, arguments, loaded, describe_machine(cluster, num_devices), predicted)
     print("\n".join(["", *lines, "", f"page      {arguments.workdir}/compare.html"]))
     return FAILED if any(row.failed for row in outcomes.values()) else 0
+
+
+def choose_rows(chosen: Sequence[str], all_configs: Mapping[str, ConfigDict], workdir: Path) -> list[str]:
+    """Return the strategies of the table: REFERENCE, the chosen ones, and those with a finished run of the config.
+
+    Raises:
+      UserError: REFERENCE or a chosen strategy has a run with other settings.
+    """
+    required = {REFERENCE, *chosen}
+    for name, config in all_configs.items():
+        if name in required:
+            check_settings(config, workdir / name)
+    return [
+        name
+        for name, config in all_configs.items()
+        if name in required or (is_finished(workdir / name) and not changed_settings(config, workdir / name))
+    ]
 
 
 def find_cluster_apart(config: str, overrides: list[str]) -> Cluster:
@@ -268,7 +285,7 @@ def write(
         f"{loaded.num_steps:,} steps of {config.batch_size} examples, learning rate {config.optimizer.lr:g}, seed "
         f"{config.seed}. Times are measured on {machine}."
     )
-    notes = [*NOTES, *([PREDICTED] if predicted else []), certify_note(planned, arguments)]
+    notes = [*NOTES, *([PREDICTED] if predicted else []), certify_note(outcomes, planned, arguments)]
     lines = [header, "", *table.markdown(columns), *(f"\n{note}" for note in notes)]
     figures = {picture.title: pictures.svg(picture) for picture in drawn}
     title = f"{len(outcomes)} strategies, {loaded.problem.task.name} with {config.model.name}"
@@ -278,15 +295,20 @@ def write(
     return lines
 
 
-def certify_note(planned: Mapping[str, Planned], arguments: argparse.Namespace) -> str:
-    """Return the note on the last column, with the command that certifies the last strategy."""
-    name, one = list(planned.items())[-1]
-    output = f"--output={arguments.workdir / name / CERTIFICATE}"
-    command = ["scripts/python", "scripts/certify.py", f"--config={arguments.config}", *one.overrides, output]
-    return (
+def certify_note(outcomes: Mapping[str, Outcome], planned: Mapping[str, Planned], arguments: argparse.Namespace) -> str:
+    """Return the note on the last column, with the command that certifies the last strategy that is finished."""
+    note = (
         "The last column is what the plan promises, up to rounding. Certificates measure it, and their verdicts are "
-        f"added to the column. For {name}: `{shlex.join(command)}`"
+        "added to the column."
     )
+    finished = [name for name, row in outcomes.items() if not row.failed]
+    if not finished:
+        return note
+    name = finished[-1]
+    output = f"--output={arguments.workdir / name / CERTIFICATE}"
+    overrides = planned[name].overrides
+    command = ["scripts/python", "scripts/certify.py", f"--config={arguments.config}", *overrides, output]
+    return f"{note} For {name}: `{shlex.join(command)}`"
 
 
 def parameters(loaded: build.Loaded) -> int:

@@ -364,9 +364,32 @@ def test_failed_and_finished_runs(
     started["order"].clear()
     assert run_script(monkeypatch, compare, *flags(tmp_path, "--strategies=dp", "--config.seed=1")) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"jaxpar: {tmp_path}/runs/single contains a run with other settings (config.pipeline.num_")
-    assert "config.seed: 0 -> 1" in line
+    assert line.startswith(f"jaxpar: {tmp_path}/runs/single contains a run with other settings (config.seed: 0 -> 1); ")
     assert not started["order"]
+
+
+def test_the_table_keeps_finished_runs_with_the_same_settings(
+    tmp_path: Path, started: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A key that only pipelines read excludes a finished pipeline, and no other strategy."""
+    started["instead"]["ssp"] = lambda *_: 1
+    assert run_script(monkeypatch, compare, *flags(tmp_path, "--strategies=dp,gpipe,ssp")) == 1
+    assert "For gpipe: `scripts/python scripts/certify.py" in capsys.readouterr().out  # ssp failed
+    started["order"].clear()
+
+    def rows(*arguments: str) -> list[str]:
+        assert run_script(monkeypatch, compare, *flags(tmp_path, *arguments)) == 0
+        capsys.readouterr()
+        table = (tmp_path / "runs" / "compare.csv").read_text().splitlines()
+        return [row["strategy"] for row in csv.DictReader(table)]
+
+    assert rows("--strategies=zero3") == ["single", "dp", "zero3", "gpipe"]
+    assert rows("--strategies=dp", "--config.pipeline.num_microbatches=2") == ["single", "dp", "zero3"]
+    assert rows("--strategies=dp") == ["single", "dp", "zero3", "gpipe"]
+    assert started["order"] == ["zero3"]
+    changed = flags(tmp_path, "--strategies=gpipe", "--config.pipeline.num_microbatches=2")
+    _, message = script_error(monkeypatch, capsys, compare, *changed)
+    assert "runs/gpipe contains a run with other settings (config.pipeline.num_microbatches: 0 -> 2); " in message
 
 
 def test_other_examples_are_a_failure(
