@@ -36,7 +36,7 @@ from ml_collections import ConfigDict
 
 from jaxpar import cluster as clusters
 from jaxpar import files, mesh, strategies
-from jaxpar.analysis.planner.search import candidate_of_plan
+from jaxpar.analysis.planner.search import Space, candidate_of_plan
 from jaxpar.checkpoint import ledger
 from jaxpar.cluster import Cluster
 from jaxpar.cluster_file import find_named
@@ -64,8 +64,8 @@ NOTES = (
     "What a device sends and holds follows from the plan, and what is in flight during a step is an estimate.",
 )
 PREDICTED = (
-    "Predicted times are those of scripts/plan.py, for the same batch on all devices of the cluster. Strategies whose "
-    "time depends on delays have none, and neither have those that are impossible there."
+    "Predicted times are those of scripts/plan.py, for the same batch on all devices of the cluster, where pipelines "
+    "have the largest possible number of stages."
 )
 ERROR = re.compile(r"jaxpar: |[\w.]+(Error|Exception)\b")  # start of the line in which a program reports an error
 
@@ -76,6 +76,13 @@ class Planned(NamedTuple):
     overrides: list[str]
     config: ConfigDict
     plan: Plan[Any] | str
+
+
+class Prediction(NamedTuple):
+    """Predicted seconds of a step, or None, and a note: the mesh of a pipeline, or the reason why there is no time."""
+
+    seconds: float | None
+    note: str = ""
 
 
 def main() -> int:
@@ -153,13 +160,18 @@ def describe_machine(cluster: Cluster, num_devices: int) -> str:
     return f"{format_count(os.cpu_count() or 1, 'CPU core')} ({format_count(num_devices, 'virtual device')})"
 
 
-def strategy_settings(name: str, num_devices: int) -> list[str]:
-    """Return the overrides that select a strategy of NAMES on this number of devices."""
+def strategy_settings(name: str, num_devices: int, num_stages: int | None = None) -> list[str]:
+    """Return the overrides that select a strategy of NAMES on this number of devices.
+
+    num_stages: stages of a pipeline, a divisor of the number of devices; None: as many as devices.
+    """
     settings: dict[str, object] = {"exchange": "ddp", "mesh.data": num_devices, "mesh.stage": 1}
     if name in EXCHANGES:
         settings |= {"strategy": "data_parallel", "exchange": name}
     elif name in SCHEDULES:
-        settings |= {"strategy": "pipeline", "pipeline.schedule": name, "mesh.data": 1, "mesh.stage": num_devices}
+        num_stages = num_stages or num_devices
+        settings |= {"strategy": "pipeline", "pipeline.schedule": name}
+        settings |= {"mesh.data": num_devices // num_stages, "mesh.stage": num_stages}
     elif name in POLICIES:
         settings |= {"strategy": "async_data_parallel", "asynchronous.policy": name}
         settings |= {"asynchronous.num_workers": num_devices}
@@ -172,16 +184,38 @@ def strategy_settings(name: str, num_devices: int) -> list[str]:
 
 def predict_all(
     config: str, wanted: Sequence[str], overrides: Sequence[str], cluster: Cluster
-) -> dict[str, float | None]:
-    """Return the predicted time of a step of each strategy on all devices of a cluster; None if it has none."""
+) -> dict[str, Prediction]:
+    """Return the prediction for each strategy on all devices of a cluster."""
     space = make_space(configured(config, overrides), cluster)
-    seconds: dict[str, float | None] = {}
-    for name in wanted:
-        of_strategy = configured(config, [*overrides, *strategy_settings(name, cluster.num_devices)])
-        plan = strategies.possible(of_strategy, space.problem, cluster)
+    return {name: predict(name, config, overrides, space) for name in wanted}
+
+
+def predict(name: str, config: str, overrides: Sequence[str], space: Space) -> Prediction:
+    """Return the prediction for a strategy. A pipeline has as many stages as possible.
+
+    If no number of stages is possible, the reason is that of the smallest one.
+    """
+    reason, is_pipeline = "", name in SCHEDULES
+    for num_stages in stage_numbers(space) if is_pipeline else [1]:
+        settings = strategy_settings(name, space.num_devices, num_stages)
+        of_strategy = configured(config, [*overrides, *settings])
+        plan = strategies.possible(of_strategy, space.problem, space.machine.cluster)
         found = plan if isinstance(plan, str) else candidate_of_plan(space, of_strategy, plan)
-        seconds[name] = None if isinstance(found, str) else found.costs.seconds
-    return seconds
+        if not isinstance(found, str):
+            stages, replicas = format_count(num_stages, "stage"), space.num_devices // num_stages
+            note = f"{stages} x {format_count(replicas, 'replica')}" if is_pipeline else ""
+            return Prediction(found.costs.seconds, note)
+        reason = found
+    return Prediction(None, reason)
+
+
+def stage_numbers(space: Space) -> list[int]:
+    """Return the numbers of stages that divide the devices of a cluster and have a layer each, the largest first.
+
+    If there are none, it is the number of devices, for which the plan then gives the reason.
+    """
+    n, num_layers = space.num_devices, len(space.problem.model.layers)
+    return [number for number in range(min(n, num_layers), 1, -1) if n % number == 0] or [n]
 
 
 def load(config: ConfigDict, cluster: Cluster) -> build.Loaded:
@@ -264,7 +298,7 @@ def write(
     arguments: argparse.Namespace,
     loaded: build.Loaded,
     machine: str,
-    predicted: Mapping[str, float | None],
+    predicted: Mapping[str, Prediction],
 ) -> list[str]:
     """Write the table, the pictures and the page, and return the table in Markdown, with its notes."""
     workdir, config, score = arguments.workdir, planned[REFERENCE].config, find_score(loaded)
@@ -273,7 +307,8 @@ def write(
     )
     if predicted:
         heading = f"predicted for {arguments.cluster}"
-        columns += table.time_columns(predicted, heading, batch_size=config.batch_size)
+        predicted_seconds = {name: one.seconds for name, one in predicted.items()}
+        columns += table.time_columns(predicted_seconds, heading, batch_size=config.batch_size)
     kinds = {name: one.config.strategy for name, one in planned.items()}
     drawn = pictures.pictures(
         outcomes, kinds, batch_size=config.batch_size, machine=machine, metric=loaded.problem.task.curve
@@ -285,7 +320,11 @@ def write(
         f"{loaded.num_steps:,} steps of {config.batch_size} examples, learning rate {config.optimizer.lr:g}, seed "
         f"{config.seed}. Times are measured on {machine}."
     )
-    notes = [*NOTES, *([PREDICTED] if predicted else []), certify_note(outcomes, planned, arguments)]
+    notes = [
+        *NOTES,
+        *([PREDICTED, *prediction_notes(predicted)] if predicted else []),
+        certify_note(outcomes, planned, arguments),
+    ]
     lines = [header, "", *table.markdown(columns), *(f"\n{note}" for note in notes)]
     figures = {picture.title: pictures.svg(picture) for picture in drawn}
     title = f"{len(outcomes)} strategies, {loaded.problem.task.name} with {config.model.name}"
@@ -293,6 +332,17 @@ def write(
     files.write_text(workdir / "compare.csv", table.csv_text(columns))
     files.write_text(workdir / "compare.html", page.html_page(title, columns, figures, [header, *notes]))
     return lines
+
+
+def prediction_notes(predicted: Mapping[str, Prediction]) -> list[str]:
+    """Return the notes on the predictions, each with the strategies that it concerns."""
+    of_note: dict[str, list[str]] = {}
+    for name, one in predicted.items():
+        if one.note:
+            of_note.setdefault(
+                f"{'not predicted: ' if one.seconds is None else 'predicted with '}{one.note}", []
+            ).append(name)
+    return [f"{', '.join(concerned)}: {note}" for note, concerned in of_note.items()]
 
 
 def certify_note(outcomes: Mapping[str, Outcome], planned: Mapping[str, Planned], arguments: argparse.Namespace) -> str:

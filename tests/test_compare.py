@@ -1,6 +1,7 @@
 """Tests of scripts/compare.py: the table and its files from outcomes by hand, and which runs are started."""
 
 import csv
+import html
 import io
 import json
 import math
@@ -19,6 +20,7 @@ import pytest
 
 from jaxpar import cluster, files, strategies
 from jaxpar import config as configs
+from jaxpar.analysis.planner.search import choice_of
 from jaxpar.checkpoint.ledger import Ledger
 from jaxpar.errors import UserError
 from jaxpar.measure import provenance
@@ -29,6 +31,7 @@ from scripts.comparison.page import html_page
 from scripts.comparison.pictures import pictures, svg
 from scripts.comparison.runs import configured, run_logged
 from scripts.comparison.table import Column, Outcome, comparison_columns, csv_text, format_range, markdown, time_columns
+from scripts.plan import make_space
 from tests.checkpoint.test_private import VALUES
 from tests.runs import run_script, script_error, small_arguments
 from tests.selection import slow
@@ -424,6 +427,30 @@ def test_a_signal_stops_the_comparison(
     assert resume.startswith("resume    scripts/python compare.py --config=configs/default.py --workdir=")
     assert resume.endswith("--strategies=dp,ddp")
     assert not (tmp_path / "runs" / "compare.md").exists()
+
+
+@pytest.mark.usefixtures("started")
+def test_predicted_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On 8 devices, pipelines of 3 and 6 layers have 2 and 4 stages, and the times of these meshes."""
+    on = cluster.named_cluster("h100", 8)
+    for num_layers, num_stages in (1, 2), (4, 4):
+        shared = f"--config.model.num_layers={num_layers}", "--config.pipeline.num_microbatches=3"
+        chosen = "--strategies=gpipe,async", "--cluster=h100:8", f"--workdir={tmp_path}/{num_layers}", *shared
+        assert run_script(monkeypatch, compare, *flags(tmp_path, *chosen)) == 0
+        out = capsys.readouterr().out
+        assert f"\ngpipe: predicted with {num_stages} stages x {8 // num_stages} replicas\n" in out
+        reason = "async: not predicted: config.strategy is 'async_data_parallel', whose time depends on delays"
+        assert f"\n{reason}" in out
+        assert f"<p>{html.escape(reason)}" in (tmp_path / str(num_layers) / "compare.html").read_text()
+
+        mesh = f"--config.mesh.stage={num_stages}", f"--config.mesh.data={8 // num_stages}"
+        gpipe = *shared, *mesh, "--config.strategy=pipeline", "--config.pipeline.schedule=gpipe"
+        candidate = choice_of(make_space(configured("configs/default.py", [*overrides(tmp_path), *gpipe]), on))
+        assert not isinstance(candidate, str)
+        rows = csv.DictReader((tmp_path / str(num_layers) / "compare.csv").read_text().splitlines())
+        predicted = {row["strategy"]: row["predicted_step_seconds"] for row in rows}
+        assert float(predicted["gpipe"]) == pytest.approx(candidate.costs.seconds)
+        assert predicted["async"] == ""
 
 
 MISTAKES = {
