@@ -21,7 +21,7 @@ from jaxpar.gpus import GpuKind, find_gpu
 
 MOST_DEVICES = 2**16
 CLUSTER_LINKS = ("host", "network")
-KEYS = ("gpu", "hosts", "gpus_per_host", *CLUSTER_LINKS, "memory_bytes", "peak_flops", "source")
+CLUSTER_KEYS = ("gpu", "hosts", "gpus_per_host", *CLUSTER_LINKS, "memory_bytes", "peak_flops", "source")
 
 
 def find_named(text: str, key: str) -> tuple[GpuKind, Cluster]:
@@ -70,7 +70,7 @@ def read_toml(path: Path, key: str) -> dict[str, Any]:
 
 def describes_cluster(content: dict[str, Any]) -> bool:
     """Return whether a TOML file has keys that only cluster files have, and is not the file of a kind of GPU."""
-    only = set(KEYS) - set(gpus.KEYS)
+    only = set(CLUSTER_KEYS) - set(gpus.KEYS)
     return "gpu" in content or ("xla" not in content and not only.isdisjoint(content))
 
 
@@ -85,10 +85,9 @@ def read_cluster(content: dict[str, Any], path: str) -> tuple[GpuKind, Cluster]:
       UserError: a key is missing, unknown or invalid.
     """
     for name in content:
-        if name not in KEYS:
-            raise UserError(
-                f"{path}: {name} is not a key; it must be one of {', '.join(KEYS)}.{nearest(name.lower(), KEYS)}"
-            )
+        if name not in CLUSTER_KEYS:
+            hint = nearest(name.lower(), CLUSTER_KEYS)
+            raise UserError(f"{path}: {name} is not a key; it must be one of {', '.join(CLUSTER_KEYS)}.{hint}")
     if "gpu" not in content:
         raise UserError(
             f"{path}: gpu is missing; it must be one of {', '.join(gpus.gpu_kinds())}, or the path of a TOML file"
