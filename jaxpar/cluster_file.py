@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jaxpar import gpus
 from jaxpar.cluster import PEAK_DTYPES, Cluster, gpu_cluster
 from jaxpar.config import config_folder
 from jaxpar.errors import UserError, nearest
@@ -20,13 +21,13 @@ from jaxpar.gpus import GpuKind, find_gpu
 
 MOST_DEVICES = 2**16
 CLUSTER_LINKS = ("host", "network")
-KEYS = ("gpu", "hosts", "gpus_per_host", *CLUSTER_LINKS, "memory_bytes", "peak_flops", "source")
+CLUSTER_KEYS = ("gpu", "hosts", "gpus_per_host", *CLUSTER_LINKS, "memory_bytes", "peak_flops", "source")
 
 
 def find_named(text: str, key: str) -> tuple[GpuKind, Cluster]:
     """Return the cluster that a flag names, and its kind of GPU. Raises UserError, which begins with `key`."""
     path = shipped(Path(text))
-    if path.suffix == ".toml" and path.is_file() and "gpu" in (content := read_toml(path, key)):
+    if path.suffix == ".toml" and path.is_file() and describes_cluster(content := read_toml(path, key)):
         return read_cluster(content, text)
     gpu, hosts, number = parse_devices(text, key)
     return gpu, gpu_cluster(gpu, hosts * number, num_processes=hosts)
@@ -67,6 +68,12 @@ def read_toml(path: Path, key: str) -> dict[str, Any]:
         raise UserError(f"{key} is {str(path)!r}, which is not TOML ({error}); it must be a TOML file") from None
 
 
+def describes_cluster(content: dict[str, Any]) -> bool:
+    """Return whether a TOML file has keys that only cluster files have, and is not the file of a kind of GPU."""
+    only = set(CLUSTER_KEYS) - set(gpus.KEYS)
+    return "gpu" in content or ("xla" not in content and not only.isdisjoint(content))
+
+
 def read_cluster(content: dict[str, Any], path: str) -> tuple[GpuKind, Cluster]:
     """Return the cluster of a file, and its kind of GPU.
 
@@ -78,8 +85,13 @@ def read_cluster(content: dict[str, Any], path: str) -> tuple[GpuKind, Cluster]:
       UserError: a key is missing, unknown or invalid.
     """
     for name in content:
-        if name not in KEYS:
-            raise UserError(f"{path}: {name} is not a key; it must be one of {', '.join(KEYS)}.{nearest(name, KEYS)}")
+        if name not in CLUSTER_KEYS:
+            hint = nearest(name.lower(), CLUSTER_KEYS)
+            raise UserError(f"{path}: {name} is not a key; it must be one of {', '.join(CLUSTER_KEYS)}.{hint}")
+    if "gpu" not in content:
+        raise UserError(
+            f"{path}: gpu is missing; it must be one of {', '.join(gpus.gpu_kinds())}, or the path of a TOML file"
+        )
     gpu = find_gpu(str(content["gpu"]), f"{path}: gpu")
     hosts, each = (_number(content, name, path, integer=True) for name in ("hosts", "gpus_per_host"))
     if hosts * each > MOST_DEVICES:
@@ -111,6 +123,7 @@ def _number(content: dict[str, Any], name: str, path: str, *, integer: bool = Fa
     value = content.get(name)
     kinds = int if integer else int | float
     if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value < 2**63:
+        state = repr(value) if name in content else "missing"
         what = "an integer" if integer else "a number"
-        raise UserError(f"{path}: {name} is {value!r}; it must be {what} of at least {least}")
+        raise UserError(f"{path}: {name} is {state}; it must be {what} of at least {least}")
     return value

@@ -180,6 +180,11 @@ def write_text(path: Path, text: str) -> None:
             raise
 
 
+def unusable(workdir: Path, error: OSError) -> UserError:
+    """Return the UserError for a workdir that cannot be created or written."""
+    return UserError(f"--workdir is {str(workdir)!r}, {path_error(error)}; it must be a writable directory")
+
+
 @contextlib.contextmanager
 def locked(workdir: Path) -> Iterator[None]:
     """Create `workdir` and lock it for this process. The lock is released when the process ends for any reason.
@@ -197,9 +202,7 @@ def locked(workdir: Path) -> Iterator[None]:
         workdir.mkdir(parents=True, exist_ok=True)
         file = path.open("a")
     except OSError as error:
-        raise UserError(
-            f"--workdir is {str(workdir)!r}, {path_error(error)}; it must be a writable directory"
-        ) from error
+        raise unusable(workdir, error) from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

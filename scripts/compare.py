@@ -4,8 +4,9 @@
         [--strategies=ddp,gpipe,..] [--devices=2] [--cluster=h100:8] [--config.KEY=VALUE ...]
 
 Each strategy is a run of the training binary in WORKDIR/STRATEGY, with the same examples in the same order and the same
-seed. Finished runs are kept, and unfinished ones are resumed. `single`, the reference, is always one of them. The
-settings of a strategy override those of the config and the command line.
+seed. Finished runs are kept, and unfinished ones are resumed. `single`, the reference, is always one of them, and so is
+every strategy with a finished run of these settings in WORKDIR. The settings of a strategy override those of the config
+and the command line.
 
 With --cluster, further columns are the times that scripts/plan.py predicts for a cluster that need not exist.
 
@@ -35,7 +36,7 @@ from ml_collections import ConfigDict
 
 from jaxpar import cluster as clusters
 from jaxpar import files, mesh, strategies
-from jaxpar.analysis.planner.search import candidate_of_plan
+from jaxpar.analysis.planner.search import Space, candidate_of_plan
 from jaxpar.checkpoint import ledger
 from jaxpar.cluster import Cluster
 from jaxpar.cluster_file import find_named
@@ -46,7 +47,7 @@ from jaxpar.plan import Plan
 from jaxpar.run import build, metrics
 from scripts.comparison import page, pictures, table
 from scripts.comparison.results import CERTIFICATE, find_score, read_outcome, run_seconds
-from scripts.comparison.runs import check_settings, configured, is_finished, prepare_run, run_logged
+from scripts.comparison.runs import changed_settings, check_settings, configured, is_finished, prepare_run, run_logged
 from scripts.comparison.table import REFERENCE, Outcome, format_seconds
 from scripts.plan import make_space
 
@@ -63,8 +64,8 @@ NOTES = (
     "What a device sends and holds follows from the plan, and what is in flight during a step is an estimate.",
 )
 PREDICTED = (
-    "Predicted times are those of scripts/plan.py, for the same batch on all devices of the cluster. Strategies whose "
-    "time depends on delays have none, and neither have those that are impossible there."
+    "Predicted times are those of scripts/plan.py, for the same batch on all devices of the cluster, where pipelines "
+    "have the largest possible number of stages."
 )
 ERROR = re.compile(r"jaxpar: |[\w.]+(Error|Exception)\b")  # start of the line in which a program reports an error
 
@@ -75,6 +76,13 @@ class Planned(NamedTuple):
     overrides: list[str]
     config: ConfigDict
     plan: Plan[Any] | str
+
+
+class Prediction(NamedTuple):
+    """Predicted seconds of a step, or None, and a note: the mesh of a pipeline, or the reason why there is no time."""
+
+    seconds: float | None
+    note: str = ""
 
 
 def main() -> int:
@@ -99,21 +107,38 @@ def main() -> int:
         raise UserError(
             f"config.mesh.virtual_cpu_devices is {virtual}; it must be at least 2, because this machine has one device"
         )
-    wanted = [name for name in NAMES if name in {REFERENCE, *arguments.strategies}]
-    settings = {name: [*overrides, *strategy_settings(name, num_devices)] for name in wanted}
+    settings = {name: [*overrides, *strategy_settings(name, num_devices)] for name in NAMES}
     all_configs = {name: configured(arguments.config, of_strategy) for name, of_strategy in settings.items()}
-    for name, config in all_configs.items():
-        check_settings(config, arguments.workdir / name)
-    loaded = load(all_configs[REFERENCE], cluster)
-    planned = {
-        name: Planned(settings[name], config, strategies.possible(config, loaded.problem, cluster))
-        for name, config in all_configs.items()
-    }
-    predicted = predict_all(arguments.config, wanted, overrides, elsewhere) if elsewhere else {}
-    outcomes = train_all(planned, arguments.config, arguments.workdir, loaded)
-    lines = write(outcomes, planned, arguments, loaded, describe_machine(cluster, num_devices), predicted)
+    with files.locked(arguments.workdir):
+        wanted = choose_rows(arguments.strategies, all_configs, arguments.workdir)
+        loaded = load(all_configs[REFERENCE], cluster)
+        planned = {
+            name: Planned(settings[name], config, strategies.possible(config, loaded.problem, cluster))
+            for name, config in all_configs.items()
+            if name in wanted
+        }
+        predicted = predict_all(arguments.config, wanted, overrides, elsewhere) if elsewhere else {}
+        outcomes = train_all(planned, arguments.config, arguments.workdir, loaded)
+        lines = write(outcomes, planned, arguments, loaded, describe_machine(cluster, num_devices), predicted)
     print("\n".join(["", *lines, "", f"page      {arguments.workdir}/compare.html"]))
     return FAILED if any(row.failed for row in outcomes.values()) else 0
+
+
+def choose_rows(chosen: Sequence[str], all_configs: Mapping[str, ConfigDict], workdir: Path) -> list[str]:
+    """Return the strategies of the table: REFERENCE, the chosen ones, and those with a finished run of the config.
+
+    Raises:
+      UserError: REFERENCE or a chosen strategy has a run with other settings.
+    """
+    required = {REFERENCE, *chosen}
+    for name, config in all_configs.items():
+        if name in required:
+            check_settings(config, workdir / name)
+    return [
+        name
+        for name, config in all_configs.items()
+        if name in required or (is_finished(workdir / name) and not changed_settings(config, workdir / name))
+    ]
 
 
 def find_cluster_apart(config: str, overrides: list[str]) -> Cluster:
@@ -135,13 +160,18 @@ def describe_machine(cluster: Cluster, num_devices: int) -> str:
     return f"{format_count(os.cpu_count() or 1, 'CPU core')} ({format_count(num_devices, 'virtual device')})"
 
 
-def strategy_settings(name: str, num_devices: int) -> list[str]:
-    """Return the overrides that select a strategy of NAMES on this number of devices."""
+def strategy_settings(name: str, num_devices: int, num_stages: int | None = None) -> list[str]:
+    """Return the overrides that select a strategy of NAMES on this number of devices.
+
+    num_stages: stages of a pipeline, a divisor of the number of devices; None: as many as devices.
+    """
     settings: dict[str, object] = {"exchange": "ddp", "mesh.data": num_devices, "mesh.stage": 1}
     if name in EXCHANGES:
         settings |= {"strategy": "data_parallel", "exchange": name}
     elif name in SCHEDULES:
-        settings |= {"strategy": "pipeline", "pipeline.schedule": name, "mesh.data": 1, "mesh.stage": num_devices}
+        num_stages = num_stages or num_devices
+        settings |= {"strategy": "pipeline", "pipeline.schedule": name}
+        settings |= {"mesh.data": num_devices // num_stages, "mesh.stage": num_stages}
     elif name in POLICIES:
         settings |= {"strategy": "async_data_parallel", "asynchronous.policy": name}
         settings |= {"asynchronous.num_workers": num_devices}
@@ -154,16 +184,38 @@ def strategy_settings(name: str, num_devices: int) -> list[str]:
 
 def predict_all(
     config: str, wanted: Sequence[str], overrides: Sequence[str], cluster: Cluster
-) -> dict[str, float | None]:
-    """Return the predicted time of a step of each strategy on all devices of a cluster; None if it has none."""
+) -> dict[str, Prediction]:
+    """Return the prediction for each strategy on all devices of a cluster."""
     space = make_space(configured(config, overrides), cluster)
-    seconds: dict[str, float | None] = {}
-    for name in wanted:
-        of_strategy = configured(config, [*overrides, *strategy_settings(name, cluster.num_devices)])
-        plan = strategies.possible(of_strategy, space.problem, cluster)
+    return {name: predict(name, config, overrides, space) for name in wanted}
+
+
+def predict(name: str, config: str, overrides: Sequence[str], space: Space) -> Prediction:
+    """Return the prediction for a strategy. A pipeline has as many stages as possible.
+
+    If no number of stages is possible, the reason is that of the smallest one.
+    """
+    reason, is_pipeline = "", name in SCHEDULES
+    for num_stages in stage_numbers(space) if is_pipeline else [1]:
+        settings = strategy_settings(name, space.num_devices, num_stages)
+        of_strategy = configured(config, [*overrides, *settings])
+        plan = strategies.possible(of_strategy, space.problem, space.machine.cluster)
         found = plan if isinstance(plan, str) else candidate_of_plan(space, of_strategy, plan)
-        seconds[name] = None if isinstance(found, str) else found.costs.seconds
-    return seconds
+        if not isinstance(found, str):
+            stages, replicas = format_count(num_stages, "stage"), space.num_devices // num_stages
+            note = f"{stages} x {format_count(replicas, 'replica')}" if is_pipeline else ""
+            return Prediction(found.costs.seconds, note)
+        reason = found
+    return Prediction(None, reason)
+
+
+def stage_numbers(space: Space) -> list[int]:
+    """Return the numbers of stages that divide the devices of a cluster and have a layer each, the largest first.
+
+    If there are none, it is the number of devices, for which the plan then gives the reason.
+    """
+    n, num_layers = space.num_devices, len(space.problem.model.layers)
+    return [number for number in range(min(n, num_layers), 1, -1) if n % number == 0] or [n]
 
 
 def load(config: ConfigDict, cluster: Cluster) -> build.Loaded:
@@ -175,12 +227,21 @@ def load(config: ConfigDict, cluster: Cluster) -> build.Loaded:
 
 def train_all(planned: Mapping[str, Planned], config: str, workdir: Path, loaded: build.Loaded) -> dict[str, Outcome]:
     """Train all strategies, one after another, and return the outcomes. Raises KeyboardInterrupt after a signal."""
+    commands = {
+        name: prepare_run(config, workdir / name, one.overrides)
+        for name, one in planned.items()
+        if not isinstance(one.plan, str)
+    }
     outcomes: dict[str, Outcome] = {}
     signals: list[int] = []
     with forwarded(signals):
         for number, (name, one) in enumerate(planned.items(), start=1):
             print(f"row {number} of {len(planned)}  {name}: ", end="", flush=True)
-            outcomes[name] = train(one, config, workdir / name, signals, loaded)
+            outcomes[name] = (
+                Outcome(failed=one.plan)
+                if isinstance(one.plan, str)
+                else train(commands[name], one.config, one.plan, workdir / name, signals, loaded)
+            )
             if signals:
                 command = " ".join(["scripts/python", *map(shlex.quote, sys.argv)])
                 print(f"stopped\nresume    {command}", flush=True)
@@ -196,16 +257,15 @@ def train_all(planned: Mapping[str, Planned], config: str, workdir: Path, loaded
     return check_examples(outcomes, workdir)
 
 
-def train(one: Planned, config: str, workdir: Path, signals: list[int], loaded: build.Loaded) -> Outcome:
-    """Return the outcome of a strategy, and train it if it is not finished."""
-    if isinstance(one.plan, str):
-        return Outcome(failed=one.plan)
-    command = prepare_run(config, workdir, one.overrides)
+def train(
+    command: list[str], config: ConfigDict, plan: Plan[Any], workdir: Path, signals: list[int], loaded: build.Loaded
+) -> Outcome:
+    """Return the outcome of a strategy, and train it with the command if it is not finished."""
     if not is_finished(workdir):
         code = run_logged(command, workdir / LOG, signals)
         if not is_finished(workdir):
             return Outcome(failed=failure(code, (workdir / LOG).read_text(errors="replace")))
-    return read_outcome(one.config, one.plan, workdir, loaded)
+    return read_outcome(config, plan, workdir, loaded)
 
 
 def failure(code: int, output: str) -> str:
@@ -238,7 +298,7 @@ def write(
     arguments: argparse.Namespace,
     loaded: build.Loaded,
     machine: str,
-    predicted: Mapping[str, float | None],
+    predicted: Mapping[str, Prediction],
 ) -> list[str]:
     """Write the table, the pictures and the page, and return the table in Markdown, with its notes."""
     workdir, config, score = arguments.workdir, planned[REFERENCE].config, find_score(loaded)
@@ -247,7 +307,8 @@ def write(
     )
     if predicted:
         heading = f"predicted for {arguments.cluster}"
-        columns += table.time_columns(predicted, heading, batch_size=config.batch_size)
+        predicted_seconds = {name: one.seconds for name, one in predicted.items()}
+        columns += table.time_columns(predicted_seconds, heading, batch_size=config.batch_size)
     kinds = {name: one.config.strategy for name, one in planned.items()}
     drawn = pictures.pictures(
         outcomes, kinds, batch_size=config.batch_size, machine=machine, metric=loaded.problem.task.curve
@@ -259,7 +320,11 @@ def write(
         f"{loaded.num_steps:,} steps of {config.batch_size} examples, learning rate {config.optimizer.lr:g}, seed "
         f"{config.seed}. Times are measured on {machine}."
     )
-    notes = [*NOTES, *([PREDICTED] if predicted else []), certify_note(planned, arguments)]
+    notes = [
+        *NOTES,
+        *([PREDICTED, *prediction_notes(predicted)] if predicted else []),
+        certify_note(outcomes, planned, arguments),
+    ]
     lines = [header, "", *table.markdown(columns), *(f"\n{note}" for note in notes)]
     figures = {picture.title: pictures.svg(picture) for picture in drawn}
     title = f"{len(outcomes)} strategies, {loaded.problem.task.name} with {config.model.name}"
@@ -269,15 +334,31 @@ def write(
     return lines
 
 
-def certify_note(planned: Mapping[str, Planned], arguments: argparse.Namespace) -> str:
-    """Return the note on the last column, with the command that certifies the last strategy."""
-    name, one = list(planned.items())[-1]
-    output = f"--output={arguments.workdir / name / CERTIFICATE}"
-    command = ["scripts/python", "scripts/certify.py", f"--config={arguments.config}", *one.overrides, output]
-    return (
+def prediction_notes(predicted: Mapping[str, Prediction]) -> list[str]:
+    """Return the notes on the predictions, each with the strategies that it concerns."""
+    of_note: dict[str, list[str]] = {}
+    for name, one in predicted.items():
+        if one.note:
+            of_note.setdefault(
+                f"{'not predicted: ' if one.seconds is None else 'predicted with '}{one.note}", []
+            ).append(name)
+    return [f"{', '.join(concerned)}: {note}" for note, concerned in of_note.items()]
+
+
+def certify_note(outcomes: Mapping[str, Outcome], planned: Mapping[str, Planned], arguments: argparse.Namespace) -> str:
+    """Return the note on the last column, with the command that certifies the last strategy that is finished."""
+    note = (
         "The last column is what the plan promises, up to rounding. Certificates measure it, and their verdicts are "
-        f"added to the column. For {name}: `{shlex.join(command)}`"
+        "added to the column."
     )
+    finished = [name for name, row in outcomes.items() if not row.failed]
+    if not finished:
+        return note
+    name = finished[-1]
+    output = f"--output={arguments.workdir / name / CERTIFICATE}"
+    overrides = planned[name].overrides
+    command = ["scripts/python", "scripts/certify.py", f"--config={arguments.config}", *overrides, output]
+    return f"{note} For {name}: `{shlex.join(command)}`"
 
 
 def parameters(loaded: build.Loaded) -> int:

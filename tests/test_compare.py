@@ -1,6 +1,7 @@
 """Tests of scripts/compare.py: the table and its files from outcomes by hand, and which runs are started."""
 
 import csv
+import html
 import io
 import json
 import math
@@ -19,6 +20,7 @@ import pytest
 
 from jaxpar import cluster, files, strategies
 from jaxpar import config as configs
+from jaxpar.analysis.planner.search import choice_of
 from jaxpar.checkpoint.ledger import Ledger
 from jaxpar.errors import UserError
 from jaxpar.measure import provenance
@@ -29,6 +31,7 @@ from scripts.comparison.page import html_page
 from scripts.comparison.pictures import pictures, svg
 from scripts.comparison.runs import configured, run_logged
 from scripts.comparison.table import Column, Outcome, comparison_columns, csv_text, format_range, markdown, time_columns
+from scripts.plan import make_space
 from tests.checkpoint.test_private import VALUES
 from tests.runs import run_script, script_error, small_arguments
 from tests.selection import slow
@@ -364,9 +367,32 @@ def test_failed_and_finished_runs(
     started["order"].clear()
     assert run_script(monkeypatch, compare, *flags(tmp_path, "--strategies=dp", "--config.seed=1")) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"jaxpar: {tmp_path}/runs/single contains a run with other settings (config.pipeline.num_")
-    assert "config.seed: 0 -> 1" in line
+    assert line.startswith(f"jaxpar: {tmp_path}/runs/single contains a run with other settings (config.seed: 0 -> 1); ")
     assert not started["order"]
+
+
+def test_the_table_keeps_finished_runs_with_the_same_settings(
+    tmp_path: Path, started: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A key that only pipelines read excludes a finished pipeline, and no other strategy."""
+    started["instead"]["ssp"] = lambda *_: 1
+    assert run_script(monkeypatch, compare, *flags(tmp_path, "--strategies=dp,gpipe,ssp")) == 1
+    assert "For gpipe: `scripts/python scripts/certify.py" in capsys.readouterr().out  # ssp failed
+    started["order"].clear()
+
+    def rows(*arguments: str) -> list[str]:
+        assert run_script(monkeypatch, compare, *flags(tmp_path, *arguments)) == 0
+        capsys.readouterr()
+        table = (tmp_path / "runs" / "compare.csv").read_text().splitlines()
+        return [row["strategy"] for row in csv.DictReader(table)]
+
+    assert rows("--strategies=zero3") == ["single", "dp", "zero3", "gpipe"]
+    assert rows("--strategies=dp", "--config.pipeline.num_microbatches=2") == ["single", "dp", "zero3"]
+    assert rows("--strategies=dp") == ["single", "dp", "zero3", "gpipe"]
+    assert started["order"] == ["zero3"]
+    changed = flags(tmp_path, "--strategies=gpipe", "--config.pipeline.num_microbatches=2")
+    _, message = script_error(monkeypatch, capsys, compare, *changed)
+    assert "runs/gpipe contains a run with other settings (config.pipeline.num_microbatches: 0 -> 2); " in message
 
 
 def test_other_examples_are_a_failure(
@@ -403,6 +429,30 @@ def test_a_signal_stops_the_comparison(
     assert not (tmp_path / "runs" / "compare.md").exists()
 
 
+@pytest.mark.usefixtures("started")
+def test_predicted_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On 8 devices, pipelines of 3 and 6 layers have 2 and 4 stages, and the times of these meshes."""
+    on = cluster.named_cluster("h100", 8)
+    for num_layers, num_stages in (1, 2), (4, 4):
+        shared = f"--config.model.num_layers={num_layers}", "--config.pipeline.num_microbatches=3"
+        chosen = "--strategies=gpipe,async", "--cluster=h100:8", f"--workdir={tmp_path}/{num_layers}", *shared
+        assert run_script(monkeypatch, compare, *flags(tmp_path, *chosen)) == 0
+        out = capsys.readouterr().out
+        assert f"\ngpipe: predicted with {num_stages} stages x {8 // num_stages} replicas\n" in out
+        reason = "async: not predicted: config.strategy is 'async_data_parallel', whose time depends on delays"
+        assert f"\n{reason}" in out
+        assert f"<p>{html.escape(reason)}" in (tmp_path / str(num_layers) / "compare.html").read_text()
+
+        mesh = f"--config.mesh.stage={num_stages}", f"--config.mesh.data={8 // num_stages}"
+        gpipe = *shared, *mesh, "--config.strategy=pipeline", "--config.pipeline.schedule=gpipe"
+        candidate = choice_of(make_space(configured("configs/default.py", [*overrides(tmp_path), *gpipe]), on))
+        assert not isinstance(candidate, str)
+        rows = csv.DictReader((tmp_path / str(num_layers) / "compare.csv").read_text().splitlines())
+        predicted = {row["strategy"]: row["predicted_step_seconds"] for row in rows}
+        assert float(predicted["gpipe"]) == pytest.approx(candidate.costs.seconds)
+        assert predicted["async"] == ""
+
+
 MISTAKES = {
     "--strategies=ddp,zero4": "--strategies is 'ddp,zero4'; it must be one or more of single, dp, ddp, horovod, ",
     "--devices=1": "--devices is 1; it must be at least 2",
@@ -424,6 +474,27 @@ def test_mistakes(
     assert "zero4" not in mistake or message.endswith("Did you mean 'zero3'?\n")
     assert not started["order"]
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("name", ["", "/new", "/ddp"])
+def test_a_workdir_that_cannot_be_written(
+    name: str,
+    tmp_path: Path,
+    started: Mapping[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The workdir is a file or is inside one, or the directory of a row is a file."""
+    file = tmp_path / "runs" / "ddp" if name == "/ddp" else tmp_path / "runs"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("kept")
+    flag = f"--workdir={tmp_path}/runs{'' if name == '/ddp' else name}"
+    out, message = script_error(monkeypatch, capsys, compare, *flags(tmp_path, "--strategies=ddp", flag))
+    assert message.startswith(f"--workdir is '{tmp_path}/runs{name}', which is ")
+    assert message.endswith("; it must be a writable directory\n")
+    assert not out
+    assert not started["order"]
+    assert file.read_text() == "kept"
 
 
 def test_one_device_is_not_enough(

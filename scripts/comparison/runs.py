@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 
 from jaxpar import config as configs
 from jaxpar import files
+from jaxpar.analysis.planner.auto import AUTO_STRATEGY
 from jaxpar.errors import FAILED, UserError
 from jaxpar.launch.launcher import LAUNCHER, MAX_FORWARDED, POLL_SECONDS, start_process
 from jaxpar.run import resume
@@ -20,6 +21,12 @@ from jaxpar.tasks import Score
 
 UNTESTED = Score("train_loss", ".4f")  # metric by which runs without a test split are compared
 SETTINGS = "settings.json"  # the config that a run was started with, before the run completes it
+
+READERS = {  # strategies that read a section of the config; all strategies read the other sections
+    "asynchronous": ("async_data_parallel",),
+    "pipeline": ("pipeline", "swarm", AUTO_STRATEGY),
+    "swarm": ("swarm",),
+}
 
 
 def configured(name: str, overrides: Sequence[str]) -> ConfigDict:
@@ -31,14 +38,23 @@ def configured(name: str, overrides: Sequence[str]) -> ConfigDict:
 
 def check_settings(config: ConfigDict, workdir: Path) -> None:
     """Raise UserError if the workdir contains a run that was started with another config."""
-    if not (workdir / "config.json").exists():
-        return
-    changed = "unknown"
-    if (workdir / SETTINGS).is_file():
-        before = files.parse_json((workdir / SETTINGS).read_text(), nonfinite=True)  # written atomically
-        changed = "; ".join(resume.differences(before, config).values())
-    if changed:
+    if changed := changed_settings(config, workdir):
         raise UserError(f"{workdir} contains a run with other settings ({changed}); remove it or use a new --workdir")
+
+
+def changed_settings(config: ConfigDict, workdir: Path) -> str:
+    """Return the keys of a config that had other values when the run in the workdir was started, with both values.
+
+    Empty if there are none, or if there is no run. Sections that the strategy of the config does not read are ignored.
+    """
+    if not (workdir / "config.json").exists():
+        return ""
+    if not (workdir / SETTINGS).is_file():
+        return "unknown"
+    before = files.parse_json((workdir / SETTINGS).read_text(), nonfinite=True)  # written atomically
+    ignored = [section for section, readers in READERS.items() if config.strategy not in readers]
+    changed = resume.differences(before, config)
+    return "; ".join(text for key, text in changed.items() if key.partition(".")[0] not in ignored)
 
 
 def is_finished(workdir: Path) -> bool:
@@ -57,11 +73,17 @@ def finish_run(config: str, workdir: Path, overrides: list[str]) -> bool:
 
 
 def prepare_run(name: str, workdir: Path, overrides: list[str]) -> list[str]:
-    """Record the settings of a run in its workdir, and return its command. Raises UserError if they have changed."""
+    """Record the settings of a run in its workdir, and return its command. Raises UserError if they have changed.
+
+    UserError is also raised if the workdir cannot be created or written.
+    """
     config = configured(name, overrides)
     check_settings(config, workdir)
-    workdir.mkdir(parents=True, exist_ok=True)
-    files.write_text(workdir / SETTINGS, json.dumps(configs.keys(config), indent=1) + "\n")
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        files.write_text(workdir / SETTINGS, json.dumps(configs.keys(config), indent=1) + "\n")
+    except OSError as error:
+        raise files.unusable(workdir, error) from error
     return [sys.executable, "-m", "jaxpar.main", f"--config={name}", f"--workdir={workdir}", *overrides]
 
 

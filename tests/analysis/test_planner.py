@@ -321,6 +321,12 @@ NETWORK_LINK = "[network]\nbandwidth = 1e9\nlatency = 1e-5\n"
         (CLUSTER + NETWORK_LINK + "[peak_flops]\nint8 = 1e12\n", "peak_flops is {'int8': 1000000000000.0}; it must be"),
         (CLUSTER.replace("hosts = 2", "hosts = 20_000"), "hosts x gpus_per_host is 80,000; it must be at most 65,536"),
         ("gpu = ", "which is not TOML"),
+        (CLUSTER.replace("gpu =", "Gpu ="), "cluster.toml: Gpu is not a key; it must be one of gpu, hosts, "),
+        (CLUSTER.replace("gpu =", "GPU ="), "source. Did you mean 'gpu'?"),
+        ("hosts = 1\ngpus_per_host = 8\n", "cluster.toml: gpu is missing; it must be one of a100-40gb, "),
+        (CLUSTER.replace("hosts = 2", ""), "cluster.toml: hosts is missing; it must be an integer of at least 1"),
+        ('gpu = "v100"\nhosts = 1\n', "cluster.toml: gpus_per_host is missing; it must be an integer of at least 1"),
+        ("memory_bytes = 1\n", "cluster.toml has no table xla"),  # may be the file of a kind of GPU
     ],
 )
 def test_invalid_clusters(content: str, message: str, tmp_path: Path) -> None:
@@ -362,6 +368,7 @@ def test_clusters(tmp_path: Path) -> None:
     shipped = sorted((configs.config_folder() / "clusters").glob("*.toml"))
     assert len(shipped) >= 5
     assert all(clusters_of(str(each)).num_devices > 1 for each in shipped)
+    assert clusters_of("configs/clusters/8xv100_nvlink.toml").memory_bytes == 16e9  # not the 32 GB of the other model
 
 
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
