@@ -36,9 +36,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(folder: Path) -> Path:
-    train.train(small_config(folder, "--config.log.curves=true"), folder / "uninterrupted")
-    return folder / "uninterrupted"
+def uninterrupted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    workdir = tmp_path_factory.mktemp("uninterrupted") / "run"  # not in `folder`: this fixture can be made again
+    train.train(small_config(folder, "--config.log.curves=true"), workdir)
+    return workdir
 
 
 def test_result(uninterrupted: Path) -> None:

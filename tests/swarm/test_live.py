@@ -264,7 +264,8 @@ def test_a_silent_peer_is_given_up_and_returns() -> None:
     got = run.train(before_step=wait)
     assert_close(got, one_device(MLP), 1e-5)
     run.check_peers(got)
-    [given_up] = [event for event in run.kinds(EventKind.GIVEN_UP) if event.peer in stopped]
+    of_peer = [event for event in run.kinds(EventKind.GIVEN_UP) if event.peer in stopped]
+    [given_up] = [event for event in of_peer if event.stage >= 0]  # on a busy machine, also while peers start
     assert given_up.text.startswith("silent: no answer for ")
     assert len([event for event in run.kinds(EventKind.SERVING) if event.peer in stopped]) == 2
     check_routing(run.trainer.routing_table())
