@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    workdir = tmp_path_factory.mktemp("uninterrupted") / "run"  # not in `folder`: this fixture can be made again
-    train.train(small_config(folder, "--config.log.curves=true"), workdir)
-    return workdir
+def uninterrupted(folder: Path) -> Path:
+    train.train(small_config(folder, "--config.log.curves=true"), folder / "uninterrupted")
+    return folder / "uninterrupted"
 
 
 def test_result(uninterrupted: Path) -> None:
@@ -145,12 +145,13 @@ def test_resumes_under_another_strategy(
             assert np.linalg.norm(got[name] - leaf) <= 1e-5 * np.linalg.norm(leaf), name
 
 
-def test_a_finished_run_is_evaluated_again_without_changes(folder: Path, uninterrupted: Path) -> None:
-    before = json.loads((uninterrupted / "result.json").read_text())
-    rows = metrics.read_metrics(uninterrupted)
-    after = train.train(small_config(folder), uninterrupted)
+def test_a_finished_run_is_evaluated_again_without_changes(folder: Path, tmp_path: Path, uninterrupted: Path) -> None:
+    run = Path(shutil.copytree(uninterrupted, tmp_path / "run"))  # other tests read the results of the first time
+    before = json.loads((run / "result.json").read_text())
+    rows = metrics.read_metrics(run)
+    after = train.train(small_config(folder), run)
     assert after["test_accuracy"] == before["test_accuracy"]
-    assert metrics.read_metrics(uninterrupted) == rows
+    assert metrics.read_metrics(run) == rows
 
 
 def test_a_damaged_checkpoint_falls_back(
