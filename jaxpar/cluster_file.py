@@ -7,7 +7,6 @@ host or of other hosts, and the `latency` of a message in seconds; and, if they 
 """
 
 import re
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ from jaxpar import gpus
 from jaxpar.cluster import PEAK_DTYPES, Cluster, gpu_cluster
 from jaxpar.config import config_folder
 from jaxpar.errors import UserError, nearest
-from jaxpar.files import open_text, path_error
-from jaxpar.gpus import GpuKind, find_gpu
+from jaxpar.gpus import GpuKind, find_gpu, read_toml
 
 MOST_DEVICES = 2**16
 CLUSTER_LINKS = ("host", "network")
@@ -55,17 +53,6 @@ def parse_devices(text: str, key: str) -> tuple[GpuKind, int, int]:
     if not 0 < hosts * number <= MOST_DEVICES:
         raise UserError(f"{key} is {text!r}; it must have between 1 and {MOST_DEVICES:,} devices, as in h100:16x8")
     return find_gpu(name, key), hosts, number
-
-
-def read_toml(path: Path, key: str) -> dict[str, Any]:
-    """Return the content of a TOML file. Raises UserError, which begins with `key`."""
-    try:
-        with open_text(path) as file:
-            return tomllib.loads(file.read())
-    except OSError as error:
-        raise UserError(f"{key} is {str(path)!r}, {path_error(error)}; it must be the path of a TOML file") from None
-    except ValueError as error:
-        raise UserError(f"{key} is {str(path)!r}, which is not TOML ({error}); it must be a TOML file") from None
 
 
 def describes_cluster(content: dict[str, Any]) -> bool:

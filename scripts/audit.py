@@ -43,12 +43,12 @@ from jaxpar import data, mesh, strategies
 from jaxpar.analysis import audit, findings
 from jaxpar.analysis.buffers import buffers_at_peak
 from jaxpar.analysis.planner.auto import resolve_strategy
-from jaxpar.analysis.rates import require_rates
+from jaxpar.analysis.rates import refuse_rates
 from jaxpar.analysis.schedule import ProgramSchedule, schedule_of
-from jaxpar.analysis.step_time import NOTHING, StepTime, can_predict, predict, short_source
+from jaxpar.analysis.step_time import NOTHING, StepTime, predict, short_source
 from jaxpar.cluster import Cluster
 from jaxpar.command_line import Parser
-from jaxpar.errors import UserError, exit_code, format_bytes
+from jaxpar.errors import UserError, accepted, exit_code, format_bytes
 from jaxpar.measure.flops import forward_flops
 from jaxpar.measure.kernels import ATTENTION
 from jaxpar.measure.phases import Phases
@@ -82,7 +82,7 @@ def main() -> int:
             raise UserError(f"--{flag} is set; it must be set with --target, because it describes a program for GPUs")
     target = None if arguments.target is None else find_target(arguments.target)
     if arguments.time and target:
-        require_rates(target.cluster)
+        accepted(refuse_rates(target.cluster))
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         audited = run(config, Path(folder), target, with_program=arguments.program, with_time=arguments.time)
     print(json.dumps(audited, indent=1) if arguments.json else format_audit(audited))
@@ -135,7 +135,8 @@ def model_flops(problem: Problem) -> float:
 def described(programs: Sequence[CompiledProgram], problem: Problem, config: Any, cluster: Cluster) -> dict[str, Any]:
     """Return the schedules of the programs, and the findings. Without the rates of the GPUs, no time is known."""
     schedules = [schedule_of(program) for program in programs]
-    times = [predict([program], cluster) if can_predict(cluster) else NOTHING for program in programs]
+    can_predict = not any(refuse_rates(cluster))
+    times = [predict([program], cluster) if can_predict else NOTHING for program in programs]
     flops = model_flops(problem)
     found = findings.find(
         schedules, times, cluster, findings.expectations(config, cluster), dtype=config.model.dtype, model_flops=flops

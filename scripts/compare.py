@@ -96,7 +96,7 @@ def main() -> int:
     parser.add_argument("--devices", type=integer(2), help="number of devices (default: all)")
     parser.add_argument("--cluster", metavar="FILE|NAME:HOSTSxDEVICES", help="also predict times on this cluster")
     arguments, overrides = parser.parse_with_overrides()
-    elsewhere = find_named(arguments.cluster, "--cluster")[1] if arguments.cluster else None
+    elsewhere = find_named(arguments.cluster, "--cluster")[1] if arguments.cluster is not None else None
     jax.config.update("jax_platforms", "cpu")  # runs need the memory of the GPUs
     virtual = configured(arguments.config, overrides).mesh.virtual_cpu_devices
     if virtual and arguments.devices:

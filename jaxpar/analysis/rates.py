@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from jaxpar.cluster import PEAK_DTYPES, Cluster
-from jaxpar.errors import UserError
+from jaxpar.errors import Refusals, UserError
 
 EFFICIENCY = {
     "product": 0.7,  # of the peak FLOP/s, in matrix products and convolutions
@@ -86,12 +86,12 @@ def hop_seconds(cluster: Cluster, link: str) -> float:
     return cluster.latencies.get(link, HOP_SECONDS[link])
 
 
-def require_rates(cluster: Cluster) -> None:
-    """Raise a UserError if times cannot be predicted, because rates of the GPUs are unknown."""
+def refuse_rates(cluster: Cluster) -> Refusals[None]:
+    """Refuse a cluster for which times cannot be predicted, because rates of the GPUs are unknown."""
     if any(dtype not in cluster.peak_flops for dtype in PEAK_DTYPES):
-        raise unknown_peak(cluster)
+        yield unknown_peak(cluster)
     if not cluster.send_rates:
-        raise unknown_links(cluster)
+        yield unknown_links(cluster)
 
 
 def unknown_peak(cluster: Cluster) -> UserError:

@@ -20,7 +20,7 @@ import numpy as np
 from jaxpar.analysis.audit import SENT, groups_of
 from jaxpar.analysis.rates import LAUNCH_SECONDS, collective_seconds, memory_seconds, product_seconds
 from jaxpar.analysis.schedule import is_kernel
-from jaxpar.cluster import PEAK_DTYPES, Cluster
+from jaxpar.cluster import Cluster
 from jaxpar.measure.hlo import DTYPE_NAMES, HloProgram, Instruction, by_scope
 from jaxpar.measure.kernels import ATTENTION, call_target, is_product, kernel_bytes, product_flops
 from jaxpar.strategies.strategy import CompiledProgram
@@ -95,11 +95,6 @@ def predict(programs: Sequence[CompiledProgram], cluster: Cluster) -> StepTime:
         assert text is not None
         total = total.plus(_Roofline(HloProgram(text), program, cluster).time())
     return total
-
-
-def can_predict(cluster: Cluster) -> bool:
-    """Return whether all rates of the GPUs are known."""
-    return bool(cluster.send_rates) and all(dtype in cluster.peak_flops for dtype in PEAK_DTYPES)
 
 
 class _Roofline:

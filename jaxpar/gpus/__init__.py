@@ -99,15 +99,20 @@ def find_gpu(name: str, key: str = "device kind") -> GpuKind:
     )
 
 
-def read_gpu(path: Path, key: str = "device kind") -> GpuKind:
-    """Read the file of a kind. Raises UserError, which begins with `key`."""
+def read_toml(path: Path, key: str) -> dict[str, Any]:
+    """Return the content of a TOML file. Raises UserError, which begins with `key`."""
     try:
         with open_text(path) as file:
-            content = tomllib.loads(file.read())
+            return tomllib.loads(file.read())
     except OSError as error:
         raise UserError(f"{key} is {str(path)!r}, {path_error(error)}; it must be the path of a TOML file") from None
     except ValueError as error:
         raise UserError(f"{key} is {str(path)!r}, which is not TOML ({error}); it must be a TOML file") from None
+
+
+def read_gpu(path: Path, key: str = "device kind") -> GpuKind:
+    """Read the file of a kind. Raises UserError, which begins with `key`."""
+    content = read_toml(path, key)
     if "gpu" in content:
         raise UserError(
             f"{key} is {str(path)!r}, which describes a cluster; it must be the file of a kind of GPU, or a cluster "

@@ -11,11 +11,9 @@ steps     time of a step / time of a ddp step, on the same batch and cores, for 
           config.data_parallel.implementation of ddp
 """
 
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,7 @@ from jaxpar.analysis import audit
 from jaxpar.command_line import Parser, integer, names
 from jaxpar.errors import exit_code
 from jaxpar.exchange import EXCHANGES, compress, reduce
+from jaxpar.measure.timing import seconds_in_turn
 from scripts.bench.steps import Contender, make_problem, race
 
 RESULTS = ("bytes", "memory", "ring", "compress", "steps")
@@ -135,7 +134,7 @@ def ring(n: int, rounds: int) -> None:
         return partial(compiled, x)
 
     ways = {"psum": reduce.psum, "ring": reduce.ring, "push_pull": reduce.push_pull}
-    times = in_turn({name: mapped(make(axis)) for name, make in ways.items()}, rounds)
+    times = seconds_in_turn({name: mapped(make(axis)) for name, make in ways.items()}, rounds)
     for name, seconds in times.items():
         print(f"ring    {name:36} {seconds / times['psum']:.3f} of the time of psum", flush=True)
 
@@ -151,21 +150,9 @@ def round_trips(rounds: int) -> None:
     calls: dict[str, Callable[[], Any]] = {"copy": partial(jax.jit(jnp.copy), x)}
     for name, compressor in COMPRESSORS.items():
         calls[name] = partial(jax.jit(partial(round_trip, compressor)), x, compressor.init(SIZE, jax.random.key(1), 0))
-    times = in_turn(calls, rounds)
+    times = seconds_in_turn(calls, rounds)
     for name, seconds in times.items():
         print(f"compress {name:36} {seconds / times['copy']:.2f} times a copy", flush=True)
-
-
-def in_turn(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Return the median time of each call, made in alternating rounds; the first round compiles and does not count."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(rounds + 1):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            jax.block_until_ready(call())
-            if number:
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 if __name__ == "__main__":

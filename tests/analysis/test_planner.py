@@ -30,7 +30,7 @@ from jaxpar.analysis.planner.predict import (
 )
 from jaxpar.analysis.rates import EFFICIENCY, HOP_SECONDS
 from jaxpar.cluster import Cluster
-from jaxpar.cluster_file import find_named, read_toml
+from jaxpar.cluster_file import find_named
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError
 from jaxpar.mesh import DATA, STAGE
@@ -338,7 +338,7 @@ def test_invalid_clusters(content: str, message: str, tmp_path: Path) -> None:
 
 def test_a_cluster_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="which is a directory; it must be the path of a TOML file"):
-        read_toml(tmp_path, "--cluster")
+        jaxpar.gpus.read_toml(tmp_path, "--cluster")
 
 
 def clusters_of(text: str) -> Cluster:

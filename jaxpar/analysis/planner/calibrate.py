@@ -4,8 +4,6 @@ Each constant is the median of short programs that run on 1, 2, 4, .. devices. T
 the machine affects all of them.
 """
 
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxpar.analysis.planner.layers import LayerSizes
 from jaxpar.analysis.planner.machine import CpuMachine
 from jaxpar.cluster import Cluster
+from jaxpar.measure.timing import seconds_in_turn
 from jaxpar.pipeline.executor.layer_times import LayerPrograms
 from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.step import Problem
@@ -56,7 +55,7 @@ def calibrate(
             calls[name, n] = _on_mesh(function, shape, mesh)
     on_device = LayerPrograms(problem, batch, remat="none").on_devices(batch, devices)
     calls |= {("layer", n): partial(_on_first, on_device[:n]) for n in numbers}
-    seconds = _medians(calls, rounds)
+    seconds = seconds_in_turn(calls, rounds)
     collectives = {kind: {n: _line(kind, n, seconds) for n in numbers if n > 1} or {1: (0.0, 0.0)} for kind in KINDS}
     most = numbers[-1]
     clock = max(seconds["clocks", most] - seconds["nothing", most], 0.0) / NUM_REPEATED
@@ -126,17 +125,6 @@ def _line(kind: str, n: int, seconds: Mapping[tuple[str, int], float]) -> tuple[
     sent = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": (n - 1) / n, "all-gather": n - 1, "collective-permute": 1}
     of_byte = (long - short) / (4 * (LONG - SHORT) * sent[kind])
     return short, max(of_byte, 0.0)
-
-
-def _medians(calls: Mapping[tuple[str, int], Callable[[], Any]], rounds: int) -> dict[tuple[str, int], float]:
-    times: dict[tuple[str, int], list[float]] = {name: [] for name in calls}
-    for number in range(rounds + 1):
-        for name, call in calls.items():
-            begin = time.perf_counter()
-            jax.block_until_ready(call())
-            if number:
-                times[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 class MeasuredLayers:
