@@ -6,7 +6,8 @@ This is the only script that needs torch and transformers:
     python scripts/make_hf_reference.py --check DIR [...]   # compares exports DIR/NAME with the references
 
 A reference is a directory of random weights, written by `save_pretrained`, with an additional file example.safetensors
-that contains inputs, mask, segments (BERT only) and the logits in float32.
+that contains inputs, mask, segments (BERT only) and the logits in float32. That of gpt_generation contains the prompts
+`inputs` of `lengths` tokens and their greedy continuations `greedy`, up to the longest text of the model.
 """
 
 import argparse
@@ -38,6 +39,26 @@ MODELS = {
     "gpt_causal_lm": (transformers.GPT2LMHeadModel, GPT2),
     "gpt_classification": (transformers.GPT2ForSequenceClassification, GPT2),
 }
+
+
+GENERATION = transformers.GPT2Config(
+    vocab_size=40, n_embd=16, n_layer=2, n_head=4, n_positions=32, pad_token_id=0, bos_token_id=1, eos_token_id=1
+)
+
+
+def make_generation() -> None:
+    """Write the reference of generation: parameters so large that the continuations have many different tokens."""
+    torch.manual_seed(1)
+    model = transformers.GPT2LMHeadModel(GENERATION).eval()
+    for parameter in model.parameters():
+        parameter.data += 1.2 * torch.randn_like(parameter)
+    inputs, lengths = torch.randint(2, 40, (3, 9)), torch.tensor([1, 4, 9])
+    prompts = [text[None, :length] for text, length in zip(inputs, lengths, strict=True)]
+    greedy = torch.cat([model.generate(prompt, max_length=GENERATION.n_positions, do_sample=False) for prompt in prompts])
+    directory = REFERENCE / "gpt_generation"
+    model.save_pretrained(directory)
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    save_file({"inputs": inputs, "lengths": lengths, "greedy": greedy}, directory / "example.safetensors")
 
 
 def make(name: str) -> None:
@@ -98,6 +119,7 @@ def main() -> None:
     if directories is None:
         for name in MODELS:
             make(name)
+        make_generation()
     else:
         good = [check(directory) for directory in directories]
         sys.exit(0 if all(good) else 1)

@@ -62,6 +62,24 @@ def attend(
     return y_BGRTK.transpose(0, 3, 1, 2, 4).reshape(B, T, H, K)
 
 
+def attend_earlier(q_BTHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, positions_BT: jax.Array) -> jax.Array:
+    """Compute the attention of new positions of a text to all positions up to their own: [B, T, H, K].
+
+    Args:
+      q_BTHK: queries.
+      k_BSGK: keys of positions 0 to S - 1, including those of the queries.
+      v_BSGK: values.
+      positions_BT: positions of the queries.
+    """
+    (B, T, H, K), (_, S, G, _) = q_BTHK.shape, k_BSGK.shape
+    q_BTGRK = q_BTHK.reshape(B, T, G, H // G, K)
+    scores = float32_einsum("btgrk,bsgk->bgrts", q_BTGRK, k_BSGK) / math.sqrt(K)
+    is_seen_BTS = jnp.arange(S)[None, None, :] <= positions_BT[:, :, None]
+    scores = jnp.where(is_seen_BTS[:, None, None, :, :], scores, jnp.finfo(scores.dtype).min)
+    probabilities = jax.nn.softmax(scores, axis=-1).astype(v_BSGK.dtype)
+    return jnp.einsum("bgrts,bsgk->btgrk", probabilities, v_BSGK).reshape(B, T, H, K)
+
+
 def _probabilities(scores: jax.Array, dtype: DTypeLike, is_causal: bool, lengths_B: jax.Array | None) -> jax.Array:
     """Return the attention probabilities, [B, G, R, T, S], for scores in float32."""
     T = scores.shape[-1]

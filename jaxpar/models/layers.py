@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from ml_collections import ConfigDict
 
-from jaxpar.models.attention import attend
+from jaxpar.models.attention import attend, attend_earlier
 from jaxpar.models.bottleneck import Maker, with_bottlenecks
 from jaxpar.models.model import Context, Model, Tie
 from jaxpar.models.options import Spec
@@ -104,15 +104,18 @@ def from_inputs(function: Callable[..., jax.Array], dtype: Any) -> Callable[...,
     return computed
 
 
-def rotate(x_BTHK: jax.Array) -> jax.Array:
+def rotate(x_BTHK: jax.Array, positions_BT: jax.Array | None = None) -> jax.Array:
     """Apply rotary positions (Su et al. 2021, section 3.4.2).
 
-    Pair (i, i + K/2) at position t is rotated by t * base^(-2i/K), as in Llama.
+    Pair (i, i + K/2) at position t is rotated by t * base^(-2i/K), as in Llama. positions_BT: the positions, the same
+    for all examples if B is 1; None: 0 to T - 1.
     """
     half = x_BTHK.shape[-1] // 2
+    if positions_BT is None:
+        positions_BT = jnp.arange(x_BTHK.shape[1])[None, :]
     frequencies_K = ROTARY_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles_TK = jnp.arange(x_BTHK.shape[1], dtype=jnp.float32)[:, None] * frequencies_K[None, :]
-    cos, sin = (jnp.cos(angles_TK)[None, :, None, :], jnp.sin(angles_TK)[None, :, None, :])
+    angles_BTK = positions_BT.astype(jnp.float32)[:, :, None] * frequencies_K[None, None, :]
+    cos, sin = jnp.cos(angles_BTK)[:, :, None, :], jnp.sin(angles_BTK)[:, :, None, :]
     a, b = (x_BTHK[..., :half].astype(jnp.float32), x_BTHK[..., half:].astype(jnp.float32))
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHK.dtype)
 
@@ -138,7 +141,9 @@ class Embed(nnx.Module):
         spec = self.spec
         x_BTD = self.tokens[...][tokens_BT]
         if spec.positions == "learned":
-            x_BTD += self.positions[...][None, : tokens_BT.shape[1]]
+            table = self.positions[...]
+            number = tokens_BT.shape[1]
+            x_BTD += table[None, :number] if context.memory is None else table[context.memory.positions(number)]
         if spec.token_types:
             segments_BT = context.batch["segments"] if "segments" in context.batch else jnp.zeros_like(tokens_BT)
             x_BTD += self.token_types[...][segments_BT]
@@ -178,12 +183,15 @@ class Attention(nnx.Module):
         k_BTGK = self.key(x).reshape(B, T, spec.num_kv_heads, spec.head_dim)
         v_BTGK = self.value(x).reshape(B, T, spec.num_kv_heads, spec.head_dim)
         if spec.positions == "rotary":
-            q_BTHK, k_BTGK = rotate(q_BTHK), rotate(k_BTGK)
-        lengths_B = None
-        # Padding is on the right, so with causal attention no real position attends to it.
-        if "mask" in context.batch and not spec.causal:
-            lengths_B = real_lengths(context.batch["mask"])
-        y_BTHK = attend(q_BTHK, k_BTGK, v_BTGK, spec.attention, is_causal=spec.causal, lengths_B=lengths_B)
+            positions_BT = None if context.memory is None else context.memory.positions(T)
+            q_BTHK, k_BTGK = rotate(q_BTHK, positions_BT), rotate(k_BTGK, positions_BT)
+        if context.memory is not None:
+            y_BTHK = attend_earlier(q_BTHK, *context.memory.extend(k_BTGK, v_BTGK), context.memory.positions(T))
+        else:
+            # Padding is on the right, so with causal attention no real position attends to it.
+            is_masked = "mask" in context.batch and not spec.causal
+            lengths_B = real_lengths(context.batch["mask"]) if is_masked else None
+            y_BTHK = attend(q_BTHK, k_BTGK, v_BTGK, spec.attention, is_causal=spec.causal, lengths_B=lengths_B)
         return self.out(y_BTHK.reshape(x.shape)).reshape(B, T, D)
 
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.layout import Tree
+from jaxpar.models.memory import Memory
 from jaxpar.tasks.token_logits import TokenLogits, whole
 
 LayerParams = dict[str, Any]  # parameters of one layer: nested dict of arrays, or of their shapes
@@ -56,10 +57,12 @@ class Context(NamedTuple):
     Attributes:
       batch: the batch. Every pipeline stage has it, so masks are not sent between stages.
       keys_B: dropout keys of this layer and step, one per example; None in evaluation.
+      memory: the earlier positions of the texts, if the input continues them; None: the input is whole texts.
     """
 
     batch: Batch
     keys_B: jax.Array | None
+    memory: Memory | None = None
 
 
 class Tie(NamedTuple):
@@ -209,10 +212,27 @@ class Model:
             else:
                 for index in range(first, last):
                     layer = self.layers[index]
-                    weights = self._with_ties(params, layer.name)
+                    weights = self.with_ties(params, layer.name)
                     with jax.named_scope(layer.name):
                         x = self._call(layer, weights, x, batch, keys_B, index + shift, fetch, scan=scan)
         return x
+
+    def extend(self, params: Params, tokens_BT: jax.Array, memory: Memory) -> Activations:
+        """Return the input of the last layer for tokens [B, T] that continue the texts in `memory`, and extend it.
+
+        The layers must read their positions and earlier keys and values from `Context.memory`, as those of GPT do.
+        """
+        x: Activations = tokens_BT
+        for layer in self.layers[:-1]:
+            weights = self.with_ties(params, layer.name)
+            for _ in range(layer.num_applications):
+                x = nnx.merge(layer.graphdef, weights)(x, Context({}, None, memory))
+        return x
+
+    def last(self, params: Params, x: Activations) -> jax.Array:
+        """Return the output of the last layer for its input x, as one array."""
+        layer = self.layers[-1]
+        return whole(nnx.merge(layer.graphdef, self.with_ties(params, layer.name))(x, Context({}, None)))
 
     def inputs(self, batch: Batch) -> list[Activations]:
         """Return the shapes and dtypes of the input of each layer for an abstract batch, as `jax.ShapeDtypeStruct`s."""
@@ -322,7 +342,8 @@ class Model:
             x, _ = apply(x, number)
         return x
 
-    def _with_ties(self, params: Params, name: str) -> LayerParams:
+    def with_ties(self, params: Params, name: str) -> LayerParams:
+        """Return the parameters of the layer `name`, with those that it shares with another layer."""
         tied = {tie.name: params[tie.source][tie.source_name] for tie in self.ties if tie.layer == name}
         return {**params[name], **tied}
 

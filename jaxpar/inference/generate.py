@@ -1,0 +1,225 @@
+"""Continues texts with a causal language model, one token at a time.
+
+The keys and values of earlier positions are kept (jaxpar/models/memory.py), so a token takes the same time at every
+position. Two programs compute everything: one reads the prompts, one computes the next token of each text. The next
+token is computed while the host reads the one before.
+
+Array dims: B texts, T positions of the prompts, V vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from jaxpar.data import tokenizer as tokenizers
+from jaxpar.errors import UserError, format_count
+from jaxpar.inference.sampling import Sampling, choose, text_keys
+from jaxpar.inference.trained import Trained
+from jaxpar.models import Params
+from jaxpar.models.gpt import resolve
+from jaxpar.models.memory import Memory, Stored, empty
+
+SMALLEST = 64  # positions; lengths are padded to this times a power of two, so that few programs are compiled
+
+
+class Piece(NamedTuple):
+    """What one step adds to a text.
+
+    Attributes:
+      number: number of the prompt.
+      token: the token, or None at the end of a text that the model ended.
+      text: its characters; '' while a character is not complete.
+      end: why the text ends here: 'end of text' (the model ended it), 'length' (max_tokens, or the longest text of the
+        model); '' if it continues.
+    """
+
+    number: int
+    token: int | None
+    text: str
+    end: str
+
+
+class Completion(NamedTuple):
+    """The continuation of a prompt.
+
+    Attributes:
+      prompt: the prompt.
+      text: the continuation, without the prompt and the end-of-text token.
+      tokens: its tokens.
+      end: why it ended, see `Piece`.
+    """
+
+    prompt: str
+    text: str
+    tokens: list[int]
+    end: str
+
+
+class Generator:
+    """A causal language model that is ready to continue texts, on its first device."""
+
+    def __init__(self, trained: Trained):
+        """Prepare the model. Raises UserError if it is not a causal language model of this package."""
+        config = trained.config
+        if trained.task.head != "causal_lm" or config.model.name != "gpt":
+            raise UserError(
+                f"{trained.source} has config.task={trained.task.name!r} and config.model.name={config.model.name!r}; "
+                "to generate text, they must be 'causal_lm' and 'gpt'"
+            )
+        assert trained.tokenizer is not None
+        _, self._spec = resolve(config, trained.info)
+        self.max_length = trained.info.input_shape[0]
+        self.tokenizer: Tokenizer = trained.tokenizer
+        self._end = next(filter(None.__ne__, map(self.tokenizer.token_to_id, tokenizers.END_OF_TEXT)), None)
+        self._params = jax.device_put(trained.params, trained.devices[0])
+        self._model = trained.model
+        self._read = jax.jit(self._read_prompts, static_argnames=("sampling", "size"))
+        self._next = jax.jit(self._next_token, static_argnames="sampling", donate_argnames="stored")
+
+    def encode(self, prompt: str, max_tokens: int) -> list[int]:
+        """Return the tokens of a prompt; an empty one begins with the end-of-text token, as a text in training does.
+
+        Raises:
+          UserError: the prompt has characters without a token, or leaves no room for a token.
+        """
+        self.tokenizer.no_padding()
+        self.tokenizer.no_truncation()
+        unseen = unseen_characters(self.tokenizer, prompt)
+        if unseen:
+            raise UserError(f"the prompt is {prompt!r:.80}; it must not contain {unseen[0]!r}, which has no token")
+        tokens = list(self.tokenizer.encode(prompt, add_special_tokens=False).ids)
+        if not tokens and self._end is None:
+            raise UserError("the prompt is empty; it must have a token, because the tokenizer has no end of text")
+        tokens = tokens or [self._end]
+        if len(tokens) >= self.max_length:
+            raise UserError(
+                f"the prompt has {format_count(len(tokens), 'token')}; it must have fewer than {self.max_length}, the "
+                "longest text of the model"
+            )
+        return tokens
+
+    def stream(self, prompts: Sequence[str], max_tokens: int, sampling: Sampling) -> Iterator[Piece]:
+        """Yield the continuations piece by piece: in each step, one piece of each text that has not ended.
+
+        Args:
+          prompts: one or more texts to continue, all at the same time.
+          max_tokens: the longest continuation.
+          sampling: how tokens are chosen.
+
+        Raises:
+          UserError: an argument is invalid; raised before anything is computed.
+        """
+        sampling.check()
+        if not prompts:
+            raise UserError("there are no prompts; there must be at least one")
+        if max_tokens < 1:
+            raise UserError(f"max_tokens is {max_tokens}; it must be at least 1")
+        return self._stream([self.encode(prompt, max_tokens) for prompt in prompts], max_tokens, sampling)
+
+    def __call__(self, prompts: Sequence[str], max_tokens: int, sampling: Sampling) -> list[Completion]:
+        """Return the whole continuations. See `stream`."""
+        texts: list[list[str]] = [[] for _ in prompts]
+        tokens: list[list[int]] = [[] for _ in prompts]
+        ends = [""] * len(prompts)
+        for piece in self.stream(prompts, max_tokens, sampling):
+            texts[piece.number].append(piece.text)
+            ends[piece.number] = piece.end
+            if piece.token is not None:
+                tokens[piece.number].append(piece.token)
+        return [
+            Completion(prompt, "".join(parts), ids, end)
+            for prompt, parts, ids, end in zip(prompts, texts, tokens, ends, strict=True)
+        ]
+
+    def _stream(self, prompts: list[list[int]], max_tokens: int, sampling: Sampling) -> Iterator[Piece]:
+        number = _power_of_two(len(prompts))
+        lengths_B = np.array([len(prompt) for prompt in prompts] + [1] * (number - len(prompts)), np.int32)
+        limits_B = np.minimum(max_tokens, self.max_length - lengths_B)  # new tokens
+        prompts_BT = np.zeros((number, self._padded(lengths_B.max())), np.int32)
+        for row, prompt in zip(prompts_BT, prompts, strict=False):
+            row[: len(prompt)] = prompt
+        steps = int(limits_B[: len(prompts)].max())
+        size = self._padded(int((lengths_B + limits_B)[: len(prompts)].max()))
+        program = sampling._replace(seed=0)  # the keys contain the seed, so the program does not
+        keys_B = text_keys(sampling.seed, number)
+        tokens_B, stored = self._read(self._params, prompts_BT, lengths_B, keys_B, sampling=program, size=size)
+        texts = [_Text(self.tokenizer, self._end, int(limit)) for limit in limits_B[: len(prompts)]]
+        for step in range(steps):
+            ready_B = tokens_B
+            if step + 1 < steps:
+                tokens_B, stored = self._next(
+                    self._params, tokens_B, lengths_B + step, keys_B, stored=stored, sampling=program
+                )
+            for index, token in enumerate(np.asarray(ready_B)[: len(prompts)].tolist()):
+                if not texts[index].end:
+                    yield Piece(index, *texts[index].add(token))
+            if all(text.end for text in texts):
+                return
+
+    def _padded(self, length: int) -> int:
+        """Return the length for which a program is compiled."""
+        return min(SMALLEST * _power_of_two(-(-length // SMALLEST)), self.max_length)
+
+    def _read_prompts(
+        self, params: Params, prompts_BT: jax.Array, lengths_B: jax.Array, keys_B: jax.Array, *, sampling: Sampling, size: int
+    ) -> tuple[jax.Array, Stored]:
+        """Return the first new token of each text, and the memory of `size` positions."""
+        spec = self._spec
+        shape = (len(prompts_BT), size, spec.num_kv_heads, spec.head_dim)
+        memory = Memory(empty(spec.num_layers * spec.num_applications, shape, spec.dtype), jnp.zeros_like(lengths_B))
+        x_BTD = self._model.extend(params, prompts_BT, memory)
+        x_B1D = jnp.take_along_axis(x_BTD, (lengths_B - 1)[:, None, None], axis=1)
+        return self._choose(params, x_B1D, sampling, keys_B, lengths_B), memory.extended()
+
+    def _next_token(
+        self, params: Params, tokens_B: jax.Array, positions_B: jax.Array, keys_B: jax.Array, *, stored: Stored, sampling: Sampling
+    ) -> tuple[jax.Array, Stored]:
+        """Return the token after each of tokens_B, which are at positions_B, and the extended memory."""
+        memory = Memory(stored, positions_B)
+        x_B1D = self._model.extend(params, tokens_B[:, None], memory)
+        return self._choose(params, x_B1D, sampling, keys_B, positions_B + 1), memory.extended()
+
+    def _choose(
+        self, params: Params, x_B1D: Any, sampling: Sampling, keys_B: jax.Array, positions_B: jax.Array
+    ) -> jax.Array:
+        logits_BV = self._model.last(params, x_B1D)[:, 0, : tokenizers.vocab_size(self.tokenizer)]
+        return choose(logits_BV.astype(jnp.float32), sampling, keys_B, positions_B)
+
+
+class _Text:
+    """A text that grows token by token."""
+
+    def __init__(self, tokenizer: Tokenizer, end_of_text: int | None, limit: int):
+        self._tokenizer, self._end_of_text, self._limit = tokenizer, end_of_text, limit
+        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._number = 0
+        self.end = ""
+
+    def add(self, token: int) -> tuple[int | None, str, str]:
+        """Return the token, its text, and why the text ends, as in `Piece`."""
+        self._number += 1
+        if token == self._end_of_text:
+            self.end = "end of text"
+            return None, "", self.end
+        self.end = "length" if self._number == self._limit else ""
+        return token, self._decoder.step(self._tokenizer, token) or "", self.end
+
+
+def unseen_characters(tokenizer: Tokenizer, text: str) -> list[str]:
+    """Return the characters of a text, in order, that the tokenizer drops or replaces by its unknown token."""
+    encoding = tokenizer.encode(text, add_special_tokens=False)
+    unknown = {tokenizer.token_to_id(name) for name in ("[UNK]", "<unk>")} - {None}
+    known = np.zeros(len(text), bool)
+    for token, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
+        known[start:stop] |= token not in unknown
+    return [character for character, is_known in zip(text, known, strict=True) if not is_known and not character.isspace()]
+
+
+def _power_of_two(number: int) -> int:
+    """Return the smallest power of two that is at least `number`."""
+    return 1 << (number - 1).bit_length()
