@@ -54,7 +54,9 @@ def make_generation() -> None:
         parameter.data += 1.2 * torch.randn_like(parameter)
     inputs, lengths = torch.randint(2, 40, (3, 9)), torch.tensor([1, 4, 9])
     prompts = [text[None, :length] for text, length in zip(inputs, lengths, strict=True)]
-    greedy = torch.cat([model.generate(prompt, max_length=GENERATION.n_positions, do_sample=False) for prompt in prompts])
+    greedy = torch.cat(
+        [model.generate(prompt, max_length=GENERATION.n_positions, do_sample=False) for prompt in prompts]
+    )
     directory = REFERENCE / "gpt_generation"
     model.save_pretrained(directory)
     (directory / "generation_config.json").unlink(missing_ok=True)

@@ -157,11 +157,15 @@ def _settings(path: Path) -> tuple[bool, bool | None, bool]:
 
 def special(tokenizer: Tokenizer, names: Iterable[str], use: str, path: Path) -> int:
     """Return the id of the first of `names` in the vocabulary. Raises UserError if the vocabulary has none of them."""
-    for name in names:
-        index = tokenizer.token_to_id(name)
-        if index is not None:
-            return index
-    raise UserError(f"{path} has no token for {use}; it must contain {' or '.join(names)}")
+    index = find_special(tokenizer, names)
+    if index is None:
+        raise UserError(f"{path} has no token for {use}; it must contain {' or '.join(names)}")
+    return index
+
+
+def find_special(tokenizer: Tokenizer, names: Iterable[str]) -> int | None:
+    """Return the id of the first of `names` in the vocabulary, or None if the vocabulary has none of them."""
+    return next((index for index in map(tokenizer.token_to_id, names) if index is not None), None)
 
 
 def vocab_size(tokenizer: Tokenizer) -> int:

@@ -68,34 +68,40 @@ class Generator:
         config = trained.config
         if trained.task.head != "causal_lm" or config.model.name != "gpt":
             raise UserError(
-                f"{trained.source} has config.task={trained.task.name!r} and config.model.name={config.model.name!r}; "
+                f"{trained.workdir} has config.task={trained.task.name!r} and config.model.name={config.model.name!r}; "
                 "to generate text, they must be 'causal_lm' and 'gpt'"
             )
-        assert trained.tokenizer is not None
+        if trained.tokenizer is None:
+            raise UserError(
+                f"{trained.workdir} has config.data.source={config.data.source!r}; to generate text, it must be a run "
+                "with a tokenizer"
+            )
         _, self._spec = resolve(config, trained.info)
         self.max_length = trained.info.input_shape[0]
-        self.tokenizer: Tokenizer = trained.tokenizer
-        self._end = next(filter(None.__ne__, map(self.tokenizer.token_to_id, tokenizers.END_OF_TEXT)), None)
-        self._params = jax.device_put(trained.params, trained.devices[0])
+        self.tokenizer = Tokenizer.from_str(trained.tokenizer.to_str())
+        self.tokenizer.no_padding()
+        self.tokenizer.no_truncation()
+        self._end = tokenizers.find_special(self.tokenizer, tokenizers.END_OF_TEXT)
+        self._vocab_size = tokenizers.vocab_size(self.tokenizer)
+        self._params = jax.device_put(trained.params, trained.mesh.devices.flat[0])
         self._model = trained.model
         self._read = jax.jit(self._read_prompts, static_argnames=("sampling", "size"))
         self._next = jax.jit(self._next_token, static_argnames="sampling", donate_argnames="stored")
 
-    def encode(self, prompt: str, max_tokens: int) -> list[int]:
+    def encode(self, prompt: str) -> list[int]:
         """Return the tokens of a prompt; an empty one begins with the end-of-text token, as a text in training does.
 
         Raises:
           UserError: the prompt has characters without a token, or leaves no room for a token.
         """
-        self.tokenizer.no_padding()
-        self.tokenizer.no_truncation()
         unseen = unseen_characters(self.tokenizer, prompt)
         if unseen:
             raise UserError(f"the prompt is {prompt!r:.80}; it must not contain {unseen[0]!r}, which has no token")
         tokens = list(self.tokenizer.encode(prompt, add_special_tokens=False).ids)
-        if not tokens and self._end is None:
-            raise UserError("the prompt is empty; it must have a token, because the tokenizer has no end of text")
-        tokens = tokens or [self._end]
+        if not tokens:
+            if self._end is None:
+                raise UserError("the prompt is empty; it must have a token, because the tokenizer has no end of text")
+            tokens = [self._end]
         if len(tokens) >= self.max_length:
             raise UserError(
                 f"the prompt has {format_count(len(tokens), 'token')}; it must have fewer than {self.max_length}, the "
@@ -119,7 +125,7 @@ class Generator:
             raise UserError("there are no prompts; there must be at least one")
         if max_tokens < 1:
             raise UserError(f"max_tokens is {max_tokens}; it must be at least 1")
-        return self._stream([self.encode(prompt, max_tokens) for prompt in prompts], max_tokens, sampling)
+        return self.stream_tokens([self.encode(prompt) for prompt in prompts], max_tokens, sampling)
 
     def __call__(self, prompts: Sequence[str], max_tokens: int, sampling: Sampling) -> list[Completion]:
         """Return the whole continuations. See `stream`."""
@@ -136,11 +142,12 @@ class Generator:
             for prompt, parts, ids, end in zip(prompts, texts, tokens, ends, strict=True)
         ]
 
-    def _stream(self, prompts: list[list[int]], max_tokens: int, sampling: Sampling) -> Iterator[Piece]:
+    def stream_tokens(self, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Sampling) -> Iterator[Piece]:
+        """Yield the continuations of prompts whose tokens are given, as `stream` does, without checks."""
         number = _power_of_two(len(prompts))
         lengths_B = np.array([len(prompt) for prompt in prompts] + [1] * (number - len(prompts)), np.int32)
         limits_B = np.minimum(max_tokens, self.max_length - lengths_B)  # new tokens
-        prompts_BT = np.zeros((number, self._padded(lengths_B.max())), np.int32)
+        prompts_BT = np.zeros((number, self._padded(int(lengths_B.max()))), np.int32)
         for row, prompt in zip(prompts_BT, prompts, strict=False):
             row[: len(prompt)] = prompt
         steps = int(limits_B[: len(prompts)].max())
@@ -166,7 +173,14 @@ class Generator:
         return min(SMALLEST * _power_of_two(-(-length // SMALLEST)), self.max_length)
 
     def _read_prompts(
-        self, params: Params, prompts_BT: jax.Array, lengths_B: jax.Array, keys_B: jax.Array, *, sampling: Sampling, size: int
+        self,
+        params: Params,
+        prompts_BT: jax.Array,
+        lengths_B: jax.Array,
+        keys_B: jax.Array,
+        *,
+        sampling: Sampling,
+        size: int,
     ) -> tuple[jax.Array, Stored]:
         """Return the first new token of each text, and the memory of `size` positions."""
         spec = self._spec
@@ -177,7 +191,14 @@ class Generator:
         return self._choose(params, x_B1D, sampling, keys_B, lengths_B), memory.extended()
 
     def _next_token(
-        self, params: Params, tokens_B: jax.Array, positions_B: jax.Array, keys_B: jax.Array, *, stored: Stored, sampling: Sampling
+        self,
+        params: Params,
+        tokens_B: jax.Array,
+        positions_B: jax.Array,
+        keys_B: jax.Array,
+        *,
+        stored: Stored,
+        sampling: Sampling,
     ) -> tuple[jax.Array, Stored]:
         """Return the token after each of tokens_B, which are at positions_B, and the extended memory."""
         memory = Memory(stored, positions_B)
@@ -187,7 +208,7 @@ class Generator:
     def _choose(
         self, params: Params, x_B1D: Any, sampling: Sampling, keys_B: jax.Array, positions_B: jax.Array
     ) -> jax.Array:
-        logits_BV = self._model.last(params, x_B1D)[:, 0, : tokenizers.vocab_size(self.tokenizer)]
+        logits_BV = self._model.last(params, x_B1D)[:, 0, : self._vocab_size]  # a model can have more rows
         return choose(logits_BV.astype(jnp.float32), sampling, keys_B, positions_B)
 
 
@@ -217,7 +238,9 @@ def unseen_characters(tokenizer: Tokenizer, text: str) -> list[str]:
     known = np.zeros(len(text), bool)
     for token, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
         known[start:stop] |= token not in unknown
-    return [character for character, is_known in zip(text, known, strict=True) if not is_known and not character.isspace()]
+    return [
+        character for character, is_known in zip(text, known, strict=True) if not is_known and not character.isspace()
+    ]
 
 
 def _power_of_two(number: int) -> int:
