@@ -164,6 +164,13 @@ def special(tokenizer: Tokenizer, names: Iterable[str], use: str, path: Path) ->
     raise UserError(f"{path} has no token for {use}; it must contain {' or '.join(names)}")
 
 
+def unknown_token(tokenizer: Tokenizer, path: Path) -> str:
+    """Return the token of words without tokens. Raises UserError if the vocabulary has none."""
+    unknown = tokenizer.id_to_token(special(tokenizer, UNKNOWN, "words without tokens", path))
+    assert unknown is not None
+    return unknown
+
+
 def vocab_size(tokenizer: Tokenizer) -> int:
     """Return one more than the largest id."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
