@@ -39,6 +39,9 @@ def log(line: str) -> None:
 
 def predict(arguments: Namespace) -> None:
     """Predict for the examples of the input. Raises UserError for a mistake, and leaves no output then."""
+    path = STDIN if arguments.input in (None, "-") else Path(arguments.input)
+    if path != STDIN:
+        inputs.check_file(path, "--input")
     if arguments.output:
         outputs.check_output(arguments.output)
     config = configs.read_config(arguments.workdir)
@@ -51,7 +54,6 @@ def predict(arguments: Namespace) -> None:
     if arguments.input is None and trained.info.kind == "text" and sys.stdin.isatty():
         ask(trained, arguments.top_k)
     else:
-        path = STDIN if arguments.input in (None, "-") else Path(arguments.input)
         predict_file(predictor, path, arguments.output, arguments.top_k, arguments.format)
 
 

@@ -53,11 +53,9 @@ def input_format(path: Path, given: str | None, trained: Trained, option: str = 
       option: the option that named the file, for error messages.
 
     Raises:
-      UserError: the file cannot be read, has another extension, or is not for this kind of model.
+      UserError: the format is unknown, or not for this kind of model.
     """
     kinds = ("npy",) if trained.info.kind != "text" else (*INPUT_READERS,)
-    if path != STDIN:
-        check_file(path, option)
     suffixes = [suffix for suffix in path.suffixes if suffix not in DECOMPRESSORS]
     suffix = suffixes[-1].removeprefix(".").lower() if suffixes else ""
     found = given or ("lines" if path == STDIN or suffix in LINES_SUFFIXES else suffix)

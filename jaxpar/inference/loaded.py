@@ -56,7 +56,7 @@ class LoadedModel:
           UserError: the examples are of another kind, or there are none.
         """
         self.predictor.check_top_k("top_k", top_k)
-        if not isinstance(examples, np.ndarray):
+        if self.trained.info.kind == "text" or not isinstance(examples, np.ndarray):
             self._check(examples)
         most = WINDOW * self.predictor.batch_size
         if self.trained.info.kind != "text":
@@ -71,6 +71,8 @@ class LoadedModel:
     def _check(self, examples: Any) -> None:
         """Raise UserError unless the examples are a sequence of texts as the model reads them."""
         trained = self.trained
+        if isinstance(examples, np.ndarray):
+            raise UserError("examples is a NumPy array; it must be a list of texts, because the model reads texts")
         if trained.info.kind != "text":
             raise UserError(f"examples is {type(examples).__name__}; it must be a NumPy array of {trained.info.kind}s")
         columns = text_columns(trained.config)
