@@ -35,18 +35,19 @@ class Corpus:
         with empty text (`empty`).
     """
 
-    def __init__(self, config: ConfigDict, labels: Labels):
+    def __init__(self, config: ConfigDict, labels: Labels, only: str | None = None):
+        """Create the corpus of a config. only: the split whose file is read, whatever the training file contains."""
         data = config.data
         self._source = "tsv" if data.source == "wordnet" else data.source
         label = data.label_column if labels in (Labels.CLASSES, Labels.TAGS) else None
         targets = tuple(data.target_columns) if labels is Labels.TARGETS else ()
-        texts = ("text",) if data.source == "wordnet" else tuple(data.text_columns)
-        self._columns = Columns(texts, label, targets, labels is Labels.TAGS)
-        self._files = {name: files.find_files(f"data.{name}", data[name]) for name in SPLITS if data[name]}
-        if data.source == "wordnet":
+        self._columns = Columns(text_columns(config), label, targets, labels is Labels.TAGS)
+        names = [only] if only else [name for name in SPLITS if data[name]]
+        self._files = {name: files.find_files(f"data.{name}", data[name]) for name in names}
+        if not only and data.source == "wordnet":
             self._files = {"train": [WORDNET]}
-        self._validation = 0.0 if data.validation else float(data.validation_fraction)
-        self._test = 0.0 if data.test else float(data.test_fraction)
+        self._validation = 0.0 if data.validation or only else float(data.validation_fraction)
+        self._test = 0.0 if data.test or only else float(data.test_fraction)
         self._drops_unlabelled = bool(data.drop_unlabelled)
         self.counts: Counter[str] = Counter()
 
@@ -79,7 +80,9 @@ class Corpus:
                 yield from split_by_place(list(rows), self._validation, self._test)
                 continue
             for row in rows:
-                if name == "train":
+                if "train" not in self._files:
+                    pass  # the caller knows the labels
+                elif name == "train":
                     known |= labels_of(row)
                 elif unseen := sorted(labels_of(row) - known):
                     hint = nearest(unseen[0], known)
@@ -121,7 +124,8 @@ class Corpus:
     def check_sizes(self, examples: dict[str, int], unit: str) -> None:
         """Raise UserError if a split that the config requests has no examples."""
         for name, key in (("train", ""), ("validation", "validation_fraction"), ("test", "test_fraction")):
-            wanted = name in self._files or {"validation": self._validation, "test": self._test}[name] > 0
+            fraction = {"train": 0.0, "validation": self._validation, "test": self._test}[name]
+            wanted = name in self._files or fraction > 0
             if wanted and not examples[name]:
                 there = ", ".join(f"{count} {split}" for split, count in examples.items())
                 if name in self._files:
@@ -129,6 +133,11 @@ class Corpus:
                 else:
                     what = f"config.data.{key} is too small; it must be 0, or leave {unit} for the {name} split"
                 raise UserError(f"{what} (number of {unit}: {there})")
+
+
+def text_columns(config: ConfigDict) -> tuple[str, ...]:
+    """Return the names of the text columns: those of the config, or that of the glosses."""
+    return ("text",) if config.data.source == "wordnet" else tuple(config.data.text_columns)
 
 
 def labels_of(row: TextRow) -> set[str]:

@@ -103,6 +103,8 @@ def digest_files(paths: Iterable[Path]) -> str:
 
 def invalid_utf8(path: Path) -> UserError:
     """Return the error for a file that is not UTF-8: that it is not text, or the line and the byte."""
+    if not path.is_file():  # a pipe, which cannot be read again
+        return UserError(f"{path} is not UTF-8; it must be text in UTF-8")
     with open_bytes(path) as file:
         start = file.read(2**16)
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):

@@ -1,4 +1,4 @@
-"""Reads text examples from tables (csv, tsv, jsonl, parquet) and from plain text, one row at a time.
+"""Reads text examples from tables (csv, tsv, jsonl, parquet), from plain text and from lines, one row at a time.
 
 Every reader is a generator of `TextRow`, so that a table does not have to fit in memory. Error messages contain the
 file and the line.
@@ -6,11 +6,13 @@ file and the line.
 
 import csv
 import io
+import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,12 +32,14 @@ class Columns(NamedTuple):
       label: the column of the class or of the tags, or None if there is no label.
       targets: the columns of the regression targets.
       has_tags: whether the text is a list of words and the label a list of tags, one per word.
+      keeps_record: whether rows keep the values of all columns of the file.
     """
 
     texts: tuple[str, ...]
     label: str | None
     targets: tuple[str, ...] = ()
     has_tags: bool = False
+    keeps_record: bool = False
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -53,6 +57,7 @@ class TextRow(NamedTuple):
       line: the line in the file, from 1 (for parquet, the row).
       targets: the regression targets; () if one of them is missing.
       tags: the tags of the words, in IOB2 format; () if there are none.
+      record: the values of all columns by name, if `Columns.keeps_record` is set.
     """
 
     texts: tuple[str, ...]
@@ -61,6 +66,7 @@ class TextRow(NamedTuple):
     line: int
     targets: tuple[float, ...] = ()
     tags: tuple[str, ...] = ()
+    record: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def place(self) -> str:
@@ -75,14 +81,14 @@ class TextRow(NamedTuple):
 
 
 def read_files(source: str, files: Sequence[Path], columns: Columns) -> Iterator[TextRow]:
-    """Yield the rows of all files. `source` is a key of READERS.
+    """Yield the rows of all files. `source` is a key of READERS or of INPUT_READERS.
 
     Raises UserError with the file and line if a row is invalid.
     """
     for path in files:
         row = None
         try:
-            for row in READERS[source](path, columns):
+            for row in (READERS | INPUT_READERS)[source](path, columns):
                 yield _valid(row)
         except UnicodeDecodeError:
             raise invalid_utf8(path) from None
@@ -109,7 +115,9 @@ def _read_csv(path: Path, columns: Columns) -> Iterator[TextRow]:
     csv.field_size_limit(sys.maxsize)
     with _open_text(path) as file:
         reader = csv.reader(file, strict=True)
-        places, width, line = None, 0, 1
+        header: list[str] = []
+        places: list[int] = []
+        line = 1
         while True:
             try:
                 fields = next(reader)
@@ -117,10 +125,10 @@ def _read_csv(path: Path, columns: Columns) -> Iterator[TextRow]:
                 return
             except csv.Error as error:
                 raise UserError(f"{path}:{line}: a quote opens here and is not closed properly ({error})") from None
-            if fields and places is None:
-                places, width = _places(path, fields, columns), len(fields)
-            elif fields and places is not None:
-                yield _row(path, line, fields, places, width, columns)
+            if fields and not header:
+                header, places = fields, _places(path, fields, columns)
+            elif fields:
+                yield _row(path, line, fields, places, header, columns)
             line = reader.line_num + 1
 
 
@@ -131,7 +139,7 @@ def _read_tsv(path: Path, columns: Columns) -> Iterator[TextRow]:
         places = _places(path, header, columns)
         for number, text in enumerate(file, start=2):
             if text.strip("\r\n"):
-                yield _row(path, number, text.rstrip("\r\n").split("\t"), places, len(header), columns)
+                yield _row(path, number, text.rstrip("\r\n").split("\t"), places, header, columns)
 
 
 def _read_jsonl(path: Path, columns: Columns) -> Iterator[TextRow]:
@@ -151,7 +159,8 @@ def _read_jsonl(path: Path, columns: Columns) -> Iterator[TextRow]:
                     f"{path}:{number}: the line is JSON of type {type(record).__name__}; it must be an object"
                 )
             places = _places(path, list(record), columns, number)
-            yield _typed_row(path, number, [list(record.values())[place] for place in places], columns)
+            row = _typed_row(path, number, [list(record.values())[place] for place in places], columns)
+            yield row._replace(record=record) if columns.keeps_record else row
 
 
 def _read_parquet(path: Path, columns: Columns) -> Iterator[TextRow]:
@@ -162,10 +171,12 @@ def _read_parquet(path: Path, columns: Columns) -> Iterator[TextRow]:
         with pq.ParquetFile(path) as file:
             _places(path, file.schema_arrow.names, columns)
             number = 0
-            for batch in file.iter_batches(columns=list(columns.all)):
-                for values in zip(*(batch.column(name).to_pylist() for name in columns.all), strict=True):
+            for batch in file.iter_batches(columns=None if columns.keeps_record else list(columns.all)):
+                records = batch.to_pylist() if columns.keeps_record else itertools.repeat({}, batch.num_rows)
+                values_of_rows = zip(*(batch.column(name).to_pylist() for name in columns.all), strict=True)
+                for record, values in zip(records, values_of_rows, strict=True):
                     number += 1
-                    yield _typed_row(path, number, values, columns)
+                    yield _typed_row(path, number, values, columns)._replace(record=record)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path} is not a readable parquet file: {str(error).splitlines()[0]}") from None
 
@@ -176,6 +187,21 @@ def _read_text(path: Path, _columns: Columns) -> Iterator[TextRow]:
         text = file.read()
     if text.strip():
         yield TextRow((text,), "", path, 1)
+
+
+def _read_lines(path: Path, columns: Columns) -> Iterator[TextRow]:
+    """Read one example per line. Two texts are separated by a tab, and words by spaces. Blank lines are skipped."""
+    with _open_text(path) as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            text = line.rstrip("\r\n")
+            texts = text.split() if columns.has_tags else text.split("\t", len(columns.texts) - 1)
+            if not columns.has_tags and len(texts) != len(columns.texts):
+                raise UserError(f"{path}:{number} has {len(texts)} text; it must have 2, separated by a tab")
+            values = [texts] if columns.has_tags else texts
+            record = dict(zip(columns.texts, values, strict=True)) if columns.keeps_record else {}
+            yield TextRow(tuple(texts), "", path, number, record=record)
 
 
 def format_places(rows: Sequence[TextRow], number: int) -> str:
@@ -191,6 +217,7 @@ READERS: dict[str, Callable[[Path, Columns], Iterator[TextRow]]] = {
     "parquet": _read_parquet,
     "text": _read_text,
 }
+INPUT_READERS = {**{name: read for name, read in READERS.items() if name != "text"}, "lines": _read_lines}
 
 
 def _open_text(path: Path) -> io.TextIOWrapper:
@@ -211,17 +238,23 @@ def _places(path: Path, names: Sequence[str], columns: Columns, line: int = 1) -
             )
         if list(names).count(name) > 1:
             raise UserError(f"{path}:{line} has more than one column {name!r}; it must have one")
+    if columns.keeps_record and len(set(names)) < len(names):
+        twice = next(name for name in names if list(names).count(name) > 1)
+        raise UserError(f"{path}:{line} has more than one column {twice!r}; it must have one")
     return [list(names).index(name) for name in columns.all]
 
 
-def _row(path: Path, line: int, fields: Sequence[str], places: Iterable[int], width: int, columns: Columns) -> TextRow:
-    if len(fields) != width:
-        raise UserError(f"{path}:{line} has {len(fields)} columns; it must have {width}, as the header has")
+def _row(
+    path: Path, line: int, fields: Sequence[str], places: Iterable[int], header: Sequence[str], columns: Columns
+) -> TextRow:
+    if len(fields) != len(header):
+        raise UserError(f"{path}:{line} has {len(fields)} columns; it must have {len(header)}, as the header has")
     values = [fields[place] for place in places]
     texts = tuple(values[: len(columns.texts)])
+    record = dict(zip(header, fields, strict=True)) if columns.keeps_record else {}
     if columns.targets:
-        return TextRow(texts, "", path, line, _targets(path, line, values, columns))
-    return TextRow(texts, "".join(values[len(texts) :]), path, line)
+        return TextRow(texts, "", path, line, _targets(path, line, values, columns), record=record)
+    return TextRow(texts, "".join(values[len(texts) :]), path, line, record=record)
 
 
 def _targets(path: Path, line: int, values: Sequence[Any], columns: Columns) -> tuple[float, ...]:
@@ -254,7 +287,7 @@ def _target(value: Any) -> float:
 def _typed_row(path: Path, line: int, values: Sequence[Any], columns: Columns) -> TextRow:
     """Return a row of typed values. Texts must be strings, labels strings, numbers or booleans, and targets numbers."""
     if columns.has_tags:
-        return _tagged_row(path, line, values[0], values[1], columns)
+        return _tagged_row(path, line, values[0], values[1] if columns.label else None, columns)
     texts = tuple(values[: len(columns.texts)])
     for name, text in zip(columns.texts, texts, strict=True):
         if not isinstance(text, str):

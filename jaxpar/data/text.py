@@ -68,6 +68,44 @@ def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:
     return Dataset(info, splits["train"], splits["validation"], splits["test"], cache.fingerprint(facts))
 
 
+def load_split(
+    config: ConfigDict, labels: Labels, info: DataInfo, serialized: str, workdir: Path, directory: Path
+) -> Split:
+    """Load the file config.data.test of another data set as a split, with the tokenizer and classes of a run.
+
+    Args:
+      config: config of the run, with another config.data.test and config.data.source.
+      labels: the kind of labels.
+      info: properties of the data of the run.
+      serialized: the tokenizer of the run.
+      workdir: workdir of the run, for error messages.
+      directory: empty directory for the token arrays, which the split reads.
+
+    Raises:
+      UserError: the file is invalid, or has labels that the training data lacks.
+    """
+    made, path = Tokenizer.from_str(serialized), workdir / "tokenizer.json"
+    corpus = Corpus(config, labels, only="test")
+    corpus.check_columns()
+    facts = _write(directory, config=config, labels=labels, corpus=corpus, made=made, path=path)
+    entry = cache.Entry(directory, facts)
+    _report_rows(facts, config)
+    corpus.check_sizes(facts["examples"], "blocks" if labels is Labels.NEXT else "examples")
+    if labels in (Labels.CLASSES, Labels.TAGS):
+        name = "labels" if labels is Labels.CLASSES else "tags"
+        if unseen := [label for label in facts["classes"] if label not in info.class_names]:
+            raise UserError(
+                f"{config.data.test} has the label {unseen[0]!r}, which the training data of {workdir} lacks; it must "
+                f"have labels such as {', '.join(map(repr, info.class_names[:5]))}"
+            )
+        number_C = np.array([*map(info.class_names.index, facts["classes"]), -1], np.int32)  # index -1 maps to -1
+        np.save(directory / f"test.{name}.npy", number_C[entry.array(f"test.{name}")])
+    masking = _masking(config, labels, made, path)
+    if masking is not None:
+        _check_maskable(entry, masking)
+    return _split(config, labels, entry, "test", info.pad_id, masking)
+
+
 def _report_rows(facts: Facts, config: ConfigDict) -> None:
     """Print the number of rows that were dropped or have no text. Raises UserError if no row has a text."""
     rows: Counter[str] = Counter(facts.get("rows", {}))  # entries of earlier versions lack it
@@ -158,9 +196,7 @@ def _write_arrays(
         end = tokenizer.special(made, tokenizer.END_OF_TEXT, "the end of a text", path)
         return tokens.write_blocks(directory, corpus.rows(), made, longest, end)
     if labels is Labels.TAGS:
-        unknown = made.id_to_token(tokenizer.special(made, tokenizer.UNKNOWN, "words without tokens", path))
-        assert unknown is not None
-        return tokens.write_tagged(directory, corpus.rows(), made, longest, unknown)
+        return tokens.write_tagged(directory, corpus.rows(), made, longest, tokenizer.unknown_token(made, path))
     if config.data.source == "text":
         ends = made.encode("").ids
         if len(ends) != 2:

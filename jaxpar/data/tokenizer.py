@@ -168,6 +168,13 @@ def find_special(tokenizer: Tokenizer, names: Iterable[str]) -> int | None:
     return next((index for index in map(tokenizer.token_to_id, names) if index is not None), None)
 
 
+def unknown_token(tokenizer: Tokenizer, path: Path) -> str:
+    """Return the token of words without tokens. Raises UserError if the vocabulary has none."""
+    unknown = tokenizer.id_to_token(special(tokenizer, UNKNOWN, "words without tokens", path))
+    assert unknown is not None
+    return unknown
+
+
 def vocab_size(tokenizer: Tokenizer) -> int:
     """Return one more than the largest id."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1

@@ -81,7 +81,7 @@ def write_tagged(
     splits = {name: _SplitArrays(tokenizer) for name in SPLITS}
     seen: dict[str, int] = {}  # tag -> number, in order of appearance
     for chunk in _chunks((row.texts, split, row) for split, row in rows):
-        encodings = _encode_words([list(words) for words, _, _ in chunk], tokenizer, unknown)
+        encodings = encode_words([list(words) for words, _, _ in chunk], tokenizer, unknown)
         for (_, split, row), encoding in zip(chunk, encodings, strict=True):
             arrays, previous = splits[split], None
             for word in encoding.word_ids:
@@ -102,7 +102,7 @@ def write_tagged(
     return {"classes": classes, "examples": {name: len(arrays.offsets) - 1 for name, arrays in splits.items()}}
 
 
-def _encode_words(texts: list[list[str]], tokenizer: Tokenizer, unknown: str) -> list[Encoding]:
+def encode_words(texts: list[list[str]], tokenizer: Tokenizer, unknown: str) -> list[Encoding]:
     """Return the encodings of lists of words, with `unknown` in place of words without tokens."""
     encodings = tokenizer.encode_batch(texts, is_pretokenized=True)
     for number, (words, encoding) in enumerate(zip(texts, encodings, strict=True)):

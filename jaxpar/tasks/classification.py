@@ -1,6 +1,6 @@
 """Classification: predicts one of several classes for each example.
 
-Dims: B examples, C classes.
+Dims: B examples, C classes, K classes of a prediction.
 """
 
 from collections.abc import Mapping
@@ -12,12 +12,15 @@ from jaxpar.tasks import cross_entropy
 from jaxpar.tasks.task import Names, Prediction, Score, Task
 
 
-def predictions(logits_BC: np.ndarray, _batch: Mapping[str, np.ndarray], names: Names) -> list[Prediction]:
-    """Return the most likely class of each example: `{"class": "noun", "probability": 0.93}`."""
-    classes_B, probabilities_B = cross_entropy.best_choices(logits_BC)
+def predictions(readout: Mapping[str, np.ndarray], _batch: Mapping[str, np.ndarray], names: Names) -> list[Prediction]:
+    """Return the most likely class of each example: `{"class": "noun", "probability": 0.93}`.
+
+    If the readout has several classes, `top` lists them in the same form, the most likely first.
+    """
+    classes = names.info.class_names
     return [
-        {"class": names.info.class_names[number], "probability": float(probability)}
-        for number, probability in zip(classes_B, probabilities_B, strict=True)
+        cross_entropy.ranked_choices("class", [classes[number] for number in choices_K], probabilities_K)
+        for choices_K, probabilities_K in zip(readout["choices"], readout["probabilities"], strict=True)
     ]
 
 
@@ -32,5 +35,7 @@ TASK = Task(
     loss_unit="nats",
     headline="test accuracy {test_accuracy:.2%}",
     score=Score("test_accuracy", ".2%"),
+    readout=lambda logits_BC, _batch, top_k: cross_entropy.top_choices(logits_BC, top_k),
     predictions=predictions,
+    ranks_choices=True,
 )

@@ -4,13 +4,13 @@ Dims: B examples, T positions, C classes or tokens; ... is B or B,T.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.tasks.task import Sums, mean_loss
+from jaxpar.tasks.task import Prediction, Readable, Sums, mean_loss
 from jaxpar.tasks.token_logits import TokenLogits, chunked_sums, weighted_sums, whole
 
 TERMS: dict[str, tuple[int, ...]] = {"correct": ()}
@@ -31,11 +31,34 @@ def sums(logits: jax.Array | TokenLogits, batch: Mapping[str, jax.Array]) -> Sum
     return Sums(loss, {"correct": correct}, jnp.sum(weights))
 
 
-def best_choices(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the most likely class and its probability, on the host: [..., C] -> int [...], float64 [...]."""
-    logits = np.asarray(logits, np.float64)
-    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return logits.argmax(axis=-1), 1 / weights.sum(axis=-1)
+def top_choices(logits: jax.Array, number: int) -> dict[str, jax.Array]:
+    """Return the most likely classes, `choices`, and their `probabilities`, the most likely first.
+
+    Args:
+      logits: [..., C], any float dtype; converted to float32.
+      number: number k of classes to return; at most C are returned. The results are [..., k].
+    """
+    logits = logits.astype(jnp.float32)
+    if number == 1:  # a maximum is much cheaper than a sort
+        choices, values = jnp.argmax(logits, axis=-1, keepdims=True), jnp.max(logits, axis=-1, keepdims=True)
+    else:
+        values, choices = jax.lax.top_k(logits, min(number, logits.shape[-1]))
+    return {"choices": choices, "probabilities": jnp.exp(values - jax.nn.logsumexp(logits, axis=-1, keepdims=True))}
+
+
+def ranked_choices(key: str, names: Sequence[str], probabilities: np.ndarray) -> Prediction:
+    """Return the first choice: `{"class": "noun", "probability": 0.9}`. If there are several, `top` lists all.
+
+    Args:
+      key: the key of a name, such as `class`.
+      names: the names of the choices, the most likely first.
+      probabilities: their probabilities, float32 [k].
+    """
+    choices: list[Readable] = [
+        {key: name, "probability": probability} for name, probability in zip(names, probabilities.tolist(), strict=True)
+    ]
+    first: Prediction = {key: names[0], "probability": float(probabilities[0])}
+    return {**first, "top": choices} if len(choices) > 1 else first
 
 
 def accuracy(sums: Sums) -> dict[str, float]:

@@ -29,6 +29,7 @@ def make_regression(config: ConfigDict) -> Task:
         loss_unit="mean squared error",
         headline="test RMSE {test_rmse:.4g}, R2 {test_r2:.4f}",
         score=Score("test_r2", ".4f"),
+        readout=lambda outputs_BK, _batch, _top_k: {"values": outputs_BK},
         predictions=predictions,
     )
 
@@ -53,9 +54,9 @@ def sums(outputs_BK: jax.Array, batch: Mapping[str, jax.Array]) -> Sums:
     return Sums(jnp.mean(errors_K), terms, jnp.sum(batch["weights"]))
 
 
-def predictions(outputs_BK: np.ndarray, _batch: Mapping[str, np.ndarray], names: Names) -> list[Prediction]:
+def predictions(readout: Mapping[str, np.ndarray], _batch: Mapping[str, np.ndarray], names: Names) -> list[Prediction]:
     """Return the predicted numbers of each example by column name: `{"stars": 4.5, "price": 12.25}`."""
-    return [dict(zip(names.info.targets, map(float, outputs_K), strict=True)) for outputs_K in outputs_BK]
+    return [dict(zip(names.info.targets, map(float, values_K), strict=True)) for values_K in readout["values"]]
 
 
 def metrics(sums: Sums) -> dict[str, float]:

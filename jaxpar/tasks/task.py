@@ -80,8 +80,13 @@ class Task:
       loss_unit: unit of the loss, for the axis label.
       headline: format string of the last line of a run; its fields are keys of result.json.
       score: the metric that ranks runs.
-      predictions: (model outputs, batch, names) -> predictions for the examples, in order. Runs on the host in NumPy.
-        The batch has the same keys as for `sums`, but its labels are not read.
+      readout: (output of the model's last layer, batch, top_k) -> arrays by name, with B examples in dim 0: what
+        `predictions` needs of the output. Part of a program, so that little is copied to the host. The batch has the
+        same keys as for `sums`, and `positions`; its labels are not read. top_k: number of choices to rank.
+      predictions: (readout, batch, names) -> predictions for the examples, in order. Runs on the host in NumPy.
+      positions: batch -> batch["positions"] for `readout`, int32 [B, P], the positions of the predicted tokens.
+        None: the task predicts examples or all positions.
+      ranks_choices: whether a prediction is the most likely of several choices, so that top_k can be more than 1.
       result_keys: name in result.json of a metric of the test split, if it is not test_METRIC.
     """
 
@@ -95,7 +100,10 @@ class Task:
     loss_unit: str
     headline: str
     score: Score
-    predictions: Callable[[np.ndarray, Mapping[str, np.ndarray], Names], list[Prediction]]
+    readout: Callable[[Any, Mapping[str, jax.Array], int], dict[str, jax.Array]]
+    predictions: Callable[[Mapping[str, np.ndarray], Mapping[str, np.ndarray], Names], list[Prediction]]
+    positions: Callable[[Mapping[str, np.ndarray]], np.ndarray] | None = None
+    ranks_choices: bool = False
     result_keys: Mapping[str, str] = field(default_factory=dict)
 
     @property

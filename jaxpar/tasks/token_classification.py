@@ -87,15 +87,15 @@ def metrics(sums: Sums) -> dict[str, float]:
     }
 
 
-def predictions(logits_BTC: np.ndarray, batch: Mapping[str, np.ndarray], names: Names) -> list[Prediction]:
+def predictions(readout: Mapping[str, np.ndarray], batch: Mapping[str, np.ndarray], names: Names) -> list[Prediction]:
     """Return the tag of each word and the entities of each example.
 
     A prediction is `{"tags": ["B-PER", "I-PER", "O"], "entities": [{"type": "PER", "start": 0, "stop": 2}]}`. Words are
     counted from 0, and `stop` is exclusive. Words are at the positions of positive weight.
     """
     examples: list[Prediction] = []
-    for logits_TC, weights_T in zip(logits_BTC, batch["weights"], strict=True):
-        tags = [names.info.class_names[number] for number in logits_TC[weights_T > 0].argmax(axis=-1)]
+    for choices_T, weights_T in zip(readout["choices"], batch["weights"], strict=True):
+        tags = [names.info.class_names[number] for number in choices_T[weights_T > 0]]
         examples.append({"tags": list[Readable](tags), "entities": list[Readable](read_entities(tags))})
     return examples
 
@@ -125,5 +125,6 @@ TASK = Task(
     loss_unit="nats",
     headline="test entity-level F1 {test_f1:.2%}",
     score=Score("test_f1", ".2%"),
+    readout=lambda logits_BTC, _batch, _top_k: {"choices": jnp.argmax(logits_BTC.astype(jnp.float32), axis=-1)},
     predictions=predictions,
 )

@@ -123,8 +123,9 @@ def test_words_without_tokens_have_labels_and_numbers(word: str, tmp_path: Path)
     assert [made.id_to_token(token) == "[UNK]" for token in batch["inputs"][0, at]] == [True, False, True, False]
     arrays = {name: jnp.asarray(array) for name, array in batch.items()}
     assert TASK.sums(jnp.zeros((*batch["weights"].shape, len(NAMES))), arrays).weight == 4
-    logits = np.eye(dataset.info.num_outputs)[batch["labels"]]
-    [found] = TASK.predictions(logits, batch, tasks.Names(dataset.info, made.decode))
+    logits = jnp.eye(dataset.info.num_outputs)[batch["labels"]]
+    readout = jax.device_get(TASK.readout(logits, arrays, 1))
+    [found] = TASK.predictions(readout, batch, tasks.Names(dataset.info, made.decode))
     assert found["tags"] == tags
     assert found["entities"] == [{"type": "PER", "start": 1, "stop": 2}, {"type": "LOC", "start": 3, "stop": 4}]
 

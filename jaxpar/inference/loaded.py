@@ -1,0 +1,122 @@
+"""The trained model of a run, for use from Python: `jaxpar.load("runs/quickstart").predict(texts)`."""
+
+import itertools
+import tempfile
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpar import data
+from jaxpar.data import Labels, text
+from jaxpar.data.corpus import text_columns
+from jaxpar.data.encoder import Encoder
+from jaxpar.data.plan import WINDOW
+from jaxpar.errors import UserError
+from jaxpar.inference import inputs
+from jaxpar.inference.predictor import Predictor
+from jaxpar.inference.trained import Trained, load_trained
+from jaxpar.tasks import Prediction
+
+Text = str | Sequence[str]  # a text; a pair of texts; or a list of words
+
+
+class LoadedModel:
+    """A trained model, on the devices at hand.
+
+    Attributes:
+      trained: its parts: step, config, parameters, tokenizer and others.
+    """
+
+    def __init__(self, trained: Trained):
+        """Use a trained model."""
+        self.trained = trained
+
+    @cached_property
+    def predictor(self) -> Predictor:
+        """The compiled programs."""
+        return Predictor(self.trained)
+
+    @cached_property
+    def _encoder(self) -> Encoder:
+        return inputs.make_encoder(self.trained)
+
+    def predict(self, examples: Sequence[Text] | np.ndarray, *, top_k: int = 1) -> list[Prediction]:
+        """Return the prediction for each example, in order, in the form that docs/tasks.md describes.
+
+        Args:
+          examples: texts; pairs of texts for a model of two text columns; lists of words for token classification;
+            uint8 images [N, H, W, C] or float32 vectors [N, D]. Texts longer than the model are truncated.
+          top_k: number of choices that a prediction lists. For tasks without choices, it must be 1.
+
+        Raises:
+          UserError: the examples are of another kind, or there are none.
+        """
+        self.predictor.check_top_k("top_k", top_k)
+        if self.trained.info.kind == "text" or not isinstance(examples, np.ndarray):
+            self._check(examples)
+        most = WINDOW * self.predictor.batch_size
+        if self.trained.info.kind != "text":
+            array = inputs.check_array(np.asarray(examples), self.trained.info, "examples is an array")
+            windows = inputs.arrays_of(self.trained.info, array, most)
+        else:
+            rows = [(one,) if isinstance(one, str) else tuple(one) for one in examples]
+            parts = (rows[start : start + most] for start in range(0, len(rows), most))
+            windows = ((inputs.Window((), 0), self._encoder(part).split) for part in parts)
+        return list(itertools.chain.from_iterable(found for _, found in self.predictor.stream(windows, top_k)))
+
+    def _check(self, examples: Any) -> None:
+        """Raise UserError unless the examples are a sequence of texts as the model reads them."""
+        trained = self.trained
+        if isinstance(examples, np.ndarray):
+            raise UserError("examples is a NumPy array; it must be a list of texts, because the model reads texts")
+        if trained.info.kind != "text":
+            raise UserError(f"examples is {type(examples).__name__}; it must be a NumPy array of {trained.info.kind}s")
+        columns = text_columns(trained.config)
+        is_words, is_pair = trained.task.labels is Labels.TAGS, len(columns) == 2
+        kind = "lists of words" if is_words else "pairs of texts" if is_pair else "texts"
+        if isinstance(examples, str) or not len(examples):
+            raise UserError(f"examples is {examples!r:.60}; it must be a non-empty list of {kind}")
+        for number, one in enumerate(examples):
+            items = [one] if not (is_words or is_pair) else [] if isinstance(one, str) else list(one)
+            is_right = len(items) > 0 if is_words else len(items) == len(columns)
+            if not is_right or not all(isinstance(item, str) for item in items):
+                raise UserError(f"examples[{number}] is {one!r:.60}; the examples must be {kind}")
+
+    def evaluate(self, path: str | Path) -> dict[str, float]:
+        """Return the loss and the metrics of the task on a labelled file, as the run computes them for a split.
+
+        Args:
+          path: a table or text with the columns of the run's config; for images, the directory of the files.
+
+        Raises:
+          UserError: the file is invalid, or the run has synthetic data.
+        """
+        trained, path = self.trained, Path(path)
+        config = trained.config.copy_and_resolve_references()
+        source = config.data.source
+        if source == "synthetic":
+            raise UserError(f"{trained.workdir} has synthetic data; evaluate reads files, so it must be a run on files")
+        if trained.info.kind == "image":
+            config.data.train = str(path)
+            split = data.load(config, trained.task.labels, trained.workdir).test
+            assert split is not None
+            return self.predictor.metrics(split)
+        inputs.check_file(path, "path")
+        if source != "text":
+            source = inputs.input_format(path, None, trained, "path")
+        config.data.update(source=source, test=str(path), text_columns=text_columns(trained.config))
+        assert trained.tokenizer is not None
+        with tempfile.TemporaryDirectory() as folder:
+            split = text.load_split(
+                config, trained.task.labels, trained.info, trained.tokenizer.to_str(), trained.workdir, Path(folder)
+            )
+            return self.predictor.metrics(split)
+
+
+def load(workdir: str | Path, step: int | None = None, devices: Sequence[jax.Device] | None = None) -> LoadedModel:
+    """Load the trained model of the run in `workdir`. See `load_trained`."""
+    return LoadedModel(load_trained(workdir, step, devices))
