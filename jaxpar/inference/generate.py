@@ -59,6 +59,25 @@ class Completion(NamedTuple):
     tokens: list[int]
     end: str
 
+    def extended(self, piece: Piece) -> "Completion":
+        """Return the continuation with one more piece."""
+        tokens = self.tokens if piece.token is None else [*self.tokens, piece.token]
+        return Completion(self.prompt, self.text + piece.text, tokens, piece.end)
+
+
+class Request(NamedTuple):
+    """A text to continue. `Generator.request` makes and checks it.
+
+    Attributes:
+      tokens: the tokens of the prompt, at least one.
+      max_tokens: the longest continuation.
+      sampling: how tokens are chosen.
+    """
+
+    tokens: list[int]
+    max_tokens: int
+    sampling: Sampling
+
 
 class Generator:
     """A causal language model that is ready to continue texts, on its first device."""
@@ -115,7 +134,7 @@ class Generator:
         Args:
           prompts: one or more texts to continue, all at the same time.
           max_tokens: the longest continuation.
-          sampling: how tokens are chosen.
+          sampling: how tokens are chosen. Text i has the seed sampling.seed + i.
 
         Raises:
           UserError: an argument is invalid; raised before anything is computed.
@@ -123,50 +142,55 @@ class Generator:
         sampling.check()
         if not prompts:
             raise UserError("there are no prompts; there must be at least one")
+        texts = [
+            self.request(prompt, max_tokens, sampling._replace(seed=(sampling.seed + number) % 2**32))
+            for number, prompt in enumerate(prompts)
+        ]
+        return self.stream_requests(texts)
+
+    def request(self, prompt: str, max_tokens: int, sampling: Sampling) -> Request:
+        """Check a request and return it. Raises UserError if an argument is invalid."""
+        sampling.check()
         if max_tokens < 1:
             raise UserError(f"max_tokens is {max_tokens}; it must be at least 1")
-        return self.stream_tokens([self.encode(prompt) for prompt in prompts], max_tokens, sampling)
+        return Request(self.encode(prompt), max_tokens, sampling)
 
     def __call__(self, prompts: Sequence[str], max_tokens: int, sampling: Sampling) -> list[Completion]:
         """Return the whole continuations. See `stream`."""
-        texts: list[list[str]] = [[] for _ in prompts]
-        tokens: list[list[int]] = [[] for _ in prompts]
-        ends = [""] * len(prompts)
+        completions = [Completion(prompt, "", [], "") for prompt in prompts]
         for piece in self.stream(prompts, max_tokens, sampling):
-            texts[piece.number].append(piece.text)
-            ends[piece.number] = piece.end
-            if piece.token is not None:
-                tokens[piece.number].append(piece.token)
-        return [
-            Completion(prompt, "".join(parts), ids, end)
-            for prompt, parts, ids, end in zip(prompts, texts, tokens, ends, strict=True)
-        ]
+            completions[piece.number] = completions[piece.number].extended(piece)
+        return completions
 
-    def stream_tokens(self, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Sampling) -> Iterator[Piece]:
-        """Yield the continuations of prompts whose tokens are given, as `stream` does, without checks."""
-        number = _power_of_two(len(prompts))
-        lengths_B = np.array([len(prompt) for prompt in prompts] + [1] * (number - len(prompts)), np.int32)
-        limits_B = np.minimum(max_tokens, self.max_length - lengths_B)  # new tokens
+    def stream_requests(self, requests: Sequence[Request]) -> Iterator[Piece]:
+        """Yield the continuations for requests whose samplings differ in their seeds at most, as `stream` does."""
+        texts = [_Text(self.tokenizer, self._end, self._limit(request)) for request in requests]
+        number = _power_of_two(len(requests))
+        lengths_B = np.ones(number, np.int32)
+        lengths_B[: len(requests)] = [len(request.tokens) for request in requests]
         prompts_BT = np.zeros((number, self._padded(int(lengths_B.max()))), np.int32)
-        for row, prompt in zip(prompts_BT, prompts, strict=False):
-            row[: len(prompt)] = prompt
-        steps = int(limits_B[: len(prompts)].max())
-        size = self._padded(int((lengths_B + limits_B)[: len(prompts)].max()))
-        program = sampling._replace(seed=0)  # the keys contain the seed, so the program does not
-        keys_B = text_keys(sampling.seed, number)
-        tokens_B, stored = self._read(self._params, prompts_BT, lengths_B, keys_B, sampling=program, size=size)
-        texts = [_Text(self.tokenizer, self._end, int(limit)) for limit in limits_B[: len(prompts)]]
+        for row, request in zip(prompts_BT, requests, strict=False):
+            row[: len(request.tokens)] = request.tokens
+        sampling = requests[0].sampling._replace(seed=0)  # the keys contain the seeds, so the programs do not
+        keys_B = text_keys([request.sampling.seed for request in requests] + [0] * (number - len(requests)))
+        steps = max(text.limit for text in texts)
+        size = self._padded(max(len(request.tokens) + text.limit for request, text in zip(requests, texts, strict=True)))
+        tokens_B, stored = self._read(self._params, prompts_BT, lengths_B, keys_B, sampling=sampling, size=size)
         for step in range(steps):
             ready_B = tokens_B
             if step + 1 < steps:
                 tokens_B, stored = self._next(
-                    self._params, tokens_B, lengths_B + step, keys_B, stored=stored, sampling=program
+                    self._params, tokens_B, lengths_B + step, keys_B, stored=stored, sampling=sampling
                 )
-            for index, token in enumerate(np.asarray(ready_B)[: len(prompts)].tolist()):
-                if not texts[index].end:
-                    yield Piece(index, *texts[index].add(token))
+            for index, (text, token) in enumerate(zip(texts, np.asarray(ready_B).tolist(), strict=False)):
+                if not text.end:
+                    yield Piece(index, *text.add(token))
             if all(text.end for text in texts):
                 return
+
+    def _limit(self, request: Request) -> int:
+        """Return the largest number of new tokens, at least 1."""
+        return min(request.max_tokens, self.max_length - len(request.tokens))
 
     def _padded(self, length: int) -> int:
         """Return the length for which a program is compiled."""
@@ -216,7 +240,7 @@ class _Text:
     """A text that grows token by token."""
 
     def __init__(self, tokenizer: Tokenizer, end_of_text: int | None, limit: int):
-        self._tokenizer, self._end_of_text, self._limit = tokenizer, end_of_text, limit
+        self._tokenizer, self._end_of_text, self.limit = tokenizer, end_of_text, limit
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._number = 0
         self.end = ""
@@ -227,7 +251,7 @@ class _Text:
         if token == self._end_of_text:
             self.end = "end of text"
             return None, "", self.end
-        self.end = "length" if self._number == self._limit else ""
+        self.end = "length" if self._number == self.limit else ""
         return token, self._decoder.step(self._tokenizer, token) or "", self.end
 
 

@@ -1,10 +1,12 @@
 """How the next token is chosen from the logits of a language model. Array dims: B texts, V vocabulary."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpar.errors import UserError
 
@@ -17,7 +19,7 @@ class Sampling(NamedTuple):
       top_k: draw from the most likely tokens, this many; 0: from all.
       top_p: draw from the fewest most likely tokens whose probabilities sum up to at least this (Holtzman et al.,
         "The Curious Case of Neural Text Degeneration", 2020); 1: from all.
-      seed: seed of the random numbers, which depend on it, on the number of the text and on the position alone.
+      seed: seed of the random numbers, which depend on it and on the position alone.
     """
 
     temperature: float = 0.0
@@ -42,9 +44,9 @@ class Sampling(NamedTuple):
         return self.temperature == 0
 
 
-def text_keys(seed: int, number: int) -> jax.Array:
-    """Return one random key for each of `number` texts."""
-    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(number))
+def text_keys(seeds: Sequence[int]) -> jax.Array:
+    """Return a random key for each seed."""
+    return jax.vmap(jax.random.key)(np.asarray(seeds, np.uint32))
 
 
 def choose(logits_BV: jax.Array, sampling: Sampling, keys_B: jax.Array, positions_B: jax.Array) -> jax.Array:

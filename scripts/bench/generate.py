@@ -23,7 +23,7 @@ from jaxpar import models, tasks
 from jaxpar.command_line import Parser, integer
 from jaxpar.data import DataInfo
 from jaxpar.errors import exit_code
-from jaxpar.inference.generate import Generator
+from jaxpar.inference.generate import Generator, Request
 from jaxpar.inference.sampling import Sampling
 from jaxpar.inference.trained import Trained
 from jaxpar.measure.timing import seconds_in_turn
@@ -57,8 +57,7 @@ def main() -> None:
     whole = jax.jit(lambda params, tokens: trained.model.apply(params, {"inputs": tokens})[:, -1].argmax())
 
     def continue_text(length: int, number: int) -> None:
-        prompt = [5] * length
-        for _ in generator.stream_tokens([prompt], number, Sampling()):
+        for _ in generator.stream_requests([Request([5] * length, number, Sampling())]):
             pass
 
     calls = {}

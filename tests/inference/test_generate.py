@@ -81,12 +81,12 @@ def test_a_stream_has_one_piece_a_step(generator: Generator) -> None:
     assert "".join(piece.text for piece in pieces if piece.number == 0).split() == ["t8"] * 3
 
 
-def test_samples_depend_on_the_seed_and_the_number_of_the_text(generator: Generator) -> None:
+def test_samples_depend_on_the_seed_alone(generator: Generator) -> None:
     sampling = Sampling(temperature=3.0, seed=5)
     first, second = generator(["t6", "t6"], 20, sampling)
     assert first.tokens != second.tokens
     assert generator(["t6"], 20, sampling)[0].tokens == first.tokens
-    assert generator(["t6"], 20, sampling._replace(seed=6))[0].tokens != first.tokens
+    assert generator(["t6"], 20, sampling._replace(seed=6))[0].tokens == second.tokens
 
 
 PROBABILITIES = np.array([0.4, 0.05, 0.3, 0.15, 0.1])
@@ -114,7 +114,7 @@ def tempered(temperature: float) -> np.ndarray:
 def test_tokens_are_drawn_with_their_probabilities(sampling: Sampling, expected: np.ndarray) -> None:
     number = 4000
     logits_BV = jnp.tile(jnp.log(PROBABILITIES.astype(np.float32)), (number, 1))
-    drawn_B = choose(logits_BV, sampling, text_keys(3, number), jnp.zeros(number, jnp.int32))
+    drawn_B = choose(logits_BV, sampling, text_keys(range(number)), jnp.zeros(number, jnp.int32))
     np.testing.assert_allclose(np.bincount(drawn_B, minlength=5) / number, expected, atol=0.03)
     assert set(np.unique(drawn_B)) <= set(np.flatnonzero(expected > 0))
 
