@@ -24,7 +24,7 @@ from jaxpar.errors import UserError, exit_code
 from jaxpar.inference.generate import Completion, Generator
 from jaxpar.inference.pretrained import is_pretrained, load_language_model
 from jaxpar.inference.sampling import Sampling
-from jaxpar.inference.trained import load_trained
+from jaxpar.inference.trained import load_trained, prepare
 
 TOGETHER = 16  # prompts of the standard input that are continued at the same time
 
@@ -128,6 +128,7 @@ def main() -> None:
             raise UserError(f"--step is {arguments.step}; it must not be set for {workdir}, which is not a run")
         trained = load_language_model(workdir, log=log)
     else:
+        prepare(workdir)
         trained = load_trained(workdir, arguments.step, log=log)
     generate(Generator(trained), arguments.prompt, arguments.max_tokens, sampling, as_json=arguments.json)
 

@@ -19,8 +19,7 @@ from typing import Any
 
 from absl import logging
 
-from jaxpar import config as configs
-from jaxpar import data, mesh
+from jaxpar import data
 from jaxpar.command_line import Parser, choice, integer
 from jaxpar.data.corpus import text_columns
 from jaxpar.data.rows import INPUT_READERS
@@ -29,7 +28,7 @@ from jaxpar.inference import inputs, outputs
 from jaxpar.inference.inputs import STDIN
 from jaxpar.inference.loaded import LoadedModel
 from jaxpar.inference.predictor import Predictor
-from jaxpar.inference.trained import Trained, load_trained
+from jaxpar.inference.trained import Trained, load_trained, prepare
 
 
 def log(line: str) -> None:
@@ -44,9 +43,7 @@ def predict(arguments: Namespace) -> None:
         inputs.check_file(path, "--input")
     if arguments.output:
         outputs.check_output(arguments.output)
-    config = configs.read_config(arguments.workdir)
-    config.mesh.virtual_cpu_devices = 0  # those of the run are not needed
-    mesh.prepare_jax(config, data.cache_dir(config) / "xla")
+    prepare(arguments.workdir)
     trained = load_trained(arguments.workdir, arguments.step, log=log)
     predictor = Predictor(trained, arguments.batch_size)
     predictor.check_top_k("--top_k", arguments.top_k)

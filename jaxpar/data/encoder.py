@@ -27,11 +27,11 @@ class Encoded(NamedTuple):
     Attributes:
       split: the examples. Their labels are 0. Weights are positive at the first tokens of words, for tags, and at mask
         tokens, for masked language models.
-      num_truncated: number of texts that are longer than the model.
+      is_truncated_N: whether a text is longer than the model, bool.
     """
 
     split: Texts
-    num_truncated: int
+    is_truncated_N: np.ndarray
 
 
 class Encoder:
@@ -93,7 +93,7 @@ class Encoder:
             masking=None,
             tags_M=tags_M,
         )
-        return Encoded(split, sum(bool(encoding.overflowing) for encoding in encodings))
+        return Encoded(split, np.array([bool(encoding.overflowing) for encoding in encodings]))
 
 
 def _first_tokens(word_ids: Sequence[int | None]) -> np.ndarray:

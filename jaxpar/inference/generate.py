@@ -174,7 +174,9 @@ class Generator:
         sampling = requests[0].sampling._replace(seed=0)  # the keys contain the seeds, so the programs do not
         keys_B = text_keys([request.sampling.seed for request in requests] + [0] * (number - len(requests)))
         steps = max(text.limit for text in texts)
-        size = self._padded(max(len(request.tokens) + text.limit for request, text in zip(requests, texts, strict=True)))
+        size = self._padded(
+            max(len(request.tokens) + text.limit for request, text in zip(requests, texts, strict=True))
+        )
         tokens_B, stored = self._read(self._params, prompts_BT, lengths_B, keys_B, sampling=sampling, size=size)
         for step in range(steps):
             ready_B = tokens_B

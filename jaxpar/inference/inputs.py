@@ -125,7 +125,7 @@ def make_encoder(trained: Trained) -> Encoder:
 def encode_rows(encoder: Encoder, rows: Sequence[TextRow]) -> tuple[Window, Split]:
     """Return the window of these rows, and its examples."""
     encoded = encoder([row.texts for row in rows], [row.place for row in rows])
-    return Window([row.record for row in rows], encoded.num_truncated), encoded.split
+    return Window([row.record for row in rows], int(encoded.is_truncated_N.sum())), encoded.split
 
 
 def chunks(rows: Iterable[TextRow], most: int) -> Iterator[list[TextRow]]:

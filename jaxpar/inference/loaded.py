@@ -40,6 +40,11 @@ class LoadedModel:
         """The compiled programs."""
         return Predictor(self.trained)
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the text columns that the model reads."""
+        return text_columns(self.trained.config)
+
     @cached_property
     def _encoder(self) -> Encoder:
         return inputs.make_encoder(self.trained)
@@ -57,34 +62,38 @@ class LoadedModel:
         """
         self.predictor.check_top_k("top_k", top_k)
         if self.trained.info.kind == "text" or not isinstance(examples, np.ndarray):
-            self._check(examples)
+            self.check(examples)
         most = WINDOW * self.predictor.batch_size
         if self.trained.info.kind != "text":
             array = inputs.check_array(np.asarray(examples), self.trained.info, "examples is an array")
             windows = inputs.arrays_of(self.trained.info, array, most)
         else:
-            rows = [(one,) if isinstance(one, str) else tuple(one) for one in examples]
+            assert not isinstance(examples, np.ndarray)
+            rows = _rows(examples)
             parts = (rows[start : start + most] for start in range(0, len(rows), most))
             windows = ((inputs.Window((), 0), self._encoder(part).split) for part in parts)
         return list(itertools.chain.from_iterable(found for _, found in self.predictor.stream(windows, top_k)))
 
-    def _check(self, examples: Any) -> None:
-        """Raise UserError unless the examples are a sequence of texts as the model reads them."""
+    def is_truncated(self, texts: Sequence[Text]) -> list[bool]:
+        """Return for each text whether it is longer than the model, which then reads its first tokens."""
+        return [bool(one) for one in self._encoder(_rows(texts)).is_truncated_N]
+
+    def check(self, examples: Any, name: str = "examples") -> None:
+        """Raise UserError unless the examples, called `name`, are a sequence of texts as the model reads them."""
         trained = self.trained
         if isinstance(examples, np.ndarray):
-            raise UserError("examples is a NumPy array; it must be a list of texts, because the model reads texts")
+            raise UserError(f"{name} is a NumPy array; it must be a list of texts, because the model reads texts")
         if trained.info.kind != "text":
-            raise UserError(f"examples is {type(examples).__name__}; it must be a NumPy array of {trained.info.kind}s")
-        columns = text_columns(trained.config)
-        is_words, is_pair = trained.task.labels is Labels.TAGS, len(columns) == 2
+            raise UserError(f"{name} is {type(examples).__name__}; it must be a NumPy array of {trained.info.kind}s")
+        is_words, is_pair = trained.task.labels is Labels.TAGS, len(self.columns) == 2
         kind = "lists of words" if is_words else "pairs of texts" if is_pair else "texts"
         if isinstance(examples, str) or not len(examples):
-            raise UserError(f"examples is {examples!r:.60}; it must be a non-empty list of {kind}")
+            raise UserError(f"{name} is {examples!r:.60}; it must be a non-empty list of {kind}")
         for number, one in enumerate(examples):
-            items = [one] if not (is_words or is_pair) else [] if isinstance(one, str) else list(one)
-            is_right = len(items) > 0 if is_words else len(items) == len(columns)
+            items = [one] if not (is_words or is_pair) else list(one) if isinstance(one, list | tuple) else []
+            is_right = len(items) > 0 if is_words else len(items) == len(self.columns)
             if not is_right or not all(isinstance(item, str) for item in items):
-                raise UserError(f"examples[{number}] is {one!r:.60}; the examples must be {kind}")
+                raise UserError(f"{name}[{number}] is {one!r:.60}; they must be {kind}")
 
     def evaluate(self, path: str | Path) -> dict[str, float]:
         """Return the loss and the metrics of the task on a labelled file, as the run computes them for a split.
@@ -108,13 +117,18 @@ class LoadedModel:
         inputs.check_file(path, "path")
         if source != "text":
             source = inputs.input_format(path, None, trained, "path")
-        config.data.update(source=source, test=str(path), text_columns=text_columns(trained.config))
+        config.data.update(source=source, test=str(path), text_columns=self.columns)
         assert trained.tokenizer is not None
         with tempfile.TemporaryDirectory() as folder:
             split = text.load_split(
                 config, trained.task.labels, trained.info, trained.tokenizer.to_str(), trained.workdir, Path(folder)
             )
             return self.predictor.metrics(split)
+
+
+def _rows(texts: Sequence[Text]) -> list[tuple[str, ...]]:
+    """Return each text as the tuple that the encoder reads."""
+    return [(one,) if isinstance(one, str) else tuple(one) for one in texts]
 
 
 def load(workdir: str | Path, step: int | None = None, devices: Sequence[jax.Device] | None = None) -> LoadedModel:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from jaxpar import checkpoint, data, models, tasks
 from jaxpar import cluster as clusters
+from jaxpar import config as configs
 from jaxpar import mesh as meshes
 from jaxpar.checkpoint import checksums
 from jaxpar.data.tokenizer import read_tokenizer
@@ -56,6 +57,16 @@ class Trained:
         """The names that make outputs readable. Tokens without a tokenizer are numbers."""
         decode = self.tokenizer.decode if self.tokenizer else lambda tokens: " ".join(map(str, tokens))
         return Names(self.info, decode)
+
+
+def prepare(workdir: Path) -> None:
+    """Configure JAX for the model of a run, before it is used: the platform, and the cache of compiled programs.
+
+    Raises UserError if there is no run in `workdir`.
+    """
+    config = configs.read_config(workdir)
+    config.mesh.virtual_cpu_devices = 0  # those of the run are not needed
+    meshes.prepare_jax(config, data.cache_dir(config) / "xla")
 
 
 def load_trained(

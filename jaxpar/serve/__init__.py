@@ -1,0 +1,1 @@
+"""A small HTTP service for the trained model of a run (scripts/serve)."""

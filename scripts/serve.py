@@ -1,0 +1,103 @@
+"""Serves the trained model of a run over HTTP, with a page to try it in.
+
+    scripts/serve --workdir=runs/quickstart [--host=127.0.0.1 --port=8000]
+    curl localhost:8000/predict --json '{"texts": ["a small dog"]}'
+
+docs/serve.md describes the routes. Texts of concurrent requests are computed together, in batches of similar lengths.
+The model is that of the best checkpoint. SIGTERM and Ctrl-C end the service after the requests that it has accepted
+are answered. Needs the extra `serve`: scripts/setup serve.
+"""
+
+import importlib.util
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from absl import logging
+
+from jaxpar.command_line import Parser, integer
+from jaxpar.errors import UserError, exit_code
+from jaxpar.inference.loaded import LoadedModel
+from jaxpar.inference.trained import load_trained, prepare
+
+LARGEST_PORT = 65535
+BACKLOG = 2048  # connections that wait to be accepted
+
+
+def log(line: str) -> None:
+    """Print a line at once."""
+    print(line, flush=True)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens. Raises UserError if that is not possible."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(BACKLOG)
+    except OSError as error:
+        raise UserError(
+            f"--host is {host!r} and --port is {port}; they must be a free port of this machine: {error.strerror}"
+        ) from None
+    return listening
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = Parser(__doc__, prog="scripts/serve")
+    parser.require("--workdir", "--workdir=runs/quickstart", rule="the workdir of a run", type=Path, help="of a run")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
+    parser.add_argument("--port", type=integer(0), default=8000, help="port to listen on; 0: any (default: 8000)")
+    parser.add_argument("--step", type=integer(0), help="step of the checkpoint (default: the best one)")
+    parser.add_argument("--max_body", type=integer(1), default=2**20, help="bytes of a request (default: 1,048,576)")
+    parser.add_argument(
+        "--max_length", type=integer(1), default=100_000, help="characters of a text (default: 100,000)"
+    )
+    parser.add_argument("--max_queue", type=integer(1), default=1024, help="texts that can wait (default: 1,024)")
+    parser.add_argument("--max_tokens", type=integer(1), default=1024, help="longest continuation (default: 1,024)")
+    arguments = parser.parse()
+    if arguments.port > LARGEST_PORT:
+        raise UserError(f"--port is {arguments.port}; it must be at most {LARGEST_PORT}")
+    for name in ("starlette", "uvicorn"):
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"the package {name} is not installed; it must be, by the extra serve: scripts/setup serve")
+    logging.set_verbosity(logging.FATAL)  # orbax also logs the errors that it raises
+    limits = {
+        "body_bytes": arguments.max_body,
+        "characters": arguments.max_length,
+        "waiting": arguments.max_queue,
+        "tokens": arguments.max_tokens,
+    }
+    serve(arguments.workdir, arguments.step, arguments.host, arguments.port, limits)
+
+
+def serve(workdir: Path, step: int | None, host: str, port: int, limits: dict[str, int]) -> None:
+    """Serve until a signal ends the service. limits: fields of `Limits`."""
+    import uvicorn
+
+    from jaxpar.serve.app import Limits, Service
+
+    prepare(workdir)
+    trained = load_trained(workdir, step, log=log)
+    service = Service(LoadedModel(trained), Limits(**limits))
+    with listen(host, port) as listening:
+        log(f"model     step {trained.step:,} of {workdir}; compiling its programs")
+        service.warm_up()
+        host_name = f"[{host}]" if ":" in host else host
+        log(f"serving   http://{host_name}:{listening.getsockname()[1]}")
+        settings = uvicorn.Config(service.app(), log_level="warning", access_log=False, lifespan="off")
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _after_the_last_answer)
+        uvicorn.Server(settings).run(sockets=[listening])
+    log(f"stopped   after {service.latencies.num_answered:,} answers")
+
+
+def _after_the_last_answer(_number: int, _frame: object) -> None:
+    """Do nothing for a signal that uvicorn has handled, and raises again at its end."""
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
