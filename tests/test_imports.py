@@ -38,9 +38,12 @@ def modules() -> dict[str, Path]:
 
 
 def imports() -> dict[str, set[str]]:
-    """Return the modules of jaxpar that each module imports, at the top or inside a function."""
+    """Return the modules of jaxpar that each module imports, at the top or inside a function.
+
+    The package itself is left out: it imports on first use what users import from it.
+    """
     known = modules()
-    return {name: imported(path, known) - {name} for name, path in known.items()}
+    return {name: imported(path, known) - {name} for name, path in known.items() if name != ROOT.name}
 
 
 def imported(path: Path, known: dict[str, Path]) -> set[str]:

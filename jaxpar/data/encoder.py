@@ -70,7 +70,7 @@ class Encoder:
         else:
             inputs = [text if len(text) == 2 else text[0] for text in texts]
             with_specials = self._labels is not Labels.NEXT
-            encodings = self._tokenizer.encode_batch(inputs, add_special_tokens=with_specials)
+            encodings = self._tokenizer.encode_batch_fast(inputs, add_special_tokens=with_specials)
         lengths_N = np.fromiter((len(encoding.ids) for encoding in encodings), np.int64, len(encodings))
         if not lengths_N.all():
             number = int(lengths_N.argmin())

@@ -21,7 +21,7 @@ from jaxpar.models import Batch, Params
 from jaxpar.strategies.placement import batch_placer, by_replica, on_all
 from jaxpar.tasks import Prediction, Sums, add_up
 
-AHEAD = 2  # batches in flight, enough to keep the devices from waiting for the host
+BATCHES_AHEAD = 2  # batches in flight, enough to keep the devices from waiting for the host
 Item = TypeVar("Item")
 Source = TypeVar("Source")  # what the caller knows about a split, such as its rows
 
@@ -83,7 +83,7 @@ class Predictor:
         top_k: number of choices that a prediction lists.
         """
         found: dict[int, Prediction] = {}
-        for source, is_last, ids_B, batch, readout in _ahead(self._compute(splits, top_k), AHEAD):
+        for source, is_last, ids_B, batch, readout in _ahead(self._compute(splits, top_k), BATCHES_AHEAD):
             predictions = self.trained.task.predictions(jax.device_get(readout), batch, self.trained.names)
             found.update(zip(ids_B.tolist(), predictions, strict=True))
             if is_last:
@@ -115,7 +115,7 @@ class Predictor:
         trained = self.trained
         batches = data.Batches(split, batch_size=self.batch_size, seed=trained.config.seed, shuffle=False)
         steps = (batches.batch(step) for step in range(batches.steps_per_epoch))
-        sums = _ahead((self._sums(trained.params, self._place(batch)) for batch in steps), AHEAD)
+        sums = _ahead((self._sums(trained.params, self._place(batch)) for batch in steps), BATCHES_AHEAD)
         return trained.task.all_metrics(add_up([jax.device_get(one) for one in sums]))
 
 

@@ -22,7 +22,7 @@ from tests.docs.prose import ROOT
 from tests.docs.test_pages import PAGES, blocks
 
 # Commands of the system that pages use.
-SYSTEM = {"cat", "mpirun", "ray", "unzip"}
+SYSTEM = {"cat", "mpirun", "printf", "ray", "unzip"}
 # Flags of pip, mpirun and ray.
 OTHERS = {"no-deps", "dest", "map-by", "head", "port", "address"}
 # Workdirs of commands whose config cannot be checked here.
@@ -38,7 +38,10 @@ FROM_OTHERS = {
 NOT_RUN = {
     "JAXPAR_": "installs packages, or trains",
     "PYTHONPATH=. ": "trains",
+    "cat labels.csv": "needs a run",
     "mpirun": "needs several hosts",
+    "printf": "needs a run",
+    "scripts/predict": "needs a run",
     "scripts/launch": "trains",
     'scripts/python -c "import jax;': "depends on the machine",
     "scripts/python -m pip": "installs packages",
@@ -118,6 +121,7 @@ def sources(path: Path) -> str:
         names += [f"{node.module}.{alias.name}" for node in imports for alias in node.names]
         names += [node.module for node in imports]
         return source + "".join(file.read_text() for file in map(module_file, names) if file.is_file())
+    source += "".join(sources(path.parent / name) for name in re.findall(r'/(\w+\.py)" "\$@"', source))
     names += ["jaxpar.main"] * ("jaxpar.launch.launcher" in names)  # the launcher passes it the flags after --
     return source + "".join(sources(module_file(name)) for name in names)
 
