@@ -17,6 +17,7 @@ STEP.damaged.
 from jaxpar.checkpoint.reader import (
     Checkpoint,
     Damaged,
+    config_of,
     newest_config,
     of_run,
     read,
@@ -32,6 +33,7 @@ __all__ = [
     "Checkpoint",
     "Damaged",
     "Saver",
+    "config_of",
     "newest_config",
     "of_run",
     "read",

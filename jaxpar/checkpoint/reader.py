@@ -1,6 +1,7 @@
 """Reads checkpoints and detects damage to their files. Reading changes no files; repair.py does."""
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -180,14 +181,44 @@ def gist(error: Exception) -> str:
     return text if len(text) < 200 else text[:200] + "..."
 
 
-def of_run(workdir: Path, step: int | None = None) -> Checkpoint:
-    """Return the checkpoint of a step of the run in `workdir`, with NumPy leaves. step None: the newest intact one.
+def loss_in_metrics(path: Path) -> float | None:
+    """Return the validation loss in the metrics of checkpoint `path`, or None if the file is missing or damaged."""
+    try:
+        return float(parse_json((path / "metrics" / "metrics").read_bytes(), nonfinite=True)["validation_loss"])
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, KeyError, TypeError, OverflowError):
+        return None
+
+
+def validation_loss(path: Path) -> float | None:
+    """Return the validation loss of checkpoint `path`, or None if it was not measured or is NaN.
+
+    The loss in the info is used, since it has a checksum. Without an intact info, it is the one in the metrics.
+    """
+    loss = loss_in_metrics(path)
+    with contextlib.suppress(Damaged):
+        loss = info_of(path).get("validation_loss", loss)  # the info of the first checkpoints lacks it
+    return None if loss is None or math.isnan(loss) else loss
+
+
+def of_run(
+    workdir: Path, step: int | None = None, *, best: bool = False, log: Callable[[str], None] = print
+) -> Checkpoint:
+    """Return a checkpoint of the run in `workdir`, with NumPy leaves.
+
+    Args:
+      workdir: the workdir of the run.
+      step: the step of the checkpoint. None: that of the best or the newest one.
+      best: whether to prefer the intact checkpoint with the lowest validation loss, if any loss was measured, to the
+        newest intact one.
+      log: called with one line for each checkpoint that is damaged and replaced by another one.
 
     Raises:
       UserError: there is no run or no such checkpoint, or the checkpoint cannot be read.
     """
     directory = workdir / "checkpoints"
-    if step is None and (newest := restore(directory, None, log=print)):
+    if step is None and best and (found := _best(directory, log)):
+        return found
+    if step is None and (newest := restore(directory, None, log)):
         return newest
     existing = steps(directory)
     if step is None or not existing:
@@ -202,6 +233,28 @@ def of_run(workdir: Path, step: int | None = None) -> Checkpoint:
         raise UserError(f"checkpoint {directory / str(step)} is damaged: {error}") from error
 
 
+def _best(directory: Path, log: Callable[[str], None]) -> Checkpoint | None:
+    """Return the checkpoint with the lowest validation loss, or None if no loss was measured or it is damaged."""
+    while True:
+        losses = {step: validation_loss(directory / str(step)) for step in steps(directory)}
+        measured = [(loss, step) for step, loss in losses.items() if loss is not None]
+        if not measured:
+            return None
+        path = directory / str(min(measured)[1])
+        try:
+            return read(path)
+        except Damaged as error:
+            if path.exists():  # otherwise, a run that is being trained has replaced it by a better one
+                log(f"the best checkpoint, {path}, is damaged: {error}; using the newest intact checkpoint")
+                return None
+
+
+def config_of(saved: Checkpoint, workdir: Path) -> ConfigDict:
+    """Return the config with which a checkpoint of the run in `workdir` was saved."""
+    config = saved.info.get("config")  # the first checkpoints lack it
+    return configs.from_keys(config) if config else configs.read_config(workdir)
+
+
 def restore_params(workdir: Path) -> tuple[ConfigDict, Params]:
     """Return the config and the newest parameters, as NumPy arrays, of the run in `workdir`.
 
@@ -209,5 +262,4 @@ def restore_params(workdir: Path) -> tuple[ConfigDict, Params]:
       UserError: there is no run or no checkpoint yet, or no checkpoint can be read.
     """
     saved = of_run(workdir)
-    config = saved.info.get("config")  # the first checkpoints lack it
-    return configs.from_keys(config) if config else configs.read_config(workdir), saved.tree["params"]
+    return config_of(saved, workdir), saved.tree["params"]

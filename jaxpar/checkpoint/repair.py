@@ -22,26 +22,19 @@ def set_aside(directory: Path, after: int) -> None:
 def repair_metrics(directory: Path, log: Callable[[str], None]) -> None:
     """Restore the validation loss of each checkpoint from its info, because orbax selects the best one by this loss."""
     for step in steps(directory):
-        file = directory / str(step) / "metrics" / "metrics"
-        found = _measured(file)
+        path = directory / str(step)
+        file = path / "metrics" / "metrics"
+        found = reader.loss_in_metrics(path)
         try:
             # The info of the first checkpoints lacks the loss.
-            expected = reader.info_of(directory / str(step)).get("validation_loss", found)
+            expected = reader.info_of(path).get("validation_loss", found)
         except Damaged:
             expected = found
         if repr(found) == repr(expected) and (found is not None or not file.parent.exists()):
             continue
         result = "removed" if expected is None else f"restored to {expected:.4f}"
-        log(f"checkpoint {directory / str(step)}: the damaged validation loss was {result}")
+        log(f"checkpoint {path}: the damaged validation loss was {result}")
         shutil.rmtree(file.parent, ignore_errors=True)
         if expected is not None:
             file.parent.mkdir()
             files.write_text(file, json.dumps({"validation_loss": expected}))
-
-
-def _measured(file: Path) -> float | None:
-    """Return the validation loss in a file, or None if the file is missing or damaged."""
-    try:
-        return float(files.parse_json(file.read_bytes(), nonfinite=True)["validation_loss"])
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, KeyError, TypeError, OverflowError):
-        return None

@@ -225,6 +225,62 @@ def test_a_checkpoint_that_is_removed_while_it_is_read(tmp_path: Path, monkeypat
     assert (found.step, logged) == (2, [])
 
 
+def copied_run(folder: Path, losses: dict[int, float | None]) -> Path:
+    """Return a workdir whose checkpoints have these validation losses by step."""
+    save(folder / "checkpoints", losses, keep=len(losses))
+    return folder
+
+
+def chosen(workdir: Path, **options: Any) -> tuple[int, list[str]]:
+    lines: list[str] = []
+    found = checkpoint.of_run(workdir, log=lines.append, **options)
+    assert int(found.tree["step"]) == found.step
+    return found.step, lines
+
+
+def test_the_best_checkpoint_of_a_run(tmp_path: Path) -> None:
+    """The one with the lowest loss, the first of several, and the newest without any loss."""
+    run = copied_run(tmp_path / "run", {1: 0.9, 2: 0.3, 3: 0.3, 4: 0.5, 5: None})
+    assert chosen(run, best=True) == (2, [])
+    assert chosen(run) == (5, [])
+    assert chosen(run, step=4, best=True) == (4, [])
+    metrics = run / "checkpoints" / "4" / "metrics" / "metrics"
+    metrics.write_text('{"validation_loss": 0.1}')  # the info, which has a checksum, is right
+    assert chosen(run, best=True) == (2, [])
+    change_info(run / "checkpoints" / "4", lambda info: info.pop("validation_loss"))  # as in the first checkpoints
+    assert chosen(run, best=True) == (4, [])
+    metrics.write_text('{"validation_loss": NaN}')
+    assert chosen(run, best=True) == (2, [])
+    assert chosen(copied_run(tmp_path / "other", {1: None, 2: None}), best=True) == (2, [])
+
+
+@pytest.mark.parametrize("damage", [truncate, empty_info, remove_state])
+def test_a_damaged_best_checkpoint_is_replaced_by_the_newest(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    run = copied_run(tmp_path / "run", {1: 0.9, 2: 0.3, 3: 0.5, 4: None})
+    best = run / "checkpoints" / "2"
+    damage(best)
+    step, [line] = chosen(run, best=True)
+    assert step == 4
+    assert line.startswith(f"the best checkpoint, {best}, is damaged: ")
+    assert line.endswith("; using the newest intact checkpoint")
+    truncate(run / "checkpoints" / "4")
+    step, lines = chosen(run, best=True)
+    assert (step, len(lines)) == (3, 2)
+
+
+def test_a_best_checkpoint_that_is_removed_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = copied_run(tmp_path / "run", {1: 0.5})
+    shapes = reader._shapes
+
+    def removing(path: Path) -> Any:
+        if path.parent.name == "1":
+            save(run / "checkpoints", {2: 0.4, 3: None}, keep=1)
+        return shapes(path)
+
+    monkeypatch.setattr(reader, "_shapes", removing)
+    assert chosen(run, best=True) == (2, [])
+
+
 def test_half_written_checkpoints_are_ignored(tmp_path: Path) -> None:
     """A killed process leaves a temporary folder of orbax."""
     save(tmp_path / "c", {1: None})
