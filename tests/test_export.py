@@ -17,10 +17,14 @@ import pytest
 from flax.traverse_util import flatten_dict
 from safetensors import safe_open
 from safetensors.numpy import load_file
+from tokenizers import Tokenizer
 
-from jaxpar import checkpoint, train
+from jaxpar import checkpoint, data, models, train
+from jaxpar import config as configs
+from jaxpar.cluster import find_cluster
 from jaxpar.errors import format_bytes
 from jaxpar.export import command, hugging_face, state_file
+from tests.models.small import fast_jit
 from tests.runs import change_info, run_script, small_config
 
 ROOT = Path(__file__).parent.parent
@@ -43,10 +47,11 @@ def arrays_of(workdir: Path, step: int) -> dict[str, np.ndarray]:
 
 
 def python(docs: str, workdir: Path) -> list[str]:
-    """Run a Python block of docs/checkpoints.md on `workdir`, with one device and without jaxpar; return its output."""
+    """Run the Python block of a section on `workdir`, with one device and without jaxpar; return its output."""
     [block] = [one.split("```")[0] for one in docs.split("```python\n")[1:]]
     assert "jaxpar" not in block
     block = block.replace("runs/stop/checkpoints/78", str(workdir / "checkpoints" / "8"))
+    block = block.replace("runs/quickstart_program", str(workdir / "program"))
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "XLA_FLAGS")}
     command = [sys.executable, "-c", block]
     result = subprocess.run(
@@ -56,8 +61,8 @@ def python(docs: str, workdir: Path) -> list[str]:
     return result.stdout.splitlines()
 
 
-def docs(heading: str) -> str:
-    text = (ROOT / "docs" / "checkpoints.md").read_text()
+def docs(heading: str, page: str = "checkpoints.md") -> str:
+    text = (ROOT / "docs" / page).read_text()
     return text.split(heading)[1]
 
 
@@ -79,6 +84,24 @@ def test_safetensors_read_it_as_the_docs_say(workdir: Path, monkeypatch: pytest.
     shape = arrays_of(workdir, 8)["params.embed.tokens"].shape
     assert python(docs("### With safetensors"), workdir) == [f"8 {shape}"]
     file.unlink()
+
+
+def test_a_program_classifies_as_the_docs_say(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block of docs/export.md, and the model on one text without padding."""
+    assert run(monkeypatch, workdir, workdir / "program", "--step=6", kind="stablehlo") == 0
+    lines = python(docs("## StableHLO", "export.md"), workdir)
+    config = configs.read_config(workdir)
+    tree, info = checkpoint.read(workdir / "checkpoints" / "6").tree, data.read_info(workdir)
+    apply = fast_jit(models.build(config, info, find_cluster()).apply)
+    tokenizer = Tokenizer.from_file(str(workdir / "tokenizer.json"))
+    for text, line in zip(("a small bird with a red breast", "move at great speed"), lines, strict=True):
+        inputs = np.array([tokenizer.encode(text).ids], np.int32)
+        weights_C = np.exp(apply(tree["params"], {"inputs": inputs, "mask": np.ones_like(inputs, bool)})[0])
+        probabilities_C = weights_C / weights_C.sum()
+        name, probability = line.split()
+        assert name == info.class_names[probabilities_C.argmax()]
+        assert abs(float(probability) - probabilities_C.max()) < 1e-4
+    shutil.rmtree(workdir / "program")
 
 
 def test_the_readme_predicts(

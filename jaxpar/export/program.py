@@ -5,9 +5,9 @@
     DIRECTORY/program.json          inputs, outputs, names of classes, and where the program comes from
     DIRECTORY/tokenizer.json        the tokenizer of a run on text
 
-The parameters are beside the program, because a serialized program must be smaller than 2 GiB and constants would be
-compiled into it once for each shape. One program computes batches of any size and texts of any length up to the longest
-of the run: these dims are symbolic.
+The parameters are not in the program, because a serialized program must be smaller than 2 GiB, and because constants
+would be compiled again for each shape. One program computes batches of any size and texts of any length up to the
+longest of the run: these dims are symbolic.
 """
 
 import json
@@ -98,8 +98,8 @@ def _export(
     """Return the program (parameters by name, batch) -> outputs, one float32 array of logits or targets."""
     config = config.copy_and_resolve_references()
     with config.ignore_type():
-        # What suits every platform. Rematerialization only concerns gradients.
-        config.model.update(attention="xla", scan_layers=False, flatten_positions=False, remat="none")
+        # The fastest on CPUs that also compiles for GPUs. Rematerialization only concerns gradients.
+        config.model.update(attention="batched", scan_layers=False, flatten_positions=True, remat="none")
     model = models.build(config, info, named_cluster("cpu", 1))
     names = {path: ".".join(map(str, path)) for path in flatten_dict(model.shapes)}
     assert set(names.values()) == params.keys(), names

@@ -39,6 +39,7 @@ NOT_RUN = {
     "JAXPAR_": "installs packages, or trains",
     "PYTHONPATH=. ": "trains",
     "mpirun": "needs several hosts",
+    "scripts/export": "needs a run, unless its output is an error",
     "scripts/launch": "trains",
     'scripts/python -c "import jax;': "depends on the machine",
     "scripts/python -m pip": "installs packages",
@@ -48,7 +49,6 @@ NOT_RUN = {
     "scripts/python scripts/compare.py": "trains",
     "scripts/python scripts/compare_pipelines.py": "trains",
     "scripts/python scripts/compare_updates.py": "trains",
-    "scripts/python scripts/export": "needs a run",
     "scripts/python scripts/fit.py": "compiles for several minutes",
     "scripts/python scripts/plan.py": "prints how long it took",
     "scripts/python scripts/profile_layers.py": "measures",
@@ -192,6 +192,8 @@ def test_outputs(
         words = split(command)
         if words[0] == "scripts/train" and output.startswith("jaxpar: "):
             assert main.main(words) == 2
+        elif words[0] == "scripts/export" and output.startswith("jaxpar: "):
+            run(["", "jaxpar.export.command", *words[1:]], output)
         elif command.startswith(tuple(NOT_RUN)):
             leave_config(words)
             continue

@@ -21,7 +21,7 @@ from jaxpar.export.program import save_program
 from jaxpar.models import build
 from tests.models.small import CPU, IMAGE, LENGTH, LLAMA, TEXT, VECTOR, VOCAB, fast_jit, make_params, small_config
 
-# Reads each directory in its arguments, computes the outputs of batch_0.npz, batch_1.npz, ..., and writes them beside.
+# For each directory in the arguments, computes the outputs of batch_0.npz, batch_1.npz, ... and writes them there.
 READER = """
 import sys
 from pathlib import Path
@@ -129,6 +129,10 @@ def test_outputs_equal_the_model(name: str, exported: dict[str, Exported]) -> No
         assert np.ptp(expected) > 0.05
 
 
+def program_of(directory: Path) -> export.Exported:
+    return export.deserialize(bytearray((directory / "program.jax_export").read_bytes()))
+
+
 def test_the_description(exported: dict[str, Exported]) -> None:
     contents = {name: json.loads((one.directory / "program.json").read_text()) for name, one in exported.items()}
     text = {"dtype": "int32", "shape": ["batch", "length"]}
@@ -139,7 +143,7 @@ def test_the_description(exported: dict[str, Exported]) -> None:
         "tokenizer": "tokenizer.json",
         "platforms": ["cpu", "cuda"],
         "jax_version": jax.__version__,
-        "calling_convention_version": 10,
+        "calling_convention_version": program_of(exported["bert"].directory).calling_convention_version,
         "step": 7,
         "task": "classification",
         "inputs": {"inputs": text, "mask": mask, "segments": text},
@@ -163,7 +167,7 @@ def test_the_description(exported: dict[str, Exported]) -> None:
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_texts_longer_than_those_of_the_run_are_refused(name: str, exported: dict[str, Exported]) -> None:
     directory = exported[name].directory
-    program = export.deserialize(bytearray((directory / "program.jax_export").read_bytes()))
+    program = program_of(directory)
     parameters = dict(np.load(directory / "parameters.npz"))
     with pytest.raises(ValueError, match=r"length <= 12|refining shapes"):
         program.call(parameters, make_inputs(name, 2, LENGTH + 1))
