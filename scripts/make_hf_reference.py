@@ -1,12 +1,13 @@
-"""Creates the references for tests/models/test_hf.py, and checks exported models, with Hugging Face `transformers`.
+"""Creates the references for tests/models/test_hf.py, and checks exported models, with Hugging Face libraries.
 
-This is the only script that needs torch and transformers:
+This is the only script that needs torch, transformers and sentence-transformers:
 
     python scripts/make_hf_reference.py                     # writes tests/models/reference
     python scripts/make_hf_reference.py --check DIR [...]   # compares exports DIR/NAME with the references
 
 A reference is a directory of random weights, written by `save_pretrained`, with an additional file example.safetensors
-that contains inputs, mask, segments (BERT only) and the logits in float32. That of gpt_generation contains the prompts
+that contains inputs, mask, segments (BERT only) and the logits in float32. That of bert_mean has no segments, and its
+classifier is in the folder 2_Dense, as `sentence-transformers` saves it. That of gpt_generation contains the prompts
 `inputs` of `lengths` tokens and their greedy continuations `greedy`, up to the longest text of the model.
 """
 
@@ -18,8 +19,11 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.models import Dense, Pooling
 
 REFERENCE = Path(__file__).parents[1] / "tests" / "models" / "reference"
+LENGTHS = torch.tensor([10, 3, 1, 7])  # real tokens of the examples
 BERT = transformers.BertConfig(
     vocab_size=40,
     hidden_size=16,
@@ -33,11 +37,29 @@ BERT = transformers.BertConfig(
 GPT2 = transformers.GPT2Config(
     vocab_size=40, n_embd=16, n_layer=2, n_head=4, n_positions=12, num_labels=3, pad_token_id=0, eos_token_id=1
 )
+LLAMA = transformers.LlamaConfig(
+    vocab_size=40,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=24,
+    max_position_embeddings=12,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+    num_labels=3,
+    pad_token_id=0,
+    bos_token_id=None,
+    eos_token_id=1,
+)
+MEAN = "bert_mean"
 MODELS = {
     "bert_classification": (transformers.BertForSequenceClassification, BERT),
     "bert_masked_lm": (transformers.BertForMaskedLM, BERT),
     "gpt_causal_lm": (transformers.GPT2LMHeadModel, GPT2),
     "gpt_classification": (transformers.GPT2ForSequenceClassification, GPT2),
+    "llama_causal_lm": (transformers.LlamaForCausalLM, LLAMA),
+    "llama_classification": (transformers.LlamaForSequenceClassification, LLAMA),
 }
 
 
@@ -71,8 +93,8 @@ def make(name: str) -> None:
     for parameter in model.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     example = {"inputs": torch.randint(1, 40, (4, 10))}
-    if name != "gpt_causal_lm":
-        example["mask"] = torch.arange(10)[None, :] < torch.tensor([10, 3, 1, 7])[:, None]
+    if not name.endswith("causal_lm"):
+        example["mask"] = torch.arange(10)[None, :] < LENGTHS[:, None]
         example["inputs"] *= example["mask"]
     if name.startswith("bert"):
         example["segments"] = (torch.arange(10)[None, :] > torch.tensor([4, 1, 9, 9])[:, None]).long()
@@ -80,6 +102,26 @@ def make(name: str) -> None:
     (REFERENCE / name / "generation_config.json").unlink(missing_ok=True)
     example["logits"] = logits(model, example)
     save_file({key: value.contiguous() for key, value in example.items()}, REFERENCE / name / "example.safetensors")
+
+
+def make_mean() -> None:
+    """Write the reference of a BERT classifier that pools by the mean: encoder, pooling and linear map."""
+    torch.manual_seed(len(MEAN))
+    encoder = transformers.BertModel(BERT, add_pooling_layer=False).eval()
+    dense = Dense(BERT.hidden_size, 3, activation_function=torch.nn.Identity())
+    for parameter in (*encoder.parameters(), *dense.parameters()):
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    example = {"inputs": torch.randint(1, 40, (4, 10)), "mask": torch.arange(10)[None, :] < LENGTHS[:, None]}
+    example["inputs"] *= example["mask"]
+    pooling = Pooling(BERT.hidden_size, pooling_mode="mean")
+    with torch.no_grad():
+        hidden = encoder(example["inputs"], attention_mask=example["mask"].long()).last_hidden_state
+        features = pooling({"token_embeddings": hidden, "attention_mask": example["mask"].long()})
+        example["logits"] = dense(features)["sentence_embedding"]
+    encoder.save_pretrained(REFERENCE / MEAN)
+    (REFERENCE / MEAN / "2_Dense").mkdir(exist_ok=True)
+    dense.save(str(REFERENCE / MEAN / "2_Dense"))
+    save_file({key: value.contiguous() for key, value in example.items()}, REFERENCE / MEAN / "example.safetensors")
 
 
 def logits(model: Any, example: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -93,6 +135,18 @@ def logits(model: Any, example: dict[str, torch.Tensor]) -> torch.Tensor:
         return model(**arguments).logits
 
 
+def check_mean(directory: Path) -> bool:
+    """Load DIR/bert_mean, compare the embeddings with the logits of the reference, and print the difference."""
+    model = SentenceTransformer(str(directory), device="cpu").eval()
+    example = load_file(REFERENCE / MEAN / "example.safetensors")
+    with torch.no_grad():
+        features = model({"input_ids": example["inputs"], "attention_mask": example["mask"].long()})
+    difference = (features["sentence_embedding"] - example["logits"]).abs().max().item()
+    print(f"{MEAN}: {[type(module).__name__ for module in model]}, max difference {difference:.1e}")
+    print(f"  texts of at most {model.max_seq_length} tokens, {model.encode(['a word']).shape}")
+    return difference < 1e-5
+
+
 def check(directory: Path) -> bool:
     """Load DIR/NAME, an export of reference NAME, compare the logits, and print the largest difference."""
     kind, _ = MODELS[directory.name]
@@ -101,6 +155,8 @@ def check(directory: Path) -> bool:
         "bert_masked_lm": transformers.AutoModelForMaskedLM,
         "gpt_causal_lm": transformers.AutoModelForCausalLM,
         "gpt_classification": transformers.AutoModelForSequenceClassification,
+        "llama_causal_lm": transformers.AutoModelForCausalLM,
+        "llama_classification": transformers.AutoModelForSequenceClassification,
     }[directory.name]
     model, report = automatic.from_pretrained(directory, output_loading_info=True)
     example = load_file(REFERENCE / directory.name / "example.safetensors")
@@ -122,8 +178,9 @@ def main() -> None:
         for name in MODELS:
             make(name)
         make_generation()
+        make_mean()
     else:
-        good = [check(directory) for directory in directories]
+        good = [check_mean(one) if one.name == MEAN else check(one) for one in directories]
         sys.exit(0 if all(good) else 1)
 
 

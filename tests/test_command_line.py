@@ -7,12 +7,14 @@ import pytest
 
 from jaxpar.command_line import Parser, integer, names, number, split_overrides
 from jaxpar.errors import TrainingError, UserError, exit_code
+from jaxpar.export import command as export
 from jaxpar.launch import launcher
-from scripts import audit, certify, compare, compare_updates, draw, export, export_hf, simulate
+from scripts import audit, certify, compare, compare_updates, draw, simulate
 from scripts.bench import peers, pipeline
 
 CONFIG = "--config is missing; it must be set, as in --config=configs/quickstart.py"
-EXPORT = "scripts/export.py runs/quickstart quickstart.safetensors"
+EXPORT = "--workdir=runs/quickstart --output=quickstart.safetensors --format=safetensors"
+FORMATS = "safetensors, hf, stablehlo"
 LAUNCH = "scripts/launch --num_processes=2 -- --config=configs/quickstart.py --workdir=runs/quickstart"
 TRAIN = ["--", "--config=x", "--workdir=y"]
 LISTED = "it must be one that --help lists"
@@ -32,17 +34,16 @@ MISTAKES: list[tuple[ModuleType, list[str], str]] = [
     (compare_updates, ["--workers=0"], "--workers is 0; it must be at least 1"),
     (compare_updates, ["--slowdown=nan"], "--slowdown is 'nan'; it must be a number of at least 1"),
     (draw, ["--auto=yes"], "--auto is 'yes'; it must be set without a value"),
-    (export, [], f"the argument WORKDIR is missing; it must be the workdir of a run, as in {EXPORT}"),
-    (export, ["runs/x"], f"the argument FILE is missing; it must be a new file, as in {EXPORT}"),
-    (export, ["runs/x", "x", "y"], "'y' is not an argument; it must be a flag that --help lists"),
-    (export, ["runs/x", "x", "--step=last"], "--step is 'last'; it must be an integer"),
+    (export, [], f"--workdir is missing; it must be set, as in {EXPORT}"),
+    (export, ["--workdir=runs/x", "--format=hf"], f"--output is missing; it must be set, as in {EXPORT}"),
+    (export, [*EXPORT.split(), "runs/x"], "'runs/x' is not an argument; it must be a flag that --help lists"),
+    (export, ["--step=last"], "--step is 'last'; it must be an integer"),
+    (export, ["--checkpoint=last"], "--checkpoint is 'last'; it must be one of best, newest"),
     (
-        export_hf,
-        ["runs/x"],
-        "the argument DIRECTORY is missing; it must be a new or empty directory, as in "
-        "scripts/export_hf.py runs/cls exported",
+        export,
+        ["--format=safetensor"],
+        f"--format is 'safetensor'; it must be one of {FORMATS}. Did you mean 'safetensors'?",
     ),
-    (export_hf, ["runs/x", "x", "--step=1"], f"--step is not a flag; {LISTED}"),
     (simulate, ["zb_h1"], "'zb_h1' is not an argument; it must be a flag that --help lists"),
     (launcher, [], "--num_processes is missing; it must be set, as in --num_processes=2"),
     (launcher, ["--num_processes=two"], "--num_processes is 'two'; it must be an integer"),

@@ -1,14 +1,15 @@
-"""Tests reading checkpoints without jaxpar: with the programs of docs/checkpoints.md and after scripts/export.py."""
+"""Tests reading checkpoints without jaxpar: with the programs of the docs, and from the files of scripts/export."""
 
 import ast
-import importlib.util
+import errno
 import json
 import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,10 +17,15 @@ import pytest
 from flax.traverse_util import flatten_dict
 from safetensors import safe_open
 from safetensors.numpy import load_file
+from tokenizers import Tokenizer
 
-from jaxpar import checkpoint, train
-from jaxpar.errors import exit_code
-from tests.runs import small_config
+from jaxpar import checkpoint, data, models, train
+from jaxpar import config as configs
+from jaxpar.cluster import find_cluster
+from jaxpar.errors import format_bytes
+from jaxpar.export import command, hugging_face, state_file
+from tests.models.small import fast_jit
+from tests.runs import change_info, run_script, small_config
 
 ROOT = Path(__file__).parent.parent
 STEPS = [3, 6, 8]
@@ -41,10 +47,11 @@ def arrays_of(workdir: Path, step: int) -> dict[str, np.ndarray]:
 
 
 def python(docs: str, workdir: Path) -> list[str]:
-    """Run a Python block of docs/checkpoints.md on `workdir`, with one device and without jaxpar; return its output."""
+    """Run the Python block of a section on `workdir`, with one device and without jaxpar; return its output."""
     [block] = [one.split("```")[0] for one in docs.split("```python\n")[1:]]
     assert "jaxpar" not in block
     block = block.replace("runs/stop/checkpoints/78", str(workdir / "checkpoints" / "8"))
+    block = block.replace("runs/quickstart_program", str(workdir / "program"))
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "XLA_FLAGS")}
     command = [sys.executable, "-c", block]
     result = subprocess.run(
@@ -54,24 +61,13 @@ def python(docs: str, workdir: Path) -> list[str]:
     return result.stdout.splitlines()
 
 
-def docs(heading: str) -> str:
-    text = (ROOT / "docs" / "checkpoints.md").read_text()
+def docs(heading: str, page: str = "checkpoints.md") -> str:
+    text = (ROOT / "docs" / page).read_text()
     return text.split(heading)[1]
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("export", ROOT / "scripts" / "export.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def run(script: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["export.py", *map(str, arguments)])
-    return exit_code(script.main)
+def run(monkeypatch: pytest.MonkeyPatch, workdir: Path, output: Path, *more: str, kind: str = "safetensors") -> int:
+    return run_script(monkeypatch, command, f"--workdir={workdir}", f"--output={output}", f"--format={kind}", *more)
 
 
 def test_orbax_reads_it_as_the_docs_say(workdir: Path) -> None:
@@ -82,14 +78,30 @@ def test_orbax_reads_it_as_the_docs_say(workdir: Path) -> None:
     assert python(block, workdir) == [f"8 {shape}"]
 
 
-def test_safetensors_read_it_as_the_docs_say(
-    workdir: Path, script: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_safetensors_read_it_as_the_docs_say(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = workdir / "stop.safetensors"
-    assert run(script, monkeypatch, workdir, file) == 0
+    assert run(monkeypatch, workdir, file, "--checkpoint=newest") == 0
     shape = arrays_of(workdir, 8)["params.embed.tokens"].shape
     assert python(docs("### With safetensors"), workdir) == [f"8 {shape}"]
     file.unlink()
+
+
+def test_a_program_classifies_as_the_docs_say(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block of docs/export.md, and the model on one text without padding."""
+    assert run(monkeypatch, workdir, workdir / "program", "--step=6", kind="stablehlo") == 0
+    lines = python(docs("## StableHLO", "export.md"), workdir)
+    config = configs.read_config(workdir)
+    tree, info = checkpoint.read(workdir / "checkpoints" / "6").tree, data.read_info(workdir)
+    apply = fast_jit(models.build(config, info, find_cluster()).apply)
+    tokenizer = Tokenizer.from_file(str(workdir / "tokenizer.json"))
+    for text, line in zip(("a small bird with a red breast", "move at great speed"), lines, strict=True):
+        inputs = np.array([tokenizer.encode(text).ids], np.int32)
+        weights_C = np.exp(apply(tree["params"], {"inputs": inputs, "mask": np.ones_like(inputs, bool)})[0])
+        probabilities_C = weights_C / weights_C.sum()
+        name, probability = line.split()
+        assert name == info.class_names[probabilities_C.argmax()]
+        assert abs(float(probability) - probabilities_C.max()) < 1e-4
+    shutil.rmtree(workdir / "program")
 
 
 def test_the_readme_predicts(
@@ -107,13 +119,14 @@ def test_the_readme_predicts(
         assert 1 / 4 <= prediction["probability"] <= 1  # the largest of four
 
 
-@pytest.mark.parametrize("step", [None, *STEPS])
+@pytest.mark.parametrize("flag", ["--checkpoint=newest", *(f"--step={step}" for step in STEPS)])
 def test_the_file_has_every_array_and_what_the_checkpoint_says(
-    step: int | None, workdir: Path, tmp_path: Path, script: ModuleType, monkeypatch: pytest.MonkeyPatch
+    flag: str, workdir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run(script, monkeypatch, workdir, tmp_path / "a.safetensors", *([f"--step={step}"] if step else [])) == 0
+    step = int(flag[-1]) if "step" in flag else 8
+    assert run(monkeypatch, workdir, tmp_path / "a.safetensors", flag) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
-    got, expected = load_file(tmp_path / "a.safetensors"), arrays_of(workdir, step or 8)
+    got, expected = load_file(tmp_path / "a.safetensors"), arrays_of(workdir, step)
     assert got.keys() == expected.keys()
     assert any(name.startswith("optimizer.") for name in got)
     assert {"step", "key"} <= got.keys()
@@ -122,21 +135,21 @@ def test_the_file_has_every_array_and_what_the_checkpoint_says(
         np.testing.assert_array_equal(got[name], x, name)
     with safe_open(tmp_path / "a.safetensors", "numpy") as file:
         metadata = file.metadata()
-    info = json.loads((workdir / "checkpoints" / str(step or 8) / "info" / "metadata").read_text())
+    info = json.loads((workdir / "checkpoints" / str(step) / "info" / "metadata").read_text())
     assert metadata.keys() == info.keys() - {"checksum", "checksums", "private_checksums"}
     assert (metadata["data"], json.loads(metadata["private_key"])) == (info["data"], info["private_key"])
     for key in ("format", "step", "examples", "config"):
         assert json.loads(metadata[key]) == info[key]
 
 
-def test_any_layout_and_dtype(tmp_path: Path, script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_layout_and_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Export arrays in column-major order (which some readers return), in bfloat16, and an empty subtree."""
     columns = np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3))
     narrow = np.asarray(jax.numpy.ones(3, jax.numpy.bfloat16))
     tree = {"params": {"a": columns, "b": {"c": narrow}, "empty": {}}, "step": np.int32(4)}
     found = checkpoint.Checkpoint(4, tree, {}, {"step": 4, "checksums": {}})
-    monkeypatch.setattr(checkpoint, "of_run", lambda _workdir, _step: found)
-    assert run(script, monkeypatch, "anywhere", tmp_path / "a.safetensors") == 0
+    monkeypatch.setattr(checkpoint, "of_run", lambda *_arguments, **_options: found)
+    assert run(monkeypatch, Path("anywhere"), tmp_path / "a.safetensors") == 0
     got = load_file(tmp_path / "a.safetensors")
     np.testing.assert_array_equal(got["params.a"], columns)
     np.testing.assert_array_equal(got["params.b.c"], narrow)
@@ -145,57 +158,109 @@ def test_any_layout_and_dtype(tmp_path: Path, script: ModuleType, monkeypatch: p
     assert len(got) == 3
 
 
+def set_loss(loss: float, info: dict[str, Any]) -> None:
+    info["validation_loss"] = loss
+
+
+def test_the_best_checkpoint_is_exported(
+    workdir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = shutil.copytree(workdir, tmp_path / "run")
+    for step, loss in {3: 0.7, 6: 0.2, 8: 0.5}.items():
+        change_info(own / "checkpoints" / str(step), partial(set_loss, loss))
+    for flags, step in ([], 6), (["--checkpoint=best"], 6), (["--checkpoint=newest"], 8), (["--step=3"], 3):
+        file = tmp_path / f"{step}{len(flags)}{flags}.safetensors"
+        assert run(monkeypatch, own, file, *flags) == 0
+        assert load_file(file)["step"] == step
+        assert capsys.readouterr().out == f"{file}: step {step}, {format_bytes(file.stat().st_size)}\n"
+    assert run(monkeypatch, own, tmp_path / "a.safetensors", "--step=3", "--checkpoint=best") == 2
+    assert capsys.readouterr().err == "jaxpar: --step is 3; it must not be set together with --checkpoint\n"
+    (own / "checkpoints" / "6" / "state" / "manifest.ocdbt").write_bytes(b"")
+    assert run(monkeypatch, own, tmp_path / "a.safetensors") == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"the best checkpoint, {own}/checkpoints/6, is damaged: ")
+    assert ": step 8, " in second
+
+
+# The values of --workdir, --output, --format and other flags, and the message.
 MISTAKES = {
-    "no run": (["{tmp}", "{tmp}/a.safetensors"], "{tmp} contains no run: {tmp}/config.json does not exist"),
+    "no run": ("{tmp}", "{tmp}/a", "safetensors", "", "{tmp} contains no run: {tmp}/config.json does not exist"),
     "no such step": (
-        ["{run}", "{tmp}/a.safetensors", "--step=5"],
+        *("{run}", "{tmp}/a", "safetensors", "--step=5"),
         "{run} contains no checkpoint of step 5; its checkpoints are from steps 3, 6, 8",
     ),
-    "file exists": (["{run}", "{run}/config.json"], "FILE is '{run}/config.json', which exists; it must be a new file"),
+    "file exists": (
+        *("{run}", "{run}/config.json", "safetensors", ""),
+        "--output is '{run}/config.json', which exists; it must be a new file",
+    ),
+    "directory exists": (
+        *("{run}", "{run}", "stablehlo", ""),
+        "--output is '{run}', which exists; it must be a new directory",
+    ),
+    "file in place of a directory": (
+        *("{run}", "{run}/config.json", "hf", ""),
+        "--output is '{run}/config.json', which exists; it must be a new directory",
+    ),
     "no folder": (
-        ["{run}", "{tmp}/b/a.safetensors"],
-        "FILE is '{tmp}/b/a.safetensors'; it must be in an existing directory, and '{tmp}/b' is not one",
+        *("{run}", "{tmp}/b/a", "hf", ""),
+        "--output is '{tmp}/b/a'; it must be in an existing directory, and '{tmp}/b' is not one",
+    ),
+    "no format": (
+        *("{run}", "{tmp}/a", "onnx", ""),
+        "--format is 'onnx'; it must be one of safetensors, hf, stablehlo",
     ),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_end_in_one_line(
-    name: str,
+    name: str, workdir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output, kind, flags, message = (one.format(run=workdir, tmp=tmp_path) for one in MISTAKES[name])
+    assert run(monkeypatch, Path(source), Path(output), *flags.split(), kind=kind) == 2
+    assert capsys.readouterr().err == f"jaxpar: {message}\n"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", command.FORMATS)
+def test_an_export_that_fails_leaves_nothing(
+    kind: str,
     workdir: Path,
     tmp_path: Path,
-    script: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    arguments, message = MISTAKES[name]
-    given = [one.format(run=workdir, tmp=tmp_path) for one in arguments]
-    assert run(script, monkeypatch, *given) == 2
-    assert capsys.readouterr().err == f"jaxpar: {message.format(run=workdir, tmp=tmp_path)}\n"
+    """The disk becomes full while the last file is written."""
+
+    def full(*_arguments: Any, **_options: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for module, name in ((state_file, "save_file"), (hugging_face, "save_file"), (shutil, "copyfile")):
+        monkeypatch.setattr(module, name, full)
+    assert run(monkeypatch, workdir, tmp_path / "out", kind=kind) == 2
+    thing = "file" if kind == "safetensors" else "directory"
+    cause = f"which cannot be used (No space left on device); it must be a writable {thing}"
+    assert capsys.readouterr().err == f"jaxpar: --output is '{tmp_path}/out', {cause}\n"
     assert not list(tmp_path.iterdir())
 
 
 def test_a_damaged_checkpoint_is_not_exported(
-    workdir: Path,
-    tmp_path: Path,
-    script: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    workdir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The previous checkpoint is exported, with a message; if the damaged step was requested, nothing is."""
     own = shutil.copytree(workdir, tmp_path / "run")
     (own / "checkpoints" / "8" / "state" / "manifest.ocdbt").write_bytes(b"")
-    assert run(script, monkeypatch, own, tmp_path / "a.safetensors", "--step=8") == 2
+    assert run(monkeypatch, own, tmp_path / "a.safetensors", "--step=8") == 2
     error = capsys.readouterr().err
     assert "checkpoints/8 is damaged" in error
     assert error.count("\n") == 1
-    assert run(script, monkeypatch, own, tmp_path / "a.safetensors") == 0
+    assert run(monkeypatch, own, tmp_path / "a.safetensors", "--checkpoint=newest") == 0
     output = capsys.readouterr().out
     assert "checkpoints/8 is damaged" in output
-    assert "arrays of step 6" in output
+    assert ": step 6, " in output
     for step in STEPS:
         shutil.rmtree(own / "checkpoints" / str(step))
-    assert run(script, monkeypatch, own, tmp_path / "b.safetensors") == 2
+    assert run(monkeypatch, own, tmp_path / "b.safetensors") == 2
     assert capsys.readouterr().err == f"jaxpar: {own} contains no checkpoint yet\n"
 
 

@@ -24,7 +24,7 @@ ORDER = [
     *("launch", "exchange", "data"),
     *("products", "tasks", "models", "optimizer", "state", "step", "checkpoint"),
     *("asynchronous", "pipeline", "swarm", "strategies"),
-    *("run", "inference", "analysis", "train", "main", "swarm_demo", "__main__"),
+    *("run", "inference", "serve", "export", "analysis", "train", "main", "swarm_demo", "__main__"),
 ]
 
 

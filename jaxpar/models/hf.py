@@ -1,122 +1,23 @@
-"""Reads and writes BERT and GPT-2 weights as Hugging Face `transformers` directories.
+"""Reads BERT, GPT-2 and Llama weights from Hugging Face `transformers` directories; jaxpar/export writes them.
 
 A directory contains config.json, model.safetensors (or several files with an index) and a tokenizer. The weights are
 the same numbers in both formats, so the logits agree to float32 rounding.
 """
 
-import json
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from ml_collections import ConfigDict
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
-from tokenizers import Tokenizer
 
 from jaxpar.data import DataInfo
-from jaxpar.data import tokenizer as tokenizers
 from jaxpar.errors import UserError
 from jaxpar.files import parse_json
-from jaxpar.models import bert, gpt, hf_labels, hf_tensors
+from jaxpar.models import gpt, hf_labels, hf_tensors
+from jaxpar.models.hf_families import FAMILIES, Family
 from jaxpar.models.model import Model, Params
-
-
-class Family(NamedTuple):
-    """The mapping between one model_type of config.json and config.model.
-
-    Attributes:
-      model: value of config.model.name.
-      keys: config.model key -> config.json key.
-      activations: config.model.activation -> the activation in config.json.
-      defaults: default values of config.json keys that can be absent.
-      rates: other dropout rates of config.json with their defaults; None is the rate of `keys`.
-      unapplied: the dropout rate of the attention probabilities in config.json, which models here do not have.
-      fixed: config.json keys with the only supported value of each.
-      prefix: prefix of the tensor names in `transformers` classes with a head.
-      classes: head of the task -> `transformers` class.
-      tensors: function from the number of layers to all tensors.
-    """
-
-    model: str
-    keys: dict[str, str]
-    activations: dict[str, str]
-    defaults: dict[str, object]
-    rates: dict[str, float | None]
-    unapplied: str
-    fixed: dict[str, object]
-    prefix: str
-    classes: dict[str, str]
-    tensors: Callable[[int], Iterator[hf_tensors.Tensor]]
-
-
-FAMILIES = {
-    "bert": Family(
-        model="bert",
-        keys={
-            "num_layers": "num_hidden_layers",
-            "hidden_size": "hidden_size",
-            "num_heads": "num_attention_heads",
-            "mlp_size": "intermediate_size",
-            "vocab_size": "vocab_size",
-            "max_length": "max_position_embeddings",
-            "dropout": "hidden_dropout_prob",
-            "activation": "hidden_act",
-        },
-        activations={"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"},
-        defaults={"hidden_dropout_prob": 0.1, "hidden_act": "gelu"},
-        rates={"classifier_dropout": None},
-        unapplied="attention_probs_dropout_prob",
-        fixed={
-            "type_vocab_size": 2,
-            "layer_norm_eps": bert.NORM_EPS,
-            "position_embedding_type": "absolute",
-            "is_decoder": False,
-            "add_cross_attention": False,
-            "tie_word_embeddings": True,
-        },
-        prefix="bert.",
-        classes={
-            "example": "BertForSequenceClassification",
-            "token": "BertForTokenClassification",
-            "masked_lm": "BertForMaskedLM",
-        },
-        tensors=hf_tensors.bert,
-    ),
-    "gpt2": Family(
-        model="gpt",
-        keys={
-            "num_layers": "n_layer",
-            "hidden_size": "n_embd",
-            "num_heads": "n_head",
-            "mlp_size": "n_inner",
-            "vocab_size": "vocab_size",
-            "max_length": "n_positions",
-            "dropout": "resid_pdrop",
-            "activation": "activation_function",
-        },
-        activations={"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"},
-        defaults={"n_inner": None, "resid_pdrop": 0.1, "activation_function": "gelu_new"},
-        rates={"embd_pdrop": 0.1},
-        unapplied="attn_pdrop",
-        fixed={
-            "layer_norm_epsilon": gpt.NORM_EPS,
-            "scale_attn_weights": True,
-            "scale_attn_by_inverse_layer_idx": False,
-            "add_cross_attention": False,
-            "tie_word_embeddings": True,
-        },
-        prefix="transformer.",
-        classes={"example": "GPT2ForSequenceClassification", "causal_lm": "GPT2LMHeadModel"},
-        tensors=hf_tensors.gpt,
-    ),
-}
-
-
-# ---- import ------------------------------------------------------------------------------------------
 
 
 def apply_directory(config: ConfigDict) -> None:
@@ -128,15 +29,25 @@ def apply_directory(config: ConfigDict) -> None:
       UserError: the directory does not exist, the kind of model is unsupported, or a size conflicts with the config.
     """
     path = Path(config.model.init_from).expanduser() / "config.json"
-    _check_blocks(config)
+    check_blocks(config)
     family, theirs = _read_config(path)
     if config.model.name != family.model:
         raise UserError(
             f"config.model.name is {config.model.name!r}, but {path} describes a {family.model!r} model; "
             f"set config.model.name={family.model}"
         )
+    for key, option in family.options.items():
+        if config.model[key] is None and gpt.DEFAULTS[key] != option:
+            config.model[key] = option
+        elif config.model[key] not in (None, option):
+            raise UserError(
+                f"config.model.{key} is {config.model[key]!r}, but {path} describes a model with {option!r}; "
+                f"do not set config.model.{key}"
+            )
+    if "dropout" not in family.keys and config.model.dropout is None:
+        config.model.dropout = 0.0
     for key, name in family.keys.items():
-        value = {**family.defaults, **theirs}[name]
+        value: Any = {**family.defaults, **theirs}[name]
         if key == "activation":
             value = {name: ours for ours, name in family.activations.items()}[value]
         if key == "dropout" and config.model.dropout is None:
@@ -150,7 +61,8 @@ def apply_directory(config: ConfigDict) -> None:
             )
 
 
-def _check_blocks(config: ConfigDict) -> None:
+def check_blocks(config: ConfigDict) -> None:
+    """Raise UserError if config.model has repeated or extra layers, which no Hugging Face model has."""
     for key in ("num_applications", "bottlenecks"):
         if config.model[key] not in (None, 1):
             raise UserError(
@@ -206,15 +118,22 @@ def _read_config(path: Path) -> tuple[Family, dict[str, Any]]:
             raise UserError(f"{path} has {name} {value!r}; it must be a number, at least 0 and less than 1")
         if key not in ("dropout", "activation") and not is_size and not (name in family.defaults and value is None):
             raise UserError(f"{path} has {name} {value!r}; it must be a positive integer")
+    _check_fixed(family, {**family.defaults, **theirs}, path)
+    return family, theirs
+
+
+def _check_fixed(family: Family, settings: Mapping[str, Any], path: Path) -> None:
+    """Raise UserError if a setting has another value than the models here."""
     accepted = {name: [value] for name, value in family.fixed.items()}
     accepted[family.keys["activation"]] = list(family.activations.values())
+    accepted["head_dim"] = [None, settings[family.keys["hidden_size"]] // settings[family.keys["num_heads"]]]
     for name, values in accepted.items():
-        if name in theirs and theirs[name] not in values:
+        if name in settings and settings[name] not in values:
+            possible = [repr(value) for value in values if value is not None or len(values) == 1]
             raise UserError(
-                f"config.model.init_from is {str(path.parent)!r} with {name} {theirs[name]!r} in config.json; "
-                f"it must be one of {', '.join(map(repr, values))}"
+                f"config.model.init_from is {str(path.parent)!r} with {name} {settings[name]!r:.80} in config.json; "
+                f"it must be {'one of ' * (len(possible) > 1)}{', '.join(possible)}"
             )
-    return family, theirs
 
 
 def load_params(
@@ -263,120 +182,8 @@ def load_params(
         else:
             arrays = [array[..., order] for array in arrays] if is_classifier else arrays
             flat |= dict(zip(tensor.keys, arrays, strict=True))
-    rate = theirs.get(family.unapplied, 0.1)
+    rate = {**family.defaults, **theirs}[family.unapplied]
     notes = [f"newly initialized: {', '.join(fresh)}"] if fresh else []
     notes += [f"{family.unapplied} {rate!r:.60} is not applied"] if rate else []
     log("; ".join([f"init      from {directory}", *notes]))
     return unflatten_dict(flat, sep=".")
-
-
-# ---- export ------------------------------------------------------------------------------------------
-
-
-def save_directory(params: Params, config: ConfigDict, info: DataInfo, tokenizer: Path, directory: Path) -> None:
-    """Write trained parameters to a directory that `transformers` can load with AutoModel... and AutoTokenizer.
-
-    Args:
-      params: canonical parameters.
-      config: config of the run.
-      info: properties of the data set of the run.
-      tokenizer: path of a tokenizer.json.
-      directory: a directory that does not exist or is empty.
-
-    Raises:
-      UserError: `transformers` has no equivalent model, the run has no tokenizer, or the directory is not empty or
-        cannot be written.
-    """
-    settings, family = _their_config(config, info)
-    if directory.exists() and any(directory.iterdir()):
-        raise UserError(f"{directory} is not empty; choose a new directory")
-    if not tokenizer.is_file():
-        raise UserError(
-            f"{tokenizer} does not exist; an export needs the tokenizer of the run (runs on synthetic data have none)"
-        )
-    flat = flatten_dict(params, sep=".")
-    tensors, left = {}, set(flat)
-    for tensor in family.tensors(settings[family.keys["num_layers"]]):
-        if tensor.keys[0] in flat:
-            arrays = [np.asarray(flat[key], np.float32) for key in tensor.keys]
-            tensors[family.prefix * tensor.prefixed + tensor.name] = tensor.from_ours(arrays)
-            left -= set(tensor.keys)
-    assert not left, left
-    special = _special_tokens(Tokenizer.from_str(tokenizers.read_tokenizer(tokenizer)))
-    uses = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": info.input_shape[0]}
-    ids = {f"{use}_id": index for use, (_, index) in special.items() if use in ("bos_token", "eos_token")}
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(tokenizer, directory / "tokenizer.json")
-        names = {use: token for use, (token, _) in special.items()}
-        _write_json(directory / "tokenizer_config.json", {**uses, **names})
-        _write_json(directory / "config.json", {**settings, **ids})
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{directory} cannot be written: {error}") from error
-
-
-def _their_config(config: ConfigDict, info: DataInfo) -> tuple[dict[str, Any], Family]:
-    families = {family.model: (kind, family) for kind, family in FAMILIES.items()}
-    if config.model.name not in families:
-        raise UserError(
-            f"config.model.name is {config.model.name!r}; for an export to Hugging Face it must be one of "
-            f"{', '.join(families)}"
-        )
-    _check_blocks(config)
-    kind, family = families[config.model.name]
-    if kind == "bert":
-        task, spec, pooling = bert.resolve(config, info)
-        extras: dict[str, object] = {"attention_probs_dropout_prob": 0.0}
-        differing = {"pooling": (pooling, "mean", repr("cls"))}
-    else:
-        task, spec = gpt.resolve(config, info)
-        extras = {"attn_pdrop": 0.0, "embd_pdrop": spec.dropout, "bos_token_id": None, "eos_token_id": None}
-        activations = " or ".join(map(repr, family.activations))
-        differing = {
-            "norm": (spec.norm, "rmsnorm", repr("layernorm")),
-            "positions": (spec.positions, "rotary", repr("learned")),
-            "activation": (spec.activation, "swiglu", activations),
-        }
-        if spec.num_kv_heads != spec.num_heads:
-            raise UserError(
-                f"config.model.num_kv_heads is {spec.num_kv_heads}; it must equal num_heads ({spec.num_heads}), "
-                f"because Hugging Face {kind} has no grouped-query attention"
-            )
-    for key, (value, unknown, known) in differing.items():
-        if value == unknown:
-            raise UserError(
-                f"config.model.{key} is {value!r}, which Hugging Face {kind} does not support; it must be {known}"
-            )
-    values = {theirs: getattr(spec, ours) for ours, theirs in family.keys.items()}
-    values[family.keys["activation"]] = family.activations[spec.activation]
-    settings = {"architectures": [family.classes[task.head]], "model_type": kind, **values, **family.fixed, **extras}
-    if names := info.targets or info.class_names:
-        settings["id2label"] = {str(index): name for index, name in enumerate(names)}
-        settings["label2id"] = {name: index for index, name in enumerate(names)}
-    if info.targets:
-        settings["problem_type"] = "regression"
-    # GPT-2's classifier uses the padding token to find the last token of a text.
-    settings["pad_token_id"] = info.pad_id if task.head != "causal_lm" else None
-    return settings, family
-
-
-def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[str, int]]:
-    """Return the special tokens and their ids by use, such as pad_token, which tokenizer.json does not record."""
-    end = tuple(token for token in tokenizers.END_OF_TEXT if token != "[SEP]")  # BERT has no end-of-text token
-    names = {
-        "pad_token": tokenizers.PADDING,
-        "unk_token": ("[UNK]", "<unk>", "<|endoftext|>"),
-        "cls_token": ("[CLS]",),
-        "sep_token": ("[SEP]",),
-        "mask_token": tokenizers.MASK,
-        "bos_token": end,
-        "eos_token": end,
-    }
-    vocabulary = tokenizer.get_vocab()
-    present = {use: [name for name in choices if name in vocabulary] for use, choices in names.items()}
-    return {use: (choices[0], vocabulary[choices[0]]) for use, choices in present.items() if choices}
-
-
-def _write_json(path: Path, contents: Mapping[str, object]) -> None:
-    path.write_text(json.dumps(contents, indent=2) + "\n")

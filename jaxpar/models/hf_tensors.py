@@ -1,8 +1,8 @@
 """The tensors of a Hugging Face directory: how their names map to jaxpar's parameters, and how to read their files.
 
 The names are from the `transformers` classes BertForMaskedLM, BertForSequenceClassification,
-BertForTokenClassification, GPT2LMHeadModel and GPT2ForSequenceClassification. BertModel and GPT2Model use the same
-names without the prefix.
+BertForTokenClassification, GPT2LMHeadModel, GPT2ForSequenceClassification, LlamaForCausalLM and
+LlamaForSequenceClassification. BertModel, GPT2Model and LlamaModel use the same names without the prefix.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -87,6 +87,24 @@ def gpt(num_layers: int) -> Iterator[Tensor]:
         yield from _norm(f"h.{i}.ln_1", f"block_{i}.attention_norm")
         yield from _norm(f"h.{i}.ln_2", f"block_{i}.mlp_norm")
     yield from _norm("ln_f", "head.norm")
+    yield Tensor("score.weight", ("head.classifier.kernel",), transposed=True, prefixed=False, head=True)
+
+
+def llama(num_layers: int) -> Iterator[Tensor]:
+    """Yield all tensors of Llama and its classifier. The language-model head is the token embedding.
+
+    Queries and keys need no permutation: both sides rotate feature i of a head together with feature i + K/2.
+    """
+    yield Tensor("embed_tokens.weight", ("embed.tokens",))
+    for i in range(num_layers):
+        for theirs, ours in (("q", "query"), ("k", "key"), ("v", "value"), ("o", "out")):
+            kernel = f"block_{i}.attention.{ours}.kernel"
+            yield Tensor(f"layers.{i}.self_attn.{theirs}_proj.weight", (kernel,), transposed=True)
+        for name in ("gate", "up", "down"):
+            yield Tensor(f"layers.{i}.mlp.{name}_proj.weight", (f"block_{i}.mlp.{name}.kernel",), transposed=True)
+        yield Tensor(f"layers.{i}.input_layernorm.weight", (f"block_{i}.attention_norm.scale",))
+        yield Tensor(f"layers.{i}.post_attention_layernorm.weight", (f"block_{i}.mlp_norm.scale",))
+    yield Tensor("norm.weight", ("head.norm.scale",))
     yield Tensor("score.weight", ("head.classifier.kernel",), transposed=True, prefixed=False, head=True)
 
 

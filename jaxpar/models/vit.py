@@ -104,9 +104,9 @@ class PatchEmbed(nnx.Module):
         """Embed pixels, uint8: [B, H, W, C] -> [B, T, D]."""
         spec = self.spec
         x_BHWD = self.patches(unit_range(pixels_BHWC, spec.dtype))
-        x_BTD = x_BHWD.reshape(len(x_BHWD), -1, spec.hidden_size).astype(jnp.float32)
+        x_BTD = x_BHWD.reshape(x_BHWD.shape[0], -1, spec.hidden_size).astype(jnp.float32)
         if self.has_class_token:
-            class_B1D = jnp.broadcast_to(self.class_token[...], (len(x_BTD), 1, spec.hidden_size))
+            class_B1D = jnp.broadcast_to(self.class_token[...], (x_BTD.shape[0], 1, spec.hidden_size))
             x_BTD = jnp.concatenate([class_B1D, x_BTD], axis=1)
         x_BTD += self.positions[...][None]
         return dropout(x_BTD.astype(spec.dtype), spec.dropout, context, 0)

@@ -21,6 +21,7 @@ PARTS = {
     "CONTRIBUTING.md": "parts of new files; its guides were followed by hand",
     "docs/predict.md": "reads the checkpoint of a run, as tests/inference does",
     "docs/checkpoints.md": "reads the checkpoint of a run, as tests/test_export.py does",
+    "docs/export.md": "reads the export of a run, as tests/test_export.py does",
 }
 WIDTH = 100
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

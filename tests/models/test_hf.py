@@ -14,22 +14,27 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from jaxpar import checkpoint
+from jaxpar import config as configs
 from jaxpar.data import DataInfo, read_info, write_info
 from jaxpar.errors import UserError
+from jaxpar.export import command
+from jaxpar.export.hugging_face import save_directory
+from jaxpar.export.output import completed
 from jaxpar.models import Model, build, hf
-from scripts import export_hf
 from tests.models.small import CPU, LLAMA, fast_jit, make_params, small_config
 from tests.runs import script_error
 
 REFERENCE = Path(__file__).parent / "reference"
-NAMES = sorted(path.name for path in REFERENCE.iterdir())
+MEAN = "bert_mean"  # its classifier is in a folder of its own
+NAMES = sorted(path.name for path in REFERENCE.iterdir() if path.name != MEAN)
 ANY = "bert_classification"
 
 
 def config_of(name: str, directory: Path | None = None, **overrides: Any) -> ConfigDict:
     """Return a config that reads reference `name`."""
-    model, _, task = name.partition("_")
+    kind, _, task = name.partition("_")
     sizes = {"num_layers": None, "hidden_size": None, "num_heads": None, **overrides}
+    model = {"llama": "gpt"}.get(kind, kind)
     return small_config(model, task, init_from=str(directory or REFERENCE / name), **sizes)
 
 
@@ -45,6 +50,11 @@ def load(name: str, directory: Path | None = None, **overrides: Any) -> tuple[Mo
     fresh = make_params(model)
     directory = Path(config.model.init_from)
     return model, hf.load_params(model, fresh, directory, info_of(config), log=lambda _line: None), config
+
+
+def export(params: Any, config: ConfigDict, tokenizer: Path, out: Path, info: DataInfo | None = None) -> None:
+    with completed(out, is_directory=True) as directory:
+        save_directory(params, config, info or info_of(config), tokenizer, directory)
 
 
 @pytest.fixture
@@ -69,7 +79,8 @@ def tokenizer(tmp_path: Path) -> Path:
 
 
 def test_references_are_complete() -> None:
-    assert NAMES == ["bert_classification", "bert_masked_lm", "gpt_causal_lm", "gpt_classification"]
+    heads = {"bert": ("classification", "masked_lm")} | dict.fromkeys(("gpt", "llama"), ("causal_lm", "classification"))
+    assert [f"{kind}_{head}" for kind, kinds in heads.items() for head in kinds] == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -85,7 +96,7 @@ def test_logits_equal_transformers(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_export_equals_the_file_read(name: str, tmp_path: Path, tokenizer: Path) -> None:
     _, params, config = load(name)
-    hf.save_directory(params, config, info_of(config), tokenizer, tmp_path / "out")
+    export(params, config, tokenizer, tmp_path / "out")
     theirs = load_file(REFERENCE / name / "model.safetensors")
     ours = load_file(tmp_path / "out" / "model.safetensors")
     assert ours.keys() == theirs.keys()
@@ -96,6 +107,9 @@ def test_export_equals_the_file_read(name: str, tmp_path: Path, tokenizer: Path)
     after = json.loads((tmp_path / "out" / "config.json").read_text())
     # jaxpar has no attention dropout; n_inner None means 4 D.
     ignored = {"attn_pdrop", "attention_probs_dropout_prob", "n_inner"}
+    if name.startswith("llama"):  # rotary positions have no limit here, so that of the texts is exported
+        ignored.add("max_position_embeddings")
+        assert after["max_position_embeddings"] == 10
     differing = {key for key in before.keys() & after.keys() - ignored if before[key] != after[key]}
     assert differing <= {"id2label", "label2id", "pad_token_id", "bos_token_id", "eos_token_id"}
     if config.task == "classification":
@@ -108,6 +122,94 @@ def test_export_equals_the_file_read(name: str, tmp_path: Path, tokenizer: Path)
     # Reading the exported directory returns the same arrays.
     _, again, _ = load(name, tmp_path / "out")
     jax.tree.map(np.testing.assert_array_equal, again, params)
+
+
+def test_mean_pooling_is_exported_for_sentence_transformers(tmp_path: Path, tokenizer: Path) -> None:
+    """The reference is a BERT encoder with the modules Pooling and Dense of `sentence-transformers`."""
+    config = config_of("bert_classification", REFERENCE / MEAN, pooling="mean")
+    hf.apply_directory(config)
+    model = build(config, info_of(config), CPU)
+    lines: list[str] = []
+    params = hf.load_params(model, make_params(model), REFERENCE / MEAN, info_of(config), log=lines.append)
+    assert "newly initialized: head.classifier.kernel, head.classifier.bias" in lines[0]
+    dense = load_file(REFERENCE / MEAN / "2_Dense" / "model.safetensors")
+    params["head"]["classifier"] = {"kernel": dense["linear.weight"].T, "bias": dense["linear.bias"]}
+    example = load_file(REFERENCE / MEAN / "example.safetensors")
+    batch = {"inputs": example["inputs"].astype(np.int32), "mask": example["mask"]}
+    np.testing.assert_allclose(fast_jit(model.apply)(params, batch), example["logits"], atol=1e-5, rtol=0)
+    assert np.ptp(example["logits"]) > 1
+
+    out = tmp_path / "out"
+    export(params, config, tokenizer, out)
+    for name in ("model.safetensors", "2_Dense/model.safetensors"):
+        theirs, ours = load_file(REFERENCE / MEAN / name), load_file(out / name)
+        assert ours.keys() == theirs.keys()
+        for key, array in theirs.items():
+            np.testing.assert_array_equal(ours[key], array)
+    files = {name: json.loads((out / name).read_text()) for name in SENTENCE_FILES}
+    assert [one["path"] for one in files["modules.json"]] == ["", "1_Pooling", "2_Dense"]
+    assert [one["type"].split(".")[-1] for one in files["modules.json"]] == ["Transformer", "Pooling", "Dense"]
+    assert files["config.json"]["architectures"] == ["BertModel"]
+    assert files["sentence_bert_config.json"]["max_seq_length"] == 10
+    pooling = files["1_Pooling/config.json"]
+    assert pooling.pop("word_embedding_dimension") == 16
+    assert [mode for mode, is_on in pooling.items() if is_on] == ["pooling_mode_mean_tokens"]
+    written = json.loads((REFERENCE / MEAN / "2_Dense" / "config.json").read_text())
+    assert files["2_Dense/config.json"] == {key: written[key] for key in files["2_Dense/config.json"]}
+    assert {"in_features", "out_features", "bias", "activation_function"} <= files["2_Dense/config.json"].keys()
+
+
+SENTENCE_FILES = (
+    *("config.json", "modules.json", "sentence_bert_config.json"),
+    *("1_Pooling/config.json", "2_Dense/config.json"),
+)
+
+
+def test_llama_options_come_from_the_directory(tmp_path: Path) -> None:
+    """Both forms of the rotary base are read: that of transformers 5, and that of earlier versions."""
+    copy = Path(shutil.copytree(REFERENCE / "llama_causal_lm", tmp_path / "llama"))
+    for changes in ({}, {"rope_parameters": None, "rope_theta": 10_000.0, "rope_scaling": None}):
+        rewrite(copy / "config.json", **changes)
+        config = config_of("llama_causal_lm", copy)
+        hf.apply_directory(config)
+        found = {key: config.model[key] for key in ("norm", "positions", "activation", "num_kv_heads", "mlp_size")}
+        assert found == {
+            **{"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu"},
+            **{"num_kv_heads": 2, "mlp_size": 24},
+        }
+        assert (config.model.max_length, config.model.dropout) == (None, 0.0)
+    config = config_of("llama_causal_lm", copy, dropout=0.2)
+    hf.apply_directory(config)
+    assert config.model.dropout == 0.2
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tie_word_embeddings": False}, "with tie_word_embeddings False in config.json; it must be True$"),
+        ({"tie_word_embeddings": None}, "with tie_word_embeddings False in config.json; it must be True$"),
+        ({"rms_norm_eps": None}, "with rms_norm_eps 1e-06 in config.json; it must be 1e-05$"),
+        ({"head_dim": 8}, "with head_dim 8 in config.json; it must be 4$"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "with rope_parameters .*'llama3'.* it must"),
+        ({"rope_theta": 5e5}, "with rope_theta 500000.0 in config.json; it must be 10000.0$"),
+        ({"attention_bias": True}, "with attention_bias True in config.json; it must be False$"),
+        ({"hidden_act": "gelu"}, "with hidden_act 'gelu' in config.json; it must be 'silu'$"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads 0; it must be a positive integer$"),
+    ],
+)
+def test_other_llama_directories(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(REFERENCE / "llama_causal_lm", tmp_path / "llama"))
+    rewrite(copy / "config.json", **changes)
+    with pytest.raises(UserError, match=words):
+        load("llama_causal_lm", copy)
+
+
+def test_options_that_contradict_the_directory() -> None:
+    words = "config.model.norm is 'rmsnorm', but .* describes a model with 'layernorm'; do not set config.model.norm"
+    with pytest.raises(UserError, match=words):
+        load("gpt_causal_lm", norm="rmsnorm")
+    with pytest.raises(UserError, match=r"config.model.positions is 'learned', but .* a model with 'rotary'"):
+        load("llama_causal_lm", positions="learned")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +229,7 @@ def test_other_tasks_are_exported(
     info = DataInfo("text", (10,), 0, (), 40, 0)._replace(**labels)
     model = build(config, info, CPU)
     params = make_params(model)
-    hf.save_directory(params, config, info, tokenizer, tmp_path / "out")
+    export(params, config, tokenizer, tmp_path / "out", info)
     settings = json.loads((tmp_path / "out" / "config.json").read_text())
     assert settings["architectures"] == [architecture]
     assert settings["id2label"] == {str(i): name for i, name in enumerate(names)}
@@ -256,14 +358,14 @@ def test_shards(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "roberta"}, ["with model_type 'roberta'; it must be one of bert, gpt2"]),
+        ({"model_type": "roberta"}, ["with model_type 'roberta'; it must be one of bert, gpt2, llama"]),
         (
             {"model_type": "gpt2", "n_layer": 2},
             ["config.json lacks n_embd, n_head, n_positions; it must be the config.json of a gpt2 model"],
         ),
         ({"hidden_size": None}, ["config.json lacks hidden_size"]),
-        ({"model_type": []}, ["with model_type []; it must be one of bert, gpt2"]),
-        ({"model_type": {}}, ["with model_type {}; it must be one of bert, gpt2"]),
+        ({"model_type": []}, ["with model_type []; it must be one of bert, gpt2, llama"]),
+        ({"model_type": {}}, ["with model_type {}; it must be one of bert, gpt2, llama"]),
         ({"num_hidden_layers": 10_001}, ["config.model.num_layers is 10001; it must be at most 10,000"]),
         ({"id2label": ["x", "y", "z"]}, ["config.json has id2label ['x', 'y', 'z']; it must be the name of each"]),
         ({"id2label": {"0": "x", "2": "y"}}, ["config.json has id2label {'0': 'x', '2': 'y'}; it must be the name"]),
@@ -371,8 +473,9 @@ def test_sizes_of_the_config_that_contradict() -> None:
 @pytest.mark.parametrize(
     ("name", "task", "overrides", "words"),
     [
-        ("bert", "classification", {"pooling": "mean"}, "config.model.pooling is 'mean'.*; it must be 'cls'$"),
-        ("gpt", "causal_lm", LLAMA, "config.model.num_kv_heads is 2"),
+        ("gpt", "causal_lm", {**LLAMA, "norm": "layernorm"}, "positions is 'rotary', .* gpt2 .* must be 'learned'$"),
+        ("gpt", "causal_lm", {**LLAMA, "activation": "relu"}, "activation is 'relu', .* llama .* must be 'swiglu'$"),
+        ("gpt", "causal_lm", {"num_heads": 4, "num_kv_heads": 2}, "config.model.num_kv_heads is 2; it must equal"),
         (
             "gpt",
             "causal_lm",
@@ -380,7 +483,7 @@ def test_sizes_of_the_config_that_contradict() -> None:
             "activation is 'swiglu'.*; it must be 'gelu' or 'gelu_tanh' or 'relu'$",
         ),
         ("gpt", "causal_lm", {"positions": "rotary"}, "config.model.positions is 'rotary'.*; it must be 'learned'$"),
-        ("gpt", "causal_lm", {"norm": "rmsnorm"}, "config.model.norm is 'rmsnorm'.*; it must be 'layernorm'$"),
+        ("gpt", "causal_lm", {"norm": "rmsnorm"}, "config.model.positions is 'learned'.*; it must be 'rotary'$"),
         ("mlp", "classification", {}, "config.model.name is 'mlp'; .* it must be one of bert, gpt"),
         ("bert", "classification", {"num_applications": 2}, "num_applications is 2, which Hugging Face models do not"),
         ("gpt", "causal_lm", {"bottlenecks": "block_1"}, "bottlenecks is 'block_1', which Hugging Face models do not"),
@@ -391,24 +494,24 @@ def test_models_that_transformers_lacks(
 ) -> None:
     config = small_config(name, task, **overrides)
     with pytest.raises(UserError, match=words):
-        hf.save_directory({}, config, info_of(config), tokenizer, tmp_path / "out")
+        export({}, config, tokenizer, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_an_export_that_is_refused_creates_nothing(tmp_path: Path, tokenizer: Path) -> None:
     _, params, config = load(ANY)
     with pytest.raises(UserError, match=r"missing.json does not exist; an export needs the tokenizer of the run"):
-        hf.save_directory(params, config, info_of(config), tmp_path / "missing.json", tmp_path / "out")
+        export(params, config, tmp_path / "missing.json", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"file/out cannot be written: .*Not a directory"):
-        hf.save_directory(params, config, info_of(config), tokenizer, tmp_path / "file" / "out")
+    with pytest.raises(UserError, match=r"file/out'; it must be in an existing directory, and '.*/file' is not one"):
+        export(params, config, tokenizer, tmp_path / "file" / "out")
 
 
 def test_export_overwrites_nothing(tmp_path: Path, tokenizer: Path) -> None:
     _, params, config = load(ANY)
-    with pytest.raises(UserError, match="is not empty"):
-        hf.save_directory(params, config, info_of(config), tokenizer, tmp_path)
+    with pytest.raises(UserError, match=r"--output is '.*', which exists; it must be a new directory"):
+        export(params, config, tokenizer, tmp_path)
 
 
 DATA_JSON = {
@@ -433,10 +536,12 @@ def test_an_export_of_a_damaged_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = config_of(ANY)
-    monkeypatch.setattr(checkpoint, "restore_params", lambda _workdir: (config, {}))
+    saved = checkpoint.Checkpoint(0, {"params": {}}, {}, {"config": configs.keys(config)})
+    monkeypatch.setattr(checkpoint, "of_run", lambda *_arguments, **_options: saved)
     if text is not None:
         (tmp_path / "data.json").write_text(text)
-    _, message = script_error(monkeypatch, capsys, export_hf, str(tmp_path), str(tmp_path / "out"))
+    arguments = [f"--workdir={tmp_path}", f"--output={tmp_path / 'out'}", "--format=hf"]
+    _, message = script_error(monkeypatch, capsys, command, *arguments)
     assert DATA_JSON[text] in message
     assert not (tmp_path / "out").exists()
 
@@ -445,7 +550,7 @@ def test_an_export_with_a_damaged_tokenizer(tmp_path: Path, tokenizer: Path) -> 
     _, params, config = load(ANY)
     tokenizer.write_text("{")
     with pytest.raises(UserError, match=r"tokenizer.json is not a tokenizer.json or vocab.txt in Hugging Face format"):
-        hf.save_directory(params, config, info_of(config), tokenizer, tmp_path / "out")
+        export(params, config, tokenizer, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

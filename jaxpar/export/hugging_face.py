@@ -1,0 +1,203 @@
+"""Writes a trained model as a directory for Hugging Face `transformers` or `sentence-transformers`.
+
+A BERT classifier that pools by the mean has no class in `transformers`. It is written for `sentence-transformers`, as
+the encoder, the pooling and the classifier as a linear map, whose output is the logits.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from flax.traverse_util import flatten_dict
+from ml_collections import ConfigDict
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+
+from jaxpar.data import DataInfo
+from jaxpar.data import tokenizer as tokenizers
+from jaxpar.errors import UserError
+from jaxpar.models import bert, gpt
+from jaxpar.models.hf import check_blocks
+from jaxpar.models.hf_families import FAMILIES, Family
+from jaxpar.models.model import Params
+from jaxpar.models.options import Spec
+from jaxpar.tasks import Task
+
+MODULES = ("Transformer", "Pooling", "Dense")  # the modules of `sentence_transformers.models`, in order
+LINEAR = "torch.nn.modules.linear.Identity"  # activation of a Dense module
+
+
+class Equivalent(NamedTuple):
+    """The Hugging Face model that computes the same as a model here.
+
+    Attributes:
+      kind: its model_type, a key of FAMILIES.
+      family: the entry of FAMILIES.
+      spec: the resolved options of the model.
+      task: the task of the model.
+      is_mean: whether it pools by the mean, which needs `sentence-transformers`.
+    """
+
+    kind: str
+    family: Family
+    spec: Spec
+    task: Task
+    is_mean: bool
+
+
+def save_directory(params: Params, config: ConfigDict, info: DataInfo, tokenizer: Path, directory: Path) -> None:
+    """Write trained parameters to a directory that Hugging Face libraries can load, with the tokenizer.
+
+    Args:
+      params: canonical parameters.
+      config: config of the run.
+      info: properties of the data set of the run.
+      tokenizer: path of a tokenizer.json.
+      directory: an empty directory.
+
+    Raises:
+      UserError: no library has an equivalent model, or the run has no tokenizer.
+      OSError, SafetensorError: a file cannot be written.
+    """
+    model = find_equivalent(config, info)
+    if not tokenizer.is_file():
+        raise UserError(
+            f"{tokenizer} does not exist; an export needs the tokenizer of the run (runs on synthetic data have none)"
+        )
+    special = _special_tokens(Tokenizer.from_str(tokenizers.read_tokenizer(tokenizer)))
+    ids = {f"{use}_id": index for use, (_, index) in special.items() if use in ("bos_token", "eos_token")}
+    names = {use: token for use, (token, _) in special.items()}
+    uses = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": info.input_shape[0]}
+    tensors = _tensors(params, model)
+    shutil.copyfile(tokenizer, directory / "tokenizer.json")
+    _write_json(directory / "tokenizer_config.json", {**uses, **names})
+    _write_json(directory / "config.json", {**_settings(model, info), **ids})
+    if model.is_mean:
+        _save_modules(tensors, info, directory)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def find_equivalent(config: ConfigDict, info: DataInfo) -> Equivalent:
+    """Return the Hugging Face model that computes the same. Raises UserError if there is none."""
+    known = list(dict.fromkeys(family.model for family in FAMILIES.values()))
+    if config.model.name not in known:
+        raise UserError(
+            f"config.model.name is {config.model.name!r}; for an export to Hugging Face it must be one of "
+            f"{', '.join(known)}"
+        )
+    check_blocks(config)
+    if config.model.name == "bert":
+        task, spec, pooling = bert.resolve(config, info)
+        return Equivalent("bert", FAMILIES["bert"], spec, task, pooling == "mean")
+    task, spec = gpt.resolve(config, info)
+    kind = next(kind for kind, family in FAMILIES.items() if family.options.get("norm") == spec.norm)
+    model = Equivalent(kind, FAMILIES[kind], spec, task, False)
+    _check_options(model)
+    return model
+
+
+def _check_options(model: Equivalent) -> None:
+    """Raise UserError if the model mixes options of GPT-2 and Llama."""
+    kind, family, spec = model.kind, model.family, model.spec
+    accepted = {key: [value] for key, value in family.options.items()} | {"activation": list(family.activations)}
+    for key, values in accepted.items():
+        if getattr(spec, key) not in values:
+            raise UserError(
+                f"config.model.{key} is {getattr(spec, key)!r}, which Hugging Face {kind} (norm {spec.norm!r}) does "
+                f"not support; it must be {' or '.join(map(repr, values))}"
+            )
+    if spec.num_kv_heads != spec.num_heads and "num_kv_heads" not in family.keys:
+        raise UserError(
+            f"config.model.num_kv_heads is {spec.num_kv_heads}; it must equal num_heads ({spec.num_heads}), "
+            f"because Hugging Face {kind} has no grouped-query attention"
+        )
+
+
+def _settings(model: Equivalent, info: DataInfo) -> dict[str, Any]:
+    """Return the contents of config.json, without the ids of special tokens."""
+    family, spec = model.family, model.spec
+    settings = {theirs: getattr(spec, ours) for ours, theirs in family.keys.items()}
+    settings[family.keys["activation"]] = family.activations[spec.activation]
+    rates = {rate: spec.dropout for rate, default in family.rates.items() if default is not None}
+    settings |= {**family.fixed, **rates, family.unapplied: 0.0}
+    settings |= {"model_type": model.kind, "architectures": [_class(model)]}
+    if model.kind != "bert":
+        settings |= {"bos_token_id": None, "eos_token_id": None}
+    if spec.positions == "rotary":
+        settings["max_position_embeddings"] = info.input_shape[0]
+    if names := info.targets or info.class_names:
+        settings["id2label"] = {str(index): name for index, name in enumerate(names)}
+        settings["label2id"] = {name: index for index, name in enumerate(names)}
+    if info.targets:
+        settings["problem_type"] = "regression"
+    # The classifiers of GPT-2 and Llama use the padding token to find the last token of a text.
+    settings["pad_token_id"] = info.pad_id if model.task.head != "causal_lm" else None
+    return settings
+
+
+def _class(model: Equivalent) -> str:
+    return "BertModel" if model.is_mean else model.family.classes[model.task.head]
+
+
+def _tensors(params: Params, model: Equivalent) -> dict[str, np.ndarray]:
+    """Return the tensors of model.safetensors by name. A class without a head has no prefix."""
+    flat = flatten_dict(params, sep=".")
+    prefix = "" if model.is_mean else model.family.prefix
+    tensors, left = {}, set(flat)
+    for tensor in model.family.tensors(model.spec.num_layers):
+        if tensor.keys[0] in flat:
+            arrays = [np.asarray(flat[key], np.float32) for key in tensor.keys]
+            tensors[prefix * tensor.prefixed + tensor.name] = tensor.from_ours(arrays)
+            left -= set(tensor.keys)
+    assert not left, left
+    return tensors
+
+
+def _save_modules(tensors: dict[str, np.ndarray], info: DataInfo, directory: Path) -> None:
+    """Write the files that `sentence-transformers` reads besides those of BERT, and remove the classifier's tensors."""
+    kernel_CD, bias_C = tensors.pop("classifier.weight"), tensors.pop("classifier.bias")
+    C, D = kernel_CD.shape
+    paths = [f"{index}_{name}" * (index > 0) for index, name in enumerate(MODULES)]
+    entries = [
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}
+        for index, (name, path) in enumerate(zip(MODULES, paths, strict=True))
+    ]
+    (directory / "modules.json").write_text(json.dumps(entries, indent=2) + "\n")
+    loading = {"max_seq_length": info.input_shape[0], "model_args": {"add_pooling_layer": False}}
+    _write_json(directory / "sentence_bert_config.json", {**loading, "do_lower_case": False})
+    _, pooling, dense = (directory / path for path in paths)
+    pooling.mkdir()
+    modes = dict.fromkeys(("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens"), False)
+    modes["mean_tokens"] = True
+    _write_json(
+        pooling / "config.json",
+        {"word_embedding_dimension": D, **{f"pooling_mode_{mode}": is_on for mode, is_on in modes.items()}},
+    )
+    dense.mkdir()
+    shape = {"in_features": D, "out_features": C, "bias": True}
+    _write_json(dense / "config.json", {**shape, "activation_function": LINEAR})
+    save_file({"linear.weight": kernel_CD, "linear.bias": bias_C}, dense / "model.safetensors", {"format": "pt"})
+
+
+def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[str, int]]:
+    """Return the special tokens and their ids by use, such as pad_token, which tokenizer.json does not record."""
+    end = tuple(token for token in tokenizers.END_OF_TEXT if token != "[SEP]")  # BERT has no end-of-text token
+    names = {
+        "pad_token": tokenizers.PADDING,
+        "unk_token": ("[UNK]", "<unk>", "<|endoftext|>"),
+        "cls_token": ("[CLS]",),
+        "sep_token": ("[SEP]",),
+        "mask_token": tokenizers.MASK,
+        "bos_token": end,
+        "eos_token": end,
+    }
+    vocabulary = tokenizer.get_vocab()
+    present = {use: [name for name in choices if name in vocabulary] for use, choices in names.items()}
+    return {use: (choices[0], vocabulary[choices[0]]) for use, choices in present.items() if choices}
+
+
+def _write_json(path: Path, contents: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(contents, indent=2) + "\n")

@@ -1,0 +1,129 @@
+"""Writes a trained model as a StableHLO program with its parameters, which JAX runs without jaxpar.
+
+    DIRECTORY/program.jax_export    `jax.export.Exported`, serialized: parameters, batch -> outputs
+    DIRECTORY/parameters.npz        the parameters by name
+    DIRECTORY/program.json          inputs, outputs, names of classes, and where the program comes from
+    DIRECTORY/tokenizer.json        the tokenizer of a run on text
+
+The parameters are not in the program, because a serialized program must be smaller than 2 GiB, and because constants
+would be compiled again for each shape. One program computes batches of any size and texts of any length up to the
+longest of the run: these dims are symbolic.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import export
+from ml_collections import ConfigDict
+
+from jaxpar import models, tasks
+from jaxpar.checkpoint import Checkpoint
+from jaxpar.cluster import named_cluster
+from jaxpar.data import DataInfo
+from jaxpar.errors import UserError
+
+PLATFORMS = ("cpu", "cuda")
+Shape = tuple[int | str, ...]  # a str is a symbolic dim
+INPUT_DTYPES = {"text": np.int32, "image": np.uint8, "vector": np.float32}  # dtype of the inputs for each kind of data
+
+
+class Input(NamedTuple):
+    """An array of the batch."""
+
+    dtype: np.dtype[Any]
+    shape: Shape
+
+
+def save_program(saved: Checkpoint, config: ConfigDict, info: DataInfo, tokenizer: Path, directory: Path) -> None:
+    """Write the program of a trained model to an empty directory.
+
+    Args:
+      saved: the checkpoint with the parameters.
+      config: config of the run.
+      info: properties of the data set of the run.
+      tokenizer: path of the run's tokenizer.json, which exists if the run is on texts in files.
+      directory: an empty directory.
+
+    Raises:
+      UserError: the model is a user's own and cannot be computed with symbolic dims.
+      OSError: a file cannot be written.
+    """
+    params = {name: np.asarray(x) for name, x in flatten_dict(saved.tree["params"], sep=".").items()}
+    inputs = batch_inputs(config, info)
+    exported = _export(config, info, params, inputs)
+    (directory / "program.jax_export").write_bytes(exported.serialize())
+    np.savez(directory / "parameters.npz", **params)  # type: ignore[arg-type]  # no parameter is named allow_pickle
+    contents = {
+        "program": "program.jax_export",
+        "parameters": "parameters.npz",
+        "tokenizer": "tokenizer.json" if tokenizer.is_file() else None,
+        "platforms": exported.platforms,
+        "jax_version": jax.__version__,
+        "calling_convention_version": exported.calling_convention_version,
+        "step": saved.step,
+        "task": config.task,
+        "inputs": {name: {"dtype": x.dtype.name, "shape": x.shape} for name, x in inputs.items()},
+        "outputs": [{"dtype": x.dtype.name, "shape": [_dim(size) for size in x.shape]} for x in exported.out_avals],
+        "max_length": info.input_shape[0] if info.kind == "text" else None,
+        "pad_id": info.pad_id if info.kind == "text" else None,
+        "class_names": info.class_names,
+        "targets": info.targets,
+    }
+    (directory / "program.json").write_text(json.dumps(contents, indent=2) + "\n")
+    if tokenizer.is_file():
+        shutil.copyfile(tokenizer, directory / "tokenizer.json")
+
+
+def batch_inputs(config: ConfigDict, info: DataInfo) -> dict[str, Input]:
+    """Return the arrays of a batch that the model reads. See jaxpar.data for their meaning."""
+    if info.kind != "text":
+        return {"inputs": Input(np.dtype(INPUT_DTYPES[info.kind]), ("batch", *info.input_shape))}
+    shape: Shape = ("batch", "length")
+    inputs = {"inputs": Input(np.dtype(np.int32), shape)}
+    if tasks.find_task(config).head != "causal_lm":
+        inputs["mask"] = Input(np.dtype(bool), shape)
+        if len(config.data.text_columns) == 2:
+            inputs["segments"] = Input(np.dtype(np.int32), shape)
+    return inputs
+
+
+def _export(
+    config: ConfigDict, info: DataInfo, params: dict[str, np.ndarray], inputs: dict[str, Input]
+) -> export.Exported:
+    """Return the program (parameters by name, batch) -> outputs, one float32 array of logits or targets."""
+    config = config.copy_and_resolve_references()
+    with config.ignore_type():
+        # The fastest on CPUs that also compiles for GPUs. Rematerialization only concerns gradients.
+        config.model.update(attention="batched", scan_layers=False, flatten_positions=True, remat="none")
+    model = models.build(config, info, named_cluster("cpu", 1))
+    names = {path: ".".join(map(str, path)) for path in flatten_dict(model.shapes)}
+    assert set(names.values()) == params.keys(), names
+
+    def predict(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array:
+        return model.apply(unflatten_dict({path: params[name] for path, name in names.items()}), batch)
+
+    scope = export.SymbolicScope([f"length <= {info.input_shape[0]}"] if info.kind == "text" else [])
+    batch = {
+        name: jax.ShapeDtypeStruct(export.symbolic_shape(",".join(map(str, one.shape)), scope=scope), one.dtype)
+        for name, one in inputs.items()
+    }
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
+    try:
+        return export.export(jax.jit(predict), platforms=PLATFORMS)(shapes, batch)
+    except Exception as error:
+        if config.model.name in models.MODELS:
+            raise
+        raise UserError(
+            f"config.model.name is {config.model.name!r}; its layers must accept a batch and a text of any size: "
+            f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        ) from error
+
+
+def _dim(size: Any) -> int | str:
+    """Return a dim, or the name of a symbolic one."""
+    return size if isinstance(size, int) else str(size)
