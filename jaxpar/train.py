@@ -138,7 +138,7 @@ class Loop:
             bar.log(step, results, ["loss", run.problem.task.curve])
         validation_loss = None
         if "eval" in due and run.dataset.validation:
-            results = evaluate_split(run, state, run.dataset.validation)
+            results = run.problem.task.all_metrics(evaluate_split(run, state, run.dataset.validation))
             self._log.write(step, "validation", results)
             bar.print_line(f"step {step}/{run.num_steps}  validation {metrics.format_metrics(results)}")
             validation_loss = results["loss"]
