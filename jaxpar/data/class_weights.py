@@ -19,7 +19,7 @@ from jaxpar.errors import UserError, nearest
 from jaxpar.files import parse_json, shortened
 
 BALANCED = "balanced"
-RANGE = (1e-6, 1e6)  # float32 holds sums of such weights; a weight of 0 would mark examples as padding
+LEAST, MOST = 1e-6, 1e6  # float32 holds sums of such weights; a weight of 0 would mark examples as padding
 
 
 def check_class_weights(config: ConfigDict, labels: Labels) -> None:
@@ -91,10 +91,10 @@ def _parse(text: str) -> dict[str, float]:
     if not isinstance(weights, dict):
         raise UserError(f"config.data.class_weights is {shortened(text)}; {allowed}")
     for name, weight in weights.items():
-        if type(weight) not in (int, float) or not RANGE[0] <= weight <= RANGE[1]:
+        if type(weight) not in (int, float) or not LEAST <= weight <= MOST:
             raise UserError(
                 f"config.data.class_weights is {shortened(weight)} for class {shortened(name)}; it must be a number "
-                f"from {RANGE[0]:g} to {RANGE[1]:g}"
+                "from 1e-6 to 1e6"
             )
     return weights
 

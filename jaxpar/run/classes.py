@@ -16,7 +16,7 @@ from jaxpar.tasks import confusion
 
 MOST_ROWS = 12  # classes of a table that lists all classes
 NUM_WORST = 8  # classes of any other table
-WIDEST = 32  # characters of the name of a class; the rest is cut off
+WIDEST, TICK_WIDTH = 32, 20  # characters of the name of a class in a table and a picture; the rest is cut off
 MOST_NUMBERS = 20  # classes of a picture with the number of examples in each cell
 MOST_TICKS = 64  # names on an axis of the picture
 
@@ -43,7 +43,7 @@ def format_classes(confusion_CC: np.ndarray, names: Sequence[str]) -> str:
     common, accuracy = confusion.majority(confusion_CC)
     width = max(len(_short(names[number])) for number in shown)
     rows = [
-        f"baseline  accuracy {accuracy:.4f} of predicting {_short(names[common])} for every example",
+        f"baseline  accuracy {accuracy:.4f}, always predicting {_short(names[common])}",
         f"classes   {'':{width}}  precision  recall      f1  examples",
     ]
     for number in shown:
@@ -57,8 +57,8 @@ def format_classes(confusion_CC: np.ndarray, names: Sequence[str]) -> str:
 def draw_confusion(path: Path, confusion_CC: np.ndarray, names: Sequence[str]) -> None:
     """Draw the confusion matrix: the colour of a cell is its fraction of the examples of the actual class.
 
-    The colours, those of cividis, are the same to readers with and without colour blindness. They change fastest near
-    0, so that rare errors are visible.
+    The colours differ in lightness, which readers with colour blindness see as well. They change fastest near 0, so
+    that rare errors are visible.
     """
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure  # imported here because the import takes almost a second
@@ -68,25 +68,26 @@ def draw_confusion(path: Path, confusion_CC: np.ndarray, names: Sequence[str]) -
     side = float(np.clip(0.28 * num_classes + 2.5, 4.5, 14))
     figure = Figure(figsize=(1.15 * side, side), layout="constrained")
     axis = figure.subplots()
-    image = axis.imshow(fraction_CC, cmap="cividis", norm=PowerNorm(0.5, 0, 1), interpolation="nearest")
+    image = axis.imshow(fraction_CC, cmap="Blues", norm=PowerNorm(0.5, 0, 1), interpolation="nearest")
     ticks = range(0, num_classes, -(-num_classes // MOST_TICKS))
-    labels = [_short(names[number]) for number in ticks]
+    labels = [_short(names[number], TICK_WIDTH) for number in ticks]
     size = 9 if num_classes <= MOST_NUMBERS else 7
     for of_axis, angle in ((axis.xaxis, 90), (axis.yaxis, 0)):
         of_axis.set_ticks(ticks, labels, rotation=angle, fontsize=size, parse_math=False)
     if num_classes <= MOST_NUMBERS:
         for (actual, predicted), count in np.ndenumerate(confusion_CC):
-            colour = "black" if fraction_CC[actual, predicted] > 0.3 else "white"
-            axis.text(predicted, actual, f"{count:,.0f}", ha="center", va="center", color=colour, fontsize=8)
+            colour = "white" if fraction_CC[actual, predicted] > 0.4 else "black"
+            text = f"{count:,.0f}" if count else ""
+            axis.text(predicted, actual, text, ha="center", va="center", color=colour, fontsize=8)
     axis.set(xlabel="predicted class", ylabel="actual class")
-    figure.colorbar(image, ax=axis, shrink=0.8, label="fraction of the examples of the actual class")
+    figure.colorbar(image, ax=axis, shrink=0.8, fraction=0.05, label="fraction of the actual class")
     path.unlink(missing_ok=True)  # a link is replaced, not followed
     with files.naming(path), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # drawn as a box
         figure.savefig(path, dpi=120)
 
 
-def _short(name: str) -> str:
-    """Return the name of a class in one line of at most WIDEST characters."""
+def _short(name: str, width: int = WIDEST) -> str:
+    """Return the name of a class in one line of at most `width` characters."""
     name = printable(name)
-    return name if len(name) <= WIDEST else f"{name[: WIDEST - 3]}..."
+    return name if len(name) <= width else f"{name[: width - 3]}..."
