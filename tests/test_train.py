@@ -71,7 +71,7 @@ def test_classes_equal_the_predictions_of_one_device(uninterrupted: Path) -> Non
     dataset = data.load(config, data.Labels.CLASSES, uninterrupted)
     assert dataset.test is not None
     batch = data.Batches(dataset.test, batch_size=len(dataset.test), seed=0, shuffle=False).batch(0)
-    logits = models.build(config, dataset.info, find_cluster()).apply(params, batch)
+    logits = models.build(config, dataset.info, find_cluster()).apply(params, jax.device_put(batch))
     predicted, names = np.asarray(logits).argmax(axis=1), dataset.info.class_names
     assert result["test_confusion"] == confusion_matrix(batch["labels"], predicted, labels=range(4)).tolist()
     expected = classification_report(

@@ -45,11 +45,11 @@ def weighted(dataset: Dataset, text: str) -> Dataset:
     labels_N = dataset.train.labels_N
     assert labels_N is not None
     names = dataset.info.class_names
-    weights_C = balanced(labels_N, len(names)) if text == BALANCED else _by_class(text, names)
+    weights_C = balanced_weights(labels_N, len(names)) if text == BALANCED else _by_class(text, names)
     return dataset._replace(train=Weighted(dataset.train, weights_C.astype(np.float32)))
 
 
-def balanced(labels_N: np.ndarray, num_classes: int) -> np.ndarray:
+def balanced_weights(labels_N: np.ndarray, num_classes: int) -> np.ndarray:
     """Return N / (C x examples of the class), float64 [C], as scikit-learn's class_weight="balanced" does.
 
     A class without examples has the weight of one with a single example, which is never used.

@@ -35,23 +35,30 @@ def class_results(confusion_CC: np.ndarray, names: Sequence[str]) -> Result:
 
 
 def format_classes(confusion_CC: np.ndarray, names: Sequence[str]) -> str:
-    """Return the majority baseline, and a table of the classes: all if they are few, otherwise those of lowest F1."""
+    """Return the majority baseline, and a table of the classes: all if they are few, otherwise those of lowest F1.
+
+    The last row is the mean over all classes that occur, and the number of all examples.
+    """
     metrics, occurring = confusion.class_metrics(confusion_CC), confusion.occurring_classes(confusion_CC)
     shown = occurring
     if len(occurring) > MOST_ROWS:
         shown = occurring[np.argsort(metrics.f1_C[occurring], kind="stable")[:NUM_WORST]]
     common, accuracy = confusion.majority(confusion_CC)
-    width = max(len(_short(names[number])) for number in shown)
-    rows = [
+    rows = [(_short(names[number]), *(of_metric[number] for of_metric in metrics)) for number in shown]
+    left = len(occurring) - len(shown)
+    if left:
+        rows.append((f"and {left} of higher f1",))
+    means = [of_metric[occurring].mean() for of_metric in metrics[:3]]
+    rows.append(("macro average", *means, metrics.count_C.sum()))
+    width = max(len(row[0]) for row in rows)
+    lines = [
         f"baseline  accuracy {accuracy:.4f}, always predicting {_short(names[common])}",
         f"classes   {'':{width}}  precision  recall      f1  examples",
     ]
-    for number in shown:
-        precision, recall, f1, count = (of_metric[number] for of_metric in metrics)
-        rows.append(f"{'':9} {_short(names[number]):{width}} {precision:10.4f} {recall:7.4f} {f1:7.4f} {count:9,}")
-    if left := len(occurring) - len(shown):
-        rows.append(f"{'':9} and {left} classes of higher f1, in result.json")
-    return "\n".join(rows)
+    for name, *values in rows:
+        numbers = "{:10.4f} {:7.4f} {:7.4f} {:9,}".format(*values) if values else ""
+        lines.append(f"{'':9} {name:{width}} {numbers}".rstrip())
+    return "\n".join(lines)
 
 
 def draw_confusion(path: Path, confusion_CC: np.ndarray, names: Sequence[str]) -> None:

@@ -48,11 +48,11 @@ def finish(run: Run, state: StrategyState, log: metrics.Log) -> Result:
 
 def test_split(run: Run, state: StrategyState, split: Split, log: metrics.Log) -> Result:
     """Evaluate on the test split, and return the results. With a confusion matrix, also report the classes."""
-    sums = evaluate_split(run, state, split)
-    tested = run.problem.task.all_metrics(sums)
+    task, sums = run.problem.task, evaluate_split(run, state, split)
+    tested = task.all_metrics(sums)
     log.write(run.num_steps, "test", tested)
-    print(f"test      {metrics.format_metrics(tested)}", flush=True)
-    result: Result = {**run.problem.task.results(tested)}
+    print(f"test      {metrics.format_metrics(task.printed(tested))}", flush=True)
+    result: Result = {**task.results(tested)}
     if CONFUSION in sums.terms:
         confusion_CC, names = sums.terms[CONFUSION], run.dataset.info.class_names
         print(classes.format_classes(confusion_CC, names), flush=True)

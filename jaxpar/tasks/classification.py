@@ -61,11 +61,12 @@ TASK = Task(
     head="example",
     terms={"correct": (), "examples": ()},
     sums=sums,
-    evaluation_terms=evaluation_terms,
     metrics=metrics,
     curve="accuracy",
     loss_unit="nats",
     headline="test accuracy {test_accuracy:.2%}",
     score=Score("test_accuracy", ".2%"),
     predictions=predictions,
+    evaluation_terms=evaluation_terms,
+    logged_only=("macro_f1",),  # a run prints it at the end, in the table of the classes
 )

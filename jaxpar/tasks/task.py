@@ -87,6 +87,7 @@ class Task:
       result_keys: name in result.json of a metric of the test split, if it is not test_METRIC.
       evaluation_terms: (output of the model's last layer, batch) -> sums that are added to `Sums.terms` in an
         evaluation. They can be larger than those of `sums`, which pass between devices in every training step.
+      logged_only: metrics that metrics.jsonl contains, but not the printed lines of metrics.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Task:
     predictions: Callable[[np.ndarray, Mapping[str, np.ndarray], Names], list[Prediction]]
     result_keys: Mapping[str, str] = field(default_factory=dict)
     evaluation_terms: Callable[[Any, Mapping[str, jax.Array]], Terms] | None = None
+    logged_only: tuple[str, ...] = ()
 
     @property
     def num_sums(self) -> int:
@@ -118,6 +120,10 @@ class Task:
         if self.evaluation_terms is None:
             return sums
         return sums._replace(terms={**sums.terms, **self.evaluation_terms(outputs, batch)})
+
+    def printed(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of a printed line."""
+        return {name: value for name, value in metrics.items() if name not in self.logged_only}
 
     def zeros(self) -> Sums:
         """Return the sums of a training step over zero examples."""

@@ -10,7 +10,7 @@ from sklearn.utils.class_weight import compute_class_weight
 from jaxpar import data, tasks
 from jaxpar.config import default_config, override
 from jaxpar.data import Batches, Labels
-from jaxpar.data.class_weights import balanced
+from jaxpar.data.class_weights import balanced_weights
 from jaxpar.data.examples import Dataset
 from jaxpar.errors import UserError
 from jaxpar.tasks.classification import TASK
@@ -57,7 +57,7 @@ def test_balanced_weights_equal_those_of_scikit_learn() -> None:
 
 
 def test_a_class_without_examples_changes_only_the_scale() -> None:
-    weights_C = balanced(np.array([0, 0, 0, 2]), 3)
+    weights_C = balanced_weights(np.array([0, 0, 0, 2]), 3)
     assert weights_C[2] / weights_C[0] == 3
     assert np.isfinite(weights_C).all()
 
@@ -70,7 +70,9 @@ def test_the_loss_is_the_weighted_mean_and_accuracy_counts_examples() -> None:
     logits[:10, 3] += 5  # class 3, of weight 5, is mostly correct
     weights = WEIGHTS_C[labels]
     halves = [
-        TASK.sums(jnp.asarray(logits[half]), {"labels": labels[half], "weights": weights[half]})
+        TASK.sums(
+            jnp.asarray(logits[half]), {"labels": jnp.asarray(labels[half]), "weights": jnp.asarray(weights[half])}
+        )
         for half in (slice(0, 16), slice(16, 32))
     ]
     found = TASK.all_metrics(tasks.add_up(halves))

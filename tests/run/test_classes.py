@@ -24,25 +24,30 @@ def test_results() -> None:
 
 
 def test_table_of_few_classes_keeps_their_order() -> None:
-    text = classes.format_classes(CONFUSION, ("first\n\x1b[31m", "b", "a name that is longer than a line should be"))
+    """Class x has no examples, but was predicted; class y does not occur."""
+    matrix = np.array([[3, 1, 0, 0], [0, 0, 0, 0], [2, 2, 4, 0], [0, 0, 0, 0]], float)
+    text = classes.format_classes(matrix, ("first\n\x1b[31m", "x", "a name that is longer than a line should be", "y"))
     assert text.splitlines() == [
         "baseline  accuracy 0.6667, always predicting a name that is longer than a ...",
         "classes                                     precision  recall      f1  examples",
         "          first\\n\\x1b[31m                      0.6000  0.7500  0.6667         4",
-        "          b                                    0.0000  0.0000  0.0000         0",
+        "          x                                    0.0000  0.0000  0.0000         0",
         "          a name that is longer than a ...     1.0000  0.5000  0.6667         8",
+        "          macro average                        0.5333  0.4167  0.4444        12",
     ]
 
 
 def test_table_of_many_classes_shows_the_worst() -> None:
-    """Class n has n correct answers of 40; class 20 does not occur."""
+    """Class n has n correct answers of 40, and as many predictions as examples; class 20 does not occur."""
     matrix = np.zeros((21, 21))
     for number in range(20):
         matrix[number, number] = number
         matrix[number, (number + 1) % 20] = 40 - number
     lines = classes.format_classes(matrix[::-1, ::-1], [f"c{number}" for number in range(20, -1, -1)]).splitlines()
-    assert [line.split()[0] for line in lines[2:-1]] == [f"c{number}" for number in range(8)]
-    assert lines[-1] == "          and 12 classes of higher f1, in result.json"
+    assert [line.split()[0] for line in lines[2:-2]] == [f"c{number}" for number in range(8)]
+    assert lines[-2] == "          and 12 of higher f1"
+    assert lines[-1].split()[:2] == ["macro", "average"]
+    assert lines[-1].split()[-1] == "800"
 
 
 @pytest.mark.parametrize("num_classes", [2, 10, 45, 200])
