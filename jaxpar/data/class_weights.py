@@ -81,15 +81,14 @@ class Weighted:
 
 def _parse(text: str) -> dict[str, float]:
     """Return the weights by class name. Raises UserError."""
-    allowed = f'it must be empty, {BALANCED!r} or JSON such as {{"spam": 5, "ham": 1}}'
+    example = f'{BALANCED!r} or JSON such as {{"spam": 5, "ham": 1}}'
     try:
         weights = parse_json(text)
     except ValueError as error:
-        raise UserError(
-            f"config.data.class_weights is {shortened(text)}, which is not JSON ({error}); {allowed}"
-        ) from None
+        why = f"which is not JSON ({error})"
+        raise UserError(f"config.data.class_weights is {shortened(text)}, {why}; it must be empty, {example}") from None
     if not isinstance(weights, dict):
-        raise UserError(f"config.data.class_weights is {shortened(text)}; {allowed}")
+        raise UserError(f"config.data.class_weights is {shortened(text)}; it must be empty, {example}")
     for name, weight in weights.items():
         if type(weight) not in (int, float) or not LEAST <= weight <= MOST:
             raise UserError(
