@@ -204,6 +204,9 @@ def get_config() -> ConfigDict:
     data.text_columns = ("text",)
     data.label_column = "label"  # classification: column of the class; token_classification: column of the tags
     data.target_columns = ("target",)  # regression: one or more numeric columns
+    # classification: weights of the classes in the training loss. Empty: 1; balanced: inversely proportional to the
+    # number of training examples; JSON by class: {"spam": 5, "ham": 1}, and 1 for classes that it lacks
+    data.class_weights = ""
     data.drop_unlabelled = False  # rows without a label or a target. False: end with an error; True: drop them
     # tokenizer.json or vocab.txt; empty: the tokenizer in model.init_from, otherwise trained on the training split
     data.tokenizer = ""
@@ -255,7 +258,7 @@ def get_config() -> ConfigDict:
     config.log = log = ConfigDict()
     log.every_steps = 20  # steps between log lines
     log.tensorboard = True  # write TensorBoard event files
-    log.curves = True  # plot curves.png at the end
+    log.curves = True  # plot curves.png and confusion.png at the end
     log.peak_flops = 0.0  # peak FLOP/s of one device, for MFU; 0: from the table in jaxpar/measure/flops.py
 
     # A process that makes no progress for this many seconds prints where it hangs and exits; 0: no watchdog. The value

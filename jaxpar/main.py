@@ -200,8 +200,8 @@ def _closing(result: Mapping[str, object], workdir: Path, headline: str, changes
       changes: flags to try next.
     """
     reached = headline.format(**result) if "test_loss" in result else "finished"
-    left = {"result.json": "", "metrics.jsonl": "", "curves.png": "", "checkpoints": "/", "tensorboard": "/"}
-    results = ", ".join(name + end for name, end in left.items() if (workdir / name).exists())
+    left = ("result.json", "metrics.jsonl", "curves.png", "confusion.png", "checkpoints/", "tensorboard/")
+    results = ", ".join(name for name in left if (workdir / name).exists())
     first = f"try {' or '.join(changes)} with a new --workdir;\n          " if changes else ""
     return (
         f"\n{reached} after {result['steps']:,} steps, {result.get('examples_per_second', 0):,.0f} examples/s\n"

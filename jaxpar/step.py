@@ -146,8 +146,8 @@ def apply(state: State, updates: Params, optimizer: Any, metrics: Metrics) -> tu
 
 
 def evaluate(problem: Problem, params: Params, batch: Batch, *, fetch: Fetch | None = None) -> Sums:
-    """Return the task's sums over a batch, computed without dropout."""
-    return problem.task.sums(problem.model.outputs(params, batch, fetch=fetch), batch)
+    """Return the task's evaluation sums over a batch, computed without dropout."""
+    return problem.task.evaluation_sums(problem.model.outputs(params, batch, fetch=fetch), batch)
 
 
 def microbatches(batch: Batch, num: int) -> dict[str, jax.Array]:

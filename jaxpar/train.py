@@ -138,9 +138,11 @@ class Loop:
             bar.log(step, results, ["loss", run.problem.task.curve])
         validation_loss = None
         if "eval" in due and run.dataset.validation:
-            results = evaluate_split(run, state, run.dataset.validation)
+            task = run.problem.task
+            results = task.all_metrics(evaluate_split(run, state, run.dataset.validation))
             self._log.write(step, "validation", results)
-            bar.print_line(f"step {step}/{run.num_steps}  validation {metrics.format_metrics(results)}")
+            line = metrics.format_metrics(task.printed(results))
+            bar.print_line(f"step {step}/{run.num_steps}  validation {line}")
             validation_loss = results["loss"]
         is_best = validation_loss is not None and validation_loss < self._best_loss
         if "save" in due or (is_best and run.config.checkpoint.keep_best):

@@ -10,8 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from sklearn.metrics import classification_report, confusion_matrix, f1_score
 
-from jaxpar import checkpoint, train
+from jaxpar import checkpoint, data, models, train
+from jaxpar.cluster import find_cluster
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.run import metrics, report
 from tests.runs import small_config, write_csv
@@ -60,6 +62,27 @@ def test_result(uninterrupted: Path) -> None:
     assert result["train_loss"] < rows[0]["loss"]
     assert (uninterrupted / "curves.png").stat().st_size > 10_000
     assert len(checkpoint.steps(uninterrupted / "checkpoints")) <= 3
+
+
+def test_classes_equal_the_predictions_of_one_device(uninterrupted: Path) -> None:
+    """The test split is smaller than a batch, so the run evaluated padding examples too."""
+    result = json.loads((uninterrupted / "result.json").read_text())
+    config, params = checkpoint.restore_params(uninterrupted)
+    dataset = data.load(config, data.Labels.CLASSES, uninterrupted)
+    assert dataset.test is not None
+    batch = data.Batches(dataset.test, batch_size=len(dataset.test), seed=0, shuffle=False).batch(0)
+    logits = models.build(config, dataset.info, find_cluster()).apply(params, jax.device_put(batch))
+    predicted, names = np.asarray(logits).argmax(axis=1), dataset.info.class_names
+    assert result["test_confusion"] == confusion_matrix(batch["labels"], predicted, labels=range(4)).tolist()
+    expected = classification_report(
+        batch["labels"], predicted, labels=range(4), target_names=names, output_dict=True, zero_division=0
+    )
+    for name in names:
+        scores = {"count" if key == "support" else key.replace("-score", ""): x for key, x in expected[name].items()}
+        assert result["test_classes"][name] == pytest.approx(scores)
+    assert result["test_macro_f1"] == pytest.approx(f1_score(batch["labels"], predicted, average="macro"))
+    assert result["test_majority_accuracy"] == np.bincount(batch["labels"]).max() / len(predicted)
+    assert (uninterrupted / "confusion.png").stat().st_size > 10_000
 
 
 def test_metrics_contain_rates(uninterrupted: Path) -> None:

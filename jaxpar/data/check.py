@@ -5,6 +5,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from jaxpar.data import files, images, rows, synthetic, text
+from jaxpar.data.class_weights import check_class_weights
 from jaxpar.data.labels import Labels
 from jaxpar.errors import UserError, check_choice
 from jaxpar.memory import check_host_memory
@@ -22,6 +23,7 @@ def check_data(config: ConfigDict, labels: Labels) -> None:
     _check_labels(config, labels)
     if labels is Labels.TARGETS:
         _check_targets(config)
+    check_class_weights(config, labels)
     _check_numbers(config)
     _check_fractions(config)
     _check_files(config)

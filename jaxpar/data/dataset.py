@@ -8,6 +8,7 @@ from ml_collections import ConfigDict
 
 from jaxpar.data import images, synthetic, text
 from jaxpar.data.check import check_data
+from jaxpar.data.class_weights import weighted
 from jaxpar.data.examples import DataInfo, Dataset
 from jaxpar.data.labels import Labels
 from jaxpar.errors import UserError
@@ -25,10 +26,12 @@ def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:
     """
     check_data(config, labels)
     if config.data.source == "synthetic":
-        return synthetic.load(config, labels)
-    if config.data.source in images.IMAGE_READERS:
-        return images.load(config)
-    return text.load(config, labels, workdir)
+        dataset = synthetic.load(config, labels)
+    elif config.data.source in images.IMAGE_READERS:
+        dataset = images.load(config)
+    else:
+        dataset = text.load(config, labels, workdir)
+    return weighted(dataset, config.data.class_weights)
 
 
 def write_info(workdir: Path, info: DataInfo) -> None:

@@ -62,7 +62,7 @@ class Dataset(NamedTuple):
     """The splits of a data set.
 
     Attributes:
-      fingerprint: hash of everything that determines the batches except the seed and the batch size.
+      fingerprint: hash of everything that determines the batches except the seed, the batch size and class weights.
     """
 
     info: DataInfo

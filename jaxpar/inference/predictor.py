@@ -62,7 +62,7 @@ class Predictor:
             return task.readout(model.outputs(params, batch), batch, top_k)
 
         def sums(params: Params, batch: Batch) -> Sums:
-            return task.sums(model.outputs(params, batch), batch)
+            return task.evaluation_sums(model.outputs(params, batch), batch)
 
         self._readout = meshes.one_at_a_time(jax.jit(readout, static_argnums=2, out_shardings=by_replica(mesh)), mesh)
         self._sums = meshes.one_at_a_time(jax.jit(sums, out_shardings=on_all(mesh)), mesh)

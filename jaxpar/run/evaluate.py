@@ -1,5 +1,7 @@
 """Loads this process's shard of the batches and evaluates a model on a whole split."""
 
+import functools
+from collections import deque
 from collections.abc import Iterator
 
 import jax
@@ -8,7 +10,7 @@ import numpy as np
 from jaxpar import data
 from jaxpar.launch import processes
 from jaxpar.run.build import Run, StrategyState
-from jaxpar.tasks import add_up
+from jaxpar.tasks import Sums, add_up
 
 IN_FLIGHT = 2  # evaluation batches in flight, enough to keep the device from waiting for the host
 
@@ -24,16 +26,21 @@ def load_batches(
     )
 
 
-def evaluate_split(run: Run, state: StrategyState, split: data.Split) -> dict[str, float]:
-    """Return the metrics of the whole split. state: the strategy's state."""
+def evaluate_split(run: Run, state: StrategyState, split: data.Split) -> Sums:
+    """Return the task's evaluation sums over the whole split, on the host. state: the strategy's state."""
     size = run.config.eval.batch_size or run.config.batch_size
     batches = data.Batches(split, batch_size=size, seed=run.config.seed, shuffle=False)
     with run.phases("eval"):
-        sums = []
-        for number, batch in enumerate(load_batches(run, batches, 0, batches.steps_per_epoch)):
-            sums.append(run.strategy.evaluate(state, run.strategy.place(batch)))
-            if number >= IN_FLIGHT:
-                jax.block_until_ready(sums[number - IN_FLIGHT])
-            run.phases.alive()  # after waiting, so that this also shows progress of the devices
-        total = add_up(jax.device_get(sums))
-    return run.problem.task.all_metrics(total)
+        return functools.reduce(lambda total, sums: add_up([total, sums]), _sums_of_batches(run, state, batches))
+
+
+def _sums_of_batches(run: Run, state: StrategyState, batches: data.Batches) -> Iterator[Sums]:
+    """Yield the sums over each batch of an epoch, on the host. The devices hold those of few batches."""
+    in_flight: deque[Sums] = deque()
+    for batch in load_batches(run, batches, 0, batches.steps_per_epoch):
+        in_flight.append(run.strategy.evaluate(state, run.strategy.place(batch)))
+        if len(in_flight) > IN_FLIGHT:
+            yield add_up([jax.device_get(in_flight.popleft())])
+        run.phases.alive()  # after waiting, so that this also shows progress of the devices
+    for sums in in_flight:
+        yield add_up([jax.device_get(sums)])

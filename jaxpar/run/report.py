@@ -1,26 +1,24 @@
-"""Writes the results of a run: result.json and curves.png."""
+"""Writes the results of a run: result.json, curves.png and confusion.png."""
 
 import statistics
 from pathlib import Path
+from typing import Any
 
 from jaxpar import files
+from jaxpar.data import Split
 from jaxpar.launch import processes
-from jaxpar.run import metrics
+from jaxpar.run import classes, metrics
 from jaxpar.run.build import Result, Run, StrategyState
 from jaxpar.run.evaluate import evaluate_split
 from jaxpar.tasks import Task
+from jaxpar.tasks.confusion import CONFUSION
 
 RATES = ("examples_per_second", "tokens_per_second", "model_flops_per_second", "mfu")
 
 
 def finish(run: Run, state: StrategyState, log: metrics.Log) -> Result:
     """Evaluate on the test split, draw the curves and return the result. state: the strategy's state."""
-    result: Result = {}
-    if run.dataset.test:
-        tested = evaluate_split(run, state, run.dataset.test)
-        log.write(run.num_steps, "test", tested)
-        print(f"test      {metrics.format_metrics(tested)}", flush=True)
-        result = {**run.problem.task.results(tested)}
+    result = test_split(run, state, run.dataset.test, log) if run.dataset.test else {}
     trained = log.rows("train")
     rates = {name: [row[name] for row in trained if row.get(name) is not None] for name in RATES}
     skipped = sum(row.get("skipped_steps") or 0 for row in trained)
@@ -48,9 +46,38 @@ def finish(run: Run, state: StrategyState, log: metrics.Log) -> Result:
     return result
 
 
+def test_split(run: Run, state: StrategyState, split: Split, log: metrics.Log) -> Result:
+    """Evaluate on the test split, and return the results. With a confusion matrix, also report the classes."""
+    task, sums = run.problem.task, evaluate_split(run, state, split)
+    tested = task.all_metrics(sums)
+    log.write(run.num_steps, "test", tested)
+    print(f"test      {metrics.format_metrics(task.printed(tested))}", flush=True)
+    result: Result = {**task.results(tested)}
+    if CONFUSION in sums.terms:
+        confusion_CC, names = sums.terms[CONFUSION], run.dataset.info.class_names
+        print(classes.format_classes(confusion_CC, names), flush=True)
+        result |= classes.class_results(confusion_CC, names)
+        if processes.is_first() and run.config.log.curves:
+            classes.draw_confusion(run.workdir / "confusion.png", confusion_CC, names)
+    return result
+
+
 def write_result(workdir: Path, result: Result) -> None:
-    """Write workdir/result.json."""
-    files.write_text(workdir / "result.json", files.json_text(result, indent=2) + "\n")
+    """Write workdir/result.json: one line for each key, and for each item of a table, such as a matrix."""
+    values = ",\n".join(f"  {files.json_text(key)}: {_format_value(value)}" for key, value in result.items())
+    files.write_text(workdir / "result.json", f"{{\n{values}\n}}\n")
+
+
+def _format_value(value: Any) -> str:
+    """Return a value of result.json as JSON, with one line for each item that is a dict or a list."""
+    items = list(value.values() if isinstance(value, dict) else value) if isinstance(value, dict | list) else []
+    if not items or not all(isinstance(item, dict | list) for item in items):
+        return files.json_text(value)
+    if isinstance(value, list):
+        lines, ends = [files.json_text(item) for item in items], "[]"
+    else:
+        lines, ends = [f"{files.json_text(key)}: {files.json_text(item)}" for key, item in value.items()], "{}"
+    return f"{ends[0]}\n    " + ",\n    ".join(lines) + f"\n  {ends[1]}"
 
 
 def draw_curves(workdir: Path, task: Task, title: str) -> Path | None:

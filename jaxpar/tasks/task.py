@@ -28,7 +28,8 @@ class Sums(NamedTuple):
 
     Attributes:
       loss: sum of weight x loss, a scalar.
-      terms: further sums that the metrics of the task need, with the shapes of `Task.terms`.
+      terms: further sums that the metrics of the task need: `Task.terms` and, in an evaluation, also those of
+        `Task.evaluation_terms`.
       weight: sum of the weights, a scalar.
     """
 
@@ -75,7 +76,8 @@ class Task:
       terms: shape of each of `Sums.terms`, by name.
       sums: (output of the model's last layer, batch) -> Sums over the examples of the batch. Examples of weight 0 do
         not contribute.
-      metrics: Sums on the host, of positive weight -> metrics by name, without the loss.
+      metrics: Sums on the host, of positive weight -> metrics by name, without the loss. An evaluation can have more
+        metrics than a training step.
       curve: the metric that is logged and plotted next to the loss.
       loss_unit: unit of the loss, for the axis label.
       headline: format string of the last line of a run; its fields are keys of result.json.
@@ -88,6 +90,9 @@ class Task:
         None: the task predicts examples or all positions.
       ranks_choices: whether a prediction is the most likely of several choices, so that top_k can be more than 1.
       result_keys: name in result.json of a metric of the test split, if it is not test_METRIC.
+      evaluation_terms: (output of the model's last layer, batch) -> sums that are added to `Sums.terms` in an
+        evaluation. They can be larger than those of `sums`, which pass between devices in every training step.
+      logged_only: metrics that metrics.jsonl contains, but not the printed lines of metrics.
     """
 
     name: str
@@ -105,18 +110,31 @@ class Task:
     positions: Callable[[Mapping[str, np.ndarray]], np.ndarray] | None = None
     ranks_choices: bool = False
     result_keys: Mapping[str, str] = field(default_factory=dict)
+    evaluation_terms: Callable[[Any, Mapping[str, jax.Array]], Terms] | None = None
+    logged_only: tuple[str, ...] = ()
 
     @property
     def num_sums(self) -> int:
-        """Number of scalars in `Sums`."""
+        """Number of scalars in the `Sums` of a training step."""
         return 2 + sum(math.prod(shape) for shape in self.terms.values())
 
     def results(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of the test split under their names in result.json."""
         return {self.result_keys.get(name, f"test_{name}"): value for name, value in metrics.items()}
 
+    def evaluation_sums(self, outputs: Any, batch: Mapping[str, jax.Array]) -> Sums:
+        """Return `sums` with `evaluation_terms`."""
+        sums = self.sums(outputs, batch)
+        if self.evaluation_terms is None:
+            return sums
+        return sums._replace(terms={**sums.terms, **self.evaluation_terms(outputs, batch)})
+
+    def printed(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of a printed line."""
+        return {name: value for name, value in metrics.items() if name not in self.logged_only}
+
     def zeros(self) -> Sums:
-        """Return sums over zero examples."""
+        """Return the sums of a training step over zero examples."""
         terms = {name: np.zeros(shape, np.float32) for name, shape in self.terms.items()}
         return Sums(np.zeros((), np.float32), terms, np.zeros((), np.float32))
 

@@ -297,7 +297,7 @@ def wrong_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
     def change(made: Strategy[Any]) -> Strategy[Any]:
         def step(state: Any, batch: Any) -> Any:
             state, metrics = made.step(state, batch)
-            terms = {name: 2 * value for name, value in metrics.sums.terms.items()}
+            terms = metrics.sums.terms | {"correct": 2 * metrics.sums.terms["correct"]}
             return state, metrics._replace(sums=metrics.sums._replace(terms=terms))
 
         return made._replace(step=step)

@@ -111,10 +111,10 @@ class Line(nnx.Module):
 
 
 def step_metrics(loss: float, *, correct: float = 3.0, weight: float = 4.0) -> Metrics:
-    finite = jnp.asarray(math.isfinite(loss))
-    return Metrics(
-        Sums(jnp.asarray(loss), {"correct": jnp.asarray(correct)}, jnp.asarray(weight)), jnp.asarray(0.5), finite
-    )
+    """Return the metrics of a step of 5 examples."""
+    terms = {"correct": jnp.asarray(correct), "examples": jnp.asarray(5.0)}
+    sums = Sums(jnp.asarray(loss), terms, jnp.asarray(weight))
+    return Metrics(sums, jnp.asarray(0.5), jnp.asarray(math.isfinite(loss)))
 
 
 def rows(weights: list[float]) -> dict[str, np.ndarray]:
@@ -136,7 +136,7 @@ def test_metrics_by_hand() -> None:
     flops_per_second = 3 * (2 * 6 * 5 * 7) / 0.5
     assert metrics == {
         "loss": 12 / 8,
-        "accuracy": 4 / 8,
+        "accuracy": 4 / 10,
         "grad_norm": 0.5,
         "skipped_steps": 0,
         "examples_per_second": 4 / 0.5,
@@ -206,3 +206,25 @@ def test_the_progress_of_a_pipeline_that_fills(capsys: pytest.CaptureFixture[str
 def test_skipped_steps_are_in_the_progress_line(capsys: pytest.CaptureFixture[str]) -> None:
     metrics.Progress(0, 10).log(5, {"skipped_steps": 5.0}, ["loss"])
     assert "step 5/10  5 steps skipped  " in capsys.readouterr().out
+
+
+def test_a_result_has_one_line_for_each_item_of_a_table(tmp_path: Path) -> None:
+    result = {"loss": 1.5, "devices": ["a", "b"], "classes": {"x": {"f1": 1}, "y": {}}, "matrix": [[1, 2], [3, 4]]}
+    report.write_result(tmp_path, {**result, "empty": {}})
+    text = (tmp_path / "result.json").read_text()
+    assert strict(text) == {**result, "empty": {}}
+    assert text.splitlines() == [
+        "{",
+        '  "loss": 1.5,',
+        '  "devices": ["a", "b"],',
+        '  "classes": {',
+        '    "x": {"f1": 1},',
+        '    "y": {}',
+        "  },",
+        '  "matrix": [',
+        "    [1, 2],",
+        "    [3, 4]",
+        "  ],",
+        '  "empty": {}',
+        "}",
+    ]

@@ -213,7 +213,7 @@ class PipelineEngine:
             self.transfers.zeros(),
             self.transfers.zeros(),
             self.packing.zeros() if self.shape.num_phases > 1 else (),
-            self.programs.stages.task.zeros(),
+            jax.tree.map(lambda like: np.zeros(like.shape, like.dtype), self.programs.sums),
         )
 
     def _touched(self, phase: int, carry: Carry) -> dict[str, Any]:

@@ -125,6 +125,13 @@ class StagePrograms:
         self.programs = [traced[number] for number in range(len(traced))]
         self._by_stage = by_stage
 
+    @property
+    def sums(self) -> Sums:
+        """Shapes of the metric sums of a microbatch, an output of the last stage."""
+        sums = self.programs[self._by_stage[-1]].outputs[0].sums
+        assert sums is not None
+        return sums
+
     def kind(self, number: int) -> int:
         """Return the kind of device that runs a program."""
         return number // self.stages.placement.shape[1]
@@ -176,7 +183,12 @@ def trace_stage(stages: Stages, stage: int, inputs: StageInputs, *, num_phases: 
       remat: none, full or dots: which values the forward pass saves for the backward pass.
     """
     computation = _Stage(
-        stages.model, stages.task, stages.bounds[stage : stage + 2], stage == 0, stage == stages.num_stages - 1
+        stages.model,
+        stages.task,
+        stages.bounds[stage : stage + 2],
+        is_first=stage == 0,
+        is_last=stage == stages.num_stages - 1,
+        is_evaluation=num_phases == 1,
     )
     leaves, structure = jax.tree.flatten(inputs)
     avals = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
@@ -231,6 +243,7 @@ class _Stage(NamedTuple):
     span: tuple[int, ...]  # first layer, and the one after the last
     is_first: bool
     is_last: bool
+    is_evaluation: bool  # a forward pass alone
 
     def layers(self, inputs: StageInputs, params: Any, x: Activations, start: int, stop: int) -> Activations:
         """Apply the layers without a scan.
@@ -258,13 +271,14 @@ class _Stage(NamedTuple):
         y = self.layers(inputs, params, x, start, stop)
         if not self.is_last:
             return y, None
-        sums = self.task.sums(y, inputs.microbatch)
+        sums_of = self.task.evaluation_sums if self.is_evaluation else self.task.sums
+        sums = sums_of(y, inputs.microbatch)
         return mean_loss(sums.loss, inputs.weight), sums
 
     def phases(self, inputs: StageInputs, *, num_phases: int, remat: str) -> list[StageOutputs]:
         """Return the outputs of each phase."""
         forward = partial(self.forward, inputs)
-        if num_phases == 1:
+        if self.is_evaluation:
             return [self._outputs(*forward(inputs.params, inputs.x, None))]
         bump, (start, stop) = None, self.span
         if num_phases == 3 and self.is_first and stop - start > 1:
