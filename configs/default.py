@@ -244,6 +244,11 @@ def get_config() -> ConfigDict:
     # gcd(n, number of microbatches) microbatches
     config.eval.batch_size = 0
 
+    config.early_stop = ConfigDict()
+    # Stop after this many evaluations in a row without a lower validation loss; 0: never. The best checkpoint is kept
+    config.early_stop.patience = 0
+    config.early_stop.min_delta = 0.0  # smaller decreases of the validation loss do not count
+
     config.checkpoint = checkpoint = ConfigDict()
     checkpoint.every_steps = 500  # steps between checkpoints; 0: only at the end and on a signal
     # True: write while the next steps compute; False: steps wait for the write, so a crash loses at most every_steps

@@ -143,14 +143,14 @@ def _train(
     config: ConfigDict, workdir: Path, place: dict[str, str | int | None], argv: list[str], stopped_exit_code: int
 ) -> int:
     # Imported late, because JAX must be configured before it is used and --help does not need it.
-    from jaxpar import data, mesh, tasks, train
+    from jaxpar import data, mesh, tasks, training
     from jaxpar.launch import processes
 
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     processes.meet_processes(find_place(place))
     try:
-        result = train.train(config, workdir)
-    except train.Stopped as stopped:
+        result = training.train_config(config, workdir, Interrupt())
+    except training.Stopped as stopped:
         print(f"{stopped}\n{_resume(argv)}", flush=True)
         return stopped_exit_code
     except StoppedEarly:
@@ -171,9 +171,10 @@ def _resume(argv: Sequence[str]) -> str:
 
 
 def _command(argv: Sequence[str]) -> str:
-    """Return the command line that starts the run again."""
-    program = os.environ.get(COMMAND, "python -m jaxpar" if argv[0].endswith(".py") else argv[0])
-    return " ".join([program, *map(shlex.quote, argv[1:])])
+    """Return the command line that starts the run again, from any folder of a shell."""
+    python = f"{shlex.quote(sys.executable)} -m jaxpar"
+    program = os.environ.get(COMMAND) or (python if argv[0].endswith(".py") else shlex.quote(argv[0]))
+    return " ".join(["cd", shlex.quote(str(Path.cwd())), "&&", program, *map(shlex.quote, argv[1:])])
 
 
 def changes_to_try(config: ConfigDict) -> list[str]:

@@ -17,7 +17,7 @@ from flax.traverse_util import flatten_dict
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from jaxpar import checkpoint, train
+from jaxpar import checkpoint, training
 from jaxpar.errors import exit_code
 from tests.runs import small_config
 
@@ -31,7 +31,7 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("export")
     overrides = ["mesh.data=8", "exchange=byteps_onebit", "exchange_options.min_compress_bytes=0"]
     overrides += ["num_steps=8", "checkpoint.keep=3", "data.test_fraction=0"]
-    train.train(small_config(folder, *(f"--config.{one}" for one in overrides)), folder / "run")
+    training.train(small_config(folder, *(f"--config.{one}" for one in overrides)), folder / "run")
     return folder / "run"
 
 

@@ -15,7 +15,7 @@ import jax
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxpar import checkpoint, main, memory, train
+from jaxpar import checkpoint, main, memory, training
 from jaxpar import config as configs
 from jaxpar.errors import TrainingError, UserError
 from tests.runs import small_arguments
@@ -232,7 +232,7 @@ def test_running_out_of_memory(
     def fails(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(train, "train", fails)
+    monkeypatch.setattr(training, "train_config", fails)
     line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/run", *small_arguments(tmp_path))
     assert line.startswith(f"jaxpar: out of memory ({reason}); lower config.batch_size or ")
     assert memory.memory_error(RuntimeError("INTERNAL: something else")) is None

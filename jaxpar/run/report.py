@@ -7,32 +7,42 @@ from jaxpar import files
 from jaxpar.launch import processes
 from jaxpar.run import metrics
 from jaxpar.run.build import Result, Run, StrategyState
+from jaxpar.run.callbacks import Callbacks, Measurement
 from jaxpar.run.evaluate import evaluate_split
 from jaxpar.tasks import Task
 
 RATES = ("examples_per_second", "tokens_per_second", "model_flops_per_second", "mfu")
 
 
-def finish(run: Run, state: StrategyState, log: metrics.Log) -> Result:
-    """Evaluate on the test split, draw the curves and return the result. state: the strategy's state."""
+def finish(run: Run, state: StrategyState, steps: int, log: metrics.Log, callbacks: Callbacks) -> Result:
+    """Evaluate on the test split, draw the curves and return the result.
+
+    Args:
+      run: the run.
+      state: the strategy's state.
+      steps: the number of completed steps, which is less than `run.num_steps` if the run stopped early.
+      log: the metrics of the run.
+      callbacks: functions that get the metrics of the test split.
+    """
     result: Result = {}
     if run.dataset.test:
         tested = evaluate_split(run, state, run.dataset.test)
-        log.write(run.num_steps, "test", tested)
+        log.write(steps, "test", tested)
         print(f"test      {metrics.format_metrics(tested)}", flush=True)
+        callbacks(Measurement(steps, run.num_steps, "test", tested))
         result = {**run.problem.task.results(tested)}
     trained = log.rows("train")
     rates = {name: [row[name] for row in trained if row.get(name) is not None] for name in RATES}
     skipped = sum(row.get("skipped_steps") or 0 for row in trained)
     if skipped:
         reason = "because their losses or gradients were not finite"
-        print(f"skipped   {skipped} of {run.num_steps} steps, {reason}", flush=True)
+        print(f"skipped   {skipped} of {steps} steps, {reason}", flush=True)
     devices = run.strategy.devices
     result |= {
         "train_loss": trained[-1].get("loss") if trained else None,  # None if all steps of the interval were skipped
-        "steps": run.num_steps,
+        "steps": steps,
         "skipped_steps": skipped,
-        "examples": run.batches.examples_before(run.num_steps),
+        "examples": run.batches.examples_before(steps),
         **{name: statistics.median(values) for name, values in rates.items() if values},
         "strategy": run.config.strategy,
         "devices": [str(device) for device in devices],
@@ -40,6 +50,8 @@ def finish(run: Run, state: StrategyState, log: metrics.Log) -> Result:
         "state_bytes": run.plan.state_bytes,
         "wire_bytes": run.plan.wire_bytes,
     }
+    if steps < run.num_steps:
+        result["stopped_early"] = callbacks.reason
     if processes.is_first():
         result |= run.strategy.report(state, run.workdir)
         if run.config.log.curves:

@@ -199,10 +199,10 @@ def test_metrics_that_are_not_finite_are_null(tmp_path: Path) -> None:
 
 
 def test_the_progress_of_a_pipeline_that_fills(capsys: pytest.CaptureFixture[str]) -> None:
-    metrics.Progress(0, 10).log(5, {"skipped_steps": 0.0, "examples_per_second": 3.0}, ["loss"])
+    metrics.Progress(0, 10, Phases()).log(5, {"skipped_steps": 0.0, "examples_per_second": 3.0}, ["loss"])
     assert "step 5/10  no loss yet, the pipeline is filling  3 examples/s  " in capsys.readouterr().out
 
 
 def test_skipped_steps_are_in_the_progress_line(capsys: pytest.CaptureFixture[str]) -> None:
-    metrics.Progress(0, 10).log(5, {"skipped_steps": 5.0}, ["loss"])
+    metrics.Progress(0, 10, Phases()).log(5, {"skipped_steps": 5.0}, ["loss"])
     assert "step 5/10  5 steps skipped  " in capsys.readouterr().out
