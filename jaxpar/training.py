@@ -115,11 +115,11 @@ def with_early_stopping(config: ConfigDict, log: metrics.Log, callbacks: Sequenc
 def describe_finished(run: Run, steps: int, reason: str | None) -> str:
     """Return the line for a run that is started again after its last step. reason: why it stopped early, if it did."""
     if steps < run.num_steps:
-        end, longer = f"stopped early after step {steps} of {run.num_steps}: {reason}", ["raise early_stop.patience"]
+        end, key = f"stopped early after step {steps} of {run.num_steps}: {reason}", "early_stop.patience"
     else:
-        end = f"already took all of its {run.num_steps} steps"
-        longer = ["raise the number of steps"] if resume.may_change("num_steps", run.config) else []
-    return f"finished  this run {end}; to train again, {' or '.join([*longer, 'use a new --workdir'])}"
+        end, key = f"took all of its {run.num_steps} steps", "num_steps" if run.config.num_steps else "num_epochs"
+    longer = f"to continue, raise config.{key}; " if resume.may_change(key, run.config) else ""
+    return f"finished  this run {end}; {longer}to train again, use a new --workdir"
 
 
 class Loop:
@@ -165,7 +165,7 @@ class Loop:
                 due = {name for name, every in self._every.items() if step == total or (every and step % every == 0)}
                 if due or stop:
                     self._after(step, state, due | ({"save"} if stop else set()), bar)
-                if self._callbacks.reason:
+                if self._callbacks.reason and step < total:
                     bar.print_line(f"stopped   after step {step} of {total}: {self._callbacks.reason}")
                     return state, step
                 if stop and step < total:

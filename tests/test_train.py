@@ -145,13 +145,18 @@ def test_resumes_under_another_strategy(
             assert np.linalg.norm(got[name] - leaf) <= 1e-5 * np.linalg.norm(leaf), name
 
 
-def test_a_finished_run_is_evaluated_again_without_changes(folder: Path, tmp_path: Path, uninterrupted: Path) -> None:
+def test_a_finished_run_is_evaluated_again_without_changes(
+    folder: Path, tmp_path: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = Path(shutil.copytree(uninterrupted, tmp_path / "run"))  # other tests read the results of the first time
     before = json.loads((run / "result.json").read_text())
     rows = metrics.read_metrics(run)
     after = training.train(small_config(folder), run)
     assert after["test_accuracy"] == before["test_accuracy"]
     assert metrics.read_metrics(run) == rows
+    shown = capsys.readouterr().out
+    assert "\nfinished  this run took all of its 16 steps; to train again, use a new --workdir\n" in shown
+    assert "resumed" not in shown
 
 
 def test_a_damaged_checkpoint_falls_back(
