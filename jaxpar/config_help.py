@@ -15,7 +15,7 @@ from jaxpar import config as configs
 from jaxpar.errors import UserError, nearest
 
 TOP = "config"  # section of the keys that are in no other
-WIDTH = 100  # of the text, unless the terminal is narrower
+MAX_COLUMNS = 100  # of the text, unless the terminal is narrower
 
 
 class Described(NamedTuple):
@@ -99,7 +99,7 @@ def _block(comments: dict[int, str], before: int, line: int) -> list[str]:
 
 
 def _wrapped(text: str, indent: str, hanging: int = 0) -> str:
-    width = min(shutil.get_terminal_size().columns, WIDTH)
+    width = min(shutil.get_terminal_size().columns, MAX_COLUMNS)
     below = indent + " " * hanging
     return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=below, break_on_hyphens=False)
 

@@ -1,8 +1,8 @@
 """Callbacks: functions that receive the metrics of a run while it trains, and can end it.
 
 A callback is any function of one `Measurement`. It is called after each log interval and each evaluation, and returns
-None, or the reason to end the run, as a text. It is called in process 0 only, which tells the other processes the
-reason, so that all of them stop after the same step. Early stopping is a callback, too.
+None, or the reason to end the run, as a text. It is called in process 0 only, which sends the reason to the other
+processes, so that all of them stop after the same step. Early stopping is a callback, too.
 """
 
 import json

@@ -18,7 +18,7 @@ from jaxpar.measure.phases import Phases
 
 # Phases of a run that can last, as the progress bar shows them with their elapsed time.
 WAITING = {"compile": "compiling", "input": "waiting for data", "eval": "evaluating", "checkpoint": "saving"}
-SHOWN_AFTER = 1.0  # seconds after which the bar shows such a phase
+SHOWN_AFTER = 1.0  # seconds after which the bar shows one of these phases
 LONG_COMPILATION = 10.0  # seconds after which a line reports the first compilation, if there is no bar
 MetricsRow = dict[str, Any]  # step, split and the metrics by name
 

@@ -43,7 +43,7 @@ def stops_at(losses: Sequence[float], patience: int, min_delta: float, resumed: 
 
 @pytest.mark.parametrize("patience", [1, 2, 5])
 def test_stops_when_the_last_evaluations_have_no_new_minimum(patience: int) -> None:
-    """It does not matter where the run was resumed."""
+    """The step is the same wherever the run was resumed."""
     rng = np.random.default_rng(patience)
     ends = set()
     for _ in range(100):
@@ -72,7 +72,7 @@ def test_improvements_by_hand(losses: list[float], min_delta: float, end: int | 
 
 
 def test_the_reason_names_the_lowest_loss() -> None:
-    """It is the lowest loss of all, as of the best checkpoint, even if it was less than min_delta lower."""
+    """The lowest loss of all is that of the best checkpoint, even if it was less than min_delta lower."""
     stopping = EarlyStopping(2, 0.5, [(5, 1.0), (10, 0.75)])
     reason = stopping(measurement(15, 0.875))
     assert reason == "the validation loss has not improved for 2 evaluations; the lowest, 0.7500, is of step 10"
@@ -82,7 +82,7 @@ def test_the_reason_names_the_lowest_loss() -> None:
 
 
 def test_the_other_processes_follow_process_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They call nothing, and learn the reason, or that a callback failed."""
+    """The others call nothing, and receive the reason, or that a callback failed."""
     monkeypatch.setattr(processes, "is_first", lambda: False)
     monkeypatch.setattr(processes, "from_first", lambda _: json.dumps(["enough", False]))
     calls: list[Measurement] = []
@@ -197,7 +197,7 @@ def test_early_stopping_needs_validation_data(folder: Path, tmp_path: Path) -> N
 
 
 def test_callbacks_receive_all_metrics(folder: Path, tmp_path: Path) -> None:
-    """They are the rows of metrics.jsonl, except for metrics that are not finite."""
+    """The measurements are the rows of metrics.jsonl."""
     received: list[Measurement] = []
     config = small_config(folder, EVERY)
     before = config.to_json()
