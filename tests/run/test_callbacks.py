@@ -157,7 +157,7 @@ STRATEGIES = {
     "zero3": ("exchange=zero3",),
     "pipeline": PIPELINE,
     "pipedream": (*PIPELINE, "pipeline.schedule=pipedream"),
-    "live": ("strategy=async_data_parallel", "asynchronous.mode=live", "asynchronous.num_workers=2", "mesh.data=-1"),
+    "live": ("strategy=async_data_parallel", "asynchronous.mode=live", "mesh.data=4"),
     "local_sgd": ("strategy=async_data_parallel", "asynchronous.policy=local_sgd", "mesh.data=-1"),
     "swarm": ("strategy=swarm", "mesh.data=1", "model.num_layers=2"),
 }
