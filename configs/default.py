@@ -18,12 +18,12 @@ def get_config() -> ConfigDict:
     config.strategy = "data_parallel"
     config.planned_for = ""  # set by strategy auto: the devices for which it chose; a resumed run then keeps the choice
 
-    config.mesh = mesh = ConfigDict()
+    config.mesh = mesh = ConfigDict()  # devices: the axes of the mesh, and virtual CPU devices
     mesh.data = -1  # size of the data axis (number of replicas); -1: as many as the devices allow
     mesh.stage = 1  # size of the stage axis: devices in a pipeline; more than 1 only with strategy pipeline
     mesh.virtual_cpu_devices = 0  # split the CPU into this many devices; 0: the number in XLA_FLAGS, otherwise 1
 
-    config.data_parallel = ConfigDict()
+    config.data_parallel = ConfigDict()  # strategy data_parallel
     # How a step is distributed over devices.
     # shard_map: the exchange is explicit in the program; supports every exchange.
     # sharding: jit over sharded inputs, where XLA inserts the collectives; supports only exchange ddp without options
@@ -93,7 +93,7 @@ def get_config() -> ConfigDict:
     delays.jitter = 0.0  # messages take communication_time x (1 + jitter x e), e exponential with mean 1
     delays.trace = ""  # distribution trace: path of a CSV file of measured times with columns worker,seconds
 
-    config.pipeline = pipeline = ConfigDict()
+    config.pipeline = pipeline = ConfigDict()  # strategy pipeline: schedule, microbatches, stages, memory
     # model_parallel, gpipe, 1f1b, eager_1f1b, interleaved_1f1b, zb_h1, zb_h2, zb_v, or the path of a CSV table; without
     # flush: pipedream, pipedream_vertical_sync, pipedream_2bw; for comparison: pipedream_without_stashing; auto: the
     # fastest one with a flush and one stage per device that fits the memory, by the FLOPs or the profile of the stages
@@ -149,7 +149,7 @@ def get_config() -> ConfigDict:
     swarm.join_seconds = 10.0  # period after which peers start on machines that joined, or replace others; 0: never
     swarm.patience = 20.0  # a peer is silent after this many times the longest time of comparable calls
 
-    config.model = model = ConfigDict()
+    config.model = model = ConfigDict()  # the model, its sizes, and how it is computed
     model.name = "bert"  # bert, gpt, resnet, vit, mlp, or the dotted name of your own module: my_package.my_model
     # bert: tiny, mini, small, base, large; gpt: tiny, gpt2, gpt2_medium, gpt2_large, gpt2_xl; resnet: 18, 50;
     # vit: tiny, small, base, large; mlp: tiny
@@ -191,13 +191,13 @@ def get_config() -> ConfigDict:
     # auto: batched on CPUs, cudnn where it is supported, otherwise xla
     model.attention = "auto"
 
-    config.data = data = ConfigDict()
+    config.data = data = ConfigDict()  # files, splits, columns, tokenizer, loading
     data.source = "wordnet"  # wordnet, csv, tsv, jsonl, parquet, text, mnist, cifar10, synthetic
     data.train = ""  # path or glob of the training data; mnist, cifar10: a directory; wordnet, synthetic: empty
     # Path or glob of the validation and test data. Empty: a part of the training data, chosen by a hash of the example
     # (source text: the end of the text). mnist and cifar10: both empty; the test data is that of their test files.
     data.validation = ""
-    data.test = ""
+    data.test = ""  # as data.validation, for the test data
     data.validation_fraction = 0.05  # fraction of the training data if data.validation is empty
     data.test_fraction = 0.1  # fraction of the training data if data.test is empty
     # One text column, or two for sentence pairs; token_classification: the column with the lists of words
@@ -224,7 +224,7 @@ def get_config() -> ConfigDict:
     config.num_epochs = 1.0  # length of the training in epochs, if num_steps is 0
     config.num_steps = 0  # length of the training in steps; 0: use num_epochs
 
-    config.optimizer = optimizer = ConfigDict()
+    config.optimizer = optimizer = ConfigDict()  # optimizer, learning rate, accumulation
     optimizer.name = "adamw"  # adamw, lamb, sgd, adafactor, lion, muon
     optimizer.lr = 1e-3  # peak learning rate
     optimizer.schedule = "cosine"  # learning rate after the warm-up: constant, or cosine or linear decay to final_lr
@@ -241,13 +241,18 @@ def get_config() -> ConfigDict:
     optimizer.nonfinite = "stop"  # if the loss or a gradient is not finite: stop the run, or skip the step
     optimizer.max_skipped_steps = 20  # nonfinite skip: maximum number of steps skipped in a row; more stop the run
 
-    config.eval = ConfigDict()
+    config.eval = ConfigDict()  # evaluations during the training
     config.eval.every_steps = 0  # steps between evaluations on the validation split; 0: at the end of every epoch
     # Global batch size of evaluations; 0: batch_size. In a pipeline, each replica divides its n examples into
     # gcd(n, number of microbatches) microbatches
     config.eval.batch_size = 0
 
-    config.checkpoint = checkpoint = ConfigDict()
+    config.early_stop = ConfigDict()  # end the run if the validation loss no longer improves
+    # Stop after this many evaluations in a row without a lower validation loss; 0: never. The best checkpoint is kept
+    config.early_stop.patience = 0
+    config.early_stop.min_delta = 0.0  # smaller decreases of the validation loss do not count
+
+    config.checkpoint = checkpoint = ConfigDict()  # which checkpoints are saved and kept
     checkpoint.every_steps = 500  # steps between checkpoints; 0: only at the end and on a signal
     # True: write while the next steps compute; False: steps wait for the write, so a crash loses at most every_steps
     # steps
@@ -255,7 +260,7 @@ def get_config() -> ConfigDict:
     checkpoint.keep = 2  # number of latest checkpoints to keep
     checkpoint.keep_best = True  # also keep the checkpoint with the lowest validation loss
 
-    config.log = log = ConfigDict()
+    config.log = log = ConfigDict()  # log lines, TensorBoard, curves
     log.every_steps = 20  # steps between log lines
     log.tensorboard = True  # write TensorBoard event files
     log.curves = True  # plot curves.png and confusion.png at the end

@@ -4,10 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxpar.config import load_config as load_config
     from jaxpar.inference.loaded import load as load
+    from jaxpar.training import train as train
 
 # name -> module. They are imported on first use, because `import jaxpar` must not import JAX.
-LAZY = {"load": "jaxpar.inference.loaded"}
+LAZY = {"load": "jaxpar.inference.loaded", "load_config": "jaxpar.config", "train": "jaxpar.training"}
 
 
 def __getattr__(name: str) -> Any:

@@ -140,7 +140,7 @@ def _parse(key: str, text: str, kind: type | UnionType, now: Any) -> Any:
     if kind in (bool, BOOL_OR_NAME) and text.lower() in ("true", "false", "1", "0"):
         return text.lower() in ("true", "1")
     if kind in (str, BOOL_OR_NAME):
-        return text
+        return None if now is None and text == "None" else text
     if now is not None and text == "None":
         text = ""  # only a key whose default is None can be set to None
     try:

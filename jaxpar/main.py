@@ -2,9 +2,12 @@
 
     scripts/train --config=configs/NAME.py[:PRESET] --workdir=DIR [--config.KEY=VALUE ...]
         [--stopped_exit_code=N] [--coordinator_address=HOST:PORT --num_processes=N --process_id=I]
+    scripts/train --config=configs/NAME.py[:PRESET] [--config.KEY=VALUE ...] --print_config
+    scripts/train --help[=SECTION or KEY]
 
-The last three flags connect processes that were started by hand, without a cluster manager (docs/processes.md). To
-start several processes on one machine, use scripts/launch.
+--coordinator_address, --num_processes and --process_id connect processes that were started by hand, without a cluster
+manager (docs/processes.md). To start several processes on one machine, use scripts/launch. --print_config prints all
+keys of the config with their values, as flags, and changes nothing.
 
 Exit codes:
   0    finished, or stopped by a signal after saving the state (--stopped_exit_code replaces 0 for a stopped run)
@@ -26,7 +29,7 @@ from pathlib import Path
 from absl import flags, logging
 from ml_collections import ConfigDict
 
-from jaxpar import command_line
+from jaxpar import command_line, config_help
 from jaxpar import config as configs
 from jaxpar.command_line import OVERRIDE
 from jaxpar.errors import FAILED, STOPPED_CODES, USER_ERROR, TrainingError, UserError, is_failure
@@ -93,11 +96,12 @@ def main(argv: Sequence[str]) -> int:
 
 def _main(argv: list[str]) -> int:
     arguments, overrides = command_line.split_overrides(argv[1:])
+    arguments = ["--help=" if argument in ("-h", "--help") else argument for argument in arguments]
     values = _flags()
     try:
         rest = values([argv[0], *arguments])[1:]
     except flags.UnrecognizedFlagError as error:
-        known = [f"--{name}" for name in (*FLAGS, "config", "workdir", "stopped_exit_code")]
+        known = [f"--{name}" for name in (*FLAGS, "config", "workdir", "stopped_exit_code", "print_config")]
         raise command_line.unknown(f"--{error.flagname}", known, OVERRIDE) from error
     except flags.IllegalFlagValueError as error:  # "flag --NAME=VALUE: reason"
         name, _, value = str(error).removeprefix("flag --").partition(":")[0].partition("=")
@@ -105,13 +109,12 @@ def _main(argv: list[str]) -> int:
         raise UserError(f"--{name} is {value!r}; it must be {kind}") from error
     except flags.Error as error:  # "Missing value for flag --NAME"
         raise command_line.no_value(f"--{str(error).rpartition('--')[2]}") from error
-    if values.help:
-        print(__doc__)
-        print(f"Configs: {', '.join(f'configs/{file.name}' for file in sorted(configs.config_folder().glob('*.py')))}")
+    if values.help is not None:
+        print(config_help.describe_keys(values.help) if values.help else _help())
         return 0
     if rest:
         raise command_line.unknown(rest[0], (), OVERRIDE)
-    for name in ("config", "workdir"):
+    for name in ("config",) if values.print_config else ("config", "workdir"):
         if not values[name].value:
             raise command_line.missing(f"--{name}", command_line.EXAMPLE)
     stopped = values.stopped_exit_code
@@ -124,6 +127,9 @@ def _main(argv: list[str]) -> int:
     with Ending(nth=1, code=stopped, text=lambda: _stopped(argv, early=not Interrupt.was_entered)):
         config = configs.load_config(values.config)
         configs.override(config, overrides)
+        if values.print_config:
+            print(config_help.format_flags(config))
+            return 0
         return _train(config, Path(values.workdir), place, argv, stopped)
 
 
@@ -135,22 +141,29 @@ def _flags() -> flags.FlagValues:
     for name, flag in FLAGS.items():
         define = flags.DEFINE_integer if flag.kind is int else flags.DEFINE_string
         define(name, None, flag.help, flag_values=values)
-    flags.DEFINE_bool("help", False, "Show this help.", flag_values=values)
+    flags.DEFINE_bool("print_config", False, "Print the config and exit.", flag_values=values)
+    flags.DEFINE_string("help", None, "Show this help, or that of a section of keys.", flag_values=values)
     return values
+
+
+def _help() -> str:
+    files = ", ".join(f"configs/{file.name}" for file in sorted(configs.config_folder().glob("*.py")))
+    keys = "Sections of keys, of which --help=SECTION prints the keys, their defaults and their meaning:"
+    return f"{__doc__}\nConfigs: {files}\n\n{keys}\n\n{config_help.describe_overview()}"
 
 
 def _train(
     config: ConfigDict, workdir: Path, place: dict[str, str | int | None], argv: list[str], stopped_exit_code: int
 ) -> int:
     # Imported late, because JAX must be configured before it is used and --help does not need it.
-    from jaxpar import data, mesh, tasks, train
+    from jaxpar import data, mesh, tasks, training
     from jaxpar.launch import processes
 
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     processes.meet_processes(find_place(place))
     try:
-        result = train.train(config, workdir)
-    except train.Stopped as stopped:
+        result = training.train_config(config, workdir, Interrupt())
+    except training.Stopped as stopped:
         print(f"{stopped}\n{_resume(argv)}", flush=True)
         return stopped_exit_code
     except StoppedEarly:
@@ -167,13 +180,14 @@ def _stopped(argv: Sequence[str], *, early: bool) -> str:
 
 
 def _resume(argv: Sequence[str]) -> str:
-    return f"resume    {_command(argv)}"
+    return f"resume    {resume_command(argv)}"
 
 
-def _command(argv: Sequence[str]) -> str:
-    """Return the command line that starts the run again."""
-    program = os.environ.get(COMMAND, "python -m jaxpar" if argv[0].endswith(".py") else argv[0])
-    return " ".join([program, *map(shlex.quote, argv[1:])])
+def resume_command(argv: Sequence[str]) -> str:
+    """Return the command line that starts the run again, from any folder of a shell."""
+    python = f"{shlex.quote(sys.executable)} -m jaxpar"
+    program = os.environ.get(COMMAND) or (python if argv[0].endswith(".py") else shlex.quote(argv[0]))
+    return " ".join(["cd", shlex.quote(str(Path.cwd())), "&&", program, *map(shlex.quote, argv[1:])])
 
 
 def changes_to_try(config: ConfigDict) -> list[str]:

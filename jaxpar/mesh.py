@@ -33,7 +33,8 @@ def prepare_jax(config: ConfigDict, cache: Path) -> None:
     JAX_COMPILATION_CACHE_DIR and JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS.
 
     Raises:
-      UserError: the number of devices is out of range, or XLA_FLAGS contains another number.
+      UserError: the number of devices is out of range, or XLA_FLAGS contains another number, or JAX has started with
+        another number.
     """
     keep_freed_memory()
     settings = {"jax_compilation_cache_dir": str(cache), "jax_persistent_cache_min_compile_time_secs": 0.1}
@@ -52,7 +53,14 @@ def prepare_jax(config: ConfigDict, cache: Path) -> None:
             "0 to use that count"
         )
     if count and not in_flags:
-        jax.config.update("jax_num_cpu_devices", count)
+        try:
+            jax.config.update("jax_num_cpu_devices", count)
+        except RuntimeError:  # JAX has touched a device, as in a notebook
+            if (number := jax.local_device_count(backend="cpu")) != count:
+                raise UserError(
+                    f"config.mesh.virtual_cpu_devices is {count}; it must be {number} or 0, because JAX has already "
+                    "started in this process with that number"
+                ) from None
 
 
 def partition_by_gspmd() -> None:

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from jaxpar import checkpoint, data, models, train
+from jaxpar import checkpoint, data, models, training
 from jaxpar import config as configs
 from jaxpar.cluster import find_cluster
 from jaxpar.errors import format_bytes
@@ -37,7 +37,7 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("export")
     overrides = ["mesh.data=8", "exchange=byteps_onebit", "exchange_options.min_compress_bytes=0"]
     overrides += ["num_steps=8", "checkpoint.keep=3", "data.test_fraction=0"]
-    train.train(small_config(folder, *(f"--config.{one}" for one in overrides)), folder / "run")
+    training.train(small_config(folder, *(f"--config.{one}" for one in overrides)), folder / "run")
     return folder / "run"
 
 

@@ -1,6 +1,9 @@
 """Tests that imports follow the order of the folders of jaxpar, and that there are no import cycles between files."""
 
 import ast
+import os
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -9,7 +12,7 @@ import jaxpar
 ROOT = Path(jaxpar.__file__).parent
 # A module may import the modules before it. An entry is a file at the top of jaxpar, or a folder with all its files.
 ORDER = [
-    *("errors", "files", "memory", "config", "command_line"),  # user input
+    *("errors", "files", "memory", "config", "config_help", "command_line"),  # user input
     *(
         "measure",
         "gpus",
@@ -24,7 +27,7 @@ ORDER = [
     *("launch", "exchange", "data"),
     *("products", "tasks", "models", "optimizer", "state", "step", "checkpoint"),
     *("asynchronous", "pipeline", "swarm", "strategies"),
-    *("run", "inference", "serve", "export", "analysis", "train", "main", "swarm_demo", "__main__"),
+    *("run", "inference", "serve", "export", "analysis", "training", "main", "swarm_demo", "__main__"),
 ]
 
 
@@ -74,6 +77,16 @@ def test_folders_import_downwards() -> None:
         if place[folder(other)] > place[folder(name)]
     ]
     assert not upwards
+
+
+def test_the_package_imports_nothing_before_its_first_use() -> None:
+    """The functions of the package are those of its modules, and importing it imports neither them nor JAX."""
+    assert {name: getattr(jaxpar, name).__module__ for name in jaxpar.LAZY} == jaxpar.LAZY
+    assert jaxpar.LAZY.keys() <= set(dir(jaxpar))
+    program = "import sys, jaxpar; print([name for name in sys.modules if name.startswith(('jaxpar.', 'jax'))])"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
+    printed = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert printed.stdout == "['jaxpar']\n", printed.stderr
 
 
 def test_files_import_without_a_cycle() -> None:

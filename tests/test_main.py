@@ -1,11 +1,17 @@
 """Tests of the command line: exit codes, one-line errors and signals."""
 
+import contextlib
 import errno
+import fcntl
 import os
+import pty
+import shlex
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +21,7 @@ import jax
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxpar import checkpoint, main, memory, train
+from jaxpar import checkpoint, main, memory, training
 from jaxpar import config as configs
 from jaxpar.errors import TrainingError, UserError
 from tests.runs import small_arguments
@@ -151,7 +157,11 @@ MISTAKES = {
         "--wrkdir is not a flag; it must be one that --help lists or --config.KEY=VALUE. Did you mean '--workdir'?",
     ),
     "a flag of another type": (["--process_id=two"], "--process_id is 'two'; it must be an integer"),
-    "a switch with a value": (["--help=5"], "--help is '5'; it must be true or false"),
+    "a switch with a value": (["--print_config=5"], "--print_config is '5'; it must be true or false"),
+    "help for an unknown key": (
+        ["--help=optimiser"],
+        "--help is 'optimiser'; it must be a key, or one of config, mesh, data_parallel, exchange_options, async",
+    ),
     "a flag without a value": (["--config"], "--config has no value; it must be written --config=VALUE"),
 }
 
@@ -232,7 +242,7 @@ def test_running_out_of_memory(
     def fails(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(train, "train", fails)
+    monkeypatch.setattr(training, "train_config", fails)
     line = mistake(capsys, "--config=configs/default.py", f"--workdir={tmp_path}/run", *small_arguments(tmp_path))
     assert line.startswith(f"jaxpar: out of memory ({reason}); lower config.batch_size or ")
     assert memory.memory_error(RuntimeError("INTERNAL: something else")) is None
@@ -443,9 +453,65 @@ def test_a_signal_during_the_imports(tmp_path: Path) -> None:
     assert process.stdout.startswith("stopped before the first step\nresume ")
 
 
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--help") == 0
-    assert "configs/quickstart.py" in capsys.readouterr().out
+# Stands in for scripts/python: prints the command that main would print to resume the run.
+PRINT_COMMAND = """#!/usr/bin/env bash
+while [[ $1 != -m ]]; do shift; done
+PYTHONPATH={root} {python} -c 'import sys; from jaxpar import main; print(main.resume_command(sys.argv[2:]))' "$@"
+"""
+
+
+@pytest.mark.parametrize("started", ["./train", "../a folder/train", "{folder}/train"])
+def test_the_command_that_resumes_a_run_can_be_pasted(started: str, tmp_path: Path) -> None:
+    """A shell in any folder starts the same script in the same folder with the same arguments."""
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    shutil.copy(ROOT / "scripts" / "train", folder)
+    (folder / "python").write_text(PRINT_COMMAND.format(root=ROOT, python=sys.executable))
+    (folder / "python").chmod(0o755)
+    arguments = ["--workdir=it's mine", "--config.data.train=*.csv", "--config.num_epochs=$HOME"]
+    first = subprocess.run(
+        [started.format(folder=folder), *arguments], cwd=folder, capture_output=True, text=True, check=True
+    ).stdout
+    pasted = subprocess.run(["bash", "-c", first], cwd="/", capture_output=True, text=True, check=True).stdout
+    assert pasted == first
+    assert shlex.split(first) == ["cd", str(folder), "&&", started.format(folder=folder), *arguments]
+
+
+def test_the_command_of_the_module() -> None:
+    """`python` may be another interpreter in the shell into which the command is pasted."""
+    command = main.resume_command(["/x/jaxpar/__main__.py", "--workdir=x"])
+    assert shlex.split(command) == ["cd", os.getcwd(), "&&", sys.executable, "-m", "jaxpar", "--workdir=x"]  # noqa: PTH109
+    assert main.resume_command(["my bin/jaxpar"]).endswith(" && 'my bin/jaxpar'")
+
+
+def test_a_run_on_a_terminal(tmp_path: Path) -> None:
+    """Ctrl-C is answered at once, with the bar above it, and the run stops after the step and prints how to resume."""
+    small_arguments(tmp_path)
+    terminal, own = pty.openpty()
+    fcntl.ioctl(own, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    start = "import os, runpy, sys; os.login_tty(int(sys.argv.pop(1))); runpy.run_module('jaxpar', run_name='__main__')"
+    _, _, _, *arguments = command(tmp_path, tmp_path / "run", "--config.num_epochs=10000")
+    with subprocess.Popen(
+        [sys.executable, "-c", start, str(own), *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
+        pass_fds=[own],
+    ) as process:
+        os.close(own)
+        shown = ""
+        while "step 4/" not in shown:
+            shown += os.read(terminal, 10_000).decode()
+        os.write(terminal, b"\x03")
+        with contextlib.suppress(OSError):  # on Linux, this is how a terminal ends
+            while text := os.read(terminal, 10_000).decode():
+                shown += text
+    os.close(terminal)
+    assert process.returncode == 0
+    lines = [line.rpartition("\r")[2] for line in shown.replace("\r\n", "\n").split("\n")]
+    assert [line[: len("step 2/80000  loss ")] for line in lines if "left" in line][:1] == ["step 2/80000  loss "]
+    answer = lines.index("SIGINT: stopping after this step; again to abandon")
+    stopped = next(number for number, line in enumerate(lines) if line.startswith("SIGINT: stopped after step "))
+    assert answer < stopped
+    assert lines[stopped + 1].startswith(f"resume    cd {shlex.quote(os.getcwd())} && ")  # noqa: PTH109
 
 
 def command(folder: Path, workdir: Path, *overrides: str) -> list[str]:

@@ -44,6 +44,16 @@ def test_the_count_in_xla_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         mesh.prepare_jax(config, tmp_path)
 
 
+def test_a_count_after_jax_has_started(tmp_path: Path) -> None:
+    """As in a notebook, where runs follow each other."""
+    config = default_config()
+    config.mesh.virtual_cpu_devices = jax.device_count()
+    mesh.prepare_jax(config, tmp_path)
+    config.mesh.virtual_cpu_devices = 3
+    with pytest.raises(UserError, match=r"^config\.mesh\.virtual_cpu_devices is 3; it must be 8 or 0, because JAX has"):
+        mesh.prepare_jax(config, tmp_path)
+
+
 @pytest.mark.parametrize(("num_data", "message"), [(9, "it must be at most 8, the number of cpu"), (0, "at least 1")])
 def test_invalid_mesh_sizes(num_data: int, message: str) -> None:
     config = default_config()

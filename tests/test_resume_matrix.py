@@ -29,7 +29,7 @@ from jaxpar.run import build, metrics
 from jaxpar.run.build import Run
 from jaxpar.run.start import start
 from jaxpar.state import Canonical
-from jaxpar.train import Loop, Stopped
+from jaxpar.training import Loop, Stopped
 from tests.runs import change_info
 from tests.selection import slow_except
 from tests.strategies.pipelines import named, relative_error

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import classification_report, confusion_matrix, f1_score
 
-from jaxpar import checkpoint, data, models, train
+from jaxpar import checkpoint, data, models, training
 from jaxpar.cluster import find_cluster
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.run import metrics, report
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(folder: Path) -> Path:
-    train.train(small_config(folder, "--config.log.curves=true"), folder / "uninterrupted")
+    training.train(small_config(folder, "--config.log.curves=true"), folder / "uninterrupted")
     return folder / "uninterrupted"
 
 
@@ -123,13 +123,13 @@ def test_stopped_by_a_signal_and_resumed_ends_bitwise_equal(
 ) -> None:
     handler = signal.getsignal(number)
     stop_at(monkeypatch, step, number)
-    with pytest.raises(train.Stopped, match=f"{number.name}: stopped after step {step} of"):
-        train.train(small_config(folder), tmp_path / "run")
+    with pytest.raises(training.Stopped, match=f"{number.name}: stopped after step {step} of"):
+        training.train(small_config(folder), tmp_path / "run")
     assert checkpoint.steps(tmp_path / "run" / "checkpoints")[-1] == step
     assert signal.getsignal(number) is handler
     assert all(row["step"] <= step for row in metrics.read_metrics(tmp_path / "run"))
     monkeypatch.undo()
-    train.train(small_config(folder), tmp_path / "run")
+    training.train(small_config(folder), tmp_path / "run")
     assert_bitwise_equal(tmp_path / "run", uninterrupted)
     assert not (tmp_path / "run" / "curves.png").exists()  # log.curves is off
     expected = [(row["step"], row["split"]) for row in metrics.read_metrics(uninterrupted)]
@@ -147,7 +147,7 @@ def test_a_signal_after_the_last_step_stops_nothing(
         write(*arguments)
 
     monkeypatch.setattr(report, "write_result", signalled)
-    result = train.train(small_config(folder), tmp_path / "run")
+    result = training.train(small_config(folder), tmp_path / "run")
     assert result["steps"] == 16
     assert (tmp_path / "run" / "result.json").exists()
 
@@ -157,24 +157,29 @@ def test_resumes_under_another_strategy(
     folder: Path, tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     stop_at(monkeypatch, 5, signal.SIGTERM)
-    with pytest.raises(train.Stopped):
-        train.train(small_config(folder), tmp_path / "run")
+    with pytest.raises(training.Stopped):
+        training.train(small_config(folder), tmp_path / "run")
     monkeypatch.undo()
     mesh = ["--config.mesh.data=1"] if "single" in change else []
-    train.train(small_config(folder, change, *mesh), tmp_path / "run")
+    training.train(small_config(folder, change, *mesh), tmp_path / "run")
     got, expected = final_params(tmp_path / "run"), final_params(uninterrupted)
     for name, leaf in expected.items():
         if "params" in name and "['key']['bias']" not in name:  # see tests/strategies/test_equality.py
             assert np.linalg.norm(got[name] - leaf) <= 1e-5 * np.linalg.norm(leaf), name
 
 
-def test_a_finished_run_is_evaluated_again_without_changes(folder: Path, tmp_path: Path, uninterrupted: Path) -> None:
+def test_a_finished_run_is_evaluated_again_without_changes(
+    folder: Path, tmp_path: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = Path(shutil.copytree(uninterrupted, tmp_path / "run"))  # other tests read the results of the first time
     before = json.loads((run / "result.json").read_text())
     rows = metrics.read_metrics(run)
-    after = train.train(small_config(folder), run)
+    after = training.train(small_config(folder), run)
     assert after["test_accuracy"] == before["test_accuracy"]
     assert metrics.read_metrics(run) == rows
+    shown = capsys.readouterr().out
+    assert "\nfinished  this run took all of its 16 steps; to train again, use a new --workdir\n" in shown
+    assert "resumed" not in shown
 
 
 def test_a_damaged_checkpoint_falls_back(
@@ -185,12 +190,12 @@ def test_a_damaged_checkpoint_falls_back(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     stop_at(monkeypatch, 8, signal.SIGTERM)
-    with pytest.raises(train.Stopped):
-        train.train(small_config(folder), tmp_path / "run")
+    with pytest.raises(training.Stopped):
+        training.train(small_config(folder), tmp_path / "run")
     monkeypatch.undo()
     assert checkpoint.steps(tmp_path / "run" / "checkpoints")[-2:] == [6, 8]
     (tmp_path / "run" / "checkpoints" / "8" / "state" / "manifest.ocdbt").write_bytes(b"")
-    train.train(small_config(folder), tmp_path / "run")
+    training.train(small_config(folder), tmp_path / "run")
     assert "checkpoints/8 is damaged" in capsys.readouterr().out
     assert_bitwise_equal(tmp_path / "run", uninterrupted)
 
@@ -198,12 +203,12 @@ def test_a_damaged_checkpoint_falls_back(
 def test_a_damaged_last_checkpoint_is_written_again(folder: Path, tmp_path: Path, uninterrupted: Path) -> None:
     """The run resumes from an older checkpoint, and keeps the same number of intact checkpoints as before."""
     arguments = ["--config.checkpoint.keep_best=False", "--config.checkpoint.keep=3"]
-    train.train(small_config(folder, *arguments), tmp_path / "run")
+    training.train(small_config(folder, *arguments), tmp_path / "run")
     there = checkpoint.steps(tmp_path / "run" / "checkpoints")
     assert there == [12, 15, 16]  # every 3 steps and the last step; keep_best is off
     for _ in range(2):
         (tmp_path / "run" / "checkpoints" / "16" / "state" / "manifest.ocdbt").write_bytes(b"")
-        train.train(small_config(folder, *arguments), tmp_path / "run")
+        training.train(small_config(folder, *arguments), tmp_path / "run")
         assert checkpoint.steps(tmp_path / "run" / "checkpoints") == there
         assert_bitwise_equal(tmp_path / "run", uninterrupted)
     assert (tmp_path / "run" / "checkpoints" / "16.damaged").is_dir()
@@ -237,7 +242,7 @@ OTHERS = {
 def test_other_models_and_tasks(name: str, tmp_path: Path) -> None:
     arguments = ["--config.data.source=synthetic", "--config.data.train=", "--config.data.synthetic_examples=400"]
     config = small_config(tmp_path, *arguments, "--config.num_steps=3", *OTHERS[name])
-    result = train.train(config, tmp_path / "run")
+    result = training.train(config, tmp_path / "run")
     assert json.loads((tmp_path / "run" / "result.json").read_text()) == result
     assert result["steps"] == 3
     assert result["examples"] == 3 * 24
@@ -272,10 +277,10 @@ def poison(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 def test_nonfinite_loss_stops_the_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, 8)
     with pytest.raises(TrainingError, match=r"^step 8 has loss nan"):
-        train.train(small_config(folder), tmp_path / "run")
+        training.train(small_config(folder), tmp_path / "run")
     assert checkpoint.steps(tmp_path / "run" / "checkpoints")[-1] == 6
     monkeypatch.undo()
-    train.train(small_config(folder), tmp_path / "run")
+    training.train(small_config(folder), tmp_path / "run")
     for name, leaf in final_params(tmp_path / "run").items():
         assert np.isfinite(leaf).all(), name
 
@@ -286,7 +291,7 @@ def test_nonfinite_steps_are_skipped_if_asked(
     poison(monkeypatch, 8)
     # Each step is a log interval, so one interval has no loss.
     overrides = ["--config.optimizer.nonfinite=skip", "--config.log.every_steps=1"]
-    train.train(small_config(folder, *overrides), tmp_path / "run")
+    training.train(small_config(folder, *overrides), tmp_path / "run")
     assert sum(row.get("skipped_steps", 0) for row in metrics.read_metrics(tmp_path / "run")) == 1
     assert json.loads((tmp_path / "run" / "result.json").read_text())["skipped_steps"] == 1
     assert "skipped   1 of 16 steps" in capsys.readouterr().out
@@ -297,19 +302,19 @@ def test_nonfinite_steps_are_skipped_if_asked(
 def test_a_start_that_is_refused_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     """Even if the mistake is found after the data was read, for which a tokenizer was trained."""
     with pytest.raises(UserError, match=r"config.profile is \(1, 1000\); it must be at most \d+, the last step"):
-        train.train(small_config(folder, "--config.profile=(1,1000)"), tmp_path / "run")
+        training.train(small_config(folder, "--config.profile=(1,1000)"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_changed_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_csv(tmp_path / "data.csv")
     stop_at(monkeypatch, 3, signal.SIGTERM)
-    with pytest.raises(train.Stopped):
-        train.train(small_config(tmp_path), tmp_path / "run")
+    with pytest.raises(training.Stopped):
+        training.train(small_config(tmp_path), tmp_path / "run")
     monkeypatch.undo()
     path.write_text(path.read_text() + "one more row,none\n")
     before = {file: file.read_bytes() for file in (tmp_path / "run").glob("*.json*")}
     with pytest.raises(UserError, match="the data has changed since the checkpoint of step 3"):
-        train.train(small_config(tmp_path, "--config.strategy=single", "--config.mesh.data=1"), tmp_path / "run")
+        training.train(small_config(tmp_path, "--config.strategy=single", "--config.mesh.data=1"), tmp_path / "run")
     assert {file.name for file in before} == {"config.json", "data.json", "metrics.jsonl", "tokenizer.json"}
     assert {file: file.read_bytes() for file in (tmp_path / "run").glob("*.json*")} == before

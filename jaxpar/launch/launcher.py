@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import ctypes
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -33,7 +34,7 @@ from jaxpar.errors import FAILED, HANGS, USER_ERROR, UserError, exit_code, is_fa
 from jaxpar.launch.place import COMMAND, FLAGS
 from jaxpar.launch.signals import SIGNALS
 
-NAME = "python -m jaxpar.launch.launcher"
+NAME = f"{shlex.quote(sys.executable)} -m jaxpar.launch.launcher"
 LAUNCHER = "JAXPAR_LAUNCHER"  # environment variable with the launcher's process id
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # If several processes failed, the one with the lowest value is reported; 0 for other signals, 2 for other exit codes.
@@ -116,7 +117,7 @@ class Group:
           arguments: arguments of scripts/train.
           num_processes: number of processes.
           gpus: GPUs as in CUDA_VISIBLE_DEVICES, to divide between the processes.
-          command: the user's command line up to `--`, for messages.
+          command: the user's command up to `--`, quoted for a shell.
         """
         share = len(gpus) // num_processes
         variables = {

@@ -27,7 +27,8 @@ FLAGS = {
     "num_processes": PlaceFlag("JAXPAR_NUM_PROCESSES", int, "Number of processes of the run."),
     "process_id": PlaceFlag("JAXPAR_PROCESS_ID", int, "Index of this process, from 0."),
 }
-COMMAND = "JAXPAR_COMMAND"  # environment variable with the user's command line, for messages
+# Environment variable with the user's command up to the flags of scripts/train, quoted for a shell.
+COMMAND = "JAXPAR_COMMAND"
 KUBERNETES_INDEX = "JOB_COMPLETION_INDEX"  # set for the pods of an indexed Job
 # cluster manager -> (variable with the number of processes, other variables), from which JAX finds the coordinator
 CLUSTERS = {

@@ -1,13 +1,15 @@
 """Handles SIGINT (Ctrl-C), SIGTERM, and SIGHUP, which arrives when the terminal is closed.
 
-In the training loop a signal is a request to stop after the current step. Outside the loop it ends the process.
+In the training loop a signal is a request to stop after the step in progress. Outside the loop it ends the process.
 
 Python runs signal handlers in the main thread, which can be busy for minutes with a compilation or waiting for other
-processes. A separate thread therefore receives each signal immediately and can end the process.
+processes. A separate thread therefore receives each signal immediately, answers it and can end the process.
 """
 
+import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -17,6 +19,7 @@ from jaxpar.errors import AT_ONCE
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 OUTPUTS = (1, 2)  # file descriptors
+PRINT_SECONDS = 1.0  # time to print the last line, before the process ends
 
 
 class Ending:
@@ -60,15 +63,34 @@ class Ending:
         count = 0
         with open(reader, "rb", buffering=0) as numbers:
             while number := numbers.read(1):  # empty: the writer was closed
-                count += number[0] in SIGNALS and (count == 0 or number[0] != signal.SIGHUP)
-                if count == self._nth:
-                    self._end()
+                if number[0] in SIGNALS and (count == 0 or number[0] != signal.SIGHUP):
+                    count += 1
+                    self._received(count, signal.Signals(number[0]))
 
-    def _end(self) -> None:
-        try:
-            print(self._text(), flush=True)
-        finally:
-            os._exit(self._code)  # does not wait for threads that are in the middle of a step or a checkpoint
+    def _received(self, count: int, number: signal.Signals) -> None:
+        """Act on the signal number `count`, counted from 1, in the thread of the signals."""
+        if count == self._nth:
+            try:
+                print_from_thread(self._text()).join(timeout=PRINT_SECONDS)
+            finally:
+                os._exit(self._code)  # does not wait for threads that are in the middle of a step or a checkpoint
+
+
+def print_from_thread(text: str) -> threading.Thread:
+    """Print a line in a thread of its own, because nobody may read the pipe to which it is printed.
+
+    On a terminal, the line begins below the progress bar and the ^C.
+    """
+    above = "\n" if sys.stdout.isatty() else ""
+
+    def write() -> None:
+        with contextlib.suppress(OSError, ValueError):  # the terminal or the pipe was closed
+            sys.stdout.write(f"{above}{text}\n")  # at once, unlike `print`: the main thread can print, too
+            sys.stdout.flush()
+
+    thread = threading.Thread(target=write, name="signals print", daemon=True)
+    thread.start()
+    return thread
 
 
 class StoppedEarly(Exception):
@@ -76,16 +98,24 @@ class StoppedEarly(Exception):
 
 
 class Interrupt(Ending):
-    """Within `with`, the first signal sets `requested`; a second SIGINT or SIGTERM ends the process with code 130.
+    """Within `with`, the first signal sets `requested`, and is answered with a line at once.
 
-    If the `with` block raises after a signal, before `requested` has been read, StoppedEarly is raised instead.
+    A second SIGINT or SIGTERM ends the process with code 130 or, if the process belongs to a notebook or to another
+    program, raises KeyboardInterrupt. If the `with` block raises after a signal, before `requested` has been read,
+    StoppedEarly is raised instead.
+
+    Attributes:
+      answer: what happens after the first signal.
     """
 
     was_entered = False  # whether any Interrupt was entered in this process
 
-    def __init__(self) -> None:
+    def __init__(self, *, ends_process: bool = True) -> None:
+        """ends_process: whether a second signal ends the process, or raises KeyboardInterrupt."""
         text = "stopped immediately; the steps since the last checkpoint are lost"
-        super().__init__(nth=2, code=AT_ONCE, text=lambda: text)
+        super().__init__(nth=2 if ends_process else 0, code=AT_ONCE, text=lambda: text)
+        self.answer = "stopping after this step"
+        self._ends_process = ends_process
         self._requested: signal.Signals | None = None
         self._was_looked_at = False
 
@@ -111,4 +141,11 @@ class Interrupt(Ending):
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         super()._handle(number, frame)
+        if self._requested and number != signal.SIGHUP and not self._ends_process:
+            raise KeyboardInterrupt
         self.requested = signal.Signals(number)
+
+    def _received(self, count: int, number: signal.Signals) -> None:
+        if count == 1 and number != signal.SIGHUP:  # a terminal that was closed shows nothing
+            print_from_thread(f"{number.name}: {self.answer}; again to abandon")
+        super()._received(count, number)

@@ -13,12 +13,14 @@ class Phases:
       seconds: time spent in each phase.
       name: the current phase, or `after PHASE` between two phases.
       step: the current step.
+      began_at: time at which the current phase began, in seconds of time.monotonic.
       alive_at: time of the last progress, in seconds of time.monotonic, for jaxpar/launch/watchdog.py.
     """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self.name, self.step = "setup", 0
+        self.began_at = time.monotonic()
         self.alive()
 
     def alive(self) -> None:
@@ -29,6 +31,7 @@ class Phases:
     def __call__(self, name: str) -> Iterator[None]:
         """Add the time inside the `with` block to phase `name`."""
         start = time.perf_counter()
+        self.began_at = time.monotonic()
         self.name = name
         self.alive()
         try:

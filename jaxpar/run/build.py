@@ -24,6 +24,7 @@ from jaxpar.pipeline.executor.layer_times import LayerPrograms
 from jaxpar.pipeline.search.layer_profile import LayerProfile, write_profile
 from jaxpar.plan import Decision, Plan
 from jaxpar.run import resume
+from jaxpar.run.callbacks import check_early_stop
 from jaxpar.step import Problem, abstract
 from jaxpar.strategies import Strategy
 
@@ -97,6 +98,7 @@ def check_run(config: ConfigDict, workdir: Path, cluster: Cluster | None = None)
             raise UserError(f"config.{key} is {config[section][name]}; it must be at least 0")
     if config.log.every_steps < 1:
         raise UserError(f"config.log.every_steps is {config.log.every_steps}; it must be at least 1")
+    check_early_stop(config)
     if not 0 <= config.log.peak_flops < math.inf:
         raise UserError(
             f"config.log.peak_flops is {config.log.peak_flops}; it must be finite and at least 0 (0: from the table)"
@@ -169,6 +171,11 @@ def load_parts(config: ConfigDict, workdir: Path, cluster: Cluster) -> Loaded:
             (workdir / "tokenizer.json").unlink(missing_ok=True)  # left over from a start that failed
         dataset = data.load(config, task.labels, workdir)
     check_alike(config, dataset.fingerprint)
+    if config.early_stop.patience and not dataset.validation:
+        raise UserError(
+            f"config.early_stop.patience is {config.early_stop.patience}; it must be 0, because the validation split, "
+            "whose loss it needs, has no examples"
+        )
     batches = data.Batches(dataset.train, batch_size=config.batch_size, seed=config.seed, shuffle=True)
     num_steps = config.num_steps or math.ceil(config.num_epochs * batches.steps_per_epoch)
     if num_steps > MAX_STEPS:

@@ -1,6 +1,8 @@
 """Reports the progress of a run: a progress bar or log lines, metrics.jsonl, TensorBoard events, profiler traces."""
 
+import math
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +14,12 @@ import tqdm
 from jaxpar import files
 from jaxpar.errors import UserError, format_count
 from jaxpar.launch import processes
+from jaxpar.measure.phases import Phases
 
+# Phases of a run that can last, as the progress bar shows them with their elapsed time.
+WAITING = {"compile": "compiling", "input": "waiting for data", "eval": "evaluating", "checkpoint": "saving"}
+SHOWN_AFTER = 1.0  # seconds after which the bar shows one of these phases
+LONG_COMPILATION = 10.0  # seconds after which a line reports the first compilation, if there is no bar
 MetricsRow = dict[str, Any]  # step, split and the metrics by name
 
 
@@ -86,33 +93,61 @@ def _read_row(row: Any) -> MetricsRow:
 
 
 class Progress:
-    """A progress bar on a terminal; otherwise one printed line per log interval."""
+    """One printed line per log interval and, on a terminal, a progress bar below these lines.
 
-    def __init__(self, start: int, total: int):
-        """start: the number of completed steps. total: the number of steps of the run."""
-        self._total = total
+    Within `with`, a thread shows on the bar for how long the run has been compiling, evaluating or saving. Without a
+    terminal, one line reports a long compilation.
+    """
+
+    def __init__(self, start: int, total: int, phases: Phases):
+        """start: the number of completed steps. total: the number of steps of the run. phases: of the run."""
+        self._total, self._phases = total, phases
         self._logged = (start, time.perf_counter())  # step and time of the last log line
         self._bar = None
+        self._loss = ""
         if sys.stdout.isatty() and start < total:
-            self._bar = tqdm.tqdm(total=total, initial=start, unit="step", file=sys.stdout, dynamic_ncols=True)
+            left = "{elapsed}<{remaining}, {rate_fmt}{postfix}"
+            self._bar = tqdm.tqdm(
+                total=total,
+                initial=start,
+                unit="step",
+                file=sys.stdout,
+                dynamic_ncols=True,
+                leave=False,  # the lines above it remain
+                bar_format="step {n_fmt}/{total_fmt} |{bar}| " + left,
+            )
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
 
     def __enter__(self) -> "Progress":
+        self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._done.set()
+        self._thread.join()
         if self._bar is not None:
             self._bar.close()
 
     def advance(self, loss: float | None) -> None:
         """Advance the bar by one step and show its loss, if there is one."""
+        self._loss = f"loss {loss:.4f}" if loss is not None and math.isfinite(loss) else ""
         if self._bar is not None:
-            self._bar.set_postfix_str("" if loss is None else f"loss {loss:.4f}", refresh=False)
+            self._bar.set_postfix_str(self._loss, refresh=False)
             self._bar.update()
+
+    def _watch(self) -> None:
+        is_silent = self._bar is None
+        while not self._done.wait(SHOWN_AFTER):
+            phase, seconds = WAITING.get(self._phases.name), time.monotonic() - self._phases.began_at
+            if phase is not None and self._bar is not None and seconds >= SHOWN_AFTER:
+                self._bar.set_postfix_str(f"{phase} {format_clock(seconds)}")  # until the next step
+            elif self._phases.name == "compile" and is_silent and seconds >= LONG_COMPILATION:
+                self.print_line(f"step {self._phases.step}/{self._total}  compiling for {format_clock(seconds)}")
+                is_silent = False
 
     def log(self, step: int, metrics: dict[str, float], shown: Sequence[str]) -> None:
         """Print the metrics of a log interval whose names are in `shown`, the rate and the time left."""
-        if self._bar is not None:
-            return
         now = time.perf_counter()
         left = (self._total - step) * (now - self._logged[1]) / (step - self._logged[0])
         self._logged = (step, now)

@@ -9,6 +9,7 @@ from jaxpar.data import Split
 from jaxpar.launch import processes
 from jaxpar.run import classes, metrics
 from jaxpar.run.build import Result, Run, StrategyState
+from jaxpar.run.callbacks import Callbacks, Measurement
 from jaxpar.run.evaluate import evaluate_split
 from jaxpar.tasks import Task
 from jaxpar.tasks.confusion import CONFUSION
@@ -16,21 +17,29 @@ from jaxpar.tasks.confusion import CONFUSION
 RATES = ("examples_per_second", "tokens_per_second", "model_flops_per_second", "mfu")
 
 
-def finish(run: Run, state: StrategyState, log: metrics.Log) -> Result:
-    """Evaluate on the test split, draw the curves and return the result. state: the strategy's state."""
-    result = test_split(run, state, run.dataset.test, log) if run.dataset.test else {}
+def finish(run: Run, state: StrategyState, steps: int, log: metrics.Log, callbacks: Callbacks) -> Result:
+    """Evaluate on the test split, draw the curves and return the result.
+
+    Args:
+      run: the run.
+      state: the strategy's state.
+      steps: the number of completed steps, which is less than `run.num_steps` if the run stopped early.
+      log: the metrics of the run.
+      callbacks: functions that get the metrics of the test split.
+    """
+    result = test_split(run, state, run.dataset.test, steps, log, callbacks) if run.dataset.test else {}
     trained = log.rows("train")
     rates = {name: [row[name] for row in trained if row.get(name) is not None] for name in RATES}
     skipped = sum(row.get("skipped_steps") or 0 for row in trained)
     if skipped:
         reason = "because their losses or gradients were not finite"
-        print(f"skipped   {skipped} of {run.num_steps} steps, {reason}", flush=True)
+        print(f"skipped   {skipped} of {steps} steps, {reason}", flush=True)
     devices = run.strategy.devices
     result |= {
         "train_loss": trained[-1].get("loss") if trained else None,  # None if all steps of the interval were skipped
-        "steps": run.num_steps,
+        "steps": steps,
         "skipped_steps": skipped,
-        "examples": run.batches.examples_before(run.num_steps),
+        "examples": run.batches.examples_before(steps),
         **{name: statistics.median(values) for name, values in rates.items() if values},
         "strategy": run.config.strategy,
         "devices": [str(device) for device in devices],
@@ -38,6 +47,8 @@ def finish(run: Run, state: StrategyState, log: metrics.Log) -> Result:
         "state_bytes": run.plan.state_bytes,
         "wire_bytes": run.plan.wire_bytes,
     }
+    if steps < run.num_steps:
+        result["stopped_early"] = callbacks.reason
     if processes.is_first():
         result |= run.strategy.report(state, run.workdir)
         if run.config.log.curves:
@@ -46,12 +57,18 @@ def finish(run: Run, state: StrategyState, log: metrics.Log) -> Result:
     return result
 
 
-def test_split(run: Run, state: StrategyState, split: Split, log: metrics.Log) -> Result:
-    """Evaluate on the test split, and return the results. With a confusion matrix, also report the classes."""
+def test_split(
+    run: Run, state: StrategyState, split: Split, steps: int, log: metrics.Log, callbacks: Callbacks
+) -> Result:
+    """Evaluate on the test split, and return the results. With a confusion matrix, also report the classes.
+
+    Arguments: see `finish`.
+    """
     task, sums = run.problem.task, evaluate_split(run, state, split)
     tested = task.all_metrics(sums)
-    log.write(run.num_steps, "test", tested)
+    log.write(steps, "test", tested)
     print(f"test      {metrics.format_metrics(task.printed(tested))}", flush=True)
+    callbacks(Measurement(steps, run.num_steps, "test", tested))
     result: Result = {**task.results(tested)}
     if CONFUSION in sums.terms:
         confusion_CC, names = sums.terms[CONFUSION], run.dataset.info.class_names

@@ -27,6 +27,7 @@ CHANGEABLE = (
     "pipeline",
     "swarm",
     "eval",
+    "early_stop",
     "checkpoint",
     "log",
     "watchdog_seconds",

@@ -32,7 +32,8 @@ def start(run: Run) -> tuple[StrategyState, int]:
             print(f"restarted from step 0, because {run.workdir}/checkpoints contains no checkpoint", flush=True)
         return fresh(run), 0
     before = check_continued(run, saved)
-    print(f"resumed   from step {saved.step:,}", flush=True)
+    if saved.step < run.num_steps:
+        print(f"resumed   from step {saved.step:,}", flush=True)
     for change in resume.differences(before, run.config).values():
         print(f"changed   {change}", flush=True)
     private_key = saved_private_key(saved.info)

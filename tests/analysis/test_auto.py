@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
-from jaxpar import strategies, train
+from jaxpar import strategies, training
 from jaxpar.analysis.planner import auto, search
 from jaxpar.analysis.planner.auto import resolve_strategy
 from jaxpar.analysis.planner.spaces import gpu_space, load_problem
@@ -185,23 +185,23 @@ def test_a_run_keeps_its_choice(
     config = auto_config(folder, "--config.num_steps=4", "--config.optimizer.schedule=constant")
     config.optimizer.warmup = 0.0
     workdir = tmp_path / "run"
-    first = train.train(config, workdir)
+    first = training.train(config, workdir)
     saved = configs.read_config(workdir)
     assert saved.strategy == first["strategy"] != "auto"
     assert saved.planned_for == "8 x cpu, 1 process"
     config.num_steps = 6
-    train.train(config, workdir)
+    training.train(config, workdir)
     assert numbers == [8]
     printed = capsys.readouterr().out
     assert "chosen    the same strategy as before, for the same devices" in printed
     assert "changed   config.strategy" not in printed
     config.num_steps, config.optimizer.accumulation_steps = 8, 3
-    last = train.train(config, workdir)
+    last = training.train(config, workdir)
     assert numbers == [8, 8]
     assert "changed   config.optimizer.accumulation_steps: 1 -> 3" in capsys.readouterr().out
     single = small_config(folder, "--config.strategy=single", "--config.mesh.data=1", "--config.num_steps=8")
     single.optimizer.schedule, single.optimizer.warmup = "constant", 0.0
-    alone = train.train(single, tmp_path / "single")
+    alone = training.train(single, tmp_path / "single")
     assert last["test_loss"] == pytest.approx(alone["test_loss"], rel=1e-5)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar import config as configs
-from jaxpar import train
+from jaxpar import training
 from jaxpar.asynchronous import options
 from jaxpar.errors import UserError, accepted
 from jaxpar.tasks import Score
@@ -27,7 +27,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
         [workdir] = [Path(a.removeprefix("--workdir=")) for a in command if a.startswith("--workdir=")]
         config = small_run()
         configs.override(config, overrides)
-        train.train(config, workdir)
+        training.train(config, workdir)
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(subprocess, "run", run)

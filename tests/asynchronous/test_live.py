@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import train
+from jaxpar import training
 from jaxpar.asynchronous import programs, server, table, threads
 from jaxpar.asynchronous.table import UpdateTable
 from jaxpar.errors import UserError
@@ -202,9 +202,9 @@ def test_what_a_worker_raises_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_run_of_the_binary_and_its_replay(tmp_path: Path) -> None:
     config = small_run("--config.strategy=async_data_parallel", "--config.asynchronous.mode=live")
-    result = train.train(config, tmp_path / "live")
+    result = training.train(config, tmp_path / "live")
     config.asynchronous.mode, config.asynchronous.table = "emulated", str(tmp_path / "live" / "updates.csv")
-    again = train.train(config, tmp_path / "replay")
+    again = training.train(config, tmp_path / "replay")
     assert again["test_loss"] == result["test_loss"]
     assert again["train_loss"] == result["train_loss"]
     losses = [[row["loss"] for row in read_metrics(tmp_path / run)] for run in ("live", "replay")]

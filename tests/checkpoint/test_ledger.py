@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import train
+from jaxpar import training
 from jaxpar.checkpoint import ledger
 from jaxpar.data import Batches
 from jaxpar.errors import TrainingError, UserError
@@ -225,7 +225,7 @@ EPOCHS = "--config.num_steps=45"  # three epochs
 def test_a_run_that_changes_its_strategy(tmp_path: Path) -> None:
     run_to(5, tmp_path, EPOCHS)
     run_to(9, tmp_path, EPOCHS, "--config.mesh.data=4", "--config.exchange=zero3")
-    result = train.train(config(EPOCHS, "--config.strategy=single", "--config.mesh.data=1"), tmp_path)
+    result = training.train(config(EPOCHS, "--config.strategy=single", "--config.mesh.data=1"), tmp_path)
     assert result["ledger"] == "every example of 3 epochs was used exactly once"
     rows = [json.loads(line) for line in (tmp_path / "ledger" / "0.jsonl").read_text().splitlines()]
     assert rows[0]["from"] == 0
@@ -240,9 +240,9 @@ def test_a_damaged_ledger_is_reported_at_the_start(text: bytes, tmp_path: Path) 
     file = tmp_path / "ledger" / "0.jsonl"
     file.write_bytes(text or file.read_bytes().replace(b'"to": 5', b'"to": 4'))
     with pytest.raises(UserError, match=r"delete .*ledger to start a new ledger"):
-        train.train(config(EPOCHS), tmp_path)
+        training.train(config(EPOCHS), tmp_path)
     shutil.rmtree(file.parent)
-    result = train.train(config(EPOCHS), tmp_path)
+    result = training.train(config(EPOCHS), tmp_path)
     assert result["ledger"] == "every example of 2 epochs and 10 steps was used exactly once, since step 6"
 
 
@@ -254,5 +254,5 @@ def test_a_batch_that_a_run_takes_twice_fails_it(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(Batches, "batch", repeated)
     with pytest.raises(TrainingError, match="ledger: epoch 0 used 152 examples; it must have used 172"):
-        train.train(config(), tmp_path)
+        training.train(config(), tmp_path)
     assert not (tmp_path / "result.json").exists()

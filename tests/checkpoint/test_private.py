@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from jaxpar import checkpoint, train
+from jaxpar import checkpoint, training
 from jaxpar.plan import format_private_key
 from tests.runs import change_info, small_config
 from tests.test_train import assert_bitwise_equal, final_params, stop_at
@@ -39,15 +39,15 @@ def run_to(step: int, workdir: Path, *overrides: str) -> Path:
     """Train until a signal stops the run after `step` more steps."""
     with pytest.MonkeyPatch.context() as patch:
         stop_at(patch, step, signal.SIGTERM)
-        with pytest.raises(train.Stopped):
-            train.train(config(*overrides), workdir)
+        with pytest.raises(training.Stopped):
+            training.train(config(*overrides), workdir)
     return workdir
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     workdir = tmp_path_factory.mktemp("private") / "uninterrupted"
-    train.train(config(*ONEBIT), workdir)
+    training.train(config(*ONEBIT), workdir)
     return workdir
 
 
@@ -72,7 +72,7 @@ def test_stopped_and_resumed_ends_bitwise_equal(
     run: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert checkpoint.steps(run / "checkpoints") == [3, 5]
-    train.train(config(*ONEBIT), run)
+    training.train(config(*ONEBIT), run)
     assert "discarded" not in capsys.readouterr().out
     assert_bitwise_equal(run, uninterrupted)
     last = [checkpoint.read(path / "checkpoints" / "8") for path in (run, uninterrupted)]
@@ -92,7 +92,7 @@ def test_the_private_state_differs_between_replicas(run: Path) -> None:
 def test_the_result_depends_on_the_private_state(run: Path, uninterrupted: Path) -> None:
     """Otherwise the test above would pass without restoring the private state."""
     change_info(run / "checkpoints" / "5", lambda info: info["private_key"].update(replicas=3))
-    train.train(config(*ONEBIT), run)
+    training.train(config(*ONEBIT), run)
     got, expected = final_params(run), final_params(uninterrupted)
     assert any((got[name] != leaf).any() for name, leaf in expected.items() if "params" in name)
 
@@ -101,7 +101,7 @@ def test_the_result_depends_on_the_private_state(run: Path, uninterrupted: Path)
 def test_another_exchange_discards_the_private_state(
     run: Path, change: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = train.train(config(*(() if "ddp" in change else ONEBIT), change), run)
+    result = training.train(config(*(() if "ddp" in change else ONEBIT), change), run)
     assert any(line.startswith(DISCARDED) for line in capsys.readouterr().out.splitlines())
     assert result["steps"] == 8
     assert checkpoint.steps(run / "checkpoints")[-1] == 8
@@ -112,7 +112,7 @@ def test_damage_falls_back_to_the_previous_checkpoint(
     run: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "checkpoints" / "5" / "private" / "manifest.ocdbt").write_bytes(b"")
-    train.train(config(*ONEBIT), run)
+    training.train(config(*ONEBIT), run)
     output = capsys.readouterr().out
     assert "checkpoints/5 is damaged" in output
     assert "resumed   from step 3" in output
@@ -142,7 +142,7 @@ def test_an_exchange_without_private_state_saves_none(plain: Path) -> None:
 
 
 def test_an_exchange_resumes_without_private_state(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = train.train(config(*ONEBIT), plain)
+    result = training.train(config(*ONEBIT), plain)
     output = capsys.readouterr().out
     assert "resumed   from step 5" in output
     assert "discarded" not in output

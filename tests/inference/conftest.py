@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpar import train
+from jaxpar import training
 from tests.runs import WORDS, small_config
 
 TrainedRun = Callable[[str], Path]
@@ -61,7 +61,7 @@ def write_tables(folder: Path, name: str, examples: list[dict[str, Any]]) -> Non
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the workdir of a run of the task classification, with several checkpoints."""
     folder = tmp_path_factory.mktemp("inference")
-    train.train(small_config(folder, *(f"--config.{one}" for one in OVERRIDES)), folder / "run")
+    training.train(small_config(folder, *(f"--config.{one}" for one in OVERRIDES)), folder / "run")
     return folder / "run"
 
 
@@ -77,7 +77,7 @@ def trained_run(classifier: Path, tmp_path_factory: pytest.TempPathFactory) -> T
             return classifier
         if not (folder / name).exists():
             overrides = [f"--config.{one.format(folder=folder)}" for one in RUNS[name]]
-            train.train(small_config(folder, *overrides), folder / name)
+            training.train(small_config(folder, *overrides), folder / name)
         return folder / name
 
     return run

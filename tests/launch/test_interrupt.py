@@ -36,6 +36,7 @@ with Ending(nth=1, code=75, text=lambda: "stopped"):
         signal.raise_signal(signal.SIGINT)
     {AWAY}
 """
+ANSWER = "SIGINT: stopping after this step; again to abandon\n"
 STOPPED_IMMEDIATELY = "stopped immediately; the steps since the last checkpoint are lost"
 
 
@@ -52,10 +53,69 @@ def test_a_signal_while_the_main_thread_is_busy(program: str, code: int, text: s
         text=True,
     )
     assert process.stdout
-    assert process.stdout.readline() == "away\n"
+    before = {process.stdout.readline() for _ in range(1 if program == BEFORE_THE_LOOP else 2)}
+    assert before - {ANSWER} == {"away\n"}  # the answer is from another thread
     process.send_signal(number)
     out, _ = process.communicate(timeout=60)
     assert (process.returncode, out) == (code, f"{text}\n")
+
+
+def test_an_answer_that_nobody_reads() -> None:
+    """A full pipe blocks whoever prints, but a second signal still ends the process."""
+    fill = (
+        "import os, sys; os.set_blocking(1, False)\ntry:\n while True: os.write(1, b' ')\nexcept BlockingIOError: pass"
+    )
+    program = f"{fill}\nos.set_blocking(1, True); print('full', file=sys.stderr, flush=True)\n{IN_THE_LOOP}"
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            program.replace("print('away', flush=True)", "print('away', file=sys.stderr, flush=True)"),
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr
+    assert [process.stderr.readline() for _ in range(2)] == ["full\n", "away\n"]
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    process.communicate()
+
+
+def test_the_answer_stands_below_the_progress_bar() -> None:
+    """A terminal echoes ^C behind the bar. The answer is a line of its own, and reaches a main thread that is busy."""
+    program = f"import os, sys; os.login_tty(int(sys.argv[1])); print('bar', end='', flush=True)\n{IN_THE_LOOP}"
+    terminal, own = pty.openpty()
+    with subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            program.replace("signal.raise_signal(signal.SIGINT)", "os.kill(os.getpid(), 2)"),
+            str(own),
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        pass_fds=[own],
+    ) as process:
+        os.close(own)
+        shown = b""
+        while not (b"away" in shown and b"abandon" in shown):
+            shown += os.read(terminal, 1000)
+        os.write(terminal, b"\x03")
+        assert process.wait(timeout=60) == 130
+    assert b"bar" in shown.splitlines()[0]
+    assert ANSWER.strip().encode() in shown.replace(b"away", b"").splitlines()
+    os.close(terminal)
+
+
+def test_a_second_signal_in_a_notebook_raises() -> None:
+    """The process belongs to the notebook, so it must not end."""
+    with Interrupt(ends_process=False) as interrupt:
+        signal.raise_signal(signal.SIGTERM)
+        assert interrupt.requested == signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 ON_A_TERMINAL = """

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 
-from jaxpar import checkpoint, train
+from jaxpar import checkpoint, training
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.launch import launcher, processes
 from jaxpar.launch.launcher import free_port
@@ -201,7 +201,7 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     @functools.cache
     def trained(name: str) -> Path:
         workdir = tmp_path_factory.mktemp("alone") / "run"
-        train.train(small_config(folder, *settings(name)), workdir)
+        training.train(small_config(folder, *settings(name)), workdir)
         return workdir
 
     return trained
@@ -253,8 +253,8 @@ def test_from_two_processes_to_one_and_back(folder: Path, tmp_path: Path, alone:
     if stopped < 9:
         with pytest.MonkeyPatch.context() as patch:
             stop_at(patch, 2, signal.SIGTERM)
-            with pytest.raises(train.Stopped):
-                train.train(small_config(folder, *settings("data_parallel")), workdir)
+            with pytest.raises(training.Stopped):
+                training.train(small_config(folder, *settings("data_parallel")), workdir)
     out, _ = finished(launch(folder, workdir, "a pipeline across both"))
     assert any(line.startswith("[0] resumed   from step") for line in out)
     assert "[0] ledger    every example of 12 steps was used exactly once" in out

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jaxpar import config as configs
-from jaxpar import train
+from jaxpar import training
 from jaxpar.cluster import Link
 from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.pipeline.tables.periodic import periodic_table
@@ -160,7 +160,7 @@ def test_trained_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         workdir, overrides = arguments_of(command)
         config = configs.default_config()
         configs.override(config, overrides)
-        train.train(config, workdir)
+        training.train(config, workdir)
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(subprocess, "run", run)

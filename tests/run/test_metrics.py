@@ -1,8 +1,15 @@
 """Tests of the files that a run writes while it trains, and of the metrics of a log interval."""
 
 import errno
+import fcntl
 import json
 import math
+import os
+import pty
+import struct
+import sys
+import termios
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -199,12 +206,12 @@ def test_metrics_that_are_not_finite_are_null(tmp_path: Path) -> None:
 
 
 def test_the_progress_of_a_pipeline_that_fills(capsys: pytest.CaptureFixture[str]) -> None:
-    metrics.Progress(0, 10).log(5, {"skipped_steps": 0.0, "examples_per_second": 3.0}, ["loss"])
+    metrics.Progress(0, 10, Phases()).log(5, {"skipped_steps": 0.0, "examples_per_second": 3.0}, ["loss"])
     assert "step 5/10  no loss yet, the pipeline is filling  3 examples/s  " in capsys.readouterr().out
 
 
 def test_skipped_steps_are_in_the_progress_line(capsys: pytest.CaptureFixture[str]) -> None:
-    metrics.Progress(0, 10).log(5, {"skipped_steps": 5.0}, ["loss"])
+    metrics.Progress(0, 10, Phases()).log(5, {"skipped_steps": 5.0}, ["loss"])
     assert "step 5/10  5 steps skipped  " in capsys.readouterr().out
 
 
@@ -228,3 +235,78 @@ def test_a_result_has_one_line_for_each_item_of_a_table(tmp_path: Path) -> None:
         '  "empty": {}',
         "}",
     ]
+
+
+class Terminal:
+    """A terminal of 60 columns as the standard output, and what it shows."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self._reader, writer = pty.openpty()
+        fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+        self._writer = open(writer, "w")  # noqa: PTH123, SIM115
+        monkeypatch.setattr(sys, "stdout", self._writer)
+
+    def lines(self) -> list[str]:
+        """Close the terminal and return the lines that remain visible, and the last one before it was erased."""
+        os.write(self._writer.fileno(), b"END")
+        text = b""
+        while not text.endswith(b"END"):
+            text += os.read(self._reader, 10_000)
+        self._writer.close()
+        os.close(self._reader)
+        self.states = text.decode().replace("\n", "\r").split("\r")
+        return [line.split("\r")[-1] for line in text.decode().removesuffix("END").replace("\r\n", "\n").split("\n")]
+
+
+def test_intervals_stay_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(monkeypatch)
+    with metrics.Progress(0, 4, Phases()) as bar:
+        for step in range(1, 5):
+            bar.advance(None if step == 1 else math.nan if step == 2 else 1 / step)
+            if step % 2 == 0:
+                bar.log(step, {"loss": 1 / step, "skipped_steps": 0.0}, ["loss"])
+        bar.print_line("step 4/4  validation loss 0.2500")
+    *lines, last = terminal.lines()
+    assert [line[: len("step 4/4  loss 0.2500")] for line in lines] == [
+        *("step 2/4  loss 0.5000", "step 4/4  loss 0.2500", "step 4/4  validation "),
+    ]
+    assert last.strip() == ""  # the bar has been erased
+    bars = [state for state in terminal.states if "|" in state]
+    assert max(map(len, bars)) <= 60
+    assert bars[0].startswith("step 0/4 |")
+    assert bars[-1].startswith("step 4/4 |")
+    assert "loss 0.2500" in bars[-1]
+    assert not any("nan" in state for state in bars)
+
+
+def test_the_bar_shows_for_how_long_a_program_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "SHOWN_AFTER", 0.01)
+    terminal, phases = Terminal(monkeypatch), Phases()
+    with metrics.Progress(0, 4, phases) as bar:
+        with phases("compile"):
+            for seconds in (65, 66):
+                phases.began_at = time.monotonic() - seconds
+                time.sleep(0.1)
+        bar.advance(0.5)
+        with phases("train"):
+            time.sleep(0.1)
+    terminal.lines()
+    shown = [state for state in terminal.states if "|" in state]
+    compiling = [number for number, state in enumerate(shown) if "compiling 1:0" in state]
+    assert {shown[number].rpartition(" ")[2].strip() for number in compiling} == {"1:05", "1:06"}
+    assert compiling == list(range(1, len(compiling) + 1))  # from the first tick until the first step
+    assert all(len(state) <= 60 for state in shown)
+
+
+def test_one_line_reports_a_long_compilation_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(metrics, "SHOWN_AFTER", 0.01)
+    phases = Phases()
+    with metrics.Progress(0, 4, phases):
+        for step, seconds in ((1, 5), (1, 12), (2, 12)):
+            phases.step = step
+            with phases("compile"):
+                phases.began_at = time.monotonic() - seconds
+                time.sleep(0.1)
+    assert capsys.readouterr().out == "step 1/4  compiling for 0:12\n"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint, train
+from jaxpar import checkpoint, training
 from jaxpar import config as configs
 from jaxpar.errors import UserError
 from jaxpar.run import evaluate, resume
@@ -103,7 +103,7 @@ def test_deleted_checkpoints(tmp_path: Path) -> None:
 def test_a_run_that_was_killed_before_its_first_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 2, "split": "train", "loss": 1.0}\n')
-    train.train(small_config(tmp_path, "--config.num_steps=1"), tmp_path / "run")
+    training.train(small_config(tmp_path, "--config.num_steps=1"), tmp_path / "run")
     assert f"\nrestarted from step 0, because {tmp_path}/run/checkpoints contains" in capsys.readouterr().out
 
 
@@ -178,7 +178,7 @@ class Recorded:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     record = Recorded()
-    monkeypatch.setattr(train, "load_batches", record)
+    monkeypatch.setattr(training, "load_batches", record)
     return record
 
 
@@ -187,11 +187,11 @@ def trained(folder: Path, workdir: Path, overrides: list[str], stop: int | None 
     config = small_config(folder, *(f"--config.{one}" for one in MODEL + overrides))
     with pytest.MonkeyPatch.context() as patch:
         if stop is None:
-            train.train(config, workdir)
+            training.train(config, workdir)
             return
         stop_at(patch, stop, signal.SIGTERM)
-        with pytest.raises(train.Stopped):
-            train.train(config, workdir)
+        with pytest.raises(training.Stopped):
+            training.train(config, workdir)
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +204,7 @@ def uninterrupted(folder: Path) -> tuple[Path, list[np.ndarray]]:
     """An uninterrupted run on one device, and the examples it read."""
     record = Recorded()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "load_batches", record)
+        patch.setattr(training, "load_batches", record)
         trained(folder, folder / "uninterrupted", SINGLE)
     return folder / "uninterrupted", record.rows
 

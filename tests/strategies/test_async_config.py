@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpar import cluster, strategies, train
+from jaxpar import cluster, strategies, training
 from jaxpar.asynchronous import delays, options, table
 from jaxpar.asynchronous.simulate import POLICIES
 from jaxpar.asynchronous.table import UpdateTable
@@ -166,10 +166,10 @@ def test_a_run_that_was_stopped(policy: str, tmp_path: Path) -> None:
     config = small_run(*strategy)
     with pytest.MonkeyPatch.context() as patch:
         stop_at(patch, 5, signal.SIGTERM)
-        with pytest.raises(train.Stopped):
-            train.train(config, tmp_path / "stopped")
-    train.train(config, tmp_path / "stopped")
-    result = train.train(config, tmp_path / "run")
+        with pytest.raises(training.Stopped):
+            training.train(config, tmp_path / "stopped")
+    training.train(config, tmp_path / "stopped")
+    result = training.train(config, tmp_path / "run")
     assert_bitwise_equal(tmp_path / "stopped", tmp_path / "run")
     assert result["strategy"] == "async_data_parallel"
     assert result["steps"] == 8

@@ -8,7 +8,7 @@ import jax
 import pytest
 from ml_collections import ConfigDict
 
-from jaxpar import checkpoint, train
+from jaxpar import checkpoint, training
 from jaxpar.run import metrics
 from tests.runs import small_config
 from tests.test_train import assert_bitwise_equal, stop_at
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(folder: Path) -> Path:
-    train.train(config(folder, PIPELINE), folder / "uninterrupted")
+    training.train(config(folder, PIPELINE), folder / "uninterrupted")
     return folder / "uninterrupted"
 
 
@@ -59,9 +59,9 @@ def test_stopped_and_resumed_ends_bitwise_equal(
 ) -> None:
     step = 5
     stop_at(monkeypatch, step, signal.SIGTERM)
-    with pytest.raises(train.Stopped, match=f"SIGTERM: stopped after step {step} of"):
-        train.train(config(folder, PIPELINE), tmp_path / "run")
+    with pytest.raises(training.Stopped, match=f"SIGTERM: stopped after step {step} of"):
+        training.train(config(folder, PIPELINE), tmp_path / "run")
     monkeypatch.undo()
     assert checkpoint.steps(tmp_path / "run" / "checkpoints")[-1] == step
-    train.train(config(folder, PIPELINE), tmp_path / "run")
+    training.train(config(folder, PIPELINE), tmp_path / "run")
     assert_bitwise_equal(tmp_path / "run", uninterrupted)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxpar import train
+from jaxpar import training
 from jaxpar.pipeline.executor.timeline import Timeline, measured_bubble_rate, measured_times
 from jaxpar.pipeline.tables import draw
 from jaxpar.pipeline.tables.periodic import periodic_table
@@ -34,7 +34,7 @@ def run(folder: Path, trace: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple
 
     monkeypatch.setattr(draw, "save_charts", save)
     overrides = [*PIPELINE, f"pipeline.trace={trace}", "num_steps=3"]
-    train.train(small_config(folder, *[f"--config.{override}" for override in overrides]), folder / "run")
+    training.train(small_config(folder, *[f"--config.{override}" for override in overrides]), folder / "run")
     return drawn
 
 

@@ -7,21 +7,23 @@ This file does not depend on which strategy runs: all work on devices goes throu
 import contextlib
 import math
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxpar import checkpoint, files
+from jaxpar import checkpoint, data, files, mesh
 from jaxpar.analysis.planner.auto import resolve_strategy
 from jaxpar.checkpoint import ledger
 from jaxpar.launch import processes
 from jaxpar.launch.signals import Interrupt
 from jaxpar.launch.watchdog import Watchdog
 from jaxpar.measure.phases import Phases
-from jaxpar.run import build, metrics, report
+from jaxpar.run import build, metrics, report, resume
 from jaxpar.run.build import Result, Run, StrategyState
+from jaxpar.run.callbacks import Callback, Callbacks, EarlyStopping, Measurement
 from jaxpar.run.evaluate import evaluate_split, load_batches
 from jaxpar.run.meter import build_meter
 from jaxpar.run.metrics import Progress
@@ -32,13 +34,30 @@ class Stopped(Exception):
     """Raised when a run stopped on a signal after saving its state."""
 
 
-def train(config: ConfigDict, workdir: Path) -> Result:
-    """Train according to `config`, resuming the run in `workdir` if there is one. Returns the contents of result.json.
+def train(config: ConfigDict, workdir: Path | str, callbacks: Sequence[Callback] = ()) -> Result:
+    """Train from Python or a notebook, or resume the run in `workdir`, and return the contents of result.json.
+
+    In the main thread, the first Ctrl-C stops the run after the step and saves it; the second raises KeyboardInterrupt.
+
+    Args:
+      config: the config, such as that of `load_config`; it is not changed.
+      workdir: directory of the run.
+      callbacks: functions that get a `Measurement` after each log interval and each evaluation, in process 0 only. If
+        one returns a text, it is the reason for which the run stops after this step, evaluates and ends. If one raises,
+        the state is saved, and the error is raised here.
 
     Raises:
       UserError: the config, the data or the workdir has a mistake; nothing was compiled or lost.
-      Stopped: SIGTERM or SIGINT was received; the state is saved.
+      TrainingError: the training failed.
+      Stopped: a signal was received; the state is saved.
     """
+    config = config.copy_and_resolve_references()
+    mesh.prepare_jax(config, data.cache_dir(config) / "xla")
+    return train_config(config, Path(workdir), Interrupt(ends_process=False), callbacks)
+
+
+def train_config(config: ConfigDict, workdir: Path, interrupt: Interrupt, callbacks: Sequence[Callback] = ()) -> Result:
+    """Do what `train` does, after JAX was prepared, and answer signals as `interrupt` does."""
     config = resolve_strategy(config, workdir)
     checked = build.check_run(config, workdir)
     with files.locked(workdir) if processes.is_first() else contextlib.nullcontext():
@@ -46,19 +65,21 @@ def train(config: ConfigDict, workdir: Path) -> Result:
         with phases("setup"):
             run = build.make_run(config, workdir, phases, checked)
             print(build.describe_run(run), flush=True)
-        with Watchdog(config.watchdog_seconds, phases), Interrupt() as interrupt:
-            result = run_through(run, interrupt)
+        is_main_thread = threading.current_thread() is threading.main_thread()  # Python handles signals only there
+        with Watchdog(config.watchdog_seconds, phases), interrupt if is_main_thread else contextlib.nullcontext():
+            result = run_through(run, interrupt, callbacks)
             processes.wait("the ledger is written")
             result["seconds"] = {name: round(seconds, 2) for name, seconds in phases.seconds.items()}
             if processes.is_first():
-                result["ledger"] = ledger.verify(workdir / "ledger", run.batches, run.num_steps, run.plan.num_in_flight)
+                steps, in_flight = result["steps"], run.plan.num_in_flight
+                result["ledger"] = ledger.verify(workdir / "ledger", run.batches, steps, in_flight)
                 print(f"ledger    {result['ledger']}", flush=True)
                 report.write_result(workdir, result)
     return result
 
 
-def run_through(run: Run, interrupt: Interrupt) -> Result:
-    """Train from the state in the workdir, or a fresh one, to the last step and save the results."""
+def run_through(run: Run, interrupt: Interrupt, callbacks: Sequence[Callback]) -> Result:
+    """Train from the state in the workdir, or a fresh one, to the end and save the results."""
     config, workdir, phases = run.config, run.workdir, run.phases
     with phases("start"):
         state, first_step = start(run)
@@ -67,13 +88,38 @@ def run_through(run: Run, interrupt: Interrupt) -> Result:
         workdir / "checkpoints", keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
     )
     log = metrics.Log(workdir, first_step=first_step, tensorboard=config.log.tensorboard)
+    called = with_early_stopping(config, log, callbacks)
+    steps = first_step
     try:
-        state = Loop(run, first_step, saver, log).run(state, interrupt)
-        return report.finish(run, state, log)
+        if steps == run.num_steps or called.reason:
+            print(describe_finished(run, steps, called.reason), flush=True)
+        else:
+            state, steps = Loop(run, first_step, saver, log, called).run(state, interrupt)
+        interrupt.answer = "training has ended and the results are written"
+        return report.finish(run, state, steps, log, called)
     finally:
         log.close()
         with phases("checkpoint"):
             saver.close()
+
+
+def with_early_stopping(config: ConfigDict, log: metrics.Log, callbacks: Sequence[Callback]) -> Callbacks:
+    """Return the callbacks and early stopping, which continues from the losses in `log`."""
+    if not config.early_stop.patience:
+        return Callbacks(callbacks)
+    losses = [(row["step"], row["loss"]) for row in log.rows("validation")]
+    early_stopping = EarlyStopping(config.early_stop.patience, config.early_stop.min_delta, losses)
+    return Callbacks([*callbacks, early_stopping], processes.from_first(early_stopping.reason or "") or None)
+
+
+def describe_finished(run: Run, steps: int, reason: str | None) -> str:
+    """Return the line for a run that is started again after its last step. reason: why it stopped early, if it did."""
+    if steps < run.num_steps:
+        end, key = f"stopped early after step {steps} of {run.num_steps}: {reason}", "early_stop.patience"
+    else:
+        end, key = f"took all of its {run.num_steps} steps", "num_steps" if run.config.num_steps else "num_epochs"
+    longer = f"to continue, raise config.{key}; " if resume.may_change(key, run.config) else ""
+    return f"finished  this run {end}; {longer}to train again, use a new --workdir"
 
 
 class Loop:
@@ -83,9 +129,12 @@ class Loop:
     resumed within a log interval, the metrics of that interval cover only the steps since it resumed.
     """
 
-    def __init__(self, run: Run, first_step: int, saver: checkpoint.Saver, log: metrics.Log):
+    def __init__(
+        self, run: Run, first_step: int, saver: checkpoint.Saver, log: metrics.Log, callbacks: Callbacks | None = None
+    ):
         """first_step: the number of completed steps of the state."""
         self._run, self._first_step, self._saver, self._log = run, first_step, saver, log
+        self._callbacks = callbacks or Callbacks(())
         config = run.config
         self._every = {
             "log": config.log.every_steps,
@@ -98,12 +147,16 @@ class Loop:
         self._ledger = open_ledger(run)
         self._clock = run.phases.clock("train", "input")
 
-    def run(self, state: StrategyState, interrupt: Interrupt) -> StrategyState:
-        """Run all steps and return the strategy's state after the last one. Raises Stopped."""
-        run, total, agree = self._run, self._run.num_steps, processes.Agreement()
-        with metrics.ProfilerTrace(run.config.profile, run.workdir) as trace, Progress(self._first_step, total) as bar:
-            loader = load_batches(run, run.batches, self._first_step, total, with_example_ids=True)
-            for step in range(self._first_step + 1, total + 1):
+    def run(self, state: StrategyState, interrupt: Interrupt) -> tuple[StrategyState, int]:
+        """Run all steps, or those until a callback ends the run. Raises Stopped.
+
+        Returns:
+          The strategy's state after the last step, and the number of completed steps.
+        """
+        run, first, total, agree = self._run, self._first_step, self._run.num_steps, processes.Agreement()
+        with metrics.ProfilerTrace(run.config.profile, run.workdir) as trace, Progress(first, total, run.phases) as bar:
+            loader = load_batches(run, run.batches, first, total, with_example_ids=True)
+            for step in range(first + 1, total + 1):
                 run.phases.step = step
                 trace.before(step)
                 state = self._step(step, state, loader)
@@ -112,10 +165,13 @@ class Loop:
                 due = {name for name, every in self._every.items() if step == total or (every and step % every == 0)}
                 if due or stop:
                     self._after(step, state, due | ({"save"} if stop else set()), bar)
+                if self._callbacks.reason and step < total:
+                    bar.print_line(f"stopped   after step {step} of {total}: {self._callbacks.reason}")
+                    return state, step
                 if stop and step < total:
                     name = signal.Signals(stop).name
                     raise Stopped(f"{name}: stopped after step {step} of {total}, state saved in {run.workdir}")
-        return state
+        return state, total
 
     def _step(self, step: int, state: StrategyState, loader: Iterator[dict[str, np.ndarray]]) -> StrategyState:
         phases, strategy = self._run.phases, self._run.strategy
@@ -132,10 +188,12 @@ class Loop:
         with run.phases("train"):
             self._meter.revise(run.strategy.drain(state))  # late gradients are part of the state that is saved
             self._meter.read()  # raises if the step failed, before anything is logged or saved
+        measured: dict[str, dict[str, float]] = {}
         if "log" in due:
             results = self._meter.metrics(self._clock()) | {"learning_rate": float(run.schedule(step - 1))}
             self._log.write(step, "train", results)
             bar.log(step, results, ["loss", run.problem.task.curve])
+            measured["train"] = results
         validation_loss = None
         if "eval" in due and run.dataset.validation:
             task = run.problem.task
@@ -143,10 +201,18 @@ class Loop:
             self._log.write(step, "validation", results)
             line = metrics.format_metrics(task.printed(results))
             bar.print_line(f"step {step}/{run.num_steps}  validation {line}")
-            validation_loss = results["loss"]
+            measured["validation"], validation_loss = results, results["loss"]
         is_best = validation_loss is not None and validation_loss < self._best_loss
-        if "save" in due or (is_best and run.config.checkpoint.keep_best):
-            self._save(step, state, validation_loss)
+        save = "save" in due or (is_best and run.config.checkpoint.keep_best)
+        try:
+            for split, results in measured.items():
+                self._callbacks(Measurement(step, run.num_steps, split, results))
+        except Exception:
+            save = True  # the error of a callback ends the run, which can be resumed
+            raise
+        finally:
+            if save or self._callbacks.reason:
+                self._save(step, state, validation_loss)
         if validation_loss is not None and is_best:
             self._best_loss = validation_loss
 
