@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from jaxpar.analysis.rates import LAUNCH_SECONDS, memory_seconds, product_seconds
+from jaxpar.analysis.rates import launch_seconds, memory_seconds, product_seconds
 from jaxpar.cluster import Cluster
 from jaxpar.measure.operations import PASS, Operation, operations
 from jaxpar.pipeline.executor.layer_times import BACKWARD, FORWARD, LayerPrograms
@@ -164,12 +164,12 @@ class _Kernels:
 
     def seconds(self, share: float, cluster: Cluster) -> float:
         """Return the time at `share` of the way between the two sizes."""
-        total = 0.0
+        total, launch = 0.0, launch_seconds(cluster)
         rows = (few + share * (many - few) for few, many in (self._flops, self._nbytes, self._calls))
         for (kind, dtype), flops, moved, calls in zip(self._kinds, *rows, strict=True):
             memory = memory_seconds(cluster, float(moved))
             if kind == PASS:
-                total += memory + PASS_KERNELS * LAUNCH_SECONDS * bool(moved)
+                total += memory + PASS_KERNELS * launch * bool(moved)
             else:
-                total += max(product_seconds(cluster, kind, dtype, float(flops)), memory) + calls * LAUNCH_SECONDS
+                total += max(product_seconds(cluster, kind, dtype, float(flops)), memory) + calls * launch
         return total
