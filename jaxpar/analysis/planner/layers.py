@@ -87,12 +87,17 @@ class LayerSizes:
     def __init__(self, problem: Problem) -> None:
         """Trace nothing yet."""
         self._problem, self._narrowed = problem, narrowed_bytes(problem)
+        self.programs = cache(self._programs)
         self.profile = cache(self._profile)
         self._split = cache(self._split_stashes)
 
+    def _programs(self, size: int, remat: str) -> LayerPrograms:
+        """Return the traced programs of the layers. size, remat: as in `Layers.profile`."""
+        return LayerPrograms(self._problem, resized(self._problem.batch, size), remat=remat)
+
     def _profile(self, size: int, remat: str) -> list[LayerProfile]:
         """Return the sizes of each layer, and no times. See `Layers`."""
-        programs = LayerPrograms(self._problem, resized(self._problem.batch, size), remat=remat)
+        programs = self.programs(size, remat)
         return programs.with_times(dict.fromkeys(programs.numbers, (0.0, 0.0)))
 
     def _split_stashes(self, size: int, remat: str) -> list[SplitStash]:
@@ -116,7 +121,7 @@ class TracedLayers:
 
     def __init__(self, problem: Problem, cluster: Cluster) -> None:
         """Trace nothing yet. cluster: the GPUs."""
-        self._problem, self._cluster = problem, cluster
+        self._cluster = cluster
         self._traced = cache(self._trace)
         self.profile = cache(self._profile)
         self._sizes = LayerSizes(problem)
@@ -124,7 +129,7 @@ class TracedLayers:
 
     def _trace(self, remat: str) -> tuple[dict[tuple[int, int], "_Kernels"], list[int]]:
         """Return the kernels of each program and phase, and the number of the program of each layer."""
-        traced = [LayerPrograms(self._problem, resized(self._problem.batch, size), remat=remat) for size in SIZES]
+        traced = [self._sizes.programs(size, remat) for size in SIZES]
         numbers = traced[0].numbers
         kernels = {
             (number, phase): _Kernels([counted(programs, number, phase) for programs in traced])
