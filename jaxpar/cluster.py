@@ -6,16 +6,17 @@ Plans are made for a `Cluster` (jaxpar/plan.py); strategies are built on the dev
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 
 from jaxpar.errors import UserError
-from jaxpar.gpus import GpuKind, find_gpu
+from jaxpar.gpus import LINKS, GpuKind, find_gpu, gpu_kinds, name_of_kind
 from jaxpar.measure.flops import peak_flops
 from jaxpar.memory import host_bytes
 
 PEAK_DTYPES = ("float32", "bfloat16")
+RATE_NAMES = (*PEAK_DTYPES, "attention", "memory", *LINKS)  # matrix products by dtype, attention kernels, memory, links
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Cluster:
       send_rates: the rates at which a device can send to others of its host (`host`) and over the network
         (`network`), in bytes/s; empty if unknown.
       latencies: the seconds of a hop on these links; those that are not known are missing.
+      efficiencies: by RATE_NAMES, what is reached / the rates above; those that were not measured are missing.
+      launch_seconds: from the end of a kernel to the start of the next one; None if it was not measured.
     """
 
     platform: str
@@ -64,6 +67,8 @@ class Cluster:
     links: Mapping[str, Link] = field(default_factory=dict)
     send_rates: Mapping[str, float] = field(default_factory=dict)
     latencies: Mapping[str, float] = field(default_factory=dict)
+    efficiencies: Mapping[str, float] = field(default_factory=dict)
+    launch_seconds: float | None = None
 
 
 def devices() -> list[jax.Device]:
@@ -131,6 +136,15 @@ def gpu_cluster(
         links=links or {},
         send_rates=gpu.links,
     )
+
+
+def with_rates_of_kind(cluster: Cluster) -> Cluster:
+    """Return the devices of a run with the rates of their kind, which JAX does not report; unchanged if not known."""
+    name = name_of_kind(cluster.device_kind)
+    if name is None:
+        return cluster
+    gpu = gpu_kinds()[name]
+    return replace(cluster, memory_bandwidth=gpu.memory_bandwidth, send_rates=gpu.links)
 
 
 def _peaks(device_kind: str) -> dict[str, float]:

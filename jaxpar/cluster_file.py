@@ -2,32 +2,47 @@
 
 NAME is a kind of GPU (jaxpar/gpus), or the path of a file for another one. A cluster file has `gpu`, a NAME; `hosts`;
 `gpus_per_host`; the tables `host` and `network`, each with the `bandwidth` in bytes/s that a GPU sends to others of its
-host or of other hosts, and the `latency` of a message in seconds; and, if they differ from those of the GPU, its
-`memory_bytes` and a table `peak_flops` by dtype.
+host or of other hosts, and the `latency` of a message in seconds; if they differ from those of the GPU, its
+`memory_bytes` and a table `peak_flops` by dtype; and, if they were measured, `launch_seconds` and a table `efficiency`
+(`jaxpar.cluster.Cluster`).
 """
 
+import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jaxpar import gpus
-from jaxpar.cluster import PEAK_DTYPES, Cluster, gpu_cluster
+from jaxpar.cluster import PEAK_DTYPES, RATE_NAMES, Cluster, gpu_cluster
 from jaxpar.config import config_folder
 from jaxpar.errors import UserError, nearest
 from jaxpar.gpus import GpuKind, find_gpu, read_toml
 
 MOST_DEVICES = 2**16
 CLUSTER_LINKS = ("host", "network")
-CLUSTER_KEYS = ("gpu", "hosts", "gpus_per_host", *CLUSTER_LINKS, "memory_bytes", "peak_flops", "source")
+CLUSTER_KEYS = (
+    *("gpu", "hosts", "gpus_per_host", *CLUSTER_LINKS, "memory_bytes", "peak_flops"),
+    *("efficiency", "launch_seconds", "source"),
+)
 
 
-def find_named(text: str, key: str) -> tuple[GpuKind, Cluster]:
-    """Return the cluster that a flag names, and its kind of GPU. Raises UserError, which begins with `key`."""
+def find_named(text: str, key: str, others: Sequence[str] = ()) -> tuple[GpuKind, Cluster]:
+    """Return the cluster that a flag names, and its kind of GPU.
+
+    Args:
+      text: the value of the flag.
+      key: the flag, for messages.
+      others: values of the flag that name no cluster, for messages.
+
+    Raises:
+      UserError: it names none, or the file is invalid; the message begins with `key` or the path.
+    """
     path = shipped(Path(text))
     if path.suffix == ".toml" and path.is_file() and describes_cluster(content := read_toml(path, key)):
         return read_cluster(content, text)
-    gpu, hosts, number = parse_devices(text, key)
+    gpu, hosts, number = parse_devices(text, key, others)
     return gpu, gpu_cluster(gpu, hosts * number, num_processes=hosts)
 
 
@@ -37,8 +52,8 @@ def shipped(path: Path) -> Path:
     return other if not path.exists() and other.is_file() else path
 
 
-def parse_devices(text: str, key: str) -> tuple[GpuKind, int, int]:
-    """Return the kind of GPU, the hosts and the GPUs of a host that a flag names.
+def parse_devices(text: str, key: str, others: Sequence[str] = ()) -> tuple[GpuKind, int, int]:
+    """Return the kind of GPU, the hosts and the GPUs of a host that a flag names. others: as in `find_named`.
 
     Raises:
       UserError: it names none; the message begins with `key`.
@@ -52,7 +67,7 @@ def parse_devices(text: str, key: str) -> tuple[GpuKind, int, int]:
     hosts, number = int(parts["hosts"] or 1), int(parts["number"])
     if not 0 < hosts * number <= MOST_DEVICES:
         raise UserError(f"{key} is {text!r}; it must have between 1 and {MOST_DEVICES:,} devices, as in h100:16x8")
-    return find_gpu(name, key), hosts, number
+    return find_gpu(name, key, others), hosts, number
 
 
 def describes_cluster(content: dict[str, Any]) -> bool:
@@ -102,8 +117,49 @@ def read_cluster(content: dict[str, Any], path: str) -> tuple[GpuKind, Cluster]:
         raise UserError(f"{path}: peak_flops is {peaks!r}; it must be a table with {' and '.join(PEAK_DTYPES)}")
     peaks = {dtype: _number(peaks, dtype, f"{path}: peak_flops") for dtype in peaks}
     memory = _number(content, "memory_bytes", path) if "memory_bytes" in content else cluster.memory_bytes
-    peaks = {**cluster.peak_flops, **peaks}
-    return gpu, replace(cluster, memory_bytes=memory, peak_flops=peaks, send_rates=rates, latencies=latencies)
+    launch = _number(content, "launch_seconds", path, least=0) if "launch_seconds" in content else None
+    return gpu, replace(
+        cluster,
+        memory_bytes=memory,
+        peak_flops={**cluster.peak_flops, **peaks},
+        send_rates=rates,
+        latencies=latencies,
+        efficiencies=_efficiencies(content.get("efficiency", {}), path),
+        launch_seconds=launch,
+    )
+
+
+def _efficiencies(content: Any, path: str) -> dict[str, float]:
+    if not isinstance(content, dict) or not set(content) <= set(RATE_NAMES):
+        raise UserError(f"{path}: efficiency is {content!r}; it must be a table with some of {', '.join(RATE_NAMES)}")
+    for name, value in content.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**63:
+            raise UserError(f"{path}: efficiency.{name} is {value!r}; it must be a number greater than 0")
+    return content
+
+
+def cluster_toml(cluster: Cluster, gpu: str, source: str) -> str:
+    """Return the cluster file of measured GPUs, with four digits of each number.
+
+    Args:
+      cluster: the GPUs. Their memory and peak FLOP/s are those of their kind.
+      gpu: the name of the kind.
+      source: where the numbers are from.
+    """
+    assert cluster.launch_seconds is not None
+    lines = [
+        f"source = {json.dumps(source)}",
+        f'gpu = "{gpu}"',
+        f"hosts = {cluster.num_processes}",
+        f"gpus_per_host = {cluster.num_devices // cluster.num_processes}",
+        f"launch_seconds = {cluster.launch_seconds:.4g} # from the end of a kernel to the start of the next one",
+        "",
+        "[efficiency] # what is reached / the peak FLOP/s, the bandwidth of the memory and that of a link",
+        *(f"{name} = {value:.4g}" for name, value in cluster.efficiencies.items()),
+    ]
+    for link, latency in cluster.latencies.items():
+        lines += ["", f"[{link}]", f"bandwidth = {cluster.send_rates[link]:.4g}", f"latency = {latency:.4g}"]
+    return "\n".join(lines) + "\n"
 
 
 def _number(content: dict[str, Any], name: str, path: str, *, integer: bool = False, least: float = 1) -> float:

@@ -1,7 +1,7 @@
 r"""Finds the fastest way to train a config on a cluster, which need not exist.
 
     scripts/python scripts/plan.py --config=configs/quickstart.py --cluster=h100:8 [--verify=3] [--out=best.py]
-        [--json] [--config.KEY=VALUE ...]
+        [--json] [--save_cluster=FILE.toml] [--config.KEY=VALUE ...]
 
 Predicts the time and the memory of a step for every strategy that trains like one device, on every mesh, with every
 number of microbatches, schedule and rematerialization, for batches of config.batch_size examples. Compiles nothing,
@@ -14,9 +14,13 @@ unless --verify asks for it. The columns of the table:
   memory    what the fullest device needs
 
 The cluster is written as in --target of scripts/audit.py, such as h100:4x8 for 4 hosts of 8 H100s, or is a file
-(configs/clusters). `here` are the CPU devices of this machine, whose layers and links are measured first.
+(configs/clusters). `here` are the devices of this machine, which are measured first: on GPUs, the rates of matrix
+products, of the memory and of links, and the time between kernels, which --save_cluster writes as a cluster file; on
+CPUs, layers and links.
 """
 
+import datetime
+import gc
 import json
 import sys
 import tempfile
@@ -25,6 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 from ml_collections import ConfigDict
 
 from jaxpar import cluster as clusters
@@ -33,13 +38,15 @@ from jaxpar import data, mesh, strategies
 from jaxpar.analysis import audit, step_time
 from jaxpar.analysis.planner import report, search
 from jaxpar.analysis.planner.auto import AUTO_STRATEGY, check_kept, kept_settings, no_candidate
+from jaxpar.analysis.planner.measured_rates import describe_rates, measured_cluster
 from jaxpar.analysis.planner.search import Candidate, Settings, Space, with_settings
 from jaxpar.analysis.planner.spaces import cpu_space, gpu_space, load_problem
 from jaxpar.cluster import Cluster
-from jaxpar.cluster_file import find_named
+from jaxpar.cluster_file import cluster_toml, find_named
 from jaxpar.command_line import Parser, integer
 from jaxpar.errors import UserError, check_choice, exit_code, format_bytes
 from jaxpar.files import unwritable, write_text
+from jaxpar.gpus import name_of_kind
 from jaxpar.run import build
 from jaxpar.step import Problem
 from jaxpar.strategies import STRATEGIES
@@ -57,19 +64,25 @@ def main() -> None:
     add = parser.add_argument
     add("--verify", type=integer(1), default=0, metavar="N", help="compile the first N, and correct their memory")
     add("--out", type=Path, metavar="FILE.py", help="write the first one as a config file")
+    add("--save_cluster", type=Path, metavar="FILE.toml", help="write the GPUs of --cluster=here as a cluster file")
     add("--json", action="store_true", help="print all candidates as JSON")
     arguments, overrides = parser.parse_with_overrides()
     begin = time.monotonic()
+    gc.set_threshold(100_000, 20, 100)  # traced programs stay alive, and frequent collections took a sixth of the time
     if arguments.cluster == HERE and arguments.verify:
         raise UserError(f"--verify is {arguments.verify}; it must be unset with --cluster={HERE}")
     target = find_target(arguments.cluster, "--cluster") if arguments.verify else None
     config = configs.load_config(arguments.config)
     configs.override(config, overrides)
     if arguments.out:
-        check_out(arguments.out, arguments.config)
+        check_path("--out", arguments.out, ".py", arguments.config)
     check_choice("strategy", config.strategy, [*STRATEGIES, AUTO_STRATEGY])
-    is_here = arguments.cluster == HERE
-    space = measured_space(config) if is_here else make_space(config, cluster_of(arguments.cluster))
+    if arguments.cluster == HERE:
+        space = measured_space(config, arguments.save_cluster)
+    elif arguments.save_cluster:
+        raise UserError(f"--save_cluster is {str(arguments.save_cluster)!r}; it must be unset without --cluster={HERE}")
+    else:
+        space = make_space(config, cluster_of(arguments.cluster))
     found = search.candidates(space)
     if not found:
         raise no_candidate(space)
@@ -89,24 +102,30 @@ def main() -> None:
             f"{best.name} needs {format_bytes(best.costs.nbytes)} on each"
         )
     if arguments.out:
-        text = report.config_file(arguments.config, overrides, best, arguments.cluster)
-        try:
-            write_text(arguments.out, text)
-        except OSError as error:
-            raise UserError(f"--out is {str(arguments.out)!r}; it must be {unwritable(arguments.out, error)}") from None
+        write("--out", arguments.out, report.config_file(arguments.config, overrides, best, arguments.cluster))
 
 
 def cluster_of(text: str) -> Cluster:
     """Return the cluster that --cluster names."""
-    return find_named(text, "--cluster")[1]
+    if text.startswith(f"{HERE}:"):
+        raise UserError(f"--cluster is {text!r}; it must be {HERE}, without a number of devices")
+    return find_named(text, "--cluster", others=(HERE,))[1]
 
 
-def check_out(path: Path, config: str) -> None:
-    """Raise a UserError if a config file cannot be written to a path, or would replace the config that it loads."""
-    if path.suffix != ".py" or path.is_dir() or not path.absolute().parent.is_dir():
-        raise UserError(f"--out is {str(path)!r}; it must be the path of a .py file in a folder that exists")
-    if path.resolve() == Path(config.partition(":")[0]).resolve():
-        raise UserError(f"--out is {str(path)!r}; it must be another file than that of --config, which it loads")
+def check_path(flag: str, path: Path, suffix: str, config: str = "") -> None:
+    """Raise a UserError if a file cannot have the path that a flag names, or would replace the config that it loads."""
+    if path.suffix != suffix or path.is_dir() or not path.absolute().parent.is_dir():
+        raise UserError(f"{flag} is {str(path)!r}; it must be the path of a {suffix} file in a folder that exists")
+    if config and path.resolve() == Path(config.partition(":")[0]).resolve():
+        raise UserError(f"{flag} is {str(path)!r}; it must be another file than that of --config, which it loads")
+
+
+def write(flag: str, path: Path, text: str) -> None:
+    """Write the file that a flag names. Raises UserError if this is not possible."""
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise UserError(f"{flag} is {str(path)!r}; it must be {unwritable(path, error)}") from None
 
 
 def make_space(config: ConfigDict, cluster: Cluster) -> Space:
@@ -116,13 +135,29 @@ def make_space(config: ConfigDict, cluster: Cluster) -> Space:
     return gpu_space(config, problem, cluster, memory_fraction() * cluster.memory_bytes, kept(config, cluster))
 
 
-def measured_space(config: ConfigDict) -> Space:
-    """Return what to search on the CPU devices of this machine, after measuring what layers and links cost."""
+def measured_space(config: ConfigDict, save: Path | None) -> Space:
+    """Return what to search on the devices of this machine, after measuring them. save: cluster file to write."""
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     cluster = clusters.find_cluster()
-    if cluster.platform != "cpu":
-        raise UserError(f"--cluster is {HERE!r}, {cluster.device_kind}; it must be a kind of GPU, such as h100:8")
-    return cpu_space(config, load(config, cluster), cluster, kept(config, cluster))
+    gpu = name_of_kind(cluster.device_kind)
+    if save:
+        check_path("--save_cluster", save, ".toml")
+        if gpu is None:
+            raise UserError(
+                f"--save_cluster is {str(save)!r} on {cluster.device_kind}; it must be unset, because a cluster file "
+                "has a kind of GPU that jaxpar knows"
+            )
+    loaded, settings = load(config, cluster), kept(config, cluster)
+    if cluster.platform == "cpu":
+        return cpu_space(config, loaded, cluster, settings)
+    measured = measured_cluster(clusters.with_rates_of_kind(cluster), jax.local_devices())
+    print(f"measured  {describe_rates(measured)}", file=sys.stderr, flush=True)
+    if save and gpu:
+        when = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+        source = f"measured on {cluster.num_devices} x {cluster.device_kind} on {when}, JAX {jax.__version__}"
+        write("--save_cluster", save, cluster_toml(measured, gpu, source))
+    assert cluster.memory_bytes is not None
+    return gpu_space(config, loaded.problem, measured, cluster.memory_bytes, settings)
 
 
 def load(config: ConfigDict, cluster: Cluster) -> build.Loaded:

@@ -267,6 +267,11 @@ def test_verdicts(tmp_path: Path) -> None:
         ({"outside": ["x"]}, "failed: 1 error outside the tolerance"),
         ({"tolerance": None}, "no tolerance applies"),
         ({"config": {"optimizer.lr": 0.25}}, "of other settings"),
+        (
+            {"config": {"optimizer.lr": 0.5, "swarm.peers": 7, "pipeline.schedule": "gpipe"}},
+            "passed, 2 steps",
+        ),  # unread
+        ({"config": {"optimizer.lr": 0.5, "exchange": "zero3"}}, "of other settings"),
     ):
         path.write_text(files.json_text(certified | changed))
         assert results.read_verdict(path, config) == verdict

@@ -1,7 +1,8 @@
 """The rates that predicted times assume: those of data sheets, times efficiencies.
 
-The rates of data sheets are in jaxpar/gpus and jaxpar/measure/flops.py. The efficiencies below are assumptions:
-docs/benchmarks.md compares predicted rates of training with published ones.
+The rates of data sheets are in jaxpar/gpus and jaxpar/measure/flops.py. The efficiencies below are assumptions, which
+hold unless a cluster has measured ones (jaxpar/analysis/planner/measured_rates.py). docs/benchmarks.md compares
+predicted rates of training with published ones.
 """
 
 import math
@@ -12,17 +13,30 @@ from jaxpar.cluster import PEAK_DTYPES, Cluster
 from jaxpar.errors import Refusals, UserError
 
 EFFICIENCY = {
-    "product": 0.7,  # of the peak FLOP/s, in matrix products and convolutions
+    "float32": 0.7,  # of the peak FLOP/s of this dtype, in matrix products and convolutions
+    "bfloat16": 0.7,
     "attention": 0.5,  # of the peak FLOP/s, in attention kernels
     "memory": 0.85,  # of the rate of the memory
-    "link": 0.8,  # of the rate of a link
+    "host": 0.8,  # of the rate of a link
+    "network": 0.8,
 }
 # By the first digit of the compute capability, if it differs. A100s: matrix products reach 80% to 90% of the peak, and
 # attention 50% to 73% (Dao, "FlashAttention-2", 2023, abstract and section 1).
-EFFICIENCY_OF = {"8": {"product": 0.85, "attention": 0.6}}
+EFFICIENCY_OF = {"8": {"float32": 0.85, "bfloat16": 0.85, "attention": 0.6}}
 LAUNCH_SECONDS = 2e-6  # from the end of a kernel to the start of the next one
 HOP_SECONDS = {"host": 3e-6, "network": 1e-5}  # of each of the log2(n) hops of a collective of n GPUs
 HALF_WIDTH = ("bfloat16", "float16", "f8e4m3fn", "f8e5m2")  # dtypes of products at the rate of bfloat16
+
+
+def efficiency(cluster: Cluster, rate: str) -> float:
+    """Return the measured efficiency of one of `jaxpar.cluster.RATE_NAMES`, or else the assumed one."""
+    generation = cluster.compute_capability.partition(".")[0]
+    return (EFFICIENCY | EFFICIENCY_OF.get(generation, {}) | dict(cluster.efficiencies))[rate]
+
+
+def launch_seconds(cluster: Cluster) -> float:
+    """Return the time from the end of a kernel to the start of the next one."""
+    return LAUNCH_SECONDS if cluster.launch_seconds is None else cluster.launch_seconds
 
 
 def product_seconds(cluster: Cluster, kind: str, dtype: str, flops: float) -> float:
@@ -41,14 +55,13 @@ def product_seconds(cluster: Cluster, kind: str, dtype: str, flops: float) -> fl
     peak = cluster.peak_flops.get(wide)
     if peak is None:
         raise unknown_peak(cluster)
-    generation = cluster.compute_capability.partition(".")[0]
-    return flops / ((EFFICIENCY | EFFICIENCY_OF.get(generation, {}))[kind] * peak)
+    return flops / (efficiency(cluster, "attention" if kind == "attention" else wide) * peak)
 
 
 def memory_seconds(cluster: Cluster, nbytes: float) -> float:
     """Return the time in which a GPU reads or writes `nbytes` bytes of its memory."""
     assert cluster.memory_bandwidth is not None  # every kind of GPU has its own
-    return nbytes / (EFFICIENCY["memory"] * cluster.memory_bandwidth)
+    return nbytes / (efficiency(cluster, "memory") * cluster.memory_bandwidth)
 
 
 def collective_seconds(
@@ -73,12 +86,17 @@ def collective_seconds(
         raise unknown_links(cluster)
     per_host = cluster.num_devices // cluster.num_processes
     hops = math.ceil(math.log2(size)) if hops is None else hops
-    rate, hop = cluster.send_rates["host"], hop_seconds(cluster, "host")
+    rate, hop = send_rate(cluster, "host"), hop_seconds(cluster, "host")
     if any(len({device // per_host for device in group}) > 1 for group in groups):
         # The rings of a group share the network of all its GPUs on a host.
         together = min(Counter(device // per_host for device in group).most_common()[-1][1] for group in groups)
-        rate, hop = min(rate, together * cluster.send_rates["network"]), hop_seconds(cluster, "network")
-    return nbytes / (EFFICIENCY["link"] * rate) + number * hops * hop
+        rate, hop = min(rate, together * send_rate(cluster, "network")), hop_seconds(cluster, "network")
+    return nbytes / rate + number * hops * hop
+
+
+def send_rate(cluster: Cluster, link: str) -> float:
+    """Return the bytes/s that a GPU reaches on a link, `host` or `network`."""
+    return efficiency(cluster, link) * cluster.send_rates[link]
 
 
 def hop_seconds(cluster: Cluster, link: str) -> float:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpar.analysis.audit import SENT, groups_of
-from jaxpar.analysis.rates import LAUNCH_SECONDS, collective_seconds, memory_seconds, product_seconds
+from jaxpar.analysis.rates import collective_seconds, launch_seconds, memory_seconds, product_seconds
 from jaxpar.analysis.schedule import is_kernel
 from jaxpar.cluster import Cluster
 from jaxpar.measure.hlo import DTYPE_NAMES, HloProgram, Instruction, by_scope
@@ -200,7 +200,7 @@ class _Roofline:
                 dtype = DTYPE_NAMES.get(operands[0].dtype, operands[0].dtype)
                 flops, seconds = flops + of_product, seconds + product_seconds(self._cluster, kind, dtype, of_product)
         memory = memory_seconds(self._cluster, kernel_bytes(self._program, computation, instruction))
-        seconds = max(seconds, memory) + LAUNCH_SECONDS
+        seconds = max(seconds, memory) + launch_seconds(self._cluster)
         return StepTime(seconds, 0.0, flops, {Part(kind, instruction.source): seconds})
 
     def _collective_seconds(self, computation: str, instruction: Instruction) -> float:

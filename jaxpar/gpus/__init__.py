@@ -81,8 +81,18 @@ def gpu_kinds() -> dict[str, GpuKind]:
     return {path.stem: read_gpu(path) for path in sorted(Path(__file__).parent.glob("*.toml"))}
 
 
-def find_gpu(name: str, key: str = "device kind") -> GpuKind:
+def name_of_kind(device_kind: str) -> str | None:
+    """Return the name of the known kind that JAX reports like this, or None."""
+    return next((name for name, gpu in gpu_kinds().items() if gpu.device_kind == device_kind), None)
+
+
+def find_gpu(name: str, key: str = "device kind", others: Sequence[str] = ()) -> GpuKind:
     """Return the kind with this name in lower or upper case, or that of a TOML file with this path.
+
+    Args:
+      name: the name or the path.
+      key: what has this value, for messages.
+      others: other values that it can have, for messages.
 
     Raises:
       UserError: there is none, or the file is invalid. The message begins with `key`.
@@ -92,10 +102,11 @@ def find_gpu(name: str, key: str = "device kind") -> GpuKind:
         return kinds[name.lower()]
     if name.endswith(".toml"):
         return read_gpu(Path(name), key)
+    known = [*kinds, *others]
     begins = [kind for kind in kinds if kind.startswith(name.lower() + "-")]  # a100: one of several sizes
-    hint = f" Did you mean {' or '.join(map(repr, begins))}?" if begins else nearest(name.lower(), kinds)
+    hint = f" Did you mean {' or '.join(map(repr, begins))}?" if begins else nearest(name.lower(), known)
     raise UserError(
-        f"{key} is {name!r}; it must be one of {', '.join(kinds)}, or the path of a TOML file{hint and '.' + hint}"
+        f"{key} is {name!r}; it must be one of {', '.join(known)}, or the path of a TOML file{hint and '.' + hint}"
     )
 
 

@@ -94,10 +94,8 @@ def rounded(values: Any) -> str:
     return ", ".join(f"{key}: {value:.3g}" for key, value in values.items())
 
 
-def measured(model: str, rounds: int, only: str) -> list[Row]:
-    """Return the rows of a model."""
-    size, length, settings = MODELS[model]
-    info = DataInfo("text", (length,), CLASSES, tuple(map(str, range(CLASSES))), VOCABULARY, 0)
+def texts(size: int, length: int) -> tuple[DataInfo, dict[str, np.ndarray]]:
+    """Return a batch of `size` random texts of `length` tokens, and its description."""
     random = np.random.default_rng(0)
     batch = {
         "inputs": random.integers(1, VOCABULARY, (size, length), np.int32),
@@ -106,12 +104,24 @@ def measured(model: str, rounds: int, only: str) -> list[Row]:
         "weights": np.ones(size, np.float32),
         "index": np.arange(size, dtype=np.int32),
     }
+    return DataInfo("text", (length,), CLASSES, tuple(map(str, range(CLASSES))), VOCABULARY, 0), batch
+
+
+def text_config(size: int, length: int, settings: tuple[str, ...]) -> Any:
+    """Return the config that classifies such texts. settings: `KEY=VALUE`."""
+    config = configs.default_config()
+    base = (f"batch_size={size}", f"data.max_length={length}", "model.pooling=mean")
+    configs.override(config, [f"--config.{value}" for value in (*base, *settings)])
+    return config
+
+
+def measured(model: str, rounds: int, only: str) -> list[Row]:
+    """Return the rows of a model."""
+    size, length, settings = MODELS[model]
+    info, batch = texts(size, length)
 
     def configured(more: tuple[str, ...]) -> Any:
-        config = configs.default_config()
-        base = (f"batch_size={size}", f"data.max_length={length}", "model.pooling=mean", *settings)
-        configs.override(config, [f"--config.{value}" for value in (*base, *more)])
-        return config
+        return text_config(size, length, (*settings, *more))
 
     single = configured(("strategy=single",))
     problem = make_problem(single, info, batch)

@@ -1,6 +1,5 @@
 """Reads the outcome of a strategy from its finished run, its plan and its certificate."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,10 @@ from ml_collections import ConfigDict
 
 from jaxpar import files, strategies
 from jaxpar.errors import UserError, format_count
-from jaxpar.measure import provenance
 from jaxpar.plan import Plan
 from jaxpar.run import build, metrics
 from jaxpar.tasks import Score
-from scripts.comparison.runs import UNTESTED
+from scripts.comparison.runs import UNTESTED, different_settings
 from scripts.comparison.table import REFERENCE, Outcome
 
 CERTIFICATE = "certificate.json"
@@ -76,19 +74,19 @@ def find_guarantee(plan: Plan[Any]) -> str:
 
 
 def read_verdict(path: Path, config: ConfigDict) -> str:
-    """Return the verdict of a certificate; empty if there is none. Raises UserError if the file is damaged."""
+    """Return the verdict of a certificate; empty if there is none. Raises UserError if the file is damaged.
+
+    It is that of a run with the same settings, except for its length.
+    """
     if not path.is_file():
         return ""
     try:
         certified = files.parse_json(path.read_text())
         outside, steps = certified["outside"], len(certified["batches"])
-        of_run, of_certificate = (
-            {key: value for key, value in changed.items() if key != "num_steps"}
-            for changed in (json.loads(json.dumps(provenance.changed(config))), certified["config"])
-        )
+        others = different_settings(certified["config"], config).keys() - {"num_steps"}
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged: it is not a certificate ({error!r}); delete it") from error
-    if of_run != of_certificate:
+    if others:
         return "of other settings"
     if outside:
         return f"failed: {format_count(len(outside), 'error')} outside the tolerance"

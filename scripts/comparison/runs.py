@@ -43,18 +43,23 @@ def check_settings(config: ConfigDict, workdir: Path) -> None:
 
 
 def changed_settings(config: ConfigDict, workdir: Path) -> str:
-    """Return the keys of a config that had other values when the run in the workdir was started, with both values.
+    """Return the keys of `different_settings` with another value when the run in the workdir was started, and both.
 
-    Empty if there are none, or if there is no run. Sections that the strategy of the config does not read are ignored.
+    Empty if there are none, or if there is no run.
     """
     if not (workdir / "config.json").exists():
         return ""
     if not (workdir / SETTINGS).is_file():
         return "unknown"
     before = files.parse_json((workdir / SETTINGS).read_text(), nonfinite=True)  # written atomically
+    return "; ".join(different_settings(before, config).values())
+
+
+def different_settings(before: configs.Values, config: ConfigDict) -> dict[str, str]:
+    """Return `resume.differences` without the sections that the strategy of the config does not read."""
     ignored = [section for section, readers in READERS.items() if config.strategy not in readers]
     changed = resume.differences(before, config)
-    return "; ".join(text for key, text in changed.items() if key.partition(".")[0] not in ignored)
+    return {key: text for key, text in changed.items() if key.partition(".")[0] not in ignored}
 
 
 def is_finished(workdir: Path) -> bool:

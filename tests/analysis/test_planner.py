@@ -46,7 +46,7 @@ from tests.runs import run_script
 
 H100 = clusters.named_cluster("h100", 16, num_processes=2)
 GPUS = GpuMachine(H100)
-HOST, NETWORK = (EFFICIENCY["link"] * H100.send_rates[name] for name in ("host", "network"))
+HOST, NETWORK = (EFFICIENCY[name] * H100.send_rates[name] for name in ("host", "network"))
 NO_STATE = StateBytes(0, 0, 0)
 NOTHING = LayerMemory(0, 0)
 

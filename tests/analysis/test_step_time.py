@@ -35,7 +35,7 @@ def time_of(entry: str, others: str = "", frequencies: Any = None, branches: Any
     return predict([program], cluster(**changes))
 
 
-def kernel(kilobytes: float, flops: float = 0.0, peak: float = 1e9, kind: str = "product") -> float:
+def kernel(kilobytes: float, flops: float = 0.0, peak: float = 1e9, kind: str = "float32") -> float:
     """Return the seconds of a kernel."""
     of_memory = kilobytes * 1e-6 / EFFICIENCY["memory"]
     return max(of_memory, flops / (EFFICIENCY[kind] * peak)) + LAUNCH_SECONDS
@@ -43,7 +43,7 @@ def kernel(kilobytes: float, flops: float = 0.0, peak: float = 1e9, kind: str = 
 
 def all_reduce(kilobytes: float, size: int, rate: float = 1e9, hop: str = "host") -> float:
     steps = 2 * (size - 1) / size
-    return steps * kilobytes * 1e3 / (EFFICIENCY["link"] * rate) + np.log2(size) * HOP_SECONDS[hop]
+    return steps * kilobytes * 1e3 / (EFFICIENCY[hop] * rate) + np.log2(size) * HOP_SECONDS[hop]
 
 
 def test_kernels() -> None:

@@ -1,4 +1,4 @@
-"""Measures what computation and communication cost on this machine, whose virtual devices share its cores.
+"""Measures what computation and communication cost on CPU devices, which share the cores of this machine.
 
 Each constant is the median of short programs that run on 1, 2, 4, .. devices. They take turns, so that a slow phase of
 the machine affects all of them.
@@ -52,7 +52,7 @@ def calibrate(
     for n in numbers:
         mesh = Mesh(np.asarray(devices[:n]), (AXIS,))
         for name, (function, shape) in _programs(n).items():
-            calls[name, n] = _on_mesh(function, shape, mesh)
+            calls[name, n] = on_mesh(function, shape, mesh)
     on_device = LayerPrograms(problem, batch, remat="none").on_devices(batch, devices)
     calls |= {("layer", n): partial(_on_first, on_device[:n]) for n in numbers}
     seconds = seconds_in_turn(calls, rounds)
@@ -71,24 +71,32 @@ def calibrate(
 
 def _programs(n: int) -> dict[str, tuple[Callable[[jax.Array], jax.Array], tuple[int, ...]]]:
     """Return the programs of n devices, and the shape of the array that each device has."""
-    shift = [(i, (i + 1) % n) for i in range(n)]
-    steps: Mapping[str, Callable[[jax.Array], jax.Array]] = {
-        "all-reduce": lambda x: jax.lax.psum(x, AXIS),
-        "reduce-scatter": lambda x: jnp.resize(jax.lax.psum_scatter(x, AXIS, tiled=True), x.shape),
-        "all-gather": lambda x: jax.lax.all_gather(x, AXIS, tiled=True)[: len(x)],
-        "collective-permute": lambda x: jax.lax.ppermute(x, AXIS, shift),
-    }
     programs: dict[str, tuple[Callable[[jax.Array], jax.Array], tuple[int, ...]]] = {
         "nothing": (lambda x: x + 1, (SHORT,)),
         "passes": (lambda x: x + 2 * x[::-1], (PASS_ELEMENTS,)),
         "clocks": (_clocks, (SHORT,)),
     }
     if n > 1:
-        for kind, step in steps.items():
+        for kind, collective in collectives(n).items():
             for length in (SHORT, LONG):
-                divisible = -(-length // n) * n
-                programs[f"{kind} {length}"] = (partial(_repeated, step), (divisible,))
+                programs[f"{kind} {length}"] = (partial(_repeated, collective), (divisible(length, n),))
     return programs
+
+
+def collectives(n: int) -> dict[str, Callable[[jax.Array], jax.Array]]:
+    """Return a function for each of KINDS, of the vector of a device, whose length n divides."""
+    shift = [(i, (i + 1) % n) for i in range(n)]
+    return {
+        "all-reduce": lambda x: jax.lax.psum(x, AXIS),
+        "reduce-scatter": lambda x: jax.lax.psum_scatter(x, AXIS, tiled=True),
+        "all-gather": lambda x: jax.lax.all_gather(x, AXIS, tiled=True),
+        "collective-permute": lambda x: jax.lax.ppermute(x, AXIS, shift),
+    }
+
+
+def divisible(length: int, n: int) -> int:
+    """Return the smallest multiple of n that is not below a length."""
+    return -(-length // n) * n
 
 
 def _on_first(calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -106,11 +114,15 @@ def _clocks(x: jax.Array) -> jax.Array:
     return jax.lax.scan(clock, x, jnp.arange(NUM_REPEATED))[0]
 
 
-def _repeated(step: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    return jax.lax.scan(lambda x, _: (step(x) * 0.5, None), x, None, length=NUM_REPEATED)[0]
+def _repeated(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    def step(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return jnp.resize(collective(x), x.shape) * 0.5, None
+
+    return jax.lax.scan(step, x, None, length=NUM_REPEATED)[0]
 
 
-def _on_mesh(function: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], mesh: Mesh) -> Callable[[], Any]:
+def on_mesh(function: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], mesh: Mesh) -> Callable[[], Any]:
+    """Return a compiled program that applies a function to an array of this shape on each device of a mesh."""
     spec = PartitionSpec(AXIS)
     run = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
     whole = np.full((mesh.size * shape[0], *shape[1:]), 0.01, np.float32)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from jaxpar.analysis.rates import LAUNCH_SECONDS, memory_seconds, product_seconds
+from jaxpar.analysis.rates import launch_seconds, memory_seconds, product_seconds
 from jaxpar.cluster import Cluster
 from jaxpar.measure.operations import PASS, Operation, operations
 from jaxpar.pipeline.executor.layer_times import BACKWARD, FORWARD, LayerPrograms
@@ -87,12 +87,17 @@ class LayerSizes:
     def __init__(self, problem: Problem) -> None:
         """Trace nothing yet."""
         self._problem, self._narrowed = problem, narrowed_bytes(problem)
+        self.programs = cache(self._programs)
         self.profile = cache(self._profile)
         self._split = cache(self._split_stashes)
 
+    def _programs(self, size: int, remat: str) -> LayerPrograms:
+        """Return the traced programs of the layers. size, remat: as in `Layers.profile`."""
+        return LayerPrograms(self._problem, resized(self._problem.batch, size), remat=remat)
+
     def _profile(self, size: int, remat: str) -> list[LayerProfile]:
         """Return the sizes of each layer, and no times. See `Layers`."""
-        programs = LayerPrograms(self._problem, resized(self._problem.batch, size), remat=remat)
+        programs = self.programs(size, remat)
         return programs.with_times(dict.fromkeys(programs.numbers, (0.0, 0.0)))
 
     def _split_stashes(self, size: int, remat: str) -> list[SplitStash]:
@@ -116,7 +121,7 @@ class TracedLayers:
 
     def __init__(self, problem: Problem, cluster: Cluster) -> None:
         """Trace nothing yet. cluster: the GPUs."""
-        self._problem, self._cluster = problem, cluster
+        self._cluster = cluster
         self._traced = cache(self._trace)
         self.profile = cache(self._profile)
         self._sizes = LayerSizes(problem)
@@ -124,7 +129,7 @@ class TracedLayers:
 
     def _trace(self, remat: str) -> tuple[dict[tuple[int, int], "_Kernels"], list[int]]:
         """Return the kernels of each program and phase, and the number of the program of each layer."""
-        traced = [LayerPrograms(self._problem, resized(self._problem.batch, size), remat=remat) for size in SIZES]
+        traced = [self._sizes.programs(size, remat) for size in SIZES]
         numbers = traced[0].numbers
         kernels = {
             (number, phase): _Kernels([counted(programs, number, phase) for programs in traced])
@@ -164,12 +169,12 @@ class _Kernels:
 
     def seconds(self, share: float, cluster: Cluster) -> float:
         """Return the time at `share` of the way between the two sizes."""
-        total = 0.0
+        total, launch = 0.0, launch_seconds(cluster)
         rows = (few + share * (many - few) for few, many in (self._flops, self._nbytes, self._calls))
         for (kind, dtype), flops, moved, calls in zip(self._kinds, *rows, strict=True):
             memory = memory_seconds(cluster, float(moved))
             if kind == PASS:
-                total += memory + PASS_KERNELS * LAUNCH_SECONDS * bool(moved)
+                total += memory + PASS_KERNELS * launch * bool(moved)
             else:
-                total += max(product_seconds(cluster, kind, dtype, float(flops)), memory) + calls * LAUNCH_SECONDS
+                total += max(product_seconds(cluster, kind, dtype, float(flops)), memory) + calls * launch
         return total

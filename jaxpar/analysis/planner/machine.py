@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from jaxpar.analysis.rates import EFFICIENCY, LAUNCH_SECONDS, collective_seconds, hop_seconds, memory_seconds
+from jaxpar.analysis.rates import collective_seconds, hop_seconds, launch_seconds, memory_seconds, send_rate
 from jaxpar.cluster import Cluster
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.plan import Traffic
@@ -67,6 +67,11 @@ class Machine(Protocol):
         """Return the time in which `num_devices` devices each read or write `nbytes` bytes at the same time."""
 
 
+def num_hops(kind: str, size: int) -> int:
+    """Return the number of messages that follow each other in a collective of `size` devices."""
+    return 1 if kind == ONE_HOP else math.ceil(math.log2(size))
+
+
 def num_collectives(sent: Traffic, size: int) -> float:
     """Return the number of collectives of a traffic over an axis of this size."""
     return sent.messages / (MESSAGES[sent.kind] * (size - 1)) if sent.kind in MESSAGES else sent.messages
@@ -80,14 +85,18 @@ def axis_groups(axis: str, num_data: int, num_stages: int) -> tuple[tuple[int, .
 
 
 class GpuMachine(NamedTuple):
-    """GPUs, with the rates of jaxpar/analysis/rates.py."""
+    """GPUs, with the rates of jaxpar/analysis/rates.py, measured or assumed."""
 
     cluster: Cluster
     overlaps: bool = True
     update_repeats: float = KERNEL_REPEATS
     activation_repeats: float = 1.0
     copies_packed_state: bool = True  # as in programs compiled for H100s
-    clock_seconds: float = CLOCK_KERNELS * LAUNCH_SECONDS
+
+    @property
+    def clock_seconds(self) -> float:
+        """Seconds of the launches of a clock besides those of its actions."""
+        return CLOCK_KERNELS * launch_seconds(self.cluster)
 
     def together(self, seconds: np.ndarray, copies: int = 1) -> np.ndarray:
         """GPUs share nothing."""
@@ -97,16 +106,15 @@ class GpuMachine(NamedTuple):
         """Return the time of a ring on the slowest link that it crosses, or of copies by the host, one by one."""
         if sent.kind == "copy":
             link = "host" if self.cluster.num_processes == 1 else "network"
-            rate = EFFICIENCY["link"] * self.cluster.send_rates[link]
-            return sent.nbytes / rate + sent.messages * hop_seconds(self.cluster, link)
+            return sent.nbytes / send_rate(self.cluster, link) + sent.messages * hop_seconds(self.cluster, link)
         within = axis_groups(sent.axis, axes[DATA], axes[STAGE])
         if sent.members:
             within = tuple(tuple(group[member] for member in sent.members) for group in within)
         size = len(within[0])
         if size == 1:
             return 0.0
-        hops = 1 if sent.kind == ONE_HOP else math.ceil(math.log2(size))
-        return collective_seconds(self.cluster, within, sent.nbytes, num_collectives(sent, size), hops=hops)
+        number, hops = num_collectives(sent, size), num_hops(sent.kind, size)
+        return collective_seconds(self.cluster, within, sent.nbytes, number, hops=hops)
 
     def started(self, num_devices: int) -> float:
         """The host starts a step while GPUs compute the one before."""

@@ -57,6 +57,7 @@ DEFAULTS_OF_CHOICES: Settings = {
     "pipeline.remat": "none",
     "data_parallel.implementation": "auto",
 }
+OF_STAGES = ("mesh.stage", "pipeline.")  # beginnings of the keys that only pipelines set to other values
 
 
 class Candidate(NamedTuple):
@@ -102,6 +103,10 @@ class Space(NamedTuple):
     def choices(self, key: str, values: Iterable[Any]) -> list[Any]:
         """Return the values of a key to compare: only that of the config if it is kept."""
         return [self.kept[key]] if key in self.kept else list(values)
+
+    def allows(self, settings: Settings) -> bool:
+        """Return whether candidates with these settings, and some others, can have the settings that are kept."""
+        return all(settings.get(key, value) == value for key, value in self.kept.items())
 
     def keeps(self, settings: Settings) -> bool:
         """Return whether a candidate has the settings that are kept."""
@@ -157,7 +162,10 @@ def _of_replicas(space: Space) -> Iterator[Candidate]:
         one_host = space.machine.cluster.num_processes == 1
         equal = (name for name in EXCHANGES if not exchange_differs(name, {}, n) and not (one_host and name == HSDP))
         exchanges = [(name, _exchange_settings(name, space)) for name in equal]
+    one_stage = {key: value for key, value in DEFAULTS_OF_CHOICES.items() if key.startswith(OF_STAGES)}
     for name, settings in exchanges:
+        if not space.allows({**one_stage, **settings}):
+            continue
         if n > LARGEST_RING and sums_along_a_ring(with_settings(space.config, settings)):
             continue
         plan = plan_of(space, settings)
@@ -248,15 +256,18 @@ def replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[A
 
 def _of_pipelines(space: Space) -> Iterator[Candidate]:
     n, batch, num_layers = space.num_devices, space.config.batch_size, len(space.problem.model.layers)
+    others = {key: value for key, value in DEFAULTS_OF_CHOICES.items() if not key.startswith(OF_STAGES)}
+    if not space.allows(others):
+        return
     ratios = state_ratios(space.problem)
     for stages in (number for number in range(2, min(n, num_layers) + 1) if n % number == 0):
         replicas = n // stages
-        if batch % replicas:
+        if batch % replicas or not space.allows({"mesh.stage": stages, "mesh.data": replicas}):
             continue
         for number in space.choices("pipeline.num_microbatches", powers(batch // replicas)):
             if batch % (replicas * number) or number < stages // 2 or stages * number > LARGEST_TABLE:
                 continue
-            for schedule in SCHEDULES:
+            for schedule in space.choices("pipeline.schedule", SCHEDULES):
                 table = _table(schedule, stages, number)
                 if table is not None and table.num_stages <= num_layers:
                     for remat in space.choices("pipeline.remat", space.layers.remats):

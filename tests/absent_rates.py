@@ -1,0 +1,82 @@
+"""Reads the rates of eight H100s that this machine does not have from the programs that measure them.
+
+    python -m tests.absent_rates
+
+The programs are compiled for the GPUs, and take the time that is predicted for them at the assumed rates. Prints the
+rates that are read from these times, as JSON.
+"""
+
+import json
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxpar.analysis import rates
+from jaxpar.analysis.planner.calibrate import AXIS, KINDS, NUM_REPEATED
+from jaxpar.analysis.planner.measured_rates import (
+    NO_COLLECTIVE,
+    MeasuredSizes,
+    Timings,
+    loops,
+    single_programs,
+    with_measured_rates,
+)
+from jaxpar.analysis.step_time import predict
+from jaxpar.target import find_target
+
+SIZES = MeasuredSizes(width=4096, many=2**22, sent=2**20)
+
+
+def main() -> None:
+    """Compile the programs, and print the rates."""
+    target = find_target("h100:8")
+
+    def seconds(function: Callable[..., Any], *arguments: Any) -> float:
+        compiled = jax.jit(function).lower(*arguments).compile()
+        program: Any = SimpleNamespace(compiled=compiled, frequencies={}, branches={})
+        return predict([program], target.cluster).seconds
+
+    alone = jax.sharding.SingleDeviceSharding(target.devices[0])
+    mesh, spec = Mesh(np.asarray(target.devices), (AXIS,)), PartitionSpec(AXIS)
+    single = {
+        name: seconds(function, *(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=alone) for x in arguments))
+        for name, (function, *arguments) in single_programs(SIZES).items()
+    }
+    looped = {
+        (kind, length): seconds(
+            jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False),
+            jax.ShapeDtypeStruct((8 * length,), np.float32, sharding=NamedSharding(mesh, spec)),
+        )
+        for kind, function in loops(8).items()
+        for length in (SIZES.few, SIZES.sent)
+    }
+
+    def of_collective(kind: str, length: int) -> float:
+        return (looped[kind, length] - looped[NO_COLLECTIVE, length]) / NUM_REPEATED
+
+    timings = Timings(
+        single.pop("kernel"),
+        single.pop("kernels"),
+        single.pop("passes"),
+        single,
+        {kind: (of_collective(kind, SIZES.few), of_collective(kind, SIZES.sent)) for kind in KINDS},
+    )
+    found = with_measured_rates(target.cluster, timings, SIZES)
+    print(
+        json.dumps(
+            {
+                "efficiencies": dict(found.efficiencies),
+                "launch_seconds": found.launch_seconds,
+                "send_rate": rates.send_rate(found, "host"),
+                "latency": found.latencies["host"],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
