@@ -24,8 +24,8 @@ from jaxpar.analysis.planner.search import (
     Candidate,
     Settings,
     Space,
+    StateRatios,
     candidate_of_plan,
-    state_ratios,
     with_settings,
 )
 from jaxpar.asynchronous import options as updates
@@ -75,7 +75,7 @@ class UnrankedCandidate(NamedTuple):
     fits: bool
 
 
-def unranked(space: Space) -> list[UnrankedCandidate | str]:
+def unranked(space: Space, ratios: StateRatios) -> list[UnrankedCandidate | str]:
     """Return async, ssp and swarm on all devices, with the other settings of the config, or why one is not possible."""
     n = space.num_devices
     workers = {
@@ -92,7 +92,7 @@ def unranked(space: Space) -> list[UnrankedCandidate | str]:
     ]
     found = []
     for settings in chosen:
-        one = predicted(space, with_settings(space.config, settings))
+        one = predicted(space, with_settings(space.config, settings), ratios)
         assert not isinstance(one, Candidate)
         found.append(one if isinstance(one, str) else one._replace(settings=settings))
     return found
@@ -104,8 +104,14 @@ def _without_others(policy: str) -> Settings:
     return {f"asynchronous.{key}": None for key in others - set(updates.POLICY_SETTINGS.get(policy, {}))}
 
 
-def predicted(space: Space, config: ConfigDict) -> Candidate | UnrankedCandidate | str:
-    """Return the prediction for a config, or the reason why there is none. It has the batch and model of the space."""
+def predicted(space: Space, config: ConfigDict, ratios: StateRatios) -> Candidate | UnrankedCandidate | str:
+    """Return the prediction for a config, or the reason why there is none.
+
+    Args:
+      space: the cluster, and the problem of the config.
+      config: the config.
+      ratios: `state_ratios` of the problem, which take a second or more.
+    """
     cluster, problem = space.machine.cluster, space.problem
     if config.strategy == "swarm":  # the process with the state, or with the emulation, is one; peers are on all hosts
         cluster, problem = replace(cluster, num_processes=1), problem._replace(num_steps=SWARM_STEPS)
@@ -114,7 +120,8 @@ def predicted(space: Space, config: ConfigDict) -> Candidate | UnrankedCandidate
         return plan
     if plan.strategy not in UNRANKED:
         return candidate_of_plan(space, config, plan)
-    return (workers_candidate if plan.strategy == "async_data_parallel" else swarm_candidate)(space, config, plan)
+    candidate = workers_candidate if plan.strategy == "async_data_parallel" else swarm_candidate
+    return candidate(space, config, plan, ratios)
 
 
 def crowding(space: Space, number: int) -> float:
@@ -125,7 +132,9 @@ def crowding(space: Space, number: int) -> float:
 # ---- workers and a server -------------------------------------------------------------------------------------------
 
 
-def workers_candidate(space: Space, config: ConfigDict, plan: Plan[Any]) -> UnrankedCandidate | str:
+def workers_candidate(
+    space: Space, config: ConfigDict, plan: Plan[Any], ratios: StateRatios
+) -> UnrankedCandidate | str:
     """Return the prediction for workers that send gradients to a server, or the reason why there is none.
 
     plan: of config.strategy async_data_parallel.
@@ -134,7 +143,7 @@ def workers_candidate(space: Space, config: ConfigDict, plan: Plan[Any]) -> Unra
     if policy not in updates.LIVE_POLICIES:
         return f"config.asynchronous.policy is {policy!r}; only {' and '.join(updates.LIVE_POLICIES)} are predicted"
     bound = updates.policy_settings(config).get("bound", math.inf)
-    costs = gradient_costs(space, config, places.num_workers)
+    costs = gradient_costs(space, config, places.num_workers, ratios)
     table = simulate_contention(
         places,
         server_times(space, config, plan, costs),
@@ -143,12 +152,12 @@ def workers_candidate(space: Space, config: ConfigDict, plan: Plan[Any]) -> Unra
         crowding=cache(partial(crowding, space)),
     )
     counted = table.step >= WARM_UP
-    sent, params = [0.0] * len(plan.memory), nbytes(space.problem.model.shapes)
-    for worker, number in enumerate(np.bincount(table.worker[counted], minlength=places.num_workers)):
+    sent, params = [0.0] * len(plan.memory), float(nbytes(space.problem.model.shapes))
+    for worker in table.worker[counted].tolist():
         device = places.of_worker(worker)
         if device != places.server:
-            sent[places.server] += number / (NUM_STEPS - WARM_UP) * params  # the weights
-            sent[device] += number / (NUM_STEPS - WARM_UP) * params  # the gradient
+            sent[places.server] += params / (NUM_STEPS - WARM_UP)  # the weights
+            sent[device] += params / (NUM_STEPS - WARM_UP)  # the gradient
     with_bound = f" with bound {bound}" if policy == "ssp" else ""
     held = device_bytes(space, plan, table, costs)
     return UnrankedCandidate(
@@ -170,7 +179,7 @@ def step_seconds(table: UpdateTable, warm_up: int) -> float:
     return float(seconds / (len(table.finish) - first) * table.num_workers)
 
 
-def gradient_costs(space: Space, config: ConfigDict, num_workers: int) -> StepCosts:
+def gradient_costs(space: Space, config: ConfigDict, num_workers: int, ratios: StateRatios) -> StepCosts:
     """Return the costs of a gradient of a worker, and of an update, on a device alone. Memory is without the state."""
     remat, accumulation = config.model.remat, config.optimizer.accumulation_steps
     size = config.batch_size // (num_workers * accumulation)
@@ -183,7 +192,7 @@ def gradient_costs(space: Space, config: ConfigDict, num_workers: int) -> StepCo
         accumulation,
         (),
         StateBytes(0.0, 0.0, params),
-        state_ratios(space.problem).update * params,
+        ratios.update * params,
         is_scanned=config.model.scan_layers is not False and space.machine.overlaps,
         gathers_layers=False,
     )
@@ -224,7 +233,7 @@ def device_bytes(space: Space, plan: Plan[Any], table: UpdateTable, costs: StepC
 # ---- swarm ----------------------------------------------------------------------------------------------------------
 
 
-def swarm_candidate(space: Space, config: ConfigDict, plan: Plan[Any]) -> UnrankedCandidate | str:
+def swarm_candidate(space: Space, config: ConfigDict, plan: Plan[Any], ratios: StateRatios) -> UnrankedCandidate | str:
     """Return the prediction for a swarm with a peer on each device, or the reason why there is none."""
     s = config.swarm
     source: Any = plan.decision.source
@@ -232,7 +241,6 @@ def swarm_candidate(space: Space, config: ConfigDict, plan: Plan[Any]) -> Unrank
     if len(peers) > space.num_devices:
         return f"config.swarm.peers is {s.peers!r}; it must be at most {space.num_devices}, the number of devices"
     stages, workload, sizes = accepted(swarms.plan_stages(config, space.problem))
-    ratios = state_ratios(space.problem)
     workload = with_stage_times(space, config, workload, stages.bounds)
     workload = workload._replace(state_bytes=workload.gradient_bytes * (1 + ratios.optimizer))
     settings = SwarmSettings(
@@ -249,12 +257,15 @@ def swarm_candidate(space: Space, config: ConfigDict, plan: Plan[Any]) -> Unrank
         return f"config.swarm: the failures must let each stage have a peer for long enough, but {error}"
     update = space.machine.moved(space.machine.update_repeats * ratios.update * workload.gradient_bytes, 1)
     seconds = (run.update_times[-1] - run.update_times[SWARM_WARM_UP - 1]) / (SWARM_STEPS - SWARM_WARM_UP)
-    held = peer_bytes(space, config, stages.bounds, sizes, run, len(peers))
+    copies = 2 + ratios.optimizer + s.delayed  # parameters, gradients, optimizer and older parameters
+    held = peer_bytes(
+        space, config, stages.bounds, [copies * gradient for gradient in sizes.gradients], run, len(peers)
+    )
     changes = ", delayed" * s.delayed + f", {s.compress} messages" * (s.compress != "none")
     return UnrankedCandidate(
         f"swarm, {format_count(len(peers), 'peer')} in {format_count(stages.num_stages, 'stage')}{changes}",
         {},
-        seconds + update,
+        float(seconds) + update,
         float(s.delayed),
         int(s.delayed),
         peer_traffic(run, sizes, len(peers)),
@@ -316,16 +327,15 @@ def peer_traffic(run: SwarmRun, sizes: StageSizes, num_peers: int) -> tuple[floa
 
 
 def peer_bytes(
-    space: Space, config: ConfigDict, bounds: Sequence[int], sizes: StageSizes, run: SwarmRun, num_peers: int
+    space: Space, config: ConfigDict, bounds: Sequence[int], states: Sequence[float], run: SwarmRun, num_peers: int
 ) -> tuple[float, ...]:
-    """Return the bytes of each peer at its last stage: the state, gradients, inputs that it holds, and a pass.
+    """Return the bytes of each peer at its last stage: `states` of the stage, inputs that it holds, and a pass.
 
     A stage without other peers holds the inputs of all microbatches of a step, and other stages equal parts of them.
     """
     size, number = config.batch_size // swarms.swarm_microbatches(config), swarms.swarm_microbatches(config)
     layers, memory = space.layers.profile(size, "none"), space.layers.memory(size, "none", is_split=False)
     stage_of = {int(peer): int(stage) for peer, stage in zip(run.service.peer, run.service.stage, strict=True)}
-    copies = 2 + state_ratios(space.problem).optimizer + config.swarm.delayed
     held = [0.0] * num_peers
     for peer, stage in stage_of.items():
         first, end = bounds[stage], bounds[stage + 1]
@@ -333,5 +343,5 @@ def peer_bytes(
             math.ceil(number / list(stage_of.values()).count(stage)) * layers[first - 1].output_bytes if first else 0
         )
         working = sum(of.computed + of.narrowed for of in memory[first:end]) + layers[end - 1].output_bytes
-        held[peer] = copies * sizes.gradients[stage] + inputs + space.machine.activation_repeats * working
+        held[peer] = states[stage] + inputs + space.machine.activation_repeats * working
     return tuple(held)
