@@ -35,7 +35,7 @@ MODELS: dict[str, tuple[int, int, tuple[str, ...]]] = {  # as in scripts/bench/p
 LIVE = ("strategy=async_data_parallel", "asynchronous.mode=live", "asynchronous.mitigations=")
 FOUR = (*LIVE, "asynchronous.num_workers=4", "mesh.data=4")
 SLOW = "asynchronous.delays.slowdown=3"
-SWARM = ("strategy=swarm", "swarm.mode=live", "mesh.data=1")
+SWARM = ("strategy=swarm", "swarm.mode=live", "mesh.data=1", "swarm.peer_cpus=0.2")
 CONFIGS: dict[str, tuple[str, ...]] = {
     SINGLE: ("strategy=single",),
     "async, 1 worker": (*LIVE, "asynchronous.num_workers=1", "mesh.data=1"),
@@ -107,6 +107,7 @@ class Running:
         """Begin the run."""
         self._strategy, self._batch = strategy, strategy.place(batch)
         self._state, self._num_rows = strategy.init(jax.random.key(0)), 0
+        self._staleness: list[float] = []
 
     def step_seconds(self) -> float:
         """Return the mean time of some more steps, without the first and the last one."""
@@ -119,14 +120,15 @@ class Running:
             return (times[-2] - times[0]) / (NUM_STEPS - 2)
         self._strategy.drain(self._state)  # the next config has all cores
         table = self._state.transport.table()
-        first, n = self._num_rows, table.num_workers
+        n = table.num_workers
+        first, last = self._num_rows + n, self._num_rows + (NUM_STEPS - 1) * n
         self._num_rows = len(table.finish)
-        return float(table.finish[first + (NUM_STEPS - 1) * n - 1] - table.finish[first + n - 1]) / (NUM_STEPS - 2)
+        self._staleness += table.staleness[first:last].tolist()
+        return float(table.finish[last - 1] - table.finish[first - 1]) / (NUM_STEPS - 2)
 
     def mean_staleness(self) -> float | None:
-        """Return the mean staleness of a run with workers."""
-        is_recorded = self._strategy.plan.strategy == "async_data_parallel"
-        return float(self._state.transport.table().staleness.mean()) if is_recorded else None
+        """Return the mean staleness in these steps; None without workers."""
+        return statistics.fmean(self._staleness) if self._staleness else None
 
 
 if __name__ == "__main__":

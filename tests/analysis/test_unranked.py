@@ -121,7 +121,7 @@ def test_a_saturated_server_sends_at_its_rate() -> None:
 
 
 def test_bytes_of_workers_and_server(free: Space) -> None:
-    """What is sent is that of the plan of a live run; the server has AdamW's moments, and a gradient that arrives."""
+    """Workers and server send what the plan of a live run has. The server holds AdamW's moments, and a gradient that arrives."""
     settings = *WORKERS, "asynchronous.num_workers=3", "mesh.data=4", "asynchronous.mode=live"
     found, params = rate_of(free, *settings), nbytes(free.problem.model.shapes)
     config = copy.deepcopy(free.config)
@@ -203,7 +203,7 @@ def test_reasons(free: Space, settings: tuple[str, ...], reason: str) -> None:
 
 
 def test_the_second_table(free: Space) -> None:
-    """It has the user's own config, too, and the reason why others are not possible."""
+    """The table has the user's own config, too, and the reason why others are not possible."""
     others = unranked(free, state_ratios(free.problem))
     assert [one if isinstance(one, str) else one.name for one in others] == [
         "async, 4 workers",

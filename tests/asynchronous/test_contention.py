@@ -100,7 +100,7 @@ def test_cores_are_shared() -> None:
 
 
 def test_a_slow_worker_leaves_the_cores_to_others() -> None:
-    """It waits for 3 times as long as it has computed, so one core is enough for it and another worker."""
+    """One core is enough for two workers, one of which waits for 3 times as long as it has computed."""
     places, times = Places(2, 2, server=2), equal_times(2, 1.0)
     table = simulated(times._replace(slowdowns=(1.0, 4.0)), places, crowding=float)
     counts = np.bincount(table.worker)

@@ -4,7 +4,7 @@ Both are simulated: workers and their server by jaxpar/asynchronous/contention.p
 times of layers, updates and messages are those of the other predictions. A run is predicted in which every worker or
 peer has a device that computes while the others do, as live ones have; emulated ones are predicted as if they were
 live, with the relative delays, failures and speeds that the config gives them. The search does not rank them, because
-a rate does not tell how much worse a step from stale gradients is.
+a step from stale gradients is worth less, and a rate does not include that.
 """
 
 import itertools
