@@ -36,7 +36,8 @@ from ml_collections import ConfigDict
 
 from jaxpar import cluster as clusters
 from jaxpar import files, mesh, strategies
-from jaxpar.analysis.planner.search import Space, candidate_of_plan
+from jaxpar.analysis.planner.search import Candidate, Space, StateRatios, state_ratios
+from jaxpar.analysis.planner.unranked import predicted as predicted_for
 from jaxpar.checkpoint import ledger
 from jaxpar.cluster import Cluster
 from jaxpar.cluster_file import find_named
@@ -65,7 +66,7 @@ NOTES = (
 )
 PREDICTED = (
     "Predicted times are those of scripts/plan.py, for the same batch on all devices of the cluster, where pipelines "
-    "have the largest possible number of stages."
+    "have the largest possible number of stages, and the workers or peers of async, ssp and swarm have a device each."
 )
 ERROR = re.compile(r"jaxpar: |[\w.]+(Error|Exception)\b")  # start of the line in which a program reports an error
 
@@ -187,10 +188,11 @@ def predict_all(
 ) -> dict[str, Prediction]:
     """Return the prediction for each strategy on all devices of a cluster."""
     space = make_space(configured(config, overrides), cluster)
-    return {name: predict(name, config, overrides, space) for name in wanted}
+    ratios = state_ratios(space.problem)
+    return {name: predict(name, config, overrides, space, ratios) for name in wanted}
 
 
-def predict(name: str, config: str, overrides: Sequence[str], space: Space) -> Prediction:
+def predict(name: str, config: str, overrides: Sequence[str], space: Space, ratios: StateRatios) -> Prediction:
     """Return the prediction for a strategy. A pipeline has as many stages as possible.
 
     If no number of stages is possible, the reason is that of the smallest one.
@@ -199,10 +201,11 @@ def predict(name: str, config: str, overrides: Sequence[str], space: Space) -> P
     for num_stages in stage_numbers(space) if is_pipeline else [1]:
         settings = strategy_settings(name, space.num_devices, num_stages)
         of_strategy = configured(config, [*overrides, *settings])
-        plan = strategies.possible(of_strategy, space.problem, space.machine.cluster)
-        found = plan if isinstance(plan, str) else candidate_of_plan(space, of_strategy, plan)
+        found = predicted_for(space, of_strategy, ratios)
         if not isinstance(found, str):
             stages, replicas = format_count(num_stages, "stage"), space.num_devices // num_stages
+            if not isinstance(found, Candidate):
+                return Prediction(found.seconds, f"{found.name}, mean staleness {found.mean_staleness:.2f}")
             note = f"{stages} x {format_count(replicas, 'replica')}" if is_pipeline else ""
             return Prediction(found.costs.seconds, note)
         reason = found

@@ -13,6 +13,10 @@ unless --verify asks for it. The columns of the table:
   sends     share of the step in which it only communicates
   memory    what the fullest device needs
 
+A second table has the predicted rates of workers and peers that do not wait for each other, which are not ranked:
+staleness is the number of updates that are missing in the weights from which a gradient is computed, and `sends` are
+the bytes that the busiest device sends in a step.
+
 The cluster is written as in --target of scripts/audit.py, such as h100:4x8 for 4 hosts of 8 H100s, or is a file
 (configs/clusters). `here` are the devices of this machine, which are measured first: on GPUs, the rates of matrix
 products, of the memory and of links, and the time between kernels, which --save_cluster writes as a cluster file; on
@@ -41,6 +45,7 @@ from jaxpar.analysis.planner.auto import AUTO_STRATEGY, check_kept, kept_setting
 from jaxpar.analysis.planner.measured_rates import describe_rates, measured_cluster
 from jaxpar.analysis.planner.search import Candidate, Settings, Space, with_settings
 from jaxpar.analysis.planner.spaces import cpu_space, gpu_space, load_problem
+from jaxpar.analysis.planner.unranked import UnrankedCandidate, predicted, unranked
 from jaxpar.cluster import Cluster
 from jaxpar.cluster_file import cluster_toml, find_named
 from jaxpar.command_line import Parser, integer
@@ -54,6 +59,7 @@ from jaxpar.target import Target, find_target, memory_fraction
 
 SHOWN = 10  # rows of the table
 HERE = "here"
+NOT_RANKED = "These change the results if gradients are stale or messages are in int8, and are not ranked:"
 
 
 def main() -> None:
@@ -90,10 +96,15 @@ def main() -> None:
     corrected = {id(one.predicted): one.corrected for one in compiled}
     found = search.ranked(corrected.get(id(one), one) for one in found)
     work = report.work_of(space)
+    ratios = search.state_ratios(space.problem)
+    others = unranked(space, ratios)
     if arguments.json:
-        print(json.dumps([report.as_json(one, work) for one in found], indent=1))
+        listed = [report.as_json(one, work) for one in found]
+        listed += [report.unranked_json(one, work) for one in others if not isinstance(one, str)]
+        print(json.dumps(listed, indent=1))
     else:
-        print(describe(space, found, work, time.monotonic() - begin))
+        own = None if config.strategy == AUTO_STRATEGY else predicted(space, config, ratios)
+        print(describe(space, found, work, own, others, time.monotonic() - begin))
         print(*map(str, compiled), sep="\n", end="\n" if compiled else "")
     best = found[0]
     if not best.fits:
@@ -173,8 +184,18 @@ def kept(config: ConfigDict, cluster: Cluster) -> Settings:
     return settings
 
 
-def describe(space: Space, found: list[Candidate], work: report.StepWork, seconds: float) -> str:
-    """Return the table of the best candidates, and why they are."""
+def describe(
+    space: Space,
+    found: Sequence[Candidate],
+    work: report.StepWork,
+    own: Candidate | UnrankedCandidate | str | None,
+    others: Sequence[UnrankedCandidate | str],
+    seconds: float,
+) -> str:
+    """Return the table of the best candidates, and why they are, and that of the strategies that are not ranked.
+
+    own: the user's own config, or the reason why its time is not predicted; None if the planner chooses.
+    """
     cluster, best = space.machine.cluster, found[0]
     each = report.best_of_each([one for one in found if one.fits])
     hosts = f" on {cluster.num_processes} hosts" if cluster.num_processes > 1 else ""
@@ -186,15 +207,23 @@ def describe(space: Space, found: list[Candidate], work: report.StepWork, second
         "",
         *(report.explain(one, best, work) for one in each[:3]),
     ]
-    if space.config.strategy != AUTO_STRATEGY:
-        own = search.choice_of(space)
+    possible = [one for one in others if not isinstance(one, str)]
+    if isinstance(own, UnrankedCandidate):
+        lines.append("Your config is in the last row of the second table.")
+        possible.append(own._replace(name=f"your config: {own.name}"))
+    elif own is not None:
         lines.append("Your config: " + (own if isinstance(own, str) else report.explain_own(own, best, work)))
     lines += [
         "",
         "The first one:",
         *(f"  --config.{key}={value}" for key, value in report.changes(best.settings).items()),
+        "",
+        NOT_RANKED,
+        *(["", *report.unranked_rows(possible, work)] if possible else []),
+        "",
+        *dict.fromkeys(f"Not possible: {reason}" for reason in others if isinstance(reason, str)),
     ]
-    return "\n".join(lines)
+    return "\n".join(lines).rstrip()
 
 
 class Verified(NamedTuple):

@@ -72,10 +72,10 @@ def simulate(
     else:
         size = num_workers // groups if policy == "softsync" else 1
         made = _server(compute, communication, num_gradients, size, bound if policy == "ssp" else math.inf)
-    return _table(num_workers, num_gradients, made)
+    return make_update_table(num_workers, num_gradients, made)
 
 
-def _table(num_workers: int, num_gradients: int, made: TableColumns) -> UpdateTable:
+def make_update_table(num_workers: int, num_gradients: int, made: TableColumns) -> UpdateTable:
     """Return the first rows of a policy's columns as a table."""
     worker, read, update, start, finish = (column[:num_gradients] for column in made)
     chunk = np.arange(num_gradients, dtype=np.int32)

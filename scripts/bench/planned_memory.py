@@ -98,7 +98,6 @@ def main() -> None:
             whole = make_problem(configured(case, ()), case, cluster)  # without rematerialization
             space = search.Space(config, whole, TracedLayers(whole, rates), machine, usable_bytes=0)
             found = search.candidate_of_plan(space, config, plan)
-            assert not isinstance(found, str), found
             predicted = found.costs.nbytes
             needed = audit.needed_bytes(strategies.build(plan, problem, devices).compile())
             total = sum(needed.values())

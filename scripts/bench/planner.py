@@ -12,12 +12,14 @@ import sys
 from typing import Any, NamedTuple
 
 import numpy as np
+from ml_collections import ConfigDict
 
 from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import mesh, strategies
 from jaxpar.analysis.planner import search
 from jaxpar.analysis.planner.calibrate import MeasuredLayers, calibrate
+from jaxpar.analysis.planner.machine import CpuMachine
 from jaxpar.command_line import Parser, integer
 from jaxpar.data import DataInfo
 from jaxpar.errors import exit_code
@@ -71,9 +73,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=integer(1), default=15, help="measurements of each step")
     parser.add_argument("--only", default="", help="run the configs whose name contains this text")
     arguments = parser.parse()
-    config: Any = configs.default_config()
-    config.mesh.virtual_cpu_devices, config.strategy = DEVICES, "pipeline"
-    mesh.prepare_jax(config, configs.config_folder().parent / ".cache")
+    prepare_devices()
     rows = []
     for model in MODELS:
         rows += measured(model, arguments.rounds, arguments.only)
@@ -94,6 +94,24 @@ def rounded(values: Any) -> str:
     return ", ".join(f"{key}: {value:.3g}" for key, value in values.items())
 
 
+class Measured(NamedTuple):
+    """A model on this machine: what its configs have in common, and the costs of its layers and of the devices."""
+
+    info: DataInfo
+    batch: dict[str, np.ndarray]
+    size: int
+    length: int
+    settings: tuple[str, ...]
+    machine: CpuMachine
+    layers: MeasuredLayers
+
+    def space(self, more: tuple[str, ...]) -> search.Space:
+        """Return the space of a config with these settings in addition."""
+        config = text_config(self.size, self.length, (*self.settings, *more))
+        problem = make_problem(config, self.info, self.batch)
+        return search.Space(config, problem, self.layers, self.machine, host_bytes())
+
+
 def texts(size: int, length: int) -> tuple[DataInfo, dict[str, np.ndarray]]:
     """Return a batch of `size` random texts of `length` tokens, and its description."""
     random = np.random.default_rng(0)
@@ -107,39 +125,44 @@ def texts(size: int, length: int) -> tuple[DataInfo, dict[str, np.ndarray]]:
     return DataInfo("text", (length,), CLASSES, tuple(map(str, range(CLASSES))), VOCABULARY, 0), batch
 
 
-def text_config(size: int, length: int, settings: tuple[str, ...]) -> Any:
+def text_config(size: int, length: int, settings: tuple[str, ...]) -> ConfigDict:
     """Return the config that classifies such texts. settings: `KEY=VALUE`."""
-    config = configs.default_config()
+    config: ConfigDict = configs.default_config()
     base = (f"batch_size={size}", f"data.max_length={length}", "model.pooling=mean")
     configs.override(config, [f"--config.{value}" for value in (*base, *settings)])
     return config
 
 
-def measured(model: str, rounds: int, only: str) -> list[Row]:
-    """Return the rows of a model."""
-    size, length, settings = MODELS[model]
+def measure_model(model: str, size: int, length: int, settings: tuple[str, ...], rounds: int) -> Measured:
+    """Measure the layers of a model, and what several devices slow each other down by. See MODELS."""
     info, batch = texts(size, length)
-
-    def configured(more: tuple[str, ...]) -> Any:
-        return text_config(size, length, (*settings, *more))
-
-    single = configured(("strategy=single",))
-    problem = make_problem(single, info, batch)
+    problem = make_problem(text_config(size, length, (*settings, "strategy=single")), info, batch)
     share = {name: x[: size // DEVICES] for name, x in batch.items()}
     machine = calibrate(clusters.find_cluster(), clusters.devices(), problem, share)
     print(f"{model}: slowdown {rounded(machine.slowdown)}, clock {machine.clock_seconds * 1e6:.0f} us")
     layers = MeasuredLayers(problem, batch, (size // 8, size), rounds, machine.started(1))
-    wanted = {name: configured(more) for name, more in CONFIGS.items() if only in name}
+    return Measured(info, batch, size, length, settings, machine, layers)
+
+
+def prepare_devices() -> None:
+    """Use virtual CPU devices, and cache compiled programs."""
+    config: Any = configs.default_config()
+    config.mesh.virtual_cpu_devices, config.strategy = DEVICES, "pipeline"
+    mesh.prepare_jax(config, configs.config_folder().parent / ".cache")
+
+
+def measured(model: str, rounds: int, only: str) -> list[Row]:
+    """Return the rows of a model."""
+    on_machine = measure_model(model, *MODELS[model], rounds)
     contenders, predicted = {}, {}
-    for name, config in wanted.items():
-        of_config = make_problem(config, info, batch)
-        space = search.Space(config, of_config, layers, machine, host_bytes())
-        plan = strategies.plan(config, of_config, machine.cluster)
-        candidate = search.candidate_of_plan(space, config, plan)
-        assert not isinstance(candidate, str), candidate
-        predicted[name] = candidate.costs
-        contenders[name] = strategies.build(plan, of_config, clusters.devices())
-    timings = race(contenders, batch, rounds=rounds)
+    for name, more in CONFIGS.items():
+        if only in name:
+            space = on_machine.space(more)
+            plan = strategies.plan(space.config, space.problem, on_machine.machine.cluster)
+            candidate = search.candidate_of_plan(space, space.config, plan)
+            predicted[name] = candidate.costs
+            contenders[name] = strategies.build(plan, space.problem, clusters.devices())
+    timings = race(contenders, on_machine.batch, rounds=rounds)
     rows = []
     for name, costs in predicted.items():
         row = Row(model, name, costs.seconds, timings[name].seconds)

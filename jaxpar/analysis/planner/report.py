@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpar.analysis.planner.search import DEFAULTS_OF_CHOICES, Candidate, Settings, Space
+from jaxpar.analysis.planner.unranked import UnrankedCandidate
 from jaxpar.config import config_folder
 from jaxpar.errors import format_bytes
 from jaxpar.measure.flops import forward_flops
@@ -69,6 +70,7 @@ def as_json(candidate: Candidate, workload: StepWork) -> dict[str, Any]:
         "tokens_per_second": workload.tokens / costs.seconds if workload.tokens else None,
         "mfu": workload.flops / costs.seconds / workload.peak_flops if workload.peak_flops else None,
         "settings": changes(candidate.settings),
+        "ranked": True,
     }
 
 
@@ -84,6 +86,39 @@ def rows(candidates: Sequence[Candidate], workload: StepWork) -> list[str]:
             f"{format_bytes(costs.nbytes):>10}  {one.name}{details(one.settings)}"
         )
     return lines
+
+
+def unranked_json(candidate: UnrankedCandidate, workload: StepWork) -> dict[str, Any]:
+    """Return a candidate that is not ranked as JSON values."""
+    seconds = candidate.seconds
+    return {
+        "name": candidate.name,
+        "fits": candidate.fits,
+        "seconds": seconds,
+        "bytes": max(candidate.device_bytes),
+        "examples_per_second": workload.examples / seconds,
+        "tokens_per_second": workload.tokens / seconds if workload.tokens else None,
+        "staleness_mean": candidate.mean_staleness,
+        "staleness_max": candidate.max_staleness,
+        "sent_bytes_by_device": candidate.sent_bytes,
+        "bytes_by_device": candidate.device_bytes,
+        "settings": candidate.settings,
+        "ranked": False,
+    }
+
+
+def unranked_rows(candidates: Sequence[UnrankedCandidate], workload: StepWork) -> list[str]:
+    """Return the lines of the table of candidates that are not ranked. What a device sends is that of the busiest."""
+    heading = f"{'':3}{'step':>10} {'examples/s':>12} {'staleness: mean':>16} {'max':>4} {'sends':>9} {'memory':>10}"
+    return [
+        f"{heading}  strategy",
+        *(
+            f"{'':3}{format_seconds(one.seconds):>10} {workload.examples / one.seconds:12,.0f} "
+            f"{one.mean_staleness:16.2f} {one.max_staleness:4} {format_bytes(max(one.sent_bytes)):>9} "
+            f"{format_bytes(max(one.device_bytes)):>10}  {one.name}{'' if one.fits else ', does not fit'}"
+            for one in candidates
+        ),
+    ]
 
 
 def explain(candidate: Candidate, best: Candidate, workload: StepWork) -> str:

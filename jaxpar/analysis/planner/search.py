@@ -333,17 +333,8 @@ def _balanced(costs: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
     return balanced(costs, num_stages)
 
 
-def choice_of(space: Space) -> Candidate | str:
-    """Return the user's own config as a candidate, or the reason why it is not compared."""
-    config = space.config
-    plan = strategies.possible(config, space.problem, space.machine.cluster)
-    if isinstance(plan, str):
-        return plan
-    return candidate_of_plan(space, config, plan)
-
-
-def candidate_of_plan(space: Space, config: ConfigDict, plan: Plan[Any]) -> Candidate | str:
-    """Return the candidate of a plan, or the reason why its time is not predicted."""
+def candidate_of_plan(space: Space, config: ConfigDict, plan: Plan[Any]) -> Candidate:
+    """Return the candidate of a plan of single, data_parallel or pipeline. For others, see unranked.py."""
     if plan.strategy == "pipeline":
         details, layers = plan.details, space.layers
         table, bounds = details.table, details.stages.bounds
@@ -364,8 +355,7 @@ def candidate_of_plan(space: Space, config: ConfigDict, plan: Plan[Any]) -> Cand
         name = f"{config.pipeline.schedule}, {table.num_devices} stages{replicas}"
         shown = {"pipeline.num_microbatches": table.num_microbatches, "pipeline.remat": details.remat}
         return Candidate(name, shown, costs, costs.nbytes <= space.usable_bytes)
-    if plan.strategy not in ("single", "data_parallel"):
-        return f"config.strategy is {plan.strategy!r}, whose time depends on delays of workers"
+    assert plan.strategy in ("single", "data_parallel"), plan.strategy
     settings = {
         "optimizer.accumulation_steps": config.optimizer.accumulation_steps,
         "model.remat": config.model.remat,

@@ -1,0 +1,347 @@
+"""Predicts the rates of async_data_parallel and swarm, whose workers or peers do not wait for each other.
+
+Both are simulated: workers and their server by jaxpar/asynchronous/contention.py, peers by jaxpar/swarm/run.py. The
+times of layers, updates and messages are those of the other predictions. A run is predicted in which every worker or
+peer has a device that computes while the others do, as live ones have; emulated ones are predicted as if they were
+live, with the relative delays, failures and speeds that the config gives them. The search does not rank them, because
+a step from stale gradients is worth less, and a rate does not include that.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from jaxpar import strategies
+from jaxpar.analysis.planner.predict import StateBytes, StepCosts, replicas_costs
+from jaxpar.analysis.planner.search import (
+    Candidate,
+    Settings,
+    Space,
+    StateRatios,
+    candidate_of_plan,
+    with_settings,
+)
+from jaxpar.asynchronous import options as updates
+from jaxpar.asynchronous.contention import ServerTimes, simulate_contention
+from jaxpar.asynchronous.delays import compute_times, mean_compute_time
+from jaxpar.asynchronous.layouts import server_layouts
+from jaxpar.asynchronous.table import UpdateTable
+from jaxpar.errors import UserError, accepted, format_count
+from jaxpar.mesh import DATA, STAGE
+from jaxpar.plan import Plan, Traffic, state_memory
+from jaxpar.state import abstract_state, nbytes
+from jaxpar.swarm import options as swarms
+from jaxpar.swarm.actions import RECEIVE, RECEIVE_INPUT
+from jaxpar.swarm.costs import SwarmSettings, Workload
+from jaxpar.swarm.options import StageSizes
+from jaxpar.swarm.record import SwarmRun
+from jaxpar.swarm.run import run_swarm
+from jaxpar.swarm.trace import SwarmPeer
+
+NUM_STEPS, WARM_UP = 120, 20  # simulated steps of workers, and those of them that do not count
+SWARM_STEPS, SWARM_WARM_UP = 12, 4  # the same of a swarm
+CROWDED_ROUNDS = 4  # simulations of a swarm that shares cores, each with the number of busy peers of the one before
+UNRANKED = ("async_data_parallel", "swarm")
+
+
+class UnrankedCandidate(NamedTuple):
+    """A way to train that is not compared with others, and its predicted rate.
+
+    Attributes:
+      name: the strategy and its sizes, such as `ssp with bound 3, 8 workers`.
+      settings: the keys of the config that select it.
+      seconds: time in which config.batch_size examples are trained on, in the long run.
+      mean_staleness: mean number of updates that are missing in the weights that a gradient is computed from.
+      max_staleness: the largest such number.
+      sent_bytes: by device, bytes that it sends in this time.
+      device_bytes: by device, bytes that it needs.
+      fits: whether these fit into the memory of a device.
+    """
+
+    name: str
+    settings: Settings
+    seconds: float
+    mean_staleness: float
+    max_staleness: int
+    sent_bytes: tuple[float, ...]
+    device_bytes: tuple[float, ...]
+    fits: bool
+
+
+def unranked(space: Space, ratios: StateRatios) -> list[UnrankedCandidate | str]:
+    """Return async, ssp and swarm on all devices, with the other settings of the config, or why one is not possible."""
+    n = space.num_devices
+    workers = {
+        "strategy": "async_data_parallel",
+        "mesh.data": n,
+        "asynchronous.num_workers": n,
+        "asynchronous.table": "",
+    }
+    peers = {"strategy": "swarm", "mesh.data": n, "swarm.peers": str(n), "swarm.trace": ""}
+    chosen: list[Settings] = [
+        *({**workers, "asynchronous.policy": policy, **_without_others(policy)} for policy in updates.LIVE_POLICIES),
+        peers,
+        {**peers, "swarm.mode": "emulated", "swarm.delayed": True, "swarm.compress": "int8"},
+    ]
+    found = []
+    for settings in chosen:
+        one = predicted(space, with_settings(space.config, settings), ratios)
+        assert not isinstance(one, Candidate)
+        found.append(one if isinstance(one, str) else one._replace(settings=settings))
+    return found
+
+
+def _without_others(policy: str) -> Settings:
+    """Return None for the settings of other policies than this one."""
+    others = {key for settings in updates.POLICY_SETTINGS.values() for key in settings}
+    return {f"asynchronous.{key}": None for key in others - set(updates.POLICY_SETTINGS.get(policy, {}))}
+
+
+def predicted(space: Space, config: ConfigDict, ratios: StateRatios) -> Candidate | UnrankedCandidate | str:
+    """Return the prediction for a config, or the reason why there is none.
+
+    Args:
+      space: the cluster, and the problem of the config.
+      config: the config.
+      ratios: `state_ratios` of the problem, which take a second or more.
+    """
+    cluster, problem = space.machine.cluster, space.problem
+    if config.strategy == "swarm":  # the process with the state, or with the emulation, is one; peers are on all hosts
+        cluster, problem = replace(cluster, num_processes=1), problem._replace(num_steps=SWARM_STEPS)
+    plan = strategies.possible(config, problem, cluster)
+    if isinstance(plan, str):
+        return plan
+    if plan.strategy not in UNRANKED:
+        return candidate_of_plan(space, config, plan)
+    candidate = workers_candidate if plan.strategy == "async_data_parallel" else swarm_candidate
+    return candidate(space, config, plan, ratios)
+
+
+def crowding(space: Space, number: int) -> float:
+    """Return how many times as long this number of devices take if they work at the same time."""
+    return float(space.machine.together(np.ones(number)))
+
+
+# ---- workers and a server -------------------------------------------------------------------------------------------
+
+
+def workers_candidate(
+    space: Space, config: ConfigDict, plan: Plan[Any], ratios: StateRatios
+) -> UnrankedCandidate | str:
+    """Return the prediction for workers that send gradients to a server, or the reason why there is none.
+
+    plan: of config.strategy async_data_parallel.
+    """
+    policy, places = config.asynchronous.policy, plan.details.places
+    if policy not in updates.LIVE_POLICIES:
+        return f"config.asynchronous.policy is {policy!r}; only {' and '.join(updates.LIVE_POLICIES)} are predicted"
+    bound = updates.policy_settings(config).get("bound", math.inf)
+    costs = gradient_costs(space, config, places.num_workers, ratios)
+    table = simulate_contention(
+        places,
+        server_times(space, config, plan, costs),
+        NUM_STEPS * places.num_workers,
+        bound=bound,
+        crowding=cache(partial(crowding, space)),
+    )
+    counted = table.step >= WARM_UP
+    sent, params = [0.0] * len(plan.memory), float(nbytes(space.problem.model.shapes))
+    for worker in table.worker[counted].tolist():
+        device = places.of_worker(worker)
+        if device != places.server:
+            sent[places.server] += params / (NUM_STEPS - WARM_UP)  # the weights
+            sent[device] += params / (NUM_STEPS - WARM_UP)  # the gradient
+    with_bound = f" with bound {bound}" if policy == "ssp" else ""
+    held = device_bytes(space, plan, table, costs)
+    return UnrankedCandidate(
+        f"{policy}{with_bound}, {format_count(places.num_workers, 'worker')}",
+        {},
+        step_seconds(table, WARM_UP),
+        float(table.staleness[counted].mean()),
+        int(table.staleness[counted].max()),
+        tuple(sent),
+        held,
+        max(held) <= space.usable_bytes,
+    )
+
+
+def step_seconds(table: UpdateTable, warm_up: int) -> float:
+    """Return the time in which as many gradients finish as a step has, after the first `warm_up` steps."""
+    first = warm_up * table.num_workers
+    seconds = table.finish[-1] - table.finish[first - 1]
+    return float(seconds / (len(table.finish) - first) * table.num_workers)
+
+
+def gradient_costs(space: Space, config: ConfigDict, num_workers: int, ratios: StateRatios) -> StepCosts:
+    """Return the costs of a gradient of a worker, and of an update, on a device alone. Memory is without the state."""
+    remat, accumulation = config.model.remat, config.optimizer.accumulation_steps
+    size = config.batch_size // (num_workers * accumulation)
+    params = float(nbytes(space.problem.model.shapes))
+    return replicas_costs(
+        space.layers.profile(size, remat),
+        space.layers.memory(size, remat, is_split=False),
+        space.machine,
+        {DATA: 1, STAGE: 1},
+        accumulation,
+        (),
+        StateBytes(0.0, 0.0, params),
+        ratios.update * params,
+        is_scanned=config.model.scan_layers is not False and space.machine.overlaps,
+        gathers_layers=False,
+    )
+
+
+def server_times(space: Space, config: ConfigDict, plan: Plan[Any], costs: StepCosts) -> ServerTimes:
+    """Return the times of workers and server. The delays of the config are relative to the time of a gradient."""
+    source: Any = plan.decision.source
+    delays, workers = source.delays, plan.details.places.num_workers
+    unit = (costs.seconds - costs.update) / mean_compute_time(delays)
+    draws = compute_times(delays._replace(slowdown=1.0), workers, config.seed)
+    arrays = jax.tree.leaves(space.problem.model.shapes)
+    message = space.machine.collective(Traffic("copy", "float32", DATA, nbytes(arrays), len(arrays)), plan.axes)
+    return ServerTimes(
+        [_scaled(one, unit) for one in draws],
+        (*(1.0,) * (workers - 1), delays.slowdown),
+        pull=message,
+        push=message,
+        update=costs.update + space.machine.started(1),
+    )
+
+
+def _scaled(times: Iterator[float], unit: float) -> Iterator[float]:
+    return (unit * seconds for seconds in times)
+
+
+def device_bytes(space: Space, plan: Plan[Any], table: UpdateTable, costs: StepCosts) -> tuple[float, ...]:
+    """Return the bytes of each device: the state of the table's run, and a gradient, computed by it or that arrives."""
+    details, params = plan.details, nbytes(space.problem.model.shapes)
+    like = abstract_state(space.problem.model, details.optimizer)
+    memory = state_memory(server_layouts(like, details.mitigations, table, details.places))
+    computing = set(details.places.of_workers)
+    return tuple(
+        sum(parts.values()) + (costs.nbytes if device in computing else params) for device, parts in enumerate(memory)
+    )
+
+
+# ---- swarm ----------------------------------------------------------------------------------------------------------
+
+
+def swarm_candidate(space: Space, config: ConfigDict, plan: Plan[Any], ratios: StateRatios) -> UnrankedCandidate | str:
+    """Return the prediction for a swarm with a peer on each device, or the reason why there is none."""
+    s = config.swarm
+    source: Any = plan.decision.source
+    peers = source.peers or [SwarmPeer(f"p{number}") for number in range(int(s.peers))]
+    if len(peers) > space.num_devices:
+        return f"config.swarm.peers is {s.peers!r}; it must be at most {space.num_devices}, the number of devices"
+    stages, workload, sizes = accepted(swarms.plan_stages(config, space.problem))
+    workload = with_stage_times(space, config, workload, stages.bounds)
+    workload = workload._replace(state_bytes=workload.gradient_bytes * (1 + ratios.optimizer))
+    settings = SwarmSettings(
+        SWARM_STEPS,
+        swarms.swarm_microbatches(config),
+        delayed=s.delayed,
+        rebalance_seconds=s.rebalance_seconds,
+        rule=s.rule,
+        seed=config.seed,
+    )
+    try:
+        run = run_crowded(space, linked(space, peers), workload, source.trace, settings)
+    except UserError as error:
+        return f"config.swarm: the failures must let each stage have a peer for long enough, but {error}"
+    update = space.machine.moved(space.machine.update_repeats * ratios.update * workload.gradient_bytes, 1)
+    seconds = (run.update_times[-1] - run.update_times[SWARM_WARM_UP - 1]) / (SWARM_STEPS - SWARM_WARM_UP)
+    copies = 2 + ratios.optimizer + s.delayed  # parameters, gradients, optimizer and older parameters
+    held = peer_bytes(
+        space, config, stages.bounds, [copies * gradient for gradient in sizes.gradients], run, len(peers)
+    )
+    changes = ", delayed" * s.delayed + f", {s.compress} messages" * (s.compress != "none")
+    return UnrankedCandidate(
+        f"swarm, {format_count(len(peers), 'peer')} in {format_count(stages.num_stages, 'stage')}{changes}",
+        {},
+        float(seconds) + update,
+        float(s.delayed),
+        int(s.delayed),
+        peer_traffic(run, sizes, len(peers)),
+        held,
+        max(held) <= space.usable_bytes,
+    )
+
+
+def with_stage_times(space: Space, config: ConfigDict, workload: Workload, bounds: Sequence[int]) -> Workload:
+    """Return the workload with the times of the layers. A backward pass computes the forward pass again."""
+    size = config.batch_size // swarms.swarm_microbatches(config)
+    layers, started = space.layers.profile(size, "none"), space.machine.started(1)
+    stages = [layers[first:end] for first, end in itertools.pairwise(bounds)]
+    forward = [sum(layer.forward_s for layer in stage) + started for stage in stages]
+    backward = [sum(layer.backward_s for layer in stage) for stage in stages]
+    both = tuple(sum(passes) for passes in zip(forward, backward, strict=True))
+    return workload._replace(forward=tuple(forward), backward=both)
+
+
+def linked(space: Space, peers: Sequence[SwarmPeer]) -> list[SwarmPeer]:
+    """Return peers with the links of the cluster, or with their own ones where those are slower."""
+    axes = {DATA: space.num_devices, STAGE: 1}
+    sends = partial(Traffic, "copy", "float32", DATA)
+    gigabyte, message = (space.machine.collective(one, axes) for one in (sends(1e9, 0), sends(0, 1)))
+    bandwidth = 1e9 / gigabyte if gigabyte else math.inf
+    return [
+        peer._replace(bandwidth=min(peer.bandwidth, bandwidth), latency=max(peer.latency, message / 2))
+        for peer in peers
+    ]
+
+
+def run_crowded(
+    space: Space, peers: Sequence[SwarmPeer], workload: Workload, trace: Any, settings: SwarmSettings
+) -> SwarmRun:
+    """Return the run of peers. If devices share cores, all passes take longer the more peers are busy on average."""
+    run = run_swarm(peers, workload, trace, settings)
+    if crowding(space, len(peers)) == 1.0:
+        return run
+    for _ in range(CROWDED_ROUNDS):
+        busy = float((run.table.finish - run.table.start).sum()) / run.update_times[-1]
+        factor = float(np.interp(busy, range(1, len(peers) + 1), [crowding(space, n + 1) for n in range(len(peers))]))
+        forward, backward = (tuple(factor * seconds for seconds in passes) for passes in workload[:2])
+        run = run_swarm(peers, workload._replace(forward=forward, backward=backward), trace, settings)
+    return run
+
+
+def peer_traffic(run: SwarmRun, sizes: StageSizes, num_peers: int) -> tuple[float, ...]:
+    """Return the bytes that each peer sends in a step, on average: messages, and rings that average gradients."""
+    sent = [0.0] * num_peers
+    for action in itertools.chain.from_iterable(run.actions):
+        if action.kind in RECEIVE:
+            sent[action.source] += sizes.messages[action.stage - (action.kind == RECEIVE_INPUT)]
+    for group, gradient in (
+        (group, x) for groups in run.groups for group, x in zip(groups, sizes.gradients, strict=True)
+    ):
+        for peer in group:
+            sent[peer] += 2 * (len(group) - 1) / len(group) * gradient
+    return tuple(nbytes / len(run.actions) for nbytes in sent)
+
+
+def peer_bytes(
+    space: Space, config: ConfigDict, bounds: Sequence[int], states: Sequence[float], run: SwarmRun, num_peers: int
+) -> tuple[float, ...]:
+    """Return the bytes of each peer at its last stage: `states` of the stage, inputs that it holds, and a pass.
+
+    A stage without other peers holds the inputs of all microbatches of a step, and other stages equal parts of them.
+    """
+    size, number = config.batch_size // swarms.swarm_microbatches(config), swarms.swarm_microbatches(config)
+    layers, memory = space.layers.profile(size, "none"), space.layers.memory(size, "none", is_split=False)
+    stage_of = {int(peer): int(stage) for peer, stage in zip(run.service.peer, run.service.stage, strict=True)}
+    held = [0.0] * num_peers
+    for peer, stage in stage_of.items():
+        first, end = bounds[stage], bounds[stage + 1]
+        inputs = (
+            math.ceil(number / list(stage_of.values()).count(stage)) * layers[first - 1].output_bytes if first else 0
+        )
+        working = sum(of.computed + of.narrowed for of in memory[first:end]) + layers[end - 1].output_bytes
+        held[peer] = states[stage] + inputs + space.machine.activation_repeats * working
+    return tuple(held)
