@@ -70,7 +70,7 @@ def operations(function: Callable[..., Any], *args: Any) -> list[Operation]:
     return _count(jax.make_jaxpr(function)(*args).jaxpr)
 
 
-class _Equation(NamedTuple):
+class FlatEquation(NamedTuple):
     """An equation of a jaxpr in which calls are replaced by what they call. Arrays are numbered."""
 
     equation: core.JaxprEqn
@@ -78,18 +78,28 @@ class _Equation(NamedTuple):
     written: list[int]
 
 
-class _Flat:
-    """The equations of a jaxpr, in order."""
+class FlatJaxpr:
+    """The equations of a jaxpr, in order.
+
+    Attributes:
+      equations: the equations.
+      nbytes: bytes by number of the array.
+      inputs: the numbers of the arguments, in their order, then of constants.
+      output_numbers: the numbers of the results, in order; None for literals.
+      outputs: the same as a set.
+    """
 
     def __init__(self, jaxpr: core.Jaxpr) -> None:
-        self.equations: list[_Equation] = []
-        self.nbytes: list[int] = []  # by number of the array
+        self.equations: list[FlatEquation] = []
+        self.nbytes: list[int] = []
         numbers: dict[Any, int] = {}  # of variables
         self.inputs = {self._number(numbers, variable) for variable in (*jaxpr.invars, *jaxpr.constvars)}
         self._add(jaxpr, numbers)
-        self.outputs = {
-            self._number(numbers, variable) for variable in jaxpr.outvars if not isinstance(variable, core.Literal)
-        }
+        self.output_numbers = [
+            None if isinstance(variable, core.Literal) else self._number(numbers, variable)
+            for variable in jaxpr.outvars
+        ]
+        self.outputs = {number for number in self.output_numbers if number is not None}
 
     def _number(self, numbers: dict[Any, int], variable: Any) -> int:
         if variable not in numbers:
@@ -118,7 +128,7 @@ class _Flat:
             else:
                 read = self._read(numbers, equation.invars)
                 written = [self._number(numbers, variable) for variable in equation.outvars]
-                self.equations.append(_Equation(equation, read, written))
+                self.equations.append(FlatEquation(equation, read, written))
 
 
 def _nbytes(variable: Any) -> int:
@@ -140,7 +150,7 @@ def _called(equation: core.JaxprEqn) -> core.Jaxpr | None:
 
 
 def _count(jaxpr: core.Jaxpr) -> list[Operation]:
-    flat = _Flat(jaxpr)
+    flat = FlatJaxpr(jaxpr)
     found, in_memory, for_products = list[Operation](), set(flat.inputs), set(flat.outputs)
     for one in flat.equations:
         name = one.equation.primitive.name
@@ -155,7 +165,7 @@ def _is_kernel(name: str) -> bool:
     return name in KERNELS
 
 
-def _kernel(one: _Equation, flat: _Flat) -> Iterator[Operation]:
+def _kernel(one: FlatEquation, flat: FlatJaxpr) -> Iterator[Operation]:
     """Yield the operations of an equation that is not fused."""
     equation, name = one.equation, one.equation.primitive.name
     read, written = (sum(flat.nbytes[number] for number in numbers) for numbers in (one.read, one.written))
@@ -188,7 +198,7 @@ def _is_causal(equation: core.JaxprEqn) -> bool:
     return bool(equation.params.get("is_causal", "CAUSAL" in str(equation.params.get("mask_type", ""))))
 
 
-def _passes(flat: _Flat, in_memory: set[int], wanted: set[int]) -> Operation:
+def _passes(flat: FlatJaxpr, in_memory: set[int], wanted: set[int]) -> Operation:
     """Return what the fused operations move. in_memory: arrays that others wrote; wanted: those that others read."""
     read, written, reduced = set[int](), set[int](), 0
     for one in flat.equations:

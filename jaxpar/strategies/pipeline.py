@@ -53,13 +53,13 @@ from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies import exchanges
 from jaxpar.strategies.auto_schedule import choose_schedule
 from jaxpar.strategies.division import Division, configured_division, refuse_division
-from jaxpar.strategies.placement import batch_placer, by_replica
+from jaxpar.strategies.placement import IN_PLACE, batch_placer, by_replica
 from jaxpar.strategies.schedules import AUTO_SCHEDULE, refuse_evaluation, stage_delays
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
 # Lets XLA write to a stash in place inside the branch of an action. Otherwise it copies whole stashes in every clock.
-IN_PLACE = {f"xla_{backend}_copy_insertion_use_region_analysis": True for backend in ("cpu", "gpu")}
+STASH_IN_PLACE = IN_PLACE | {"xla_gpu_copy_insertion_use_region_analysis": True}
 
 
 def decide(config: ConfigDict, cluster: Cluster, model: Model | None, /) -> Refusals[Decision[Division]]:
@@ -361,4 +361,4 @@ def jit_on_mesh(function: Callable[..., Any], of_state: Layout, out_specs: Any, 
             state, batch, arrays
         )
 
-    return jax.jit(mapped, static_argnums=0, compiler_options=IN_PLACE, **options)
+    return jax.jit(mapped, static_argnums=0, compiler_options=STASH_IN_PLACE, **options)

@@ -15,6 +15,10 @@ from jaxpar.mesh import DATA
 from jaxpar.state import Canonical, State
 from jaxpar.step import Problem
 
+# Lets XLA on CPUs write moments in place. Otherwise it copies them when the step begins, because the new parameters and
+# the new moments are computed from them by different instructions.
+IN_PLACE: dict[str, Any] = {"xla_cpu_copy_insertion_use_region_analysis": True}
+
 
 def on_all(mesh: Mesh) -> NamedSharding:
     """Return the sharding of values replicated on all devices, such as sums over a batch."""

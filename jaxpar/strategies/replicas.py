@@ -29,7 +29,7 @@ from jaxpar.plan import Decision, Plan, state_memory
 from jaxpar.state import State
 from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies import exchanges
-from jaxpar.strategies.placement import batch_placer, by_replica, on_all
+from jaxpar.strategies.placement import IN_PLACE, batch_placer, by_replica, on_all
 from jaxpar.strategies.replica_state import ReplicaState, make_layouts, private_parts
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
@@ -115,7 +115,7 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
         return [CompiledProgram(lowered.compile(), exchange.branches)]
 
     shardings = jax.tree.map(lambda x: x.sharding, placed.abstract), on_all(mesh)
-    options = OVERLAP | gather_ahead() | ALTERNATE if exchange.fetch else OVERLAP
+    options = IN_PLACE | OVERLAP | (gather_ahead() | ALTERNATE if exchange.fetch else {})
     compiled_step = jax.jit(step, donate_argnums=0, out_shardings=shardings, compiler_options=options)
     waiting_evaluate = meshes.one_at_a_time(evaluate, mesh)
     return Strategy(

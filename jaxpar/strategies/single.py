@@ -22,7 +22,7 @@ from jaxpar.plan import Decision, Plan, state_memory
 from jaxpar.state import State, nbytes
 from jaxpar.step import Metrics, Problem, with_shardings
 from jaxpar.strategies import exchanges
-from jaxpar.strategies.placement import PlacedState, batch_placer, by_replica, on_all
+from jaxpar.strategies.placement import IN_PLACE, PlacedState, batch_placer, by_replica, on_all
 from jaxpar.strategies.strategy import CompiledProgram, Strategy
 from jaxpar.tasks import Sums
 
@@ -93,7 +93,9 @@ def build(plan: Plan[str], problem: Problem, devices: Sequence[jax.Device]) -> S
     def evaluate(state: State, batch: dict[str, jax.Array]) -> Sums:
         return steps.evaluate(problem, state.params, batch)
 
-    compiled_step = jax.jit(step, donate_argnums=0, out_shardings=(placed.shardings, on_all(mesh)))
+    compiled_step = jax.jit(
+        step, donate_argnums=0, out_shardings=(placed.shardings, on_all(mesh)), compiler_options=IN_PLACE
+    )
     arguments = placed.abstract, with_shardings(problem.batch, by_replica(mesh))
     return Strategy(
         plan,

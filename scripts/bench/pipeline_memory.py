@@ -12,7 +12,7 @@ from jaxpar.pipeline.executor.engine import PipelineEngine
 from jaxpar.pipeline.executor.packing import Packed
 from jaxpar.pipeline.executor.programs import StageInputs
 from jaxpar.state import State
-from jaxpar.strategies.pipeline import IN_PLACE
+from jaxpar.strategies.pipeline import STASH_IN_PLACE
 from scripts.bench.pipeline_case import FAST, Case, Parts, nbytes, temporary_bytes
 
 Stashes = dict[tuple[int, int], Packed]
@@ -63,7 +63,7 @@ def single_microbatch(case: Case) -> int:
 
 
 def _temporary(function: Callable[..., Any], *arguments: Any, donated: tuple[int, ...] = ()) -> int:
-    jitted = jax.jit(function, donate_argnums=donated, compiler_options=IN_PLACE | FAST)
+    jitted = jax.jit(function, donate_argnums=donated, compiler_options=STASH_IN_PLACE | FAST)
     return temporary_bytes(jitted.lower(*arguments).compile())
 
 

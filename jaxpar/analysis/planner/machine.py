@@ -16,9 +16,6 @@ ONE_HOP = "collective-permute"
 # Messages of a ring algorithm in a collective of n devices.
 MESSAGES = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1, "all-to-all": 1}  # times n - 1
 KERNEL_REPEATS = 2.0  # updates compiled for H100s move 1.8 to 2.4 times the bytes, as several kernels read an array
-# Bytes of activations in programs for CPUs / those of traced layers, chosen so that the rows of
-# scripts/bench/planned_memory.py agree on average: these programs keep the random bits of dropout and parts of norms.
-CPU_ACTIVATIONS = 1.4
 CLOCK_KERNELS = 10  # launches that a clock of a pipeline needs besides those of its actions
 
 
@@ -38,8 +35,8 @@ class Machine(Protocol):
         """Bytes that an update moves / those that are counted (updates.py)."""
 
     @property
-    def activation_repeats(self) -> float:
-        """Bytes of activations in a compiled program / those of traced layers."""
+    def runs_early(self) -> bool:
+        """Whether programs compute what they can before it is needed, and hold it: see cpu_memory.py."""
 
     @property
     def copies_packed_state(self) -> bool:
@@ -90,7 +87,7 @@ class GpuMachine(NamedTuple):
     cluster: Cluster
     overlaps: bool = True
     update_repeats: float = KERNEL_REPEATS
-    activation_repeats: float = 1.0
+    runs_early: bool = False
     copies_packed_state: bool = True  # as in programs compiled for H100s
 
     @property
@@ -145,7 +142,7 @@ class CpuMachine(NamedTuple):
     step_seconds: Mapping[int, float]
     overlaps: bool = False
     update_repeats: float = 1.0
-    activation_repeats: float = CPU_ACTIVATIONS
+    runs_early: bool = True
     copies_packed_state: bool = False
 
     def together(self, seconds: np.ndarray, copies: int = 1) -> np.ndarray:

@@ -111,9 +111,7 @@ def replicas_costs(
         exposed = max(gather - compute, 0.0) + max(reduce - hidden, reduce / len(layers)) + copied
     update = machine.moved(machine.update_repeats * update_bytes, n)
     seconds = machine.started(n) + compute + exposed + update
-    nbytes = replica_bytes(
-        layers, memory, state, accumulation, machine.activation_repeats, gathers_layers=gathers_layers
-    )
+    nbytes = replica_bytes(layers, memory, state, accumulation, gathers_layers=gathers_layers)
     return StepCosts(seconds, compute, 0.0, exposed, update, nbytes)
 
 
@@ -122,11 +120,10 @@ def replica_bytes(
     memory: Sequence[LayerMemory],
     state: StateBytes,
     accumulation: int,
-    repeats: float,
     *,
     gathers_layers: bool,
 ) -> float:
-    """Return the bytes of a replica. See `replicas_costs`; repeats: `Machine.activation_repeats`.
+    """Return the bytes of a replica on a GPU. See `replicas_costs`.
 
     The peak is in the backward pass. There, a layer has what its forward pass computed, again with rematerialization,
     and as much for gradients. The gradient of a microbatch is whole until the exchange scatters it, except with zero3,
@@ -140,7 +137,7 @@ def replica_bytes(
     else:
         gradient, copies = sum(weights), sum(of.narrowed for of in memory)
     accumulated = state.gradients if accumulation > 1 else 0.0
-    return state.parameters + state.optimizer + gradient + accumulated + copies + repeats * (held + working)
+    return state.parameters + state.optimizer + gradient + accumulated + copies + held + working
 
 
 def pipeline_costs(
@@ -171,11 +168,11 @@ def pipeline_costs(
       remat: none, dots or full.
     """
     stages = [layers[first:end] for first, end in pairwise(bounds)]
+    sent = largest_transfer(layers, bounds)
     clocks = clock_seconds(table, stage_times(stages))
     replicas = axes[DATA]
     of_clocks = machine.together(clocks, replicas)
     compute = float(clocks.sum(axis=0).max())
-    sent = max((stage[-1].output_bytes for stage in stages[:-1]), default=0.0)
     sends = sending_clocks(table)
     transfer = machine.collective(Traffic("collective-permute", "", STAGE, sent, 1), axes)
     transfers = sends * transfer
@@ -187,12 +184,17 @@ def pipeline_costs(
     updating = sum(fullest) + (fullest.parameters + fullest.optimizer if machine.copies_packed_state else 0.0)
     # The gradient of a layer exists before it is added to the accumulated one.
     computing = sum(fullest) + max(layer.weight_bytes for layer in layers)
-    activations = machine.activation_repeats * activation_bytes(table, layers, memory, bounds, sent, remat)
+    activations = activation_bytes(table, layers, memory, bounds, sent, remat)
     nbytes = max(computing + activations, updating)
     started = machine.started(table.num_devices * replicas)
     return StepCosts(
         started + clocks_s + exposed + update, compute, max(clocks_s - compute, 0.0), exposed, update, nbytes
     )
+
+
+def largest_transfer(layers: Sequence[LayerProfile], bounds: Sequence[int]) -> float:
+    """Return the bytes of the largest transfer between stages."""
+    return max((layers[end - 1].output_bytes for end in bounds[1:-1]), default=0.0)
 
 
 def stage_times(stages: Sequence[Sequence[LayerProfile]]) -> Times:
@@ -242,9 +244,22 @@ def activation_bytes(
       sent: bytes of the largest transfer.
       remat: none, dots or full.
     """
-    ranges = list(pairwise(bounds))
+    stashes = stash_bytes(table, layers, memory, bounds, sent, remat)
+    ranges = pairwise(bounds)
     computed = max(sum(of.computed + of.narrowed for of in memory[first:end]) for first, end in ranges)
-    working = computed + max(layer.output_bytes for layer in layers)
+    return stashes + computed + max(layer.output_bytes for layer in layers)
+
+
+def stash_bytes(
+    table: Table,
+    layers: Sequence[LayerProfile],
+    memory: Sequence[LayerMemory],
+    bounds: Sequence[int],
+    sent: float,
+    remat: str,
+) -> float:
+    """Return the bytes of stashes and transfers on a device. See `activation_bytes`."""
+    ranges = list(pairwise(bounds))
 
     def largest(nbytes: Sequence[float]) -> float:
         return max(nbytes[first] if remat == "full" else sum(nbytes[first:end]) for first, end in ranges)
@@ -255,7 +270,7 @@ def activation_bytes(
         stashes = sum(float(peak.max()) * largest(of_span) for peak, of_span in zip(peaks, by_span, strict=True))
     else:
         stashes = float(peak_stashed(table).max()) * largest([layer.stash_bytes for layer in layers])
-    return stashes + 4 * sent + working
+    return stashes + 4 * sent
 
 
 def splits_backward(table: Table) -> bool:

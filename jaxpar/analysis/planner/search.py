@@ -13,18 +13,23 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from jaxpar import strategies
+from jaxpar.analysis.planner import cpu_memory
 from jaxpar.analysis.planner.layers import Layers
 from jaxpar.analysis.planner.machine import Machine
 from jaxpar.analysis.planner.predict import (
     StateBytes,
     StepCosts,
+    largest_transfer,
     pipeline_costs,
     replicas_costs,
     splits_backward,
+    stash_bytes,
 )
 from jaxpar.analysis.planner.updates import exchange_bytes, update_bytes
+from jaxpar.exchange.gradients import MIB
 from jaxpar.exchange.presets import EXCHANGES, exchange_differs
 from jaxpar.exchange.reduce import ring_traffic
+from jaxpar.layout import SHARDED
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.pipeline.executor.partition import balanced
 from jaxpar.pipeline.search.layer_profile import LayerProfile
@@ -40,6 +45,7 @@ Settings = Mapping[str, Any]  # dotted key of the config -> value
 LARGEST_TABLE = 20_000  # devices x microbatches of the largest table that is made
 LARGEST_RING = 64  # replicas of a ring whose steps are written out in the program
 NANOSECOND = 1e-9
+ZERO_BUCKET = 25 * MIB  # the default of zero3
 HSDP = "hsdp"  # with a group for each host; on one host, it is zero3
 # Keys that a candidate sets, and their values without the strategy that needs another one.
 DEFAULTS_OF_CHOICES: Settings = {
@@ -236,6 +242,7 @@ def replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[A
     params, optimizer = memory["parameters"], sum(memory.values()) - memory["parameters"]
     gradients = params if gathers_layers or not shards else params / plan.num_replicas
     size = space.config.batch_size // (plan.num_replicas * accumulation)
+    state = StateBytes(params, optimizer, gradients)
     costs = replicas_costs(
         space.layers.profile(size, remat),
         space.layers.memory(size, remat, is_split=False),
@@ -243,12 +250,38 @@ def replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[A
         plan.axes,
         accumulation,
         traffic,
-        StateBytes(params, optimizer, gradients),
+        state,
         update,
         is_scanned=settings["model.scan_layers"] is not False and space.machine.overlaps,
         gathers_layers=gathers_layers,
     )
+    if space.machine.runs_early:
+        costs = costs._replace(nbytes=_replica_bytes_on_cpu(space, settings, plan, size, state))
     return Candidate(name, settings, costs, costs.nbytes <= space.usable_bytes)
+
+
+def _replica_bytes_on_cpu(space: Space, settings: Settings, plan: Plan[Any], size: int, state: StateBytes) -> float:
+    """Return the bytes of a replica. size: examples of a microbatch; state: that of a device."""
+    remat, scan, model = settings["model.remat"], settings["model.scan_layers"], space.problem.model
+    gathers_layers, is_divided = _gathers_layers(plan), plan.details == "sharding" and plan.num_replicas > 1
+    num_shares = plan.num_replicas if is_divided else 1
+    passes = space.layers.passes(size, "none", num_shares=num_shares)  # the rest is computed again too early to help
+    gradients, copies = [layer.weight_bytes for layer in space.layers.profile(size, remat)], 0.0
+    if gathers_layers:
+        gradients = [0.0] * len(gradients)
+        copies = cpu_memory.gathered_bytes(model, space.config.exchange_options.bucket_bytes or ZERO_BUCKET)
+    elif scan is True or (scan == "auto" and remat != "none"):
+        again, copies = space.layers.passes(size, remat, num_shares=num_shares), cpu_memory.stacked_bytes(model)
+        for run in filter(cpu_memory.is_run, model.runs):
+            passes = [*passes[: run.start], *again[run.start : run.stop], *passes[run.stop :]]
+    if not gathers_layers and not is_divided:
+        passes = cpu_memory.without_zeros(passes, model)
+    is_accumulated = settings["optimizer.accumulation_steps"] > 1
+    is_shared = plan.layouts["optimizer"].kind == SHARDED and not gathers_layers
+    updated = state.parameters / (plan.num_replicas if is_shared else 1)
+    return cpu_memory.replica_bytes(
+        passes, gradients, state, is_accumulated=is_accumulated, copies=copies, updated=updated
+    )
 
 
 # ---- pipelines ------------------------------------------------------------------------------------------------------
@@ -304,6 +337,9 @@ def pipeline_candidate(
     traffic = [ring_traffic("all-reduce", 2, DATA, replicas, largest, "float32", num_vectors=vectors)]
     update = ratios.update * largest
     costs = pipeline_costs(layers, memory, space.machine, axes, table, bounds, traffic, states, update, remat=remat)
+    if space.machine.runs_early:
+        nbytes = _pipeline_bytes_on_cpu(space, size, remat, table, bounds, max(states, key=sum))
+        costs = costs._replace(nbytes=nbytes)
     cuts = ",".join(layers[bound].name for bound in bounds[1:-1])
     settings = {
         "strategy": "pipeline",
@@ -317,6 +353,26 @@ def pipeline_candidate(
     }
     name = f"{schedule}, {table.num_devices} stages" + (f" x {replicas} replicas" if replicas > 1 else "")
     return Candidate(name, settings, costs, costs.nbytes <= space.usable_bytes)
+
+
+def _pipeline_bytes_on_cpu(
+    space: Space, size: int, remat: str, table: Table, bounds: Sequence[int], state: StateBytes
+) -> float:
+    """Return the bytes of a device. size: examples of a microbatch of a replica; state: that of the fullest device."""
+    layers = space.layers.profile(size, remat)
+    memory = space.layers.memory(size, remat, is_split=splits_backward(table))
+    sent = largest_transfer(layers, bounds)
+    kept = [layer.stash_bytes for layer in layers]
+    if remat == "full":  # a stage computes the forward pass of all its layers again
+        kept = [layer.held for layer in space.layers.passes(size, "none")]
+    return cpu_memory.pipeline_bytes(
+        space.layers.passes(size, remat, is_apart=True),
+        kept,
+        [layer.weight_bytes for layer in layers],
+        bounds,
+        stash_bytes(table, layers, memory, bounds, sent, remat),
+        state,
+    )
 
 
 def balanced_bounds(layers: Sequence[LayerProfile], num_stages: int) -> tuple[int, ...]:
@@ -351,6 +407,9 @@ def candidate_of_plan(space: Space, config: ConfigDict, plan: Plan[Any]) -> Cand
         costs = pipeline_costs(
             profile, memory, space.machine, plan.axes, table, bounds, plan.traffic, states, update, remat=details.remat
         )
+        if space.machine.runs_early:
+            nbytes = _pipeline_bytes_on_cpu(space, size, details.remat, table, bounds, max(states, key=sum))
+            costs = costs._replace(nbytes=nbytes)
         replicas = f" x {plan.num_replicas} replicas" if plan.num_replicas > 1 else ""
         name = f"{config.pipeline.schedule}, {table.num_devices} stages{replicas}"
         shown = {"pipeline.num_microbatches": table.num_microbatches, "pipeline.remat": details.remat}

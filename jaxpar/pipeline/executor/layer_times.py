@@ -28,6 +28,7 @@ class LayerPrograms:
     Attributes:
       programs: the programs; stage i is layer i.
       numbers: number of the program of each layer.
+      remat: none, full or dots.
     """
 
     def __init__(self, problem: Problem, microbatch: Mapping[str, Any], *, remat: str, num_phases: int = 2):
@@ -39,6 +40,7 @@ class LayerPrograms:
           remat: none, full or dots.
           num_phases: 2: F and BW; 3: F, B and W, which can be sized but not measured.
         """
+        self.remat = remat
         self._model, num_layers = problem.model, len(problem.model.layers)
         inputs = problem.model.inputs(abstract(microbatch))
         self._can_cut = [all(map(_has_gradient, jax.tree.leaves(x))) for x in inputs[1:]] + [True]  # after each layer
