@@ -17,7 +17,9 @@ from jaxpar.data.encoder import Encoder
 from jaxpar.data.plan import WINDOW
 from jaxpar.errors import UserError
 from jaxpar.inference import inputs
+from jaxpar.inference.generate import Completion, Generator
 from jaxpar.inference.predictor import Predictor
+from jaxpar.inference.sampling import Sampling
 from jaxpar.inference.trained import Trained, load_trained
 from jaxpar.tasks import Prediction
 
@@ -39,6 +41,11 @@ class LoadedModel:
     def predictor(self) -> Predictor:
         """The compiled programs."""
         return Predictor(self.trained)
+
+    @cached_property
+    def generator(self) -> Generator:
+        """What continues texts. Raises UserError if the model is not a causal language model of jaxpar."""
+        return Generator(self.trained)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -73,6 +80,34 @@ class LoadedModel:
             parts = (rows[start : start + most] for start in range(0, len(rows), most))
             windows = ((inputs.Window((), 0), self._encoder(part).split) for part in parts)
         return list(itertools.chain.from_iterable(found for _, found in self.predictor.stream(windows, top_k)))
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        max_tokens: int = 100,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> list[Completion]:
+        """Return the continuation of each prompt, in order.
+
+        `generator.stream` yields the pieces of texts as they are computed.
+
+        Args:
+          prompts: one or more texts to continue, all at the same time.
+          max_tokens: the longest continuation.
+          temperature: divisor of the logits; 0: every token is the most likely one.
+          top_k: draw from the most likely tokens, this many; 0: from all.
+          top_p: draw from the fewest tokens whose probabilities sum up to at least this.
+          seed: seed of the random numbers. The same seed gives the same text.
+
+        Raises:
+          UserError: an argument is invalid, or the model is not a causal language model.
+        """
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        return self.generator(texts, max_tokens, Sampling(temperature, top_k, top_p, seed))
 
     def is_truncated(self, texts: Sequence[Text]) -> list[bool]:
         """Return for each text whether it is longer than the model, which then reads its first tokens."""

@@ -70,7 +70,7 @@ class Service:
             )
         self._generator: Generator | None = None
         if self._trained.task.head == "causal_lm":
-            self._generator = Generator(self._trained)
+            self._generator = model.generator
         largest = 4 * model.predictor.batch_size  # sorted by length, and cut into batches
         self._most_choices = MOST_CHOICES if self._trained.task.ranks_choices else 1
         self._predict = Batcher(
@@ -203,7 +203,7 @@ class Service:
                 f"the task of the model is {self._trained.task.name!r}; to generate, it must be 'causal_lm'"
             )
         _check_keys(values, {"prompt"}, {"max_tokens", "temperature", "top_k", "top_p", "seed"})
-        prompt, max_tokens = values["prompt"], _number(values, "max_tokens", 100, int)
+        prompt, max_tokens = values["prompt"], _number(values, "max_tokens", min(100, self._limits.tokens), int)
         if not isinstance(prompt, str):
             raise UserError(f"prompt is {prompt!r:.60}; it must be a string")
         self._check_text("prompt", prompt)

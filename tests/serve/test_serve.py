@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import pytest
 
 import jaxpar
+from tests.inference.conftest import TrainedRun
 from tests.inference.conftest import classifier as classifier
+from tests.inference.conftest import trained_run as trained_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,7 +85,7 @@ def test_answers_equal_those_from_python(service: Service, classifier: Path) -> 
     status, answer = ask(service.port, "/predict", {"texts": texts, "top_k": 2})
     assert status == 200
     expected = jaxpar.load(classifier).predict(texts, top_k=2)
-    for ours, theirs in zip(answer["predictions"], expected, strict=True):
+    for ours, theirs in zip(answer["predictions"], json.loads(json.dumps(expected)), strict=True):
         assert ours["class"] == theirs["class"]
         assert [one["class"] for one in ours["top"]] == [one["class"] for one in theirs["top"]]
         assert ours["probability"] == pytest.approx(theirs["probability"], abs=1e-5)
@@ -138,6 +140,41 @@ def test_other_mistakes(service: Service) -> None:
     assert (status, answer["error"].partition(":")[0]) == (400, "the body must be JSON")
     status, answer = asyncio.run(request(port, "POST", "/predict", b"\x89PNG", kind="image/png"))
     assert (status, answer) == (415, {"error": "the content type is 'image/png'; it must be 'application/json'"})
+
+
+def test_continuations_do_not_depend_on_other_requests(trained_run: TrainedRun) -> None:
+    """Requests of different lengths, samplings and seeds at the same time get the texts that Python gets one by one."""
+    workdir = trained_run("causal_lm")
+    model = jaxpar.load(workdir)
+    requests: list[dict[str, Any]] = [
+        {"prompt": "red", "max_tokens": 5},
+        {"prompt": "blue cat", "max_tokens": 3},
+        *({"prompt": "red", "max_tokens": 6, "temperature": 2.0, "seed": seed} for seed in (1, 2, 1)),
+        {"prompt": "", "max_tokens": 4, "temperature": 1.0, "top_k": 3, "top_p": 0.9},
+    ]
+    expected = [
+        model.generate(one["prompt"], **{key: one[key] for key in one if key != "prompt"})[0] for one in requests
+    ]
+    service = start(workdir, "--max_tokens=50")
+
+    async def ask_all() -> list[tuple[int, Any]]:
+        bodies = (json.dumps(one).encode() for one in requests)
+        return await asyncio.gather(*(request(service.port, "POST", "/generate", body) for body in bodies))
+
+    for (status, answer), completion in zip(asyncio.run(ask_all()), expected, strict=True):
+        assert status == 200
+        assert (answer["prompt"], answer["text"]) == (completion.prompt, completion.text)
+        assert (answer["tokens"], answer["end"]) == (completion.tokens, completion.end)
+    for wrong, line in (
+        ({"prompt": 1}, "prompt is 1; it must be a string"),
+        ({"prompt": "a", "max_tokens": 51}, "max_tokens is 51; it must be at most 50"),
+        ({"prompt": "a", "top_p": 2}, "top_p is 2; it must be more than 0 and at most 1 (1: all tokens)"),
+        ({"prompt": "red " * 200}, "the prompt has 2"),
+    ):
+        status, answer = ask(service.port, "/generate", wrong)
+        assert (status, answer["error"][: len(line)]) == (400, line)
+    assert ask(service.port, "/predict", {"texts": ["red"]})[1]["predictions"][0]["next"]
+    assert stop(service) == (0, f"stopped   after {len(requests) + 1} answers")
 
 
 def test_none_of_500_concurrent_requests_is_lost(service: Service, classifier: Path) -> None:
