@@ -38,7 +38,7 @@ RUNS: dict[str, tuple[str, ...]] = {
 def records(number: int, seed: int) -> list[dict[str, Any]]:
     """Return examples of random words, with the labels of all tasks; their lengths cross a bucket."""
     rng = np.random.default_rng(seed)
-    found = []
+    found: list[dict[str, Any]] = []
     for _ in range(number):
         words = [WORDS[i] for i in rng.integers(0, len(WORDS), rng.integers(2, 13))]
         found.append({"words": words, "text": " ".join(words), "other": words[-1]})

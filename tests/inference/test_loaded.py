@@ -40,9 +40,8 @@ def tokens_of(name: str, workdir: Path, example: Any) -> dict[str, np.ndarray]:
     made = Tokenizer.from_file(str(workdir / "tokenizer.json"))
     made.enable_truncation(16, direction="left" if name == "causal_lm" else "right")
     is_words, is_special = name == "token_classification", name != "causal_lm"
-    encoding = made.encode(
-        *(example if name == "pairs" else [example]), is_pretokenized=is_words, add_special_tokens=is_special
-    )
+    text, pair = example if name == "pairs" else (example, None)
+    encoding = made.encode(text, pair, is_pretokenized=is_words, add_special_tokens=is_special)
     batch = {"inputs": np.array([encoding.ids], np.int32), "mask": np.ones((1, len(encoding.ids)), bool)}
     if name == "pairs":
         batch["segments"] = np.array([encoding.type_ids], np.int32)

@@ -16,7 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import jaxpar
+from jaxpar import mesh
 from jaxpar.data.rows import TextRow
+from jaxpar.errors import UserError
 from jaxpar.inference import inputs, outputs
 from jaxpar.inference.predictor import Predictor
 from scripts import predict
@@ -30,7 +32,7 @@ TEXTS = [str(one["text"]) for one in EXAMPLES]
 @pytest.fixture(autouse=True)
 def prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the JAX settings of the tests."""
-    monkeypatch.setattr(predict.mesh, "prepare_jax", lambda *_: None)
+    monkeypatch.setattr(mesh, "prepare_jax", lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +99,10 @@ def test_files(
     given, output = write(tmp_path / f"in.{source}"), tmp_path / f"out.{target}"
     assert run_script(monkeypatch, predict, f"--workdir={classifier}", f"--input={given}", f"--output={output}") == 0
     found = read(output)
-    typed = {"jsonl": {"csv": str, "jsonl": int, "parquet": str}, "parquet": dict.fromkeys(("jsonl", "parquet"), int)}
+    typed: dict[str, dict[str, type]] = {
+        "jsonl": {"csv": str, "jsonl": int, "parquet": str},
+        "parquet": dict.fromkeys(("jsonl", "parquet"), int),
+    }
     number = typed.get(source, {}).get(target, str)
     for one, example, prediction in zip(found, EXAMPLES, expected, strict=True):
         kept = {"text": example["text"]} if source == "txt" else {**example, "n": number(example["n"])}
@@ -119,7 +124,12 @@ def stdin() -> Iterator[Any]:
         reader, writer = os.pipe()
         os.dup2(reader, 0)
         os.close(reader)
-        threading.Thread(target=lambda: (os.write(writer, content), os.close(writer))).start()
+
+        def fill() -> None:
+            with os.fdopen(writer, "wb") as pipe:
+                pipe.write(content)
+
+        threading.Thread(target=fill).start()
 
     yield set_input
     os.dup2(saved, 0)
@@ -412,7 +422,7 @@ def test_mistakes_end_in_one_line(
 
 def test_a_run_without_a_tokenizer(trained_run: TrainedRun) -> None:
     trained = jaxpar.load(trained_run("classification")).trained
-    with pytest.raises(predict.UserError, match="without a tokenizer; it must be a run on texts"):
+    with pytest.raises(UserError, match="without a tokenizer; it must be a run on texts"):
         inputs.make_encoder(trained.__class__(**{**trained.__dict__, "tokenizer": None}))
 
 
@@ -446,7 +456,7 @@ def test_reading_ahead_is_bounded_and_raises() -> None:
     assert next(found) == 0
     threading.Event().wait(0.05)
     assert len(made) <= 5
-    rest = []
+    rest: list[int] = []
     with pytest.raises(ZeroDivisionError):
         rest.extend(found)
     assert len(made) == 100
