@@ -380,7 +380,11 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], list[str], list[
     # lr * weight_decay is 2e-7, which is two roundings of a parameter.
     "lost decay": (lost_decay, [*MLP, *SHARD_MAP, "optimizer.lr=2e-5"], [f"update of {layer}" for layer in LAYERS]),
     "lost moments": (lost_moments, [*MLP, *PIPELINE], [f"resume of {layer}" for layer in LAYERS]),
-    "doubled evaluation": (doubled_evaluation, MLP, ["evaluation weight", "evaluation correct"]),
+    "doubled evaluation": (
+        doubled_evaluation,
+        MLP,
+        [f"evaluation {name}" for name in ("weight", "confusion", "correct", "examples")],
+    ),
     "wrong accuracy": (wrong_accuracy, MLP, ["correct"]),
     "earlier version": (earlier_version, [*MLP, *PIPEDREAM], ["gradient of embed", "gradient of head"]),
     "missing update": (missing_update, [*MLP, *PIPEDREAM], [f"update of {layer}" for layer in LAYERS]),

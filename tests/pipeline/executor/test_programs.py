@@ -19,7 +19,7 @@ from jaxpar.pipeline.executor.split_backward import Origin
 from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.tables.table import loop_stages
 from jaxpar.step import abstract
-from jaxpar.tasks.classification import TASK
+from jaxpar.tasks.language_models import CAUSAL_LM
 from jaxpar.tasks.token_logits import whole
 from tests.models.small import CPU, LENGTH, VOCAB, fast_jit, info_of, make_params, small_config
 from tests.pipeline.cuts import flops_of, primitives, run_actions
@@ -68,7 +68,7 @@ def make_stage(name: str, task: str, bounds: tuple[int, ...], device: int, **ove
         small_config(name, task, num_layers=bounds[-1] - 2, **{"dropout": 0.3, **overrides}), info_of(name, task), CPU
     )
     rows, rng = make_rows(name, task), np.random.default_rng(3)
-    stages = Stages(model, bounds, loop_stages(len(bounds) - 1, 1), model.inputs(abstract(rows)), TASK)
+    stages = Stages(model, bounds, loop_stages(len(bounds) - 1, 1), model.inputs(abstract(rows)), CAUSAL_LM)
     held = stages.select(make_params(model), device)
     dtype = jnp.dtype(overrides.get("dtype", "float32"))
     x, dy = (jnp.asarray(rng.normal(size=(B, T, D)), dtype) for _ in range(2))
@@ -229,7 +229,9 @@ def test_a_program_stands_for_other_layers() -> None:
     bounds = (0, 1, 2, 3, 6, 7)
     one = make_stage(*GPT, bounds, 1)
     model: Model = one.stages.model
-    stages = Stages(model, (0, 1, 2, 3, 4, 5, 7), loop_stages(6, 1), model.inputs(abstract(one.given.microbatch)), TASK)
+    stages = Stages(
+        model, (0, 1, 2, 3, 4, 5, 7), loop_stages(6, 1), model.inputs(abstract(one.given.microbatch)), CAUSAL_LM
+    )
     assert (stages.kinds[4], stages.examples[1]) == (1, 1)
     params = make_params(model)
     names = stages.local_names(4)

@@ -16,7 +16,7 @@ from jaxpar.pipeline.executor.programs import StageInputs, StageOutputs, StagePr
 from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.tables.table import loop_stages, v_stages
 from jaxpar.step import abstract
-from jaxpar.tasks.classification import TASK
+from jaxpar.tasks.language_models import CAUSAL_LM
 from tests.models.small import CPU, fast_jit, info_of, make_params, small_config
 from tests.pipeline.cuts import readable
 from tests.pipeline.executor.test_programs import GPT, B, T, V, by_hand, make_rows
@@ -90,7 +90,7 @@ def test_stages_one_by_one_train_as_one_device(
 ) -> None:
     model, params = make_model()
     microbatches = make_microbatches()
-    stages = Stages(model, BOUNDS, placement, model.inputs(abstract(microbatches[0])), TASK)
+    stages = Stages(model, BOUNDS, placement, model.inputs(abstract(microbatches[0])), CAUSAL_LM)
     programs = StagePrograms(stages, abstract(microbatches[0]), abstract(KEY), num_phases=num_phases, remat=remat)
     assert len(programs.programs) == num_programs
     peers, loss = [Peer(programs, params, stage) for stage in range(4)], jnp.zeros(())

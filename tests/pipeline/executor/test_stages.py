@@ -13,7 +13,7 @@ from jaxpar.models import Context, Model
 from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.tables.table import loop_stages, v_stages
 from jaxpar.step import abstract
-from jaxpar.tasks.classification import TASK
+from jaxpar.tasks.language_models import CAUSAL_LM
 from tests.models.small import fast_jit, small
 
 GPT, PARAMS, BATCH = small("gpt", "causal_lm", num_layers=12)  # embed, block_0 .. block_11, head: 14 layers
@@ -23,7 +23,7 @@ TIE = ("head", "tokens", "embed", "tokens")
 
 
 def pipeline(bounds: tuple[int, ...], placement: np.ndarray) -> Stages:
-    return Stages(GPT, bounds, placement, GPT.inputs(ROWS), TASK)
+    return Stages(GPT, bounds, placement, GPT.inputs(ROWS), CAUSAL_LM)
 
 
 SEVEN = pipeline(TWO_EACH, loop_stages(7, 1))
@@ -139,7 +139,7 @@ def test_kinds_differ_by_input_definition_and_number() -> None:
     model = Model({f"layer_{i}": make for i, make in enumerate(makers)})
 
     def kinds(*bounds: int) -> list[int]:
-        return Stages(model, bounds, loop_stages(len(bounds) - 1, 1), model.inputs(rows), TASK).kinds
+        return Stages(model, bounds, loop_stages(len(bounds) - 1, 1), model.inputs(rows), CAUSAL_LM).kinds
 
     assert kinds(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10) == [0, 1, 1, 2, 3, 4, 5, 4, 4, 6]
     assert kinds(0, 1, 3, 4, 6, 7, 8, 9, 10) == [0, 1, 2, 3, 4, 5, 5, 6]
