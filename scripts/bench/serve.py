@@ -29,7 +29,7 @@ WORDS = ("a", "small", "dog", "that", "runs", "quickly", "of", "the", "house", "
 
 def start(workdir: Path) -> tuple["subprocess.Popen[str]", int]:
     """Start the service, and return its process and port."""
-    command = [sys.executable, ROOT / "scripts" / "serve.py", f"--workdir={workdir}", "--port=0"]
+    command = [sys.executable, str(ROOT / "scripts" / "serve.py"), f"--workdir={workdir}", "--port=0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None

@@ -18,6 +18,7 @@ from jaxpar.analysis.planner.search import Candidate, Space, state_ratios
 from jaxpar.analysis.planner.unranked import UnrankedCandidate, linked, predicted, unranked
 from jaxpar.analysis.rates import EFFICIENCY
 from jaxpar.cluster import Cluster
+from jaxpar.measure.early_memory import PassMemory
 from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.state import nbytes
 from jaxpar.swarm.trace import SwarmPeer
@@ -47,6 +48,9 @@ class FixedLayers:
     def memory(self, _size: int, _remat: str, *, is_split: bool) -> list[LayerMemory]:
         assert not is_split
         return [LayerMemory(0.0, 0.0) for _ in self._names]
+
+    def passes(self, _size: int, _remat: str, *, is_apart: bool = False, num_shares: int = 1) -> list[PassMemory]:
+        raise AssertionError("these are layers on GPUs")
 
 
 def make_space(cluster: Cluster = FREE, machine: Machine | None = None) -> Space:
@@ -121,7 +125,10 @@ def test_a_saturated_server_sends_at_its_rate() -> None:
 
 
 def test_bytes_of_workers_and_server(free: Space) -> None:
-    """Workers and server send what the plan of a live run has. The server holds AdamW's moments, and a gradient that arrives."""
+    """Workers and server send what the plan of a live run has.
+
+    The server holds AdamW's moments, and a gradient that arrives.
+    """
     settings = *WORKERS, "asynchronous.num_workers=3", "mesh.data=4", "asynchronous.mode=live"
     found, params = rate_of(free, *settings), nbytes(free.problem.model.shapes)
     config = copy.deepcopy(free.config)

@@ -59,7 +59,7 @@ def test_a_full_queue_refuses_all_items_of_a_request() -> None:
             await batcher([4, 5])
         assert batcher.num_waiting == 2
         doubler.go.set()
-        assert await asyncio.gather(first, second) == [[2], [4, 6]]
+        assert (await first, await second) == ([2], [4, 6])
 
     assert run(test) == [[1], [2, 3]]
 
@@ -83,7 +83,7 @@ def test_items_of_clients_that_went_away_are_not_computed() -> None:
         second.cancel()
         await asyncio.sleep(0)
         doubler.go.set()
-        assert await asyncio.gather(first, third) == [[2], [6]]
+        assert (await first, await third) == ([2], [6])
 
     assert run(test) == [[1], [3]]
 

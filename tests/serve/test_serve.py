@@ -32,7 +32,7 @@ class Service(NamedTuple):
 
 def start(workdir: Path, *flags: str) -> Service:
     """Start the service and return it when it serves."""
-    command = [sys.executable, "-P", ROOT / "scripts" / "serve.py", f"--workdir={workdir}", "--port=0", *flags]
+    command = [sys.executable, "-P", str(ROOT / "scripts" / "serve.py"), f"--workdir={workdir}", "--port=0", *flags]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     assert process.stdout is not None

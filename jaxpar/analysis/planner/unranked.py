@@ -343,5 +343,5 @@ def peer_bytes(
             math.ceil(number / list(stage_of.values()).count(stage)) * layers[first - 1].output_bytes if first else 0
         )
         working = sum(of.computed + of.narrowed for of in memory[first:end]) + layers[end - 1].output_bytes
-        held[peer] = states[stage] + inputs + space.machine.activation_repeats * working
+        held[peer] = states[stage] + inputs + working
     return tuple(held)
