@@ -33,7 +33,7 @@ EXPENSIVE = (
     *("div", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "erfc", "erf_inv", "sqrt", "rsqrt"),
     *("pow", "sin", "cos", "tan", "rem", "cbrt", "atan2"),
 )
-FUSED = {*SHAPING, *CHEAP, *EXPENSIVE}
+FUSIBLE = {*SHAPING, *CHEAP, *EXPENSIVE}
 LOOPS = {"scan": "jaxpr", "while": "body_jaxpr"}  # and the parameter that is their body
 SUMS = "reduce_"  # the beginning of their names
 
@@ -127,7 +127,7 @@ class _Operations:
             for step in ("square", "neg", "exp"):
                 power = self._add(step, power, [self._new(size)], ((), "{}", str(results)))
             read = [*read, *power]
-        elif name in FUSED and name not in SHAPING:
+        elif name in FUSIBLE and name not in SHAPING:
             read = self._broadcast(one, str(results))
         self._add(name, read, one.written, about, _inside(equation))
 
@@ -168,14 +168,14 @@ class _Operations:
             if not any(array in self.readers or array in self.outputs for array in written):
                 continue  # nothing reads it
             first, is_fused = written[0], False
-            if name in FUSED and first not in in_memory:
+            if name in FUSIBLE and first not in in_memory:
                 is_fused = name not in EXPENSIVE or len(self.readers[first]) == 1
             for array in read:
                 self.readers.setdefault(array, set()).update(self.readers[first] if is_fused else {number})
                 if name.startswith(SUMS) or first in summed:
                     into_sum = uses[array] == 1 and makers.get(array) in CHEAP
                     (summed if into_sum else in_memory).add(array)
-                elif name not in FUSED:
+                elif name not in FUSIBLE:
                     in_memory.add(array)
             if not is_fused:
                 in_memory.update(written)
@@ -256,7 +256,7 @@ class _Run:
 
     def _overwritten(self, operation: _Operation, freed: Iterable[int]) -> int:
         """Return the bytes of operands whose memory the results take."""
-        if operation.name not in (*FUSED, *UPDATING, *LOOPS):
+        if operation.name not in (*FUSIBLE, *UPDATING, *LOOPS):
             return 0
         free = Counter(self._live[array] for array in freed if array in self._live)
         results = Counter(self._live[array] for array in operation.written if array in self._live)

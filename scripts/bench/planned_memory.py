@@ -60,10 +60,10 @@ CPU_CASES = {
     "bert tiny": Case(512, 64, 8192, ("model.size=tiny",)),
     "gpt2, 2 layers": Case(16, 256, 50257, (*GPT, "model.num_layers=2")),
 }
-LLAMA = ("model.norm=rmsnorm", "model.activation=swiglu", "model.positions=rotary", "model.num_kv_heads=2")
+LLAMA = ("model.norm=rmsnorm", "model.activation=swiglu", "model.num_kv_heads=2")  # besides positions
 HELD_OUT_CASES = {
     "bert mini": Case(128, 128, 16384, ("model.size=mini",)),
-    "llama, 3 layers": Case(
+    "swiglu, 3 layers": Case(
         64, 64, 4096, (*GPT, *LLAMA, "model.num_layers=3", "model.hidden_size=256", "model.num_heads=4")
     ),
 }

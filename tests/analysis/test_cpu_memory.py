@@ -42,7 +42,7 @@ def test_the_backward_pass() -> None:
 )
 def test_replicas(is_accumulated: bool, updated: float, expected: float) -> None:
     state = StateBytes(10, 20, 7)
-    nbytes = cpu_memory.replica_bytes(
+    nbytes = cpu_memory.cpu_replica_bytes(
         PASSES, WEIGHTS, state, is_accumulated=is_accumulated, copies=100, updated=updated
     )
     assert nbytes == expected
@@ -51,7 +51,7 @@ def test_replicas(is_accumulated: bool, updated: float, expected: float) -> None
 def test_pipelines() -> None:
     """Stages of one and two layers; in the second one, a layer keeps 10 while the other needs 33, or 4 and 40."""
     state = StateBytes(10, 20, 7)
-    assert cpu_memory.pipeline_bytes(PASSES, [5, 10, 4], WEIGHTS, (0, 1, 3), 1000, state) == 37 + 1000 + 44 + 3
+    assert cpu_memory.cpu_pipeline_bytes(PASSES, [5, 10, 4], WEIGHTS, (0, 1, 3), 1000, state) == 37 + 1000 + 44 + 3
 
 
 def test_copies_of_parameters() -> None:

@@ -30,7 +30,7 @@ def backward_bytes(passes: Sequence[PassMemory], weights: Sequence[float]) -> fl
     return most
 
 
-def replica_bytes(
+def cpu_replica_bytes(
     passes: Sequence[PassMemory],
     gradients: Sequence[float],
     state: StateBytes,
@@ -94,7 +94,7 @@ def _layers(model: Model, run: LayerRun) -> Sequence[Layer]:
     return model.layers[run.start : run.stop]
 
 
-def pipeline_bytes(
+def cpu_pipeline_bytes(
     passes: Sequence[PassMemory],
     kept: Sequence[float],
     weights: Sequence[float],

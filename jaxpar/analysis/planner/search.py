@@ -279,7 +279,7 @@ def _replica_bytes_on_cpu(space: Space, settings: Settings, plan: Plan[Any], siz
     is_accumulated = settings["optimizer.accumulation_steps"] > 1
     is_shared = plan.layouts["optimizer"].kind == SHARDED and not gathers_layers
     updated = state.parameters / (plan.num_replicas if is_shared else 1)
-    return cpu_memory.replica_bytes(
+    return cpu_memory.cpu_replica_bytes(
         passes, gradients, state, is_accumulated=is_accumulated, copies=copies, updated=updated
     )
 
@@ -365,7 +365,7 @@ def _pipeline_bytes_on_cpu(
     kept = [layer.stash_bytes for layer in layers]
     if remat == "full":  # a stage computes the forward pass of all its layers again
         kept = [layer.held for layer in space.layers.passes(size, "none")]
-    return cpu_memory.pipeline_bytes(
+    return cpu_memory.cpu_pipeline_bytes(
         space.layers.passes(size, remat, is_apart=True),
         kept,
         [layer.weight_bytes for layer in layers],
