@@ -104,7 +104,7 @@ def main() -> None:
         default=0.0,
         help="divisor of the logits (default: 0, which chooses the most likely token)",
     )
-    parser.add_argument("--top_k", type=integer(0), default=0, help="draw from so many tokens (default: 0, all)")
+    parser.add_argument("--top_k", type=integer(0), default=0, help="number of tokens to draw from (default: 0, all)")
     parser.add_argument(
         "--top_p",
         type=number("a number from 0 to 1", 0, 1),

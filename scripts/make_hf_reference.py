@@ -7,8 +7,9 @@ This is the only script that needs torch, transformers and sentence-transformers
 
 A reference is a directory of random weights, written by `save_pretrained`, with an additional file example.safetensors
 that contains inputs, mask, segments (BERT only) and the logits in float32. That of bert_mean has no segments, and its
-classifier is in the folder 2_Dense, as `sentence-transformers` saves it. That of gpt_generation contains the prompts
-`inputs` of `lengths` tokens and their greedy continuations `greedy`, up to the longest text of the model.
+classifier is in the folder 2_Dense, as `sentence-transformers` saves it. The reference in
+tests/inference contains the prompts `inputs` of `lengths` tokens and their greedy continuations `greedy`, up to the
+longest text of the model.
 """
 
 import argparse
@@ -63,6 +64,7 @@ MODELS = {
 }
 
 
+GENERATED = Path(__file__).parents[1] / "tests" / "inference" / "reference" / "gpt_generation"
 GENERATION = transformers.GPT2Config(
     vocab_size=40, n_embd=16, n_layer=2, n_head=4, n_positions=32, pad_token_id=0, bos_token_id=1, eos_token_id=1
 )
@@ -79,7 +81,7 @@ def make_generation() -> None:
     greedy = torch.cat(
         [model.generate(prompt, max_length=GENERATION.n_positions, do_sample=False) for prompt in prompts]
     )
-    directory = REFERENCE / "gpt_generation"
+    directory = GENERATED
     model.save_pretrained(directory)
     (directory / "generation_config.json").unlink(missing_ok=True)
     save_file({"inputs": inputs, "lengths": lengths, "greedy": greedy}, directory / "example.safetensors")

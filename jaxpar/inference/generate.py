@@ -18,7 +18,7 @@ from tokenizers.decoders import DecodeStream
 
 from jaxpar.data import tokenizer as tokenizers
 from jaxpar.errors import UserError, format_count
-from jaxpar.inference.sampling import Sampling, choose, text_keys
+from jaxpar.inference.sampling import Sampling, choose_tokens, text_keys
 from jaxpar.inference.trained import Trained
 from jaxpar.models import Params
 from jaxpar.models.gpt import resolve
@@ -27,8 +27,8 @@ from jaxpar.models.memory import Memory, Stored, empty
 SMALLEST = 64  # positions; lengths are padded to this times a power of two, so that few programs are compiled
 
 
-class Piece(NamedTuple):
-    """What one step adds to a text.
+class TextPiece(NamedTuple):
+    """The part of a text that one step adds.
 
     Attributes:
       number: number of the prompt.
@@ -51,7 +51,7 @@ class Completion(NamedTuple):
       prompt: the prompt.
       text: the continuation, without the prompt and the end-of-text token.
       tokens: its tokens.
-      end: why it ended, see `Piece`.
+      end: why it ended, see `TextPiece`.
     """
 
     prompt: str
@@ -59,7 +59,7 @@ class Completion(NamedTuple):
     tokens: list[int]
     end: str
 
-    def extended(self, piece: Piece) -> "Completion":
+    def extended(self, piece: TextPiece) -> "Completion":
         """Return the continuation with one more piece."""
         tokens = self.tokens if piece.token is None else [*self.tokens, piece.token]
         return Completion(self.prompt, self.text + piece.text, tokens, piece.end)
@@ -128,7 +128,7 @@ class Generator:
             )
         return tokens
 
-    def stream(self, prompts: Sequence[str], max_tokens: int, sampling: Sampling) -> Iterator[Piece]:
+    def stream(self, prompts: Sequence[str], max_tokens: int, sampling: Sampling) -> Iterator[TextPiece]:
         """Yield the continuations piece by piece: in each step, one piece of each text that has not ended.
 
         Args:
@@ -162,7 +162,7 @@ class Generator:
             completions[piece.number] = completions[piece.number].extended(piece)
         return completions
 
-    def stream_requests(self, requests: Sequence[Request]) -> Iterator[Piece]:
+    def stream_requests(self, requests: Sequence[Request]) -> Iterator[TextPiece]:
         """Yield the continuations for requests whose samplings differ in their seeds at most, as `stream` does."""
         texts = [_Text(self.tokenizer, self._end, self._limit(request)) for request in requests]
         number = _power_of_two(len(requests))
@@ -186,7 +186,7 @@ class Generator:
                 )
             for index, (text, token) in enumerate(zip(texts, np.asarray(ready_B).tolist(), strict=False)):
                 if not text.end:
-                    yield Piece(index, *text.add(token))
+                    yield TextPiece(index, *text.add(token))
             if all(text.end for text in texts):
                 return
 
@@ -235,7 +235,7 @@ class Generator:
         self, params: Params, x_B1D: Any, sampling: Sampling, keys_B: jax.Array, positions_B: jax.Array
     ) -> jax.Array:
         logits_BV = self._model.last(params, x_B1D)[:, 0, : self._vocab_size]  # a model can have more rows
-        return choose(logits_BV.astype(jnp.float32), sampling, keys_B, positions_B)
+        return choose_tokens(logits_BV.astype(jnp.float32), sampling, keys_B, positions_B)
 
 
 class _Text:
@@ -248,7 +248,7 @@ class _Text:
         self.end = ""
 
     def add(self, token: int) -> tuple[int | None, str, str]:
-        """Return the token, its text, and why the text ends, as in `Piece`."""
+        """Return the token, its text, and why the text ends, as in `TextPiece`."""
         self._number += 1
         if token == self._end_of_text:
             self.end = "end of text"

@@ -44,7 +44,7 @@ class LoadedModel:
 
     @cached_property
     def generator(self) -> Generator:
-        """What continues texts. Raises UserError if the model is not a causal language model of jaxpar."""
+        """The generator of texts. Raises UserError if the model is not a causal language model of jaxpar."""
         return Generator(self.trained)
 
     @property

@@ -16,15 +16,15 @@ from jaxpar.files import unwritable, without_nonfinite
 from jaxpar.inference.inputs import Record
 from jaxpar.tasks import Prediction
 
-FORMATS = ("csv", "jsonl", "parquet")
+TABLE_FORMATS = ("csv", "jsonl", "parquet")
 Write = Callable[[Sequence[Record], Sequence[Prediction]], None]  # writes consecutive examples
 Merged = Sequence[Mapping[str, Any]]
 
 
-def check_output(path: Path) -> None:
-    """Raise UserError unless `path` can be written: a new file with an extension of FORMATS, in a directory."""
-    if path.suffix.removeprefix(".") not in FORMATS:
-        endings = ", ".join(f".{name}" for name in FORMATS)
+def check_table(path: Path) -> None:
+    """Raise UserError unless `path` can be written: a new file with an extension of TABLE_FORMATS, in a directory."""
+    if path.suffix.removeprefix(".") not in TABLE_FORMATS:
+        endings = ", ".join(f".{name}" for name in TABLE_FORMATS)
         raise UserError(f"--output is {str(path)!r}; its extension must be one of {endings}")
     if path.exists() or path.is_symlink():
         raise UserError(f"--output is {str(path)!r}, which exists; it must be a new file")
@@ -69,7 +69,7 @@ def open_output(path: Path | None, kind: str, schema: Any = None) -> Iterator[Wr
 
     Args:
       path: the file, which must not exist; None: the standard output.
-      kind: one of FORMATS.
+      kind: one of TABLE_FORMATS.
       schema: for parquet, the pyarrow.Schema of the columns of the input; None: they are texts.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How the next token is chosen from the logits of a language model. Array dims: B texts, V vocabulary."""
+"""Chooses the next token from the logits of a language model. Array dims: B texts, V vocabulary."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from jaxpar.errors import UserError
 
 
 class Sampling(NamedTuple):
-    """How tokens are drawn. The defaults always choose the most likely token.
+    """Options for drawing tokens. The defaults always choose the most likely token.
 
     Attributes:
       temperature: divisor of the logits; 0: choose the most likely token.
@@ -49,7 +49,7 @@ def text_keys(seeds: Sequence[int]) -> jax.Array:
     return jax.vmap(jax.random.key)(np.asarray(seeds, np.uint32))
 
 
-def choose(logits_BV: jax.Array, sampling: Sampling, keys_B: jax.Array, positions_B: jax.Array) -> jax.Array:
+def choose_tokens(logits_BV: jax.Array, sampling: Sampling, keys_B: jax.Array, positions_B: jax.Array) -> jax.Array:
     """Return the next token of each text, int32 [B].
 
     Args:

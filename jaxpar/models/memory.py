@@ -1,4 +1,4 @@
-"""What a causal transformer remembers of a text, so that the next token needs no second look at the earlier ones.
+"""Keys and values that a causal transformer keeps, so that the next token needs no second pass over the earlier ones.
 
 Array dims: B examples, S positions that can be remembered, T new positions, G key and value heads, K features of a
 head.

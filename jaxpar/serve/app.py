@@ -40,7 +40,7 @@ Endpoint = Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]
 
 
 class Limits(NamedTuple):
-    """What one request, and all of them, may ask for.
+    """The limits of a request, and of all requests together.
 
     Attributes:
       body_bytes: the largest body of a request.
@@ -251,7 +251,7 @@ def _refusal(status: int, line: str) -> Response:
 
 
 def _with_choices(value: Any, number: int) -> Any:
-    """Return a prediction that lists so many choices."""
+    """Return a prediction that lists at most `number` choices."""
     if isinstance(value, list):
         return [_with_choices(one, number) for one in value]
     if not isinstance(value, dict):

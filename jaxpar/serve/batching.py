@@ -118,7 +118,7 @@ class Latencies:
     """The latencies of the last requests, in seconds."""
 
     def __init__(self, number: int = 10_000):
-        """Remember so many of them."""
+        """number: how many latencies to remember."""
         self.num_answered = 0
         self._seconds: deque[float] = deque(maxlen=number)
 

@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from jaxpar.errors import UserError
 from jaxpar.inference.generate import Generator, unseen_characters
 from jaxpar.inference.pretrained import is_pretrained, load_language_model
-from jaxpar.inference.sampling import Sampling, choose, text_keys
+from jaxpar.inference.sampling import Sampling, choose_tokens, text_keys
 from jaxpar.inference.trained import Trained, load_trained
 
-REFERENCE = Path(__file__).parents[1] / "models" / "reference" / "gpt_generation"
+REFERENCE = Path(__file__).parent / "reference" / "gpt_generation"
 LONGEST = 32  # positions of the reference
 
 
@@ -114,7 +114,7 @@ def tempered(temperature: float) -> np.ndarray:
 def test_tokens_are_drawn_with_their_probabilities(sampling: Sampling, expected: np.ndarray) -> None:
     number = 4000
     logits_BV = jnp.tile(jnp.log(PROBABILITIES.astype(np.float32)), (number, 1))
-    drawn_B = choose(logits_BV, sampling, text_keys(range(number)), jnp.zeros(number, jnp.int32))
+    drawn_B = choose_tokens(logits_BV, sampling, text_keys(range(number)), jnp.zeros(number, jnp.int32))
     np.testing.assert_allclose(np.bincount(drawn_B, minlength=5) / number, expected, atol=0.03)
     assert set(np.unique(drawn_B)) <= set(np.flatnonzero(expected > 0))
 

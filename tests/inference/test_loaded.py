@@ -170,9 +170,9 @@ def test_images(trained_run: TrainedRun) -> None:
 MISTAKES: dict[str, tuple[str, Any, str]] = {
     "one text": ("classification", "red cat", r"examples is 'red cat'; it must be a non-empty list of texts"),
     "nothing": ("classification", [], r"examples is \[\]; it must be a non-empty list of texts"),
-    "a number": ("classification", ["red", 3], r"examples\[1\] is 3; the examples must be texts"),
-    "not pairs": ("pairs", ["red"], r"examples\[0\] is 'red'; the examples must be pairs of texts"),
-    "not words": ("token_classification", [["red"], []], r"examples\[1\] is \[\]; the examples must be lists of words"),
+    "a number": ("classification", ["red", 3], r"examples\[1\] is 3; they must be texts"),
+    "not pairs": ("pairs", ["red"], r"examples\[0\] is 'red'; they must be pairs of texts"),
+    "not words": ("token_classification", [["red"], []], r"examples\[1\] is \[\]; they must be lists of words"),
     "an image": ("classification", np.zeros((1, 4, 4, 3), np.uint8), r"examples is a NumPy array; it must be a list"),
     "a text": ("image", ["red"], r"examples is list; it must be a NumPy array of images"),
     "a shape": ("image", np.zeros((1, 4, 4, 3), np.uint8), r"uint8 \[1, 4, 4, 3\]; it must be uint8 \[N, 32, 32, 3\]"),

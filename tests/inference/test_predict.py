@@ -255,7 +255,7 @@ def test_a_damaged_best_checkpoint_is_replaced(
     assert json.loads(out)["text"] == "red"
 
 
-@pytest.mark.parametrize("suffix", outputs.FORMATS)
+@pytest.mark.parametrize("suffix", outputs.TABLE_FORMATS)
 def test_nothing_is_left_after_an_error_or_ctrl_c(
     suffix: str, classifier: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,7 @@ from jaxpar.errors import TrainingError, UserError
 from jaxpar.launch import processes
 from jaxpar.run import metrics
 from jaxpar.run.callbacks import Callbacks, EarlyStopping, Measurement
+from jaxpar.tasks import Sums
 from tests.runs import refused, small_config
 from tests.selection import slow
 from tests.test_train import assert_bitwise_equal, stop_at
@@ -106,7 +107,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give evaluations these losses, by step. The lowest is of step 6; two evaluations later, it is step 12."""
     losses = {3: 3.0, 6: 1.0, 9: 2.0, 12: 1.5, 15: 0.5, 16: 4.0}
-    monkeypatch.setattr(training, "evaluate_split", lambda _run, state, _split: {"loss": losses[int(state.step)]})
+    terms = {"correct": 0.0, "examples": 1.0}
+    monkeypatch.setattr(
+        training, "evaluate_split", lambda _run, state, _split: Sums(losses[int(state.step)], terms, 1.0)
+    )
 
 
 REASON = "the validation loss has not improved for 2 evaluations; the lowest, 1.0000, is of step 6"
