@@ -20,6 +20,7 @@ PARTS = {
     "README.md": "reads the checkpoint of a run, as tests/test_export.py does",
     "CONTRIBUTING.md": "parts of new files; its guides were followed by hand",
     "docs/predict.md": "reads the checkpoint of a run, as tests/inference does",
+    "docs/generate.md": "reads the checkpoint of a run, as tests/serve does",
     "docs/checkpoints.md": "reads the checkpoint of a run, as tests/test_export.py does",
     "docs/export.md": "reads the export of a run, as tests/test_export.py does",
 }
