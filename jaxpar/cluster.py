@@ -11,11 +11,10 @@ from dataclasses import dataclass, field, replace
 import jax
 
 from jaxpar.errors import UserError
-from jaxpar.gpus import LINKS, GpuKind, find_gpu, gpu_kinds, name_of_kind
+from jaxpar.gpus import LINKS, PEAK_DTYPES, GpuKind, find_gpu, kind_of_device
 from jaxpar.measure.flops import peak_flops
 from jaxpar.memory import host_bytes
 
-PEAK_DTYPES = ("float32", "bfloat16")
 RATE_NAMES = (*PEAK_DTYPES, "attention", "memory", *LINKS)  # matrix products by dtype, attention kernels, memory, links
 
 
@@ -90,13 +89,14 @@ def find_cluster() -> Cluster:
     first = jax.local_devices()[0]
     stats = first.memory_stats() or {}
     kinds = {memory.kind for memory in first.addressable_memories()}
-    platform = jax.default_backend()
+    platform, gpu = jax.default_backend(), kind_of_device(first.device_kind)
     return Cluster(
         platform=platform,
         device_kind=first.device_kind,
         num_devices=len(all_devices),
         num_processes=jax.process_count(),
         memory_bytes=host_bytes() if platform == "cpu" else stats.get("bytes_limit"),
+        memory_bandwidth=gpu.memory_bandwidth if gpu else None,
         peak_flops=_peaks(first.device_kind),
         compute_capability=str(getattr(first, "compute_capability", "")),
         has_pinned_host_memory="pinned_host" in kinds,
@@ -131,7 +131,7 @@ def gpu_cluster(
         num_processes=num_processes,
         memory_bytes=gpu.memory_bytes,
         memory_bandwidth=gpu.memory_bandwidth,
-        peak_flops=_peaks(gpu.device_kind),
+        peak_flops=_peaks(gpu.device_kind) | dict(gpu.peak_flops),
         compute_capability=gpu.compute_capability,
         links=links or {},
         send_rates=gpu.links,
@@ -140,10 +140,9 @@ def gpu_cluster(
 
 def with_rates_of_kind(cluster: Cluster) -> Cluster:
     """Return the devices of a run with the rates of their kind, which JAX does not report; unchanged if not known."""
-    name = name_of_kind(cluster.device_kind)
-    if name is None:
+    gpu = kind_of_device(cluster.device_kind)
+    if gpu is None:
         return cluster
-    gpu = gpu_kinds()[name]
     return replace(cluster, memory_bandwidth=gpu.memory_bandwidth, send_rates=gpu.links)
 
 

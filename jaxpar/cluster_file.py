@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar import gpus
-from jaxpar.cluster import PEAK_DTYPES, RATE_NAMES, Cluster, gpu_cluster
+from jaxpar.cluster import RATE_NAMES, Cluster, gpu_cluster
 from jaxpar.config import config_folder
 from jaxpar.errors import UserError, nearest
-from jaxpar.gpus import GpuKind, find_gpu, read_toml
+from jaxpar.gpus import GpuKind, find_gpu, read_number, read_peaks, read_toml
 
 MOST_DEVICES = 2**16
 CLUSTER_LINKS = ("host", "network")
@@ -95,7 +95,7 @@ def read_cluster(content: dict[str, Any], path: str) -> tuple[GpuKind, Cluster]:
             f"{path}: gpu is missing; it must be one of {', '.join(gpus.gpu_kinds())}, or the path of a TOML file"
         )
     gpu = find_gpu(str(content["gpu"]), f"{path}: gpu")
-    hosts, each = (_number(content, name, path, integer=True) for name in ("hosts", "gpus_per_host"))
+    hosts, each = (read_number(content, name, path, integer=True) for name in ("hosts", "gpus_per_host"))
     if hosts * each > MOST_DEVICES:
         raise UserError(f"{path}: hosts x gpus_per_host is {hosts * each:,}; it must be at most {MOST_DEVICES:,}")
     rates, latencies = dict(gpu.links), dict[str, float]()
@@ -104,24 +104,20 @@ def read_cluster(content: dict[str, Any], path: str) -> tuple[GpuKind, Cluster]:
             of_link = content[link]
             if not isinstance(of_link, dict) or set(of_link) != {"bandwidth", "latency"}:
                 raise UserError(f"{path}: {link} is {of_link!r}; it must be a table with bandwidth and latency")
-            rates[link] = _number(of_link, "bandwidth", f"{path}: {link}")
-            latencies[link] = _number(of_link, "latency", f"{path}: {link}", least=0)
+            rates[link] = read_number(of_link, "bandwidth", f"{path}: {link}")
+            latencies[link] = read_number(of_link, "latency", f"{path}: {link}", least=0)
     missing = [
         link for link, number in zip(CLUSTER_LINKS, (each, hosts), strict=True) if number > 1 and link not in rates
     ]
     if missing:
         raise UserError(f"{path} has no table {missing[0]}; it must have one with bandwidth and latency")
     cluster = gpu_cluster(gpu, int(hosts * each), num_processes=int(hosts))
-    peaks = content.get("peak_flops", {})
-    if not isinstance(peaks, dict) or not set(peaks) <= set(PEAK_DTYPES):
-        raise UserError(f"{path}: peak_flops is {peaks!r}; it must be a table with {' and '.join(PEAK_DTYPES)}")
-    peaks = {dtype: _number(peaks, dtype, f"{path}: peak_flops") for dtype in peaks}
-    memory = _number(content, "memory_bytes", path) if "memory_bytes" in content else cluster.memory_bytes
-    launch = _number(content, "launch_seconds", path, least=0) if "launch_seconds" in content else None
+    memory = read_number(content, "memory_bytes", path) if "memory_bytes" in content else cluster.memory_bytes
+    launch = read_number(content, "launch_seconds", path, least=0) if "launch_seconds" in content else None
     return gpu, replace(
         cluster,
         memory_bytes=memory,
-        peak_flops={**cluster.peak_flops, **peaks},
+        peak_flops={**cluster.peak_flops, **read_peaks(content, path)},
         send_rates=rates,
         latencies=latencies,
         efficiencies=_efficiencies(content.get("efficiency", {}), path),
@@ -160,13 +156,3 @@ def cluster_toml(cluster: Cluster, gpu: str, source: str) -> str:
     for link, latency in cluster.latencies.items():
         lines += ["", f"[{link}]", f"bandwidth = {cluster.send_rates[link]:.4g}", f"latency = {latency:.4g}"]
     return "\n".join(lines) + "\n"
-
-
-def _number(content: dict[str, Any], name: str, path: str, *, integer: bool = False, least: float = 1) -> float:
-    value = content.get(name)
-    kinds = int if integer else int | float
-    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value < 2**63:
-        state = repr(value) if name in content else "missing"
-        what = "an integer" if integer else "a number"
-        raise UserError(f"{path}: {name} is {state}; it must be {what} of at least {least}")
-    return value

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpar.models.model import Batch, Fetch, Model, Params
+from jaxpar.layout import Fetch
+from jaxpar.models.model import Batch, Model, Params
 from jaxpar.state import State, nbytes
 from jaxpar.tasks import Sums, Task, mean_loss
 

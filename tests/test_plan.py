@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -444,9 +445,35 @@ def test_nothing_runs_after_the_first_reason() -> None:
         accepted(refusals(-1))
 
 
+class Gpu(NamedTuple):
+    """A device as JAX describes a GPU."""
+
+    device_kind: str
+    compute_capability: str = "9.0"
+
+    def memory_stats(self) -> dict[str, int]:
+        return {"bytes_limit": 60}
+
+    def addressable_memories(self) -> list[Any]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("kind", "bandwidth"), {"NVIDIA H100 80GB HBM3": 3_352_320_000_000, "GeForce 256": None}.items()
+)
+def test_the_bandwidth_of_present_gpus(kind: str, bandwidth: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX does not report it; the kind of the GPU determines it."""
+    for name in ("devices", "local_devices"):
+        monkeypatch.setattr(jax, name, lambda: [Gpu(kind)])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    there = cluster.find_cluster()
+    assert (there.platform, there.memory_bytes, there.memory_bandwidth) == ("gpu", 60, bandwidth)
+
+
 def test_clusters() -> None:
     there = cluster.find_cluster()
     assert (there.platform, there.num_devices, there.num_processes) == ("cpu", 8, 1)
+    assert there.memory_bandwidth is None
     named = cluster.named_cluster("H100", 16, num_processes=2, links={"data": Link(4e11)})
     assert named.peak_flops["bfloat16"] == 989.5e12
     assert named.compute_capability == "9.0"

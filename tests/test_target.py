@@ -14,6 +14,7 @@ import pytest
 from jax.experimental import topologies
 
 from jaxpar import gpus, target
+from jaxpar.cluster_file import find_named
 from jaxpar.errors import UserError
 from jaxpar.exchange import EXCHANGES
 from jaxpar.gpus import gpu_kinds
@@ -60,6 +61,17 @@ def test_files_of_gpus() -> None:
         ("network = 50", "net = 50", "links.net is not a key; it must be one of host, network"),
         ("host = 450", "host = -450", "links.host is -450000000000; it must be a number greater than 0"),
         ("[links]", "[[links]]", "links is [{'host': 450000000000, 'network': 50000000000}]; it must be a table with"),
+        (
+            "[links]",
+            "[peak_flops]\nint8 = 1e12\n[links]",
+            "peak_flops is {'int8': 1000000000000.0}; it must be a table",
+        ),
+        (
+            "[links]",
+            "[peak_flops]\nfloat32 = 0\n[links]",
+            "peak_flops: float32 is 0; it must be a number of at least 1",
+        ),
+        ("[links]", "[[peak_flops]]\n[links]", "peak_flops is [{}]; it must be a table with float32 and bfloat16"),
     ],
 )
 def test_wrong_files(old: str, new: str, message: str, tmp_path: Path) -> None:
@@ -67,6 +79,15 @@ def test_wrong_files(old: str, new: str, message: str, tmp_path: Path) -> None:
     path.write_text(H100.replace(old, new, 1))
     with pytest.raises(UserError, match=re.escape(message)):
         gpus.find_gpu(str(path), "--target")
+
+
+def test_a_gpu_of_known_peaks(tmp_path: Path) -> None:
+    """The peaks of a file replace those of a kind that jaxpar knows, and are the only ones of another kind."""
+    path = tmp_path / "gpu.toml"
+    path.write_text(H100 + "[peak_flops]\nfloat32 = 1e14\n")
+    assert find_named(f"{path}:2x8", "--target")[1].peak_flops == {"float32": 1e14, "bfloat16": 989.5e12}
+    path.write_text(H100.replace("NVIDIA H100 80GB HBM3", "GeForce 256") + "[peak_flops]\nfloat32 = 1e14\n")
+    assert find_named(f"{path}:8", "--target")[1].peak_flops == {"float32": 1e14}
 
 
 @pytest.mark.parametrize(

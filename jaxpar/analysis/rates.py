@@ -9,8 +9,9 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from jaxpar.cluster import PEAK_DTYPES, Cluster
+from jaxpar.cluster import Cluster
 from jaxpar.errors import Refusals, UserError
+from jaxpar.gpus import PEAK_DTYPES
 
 EFFICIENCY = {
     "float32": 0.7,  # of the peak FLOP/s of this dtype, in matrix products and convolutions

@@ -24,6 +24,7 @@ from jaxpar.layout import Tree
 from jaxpar.plan import Traffic
 
 NODE = 8  # GPUs of most nodes
+LAYER_BYTES = 1024 * MIB  # more than most layers have, so that the arrays of a layer are one message
 BLOCK = 2048  # elements that share a scale (1-bit momentum), or a range (8-bit weights and gradients of ZeRO)
 
 
@@ -122,7 +123,7 @@ def zero3(
     axis: Axis,
     rule: Rule,
     *,
-    bucket_bytes: int = 25 * MIB,
+    bucket_bytes: int = LAYER_BYTES,
     offload: bool = False,
     quantized_weights: bool = False,
     quantized_gradients: bool = False,
@@ -137,7 +138,7 @@ def hsdp(
     axis: Axis,
     rule: Rule,
     *,
-    bucket_bytes: int = 25 * MIB,
+    bucket_bytes: int = LAYER_BYTES,
     group: int = 0,
     offload: bool = False,
     quantized_weights: bool = False,

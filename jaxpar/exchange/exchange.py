@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpar.layout import REPLICATED, Tree
+from jaxpar.layout import REPLICATED, Fetch, Tree
 from jaxpar.plan import Traffic
 
 EVERY = "every_so_many_passes"  # name of the conditional in compiled programs
@@ -69,7 +69,7 @@ class Exchange(NamedTuple):
       params: layout of the parameters: a kind of jaxpar/layout.py.
       optimizer: layout of the optimizer state, also a kind of jaxpar/layout.py.
       scatter: gradients of a microbatch -> the shards of them that this replica accumulates; None: it accumulates all.
-      fetch: (shapes of a layer's arrays, the replica's shards) -> the arrays; None: the replica holds full arrays.
+      fetch: returns the arrays of a layer from the shards of the replicas; None: the replica holds full arrays.
       branches: {name of a conditional in the compiled program: the share of steps in which each branch is taken}.
       offload: whether the optimizer state is kept in host memory between steps.
       copies: number of groups of replicas that each hold all shards, if `params` or `optimizer` are sharded.
@@ -81,7 +81,7 @@ class Exchange(NamedTuple):
     params: str = REPLICATED
     optimizer: str = REPLICATED
     scatter: Callable[[Tree], Tree] | None = None
-    fetch: Callable[[Tree, Tree], Tree] | None = None
+    fetch: Fetch | None = None
     branches: Mapping[str, tuple[float, ...]] = {}
     offload: bool = False
     copies: int = 1

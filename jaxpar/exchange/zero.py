@@ -28,7 +28,7 @@ from jaxpar.exchange.exchange import DistributedState, Exchange, ExchangeUpdate
 from jaxpar.exchange.fuse import buckets
 from jaxpar.exchange.reduce import Axis, added_up, ring_traffic
 from jaxpar.exchange.scatter_gather import all_gather_coded, coded_nbytes, reduce_scatter_coded
-from jaxpar.layout import REPLICATED, SHARDED, Tree, pad, shard_shape, split_dim, unpad
+from jaxpar.layout import REPLICATED, SHARDED, Fetch, Tree, pad, shard_shape, split_dim, unpad
 from jaxpar.plan import Traffic
 
 
@@ -47,6 +47,18 @@ class Codes(NamedTuple):
 UNCODED = Codes()
 FLOAT = np.dtype(np.float32)
 WORD = np.dtype(np.uint16)  # in which arrays are sent if not all are float32, because XLA may widen 16-bit floats
+
+
+class PackedShards(NamedTuple):
+    """The shards of a replica.
+
+    Attributes:
+      vectors: those of each bucket, concatenated.
+      whole: the arrays that are not sharded.
+    """
+
+    vectors: list[jax.Array]
+    whole: list[jax.Array]
 
 
 class Shards:
@@ -182,10 +194,23 @@ class Shards:
 
     def gather(self, tree: Tree) -> Tree:
         """Return full arrays from all replicas' shards. `jax.grad` turns it into `scatter` without `add_up_whole`."""
-        leaves = jax.tree.leaves(tree)
+        return self.gather_packed(self.pack(tree))
+
+    def pack(self, tree: Tree) -> PackedShards:
+        """Return the shards of a replica as `gather_packed` sends them."""
+        leaves = dict(enumerate(jax.tree.leaves(tree)))
+        vectors = []
         for bucket in self._buckets:
-            vectors = [_front(leaves[number], self._dim(number)).reshape(-1) for number in bucket]
-            for number, shards in zip(bucket, self._gather(vectors, bucket), strict=True):
+            flat = [_front(leaves.pop(number), self._dim(number)).reshape(-1) for number in bucket]
+            vectors.append(jnp.concatenate(flat))
+        return PackedShards(vectors, list(leaves.values()))
+
+    def gather_packed(self, packed: PackedShards) -> Tree:
+        """Return full arrays from all replicas' packed shards, as `gather` does."""
+        sharded, whole = set(self._numbers), iter(packed.whole)
+        leaves = [None if number in sharded else next(whole) for number in range(len(self._leaves))]
+        for bucket, vector in zip(self._buckets, packed.vectors, strict=True):
+            for number, shards in zip(bucket, self._gather(vector, bucket), strict=True):
                 leaves[number] = self._full(shards, number)
         return jax.tree.unflatten(self._structure, leaves)
 
@@ -193,15 +218,16 @@ class Shards:
         """Return the sum over replicas of this replica's row [L] of vectors [n, L]."""
         return jax.lax.psum_scatter(vectors, self._axis.name, axis_index_groups=self._axis.groups)
 
-    def _gather(self, vectors: Sequence[jax.Array], bucket: Sequence[int]) -> list[jax.Array]:
-        """Return the vectors [L] of all replicas, [n, L], in the dtypes of the arrays of a bucket.
+    def _gather(self, vector: jax.Array, bucket: Sequence[int]) -> list[jax.Array]:
+        """Return the arrays of all replicas, [n, elements of a shard], from their vectors of the shards of a bucket.
 
-        The gradient of the result is the gradient of the vectors, as if casts and compression did not change them.
+        The gradient of the result is the gradient of the vector, as if casts and compression did not change it.
         """
         axis, (params, grads) = self._axis, self._codes
         dtypes = [self._leaves[number].dtype for number in bucket]
 
-        def forward(vectors: Sequence[jax.Array]) -> list[jax.Array]:
+        def forward(vector: jax.Array) -> list[jax.Array]:
+            vectors = self._split(vector, bucket)
             if params:
                 decoded = all_gather_coded(axis, params, vectors)
                 return [x.astype(dtype) for x, dtype in zip(decoded, dtypes, strict=True)]
@@ -209,15 +235,15 @@ class Shards:
             gathered = jax.lax.all_gather(jnp.concatenate(words), axis.name, axis_index_groups=axis.groups)
             return [_from_words(x, dtype) for x, dtype in zip(_split(gathered, map(len, words)), dtypes, strict=True)]
 
-        def backward(_: None, slopes: Sequence[jax.Array]) -> tuple[list[jax.Array]]:
-            slopes = [slope.astype(x.dtype) for slope, x in zip(slopes, vectors, strict=True)]
+        def backward(_: None, slopes: Sequence[jax.Array]) -> tuple[jax.Array]:
+            slopes = [slope.astype(vector.dtype) for slope in slopes]
             if grads:
-                return (reduce_scatter_coded(axis, grads, slopes),)
-            return (self._split(self._scatter(jnp.concatenate(slopes, axis=1)), bucket),)
+                return (jnp.concatenate(reduce_scatter_coded(axis, grads, slopes)),)
+            return (self._scatter(jnp.concatenate(slopes, axis=1)),)
 
         gather = jax.custom_vjp(forward)
-        gather.defvjp(lambda vectors: (forward(vectors), None), backward)
-        return gather(list(vectors))
+        gather.defvjp(lambda vector: (forward(vector), None), backward)
+        return gather(vector)
 
     def _dim(self, number: int) -> int:
         dim = split_dim(self._leaves[number].shape)
@@ -295,8 +321,11 @@ def zero(
         updates = updates if stage == 3 else shards.gather(updates)
         return ExchangeUpdate(updates, DistributedState(inner, ()), grad_norm)
 
-    def fetch(shapes: Tree, local: Tree) -> Tree:
-        return Shards(within, shapes, num_bytes, codes).gather(local)
+    def pack(shapes: Tree, local: Tree) -> PackedShards:
+        return Shards(within, shapes, num_bytes, codes).pack(local)
+
+    def unpack(shapes: Tree, packed: PackedShards) -> Tree:
+        return Shards(within, shapes, num_bytes, codes).gather_packed(packed)
 
     def traffic(params: Tree, num_microbatches: int = 1) -> list[Traffic]:
         # In stage 3, the arrays of the layers are scattered and gathered one layer after another.
@@ -317,7 +346,7 @@ def zero(
         params=SHARDED if stage == 3 else REPLICATED,
         optimizer=SHARDED,
         scatter=shards.scatter if stage == 2 else None,
-        fetch=fetch if stage == 3 else None,
+        fetch=Fetch(unpack, pack) if stage == 3 else None,
         offload=offload,
         copies=axis.size // group,
     )

@@ -2,7 +2,8 @@
 
 A file has `device_kind`, as JAX reports it; `memory_bytes`, of the data sheet; `compute_capability`; a table `xla`
 with the numbers that XLA needs to compile for the GPU; and, if known, a table `links` with the bytes/s that a GPU can
-send to others of its host and over the network.
+send to others of its host and over the network, and a table `peak_flops` by dtype, in FLOP/s, which replaces the peaks
+of jaxpar/measure/flops.py.
 """
 
 import functools
@@ -31,8 +32,9 @@ DIFFERENT = (
     *("shared_memory_per_core", "threads_per_core_limit", "core_count", "fpus_per_core", "memory_bandwidth"),
     *("l2_cache_size", "clock_rate_ghz", "device_memory_size", "shared_memory_per_block_optin"),
 )
-KEYS = ("device_kind", "memory_bytes", "compute_capability", "xla", "links", "source")
+KEYS = ("device_kind", "memory_bytes", "compute_capability", "xla", "links", "peak_flops", "source")
 LINKS = ("host", "network")  # to the other GPUs of the host, and to those of other hosts
+PEAK_DTYPES = ("float32", "bfloat16")
 CUDA, CUDNN = (12, 9), (9, 10)  # versions for which XLA compiles
 CAPABILITIES = (  # those that this CUDA compiles for
     *("5.0", "5.2", "5.3", "6.0", "6.1", "6.2", "7.0", "7.2", "7.5", "8.0", "8.6", "8.7", "8.9", "9.0"),
@@ -50,6 +52,7 @@ class GpuKind:
       compute_capability: such as 9.0.
       numbers: values of COMMON and DIFFERENT, by name.
       links: the rates of LINKS, in bytes/s, by name; empty if unknown.
+      peak_flops: the peak FLOP/s by dtype that the file states; the others are those of jaxpar/measure/flops.py.
     """
 
     device_kind: str
@@ -57,6 +60,7 @@ class GpuKind:
     compute_capability: str
     numbers: Mapping[str, float]
     links: Mapping[str, float]
+    peak_flops: Mapping[str, float]
 
     @property
     def memory_bandwidth(self) -> float:
@@ -110,6 +114,12 @@ def find_gpu(name: str, key: str = "device kind", others: Sequence[str] = ()) ->
     )
 
 
+def kind_of_device(device_kind: str) -> GpuKind | None:
+    """Return the known kind of GPUs that JAX reports by this name; None if there is none."""
+    name = name_of_kind(device_kind)
+    return None if name is None else gpu_kinds()[name]
+
+
 def read_toml(path: Path, key: str) -> dict[str, Any]:
     """Return the content of a TOML file. Raises UserError, which begins with `key`."""
     try:
@@ -157,4 +167,23 @@ def read_gpu(path: Path, key: str = "device kind") -> GpuKind:
     if capability not in CAPABILITIES:
         raise UserError(f"{path}: compute_capability is {capability!r}; it must be one of {', '.join(CAPABILITIES)}")
     known = COMMON | {name: numbers[name] for name in DIFFERENT}
-    return GpuKind(kind, content["memory_bytes"], capability, known, links)
+    return GpuKind(kind, content["memory_bytes"], capability, known, links, read_peaks(content, str(path)))
+
+
+def read_peaks(content: Mapping[str, Any], path: str) -> dict[str, float]:
+    """Return the table peak_flops of a file, by dtype; it may be missing. Raises UserError if it is invalid."""
+    peaks = content.get("peak_flops", {})
+    if not isinstance(peaks, dict) or not set(peaks) <= set(PEAK_DTYPES):
+        raise UserError(f"{path}: peak_flops is {peaks!r}; it must be a table with {' and '.join(PEAK_DTYPES)}")
+    return {dtype: read_number(peaks, dtype, f"{path}: peak_flops") for dtype in peaks}
+
+
+def read_number(content: Mapping[str, Any], name: str, path: str, *, integer: bool = False, least: float = 1) -> float:
+    """Return the number `name` of a file or table. Raises UserError, which begins with `path`, if it is invalid."""
+    value = content.get(name)
+    kinds = int if integer else int | float
+    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value < 2**63:
+        state = repr(value) if name in content else "missing"
+        what = "an integer" if integer else "a number"
+        raise UserError(f"{path}: {name} is {state}; it must be {what} of at least {least}")
+    return value

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.layout import Tree
+from jaxpar.layout import Fetch, Tree
 from jaxpar.models.memory import Memory
 from jaxpar.tasks.token_logits import TokenLogits, whole
 
@@ -33,8 +33,6 @@ REMAT_POLICIES: dict[str, Any] = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
-# (shapes of a layer's arrays, with the dtypes in which it reads them; their stored form in params) -> the arrays
-Fetch = Callable[[LayerParams, Tree], LayerParams]
 MOVES = (  # primitives that only gather, move, cast or decompress data
     *("all_gather", "bitcast_convert_type", "broadcast_in_dim", "concatenate", "convert_element_type", "decompress"),
     *("dynamic_slice", "pad", "reshape", "slice", "split", "squeeze", "transpose"),
@@ -284,7 +282,11 @@ class Model:
         fetch: Fetch | None,
     ) -> Activations:
         layers = self.layers[first:last]
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[params[layer.name] for layer in layers])
+        stored = [params[layer.name] for layer in layers]
+        if fetch is not None:
+            shapes = self._read_shapes(layers[0], x, batch, keys_B)
+            stored, fetch = [fetch.pack(shapes, weights) for weights in stored], Fetch(fetch.unpack)
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *stored)
 
         def body(x: Activations, layer: tuple[LayerParams, jax.Array]) -> tuple[Activations, None]:
             weights, index = layer

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxpar.layout import Fetch
 from jaxpar.models import MODELS, Context, LayerRun, Model, Tie
 from jaxpar.models.model import read_dtypes
 from jaxpar.state import nbytes
@@ -81,7 +82,7 @@ def test_layers_that_read_differently_in_training() -> None:
     params = model.init(jax.random.key(0))
     batch = {"inputs": jnp.ones((2, 4))}
     for keys in (None, jax.random.split(jax.random.key(0), 2), None):
-        model.outputs(params, batch, keys, fetch=fetch)
+        model.outputs(params, batch, keys, fetch=Fetch(fetch))
     assert seen == [jnp.bfloat16] * 2 + [jnp.float32] * 2 + [jnp.bfloat16] * 2
     read = model.read_shapes(jax.eval_shape(lambda: batch))
     assert {leaf.dtype for leaf in jax.tree.leaves(read)} == {np.dtype(np.float32)}
@@ -129,9 +130,38 @@ def test_fetched_arrays_are_not_saved(name: str, task: str, overrides: dict[str,
         leaves = jax.tree.leaves(pullback)
         return {width: nbytes([leaf for leaf in leaves if leaf.dtype.itemsize == width]) for width in (2, 4)}
 
-    fetched, whole = saved(stored, fetch=fetch), saved(params)
+    fetched, whole = saved(stored, fetch=Fetch(fetch)), saved(params)
     assert fetched[4] - nbytes(stored) <= whole[4]  # no float32 activations besides the stored parameters
     assert fetched[2] <= whole[2]
+
+
+def test_a_scan_over_packed_layers_equals_the_whole() -> None:
+    """A layer is packed once, before the scan, and unpacked when it is computed; so are its gradients, in reverse."""
+    model, params, batch = small("gpt", "causal_lm", scan_layers=True)
+
+    def pack(_shapes: Any, stored: Any) -> jax.Array:
+        return jnp.concatenate([2 * x.reshape(-1) for x in jax.tree.leaves(stored)])
+
+    def unpack(shapes: Any, packed: jax.Array) -> Any:
+        leaves = jax.tree.leaves(shapes)
+        pieces = jnp.split(packed / 2, np.cumsum([leaf.size for leaf in leaves])[:-1])
+        arrays = [x.reshape(leaf.shape) for x, leaf in zip(pieces, leaves, strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
+
+    def slopes(params: Any, fetch: Fetch | None = None) -> Any:
+        return jax.grad(lambda params: jnp.sum(model.apply(params, batch, fetch=fetch) ** 2))(params)
+
+    fetch = Fetch(unpack, pack)
+    got, expected = jax.jit(lambda p: slopes(p, fetch))(params), jax.jit(slopes)(params)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, expected)
+    size = sum(leaf.size for leaf in jax.tree.leaves(model.shapes["block_0"]))
+    run = next(run for run in model.runs if run.stop - run.start > 1)
+    stacks = [x.aval.shape for x in _outputs_of_scans(jax.make_jaxpr(lambda p: slopes(p, fetch))(params).jaxpr)]
+    assert (run.stop - run.start, size) in stacks
+
+
+def _outputs_of_scans(jaxpr: Any) -> list[Any]:
+    return [x for equation in jaxpr.eqns if equation.primitive.name == "scan" for x in equation.outvars]
 
 
 @pytest.mark.parametrize(("name", "task", "overrides"), [EVERY[2], EVERY[4], EVERY[6], EVERY[8], EVERY[9]])

@@ -21,7 +21,7 @@ from jaxpar.analysis.planner.spaces import cpu_space, gpu_space, load_problem
 from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError, accepted, check_choice, format_bytes, format_count
 from jaxpar.exchange.presets import EXCHANGES, exchange_differs
-from jaxpar.gpus import gpu_kinds, name_of_kind
+from jaxpar.gpus import gpu_kinds, kind_of_device
 from jaxpar.launch import processes
 from jaxpar.pipeline.executor.programs import REMATS
 from jaxpar.pipeline.tables.schedule import SCHEDULES
@@ -138,7 +138,7 @@ def _space(config: ConfigDict, loaded: build.Loaded, cluster: Cluster, target: T
 
 def with_rates(cluster: Cluster) -> Cluster:
     """Return the present GPUs with the rates of their kind. Raises UserError if it is unknown."""
-    if name_of_kind(cluster.device_kind) is None:
+    if kind_of_device(cluster.device_kind) is None:
         known = ", ".join(gpu.device_kind for gpu in gpu_kinds().values())
         raise UserError(
             f"config.strategy is {AUTO_STRATEGY!r} on {cluster.device_kind}, whose rates are unknown; it must be "

@@ -25,8 +25,9 @@ from jax.sharding import Mesh
 from jaxpar.analysis.audit import SENT
 from jaxpar.analysis.planner.calibrate import AXIS, KINDS, NUM_REPEATED, collectives, divisible, on_mesh
 from jaxpar.analysis.planner.machine import num_hops
-from jaxpar.cluster import PEAK_DTYPES, Cluster
+from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError
+from jaxpar.gpus import PEAK_DTYPES
 from jaxpar.measure.timing import seconds_in_turn
 
 FLOAT_BYTES = 4  # of an element of the vectors, which are float32
