@@ -93,9 +93,7 @@ def test_moments_are_updated_in_place() -> None:
         (program,) = strategy.compile()
         text = program.compiled.as_text()
         assert text is not None
-        entry = text.partition("ENTRY")[2]
-        assert len(re.findall(r" = f32\[\d+,\d+\]\S* (?:fusion|dot)\(", entry)) > 4
-        assert not re.findall(r" = f32\[\d+,\d+\]\S* copy\(%param", entry)
+        assert not re.findall(r" = f32\[\d+,\d+\]\S* copy\(", text.partition("ENTRY")[2])
 
 
 @pytest.mark.slow
