@@ -125,10 +125,7 @@ def test_a_saturated_server_sends_at_its_rate() -> None:
 
 
 def test_bytes_of_workers_and_server(free: Space) -> None:
-    """Workers and server send what the plan of a live run has.
-
-    The server holds AdamW's moments, and a gradient that arrives.
-    """
+    """Workers and server send what the plan of a live run has. The moments are on the server."""
     settings = *WORKERS, "asynchronous.num_workers=3", "mesh.data=4", "asynchronous.mode=live"
     found, params = rate_of(free, *settings), nbytes(free.problem.model.shapes)
     config = copy.deepcopy(free.config)
