@@ -42,7 +42,7 @@ def predict(arguments: Namespace) -> None:
     if path != STDIN:
         inputs.check_file(path, "--input")
     if arguments.output:
-        outputs.check_table(arguments.output)
+        outputs.check_table_file(arguments.output)
     prepare(arguments.workdir)
     trained = load_trained(arguments.workdir, arguments.step, log=log)
     predictor = Predictor(trained, arguments.batch_size)

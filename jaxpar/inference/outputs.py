@@ -21,7 +21,7 @@ Write = Callable[[Sequence[Record], Sequence[Prediction]], None]  # writes conse
 Merged = Sequence[Mapping[str, Any]]
 
 
-def check_table(path: Path) -> None:
+def check_table_file(path: Path) -> None:
     """Raise UserError unless `path` can be written: a new file with an extension of TABLE_FORMATS, in a directory."""
     if path.suffix.removeprefix(".") not in TABLE_FORMATS:
         endings = ", ".join(f".{name}" for name in TABLE_FORMATS)

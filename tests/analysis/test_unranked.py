@@ -121,7 +121,7 @@ def test_a_saturated_server_sends_at_its_rate() -> None:
     space = make_space(replace(FREE, send_rates={"host": slow}))
     found = rate_of(space, *WORKERS, "asynchronous.num_workers=3", "mesh.data=4")
     assert found.seconds > ALONE / 3
-    assert found.sent_bytes[3] / found.seconds == pytest.approx(EFFICIENCY["link"] * slow)
+    assert found.sent_bytes[3] / found.seconds == pytest.approx(EFFICIENCY["host"] * slow)
 
 
 def test_bytes_of_workers_and_server(free: Space) -> None:
@@ -170,7 +170,7 @@ def test_peers_have_the_links_of_the_cluster() -> None:
     apart = replace(H100, num_processes=4, **links)  # type: ignore[arg-type]
     [slow, fast] = linked(make_space(apart), [SwarmPeer("slow", bandwidth=10.0, latency=1.0), SwarmPeer("fast")])
     assert slow == SwarmPeer("slow", 1.0, 10.0, 1.0)
-    assert fast.bandwidth == pytest.approx(EFFICIENCY["link"] * 1e6)
+    assert fast.bandwidth == pytest.approx(EFFICIENCY["network"] * 1e6)
     assert fast.latency == pytest.approx(0.5e-3)  # a message has that of both peers
     assert rate_of(make_space(apart), *PEERS).seconds > rate_of(make_space(), *PEERS).seconds
 

@@ -77,7 +77,9 @@ class UnrankedCandidate(NamedTuple):
 
 def unranked(space: Space, ratios: StateRatios) -> list[UnrankedCandidate | str]:
     """Return async, ssp and swarm on all devices, with the other settings of the config, or why one is not possible."""
-    n = space.num_devices
+    n, cluster = space.num_devices, space.machine.cluster
+    if cluster.platform != "cpu" and not cluster.send_rates:
+        return [f"the rates of the links of {cluster.device_kind} are unknown"]
     workers = {
         "strategy": "async_data_parallel",
         "mesh.data": n,
