@@ -25,6 +25,7 @@ from jaxpar.analysis.planner.unranked import UnrankedCandidate, predicted
 from jaxpar.checkpoint.ledger import Ledger
 from jaxpar.errors import UserError
 from jaxpar.measure import provenance
+from jaxpar.pages.verdict import read_verdict
 from jaxpar.plan import DelayedUpdates, StageDelay
 from scripts import compare
 from scripts.comparison import results
@@ -260,7 +261,7 @@ def test_only_virtual_time_is_emulated() -> None:
 def test_verdicts(tmp_path: Path) -> None:
     config, path = configs.default_config(), tmp_path / "certificate.json"
     config.optimizer.lr = 0.5
-    assert results.read_verdict(path, config) == ""
+    assert read_verdict(path, config) == ""
     certified = {"outside": [], "batches": [0, 1], "tolerance": {"loss": 1}}
     certified["config"] = provenance.changed(config) | {"num_steps": 2}  # the command sets its own length
     for changed, verdict in (
@@ -275,10 +276,10 @@ def test_verdicts(tmp_path: Path) -> None:
         ({"config": {"optimizer.lr": 0.5, "exchange": "zero3"}}, "of other settings"),
     ):
         path.write_text(files.json_text(certified | changed))
-        assert results.read_verdict(path, config) == verdict
+        assert read_verdict(path, config) == verdict
     path.write_text("[]")
     with pytest.raises(UserError, match=r"certificate.json is damaged: it is not a certificate \("):
-        results.read_verdict(path, config)
+        read_verdict(path, config)
 
 
 @pytest.mark.parametrize("num_devices", [2, slow(4)])
