@@ -1,11 +1,12 @@
 """Computes predictions and metrics of a trained model on all its devices, in batches of similar lengths.
 
 Each device holds all parameters and computes a shard of the batch. Programs are compiled once for each shape of a
-batch, of which there are few: the length buckets of the run, and the batch size or, for fewer examples, a power of two.
+batch: the length buckets of the run, and the few `Predictor.sizes`.
 
 Dims: B examples of a batch.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -67,6 +68,13 @@ class Predictor:
         self._readout = meshes.one_at_a_time(jax.jit(readout, static_argnums=2, out_shardings=by_replica(mesh)), mesh)
         self._sums = meshes.one_at_a_time(jax.jit(sums, out_shardings=on_all(mesh)), mesh)
 
+    @property
+    def sizes(self) -> list[int]:
+        """The sizes of batches, for each of which a program is compiled: a power of four per device, or the largest."""
+        n = self.trained.mesh.size
+        powers = itertools.takewhile(lambda size: size < self.batch_size, (n * 4**e for e in itertools.count()))
+        return [*powers, self.batch_size]
+
     def check_top_k(self, name: str, top_k: int) -> None:
         """Raise UserError if the task cannot list that many choices. name: of the option, for the message."""
         task = self.trained.task
@@ -105,10 +113,8 @@ class Predictor:
                 yield _Computing(source, step == batches.steps_per_epoch - 1, ids_B, batch, readout)
 
     def _size(self, num_examples: int) -> int:
-        """Return the size of the batches for a split: a power of two per device if one such batch is enough."""
-        num_devices = self.trained.mesh.size
-        per_device = -(-num_examples // num_devices)
-        return min(self.batch_size, num_devices << (per_device - 1).bit_length())
+        """Return the size of the batches for a split: the smallest one if a batch of it is enough."""
+        return next((size for size in self.sizes if size >= num_examples), self.batch_size)
 
     def metrics(self, split: data.Split) -> dict[str, float]:
         """Return the loss and the metrics of a split with labels, as the evaluations of a run compute them."""

@@ -91,7 +91,7 @@ class Service:
         for length in buckets_of(self._trained.config):
             text = " ".join(["a"] * length)
             example = text.split() if is_words else (text, "a") if is_pair else text
-            for number in (1, self._model.predictor.batch_size):
+            for number in self._model.predictor.sizes:
                 self._predict_texts([example] * number)
         if self._generator is not None:
             self._generator([""], 2, Sampling())

@@ -26,7 +26,7 @@ from jaxpar.analysis.planner.predict import (
     stash_bytes,
 )
 from jaxpar.analysis.planner.updates import exchange_bytes, update_bytes
-from jaxpar.exchange.gradients import MIB
+from jaxpar.exchange.around import LAYER_BYTES
 from jaxpar.exchange.presets import EXCHANGES, exchange_differs
 from jaxpar.exchange.reduce import ring_traffic
 from jaxpar.layout import SHARDED
@@ -45,7 +45,6 @@ Settings = Mapping[str, Any]  # dotted key of the config -> value
 LARGEST_TABLE = 20_000  # devices x microbatches of the largest table that is made
 LARGEST_RING = 64  # replicas of a ring whose steps are written out in the program
 NANOSECOND = 1e-9
-ZERO_BUCKET = 25 * MIB  # the default of zero3
 HSDP = "hsdp"  # with a group for each host; on one host, it is zero3
 # Keys that a candidate sets, and their values without the strategy that needs another one.
 DEFAULTS_OF_CHOICES: Settings = {
@@ -269,7 +268,7 @@ def _replica_bytes_on_cpu(space: Space, settings: Settings, plan: Plan[Any], siz
     gradients, copies = [layer.weight_bytes for layer in space.layers.profile(size, remat)], 0.0
     if gathers_layers:
         gradients = [0.0] * len(gradients)
-        copies = cpu_memory.gathered_bytes(model, space.config.exchange_options.bucket_bytes or ZERO_BUCKET)
+        copies = cpu_memory.gathered_bytes(model, space.config.exchange_options.bucket_bytes or LAYER_BYTES)
     elif scan is True or (scan == "auto" and remat != "none"):
         again, copies = space.layers.passes(size, remat, num_shares=num_shares), cpu_memory.stacked_bytes(model)
         for run in filter(cpu_memory.is_run, model.runs):
