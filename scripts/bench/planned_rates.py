@@ -46,8 +46,7 @@ CONFIGS: dict[str, tuple[str, ...]] = {
     "ssp with bound 1, one 3 times slower": (*FOUR, SLOW, "asynchronous.policy=ssp", "asynchronous.bound=1"),
     "ssp with bound 0, one 3 times slower": (*FOUR, SLOW, "asynchronous.policy=ssp", "asynchronous.bound=0"),
     "swarm, 2 peers in 2 stages": (*SWARM, "swarm.peers=2", "swarm.stages=2"),
-    "swarm, 3 peers in 3 stages": (*SWARM, "swarm.peers=3", "swarm.stages=3", "swarm.num_microbatches=16"),
-    "swarm, 4 peers in 2 stages": (*SWARM, "swarm.peers=4", "swarm.stages=2"),
+    "swarm, 3 peers in 3 stages": (*SWARM, "swarm.peers=3", "swarm.stages=3", "swarm.num_microbatches=8"),
 }
 
 
