@@ -448,8 +448,8 @@ def test_predicted_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
         assert f"\ngpipe: predicted with {num_stages} stages x {8 // num_stages} replicas\n" in out
         mesh = f"--config.mesh.stage={num_stages}", f"--config.mesh.data={8 // num_stages}"
         gpipe = *shared, *mesh, "--config.strategy=pipeline", "--config.pipeline.schedule=gpipe"
-        number = "--config.asynchronous.num_workers=8", "--config.mesh.data=8"
-        workers = *shared, "--config.strategy=async_data_parallel", *number
+        wanted = "strategy=async_data_parallel", "asynchronous.num_workers=8", "mesh.data=8"
+        workers = *shared, *(f"--config.{setting}" for setting in wanted)
         seconds = {"gpipe": seconds_of(tmp_path, on, *gpipe), "async": seconds_of(tmp_path, on, *workers)}
         rows = csv.DictReader((tmp_path / str(num_layers) / "compare.csv").read_text().splitlines())
         found = {row["strategy"]: row["predicted_step_seconds"] for row in rows}

@@ -376,7 +376,7 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     printed = capsys.readouterr().out
     assert re.search(r"^4 x NVIDIA H100 80GB HBM3: \d+ candidates in", printed)
     assert "Your config: " in printed
-    assert re.search(r"^ .* m?s +[\d,]+ +3.00 +\d .*  async, 4 workers$", printed, re.MULTILINE)
+    assert re.search(r"^ .* m?s +[\d,]+ +\d\.\d\d +\d .*  async, 4 workers$", printed, re.MULTILINE)
     config = configs.load_config(str(out))
     assert config.mesh.data * config.mesh.stage == 4
     assert run_script(monkeypatch, script, *base, "--cluster=h100:4", "--json") == 0
