@@ -100,7 +100,7 @@ def main() -> None:
             found = search.candidate_of_plan(space, config, plan)
             assert not isinstance(found, str), found
             predicted = found.costs.nbytes
-            needed = audit.needed_bytes(strategies.build(plan, problem, devices).compile())
+            needed = audit.needed_bytes(strategies.build(plan, problem, devices).compile(), plan)
             total = sum(needed.values())
             errors.append(abs(predicted / total - 1))
             parts = ", ".join(f"{part} {format_bytes(nbytes)}" for part, nbytes in needed.items())
