@@ -116,7 +116,8 @@ def run(
         ],
     }
     if target:
-        audited["needed"] = audit.needed_bytes(programs)
+        audited["needed"] = audit.needed_bytes(programs, strategy.plan)
+        audited["host_bytes"] = audit.host_bytes_needed(strategy.plan)
         audited["memory_bytes"], audited["usable_bytes"] = target.cluster.memory_bytes, target.usable_bytes
     if with_program:
         assert target is not None
@@ -201,6 +202,8 @@ def format_audit(audited: dict[str, Any]) -> str:
     lines += ["", *format_buffers(audited["buffers"])]
     if "needed" in audited:
         lines += ["", format_needed(audited["needed"], audited["usable_bytes"], audited["memory_bytes"])]
+        if audited["host_bytes"]:
+            lines.append(f"For each GPU, {format_bytes(audited['host_bytes'])} of its state are on the host.")
     for program in audited.get("programs", []):
         lines += ["", *format_program(program)]
     if "findings" in audited:

@@ -259,7 +259,7 @@ def verified(found: Sequence[Candidate], number: int, space: Space, target: Targ
             problem: Problem = build.load_parts(config, Path(folder), cluster).problem
         plan: Any = strategies.plan(config, problem, cluster, decision)
         programs = strategies.build(plan, problem, target.devices).compile()
-        needed = float(sum(audit.needed_bytes(programs).values()))
+        needed = float(sum(audit.needed_bytes(programs, plan).values()))
         corrected = one._replace(costs=one.costs._replace(nbytes=needed), fits=needed <= space.usable_bytes)
         compiled.append(Verified(one, corrected, step_time.predict(programs, cluster).seconds))
     return compiled

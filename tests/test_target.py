@@ -15,7 +15,7 @@ from jax.experimental import topologies
 
 from jaxpar import gpus, target
 from jaxpar.cluster_file import find_named
-from jaxpar.errors import UserError
+from jaxpar.errors import UserError, format_bytes
 from jaxpar.exchange import EXCHANGES
 from jaxpar.gpus import gpu_kinds
 from jaxpar.pipeline.tables.periodic import CONTINUOUS
@@ -225,8 +225,28 @@ def check_findings(name: str, audited: dict[str, Any]) -> None:
 
 
 @needs_plugin
+def test_offloaded_state_of_absent_gpus() -> None:
+    """The optimizer state does not count as memory of a GPU, except for its copy during the update."""
+    config = ["--config=configs/quickstart.py", "--target=h100:8", "--config.exchange=zero1", *TINY]
+    offload = "--config.exchange_options.offload=True"
+    whole, offloaded = (
+        json.loads(run(["scripts/audit.py", *config, "--json", *options]).stdout) for options in ([], [offload])
+    )
+    state = whole["devices"][0]["optimizer"]["nbytes"]
+    assert offloaded["devices"][0]["optimizer on the host"] == {"nbytes": state, "theory": state}
+    assert (whole["host_bytes"], offloaded["host_bytes"]) == (0, state)
+    assert offloaded["needed"]["arguments"] == whole["needed"]["arguments"] - state
+    assert offloaded["needed"]["temporary arrays"] >= state
+    assert f"For each GPU, {format_bytes(state)} of its state are on the host." in run(
+        ["scripts/audit.py", *config, offload]
+    ).stdout.split("\n")
+
+
+@needs_plugin
 def test_zero3_gathers_ahead() -> None:
     """In the loops of both passes, the arrays of the next layers are gathered while a layer is computed.
+
+    The gradients of a layer are scattered while the next one is computed, in one message.
 
     XLA unrolls the loops by two, so that these arrays alternate between two buffers and are not copied.
     """
@@ -237,6 +257,9 @@ def test_zero3_gathers_ahead() -> None:
     looped = [row for row in program["collectives"] if row["per_step"] > 1 and row["kind"] == "all-gather"]
     assert [row["dtype"] for row in looped] == ["uint16"] * 4
     assert all(row["kernels"] for row in looped)
+    scattered = [row for row in program["collectives"] if row["per_step"] > 1 and row["kind"] == "reduce-scatter"]
+    assert len(scattered) == 2  # of two layers, because the loop is unrolled by two
+    assert all(row["products"] for row in scattered)
 
 
 EVERY = {

@@ -192,7 +192,7 @@ def memory(programs: Sequence[CompiledProgram], strategy: Strategy[StrategyState
     for program in programs:
         analysis = program.compiled.memory_analysis()
         assert analysis is not None
-        arguments = _arguments(program)
+        arguments = _arguments(program, strategy.plan)
         for device, parts in zip(strategy.devices, measured, strict=True):
             if device in arguments:
                 local = arguments[device] | {TEMPORARY: analysis.temp_size_in_bytes}
@@ -206,28 +206,45 @@ def memory(programs: Sequence[CompiledProgram], strategy: Strategy[StrategyState
     ]
 
 
-def needed_bytes(programs: Sequence[CompiledProgram]) -> dict[str, int]:
+def needed_bytes(programs: Sequence[CompiledProgram], plan: Plan[object]) -> dict[str, int]:
     """Return the bytes on a device of the program of the step that needs most, by kind, from XLA's buffer assignment.
 
-    Results that reuse the memory of an argument do not count.
+    Results that reuse the memory of an argument do not count, nor do arguments that the plan keeps on the host. XLA has
+    no host memory for devices that are absent, and assigns these arguments to the device. In a run, the step copies
+    them to the device for the update, so the temporary arrays have at least their size.
     """
     found = []
     for program in programs:
         analysis = program.compiled.memory_analysis()
         assert analysis is not None
+        kept = max(_on_host(parts) for parts in _arguments(program, plan).values())
+        assigned = kept - analysis.host_argument_size_in_bytes
         found.append(
             {
-                "arguments": analysis.argument_size_in_bytes,
+                "arguments": analysis.argument_size_in_bytes - assigned,
                 "results": analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
-                "temporary arrays": analysis.temp_size_in_bytes,
+                "temporary arrays": max(analysis.temp_size_in_bytes, assigned),
                 "machine code": analysis.generated_code_size_in_bytes,
             }
         )
     return max(found, key=lambda parts: sum(parts.values()))
 
 
-def _arguments(program: CompiledProgram) -> dict[jax.Device, dict[str, int]]:
-    """Return the bytes of the arguments of a program by device and kind."""
+def host_bytes_needed(plan: Plan[object]) -> int:
+    """Return the bytes of the state that the plan keeps on the host for one device, the largest of all devices."""
+    return max(map(_on_host, plan.memory))
+
+
+def _on_host(parts: Mapping[str, int]) -> int:
+    return sum(nbytes for kind, nbytes in parts.items() if kind.endswith(ON_HOST))
+
+
+def _arguments(program: CompiledProgram, plan: Plan[object]) -> dict[jax.Device, dict[str, int]]:
+    """Return the bytes of the arguments of a program by device and kind.
+
+    The plan determines what is on the host, because the shardings of absent devices lack it.
+    """
+    planned = {kind for parts in plan.memory for kind in parts}
     arguments, _ = program.compiled.args_info
     shardings, _ = program.compiled.input_shardings
     kinds = [*program.arguments, *map(_kinds, arguments[len(program.arguments) :])]
@@ -236,7 +253,7 @@ def _arguments(program: CompiledProgram) -> dict[jax.Device, dict[str, int]]:
     def add(kind: str, info: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding | None) -> None:
         if sharding is None:  # the program does not read it
             return
-        kind += ON_HOST if sharding.memory_kind == "pinned_host" else ""
+        kind += ON_HOST if kind + ON_HOST in planned else ""
         nbytes = math.prod(sharding.shard_shape(info.shape)) * np.dtype(info.dtype).itemsize
         for device in sharding.device_set:
             parts = nbytes_on.setdefault(device, {})

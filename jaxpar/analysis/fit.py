@@ -141,7 +141,7 @@ def _attempt(config: ConfigDict, problem: Problem, info: DataInfo, target: Targe
     if isinstance(plan, str):
         return Tried(size, float("inf"), plan)
     programs = strategies.build(plan, problem, target.devices).compile()
-    return Tried(size, sum(audit.needed_bytes(programs).values()))
+    return Tried(size, sum(audit.needed_bytes(programs, plan).values()))
 
 
 def largest_fitting(

@@ -66,7 +66,7 @@ def temporary_bytes(config: Any, problem: Problem, target: Target) -> int:
     """Return the bytes of the temporary arrays of the step on a GPU."""
     plan = strategies.plan(config, problem, target.cluster)
     programs = strategies.build(plan, problem, target.devices).compile()
-    return audit.needed_bytes(programs)["temporary arrays"]
+    return audit.needed_bytes(programs, plan)["temporary arrays"]
 
 
 def main() -> None:
