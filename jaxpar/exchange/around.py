@@ -24,7 +24,7 @@ from jaxpar.layout import Tree
 from jaxpar.plan import Traffic
 
 NODE = 8  # GPUs of most nodes
-LAYER_BYTES = 1024 * MIB  # more than most layers have, so that the arrays of a layer are one message
+LAYER_BYTES = 1024 * MIB  # more than most layers have
 BLOCK = 2048  # elements that share a scale (1-bit momentum), or a range (8-bit weights and gradients of ZeRO)
 
 
@@ -123,14 +123,17 @@ def zero3(
     axis: Axis,
     rule: Rule,
     *,
-    bucket_bytes: int = LAYER_BYTES,
+    bucket_bytes: int = 0,
     offload: bool = False,
     quantized_weights: bool = False,
     quantized_gradients: bool = False,
     block: int = BLOCK,
 ) -> Exchange:
-    """Return ZeRO stage 3: each replica also holds only 1/n of the parameters, which are gathered layer by layer."""
-    codes = _codes(quantized_weights, quantized_gradients, block)
+    """Return ZeRO stage 3: each replica also holds only 1/n of the parameters, which are gathered layer by layer.
+
+    bucket_bytes: size limit of a message; 0: 25 MiB within a node, and LAYER_BYTES for more than NODE replicas.
+    """
+    codes, bucket_bytes = _codes(quantized_weights, quantized_gradients, block), bucket_bytes or _message(axis.size)
     return zero(axis, 3, rule.optimizer, rule.params, bucket_bytes, offload=offload, codes=codes)
 
 
@@ -138,7 +141,7 @@ def hsdp(
     axis: Axis,
     rule: Rule,
     *,
-    bucket_bytes: int = LAYER_BYTES,
+    bucket_bytes: int = 0,
     group: int = 0,
     offload: bool = False,
     quantized_weights: bool = False,
@@ -147,11 +150,27 @@ def hsdp(
 ) -> Exchange:
     """Return hybrid sharding: ZeRO stage 3 within groups of replicas, each of which has a copy of all arrays.
 
-    group: replicas per group; 0: the greatest common divisor of the number of replicas and NODE.
+    Args:
+      axis: axis of the replicas.
+      rule: the optimizer and its parameters.
+      bucket_bytes: as in `zero3`, for the replicas of a group.
+      group: replicas per group; 0: the greatest common divisor of the number of replicas and NODE.
+      offload: whether the optimizer state is kept in host memory between updates.
+      quantized_weights: whether parameters are sent with 8 bits per element.
+      quantized_gradients: whether gradients are.
+      block: elements that share a range.
     """
     group = group or math.gcd(axis.size, NODE)
-    codes = _codes(quantized_weights, quantized_gradients, block)
+    codes, bucket_bytes = _codes(quantized_weights, quantized_gradients, block), bucket_bytes or _message(group)
     return zero(axis, 3, rule.optimizer, rule.params, bucket_bytes, offload=offload, codes=codes, group=group)
+
+
+def _message(num_replicas: int) -> int:
+    """Return the default size limit of a message of ZeRO stage 3, in bytes.
+
+    Between nodes the latency of a message is long, so a layer has one. Several messages need fewer copies.
+    """
+    return 25 * MIB if num_replicas <= NODE else LAYER_BYTES
 
 
 def _codes(weights: bool, gradients: bool, block: int) -> Codes:

@@ -9,6 +9,10 @@ are not sharded: every replica holds them, and their gradients are summed by a p
 With groups, stage 3 is hybrid sharded data parallelism (HSDP), as in PyTorch's FSDP (Zhao et al., 2023, section 3.2):
 each group of replicas, such as a node, shards its own copy of all arrays, so arrays are gathered only within groups.
 
+In stage 3, the shards of a layer are packed into vectors before a scan over layers, and their gradients are unpacked
+after it. XLA can then gather the vectors of the next layer, and scatter the gradients of the previous one, while a
+layer is computed.
+
 Stage 3 gathers an array in the dtype in which its layer reads it: half of the bytes, if a bfloat16 model casts it
 first. Gradients are summed in float32. Stage 3 can also send parameters and gradients with 8 bits per element, as in
 ZeRO++ (Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", 2023).

@@ -6,7 +6,9 @@ import numpy as np
 import optax
 import pytest
 
+from jaxpar.exchange.around import Rule
 from jaxpar.exchange.compress import min_max_uint8
+from jaxpar.exchange.presets import make_exchange
 from jaxpar.exchange.zero import Codes, Shards, zero
 from jaxpar.layout import pad, shard_shape, split_dim, unpad
 from jaxpar.optimizer import clip_by_norm
@@ -236,3 +238,12 @@ def test_traffic_of_five_microbatches(stage: int, scattered: int, gathered: int)
     ]
     num_vectors = 4 if stage == 3 else 3  # stage 3: one each for a, b, c, d; otherwise d, c, b with a
     assert [one.messages for one in traffic] == [scattered * num_vectors * 3, gathered * num_vectors * 3]
+
+
+@pytest.mark.parametrize(("name", "n", "messages"), [("zero3", 8, 3), ("zero3", 16, 1), ("hsdp", 16, 3)])
+def test_a_layer_is_one_message_between_nodes(name: str, n: int, messages: int) -> None:
+    """The arrays of the layer have 16 MiB each, and all three are in one node or group of 8, or in two nodes."""
+    params = {"layer": {key: jax.ShapeDtypeStruct((2048, 2048), np.float32) for key in "abc"}}
+    exchange = make_exchange(name, axis(n), Rule(optax.sgd(1.0), params))
+    [scattered] = [one for one in exchange.traffic(params, 1) if one.kind == "reduce-scatter"]
+    assert scattered.messages == messages * (min(n, 8) - 1 if name == "hsdp" else n - 1)
