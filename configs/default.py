@@ -264,6 +264,7 @@ def get_config() -> ConfigDict:
     log.every_steps = 20  # steps between log lines
     log.tensorboard = True  # write TensorBoard event files
     log.curves = True  # plot curves.png and confusion.png at the end
+    log.report = True  # write report.html at the end: results, curves, times, memory and config in one page
     log.peak_flops = 0.0  # peak FLOP/s of one device, for MFU; 0: from the table in jaxpar/measure/flops.py
 
     # A process that makes no progress for this many seconds prints where it hangs and exits; 0: no watchdog. The value

@@ -214,7 +214,15 @@ def _closing(result: Mapping[str, object], workdir: Path, headline: str, changes
       changes: flags to try next.
     """
     reached = headline.format(**result) if "test_loss" in result else "finished"
-    left = ("result.json", "metrics.jsonl", "curves.png", "confusion.png", "checkpoints/", "tensorboard/")
+    left = (
+        "result.json",
+        "report.html",
+        "metrics.jsonl",
+        "curves.png",
+        "confusion.png",
+        "checkpoints/",
+        "tensorboard/",
+    )
     results = ", ".join(name for name in left if (workdir / name).exists())
     first = f"try {' or '.join(changes)} with a new --workdir;\n          " if changes else ""
     return (

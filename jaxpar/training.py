@@ -21,6 +21,7 @@ from jaxpar.launch import processes
 from jaxpar.launch.signals import Interrupt
 from jaxpar.launch.watchdog import Watchdog
 from jaxpar.measure.phases import Phases
+from jaxpar.pages.run_page import write_report
 from jaxpar.run import build, metrics, report, resume
 from jaxpar.run.build import Result, Run, StrategyState
 from jaxpar.run.callbacks import Callback, Callbacks, EarlyStopping, Measurement
@@ -75,6 +76,8 @@ def train_config(config: ConfigDict, workdir: Path, interrupt: Interrupt, callba
                 result["ledger"] = ledger.verify(workdir / "ledger", run.batches, steps, in_flight)
                 print(f"ledger    {result['ledger']}", flush=True)
                 report.write_result(workdir, result)
+                if config.log.report:
+                    write_report(run)
     return result
 
 

@@ -44,10 +44,11 @@ from jaxpar.cluster_file import find_named
 from jaxpar.command_line import Parser, integer, names
 from jaxpar.errors import FAILED, UserError, exit_code, format_count
 from jaxpar.launch.launcher import format_exit, forwarded
+from jaxpar.pages.verdict import CERTIFICATE
 from jaxpar.plan import Plan
 from jaxpar.run import build, metrics
 from scripts.comparison import page, pictures, table
-from scripts.comparison.results import CERTIFICATE, find_score, read_outcome, run_seconds
+from scripts.comparison.results import find_score, read_outcome, run_seconds
 from scripts.comparison.runs import changed_settings, check_settings, configured, is_finished, prepare_run, run_logged
 from scripts.comparison.table import REFERENCE, Outcome, format_seconds
 from scripts.plan import make_space

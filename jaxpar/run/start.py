@@ -17,6 +17,7 @@ from jaxpar.launch import processes
 from jaxpar.plan import format_private_key
 from jaxpar.run import resume
 from jaxpar.run.build import Run, StrategyState
+from jaxpar.run.starts import record_start
 
 # Policy, workers and mitigations in earlier private keys, such as `live async of 4 workers with dc_asgd`.
 WORKERS = re.compile(r"(?:live )?(\w+) of (\d+) workers(?: with (.+))?")
@@ -95,6 +96,7 @@ def tidy(run: Run, first_step: int) -> None:
         ledger.cut(run.workdir / "ledger", after=first_step)
         ledger.begin(run.workdir / "ledger", first_step, run.batches.steps_per_epoch)
         ledger.check_ledger(run.workdir / "ledger", run.batches, first_step)
+        record_start(run, first_step)
         configs.save(run.config, run.workdir)
         data.write_info(run.workdir, run.dataset.info)
         checkpoint.set_aside(run.workdir / "checkpoints", after=first_step)

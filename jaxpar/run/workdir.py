@@ -7,6 +7,7 @@ from jaxpar.errors import UserError
 FOLDERS = ("checkpoints", "ledger", "tensorboard", "profile")
 FILES = (
     *("config.json", "data.json", "tokenizer.json", "profile.json", "metrics.jsonl", "result.json"),
+    *("report.html", "starts.jsonl"),
     *("updates.csv", "routing.csv", "scenario.json", "curves.png", "confusion.png", "timeline.png", ".lock"),
 )
 

@@ -43,9 +43,10 @@ from jaxpar.pipeline.executor.lowering import LoweredTable, TableArrays, TableSh
 from jaxpar.pipeline.executor.programs import REMATS
 from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.executor.state import PackedState, StagedState
-from jaxpar.pipeline.executor.timeline import Timeline
+from jaxpar.pipeline.executor.timeline import Timeline, with_filling
 from jaxpar.pipeline.tables.periodic import CONTINUOUS
 from jaxpar.pipeline.tables.schedule import SCHEDULES, forward_only
+from jaxpar.pipeline.tables.simulate import Span, Times, simulate_table
 from jaxpar.pipeline.tables.table import Table
 from jaxpar.plan import ARRAYS, Decision, DelayedUpdates, Plan, Traffic, state_memory
 from jaxpar.state import nbytes
@@ -295,6 +296,13 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
             timeline.save(workdir / "timeline.png", details.schedule, table)
         return {}
 
+    def timelines() -> dict[str, Sequence[Span]]:
+        planned = simulate_table(with_filling(table), Times(1, 1, 1)).timeline
+        titles: dict[str, Sequence[Span]] = {f"{details.schedule}, planned, if F, B and W take equal time": planned}
+        if timeline.is_measured:
+            titles[f"{details.schedule}, measured in step {details.trace}"] = timeline.spans(table)
+        return titles
+
     on_mesh, never_drains = batch_placer(mesh), isinstance(of_state, ContinuousState)
 
     def place(batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
@@ -319,6 +327,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         compile=compile_programs,
         to_private=of_state.private_state,
         report=report,
+        timelines=timelines,
     )
 
 

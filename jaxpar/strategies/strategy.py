@@ -12,6 +12,7 @@ from jaxpar.cluster import Cluster
 from jaxpar.errors import Refusals
 from jaxpar.models.model import Model
 from jaxpar.pipeline.executor.branches import DeviceBranches
+from jaxpar.pipeline.tables.simulate import Span
 from jaxpar.plan import Decision, Plan
 from jaxpar.state import Canonical
 from jaxpar.step import Metrics, Problem
@@ -74,6 +75,7 @@ class Strategy(NamedTuple, Generic[S]):
       to_private: state -> the private state, which the canonical state lacks.
       drain: state -> metrics of the last step, after waiting for gradients that arrive late; None if none can be late.
       report: (state, workdir) -> results for result.json; called at the end of a run, it may write files to workdir.
+      timelines: () -> {title: actions of a step by device}, planned and, if a step was measured, measured; for charts.
     """
 
     plan: Plan[object]
@@ -88,6 +90,7 @@ class Strategy(NamedTuple, Generic[S]):
     to_private: Callable[[S], Canonical] = lambda _state: {}
     drain: Callable[[S], Metrics | None] = lambda _state: None
     report: Callable[[S, Path], Mapping[str, Any]] = lambda _state, _workdir: {}
+    timelines: Callable[[], Mapping[str, Sequence[Span]]] = lambda: {}
 
 
 class StrategyModule(Protocol[Source, Details]):

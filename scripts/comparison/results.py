@@ -8,14 +8,12 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar import files, strategies
-from jaxpar.errors import UserError, format_count
+from jaxpar.pages.verdict import CERTIFICATE, read_verdict
 from jaxpar.plan import Plan
 from jaxpar.run import build, metrics
 from jaxpar.tasks import Score
-from scripts.comparison.runs import UNTESTED, different_settings
+from scripts.comparison.runs import UNTESTED
 from scripts.comparison.table import REFERENCE, Outcome
-
-CERTIFICATE = "certificate.json"
 
 
 def run_seconds(workdir: Path) -> float:
@@ -71,26 +69,6 @@ def find_guarantee(plan: Plan[Any]) -> str:
     if plan.delays and not plan.delays.differs:
         return f"differs: {plan.differs}; equal to one device with the same delays"
     return f"differs: {plan.differs}" if plan.differs else f"equal to {REFERENCE}"
-
-
-def read_verdict(path: Path, config: ConfigDict) -> str:
-    """Return the verdict of a certificate; empty if there is none. Raises UserError if the file is damaged.
-
-    It is that of a run with the same settings, except for its length.
-    """
-    if not path.is_file():
-        return ""
-    try:
-        certified = files.parse_json(path.read_text())
-        outside, steps = certified["outside"], len(certified["batches"])
-        others = different_settings(certified["config"], config).keys() - {"num_steps"}
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged: it is not a certificate ({error!r}); delete it") from error
-    if others:
-        return "of other settings"
-    if outside:
-        return f"failed: {format_count(len(outside), 'error')} outside the tolerance"
-    return f"passed, {format_count(steps, 'step')}" if certified["tolerance"] else "no tolerance applies"
 
 
 def find_score(loaded: build.Loaded) -> Score:

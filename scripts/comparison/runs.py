@@ -13,20 +13,13 @@ from ml_collections import ConfigDict
 
 from jaxpar import config as configs
 from jaxpar import files
-from jaxpar.analysis.planner.auto import AUTO_STRATEGY
 from jaxpar.errors import FAILED, UserError
 from jaxpar.launch.launcher import LAUNCHER, MAX_FORWARDED, POLL_SECONDS, start_process
-from jaxpar.run import resume
+from jaxpar.pages.verdict import different_settings
 from jaxpar.tasks import Score
 
 UNTESTED = Score("train_loss", ".4f")  # metric by which runs without a test split are compared
 SETTINGS = "settings.json"  # the config that a run was started with, before the run completes it
-
-READERS = {  # strategies that read a section of the config; all strategies read the other sections
-    "asynchronous": ("async_data_parallel",),
-    "pipeline": ("pipeline", "swarm", AUTO_STRATEGY),
-    "swarm": ("swarm",),
-}
 
 
 def configured(name: str, overrides: Sequence[str]) -> ConfigDict:
@@ -53,13 +46,6 @@ def changed_settings(config: ConfigDict, workdir: Path) -> str:
         return "unknown"
     before = files.parse_json((workdir / SETTINGS).read_text(), nonfinite=True)  # written atomically
     return "; ".join(different_settings(before, config).values())
-
-
-def different_settings(before: configs.Values, config: ConfigDict) -> dict[str, str]:
-    """Return `resume.differences` without the sections that the strategy of the config does not read."""
-    ignored = [section for section, readers in READERS.items() if config.strategy not in readers]
-    changed = resume.differences(before, config)
-    return {key: text for key, text in changed.items() if key.partition(".")[0] not in ignored}
 
 
 def is_finished(workdir: Path) -> bool:

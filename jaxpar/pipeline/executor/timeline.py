@@ -40,6 +40,11 @@ class Timeline:
         """Set the number of steps taken so far, when a run resumes."""
         self._now = number
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether the step to measure has run."""
+        return bool(self._times) and self._now >= self._step
+
     def next_step(self) -> bool:
         """Count one step, and return whether it must run the program with callbacks."""
         self._now += 1
@@ -95,14 +100,14 @@ class Timeline:
 
         If the step has not run, print a line about it instead.
         """
-        if not self._times or self._now < self._step:
+        if not self.is_measured:
             print(f"timeline  none: this run did not include step {self._step}")
             return
         from jaxpar.pipeline.tables import draw  # imports matplotlib, which is slow to load
 
         measured = self.spans(table)
         times = measured_times(table, measured)
-        planned = simulate_table(unroll(table, num_in_flight(table) + 1) if table.period else table, times)
+        planned = simulate_table(with_filling(table), times)
         rates = [describe_planned(table, times), f"bubble {measured_bubble_rate(measured):.1%}"]
         title = f"{schedule}, step {self._step}"
         charts = [
@@ -111,6 +116,11 @@ class Timeline:
         ]
         draw.save_charts(path, charts)
         print(f"timeline  {path}: planned {rates[0]}, measured {rates[1]}")
+
+
+def with_filling(table: Table) -> Table:
+    """Return the table of a step; of a pipeline that never drains, with the steps in which it fills."""
+    return unroll(table, num_in_flight(table) + 1) if table.period else table
 
 
 def measured_times(table: Table, measured: Sequence[Span]) -> Times:

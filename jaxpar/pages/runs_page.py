@@ -1,0 +1,83 @@
+"""Compares finished or unfinished runs: a table with a column for each run, and a page with their curves."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxpar import config as configs
+from jaxpar.pages.charts import Series, line_chart
+from jaxpar.pages.html import Cell, Row, document, number_cell, section, table
+from jaxpar.pages.recorded import RecordedRun
+from jaxpar.pages.run_page import TITLES, certificate, loss_unit, pictures
+from jaxpar.run import report
+
+CURVES = ("examples_per_second", "mfu")  # curves of the log intervals in the page
+
+
+def comparison_rows(runs: Sequence[RecordedRun]) -> list[Row]:
+    """Return a row for each property: its name, and its value for each run; empty if a run lacks it."""
+    tested = [run.tested() for run in runs]
+    rows: list[Row] = [["strategy", *(run.config.strategy for run in runs)]]
+    rows.append(["devices", *(_devices(run) for run in runs)])
+    rows.append(["state", *(_state(run) for run in runs)])
+    rows.append(["steps", *(number_cell(run.steps) for run in runs)])
+    names = dict.fromkeys(name for of_run in tested for name in of_run)
+    rows += [[name.replace("_", " "), *_numbers(tested, name)] for name in names]
+    of_result = {"train_loss": "training loss", "skipped_steps": "skipped steps"}
+    of_result |= {name: TITLES[name] for name in report.RATES if any(name in run.result for run in runs)}
+    rows += [[heading, *_numbers([run.result for run in runs], name)] for name, heading in of_result.items()]
+    verdicts = [certificate(run) for run in runs]
+    return [*rows, ["certificate", *verdicts]] if any(verdicts) else rows
+
+
+def _devices(run: RecordedRun) -> str:
+    return f"{len(run.result['devices'])} x {run.result['device_kind']}" if run.result else ""
+
+
+def _state(run: RecordedRun) -> str:
+    return "unfinished" if not run.result else "stopped early" if "stopped_early" in run.result else "finished"
+
+
+def _numbers(results: Sequence[Mapping[str, Any]], name: str) -> list[str | Cell]:
+    return [number_cell(result[name]) if name in result else "" for result in results]
+
+
+def different_keys(runs: Sequence[RecordedRun]) -> list[Row]:
+    """Return a row for each config key in which the runs differ: its name, and its value for each run."""
+    values = [configs.keys(run.config) for run in runs]
+    return [
+        [key, *(repr(of_run[key]) for of_run in values)]
+        for key in values[0]
+        if len({json.dumps(of_run[key]) for of_run in values}) > 1
+    ]
+
+
+def comparison_page(runs: Sequence[RecordedRun]) -> str:
+    """Return the page. A metric of tasks that differ has a chart of its own."""
+    names = [str(run.workdir) for run in runs]
+    charts = []
+    for metric, title in {"loss": loss_unit(runs[0].task), **{run.task.curve: "" for run in runs}}.items():
+        for split, is_marked in (("train", False), ("validation", True)):
+            series = [Series(str(run.workdir), run.points(split, metric), is_marked) for run in runs]
+            charts.append(line_chart(f"{title or metric.capitalize()}, {split}", series))
+    charts += [
+        line_chart(TITLES[name], [Series(str(run.workdir), run.points("train", name)) for run in runs])
+        for name in CURVES
+    ]
+    rows = different_keys(runs)
+    return document(
+        f"Comparison of {len(runs)} runs",
+        [
+            section("Results", table(comparison_rows(runs), ["", *names])),
+            section("Curves", pictures(charts)),
+            section("Config keys that differ", table(rows, ["key", *names]) if rows else ""),
+        ],
+    )
+
+
+def format_rows(rows: Sequence[Row]) -> str:
+    """Return rows as lines of text with columns of equal width."""
+    texts = [[cell if isinstance(cell, str) else cell.text for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in texts]
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,73 @@
+"""Records each start of a run in workdir/starts.jsonl: when it was, at which step, on which devices, and what changed.
+
+    {"step": 0, "date": "2026-11-23T10:00:00+00:00", "strategy": "pipeline", "devices": 4, "changed": []}
+
+metrics.jsonl and the ledger of a run that was resumed are those of a run that was not, so neither records its starts.
+"""
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxpar import checkpoint, files
+from jaxpar.errors import UserError
+from jaxpar.run import resume
+from jaxpar.run.build import Run
+
+STARTS = "starts.jsonl"
+
+
+class Start(NamedTuple):
+    """A start of a run.
+
+    Attributes:
+      step: the number of completed steps.
+      date: date and time in UTC, in ISO 8601.
+      strategy: value of config.strategy.
+      devices: number of devices of the strategy.
+      changed: `config.KEY: OLD -> NEW` for each key that differs from the checkpoint.
+    """
+
+    step: int
+    date: str
+    strategy: str
+    devices: int
+    changed: list[str]
+
+
+def record_start(run: Run, step: int) -> None:
+    """Add a start after `step` completed steps. What changed is compared with the newest checkpoint."""
+    before = checkpoint.newest_config(run.workdir / "checkpoints")
+    before = before if step else None
+    start = Start(
+        step,
+        datetime.now(UTC).isoformat(timespec="seconds"),
+        run.config.strategy,
+        len(run.strategy.devices),
+        [] if before is None else list(resume.differences(before, run.config).values()),
+    )
+    rows = [*read_starts(run.workdir), start]
+    files.write_text(run.workdir / STARTS, "".join(files.json_text(row._asdict()) + "\n" for row in rows))
+
+
+def read_starts(workdir: Path) -> list[Start]:
+    """Return the starts of a run; none if an earlier version trained it. Raises UserError for invalid lines."""
+    path = workdir / STARTS
+    starts = []
+    for number, line in enumerate(path.read_text(errors="replace").splitlines() if path.is_file() else (), start=1):
+        try:
+            starts.append(_read_start(files.parse_json(line)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path}:{number} is not a valid line of starts ({error!r}); delete the line") from error
+    return starts
+
+
+def _read_start(row: Any) -> Start:
+    """Return the start that a line contains. Raises ValueError, KeyError or TypeError for other values."""
+    start = Start(**row)
+    kinds = (int, str, str, int, list)
+    if any(type(value) is not kind for value, kind in zip(start, kinds, strict=True)):
+        raise ValueError("a value has another type")
+    if not all(isinstance(line, str) for line in start.changed):
+        raise ValueError("changed must be a list of strings")
+    return start
