@@ -6,7 +6,9 @@ The runs can be of any tasks, models and strategies, and need not be finished. W
 HTML page, which needs no other file. To train a config with every strategy and compare them, use scripts/compare.py.
 """
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxpar import files
@@ -26,6 +28,15 @@ def read_runs(workdirs: list[Path]) -> list[RecordedRun]:
     return [read_run(workdir) for workdir in workdirs]
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Within `with`, raise UserError instead of an OSError of the file `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"--output is {str(path)!r}; it must be {files.unwritable(path, error)}") from error
+
+
 def check_output(path: Path) -> None:
     """Raise UserError unless `path` is a new file in a directory."""
     if path.exists() or path.is_symlink():
@@ -43,19 +54,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="new HTML file")
     arguments = parser.parse()
     if arguments.output:
-        check_output(arguments.output)
+        with writing(arguments.output):
+            check_output(arguments.output)
     runs = read_runs(arguments.runs)
     names = ["", *(printable(str(run.workdir)) for run in runs)]
     print(format_rows([names, *comparison_rows(runs)]))
     if rows := different_keys(runs):
         print("\n" + format_rows([["config key", *names[1:]], *rows]))
     if arguments.output:
-        try:
+        with writing(arguments.output):
             files.write_text(arguments.output, comparison_page(runs))
-        except OSError as error:
-            raise UserError(
-                f"--output is {str(arguments.output)!r}; it must be {files.unwritable(arguments.output, error)}"
-            ) from error
         print(f"\npage  {arguments.output}")
 
 

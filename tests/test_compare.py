@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +34,7 @@ from scripts.comparison.runs import configured, run_logged
 from scripts.comparison.table import Column, Outcome, comparison_columns, csv_text, format_range, markdown, time_columns
 from scripts.plan import make_space
 from tests.checkpoint.test_private import VALUES
+from tests.html_pages import check_alone
 from tests.runs import run_script, script_error, small_arguments
 from tests.selection import slow
 
@@ -118,55 +118,15 @@ def test_bytes_of_devices() -> None:
     assert format_range([999, 2_000]) == "999 B to 2 kB"
 
 
-class Page(HTMLParser):
-    """Checks that elements end in order, and collects the rows of the table and the attributes of all elements."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.rows: list[list[str]] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.tags: set[str] = set()
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.attributes += attrs
-        if tag not in ("meta",):
-            self.open.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.attributes += attrs
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if "td" in self.open or "th" in self.open:
-            self.rows[-1][-1] += data
-
-
 def test_the_page_needs_no_other_file_and_escapes_text() -> None:
     kinds = {"single": "single", "ddp": "data_parallel", "gpipe": "pipeline", "async": "async_data_parallel"}
     drawn = pictures(OUTCOMES, kinds, batch_size=128, machine="2 cores", metric="accuracy")
     assert [picture.name for picture in drawn] == ["throughput", "accuracy", "memory"]
     images = {picture.title: svg(picture) for picture in drawn}
     text = html_page("a <b> & c", columns(), images, ["code `--x=<y>` ends"])
-    page = Page(text)
-    assert not page.open
-    assert page.tags.isdisjoint({"script", "link", "img", "iframe"})
-    links = [value for name, value in page.attributes if name in ("src", "href", "xlink:href", "action")]
-    assert all(link is not None and link.startswith("#") for link in links)  # parts of the pictures
+    page = check_alone(text)
     assert "<title>a &lt;b&gt; &amp; c</title>" in text
     assert "<p>code <code>--x=&lt;y&gt;</code> ends</p>" in text
-    assert "@import" not in text
-    assert "prefers-color-scheme: dark" in text
     assert text.count("currentColor") > 20  # the text of the pictures has the color of the page
     body = {row[0]: row for row in page.rows[2:]}
     assert list(body) == list(OUTCOMES)

@@ -16,6 +16,8 @@ from jaxpar import checkpoint, data, models, training
 from jaxpar.cluster import find_cluster
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.run import metrics, report
+from jaxpar.run.starts import read_starts
+from tests.html_pages import check_alone
 from tests.runs import small_config, write_csv
 from tests.selection import slow
 
@@ -60,6 +62,9 @@ def test_result(uninterrupted: Path) -> None:
     assert len(result["devices"]) == 2
     assert {"setup", "compile", "train", "eval", "checkpoint"} <= result["seconds"].keys()
     assert result["train_loss"] < rows[0]["loss"]
+    report = check_alone((uninterrupted / "report.html").read_text())
+    tested = [value for name, value in result.items() if name.startswith("test_") and isinstance(value, float)]
+    assert {*tested, result["train_loss"], num_steps, *filter(None, result["seconds"].values())} <= set(report.values)
     assert (uninterrupted / "curves.png").stat().st_size > 10_000
     assert len(checkpoint.steps(uninterrupted / "checkpoints")) <= 3
 
@@ -132,6 +137,10 @@ def test_stopped_by_a_signal_and_resumed_ends_bitwise_equal(
     training.train(small_config(folder), tmp_path / "run")
     assert_bitwise_equal(tmp_path / "run", uninterrupted)
     assert not (tmp_path / "run" / "curves.png").exists()  # log.curves is off
+    assert [(start.step, start.devices, start.changed) for start in read_starts(tmp_path / "run")] == [
+        (0, 2, []),
+        (step, 2, []),
+    ]
     expected = [(row["step"], row["split"]) for row in metrics.read_metrics(uninterrupted)]
     assert [(row["step"], row["split"]) for row in metrics.read_metrics(tmp_path / "run")] == expected
 
@@ -316,5 +325,6 @@ def test_changed_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     before = {file: file.read_bytes() for file in (tmp_path / "run").glob("*.json*")}
     with pytest.raises(UserError, match="the data has changed since the checkpoint of step 3"):
         training.train(small_config(tmp_path, "--config.strategy=single", "--config.mesh.data=1"), tmp_path / "run")
-    assert {file.name for file in before} == {"config.json", "data.json", "metrics.jsonl", "tokenizer.json"}
+    names = {"config.json", "data.json", "metrics.jsonl", "starts.jsonl", "tokenizer.json"}
+    assert {file.name for file in before} == names
     assert {file: file.read_bytes() for file in (tmp_path / "run").glob("*.json*")} == before

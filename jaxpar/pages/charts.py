@@ -12,15 +12,15 @@ from jaxpar.pages.html import escaped_text, format_number
 from jaxpar.pipeline.tables.simulate import Span
 from jaxpar.pipeline.tables.table import ACTION_KINDS
 
-WIDTH, HEIGHT = 440, 250  # of a line chart, in units of which a letter is 12 high
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 8, 36  # margins of a line chart
+CHART_WIDTH, CHART_HEIGHT = 440, 250  # of a line chart, in units of which a letter is 12 high
+LEFT, RIGHT, ABOVE, BELOW = 58, 12, 8, 36  # margins of a line chart
 NUM_COLORS = 6
 NUM_TICKS = 5  # about, on an axis
 BUCKETS = 400  # a longer curve is drawn as the minimum and the maximum of this many equal numbers of points
-ROW, SIDE, CELL = 20, 30, 16  # height of the row of a device, width of its number, and usual width of an action
-WIDEST = 4000  # width of the actions of a timeline
+ROW, SIDE, CELL = 20, 30, 20  # height of the row of a device, width of its number, and usual width of an action
+MOST_WIDTH = 4000  # width of the actions of a timeline
 MOST_SPANS = 20_000  # actions of a drawn timeline
-NARROWEST_LABEL = 12  # width of an action that shows the number of its microbatch
+NARROWEST_LABEL = 10  # width of an action that shows the number of its microbatch
 
 
 class Series(NamedTuple):
@@ -44,22 +44,22 @@ def line_chart(title: str, series: Sequence[Series], x_label: str = "step") -> s
         return ""
     xs, ys = ([point[axis] for one in series for point in one.points] for axis in (0, 1))
     (x_low, x_high), (y_low, y_high) = _range(min(0, *xs), max(xs)), _range(min(ys), max(ys))
-    x_scale = (WIDTH - LEFT - RIGHT) / (x_high - x_low)
-    y_scale = (HEIGHT - TOP - BOTTOM) / (y_high - y_low)
+    x_scale = (CHART_WIDTH - LEFT - RIGHT) / (x_high - x_low)
+    y_scale = (CHART_HEIGHT - ABOVE - BELOW) / (y_high - y_low)
 
     def place(x: float, y: float) -> tuple[float, float]:
-        return LEFT + (x - x_low) * x_scale, HEIGHT - BOTTOM - (y - y_low) * y_scale
+        return LEFT + (x - x_low) * x_scale, CHART_HEIGHT - BELOW - (y - y_low) * y_scale
 
     parts = []
     for y in ticks(y_low, y_high):
         height = place(x_low, y)[1]
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{height:.2f}" y2="{height:.2f}"/>')
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{CHART_WIDTH - RIGHT}" y1="{height:.2f}" y2="{height:.2f}"/>')
         parts.append(_text(LEFT - 6, height + 4, format_number(y), "end"))
-    for x in ticks(x_low, x_high):
-        parts.append(_text(place(x, y_low)[0], HEIGHT - BOTTOM + 15, format_number(x), "middle"))
-    parts.append(_text(WIDTH - RIGHT, HEIGHT - 4, x_label, "end"))
-    bottom = HEIGHT - BOTTOM
-    parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}"/>')
+    bottom = CHART_HEIGHT - BELOW
+    x_ticks = ticks(x_low, x_high)
+    parts += [_text(place(x, y_low)[0], bottom + 15, format_number(x), "middle") for x in x_ticks]
+    parts.append(_text(CHART_WIDTH - RIGHT, CHART_HEIGHT - 4, x_label, "end"))
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{CHART_WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}"/>')
     for number, one in enumerate(series):
         color = f"var(--c{number % NUM_COLORS})"
         placed = [place(*point) for point in thinned(one.points)]
@@ -77,8 +77,8 @@ def line_chart(title: str, series: Sequence[Series], x_label: str = "step") -> s
     ]
     return "\n".join(
         [
-            f"<figure><figcaption>{escaped_text(title)}</figcaption>",
-            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escaped_text(title)}">',
+            f"<figure class='chart'><figcaption>{escaped_text(title)}</figcaption>",
+            f'<svg viewBox="0 0 {CHART_WIDTH} {CHART_HEIGHT}" role="img" aria-label="{escaped_text(title)}">',
             *parts,
             "</svg>",
             f'<ul class="legend">{"".join(keys)}</ul></figure>',
@@ -123,8 +123,9 @@ def timeline_chart(title: str, timeline: Sequence[Span]) -> str:
     drawn = sorted((span for span in timeline if span.end > span.start), key=lambda span: span.start)[:MOST_SPANS]
     begin, end = float(min(span.start for span in drawn)), float(max(span.end for span in drawn))
     lengths = sorted(float(span.end - span.start) for span in drawn)
-    scale = min(CELL / lengths[len(lengths) // 2], WIDEST / (end - begin))
-    num_devices, num_chunks = (1 + max(span[field] for span in drawn) for field in (0, 3))
+    scale = min(CELL / lengths[len(lengths) // 2], MOST_WIDTH / (end - begin))
+    num_devices = 1 + max(span.device for span in drawn)
+    num_chunks = 1 + max(span.chunk for span in drawn)
     width, height = SIDE + (end - begin) * scale + 1, ROW * num_devices + 1
     parts = [_text(SIDE - 6, ROW * device + 14, str(device), "end") for device in range(num_devices)]
     labels, keys = [], []
@@ -145,7 +146,7 @@ def timeline_chart(title: str, timeline: Sequence[Span]) -> str:
     rest = f" (the first {len(drawn):,} of {len(timeline):,} actions)" if left_out and len(drawn) == MOST_SPANS else ""
     return "\n".join(
         [
-            f"<figure><figcaption>{escaped_text(title + rest)}</figcaption>",
+            f"<figure class='chart'><figcaption>{escaped_text(title + rest)}</figcaption>",
             f'<div class="scroll"><svg class="wide" width="{width:.0f}" height="{height}" role="img" '
             f'aria-label="{escaped_text(title)}">',
             *parts,

@@ -34,15 +34,15 @@ td.bar { min-width: 8rem; }
 td.bar span { display: block; height: 1.1rem; background: var(--c0); }
 .pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }
 .pictures svg { width: 100%; height: auto; }
-figure { margin: 0; }
-figure svg { max-width: 40rem; }
-figure svg.wide { max-width: none; }
-figure text { fill: currentColor; font: 12px system-ui, sans-serif; }
-figure .grid { stroke: var(--line); }
-figure .axis { stroke: currentColor; }
-figure path { fill: none; stroke-width: 1.5; }
-figure path.span { stroke: #000000; stroke-width: 0.3; }
-figure text.on { fill: #000000; font-size: 10px; }
+.chart { margin: 0; }
+.chart svg { max-width: 40rem; }
+.chart svg.wide { max-width: none; }
+.chart text { fill: currentColor; font: 12px system-ui, sans-serif; }
+.chart .grid { stroke: var(--line); }
+.chart .axis { stroke: currentColor; }
+.chart path { fill: none; stroke-width: 1.5; }
+.chart path.span { stroke: #000000; stroke-width: 0.3; }
+.chart text.on { fill: #000000; font-size: 10px; }
 .legend { list-style: none; margin: 0; padding: 0; font-size: 0.875rem; display: flex; flex-wrap: wrap; gap: 0 1rem; }
 .key { display: inline-block; width: 1rem; height: 0.25rem; margin-right: 0.4rem; vertical-align: middle; }
 summary { cursor: pointer; }
@@ -64,6 +64,9 @@ class Cell(NamedTuple):
     value: float | None = None
     bar: float | None = None
     shade: float = 0.0
+
+
+Row = Sequence[str | Cell]  # of a table; a text is a cell without a number
 
 
 def document(title: str, body: Iterable[str]) -> str:
@@ -97,7 +100,7 @@ def paragraph(text: str) -> str:
     return f"<p>{marked(text)}</p>"
 
 
-def table(rows: Sequence[Sequence[str | Cell]], headings: Sequence[str] = ()) -> str:
+def table(rows: Sequence[Row], headings: Sequence[str] = ()) -> str:
     """Return a table that scrolls in its own box. The first cell of a row is the heading of the row."""
     head = "".join(f'<th scope="col">{escaped_text(heading)}</th>' for heading in headings)
     lines = ['<div class="scroll"><table>', f"<thead><tr>{head}</tr></thead>" if head else "", "<tbody>"]
@@ -118,7 +121,7 @@ def _body_cell(cell: str | Cell) -> str:
     return f'<td class="number"{shade}><data value="{cell.value!r}">{escaped_text(cell.text)}</data></td>'
 
 
-def number(value: float | None, shade: float = 0.0) -> Cell:
+def number_cell(value: float | None, shade: float = 0.0) -> Cell:
     """Return a cell with a number: whole ones with all digits, and others with at least four significant digits."""
     if value is None:
         return Cell("not finite")

@@ -39,7 +39,7 @@ class RecordedRun(NamedTuple):
     @property
     def steps(self) -> int:
         """Number of completed steps with metrics."""
-        return int(self.result.get("steps", self.rows[-1]["step"] if self.rows else 0))
+        return int(self.result["steps"] if self.result else self.rows[-1]["step"])
 
     def points(self, split: str, name: str) -> list[tuple[float, float]]:
         """Return (step, metric) for each row of a split with this metric."""

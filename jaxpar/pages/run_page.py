@@ -9,21 +9,22 @@ from jaxpar import files
 from jaxpar.errors import UserError, format_bytes, format_count
 from jaxpar.measure import provenance
 from jaxpar.pages.charts import Series, line_chart, timeline_chart
-from jaxpar.pages.html import Cell, document, folded, number, paragraph, section, table
+from jaxpar.pages.html import Cell, Row, document, folded, number_cell, paragraph, section, table
 from jaxpar.pages.recorded import RecordedRun, read_run
 from jaxpar.pages.verdict import CERTIFICATE, read_verdict
 from jaxpar.plan import Plan
+from jaxpar.run import report
 from jaxpar.run.build import Run
 from jaxpar.tasks import Task
 
 REPORT = "report.html"
 MOST_CLASSES = 20  # of a confusion matrix; of a larger one, the most frequent confusions are listed
 NUM_CONFUSIONS = 20
-MOST_ROWS = 20  # of a table that is not folded
+MOST_OPEN_ROWS = 20  # of a table that is not folded
 DARKEST = 0.6  # opacity of a cell of the confusion matrix, on which text of both themes is legible
-SPLITS = ("train", "validation", "test")
+CURVE_SPLITS = ("train", "validation", "test")
 # Metrics of a log interval by their names in metrics.jsonl, with their titles.
-RATES = {
+TITLES = {
     "examples_per_second": "Examples per second",
     "tokens_per_second": "Tokens per second",
     "model_flops_per_second": "Model FLOP/s of all devices",
@@ -66,11 +67,11 @@ def run_page(run: RecordedRun, plan: Plan[object], num_steps: int, timelines: Ma
             section("Result", paragraph(f"Reached {headline(run)}."), table(result_rows(run, num_steps))),
             section("Curves", pictures([curve(run, "loss", loss_unit(run.task)), curve(run, run.task.curve)])),
             section("Classes", *classes(run.result)),
-            section("Rates", pictures([line_chart(RATES[name], rate(run, name)) for name in RATES])),
+            section("Rates", pictures([line_chart(TITLES[name], rate(run, name)) for name in TITLES])),
             section("Time", *seconds(run)),
             section("Schedule", *charts),
-            section("Memory", memory(plan)),
-            section("Traffic", traffic(plan)),
+            section("Memory", memory_table(plan)),
+            section("Traffic", traffic_table(plan)),
             section("Starts", starts(run)),
             section("Config", *config_tables(run)),
             section("Environment", environment(run)),
@@ -86,19 +87,17 @@ def headline(run: RecordedRun) -> str:
     return "no finite loss" if loss is None else f"training loss {loss:.4f}"
 
 
-def result_rows(run: RecordedRun, num_steps: int) -> list[list[str | Cell]]:
+def result_rows(run: RecordedRun, num_steps: int) -> list[Row]:
     """Return the rows of the table of results."""
     result = run.result
-    rows: list[list[str | Cell]] = [[name.replace("_", " "), number(value)] for name, value in run.tested().items()]
-    rows.append(["training loss", number(result["train_loss"])])
+    rows: list[Row] = [[name.replace("_", " "), number_cell(value)] for name, value in run.tested().items()]
+    rows.append(["training loss", number_cell(result["train_loss"])])
     rows.append(["steps", Cell(f"{result['steps']:,} of {num_steps:,}", result["steps"])])
     if "stopped_early" in result:
         rows.append(["stopped early", str(result["stopped_early"])])
-    rows.append(["skipped steps", number(result["skipped_steps"])])
-    rows.append(["examples", number(result["examples"])])
-    for name in ("examples_per_second", "tokens_per_second", "model_flops_per_second", "mfu"):
-        if name in result:
-            rows.append([f"{RATES[name]}, median", number(result[name])])
+    rows.append(["skipped steps", number_cell(result["skipped_steps"])])
+    rows.append(["examples", number_cell(result["examples"])])
+    rows += [[f"{TITLES[name]}, median", number_cell(result[name])] for name in report.RATES if name in result]
     rows.append(["ledger", result["ledger"]])
     if verdict := certificate(run):
         rows.append(["certificate", verdict])
@@ -125,7 +124,7 @@ def pictures(charts: Sequence[str]) -> str:
 
 def curve(run: RecordedRun, name: str, title: str = "") -> str:
     """Return the chart of a metric on all splits."""
-    series = [Series(split, run.points(split, name), is_marked=split != "train") for split in SPLITS]
+    series = [Series(split, run.points(split, name), is_marked=split != "train") for split in CURVE_SPLITS]
     return line_chart(title or name.capitalize(), series)
 
 
@@ -140,11 +139,12 @@ def classes(result: Mapping[str, Any]) -> list[str]:
     if "test_classes" not in result:
         return []
     columns = ("precision", "recall", "f1", "count")
-    rows: list[list[str | Cell]] = [
-        [name, *(number(of_class[column]) for column in columns)] for name, of_class in result["test_classes"].items()
+    rows: list[Row] = [
+        [name, *(number_cell(of_class[column]) for column in columns)]
+        for name, of_class in result["test_classes"].items()
     ]
     of_classes = table(rows, ["class", "precision", "recall", "F1", "examples"])
-    if len(rows) > MOST_ROWS:
+    if len(rows) > MOST_OPEN_ROWS:
         of_classes = folded(format_count(len(rows), "class"), of_classes)
     return [of_classes, confusions(list(result["test_classes"]), result["test_confusion"])]
 
@@ -152,10 +152,10 @@ def classes(result: Mapping[str, Any]) -> list[str]:
 def confusions(names: Sequence[str], counts_CC: Sequence[Sequence[int]]) -> str:
     """Return the confusion matrix as a table, or the most frequent confusions if there are many classes."""
     if len(names) <= MOST_CLASSES:
-        rows: list[list[str | Cell]] = []
+        rows: list[Row] = []
         for name, counts_C in zip(names, counts_CC, strict=True):
             total = max(1, sum(counts_C))
-            rows.append([name, *(number(count, DARKEST * math.sqrt(count / total)) for count in counts_C)])
+            rows.append([name, *(number_cell(count, DARKEST * math.sqrt(count / total)) for count in counts_C)])
         return paragraph("Rows: actual classes; columns: predicted classes.") + table(rows, ["", *names])
     mistaken = [
         (count, sum(counts_C), actual, names[place])
@@ -164,8 +164,8 @@ def confusions(names: Sequence[str], counts_CC: Sequence[Sequence[int]]) -> str:
         if count and names[place] != actual
     ]
     mistaken.sort(key=lambda one: -one[0])
-    listed: list[list[str | Cell]] = [
-        [actual, predicted, number(count), number(total)]
+    listed: list[Row] = [
+        [actual, predicted, number_cell(count), number_cell(total)]
         for count, total, actual, predicted in mistaken[:NUM_CONFUSIONS]
     ]
     return paragraph("Most frequent confusions:") + table(
@@ -177,8 +177,8 @@ def seconds(run: RecordedRun) -> list[str]:
     """Return the seconds of the phases of the last start, with bars."""
     spent = {name: value for name, value in run.result["seconds"].items() if value}
     total = sum(spent.values())
-    rows: list[list[str | Cell]] = [
-        [name, number(value), Cell(f"{value / total:.1%}", value / total), Cell("", bar=value / total)]
+    rows: list[Row] = [
+        [name, number_cell(value), Cell(f"{value / total:.1%}", value / total), Cell("", bar=value / total)]
         for name, value in sorted(spent.items(), key=lambda item: -item[1])
     ]
     step = run.starts[-1].step if run.starts else 0
@@ -186,24 +186,24 @@ def seconds(run: RecordedRun) -> list[str]:
     return [paragraph(since), table(rows, ["phase", "seconds", "fraction", ""])] if total else []
 
 
-def memory(plan: Plan[object]) -> str:
+def memory_table(plan: Plan[object]) -> str:
     """Return the bytes that each device holds, by purpose, according to the plan."""
     purposes = list(dict.fromkeys(purpose for parts in plan.memory for purpose in parts))
-    rows: list[list[str | Cell]] = [
+    rows: list[Row] = [
         [str(device), *(of_bytes(parts.get(purpose, 0)) for purpose in purposes), of_bytes(total)]
         for device, (parts, total) in enumerate(zip(plan.memory, plan.device_bytes, strict=True))
     ]
     note = paragraph("Bytes that each device holds, without the temporary arrays of a step, from the plan.")
     element = table(rows, ["device", *purposes, "total"])
-    return note + (folded(format_count(len(rows), "device"), element) if len(rows) > MOST_ROWS else element)
+    return note + (folded(format_count(len(rows), "device"), element) if len(rows) > MOST_OPEN_ROWS else element)
 
 
-def traffic(plan: Plan[object]) -> str:
+def traffic_table(plan: Plan[object]) -> str:
     """Return the bytes that one device sends per step, according to the plan."""
-    rows: list[list[str | Cell]] = [
-        [one.kind, one.axis, one.dtype, of_bytes(round(one.nbytes)), number(one.messages)] for one in plan.traffic
+    rows: list[Row] = [
+        [one.kind, one.axis, one.dtype, of_bytes(round(one.nbytes)), number_cell(one.messages)] for one in plan.traffic
     ]
-    rows.append(["total", "", "", of_bytes(plan.wire_bytes), number(sum(one.messages for one in plan.traffic))])
+    rows.append(["total", "", "", of_bytes(plan.wire_bytes), number_cell(sum(one.messages for one in plan.traffic))])
     note = paragraph("Bytes and messages that one device sends per step, from the plan.")
     return note + table(rows, ["collective", "mesh axis", "dtype", "bytes", "messages"])
 
@@ -215,8 +215,8 @@ def of_bytes(nbytes: int) -> Cell:
 
 def starts(run: RecordedRun) -> str:
     """Return the table of the starts of the run."""
-    rows: list[list[str | Cell]] = [
-        [start.date, number(start.step), start.strategy, number(start.devices), "; ".join(start.changed)]
+    rows: list[Row] = [
+        [start.date, number_cell(start.step), start.strategy, number_cell(start.devices), "; ".join(start.changed)]
         for start in run.starts
     ]
     return table(rows, ["date", "steps before", "strategy", "devices", "changed"]) if rows else ""
@@ -225,7 +225,7 @@ def starts(run: RecordedRun) -> str:
 def config_tables(run: RecordedRun) -> list[str]:
     """Return the keys that differ from configs/default.py, and all keys."""
     default, values = configs.keys(configs.default_config()), configs.keys(run.config)
-    changed: list[list[str | Cell]] = [
+    changed: list[Row] = [
         [key, repr(value), repr(default[key])] for key, value in values.items() if value != default[key]
     ]
     return [
@@ -238,7 +238,7 @@ def config_tables(run: RecordedRun) -> list[str]:
 def environment(run: RecordedRun) -> str:
     """Return the workdir, the devices and the versions of packages."""
     result = run.result
-    rows: list[list[str | Cell]] = [
+    rows: list[Row] = [
         ["workdir", str(run.workdir)],
         ["devices", f"{len(result['devices'])} x {result['device_kind']}: {', '.join(result['devices'])}"],
         *([name, text] for name, text in provenance.versions().items()),

@@ -6,29 +6,26 @@ from typing import Any
 
 from jaxpar import config as configs
 from jaxpar.pages.charts import Series, line_chart
-from jaxpar.pages.html import Cell, document, number, section, table
+from jaxpar.pages.html import Cell, Row, document, number_cell, section, table
 from jaxpar.pages.recorded import RecordedRun
-from jaxpar.pages.run_page import RATES, certificate, loss_unit, pictures
+from jaxpar.pages.run_page import TITLES, certificate, loss_unit, pictures
+from jaxpar.run import report
 
 CURVES = ("examples_per_second", "mfu")  # curves of the log intervals in the page
 
-Rows = list[list[str | Cell]]
 
-
-def comparison_rows(runs: Sequence[RecordedRun]) -> Rows:
+def comparison_rows(runs: Sequence[RecordedRun]) -> list[Row]:
     """Return a row for each property: its name, and its value for each run; empty if a run lacks it."""
     tested = [run.tested() for run in runs]
-    rows: Rows = [["strategy", *(run.config.strategy for run in runs)]]
+    rows: list[Row] = [["strategy", *(run.config.strategy for run in runs)]]
     rows.append(["devices", *(_devices(run) for run in runs)])
     rows.append(["state", *(_state(run) for run in runs)])
-    rows.append(["steps", *(number(run.steps) for run in runs)])
-    for name in dict.fromkeys(name for of_run in tested for name in of_run):
-        rows.append([name.replace("_", " "), *_numbers(tested, name)])
-    for name, heading in {"train_loss": "training loss", "skipped_steps": "skipped steps"}.items():
-        rows.append([heading, *_numbers([run.result for run in runs], name)])
-    for name in ("examples_per_second", "tokens_per_second", "mfu"):
-        if any(name in run.result for run in runs):
-            rows.append([RATES[name].lower().replace("mfu", "MFU"), *_numbers([run.result for run in runs], name)])
+    rows.append(["steps", *(number_cell(run.steps) for run in runs)])
+    names = dict.fromkeys(name for of_run in tested for name in of_run)
+    rows += [[name.replace("_", " "), *_numbers(tested, name)] for name in names]
+    of_result = {"train_loss": "training loss", "skipped_steps": "skipped steps"}
+    of_result |= {name: TITLES[name] for name in report.RATES if any(name in run.result for run in runs)}
+    rows += [[heading, *_numbers([run.result for run in runs], name)] for name, heading in of_result.items()]
     verdicts = [certificate(run) for run in runs]
     return [*rows, ["certificate", *verdicts]] if any(verdicts) else rows
 
@@ -42,10 +39,10 @@ def _state(run: RecordedRun) -> str:
 
 
 def _numbers(results: Sequence[Mapping[str, Any]], name: str) -> list[str | Cell]:
-    return [number(result[name]) if name in result else "" for result in results]
+    return [number_cell(result[name]) if name in result else "" for result in results]
 
 
-def different_keys(runs: Sequence[RecordedRun]) -> Rows:
+def different_keys(runs: Sequence[RecordedRun]) -> list[Row]:
     """Return a row for each config key in which the runs differ: its name, and its value for each run."""
     values = [configs.keys(run.config) for run in runs]
     return [
@@ -64,7 +61,7 @@ def comparison_page(runs: Sequence[RecordedRun]) -> str:
             series = [Series(str(run.workdir), run.points(split, metric), is_marked) for run in runs]
             charts.append(line_chart(f"{title or metric.capitalize()}, {split}", series))
     charts += [
-        line_chart(RATES[name], [Series(str(run.workdir), run.points("train", name)) for run in runs])
+        line_chart(TITLES[name], [Series(str(run.workdir), run.points("train", name)) for run in runs])
         for name in CURVES
     ]
     rows = different_keys(runs)
@@ -78,7 +75,7 @@ def comparison_page(runs: Sequence[RecordedRun]) -> str:
     )
 
 
-def format_rows(rows: Rows) -> str:
+def format_rows(rows: Sequence[Row]) -> str:
     """Return rows as lines of text with columns of equal width."""
     texts = [[cell if isinstance(cell, str) else cell.text for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]

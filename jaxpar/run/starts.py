@@ -9,8 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxpar import config as configs
-from jaxpar import files
+from jaxpar import checkpoint, files
 from jaxpar.errors import UserError
 from jaxpar.run import resume
 from jaxpar.run.build import Run
@@ -26,7 +25,7 @@ class Start(NamedTuple):
       date: date and time in UTC, in ISO 8601.
       strategy: value of config.strategy.
       devices: number of devices of the strategy.
-      changed: `config.KEY: OLD -> NEW` for each key that differs from the start before.
+      changed: `config.KEY: OLD -> NEW` for each key that differs from the checkpoint.
     """
 
     step: int
@@ -37,8 +36,9 @@ class Start(NamedTuple):
 
 
 def record_start(run: Run, step: int) -> None:
-    """Add a start after `step` completed steps. Call this before config.json is replaced."""
-    before = configs.read_saved(run.workdir)
+    """Add a start after `step` completed steps. What changed is compared with the newest checkpoint."""
+    before = checkpoint.newest_config(run.workdir / "checkpoints")
+    before = before if step else None
     start = Start(
         step,
         datetime.now(UTC).isoformat(timespec="seconds"),

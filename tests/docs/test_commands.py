@@ -41,6 +41,7 @@ NOT_RUN = {
     "cat labels.csv": "needs a run",
     "mpirun": "needs several hosts",
     "printf": "needs a run",
+    "scripts/compare_runs": "needs runs",
     "scripts/export": "needs a run, unless its output is an error",
     "scripts/generate": "needs a run",
     "scripts/predict": "needs a run",

@@ -1,5 +1,6 @@
 """The measured timeline of a real run has every action of the table once, in an order that respects dependencies."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from jaxpar.pipeline.tables.periodic import periodic_table
 from jaxpar.pipeline.tables.schedule import make_table
 from jaxpar.pipeline.tables.simulate import Span
 from jaxpar.pipeline.tables.table import F
+from tests.html_pages import check_alone
 from tests.runs import small_config
 
 PIPELINE = (
@@ -50,6 +52,10 @@ def test_actions_are_measured_in_an_order_that_their_inputs_allow(
     for _, spans in (planned, measured):
         assert sorted(span[:4] for span in spans) == sorted(actions)
         assert all(span.start < span.end for span in spans)
+    report = check_alone((tmp_path / "run" / "report.html").read_text())
+    assert {"zb_h1, planned, if F, B and W take equal time", "zb_h1, measured in step 3"} <= set(report.texts)
+    boxes = [re.findall(r"M[\d.]+ \d+h", path or "") for name, path in report.attributes if name == "d"]
+    assert sum(map(len, boxes)) == 2 * len(actions)
     ends = {span[:3]: span.end for span in measured[1]}
     last = [0.0, 0.0]
     for device, kind, microbatch, _, start, end in measured[1]:  # in table order
