@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 from jaxpar import checkpoint, data, files, mesh
 from jaxpar.analysis.planner.auto import resolve_strategy
 from jaxpar.checkpoint import ledger
+from jaxpar.errors import UserError
 from jaxpar.launch import processes
 from jaxpar.launch.signals import Interrupt
 from jaxpar.launch.watchdog import Watchdog
@@ -52,6 +53,12 @@ def train(config: ConfigDict, workdir: Path | str, callbacks: Sequence[Callback]
       TrainingError: the training failed.
       Stopped: a signal was received; the state is saved.
     """
+    if not isinstance(config, ConfigDict):
+        raise UserError(f"config is {config!r:.60}; it must be a ConfigDict, such as that of jaxpar.load_config")
+    if not isinstance(workdir, str | Path):
+        raise UserError(f"workdir is {workdir!r:.60}; it must be the path of a directory")
+    if not isinstance(callbacks, list | tuple) or not all(map(callable, callbacks)):
+        raise UserError(f"callbacks is {callbacks!r:.60}; it must be a list of functions")
     config = config.copy_and_resolve_references()
     mesh.prepare_jax(config, data.cache_dir(config) / "xla")
     return train_config(config, Path(workdir), Interrupt(ends_process=False), callbacks)

@@ -98,7 +98,7 @@ def prompts(columns: tuple[str, ...]) -> Iterator[list[str]]:
 
 def main() -> None:
     """Run the command line."""
-    parser = Parser(__doc__)
+    parser = Parser(__doc__, prog="scripts/predict")
     example = "--workdir=runs/quickstart"
     parser.require("--workdir", example, rule="the workdir of a run", type=Path, help="workdir of a run")
     parser.add_argument("--input", help="file, or - for a pipe (default: the pipe, or texts that you enter)")

@@ -216,9 +216,12 @@ def of_run(
       UserError: there is no run or no such checkpoint, or the checkpoint cannot be read.
     """
     directory = workdir / "checkpoints"
-    if step is None and best and (found := _best(directory, log)):
+    reported: set[str] = set()
+    if step is None and best and (found := _best(directory, log, reported)):
         return found
-    if step is None and (newest := restore(directory, None, log)):
+    if step is None and (
+        newest := restore(directory, None, lambda line: None if line.split(" is damaged")[0] in reported else log(line))
+    ):
         return newest
     existing = steps(directory)
     if step is None or not existing:
@@ -233,8 +236,11 @@ def of_run(
         raise UserError(f"checkpoint {directory / str(step)} is damaged: {error}") from error
 
 
-def _best(directory: Path, log: Callable[[str], None]) -> Checkpoint | None:
-    """Return the checkpoint with the lowest validation loss, or None if no loss was measured or it is damaged."""
+def _best(directory: Path, log: Callable[[str], None], reported: set[str]) -> Checkpoint | None:
+    """Return the checkpoint with the lowest validation loss, or None if no loss was measured or it is damaged.
+
+    reported: gets the start of the line that `restore` would log for it again.
+    """
     while True:
         losses = {step: validation_loss(directory / str(step)) for step in steps(directory)}
         measured = [(loss, step) for step, loss in losses.items() if loss is not None]
@@ -246,6 +252,7 @@ def _best(directory: Path, log: Callable[[str], None]) -> Checkpoint | None:
         except Damaged as error:
             if path.exists():  # otherwise, a run that is being trained has replaced it by a better one
                 log(f"the best checkpoint, {path}, is damaged: {error}; using the newest intact checkpoint")
+                reported.add(f"checkpoint {path}")
                 return None
 
 

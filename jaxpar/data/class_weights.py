@@ -87,7 +87,7 @@ def _parse(text: str) -> dict[str, float]:
     except ValueError as error:
         why = f"which is not JSON ({error})"
         raise UserError(f"config.data.class_weights is {shortened(text)}, {why}; it must be empty, {example}") from None
-    if not isinstance(weights, dict):
+    if not isinstance(weights, dict) or not weights:
         raise UserError(f"config.data.class_weights is {shortened(text)}; it must be empty, {example}")
     for name, weight in weights.items():
         if type(weight) not in (int, float) or not LEAST <= weight <= MOST:

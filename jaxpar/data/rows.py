@@ -232,9 +232,9 @@ def _places(path: Path, names: Sequence[str], columns: Columns, line: int = 1) -
             key = "target_columns" if name in columns.targets else key
             there = ", ".join(map(repr, names))
             hint = nearest(name, names)
+            rule = "it must have those of the run" if columns.keeps_record else f"set config.data.{key}"
             raise UserError(
-                f"{path}:{line} has no column {name!r}; its columns are {there}; set config.data.{key}"
-                f"{hint and '.' + hint}"
+                f"{path}:{line} has no column {name!r}; its columns are {there}; {rule}{hint and '.' + hint}"
             )
         if list(names).count(name) > 1:
             raise UserError(f"{path}:{line} has more than one column {name!r}; it must have one")

@@ -18,6 +18,7 @@ from tokenizers.decoders import DecodeStream
 
 from jaxpar.data import tokenizer as tokenizers
 from jaxpar.errors import UserError, format_count
+from jaxpar.inference.inputs import check_unicode
 from jaxpar.inference.sampling import Sampling, choose_tokens, text_keys
 from jaxpar.inference.trained import Trained
 from jaxpar.models import Params
@@ -113,6 +114,7 @@ class Generator:
         Raises:
           UserError: the prompt has characters without a token, or leaves no room for a token.
         """
+        check_unicode(prompt, "the prompt")
         unseen = unseen_characters(self.tokenizer, prompt)
         if unseen:
             raise UserError(f"the prompt is {prompt!r:.80}; it must not contain {unseen[0]!r}, which has no token")

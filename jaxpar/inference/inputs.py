@@ -75,6 +75,12 @@ def input_format(path: Path, given: str | None, trained: Trained, option: str = 
     return found
 
 
+def check_unicode(text: str, name: str) -> None:
+    """Raise UserError for a text that is not Unicode, such as one from bytes that are not UTF-8. name: of the text."""
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise UserError(f"{name} is {text!r:.60}; it must be Unicode text, without unpaired surrogates")
+
+
 def schema_of(path: Path, kind: str) -> Any:
     """Return the pyarrow.Schema of a parquet file, or None for another format."""
     if kind != "parquet":
@@ -169,6 +175,10 @@ def arrays_of(info: DataInfo, array: np.ndarray, most: int) -> Iterator[tuple[Wi
     """Yield windows of at most `most` images or vectors. The record of an example is its index."""
     for start in range(0, len(array), most):
         part = array[start : start + most]
+        if (wrong := np.flatnonzero(~np.isfinite(part).reshape(len(part), -1).all(axis=1))).size:
+            raise UserError(
+                f"example {start + wrong[0]} of the array has values that are not finite; they must be finite"
+            )
         records = [{"index": number} for number in range(start, start + len(part))]
         labels_N = np.zeros(len(part), np.int32)
         split: Split = Vectors(part, labels_N)

@@ -106,7 +106,9 @@ class LoadedModel:
         Raises:
           UserError: an argument is invalid, or the model is not a causal language model.
         """
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        texts = [prompts] if isinstance(prompts, str) else prompts
+        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+            raise UserError(f"prompts is {prompts!r:.60}; it must be a text or a list of texts")
         return self.generator(texts, max_tokens, Sampling(temperature, top_k, top_p, seed))
 
     def is_truncated(self, texts: Sequence[Text]) -> list[bool]:
@@ -122,13 +124,15 @@ class LoadedModel:
             raise UserError(f"{name} is {type(examples).__name__}; it must be a NumPy array of {trained.info.kind}s")
         is_words, is_pair = trained.task.labels is Labels.TAGS, len(self.columns) == 2
         kind = "lists of words" if is_words else "pairs of texts" if is_pair else "texts"
-        if isinstance(examples, str) or not len(examples):
+        if not isinstance(examples, list | tuple) or not examples:
             raise UserError(f"{name} is {examples!r:.60}; it must be a non-empty list of {kind}")
         for number, one in enumerate(examples):
             items = [one] if not (is_words or is_pair) else list(one) if isinstance(one, list | tuple) else []
             is_right = len(items) > 0 if is_words else len(items) == len(self.columns)
             if not is_right or not all(isinstance(item, str) for item in items):
                 raise UserError(f"{name}[{number}] is {one!r:.60}; they must be {kind}")
+            for item in items:
+                inputs.check_unicode(item, f"{name}[{number}]")
 
     def evaluate(self, path: str | Path) -> dict[str, float]:
         """Return the loss and the metrics of the task on a labelled file, as the run computes them for a split.

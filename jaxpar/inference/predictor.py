@@ -78,8 +78,8 @@ class Predictor:
     def check_top_k(self, name: str, top_k: int) -> None:
         """Raise UserError if the task cannot list that many choices. name: of the option, for the message."""
         task = self.trained.task
-        if top_k < 1 or (top_k > 1 and not task.ranks_choices):
-            rule = "at least 1" if task.ranks_choices else f"1, because the task is {task.name!r}"
+        if not isinstance(top_k, int) or top_k < 1 or (top_k > 1 and not task.ranks_choices):
+            rule = "an integer of at least 1" if task.ranks_choices else f"1, because the task is {task.name!r}"
             raise UserError(f"{name} is {top_k}; it must be {rule}")
 
     def stream(

@@ -28,7 +28,12 @@ class Sampling(NamedTuple):
     seed: int = 0
 
     def check(self) -> None:
-        """Raise UserError if a value is out of range."""
+        """Raise UserError if a value is of another type or out of range."""
+        for name, value in self._asdict().items():
+            kinds = int if name in ("top_k", "seed") else int | float
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                kind = "an integer" if kinds is int else "a number"
+                raise UserError(f"{name} is {value!r}; it must be {kind}")
         if not 0 <= self.temperature < math.inf:
             raise UserError(f"temperature is {self.temperature}; it must be at least 0 and finite")
         if self.top_k < 0:

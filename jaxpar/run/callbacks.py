@@ -115,7 +115,8 @@ class EarlyStopping:
             lowest, best_step = self._lowest
             best = f"the lowest, {lowest:.4f}, is of step {best_step}" if math.isfinite(lowest) else "none was finite"
             evaluations = format_count(self._count, "evaluation")
-            self.reason = f"the validation loss has not improved for {evaluations}; {best}"
+            least = f" by {self._min_delta:g}" if self._min_delta else ""
+            self.reason = f"the validation loss has not improved{least} for {evaluations}; {best}"
 
 
 def check_early_stop(config: ConfigDict) -> None:

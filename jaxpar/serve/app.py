@@ -221,8 +221,6 @@ class Service:
     def _check_text(self, name: str, text: Any) -> None:
         parts = [part for part in (text if isinstance(text, list) else [text]) if isinstance(part, str)]
         size = sum(map(len, parts))
-        if any("\ud800" <= character <= "\udfff" for part in parts for character in part):
-            raise UserError(f"{name} contains an unpaired surrogate; it must be Unicode text")
         if size > self._limits.characters:
             raise HTTPException(
                 413, f"{name} has {size:,} characters; it must have at most {self._limits.characters:,}"
@@ -262,10 +260,10 @@ def _with_choices(value: Any, number: int) -> Any:
 
 def _check_keys(values: Mapping[str, Any], required: set[str], optional: set[str]) -> None:
     """Raise UserError if the object lacks a key or has one that is unknown."""
-    for name in sorted(required - values.keys()):
-        raise UserError(f"{name} is missing; the keys must be {', '.join(sorted(required))}")
     for name in sorted(values.keys() - required - optional):
         raise UserError(f"{name!r:.60} is not a key; it must be one of {', '.join(sorted(required | optional))}")
+    for name in sorted(required - values.keys()):
+        raise UserError(f"{name} is missing; it must be set")
 
 
 def _number(values: Mapping[str, Any], name: str, default: Any, kind: type) -> Any:

@@ -122,6 +122,10 @@ def test_tokens_are_drawn_with_their_probabilities(sampling: Sampling, expected:
 def test_mistakes(generator: Generator, reference: Trained, classifier: Path) -> None:
     with pytest.raises(UserError, match=r"temperature is -1; it must be at least 0"):
         generator.stream(["t6"], 3, Sampling(-1))
+    with pytest.raises(UserError, match=r"temperature is '1'; it must be a number"):
+        generator.stream(["t6"], 3, Sampling("1"))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"the prompt is 't6 .udcff'; it must be Unicode text"):
+        generator.stream(["t6 \udcff"], 3, Sampling())
     with pytest.raises(UserError, match="top_k is -1"):
         generator.stream(["t6"], 3, Sampling(1, top_k=-1))
     with pytest.raises(UserError, match=r"top_p is 0.0; it must be more than 0 and at most 1"):

@@ -308,7 +308,7 @@ MISTAKES: dict[str, tuple[str, Sequence[str], str]] = {
     "a column": (
         "classification",
         ["--input={tmp}/other.csv"],
-        "{tmp}/other.csv:1 has no column 'text'; its columns are 'texts', 'n'; set config.data.text_columns. "
+        "{tmp}/other.csv:1 has no column 'text'; its columns are 'texts', 'n'; it must have those of the run. "
         "Did you mean 'texts'?",
     ),
     "columns of one name": (

@@ -13,6 +13,7 @@ import pytest
 
 import jaxpar
 from jaxpar import checkpoint, training
+from jaxpar.config import default_config
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.launch import processes
 from jaxpar.run import metrics
@@ -257,3 +258,18 @@ def test_training_in_another_thread(folder: Path, tmp_path: Path) -> None:
     thread.join()
     assert results[0]["steps"] == 2
     assert set(handlers) == {handler}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"config": {"a": 1}}, "config is {'a': 1}; it must be a ConfigDict, such as that of jaxpar.load_config"),
+        ({"workdir": None}, "workdir is None; it must be the path of a directory"),
+        ({"callbacks": print}, "callbacks is <built-in function print>; it must be a list of functions"),
+        ({"callbacks": [3]}, "callbacks is [3]; it must be a list of functions"),
+    ],
+)
+def test_arguments_of_train(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        training.train(**{"config": default_config(), "workdir": "run", **arguments})
+    assert str(caught.value) == message
