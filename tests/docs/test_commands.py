@@ -22,9 +22,9 @@ from tests.docs.prose import ROOT
 from tests.docs.test_pages import PAGES, blocks
 
 # Commands of the system that pages use.
-SYSTEM = {"cat", "mpirun", "printf", "ray", "unzip"}
-# Flags of pip, mpirun and ray.
-OTHERS = {"no-deps", "dest", "map-by", "head", "port", "address"}
+SYSTEM = {"cat", "curl", "mpirun", "printf", "ray", "unzip"}
+# Flags of curl, pip, mpirun and ray.
+OTHERS = {"json", "no-deps", "dest", "map-by", "head", "port", "address"}
 # Workdirs of commands whose config cannot be checked here.
 FROM_OTHERS = {
     "runs/again": "reads the table of another run",
@@ -39,6 +39,7 @@ NOT_RUN = {
     "JAXPAR_": "installs packages, or trains",
     "PYTHONPATH=. ": "trains",
     "cat labels.csv": "needs a run",
+    "curl": "needs a service",
     "mpirun": "needs several hosts",
     "printf": "needs a run",
     "scripts/compare_runs": "needs runs",

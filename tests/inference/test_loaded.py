@@ -117,7 +117,7 @@ def test_the_batch_size(classifier: Path) -> None:
     assert Predictor(trained).batch_size == 24
     assert Predictor(trained, 25).batch_size == 32
     sizes = {number: Predictor(trained, 64)._size(number) for number in (1, 8, 9, 33, 65, 1000)}
-    assert sizes == {1: 8, 8: 8, 9: 16, 33: 64, 65: 64, 1000: 64}
+    assert sizes == {1: 8, 8: 8, 9: 32, 33: 64, 65: 64, 1000: 64}
 
 
 def test_top_k(classifier: Path) -> None:
@@ -192,7 +192,7 @@ def test_mistakes(name: str, trained_run: TrainedRun) -> None:
 def test_more_choices_than_the_task_has(trained_run: TrainedRun) -> None:
     with pytest.raises(UserError, match="top_k is 2; it must be 1, because the task is 'regression'"):
         jaxpar.load(trained_run("regression")).predict(["red"], top_k=2)
-    with pytest.raises(UserError, match="top_k is 0; it must be at least 1"):
+    with pytest.raises(UserError, match="top_k is 0; it must be an integer of at least 1"):
         jaxpar.load(trained_run("classification")).predict(["red"], top_k=0)
 
 

@@ -77,7 +77,7 @@ def test_the_reason_names_the_lowest_loss() -> None:
     """The lowest loss of all is that of the best checkpoint, even if it was less than min_delta lower."""
     stopping = EarlyStopping(2, 0.5, [(5, 1.0), (10, 0.75)])
     reason = stopping(measurement(15, 0.875))
-    assert reason == "the validation loss has not improved for 2 evaluations; the lowest, 0.7500, is of step 10"
+    assert reason == "the validation loss has not improved by 0.5 for 2 evaluations; the lowest, 0.7500, is of step 10"
     assert EarlyStopping(1, 0.0, [(5, None)]).reason == (
         "the validation loss has not improved for 1 evaluation; none was finite"
     )
