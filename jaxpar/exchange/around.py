@@ -133,7 +133,10 @@ def zero3(
 
     bucket_bytes: size limit of a message; 0: 25 MiB within a node, and LAYER_BYTES for more than NODE replicas.
     """
-    codes, bucket_bytes = _codes(quantized_weights, quantized_gradients, block), bucket_bytes or _message(axis.size)
+    codes, bucket_bytes = (
+        _codes(quantized_weights, quantized_gradients, block),
+        bucket_bytes or layer_message_bytes(axis.size),
+    )
     return zero(axis, 3, rule.optimizer, rule.params, bucket_bytes, offload=offload, codes=codes)
 
 
@@ -161,11 +164,14 @@ def hsdp(
       block: elements that share a range.
     """
     group = group or math.gcd(axis.size, NODE)
-    codes, bucket_bytes = _codes(quantized_weights, quantized_gradients, block), bucket_bytes or _message(group)
+    codes, bucket_bytes = (
+        _codes(quantized_weights, quantized_gradients, block),
+        bucket_bytes or layer_message_bytes(group),
+    )
     return zero(axis, 3, rule.optimizer, rule.params, bucket_bytes, offload=offload, codes=codes, group=group)
 
 
-def _message(num_replicas: int) -> int:
+def layer_message_bytes(num_replicas: int) -> int:
     """Return the default size limit of a message of ZeRO stage 3, in bytes.
 
     Between nodes the latency of a message is long, so a layer has one. Several messages need fewer copies.

@@ -26,7 +26,7 @@ from jaxpar.analysis.planner.predict import (
     stash_bytes,
 )
 from jaxpar.analysis.planner.updates import exchange_bytes, update_bytes
-from jaxpar.exchange.around import LAYER_BYTES
+from jaxpar.exchange.around import NODE, layer_message_bytes
 from jaxpar.exchange.presets import EXCHANGES, exchange_differs
 from jaxpar.exchange.reduce import ring_traffic
 from jaxpar.layout import SHARDED
@@ -268,7 +268,8 @@ def _replica_bytes_on_cpu(space: Space, settings: Settings, plan: Plan[Any], siz
     gradients, copies = [layer.weight_bytes for layer in space.layers.profile(size, remat)], 0.0
     if gathers_layers:
         gradients = [0.0] * len(gradients)
-        copies = cpu_memory.gathered_bytes(model, space.config.exchange_options.bucket_bytes or LAYER_BYTES)
+        default = layer_message_bytes(NODE if settings["exchange"] == HSDP else plan.num_replicas)
+        copies = cpu_memory.gathered_bytes(model, space.config.exchange_options.bucket_bytes or default)
     elif scan is True or (scan == "auto" and remat != "none"):
         again, copies = space.layers.passes(size, remat, num_shares=num_shares), cpu_memory.stacked_bytes(model)
         for run in filter(cpu_memory.is_run, model.runs):
