@@ -16,14 +16,15 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 from safetensors import safe_open
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
 from jaxpar import checkpoint, data, models, training
 from jaxpar import config as configs
 from jaxpar.cluster import find_cluster
-from jaxpar.errors import format_bytes
+from jaxpar.errors import UserError, format_bytes
 from jaxpar.export import command, hugging_face, state_file
+from jaxpar.export.output import completed
 from tests.models.small import fast_jit
 from tests.runs import change_info, run_script, small_config
 
@@ -180,6 +181,14 @@ def test_the_best_checkpoint_is_exported(
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith(f"the best checkpoint, {own}/checkpoints/6, is damaged: ")
     assert ": step 8, " in second
+
+
+def test_errors_of_safetensors_leave_nothing(tmp_path: Path) -> None:
+    """safetensors raises its own exception when a disk is full."""
+    error = r"--output is '.*/a'; it must be a writable file: Error while serializing: I/O error"
+    with pytest.raises(UserError, match=error), completed(tmp_path / "a", is_directory=False) as path:
+        save_file({"a": np.zeros(3)}, path / "b")  # `path` is no directory
+    assert not list(tmp_path.iterdir())
 
 
 # The values of --workdir, --output, --format and other flags, and the message.

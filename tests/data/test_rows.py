@@ -1,6 +1,7 @@
 import gzip
 import json
 import lzma
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxpar.data import files
+from jaxpar.data.files import invalid_utf8
 from jaxpar.data.rows import Columns, TextRow, read_files
 from jaxpar.errors import UserError
 
@@ -204,6 +206,12 @@ def test_invalid_utf8_names_the_line(source: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"latin:20002: byte 4 of the line \(0xe9\) is not UTF-8") as caught:
         rows(source, path)
     assert "\n" not in str(caught.value)
+
+
+def test_invalid_utf8_in_a_pipe(tmp_path: Path) -> None:
+    """A pipe cannot be read again to find the line."""
+    os.mkfifo(tmp_path / "pipe")
+    assert str(invalid_utf8(tmp_path / "pipe")) == f"{tmp_path}/pipe is not UTF-8; it must be text in UTF-8"
 
 
 def test_files_that_are_not_text(tmp_path: Path) -> None:

@@ -149,3 +149,14 @@ def test_characters_without_a_token() -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     assert unseen_characters(tokenizer, "ab a") == []
     assert unseen_characters(tokenizer, "ab ☃ a") == ["☃"]
+
+
+def test_prompts_that_a_tokenizer_cannot_encode(reference: Trained) -> None:
+    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    generator = Generator(dataclasses.replace(reference, tokenizer=tokenizer))
+    assert generator.encode("a a") == [1, 1]
+    with pytest.raises(UserError, match=r"the prompt is 'a ☃'; it must not contain '☃', which has no token"):
+        generator.encode("a ☃")
+    with pytest.raises(UserError, match=r"the prompt is empty; it must have a token"):
+        generator.encode("")

@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -273,7 +272,7 @@ def test_nothing_is_left_after_an_error_or_ctrl_c(
     def interrupted(self: Predictor, *arguments: Any) -> Iterator[Any]:
         for number, item in enumerate(stream(self, *arguments)):
             if number:
-                signal.raise_signal(signal.SIGINT)
+                raise KeyboardInterrupt  # of Ctrl-C
             yield item
 
     monkeypatch.setattr(Predictor, "stream", interrupted)
@@ -412,6 +411,7 @@ def test_mistakes_end_in_one_line(
         (tmp_path / file).write_text(content)
     run, arguments, message = MISTAKES[name]
     workdir = trained_run(run)
+    capsys.readouterr()  # it may have been trained now
     given = [one.format(tmp=tmp_path) for one in (f"--workdir={workdir}", *arguments)]
     out, lines = script_error_of(monkeypatch, capsys, *given)
     assert out == ""

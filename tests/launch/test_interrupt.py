@@ -123,8 +123,8 @@ import os, pathlib, sys, time
 os.login_tty(int(sys.argv[1]))
 from jaxpar.launch.signals import Ending, Interrupt
 with Ending(nth=1, code=75, text=lambda: "stopped"), Interrupt() as interrupt:
+    print("a step", flush=True)
     while not interrupt.requested:
-        print("a step", flush=True)
         time.sleep(0.01)
     for _ in range(2):
         os.kill(os.getpid(), interrupt.requested)

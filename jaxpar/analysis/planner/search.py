@@ -131,8 +131,9 @@ def ranked(found: Iterable[Candidate]) -> list[Candidate]:
 
 def with_settings(config: ConfigDict, settings: Settings) -> ConfigDict:
     """Return a copy of a config with the settings of a candidate."""
-    changed = copy.deepcopy(config)  # with its references, which allow values of several types
-    changed.update_from_flattened_dict(dict(DEFAULTS_OF_CHOICES) | dict(settings))
+    changed = copy.deepcopy(config)
+    with changed.ignore_type():  # some keys have values of several types, such as 'auto' and a bool
+        changed.update_from_flattened_dict(dict(DEFAULTS_OF_CHOICES) | dict(settings))
     return changed
 
 
