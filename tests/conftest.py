@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,9 @@ MAX_MAPS = 40_000  # Linux allows a process 65,530 memory maps; with JAX 0.11 a 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Configure JAX before any test module is imported. Compiled programs are cached between runs."""
+    # With nohup or in the background, signals are ignored, and would also be in the processes that tests start.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     given = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(DEVICE_COUNT)]
     flags = " ".join([*given, *(flag for flag in FAST_COMPILATION if flag not in given)])  # workers inherit the flags
     os.environ["XLA_FLAGS"] = f"{flags} {DEVICE_COUNT}={NUM_DEVICES}"

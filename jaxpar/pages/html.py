@@ -27,7 +27,7 @@ h2 { font-size: 1.05rem; }
 table { border-collapse: collapse; font-size: 0.875rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 th, td { padding: 0.3rem 0.6rem; border: 1px solid var(--line); text-align: left; vertical-align: top; }
 th { background: var(--head); }
-tbody th { position: sticky; left: 0; max-width: 40vw; overflow-wrap: anywhere; font-weight: normal; }
+tbody th { position: sticky; left: 0; max-width: 40vw; overflow-wrap: break-word; font-weight: normal; }
 td.number { text-align: right; white-space: nowrap; }
 td.text { min-width: 12rem; }
 td.bar { min-width: 8rem; }

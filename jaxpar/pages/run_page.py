@@ -18,20 +18,21 @@ from jaxpar.run.build import Run
 from jaxpar.tasks import Task
 
 REPORT = "report.html"
-MOST_CLASSES = 20  # of a confusion matrix; of a larger one, the most frequent confusions are listed
+MOST_OPEN_CLASSES = 20  # of a confusion matrix that is not folded; above it, the most frequent confusions are listed
+MOST_CLASSES = 100  # of a confusion matrix in the page
 NUM_CONFUSIONS = 20
 MOST_OPEN_ROWS = 20  # of a table that is not folded
 DARKEST = 0.6  # opacity of a cell of the confusion matrix, on which text of both themes is legible
 CURVE_SPLITS = ("train", "validation", "test")
-# Metrics of a log interval by their names in metrics.jsonl, with their titles.
-TITLES = {
-    "examples_per_second": "Examples per second",
-    "tokens_per_second": "Tokens per second",
-    "model_flops_per_second": "Model FLOP/s of all devices",
+# Metrics of a log interval: their names in metrics.jsonl, and in tables.
+LABELS = {
+    "examples_per_second": "examples per second",
+    "tokens_per_second": "tokens per second",
+    "model_flops_per_second": "model FLOP/s of all devices",
     "mfu": "MFU",
-    "learning_rate": "Learning rate",
-    "grad_norm": "Gradient norm",
-    "skipped_steps": "Skipped steps of a log interval",
+    "learning_rate": "learning rate",
+    "grad_norm": "gradient norm",
+    "skipped_steps": "skipped steps of a log interval",
 }
 
 
@@ -67,7 +68,7 @@ def run_page(run: RecordedRun, plan: Plan[object], num_steps: int, timelines: Ma
             section("Result", paragraph(f"Reached {headline(run)}."), table(result_rows(run, num_steps))),
             section("Curves", pictures([curve(run, "loss", loss_unit(run.task)), curve(run, run.task.curve)])),
             section("Classes", *classes(run.result)),
-            section("Rates", pictures([line_chart(TITLES[name], rate(run, name)) for name in TITLES])),
+            section("Rates", pictures([line_chart(as_title(LABELS[name]), rate(run, name)) for name in LABELS])),
             section("Time", *seconds(run)),
             section("Schedule", *charts),
             section("Memory", memory_table(plan)),
@@ -97,7 +98,7 @@ def result_rows(run: RecordedRun, num_steps: int) -> list[Row]:
         rows.append(["stopped early", str(result["stopped_early"])])
     rows.append(["skipped steps", number_cell(result["skipped_steps"])])
     rows.append(["examples", number_cell(result["examples"])])
-    rows += [[f"{TITLES[name]}, median", number_cell(result[name])] for name in report.RATES if name in result]
+    rows += [[f"{LABELS[name]}, median", number_cell(result[name])] for name in report.RATES if name in result]
     rows.append(["ledger", result["ledger"]])
     if verdict := certificate(run):
         rows.append(["certificate", verdict])
@@ -110,6 +111,11 @@ def certificate(run: RecordedRun) -> str:
         return read_verdict(run.workdir / CERTIFICATE, run.config)
     except UserError as error:
         return str(error)
+
+
+def as_title(label: str) -> str:
+    """Return a label with a capital first letter."""
+    return label[:1].upper() + label[1:]
 
 
 def loss_unit(task: Task) -> str:
@@ -125,7 +131,7 @@ def pictures(charts: Sequence[str]) -> str:
 def curve(run: RecordedRun, name: str, title: str = "") -> str:
     """Return the chart of a metric on all splits."""
     series = [Series(split, run.points(split, name), is_marked=split != "train") for split in CURVE_SPLITS]
-    return line_chart(title or name.capitalize(), series)
+    return line_chart(title or as_title(name), series)
 
 
 def rate(run: RecordedRun, name: str) -> list[Series]:
@@ -150,13 +156,10 @@ def classes(result: Mapping[str, Any]) -> list[str]:
 
 
 def confusions(names: Sequence[str], counts_CC: Sequence[Sequence[int]]) -> str:
-    """Return the confusion matrix as a table, or the most frequent confusions if there are many classes."""
-    if len(names) <= MOST_CLASSES:
-        rows: list[Row] = []
-        for name, counts_C in zip(names, counts_CC, strict=True):
-            total = max(1, sum(counts_C))
-            rows.append([name, *(number_cell(count, DARKEST * math.sqrt(count / total)) for count in counts_C)])
-        return paragraph("Rows: actual classes; columns: predicted classes.") + table(rows, ["", *names])
+    """Return the confusion matrix as a table and, if there are many classes, the most frequent confusions above it."""
+    matrix = confusion_matrix(names, counts_CC) if len(names) <= MOST_CLASSES else ""
+    if len(names) <= MOST_OPEN_CLASSES:
+        return matrix
     mistaken = [
         (count, sum(counts_C), actual, names[place])
         for actual, counts_C in zip(names, counts_CC, strict=True)
@@ -168,9 +171,19 @@ def confusions(names: Sequence[str], counts_CC: Sequence[Sequence[int]]) -> str:
         [actual, predicted, number_cell(count), number_cell(total)]
         for count, total, actual, predicted in mistaken[:NUM_CONFUSIONS]
     ]
-    return paragraph("Most frequent confusions:") + table(
-        listed, ["actual class", "predicted class", "examples", "examples of the actual class"]
+    most_frequent = table(listed, ["actual class", "predicted class", "examples", "of"])
+    return (
+        paragraph("Most frequent confusions:") + most_frequent + (folded("Confusion matrix", matrix) if matrix else "")
     )
+
+
+def confusion_matrix(names: Sequence[str], counts_CC: Sequence[Sequence[int]]) -> str:
+    """Return the confusion matrix as a table."""
+    rows: list[Row] = []
+    for name, counts_C in zip(names, counts_CC, strict=True):
+        total = max(1, sum(counts_C))
+        rows.append([name, *(number_cell(count, DARKEST * math.sqrt(count / total)) for count in counts_C)])
+    return paragraph("Rows: actual classes; columns: predicted classes.") + table(rows, ["", *names])
 
 
 def seconds(run: RecordedRun) -> list[str]:

@@ -8,7 +8,7 @@ from jaxpar import config as configs
 from jaxpar.pages.charts import Series, line_chart
 from jaxpar.pages.html import Cell, Row, document, number_cell, section, table
 from jaxpar.pages.recorded import RecordedRun
-from jaxpar.pages.run_page import TITLES, certificate, loss_unit, pictures
+from jaxpar.pages.run_page import LABELS, as_title, certificate, loss_unit, pictures
 from jaxpar.run import report
 
 CURVES = ("examples_per_second", "mfu")  # curves of the log intervals in the page
@@ -24,7 +24,7 @@ def comparison_rows(runs: Sequence[RecordedRun]) -> list[Row]:
     names = dict.fromkeys(name for of_run in tested for name in of_run)
     rows += [[name.replace("_", " "), *_numbers(tested, name)] for name in names]
     of_result = {"train_loss": "training loss", "skipped_steps": "skipped steps"}
-    of_result |= {name: TITLES[name] for name in report.RATES if any(name in run.result for run in runs)}
+    of_result |= {name: LABELS[name] for name in report.RATES if any(name in run.result for run in runs)}
     rows += [[heading, *_numbers([run.result for run in runs], name)] for name, heading in of_result.items()]
     verdicts = [certificate(run) for run in runs]
     return [*rows, ["certificate", *verdicts]] if any(verdicts) else rows
@@ -59,9 +59,9 @@ def comparison_page(runs: Sequence[RecordedRun]) -> str:
     for metric, title in {"loss": loss_unit(runs[0].task), **{run.task.curve: "" for run in runs}}.items():
         for split, is_marked in (("train", False), ("validation", True)):
             series = [Series(str(run.workdir), run.points(split, metric), is_marked) for run in runs]
-            charts.append(line_chart(f"{title or metric.capitalize()}, {split}", series))
+            charts.append(line_chart(f"{title or as_title(metric)}, {split}", series))
     charts += [
-        line_chart(TITLES[name], [Series(str(run.workdir), run.points("train", name)) for run in runs])
+        line_chart(as_title(LABELS[name]), [Series(str(run.workdir), run.points("train", name)) for run in runs])
         for name in CURVES
     ]
     rows = different_keys(runs)

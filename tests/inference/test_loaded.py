@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 import jaxpar
 from jaxpar import checkpoint
 from jaxpar.errors import UserError
-from jaxpar.inference import loaded
+from jaxpar.inference import inputs, loaded
 from jaxpar.inference.loaded import LoadedModel
 from jaxpar.inference.predictor import Predictor
 from jaxpar.inference.trained import Trained, load_trained
@@ -187,6 +187,17 @@ def test_mistakes(name: str, trained_run: TrainedRun) -> None:
     run, examples, message = MISTAKES[name]
     with pytest.raises(UserError, match=message):
         jaxpar.load(trained_run(run)).predict(examples)
+
+
+def test_vectors_that_are_not_finite(classifier: Path) -> None:
+    vectors = np.array([[0.5, 1], [1, 2], [1, np.inf]], np.float32)
+    with pytest.raises(UserError, match="example 2 of the array has values that are not finite; they must be finite"):
+        list(inputs.arrays_of(load_trained(classifier).info, vectors, 4))
+
+
+def test_prompts_of_another_type(classifier: Path) -> None:
+    with pytest.raises(UserError, match=r"prompts is \['a', 3\]; it must be a text or a list of texts"):
+        jaxpar.load(classifier).generate(["a", 3])  # type: ignore[list-item]
 
 
 def test_more_choices_than_the_task_has(trained_run: TrainedRun) -> None:

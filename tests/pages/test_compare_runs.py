@@ -21,7 +21,7 @@ def test_the_table_and_the_page(
     assert cells["state"] == ["stopped early", "unfinished"]
     assert cells["steps"] == ["40", "40"]
     assert cells["test accuracy"] == ["0.6719"]
-    assert cells["Examples per second"] == ["1,242"]
+    assert cells["examples per second"] == ["1,242"]
     assert cells["optimizer.lr"] == ["0.001", "0.25"]
     assert "seed" not in cells
     page = check_alone(output.read_text())

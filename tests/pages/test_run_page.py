@@ -122,7 +122,10 @@ def test_confusions_of_many_classes_are_listed_by_number() -> None:
     names = [f"c{number}" for number in range(30)]
     counts = [[0] * 30 for _ in names]
     counts[3][4], counts[3][3], counts[7][0] = 5, 90, 8
-    assert Page(confusions(names, counts)).rows[1:] == [["c7", "c0", "8", "8"], ["c3", "c4", "5", "95"]]
+    rows = Page(confusions(names, counts)).rows
+    assert rows[1:3] == [["c7", "c0", "8", "8"], ["c3", "c4", "5", "95"]]
+    assert rows[3] == ["", *names]  # the matrix follows
+    assert rows[4:] == [[name, *map(str, of_name)] for name, of_name in zip(names, counts, strict=True)]
 
 
 def test_an_error_of_the_page_is_reported_and_does_not_end_the_run(
