@@ -134,6 +134,12 @@ class Model:
         model._scan = False
         return model
 
+    def with_remat(self, remat: str) -> "Model":
+        """Return the same model with another kind of rematerialization: none, full or dots."""
+        model = copy.copy(self)
+        model._remat = remat
+        return model
+
     @property
     def shapes(self) -> Params:
         """The shapes and dtypes of the parameters that `init` returns."""

@@ -1,11 +1,11 @@
 """Compares the memory that the planner predicts for a device with what the compiled step needs there.
 
-    scripts/python scripts/bench/planned_memory.py [--target=h100:8 | --held-out] [--only=TEXT]
+    scripts/python scripts/bench/planned_memory.py [--target=h100:8] [--held-out] [--only=TEXT]
 
 Compiles the step of each config for 8 devices: GPUs of --target, which need not exist, or virtual CPU devices. Prints
 the predicted bytes, those of XLA's buffer assignment (arguments + temporary arrays + results that reuse no argument, as
 scripts/audit.py), the ratio, the median error and the share within 10%. Nothing is computed. --target needs the extra
-`targets`. --held-out takes other models and sizes for CPUs, with which the prediction was not developed.
+`targets`. --held-out takes other models and sizes, with which the prediction was not developed.
 """
 
 import statistics
@@ -75,6 +75,11 @@ GPU_CASES = {
         64, 512, 50304, (*GPT, "model.num_layers=3", "model.dtype=bfloat16", "model.dropout=0.0", "model.attention=xla")
     ),
 }
+# Whole models, other sizes.
+HELD_OUT_GPU_CASES = {
+    "bert base": Case(256, 64, 30522, ("model.size=base", "model.dtype=bfloat16", "model.attention=xla")),
+    "gpt2": Case(32, 512, 50304, (*GPT, "model.dtype=bfloat16", "model.attention=xla")),
+}
 
 
 def main() -> None:
@@ -86,7 +91,8 @@ def main() -> None:
     arguments = parser.parse()
     if arguments.target:
         target = find_target(arguments.target)
-        cluster, devices, cases = target.cluster, target.devices, GPU_CASES
+        cluster, devices = target.cluster, target.devices
+        cases = HELD_OUT_GPU_CASES if arguments.held_out else GPU_CASES
         machine: Machine = GpuMachine(cluster)
     else:
         config: Any = configs.default_config()

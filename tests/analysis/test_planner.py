@@ -23,7 +23,6 @@ from jaxpar.analysis.planner.predict import (
     activation_bytes,
     clock_seconds,
     pipeline_costs,
-    replica_bytes,
     replicas_costs,
     sending_clocks,
     splits_backward,
@@ -123,7 +122,7 @@ def test_exposed_communication() -> None:
 
     def exposed(*, is_scanned: bool) -> float:
         return replicas_costs(
-            layers, [NOTHING] * 10, cluster, axes, 1, sent, NO_STATE, 0.0, is_scanned=is_scanned, gathers_layers=False
+            layers, cluster, axes, 1, sent, NO_STATE, 0.0, 0.0, is_scanned=is_scanned, gathers_layers=False
         ).exposed
 
     assert exposed(is_scanned=False) == pytest.approx(0.01, rel=0.01)  # that of the last layer
@@ -134,13 +133,13 @@ def test_steps_add_up() -> None:
     state = StateBytes(1e9, 2e9, 1e9)
     costs = replicas_costs(
         [layer(0.01, stash=5e8)],
-        [NOTHING],
         GPUS,
         {DATA: 16, STAGE: 1},
         4,
         [],
         state,
         8e9,
+        0.0,
         is_scanned=False,
         gathers_layers=False,
     )
@@ -155,22 +154,6 @@ def test_steps_add_up() -> None:
     total = piped.compute + piped.waiting + piped.exposed + piped.update
     assert piped.seconds == pytest.approx(total)
     assert piped.exposed == pytest.approx(sending_clocks(table) * (1e-3 + HOP_SECONDS["host"]))
-
-
-@pytest.mark.parametrize(
-    ("accumulation", "gathers_layers", "expected"),
-    [
-        (1, False, 10 + 20 + 7 + 3 + (9 + 4)),  # the gradient is whole, although the exchange scatters it later
-        (2, False, 10 + 20 + 7 + 5 + 3 + (9 + 4)),  # and exists besides the accumulated one
-        (1, True, 10 + 20 + (5 + 6) + 2 * 6 + (9 + 4)),  # the weights of two layers are gathered
-    ],
-)
-def test_the_memory_of_a_replica(accumulation: int, gathers_layers: bool, expected: float) -> None:
-    """Two layers save 2 bytes each, and compute 7 and 4 bytes again; their outputs have 2 bytes."""
-    layers = [LayerProfile("layer", 0, 0, 2, 2, weight) for weight in (6, 1)]
-    memory = [LayerMemory(7, 1), LayerMemory(4, 2)]
-    state = StateBytes(10, 20, 5)
-    assert replica_bytes(layers, memory, state, accumulation, gathers_layers=gathers_layers) == expected
 
 
 @pytest.mark.parametrize(

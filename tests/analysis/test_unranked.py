@@ -19,6 +19,7 @@ from jaxpar.analysis.planner.unranked import UnrankedCandidate, linked, predicte
 from jaxpar.analysis.rates import EFFICIENCY
 from jaxpar.cluster import Cluster
 from jaxpar.measure.early_memory import PassMemory
+from jaxpar.measure.residuals import Residuals
 from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.state import nbytes
 from jaxpar.swarm.trace import SwarmPeer
@@ -48,6 +49,9 @@ class FixedLayers:
     def memory(self, _size: int, _remat: str, *, is_split: bool) -> list[LayerMemory]:
         assert not is_split
         return [LayerMemory(0.0, 0.0) for _ in self._names]
+
+    def residuals(self, _size: int, _remat: str) -> list[Residuals]:
+        return [Residuals(0.0, 0.0) for _ in self._names]
 
     def passes(self, _size: int, _remat: str, *, is_apart: bool = False, num_shares: int = 1) -> list[PassMemory]:
         raise AssertionError("these are layers on GPUs")

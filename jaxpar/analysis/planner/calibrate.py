@@ -165,7 +165,7 @@ class MeasuredLayers:
         self._started = started
         self._measured: dict[str, list[list[LayerProfile]]] = {}
         self._sizes = LayerSizes(problem)
-        self.memory, self.passes = self._sizes.memory, self._sizes.passes
+        self.memory, self.passes, self.residuals = self._sizes.memory, self._sizes.passes, self._sizes.residuals
 
     def profile(self, size: int, remat: str) -> list[LayerProfile]:
         """Return the times and sizes of each layer. See `Layers`."""

@@ -15,13 +15,16 @@ import numpy as np
 
 from jaxpar.analysis.rates import launch_seconds, memory_seconds, product_seconds
 from jaxpar.cluster import Cluster
+from jaxpar.layout import Fetch
 from jaxpar.measure.early_memory import PassMemory, pass_memory
 from jaxpar.measure.operations import PASS, Operation, operations
+from jaxpar.measure.residuals import Residuals, residuals
+from jaxpar.models.model import Model
 from jaxpar.pipeline.executor.layer_times import BACKWARD, FORWARD, LayerPrograms
 from jaxpar.pipeline.executor.programs import StageInputs
 from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.state import nbytes
-from jaxpar.step import Problem
+from jaxpar.step import Problem, abstract
 from jaxpar.tasks import Sums, Task
 from jaxpar.tasks.token_logits import share_of_batch
 
@@ -70,6 +73,9 @@ class Layers(Protocol):
     def memory(self, size: int, remat: str, *, is_split: bool) -> list[LayerMemory]:
         """Return what each layer holds in addition. size, remat: as in `profile`; is_split: W is separate from B."""
 
+    def residuals(self, size: int, remat: str) -> list[Residuals]:
+        """Return what each layer of a replica holds for the backward pass. size, remat: as in `profile`."""
+
     def passes(self, size: int, remat: str, *, is_apart: bool = False, num_shares: int = 1) -> list[PassMemory]:
         """Return the memory of each layer in programs for CPUs.
 
@@ -106,6 +112,7 @@ class LayerSizes:
         self.profile = cache(self._profile)
         self._split = cache(self._split_stashes)
         self._passes = cache(self._trace_passes)
+        self._residuals = cache(self._trace_residuals)
 
     def _programs(self, size: int, remat: str) -> LayerPrograms:
         """Return the traced programs of the layers. size, remat: as in `Layers.profile`."""
@@ -129,6 +136,26 @@ class LayerSizes:
             for layer, narrowed, split in zip(self.profile(size, "none"), self._narrowed, splits, strict=True)
         ]
 
+    def residuals(self, size: int, remat: str) -> list[Residuals]:
+        """Return what each layer of a replica holds for the backward pass. See `Layers`."""
+        return self._residuals(size, remat)
+
+    def _trace_residuals(self, size: int, remat: str) -> list[Residuals]:
+        model, batch = self._problem.model.unrolled().with_remat(remat), resized(self._problem.batch, size)
+        inputs, keys_B = (
+            model.inputs(abstract(batch)),
+            jax.eval_shape(lambda: jax.random.split(jax.random.key(0), size)),
+        )
+        last = len(model.layers) - 1
+
+        @cache
+        def of_layer(number: int) -> Residuals:
+            function = partial(_apply, model, self._problem.task if number == last else None, number)
+            return residuals(function, model.layers[number].shapes, inputs[number], (batch, keys_B))
+
+        found = [of_layer(min(max(run.start, 1), run.stop - 1)) for run in model.runs for _ in range(*run)]
+        return [of_layer(0), *found[1:last], of_layer(last)]
+
     def passes(self, size: int, remat: str, *, is_apart: bool = False, num_shares: int = 1) -> list[PassMemory]:
         """Return the memory of each layer in programs for CPUs. See `Layers`."""
         return self._passes(size, remat, is_apart, num_shares)
@@ -139,6 +166,22 @@ class LayerSizes:
         measure = backward_memory if is_apart else layer_memory
         of_programs = {number: measure(programs, number) for number in set(programs.numbers)}
         return [of_programs[number] for number in programs.numbers]
+
+
+def _apply(model: Model, task: Task | None, number: int, weights: Any, x: Any, others: Any) -> Any:
+    """Return the outputs of a layer, given its weights and those that are tied to it, or the loss of the last layer.
+
+    It saves what zero3 saves. XLA recomputes the rest, such as casts, in the backward pass of any exchange.
+    """
+    layer, (batch, keys_B) = model.layers[number], others
+    params = {layer.name: dict(weights)}
+    for tie in model.ties:
+        if tie.layer == layer.name:
+            params.setdefault(tie.source, {})[tie.source_name] = params[layer.name].pop(tie.name)
+    outputs = model.apply_layers(
+        params, x, batch, keys_B, number, number + 1, fetch=Fetch(lambda _shapes, stored: stored)
+    )
+    return outputs if task is None else task.sums(outputs, batch).loss
 
 
 def of_share(task: Task, num_shares: int) -> Task:
@@ -196,7 +239,7 @@ class TracedLayers:
         self._traced = cache(self._trace)
         self.profile = cache(self._profile)
         self._sizes = LayerSizes(problem)
-        self.memory, self.passes = self._sizes.memory, self._sizes.passes
+        self.memory, self.passes, self.residuals = self._sizes.memory, self._sizes.passes, self._sizes.residuals
 
     def _trace(self, remat: str) -> tuple[dict[tuple[int, int], "_Kernels"], list[int]]:
         """Return the kernels of each program and phase, and the number of the program of each layer."""

@@ -64,13 +64,13 @@ class StateBytes(NamedTuple):
 
 def replicas_costs(
     layers: Sequence[LayerProfile],
-    memory: Sequence[LayerMemory],
     machine: Machine,
     axes: Mapping[str, int],
     accumulation: int,
     traffic: Sequence[Traffic],
     state: StateBytes,
     update_bytes: float,
+    nbytes: float,
     *,
     is_scanned: bool,
     gathers_layers: bool,
@@ -79,13 +79,13 @@ def replicas_costs(
 
     Args:
       layers: the layers, for the examples of a microbatch of a replica.
-      memory: what they hold in addition.
       machine: the cluster.
       axes: sizes of the mesh axes.
       accumulation: microbatches per step.
       traffic: what a device sends in a step.
       state: the state on a device.
       update_bytes: what an update moves on a device.
+      nbytes: bytes that a device needs.
       is_scanned: whether the blocks are computed by a scan.
       gathers_layers: whether the parameters are gathered layer by layer (zero3).
     """
@@ -111,33 +111,7 @@ def replicas_costs(
         exposed = max(gather - compute, 0.0) + max(reduce - hidden, reduce / len(layers)) + copied
     update = machine.moved(machine.update_repeats * update_bytes, n)
     seconds = machine.started(n) + compute + exposed + update
-    nbytes = replica_bytes(layers, memory, state, accumulation, gathers_layers=gathers_layers)
     return StepCosts(seconds, compute, 0.0, exposed, update, nbytes)
-
-
-def replica_bytes(
-    layers: Sequence[LayerProfile],
-    memory: Sequence[LayerMemory],
-    state: StateBytes,
-    accumulation: int,
-    *,
-    gathers_layers: bool,
-) -> float:
-    """Return the bytes of a replica on a GPU. See `replicas_costs`.
-
-    The peak is in the backward pass. There, a layer has what its forward pass computed, again with rematerialization,
-    and as much for gradients. The gradient of a microbatch is whole until the exchange scatters it, except with zero3,
-    which gathers the weights of a layer while it computes the one before it.
-    """
-    weights = [layer.weight_bytes for layer in layers]
-    working = max(of.computed + layer.output_bytes for layer, of in zip(layers, memory, strict=True))
-    held = sum(layer.stash_bytes for layer in layers)
-    if gathers_layers:
-        gradient, copies = state.gradients + max(weights), 2 * max(weights)
-    else:
-        gradient, copies = sum(weights), sum(of.narrowed for of in memory)
-    accumulated = state.gradients if accumulation > 1 else 0.0
-    return state.parameters + state.optimizer + gradient + accumulated + copies + held + working
 
 
 def pipeline_costs(

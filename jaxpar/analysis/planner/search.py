@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from jaxpar import strategies
-from jaxpar.analysis.planner import cpu_memory
+from jaxpar.analysis.planner import cpu_memory, gpu_memory
 from jaxpar.analysis.planner.layers import Layers
 from jaxpar.analysis.planner.machine import Machine
 from jaxpar.analysis.planner.predict import (
@@ -243,20 +243,32 @@ def replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[A
     gradients = params if gathers_layers or not shards else params / plan.num_replicas
     size = space.config.batch_size // (plan.num_replicas * accumulation)
     state = StateBytes(params, optimizer, gradients)
+    is_scanned = settings["model.scan_layers"] is not False and space.machine.overlaps
+    if space.machine.runs_early:
+        needed = _replica_bytes_on_cpu(space, settings, plan, size, state)
+    else:
+        needed = gpu_memory.gpu_replica_bytes(
+            space.layers,
+            space.problem.model,
+            state,
+            size,
+            remat,
+            is_scanned=is_scanned,
+            is_accumulated=accumulation > 1,
+            gathers_layers=gathers_layers,
+        )
     costs = replicas_costs(
         space.layers.profile(size, remat),
-        space.layers.memory(size, remat, is_split=False),
         space.machine,
         plan.axes,
         accumulation,
         traffic,
         state,
         update,
-        is_scanned=settings["model.scan_layers"] is not False and space.machine.overlaps,
+        needed,
+        is_scanned=is_scanned,
         gathers_layers=gathers_layers,
     )
-    if space.machine.runs_early:
-        costs = costs._replace(nbytes=_replica_bytes_on_cpu(space, settings, plan, size, state))
     return Candidate(name, settings, costs, costs.nbytes <= space.usable_bytes)
 
 

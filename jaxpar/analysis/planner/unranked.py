@@ -19,6 +19,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar import strategies
+from jaxpar.analysis.planner.gpu_memory import gpu_replica_bytes
 from jaxpar.analysis.planner.predict import StateBytes, StepCosts, replicas_costs
 from jaxpar.analysis.planner.search import (
     Candidate,
@@ -186,16 +187,27 @@ def gradient_costs(space: Space, config: ConfigDict, num_workers: int, ratios: S
     remat, accumulation = config.model.remat, config.optimizer.accumulation_steps
     size = config.batch_size // (num_workers * accumulation)
     params = float(nbytes(space.problem.model.shapes))
+    state, is_scanned = StateBytes(0.0, 0.0, params), config.model.scan_layers is not False and space.machine.overlaps
+    needed = gpu_replica_bytes(
+        space.layers,
+        space.problem.model,
+        state,
+        size,
+        remat,
+        is_scanned=is_scanned,
+        is_accumulated=accumulation > 1,
+        gathers_layers=False,
+    )
     return replicas_costs(
         space.layers.profile(size, remat),
-        space.layers.memory(size, remat, is_split=False),
         space.machine,
         {DATA: 1, STAGE: 1},
         accumulation,
         (),
-        StateBytes(0.0, 0.0, params),
+        state,
         ratios.update * params,
-        is_scanned=config.model.scan_layers is not False and space.machine.overlaps,
+        needed,
+        is_scanned=is_scanned,
         gathers_layers=False,
     )
 

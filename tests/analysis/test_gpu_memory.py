@@ -1,0 +1,77 @@
+"""The memory of replicas on GPUs, added up by hand."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxpar.analysis.planner.gpu_memory import gpu_replica_bytes
+from jaxpar.analysis.planner.layers import LayerMemory
+from jaxpar.analysis.planner.predict import StateBytes
+from jaxpar.measure.residuals import Residuals
+from jaxpar.models.model import LayerRun
+from jaxpar.pipeline.search.layer_profile import LayerProfile
+
+WEIGHTS, SAVED, NARROWED = (60.0, 8.0, 8.0, 20.0), (1.0, 5.0, 5.0, 2.0), (0.0, 4.0, 4.0, 10.0)
+MODEL: Any = SimpleNamespace(runs=(LayerRun(0, 1), LayerRun(1, 3), LayerRun(3, 4)))
+OUTPUT, LOOPED = 3.0, 100.0
+STATE = StateBytes(1000.0, 2000.0, 96.0)
+
+
+class Layers:
+    """An embedding, two equal blocks and a head, which save less with rematerialization."""
+
+    remats = ("none", "full")
+
+    def __init__(self, looped: float = 0.0) -> None:
+        self._looped = looped
+
+    def profile(self, _size: int, _remat: str) -> list[LayerProfile]:
+        return [LayerProfile("layer", 0.0, 0.0, OUTPUT, 0.0, weight) for weight in WEIGHTS]
+
+    def memory(self, _size: int, _remat: str, *, is_split: bool) -> list[LayerMemory]:
+        assert not is_split
+        return [LayerMemory(0.0, narrowed) for narrowed in NARROWED]
+
+    def residuals(self, _size: int, remat: str) -> list[Residuals]:
+        saved = SAVED if remat == "none" else (1.0,) * 4
+        return [Residuals(nbytes, self._looped * (number == 3)) for number, nbytes in enumerate(saved)]
+
+    def passes(self, _size: int, _remat: str, *, is_apart: bool = False, num_shares: int = 1) -> Any:
+        raise AssertionError("these are layers on GPUs")
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # All narrow copies; embedding: what it saved and works with, and all gradients.
+        ({}, 18 + 1 + (1 + 3) + 96),
+        ({"is_scanned": True}, 18 + 1 + (1 + 3) + 96),
+        ({"remat": "full"}, 18 + 1 + (1 + 3) + 96),
+        ({"is_accumulated": True}, 18 + 1 + (1 + 3) + 96 + 96),
+        # The head in chunks, whose gradient is among what it saved; all layers hold what they saved.
+        ({"looped": LOOPED}, 18 + (1 + 5 + 5 + 2) + LOOPED),
+        ({"looped": LOOPED, "remat": "full"}, 18 + 4 + LOOPED),
+        # zero3, a quarter of the state: head: gathered for it and the next one, its gradient, stacks of both blocks
+        # and of their gradients, and the zeros of the embedding's gradient. The embedding: gathered in float32.
+        ({"gathers_layers": True, "looped": LOOPED}, (1 + 5 + 5 + 2) + LOOPED + 2 * 10 + 20 + 2 * 4 + 60),
+        ({"gathers_layers": True}, 1 + (1 + 3) + 3 * 60 + 2 * 4 + (8 + 8 + 20) / 4),
+    ],
+)
+def test_a_replica(settings: dict[str, Any], expected: float) -> None:
+    flags = {name: settings.get(name, False) for name in ("is_scanned", "is_accumulated", "gathers_layers")}
+    state = STATE._replace(gradients=24.0) if flags["gathers_layers"] else STATE
+    layers, remat = Layers(settings.get("looped", 0.0)), settings.get("remat", "none")
+    assert gpu_replica_bytes(layers, MODEL, state, 4, remat, **flags) == 3000 + expected
+
+
+def test_a_scan_holds_all_its_gradients() -> None:
+    """While the last block is computed, the gradients of both exist, unless the layers are unrolled."""
+    blocks: Any = SimpleNamespace(runs=(LayerRun(0, 4),))
+    flags = {"is_accumulated": False, "gathers_layers": False}
+    scanned, unrolled = (
+        gpu_replica_bytes(Layers(), blocks, STATE, 4, "none", is_scanned=is_scanned, **flags)
+        for is_scanned in (True, False)
+    )
+    assert scanned == 3000 + 18 + (1 + 5 + 5) + (5 + 3) + 96
+    assert unrolled == 3000 + 18 + 1 + (1 + 3) + 96
