@@ -107,7 +107,8 @@ def ring(axis: Axis, *, predivide: float = 1.0, dtype: DTypeLike | None = None) 
         for step in range(n - 1):  # all-gather
             moving = pass_on(moving)
             shards = shards.at[(replica - step) % n].set(moving)
-        return shards.reshape(-1)
+        # Otherwise XLA repeats these updates in each kernel that reads a part of the vector.
+        return jax.lax.optimization_barrier(shards).reshape(-1)
 
     def traffic(length: int, dtype: DTypeLike) -> list[Traffic]:
         return [_traffic("collective-permute", 2, axis, length, bits_dtype(dtype))]

@@ -14,6 +14,11 @@ from typing import Any
 from jaxpar.measure.hlo import HloArray, HloProgram, Instruction, without_bitcasts
 
 SLICES = ("dynamic-slice", "slice", "gather")
+# Operations that read an element of an operand for each element that is read of their result.
+ELEMENTWISE = (
+    *("bitcast", "convert", "copy", "add", "subtract", "multiply", "divide", "maximum", "minimum", "negate", "abs"),
+    *("exponential", "log", "sqrt", "rsqrt", "tanh", "power", "compare", "select", "and", "or", "not", "xor"),
+)
 GEMM, ATTENTION, CONVOLUTION = "__cublas$", "__cudnn$fmha", "__cudnn$conv"  # beginnings of library targets
 CALL_TARGET = re.compile(r'custom_call_target="([^"]*)"')
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # of attention: scores and values; these scores again and four gradients
@@ -99,17 +104,25 @@ def _size(arrays: Sequence[HloArray]) -> int:
 
 def _read_bytes(body: Mapping[str, Instruction], name: str, value: Instruction) -> float:
     """Return the bytes of a value that the instructions of a fusion read."""
-    nbytes = 0.0
-    for user_name, user in body.items():
-        if name not in user.operands:
-            continue
-        if user.operation == "bitcast":
-            nbytes += _read_bytes(body, user_name, user)
-        elif user.operation in SLICES and user.operands[0] == name:
-            nbytes += _size(user.results)
+    return _read_share(body, name, value) * _size(value.results)
+
+
+def _read_share(body: Mapping[str, Instruction], name: str, value: Instruction) -> float:
+    """Return the share of the elements of a value that a fusion computes or reads: all if it returns the value."""
+    users = [(user_name, user) for user_name, user in body.items() if name in user.operands]
+    share = 0.0 if users else 1.0
+    for user_name, user in users:
+        if user.operation in SLICES and user.operands[0] == name:
+            share += _num_elements(user) / max(_num_elements(value), 1)
+        elif user.operation in ELEMENTWISE:
+            share += _read_share(body, user_name, user)
         elif user.operation != "dynamic-update-slice" or user.operands[0] != name:
-            return float(_size(value.results))
-    return min(nbytes, _size(value.results))
+            return 1.0
+    return min(share, 1.0)
+
+
+def _num_elements(value: Instruction) -> int:
+    return sum(math.prod(array.dims) for array in value.results)
 
 
 def _written_bytes(body: Mapping[str, Instruction], name: str) -> float:

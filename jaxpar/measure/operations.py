@@ -20,8 +20,17 @@ ATTENTION_FORWARD = ("dot_product_attention_fwd_wrapper", "cudnn_attention_forwa
 ATTENTION_BACKWARD = ("dot_product_attention_bwd_wrapper", "cudnn_attention_backward")
 BACKWARD_RATIO = 2.5  # products of the backward pass of attention / those of the forward pass; scores are repeated
 # Operations whose result is their operand in another shape, which a product or a fusion reads as it is.
-VIEWS = ("reshape", "squeeze", "expand_dims", "transpose", "stop_gradient", "copy", "optimization_barrier")
-SLICING = ("gather", "dynamic_slice", "slice")
+VIEWS = (
+    "reshape",
+    "squeeze",
+    "expand_dims",
+    "transpose",
+    "stop_gradient",
+    "copy",
+    "optimization_barrier",
+    "bitcast_convert_type",
+)
+SLICING = ("gather", "dynamic_slice")  # a slice at a fixed position is fused
 COLLECTIVES = (
     *("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "reduce_scatter"),
     *("ppermute", "all_to_all"),

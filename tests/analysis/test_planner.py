@@ -20,6 +20,7 @@ from jaxpar.analysis.planner.layers import LayerMemory, TracedLayers, narrowed_b
 from jaxpar.analysis.planner.machine import CpuMachine, GpuMachine
 from jaxpar.analysis.planner.predict import (
     StateBytes,
+    UpdateBytes,
     activation_bytes,
     clock_seconds,
     pipeline_costs,
@@ -46,7 +47,7 @@ from tests.runs import run_script
 H100 = clusters.named_cluster("h100", 16, num_processes=2)
 GPUS = GpuMachine(H100)
 HOST, NETWORK = (EFFICIENCY[name] * H100.send_rates[name] for name in ("host", "network"))
-NO_STATE = StateBytes(0, 0, 0)
+NO_STATE, NO_UPDATE = StateBytes(0, 0, 0), UpdateBytes(0, 0)
 NOTHING = LayerMemory(0, 0)
 
 
@@ -116,17 +117,27 @@ def test_devices_that_share_cores() -> None:
 
 def test_exposed_communication() -> None:
     """Gradients are hidden behind the backward pass, unless a scan returns them all at its end."""
-    layers, axes = [layer(0.01)] * 10, {DATA: 8, STAGE: 1}
-    sent = [Traffic("all-reduce", "float32", DATA, 0.1 * HOST, 14)]
-    cluster = GpuMachine(clusters.named_cluster("h100", 8))
+    axes, cluster = {DATA: 8, STAGE: 1}, GpuMachine(clusters.named_cluster("h100", 8))
 
-    def exposed(*, is_scanned: bool) -> float:
+    def exposed(first_weights: float, num_messages: int, *, is_scanned: bool = False) -> float:
+        layers = [layer(0.01)._replace(weight_bytes=weights) for weights in (first_weights, *(1.0,) * 9)]
+        sent = [Traffic("all-reduce", "float32", DATA, 0.1 * HOST, 14 * num_messages)]
         return replicas_costs(
-            layers, cluster, axes, 1, sent, NO_STATE, 0.0, 0.0, is_scanned=is_scanned, gathers_layers=False
+            layers, cluster, axes, 1, sent, NO_STATE, NO_UPDATE, 0.0, is_scanned=is_scanned, gathers_layers=False
         ).exposed
 
-    assert exposed(is_scanned=False) == pytest.approx(0.01, rel=0.01)  # that of the last layer
-    assert exposed(is_scanned=True) == pytest.approx(0.1 - 0.02, rel=0.2)
+    assert exposed(1.0, 10) == pytest.approx(0.01, rel=0.01)  # that of the first layer
+    assert exposed(9.0, 10) == pytest.approx(0.05, rel=0.01)  # which has half of the weights
+    assert exposed(1.0, 2) == pytest.approx(0.05, rel=0.01)  # or of the message that contains them
+    assert exposed(1.0, 10, is_scanned=True) == pytest.approx(0.1 - 0.02, rel=0.2)
+
+
+def test_xla_combines_all_reduces() -> None:
+    """Eight replicas send 7/4 of the bytes: those of 50 arrays of 3 MiB in five messages, and a larger array alone."""
+    sent = Traffic("all-reduce", "float32", DATA, 50 * 3 * 2**20 * 7 / 4, 50 * 14)
+    assert search.combined(sent, 8) == sent._replace(messages=5 * 14)
+    large = Traffic("all-reduce", "float32", DATA, 2**30 * 7 / 4, 14)
+    assert search.combined(large, 8) == large
 
 
 def test_steps_add_up() -> None:
@@ -138,13 +149,13 @@ def test_steps_add_up() -> None:
         4,
         [],
         state,
-        8e9,
+        UpdateBytes(1e9, 8e9),
         0.0,
         is_scanned=False,
         gathers_layers=False,
     )
     assert costs.compute == pytest.approx(4 * (0.03 + GPUS.moved(3e9, 1)))
-    assert costs.update == pytest.approx(GPUS.update_repeats * GPUS.moved(8e9, 1))
+    assert costs.update == pytest.approx(GPUS.moved(1e9 + GPUS.update_repeats * 8e9, 1))
     assert costs.seconds == pytest.approx(costs.compute + costs.update)
     table = make_table("1f1b", num_devices=2, num_microbatches=4, num_chunks=1)
     layers = [layer(0.01, output=HOST * 1e-3)] * 4
@@ -442,6 +453,9 @@ def test_updates(space: search.Space) -> None:
     for name in ("ddp", "zero1", "zero3"):
         plan = search.plan_of(space, {"strategy": "data_parallel", "exchange": name})
         assert not isinstance(plan, str)
-        of_exchange[name] = search.update_of(space, plan) / params
-    assert of_exchange["ddp"] == pytest.approx(whole)
-    assert of_exchange["zero3"] < 2 < of_exchange["zero1"] < 10
+        moved = search.update_of(space, plan)
+        of_exchange[name] = UpdateBytes(moved.exchange / params, moved.update / params)
+    assert of_exchange["ddp"] == (0.0, pytest.approx(whole))
+    assert [of_exchange[name].update for name in ("zero1", "zero3")] == pytest.approx([whole / 8] * 2, rel=0.05)
+    # Shards are packed, scattered, gathered and unpacked.
+    assert of_exchange["zero3"].exchange < 1 < 4 < of_exchange["zero1"].exchange < 9

@@ -62,6 +62,15 @@ FUSIONS = {
         "%s = f32[1,32]{1,0} dynamic-slice(%stack, %index)\n  ROOT %r = f32[12,32]{1,0} multiply(%stack, %s)",
         2 * STACK + 4,
     ),
+    "a row of products": (
+        "%p = f32[12,32]{1,0} multiply(%stack, %stack)\n  ROOT %r = f32[1,32]{1,0} dynamic-slice(%p, %index)",
+        2 * ROW + 4,
+    ),
+    "two rows of products": (
+        "%p = f32[12,32]{1,0} negate(%stack)\n  %b = f32[384]{0} bitcast(%p)\n  %x = f32[32]{0} slice(%b)\n"
+        "  %y = f32[32]{0} slice(%b)\n  ROOT %r = (f32[32]{0}, f32[32]{0}) tuple(%x, %y)",
+        4 * ROW,
+    ),
     "a row that is written": (
         "%d = f32[1,32]{1,0} negate(%row)\n  ROOT %r = f32[12,32]{1,0} dynamic-update-slice(%stack, %d, %index)",
         2 * ROW + 4,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpar.analysis.planner.layers import LayerMemory
-from jaxpar.analysis.planner.machine import Machine
+from jaxpar.analysis.planner.machine import Machine, num_collectives
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.pipeline.tables.simulate import Times
@@ -62,6 +62,13 @@ class StateBytes(NamedTuple):
     gradients: float
 
 
+class UpdateBytes(NamedTuple):
+    """Bytes that an update moves on a device: what packs, adds up and compresses gradients, and the optimizer."""
+
+    exchange: float
+    update: float
+
+
 def replicas_costs(
     layers: Sequence[LayerProfile],
     machine: Machine,
@@ -69,7 +76,7 @@ def replicas_costs(
     accumulation: int,
     traffic: Sequence[Traffic],
     state: StateBytes,
-    update_bytes: float,
+    moved: UpdateBytes,
     nbytes: float,
     *,
     is_scanned: bool,
@@ -84,7 +91,7 @@ def replicas_costs(
       accumulation: microbatches per step.
       traffic: what a device sends in a step.
       state: the state on a device.
-      update_bytes: what an update moves on a device.
+      moved: what an update moves on a device.
       nbytes: bytes that a device needs.
       is_scanned: whether the blocks are computed by a scan.
       gathers_layers: whether the parameters are gathered layer by layer (zero3).
@@ -104,12 +111,18 @@ def replicas_costs(
     gathered = [one for one in traffic if gathers_layers and one.kind == "all-gather"]
     gather = sum(machine.collective(one, axes) for one in gathered)
     copied = 2 * sum(machine.collective(one, axes) for one in traffic if one.kind == COPY)  # there and back
-    reduce = sum(machine.collective(one, axes) for one in traffic if one.kind != COPY) - gather
+    reduced = [one for one in traffic if one.kind != COPY and one not in gathered]
+    reduce, number = (
+        sum(machine.collective(one, axes) for one in reduced),
+        sum(num_collectives(one, n) for one in reduced),
+    )
     exposed = gather + reduce + copied
     if machine.overlaps:
         hidden = sum(layer.backward_s for layer in layers[:1]) if is_scanned else backward
-        exposed = max(gather - compute, 0.0) + max(reduce - hidden, reduce / len(layers)) + copied
-    update = machine.moved(machine.update_repeats * update_bytes, n)
+        # Nothing is left to compute when the gradients of the first layer, and the others in their message, are sent.
+        last = max(layers[0].weight_bytes / max(weights, 1.0), 1 / number) if number else 1.0
+        exposed = max(gather - compute, 0.0) + max(reduce - hidden, reduce * min(last, 1.0)) + copied
+    update = machine.moved(moved.exchange + machine.update_repeats * moved.update, n)
     seconds = machine.started(n) + compute + exposed + update
     return StepCosts(seconds, compute, 0.0, exposed, update, nbytes)
 

@@ -5,6 +5,7 @@ are compared, with config.batch_size examples in a step.
 """
 
 import copy
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
@@ -19,6 +20,7 @@ from jaxpar.analysis.planner.machine import Machine
 from jaxpar.analysis.planner.predict import (
     StateBytes,
     StepCosts,
+    UpdateBytes,
     largest_transfer,
     pipeline_costs,
     replicas_costs,
@@ -35,7 +37,7 @@ from jaxpar.pipeline.executor.partition import balanced
 from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table, schedule_obstacle
 from jaxpar.pipeline.tables.table import Table
-from jaxpar.plan import Plan
+from jaxpar.plan import Plan, Traffic
 from jaxpar.state import abstract_state, nbytes
 from jaxpar.step import Problem
 from jaxpar.strategies.exchanges import sums_along_a_ring
@@ -44,6 +46,7 @@ from jaxpar.strategies.replicas import ReplicaDetails
 Settings = Mapping[str, Any]  # dotted key of the config -> value
 LARGEST_TABLE = 20_000  # devices x microbatches of the largest table that is made
 LARGEST_RING = 64  # replicas of a ring whose steps are written out in the program
+COMBINED_BYTES = 30 * 2**20  # XLA combines all-reduces on GPUs up to this size
 NANOSECOND = 1e-9
 HSDP = "hsdp"  # with a group for each host; on one host, it is zero3
 # Keys that a candidate sets, and their values without the strategy that needs another one.
@@ -210,9 +213,21 @@ def _gathers_layers(plan: Plan[Any]) -> bool:
     return has_exchange(plan) and plan.details.exchange.fetch is not None
 
 
-def update_of(space: Space, plan: Plan[Any]) -> float:
+def update_of(space: Space, plan: Plan[Any]) -> UpdateBytes:
     """Return the bytes that an update of replicas moves on a device."""
-    return exchange_bytes(space.problem, plan) if has_exchange(plan) else update_bytes(space.problem)
+    whole = update_bytes(space.problem)
+    if not has_exchange(plan):
+        return UpdateBytes(0.0, whole)
+    both = exchange_bytes(space.problem, plan)
+    if plan.layouts["optimizer"].kind == SHARDED:
+        whole *= plan.details.exchange.copies / plan.num_replicas
+    return UpdateBytes(max(both - whole, 0.0), min(whole, both))
+
+
+def combined(sent: Traffic, num_replicas: int) -> Traffic:
+    """Return the all-reduces that XLA's partitioner adds, as XLA combines them on GPUs."""
+    nbytes = sent.nbytes * num_replicas / (2 * (num_replicas - 1))
+    return sent._replace(messages=min(sent.messages, 2 * (num_replicas - 1) * math.ceil(nbytes / COMBINED_BYTES)))
 
 
 def has_exchange(plan: Plan[Any]) -> bool:
@@ -220,7 +235,7 @@ def has_exchange(plan: Plan[Any]) -> bool:
     return isinstance(plan.details, ReplicaDetails)
 
 
-def replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[Any], update: float) -> Candidate:
+def replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[Any], update: UpdateBytes) -> Candidate:
     """Return a candidate without stages.
 
     Args:
@@ -228,7 +243,7 @@ def replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[A
       name: its name.
       settings: its settings.
       plan: the plan of its exchange, without accumulation.
-      update: the bytes of `update_of`.
+      update: what `update_of` returns.
     """
     accumulation, remat = settings["optimizer.accumulation_steps"], settings["model.remat"]
     exchange = plan.details.exchange if has_exchange(plan) else None
@@ -236,6 +251,8 @@ def replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[A
     if exchange:
         read = space.problem.model.read_shapes(space.problem.batch) if exchange.fetch else space.problem.model.shapes
         traffic = tuple(exchange.traffic(read, accumulation))
+    elif plan.details == "sharding" and space.machine.overlaps:
+        traffic = tuple(combined(one, plan.num_replicas) for one in traffic)
     gathers_layers = _gathers_layers(plan)
     shards = exchange and (exchange.fetch or exchange.scatter)
     memory = plan.memory[0]

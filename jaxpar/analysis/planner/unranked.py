@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 
 from jaxpar import strategies
 from jaxpar.analysis.planner.gpu_memory import gpu_replica_bytes
-from jaxpar.analysis.planner.predict import StateBytes, StepCosts, replicas_costs
+from jaxpar.analysis.planner.predict import StateBytes, StepCosts, UpdateBytes, replicas_costs
 from jaxpar.analysis.planner.search import (
     Candidate,
     Settings,
@@ -205,7 +205,7 @@ def gradient_costs(space: Space, config: ConfigDict, num_workers: int, ratios: S
         accumulation,
         (),
         state,
-        ratios.update * params,
+        UpdateBytes(0.0, ratios.update * params),
         needed,
         is_scanned=is_scanned,
         gathers_layers=False,
