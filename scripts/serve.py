@@ -4,8 +4,8 @@
     curl localhost:8000/predict --json '{"texts": ["a small dog"]}'
 
 docs/serve.md describes the routes. Texts of concurrent requests are computed together, in batches of similar lengths.
-The model is that of the best checkpoint. SIGTERM and Ctrl-C end the service after the requests that it has accepted
-are answered. Needs the extra `serve`: scripts/setup serve.
+The model is that of the best checkpoint. SIGTERM and Ctrl-C end the service after the requests of all connections that
+were established are answered. Needs the extra `serve`: scripts/setup serve.
 """
 
 import contextlib
@@ -37,7 +37,11 @@ def bind(host: str, port: int) -> socket.socket:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         bound = socket.socket(family, socket.SOCK_STREAM)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
+        try:
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
     return bound
 
 
@@ -46,9 +50,10 @@ def _free_port(host: str, port: int) -> Iterator[None]:
     """Raise UserError for errors of the address."""
     try:
         yield
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that is too long
+        reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(
-            f"--host is {host!r} and --port is {port}; they must be a free port of this machine: {error.strerror}"
+            f"--host is {host!r:.80} and --port is {port}; they must be a free port of this machine: {reason}"
         ) from None
 
 
@@ -85,7 +90,7 @@ def serve(workdir: Path, step: int | None, host: str, port: int, limits: dict[st
     """Serve until a signal ends the service. limits: fields of `Limits`."""
     from jaxpar.serve.app import Service
     from jaxpar.serve.body import Limits
-    from jaxpar.serve.server import BACKLOG, Server
+    from jaxpar.serve.server import BACKLOG, DrainingServer
 
     prepare(workdir)
     trained = load_trained(workdir, step, log=log)
@@ -93,7 +98,7 @@ def serve(workdir: Path, step: int | None, host: str, port: int, limits: dict[st
     with bind(host, port) as bound:
         log(f"model     step {trained.step:,} of {workdir}; compiling its programs")
         service.warm_up()
-        server = Server(service.app(), bound)
+        server = DrainingServer(service.app(), bound)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, server.handle_exit)
         with _free_port(host, port):

@@ -38,11 +38,11 @@ class Sampling(NamedTuple):
         if self.temperature != 0 and not COLDEST <= self.temperature <= HOTTEST:
             raise UserError(f"temperature is {self.temperature!r:.30}; it must be 0, or from {COLDEST} to {HOTTEST:,}")
         if self.top_k < 0:
-            raise UserError(f"top_k is {self.top_k}; it must be at least 0 (0: all tokens)")
+            raise UserError(f"top_k is {self.top_k!r:.60}; it must be at least 0 (0: all tokens)")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p is {self.top_p}; it must be more than 0 and at most 1 (1: all tokens)")
         if not 0 <= self.seed < 2**32:
-            raise UserError(f"seed is {self.seed}; it must be at least 0 and less than 2**32")
+            raise UserError(f"seed is {self.seed!r:.60}; it must be at least 0 and less than 2**32")
 
     @property
     def is_greedy(self) -> bool:

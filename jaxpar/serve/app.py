@@ -33,7 +33,7 @@ from jaxpar.inference.generate import Completion, Generator
 from jaxpar.inference.loaded import LoadedModel, Text
 from jaxpar.inference.sampling import Sampling
 from jaxpar.serve.batching import Batcher, Latencies, QueueFull
-from jaxpar.serve.body import Limits, check_keys, read_flag, read_number, read_object
+from jaxpar.serve.body import Limits, check_keys, read_object, take_flag, take_number
 from jaxpar.serve.events import EventStream, failure
 from jaxpar.serve.streams import Continuations
 from jaxpar.tasks import Prediction
@@ -87,7 +87,9 @@ class Service:
             Route("/predict", self._route(self._answer_predict), methods=["POST"]),
             Route("/generate", self._route(self._answer_generate), methods=["POST"]),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _error})
+        app = Starlette(routes=routes, exception_handlers={HTTPException: _error})
+        app.router.redirect_slashes = False  # /predict/ is another path
+        return app
 
     # ---- routes --------------------------------------------------------------------------------------
 
@@ -150,7 +152,7 @@ class Service:
 
     async def _answer_predict(self, values: Mapping[str, Any]) -> Response:
         check_keys(values, {"texts"}, {"top_k"})
-        texts, top_k = values["texts"], read_number(values, "top_k", 1, int)
+        texts, top_k = values["texts"], take_number(values, "top_k", 1, int)
         if not isinstance(texts, list):
             raise UserError(f"texts is {texts!r:.60}; it must be a list")
         if len(texts) > self._limits.texts:
@@ -158,7 +160,8 @@ class Service:
         for number, text in enumerate(texts):
             self._check_text(f"texts[{number}]", text)
         if not 1 <= top_k <= self._most_choices:
-            raise UserError(f"top_k is {top_k}; it must be from 1 to {self._most_choices}")
+            rule = f"from 1 to {self._most_choices}" if self._most_choices > 1 else "1: the task has no choices"
+            raise UserError(f"top_k is {top_k!r:.60}; it must be {rule}")
         self._model.check(texts, "texts")
         answers = await self._predict(texts)
         predictions = [_with_choices(prediction, top_k) for prediction, _ in answers]
@@ -172,19 +175,19 @@ class Service:
                 f"the task of the model is {self._trained.task.name!r}; to generate, it must be 'causal_lm'"
             )
         check_keys(values, {"prompt"}, {"max_tokens", "temperature", "top_k", "top_p", "seed", "stream"})
-        prompt, max_tokens = values["prompt"], read_number(values, "max_tokens", min(100, self._limits.tokens), int)
+        prompt, max_tokens = values["prompt"], take_number(values, "max_tokens", min(100, self._limits.tokens), int)
         if not isinstance(prompt, str):
             raise UserError(f"prompt is {prompt!r:.60}; it must be a string")
         self._check_text("prompt", prompt)
         if max_tokens > self._limits.tokens:
-            raise UserError(f"max_tokens is {max_tokens}; it must be at most {self._limits.tokens}")
+            raise UserError(f"max_tokens is {max_tokens!r:.60}; it must be at most {self._limits.tokens}")
         sampling = Sampling(
-            read_number(values, "temperature", 0.0, float),
-            read_number(values, "top_k", 0, int),
-            read_number(values, "top_p", 1.0, float),
-            read_number(values, "seed", 0, int),
+            take_number(values, "temperature", 0.0, float),
+            take_number(values, "top_k", 0, int),
+            take_number(values, "top_p", 1.0, float),
+            take_number(values, "seed", 0, int),
         )
-        is_streamed = read_flag(values, "stream")
+        is_streamed = take_flag(values, "stream")
         pieces = self._continuations(self._generator.request(prompt, max_tokens, sampling))
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(pieces.aclose)

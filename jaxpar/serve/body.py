@@ -80,7 +80,7 @@ def check_keys(values: Mapping[str, Any], required: set[str], optional: set[str]
         raise UserError(f"{name} is missing; it must be set")
 
 
-def read_number(values: Mapping[str, Any], name: str, default: Any, kind: type) -> Any:
+def take_number(values: Mapping[str, Any], name: str, default: Any, kind: type) -> Any:
     """Return a number of the object. Raises UserError if it is of another type."""
     value = values.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
@@ -88,7 +88,7 @@ def read_number(values: Mapping[str, Any], name: str, default: Any, kind: type) 
     return value
 
 
-def read_flag(values: Mapping[str, Any], name: str) -> bool:
+def take_flag(values: Mapping[str, Any], name: str) -> bool:
     """Return a boolean of the object, by default False. Raises UserError if it is of another type."""
     value = values.get(name, False)
     if not isinstance(value, bool):

@@ -1,17 +1,20 @@
 """Ends the service without losing a request: uvicorn alone resets connections that it has not accepted, or not read."""
 
 import asyncio
+import resource
 import socket
+import sys
 
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 BACKLOG = 2048  # connections that wait to be accepted
-PAUSE = 0.1  # seconds until connections are accepted again if the process has no more file descriptors
+PAUSE = 0.1  # seconds until connections are accepted again if there are too many
+RESERVED = 128  # file descriptors that are not for connections: JAX fails without one for random numbers and files
 GRACE = 100  # turns of 20 ms without a request, after which connections that sent none are closed
 
 
-class Server(uvicorn.Server):
+class DrainingServer(uvicorn.Server):
     """A server that, after a signal, answers the requests of all connections that were established before it.
 
         accept what the kernel has queued, stop listening -> answer with `Connection: close` -> close idle connections
@@ -40,14 +43,15 @@ class Server(uvicorn.Server):
         """Answer what was sent before the signal, and close all connections."""
         self._is_draining = True
         asyncio.get_running_loop().remove_reader(self._listening)
-        while not self._accept_all() and not self.force_exit:
-            await asyncio.sleep(PAUSE)
-        self._listening.close()
-        await asyncio.gather(*self._connecting, return_exceptions=True)
         idle = 0
-        while self.server_state.connections and idle < GRACE and not self.force_exit:
+        while idle < GRACE and not self.force_exit:
+            if self._listening.fileno() >= 0 and self._accept_all():
+                self._listening.close()
+            if self._listening.fileno() < 0 and not (self._connecting or self.server_state.connections):
+                break
             await asyncio.sleep(0.02)
             idle = 0 if self.server_state.tasks else idle + 1
+        self._listening.close()
         await super().shutdown(sockets)
 
     def _watch(self) -> None:
@@ -65,18 +69,19 @@ class Server(uvicorn.Server):
     def _accept_all(self) -> bool:
         """Accept all connections that the kernel has queued. Return False if there are too many."""
         loop = asyncio.get_running_loop()
-        while True:
+        while len(self._connecting) + len(self.server_state.connections) < _most_connections():
             try:
                 connection, _ = self._listening.accept()
             except ConnectionAbortedError:  # its client has gone away
                 continue
             except BlockingIOError:
                 return True
-            except OSError:  # the process has no more file descriptors, or the system no more memory
+            except OSError:  # the system has no more memory or file descriptors
                 return False
             task = loop.create_task(loop.connect_accepted_socket(self._protocol, connection))
             self._connecting.add(task)
             task.add_done_callback(self._connecting.discard)
+        return False
 
     def _protocol(self) -> asyncio.Protocol:
         return self.config.http_protocol_class(  # type: ignore[call-arg]
@@ -95,3 +100,9 @@ class Server(uvicorn.Server):
             await app(scope, receive, send_closing)
 
         return closing
+
+
+def _most_connections() -> int:
+    """Return the number of connections for which the process has file descriptors."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(limit - RESERVED, 1) if limit != resource.RLIM_INFINITY else sys.maxsize

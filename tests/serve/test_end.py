@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,8 +73,19 @@ def test_sigterm_answers_what_the_kernel_has_queued(service: Service) -> None:
     check_end(service, NUM_CONNECTIONS)
 
 
+def test_more_connections_than_file_descriptors_wait(service: Service) -> None:
+    resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE, (200, 200))
+
+    async def ask_all() -> None:
+        asked = (request(service.port, "POST", "/predict", body("red cat")) for _ in range(NUM_CONNECTIONS))
+        assert {status for status, _ in await asyncio.gather(*asked)} == {200}
+
+    asyncio.run(ask_all())
+    assert stop(service) == (0, f"stopped   after {NUM_CONNECTIONS} answers")
+
+
 def test_sigterm_closes_open_connections_after_their_next_answer(service: Service) -> None:
-    """Of two idle connections, one sends another request, and the other one is closed. New ones are refused."""
+    """One of two idle connections sends another request, and the other one is closed. New ones are refused."""
 
     async def ask_and_stop() -> None:
         opened = [await asyncio.open_connection("127.0.0.1", service.port) for _ in range(2)]

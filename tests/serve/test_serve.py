@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 import jaxpar
+from jaxpar.errors import UserError
+from scripts.serve import bind
 from tests.inference.conftest import TrainedRun
 from tests.inference.conftest import classifier as classifier
 from tests.inference.conftest import trained_run as trained_run
@@ -68,7 +70,7 @@ def test_health_and_page(service: Service, classifier: Path) -> None:
         ([], 400, "the body is JSON of type list; it must be an object"),
         ({"texts": ["a"] * 257}, 413, "texts has 257 texts; it must have at most 256"),
         ({"texts": ["a" * 5001]}, 413, "texts[0] has 5,001 characters; it must have at most 5,000"),
-        ({"texts": ["a" * 30000]}, 413, "the body must have at most 20,000 bytes"),
+        ({"texts": ["a" * 3_000_000]}, 413, "the body must have at most 20,000 bytes"),
     ],
 )
 def test_mistakes(service: Service, values: Any, status: int, line: str) -> None:
@@ -80,6 +82,7 @@ def test_other_mistakes(service: Service) -> None:
     status, answer = ask(port, "/generate", {"prompt": "a"})
     assert status == 400
     assert "the task of the model is 'classification'" in answer["error"]
+    assert ask(port, "/predict/", {"texts": ["a"]}) == (404, {"error": "Not Found"})
     assert ask(port, "/nothing") == (404, {"error": "Not Found"})
     assert ask(port, "/predict") == (405, {"error": "Method Not Allowed"})
     status, answer = asyncio.run(request(port, "POST", "/predict", b"{"))
@@ -145,3 +148,13 @@ def test_none_of_500_concurrent_requests_is_lost(service: Service, classifier: P
     assert {status for status, _ in answers} == {200}
     for (_, answer), prediction in zip(answers, expected, strict=True):
         assert answer["predictions"][0]["probability"] == pytest.approx(prediction["probability"], abs=1e-5)
+
+
+def test_addresses_that_cannot_be_used(service: Service) -> None:
+    for host, port, reason in (
+        ("127.0.0.1", service.port, "Address already in use"),
+        ("a" * 100, 0, "encoding with 'idna' codec failed"),
+    ):
+        rule = rf"--host is '{host[:70]}.* and --port is {port}; they must be a free port of this machine: {reason}"
+        with pytest.raises(UserError, match=rule):
+            bind(host, port)
