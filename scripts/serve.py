@@ -4,14 +4,16 @@
     curl localhost:8000/predict --json '{"texts": ["a small dog"]}'
 
 docs/serve.md describes the routes. Texts of concurrent requests are computed together, in batches of similar lengths.
-The model is that of the best checkpoint. SIGTERM and Ctrl-C end the service after the requests that it has accepted
-are answered. Needs the extra `serve`: scripts/setup serve.
+The model is that of the best checkpoint. SIGTERM and Ctrl-C end the service after the requests of all connections that
+were established are answered. Needs the extra `serve`: scripts/setup serve.
 """
 
+import contextlib
 import importlib.util
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from absl import logging
@@ -22,7 +24,6 @@ from jaxpar.inference.loaded import LoadedModel
 from jaxpar.inference.trained import load_trained, prepare
 
 LARGEST_PORT = 65535
-BACKLOG = 2048  # connections that wait to be accepted
 
 
 def log(line: str) -> None:
@@ -30,19 +31,30 @@ def log(line: str) -> None:
     print(line, flush=True)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens. Raises UserError if that is not possible."""
-    try:
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket with an address. Raises UserError if that is not possible."""
+    with _free_port(host, port):
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listening = socket.socket(family, socket.SOCK_STREAM)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(BACKLOG)
-    except OSError as error:
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
+    return bound
+
+
+@contextlib.contextmanager
+def _free_port(host: str, port: int) -> Iterator[None]:
+    """Raise UserError for errors of the address."""
+    try:
+        yield
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that is too long
+        reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(
-            f"--host is {host!r} and --port is {port}; they must be a free port of this machine: {error.strerror}"
+            f"--host is {host!r:.80} and --port is {port}; they must be a free port of this machine: {reason}"
         ) from None
-    return listening
 
 
 def main() -> None:
@@ -76,27 +88,25 @@ def main() -> None:
 
 def serve(workdir: Path, step: int | None, host: str, port: int, limits: dict[str, int]) -> None:
     """Serve until a signal ends the service. limits: fields of `Limits`."""
-    import uvicorn
-
-    from jaxpar.serve.app import Limits, Service
+    from jaxpar.serve.app import Service
+    from jaxpar.serve.body import Limits
+    from jaxpar.serve.server import BACKLOG, DrainingServer
 
     prepare(workdir)
     trained = load_trained(workdir, step, log=log)
     service = Service(LoadedModel(trained), Limits(**limits))
-    with listen(host, port) as listening:
+    with bind(host, port) as bound:
         log(f"model     step {trained.step:,} of {workdir}; compiling its programs")
         service.warm_up()
-        host_name = f"[{host}]" if ":" in host else host
-        log(f"serving   http://{host_name}:{listening.getsockname()[1]}")
-        settings = uvicorn.Config(service.app(), log_level="warning", access_log=False, lifespan="off")
+        server = DrainingServer(service.app(), bound)
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, _after_the_last_answer)
-        uvicorn.Server(settings).run(sockets=[listening])
+            signal.signal(number, server.handle_exit)
+        with _free_port(host, port):
+            bound.listen(BACKLOG)
+        host_name = f"[{host}]" if ":" in host else host
+        log(f"serving   http://{host_name}:{bound.getsockname()[1]}")
+        server.run()
     log(f"stopped   after {service.latencies.num_answered:,} answers")
-
-
-def _after_the_last_answer(_number: int, _frame: object) -> None:
-    """Do nothing for a signal that uvicorn has handled, and raises again at its end."""
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ class Generator:
         """Check a request and return it. Raises UserError if an argument is invalid."""
         sampling.check()
         if max_tokens < 1:
-            raise UserError(f"max_tokens is {max_tokens}; it must be at least 1")
+            raise UserError(f"max_tokens is {max_tokens!r:.60}; it must be at least 1")
         return Request(self.encode(prompt), max_tokens, sampling)
 
     def __call__(self, prompts: Sequence[str], max_tokens: int, sampling: Sampling) -> list[Completion]:

@@ -1,6 +1,5 @@
 """Chooses the next token from the logits of a language model. Array dims: B texts, V vocabulary."""
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,12 +9,14 @@ import numpy as np
 
 from jaxpar.errors import UserError
 
+COLDEST, HOTTEST = 1e-5, 100_000  # temperatures by which logits can be divided in float32
+
 
 class Sampling(NamedTuple):
     """Options for drawing tokens. The defaults always choose the most likely token.
 
     Attributes:
-      temperature: divisor of the logits; 0: choose the most likely token.
+      temperature: divisor of the logits, from 1e-05 to 100,000; 0: choose the most likely token.
       top_k: draw from the most likely tokens, this many; 0: from all.
       top_p: draw from the fewest most likely tokens whose probabilities sum up to at least this (Holtzman et al.,
         "The Curious Case of Neural Text Degeneration", 2020); 1: from all.
@@ -34,14 +35,14 @@ class Sampling(NamedTuple):
             if isinstance(value, bool) or not isinstance(value, kinds):
                 kind = "an integer" if kinds is int else "a number"
                 raise UserError(f"{name} is {value!r}; it must be {kind}")
-        if not 0 <= self.temperature < math.inf:
-            raise UserError(f"temperature is {self.temperature}; it must be at least 0 and finite")
+        if self.temperature != 0 and not COLDEST <= self.temperature <= HOTTEST:
+            raise UserError(f"temperature is {self.temperature!r:.30}; it must be 0, or from {COLDEST} to {HOTTEST:,}")
         if self.top_k < 0:
-            raise UserError(f"top_k is {self.top_k}; it must be at least 0 (0: all tokens)")
+            raise UserError(f"top_k is {self.top_k!r:.60}; it must be at least 0 (0: all tokens)")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p is {self.top_p}; it must be more than 0 and at most 1 (1: all tokens)")
         if not 0 <= self.seed < 2**32:
-            raise UserError(f"seed is {self.seed}; it must be at least 0 and less than 2**32")
+            raise UserError(f"seed is {self.seed!r:.60}; it must be at least 0 and less than 2**32")
 
     @property
     def is_greedy(self) -> bool:

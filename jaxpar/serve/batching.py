@@ -93,7 +93,8 @@ class Batcher(Generic[Item, Answer]):
         except Exception as error:
             if len(batch) > 1:
                 for one in batch:
-                    await self._answer([one])
+                    if not one.future.done():  # done: its client has gone away
+                        await self._answer([one])
             elif not batch[0].future.done():
                 batch[0].future.set_exception(error)
             return

@@ -120,7 +120,7 @@ def test_tokens_are_drawn_with_their_probabilities(sampling: Sampling, expected:
 
 
 def test_mistakes(generator: Generator, reference: Trained, classifier: Path) -> None:
-    with pytest.raises(UserError, match=r"temperature is -1; it must be at least 0"):
+    with pytest.raises(UserError, match=r"temperature is -1; it must be 0, or from 1e-05 to 100,000"):
         generator.stream(["t6"], 3, Sampling(-1))
     with pytest.raises(UserError, match=r"temperature is '1'; it must be a number"):
         generator.stream(["t6"], 3, Sampling("1"))  # type: ignore[arg-type]

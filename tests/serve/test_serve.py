@@ -1,54 +1,23 @@
-"""Tests scripts/serve as a client sees it: answers, mistakes, 500 concurrent requests, and SIGTERM."""
+"""Tests scripts/serve as a client sees it: answers, streams, mistakes, and 500 concurrent requests."""
 
 import asyncio
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 import jaxpar
+from jaxpar.errors import UserError
+from scripts.serve import bind
 from tests.inference.conftest import TrainedRun
 from tests.inference.conftest import classifier as classifier
 from tests.inference.conftest import trained_run as trained_run
-
-ROOT = Path(__file__).parents[2]
+from tests.serve.service import Service, ask, request, start, stop
 
 CONCURRENT = 500
-
-
-class Service(NamedTuple):
-    """A service and its port."""
-
-    process: "subprocess.Popen[str]"
-    port: int
-
-
-def start(workdir: Path, *flags: str) -> Service:
-    """Start the service and return it when it serves."""
-    command = [sys.executable, "-P", str(ROOT / "scripts" / "serve.py"), f"--workdir={workdir}", "--port=0", *flags]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if found := re.search(r"serving   http://127.0.0.1:(\d+)", line):
-            return Service(process, int(found[1]))
-    raise AssertionError("".join(lines))
-
-
-def stop(service: Service) -> tuple[int, str]:
-    """Send SIGTERM, and return the exit code and the last line."""
-    service.process.send_signal(signal.SIGTERM)
-    output = service.process.communicate(timeout=60)[0]
-    return service.process.returncode, output.splitlines()[-1] if output else ""
 
 
 @pytest.fixture(scope="module")
@@ -56,28 +25,6 @@ def service(classifier: Path) -> Iterator[Service]:
     made = start(classifier, "--max_body=20000", "--max_length=5000")
     yield made
     assert stop(made)[0] == 0
-
-
-async def request(
-    port: int, method: str, path: str, body: bytes = b"", kind: str = "application/json"
-) -> tuple[int, Any]:
-    """Send a request, and return the status and the JSON value, or the text, of the answer."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"{method} {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Type: {kind}\r\n"
-    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    await writer.drain()
-    answer = await reader.read()
-    writer.close()
-    first, _, content = answer.decode().partition("\r\n\r\n")
-    is_json = "application/json" in first
-    return int(first.split()[1]), json.loads(content) if is_json else content
-
-
-def ask(port: int, path: str, values: Any = None) -> tuple[int, Any]:
-    """Send one request: POST with JSON values, or GET without."""
-    if values is None:
-        return asyncio.run(request(port, "GET", path))
-    return asyncio.run(request(port, "POST", path, json.dumps(values).encode()))
 
 
 def test_answers_equal_those_from_python(service: Service, classifier: Path) -> None:
@@ -123,7 +70,7 @@ def test_health_and_page(service: Service, classifier: Path) -> None:
         ([], 400, "the body is JSON of type list; it must be an object"),
         ({"texts": ["a"] * 257}, 413, "texts has 257 texts; it must have at most 256"),
         ({"texts": ["a" * 5001]}, 413, "texts[0] has 5,001 characters; it must have at most 5,000"),
-        ({"texts": ["a" * 30000]}, 413, "the body must have at most 20,000 bytes"),
+        ({"texts": ["a" * 3_000_000]}, 413, "the body must have at most 20,000 bytes"),
     ],
 )
 def test_mistakes(service: Service, values: Any, status: int, line: str) -> None:
@@ -135,6 +82,7 @@ def test_other_mistakes(service: Service) -> None:
     status, answer = ask(port, "/generate", {"prompt": "a"})
     assert status == 400
     assert "the task of the model is 'classification'" in answer["error"]
+    assert ask(port, "/predict/", {"texts": ["a"]}) == (404, {"error": "Not Found"})
     assert ask(port, "/nothing") == (404, {"error": "Not Found"})
     assert ask(port, "/predict") == (405, {"error": "Method Not Allowed"})
     status, answer = asyncio.run(request(port, "POST", "/predict", b"{"))
@@ -159,23 +107,31 @@ def test_continuations_do_not_depend_on_other_requests(trained_run: TrainedRun) 
     service = start(workdir, "--max_tokens=50")
 
     async def ask_all() -> list[tuple[int, Any]]:
-        bodies = (json.dumps(one).encode() for one in requests)
+        """Ask for each continuation as a whole and, at the same time, as a stream."""
+        bodies = (json.dumps(one | {"stream": is_stream}).encode() for is_stream in (False, True) for one in requests)
         return await asyncio.gather(*(request(service.port, "POST", "/generate", body) for body in bodies))
 
-    for (status, answer), completion in zip(asyncio.run(ask_all()), expected, strict=True):
-        assert status == 200
-        assert (answer["prompt"], answer["text"]) == (completion.prompt, completion.text)
-        assert (answer["tokens"], answer["end"]) == (completion.tokens, completion.end)
+    answers = asyncio.run(ask_all())
+    assert {status for status, _ in answers} == {200}
+    for (_, answer), (_, events), completion in zip(answers, answers[len(requests) :], expected, strict=False):
+        assert answer == completion._asdict() | {"step": model.trained.step}
+        assert events[-1] == answer
+        assert all(event.keys() == {"piece"} and event["piece"] for event in events[:-1])
+        assert "".join(event["piece"] for event in events[:-1]) == completion.text
+        assert len(events) > 2 or len(completion.tokens) < 3
     for wrong, line in (
         ({"prompt": 1}, "prompt is 1; it must be a string"),
         ({"prompt": "a", "max_tokens": 51}, "max_tokens is 51; it must be at most 50"),
         ({"prompt": "a", "top_p": 2}, "top_p is 2; it must be more than 0 and at most 1 (1: all tokens)"),
+        ({"prompt": "a", "temperature": 1e-50}, "temperature is 1e-50; it must be 0, or from 1e-05 to 100,000"),
         ({"prompt": "red " * 200}, "the prompt has 2"),
+        ({"prompt": "a", "stream": 1}, "stream is 1; it must be true or false"),
     ):
-        status, answer = ask(service.port, "/generate", wrong)
-        assert (status, answer["error"][: len(line)]) == (400, line)
+        for extra in ({}, {"stream": True}):
+            status, answer = ask(service.port, "/generate", extra | wrong)
+            assert (status, answer["error"][: len(line)]) == (400, line)
     assert ask(service.port, "/predict", {"texts": ["red"]})[1]["predictions"][0]["next"]
-    assert stop(service) == (0, f"stopped   after {len(requests) + 1} answers")
+    assert stop(service) == (0, f"stopped   after {2 * len(requests) + 1} answers")
 
 
 def test_none_of_500_concurrent_requests_is_lost(service: Service, classifier: Path) -> None:
@@ -194,20 +150,11 @@ def test_none_of_500_concurrent_requests_is_lost(service: Service, classifier: P
         assert answer["predictions"][0]["probability"] == pytest.approx(prediction["probability"], abs=1e-5)
 
 
-def test_sigterm_answers_what_was_accepted(classifier: Path) -> None:
-    service = start(classifier)
-
-    async def ask_and_stop() -> list[tuple[int, Any]]:
-        body = json.dumps({"texts": ["red"] * 200}).encode()
-        tasks = [asyncio.create_task(request(service.port, "POST", "/predict", body)) for _ in range(4)]
-        while (await request(service.port, "GET", "/health"))[1]["answered"] == 0:
-            pass
-        service.process.send_signal(signal.SIGTERM)
-        return await asyncio.gather(*tasks)
-
-    answers = asyncio.run(ask_and_stop())
-    assert [status for status, _ in answers] == [200] * 4
-    assert all(len(answer["predictions"]) == 200 for _, answer in answers)
-    output = service.process.communicate(timeout=60)[0]
-    assert service.process.returncode == 0
-    assert output.splitlines()[-1] == "stopped   after 4 answers"
+def test_addresses_that_cannot_be_used(service: Service) -> None:
+    for host, port, reason in (
+        ("127.0.0.1", service.port, "Address already in use"),
+        ("a" * 100, 0, "encoding with 'idna' codec failed"),
+    ):
+        rule = rf"--host is '{host[:70]}.* and --port is {port}; they must be a free port of this machine: {reason}"
+        with pytest.raises(UserError, match=rule):
+            bind(host, port)
