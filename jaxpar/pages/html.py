@@ -39,6 +39,9 @@ td.bar { min-width: 8rem; }
 td.bar span { display: block; height: 1.1rem; background: var(--c0); }
 .pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 22rem), 1fr)); gap: 1rem; }
 .pictures svg { width: 100%; height: auto; }
+.drawings { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 34rem), 1fr)); gap: 0 1rem; }
+.drawings section { min-width: 0; }
+.drawings svg { width: 100%; height: auto; min-width: 32rem; }
 .chart { margin: 0; }
 .chart + .chart { margin-top: 1rem; }
 .pictures .chart { margin: 0; }
