@@ -60,8 +60,9 @@ def test_nothing_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture, in_
     """In a program of the user, unlike in the command line, warnings of orbax are visible."""
 
     def save_and_restore() -> None:
-        save(tmp_path, {1: 0.5, 2: 0.25})
-        assert restored_step(tmp_path) == 2
+        save(tmp_path, {1: 0.5, 2: 0.75, 3: None, 4: None})
+        assert restored_step(tmp_path) == 4
+        assert checkpoint.steps(tmp_path) == [1, 3, 4]  # the best and the last two
 
     async def run() -> None:
         save_and_restore()
