@@ -34,7 +34,7 @@ td.zero { color: var(--faint); }
   white-space: nowrap; }
 .matrix td { padding: 0.3rem; }
 td.text { min-width: 12rem; }
-td.beside { text-align: right; }
+td.right { text-align: right; }
 td.bar { min-width: 8rem; }
 td.bar span { display: block; height: 1.1rem; background: var(--c0); }
 .pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 22rem), 1fr)); gap: 1rem; }
@@ -130,18 +130,18 @@ def table(rows: Sequence[Row], headings: Sequence[str] = (), *, is_matrix: bool 
     lines = [f'<div class="scroll">{start}', f"<thead><tr>{head}</tr></thead>" if head else "", "<tbody>"]
     for first, *others in rows:
         name = first if isinstance(first, str) else first.text
-        body = [_body_cell(cell, beside=bool(headings) and place in numeric) for place, cell in enumerate(others, 1)]
+        body = [_body_cell(cell, is_right=bool(headings) and place in numeric) for place, cell in enumerate(others, 1)]
         lines.append(f'<tr><th scope="row">{escaped_text(name)}</th>{"".join(body)}</tr>')
     return "\n".join([*filter(None, lines), "</tbody></table></div>"])
 
 
-def _body_cell(cell: str | Cell, *, beside: bool) -> str:
-    """Return an element. beside: whether a text is in a column with numbers, below a heading."""
+def _body_cell(cell: str | Cell, *, is_right: bool) -> str:
+    """Return an element. is_right: whether a text is in a column with numbers, below a heading."""
     cell = cell if isinstance(cell, Cell) else Cell(cell)
     if cell.bar is not None:
         return f'<td class="bar"><span style="width:{100 * cell.bar:.1f}%"></span></td>'
     if cell.value is None:
-        kind = "beside" if beside else "text" if len(cell.text) > LONG_TEXT else ""
+        kind = "right" if is_right else "text" if len(cell.text) > LONG_TEXT else ""
         return f'<td class="{kind}">{escaped_text(cell.text)}</td>'
     shade = f' style="background:rgb(0 114 178 / {cell.shade:.2f})"' if cell.shade else ""
     kind = "number" if cell.shade != 0 else "number zero"

@@ -91,7 +91,7 @@ def draw_confusion(path: Path, confusion_CC: np.ndarray, names: Sequence[str]) -
     path.unlink(missing_ok=True)  # a link is replaced, not followed
     with files.naming(path), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # drawn as a box
-        figure.savefig(path, dpi=120, bbox_inches="tight")  # the layout alone can cut off labels beside a square
+        figure.savefig(path, dpi=120, bbox_inches="tight")  # the layout alone can cut off the labels of a square
 
 
 def _short(name: str, width: int = WIDEST) -> str:

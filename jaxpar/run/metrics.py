@@ -21,6 +21,7 @@ from jaxpar.measure.phases import Phases
 # Phases of a run that can last, as the progress bar shows them with their elapsed time.
 WAITING = {"compile": "compiling", "input": "waiting for data", "eval": "evaluating", "checkpoint": "saving"}
 SHOWN_AFTER = 1.0  # seconds after which the bar shows one of these phases
+NARROW = 60  # columns of a terminal; on a narrower one, only the time left and the loss fit
 LONG_COMPILATION = 10.0  # seconds after which a line reports the first compilation, if there is no bar
 MetricsRow = dict[str, Any]  # step, split and the metrics by name
 
@@ -107,8 +108,9 @@ class Progress:
         self._time_left = TimeLeft(start, total, phases)
         self._bar = None
         self._loss = ""
-        if terminal_columns() and start < total:
-            left = "{elapsed}<{remaining}, {rate_fmt}{postfix}"
+        columns = terminal_columns()
+        if columns and start < total:
+            bar = "|{bar}| {elapsed}<{remaining}, {rate_fmt}{postfix}"
             self._bar = tqdm.tqdm(
                 total=total,
                 initial=start,
@@ -116,7 +118,7 @@ class Progress:
                 file=sys.stdout,
                 dynamic_ncols=True,
                 leave=False,  # the lines above it remain
-                bar_format="step {n_fmt}/{total_fmt} |{bar}| " + left,
+                bar_format="step {n_fmt}/{total_fmt} " + (bar if columns >= NARROW else " {remaining} left{postfix}"),
             )
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)

@@ -166,7 +166,7 @@ def test_cells_and_headings_of_a_matrix() -> None:
 
 def test_texts_in_a_table() -> None:
     text = table([["a", "b", "c" * 41], ["d", number_cell(1.5), ""]], ["x", "y", "z"])
-    assert re.findall(r'<td class="([a-z]*)">', text) == ["beside", "text", "number", ""]
+    assert re.findall(r'<td class="([a-z]*)">', text) == ["right", "text", "number", ""]
 
 
 def test_an_error_of_the_page_is_reported_and_does_not_end_the_run(

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pty
+import re
 import struct
 import sys
 import termios
@@ -310,6 +311,22 @@ def test_one_line_reports_a_long_compilation_without_a_terminal(
                 phases.began_at = time.monotonic() - seconds
                 time.sleep(0.1)
     assert capsys.readouterr().out == "step 1/4  compiling for 0:12\n"
+
+
+def test_a_narrow_terminal_shows_the_time_left_and_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "SHOWN_AFTER", 0.01)
+    terminal, phases = Terminal(monkeypatch, columns=40), Phases()
+    with metrics.Progress(0, 60_000, phases) as bar:
+        with phases("compile"):
+            phases.began_at = time.monotonic() - 65
+            time.sleep(0.1)
+        bar.advance(0.5)
+    terminal.lines()
+    assert "step 0/60000  ? left, compiling 1:05" in [state.strip() for state in terminal.states]
+    assert re.fullmatch(
+        r"step 1/60000  [\d:]+ left, loss 0.5000", [s.strip() for s in terminal.states if "loss" in s][-1]
+    )
+    assert max(map(len, terminal.states)) <= 40
 
 
 def test_a_terminal_without_a_size_has_lines_instead_of_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
