@@ -41,8 +41,11 @@ def default_config() -> ConfigDict:
     return config.lock()
 
 
-def load_config(name: str) -> ConfigDict:
+def load_config(name: str | Path) -> ConfigDict:
     """Load the config `PATH[:PRESET]`. The path can also name a config shipped with jaxpar: configs/quickstart.py."""
+    if not isinstance(name, str | Path):
+        raise UserError(f"the config is {name!r:.60}; it must be the path of a config file")
+    name = str(name)
     path_name, _, preset = name.partition(":")
     path = Path(path_name)
     if not path.is_file():

@@ -2,6 +2,7 @@
 
 import ast
 import io
+import re
 import shlex
 import shutil
 import textwrap
@@ -102,6 +103,23 @@ def _wrapped(text: str, indent: str, hanging: int = 0) -> str:
     width = min(shutil.get_terminal_size().columns, MAX_COLUMNS)
     below = indent + " " * hanging
     return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=below, break_on_hyphens=False)
+
+
+def wrapped_text(text: str) -> str:
+    """Return a text for the width of the terminal. Paragraphs are filled; an indented line continues below its text."""
+    lines: list[str] = []
+    paragraph: list[str] = []
+    for line in [*text.splitlines(), ""]:
+        if line and not line.startswith(" "):
+            paragraph.append(line)
+            continue
+        if paragraph:
+            lines.append(_wrapped(" ".join(paragraph), ""))
+            paragraph = []
+        content = line.lstrip()
+        code = re.match(r"\d+ +", content)  # an exit code, with its meaning behind it
+        lines.append(_wrapped(content, line[: -len(content)], len(code[0]) if code else 4) if content else "")
+    return "\n".join(lines)
 
 
 def format_flags(config: ConfigDict) -> str:

@@ -128,6 +128,16 @@ def is_failure(code: int) -> bool:
     return code != 0 and code not in STOPPED_CODES
 
 
+def is_closed_output(error: OSError) -> bool:
+    """Return whether the reader of the standard output has closed its pipe."""
+    return error.errno == errno.EPIPE and error.filename is None
+
+
+def discard_output() -> None:
+    """Send the standard output nowhere: also the rest of it, which Python writes when it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def exit_code(command: Callable[[], int | None]) -> int:
     """Run a script's `command` and return its exit code.
 
@@ -143,8 +153,8 @@ def exit_code(command: Callable[[], int | None]) -> int:
     except OSError as error:
         if error.filename is not None or error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest, which Python writes when it exits
-        if error.errno == errno.EPIPE:
+        discard_output()
+        if is_closed_output(error):
             return FAILED
         print(f"jaxpar: the standard output cannot be written: {error.strerror}", file=sys.stderr)
         return USER_ERROR

@@ -32,12 +32,23 @@ from ml_collections import ConfigDict
 from jaxpar import command_line, config_help
 from jaxpar import config as configs
 from jaxpar.command_line import OVERRIDE
-from jaxpar.errors import FAILED, STOPPED_CODES, USER_ERROR, TrainingError, UserError, is_failure
+from jaxpar.errors import (
+    FAILED,
+    STOPPED_CODES,
+    USER_ERROR,
+    TrainingError,
+    UserError,
+    discard_output,
+    is_closed_output,
+    is_failure,
+)
 from jaxpar.files import disk_error
 from jaxpar.launch.launcher import end_with_launcher
 from jaxpar.launch.place import COMMAND, FLAGS, find_place
 from jaxpar.launch.signals import Ending, Interrupt, StoppedEarly
 from jaxpar.memory import memory_error
+
+CLOSED_OUTPUT = "the reader of the output has closed it, and the run ended; the existing checkpoints are intact"
 
 
 def run() -> None:
@@ -76,12 +87,18 @@ def main(argv: Sequence[str]) -> int:
     logging.set_verbosity(logging.FATAL)
     getLogger("asyncio").setLevel(CRITICAL)
     try:
-        return _main(list(argv))
+        code = _main(list(argv))
+        sys.stdout.flush()
+        return code
     except UserError as error:
         return _fail(str(error), USER_ERROR)
     except TrainingError as error:
         return _fail(str(error), FAILED)
     except OSError as error:
+        if is_closed_output(error):
+            discard_output()
+            is_training = any(argument.partition("=")[0] == "--workdir" for argument in argv)
+            return _fail(CLOSED_OUTPUT, FAILED) if is_training else FAILED  # silent, as other programs before `head`
         if not disk_error(error):
             raise
         what = f"{error.filename or 'the disk'}: {error.strerror}"
@@ -149,7 +166,8 @@ def _flags() -> flags.FlagValues:
 def _help() -> str:
     files = ", ".join(f"configs/{file.name}" for file in sorted(configs.config_folder().glob("*.py")))
     keys = "Sections of keys, of which --help=SECTION prints the keys, their defaults and their meaning:"
-    return f"{__doc__}\nConfigs: {files}\n\n{keys}\n\n{config_help.describe_overview()}"
+    text = config_help.wrapped_text(f"{__doc__}\nConfigs: {files}\n\n{keys}\n")
+    return f"{text}\n{config_help.describe_overview()}"
 
 
 def _train(

@@ -217,7 +217,7 @@ class Loop:
         try:
             for split, results in measured.items():
                 self._callbacks(Measurement(step, run.num_steps, split, results))
-        except Exception:
+        except BaseException:  # also the KeyboardInterrupt of a notebook
             save = True  # the error of a callback ends the run, which can be resumed
             raise
         finally:

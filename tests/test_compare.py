@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -123,7 +124,7 @@ def test_the_page_needs_no_other_file_and_escapes_text() -> None:
     drawn = pictures(OUTCOMES, kinds, batch_size=128, machine="2 cores", metric="accuracy")
     assert [picture.name for picture in drawn] == ["throughput", "accuracy", "memory"]
     images = {picture.title: svg(picture) for picture in drawn}
-    text = html_page("a <b> & c", columns(), images, ["code `--x=<y>` ends"])
+    text = html_page("a <b> & c", columns(), images, ["first", "code `--x=<y>` ends"])
     page = check_alone(text)
     assert "<title>a &lt;b&gt; &amp; c</title>" in text
     assert "<p>code <code>--x=&lt;y&gt;</code> ends</p>" in text
@@ -132,6 +133,17 @@ def test_the_page_needs_no_other_file_and_escapes_text() -> None:
     assert list(body) == list(OUTCOMES)
     assert body["gpipe"][-1] == "failed: a | b <script>alert(1)</script>"
     assert body["ddp"] == [column.cells[1] for column in columns()]
+
+
+def test_the_page_has_no_empty_columns_and_begins_with_the_first_note() -> None:
+    outcomes = {name: replace(outcome, staleness=None) for name, outcome in OUTCOMES.items()}
+    made = comparison_columns(outcomes, batch_size=64, machine="2 cores", metric="accuracy", metric_format=".1%")
+    text = html_page("t", made, {"a picture": "<svg></svg>"}, ["first", "second"])
+    assert "staleness" in "".join(column.heading for column in made)
+    assert "staleness" not in text
+    order = ["<p>first</p>", "<table>", '<div class="scroll"><svg>', "<h2>How to read the table</h2>", "<p>second</p>"]
+    places = [text.index(element) for element in order]
+    assert places == sorted(places)
 
 
 def heights(axis: Any) -> list[float]:

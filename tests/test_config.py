@@ -150,6 +150,15 @@ def test_a_preset_that_does_not_exist() -> None:
         configs.load_config("configs/gpt_wordnet.py:lama")
 
 
+def test_the_name_of_a_config_is_a_text_or_a_path() -> None:
+    paths: list[Any] = ["configs/quickstart.py", Path("configs/quickstart.py")]
+    first, second = (configs.keys(configs.load_config(path)) for path in paths)
+    assert first == second
+    name: Any = 3
+    with pytest.raises(UserError, match=r"^the config is 3; it must be the path of a config file$"):
+        configs.load_config(name)
+
+
 def test_a_config_must_begin_with_the_default(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("from ml_collections import ConfigDict\ndef get_config():\n    return ConfigDict({'seed': 1})")

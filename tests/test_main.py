@@ -514,6 +514,17 @@ def test_a_run_on_a_terminal(tmp_path: Path) -> None:
     assert lines[stopped + 1].startswith(f"resume    cd {shlex.quote(os.getcwd())} && ")  # noqa: PTH109
 
 
+@pytest.mark.parametrize("is_training", [False, True])
+def test_a_reader_that_closes_the_output(is_training: bool, tmp_path: Path) -> None:
+    """As `| head` does. A run reports it, because it ends."""
+    arguments = command(tmp_path, tmp_path / "run") if is_training else [sys.executable, "-m", "jaxpar.main", "--help"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(arguments, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, f"jaxpar: {main.CLOSED_OUTPUT}\n" if is_training else "")
+
+
 def command(folder: Path, workdir: Path, *overrides: str) -> list[str]:
     """Return the command that starts the small run in a separate process."""
     arguments = ["--config=configs/default.py", f"--workdir={workdir}", *small_arguments(folder), *overrides]

@@ -37,14 +37,10 @@ class Saver:
         self._directory = directory
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
-        self._manager = ocp.CheckpointManager(
-            directory.absolute(),
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
-                best_fn=_negative_loss,  # otherwise orbax writes no metrics, and a resumed run does not know the best
-                cleanup_tmp_directories=True,
-            ),
+        self._options = ocp.CheckpointManagerOptions(
+            preservation_policy=preservation_policy.AnyPreservationPolicy(policies), cleanup_tmp_directories=True
         )
+        self._manager = ocp.CheckpointManager(directory.absolute(), options=self._options)
 
     def save(
         self,
@@ -84,6 +80,8 @@ class Saver:
         info["checksum"] = checksums.of_info(info)
         items = {name: ocp.args.PyTreeSave(tree) for name, tree in trees.items()}
         contents = ocp.args.Composite(**items, info=ocp.args.JsonSave(info))
+        # With best_fn, orbax writes metrics, so that a resumed run knows the best, and warns about a save without any.
+        self._options.best_fn = _negative_loss if metrics else None
         with _explained(self._directory):
             self._manager.save(step, args=contents, metrics=metrics, force=True)
 

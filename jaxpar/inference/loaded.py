@@ -143,6 +143,8 @@ class LoadedModel:
         Raises:
           UserError: the file is invalid, or the run has synthetic data.
         """
+        if not isinstance(path, str | Path):
+            raise UserError(f"path is {path!r:.60}; it must be the path of a file or a directory")
         trained, path = self.trained, Path(path)
         config = trained.config.copy_and_resolve_references()
         source = config.data.source

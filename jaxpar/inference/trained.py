@@ -88,6 +88,13 @@ def load_trained(
     Raises:
       UserError: there is no run or no such checkpoint, or one of its files is damaged or from a different model.
     """
+    if not isinstance(workdir, str | Path):
+        raise UserError(f"workdir is {workdir!r:.60}; it must be the path of a directory")
+    if step is not None and type(step) is not int:
+        raise UserError(f"step is {step!r:.60}; it must be an integer, or None")
+    is_list = isinstance(devices, list | tuple) and len(devices) > 0
+    if devices is not None and not (is_list and all(isinstance(device, jax.Device) for device in devices)):
+        raise UserError(f"devices is {devices!r:.60}; it must be a non-empty list of JAX devices, or None")
     workdir = Path(workdir)
     devices = clusters.devices() if devices is None else devices
     saved = checkpoint.of_run(workdir, step, best=True, log=log)

@@ -11,6 +11,7 @@ class Phases:
 
     Attributes:
       seconds: time spent in each phase.
+      counts: how many times each phase was completed.
       name: the current phase, or `after PHASE` between two phases.
       step: the current step.
       began_at: time at which the current phase began, in seconds of time.monotonic.
@@ -19,6 +20,7 @@ class Phases:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self.counts: dict[str, int] = defaultdict(int)
         self.name, self.step = "setup", 0
         self.began_at = time.monotonic()
         self.alive()
@@ -38,6 +40,7 @@ class Phases:
             yield
         finally:
             self.seconds[name] += time.perf_counter() - start
+            self.counts[name] += 1
             self.name = f"after {name}"
             self.alive()
 

@@ -5,6 +5,7 @@ They have the colors of the theme of the page (`jaxpar.pages.html.STYLE`), and n
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,12 +13,13 @@ from jaxpar.pages.html import escaped_text, format_number
 from jaxpar.pipeline.tables.simulate import Span
 from jaxpar.pipeline.tables.table import ACTION_KINDS
 
-CHART_WIDTH, CHART_HEIGHT = 440, 250  # of a line chart, in units of which a letter is 12 high
+CHART_WIDTH, CHART_HEIGHT = 400, 240  # of a line chart, in units of which a letter is 12 high
 LEFT, RIGHT, ABOVE, BELOW = 58, 12, 8, 36  # margins of a line chart
 NUM_COLORS = 6
 NUM_TICKS = 5  # about, on an axis
 BUCKETS = 400  # a longer curve is drawn as the minimum and the maximum of this many equal numbers of points
 ROW, SIDE, CELL = 20, 30, 20  # height of the row of a device, width of its number, and usual width of an action
+PAGE_WIDTH = 1200  # about, of a timeline that fits the page on a desktop
 MOST_WIDTH = 4000  # width of the actions of a timeline
 MOST_SPANS = 20_000  # actions of a drawn timeline
 NARROWEST_LABEL = 10  # width of an action that shows the number of its microbatch
@@ -38,11 +40,14 @@ class Series(NamedTuple):
 
 
 def line_chart(title: str, series: Sequence[Series], x_label: str = "step") -> str:
-    """Return a chart with a legend that contains the last value of each curve; empty if there are no points."""
-    series = [one for one in series if one.points]
-    if not series:
+    """Return a chart with a legend that contains the last value of each curve; empty if there are no points.
+
+    The color of a curve depends on its place in `series`, so that it is the same in charts that lack other curves.
+    """
+    drawn = [(number, one) for number, one in enumerate(series) if one.points]
+    if not drawn:
         return ""
-    xs, ys = ([point[axis] for one in series for point in one.points] for axis in (0, 1))
+    xs, ys = ([point[axis] for _, one in drawn for point in one.points] for axis in (0, 1))
     (x_low, x_high), (y_low, y_high) = _range(min(0, *xs), max(xs)), _range(min(ys), max(ys))
     x_scale = (CHART_WIDTH - LEFT - RIGHT) / (x_high - x_low)
     y_scale = (CHART_HEIGHT - ABOVE - BELOW) / (y_high - y_low)
@@ -50,7 +55,8 @@ def line_chart(title: str, series: Sequence[Series], x_label: str = "step") -> s
     def place(x: float, y: float) -> tuple[float, float]:
         return LEFT + (x - x_low) * x_scale, CHART_HEIGHT - BELOW - (y - y_low) * y_scale
 
-    parts = []
+    parts: list[str] = []
+    keys: list[str] = []
     for y in ticks(y_low, y_high):
         height = place(x_low, y)[1]
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{CHART_WIDTH - RIGHT}" y1="{height:.2f}" y2="{height:.2f}"/>')
@@ -60,21 +66,20 @@ def line_chart(title: str, series: Sequence[Series], x_label: str = "step") -> s
     parts += [_text(place(x, y_low)[0], bottom + 15, format_number(x), "middle") for x in x_ticks]
     parts.append(_text(CHART_WIDTH - RIGHT, CHART_HEIGHT - 4, x_label, "end"))
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{CHART_WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}"/>')
-    for number, one in enumerate(series):
-        color = f"var(--c{number % NUM_COLORS})"
+    for number, one in drawn:
+        color, is_dashed = f"var(--c{number % NUM_COLORS})", number // NUM_COLORS % 2
         placed = [place(*point) for point in thinned(one.points)]
-        parts.append(f'<path style="stroke:{color}" d="M{" L".join(f"{x:.2f} {y:.2f}" for x, y in placed)}"/>')
+        line = ";stroke-dasharray:5 3" if is_dashed else ""
+        parts.append(f'<path style="stroke:{color}{line}" d="M{" L".join(f"{x:.2f} {y:.2f}" for x, y in placed)}"/>')
         for point in thinned(one.points) if one.is_marked or len(placed) == 1 else ():
             x, y = place(*point)
             label = escaped_text(f"{one.name}, {x_label} {format_number(point[0])}: {format_number(point[1])}")
             parts.append(
                 f'<circle style="fill:{color}" cx="{x:.2f}" cy="{y:.2f}" r="3"><title>{label}</title></circle>'
             )
-    keys = [
-        f'<li><span class="key" style="background:var(--c{number % NUM_COLORS})"></span>{escaped_text(one.name)} '
-        f'<data value="{one.points[-1][1]!r}">{format_number(one.points[-1][1])}</data></li>'
-        for number, one in enumerate(series)
-    ]
+        last = f'<data value="{one.points[-1][1]!r}">{format_number(one.points[-1][1])}</data>'
+        key = f'<span class="key{" dashed" if is_dashed else ""}" style="color:{color}"></span>'
+        keys.append(f"<li>{key}{escaped_text(one.name)} {last}</li>")
     return "\n".join(
         [
             f"<figure class='chart'><figcaption>{escaped_text(title)}</figcaption>",
@@ -118,12 +123,16 @@ def thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, floa
 def timeline_chart(title: str, timeline: Sequence[Span]) -> str:
     """Return a chart of the actions of a step, with a row for each device. Of a very long one, only the first actions.
 
-    It has its natural width, and scrolls in its own box.
+    Its actions have their usual width, unless the devices are idle for so long that the chart would be wider than the
+    page and than the actions side by side. It scrolls in its own box.
     """
     drawn = sorted((span for span in timeline if span.end > span.start), key=lambda span: span.start)[:MOST_SPANS]
     begin, end = float(min(span.start for span in drawn)), float(max(span.end for span in drawn))
     lengths = sorted(float(span.end - span.start) for span in drawn)
-    scale = min(CELL / lengths[len(lengths) // 2], MOST_WIDTH / (end - begin))
+    usual = CELL / lengths[len(lengths) // 2]
+    busiest = max(Counter(span.device for span in drawn).values())
+    widest = min(MOST_WIDTH, max(PAGE_WIDTH, 2 * CELL * busiest))
+    scale = min(usual, widest / (end - begin))
     num_devices = 1 + max(span.device for span in drawn)
     num_chunks = 1 + max(span.chunk for span in drawn)
     width, height = SIDE + (end - begin) * scale + 1, ROW * num_devices + 1
@@ -140,7 +149,7 @@ def timeline_chart(title: str, timeline: Sequence[Span]) -> str:
                 labels.append(_text(left + length / 2, ROW * span.device + 14, str(span.microbatch), "middle", "on"))
         parts.append(f'<path class="span" style="{style}" d="{"".join(boxes)}"/>')
         name = ACTION_KINDS[kind].title + (f", chunk {chunk}" if num_chunks > 1 else "")
-        swatch = f"background:{ACTION_KINDS[kind].colour};opacity:{opacity:.2f}"
+        swatch = f"color:{ACTION_KINDS[kind].colour};opacity:{opacity:.2f}"
         keys.append(f'<li><span class="key" style="{swatch}"></span>{escaped_text(name)}</li>')
     left_out = len(timeline) - len(drawn)
     rest = f" (the first {len(drawn):,} of {len(timeline):,} actions)" if left_out and len(drawn) == MOST_SPANS else ""

@@ -19,6 +19,7 @@ from jaxpar.tasks import Task
 
 REPORT = "report.html"
 MOST_OPEN_CLASSES = 20  # of a confusion matrix that is not folded; above it, the most frequent confusions are listed
+MOST_UPRIGHT = 6  # classes whose names above the columns of a confusion matrix are not turned
 MOST_CLASSES = 100  # of a confusion matrix in the page
 NUM_CONFUSIONS = 20
 MOST_OPEN_ROWS = 20  # of a table that is not folded
@@ -34,6 +35,8 @@ LABELS = {
     "grad_norm": "gradient norm",
     "skipped_steps": "skipped steps of a log interval",
 }
+
+ABBREVIATIONS = {"f1": "F1", "r2": "R2", "rmse": "RMSE"}  # words of the names of metrics
 
 
 def write_report(run: Run) -> None:
@@ -59,18 +62,18 @@ def run_page(run: RecordedRun, plan: Plan[object], num_steps: int, timelines: Ma
       timelines: actions of a step by title, of a pipeline (`Strategy.timelines`).
     """
     config = run.config
-    title = f"{config.model.name} on {config.data.source}, {config.strategy}"
+    title = f"{run.workdir.absolute().name}: {config.model.name} on {config.data.source}, {config.strategy}"
     charts = [timeline_chart(name, timeline) for name, timeline in timelines.items()]
     return document(
         title,
         [
             paragraph(f"{config.strategy}: {plan.summary}"),
-            section("Result", paragraph(f"Reached {headline(run)}."), table(result_rows(run, num_steps))),
+            section("Result", paragraph(summary(run)), table(result_rows(run, num_steps))),
             section("Curves", pictures([curve(run, "loss", loss_unit(run.task)), curve(run, run.task.curve)])),
             section("Classes", *classes(run.result)),
             section("Rates", pictures([line_chart(as_title(LABELS[name]), rate(run, name)) for name in LABELS])),
             section("Time", *seconds(run)),
-            section("Schedule", *charts),
+            section("Schedule", *([paragraph("Rows: devices; numbers: microbatches."), *charts] if charts else [])),
             section("Memory", memory_table(plan)),
             section("Traffic", traffic_table(plan)),
             section("Starts", starts(run)),
@@ -78,6 +81,13 @@ def run_page(run: RecordedRun, plan: Plan[object], num_steps: int, timelines: Ma
             section("Environment", environment(run)),
         ],
     )
+
+
+def summary(run: RecordedRun) -> str:
+    """Return the main result and, of a classifier, the majority baseline, as sentences."""
+    reached = f"Reached {headline(run)}."
+    baseline = run.result.get("test_majority_accuracy")
+    return reached if baseline is None else f"{reached} Always predicting the most frequent class: {baseline:.2%}."
 
 
 def headline(run: RecordedRun) -> str:
@@ -91,7 +101,7 @@ def headline(run: RecordedRun) -> str:
 def result_rows(run: RecordedRun, num_steps: int) -> list[Row]:
     """Return the rows of the table of results."""
     result = run.result
-    rows: list[Row] = [[name.replace("_", " "), number_cell(value)] for name, value in run.tested().items()]
+    rows: list[Row] = [[metric_label(name), number_cell(value)] for name, value in run.tested().items()]
     rows.append(["training loss", number_cell(result["train_loss"])])
     rows.append(["steps", Cell(f"{result['steps']:,} of {num_steps:,}", result["steps"])])
     if "stopped_early" in result:
@@ -113,6 +123,11 @@ def certificate(run: RecordedRun) -> str:
         return str(error)
 
 
+def metric_label(name: str) -> str:
+    """Return the name of a metric as a text, such as `test macro F1`."""
+    return " ".join(ABBREVIATIONS.get(word, word) for word in name.split("_"))
+
+
 def as_title(label: str) -> str:
     """Return a label with a capital first letter."""
     return label[:1].upper() + label[1:]
@@ -131,13 +146,13 @@ def pictures(charts: Sequence[str]) -> str:
 def curve(run: RecordedRun, name: str, title: str = "") -> str:
     """Return the chart of a metric on all splits."""
     series = [Series(split, run.points(split, name), is_marked=split != "train") for split in CURVE_SPLITS]
-    return line_chart(title or as_title(name), series)
+    return line_chart(title or as_title(metric_label(name)), series)
 
 
 def rate(run: RecordedRun, name: str) -> list[Series]:
     """Return the curve of a metric of the log intervals; none if it is 0 in all of them."""
     points = run.points("train", name)
-    return [Series(name.replace("_", " "), points)] if any(value for _, value in points) else []
+    return [Series(LABELS[name], points)] if any(value for _, value in points) else []
 
 
 def classes(result: Mapping[str, Any]) -> list[str]:
@@ -171,7 +186,7 @@ def confusions(names: Sequence[str], counts_CC: Sequence[Sequence[int]]) -> str:
         [actual, predicted, number_cell(count), number_cell(total)]
         for count, total, actual, predicted in mistaken[:NUM_CONFUSIONS]
     ]
-    most_frequent = table(listed, ["actual class", "predicted class", "examples", "of"])
+    most_frequent = table(listed, ["actual class", "predicted class", "examples", "of the actual class"])
     return (
         paragraph("Most frequent confusions:") + most_frequent + (folded("Confusion matrix", matrix) if matrix else "")
     )
@@ -183,7 +198,9 @@ def confusion_matrix(names: Sequence[str], counts_CC: Sequence[Sequence[int]]) -
     for name, counts_C in zip(names, counts_CC, strict=True):
         total = max(1, sum(counts_C))
         rows.append([name, *(number_cell(count, DARKEST * math.sqrt(count / total)) for count in counts_C)])
-    return paragraph("Rows: actual classes; columns: predicted classes.") + table(rows, ["", *names])
+    return paragraph("Rows: actual classes; columns: predicted classes.") + table(
+        rows, ["", *names], is_matrix=len(names) > MOST_UPRIGHT
+    )
 
 
 def seconds(run: RecordedRun) -> list[str]:
@@ -214,8 +231,12 @@ def memory_table(plan: Plan[object]) -> str:
 def traffic_table(plan: Plan[object]) -> str:
     """Return the bytes that one device sends per step, according to the plan."""
     rows: list[Row] = [
-        [one.kind, one.axis, one.dtype, of_bytes(round(one.nbytes)), number_cell(one.messages)] for one in plan.traffic
+        [one.kind, one.axis, one.dtype, of_bytes(round(one.nbytes)), number_cell(one.messages)]
+        for one in plan.traffic
+        if one.nbytes or one.messages  # an axis of one device sends nothing
     ]
+    if not rows:
+        return paragraph("Devices send nothing to each other in a step.")
     rows.append(["total", "", "", of_bytes(plan.wire_bytes), number_cell(sum(one.messages for one in plan.traffic))])
     note = paragraph("Bytes and messages that one device sends per step, from the plan.")
     return note + table(rows, ["collective", "mesh axis", "dtype", "bytes", "messages"])
@@ -229,10 +250,21 @@ def of_bytes(nbytes: int) -> Cell:
 def starts(run: RecordedRun) -> str:
     """Return the table of the starts of the run."""
     rows: list[Row] = [
-        [start.date, number_cell(start.step), start.strategy, number_cell(start.devices), "; ".join(start.changed)]
+        [
+            format_date(start.date),
+            number_cell(start.step),
+            start.strategy,
+            number_cell(start.devices),
+            "; ".join(start.changed),
+        ]
         for start in run.starts
     ]
     return table(rows, ["date", "steps before", "strategy", "devices", "changed"]) if rows else ""
+
+
+def format_date(date: str) -> str:
+    """Return a date in ISO 8601 and UTC as `2026-11-01 10:00:00 UTC`."""
+    return date.replace("T", " ").replace("+00:00", " UTC")
 
 
 def config_tables(run: RecordedRun) -> list[str]:

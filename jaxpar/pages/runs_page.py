@@ -8,7 +8,7 @@ from jaxpar import config as configs
 from jaxpar.pages.charts import Series, line_chart
 from jaxpar.pages.html import Cell, Row, document, number_cell, section, table
 from jaxpar.pages.recorded import RecordedRun
-from jaxpar.pages.run_page import LABELS, as_title, certificate, loss_unit, pictures
+from jaxpar.pages.run_page import LABELS, as_title, certificate, loss_unit, metric_label, pictures
 from jaxpar.run import report
 
 CURVES = ("examples_per_second", "mfu")  # curves of the log intervals in the page
@@ -22,7 +22,7 @@ def comparison_rows(runs: Sequence[RecordedRun]) -> list[Row]:
     rows.append(["state", *(_state(run) for run in runs)])
     rows.append(["steps", *(number_cell(run.steps) for run in runs)])
     names = dict.fromkeys(name for of_run in tested for name in of_run)
-    rows += [[name.replace("_", " "), *_numbers(tested, name)] for name in names]
+    rows += [[metric_label(name), *_numbers(tested, name)] for name in names]
     of_result = {"train_loss": "training loss", "skipped_steps": "skipped steps"}
     of_result |= {name: LABELS[name] for name in report.RATES if any(name in run.result for run in runs)}
     rows += [[heading, *_numbers([run.result for run in runs], name)] for name, heading in of_result.items()]
@@ -53,17 +53,16 @@ def different_keys(runs: Sequence[RecordedRun]) -> list[Row]:
 
 
 def comparison_page(runs: Sequence[RecordedRun]) -> str:
-    """Return the page. A metric of tasks that differ has a chart of its own."""
+    """Return the page. Losses in different units, and metrics of different tasks, have charts of their own."""
     names = [str(run.workdir) for run in runs]
-    charts = []
-    for metric, title in {"loss": loss_unit(runs[0].task), **{run.task.curve: "" for run in runs}}.items():
-        for split, is_marked in (("train", False), ("validation", True)):
-            series = [Series(str(run.workdir), run.points(split, metric), is_marked) for run in runs]
-            charts.append(line_chart(f"{title or as_title(metric)}, {split}", series))
-    charts += [
-        line_chart(as_title(LABELS[name]), [Series(str(run.workdir), run.points("train", name)) for run in runs])
-        for name in CURVES
+    losses = {loss_unit(run.task): "loss" for run in runs}
+    metrics = {as_title(metric_label(run.task.curve)): run.task.curve for run in runs}
+    charts = [
+        _chart(f"{title}, {split}", runs, split, metric)
+        for title, metric in {**losses, **metrics}.items()
+        for split in ("train", "validation")
     ]
+    charts += [_chart(as_title(LABELS[name]), runs, "train", name) for name in CURVES]
     rows = different_keys(runs)
     return document(
         f"Comparison of {len(runs)} runs",
@@ -73,6 +72,16 @@ def comparison_page(runs: Sequence[RecordedRun]) -> str:
             section("Config keys that differ", table(rows, ["key", *names]) if rows else ""),
         ],
     )
+
+
+def _chart(title: str, runs: Sequence[RecordedRun], split: str, metric: str) -> str:
+    """Return the chart of a metric of the runs. If it is a loss, only of those whose loss the title names."""
+    series = []
+    for run in runs:
+        is_other = metric == "loss" and not title.startswith(loss_unit(run.task))
+        points = [] if is_other else run.points(split, metric)
+        series.append(Series(str(run.workdir), points, is_marked=split == "validation"))
+    return line_chart(title, series)
 
 
 def format_rows(rows: Sequence[Row]) -> str:

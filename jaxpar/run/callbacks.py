@@ -50,7 +50,7 @@ class Callbacks:
         """Call the callbacks in process 0. All processes must call this with the measurements of the same steps.
 
         Raises:
-          Exception: what a callback raises, in process 0.
+          BaseException: what a callback raises, in process 0.
           TrainingError: a callback raised in process 0; raised in the other processes.
         """
         if not self._callbacks:
@@ -63,7 +63,7 @@ class Callbacks:
             raise TrainingError("a callback failed in process 0; see the error of that process")
         self.reason = self.reason or reason
 
-    def _ask(self, measurement: Measurement) -> tuple[str | None, Exception | None]:
+    def _ask(self, measurement: Measurement) -> tuple[str | None, BaseException | None]:
         """Return the first reason of the callbacks, and the error of the one that failed."""
         reasons = []
         try:
@@ -72,7 +72,7 @@ class Callbacks:
                 if not (reply is None or isinstance(reply, str)):
                     raise TypeError(f"a callback returned {reply!r:.60}; it must return None, or a reason to stop")
                 reasons.append(reply)
-        except Exception as error:  # a user's function can raise anything
+        except BaseException as error:  # a user's function can raise anything, and receive the Ctrl-C of a notebook
             return None, error
         return next(filter(None, reasons), None), None
 

@@ -73,7 +73,7 @@ def draw_confusion(path: Path, confusion_CC: np.ndarray, names: Sequence[str]) -
     num_classes, count_C1 = len(confusion_CC), confusion_CC.sum(axis=1, keepdims=True)
     fraction_CC = confusion_CC / np.maximum(count_C1, 1)
     side = float(np.clip(0.28 * num_classes + 2.5, 4.5, 14))
-    figure = Figure(figsize=(1.15 * side, side), layout="constrained")
+    figure = Figure(figsize=(1.15 * side, side), layout="compressed")
     axis = figure.subplots()
     image = axis.imshow(fraction_CC, cmap="Blues", norm=PowerNorm(0.5, 0, 1), interpolation="nearest")
     ticks = range(0, num_classes, -(-num_classes // MOST_TICKS))
@@ -91,7 +91,7 @@ def draw_confusion(path: Path, confusion_CC: np.ndarray, names: Sequence[str]) -
     path.unlink(missing_ok=True)  # a link is replaced, not followed
     with files.naming(path), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font")  # drawn as a box
-        figure.savefig(path, dpi=120)
+        figure.savefig(path, dpi=120, bbox_inches="tight")  # the layout alone can cut off the labels of a square
 
 
 def _short(name: str, width: int = WIDEST) -> str:

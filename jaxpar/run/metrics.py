@@ -1,6 +1,8 @@
 """Reports the progress of a run: a progress bar or log lines, metrics.jsonl, TensorBoard events, profiler traces."""
 
+import contextlib
 import math
+import os
 import sys
 import threading
 import time
@@ -19,6 +21,7 @@ from jaxpar.measure.phases import Phases
 # Phases of a run that can last, as the progress bar shows them with their elapsed time.
 WAITING = {"compile": "compiling", "input": "waiting for data", "eval": "evaluating", "checkpoint": "saving"}
 SHOWN_AFTER = 1.0  # seconds after which the bar shows one of these phases
+NARROW = 60  # columns of a terminal; on a narrower one, only the time left and the loss fit
 LONG_COMPILATION = 10.0  # seconds after which a line reports the first compilation, if there is no bar
 MetricsRow = dict[str, Any]  # step, split and the metrics by name
 
@@ -96,17 +99,18 @@ class Progress:
     """One printed line per log interval and, on a terminal, a progress bar below these lines.
 
     Within `with`, a thread shows on the bar for how long the run has been compiling, evaluating or saving. Without a
-    terminal, one line reports a long compilation.
+    terminal, or on one whose width is unknown (0), there is no bar, and one line reports a long compilation.
     """
 
     def __init__(self, start: int, total: int, phases: Phases):
         """start: the number of completed steps. total: the number of steps of the run. phases: of the run."""
         self._total, self._phases = total, phases
-        self._logged = (start, time.perf_counter())  # step and time of the last log line
+        self._time_left = TimeLeft(start, total, phases)
         self._bar = None
         self._loss = ""
-        if sys.stdout.isatty() and start < total:
-            left = "{elapsed}<{remaining}, {rate_fmt}{postfix}"
+        columns = terminal_columns()
+        if columns and start < total:
+            bar = "|{bar}| {elapsed}<{remaining}, {rate_fmt}{postfix}"
             self._bar = tqdm.tqdm(
                 total=total,
                 initial=start,
@@ -114,7 +118,7 @@ class Progress:
                 file=sys.stdout,
                 dynamic_ncols=True,
                 leave=False,  # the lines above it remain
-                bar_format="step {n_fmt}/{total_fmt} |{bar}| " + left,
+                bar_format="step {n_fmt}/{total_fmt} " + (bar if columns >= NARROW else " {remaining} left{postfix}"),
             )
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
@@ -148,9 +152,6 @@ class Progress:
 
     def log(self, step: int, metrics: dict[str, float], shown: Sequence[str]) -> None:
         """Print the metrics of a log interval whose names are in `shown`, the rate and the time left."""
-        now = time.perf_counter()
-        left = (self._total - step) * (now - self._logged[1]) / (step - self._logged[0])
-        self._logged = (step, now)
         words = format_metrics({name: metrics[name] for name in shown if name in metrics})
         if "examples_per_second" in metrics:
             words += f"  {metrics['examples_per_second']:,.0f} examples/s"
@@ -158,9 +159,9 @@ class Progress:
             words += f"  {format_count(int(skipped), 'step')} skipped"
         elif "loss" not in metrics:
             words = f"no loss yet, the pipeline is filling{words}"
-        self.print_line(
-            "  ".join(filter(None, [f"step {step}/{self._total}", words.strip(), f"{format_clock(left)} left"]))
-        )
+        seconds = self._time_left(step)
+        left = "" if seconds is None else f"{format_clock(seconds)} left"
+        self.print_line("  ".join(filter(None, [f"step {step}/{self._total}", words.strip(), left])))
 
     def print_line(self, text: str) -> None:
         """Print a line above the progress bar."""
@@ -168,6 +169,50 @@ class Progress:
             self._bar.write(text, file=sys.stdout)
         else:
             print(text, flush=True)
+
+
+class TimeLeft:
+    """Estimates the time until the last step, without the compilations of the steps that have been taken.
+
+    A remaining step is assumed to take as long as those of the last log interval without a compilation. To this it adds
+    the time for evaluations and checkpoints, which not every interval contains: their mean per step since the log line
+    after the first evaluation, which compiles programs.
+    """
+
+    def __init__(self, start: int, total: int, phases: Phases):
+        """Arguments: see `Progress`."""
+        self._total, self._phases = total, phases
+        self._logged, self._compiled = start, phases.counts["compile"]
+        self._steps, self._others = phases.clock("train", "input"), phases.clock("eval", "checkpoint")
+        self._step_seconds: float | None = None
+        self._since, self._other_seconds = start, 0.0  # first step of the evaluations and checkpoints that count
+        self._has_evaluated = phases.counts["eval"] > 0
+
+    def __call__(self, step: int) -> float | None:
+        """Return the seconds left after `step`, the end of a log interval; None if all steps so far were compiled."""
+        seconds, compiled = self._steps(), self._phases.counts["compile"]
+        measured = step - self._logged - (compiled - self._compiled)
+        if measured > 0:
+            self._step_seconds = seconds / measured
+        self._logged, self._compiled = step, compiled
+        self._other_seconds += self._others()
+        if not self._has_evaluated and self._phases.counts["eval"]:
+            self._has_evaluated, self._since, self._other_seconds = True, step, 0.0
+        if step == self._total:
+            return 0.0
+        if self._step_seconds is None:
+            return None
+        others = self._other_seconds / (step - self._since) if step > self._since else 0.0
+        return (self._total - step) * (self._step_seconds + others)
+
+
+def terminal_columns() -> int:
+    """Return the width of the terminal that is the standard output; 0 if there is none or its width is unknown."""
+    if not sys.stdout.isatty():
+        return 0
+    with contextlib.suppress(OSError):
+        return os.get_terminal_size(sys.stdout.fileno()).columns
+    return 0
 
 
 class ProfilerTrace:

@@ -300,7 +300,9 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         planned = simulate_table(with_filling(table), Times(1, 1, 1)).timeline
         titles: dict[str, Sequence[Span]] = {f"{details.schedule}, planned, if F, B and W take equal time": planned}
         if timeline.is_measured:
-            titles[f"{details.schedule}, measured in step {details.trace}"] = timeline.spans(table)
+            measured = timeline.spans(table)
+            seconds = float(max(span.end for span in measured))
+            titles[f"{details.schedule}, measured in step {details.trace}: {seconds:.3g} s"] = measured
         return titles
 
     on_mesh, never_drains = batch_placer(mesh), isinstance(of_state, ContinuousState)

@@ -13,20 +13,22 @@ def html_page(title: str, columns: Sequence[Column], pictures: Mapping[str, str]
 
     Args:
       title: its title.
-      columns: the columns of the table. The first one is the heading of the rows.
+      columns: the columns of the table. The first one is the heading of the rows. Columns without a value are left out.
       pictures: SVG elements by their titles.
-      notes: lines below the title. Text between two backticks is code.
+      notes: lines: the first is below the title, and the others at the end. Text between two backticks is code.
     """
+    columns = [column for column in columns if any(column.cells)]
     body = [
-        *map(paragraph, notes),
+        *map(paragraph, notes[:1]),
         '<div class="scroll"><table>',
         *heads(columns),
         "<tbody>",
         *(f"<tr>{''.join(cells)}</tr>" for cells in zip(*map(body_cells, columns), strict=True)),
         "</tbody></table></div>",
-        '<div class="pictures">',
-        *(section(name, picture) for name, picture in pictures.items()),
+        '<div class="drawings">',
+        *(section(name, f'<div class="scroll">{picture}</div>') for name, picture in pictures.items()),
         "</div>",
+        section("How to read the table", *map(paragraph, notes[1:])),
     ]
     return document(title, body)
 

@@ -1,6 +1,8 @@
 """Tests that checkpoints are written atomically and that damage to real files is detected."""
 
+import asyncio
 import itertools
+import logging
 import math
 import multiprocessing
 import random
@@ -51,6 +53,27 @@ def restored_step(directory: Path) -> int:
 def restore(directory: Path) -> tuple[checkpoint.Checkpoint | None, list[str]]:
     logged: list[str] = []
     return checkpoint.restore(directory, LIKE, logged.append), logged
+
+
+@pytest.mark.parametrize("in_event_loop", [False, True], ids=["script", "notebook"])
+def test_nothing_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture, in_event_loop: bool) -> None:
+    """In a program of the user, unlike in the command line, warnings of orbax are visible."""
+
+    def save_and_restore() -> None:
+        save(tmp_path, {1: 0.5, 2: 0.75, 3: None, 4: None})
+        assert restored_step(tmp_path) == 4
+        assert checkpoint.steps(tmp_path) == [1, 3, 4]  # the best and the last two
+
+    async def run() -> None:
+        save_and_restore()
+
+    caplog.set_level(logging.WARNING)
+    caplog.set_level(logging.WARNING, logger="absl")
+    if in_event_loop:
+        asyncio.run(run())
+    else:
+        save_and_restore()
+    assert [record.getMessage() for record in caplog.records] == []
 
 
 def test_round_trip_is_bitwise(tmp_path: Path) -> None:

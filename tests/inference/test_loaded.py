@@ -216,3 +216,25 @@ def test_files_that_cannot_be_evaluated(trained_run: TrainedRun, tmp_path: Path)
         model.evaluate(tmp_path / "a.csv")
     with pytest.raises(UserError, match="has synthetic data; evaluate reads files"):
         jaxpar.load(trained_run("image")).evaluate(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"workdir": 3}, "workdir is 3; it must be the path of a directory"),
+        ({"step": "8"}, "step is '8'; it must be an integer, or None"),
+        ({"devices": "cpu"}, "devices is 'cpu'; it must be a non-empty list of JAX devices, or None"),
+        ({"devices": []}, "devices is []; it must be a non-empty list of JAX devices, or None"),
+        ({"devices": [0]}, "devices is [0]; it must be a non-empty list of JAX devices, or None"),
+    ],
+)
+def test_types_of_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        jaxpar.load(**{"workdir": "nowhere", **arguments})
+    assert str(caught.value) == message
+
+
+def test_the_path_to_evaluate_must_be_one(classifier: Path) -> None:
+    path: Any = 3
+    with pytest.raises(UserError, match=r"^path is 3; it must be the path of a file or a directory$"):
+        jaxpar.load(classifier).evaluate(path)

@@ -87,3 +87,28 @@ def test_a_timeline_has_a_box_for_each_action() -> None:
     )
     assert read == [(0, 0, 1), (0, 4, 2), (1, 1, 1), (1, 2, 2)]
     assert picture.attrib["aria-label"] == "<1f1b>"
+
+
+def test_curves_keep_their_colors_and_the_seventh_is_dashed() -> None:
+    series = [Series(f"run {number}", [(1, 0.25), (2, 0.125)] if number else []) for number in range(8)]
+    chart = line_chart("Loss", series)
+    styles = [path.attrib["style"] for path in svg(chart).iter("path")]
+    assert styles == [
+        *(f"stroke:var(--c{number})" for number in range(1, 6)),  # run 0 has no curve here, and has in other charts
+        *(f"stroke:var(--c{number});stroke-dasharray:5 3" for number in range(2)),
+    ]
+    keys = re.findall(r'class="(key[a-z ]*)" style="color:var\(--c(\d)\)"></span>run (\d)', chart)
+    assert keys == [("key dashed" if number > 5 else "key", str(number % 6), str(number)) for number in range(1, 8)]
+
+
+@pytest.mark.parametrize(
+    ("gap", "width"),
+    [
+        (1, 100),  # each of 3 actions is 20 wide, and so is each of 2 gaps
+        (98, 1200),  # longer gaps: the width of a page
+    ],
+)
+def test_the_width_of_a_timeline(gap: int, width: int) -> None:
+    spans = [Span(0, F, number, 0, number * (1 + gap), number * (1 + gap) + 1) for number in range(3)]
+    picture = svg(timeline_chart("measured", spans))
+    assert float(picture.attrib["width"]) == pytest.approx(30 + width, abs=1.5)

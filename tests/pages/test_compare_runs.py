@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxpar.pages.recorded import read_run
+from jaxpar.pages.runs_page import comparison_page
 from scripts import compare_runs
 from tests.html_pages import check_alone
 from tests.pages.recorded_runs import write_run
@@ -32,6 +34,19 @@ def test_the_table_and_the_page(
         *("Loss (nats), train", "Loss (nats), validation", "Accuracy, train", "Accuracy, validation"),
     ]
     assert page.texts.count(f"{other} ") == 6  # in the legend of each curve
+
+
+def test_losses_in_different_units_are_in_different_charts(tmp_path: Path) -> None:
+    one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other", "task=regression")
+    text = comparison_page([read_run(one), read_run(other)])
+    of_charts = {}
+    for figure in text.split("<figure")[1:]:
+        title = figure.partition("<figcaption>")[2].partition("<")[0]
+        of_charts[title] = [name for name in (one, other) if f">{name} <data" in figure]
+    assert of_charts["Loss (nats), train"] == of_charts["Loss (nats), validation"] == [one]
+    assert of_charts["Loss (mean squared error), train"] == [other]
+    assert of_charts["Accuracy, train"] == [one, other]  # the files of both have it
+    assert "R2, train" not in of_charts  # without points
 
 
 def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,8 @@
 """The page of a run has the numbers of its files, escapes what users named, and needs no other file."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -8,8 +10,9 @@ from typing import Any, cast
 import pytest
 
 from jaxpar import config as configs
+from jaxpar.pages.html import number_cell, table
 from jaxpar.pages.recorded import read_run
-from jaxpar.pages.run_page import confusions, run_page, write_report
+from jaxpar.pages.run_page import confusions, metric_label, run_page, traffic_table, write_report
 from jaxpar.pipeline.tables.simulate import Span
 from jaxpar.plan import Decision, Plan, Traffic
 from tests.html_pages import Page, check_alone
@@ -22,7 +25,11 @@ PLAN: Plan[None] = Plan(
     layouts={},
     details=None,
     memory=({"parameters": 1024, "optimizer": 2048}, {"parameters": 1025, "activations <": 77}),
-    traffic=(Traffic("all-reduce", "float32", "data", 2400.0, 4.0), Traffic("all-gather", "int8", "data", 100.0, 1.0)),
+    traffic=(
+        Traffic("all-reduce", "float32", "data", 2400.0, 4.0),
+        Traffic("all-gather", "int8", "data", 100.0, 1.0),
+        Traffic("all-reduce", "bfloat16", "stage", 0.0, 0.0),
+    ),
 )
 
 
@@ -55,7 +62,8 @@ def test_all_numbers_of_the_result_are_in_the_page(tmp_path: Path) -> None:
         [NAMES[1], "0.25", "0.2812", "0.2656", "31"],
         [NAMES[1], "11", "20"],
     ]
-    assert "Reached test accuracy 67.19%." in page.texts
+    assert "Reached test accuracy 67.19%. Always predicting the most frequent class: 51.56%." in page.texts
+    assert "run: bert on wordnet, data_parallel" in page.texts  # the title has the name of the workdir
 
 
 def last_values(text: str, title: str) -> list[float]:
@@ -70,6 +78,8 @@ def test_curves_end_at_the_last_values_of_the_metrics(tmp_path: Path) -> None:
     assert last_values(text, "Accuracy") == [0.6875, 0.65625, 0.671875]
     assert last_values(text, "MFU") == [0.328125]
     assert last_values(text, "Examples per second") == [1250.5]
+    assert '</span>examples per second <data value="1250.5">' in text
+    assert "</span>MFU <data" in text
     assert "Gradient norm" not in text  # no row has it
 
 
@@ -80,14 +90,19 @@ def test_memory_and_traffic_are_those_of_the_plan(tmp_path: Path) -> None:
         ["0", "1.02 kB", "2.05 kB", "0 B", "3.07 kB"],
         ["1", "1.02 kB", "0 B", "77 B", "1.1 kB"],
     ]
-    assert ["total", "", "", "2.5 kB", "5"] in page.rows
+    at = page.rows.index(["collective", "mesh axis", "dtype", "bytes", "messages"])
+    assert page.rows[at + 1 : at + 4] == [  # not what is sent along an axis of one device: nothing
+        ["all-reduce", "data", "float32", "2.4 kB", "4"],
+        ["all-gather", "data", "int8", "100 B", "1"],
+        ["total", "", "", "2.5 kB", "5"],
+    ]
     assert {1025, 3072, 1102, 2500} <= set(page.values)
 
 
 def test_starts_and_the_config(tmp_path: Path) -> None:
     workdir = write_run(tmp_path / "run", "data.source=csv", "data.train=<b>&.csv", "optimizer.lr=0.25")
     _, page = page_of(workdir)
-    start = ["2026-11-02T10:00:00+00:00", "20", "data_parallel", "2", "config.strategy: 'single' -> 'data_parallel'"]
+    start = ["2026-11-02 10:00:00 UTC", "20", "data_parallel", "2", "config.strategy: 'single' -> 'data_parallel'"]
     assert start in page.rows
     at = page.rows.index(["key", "value", "default"])
     default = configs.keys(configs.default_config())
@@ -118,6 +133,16 @@ def test_timelines_of_a_pipeline(tmp_path: Path) -> None:
     assert "<h2>Schedule</h2>" not in page_of(tmp_path / "run")[0]
 
 
+def test_traffic_of_one_device() -> None:
+    assert traffic_table(replace(PLAN, traffic=())) == "<p>Devices send nothing to each other in a step.</p>"
+
+
+def test_names_of_metrics() -> None:
+    assert [metric_label(name) for name in ("test_macro_f1", "test_r2", "test_rmse")] == [
+        *("test macro F1", "test R2", "test RMSE"),
+    ]
+
+
 def test_confusions_of_many_classes_are_listed_by_number() -> None:
     names = [f"c{number}" for number in range(30)]
     counts = [[0] * 30 for _ in names]
@@ -126,6 +151,22 @@ def test_confusions_of_many_classes_are_listed_by_number() -> None:
     assert rows[1:3] == [["c7", "c0", "8", "8"], ["c3", "c4", "5", "95"]]
     assert rows[3] == ["", *names]  # the matrix follows
     assert rows[4:] == [[name, *map(str, of_name)] for name, of_name in zip(names, counts, strict=True)]
+
+
+def test_cells_and_headings_of_a_matrix() -> None:
+    names = list("abcdefg")
+    assert 'class="matrix"' in confusions(names, [[1] * 7] * 7)  # the names above many columns are turned
+    text = confusions(["a", "b"], [[0, 4], [2, 6]])
+    assert 'class="matrix"' not in text
+    assert [text.count(f'<th scope="col"{kind}>') for kind in ("", ' class="number"')] == [1, 2]
+    assert re.findall(r'<td class="([a-z ]+)"( style)?', text) == [
+        *[("number zero", ""), ("number", " style"), ("number", " style"), ("number", " style")],
+    ]
+
+
+def test_texts_in_a_table() -> None:
+    text = table([["a", "b", "c" * 41], ["d", number_cell(1.5), ""]], ["x", "y", "z"])
+    assert re.findall(r'<td class="([a-z]*)">', text) == ["right", "text", "number", ""]
 
 
 def test_an_error_of_the_page_is_reported_and_does_not_end_the_run(

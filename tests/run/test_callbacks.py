@@ -1,7 +1,9 @@
 """Tests of callbacks and early stopping: what they receive, when they end a run, and that resuming changes nothing."""
 
+import asyncio
 import json
 import math
+import os
 import signal
 import threading
 from collections.abc import Sequence
@@ -16,6 +18,7 @@ from jaxpar import checkpoint, training
 from jaxpar.config import default_config
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.launch import processes
+from jaxpar.launch.signals import SIGNALS
 from jaxpar.run import metrics
 from jaxpar.run.callbacks import Callbacks, EarlyStopping, Measurement
 from jaxpar.tasks import Sums
@@ -242,6 +245,31 @@ def test_the_state_is_saved_before_the_error_of_a_callback(folder: Path, tmp_pat
     with pytest.raises(TypeError, match="a callback returned 10; it must return None, or a reason to stop"):
         jaxpar.train(small_config(folder), tmp_path / "run", [wrong])
     assert checkpoint.steps(tmp_path / "run" / "checkpoints")[-1] == 10
+
+
+def test_keyboard_interrupts_of_a_notebook(folder: Path, tmp_path: Path) -> None:
+    """Ctrl-C ends the run with its state saved, also if a callback receives it, and handlers are as before."""
+    handlers = [signal.getsignal(number) for number in SIGNALS]
+
+    def presses(one: Measurement) -> None:
+        if one.step == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def raises(one: Measurement) -> None:
+        if one.step == 8:
+            raise KeyboardInterrupt
+
+    async def in_event_loop() -> None:
+        with pytest.raises(training.Stopped, match="SIGINT: stopped after step 5 of 16"):
+            jaxpar.train(small_config(folder), tmp_path / "run", [presses])
+
+    asyncio.run(in_event_loop())
+    assert checkpoint.steps(tmp_path / "run" / "checkpoints")[-1] == 5
+    assert [signal.getsignal(number) for number in SIGNALS] == handlers
+    with pytest.raises(KeyboardInterrupt):
+        jaxpar.train(small_config(folder), tmp_path / "run", [raises])
+    assert checkpoint.steps(tmp_path / "run" / "checkpoints")[-1] == 8
+    assert [signal.getsignal(number) for number in SIGNALS] == handlers
 
 
 def test_training_in_another_thread(folder: Path, tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """Tests the report on the classes of a classifier: table, results and picture."""
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib.image
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from jaxpar.run import classes
 
@@ -61,6 +63,25 @@ def test_picture(num_classes: int, tmp_path: Path) -> None:
     assert not path.is_symlink()
     height, width, _ = matplotlib.image.imread(path).shape
     assert 400 < height < width < 2000
+
+
+@pytest.mark.parametrize("num_classes", [2, 3, 12, 45])
+def test_all_labels_are_in_the_picture(num_classes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    save = Figure.savefig
+
+    def savefig(self: Figure, *arguments: Any, **options: Any) -> None:
+        save(self, *arguments, **options)
+        figures.append(self)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    names = [f"name of the class {number}" for number in range(num_classes)]
+    classes.draw_confusion(tmp_path / "confusion.png", np.eye(num_classes), names)
+    [figure] = figures
+    height, width, _ = matplotlib.image.imread(tmp_path / "confusion.png").shape
+    needed = figure.get_tightbbox()
+    assert needed.width * 120 <= width
+    assert needed.height * 120 <= height
 
 
 def test_colours_are_fractions_of_the_rows(tmp_path: Path) -> None:

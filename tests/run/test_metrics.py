@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pty
+import re
 import struct
 import sys
 import termios
@@ -238,11 +239,11 @@ def test_a_result_has_one_line_for_each_item_of_a_table(tmp_path: Path) -> None:
 
 
 class Terminal:
-    """A terminal of 60 columns as the standard output, and what it shows."""
+    """A terminal as the standard output, and what it shows."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, rows: int = 24, columns: int = 60):
         self._reader, writer = pty.openpty()
-        fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+        fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self._writer = open(writer, "w")  # noqa: PTH123, SIM115
         monkeypatch.setattr(sys, "stdout", self._writer)
 
@@ -310,3 +311,65 @@ def test_one_line_reports_a_long_compilation_without_a_terminal(
                 phases.began_at = time.monotonic() - seconds
                 time.sleep(0.1)
     assert capsys.readouterr().out == "step 1/4  compiling for 0:12\n"
+
+
+def test_a_narrow_terminal_shows_the_time_left_and_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "SHOWN_AFTER", 0.01)
+    terminal, phases = Terminal(monkeypatch, columns=40), Phases()
+    with metrics.Progress(0, 60_000, phases) as bar:
+        with phases("compile"):
+            phases.began_at = time.monotonic() - 65
+            time.sleep(0.1)
+        bar.advance(0.5)
+    terminal.lines()
+    assert "step 0/60000  ? left, compiling 1:05" in [state.strip() for state in terminal.states]
+    assert re.fullmatch(
+        r"step 1/60000  [\d:]+ left, loss 0.5000", [s.strip() for s in terminal.states if "loss" in s][-1]
+    )
+    assert max(map(len, terminal.states)) <= 40
+
+
+def test_a_terminal_without_a_size_has_lines_instead_of_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As some CI systems, containers and `script` without a terminal have."""
+    monkeypatch.setattr(metrics, "SHOWN_AFTER", 0.01)
+    terminal, phases = Terminal(monkeypatch, rows=0, columns=0), Phases()
+    phases.step = 1
+    with metrics.Progress(0, 4, phases) as bar:
+        with phases("compile"):
+            phases.began_at = time.monotonic() - 12
+            time.sleep(0.1)
+        bar.advance(0.5)
+        bar.print_line("step 1/4  loss 0.5")
+    assert terminal.lines() == ["step 1/4  compiling for 0:12", "step 1/4  loss 0.5", ""]
+    assert not any("|" in state for state in terminal.states)
+
+
+def test_the_time_left_has_no_compilation(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two of the first four steps are compiled, and the others take 3 s each. The first evaluation is compiled, too."""
+    phases = Phases()
+    phases.seconds |= {"compile": 50.0, "train": 70.0}  # before the loop
+    phases.counts["compile"] = 5
+    bar = metrics.Progress(10, 110, phases)
+
+    def left(step: int, compiled: int = 0, evaluated: int = 0, **seconds: float) -> str:
+        phases.seconds |= {name: phases.seconds[name] + more for name, more in seconds.items()}
+        phases.counts["compile"] += compiled
+        phases.counts["eval"] += evaluated
+        bar.log(step, {"loss": 1.0}, ["loss"])
+        return capsys.readouterr().out.rpartition("  ")[2]
+
+    assert left(14, compiled=2, compile=400.0, train=5.0, input=1.0) == "4:48 left\n"  # 96 x 3 s
+    assert left(18, train=8.0, checkpoint=4.0) == "3:50 left\n"  # 92 x (2 s + 4 s / 8 steps)
+    assert left(22, train=8.0, evaluated=1, eval=90.0) == "2:56 left\n"  # 88 x 2 s
+    assert left(26, train=4.0, evaluated=1, eval=3.0, checkpoint=1.0) == "2:48 left\n"  # 84 x (1 s + 4 s / 4 steps)
+    assert left(30, compiled=4, compile=400.0) == "2:00 left\n"  # 80 x (1 s + 4 s / 8 steps); all were compiled
+    assert left(110, train=8.0) == "0:00 left\n"
+
+
+def test_no_time_left_is_known_while_all_steps_are_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+    phases = Phases()
+    bar = metrics.Progress(0, 3, phases)
+    with phases("compile"):
+        pass
+    bar.log(1, {"loss": 1.0}, ["loss"])
+    assert capsys.readouterr().out == "step 1/3  loss 1.0000\n"
