@@ -17,6 +17,8 @@ from jaxpar.memory import host_bytes
 
 RATE_NAMES = (*PEAK_DTYPES, "attention", "memory", *LINKS)  # matrix products by dtype, attention kernels, memory, links
 
+DEFAULT_FRACTION = 0.75  # of the memory of a GPU, which JAX takes unless XLA_CLIENT_MEM_FRACTION is set
+
 
 @dataclass(frozen=True)
 class Link:
@@ -40,8 +42,8 @@ class Cluster:
       device_kind: the device kind as JAX reports it.
       num_devices: the number of devices on all hosts together.
       num_processes: the number of processes that share the devices.
-      memory_bytes: the memory of one device that JAX can use; None if unknown. The CPU devices of a machine share its
-        memory.
+      memory_bytes: the memory of one device; None if unknown. The CPU devices of a machine share its memory.
+      memory_fraction: the fraction of it that JAX takes; 1 for devices that are present, which report what it took.
       memory_bandwidth: the rate at which a device reads its memory, in bytes/s; None if unknown.
       peak_flops: peak FLOP/s of one device by dtype; unknown dtypes are missing.
       compute_capability: the compute capability of NVIDIA GPUs, such as 9.0; empty for other devices.
@@ -59,6 +61,7 @@ class Cluster:
     num_devices: int
     num_processes: int = 1
     memory_bytes: float | None = None
+    memory_fraction: float = 1.0
     memory_bandwidth: float | None = None
     peak_flops: Mapping[str, float] = field(default_factory=dict)
     compute_capability: str = ""
@@ -68,6 +71,11 @@ class Cluster:
     latencies: Mapping[str, float] = field(default_factory=dict)
     efficiencies: Mapping[str, float] = field(default_factory=dict)
     launch_seconds: float | None = None
+
+    @property
+    def usable_bytes(self) -> float | None:
+        """The memory of a device that JAX takes; None if unknown."""
+        return None if self.memory_bytes is None else self.memory_fraction * self.memory_bytes
 
 
 def devices() -> list[jax.Device]:
@@ -130,6 +138,7 @@ def gpu_cluster(
         num_devices=num_devices,
         num_processes=num_processes,
         memory_bytes=gpu.memory_bytes,
+        memory_fraction=DEFAULT_FRACTION,
         memory_bandwidth=gpu.memory_bandwidth,
         peak_flops=_peaks(gpu.device_kind) | dict(gpu.peak_flops),
         compute_capability=gpu.compute_capability,

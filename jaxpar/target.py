@@ -6,13 +6,14 @@ A target is written NAME:DEVICES or NAME:HOSTSxDEVICES, such as h100:8 or h100:1
 
 import os
 import re
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
 
-from jaxpar.cluster import Cluster
+from jaxpar.cluster import DEFAULT_FRACTION, Cluster
 from jaxpar.cluster_file import find_named
 from jaxpar.errors import UserError
 
@@ -21,7 +22,6 @@ PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
 FRACTION = "XLA_CLIENT_MEM_FRACTION"
 FORMER_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-DEFAULT_FRACTION = 0.75
 
 
 class Target(NamedTuple):
@@ -86,4 +86,4 @@ def find_target(text: str, key: str = "--target") -> Target:
     except RuntimeError as error:
         reason = str(error).split("\n")[0]
         raise UserError(f"{key} is {text!r}, which XLA refuses ({reason}); it must be a GPU that XLA knows") from error
-    return Target(cluster, list(topology.devices), fraction)
+    return Target(replace(cluster, memory_fraction=fraction), list(topology.devices), fraction)

@@ -1,9 +1,10 @@
 """Chooses the schedule of a pipeline with config.pipeline.schedule=auto: the cheapest one in lockstep that fits.
 
-The candidates are the named schedules with a fused backward pass and, unless stages have replicas, tables with separate
-B and W that a search finds. Each kind is compared by the costs of its own programs: the passes of the profile with
-config.pipeline.partition=auto, and otherwise the FLOPs of F, B and W, rematerialization included. To separate B and W,
-a device stashes more; where the rates of the device are known, the time of reading and writing stashes counts too.
+The candidates are the named schedules with a fused backward pass and, unless stages have replicas, tables that a search
+finds, with a fused backward pass and with separate B and W. Each kind is compared by the costs of its own programs: the
+passes of the profile with config.pipeline.partition=auto, and otherwise the FLOPs of F, B and W, rematerialization
+included. To separate B and W, a device stashes more; where the rates of the device are known, the time of reading and
+writing stashes counts too.
 
 The CPU devices of a process share its processors, so a device that waits leaves them to the others. A clock then takes
 the time of all its actions, every schedule takes as long as its work, and separate B and W gain nothing.
@@ -22,7 +23,7 @@ from jaxpar.pipeline.executor.engine import PipelineEngine
 from jaxpar.pipeline.executor.lowering import TableShape, lower_table
 from jaxpar.pipeline.executor.programs import StagePrograms
 from jaxpar.pipeline.search.layer_profile import LayerProfile
-from jaxpar.pipeline.search.lockstep_search import search_lockstep
+from jaxpar.pipeline.search.lockstep_search import search_fused, search_lockstep
 from jaxpar.pipeline.search.search import SearchResult
 from jaxpar.pipeline.tables.replicated import WITH_REPLICAS, replicated_table
 from jaxpar.pipeline.tables.schedule import make_table
@@ -76,16 +77,23 @@ def choose_schedule(
     best = _cheapest_fused(start, times, limit, sharing)
     if start.replicas or sharing >= p:
         return best
+    width = WIDTH if p * m <= LARGEST_SEARCH else 0
+    candidates = [(best, times)]
+    if 1 <= limit < 2 * p - 1:  # otherwise eager_1f1b fits
+        candidates.append((search_fused(times, limit, p, m, width), times))
     split = lower_table(make_table(SPLIT, num_devices=p, num_microbatches=m, num_chunks=1))
     split_times, limit = costs(engine_of(split.shape))
-    if limit < 1:
-        return best
-    width = WIDTH if p * m <= LARGEST_SEARCH else 0
-    found = search_lockstep(split_times, 0, limit, p, m, width=width)
-    if (found.table.actions["kind"] == BW).any():  # then it is no cheaper than the best one with fused programs
-        return best
-    seconds = lockstep(found.table, split_times, sharing=sharing)
-    return found if seconds < lockstep(best.table, times, sharing=sharing) * (1 - 1e-9) else best
+    if limit >= 1:
+        found = search_lockstep(split_times, 0, limit, p, m, width=width)
+        is_split = (found.table.actions["kind"] != BW).all()  # otherwise other programs run it, which need more memory
+        candidates += [(found, split_times)] * bool(is_split)
+    return cheapest(candidates, sharing)
+
+
+def cheapest(candidates: Sequence[tuple[SearchResult, Times]], sharing: int) -> SearchResult:
+    """Return the result that is cheapest in lockstep, each with the times of its programs; the first of equal ones."""
+    seconds = [lockstep(result.table, times, sharing=sharing) for result, times in candidates]
+    return next(result for (result, _), of in zip(candidates, seconds, strict=True) if of <= min(seconds) * (1 + 1e-9))
 
 
 def _cheapest_fused(start: Table, times: Times, limit: int, sharing: int) -> SearchResult:
@@ -103,11 +111,7 @@ def _cheapest_fused(start: Table, times: Times, limit: int, sharing: int) -> Sea
         ]
     peaks = [int(peak_stashed(result.table).max()) for result in found]
     fitting = [result for result, peak in zip(found, peaks, strict=True) if peak <= max(limit, min(peaks))]
-    best, *others = fitting
-    for other in others:
-        if lockstep(other.table, times, sharing=sharing) < lockstep(best.table, times, sharing=sharing) * (1 - 1e-9):
-            best = other
-    return best
+    return cheapest([(result, times) for result in fitting], sharing)
 
 
 def devices_that_share(cluster: Cluster) -> int:
@@ -163,16 +167,18 @@ def profiled_times(programs: StagePrograms, profile: Sequence[LayerProfile]) -> 
 def _microbatches_that_fit(config: ConfigDict, cluster: Cluster, engine: PipelineEngine, state_bytes: int) -> int:
     """Return for how many microbatches a device has memory between F and W; below 1 if not even the state fits.
 
-    The memory is config.pipeline.memory_limit, or that of a device of the cluster. If neither is known, it is the
-    number of devices, as for 1f1b.
+    The memory is config.pipeline.memory_limit, or what JAX takes of that of a device of the cluster. If neither is
+    known, it is the number of devices, as for 1f1b.
     """
-    memory = config.pipeline.memory_limit or cluster.memory_bytes
-    if memory is None:
-        return len(engine.programs.stages.placement)
-    if not config.pipeline.memory_limit:  # the CPU devices of a machine share its memory
-        memory /= devices_that_share(cluster)
     transfers, of_microbatch = _bytes_of_microbatches(engine)
-    return int((memory - state_bytes - transfers) // max(of_microbatch, 1))
+    if config.pipeline.memory_limit:
+        return int((config.pipeline.memory_limit - state_bytes - transfers) // max(of_microbatch, 1))
+    if cluster.usable_bytes is None:
+        return len(engine.programs.stages.placement)
+    memory = cluster.usable_bytes / devices_that_share(cluster)  # the CPU devices of a machine share its memory
+    gradients = max(nbytes(program.inputs.params) for program in engine.programs.programs)
+    # A backward pass has as much as was saved once more: its gradients, or what it computes again.
+    return int((memory - state_bytes - gradients - transfers) // max(of_microbatch, 1)) - 1
 
 
 def _bytes_of_microbatches(engine: PipelineEngine) -> tuple[int, int]:

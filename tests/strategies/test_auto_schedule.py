@@ -163,11 +163,34 @@ def test_memory() -> None:
         peaks.append(peak(plan))
     assert peaks == sorted(peaks)
     assert peaks[0] < peaks[-1]
-    with pytest.raises(UserError, match=r"config\.pipeline\.memory_limit is 1; it must be at least ") as raised:
+    assert peak(plan_with(least_limit())) == 1
+
+
+@pytest.mark.parametrize("room", [2, 3])
+def test_little_memory(room: int) -> None:
+    """With memory for a few microbatches, several are computed at a time, and what JAX takes of the memory suffices.
+
+    A GPU needs the state, its gradients, stashes and transfers, and as much as one microbatch for the backward pass.
+    """
+    one = plan_with(least_limit())
+    assert peak(one) == 1
+    state = max(sum(parts.values()) for parts in one.memory) - activations(one)
+    gradients = max(parts["parameters"] for parts in one.memory)
+    usable = state + gradients + activations(one) * (room + 1)
+    plan = plan_with(0, usable / 0.75)
+    assert 1 < peak(plan) <= room
+    assert state + gradients + activations(plan) * (peak(plan) + 1) / peak(plan) <= usable
+    slowest = make_table("model_parallel", num_devices=4, num_microbatches=NUM_MICROBATCHES, num_chunks=1)
+    assert lockstep(plan.details.table, times_of(DEEP)) < 0.7 * lockstep(slowest, times_of(DEEP))
+
+
+def least_limit() -> float:
+    """Return the smallest config.pipeline.memory_limit."""
+    with pytest.raises(UserError) as raised:
         plan_with(1)
-    least = re.search(r"at least ([\d,]+) with", str(raised.value))
-    assert least
-    assert peak(plan_with(float(least[1].replace(",", "")))) == 1
+    found = re.search(r"at least ([\d,]+) with", str(raised.value))
+    assert found
+    return float(found[1].replace(",", ""))
 
 
 def peak(plan: Plan[Any]) -> int:

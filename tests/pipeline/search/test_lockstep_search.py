@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxpar.pipeline.search.lockstep_bound import lockstep_bound
-from jaxpar.pipeline.search.lockstep_search import search_lockstep
+from jaxpar.pipeline.search.lockstep_search import search_fused, search_lockstep
 from jaxpar.pipeline.tables.schedule import SCHEDULES, schedule_obstacle
 from jaxpar.pipeline.tables.simulate import Times, lockstep
-from jaxpar.pipeline.tables.table import BW, Table, loop_stages, v_stages
+from jaxpar.pipeline.tables.table import BW, B, F, Table, W, loop_stages, v_stages
 from jaxpar.pipeline.tables.validate import check_table, peak_stashed
 from tests.pipeline.named_tables import make
 from tests.selection import slow
@@ -166,3 +166,39 @@ def test_bound_by_hand() -> None:
 def test_mistakes(arguments: tuple[float, ...], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         search_lockstep(Times(1, 1, 1), 0, *arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 2.0, 0.0)])
+def test_little_memory(times: TimesOfKinds) -> None:
+    """More memory is never slower, and gpipe in blocks that fit is never faster: (L + p - 1) (F + B + W) a block."""
+    p, m, costs = 8, 32, []
+    for limit in range(1, 9):
+        found = search_lockstep(Times(*times), 0, limit, p, m, width=4)
+        check_table(found.table)
+        assert peak_stashed(found.table).max() <= limit
+        costs.append(lockstep_by_hand(found.table, times))
+        blocks = sum((min(limit, m - first) + p - 1) * sum(times) for first in range(0, m, limit))
+        assert costs[-1] <= blocks
+    assert costs == sorted(costs, reverse=True)
+    assert costs[3] < 0.4 * costs[0]
+
+
+def lockstep_by_hand(table: Table, times: TimesOfKinds) -> float:
+    """Return the sum over the clocks of the time of the device that is busy for longest."""
+    f, b, w = times
+    of_kind = {F: f, B: b, W: w, BW: b + w}
+    busy: dict[tuple[int, int], float] = {}
+    for clock, device, kind in table.actions[["clock", "device", "kind"]].tolist():
+        busy[clock, device] = busy.get((clock, device), 0.0) + of_kind[kind]
+    return sum(max(busy[key] for key in busy if key[0] == clock) for clock in {clock for clock, _ in busy})
+
+
+@pytest.mark.parametrize("limit", [2, 3, 5])
+def test_a_fused_backward_pass(limit: int) -> None:
+    """A table of F and BW only, within the memory, much faster than model_parallel, which alone fits of those named."""
+    p, m = 4, 16
+    found = search_fused(Times(1, 2, 0), limit, p, m, width=4).table
+    check_table(found)
+    assert set(found.actions["kind"].tolist()) == {F, BW}
+    assert peak_stashed(found).max() <= limit
+    assert lockstep_by_hand(found, (1.0, 2.0, 0.0)) <= {2: 0.625, 3: 0.5, 5: 0.35}[limit] * 3 * p * m
