@@ -15,7 +15,7 @@ from jaxpar.measure.hlo import HloArray, HloProgram, Instruction, without_bitcas
 
 SLICES = ("dynamic-slice", "slice", "gather")
 # Operations that read an element of an operand for each element that is read of their result.
-ELEMENTWISE = (
+READ_BY_ELEMENT = (
     *("bitcast", "convert", "copy", "add", "subtract", "multiply", "divide", "maximum", "minimum", "negate", "abs"),
     *("exponential", "log", "sqrt", "rsqrt", "tanh", "power", "compare", "select", "and", "or", "not", "xor"),
 )
@@ -114,7 +114,7 @@ def _read_share(body: Mapping[str, Instruction], name: str, value: Instruction) 
     for user_name, user in users:
         if user.operation in SLICES and user.operands[0] == name:
             share += _num_elements(user) / max(_num_elements(value), 1)
-        elif user.operation in ELEMENTWISE:
+        elif user.operation in READ_BY_ELEMENT:
             share += _read_share(body, user_name, user)
         elif user.operation != "dynamic-update-slice" or user.operands[0] != name:
             return 1.0

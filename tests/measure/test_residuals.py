@@ -1,4 +1,4 @@
-"""What functions hold for their backward pass, counted by hand."""
+"""Residuals of functions are compared with those counted by hand."""
 
 from typing import Any
 

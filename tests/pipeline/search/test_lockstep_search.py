@@ -169,7 +169,7 @@ def test_mistakes(arguments: tuple[float, ...], message: str) -> None:
 
 
 @pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 2.0, 0.0)])
-def test_little_memory(times: TimesOfKinds) -> None:
+def test_little_memory(times: tuple[float, float, float]) -> None:
     """More memory is never slower, and gpipe in blocks that fit is never faster: (L + p - 1) (F + B + W) a block."""
     p, m, costs = 8, 32, []
     for limit in range(1, 9):
@@ -183,7 +183,7 @@ def test_little_memory(times: TimesOfKinds) -> None:
     assert costs[3] < 0.4 * costs[0]
 
 
-def lockstep_by_hand(table: Table, times: TimesOfKinds) -> float:
+def lockstep_by_hand(table: Table, times: tuple[float, float, float]) -> float:
     """Return the sum over the clocks of the time of the device that is busy for longest."""
     f, b, w = times
     of_kind = {F: f, B: b, W: w, BW: b + w}
