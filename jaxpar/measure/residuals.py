@@ -1,16 +1,20 @@
 """Counts what a function holds for its backward pass, as JAX differentiates it, without executing it.
 
-`jax.vjp` decides what the forward pass saves. A pipeline recomputes some of that (jaxpar/pipeline/executor), so its
-stages save less.
+`jax.vjp` decides what the forward pass saves, and a scan stacks all of it. Without a scan, XLA fuses elementwise
+operations into the kernels that read their results, forward and backward. It then holds what other kernels write or
+read anyway. A pipeline recomputes other values (jaxpar/pipeline/executor).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxpar.measure.operations import PRODUCTS, FlatJaxpr
+from jaxpar.measure.operations import KERNELS, PRODUCTS, FlatEquation, FlatJaxpr
+
+READING = (*KERNELS, "random_bits", "threefry2x32")  # operations whose operands and results are arrays in memory
+REDUCING = ("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin", "cumsum", "sort")  # whose results are
 
 
 class Residuals(NamedTuple):
@@ -18,10 +22,12 @@ class Residuals(NamedTuple):
 
     Attributes:
       saved: what the forward pass saves for the backward pass, with its input.
+      fused: the same without a scan, where XLA repeats elementwise operations in the backward pass.
       looped: of the loop that needs most, the results of the products of an iteration, and what was computed for them.
     """
 
     saved: float
+    fused: float
     looped: float
 
 
@@ -51,8 +57,48 @@ def residuals(function: Callable[[Any, Any, Any], Any], weights: Any, x: Any, ot
     of_weights = _computed_from(flat, set(range(num_weights)))
     inputs = flat.inputs - (set(range(num_weights, num_weights + num_inputs)) if has_gradient else set())
     saved = {number for number in flat.output_numbers[len(outputs) :] if number is not None}
-    nbytes = sum(flat.nbytes[number] for number in saved - of_weights - inputs)
-    return Residuals(float(nbytes), max(map(_looped_bytes, flat.equations), default=0.0))
+    ignored = of_weights | inputs
+    fused = _fused(flat, saved - ignored, ignored)
+    nbytes_saved, nbytes_fused = (
+        float(sum(flat.nbytes[number] for number in numbers)) for numbers in (saved - ignored, fused)
+    )
+    return Residuals(nbytes_saved, nbytes_fused, max(map(_looped_bytes, flat.equations), default=0.0))
+
+
+def _fused(flat: FlatJaxpr, saved: set[int], ignored: set[int]) -> set[int]:
+    """Return the arrays that are held instead of those that are saved, if elementwise operations are repeated.
+
+    An array that no kernel needs in memory is computed again from those that are, if these take no more memory.
+    """
+    writers = {number: one for one in flat.equations for number in one.written}
+    in_memory = set(flat.inputs)
+    for one in flat.equations:
+        name = one.equation.primitive.name
+        if name in (*READING, *REDUCING):
+            in_memory.update(one.written)
+        if name in READING:
+            in_memory.update(one.read)
+    held = saved & in_memory
+    for number in sorted(saved - in_memory, key=lambda number: -flat.nbytes[number]):
+        sources = _sources(number, writers, in_memory) - ignored - held
+        is_cheaper = sum(flat.nbytes[source] for source in sources) <= flat.nbytes[number]
+        held |= sources if is_cheaper else {number}
+    return held
+
+
+def _sources(number: int, writers: Mapping[int, FlatEquation], in_memory: set[int]) -> set[int]:
+    """Return the arrays in memory from which elementwise operations compute an array."""
+    sources, seen, left = set[int](), {number}, [number]
+    while left:
+        for read in writers[left.pop()].read:
+            if read in seen:
+                continue
+            seen.add(read)
+            if read in in_memory or read not in writers:
+                sources.add(read)
+            else:
+                left.append(read)
+    return sources
 
 
 def _computed_from(flat: FlatJaxpr, numbers: set[int]) -> set[int]:
@@ -64,7 +110,7 @@ def _computed_from(flat: FlatJaxpr, numbers: set[int]) -> set[int]:
     return found
 
 
-def _looped_bytes(one: Any) -> float:
+def _looped_bytes(one: FlatEquation) -> float:
     """Return the bytes of the results of the products in a scan's body, and of operands that are computed there."""
     if one.equation.primitive.name != "scan":
         return 0.0

@@ -2,9 +2,9 @@
 
     scripts/python scripts/bench/lockstep.py [--width=16]
 
-The grid has p = 2, 3, 4 and 8 stages, p, 2p and 4p microbatches, four kinds of action times, and memory for p / 2,
-p and 2p - 1 microbatches on every device; 1f1b needs p, and zb_h2 needs 2p - 1. Each row states the best named schedule with one stage per
-device that fits.
+The grid has p = 2, 3, 4 and 8 stages, p, 2p and 4p microbatches, four kinds of action times, and memory for p / 2, p
+and 2p - 1 microbatches on every device; 1f1b needs p, and zb_h2 needs 2p - 1. Each row states the best named schedule
+with one stage per device that fits.
 """
 
 import itertools
@@ -64,7 +64,9 @@ def main() -> None:
     parsed = parser.parse()
     print(HEADER, "|---" * HEADER.count(" |") + "|", sep="\n")
     for p in STAGES:
-        for factor, (name, times), memory in itertools.product((1, 2, 4), times_of(p).items(), (max(p // 2, 1), p, 2 * p - 1)):
+        for factor, (name, times), memory in itertools.product(
+            (1, 2, 4), times_of(p).items(), (max(p // 2, 1), p, 2 * p - 1)
+        ):
             print(row(p, factor * p, name, times, memory, parsed.width), flush=True)
 
 

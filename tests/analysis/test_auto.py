@@ -118,8 +118,19 @@ REFUSED: dict[str, tuple[list[str], float, str]] = {
     "settings of different strategies": (
         ["mesh.stage=2", "exchange=zero3"],
         80e9,
-        "config.batch_size is 24, with which nothing is possible on 4 devices with config.mesh.stage=2 and "
-        "config.exchange='zero3'; it must be a multiple of replicas x microbatches",
+        "config.mesh.stage is 2 and config.exchange is 'zero3', with which nothing is possible on 4 devices with "
+        "config.batch_size=24; together they must be those of one strategy",
+    ),
+    "a batch that cannot be divided": (
+        ["batch_size=23"],
+        80e9,
+        "config.batch_size is 23, with which nothing is possible on 4 devices; it must be a multiple of replicas x",
+    ),
+    "a partition": (["pipeline.partition=uniform"], 80e9, "config.pipeline.partition is 'uniform'; it must be 'flops'"),
+    "an option of no exact exchange": (
+        ["exchange_options.ratio=0.1"],
+        80e9,
+        "config.exchange_options.ratio is 0.1, with which nothing is possible on 4 devices",
     ),
     "what the plan refuses": (
         ["mesh.data=2", "mesh.stage=2", "eval.batch_size=3"],

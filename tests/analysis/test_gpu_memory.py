@@ -14,7 +14,7 @@ from jaxpar.pipeline.search.layer_profile import LayerProfile
 
 WEIGHTS, SAVED, NARROWED = (60.0, 8.0, 8.0, 20.0), (1.0, 5.0, 5.0, 2.0), (0.0, 4.0, 4.0, 10.0)
 MODEL: Any = SimpleNamespace(runs=(LayerRun(0, 1), LayerRun(1, 3), LayerRun(3, 4)))
-OUTPUT, LOOPED = 3.0, 100.0
+OUTPUT, LOOPED, STACKED = 3.0, 100.0, 0.5  # STACKED: what a scan saves in addition
 STATE = StateBytes(1000.0, 2000.0, 96.0)
 
 
@@ -35,7 +35,9 @@ class Layers:
 
     def residuals(self, _size: int, remat: str) -> list[Residuals]:
         saved = SAVED if remat == "none" else (1.0,) * 4
-        return [Residuals(nbytes, self._looped * (number == 3)) for number, nbytes in enumerate(saved)]
+        return [
+            Residuals(nbytes + STACKED, nbytes, self._looped * (number == 3)) for number, nbytes in enumerate(saved)
+        ]
 
     def passes(self, _size: int, _remat: str, *, is_apart: bool = False, num_shares: int = 1) -> Any:
         raise AssertionError("these are layers on GPUs")
@@ -52,9 +54,11 @@ class Layers:
         # The head in chunks, whose gradient is among what it saved; all layers hold what they saved.
         ({"looped": LOOPED}, 18 + (1 + 5 + 5 + 2) + LOOPED),
         ({"looped": LOOPED, "remat": "full"}, 18 + 4 + LOOPED),
+        # Both blocks are stacked.
+        ({"looped": LOOPED, "is_scanned": True}, 18 + (1 + 5 + 5 + 2) + 2 * STACKED + LOOPED),
         # zero3, a quarter of the state: head: gathered for it and the next one, its gradient, stacks of both blocks
         # and of their gradients, and the zeros of the embedding's gradient. The embedding: gathered in float32.
-        ({"gathers_layers": True, "looped": LOOPED}, (1 + 5 + 5 + 2) + LOOPED + 2 * 10 + 20 + 2 * 4 + 60),
+        ({"gathers_layers": True, "looped": LOOPED}, (1 + 5 + 5 + 2) + 2 * STACKED + LOOPED + 2 * 10 + 20 + 8 + 60),
         ({"gathers_layers": True}, 1 + (1 + 3) + 3 * 60 + 2 * 4 + (8 + 8 + 20) / 4),
     ],
 )
@@ -73,5 +77,5 @@ def test_a_scan_holds_all_its_gradients() -> None:
         gpu_replica_bytes(Layers(), blocks, STATE, 4, "none", is_scanned=is_scanned, **flags)
         for is_scanned in (True, False)
     )
-    assert scanned == 3000 + 18 + (1 + 5 + 5) + (5 + 3) + 96
+    assert scanned == 3000 + 18 + (1 + 5 + 5) + 3 * STACKED + (5 + 3) + 96
     assert unrolled == 3000 + 18 + 1 + (1 + 3) + 96

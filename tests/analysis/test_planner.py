@@ -1,5 +1,6 @@
 """The planner: costs against sums by hand and the simulator, and what it chooses against brute force."""
 
+import copy
 import json
 import math
 import re
@@ -236,6 +237,34 @@ def small_problem(config: ConfigDict, cluster: Cluster) -> Problem:
 @pytest.fixture(scope="module")
 def found(space: search.Space) -> list[search.Candidate]:
     return search.candidates(space)
+
+
+def test_divisors() -> None:
+    assert search.divisors(27) == [1, 3, 9, 27]
+    assert len(search.divisors(5040)) == search.MOST_DIVISORS
+    assert {1, 5040} <= set(search.divisors(5040))
+
+
+def test_options_of_the_user(space: search.Space) -> None:
+    """An option counts for the exchanges that have it; with strategy auto, the others are not compared."""
+    config = copy.deepcopy(space.config)
+    config.exchange_options.wire_dtype = "bfloat16"
+    given = space._replace(config=config)
+    key = "exchange_options.wire_dtype"
+    by_exchange = {one.settings.get("exchange"): one.settings[key] for one in search.candidates(given)}
+    assert by_exchange["ddp"] == by_exchange["horovod"] == "bfloat16"
+    assert by_exchange["zero1"] is None
+    kept = search.candidates(given._replace(kept={key: "bfloat16"}))
+    assert "ddp" in {one.settings.get("exchange") for one in kept}
+    assert "zero1" not in {one.settings.get("exchange") for one in kept}
+
+
+def test_values_that_are_kept(space: search.Space) -> None:
+    for key, value in (("data_parallel.implementation", "shard_map"), ("exchange_options.group", 4)):
+        config = copy.deepcopy(space.config)
+        config.update_from_flattened_dict({key: value})
+        found = search.candidates(space._replace(config=config, kept={key: value}))
+        assert {one.settings[key] for one in found} == {value}, key
 
 
 def test_the_fastest_that_fits_is_first(space: search.Space, found: list[search.Candidate]) -> None:

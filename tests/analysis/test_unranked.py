@@ -51,7 +51,7 @@ class FixedLayers:
         return [LayerMemory(0.0, 0.0) for _ in self._names]
 
     def residuals(self, _size: int, _remat: str) -> list[Residuals]:
-        return [Residuals(0.0, 0.0) for _ in self._names]
+        return [Residuals(0.0, 0.0, 0.0) for _ in self._names]
 
     def passes(self, _size: int, _remat: str, *, is_apart: bool = False, num_shares: int = 1) -> list[PassMemory]:
         raise AssertionError("these are layers on GPUs")

@@ -16,7 +16,7 @@ from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import files, mesh, strategies
 from jaxpar.analysis.planner import report, search
-from jaxpar.analysis.planner.search import DEFAULTS_OF_CHOICES, Candidate, Settings, Space, with_settings
+from jaxpar.analysis.planner.search import DEFAULTS_OF_CHOICES, OPTIONS, Candidate, Settings, Space, with_settings
 from jaxpar.analysis.planner.spaces import cpu_space, gpu_space, load_problem
 from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError, accepted, check_choice, format_bytes, format_count
@@ -30,6 +30,7 @@ from jaxpar.strategies import STRATEGIES
 from jaxpar.target import Target
 
 AUTO_STRATEGY = "auto"
+CHOSEN_FOR_STAGES = ("pipeline.partition", "pipeline.replicas")  # keys that no candidate has from the config
 
 
 def resolve_strategy(config: ConfigDict, workdir: Path, target: Target | None = None) -> ConfigDict:
@@ -69,7 +70,9 @@ def resolve_strategy(config: ConfigDict, workdir: Path, target: Target | None = 
 def kept_settings(config: ConfigDict) -> Settings:
     """Return the keys among those of a candidate that a config sets to another value than the default."""
     own, default = configs.keys(config), configs.keys(configs.default_config())
-    return {key: own[key] for key in ("mesh.data", *DEFAULTS_OF_CHOICES) if own[key] != default[key]}
+    options = [f"{OPTIONS}{name}" for name in config.exchange_options]
+    keys = dict.fromkeys(("mesh.data", *DEFAULTS_OF_CHOICES, *options))
+    return {key: own[key] for key in keys if own[key] != default[key]}
 
 
 def check_kept(kept: Settings, num_devices: int) -> None:
@@ -80,6 +83,9 @@ def check_kept(kept: Settings, num_devices: int) -> None:
         given = " and ".join(f"config.{key} is {size}" for key, size in sizes.items())
         what = "their product must be" if len(sizes) == 2 else "it must divide"
         raise UserError(f"{given}; {what} {num_devices}, the number of devices, {with_auto}")
+    for key in CHOSEN_FOR_STAGES:
+        if key in kept:
+            raise UserError(f"config.{key} is {kept[key]!r}; it must be {DEFAULTS_OF_CHOICES[key]!r} {with_auto}")
     equal = [name for name in EXCHANGES if not exchange_differs(name, {}, num_devices)]
     choices = {"exchange": equal, "pipeline.schedule": SCHEDULES, "model.remat": REMATS, "pipeline.remat": REMATS}
     for key, names in choices.items():
@@ -172,11 +178,16 @@ def choose(space: Space, cluster: Cluster) -> Candidate:
 
 def no_candidate(space: Space) -> UserError:
     """Return the error for a space without candidates."""
-    kept = " and ".join(f"config.{key}={value!r}" for key, value in space.kept.items())
+    devices, size = format_count(space.num_devices, "device"), space.config.batch_size
+    if space.kept:
+        kept = " and ".join(f"config.{key} is {value!r}" for key, value in space.kept.items())
+        return UserError(
+            f"{kept}, with which nothing is possible on {devices} with config.batch_size={size}; together they must be "
+            f"those of one strategy that trains like one device"
+        )
     return UserError(
-        f"config.batch_size is {space.config.batch_size}, with which nothing is possible on "
-        f"{format_count(space.num_devices, 'device')}{kept and f' with {kept}'}; it must be a multiple of replicas x "
-        "microbatches, and other settings must allow each other"
+        f"config.batch_size is {size}, with which nothing is possible on {devices}; it must be a multiple of "
+        "replicas x microbatches"
     )
 
 

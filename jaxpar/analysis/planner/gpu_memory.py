@@ -46,7 +46,8 @@ def gpu_replica_bytes(
         sums = list(_with_shards(weights, narrowed, state.gradients / sum(weights), scans))
     else:
         sums = [sum(narrowed) + of_gradients for of_gradients in _whole_gradients(weights, whole, scans)]
-    held = [sum(of.saved for of in saved[: number + 1]) for number in range(len(saved))]
+    stacked = [of.saved if len(scan) > 1 else of.fused for of, scan in zip(saved, scans, strict=True)]
+    held = [sum(stacked[: number + 1]) for number in range(len(stacked))]
     peak = max(map(sum, zip(held, working, sums, strict=True)))
     return state.parameters + state.optimizer + (state.gradients if is_accumulated else 0.0) + peak
 
@@ -57,7 +58,7 @@ def _working(of: Residuals, output_bytes: float) -> float:
     That is as much as it saves without rematerialization, for gradients or because it computes it again. The loss of a
     large vocabulary has computed its gradient in the forward pass, chunk by chunk.
     """
-    return of.looped if of.looped else of.saved + output_bytes
+    return of.looped if of.looped else of.fused + output_bytes
 
 
 def _scans(model: Model, *, is_scanned: bool) -> list[range]:

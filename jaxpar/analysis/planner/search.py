@@ -11,6 +11,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar import strategies
@@ -31,6 +32,7 @@ from jaxpar.analysis.planner.updates import exchange_bytes, update_bytes
 from jaxpar.exchange.around import NODE, layer_message_bytes
 from jaxpar.exchange.presets import EXCHANGES, exchange_differs
 from jaxpar.exchange.reduce import ring_traffic
+from jaxpar.exchange.settings import options as exchange_options
 from jaxpar.layout import SHARDED
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.pipeline.executor.partition import balanced
@@ -40,7 +42,7 @@ from jaxpar.pipeline.tables.table import Table
 from jaxpar.plan import Plan, Traffic
 from jaxpar.state import abstract_state, nbytes
 from jaxpar.step import Problem
-from jaxpar.strategies.exchanges import sums_along_a_ring
+from jaxpar.strategies.exchanges import given, sums_along_a_ring
 from jaxpar.strategies.replicas import ReplicaDetails
 
 Settings = Mapping[str, Any]  # dotted key of the config -> value
@@ -49,11 +51,14 @@ LARGEST_RING = 64  # replicas of a ring whose steps are written out in the progr
 COMBINED_BYTES = 30 * 2**20  # XLA combines all-reduces on GPUs up to this size
 NANOSECOND = 1e-9
 HSDP = "hsdp"  # with a group for each host; on one host, it is zero3
+MOST_DIVISORS = 12  # numbers of microbatches that are compared
+OPTIONS = "exchange_options."
+GROUP, IMPLEMENTATION = f"{OPTIONS}group", "data_parallel.implementation"
 # Keys that a candidate sets, and their values without the strategy that needs another one.
 DEFAULTS_OF_CHOICES: Settings = {
     "mesh.stage": 1,
     "exchange": "ddp",
-    "exchange_options.group": None,
+    GROUP: None,
     "optimizer.accumulation_steps": 1,
     "model.remat": "none",
     "model.scan_layers": "auto",
@@ -63,7 +68,7 @@ DEFAULTS_OF_CHOICES: Settings = {
     "pipeline.partition": "flops",
     "pipeline.replicas": "",
     "pipeline.remat": "none",
-    "data_parallel.implementation": "auto",
+    IMPLEMENTATION: "auto",
 }
 OF_STAGES = ("mesh.stage", "pipeline.")  # beginnings of the keys that only pipelines set to other values
 
@@ -119,7 +124,7 @@ class Space(NamedTuple):
     def keeps(self, settings: Settings) -> bool:
         """Return whether a candidate has the settings that are kept."""
         has = {**DEFAULTS_OF_CHOICES, **settings}
-        return all(has[key] == value for key, value in self.kept.items())
+        return all(has.get(key) == value for key, value in self.kept.items())
 
 
 def candidates(space: Space) -> list[Candidate]:
@@ -154,9 +159,18 @@ def state_ratios(problem: Problem) -> StateRatios:
     return StateRatios(nbytes(state.optimizer) / params, update_bytes(problem) / params)
 
 
-def powers(most: int) -> list[int]:
-    """Return the powers of two up to a number."""
-    return [2**exponent for exponent in range(most.bit_length()) if 2**exponent <= most]
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number; at most MOST_DIVISORS of them, with the smallest and the largest."""
+    found = [one for one in range(1, number + 1) if number % one == 0]
+    return [
+        found[i] for i in sorted({round(i) for i in np.linspace(0, len(found) - 1, min(len(found), MOST_DIVISORS))})
+    ]
+
+
+def options_of(space: Space, exchange: str) -> dict[str, Any]:
+    """Return the settings of the options that the config sets: kept ones, and None for those that it does not have."""
+    has = exchange_options(exchange) if exchange else {}
+    return {f"{OPTIONS}{name}": value if name in has else None for name, value in given(space.config).items()}
 
 
 # ---- replicas -------------------------------------------------------------------------------------------------------
@@ -166,10 +180,11 @@ def _of_replicas(space: Space) -> Iterator[Candidate]:
     """Yield, for each exchange, remat and form of the layers, the smallest accumulation that fits; else the largest."""
     n, batch = space.num_devices, space.config.batch_size
     if n == 1:
-        exchanges: list[tuple[str, Settings]] = [("single", {"strategy": "single", "mesh.data": 1})]
+        of_single = {"strategy": "single", "mesh.data": 1, **options_of(space, "")}
+        exchanges: list[tuple[str, Settings]] = [("single", of_single)]
     else:
-        one_host = space.machine.cluster.num_processes == 1
-        equal = (name for name in EXCHANGES if not exchange_differs(name, {}, n) and not (one_host and name == HSDP))
+        is_zero3 = space.machine.cluster.num_processes == 1 and GROUP not in space.kept  # hsdp in one group
+        equal = (name for name in EXCHANGES if not exchange_differs(name, {}, n) and not (is_zero3 and name == HSDP))
         exchanges = [(name, _exchange_settings(name, space)) for name in equal]
     one_stage = {key: value for key, value in DEFAULTS_OF_CHOICES.items() if key.startswith(OF_STAGES)}
     for name, settings in exchanges:
@@ -184,7 +199,7 @@ def _of_replicas(space: Space) -> Iterator[Candidate]:
         scans = ("auto", False) if space.machine.overlaps and not _gathers_layers(plan) else ("auto",)
         for remat in space.choices("model.remat", space.layers.remats):
             for scan in space.choices("model.scan_layers", scans):
-                numbers = space.choices("optimizer.accumulation_steps", powers(batch // n))
+                numbers = space.choices("optimizer.accumulation_steps", divisors(batch // n))
                 best: Candidate | None = None
                 for number in (number for number in numbers if batch % (n * number) == 0):
                     more = {"model.remat": remat, "model.scan_layers": scan, "optimizer.accumulation_steps": number}
@@ -199,8 +214,10 @@ def _exchange_settings(name: str, space: Space) -> Settings:
     settings: dict[str, Any] = {"strategy": "data_parallel", "mesh.data": space.num_devices, "exchange": name}
     cluster = space.machine.cluster
     if name == HSDP:
-        settings["exchange_options.group"] = cluster.num_devices // cluster.num_processes
-    return settings
+        settings[GROUP] = cluster.num_devices // cluster.num_processes
+    if IMPLEMENTATION in space.kept:
+        settings[IMPLEMENTATION] = space.kept[IMPLEMENTATION]
+    return settings | options_of(space, name)
 
 
 def plan_of(space: Space, settings: Settings) -> Plan[Any] | str:
@@ -327,19 +344,20 @@ def _of_pipelines(space: Space) -> Iterator[Candidate]:
         replicas = n // stages
         if batch % replicas or not space.allows({"mesh.stage": stages, "mesh.data": replicas}):
             continue
-        for number in space.choices("pipeline.num_microbatches", powers(batch // replicas)):
+        for number in space.choices("pipeline.num_microbatches", divisors(batch // replicas)):
             if batch % (replicas * number) or number < stages // 2 or stages * number > LARGEST_TABLE:
                 continue
             for schedule in space.choices("pipeline.schedule", SCHEDULES):
-                table = _table(schedule, stages, number)
+                table = _table(schedule, stages, number, space.kept.get("pipeline.num_chunks", 0))
                 if table is not None and table.num_stages <= num_layers:
                     for remat in space.choices("pipeline.remat", space.layers.remats):
                         yield pipeline_candidate(space, schedule, table, remat, replicas, ratios)
 
 
 @cache
-def _table(schedule: str, num_devices: int, num_microbatches: int) -> Table | None:
-    chunks = SCHEDULES[schedule].num_chunks
+def _table(schedule: str, num_devices: int, num_microbatches: int, num_chunks: int) -> Table | None:
+    """Return a table, or None if there is none. num_chunks: 0 for that of the schedule."""
+    chunks = num_chunks or SCHEDULES[schedule].num_chunks
     sizes = {"num_devices": num_devices, "num_microbatches": num_microbatches, "num_chunks": chunks}
     if schedule_obstacle(schedule, **sizes):
         return None
@@ -380,6 +398,7 @@ def pipeline_candidate(
         "pipeline.num_chunks": table.num_chunks,
         "pipeline.remat": remat,
         "pipeline.partition": cuts,
+        **options_of(space, "ddp"),
     }
     name = f"{schedule}, {table.num_devices} stages" + (f" x {replicas} replicas" if replicas > 1 else "")
     return Candidate(name, settings, costs, costs.nbytes <= space.usable_bytes)

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 from jaxpar.analysis.planner.calibrate import MeasuredLayers, calibrate
 from jaxpar.analysis.planner.layers import TracedLayers
 from jaxpar.analysis.planner.machine import GpuMachine
-from jaxpar.analysis.planner.search import Settings, Space, with_settings
+from jaxpar.analysis.planner.search import OPTIONS, Settings, Space, with_settings
 from jaxpar.cluster import Cluster
 from jaxpar.run import build
 from jaxpar.step import Problem
@@ -19,7 +19,8 @@ LAYER_REPEATS = 5  # measurements of a layer
 
 def load_problem(config: ConfigDict, cluster: Cluster, workdir: Path) -> build.Loaded:
     """Read the data and build the model of a config, whatever its strategy. Raises UserError for its mistakes."""
-    single = with_settings(config, {"strategy": "single", "mesh.data": 1})
+    options = {f"{OPTIONS}{name}": None for name in config.exchange_options}
+    single = with_settings(config, {"strategy": "single", "mesh.data": 1, **options})
     build.check_run(single, workdir, replace(cluster, num_processes=1))  # `single` refuses several
     return build.load_parts(single, workdir, cluster)
 
