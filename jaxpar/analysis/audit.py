@@ -21,13 +21,14 @@ from jaxpar.strategies import Strategy
 from jaxpar.strategies.strategy import CompiledProgram
 from jaxpar.tasks import Task
 
+PERMUTE = "collective-permute"
 # operation -> (group size g -> bytes that a device sends / bytes of its operands), for ring algorithms
 SENT: dict[str, Callable[[int], float]] = {
     "all-reduce": lambda g: 2 * (g - 1) / g,
     "reduce-scatter": lambda g: (g - 1) / g,
     "all-gather": lambda g: g - 1,
     "all-to-all": lambda g: (g - 1) / g,
-    "collective-permute": lambda _: 1,
+    PERMUTE: lambda _: 1,
 }
 OTHERS = ("collective-broadcast", "ragged-all-to-all", "send", "recv")  # no strategy uses them
 SCALARS = "scalars"  # small all-reduces: the task's sums, norms and batch weights
@@ -138,9 +139,8 @@ def _collectives(
 
 def groups_of(instruction: hlo.Instruction) -> Groups:
     """Return the groups of devices that communicate. For a permute, these are the devices connected by its pairs."""
-    if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", instruction.line):
-        written = re.findall(r"\{?(\d+),(\d+)", pairs[1])
-        return tuple(sorted(tuple(sorted(group)) for group in _joined([(int(a), int(b)) for a, b in written])))
+    if pairs := pairs_of(instruction):
+        return tuple(sorted(tuple(sorted(group)) for group in _joined(pairs)))
     if listed := re.search(r"replica_groups=\{(\{.*?\})\}", instruction.line):
         groups = [tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1])]
         return tuple(sorted(groups))
@@ -156,6 +156,12 @@ def groups_of(instruction: hlo.Instruction) -> Groups:
         rows = rows.reshape(-1, math.prod(numbers.shape[axis] for axis in along))
         return tuple(sorted(tuple(sorted(row)) for row in rows.tolist()))
     raise ValueError(f"unknown format of the replica groups: {instruction.line}")
+
+
+def pairs_of(instruction: hlo.Instruction) -> tuple[tuple[int, int], ...]:
+    """Return the senders and receivers of a permute; empty for other collectives."""
+    pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", instruction.line)
+    return tuple((int(a), int(b)) for a, b in re.findall(r"\{?(\d+),(\d+)", pairs[1])) if pairs else ()
 
 
 def _joined(pairs: Sequence[tuple[int, int]]) -> list[set[int]]:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpar.analysis.audit import SENT, groups_of
+from jaxpar.analysis.audit import SENT, groups_of, pairs_of
 from jaxpar.analysis.rates import collective_seconds, launch_seconds, memory_seconds, product_seconds
 from jaxpar.analysis.schedule import is_kernel
 from jaxpar.cluster import Cluster
@@ -204,7 +204,7 @@ class _Roofline:
         return StepTime(seconds, 0.0, flops, {Part(kind, instruction.source): seconds})
 
     def _collective_seconds(self, computation: str, instruction: Instruction) -> float:
-        groups = groups_of(instruction)
+        groups = pairs_of(instruction) or groups_of(instruction)
         kind, size = instruction.operation.removesuffix("-start"), max(map(len, groups), default=1)
         nbytes = sum(array.nbytes for array in self._program.operand_types(computation, instruction))
         return collective_seconds(self._cluster, groups, SENT[kind](size) * nbytes)

@@ -95,6 +95,15 @@ def test_collectives(axis: str, axes: dict[str, int], size: int, rate: float, ho
     assert GPUS.collective(sent, axes) == pytest.approx(expected)
 
 
+def test_neighbours_send_over_one_network_card() -> None:
+    """100 MB from the last stage of a host to the first one of the next: one 50 GB/s card at 0.8, and one hop."""
+    sent = Traffic("collective-permute", "float32", STAGE, 100e6, 1)
+    assert GPUS.collective(sent, {DATA: 1, STAGE: 16}) == pytest.approx(100e6 / 40e9 + 1e-5)
+    ring = sent._replace(axis=DATA)
+    assert GPUS.collective(ring, {DATA: 16, STAGE: 1}) == pytest.approx(100e6 / 40e9 + 1e-5)
+    assert GPUS.collective(sent, {DATA: 2, STAGE: 8}) == pytest.approx(100e6 / HOST + 3e-6)
+
+
 def test_groups_within_a_host_do_not_cross_the_network() -> None:
     axes = {DATA: 16, STAGE: 1}
     within = Traffic("all-gather", "float32", DATA, 1e9, 7, members=tuple(range(8)))

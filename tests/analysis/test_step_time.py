@@ -72,6 +72,20 @@ def test_links(groups: str, size: int, rate: float, hop: str) -> None:
     assert found.seconds == found.exposed == pytest.approx(all_reduce(4, size, rate, hop))
 
 
+@pytest.mark.parametrize(
+    ("pairs", "seconds"),
+    [
+        ("{{0,1},{1,2},{2,3},{3,0}}", 4e3 / 0.8e9 + 3e-6),  # within a host
+        ("{{0,1},{1,2},{2,3},{3,4},{4,5},{5,6},{6,7}}", 4e3 / 0.8e8 + 1e-5),  # the pair 3, 4 has one network card
+        ("{{0,4},{1,5},{2,6},{3,7}}", 4e3 / 0.8e8 + 1e-5),  # each pair has its own
+    ],
+)
+def test_transfers_between_pairs(pairs: str, seconds: float) -> None:
+    """A permute is one hop, and what a GPU sends to another host crosses its own network card alone."""
+    found = time_of(f"ROOT %y = f32[1000]{{0}} collective-permute(%x), source_target_pairs={pairs}")
+    assert found.seconds == pytest.approx(seconds)
+
+
 @pytest.mark.parametrize("kernels", [0, 1, 40])
 def test_overlap(kernels: int) -> None:
     """Two collectives run one after the other. The time that kernels between start and end do not hide is exposed."""
