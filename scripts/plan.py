@@ -232,19 +232,20 @@ class Verified(NamedTuple):
     Attributes:
       predicted: the candidate as it was predicted.
       corrected: the candidate with the memory that the compiler states.
-      seconds: the time of a step, predicted from the compiled program.
+      seconds: the time of a step, predicted from the compiled program; None if it is not.
     """
 
     predicted: Candidate
     corrected: Candidate
-    seconds: float
+    seconds: float | None
 
     def __str__(self) -> str:
         before, after = (one.costs for one in self[:2])
+        of_program = "not predicted from programs" if self.seconds is None else f"{self.seconds * 1e3:.3g} ms"
         return (
             f"compiled: {self.predicted.name}: needs {format_bytes(after.nbytes)} (predicted "
             f"{format_bytes(before.nbytes)}), {'fits' if self.corrected.fits else 'does not fit'}; "
-            f"{self.seconds * 1e3:.3g} ms (predicted {before.seconds * 1e3:.3g} ms)"
+            f"{of_program} (predicted {before.seconds * 1e3:.3g} ms)"
         )
 
 
@@ -258,10 +259,12 @@ def verified(found: Sequence[Candidate], number: int, space: Space, target: Targ
             cluster, decision = build.check_run(config, Path(folder), target.cluster)
             problem: Problem = build.load_parts(config, Path(folder), cluster).problem
         plan: Any = strategies.plan(config, problem, cluster, decision)
-        programs = strategies.build(plan, problem, target.devices).compile()
-        needed = float(sum(audit.needed_bytes(programs, plan).values()))
+        strategy = strategies.build(plan, problem, target.devices)
+        programs = strategy.compile()
+        needed = float(sum(audit.needed_bytes(programs, strategy).values()))
         corrected = one._replace(costs=one.costs._replace(nbytes=needed), fits=needed <= space.usable_bytes)
-        compiled.append(Verified(one, corrected, step_time.predict(programs, cluster).seconds))
+        is_refused = any(step_time.refuse_step(config))
+        compiled.append(Verified(one, corrected, None if is_refused else step_time.predict(programs, cluster).seconds))
     return compiled
 
 

@@ -290,9 +290,13 @@ def test_every_strategy_on_absent_gpus(first: int) -> None:
         assert all(row["explained"] for row in audited["collectives"]), name
         for row in audited["collectives"]:
             assert row["kind"] == "copy" or row["ratio"] is None or row["ratio"] == pytest.approx(1, abs=1e-3), name
-        assert 0 < audited["time"]["exposed_seconds"] + 1e-9 < audited["time"]["seconds"], name
         assert any(program["products"] for program in audited["programs"]), name
-        check_findings(name, audited)
+        assert ("time" in audited) == (name not in ("swarm", "async", "dp")), name
+        if "time" in audited:
+            assert 0 < audited["time"]["exposed_seconds"] + 1e-9 < audited["time"]["seconds"], name
+            check_findings(name, audited)
+        else:
+            assert audited["findings"] is None, name
         assert sum(audited["needed"].values()) < audited["usable_bytes"], name
 
 

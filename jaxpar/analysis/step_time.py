@@ -4,7 +4,7 @@ A kernel takes as long as its FLOPs or its bytes do at the rates of the GPU, whi
 it. Kernels run one after the other, in the order of the schedule. A collective takes the time of a ring algorithm on
 the slowest link that it crosses. If it is asynchronous, it runs at the same time as the kernels between its start and
 its end; the time that the GPU then still waits is exposed. Collectives run one after the other. In a pipeline, each
-clock takes as long as the actions of its slowest device.
+clock takes as long as the actions of its slowest device. That the host waits for a value of the GPU costs nothing.
 
 The rates are those of jaxpar/analysis/rates.py.
 """
@@ -16,14 +16,20 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
+from ml_collections import ConfigDict
 
 from jaxpar.analysis.audit import SENT, groups_of, pairs_of
 from jaxpar.analysis.rates import collective_seconds, launch_seconds, memory_seconds, product_seconds
 from jaxpar.analysis.schedule import is_kernel
 from jaxpar.cluster import Cluster
+from jaxpar.errors import Refusals, UserError
 from jaxpar.measure.hlo import DTYPE_NAMES, HloProgram, Instruction, by_scope
 from jaxpar.measure.kernels import ATTENTION, call_target, is_product, kernel_bytes, product_flops
+from jaxpar.strategies import exchanges
 from jaxpar.strategies.strategy import CompiledProgram
+
+ONE_PROGRAM = ("single", "data_parallel", "pipeline")  # strategies whose step is one program, except for exchange dp
+BY_MASTER = "dp"
 
 
 class Part(NamedTuple):
@@ -83,8 +89,28 @@ class StepTime(NamedTuple):
 NOTHING = StepTime(0.0, 0.0, 0.0, {})
 
 
+def refuse_step(config: ConfigDict) -> Refusals[None]:
+    """Refuse a config whose step is more than one program that all its devices run, so that its time is not known."""
+    not_predicted = "to predict the time of a step, because the prediction lacks"
+    if config.strategy not in ONE_PROGRAM:
+        yield UserError(
+            f"config.strategy is {config.strategy!r}; it must be one of {', '.join(ONE_PROGRAM)} {not_predicted} "
+            "programs that run at the same time or several times, and copies between them"
+        )
+    if config.exchange == BY_MASTER:
+        yield UserError(
+            f"config.exchange is {BY_MASTER!r}; it must be another one {not_predicted} copies that the host makes "
+            "between devices"
+        )
+    if exchanges.given(config).get("offload"):
+        yield UserError(
+            f"config.exchange_options.offload is True; it must be False {not_predicted} copies of the optimizer state "
+            "from and to the host"
+        )
+
+
 def predict(programs: Sequence[CompiledProgram], cluster: Cluster) -> StepTime:
-    """Return the predicted time of a step that runs these programs one after the other.
+    """Return the predicted time of programs that run one after the other, once each.
 
     Raises:
       UserError: a rate of the GPU is unknown.

@@ -65,8 +65,8 @@ def with_whole_logits(problem: Problem) -> Problem:
 def temporary_bytes(config: Any, problem: Problem, target: Target) -> int:
     """Return the bytes of the temporary arrays of the step on a GPU."""
     plan = strategies.plan(config, problem, target.cluster)
-    programs = strategies.build(plan, problem, target.devices).compile()
-    return audit.needed_bytes(programs, plan)["temporary arrays"]
+    strategy = strategies.build(plan, problem, target.devices)
+    return audit.needed_bytes(strategy.compile(), strategy)["temporary arrays"]
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from jaxpar.analysis.schedule import schedule_of
 from jaxpar.analysis.step_time import NOTHING, predict
 from jaxpar.cluster import named_cluster
 from jaxpar.config import default_config
-from scripts.audit import describe, format_findings, format_program
+from scripts.audit import describe, format_findings, format_program, format_programs
 from tests.analysis.test_schedule import TEXT, program
 from tests.analysis.test_step_time import cluster
 
@@ -101,6 +101,20 @@ def test_format_program() -> None:
     assert text.endswith("copies of 1 MiB or more in loops: 10 (41.9 MB); the host waits for the GPU: 1 times")
     unknown = format_program(describe(schedule_of(compiled), NOTHING))
     assert all(line.split()[-1] == "0" for line in unknown if line.startswith("all-reduce"))  # without times
+
+
+def test_several_programs() -> None:
+    """Equal programs are printed once. Without knowing when each one runs, there are no totals."""
+    row = describe(schedule_of(program(ALL)), NOTHING)
+    assert row["name"] == "jit_step"
+    other, alone = row | {"name": "jit_update"}, [line for line in format_programs([row | {"devices": [0, 1]}]) if line]
+    assert alone == format_program(row)
+    lines = format_programs([row | {"devices": [3]}, row | {"devices": [1]}, other | {"devices": [0]}])
+    assert [line for line in lines if line.startswith("program ")] == [
+        "program jit_step on devices 1, 3",
+        "program jit_update on device 0",
+    ]
+    assert lines[-1].endswith("no totals and findings.")
 
 
 def test_small_parts_are_no_findings() -> None:

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxpar import config as configs
 from jaxpar.analysis import step_time
 from jaxpar.analysis.rates import EFFICIENCY, HOP_SECONDS, LAUNCH_SECONDS
-from jaxpar.analysis.step_time import Part, predict, short_source
+from jaxpar.analysis.step_time import Part, predict, refuse_step, short_source
 from jaxpar.cluster import Cluster
-from jaxpar.errors import UserError
+from jaxpar.errors import UserError, accepted
 from jaxpar.pipeline.executor.branches import DeviceBranches
 
 META = 'metadata={op_name="jit(step)/%s"}'
@@ -147,6 +148,27 @@ def test_unknown_rates(changes: dict[str, Any], message: str) -> None:
     line = "%y = f32[1000]{0} all-reduce(%x), replica_groups={{0,1}}\n  ROOT %z = f32[] dot(%y, %y), "
     with pytest.raises(UserError, match=re.escape(message)):
         time_of(line + "lhs_contracting_dims={0}", **changes)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("strategy=swarm",),
+            "config.strategy is 'swarm'; it must be one of single, data_parallel, pipeline to predict",
+        ),
+        (("strategy=async_data_parallel",), "config.strategy is 'async_data_parallel'; it must be one of single,"),
+        (("exchange=dp",), "config.exchange is 'dp'; it must be another one to predict the time of a step, because"),
+        (("exchange=zero1", "exchange_options.offload=True"), "config.exchange_options.offload is True; it must be"),
+    ],
+)
+def test_steps_that_are_not_one_program(overrides: tuple[str, ...], message: str) -> None:
+    """Programs run at the same time or several times, and the host copies: the sum of the programs is no time."""
+    config = configs.default_config()
+    assert not list(refuse_step(config))
+    configs.override(config, [f"--config.{one}" for one in overrides])
+    with pytest.raises(UserError, match=re.escape(message)):
+        accepted(refuse_step(config))
 
 
 def test_sources() -> None:
