@@ -10,9 +10,9 @@ inputs (batches, plans, in-flight gradients) and temporaries. For copies that th
 only the formula. Last, lists the largest of the temporary arrays that are in memory at the peak, with the layers and
 lines of code that compute them.
 
-With --target, the step is compiled for GPUs that this machine does not have (jaxpar/gpus; the extra `targets`), and the
-last line compares the memory that XLA's buffer assignment needs on a GPU with what JAX takes there: 0.75 of the memory,
-or XLA_CLIENT_MEM_FRACTION.
+With --target, the step is compiled for GPUs that this machine does not have (jaxpar/gpus; the extra `targets`), or with
+--target=here for those that it has, and the last line compares the memory that XLA's buffer assignment needs on a GPU
+with what JAX takes there: 0.75 of the memory, or XLA_CLIENT_MEM_FRACTION.
 
 --program also describes the schedule of that program, or of each program if a step has several: for every collective,
 its bytes, how many kernels and matrix products run at the same time, and of its predicted time the part in which the
@@ -68,7 +68,7 @@ def main() -> int:
     """Run the command line and return the exit code."""
     parser = Parser(__doc__)
     parser.require("--config", "--config=configs/quickstart.py", help="config file as PATH[:PRESET]")
-    parser.add_argument("--target", help="compile for these GPUs, such as h100:8 or h100:16x8 (hosts x GPUs)")
+    parser.add_argument("--target", help="compile for these GPUs, such as h100:8, h100:16x8 (hosts x GPUs) or here")
     parser.add_argument(
         "--program", action="store_true", help="with --target: describe the schedule of the GPU program"
     )
@@ -121,7 +121,7 @@ def run(
     if target:
         audited["needed"] = audit.needed_bytes(programs, strategy)
         audited["host_bytes"] = audit.host_bytes_needed(strategy.plan)
-        audited["memory_bytes"], audited["usable_bytes"] = target.cluster.memory_bytes, target.usable_bytes
+        audited["memory_bytes"], audited["usable_bytes"] = target.memory_bytes, target.usable_bytes
     if with_program:
         assert target is not None
         audited |= described(programs, strategy.devices, problem, config, target.cluster)
@@ -304,7 +304,7 @@ def format_program(program: dict[str, Any], how_often: str = "per step") -> list
             if len(numbers) > 1
         ),
         f"kernels: {program['kernels']:,.0f}; copies of 1 MiB or more in loops: {copied}; the host waits for the GPU: "
-        f"{program['synchronizations']:,.0f} times",
+        f"{findings.format_times(program['synchronizations'])}",
     ]
     return lines
 
@@ -321,11 +321,12 @@ def format_needed(needed: dict[str, int], usable_bytes: float, memory_bytes: flo
     total = sum(needed.values())
     left = usable_bytes - total
     parts = ", ".join(f"{format_bytes(nbytes)} of {kind}" for kind, nbytes in needed.items() if nbytes)
-    verdict = f"fits, with {format_bytes(left)} to spare" if left >= 0 else f"does not fit, by {format_bytes(-left)}"
+    spare = format_bytes(abs(left), digits=4)
+    verdict = f"fits, with {spare} to spare" if left >= 0 else f"does not fit, by {spare}"
     if left < 0 and total <= LARGEST_FRACTION * memory_bytes:
         verdict += f" (but {FRACTION}={LARGEST_FRACTION:g} would suffice)"
-    memory = f"{format_bytes(usable_bytes)} that JAX takes of {format_bytes(memory_bytes)}"
-    return f"A GPU needs {format_bytes(total)} ({parts}) of the {memory}: {verdict}."
+    memory = f"{format_bytes(usable_bytes, digits=4)} that JAX takes of {format_bytes(memory_bytes, digits=4)}"
+    return f"A GPU needs {format_bytes(total, digits=4)} ({parts}) of the {memory}: {verdict}."
 
 
 if __name__ == "__main__":

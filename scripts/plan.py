@@ -55,10 +55,9 @@ from jaxpar.gpus import name_of_kind
 from jaxpar.run import build
 from jaxpar.step import Problem
 from jaxpar.strategies import STRATEGIES
-from jaxpar.target import Target, find_target, memory_fraction
+from jaxpar.target import HERE, Target, find_target, memory_fraction
 
 SHOWN = 10  # rows of the table
-HERE = "here"
 NOT_RANKED = "These change the results if gradients are stale or messages are in int8, and are not ranked:"
 
 
@@ -88,7 +87,7 @@ def main() -> None:
     elif arguments.save_cluster:
         raise UserError(f"--save_cluster is {str(arguments.save_cluster)!r}; it must be unset without --cluster={HERE}")
     else:
-        space = make_space(config, cluster_of(arguments.cluster))
+        space = make_space(config, cluster_of(arguments.cluster), target)
     found = search.candidates(space)
     if not found:
         raise no_candidate(space)
@@ -139,11 +138,15 @@ def write(flag: str, path: Path, text: str) -> None:
         raise UserError(f"{flag} is {str(path)!r}; it must be {unwritable(path, error)}") from None
 
 
-def make_space(config: ConfigDict, cluster: Cluster) -> Space:
-    """Return what to search on GPUs: the problem of a config, and the costs of its layers."""
+def make_space(config: ConfigDict, cluster: Cluster, target: Target | None = None) -> Space:
+    """Return what to search on GPUs: the problem of a config, and the costs of its layers.
+
+    target: the GPUs that are compiled for. Without one, the memory is that of the data sheet.
+    """
     problem = load(config, cluster).problem
     assert cluster.memory_bytes is not None
-    return gpu_space(config, problem, cluster, memory_fraction() * cluster.memory_bytes, kept(config, cluster))
+    usable = target.usable_bytes if target else memory_fraction() * cluster.memory_bytes
+    return gpu_space(config, problem, cluster, usable, kept(config, cluster))
 
 
 def measured_space(config: ConfigDict, save: Path | None) -> Space:

@@ -112,13 +112,18 @@ def refuse_rates(cluster: Cluster) -> Refusals[None]:
         yield unknown_peak(cluster)
     if not cluster.send_rates:
         yield unknown_links(cluster)
+    if cluster.memory_bandwidth is None:
+        yield UserError(
+            f"the GPU is {cluster.device_kind!r}, whose memory bandwidth is unknown; it must be one of a kind with a "
+            "file (jaxpar/gpus) to predict times"
+        )
 
 
 def unknown_peak(cluster: Cluster) -> UserError:
     """Return the error for a GPU of unknown peak FLOP/s."""
     return UserError(
-        f"the GPU is {cluster.device_kind!r}, whose peak FLOP/s are unknown; it must be in a cluster file with a table "
-        f"peak_flops ({' and '.join(PEAK_DTYPES)}) to predict times"
+        f"the GPU is {cluster.device_kind!r}, whose peak FLOP/s are unknown; its file, or a cluster file, must have a "
+        f"table peak_flops ({' and '.join(PEAK_DTYPES)}) to predict times"
     )
 
 

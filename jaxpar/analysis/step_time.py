@@ -33,7 +33,10 @@ BY_MASTER = "dp"
 
 
 class Part(NamedTuple):
-    """A part of a step: the kind of a kernel or of an exposed collective, and its path of scopes in the JAX program."""
+    """A part of a step: the kind of a kernel or of an exposed collective, and its path of scopes in the JAX program.
+
+    For those that XLA adds, the path is a name and the first result, such as `copy f32[1024,512]`.
+    """
 
     kind: str
     source: str
@@ -150,7 +153,7 @@ class _Roofline:
             if operation in SENT or operation.endswith("-done"):
                 started = name if operation in SENT else instruction.operands[0]
                 wait = max(ends.get(started, 0.0) - total.seconds, 0.0)
-                part = Part(operation.removesuffix("-done"), instruction.source)
+                part = Part(operation.removesuffix("-done"), _source(name, instruction))
                 collectives = {started: (on_link[started], wait)} if started in on_link else {}
                 total = total.plus(StepTime(wait, wait, 0.0, {part: wait}, collectives))
             elif name in chosen:
@@ -160,7 +163,7 @@ class _Roofline:
             elif operation in ("conditional", "call"):
                 total = total.plus(self._called(instruction))
             elif is_kernel(instruction):
-                total = total.plus(self._kernel(computation, instruction))
+                total = total.plus(self._kernel(computation, name, instruction))
         return total
 
     def _called(self, instruction: Instruction) -> StepTime:
@@ -216,7 +219,7 @@ class _Roofline:
                     found[name] = branches.taken
         return found
 
-    def _kernel(self, computation: str, instruction: Instruction) -> StepTime:
+    def _kernel(self, computation: str, name: str, instruction: Instruction) -> StepTime:
         kind, flops, seconds = "kernel", 0.0, 0.0
         for inside, inner in self._program.inside(computation, instruction):
             if is_product(inner):
@@ -227,13 +230,20 @@ class _Roofline:
                 flops, seconds = flops + of_product, seconds + product_seconds(self._cluster, kind, dtype, of_product)
         memory = memory_seconds(self._cluster, kernel_bytes(self._program, computation, instruction))
         seconds = max(seconds, memory) + launch_seconds(self._cluster)
-        return StepTime(seconds, 0.0, flops, {Part(kind, instruction.source): seconds})
+        return StepTime(seconds, 0.0, flops, {Part(kind, _source(name, instruction)): seconds})
 
     def _collective_seconds(self, computation: str, instruction: Instruction) -> float:
         groups = pairs_of(instruction) or groups_of(instruction)
         kind, size = instruction.operation.removesuffix("-start"), max(map(len, groups), default=1)
         nbytes = sum(array.nbytes for array in self._program.operand_types(computation, instruction))
         return collective_seconds(self._cluster, groups, SENT[kind](size) * nbytes)
+
+
+def _source(name: str, instruction: Instruction) -> str:
+    if instruction.has_source:
+        return instruction.source
+    shape = "".join(f" {one.dtype}[{','.join(map(str, one.dims))}]" for one in instruction.results[:1])
+    return re.sub(r"[.\d]+$", "", name) + shape
 
 
 def short_source(source: str) -> str:

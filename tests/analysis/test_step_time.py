@@ -9,7 +9,7 @@ import pytest
 
 from jaxpar import config as configs
 from jaxpar.analysis import step_time
-from jaxpar.analysis.rates import EFFICIENCY, HOP_SECONDS, LAUNCH_SECONDS
+from jaxpar.analysis.rates import EFFICIENCY, HOP_SECONDS, LAUNCH_SECONDS, refuse_rates
 from jaxpar.analysis.step_time import Part, predict, refuse_step, short_source
 from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError, accepted
@@ -141,7 +141,7 @@ def test_a_clock_lasts_as_long_as_its_slowest_device() -> None:
     ("changes", "message"),
     [
         ({"send_rates": {}}, "the GPU is 'A GPU', whose file has no links; it must have them to predict times"),
-        ({"peak_flops": {}}, "the GPU is 'A GPU', whose peak FLOP/s are unknown; it must be in a cluster file"),
+        ({"peak_flops": {}}, "the GPU is 'A GPU', whose peak FLOP/s are unknown; its file, or a cluster file, must"),
     ],
 )
 def test_unknown_rates(changes: dict[str, Any], message: str) -> None:
@@ -176,3 +176,13 @@ def test_sources() -> None:
     assert short_source(source) == "block/mlp/nv,nd->vd/dot_general"
     assert short_source("jit(step)/transpose(jvp(loss))/add") == "loss/add"
     assert step_time.NOTHING.seconds == 0
+    of_xla = time_of("%copy.12 = f32[100,10]{0,1} copy(%x)\n  ROOT %copy.3 = f32[100,10]{0,1} copy(%copy.12)")
+    assert list(of_xla.parts) == [Part("kernel", "copy f32[100,10]")]  # both, instead of `?`
+
+
+def test_unknown_memory() -> None:
+    """GPUs of this machine of a kind without a file have no known bandwidth."""
+    assert not list(refuse_rates(cluster()))
+    message = "the GPU is 'A GPU', whose memory bandwidth is unknown; it must be one of a kind with a file"
+    with pytest.raises(UserError, match=re.escape(message)):
+        accepted(refuse_rates(cluster(memory_bandwidth=None)))
