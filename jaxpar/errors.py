@@ -113,10 +113,10 @@ def format_count(number: int, noun: str) -> str:
 _BYTES = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15}
 
 
-def format_bytes(nbytes: float) -> str:
-    """Format a number of bytes with three significant digits: `12.3 kB`, `80 GB`, `1.54 TB`."""
+def format_bytes(nbytes: float, digits: int = 3) -> str:
+    """Format a number of bytes with at most three significant digits, or more: `12.3 kB`, `80 GB`, `1.54 TB`."""
     unit = next((unit for unit, size in _BYTES.items() if nbytes < 999.5 * size), "PB")
-    return f"{nbytes / _BYTES[unit]:.3g} {unit}"
+    return f"{nbytes / _BYTES[unit]:.{digits}g} {unit}"
 
 
 FAILED, USER_ERROR, HANGS, AT_ONCE = 1, 2, 3, 130  # exit codes of a process; AT_ONCE: interrupted without saving

@@ -1,7 +1,8 @@
-"""Targets: clusters of GPUs that this machine does not have, for which XLA compiles all the same.
+"""Targets: GPUs for which XLA compiles, also those that this machine does not have.
 
 A target is written NAME:DEVICES or NAME:HOSTSxDEVICES, such as h100:8 or h100:16x8. NAME is a kind of GPU
-(jaxpar/gpus), or the path of a file for another one. Compiling needs JAX's plugin for GPUs, but no GPU.
+(jaxpar/gpus), or the path of a file for another one. Compiling needs JAX's plugin for GPUs, but no GPU. `here` are the
+GPUs of this machine, for which the compiler of a run compiles.
 """
 
 import os
@@ -13,10 +14,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import topologies
 
+from jaxpar import cluster as clusters
 from jaxpar.cluster import DEFAULT_FRACTION, Cluster
 from jaxpar.cluster_file import find_named
 from jaxpar.errors import UserError
 
+HERE = "here"
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 # Autotuning would run kernels, and there is nothing to run them on.
 NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
@@ -28,20 +31,16 @@ class Target(NamedTuple):
     """GPUs to compile for.
 
     Attributes:
-      cluster: the GPUs, with the memory of their data sheet.
-      devices: those of a topology, on which nothing can be placed.
-      memory_fraction: the fraction of its memory that JAX takes on a GPU.
+      cluster: the GPUs. Those that are absent have the memory of their data sheet.
+      devices: the GPUs of this machine, or those of a topology, on which nothing can be placed.
+      memory_bytes: memory that a GPU reports to JAX, which differs from that of the data sheet by some percent.
+      usable_bytes: the part of it that JAX takes.
     """
 
     cluster: Cluster
     devices: list[Any]
-    memory_fraction: float
-
-    @property
-    def usable_bytes(self) -> float:
-        """The memory of a GPU that JAX takes, in bytes."""
-        assert self.cluster.memory_bytes is not None  # every kind of GPU has its own
-        return self.memory_fraction * self.cluster.memory_bytes
+    memory_bytes: float
+    usable_bytes: float
 
 
 def memory_fraction() -> float:
@@ -65,9 +64,14 @@ def find_target(text: str, key: str = "--target") -> Target:
       key: the flag, for messages.
 
     Raises:
-      UserError: the text is not a target, the plugin is not installed, or XLA_CLIENT_MEM_FRACTION is invalid.
+      UserError: the text is not a target, the plugin is not installed, XLA_CLIENT_MEM_FRACTION is invalid, or the
+        target is `here` on a machine without GPUs.
     """
-    (gpu, cluster), fraction = find_named(text, key), memory_fraction()
+    if text == HERE:
+        return _find_here(key)
+    if text.startswith(f"{HERE}:"):
+        raise UserError(f"{key} is {text!r}; it must be {HERE}, without a number of devices")
+    (gpu, cluster), fraction = find_named(text, key, others=(HERE,)), memory_fraction()
     if not any(find_spec(name) for name in PLUGINS):
         raise UserError(
             f"{key} is {text!r}, for which XLA cannot compile here; install the extra targets (scripts/setup "
@@ -86,4 +90,21 @@ def find_target(text: str, key: str = "--target") -> Target:
     except RuntimeError as error:
         reason = str(error).split("\n")[0]
         raise UserError(f"{key} is {text!r}, which XLA refuses ({reason}); it must be a GPU that XLA knows") from error
-    return Target(replace(cluster, memory_fraction=fraction), list(topology.devices), fraction)
+    # A cluster file can state another memory.
+    is_of_kind = cluster.memory_bytes == gpu.memory_bytes
+    memory = gpu.numbers["device_memory_size"] if is_of_kind else cluster.memory_bytes
+    assert memory is not None  # every kind of GPU has its own
+    assert cluster.memory_bytes is not None
+    usable = fraction * memory
+    cluster = replace(cluster, memory_fraction=usable / cluster.memory_bytes)
+    return Target(cluster, list(topology.devices), memory, usable)
+
+
+def _find_here(key: str) -> Target:
+    """Return the GPUs of this machine. JAX reports the memory that it takes. Raises UserError if there are none."""
+    cluster = clusters.with_rates_of_kind(clusters.find_cluster())
+    if cluster.platform != "gpu" or cluster.memory_bytes is None:
+        raise UserError(
+            f"{key} is {HERE!r}, on a machine without GPUs that JAX can use; it must be a kind of GPU, such as h100:8"
+        )
+    return Target(cluster, clusters.devices(), cluster.memory_bytes / memory_fraction(), cluster.memory_bytes)

@@ -10,18 +10,19 @@ inputs (batches, plans, in-flight gradients) and temporaries. For copies that th
 only the formula. Last, lists the largest of the temporary arrays that are in memory at the peak, with the layers and
 lines of code that compute them.
 
-With --target, the step is compiled for GPUs that this machine does not have (jaxpar/gpus; the extra `targets`), and the
-last line compares the memory that XLA's buffer assignment needs on a GPU with what JAX takes there: 0.75 of the memory,
-or XLA_CLIENT_MEM_FRACTION.
+With --target, the step is compiled for GPUs that this machine does not have (jaxpar/gpus; the extra `targets`), or with
+--target=here for those that it has, and the last line compares the memory that XLA's buffer assignment needs on a GPU
+with what JAX takes there: 0.75 of the memory, or XLA_CLIENT_MEM_FRACTION.
 
---program also describes the schedule of that program: for every collective, its bytes, how many kernels and matrix
-products run at the same time, and of its predicted time the part in which the GPU only waits; the dtypes of the matrix
-products, attention kernels, FLOPs compared with those of the model, copies of large arrays in loops, the number of
-kernels, and how often the host waits for the GPU. Findings are what of this costs time without need
-(jaxpar/analysis/findings.py); those that are normal for the strategy have the reason.
+--program also describes the schedule of that program, or of each program if a step has several: for every collective,
+its bytes, how many kernels and matrix products run at the same time, and of its predicted time the part in which the
+GPU only waits; the dtypes of the matrix products, attention kernels, FLOPs compared with those of the model, copies of
+large arrays in loops, the number of kernels, and how often the host waits for the GPU. Findings are what of this costs
+time without need (jaxpar/analysis/findings.py); those that are normal for the strategy have the reason.
 
 --time predicts the time of a step: of each kernel by its FLOPs and bytes and the rates of the GPU, of collectives by
-the link that they cross (jaxpar/analysis/step_time.py). It prints what takes longest, and MFU as a run does.
+the link that they cross (jaxpar/analysis/step_time.py). It prints what takes longest, and MFU as a run does. The step
+must be one program, without copies by the host: not that of async_data_parallel, swarm, exchange dp, or offload.
 
 The exit code is 1 if no formula explains a collective, and 2 for invalid arguments.
 """
@@ -45,7 +46,7 @@ from jaxpar.analysis.buffers import buffers_at_peak
 from jaxpar.analysis.planner.auto import resolve_strategy
 from jaxpar.analysis.rates import refuse_rates
 from jaxpar.analysis.schedule import ProgramSchedule, schedule_of
-from jaxpar.analysis.step_time import NOTHING, StepTime, predict, short_source
+from jaxpar.analysis.step_time import NOTHING, StepTime, predict, refuse_step, short_source
 from jaxpar.cluster import Cluster
 from jaxpar.command_line import Parser
 from jaxpar.errors import UserError, accepted, exit_code, format_bytes
@@ -67,7 +68,7 @@ def main() -> int:
     """Run the command line and return the exit code."""
     parser = Parser(__doc__)
     parser.require("--config", "--config=configs/quickstart.py", help="config file as PATH[:PRESET]")
-    parser.add_argument("--target", help="compile for these GPUs, such as h100:8 or h100:16x8 (hosts x GPUs)")
+    parser.add_argument("--target", help="compile for these GPUs, such as h100:8, h100:16x8 (hosts x GPUs) or here")
     parser.add_argument(
         "--program", action="store_true", help="with --target: describe the schedule of the GPU program"
     )
@@ -94,6 +95,8 @@ def run(
 ) -> dict[str, Any]:
     """Audit the training step of a config, on the devices of this machine or of a target."""
     config = resolve_strategy(config, workdir, target)
+    if with_time:
+        accepted(refuse_step(config))
     if target:
         cluster, decision = build.check_run(config, workdir, target.cluster)
         problem = build.load_parts(config, workdir, cluster).problem
@@ -116,12 +119,12 @@ def run(
         ],
     }
     if target:
-        audited["needed"] = audit.needed_bytes(programs, strategy.plan)
+        audited["needed"] = audit.needed_bytes(programs, strategy)
         audited["host_bytes"] = audit.host_bytes_needed(strategy.plan)
-        audited["memory_bytes"], audited["usable_bytes"] = target.cluster.memory_bytes, target.usable_bytes
+        audited["memory_bytes"], audited["usable_bytes"] = target.memory_bytes, target.usable_bytes
     if with_program:
         assert target is not None
-        audited |= described(programs, problem, config, target.cluster)
+        audited |= described(programs, strategy.devices, problem, config, target.cluster)
     if with_time:
         assert target is not None
         audited["time"] = predicted(programs, problem, config.model.dtype, target.cluster)
@@ -133,16 +136,25 @@ def model_flops(problem: Problem) -> float:
     return 3 * forward_flops(problem.model.apply, problem.model.shapes, dict(problem.batch))
 
 
-def described(programs: Sequence[CompiledProgram], problem: Problem, config: Any, cluster: Cluster) -> dict[str, Any]:
-    """Return the schedules of the programs, and the findings. Without the rates of the GPUs, no time is known."""
+def described(
+    programs: Sequence[CompiledProgram], devices: Sequence[Any], problem: Problem, config: Any, cluster: Cluster
+) -> dict[str, Any]:
+    """Return the schedules of the programs, and the findings. Without the rates of the GPUs, no time is known.
+
+    A step of several programs has no findings, because it is unknown how often, and at what times, each of them runs.
+    """
     schedules = [schedule_of(program) for program in programs]
     can_predict = not any(refuse_rates(cluster))
     times = [predict([program], cluster) if can_predict else NOTHING for program in programs]
+    rows: list[dict[str, Any]] = [describe(schedule, time) for schedule, time in zip(schedules, times, strict=True)]
+    for row, program in zip(rows, programs, strict=True):
+        row["devices"] = sorted(devices.index(device) for device in audit.devices_of(program))
+    if len(programs) > 1:
+        return {"programs": rows, "findings": None}
     flops = model_flops(problem)
     found = findings.find(
         schedules, times, cluster, findings.expectations(config, cluster), dtype=config.model.dtype, model_flops=flops
     )
-    rows = [describe(schedule, time) for schedule, time in zip(schedules, times, strict=True)]
     return {"programs": rows, "model_flops": flops, "findings": [one._asdict() for one in found]}
 
 
@@ -204,9 +216,8 @@ def format_audit(audited: dict[str, Any]) -> str:
         lines += ["", format_needed(audited["needed"], audited["usable_bytes"], audited["memory_bytes"])]
         if audited["host_bytes"]:
             lines.append(f"For each GPU, {format_bytes(audited['host_bytes'])} of its state are on the host.")
-    for program in audited.get("programs", []):
-        lines += ["", *format_program(program)]
-    if "findings" in audited:
+    lines += format_programs(audited.get("programs", []))
+    if audited.get("findings") is not None:
         flops = sum(program["num_devices"] * program["flops"] for program in audited["programs"])
         lines += ["", f"FLOPs of all products / those of the model: {flops / audited['model_flops']:.2f}"]
         lines += format_findings(audited["findings"])
@@ -243,10 +254,33 @@ def format_buffers(buffers: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def format_program(program: dict[str, Any]) -> list[str]:
-    """Return the schedule of a program as lines."""
+def format_programs(programs: list[dict[str, Any]]) -> list[str]:
+    """Return the schedules of programs as lines. Several have titles, and equal ones are printed once."""
+    devices: dict[int, list[int]] = {}  # index of the first of equal programs -> devices of all of them
+    unlike = [{key: value for key, value in program.items() if key != "devices"} for program in programs]
+    for program, contents in zip(programs, unlike, strict=True):
+        devices.setdefault(unlike.index(contents), []).extend(program["devices"])
+    lines = []
+    for number, on in devices.items():
+        numbers = ", ".join(map(str, sorted(on)))
+        title = f"program {programs[number]['name']} on {'devices' if len(on) > 1 else 'device'} {numbers}"
+        if len(programs) > 1:
+            lines += ["", title, *format_program(programs[number], "per run")]
+        else:
+            lines += ["", *format_program(programs[number])]
+    if len(programs) > 1:
+        lines += [
+            "",
+            "The step runs several programs, each of them perhaps more than once or at the same time as others, and "
+            "copies arrays between them: no totals and findings.",
+        ]
+    return lines
+
+
+def format_program(program: dict[str, Any], how_often: str = "per step") -> list[str]:
+    """Return the schedule of a program as lines. how_often: title of the numbers of collectives."""
     lines = [
-        f"{'collective':18} {'dtype':9} {'bytes':>14} {'per step':>8}  kernels, matrix products meanwhile  ms, exposed"
+        f"{'collective':18} {'dtype':9} {'bytes':>14} {how_often:>8}  kernels, matrix products meanwhile  ms, exposed"
     ]
     for row in program["collectives"]:
         sent = f"{row['kind']:18} {row['dtype']:9} {row['nbytes']:14,} {row['per_step']:8.2f}"
@@ -270,7 +304,7 @@ def format_program(program: dict[str, Any]) -> list[str]:
             if len(numbers) > 1
         ),
         f"kernels: {program['kernels']:,.0f}; copies of 1 MiB or more in loops: {copied}; the host waits for the GPU: "
-        f"{program['synchronizations']:,.0f} times",
+        f"{findings.format_times(program['synchronizations'])}",
     ]
     return lines
 
@@ -287,11 +321,12 @@ def format_needed(needed: dict[str, int], usable_bytes: float, memory_bytes: flo
     total = sum(needed.values())
     left = usable_bytes - total
     parts = ", ".join(f"{format_bytes(nbytes)} of {kind}" for kind, nbytes in needed.items() if nbytes)
-    verdict = f"fits, with {format_bytes(left)} to spare" if left >= 0 else f"does not fit, by {format_bytes(-left)}"
+    spare = format_bytes(abs(left), digits=4)
+    verdict = f"fits, with {spare} to spare" if left >= 0 else f"does not fit, by {spare}"
     if left < 0 and total <= LARGEST_FRACTION * memory_bytes:
         verdict += f" (but {FRACTION}={LARGEST_FRACTION:g} would suffice)"
-    memory = f"{format_bytes(usable_bytes)} that JAX takes of {format_bytes(memory_bytes)}"
-    return f"A GPU needs {format_bytes(total)} ({parts}) of the {memory}: {verdict}."
+    memory = f"{format_bytes(usable_bytes, digits=4)} that JAX takes of {format_bytes(memory_bytes, digits=4)}"
+    return f"A GPU needs {format_bytes(total, digits=4)} ({parts}) of the {memory}: {verdict}."
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-r"""Finds the largest batch that fits on GPUs which this machine does not have, by compiling the step for them.
+r"""Finds the largest batch that fits on GPUs, which this machine need not have, by compiling the step for them.
 
     scripts/python scripts/fit.py --config=configs/quickstart.py --target=h100:8 [--vary=microbatch] \
         [--remat=none,full] [--json]
@@ -35,7 +35,7 @@ def main() -> int:
     """Run the command line and return the exit code."""
     parser = Parser(__doc__)
     parser.require("--config", "--config=configs/quickstart.py", help="config file as PATH[:PRESET]")
-    parser.require("--target", "--target=h100:8", help="the GPUs, such as h100:8 or h100:16x8 (hosts x GPUs)")
+    parser.require("--target", "--target=h100:8", help="the GPUs, such as h100:8, h100:16x8 (hosts x GPUs) or here")
     vary = (fit.BATCH, fit.MICROBATCH)
     parser.add_argument("--vary", type=choice(vary), default=fit.BATCH, help="what to vary: batch or microbatch")
     parser.add_argument(
@@ -79,8 +79,13 @@ def run(config: Any, workdir: Path, target: Target, vary: str, remats: list[str]
 
 
 def format_tried(tried: Tried) -> str:
-    """Format what a size needs: `needs 12.3 GB`."""
-    return f"needs {format_bytes(tried.needed_bytes)}"
+    """Format what a size needs: `needs 12.31 GB`."""
+    return f"needs {exact(tried.needed_bytes)}"
+
+
+def exact(nbytes: float) -> str:
+    """Format bytes with four digits: the sizes next to the limit differ by less than a percent of it."""
+    return format_bytes(nbytes, digits=4)
 
 
 def as_json(config: Any, target: Target, sizes: Sizes, fits: list[Fit]) -> dict[str, Any]:
@@ -95,7 +100,7 @@ def as_json(config: Any, target: Target, sizes: Sizes, fits: list[Fit]) -> dict[
 
     return {
         "usable_bytes": target.usable_bytes,
-        "memory_bytes": target.cluster.memory_bytes,
+        "memory_bytes": target.memory_bytes,
         "fits": [
             {fit.remat_key(config): one.remat, "largest": row(one.largest), "following": row(one.following)}
             for one in fits
@@ -105,25 +110,21 @@ def as_json(config: Any, target: Target, sizes: Sizes, fits: list[Fit]) -> dict[
 
 def as_text(config: Any, target: Target, sizes: Sizes, fits: list[Fit]) -> str:
     """Return the result as a table."""
-    memory = target.cluster.memory_bytes
-    assert memory is not None
     what = "batch_size" if sizes.key == "batch_size" else "microbatch"
     value_of = dict(zip(sizes.sizes, sizes.values, strict=True))
     lines = [
-        f"JAX takes {format_bytes(target.usable_bytes)} of the {format_bytes(memory)} of a GPU "
-        f"({FRACTION}={target.memory_fraction:g})",
+        f"JAX takes {exact(target.usable_bytes)} of the {exact(target.memory_bytes)} of a GPU "
+        f"({FRACTION}={target.usable_bytes / target.memory_bytes:g})",
         "",
-        f"{fit.remat_key(config):14} {'largest ' + what:>18} {'needs':>8}  next",
+        f"{fit.remat_key(config):14} {'largest ' + what:>18} {'needs':>9}  next",
     ]
     for one in fits:
-        size, needed = (
-            (f"{one.largest.size:,}", format_bytes(one.largest.needed_bytes)) if one.largest else ("none", "")
-        )
+        size, needed = (f"{one.largest.size:,}", exact(one.largest.needed_bytes)) if one.largest else ("none", "")
         if one.following is None:
             following = "this is the largest possible"
         else:
             following = f"{one.following.size:,} {one.following.reason or format_tried(one.following)}"
-        lines.append(f"{one.remat:14} {size:>18} {needed:>8}  {following}")
+        lines.append(f"{one.remat:14} {size:>18} {needed:>9}  {following}")
     if what == "microbatch":
         found = [(one.remat, value_of[one.largest.size]) for one in fits if one.largest]
         lines += ["", *(f"config.{sizes.key}={value} with remat {remat}" for remat, value in found)]

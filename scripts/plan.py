@@ -55,10 +55,9 @@ from jaxpar.gpus import name_of_kind
 from jaxpar.run import build
 from jaxpar.step import Problem
 from jaxpar.strategies import STRATEGIES
-from jaxpar.target import Target, find_target, memory_fraction
+from jaxpar.target import HERE, Target, find_target, memory_fraction
 
 SHOWN = 10  # rows of the table
-HERE = "here"
 NOT_RANKED = "These change the results if gradients are stale or messages are in int8, and are not ranked:"
 
 
@@ -88,7 +87,7 @@ def main() -> None:
     elif arguments.save_cluster:
         raise UserError(f"--save_cluster is {str(arguments.save_cluster)!r}; it must be unset without --cluster={HERE}")
     else:
-        space = make_space(config, cluster_of(arguments.cluster))
+        space = make_space(config, cluster_of(arguments.cluster), target)
     found = search.candidates(space)
     if not found:
         raise no_candidate(space)
@@ -139,11 +138,15 @@ def write(flag: str, path: Path, text: str) -> None:
         raise UserError(f"{flag} is {str(path)!r}; it must be {unwritable(path, error)}") from None
 
 
-def make_space(config: ConfigDict, cluster: Cluster) -> Space:
-    """Return what to search on GPUs: the problem of a config, and the costs of its layers."""
+def make_space(config: ConfigDict, cluster: Cluster, target: Target | None = None) -> Space:
+    """Return what to search on GPUs: the problem of a config, and the costs of its layers.
+
+    target: the GPUs that are compiled for. Without one, the memory is that of the data sheet.
+    """
     problem = load(config, cluster).problem
     assert cluster.memory_bytes is not None
-    return gpu_space(config, problem, cluster, memory_fraction() * cluster.memory_bytes, kept(config, cluster))
+    usable = target.usable_bytes if target else memory_fraction() * cluster.memory_bytes
+    return gpu_space(config, problem, cluster, usable, kept(config, cluster))
 
 
 def measured_space(config: ConfigDict, save: Path | None) -> Space:
@@ -232,19 +235,20 @@ class Verified(NamedTuple):
     Attributes:
       predicted: the candidate as it was predicted.
       corrected: the candidate with the memory that the compiler states.
-      seconds: the time of a step, predicted from the compiled program.
+      seconds: the time of a step, predicted from the compiled program; None if it is not.
     """
 
     predicted: Candidate
     corrected: Candidate
-    seconds: float
+    seconds: float | None
 
     def __str__(self) -> str:
         before, after = (one.costs for one in self[:2])
+        of_program = "not predicted from programs" if self.seconds is None else f"{self.seconds * 1e3:.3g} ms"
         return (
             f"compiled: {self.predicted.name}: needs {format_bytes(after.nbytes)} (predicted "
             f"{format_bytes(before.nbytes)}), {'fits' if self.corrected.fits else 'does not fit'}; "
-            f"{self.seconds * 1e3:.3g} ms (predicted {before.seconds * 1e3:.3g} ms)"
+            f"{of_program} (predicted {before.seconds * 1e3:.3g} ms)"
         )
 
 
@@ -258,10 +262,12 @@ def verified(found: Sequence[Candidate], number: int, space: Space, target: Targ
             cluster, decision = build.check_run(config, Path(folder), target.cluster)
             problem: Problem = build.load_parts(config, Path(folder), cluster).problem
         plan: Any = strategies.plan(config, problem, cluster, decision)
-        programs = strategies.build(plan, problem, target.devices).compile()
-        needed = float(sum(audit.needed_bytes(programs, plan).values()))
+        strategy = strategies.build(plan, problem, target.devices)
+        programs = strategy.compile()
+        needed = float(sum(audit.needed_bytes(programs, strategy).values()))
         corrected = one._replace(costs=one.costs._replace(nbytes=needed), fits=needed <= space.usable_bytes)
-        compiled.append(Verified(one, corrected, step_time.predict(programs, cluster).seconds))
+        is_refused = any(step_time.refuse_step(config))
+        compiled.append(Verified(one, corrected, None if is_refused else step_time.predict(programs, cluster).seconds))
     return compiled
 
 

@@ -2,7 +2,8 @@
 
     python -m tests.absent_gpus '{"NAME": ["--config.KEY=VALUE", ...], ...}'
 
-Prints one JSON object: the audit of each name (scripts/audit.py), with the schedule and the predicted time.
+Prints one JSON object: the audit of each name (scripts/audit.py), with the schedule and, if the step is one program,
+the predicted time.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 from jaxpar import config as configs
+from jaxpar.analysis.step_time import refuse_step
 from jaxpar.target import find_target
 from scripts import audit
 
@@ -25,7 +27,8 @@ def main() -> None:
         config = configs.load_config("configs/quickstart.py")
         configs.override(config, [*TINY, "--config.data.source=synthetic", *overrides])
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-            audited[name] = audit.run(config, Path(folder), target, with_program=True, with_time=True)
+            is_one = not any(refuse_step(config))
+            audited[name] = audit.run(config, Path(folder), target, with_program=True, with_time=is_one)
     print(json.dumps(audited))
 
 

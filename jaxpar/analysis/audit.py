@@ -13,21 +13,23 @@ from jaxpar.exchange.exchange import DistributedState
 from jaxpar.layout import Tree
 from jaxpar.measure import hlo
 from jaxpar.pipeline.executor.continuous_state import BUFFERS, WorkInFlight
+from jaxpar.pipeline.executor.programs import StageInputs
 from jaxpar.pipeline.executor.state import PackedState
-from jaxpar.plan import ON_HOST, Plan
+from jaxpar.plan import ACTIVATION_PARTS, ON_HOST, Plan
 from jaxpar.run.build import StrategyState
 from jaxpar.state import State
 from jaxpar.strategies import Strategy
 from jaxpar.strategies.strategy import CompiledProgram
 from jaxpar.tasks import Task
 
+PERMUTE = "collective-permute"
 # operation -> (group size g -> bytes that a device sends / bytes of its operands), for ring algorithms
 SENT: dict[str, Callable[[int], float]] = {
     "all-reduce": lambda g: 2 * (g - 1) / g,
     "reduce-scatter": lambda g: (g - 1) / g,
     "all-gather": lambda g: g - 1,
     "all-to-all": lambda g: (g - 1) / g,
-    "collective-permute": lambda _: 1,
+    PERMUTE: lambda _: 1,
 }
 OTHERS = ("collective-broadcast", "ragged-all-to-all", "send", "recv")  # no strategy uses them
 SCALARS = "scalars"  # small all-reduces: the task's sums, norms and batch weights
@@ -138,9 +140,8 @@ def _collectives(
 
 def groups_of(instruction: hlo.Instruction) -> Groups:
     """Return the groups of devices that communicate. For a permute, these are the devices connected by its pairs."""
-    if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", instruction.line):
-        written = re.findall(r"\{?(\d+),(\d+)", pairs[1])
-        return tuple(sorted(tuple(sorted(group)) for group in _joined([(int(a), int(b)) for a, b in written])))
+    if pairs := pairs_of(instruction):
+        return tuple(sorted(tuple(sorted(group)) for group in _joined(pairs)))
     if listed := re.search(r"replica_groups=\{(\{.*?\})\}", instruction.line):
         groups = [tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1])]
         return tuple(sorted(groups))
@@ -156,6 +157,12 @@ def groups_of(instruction: hlo.Instruction) -> Groups:
         rows = rows.reshape(-1, math.prod(numbers.shape[axis] for axis in along))
         return tuple(sorted(tuple(sorted(row)) for row in rows.tolist()))
     raise ValueError(f"unknown format of the replica groups: {instruction.line}")
+
+
+def pairs_of(instruction: hlo.Instruction) -> tuple[tuple[int, int], ...]:
+    """Return the senders and receivers of a permute; empty for other collectives."""
+    pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", instruction.line)
+    return tuple((int(a), int(b)) for a, b in re.findall(r"\{?(\d+),(\d+)", pairs[1])) if pairs else ()
 
 
 def _joined(pairs: Sequence[tuple[int, int]]) -> list[set[int]]:
@@ -186,6 +193,12 @@ class DeviceBytes(NamedTuple):
     theory: int | None
 
 
+def devices_of(program: CompiledProgram) -> set[jax.Device]:
+    """Return the devices that run a program."""
+    shardings = jax.tree.leaves(program.compiled.input_shardings)
+    return {device for sharding in shardings for device in sharding.device_set}
+
+
 def memory(programs: Sequence[CompiledProgram], strategy: Strategy[StrategyState]) -> list[dict[str, DeviceBytes]]:
     """Return the bytes on each device by kind: parts of the state, inputs (such as batches) and temporary arrays."""
     measured: list[dict[str, int]] = [{} for _ in strategy.devices]
@@ -206,18 +219,20 @@ def memory(programs: Sequence[CompiledProgram], strategy: Strategy[StrategyState
     ]
 
 
-def needed_bytes(programs: Sequence[CompiledProgram], plan: Plan[object]) -> dict[str, int]:
-    """Return the bytes on a device of the program of the step that needs most, by kind, from XLA's buffer assignment.
+def needed_bytes(programs: Sequence[CompiledProgram], strategy: Strategy[StrategyState]) -> dict[str, int]:
+    """Return the bytes by kind on the device that needs most, while it runs the program that needs most.
 
-    Results that reuse the memory of an argument do not count, nor do arguments that the plan keeps on the host. XLA has
-    no host memory for devices that are absent, and assigns these arguments to the device. In a run, the step copies
-    them to the device for the update, so the temporary arrays have at least their size.
+    These are the bytes of XLA's buffer assignment, and the state that the plan has on the device and the program does
+    not read. Results that reuse the memory of an argument do not count, nor do arguments that the plan keeps on the
+    host. XLA has no host memory for devices that are absent, and assigns these arguments to the device. In a run, the
+    step copies them to the device for the update, so the temporary arrays have at least their size.
     """
-    found = []
+    found, plan = [], strategy.plan
     for program in programs:
         analysis = program.compiled.memory_analysis()
         assert analysis is not None
-        kept = max(_on_host(parts) for parts in _arguments(program, plan).values())
+        arguments = _arguments(program, plan, of_stage="parameters")
+        kept = max(map(_on_host, arguments.values()))
         assigned = kept - analysis.host_argument_size_in_bytes
         found.append(
             {
@@ -225,6 +240,11 @@ def needed_bytes(programs: Sequence[CompiledProgram], plan: Plan[object]) -> dic
                 "results": analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
                 "temporary arrays": max(analysis.temp_size_in_bytes, assigned),
                 "machine code": analysis.generated_code_size_in_bytes,
+                "other state": max(
+                    _not_read(arguments[device], parts)
+                    for device, parts in zip(strategy.devices, plan.memory, strict=True)
+                    if device in arguments
+                ),
             }
         )
     return max(found, key=lambda parts: sum(parts.values()))
@@ -239,15 +259,25 @@ def _on_host(parts: Mapping[str, int]) -> int:
     return sum(nbytes for kind, nbytes in parts.items() if kind.endswith(ON_HOST))
 
 
-def _arguments(program: CompiledProgram, plan: Plan[object]) -> dict[jax.Device, dict[str, int]]:
+def _not_read(read: Mapping[str, int], planned: Mapping[str, int]) -> int:
+    """Return the bytes of the state on a device that a program does not read. Both have bytes by kind."""
+    held = {kind: n for kind, n in planned.items() if kind not in ACTIVATION_PARTS and not kind.endswith(ON_HOST)}
+    return sum(max(nbytes - read.get(kind, 0), 0) for kind, nbytes in held.items())
+
+
+def _arguments(
+    program: CompiledProgram, plan: Plan[object], of_stage: str = INPUTS
+) -> dict[jax.Device, dict[str, int]]:
     """Return the bytes of the arguments of a program by device and kind.
 
     The plan determines what is on the host, because the shardings of absent devices lack it.
+
+    of_stage: the kind of the parameters of a stage that a peer computes.
     """
     planned = {kind for parts in plan.memory for kind in parts}
     arguments, _ = program.compiled.args_info
     shardings, _ = program.compiled.input_shardings
-    kinds = [*program.arguments, *map(_kinds, arguments[len(program.arguments) :])]
+    kinds = [*program.arguments, *(_kinds(one, of_stage) for one in arguments[len(program.arguments) :])]
     nbytes_on: dict[jax.Device, dict[str, int]] = {}
 
     def add(kind: str, info: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding | None) -> None:
@@ -263,9 +293,14 @@ def _arguments(program: CompiledProgram, plan: Plan[object]) -> dict[jax.Device,
     return nbytes_on
 
 
-def _kinds(argument: Tree) -> Tree:
-    """Return the kinds of bytes of a program argument, as a prefix of its tree. Anything but a state is an input."""
+def _kinds(argument: Tree, of_stage: str) -> Tree:
+    """Return the kinds of bytes of a program argument, as a prefix of its tree. Anything but a state is an input.
+
+    of_stage: the kind of the parameters in the inputs of a stage.
+    """
     match argument:
+        case StageInputs():
+            return StageInputs._make((of_stage, *[INPUTS] * (len(argument) - 1)))
         case State(optimizer=DistributedState()):
             return State._make((INPUTS, INPUTS, "parameters", DistributedState("optimizer", "private")))
         case State():

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from ml_collections import ConfigDict
 
 from jaxpar.analysis.rates import memory_seconds
-from jaxpar.analysis.schedule import LARGE, ProgramSchedule, ScheduledCollective
+from jaxpar.analysis.schedule import ProgramSchedule, ScheduledCollective
 from jaxpar.analysis.step_time import StepTime
 from jaxpar.cluster import Cluster
 from jaxpar.errors import format_bytes
@@ -18,7 +18,7 @@ from jaxpar.errors import format_bytes
 Kind = Literal["float32", "copies", "exposed in a loop", "exposed", "synchronization", "recomputation"]
 FLOAT32_SHARE = 0.01  # of the FLOPs of a step; a head for classes computes less than this in float32
 TIME_SHARE = 0.01  # of the time of a step: less is no finding
-EXPOSED_SHARE = 0.5  # of the time of a collective of at least LARGE bytes
+EXPOSED_SHARE = 0.5  # of the time of a collective
 RECOMPUTED_SHARE = 0.1  # of the FLOPs of both passes: cuDNN attention computes its scores again, which is less
 
 AT_THE_END = "gradients are exchanged after the backward pass"
@@ -90,7 +90,8 @@ def expectations(config: ConfigDict, cluster: Cluster) -> Mapping[Kind, str]:
     section = "pipeline" if config.strategy == "pipeline" else "model"
     if config[section].remat != "none":
         expected["recomputation"] = f"config.{section}.remat is {config[section].remat!r}"
-    if int(cluster.compute_capability.partition(".")[0]) < 8:
+    generation = cluster.compute_capability.partition(".")[0]
+    if generation.isdigit() and int(generation) < 8:
         expected["float32"] = f"{cluster.device_kind} computes bfloat16 in float32"
     return expected
 
@@ -111,28 +112,28 @@ def _float32_products(schedules: Sequence[ProgramSchedule], dtype: str) -> list[
 
 
 def _copies(schedules: Sequence[ProgramSchedule], times: Sequence[StepTime], cluster: Cluster) -> list[Finding]:
-    """Find copies that take a part of the step, each byte being read and written."""
-    assert cluster.memory_bandwidth is not None  # every kind of GPU has its own
-    nbytes = sum(schedule.copied_bytes for schedule in schedules)
-    seconds = memory_seconds(cluster, 2 * nbytes)
-    if seconds <= TIME_SHARE * sum(time.seconds for time in times):
-        return []
-    number = sum(schedule.copies for schedule in schedules)
-    return [
-        Finding(
-            "copies",
-            f"{number:,.0f} copies of large arrays in loops, of {format_bytes(nbytes)}, {1e3 * seconds:.3g} ms",
-        )
-    ]
+    """Find copies that take a part of the step, each byte being read and written. All, if the rate is unknown."""
+    number, nbytes = (sum(getattr(one, name) for one in schedules) for name in ("copies", "copied_bytes"))
+    took = ""
+    if cluster.memory_bandwidth:
+        seconds = memory_seconds(cluster, 2 * nbytes)
+        if seconds <= TIME_SHARE * sum(time.seconds for time in times):
+            return []
+        took = f", {1e3 * seconds:.3g} ms"
+    text = f"{_counted(number, 'copy', 'copies')} of large arrays in loops, of {format_bytes(nbytes)}{took}"
+    return [Finding("copies", text)] if number else []
 
 
 def _exposed(schedules: Sequence[ProgramSchedule], times: Sequence[StepTime]) -> list[Finding]:
-    """Find large collectives for which the GPU waits most of their time, by kind, inside and outside of loops."""
+    """Find collectives for which the GPU waits most of their time, by kind, inside and outside of loops.
+
+    What counts is the time of all of one kind: a step can wait for many small ones.
+    """
     groups: dict[tuple[Kind, str], list[tuple[ScheduledCollective, float]]] = {}
     for schedule, time in zip(schedules, times, strict=True):
         for one in schedule.collectives:
             seconds, exposed = time.collectives.get(one.name, (0.0, 0.0))
-            if one.nbytes >= LARGE and exposed > EXPOSED_SHARE * seconds:
+            if exposed > EXPOSED_SHARE * seconds:
                 kind: Kind = "exposed in a loop" if one.per_step > 1 else "exposed"
                 groups.setdefault((kind, one.kind), []).append((one, exposed))
     found = []
@@ -141,14 +142,24 @@ def _exposed(schedules: Sequence[ProgramSchedule], times: Sequence[StepTime]) ->
         exposed = sum(seconds for _, seconds in group)
         if exposed > TIME_SHARE * sum(time.seconds for time in times):
             where = " in loops" if kind == "exposed in a loop" else ""
-            text = f"the GPU waits {1e3 * exposed:.3g} ms for {number:,.0f} {operation}s{where}"
+            text = f"the GPU waits {1e3 * exposed:.3g} ms for {_counted(number, operation)}{where}"
             found.append(Finding(kind, text))
     return found
 
 
 def _synchronizations(schedules: Sequence[ProgramSchedule]) -> list[Finding]:
     number = sum(schedule.synchronizations for schedule in schedules)
-    return [Finding("synchronization", f"the host waits for the GPU {number:,.0f} times")] if number else []
+    return [Finding("synchronization", f"the host waits for the GPU {format_times(number)}")] if number else []
+
+
+def format_times(number: float) -> str:
+    """Return how often something happens: once, 0 times, 12 times."""
+    return "once" if round(number) == 1 else f"{number:,.0f} times"
+
+
+def _counted(number: float, noun: str, nouns: str = "") -> str:
+    """Return a number with its noun in singular or plural."""
+    return f"{number:,.0f} {noun if round(number) == 1 else nouns or noun + 's'}"
 
 
 def _recomputation(schedules: Sequence[ProgramSchedule], model_flops: float) -> list[Finding]:

@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 
 from jaxpar import models, strategies
 from jaxpar.analysis import audit
+from jaxpar.analysis.step_time import ONE_PROGRAM
 from jaxpar.data import DataInfo
 from jaxpar.errors import check_choice
 from jaxpar.plan import Decision
@@ -18,7 +19,6 @@ from jaxpar.step import Problem
 from jaxpar.target import Target
 
 BATCH, MICROBATCH = "batch", "microbatch"
-ONE_PROGRAM = ("single", "data_parallel", "pipeline")  # strategies whose step is one program
 
 
 class Tried(NamedTuple):
@@ -140,8 +140,8 @@ def _attempt(config: ConfigDict, problem: Problem, info: DataInfo, target: Targe
     plan = strategies.possible(config, problem, target.cluster)
     if isinstance(plan, str):
         return Tried(size, float("inf"), plan)
-    programs = strategies.build(plan, problem, target.devices).compile()
-    return Tried(size, sum(audit.needed_bytes(programs, plan).values()))
+    strategy = strategies.build(plan, problem, target.devices)
+    return Tried(size, sum(audit.needed_bytes(strategy.compile(), strategy).values()))
 
 
 def largest_fitting(

@@ -72,7 +72,7 @@ def collective_seconds(
 
     Args:
       cluster: the GPUs.
-      groups: the devices of each group.
+      groups: the devices of each group; for a permute, each pair of a sender and a receiver.
       nbytes: bytes that a device sends in all of them together.
       number: number of collectives.
       hops: number of messages that follow each other in a collective; None: log2 of the size of a group.
@@ -88,9 +88,10 @@ def collective_seconds(
     per_host = cluster.num_devices // cluster.num_processes
     hops = math.ceil(math.log2(size)) if hops is None else hops
     rate, hop = send_rate(cluster, "host"), hop_seconds(cluster, "host")
-    if any(len({device // per_host for device in group}) > 1 for group in groups):
-        # The rings of a group share the network of all its GPUs on a host.
-        together = min(Counter(device // per_host for device in group).most_common()[-1][1] for group in groups)
+    on_hosts = [Counter(device // per_host for device in group) for group in groups]
+    if crossing := [numbers for numbers in on_hosts if len(numbers) > 1]:
+        # The rings of a group share the network of all its GPUs on a host. A pair only has that of its sender.
+        together = min(min(numbers.values()) for numbers in crossing)
         rate, hop = min(rate, together * send_rate(cluster, "network")), hop_seconds(cluster, "network")
     return nbytes / rate + number * hops * hop
 
@@ -111,13 +112,18 @@ def refuse_rates(cluster: Cluster) -> Refusals[None]:
         yield unknown_peak(cluster)
     if not cluster.send_rates:
         yield unknown_links(cluster)
+    if cluster.memory_bandwidth is None:
+        yield UserError(
+            f"the GPU is {cluster.device_kind!r}, whose memory bandwidth is unknown; it must be one of a kind with a "
+            "file (jaxpar/gpus) to predict times"
+        )
 
 
 def unknown_peak(cluster: Cluster) -> UserError:
     """Return the error for a GPU of unknown peak FLOP/s."""
     return UserError(
-        f"the GPU is {cluster.device_kind!r}, whose peak FLOP/s are unknown; it must be in a cluster file with a table "
-        f"peak_flops ({' and '.join(PEAK_DTYPES)}) to predict times"
+        f"the GPU is {cluster.device_kind!r}, whose peak FLOP/s are unknown; its file, or a cluster file, must have a "
+        f"table peak_flops ({' and '.join(PEAK_DTYPES)}) to predict times"
     )
 
 

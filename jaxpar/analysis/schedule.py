@@ -64,9 +64,10 @@ class MatrixProduct(NamedTuple):
 
 
 class ProgramSchedule(NamedTuple):
-    """The schedule of a step. All numbers are per step and device.
+    """The schedule of a program. All numbers are for one run on one device.
 
     Attributes:
+      name: the name of the program, such as jit_step.
       num_devices: the number of devices that run the program.
       collectives: the collectives of more than SMALL elements, in the order of the program.
       products: the matrix products.
@@ -77,6 +78,7 @@ class ProgramSchedule(NamedTuple):
         to end a loop whose trip count XLA does not know.
     """
 
+    name: str
     num_devices: int
     collectives: list[ScheduledCollective]
     products: list[MatrixProduct]
@@ -122,7 +124,8 @@ def schedule_of(compiled: CompiledProgram) -> ProgramSchedule:
                 if nbytes >= LARGE:
                     copies, copied_bytes = copies + times, copied_bytes + times * nbytes
             kernels += times * is_kernel(instruction)
-    return ProgramSchedule(program.num_devices, collectives, products, copies, copied_bytes, kernels, synchronizations)
+    numbers = (copies, copied_bytes, kernels, synchronizations)
+    return ProgramSchedule(program.name, program.num_devices, collectives, products, *numbers)
 
 
 def _runs(program: HloProgram, frequency: Frequency) -> Mapping[str, float]:

@@ -4,7 +4,7 @@ A kernel takes as long as its FLOPs or its bytes do at the rates of the GPU, whi
 it. Kernels run one after the other, in the order of the schedule. A collective takes the time of a ring algorithm on
 the slowest link that it crosses. If it is asynchronous, it runs at the same time as the kernels between its start and
 its end; the time that the GPU then still waits is exposed. Collectives run one after the other. In a pipeline, each
-clock takes as long as the actions of its slowest device.
+clock takes as long as the actions of its slowest device. That the host waits for a value of the GPU costs nothing.
 
 The rates are those of jaxpar/analysis/rates.py.
 """
@@ -16,18 +16,27 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
+from ml_collections import ConfigDict
 
-from jaxpar.analysis.audit import SENT, groups_of
+from jaxpar.analysis.audit import SENT, groups_of, pairs_of
 from jaxpar.analysis.rates import collective_seconds, launch_seconds, memory_seconds, product_seconds
 from jaxpar.analysis.schedule import is_kernel
 from jaxpar.cluster import Cluster
+from jaxpar.errors import Refusals, UserError
 from jaxpar.measure.hlo import DTYPE_NAMES, HloProgram, Instruction, by_scope
 from jaxpar.measure.kernels import ATTENTION, call_target, is_product, kernel_bytes, product_flops
+from jaxpar.strategies import exchanges
 from jaxpar.strategies.strategy import CompiledProgram
+
+ONE_PROGRAM = ("single", "data_parallel", "pipeline")  # strategies whose step is one program, except for exchange dp
+BY_MASTER = "dp"
 
 
 class Part(NamedTuple):
-    """A part of a step: the kind of a kernel or of an exposed collective, and its path of scopes in the JAX program."""
+    """A part of a step: the kind of a kernel or of an exposed collective, and its path of scopes in the JAX program.
+
+    For those that XLA adds, the path is a name and the first result, such as `copy f32[1024,512]`.
+    """
 
     kind: str
     source: str
@@ -83,8 +92,28 @@ class StepTime(NamedTuple):
 NOTHING = StepTime(0.0, 0.0, 0.0, {})
 
 
+def refuse_step(config: ConfigDict) -> Refusals[None]:
+    """Refuse a config whose step is more than one program that all its devices run, so that its time is not known."""
+    not_predicted = "to predict the time of a step, because the prediction lacks"
+    if config.strategy not in ONE_PROGRAM:
+        yield UserError(
+            f"config.strategy is {config.strategy!r}; it must be one of {', '.join(ONE_PROGRAM)} {not_predicted} "
+            "programs that run at the same time or several times, and copies between them"
+        )
+    if config.exchange == BY_MASTER:
+        yield UserError(
+            f"config.exchange is {BY_MASTER!r}; it must be another one {not_predicted} copies that the host makes "
+            "between devices"
+        )
+    if exchanges.given(config).get("offload"):
+        yield UserError(
+            f"config.exchange_options.offload is True; it must be False {not_predicted} copies of the optimizer state "
+            "from and to the host"
+        )
+
+
 def predict(programs: Sequence[CompiledProgram], cluster: Cluster) -> StepTime:
-    """Return the predicted time of a step that runs these programs one after the other.
+    """Return the predicted time of programs that run one after the other, once each.
 
     Raises:
       UserError: a rate of the GPU is unknown.
@@ -124,7 +153,7 @@ class _Roofline:
             if operation in SENT or operation.endswith("-done"):
                 started = name if operation in SENT else instruction.operands[0]
                 wait = max(ends.get(started, 0.0) - total.seconds, 0.0)
-                part = Part(operation.removesuffix("-done"), instruction.source)
+                part = Part(operation.removesuffix("-done"), _source(name, instruction))
                 collectives = {started: (on_link[started], wait)} if started in on_link else {}
                 total = total.plus(StepTime(wait, wait, 0.0, {part: wait}, collectives))
             elif name in chosen:
@@ -134,7 +163,7 @@ class _Roofline:
             elif operation in ("conditional", "call"):
                 total = total.plus(self._called(instruction))
             elif is_kernel(instruction):
-                total = total.plus(self._kernel(computation, instruction))
+                total = total.plus(self._kernel(computation, name, instruction))
         return total
 
     def _called(self, instruction: Instruction) -> StepTime:
@@ -190,7 +219,7 @@ class _Roofline:
                     found[name] = branches.taken
         return found
 
-    def _kernel(self, computation: str, instruction: Instruction) -> StepTime:
+    def _kernel(self, computation: str, name: str, instruction: Instruction) -> StepTime:
         kind, flops, seconds = "kernel", 0.0, 0.0
         for inside, inner in self._program.inside(computation, instruction):
             if is_product(inner):
@@ -201,13 +230,20 @@ class _Roofline:
                 flops, seconds = flops + of_product, seconds + product_seconds(self._cluster, kind, dtype, of_product)
         memory = memory_seconds(self._cluster, kernel_bytes(self._program, computation, instruction))
         seconds = max(seconds, memory) + launch_seconds(self._cluster)
-        return StepTime(seconds, 0.0, flops, {Part(kind, instruction.source): seconds})
+        return StepTime(seconds, 0.0, flops, {Part(kind, _source(name, instruction)): seconds})
 
     def _collective_seconds(self, computation: str, instruction: Instruction) -> float:
-        groups = groups_of(instruction)
+        groups = pairs_of(instruction) or groups_of(instruction)
         kind, size = instruction.operation.removesuffix("-start"), max(map(len, groups), default=1)
         nbytes = sum(array.nbytes for array in self._program.operand_types(computation, instruction))
         return collective_seconds(self._cluster, groups, SENT[kind](size) * nbytes)
+
+
+def _source(name: str, instruction: Instruction) -> str:
+    if instruction.has_source:
+        return instruction.source
+    shape = "".join(f" {one.dtype}[{','.join(map(str, one.dims))}]" for one in instruction.results[:1])
+    return re.sub(r"[.\d]+$", "", name) + shape
 
 
 def short_source(source: str) -> str:

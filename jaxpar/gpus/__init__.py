@@ -161,11 +161,12 @@ def read_gpu(path: Path, key: str = "device kind") -> GpuKind:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**63:
             raise UserError(f"{path}: {name} is {value!r}; it must be a number greater than 0")
-    kind, capability = content.get("device_kind"), str(content.get("compute_capability"))
+    kind, capability = content.get("device_kind"), str(content.get("compute_capability", ""))
     if not isinstance(kind, str) or not re.fullmatch(r'[^"\\\x00-\x1f]+', kind):
         raise UserError(f"{path}: device_kind is {kind!r}; it must be a name")
     if capability not in CAPABILITIES:
-        raise UserError(f"{path}: compute_capability is {capability!r}; it must be one of {', '.join(CAPABILITIES)}")
+        state = repr(capability) if "compute_capability" in content else "missing"
+        raise UserError(f"{path}: compute_capability is {state}; it must be one of {', '.join(CAPABILITIES)}")
     known = COMMON | {name: numbers[name] for name in DIFFERENT}
     return GpuKind(kind, content["memory_bytes"], capability, known, links, read_peaks(content, str(path)))
 

@@ -69,13 +69,15 @@ class HloProgram:
         """text: the result of `jax.stages.Compiled.as_text`."""
         self._computations: dict[str, dict[str, Instruction]] = {}
         self._roots: dict[str, str] = {}
-        self._num_devices = math.prod(map(int, NUM_DEVICES.findall(text.partition("\n")[0])))
+        header = text.partition("\n")[0]
+        self._num_devices = math.prod(map(int, NUM_DEVICES.findall(header)))
+        self._name = header.removeprefix("HloModule ").partition(",")[0]
         name = self._entry = ""
         for line in text.splitlines():
-            if header := COMPUTATION.match(line):
-                name = header[2]
+            if begin := COMPUTATION.match(line):
+                name = begin[2]
                 self._computations[name] = {}
-                self._entry = name if header[1] else self._entry
+                self._entry = name if begin[1] else self._entry
             elif match := INSTRUCTION.match(line):
                 self._computations[name][match[2]] = _instruction(match[3])
                 if match[1]:
@@ -85,6 +87,11 @@ class HloProgram:
     def computations(self) -> Mapping[str, Mapping[str, Instruction]]:
         """The instructions of each computation by name, in the order in which they run if the program is scheduled."""
         return self._computations
+
+    @property
+    def name(self) -> str:
+        """The name of the program, such as jit_step."""
+        return self._name
 
     @property
     def num_devices(self) -> int:

@@ -130,7 +130,8 @@ def compare(
     whole = make_problem(configured(case, ()), case, cluster)  # without rematerialization
     space = search.Space(config, whole, TracedLayers(whole, rates), machine, usable_bytes=0)
     found = search.candidate_of_plan(space, config, plan)
-    return found.costs.nbytes, audit.needed_bytes(strategies.build(plan, problem, devices).compile(), plan)
+    strategy = strategies.build(plan, problem, devices)
+    return found.costs.nbytes, audit.needed_bytes(strategy.compile(), strategy)
 
 
 def cpu_machine(cluster: Cluster) -> CpuMachine:

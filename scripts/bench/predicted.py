@@ -36,7 +36,7 @@ def main() -> None:
             config.update_from_flattened_dict(DEFAULTS | {"mesh.data": 8, "batch_size": TOKENS // 1024})
             config.model.scan_layers = scan
             configs.override(config, overrides)
-            problem = make_problem(config, target)
+            problem = make_problem(config, target.cluster)
             plan = strategies.plan(config, problem, target.cluster)
             time = predict(strategies.build(plan, problem, target.devices).compile(), target.cluster)
             rate = TOKENS / time.seconds

@@ -33,7 +33,6 @@ from jaxpar.analysis.planner.machine import GpuMachine
 from jaxpar.cluster_file import find_named
 from jaxpar.command_line import Parser
 from jaxpar.errors import exit_code
-from jaxpar.target import Target, memory_fraction
 from scripts.bench.vocabulary import DEFAULTS, WORDS, make_problem
 
 LLAMA: dict[str, Any] = {"model.norm": "rmsnorm", "model.activation": "swiglu", "model.positions": "rotary"}
@@ -148,7 +147,7 @@ def predicted_rate(row: Published) -> float:
         | dict(model.others or {"model.max_length": model.tokens})
         | dict(row.exchange)
     )
-    problem = make_problem(config, Target(cluster, [], memory_fraction()), words=model.words, length=model.tokens)
+    problem = make_problem(config, cluster, words=model.words, length=model.tokens)
     assert cluster.memory_bytes is not None
     layers_of = TracedLayers(problem._replace(accumulation_steps=1), cluster)
     space = search.Space(config, problem, layers_of, GpuMachine(cluster), cluster.memory_bytes)

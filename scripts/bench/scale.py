@@ -24,7 +24,7 @@ from jaxpar.cluster_file import find_named
 from jaxpar.command_line import Parser
 from jaxpar.errors import exit_code, format_bytes
 from jaxpar.measure.flops import forward_flops
-from jaxpar.target import Target, memory_fraction
+from jaxpar.target import memory_fraction
 from scripts.bench.vocabulary import DEFAULTS, make_problem
 
 TOKENS, TEXTS = 2048, 2048
@@ -87,7 +87,7 @@ def planned(sizes: tuple[int, int, int], number: int) -> tuple[search.Candidate,
             "batch_size": max(TEXTS, number),
         }
     )
-    problem = make_problem(config, Target(cluster, [], memory_fraction()))
+    problem = make_problem(config, cluster)
     assert cluster.memory_bytes is not None
     usable = memory_fraction() * cluster.memory_bytes
     space = search.Space(config, problem, TracedLayers(problem, cluster), GpuMachine(cluster), usable)

@@ -17,6 +17,7 @@ import numpy as np
 from jaxpar import config as configs
 from jaxpar import models, optimizer, strategies, tasks
 from jaxpar.analysis import audit
+from jaxpar.cluster import Cluster
 from jaxpar.command_line import Parser
 from jaxpar.data import DataInfo
 from jaxpar.errors import exit_code, format_bytes
@@ -37,12 +38,12 @@ DEFAULTS = {
 }
 
 
-def make_problem(config: Any, target: Target, *, words: int = WORDS, length: int | None = None) -> Problem:
+def make_problem(config: Any, cluster: Cluster, *, words: int = WORDS, length: int | None = None) -> Problem:
     """Return the problem of a config on texts of one length.
 
     Args:
       config: the config.
-      target: the GPUs.
+      cluster: the GPUs.
       words: the size of the vocabulary.
       length: tokens of a text; None: as many as the model has positions.
     """
@@ -52,7 +53,7 @@ def make_problem(config: Any, target: Target, *, words: int = WORDS, length: int
     batch = {name: jax.ShapeDtypeStruct((config.batch_size, length), dtype) for name, dtype in dtypes.items()}
     batch["index"] = jax.ShapeDtypeStruct((config.batch_size,), np.int32)
     made = optimizer.make_optimizer(config, optimizer.build_schedule(config, NUM_STEPS))
-    model, task = models.build(config, info, target.cluster), tasks.find_task(config)
+    model, task = models.build(config, info, cluster), tasks.find_task(config)
     return Problem(model, made, config.optimizer.accumulation_steps, batch, NUM_STEPS, task)
 
 
@@ -65,8 +66,8 @@ def with_whole_logits(problem: Problem) -> Problem:
 def temporary_bytes(config: Any, problem: Problem, target: Target) -> int:
     """Return the bytes of the temporary arrays of the step on a GPU."""
     plan = strategies.plan(config, problem, target.cluster)
-    programs = strategies.build(plan, problem, target.devices).compile()
-    return audit.needed_bytes(programs, plan)["temporary arrays"]
+    strategy = strategies.build(plan, problem, target.devices)
+    return audit.needed_bytes(strategy.compile(), strategy)["temporary arrays"]
 
 
 def main() -> None:
@@ -78,7 +79,7 @@ def main() -> None:
     config.update_from_flattened_dict(DEFAULTS)
     configs.override(config, overrides)
     target = find_target(arguments.target)
-    problem = make_problem(config, target)
+    problem = make_problem(config, target.cluster)
     in_chunks = temporary_bytes(config, problem, target)
     at_once = temporary_bytes(config, with_whole_logits(problem), target)
     print(

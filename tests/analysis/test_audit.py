@@ -492,3 +492,23 @@ def test_the_script_reports_a_mistake_in_one_line(
     assert captured.out == ""
     assert len(captured.err.splitlines()) == 1
     assert message in captured.err
+
+
+NEEDED: dict[str, tuple[tuple[str, ...], float]] = {  # state that the first program does not read, in parameters
+    "ddp": (replicated("ddp"), 0),
+    "dp": (replicated("dp"), 2),  # the moments of Adam, while the master computes a gradient
+    # The same on the server, which adds up the gradients of an update.
+    "sync": (("--config.strategy=async_data_parallel", "--config.asynchronous.policy=sync"), 2 + 1),
+    "swarm": (("--config.strategy=swarm", "--config.swarm.stages=1"), 2),
+}
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_state_that_a_program_does_not_read(name: str) -> None:
+    """It is in memory all the same. The first program of a step computes a gradient, or a stage's outputs."""
+    overrides, number = NEEDED[name]
+    strategy, size = make(ADAM, WIDE, "--config.mesh.data=4", *overrides), number_of_parameters(ADAM, WIDE)
+    needed = audit.needed_bytes(strategy.compile()[:1], strategy)
+    assert needed["other state"] == pytest.approx(4 * number * size, rel=1e-4)
+    read = (1 if number else 3) * 4 * size
+    assert needed["arguments"] == pytest.approx(read, rel=0.02)

@@ -36,7 +36,8 @@ def auto_config(folder: Path, *overrides: str) -> ConfigDict:
 
 def absent(number: int, memory_bytes: float = 80e9) -> Target:
     """Return GPUs to choose for, on which nothing is compiled."""
-    return Target(replace(clusters.named_cluster("h100", number), memory_bytes=memory_bytes), [], 1.0)
+    cluster = replace(clusters.named_cluster("h100", number), memory_bytes=memory_bytes)
+    return Target(cluster, [], memory_bytes, memory_bytes)
 
 
 def test_other_strategies_are_unchanged(folder: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from jaxpar.analysis.schedule import schedule_of
 from jaxpar.analysis.step_time import NOTHING, predict
 from jaxpar.cluster import named_cluster
 from jaxpar.config import default_config
-from scripts.audit import describe, format_findings, format_program
+from scripts.audit import describe, format_findings, format_program, format_programs
 from tests.analysis.test_schedule import TEXT, program
 from tests.analysis.test_step_time import cluster
 
@@ -43,8 +43,8 @@ def test_every_kind() -> None:
     assert text["float32"] == "4.8% of the FLOPs are products of float32 arrays in jit(step)/branch"
     assert text["copies"] == "10 copies of large arrays in loops, of 41.9 MB, 98.7 ms"
     assert re.fullmatch(r"the GPU waits [\d.]+ ms for 5 all-reduces in loops", text["exposed in a loop"])
-    assert re.fullmatch(r"the GPU waits [\d.]+ ms for 1 all-reduces", text["exposed"])
-    assert text["synchronization"] == "the host waits for the GPU 1 times"
+    assert re.fullmatch(r"the GPU waits [\d.]+ ms for 1 all-reduce", text["exposed"])
+    assert text["synchronization"] == "the host waits for the GPU once"
     assert text["recomputation"] == "the products have 1.20 times the FLOPs of both passes of the model"
     lines = format_findings([one._asdict() for one in found.values()])
     assert [line.partition(":")[0] for line in lines] == ["finding"] * 5 + ["normal"]
@@ -98,9 +98,51 @@ def test_format_program() -> None:
     assert float(reduced[6]) == float(reduced[7]) > 0  # ms in five iterations, all exposed
     assert "matrix products: 15 of bfloat16, 1 of float32; attention kernels: none" in text
     assert "    of float32: jit(step)/branch" in text
-    assert text.endswith("copies of 1 MiB or more in loops: 10 (41.9 MB); the host waits for the GPU: 1 times")
+    assert text.endswith("copies of 1 MiB or more in loops: 10 (41.9 MB); the host waits for the GPU: once")
     unknown = format_program(describe(schedule_of(compiled), NOTHING))
     assert all(line.split()[-1] == "0" for line in unknown if line.startswith("all-reduce"))  # without times
+
+
+def test_many_small_collectives() -> None:
+    """Four permutes of 4 KB between two GPUs, 8 us each, are as much a finding as one large collective."""
+    sends = "".join(
+        f"  %s.{n} = f32[1000]{{0}} collective-permute(%x), source_target_pairs={{{{0,1}},{{1,0}}}}\n" for n in range(4)
+    )
+    kernel = "  ROOT %y = f32[{0}]{{0}} negate(%x)\n"
+    before = "HloModule jit_step\n\nENTRY %main (x: f32[1000]) -> f32[1000] {\n  %x = f32[1000]{0} parameter(0)\n"
+
+    def of(size: int) -> list[Finding]:
+        compiled = program(f"{before}{sends}{kernel.format(size)}}}\n")
+        gpus = cluster(num_processes=1)
+        return findings.find(
+            [schedule_of(compiled)], [predict([compiled], gpus)], gpus, {}, dtype="float32", model_flops=1
+        )
+
+    assert of(1000) == [Finding("exposed", "the GPU waits 0.032 ms for 4 collective-permutes")]
+    assert of(1_000_000) == []  # the step takes 4.7 ms
+
+
+def test_copies_without_a_known_rate() -> None:
+    """On GPUs of an unknown kind, all copies in loops are findings, without a time."""
+    gpus = cluster(num_processes=1, memory_bandwidth=None)
+    found = findings.find([schedule_of(program(ALL))], [NOTHING], gpus, {}, dtype="float32", model_flops=PRODUCTS)
+    assert [one.text for one in found if one.kind == "copies"] == [
+        "10 copies of large arrays in loops, of 41.9 MB",
+    ]
+
+
+def test_several_programs() -> None:
+    """Equal programs are printed once. Without knowing when each one runs, there are no totals."""
+    row = describe(schedule_of(program(ALL)), NOTHING)
+    assert row["name"] == "jit_step"
+    other, alone = row | {"name": "jit_update"}, [line for line in format_programs([row | {"devices": [0, 1]}]) if line]
+    assert alone == format_program(row)
+    lines = format_programs([row | {"devices": [3]}, row | {"devices": [1]}, other | {"devices": [0]}])
+    assert [line for line in lines if line.startswith("program ")] == [
+        "program jit_step on devices 1, 3",
+        "program jit_update on device 0",
+    ]
+    assert lines[-1].endswith("no totals and findings.")
 
 
 def test_small_parts_are_no_findings() -> None:

@@ -62,7 +62,7 @@ def test_any_growing_need(sizes: list[int], data: st.DataObject) -> None:
     assert len(set(tried)) == len(tried)
 
 
-H100 = Target(cluster.named_cluster("h100", 8), [], 0.75)
+H100 = Target(cluster.named_cluster("h100", 8), [], 80e9, 60e9)
 
 
 @pytest.mark.parametrize(

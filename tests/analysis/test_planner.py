@@ -42,6 +42,7 @@ from jaxpar.pipeline.tables.simulate import Times, lockstep
 from jaxpar.plan import Traffic
 from jaxpar.state import nbytes
 from jaxpar.step import Problem
+from jaxpar.target import Target
 from scripts import plan as script
 from tests.runs import run_script
 
@@ -94,6 +95,15 @@ def test_collectives(axis: str, axes: dict[str, int], size: int, rate: float, ho
     sent = Traffic("all-reduce", "float32", axis, 1e9, 3 * 2 * (size - 1))  # of three vectors
     expected = 1e9 / rate + 3 * math.log2(size) * HOP_SECONDS[hop]
     assert GPUS.collective(sent, axes) == pytest.approx(expected)
+
+
+def test_neighbours_send_over_one_network_card() -> None:
+    """100 MB from the last stage of a host to the first one of the next: one 50 GB/s card at 0.8, and one hop."""
+    sent = Traffic("collective-permute", "float32", STAGE, 100e6, 1)
+    assert GPUS.collective(sent, {DATA: 1, STAGE: 16}) == pytest.approx(100e6 / 40e9 + 1e-5)
+    ring = sent._replace(axis=DATA)
+    assert GPUS.collective(ring, {DATA: 16, STAGE: 1}) == pytest.approx(100e6 / 40e9 + 1e-5)
+    assert GPUS.collective(sent, {DATA: 2, STAGE: 8}) == pytest.approx(100e6 / HOST + 3e-6)
 
 
 def test_groups_within_a_host_do_not_cross_the_network() -> None:
@@ -420,18 +430,18 @@ def test_compiled_candidates_are_corrected(
     """A candidate that does not fit according to the compiler is not written, and comes after those that fit."""
 
     def verified(found: list[search.Candidate], number: int, space: search.Space, target: Any) -> list[Any]:
-        assert (number, target) == (1, "target")
+        assert (number, target.usable_bytes, space.usable_bytes) == (1, 50e9, 50e9)
         large = found[0]._replace(costs=found[0].costs._replace(nbytes=2 * space.usable_bytes), fits=False)
         return [script.Verified(found[0], large, 0.5)]
 
     monkeypatch.setattr(script, "verified", verified)
-    monkeypatch.setattr(script, "find_target", lambda *_: "target")
+    monkeypatch.setattr(script, "find_target", lambda *_: Target(H100, [], 70e9, 50e9))
     monkeypatch.setattr(script, "cluster_of", lambda *_: H100)
     out, config = tmp_path / "best.py", ("--config=configs/quickstart.py", "--config.data.source=synthetic")
     assert run_script(monkeypatch, script, *config, "--cluster=h100:4x8", "--verify=1", f"--out={out}", "--json") == 0
     listed = json.loads(capsys.readouterr().out)
     assert listed[0]["fits"]
-    assert [one["bytes"] for one in listed if not one["fits"]] == [2 * 60e9]
+    assert [one["bytes"] for one in listed if not one["fits"]] == [2 * 50e9]
     assert configs.keys(configs.load_config(str(out)))["exchange"] == listed[0]["settings"].get("exchange", "ddp")
 
 

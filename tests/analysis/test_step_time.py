@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxpar import config as configs
 from jaxpar.analysis import step_time
-from jaxpar.analysis.rates import EFFICIENCY, HOP_SECONDS, LAUNCH_SECONDS
-from jaxpar.analysis.step_time import Part, predict, short_source
+from jaxpar.analysis.rates import EFFICIENCY, HOP_SECONDS, LAUNCH_SECONDS, refuse_rates
+from jaxpar.analysis.step_time import Part, predict, refuse_step, short_source
 from jaxpar.cluster import Cluster
-from jaxpar.errors import UserError
+from jaxpar.errors import UserError, accepted
 from jaxpar.pipeline.executor.branches import DeviceBranches
 
 META = 'metadata={op_name="jit(step)/%s"}'
@@ -72,6 +73,20 @@ def test_links(groups: str, size: int, rate: float, hop: str) -> None:
     assert found.seconds == found.exposed == pytest.approx(all_reduce(4, size, rate, hop))
 
 
+@pytest.mark.parametrize(
+    ("pairs", "seconds"),
+    [
+        ("{{0,1},{1,2},{2,3},{3,0}}", 4e3 / 0.8e9 + 3e-6),  # within a host
+        ("{{0,1},{1,2},{2,3},{3,4},{4,5},{5,6},{6,7}}", 4e3 / 0.8e8 + 1e-5),  # the pair 3, 4 has one network card
+        ("{{0,4},{1,5},{2,6},{3,7}}", 4e3 / 0.8e8 + 1e-5),  # each pair has its own
+    ],
+)
+def test_transfers_between_pairs(pairs: str, seconds: float) -> None:
+    """A permute is one hop, and what a GPU sends to another host crosses its own network card alone."""
+    found = time_of(f"ROOT %y = f32[1000]{{0}} collective-permute(%x), source_target_pairs={pairs}")
+    assert found.seconds == pytest.approx(seconds)
+
+
 @pytest.mark.parametrize("kernels", [0, 1, 40])
 def test_overlap(kernels: int) -> None:
     """Two collectives run one after the other. The time that kernels between start and end do not hide is exposed."""
@@ -126,7 +141,7 @@ def test_a_clock_lasts_as_long_as_its_slowest_device() -> None:
     ("changes", "message"),
     [
         ({"send_rates": {}}, "the GPU is 'A GPU', whose file has no links; it must have them to predict times"),
-        ({"peak_flops": {}}, "the GPU is 'A GPU', whose peak FLOP/s are unknown; it must be in a cluster file"),
+        ({"peak_flops": {}}, "the GPU is 'A GPU', whose peak FLOP/s are unknown; its file, or a cluster file, must"),
     ],
 )
 def test_unknown_rates(changes: dict[str, Any], message: str) -> None:
@@ -135,8 +150,39 @@ def test_unknown_rates(changes: dict[str, Any], message: str) -> None:
         time_of(line + "lhs_contracting_dims={0}", **changes)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("strategy=swarm",),
+            "config.strategy is 'swarm'; it must be one of single, data_parallel, pipeline to predict",
+        ),
+        (("strategy=async_data_parallel",), "config.strategy is 'async_data_parallel'; it must be one of single,"),
+        (("exchange=dp",), "config.exchange is 'dp'; it must be another one to predict the time of a step, because"),
+        (("exchange=zero1", "exchange_options.offload=True"), "config.exchange_options.offload is True; it must be"),
+    ],
+)
+def test_steps_that_are_not_one_program(overrides: tuple[str, ...], message: str) -> None:
+    """Programs run at the same time or several times, and the host copies: the sum of the programs is no time."""
+    config = configs.default_config()
+    assert not list(refuse_step(config))
+    configs.override(config, [f"--config.{one}" for one in overrides])
+    with pytest.raises(UserError, match=re.escape(message)):
+        accepted(refuse_step(config))
+
+
 def test_sources() -> None:
     source = "jit(step)/shard_map/transpose(jvp())/while/body/closed_call/block/mlp/nv,nd->vd/dot_general"
     assert short_source(source) == "block/mlp/nv,nd->vd/dot_general"
     assert short_source("jit(step)/transpose(jvp(loss))/add") == "loss/add"
     assert step_time.NOTHING.seconds == 0
+    of_xla = time_of("%copy.12 = f32[100,10]{0,1} copy(%x)\n  ROOT %copy.3 = f32[100,10]{0,1} copy(%copy.12)")
+    assert list(of_xla.parts) == [Part("kernel", "copy f32[100,10]")]  # both, instead of `?`
+
+
+def test_unknown_memory() -> None:
+    """GPUs of this machine of a kind without a file have no known bandwidth."""
+    assert not list(refuse_rates(cluster()))
+    message = "the GPU is 'A GPU', whose memory bandwidth is unknown; it must be one of a kind with a file"
+    with pytest.raises(UserError, match=re.escape(message)):
+        accepted(refuse_rates(cluster(memory_bandwidth=None)))

@@ -3,16 +3,17 @@
 import math
 from collections.abc import Mapping
 from functools import cache
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from jaxpar.analysis.audit import PERMUTE
 from jaxpar.analysis.rates import collective_seconds, hop_seconds, launch_seconds, memory_seconds, send_rate
 from jaxpar.cluster import Cluster
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.plan import Traffic
 
-ONE_HOP = "collective-permute"
 # Messages of a ring algorithm in a collective of n devices.
 MESSAGES = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1, "all-to-all": 1}  # times n - 1
 KERNEL_REPEATS = 2.0  # updates compiled for H100s move 1.8 to 2.4 times the bytes, as several kernels read an array
@@ -66,7 +67,7 @@ class Machine(Protocol):
 
 def num_hops(kind: str, size: int) -> int:
     """Return the number of messages that follow each other in a collective of `size` devices."""
-    return 1 if kind == ONE_HOP else math.ceil(math.log2(size))
+    return 1 if kind == PERMUTE else math.ceil(math.log2(size))
 
 
 def num_collectives(sent: Traffic, size: int) -> float:
@@ -111,6 +112,8 @@ class GpuMachine(NamedTuple):
         if size == 1:
             return 0.0
         number, hops = num_collectives(sent, size), num_hops(sent.kind, size)
+        if sent.kind == PERMUTE:  # between neighbours
+            within = tuple(pair for group in within for pair in pairwise(group))
         return collective_seconds(self.cluster, within, sent.nbytes, number, hops=hops)
 
     def started(self, num_devices: int) -> float:
