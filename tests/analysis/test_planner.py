@@ -445,6 +445,14 @@ def test_compiled_candidates_are_corrected(
     assert configs.keys(configs.load_config(str(out)))["exchange"] == listed[0]["settings"].get("exchange", "ddp")
 
 
+def test_steps_without_a_predicted_time(found: list[search.Candidate]) -> None:
+    """The time of `dp` is that of the planner alone: its programs lack the copies between devices."""
+    one = next(one for one in found if one.name == "dp")
+    line = str(script.Verified(one, one, None))
+    assert line.endswith(f"; not predicted from programs (predicted {one.costs.seconds * 1e3:.3g} ms)")
+    assert str(script.Verified(one, one, 0.25)).endswith(f"; 250 ms (predicted {one.costs.seconds * 1e3:.3g} ms)")
+
+
 def test_the_path_of_a_config_is_absolute(
     found: list[search.Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
