@@ -505,7 +505,7 @@ NEEDED: dict[str, tuple[tuple[str, ...], float]] = {  # state that the first pro
 
 @pytest.mark.parametrize("name", NEEDED)
 def test_state_that_a_program_does_not_read(name: str) -> None:
-    """It is in memory all the same. The first program of a step computes a gradient, or a stage's outputs."""
+    """The first program of a step computes a gradient or a stage's outputs; other state is in memory as well."""
     overrides, number = NEEDED[name]
     strategy, size = make(ADAM, WIDE, "--config.mesh.data=4", *overrides), number_of_parameters(ADAM, WIDE)
     needed = audit.needed_bytes(strategy.compile()[:1], strategy)
