@@ -215,7 +215,7 @@ def describe(
         lines.append("Your config is in the last row of the second table.")
         possible.append(own._replace(name=f"your config: {own.name}"))
     elif own is not None:
-        lines.append("Your config: " + (own if isinstance(own, str) else report.explain_own(own, best, work)))
+        lines.append("Your config: " + (own if isinstance(own, str) else report.explain_own(own, best, work, each)))
     lines += [
         "",
         "The first one:",

@@ -21,6 +21,7 @@ from jaxpar.analysis.planner.layers import LayerMemory, TracedLayers, narrowed_b
 from jaxpar.analysis.planner.machine import CpuMachine, GpuMachine
 from jaxpar.analysis.planner.predict import (
     StateBytes,
+    StepCosts,
     UpdateBytes,
     activation_bytes,
     clock_seconds,
@@ -399,6 +400,21 @@ def test_clusters(tmp_path: Path) -> None:
     assert len(shipped) >= 5
     assert all(clusters_of(str(each)).num_devices > 1 for each in shipped)
     assert clusters_of("configs/clusters/8xv100_nvlink.toml").memory_bytes == 16e9  # not the 32 GB of the other model
+
+
+def test_what_would_make_the_own_config_faster(space: search.Space) -> None:
+    """The settings in which the fastest candidate of the same strategy differs are named, with its time."""
+    work = report.work_of(space)
+    costs = StepCosts(1.0, 1.0, 0.0, 0.0, 0.0, 1e9)
+    best = search.Candidate("zero2", {"model.scan_layers": False}, costs, fits=True)
+    fast = best._replace(name="ddp", costs=costs._replace(seconds=1.1, compute=1.1))
+    own = search.Candidate(
+        "ddp", {"model.scan_layers": "auto", "model.remat": "none"}, costs._replace(seconds=1.5), fits=True
+    )
+    told = report.explain_own(own, best, work, [best, fast])
+    assert told.endswith("With config.model.scan_layers=False, it takes 10.0% longer.")
+    assert "ddp takes 50.0% longer" in told
+    assert "With" not in report.explain_own(fast, best, work, [best, fast])
 
 
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,11 +144,20 @@ def explain(candidate: Candidate, best: Candidate, workload: StepWork) -> str:
     return f"{candidate.name} takes {slower:.1%} longer: {what[worst]} takes {here} instead of {there}; {needs}."
 
 
-def explain_own(own: Candidate, best: Candidate, workload: StepWork) -> str:
-    """Return the sentence of `explain` for the user's own choice, with its options."""
+def explain_own(own: Candidate, best: Candidate, workload: StepWork, others: Sequence[Candidate] = ()) -> str:
+    """Return the sentence of `explain` for the user's own choice, with its options, and what would make it faster.
+
+    others: the fastest candidate of each strategy.
+    """
     named = own._replace(name=own.name + details(own.settings))
     same = own.name == best.name and details(own.settings) == details(best.settings)
-    return explain(named, named if same else best, workload)
+    text = explain(named, named if same else best, workload)
+    for faster in (one for one in others if one.name == own.name and one.costs.seconds < own.costs.seconds):
+        settings = {**DEFAULTS_OF_CHOICES, **faster.settings}
+        changed = [f"config.{key}={settings[key]}" for key, value in own.settings.items() if settings[key] != value]
+        slower = faster.costs.seconds / best.costs.seconds - 1
+        text += f" With {' and '.join(changed)}, it takes {slower:.1%} longer." if changed else ""
+    return text
 
 
 def config_file(name: str, overrides: Sequence[str], candidate: Candidate, cluster: str) -> str:

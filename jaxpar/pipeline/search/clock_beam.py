@@ -143,7 +143,8 @@ class ClockBeam:
         """Return the beam: the fastest partial table of equal counts, and of these the ones with low estimates."""
         merged = PartialTables(*map(np.concatenate, zip(*beam, strict=True)))
         merged = merged.select(self._fastest(merged))
-        return merged.select(np.argsort(merged.estimate, kind="stable")[: self._width])
+        num_known = int((merged.estimate == -np.inf).sum())  # in addition to the width, so that they displace no other
+        return merged.select(np.argsort(merged.estimate, kind="stable")[: num_known + self._width])
 
     def _fastest(self, tables: PartialTables) -> np.ndarray:
         """Return the index of the fastest partial table of each group with equal counts."""
@@ -206,8 +207,21 @@ class ClockBeam:
             forward + backward + weight,
             np.where(b < m, forward + backward + self._drain, 0),
             np.where(f < m, forward + self._way_back, 0),
+            self._occupied(counts),
         )
         result: np.ndarray = np.max(bounds, axis=0)
+        return result
+
+    def _occupied(self, counts: np.ndarray) -> np.ndarray:
+        """Return a lower bound for the time until the end, by the device whose memory it follows from, [n, device].
+
+        A microbatch is in the memory of a device from its F to its W there, and meanwhile no two of its F and B run at
+        the same time, on this device and the later ones. This work, divided by the microbatches that fit, takes time.
+        """
+        left = (self._problem.num_microbatches - counts) * self._times
+        passes = left[:, :2].sum(axis=1)
+        weights = left[:, 2] if self._problem.weight_memory == 1 else 0
+        result: np.ndarray = (passes[:, ::-1].cumsum(axis=1)[:, ::-1] + weights) / int(self._problem.memory + 1e-6)
         return result
 
 
