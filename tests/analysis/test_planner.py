@@ -259,15 +259,24 @@ def test_divisors() -> None:
 def test_options_of_the_user(space: search.Space) -> None:
     """An option counts for the exchanges that have it; with strategy auto, the others are not compared."""
     config = copy.deepcopy(space.config)
-    config.exchange_options.wire_dtype = "bfloat16"
-    given = space._replace(config=config)
-    key = "exchange_options.wire_dtype"
+    config.exchange_options.algorithm = "psum"
+    given, key = space._replace(config=config), "exchange_options.algorithm"
     by_exchange = {one.settings.get("exchange"): one.settings[key] for one in search.candidates(given)}
-    assert by_exchange["ddp"] == by_exchange["horovod"] == "bfloat16"
+    assert by_exchange["ddp"] == by_exchange["horovod"] == "psum"
     assert by_exchange["zero1"] is None
-    kept = search.candidates(given._replace(kept={key: "bfloat16"}))
+    kept = search.candidates(given._replace(kept={key: "psum"}))
     assert "ddp" in {one.settings.get("exchange") for one in kept}
     assert "zero1" not in {one.settings.get("exchange") for one in kept}
+
+
+def test_options_that_no_candidate_has(space: search.Space) -> None:
+    """Lossy options are not ranked, and groups must divide the replicas."""
+    config = copy.deepcopy(space.config)
+    config.exchange_options.wire_dtype, config.exchange_options.group = "bfloat16", 4
+    for one in search.candidates(space._replace(config=config)):
+        assert one.settings["exchange_options.wire_dtype"] is None
+        group = one.settings["exchange_options.group"]
+        assert group is None or one.settings["mesh.data"] % group == 0, one.name
 
 
 def test_values_that_are_kept(space: search.Space) -> None:

@@ -32,7 +32,7 @@ from jaxpar.analysis.planner.updates import exchange_bytes, update_bytes
 from jaxpar.exchange.around import NODE, layer_message_bytes
 from jaxpar.exchange.presets import EXCHANGES, exchange_differs
 from jaxpar.exchange.reduce import ring_traffic
-from jaxpar.exchange.settings import options as exchange_options
+from jaxpar.exchange.settings import obstacle
 from jaxpar.layout import SHARDED
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.pipeline.executor.partition import balanced
@@ -167,10 +167,18 @@ def divisors(number: int) -> list[int]:
     ]
 
 
-def options_of(space: Space, exchange: str) -> dict[str, Any]:
-    """Return the settings of the options that the config sets: kept ones, and None for those that it does not have."""
-    has = exchange_options(exchange) if exchange else {}
-    return {f"{OPTIONS}{name}": value if name in has else None for name, value in given(space.config).items()}
+def options_of(space: Space, exchange: str, num_replicas: int) -> dict[str, Any]:
+    """Return the settings of the options that the config sets; None for those that the exchange cannot have.
+
+    These are options of other exchanges, those that are impossible with this number of replicas, and lossy ones.
+    """
+
+    def possible(name: str, value: Any) -> bool:
+        options = {name: value}
+        is_exact = num_replicas > 1 and not exchange_differs(exchange, options, num_replicas)
+        return is_exact and obstacle(exchange, num_replicas, options) is None
+
+    return {f"{OPTIONS}{name}": value if possible(name, value) else None for name, value in given(space.config).items()}
 
 
 # ---- replicas -------------------------------------------------------------------------------------------------------
@@ -180,7 +188,7 @@ def _of_replicas(space: Space) -> Iterator[Candidate]:
     """Yield, for each exchange, remat and form of the layers, the smallest accumulation that fits; else the largest."""
     n, batch = space.num_devices, space.config.batch_size
     if n == 1:
-        of_single = {"strategy": "single", "mesh.data": 1, **options_of(space, "")}
+        of_single = {"strategy": "single", "mesh.data": 1, **options_of(space, "ddp", 1)}
         exchanges: list[tuple[str, Settings]] = [("single", of_single)]
     else:
         is_zero3 = space.machine.cluster.num_processes == 1 and GROUP not in space.kept  # hsdp in one group
@@ -217,7 +225,7 @@ def _exchange_settings(name: str, space: Space) -> Settings:
         settings[GROUP] = cluster.num_devices // cluster.num_processes
     if IMPLEMENTATION in space.kept:
         settings[IMPLEMENTATION] = space.kept[IMPLEMENTATION]
-    return settings | options_of(space, name)
+    return settings | options_of(space, name, space.num_devices)
 
 
 def plan_of(space: Space, settings: Settings) -> Plan[Any] | str:
@@ -398,7 +406,7 @@ def pipeline_candidate(
         "pipeline.num_chunks": table.num_chunks,
         "pipeline.remat": remat,
         "pipeline.partition": cuts,
-        **options_of(space, "ddp"),
+        **options_of(space, "ddp", replicas),
     }
     name = f"{schedule}, {table.num_devices} stages" + (f" x {replicas} replicas" if replicas > 1 else "")
     return Candidate(name, settings, costs, costs.nbytes <= space.usable_bytes)
