@@ -36,7 +36,7 @@ from ml_collections import ConfigDict
 
 from jaxpar import cluster as clusters
 from jaxpar import files, mesh, strategies
-from jaxpar.analysis.planner.search import Candidate, Space, StateRatios, state_ratios
+from jaxpar.analysis.planner.candidates import Candidate, Space, StateRatios, state_ratios
 from jaxpar.analysis.planner.unranked import predicted as predicted_for
 from jaxpar.checkpoint import ledger
 from jaxpar.cluster import Cluster

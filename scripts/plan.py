@@ -42,8 +42,8 @@ from jaxpar import data, mesh, strategies
 from jaxpar.analysis import audit, step_time
 from jaxpar.analysis.planner import report, search
 from jaxpar.analysis.planner.auto import AUTO_STRATEGY, check_kept, kept_settings, no_candidate
+from jaxpar.analysis.planner.candidates import Candidate, Settings, Space, ranked, state_ratios, with_settings
 from jaxpar.analysis.planner.measured_rates import describe_rates, measured_cluster
-from jaxpar.analysis.planner.search import Candidate, Settings, Space, with_settings
 from jaxpar.analysis.planner.spaces import cpu_space, gpu_space, load_problem
 from jaxpar.analysis.planner.unranked import UnrankedCandidate, predicted, unranked
 from jaxpar.cluster import Cluster
@@ -93,9 +93,9 @@ def main() -> None:
         raise no_candidate(space)
     compiled = verified(found, arguments.verify, space, target) if target else []
     corrected = {id(one.predicted): one.corrected for one in compiled}
-    found = search.ranked(corrected.get(id(one), one) for one in found)
+    found = ranked(corrected.get(id(one), one) for one in found)
     work = report.work_of(space)
-    ratios = search.state_ratios(space.problem)
+    ratios = state_ratios(space.problem)
     others = unranked(space, ratios)
     if arguments.json:
         listed = [report.as_json(one, work) for one in found]

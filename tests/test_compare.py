@@ -20,7 +20,7 @@ import pytest
 
 from jaxpar import cluster, files, strategies
 from jaxpar import config as configs
-from jaxpar.analysis.planner.search import Candidate, state_ratios
+from jaxpar.analysis.planner.candidates import Candidate, state_ratios
 from jaxpar.analysis.planner.unranked import UnrankedCandidate, predicted
 from jaxpar.checkpoint.ledger import Ledger
 from jaxpar.errors import UserError

@@ -21,6 +21,7 @@ from jaxpar import config as configs
 from jaxpar import mesh, models, optimizer, strategies, tasks
 from jaxpar.analysis import audit
 from jaxpar.analysis.planner import search
+from jaxpar.analysis.planner.candidates import Space
 from jaxpar.analysis.planner.layers import TracedLayers
 from jaxpar.analysis.planner.machine import CpuMachine, GpuMachine, Machine
 from jaxpar.cluster import Cluster
@@ -128,7 +129,7 @@ def compare(
     plan: Any = strategies.plan(config, problem, cluster)
     rates = cluster if isinstance(machine, GpuMachine) else clusters.named_cluster("h100", DEVICES)  # not compared
     whole = make_problem(configured(case, ()), case, cluster)  # without rematerialization
-    space = search.Space(config, whole, TracedLayers(whole, rates), machine, usable_bytes=0)
+    space = Space(config, whole, TracedLayers(whole, rates), machine, usable_bytes=0)
     found = search.candidate_of_plan(space, config, plan)
     strategy = strategies.build(plan, problem, devices)
     return found.costs.nbytes, audit.needed_bytes(strategy.compile(), strategy)

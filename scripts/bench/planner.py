@@ -19,6 +19,7 @@ from jaxpar import config as configs
 from jaxpar import mesh, strategies
 from jaxpar.analysis.planner import search
 from jaxpar.analysis.planner.calibrate import MeasuredLayers, calibrate
+from jaxpar.analysis.planner.candidates import Space
 from jaxpar.analysis.planner.machine import CpuMachine
 from jaxpar.command_line import Parser, integer
 from jaxpar.data import DataInfo
@@ -105,11 +106,11 @@ class Measured(NamedTuple):
     machine: CpuMachine
     layers: MeasuredLayers
 
-    def space(self, more: tuple[str, ...]) -> search.Space:
+    def space(self, more: tuple[str, ...]) -> Space:
         """Return the space of a config with these settings in addition."""
         config = text_config(self.size, self.length, (*self.settings, *more))
         problem = make_problem(config, self.info, self.batch)
-        return search.Space(config, problem, self.layers, self.machine, host_bytes())
+        return Space(config, problem, self.layers, self.machine, host_bytes())
 
 
 def texts(size: int, length: int) -> tuple[DataInfo, dict[str, np.ndarray]]:

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from jaxpar import config as configs
 from jaxpar import strategies
 from jaxpar.analysis.planner import search
+from jaxpar.analysis.planner.candidates import Space
 from jaxpar.analysis.planner.layers import TracedLayers
 from jaxpar.analysis.planner.machine import GpuMachine
 from jaxpar.cluster_file import find_named
@@ -150,7 +151,7 @@ def predicted_rate(row: Published) -> float:
     problem = make_problem(config, cluster, words=model.words, length=model.tokens)
     assert cluster.memory_bytes is not None
     layers_of = TracedLayers(problem._replace(accumulation_steps=1), cluster)
-    space = search.Space(config, problem, layers_of, GpuMachine(cluster), cluster.memory_bytes)
+    space = Space(config, problem, layers_of, GpuMachine(cluster), cluster.memory_bytes)
     plan = strategies.plan(config, problem, cluster)
     found = search.candidate_of_plan(space, config, plan)
     return config.batch_size * model.tokens / found.costs.seconds / cluster.num_devices

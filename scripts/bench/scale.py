@@ -18,6 +18,7 @@ from matplotlib import pyplot
 
 from jaxpar import config as configs
 from jaxpar.analysis.planner import report, search
+from jaxpar.analysis.planner.candidates import Candidate, Space
 from jaxpar.analysis.planner.layers import TracedLayers
 from jaxpar.analysis.planner.machine import GpuMachine
 from jaxpar.cluster_file import find_named
@@ -71,7 +72,7 @@ def main() -> None:
     figure.savefig(arguments.out, dpi=120)
 
 
-def planned(sizes: tuple[int, int, int], number: int) -> tuple[search.Candidate, report.StepWork]:
+def planned(sizes: tuple[int, int, int], number: int) -> tuple[Candidate, report.StepWork]:
     """Return the fastest candidate on this number of GPUs, and the work of a step."""
     cluster = find_named(f"h100:{number // 8}x8", "cluster")[1]
     config: Any = configs.default_config()
@@ -90,7 +91,7 @@ def planned(sizes: tuple[int, int, int], number: int) -> tuple[search.Candidate,
     problem = make_problem(config, cluster)
     assert cluster.memory_bytes is not None
     usable = memory_fraction() * cluster.memory_bytes
-    space = search.Space(config, problem, TracedLayers(problem, cluster), GpuMachine(cluster), usable)
+    space = Space(config, problem, TracedLayers(problem, cluster), GpuMachine(cluster), usable)
     flops = 3.0 * forward_flops(problem.model.apply, problem.model.shapes, dict(problem.batch))
     peak = cluster.peak_flops[config.model.dtype] * number
     work = report.StepWork(config.batch_size, config.batch_size * TOKENS, flops, peak, usable)

@@ -13,6 +13,7 @@ from jaxpar import config as configs
 from jaxpar import strategies, training
 from jaxpar.analysis.planner import auto, search
 from jaxpar.analysis.planner.auto import resolve_strategy
+from jaxpar.analysis.planner.candidates import Settings, Space
 from jaxpar.analysis.planner.spaces import gpu_space, load_problem
 from jaxpar.errors import UserError
 from jaxpar.target import Target
@@ -189,7 +190,7 @@ def test_a_run_keeps_its_choice(
     """A run resumes with the strategy that it chose, and on other devices with another choice and the same result."""
     numbers = []
 
-    def assumed(config: ConfigDict, loaded: Any, cluster: clusters.Cluster, kept: search.Settings) -> search.Space:
+    def assumed(config: ConfigDict, loaded: Any, cluster: clusters.Cluster, kept: Settings) -> Space:
         numbers.append(cluster.num_devices)
         return gpu_space(config, loaded.problem, clusters.named_cluster("h100", cluster.num_devices), 1e9, kept)
 

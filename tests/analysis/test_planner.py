@@ -17,6 +17,7 @@ from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import models, optimizer, strategies, tasks
 from jaxpar.analysis.planner import calibrate, report, search, updates
+from jaxpar.analysis.planner.candidates import MOST_DIVISORS, Candidate, Space, divisors, plan_of, with_settings
 from jaxpar.analysis.planner.layers import LayerMemory, TracedLayers, narrowed_bytes
 from jaxpar.analysis.planner.machine import CpuMachine, GpuMachine
 from jaxpar.analysis.planner.predict import (
@@ -30,6 +31,7 @@ from jaxpar.analysis.planner.predict import (
     sending_clocks,
     splits_backward,
 )
+from jaxpar.analysis.planner.replica_candidates import combined, update_of
 from jaxpar.analysis.rates import EFFICIENCY, HOP_SECONDS
 from jaxpar.cluster import Cluster
 from jaxpar.cluster_file import find_named
@@ -147,9 +149,9 @@ def test_exposed_communication() -> None:
 def test_xla_combines_all_reduces() -> None:
     """Eight replicas send 7/4 of the bytes: those of 50 arrays of 3 MiB in five messages, and a larger array alone."""
     sent = Traffic("all-reduce", "float32", DATA, 50 * 3 * 2**20 * 7 / 4, 50 * 14)
-    assert search.combined(sent, 8) == sent._replace(messages=5 * 14)
+    assert combined(sent, 8) == sent._replace(messages=5 * 14)
     large = Traffic("all-reduce", "float32", DATA, 2**30 * 7 / 4, 14)
-    assert search.combined(large, 8) == large
+    assert combined(large, 8) == large
 
 
 def test_steps_add_up() -> None:
@@ -182,10 +184,10 @@ def test_steps_add_up() -> None:
 @pytest.mark.parametrize(
     ("schedule", "remat"), [("1f1b", "none"), ("1f1b", "full"), ("gpipe", "none"), ("zb_h1", "none"), ("zb_v", "none")]
 )
-def test_stashes_are_those_of_the_engine(schedule: str, remat: str, space: search.Space) -> None:
+def test_stashes_are_those_of_the_engine(schedule: str, remat: str, space: Space) -> None:
     """The engine allocates what the planner predicts from the layers alone."""
     settings = {"strategy": "pipeline", "mesh.data": 4, "mesh.stage": 2, "pipeline.num_microbatches": 4}
-    plan = search.plan_of(space, {**settings, "pipeline.schedule": schedule, "pipeline.remat": remat})
+    plan = plan_of(space, {**settings, "pipeline.schedule": schedule, "pipeline.remat": remat})
     assert not isinstance(plan, str), plan
     table, bounds = plan.details.table, plan.details.stages.bounds
     layers = [one._replace(output_bytes=0) for one in space.layers.profile(16, remat)]
@@ -217,17 +219,17 @@ def test_the_update_of_a_pipeline_copies_its_state() -> None:
 
 
 @pytest.fixture(scope="module")
-def space() -> search.Space:
+def space() -> Space:
     """BERT with 6 layers on 8 H100s whose memory does not hold everything."""
     return small_space(clusters.named_cluster("h100", 8), usable=0.7e9)
 
 
-def small_space(cluster: Cluster, usable: float) -> search.Space:
+def small_space(cluster: Cluster, usable: float) -> Space:
     config = configs.default_config()
     settings = ("model.num_layers=6", "model.hidden_size=768", "model.num_heads=12", "batch_size=256")
     configs.override(config, [f"--config.{value}" for value in settings])
     problem = small_problem(config, cluster)
-    return search.Space(config, problem, TracedLayers(problem, cluster), GpuMachine(cluster), usable)
+    return Space(config, problem, TracedLayers(problem, cluster), GpuMachine(cluster), usable)
 
 
 def small_problem(config: ConfigDict, cluster: Cluster) -> Problem:
@@ -246,17 +248,17 @@ def small_problem(config: ConfigDict, cluster: Cluster) -> Problem:
 
 
 @pytest.fixture(scope="module")
-def found(space: search.Space) -> list[search.Candidate]:
+def found(space: Space) -> list[Candidate]:
     return search.candidates(space)
 
 
 def test_divisors() -> None:
-    assert search.divisors(27) == [1, 3, 9, 27]
-    assert len(search.divisors(5040)) == search.MOST_DIVISORS
-    assert {1, 5040} <= set(search.divisors(5040))
+    assert divisors(27) == [1, 3, 9, 27]
+    assert len(divisors(5040)) == MOST_DIVISORS
+    assert {1, 5040} <= set(divisors(5040))
 
 
-def test_options_of_the_user(space: search.Space) -> None:
+def test_options_of_the_user(space: Space) -> None:
     """An option counts for the exchanges that have it; with strategy auto, the others are not compared."""
     config = copy.deepcopy(space.config)
     config.exchange_options.algorithm = "psum"
@@ -269,7 +271,7 @@ def test_options_of_the_user(space: search.Space) -> None:
     assert "zero1" not in {one.settings.get("exchange") for one in kept}
 
 
-def test_options_that_no_candidate_has(space: search.Space) -> None:
+def test_options_that_no_candidate_has(space: Space) -> None:
     """Lossy options are not ranked, and groups must divide the replicas."""
     config = copy.deepcopy(space.config)
     config.exchange_options.wire_dtype, config.exchange_options.group = "bfloat16", 4
@@ -279,7 +281,7 @@ def test_options_that_no_candidate_has(space: search.Space) -> None:
         assert group is None or one.settings["mesh.data"] % group == 0, one.name
 
 
-def test_values_that_are_kept(space: search.Space) -> None:
+def test_values_that_are_kept(space: Space) -> None:
     for key, value in (("data_parallel.implementation", "shard_map"), ("exchange_options.group", 4)):
         config = copy.deepcopy(space.config)
         config.update_from_flattened_dict({key: value})
@@ -287,7 +289,7 @@ def test_values_that_are_kept(space: search.Space) -> None:
         assert {one.settings[key] for one in found} == {value}, key
 
 
-def test_the_fastest_that_fits_is_first(space: search.Space, found: list[search.Candidate]) -> None:
+def test_the_fastest_that_fits_is_first(space: Space, found: list[Candidate]) -> None:
     fitting = [one for one in found if one.fits]
     assert 10 < len(fitting) < len(found)
     assert all(one.costs.nbytes <= space.usable_bytes for one in fitting)
@@ -298,12 +300,12 @@ def test_the_fastest_that_fits_is_first(space: search.Space, found: list[search.
     assert not {"onebit_adam", "bagua_bytegrad"} & names  # they do not equal training on one device
 
 
-def test_candidates_are_planned_as_predicted(space: search.Space, found: list[search.Candidate]) -> None:
+def test_candidates_are_planned_as_predicted(space: Space, found: list[Candidate]) -> None:
     """The plan of a candidate's settings has the costs that were predicted without it."""
     wanted = ("zero2", "zero3", "1f1b, 4 stages x 2 replicas", "interleaved_1f1b, 2 stages x 4 replicas")
     each = {one.name: one for one in reversed(found)}
     for name in wanted:
-        config = search.with_settings(space.config, each[name].settings)
+        config = with_settings(space.config, each[name].settings)
         plan = strategies.possible(config, space.problem, space.machine.cluster)
         assert not isinstance(plan, str), plan
         again = search.candidate_of_plan(space, config, plan)
@@ -311,7 +313,7 @@ def test_candidates_are_planned_as_predicted(space: search.Space, found: list[se
         assert again.costs.nbytes == pytest.approx(each[name].costs.nbytes, rel=0.1), name
 
 
-def test_time_and_memory_follow_the_sizes(space: search.Space) -> None:
+def test_time_and_memory_follow_the_sizes(space: Space) -> None:
     for remat in ("none", "full"):
         few, many = (space.layers.profile(size, remat) for size in (8, 64))
         assert all(a.forward_s <= b.forward_s for a, b in zip(few, many, strict=True))
@@ -320,7 +322,7 @@ def test_time_and_memory_follow_the_sizes(space: search.Space) -> None:
     assert sum(one.backward_s for one in full) > 1.3 * sum(one.backward_s for one in none)
 
 
-def test_config_file(found: list[search.Candidate], tmp_path: Path) -> None:
+def test_config_file(found: list[Candidate], tmp_path: Path) -> None:
     """The file that is written can be loaded, and selects the candidate."""
     best = next(one for one in found if "stages" in one.name)
     path = tmp_path / "best.py"
@@ -332,7 +334,7 @@ def test_config_file(found: list[search.Candidate], tmp_path: Path) -> None:
     assert flat["num_epochs"] == 2.0  # that of the quickstart
 
 
-def test_explanations(found: list[search.Candidate]) -> None:
+def test_explanations(found: list[Candidate]) -> None:
     work = report.StepWork(256, 256 * 64, 1e15, 8e15, 0.7e9)
     best = found[0]
     assert re.match(
@@ -411,15 +413,13 @@ def test_clusters(tmp_path: Path) -> None:
     assert clusters_of("configs/clusters/8xv100_nvlink.toml").memory_bytes == 16e9  # not the 32 GB of the other model
 
 
-def test_what_would_make_the_own_config_faster(space: search.Space) -> None:
+def test_what_would_make_the_own_config_faster(space: Space) -> None:
     """The settings in which the fastest candidate of the same strategy differs are named, with its time."""
     work = report.work_of(space)
     costs = StepCosts(1.0, 1.0, 0.0, 0.0, 0.0, 1e9)
-    best = search.Candidate("zero2", {"model.scan_layers": False}, costs, fits=True)
+    best = Candidate("zero2", {"model.scan_layers": False}, costs, fits=True)
     fast = best._replace(name="ddp", costs=costs._replace(seconds=1.1, compute=1.1))
-    own = search.Candidate(
-        "ddp", {"model.scan_layers": "auto", "model.remat": "none"}, costs._replace(seconds=1.5), fits=True
-    )
+    own = Candidate("ddp", {"model.scan_layers": "auto", "model.remat": "none"}, costs._replace(seconds=1.5), fits=True)
     told = report.explain_own(own, best, work, [best, fast])
     assert told.endswith("With config.model.scan_layers=False, it takes 10.0% longer.")
     assert "ddp takes 50.0% longer" in told
@@ -454,7 +454,7 @@ def test_compiled_candidates_are_corrected(
 ) -> None:
     """A candidate that does not fit according to the compiler is not written, and comes after those that fit."""
 
-    def verified(found: list[search.Candidate], number: int, space: search.Space, target: Any) -> list[Any]:
+    def verified(found: list[Candidate], number: int, space: Space, target: Any) -> list[Any]:
         assert (number, target.usable_bytes, space.usable_bytes) == (1, 50e9, 50e9)
         large = found[0]._replace(costs=found[0].costs._replace(nbytes=2 * space.usable_bytes), fits=False)
         return [script.Verified(found[0], large, 0.5)]
@@ -470,7 +470,7 @@ def test_compiled_candidates_are_corrected(
     assert configs.keys(configs.load_config(str(out)))["exchange"] == listed[0]["settings"].get("exchange", "ddp")
 
 
-def test_steps_without_a_predicted_time(found: list[search.Candidate]) -> None:
+def test_steps_without_a_predicted_time(found: list[Candidate]) -> None:
     """The time of `dp` is that of the planner alone: its programs lack the copies between devices."""
     one = next(one for one in found if one.name == "dp")
     line = str(script.Verified(one, one, None))
@@ -479,7 +479,7 @@ def test_steps_without_a_predicted_time(found: list[search.Candidate]) -> None:
 
 
 def test_the_path_of_a_config_is_absolute(
-    found: list[search.Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    found: list[Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A config file that loads one of the user works in every folder."""
     (tmp_path / "mine.py").write_text((configs.config_folder() / "quickstart.py").read_text())
@@ -516,16 +516,16 @@ def test_mistakes(flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert MISTAKES[flag] in capsys.readouterr().err
 
 
-def test_updates(space: search.Space) -> None:
+def test_updates(space: Space) -> None:
     """An update of AdamW moves 8 times the bytes of the parameters; ZeRO moves an eighth of some of them."""
     params = nbytes(space.problem.model.shapes)
     whole = updates.update_bytes(space.problem) / params
     assert whole == pytest.approx(2 + 4 + 2, rel=0.01)  # parameters, two moments, gradients and their norm
     of_exchange = {}
     for name in ("ddp", "zero1", "zero3"):
-        plan = search.plan_of(space, {"strategy": "data_parallel", "exchange": name})
+        plan = plan_of(space, {"strategy": "data_parallel", "exchange": name})
         assert not isinstance(plan, str)
-        moved = search.update_of(space, plan)
+        moved = update_of(space, plan)
         of_exchange[name] = UpdateBytes(moved.exchange / params, moved.update / params)
     assert list(of_exchange["ddp"]) == pytest.approx([0.0, whole])
     assert [of_exchange[name].update for name in ("zero1", "zero3")] == pytest.approx([whole / 8] * 2, rel=0.05)

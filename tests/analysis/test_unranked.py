@@ -12,9 +12,9 @@ from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import strategies
 from jaxpar.analysis.planner import report
+from jaxpar.analysis.planner.candidates import Candidate, Space, state_ratios
 from jaxpar.analysis.planner.layers import LayerMemory
 from jaxpar.analysis.planner.machine import CpuMachine, GpuMachine, Machine
-from jaxpar.analysis.planner.search import Candidate, Space, state_ratios
 from jaxpar.analysis.planner.unranked import UnrankedCandidate, linked, predicted, unranked
 from jaxpar.analysis.rates import EFFICIENCY
 from jaxpar.cluster import Cluster

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from jaxpar import cluster, main, mesh
 from jaxpar import config as configs
 from jaxpar.analysis.planner.auto import AUTO_STRATEGY
-from jaxpar.analysis.planner.search import with_settings
+from jaxpar.analysis.planner.candidates import with_settings
 from jaxpar.errors import exit_code
 from jaxpar.run import build
 from tests.docs.prose import ROOT

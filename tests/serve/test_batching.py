@@ -37,7 +37,7 @@ def test_waiting_items_are_computed_together() -> None:
     async def test(doubler: Doubler) -> None:
         batcher = Batcher(doubler, largest=4, most_waiting=100, key=lambda number: number % 2)
         first = asyncio.create_task(batcher([100]))
-        await asyncio.sleep(0.05)  # its batch has begun
+        await asyncio.sleep(0.05)  # its batch has started
         others = [asyncio.create_task(batcher([number, number + 2])) for number in range(5)]
         await asyncio.sleep(0)
         assert batcher.num_waiting == 10

@@ -71,7 +71,7 @@ def test_texts_are_computed_together_and_the_shorter_one_ends_first() -> None:
             ended.append(token)
 
         reading = [asyncio.create_task(read(0, 1))]
-        await asyncio.sleep(0.05)  # its batch has begun
+        await asyncio.sleep(0.05)  # its batch has started
         reading += [asyncio.create_task(read(token, number)) for token, number in ((10, 5), (20, 2))]
         await asyncio.sleep(0.05)
         assert continuations.num_waiting == 2

@@ -16,7 +16,7 @@ from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import files, mesh, strategies
 from jaxpar.analysis.planner import report, search
-from jaxpar.analysis.planner.search import DEFAULTS_OF_CHOICES, OPTIONS, Candidate, Settings, Space, with_settings
+from jaxpar.analysis.planner.candidates import DEFAULTS_OF_CHOICES, OPTIONS, Candidate, Settings, Space, with_settings
 from jaxpar.analysis.planner.spaces import cpu_space, gpu_space, load_problem
 from jaxpar.cluster import Cluster
 from jaxpar.errors import UserError, accepted, check_choice, format_bytes, format_count

@@ -7,9 +7,9 @@ import jax
 from ml_collections import ConfigDict
 
 from jaxpar.analysis.planner.calibrate import MeasuredLayers, calibrate
+from jaxpar.analysis.planner.candidates import OPTIONS, Settings, Space, with_settings
 from jaxpar.analysis.planner.layers import TracedLayers
 from jaxpar.analysis.planner.machine import GpuMachine
-from jaxpar.analysis.planner.search import OPTIONS, Settings, Space, with_settings
 from jaxpar.cluster import Cluster
 from jaxpar.run import build
 from jaxpar.step import Problem

@@ -19,16 +19,10 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar import strategies
-from jaxpar.analysis.planner.gpu_memory import gpu_replica_bytes
-from jaxpar.analysis.planner.predict import StateBytes, StepCosts, UpdateBytes, replicas_costs
-from jaxpar.analysis.planner.search import (
-    Candidate,
-    Settings,
-    Space,
-    StateRatios,
-    candidate_of_plan,
-    with_settings,
-)
+from jaxpar.analysis.planner.candidates import Candidate, Settings, Space, StateRatios, with_settings
+from jaxpar.analysis.planner.predict import StateBytes, StepCosts, UpdateBytes
+from jaxpar.analysis.planner.replica_candidates import settings_of_replicas, step_costs
+from jaxpar.analysis.planner.search import candidate_of_plan
 from jaxpar.asynchronous import options as updates
 from jaxpar.asynchronous.contention import ServerTimes, simulate_contention
 from jaxpar.asynchronous.delays import compute_times, mean_compute_time
@@ -184,31 +178,15 @@ def step_seconds(table: UpdateTable, warm_up: int) -> float:
 
 def gradient_costs(space: Space, config: ConfigDict, num_workers: int, ratios: StateRatios) -> StepCosts:
     """Return the costs of a gradient of a worker, and of an update, on a device alone. Memory is without the state."""
-    remat, accumulation = config.model.remat, config.optimizer.accumulation_steps
-    size = config.batch_size // (num_workers * accumulation)
     params = float(nbytes(space.problem.model.shapes))
-    state, is_scanned = StateBytes(0.0, 0.0, params), config.model.scan_layers is not False and space.machine.overlaps
-    needed = gpu_replica_bytes(
-        space.layers,
-        space.problem.model,
-        state,
-        size,
-        remat,
-        is_scanned=is_scanned,
-        is_accumulated=accumulation > 1,
-        gathers_layers=False,
-    )
-    return replicas_costs(
-        space.layers.profile(size, remat),
-        space.machine,
+    return step_costs(
+        space,
         {DATA: 1, STAGE: 1},
-        accumulation,
+        config.batch_size // (num_workers * config.optimizer.accumulation_steps),
+        settings_of_replicas(config),
         (),
-        state,
+        StateBytes(0.0, 0.0, params),
         UpdateBytes(0.0, ratios.update * params),
-        needed,
-        is_scanned=is_scanned,
-        gathers_layers=False,
     )
 
 

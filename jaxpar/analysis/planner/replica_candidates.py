@@ -1,0 +1,230 @@
+"""Candidates without stages: `single`, and data parallelism with every exchange that equals one device."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jaxpar.analysis.planner import cpu_memory
+from jaxpar.analysis.planner.candidates import (
+    DEFAULTS_OF_CHOICES,
+    GROUP,
+    IMPLEMENTATION,
+    OF_STAGES,
+    Candidate,
+    Settings,
+    Space,
+    divisors,
+    options_of,
+    plan_of,
+    with_settings,
+)
+from jaxpar.analysis.planner.gpu_memory import gpu_replica_bytes
+from jaxpar.analysis.planner.predict import StateBytes, StepCosts, UpdateBytes, replicas_costs
+from jaxpar.analysis.planner.updates import exchange_bytes, update_bytes
+from jaxpar.exchange.around import NODE, layer_message_bytes
+from jaxpar.exchange.presets import EXCHANGES, exchange_differs
+from jaxpar.layout import SHARDED
+from jaxpar.plan import Plan, Traffic
+from jaxpar.strategies.exchanges import sums_along_a_ring
+from jaxpar.strategies.replicas import ReplicaDetails
+
+LARGEST_RING = 64  # replicas of a ring whose steps are written out in the program
+COMBINED_BYTES = 30 * 2**20  # XLA combines all-reduces on GPUs up to this size
+HSDP = "hsdp"  # with a group for each host; on one host, it is zero3
+
+
+def of_replicas(space: Space) -> Iterator[Candidate]:
+    """Yield, for each exchange, remat and form of the layers, the smallest accumulation that fits; else the largest."""
+    n, batch = space.num_devices, space.config.batch_size
+    if n == 1:
+        of_single = {"strategy": "single", "mesh.data": 1, **options_of(space, "ddp", 1)}
+        exchanges: list[tuple[str, Settings]] = [("single", of_single)]
+    else:
+        is_zero3 = space.machine.cluster.num_processes == 1 and GROUP not in space.kept  # hsdp in one group
+        equal = (name for name in EXCHANGES if not exchange_differs(name, {}, n) and not (is_zero3 and name == HSDP))
+        exchanges = [(name, _exchange_settings(name, space)) for name in equal]
+    one_stage = {key: value for key, value in DEFAULTS_OF_CHOICES.items() if key.startswith(OF_STAGES)}
+    for name, settings in exchanges:
+        if not space.allows({**one_stage, **settings}):
+            continue
+        if n > LARGEST_RING and sums_along_a_ring(with_settings(space.config, settings)):
+            continue
+        plan = plan_of(space, settings)
+        if isinstance(plan, str):
+            continue
+        update = update_of(space, plan)
+        scans = ("auto", False) if space.machine.overlaps and not _gathers_layers(plan) else ("auto",)
+        for remat in space.choices("model.remat", space.layers.remats):
+            for scan in space.choices("model.scan_layers", scans):
+                numbers = space.choices("optimizer.accumulation_steps", divisors(batch // n))
+                best: Candidate | None = None
+                for number in (number for number in numbers if batch % (n * number) == 0):
+                    more = {"model.remat": remat, "model.scan_layers": scan, "optimizer.accumulation_steps": number}
+                    best = replicas_candidate(space, name, {**settings, **more}, plan, update)
+                    if best.fits:
+                        break
+                if best is not None:
+                    yield best
+
+
+def _exchange_settings(name: str, space: Space) -> Settings:
+    settings: dict[str, Any] = {"strategy": "data_parallel", "mesh.data": space.num_devices, "exchange": name}
+    cluster = space.machine.cluster
+    if name == HSDP:
+        settings[GROUP] = cluster.num_devices // cluster.num_processes
+    if IMPLEMENTATION in space.kept:
+        settings[IMPLEMENTATION] = space.kept[IMPLEMENTATION]
+    return settings | options_of(space, name, space.num_devices)
+
+
+def _gathers_layers(plan: Plan[Any]) -> bool:
+    """Return whether a plan gathers the parameters layer by layer, which is done in a scan on GPUs."""
+    return has_exchange(plan) and plan.details.exchange.fetch is not None
+
+
+def update_of(space: Space, plan: Plan[Any]) -> UpdateBytes:
+    """Return the bytes that an update of replicas moves on a device."""
+    whole = update_bytes(space.problem)
+    if not has_exchange(plan):
+        return UpdateBytes(0.0, whole)
+    both = exchange_bytes(space.problem, plan)
+    if plan.layouts["optimizer"].kind == SHARDED:
+        whole *= plan.details.exchange.copies / plan.num_replicas
+    return UpdateBytes(max(both - whole, 0.0), min(whole, both))
+
+
+def combined(sent: Traffic, num_replicas: int) -> Traffic:
+    """Return the all-reduces that XLA's partitioner adds, as XLA combines them on GPUs."""
+    nbytes = sent.nbytes * num_replicas / (2 * (num_replicas - 1))
+    return sent._replace(messages=min(sent.messages, 2 * (num_replicas - 1) * math.ceil(nbytes / COMBINED_BYTES)))
+
+
+def has_exchange(plan: Plan[Any]) -> bool:
+    """Return whether the program of a replica contains the exchange; otherwise XLA or the host adds it."""
+    return isinstance(plan.details, ReplicaDetails)
+
+
+def replicas_candidate(space: Space, name: str, settings: Settings, plan: Plan[Any], update: UpdateBytes) -> Candidate:
+    """Return a candidate without stages.
+
+    Args:
+      space: what is searched.
+      name: its name.
+      settings: its settings.
+      plan: the plan of its exchange, without accumulation.
+      update: what `update_of` returns.
+    """
+    accumulation = settings["optimizer.accumulation_steps"]
+    exchange = plan.details.exchange if has_exchange(plan) else None
+    traffic = plan.traffic
+    if exchange:
+        read = space.problem.model.read_shapes(space.problem.batch) if exchange.fetch else space.problem.model.shapes
+        traffic = tuple(exchange.traffic(read, accumulation))
+    elif plan.details == "sharding" and space.machine.overlaps:
+        traffic = tuple(combined(one, plan.num_replicas) for one in traffic)
+    gathers_layers = _gathers_layers(plan)
+    shards = exchange and (exchange.fetch or exchange.scatter)
+    memory = plan.memory[0]
+    params, optimizer = memory["parameters"], sum(memory.values()) - memory["parameters"]
+    gradients = params if gathers_layers or not shards else params / plan.num_replicas
+    size = space.config.batch_size // (plan.num_replicas * accumulation)
+    state = StateBytes(params, optimizer, gradients)
+    needed = _replica_bytes_on_cpu(space, settings, plan, size, state) if space.machine.runs_early else None
+    costs = step_costs(
+        space, plan.axes, size, settings, traffic, state, update, gathers_layers=gathers_layers, needed=needed
+    )
+    return Candidate(name, settings, costs, costs.nbytes <= space.usable_bytes)
+
+
+def step_costs(
+    space: Space,
+    axes: Mapping[str, int],
+    size: int,
+    settings: Settings,
+    traffic: Sequence[Traffic],
+    state: StateBytes,
+    update: UpdateBytes,
+    *,
+    gathers_layers: bool = False,
+    needed: float | None = None,
+) -> StepCosts:
+    """Return the costs of a step of replicas.
+
+    Args:
+      space: what is searched.
+      axes: sizes of the mesh axes.
+      size: examples of a microbatch of a replica.
+      settings: at least those of `settings_of_replicas`.
+      traffic: what a device sends in a step.
+      state: the state on a device.
+      update: what an update moves on a device.
+      gathers_layers: whether the parameters are gathered layer by layer (zero3).
+      needed: bytes that a device needs; None: as on a GPU.
+    """
+    accumulation, remat = settings["optimizer.accumulation_steps"], settings["model.remat"]
+    is_scanned = settings["model.scan_layers"] is not False and space.machine.overlaps
+    if needed is None:
+        needed = gpu_replica_bytes(
+            space.layers,
+            space.problem.model,
+            state,
+            size,
+            remat,
+            is_scanned=is_scanned,
+            is_accumulated=accumulation > 1,
+            gathers_layers=gathers_layers,
+        )
+    return replicas_costs(
+        space.layers.profile(size, remat),
+        space.machine,
+        axes,
+        accumulation,
+        traffic,
+        state,
+        update,
+        needed,
+        is_scanned=is_scanned,
+        gathers_layers=gathers_layers,
+    )
+
+
+def _replica_bytes_on_cpu(space: Space, settings: Settings, plan: Plan[Any], size: int, state: StateBytes) -> float:
+    """Return the bytes of a replica. size: examples of a microbatch; state: that of a device."""
+    remat, scan, model = settings["model.remat"], settings["model.scan_layers"], space.problem.model
+    gathers_layers, is_divided = _gathers_layers(plan), plan.details == "sharding" and plan.num_replicas > 1
+    num_shares = plan.num_replicas if is_divided else 1
+    passes = space.layers.passes(size, "none", num_shares=num_shares)  # the rest is computed again too early to help
+    gradients, copies = [layer.weight_bytes for layer in space.layers.profile(size, remat)], 0.0
+    if gathers_layers:
+        gradients = [0.0] * len(gradients)
+        default = layer_message_bytes(NODE if settings["exchange"] == HSDP else plan.num_replicas)
+        copies = cpu_memory.gathered_bytes(model, space.config.exchange_options.bucket_bytes or default)
+    elif scan is True or (scan == "auto" and remat != "none"):
+        again, copies = space.layers.passes(size, remat, num_shares=num_shares), cpu_memory.stacked_bytes(model)
+        for run in filter(cpu_memory.is_run, model.runs):
+            passes = [*passes[: run.start], *again[run.start : run.stop], *passes[run.stop :]]
+    if not gathers_layers and not is_divided:
+        passes = cpu_memory.without_zeros(passes, model)
+    is_accumulated = settings["optimizer.accumulation_steps"] > 1
+    is_shared = plan.layouts["optimizer"].kind == SHARDED and not gathers_layers
+    updated = state.parameters / (plan.num_replicas if is_shared else 1)
+    return cpu_memory.cpu_replica_bytes(
+        passes, gradients, state, is_accumulated=is_accumulated, copies=copies, updated=updated
+    )
+
+
+def candidate_of_replicas(space: Space, config: ConfigDict, plan: Plan[Any]) -> Candidate:
+    """Return the candidate of a plan of single or data_parallel."""
+    name = config.exchange if plan.strategy == "data_parallel" else plan.strategy
+    return replicas_candidate(space, name, settings_of_replicas(config), plan, update_of(space, plan))
+
+
+def settings_of_replicas(config: ConfigDict) -> Settings:
+    """Return the settings on which the costs of replicas depend, besides those of their exchange."""
+    return {
+        "optimizer.accumulation_steps": config.optimizer.accumulation_steps,
+        "model.remat": config.model.remat,
+        "model.scan_layers": config.model.scan_layers,
+    }
