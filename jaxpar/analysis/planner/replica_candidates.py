@@ -23,7 +23,7 @@ from jaxpar.analysis.planner.candidates import (
 from jaxpar.analysis.planner.gpu_memory import gpu_replica_bytes
 from jaxpar.analysis.planner.predict import StateBytes, StepCosts, UpdateBytes, replicas_costs
 from jaxpar.analysis.planner.updates import exchange_bytes, update_bytes
-from jaxpar.exchange.around import NODE, layer_message_bytes
+from jaxpar.exchange.around import layer_message_bytes
 from jaxpar.exchange.presets import EXCHANGES, exchange_differs
 from jaxpar.layout import SHARDED
 from jaxpar.plan import Plan, Traffic
@@ -199,7 +199,7 @@ def _replica_bytes_on_cpu(space: Space, settings: Settings, plan: Plan[Any], siz
     gradients, copies = [layer.weight_bytes for layer in space.layers.profile(size, remat)], 0.0
     if gathers_layers:
         gradients = [0.0] * len(gradients)
-        default = layer_message_bytes(NODE if settings["exchange"] == HSDP else plan.num_replicas)
+        default = layer_message_bytes(plan.num_replicas // plan.details.exchange.copies)
         copies = cpu_memory.gathered_bytes(model, space.config.exchange_options.bucket_bytes or default)
     elif scan is True or (scan == "auto" and remat != "none"):
         again, copies = space.layers.passes(size, remat, num_shares=num_shares), cpu_memory.stacked_bytes(model)
