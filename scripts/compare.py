@@ -25,6 +25,7 @@ import re
 import shlex
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -238,9 +239,11 @@ def train_all(planned: Mapping[str, Planned], config: str, workdir: Path, loaded
     }
     outcomes: dict[str, Outcome] = {}
     signals: list[int] = []
+    took: list[float] = []  # of rows that were trained in this call, with start-up and compilation
     with forwarded(signals):
         for number, (name, one) in enumerate(planned.items(), start=1):
             print(f"row {number} of {len(planned)}  {name}: ", end="", flush=True)
+            start, was_finished = time.monotonic(), is_finished(workdir / name)
             outcomes[name] = (
                 Outcome(failed=one.plan)
                 if isinstance(one.plan, str)
@@ -255,8 +258,11 @@ def train_all(planned: Mapping[str, Planned], config: str, workdir: Path, loaded
                 for other, its in list(planned.items())[number:]
                 if not isinstance(its.plan, str) and not is_finished(workdir / other)
             ]
+            if is_finished(workdir / name) and not was_finished:
+                took.append(time.monotonic() - start)
             seconds = [run_seconds(workdir / other) for other in planned if is_finished(workdir / other)]
-            clock = metrics.format_clock(len(left) * float(np.mean(seconds))) if left and seconds else "0:00"
+            mean = max(float(np.mean(some)) for some in (seconds, took) if some) if seconds else 0.0
+            clock = metrics.format_clock(len(left) * mean)
             print(f"{describe_outcome(outcomes[name])}; {clock} left", flush=True)
     return check_examples(outcomes, workdir)
 

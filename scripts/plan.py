@@ -51,7 +51,7 @@ from jaxpar.cluster_file import cluster_toml, find_named
 from jaxpar.command_line import Parser, integer
 from jaxpar.errors import UserError, check_choice, exit_code, format_bytes
 from jaxpar.files import unwritable, write_text
-from jaxpar.gpus import name_of_kind
+from jaxpar.gpus import kind_of_device, name_of_kind
 from jaxpar.run import build
 from jaxpar.step import Problem
 from jaxpar.strategies import STRATEGIES
@@ -202,12 +202,16 @@ def describe(
     cluster, best = space.machine.cluster, found[0]
     each = report.best_of_each([one for one in found if one.fits])
     hosts = f" on {cluster.num_processes} hosts" if cluster.num_processes > 1 else ""
+    kind = kind_of_device(cluster.device_kind)
+    other_memory = kind is not None and cluster.memory_bytes not in (None, kind.memory_bytes)
+    memory = f" with {format_bytes(cluster.memory_bytes or 0)}" if other_memory else ""
     lines = [
-        f"{cluster.num_devices} x {cluster.device_kind}{hosts}: {len(found):,} candidates in {seconds:.1f} s, of which "
-        f"{sum(one.fits for one in found):,} fit; {work.examples:,} examples in a step",
+        f"{cluster.num_devices} x {cluster.device_kind}{memory}{hosts}: {len(found):,} candidates in {seconds:.1f} s, "
+        f"of which {sum(one.fits for one in found):,} fit; {work.examples:,} examples in a step",
         "",
         *report.rows(each[:SHOWN], work),
         "",
+        *undivided(space),
         *(report.explain(one, best, work) for one in each[:3]),
     ]
     possible = [one for one in others if not isinstance(one, str)]
@@ -227,6 +231,14 @@ def describe(
         *dict.fromkeys(f"Not possible: {reason}" for reason in others if isinstance(reason, str)),
     ]
     return "\n".join(lines).rstrip()
+
+
+def undivided(space: Space) -> list[str]:
+    """Return the line that explains why no candidate is without stages, if there is none."""
+    size, n = space.config.batch_size, space.num_devices
+    if size % n == 0:
+        return []
+    return [f"Without stages, nothing is possible: config.batch_size is {size}, which is not a multiple of {n}.", ""]
 
 
 class Verified(NamedTuple):

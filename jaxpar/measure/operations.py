@@ -21,16 +21,14 @@ ATTENTION_BACKWARD = ("dot_product_attention_bwd_wrapper", "cudnn_attention_back
 BACKWARD_RATIO = 2.5  # products of the backward pass of attention / those of the forward pass; scores are repeated
 # Operations whose result is their operand in another shape, which a product or a fusion reads as it is.
 VIEWS = (
-    "reshape",
-    "squeeze",
-    "expand_dims",
-    "transpose",
-    "stop_gradient",
-    "copy",
-    "optimization_barrier",
+    *("reshape", "squeeze", "expand_dims", "transpose", "stop_gradient", "copy", "optimization_barrier"),
     "bitcast_convert_type",
 )
 SLICING = ("gather", "dynamic_slice")  # a slice at a fixed position is fused
+REDUCTIONS = (  # they end a pass
+    *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
+    *("argmax", "argmin", "cumsum", "sort"),
+)
 COLLECTIVES = (
     *("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "reduce_scatter"),
     *("ppermute", "all_to_all"),
@@ -216,7 +214,7 @@ def _passes(flat: FlatJaxpr, in_memory: set[int], wanted: set[int]) -> Operation
             continue
         read.update(number for number in one.read if number in in_memory)
         written.update(number for number in one.written if number in wanted)
-        if name.startswith(("reduce_", "argm", "cumsum", "sort")):
+        if name in REDUCTIONS:
             reduced += sum(flat.nbytes[number] for number in one.read if number not in in_memory)
     moved = sum(flat.nbytes[number] for number in (*read, *written)) + reduced
     return Operation(PASS, "", 0.0, float(moved))

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpar.measure.operations import KERNELS, PRODUCTS, FlatEquation, FlatJaxpr
+from jaxpar.measure.operations import KERNELS, PRODUCTS, REDUCTIONS, FlatEquation, FlatJaxpr
 
 READING = (*KERNELS, "random_bits", "threefry2x32")  # operations whose operands and results are arrays in memory
-REDUCING = ("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin", "cumsum", "sort")  # whose results are
 
 
 class Residuals(NamedTuple):
@@ -74,7 +73,7 @@ def _fused(flat: FlatJaxpr, saved: set[int], ignored: set[int]) -> set[int]:
     in_memory = set(flat.inputs)
     for one in flat.equations:
         name = one.equation.primitive.name
-        if name in (*READING, *REDUCING):
+        if name in (*READING, *REDUCTIONS):
             in_memory.update(one.written)
         if name in READING:
             in_memory.update(one.read)

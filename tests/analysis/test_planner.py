@@ -258,6 +258,32 @@ def test_divisors() -> None:
     assert {1, 5040} <= set(divisors(5040))
 
 
+def test_equal_tables_are_one_candidate(found: list[Candidate]) -> None:
+    """With one microbatch, for example, all schedules with a fused backward pass are the same."""
+    tables: dict[tuple[Any, ...], list[bytes]] = {}
+    for one in (one for one in found if one.settings["strategy"] == "pipeline"):
+        stages, number, chunks = (
+            one.settings[key] for key in ("mesh.stage", "pipeline.num_microbatches", "pipeline.num_chunks")
+        )
+        sizes = {"num_devices": stages, "num_microbatches": number, "num_chunks": chunks}
+        table = make_table(one.settings["pipeline.schedule"], **sizes)
+        key = (stages, number, one.settings["pipeline.remat"])
+        tables.setdefault(key, []).append(table.stages.tobytes() + table.actions.tobytes())
+    assert len(tables) > 10
+    assert all(len(of_sizes) == len(set(of_sizes)) for of_sizes in tables.values())
+    assert len(tables[2, 1, "none"]) < len(tables[2, 8, "none"])
+
+
+def test_fewer_microbatches_than_stages_if_they_are_kept(space: Space) -> None:
+    kept = {"mesh.stage": 8, "pipeline.num_microbatches": 1}
+    assert search.candidates(space._replace(kept=kept))
+    assert not [
+        one
+        for one in search.candidates(space._replace(kept={"mesh.stage": 8}))
+        if one.settings["pipeline.num_microbatches"] == 1
+    ]
+
+
 def test_options_of_the_user(space: Space) -> None:
     """An option counts for the exchanges that have it; with strategy auto, the others are not compared."""
     config = copy.deepcopy(space.config)
@@ -434,6 +460,13 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     printed = capsys.readouterr().out
     assert re.search(r"^4 x NVIDIA H100 80GB HBM3: \d+ candidates in", printed)
     assert "Your config: " in printed
+    assert "Without stages" not in printed
+    odd = [*base[:2], "--config.batch_size=62", "--config.exchange_options.bucket_bytes=1000"]
+    assert run_script(monkeypatch, script, *odd, "--cluster=configs/clusters/8xv100_nvlink.toml") == 0
+    of_v100s = capsys.readouterr().out
+    assert of_v100s.startswith("8 x Tesla V100-SXM2-32GB with 16 GB: ")
+    assert "\nWithout stages, nothing is possible: config.batch_size is 62, which is not a multiple of 8.\n" in of_v100s
+    assert "must be 'ddp' without options" not in of_v100s  # the options do not count for workers and peers
     assert re.search(r"^ .* m?s +[\d,]+ +\d\.\d\d +\d .*  async, 4 workers$", printed, re.MULTILINE)
     config = configs.load_config(str(out))
     assert config.mesh.data * config.mesh.stage == 4

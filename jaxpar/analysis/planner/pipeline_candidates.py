@@ -42,13 +42,23 @@ def of_pipelines(space: Space) -> Iterator[Candidate]:
         if batch % replicas or not space.allows({"mesh.stage": stages, "mesh.data": replicas}):
             continue
         for number in space.choices("pipeline.num_microbatches", divisors(batch // replicas)):
-            if batch % (replicas * number) or number < stages // 2 or stages * number > LARGEST_TABLE:
+            is_few = number < stages // 2 and "pipeline.num_microbatches" not in space.kept
+            if batch % (replicas * number) or is_few or stages * number > LARGEST_TABLE:
                 continue
-            for schedule in space.choices("pipeline.schedule", SCHEDULES):
-                table = _table(schedule, stages, number, space.kept.get("pipeline.num_chunks", 0))
-                if table is not None and table.num_stages <= num_layers:
+            for schedule, table in _tables(space, stages, number).items():
+                if table.num_stages <= num_layers:
                     for remat in space.choices("pipeline.remat", space.layers.remats):
                         yield pipeline_candidate(space, schedule, table, remat, replicas, ratios)
+
+
+def _tables(space: Space, num_devices: int, num_microbatches: int) -> dict[str, Table]:
+    """Return the tables of all schedules by name. Of equal tables, there is only the first one."""
+    tables: dict[bytes, tuple[str, Table]] = {}
+    for schedule in space.choices("pipeline.schedule", SCHEDULES):
+        table = _table(schedule, num_devices, num_microbatches, space.kept.get("pipeline.num_chunks", 0))
+        if table is not None:
+            tables.setdefault(table.stages.tobytes() + table.actions.tobytes(), (schedule, table))
+    return dict(tables.values())
 
 
 @cache

@@ -19,7 +19,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar import strategies
-from jaxpar.analysis.planner.candidates import Candidate, Settings, Space, StateRatios, with_settings
+from jaxpar.analysis.planner.candidates import OPTIONS, Candidate, Settings, Space, StateRatios, with_settings
 from jaxpar.analysis.planner.predict import StateBytes, StepCosts, UpdateBytes
 from jaxpar.analysis.planner.replica_candidates import settings_of_replicas, step_costs
 from jaxpar.analysis.planner.search import candidate_of_plan
@@ -87,9 +87,10 @@ def unranked(space: Space, ratios: StateRatios) -> list[UnrankedCandidate | str]
         peers,
         {**peers, "swarm.mode": "emulated", "swarm.delayed": True, "swarm.compress": "int8"},
     ]
+    without_options = {f"{OPTIONS}{name}": None for name in space.config.exchange_options}  # both have none
     found = []
     for settings in chosen:
-        one = predicted(space, with_settings(space.config, settings), ratios)
+        one = predicted(space, with_settings(space.config, {**settings, **without_options}), ratios)
         assert not isinstance(one, Candidate)
         found.append(one if isinstance(one, str) else one._replace(settings=settings))
     return found
