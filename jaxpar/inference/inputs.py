@@ -24,6 +24,7 @@ from jaxpar.files import path_error
 from jaxpar.inference.trained import Trained
 
 STDIN = Path("/dev/stdin")
+FIRST_WINDOW = 4  # batches of the first window
 WINDOW_CHARACTERS = 2**25  # the most characters in a window
 LINES_SUFFIXES = ("txt", "text")
 NO_LISTS = ("csv", "tsv")  # formats without lists of words
@@ -114,7 +115,8 @@ def read_windows(trained: Trained, path: Path, kind: str, batch_size: int) -> It
     encoder = make_encoder(trained)
     columns = Columns(encoder.columns, None, (), trained.task.labels is Labels.TAGS, keeps_record=True)
     rows = read_files(kind, [path], columns)
-    return in_background(encode_rows(encoder, chunk) for chunk in chunks(rows, WINDOW * batch_size))
+    sizes = (size * batch_size for size in window_sizes())
+    return in_background(encode_rows(encoder, chunk) for chunk in chunks(rows, sizes))
 
 
 def make_encoder(trained: Trained) -> Encoder:
@@ -134,16 +136,24 @@ def encode_rows(encoder: Encoder, rows: Sequence[TextRow]) -> tuple[Window, Spli
     return Window([row.record for row in rows], int(encoded.is_truncated_N.sum())), encoded.split
 
 
-def chunks(rows: Iterable[TextRow], most: int) -> Iterator[list[TextRow]]:
-    """Group consecutive rows into chunks of at most `most` rows, and about WINDOW_CHARACTERS characters."""
+def window_sizes() -> Iterator[int]:
+    """Yield the number of batches of each window: a few at first, so that the devices soon have work, then WINDOW."""
+    size = min(FIRST_WINDOW, WINDOW)
+    while True:
+        yield size
+        size = min(2 * size, WINDOW)
+
+
+def chunks(rows: Iterable[TextRow], sizes: Iterator[int]) -> Iterator[list[TextRow]]:
+    """Group consecutive rows into chunks of at most as many rows as `sizes`, and about WINDOW_CHARACTERS characters."""
     chunk: list[TextRow] = []
-    size = 0
+    size, most = 0, next(sizes)
     for row in rows:
         chunk.append(row)
         size += sum(map(len, row.texts))
         if len(chunk) == most or size >= WINDOW_CHARACTERS:
             yield chunk
-            chunk, size = [], 0
+            chunk, size, most = [], 0, next(sizes)
     if chunk:
         yield chunk
 

@@ -1,6 +1,7 @@
 """Tests the command scripts/predict: formats, pipes, the terminal, and mistakes."""
 
 import csv
+import itertools
 import json
 import os
 import sys
@@ -436,10 +437,15 @@ def test_an_output_that_cannot_be_written(
     assert lines[-1] == f"jaxpar: --output is '{tmp_path}/out.csv'; it must be a writable file: Is a directory"
 
 
+def test_the_first_windows_are_small() -> None:
+    """The devices need not wait until 64 batches are read."""
+    assert list(itertools.islice(inputs.window_sizes(), 7)) == [4, 8, 16, 32, 64, 64, 64]
+
+
 def test_chunks_are_small_in_rows_and_in_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "WINDOW_CHARACTERS", 10)
     rows = [TextRow((text,), "", Path("a"), 1) for text in ("aaaa", "bbbb", "cccc", "dddd", "e", "f", "g", "h")]
-    found = [[row.texts[0] for row in chunk] for chunk in inputs.chunks(iter(rows), 4)]
+    found = [[row.texts[0] for row in chunk] for chunk in inputs.chunks(iter(rows), itertools.repeat(4))]
     assert found == [["aaaa", "bbbb", "cccc"], ["dddd", "e", "f", "g"], ["h"]]
 
 
