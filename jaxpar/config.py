@@ -88,7 +88,7 @@ def override(config: ConfigDict, arguments: Sequence[str]) -> None:
 
     ml_collections.config_flags is not used because it reads only sys.argv and words its errors differently.
     """
-    known = keys(config)
+    known, default = keys(config), keys(default_config())
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
@@ -116,7 +116,9 @@ def override(config: ConfigDict, arguments: Sequence[str]) -> None:
                 raise UserError(f"config.{key} has no value; it must be written --config.{key}=VALUE")
             else:
                 text = rest.pop(0)
-        config.update_from_flattened_dict({key: _parse(key, text, kind, known[key])})
+        is_optional = key in default and default[key] is None
+        value = None if is_optional and text == "None" else _parse(key, text, kind, known[key])
+        config.update_from_flattened_dict({key: value})
     for key, value in keys(config).items():
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, int) and abs(number) >= LARGEST:
@@ -143,12 +145,10 @@ def _parse(key: str, text: str, kind: type | UnionType, now: Any) -> Any:
     if kind in (bool, BOOL_OR_NAME) and text.lower() in ("true", "false", "1", "0"):
         return text.lower() in ("true", "1")
     if kind in (str, BOOL_OR_NAME):
-        return None if now is None and text == "None" else text
-    if now is not None and text == "None":
-        text = ""  # only a key whose default is None can be set to None
+        return text
     try:
         value = ast.literal_eval(text)
-        if value is None or (kind is int and type(value) is int):
+        if kind is int and type(value) is int:
             return value
         if kind is float and type(value) in (int, float):
             return float(value)

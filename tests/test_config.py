@@ -8,6 +8,8 @@ import pytest
 from jaxpar import config as configs
 from jaxpar.errors import UserError
 
+WIRE_DTYPE = "exchange_options.wire_dtype"
+
 
 def overridden(*arguments: str) -> dict[str, Any]:
     config = configs.default_config()
@@ -27,6 +29,8 @@ def overridden(*arguments: str) -> dict[str, Any]:
         (["--config.data.augment"], "data.augment", True),
         (["--config.model.num_layers=3"], "model.num_layers", 3),
         (["--config.model.num_layers=None"], "model.num_layers", None),
+        (["--config.model.num_layers=3", "--config.model.num_layers=None"], "model.num_layers", None),
+        (["--config.exchange_options.wire_dtype=bf16", "--config.exchange_options.wire_dtype=None"], WIRE_DTYPE, None),
         (["--config.model.norm=rmsnorm"], "model.norm", "rmsnorm"),
         (["--config.model.scan_layers=True"], "model.scan_layers", True),
         (["--config.model.scan_layers=false"], "model.scan_layers", False),
@@ -57,7 +61,7 @@ def test_override(arguments: list[str], key: str, value: object) -> None:
         ),
         (["--config.optimizer.lr=fast"], "config.optimizer.lr is 'fast'; it must be a number, such as 0.001"),
         (["--config.mesh.data=2.5"], "config.mesh.data is '2.5'; it must be an integer"),
-        (["--config.mesh.data=None"], "config.mesh.data is ''; it must be an integer"),
+        (["--config.mesh.data=None"], "config.mesh.data is 'None'; it must be an integer"),
         (["--config.mesh.data"], "config.mesh.data has no value"),
         (["--config.log.tensorboard=maybe"], "config.log.tensorboard is 'maybe'; it must be true or false"),
         (["--config.data.length_buckets=(8,'x')"], "a tuple of integers, such as (16, 32"),
