@@ -118,7 +118,7 @@ REFUSED: dict[str, tuple[list[str], float, str]] = {
     "too many devices": (["mesh.stage=8"], 80e9, "config.mesh.stage is 8; it must be at most 4, the number of gpu"),
     "no stages": (["mesh.stage=0"], 80e9, "config.mesh.stage is 0; it must be at least 1"),
     "settings of different strategies": (
-        ["mesh.stage=2", "exchange=zero3"],
+        ["mesh.stage=2", "exchange=zero3", "model.remat=full", "pipeline.schedule=1f1b"],
         80e9,
         "config.mesh.stage is 2 and config.exchange is 'zero3', with which nothing is possible on 4 devices with "
         "config.batch_size=24; together they must be those of one strategy",

@@ -179,8 +179,9 @@ def choose(space: Space, cluster: Cluster) -> Candidate:
 def no_candidate(space: Space) -> UserError:
     """Return the error for a space without candidates."""
     devices, size = format_count(space.num_devices, "device"), space.config.batch_size
-    if space.kept:
-        kept = " and ".join(f"config.{key} is {value!r}" for key, value in space.kept.items())
+    conflict = search.conflict(space)
+    if conflict:
+        kept = " and ".join(f"config.{key} is {value!r}" for key, value in conflict.items())
         return UserError(
             f"{kept}, with which nothing is possible on {devices} with config.batch_size={size}; together they must be "
             f"those of one strategy that trains like one device"
