@@ -48,6 +48,7 @@ from jaxpar.step import Problem
 from jaxpar.target import Target
 from scripts import plan as script
 from tests.runs import run_script
+from tests.strategies.pipelines import Task, make_batch, make_config, make_problem
 
 H100 = clusters.named_cluster("h100", 16, num_processes=2)
 GPUS = GpuMachine(H100)
@@ -527,6 +528,29 @@ def test_collectives_that_are_measured_can_be_divided(n: int) -> None:
     shapes = [shape for name, (_, shape) in calibrate._programs(n).items() if " " in name]
     assert len(shapes) == 8
     assert all(size % n == 0 for (size,) in shapes)
+
+
+def test_measured_layers_add_up_to_the_whole_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: each call takes 2 s for 8 examples and 1 s for 2, of which 0.5 s are the start of a program.
+
+    The 5 layers of 8 examples add up to 5 x 2 x 1.5 s = 15 s, and the gradient takes 24.5 - 0.5 s, so all times are
+    scaled by 1.6. With 4 examples, a layer is a third of the way between 0.8 and 2.4 s.
+    """
+    task = Task("gpt", "causal_lm", layers=3)
+    problem, batch = make_problem(make_config(task), task), make_batch(task, 0)
+
+    def of_calls(calls: dict[Any, Any], rounds: int) -> dict[Any, float]:
+        assert rounds == 1
+        jax.block_until_ready([call() for call in calls.values()])
+        return {name: 24.5 if name == "all" else 2.0 if name[0] else 1.0 for name in calls}
+
+    monkeypatch.setattr(calibrate, "seconds_in_turn", of_calls)
+    layers = calibrate.MeasuredLayers(problem, batch, (2, 8), repeats=1, started=0.5)
+    of_eight, of_four = layers.profile(8, "none"), layers.profile(4, "none")
+    assert len(of_eight) == 5
+    for few, many in zip(of_four, of_eight, strict=True):
+        assert (many.forward_s, many.backward_s) == pytest.approx((2.4, 2.4))
+        assert (few.forward_s, few.backward_s) == pytest.approx((0.8 + 1.6 / 3,) * 2)
 
 
 MISTAKES = {

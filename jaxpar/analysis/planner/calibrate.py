@@ -4,13 +4,14 @@ Each constant is the median of short programs that run on 1, 2, 4, .. devices. T
 the machine affects all of them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.analysis.planner.layers import LayerSizes
@@ -19,7 +20,8 @@ from jaxpar.cluster import Cluster
 from jaxpar.measure.timing import seconds_in_turn
 from jaxpar.pipeline.executor.layer_times import LayerPrograms
 from jaxpar.pipeline.search.layer_profile import LayerProfile
-from jaxpar.step import Problem
+from jaxpar.state import init
+from jaxpar.step import Problem, batch_weight, gradients
 
 AXIS = "devices"
 LONG, SHORT = 2**20, 2**8  # elements of the vectors that are sent
@@ -140,7 +142,11 @@ def _line(kind: str, n: int, seconds: Mapping[tuple[str, int], float]) -> tuple[
 
 
 class MeasuredLayers:
-    """Layers on the first device of this machine, measured for two numbers of examples."""
+    """Layers on the first device of this machine, measured for two numbers of examples.
+
+    Layers that run one by one find less in caches than those of a step, and their outputs need new memory. Therefore
+    the gradient of all of them is measured with them, in one program, and their times are scaled to add up to its time.
+    """
 
     remats = ("none",)  # each one takes a minute to compile
 
@@ -163,27 +169,51 @@ class MeasuredLayers:
         """
         self._problem, self._batch, self._numbers, self._repeats = problem, batch, sizes, repeats
         self._started = started
-        self._measured: dict[str, list[list[LayerProfile]]] = {}
         self._sizes = LayerSizes(problem)
         self.memory, self.passes, self.residuals = self._sizes.memory, self._sizes.passes, self._sizes.residuals
+        self._measured = cache(self._measure)
 
     def profile(self, size: int, remat: str) -> list[LayerProfile]:
         """Return the times and sizes of each layer. See `Layers`."""
-        if remat not in self._measured:
-            self._measured[remat] = []
-            for number in self._numbers:
-                examples = {name: x[:number] for name, x in self._batch.items()}
-                programs = LayerPrograms(self._problem, examples, remat=remat)
-                measured = programs.measure(examples, repeats=self._repeats)
-                self._measured[remat].append([without(layer, self._started) for layer in measured])
         share = (size - self._numbers[0]) / max(self._numbers[1] - self._numbers[0], 1)
         return [
             layer._replace(
                 forward_s=max(few.forward_s + share * (many.forward_s - few.forward_s), 0.0),
                 backward_s=max(few.backward_s + share * (many.backward_s - few.backward_s), 0.0),
             )
-            for layer, few, many in zip(self._sizes.profile(size, remat), *self._measured[remat], strict=True)
+            for layer, few, many in zip(self._sizes.profile(size, remat), *self._measured(remat), strict=True)
         ]
+
+    def _measure(self, remat: str) -> list[list[LayerProfile]]:
+        """Return the profile of each number of examples."""
+        parts = [{name: x[:number] for name, x in self._batch.items()} for number in self._numbers]
+        programs = [LayerPrograms(self._problem, part, remat=remat) for part in parts]
+        calls: dict[Hashable, Callable[[], Any]] = {"all": whole_gradient(self._problem, parts[-1], remat)}
+        for number, (one, part) in enumerate(zip(programs, parts, strict=True)):
+            calls |= {(number, key): call for key, call in one.calls(part).items()}
+        seconds = seconds_in_turn(calls, self._repeats)
+        found = []
+        for number, one in enumerate(programs):
+            of_calls = {name[1]: seconds[name] for name in calls if isinstance(name, tuple) and name[0] == number}
+            found.append([without(layer, self._started) for layer in one.timed(of_calls)])
+        together = sum(layer.forward_s + layer.backward_s for layer in found[-1])
+        return [scaled(layers, max(seconds["all"] - self._started, 0.0) / together) for layers in found]
+
+
+def whole_gradient(problem: Problem, batch: Mapping[str, np.ndarray], remat: str) -> Callable[[], Any]:
+    """Return a function that computes the gradient of a batch on the default device, in one program."""
+    problem = problem._replace(model=problem.model.with_remat(remat), accumulation_steps=1)
+    state = jax.jit(partial(init, problem.model, optax.identity()))(jax.random.key(0))
+    arrays = jax.device_put(dict(batch))
+    run = jax.jit(lambda state, batch: gradients(problem, state, batch, batch_weight(batch)))
+    return partial(run, state, arrays)
+
+
+def scaled(layers: Sequence[LayerProfile], factor: float) -> list[LayerProfile]:
+    """Return the layers with their times multiplied by a factor."""
+    return [
+        layer._replace(forward_s=factor * layer.forward_s, backward_s=factor * layer.backward_s) for layer in layers
+    ]
 
 
 def without(layer: LayerProfile, seconds: float) -> LayerProfile:

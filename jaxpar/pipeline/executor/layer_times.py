@@ -1,9 +1,8 @@
 """Profiles the layers of a model, each as a pipeline stage of its own: measured on a device, or estimated for a GPU."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import numpy as np
 
 from jaxpar.cluster import Cluster
 from jaxpar.measure.flops import forward_flops
+from jaxpar.measure.timing import seconds_in_turn
 from jaxpar.pipeline.executor.programs import StageInputs, StagePrograms
 from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.search.layer_profile import LayerProfile
@@ -18,7 +18,6 @@ from jaxpar.pipeline.tables.table import loop_stages
 from jaxpar.state import nbytes
 from jaxpar.step import Problem, abstract
 
-K = TypeVar("K")
 FORWARD, BACKWARD = range(2)  # phases of the programs
 
 
@@ -51,6 +50,10 @@ class LayerPrograms:
 
     def measure(self, microbatch: Mapping[str, np.ndarray], *, repeats: int) -> list[LayerProfile]:
         """Return the profile measured on the default device: medians of `repeats` calls of each program."""
+        return self.timed(seconds_in_turn(self.calls(microbatch), repeats))
+
+    def calls(self, microbatch: Mapping[str, np.ndarray]) -> dict[tuple[int, int], Callable[[], Any]]:
+        """Return a function that runs a program on the default device, by number of the program and phase."""
         run = jax.jit(self.programs.run, static_argnums=(0, 1))
         calls: dict[tuple[int, int], Callable[[], Any]] = {}
         arrays, key, x = jax.device_put(dict(microbatch)), jax.random.key(0), None
@@ -61,7 +64,10 @@ class LayerPrograms:
             calls.setdefault((number, FORWARD), partial(run, number, FORWARD, inputs, {}))
             calls.setdefault((number, BACKWARD), partial(run, number, BACKWARD, backward, saved))
             x = outputs.y
-        seconds = _median_seconds(calls, repeats)
+        return calls
+
+    def timed(self, seconds: Mapping[tuple[int, int], float]) -> list[LayerProfile]:
+        """Return the profile with the seconds of each of `calls`."""
         return self.with_times(
             {number: (seconds[number, FORWARD], seconds[number, BACKWARD]) for number in self.numbers}
         )
@@ -134,14 +140,3 @@ class LayerPrograms:
 
 def _has_gradient(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
-
-
-def _median_seconds(calls: Mapping[K, Callable[[], Any]], repeats: int) -> dict[K, float]:
-    """Return the median time of each call, after one call to compile it. Calls are interleaved."""
-    seconds: dict[K, list[float]] = {name: [] for name in calls}
-    for _ in range(1 + repeats):
-        for name, call in calls.items():
-            begin = time.perf_counter()
-            jax.block_until_ready(call())
-            seconds[name].append(time.perf_counter() - begin)
-    return {name: float(np.median(times[1:])) for name, times in seconds.items()}
