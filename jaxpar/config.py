@@ -214,7 +214,7 @@ def read_saved(workdir: Path) -> dict[str, Any] | None:
     except ValueError:
         saved = None
     if not isinstance(saved, dict):
-        raise UserError(f"{path} is damaged: it is not a JSON object; delete it to start a new run")
+        raise UserError(f"{path} is damaged: it is not a JSON object; it must be the file that the run wrote")
     return saved
 
 

@@ -5,12 +5,16 @@ check is a generator of type `Refusals`. Another check calls it with `yield from
 `accepted`, which raises the reason, or `outcome`, which returns it.
 """
 
+import contextlib
 import difflib
 import errno
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import TypeVar
+from types import FrameType
+from typing import NoReturn, TypeVar
 
 
 def printable(text: str) -> str:
@@ -138,26 +142,57 @@ def discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+CLOSED = "the standard output is closed; it must be open, such as with >/dev/null"
+
+
 def exit_code(command: Callable[[], int | None]) -> int:
     """Run a script's `command` and return its exit code.
 
     It is 2 for a UserError and 1 for a TrainingError, which are printed in one line, and 130 for a Ctrl-C. It is also 1
-    if the reader of the output has closed its pipe, and 2 if the output cannot be written.
+    if the reader of the output has closed its pipe, and 2 if the output cannot be written or a file may not be read.
+    SIGTERM ends the command as sys.exit does, so that it removes what it has half written.
     """
+    if sys.stdout is None:
+        return _fail(CLOSED)
     try:
-        code = command() or 0
-        sys.stdout.flush()
+        with _exit_on_sigterm():
+            code = command() or 0
+            sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         return AT_ONCE
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        return _fail(f"{error.filename} may not be read or written: {error.strerror}")
     except OSError as error:
         if error.filename is not None or error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
         discard_output()
-        if is_closed_output(error):
-            return FAILED
-        print(f"jaxpar: the standard output cannot be written: {error.strerror}", file=sys.stderr)
-        return USER_ERROR
+        return FAILED if is_closed_output(error) else _fail(f"the standard output cannot be written: {error.strerror}")
     except (UserError, TrainingError) as error:
-        print(f"jaxpar: {error}", file=sys.stderr)
-        return USER_ERROR if isinstance(error, UserError) else FAILED
+        return _fail(str(error), USER_ERROR if isinstance(error, UserError) else FAILED)
+
+
+def _fail(message: str, code: int = USER_ERROR) -> int:
+    print(f"jaxpar: {message}", file=sys.stderr)
+    return code
+
+
+@contextlib.contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """Raise SystemExit on SIGTERM, unless this is another thread, or the signal is ignored or handled already."""
+
+    def end(number: int, _frame: FrameType | None) -> NoReturn:
+        print("jaxpar: terminated", file=sys.stderr)
+        raise SystemExit(128 + number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

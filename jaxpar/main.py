@@ -54,7 +54,6 @@ CLOSED_OUTPUT = "the reader of the output has closed it, and the run ended; the 
 def run() -> None:
     """The `jaxpar` command."""
     end_with_launcher()
-    sys.unraisablehook = _hide_late_reads
     try:
         code = main(sys.argv)
     except Exception:
@@ -73,12 +72,6 @@ def run() -> None:
 def _has_others() -> bool:
     """Return whether this process is connected to other processes."""
     return "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized()
-
-
-def _hide_late_reads(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Hide the errors of pending reads: orbax closes its event loop when one read of a damaged checkpoint fails."""
-    if "Event loop is closed" not in str(unraisable.exc_value):
-        sys.__unraisablehook__(unraisable)
 
 
 def main(argv: Sequence[str]) -> int:

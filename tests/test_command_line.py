@@ -1,6 +1,10 @@
 """Tests of the command lines of scripts: each mistake is one line on stderr with exit code 2."""
 
+import errno
+import os
+import signal
 import sys
+import time
 from types import ModuleType
 
 import pytest
@@ -120,3 +124,38 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(lambda: fails(UserError("x is 1; it must be 2"))) == 2
     assert exit_code(lambda: fails(TrainingError("the loss is nan"))) == 1
     assert capsys.readouterr().err == "jaxpar: x is 1; it must be 2\njaxpar: the loss is nan\n"
+
+
+def test_a_file_that_may_not_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+    def refused() -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/run/config.json")
+
+    assert exit_code(refused) == 2
+    assert capsys.readouterr().err == "jaxpar: /run/config.json may not be read or written: Permission denied\n"
+
+
+def test_a_closed_output(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    assert exit_code(lambda: 0) == 2
+    assert (
+        capsys.readouterr().err == "jaxpar: the standard output is closed; it must be open, such as with >/dev/null\n"
+    )
+
+
+def test_sigterm_ends_a_command_as_an_exception(capsys: pytest.CaptureFixture[str]) -> None:
+    """Files that are half written are removed by `finally`. Afterwards, the signal does what it did before."""
+    removed = []
+
+    def command() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            removed.append("file")
+
+    with pytest.raises(SystemExit) as ended:
+        exit_code(command)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert removed == ["file"]
+    assert capsys.readouterr().err == "jaxpar: terminated\n"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -134,7 +134,7 @@ MISTAKES = {
     "an impatient watchdog": (["--config.watchdog_seconds=1e-9"], "it must be 0 (no watchdog), or between 1 and 1e+09"),
     "a huge seed": (["--config.seed=99999999999999999999"], "config.seed is 99999999999999999999"),
     "a negative seed": (["--config.seed=-1"], "config.seed is -1; it must be between 0 and 2147483647"),
-    "no columns": (["--config.data.text_columns=None"], "it must name one column"),
+    "no columns": (["--config.data.text_columns=()"], "it must name one column"),
     "log never": (["--config.log.every_steps=0"], "config.log.every_steps is 0; it must be at least 1"),
     "save backwards": (
         ["--config.checkpoint.every_steps=-1"],

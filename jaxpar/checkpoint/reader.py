@@ -1,11 +1,14 @@
 """Reads checkpoints and detects damage to their files. Reading changes no files; repair.py does."""
 
 import contextlib
+import errno
 import math
+import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -75,7 +78,8 @@ def restore(directory: Path, like: Canonical | None, log: Callable[[str], None])
             return newest
     _log_damaged(directory, failed, log)
     if existing := steps(directory):
-        raise UserError(f"all checkpoints in {directory} are damaged: steps {existing}; use a new --workdir")
+        damaged = f"all checkpoints in {directory} are damaged: steps {existing}"
+        raise UserError(f"{damaged}; to train again, use a new --workdir")
     return None
 
 
@@ -117,6 +121,8 @@ def read(path: Path, like: Canonical | None = None) -> Checkpoint:
 
 def _arrays(path: Path, shapes: Canonical, sums: dict[str, int]) -> Canonical:
     """Read the arrays in a directory, with these shapes, as NumPy arrays and verify their checksums."""
+    if not isinstance(sys.unraisablehook, _WithoutLateReads):
+        sys.unraisablehook = _WithoutLateReads(sys.unraisablehook)
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:
             as_numpy = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype), shapes)
@@ -125,7 +131,7 @@ def _arrays(path: Path, shapes: Canonical, sums: dict[str, int]) -> Canonical:
     except (MemoryError, PermissionError):
         raise
     except Exception as error:  # orbax and tensorstore raise many types for damaged files
-        raise Damaged(gist(error)) from error
+        raise _unreadable(path, error) from error
     leaves = checksums.by_path(tree)
     if odd := sorted(leaves.keys() ^ sums.keys()):
         raise Damaged(f"{odd[0]} {'has no checksum' if odd[0] in leaves else 'is missing'}")
@@ -144,8 +150,32 @@ def _shapes(path: Path) -> Canonical:
     except (MemoryError, PermissionError):
         raise
     except Exception as error:  # as in `_arrays`
-        raise Damaged(gist(error)) from error
+        raise _unreadable(path, error) from error
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), saved)
+
+
+class _WithoutLateReads:
+    """Hook for errors outside any `try`, without those of pending reads; all others go to the hook before it.
+
+    Orbax closes its event loop when a read of damaged files fails. Other threads whose reads end later raise errors,
+    some of them after orbax has raised its own, and each would be printed with a traceback.
+    """
+
+    def __init__(self, others: Callable[[Any], Any]) -> None:
+        self._others = others
+
+    def __call__(self, unraisable: Any) -> None:
+        if "Event loop is closed" not in str(unraisable.exc_value):
+            self._others(unraisable)
+
+
+def _unreadable(path: Path, error: Exception) -> Exception:
+    """Return the error to raise for files in `path` that could not be read."""
+    text = str(error)
+    if "PERMISSION_DENIED" in text:
+        return PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    array = re.search(r'Error reading "([^"]*)"', text)
+    return Damaged(f"{array[1]} cannot be read" if array else gist(error))
 
 
 def info_of(path: Path) -> Info:
@@ -155,6 +185,8 @@ def info_of(path: Path) -> Info:
         number, expected = info["format"], checksums.of_info(info)
     except (MemoryError, PermissionError):
         raise
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise Damaged("info/metadata is missing") from error
     except Exception as error:
         raise Damaged(gist(error)) from error
     if number != FORMAT:
@@ -217,13 +249,8 @@ def of_run(
       UserError: there is no run or no such checkpoint, or the checkpoint cannot be read.
     """
     directory = workdir / "checkpoints"
-    reported: set[str] = set()
-    if step is None and best and (found := _best(directory, log, reported)):
+    if step is None and (found := _best_or_newest(directory, best, log)):
         return found
-    if step is None and (
-        newest := restore(directory, None, lambda line: None if line.split(" is damaged")[0] in reported else log(line))
-    ):
-        return newest
     existing = steps(directory)
     if step is None or not existing:
         configs.read_config(workdir)
@@ -237,14 +264,37 @@ def of_run(
         raise UserError(f"checkpoint {directory / str(step)} is damaged: {error}") from error
 
 
-def _best(directory: Path, log: Callable[[str], None], reported: set[str]) -> Checkpoint | None:
+def _best_or_newest(directory: Path, best: bool, log: Callable[[str], None]) -> Checkpoint | None:
+    """Return the intact checkpoint that `of_run` describes, or None if there is no checkpoint."""
+    damaged: dict[str, str] = {}  # line to log, by path
+    found = None
+
+    def note(line: str) -> None:
+        damaged.setdefault(line.removeprefix("checkpoint ").partition(" is damaged")[0], line)
+
+    try:
+        found = (_best(directory, damaged) if best else None) or restore(directory, None, note)
+    finally:
+        for line in damaged.values():
+            log(f"{line}; using that of step {found.step}" if found else line)
+    return found
+
+
+def _best(directory: Path, damaged: dict[str, str]) -> Checkpoint | None:
     """Return the checkpoint with the lowest validation loss, or None if no loss was measured or it is damaged.
 
-    reported: gets the start of the line that `restore` would log for it again.
+    damaged: gets a line for this checkpoint if it is damaged, and for each one whose loss cannot be read, by path.
     """
     while True:
         losses = {step: validation_loss(directory / str(step)) for step in steps(directory)}
         measured = [(loss, step) for step, loss in losses.items() if loss is not None]
+        for step in losses.keys() - {step for _, step in measured}:
+            path = directory / str(step)
+            try:
+                info_of(path)
+            except Damaged as error:
+                if path.exists():
+                    damaged[str(path)] = f"checkpoint {path} is damaged, and its validation loss is unknown: {error}"
         if not measured:
             return None
         path = directory / str(min(measured)[1])
@@ -252,8 +302,7 @@ def _best(directory: Path, log: Callable[[str], None], reported: set[str]) -> Ch
             return read(path)
         except Damaged as error:
             if path.exists():  # otherwise, a run that is being trained has replaced it by a better one
-                log(f"the best checkpoint, {path}, is damaged: {error}; using the newest intact checkpoint")
-                reported.add(f"checkpoint {path}")
+                damaged[str(path)] = f"the best checkpoint, {path}, is damaged: {error}"
                 return None
 
 

@@ -12,7 +12,7 @@ from jaxpar.data.class_weights import weighted
 from jaxpar.data.examples import DataInfo, Dataset
 from jaxpar.data.labels import Labels
 from jaxpar.errors import UserError
-from jaxpar.files import parse_json, path_error, write_text
+from jaxpar.files import parse_json, write_text
 
 
 def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:
@@ -45,7 +45,9 @@ def read_info(workdir: Path) -> DataInfo:
     try:
         return _info(parse_json(path.read_text()))
     except OSError as error:
-        raise UserError(f"{path} cannot be read, {path_error(error)}; it must be the file that the run wrote") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}); it must be the file that the run wrote") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is damaged (it is not UTF-8); it must be the file that the run wrote") from None
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error!r:.200}); it must be the file that the run wrote") from None
 

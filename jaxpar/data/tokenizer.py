@@ -115,6 +115,9 @@ def read_tokenizer(path: Path) -> str:
         made = Tokenizer.from_str(text)
     except UserError:
         raise
+    except OSError as error:
+        kind = "a tokenizer.json or vocab.txt in Hugging Face format"
+        raise UserError(f"{path} cannot be read ({error.strerror}); it must be {kind}") from None
     except Exception as error:  # the library raises bare Exception
         reason = (str(error) or repr(error)).splitlines()[0]
         raise UserError(f"{path} is not a tokenizer.json or vocab.txt in Hugging Face format: {reason}") from None

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
+from flax import serialization
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 from tokenizers import Tokenizer
@@ -14,7 +15,7 @@ from jaxpar import cluster as clusters
 from jaxpar import config as configs
 from jaxpar import mesh as meshes
 from jaxpar.checkpoint import checksums
-from jaxpar.data.tokenizer import read_tokenizer
+from jaxpar.data.tokenizer import read_tokenizer, vocab_size
 from jaxpar.errors import UserError
 from jaxpar.mesh import DATA, STAGE
 from jaxpar.models import Model, Params
@@ -105,12 +106,21 @@ def load_trained(
     cluster = replace(clusters.find_cluster(), num_devices=len(devices))
     model = models.build(config, info, cluster)
     where = workdir / "checkpoints" / str(saved.step)
-    _check_params(saved.tree["params"], model.shapes, where)
+    _check_params(saved.tree["params"], serialization.to_state_dict(model.shapes), where)
     has_tokenizer = info.kind == "text" and config.data.source != "synthetic"
-    tokenizer = Tokenizer.from_str(read_tokenizer(workdir / "tokenizer.json")) if has_tokenizer else None
+    tokenizer = _read_tokenizer(workdir / "tokenizer.json", info) if has_tokenizer else None
     mesh = meshes.make_mesh({DATA: len(devices), STAGE: 1}, devices)
-    params: Params = jax.device_put(saved.tree["params"], on_all(mesh))
+    params: Params = serialization.from_state_dict(model.shapes, saved.tree["params"])
+    params = jax.device_put(params, on_all(mesh))
     return Trained(workdir, saved.step, config, info, tasks.find_task(config), model, params, tokenizer, mesh)
+
+
+def _read_tokenizer(path: Path, info: data.DataInfo) -> Tokenizer:
+    tokenizer = Tokenizer.from_str(read_tokenizer(path))
+    size = vocab_size(tokenizer)
+    if size != info.vocab_size:
+        raise UserError(f"{path} has {size} tokens; it must be that of the run, which has {info.vocab_size}")
+    return tokenizer
 
 
 def _check_params(params: Params, shapes: Params, where: Path) -> None:

@@ -285,10 +285,31 @@ def test_a_damaged_best_checkpoint_is_replaced_by_the_newest(tmp_path: Path, dam
     step, [line] = chosen(run, best=True)
     assert step == 4
     assert line.startswith(f"the best checkpoint, {best}, is damaged: ")
-    assert line.endswith("; using the newest intact checkpoint")
+    assert line.endswith("; using that of step 4")
     truncate(run / "checkpoints" / "4")
     step, lines = chosen(run, best=True)
     assert (step, len(lines)) == (3, 2)
+
+
+def test_a_checkpoint_without_files_is_reported(tmp_path: Path) -> None:
+    """It may have been the best one."""
+    run = copied_run(tmp_path / "run", {1: 0.9, 2: 0.3, 3: 0.5})
+    shutil.rmtree(run / "checkpoints" / "2")
+    (run / "checkpoints" / "2").mkdir()
+    start = f"checkpoint {run}/checkpoints/2 is damaged, and its validation loss is unknown: "
+    for step in (3, 1):
+        chosen_step, [*_, line] = chosen(run, best=True)
+        assert chosen_step == step
+        assert line.startswith(start)
+        assert line.endswith(f"; using that of step {step}")
+        shutil.rmtree(run / "checkpoints" / "3", ignore_errors=True)
+
+
+def test_files_that_may_not_be_read_are_not_damaged(tmp_path: Path) -> None:
+    refused = reader._unreadable(tmp_path, ValueError('PERMISSION_DENIED: Error reading "a" in OCDBT database'))
+    assert isinstance(refused, PermissionError)
+    assert refused.filename == str(tmp_path)
+    assert str(reader._unreadable(tmp_path, ValueError('OUT_OF_RANGE: Error reading "a/0" in'))) == "a/0 cannot be read"
 
 
 def test_a_best_checkpoint_that_is_removed_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -515,7 +515,7 @@ def test_export_overwrites_nothing(tmp_path: Path, tokenizer: Path) -> None:
 
 
 DATA_JSON = {
-    None: "data.json cannot be read, which does not exist; it must be the file that the run wrote",
+    None: "data.json cannot be read (No such file or directory); it must be the file that the run wrote",
     "[]": "data.json is damaged (",
     "[" * 100_000: "data.json is damaged (ValueError('nested more than 100 levels deep'))",
     "{}": "data.json is damaged (TypeError(",
