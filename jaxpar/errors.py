@@ -109,9 +109,9 @@ def refuse_choice(key: str, value: str, choices: Iterable[str]) -> Refusals[None
 
 
 def format_count(number: int, noun: str) -> str:
-    """Return a number with its noun in singular or plural: `1 replica`, `2 epochs`, `2 microbatches`."""
+    """Return a number with its noun in singular or plural: `1 replica`, `2 microbatches`, `2,000 epochs`."""
     plural = "es" if noun.endswith(("tch", "ss")) else "s"
-    return f"{number} {noun}{plural if number != 1 else ''}"
+    return f"{number:,} {noun}{plural if number != 1 else ''}"
 
 
 _BYTES = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15}

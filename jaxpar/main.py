@@ -239,7 +239,7 @@ def _closing(result: Mapping[str, object], workdir: Path, headline: str, changes
     return (
         f"\n{reached} after {result['steps']:,} steps, {result.get('examples_per_second', 0):,.0f} examples/s\n"
         f"results   {workdir}/{results}\n"
-        f"next      {first}train on your own data (docs/data.md) or fine-tune a model (configs/wordnet_minilm.py)"
+        f"next      {first}use the model (docs/predict.md), or train on your own data (docs/data.md)"
     )
 
 

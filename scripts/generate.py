@@ -29,13 +29,22 @@ from jaxpar.inference.trained import load_trained, prepare
 TOGETHER = 16  # prompts of the standard input that are continued at the same time
 
 
+def log(line: str) -> None:
+    """Print a line to stderr, because stdout contains the texts."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def print_stream(generator: Generator, prompt: str, max_tokens: int, sampling: Sampling) -> None:
     """Print a prompt and its continuation as it is computed."""
     pieces = generator.stream([prompt], max_tokens, sampling)
     print(prompt, end="", flush=True)
+    is_empty = True
     for piece in pieces:
         print(piece.text, end="", flush=True)
+        is_empty = is_empty and not piece.text
     print(flush=True)
+    if is_empty:
+        log("the model ended the text at once")
 
 
 def print_completion(completion: Completion, as_json: bool) -> None:
@@ -46,14 +55,14 @@ def print_completion(completion: Completion, as_json: bool) -> None:
 
 def ask(generator: Generator, max_tokens: int, sampling: Sampling) -> None:
     """Ask for prompts in the terminal until the end of the input."""
-    print("Enter a text to continue; Ctrl-D ends.", file=sys.stderr)
+    log("Enter a text to continue; Ctrl-D ends.")
     with contextlib.suppress(EOFError):
         while True:
             prompt = input("> ")
             try:
                 print_stream(generator, prompt, max_tokens, sampling)
             except UserError as error:
-                print(f"jaxpar: {error}", file=sys.stderr)
+                log(f"jaxpar: {error}")
     print(file=sys.stderr)
 
 
@@ -117,12 +126,10 @@ def main() -> None:
     arguments = parser.parse()
     logging.set_verbosity(logging.FATAL)  # orbax also logs the errors that it raises
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
-    sampling.check()
+    sampling.check("--")
+    if sampling.is_greedy and (sampling.top_k or sampling.top_p < 1):
+        log("--top_k and --top_p change nothing without --temperature, because the most likely token is chosen")
     workdir: Path = arguments.workdir
-
-    def log(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
     if is_pretrained(workdir):
         if arguments.step is not None:
             raise UserError(f"--step is {arguments.step}; it must not be set for {workdir}, which is not a run")

@@ -265,6 +265,7 @@ def check_findings(name: str, audited: dict[str, Any]) -> None:
         ), name
 
 
+@pytest.mark.slow
 @needs_plugin
 def test_offloaded_state_of_absent_gpus() -> None:
     """The optimizer state does not count as memory of a GPU, except for its copy during the update."""

@@ -79,7 +79,7 @@ def input_format(path: Path, given: str | None, trained: Trained, option: str = 
 def check_unicode(text: str, name: str) -> None:
     """Raise UserError for a text that is not Unicode, such as one from bytes that are not UTF-8. name: of the text."""
     if any("\ud800" <= character <= "\udfff" for character in text):
-        raise UserError(f"{name} is {text!r:.60}; it must be Unicode text, without unpaired surrogates")
+        raise UserError(f"{name} is {text!r:.60}; it must be valid Unicode, in UTF-8")
 
 
 def schema_of(path: Path, kind: str) -> Any:

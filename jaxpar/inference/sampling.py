@@ -28,21 +28,23 @@ class Sampling(NamedTuple):
     top_p: float = 1.0
     seed: int = 0
 
-    def check(self) -> None:
-        """Raise UserError if a value is of another type or out of range."""
+    def check(self, prefix: str = "") -> None:
+        """Raise UserError if a value is of another type or out of range. prefix: what stands before its name."""
         for name, value in self._asdict().items():
             kinds = int if name in ("top_k", "seed") else int | float
             if isinstance(value, bool) or not isinstance(value, kinds):
                 kind = "an integer" if kinds is int else "a number"
-                raise UserError(f"{name} is {value!r}; it must be {kind}")
+                raise UserError(f"{prefix}{name} is {value!r}; it must be {kind}")
         if self.temperature != 0 and not COLDEST <= self.temperature <= HOTTEST:
-            raise UserError(f"temperature is {self.temperature!r:.30}; it must be 0, or from {COLDEST} to {HOTTEST:,}")
+            raise UserError(
+                f"{prefix}temperature is {self.temperature!r:.30}; it must be 0, or from {COLDEST} to {HOTTEST:,}"
+            )
         if self.top_k < 0:
-            raise UserError(f"top_k is {self.top_k!r:.60}; it must be at least 0 (0: all tokens)")
+            raise UserError(f"{prefix}top_k is {self.top_k!r:.60}; it must be at least 0 (0: all tokens)")
         if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p is {self.top_p}; it must be more than 0 and at most 1 (1: all tokens)")
+            raise UserError(f"{prefix}top_p is {self.top_p}; it must be more than 0 and at most 1 (1: all tokens)")
         if not 0 <= self.seed < 2**32:
-            raise UserError(f"seed is {self.seed!r:.60}; it must be at least 0 and less than 2**32")
+            raise UserError(f"{prefix}seed is {self.seed!r:.60}; it must be at least 0 and less than 2**32")
 
     @property
     def is_greedy(self) -> bool:

@@ -61,7 +61,7 @@ def test_health_and_page(service: Service, classifier: Path) -> None:
         ({"texts": []}, 400, "texts is []; it must be a non-empty list of texts"),
         ({"texts": [1]}, 400, "texts[0] is 1; they must be texts"),
         ({"texts": [["a", "b"]]}, 400, "texts[0] is ['a', 'b']; they must be texts"),
-        ({"texts": ["\ud800"]}, 400, "texts[0] is '\\ud800'; it must be Unicode text, without unpaired surrogates"),
+        ({"texts": ["\ud800"]}, 400, "texts[0] is '\\ud800'; it must be valid Unicode, in UTF-8"),
         ({"texts": ["a"], "top_k": 0}, 400, "top_k is 0; it must be from 1 to 10"),
         ({"texts": ["a"], "top_k": True}, 400, "top_k is True; it must be an integer"),
         ({"text": ["a"]}, 400, "'text' is not a key; it must be one of texts, top_k"),
