@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
+from jaxpar import checkpoint, files, tasks
 from jaxpar import config as configs
-from jaxpar import files, tasks
 from jaxpar.errors import UserError
 from jaxpar.run.build import Result
 from jaxpar.run.metrics import MetricsRow, read_metrics
@@ -38,8 +38,10 @@ class RecordedRun(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Number of completed steps with metrics."""
-        return int(self.result["steps"] if self.result else self.rows[-1]["step"])
+        """Number of completed steps whose state or metrics exist."""
+        if self.result:
+            return int(self.result["steps"])
+        return max(int(self.rows[-1]["step"]), *checkpoint.steps(self.workdir / "checkpoints"), 0)
 
     def points(self, split: str, name: str) -> list[tuple[float, float]]:
         """Return (step, metric) for each row of a split with this metric."""

@@ -38,6 +38,7 @@ from jaxpar.serve.events import EventStream, failure
 from jaxpar.serve.streams import Continuations
 from jaxpar.tasks import Prediction
 
+ROUTES = ("GET /", "GET /health", "POST /predict", "POST /generate")
 MOST_CHOICES = 10  # that a prediction lists: programs differ by their number, so all predictions are computed with it
 Endpoint = Callable[[Mapping[str, Any]], Coroutine[Any, Any, Response]]
 
@@ -232,9 +233,12 @@ async def _unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) 
         leaving.cancel()
 
 
-async def _error(_request: Request, error: Exception) -> Response:
+async def _error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _refusal(error.status_code, error.detail, error.headers)
+    line = error.detail
+    if error.status_code in (404, 405):
+        line = f"the request is {request.method} {request.url.path:.60}; it must be one of {', '.join(ROUTES)}"
+    return _refusal(error.status_code, line, error.headers)
 
 
 def _refusal(status: int, line: str, headers: Mapping[str, str] | None = None) -> Response:

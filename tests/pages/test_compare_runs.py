@@ -16,12 +16,13 @@ def test_the_table_and_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, other = write_run(tmp_path / "a"), write_run(tmp_path / "b<i>", "optimizer.lr=0.25", finished=False)
+    (other / "checkpoints" / "41").mkdir(parents=True)  # saved when it was stopped, after the last log interval
     output = tmp_path / "comparison.html"
     assert run_script(monkeypatch, compare_runs, str(one), str(other), f"--output={output}") == 0
     lines = [[word for word in line.split("  ") if word] for line in capsys.readouterr().out.splitlines()]
     cells = {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines if line}
     assert cells["state"] == ["stopped early", "unfinished"]
-    assert cells["steps"] == ["40", "40"]
+    assert cells["steps"] == ["40", "41"]
     assert cells["test accuracy"] == ["0.6719"]
     assert cells["examples per second"] == ["1,242"]
     assert cells["optimizer.lr"] == ["0.001", "0.25"]

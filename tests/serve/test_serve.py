@@ -82,9 +82,11 @@ def test_other_mistakes(service: Service) -> None:
     status, answer = ask(port, "/generate", {"prompt": "a"})
     assert status == 400
     assert "the task of the model is 'classification'" in answer["error"]
-    assert ask(port, "/predict/", {"texts": ["a"]}) == (404, {"error": "Not Found"})
-    assert ask(port, "/nothing") == (404, {"error": "Not Found"})
-    assert ask(port, "/predict") == (405, {"error": "Method Not Allowed"})
+    possible = "it must be one of GET /, GET /health, POST /predict, POST /generate"
+    refused = {"error": f"the request is POST /predict/; {possible}"}
+    assert ask(port, "/predict/", {"texts": ["a"]}) == (404, refused)
+    assert ask(port, "/nothing") == (404, {"error": f"the request is GET /nothing; {possible}"})
+    assert ask(port, "/predict") == (405, {"error": f"the request is GET /predict; {possible}"})
     status, answer = asyncio.run(request(port, "POST", "/predict", b"{"))
     assert (status, answer["error"].partition(":")[0]) == (400, "the body must be JSON")
     status, answer = asyncio.run(request(port, "POST", "/predict", b"\x89PNG", kind="image/png"))
