@@ -292,7 +292,7 @@ def test_a_damaged_best_checkpoint_is_replaced_by_the_newest(tmp_path: Path, dam
 
 
 def test_a_checkpoint_without_files_is_reported(tmp_path: Path) -> None:
-    """It may have been the best one."""
+    """The checkpoint may have been the best one."""
     run = copied_run(tmp_path / "run", {1: 0.9, 2: 0.3, 3: 0.5})
     shutil.rmtree(run / "checkpoints" / "2")
     (run / "checkpoints" / "2").mkdir()

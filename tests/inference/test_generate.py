@@ -124,7 +124,7 @@ def test_mistakes(generator: Generator, reference: Trained, classifier: Path) ->
         generator.stream(["t6"], 3, Sampling(-1))
     with pytest.raises(UserError, match=r"temperature is '1'; it must be a number"):
         generator.stream(["t6"], 3, Sampling("1"))  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"the prompt is 't6 .udcff'; it must be Unicode text"):
+    with pytest.raises(UserError, match=r"the prompt is 't6 .udcff'; it must be valid Unicode"):
         generator.stream(["t6 \udcff"], 3, Sampling())
     with pytest.raises(UserError, match="top_k is -1"):
         generator.stream(["t6"], 3, Sampling(1, top_k=-1))

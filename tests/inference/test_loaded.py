@@ -171,7 +171,7 @@ MISTAKES: dict[str, tuple[str, Any, str]] = {
     "one text": ("classification", "red cat", r"examples is 'red cat'; it must be a non-empty list of texts"),
     "nothing": ("classification", [], r"examples is \[\]; it must be a non-empty list of texts"),
     "a number": ("classification", ["red", 3], r"examples\[1\] is 3; they must be texts"),
-    "not Unicode": ("classification", ["red", "\ud800"], r"examples\[1\] is '.ud800'; it must be Unicode text"),
+    "not Unicode": ("classification", ["red", "\ud800"], r"examples\[1\] is '.ud800'; it must be valid Unicode"),
     "a generator": ("classification", (text for text in ["red"]), r"it must be a non-empty list of texts"),
     "not pairs": ("pairs", ["red"], r"examples\[0\] is 'red'; they must be pairs of texts"),
     "not words": ("token_classification", [["red"], []], r"examples\[1\] is \[\]; they must be lists of words"),
