@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import logging
 import math
 import os
 import re
@@ -121,8 +122,7 @@ def read(path: Path, like: Canonical | None = None) -> Checkpoint:
 
 def _arrays(path: Path, shapes: Canonical, sums: dict[str, int]) -> Canonical:
     """Read the arrays in a directory, with these shapes, as NumPy arrays and verify their checksums."""
-    if not isinstance(sys.unraisablehook, _WithoutLateReads):
-        sys.unraisablehook = _WithoutLateReads(sys.unraisablehook)
+    _hide_late_reads()
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:
             as_numpy = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype), shapes)
@@ -154,12 +154,19 @@ def _shapes(path: Path) -> Canonical:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), saved)
 
 
-class _WithoutLateReads:
-    """Hook for errors outside any `try`, without those of pending reads; all others go to the hook before it.
+def _hide_late_reads() -> None:
+    """Hide, from now on, the errors of pending reads after a read of damaged files has failed.
 
-    Orbax closes its event loop when a read of damaged files fails. Other threads whose reads end later raise errors,
-    some of them after orbax has raised its own, and each would be printed with a traceback.
+    Orbax closes its event loop then. Other threads whose reads end later, some after orbax has raised its error, print
+    errors with tracebacks, and asyncio logs those that nobody has looked at.
     """
+    if not isinstance(sys.unraisablehook, _WithoutLateReads):
+        sys.unraisablehook = _WithoutLateReads(sys.unraisablehook)
+    logging.getLogger("asyncio").addFilter(_is_no_late_read)  # has no effect the second time
+
+
+class _WithoutLateReads:
+    """Hook for errors outside any `try`, without those of pending reads; all others go to the hook before it."""
 
     def __init__(self, others: Callable[[Any], Any]) -> None:
         self._others = others
@@ -167,6 +174,10 @@ class _WithoutLateReads:
     def __call__(self, unraisable: Any) -> None:
         if "Event loop is closed" not in str(unraisable.exc_value):
             self._others(unraisable)
+
+
+def _is_no_late_read(record: logging.LogRecord) -> bool:
+    return "OCDBT" not in record.getMessage()
 
 
 def _unreadable(path: Path, error: Exception) -> Exception:

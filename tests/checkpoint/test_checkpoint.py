@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import random
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from multiprocessing.synchronize import Event
@@ -303,6 +304,19 @@ def test_a_checkpoint_without_files_is_reported(tmp_path: Path) -> None:
         assert line.startswith(start)
         assert line.endswith(f"; using that of step {step}")
         shutil.rmtree(run / "checkpoints" / "3", ignore_errors=True)
+
+
+def test_late_errors_of_reads_are_hidden(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr("sys.unraisablehook", lambda unraisable: shown.append(str(unraisable.exc_value)))
+    for _ in range(2):
+        reader._hide_late_reads()
+    for text in ("Event loop is closed", "another"):
+        sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError(text)))
+    assert shown == ["another"]
+    for text in ("Future exception was never retrieved: in OCDBT database", "another"):
+        logging.getLogger("asyncio").error(text)
+    assert caplog.messages == ["another"]
 
 
 def test_files_that_may_not_be_read_are_not_damaged(tmp_path: Path) -> None:
