@@ -144,8 +144,8 @@ def _line(kind: str, n: int, seconds: Mapping[tuple[str, int], float]) -> tuple[
 class MeasuredLayers:
     """Layers on the first device of this machine, measured for two numbers of examples.
 
-    Layers that run one by one find less in caches than those of a step, and their outputs need new memory. Therefore
-    the gradient of all of them is measured with them, in one program, and their times are scaled to add up to its time.
+    Layers that run one by one can take longer than those of a step. Therefore the gradient of all of them is measured
+    with them, in one program, and their times are scaled to add up to its time.
     """
 
     remats = ("none",)  # each one takes a minute to compile
