@@ -153,9 +153,14 @@ def test_sigterm_ends_a_command_as_an_exception(capsys: pytest.CaptureFixture[st
         finally:
             removed.append("file")
 
-    with pytest.raises(SystemExit) as ended:
-        exit_code(command)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            exit_code(command)
+        after = signal.getsignal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert ended.value.code == 128 + signal.SIGTERM
     assert removed == ["file"]
     assert capsys.readouterr().err == "jaxpar: terminated\n"
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert after is signal.SIG_DFL
