@@ -153,7 +153,7 @@ def exit_code(command: Callable[[], int | None]) -> int:
     SIGTERM ends the command as sys.exit does, so that it removes what it has half written.
     """
     if sys.stdout is None:
-        return _fail(CLOSED)
+        return fail(CLOSED)
     try:
         with _exit_on_sigterm():
             code = command() or 0
@@ -164,18 +164,19 @@ def exit_code(command: Callable[[], int | None]) -> int:
     except PermissionError as error:
         if error.filename is None:
             raise
-        return _fail(f"{error.filename} may not be read or written: {error.strerror}")
+        return fail(f"{error.filename} may not be read or written: {error.strerror}")
     except OSError as error:
         if error.filename is not None or error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
         discard_output()
-        return FAILED if is_closed_output(error) else _fail(f"the standard output cannot be written: {error.strerror}")
+        return FAILED if is_closed_output(error) else fail(f"the standard output cannot be written: {error.strerror}")
     except (UserError, TrainingError) as error:
-        return _fail(str(error), USER_ERROR if isinstance(error, UserError) else FAILED)
+        return fail(str(error), USER_ERROR if isinstance(error, UserError) else FAILED)
 
 
-def _fail(message: str, code: int = USER_ERROR) -> int:
-    print(f"jaxpar: {message}", file=sys.stderr)
+def fail(message: str, code: int = USER_ERROR) -> int:
+    """Print the one line of an error, and return the exit code."""
+    print(f"jaxpar: {message}", file=sys.stderr, flush=True)
     return code
 
 

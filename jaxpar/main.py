@@ -33,12 +33,14 @@ from jaxpar import command_line, config_help
 from jaxpar import config as configs
 from jaxpar.command_line import OVERRIDE
 from jaxpar.errors import (
+    CLOSED,
     FAILED,
     STOPPED_CODES,
     USER_ERROR,
     TrainingError,
     UserError,
     discard_output,
+    fail,
     is_closed_output,
     is_failure,
 )
@@ -76,6 +78,8 @@ def _has_others() -> bool:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
+    if sys.stdout is None:
+        return fail(CLOSED)
     # Orbax and asyncio log the exceptions that they raise as errors, with tracebacks.
     logging.set_verbosity(logging.FATAL)
     getLogger("asyncio").setLevel(CRITICAL)
@@ -84,24 +88,24 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.flush()
         return code
     except UserError as error:
-        return _fail(str(error), USER_ERROR)
+        return fail(str(error), USER_ERROR)
     except TrainingError as error:
-        return _fail(str(error), FAILED)
+        return fail(str(error), FAILED)
     except OSError as error:
         if is_closed_output(error):
             discard_output()
             is_training = any(argument.partition("=")[0] == "--workdir" for argument in argv)
-            return _fail(CLOSED_OUTPUT, FAILED) if is_training else FAILED  # silent, as other programs before `head`
+            return fail(CLOSED_OUTPUT, FAILED) if is_training else FAILED  # silent, as other programs before `head`
         if not disk_error(error):
             raise
         what = f"{error.filename or 'the disk'}: {error.strerror}"
-        return _fail(f"{what}; the existing checkpoints are intact", USER_ERROR)
+        return fail(f"{what}; the existing checkpoints are intact", USER_ERROR)
     except (MemoryError, RuntimeError) as error:  # JAX raises a RuntimeError
         reason = memory_error(error)
         if reason is None:
             raise
         smaller = "lower config.batch_size or config.data.max_length, or choose a smaller config.model"
-        return _fail(f"out of memory ({reason}); {smaller}; the existing checkpoints are intact", USER_ERROR)
+        return fail(f"out of memory ({reason}); {smaller}; the existing checkpoints are intact", USER_ERROR)
 
 
 def _main(argv: list[str]) -> int:
@@ -241,11 +245,6 @@ def _closing(result: Mapping[str, object], workdir: Path, headline: str, changes
         f"results   {workdir}/{results}\n"
         f"next      {first}use the model (docs/predict.md), or train on your own data (docs/data.md)"
     )
-
-
-def _fail(message: str, code: int) -> int:
-    print(f"jaxpar: {message}", file=sys.stderr, flush=True)
-    return code
 
 
 if __name__ == "__main__":

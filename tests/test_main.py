@@ -537,3 +537,12 @@ def wait_for_checkpoint(process: subprocess.Popen[str], workdir: Path, step: int
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_closed_output(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    assert main.main(["jaxpar", "--config=configs/quickstart.py", f"--workdir={tmp_path}/run"]) == 2
+    assert (
+        capsys.readouterr().err == "jaxpar: the standard output is closed; it must be open, such as with >/dev/null\n"
+    )
+    assert not (tmp_path / "run").exists()

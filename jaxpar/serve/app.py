@@ -38,7 +38,6 @@ from jaxpar.serve.events import EventStream, failure
 from jaxpar.serve.streams import Continuations
 from jaxpar.tasks import Prediction
 
-ROUTES = ("GET /", "GET /health", "POST /predict", "POST /generate")
 MOST_CHOICES = 10  # that a prediction lists: programs differ by their number, so all predictions are computed with it
 Endpoint = Callable[[Mapping[str, Any]], Coroutine[Any, Any, Response]]
 
@@ -237,7 +236,8 @@ async def _error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     line = error.detail
     if error.status_code in (404, 405):
-        line = f"the request is {request.method} {request.url.path:.60}; it must be one of {', '.join(ROUTES)}"
+        routes = [f"{method} {one.path}" for one in request.app.routes for method in sorted(one.methods - {"HEAD"})]
+        line = f"the request is {request.method} {request.url.path:.60}; it must be one of {', '.join(routes)}"
     return _refusal(error.status_code, line, error.headers)
 
 

@@ -188,14 +188,14 @@ class MeasuredLayers:
         """Return the profile of each number of examples."""
         parts = [{name: x[:number] for name, x in self._batch.items()} for number in self._numbers]
         programs = [LayerPrograms(self._problem, part, remat=remat) for part in parts]
+        of_sizes = [one.calls(part) for one, part in zip(programs, parts, strict=True)]
         calls: dict[Hashable, Callable[[], Any]] = {"all": whole_gradient(self._problem, parts[-1], remat)}
-        for number, (one, part) in enumerate(zip(programs, parts, strict=True)):
-            calls |= {(number, key): call for key, call in one.calls(part).items()}
+        calls |= {(size, key): call for size, of_size in enumerate(of_sizes) for key, call in of_size.items()}
         seconds = seconds_in_turn(calls, self._repeats)
         found = []
-        for number, one in enumerate(programs):
-            of_calls = {name[1]: seconds[name] for name in calls if isinstance(name, tuple) and name[0] == number}
-            found.append([without(layer, self._started) for layer in one.timed(of_calls)])
+        for size, (one, of_size) in enumerate(zip(programs, of_sizes, strict=True)):
+            layers = one.timed({key: seconds[size, key] for key in of_size})
+            found.append([without(layer, self._started) for layer in layers])
         together = sum(layer.forward_s + layer.backward_s for layer in found[-1])
         return [scaled(layers, max(seconds["all"] - self._started, 0.0) / together) for layers in found]
 
