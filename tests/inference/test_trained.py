@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from jaxpar import checkpoint
 from jaxpar.errors import UserError
@@ -80,7 +81,13 @@ def test_mistakes(classifier: Path, tmp_path: Path) -> None:
     (workdir / "data.json").write_text(json.dumps(info | {"num_classes": 3, "class_names": ["a", "b", "c"]}))
     with pytest.raises(UserError, match=r"is from a different model: \['head'\].* is \(.*4.*; it must be \(.*3"):
         load_trained(workdir)
-    (workdir / "tokenizer.json").unlink()
     (workdir / "data.json").write_text(json.dumps(info))
+    other = Tokenizer.from_file(str(workdir / "tokenizer.json"))
+    other.add_tokens(["another"])
+    other.save(str(workdir / "tokenizer.json"))
+    size = info["vocab_size"]
+    with pytest.raises(UserError, match=rf"json has {size + 1} tokens; it must be that of the run, which has {size}"):
+        load_trained(workdir)
+    (workdir / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"tokenizer.json cannot be read \(No such file"):
         load_trained(workdir)

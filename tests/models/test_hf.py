@@ -517,6 +517,7 @@ def test_export_overwrites_nothing(tmp_path: Path, tokenizer: Path) -> None:
 DATA_JSON = {
     None: "data.json cannot be read (No such file or directory); it must be the file that the run wrote",
     "[]": "data.json is damaged (",
+    "\xff": "data.json is damaged (it is not UTF-8); it must be the file that the run wrote",
     "[" * 100_000: "data.json is damaged (ValueError('nested more than 100 levels deep'))",
     "{}": "data.json is damaged (TypeError(",
     '{"kind": "text", "input_shape": [10], "num_classes": "3", "class_names": [], "vocab_size": 40, "pad_id": 0}': (
@@ -539,7 +540,7 @@ def test_an_export_of_a_damaged_run(
     saved = checkpoint.Checkpoint(0, {"params": {}}, {}, {"config": configs.keys(config)})
     monkeypatch.setattr(checkpoint, "of_run", lambda *_arguments, **_options: saved)
     if text is not None:
-        (tmp_path / "data.json").write_text(text)
+        (tmp_path / "data.json").write_text(text, encoding="latin-1")
     arguments = [f"--workdir={tmp_path}", f"--output={tmp_path / 'out'}", "--format=hf"]
     _, message = script_error(monkeypatch, capsys, command, *arguments)
     assert DATA_JSON[text] in message
