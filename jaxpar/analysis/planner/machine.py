@@ -40,10 +40,6 @@ class Machine(Protocol):
         """Whether programs compute what they can before it is needed, and hold it: see cpu_memory.py."""
 
     @property
-    def copies_packed_state(self) -> bool:
-        """Whether the update of a pipeline, whose arrays are packed in vectors, needs a second copy of the state."""
-
-    @property
     def clock_seconds(self) -> float:
         """Seconds of a clock of a pipeline besides its actions and transfers."""
 
@@ -89,7 +85,6 @@ class GpuMachine(NamedTuple):
     overlaps: bool = True
     update_repeats: float = KERNEL_REPEATS
     runs_early: bool = False
-    copies_packed_state: bool = True  # as in programs compiled for H100s
 
     @property
     def clock_seconds(self) -> float:
@@ -146,7 +141,6 @@ class CpuMachine(NamedTuple):
     overlaps: bool = False
     update_repeats: float = 1.0
     runs_early: bool = True
-    copies_packed_state: bool = False
 
     def together(self, seconds: np.ndarray, copies: int = 1) -> np.ndarray:
         """Devices share the cores: n of them take slowdown(n) times their mean, and at least the longest."""

@@ -1,6 +1,6 @@
 """Candidates with stages: every schedule, number of stages and of microbatches, with replicas on the other devices."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -20,11 +20,14 @@ from jaxpar.analysis.planner.candidates import (
 from jaxpar.analysis.planner.predict import StateBytes, largest_transfer, pipeline_costs, splits_backward, stash_bytes
 from jaxpar.exchange.reduce import ring_traffic
 from jaxpar.mesh import DATA, STAGE
+from jaxpar.pipeline.executor.packing import Packing
 from jaxpar.pipeline.executor.partition import balanced
+from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table, schedule_obstacle
 from jaxpar.pipeline.tables.table import Table
 from jaxpar.plan import Plan
+from jaxpar.step import Problem
 
 LARGEST_TABLE = 20_000  # devices x microbatches of the largest table that is made
 NANOSECOND = 1e-9
@@ -36,7 +39,7 @@ def of_pipelines(space: Space) -> Iterator[Candidate]:
     others = {key: value for key, value in DEFAULTS_OF_CHOICES.items() if not key.startswith(OF_STAGES)}
     if not space.allows(others):
         return
-    ratios = state_ratios(space.problem)
+    ratios, packing_of = state_ratios(space.problem), _packings(space.problem)
     for stages in (number for number in range(2, min(n, num_layers) + 1) if n % number == 0):
         replicas = n // stages
         if batch % replicas or not space.allows({"mesh.stage": stages, "mesh.data": replicas}):
@@ -48,7 +51,22 @@ def of_pipelines(space: Space) -> Iterator[Candidate]:
             for schedule, table in _tables(space, stages, number).items():
                 if table.num_stages <= num_layers:
                     for remat in space.choices("pipeline.remat", space.layers.remats):
-                        yield pipeline_candidate(space, schedule, table, remat, replicas, ratios)
+                        yield pipeline_candidate(space, schedule, table, remat, replicas, ratios, packing_of)
+
+
+def _packings(problem: Problem) -> Callable[[tuple[int, ...], Table], Packing]:
+    """Return a function of the bounds of stages and a table that returns how devices pack their parameters."""
+    inputs = problem.model.inputs(problem.batch)
+    found: dict[tuple[tuple[int, ...], bytes], Packing] = {}
+
+    def packing_of(bounds: tuple[int, ...], table: Table) -> Packing:
+        key = bounds, table.stages.tobytes()
+        if key not in found:
+            stages = Stages(problem.model, bounds, table.stages, inputs, problem.task)
+            found[key] = Packing([stages.select(problem.model.shapes, device) for device in stages.examples])
+        return found[key]
+
+    return packing_of
 
 
 def _tables(space: Space, num_devices: int, num_microbatches: int) -> dict[str, Table]:
@@ -72,7 +90,13 @@ def _table(schedule: str, num_devices: int, num_microbatches: int, num_chunks: i
 
 
 def pipeline_candidate(
-    space: Space, schedule: str, table: Table, remat: str, replicas: int, ratios: StateRatios
+    space: Space,
+    schedule: str,
+    table: Table,
+    remat: str,
+    replicas: int,
+    ratios: StateRatios,
+    packing_of: Callable[[tuple[int, ...], Table], Packing],
 ) -> Candidate:
     """Return a pipeline."""
     size = space.config.batch_size // (replicas * table.num_microbatches)
@@ -82,16 +106,15 @@ def pipeline_candidate(
     )
     bounds = balanced_bounds(layers, table.num_stages)
     axes = {DATA: replicas, STAGE: table.num_devices}
-    weights = [0.0] * table.num_devices
-    for device, of_device in enumerate(table.stages.tolist()):
-        for stage in of_device:
-            weights[device] += sum(layer.weight_bytes for layer in layers[bounds[stage] : bounds[stage + 1]])
-    largest = max(weights)  # all devices allocate what the fullest one needs
+    packing = packing_of(bounds, table)
+    largest, packed = float(packing.nbytes), (1 + ratios.optimizer) * packing.vector_bytes
     states = [StateBytes(largest, ratios.optimizer * largest, largest)] * table.num_devices
     vectors = len(layers)  # of gradients; the engine packs the arrays of a device
     traffic = [ring_traffic("all-reduce", 2, DATA, replicas, largest, "float32", num_vectors=vectors)]
     update = ratios.update * largest
-    costs = pipeline_costs(layers, memory, space.machine, axes, table, bounds, traffic, states, update, remat=remat)
+    costs = pipeline_costs(
+        layers, memory, space.machine, axes, table, bounds, traffic, states, packed, update, remat=remat
+    )
     if space.machine.runs_early:
         nbytes = _pipeline_bytes_on_cpu(space, size, remat, table, bounds, max(states, key=sum))
         costs = costs._replace(nbytes=nbytes)
@@ -159,8 +182,20 @@ def candidate_of_pipeline(space: Space, config: ConfigDict, plan: Plan[Any]) -> 
         params, optimizer = parts["parameters"], parts.get("optimizer", 0)
         states.append(StateBytes(params, optimizer, params))
     update = state_ratios(space.problem).update * max(parts["parameters"] for parts in plan.memory)
+    staged = details.staged
+    packed = staged.params.packing.vector_bytes + staged.optimizer.packing.vector_bytes
     costs = pipeline_costs(
-        profile, memory, space.machine, plan.axes, table, bounds, plan.traffic, states, update, remat=details.remat
+        profile,
+        memory,
+        space.machine,
+        plan.axes,
+        table,
+        bounds,
+        plan.traffic,
+        states,
+        packed,
+        update,
+        remat=details.remat,
     )
     if space.machine.runs_early:
         nbytes = _pipeline_bytes_on_cpu(space, size, details.remat, table, bounds, max(states, key=sum))

@@ -136,6 +136,7 @@ def pipeline_costs(
     bounds: Sequence[int],
     traffic: Sequence[Traffic],
     states: Sequence[StateBytes],
+    packed_bytes: float,
     update_bytes: float,
     *,
     remat: str,
@@ -151,6 +152,7 @@ def pipeline_costs(
       bounds: first layer of each stage, and the number of layers.
       traffic: what a device sends over the data axis in a step.
       states: the state on each device.
+      packed_bytes: bytes of the parameters and of the optimizer on a device that are packed in vectors.
       update_bytes: what an update moves on the fullest device.
       remat: none, dots or full.
     """
@@ -168,11 +170,9 @@ def pipeline_costs(
     clocks_s = float(of_clocks.sum()) + len(clocks) * machine.clock_seconds
     exposed = exchange + transfers
     fullest = max(states, key=sum)
-    updating = sum(fullest) + (fullest.parameters + fullest.optimizer if machine.copies_packed_state else 0.0)
-    # The gradient of a layer exists before it is added to the accumulated one.
-    computing = sum(fullest) + max(layer.weight_bytes for layer in layers)
     activations = activation_bytes(table, layers, memory, bounds, sent, remat)
-    nbytes = max(computing + activations, updating)
+    # The gradient of a layer exists before it is added to the accumulated one. The update copies the vectors.
+    nbytes = sum(fullest) + max(layer.weight_bytes for layer in layers) + max(activations, packed_bytes)
     started = machine.started(table.num_devices * replicas)
     return StepCosts(
         started + clocks_s + exposed + update, compute, max(clocks_s - compute, 0.0), exposed, update, nbytes

@@ -76,6 +76,13 @@ class Packing:
         """Return packed arrays of zeros, with leading dims."""
         return tuple(jnp.zeros((*leading, *array.shape), array.dtype) for array in self.shapes)
 
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes of the vectors of one packed tree."""
+        shared = {place.array for places in self._places for place in places if place.offset is None}
+        vectors = (array for index, array in enumerate(self.shapes) if index not in shared)
+        return sum(array.size * array.dtype.itemsize for array in vectors)
+
     def pack(self, kind: int, tree: Any, lib: Any = jnp) -> Packed:
         """Pack a tree of the given kind. lib: jnp or np."""
         packed: list[Any] = [[] for _ in self.shapes]

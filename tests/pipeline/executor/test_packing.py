@@ -53,6 +53,7 @@ def test_form_by_hand() -> None:
         ((24,), F32),
     ]  # 24: u and v of the last tree; the second tree needs 15
     assert packing.nbytes == 48 + 16 + 12 + 5 + 96 == size(TREES[2])
+    assert packing.vector_bytes == 12 + 5 + 96
     packed = packing.pack(1, TREES[1])
     # Leaves of a dict are sorted by key: b, gain, table, w.
     np.testing.assert_array_equal(packed[4], np.r_[TREES[1]["gain"], TREES[1]["table"].ravel(), np.zeros(24 - 15)])
