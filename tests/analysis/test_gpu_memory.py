@@ -50,6 +50,8 @@ class Layers:
         ({}, 18 + 1 + (1 + 3) + 96),
         ({"is_scanned": True}, 18 + 1 + (1 + 3) + 96),
         ({"remat": "full"}, 18 + 1 + (1 + 3) + 96),
+        # With rematerialization, a scan stacks the whole weights of both blocks.
+        ({"remat": "full", "is_scanned": True}, 18 + (8 + 8 - 4 - 4) + 1 + (1 + 3) + 96),
         ({"is_accumulated": True}, 18 + 1 + (1 + 3) + 96 + 96),
         # The head in chunks, whose gradient is among what it saved; all layers hold what they saved.
         ({"looped": LOOPED}, 18 + (1 + 5 + 5 + 2) + LOOPED),
@@ -77,5 +79,6 @@ def test_a_scan_holds_all_its_gradients() -> None:
         gpu_replica_bytes(Layers(), blocks, STATE, 4, "none", is_scanned=is_scanned, **flags)
         for is_scanned in (True, False)
     )
-    assert scanned == 3000 + 18 + (1 + 5 + 5) + 3 * STACKED + (5 + 3) + 96
+    whole = 60  # of the first one, which reads float32 and is stacked, too
+    assert scanned == 3000 + 18 + whole + (1 + 5 + 5) + 3 * STACKED + (5 + 3) + 96
     assert unrolled == 3000 + 18 + 1 + (1 + 3) + 96

@@ -1,7 +1,8 @@
 """Predicts the memory of a training step of replicas on a GPU, from what each layer holds for its backward pass.
 
 The backward pass goes from the last layer to the first. While it computes a layer, the layers before it hold what their
-forward pass has saved, and those after it their gradients. A scan over layers holds the gradients of all of them.
+forward pass has saved, and those after it their gradients. A scan over layers holds the gradients of all of them, and
+their weights: in the dtype in which they are read, or whole with rematerialization, which reads them again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,10 +43,14 @@ def gpu_replica_bytes(
     weights = [float(layer.weight_bytes) for layer in profile]
     narrowed = [of.narrowed for of in layers.memory(size, remat, is_split=False)]
     scans = _scans(model, is_scanned=is_scanned or gathers_layers)
+    copied = [
+        weight if len(scan) > 1 and (remat != "none" or not narrow) else narrow
+        for scan, weight, narrow in zip(scans, weights, narrowed, strict=True)
+    ]
     if gathers_layers:
         sums = list(_with_shards(weights, narrowed, state.gradients / sum(weights), scans))
     else:
-        sums = [sum(narrowed) + of_gradients for of_gradients in _whole_gradients(weights, whole, scans)]
+        sums = [sum(copied) + of_gradients for of_gradients in _whole_gradients(weights, whole, scans)]
     stacked = [of.saved if len(scan) > 1 else of.fused for of, scan in zip(saved, scans, strict=True)]
     held = [sum(stacked[: number + 1]) for number in range(len(stacked))]
     peak = max(map(sum, zip(held, working, sums, strict=True)))
