@@ -75,11 +75,26 @@ GPU_CASES = {
     "gpt2, 3 layers": Case(
         64, 512, 50304, (*GPT, "model.num_layers=3", "model.dtype=bfloat16", "model.dropout=0.0", "model.attention=xla")
     ),
-}
-# Whole models, other sizes.
-HELD_OUT_GPU_CASES = {
     "bert base": Case(256, 64, 30522, ("model.size=base", "model.dtype=bfloat16", "model.attention=xla")),
     "gpt2": Case(32, 512, 50304, (*GPT, "model.dtype=bfloat16", "model.attention=xla")),
+}
+HELD_OUT_GPU_CASES = {
+    "swiglu, 6 layers": Case(
+        64,
+        256,
+        32000,
+        (
+            *GPT,
+            *LLAMA,
+            "model.num_layers=6",
+            "model.hidden_size=1024",
+            "model.num_heads=16",
+            "model.dtype=bfloat16",
+            "model.dropout=0.0",
+            "model.attention=xla",
+        ),
+    ),
+    "bert large, 4 layers": Case(64, 256, 30522, ("model.size=large", "model.num_layers=4", "model.attention=xla")),
 }
 
 

@@ -25,12 +25,13 @@ from jaxpar.analysis.planner.predict import (
     StateBytes,
     StepCosts,
     UpdateBytes,
-    activation_bytes,
     clock_seconds,
     pipeline_costs,
     replicas_costs,
     sending_clocks,
     splits_backward,
+    stash_bytes,
+    working_bytes,
 )
 from jaxpar.analysis.planner.replica_candidates import combined, update_of
 from jaxpar.analysis.rates import EFFICIENCY, HOP_SECONDS
@@ -195,11 +196,11 @@ def test_stashes_are_those_of_the_engine(schedule: str, remat: str, space: Space
     plan = plan_of(space, {**settings, "pipeline.schedule": schedule, "pipeline.remat": remat})
     assert not isinstance(plan, str), plan
     table, bounds = plan.details.table, plan.details.stages.bounds
-    layers = [one._replace(output_bytes=0) for one in space.layers.profile(16, remat)]
-    memory = [
-        one._replace(computed=0, narrowed=0) for one in space.layers.memory(16, remat, is_split=splits_backward(table))
-    ]
-    stashes = activation_bytes(table, layers, memory, bounds, 0.0, remat)
+    layers, memory = (
+        space.layers.profile(16, remat),
+        space.layers.memory(16, remat, is_split=splits_backward(table)),
+    )
+    stashes = stash_bytes(table, layers, memory, bounds, 0.0, remat)
     assert stashes == pytest.approx(plan.memory[0]["stashes"], rel=0.1)
 
 
@@ -212,6 +213,15 @@ def test_copies_in_the_dtype_of_the_computation() -> None:
     assert block == 2 * (4 * (32 * 32 + 32) + (32 * 64 + 64) + (64 * 32 + 32))
     config.model.dtype = "float32"
     assert narrowed_bytes(small_problem(config, H100)) == [0.0] * 3
+
+
+def test_what_a_stage_works_with() -> None:
+    """One layer and its gradient, or the loop of a loss; with rematerialization, all that a stage computes again."""
+    layers = [layer(0.01, output=0.5)._replace(weight_bytes=weights) for weights in (3.0, 5.0, 4.0)]
+    memory = [LayerMemory(computed, narrowed=2.0) for computed in (10.0, 1.0, 7.0)]
+    looping = [*memory[:2], memory[2]._replace(looped=40.0)]
+    for of, remat, expected in ((memory, "none", 3 + 10), (looping, "none", 40), (memory, "full", 5 + 10 + 1)):
+        assert working_bytes(layers, of, (0, 2, 3), remat) == expected + 2 * 2.0 + 0.5
 
 
 def test_the_update_of_a_pipeline_copies_vectors() -> None:

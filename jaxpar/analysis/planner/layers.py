@@ -48,11 +48,13 @@ class LayerMemory(NamedTuple):
       computed: bytes that the forward pass saves without rematerialization, which are recomputed with it.
       narrowed: bytes of copies of the weights in the dtype of the computation.
       split: what it saves if W is separate from B.
+      looped: bytes with which the loop of a loss over a vocabulary works (Residuals).
     """
 
     computed: float
     narrowed: float
     split: SplitStash = SplitStash(0.0, 0.0, 0.0)
+    looped: float = 0.0
 
 
 class Layers(Protocol):
@@ -131,10 +133,8 @@ class LayerSizes:
     def memory(self, size: int, remat: str, *, is_split: bool) -> list[LayerMemory]:
         """Return what each layer holds in addition. See `Layers`."""
         splits = self._split(size, remat) if is_split else [SplitStash(0.0, 0.0, 0.0)] * len(self._narrowed)
-        return [
-            LayerMemory(layer.stash_bytes, narrowed, split)
-            for layer, narrowed, split in zip(self.profile(size, "none"), self._narrowed, splits, strict=True)
-        ]
+        each = zip(self.profile(size, "none"), self._narrowed, splits, self.residuals(size, "none"), strict=True)
+        return [LayerMemory(layer.stash_bytes, narrowed, split, of.looped) for layer, narrowed, split, of in each]
 
     def residuals(self, size: int, remat: str) -> list[Residuals]:
         """Return what each layer of a replica holds for the backward pass. See `Layers`."""

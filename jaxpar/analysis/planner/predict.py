@@ -170,9 +170,9 @@ def pipeline_costs(
     clocks_s = float(of_clocks.sum()) + len(clocks) * machine.clock_seconds
     exposed = exchange + transfers
     fullest = max(states, key=sum)
-    activations = activation_bytes(table, layers, memory, bounds, sent, remat)
-    # The gradient of a layer exists before it is added to the accumulated one. The update copies the vectors.
-    nbytes = sum(fullest) + max(layer.weight_bytes for layer in layers) + max(activations, packed_bytes)
+    computing = stash_bytes(table, layers, memory, bounds, sent, remat) + working_bytes(layers, memory, bounds, remat)
+    updating = packed_bytes + max(layer.weight_bytes for layer in layers)
+    nbytes = sum(fullest) + max(computing, updating)
     started = machine.started(table.num_devices * replicas)
     return StepCosts(
         started + clocks_s + exposed + update, compute, max(clocks_s - compute, 0.0), exposed, update, nbytes
@@ -210,31 +210,30 @@ def sending_clocks(table: Table) -> int:
     return len(sends)
 
 
-def activation_bytes(
-    table: Table,
-    layers: Sequence[LayerProfile],
-    memory: Sequence[LayerMemory],
-    bounds: Sequence[int],
-    sent: float,
-    remat: str,
+def working_bytes(
+    layers: Sequence[LayerProfile], memory: Sequence[LayerMemory], bounds: Sequence[int], remat: str
 ) -> float:
-    """Return the bytes of stashes, transfers and the backward pass of a stage, on a device; all run one program.
+    """Return the bytes with which the action of a stage works besides stashes, on a device; all run one program.
 
-    An action reads what a stage has saved of one microbatch into arrays of its own, or computes it again. With remat
-    full, a stage saves only its input, that of its first layer. A device has two inboxes and two outputs.
+    Without rematerialization, an action reads each array of a stash where it is needed: it holds those of one layer and
+    its gradient before it is added to the accumulated one, or works on a loss. Otherwise, it first computes all arrays
+    of a stage again.
 
     Args:
-      table: the schedule.
       layers: as in `pipeline_costs`.
       memory: as in `pipeline_costs`.
       bounds: as in `pipeline_costs`.
-      sent: bytes of the largest transfer.
       remat: none, dots or full.
     """
-    stashes = stash_bytes(table, layers, memory, bounds, sent, remat)
-    ranges = pairwise(bounds)
-    computed = max(sum(of.computed + of.narrowed for of in memory[first:end]) for first, end in ranges)
-    return stashes + computed + max(layer.output_bytes for layer in layers)
+    stages = [memory[first:end] for first, end in pairwise(bounds)]
+    if remat == "none":
+        each = zip(layers, memory, strict=True)
+        worked = max(of.looped or layer.weight_bytes + of.computed for layer, of in each)
+    else:
+        recomputed = max(sum(of.computed for of in stage) for stage in stages)
+        worked = max(layer.weight_bytes for layer in layers) + recomputed
+    narrowed = max(sum(of.narrowed for of in stage) for stage in stages)
+    return worked + narrowed + max(layer.output_bytes for layer in layers)
 
 
 def stash_bytes(
@@ -245,7 +244,18 @@ def stash_bytes(
     sent: float,
     remat: str,
 ) -> float:
-    """Return the bytes of stashes and transfers on a device. See `activation_bytes`."""
+    """Return the bytes of stashes and transfers on a device. It has two inboxes and two outputs.
+
+    With remat full, a stage saves only its input, that of its first layer.
+
+    Args:
+      table: the schedule.
+      layers: as in `pipeline_costs`.
+      memory: as in `pipeline_costs`.
+      bounds: as in `pipeline_costs`.
+      sent: bytes of the largest transfer.
+      remat: none, dots or full.
+    """
     ranges = list(pairwise(bounds))
 
     def largest(nbytes: Sequence[float]) -> float:
