@@ -225,7 +225,7 @@ def test_what_a_stage_works_with() -> None:
 
 
 def test_the_update_of_a_pipeline_copies_vectors() -> None:
-    """It does not copy the other arrays; the vectors need more than the activations of these layers."""
+    """Other arrays are not copied; the vectors need more than the activations of these layers."""
     table, layers = make_table("1f1b", num_devices=2, num_microbatches=4, num_chunks=1), [layer(0.01)] * 4
     axes, states, bounds = {DATA: 8, STAGE: 2}, [StateBytes(3, 6, 3)] * 2, (0, 2, 4)
     for packed in (0.0, 5.0):
