@@ -71,9 +71,9 @@ def parse_devices(text: str, key: str, others: Sequence[str] = ()) -> tuple[GpuK
 
 
 def describes_cluster(content: dict[str, Any]) -> bool:
-    """Return whether a TOML file has keys that only cluster files have, and is not the file of a kind of GPU."""
+    """Return whether a TOML file is empty or has keys of cluster files only, and is not that of a kind of GPU."""
     only = set(CLUSTER_KEYS) - set(gpus.KEYS)
-    return "gpu" in content or ("xla" not in content and not only.isdisjoint(content))
+    return not content or "gpu" in content or ("xla" not in content and not only.isdisjoint(content))
 
 
 def read_cluster(content: dict[str, Any], path: str) -> tuple[GpuKind, Cluster]:

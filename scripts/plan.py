@@ -101,7 +101,7 @@ def main() -> None:
         listed = [report.as_json(one, work) for one in found]
         listed += [report.unranked_json(one, work) for one in others if not isinstance(one, str)]
         print(json.dumps(listed, indent=1))
-    else:
+    elif found[0].fits:
         own = None if config.strategy == AUTO_STRATEGY else predicted(space, config, ratios)
         print(describe(space, found, work, own, others, time.monotonic() - begin))
         print(*map(str, compiled), sep="\n", end="\n" if compiled else "")

@@ -121,7 +121,7 @@ REFUSED: dict[str, tuple[list[str], float, str]] = {
         ["mesh.stage=2", "exchange=zero3", "model.remat=full", "pipeline.schedule=1f1b"],
         80e9,
         "config.mesh.stage is 2 and config.exchange is 'zero3', with which nothing is possible on 4 devices with "
-        "config.batch_size=24; together they must be those of one strategy",
+        "config.batch_size=24; together they must be those of a strategy that",
     ),
     "a batch that cannot be divided": (
         ["batch_size=23"],
@@ -133,6 +133,12 @@ REFUSED: dict[str, tuple[list[str], float, str]] = {
         ["exchange_options.ratio=0.1"],
         80e9,
         "config.exchange_options.ratio is 0.1, with which nothing is possible on 4 devices",
+    ),
+    "microbatches that do not divide": (
+        ["pipeline.num_microbatches=5"],
+        80e9,
+        "config.pipeline.num_microbatches is 5, with which nothing is possible on 4 devices with config.batch_size=24; "
+        "it must be that of a strategy that trains like one device and divides the batch into replicas x microbatches",
     ),
     "what the plan refuses": (
         ["mesh.data=2", "mesh.stage=2", "eval.batch_size=3"],

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ from jaxpar.step import Problem
 from jaxpar.target import Target
 from scripts import plan as script
 from scripts.bench import planned_memory as cases
-from tests.runs import run_script
+from tests.runs import run_script, script_error
 from tests.strategies.pipelines import Task, make_batch, make_config, make_problem
 
 H100 = clusters.named_cluster("h100", 16, num_processes=2)
@@ -354,6 +355,13 @@ def test_candidates_are_planned_as_predicted(space: Space, found: list[Candidate
         assert again.costs.nbytes == pytest.approx(each[name].costs.nbytes, rel=0.1), name
 
 
+def test_a_config_with_some_of_the_devices(space: Space) -> None:
+    settings = {"strategy": "pipeline", "mesh.data": 2, "mesh.stage": 2, "pipeline.num_microbatches": 4}
+    config = with_settings(space.config, {**settings, "pipeline.schedule": "1f1b"})
+    found = search.candidate_of_plan(space, config, strategies.plan(config, space.problem, space.machine.cluster))
+    assert found.name == "1f1b, 2 stages x 2 replicas on 4 of 8 devices"
+
+
 def test_copies_of_tied_arrays_are_counted() -> None:
     """The last stage of a GPT holds a copy of the embeddings, here most of the memory."""
     cluster, case = clusters.named_cluster("h100", 8), cases.Case(16, 8, 9000, (*cases.GPT, "model.num_layers=2"))
@@ -399,6 +407,7 @@ def test_explanations(found: list[Candidate]) -> None:
     ratio = slower.costs.seconds / best.costs.seconds - 1
     assert f"takes {ratio:.1%} longer" in report.explain(slower, best, work)
     assert "does not fit" in report.explain(found[-1], best, work)
+    assert [report.format_rate(rate) for rate in (1234.5, 99.96, 3.514)] == ["1,234", "100", "3.51"]
     assert len(report.rows(report.best_of_each(found), work)) == 1 + len({one.name for one in found})
 
 
@@ -419,6 +428,7 @@ NETWORK_LINK = "[network]\nbandwidth = 1e9\nlatency = 1e-5\n"
         ("gpu = ", "which is not TOML"),
         (CLUSTER.replace("gpu =", "Gpu ="), "cluster.toml: Gpu is not a key; it must be one of gpu, hosts, "),
         (CLUSTER.replace("gpu =", "GPU ="), "source. Did you mean 'gpu'?"),
+        ("", "cluster.toml: gpu is missing; it must be one of a100-40gb, "),
         ("hosts = 1\ngpus_per_host = 8\n", "cluster.toml: gpu is missing; it must be one of a100-40gb, "),
         (CLUSTER.replace("hosts = 2", ""), "cluster.toml: hosts is missing; it must be an integer of at least 1"),
         ('gpu = "v100"\nhosts = 1\n', "cluster.toml: gpus_per_host is missing; it must be an integer of at least 1"),
@@ -529,6 +539,14 @@ def test_compiled_candidates_are_corrected(
     assert listed[0]["fits"]
     assert [one["bytes"] for one in listed if not one["fits"]] == [2 * 50e9]
     assert configs.keys(configs.load_config(str(out)))["exchange"] == listed[0]["settings"].get("exchange", "ddp")
+
+
+def test_nothing_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(script, "cluster_of", lambda *_: replace(H100, memory_bytes=1000))
+    config = ("--config=configs/quickstart.py", "--config.data.source=synthetic", "--config.model.num_layers=1")
+    out, message = script_error(monkeypatch, capsys, script, *config, "--cluster=h100:2x8")
+    assert not out
+    assert message.startswith("--cluster is 'h100:2x8', on which nothing fits; it must have more devices or memory: ")
 
 
 def test_steps_without_a_predicted_time(found: list[Candidate]) -> None:

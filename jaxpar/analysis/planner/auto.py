@@ -182,9 +182,10 @@ def no_candidate(space: Space) -> UserError:
     conflict = search.conflict(space)
     if conflict:
         kept = " and ".join(f"config.{key} is {value!r}" for key, value in conflict.items())
+        what = "together they must be those" if len(conflict) > 1 else "it must be that"
         return UserError(
-            f"{kept}, with which nothing is possible on {devices} with config.batch_size={size}; together they must be "
-            f"those of one strategy that trains like one device"
+            f"{kept}, with which nothing is possible on {devices} with config.batch_size={size}; {what} of a strategy "
+            "that trains like one device and divides the batch into replicas x microbatches"
         )
     return UserError(
         f"config.batch_size is {size}, with which nothing is possible on {devices}; it must be a multiple of "

@@ -115,6 +115,8 @@ class LayerSizes:
         self._split = cache(self._split_stashes)
         self._passes = cache(self._trace_passes)
         self._residuals = cache(self._trace_residuals)
+        self._residual = cache(self._trace_residual)
+        self._inputs = cache(self._trace_inputs)
 
     def _programs(self, size: int, remat: str) -> LayerPrograms:
         """Return the traced programs of the layers. size, remat: as in `Layers.profile`."""
@@ -133,28 +135,32 @@ class LayerSizes:
     def memory(self, size: int, remat: str, *, is_split: bool) -> list[LayerMemory]:
         """Return what each layer holds in addition. See `Layers`."""
         splits = self._split(size, remat) if is_split else [SplitStash(0.0, 0.0, 0.0)] * len(self._narrowed)
-        each = zip(self.profile(size, "none"), self._narrowed, splits, self.residuals(size, "none"), strict=True)
-        return [LayerMemory(layer.stash_bytes, narrowed, split, of.looped) for layer, narrowed, split, of in each]
+        each = zip(self.profile(size, "none"), self._narrowed, splits, strict=True)
+        *first, last = [LayerMemory(layer.stash_bytes, narrowed, split) for layer, narrowed, split in each]
+        loss = self._residual(size, "none", len(first))
+        return [*first, last._replace(looped=loss.looped)]
 
     def residuals(self, size: int, remat: str) -> list[Residuals]:
         """Return what each layer of a replica holds for the backward pass. See `Layers`."""
         return self._residuals(size, remat)
 
     def _trace_residuals(self, size: int, remat: str) -> list[Residuals]:
-        model, batch = self._problem.model.unrolled().with_remat(remat), resized(self._problem.batch, size)
-        inputs, keys_B = (
-            model.inputs(abstract(batch)),
-            jax.eval_shape(lambda: jax.random.split(jax.random.key(0), size)),
-        )
-        last = len(model.layers) - 1
+        runs, last = self._problem.model.runs, len(self._problem.model.layers) - 1
+        numbers = [min(max(run.start, 1), run.stop - 1) for run in runs for _ in range(*run)]
+        return [self._residual(size, remat, number) for number in (0, *numbers[1:last], last)]
 
-        @cache
-        def of_layer(number: int) -> Residuals:
-            function = partial(_apply, model, self._problem.task if number == last else None, number)
-            return residuals(function, model.layers[number].shapes, inputs[number], (batch, keys_B))
+    def _trace_residual(self, size: int, remat: str, number: int) -> Residuals:
+        """Return what a layer holds."""
+        model, (inputs, batch, keys_B) = self._problem.model.unrolled().with_remat(remat), self._inputs(size)
+        task = self._problem.task if number == len(model.layers) - 1 else None
+        function = partial(_apply, model, task, number)
+        return residuals(function, model.layers[number].shapes, inputs[number], (batch, keys_B))
 
-        found = [of_layer(min(max(run.start, 1), run.stop - 1)) for run in model.runs for _ in range(*run)]
-        return [of_layer(0), *found[1:last], of_layer(last)]
+    def _trace_inputs(self, size: int) -> tuple[list[Any], Any, Any]:
+        """Return the shapes of the inputs of all layers, of a batch and of its keys."""
+        batch = resized(self._problem.batch, size)
+        keys_B = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), size))
+        return self._problem.model.unrolled().inputs(abstract(batch)), batch, keys_B
 
     def passes(self, size: int, remat: str, *, is_apart: bool = False, num_shares: int = 1) -> list[PassMemory]:
         """Return the memory of each layer in programs for CPUs. See `Layers`."""

@@ -201,6 +201,6 @@ def candidate_of_pipeline(space: Space, config: ConfigDict, plan: Plan[Any]) -> 
         nbytes = _pipeline_bytes_on_cpu(space, size, details.remat, table, bounds, max(states, key=sum))
         costs = costs._replace(nbytes=nbytes)
     replicas = f" x {plan.num_replicas} replicas" if plan.num_replicas > 1 else ""
-    name = f"{config.pipeline.schedule}, {table.num_devices} stages{replicas}"
+    name = f"{details.schedule}, {table.num_devices} stages{replicas}"
     shown = {"pipeline.num_microbatches": table.num_microbatches, "pipeline.remat": details.remat}
     return Candidate(name, shown, costs, costs.nbytes <= space.usable_bytes)

@@ -81,7 +81,7 @@ def rows(candidates: Sequence[Candidate], workload: StepWork) -> list[str]:
         costs, values = one.costs, as_json(one, workload)
         mfu = "" if values["mfu"] is None else f"{values['mfu']:.3f}"
         lines.append(
-            f"{number:2} {format_seconds(costs.seconds):>10} {values['examples_per_second']:12,.0f} {mfu:>6} "
+            f"{number:2} {format_seconds(costs.seconds):>10} {format_rate(values['examples_per_second']):>12} {mfu:>6} "
             f"{costs.waiting / costs.seconds:6.1%} {costs.exposed / costs.seconds:6.1%} "
             f"{format_bytes(costs.nbytes):>10}  {one.name}{details(one.settings)}"
         )
@@ -113,7 +113,7 @@ def unranked_rows(candidates: Sequence[UnrankedCandidate], workload: StepWork) -
     return [
         f"{heading}  strategy",
         *(
-            f"{'':3}{format_seconds(one.seconds):>10} {workload.examples / one.seconds:12,.0f} "
+            f"{'':3}{format_seconds(one.seconds):>10} {format_rate(workload.examples / one.seconds):>12} "
             f"{one.mean_staleness:16.2f} {one.max_staleness:4} {format_bytes(max(one.sent_bytes)):>9} "
             f"{format_bytes(max(one.device_bytes)):>10}  {one.name}{'' if one.fits else ', does not fit'}"
             for one in candidates
@@ -126,9 +126,10 @@ def explain(candidate: Candidate, best: Candidate, workload: StepWork) -> str:
     costs = candidate.costs
     largest = costs.limit()
     share = getattr(costs, largest) / costs.seconds
-    needs = f"it needs {format_bytes(costs.nbytes)} of {format_bytes(workload.usable_bytes)}"
+    needed, usable = format_bytes(costs.nbytes), format_bytes(workload.usable_bytes)
     if not candidate.fits:
-        return f"{candidate.name} does not fit: {needs} of a device."
+        return f"{candidate.name} does not fit: it needs {needed}, and a run can use {usable} of a device."
+    needs = f"it needs {needed} of {usable}"
     if candidate is best:
         return (
             f"{candidate.name} computes {costs.compute / costs.seconds:.0%} of the time, and {OVERHEADS[largest]} "
@@ -197,6 +198,11 @@ def details(settings: Mapping[str, Any]) -> str:
     if settings.get("model.scan_layers") is False:
         texts.append("no scan")
     return "".join(f", {text}" for text in texts)
+
+
+def format_rate(rate: float) -> str:
+    """Format a number per second."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -4,6 +4,7 @@ Hundreds of candidates are compared by their predicted costs alone. Only strateg
 are compared, with config.batch_size examples in a step.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,7 +39,9 @@ def conflict(space: Space) -> Settings:
 
 def candidate_of_plan(space: Space, config: ConfigDict, plan: Plan[Any]) -> Candidate:
     """Return the candidate of a plan of single, data_parallel or pipeline. For others, see unranked.py."""
-    if plan.strategy == "pipeline":
-        return candidate_of_pipeline(space, config, plan)
-    assert plan.strategy in ("single", "data_parallel"), plan.strategy
-    return candidate_of_replicas(space, config, plan)
+    assert plan.strategy in ("single", "data_parallel", "pipeline"), plan.strategy
+    find = candidate_of_pipeline if plan.strategy == "pipeline" else candidate_of_replicas
+    found, used = find(space, config, plan), math.prod(plan.axes.values())
+    if used < space.num_devices:
+        found = found._replace(name=f"{found.name} on {used} of {space.num_devices} devices")
+    return found
