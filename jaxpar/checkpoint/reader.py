@@ -2,14 +2,12 @@
 
 import contextlib
 import errno
-import logging
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -19,6 +17,7 @@ from ml_collections import ConfigDict
 from jaxpar import config as configs
 from jaxpar.checkpoint import checksums
 from jaxpar.checkpoint.checksums import Info
+from jaxpar.checkpoint.late_errors import hide_late_errors
 from jaxpar.errors import UserError, printable
 from jaxpar.files import parse_json
 from jaxpar.models.model import Params
@@ -122,7 +121,7 @@ def read(path: Path, like: Canonical | None = None) -> Checkpoint:
 
 def _arrays(path: Path, shapes: Canonical, sums: dict[str, int]) -> Canonical:
     """Read the arrays in a directory, with these shapes, as NumPy arrays and verify their checksums."""
-    _hide_late_reads()
+    hide_late_errors()
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:
             as_numpy = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype), shapes)
@@ -152,32 +151,6 @@ def _shapes(path: Path) -> Canonical:
     except Exception as error:  # as in `_arrays`
         raise _unreadable(path, error) from error
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), saved)
-
-
-def _hide_late_reads() -> None:
-    """Hide, from now on, the errors of pending reads after a read of damaged files has failed.
-
-    Orbax closes its event loop then. Other threads whose reads end later, some after orbax has raised its error, print
-    errors with tracebacks, and asyncio logs those that nobody has looked at.
-    """
-    if not isinstance(sys.unraisablehook, _WithoutLateReads):
-        sys.unraisablehook = _WithoutLateReads(sys.unraisablehook)
-    logging.getLogger("asyncio").addFilter(_is_no_late_read)  # has no effect the second time
-
-
-class _WithoutLateReads:
-    """Hook for errors outside any `try`, without those of pending reads; all others go to the hook before it."""
-
-    def __init__(self, others: Callable[[Any], Any]) -> None:
-        self._others = others
-
-    def __call__(self, unraisable: Any) -> None:
-        if "Event loop is closed" not in str(unraisable.exc_value):
-            self._others(unraisable)
-
-
-def _is_no_late_read(record: logging.LogRecord) -> bool:
-    return "OCDBT" not in record.getMessage()
 
 
 def _unreadable(path: Path, error: Exception) -> Exception:

@@ -12,6 +12,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 from jaxpar import files
 from jaxpar.checkpoint import checksums
 from jaxpar.checkpoint.checksums import Info
+from jaxpar.checkpoint.late_errors import hide_late_errors
 from jaxpar.checkpoint.reader import FORMAT, gist, steps
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.launch import processes
@@ -34,6 +35,7 @@ class Saver:
                     keep_checkpoints_without_metrics=False,
                 )
             )
+        hide_late_errors()
         self._directory = directory
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None

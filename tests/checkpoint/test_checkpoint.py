@@ -22,6 +22,7 @@ import pytest
 
 from jaxpar import checkpoint
 from jaxpar.checkpoint import checksums, reader, writer
+from jaxpar.checkpoint.late_errors import hide_late_errors
 from jaxpar.errors import UserError
 from tests.runs import change_info
 
@@ -306,11 +307,11 @@ def test_a_checkpoint_without_files_is_reported(tmp_path: Path) -> None:
         shutil.rmtree(run / "checkpoints" / "3", ignore_errors=True)
 
 
-def test_late_errors_of_reads_are_hidden(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_late_errors_are_hidden(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     shown: list[str] = []
     monkeypatch.setattr("sys.unraisablehook", lambda unraisable: shown.append(str(unraisable.exc_value)))
     for _ in range(2):
-        reader._hide_late_reads()
+        hide_late_errors()
     for text in ("Event loop is closed", "another"):
         sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError(text)))
     assert shown == ["another"]
