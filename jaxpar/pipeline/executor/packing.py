@@ -72,16 +72,16 @@ class Packing:
         """Bytes of one packed tree."""
         return sum(array.size * array.dtype.itemsize for array in self.shapes)
 
-    def zeros(self, *leading: int) -> Packed:
-        """Return packed arrays of zeros, with leading dims."""
-        return tuple(jnp.zeros((*leading, *array.shape), array.dtype) for array in self.shapes)
-
     @property
     def vector_bytes(self) -> int:
         """Bytes of the vectors of one packed tree."""
         shared = {place.array for places in self._places for place in places if place.offset is None}
         vectors = (array for index, array in enumerate(self.shapes) if index not in shared)
         return sum(array.size * array.dtype.itemsize for array in vectors)
+
+    def zeros(self, *leading: int) -> Packed:
+        """Return packed arrays of zeros, with leading dims."""
+        return tuple(jnp.zeros((*leading, *array.shape), array.dtype) for array in self.shapes)
 
     def pack(self, kind: int, tree: Any, lib: Any = jnp) -> Packed:
         """Pack a tree of the given kind. lib: jnp or np."""

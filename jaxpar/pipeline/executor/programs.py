@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.models.model import REMAT_POLICIES, Activations, Batch, Model, Params
+from jaxpar.models.model import Activations, Batch, Model, Params
+from jaxpar.models.remat import REMAT_POLICIES
 from jaxpar.pipeline.executor.split_backward import Cut, Origin, Saved, cut_phases, flatten
 from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.step import example_keys
