@@ -19,7 +19,7 @@ from jaxpar import config as configs
 from jaxpar import models, optimizer, strategies, tasks
 from jaxpar.analysis.planner import calibrate, report, search, updates
 from jaxpar.analysis.planner.candidates import MOST_DIVISORS, Candidate, Space, divisors, plan_of, with_settings
-from jaxpar.analysis.planner.layers import LayerMemory, TracedLayers, narrowed_bytes
+from jaxpar.analysis.planner.layers import LayerMemory, TracedLayers, narrowed_bytes, resized
 from jaxpar.analysis.planner.machine import CpuMachine, GpuMachine
 from jaxpar.analysis.planner.pipeline_candidates import of_pipelines
 from jaxpar.analysis.planner.predict import (
@@ -41,6 +41,7 @@ from jaxpar.cluster_file import find_named
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError
 from jaxpar.mesh import DATA, STAGE
+from jaxpar.pipeline.executor.layer_times import LayerPrograms
 from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.pipeline.tables.periodic import periodic_table
 from jaxpar.pipeline.tables.schedule import SCHEDULES, make_table
@@ -382,6 +383,25 @@ def test_time_and_memory_follow_the_sizes(space: Space) -> None:
     none, full = (space.layers.profile(64, remat) for remat in ("none", "full"))
     assert sum(one.stash_bytes for one in full) < 0.2 * sum(one.stash_bytes for one in none)
     assert sum(one.backward_s for one in full) > 1.3 * sum(one.backward_s for one in none)
+
+
+def test_sizes_equal_those_of_traced_layers() -> None:
+    """Only two sizes are traced, and the last layer of others: here, its loss of many tokens is computed in chunks."""
+    case = cases.Case(64, 128, 50304, (*cases.GPT, "model.num_layers=2", "model.hidden_size=32", "model.num_heads=2"))
+    gpt = cases.make_problem(cases.configured(case, ()), case, H100)
+    task = Task("resnet", "classification")
+    for problem in (gpt, make_problem(make_config(task), task)):
+        sizes = TracedLayers(problem, H100)
+        for size, remat in ((1, "none"), (64, "none"), (64, "dots")):
+            microbatch = resized(problem.batch, size)
+            fused, split = (LayerPrograms(problem, microbatch, remat=remat, num_phases=number) for number in (2, 3))
+            found, of_split = sizes.profile(size, remat), sizes.memory(size, remat, is_split=True)
+            for number, layer, of in zip(fused.numbers, found, of_split, strict=True):
+                program = fused.programs.programs[number]
+                assert layer.output_bytes == nbytes(program.y)
+                assert layer.stash_bytes == nbytes(program.cut.saved.get((0, 1), []))
+                saved = split.programs.programs[number].cut.saved
+                assert of.split == tuple(nbytes(saved.get(span, [])) for span in ((0, 1), (0, 2), (1, 2)))
 
 
 def test_config_file(found: list[Candidate], tmp_path: Path) -> None:

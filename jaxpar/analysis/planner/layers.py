@@ -20,8 +20,8 @@ from jaxpar.measure.early_memory import PassMemory, pass_memory
 from jaxpar.measure.operations import PASS, Operation, operations
 from jaxpar.measure.residuals import Residuals, residuals
 from jaxpar.models.model import Model
-from jaxpar.pipeline.executor.layer_times import BACKWARD, FORWARD, LayerPrograms
-from jaxpar.pipeline.executor.programs import StageInputs
+from jaxpar.pipeline.executor.layer_times import BACKWARD, FORWARD, LayerPrograms, kept_bytes, loss_program
+from jaxpar.pipeline.executor.programs import StageInputs, StageProgram
 from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.state import nbytes
 from jaxpar.step import Problem, abstract
@@ -104,7 +104,8 @@ def narrowed_bytes(problem: Problem) -> list[float]:
 class LayerSizes:
     """Sizes of what layers save and hold for any number of examples, without measuring them.
 
-    The loss of many examples is computed in chunks, so sizes are not linear in the number of examples.
+    Sizes are linear in the number of examples, except those of the last layer: the loss of many examples is computed in
+    chunks. So all layers are traced for two numbers of examples, and the last one for each number.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -124,13 +125,34 @@ class LayerSizes:
 
     def _profile(self, size: int, remat: str) -> list[LayerProfile]:
         """Return the sizes of each layer, and no times. See `Layers`."""
-        programs = self.programs(size, remat)
-        return programs.with_times(dict.fromkeys(programs.numbers, (0.0, 0.0)))
+        if size in SIZES:
+            programs = self.programs(size, remat)
+            return programs.with_times(dict.fromkeys(programs.numbers, (0.0, 0.0)))
+        *layers, last = zip(*(self.profile(one, remat) for one in SIZES), strict=True)
+        between = [
+            few._replace(
+                output_bytes=_at(size, few.output_bytes, many.output_bytes),
+                stash_bytes=_at(size, few.stash_bytes, many.stash_bytes),
+            )
+            for few, many in layers
+        ]
+        stash = kept_bytes(self._loss_program(size, remat, 2), FORWARD, BACKWARD)
+        return [*between, last[0]._replace(stash_bytes=stash)]
 
     def _split_stashes(self, size: int, remat: str) -> list[SplitStash]:
-        programs = LayerPrograms(self._problem, resized(self._problem.batch, size), remat=remat, num_phases=3)
-        spans = ((0, 1), (0, 2), (1, 2))  # phases F, B, W
-        return [SplitStash(*(programs.saved_bytes(number, *span) for span in spans)) for number in programs.numbers]
+        if size in SIZES:
+            programs = LayerPrograms(self._problem, resized(self._problem.batch, size), remat=remat, num_phases=3)
+            return [_split_stash(programs.programs.programs[number]) for number in programs.numbers]
+        *layers, _ = zip(*(self._split(one, remat) for one in SIZES), strict=True)
+        between = [
+            SplitStash(*(_at(size, *nbytes_of_sizes) for nbytes_of_sizes in zip(few, many, strict=True)))
+            for few, many in layers
+        ]
+        return [*between, _split_stash(self._loss_program(size, remat, 3))]
+
+    def _loss_program(self, size: int, remat: str, num_phases: int) -> StageProgram:
+        inputs, batch, _ = self._inputs(size)
+        return loss_program(self._problem, inputs, batch, remat=remat, num_phases=num_phases)
 
     def memory(self, size: int, remat: str, *, is_split: bool) -> list[LayerMemory]:
         """Return what each layer holds in addition. See `Layers`."""
@@ -172,6 +194,16 @@ class LayerSizes:
         measure = backward_memory if is_apart else layer_memory
         of_programs = {number: measure(programs, number) for number in set(programs.numbers)}
         return [of_programs[number] for number in programs.numbers]
+
+
+def _at(size: int, few: float, many: float) -> float:
+    """Return a value for `size` examples, given those for SIZES."""
+    return few + (size - SIZES[0]) / (SIZES[1] - SIZES[0]) * (many - few)
+
+
+def _split_stash(program: StageProgram) -> SplitStash:
+    """Return what the phases F, B and W of a program save."""
+    return SplitStash(*(kept_bytes(program, *span) for span in ((0, 1), (0, 2), (1, 2))))
 
 
 def _apply(model: Model, task: Task | None, number: int, weights: Any, x: Any, others: Any) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxpar.cluster import Cluster
 from jaxpar.measure.flops import forward_flops
 from jaxpar.measure.timing import seconds_in_turn
-from jaxpar.pipeline.executor.programs import StageInputs, StagePrograms
+from jaxpar.pipeline.executor.programs import StageInputs, StageProgram, StagePrograms, trace_stage
 from jaxpar.pipeline.executor.stages import Stages
 from jaxpar.pipeline.search.layer_profile import LayerProfile
 from jaxpar.pipeline.tables.table import loop_stages
@@ -40,11 +40,10 @@ class LayerPrograms:
           num_phases: 2: F and BW; 3: F, B and W, which can be sized but not measured.
         """
         self.remat = remat
-        self._model, num_layers = problem.model, len(problem.model.layers)
+        self._model = problem.model
         inputs = problem.model.inputs(abstract(microbatch))
         self._can_cut = [all(map(_has_gradient, jax.tree.leaves(x))) for x in inputs[1:]] + [True]  # after each layer
-        stages = Stages(problem.model, range(num_layers + 1), loop_stages(num_layers, 1), inputs, problem.task)
-        key = jax.eval_shape(lambda: jax.random.key(0))
+        stages, key = _stages(problem, inputs), jax.eval_shape(lambda: jax.random.key(0))
         self.programs = StagePrograms(stages, abstract(dict(microbatch)), key, num_phases=num_phases, remat=remat)
         self.numbers = self.programs.numbers[:, 0].tolist()
 
@@ -117,11 +116,7 @@ class LayerPrograms:
         return stages.part(held, device, 0)
 
     def _stash_bytes(self, number: int) -> int:
-        return self.saved_bytes(number, FORWARD, BACKWARD)
-
-    def saved_bytes(self, number: int, made: int, read: int) -> int:
-        """Return the bytes that phase `made` of a program saves until phase `read`."""
-        return nbytes(self.programs.programs[number].cut.saved.get((made, read), []))
+        return kept_bytes(self.programs.programs[number], FORWARD, BACKWARD)
 
     def with_times(self, times: Mapping[int, tuple[float, float]]) -> list[LayerProfile]:
         """Return the profile with the seconds of the forward and backward pass of each program."""
@@ -136,6 +131,36 @@ class LayerPrograms:
             )
             for layer, number, can_cut in zip(self._model.layers, self.numbers, self._can_cut, strict=True)
         ]
+
+
+def loss_program(
+    problem: Problem, inputs: Sequence[Any], microbatch: Mapping[str, Any], *, remat: str, num_phases: int
+) -> StageProgram:
+    """Trace the program of the last layer alone, with the loss.
+
+    Args:
+      problem: the problem.
+      inputs: shapes of the inputs of all layers, for this microbatch.
+      microbatch: shapes of its arrays.
+      remat: as in `LayerPrograms`.
+      num_phases: as in `LayerPrograms`.
+    """
+    stages, last = _stages(problem, inputs), len(problem.model.layers) - 1
+    params = stages.part(stages.select(problem.model.shapes, last), last, 0)
+    key, scalar = jax.eval_shape(lambda: jax.random.key(0)), partial(jax.ShapeDtypeStruct, ())
+    given = StageInputs(params, dict(microbatch), key, scalar(jnp.int32), scalar(jnp.float32), inputs[last])
+    return trace_stage(stages, last, given, num_phases=num_phases, remat=remat)
+
+
+def kept_bytes(program: StageProgram, made: int, read: int) -> int:
+    """Return the bytes that phase `made` of a program saves until phase `read`."""
+    return nbytes(program.cut.saved.get((made, read), []))
+
+
+def _stages(problem: Problem, inputs: Sequence[Any]) -> Stages:
+    """Return stages of one layer each."""
+    number = len(problem.model.layers)
+    return Stages(problem.model, range(number + 1), loop_stages(number, 1), inputs, problem.task)
 
 
 def _has_gradient(x: Any) -> bool:
