@@ -196,8 +196,8 @@ class LayerSizes:
         return [of_programs[number] for number in programs.numbers]
 
 
-def _at(size: int, few: float, many: float) -> float:
-    """Return a value for `size` examples, given those for SIZES."""
+def _at(size: int, few: Any, many: Any) -> Any:
+    """Return what is linear in the number of examples, for `size` of them, given the values for SIZES."""
     return few + (size - SIZES[0]) / (SIZES[1] - SIZES[0]) * (many - few)
 
 
@@ -292,8 +292,7 @@ class TracedLayers:
 
     def _profile(self, size: int, remat: str) -> list[LayerProfile]:
         kernels, numbers = self._traced(remat)
-        share = (size - SIZES[0]) / (SIZES[1] - SIZES[0])
-        seconds = {key: of_phase.seconds(share, self._cluster) for key, of_phase in kernels.items()}
+        seconds = {key: of_phase.seconds(size, self._cluster) for key, of_phase in kernels.items()}
         return [
             layer._replace(forward_s=seconds[number, FORWARD], backward_s=seconds[number, BACKWARD])
             for layer, number in zip(self._sizes.profile(size, remat), numbers, strict=True)
@@ -319,10 +318,10 @@ class _Kernels:
         self._nbytes = np.array([[one.calls * one.nbytes for one in found] for found in (few, many)])
         self._calls = np.array([[one.calls for one in found] for found in (few, many)])
 
-    def seconds(self, share: float, cluster: Cluster) -> float:
-        """Return the time at `share` of the way between the two sizes."""
+    def seconds(self, size: int, cluster: Cluster) -> float:
+        """Return the time for `size` examples."""
         total, launch = 0.0, launch_seconds(cluster)
-        rows = (few + share * (many - few) for few, many in (self._flops, self._nbytes, self._calls))
+        rows = (_at(size, few, many) for few, many in (self._flops, self._nbytes, self._calls))
         for (kind, dtype), flops, moved, calls in zip(self._kinds, *rows, strict=True):
             memory = memory_seconds(cluster, float(moved))
             if kind == PASS:
