@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import ctypes
 import os
+import resource
 import shlex
 import signal
 import socket
@@ -30,9 +31,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TextIO
 
 from jaxpar.command_line import EXAMPLE, Parser, integer, missing
-from jaxpar.errors import FAILED, HANGS, USER_ERROR, UserError, exit_code, is_failure
-from jaxpar.launch.place import COMMAND, FLAGS
+from jaxpar.errors import FAILED, HANGS, USER_ERROR, UserError, exit_code, format_bytes, is_failure
+from jaxpar.launch.place import BIND, COMMAND, FLAGS
 from jaxpar.launch.signals import SIGNALS
+from jaxpar.memory import host_bytes
 
 NAME = f"{shlex.quote(sys.executable)} -m jaxpar.launch.launcher"
 LAUNCHER = "JAXPAR_LAUNCHER"  # environment variable with the launcher's process id
@@ -40,6 +42,8 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # If several processes failed, the one with the lowest value is reported; 0 for other signals, 2 for other exit codes.
 ORDER = {HANGS: 0, USER_ERROR: 1, -signal.SIGABRT: 3}
 NOISE = "[Gloo] Rank "  # prefix of lines that Gloo prints about its connections
+PROCESS_BYTES = 250_000_000  # memory of a process that trains the smallest model, without what it shares with others
+PROCESS_THREADS = 40  # that JAX starts on two CPU cores; more on more cores
 POLL_SECONDS = 0.05
 MAX_FORWARDED = 2  # signals that are forwarded; another one kills the processes
 
@@ -49,6 +53,7 @@ def main() -> int:
     signals: list[int] = []
     with forwarded(signals):
         arguments, rest = read_arguments(sys.argv[1:])
+        check_capacity(arguments.num_processes)
         gpus = visible_gpus()
         if len(gpus) % arguments.num_processes:
             raise UserError(
@@ -73,6 +78,20 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         if name not in flags and "help" not in flags:
             raise missing(f"--{name}", f"scripts/launch --num_processes=2 -- {EXAMPLE}")
     return arguments, rest
+
+
+def check_capacity(num_processes: int) -> None:
+    """Raise UserError if this machine cannot hold that many processes, even of the smallest run."""
+    threads, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    limits = [(host_bytes(), PROCESS_BYTES, f"{format_bytes(host_bytes())} of memory", format_bytes(PROCESS_BYTES))]
+    if threads != resource.RLIM_INFINITY:
+        limits.append((threads, PROCESS_THREADS, f"{threads:,} threads (ulimit -u)", str(PROCESS_THREADS)))
+    for available, needed, everything, share in limits:
+        if num_processes * needed > available:
+            raise UserError(
+                f"--num_processes is {num_processes}; it must be at most {available // needed} on this machine: "
+                f"{everything} / {share}, the least for a process"
+            )
 
 
 def run_processes(
@@ -120,8 +139,10 @@ class Group:
           command: the user's command up to `--`, quoted for a shell.
         """
         share = len(gpus) // num_processes
+        address = f"127.0.0.1:{free_port()}"
         variables = {
-            FLAGS["coordinator_address"].variable: f"localhost:{free_port()}",
+            FLAGS["coordinator_address"].variable: address,
+            BIND: address,
             FLAGS["num_processes"].variable: str(num_processes),
             LAUNCHER: str(os.getpid()),
             COMMAND: f"{command} --",
@@ -257,9 +278,9 @@ def forwarded(signals: list[int]) -> Iterator[None]:
 
 
 def free_port() -> int:
-    """Return a free TCP port on localhost."""
+    """Return a free TCP port on 127.0.0.1."""
     with socket.socket() as probe:
-        probe.bind(("localhost", 0))
+        probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
 

@@ -1,10 +1,16 @@
 """Finds the place of a process in a run of several, from flags, environment variables or the cluster, without JAX."""
 
+import contextlib
+import errno
 import os
+import re
+import socket
+import sys
 from collections.abc import Mapping
+from ipaddress import ip_address
 from typing import NamedTuple
 
-from jaxpar.errors import UserError
+from jaxpar.errors import TrainingError, UserError
 
 
 class PlaceFlag(NamedTuple):
@@ -30,19 +36,27 @@ FLAGS = {
 # Environment variable with the user's command up to the flags of scripts/train, quoted for a shell.
 COMMAND = "JAXPAR_COMMAND"
 KUBERNETES_INDEX = "JOB_COMPLETION_INDEX"  # set for the pods of an indexed Job
-# cluster manager -> (variable with the number of processes, other variables), from which JAX finds the coordinator
-CLUSTERS = {
-    "SLURM": ("SLURM_NTASKS", ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID")),
-    "Open MPI": ("OMPI_COMM_WORLD_SIZE", ("OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_RANK")),
-}
+# Variables that a cluster manager sets for each process: the number of processes, the index of this one among all and
+# among those of its machine, and two that identify the coordinator.
+OPEN_MPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_MCA_orte_hnp_uri")
+SLURM = ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_NODELIST")
+BIND = "JAX_COORDINATOR_BIND_ADDRESS"  # variable with the HOST:PORT on which process 0 listens, instead of its own
 
 
 class Place(NamedTuple):
-    """The place of a process in a run of several. None: JAX reads the value from the cluster's environment."""
+    """The place of a process in a run of several.
 
-    coordinator_address: str | None
-    num_processes: int | None
-    process_id: int | None
+    Attributes:
+      coordinator_address: HOST:PORT of process 0.
+      num_processes: number of processes.
+      process_id: index of this process, from 0.
+      local_device: index of the only GPU that this process uses; None: it uses all that it sees.
+    """
+
+    coordinator_address: str
+    num_processes: int
+    process_id: int
+    local_device: int | None = None
 
 
 def find_place(flags: Mapping[str, str | int | None], environ: Mapping[str, str] = os.environ) -> Place | None:
@@ -78,13 +92,83 @@ def find_place(flags: Mapping[str, str | int | None], environ: Mapping[str, str]
         raise UserError(f"--num_processes is {number}; it must be at least 1")
     if not process.isdigit() or int(process) >= int(number):
         raise UserError(f"--process_id is {process}; it must be between 0 and {int(number) - 1}")
-    if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdigit():
+    if not _is_address(address):
         raise UserError(f"--coordinator_address is {address!r}; it must be the HOST:PORT of process 0")
     return Place(address, int(number), int(process))
 
 
 def _of_cluster(environ: Mapping[str, str]) -> Place | None:
-    for size, others in CLUSTERS.values():
-        if int(environ.get(size, 1)) > 1 and all(variable in environ for variable in others):
-            return Place(None, None, None)
+    """Return the place that a cluster manager has set. The coordinator is on the first machine, as JAX expects it."""
+    for variables in (OPEN_MPI, SLURM):  # in a SLURM job, mpirun starts the processes
+        if all(name in environ for name in variables) and int(environ[variables[0]]) > 1:
+            size, process, device = (int(environ[name]) for name in variables[:3])
+            host, job = _of_open_mpi(environ) if variables == OPEN_MPI else _of_slurm(environ)
+            port = environ.get("JAX_COORDINATOR_PORT", 61440 + job % 4096)  # the last ports of all
+            return Place(f"{host}:{port}", size, process, device)
     return None
+
+
+def _of_open_mpi(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Return the address of mpirun and the job, from 4096.0;tcp://10.0.0.1,10.1.0.1:80 or 4096.0;tcp6://[fd::1]:80."""
+    job, _, addresses = environ["OMPI_MCA_orte_hnp_uri"].rpartition(":")[0].partition("://")
+    host = addresses.strip("[]").partition(",")[0]
+    return f"[{host}]" if ":" in host else host, int(job.partition(".")[0]) // 4096  # ids are multiples of 4096
+
+
+def _of_slurm(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Return the first machine, which is a1 in a[1-3,7],b and in a1,b, and the job."""
+    found = re.match(r"([^,\[]+)(?:\[(\d+))?", environ["SLURM_STEP_NODELIST"])
+    assert found is not None
+    return "".join(found.groups("")), int(environ["SLURM_JOB_ID"])
+
+
+def bind_address(address: str, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the HOST:PORT on which process 0 listens, or None for all addresses of the machine.
+
+    It is `address`, to which the processes connect, unless the variable BIND replaces it. Without an own address that
+    others reach, process 0 listens on all, and prints a line about it.
+
+    Raises:
+      UserError: BIND is not an address of this machine.
+      TrainingError: the port is in use.
+    """
+    if BIND in environ:
+        if not _is_address(environ[BIND]) or not _own_addresses(BIND, environ[BIND]):
+            raise UserError(f"{BIND} is {environ[BIND]!r}; it must be the HOST:PORT of an address of this machine")
+        return environ[BIND]
+    host, _, port = address.rpartition(":")
+    own = _own_addresses("--coordinator_address", address)
+    is_local = host == "localhost" or host.strip("[]") in own
+    # Many machines resolve their own name to a loopback address, which no other machine reaches.
+    if is_local or any(not ip_address(one).is_loopback for one in own):
+        return address
+    what = f"{' and '.join(sorted(own))} on this machine" if own else "not an address of this machine"
+    line = f"{host} is {what}, so process 0 listens on all addresses; to choose one, set {BIND}=IP:{port}"
+    print(f"jaxpar: {line}", file=sys.stderr, flush=True)
+    return None
+
+
+def _own_addresses(name: str, address: str) -> set[str]:
+    """Return those IP addresses of HOST:PORT that this machine has. name: the setting, for errors.
+
+    gRPC crashes if it cannot listen on an address. Raises TrainingError if the port is in use.
+    """
+    host, _, port = address.rpartition(":")
+    own = set()
+    with contextlib.suppress(socket.gaierror, UnicodeError):  # this machine does not know the name
+        for family, *_, where in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM):
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind(where)
+                except OSError as error:
+                    if error.errno == errno.EADDRINUSE:
+                        raise TrainingError(f"{name} is {address}; the port must be free: {error.strerror}") from None
+                else:
+                    own.add(str(where[0]))
+    return own
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return host != "" and port.isdecimal() and int(port) < 65536

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxpar import cluster, mesh
 from jaxpar.errors import TrainingError
-from jaxpar.launch.place import Place
+from jaxpar.launch.place import Place, bind_address
 from jaxpar.layout import Tree
 
 
@@ -28,10 +28,17 @@ def meet_processes(place: Place | None) -> None:
     if place is None:
         return
     jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM, which the loop handles
-    # If the place is known, JAX must not detect a cluster: inside a SLURM or Open MPI task it would restrict this
-    # process to one GPU, chosen by the task id, although the launcher has already divided the GPUs.
-    detects_cluster = place.process_id is None
-    jax.distributed.initialize(*place, cluster_detection_method=None if detects_cluster else "deactivate")
+    # JAX must not detect a cluster: in a task of SLURM or Open MPI it would restrict this process to one GPU, chosen by
+    # the task id, although the launcher has already divided the GPUs. It would also listen on all addresses.
+    address, number, process, device = place
+    jax.distributed.initialize(
+        address,
+        number,
+        process,
+        local_device_ids=device,
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=bind_address(address) if process == 0 else None,
+    )
     if not is_first():
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  # only process 0 prints
 

@@ -4,7 +4,10 @@ import errno
 import functools
 import io
 import os
+import re
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,7 +25,7 @@ from jaxpar import checkpoint, training
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.launch import launcher, processes
 from jaxpar.launch.launcher import free_port
-from jaxpar.launch.place import FLAGS, Place, find_place
+from jaxpar.launch.place import BIND, FLAGS, bind_address, find_place
 from jaxpar.run import metrics
 from tests.checkpoint.test_private import VALUES
 from tests.runs import small_arguments, small_config
@@ -40,10 +43,14 @@ SLURM = {
     "SLURM_PROCID": "1",
     "SLURM_LOCALID": "1",
 }
-OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_orte_hnp_uri": "1.0;tcp://h:1", "OMPI_COMM_WORLD_RANK": "0"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_MCA_orte_hnp_uri": "1314521088.0;tcp://10.96.0.1,10.148.0.1:34911",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+}
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "2"}
 JAXPAR = {"JAXPAR_COORDINATOR_ADDRESS": "pod-0.jobs:1234", "JAXPAR_NUM_PROCESSES": "4"}
-BY_CLUSTER = Place(None, None, None)
 NO_ADDRESS = "--coordinator_address (or JAXPAR_COORDINATOR_ADDRESS)"
 
 
@@ -51,19 +58,28 @@ NO_ADDRESS = "--coordinator_address (or JAXPAR_COORDINATOR_ADDRESS)"
     ("given", "environ", "place"),
     [
         (ALONE, {}, None),
-        (GIVEN, {}, ("host:1234", 4, 3)),
-        (GIVEN, SLURM, ("host:1234", 4, 3)),
-        (ALONE, JAXPAR | {"JAXPAR_PROCESS_ID": "1"}, ("pod-0.jobs:1234", 4, 1)),
-        (ALONE | {"process_id": 0}, JAXPAR | {"JAXPAR_PROCESS_ID": "1"}, ("pod-0.jobs:1234", 4, 0)),
-        (ALONE, JAXPAR | POD, ("pod-0.jobs:1234", 4, 2)),
+        (GIVEN, {}, ("host:1234", 4, 3, None)),
+        (GIVEN, SLURM, ("host:1234", 4, 3, None)),
+        (ALONE, JAXPAR | {"JAXPAR_PROCESS_ID": "1"}, ("pod-0.jobs:1234", 4, 1, None)),
+        (ALONE | {"process_id": 0}, JAXPAR | {"JAXPAR_PROCESS_ID": "1"}, ("pod-0.jobs:1234", 4, 0, None)),
+        (ALONE, JAXPAR | POD, ("pod-0.jobs:1234", 4, 2, None)),
         (ALONE, POD | {"JAXPAR_NUM_PROCESSES": "1"}, None),
         (ALONE | {"num_processes": 1}, {}, None),
         (ALONE | {"num_processes": 1, "process_id": 1}, {}, None),
         (ALONE, {"JOB_COMPLETION_INDEX": "2"}, None),
-        (ALONE, SLURM, BY_CLUSTER),
+        (ALONE, SLURM, ("localhost:61447", 2, 1, 1)),
+        (ALONE, SLURM | {"SLURM_JOB_ID": "4099", "SLURM_STEP_NODELIST": "n7,n[8-9]"}, ("n7:61443", 2, 1, 1)),
+        (ALONE, SLURM | {"SLURM_STEP_NODELIST": "node[0012-0015,21],m"}, ("node0012:61447", 2, 1, 1)),
+        (ALONE, SLURM | {"SLURM_STEP_NODELIST": "a[3,7]", "JAX_COORDINATOR_PORT": "80"}, ("a3:80", 2, 1, 1)),
         (ALONE, SLURM | {"SLURM_NTASKS": "1"}, None),
         (ALONE, {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, None),  # a batch script, without srun
-        (ALONE, OPEN_MPI, BY_CLUSTER),
+        (ALONE, OPEN_MPI, ("10.96.0.1:62880", 2, 1, 0)),
+        (ALONE, SLURM | OPEN_MPI, ("10.96.0.1:62880", 2, 1, 0)),  # mpirun in a SLURM job
+        (
+            ALONE,
+            OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "0.0;tcp6://[fe80::b9b,fd00::2]:4"},
+            ("[fe80::b9b]:61440", 2, 1, 0),
+        ),
         (ALONE, OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, None),
     ],
 )
@@ -84,6 +100,11 @@ def test_the_place_of_a_process(given: Any, environ: dict[str, str], place: Any)
         (GIVEN | {"process_id": 4}, {}, "--process_id is 4; it must be between 0 and 3"),
         (GIVEN | {"num_processes": 0}, {}, "--num_processes is 0; it must be at least 1"),
         (GIVEN | {"coordinator_address": "host"}, {}, "--coordinator_address is 'host'; it must be the HOST:PORT"),
+        (
+            GIVEN | {"coordinator_address": "host:65536"},
+            {},
+            "--coordinator_address is 'host:65536'; it must be the HOST",
+        ),
         (ALONE, JAXPAR | {"JAXPAR_PROCESS_ID": "one"}, "--process_id is one; it must be between 0 and 3"),
         (ALONE, POD, "JOB_COMPLETION_INDEX is set, as in a Kubernetes indexed Job, but JAXPAR_NUM_PROCESSES and"),
     ],
@@ -92,6 +113,52 @@ def test_an_invalid_place(given: Any, environ: dict[str, str], message: str) -> 
     with pytest.raises(UserError) as error:
         find_place(given, environ)
     assert message in str(error.value)
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port of 127.0.0.1 on which a socket listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_process_0_listens_on_its_own_address(taken: int, capsys: pytest.CaptureFixture[str]) -> None:
+    for own in (f"127.0.0.1:{free_port()}", f"localhost:{free_port()}"):
+        assert bind_address(own, {}) == own
+    assert bind_address("no.invalid:1", {BIND: f"0.0.0.0:{free_port()}"}).startswith("0.0.0.0:")  # type: ignore[union-attr]
+    assert capsys.readouterr().err == ""
+    for wrong in ("8476", "192.0.2.1:8476", "no.invalid:8476", "127.0.0.1:70000"):
+        with pytest.raises(UserError, match=f"^{BIND} is '{wrong}'; it must be the HOST:PORT of an address of this"):
+            bind_address("localhost:1", {BIND: wrong})
+    with pytest.raises(
+        TrainingError, match=f"^--coordinator_address is 127.0.0.1:{taken}; the port must be free: Addr"
+    ):
+        bind_address(f"127.0.0.1:{taken}", {})
+
+
+@pytest.mark.parametrize(
+    ("found", "is_own"),
+    [
+        (["127.0.1.1"], False),  # how Debian resolves the name of the machine itself
+        (["198.51.100.1"], False),  # behind a proxy
+        (["198.51.100.1", "127.0.0.1"], False),
+        ([], False),
+        (["0.0.0.0"], True),
+    ],
+)
+def test_names_that_the_coordinator_resolves_differently(
+    found: list[str], is_own: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def resolve(_host: str, port: str, **_: Any) -> list[Any]:
+        if not found:
+            raise socket.gaierror
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, int(port))) for one in found]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    address = f"node0:{free_port()}"
+    assert bind_address(address, {}) == (address if is_own else None)
+    line = f"listens on all addresses; to choose one, set {BIND}=IP:"
+    assert (line in capsys.readouterr().err) is not is_own
 
 
 @pytest.mark.parametrize(
@@ -274,6 +341,31 @@ def test_a_killed_process_restarts_the_run(folder: Path, tmp_path: Path, alone: 
     assert sum(line.startswith("[0] resumed   from step") for line in out) == 1
     assert "[0] ledger    every example of 12 steps was used exactly once" in out
     assert_close(workdir, alone("data_parallel"))
+
+
+def test_the_coordinator_of_a_launch_listens_on_the_loopback_address(folder: Path, tmp_path: Path) -> None:
+    """Whoever reaches the coordinator can end the run, because JAX asks for no password."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(BIND, "0.0.0.0:1")  # for runs on several machines
+        process = launch(folder, tmp_path / "run", "data_parallel", "--config.num_steps=100000")
+    wait_for(lambda: len(workers(process)) == 2)
+    first = Path(f"/proc/{workers(process)[0]}")
+    wait_for(lambda: b"JAXPAR_COORDINATOR_ADDRESS=" in (first / "environ").read_bytes())
+    port = re.search(rb"JAXPAR_COORDINATOR_ADDRESS=[^:]*:(\d+)", (first / "environ").read_bytes())
+    assert port is not None
+    name = f":{int(port[1]):04X}"
+
+    def listening() -> list[str]:
+        """Return the addresses, in hexadecimal, of the sockets that listen (state 0A) on the port."""
+        tables = [(first / "net" / kind).read_text().splitlines()[1:] for kind in ("tcp", "tcp6")]
+        rows = [line.split() for lines in tables for line in lines]
+        return [row[1].removesuffix(name) for row in rows if row[1].endswith(name) and row[3] == "0A"]
+
+    wait_for(lambda: listening() != [])
+    addresses = listening()
+    process.kill()
+    process.communicate()
+    assert set(addresses) <= {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1, and as an IPv6 address
 
 
 def test_a_user_error_is_not_retried(folder: Path, tmp_path: Path) -> None:
@@ -574,6 +666,30 @@ def test_the_process_that_failed_first_is_reported() -> None:
     assert ended(75, 1) == (1, 1)
     assert ended(1, 75, signals=[15]) == (1, 75)
     assert ended(1, abort, signals=[15]) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("number", "threads", "rule"),
+    [
+        (9, 1000, "at most 8 on this machine: 2 GB of memory / 250 MB, the least for a process"),
+        (100_000, resource.RLIM_INFINITY, "at most 8 on this machine: 2 GB of memory / 250 MB, the least for a"),
+        (3, 100, "at most 2 on this machine: 100 threads (ulimit -u) / 40, the least for a process"),
+        (8, 320, ""),
+    ],
+)
+def test_more_processes_than_the_machine_can_hold(
+    number: int, threads: int, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "host_bytes", lambda: 2_000_000_000)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (threads, threads))
+    monkeypatch.setattr(launcher, "run_processes", lambda *_: 0)
+    monkeypatch.setattr(launcher, "visible_gpus", list)
+    monkeypatch.setattr(sys, "argv", ["launch", f"--num_processes={number}", "--", "--config=x", "--workdir=y"])
+    if not rule:
+        assert launcher.main() == 0
+        return
+    with pytest.raises(UserError, match=re.escape(f"{number}; it must be {rule}")):
+        launcher.main()
 
 
 def test_gpus_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
