@@ -26,7 +26,8 @@ from jaxpar.pipeline.tables.simulate import Simulation, Times, simulate_table, s
 from jaxpar.pipeline.tables.table import Table
 from jaxpar.pipeline.tables.table_file import is_table_file, read_table, write_table
 
-SEARCH_SECONDS = 0.01  # approximate time of a search per stage and microbatch
+SEARCH_SECONDS, TABLE_SECONDS = 0.01, 4e-5  # approximate times of a search and of a table per stage and microbatch
+QUIET_SECONDS = 5.0  # what takes longer is announced
 
 OBJECTIVES = ("cost", "lockstep")
 
@@ -160,6 +161,7 @@ def _table_by_name(arguments: argparse.Namespace) -> Table:
     v = arguments.num_chunks or (SCHEDULES[name].num_chunks if name in SCHEDULES else 1)
     if reason := size_obstacle(num_devices, m, v):
         raise ValueError(reason)
+    _announce("making and simulating the table", TABLE_SECONDS * num_devices * v * m)
     replicas = _devices_of_stages(arguments)
     if arguments.save and (name in CONTINUOUS or max(replicas) > 1):
         raise UserError(
@@ -220,13 +222,14 @@ def _auto(arguments: argparse.Namespace, times: Times, communication: float) -> 
     limit, weight_memory = _limits(arguments)
     is_lockstep = arguments.objective == "lockstep"
     searches = search_lockstep if is_lockstep else search
-    if sys.stderr.isatty() and (seconds := SEARCH_SECONDS * num_stages * num_microbatches) > 5:
-        print(f"searching for about {seconds:.0f} s", file=sys.stderr, flush=True)
-    candidates: list[tuple[float, int, SearchResult]] = []
-    for num_chunks in (1, 2) if arguments.num_chunks is None else (arguments.num_chunks,):
-        sizes = (num_stages, num_microbatches, num_chunks)
-        if reason := size_obstacle(*sizes):
+    numbers_of_chunks = (1, 2) if arguments.num_chunks is None else (arguments.num_chunks,)
+    for num_chunks in numbers_of_chunks:
+        if reason := size_obstacle(num_stages, num_microbatches, num_chunks):
             raise ValueError(reason)
+    _announce("searching", SEARCH_SECONDS * num_stages * num_microbatches)
+    candidates: list[tuple[float, int, SearchResult]] = []
+    for num_chunks in numbers_of_chunks:
+        sizes = (num_stages, num_microbatches, num_chunks)
         try:
             result = searches(times, communication, limit, *sizes, weight_memory=weight_memory)
         except ValueError:
@@ -236,6 +239,12 @@ def _auto(arguments: argparse.Namespace, times: Times, communication: float) -> 
         simulation = simulate_table(result.table, times, communication)
         candidates.append((simulation.lockstep if is_lockstep else simulation.cost, num_chunks, result))
     return min(candidates)[-1]
+
+
+def _announce(work: str, seconds: float) -> None:
+    """Print what takes long, on stderr."""
+    if seconds > QUIET_SECONDS:
+        print(f"{work} for about {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
 def _limits(arguments: argparse.Namespace) -> tuple[float, float]:

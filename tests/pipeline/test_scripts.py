@@ -101,15 +101,24 @@ def test_a_schedule_is_found_for_lockstep() -> None:
     assert two["lockstep_bound"] <= 25.5
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_long_search_is_announced(
-    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--auto", "--num_stages=2", "--num_microbatches=4"], "searching for about 8 s\n"),
+        (
+            ["--schedule=interleaved_1f1b", "--num_stages=2", "--num_chunks=2", "--num_microbatches=2"],
+            "making and simulating the table for about 16 s\n",
+        ),
+    ],
+)
+def test_long_work_is_announced(
+    flags: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(options, "SEARCH_SECONDS", 1.0)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    monkeypatch.setattr(sys, "argv", ["simulate.py", "--auto", "--num_stages=2", "--num_microbatches=4"])
+    monkeypatch.setattr(options, "TABLE_SECONDS", 2.0)
+    monkeypatch.setattr(sys, "argv", ["simulate.py", *flags])
     simulate.main()
-    assert capsys.readouterr().err == "searching for about 8 s\n" * is_terminal
+    assert capsys.readouterr().err == expected
 
 
 @pytest.mark.parametrize("suffix", ["txt", "svg", "png"])

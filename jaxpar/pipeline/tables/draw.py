@@ -6,19 +6,21 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.collections import PatchCollection
+from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 
 from jaxpar.pipeline.tables.simulate import Span
 from jaxpar.pipeline.tables.table import ACTION_KINDS, Kind, Table, U
 
 CHUNKS = "abcdefghijklmnopqrstuvwxyz"  # further chunks are numbered
 ROW_INCHES, CELL_INCHES = 0.32, 0.14
-MIN_INCHES, MAX_INCHES = 8.0, 30.0  # total width of the cells
+MIN_INCHES, MAX_INCHES = 8.0, 30.0  # total width of the cells; the rows of a chart are at most as high
 TITLE_INCHES, AXIS_INCHES, LEGEND_INCHES, SIDE_INCHES = 0.4, 0.5, 0.2, 0.6
-MAX_FONT = 9.0
+MIN_FONT, MAX_FONT = 4.0, 9.0  # smaller numbers are left out
+LABEL_INCHES = 0.15  # of the number of a device
+MAX_SHAPES = 50_000  # cells of a chart that a vector format draws one by one; more become an image
 POINTS = 72.0  # per inch
 
 
@@ -52,7 +54,7 @@ def save_charts(path: Path | str, charts: Sequence[tuple[str, Sequence[Span]]]) 
 def draw_charts(charts: Sequence[tuple[str, Sequence[Span]]]) -> Figure:
     """Draw the charts, wide enough for the microbatch numbers to be legible."""
     width = float(np.clip(CELL_INCHES * max(_num_cells(timeline) for _, timeline in charts), MIN_INCHES, MAX_INCHES))
-    rows = [ROW_INCHES * (1 + max(span.device for span in timeline)) for _, timeline in charts]
+    rows = [min(ROW_INCHES * _num_devices(timeline), MAX_INCHES) for _, timeline in charts]
     below = [AXIS_INCHES + LEGEND_INCHES * (1 + max(span.chunk for span in timeline)) for _, timeline in charts]
     full_width, full_height = SIDE_INCHES * 2 + width, sum(rows) + sum(below) + TITLE_INCHES * len(charts)
     result = Figure(figsize=(full_width, full_height))
@@ -60,7 +62,7 @@ def draw_charts(charts: Sequence[tuple[str, Sequence[Span]]]) -> Figure:
     for (title, timeline), height, under in zip(charts, rows, below, strict=True):
         bottom -= TITLE_INCHES + height
         sides = (SIDE_INCHES / full_width, bottom / full_height, width / full_width, height / full_height)
-        _chart(result.add_axes(sides), title, timeline, width)
+        _chart(result.add_axes(sides), title, timeline, width, height)
         bottom -= under
     return result
 
@@ -75,26 +77,38 @@ def _makespan(timeline: Sequence[Span]) -> float:
     return float(max(span.end for span in timeline) - min(span.start for span in timeline)) or 1.0
 
 
-def _chart(ax: Axes, title: str, timeline: Sequence[Span], inches: float) -> None:
-    num_devices = 1 + max(span.device for span in timeline)
-    num_chunks = 1 + max(span.chunk for span in timeline)
+def _num_devices(timeline: Sequence[Span]) -> int:
+    return 1 + max(span.device for span in timeline)
+
+
+def _chart(ax: Axes, title: str, timeline: Sequence[Span], width: float, height: float) -> None:
+    """Draw a chart whose cells take `width` x `height` inches."""
+    num_devices, num_chunks = _num_devices(timeline), 1 + max(span.chunk for span in timeline)
     start, makespan = float(min(span.start for span in timeline)), _makespan(timeline)
-    points = POINTS * inches / makespan  # per unit of time
-    boxes, colours = [], []
+    points, row = POINTS * width / makespan, height / num_devices  # per unit of time; inches per device
     timeline = [span for span in timeline if span.kind != U or span.end > span.start]  # planned updates take no time
-    for device, kind, microbatch, chunk, begin, end in timeline:
-        left, length = float(begin) - start, float(end - begin)
-        colour = shade(ACTION_KINDS[kind], chunk, num_chunks)
-        boxes.append(Rectangle((left, device - 0.5), length, 1))
-        colours.append(colour)
-        font = min(MAX_FONT, points * length / (0.72 * max(2, len(str(microbatch)))))
-        ink = "black" if np.dot(colour, (0.299, 0.587, 0.114)) > 0.5 else "white"
-        ax.text(left + length / 2, device, str(microbatch), color=ink, fontsize=font, ha="center", va="center_baseline")
-    ax.add_collection(PatchCollection(boxes, facecolor=colours, edgecolor="black", linewidth=0.3))
+    device_N, kind_N, _, chunk_N, begin_N, end_N = np.array(timeline, float).reshape(-1, 6).T
+    left_N, right_N = begin_N - start, end_N - start
+    colours = np.array([[shade(kind, chunk, num_chunks) for chunk in range(num_chunks)] for kind in ACTION_KINDS])
+    colours_N3 = colours[kind_N.astype(int), chunk_N.astype(int)]
+    fonts_N = np.minimum(points * (right_N - left_N), POINTS * row) / 0.72
+    is_dark_N = colours_N3 @ (0.299, 0.587, 0.114) <= 0.5
+    for span, left, right, font, is_dark in zip(timeline, left_N, right_N, fonts_N, is_dark_N, strict=True):
+        size = min(MAX_FONT, font / max(2, len(str(span.microbatch))))
+        if size >= MIN_FONT:
+            where = ((left + right) / 2, span.device, str(span.microbatch))
+            ax.text(*where, color="white" if is_dark else "black", fontsize=size, ha="center", va="center_baseline")
+    corners_N42 = np.stack([[left_N, left_N, right_N, right_N], device_N + np.array([[-0.5], [0.5], [0.5], [-0.5]])])
+    usual = POINTS * min(width / _num_cells(timeline), row)  # size of a cell in points
+    cells = PolyCollection(corners_N42.T, facecolors=colours_N3, edgecolors="black", linewidths=min(0.3, usual / 20))
+    cells.set_rasterized(len(timeline) > MAX_SHAPES)
+    if usual < MIN_FONT:  # cells as wide as few pixels would be drawn as whole pixels, so that some hide others
+        cells.set_snap(False)
+    ax.add_collection(cells)
     ax.set_title(title, loc="left")
     ax.set_xlabel("time", loc="right")
-    ax.set(ylabel="device", xlim=(0, makespan), ylim=(num_devices - 0.5, -0.5))
-    ax.set(yticks=range(num_devices), facecolor="#eeeeee")
+    ax.set(ylabel="device", xlim=(0, makespan), ylim=(num_devices - 0.5, -0.5), facecolor="#eeeeee")
+    ax.set_yticks(range(0, num_devices, int(np.ceil(LABEL_INCHES / row))))
     kinds = [ACTION_KINDS[kind] for kind in sorted({span.kind for span in timeline})]
     legend = [
         Patch(
@@ -104,7 +118,7 @@ def _chart(ax: Axes, title: str, timeline: Sequence[Span], inches: float) -> Non
         for kind in kinds
         for chunk in range(num_chunks)
     ]
-    below = (0, -0.25 / (ROW_INCHES * num_devices))  # below the tick labels of the time axis
+    below = (0, -0.25 / height)  # below the tick labels of the time axis
     ax.legend(handles=legend, loc="upper left", bbox_to_anchor=below, ncols=len(kinds), frameon=False, fontsize=8)
 
 

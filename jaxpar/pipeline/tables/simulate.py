@@ -91,10 +91,11 @@ def end_times(graph: ActionGraph, orders: Sequence[Sequence[int]]) -> list[Time]
     ends: list[Time] = [-1] * len(durations)
     free: list[Time] = [0] * len(orders)
     nexts = [0] * len(orders)
-    is_moving = True
+    is_moving, devices = True, [*enumerate(orders)]
     while is_moving:
         is_moving = False
-        for device, order in enumerate(orders):
+        devices.reverse()  # forward and backward passes go in opposite directions
+        for device, order in devices:
             now = free[device]
             for position in range(nexts[device], len(order)):
                 action = order[position]

@@ -212,18 +212,22 @@ def place_actions(
                 return
             used, offsets = phase, offsets | {offset}
 
+    ready = set(range(len(orders)))  # devices that ran an action in the clock before, or received a result
     for clock in itertools.count():
-        late = [device for device, order in enumerate(orders) if nexts[device] < len(order)]
-        if not late:
-            break
         before = len(rows)
-        for device in late:
+        for device in sorted(ready):
             run(clock, device)
         if len(rows) == before:
-            kind, microbatch, chunk = orders[late[0]][nexts[late[0]]]
+            break
+        new = [(device, kind, stage, microbatch) for _, device, kind, microbatch, _, stage, *_ in rows[before:]]
+        received = {devices.receiver(*action) for _, *action in new}
+        ready = {device for device, *_ in new} | {device for device in received if device is not None}
+    for device, order in enumerate(orders):
+        if nexts[device] < len(order):
+            kind, microbatch, chunk = order[nexts[device]]
             raise ValueError(
-                f"the orders deadlock: device {late[0]} never reaches {ACTION_KINDS[kind].name} of "
-                f"microbatch {microbatch}, stage {stages[late[0], chunk]}"
+                f"the orders deadlock: device {device} never reaches {ACTION_KINDS[kind].name} of "
+                f"microbatch {microbatch}, stage {stages[device, chunk]}"
             )
     replicas = tuple(len(devices.of(stage)) for stage in range(last_stage + 1)) if stages.size > last_stage + 1 else ()
     actions = np.array(rows, dtype=ACTION)

@@ -109,6 +109,22 @@ def test_kinds_and_chunks_differ_for_every_eye() -> None:
 def test_width_is_bounded_and_nothing_breaks_at_zero_length() -> None:
     long = simulate_table(make("zb_h1", 2, 200), Times(1, 1, 0.01)).timeline
     assert draw.draw_charts([("", long)]).get_size_inches()[0] < draw.MAX_INCHES + 2
+    high = [Span(device, F, 0, 0, device, device + 1) for device in range(1000)]
+    figure = draw.draw_charts([("", high)])
+    assert figure.get_size_inches()[1] < draw.MAX_INCHES + 2
+    assert not figure.axes[0].texts  # too small to read
+    assert len(figure.axes[0].get_yticks()) == 200  # 30 inches, of which each takes at least 0.15
     draw.draw_charts([("", [Span(0, F, 0, 0, 1, 1)])]).draw_without_rendering()
     with pytest.raises(ValueError, match="Format 'xyz' is not supported"):
         draw.save_charts("chart.xyz", [("", long[:2])])
+
+
+def test_small_cells_take_their_share_of_the_pixels(tmp_path: Path) -> None:
+    """Cells that are smaller than a pixel are seen as the mean of their colours. F takes a third of the time."""
+    kinds = np.array([draw.shade(kind, 0, 1) for kind in (ACTION_KINDS[F], ACTION_KINDS[BW])])
+    passes = [(Span(0, F, k, 0, 3 * k, 3 * k + 1), Span(0, BW, k, 0, 3 * k + 1, 3 * k + 3)) for k in range(4000)]
+    timeline = [span for of_microbatch in passes for span in of_microbatch]
+    draw.save_charts(tmp_path / "chart.png", [("", timeline)])
+    pixels = imread(tmp_path / "chart.png")[..., :3]
+    row = pixels[int(150 * (draw.TITLE_INCHES + draw.ROW_INCHES / 2)), 200:-200]
+    np.testing.assert_allclose(row.mean(axis=0), kinds.T @ (1 / 3, 2 / 3), atol=0.08)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxpar.pipeline.tables import table as tables
 from jaxpar.pipeline.tables.draw import format_table
 from jaxpar.pipeline.tables.schedule import SCHEDULES, forward_only, make_table
 from jaxpar.pipeline.tables.table import BW, FIELDS, Action, B, F, Table, W, loop_stages, place_actions, v_stages
@@ -130,6 +131,20 @@ def test_forward_only_fills_the_clocks() -> None:
         check_table(down_and_up)
         assert down_and_up.num_clocks == 2 * (m - 1) + 2 * p
         assert down_and_up.stages.tolist() == v_stages(p).tolist()
+
+
+def test_work_grows_with_the_actions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device is considered only when something has changed for it, and not in each clock."""
+    considered, action_inputs = list[int](), tables.action_inputs
+
+    def counted(kind: int, *place: int) -> list[tuple[int, int, int]]:
+        considered.append(kind)
+        return action_inputs(kind, *place)
+
+    monkeypatch.setattr(tables, "action_inputs", counted)
+    table = make("1f1b", 200, 4)
+    assert len(table.actions) == 200 * 4 * 2
+    assert len(considered) < 3 * len(table.actions)
 
 
 def test_orders_that_wait_for_each_other_are_refused() -> None:
