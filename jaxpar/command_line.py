@@ -119,8 +119,8 @@ def split_overrides(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
 # ---- types of flags: their errors are the end of a message, after `--FLAG is` -----------------------------------
 
 
-def integer(minimum: int) -> Callable[[str], int]:
-    """Return the type of a flag whose value is an integer of at least `minimum`."""
+def integer(minimum: int, maximum: float = math.inf) -> Callable[[str], int]:
+    """Return the type of a flag whose value is an integer in this range."""
 
     def parse(text: str) -> int:
         try:
@@ -129,6 +129,8 @@ def integer(minimum: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"{text!r}; it must be an integer") from None
         if value < minimum:
             raise argparse.ArgumentTypeError(f"{value}; it must be at least {minimum}")
+        if value > maximum:
+            raise argparse.ArgumentTypeError(f"{value}; it must be at most {maximum}")
         return value
 
     return parse

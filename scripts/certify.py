@@ -25,7 +25,7 @@ from ml_collections import ConfigDict
 from jaxpar import config as configs
 from jaxpar import data, files, mesh
 from jaxpar.analysis import certificate, delayed, reference
-from jaxpar.analysis.certificate import QUANTITIES, ROUNDINGS, TOLERANCES
+from jaxpar.analysis.certificate import MOST_STEPS, QUANTITIES, ROUNDINGS, TOLERANCES
 from jaxpar.analysis.planner.auto import resolve_strategy
 from jaxpar.command_line import Parser, integer
 from jaxpar.errors import UserError, exit_code, format_count
@@ -39,7 +39,10 @@ def main() -> int:
     parser = Parser(__doc__)
     parser.require("--config", "--config=configs/quickstart.py", help="config file as PATH[:PRESET]")
     parser.add_argument(
-        "--num_steps", type=integer(1), default=10, help="number of steps; the learning rate schedule spans them"
+        "--num_steps",
+        type=integer(1, MOST_STEPS),
+        default=10,
+        help=f"number of steps, up to {MOST_STEPS}; the learning rate schedule spans them",
     )
     parser.add_argument(
         "--reference_passes",

@@ -53,6 +53,23 @@ def installed(clone: Path) -> list[str]:
     return [" ".join(call).replace(".txt", "") for call in files]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [
+        (["nope.py"], "nope.py"),
+        (["-k", "nope", "-xq", "bin", "tests/nope.py::test"], "tests/nope.py::test"),
+        (["-k", "nope", "--basetemp", "nope", "bin/python3::test"], ""),
+    ],
+)
+def test_a_missing_test_is_refused_before_the_checks(arguments: list[str], missing: str, clone: Path) -> None:
+    fake = clone / "bin" / "fake"
+    fake.write_text("#!/bin/sh\n")
+    fake.chmod(0o755)
+    process = run(clone, "test", *arguments, JAXPAR_PYTHON=str(fake))
+    message = f"jaxpar: the path of tests is '{missing}'; it must exist in {clone}\n"
+    assert (process.returncode, process.stderr) == ((2, message) if missing else (0, ""))
+
+
 def test_a_given_python_is_used_as_it_is(tmp_path: Path) -> None:
     program = "import jaxpar, os, sys; print(sys.argv[1], os.getcwd(), os.getpid(), jaxpar.__file__)"
     command = [str(ROOT / "scripts" / "python"), "-c", program, "a b"]

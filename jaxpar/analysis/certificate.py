@@ -21,8 +21,10 @@ bfloat16 model is compared with the float32 gradient of one device, and the tole
 device in bfloat16.
 """
 
+import sys
+import time
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -32,6 +34,7 @@ from jaxpar.analysis.errors import Error, Leaves, compare, compare_change, worst
 from jaxpar.analysis.reference import HostBatch, Reference, Runs, Snapshot
 from jaxpar.errors import TrainingError
 from jaxpar.run.build import Run, StrategyState
+from jaxpar.run.metrics import format_clock
 from jaxpar.run.start import start
 from jaxpar.step import Metrics
 from jaxpar.tasks import Sums, mean_loss
@@ -47,6 +50,8 @@ TOLERANCES = {
 # In bfloat16 an error can also be this multiple of the error of one device in bfloat16, the "rounding": two orders of
 # summation have rounding errors of about the same size.
 ROUNDINGS = 2.0
+MOST_STEPS = 100_000  # the errors of all steps are in memory: about 10 kB per step for a model of 12 layers
+FIRST_STEPS, SILENT_SECONDS = 2, 10.0  # steps that compile; how long the others can take without being announced
 METRICS = ("loss", "weight", "gradient norm")  # all other metrics are terms
 EVALUATION = "evaluation "  # prefix of the metrics of an evaluation
 # Compared per layer; "rounding" and "drift" have no tolerance.
@@ -87,6 +92,19 @@ def batches(run: Run) -> list[int]:
     if not run.num_steps <= padded < in_epoch:
         return [*range(run.num_steps)]
     return [*range(run.num_steps - 1), padded]
+
+
+def announced(numbers: Sequence[int]) -> Iterator[int]:
+    """Yield the batches of all steps, and print how long the steps take, once that is known and if it is long."""
+    begin = time.monotonic()
+    for count, number in enumerate(numbers):
+        if count == FIRST_STEPS:
+            begin = time.monotonic()
+        if count == FIRST_STEPS + 1:
+            seconds = (time.monotonic() - begin) * (len(numbers) - count)
+            if seconds > SILENT_SECONDS:
+                print(f"comparing {len(numbers)} steps, {format_clock(seconds)} left", file=sys.stderr, flush=True)
+        yield number
 
 
 class Comparison:
@@ -191,7 +209,7 @@ def measure(runs: Runs) -> Measured:
     (state, _), (alone, _) = start(run), start(runs.one_device)
     after = snapshot(strategy, state)
     compared.add("start", after.params, snapshot(single, alone).params)
-    for count, number in enumerate(batches(run)):
+    for count, number in enumerate(announced(batches(run))):
         batch, before = run.batches.batch(number), after
         alone, metrics_alone = single.step(alone, single.place(batch))
         state, metrics = strategy.step(state, strategy.place(batch))

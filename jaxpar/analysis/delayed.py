@@ -36,7 +36,7 @@ import numpy as np
 
 from jaxpar import state as states
 from jaxpar.addresses import Address, addresses
-from jaxpar.analysis.certificate import Comparison, Measured, batches, check_finite
+from jaxpar.analysis.certificate import Comparison, Measured, announced, batches, check_finite
 from jaxpar.analysis.errors import Leaves
 from jaxpar.analysis.reference import HostBatch, Reference, Runs, Snapshot
 from jaxpar.models import Params
@@ -236,7 +236,7 @@ def measure_recurrence(runs: Runs) -> Measured:
     compared, versions, numbers = delayed.compared, delayed.versions, batches(run)
     snapshot = compared.single.snapshot
     initial = snapshot(single, alone)
-    for count, number in enumerate([*numbers, *range(run.num_steps, run.num_steps + versions.delay)]):
+    for count, number in enumerate(announced([*numbers, *range(run.num_steps, run.num_steps + versions.delay)])):
         batch = run.batches.batch(number)
         if count < len(numbers):
             alone, metrics_alone = single.step(alone, single.place(batch))

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -590,6 +591,17 @@ def test_the_padded_batch_is_compared(seed: int, expected: list[int]) -> None:
     assert certificate.batches(run) == expected
 
 
+def test_a_long_comparison_is_announced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first two steps compile, and take a minute; each of the others takes a second."""
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    for number in certificate.announced(range(100)):
+        now += 1 if number > 1 else 60
+    assert capsys.readouterr().err == "comparing 100 steps, 1:37 left\n"
+    assert [*certificate.announced(range(10))] == [*range(10)]
+    assert not capsys.readouterr().err
+
+
 def test_contents_of_a_certificate(certify: Any, capsys: pytest.CaptureFixture[str]) -> None:
     _, found = certify(*MLP, *SHARD_MAP, "seed=1", "optimizer.accumulation_steps=2", num_steps=2)
     assert found["seeds"] == {"config.seed": 1, "config.exchange_options.seed": None}
@@ -614,6 +626,7 @@ def test_contents_of_a_certificate(certify: Any, capsys: pytest.CaptureFixture[s
     ("mistake", "message"),
     [
         ("--num_steps=0", "--num_steps is 0; it must be at least 1"),
+        ("--num_steps=99999999", "--num_steps is 99999999; it must be at most 100000"),
         ("--reference_passes=5", "--reference_passes is 5; it must divide config.batch_size (24)"),
         (
             "--output=no/such/file.json",

@@ -100,7 +100,7 @@ def _chart(ax: Axes, title: str, timeline: Sequence[Span], width: float, height:
             ax.text(*where, color="white" if is_dark else "black", fontsize=size, ha="center", va="center_baseline")
     corners_N42 = np.stack([[left_N, left_N, right_N, right_N], device_N + np.array([[-0.5], [0.5], [0.5], [-0.5]])])
     usual = POINTS * min(width / _num_cells(timeline), row)  # size of a cell in points
-    cells = PolyCollection(corners_N42.T, facecolors=colours_N3, edgecolors="black", linewidths=min(0.3, usual / 20))
+    cells = PolyCollection([*corners_N42.T], facecolors=colours_N3, edgecolors="black", linewidths=min(0.3, usual / 20))
     cells.set_rasterized(len(timeline) > MAX_SHAPES)
     if usual < MIN_FONT:  # cells as wide as few pixels would be drawn as whole pixels, so that some hide others
         cells.set_snap(False)
