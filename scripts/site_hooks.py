@@ -1,10 +1,12 @@
-"""mkdocs hooks that add files outside of docs/ to the site, because pages link to them (`../jaxpar/plan.py`).
+"""mkdocs hooks: files outside of docs/ that pages link to (`../jaxpar/plan.py`), search, and the copy button.
 
-Markdown files become pages; other files become pages that show their source in a code block.
+Markdown files become pages; other files become pages that show their source in a code block. The search finds guides
+before reference and history, and no source. The copy button of a console block copies its commands only.
 """
 
 import posixpath
 import re
+from html import escape, unescape
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -13,6 +15,13 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\((?!https?:)([\w./-]+)(#[\w-]+)?\)")
+COMMAND = re.compile(r"^\$ (.*(?:(?<=\\)\n.*)*)", re.MULTILINE)
+CONSOLE = re.compile(r'<div class="language-console highlight">(.*?)</div>', re.DOTALL)
+# Pages that the search finds after the guides, and how much less they count.
+BOOST = {
+    **dict.fromkeys(("benchmarks.md", "certificate.md", "comparison.md", "lessons.md", "source/README.md"), 0.5),
+    **dict.fromkeys(("api.md", "source/CHANGELOG.md", "source/CONTRIBUTING.md"), 0.2),
+}
 LANGUAGES = {".py": "python", ".toml": "toml", ".yml": "yaml", "": "bash"}
 
 
@@ -29,11 +38,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Redirect links to files outside of docs/ to their pages. Links to missing files are kept, and fail the build."""
+    """Redirect links to files outside of docs/ to their pages. Links to missing files are kept, and fail the build.
+
+    Source pages are left out of the search.
+    """
     del config
     uri = page.file.src_uri
+    page.meta["search"] = {"boost": BOOST.get(uri, 1)}
     path = uri.removeprefix("source/") if uri.startswith("source/") else f"docs/{uri}"
     if not (ROOT / path).is_file():  # a page generated from a file that is not Markdown
+        page.meta["search"] = {"exclude": True}
         return markdown
 
     def link(match: re.Match[str]) -> str:
@@ -43,6 +57,23 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         return f"]({posixpath.relpath(target, posixpath.dirname(uri) or '.')}{match[2] or ''})"
 
     return LINK.sub(link, markdown)
+
+
+def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Give each console block what its copy button copies."""
+    del page, config, files
+    return CONSOLE.sub(with_copy, html)
+
+
+def with_copy(block: re.Match[str]) -> str:
+    """Return a console block with its commands in the attribute that the theme copies, if it has any."""
+    copied = "\n".join(commands(unescape(re.sub(r"<[^>]+>", "", block[1]))))
+    return block[0].replace("<div", f'<div data-copy="{escape(copied)}"', 1) if copied else block[0]
+
+
+def commands(console: str) -> list[str]:
+    """Return the commands of a console session, without prompts and output."""
+    return COMMAND.findall(console)
 
 
 def content(path: str) -> str:

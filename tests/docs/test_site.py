@@ -1,0 +1,47 @@
+"""The site of the documentation: what its search finds, and what its copy buttons copy."""
+
+import json
+import re
+from html import unescape
+from pathlib import Path
+
+import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+
+from scripts import site_hooks
+from tests.docs.prose import ROOT
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the site without the Python API, which takes most of the time."""
+    folder = tmp_path_factory.mktemp("site")
+    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), plugins=["search"]))
+    return folder
+
+
+def test_search_finds_guides_and_no_source(site: Path) -> None:
+    entries = json.loads((site / "search/search_index.json").read_text())["docs"]
+    boosts = {entry["location"].partition("#")[0]: entry.get("boost", 1) for entry in entries}
+    assert (site / "source/jaxpar/training.py.html").is_file()
+    assert not [page for page in boosts if page.endswith(".py.html")]
+    first, last = boosts["processes.html"], max(boosts["api.html"], boosts["source/CHANGELOG.html"])
+    assert first == boosts["models.html"] > boosts["benchmarks.html"] > last
+
+
+def test_copy_buttons_copy_commands_only(site: Path) -> None:
+    html = (site / "checkpoints.html").read_text()
+    blocks = re.findall(r'<div data-copy="([^"]*)" class="language-console', html)
+    markdown = (ROOT / "docs/checkpoints.md").read_text()
+    assert len(blocks) == len(re.findall(r"^```console$", markdown, re.MULTILINE))
+    copied = "\n".join(map(unescape, blocks))
+    assert len(re.findall(r"^\$ ", markdown, re.MULTILINE)) == len(re.findall(r"(?<!\\)\n", copied)) + 1
+    assert all(line.removesuffix("\\").strip() in markdown for line in copied.splitlines())
+    assert "$ " not in copied
+    assert "..." not in copied.splitlines()
+
+
+def test_commands_of_a_session() -> None:
+    session = '$ scripts/train --config=a \\\n    --workdir="b <c>"\nstep 1/2  loss $ 3\n...\n$ cat d\n1\n'
+    assert site_hooks.commands(session) == ['scripts/train --config=a \\\n    --workdir="b <c>"', "cat d"]
