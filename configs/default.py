@@ -147,7 +147,7 @@ def get_config() -> ConfigDict:
     swarm.peer_cpus = 1.0  # CPUs of its machine that a peer takes
     swarm.peer_gpus = 0.0  # GPUs of its machine that a peer takes; 0: it computes on CPUs
     swarm.join_seconds = 10.0  # period after which peers start on machines that joined, or replace others; 0: never
-    swarm.patience = 20.0  # a peer is silent after this many times the longest time of comparable calls
+    swarm.patience = 20.0  # a peer is silent after 2 s and this many times the time of comparable calls
 
     config.model = model = ConfigDict()  # the model, its sizes, and how it is computed
     model.name = "bert"  # bert, gpt, resnet, vit, mlp, or the dotted name of your own module: my_package.my_model

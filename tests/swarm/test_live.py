@@ -271,6 +271,23 @@ def test_a_silent_peer_is_given_up_and_returns() -> None:
     check_routing(run.trainer.routing_table())
 
 
+def test_idle_peers_are_watched() -> None:
+    """A peer that ends or stops while it has nothing to do is found before it is called again."""
+    run = LiveRun(MLP, *live("patience=5"))
+
+    def fail(step: int) -> None:
+        if step == 2:
+            run.wait_for(run.all_serve)
+            ended, stopped = (queue.peers[0].peer for queue in run.trainer.members.queues[:2])
+            os.kill(run.pid(ended), signal.SIGKILL)
+            run.wait_for(lambda: ended in {event.peer for event in run.kinds(EventKind.FAILED)})
+            os.kill(run.pid(stopped), signal.SIGSTOP)
+            run.wait_for(lambda: stopped in {event.peer for event in run.kinds(EventKind.GIVEN_UP)})
+            os.kill(run.pid(stopped), signal.SIGCONT)
+
+    assert_close(run.train(before_step=fail), one_device(MLP), 1e-5)
+
+
 @pytest.mark.slow
 def test_a_peer_that_stays_silent_is_replaced() -> None:
     """A stopped process does not even see that it shall end."""

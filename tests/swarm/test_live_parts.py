@@ -3,6 +3,9 @@
 import math
 import os
 import re
+import subprocess
+import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +16,8 @@ import pytest
 
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.swarm.live import cluster
-from jaxpar.swarm.live.calls import DIED, CallFailure, Calls
-from jaxpar.swarm.live.patience import Patience
+from jaxpar.swarm.live.calls import DIED, SILENT, CallFailure, Calls
+from jaxpar.swarm.live.patience import LOAD, START, Patience
 from jaxpar.swarm.live.received import MALFORMED, NONFINITE_VALUES, find_fault
 
 ARRAY = np.ones((2, 3), np.float32)
@@ -50,21 +53,80 @@ def test_faults_of_narrow_arrays() -> None:
 
 
 def test_patience_is_measured() -> None:
-    """Limits are a multiple of the longest comparable call: of the peer itself, otherwise of any peer."""
+    """Limits are 2 s and 10 times the longest comparable call: of the peer itself, or of any peer that loads."""
     patience = Patience(10)
-    assert patience.limit(0, "F") == math.inf
-    patience.observe(0, "F", 2.0)
-    assert patience.limit(0, "F") == 20
-    assert patience.limit(1, "F") == 20  # nothing else is known
+    assert patience.limit(0, LOAD) == patience.limit(0, "F") == math.inf
+    patience.observe(0, LOAD, 7.4)
+    patience.observe(1, LOAD, 1.0)
+    assert patience.limit(1, LOAD) == patience.limit(2, LOAD) == 76
+    assert patience.limit(0, START) == math.inf
+    assert patience.limit(1, "F") == 76  # its first one
     patience.observe(1, "F", 0.5)
-    assert patience.limit(1, "F") == 5
-    assert patience.limit(0, "B") == math.inf
     patience.observe(1, "B", 1.0)
-    assert patience.limit(1, "F") == 10  # its calls can take a second
-    assert patience.limit(0, "B") == 20
+    assert (patience.limit(1, "F"), patience.limit(1, "B")) == (7, 12)
+    assert patience.limit(0, "F") == 76
+    patience.observe(1, LOAD, 9.0)
+    assert patience.limit(1, "F") == 7  # loading does not make passes slower
+    patience.observe(1, "F", 60.0)
+    assert patience.limit(1, "F") == 602
     for _ in range(100):
-        patience.observe(0, "F", 0.1)
-    assert patience.limit(0, "F") == pytest.approx(1.0, rel=1e-2)
+        patience.observe(1, "F", 0.1)
+    assert patience.limit(1, "F") == pytest.approx(3.0, rel=1e-2)
+    patience.forget(1)
+    assert patience.limit(1, "F") == 92
+
+
+class ScriptedRay:
+    """Answers calls at given times of a clock that waiting advances."""
+
+    exceptions = SimpleNamespace(RayActorError=OSError, RayTaskError=OSError, ObjectLostError=OSError, RayError=OSError)
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, answered: dict[str, float]) -> None:
+        self.now, self.answered = 0.0, answered
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+    def wait(self, calls: list[str], *, num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        until = min(self.answered.get(call, math.inf) for call in calls)
+        self.now = max(self.now, min(self.now + timeout + 1e-6, until))
+        ready = [call for call in calls if self.answered.get(call, math.inf) <= self.now][:num_returns]
+        return ready, [call for call in calls if call not in ready]
+
+    def get(self, call: str) -> str:
+        return call
+
+
+def test_a_stopped_peer_costs_a_multiple_of_its_usual_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading took 7.4 s, and two passes 0.03 s each. The third one is not answered."""
+    ray = ScriptedRay(monkeypatch, {"load": 7.4, "first": 7.43, "second": 7.46})
+    calls = Calls(ray, Patience(20))
+    for name in ("load", "first", "second", "third"):
+        calls.add(0, name, LOAD if name == "load" else "F", lambda *_: None)
+    failures = [failure for _ in range(4) for failure in calls.wait(math.inf)]
+    assert [(failure.call.answer, failure.kind) for failure in failures if isinstance(failure, CallFailure)] == [
+        ("third", SILENT)
+    ]
+    assert ray.now == pytest.approx(7.46 + 2 + 20 * 0.03, abs=1e-5)
+
+
+def test_time_in_which_nobody_waits_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer evaluates for a minute, while a peer answers within a second."""
+    ray = ScriptedRay(monkeypatch, {"load": 1.0, "update": 2.0})
+    calls = Calls(ray, Patience(20))
+    calls.add(0, "load", LOAD, lambda *_: None)
+    calls.wait(math.inf)
+    calls.add(0, "update", "U", lambda *_: None)
+    ray.now = 60.0
+    calls.restart()
+    calls.wait(math.inf)
+    assert calls.patience.limit(0, "U") == 2
+
+
+def test_a_run_that_is_killed_leaves_a_message() -> None:
+    """Ray ends a process at once, and without a message, if its own process on the machine has ended."""
+    program = "import os; from jaxpar.swarm.live import cluster as c; p = os.fork(); c._announce_silent_end(); "
+    program += "os._exit(1) if p == 0 else os.wait()"
+    process = subprocess.run([sys.executable, "-W", "ignore", "-c", program], text=True, capture_output=True)
+    assert (process.returncode, process.stderr) == (0, f"{cluster.SILENT_END}\n")
 
 
 def test_no_cluster_answers() -> None:

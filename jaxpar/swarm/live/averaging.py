@@ -81,9 +81,7 @@ class Averaging:
         members = self._step.members
         arguments = (members.ticket(peer), stage, number)
         self._calls.append(
-            members.call(
-                peer, "publish", *arguments, label=("publish", stage, number), num_arrays=number, done=published
-            )
+            members.call(peer, "publish", *arguments, label=("publish", stage), num_arrays=number, done=published)
         )
 
     def _reduce(self, stage: int, peer: int, index: int) -> None:
@@ -96,7 +94,7 @@ class Averaging:
         shards = [self._shards[stage][one][index] for one in self.contributors[stage]]
         arguments = (members.ticket(peer), size, *shards)
         self._calls.append(
-            members.call(peer, "reduce", *arguments, label=("reduce", stage, number), num_arrays=1, done=reduced)
+            members.call(peer, "reduce", *arguments, label=("reduce", stage), num_arrays=1, done=reduced)
         )
 
     def _is_sound(self, stage: int, peer: int, answer: PeerAnswer) -> bool:

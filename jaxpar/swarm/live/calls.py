@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from jaxpar.swarm.live.patience import Label, Patience
 
+HEARTBEAT = "heartbeat"  # label of the calls that only find out whether an idle peer lives
 DIED, SILENT, RAISED = "died", "silent", "raised"  # ways in which a peer fails
 
 
@@ -21,7 +22,7 @@ class Call:
     Attributes:
       peer: the peer.
       answer: reference to the `PeerAnswer`, or to the only result.
-      label: calls with the same label take comparable times; None: the call has no limit.
+      label: calls with the same label take comparable times (patience.py); None: the call has no limit.
       done: receives the answer and the call.
       is_first: whether it is the first call that its peer has not answered.
       start: since when, in seconds of `time.monotonic`.
@@ -67,8 +68,8 @@ class Calls:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no answer is expected from any peer."""
-        return not any(self._queues.values())
+        """Whether no answer is expected from any peer, except that it lives."""
+        return all(call.label == HEARTBEAT for queue in self._queues.values() for call in queue)
 
     def number(self, peer: int) -> int:
         """Return the number of calls that a peer has not answered."""
@@ -77,6 +78,12 @@ class Calls:
     def drop(self, peer: int) -> None:
         """Forget the calls of a peer."""
         self._queues.pop(peer, None)
+
+    def restart(self) -> None:
+        """Begin the times of all calls again, because nobody has waited for their answers since the last step."""
+        for queue in self._queues.values():
+            for call in queue[:1]:
+                call.start = time.monotonic()
 
     def wait(self, most: float) -> list[CallFailure | ValueLost]:
         """Wait up to `most` seconds for an answer or the end of a limit, handle answers, and return failures."""

@@ -8,6 +8,7 @@ Peers of a run with a namespace are detached: they stay in the cluster if the tr
 same namespace finds them by their names. Other peers end with their trainer.
 """
 
+import atexit
 import contextlib
 import logging
 import math
@@ -16,6 +17,7 @@ import re
 import secrets
 import signal
 import socket
+import subprocess
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
@@ -30,6 +32,10 @@ PEER_NAME = "peer"
 CONNECT_SECONDS = 10.0
 LOOPBACK = "127."
 GCS_ADDRESS = re.compile(r"--gcs-address=([^\0\s]+)")
+SILENT_END = (
+    "jaxpar: the run ended without saving, because it was killed, or Ray's processes on this machine were; the same "
+    "command resumes it from its last checkpoint"
+)
 AUTH_MODE = re.compile(r"(?:^|\0)RAY_AUTH_MODE=([^\0]*)")
 
 
@@ -83,6 +89,7 @@ def connect(address: str, resources: PeerResources, most: int) -> Any:
     with _signal_handlers():
         if not address:
             _start(ray, math.ceil(most * resources.cpus), quiet)
+            _announce_silent_end()
             return ray
         try:
             # Without these checks, Ray itself tries for minutes.
@@ -99,6 +106,7 @@ def connect(address: str, resources: PeerResources, most: int) -> Any:
                 f"config.swarm.address is {address!r}, where no Ray cluster answers ({reason}); it must be HOST:PORT "
                 "of a cluster that `ray start --head` started, auto, or empty to start one on this machine"
             ) from error
+    _announce_silent_end()
     return ray
 
 
@@ -109,6 +117,16 @@ def _start(ray: Any, num_cpus: int, options: dict[str, Any]) -> None:
     except Exception as error:  # Ray raises bare exceptions
         reason = str(error).strip().split("\n")[0]
         raise TrainingError(f"Ray does not start on this machine: {reason}") from error
+
+
+def _announce_silent_end() -> None:
+    """Start a process that prints a line if this process ends without Python's exit handlers.
+
+    Ray ends each process of a machine, in C++ and without a message, when its own process there has ended.
+    """
+    program = 'trap "" HUP INT TERM; read -r line || echo "$0" >&2'
+    shell = subprocess.Popen(["sh", "-c", program, SILENT_END], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    atexit.register(shell.communicate, b"\n")
 
 
 def clusters_here(processes: Path = Path("/proc")) -> dict[str, str]:

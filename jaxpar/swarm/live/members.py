@@ -19,9 +19,9 @@ import numpy as np
 from jaxpar.errors import TrainingError
 from jaxpar.swarm import routing
 from jaxpar.swarm.live import cluster
-from jaxpar.swarm.live.calls import SILENT, Call, CallFailure, Calls, ValueLost
+from jaxpar.swarm.live.calls import HEARTBEAT, SILENT, Call, CallFailure, Calls, ValueLost
 from jaxpar.swarm.live.events import EventKind, LiveEvent, emit
-from jaxpar.swarm.live.patience import Label, Patience
+from jaxpar.swarm.live.patience import ATTACH, LOAD, START, Label, Patience
 from jaxpar.swarm.live.roster import LivePeer, LiveSettings, PeerStatus, StateSource, StepInProgress
 from jaxpar.swarm.live.tickets import SUPERSEDED, PeerAnswer, PeerPlace, Ticket
 from jaxpar.swarm.membership import ABSENT, Move, Swarm, neediest, placed, refills, removed
@@ -29,6 +29,7 @@ from jaxpar.swarm.rebalancing import REBALANCING_RULES
 
 SUSPECTED, HOSTILE = "sent values that are not finite", "sent a malformed array"
 MOST_FAILED_STARTS = 3  # per peer, before any peer has started
+HEARTBEAT_SECONDS = 2.0  # period in which idle peers are asked whether they live
 
 Done = Callable[[PeerAnswer, list[Any], Call], None]  # (answer, references to the arrays, call)
 
@@ -51,6 +52,7 @@ class Members:
         self.counts: dict[str, int] = {"failures": 0, "moves": 0, "peers": 0}
         self._begin = time.monotonic()
         self._next_rebalancing = self._next_join = math.inf
+        self._next_heartbeat = 0.0
         self._failed_starts, self._reason = 0, ""
         self._loads: dict[int, Call] = {}  # the newest call of each peer to load a stage
 
@@ -83,6 +85,12 @@ class Members:
             self.rebalance()
         if self.now >= self._next_join:
             self.join()
+        if self.now >= self._next_heartbeat:
+            self._next_heartbeat = self.now + HEARTBEAT_SECONDS
+            for number, peer in enumerate(self.peers):
+                if peer.status in (PeerStatus.WAITING, PeerStatus.SERVING) and not self.calls.number(number):
+                    ticket = self.ticket(number)
+                    self.call(number, "answer", ticket, label=HEARTBEAT, num_arrays=0, done=self.acknowledge)
 
     def since(self, monotonic: float) -> float:
         """Return a time of `time.monotonic` as seconds since the run began."""
@@ -115,12 +123,17 @@ class Members:
         answer, *arrays = result if num_arrays else [result]
         return self.calls.add(peer, answer, label, lambda got, call: done(got, arrays, call))
 
+    def acknowledge(self, answer: PeerAnswer, _arrays: list[Any], call: Call) -> None:
+        """Handle the answer to a call that has no other result."""
+        if answer.fault is not None:
+            self.fault(call.peer, answer)
+
     # ---- joining --------------------------------------------------------------------------------------------------
 
     def gather(self) -> None:
         """Attach the peers of an earlier trainer, and start new ones where the cluster has room."""
         for handle in cluster.named_peers(self.ray, self.settings.namespace):
-            self._add(LivePeer(handle, ""), "attach")
+            self._add(LivePeer(handle, ""), ATTACH)
         self.join()
 
     def join(self) -> None:
@@ -140,7 +153,7 @@ class Members:
             for _ in range(min(room.number - taken, self.settings.most - len(present))):
                 s = self.settings
                 handle = cluster.start_peer(self.ray, room.node, s.namespace, s.resources, s.peer)
-                present.append(self._add(LivePeer(handle, room.node), "start"))
+                present.append(self._add(LivePeer(handle, room.node), START))
 
     def _add(self, peer: LivePeer, label: Label) -> LivePeer:
         number = len(self.peers)
@@ -153,7 +166,7 @@ class Members:
         self._attach(number, label)
         return peer
 
-    def _attach(self, peer: int, label: Label | None = "attach") -> None:
+    def _attach(self, peer: int, label: Label | None = ATTACH) -> None:
         result = self.peers[peer].handle.attach.remote(self.trainer, self._spec)
         self.calls.add(peer, result, label, lambda place, _call: self._attached(peer, place))
 
@@ -184,9 +197,8 @@ class Members:
         self.swarm = placed(self.swarm, peer, stage, math.inf)
         emit(LiveEvent(EventKind.LOADING, peer, stage))
         arguments = (self.ticket(peer), stage, self.source.tree(stage), self.source.microbatch, self.source.scalars)
-        self._loads[peer] = self.call(
-            peer, "serve", *arguments, label=("serve", stage), num_arrays=0, done=self._served
-        )
+        self.calls.patience.forget(peer)
+        self._loads[peer] = self.call(peer, "serve", *arguments, label=LOAD, num_arrays=0, done=self._served)
 
     def _served(self, answer: PeerAnswer, _arrays: list[Any], call: Call) -> None:
         peer = call.peer

@@ -1,9 +1,11 @@
 """Limits on the silence of peers, from the times that their calls have taken so far.
 
-There is no fixed limit: a call may take `factor` times as long as the longest one that is comparable. Calls are
-comparable if they have the same label: the kind of call, the stage and the shapes, and whether it is the peer's first
-one, which compiles. If a peer has made no such call yet, those of the other peers count. If nobody has, there is no
-limit. The longest time of a label decays towards newer ones, so that one slow call does not raise a limit for good.
+A call may take `factor` times as long as a comparable one, and SLACK_SECONDS more, because short calls vary. An
+ordinary call is compared with the calls of the same peer that have the same label: its kind, the stage and the shapes.
+Their longest time decays towards newer ones, so that one slow call does not raise the limit for good.
+
+Rare calls, which start a process, load or compile, have labels of their own and are compared with those of all peers.
+The first ordinary call of a kind has the limit of loading, too. Until any peer has loaded, there is no limit.
 """
 
 import math
@@ -12,6 +14,8 @@ from collections.abc import Hashable
 from jaxpar.swarm.routing import SMOOTHING
 
 Label = Hashable
+RARE = START, ATTACH, LOAD = "start", "attach", "load"
+SLACK_SECONDS = 2.0
 
 
 class Patience:
@@ -19,23 +23,26 @@ class Patience:
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
-        self._own: dict[int, dict[Label, float]] = {}  # peer -> label -> longest time
-        self._longest: dict[Label, float] = {}  # of all peers
+        self._rare: dict[Label, float] = {}  # longest time of all peers
+        self._ordinary: dict[int, dict[Label, float]] = {}  # peer -> label -> longest time
 
     def observe(self, peer: int, label: Label, seconds: float) -> None:
         """Record a call that was answered after `seconds`."""
-        own = self._own.setdefault(peer, {})
-        for longest in (own, self._longest):
-            before = longest.get(label, 0.0)
-            longest[label] = max(seconds, before + SMOOTHING * (seconds - before))
+        if label in RARE:
+            self._rare[label] = max(seconds, self._rare.get(label, 0.0))
+        else:
+            own = self._ordinary.setdefault(peer, {})
+            before = own.get(label, 0.0)
+            own[label] = max(seconds, before + SMOOTHING * (seconds - before))
+
+    def forget(self, peer: int) -> None:
+        """Forget the ordinary calls of a peer: it serves another stage, or was too slow for its limits."""
+        self._ordinary.pop(peer, None)
 
     def limit(self, peer: int, label: Label) -> float:
-        """Return the seconds after which a peer that has not answered is silent; inf if nothing is comparable yet.
-
-        A peer whose calls of other labels took longer is given that time, too: short calls vary more.
-        """
-        own = self._own.get(peer, {})
-        comparable = own.get(label, self._longest.get(label))
-        if comparable is None:
-            return math.inf
-        return self._factor * max(comparable, *own.values(), 0.0)
+        """Return the seconds after which a peer that has not answered is silent; inf if nothing is comparable yet."""
+        if label in RARE:
+            longest = self._rare.get(label)
+        else:
+            longest = self._ordinary.get(peer, {}).get(label, self._rare.get(LOAD))
+        return math.inf if longest is None else SLACK_SECONDS + self._factor * longest

@@ -101,7 +101,7 @@ class StagePeer:
         return PeerAnswer(seconds=time.perf_counter() - begin)
 
     def _warm_up(self, microbatch: Examples, scalars: Arrays) -> None:
-        """Compute both passes and an update of zeros, so that they are compiled."""
+        """Compute both passes, a sum and an update, so that they are compiled."""
         kind, like = self._kind, self._inputs_like(microbatch)
         zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
         inputs = self._inputs(microbatch, scalars)._replace(x=zeros[STAGE_INPUT])
@@ -110,7 +110,7 @@ class StagePeer:
             self._programs.backward(kind, inputs._replace(dy=zeros[OUTPUT_GRADIENT])),
         ]
         copy, gradient = jax.tree.map(partial(jnp.array, copy=True), (self._state, self._state.params))
-        outputs.append(self._update(copy, gradient, np.float32(0)))
+        outputs.append(self._update(copy, self._programs.add(gradient, self._state.params), np.float32(0)))
         jax.block_until_ready(outputs)
 
     def forward(
@@ -215,6 +215,10 @@ class StagePeer:
         self._state = jax.block_until_ready(self._update(self._state, gradient, norm))
         self._params = stage_params(self._spec.stages, self._state.params, self._stage)
         return PeerAnswer(seconds=time.perf_counter() - begin)
+
+    def answer(self, ticket: Ticket) -> PeerAnswer:
+        """Answer, so that the trainer knows that this peer lives."""
+        return PeerAnswer(self._refuse(ticket))
 
     def read_state(self) -> tuple[int, Canonical]:
         """Return the stage that this peer serves, and its part of the canonical state."""

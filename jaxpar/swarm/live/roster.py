@@ -40,7 +40,7 @@ class LiveSettings(NamedTuple):
       rule: key of REBALANCING_RULES.
       join_seconds: period in which peers are started on machines that have joined, and in place of peers that are gone;
         0: never.
-      patience: factor on the longest time of comparable calls, after which a peer is silent.
+      patience: factor on the time of comparable calls, after which a peer is silent.
       seed: seed of the ties in routing.
     """
 

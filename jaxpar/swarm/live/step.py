@@ -30,6 +30,7 @@ from jaxpar.swarm.live.averaging import Averaging
 from jaxpar.swarm.live.calls import Call
 from jaxpar.swarm.live.events import EventKind, LiveEvent, emit
 from jaxpar.swarm.live.members import HOSTILE, SUSPECTED, Members
+from jaxpar.swarm.live.patience import LOAD
 from jaxpar.swarm.live.received import MALFORMED, NONFINITE_VALUES, find_fault
 from jaxpar.swarm.live.shapes import StepShapes
 from jaxpar.swarm.live.tickets import Arrays, PeerAnswer
@@ -193,7 +194,7 @@ class LiveStep:
             *(self.members.ticket(one.peer), one.stage, self._microbatches[one.microbatch], self._scalars),
             *is_counted,
             *inputs,
-            label=(*program[1:], one.is_first),
+            label=LOAD if one.is_first else program[1:],
             num_arrays=1,
             done=lambda answer, arrays, call: self._computed(one, answer, arrays[0], call),
         )

@@ -41,7 +41,7 @@ from jaxpar.swarm.live.received import find_fault
 from jaxpar.swarm.live.roster import LiveSettings, PeerStatus, StateSource
 from jaxpar.swarm.live.shapes import StepShapes
 from jaxpar.swarm.live.step import Diverged, LiveStep
-from jaxpar.swarm.live.tickets import PeerAnswer, PeerSettings, SwarmSpec
+from jaxpar.swarm.live.tickets import PeerSettings, SwarmSpec
 from jaxpar.swarm.live_options import LiveDetails
 from jaxpar.swarm.programs import SwarmPrograms, sum_over_stages
 from jaxpar.swarm.table import RoutingTable, make_routing_table, write_routing
@@ -109,6 +109,7 @@ class LiveTrainer:
         ]
         references = [self._ray.put(one) for one in microbatches]
         members.step_number = number
+        members.calls.restart()
         self._share(state, references[0], scalars)
         step = LiveStep(members, self._workload, self._expected(microbatches[0]), references, scalars, self._compiled)
         try:
@@ -173,11 +174,9 @@ class LiveTrainer:
                 totals = step.averaging.totals[stage]
                 shards = [totals[index] for index in range(len(totals))]
                 arguments = (members.ticket(peer), norm, tied[stage], *shards)
-                members.call(peer, "update", *arguments, label=("update", stage), num_arrays=0, done=self._updated)
-
-    def _updated(self, answer: PeerAnswer, _arrays: list[Any], call: Any) -> None:
-        if answer.fault is not None:
-            self.members.fault(call.peer, answer)
+                members.call(
+                    peer, "update", *arguments, label=("update", stage), num_arrays=0, done=members.acknowledge
+                )
 
     def _skip(self, before: LiveState, step: LiveStep) -> tuple[LiveState, Metrics]:
         """End a step whose loss or gradient is not finite: no state changes."""
