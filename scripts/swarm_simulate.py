@@ -13,7 +13,7 @@ Without --trace, a trace is generated from --hours, --lifetime, --rejoin, --grou
   rebalancing  throughput as a fraction of the optimum, without rebalancing, and with each rule and period. The optimum
                is the bound of the linear program: at each moment, the speed of all present peers divided by the work of
                all stages. --out=FILE.{png,svg} draws the load of the stages over time. The published values are those
-               of the paper's rule on the trace of its authors; they are shown next to a generated trace.
+               of the paper's rule on the trace of its authors; they are shown if all settings are the defaults.
   latency      throughput at latencies from 0 to 200 ms, as a fraction of that without any idle time, of GPipe in fixed
                pipelines and of a swarm whose peers do not fail, without the averaging of gradients
   width        utilization of devices by the width of a transformer layer, the bandwidth and the round-trip time
@@ -146,8 +146,8 @@ def find_peers(arguments: argparse.Namespace, latency_seconds: float = 0.0) -> l
 
 
 def is_published(arguments: argparse.Namespace) -> bool:
-    """Return whether the trace has the default failures, with which the published results are compared."""
-    keys = ("trace", "lifetime", "rejoin", "groups", "group_lifetime", "group_share")
+    """Return whether the swarm and its failures are those of the published results, but for the seed of the trace."""
+    keys = set(FLAGS["rebalancing"]) - {"seed", "make_trace", "rebalance_seconds", "rule", "out"}
     return all(getattr(arguments, key) == make_parser().get_default(key) for key in keys)
 
 
@@ -218,18 +218,18 @@ def rebalancing(arguments: argparse.Namespace) -> tuple[list[str], dict[str, Any
     }
     if arguments.out:
         draw(runs, arguments.out)
-    first = runs["none", 0.0]
+    first, is_comparable = runs["none", 0.0], is_published(arguments)
     lines = [
         f"{len(peers)} peers, {arguments.stages} stages, {arguments.hours:g} hours: {len(first.failures)} failures, "
         f"{first.num_present.min()} to {first.num_present.max()} peers present",
-        f"{'rebalancing':<26}{'throughput / optimal':>20}{'moves':>8}{'published':>11}",
+        f"{'rebalancing':<26}{'throughput / optimal':>20}{'moves':>8}" + is_comparable * f"{'published':>11}",
     ]
-    is_comparable = is_published(arguments)
     metrics = []
     for (rule, period), run in runs.items():
         name = f"{rule}, every {period:g} s" if period else rule
-        published = f"{PUBLISHED[period]:.3f}" if is_comparable and rule != "balance" and period in PUBLISHED else "-"
-        lines.append(f"{name:<26}{run.efficiency:>20.3f}{len(run.moves):>8}{published:>11}")
+        published = f"{PUBLISHED[period]:.3f}" if rule != "balance" and period in PUBLISHED else "-"
+        line = f"{name:<26}{run.efficiency:>20.3f}{len(run.moves):>8}"
+        lines.append(line + is_comparable * f"{published:>11}")
         metrics.append({"rule": rule, "period": period, "efficiency": run.efficiency, "moves": len(run.moves)})
     return lines, {"peers": len(peers), "stages": arguments.stages, "failures": len(first.failures), "cases": metrics}
 

@@ -23,13 +23,15 @@ def simulate(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     return json.loads(capsys.readouterr().out)
 
 
-def test_rebalancing_of_400_peers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rebalancing_of_400_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The targets are the published 0.958 and 0.976, on a trace with 0.827 without rebalancing."""
-    result = simulate(monkeypatch, capsys, "--peers=400", "--stages=4", "--rule=balance")
+    monkeypatch.setattr(sys, "argv", ["swarm_simulate.py", "--peers=400", "--stages=4", "--rule=balance"])
+    lines, result = swarm_simulate.rebalancing(swarm_simulate.make_parser().parse())
     none, slow, fast = (case["efficiency"] for case in result["cases"])
     assert none == pytest.approx(0.827, abs=0.01)
     assert slow >= 0.958
     assert fast >= 0.976
+    assert [line.split()[-1] for line in lines[1:]] == ["published", "0.827", "-", "-"]
 
 
 SMALL = ("--peers=12", "--stages=3", "--hours=4", "--lifetime=3", "--rejoin=1")
@@ -70,14 +72,20 @@ def test_square_cube_law(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert {case["published"] for case in cases if case["width"] == 768} == {0.18, 0.015, None}
 
 
-@pytest.mark.parametrize(("flag", "is_published"), [("--seed=1", True), ("--lifetime=3", False), ("--groups=2", False)])
-def test_published_figures(
-    flag: str, is_published: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("flag", ["--peers=399", "--stages=3", "--hours=15", "--lifetime=3", "--bandwidth=100"])
+def test_published_results_are_for_their_settings_only(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The published results are next to failures with the same parameters only."""
-    monkeypatch.setattr(sys, "argv", ["swarm_simulate.py", "--peers=8", "--stages=2", "--hours=0.1", flag])
+    monkeypatch.setattr(sys, "argv", ["swarm_simulate.py", "--seed=1"])
+    assert swarm_simulate.is_published(swarm_simulate.make_parser().parse())
+    monkeypatch.setattr(sys, "argv", ["swarm_simulate.py", flag])
+    assert not swarm_simulate.is_published(swarm_simulate.make_parser().parse())
+    monkeypatch.setattr(sys, "argv", ["swarm_simulate.py", "--peers=8", "--stages=2", "--hours=0.1"])
     swarm_simulate.main()
-    assert ("0.827" in capsys.readouterr().out) == is_published
+    assert capsys.readouterr().out.splitlines()[1:3] == [
+        "rebalancing               throughput / optimal   moves",
+        "none                                     0.792       0",
+    ]
 
 
 def test_too_many_events(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
