@@ -227,7 +227,9 @@ def get_config() -> ConfigDict:
     config.optimizer = optimizer = ConfigDict()  # optimizer, learning rate, accumulation
     optimizer.name = "adamw"  # adamw, lamb, sgd, adafactor, lion, muon
     optimizer.lr = 1e-3  # peak learning rate
-    optimizer.schedule = "cosine"  # learning rate after the warm-up: constant, or cosine or linear decay to final_lr
+    # Learning rate after the warm-up: constant, or cosine or linear decay to final_lr. It follows the steps of the run,
+    # whatever number of updates they made
+    optimizer.schedule = "cosine"
     optimizer.warmup = 0.1  # length of the linear warm-up, as a fraction of the steps
     optimizer.final_lr = 0.0  # final learning rate, as a fraction of lr
     optimizer.weight_decay = 0.01  # applied to matrices only, not to biases and norms

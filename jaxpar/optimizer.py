@@ -191,12 +191,26 @@ def make_optimizer(config: ConfigDict, schedule: LearningRateSchedule) -> optax.
     Its update(grads, state, params, grad_norm=) computes the update of each array from that array alone. A device that
     holds only some layers therefore computes the same updates as a device that holds all layers.
     """
-    passes = config.exchange_options.backward_passes_per_step or 1  # steps of the run per optimizer step
-    rate = schedule if passes == 1 else (lambda count: schedule(count * passes))
-    transform = optax.with_extra_args_support(OPTIMIZERS[config.optimizer.name].make(config.optimizer, rate))
+    transform = optax.with_extra_args_support(OPTIMIZERS[config.optimizer.name].make(config.optimizer, schedule))
     if config.optimizer.clip_norm == 0:
         return transform
     return optax.chain(clip_by_norm(config.optimizer.clip_norm), transform)
+
+
+def at_step(state: Any, step: Any) -> Any:
+    """Return the optimizer state for an update with the learning rate of this step of the run.
+
+    Optax counts updates instead, and a run can have fewer updates than steps (skipped steps, several passes for an
+    update, batches that were discarded in flight) or more (asynchronous workers).
+    """
+
+    def is_schedule(node: Any) -> bool:
+        return isinstance(node, optax.ScaleByScheduleState)
+
+    def node(old: Any) -> Any:
+        return optax.ScaleByScheduleState(step) if is_schedule(old) else old
+
+    return jax.tree.map(node, state, is_leaf=is_schedule)
 
 
 def clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:

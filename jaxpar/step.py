@@ -12,6 +12,7 @@ import optax
 
 from jaxpar.layout import Fetch
 from jaxpar.models.model import Batch, Model, Params
+from jaxpar.optimizer import at_step
 from jaxpar.state import State, nbytes
 from jaxpar.tasks import Sums, Task, mean_loss
 
@@ -125,7 +126,8 @@ def update(
       grad_norm: the norm of the gradient of all layers; None: the norm of `grads`.
     """
     grad_norm = optax.tree.norm(grads) if grad_norm is None else grad_norm
-    updates, optimizer = problem.optimizer.update(grads, state.optimizer, state.params, grad_norm=grad_norm)
+    optimizer = at_step(state.optimizer, state.step)
+    updates, optimizer = problem.optimizer.update(grads, optimizer, state.params, grad_norm=grad_norm)
     return apply(state, updates, optimizer, Metrics(sums, grad_norm, is_finite(grad_norm, sums)))
 
 

@@ -19,6 +19,7 @@ from jaxpar import step as steps
 from jaxpar.asynchronous.mitigations import Mitigations
 from jaxpar.layout import Tree
 from jaxpar.models.model import Batch, Params
+from jaxpar.optimizer import at_step
 from jaxpar.state import State
 from jaxpar.step import Metrics, Problem
 from jaxpar.tasks import Sums
@@ -161,18 +162,6 @@ def _update(
     )
     waiting = jax.tree.map(jnp.zeros_like, server.waiting)
     return state.params, Server(state.optimizer, waiting, (before, after), totals)
-
-
-def at_step(optimizer: Tree, step: jax.Array) -> Tree:
-    """Return the optimizer state with the learning rate of this step of the run, however many updates it has made."""
-
-    def is_schedule(node: Tree) -> bool:
-        return isinstance(node, optax.ScaleByScheduleState)
-
-    def node(old: Tree) -> Tree:
-        return optax.ScaleByScheduleState(step) if is_schedule(old) else old
-
-    return jax.tree.map(node, optimizer, is_leaf=is_schedule)
 
 
 class Programs:

@@ -79,7 +79,7 @@ def momentum_exchange(
         mean, lossy_state = lossy.mean(local, state.private["lossy"])
         after, direction = frozen_adam(adam, mean, b1=b1, b2=b2, eps=eps)
         decayed = jax.tree.map(lambda _p: True, params) if mask is None else mask(params)
-        rate = schedule(adam.count)
+        rate = schedule(_only(state.optimizer, optax.ScaleByScheduleState).count)
         updates = jax.tree.map(
             lambda d, p, is_decayed: -rate * (d + weight_decay * p * is_decayed), direction, params, decayed
         )

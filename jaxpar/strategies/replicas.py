@@ -25,6 +25,7 @@ from jaxpar.exchange.reduce import psum_small
 from jaxpar.layout import PER_REPLICA, Layout
 from jaxpar.mesh import DATA
 from jaxpar.models.model import Batch
+from jaxpar.optimizer import at_step
 from jaxpar.plan import Decision, Plan, state_memory
 from jaxpar.state import State
 from jaxpar.step import Metrics, Problem, with_shardings
@@ -161,7 +162,7 @@ def train_step(
         sums, squares = psum_small((local_sums, square), DATA)
         grad_norm = jnp.sqrt(squares / num_replicas)
         finite = steps.is_finite(grad_norm, sums)  # before the exchange, as a compressor may hide infinities and NaNs
-        distributed = state.optimizer
+        distributed = state.optimizer._replace(optimizer=at_step(state.optimizer.optimizer, state.step))
         if exchange.branches:
             # On the CPU, nothing orders collectives inside a branch relative to those outside of it, so devices could
             # deadlock. To order them after the psum above, make the operands of the branches and the counters that

@@ -2,6 +2,7 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from jaxpar.exchange import Exchange
 from jaxpar.exchange.around import Rule
 from jaxpar.exchange.presets import make_exchange
-from jaxpar.optimizer import clip_by_norm
+from jaxpar.optimizer import at_step, clip_by_norm
 from tests.exchange import compressors
 from tests.exchange.replicas import Tree, adamw, axis, close, only, train
 
@@ -183,6 +184,26 @@ def test_adamw_goes_on_with_what_it_left(name: str) -> None:
     updates, _ = optimizer(0).update(none, state, params)
     largest = max(float(np.abs(u + rate * DECAY * DECAYED[k] * params[k]).max()) for k, u in updates.items())
     assert 0 < largest < 5 * rate
+
+
+@pytest.mark.parametrize("name", ["onebit_adam", "bagua_qadam"])
+def test_the_learning_rate_follows_the_schedule_not_the_updates(name: str) -> None:
+    """Adam has counted more updates than the schedule has steps, as after asynchronous steps."""
+    exchange = make(Case(name, 2, 0.0))
+
+    def init(params: Tree) -> Any:
+        state = exchange.init(params)
+        counted = jax.tree.map(lambda x: x + (1 if x.ndim else 80), state.optimizer)  # v = 1, so that m counts
+        scheduled = at_step(counted, jnp.int32(3))
+        return state._replace(optimizer=scheduled, private={**state.private, "steps": jnp.int32(WARM)})
+
+    none = {k: np.zeros((2, 1, *x.shape), np.float32) for k, x in START.items()}
+    params, _, _, state = train(2, exchange._replace(init=init), START, none)
+    counts = sorted(int(x) for x in jax.tree.leaves(only(state.optimizer)) if x.dtype == np.int32)
+    assert counts == [4, 81]
+    moved = only(params)["kernel"][0] - START["kernel"]
+    direction = B1 / (1 - B1**81) / (np.sqrt(1 / (1 - B2**80)) + EPS)  # of m = v = 1, without a gradient
+    np.testing.assert_allclose(moved, -schedule(3) * (direction + DECAY * START["kernel"]), rtol=1e-3, atol=1e-5)
 
 
 def test_a_short_run_trains() -> None:

@@ -190,7 +190,7 @@ def updated_weights(
     # 2. Take the optimizer step from the newest version. With a gradient norm of NaN it keeps that version.
     norm = optax.tree.norm(grads)
     newest = read_version(weights, version_slot(version, kept))
-    state = PackedState(before.step, before.key, newest, weights.optimizer)
+    state = PackedState(before.step - age, before.key, newest, weights.optimizer)  # the learning rate is the batch's
     checked_norm = jnp.where(nonfinite_count == 0, norm, jnp.nan)
     after, metrics = update(state, grads, staged.problem.task.zeros(), checked_norm)
     # 3. Write the version that follows it.
