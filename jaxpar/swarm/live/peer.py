@@ -212,7 +212,8 @@ class StagePeer:
         gradient = unflatten_arrays(np.concatenate([shard[0] for shard in totals]), like)
         for layer, arrays in tied.items():
             gradient[layer] = {**gradient[layer], **arrays}
-        self._state = jax.block_until_ready(self._update(self._state, gradient, norm))
+        state = self._state._replace(step=jnp.int32(ticket.step))  # a peer does not take part in skipped steps
+        self._state = jax.block_until_ready(self._update(state, gradient, norm))
         self._params = stage_params(self._spec.stages, self._state.params, self._stage)
         return PeerAnswer(seconds=time.perf_counter() - begin)
 
