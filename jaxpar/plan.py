@@ -166,11 +166,6 @@ class Plan(Generic[Details]):
         """Bytes that one device sends per step."""
         return round(sum(one.nbytes for one in self.traffic))
 
-    @property
-    def num_in_flight(self) -> int:
-        """Number of batches between two steps that not all stages have applied yet, if the pipeline is full."""
-        return max(stage.updated_after for stage in self.delays.stages) if self.delays else 0
-
     def sent_by_axis(self) -> dict[str, tuple[float, float]]:
         """Return the bytes and messages that one device sends per step, by mesh axis."""
         total: dict[str, tuple[float, float]] = {}

@@ -29,7 +29,7 @@ from jaxpar.run.callbacks import Callback, Callbacks, EarlyStopping, Measurement
 from jaxpar.run.evaluate import evaluate_split, load_batches
 from jaxpar.run.meter import build_meter
 from jaxpar.run.metrics import Progress
-from jaxpar.run.start import open_ledger, save_info, start, tidy
+from jaxpar.run.start import Past, open_ledger, save_info, start, tidy
 
 
 class Stopped(Exception):
@@ -79,8 +79,14 @@ def train_config(config: ConfigDict, workdir: Path, interrupt: Interrupt, callba
             processes.wait("the ledger is written")
             result["seconds"] = {name: round(seconds, 2) for name, seconds in phases.seconds.items()}
             if processes.is_first():
-                steps, in_flight = result["steps"], run.plan.num_in_flight
-                result["ledger"] = ledger.verify(workdir / "ledger", run.batches, steps, in_flight)
+                result["ledger"] = ledger.verify(
+                    workdir / "ledger",
+                    run.batches,
+                    result["steps"],
+                    in_flight=result["in_flight"],
+                    discarded=result["discarded"],
+                    skipped=result["skipped_steps"],
+                )
                 print(f"ledger    {result['ledger']}", flush=True)
                 report.write_result(workdir, result)
                 if config.log.report:
@@ -92,21 +98,21 @@ def run_through(run: Run, interrupt: Interrupt, callbacks: Sequence[Callback]) -
     """Train from the state in the workdir, or a fresh one, to the end and save the results."""
     config, workdir, phases = run.config, run.workdir, run.phases
     with phases("start"):
-        state, first_step = start(run)
-        tidy(run, first_step)
+        state, past = start(run)
+        tidy(run, past.step)
     saver = checkpoint.Saver(
         workdir / "checkpoints", keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best
     )
-    log = metrics.Log(workdir, first_step=first_step, tensorboard=config.log.tensorboard)
+    log = metrics.Log(workdir, first_step=past.step, tensorboard=config.log.tensorboard)
     called = with_early_stopping(config, log, callbacks)
-    steps = first_step
+    steps = past.step
     try:
         if steps == run.num_steps or called.reason:
             print(describe_finished(run, steps, called.reason), flush=True)
         else:
-            state, steps = Loop(run, first_step, saver, log, called).run(state, interrupt)
+            state, steps = Loop(run, past, saver, log, called).run(state, interrupt)
         interrupt.answer = "training has ended and the results are written"
-        return report.finish(run, state, steps, log, called)
+        return report.finish(run, state, steps, past.discarded, log, called)
     finally:
         log.close()
         with phases("checkpoint"):
@@ -135,15 +141,14 @@ def describe_finished(run: Run, steps: int, reason: str | None) -> str:
 class Loop:
     """The training loop of a run, from its first state to its last step.
 
-    Two steps are in flight: the metrics of one step are read while the next one computes. If a run was stopped and
-    resumed within a log interval, the metrics of that interval cover only the steps since it resumed.
+    Two steps are in flight: the metrics of one step are read while the next one computes.
     """
 
     def __init__(
-        self, run: Run, first_step: int, saver: checkpoint.Saver, log: metrics.Log, callbacks: Callbacks | None = None
+        self, run: Run, past: Past, saver: checkpoint.Saver, log: metrics.Log, callbacks: Callbacks | None = None
     ):
-        """first_step: the number of completed steps of the state."""
-        self._run, self._first_step, self._saver, self._log = run, first_step, saver, log
+        """past: of the state, from `start`."""
+        self._run, self._past, self._saver, self._log = run, past, saver, log
         self._callbacks = callbacks or Callbacks(())
         config = run.config
         self._every = {
@@ -154,6 +159,8 @@ class Loop:
         losses = (row["loss"] for row in log.rows("validation"))
         self._best_loss = min((loss for loss in losses if loss is not None), default=math.inf)
         self._meter = build_meter(run)
+        if past.interval:
+            self._meter.resume(past.interval)
         self._ledger = open_ledger(run)
         self._clock = run.phases.clock("train", "input")
 
@@ -163,7 +170,7 @@ class Loop:
         Returns:
           The strategy's state after the last step, and the number of completed steps.
         """
-        run, first, total, agree = self._run, self._first_step, self._run.num_steps, processes.Agreement()
+        run, first, total, agree = self._run, self._past.step, self._run.num_steps, processes.Agreement()
         with metrics.ProfilerTrace(run.config.profile, run.workdir) as trace, Progress(first, total, run.phases) as bar:
             loader = load_batches(run, run.batches, first, total, with_example_ids=True)
             for step in range(first + 1, total + 1):
@@ -231,6 +238,8 @@ class Loop:
         with run.phases("checkpoint"):
             self._ledger.write()  # before the checkpoint; resuming cuts lines of steps after the last checkpoint
             tree, private = run.strategy.to_canonical(state), run.strategy.to_private(state)
-            self._saver.save(tree, save_info(run, step), validation_loss, private=private)
+            past = self._past._replace(interval=self._meter.interval())
+            info = save_info(run, step, run.strategy.num_in_flight(state), past)
+            self._saver.save(tree, info, validation_loss, private=private)
             if not run.config.checkpoint.asynchronous:
                 self._saver.wait()

@@ -155,10 +155,10 @@ def go(run: Run, saver: checkpoint.Saver, stop: int | None = None) -> list[np.nd
         return place(rows)
 
     run = run._replace(strategy=run.strategy._replace(place=recording))
-    current, first_step = start(run)
-    log = metrics.Log(run.workdir, first_step=first_step, tensorboard=False)
+    current, past = start(run)
+    log = metrics.Log(run.workdir, first_step=past.step, tensorboard=False)
     try:
-        Loop(run, first_step, saver, log).run(current, interrupt)
+        Loop(run, past, saver, log).run(current, interrupt)
     except Stopped:
         assert len(read) == stop
     finally:

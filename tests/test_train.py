@@ -141,8 +141,14 @@ def test_stopped_by_a_signal_and_resumed_ends_bitwise_equal(
         (0, 2, []),
         (step, 2, []),
     ]
-    expected = [(row["step"], row["split"]) for row in metrics.read_metrics(uninterrupted)]
-    assert [(row["step"], row["split"]) for row in metrics.read_metrics(tmp_path / "run")] == expected
+    got, expected = (
+        [{name: value for name, value in row.items() if "per_second" not in name} for row in metrics.read_metrics(run)]
+        for run in (tmp_path / "run", uninterrupted)
+    )
+    assert got == expected
+    results = [json.loads((run / "result.json").read_text()) for run in (tmp_path / "run", uninterrupted)]
+    differ = {name for name in results[1] if results[0][name] != results[1][name]}
+    assert differ == {name for name in results[1] if "per_second" in name} | {"seconds"}
 
 
 def test_a_signal_after_the_last_step_stops_nothing(

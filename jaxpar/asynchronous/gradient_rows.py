@@ -62,6 +62,16 @@ def needs_earlier_batches(table: UpdateTable, step: int) -> bool:
     return bool((table.chunk[table.step >= step] < step * table.num_workers).any())
 
 
+def batches_in_flight(table: UpdateTable, step: int) -> int:
+    """Return the number of the last batches before a step with a gradient that is not in the weights of the server yet.
+
+    It is still to be computed, or it waits for the rest of its update.
+    """
+    applied = table.step[np.searchsorted(table.update, table.update, side="right") - 1]
+    late = table.chunk[(applied >= step) & (table.chunk < step * table.num_workers)]
+    return step - int(late.min()) // table.num_workers if len(late) else 0
+
+
 def last_uses(table: UpdateTable, places: Places) -> dict[tuple[int, int], int]:
     """Return {(version, device number): the last update that applies a gradient of that version from that device}."""
     devices = np.take(places.of_workers, table.worker)

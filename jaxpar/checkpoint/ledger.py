@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -144,7 +145,15 @@ def check_ledger(directory: Path, batches: PlannedBatches, num_steps: int) -> No
         raise UserError(f"{error}; delete {directory} to start a new ledger") from error
 
 
-def verify(directory: Path, batches: PlannedBatches, num_steps: int, in_flight: int = 0) -> str:
+def verify(
+    directory: Path,
+    batches: PlannedBatches,
+    num_steps: int,
+    *,
+    in_flight: int = 0,
+    discarded: Sequence[Mapping[str, Any]] = (),
+    skipped: int = 0,
+) -> str:
     """Verify the ledger of the steps [0, num_steps) and return a text that states what it proves.
 
     If the ledger begins later than the run (see `begin`), the text contains the first step that it covers.
@@ -154,6 +163,8 @@ def verify(directory: Path, batches: PlannedBatches, num_steps: int, in_flight: 
       batches: the batches of the run.
       num_steps: number of completed steps.
       in_flight: number of the last batches that do not contribute to all weights yet, for the text.
+      discarded: numbers of the last `batches` up to a `step` that were discarded in flight, also for the text.
+      skipped: number of skipped steps, also for the text.
 
     Raises:
       TrainingError: examples or steps are missing or were used more than once.
@@ -182,7 +193,20 @@ def verify(directory: Path, batches: PlannedBatches, num_steps: int, in_flight: 
     number = min(in_flight, num_steps)
     last = f"the last {number} batches are" if number > 1 else "the last batch is"
     still = f"; {last} still in flight" if number else ""
-    return f"every example of {' and '.join(covered)} was used exactly once{since}{still}"
+    verb = "read" if (lost := _describe_lost(discarded, skipped)) else "used"
+    return f"every example of {' and '.join(covered)} was {verb} exactly once{since}{lost}{still}"
+
+
+def _describe_lost(discarded: Sequence[Mapping[str, Any]], skipped: int) -> str:
+    """Return which batches did not update the weights, as the end of a sentence; empty if all did."""
+    ranges = [(one["step"] - one["batches"] + 1, one["step"]) for one in discarded if one["batches"]]
+    text = f"; {format_count(skipped, 'batch')} skipped" if skipped else ""
+    if ranges:
+        number = sum(last - first + 1 for first, last in ranges)
+        steps = ", ".join(f"{first} to {last}" if first < last else str(first) for first, last in ranges)
+        where = f"step{'s' if number > 1 else ''} {steps}"
+        text += f"; {format_count(number, 'batch')} discarded in flight ({where}), which did not update all weights"
+    return text
 
 
 def used_examples(directory: Path) -> dict[int, tuple[int, int]]:

@@ -25,7 +25,8 @@ from jaxpar.state import Canonical
 
 FORMAT = 1
 _REQUIRED: dict[str, type] = {"step": int, "data": str, "checksums": dict}  # the keys of info and their types
-_INFO = _REQUIRED | {"config": dict, "private_key": dict, "private_checksums": dict, "in_flight": int}
+_OPTIONAL = {"config": dict, "private_key": dict, "private_checksums": dict, "log_interval": dict}
+_INFO = _REQUIRED | _OPTIONAL | {"in_flight": int, "discarded": list}
 
 
 class Checkpoint(NamedTuple):

@@ -28,6 +28,8 @@ DIFFERS = {
     **dict.fromkeys(("bagua_decentralized", "bagua_model_average"), "has different weights on each replica"),
     "bagua_low_precision_decentralized": "has different weights on each replica",
 }
+BUCKET_BYTES = "bucket_bytes"
+HAS_BUCKETS = (*ERROR_FEEDBACK, "onebit_adam")  # their private state is divided into buckets, as what they send is
 AVERAGE = "average_aggregated_gradients"  # the other option of Horovod's passes
 PASSES = "backward_passes_per_step"  # an option of Horovod, with any reduction
 

@@ -110,6 +110,7 @@ def result_rows(run: RecordedRun, num_steps: int) -> list[Row]:
     rows.append(["examples", number_cell(result["examples"])])
     rows += [[f"{LABELS[name]}, median", number_cell(result[name])] for name in report.RATES if name in result]
     rows.append(["ledger", result["ledger"]])
+    rows += [[f"discarded after step {one['step']:,}", one["private_state"]] for one in result.get("discarded", ())]
     if verdict := certificate(run):
         rows.append(["certificate", verdict])
     return rows

@@ -6,6 +6,7 @@ MFU = model FLOP/s / (number of devices x peak FLOP/s of one device), after Chow
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ from jaxpar.measure import flops
 from jaxpar.models.model import Model
 from jaxpar.run.build import Run
 from jaxpar.step import Metrics
-from jaxpar.tasks import Task, add_up, mean_loss
+from jaxpar.tasks import Sums, Task, add_up, mean_loss
 
 
 class Meter:
@@ -48,6 +49,22 @@ class Meter:
         self._sums = self._task.zeros()
         self._counts: dict[str, float] = dict.fromkeys(("examples", "tokens", "flops", "skipped"), 0)
         self._grad_norm = 0.0
+
+    def interval(self) -> dict[str, Any]:
+        """Return JSON values of the log interval so far, from which `resume` continues with the same losses.
+
+        Rates are not in it: they are those of the steps since the run was resumed.
+        """
+        sums: dict[str, Any] = jax.tree.map(lambda x: np.asarray(x, np.float64).tolist(), self._sums._asdict())
+        skipped = {"skipped_steps": self._counts["skipped"], "skipped_in_a_row": self._skipped}
+        return {**sums, "grad_norm": self._grad_norm, **skipped}
+
+    def resume(self, interval: Mapping[str, Any]) -> None:
+        """Continue a log interval from the result of `interval`."""
+        terms = {name: np.asarray(value) for name, value in interval["terms"].items()}
+        self._sums = Sums(interval["loss"], terms, interval["weight"])
+        self._grad_norm = interval["grad_norm"]
+        self._counts["skipped"], self._skipped = interval["skipped_steps"], interval["skipped_in_a_row"]
 
     def is_new(self, batch: Mapping[str, np.ndarray]) -> bool:
         """Return whether this is the first batch of its shape, so that its step will be compiled."""

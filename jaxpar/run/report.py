@@ -1,6 +1,7 @@
 """Writes the results of a run: result.json, curves.png and confusion.png."""
 
 import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,21 @@ from jaxpar.tasks.confusion import CONFUSION
 RATES = ("examples_per_second", "tokens_per_second", "model_flops_per_second", "mfu")
 
 
-def finish(run: Run, state: StrategyState, steps: int, log: metrics.Log, callbacks: Callbacks) -> Result:
+def finish(
+    run: Run,
+    state: StrategyState,
+    steps: int,
+    discarded: Sequence[Mapping[str, Any]],
+    log: metrics.Log,
+    callbacks: Callbacks,
+) -> Result:
     """Evaluate on the test split, draw the curves and return the result.
 
     Args:
       run: the run.
       state: the strategy's state.
       steps: the number of completed steps, which is less than `run.num_steps` if the run stopped early.
+      discarded: the private states that earlier starts discarded (`start.Past`).
       log: the metrics of the run.
       callbacks: functions that get the metrics of the test split.
     """
@@ -40,6 +49,8 @@ def finish(run: Run, state: StrategyState, steps: int, log: metrics.Log, callbac
         "steps": steps,
         "skipped_steps": skipped,
         "examples": run.batches.examples_before(steps),
+        "in_flight": run.strategy.num_in_flight(state),
+        "discarded": list(discarded),
         **{name: statistics.median(values) for name, values in rates.items() if values},
         "strategy": run.config.strategy,
         "devices": [str(device) for device in devices],

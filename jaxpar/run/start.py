@@ -4,7 +4,8 @@ This file also prepares the files from which a run resumes: the info of checkpoi
 """
 
 import re
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -23,15 +24,30 @@ from jaxpar.run.starts import record_start
 WORKERS = re.compile(r"(?:live )?(\w+) of (\d+) workers(?: with (.+))?")
 
 
-def start(run: Run) -> tuple[StrategyState, int]:
-    """Return the strategy's state and its number of completed steps, from the newest intact checkpoint or fresh."""
+class Past(NamedTuple):
+    """The record of the steps before a start.
+
+    Attributes:
+      step: the number of completed steps.
+      discarded: each private state that a start discarded: {"step", "private_state", "batches"}, the completed steps,
+        the settings of the state, and the number of the last batches whose gradients some weights never get.
+      interval: the log interval in which it was saved (`Meter.interval`); empty if a checkpoint lacks it.
+    """
+
+    step: int
+    discarded: Sequence[Mapping[str, Any]] = ()
+    interval: Mapping[str, Any] = {}
+
+
+def start(run: Run) -> tuple[StrategyState, Past]:
+    """Return the strategy's state, from the newest intact checkpoint or fresh, and the record of earlier steps."""
     like = state.to_canonical(state.abstract_state(run.problem.model, run.problem.optimizer))
     saved = checkpoint.restore(run.workdir / "checkpoints", like, log=print)
     processes.check_same_value(f"the newest intact checkpoint (-1: none) in {run.workdir}", saved.step if saved else -1)
     if saved is None:
         if (run.workdir / "metrics.jsonl").exists():
             print(f"restarted from step 0, because {run.workdir}/checkpoints contains no checkpoint", flush=True)
-        return fresh(run), 0
+        return fresh(run), Past(0)
     before = check_continued(run, saved)
     if saved.step < run.num_steps:
         print(f"resumed   from step {saved.step:,}", flush=True)
@@ -39,12 +55,16 @@ def start(run: Run) -> tuple[StrategyState, int]:
         print(f"changed   {change}", flush=True)
     private_key = saved_private_key(saved.info)
     is_continued = private_key == dict(run.plan.private_key)
+    # Checkpoints of earlier versions lack some keys of the info.
+    discarded, number = list(saved.info.get("discarded", ())), saved.info.get("in_flight", 0)
     if saved.private and not is_continued:
         now = format_private_key(run.plan.private_key) or run.plan.exchange or f"strategy {run.config.strategy}"
-        number = saved.info.get("in_flight", 0)  # checkpoints of earlier versions lack it
+        name = format_private_key(private_key)
         batches = f", with {format_count(number, 'batch')} in flight, whose gradients are lost" if number else ""
-        print(f"discarded private state of {format_private_key(private_key)}{batches}; this run uses {now}", flush=True)
-    return run.strategy.from_canonical(saved.tree, saved.private if is_continued else {}), saved.step
+        print(f"discarded private state of {name}{batches}; this run uses {now}", flush=True)
+        discarded.append({"step": saved.step, "private_state": name, "batches": number})
+    past = Past(saved.step, discarded, saved.info.get("log_interval", {}))
+    return run.strategy.from_canonical(saved.tree, saved.private if is_continued else {}), past
 
 
 def saved_private_key(info: Info) -> dict[str, Any]:
@@ -115,12 +135,21 @@ def open_ledger(run: Run) -> ledger.Ledger:
     )
 
 
-def save_info(run: Run, step: int) -> Info:
-    """Return the info of a checkpoint, which is saved next to its arrays."""
+def save_info(run: Run, step: int, in_flight: int, past: Past) -> Info:
+    """Return the info of a checkpoint, which is saved next to its arrays.
+
+    Args:
+      run: the run.
+      step: the number of completed steps.
+      in_flight: `Strategy.num_in_flight` of the state.
+      past: as from `start`, with the log interval so far.
+    """
     return {
         "data": run.dataset.fingerprint,
         "examples": run.batches.examples_before(step),
         "config": configs.keys(run.config),
         "private_key": dict(run.plan.private_key),
-        "in_flight": min(step, run.plan.num_in_flight),
+        "in_flight": in_flight,
+        "discarded": list(past.discarded),
+        "log_interval": dict(past.interval),
     }

@@ -27,7 +27,7 @@ from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar.asynchronous import options, table
 from jaxpar.asynchronous.engine import UpdateEngine
-from jaxpar.asynchronous.gradient_rows import is_grouped, needs_earlier_batches
+from jaxpar.asynchronous.gradient_rows import batches_in_flight, is_grouped, needs_earlier_batches
 from jaxpar.asynchronous.layouts import layouts_on_server, local_layouts, server_layouts
 from jaxpar.asynchronous.local import LocalEngine
 from jaxpar.asynchronous.mitigations import Mitigations
@@ -195,6 +195,9 @@ def build(plan: Plan[AsyncDetails], problem: Problem, devices: Sequence[jax.Devi
         from_canonical=from_canonical,
         compile=lambda: [CompiledProgram(one.compile(), arguments=("parameters",)) for one in engine.lower(like)],
         to_private=engine.private,
+        num_in_flight=lambda state: (
+            0 if updates is None or is_local(config) else batches_in_flight(updates, state.step)
+        ),
         drain=engine.drain,
         report=lambda state, workdir: report(engine.table(state), workdir),
     )

@@ -14,11 +14,13 @@ from jaxpar.exchange.compress import FLOAT8
 from jaxpar.exchange.exchange import AllReduce, Exchange
 from jaxpar.exchange.gradients import GRADIENTS
 from jaxpar.exchange.powersgd import largest_rank
-from jaxpar.exchange.presets import AVERAGE, EXCHANGES, PASSES
+from jaxpar.exchange.presets import AVERAGE, BUCKET_BYTES, EXCHANGES, HAS_BUCKETS, PASSES
 from jaxpar.exchange.reduce import Axis
 from jaxpar.exchange.settings import obstacle, options
 from jaxpar.mesh import DATA
+from jaxpar.models.model import Params
 from jaxpar.optimizer import OPTIMIZERS
+from jaxpar.state import nbytes
 from jaxpar.step import Problem
 
 NOISY = ("byteps_onebit", "byteps_randomk")  # most of what they send is noise, which error feedback cancels only later
@@ -40,9 +42,16 @@ def sums_along_a_ring(config: ConfigDict) -> bool:
     return chosen.get("algorithm") == "ring" and chosen["wire_dtype"] not in FLOAT8 and chosen["group"] == 1
 
 
-def private_key(config: ConfigDict, num_replicas: int) -> dict[str, Any]:
-    """Return the settings that the private state of an exchange depends on: its name, options and replicas."""
+def private_key(config: ConfigDict, num_replicas: int, params: Params) -> dict[str, Any]:
+    """Return the settings that the private state of an exchange depends on: its name, options and replicas.
+
+    A size of buckets is not among them if all parameters are in one bucket, or if the private state has no buckets.
+
+    params: the parameters of the model, or their shapes.
+    """
     chosen = {**options(config.exchange), **_with_seed(config)}
+    if config.exchange not in HAS_BUCKETS or chosen[BUCKET_BYTES] >= nbytes(params):
+        chosen.pop(BUCKET_BYTES, None)
     return {"exchange": config.exchange, "options": dict(sorted(chosen.items())), "replicas": num_replicas}
 
 

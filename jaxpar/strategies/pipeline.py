@@ -159,7 +159,10 @@ def plan(
     engine = engine_of(lowered.shape)
     state: StagedState | ContinuousState = staged
     differs, delays = exchanges.differs(config, num_data), None
-    private_key = exchanges.private_key(config, num_data) | {"bounds": list(bounds), "stages": table.stages.tolist()}
+    private_key: dict[str, Any] = {}
+    if has_residuals := staged.private.kind == PER_REPLICA:
+        private_key = exchanges.private_key(config, num_data, shapes.model.shapes)
+    private_key |= {"replicas": num_data, "bounds": list(bounds), "stages": table.stages.tolist()}
     if table.period:
         yield from refuse_ties(config, [tie for device in stages.examples for tie in stages.copies(device)])
         state = ContinuousState(staged, lowered, engine, microbatches)
@@ -180,7 +183,7 @@ def plan(
         memory,
         plan_traffic(shapes.model, details, engine),
         exchanges.name(config),
-        private_key if table.period or staged.private.kind == PER_REPLICA else {},
+        private_key if table.period or has_residuals else {},
         differs,
         "; ".join(filter(None, [exchanges.exchange_advice(config), division.advice])),
         delays,
@@ -310,6 +313,10 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
     def place(batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         return on_mesh(padded(batch, problem.batch) if never_drains else batch)
 
+    def num_in_flight(state: PackedState) -> int:
+        most = max(stage.updated_after for stage in plan.delays.stages) if plan.delays else 0
+        return min(int(jax.device_get(state.private.num_entered)), most) if never_drains else 0
+
     trips = update_trips(details.lowered.shape, table.num_clocks)
 
     def compile_programs() -> list[CompiledProgram]:
@@ -328,6 +335,7 @@ def build(plan: Plan[PipelineDetails], problem: Problem, devices: Sequence[jax.D
         from_canonical=from_canonical,
         compile=compile_programs,
         to_private=of_state.private_state,
+        num_in_flight=num_in_flight,
         report=report,
         timelines=timelines,
     )

@@ -20,7 +20,7 @@ from jaxpar import mesh as meshes
 from jaxpar import state as states
 from jaxpar import step as steps
 from jaxpar.errors import Refusals
-from jaxpar.exchange.exchange import Exchange
+from jaxpar.exchange.exchange import EVERY, Exchange
 from jaxpar.exchange.reduce import psum_small
 from jaxpar.layout import PER_REPLICA, Layout
 from jaxpar.mesh import DATA
@@ -84,7 +84,7 @@ def plan(
         state_memory(layouts),
         traffic,
         exchanges.name(config),
-        exchanges.private_key(config, decision.num_replicas) if private_parts(layouts) else {},
+        exchanges.private_key(config, decision.num_replicas, like.params) if private_parts(layouts) else {},
         exchanges.differs(config, decision.num_replicas),
         exchanges.exchange_advice(config),
     )
@@ -130,7 +130,13 @@ def build(plan: Plan[ReplicaDetails], problem: Problem, devices: Sequence[jax.De
         from_canonical=placed.from_canonical,
         compile=programs,
         to_private=placed.to_private,
+        num_in_flight=lambda state: num_passes(state.optimizer.private) if EVERY in exchange.branches else 0,
     )
+
+
+def num_passes(private: Any) -> int:
+    """Return the number of passes that wait for an update, from the state of `exchange.every` on the replicas."""
+    return int(private["passes"].addressable_shards[0].data.item())
 
 
 @functools.cache

@@ -73,6 +73,7 @@ class Strategy(NamedTuple, Generic[S]):
       from_canonical: (canonical state, private=None) -> state.
       compile: () -> the programs of a step, compiled from shapes for the problem's batch, without running them.
       to_private: state -> the private state, which the canonical state lacks.
+      num_in_flight: state -> number of the last batches whose gradients are not in all weights yet.
       drain: state -> metrics of the last step, after waiting for gradients that arrive late; None if none can be late.
       report: (state, workdir) -> results for result.json; called at the end of a run, it may write files to workdir.
       timelines: () -> {title: actions of a step by device}, planned and, if a step was measured, measured; for charts.
@@ -88,6 +89,7 @@ class Strategy(NamedTuple, Generic[S]):
     from_canonical: FromCanonical[S]
     compile: Callable[[], list[CompiledProgram]]
     to_private: Callable[[S], Canonical] = lambda _state: {}
+    num_in_flight: Callable[[S], int] = lambda _state: 0
     drain: Callable[[S], Metrics | None] = lambda _state: None
     report: Callable[[S, Path], Mapping[str, Any]] = lambda _state, _workdir: {}
     timelines: Callable[[], Mapping[str, Sequence[Span]]] = lambda: {}

@@ -35,7 +35,7 @@ from jaxpar.command_line import Parser, integer, names
 from jaxpar.errors import exit_code
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build
-from jaxpar.run.start import save_info
+from jaxpar.run.start import Past, save_info
 
 RESULTS = ("faults", "save")
 STEPS, EVERY = 400, 10
@@ -236,7 +236,7 @@ def save(workdir: Path, rounds: int) -> None:
             start = time.perf_counter()
             tree = run.strategy.to_canonical(state)
             if name == "save":
-                saver.save(tree, save_info(run, int(tree["step"])))
+                saver.save(tree, save_info(run, int(tree["step"]), 0, Past(0)))
             elif name == "copy":
                 copied = copy(tree)
                 size = sum(x.nbytes for x in jax.tree.leaves(copied))

@@ -21,6 +21,7 @@ from jaxpar.errors import exit_code
 from jaxpar.launch.signals import Interrupt
 from jaxpar.measure.phases import Phases
 from jaxpar.run import build, metrics
+from jaxpar.run.start import Past
 from jaxpar.training import Loop
 from scripts.bench.steps import arguments_of
 
@@ -52,7 +53,7 @@ def main() -> None:
             saver = checkpoint.Saver(workdir / f"checkpoints{number}", keep=1, keep_best=False)
             log = metrics.Log(workdir, first_step=0, tensorboard=True)
             start = time.perf_counter()
-            jax.block_until_ready(Loop(run, 0, saver, log).run(state, Interrupt()))
+            jax.block_until_ready(Loop(run, Past(0), saver, log).run(state, Interrupt()))
             whole = time.perf_counter() - start
             saver.close()
             log.close()

@@ -70,7 +70,43 @@ def test_batches_in_flight_are_in_the_text(tmp_path: Path) -> None:
     record(tmp_path, 0, 2)
     text = "every example of 2 steps was used exactly once; the last "
     for number, last in ((1, "batch is"), (2, "2 batches are"), (3, "2 batches are")):
-        assert ledger.verify(tmp_path, SOURCE, 2, number) == f"{text}{last} still in flight"
+        assert ledger.verify(tmp_path, SOURCE, 2, in_flight=number) == f"{text}{last} still in flight"
+
+
+@pytest.mark.parametrize(
+    ("discarded", "text"),
+    [
+        ([(9, 0)], "used exactly once"),
+        ([(9, 3)], "read exactly once; 3 batches discarded in flight (steps 7 to 9), which did not update all weights"),
+        (
+            [(4, 1), (9, 2)],
+            "read exactly once; 3 batches discarded in flight (steps 4, 8 to 9), which did not update all weights",
+        ),
+    ],
+)
+def test_discarded_batches_are_in_the_text(tmp_path: Path, discarded: list[tuple[int, int]], text: str) -> None:
+    record(tmp_path, 0, 10)
+    starts = [{"step": step, "private_state": "", "batches": batches} for step, batches in discarded]
+    assert ledger.verify(tmp_path, SOURCE, 10, discarded=starts) == f"every example of 10 steps was {text}"
+
+
+def test_skipped_steps_are_in_the_text(tmp_path: Path) -> None:
+    record(tmp_path, 0, 10)
+    text = "every example of 10 steps was read exactly once; 2 batches skipped; the last batch is still in flight"
+    assert ledger.verify(tmp_path, SOURCE, 10, in_flight=1, skipped=2) == text
+
+
+def test_discarded_batches_are_in_the_result(tmp_path: Path) -> None:
+    """PipeDream's first of two stages gets the gradient of batch 5 in step 6, which is a step on one device."""
+    pipedream = "--config.strategy=pipeline", "--config.mesh.stage=2", "--config.pipeline.schedule=pipedream"
+    run_to(5, tmp_path, *pipedream, "--config.mesh.data=1")
+    result = training.train(config("--config.strategy=single", "--config.mesh.data=1"), tmp_path)
+    [discarded] = result["discarded"]
+    assert (discarded["step"], discarded["batches"], result["in_flight"]) == (5, 1, 0)
+    assert "pipedream" in discarded["private_state"]
+    text = "every example of 8 steps was read exactly once; 1 batch discarded in flight (step 5), which did not update"
+    assert result["ledger"] == f"{text} all weights"
+    assert result["ledger"] in (tmp_path / "report.html").read_text()
 
 
 def test_a_line_by_hand(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Tests of runs with private state of an exchange, which is saved, checked for damage, and discarded if unusable."""
 
+import json
 import os
 import shutil
 import signal
@@ -25,7 +26,7 @@ VALUES = {
     "num_steps": 8,
 }
 ONEBIT = "--config.exchange=byteps_onebit", "--config.exchange_options.min_compress_bytes=0"
-NAME = "byteps_onebit block=128 bucket_bytes=4096000 group=1 min_compress_bytes=0 momentum=0.0 on 2 replicas"
+NAME = "byteps_onebit block=128 group=1 min_compress_bytes=0 momentum=0.0 on 2 replicas"
 DISCARDED = f"discarded private state of {NAME}; this run uses "
 
 
@@ -97,7 +98,14 @@ def test_the_result_depends_on_the_private_state(run: Path, uninterrupted: Path)
     assert any((got[name] != leaf).any() for name, leaf in expected.items() if "params" in name)
 
 
-@pytest.mark.parametrize("change", ["--config.exchange=ddp", "--config.exchange_options.momentum=0.5"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "--config.exchange=ddp",
+        "--config.exchange_options.momentum=0.5",
+        "--config.exchange_options.bucket_bytes=1000",  # the parameters have 3,744 bytes
+    ],
+)
 def test_another_exchange_discards_the_private_state(
     run: Path, change: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,6 +114,16 @@ def test_another_exchange_discards_the_private_state(
     assert result["steps"] == 8
     assert checkpoint.steps(run / "checkpoints")[-1] == 8
     assert (run / "checkpoints" / "8" / "private").is_dir() == ("ddp" not in change)
+    assert result["discarded"] == [{"step": 5, "private_state": NAME, "batches": 0}]
+    training.train(config(*(() if "ddp" in change else ONEBIT), change), run)  # a later start still knows it
+    assert json.loads((run / "result.json").read_text())["discarded"] == result["discarded"]
+
+
+def test_a_bucket_size_without_effect_keeps_the_private_state(run: Path, uninterrupted: Path) -> None:
+    """All parameters are in one bucket of any of the two sizes."""
+    result = training.train(config(*ONEBIT, "--config.exchange_options.bucket_bytes=4000"), run)
+    assert result["discarded"] == []
+    assert_bitwise_equal(run, uninterrupted)
 
 
 def test_damage_falls_back_to_the_previous_checkpoint(

@@ -181,6 +181,36 @@ def test_meter_names_the_step_that_is_not_finite(max_skipped: int) -> None:
         meter.read()
 
 
+def test_an_interval_continues_after_a_stop() -> None:
+    """The metrics are those without the stop, bitwise, and so is the number of steps skipped in a row."""
+
+    def meter() -> Meter:
+        return Meter(Model({"line": Line}), task=TASK, peak_flops=None, max_skipped=2)
+
+    def take(one: Meter, *losses: float) -> Meter:
+        for step, loss in enumerate(losses, start=1):
+            one.add(step, rows([1]), step_metrics(loss, correct=loss / 3, weight=1 / 7))
+        one.read()
+        return one
+
+    first, last = [0.1, 0.2, math.nan, math.inf], [0.3, 0.7, 1e-8]
+    resumed = meter()
+    resumed.resume(json.loads(json.dumps(take(meter(), *first).interval())))
+    with pytest.raises(
+        TrainingError, match=r"steps -1 to 1 were skipped"
+    ):  # 3 in a row, of which one is after the stop
+        take(resumed, math.nan)
+    resumed = meter()
+    resumed.resume(json.loads(json.dumps(take(meter(), *first).interval())))
+    names = ("loss", "accuracy", "grad_norm", "skipped_steps")
+    got, expected = (take(one, *losses).metrics(1.0) for one, losses in ((resumed, last), (meter(), [*first, *last])))
+    assert [got[name] for name in names] == [expected[name] for name in names]
+    assert got["skipped_steps"] == 2
+    empty = meter()
+    empty.resume(json.loads(json.dumps(meter().interval())))
+    assert "loss" not in empty.metrics(1.0)
+
+
 def strict(text: str) -> dict[str, object]:
     """Parse JSON, without the NaN and Infinity that Python accepts."""
 

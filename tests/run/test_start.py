@@ -1,15 +1,17 @@
 """Tests of the start of a run from a checkpoint with batches in flight."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxpar import checkpoint
 from jaxpar.measure.phases import Phases
 from jaxpar.plan import format_private_key
 from jaxpar.run import build
-from jaxpar.run.start import save_info, start
+from jaxpar.run.start import Past, save_info, start
 from tests.runs import small_config
 
 
@@ -25,14 +27,19 @@ def test_discarded_batches_are_counted(
     """The first of four stages applies a batch three steps after it entered."""
     settings = "--config.strategy=pipeline", "--config.mesh.stage=4", "--config.pipeline.schedule=pipedream"
     before, now = make_run(tmp_path, *settings), make_run(tmp_path)
-    saved = checkpoint.Checkpoint(step, {}, {"stashes": {}}, save_info(before, step))
+    state = SimpleNamespace(private=SimpleNamespace(num_entered=np.int32(step)))
+    earlier = {"step": 0, "private_state": "another", "batches": 0}
+    info = save_info(before, step, before.strategy.num_in_flight(state), Past(0, [earlier]))
+    saved = checkpoint.Checkpoint(step, {}, {"stashes": {}}, info)
     monkeypatch.setattr(checkpoint, "restore", lambda *_args, **_options: saved)
 
     def from_canonical(*_trees: Any) -> None:
         pass
 
-    start(now._replace(strategy=now.strategy._replace(from_canonical=from_canonical)))
+    _, past = start(now._replace(strategy=now.strategy._replace(from_canonical=from_canonical)))
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("discarded ")]
     key = format_private_key(before.plan.private_key)
     lost = f"discarded private state of {key}, with {batches} in flight, whose gradients are lost; this run uses ddp"
     assert lines == [lost]
+    assert past.step == step
+    assert past.discarded == [earlier, {"step": step, "private_state": key, "batches": int(batches[0])}]

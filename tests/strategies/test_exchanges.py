@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar import mesh as meshes
 from jaxpar import state as states
+from jaxpar.exchange import settings
 from jaxpar.exchange.around import AROUND, Rule
 from jaxpar.exchange.exchange import Exchange
 from jaxpar.exchange.gradients import ERROR_FEEDBACK, GRADIENTS
@@ -36,6 +37,7 @@ from tests.strategies.pipelines import (
     named,
     outcome,
     pipeline,
+    plan_of,
     relative_error,
     shared,
     start,
@@ -172,6 +174,31 @@ def test_private_state_resumes_bitwise(name: str) -> None:
         np.testing.assert_array_equal(got[leaf], value, err_msg=leaf)
     without, _ = resumed(strategy, MLP, (3, 7), with_private=False)
     assert any((named(without["params"])[leaf] != value).any() for leaf, value in named(expected["params"]).items())
+
+
+BUCKETED = [name for name in EXCHANGES if "bucket_bytes" in settings.options(name)]
+
+
+@pytest.mark.parametrize("name", BUCKETED)
+def test_the_private_state_depends_on_buckets_only_if_it_has_any(name: str) -> None:
+    """The key of the private state differs between sizes of buckets if and only if its arrays do."""
+    optimizer = MLP_SGD if name not in AROUND or not AROUND[name].has_adamw else MLP
+    plans = [plan_of(optimizer, *replicated(name, option("bucket_bytes", size), n=2)) for size in (1000, 2**20, 2**21)]
+    shapes = [str(jax.tree.leaves(plan.layouts["private"].shapes)) for plan in plans]
+    assert [plan.private_key == plans[1].private_key for plan in plans] == [shape == shapes[1] for shape in shapes]
+    assert plans[2].private_key == plans[1].private_key
+
+
+def test_a_bucket_size_does_not_discard_what_is_in_flight() -> None:
+    """Only error feedback has residuals of buckets."""
+    settings = "--config.pipeline.num_microbatches=2", "--config.mesh.stage=2", "--config.mesh.data=2"
+    pipedream = "--config.strategy=pipeline", "--config.pipeline.schedule=pipedream", *settings
+    onebit = "--config.exchange=byteps_onebit", option("min_compress_bytes", 0)
+    for exchange, is_same in (((), True), (onebit, False)):
+        keys = [
+            plan_of(MLP_SGD, *pipedream, *exchange, option("bucket_bytes", size)).private_key for size in (1000, 10**7)
+        ]
+        assert (keys[0] == keys[1]) == is_same
 
 
 def test_exact_exchanges_have_nothing_private() -> None:
