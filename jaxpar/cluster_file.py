@@ -1,10 +1,10 @@
 """Clusters that are named: NAME:DEVICES, NAME:HOSTSxDEVICES, or a TOML file that describes one.
 
-NAME is a kind of GPU (jaxpar/gpus), or the path of a file for another one. A cluster file has `gpu`, a NAME; `hosts`;
-`gpus_per_host`; the tables `host` and `network`, each with the `bandwidth` in bytes/s that a GPU sends to others of its
-host or of other hosts, and the `latency` of a message in seconds; if they differ from those of the GPU, its
-`memory_bytes` and a table `peak_flops` by dtype; and, if they were measured, `launch_seconds` and a table `efficiency`
-(`jaxpar.cluster.Cluster`).
+NAME is a kind of GPU (jaxpar/gpus), or the path of a file for another one. A cluster file has `gpu`, a kind or a file
+of the same folder; `hosts`; `gpus_per_host`; the tables `host` and `network`, each with the `bandwidth` in bytes/s that
+a GPU sends to others of its host or of other hosts, and the `latency` of a message in seconds; if they differ from
+those of the GPU, its `memory_bytes` and a table `peak_flops` by dtype; and, if they were measured, `launch_seconds` and
+a table `efficiency` (`jaxpar.cluster.Cluster`).
 """
 
 import json
@@ -18,6 +18,7 @@ from jaxpar import gpus
 from jaxpar.cluster import RATE_NAMES, Cluster, gpu_cluster
 from jaxpar.config import config_folder
 from jaxpar.errors import UserError, nearest
+from jaxpar.files import file_of
 from jaxpar.gpus import GpuKind, find_gpu, read_number, read_peaks, read_toml
 
 MOST_DEVICES = 2**16
@@ -92,9 +93,10 @@ def read_cluster(content: dict[str, Any], path: str) -> tuple[GpuKind, Cluster]:
             raise UserError(f"{path}: {name} is not a key; it must be one of {', '.join(CLUSTER_KEYS)}.{hint}")
     if "gpu" not in content:
         raise UserError(
-            f"{path}: gpu is missing; it must be one of {', '.join(gpus.gpu_kinds())}, or the path of a TOML file"
+            f"{path}: gpu is missing; it must be one of {', '.join(gpus.gpu_kinds())}, or a TOML file of this folder"
         )
-    gpu = find_gpu(str(content["gpu"]), f"{path}: gpu")
+    name = str(content["gpu"])
+    gpu = find_gpu(str(file_of(Path(path).parent, name)) if name.endswith(".toml") else name, f"{path}: gpu")
     hosts, each = (read_number(content, name, path, integer=True) for name in ("hosts", "gpus_per_host"))
     if hosts * each > MOST_DEVICES:
         raise UserError(f"{path}: hosts x gpus_per_host is {hosts * each:,}; it must be at most {MOST_DEVICES:,}")

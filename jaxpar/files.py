@@ -54,12 +54,37 @@ def unreadable(path: str | Path, error: Exception) -> str:
     return f"{str(path)!r}: {error}"
 
 
-def open_text(path: str | Path) -> TextIO:
-    """Open a user's text file in UTF-8. Raises OSError also for a device or a pipe, which could be read forever."""
+def regular(path: str | Path) -> Path:
+    """Return the path. Raises OSError for a device or a pipe, which could be read forever and must not be replaced."""
     path = Path(path)
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return path.open(newline="", encoding="utf-8-sig")
+    return path
+
+
+def open_text(path: str | Path) -> TextIO:
+    """Open a user's text file in UTF-8. Raises OSError also for a device or a pipe."""
+    return regular(path).open(newline="", encoding="utf-8-sig")
+
+
+def file_of(folder: Path, name: str) -> Path:
+    """Return the path of a file, which can be missing, in a folder that others made. They can also have chosen `name`.
+
+    Raises:
+      UserError: the name is a path or the file a link, either of which could lead anywhere, or it is a device or a pipe.
+        Links to the folder `blobs` of Hugging Face's cache are accepted.
+    """
+    path, real, top = folder / name, os.path.realpath(folder / name), Path(os.path.realpath(folder))
+    blobs = top.parent.parent / "blobs" if top.parent.name == "snapshots" else top
+    if name in ("", "..") or Path(name).name != name:
+        state = "a path"
+    elif path.is_symlink() and Path(real).parent not in (top, blobs):
+        state = "a link to another folder"
+    elif path.exists() and not path.is_file() and not path.is_dir():
+        state = "a device or a pipe"
+    else:
+        return path
+    raise UserError(f"{folder}: {name!r} is {state}; it must be a regular file of this folder")
 
 
 def unwritable(path: Path, error: OSError) -> str:
@@ -161,12 +186,9 @@ def naming(path: Path) -> Iterator[None]:
 def write_text(path: Path, text: str) -> None:
     """Replace a file atomically: readers, also after a crash, see either the old text or the new text.
 
-    A link at the place of the temporary file is replaced, not followed. Raises OSError for a device or a pipe, which
-    must not be replaced.
+    A link at the place of the temporary file is replaced, not followed. Raises OSError also for a device or a pipe.
     """
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    temporary = path.with_name(f"{path.name}.tmp")
+    temporary = regular(path).with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # left over from a crash
     with naming(path):
         try:

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,32 @@ def test_text_of_a_device_or_a_pipe_is_refused(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="not a regular file") as caught:
             files.open_text(path)
         assert files.path_error(caught.value) == "which cannot be used (not a regular file)"
+
+
+def test_a_file_of_a_folder_of_others(tmp_path: Path) -> None:
+    """Names and links of others must not lead out of the folder, except into the blobs of Hugging Face's cache."""
+    folder, blobs = (tmp_path / name for name in ("snapshots/1a", "blobs"))
+    for each in (folder / "inner", blobs):
+        each.mkdir(parents=True)
+    (blobs / "weights").write_text("numbers")
+    (tmp_path / "secret").write_text("of the user")
+    for link, target in {"weights": "../../blobs/weights", "same": "weights", "out": "../../secret"}.items():
+        (folder / link).symlink_to(target)
+    (folder / "in").symlink_to(blobs / ".." / "secret")
+    os.mkfifo(folder / "pipe")
+    (tmp_path / "latest").symlink_to(folder)
+    for top in (folder, tmp_path / "latest"):
+        assert [files.file_of(top, name).read_text() for name in ("weights", "same")] == ["numbers"] * 2
+        assert files.file_of(top, "missing") == top / "missing"
+        refused = {"out": "a link to another folder", "in": "a link to another folder", "pipe": "a device or a pipe"}
+        refused |= dict.fromkeys(("../1a/weights", "/etc/passwd", "inner/x", "inner/", "..", ".", ""), "a path")
+        for name, state in refused.items():
+            reason = re.escape(f"{top}: {name!r} is {state}; it must be a regular file of this folder")
+            with pytest.raises(UserError, match=f"^{reason}$"):
+                files.file_of(top, name)
+    (tmp_path / "snapshots" / "link").symlink_to("../blobs/weights")
+    with pytest.raises(UserError, match="'link' is a link to another folder"):
+        files.file_of(tmp_path / "snapshots", "link")
 
 
 def test_a_refused_run_leaves_nothing(tmp_path: Path) -> None:

@@ -250,9 +250,9 @@ def _read(path: Path) -> list[Line]:
     """Read the lines of a file, ignoring a last line cut short by a crash. Raises UserError for invalid lines."""
     lines = []
     try:
-        texts = path.read_text(errors="replace").split("\n")[:-1]
-    except IsADirectoryError:
-        raise UserError(f"{path} is a folder; it must be a file of a ledger, or not exist") from None
+        texts = files.regular(path).read_text(errors="replace").split("\n")[:-1]
+    except OSError as error:
+        raise UserError(f"{path}, {files.path_error(error)}; it must be a file of a ledger, or not exist") from None
     for number, text in enumerate(texts, start=1):
         try:
             lines.append(_line(files.parse_json(text)))

@@ -19,7 +19,7 @@ from jaxpar.checkpoint import checksums
 from jaxpar.checkpoint.checksums import Info
 from jaxpar.checkpoint.late_errors import hide_late_errors
 from jaxpar.errors import UserError, printable
-from jaxpar.files import parse_json
+from jaxpar.files import parse_json, regular
 from jaxpar.models.model import Params
 from jaxpar.state import Canonical
 
@@ -144,6 +144,9 @@ def _arrays(path: Path, shapes: Canonical, sums: dict[str, int]) -> Canonical:
 def _shapes(path: Path) -> Canonical:
     """Return the shapes and dtypes of the arrays in a directory."""
     try:
+        for file in path.rglob("*"):  # a pipe could be read forever, and a link to a folder can lead to one
+            if not file.is_file() and (file.is_symlink() or not file.is_dir()):
+                raise ValueError(f"{file.relative_to(path)} is not a regular file")
         # A checkpointer would also look for a file that is in the folder above, and warn that it is missing.
         with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
             saved = handler.metadata(path.absolute()).tree
@@ -166,7 +169,7 @@ def _unreadable(path: Path, error: Exception) -> Exception:
 def info_of(path: Path) -> Info:
     """Return the info of the checkpoint in directory `path`. Raises Damaged and UserError as `read` does."""
     try:
-        info: Info = parse_json((path / "info" / "metadata").read_text(), nonfinite=True)
+        info: Info = parse_json(regular(path / "info" / "metadata").read_text(), nonfinite=True)
         number, expected = info["format"], checksums.of_info(info)
     except (MemoryError, PermissionError):
         raise
@@ -201,9 +204,10 @@ def gist(error: Exception) -> str:
 
 def loss_in_metrics(path: Path) -> float | None:
     """Return the validation loss in the metrics of checkpoint `path`, or None if the file is missing or damaged."""
+    file = path / "metrics" / "metrics"
     try:
-        return float(parse_json((path / "metrics" / "metrics").read_bytes(), nonfinite=True)["validation_loss"])
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, KeyError, TypeError, OverflowError):
+        return float(parse_json(file.read_bytes(), nonfinite=True)["validation_loss"]) if file.is_file() else None
+    except (FileNotFoundError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 

@@ -12,7 +12,7 @@ from jaxpar.data.class_weights import weighted
 from jaxpar.data.examples import DataInfo, Dataset
 from jaxpar.data.labels import Labels
 from jaxpar.errors import UserError
-from jaxpar.files import parse_json, write_text
+from jaxpar.files import parse_json, regular, write_text
 
 
 def load(config: ConfigDict, labels: Labels, workdir: Path) -> Dataset:
@@ -43,7 +43,7 @@ def read_info(workdir: Path) -> DataInfo:
     """Return the properties that `write_info` wrote. Raises UserError if the file is missing or damaged."""
     path = workdir / "data.json"
     try:
-        return _info(parse_json(path.read_text()))
+        return _info(parse_json(regular(path).read_text()))
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); it must be the file that the run wrote") from None
     except UnicodeDecodeError:

@@ -16,7 +16,7 @@ from jaxpar.data.corpus import Corpus
 from jaxpar.data.examples import Blocks, DataInfo, Dataset, Masking, Split, Texts
 from jaxpar.data.labels import Labels
 from jaxpar.errors import UserError
-from jaxpar.files import path_error
+from jaxpar.files import file_of, path_error
 
 # Versions of the cached arrays. Increase a version whenever the code produces different arrays from the same input.
 _FORMAT = 1
@@ -252,9 +252,9 @@ def named_tokenizer(config: ConfigDict) -> Path | None:
     if not config.model.init_from:
         return None
     directory = Path(config.model.init_from).expanduser()
-    for name in ("tokenizer.json", "vocab.txt"):
-        if (directory / name).is_file():
-            return directory / name
+    for path in (file_of(directory, name) for name in ("tokenizer.json", "vocab.txt")):
+        if path.is_file():
+            return path
     raise UserError(
         f"config.model.init_from is {str(directory)!r}, which contains no tokenizer.json or vocab.txt; "
         "set config.data.tokenizer"

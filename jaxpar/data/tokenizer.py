@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from jaxpar.errors import UserError
-from jaxpar.files import parse_json
+from jaxpar.files import file_of, parse_json, regular
 
 WORDPIECE_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 # Names of the special tokens by use; the first name in the vocabulary is used.
@@ -109,7 +109,7 @@ def read_tokenizer(path: Path) -> str:
     tokenize_chinese_chars apply, as in Hugging Face transformers.
     """
     try:
-        text = path.read_text("utf-8")
+        text = regular(path).read_text("utf-8")
         if path.suffix == ".txt":
             return _read_vocab(path, text).to_str()
         made = Tokenizer.from_str(text)
@@ -136,7 +136,7 @@ def _read_vocab(path: Path, text: str) -> Tokenizer:
         raise UserError(
             f"{path} lacks {', '.join(missing)}; a BERT vocabulary must have one token per line, including these"
         )
-    lowercase, strip_accents, chinese = _settings(path.parent / "tokenizer_config.json")
+    lowercase, strip_accents, chinese = _settings(file_of(path.parent, "tokenizer_config.json"))
     return _wordpiece(vocab, lowercase=lowercase, strip_accents=strip_accents, chinese=chinese)
 
 

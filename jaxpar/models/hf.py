@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError
-from jaxpar.files import parse_json
+from jaxpar.files import file_of, parse_json
 from jaxpar.models import gpt, hf_labels, hf_tensors
 from jaxpar.models.hf_families import FAMILIES, Family
 from jaxpar.models.model import Model, Params
@@ -28,9 +28,8 @@ def apply_directory(config: ConfigDict) -> None:
     Raises:
       UserError: the directory does not exist, the kind of model is unsupported, or a size conflicts with the config.
     """
-    path = Path(config.model.init_from).expanduser() / "config.json"
     check_blocks(config)
-    family, theirs = _read_config(path)
+    path, family, theirs = _read_config(Path(config.model.init_from).expanduser())
     if config.model.name != family.model:
         raise UserError(
             f"config.model.name is {config.model.name!r}, but {path} describes a {family.model!r} model; "
@@ -80,12 +79,18 @@ def _check_other_rates(family: Family, theirs: dict[str, Any], name: str, rate: 
             )
 
 
-def _read_config(path: Path) -> tuple[Family, dict[str, Any]]:
-    """Return the family and the contents of a config.json. Raises UserError if the model is not supported exactly."""
-    if not path.parent.is_dir():
+def _read_config(directory: Path) -> tuple[Path, Family, dict[str, Any]]:
+    """Return the path of config.json, the family and the contents.
+
+    Raises:
+      UserError: the file is missing or damaged, or the model is not supported exactly.
+    """
+    if not directory.is_dir():
+        state = "is a file" if directory.exists() else "does not exist"
         raise UserError(
-            f"config.model.init_from is {str(path.parent)!r}, which does not exist; it must be a model directory"
+            f"config.model.init_from is {str(directory)!r}, which {state}; it must be a model directory"
         )
+    path = file_of(directory, "config.json")
     if not path.is_file():
         raise UserError(
             f"config.model.init_from is {str(path.parent)!r}; it must be a directory that contains config.json"
@@ -119,7 +124,7 @@ def _read_config(path: Path) -> tuple[Family, dict[str, Any]]:
         if key not in ("dropout", "activation") and not is_size and not (name in family.defaults and value is None):
             raise UserError(f"{path} has {name} {value!r}; it must be a positive integer")
     _check_fixed(family, {**family.defaults, **theirs}, path)
-    return family, theirs
+    return path, family, theirs
 
 
 def _check_fixed(family: Family, settings: Mapping[str, Any], path: Path) -> None:
@@ -155,7 +160,7 @@ def load_params(
     Raises:
       UserError: a file or tensor is missing, a file is damaged, or a tensor has the wrong shape or is not finite.
     """
-    family, theirs = _read_config(directory / "config.json")
+    _, family, theirs = _read_config(directory)
     order = hf_labels.output_order(theirs, info)
     sources = hf_tensors.find_tensors(directory)
     prefix = family.prefix if any(name.startswith(family.prefix) for name in sources) else ""

@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxpar.errors import UserError
-from jaxpar.files import parse_json
+from jaxpar.files import file_of, parse_json
 
 FLOATS = ("F16", "BF16", "F32", "F64")  # dtypes of safetensors that hold weights as they are
 Value = TypeVar("Value")
@@ -136,12 +136,13 @@ def find_tensors(directory: Path) -> dict[str, TensorSource]:
     Raises:
       UserError: a file is missing or damaged.
     """
-    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    single, index = (file_of(directory, name) for name in ("model.safetensors", "model.safetensors.index.json"))
     if single.is_file():
         paths = [single]
     elif index.is_file():
         try:
-            paths = sorted({directory / name for name in parse_json(index.read_text())["weight_map"].values()})
+            names = sorted(set(parse_json(index.read_text())["weight_map"].values()))
+            paths = [file_of(directory, name) for name in names]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{index} is not an index of safetensors files: {error!r}") from error
     else:

@@ -452,6 +452,7 @@ NETWORK_LINK = "[network]\nbandwidth = 1e9\nlatency = 1e-5\n"
         ("hosts = 1\ngpus_per_host = 8\n", "cluster.toml: gpu is missing; it must be one of a100-40gb, "),
         (CLUSTER.replace("hosts = 2", ""), "cluster.toml: hosts is missing; it must be an integer of at least 1"),
         ('gpu = "v100"\nhosts = 1\n', "cluster.toml: gpus_per_host is missing; it must be an integer of at least 1"),
+        (CLUSTER.replace("v100", "../gpu.toml"), ": '../gpu.toml' is a path; it must be a regular file of this folder"),
         ("memory_bytes = 1\n", "cluster.toml has no table xla"),  # may be the file of a kind of GPU
     ],
 )
@@ -476,7 +477,7 @@ def test_a_gpu_without_links(tmp_path: Path) -> None:
     gpu = (Path(jaxpar.gpus.__file__).parent / "t4.toml").read_text().partition("[links]")[0]
     (tmp_path / "gpu.toml").write_text(gpu)
     path = tmp_path / "cluster.toml"
-    path.write_text(CLUSTER.replace("v100", str(tmp_path / "gpu.toml")))
+    path.write_text(CLUSTER.replace("v100", "gpu.toml"))
     with pytest.raises(UserError, match="has no table network; it must have one with bandwidth and latency"):
         clusters_of(str(path))
 

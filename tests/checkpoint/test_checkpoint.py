@@ -5,6 +5,7 @@ import itertools
 import logging
 import math
 import multiprocessing
+import os
 import random
 import shutil
 import sys
@@ -130,6 +131,16 @@ def truncate(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def pipe_in_state(folder: Path) -> None:
+    array_file(folder).unlink()
+    os.mkfifo(array_file(folder).parent / "pipe")
+
+
+def pipe_as_info(folder: Path) -> None:
+    (folder / "info" / "metadata").unlink()
+    os.mkfifo(folder / "info" / "metadata")
+
+
 def flip(folder: Path) -> None:
     path = array_file(folder)
     data = bytearray(path.read_bytes())
@@ -185,6 +196,8 @@ DAMAGES = [
     another_fingerprint,
     another_name_in_state,
     remove_state,
+    pipe_in_state,
+    pipe_as_info,
 ]
 
 

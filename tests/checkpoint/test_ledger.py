@@ -1,6 +1,7 @@
 """Tests of the ledger: what it proves, and that it detects planted errors."""
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -231,7 +232,11 @@ def test_a_ledger_that_lost_its_lines(tmp_path: Path) -> None:
     ledger.cut(tmp_path, after=0)
     assert not list(tmp_path.iterdir())
     (tmp_path / "0.jsonl").mkdir()
-    with pytest.raises(UserError, match=r"0\.jsonl is a folder; it must be a file of a ledger, or not exist"):
+    with pytest.raises(UserError, match=r"0\.jsonl, which is a directory; it must be a file of a ledger, or not exist"):
+        ledger.cut(tmp_path, after=5)
+    (tmp_path / "0.jsonl").rmdir()
+    os.mkfifo(tmp_path / "0.jsonl")
+    with pytest.raises(UserError, match=r"0\.jsonl, which cannot be used \(not a regular file\); it must be a file"):
         ledger.cut(tmp_path, after=5)
 
 

@@ -1,6 +1,7 @@
 """Compares weights and logits with references from `transformers`, written by scripts/make_hf_reference.py."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -422,6 +423,8 @@ def test_damaged_directories(copy: Path, tmp_path: Path) -> None:
         load(ANY, copy)
     with pytest.raises(UserError, match=r"nothing', which does not exist; it must be a model directory"):
         load(ANY, tmp_path / "nothing")
+    with pytest.raises(UserError, match=r"model.safetensors', which is a file; it must be a model directory"):
+        load(ANY, REFERENCE / ANY / "model.safetensors")
 
 
 def test_dropout_rates_that_differ_do_not_matter_if_the_config_sets_one(copy: Path) -> None:
@@ -459,6 +462,36 @@ def test_a_damaged_index(copy: Path, contents: str) -> None:
     (copy / "model.safetensors.index.json").write_text(contents)
     with pytest.raises(UserError, match=r"model.safetensors.index.json is not an index of safetensors files: \w+Error"):
         load(ANY, copy)
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", "pipe", "link"])
+def test_an_index_that_names_other_files(copy: Path, tmp_path: Path, name: str) -> None:
+    """None of them is opened: the pipe would block."""
+    (tmp_path / "other").mkdir()
+    (copy / "model.safetensors").rename(tmp_path / "other" / "model.safetensors")
+    (copy / "link").symlink_to(tmp_path / "other" / "model.safetensors")
+    os.mkfifo(copy / "pipe")
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(UserError, match=f"{copy}: '{name}' is a .*; it must be a regular file of this folder"):
+        load(ANY, copy)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_pipes_in_place_of_files(copy: Path, name: str) -> None:
+    (copy / name).unlink(missing_ok=True)
+    os.mkfifo(copy / name)
+    with pytest.raises(UserError, match=f"{copy}: '{name}' is a device or a pipe; it must be a regular file"):
+        load(ANY, copy)
+
+
+def test_the_cache_of_hugging_face(copy: Path, tmp_path: Path) -> None:
+    """Its files are links."""
+    blobs, snapshot = tmp_path / "model" / "blobs", tmp_path / "model" / "snapshots" / "1a2b"
+    shutil.copytree(copy, blobs)
+    snapshot.mkdir(parents=True)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(Path("../../blobs", file.name))
+    jax.tree.map(np.testing.assert_array_equal, load(ANY, snapshot)[1], load(ANY)[1])
 
 
 def test_sizes_of_the_config_that_contradict() -> None:
