@@ -70,9 +70,7 @@ def open_text(path: str | Path) -> TextIO:
 def file_of(folder: Path, name: str) -> Path:
     """Return the path of a file, which can be missing, in a folder that others made. They can also have chosen `name`.
 
-    Raises:
-      UserError: the name is a path or the file a link, either of which could lead anywhere, or it is a device or a pipe.
-        Links to the folder `blobs` of Hugging Face's cache are accepted.
+    Raises UserError for a path, a device, a pipe, and a link to elsewhere, except to the blobs of Hugging Face's cache.
     """
     path, real, top = folder / name, os.path.realpath(folder / name), Path(os.path.realpath(folder))
     blobs = top.parent.parent / "blobs" if top.parent.name == "snapshots" else top

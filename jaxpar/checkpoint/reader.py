@@ -98,6 +98,7 @@ def read(path: Path, like: Canonical | None = None) -> Checkpoint:
       Damaged: files are missing, truncated or changed.
       UserError: the checkpoint is intact, but from a different model or format.
     """
+    hide_late_errors()
     info, saved = info_of(path), _shapes(path / "state")
     like = saved if like is None else like
     tree = _arrays(path / "state", saved, info["checksums"])
@@ -122,7 +123,6 @@ def read(path: Path, like: Canonical | None = None) -> Checkpoint:
 
 def _arrays(path: Path, shapes: Canonical, sums: dict[str, int]) -> Canonical:
     """Read the arrays in a directory, with these shapes, as NumPy arrays and verify their checksums."""
-    hide_late_errors()
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:
             as_numpy = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype), shapes)

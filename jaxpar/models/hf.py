@@ -87,9 +87,7 @@ def _read_config(directory: Path) -> tuple[Path, Family, dict[str, Any]]:
     """
     if not directory.is_dir():
         state = "is a file" if directory.exists() else "does not exist"
-        raise UserError(
-            f"config.model.init_from is {str(directory)!r}, which {state}; it must be a model directory"
-        )
+        raise UserError(f"config.model.init_from is {str(directory)!r}, which {state}; it must be a model directory")
     path = file_of(directory, "config.json")
     if not path.is_file():
         raise UserError(

@@ -328,6 +328,17 @@ def test_late_errors_are_hidden(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     for text in ("Event loop is closed", "another"):
         sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError(text)))
     assert shown == ["another"]
+    monkeypatch.setattr("sys.excepthook", lambda _kind, value, _trace: shown.append(str(value)))
+    hide_late_errors()
+    loop = asyncio.new_event_loop()
+    loop.close()
+    with pytest.raises(RuntimeError, match="Event loop is closed") as caught:
+        loop.call_soon_threadsafe(print)
+    assert caught.tb.tb_next
+    sys.excepthook(caught.type, caught.value, caught.tb.tb_next)  # as tensorstore's threads do
+    assert shown == ["another"]
+    sys.excepthook(caught.type, caught.value, caught.tb)  # from our code
+    assert shown == ["another", "Event loop is closed"]
     with caplog.at_level(logging.ERROR, "asyncio"):
         for text in ("Future exception was never retrieved: in OCDBT database", "another"):
             logging.getLogger("asyncio").error(text)
