@@ -13,6 +13,7 @@ from jaxpar.pipeline import flags as options
 from jaxpar.pipeline.tables import draw
 
 SUFFIXES = (".txt", ".svg", ".png")
+MAX_CELLS = 10_000_000  # of a text: 50 MB
 
 
 def main() -> None:
@@ -24,13 +25,19 @@ def main() -> None:
         out = "missing" if arguments.out is None else repr(str(arguments.out))
         raise UserError(f"--out is {out}; it must end in one of {', '.join(SUFFIXES)}")
     schedule, simulation = options.find_schedule(arguments)
+    table = schedule.table
+    if arguments.out.suffix == ".txt" and table.num_devices * table.num_clocks > MAX_CELLS:
+        raise UserError(
+            f"--out is '{arguments.out}'; it must end in .svg or .png with {table.num_devices:,} devices and "
+            f"{table.num_clocks:,} clocks, because a text has at most {MAX_CELLS:,} cells"
+        )
     title = (
-        f"{schedule.policy}, {schedule.table.num_devices} devices, {schedule.table.num_microbatches} microbatches: "
+        f"{schedule.policy}, {table.num_devices} devices, {table.num_microbatches} microbatches: "
         f"bubble {simulation.bubble_rate:.1%}"
     )
     try:
         if arguments.out.suffix == ".txt":
-            arguments.out.write_text(f"{title}\n{draw.format_table(schedule.table)}\n")
+            arguments.out.write_text(f"{title}\n{draw.format_table(table)}\n")
         else:
             draw.save_charts(arguments.out, [(title, simulation.timeline)])
     except OSError as error:

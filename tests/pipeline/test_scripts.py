@@ -121,6 +121,18 @@ def test_long_work_is_announced(
     assert capsys.readouterr().err == expected
 
 
+def test_a_text_has_a_limit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """GPipe of 3 devices and 4 microbatches takes 2 (3 + 4 - 1) clocks."""
+    flags = ["--schedule=gpipe", "--num_stages=3", "--num_microbatches=4", "--out=x.txt"]
+    monkeypatch.setattr(draw, "MAX_CELLS", 3 * 12 - 1)
+    monkeypatch.setattr(sys, "argv", ["draw.py", *flags])
+    assert exit_code(draw.main) == 2
+    message = (
+        "--out is 'x.txt'; it must end in .svg or .png with 3 devices and 12 clocks, because a text has at most 35"
+    )
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("suffix", ["txt", "svg", "png"])
 def test_draw_by_the_suffix(suffix: str, tmp_path: Path) -> None:
     out = tmp_path / f"chart.{suffix}"

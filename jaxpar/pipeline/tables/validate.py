@@ -256,6 +256,7 @@ def peak_stashed(table: Table, weight_memory: float = 1.0) -> np.ndarray:
 def _peak(table: Table, change_by_kind: Sequence[float]) -> np.ndarray:
     if not is_training(table):  # a forward-only table stashes nothing
         return np.zeros(table.num_devices)
-    change = np.array(change_by_kind, float)[table.actions["kind"]]
-    on = [table.actions["device"] == device for device in range(table.num_devices)]
-    return np.array([np.cumsum(change[rows]).max(initial=0) for rows in on])
+    change, devices = np.array(change_by_kind, float)[table.actions["kind"]], table.actions["device"]
+    ends = np.bincount(devices, minlength=table.num_devices).cumsum()
+    by_device = np.split(change[np.argsort(devices, kind="stable")], ends[:-1])
+    return np.array([np.cumsum(of_device).max(initial=0) for of_device in by_device])

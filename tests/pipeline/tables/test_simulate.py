@@ -1,6 +1,7 @@
 """The simulator is compared with formulas and results from the literature, and with a slow recurrence."""
 
 import itertools
+import tracemalloc
 from fractions import Fraction
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from jaxpar.pipeline.tables.schedule import SCHEDULES
 from jaxpar.pipeline.tables.simulate import Times, simulate_table
 from jaxpar.pipeline.tables.table import BW, B, F, Table, W, v_stages
+from jaxpar.pipeline.tables.validate import peak_in_flight
 from tests.pipeline.named_tables import grid, make
 
 # Times of F, B and W. As multiples of 6, they are whole for 2 and 3 chunks, so that sums of floats are exact.
@@ -198,6 +200,17 @@ def test_peaks_are_in_microbatches_of_a_device() -> None:
     assert simulation.peak_in_flight[0] == 4 + 3 / 2  # p + (p - 1) / v
     assert simulate_table(make("zb_v", 4, 8), Times(1, 1, 1)).peak_in_flight == (4, 4, 4, 4)
     assert simulate_table(make("zb_h2", 4, 8), Times(1, 1, 1)).peak_stashed == (7, 7, 7, 7)
+
+
+def test_memory_of_peaks_grows_with_the_actions() -> None:
+    """An array of all actions for each of 2,000 devices would take 16 MB."""
+    table = make("1f1b", 2000, 2)
+    tracemalloc.start()
+    peaks = peak_in_flight(table)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peaks.tolist() == [2] * 1999 + [1]
+    assert most < 4e6
 
 
 def test_an_action_of_a_chunk_takes_its_part_and_nothing_travels_within_a_device() -> None:
