@@ -240,7 +240,9 @@ def get_config() -> ConfigDict:
     # Clip gradients to this global norm; 0: no clipping. BytePS's compressors clip those of each replica.
     optimizer.clip_norm = 1.0
     optimizer.accumulation_steps = 1  # number of microbatches per step, whose gradients are accumulated
-    optimizer.nonfinite = "stop"  # if the loss or a gradient is not finite: stop the run, or skip the step
+    # If the loss or a gradient is not finite: stop the run, or skip the step. Parameters, or with stop a loss of the
+    # last evaluation, that are not finite are an error
+    optimizer.nonfinite = "stop"
     optimizer.max_skipped_steps = 20  # nonfinite skip: maximum number of steps skipped in a row; more stop the run
 
     config.eval = ConfigDict()  # evaluations during the training

@@ -46,7 +46,7 @@ from jaxpar.errors import (
 )
 from jaxpar.files import disk_error
 from jaxpar.launch.launcher import end_with_launcher
-from jaxpar.launch.place import COMMAND, FLAGS, find_place
+from jaxpar.launch.place import FLAGS, command_of, find_place
 from jaxpar.launch.signals import Ending, Interrupt, StoppedEarly
 from jaxpar.memory import memory_error
 
@@ -200,9 +200,7 @@ def _resume(argv: Sequence[str]) -> str:
 
 def resume_command(argv: Sequence[str]) -> str:
     """Return the command line that starts the run again, from any folder of a shell."""
-    python = f"{shlex.quote(sys.executable)} -m jaxpar"
-    program = os.environ.get(COMMAND) or (python if argv[0].endswith(".py") else shlex.quote(argv[0]))
-    return " ".join(["cd", shlex.quote(str(Path.cwd())), "&&", program, *map(shlex.quote, argv[1:])])
+    return f"cd {shlex.quote(str(Path.cwd()))} && {command_of(argv)}"
 
 
 def changes_to_try(config: ConfigDict) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import serialization
 
@@ -58,6 +59,19 @@ def to_canonical(state: State) -> Canonical:
 def from_canonical(tree: Canonical, like: State) -> State:
     """Convert a canonical tree to a State with the structure of `like`, whose leaves may be abstract."""
     return State(**serialization.from_state_dict(like._asdict(), tree))
+
+
+def is_finite_tree(tree: Tree) -> bool:
+    """Return whether all values of arrays are finite. Those of arrays on devices are checked on the devices."""
+    leaves = jax.tree.leaves(tree)
+    if all(isinstance(leaf, np.ndarray) for leaf in leaves):
+        return all(np.isfinite(leaf).all() for leaf in leaves)
+    return bool(_is_finite_on_devices(leaves))
+
+
+@jax.jit
+def _is_finite_on_devices(leaves: list[jax.Array]) -> jax.Array:
+    return jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]))
 
 
 def nbytes(tree: Tree) -> int:

@@ -112,7 +112,11 @@ def run_through(run: Run, interrupt: Interrupt, callbacks: Sequence[Callback]) -
         else:
             state, steps = Loop(run, past, saver, log, called).run(state, interrupt)
         interrupt.answer = "training has ended and the results are written"
-        return report.finish(run, state, steps, past.discarded, log, called)
+        result = report.finish(run, state, steps, past.discarded, log, called)
+        del state  # the devices may not have the memory for another one
+        with phases("checkpoint"):
+            saver.wait()
+        return result | report.test_best(run, steps, log)
     finally:
         log.close()
         with phases("checkpoint"):

@@ -67,6 +67,7 @@ class ServerEngine:
         """See `UpdateEngine`."""
         if self._run is not None:
             self._run.transport.close()
+            self._run = None  # before the new run takes memory
         optimizer = jax.device_put(state.optimizer, self._at, may_alias=False)  # steps donate this copy
         server = self._programs.server(state.params, optimizer, self._at, is_grouped=self._is_grouped)
         workers = Workers(self._programs, self._places, self._devices, self._at, state.key)

@@ -17,6 +17,7 @@ STEP.damaged.
 from jaxpar.checkpoint.reader import (
     Checkpoint,
     Damaged,
+    best_step,
     config_of,
     newest_config,
     of_run,
@@ -33,6 +34,7 @@ __all__ = [
     "Checkpoint",
     "Damaged",
     "Saver",
+    "best_step",
     "config_of",
     "newest_config",
     "of_run",

@@ -269,24 +269,37 @@ def _best_or_newest(directory: Path, best: bool, log: Callable[[str], None]) -> 
     return found
 
 
+def best_step(directory: Path) -> int | None:
+    """Return the step of the checkpoint with the lowest validation loss, or None if no loss was measured."""
+    return _lowest(_losses(directory))
+
+
+def _losses(directory: Path) -> dict[int, float | None]:
+    return {step: validation_loss(directory / str(step)) for step in steps(directory)}
+
+
+def _lowest(losses: Mapping[int, float | None]) -> int | None:
+    measured = [(loss, step) for step, loss in losses.items() if loss is not None]
+    return min(measured)[1] if measured else None
+
+
 def _best(directory: Path, damaged: dict[str, str]) -> Checkpoint | None:
     """Return the checkpoint with the lowest validation loss, or None if no loss was measured or it is damaged.
 
     damaged: gets a line for this checkpoint if it is damaged, and for each one whose loss cannot be read, by path.
     """
     while True:
-        losses = {step: validation_loss(directory / str(step)) for step in steps(directory)}
-        measured = [(loss, step) for step, loss in losses.items() if loss is not None]
-        for step in losses.keys() - {step for _, step in measured}:
+        losses = _losses(directory)
+        for step in (step for step, loss in losses.items() if loss is None):
             path = directory / str(step)
             try:
                 info_of(path)
             except Damaged as error:
                 if path.exists():
                     damaged[str(path)] = f"checkpoint {path} is damaged, and its validation loss is unknown: {error}"
-        if not measured:
+        if (best := _lowest(losses)) is None:
             return None
-        path = directory / str(min(measured)[1])
+        path = directory / str(best)
         try:
             return read(path)
         except Damaged as error:

@@ -16,7 +16,7 @@ from jaxpar.checkpoint.late_errors import hide_late_errors
 from jaxpar.checkpoint.reader import FORMAT, gist, steps
 from jaxpar.errors import TrainingError, UserError
 from jaxpar.launch import processes
-from jaxpar.state import Canonical
+from jaxpar.state import Canonical, is_finite_tree
 
 CHECKSUMS = {"state": "checksums", "private": "private_checksums"}  # folder -> key of info
 
@@ -59,8 +59,16 @@ class Saver:
           info: JSON values to save besides the arrays.
           validation_loss: the loss measured at this step, if any. A loss that is not finite is not recorded.
           private: the strategy's private state; see Strategy.to_private.
+
+        Raises:
+          TrainingError: the parameters are not finite. The existing checkpoints stay.
         """
         self.wait()
+        if not is_finite_tree(tree["params"]):  # an update can overflow, although its loss and gradient are finite
+            raise TrainingError(
+                f"the parameters are not finite after step {int(tree['step'])}, and are not saved; lower "
+                f"config.optimizer.lr; {_left(self._directory)}"
+            )
         trees = {"state": tree, "private": private} if private else {"state": tree}
         metrics = None
         if validation_loss is not None and math.isfinite(validation_loss):
@@ -118,11 +126,15 @@ class _explained:
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception):
-            newest = max(steps(self._directory), default=None)
-            left = f"the newest checkpoint is from step {newest}" if newest is not None else "no checkpoint exists yet"
             reason = files.disk_error(error)
-            kind = UserError if reason else TrainingError
-            raise kind(f"writing a checkpoint in {self._directory} failed: {reason or gist(error)}; {left}") from error
+            kind, failed = UserError if reason else TrainingError, f"writing a checkpoint in {self._directory} failed"
+            raise kind(f"{failed}: {reason or gist(error)}; {_left(self._directory)}") from error
+
+
+def _left(directory: Path) -> str:
+    """Return which checkpoint there is after an error."""
+    newest = max(steps(directory), default=None)
+    return "no checkpoint exists yet" if newest is None else f"the newest checkpoint is from step {newest}"
 
 
 def _copied(tree: dict[str, Canonical]) -> dict[str, Canonical]:

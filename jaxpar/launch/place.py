@@ -4,9 +4,10 @@ import contextlib
 import errno
 import os
 import re
+import shlex
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from typing import NamedTuple
 
@@ -57,6 +58,13 @@ class Place(NamedTuple):
     num_processes: int
     process_id: int
     local_device: int | None = None
+
+
+def command_of(argv: Sequence[str]) -> str:
+    """Return the command line of a process with these arguments, quoted for a shell."""
+    python = f"{shlex.quote(sys.executable)} -m jaxpar"
+    program = os.environ.get(COMMAND) or (python if argv[0].endswith("__main__.py") else shlex.quote(argv[0]))
+    return " ".join([program, *map(shlex.quote, argv[1:])])
 
 
 def find_place(flags: Mapping[str, str | int | None], environ: Mapping[str, str] = os.environ) -> Place | None:

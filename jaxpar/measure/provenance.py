@@ -2,6 +2,8 @@
 
 import os
 import platform
+import shutil
+import subprocess
 import tomllib
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -14,16 +16,26 @@ from ml_collections import ConfigDict
 from jaxpar import config as configs
 
 PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax")
+PROJECT = Path(__file__).parents[2]  # of a clone
 JAX_SETTINGS = ("jax_default_matmul_precision", "jax_enable_x64", "jax_threefry_partitionable", "jax_default_prng_impl")
 
 
 def versions() -> dict[str, str]:
     """Return the versions of jaxpar, Python and the numerical packages."""
-    project = Path(__file__).parents[2] / "pyproject.toml"  # exists in a clone; a wheel has metadata
+    project = PROJECT / "pyproject.toml"  # exists in a clone; a wheel has metadata
     jaxpar_version = (
         tomllib.loads(project.read_text())["project"]["version"] if project.is_file() else version("jaxpar")
     )
     return {"jaxpar": jaxpar_version, "python": platform.python_version()} | {name: version(name) for name in PACKAGES}
+
+
+def commit() -> str | None:
+    """Return the commit of the clone with this code, with `-dirty` if its files differ; None without a clone or git."""
+    if not (PROJECT / ".git").exists() or shutil.which("git") is None:
+        return None
+    git = ["git", "--no-optional-locks", "-C", str(PROJECT)]
+    describe = ["describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
+    return subprocess.run([*git, *describe], capture_output=True, text=True).stdout.strip() or None
 
 
 def describe_devices(used: Sequence[jax.Device]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from typing import Any
 from jaxpar import config as configs
 from jaxpar import files
 from jaxpar.errors import UserError, format_bytes, format_count
-from jaxpar.measure import provenance
 from jaxpar.pages.charts import Series, line_chart, timeline_chart
 from jaxpar.pages.html import Cell, Row, document, folded, number_cell, paragraph, section, table
 from jaxpar.pages.recorded import RecordedRun, read_run
@@ -102,15 +101,27 @@ def result_rows(run: RecordedRun, num_steps: int) -> list[Row]:
     """Return the rows of the table of results."""
     result = run.result
     rows: list[Row] = [[metric_label(name), number_cell(value)] for name, value in run.tested().items()]
+    best = {name.removeprefix("best_"): value for name, value in result.items() if name.startswith("best_")}
+    rows += [
+        [f"{metric_label(name)} of the best checkpoint", number_cell(value)]
+        for name, value in best.items()
+        if name != "step" and best["step"] != result["steps"]
+    ]
     rows.append(["training loss", number_cell(result["train_loss"])])
     rows.append(["steps", Cell(f"{result['steps']:,} of {num_steps:,}", result["steps"])])
+    if best:
+        rows.append(["step of the best checkpoint", number_cell(best["step"])])
     if "stopped_early" in result:
         rows.append(["stopped early", str(result["stopped_early"])])
     rows.append(["skipped steps", number_cell(result["skipped_steps"])])
     rows.append(["examples", number_cell(result["examples"])])
+    rows += [[f"{name} split, examples", number_cell(size)] for name, size in result["splits"].items()]
+    rows.append(["parameters", number_cell(result["parameters"])])
     rows += [[f"{LABELS[name]}, median", number_cell(result[name])] for name in report.RATES if name in result]
     rows.append(["ledger", result["ledger"]])
-    rows += [[f"discarded after step {one['step']:,}", one["private_state"]] for one in result.get("discarded", ())]
+    rows += [[f"discarded after step {one['step']:,}", one["private_state"]] for one in result["discarded"]]
+    if result["in_flight"]:
+        rows.append(["batches in flight", number_cell(result["in_flight"])])
     if verdict := certificate(run):
         rows.append(["certificate", verdict])
     return rows
@@ -282,11 +293,13 @@ def config_tables(run: RecordedRun) -> list[str]:
 
 
 def environment(run: RecordedRun) -> str:
-    """Return the workdir, the devices and the versions of packages."""
+    """Return the workdir, the devices, where and how the run was started, and the versions of packages."""
     result = run.result
+    values = dict(result["environment"])
+    versions = values.pop("versions")
     rows: list[Row] = [
         ["workdir", str(run.workdir)],
         ["devices", f"{len(result['devices'])} x {result['device_kind']}: {', '.join(result['devices'])}"],
-        *([name, text] for name, text in provenance.versions().items()),
+        *([name, text or "unknown"] for name, text in {**values, **versions}.items()),
     ]
     return table(rows)

@@ -272,15 +272,24 @@ def check_batches(config: ConfigDict, dataset: data.Dataset, strategy: Strategy[
         check_host_memory(f"config.{key} is {size}", needed, f"preparing and holding {format_count(number, 'batch')}")
 
 
+def num_parameters(model: models.Model) -> int:
+    """Return the number of parameters of a model."""
+    return sum(leaf.size for leaf in jax.tree.leaves(model.shapes))
+
+
+def split_sizes(dataset: data.Dataset) -> dict[str, int]:
+    """Return the number of examples of each split."""
+    splits = zip(("training", "validation", "test"), dataset[1:4], strict=True)
+    return {name: len(split) if split else 0 for name, split in splits}
+
+
 def describe_run(run: Run) -> str:
     """Return the header of a run: devices, strategy, model, data and length."""
     config, plan, cluster, model = run.config, run.plan, run.cluster, run.problem.model
     kinds = ", ".join(sorted({device.device_kind for device in run.strategy.devices}))
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(model.shapes))
     ends = f"{model.layers[0].name} .. {model.layers[-2].name}, {model.layers[-1].name}"
-    splits = zip(("training", "validation", "test"), run.dataset[1:4], strict=True)
     processes_text = f" in {cluster.num_processes} processes" if cluster.num_processes > 1 else ""
-    sizes = ", ".join(f"{len(split) if split else 0:,} {name}" for name, split in splits)
+    sizes = ", ".join(f"{size:,} {name}" for name, size in split_sizes(run.dataset).items())
     replicas = format_count(plan.num_replicas, "replica")
     lines = {
         "platform": f"{cluster.platform}, {format_count(cluster.num_devices, 'device')}{processes_text} ({kinds}), "
@@ -288,7 +297,7 @@ def describe_run(run: Run) -> str:
         "strategy": f"{config.strategy}, {replicas}: {plan.summary}",
         "memory": f"{plan.state_bytes / 1e6:.1f} MB of state per device",
         "traffic": f"{plan.wire_bytes / 1e6:.1f} MB sent per device per step",
-        "model": f"{config.model.name}, layers {ends}; {parameters:,} parameters, {config.model.dtype}",
+        "model": f"{config.model.name}, layers {ends}; {num_parameters(model):,} parameters, {config.model.dtype}",
         "data": f"{config.data.source}, {run.problem.task.name}: {sizes} examples",
         "run": f"{run.num_steps:,} steps of {config.batch_size} examples in {run.workdir}",
     } | ({"advice": plan.advice} if plan.advice else {})

@@ -1,15 +1,22 @@
 """Writes the results of a run: result.json, curves.png and confusion.png."""
 
+import platform
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxpar import files
+import numpy as np
+
+from jaxpar import checkpoint, files
 from jaxpar.data import Split
+from jaxpar.errors import TrainingError
 from jaxpar.launch import processes
+from jaxpar.launch.place import command_of
+from jaxpar.measure import provenance
 from jaxpar.run import classes, metrics
-from jaxpar.run.build import Result, Run, StrategyState
+from jaxpar.run.build import Result, Run, StrategyState, num_parameters, split_sizes
 from jaxpar.run.callbacks import Callbacks, Measurement
 from jaxpar.run.evaluate import evaluate_split
 from jaxpar.tasks import Task
@@ -35,8 +42,12 @@ def finish(
       discarded: the private states that earlier starts discarded (`start.Past`).
       log: the metrics of the run.
       callbacks: functions that get the metrics of the test split.
+
+    Raises:
+      TrainingError: a loss of the last step is not finite, and config.optimizer.nonfinite is `stop`.
     """
     result = test_split(run, state, run.dataset.test, steps, log, callbacks) if run.dataset.test else {}
+    check_losses(run, steps, log)
     trained = log.rows("train")
     rates = {name: [row[name] for row in trained if row.get(name) is not None] for name in RATES}
     skipped = sum(row.get("skipped_steps") or 0 for row in trained)
@@ -52,6 +63,8 @@ def finish(
         "in_flight": run.strategy.num_in_flight(state),
         "discarded": list(discarded),
         **{name: statistics.median(values) for name, values in rates.items() if values},
+        "parameters": num_parameters(run.problem.model),
+        "splits": split_sizes(run.dataset),
         "strategy": run.config.strategy,
         "devices": [str(device) for device in devices],
         "device_kind": devices[0].device_kind,
@@ -61,11 +74,49 @@ def finish(
     if steps < run.num_steps:
         result["stopped_early"] = callbacks.reason
     if processes.is_first():
+        result["environment"] = {
+            "host": platform.node(),
+            "command": command_of(sys.argv),
+            "commit": provenance.commit(),
+            "versions": provenance.versions(),
+        }
         result |= run.strategy.report(state, run.workdir)
         if run.config.log.curves:
             title = f"{run.config.model.name} on {run.config.data.source}, {run.config.strategy}"
             draw_curves(run.workdir, run.problem.task, title)
     return result
+
+
+def check_losses(run: Run, steps: int, log: metrics.Log) -> None:
+    """Raise TrainingError if an evaluation of the last step is not finite, unless such steps are skipped."""
+    for row in [*log.rows("validation")[-1:], *log.rows("test")]:
+        if row["step"] == steps and row["loss"] is None and run.config.optimizer.nonfinite == "stop":
+            raise TrainingError(
+                f"the {row['split']} loss after step {steps} is not finite; lower config.optimizer.lr, or accept such "
+                "losses with config.optimizer.nonfinite='skip'"
+            )
+
+
+def test_best(run: Run, steps: int, log: metrics.Log) -> Result:
+    """Evaluate the best checkpoint on the test split, and return its results. All checkpoints must have been written.
+
+    steps and log: see `finish`.
+    """
+    task, split, directory = run.problem.task, run.dataset.test, run.workdir / "checkpoints"
+    best = checkpoint.best_step(directory)
+    processes.check_same_value(f"the best checkpoint (-1: none) in {run.workdir}", -1 if best is None else best)
+    if best is None:
+        print(f"best      step {steps}, the last one, because no validation loss was measured", flush=True)
+        return {}
+    tested = {name: x for row in log.rows("test") for name, x in row.items() if name not in ("step", "split")}
+    text = ", the last one" if best == steps else ""
+    if split is not None and best != steps:
+        # The step is that after which nothing is in flight; an evaluation does not depend on it.
+        tree = checkpoint.read(directory / str(best)).tree | {"step": np.int32(run.num_steps)}
+        tested = task.all_metrics(evaluate_split(run, run.strategy.from_canonical(tree), split))
+        text = f": test {metrics.format_metrics(task.printed(tested))}"
+    print(f"best      step {best}{text}", flush=True)
+    return {"best_step": best, **{f"best_{name}": value for name, value in task.results(tested).items()}}
 
 
 def test_split(

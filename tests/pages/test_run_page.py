@@ -47,8 +47,8 @@ def numbers(value: Any) -> list[float]:
 
 def test_all_numbers_of_the_result_are_in_the_page(tmp_path: Path) -> None:
     _, page = page_of(write_run(tmp_path / "run"))
-    from_plan = ("state_bytes", "wire_bytes")
-    expected = numbers({key: value for key, value in RESULT.items() if key not in from_plan})
+    others = ("state_bytes", "wire_bytes", "discarded")
+    expected = numbers({key: value for key, value in RESULT.items() if key not in others})
     assert len(expected) > 20
     assert set(expected) <= set(page.values)
     of_rows = {row[0]: row[1:] for row in page.rows if row}
@@ -57,6 +57,11 @@ def test_all_numbers_of_the_result_are_in_the_page(tmp_path: Path) -> None:
     assert of_rows["stopped early"] == ["the validation loss <did> not improve"]
     assert of_rows["ledger"] == [RESULT["ledger"]]
     assert of_rows["skipped steps"] == ["3"]
+    assert of_rows["test accuracy of the best checkpoint"] == ["0.6875"]
+    assert of_rows["step of the best checkpoint"] == ["30"]
+    assert of_rows["discarded after step 20"] == ["byteps_onebit <on> 2 replicas"]
+    environment = {"host": "node<7>", "command": "scripts/train 'a b'", "commit": "unknown", "jax": "9.8.7"}
+    assert {name: of_rows[name] for name in environment} == {name: [text] for name, text in environment.items()}
     assert of_rows["train"] == ["6.5", "65.0%", ""]
     assert [row for row in page.rows if row[0] == NAMES[1]] == [  # classes, then the confusion matrix
         [NAMES[1], "0.25", "0.2812", "0.2656", "31"],
