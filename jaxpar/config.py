@@ -56,7 +56,7 @@ def load_config(name: str | Path) -> ConfigDict:
             hint = nearest(name, names)
             stop = "." if hint else ""
             raise UserError(
-                f"--config is {name!r}, which does not exist; it must be a config file or one of "
+                f"--config is {name!r}, which {files.path_state(Path(path_name))}; it must be a config file or one of "
                 f"{', '.join(names)}{stop}{hint}"
             )
     if path.suffix != ".py":
@@ -68,7 +68,7 @@ def load_config(name: str | Path) -> ConfigDict:
         config = module.get_config(preset) if preset else module.get_config()
     except UserError:
         raise
-    except Exception as error:  # a user's file can raise anything
+    except (Exception, SystemExit) as error:  # a user's file can raise anything
         raise UserError(_where(path, error)) from error
     if not isinstance(config, ConfigDict):
         raise UserError(
@@ -227,7 +227,7 @@ def _import(path: Path) -> Any:
     return module
 
 
-def _where(path: Path, error: Exception) -> str:
+def _where(path: Path, error: BaseException) -> str:
     """Return `file, line N: error` for an exception raised by a config file."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None

@@ -5,16 +5,19 @@ check is a generator of type `Refusals`. Another check calls it with `yield from
 `accepted`, which raises the reason, or `outcome`, which returns it.
 """
 
+import argparse
 import contextlib
 import difflib
 import errno
+import itertools
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+import traceback
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TextIO, TypeVar
 
 
 def printable(text: str) -> str:
@@ -137,9 +140,15 @@ def is_closed_output(error: OSError) -> bool:
     return error.errno == errno.EPIPE and error.filename is None
 
 
-def discard_output() -> None:
-    """Send the standard output nowhere: also the rest of it, which Python writes when it exits."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def unwritten_output(error: OSError) -> str | None:
+    """Return the error message if the standard output is on a full disk. The errors of all other writes have names."""
+    is_full = error.errno == errno.ENOSPC and error.filename is None
+    return f"the standard output cannot be written: {error.strerror}" if is_full else None
+
+
+def discard(stream: TextIO) -> None:
+    """Send the standard output or error nowhere: also the rest of it, which Python writes when it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 CLOSED = "the standard output is closed; it must be open, such as with >/dev/null"
@@ -161,22 +170,56 @@ def exit_code(command: Callable[[], int | None]) -> int:
         return code
     except KeyboardInterrupt:
         return AT_ONCE
-    except PermissionError as error:
-        if error.filename is None:
+    except SystemExit as error:
+        if traceback.extract_tb(error.__traceback__)[-1].filename in (argparse.__file__, __file__):  # --help, SIGTERM
+            raise
+        return fail(message_of_exit(error))
+    except OSError as error:
+        reason = unwritten_output(error)
+        if reason or is_closed_output(error):
+            discard(sys.stdout)
+            return fail(reason) if reason else FAILED
+        if reason := too_long(error, sys.argv):
+            return fail(reason)
+        if not isinstance(error, PermissionError) or error.filename is None:
             raise
         return fail(f"{error.filename} may not be read or written: {error.strerror}")
-    except OSError as error:
-        if error.filename is not None or error.errno not in (errno.EPIPE, errno.ENOSPC):
-            raise
-        discard_output()
-        return FAILED if is_closed_output(error) else fail(f"the standard output cannot be written: {error.strerror}")
     except (UserError, TrainingError) as error:
         return fail(str(error), USER_ERROR if isinstance(error, UserError) else FAILED)
 
 
+def message_of_exit(error: BaseException) -> str:
+    """Return the error message for code of a user, such as a config or a model, that ended the process."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "_sitebuiltins" not in frame.filename]
+    return f"{frames[-1].filename}, line {frames[-1].lineno}, raised {error!r}; it must not end the run"
+
+
+def too_long(error: OSError, argv: Sequence[str]) -> str | None:
+    """Return the error message for a path that is too long, with its flag in `argv`, or None for another error."""
+    if error.errno != errno.ENAMETOOLONG:
+        return None
+    key, path = "the path", str(error.filename)
+    for before, argument in itertools.pairwise(argv):
+        flag, equals, value = argument.partition("=")
+        flag, value = (flag, value) if equals else (before, argument)
+        if value and flag.startswith("--") and value in path:
+            key = flag.removeprefix("--") if flag.startswith("--config.") else flag
+    return f"{key} is {path!r:.60}...; each name in a path must have at most 255 bytes"
+
+
+LONGEST_LINE = 800  # characters of an error
+
+
 def fail(message: str, code: int = USER_ERROR) -> int:
-    """Print the one line of an error, and return the exit code."""
-    print(f"jaxpar: {message}", file=sys.stderr, flush=True)
+    """Print the one line of an error, without the middle of a long one, and return the exit code."""
+    text = printable(message)
+    if len(text) > LONGEST_LINE:
+        text = f"{text[: LONGEST_LINE // 2]} ... {text[-LONGEST_LINE // 2 :]}"
+    try:
+        if sys.stderr is not None:
+            print(f"jaxpar: {text}", file=sys.stderr, flush=True)
+    except OSError:  # its reader has closed it
+        discard(sys.stderr)
     return code
 
 

@@ -1,13 +1,14 @@
 """Files of a workdir: writes are atomic, and a lock lets only one process use the workdir at a time."""
 
 import contextlib
+import csv
 import errno
 import fcntl
 import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -40,6 +41,29 @@ _STATES = {
 def path_error(error: OSError) -> str:
     """Return the reason why a path cannot be used, as a clause that follows the path in an error message."""
     return _STATES.get(error.errno or 0, f"which cannot be used ({error.strerror})")
+
+
+def read_csv(file: Iterable[str], first: int = 1) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number of its last line and the values of each row, also of empty ones.
+
+    Raises ValueError for invalid CSV. first: the number of the first line.
+    """
+    reader = csv.reader(file, strict=True)
+    try:
+        for row in reader:
+            yield reader.line_num + first - 1, row
+    except csv.Error as error:
+        rule = f"quotes must be closed, and values must have at most {csv.field_size_limit():,} characters"
+        raise ValueError(f"line {reader.line_num + first - 1}: {error}; {rule}") from error
+
+
+def path_state(path: Path) -> str:
+    """Return what a path is, or why it is nothing, as a clause that follows `PATH, which` in an error message."""
+    try:
+        path.stat()
+    except OSError as error:
+        return path_error(error).removeprefix("which ")
+    return "is a directory" if path.is_dir() else "is a file" if path.is_file() else "is a device or a pipe"
 
 
 def unreadable(path: str | Path, error: Exception) -> str:

@@ -39,10 +39,13 @@ from jaxpar.errors import (
     USER_ERROR,
     TrainingError,
     UserError,
-    discard_output,
+    discard,
     fail,
     is_closed_output,
     is_failure,
+    message_of_exit,
+    too_long,
+    unwritten_output,
 )
 from jaxpar.files import disk_error
 from jaxpar.launch.launcher import end_with_launcher
@@ -91,11 +94,19 @@ def main(argv: Sequence[str]) -> int:
         return fail(str(error), USER_ERROR)
     except TrainingError as error:
         return fail(str(error), FAILED)
+    except (SystemExit, KeyboardInterrupt) as error:  # raised by a user's file, because signals are handled otherwise
+        return fail(message_of_exit(error))
     except OSError as error:
+        reason = unwritten_output(error)
+        if reason or is_closed_output(error):
+            discard(sys.stdout)
+        if reason:
+            return fail(f"{reason}; the existing checkpoints are intact")
         if is_closed_output(error):
-            discard_output()
             is_training = any(argument.partition("=")[0] == "--workdir" for argument in argv)
             return fail(CLOSED_OUTPUT, FAILED) if is_training else FAILED  # silent, as other programs before `head`
+        if reason := too_long(error, argv):
+            return fail(reason)
         if not disk_error(error):
             raise
         what = f"{error.filename or 'the disk'}: {error.strerror}"

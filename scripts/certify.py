@@ -69,6 +69,8 @@ def check(config: ConfigDict, arguments: argparse.Namespace) -> None:
     passes = arguments.reference_passes
     if config.batch_size % passes:
         raise UserError(f"--reference_passes is {passes}; it must divide config.batch_size ({config.batch_size})")
+    if arguments.output.is_dir():
+        raise UserError(f"--output is '{arguments.output}', which is a directory; it must be a file")
     if not arguments.output.parent.is_dir():
         raise UserError(
             f"--output is '{arguments.output}'; it must be in an existing directory, and '{arguments.output.parent}' "

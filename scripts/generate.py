@@ -85,6 +85,8 @@ def generate(
     generator: Generator, prompts: Sequence[str] | None, max_tokens: int, sampling: Sampling, *, as_json: bool
 ) -> None:
     """Continue the prompts, or those of the standard input, and print the texts."""
+    if prompts is None and sys.stdin is None:
+        raise UserError("the standard input is closed; it must be open, or --prompt must be set")
     if prompts is None and sys.stdin.isatty() and not as_json:
         ask(generator, max_tokens, sampling)
         return

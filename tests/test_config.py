@@ -137,6 +137,11 @@ def test_a_missing_config_suggests_a_similar_name() -> None:
         configs.load_config("configs/quikstart.py")
 
 
+def test_a_config_that_is_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"--config is '{tmp_path}', which is a directory; it must be a config file"):
+        configs.load_config(tmp_path)
+
+
 def test_a_config_is_a_python_file(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("# Title")
     with pytest.raises(UserError, match=r"--config is '.*README.md'; it must be a Python file \(.py\)"):

@@ -121,7 +121,15 @@ MISTAKES = {
         ["--config.model.name=jaxpar.models"],
         "jaxpar/models/__init__.py has no function build(config, info)",
     ),
-    "a name that is too long": ([f"--config.model.init_from={'a' * 300}"], "File name too long"),
+    "a name that is too long": ([f"--config.model.init_from={'a' * 300}"], "config.model.init_from is 'aaa"),
+    "a cache that is a file": (
+        ["--config.cache_dir=LICENSE"],
+        "config.cache_dir is 'LICENSE', which is a file; it must",
+    ),
+    "a cache in a file": (
+        ["--config.cache_dir=LICENSE/a"],
+        "'LICENSE/a', which is inside a file; it must be a directory",
+    ),
     "many threads": (["--config.data.num_threads=1000000"], "data.num_threads is 1000000; it must be at most 1,000"),
     "prefetch forever": (
         ["--config.data.prefetch=10000000"],

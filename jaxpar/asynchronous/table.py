@@ -14,7 +14,7 @@ from typing import NamedTuple, TextIO
 import numpy as np
 
 from jaxpar.errors import UserError
-from jaxpar.files import open_text, unreadable, write_text
+from jaxpar.files import open_text, read_csv, unreadable, write_text
 
 ROUNDING = 1e-9  # relative: by this much, two sums of the same seconds may differ
 HEAD = "# num_workers="  # start of the first line of a file
@@ -208,19 +208,16 @@ def read_rows(file: TextIO, columns: Sequence[str], line: int = 1) -> tuple[list
 
     Columns start, finish and seconds contain seconds, the others integers. Raises ValueError with the line.
     """
-    lines, rows = [], []
-    reader = csv.reader(file, strict=True)
-    try:
-        if tuple(map(str.strip, next(reader, []))) != tuple(columns):
-            raise ValueError(f"line {line} must be the header {','.join(columns)}")
-        for row in filter(None, reader):
-            lines.append(reader.line_num + line - 1)
-            if len(row) != len(columns):
-                raise ValueError(f"line {lines[-1]} has {len(row)} values; it must have {len(columns)}, one per column")
+    lines, rows, found = [], [], read_csv(file, line)
+    if tuple(map(str.strip, next(found, (line, []))[1])) != tuple(columns):
+        raise ValueError(f"line {line} must be the header {','.join(columns)}")
+    for number, row in found:
+        if row and len(row) != len(columns):
+            raise ValueError(f"line {number} has {len(row)} values; it must have {len(columns)}, one per column")
+        if row:
+            lines.append(number)
             values = zip(columns, map(str.strip, row), strict=True)
-            rows.append(tuple(_number(column, value, lines[-1]) for column, value in values))
-    except csv.Error as error:
-        raise ValueError(f"line {reader.line_num + line - 1}: {error}") from error
+            rows.append(tuple(_number(column, value, number) for column, value in values))
     return lines, rows
 
 

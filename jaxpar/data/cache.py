@@ -20,7 +20,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxpar.errors import UserError
-from jaxpar.files import parse_json
+from jaxpar.files import parse_json, path_state
 
 Facts = dict[str, Any]  # metadata by name; values must be JSON-serializable
 
@@ -42,8 +42,16 @@ class Entry(NamedTuple):
 
 
 def cache_dir(config: ConfigDict) -> Path:
-    """Return config.cache_dir, or $JAXPAR_CACHE if that is empty, or ~/.cache/jaxpar if neither is set."""
-    return Path(config.cache_dir or os.environ.get("JAXPAR_CACHE") or "~/.cache/jaxpar").expanduser()
+    """Return config.cache_dir, or $JAXPAR_CACHE if that is empty, or ~/.cache/jaxpar if neither is set.
+
+    Raises UserError if it is not a directory and cannot become one.
+    """
+    path = Path(config.cache_dir or os.environ.get("JAXPAR_CACHE") or "~/.cache/jaxpar").expanduser()
+    state = path_state(path)
+    if state not in ("is a directory", "does not exist"):
+        key = "config.cache_dir" if config.cache_dir else "JAXPAR_CACHE"
+        raise UserError(f"{key} is {str(path)!r}, which {state}; it must be a directory, or not exist")
+    return path
 
 
 def fingerprint(facts: Facts) -> str:

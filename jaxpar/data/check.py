@@ -146,6 +146,8 @@ def _check_text(config: ConfigDict, labels: Labels) -> None:
     if data.max_length < least:
         raise UserError(f"config.data.max_length is {data.max_length}; for {config.task} it must be at least {least}")
     longest = config.model.max_length
+    if longest is not None and longest < least:
+        raise UserError(f"config.model.max_length is {longest}; for {config.task} it must be at least {least}")
     if longest is not None and data.max_length > longest:
         raise UserError(
             f"config.data.max_length is {data.max_length}; it must be at most config.model.max_length ({longest})"

@@ -104,7 +104,7 @@ def find_gpu(name: str, key: str = "device kind", others: Sequence[str] = ()) ->
     kinds = gpu_kinds()
     if name.lower() in kinds:
         return kinds[name.lower()]
-    if name.endswith(".toml"):
+    if name.endswith(".toml") or Path(name).is_dir():
         return read_gpu(Path(name), key)
     known = [*kinds, *others]
     begins = [kind for kind in kinds if kind.startswith(name.lower() + "-")]  # a100: one of several sizes
@@ -127,7 +127,7 @@ def read_toml(path: Path, key: str) -> dict[str, Any]:
             return tomllib.loads(file.read())
     except OSError as error:
         raise UserError(f"{key} is {str(path)!r}, {path_error(error)}; it must be the path of a TOML file") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{key} is {str(path)!r}, which is not TOML ({error}); it must be a TOML file") from None
 
 

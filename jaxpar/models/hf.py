@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from jaxpar.data import DataInfo
 from jaxpar.errors import UserError
-from jaxpar.files import file_of, parse_json
+from jaxpar.files import file_of, parse_json, path_state
 from jaxpar.models import gpt, hf_labels, hf_tensors
 from jaxpar.models.hf_families import FAMILIES, Family
 from jaxpar.models.model import Model, Params
@@ -86,8 +86,9 @@ def _read_config(directory: Path) -> tuple[Path, Family, dict[str, Any]]:
       UserError: the file is missing or damaged, or the model is not supported exactly.
     """
     if not directory.is_dir():
-        state = "is a file" if directory.exists() else "does not exist"
-        raise UserError(f"config.model.init_from is {str(directory)!r}, which {state}; it must be a model directory")
+        raise UserError(
+            f"config.model.init_from is {str(directory)!r}, which {path_state(directory)}; it must be a model directory"
+        )
     path = file_of(directory, "config.json")
     if not path.is_file():
         raise UserError(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpar.errors import UserError
-from jaxpar.files import open_text, unreadable, write_text
+from jaxpar.files import open_text, read_csv, unreadable, write_text
 from jaxpar.swarm.ledger import BACKWARD_PASS, COUNTED, FORWARD_PASS, LOST
 
 ROUTING_HEAD = ("num_stages", "num_microbatches", "delay")
@@ -186,15 +186,15 @@ def read_routing(path: Path | str, key: str = "the routing table") -> RoutingTab
     try:
         with open_text(path) as file:
             sizes = _read_head(file.readline())
-            reader = csv.reader(file, strict=True)
-            if tuple(next(reader, [])) != ROUTING_COLUMNS:
+            lines = read_csv(file, first=2)
+            if tuple(next(lines, (2, []))[1]) != ROUTING_COLUMNS:
                 raise ValueError(f"line 2 must be the header {','.join(ROUTING_COLUMNS)}")
-            rows = [_read_row(row, reader.line_num + 1) for row in filter(None, reader)]
+            rows = [_read_row(row, line) for line, row in lines if row]
         if not rows:
             raise ValueError("the table has no rows; it must have at least one")
         table = make_routing_table(*sizes, rows)
         check_routing(table)
-    except (OSError, ValueError, csv.Error) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{key} is {unreadable(path, error)}") from error
     return table
 

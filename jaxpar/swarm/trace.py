@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxpar.errors import UserError
-from jaxpar.files import open_text, unreadable, write_text
+from jaxpar.files import open_text, read_csv, unreadable, write_text
 
 JOIN, LEAVE = "join", "leave"
 MAX_EVENTS = 1_000_000
@@ -152,16 +152,14 @@ def _rows(path: Path | str, columns: Sequence[str]) -> Iterator[tuple[str, list[
         text = file.read(MAX_FILE_BYTES)
     if len(text) == MAX_FILE_BYTES:
         raise ValueError(f"the file has {MAX_FILE_BYTES:,} characters or more; it must have fewer")
-    reader = csv.reader(io.StringIO(text), strict=True)
-    try:
-        if tuple(map(str.strip, next(reader, []))) != tuple(columns):
-            raise ValueError(f"line 1 must be the header {','.join(columns)}")
-        for row in filter(None, reader):
-            if len(row) != len(columns):
-                raise ValueError(f"line {reader.line_num} has {len(row)} values; it must have {len(columns)}")
-            yield f"line {reader.line_num}", [value.strip() for value in row]
-    except csv.Error as error:
-        raise ValueError(f"line {reader.line_num}: {error}") from error
+    lines = read_csv(io.StringIO(text))
+    if tuple(map(str.strip, next(lines, (1, []))[1])) != tuple(columns):
+        raise ValueError(f"line 1 must be the header {','.join(columns)}")
+    for line, row in lines:
+        if row and len(row) != len(columns):
+            raise ValueError(f"line {line} has {len(row)} values; it must have {len(columns)}")
+        if row:
+            yield f"line {line}", [value.strip() for value in row]
 
 
 def _number(place: str, column: str, text: str) -> float:

@@ -632,6 +632,7 @@ def test_contents_of_a_certificate(certify: Any, capsys: pytest.CaptureFixture[s
             "--output=no/such/file.json",
             "--output is 'no/such/file.json'; it must be in an existing directory, and 'no/such' is not one",
         ),
+        ("--output=docs", "--output is 'docs', which is a directory; it must be a file"),
         ("--config.exchange=zero4", "config.exchange is 'zero4'"),
         (
             "--steps=4",

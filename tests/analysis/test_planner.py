@@ -446,6 +446,7 @@ NETWORK_LINK = "[network]\nbandwidth = 1e9\nlatency = 1e-5\n"
         (CLUSTER + NETWORK_LINK + "[peak_flops]\nint8 = 1e12\n", "peak_flops is {'int8': 1000000000000.0}; it must be"),
         (CLUSTER.replace("hosts = 2", "hosts = 20_000"), "hosts x gpus_per_host is 80,000; it must be at most 65,536"),
         ("gpu = ", "which is not TOML"),
+        (f"gpu = {'[' * 5000}{']' * 5000}", "which is not TOML (maximum recursion depth exceeded"),
         (CLUSTER.replace("gpu =", "Gpu ="), "cluster.toml: Gpu is not a key; it must be one of gpu, hosts, "),
         (CLUSTER.replace("gpu =", "GPU ="), "source. Did you mean 'gpu'?"),
         ("", "cluster.toml: gpu is missing; it must be one of a100-40gb, "),

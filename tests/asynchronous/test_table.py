@@ -223,7 +223,7 @@ def test_a_broken_table_is_not_written(tmp_path: Path) -> None:
         (4, f"1,0,{'1' * 5000},2,0,0,2", f"line 4: update is '{'1' * 40}'; it must be an integer .*"),
         (4, "1,0,0,2,0,0.0,1_0", "line 4: finish is '1_0'; it must be a non-negative number of seconds"),
         (4, "1,0,0,2,0,nan,2.0", "line 4: start is 'nan'; it must be a non-negative number of seconds"),
-        (4, '1,0,0,2,0,0.0,"2', "line 8: unexpected end of data"),
+        (4, '1,0,0,2,0,0.0,"2', "line 8: unexpected end of data; quotes must be closed, .*"),
         (5, "\n0,2,1,1,0,1.5,4.0", "line 6: read is 2; it must be at most update, 1, which is the newest version"),
     ],
 )

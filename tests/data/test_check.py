@@ -47,6 +47,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no buckets": ({"data.length_buckets": ()}, r"config.data.length_buckets is \(\); it must be at least one length"),
     "buckets": ({"data.length_buckets": (32, 16)}, r"length_buckets is \(32, 16\); it must be .* in ascending order"),
+    "negative length": (
+        {"model.max_length": -7},
+        "config.model.max_length is -7; for classification it must be at least 8",
+    ),
     "length": ({"data.max_length": 2}, "config.data.max_length is 2; for classification it must be at least 8"),
     "positions": (
         {"data.max_length": 600, "model.max_length": 512},

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxpar.errors import UserError
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make_wordnet.py"
 LICENCE = "  1 This software  \n  2   \n  3 WordNet 3.1 Copyright 2011\n"
 PARTS = {
@@ -28,7 +30,8 @@ def test_synsets_become_pairs(
     for name, lines in PARTS.items():
         (tmp_path / "dict" / f"data.{name}").write_text(LICENCE + lines)
     monkeypatch.setattr(script, "DIRECTORY", tmp_path / "out")
-    script.main(str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["make_wordnet.py", str(tmp_path)])
+    script.main()
     assert lzma.decompress((tmp_path / "out" / "glosses.tsv.xz").read_bytes()).decode().splitlines() == [
         "text\tlabel",
         "that which is perceived | or known\tnoun.Tops",
@@ -41,3 +44,7 @@ def test_synsets_become_pairs(
     assert (tmp_path / "out" / "LICENSE").read_text() == "This software\n\nWordNet 3.1 Copyright 2011\n"
     assert capsys.readouterr().out.startswith("6 pairs, 6 classes, ")
     assert len(set(script.LEXNAMES)) == 45
+    for arguments, message in (([], "the argument PACKAGE is missing"), ([str(tmp_path / "out")], "no file data.noun")):
+        monkeypatch.setattr("sys.argv", ["make_wordnet.py", *arguments])
+        with pytest.raises(UserError, match=message):
+            script.main()

@@ -45,7 +45,10 @@ def test_files_keep_every_bit(tmp_path: Path) -> None:
         ("HEAD\na,1,-5,0\n", "line 2: bandwidth is '-5'; it must be between 1 and inf"),
         ("HEAD\na,1,1,-1\n", "line 2: latency is '-1'; it must be between 0 and 1e+06"),
         ("HEAD\na,1,1\n", "line 2 has 3 values; it must have 4"),
-        ('HEAD\n"a,1,1,0\n', "line 2: unexpected end of data"),
+        (
+            'HEAD\n"a,1,1,0\n',
+            "line 2: unexpected end of data; quotes must be closed, and values must have at most 131,072 characters",
+        ),
     ],
 )
 def test_peers_that_cannot_be(tmp_path: Path, text: str, message: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxpar.errors import nearest
-from jaxpar.files import open_text, unreadable
+from jaxpar.files import open_text, read_csv, unreadable
 from jaxpar.pipeline.tables.periodic import CONTINUOUS
 from jaxpar.pipeline.tables.schedule import SCHEDULES
 from jaxpar.pipeline.tables.table import ACTION, ACTION_KINDS, FIELDS, Table, with_slots
@@ -46,9 +46,9 @@ def read_table(path: Path | str) -> Table:
     """
     try:
         with open_text(path) as file:
-            reader = csv.reader(file, strict=True)
-            columns = _columns(next(reader, []))
-            rows = [_row(columns, row, f"line {reader.line_num}") for row in reader if row]
+            lines = read_csv(file)
+            columns = _columns(next(lines, (1, []))[1])
+            rows = [_row(columns, row, f"line {line}") for line, row in lines if row]
         if not rows:
             raise ValueError("the table has no actions; it must have at least one")
         table = _table(columns, rows)
@@ -60,7 +60,7 @@ def read_table(path: Path | str) -> Table:
             )
         # Remove unused slots, because the engine allocates all slots up to the last one.
         table.actions["slot"] = np.unique(table.actions["slot"], return_inverse=True)[1]
-    except (OSError, ValueError, csv.Error) as error:
+    except (OSError, ValueError) as error:
         raise (TableError if isinstance(error, TableError) else ValueError)(unreadable(path, error)) from error
     return table
 

@@ -226,7 +226,8 @@ COLUMNS = "clock, device, kind, microbatch, chunk"
         (HEADER + "0,-1,F,0,0\n", "line 2: device is '-1'; it must be an integer between 0 and 999999999"),
         (HEADER + "0,0,F,9999999999,0\n", "line 2: microbatch is '9999999999'; it must be an integer .*"),
         (HEADER + "0,0,F,0\n", "line 2 has 4 values; it must have 5, one per column"),
-        (HEADER + '0,0,"F,0,0\n', "unexpected end of data"),
+        (HEADER + '0,0,"F,0,0\n', "line 2: unexpected end of data; quotes must be closed, .*"),
+        (HEADER + f"0,0,{'F' * 140_000},0,0\n", "line 2: field larger .*; quotes .*, .* at most 131,072 characters"),
         (HEADER + "0,0,F,0,0\n0,0,F,1,0\n", "clock 0, device 0: F of microbatch 1, stage 0 and F of microbatch 0.*"),
         (
             HEADER + "0,999999999,F,0,0\n",
