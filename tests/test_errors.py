@@ -99,7 +99,11 @@ def test_a_model_that_ends_the_process(
     monkeypatch.syspath_prepend(tmp_path)
     arguments = ["--config=configs/default.py", "--config.model.name=ending_models.mine", f"--workdir={tmp_path}/run"]
     assert main.main(["jaxpar", *arguments]) == 2
-    assert exit_code(lambda: runpy.run_path(str(path)) and None) == 2
+
+    def script() -> None:
+        runpy.run_path(str(path))
+
+    assert exit_code(script) == 2
     expected = f"jaxpar: {path}, line 1, raised SystemExit(); it must not end the run\n"
     assert capsys.readouterr().err == 2 * expected
 

@@ -159,16 +159,30 @@ def test_a_failure_ends_in_one_line(clone: Path) -> None:
     (clone / ".venv" / "bin" / "python").chmod(0o755)
     result = run(clone, "train")
     assert result.returncode == 2
-    *_, attempt, log, closing = result.stderr.splitlines()
+    *_, attempt, reason, log = result.stderr.splitlines()
     assert (attempt, log) == ("jaxpar: uv could not install the packages; trying pip", "ERROR: no registry")
-    assert closing.startswith("jaxpar: could not install the packages (log: ")
+    assert reason.startswith("jaxpar: could not install the packages (log: ")
+    (clone / ".venv" / "incomplete").unlink()
+    (clone / ".venv" / "bin" / "python").write_text("#!/bin/sh\necho Temporary failure in name resolution\nexit 1\n")
+    result = run(clone, "train")
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith("jaxpar: the package index cannot be reached (log: ")
 
 
 def test_mistakes(clone: Path) -> None:
-    result = run(clone, "train", JAXPAR_EXTRAS="gpus")
+    for extra in ("gpus", "*", "../constraints/gpu"):
+        result = run(clone, "train", JAXPAR_EXTRAS=extra)
+        expected = f"jaxpar: the extra is '{extra}'; it must be one of dev, gpu\n"
+        assert (result.returncode, result.stderr) == (2, expected)
+    for flag in ("--help", "-h"):
+        result = run(clone, "setup", "dev", flag)
+        assert result.stdout.startswith("Creates or updates .venv.")
+        assert "scripts/setup [EXTRA...]" in result.stdout
+        assert result.stdout.endswith("interrupted setup, .venv is recreated.\n")
+    result = run(clone, "lock", PATH="/usr/bin:/bin")
     assert (result.returncode, result.stderr) == (
         2,
-        "jaxpar: the extra is 'gpus'; it must be one of gpu, targets, swarm, dev\n",
+        "jaxpar: PATH has no uv; install it, such as with pip install uv\n",
     )
     (clone / "bin" / "python3").unlink()
     (clone / "bin" / "python3").write_text("#!/bin/sh\n[ $1 = --version ] && echo Python 3.9.9\n")
